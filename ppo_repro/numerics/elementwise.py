@@ -15,6 +15,9 @@ from ppo_repro.numerics import library
 from ppo_repro.numerics.arrays import at
 
 _NAMES = {torch.float32: "float32", torch.float64: "float64"}
+EXP_MIN, EXP_MAX = -87.0, 88.0  # e^x is a normal float32
+# where 1 / (1 + e^-x) and ln(1 + e^x) are still normal numbers of the type
+_LEAST = {torch.float32: EXP_MIN, torch.float64: -708.0}
 
 
 def _mapped(function: str, x: Tensor) -> Tensor:
@@ -25,8 +28,8 @@ def _mapped(function: str, x: Tensor) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    """e^x of float32, within 1.01 ulp; exp(0) is exactly 1. 0 below -103.98, infinite above 88.73."""
-    return _mapped("exp", x.to(torch.float32))
+    """e^x of float32, within 1.01 ulp; exp(0) is exactly 1. x is clamped to [-87, 88]: never 0 or infinite."""
+    return _mapped("exp", x.to(torch.float32).clamp(EXP_MIN, EXP_MAX))
 
 
 def exp64(x: Tensor) -> Tensor:
@@ -59,13 +62,13 @@ def cos_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + e^-x), computed in float64, of the type of x (float32 or float64)."""
-    return _mapped("sigmoid", x.to(torch.float64)).to(x.dtype)
+    """1 / (1 + e^-x), computed in float64, of the type of x (float32 or float64); never 0: x >= -87 (float64: -708)."""
+    return _mapped("sigmoid", x.to(torch.float64).clamp(min=_LEAST[x.dtype])).to(x.dtype)
 
 
 def softplus(x: Tensor) -> Tensor:
-    """ln(1 + e^x) = max(x, 0) + ln(1 + e^-|x|), computed in float64, of the type of x; never overflows."""
-    return _mapped("softplus", x.to(torch.float64)).to(x.dtype)
+    """ln(1 + e^x) = max(x, 0) + ln(1 + e^-|x|), computed in float64, of the type of x; never 0: x as in `sigmoid`."""
+    return _mapped("softplus", x.to(torch.float64).clamp(min=_LEAST[x.dtype])).to(x.dtype)
 
 
 class Exp(Function):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ppo_repro.numerics.sampling import cut_tokens, normal_noise, sample_tokens
-from ppo_repro.numerics.sampling import gumbel_noise as gumbel_noise
 from ppo_repro.numerics.token_statistics import pack_bits, require_finite, token_statistics, top_logits
 from ppo_repro.rollout.engine import Sampling
 

@@ -184,6 +184,7 @@ class Model:
     positions: Array | None = None  # learned, [positions, H]
     chosen: int = 0  # experts of a token
     normalised: bool = False  # routing weights are a softmax over the chosen experts, not over all
+    padding: int = -1  # a token whose embedding takes no gradient
 
 
 def parameters(model: Model) -> dict[str, Array]:
@@ -617,7 +618,8 @@ def backward(model: Model, of: Activations, d_hidden: Array) -> Contributions:
         d = d2 + norm_backward(grads, f"{name}.norm1", model.norm, layer.norm1, dh, seen.normed1, position)
     if model.positions is not None:
         grads["positions"] = row_addends(d, position)
-    grads["embedding"] = row_addends(d * F(model.embedding_scale), of.ids)
+    trained = np.flatnonzero(of.ids != model.padding)
+    grads["embedding"] = row_addends(d[trained] * F(model.embedding_scale), of.ids[trained])
     return grads
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.numerics.layers.rotary import inverse_frequencies
+from ppo_repro.numerics.rotary import inverse_frequencies
 from tests.numerics.definition import Layer, Matrix, Model, NormWeights, rotary_tables
 
 ACTIVATIONS = {
@@ -39,6 +39,10 @@ def _matrix(*modules: Any, transposed: bool = False) -> Matrix:
     weights = [array(m.weight).T if transposed else array(m.weight) for m in modules]
     biases = [array(m.bias) for m in modules if m.bias is not None]
     return Matrix(np.concatenate(weights), np.concatenate(biases) if biases else None)
+
+
+def _padding(embedding: Any) -> int:
+    return -1 if embedding.padding_idx is None else int(embedding.padding_idx)
 
 
 def _mlp_of_llama(module: Any) -> dict[str, Any]:
@@ -101,6 +105,7 @@ def _llama(trunk: Any, positions: int) -> Model:
         activation=ACTIVATIONS[config.hidden_act],
         cosine=cosine,
         sine=sine,
+        padding=_padding(trunk.embed_tokens),
         chosen=getattr(config, "num_experts_per_tok", 0),
         normalised=bool(getattr(config, "norm_topk_prob", config.model_type == "mixtral")),
     )
@@ -128,6 +133,7 @@ def _gpt2(trunk: Any, _: int) -> Model:
         eps=config.layer_norm_epsilon,
         embedding=array(trunk.wte.weight),
         positions=array(trunk.wpe.weight),
+        padding=_padding(trunk.wte),
         layers=layers,
         last_norm=_norm(trunk.ln_f),
         q_at=0,
@@ -165,6 +171,7 @@ def _gpt_neox(trunk: Any, positions: int) -> Model:
         head_dim=d,
         eps=config.layer_norm_eps,
         embedding=array(trunk.embed_in.weight),
+        padding=_padding(trunk.embed_in),
         layers=layers,
         last_norm=_norm(trunk.final_layer_norm),
         q_at=0,

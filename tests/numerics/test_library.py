@@ -113,7 +113,8 @@ def test_a_forked_process_begins_its_threads_anew() -> None:
     library.set_threads(1)
 
 
-def test_the_manifest_learns_of_the_kernels() -> None:
+def test_the_manifest_learns_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(library.CHOICE, raising=False)
     assert library.in_use() == library.Kernels(ABLE[0].name, build.digest())
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.numerics.arithmetic import elementwise
+from ppo_repro.numerics import elementwise
 from ppo_repro.ppo import kl
 from ppo_repro.ppo.losses import (
     Band,

@@ -18,10 +18,11 @@ from ppo_repro.checks.bisect import bisect
 from ppo_repro.checks.probe import probe
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
-from ppo_repro.numerics.logprobs import kl_divergence, prob_sq_sum, token_statistics
+from ppo_repro.numerics.sampling import gumbel_noise, normal_noise
+from ppo_repro.numerics.token_statistics import kl_divergence, prob_sq_sum, token_statistics
 from ppo_repro.records import manifest, reader
 from ppo_repro.rollout.engine import Sampling
-from ppo_repro.rollout.sampler import disturbed, gumbel_noise, normal_noise, sample
+from ppo_repro.rollout.sampler import disturbed, sample
 from ppo_repro.stages.generation import sampling_of
 from ppo_repro.watcher import Silent
 from tests.support.language import run
@@ -84,7 +85,7 @@ def test_the_noise_is_standard_normal_and_independent_of_its_neighbours_and_of_t
 def test_the_sampler_sees_the_disturbed_logits_and_reports_their_log_probs() -> None:
     logits, seeds, positions = drawn_case(40, 30, 3)
     for mode, sampling in (
-        ("exact", Sampling(0.7, 0, 1.0, 1, mismatch_sigma=0.5)),
+        ("deterministic", Sampling(0.7, 0, 1.0, 1, mismatch_sigma=0.5)),
         ("native", Sampling(1.3, 6, 0.9, 1, mismatch_sigma=0.5)),
     ):
         offsets = torch.tensor(
@@ -167,8 +168,8 @@ def test_only_the_rollout_is_disturbed(disturbed_run: Path, exact_run: Path, con
 
 def test_without_it_the_log_probs_are_those_of_the_model() -> None:
     logits, seeds, positions = drawn_case(40, 30, 3)
-    got = sample(logits, seeds, positions, sampling_of(small_config("rollout.mismatch_sigma=null")), "exact")
-    assert unequal(got.logprobs, token_statistics(logits, got.tokens, 1.0, None, "exact")[0]) == 0
+    got = sample(logits, seeds, positions, sampling_of(small_config("rollout.mismatch_sigma=null")), "deterministic")
+    assert unequal(got.logprobs, token_statistics(logits, got.tokens, 1.0, None, "deterministic")[0]) == 0
 
 
 @pytest.mark.parametrize("sigma", ["0", "-0.1", ".nan", ".inf"])

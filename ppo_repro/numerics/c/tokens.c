@@ -24,6 +24,7 @@ INLINE float log_prob(float shifted, double log_total) { return (float)((double)
     step(i, (v) - i); \
   } while (0)
 
+// The largest z_i / temperature over the eligible tokens; +0 where zeros of both signs are the largest
 INLINE float row_top(const float *z, const uint8_t *eligible, int v, float temperature) {
   float lane[LANES];
   for (int l = 0; l < LANES; l++) lane[l] = -INFINITY;
@@ -36,7 +37,7 @@ INLINE float row_top(const float *z, const uint8_t *eligible, int v, float tempe
   ROW_STEPS(v, STEP);
 #undef STEP
   for (int l = 1; l < LANES; l++) lane[0] = lane[l] > lane[0] ? lane[l] : lane[0];
-  return lane[0];
+  return lane[0] + 0.0f;
 }
 
 // Softmax of a row; where `squares` is given also the sum of e_i^2, and the mean

@@ -1,0 +1,194 @@
+"""Elementary functions in C: bit for bit those of the definition, and how far they are from the truth."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ppo_repro.numerics import build, elementwise, library
+from tests.numerics import definition_elementary as definition
+from tests.numerics import definition_tokens as wide
+from tests.support.models import seeded
+from tests.support.variants import ABLE
+
+F, D = np.float32, np.float64
+Array = np.ndarray
+
+TINY = float(np.finfo(F).tiny)
+# name of the kernel: (definition, smallest and largest argument)
+FLOAT32: dict[str, tuple[Callable[[Array], Array], float, float]] = {
+    "exp_float32": (definition.exp32, -math.inf, math.inf),
+    "log_float32": (definition.log32, TINY, 3.4e38),
+    "sigmoid_float32": (definition.sigmoid32, -math.inf, math.inf),
+    "tanh_float32": (definition.tanh32, -math.inf, math.inf),
+    "erf_float32": (definition.erf32, -math.inf, math.inf),
+    "normal_density_float32": (wide.normal_density32, -1e18, 1e18),
+    "sqrt_float32": (np.sqrt, 0.0, math.inf),
+}
+FLOAT64: dict[str, tuple[Callable[[Array], Array], float, float]] = {
+    "exp_float64": (wide.exp64, -1e4, 1e4),
+    "log_float64": (wide.log64, 1e-307, 1e308),
+    "sigmoid_float64": (wide.sigmoid64, -1e4, 1e4),
+    "softplus_float64": (wide.softplus64, -1e4, 1e4),
+    "sqrt_float64": (np.sqrt, 0.0, 1e308),
+}
+SPECIAL = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    0.625,
+    -0.625,
+    4.0,
+    1e-45,
+    -1e-45,
+    TINY,
+    88.7,
+    89.5,
+    -87.4,
+    -103.9,
+    -104.0,
+    -105.0,
+    1e30,
+]
+
+
+def mapped(kernels: ctypes.CDLL, name: str, x: Array) -> Array:
+    y = np.empty_like(x)
+    getattr(kernels, name)(x.ctypes.data, y.ctypes.data, x.size)
+    return y
+
+
+def arguments(low: float, high: float, dtype: type) -> Array:
+    """Random bits, moderate numbers and special ones inside the domain."""
+    rng = np.random.default_rng(0)
+    whole = (np.uint32, F) if dtype is F else (np.uint64, D)
+    bits = rng.integers(0, np.iinfo(whole[0]).max, 20_000, whole[0]).view(whole[1])
+    moderate = (rng.standard_normal(20_000) * 10.0 ** rng.uniform(-3, 2, 20_000)).astype(dtype)
+    x = np.concatenate([bits, moderate, np.array(SPECIAL, dtype)])
+    return x[(x >= low) & (x <= high)]
+
+
+@pytest.mark.parametrize("variant", ABLE, ids=[variant.name for variant in ABLE])
+@pytest.mark.parametrize("name", [*FLOAT32, *FLOAT64])
+def test_every_function_is_the_definition_bit_for_bit(name: str, variant: build.Variant) -> None:
+    kernels = library.open_library(library.locate(variant, build.SOURCES))
+    function, low, high = {**FLOAT32, **FLOAT64}[name]
+    x = arguments(low, high, F if name in FLOAT32 else D)
+    with np.errstate(all="ignore"):
+        assert mapped(kernels, name, x).tobytes() == function(x).tobytes()
+
+
+@pytest.mark.parametrize("variant", ABLE, ids=[variant.name for variant in ABLE])
+def test_sine_and_cosine_are_the_definition_bit_for_bit(variant: build.Variant) -> None:
+    kernels = library.open_library(library.locate(variant, build.SOURCES))
+    x = np.concatenate([np.arange(0.0, 3000.0), np.random.default_rng(0).uniform(0, 2.0**20, 20_000)])
+    sine, cosine = np.empty_like(x), np.empty_like(x)
+    kernels.sin_cos_float64(x.ctypes.data, sine.ctypes.data, cosine.ctypes.data, x.size)
+    # + 0.0: the definition multiplies a zero by its sign
+    assert [y.tobytes() for y in (sine + 0.0, cosine)] == [(y + 0.0).tobytes() for y in definition.sin_cos64(x)]
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 40), st.integers(0, 2**32 - 1))
+def test_the_place_of_an_element_changes_nothing(length: int, seed: int) -> None:
+    x = torch.randn(length, generator=seeded(seed)) * 20
+    one_by_one = [elementwise.exp(x[i : i + 1]) for i in range(length)]
+    assert torch.equal(elementwise.exp(x), torch.cat([torch.empty(0), *one_by_one]))
+
+
+def test_a_multiplication_rounded_before_its_addition_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = arguments(-80.0, 80.0, F)
+    found = mapped(library.load(), "exp_float32", x)
+    monkeypatch.setattr(definition, "fma", lambda a, b, c: F(a) * F(b) + F(c))
+    assert definition.exp32(x).tobytes() != found.tobytes()
+
+
+def ulps(found: Array, expected: Array) -> float:
+    """The largest error in units in the last place of the float32 that is expected."""
+    _, exponent = np.frexp(expected)
+    return float((np.abs(found.astype(D) - expected) / 2.0 ** (np.maximum(exponent, -125) - 24)).max())
+
+
+@pytest.mark.parametrize(
+    ("name", "truth", "low", "high", "bound"),
+    [
+        ("exp_float32", np.exp, -103.0, 88.7, 1.01),
+        ("log_float32", np.log, TINY, 3.4e38, 0.9),
+        ("sigmoid_float32", lambda x: 1 / (1 + np.exp(-x)), -88.0, 100.0, 2.5),
+        ("tanh_float32", np.tanh, -100.0, 100.0, 1.4),
+        ("erf_float32", lambda x: torch.erf(torch.from_numpy(x)).numpy(), -100.0, 100.0, 1.2),
+    ],
+)
+def test_float32_functions_are_as_near_the_truth_as_is_said(
+    name: str, truth: Callable[[Array], Array], low: float, high: float, bound: float
+) -> None:
+    x = arguments(low, high, F)
+    assert 0.5 < ulps(mapped(library.load(), name, x), truth(x.astype(D))) <= bound
+
+
+@pytest.mark.parametrize(
+    ("name", "truth", "low", "high", "bound"),
+    [
+        ("exp_float64", mpmath.exp, -700.0, 700.0, 1.0),
+        ("log_float64", mpmath.log, 1e-300, 1e300, 1.0),
+        ("sigmoid_float64", lambda x: 1 / (1 + mpmath.exp(-x)), -700.0, 700.0, 2.5),
+        ("softplus_float64", lambda x: mpmath.log1p(mpmath.exp(x)), -700.0, 700.0, 2.5),
+    ],
+)
+def test_float64_functions_are_as_near_the_truth_as_is_said(
+    name: str, truth: Callable[[mpmath.mpf], mpmath.mpf], low: float, high: float, bound: float
+) -> None:
+    x = arguments(low, high, D)
+    x = x[np.abs(x) > 1e-200][::10].copy()
+    with mpmath.workdps(40):
+        for argument, found in zip(x.tolist(), mapped(library.load(), name, x).tolist(), strict=True):
+            expected = truth(mpmath.mpf(argument))
+            assert abs(expected - found) <= bound * math.ulp(float(expected))
+
+
+def test_sine_and_cosine_are_within_2e_16() -> None:
+    x = torch.cat([torch.arange(0, 1000.0), torch.rand(2000, generator=seeded(0)) * 2.0**20]).to(torch.float64)
+    cosine, sine = elementwise.cos_sin(x)
+    with mpmath.workdps(40):
+        for argument, c, s in zip(x.tolist(), cosine.tolist(), sine.tolist(), strict=True):
+            assert abs(mpmath.cos(argument) - c) < 2e-16 and abs(mpmath.sin(argument) - s) < 2e-16
+
+
+def test_exact_values_and_limits() -> None:
+    inf = math.inf
+    x = np.array([0.0, -0.0, -inf, -104.0, inf, 88.73, 1e30], F)
+    assert mapped(library.load(), "exp_float32", x).tolist() == [1, 1, 0, 0, inf, inf, inf]
+    assert mapped(library.load(), "exp_float32", np.array([-103.0], F))[0] == pytest.approx(math.exp(-103), rel=0.1)
+    smallest, largest = elementwise.exp(torch.tensor([-inf, inf])).tolist()
+    assert TINY < smallest < 2e-38 and 1e38 < largest < inf
+    assert elementwise.exp(torch.tensor(math.nan)).isnan()
+    assert elementwise.exp64(torch.tensor([0.0])).item() == 1.0
+    assert elementwise.log(torch.tensor([1.0])).item() == 0.0
+    assert elementwise.softplus(torch.tensor([0.0, 1e4])).tolist() == [F(math.log(2)), 1e4]
+    assert elementwise.power(7.0, torch.zeros(1)).tolist() == [1.0]
+    assert elementwise.sqrt(torch.ones(3, 4).t()).shape == (4, 3)
+
+
+@pytest.mark.parametrize("function", [elementwise.Exp, elementwise.Softplus, elementwise.Tanh])
+def test_derivatives(function: type[torch.autograd.Function]) -> None:
+    truth: dict[object, Callable[[Tensor], Tensor]] = {
+        elementwise.Exp: torch.exp,
+        elementwise.Softplus: torch.nn.functional.softplus,
+        elementwise.Tanh: torch.tanh,
+    }
+    x = (torch.randn(200, generator=seeded(0)) * 3).requires_grad_()
+    exact = x.detach().to(torch.float64).requires_grad_()
+    function.apply(x).sum().backward()
+    truth[function](exact).sum().backward()
+    assert x.grad is not None and exact.grad is not None
+    assert torch.allclose(x.grad.to(torch.float64), exact.grad, rtol=1e-6, atol=1e-7)

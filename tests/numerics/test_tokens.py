@@ -1,0 +1,300 @@
+"""Rows of logits: bit for bit the definition, whatever the batch, the layout, the threads and the instruction set."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ppo_repro.errors import NumericsError
+from ppo_repro.numerics import build, library, sampling
+from ppo_repro.numerics import token_statistics as tokens
+from tests.numerics import definition_tokens as definition
+from tests.support.in_order import sum_in_order
+from tests.support.models import seeded
+from tests.support.sampler import MASK, drawn_case, murmur3
+from tests.support.variants import ABLE, FASTEST
+
+F, D = np.float32, np.float64
+
+LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 300]
+KINDS = ["normal", "ties", "wide", "zeros", "tiny"]
+
+
+def logits_of(n: int, v: int, seed: int, kind: str) -> Tensor:
+    """Logits of a few shapes: among them equal ones, exponentials that are denormal or 0, zeros of both signs."""
+    z = torch.randn(n, v, generator=seeded(seed)) * 3
+    if kind == "ties":
+        return z.round()
+    if kind == "wide":
+        return z * 20
+    if kind == "zeros":
+        return z * 0.0
+    return z * 1e-40 if kind == "tiny" else z
+
+
+rows = st.tuples(st.integers(1, 4), st.sampled_from(LENGTHS), st.integers(0, 10**6), st.sampled_from(KINDS))
+temperatures = st.sampled_from([1.0, 0.7, 2.5])
+
+
+def case(n: int, v: int, seed: int, kind: str, masked: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Logits [n, v], targets [n], and eligible tokens [n, v], among them the targets, if `masked`."""
+    targets = torch.randint(0, v, (n,), generator=seeded(seed + 1))
+    eligible = torch.rand(n, v, generator=seeded(seed + 2)) < 0.4
+    return logits_of(n, v, seed, kind), targets, eligible.scatter_(-1, targets[:, None], True) if masked else None
+
+
+def array(x: Tensor | None) -> np.ndarray | None:
+    return None if x is None else x.numpy()
+
+
+def same(found: Tensor, expected: np.ndarray) -> bool:
+    return found.detach().numpy().tobytes() == expected.tobytes()
+
+
+@settings(max_examples=150)
+@given(rows, temperatures, st.booleans())
+def test_statistics_and_their_gradient(drawn: tuple[int, int, int, str], temperature: float, masked: bool) -> None:
+    z, targets, eligible = case(*drawn, masked)
+    z.requires_grad_()
+    found = (*tokens.token_statistics(z, targets, temperature, eligible, "deterministic"),)
+    expected = definition.statistics(z.detach().numpy(), targets.numpy(), temperature, array(eligible))
+    squares = tokens.prob_sq_sum(z, temperature, eligible)
+    assert all(same(a, b) for a, b in zip((*found, squares), expected, strict=True))
+    seeds = torch.randn(2, len(z), generator=seeded(drawn[2] + 3)) * (torch.arange(len(z)) > 0)  # the first row's: 0
+    torch.autograd.backward(found, tuple(seeds))
+    arguments = z.detach().numpy(), targets.numpy(), temperature, array(eligible), *seeds.numpy()
+    assert z.grad is not None and same(z.grad, definition.statistics_gradient(*arguments))
+
+
+@settings(max_examples=150)
+@given(rows, temperatures, st.booleans(), st.sampled_from([0.0, 0.1, 3.0]))
+def test_divergence_and_its_gradient(
+    drawn: tuple[int, int, int, str], temperature: float, masked: bool, distance: float
+) -> None:
+    z, _, eligible = case(*drawn, masked)
+    q = z + torch.randn(z.shape, generator=seeded(drawn[2] + 4)) * distance
+    z.requires_grad_()
+    found = tokens.kl_loss(z, q, temperature, eligible, "deterministic")
+    arguments = z.detach().numpy(), q.numpy(), temperature, array(eligible)
+    assert same(found, definition.divergence(*arguments))
+    assert same(tokens.kl_divergence(z, q, temperature, eligible), definition.divergence(*arguments))
+    seed = torch.randn(len(z), generator=seeded(drawn[2] + 3))
+    found.backward(seed)
+    assert z.grad is not None and same(z.grad, definition.divergence_gradient(*arguments, seed.numpy()))
+
+
+@settings(max_examples=100)
+@given(rows, st.sampled_from([0, 1, 5, 40]), st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+def test_kept_tokens(drawn: tuple[int, int, int, str], top_k: int, top_p: float) -> None:
+    z = logits_of(*drawn)
+    found = sampling.cut_tokens(z, top_k, top_p)
+    rows = [definition.cut(row, top_k, top_p) for row in z.numpy()]
+    assert all(same(a, np.stack(b)) for a, b in zip(found, zip(*rows, strict=True), strict=True))
+    assert found[0].any(-1).all() and (found[1][found[0]] < (top_k or z.shape[1])).all()
+    if top_p == 1.0 and (top_k == 0 or top_k >= z.shape[1]):
+        assert found[0].all() and (found[2] == 0).all()
+
+
+@settings(max_examples=60)
+@given(rows, temperatures, st.booleans())
+def test_sampled_tokens(drawn: tuple[int, int, int, str], temperature: float, cut: bool) -> None:
+    z = logits_of(*drawn)
+    generator = seeded(drawn[2])
+    seeds = torch.randint(-(2**62), 2**62, (len(z),), generator=generator)
+    positions = torch.randint(0, 2**31, (len(z),), generator=generator)
+    kept = sampling.cut_tokens(z / temperature, 20, 0.9)[:2] if cut else None
+    found = sampling.sample_tokens(z, seeds, positions, temperature, kept)
+    for i, row in enumerate(z.numpy()):
+        of_row = None if kept is None else (kept[0][i].numpy(), kept[1][i].numpy())
+        token, logprob = definition.sample(row, int(seeds[i]), int(positions[i]), temperature, of_row)
+        assert (found[0][i], found[1][i]) == (token, logprob)
+
+
+@settings(max_examples=20)
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**31 - 1))
+def test_noise(seed: int, position: int) -> None:
+    arguments = torch.tensor([seed]), torch.tensor([position]), 70
+    columns = np.arange(70)
+    assert same(sampling.gumbel_noise(*arguments)[0], definition.gumbel_noise(seed, position, columns))
+    assert same(sampling.normal_noise(*arguments)[0], definition.normal_noise(seed, position, columns))
+
+
+# ---------------------------------------------------------------------------------------- the noise of SGLang
+
+
+def position_of(wanted: int, seed: int, column: int) -> int:
+    """The position at which seed and column have the wanted hash: MurmurHash3 backwards."""
+
+    def rolled(x: int, bits: int) -> int:
+        return (x << bits | x >> (32 - bits)) & MASK
+
+    def mixed(word: int) -> int:
+        return rolled(word * 0xCC9E2D51 & MASK, 15) * 0x1B873593 & MASK
+
+    def before(h: int) -> int:  # what was rolled, multiplied by 5 and added to, undone
+        return rolled((h - 0xE6546B64) * pow(5, -1, 2**32) & MASK, 19)
+
+    h = wanted ^ wanted >> 16
+    h = h * pow(0xC2B2AE35, -1, 2**32) & MASK
+    h ^= h >> 13 ^ h >> 26
+    h = h * pow(0x85EBCA6B, -1, 2**32) & MASK
+    h ^= h >> 16 ^ 16
+    state = 0
+    for word in struct.unpack("<II", struct.pack("<q", seed)):
+        state = rolled(state ^ mixed(word), 13) * 5 + 0xE6546B64 & MASK
+    word = before(before(h) ^ mixed(column)) ^ state
+    return rolled(word * pow(0x1B873593, -1, 2**32) & MASK, 17) * pow(0xCC9E2D51, -1, 2**32) & MASK
+
+
+EXTREMES = [0, 1, 2, 2**31, MASK - 2, MASK - 1, MASK]
+
+
+def sglang_noise(h: Tensor) -> Tensor:
+    """As in SGLang's `multinomial_with_seed`: u = h / (2^32 - 1), -log(-log u) with log u clamped, in float64."""
+    log_u = (h.to(torch.float64) / torch.iinfo(torch.uint32).max).log()
+    return -(-log_u.clamp(torch.finfo(torch.float64).min, -(2.0**-32))).log()
+
+
+def test_the_noise_is_that_of_sglang_from_the_smallest_hash_to_the_largest() -> None:
+    positions = [position_of(h, -77, 5) for h in EXTREMES]
+    assert [murmur3(struct.pack("<qII", -77, position, 5)) for position in positions] == EXTREMES
+    found = sampling.gumbel_noise(torch.full((7,), -77), torch.tensor(positions), 6)[:, 5]
+    # near u = 1 the distance from 1 has 32 bits less than u itself
+    assert torch.allclose(found, sglang_noise(torch.tensor(EXTREMES)), rtol=1e-6)
+    assert found[0].item() == pytest.approx(-math.log(np.finfo(D).max))
+    assert found[-1].item() == pytest.approx(32 * math.log(2))
+
+
+@pytest.mark.parametrize("h", [0, MASK])
+def test_a_token_with_extreme_noise_is_weighed_as_every_other(h: int) -> None:
+    z = torch.zeros(1, 20)
+    z[0, 5] = 40.0 if h == 0 else -11.0  # noise of -710 is not made up for by 40, of 22 it is more than -11 takes
+    seeds, positions = torch.tensor([-77]), torch.tensor([position_of(h, -77, 5)])
+    token = int(sampling.sample_tokens(z, seeds, positions, 1.0, None)[0])
+    assert (token == 5) == (h == MASK)
+    assert token == definition.sample(z[0].numpy(), -77, int(positions), 1.0, None)[0]
+
+
+def test_the_bounds_leave_out_no_winner_of_a_large_vocabulary() -> None:
+    z, seeds, positions = drawn_case(20, 50_000, 0)
+    found, logprobs = sampling.sample_tokens(z, seeds, positions, 0.9, None)
+    log_p = (tokens.log_softmax(z / 0.9)).to(torch.float64)
+    scores = log_p + sampling.gumbel_noise(seeds, positions, 50_000)
+    assert torch.equal(found, scores.argmax(-1)) and len(set(found.tolist())) > 10
+    assert torch.equal(logprobs, log_p.gather(-1, found[:, None])[:, 0].to(torch.float32))
+
+
+# --------------------------------------------------------------------------------- what changes no bit, and what does
+
+
+def everything(z: Tensor, targets: Tensor, eligible: Tensor | None) -> list[Tensor]:
+    """All results of rows z: statistics, gradient, divergence, tokens."""
+    leaf = z.detach().requires_grad_()
+    out = tokens.token_statistics(leaf, targets, 0.7, eligible, "deterministic")
+    (out[0] + 0.1 * out[1]).sum().backward()
+    assert leaf.grad is not None
+    drawn = sampling.sample_tokens(z, targets * 977, targets, 0.7, None)
+    return [*(x.detach() for x in out), leaf.grad, tokens.kl_divergence(z, z * 0.9, 0.7, eligible), *drawn]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_batch_padding_and_threads_change_nothing(masked: bool) -> None:
+    z, targets, eligible = case(9, 500, 0, "normal", masked)
+    together = everything(z, targets, eligible)
+    for i in range(9):
+        alone = everything(z[i : i + 1], targets[i : i + 1], None if eligible is None else eligible[i : i + 1])
+        assert all(torch.equal(a[i : i + 1], b) for a, b in zip(together, alone, strict=True))
+    padded = torch.full((9, 512), math.nan)
+    padded[:, :500] = z
+    for other in (padded[:, :500], z.t().contiguous().t()):
+        assert all(torch.equal(a, b) for a, b in zip(together, everything(other, targets, eligible), strict=True))
+    library.set_threads(3)
+    try:
+        assert all(torch.equal(a, b) for a, b in zip(together, everything(z, targets, eligible), strict=True))
+    finally:
+        library.set_threads(1)
+
+
+@pytest.mark.parametrize("variant", ABLE, ids=[variant.name for variant in ABLE])
+def test_every_instruction_set_gives_the_same_bits(variant: build.Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = case(5, 500, 0, "normal", True)
+    expected = everything(*arguments)
+    kernels = library.open_library(library.locate(variant, build.SOURCES))
+    monkeypatch.setattr(library, "load", lambda: kernels)
+    assert all(torch.equal(a, b) for a, b in zip(expected, everything(*arguments), strict=True))
+
+
+def far_apart() -> Tensor:
+    """Logits whose exponentials differ so much that float64 rounds their sums."""
+    return torch.randn(50, 300, generator=seeded(0)) * 12
+
+
+def totals(z: Tensor) -> Tensor:
+    """The float64 sums of exp(shifted), before anything is rounded to float32."""
+    targets = torch.zeros(len(z), dtype=torch.int64)
+    return tokens._statistics(z, targets, 1.0, None)[3][:, 1]
+
+
+def test_another_order_of_a_row_sum_shows() -> None:
+    z = far_apart()
+    s = definition.softmax(z.numpy(), 1.0, None)
+    assert same(totals(z), s.total[:, 0])
+    assert not torch.equal(totals(z), sum_in_order(torch.from_numpy(s.e).to(torch.float64), -1))
+    assert not torch.equal(totals(z), totals(z.flip(-1)))
+
+
+def test_kernels_with_eight_lanes_give_other_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = build.compile_variants(FASTEST, tmp_path, "-DLANE_COUNT=8")[0]
+    answer = ctypes.CDLL(str(path)).known_answer
+    answer.restype = ctypes.c_uint64
+    monkeypatch.setattr(library, "KNOWN_ANSWER", answer())
+    z = far_apart()
+    expected = totals(z)
+    other = library.open_library(path)
+    monkeypatch.setattr(library, "load", lambda: other)
+    assert not torch.equal(expected, totals(z))
+    assert torch.allclose(expected, totals(z), rtol=1e-14)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_not_finite_end_the_run(value: float) -> None:
+    z, seeds, positions = drawn_case(3, 40, 0)
+    bad = z.clone()
+    bad[1, 17] = value
+    calls = [
+        lambda: tokens.token_statistics(bad, positions % 40, 1.0, None, "deterministic"),
+        lambda: tokens.token_statistics(bad, positions % 40, 1.0, None, "native"),
+        lambda: tokens.prob_sq_sum(bad, 1.0, None),
+        lambda: tokens.kl_divergence(bad, z, 1.0, None),
+        lambda: tokens.kl_divergence(z, bad, 1.0, None),
+        lambda: tokens.log_softmax(bad),
+        lambda: sampling.cut_tokens(bad, 5, 1.0),
+        lambda: sampling.sample_tokens(bad, seeds, positions, 1.0, None),
+    ]
+    for call in calls:
+        with pytest.raises(NumericsError, match="not finite, or further apart than float32 reaches"):
+            call()
+
+
+def test_logits_that_are_too_far_apart_end_the_run_and_no_target_is_outside() -> None:
+    with pytest.raises(NumericsError):
+        tokens.token_statistics(torch.tensor([[3e38, -3e38]]), torch.tensor([0]), 1.0, None, "deterministic")
+    with pytest.raises(NumericsError):  # the division by the temperature overflows
+        tokens.token_statistics(torch.tensor([[3e38, 3e38]]), torch.tensor([0]), 0.5, None, "deterministic")
+    for target in (-1, 2):
+        with pytest.raises(IndexError):
+            tokens.token_statistics(torch.zeros(1, 2), torch.tensor([target]), 1.0, None, "deterministic")
+
+
+def test_a_batch_without_rows() -> None:
+    z, none = torch.zeros(0, 30), torch.zeros(0, dtype=torch.int64)
+    assert [len(x) for x in everything(z, none, None)] == [0] * 6

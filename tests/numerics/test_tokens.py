@@ -131,8 +131,8 @@ def test_noise(seed: int, position: int) -> None:
 # ---------------------------------------------------------------------------------------- the noise of SGLang
 
 
-def position_of(wanted: int, seed: int, column: int) -> int:
-    """The position at which seed and column have the wanted hash: MurmurHash3 backwards."""
+def position_of(wanted: int, seed: int, column: int, *first: int) -> int:
+    """The position at which first words, seed and column have the wanted hash: MurmurHash3 backwards."""
 
     def rolled(x: int, bits: int) -> int:
         return (x << bits | x >> (32 - bits)) & MASK
@@ -147,9 +147,9 @@ def position_of(wanted: int, seed: int, column: int) -> int:
     h = h * pow(0xC2B2AE35, -1, 2**32) & MASK
     h ^= h >> 13 ^ h >> 26
     h = h * pow(0x85EBCA6B, -1, 2**32) & MASK
-    h ^= h >> 16 ^ 16
+    h ^= h >> 16 ^ (16 + 4 * len(first))
     state = 0
-    for word in struct.unpack("<II", struct.pack("<q", seed)):
+    for word in (*first, *struct.unpack("<II", struct.pack("<q", seed))):
         state = rolled(state ^ mixed(word), 13) * 5 + 0xE6546B64 & MASK
     word = before(before(h) ^ mixed(column)) ^ state
     return rolled(word * pow(0x1B873593, -1, 2**32) & MASK, 17) * pow(0xCC9E2D51, -1, 2**32) & MASK
@@ -172,6 +172,16 @@ def test_the_noise_is_that_of_sglang_from_the_smallest_hash_to_the_largest() -> 
     assert torch.allclose(found, sglang_noise(torch.tensor(EXTREMES)), rtol=1e-6)
     assert found[0].item() == pytest.approx(-math.log(np.finfo(D).max))
     assert found[-1].item() == pytest.approx(32 * math.log(2))
+
+
+def test_normal_noise_is_finite_at_the_smallest_hashes_and_the_largest() -> None:
+    positions = torch.tensor([position_of(h, -77, 1, first) for first in (1, 2) for h in (0, MASK)])
+    found = sampling.normal_noise(torch.full((4,), -77), positions, 2)[:, 1]
+    expected = [definition.normal_noise(-77, position, np.array([1]))[0] for position in positions.tolist()]
+    assert found.tolist() == expected
+    # u = 2^-33: a radius of sqrt(66 ln 2) = 6.76; u = 1 - 2^-33: a radius of 2^-16; then angles next to 0
+    radii = (math.sqrt(66 * math.log(2)), 2.0**-16, math.inf, math.inf)
+    assert all(0 < abs(z) <= radius * 1.0001 for z, radius in zip(found.tolist(), radii, strict=True))
 
 
 @pytest.mark.parametrize("h", [0, MASK])

@@ -27,13 +27,13 @@ settings.load_profile("repeatable")
 
 
 @pytest.fixture(autouse=True)
-def default_backend() -> Iterator[None]:
-    """Runs choose a backend for the whole process; every test begins with the specification on one thread."""
-    from ppo_repro.numerics import backend
+def one_thread() -> Iterator[None]:
+    """Runs set the threads of the whole process; every test begins with one."""
+    from ppo_repro.numerics import library
 
-    backend.use("eager", 1)
+    library.use_threads(1)
     yield
-    backend.use("eager", 1)
+    library.use_threads(1)
 
 
 @pytest.fixture
@@ -55,18 +55,18 @@ def row_noise() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def exact_config() -> RunConfig:
+def deterministic_config() -> RunConfig:
     """A small but complete run in exact numerics."""
     return small_config()
 
 
 @pytest.fixture(scope="session")
-def exact_run(exact_config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def deterministic_run(deterministic_config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """That run, recorded once; tests must not change it."""
     from ppo_repro.watcher import Silent
     from tests.support.language import run
 
-    return run(exact_config, tmp_path_factory.mktemp("exact"), Silent())[0]
+    return run(deterministic_config, tmp_path_factory.mktemp("exact"), Silent())[0]
 
 
 @pytest.fixture(scope="session")

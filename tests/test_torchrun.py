@@ -63,9 +63,9 @@ def test_no_number_of_processes_and_no_shares_change_the_fingerprint(
 
 
 @slow
-def test_a_larger_run_with_unequal_shares(exact_run: Path, tmp_path: Path) -> None:
+def test_a_larger_run_with_unequal_shares(deterministic_run: Path, tmp_path: Path) -> None:
     found = fingerprint(2, SMALL, tmp_path, "layout.rank_shares=[3,1]", "layout.padding=left", "layout.rollout_slots=5")
-    assert found == manifest.load(exact_run).fingerprint
+    assert found == manifest.load(deterministic_run).fingerprint
 
 
 @slow

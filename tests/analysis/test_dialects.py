@@ -334,7 +334,7 @@ def test_definitions_name_their_source() -> None:
     assert (table["path"].str.endswith(".py")).all()
 
 
-@pytest.mark.parametrize("name", ["exact_run", "native_run"])
+@pytest.mark.parametrize("name", ["deterministic_run", "native_run"])
 def test_on_a_recorded_run_the_dialects_agree_with_each_other_and_with_training(
     name: str, request: pytest.FixtureRequest
 ) -> None:
@@ -353,15 +353,15 @@ def test_on_a_recorded_run_the_dialects_agree_with_each_other_and_with_training(
     whole = token_flags(item.rows, item.rule)["band_out"].groupby([item.rows["epoch"], item.rows["minibatch"]]).mean()
     assert table["CleanRL", "losses/clipfrac"].iloc[0] == pytest.approx(whole.mean())
     equal = bool((table["slime", "train/train_rollout_logprob_abs_diff"] == 0).all())
-    assert equal == (name == "exact_run")
+    assert equal == (name == "deterministic_run")
 
 
-def test_the_command(exact_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(exact_run)]) == 0
+def test_the_command(deterministic_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(deterministic_run)]) == 0
     assert "actor/pg_clipfrac_lower" in capsys.readouterr().out
     assert main(["--definitions"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("\n") == len(definitions()) + 1
-    assert main([str(exact_run), "--clip-range", "2", "0.2"]) == 2
-    assert main([str(exact_run / "missing")]) == 2
+    assert main([str(deterministic_run), "--clip-range", "2", "0.2"]) == 2
+    assert main([str(deterministic_run / "missing")]) == 2
     assert main([]) == 2

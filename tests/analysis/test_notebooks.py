@@ -132,13 +132,13 @@ def grid_of(runs: dict[tuple[float, int], Path], folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_runs_on_other_runs(
-    name: str, exact_run: Path, native_run: Path, parted_run: Path, tmp_path: Path
+    name: str, deterministic_run: Path, native_run: Path, parted_run: Path, tmp_path: Path
 ) -> None:
     from analysis.notebooks.execute import executed
 
-    runs = {(0.1, 1): exact_run, (0.1, 2): native_run, (0.2, 1): parted_run, (0.2, 2): exact_run}
+    runs = {(0.1, 1): deterministic_run, (0.1, 2): native_run, (0.2, 1): parted_run, (0.2, 2): deterministic_run}
     grid = grid_of(runs, tmp_path / "grid")
-    variables = {"PPO_RUN": str(exact_run), "PPO_OTHER_RUN": str(native_run), "PPO_GRID": str(grid)}
+    variables = {"PPO_RUN": str(deterministic_run), "PPO_OTHER_RUN": str(native_run), "PPO_GRID": str(grid)}
     # this one runs on few iterations: what warns of a small sample is no fault
     notebook = executed(NOTEBOOKS / f"{name}.ipynb", variables | {"PYTHONWARNINGS": "ignore"})
     found = [fault for fault in faults(notebook) if not fault.startswith("a path of a machine")]
@@ -147,12 +147,12 @@ def test_a_notebook_runs_on_other_runs(
 
 
 @pytest.mark.slow
-def test_a_notebook_executed_twice_is_the_same_file(exact_run: Path, native_run: Path) -> None:
+def test_a_notebook_executed_twice_is_the_same_file(deterministic_run: Path, native_run: Path) -> None:
     from analysis.notebooks.execute import executed, text_of
 
     path = NOTEBOOKS / "critic.ipynb"
     first, second, of_another = (
-        text_of(executed(path, {"PPO_RUN": str(run)})) for run in (exact_run, exact_run, native_run)
+        text_of(executed(path, {"PPO_RUN": str(run)})) for run in (deterministic_run, deterministic_run, native_run)
     )
     assert first == second
     assert first != of_another

@@ -84,11 +84,11 @@ def test_tokens_of_steps_that_were_not_taken_are_no_pairs(tmp_path: Path) -> Non
     assert found["sequence"].tolist() == [0, 2]
 
 
-def test_a_run_against_itself_and_against_another(exact_run: Path, native_run: Path) -> None:
-    same = joined(two_run_pairs(exact_run, exact_run, rows=100))
+def test_a_run_against_itself_and_against_another(deterministic_run: Path, native_run: Path) -> None:
+    same = joined(two_run_pairs(deterministic_run, deterministic_run, rows=100))
     assert bits(same["logprobs_a"].to_numpy()) == bits(same["logprobs_b"].to_numpy())
-    first = joined(two_run_pairs(exact_run, native_run, iterations=[0], column="ref_logprobs"))
-    for side, run in (("logprobs_a", exact_run), ("logprobs_b", native_run)):
+    first = joined(two_run_pairs(deterministic_run, native_run, iterations=[0], column="ref_logprobs"))
+    for side, run in (("logprobs_a", deterministic_run), ("logprobs_b", native_run)):
         expected = reader.read_tokens(run, iterations=[0])["ref_logprobs"]
         assert bits(first[side].to_numpy()) == bits(expected.to_numpy())
 

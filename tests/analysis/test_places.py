@@ -57,9 +57,9 @@ def test_buckets_of_places_by_hand() -> None:
         assert bucket_figure(table.reset_index(), kind).title == BUCKETS[kind][0]
 
 
-def test_a_run_without_them_has_no_such_buckets(exact_run: Path) -> None:
-    assert recorded_places(exact_run) == Recorded()
-    chunk = next(run_pairs(exact_run))
+def test_a_run_without_them_has_no_such_buckets(deterministic_run: Path) -> None:
+    assert recorded_places(deterministic_run) == Recorded()
+    chunk = next(run_pairs(deterministic_run))
     assert not {"policy_lag", "turn", "route", "rollout_routes"} & set(chunk.columns)
     kinds = set(bucket_table(bucket_sums(mismatch_token(chunk)))["kind"])
     assert kinds == {"prob", "entropy", "position", "seq_len"}

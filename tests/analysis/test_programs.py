@@ -31,12 +31,12 @@ Ask = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def ask(exact_run: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
+def ask(deterministic_run: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
     """Runs a command in this process: exit code, stdout, stderr."""
 
     def ask_it(command: str, *arguments: str) -> tuple[int, str, str]:
         main = import_module(COMMANDS[command][0]).main
-        code = main([str(exact_run) if word == "RUN" else word for word in arguments])
+        code = main([str(deterministic_run) if word == "RUN" else word for word in arguments])
         return code, *capsys.readouterr()
 
     return ask_it
@@ -159,8 +159,8 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         ("2>&-", 0, ""),
     ],
 )
-def test_streams_that_are_full_closed_or_left(exact_run: Path, command: str, end: str, code: int, message: str) -> None:
-    line = f"{sys.executable} -m {command} {exact_run} {end}; exit ${{PIPESTATUS[0]}}"
+def test_streams_that_are_full_closed_or_left(deterministic_run: Path, command: str, end: str, code: int, message: str) -> None:
+    line = f"{sys.executable} -m {command} {deterministic_run} {end}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == code and bool(done.stdout) == (code == 0), done.stderr
     assert message in one_line(done.stderr) if message else not done.stderr

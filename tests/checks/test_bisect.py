@@ -102,7 +102,7 @@ def test_a_fault_before_the_first_rounding_difference_is_found_in_native_numeric
     )
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_the_decoded_path_is_the_engines(mode: str, sampling: str) -> None:
     s = subject("qwen3", mode, sampling)
@@ -113,7 +113,7 @@ def test_the_decoded_path_is_the_engines(mode: str, sampling: str) -> None:
     forward = trained(s, s.policy)
     assert again.outputs.keys() == forward.outputs.keys()
     assert {n: x.shape for n, x in again.outputs.items()} == {n: x.shape for n, x in forward.outputs.items()}
-    assert (unequal(again.logprobs, forward.logprobs) == 0) == (mode == "exact")
+    assert (unequal(again.logprobs, forward.logprobs) == 0) == (mode == "deterministic")
 
 
 def test_replaying_gives_back_the_responses() -> None:
@@ -130,7 +130,7 @@ def test_units_in_the_last_place_by_hand() -> None:
     assert ulps(a, b).tolist() == [0, 2, 0, 2]
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 def test_the_ladder(mode: str) -> None:
     s = subject("qwen3", mode)
     steps = ladder(s)
@@ -141,7 +141,7 @@ def test_the_ladder(mode: str) -> None:
     rest = {x.toggle: x for x in steps if x.way == "but_one"}
     # weights in 16 bits are other weights, in whichever numerics
     assert alone["bfloat16_weights"].mean_abs > 1e-3
-    if mode == "exact":
+    if mode == "deterministic":
         assert all(x.frac_unequal == 0.0 for name, x in alone.items() if name != "bfloat16_weights")
         assert all(x.mean_abs == rest["all"].mean_abs for name, x in rest.items() if name != "bfloat16_weights")
         assert rest["bfloat16_weights"].mean_abs == 0.0
@@ -160,9 +160,9 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 
 
 def test_the_command_on_a_run(
-    exact_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    deterministic_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(monkeypatch, exact_run, "--out", tmp_path, "--json") == 0
+    assert call(monkeypatch, deterministic_run, "--out", tmp_path, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["first_divergent_op"] == {"exact": "", "native": "layer 0 self_attn.q_proj"}
     folder = Path(found["folder"])
@@ -181,9 +181,9 @@ def test_the_command_on_a_run(
 
 
 def test_what_cannot_be_bisected_is_refused(
-    exact_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    deterministic_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(monkeypatch, exact_run, "--set", "seed=1") == 2
+    assert call(monkeypatch, deterministic_run, "--set", "seed=1") == 2
     assert "--set goes with a configuration" in capsys.readouterr().err
     with pytest.raises(UserError, match="run `ppo-repro bisect`"):
         read_table(tmp_path, "mismatch_op")
@@ -206,8 +206,8 @@ def test_a_folder_that_is_no_run_is_called_so(cli: Cli, tmp_path: Path, there: s
     assert one_line(err) == f"error: {folder}: holds no manifest.json; give the folder of a run"
 
 
-def test_a_run_that_is_not_finished_is_told_to_go_on(cli: Cli, exact_run: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(exact_run, tmp_path / "run"))
+def test_a_run_that_is_not_finished_is_told_to_go_on(cli: Cli, deterministic_run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(deterministic_run, tmp_path / "run"))
     cut_back(copy, 2, "interrupted")
     shutil.rmtree(copy / "checkpoints" / "final")
     code, _, err = cli("bisect", copy, "--out", tmp_path / "out")

@@ -206,11 +206,11 @@ class Full(io.StringIO):
 
 @pytest.mark.parametrize("arguments", [["show"], ["show", "--json"], ["verify"], ["verify", "--json"], ["diff"]])
 def test_results_that_cannot_be_written(
-    cli: Cli, exact_run: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+    cli: Cli, deterministic_run: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", Full())
-        code, _, err = cli(*arguments, *[exact_run] * (2 if arguments[0] == "diff" else 1))
+        code, _, err = cli(*arguments, *[deterministic_run] * (2 if arguments[0] == "diff" else 1))
     assert code == 2 and "stdout: cannot be written" in one_line(err)
 
 

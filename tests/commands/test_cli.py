@@ -21,8 +21,8 @@ from tests.support.runs import recorded_iterations
 
 
 @pytest.fixture(scope="session")
-def policy_folder(exact_run: Path) -> Path:
-    return exact_run / "checkpoints" / "final"
+def policy_folder(deterministic_run: Path) -> Path:
+    return deterministic_run / "checkpoints" / "final"
 
 
 def test_run_show_rerun_diff_in_json(cli: Cli, tmp_path: Path) -> None:
@@ -45,10 +45,10 @@ def test_run_show_rerun_diff_in_json(cli: Cli, tmp_path: Path) -> None:
     assert code == 0 and out.strip() == "identical"
 
 
-def test_diff_of_different_runs_is_exit_one(cli: Cli, exact_run: Path, native_run: Path) -> None:
-    code, out, _ = cli("diff", exact_run, native_run)
+def test_diff_of_different_runs_is_exit_one(cli: Cli, deterministic_run: Path, native_run: Path) -> None:
+    code, out, _ = cli("diff", deterministic_run, native_run)
     assert code == 1 and out.startswith("different: table ") and len(out.splitlines()) == 1
-    code, out, _ = cli("diff", exact_run, native_run, "--json")
+    code, out, _ = cli("diff", deterministic_run, native_run, "--json")
     # the warm start comes first, and native numerics train another policy
     assert code == 1 and json.loads(out)["first_difference"]["table"] == "warm_start_steps"
 
@@ -86,11 +86,11 @@ def test_a_mistake_is_one_line_and_exit_two(cli: Cli, tmp_path: Path, arguments:
     assert not list(tmp_path.rglob("manifest.json")), "a run that could not start must leave nothing"
 
 
-def test_an_existing_run_is_left_alone(cli: Cli, exact_run: Path) -> None:
-    before = (exact_run / "manifest.json").read_bytes()
-    code, _, err = cli("run", SMALL, "--out", exact_run.parents[1])
+def test_an_existing_run_is_left_alone(cli: Cli, deterministic_run: Path) -> None:
+    before = (deterministic_run / "manifest.json").read_bytes()
+    code, _, err = cli("run", SMALL, "--out", deterministic_run.parents[1])
     assert code == 2 and "exists already" in one_line(err)
-    assert (exact_run / "manifest.json").read_bytes() == before
+    assert (deterministic_run / "manifest.json").read_bytes() == before
 
 
 def test_real_input_with_a_reward_of_ones_own(

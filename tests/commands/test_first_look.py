@@ -103,8 +103,8 @@ MISTAKES: list[tuple[Callable[[Path], object], str]] = [
 
 
 @pytest.fixture(scope="module")
-def policy(exact_run: Path) -> Path:
-    return exact_run / "checkpoints" / "final"
+def policy(deterministic_run: Path) -> Path:
+    return deterministic_run / "checkpoints" / "final"
 
 
 @pytest.fixture
@@ -150,8 +150,8 @@ def test_a_function_that_only_running_the_file_shows_is_not_missed(inputs: Path)
         assert until("torch,transformers", "run", inputs / "c.yaml")[0] == STOPPED
 
 
-def test_a_run_that_exists_is_named_at_once(exact_run: Path) -> None:
-    code, err = until("torch,transformers", "run", SMALL, "--out", exact_run.parents[1])
+def test_a_run_that_exists_is_named_at_once(deterministic_run: Path) -> None:
+    code, err = until("torch,transformers", "run", SMALL, "--out", deterministic_run.parents[1])
     assert code == 2 and "exists already; choose another --out" in err
 
 

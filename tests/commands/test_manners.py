@@ -106,27 +106,27 @@ def test_a_file_for_another_command_names_it(cli: Cli, command: str, path: Path,
 
 
 @pytest.fixture
-def runs(tmp_path: Path, exact_run: Path, native_run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def runs(tmp_path: Path, deterministic_run: Path, native_run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A current directory with runs of an hour, a day and a minute ago; the newest is damaged."""
     root = tmp_path / "runs"
-    for name, source, age in (("a/one", exact_run, 3600), ("two", native_run, 90_000), ("a/b/three", exact_run, 200)):
+    for name, source, age in (("a/one", deterministic_run, 3600), ("two", native_run, 90_000), ("a/b/three", deterministic_run, 200)):
         shutil.copytree(source, root / name)
         written = time.time() - age
         os.utime(root / name / manifest.FILE_NAME, (written, written))
     damaged = root / "a" / "b" / "three" / manifest.FILE_NAME
     damaged.write_text(damaged.read_text().replace('"complete"', '"running"'))
     os.utime(damaged, (time.time() - 200,) * 2)
-    shutil.copytree(exact_run, root / "four.tmp")
+    shutil.copytree(deterministic_run, root / "four.tmp")
     monkeypatch.chdir(tmp_path)
     return root
 
 
-def test_ls_lists_runs_the_newest_first(cli: Cli, runs: Path, exact_run: Path) -> None:
+def test_ls_lists_runs_the_newest_first(cli: Cli, runs: Path, deterministic_run: Path) -> None:
     code, out, _ = cli("ls", "--json")
     found = json.loads(out)["runs"]
     assert code == 0 and [run["folder"] for run in found] == ["runs/a/b/three", "runs/a/one", "runs/two"]
     assert [run["state"] for run in found] == ["damaged", "complete", "complete"]
-    head = manifest.load_head(exact_run)
+    head = manifest.load_head(deterministic_run)
     assert found[1]["fingerprint"] == head.fingerprint and found[1]["iterations"] == head.num_iterations
     assert found[1]["kind"] == "language" and 3600 <= found[1]["age_seconds"] < 3700
     code, out, _ = cli("ls", runs / "a")
@@ -226,8 +226,8 @@ def test_the_headline_of_a_reward_of_ones_own_is_its_score(cli: Cli, tmp_path: P
     assert summary["score_before"] < 0 and f" to {summary['score_after']:.3f} (greedy)" in out.splitlines()[0]
 
 
-def test_the_headline_without_one_is_accuracy(cli: Cli, exact_run: Path) -> None:
-    out = cli("show", exact_run)[1]
+def test_the_headline_without_one_is_accuracy(cli: Cli, deterministic_run: Path) -> None:
+    out = cli("show", deterministic_run)[1]
     assert "held-out accuracy " in out and "held-out score" not in out
 
 

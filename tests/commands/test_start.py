@@ -62,11 +62,11 @@ def test_a_file_in_the_way(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_the_real_model_is_taken_where_it_was_fetched(
-    cli: Cli, tmp_path: Path, exact_run: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, tmp_path: Path, deterministic_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     model = tmp_path / "models" / "smollm2"
-    shutil.copytree(exact_run / "checkpoints" / "final", model)
+    shutil.copytree(deterministic_run / "checkpoints" / "final", model)
     code, out, _ = cli("init", "new")
     assert code == 0 and "SmolLM2 in models/smollm2" in out
     monkeypatch.chdir(tmp_path / "new")

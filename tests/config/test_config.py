@@ -205,7 +205,7 @@ def test_a_file_for_another_command_is_named(path: Path, command: str) -> None:
         (["layout.device=cuda"], "layout.device = cuda needs numerics.mode = native, and it is exact; take cpu"),
         (
             ["numerics.mode=native", "numerics.accuracy_sequences=3"],
-            "numerics.accuracy_sequences needs numerics.mode = exact",
+            "numerics.accuracy_sequences needs numerics.mode = deterministic",
         ),
         (
             ["ppo.importance_weights={kind: truncated}"],

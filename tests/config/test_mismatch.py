@@ -29,10 +29,10 @@ SGLANG = ("rollout.engine={kind: sglang}",)
             ("mismatch.sampler.precision={weights: bfloat16, rest: bfloat16}",),
             "mismatch.sampler.precision: rest is for what weights or activations of 8 bits leave alone; remove it",
         ),
-        ((ROUNDED, "numerics.mode=native"), "mismatch.sampler.precision needs numerics.mode = exact, whose .*"),
+        ((ROUNDED, "numerics.mode=native"), "mismatch.sampler.precision needs numerics.mode = deterministic, whose .*"),
         (
             (TRAINED, "numerics.mode=native"),
-            "mismatch.trainer.precision needs numerics.mode = exact, whose .*",
+            "mismatch.trainer.precision needs numerics.mode = deterministic, whose .*",
         ),
         ((ROUNDED, *SGLANG), "mismatch.sampler.precision needs rollout.engine.kind = torch; .*"),
         ((STOCK, *SGLANG), "mismatch.sampler.stock needs rollout.engine.kind = torch; .*"),
@@ -42,7 +42,7 @@ SGLANG = ("rollout.engine={kind: sglang}",)
         (("mismatch.trainer.precision.weights=int8",), "mismatch.trainer.precision.weights: unknown field; .*"),
         (
             ("mismatch.sampler.stock=float32", "numerics.mode=native"),
-            "mismatch.sampler.stock = float32 needs numerics.mode = exact; native numerics sample by torch's float32",
+            "mismatch.sampler.stock = float32 needs numerics.mode = deterministic; native numerics sample by torch's float32",
         ),
     ],
 )

@@ -17,7 +17,7 @@ from ppo_repro.errors import NumericsError
 from ppo_repro.numerics.gradients import GradientAccumulator
 from tests.support.float32 import bits, finite, tensor
 
-MODES = ["exact", "native"]
+MODES = ["deterministic", "native"]
 sizes = st.integers(1, 4)
 
 

@@ -73,7 +73,7 @@ def test_shapes_gains_and_families() -> None:
 
 
 def test_both_modes_start_with_the_same_weights() -> None:
-    exact, native = (Agent(4, DISCRETE, NetworkConfig(), mode, 3) for mode in ("exact", "native"))
+    exact, native = (Agent(4, DISCRETE, NetworkConfig(), mode, 3) for mode in ("deterministic", "native"))
     for (name, a), (other, b) in zip(exact.named_parameters(), native.named_parameters(), strict=True):
         assert name == other and bits(a) == bits(b)
     x = torch.linspace(-1, 1, 40).view(10, 4)

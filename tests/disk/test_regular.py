@@ -55,9 +55,9 @@ OTHERS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.fixture
-def copy(exact_run: Path, tmp_path: Path) -> Path:
+def copy(deterministic_run: Path, tmp_path: Path) -> Path:
     """A run that a test may damage."""
-    return Path(shutil.copytree(exact_run, tmp_path / "runs" / "run"))
+    return Path(shutil.copytree(deterministic_run, tmp_path / "runs" / "run"))
 
 
 def put(path: Path, other: str) -> str:

@@ -21,7 +21,7 @@ from ppo_repro.dpo import records
 from ppo_repro.dpo.pairs import pairs_from_run
 from ppo_repro.dpo.run import DPOResult, lines, sequence_kl, train_dpo
 from ppo_repro.errors import PromiseBroken, UserError
-from ppo_repro.numerics.optim.optimizer import weights_digest
+from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.records import manifest
 from ppo_repro.rollout.engine import Request
 from ppo_repro.runs.prepare import prepare

@@ -86,7 +86,7 @@ def test_the_report_says_it_all() -> None:
 
 
 @pytest.fixture
-def grid(exact_run: Path, native_run: Path, tmp_path: Path) -> Path:
+def grid(deterministic_run: Path, native_run: Path, tmp_path: Path) -> Path:
     """A grid's folder with one complete cell in exact and one in native numerics, and one that failed."""
     table = pd.DataFrame(
         {
@@ -95,19 +95,19 @@ def grid(exact_run: Path, native_run: Path, tmp_path: Path) -> Path:
             "seed": [7, 7, 7],
             "state": ["complete", "complete", "failed"],
             "fingerprint": ["1", "2", ""],
-            "run_dir": [str(exact_run), str(native_run), ""],
-            "final.eval_accuracy": [manifest.load(r).final["eval_accuracy"] for r in (exact_run, native_run)] + [None],
+            "run_dir": [str(deterministic_run), str(native_run), ""],
+            "final.eval_accuracy": [manifest.load(r).final["eval_accuracy"] for r in (deterministic_run, native_run)] + [None],
         }
     )
     table.to_parquet(tmp_path / "cells.parquet")
     return tmp_path
 
 
-def test_the_measures_are_those_of_the_records(grid: Path, exact_run: Path, native_run: Path) -> None:
+def test_the_measures_are_those_of_the_records(grid: Path, deterministic_run: Path, native_run: Path) -> None:
     found = outcomes(grid).set_index("point")
-    assert list(found.index) == ["exact", "native"] and set(MEASURES) <= set(found.columns)
+    assert list(found.index) == ["deterministic", "native"] and set(MEASURES) <= set(found.columns)
     assert found.loc["exact", "k3"] == 0.0 < found.loc["native", "k3"] < 1e-10
-    for run_dir in (exact_run, native_run):
+    for run_dir in (deterministic_run, native_run):
         steps, iterations = reader.read_steps(run_dir), reader.read_iterations(run_dir)
         made = measures_of(run_dir)
         # training counts clipped tokens of each step in float32
@@ -119,11 +119,11 @@ def test_the_measures_are_those_of_the_records(grid: Path, exact_run: Path, nati
         assert made["score"] == pytest.approx(iterations["score_mean"].tail(5).mean())
 
 
-def test_the_clip_floor_is_what_mismatch_alone_removes(exact_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = reader.read_tokens(exact_run)
+def test_the_clip_floor_is_what_mismatch_alone_removes(deterministic_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = reader.read_tokens(deterministic_run)
     moved = tokens.assign(rollout_logprobs=tokens["old_logprobs"] + tokens["iteration"].map({0: 0.3, 1: -0.3, 2: 0.0}))
     monkeypatch.setattr(reader, "read_tokens", lambda run_dir, columns: moved[columns])
-    k3, floor = mismatch(exact_run)
+    k3, floor = mismatch(deterministic_run)
     # a ratio of e^-0.3 = 0.74 is below 0.8: removed where A < 0; one of e^0.3 = 1.35 is above 1.2: where A > 0
     first, second = tokens["iteration"] == 0, tokens["iteration"] == 1
     removed = (first & (tokens["advantages"] < 0)) | (second & (tokens["advantages"] > 0))

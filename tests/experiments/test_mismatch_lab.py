@@ -49,7 +49,7 @@ def test_every_grid_has_five_seeds_an_expectation_and_responses_of_20_tokens(nam
     grid = load_grid(FOLDER / f"{name}.yaml")
     assert len(grid.file.seeds) == 5 and grid.file.question.endswith("?") and len(grid.file.expectation) > 100
     for cell in grid.cells:
-        assert isinstance(cell.config, RunConfig) and cell.config.numerics.mode == "exact"
+        assert isinstance(cell.config, RunConfig) and cell.config.numerics.mode == "deterministic"
         assert cell.config.rollout.max_response_tokens > topics.LENGTH >= 20
 
 
@@ -83,14 +83,14 @@ def test_a_run_collapsed_if_it_ends_below_its_beginning() -> None:
     assert rows(held_out).set_index("point").loc["a", "greedy collapsed"] == "1 of 3"
 
 
-def test_the_measures_are_those_of_the_records(exact_run: Path, native_run: Path) -> None:
-    exact, native = of_run(exact_run), of_run(native_run)
+def test_the_measures_are_those_of_the_records(deterministic_run: Path, native_run: Path) -> None:
+    exact, native = of_run(deterministic_run), of_run(native_run)
     assert set(exact) == set(MEASURES)
     assert exact["k3"] == 0.0 < native["k3"] < 1e-10, "native numerics differ in the last bits"
-    recorded = reader.read_iterations(exact_run)
+    recorded = reader.read_iterations(deterministic_run)
     assert exact["score"] == pytest.approx(recorded["score_mean"].tail(3).mean())
     assert exact["first"] == recorded["score_mean"].iloc[0]
-    evaluations = side_reader.read_evaluations(exact_run)
+    evaluations = side_reader.read_evaluations(deterministic_run)
     last = evaluations[evaluations["iteration"] == len(recorded)]["scores"]
     assert exact["greedy"] == pytest.approx(last.sum() / len(last)) and len(last) > 1
     assert math.isnan(exact["flipped"]), "a dense model has no routes"
@@ -128,6 +128,6 @@ def test_correlations_are_by_seed_over_iterations() -> None:
     assert "| 1 | 1 [" in report(table) and "higher entropy: 0.5" in report(table)
 
 
-def test_a_run_without_a_checkpoint_of_every_iteration_is_one_line(exact_run: Path) -> None:
+def test_a_run_without_a_checkpoint_of_every_iteration_is_one_line(deterministic_run: Path) -> None:
     with pytest.raises(UserError, match=r"policy.safetensors: is missing; run with checkpoints.every = 1"):
-        policies(exact_run)
+        policies(deterministic_run)

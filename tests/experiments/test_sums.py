@@ -31,14 +31,14 @@ def test_a_sum_is_right_if_the_line_holds_it_and_nothing_else(monkeypatch: pytes
     assert scores(of, rows) == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
-def test_the_tables_are_those_of_the_run(exact_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recorded, rows = manifest.load(exact_run), reader.read_iterations(exact_run)
-    found = curve(exact_run)
+def test_the_tables_are_those_of_the_run(deterministic_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded, rows = manifest.load(deterministic_run), reader.read_iterations(deterministic_run)
+    found = curve(deterministic_run)
     assert found["accuracy"].tolist()[:-1] == rows["accuracy"].tolist() and len(found) == len(rows) + 1
     assert found["eval_accuracy"].iloc[-1] == recorded.final["eval_accuracy"]
     assert set(found["fingerprint"]) == {recorded.fingerprint} and set(found["sampler"]) == {"float32"}
-    ends = answers(exact_run)
+    ends = answers(deterministic_run)
     assert ends["right_before"].mean() == rows["eval_accuracy"].iloc[0]
     assert ends["right_after"].mean() == recorded.final["eval_accuracy"]
-    assert main([exact_run], tmp_path) == 0 and {p.name for p in tmp_path.iterdir()} == {"curves.csv", "answers.csv"}
+    assert main([deterministic_run], tmp_path) == 0 and {p.name for p in tmp_path.iterdir()} == {"curves.csv", "answers.csv"}
     assert main([tmp_path / "absent"], tmp_path) == 2 and "absent" in capsys.readouterr().err

@@ -79,53 +79,53 @@ def test_kinds_of_drift_by_hand(tmp_path: Path) -> None:
     assert kind_of_drift((a, b), (1,), spelled) == "bytes", "the new ids have a special token that the text named"
 
 
-def test_an_exact_run_keeps_every_bit_that_is_promised(exact_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = response_table(exact_run, 0.2, False)
-    drift = run_drift(exact_run, recorded_tokenizer(exact_run), boundary="leading", iterations=[0])
+def test_an_exact_run_keeps_every_bit_that_is_promised(deterministic_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = response_table(deterministic_run, 0.2, False)
+    drift = run_drift(deterministic_run, recorded_tokenizer(deterministic_run), boundary="leading", iterations=[0])
     moved = found["drift"] != "none"
     assert moved.mean() == drift["drift_seq_frac"][0] and 0 < moved.sum() < len(found)
     assert found["scored"].all() and not found["unequal"].any()
     assert (found["same_tokens"] == found["tokens"])[~moved].all() and (found["log_ratio"][~moved] == 0).all()
     assert (found["log_ratio"][moved] != 0).all()
-    counts = of_run(exact_run)
+    counts = of_run(deterministic_run)
     assert (
         counts == {**bits(found), **ratios(found)} and counts["exactly 1"] == 0 and counts["tokens without drift"] > 0
     )
     # alone, each by itself, the new ids have the same log-probs
-    config = checked_config(exact_run, False)
-    sequences = reader.read_sequences(exact_run, iterations=[0], columns=[*AUDIT_COLUMNS, "prompt_ids"])
-    tokens = reader.read_tokens(exact_run, iterations=[0], columns=["sequence", "rollout_logprobs"])
-    said, again = encoded_again(sequences, recorded_tokenizer(exact_run))
-    policy = start_model(exact_run, config)
+    config = checked_config(deterministic_run, False)
+    sequences = reader.read_sequences(deterministic_run, iterations=[0], columns=[*AUDIT_COLUMNS, "prompt_ids"])
+    tokens = reader.read_tokens(deterministic_run, iterations=[0], columns=["sequence", "rollout_logprobs"])
+    said, again = encoded_again(sequences, recorded_tokenizer(deterministic_run))
+    policy = start_model(deterministic_run, config)
     for i in np.flatnonzero(moved):
         end = list(sequences["response_ids"][i][len(said[i]) :])
         (alone,) = logprobs_of(policy, [list(sequences["prompt_ids"][i])], [[*again[i], *end]], config)
         before = tokens["rollout_logprobs"][tokens["sequence"] == i]
         assert found["log_ratio"][i] == math.fsum([*alone.tolist(), *(-before).tolist()])
         assert found["tokens_again"][i] == len(alone)
-    assert main([str(exact_run)]) == 0
+    assert main([str(deterministic_run)]) == 0
     assert "in exact numerics there must be none" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("row_noise")
 def test_the_control_finds_differences_and_is_asked_for(
-    native_run: Path, exact_run: Path, capsys: pytest.CaptureFixture[str]
+    native_run: Path, deterministic_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(native_run)]) == 2
     assert (
         "numerics.mode = native promises no equal bits; run it in exact, or give --control" in capsys.readouterr().err
     )
-    assert main(["--control", str(exact_run)]) == 2
-    assert "numerics.mode = exact is no control" in capsys.readouterr().err
+    assert main(["--control", str(deterministic_run)]) == 2
+    assert "numerics.mode = deterministic is no control" in capsys.readouterr().err
     assert main(["--control", str(native_run)]) == 0
     assert "a control must have some" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_logprobs_are_those_of_the_temperature_sampled_at(exact_run: Path) -> None:
-    config = checked_config(exact_run, False)
+def test_logprobs_are_those_of_the_temperature_sampled_at(deterministic_run: Path) -> None:
+    config = checked_config(deterministic_run, False)
     hot = config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": 2.0})})
-    policy, prompt, response = start_model(exact_run, config), [2, 3], [4, 5, 1]
+    policy, prompt, response = start_model(deterministic_run, config), [2, 3], [4, 5, 1]
     (found,) = logprobs_of(policy, [prompt], [response], hot)
     logits = policy_logits(policy, lay_out([prompt], [response], "right")).to(torch.float64)
     by_definition = torch.log_softmax(logits / 2.0, -1)[range(3), response]
@@ -138,7 +138,7 @@ def test_the_grid_is_the_first_iteration_of_e2_and_e6_in_exact_numerics() -> Non
     grid = load_grid(folder / "reencode.yaml")
     assert grid.file.read_with == f"{of_run.__module__}.{of_run.__name__}"
     there = [cell.config for name in ("e2_ppo", "e6_drift") for cell in load_grid(folder / f"{name}.yaml").cells]
-    changed = {"numerics": {"mode": "exact"}, "ppo": {"iterations": 1}}
+    changed = {"numerics": {"mode": "deterministic"}, "ppo": {"iterations": 1}}
     wanted = [
         config.model_copy(update={part: getattr(config, part).model_copy(update=to) for part, to in changed.items()})
         for config in there
@@ -161,13 +161,13 @@ def test_the_verdict_can_fail() -> None:
 
 @pytest.mark.slow
 def test_other_starting_weights_are_refused(
-    exact_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    deterministic_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    config = checked_config(exact_run, False)
+    config = checked_config(deterministic_run, False)
     monkeypatch.setattr(first_ratios, "weights_digest", lambda parameters: "other")
     with pytest.raises(UserError, match=r"started from weights [0-9a-f]{16}, made again they are other; native"):
-        start_model(exact_run, config)
+        start_model(deterministic_run, config)
     with pytest.raises(UserError):
         runs_of(tmp_path)
-    assert main([str(exact_run), "--clip-range", "1"]) == 2
+    assert main([str(deterministic_run), "--clip-range", "1"]) == 2
     assert capsys.readouterr().err == "--clip-range 1.0: must be above 0 and below 1\n"

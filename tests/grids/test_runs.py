@@ -262,10 +262,10 @@ def test_parameters_of_jobs_have_the_types_that_submitit_wants(tmp_path: Path) -
     assert grid_engine(given, tmp_path) == expected
 
 
-def test_a_cell_without_its_manifest_is_left_as_it_is(tmp_path: Path, exact_run: Path) -> None:
+def test_a_cell_without_its_manifest_is_left_as_it_is(tmp_path: Path, deterministic_run: Path) -> None:
     cell = tmp_path / "cell"
-    run_dir = cell / exact_run.parent.name / exact_run.name
-    shutil.copytree(exact_run, run_dir)
+    run_dir = cell / deterministic_run.parent.name / deterministic_run.name
+    shutil.copytree(deterministic_run, run_dir)
     (cell / "config.yaml").write_bytes(SMALL.read_bytes())
     kept = run_dir / manifest.FILE_NAME
     kept.rename(tmp_path / "manifest.json")

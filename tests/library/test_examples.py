@@ -20,11 +20,11 @@ NAMES = tuple(name for name in ppo_repro.__all__ if name not in ("Run", "Samplin
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_example_of_each_name_runs(name: str, exact_run: Path, tmp_path: Path) -> None:
+def test_the_example_of_each_name_runs(name: str, deterministic_run: Path, tmp_path: Path) -> None:
     function = getattr(ppo_repro, name)
     names = {
         **import_module(function.__module__).__dict__,
-        "EXAMPLE_RUN": exact_run,
+        "EXAMPLE_RUN": deterministic_run,
         "EXAMPLE_CONFIG": small_config("ppo.iterations=1", "model.warm_start_steps=50").model_dump(mode="json"),
         "EXAMPLE_OUT": tmp_path,
     }
@@ -34,13 +34,13 @@ def test_the_example_of_each_name_runs(name: str, exact_run: Path, tmp_path: Pat
     assert found.attempted >= 2 and not found.failed
 
 
-def test_the_example_of_the_readme_runs(exact_run: Path) -> None:
+def test_the_example_of_the_readme_runs(deterministic_run: Path) -> None:
     """On the policy of a small run in place of SmolLM2; its last line compares every log-prob."""
     text = (ROOT / "ppo_repro" / "library" / "README.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     assert example.count('"models/smollm2"') == 1 and example.rstrip().splitlines()[-1].startswith("assert ")
     names: dict[str, Any] = {}
-    exec(example.replace("models/smollm2", str(exact_run / "checkpoints" / "final")), names)
+    exec(example.replace("models/smollm2", str(deterministic_run / "checkpoints" / "final")), names)
     assert all(bool(p.grad.abs().sum() > 0) for p in names["model"].parameters())
     assert len(names["again"]) == len(names["response"].response_ids) > 0
 

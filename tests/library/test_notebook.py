@@ -89,9 +89,9 @@ def test_a_run_shows_two_lines_and_an_interrupt_says_how_to_go_on(kernel: Kernel
     assert kernel.text("1 + 1") == "1 + 1\n2" or kernel.text("1 + 1").endswith("2")  # the kernel goes on to work
 
 
-def test_a_run_says_what_it_is_at_a_prompt_and_in_a_notebook(exact_run: Path, tmp_path: Path) -> None:
-    run = ppo_repro.open_run(exact_run)
-    assert repr(run).startswith(f"<run {exact_run}; state complete, 3 iterations; experiment small, seed 7, exact")
+def test_a_run_says_what_it_is_at_a_prompt_and_in_a_notebook(deterministic_run: Path, tmp_path: Path) -> None:
+    run = ppo_repro.open_run(deterministic_run)
+    assert repr(run).startswith(f"<run {deterministic_run}; state complete, 3 iterations; experiment small, seed 7, exact")
     assert f"fingerprint {run.fingerprint[:12]}>" in repr(run)
     table = run._repr_html_()
     assert f"<th>fingerprint</th><td>{run.fingerprint}</td>" in table and "eval_accuracy" in table

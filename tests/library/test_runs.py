@@ -42,8 +42,8 @@ def graded(prompt, response, answer):
 '''
 
 
-def test_a_run_opened_in_python_is_what_the_records_say(exact_run: Path) -> None:
-    run = ppo_repro.open_run(str(exact_run))
+def test_a_run_opened_in_python_is_what_the_records_say(deterministic_run: Path) -> None:
+    run = ppo_repro.open_run(str(deterministic_run))
     assert run.status == "complete" and run.num_iterations == 3 and run.config.seed == 7
     assert len(run.table("tokens", iterations=[1])) == len(run.table("tokens").query("iteration == 1"))
     assert set(run.table("evaluations")["iteration"]) == {0, 2, 3}
@@ -53,16 +53,16 @@ def test_a_run_opened_in_python_is_what_the_records_say(exact_run: Path) -> None
         (lambda: run.table("tokenz"), "no table 'tokenz'; there are .*tokens"),
         (lambda: run.table("evaluations", iterations=[1]), "is read whole"),
         (lambda: run.table("tokens", columns=["nothing"]), "has no column 'nothing'"),
-        (lambda: ppo_repro.open_run(exact_run / "nowhere"), "no such folder"),
-        (lambda: ppo_repro.latest_run(exact_run / "checkpoints"), "holds no recorded run"),
+        (lambda: ppo_repro.open_run(deterministic_run / "nowhere"), "no such folder"),
+        (lambda: ppo_repro.latest_run(deterministic_run / "checkpoints"), "holds no recorded run"),
     ):
         with pytest.raises(UserError, match=message):
             call()
 
 
-def test_diff_names_what_differs(exact_run: Path, native_run: Path) -> None:
-    assert ppo_repro.diff(exact_run, ppo_repro.open_run(exact_run)) is None
-    difference = ppo_repro.diff(exact_run, native_run)
+def test_diff_names_what_differs(deterministic_run: Path, native_run: Path) -> None:
+    assert ppo_repro.diff(deterministic_run, ppo_repro.open_run(deterministic_run)) is None
+    difference = ppo_repro.diff(deterministic_run, native_run)
     assert difference is not None and difference.describe().startswith("table ")
 
 

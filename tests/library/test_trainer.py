@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import ppo_repro
-from ppo_repro.numerics.optim.optimizer import weights_digest
+from ppo_repro.numerics.optimizer import weights_digest
 from tests.support.models import CLASSES, VOCAB, seeded, source_model, unequal
 
 STEPS, BATCH = 3, 8  # sequences in an optimizer step

@@ -16,7 +16,7 @@ from ppo_repro.models.adapter_folder import TENSORS_NAME, save_adapter
 from ppo_repro.models.lora import Lora, add_lora
 from ppo_repro.models.lora_optimizer import ExactLoraOptimizer, make_lora_optimizer
 from ppo_repro.models.networks import make_policy, policy_logits
-from ppo_repro.numerics.logprobs import token_statistics
+from ppo_repro.numerics.token_statistics import token_statistics
 from tests.support.lora import ALPHA, RANK, SETTINGS, adapted, learn
 from tests.support.models import CONTEXT, lay_out, ragged, seeded, source_model, unequal
 
@@ -44,7 +44,7 @@ def close_to_merged(lora: Lora, weights: dict[str, Tensor]) -> None:
         assert unequal(ours.contiguous(), layer.base) > ours.numel() // 2, name
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_peft_merges_a_trained_adapter_to_our_weights(architecture: str, mode: str, tmp_path: Path) -> None:
     policy, lora, optimizer = adapted(architecture, mode)
@@ -67,7 +67,7 @@ def peft_options(architecture: str, targets: list[str]) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 def test_saving_keeps_every_bit(mode: str, tmp_path: Path) -> None:
     policy, lora, optimizer = adapted("qwen2", mode, ("v_proj", "up_proj"))
     learn(policy, optimizer, mode, 2)

@@ -20,9 +20,9 @@ from ppo_repro.models.state import TrainState
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.lowering import attach
-from ppo_repro.numerics.logprobs import token_statistics
+from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.numerics.optim.adamw import AdamWSettings, OptimizerState
-from ppo_repro.numerics.optim.optimizer import make_optimizer, weights_digest
+from ppo_repro.numerics.optimizer import make_optimizer, weights_digest
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs import checkpoint_format
@@ -32,13 +32,13 @@ from tests.support.models import CONTEXT, FAMILIES, seeded, source_model, unequa
 FROZEN = AdamWSettings(0.0, 0.9, 0.95, 1e-8, 0.01, 1.0)
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_the_start_is_the_base_to_the_bit(architecture: str, mode: str) -> None:
     source = source_model(architecture)
     with torch.no_grad():
         for parameter in source.parameters():
-            if mode == "exact":
+            if mode == "deterministic":
                 parameter.view(-1)[::7] *= -0.0  # zeros of both signs
     policy = make_policy(source, mode, CONTEXT)
     before = weights_digest(policy.named_parameters())
@@ -60,7 +60,7 @@ LAYOUTS = (  # micro-batch, padding, seed of the order of the sequences, threads
 def trained(architecture: str, mode: str, layout: tuple[int, str, int, int, str]) -> tuple[str, str]:
     """Digests of the merged weights and of the factors after three steps."""
     micro_batch, padding, order_seed, threads, kernels = layout
-    backend.use(kernels if mode == "exact" else "eager", threads)
+    backend.use(kernels if mode == "deterministic" else "eager", threads)
     policy, lora, optimizer = adapted(architecture, mode)
     learn(policy, optimizer, mode, 3, micro_batch, padding, order_seed)
     return weights_digest(policy.named_parameters()), weights_digest(lora.factors().items())
@@ -77,7 +77,7 @@ def test_a_native_adapter_after_training_depends_on_the_layout() -> None:
     assert len({trained("qwen3", "native", layout)[0] for layout in LAYOUTS[:3]}) == 3
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
 def test_frozen_weights_never_change_and_targets_do(architecture: str, mode: str) -> None:
     targets = ("q_proj", "down_proj") if architecture == "qwen3" else ("c_attn",)
@@ -143,7 +143,7 @@ def adamw64(gradients: dict[str, Tensor], state: dict[str, list[Tensor]], t: int
     return norm
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 def test_a_step_is_adamw_on_the_factors_and_nothing_else(mode: str) -> None:
     """With gradients of W' that are given, so that only the way down to the factors and the step are looked at."""
     policy, lora, optimizer = adapted("llama", mode, ("o_proj",))
@@ -177,7 +177,7 @@ def test_a_step_is_adamw_on_the_factors_and_nothing_else(mode: str) -> None:
         assert torch.allclose(layer.weight.double(), layer.base.double() + lora.scale * b @ a, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 def test_a_learning_rate_of_zero_changes_no_bit(mode: str) -> None:
     policy, lora, optimizer = adapted("qwen3", mode, settings=FROZEN)
     before = weights_digest(policy.named_parameters()), weights_digest(lora.factors().items())
@@ -185,7 +185,7 @@ def test_a_learning_rate_of_zero_changes_no_bit(mode: str) -> None:
     assert (weights_digest(policy.named_parameters()), weights_digest(lora.factors().items())) == before
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 def test_going_on_from_a_state_is_going_on(mode: str) -> None:
     policy, lora, optimizer = adapted("qwen3", mode)
     learn(policy, optimizer, mode, 2)
@@ -213,7 +213,7 @@ def test_going_on_from_a_state_is_going_on(mode: str) -> None:
 CONTROLS = Coefficients(0.05, 0.0, 0.0, ReturnStatistics())
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 def test_a_checkpoint_holds_all_of_an_adapter(mode: str, tmp_path: Path) -> None:
     def fresh() -> tuple[TrainState, Lora]:
         policy, lora, optimizer = adapted("qwen3", mode)
@@ -239,12 +239,12 @@ def test_a_checkpoint_holds_all_of_an_adapter(mode: str, tmp_path: Path) -> None
     assert weights_digest(other_lora.factors().items()) == weights_digest(lora.factors().items())
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 def test_a_state_of_something_else_is_refused(mode: str) -> None:
     policy, _, optimizer = adapted("qwen3", mode, ("q_proj",))
     learn(policy, optimizer, mode, 1)
     of_q = optimizer.state()
-    other_mode = "native" if mode == "exact" else "exact"
+    other_mode = "native" if mode == "deterministic" else "exact"
     with pytest.raises(ValueError, match=r"adapter|one side"):
         adapted("qwen3", mode, ("v_proj",))[2].load(of_q)
     with pytest.raises(ValueError, match="numerics"):
@@ -303,11 +303,11 @@ def storages(*tensors: Tensor) -> set[int]:
     return {t.untyped_storage().data_ptr() for t in tensors}
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
 def test_what_is_not_trained_is_the_reference_s_own(architecture: str, mode: str) -> None:
     """Shared or copied, the same bits are trained; only the trained matrices and factors are the policy's own."""
-    backend.use("float64" if mode == "exact" else "eager", 1)
+    backend.use("float64" if mode == "deterministic" else "eager", 1)
     targets = ("q_proj", "up_proj") if architecture == "qwen3" else ("c_attn",)
     digests = []
     for shared in (False, True):

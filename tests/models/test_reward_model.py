@@ -24,8 +24,8 @@ from ppo_repro.models.reward_model import (
 )
 from ppo_repro.models.tiny import make_tokenizer
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.layers.families import CLASSIFIER_OF, trunk_of
-from ppo_repro.numerics.optim.optimizer import weights_digest
+from ppo_repro.numerics.families import CLASSIFIER_OF, trunk_of
+from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.tasks.problems import arithmetic
 from ppo_repro.tasks.tokenizer import train_bpe
 from tests.support.models import CONFIGS, CONTEXT, FAMILIES, fill, ragged, source_model, unequal
@@ -107,7 +107,7 @@ def test_a_new_reward_model_has_the_trunk_of_its_source_and_a_head_of_its_own() 
     assert weights_digest(trunk_of(source).named_parameters()) == trunks[0], "parameters are copies"
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_a_value_model_made_from_it_starts_with_its_score_after_the_last_token(architecture: str, mode: str) -> None:
     model = make_policy(classifier(architecture), mode, CONTEXT)
@@ -118,7 +118,7 @@ def test_a_value_model_made_from_it_starts_with_its_score_after_the_last_token(a
         values = value_predictions(value_model, batch)
     last = torch.tensor([len(r) + 1 for r in responses]).cumsum(0) - 1
     expected = scores(model, ("right", 0), [p + r for p, r in zip(prompts, responses, strict=True)])
-    if mode == "exact":
+    if mode == "deterministic":
         assert unequal(values[last], expected) == 0
         assert unequal(values[last - 1], expected) > 0, "one token earlier the value is another"
     else:

@@ -16,10 +16,10 @@ from ppo_repro.models.lora import add_lora, share_frozen
 from ppo_repro.models.lora_optimizer import make_lora_optimizer
 from ppo_repro.models.networks import ValueModel, freeze, make_policy, make_value_model, value_predictions
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.layers.families import trunk_of
+from ppo_repro.numerics.families import trunk_of
 from ppo_repro.numerics.optim import low_rank
 from ppo_repro.numerics.optim.adamw import AdamWSettings, OptimizerState
-from ppo_repro.numerics.optim.optimizer import ExactOptimizer, weights_digest
+from ppo_repro.numerics.optimizer import ExactOptimizer, weights_digest
 from tests.support.lora import ALPHA, PROMPTS, RANK, RESPONSES, SETTINGS
 from tests.support.models import CONTEXT, source_model, unequal
 from tests.support.value_lora import adapted_value_model, learn_values
@@ -27,10 +27,10 @@ from tests.support.value_lora import adapted_value_model, learn_values
 HEAD = {"head.weight", "head.bias"}
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
 def test_it_starts_as_it_was_and_trains_targets_and_head_alone(architecture: str, mode: str) -> None:
-    backend.use("float64" if mode == "exact" else "eager", 1)
+    backend.use("float64" if mode == "deterministic" else "eager", 1)
     targets = ("q_proj", "down_proj") if architecture == "qwen3" else ("c_attn",)
     before = dict(make_value_model(source_model(architecture), mode, CONTEXT, 0).named_parameters())
     model, lora, optimizer = adapted_value_model(architecture, mode, targets)
@@ -86,7 +86,7 @@ LAYOUTS = ((0, "right", 0, 1, "eager"), (3, "left", 1, 2, "float64"), (1, "none"
 
 def trained(mode: str, layout: tuple[int, str, int, int, str]) -> str:
     micro_batch, padding, order_seed, threads, kernels = layout
-    backend.use(kernels if mode == "exact" else "eager", threads)
+    backend.use(kernels if mode == "deterministic" else "eager", threads)
     model, _, optimizer = adapted_value_model("qwen3", mode)
     learn_values(model, optimizer, 2, micro_batch, padding, order_seed)
     return weights_digest(model.named_parameters())
@@ -105,10 +105,10 @@ def storages(*tensors: Tensor) -> set[int]:
     return {t.untyped_storage().data_ptr() for t in tensors}
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
 def test_shared_or_copied_the_same_bits_are_trained(architecture: str, mode: str) -> None:
-    backend.use("float64" if mode == "exact" else "eager", 1)
+    backend.use("float64" if mode == "deterministic" else "eager", 1)
     targets = ("q_proj", "up_proj") if architecture == "qwen3" else ("c_attn",)
     digests = []
     for shared in (False, True):
@@ -155,9 +155,9 @@ def test_other_weights_are_not_shared(name: str) -> None:
         share_frozen(fresh, trunk_of(reference), add_lora(fresh, RANK, ALPHA, ("q_proj",), seed=5))
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 def test_going_on_from_a_state_is_going_on(mode: str) -> None:
-    backend.use("float64" if mode == "exact" else "eager", 1)
+    backend.use("float64" if mode == "deterministic" else "eager", 1)
     model, _, optimizer = adapted_value_model("qwen3", mode)
     learn_values(model, optimizer, 2)
     held = optimizer.state()

@@ -19,8 +19,8 @@ from ppo_repro.models.networks import checkpoint_gradients, make_policy, policy_
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.arithmetic.grid import quantise
 from ppo_repro.numerics.gradients import MAX_TOKENS, GradientAccumulator, assert_no_wrap
-from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optim.optimizer import AdamWSettings, ExactOptimizer, exact_norm, make_optimizer, weights_digest
+from ppo_repro.numerics.token_statistics import token_statistics
+from ppo_repro.numerics.optimizer import AdamWSettings, ExactOptimizer, exact_norm, make_optimizer, weights_digest
 from tests.support.in_order import sum_in_order
 from tests.support.models import (
     CONTEXT,
@@ -48,7 +48,7 @@ LAYOUTS = (  # micro-batch, padding, seed of the order of the sequences, threads
 def trained(architecture: str, mode: str, layout: tuple[int, str, int, int, str]) -> str:
     """Digest of the weights after a few optimizer steps on the same sequences."""
     micro_batch, padding, order_seed, threads, kernels = layout
-    backend.use(kernels if mode == "exact" else "eager", threads)
+    backend.use(kernels if mode == "deterministic" else "eager", threads)
     policy = make_policy(source_model(architecture), mode, CONTEXT)
     optimizer = make_optimizer(policy, SETTINGS, mode)
     prompts, responses = ragged(COUNT, 3, prompt=12)

@@ -15,7 +15,7 @@ from ppo_repro.numerics.layers import norms
 from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.numerics.layers.norms import ExactRMSNorm
 from ppo_repro.numerics.optim.adamw import AdamWSettings
-from ppo_repro.numerics.optim.optimizer import make_optimizer, weights_digest
+from ppo_repro.numerics.optimizer import make_optimizer, weights_digest
 from ppo_repro.ranks import Ranks
 from tests.support.models import seeded, unequal
 from tests.support.thread_ranks import in_threads

@@ -15,8 +15,8 @@ from ppo_repro.models.precision import precision_of
 from ppo_repro.numerics import backend
 from ppo_repro.numerics.layers.kv_cache import SlotCache
 from ppo_repro.numerics.layers.rounded import round_model
-from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optim.optimizer import make_optimizer
+from ppo_repro.numerics.token_statistics import token_statistics
+from ppo_repro.numerics.optimizer import make_optimizer
 from ppo_repro.plan import memory
 from ppo_repro.plan.causes import Causes
 from ppo_repro.plan.phases import make_plan

@@ -29,10 +29,10 @@ from ppo_repro.numerics import backend, gradients
 from ppo_repro.numerics.kernels.amx import operands as amx_operands
 from ppo_repro.numerics.kernels.amx import tiles as amx_tiles
 from ppo_repro.numerics.kernels.float64 import tiles as float64_tiles
-from ppo_repro.numerics.layers.families import trunk_of
+from ppo_repro.numerics.families import trunk_of
 from ppo_repro.numerics.layers.kv_cache import GridCache, SlotCache
-from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optim.optimizer import ExactOptimizer, NativeOptimizer, make_optimizer
+from ppo_repro.numerics.token_statistics import token_statistics
+from ppo_repro.numerics.optimizer import ExactOptimizer, NativeOptimizer, make_optimizer
 from ppo_repro.plan import memory, report
 from ppo_repro.plan.memory import mixed_precision_bytes
 from ppo_repro.plan.models import Linear, ModelShape, as_classifier
@@ -138,7 +138,7 @@ def test_what_stays_is_counted_to_the_byte(architecture: str, kernels: str) -> N
         logits = policy_logits(model, batch)  # type: ignore[arg-type]
         return token_statistics(logits, batch.targets, 1.0, None, mode)[0]
 
-    shape = model_shape(CONFIG_OF[architecture](), mode == "exact")
+    shape = model_shape(CONFIG_OF[architecture](), mode == "deterministic")
     planned = make_plan(shape, shape, None, work(kernels)).residents
     pairs = ((policy, logprobs, planned[0]), (value_model, lambda: value_predictions(value_model, batch), planned[1]))
     for model, forward, resident in pairs:
@@ -171,10 +171,10 @@ def head_of(model: nn.Module, shape: ModelShape) -> Linear:
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 def test_an_adapter_is_counted_to_the_byte(architecture: str, mode: str) -> None:
-    kernels = "float64" if mode == "exact" else "native"
-    backend.use("float64" if mode == "exact" else "eager", 1)
+    kernels = "float64" if mode == "deterministic" else "native"
+    backend.use("float64" if mode == "deterministic" else "eager", 1)
     targets = ("q_proj", "up_proj") if architecture == "qwen3" else ("c_attn",)
     policy = make_policy(source_model(architecture), mode, CONTEXT)
     reference = freeze(make_policy(source_model(architecture), mode, CONTEXT))
@@ -187,14 +187,14 @@ def test_an_adapter_is_counted_to_the_byte(architecture: str, mode: str) -> None
         optimizer,
         batch.real_tokens,
     )
-    shape = model_shape(CONFIGS[architecture](), mode == "exact", targets)
+    shape = model_shape(CONFIGS[architecture](), mode == "deterministic", targets)
     resident = memory.trained_model("policy", shape, shape.head, 0, work(kernels, lora_rank=3), 3)
     bases = [layer.base for layer in lora.layers.values()]
     together = [*policy.parameters(), *bases, *lora.factors().values(), *reference.parameters()]
     assert distinct(together) == resident.weights + distinct(reference.parameters())
     state = optimizer.state()
     assert distinct([*state.first.values(), *state.second.values()]) == resident.moments
-    if mode == "exact":
+    if mode == "deterministic":
         assert isinstance(optimizer, ExactLoraOptimizer)
         assert distinct(optimizer.accumulator._sums_memory.values()) == resident.gradient_sums
         assert resident.gradients == 0
@@ -205,17 +205,17 @@ def test_an_adapter_is_counted_to_the_byte(architecture: str, mode: str) -> None
     assert resident.mixed_precision == 16 * resident.trained_parameters + 2 * shape.parameters
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 def test_an_adapted_value_model_is_counted_to_the_byte(mode: str) -> None:
-    kernels = "float64" if mode == "exact" else "native"
-    backend.use("float64" if mode == "exact" else "eager", 1)
+    kernels = "float64" if mode == "deterministic" else "native"
+    backend.use("float64" if mode == "deterministic" else "eager", 1)
     model = make_value_model(source_model("qwen3"), mode, CONTEXT, 0)
     reference = freeze(make_policy(source_model("qwen3"), mode, CONTEXT))
     lora = share_frozen(model, trunk_of(reference), add_lora(model, 3, 6.0, ("q_proj", "up_proj"), 0))
     optimizer = make_lora_optimizer(model, lora, SETTINGS)
     batch = lay_out(*ragged(4, 0), "right")
     take_a_step(model, lambda: value_predictions(model, batch), optimizer, batch.real_tokens)
-    shape = model_shape(CONFIGS["qwen3"](), mode == "exact", ("q_proj", "up_proj"))
+    shape = model_shape(CONFIGS["qwen3"](), mode == "deterministic", ("q_proj", "up_proj"))
     resident = memory.trained_model("value model", shape, Linear(1, shape.hidden), 1, work(kernels), 3)
     bases = [layer.base for layer in lora.layers.values()]
     together = [*model.parameters(), *bases, *lora.factors().values(), *reference.parameters()]
@@ -287,18 +287,18 @@ def saved(architecture: str, mode: str, layers: int) -> int:
     return saved_bytes(make_policy(whole_model(resized(architecture, layers)), mode, CONTEXT))
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 @pytest.mark.parametrize("architecture", [*FAMILIES, "qwen3_moe dense"])
 def test_activations_of_a_layer_are_what_a_pass_keeps(architecture: str, mode: str) -> None:
-    backend.use("float64" if mode == "exact" else "eager", 1)
+    backend.use("float64" if mode == "deterministic" else "eager", 1)
     tokens, row = 3 * 29, 29
     found = saved(architecture, mode, 3) - saved(architecture, mode, 2)
-    shape = model_shape(resized(architecture, 2), mode == "exact")
-    how = work("float64" if mode == "exact" else "native")
+    shape = model_shape(resized(architecture, 2), mode == "deterministic")
+    how = work("float64" if mode == "deterministic" else "native")
     expected = memory.saved_bytes_per_layer(shape, tokens, row, shape.mixture)
-    if mode == "exact" and architecture in {"qwen3", "qwen2", "llama", "mistral"}:
+    if mode == "deterministic" and architecture in {"qwen3", "qwen2", "llama", "mistral"}:
         assert found == expected
-    elif mode == "exact":
+    elif mode == "deterministic":
         # two numbers of every head and query are kept outside autograd, and the order of the rows of experts; the check
         # that logits are finite lets go of them at once
         order = 16 * shape.mixture.per_token - 4 * shape.mixture.experts if shape.mixture else 0

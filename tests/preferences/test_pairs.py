@@ -96,29 +96,29 @@ def test_tasks_without_numbers_are_refused() -> None:
         pairs_by_rule([Problem("0+0", "0+0=", "38")], IDS, make_tokenizer(arithmetic(1), 16), 1, 0.0, 0)
 
 
-def test_pairs_of_a_run_are_all_two_responses_of_different_score(exact_run: Path) -> None:
-    rows = reader.read_sequences(exact_run)
+def test_pairs_of_a_run_are_all_two_responses_of_different_score(deterministic_run: Path) -> None:
+    rows = reader.read_sequences(deterministic_run)
     expected = set()
     for a in rows.itertuples():
         for b in rows.itertuples():
             if (a.iteration, a.prompt_key) == (b.iteration, b.prompt_key) and a.scores > b.scores:
                 expected.add((a.iteration, a.prompt_key, *(tuple(x) for x in (a.response_ids, b.response_ids))))
-    pairs = pairs_from_run(exact_run)
+    pairs = pairs_from_run(deterministic_run)
     assert len(pairs) == len(expected) > 10
     assert Counter((p.prompt_key, p.chosen_ids, p.rejected_ids) for p in pairs) == Counter(e[1:] for e in expected)
     prompts = {row.prompt_key: tuple(row.prompt_ids) for row in rows.itertuples()}
     assert all(p.prompt_ids == prompts[p.prompt_key] for p in pairs)
-    assert pairs == pairs_from_run(exact_run)
-    first = pairs_from_run(exact_run, 1)
+    assert pairs == pairs_from_run(deterministic_run)
+    first = pairs_from_run(deterministic_run, 1)
     assert first == pairs[: len(first)] and 0 < len(first) < len(pairs)
 
 
-def test_runs_without_pairs_are_refused(exact_run: Path, tmp_path: Path) -> None:
+def test_runs_without_pairs_are_refused(deterministic_run: Path, tmp_path: Path) -> None:
     from ppo_repro.watcher import Silent
     from tests.support.language import run
 
     with pytest.raises(UserError, match=r"iterations = 4: .* has 3; choose at most that many"):
-        pairs_from_run(exact_run, 4)
+        pairs_from_run(deterministic_run, 4)
     alone = run(small_config("rollout.samples_per_prompt=1", "ppo.minibatch_size=8", "ppo.iterations=1",
                              "model.warm_start_steps=0"), tmp_path, Silent())[0]  # fmt: skip
     with pytest.raises(UserError, match="samples_per_prompt of 2 or more"):

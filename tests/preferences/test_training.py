@@ -13,7 +13,7 @@ from ppo_repro.models.networks import make_policy
 from ppo_repro.models.reward_model import make_reward_model
 from ppo_repro.models.tiny import make_model, make_tokenizer
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.optim.optimizer import AdamWSettings, make_optimizer, weights_digest
+from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer, weights_digest
 from ppo_repro.ppo.preferences import preference_accuracy
 from ppo_repro.preferences.pairs import Preference, pairs_by_rule
 from ppo_repro.preferences.training import (
@@ -49,7 +49,7 @@ IDS = {p.key: tuple(TOKENIZER(p.prompt)["input_ids"]) for p in (*PROBLEMS.train,
 SETTINGS = RewardModelTraining(num_pairs=60, num_eval_pairs=40, epochs=2, minibatch_size=16, learning_rate=3e-3)
 PAIRS = pairs_by_rule(PROBLEMS.train, IDS, TOKENIZER, 60, 0.1, 0)
 EVAL_PAIRS = pairs_by_rule(PROBLEMS.held_out, IDS, TOKENIZER, 40, 0.0, 0)
-NUMERICS = {mode: NumericsConfig.model_validate({"mode": mode, "max_context": 24}) for mode in ("exact", "native")}
+NUMERICS = {mode: NumericsConfig.model_validate({"mode": mode, "max_context": 24}) for mode in ("deterministic", "native")}
 LAYOUTS = (  # forward and update micro-batches in sequences, padding, backend, threads
     (0, 0, "right", "eager", 1),
     (7, 10, "left", "float64", 2),
@@ -69,7 +69,7 @@ def tiny(vocab_size: int = len(TOKENIZER)) -> PreTrainedModel:
 
 
 def train(mode: str, row: tuple[int, int, str, str, int], settings: RewardModelTraining = SETTINGS) -> RewardTraining:
-    backend.use(row[3] if mode == "exact" else "eager", row[4])
+    backend.use(row[3] if mode == "deterministic" else "eager", row[4])
     model = make_reward_model(tiny(), mode, 24, 0)
     shown: list[tuple[int, int, float]] = []
     found = train_reward_model(
@@ -137,7 +137,7 @@ def ragged_pairs(count: int) -> list[Preference]:
 
 
 def dpo(mode: str, row: tuple[int, int, str, str, int]) -> tuple[list[PreferenceStep], PreTrainedModel]:
-    backend.use(row[3] if mode == "exact" else "eager", row[4])
+    backend.use(row[3] if mode == "deterministic" else "eager", row[4])
     policy = make_policy(source_model("qwen3"), mode, CONTEXT)
     optimizer = make_optimizer(policy, AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.0, 1.0), mode)
     pairs = ragged_pairs(13)

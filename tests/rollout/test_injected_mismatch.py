@@ -147,15 +147,15 @@ def test_no_layout_shows_in_a_disturbed_run(disturbed_run: Path, config: RunConf
     assert found == manifest.load(disturbed_run).fingerprint
 
 
-def test_only_the_rollout_is_disturbed(disturbed_run: Path, exact_run: Path, config: RunConfig) -> None:
-    rows, undisturbed = (reader.read_iterations(r).iloc[0] for r in (disturbed_run, exact_run))
+def test_only_the_rollout_is_disturbed(disturbed_run: Path, deterministic_run: Path, config: RunConfig) -> None:
+    rows, undisturbed = (reader.read_iterations(r).iloc[0] for r in (disturbed_run, deterministic_run))
     for name in ("eval_accuracy", "eval_score"):
         assert rows[name] == undisturbed[name], "greedy decoding is that of the model"
     assert sampling_of(config, greedy=True).mismatch_sigma == 0.0 and sampling_of(config).mismatch_sigma == SIGMA
     tokens = reader.read_tokens(disturbed_run, iterations=[0])
     assert not tokens["rollout_logprobs"].equals(tokens["old_logprobs"])
     recorded = manifest.load(disturbed_run)
-    assert recorded.config_digest != manifest.load(exact_run).config_digest
+    assert recorded.config_digest != manifest.load(deterministic_run).config_digest
 
 
 def test_without_it_the_log_probs_are_those_of_the_model() -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ppo_repro.errors import UserError
 from ppo_repro.models.batches import TokenBatch
 from ppo_repro.models.networks import make_policy, policy_logits, value_predictions
-from ppo_repro.numerics.logprobs import expand_kept, token_statistics
+from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.prefix import PrefixIndex
 from ppo_repro.rollout.torch_engine import TorchEngine

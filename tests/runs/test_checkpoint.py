@@ -22,7 +22,7 @@ from ppo_repro.buffers import Coefficients, ReturnStatistics
 from ppo_repro.disk.folder import only_writer, whole_folder
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.layers.linear import ExactLinear
-from ppo_repro.numerics.optim.optimizer import AdamWSettings, Optimizer, OptimizerState, make_optimizer
+from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, OptimizerState, make_optimizer
 from ppo_repro.numerics.sharding.tensor_file import write_tensors
 from ppo_repro.runs import checkpoint_format
 from ppo_repro.runs.checkpoint_format import Checkpoint, Origin
@@ -220,7 +220,7 @@ def trained(mode: str) -> tuple[nn.Module, Optimizer]:
     with torch.no_grad():
         for p in layer.parameters():
             p.copy_(torch.randn(p.shape, generator=seeded(p.dim())))
-    module = ExactLinear(layer, "layer") if mode == "exact" else layer
+    module = ExactLinear(layer, "layer") if mode == "deterministic" else layer
     return module, make_optimizer(module, SETTINGS, mode)
 
 
@@ -254,7 +254,7 @@ def nudged(state: OptimizerState, field: str) -> OptimizerState:
 ALL = {"exact": ["first", "second", "grids", "beta1_power", "beta2_power"], "native": ["first", "second", "steps"]}
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 def test_an_optimizer_goes_on_from_its_state_and_needs_all_of_it(mode: str, tmp_path: Path) -> None:
     straight, optimizer = trained(mode)
     train(straight, optimizer, range(3))

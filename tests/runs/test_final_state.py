@@ -11,7 +11,7 @@ import torch
 from ppo_repro.config.files import load_config
 from ppo_repro.errors import UserError
 from ppo_repro.models.value_folder import load_value_model
-from ppo_repro.numerics.optim.optimizer import weights_digest
+from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.records import contents, manifest
 from ppo_repro.runs import checkpoint_format, checkpoints
 from ppo_repro.runs.checkpoint_format import Checkpoint
@@ -63,7 +63,7 @@ def test_a_finished_run_has_the_state_of_a_checkpoint_after_its_last_iteration(
 
 def test_the_value_model_of_a_run_can_be_loaded(tmp_path: Path) -> None:
     run_dir = recorded(tmp_path)
-    for mode in ("exact", "native"):
+    for mode in ("deterministic", "native"):
         loaded = load_value_model(contents.value_folder(run_dir), mode, 12)
         assert weights_digest(loaded.named_parameters()) == manifest.load(run_dir).final["value_digest"]
 

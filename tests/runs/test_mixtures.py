@@ -136,7 +136,7 @@ def test_replayed_routes_bring_a_rounded_sampler_and_the_trainer_nearer(tmp_path
     ("more", "message"),
     [
         (["model.experts=null"], "needs a mixture of experts"),
-        (["numerics.mode=native", "numerics.accuracy_sequences=0"], "needs numerics.mode = exact"),
+        (["numerics.mode=native", "numerics.accuracy_sequences=0"], "needs numerics.mode = deterministic"),
         (["mismatch.trainer.retokenize=0.5"], "needs mismatch.trainer.retokenize = 0"),
         (["mismatch.trainer.prompt_before=a"], "needs the sampler's prompts"),
     ],

@@ -16,7 +16,7 @@ import pytest
 from ppo_repro.config.files import load_config
 from ppo_repro.disk.folder import only_writer
 from ppo_repro.errors import PromiseBroken, UserError
-from ppo_repro.numerics.optim.optimizer import OptimizerState
+from ppo_repro.numerics.optimizer import OptimizerState
 from ppo_repro.records import manifest
 from ppo_repro.runs import checkpoint_format
 from ppo_repro.runs.checkpoint_format import Checkpoint
@@ -68,10 +68,10 @@ def test_a_resumed_run_is_the_uninterrupted_run(
     assert (noted["iteration"], noted["overrides"]) == (start, overrides)
 
 
-def test_checkpoints_change_no_result(exact: Recorded, exact_run: Path) -> None:
-    without = manifest.load(exact_run).iterations
+def test_checkpoints_change_no_result(exact: Recorded, deterministic_run: Path) -> None:
+    without = manifest.load(deterministic_run).iterations
     assert len(without) == 3 and without == manifest.load(exact.whole).iterations[:3]
-    assert {path.name for path in (exact_run / "checkpoints").iterdir()} == {"final", "final_state", "value_model"}
+    assert {path.name for path in (deterministic_run / "checkpoints").iterdir()} == {"final", "final_state", "value_model"}
 
 
 def test_a_run_without_checkpoints_starts_again_and_compares(plain: Recorded, tmp_path: Path) -> None:
@@ -285,8 +285,8 @@ def test_resume_says_in_json_what_run_says(cli: Cli, exact: Recorded, tmp_path: 
     assert "resumed after iteration 6; 1 recorded iterations came out identical" in err
 
 
-def test_a_model_folder_is_not_needed_again_but_the_prompts_are(exact_run: Path, tmp_path: Path) -> None:
-    model = Path(shutil.copytree(exact_run / "checkpoints" / "final", tmp_path / "model"))
+def test_a_model_folder_is_not_needed_again_but_the_prompts_are(deterministic_run: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(deterministic_run / "checkpoints" / "final", tmp_path / "model"))
     prompts = write_prompts(tmp_path / "p.jsonl", *PROMPTS)
     path = folder_config(tmp_path / "c.yaml", model, prompts)
     recorded = record(load_config(path, ["checkpoints.every=1", "ppo.iterations=3"]), tmp_path / "a")

@@ -26,8 +26,8 @@ def fingerprint(tmp_path: Path, *overrides: str) -> str:
     return summarise(run(small_config(*overrides), tmp_path, Silent())[0]).fingerprint
 
 
-def test_sampler_and_trainer_agree_on_every_bit(exact_run: Path) -> None:
-    found = parity(exact_run)
+def test_sampler_and_trainer_agree_on_every_bit(deterministic_run: Path) -> None:
+    found = parity(deterministic_run)
     assert found.tokens > 300 and found.first_minibatch_tokens > 80
     assert found.unequal_old_rollout_logprobs == 0
     assert found.unequal_first_ratios == 0
@@ -41,7 +41,7 @@ def test_native_numerics_fail_the_same_check(native_run: Path) -> None:
     assert found.unequal_first_ratios > 0
 
 
-@pytest.mark.parametrize("which", ["exact_run", "native_run"])
+@pytest.mark.parametrize("which", ["deterministic_run", "native_run"])
 def test_the_run_counted_what_the_records_hold(which: str, request: pytest.FixtureRequest) -> None:
     run_dir = request.getfixturevalue(which)
     again, logged = dataclasses.asdict(parity(run_dir)), dataclasses.asdict(summarise(run_dir))
@@ -64,20 +64,20 @@ def test_without_learning_native_ratios_still_differ_from_one(tmp_path: Path) ->
     assert parity(run(config, tmp_path, Silent())[0]).unequal_ratios > 0
 
 
-def test_a_rerun_is_identical(exact_run: Path) -> None:
-    report = rerun(exact_run, Silent())
+def test_a_rerun_is_identical(deterministic_run: Path) -> None:
+    report = rerun(deterministic_run, Silent())
     assert report.difference is None
-    assert report.fingerprint == manifest.load(exact_run).fingerprint
+    assert report.fingerprint == manifest.load(deterministic_run).fingerprint
     assert report.iterations == 3
 
 
-def test_another_seed_is_another_run(exact_run: Path, tmp_path: Path) -> None:
-    assert fingerprint(tmp_path, "seed=8") != manifest.load(exact_run).fingerprint
+def test_another_seed_is_another_run(deterministic_run: Path, tmp_path: Path) -> None:
+    assert fingerprint(tmp_path, "seed=8") != manifest.load(deterministic_run).fingerprint
 
 
-def test_a_rerun_under_another_layout_is_identical(exact_run: Path) -> None:
+def test_a_rerun_under_another_layout_is_identical(deterministic_run: Path) -> None:
     overrides = ["layout.padding=left", "layout.rollout_slots=5", "layout.update_micro_batch=7"]
-    assert rerun(exact_run, Silent(), overrides).difference is None
+    assert rerun(deterministic_run, Silent(), overrides).difference is None
 
 
 @pytest.mark.usefixtures("row_noise")
@@ -87,9 +87,9 @@ def test_a_native_rerun_under_another_layout_is_not(native_run: Path) -> None:
     assert rerun(native_run, Silent()).difference is None, "the same layout repeats itself also in native"
 
 
-def test_a_rerun_refuses_to_change_anything_but_the_layout(exact_run: Path) -> None:
+def test_a_rerun_refuses_to_change_anything_but_the_layout(deterministic_run: Path) -> None:
     with pytest.raises(UserError, match=r"may change fields of layout, rollout\.engine and records only"):
-        rerun(exact_run, Silent(), ["ppo.objective.clip_range=0.1"])
+        rerun(deterministic_run, Silent(), ["ppo.objective.clip_range=0.1"])
 
 
 LAYOUTS = [
@@ -105,14 +105,14 @@ MARKED = [
 
 
 @pytest.mark.parametrize("overrides", MARKED)
-def test_no_layout_changes_the_fingerprint(exact_run: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    assert fingerprint(tmp_path, *overrides) == manifest.load(exact_run).fingerprint
+def test_no_layout_changes_the_fingerprint(deterministic_run: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    assert fingerprint(tmp_path, *overrides) == manifest.load(deterministic_run).fingerprint
 
 
 @pytest.mark.slow
-def test_gradient_checkpointing_does_not_change_the_fingerprint(exact_run: Path, tmp_path: Path) -> None:
+def test_gradient_checkpointing_does_not_change_the_fingerprint(deterministic_run: Path, tmp_path: Path) -> None:
     found = fingerprint(tmp_path, "layout.gradient_checkpointing=true")
-    assert found == manifest.load(exact_run).fingerprint
+    assert found == manifest.load(deterministic_run).fingerprint
 
 
 @pytest.mark.usefixtures("row_noise")
@@ -136,10 +136,10 @@ def test_the_old_anchor_gives_ratio_one(tmp_path: Path) -> None:
     assert parity(run(config, tmp_path, Silent())[0]).unequal_first_ratios == 0
 
 
-def test_diff_and_rerun_name_the_flipped_cell(exact_run: Path, tmp_path: Path) -> None:
+def test_diff_and_rerun_name_the_flipped_cell(deterministic_run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
-    shutil.copytree(exact_run, copy)
-    assert first_difference(exact_run, copy) is None
+    shutil.copytree(deterministic_run, copy)
+    assert first_difference(deterministic_run, copy) is None
     pairs = []
 
     def flip(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -149,12 +149,12 @@ def test_diff_and_rerun_name_the_flipped_cell(exact_run: Path, tmp_path: Path) -
         return flipped
 
     damage_cell(copy, "tokens", 1, "advantages", flip)
-    for compare in (lambda: first_difference(exact_run, copy), lambda: rerun(copy, Silent())):
+    for compare in (lambda: first_difference(deterministic_run, copy), lambda: rerun(copy, Silent())):
         with pytest.raises(UserError, match=r"tokens/iteration=000001\.parquet: has another SHA-256"):
             compare()
     accept(copy, "tokens", 1)
     ((before, after),) = pairs
-    difference = first_difference(exact_run, copy)
+    difference = first_difference(deterministic_run, copy)
     assert difference is not None
     assert (difference.table, difference.iteration, difference.column) == ("tokens", 1, "advantages")
     assert (difference.row, difference.unequal_in_column) == (11, 1)
@@ -165,18 +165,18 @@ def test_diff_and_rerun_name_the_flipped_cell(exact_run: Path, tmp_path: Path) -
     assert (report.difference.left, report.difference.right) == (after, before)
 
 
-def test_the_saved_policy_is_the_trained_one(exact_run: Path) -> None:
+def test_the_saved_policy_is_the_trained_one(deterministic_run: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from ppo_repro.numerics.optim.optimizer import weights_digest
+    from ppo_repro.numerics.optimizer import weights_digest
 
-    model = AutoModelForCausalLM.from_pretrained(exact_run / "checkpoints" / "final", dtype=torch.float32)
-    assert weights_digest(model.named_parameters()) == manifest.load(exact_run).final["policy_digest"]
+    model = AutoModelForCausalLM.from_pretrained(deterministic_run / "checkpoints" / "final", dtype=torch.float32)
+    assert weights_digest(model.named_parameters()) == manifest.load(deterministic_run).final["policy_digest"]
 
 
-def test_stage_arithmetic_holds_in_the_records(exact_run: Path) -> None:
-    tokens, sequences = reader.read_tokens(exact_run), reader.read_sequences(exact_run)
-    steps = reader.read_steps(exact_run)
+def test_stage_arithmetic_holds_in_the_records(deterministic_run: Path) -> None:
+    tokens, sequences = reader.read_tokens(deterministic_run), reader.read_sequences(deterministic_run)
+    steps = reader.read_steps(deterministic_run)
     key = ["iteration", "sequence"]
     ends = tokens.groupby(key)["position"].transform("max") == tokens["position"]
     scores = tokens.merge(sequences[[*key, "scores"]], on=key)["scores"].to_numpy(np.float32)
@@ -190,10 +190,10 @@ def test_stage_arithmetic_holds_in_the_records(exact_run: Path) -> None:
     assert [parts.tolist() for parts in sequences["score_parts"]] == [[score] for score in sequences["scores"]]
 
 
-def test_null_is_recorded_where_the_configuration_has_no_such_thing(exact_run: Path) -> None:
+def test_null_is_recorded_where_the_configuration_has_no_such_thing(deterministic_run: Path) -> None:
     tables = {
         table.name: pd.concat(
-            [reader.read_arrow(exact_run, table.name, i).to_pandas().isna().any() for i in range(3)], axis=1
+            [reader.read_arrow(deterministic_run, table.name, i).to_pandas().isna().any() for i in range(3)], axis=1
         )
         for table in schema.TABLES
     }
@@ -213,28 +213,28 @@ def test_null_is_recorded_where_the_configuration_has_no_such_thing(exact_run: P
     not_recorded = unprofiled | deep | {"iterations.eval_accuracy", "iterations.eval_score"}
     elsewhere = kl_elsewhere | other_objectives | remedies | faults
     assert nulls == coefficients | served | turns | sampling_and_shaping | elsewhere | not_recorded
-    iterations, steps = reader.read_iterations(exact_run), reader.read_steps(exact_run)
+    iterations, steps = reader.read_iterations(deterministic_run), reader.read_steps(deterministic_run)
     assert (iterations["policy_steps"] == steps.groupby("iteration").size()).all()
     assert (iterations["kl_coef"] == 0.05).all()
 
 
-def test_text_spans_cut_the_response_into_its_tokens(exact_run: Path) -> None:
-    sequences = reader.read_sequences(exact_run).set_index(["iteration", "sequence"])["response"]
-    for key, rows in reader.read_tokens(exact_run).groupby(["iteration", "sequence"]):
+def test_text_spans_cut_the_response_into_its_tokens(deterministic_run: Path) -> None:
+    sequences = reader.read_sequences(deterministic_run).set_index(["iteration", "sequence"])["response"]
+    for key, rows in reader.read_tokens(deterministic_run).groupby(["iteration", "sequence"]):
         text = sequences.loc[key]
         pieces = [text[a:b] for a, b in zip(rows["char_start"], rows["char_end"], strict=True)]
         assert "".join(pieces) == text
 
 
-def test_learning_happens(exact_run: Path) -> None:
-    steps = reader.read_steps(exact_run)
+def test_learning_happens(deterministic_run: Path) -> None:
+    steps = reader.read_steps(deterministic_run)
     assert steps["policy_digest"].nunique() == len(steps)
     assert (steps["grad_norm"] > 0).all() and (steps["value_grad_norm"] > 0).all()
 
 
-def test_environment_and_config_are_recorded(exact_run: Path) -> None:
-    environment = json.loads((exact_run / "environment.json").read_text())
+def test_environment_and_config_are_recorded(deterministic_run: Path) -> None:
+    environment = json.loads((deterministic_run / "environment.json").read_text())
     assert environment["packages"]["torch"].startswith("2.")
-    assert environment["numerics_mode"] == "exact"
-    iterations = reader.read_iterations(exact_run)
+    assert environment["numerics_mode"] == "deterministic"
+    iterations = reader.read_iterations(deterministic_run)
     assert pd.isna(iterations["eval_accuracy"]).tolist() == [False, True, False]

@@ -48,19 +48,19 @@ def no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(language, "policy_accuracy", refuse)
 
 
-def test_a_run_records_and_tells_it(exact_run: Path) -> None:
-    found = measured(exact_run)
+def test_a_run_records_and_tells_it(deterministic_run: Path) -> None:
+    found = measured(deterministic_run)
     assert found.tokens == 4 * (small_config().numerics.max_context - 1)
     assert 0 < found.exact_rms < found.exact_max < 1e-4 and not found.is_low
-    summary = summarise(exact_run)
+    summary = summarise(deterministic_run)
     assert summary.numerical_accuracy == found
     assert accuracy.sentence(found) in LANGUAGE_RUNS.verdicts(summary)
-    assert accuracy.FILE_NAME in manifest.load(exact_run).notes
+    assert accuracy.FILE_NAME in manifest.load(deterministic_run).notes
 
 
-def test_measuring_changes_no_bit(exact_run: Path, tmp_path: Path) -> None:
+def test_measuring_changes_no_bit(deterministic_run: Path, tmp_path: Path) -> None:
     quiet, _ = run(small_config("numerics.accuracy_sequences=0"), tmp_path, Silent())
-    assert summarise(quiet).fingerprint == summarise(exact_run).fingerprint
+    assert summarise(quiet).fingerprint == summarise(deterministic_run).fingerprint
     assert summarise(quiet).numerical_accuracy is None and not (quiet / accuracy.FILE_NAME).exists()
     assert not any("float64" in line for line in LANGUAGE_RUNS.verdicts(summarise(quiet)))
 
@@ -70,8 +70,8 @@ def test_native_numerics_measure_nothing(native_run: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_measurement")
-def test_a_rerun_does_not_measure_again(exact_run: Path) -> None:
-    assert rerun(exact_run, Silent()).difference is None
+def test_a_rerun_does_not_measure_again(deterministic_run: Path) -> None:
+    assert rerun(deterministic_run, Silent()).difference is None
 
 
 def test_a_resumed_run_keeps_what_is_recorded(tmp_path: Path, request: pytest.FixtureRequest) -> None:
@@ -99,14 +99,14 @@ def test_low_accuracy_is_said_once_and_names_the_layer(tmp_path: Path, monkeypat
     assert rerun(run_dir, watcher).difference is None and len(watcher.texts) == 1
 
 
-def test_the_merged_weights_of_an_adapter_are_measured(exact_run: Path, tmp_path: Path) -> None:
+def test_the_merged_weights_of_an_adapter_are_measured(deterministic_run: Path, tmp_path: Path) -> None:
     config = small_config("lora={rank: 2, alpha: 4}", "ppo.iterations=1")
     # B is 0 at the start, so the merged weights are those of the model
-    assert measured(run(config, tmp_path, Silent())[0]) == measured(exact_run)
+    assert measured(run(config, tmp_path, Silent())[0]) == measured(deterministic_run)
 
 
-def test_a_damaged_file_is_refused(exact_run: Path, tmp_path: Path) -> None:
-    run_dir = Path(shutil.copytree(exact_run, tmp_path / "run"))
+def test_a_damaged_file_is_refused(deterministic_run: Path, tmp_path: Path) -> None:
+    run_dir = Path(shutil.copytree(deterministic_run, tmp_path / "run"))
     path = run_dir / accuracy.FILE_NAME
     text = path.read_text()
     path.write_text(text.replace('"tokens": 9', '"tokens": 8'))

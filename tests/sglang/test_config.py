@@ -78,7 +78,7 @@ REFUSED = {
     ("rollout.engine.numerics=stock", "rollout.top_k=5"): "engine.numerics = stock needs top_k = 0",
     ("rollout.engine.numerics=stock", "rollout.top_p=0.9"): "engine.numerics = stock needs top_p = 1",
     ("rollout.top_k=1",): "top_k must be 0 or above 1 with engine.kind = sglang",
-    ("numerics.mode=native",): "rollout.engine.numerics = exact needs numerics.mode = exact",
+    ("numerics.mode=native",): "rollout.engine.numerics = deterministic needs numerics.mode = deterministic",
     ("rollout.engine.urls=[http://h:1]", "rollout.engine.servers=2"): "servers is for servers the run starts",
     ("rollout.engine.urls=[http://h:1]", "rollout.engine.python=/x"): "python is for servers the run starts",
     ("rollout.engine.urls=[http://h:1]", "rollout.engine.arguments=[--x]"): "arguments is for servers the run",
@@ -134,7 +134,7 @@ def test_a_secret_on_a_line_of_its_own_is_refused_too(name: str) -> None:
 
 
 def test_stock_numerics_go_with_both_modes_and_let_the_user_choose_more() -> None:
-    for mode in ("exact", "native"):
+    for mode in ("deterministic", "native"):
         chosen = "rollout.engine.arguments=[--dtype, bfloat16, --attention-backend, triton]"
         config = small_config(SGLANG, "rollout.engine.numerics=stock", f"numerics.mode={mode}", chosen)
         engine = config.rollout.engine

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.models.versions import Versions
-from ppo_repro.numerics.optim.optimizer import weights_digest
+from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.sglang import weights
 from ppo_repro.rollout.sglang.client import ServerGone, ServerSilent
@@ -252,7 +252,7 @@ def test_a_server_that_is_not_what_the_run_needs_is_refused_at_the_start(
         with pytest.raises(UserError, match=message), engine_on([server], policy, tmp_path):
             pass
     with serving() as plain:
-        config = "rollout.engine.numerics=exact"
+        config = "rollout.engine.numerics=deterministic"
         plain.info |= {"attention_backend": "ppo_repro_exact"}
         with pytest.raises(UserError, match="needs the plugin"), engine_on([plain], policy, tmp_path, config):
             pass

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from ppo_repro.models.networks import make_policy
-from ppo_repro.numerics.optim.optimizer import weights_digest
+from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.sharding.parts import hold
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.rollout.engine import Completion, Request, Sampling

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import hidden_states
 from ppo_repro.numerics.layers.experts import ExactExperts
-from ppo_repro.numerics.layers.families import trunk_of
+from ppo_repro.numerics.families import trunk_of
 from ppo_repro.numerics.layers.linear import ExactModule
 from ppo_repro.numerics.optim.adamw import AdamWSettings
 from ppo_repro.numerics.products import PreparedWeight

@@ -9,7 +9,7 @@ from ppo_repro.models.batches import TokenBatch
 from ppo_repro.models.lora import Lora, add_lora
 from ppo_repro.models.lora_optimizer import make_lora_optimizer
 from ppo_repro.models.networks import ValueModel, make_value_model, value_predictions
-from ppo_repro.numerics.optim.optimizer import Optimizer
+from ppo_repro.numerics.optimizer import Optimizer
 from tests.support.lora import ALPHA, COUNT, PROMPTS, RANK, RESPONSES, SETTINGS, TOKENS, void
 from tests.support.models import CONTEXT, scored, seeded, source_model
 

@@ -170,10 +170,10 @@ def test_every_name_is_there() -> None:
         _ = testing.assert_los
 
 
-def test_a_frame_is_a_dump(exact_run: Path, native_run: Path) -> None:
+def test_a_frame_is_a_dump(deterministic_run: Path, native_run: Path) -> None:
     from ppo_repro.records import reader
 
-    testing.assert_mismatch_below(reader.read_tokens(exact_run), frac_unequal=0.0)
+    testing.assert_mismatch_below(reader.read_tokens(deterministic_run), frac_unequal=0.0)
     frame = reader.read_tokens(native_run)
     with pytest.raises(
         AssertionError, match=r"the frame: of \d+ tokens frac_unequal is .* \(first at iteration 0, seq"

@@ -35,8 +35,8 @@ def one_bit_more(values: np.ndarray) -> np.ndarray:
     return values
 
 
-def test_an_exact_run_is_on_policy_and_a_native_one_is_not(exact_run: Path, native_run: Path) -> None:
-    assert_on_policy(exact_run)
+def test_an_exact_run_is_on_policy_and_a_native_one_is_not(deterministic_run: Path, native_run: Path) -> None:
+    assert_on_policy(deterministic_run)
     with pytest.raises(AssertionError) as failure:
         assert_on_policy(native_run)
     text = str(failure.value)
@@ -49,38 +49,38 @@ def test_an_exact_run_is_on_policy_and_a_native_one_is_not(exact_run: Path, nati
 
 
 def test_a_run_is_the_same_as_its_copy_and_not_as_a_damaged_one(
-    exact_run: Path, native_run: Path, tmp_path: Path
+    deterministic_run: Path, native_run: Path, tmp_path: Path
 ) -> None:
-    copy = copied(exact_run, tmp_path / "copy")
-    assert_same_run(exact_run, copy)
+    copy = copied(deterministic_run, tmp_path / "copy")
+    assert_same_run(deterministic_run, copy)
     rewrite_cell(copy, "tokens", 1, "values", one_bit_more)
     with pytest.raises(AssertionError, match=r"column values, row 0 \(sequence 0, position 0\): .*bits [0-9a-f]{8}"):
-        assert_same_run(exact_run, copy)
+        assert_same_run(deterministic_run, copy)
     with pytest.raises(AssertionError, match="differ"):
-        assert_same_run(exact_run, native_run)
+        assert_same_run(deterministic_run, native_run)
     with pytest.raises(UserError, match="no such folder"):
-        assert_same_run(exact_run, tmp_path / "none")
+        assert_same_run(deterministic_run, tmp_path / "none")
 
 
-def test_damaged_records_are_refused(exact_run: Path, tmp_path: Path) -> None:
-    copy = copied(exact_run, tmp_path / "copy")
+def test_damaged_records_are_refused(deterministic_run: Path, tmp_path: Path) -> None:
+    copy = copied(deterministic_run, tmp_path / "copy")
     damage_cell(copy, "tokens", 0, "old_logprobs", one_bit_more)
     for check in (assert_on_policy, lambda run: assert_mismatch_below(run, max_abs=1.0), golden.golden_of):
         with pytest.raises(UserError, match="changed or damaged"):
             check(copy)
 
 
-def test_the_mismatch_of_runs_has_limits(exact_run: Path, native_run: Path) -> None:
-    assert_mismatch_below(exact_run, mean_abs=0.0, max_abs=0.0, k3=0.0, frac_unequal=0.0)
+def test_the_mismatch_of_runs_has_limits(deterministic_run: Path, native_run: Path) -> None:
+    assert_mismatch_below(deterministic_run, mean_abs=0.0, max_abs=0.0, k3=0.0, frac_unequal=0.0)
     assert_mismatch_below(native_run, mean_abs=5e-6, max_abs=1e-4, k3=1e-10)
     with pytest.raises(AssertionError, match=r"frac_unequal is 0\.\d+, above 0 \(first at iteration 0, sequence \d+"):
         assert_mismatch_below(native_run, frac_unequal=0.0)
     with pytest.raises(UserError, match="no limit is given"):
-        assert_mismatch_below(exact_run)
+        assert_mismatch_below(deterministic_run)
     with pytest.raises(UserError, match="max_abs = nan: must be 0 or more"):
-        assert_mismatch_below(exact_run, max_abs=float("nan"))
+        assert_mismatch_below(deterministic_run, max_abs=float("nan"))
     with pytest.raises(UserError, match="leave names out"):
-        assert_mismatch_below(exact_run, max_abs=1.0, names=mismatch.KNOWN["verl"])
+        assert_mismatch_below(deterministic_run, max_abs=1.0, names=mismatch.KNOWN["verl"])
 
 
 def dump(path: Path, rows: list[dict[str, object]]) -> Path:
@@ -154,9 +154,9 @@ def pytest_run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
 
 
 def test_a_golden_run_is_written_and_compared(
-    pytester: pytest.Pytester, exact_run: Path, native_run: Path, tmp_path: Path
+    pytester: pytest.Pytester, deterministic_run: Path, native_run: Path, tmp_path: Path
 ) -> None:
-    pytester.makepyfile(GUARD.format(run=str(exact_run)))
+    pytester.makepyfile(GUARD.format(run=str(deterministic_run)))
     missing = pytest_run(pytester)
     missing.assert_outcomes(failed=1)
     missing.stdout.fnmatch_lines(["*golden.json: there is no golden run yet*--update-golden*"])
@@ -172,22 +172,22 @@ def test_a_golden_run_is_written_and_compared(
         assert_matches_golden(native_run, pytester.path / "golden.json")
 
 
-def test_the_environment_is_named_only_where_it_differs(exact_run: Path, tmp_path: Path) -> None:
-    made = golden.golden_of(exact_run)
+def test_the_environment_is_named_only_where_it_differs(deterministic_run: Path, tmp_path: Path) -> None:
+    made = golden.golden_of(deterministic_run)
     changed = made.model_copy(update={"tables": [{**made.tables[0], "steps": "00"}, *made.tables[1:]]})
     golden.save(tmp_path / "golden.json", changed)
     with pytest.raises(AssertionError, match=r"table steps, iteration 0: .*golden 00; the environment is the same"):
-        assert_matches_golden(exact_run, tmp_path / "golden.json")
+        assert_matches_golden(deterministic_run, tmp_path / "golden.json")
     other = changed.model_copy(update={"environment": {**made.environment, "packages.torch": "1.0"}})
     golden.save(tmp_path / "golden.json", other)
     with pytest.raises(AssertionError, match=r"environment differs: packages.torch \S+ \(golden 1.0\)"):
-        assert_matches_golden(exact_run, tmp_path / "golden.json")
+        assert_matches_golden(deterministic_run, tmp_path / "golden.json")
     shorter = made.model_copy(update={"tables": made.tables[:-1]})
     assert "number of iterations" in golden.first_difference(shorter, made)
     assert "final results" in golden.first_difference(made.model_copy(update={"fingerprint": "00"}), made)
     (tmp_path / "golden.json").write_text("{}")
     with pytest.raises(UserError, match="is not a golden run"):
-        assert_matches_golden(exact_run, tmp_path / "golden.json")
+        assert_matches_golden(deterministic_run, tmp_path / "golden.json")
 
 
 def test_the_plugin_loads_nothing_heavy(pytester: pytest.Pytester) -> None:

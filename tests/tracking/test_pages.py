@@ -57,21 +57,21 @@ def shown(browser: Any, address: str, words: list[str]) -> str:
 @pytest.mark.browser
 @pytest.mark.timeout(600)
 def test_the_printed_address_shows_the_run(
-    exact_run: Path, browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    deterministic_run: Path, browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)  # as an activated environment does
     monkeypatch.chdir(tmp_path)  # the default store is a file in the current folder
-    assert _run(["track", str(exact_run)]) == 0
+    assert _run(["track", str(deterministic_run)]) == 0
     said = capsys.readouterr().out
     command = shlex.split(re.search(r"served by +(mlflow ui .+)", said)[1])  # type: ignore[index]
     address = re.search(r"MLflow +(http\S+)", said)[1]  # type: ignore[index]
     port = str(free_port())
     address = address.replace(LOCAL_PAGES, f"http://127.0.0.1:{port}")
-    fingerprint = manifest.load(exact_run).fingerprint
+    fingerprint = manifest.load(deterministic_run).fingerprint
     with served([*command, "--port", port, "--workers", "1"]):
         look(browser, width=1400)
-        text = shown(browser, address, [*WORDS, exact_run.name, fingerprint[:12]])
+        text = shown(browser, address, [*WORDS, deterministic_run.name, fingerprint[:12]])
         browser.save_screenshot(str(tmp_path / "page.png"))
-    missing = [word for word in (*WORDS, exact_run.name, fingerprint[:12]) if word not in text]
+    missing = [word for word in (*WORDS, deterministic_run.name, fingerprint[:12]) if word not in text]
     assert not missing, text

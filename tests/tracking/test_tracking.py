@@ -46,9 +46,9 @@ def mlflow_client(store: str) -> Any:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_track_copies_parameters_metrics_tags_and_artifacts(
-    exact_run: Path, store: str, capsys: pytest.CaptureFixture[str]
+    deterministic_run: Path, store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _run(["track", str(exact_run), "--uri", store]) == 0
+    assert _run(["track", str(deterministic_run), "--uri", store]) == 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from mlflow.tracking import MlflowClient
@@ -57,26 +57,26 @@ def test_track_copies_parameters_metrics_tags_and_artifacts(
         experiment = client.get_experiment_by_name("small")
         (found,) = client.search_runs([experiment.experiment_id])
     assert found.info.run_id in capsys.readouterr().out and found.info.status == "FINISHED"
-    assert found.data.tags["fingerprint"] == manifest.load(exact_run).fingerprint
+    assert found.data.tags["fingerprint"] == manifest.load(deterministic_run).fingerprint
     assert found.data.params["ppo.objective.clip_range"] == "0.2"
-    iterations, steps = reader.read_iterations(exact_run), reader.read_steps(exact_run)
+    iterations, steps = reader.read_iterations(deterministic_run), reader.read_steps(deterministic_run)
     history = client.get_metric_history(found.info.run_id, "iteration/reward_mean")
     assert [m.value for m in history] == iterations["reward_mean"].tolist()
     history = client.get_metric_history(found.info.run_id, "step/grad_norm")
     assert [(m.step, m.value) for m in history] == list(enumerate(steps["grad_norm"].tolist()))
     evaluated = client.get_metric_history(found.info.run_id, "iteration/eval_accuracy")
     assert [m.step for m in evaluated] == [0, 2, 3], "a value that was not measured is not logged"
-    assert evaluated[-1].value == manifest.load(exact_run).final["eval_accuracy"]
-    measured = accuracy.read(exact_run, manifest.load(exact_run))
+    assert evaluated[-1].value == manifest.load(deterministic_run).final["eval_accuracy"]
+    measured = accuracy.read(deterministic_run, manifest.load(deterministic_run))
     assert measured is not None and found.data.metrics["accuracy/ratio"] == measured.ratio
     assert {n for n in found.data.metrics if n.startswith("accuracy/")} == {f"accuracy/{n}" for n in measured.numbers()}
     names = {a.path for a in client.list_artifacts(found.info.run_id)}
     notes = {"environment.json", "accuracy.json", "times.json"}
     assert names == {"manifest.json", "iterations.jsonl", "config.yaml", "report.html"} | notes
-    spent = times.read(exact_run, manifest.load(exact_run))
+    spent = times.read(deterministic_run, manifest.load(deterministic_run))
     assert spent is not None and {"preparation", "other"} <= set(spent.seconds)
     assert all(found.data.metrics[f"seconds/{phase}"] == value for phase, value in spent.seconds.items())
-    assert _run(["track", str(exact_run), "--uri", store]) == 0
+    assert _run(["track", str(deterministic_run), "--uri", store]) == 0
     (again,) = client.search_runs([experiment.experiment_id])
     assert again.info.run_id != found.info.run_id, "a second copy takes the place of the first"
     assert again.data.metrics == found.data.metrics and again.data.params == found.data.params
@@ -85,16 +85,16 @@ def test_track_copies_parameters_metrics_tags_and_artifacts(
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_copy_has_the_times_the_tables_and_the_verdicts_of_the_run(
-    exact_run: Path, native_run: Path, store: str, tmp_path: Path
+    deterministic_run: Path, native_run: Path, store: str, tmp_path: Path
 ) -> None:
     from ppo_repro.tracking.mlflow_copy import track
 
     client = mlflow_client(store)
-    exact, native = (client.get_run(track(run, store).run_id) for run in (exact_run, native_run))
-    recorded, rows = manifest.load(exact_run), reader.read_iterations(exact_run)
-    environment = json.loads((exact_run / "environment.json").read_text())
+    exact, native = (client.get_run(track(run, store).run_id) for run in (deterministic_run, native_run))
+    recorded, rows = manifest.load(deterministic_run), reader.read_iterations(deterministic_run)
+    environment = json.loads((deterministic_run / "environment.json").read_text())
     started = datetime.fromisoformat(environment["started"]).timestamp()
-    spent = times.read(exact_run, recorded)
+    spent = times.read(deterministic_run, recorded)
     assert spent is not None and exact.info.start_time == round(started * 1000)
     assert exact.info.end_time == round((started + sum(spent.seconds.values())) * 1000)
     history = client.get_metric_history(exact.info.run_id, "iteration/tokens")
@@ -103,10 +103,10 @@ def test_a_copy_has_the_times_the_tables_and_the_verdicts_of_the_run(
     assert history[-1].timestamp < exact.info.end_time and "iteration/ended_at" not in exact.data.metrics
     found = {d.dataset.name: d.dataset for d in exact.inputs.dataset_inputs}
     assert {"sequences", "tokens", "updates", "steps", "iterations", "evaluations"} <= set(found)
-    assert json.loads(found["tokens"].profile)["num_rows"] == len(reader.read_tokens(exact_run))
-    assert Path(json.loads(found["tokens"].source)["uri"]) == (exact_run / "records" / "tokens").absolute()
+    assert json.loads(found["tokens"].profile)["num_rows"] == len(reader.read_tokens(deterministic_run))
+    assert Path(json.loads(found["tokens"].source)["uri"]) == (deterministic_run / "records" / "tokens").absolute()
     columns = json.loads(found["tokens"].schema)["mlflow_colspec"]
-    assert [c["name"] for c in columns] == list(reader.read_tokens(exact_run).columns)
+    assert [c["name"] for c in columns] == list(reader.read_tokens(deterministic_run).columns)
     other = {d.dataset.name: d.dataset.digest for d in native.inputs.dataset_inputs}
     assert other["tokens"] != found["tokens"].digest, "another run has another digest"
     promises = {name: value for name, value in exact.data.tags.items() if name.startswith("verdict.")}
@@ -176,14 +176,14 @@ def records_of(path: Path) -> list[Any]:
     return found
 
 
-def test_event_files_have_what_was_recorded(exact_run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_event_files_have_what_was_recorded(deterministic_run: Path, tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("tensorboardX", reason="the extra [tensorboard] is not installed")
-    assert _run(["track", str(exact_run), "--tensorboard", str(tmp_path / "tb")]) == 0
+    assert _run(["track", str(deterministic_run), "--tensorboard", str(tmp_path / "tb")]) == 0
     assert f"tensorboard --logdir {tmp_path}/tb" in capsys.readouterr().out
-    assert _run(["track", str(exact_run), "--tensorboard", str(tmp_path / "tb"), "--json"]) == 0
+    assert _run(["track", str(deterministic_run), "--tensorboard", str(tmp_path / "tb"), "--json"]) == 0
     assert not (Path.cwd() / "mlflow.db").exists(), "nothing goes into MLflow unasked"
-    (path,) = (tmp_path / "tb" / "small" / exact_run.name).iterdir()  # a second copy takes the place of the first
-    rows, steps = reader.read_iterations(exact_run), reader.read_steps(exact_run)
+    (path,) = (tmp_path / "tb" / "small" / deterministic_run.name).iterdir()  # a second copy takes the place of the first
+    rows, steps = reader.read_iterations(deterministic_run), reader.read_steps(deterministic_run)
     values = [(e.step, v.tag, v.simple_value, e.wall_time) for e in records_of(path) for v in e.summary.value]
     tokens = [(step, value, at) for step, tag, value, at in values if tag == "iteration/tokens"]
     assert tokens == [(k, float(n), at) for k, (n, at) in enumerate(zip(rows["tokens"], rows["ended_at"], strict=True))]
@@ -192,12 +192,12 @@ def test_event_files_have_what_was_recorded(exact_run: Path, tmp_path: Path, cap
 
 
 def test_without_the_library_event_files_are_refused(
-    exact_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    deterministic_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     monkeypatch.setattr("ppo_repro.tracking.finished.find_spec", lambda name: None)
     for command in (
-        ["track", str(exact_run)],
+        ["track", str(deterministic_run)],
         ["run", str(TINY), "--out", str(tmp_path)],
         ["grid", str(TINY_GRID), "--out", str(tmp_path)],
     ):
@@ -206,9 +206,9 @@ def test_without_the_library_event_files_are_refused(
     assert not list(tmp_path.iterdir()), "nothing was begun"
 
 
-def test_an_unreachable_store_is_one_line(exact_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_store_is_one_line(deterministic_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    code = _run(["track", str(exact_run), "--uri", f"sqlite:///{tmp_path}/file/mlflow.db"])
+    code = _run(["track", str(deterministic_run), "--uri", f"sqlite:///{tmp_path}/file/mlflow.db"])
     err = capsys.readouterr().err
     assert code == 2
     assert err.splitlines()[-1].startswith("error: --uri") and "the records are not affected" in err
@@ -254,9 +254,9 @@ def test_a_run_is_followed_while_it_works(store: str, tmp_path: Path, capsys: py
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_what_is_followed_is_logged_as_it_comes(exact_run: Path, store: str, tmp_path: Path) -> None:
+def test_what_is_followed_is_logged_as_it_comes(deterministic_run: Path, store: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "growing"
-    shutil.copytree(exact_run, run_dir)
+    shutil.copytree(deterministic_run, run_dir)
     whole = manifest.load(run_dir)
     states = [0, 0, 1, 1, 3]  # iterations committed at each look
 
@@ -279,9 +279,9 @@ def test_what_is_followed_is_logged_as_it_comes(exact_run: Path, store: str, tmp
     run_id = place.run_id
     assert seen == [0, 0, 0, 1, 1], "nothing twice, nothing late"
     history = client.get_metric_history(run_id, "iteration/tokens")
-    assert [(m.step, m.value) for m in history] == list(enumerate(reader.read_iterations(exact_run)["tokens"].tolist()))
+    assert [(m.step, m.value) for m in history] == list(enumerate(reader.read_iterations(deterministic_run)["tokens"].tolist()))
     steps = client.get_metric_history(run_id, "step/policy_loss")
-    assert [m.step for m in steps] == list(range(len(reader.read_steps(exact_run))))
+    assert [m.step for m in steps] == list(range(len(reader.read_steps(deterministic_run))))
     assert client.get_run(run_id).info.status == "KILLED", "it is over, and not complete"
 
 
@@ -357,15 +357,15 @@ def test_a_grid_is_a_parent_with_its_cells(store: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_uri_that_is_none_is_one_line(exact_run: Path, uri: str, said: str, capsys: Any) -> None:
-    assert _run(["track", str(exact_run), "--uri", uri]) == 2
+def test_a_uri_that_is_none_is_one_line(deterministic_run: Path, uri: str, said: str, capsys: Any) -> None:
+    assert _run(["track", str(deterministic_run), "--uri", uri]) == 2
     err = capsys.readouterr().err
     assert said in one_line(err) and "secret" not in err
 
 
-def test_a_file_that_is_no_database_is_one_line_and_left_alone(exact_run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_file_that_is_no_database_is_one_line_and_left_alone(deterministic_run: Path, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "x.db").write_text("words\n" * 1000)
-    assert _run(["track", str(exact_run), "--uri", f"sqlite:///{tmp_path}/x.db"]) == 2
+    assert _run(["track", str(deterministic_run), "--uri", f"sqlite:///{tmp_path}/x.db"]) == 2
     assert "moved away first" in capsys.readouterr().err and (tmp_path / "x.db").read_text() == "words\n" * 1000
 
 

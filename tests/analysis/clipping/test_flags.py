@@ -235,7 +235,7 @@ def assert_agrees_with_records(run_dir: Path) -> None:
     assert seen > 0
 
 
-@pytest.mark.parametrize("name", ["exact_run", "native_run"])
+@pytest.mark.parametrize("name", ["deterministic_run", "native_run"])
 def test_flags_agree_with_the_recorded_run(name: str, request: pytest.FixtureRequest) -> None:
     assert_agrees_with_records(request.getfixturevalue(name))
 
@@ -263,7 +263,7 @@ def test_flags_agree_under_every_kind_of_clip(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["unclipped", "policy_gradient", "kl_penalty"])
-def test_an_objective_without_a_clip_is_refused_by_name(kind: str, exact_config: RunConfig) -> None:
+def test_an_objective_without_a_clip_is_refused_by_name(kind: str, deterministic_config: RunConfig) -> None:
     config = small_config(f"ppo.objective={{kind: {kind}}}")
     row = pd.Series({"clip_range": np.nan, "return_scale": np.nan})
     with pytest.raises(UserError, match=f"ppo.objective.kind = {kind} clips nothing"):

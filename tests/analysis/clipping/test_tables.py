@@ -184,7 +184,7 @@ def test_the_interval_is_that_of_a_bootstrap_over_responses() -> None:
     assert (np.log(high[0]) - np.log(low[0])) / (2 * 1.96) == pytest.approx(logs.std(), rel=0.1)
 
 
-@pytest.mark.parametrize("name", ["exact_run", "native_run"])
+@pytest.mark.parametrize("name", ["deterministic_run", "native_run"])
 def test_tables_of_a_run_agree_with_what_training_recorded(name: str, request: pytest.FixtureRequest) -> None:
     run_dir = request.getfixturevalue(name)
     tables = clip_tables(run_dir)
@@ -247,19 +247,19 @@ def test_a_run_that_clips_nothing_is_refused_unless_a_range_is_given(
     assert "recorded flags" not in capsys.readouterr().out
 
 
-def test_the_command_prints_and_writes(exact_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(exact_run), "--out", str(tmp_path / "tables"), "--early-stop-kl", "0.01"]) == 0
+def test_the_command_prints_and_writes(deterministic_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(deterministic_run), "--out", str(tmp_path / "tables"), "--early-stop-kl", "0.01"]) == 0
     assert "early stop at 0.01 by k3" in capsys.readouterr().out
     written = pd.read_parquet(tmp_path / "tables" / "clip_step.parquet")
-    pd.testing.assert_frame_equal(written, clip_tables(exact_run).clip_step)
-    assert main([str(exact_run), "--clip-range", "0", "1"]) == 2
+    pd.testing.assert_frame_equal(written, clip_tables(deterministic_run).clip_step)
+    assert main([str(deterministic_run), "--clip-range", "0", "1"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_one_iteration_of_a_run_reads_the_same(exact_run: Path) -> None:
-    item = next(iter(load_iterations(exact_run, iterations=[1])))
-    every = clip_tables(exact_run).clip_step.drop(columns="run_id")
+def test_one_iteration_of_a_run_reads_the_same(deterministic_run: Path) -> None:
+    item = next(iter(load_iterations(deterministic_run, iterations=[1])))
+    every = clip_tables(deterministic_run).clip_step.drop(columns="run_id")
     alone = clip_step(item, small_config())
     expected = every[every["iteration"] == 1].reset_index(drop=True)
     pd.testing.assert_frame_equal(alone, expected)
-    assert not len(clip_tables(exact_run, iterations=[1], band=(0.1, 0.1)).flag_differences)
+    assert not len(clip_tables(deterministic_run, iterations=[1], band=(0.1, 0.1)).flag_differences)

@@ -21,8 +21,8 @@ from tests.support.statistics import array, rng
 
 
 @pytest.fixture(scope="module")
-def both(exact_run: Path, native_run: Path) -> pd.DataFrame:
-    return verdicts.compare_runs(exact_run, native_run, rng(), draws=199)
+def both(deterministic_run: Path, native_run: Path) -> pd.DataFrame:
+    return verdicts.compare_runs(deterministic_run, native_run, rng(), draws=199)
 
 
 def row(table: pd.DataFrame, level: str, metric: str, method: str = "") -> pd.Series:
@@ -31,8 +31,8 @@ def row(table: pd.DataFrame, level: str, metric: str, method: str = "") -> pd.Se
     return pd.Series(found)
 
 
-def test_a_run_is_the_same_as_itself(exact_run: Path) -> None:
-    table = verdicts.compare_runs(exact_run, exact_run, rng(), draws=99)
+def test_a_run_is_the_same_as_itself(deterministic_run: Path) -> None:
+    table = verdicts.compare_runs(deterministic_run, deterministic_run, rng(), draws=99)
     assert (table[table["level"] == "bitwise"]["verdict"] == "identical").all()
     assert (table[table["level"] == "bitwise"]["stat"] == 1.0).all()
     tests = table[table["p_value"].notna()]
@@ -44,8 +44,8 @@ def test_a_run_is_the_same_as_itself(exact_run: Path) -> None:
     assert (table[table["metric"].str.contains("delta")]["stat"] == 0.0).all()
 
 
-def test_exact_against_native(both: pd.DataFrame, exact_run: Path, native_run: Path) -> None:
-    found, named = bitwise.first_difference(exact_run, native_run), diff.first_difference(exact_run, native_run)
+def test_exact_against_native(both: pd.DataFrame, deterministic_run: Path, native_run: Path) -> None:
+    found, named = bitwise.first_difference(deterministic_run, native_run), diff.first_difference(deterministic_run, native_run)
     assert found is not None and named is not None
     # native numerics train another model before the first iteration
     assert (found.iteration, found.table, found.column) == (None, named.table, named.column)
@@ -58,27 +58,27 @@ def test_exact_against_native(both: pd.DataFrame, exact_run: Path, native_run: P
     low, high = absolute["ci_lo"], absolute["ci_hi"]
     assert (absolute["verdict"] == "equivalent") == (high < 1e-3) and low <= absolute["stat"] <= high
     first = row(both, "outcome", "final.eval_accuracy")
-    finals = [reader.open_manifest(run).final["eval_accuracy"] for run in (exact_run, native_run)]
+    finals = [reader.open_manifest(run).final["eval_accuracy"] for run in (deterministic_run, native_run)]
     assert first["stat"] == float(finals[1]) - float(finals[0]) and first["verdict"] == "one seed"
 
 
-def test_the_order_of_the_runs(both: pd.DataFrame, exact_run: Path, native_run: Path) -> None:
-    turned = verdicts.compare_runs(native_run, exact_run, rng(), draws=199)
+def test_the_order_of_the_runs(both: pd.DataFrame, deterministic_run: Path, native_run: Path) -> None:
+    turned = verdicts.compare_runs(native_run, deterministic_run, rng(), draws=199)
     signed = both["metric"].str.endswith("delta") & ~both["metric"].str.contains("abs") | (both["level"] == "outcome")
     assert turned["stat"][~signed].to_numpy() == pytest.approx(both["stat"][~signed].to_numpy(), nan_ok=True)
     assert turned["stat"][signed].to_numpy() == pytest.approx(-both["stat"][signed].to_numpy())
     # the same seed makes the same relabellings: not one p-value moves, and a table repeats itself
     assert turned["p_value"].equals(both["p_value"])
-    pd.testing.assert_frame_equal(verdicts.compare_runs(exact_run, native_run, rng(), draws=199), both)
+    pd.testing.assert_frame_equal(verdicts.compare_runs(deterministic_run, native_run, rng(), draws=199), both)
 
 
-def test_paired_responses_by_definition(exact_run: Path, parted_run: Path) -> None:
-    found = paired.paired_responses(exact_run, parted_run)
+def test_paired_responses_by_definition(deterministic_run: Path, parted_run: Path) -> None:
+    found = paired.paired_responses(deterministic_run, parted_run)
     assert 0.05 < found["diverged"].mean() < 0.95
     found = found.set_index(["iteration", "sequence"])
     runs = [
         (reader.read_sequences(run), dict(list(reader.read_tokens(run).groupby(["iteration", "sequence"]))))
-        for run in (exact_run, parted_run)
+        for run in (deterministic_run, parted_run)
     ]
     assert len(found) == len(runs[0][0]) == len(runs[1][0])
     for key, ids_a, ids_b in zip(
@@ -174,12 +174,12 @@ def test_a_calibrated_margin_holds_the_next_pair() -> None:
     assert 0.02 <= above <= 0.09  # 99.9 % of binomial(600, 0.05)
 
 
-def test_native_pair_gives_a_margin(exact_run: Path, native_run: Path) -> None:
-    pairs = [(exact_run, native_run), (native_run, exact_run), (exact_run, native_run)]
+def test_native_pair_gives_a_margin(deterministic_run: Path, native_run: Path) -> None:
+    pairs = [(deterministic_run, native_run), (native_run, deterministic_run), (deterministic_run, native_run)]
     (one,) = {paired.mean_abs(paired.paired_responses(*pair)).mean() for pair in pairs[:2]}
     assert verdicts.calibrated_margin(pairs) == pytest.approx(one)  # three equal pairs have no spread
     with pytest.raises(UserError, match="runs that agree to the bit need no margin"):
-        verdicts.calibrated_margin([(exact_run, exact_run)] * 3)
+        verdicts.calibrated_margin([(deterministic_run, deterministic_run)] * 3)
 
 
 def test_holm_is_within_a_level() -> None:
@@ -196,8 +196,8 @@ def test_holm_is_within_a_level() -> None:
     assert table["verdict"].tolist() == expected
 
 
-def test_other_prompts_are_compared_without_pairs(exact_run: Path) -> None:
-    a = responses_of(exact_run, None)
+def test_other_prompts_are_compared_without_pairs(deterministic_run: Path) -> None:
+    a = responses_of(deterministic_run, None)
     moved = a.assign(sequence=a["sequence"] + 1000)
     rows = distribution_rows(a, moved, rng(), 99)
     assert all("99 shuffles" in row.method and row.p_value > 0.05 for row in rows)
@@ -207,8 +207,8 @@ def test_other_prompts_are_compared_without_pairs(exact_run: Path) -> None:
     assert all("swaps" in row.method for row in distribution_rows(a, swapped, rng(), 99))
 
 
-def test_tests_with_nothing_to_go_on(exact_run: Path) -> None:
-    a = responses_of(exact_run, None)
+def test_tests_with_nothing_to_go_on(deterministic_run: Path) -> None:
+    a = responses_of(deterministic_run, None)
     alone = a.assign(prompt=[str(i) for i in range(len(a))])
     rows = distribution_rows(alone, alone, rng(), 99)
     assert [math.isnan(row.p_value) for row in rows] == [True, False, False]
@@ -217,8 +217,8 @@ def test_tests_with_nothing_to_go_on(exact_run: Path) -> None:
     assert math.isnan(found.p_value) and found.method.startswith(f"{(a['sequence'] == 3).sum()} values are not finite")
 
 
-def test_only_common_places_are_pairs(exact_run: Path, native_run: Path) -> None:
-    a, b = responses_of(exact_run, None), responses_of(native_run, None)
+def test_only_common_places_are_pairs(deterministic_run: Path, native_run: Path) -> None:
+    a, b = responses_of(deterministic_run, None), responses_of(native_run, None)
     common = (a["sequence"] >= 4) & (a["sequence"] < 40)
     expected = distribution_rows(a[common], b[common], rng(), 99)
     assert distribution_rows(a[a["sequence"] >= 4], b[b["sequence"] < 40], rng(), 99) == expected
@@ -226,18 +226,18 @@ def test_only_common_places_are_pairs(exact_run: Path, native_run: Path) -> None
     assert distribution_rows(a[common], shuffled, rng(), 99) == expected
 
 
-def test_only_the_final_results_differ(exact_run: Path, tmp_path: Path) -> None:
+def test_only_the_final_results_differ(deterministic_run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
-    shutil.copytree(exact_run, copy)
+    shutil.copytree(deterministic_run, copy)
     found = manifest.load(copy)
     changed = found.model_copy(update={"final": {**found.final, "eval_accuracy": 2.0}})
     manifest.save(changed.model_copy(update={"fingerprint": manifest.expected_fingerprint(changed)}), copy)
-    rows = {row.metric: row for row in bitwise.bitwise_rows(exact_run, copy)}
+    rows = {row.metric: row for row in bitwise.bitwise_rows(deterministic_run, copy)}
     assert rows["fingerprint"].verdict == "different" and rows["tokens"].verdict == "identical"
     assert rows["final"].stat == 1 - 1 / len(found.final)
 
 
-def test_wrong_input(exact_run: Path, tmp_path: Path) -> None:
+def test_wrong_input(deterministic_run: Path, tmp_path: Path) -> None:
     for change, said in (
         ({"margin": 0.0}, "margin is positive"),
         ({"alpha": 0.5}, "alpha between 0 and 0.5"),
@@ -247,16 +247,16 @@ def test_wrong_input(exact_run: Path, tmp_path: Path) -> None:
         ({"iterations": [9]}, "no iteration 9"),
     ):
         with pytest.raises(UserError, match=said):
-            verdicts.compare_runs(exact_run, exact_run, rng(), **change)  # type: ignore[arg-type]
+            verdicts.compare_runs(deterministic_run, deterministic_run, rng(), **change)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="no such folder"):
-        verdicts.compare_runs(exact_run, tmp_path / "none", rng())
+        verdicts.compare_runs(deterministic_run, tmp_path / "none", rng())
 
 
-def test_the_command(exact_run: Path, native_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [str(exact_run), str(native_run)]
+def test_the_command(deterministic_run: Path, native_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(deterministic_run), str(native_run)]
     assert verdicts.main([*paths, "--seed", "3", "--margin", "0.5"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"a  {exact_run}\nb  {native_run}\n") and "0.5" in said
+    assert said.startswith(f"a  {deterministic_run}\nb  {native_run}\n") and "0.5" in said
     assert verdicts.main([*paths, "--seed", "3", "--margin", "0.5"]) == 0
     assert capsys.readouterr().out == said
     assert verdicts.main([*paths, "--seed", "3", "--iterations", "1", "2"]) == 0

@@ -66,6 +66,6 @@ def test_routes_are_those_of_the_definition_in_any_order_of_the_rows(
     ]
 
 
-def test_a_run_without_routes_is_refused(exact_run: Path) -> None:
+def test_a_run_without_routes_is_refused(deterministic_run: Path) -> None:
     with pytest.raises(UserError, match="has no routes of its tokens; record a mixture"):
-        route_table(exact_run)
+        route_table(deterministic_run)

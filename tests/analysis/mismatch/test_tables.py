@@ -177,8 +177,8 @@ def test_the_gaussian_rule_on_gaussian_noise() -> None:
     assert found.loc["ess_seq", "gaussian"] == pytest.approx(math.exp(-0.25), rel=0.01)
 
 
-def test_clip_steps_agree_with_what_training_recorded(exact_run: Path, native_run: Path) -> None:
-    for run in (exact_run, native_run):
+def test_clip_steps_agree_with_what_training_recorded(deterministic_run: Path, native_run: Path) -> None:
+    for run in (deterministic_run, native_run):
         found = clip_floor.clip_steps(run).set_index(["iteration", "epoch", "minibatch"])
         recorded = reader.read_steps(run).set_index(["iteration", "epoch", "minibatch"])
         assert found.index.tolist() == recorded.index.tolist()
@@ -189,11 +189,11 @@ def test_clip_steps_agree_with_what_training_recorded(exact_run: Path, native_ru
         first = found.xs((0, 0), level=["epoch", "minibatch"])
         assert first["clip_excess"].tolist() == [0.0] * len(first)
         assert found["clip_excess"].max() > 0.0
-    assert (found["sigma"] > 0).all() and not clip_floor.clip_steps(exact_run)["sigma"].any()
+    assert (found["sigma"] > 0).all() and not clip_floor.clip_steps(deterministic_run)["sigma"].any()
 
 
-def test_exact_runs_have_no_mismatch_and_native_runs_do(exact_run: Path, native_run: Path) -> None:
-    exact = mismatch.summary(exact_run).set_index(["metric", "reduction"])
+def test_exact_runs_have_no_mismatch_and_native_runs_do(deterministic_run: Path, native_run: Path) -> None:
+    exact = mismatch.summary(deterministic_run).set_index(["metric", "reduction"])
     judged = exact[exact["ideal"].notna()]
     assert judged["value"].tolist() == judged["ideal"].tolist()
     native = mismatch.summary(native_run).set_index(["metric", "reduction"])["value"]
@@ -201,7 +201,7 @@ def test_exact_runs_have_no_mismatch_and_native_runs_do(exact_run: Path, native_
     assert native["abs_max", "token"] > 0.0 and native["ulp_max", "token"] > 0.0
 
 
-@pytest.mark.parametrize("kind", ["exact", "native"])
+@pytest.mark.parametrize("kind", ["deterministic", "native"])
 def test_the_numbers_are_those_that_training_counted(kind: str, request: pytest.FixtureRequest) -> None:
     run: Path = request.getfixturevalue(f"{kind}_run")
     measured = list(mismatch.measure(run_pairs(run)))

@@ -28,17 +28,17 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
 @pytest.fixture(scope="session")
-def pages(exact_run: Path, native_run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def pages(deterministic_run: Path, native_run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Reports of an exact, a native, a hostile, an interrupted and a control run, of two runs, and of a folder."""
     folder = tmp_path_factory.mktemp("pages")
-    runs = {"exact": exact_run, "native": native_run, "hostile": make_hostile_run(folder / "grid" / "run")}
+    runs = {"exact": deterministic_run, "native": native_run, "hostile": make_hostile_run(folder / "grid" / "run")}
     found = {name: build.write_report([run], folder / f"{name}.html", None if name != "hostile" else 15)[0]
              for name, run in runs.items()}  # fmt: skip
-    cut = folder / "cut" / exact_run.name
-    shutil.copytree(exact_run, cut)
+    cut = folder / "cut" / deterministic_run.name
+    shutil.copytree(deterministic_run, cut)
     cut_back(cut, 2, "interrupted")
     control = control_run(small_control("ppo.iterations=2"), folder / "control", Silent())[0]
-    others = {"grid": [folder / "grid"], "cut": [cut], "control": [control], "pair": [exact_run, native_run]}
+    others = {"grid": [folder / "grid"], "cut": [cut], "control": [control], "pair": [deterministic_run, native_run]}
     more = {name: build.write_report(runs, folder / f"{name}.html", None)[0] for name, runs in others.items()}
     return {**found, **more}
 

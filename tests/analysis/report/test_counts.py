@@ -102,14 +102,14 @@ def test_seeds_become_one_line_with_their_spread() -> None:
     assert found.loc[1, "value"] == 1.0 and math.isnan(found.loc[1, "low"])
 
 
-def test_curves_agree_with_what_training_recorded(exact_run: Path) -> None:
-    iterations, steps = reader.read_iterations(exact_run), reader.read_steps(exact_run)
+def test_curves_agree_with_what_training_recorded(deterministic_run: Path) -> None:
+    iterations, steps = reader.read_iterations(deterministic_run), reader.read_steps(deterministic_run)
     rows = [
         row
-        for item in iterations_of(exact_run, range(len(iterations)))
+        for item in iterations_of(deterministic_run, range(len(iterations)))
         for row in curves.sampled_rows(item.iteration, item.sequences, item.tokens)
     ]
-    final = reader.open_manifest(exact_run).final
+    final = reader.open_manifest(deterministic_run).final
     after = float(final["eval_accuracy"])
     found = pd.concat([pd.DataFrame(rows), curves.recorded_rows(iterations, steps, final)])
     held_out = found[found["metric"] == "eval_accuracy"].sort_values("iteration")
@@ -125,27 +125,27 @@ def test_curves_agree_with_what_training_recorded(exact_run: Path) -> None:
         # training adds up exactly, pandas in some order: float64 rounding of a few hundred terms
         assert values == pytest.approx(iterations[column].to_numpy(), rel=1e-12), metric
     flags = pd.DataFrame(
-        counts.flag_row(i.iteration, i.updates) for i in iterations_of(exact_run, range(len(iterations)))
+        counts.flag_row(i.iteration, i.updates) for i in iterations_of(deterministic_run, range(len(iterations)))
     )
     weighted = (steps["clip_fraction"] * steps["tokens"]).groupby(steps["iteration"]).sum().to_numpy()
     assert flags[["clip_high", "clip_low", "clip_dual"]].sum(axis=1).to_numpy() == pytest.approx(weighted)
     assert (flags["token_updates"].to_numpy() == steps.groupby("iteration")["tokens"].sum().to_numpy()).all()
 
 
-def test_grids_hold_every_token_and_the_diagonal_where_both_agree(exact_run: Path, native_run: Path) -> None:
-    tokens = reader.read_tokens(exact_run)
+def test_grids_hold_every_token_and_the_diagonal_where_both_agree(deterministic_run: Path, native_run: Path) -> None:
+    tokens = reader.read_tokens(deterministic_run)
     grid = counts.probability_grid(tokens)
     assert grid.sum() == np.trace(grid) == len(tokens) and not counts.deltas(tokens).any()
     native = reader.read_tokens(native_run)
     assert counts.deltas(native).any(), "the negative control has to differ somewhere"
-    first = next(iterations_of(exact_run, range(1)))
+    first = next(iterations_of(deterministic_run, range(1)))
     assert counts.ratio_histogram(first.updates)["count"].sum() == len(first.updates)
     advantages = first.tokens["advantages"].to_numpy(np.float64)[first.token_rows]
     assert counts.quadrant_grid(advantages, first.updates).sum() == len(first.updates)
 
 
-def test_units_of_text_conserve_the_sums(exact_run: Path) -> None:
-    first = next(iterations_of(exact_run, range(1)))
+def test_units_of_text_conserve_the_sums(deterministic_run: Path) -> None:
+    first = next(iterations_of(deterministic_run, range(1)))
     row = counts.text_row(0, first.sequences, first.tokens)
     tokens = first.tokens
     assert row["tokens"] == row["tokens_first"] + row["tokens_continuation"] + row["tokens_special"] == len(tokens)
@@ -153,14 +153,14 @@ def test_units_of_text_conserve_the_sums(exact_run: Path) -> None:
     assert row["entropy_first"] + row["entropy_continuation"] + row["entropy_special"] == pytest.approx(
         whole, rel=1e-12
     )
-    stopped = reader.read_sequences(exact_run, iterations=[0])["finish_reason"].eq("stop").sum()
+    stopped = reader.read_sequences(deterministic_run, iterations=[0])["finish_reason"].eq("stop").sum()
     assert row["tokens_special"] >= stopped  # every end token, and any other special one
     assert row["characters"] == first.sequences["response"].map(len).sum()
     assert row["bytes"] == row["characters"], "the small run writes digits only"
 
 
-def test_updates_find_their_tokens_in_any_order(exact_run: Path) -> None:
-    first = next(iterations_of(exact_run, range(1)))
+def test_updates_find_their_tokens_in_any_order(deterministic_run: Path) -> None:
+    first = next(iterations_of(deterministic_run, range(1)))
     shuffled = first.tokens.sample(frac=1.0, random_state=3).reset_index(drop=True)
     rows = token_rows(shuffled, first.updates, "here")
     keys = ["sequence", "position"]

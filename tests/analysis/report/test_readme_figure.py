@@ -30,7 +30,7 @@ BOTH = pd.concat(
 
 
 def test_mean_and_range_by_hand() -> None:
-    line = readme_figure.over_runs(BOTH[BOTH["mode"] == "exact"], "accuracy", "exact")
+    line = readme_figure.over_runs(BOTH[BOTH["mode"] == "deterministic"], "accuracy", "exact")
     assert line.y.tolist() == pytest.approx([0.15, 0.3, 0.4])
     assert line.low is not None and line.low.tolist() == [0.1, 0.2, 0.2]
     assert line.high is not None and line.high.tolist() == [0.2, 0.4, 0.6]
@@ -47,7 +47,7 @@ def test_the_picture_says_what_it_shows_and_has_a_background() -> None:
 
 def test_one_kind_of_numerics_is_refused() -> None:
     with pytest.raises(UserError, match="exact and in native"):
-        readme_figure.draw(BOTH[BOTH["mode"] == "exact"])
+        readme_figure.draw(BOTH[BOTH["mode"] == "deterministic"])
 
 
 def test_a_folder_that_is_no_run_is_one_line_and_exit_code_2(

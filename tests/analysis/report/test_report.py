@@ -40,16 +40,16 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
     return int(stop.value.code or 0)
 
 
-def test_an_exact_run_holds_and_the_control_differs(exact_run: Path, native_run: Path) -> None:
-    exact, native = (text_of(build.page_of(run, 10)) for run in (exact_run, native_run))
-    tokens = int(reader.read_iterations(exact_run)["tokens"].sum())
+def test_an_exact_run_holds_and_the_control_differs(deterministic_run: Path, native_run: Path) -> None:
+    exact, native = (text_of(build.page_of(run, 10)) for run in (deterministic_run, native_run))
+    tokens = int(reader.read_iterations(deterministic_run)["tokens"].sum())
     assert f"Sampler and trainer agree on every bit of {tokens:,} tokens." in exact
     assert "Every ratio of the first minibatches is exactly 1" in exact and "differ between" not in exact
     rows = reader.read_iterations(native_run)
     unequal, total = int(rows["unequal_old_rollout_logprobs"].sum()), int(rows["tokens"].sum())
     assert f"({unequal:,} of {total:,} tokens" in native and "agree on every bit of" not in native.split("Values")[0]
-    assert reader.open_manifest(exact_run).fingerprint in exact
-    measured = accuracy.read(exact_run, reader.open_manifest(exact_run))
+    assert reader.open_manifest(deterministic_run).fingerprint in exact
+    measured = accuracy.read(deterministic_run, reader.open_manifest(deterministic_run))
     assert measured is not None and f"({measured.tokens:,} tokens, rms)" in exact and "stock float32" in exact
     assert "model in float64" not in native, "native numerics measure nothing"
 
@@ -167,14 +167,14 @@ def test_without_the_analyses_the_command_says_so(
     assert "`analysis` is not beside this package; install the wheel, or a checkout" in capsys.readouterr().err
 
 
-def test_a_grid_has_one_line_per_cell(exact_run: Path, native_run: Path, tmp_path: Path) -> None:
-    for run, name in ((exact_run, "a"), (native_run, "b")):
+def test_a_grid_has_one_line_per_cell(deterministic_run: Path, native_run: Path, tmp_path: Path) -> None:
+    for run, name in ((deterministic_run, "a"), (native_run, "b")):
         shutil.copytree(run, tmp_path / "grid" / "cells" / name / "small" / run.name)
     path, size = build.write_report([tmp_path / "grid"], None, None)
     page = path.read_text()
     assert path == tmp_path / "grid" / "report.html" and size == len(page.encode())
     said = text_of(page)
-    assert "numerics.mode=exact" in said and "numerics.mode=native" in said and "grid: 2 runs" in said
+    assert "numerics.mode=deterministic" in said and "numerics.mode=native" in said and "grid: 2 runs" in said
     assert "± one standard error over them" in said and "token-data" not in page
     assert "agree on every bit in 1 of 2 runs" in said and "of log-probs differ in the other 1 (" in said
     assert "Not complete" not in said
@@ -193,9 +193,9 @@ def test_cells_are_what_differs_but_for_the_seed() -> None:
     assert cell_labels([base, {"seed": 0, "ppo": {"lr": 1.0}}]) == ["ppo.kind=clip", "ppo.kind=null"]
 
 
-def test_an_interrupted_run_has_a_page_of_what_it_has(exact_run: Path, tmp_path: Path) -> None:
-    run = tmp_path / exact_run.name
-    shutil.copytree(exact_run, run)
+def test_an_interrupted_run_has_a_page_of_what_it_has(deterministic_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / deterministic_run.name
+    shutil.copytree(deterministic_run, run)
     cut_back(run, 2, "interrupted")
     page = build.page_of(run, 5)
     said = text_of(page)
@@ -203,7 +203,7 @@ def test_an_interrupted_run_has_a_page_of_what_it_has(exact_run: Path, tmp_path:
     tokens = int(reader.read_iterations(run, allow_incomplete=True)["tokens"].sum())
     assert f"Sampler and trainer agree on every bit of {tokens:,} tokens." in said
     assert {r["iteration"] for r in embedded(page)["responses"]} <= {0, 1}
-    assert "The run was interrupted" not in text_of(build.page_of(exact_run, 5)), "the whole run is the control"
+    assert "The run was interrupted" not in text_of(build.page_of(deterministic_run, 5)), "the whole run is the control"
 
 
 def test_a_control_run_has_a_page(tmp_path: Path) -> None:
@@ -221,20 +221,20 @@ def test_a_control_run_has_a_page(tmp_path: Path) -> None:
         build.page_of(run_dir, 3)
 
 
-def test_two_runs_side_by_side(exact_run: Path, native_run: Path, tmp_path: Path) -> None:
-    path, _ = build.write_report([exact_run, native_run], tmp_path / "both.html", None)
+def test_two_runs_side_by_side(deterministic_run: Path, native_run: Path, tmp_path: Path) -> None:
+    path, _ = build.write_report([deterministic_run, native_run], tmp_path / "both.html", None)
     said = text_of(path.read_text())
     assert "numerics.modeexactnative" in said and "A and B first differ in" in said
     assert "A: sampler and trainer agree on every bit" in said and "B: " in said and "of log-probs differ" in said
-    again, _ = build.write_report([exact_run, native_run], tmp_path / "again.html", None)
-    assert again.read_bytes() == path.read_bytes() and str(exact_run.parent) not in path.read_text()
-    same = text_of(build.write_report([exact_run, exact_run], tmp_path / "same.html", None)[0].read_text())
+    again, _ = build.write_report([deterministic_run, native_run], tmp_path / "again.html", None)
+    assert again.read_bytes() == path.read_bytes() and str(deterministic_run.parent) not in path.read_text()
+    same = text_of(build.write_report([deterministic_run, deterministic_run], tmp_path / "same.html", None)[0].read_text())
     assert "A and B have the same fingerprint" in same and "first differ" not in same
 
 
-def test_the_last_evaluation_is_among_the_samples(exact_run: Path) -> None:
-    cards = [n for n in check(build.page_of(exact_run, 1)).iter("div") if "card" in (n.get("class") or "").split()]
-    found = side_reader.read_evaluations(exact_run)
+def test_the_last_evaluation_is_among_the_samples(deterministic_run: Path) -> None:
+    cards = [n for n in check(build.page_of(deterministic_run, 1)).iter("div") if "card" in (n.get("class") or "").split()]
+    found = side_reader.read_evaluations(deterministic_run)
     last = found[found["iteration"] == found["iteration"].max()].set_index("prompt")["response"]
     shown = 0
     for card in cards:

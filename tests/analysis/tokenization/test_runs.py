@@ -25,7 +25,7 @@ def one(summary: pd.DataFrame, metric: str, unit: str, reduction: str) -> np.nda
     return summary[chosen]["value"].to_numpy()
 
 
-@pytest.mark.parametrize("fixture", ["exact_run", "native_run"])
+@pytest.mark.parametrize("fixture", ["deterministic_run", "native_run"])
 def test_the_units_agree_with_the_recorded_iterations(fixture: str, request: pytest.FixtureRequest) -> None:
     run_dir = request.getfixturevalue(fixture)
     summary = run_summary(run_dir, boundary="leading", cluster="prompt", iterations=None)
@@ -41,10 +41,10 @@ def test_the_units_agree_with_the_recorded_iterations(fixture: str, request: pyt
     assert (one(summary, "kl_exact", "token", "ratio_of_sums")[1:] > 0).all()
 
 
-def test_the_clip_band_agrees_with_the_recorded_steps(exact_run: Path) -> None:
-    steps = reader.read_steps(exact_run)
+def test_the_clip_band_agrees_with_the_recorded_steps(deterministic_run: Path) -> None:
+    steps = reader.read_steps(deterministic_run)
     for iteration in (0, 2):
-        found = iteration_tables(exact_run, iteration, boundary="leading", cluster="sequence").tok_clip
+        found = iteration_tables(deterministic_run, iteration, boundary="leading", cluster="sequence").tok_clip
         assert found is not None
         part = steps[steps["iteration"] == iteration]
         clipped = (part["clip_fraction"] * part["tokens"]).groupby(part["epoch"]).sum()
@@ -55,9 +55,9 @@ def test_the_clip_band_agrees_with_the_recorded_steps(exact_run: Path) -> None:
         assert (found["token_out"] >= found["token_clipped"]).all()
 
 
-def test_rewards_are_conserved_and_weights_are_the_runs(exact_run: Path) -> None:
-    tables = iteration_tables(exact_run, 1, boundary="leading", cluster="sequence")
-    sequences = reader.read_sequences(exact_run, iterations=[1])
+def test_rewards_are_conserved_and_weights_are_the_runs(deterministic_run: Path) -> None:
+    tables = iteration_tables(deterministic_run, 1, boundary="leading", cluster="sequence")
+    sequences = reader.read_sequences(deterministic_run, iterations=[1])
     by_sequence = tables.tok_token.groupby("sequence")[["reward_kl", "reward_score"]].sum()
     # rewards were rounded to float32 after the penalty was taken
     assert by_sequence["reward_score"].tolist() == pytest.approx(sequences["scores"].tolist(), abs=1e-5)
@@ -67,14 +67,14 @@ def test_rewards_are_conserved_and_weights_are_the_runs(exact_run: Path) -> None
     assert tables.tok_word.groupby("sequence")["text"].agg("".join).tolist() == sequences["response"].tolist()
 
 
-def test_the_recorded_tokenizer_spells_what_was_recorded(exact_run: Path) -> None:
-    drift = run_drift(exact_run, recorded_tokenizer(exact_run), boundary="leading", iterations=None)
+def test_the_recorded_tokenizer_spells_what_was_recorded(deterministic_run: Path) -> None:
+    drift = run_drift(deterministic_run, recorded_tokenizer(deterministic_run), boundary="leading", iterations=None)
     assert len(drift) == 3 and drift["drift_seq_frac"].between(0, 1).all()
-    lines = report(exact_run, None, "trailing", "prompt")
+    lines = report(deterministic_run, None, "trailing", "prompt")
     assert "iteration 2, boundary trailing, nats, standard errors by prompt" in lines[0]
     assert any(line.startswith("merges_sha256") for line in lines)
     with pytest.raises(UserError, match="no iteration 3"):
-        iteration_tables(exact_run, 3, boundary="leading", cluster="sequence")
+        iteration_tables(deterministic_run, 3, boundary="leading", cluster="sequence")
 
 
 @pytest.fixture(scope="module")

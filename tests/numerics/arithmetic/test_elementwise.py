@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.numerics.arithmetic import elementwise
-from ppo_repro.numerics.arithmetic.elementwise import Exp
+from ppo_repro.numerics import elementwise
+from ppo_repro.numerics.elementwise import Exp
 from ppo_repro.numerics.layers.activations import SiLU
 from tests.support.float32 import LARGEST, SMALLEST_NORMAL, TINIEST, bits, finite, tensor
 

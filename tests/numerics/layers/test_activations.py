@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ppo_repro.numerics import backend
-from ppo_repro.numerics.arithmetic.elementwise import exp64
+from ppo_repro.numerics.elementwise import exp64
 from ppo_repro.numerics.arithmetic.gates import Gate, normal_cdf, quick_gate, tanh_gate
 from ppo_repro.numerics.layers.activations import Gated
 from tests.support.float32 import LARGEST, TINIEST, bits, finite, tensor

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ppo_repro.errors import UserError
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import make_policy, make_value_model, policy_logits, sequence_scores
-from ppo_repro.numerics.layers.families import CLASSIFIER_OF, head_of, trunk_of
+from ppo_repro.numerics.families import CLASSIFIER_OF, head_of, trunk_of
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from tests.support.models import (
@@ -46,7 +46,7 @@ def generated(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_greedy_tokens_are_those_of_generate(architecture: str, mode: str) -> None:
     prompts, _ = ragged(5, 2, prompt=20)
@@ -57,7 +57,7 @@ def test_greedy_tokens_are_those_of_generate(architecture: str, mode: str) -> No
     assert [list(c.response_ids) for c in completions] == [generated(source, p) for p in prompts]
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 @pytest.mark.parametrize("architecture", ["mistral", "qwen2 sliding"])
 def test_without_its_window_generate_gives_other_tokens(architecture: str, mode: str) -> None:
     prompts, _ = ragged(5, 2, prompt=20)
@@ -83,7 +83,7 @@ def test_classification_scores_are_those_of_the_unmodified_model_at_the_last_tok
     with torch.no_grad():
         expected = torch.cat([wide(input_ids=torch.tensor([s]), use_cache=False).logits for s in sequences])
         scores = {}
-        for mode in ("exact", "native"):
+        for mode in ("deterministic", "native"):
             model = make_policy(source, mode, CONTEXT)
             scores[mode] = [sequence_scores(model, sequences, padding) for padding in ("right", "left", "none")]
     assert expected.shape == (7, labels)
@@ -110,7 +110,7 @@ def test_a_sequence_that_ends_in_the_padding_token_is_scored_at_its_end() -> Non
     assert unequal(scores[1:2], alone) == 0 and unequal(scores[0], scores[1]) > 0
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 @pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox"])
 def test_dropout_of_the_configuration_does_not_act(architecture: str, mode: str) -> None:
     source = source_model(architecture)
@@ -148,7 +148,7 @@ def test_trunk_and_head_are_found_and_stay_tied(architecture: str) -> None:
     assert names == trunk | {"head.weight", "head.bias"}
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 def test_what_no_layout_can_express_is_refused_in_both_modes(mode: str) -> None:
     for config, message in (
         (gemma_config(use_bidirectional_attention=True), "use_bidirectional_attention = True"),

@@ -18,7 +18,7 @@ from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy, policy_logits, value_predictions
 from ppo_repro.numerics.layers.attention import attention
 from ppo_repro.numerics.layers.lowering import check_config, lower
-from ppo_repro.numerics.optim.optimizer import weights_digest
+from ppo_repro.numerics.optimizer import weights_digest
 from tests.support.models import (
     ARCHITECTURES,
     CLASSES,
@@ -63,7 +63,7 @@ def logits_error(architecture: str, mode: str, padding: str) -> float:
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MIXTURES])
 def test_logits_are_those_of_the_unmodified_model(architecture: str, padding: str) -> None:
     # weights lose 2^-24 of the largest of a row, as float32 does: 1e-6 was measured at most, on either side
-    for mode in ("exact", "native"):
+    for mode in ("deterministic", "native"):
         assert 0 < logits_error(architecture, mode, padding) < 3e-6
 
 
@@ -73,7 +73,7 @@ def test_logits_of_other_settings_are_those_of_the_unmodified_model(variant: str
     assert 0 < logits_error(variant, "native", "right") < 3e-6
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 @pytest.mark.parametrize("architecture", ["mistral", "qwen2 sliding"])
 def test_the_sliding_window_is_seen_in_the_logits(architecture: str, mode: str) -> None:
     blind = make_policy(without_window(architecture), mode, CONTEXT)

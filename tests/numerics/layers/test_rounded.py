@@ -18,8 +18,8 @@ from ppo_repro.numerics.gradients import GradientAccumulator
 from ppo_repro.numerics.layers.lowering import attach
 from ppo_repro.numerics.layers.precision import Precision
 from ppo_repro.numerics.layers.rounded import round_model, view_of
-from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optim.optimizer import collect, weights_digest
+from ppo_repro.numerics.token_statistics import token_statistics
+from ppo_repro.numerics.optimizer import collect, weights_digest
 from ppo_repro.numerics.trunk.weights import unpack
 from ppo_repro.ranks import ALONE
 from ppo_repro.rollout.engine import Request, Sampling

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.numerics.arithmetic import elementwise
+from ppo_repro.numerics import elementwise
 from ppo_repro.numerics.layers.activations import TANH_SERIES, ExactTanh, Tanh, tanh
 from tests.support.float32 import LARGEST, TINIEST, bits, finite, lists, tensor
 from tests.support.kernels import both, threads

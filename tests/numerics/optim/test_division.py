@@ -15,7 +15,7 @@ from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import backend, gradients
 from ppo_repro.numerics.layers.linear import ExactLinear
 from ppo_repro.numerics.optim.adamw import AdamWSettings, OptimizerState, exact_norm, exact_norms
-from ppo_repro.numerics.optim.optimizer import ExactOptimizer, weights_digest
+from ppo_repro.numerics.optimizer import ExactOptimizer, weights_digest
 from ppo_repro.numerics.pieces import WHOLE, Divided, Division
 from ppo_repro.numerics.sharding.tensor_file import write_tensors
 from ppo_repro.ranks import ALONE, Ranks

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ppo_repro.errors import NumericsError, PromiseBroken
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
-from ppo_repro.numerics.logprobs import token_statistics
-from ppo_repro.numerics.optim.optimizer import AdamWSettings, ExactOptimizer, make_optimizer, weights_digest
+from ppo_repro.numerics.token_statistics import token_statistics
+from ppo_repro.numerics.optimizer import AdamWSettings, ExactOptimizer, make_optimizer, weights_digest
 from tests.support.models import CONTEXT, ragged, seeded, source_model, unequal
 from tests.support.optimizer import backward_of, linear_model
 
@@ -51,8 +51,8 @@ def test_adamw_is_its_definition_in_float64() -> None:
 
 def test_exact_and_native_steps_agree_closely() -> None:
     weights: dict[str, Tensor] = {}
-    for mode in ("exact", "native"):
-        model = linear_model() if mode == "exact" else nn.Linear(6, 4)
+    for mode in ("deterministic", "native"):
+        model = linear_model() if mode == "deterministic" else nn.Linear(6, 4)
         model.load_state_dict(linear_model().state_dict())
         optimizer = make_optimizer(model, SETTINGS, mode)
         for factor in (1.0, 5.0, 0.1):
@@ -122,9 +122,9 @@ def test_a_backward_pass_that_never_repeats_is_an_error() -> None:
         optimizer.step(lambda: backward_of(model, next(factors))(), 20)
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 def test_a_gradient_that_is_not_finite_changes_no_weight(mode: str) -> None:
-    model = linear_model() if mode == "exact" else nn.Linear(6, 4)
+    model = linear_model() if mode == "deterministic" else nn.Linear(6, 4)
     optimizer = make_optimizer(model, SETTINGS, mode)
     before = weights_digest(model.named_parameters())
     with pytest.raises(NumericsError, match="not finite"):
@@ -132,9 +132,9 @@ def test_a_gradient_that_is_not_finite_changes_no_weight(mode: str) -> None:
     assert weights_digest(model.named_parameters()) == before
 
 
-@pytest.mark.parametrize("mode", ["exact", "native"])
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
 def test_a_replaced_learning_rate_takes_effect(mode: str) -> None:
-    model = linear_model() if mode == "exact" else nn.Linear(6, 4)
+    model = linear_model() if mode == "deterministic" else nn.Linear(6, 4)
     optimizer = make_optimizer(model, SETTINGS, mode)
     optimizer.step(backward_of(model, 1.0), 20)
     before = model.weight.detach().clone()

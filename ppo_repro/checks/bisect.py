@@ -1,6 +1,6 @@
-"""The module and the condition that make sampler and trainer differ, for the model, prompts and sampling of a run.
+"""The operation and the condition that make sampler and trainer differ, for the model, prompts and sampling of a run.
 
-Both paths compute the same token ids. The origin of a difference is the first module, in the order of execution,
+Both paths compute the same token ids. The origin of a difference is the first operation, in the order of execution,
 whose inputs have equal bits on both paths and whose outputs have not: all later ones only pass a difference on.
 """
 
@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.checks.capture import Captured, Subject, decoded, patched, trained
+from ppo_repro.checks.capture import Captured, Subject, decoded, patched, scored, trained
 from ppo_repro.checks.conditions import Step, ladder
 from ppo_repro.config.files import load_config
 from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.run import RunConfig, TinyModel
 from ppo_repro.errors import UserError
 from ppo_repro.models.networks import freeze
+from ppo_repro.numerics.families import head_of
 from ppo_repro.records.bisect import write
 from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.contents import final_folder
@@ -35,8 +36,9 @@ from ppo_repro.seeding import sample_seed
 from ppo_repro.stages.generation import require_undisturbed, sampling_of
 from ppo_repro.stages.prompts import Task, choose_prompts
 
-SEQUENCES = 16  # the outputs of every module for all their tokens are in memory at once, for both paths
-MODES: tuple[Literal["deterministic", "native"], ...] = ("exact", "native")
+SEQUENCES = 16  # the outputs of every operation for all their tokens are in memory at once, for both paths
+Mode = Literal["deterministic", "native"]
+MODES: tuple[Mode, ...] = ("deterministic", "native")
 LOG_PROBS = "log_probs"
 
 
@@ -71,7 +73,7 @@ class Bisection:
     ladder: tuple[Step, ...]
 
 
-def _settings(config: RunConfig, mode: Literal["deterministic", "native"]) -> RunConfig:
+def _settings(config: RunConfig, mode: Mode) -> RunConfig:
     """The configuration in a mode, without a warm start and in the plainest layout."""
     model = config.model
     if isinstance(model, TinyModel):
@@ -82,7 +84,7 @@ def _settings(config: RunConfig, mode: Literal["deterministic", "native"]) -> Ru
 
 def make_subject(
     config: RunConfig,
-    mode: Literal["deterministic", "native"],
+    mode: Mode,
     start_folder: Path | None,
     response: Response | None = None,
 ) -> Subject:
@@ -135,7 +137,7 @@ def _rel_l2(a: Tensor, b: Tensor) -> float:
 
 
 def _compare(s: Subject, name: str, order: int, inputs: tuple[Tensor, Tensor], outputs: tuple[Tensor, Tensor]) -> Op:
-    """One module: its inputs and its outputs on the decoding path and in the training forward."""
+    """One operation: its inputs and its outputs on the decoding path and in the training forward."""
     a, b = (x.to(torch.float64) for x in outputs)
     difference, equal, inputs_equal = (a - b).abs(), same_bits(*outputs), bool(same_bits(*inputs).all())
     norms = float(a.norm()) * float(b.norm())
@@ -160,25 +162,33 @@ def _compare(s: Subject, name: str, order: int, inputs: tuple[Tensor, Tensor], o
     )
 
 
-def _explained(s: Subject, trainer: PreTrainedModel, name: str, left: Captured, right: Captured) -> float | None:
-    """The share of the mean |difference| of log-probs that vanishes when one module's output is exchanged."""
+def _explained(left: Captured, right: Captured, logprobs: Tensor) -> float | None:
+    """The share of the mean |difference| of log-probs that vanishes when the trainer's are `logprobs`."""
     whole = float((left.logprobs.double() - right.logprobs.double()).abs().mean())
     if whole == 0.0:
         return None
-    logprobs = patched(s, trainer, name, left.outputs[name])
     return 1.0 - float((left.logprobs.double() - logprobs.double()).abs().mean()) / whole
 
 
 def compare_ops(s: Subject, trainer: PreTrainedModel) -> Iterator[Op]:
-    """Every module on both paths; `trainer` computes the training forward."""
+    """Every operation on both paths; `trainer` computes the training forward.
+
+    In native numerics each module's output on the decoding path is also put in its place in the training forward.
+    """
     left, right = decoded(s), trained(s, trainer)
-    order, head = 0, ""
-    for name, output in right.outputs.items():
-        op = _compare(s, name, order, (left.inputs[name], right.inputs[name]), (left.outputs[name], output))
-        yield replace(op, explained=_explained(s, trainer, name, left, right))
-        order, head = order + 1, name
-    logits, logprobs = (left.outputs[head], right.outputs[head]), (left.logprobs[:, None], right.logprobs[:, None])
-    yield _compare(s, LOG_PROBS, order, logits, logprobs)
+    for order, name in enumerate(right.outputs):
+        inputs, outputs = (left.inputs[name], right.inputs[name]), (left.outputs[name], right.outputs[name])
+        op = _compare(s, name, order, inputs, outputs)
+        if s.mode == "native":
+            op = replace(op, explained=_explained(left, right, patched(s, trainer, name, left.outputs[name])))
+        yield op
+    count = len(right.outputs)
+    head = next(name for name, module in trainer.named_modules() if module is head_of(trainer))
+    op = _compare(s, head, count, (left.hidden, right.hidden), (left.logits, right.logits))
+    exchanged = scored(left.logits, s.mode, s.completions, s.sampling.temperature)
+    yield replace(op, explained=_explained(left, right, exchanged))
+    logprobs = left.logprobs[:, None], right.logprobs[:, None]
+    yield _compare(s, LOG_PROBS, count + 1, (left.logits, right.logits), logprobs)
 
 
 def first_divergent_op(ops: Sequence[Op]) -> str:
@@ -215,7 +225,6 @@ def bisect(path: Path, overrides: Sequence[str], out: Path) -> Bisection:
     ops: list[Op] = []
     steps: list[Step] = []
     first: dict[str, str] = {}
-    # one mode after the other: the backend is chosen for the whole process
     for mode in MODES:
         subject = make_subject(config, mode, folder, response)
         ops_of_mode = list(compare_ops(subject, subject.policy))
@@ -234,19 +243,19 @@ def _columns(rows: Sequence[Op] | Sequence[Step]) -> dict[str, list[Any]]:
 def lines(bisection: Bisection) -> list[str]:
     """The result as text: the ops whose outputs differ, the ladder, the origin."""
     shown = [
-        f"{'mode':<8}{'layer':>5}  {'op':<26}{'in':>4}{'equal bits':>12}{'max_abs':>11}{'rel_l2':>11}{'explained':>11}"
+        f"{'mode':<14}{'layer':>5}  {'op':<26}{'in':>4}{'equal bits':>12}{'max_abs':>11}{'rel_l2':>11}{'explained':>11}"
     ]
     for op in bisection.ops:
         if not op.outputs_equal:
             explained = "" if op.explained is None else f"{op.explained:.2f}"
             equal, layer = "=" if op.inputs_equal else "", "" if op.layer < 0 else str(op.layer)
             shown.append(
-                f"{op.mode:<8}{layer:>5}  {op.op:<26}{equal:>4}{op.frac_bitwise_equal:>12.1%}"
+                f"{op.mode:<14}{layer:>5}  {op.op:<26}{equal:>4}{op.frac_bitwise_equal:>12.1%}"
                 f"{op.max_abs:>11.1e}{op.rel_l2:>11.1e}{explained:>11}"
             )
-    shown.append(f"{'mode':<8}{'way':<9}{'toggle':<18}{'unequal':>9}{'mean_abs':>11}{'max_abs':>11}{'change':>11}")
+    shown.append(f"{'mode':<14}{'way':<9}{'toggle':<18}{'unequal':>9}{'mean_abs':>11}{'max_abs':>11}{'change':>11}")
     shown += [
-        f"{step.mode:<8}{step.way:<9}{step.toggle:<18}{step.frac_unequal:>9.1%}"
+        f"{step.mode:<14}{step.way:<9}{step.toggle:<18}{step.frac_unequal:>9.1%}"
         f"{step.mean_abs:>11.1e}{step.max_abs:>11.1e}{step.change:>11.1e}"
         for step in bisection.ladder
     ]

@@ -1,4 +1,8 @@
-"""Inputs and outputs of every module of a policy, per token: in cached decoding and in the training forward."""
+"""What a policy computes per token on its two paths, in cached decoding and in the training forward.
+
+In native numerics these are inputs and outputs of every module of the trunk, in deterministic numerics the embeddings,
+the outputs of the decoder layers and those of the last norm: the C kernels compute a layer as one. Then the logits.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,10 @@ from transformers import PreTrainedModel
 from ppo_repro.checks.replay import Replay
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import policy_logits
-from ppo_repro.numerics.families import MIXTURES, head_of, trunk_of
-from ppo_repro.numerics.layers.experts import ExactMixture
+from ppo_repro.numerics.families import MIXTURES, trunk_of
+from ppo_repro.numerics.native import NativeNetwork
+from ppo_repro.numerics.network import network_of
+from ppo_repro.numerics.rows import Ragged, index
 from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 
@@ -36,20 +42,26 @@ class Subject:
 
 @dataclass
 class Rows:
-    """The rows [n, width] that one module has computed so far."""
+    """The rows [n, width] that one operation has computed so far."""
 
     keys: list[Tensor] = field(default_factory=list)
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
 
+    def add(self, keys: Tensor, inputs: Tensor, outputs: Tensor) -> None:
+        for rows, x in ((self.keys, keys), (self.inputs, inputs), (self.outputs, outputs)):
+            rows.append(x.detach().to("cpu", copy=True))
+
 
 @dataclass(frozen=True)
 class Captured:
-    """Inputs and outputs [n, width] of each module in the order of execution, tokens in order; and the log-probs."""
+    """Inputs and outputs [N, width] of each operation of the trunk in the order of execution, and what follows it."""
 
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
-    logprobs: Tensor
+    hidden: Tensor  # [n, H] of the n positions that predict response tokens
+    logits: Tensor  # [n, V]
+    logprobs: Tensor  # [n]
 
 
 # sequences and positions [R, L] of the pass in progress, position -1 for padding
@@ -57,11 +69,11 @@ TokenGrid = Callable[[], tuple[Tensor, Tensor]]
 
 
 def modules_of(policy: PreTrainedModel) -> dict[str, nn.Module]:
-    """Every module inside the trunk but the parts of a mixture of experts, whose rows are not tokens; and the head."""
-    trunk, head = trunk_of(policy), head_of(policy)
+    """Every module inside the trunk but the parts of a mixture of experts, whose rows are not tokens."""
+    trunk = trunk_of(policy)
     inside = {id(module) for module in trunk.modules()} - {id(trunk)}
-    named = {name: m for name, m in policy.named_modules() if id(m) in inside or m is head}
-    mixtures = tuple(f"{n}." for n, m in named.items() if isinstance(m, ExactMixture) or type(m) in MIXTURES)
+    named = {name: m for name, m in policy.named_modules() if id(m) in inside}
+    mixtures = tuple(f"{n}." for n, m in named.items() if type(m) in MIXTURES)
     return {n: m for n, m in named.items() if not isinstance(m, nn.ModuleList) and not n.startswith(mixtures)}
 
 
@@ -75,41 +87,46 @@ def _rows(x: Tensor, valid: Tensor) -> Tensor:
     return x.detach().expand(*valid.shape, *x.shape[2:])[valid].reshape(int(valid.sum()), -1)
 
 
-def _kept(x: Tensor) -> Tensor:
-    """A copy on the CPU."""
-    return x.detach().to("cpu", copy=True)
-
-
 def tensors_of(out: Any) -> list[Tensor]:
     """The tensors among a module's output, which is a tensor or a tuple."""
     return [out] if isinstance(out, Tensor) else [x for x in out if isinstance(x, Tensor)]
 
 
 @contextmanager
-def recording(policy: PreTrainedModel, tokens: TokenGrid, head_keys: Callable[[], Tensor]) -> Iterator[dict[str, Rows]]:
-    """Record inputs and outputs of every module while the body runs."""
+def recording(policy: PreTrainedModel, tokens: TokenGrid) -> Iterator[dict[str, Rows]]:
+    """Record what the trunk computes while the body runs."""
     recorded: dict[str, Rows] = {}
-    head = head_of(policy)
+    network = network_of(trunk_of(policy))
 
-    def add_hook(name: str, module: nn.Module) -> Any:
+    def keys() -> tuple[Tensor, Tensor]:
+        sequences, positions = tokens()
+        valid = positions >= 0
+        return (sequences * STRIDE + positions)[valid], valid
+
+    def hook_of(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-            rows = recorded.setdefault(name, Rows())
-            x = _input(args, kwargs)
-            if module is head:
-                keys, inputs, outputs = head_keys(), x, out
-            else:
-                sequences, positions = tokens()
-                valid = positions >= 0
-                keys = (sequences * STRIDE + positions)[valid]
-                inputs = _rows(x if x.dim() > 1 else x[None], valid)
-                outputs = torch.cat([_rows(y, valid) for y in tensors_of(out)], 1)
-            rows.keys.append(keys)
-            rows.inputs.append(_kept(inputs))
-            rows.outputs.append(_kept(outputs))
+            x, (own, valid) = _input(args, kwargs), keys()
+            outputs = torch.cat([_rows(y, valid) for y in tensors_of(out)], 1)
+            recorded.setdefault(name, Rows()).add(own, _rows(x if x.dim() > 1 else x[None], valid), outputs)
 
-        return module.register_forward_hook(hook, with_kwargs=True)
+        return hook
 
-    handles = [add_hook(name, module) for name, module in modules_of(policy).items()]
+    def watch(batch: Ragged, layers: Tensor, hidden: Tensor) -> None:
+        inputs = torch.from_numpy(batch.ids)[:, None]
+        names = ("embeddings", *(f"layers.{i}" for i in range(len(layers) - 1)), "last_norm")
+        for name, outputs in zip(names, (*layers, hidden), strict=True):
+            recorded.setdefault(name, Rows()).add(keys()[0], inputs, outputs)
+            inputs = outputs
+
+    if not isinstance(network, NativeNetwork):
+        network.watch = watch
+        try:
+            yield recorded
+        finally:
+            network.watch = None
+        return
+    modules = modules_of(policy).items()
+    handles = [module.register_forward_hook(hook_of(name), with_kwargs=True) for name, module in modules]
     try:
         yield recorded
     finally:
@@ -117,39 +134,35 @@ def recording(policy: PreTrainedModel, tokens: TokenGrid, head_keys: Callable[[]
             handle.remove()
 
 
-def _in_token_order(recorded: dict[str, Rows], logprobs: Tensor) -> Captured:
+def _captured(s: Subject, recorded: dict[str, Rows], logits: Tensor, logprobs: Tensor) -> Captured:
+    """The rows in the order of tokens."""
     inputs, outputs = {}, {}
     for name, rows in recorded.items():
         order = torch.cat(rows.keys).argsort()
         inputs[name], outputs[name] = torch.cat(rows.inputs)[order], torch.cat(rows.outputs)[order]
-    return Captured(inputs, outputs, logprobs)
+    hidden = list(outputs.values())[-1][index(batch_of(s.requests, s.completions).predictors)]
+    return Captured(inputs, outputs, hidden, logits.cpu(), logprobs)
 
 
 @torch.no_grad()
 def decoded(s: Subject) -> Captured:
     """The sampler's path: prefill, then one token at a time with the cache."""
     engine = Replay(s.policy, s.mode, s.max_context, len(s.requests), s.completions)
-
-    def last_keys() -> Tensor:
-        return engine.sequences[:, 0] * STRIDE + engine.positions.amax(1)
-
-    with recording(s.policy, lambda: (engine.sequences, engine.positions), last_keys) as recorded:
+    with recording(s.policy, lambda: (engine.sequences, engine.positions)) as recorded:
         logprobs = engine.logprobs(s.requests, s.sampling)
-    return _in_token_order(recorded, logprobs)
+    return _captured(s, recorded, torch.stack([row for rows in engine.logits for row in rows]), logprobs)
 
 
-def batch_of(requests: Sequence[Request], completions: Sequence[Completion], padding: str) -> TokenBatch:
+def batch_of(requests: Sequence[Request], completions: Sequence[Completion], padding: str = "right") -> TokenBatch:
     """The sequences laid out for a training forward."""
     return lay_out([r.prompt_ids for r in requests], [c.response_ids for c in completions], padding)
 
 
-def scored(
-    policy: PreTrainedModel, mode: str, batch: TokenBatch, completions: Sequence[Completion], temperature: float
-) -> Tensor:
-    """Log-probs [n] float32 of the training forward."""
-    logits = policy_logits(policy, batch)
-    eligible = expand_kept(torch.cat([c.kept_tokens for c in completions]), logits.shape[-1], logits.device)
-    return token_statistics(logits, batch.targets, temperature, eligible, mode)[0].cpu()
+def scored(logits: Tensor, mode: str, completions: Sequence[Completion], temperature: float) -> Tensor:
+    """Log-probs [n] float32 of the responses from their logits [n, V]."""
+    eligible = expand_kept(torch.cat([c.kept_tokens for c in completions]), logits.shape[-1])
+    targets = torch.tensor([token for c in completions for token in c.response_ids])
+    return token_statistics(logits.cpu(), targets, temperature, eligible, mode)[0]
 
 
 def token_grid(s: Subject) -> tuple[Tensor, Tensor]:
@@ -163,25 +176,18 @@ def token_grid(s: Subject) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def trained(s: Subject, trainer: PreTrainedModel) -> Captured:
     """The trainer's path, computed by `trainer`: one forward over all sequences, padded on the right."""
-    batch = batch_of(s.requests, s.completions, "right")
-    sequences, positions = token_grid(s)
-    keys = (sequences * STRIDE + positions).flatten()[batch.predictors]
-    with recording(trainer, lambda: (sequences, positions), lambda: keys) as recorded:
-        logprobs = scored(trainer, s.mode, batch, s.completions, s.sampling.temperature)
-    return _in_token_order(recorded, logprobs)
+    with recording(trainer, lambda: token_grid(s)) as recorded:
+        logits = policy_logits(trainer, batch_of(s.requests, s.completions))
+    return _captured(s, recorded, logits, scored(logits, s.mode, s.completions, s.sampling.temperature))
 
 
 @torch.no_grad()
 def patched(s: Subject, trainer: PreTrainedModel, name: str, rows: Tensor) -> Tensor:
-    """Log-probs of the trainer's path with the output of the module `name` replaced by `rows` [n, width]."""
-    batch = batch_of(s.requests, s.completions, "right")
+    """Log-probs of the trainer's path with the output of the module `name` replaced by `rows` [N, width]; native."""
     valid = token_grid(s)[1] >= 0
-    module = modules_of(trainer)[name]
 
     def replace(_: nn.Module, __: Any, out: Any) -> Any:
         remaining, replaced = rows.to(tensors_of(out)[0].device), list[Tensor]()
-        if module is head_of(trainer):
-            return remaining
         for x in tensors_of(out):
             width = x[0, 0].numel()
             full = x.expand(*valid.shape, *x.shape[2:]).clone()
@@ -190,8 +196,9 @@ def patched(s: Subject, trainer: PreTrainedModel, name: str, rows: Tensor) -> Te
             replaced.append(full)
         return replaced[0] if isinstance(out, Tensor) else (*replaced, *out[len(replaced) :])
 
-    handle = module.register_forward_hook(replace)
+    handle = modules_of(trainer)[name].register_forward_hook(replace)
     try:
-        return scored(trainer, s.mode, batch, s.completions, s.sampling.temperature)
+        logits = policy_logits(trainer, batch_of(s.requests, s.completions))
+        return scored(logits, s.mode, s.completions, s.sampling.temperature)
     finally:
         handle.remove()

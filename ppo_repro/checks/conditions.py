@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.checks.capture import Subject, batch_of, scored
 from ppo_repro.checks.replay import Replay
-from ppo_repro.models.networks import freeze
+from ppo_repro.models.networks import freeze, policy_logits
 from ppo_repro.numerics import library
 
 
@@ -24,13 +24,18 @@ class Conditions:
 
     cached_decode: bool = False
     one_at_a_time: bool = False  # one sequence per batch, or one slot in the decoder
-    left_padding: bool = False  # of a forward pass; the decoder has no padding
     two_threads: bool = False
-    other_kernels: bool = False  # native numerics: attention without fused kernels
     bfloat16_weights: bool = False  # weights rounded to bfloat16; computed in the numerics of the mode
+    left_padding: bool = False  # of a forward pass; the decoder has no padding
+    other_kernels: bool = False  # attention without fused kernels
 
 
-TOGGLES = tuple(Conditions.__dataclass_fields__)
+ONLY_NATIVE = ("left_padding", "other_kernels")
+
+
+def toggles(mode: str) -> tuple[str, ...]:
+    """The conditions that a mode has."""
+    return tuple(f for f in Conditions.__dataclass_fields__ if mode == "native" or f not in ONLY_NATIVE)
 
 
 @dataclass(frozen=True)
@@ -49,13 +54,12 @@ class Step:
 
 
 @contextmanager
-def _under(conditions: Conditions, mode: str) -> Iterator[None]:
+def _under(conditions: Conditions) -> Iterator[None]:
     """Use the threads and attention kernel of `conditions` inside the block."""
-    usual = backend.active()
     library.use_threads(2 if conditions.two_threads else 1)
     try:
         # transformers' own eager attention expects other masks, so the same call gets another kernel
-        with sdpa_kernel(SDPBackend.MATH) if mode == "native" and conditions.other_kernels else nullcontext():
+        with sdpa_kernel(SDPBackend.MATH) if conditions.other_kernels else nullcontext():
             yield
     finally:
         library.use_threads(1)
@@ -73,15 +77,15 @@ def _rounded(policy: PreTrainedModel) -> PreTrainedModel:
 def _logprobs(s: Subject, policy: PreTrainedModel, conditions: Conditions) -> Tensor:
     count = len(s.requests)
     size = 1 if conditions.one_at_a_time else count
-    with _under(conditions, s.mode):
+    with _under(conditions):
         if conditions.cached_decode:
             return Replay(policy, s.mode, s.max_context, size, s.completions).logprobs(s.requests, s.sampling)
         padding = "left" if conditions.left_padding else "right"
         by_batch = []
         for start in range(0, count, size):
             requests, completions = s.requests[start : start + size], s.completions[start : start + size]
-            batch = batch_of(requests, completions, padding)
-            by_batch.append(scored(policy, s.mode, batch, completions, s.sampling.temperature))
+            logits = policy_logits(policy, batch_of(requests, completions, padding))
+            by_batch.append(scored(logits, s.mode, completions, s.sampling.temperature))
         return torch.cat(by_batch)
 
 
@@ -91,16 +95,16 @@ def ladder(s: Subject) -> list[Step]:
     `one`: change = mean|delta| of the condition alone. `but_one`: change = mean|delta| of all conditions together minus
     that of all others. Conditions are not additive: the two differ, and a change may be negative.
     """
-    coarse = _rounded(s.policy)
+    coarse, names = _rounded(s.policy), toggles(s.mode)
 
     def logprobs(conditions: Conditions) -> Tensor:
         return _logprobs(s, coarse if conditions.bfloat16_weights else s.policy, conditions)
 
-    plain, every = logprobs(Conditions()), Conditions(**dict.fromkeys(TOGGLES, True))
-    steps = [_step(s.mode, "one", name, plain, logprobs(replace(Conditions(), **{name: True}))) for name in TOGGLES]
+    plain, every = logprobs(Conditions()), Conditions(**dict.fromkeys(names, True))
+    steps = [_step(s.mode, "one", name, plain, logprobs(replace(Conditions(), **{name: True}))) for name in names]
     together = _step(s.mode, "but_one", "all", plain, logprobs(every))
     steps.append(together)
-    for name in TOGGLES:
+    for name in names:
         step = _step(s.mode, "but_one", name, plain, logprobs(replace(every, **{name: False})))
         steps.append(replace(step, change=together.mean_abs - step.mean_abs))
     return steps

@@ -1,6 +1,6 @@
 """Does every promise hold on this machine, for this model and configuration? With a negative control.
 
-Each promise is checked twice: in exact numerics, where no bit may differ, and in native numerics, where cached
+Each promise is checked twice: in deterministic numerics, where no bit may differ, and in native numerics, where cached
 decoding and the full forward have to differ. Otherwise the check could not detect a difference at all.
 """
 
@@ -18,9 +18,11 @@ from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.reward import TrainedRewardModel
 from ppo_repro.config.run import RunConfig, TinyModel
 from ppo_repro.models.batches import TokenBatch, lay_out
-from ppo_repro.models.networks import policy_logits, value_predictions
+from ppo_repro.models.networks import checkpoint_gradients, policy_logits, value_predictions
 from ppo_repro.numerics import library
+from ppo_repro.numerics.families import trunk_of
 from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer
+from ppo_repro.numerics.rows import slots_of
 from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
 from ppo_repro.records.accuracy import Accuracy
 from ppo_repro.rollout.engine import Completion, Request
@@ -31,6 +33,7 @@ from ppo_repro.seeding import sample_seed
 from ppo_repro.stages.generation import require_undisturbed, sampling_of
 
 SEQUENCES = 24
+MICRO_BATCHES = (1, 5)
 Mode = Literal["deterministic", "native"]
 CONTROL = "decode = full forward"
 Progress = Callable[[str, int, int], None]  # what was done, how much of it, how much there is
@@ -44,7 +47,7 @@ class Row:
     promise: str
     condition: str
     compared: int
-    unequal_exact: int
+    unequal_deterministic: int
     unequal_native: int
 
 
@@ -53,7 +56,7 @@ class Probed:
     """What a probe found."""
 
     rows: list[Row]
-    accuracy: Accuracy | None  # of the exact log-probs; None where it was not measured
+    accuracy: Accuracy | None  # of the deterministic log-probs; None where it was not measured
 
 
 @dataclass(frozen=True)
@@ -115,47 +118,48 @@ def _differing(a: Sequence[Completion], b: Sequence[Completion]) -> int:
     return total
 
 
-def _batches(s: _Subject, padding: str, size: int) -> Iterator[tuple[TokenBatch, Tensor]]:
-    """The subject's sequences laid out, and the eligible bit sets of their tokens."""
+def _batches(s: _Subject, size: int) -> Iterator[tuple[TokenBatch, Tensor]]:
+    """The subject's sequences as batches of one minibatch, and the eligible bit sets of their tokens."""
     for i in range(0, len(s.requests), size):
         requests, completions = s.requests[i : i + size], s.completions[i : i + size]
-        batch = lay_out([r.prompt_ids for r in requests], [c.response_ids for c in completions], padding)
+        slots = slots_of(range(i, i + len(requests)), len(s.requests), s.config.ppo.gradient_slots)
+        batch = lay_out([r.prompt_ids for r in requests], [c.response_ids for c in completions], slots=slots)
         yield batch, torch.cat([c.kept_tokens for c in completions])
 
 
 def _score(s: _Subject, batch: TokenBatch, kept_tokens: Tensor) -> Tensor:
     logits = policy_logits(s.prepared.state.policy, batch)
-    eligible = expand_kept(kept_tokens, logits.shape[-1], logits.device)
+    eligible = expand_kept(kept_tokens, logits.shape[-1])
     mode, temperature = s.config.numerics.mode, s.config.rollout.temperature
-    return token_statistics(logits, batch.targets, temperature, eligible, mode)[0].cpu()
+    return token_statistics(logits.cpu(), batch.targets, temperature, eligible, mode)[0]
 
 
 @torch.no_grad()
-def _forward(s: _Subject, padding: str, size: int) -> Tensor:
-    return torch.cat([_score(s, batch, kept_tokens) for batch, kept_tokens in _batches(s, padding, size)])
+def _forward(s: _Subject, size: int) -> Tensor:
+    return torch.cat([_score(s, batch, kept_tokens) for batch, kept_tokens in _batches(s, size)])
 
 
 @torch.no_grad()
-def _values(s: _Subject, padding: str, size: int) -> Tensor:
+def _values(s: _Subject, size: int) -> Tensor:
     value_model = s.prepared.state.value_model
     if value_model is None:
         return torch.empty(0)
-    return torch.cat([value_predictions(value_model, batch).cpu() for batch, _ in _batches(s, padding, size)])
+    return torch.cat([value_predictions(value_model, batch).cpu() for batch, _ in _batches(s, size)])
 
 
-def _weights_after_step(s: _Subject, padding: str, size: int) -> Tensor:
+def _weights_after_step(s: _Subject, size: int) -> Tensor:
     """All policy weights after one optimizer step on the sampled tokens, starting from the same weights."""
     policy = s.prepared.state.policy
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     settings = AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.0, 1.0)
-    optimizer = make_optimizer(policy, settings, s.config.numerics.mode)
+    optimizer = make_optimizer(policy, settings, s.config.numerics.mode, s.config.ppo.gradient_slots)
 
     def backward() -> None:
-        for batch, kept_tokens in _batches(s, padding, size):
+        for batch, kept_tokens in _batches(s, size):
             logprobs = _score(s, batch, kept_tokens)
             torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / len(s.logprobs)))
 
-    optimizer.step(backward, sum(batch.real_tokens for batch, _ in _batches(s, padding, size)))
+    optimizer.step(backward)
     after = torch.cat([p.detach().reshape(-1).clone() for _, p in policy.named_parameters()]).cpu()
     with torch.no_grad():
         for name, p in policy.named_parameters():
@@ -163,10 +167,8 @@ def _weights_after_step(s: _Subject, padding: str, size: int) -> Tensor:
     return after
 
 
-def _with_threads(s: _Subject, threads: int, compute: Callable[[], Tensor]) -> Tensor:
-    """The result of `compute` on another number of threads."""
-    kernels = backend.of_mode(s.config.numerics.mode)
-    library.use_threads(threads)
+def _with_two_threads(compute: Callable[[], Tensor]) -> Tensor:
+    library.use_threads(2)
     try:
         return compute()
     finally:
@@ -189,44 +191,33 @@ def _rollout_checks(s: _Subject) -> Iterator[Check]:
     yield "request order", "reversed, 5 slots", n, _differing(s.completions, reversed_back)
 
 
-def _forward_checks(s: _Subject, reference: Tensor) -> Iterator[Check]:
-    n = len(s.logprobs)
-    for padding, size in (("left", SEQUENCES), ("none", SEQUENCES), ("right", 1), ("left", 3)):
-        condition = f"{padding} padding, {size} a batch"
-        yield "forward layout", condition, n, unequal_bits(reference, _forward(s, padding, size))
-    values = _values(s, "right", SEQUENCES)
-    if not len(values):  # no value model
-        return
-    for padding, size in (("left", SEQUENCES), ("none", 5), ("right", 1)):
-        condition = f"{padding} padding, {size} a batch"
-        yield "value layout", condition, n, unequal_bits(values, _values(s, padding, size))
-
-
-def _step_checks(s: _Subject, weights: Tensor) -> Iterator[Check]:
-    for padding, size in (("left", 5), ("none", SEQUENCES), ("right", 1)):
-        condition = f"{padding} padding, {size} a micro-batch"
-        changed = _weights_after_step(s, padding, size)
-        yield "optimizer step", condition, len(weights), unequal_bits(weights, changed)
-
-
 def _checks(s: _Subject) -> Iterator[Check]:
     """(promise, condition, compared, unequal) of every promise."""
-    n, reference = len(s.logprobs), _forward(s, "right", SEQUENCES)
-    weights = _weights_after_step(s, "right", SEQUENCES)
-    yield CONTROL, "right padding", n, unequal_bits(s.logprobs, reference)
+    n, forward = len(s.logprobs), _forward(s, SEQUENCES)
+    yield CONTROL, "all at once", n, unequal_bits(s.logprobs, forward)
     yield from _rollout_checks(s)
-    yield from _forward_checks(s, reference)
-    yield from _step_checks(s, weights)
-    other = _with_threads(s, 2, lambda: _forward(s, "right", SEQUENCES))
-    yield "forward", "2 threads", n, unequal_bits(reference, other)
-    other = _with_threads(s, 2, lambda: _weights_after_step(s, "right", SEQUENCES))
+    for size in MICRO_BATCHES:
+        yield "forward", f"{size} a batch", n, unequal_bits(forward, _forward(s, size))
+    values = _values(s, SEQUENCES)
+    for size in MICRO_BATCHES if len(values) else ():
+        yield "values", f"{size} a batch", n, unequal_bits(values, _values(s, size))
+    weights = _weights_after_step(s, SEQUENCES)
+    for size in MICRO_BATCHES:
+        changed = _weights_after_step(s, size)
+        yield "optimizer step", f"{size} a micro-batch", len(weights), unequal_bits(weights, changed)
+    other = _with_two_threads(lambda: _forward(s, SEQUENCES))
+    yield "forward", "2 threads", n, unequal_bits(forward, other)
+    other = _with_two_threads(lambda: _weights_after_step(s, SEQUENCES))
     yield "optimizer step", "2 threads", len(weights), unequal_bits(weights, other)
+    checkpoint_gradients(trunk_of(s.prepared.state.policy))
+    other = _weights_after_step(s, SEQUENCES)
+    yield "optimizer step", "gradient checkpointing", len(weights), unequal_bits(weights, other)
 
 
 def _count(s: _Subject) -> int:
     """How many rows `_checks` yields."""
-    values = 0 if s.prepared.state.value_model is None else 3
-    return 1 + 8 + 4 + values + 3 + 2
+    kinds = 2 if s.prepared.state.value_model is None else 3
+    return 1 + 8 + kinds * len(MICRO_BATCHES) + 3
 
 
 def _told(checks: Iterator[Check], mode: Mode, before: int, total: int, progress: Progress) -> Iterator[Check]:
@@ -241,21 +232,20 @@ def probe(config: RunConfig, progress: Progress) -> Probed:
     `progress` is told of every check that is done: which one, its number from 1, how many there are.
     """
     require_undisturbed(config)
-    # one mode after the other: the backend is chosen for the whole process
-    subject = _subject(config, "exact")
+    subject = _subject(config, "deterministic")
     count = _count(subject)
     accuracy = policy_accuracy(subject.config, subject.prepared.task.prompt_ids, subject.prepared.state.policy)
-    exact = list(_told(_checks(subject), "exact", 0, 2 * count, progress))
+    found = list(_told(_checks(subject), "deterministic", 0, 2 * count, progress))
     native = list(_told(_checks(_subject(config, "native")), "native", count, 2 * count, progress))
-    return Probed([Row(*row, control[3]) for row, control in zip(exact, native, strict=True)], accuracy)
+    return Probed([Row(*row, control[3]) for row, control in zip(found, native, strict=True)], accuracy)
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
     """The promises that did not hold, one sentence each; empty if all did."""
     broken = [
-        f"{r.promise} ({r.condition}): {r.unequal_exact} of {r.compared} differ in exact numerics"
+        f"{r.promise} ({r.condition}): {r.unequal_deterministic} of {r.compared} differ in deterministic numerics"
         for r in rows
-        if r.unequal_exact
+        if r.unequal_deterministic
     ]
     if not any(r.unequal_native for r in rows if r.promise == CONTROL):
         broken.append(f"{CONTROL}: native numerics show no difference either, so this check proves nothing here")
@@ -264,8 +254,9 @@ def failures(rows: Sequence[Row]) -> list[str]:
 
 def render(rows: Sequence[Row]) -> str:
     """The table as text."""
-    lines = [f"{'promise':<24}{'condition':<30}{'compared':>10}{'unequal, exact':>16}{'unequal, native':>17}"]
+    lines = [f"{'promise':<24}{'condition':<24}{'compared':>10}{'unequal, deterministic':>24}{'unequal, native':>17}"]
     lines += [
-        f"{r.promise:<24}{r.condition:<30}{r.compared:>10,}{r.unequal_exact:>16,}{r.unequal_native:>17,}" for r in rows
+        f"{r.promise:<24}{r.condition:<24}{r.compared:>10,}{r.unequal_deterministic:>24,}{r.unequal_native:>17,}"
+        for r in rows
     ]
     return "\n".join(lines)

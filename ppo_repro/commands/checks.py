@@ -14,7 +14,7 @@ def probe_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.config.files import load_config
 
     config = load_config(arguments.config, overrides(arguments))
-    say(f"{config.experiment}: every invariance on this machine, in exact and in native numerics")
+    say(f"{config.experiment}: every invariance on this machine, in deterministic and in native numerics")
     check_files(config)
     from ppo_repro.checks.probe import failures, probe, render
     from ppo_repro.commands.progress import ConsoleProgress
@@ -36,14 +36,14 @@ def probe_command(arguments: argparse.Namespace) -> int:
 
 
 def bisect_command(arguments: argparse.Namespace) -> int:
-    """Find the module and the condition from which sampler and trainer differ."""
-    say(f"{arguments.source}: looking for the module at which sampler and trainer part")
+    """Find the operation and the condition from which sampler and trainer differ."""
+    say(f"{arguments.source}: looking for the operation at which sampler and trainer part")
     from ppo_repro.checks.bisect import bisect, lines
 
     bisection = bisect(arguments.source, arguments.set, arguments.out)
     print_result(arguments.json, dataclasses.asdict(bisection), lines(bisection))
-    # exact numerics promise that no op differs; native ones promise nothing
-    return 1 if bisection.first_divergent_op["exact"] else 0
+    # deterministic numerics promise that no op differs; native ones promise nothing
+    return 1 if bisection.first_divergent_op["deterministic"] else 0
 
 
 def plan_command(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ values; gates and ups) lie one after the other in memory.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -61,12 +61,16 @@ class Lowered:
     recompute: bool = False  # keep only inputs of layers; the backward pass computes the rest again
 
 
+def _round16(n: int) -> int:
+    return -(-n // 16) * 16
+
+
 class Cache:
     """Keys and values of some slots of `positions` tokens each."""
 
     def __init__(self, description: Description, slots: int, positions: int) -> None:
         config = description.config
-        self.each = -(-positions // 16) * 16
+        self.each = _round16(positions)
         self.capacity = slots * self.each
         floats = len(description.layers) * key_value_heads(config) * self.capacity * head_dim(config)
         self.keys, self.values = torch.empty(floats), torch.empty(floats)
@@ -104,8 +108,14 @@ class _Layer:
         return [m for m in alone if m is not None] + self.expert_up + self.expert_down
 
 
+# a batch, the inputs of its layers and the output of the last one [layers + 1, n, H], and the hidden states [n, H]
+Watch = Callable[[Ragged, Tensor, Tensor], None]
+
+
 class Network:
     """The kernels' view of one trunk. Weights may change in place between passes; each pass sees them as they are."""
+
+    watch: Watch | None = None  # is shown each pass without gradients
 
     def __init__(self, trunk: PreTrainedModel, lowered: Lowered) -> None:
         self.parameters = dict(trunk.named_parameters())
@@ -264,6 +274,22 @@ class Network:
             raise NumericsError(f"the input of {name} is not finite; lower the learning rate or check the weights")
         return hidden
 
+    def _memory(self, tokens: int, keep: int) -> Tensor:
+        """Where a pass keeps what its backward pass needs."""
+        return torch.empty(library.load().kept_floats(ctypes.byref(self.struct), tokens, keep))
+
+    def _pass(self, call: _Call) -> Tensor:
+        """Hidden states [n, H] of a pass without gradients."""
+        if self.watch is None:
+            return self._forward(call, None, KEEP_NOTHING)
+        n, width, layers = call.struct.tokens, self.struct.hidden, len(self.layers) + 1
+        kept = self._memory(n, KEEP_INPUTS)
+        hidden = self._forward(call, kept, KEEP_INPUTS)
+        begin, each = 2 * _round16(n), _round16(n * width)  # as `layer_input` in model.c
+        inputs = kept[begin : begin + layers * each].view(layers, each)[:, : n * width]
+        self.watch(call.memory[0], inputs.view(layers, n, width), hidden)
+        return hidden
+
     def check(self, batch: Ragged) -> None:
         """UserError for token ids outside the vocabulary and positions beyond the context: memory lies there."""
         if len(batch.ids) and not 0 <= int(batch.ids.min()) <= int(batch.ids.max()) < self.struct.vocabulary:
@@ -282,7 +308,7 @@ class Network:
         self.check(batch)
         routes = self._seen(batch, seen)
         call = self._call(batch, cache, ints(np.asarray(slots) * cache.each), routes)
-        return self._forward(call, None, KEEP_NOTHING), routes
+        return self._pass(call), routes
 
     def make_cache(self, slots: int, positions: int) -> Cache:
         return Cache(self.description, slots, positions)
@@ -307,8 +333,7 @@ class Network:
         if trained and torch.is_grad_enabled():
             return _Hidden.apply(trained[0], self, batch, rows, routes), routes
         cache, base = self._own_cache(batch)
-        hidden = self._forward(self._call(batch, cache, base, routes), None, KEEP_NOTHING)
-        return hidden[index(rows)], routes
+        return self._pass(self._call(batch, cache, base, routes))[index(rows)], routes
 
     def _own_cache(self, batch: Ragged) -> tuple[Cache, Ints]:
         """A cache of exactly these sequences, and where each begins."""
@@ -324,7 +349,7 @@ class _Hidden(Function):
         cache, base = network._own_cache(batch)
         ctx.call = network._call(batch, cache, base, routes)
         ctx.keep, ctx.network, ctx.rows = keep, network, rows
-        ctx.kept = torch.empty(library.load().kept_floats(ctypes.byref(network.struct), len(batch.ids), keep))
+        ctx.kept = network._memory(len(batch.ids), keep)
         return network._forward(ctx.call, ctx.kept, keep)[index(rows)]
 
     @staticmethod

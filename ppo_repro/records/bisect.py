@@ -14,20 +14,25 @@ from ppo_repro.errors import UserError
 from ppo_repro.records import arrow, reader
 from ppo_repro.records.schema import Column, Table
 
-_MODE = Column("mode", "string", "", "Numerics: exact or native.")
+_MODE = Column("mode", "string", "", "Numerics: deterministic or native.")
 _EXPLAINED = (
     "Share of mean |delta| of the log-probs that goes away when the training forward is given the decoded output of "
-    "this module; null where no log-prob differs."
+    "this operation; null where no log-prob differs, and before the head in deterministic numerics."
 )
 OPS = Table(
     "mismatch_op",
-    "one row per module of the policy and mode, in the order of execution",
+    "one row per operation of the policy and mode, in the order of execution",
     ("mode", "order"),
     (
         _MODE,
         Column("order", "int32", "index", "Position in the order of execution, from 0."),
         Column("layer", "int32", "index", "Decoder layer, -1 outside of them."),
-        Column("op", "string", "", "Module within the layer; log_probs is what follows the head."),
+        Column(
+            "op",
+            "string",
+            "",
+            "Native: module within the layer. Deterministic: embeddings, layer, last_norm, head. Then log_probs.",
+        ),
         Column("tokens", "int32", "tokens", "Positions compared."),
         Column("max_abs", "float64", "", "Largest |cached decode - training forward| of its output."),
         Column("mean_abs", "float64", "", "Mean of the same."),
@@ -35,8 +40,8 @@ OPS = Table(
         Column("cos", "float64", "", "Cosine of the two outputs."),
         Column("ulp_p99", "float64", "ulp", "99th percentile of the distance in float32 units in the last place."),
         Column("frac_bitwise_equal", "float64", "", "Share of the output's numbers with the same bits."),
-        Column("inputs_equal", "bool", "", "Both paths gave the module the same bits."),
-        Column("outputs_equal", "bool", "", "The module gave the same bits."),
+        Column("inputs_equal", "bool", "", "Both paths gave the operation the same bits."),
+        Column("outputs_equal", "bool", "", "The operation gave the same bits."),
         Column("amplification", "float64", "", "rel_l2 of output over input; null for equal inputs.", nullable=True),
         Column("explained", "float64", "", _EXPLAINED, nullable=True),
     ),

@@ -1,4 +1,4 @@
-"""Where two paths part: at no module in exact numerics, at one in native, and at a planted fault exactly."""
+"""Where two paths part: nowhere in deterministic numerics, at a module in native ones, and where a fault was planted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from analysis.diagnosis.attribution import Origin, by_layer_and_op, origin, read_ladder, read_ops
 from ppo_repro.checks.bisect import Op, compare_ops, first_divergent_op, ulps
 from ppo_repro.checks.capture import Subject, decoded, trained
-from ppo_repro.checks.conditions import TOGGLES, ladder
+from ppo_repro.checks.conditions import ladder, toggles
 from ppo_repro.checks.replay import Replay
 from ppo_repro.commands.cli import main
 from ppo_repro.errors import UserError
@@ -53,53 +53,54 @@ def planted(model: PreTrainedModel, module: str) -> PreTrainedModel:
     return other
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gpt2", "gemma", "gpt_neox"])
-def test_no_op_differs_in_exact_numerics_and_one_does_in_native(architecture: str) -> None:
-    exact = ops_of(subject(architecture, "exact"))
-    assert first_divergent_op(exact) == "" and all(op.outputs_equal and op.explained is None for op in exact)
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+def test_no_op_differs_in_deterministic_numerics_and_one_does_in_native(architecture: str) -> None:
+    found = ops_of(subject(architecture, "deterministic"))
+    assert first_divergent_op(found) == "" and all(op.outputs_equal and op.explained is None for op in found)
+    assert [(op.layer, op.op) for op in found] == [
+        *((-1, "embeddings"), (0, "layer"), (1, "layer"), (-1, "last_norm"), (-1, "lm_head"), (-1, "log_probs"))
+    ]
     native = ops_of(subject(architecture, "native"))
     first = next(op for op in native if not op.outputs_equal)
     assert first_divergent_op(native).startswith("layer 0 ") and first.layer == 0
     # every input before the first difference is the same, so it starts inside this block or is attention itself
     assert all(op.inputs_equal for op in native if op.order < first.order)
-    assert {op.op for op in native} == {op.op for op in exact}
 
 
 @pytest.mark.parametrize(
     ("module", "named"),
     [
-        ("model.embed_tokens", "model.embed_tokens"),
-        ("model.layers.0.self_attn.v_proj", "layer 0 self_attn.v_proj"),
-        ("model.layers.0.mlp.down_proj", "layer 0 mlp.down_proj"),
-        ("model.layers.1.input_layernorm", "layer 1 input_layernorm"),
-        ("model.layers.1.self_attn.o_proj", "layer 1 self_attn.o_proj"),
-        ("model.norm", "model.norm"),
+        ("model.layers.0.self_attn.v_proj", "layer 0 layer"),
+        ("model.layers.1.input_layernorm", "layer 1 layer"),
+        ("model.norm", "last_norm"),
         ("lm_head", "lm_head"),
     ],
 )
-def test_a_planted_fault_is_found_at_its_module(module: str, named: str) -> None:
-    s = subject("llama", "exact")
-    if module == "model.embed_tokens":
-        # the row of a token that occurs
-        other = copy.deepcopy(s.policy)
-        with torch.no_grad():
-            other.get_submodule(module).weight[s.requests[0].prompt_ids[0]] += 0.25
-    else:
-        other = planted(s.policy, module)
-    ops = list(compare_ops(s, other))
+def test_a_planted_fault_is_found_where_it_is(module: str, named: str) -> None:
+    s = subject("llama", "deterministic")
+    ops = list(compare_ops(s, planted(s.policy, module)))
     assert first_divergent_op(ops) == named
-    found = next(op for op in ops if op.inputs_equal and not op.outputs_equal)
-    # what this module gives is the whole of the difference: with the other path's output nothing is left
-    assert found.explained == 1.0 and found.amplification is None
-    assert all(op.outputs_equal for op in ops if op.order < found.order)
+    found = next(op for op in ops if not op.outputs_equal)
+    assert found.inputs_equal and found.amplification is None
+    # all of the difference is in the logits
+    assert [op.explained for op in ops] == [None] * 4 + [1.0, None]
     assert found.max_abs >= found.mean_abs > 0 and 0 <= found.frac_bitwise_equal < 1 and found.cos <= 1 + 1e-12
+
+
+def test_a_planted_fault_of_the_embeddings_is_found_there() -> None:
+    s = subject("llama", "deterministic")
+    other = copy.deepcopy(s.policy)
+    with torch.no_grad():  # the row of a token that occurs
+        other.get_submodule("model.embed_tokens").weight[s.requests[0].prompt_ids[0]] += 0.25
+    assert first_divergent_op(list(compare_ops(s, other))) == "embeddings"
 
 
 def test_a_fault_before_the_first_rounding_difference_is_found_in_native_numerics() -> None:
     s = subject("llama", "native")
-    assert first_divergent_op(list(compare_ops(s, planted(s.policy, "model.layers.0.input_layernorm")))) == (
-        "layer 0 input_layernorm"
-    )
+    ops = list(compare_ops(s, planted(s.policy, "model.layers.0.input_layernorm")))
+    assert first_divergent_op(ops) == "layer 0 input_layernorm"
+    # what the embeddings give is the same on both paths: to exchange it changes nothing
+    assert ops[0].explained == 0.0 and 0.0 < ops[-2].explained <= 1.0
 
 
 @pytest.mark.parametrize("mode", ["deterministic", "native"])
@@ -117,8 +118,8 @@ def test_the_decoded_path_is_the_engines(mode: str, sampling: str) -> None:
 
 
 def test_replaying_gives_back_the_responses() -> None:
-    s = subject("qwen3", "exact")
-    done = Replay(s.policy, "exact", CONTEXT, 2, s.completions).generate(s.requests, s.sampling)
+    s = subject("qwen3", "deterministic")
+    done = Replay(s.policy, "deterministic", CONTEXT, 2, s.completions).generate(s.requests, s.sampling)
     assert [(c.response_ids, c.finish_reason) for c in done] == [
         (c.response_ids, c.finish_reason) for c in s.completions
     ]
@@ -133,9 +134,10 @@ def test_units_in_the_last_place_by_hand() -> None:
 @pytest.mark.parametrize("mode", ["deterministic", "native"])
 def test_the_ladder(mode: str) -> None:
     s = subject("qwen3", mode)
-    steps = ladder(s)
+    steps, names = ladder(s), toggles(mode)
+    assert len(names) == {"deterministic": 4, "native": 6}[mode]
     assert [(x.way, x.toggle) for x in steps] == (
-        [("one", name) for name in TOGGLES] + [("but_one", name) for name in ("all", *TOGGLES)]
+        [("one", name) for name in names] + [("but_one", name) for name in ("all", *names)]
     )
     alone = {x.toggle: x for x in steps if x.way == "one"}
     rest = {x.toggle: x for x in steps if x.way == "but_one"}
@@ -147,7 +149,7 @@ def test_the_ladder(mode: str) -> None:
         assert rest["bfloat16_weights"].mean_abs == 0.0
     else:
         assert 0 < alone["cached_decode"].mean_abs < 5e-6 and alone["other_kernels"].max_abs < 1e-4
-    for name in TOGGLES:
+    for name in names:
         assert rest[name].change == rest["all"].mean_abs - rest[name].mean_abs
         assert alone[name].change == alone[name].mean_abs <= alone[name].max_abs and alone[name].k3 >= 0
 
@@ -164,9 +166,9 @@ def test_the_command_on_a_run(
 ) -> None:
     assert call(monkeypatch, deterministic_run, "--out", tmp_path, "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["first_divergent_op"] == {"exact": "", "native": "layer 0 self_attn.q_proj"}
+    assert found["first_divergent_op"] == {"deterministic": "", "native": "layer 0 self_attn.q_proj"}
     folder = Path(found["folder"])
-    assert origin(read_ops(folder, "exact")) is None
+    assert origin(read_ops(folder, "deterministic")) is None
     ops = read_ops(folder, "native")
     start = origin(ops)
     assert isinstance(start, Origin) and (start.layer, start.op) == (0, "self_attn.q_proj") and start.rel_l2 < 1e-5
@@ -174,7 +176,7 @@ def test_the_command_on_a_run(
     assert list(heat.index) == [-1, 0, 1] and heat.loc[0, "input_layernorm"] == 0.0 and heat.loc[1, "layer"] > 0
     assert list(read_ladder(folder, "native")["way"].unique()) == ["one", "but_one"]
     assert len(found["ops"]) == len(read_table(folder, "mismatch_op"))
-    with pytest.raises(UserError, match="there are exact, native"):
+    with pytest.raises(UserError, match="there are deterministic, native"):
         read_ops(folder, "both")
     with pytest.raises(UserError, match="metric = 'size': there are mode, order"):
         by_layer_and_op(ops, "size")
@@ -189,7 +191,7 @@ def test_what_cannot_be_bisected_is_refused(
         read_table(tmp_path, "mismatch_op")
     with pytest.raises(UserError, match="there are mismatch_op, mismatch_ladder"):
         read_table(tmp_path, "ops")
-    pd.DataFrame({"mode": ["exact"]}).to_parquet(tmp_path / "mismatch_op.parquet")
+    pd.DataFrame({"mode": ["native"]}).to_parquet(tmp_path / "mismatch_op.parquet")
     with pytest.raises(UserError, match="has columns mode; write it again"):
         read_table(tmp_path, "mismatch_op")
 

@@ -7,12 +7,13 @@ Arrays are float32 where nothing else is said; T: positions of one sequence, H: 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 import numpy as np
 
 from tests.numerics.definition_elementary import Array, D, F, erf32, exp32, fma, sigmoid32, sin_cos64, tanh32
+from tests.numerics.definition_rounding import Rounding, rounded
 
 BLOCK, LANES = 128, 16
 EVERYWHERE = ...
@@ -185,6 +186,7 @@ class Model:
     chosen: int = 0  # experts of a token
     normalised: bool = False  # routing weights are a softmax over the chosen experts, not over all
     padding: int = -1  # a token whose embedding takes no gradient
+    rounding: Rounding = field(default_factory=Rounding)
 
 
 def parameters(model: Model) -> dict[str, Array]:
@@ -221,6 +223,18 @@ def linear_backward(grads: Contributions, name: str, matrix: Matrix, dy: Array, 
     if matrix.bias is not None:
         grads[f"{name}.bias"] = column_addends(dy, None, position)
     return product(dy, matrix.w.T)
+
+
+def layer_linear(model: Model, x: Array, matrix: Matrix) -> Array:
+    """`linear`, rounded where the model rounds activations."""
+    return rounded(model.rounding.activations, linear(x, matrix))
+
+
+def layer_linear_backward(
+    grads: Contributions, name: str, model: Model, matrix: Matrix, dy: Array, x: Array, position: Array
+) -> Array:
+    """`linear_backward`, rounded where the model rounds gradients."""
+    return rounded(model.rounding.gradients, linear_backward(grads, name, matrix, dy, x, position))
 
 
 @dataclass(frozen=True)
@@ -261,6 +275,12 @@ def norm_backward(
     g = dy * norm_factor(kind, weights)
     centred = fma(-of.x_hat, row_mean(g, of.x_hat), g)
     return of.r * (centred - row_mean(g) if kind == "layer" else centred)
+
+
+def layer_norm(model: Model, x: Array, weights: NormWeights) -> Normed:
+    """The model's norm of rows of the residual stream; y rounded where the model rounds activations."""
+    of = norm(model.norm, x, weights, model.eps)
+    return replace(of, y=rounded(model.rounding.activations, of.y))
 
 
 def rotate(x: Array, cosine: Array, sine: Array) -> Array:
@@ -393,23 +413,26 @@ def _norm_heads(model: Model, x: Array, weights: NormWeights | None) -> tuple[Ar
 
 def attention_block(model: Model, layer: Layer, x: Array) -> tuple[Array, AttentionBlock]:
     """Attention of normed rows x [T, H], after its output layer; and what the backward pass needs."""
-    raw, (q_columns, k_columns, v_columns) = linear(x, layer.qkv), _head_columns(model)
+    r = model.rounding
+    x = rounded(r.inputs, x)
+    raw, (q_columns, k_columns, v_columns) = layer_linear(model, x, layer.qkv), _head_columns(model)
     cosine, sine = model.cosine[: len(x)], model.sine[: len(x)]
     q, q_normed = _norm_heads(model, raw[:, q_columns], layer.q_norm)
     k, k_normed = _norm_heads(model, raw[:, k_columns], layer.k_norm)
     if cosine.size:
         q, k = rotate(q, cosine, sine), rotate(k, cosine, sine)
-    q, k, v = (a.swapaxes(0, 1) for a in (q, k, raw[:, v_columns]))
-    attention = attend(q, k, v, layer.scale, layer.window)
-    mixed = attention.out.swapaxes(0, 1).reshape(len(x), -1)
-    return linear(mixed, layer.out), AttentionBlock(x, q_normed, k_normed, attention, mixed)
+    q, k = (rounded(r.activations, a, scaled=False) for a in (q, k))
+    k, v = (rounded(r.cache, a, scaled=False) for a in (k, raw[:, v_columns]))
+    attention = attend(*(a.swapaxes(0, 1) for a in (q, k, v)), layer.scale, layer.window)
+    mixed = rounded(r.inputs, rounded(r.activations, attention.out.swapaxes(0, 1).reshape(len(x), -1)))
+    return layer_linear(model, mixed, layer.out), AttentionBlock(x, q_normed, k_normed, attention, mixed)
 
 
 def attention_block_backward(
     grads: Contributions, name: str, model: Model, layer: Layer, dy: Array, of: AttentionBlock, position: Array
 ) -> Array:
     """The gradient of `attention_block`'s x."""
-    d_mixed = linear_backward(grads, f"{name}.out", layer.out, dy, of.mixed, position)
+    d_mixed = layer_linear_backward(grads, f"{name}.out", model, layer.out, dy, of.mixed, position)
     d_out = d_mixed.reshape(len(dy), model.heads, model.head_dim).swapaxes(0, 1)
     d_heads = attend_backward(of.attention, d_out, layer.scale, layer.window)
     dq, dk, dv = (a.swapaxes(0, 1) for a in d_heads)
@@ -422,7 +445,8 @@ def attention_block_backward(
     d_raw = np.zeros((len(dy), len(layer.qkv.w)), F)
     for columns, d in zip(_head_columns(model), (dq, dk, dv), strict=True):
         d_raw[:, columns] = d
-    return linear_backward(grads, f"{name}.qkv", layer.qkv, d_raw, of.x, position)
+    d_raw = rounded(model.rounding.gradients, d_raw)
+    return layer_linear_backward(grads, f"{name}.qkv", model, layer.qkv, d_raw, of.x, position)
 
 
 def _norm_heads_backward(
@@ -446,12 +470,15 @@ class Mlp:
 
 def mlp(model: Model, up: Matrix, down: Matrix, x: Array) -> tuple[Array, Mlp]:
     """down(act(up x)), or down(act(gate x) (up x)); and what the backward pass needs."""
-    raised = linear(x, up)
+    r = model.rounding
+    x = rounded(r.inputs, x)
+    raised = layer_linear(model, x, up)
     gate, factor = np.split(raised, 2, -1) if model.gated else (raised, None)
     act = activate(model.activation, gate)[0]
     if factor is not None:
         act = act * factor
-    return linear(act, down), Mlp(x, raised, act)
+    act = rounded(r.inputs, rounded(r.activations, act))
+    return layer_linear(model, act, down), Mlp(x, raised, act)
 
 
 def mlp_backward(
@@ -465,14 +492,15 @@ def mlp_backward(
     position: Array,
 ) -> Array:
     """The gradient of x. Gated: d up = d act(gate), d gate = (d up) act'(gate), with d the gradient of the product."""
-    d = linear_backward(grads, names[1], down, dy, of.act, position)
+    d = layer_linear_backward(grads, names[1], model, down, dy, of.act, position)
     if model.gated:
         gate, factor = np.split(of.up, 2, -1)
         value, slope = activate(model.activation, gate)
         d = np.concatenate([(d * factor) * slope, d * value], -1)
     else:
         d = d * activate(model.activation, of.up)[1]
-    return linear_backward(grads, names[0], up, d, of.x, position)
+    d = rounded(model.rounding.gradients, d)
+    return layer_linear_backward(grads, names[0], model, up, d, of.x, position)
 
 
 @dataclass(frozen=True)
@@ -504,17 +532,17 @@ def softmax(logits: Array) -> Array:
 def mixture(model: Model, layer: Layer, x: Array, given: Array | None) -> tuple[Array, Mixture]:
     """out = sum of w[e] expert_e(x) by rising e, a chain of fma(w, y, acc) from +0; `given` [T, k]: no choice here."""
     assert layer.router is not None
-    logits = linear(x, layer.router)
+    logits = layer_linear(model, x, layer.router)
     experts = choose(logits, model.chosen) if given is None else given
     p = softmax(np.take_along_axis(logits, experts, -1) if model.normalised else logits)
-    weights = p if model.normalised else np.take_along_axis(p, experts, -1)
+    weights = rounded(model.rounding.activations, p if model.normalised else np.take_along_axis(p, experts, -1))
     out, parts = np.zeros_like(x), []
     for e, (up, down) in enumerate(zip(layer.expert_up, layer.expert_down, strict=True)):
         rows, rank = np.nonzero(experts == e)
         y, inside = mlp(model, up, down, x[rows])
         out[rows] = fma(weights[rows, rank][:, None], y, out[rows])
         parts.append((rows, rank, y, inside))
-    return out, Mixture(x, experts, p, weights, tuple(parts))
+    return rounded(model.rounding.activations, out), Mixture(x, experts, p, weights, tuple(parts))
 
 
 def mixture_backward(
@@ -533,13 +561,13 @@ def mixture_backward(
     np.put_along_axis(d_logits, of.experts, of.p * (g - mean) if model.normalised else g, -1)
     if not model.normalised:
         d_logits = of.p * (d_logits - mean)
-    dx = linear_backward(grads, f"{name}.router", layer.router, d_logits, of.x, position)
+    dx = layer_linear_backward(grads, f"{name}.router", model, layer.router, d_logits, of.x, position)
     for e, (rows, rank, _, inside) in enumerate(of.parts):
-        d = of.weights[rows, rank][:, None] * dy[rows]
+        d = rounded(model.rounding.gradients, of.weights[rows, rank][:, None] * dy[rows])
         names = (f"{name}.expert_up.{e}", f"{name}.expert_down.{e}")
         up, down = layer.expert_up[e], layer.expert_down[e]
         dx[rows] = dx[rows] + mlp_backward(grads, names, model, up, down, d, inside, position[rows])
-    return dx
+    return rounded(model.rounding.gradients, dx)
 
 
 # ---------------------------------------------------------------------------------------------------- the network
@@ -571,7 +599,9 @@ class Activations:
 def embed(model: Model, ids: Array) -> Array:
     """Rows of the embedding times its scale, then + rows of learned positions."""
     x = model.embedding[ids] * F(model.embedding_scale)
-    return x if model.positions is None else x + model.positions[: len(ids)]
+    if model.positions is not None:
+        x = x + model.positions[: len(ids)]
+    return rounded(model.rounding.activations, x, scaled=False)
 
 
 def forward(model: Model, ids: Sequence[int], routes: Array | None = None) -> Activations:
@@ -580,20 +610,21 @@ def forward(model: Model, ids: Sequence[int], routes: Array | None = None) -> Ac
     `routes` [layers with experts, T, k] gives the experts of each token, by rising index; None: routers choose.
     """
     x, layers, given = embed(model, np.asarray(ids)), [], iter(() if routes is None else routes)
+    form = model.rounding.activations
     for layer in model.layers:
-        normed1 = norm(model.norm, x, layer.norm1, model.eps)
+        normed1 = layer_norm(model, x, layer.norm1)
         attended, attention = attention_block(model, layer, normed1.y)
-        after = x + attended
-        normed2 = norm(model.norm, x if model.parallel else after, layer.norm2, model.eps)
+        after = rounded(form, x + attended)
+        normed2 = layer_norm(model, x if model.parallel else after, layer.norm2)
         inside: Mlp | Mixture
         if layer.router is not None:
             raised, inside = mixture(model, layer, normed2.y, next(given, None))
         else:
             assert layer.up is not None and layer.down is not None
             raised, inside = mlp(model, layer.up, layer.down, normed2.y)
-        x = after + raised
+        x = rounded(form, after + raised)
         layers.append(LayerActivations(normed1, attention, normed2, inside))
-    return Activations(np.asarray(ids), tuple(layers), norm(model.norm, x, model.last_norm, model.eps))
+    return Activations(np.asarray(ids), tuple(layers), layer_norm(model, x, model.last_norm))
 
 
 def backward(model: Model, of: Activations, d_hidden: Array) -> Contributions:
@@ -604,7 +635,8 @@ def backward(model: Model, of: Activations, d_hidden: Array) -> Contributions:
     """
     grads: Contributions = {}
     position = np.arange(len(of.ids))
-    d = norm_backward(grads, "last_norm", model.norm, model.last_norm, d_hidden, of.last, position)
+    form = model.rounding.gradients
+    d = rounded(form, norm_backward(grads, "last_norm", model.norm, model.last_norm, d_hidden, of.last, position))
     for index in reversed(range(len(model.layers))):
         name, layer, seen = f"layers.{index}", model.layers[index], of.layers[index]
         if isinstance(seen.mlp, Mixture):
@@ -613,9 +645,11 @@ def backward(model: Model, of: Activations, d_hidden: Array) -> Contributions:
             assert layer.up is not None and layer.down is not None
             names = (f"{name}.up", f"{name}.down")
             dh = mlp_backward(grads, names, model, layer.up, layer.down, d, seen.mlp, position)
-        d2 = d + norm_backward(grads, f"{name}.norm2", model.norm, layer.norm2, dh, seen.normed2, position)
+        dh = norm_backward(grads, f"{name}.norm2", model.norm, layer.norm2, dh, seen.normed2, position)
+        d2 = rounded(form, d + dh)
         dh = attention_block_backward(grads, name, model, layer, d if model.parallel else d2, seen.attention, position)
-        d = d2 + norm_backward(grads, f"{name}.norm1", model.norm, layer.norm1, dh, seen.normed1, position)
+        dh = norm_backward(grads, f"{name}.norm1", model.norm, layer.norm1, dh, seen.normed1, position)
+        d = rounded(form, d2 + dh)
     if model.positions is not None:
         grads["positions"] = row_addends(d, position)
     trained = np.flatnonzero(of.ids != model.padding)

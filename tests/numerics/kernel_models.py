@@ -8,11 +8,12 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
 from ppo_repro.numerics.gradient_sums import Sums
+from ppo_repro.numerics.precision import number
 from ppo_repro.numerics.structs import BatchStruct, LayerStruct, MatrixStruct, ModelStruct, NormStruct, address, ints
 from tests.numerics.definition import Array, Layer, Matrix, Model, NormWeights, parameters, slot_of
 
@@ -143,6 +144,7 @@ class KernelModel:
         places = ("q_at", "q_step", "k_at", "k_step", "v_at", "v_step")
         return ModelStruct(
             **{name: getattr(m, name) for name in (*same, *numbers, *places)},
+            **{f"round_{of.name}": number(getattr(m.rounding, of.name)) for of in fields(m.rounding)},
             layers=len(m.layers),
             hidden=m.embedding.shape[1],
             vocabulary=len(m.embedding),

@@ -357,17 +357,20 @@ static void mixture_backward(const Model *m, const Batch *b, const Layer *l, Sav
   Dispatch d = dispatch(m, s.route, t);
   Mixture a = {m, b, 0, s, dy, d_rows, d_router, d.place, dh};
   for_rows(t, spread_row, &a);
+  round_rows(m->round_gradients, d_rows, (int)rows, n);
   for_rows(t, route_backward_row, &a);
   for (int e = 0; e < m->experts; e++) {
     Blocks own = expert_blocks(b, &d, e, blocks->sums);
     long first = d.start[e];
     layer_linear_backward(m, &l->expert_down[e], d_rows + first * n, s.act + first * mlp, &own, d_act + first * mlp);
     for_rows(own.rows, activation_backward_row, &(Activation){m->activation, m->gated, mlp, s.up + first * up, NULL, d_act + first * mlp, d_up + first * up});
+    round_rows(m->round_gradients, d_up + first * up, own.rows, up);
     layer_linear_backward(m, &l->expert_up[e], d_up + first * up, s.rows + first * n, &own, d_rows + first * n);
     free_blocks(&own);
   }
   layer_linear_backward(m, &l->router, d_router, s.h2, blocks, dh);
   for_rows(t, gather_backward_row, &a);
+  round_rows(m->round_gradients, dh, t, n);
   free(d.start);
 }
 

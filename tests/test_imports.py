@@ -28,7 +28,8 @@ PPO_REPRO = """
     numerics.sharding
     numerics.trunk numerics.optim
     rollout remedies
-    rollout.sglang sglang_plugin sglang_plugin.cpu_shim.sgl_kernel tasks
+    sglang_plugin sglang_plugin.cpu_shim.sgl_kernel tasks
+    rollout.sglang
     models
     stages preferences plan accuracy
     loop side_tables

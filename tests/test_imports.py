@@ -17,15 +17,13 @@ STANDARD = set(sys.stdlib_module_names) | {"__future__"}
 PPO_REPRO = """
     errors secrets mistakes clock buffers seeding watcher
     output
-    shares disk
-    interrupts heartbeats collectives config numerics.arithmetic
+    disk
+    interrupts config numerics.arithmetic
     assets ranks ppo records numerics.kernels.core
-    mesh
     numerics.kernels.attention numerics.kernels.float64
     numerics.kernels
     numerics
     numerics.layers
-    numerics.sharding
     numerics.trunk numerics.optim
     rollout remedies
     sglang_plugin sglang_plugin.cpu_shim.sgl_kernel tasks

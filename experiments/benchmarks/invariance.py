@@ -92,9 +92,7 @@ def _resumed(out: Path, numerics: Sequence[str]) -> Outcome:
     return _outcome(condition, run_dir)
 
 
-def _process(
-    out: Path, numerics: Sequence[str], condition: str, environment: dict[str, str], ranks: int
-) -> Outcome:
+def _process(out: Path, numerics: Sequence[str], condition: str, environment: dict[str, str], ranks: int) -> Outcome:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *launcher, "-m", "ppo_repro", "run", str(CONFIG), "--out", str(out), "--json"]
     sets = [argument for setting in numerics for argument in ("--set", setting)]

@@ -19,7 +19,7 @@ MOMENTS = 2 * FLOAT
 SUM, LONG_SUM = 8, 12  # bytes of a gradient's integer sum; of one over more than LONG_STEP tokens
 LONG_STEP = 1 << 12
 INPUT = 8  # bytes of an input's number on its grid
-LOGITS_AT_ONCE = 1 << 24  # numbers; the constant of stages.forward, which imports torch; a test compares them
+LOGITS_AT_ONCE = 1 << 24  # numbers; the constant of stages.pieces, which imports torch; a test compares them
 # mixed-precision Adam: weight and gradient in 16 bits, master weight and two moments in 32; a frozen model has its
 # weights in 16 bits. Rajbhandari et al., 2020, section 3.1
 MIXED_TRAINED, MIXED_FROZEN = 16, 2
@@ -29,6 +29,7 @@ _ADVICE = {
     "weights": "take a smaller model",
     "moments": _LARGE_MODEL,
     "older policies": "lower mismatch.sampler.lag, or set lora",
+    "copies": "take float32 weights in mismatch, or a smaller model",
     "packed weights": "take a smaller model",
     "gradients": _LARGE_MODEL,
     "KV cache": "lower layout.rollout_slots or numerics.max_context",
@@ -88,6 +89,8 @@ class Work:
     recompute: bool  # gradient checkpointing
     side_by_side: bool  # policy and value model step at the same time
     older_policies: int  # versions that a sampler which is behind needs
+    sampler_stock: int  # bytes of a number of a sampler's copy that computes as torch does; 0: there is none
+    sampler_rounds: bool  # whether the sampler has rounded weights
     reference_in_steps: bool  # whether the policy's loss needs the reference's logits
     processes: int
 
@@ -160,6 +163,7 @@ def make_plan(policy: Sizes, models: tuple[Model, ...], value: Sizes | None, wor
         "weights": {"loading": read, **dict.fromkeys(PHASES[1:], stays)},
         "moments": dict.fromkeys(PHASES, MOMENTS * sum(model.trained for model in trained)),
         "older policies": older,
+        "copies": _copies(policy, work),
         "packed weights": _packed(models[0], others, trained, lora, work) if work.exact else {},
         "gradients": {"update": per_gradient * sum(model.collected for model in trained)},
         "activations": _activations(policy, value, work),
@@ -167,6 +171,13 @@ def make_plan(policy: Sizes, models: tuple[Model, ...], value: Sizes | None, wor
         "logits": _logits(policy, work),
     }
     return Plan(models, {name: row for name, row in rows.items() if any(row.values())}, work.processes)
+
+
+def _copies(policy: Sizes, work: Work) -> dict[str, int]:
+    """A sampler's copy that computes as torch does, or its rounded weights in float32."""
+    rounded = FLOAT * (policy.linears + policy.head) if work.sampler_rounds else 0
+    stock = dict.fromkeys(PHASES, work.sampler_stock * policy.parameters)
+    return {**stock, "rollout": stock["rollout"] + rounded}
 
 
 def _packed(policy: Model, others: list[Model], trained: list[Model], lora: bool, work: Work) -> dict[str, int]:

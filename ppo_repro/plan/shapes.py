@@ -41,7 +41,7 @@ def sizes_of(
     mlps = [shape for name, shape in shapes.items() if ".mlp." in name]
     mixtures = [cast(Any, module) for module in model.modules() if type(module) in MIXTURES]
     hidden, layers, inner = config.hidden_size, config.num_hidden_layers, mlps[0][0] if mlps else 0
-    routed, of_mixture = 0, 0
+    chosen, routed, of_mixture = 0, 0, 0
     if mixtures:
         chosen, expert = int(mixtures[0].gate.top_k), mixtures[0].experts.down_proj.shape[-1]
         routed, of_mixture = chosen * expert, chosen * (2 * hidden + 4 * expert)
@@ -51,7 +51,7 @@ def sizes_of(
     of_mlp = len(mlps) * inner // max(1, layers - len(mixtures))
     if not exact:  # torch keeps the inputs of norms and activations too
         attention += 2 * hidden + norms * (queries + keys)
-        of_mlp, of_mixture = of_mlp + inner, of_mixture + routed // max(1, inner or 1) * hidden
+        of_mlp, of_mixture = of_mlp + inner, of_mixture + chosen * hidden
     head = head_of(model).get_parameter("weight").numel()
     experts = sum(p.numel() for mixture in mixtures for p in mixture.parameters())
     return Sizes(
@@ -81,7 +81,7 @@ def work_of(config: RunConfig, processes: int = 1) -> Work:
         ceil(count / processes)
         for count in (config.sequences_per_iteration, config.ppo.minibatch_size, config.task.num_eval_prompts)
     )
-    exact, lag = config.numerics.mode == "deterministic", config.mismatch.sampler.lag
+    exact, sampler = config.numerics.mode == "deterministic", config.mismatch.sampler
     return Work(
         exact=exact,
         slots=min(layout.rollout_slots, max(sequences, evaluated)),
@@ -93,7 +93,9 @@ def work_of(config: RunConfig, processes: int = 1) -> Work:
         packed=layout.padding == "none",
         recompute=layout.gradient_checkpointing,
         side_by_side=exact and processes == 1 and layout.threads > 1 and isinstance(config.value, SeparateValue),
-        older_policies=0 if lag is None else min(lag.most, config.ppo.iterations - 1),
+        older_policies=0 if sampler.lag is None else min(sampler.lag.most, config.ppo.iterations - 1),
+        sampler_stock=0 if sampler.stock is None else getattr(torch, sampler.stock).itemsize,
+        sampler_rounds=sampler.precision.weights != "float32",
         reference_in_steps=isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact",
         processes=processes,
     )

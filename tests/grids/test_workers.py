@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -10,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.commands.cli import _run
-from ppo_repro.errors import UserError
 from ppo_repro.grids.cell import LOG, Order, finish_cell, start_cell, state_of
 from ppo_repro.grids.engines import Processes
 from ppo_repro.grids.grid import _lay_out, run_grid
@@ -19,7 +16,7 @@ from ppo_repro.grids.progress import ConsoleGrid
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.grids.worker import ForkedCell, Worker
 from ppo_repro.records import reader
-from tests.support.grids import fingerprints, grid_file
+from tests.support.grids import grid_file
 from tests.support.interrupts import hearing_ctrl_c
 
 pytestmark = pytest.mark.timeout(400)

@@ -17,6 +17,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.models.load import read_model_config
 from ppo_repro.models.lora import choose_layers, linear_layers, shape_of
 from ppo_repro.models.tiny import tiny_config
+from ppo_repro.numerics.description import check_config
 from ppo_repro.numerics.families import (
     CAUSAL_MODELS,
     CLASSIFIERS,
@@ -26,7 +27,6 @@ from ppo_repro.numerics.families import (
     head_of,
     key_value_heads,
 )
-from ppo_repro.numerics.description import check_config
 from ppo_repro.plan.memory import Plan, Sizes, Work, frozen_model, make_plan, trained_model
 
 
@@ -42,11 +42,8 @@ def sizes_of(
     mixtures = [cast(Any, module) for module in model.modules() if type(module) in MIXTURES]
     hidden, layers, inner = config.hidden_size, config.num_hidden_layers, mlps[0][0] if mlps else 0
     heads, key_heads = config.num_attention_heads, key_value_heads(config)
-    queries, keys, qk_norm = (
-        head_dim(config) * heads,
-        head_dim(config) * key_heads,
-        any(name.endswith("q_norm") for name, _ in model.named_modules()),
-    )
+    queries, keys = head_dim(config) * heads, head_dim(config) * key_heads
+    qk_norm = any(name.endswith("q_norm") for name, _ in model.named_modules())
     chosen = int(mixtures[0].gate.top_k) if mixtures else 0
     expert = mixtures[0].experts.down_proj.shape[-1] if mixtures else 0
     of_mlp = len(mlps) * inner // max(1, layers - len(mixtures))

@@ -115,6 +115,7 @@ def test_the_limit_is_not_more_than_the_machine_has() -> None:
     assert limit is not None and (1 << 28) < limit < (1 << 50)
 
 
+SHORT = ("layout.rollout_slots=1", "layout.forward_micro_batch=1", "ppo.minibatch_size=2")
 LONG = ("numerics.max_context=4000", "rollout.max_response_tokens=3990", "layout.forward_micro_batch=1")
 
 
@@ -123,7 +124,7 @@ LONG = ("numerics.max_context=4000", "rollout.max_response_tokens=3990", "layout
     [
         ((*LONG, "layout.rollout_slots=1"), "activations in update", "layout.update_micro_batch"),
         ((*LONG, "layout.update_micro_batch=1"), "KV cache in rollout", "layout.rollout_slots"),
-        (("model.hidden_size=512", "model.num_attention_heads=8"), "moments in ", "lora"),
+        ((*SHORT, "model.hidden_size=512", "model.num_attention_heads=8"), "moments in ", "lora"),
     ],
 )
 def test_the_largest_part_is_named_with_its_setting(overrides: tuple[str, ...], name: str, setting: str) -> None:

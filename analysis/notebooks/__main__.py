@@ -1,7 +1,7 @@
 """Execute the notebooks and write them, pictures inside: `python -m analysis.notebooks [NAME ...]`.
 
-The runs that they show are recorded below runs/notebooks first, where they are not there yet: the quickstart in exact
-and in native numerics, and a small grid. PPO_RUN, PPO_OTHER_RUN and PPO_GRID name others.
+The runs that they show are recorded below runs/notebooks first, where they are not there yet: the quickstart in
+deterministic and in native numerics, and a small grid. PPO_RUN, PPO_OTHER_RUN and PPO_GRID name others.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _command(*arguments: str) -> None:
 
 # what a notebook may read, by the environment variable that names another one
 SHOWN: dict[str, Callable[[], Path]] = {
-    "PPO_RUN": partial(_quickstart, "exact"),
+    "PPO_RUN": partial(_quickstart, "deterministic"),
     "PPO_OTHER_RUN": partial(_quickstart, "native"),
     "PPO_GRID": _grid,
 }

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ppo_repro.numerics.precision import Precision
+
 # bits of the stored significand, smallest exponent of a normal number, largest number, whether numbers are clamped
 SHAPES: dict[str, tuple[int, int, float, bool]] = {
     "bfloat16": (7, -126, (2 - 2.0**-7) * 2.0**127, False),
@@ -59,9 +61,9 @@ def scaled_rows(x: np.ndarray, name: str) -> np.ndarray:
     return scale * (np.rint(x / scale) if name == "int8" else nearest(x / scale, name))
 
 
-def through(x: Tensor, form: str | None, rule: Callable[[np.ndarray, str], np.ndarray] = scaled_rows) -> Tensor:
+def through(x: Tensor, form: str, rule: Callable[[np.ndarray, str], np.ndarray] = scaled_rows) -> Tensor:
     """x rounded by a rule, with the gradient of x."""
-    if form is None:
+    if form == "float32":
         return x
     return x + (torch.from_numpy(rule(x.detach().numpy(), form)) - x).detach()
 
@@ -78,33 +80,20 @@ class _Back(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Formats:
-    """What is rounded to what; None: not at all. The names are those of the law, spelled out here a second time."""
-
-    linear_weights: str | None = None
-    other_weights: str | None = None
-    linear_inputs: str | None = None
-    activations: str | None = None
-    kv_cache: str | None = None
-    logits: str | None = None
-    gradients: str | None = None
-
-
-@dataclass(frozen=True)
 class Qwen3InFloat64:
     """The Qwen3 of `small_models` on one sequence, in float64, rounded by `formats`; weights by name, float64."""
 
     weights: dict[str, Tensor]
     config: Any
-    formats: Formats
+    formats: Precision
 
     def act(self, x: Tensor) -> Tensor:
         x = through(x, self.formats.activations)
-        return x if self.formats.gradients is None else _Back.apply(x, self.formats.gradients)
+        return x if self.formats.gradients == "float32" else _Back.apply(x, self.formats.gradients)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         x = through(self.act(x), self.formats.linear_inputs)
-        return self.act(x @ through(self.weights[f"{name}.weight"], self.formats.linear_weights).t())
+        return self.act(x @ through(self.weights[f"{name}.weight"], self.formats.weights).t())
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
@@ -150,4 +139,4 @@ class Qwen3InFloat64:
             x = self.act(x + self.attention(f"{name}.self_attn", self.norm(f"{name}.input_layernorm", x)))
             x = self.act(x + self.mlp(f"{name}.mlp", self.norm(f"{name}.post_attention_layernorm", x)))
         logits = through(self.act(self.norm("model.norm", x)) @ embedding.t(), self.formats.logits)
-        return logits if self.formats.gradients is None else _Back.apply(logits, self.formats.gradients)
+        return logits if self.formats.gradients == "float32" else _Back.apply(logits, self.formats.gradients)

@@ -88,16 +88,18 @@ class Qwen3InFloat64:
     formats: Precision
 
     def act(self, x: Tensor) -> Tensor:
-        x = through(x, self.formats.activations)
+        return through(x, self.formats.activations)
+
+    def back(self, x: Tensor) -> Tensor:
         return x if self.formats.gradients == "float32" else _Back.apply(x, self.formats.gradients)
 
-    def linear(self, name: str, x: Tensor) -> Tensor:
-        x = through(self.act(x), self.formats.linear_inputs)
-        return self.act(x @ through(self.weights[f"{name}.weight"], self.formats.weights).t())
+    def linear(self, x: Tensor, *names: str) -> Tensor:
+        weights = [through(self.weights[f"{name}.weight"], self.formats.weights) for name in names]
+        return self.act(through(self.back(self.act(x)), self.formats.linear_inputs) @ torch.cat(weights).t())
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
-        return self.act(x * scale * through(self.weights[f"{name}.weight"], self.formats.other_weights))
+        return x * scale * through(self.weights[f"{name}.weight"], self.formats.other_weights)
 
     def rotated(self, x: Tensor) -> Tensor:
         """x [L, H, D] at positions 0..L-1."""
@@ -105,8 +107,8 @@ class Qwen3InFloat64:
         turns = self.config.rope_parameters["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
         angles = (torch.arange(len(x), dtype=torch.float64)[:, None] * turns)[:, None]
         first, second = x[..., :half], x[..., half:]
-        return torch.cat(
-            [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1
+        return self.act(
+            torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
         )
 
     def stored(self, x: Tensor) -> Tensor:
@@ -114,29 +116,26 @@ class Qwen3InFloat64:
         return through(x, self.formats.kv_cache, scaled_rows if self.formats.kv_cache == "int8" else nearest)
 
     def attention(self, name: str, x: Tensor) -> Tensor:
-        dim = self.config.head_dim
-        q, k, v = (self.linear(f"{name}.{part}_proj", x).view(len(x), -1, dim) for part in "qkv")
+        dim, heads, kv = self.config.head_dim, self.config.num_attention_heads, self.config.num_key_value_heads
+        qkv = self.back(self.linear(x, *(f"{name}.{part}_proj" for part in "qkv"))).view(len(x), -1, dim)
+        q, k, v = qkv.split([heads, kv, kv], 1)
         q, k = self.rotated(self.norm(f"{name}.q_norm", q)), self.rotated(self.norm(f"{name}.k_norm", k))
-        q, k, v = self.act(q), self.stored(self.act(k)), self.stored(self.act(v))
-        groups = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        k, v = (self.stored(x).repeat_interleave(heads // kv, 1) for x in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) * dim**-0.5
         hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(hidden, -math.inf)
-        weights = scores.softmax(-1)
-        return self.linear(f"{name}.o_proj", torch.einsum("hij,jhd->ihd", weights, v).reshape(len(x), -1))
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        return self.linear(torch.einsum("hij,jhd->ihd", weights, v).reshape(len(x), -1), f"{name}.o_proj")
 
     def mlp(self, name: str, x: Tensor) -> Tensor:
-        gate, up = self.linear(f"{name}.gate_proj", x), self.linear(f"{name}.up_proj", x)
-        return self.linear(f"{name}.down_proj", self.act(gate * torch.sigmoid(gate)) * up)
+        gate, up = self.back(self.linear(x, f"{name}.gate_proj", f"{name}.up_proj")).chunk(2, -1)
+        return self.linear(gate * torch.sigmoid(gate) * up, f"{name}.down_proj")
 
     def logits(self, ids: list[int]) -> Tensor:
         """[L, V] of one sequence."""
         embedding = through(self.weights["model.embed_tokens.weight"], self.formats.other_weights)
-        x = self.act(embedding[torch.tensor(ids)])
+        x = self.back(self.act(embedding[torch.tensor(ids)]))
         for index in range(self.config.num_hidden_layers):
             name = f"model.layers.{index}"
-            x = self.act(x + self.attention(f"{name}.self_attn", self.norm(f"{name}.input_layernorm", x)))
-            x = self.act(x + self.mlp(f"{name}.mlp", self.norm(f"{name}.post_attention_layernorm", x)))
-        logits = through(self.act(self.norm("model.norm", x)) @ embedding.t(), self.formats.logits)
-        return logits if self.formats.gradients == "float32" else _Back.apply(logits, self.formats.gradients)
+            x = self.back(self.act(x + self.attention(f"{name}.self_attn", self.norm(f"{name}.input_layernorm", x))))
+            x = self.back(self.act(x + self.mlp(f"{name}.mlp", self.norm(f"{name}.post_attention_layernorm", x))))
+        return through(self.act(self.norm("model.norm", x)) @ embedding.t(), self.formats.logits)

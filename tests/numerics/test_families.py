@@ -1,4 +1,4 @@
-"""Every family computes what its unmodified model does, keeps its modules, and refuses by name what it does not know."""
+"""Every family computes what its unmodified model does, keeps its modules, and refuses what it does not know."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ from tests.support.models import (
     qwen2_config,
     qwen3_config,
     ragged,
+    seeded,
     small_model,
     source_model,
     unequal,
@@ -160,9 +161,11 @@ def routes_in_float64(source: PreTrainedModel, ids: list[int]) -> tuple[Tensor, 
     return torch.stack(chosen, 1), torch.stack(gaps, 1)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", *(pytest.param(a, marks=pytest.mark.slow) for a in ("mixtral", "olmoe"))])
+@pytest.mark.parametrize(
+    "architecture", ["qwen3_moe", *(pytest.param(a, marks=pytest.mark.slow) for a in ("mixtral", "olmoe"))]
+)
 def test_routes_are_those_of_float64_where_float32_can_tell(architecture: str) -> None:
-    source, ids = source_model(architecture, 1), torch.randint(0, 89, (60,), generator=torch.Generator().manual_seed(2))
+    source, ids = source_model(architecture, 1), torch.randint(0, 89, (60,), generator=seeded(2))
     expected, gaps = routes_in_float64(source, ids.tolist())
     network = network_of(trunk_of(make_policy(source, "deterministic", CONTEXT)))
     with torch.no_grad():

@@ -221,7 +221,8 @@ def test_gradients_are_rounded_as_in_the_emulation_under_every_layout(form: str)
         # numbers that float32 moves across a boundary change later ones by a step of the format: of bfloat16 2^-8 of a
         # number, of e5m2 2^-3
         assert off < 3e-3 * (2**5 if form == "float8_e5m2" else 1), name
-        assert unequal(gradient, plain[name]) > 0, name
+        # the head, whose gradients are not rounded, is below
+        assert unequal(gradient, plain[name]) > 0 or name == "model.norm.weight", name
     for threads, micro_batch, recompute in ((1, 2, False), (2, 1, True)):
         library.use_threads(threads)
         again = gradients(rounded(precision, recompute=recompute), micro_batch)

@@ -10,18 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-<<<<<<< HEAD
 from torch import Tensor
-=======
-from ppo_repro.numerics.optim import optimizer
->>>>>>> 953ec68 (Rounded models are compared with a model in float64 that rounds where the kernels do; modules of another class are refused)
 
 from ppo_repro.config.files import load_config
-<<<<<<< HEAD
 from ppo_repro.errors import PromiseBroken
-=======
-from ppo_repro.errors import PromiseBroken, UserError
->>>>>>> 953ec68 (Rounded models are compared with a model in float64 that rounds where the kernels do; modules of another class are refused)
 from ppo_repro.ranks import Ranks, end_process, joined
 from ppo_repro.records import manifest
 from ppo_repro.watcher import Silent

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ppo_repro.errors import UserError
-    from ppo_repro.library.adamw import exact_adamw
-    from ppo_repro.library.model import exact
+    from ppo_repro.library.adamw import AdamW
+    from ppo_repro.library.model import deterministic
     from ppo_repro.library.runs import Run, diff, fingerprint, latest_run, open_run
     from ppo_repro.library.text import generate, logprobs
     from ppo_repro.library.training import rerun, resume, train
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _HOMES = {
+    "AdamW": "library.adamw",
     "Run": "library.runs",
     "Sampling": "rollout.engine",
     "UserError": "errors",
+    "deterministic": "library.model",
     "diff": "library.runs",
-    "exact": "library.model",
-    "exact_adamw": "library.adamw",
     "fingerprint": "library.runs",
     "generate": "library.text",
     "latest_run": "library.runs",
@@ -35,12 +35,12 @@ _HOMES = {
 }
 
 __all__ = [
+    "AdamW",
     "Run",
     "Sampling",
     "UserError",
+    "deterministic",
     "diff",
-    "exact",
-    "exact_adamw",
     "fingerprint",
     "generate",
     "latest_run",

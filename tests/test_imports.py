@@ -17,18 +17,17 @@ STANDARD = set(sys.stdlib_module_names) | {"__future__"}
 PPO_REPRO = """
     errors secrets mistakes clock buffers seeding watcher
     output
-    shares disk
-    interrupts heartbeats collectives config numerics.arithmetic
+    disk
+    interrupts config numerics.arithmetic
     assets ranks ppo records numerics.kernels.core
-    mesh
     numerics.kernels.attention numerics.kernels.float64
     numerics.kernels
     numerics
     numerics.layers
-    numerics.sharding
     numerics.trunk numerics.optim
     rollout remedies
-    rollout.sglang sglang_plugin sglang_plugin.cpu_shim.sgl_kernel tasks
+    sglang_plugin sglang_plugin.cpu_shim.sgl_kernel tasks
+    rollout.sglang
     models
     stages preferences plan accuracy
     loop side_tables

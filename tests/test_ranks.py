@@ -1,10 +1,10 @@
-"""Several processes on one run: one fingerprint, whoever does what; one error, whoever meets it."""
+"""Several processes on one run: exchanges in one written order, and the fingerprint of one process."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -12,184 +12,99 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from ppo_repro.config.files import load_config
-from ppo_repro.errors import UserError
-from ppo_repro.numerics.optim import optimizer
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records import manifest
-from ppo_repro.shares import check_shares, share_ranges
 from ppo_repro.watcher import Silent
 from tests.support.language import run
 from tests.support.paths import TINY
-from tests.support.processes.ranks_worker import FIRST, QUICK, RUNS, note_tokens
-from tests.support.ranks import cli_ranks, end, start_ranks
+from tests.support.processes.ranks_worker import QUICK, RUNS, summand
+from tests.support.ranks import end, start_ranks
 
 pytestmark = pytest.mark.timeout(600)  # of a machine that others use too
 
-shares = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any)
+
+def bits(numbers: Tensor) -> list[int]:
+    return numbers.view(torch.int32).tolist()
+
+
+def found_by(size: int, what: str, folder: Path) -> list[dict[str, Any]]:
+    """What each of several processes found, by rank."""
+    folder.mkdir()
+    command = ["-m", "tests.support.processes.ranks_worker", what, str(folder)]
+    ended = end(start_ranks(*[command] * size), 500)
+    assert [e.code for e in ended] == [0] * size, ended
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
 
 def test_shares_by_hand() -> None:
-    assert share_ranges(5, [1, 1]) == [range(0, 2), range(2, 5)]
-    assert share_ranges(5, [3, 1]) == [range(0, 3), range(3, 5)]
-    assert share_ranges(6, [1, 0, 2]) == [range(0, 2), range(2, 2), range(2, 6)]
-    assert share_ranges(1, [1, 1, 1]) == [range(0, 0), range(0, 0), range(0, 1)]
-    assert share_ranges(0, [2, 1]) == [range(0, 0), range(0, 0)]
+    assert [Ranks(rank, 2).mine(5) for rank in range(2)] == [range(0, 2), range(2, 5)]
+    assert [Ranks(rank, 4).mine(2) for rank in range(4)] == [range(0), range(0, 1), range(1, 1), range(1, 2)]
 
 
-@given(st.integers(0, 300), shares)
-def test_shares_are_complete_disjoint_in_order_and_proportional(count: int, proportions: list[int]) -> None:
-    ranges = share_ranges(count, proportions)
-    assert len(ranges) == len(proportions)
-    assert [i for r in ranges for i in r] == list(range(count))
-    for found, share in zip(ranges, proportions, strict=True):
-        assert abs(len(found) * sum(proportions) - count * share) < sum(proportions), "off by less than one sequence"
-        assert share or not found
+@given(st.integers(0, 300), st.integers(1, 9))
+def test_shares_are_complete_in_order_and_equal(count: int, size: int) -> None:
+    shares = [Ranks(rank, size).mine(count) for rank in range(size)]
+    assert [i for share in shares for i in share] == list(range(count))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-@given(st.integers(0, 50), st.integers(1, 6))
-def test_no_shares_are_equal_shares(count: int, size: int) -> None:
-    parts = [Ranks(rank, size).mine(count, ()) for rank in range(size)]
-    assert parts == share_ranges(count, [1] * size)
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
-
-
-def test_as_many_shares_as_processes() -> None:
-    check_shares((), 3)
-    check_shares((1, 0, 2), 3)
-    with pytest.raises(UserError, match=r"^layout.rank_shares = \[1, 2\]: must have one entry for each of the 3 "):
-        check_shares((1, 2), 3)
-    with pytest.raises(UserError, match=r"layout.rank_shares = .*at least one must be greater than 0"):
-        load_config(TINY, ["layout.rank_shares=[0,0]"])
-
-
-def test_a_world_of_one_exchanges_nothing() -> None:
+def test_one_process_exchanges_nothing() -> None:
     tensor = torch.tensor([1.5])
-    ALONE.check()
     ALONE.add_up([tensor])
+    ALONE.exchange_sum(tensor)
     ALONE.require_same("thing", tensor)
     assert tensor.tolist() == [1.5] and ALONE.first(max, 2, 3) == 3 and ALONE.gather([1, 2]) == [1, 2]
-    assert ALONE.mine(7, ()) == range(7) and ALONE.is_first
+    assert ALONE.mine(7) == range(7) and ALONE.is_first
 
 
-@dataclass(frozen=True)
-class Together:
-    """What two processes found, and what one alone finds."""
-
-    found: list[dict[str, Any]]  # by rank
-    folder: Path
-    alone: str  # fingerprint
-    chain: list[str]  # link of each iteration of the one alone
-    tokens: list[int]  # of each optimizer step of the one alone
-
-
-def _together(folder: Path, *arguments: str) -> Together:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(optimizer, "assert_no_wrap", optimizer.assert_no_wrap)  # put back afterwards
-        noted = note_tokens()
-        run_dir, _ = run(load_config(TINY, QUICK), folder / "made", Silent())
-    shutil.copytree(run_dir, folder / "alone")
-    (folder / "two").mkdir()
-    command = ["-m", "tests.support.processes.ranks_worker", str(folder / "two"), *arguments]
-    ended = end(start_ranks(command, command))
-    assert [e.code for e in ended] == [0, 0], ended
-    found = [json.loads((folder / "two" / f"{rank}.json").read_text()) for rank in range(2)]
-    whole = manifest.load(run_dir)
-    return Together(found, folder, whole.fingerprint, [entry.chain for entry in whole.iterations], noted)
+def test_four_processes_see_the_same_whole_and_add_in_the_order_of_a_tree(tmp_path: Path) -> None:
+    found = found_by(4, "exchanges", tmp_path / "four")
+    assert found == [found[0]] * 4
+    mine, (zero, one, two, three) = found[0], map(summand, range(4))
+    assert mine["gather"] == [[r, [10 * i, 10 * i + 1, 10 * i + 2]] for r in range(4) for i in range(r)]
+    assert (mine["everyone"], mine["long"]) == ([0, 1, 2, 3], [10_000, 20_000, 30_000, 40_000])
+    assert mine["integers"] == [[2**62 - 6, -26], []]
+    assert mine["first"] == "rank 0" and mine["same"] == "nothing"
+    assert mine["not same"] == "thing: rank 1 has 2, rank 0 has 0"
+    assert mine["numbers"] == bits((zero + one) + (two + three))
+    assert mine["numbers"] != bits(reduce(torch.add, (zero, one, two, three))), "any order would do"
 
 
 @pytest.fixture(scope="module")
-def together(tmp_path_factory: pytest.TempPathFactory) -> Together:
-    """Two processes on all the runs of the worker: for slow tests."""
-    return _together(tmp_path_factory.mktemp("ranks"), "whole")
-
-
-def test_two_processes_exchange_and_record_what_one_does(tmp_path: Path) -> None:
-    short = _together(tmp_path)
-    exchanged = [found["exchanges"]["first"] for found in short.found]
-    assert exchanged == ["rank 0"] * 2
-    assert [found[f"chain of {FIRST}"] for found in short.found] == [short.chain[:1]] * 2
+def together(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path, str]:
+    """What two processes found of the runs of the worker, their folder, and the fingerprint of one process."""
+    folder = tmp_path_factory.mktemp("ranks")
+    run_dir, _ = run(load_config(TINY, QUICK), folder / "made", Silent())
+    shutil.copytree(run_dir, folder / "alone")
+    return found_by(2, "runs", folder / "two"), folder / "two", manifest.load(run_dir).fingerprint
 
 
 @pytest.mark.slow
-def test_every_rank_sees_the_same_whole(together: Together) -> None:
-    expected = {
-        "gather": [[1, [0, 1, 2]]],
-        "long": [12288, 24576],
-        "sums": [[2**63 - 1, -11], [[1.5] * 3] * 2, [], 14],
-        "first": "rank 0",
-    }
-    for found in together.found:
-        assert found["exchanges"] == expected
-        assert found["exchanges in small buckets"] == expected
-
-
-@pytest.mark.slow
-def test_what_is_not_the_same_is_refused_on_every_rank(together: Together) -> None:
-    for found in together.found:
-        assert found["same"] == "nothing"
-        assert found["not same"] == "PromiseBroken: thing: rank 1 has 2, rank 0 has 0"
-        assert found["out of step"] == "PromiseBroken: rank 1 is at 'gather', rank 0 at 'check'"
-        assert found["other shapes"].startswith("PromiseBroken: shapes of the tensors to sum: rank 1 has ")
-
-
-@pytest.mark.slow
-def test_two_processes_leave_the_fingerprint_of_one(together: Together) -> None:
-    assert [found["equal"] for found in together.found] == [together.alone] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["three to one", "all on the second"])
-def test_two_processes_with_unequal_shares_record_what_one_does(together: Together, name: str) -> None:
-    assert [found[f"chain of {name}"] for found in together.found] == [together.chain[:1]] * 2
-
-
-@pytest.mark.slow
-def test_the_overflow_bound_is_asked_about_the_tokens_of_all_ranks(together: Together) -> None:
-    assert len(set(together.tokens)) > 3
-    assert [found["tokens"] for found in together.found] == [together.tokens] * 2
-
-
-@pytest.mark.slow
-def test_minibatches_smaller_than_the_number_of_processes(together: Together, tmp_path: Path) -> None:
-    name = "one sequence a minibatch"
-    run_dir, _ = run(load_config(TINY, RUNS[name]), tmp_path, Silent())
-    assert together.found[0][name] == manifest.load(run_dir).fingerprint
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("row_noise")
-def test_two_native_processes_leave_another_fingerprint(together: Together, tmp_path: Path) -> None:
-    run_dir, _ = run(load_config(TINY, RUNS["native"]), tmp_path, Silent())
-    assert together.found[0]["native"] != manifest.load(run_dir).fingerprint
-
-
-@pytest.mark.slow
-def test_two_processes_rerun_what_one_recorded(together: Together) -> None:
-    for found in together.found:
-        assert found["rerun"] == [True, together.alone]
-
-
-@pytest.mark.slow
-def test_gradients_that_are_not_added_up_are_noticed(together: Together) -> None:
-    for found in together.found:
-        assert found["broken"].startswith("PromiseBroken: weights after an update: rank 1 has ")
-    assert not list((together.folder / "two" / "broken").rglob("manifest.json"))
-
-
-@pytest.mark.slow
-def test_only_the_first_rank_records(together: Together) -> None:
-    run_dir = next((together.folder / "two" / "equal").rglob("manifest.json")).parent
-    assert manifest.load(run_dir).status == "complete"
+def test_two_processes_record_and_rerun_what_one_does(together: tuple[list[dict[str, Any]], Path, str]) -> None:
+    found, folder, alone = together
+    assert [f["equal"] for f in found] == [alone] * 2
+    assert [f["rerun"] for f in found] == [[True, alone]] * 2
+    run_dir = next((folder / "equal").rglob("manifest.json")).parent
     assert json.loads((run_dir / "environment.json").read_text())["processes"] == 2
     assert (run_dir / "accuracy.json").is_file()
 
 
 @pytest.mark.slow
-def test_a_mistake_is_said_once_and_ends_every_rank(tmp_path: Path) -> None:
-    ended = cli_ranks(2, "run", TINY, "--out", tmp_path, "--set", "ppo.epochs=two")
-    assert [e.code for e in ended] == [2, 2]
-    assert len(ended[0].errors) == 1
-    assert ended[0].errors[0].startswith(f"error: {TINY}: ppo.epochs = 'two': input should be a valid integer")
-    assert (ended[0].out, ended[1].out, ended[1].err) == ("", "", "")
+@pytest.mark.usefixtures("row_noise")
+@pytest.mark.parametrize(("name", "is_same"), [("one sequence a minibatch", True), ("native", False)])
+def test_a_process_without_a_sequence_changes_nothing_and_native_numerics_differ(
+    together: tuple[list[dict[str, Any]], Path, str], tmp_path: Path, name: str, is_same: bool
+) -> None:
+    run_dir, _ = run(load_config(TINY, RUNS[name]), tmp_path, Silent())
+    assert (together[0][0][name] == manifest.load(run_dir).fingerprint) == is_same
+
+
+@pytest.mark.slow
+def test_gradients_that_are_not_added_up_are_noticed(together: tuple[list[dict[str, Any]], Path, str]) -> None:
+    found, folder, _ = together
+    for of_rank in found:
+        assert of_rank["broken"].startswith("weights after an update: rank 1 has ")
+    assert not list((folder / "broken").rglob("manifest.json"))

@@ -51,20 +51,14 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @slow
-@pytest.mark.parametrize(
-    ("processes", "shares"),
-    [(1, "[]"), (2, "[]"), (2, "[1,0]"), (3, "[3,1,1]"), (4, "[]"), (4, "[1,0,2,0]")],
-)
-def test_no_number_of_processes_and_no_shares_change_the_fingerprint(
-    tiny_run: Path, tmp_path: Path, processes: int, shares: str
-) -> None:
-    found = fingerprint(processes, TINY, tmp_path, f"layout.rank_shares={shares}")
-    assert found == manifest.load(tiny_run).fingerprint
+@pytest.mark.parametrize("processes", [1, 2, 4, 8])
+def test_no_number_of_processes_changes_the_fingerprint(tiny_run: Path, tmp_path: Path, processes: int) -> None:
+    assert fingerprint(processes, TINY, tmp_path) == manifest.load(tiny_run).fingerprint
 
 
 @slow
-def test_a_larger_run_with_unequal_shares(deterministic_run: Path, tmp_path: Path) -> None:
-    found = fingerprint(2, SMALL, tmp_path, "layout.rank_shares=[3,1]", "layout.padding=left", "layout.rollout_slots=5")
+def test_a_larger_run_in_another_layout(deterministic_run: Path, tmp_path: Path) -> None:
+    found = fingerprint(2, SMALL, tmp_path, "layout.padding=left", "layout.rollout_slots=5")
     assert found == manifest.load(deterministic_run).fingerprint
 
 
@@ -93,38 +87,21 @@ def test_a_rerun_that_differs_ends_every_rank_with_one(native_run: Path) -> None
 
 @slow
 def test_torchrun_shows_one_line_of_a_mistake(tmp_path: Path) -> None:
-    done = torchrun(2, "run", TINY, "--out", tmp_path, "--set", "layout.rank_shares=[1,2,3]")
+    done = torchrun(2, "run", TINY, "--out", tmp_path, "--set", "ppo.epochs=two")
     assert done.returncode != 0 and done.stdout == ""
-    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1 and "must have one entry for each of the 2 processes" in said[0]
-    assert done.stderr.count("exitcode  : 2") >= 1 and "exitcode  : -" not in done.stderr
-    assert not list(tmp_path.rglob("manifest.json"))
-
-
-def different(*commands: list[str]) -> tuple[list[int], list[str]]:
-    """Exit codes, and what rank 0 said; the others must be silent."""
-    ended = end(start_ranks(*[["-m", "ppo_repro", *map(str, command)] for command in commands]))
-    assert all(e.out == e.err == "" for e in ended[1:]), ended
-    return [e.code for e in ended], ended[0].errors
-
-
-@slow
-def test_a_mistake_of_one_rank_is_said_by_the_first(tmp_path: Path) -> None:
-    good, bad = ["run", str(TINY), "--out", str(tmp_path)], ["run", "nowhere.yaml", "--out", str(tmp_path)]
-    codes, said = different(good, bad)
-    assert codes == [2, 2]
-    assert said == [
-        "error: rank 1: nowhere.yaml: cannot be read (No such file or directory); give the path of a YAML file"
-    ]
+    said = [line for line in done.stderr.splitlines() if "error: " in line and "ppo.epochs = 'two'" in line]
+    assert len(said) == 1 and said[0].startswith(f"error: {TINY}: ")
+    assert done.stderr.count("exitcode  : 2") >= 1
     assert not list(tmp_path.rglob("manifest.json"))
 
 
 @slow
-def test_ranks_of_another_configuration_are_refused(tmp_path: Path) -> None:
-    command = ["run", str(TINY), "--out", str(tmp_path)]
-    codes, said = different(command, command, [*command, "--set", "seed=8"])
-    assert codes == [1, 1, 1] and len(said) == 1
-    assert said[0].startswith("promise broken: configuration: rank 2 has ")
+def test_a_mistake_of_one_rank_is_said_with_its_number(tmp_path: Path) -> None:
+    good, other = ["run", str(TINY), "--out", str(tmp_path)], ["run", str(TINY), "--out", str(tmp_path)]
+    ended = end(start_ranks(*[["-m", "ppo_repro", *command] for command in (good, [*other, "--set", "seed=8"])]))
+    assert ended[0].code == 1 and ended[1].code == 1
+    assert ended[0].errors[0].startswith("promise broken: configuration: rank 1 has ")
+    assert ended[1].errors[0].startswith("rank 1: configuration: rank 1 has ")
     assert not list(tmp_path.rglob("manifest.json"))
 
 
@@ -138,27 +115,10 @@ def test_an_existing_run_is_left_alone_by_all(tiny_run: Path) -> None:
 
 
 @slow
-def test_a_reward_that_fails_later_ends_every_rank(tmp_path: Path) -> None:
-    # 8 calls show that it repeats itself, then 7 held-out prompts and 15 responses are scored in each iteration
-    (tmp_path / "r.py").write_text(
-        "left = [40]\n\n\ndef r(prompt, response, answer):\n    left[0] -= 1\n    return 1 / max(left[0], 0) and 1.0\n"
-    )
-    ended = cli_ranks(
-        2, "run", TINY, "--out", tmp_path, "--set", f"reward.terms=[{{kind: function, path: '{tmp_path}/r.py:r'}}]"
-    )
-    assert [e.code for e in ended] == [2, 2]
-    assert len(ended[0].errors) == 1 and "ZeroDivisionError" in ended[0].errors[0]
-    run_dir = next(tmp_path.rglob("manifest.json")).parent
-    assert manifest.load(run_dir).status == "failed"
-    assert len(reader.read_iterations(run_dir, allow_incomplete=True)) == 1
-
-
-@slow
 def test_unequal_bits_of_one_rank_end_every_rank(tmp_path: Path) -> None:
     command = ["run", str(TINY), "--out", str(tmp_path), "--set", "model.warm_start_steps=4"]
     ended = end(start_ranks(["-m", "ppo_repro", *command], ["-m", "tests.support.unequal", *command]))
-    assert [e.code for e in ended] == [1, 1] and ended[1].err == "", ended
-    assert len(ended[0].errors) == 1
+    assert [e.code for e in ended] == [1, 1], ended
     # 15 responses: the first one of the second rank
     assert ended[0].errors[0].startswith("promise broken: iteration 1, response 7, token 0: rollout_logprobs ")
     run_dir = next(tmp_path.rglob("manifest.json")).parent
@@ -188,35 +148,13 @@ def status(tmp_path: Path) -> str:
 
 
 @slow
-@pytest.mark.parametrize("signalled", [(0, 1), (1,), (0,)])
-def test_ctrl_c_ends_every_rank(tmp_path: Path, signalled: tuple[int, ...]) -> None:
-    processes = started(tmp_path)
-    for rank in signalled:
-        processes[rank].send_signal(signal.SIGINT)
-    ended = end(processes)
-    assert [e.code for e in ended] == [130, 130]
-    (said,) = ended[0].errors
-    assert said.startswith("interrupted; complete iterations are kept; go on with `ppo-repro resume ")
-    assert ended[1].err == ""
-    assert status(tmp_path) == "interrupted"
-
-
-@slow
 def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
     processes = started(tmp_path)
     processes[1].kill()
     ended = end(processes)
     assert ended[0].code == 3 and len(ended[0].errors) == 1, ended
-    assert ended[0].errors[0].startswith("stopped: rank 1 (pid ")
+    assert ended[0].errors[0].startswith("stopped: another process of this run ended (")
     assert status(tmp_path) == "interrupted"
-
-
-@slow
-def test_a_killed_first_rank_leaves_nothing_that_a_reader_accepts(tmp_path: Path) -> None:
-    processes = started(tmp_path)
-    processes[0].kill()
-    ended = end(processes)
-    assert ended[1].code == 3 and status(tmp_path) == "running"
 
 
 @slow
@@ -254,9 +192,10 @@ def test_other_commands_refuse_several_processes(
 @pytest.mark.parametrize(
     ("size", "rank", "said"),
     [
-        ("two", "0", "WORLD_SIZE = 'two': must be a count, as torchrun sets it"),
-        ("2", "2", "RANK = 2: must be below WORLD_SIZE = 2, as torchrun sets it"),
-        ("2", "x", "RANK = 'x': must be a count, as torchrun sets it"),
+        ("3", "0", "torchrun --nproc-per-node: 3 processes were started; a run takes 1, 2, 4 or 8"),
+        ("two", "0", "environment variable WORLD_SIZE = 'two': must be a count, as torchrun sets it"),
+        ("2", "2", "environment variable RANK = 2: must be below WORLD_SIZE = 2, as torchrun sets it"),
+        ("2", "x", "environment variable RANK = 'x': must be a count, as torchrun sets it"),
     ],
 )
 def test_a_malformed_environment_is_one_line(
@@ -268,4 +207,4 @@ def test_a_malformed_environment_is_one_line(
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 2
-    assert capsys.readouterr().err == f"error: environment variable {said}\n"
+    assert capsys.readouterr().err == f"error: {said}\n"

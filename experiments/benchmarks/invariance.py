@@ -47,7 +47,7 @@ CAPS: tuple[dict[str, str], ...] = (
     {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
     {"NPY_DISABLE_CPU_FEATURES": "AVX512F AVX512CD AVX512_SKX AVX2 FMA3"},
 )
-RANKS: tuple[tuple[int, str], ...] = ((2, "[]"), (2, "[3,1]"), (4, "[1,0,2,5]"))
+RANKS = (2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,10 @@ def _resumed(out: Path, numerics: Sequence[str]) -> Outcome:
     return _outcome(condition, run_dir)
 
 
-def _process(
-    out: Path, numerics: Sequence[str], condition: str, environment: dict[str, str], ranks: int, shares: str
-) -> Outcome:
+def _process(out: Path, numerics: Sequence[str], condition: str, environment: dict[str, str], ranks: int) -> Outcome:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *launcher, "-m", "ppo_repro", "run", str(CONFIG), "--out", str(out), "--json"]
-    sets = [argument for setting in (*numerics, f"layout.rank_shares={shares}") for argument in ("--set", setting)]
+    sets = [argument for setting in numerics for argument in ("--set", setting)]
     done = subprocess.run(
         [*command, *sets],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
@@ -119,10 +117,9 @@ def outcomes(mode: str, folder: Path) -> Iterator[Outcome]:
     yield _resumed(folder / "resumed", numerics)
     for index, cap in enumerate(CAPS):
         condition = " ".join(f"{name}={value}" for name, value in cap.items())
-        yield _process(folder / f"cap{index}", numerics, condition, cap, 1, "[]")
-    for ranks, shares in RANKS:
-        condition = f"{ranks} processes, shares {shares}"
-        yield _process(folder / f"ranks{ranks}{shares}", numerics, condition, {}, ranks, shares)
+        yield _process(folder / f"cap{index}", numerics, condition, cap, 1)
+    for ranks in RANKS:
+        yield _process(folder / f"ranks{ranks}", numerics, f"{ranks} processes", {}, ranks)
 
 
 def main() -> int:

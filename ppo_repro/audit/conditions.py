@@ -79,7 +79,6 @@ class Subject:
     model: PreTrainedModel
     others: Mapping[str, PreTrainedModel]  # older weights by name
     special: Special
-    max_context: int
 
 
 def weights_of(subject: Subject, name: str) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""Which side is wrong, and why: each side's distance from the exact model, and what leaves least of it.
+"""Which side is wrong, and why: each side's distance from the model in float64, and what leaves least of it.
 
 A side is right where its rms distance is at most 10 times that of stock float32 on the same tokens. Else combinations
 of conditions are computed on some tokens of the responses in which it is wrong, and the best one (`trials`) explains
@@ -14,14 +14,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from ppo_repro.accuracy.scores import Text, policy_scores
+from ppo_repro.accuracy.scores import Float64
+from ppo_repro.accuracy.stock import wide_model
 from ppo_repro.audit.conditions import HALF, Settings, Subject, logits_of, logprobs
 from ppo_repro.audit.dump import Response
 from ppo_repro.audit.trials import Entries, Material, Trials, Tried, rms, run_trials
 from ppo_repro.audit.ways import Fed, ways
 from ppo_repro.errors import UserError
-from ppo_repro.models.networks import make_policy
 from ppo_repro.output import say
 
 RIGHT = 10.0  # times stock float32's distance; other kernels of float32 are 1 to 3 times as far
@@ -34,11 +35,11 @@ UNKNOWN, ROUNDED = "unknown", "about as far as"
 
 @dataclass(frozen=True)
 class Side:
-    """The verdict about sampler or trainer. Distances are |its log-prob - the exact one| in nats."""
+    """The verdict about sampler or trainer. Distances are |its log-prob - the model's in float64| in nats."""
 
     name: str
     tokens: int  # with a finite log-prob
-    empty: int  # not finite, or exactly 0 where the exact probability is below 0.99
+    empty: int  # not finite, or exactly 0 where the model's probability is below 0.99
     rms: float
     largest: float
     mean: float  # signed
@@ -59,7 +60,7 @@ class Scored:
     turn: Tensor
     position: Tensor
     token_id: Tensor
-    exact: Tensor
+    reference: Tensor
     sampler: Tensor
     trainer: Tensor
 
@@ -79,16 +80,16 @@ class Audit:
 def audit(subject: Subject, responses: Sequence[Response], settings: Settings) -> Audit:
     """Judge both sides of a dump. UserError where the model cannot have been the one of the dump."""
     _check(subject, responses)
-    exact, stock = _scores(subject, responses, settings)
+    reference, stock = _scores(subject, responses, settings)
     counts = [torch.tensor(r.counts) for r in responses]
-    floor = max(rms(torch.cat([(s - e)[c] for s, e, c in zip(stock, exact, counts, strict=True)])), 2.0**-24)
-    sides = {name: _entries(name, responses, exact) for name in ("sampler", "trainer")}
-    wrong = {name: _wrong_responses(entries, exact, RIGHT * floor) for name, entries in sides.items()}
-    material, entries = _tried_on(subject, responses, exact, floor, settings, sides, wrong)
+    floor = max(rms(torch.cat([(s - e)[c] for s, e, c in zip(stock, reference, counts, strict=True)])), 2.0**-24)
+    sides = {name: _entries(name, responses, reference) for name in ("sampler", "trainer")}
+    wrong = {name: _wrong_responses(entries, reference, RIGHT * floor) for name, entries in sides.items()}
+    material, entries = _tried_on(subject, responses, reference, floor, settings, sides, wrong)
     if entries:
         say(f"audit: {' and '.join(entries)} wrong; looks for the cause, weights by {len(material.ways)} ways of input")
     trials = run_trials(subject, material, entries)
-    distances = {name: torch.cat(_distances(side, exact)) for name, side in sides.items()}
+    distances = {name: torch.cat(_distances(side, reference)) for name, side in sides.items()}
     counted = sum(int(c.sum()) for c in counts)
     tokens = {name: sum(int(u.sum()) for u in side.usable) for name, side in entries.items()}
     verdicts = {
@@ -96,20 +97,21 @@ def audit(subject: Subject, responses: Sequence[Response], settings: Settings) -
         for name in sides
     }
     _check_unexplained(sides, verdicts, floor)
-    scored = _scored(responses, exact, sides["sampler"].values, sides["trainer"].values)
+    scored = _scored(responses, reference, sides["sampler"].values, sides["trainer"].values)
     return Audit(len(responses), floor, verdicts["sampler"], verdicts["trainer"], scored)
 
 
 def _scores(subject: Subject, responses: Sequence[Response], settings: Settings) -> tuple[list[Tensor], list[Tensor]]:
-    """Log-probs, float64 [n] of each response: exact, and of stock float32."""
-    policy = make_policy(subject.model, "exact", subject.max_context)
-    exact: list[Tensor] = []
-    stock: list[Tensor] = []
-    for r in responses:
-        text, plain = Text([r.prompt_ids], [r.response_ids]), Fed(r.prompt_ids)
-        for found, logits in ((exact, policy_scores(policy, text).logits), (stock, logits_of(subject.model, plain, r))):
-            found.append(logprobs(logits.double(), r.response_ids, settings.temperature, None))
-    return exact, stock
+    """Log-probs [n] of each response by the unmodified model, in float64 throughout and in float32."""
+    wide = wide_model(subject.model)
+
+    def logprobs_of(model: PreTrainedModel, r: Response) -> Tensor:
+        logits = logits_of(model, Fed(r.prompt_ids), r)
+        return logprobs(logits.double(), r.response_ids, settings.temperature, None)
+
+    with Float64():
+        reference = [logprobs_of(wide, r) for r in responses]
+    return reference, [logprobs_of(subject.model, r) for r in responses]
 
 
 def _check(subject: Subject, responses: Sequence[Response]) -> None:
@@ -142,19 +144,19 @@ def _apart(a: Entries, b: Entries) -> Tensor:
     return torch.cat([(x - y)[u & v] for x, u, y, v in both])
 
 
-def _entries(name: str, responses: Sequence[Response], exact: Sequence[Tensor]) -> Entries:
+def _entries(name: str, responses: Sequence[Response], reference: Sequence[Tensor]) -> Entries:
     values = [torch.tensor(getattr(response, name)).double() for response in responses]
-    empty = [~v.isfinite() | ((v == 0) & (e < math.log(SURE))) for v, e in zip(values, exact, strict=True)]
+    empty = [~v.isfinite() | ((v == 0) & (e < math.log(SURE))) for v, e in zip(values, reference, strict=True)]
     return Entries(values, [torch.tensor(r.counts) & ~gone for r, gone in zip(responses, empty, strict=True)])
 
 
-def _distances(side: Entries, exact: Sequence[Tensor]) -> list[Tensor]:
-    return [(v - e)[u] for v, e, u in zip(side.values, exact, side.usable, strict=True)]
+def _distances(side: Entries, reference: Sequence[Tensor]) -> list[Tensor]:
+    return [(v - e)[u] for v, e, u in zip(side.values, reference, side.usable, strict=True)]
 
 
-def _wrong_responses(side: Entries, exact: Sequence[Tensor], limit: float) -> list[int]:
+def _wrong_responses(side: Entries, reference: Sequence[Tensor], limit: float) -> list[int]:
     """Indices of the responses in which a side is wrong; none where it is right over all."""
-    distances = _distances(side, exact)
+    distances = _distances(side, reference)
     if rms(torch.cat(distances)) <= limit:
         return []
     return [i for i, distance in enumerate(distances) if rms(distance) > limit]
@@ -163,7 +165,7 @@ def _wrong_responses(side: Entries, exact: Sequence[Tensor], limit: float) -> li
 def _tried_on(
     subject: Subject,
     responses: Sequence[Response],
-    exact: Sequence[Tensor],
+    reference: Sequence[Tensor],
     floor: float,
     settings: Settings,
     sides: Mapping[str, Entries],
@@ -180,7 +182,7 @@ def _tried_on(
         for name, rows in own.items()
     }
     fed = {words: [of[i] for i in some] for words, of in ways(responses, subject.special).items()} if some else {}
-    return Material([responses[i] for i in some], fed, [exact[i] for i in some], floor, settings), entries
+    return Material([responses[i] for i in some], fed, [reference[i] for i in some], floor, settings), entries
 
 
 def _first(responses: Sequence[Response], rows: Sequence[int]) -> list[int]:
@@ -244,7 +246,7 @@ def _as_half(distance: float, halves: Mapping[str, float]) -> str:
 
 
 def _scored(
-    responses: Sequence[Response], exact: Sequence[Tensor], sampler: Sequence[Tensor], trainer: Sequence[Tensor]
+    responses: Sequence[Response], reference: Sequence[Tensor], sampler: Sequence[Tensor], trainer: Sequence[Tensor]
 ) -> Scored:
     counts = [torch.tensor(r.counts) for r in responses]
 
@@ -256,7 +258,7 @@ def _scored(
         joined([torch.tensor(r.turns) for r in responses]),
         joined([torch.arange(len(r.response_ids)) for r in responses]),
         joined([torch.tensor(r.response_ids) for r in responses]),
-        joined(exact),
+        joined(reference),
         joined(sampler),
         joined(trainer),
     )

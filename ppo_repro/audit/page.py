@@ -39,8 +39,8 @@ def page(found: Audit, title: str, temperature: float, decode: Decode, skipped: 
         f"<h1>{_text(title)}</h1><p>{_text(lines(found, skipped)[0])}.</p>",
         f'<p class="verdict">{_text(verdict(found).capitalize())}.</p><ul class="sides">{said}</ul>',
         *(_tried(side, temperature) for side in sides if side.tried),
-        '<h2>Where</h2><p>Distances from the exact log-probs in nats, rms.</p><div class="tables">',
-        _binned("By exact probability", scored, scored.exact.exp(), PROBABILITIES),
+        '<h2>Where</h2><p>Distances from the model in float64 in nats, rms.</p><div class="tables">',
+        _binned("By probability in float64", scored, scored.reference.exp(), PROBABILITIES),
         _binned("By position in the response", scored, scored.position.double(), _powers(scored)),
         _by("By turn", scored, scored.turn, str) if scored.turn.unique().numel() > 1 else "",
         _by("By token", scored, scored.token_id, lambda i: f"{i} {_quoted(decode(i))}"),
@@ -93,7 +93,7 @@ def _tried(side: Side, temperature: float) -> str:
     more = f" {side.given_up:,} more weights or inputs were too far on the first responses." if side.given_up else ""
     which = f"{side.tried_tokens:,} of its tokens are from each of these; the best explanation first."
     about = f"<p>How far {which}{more}</p>"
-    table = _table("", ("the exact model, but", "left, nats rms", ""), rows)
+    table = _table("", ("the model, but", "left, nats rms", ""), rows)
     return f"<h2>What explains the {side.name}</h2>{about}{table}"
 
 
@@ -132,7 +132,7 @@ def _by(caption: str, scored: Scored, key: Tensor, name: Callable[[int], str]) -
 
 def _distance(scored: Scored, side: str) -> Tensor:
     values: Tensor = getattr(scored, side)
-    return values - scored.exact
+    return values - scored.reference
 
 
 def _distances(scored: Scored, within: Tensor) -> list[str]:
@@ -147,11 +147,13 @@ def _distances(scored: Scored, within: Tensor) -> list[str]:
 def _worst(scored: Scored, decode: Decode) -> str:
     far = torch.maximum(*(_distance(scored, side).abs().nan_to_num(math.inf, math.inf) for side in DISTANCES[1:]))
     order = far.argsort(descending=True, stable=True)[:WORST].tolist()
-    columns = (scored.row, scored.position, scored.token_id, scored.exact, scored.sampler, scored.trainer)
+    columns = (scored.row, scored.position, scored.token_id, scored.reference, scored.sampler, scored.trainer)
     rows = []
     for i in order:
         row, position, token, *logps = (column[i].item() for column in columns)
         text = _text(f"{token} {_quoted(decode(int(token)))}")
         rows.append([text, str(row), str(position), *(f"{v:.6g}" if math.isfinite(v) else "none" for v in logps)])
-    head = ("token", "row", "position", "exact", "sampler", "trainer")
-    return f"<h2>The {len(rows)} tokens farthest from the exact model</h2>{_table('Log-probs in nats', head, rows)}"
+    head = ("token", "row", "position", "float64", "sampler", "trainer")
+    return (
+        f"<h2>The {len(rows)} tokens farthest from the model in float64</h2>{_table('Log-probs in nats', head, rows)}"
+    )

@@ -67,18 +67,18 @@ class Tried:
 
 @dataclass(frozen=True)
 class Material:
-    """What every trial is of. `exact`: the exact log-probs, float64 [n] of each response."""
+    """What every trial is of. `reference`: log-probs of the model in float64, [n] of each response."""
 
     responses: Sequence[Response]
     ways: Mapping[str, Sequence[Fed]]
-    exact: Sequence[Tensor]
+    reference: Sequence[Tensor]
     floor: float
     settings: Settings
 
 
 @dataclass(frozen=True)
 class Trials:
-    """What was tried for each side by name, and how far 16-bit weights alone are from the exact model, rms in nats."""
+    """What was tried for each side by name, and how far 16-bit weights alone are from float64, rms in nats."""
 
     by_side: Mapping[str, Sequence[Tried]]
     given_up: Mapping[str, int]  # inputs of which the first responses left too much
@@ -120,7 +120,7 @@ def run_trials(subject: Subject, material: Material, sides: Mapping[str, Entries
                 given_up[side] += 1
         if is_half:
             predicted = _predicted(logits, material, material.settings.temperature, WHOLE)
-            halves[inputs.weights] = rms(torch.cat(predicted) - torch.cat(list(material.exact)))
+            halves[inputs.weights] = rms(torch.cat(predicted) - torch.cat(list(material.reference)))
     return Trials({side: sorted(tried, key=lambda t: t.cost) for side, tried in found.items()}, given_up, halves)
 
 
@@ -147,7 +147,7 @@ def _computed(
 def _least(inputs: Inputs, logits: Sequence[Tensor], material: Material, entries: Entries) -> float:
     """What these inputs cost at least, from the logits of the first responses."""
     count, tokens = len(logits), _count(entries)
-    first = replace(material, responses=material.responses[:count], exact=material.exact[:count])
+    first = replace(material, responses=material.responses[:count], reference=material.reference[:count])
     own = Entries(entries.values[:count], entries.usable[:count])
     if not _count(own):
         return -math.inf

@@ -59,9 +59,9 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def audit_command(arguments: argparse.Namespace) -> int:
-    """Say which side of another stack's dump is wrong, by the exact model, and why; exit 1 if one is."""
+    """Say which side of another stack's dump is wrong, by the model in float64, and why; exit 1 if one is."""
     _check(arguments)
-    say(f"{arguments.dump}: both sides beside the exact model of {arguments.model}")
+    say(f"{arguments.dump}: both sides beside the model of {arguments.model} in float64")
     from ppo_repro.audit.dump import FORMATS, read_dump
 
     if arguments.format not in FORMATS:
@@ -87,7 +87,7 @@ def audit_command(arguments: argparse.Namespace) -> int:
                 "positions; give the folder of the model that the dump was made with"
             )
     others = {f"weights of {folder}": load_folder(folder)[0] for folder in arguments.also}
-    subject = Subject(model, others, special, max(map(_length, dump.responses)))
+    subject = Subject(model, others, special)
     found = audit(subject, dump.responses, Settings(arguments.temperature, arguments.top_p, arguments.top_k))
     said = lines(found, dump.skipped)
     if arguments.out is not None:

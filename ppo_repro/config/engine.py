@@ -30,8 +30,8 @@ OWN_ARGUMENTS = (
     "--admin-api-key",
     "--config",
 )
-# what the exact numerics are in SGLang; for others a user chooses them
-EXACT_ARGUMENTS = ("--attention-backend", "--dtype", "--json-model-override-args", "--rl-on-policy-target")
+# what deterministic numerics are in SGLang; for others a user chooses them
+DETERMINISTIC_ARGUMENTS = ("--attention-backend", "--dtype", "--json-model-override-args", "--rl-on-policy-target")
 # what only servers have that the run starts itself
 OF_STARTED_SERVERS = ("python", "servers", "device", "arguments")
 
@@ -43,7 +43,7 @@ class BuiltInEngine(Section):
 
 
 class SGLangServers(Section):
-    """SGLang servers, which the run starts and ends or which run already. With exact numerics the same bits as torch.
+    """SGLang servers, which the run starts and ends or which run already; in deterministic numerics with torch's bits.
 
     Zheng et al., 2024. Servers are trusted: whoever reaches one can change its weights.
     """
@@ -59,7 +59,9 @@ class SGLangServers(Section):
     python: PathText | None = Field(
         None, description="Interpreter of the environment SGLang is installed in; null: this one."
     )
-    servers: Count = Field(1, description="Servers to start; which one serves a request changes no exact result.")
+    servers: Count = Field(
+        1, description="Servers to start; which one serves a request changes no bit of deterministic numerics."
+    )
     device: Literal["cpu", "cuda"] = Field("cpu", description="What started servers compute on.")
     weight_sync: Literal["disk", "tensor", "distributed"] = Field(
         "disk", description="New weights go through a folder, inside a request, or over a process group."
@@ -86,14 +88,14 @@ class SGLangServers(Section):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"{name} is for servers the run starts; remove it, or remove urls")
         if self.device == "cuda" and self.numerics == "deterministic":
-            raise ValueError("device = cuda needs numerics = stock: exact numerics compute on the CPU")
+            raise ValueError("device = cuda needs numerics = stock: deterministic numerics compute on the CPU")
         if self.device == "cuda" and self.servers > 1:
             raise ValueError("servers must be 1 on device cuda: start more of them yourself and give their urls")
         return self
 
     @model_validator(mode="after")
     def _arguments_are_free(self) -> Self:
-        taken = (*OWN_ARGUMENTS, *(EXACT_ARGUMENTS if self.numerics == "deterministic" else ()))
+        taken = (*OWN_ARGUMENTS, *(DETERMINISTIC_ARGUMENTS if self.numerics == "deterministic" else ()))
         for argument in self.arguments:
             if is_secret_option(argument):
                 name = argument.partition("=")[0]

@@ -17,8 +17,8 @@ from torch.autograd import Function
 from ppo_repro import seeding
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import elementwise
-from ppo_repro.numerics.gradients import GradientAccumulator
-from ppo_repro.numerics.layers.linear import ExactModule
+from ppo_repro.numerics.linear import add_to_bias
+from ppo_repro.numerics.rows import Rows
 from ppo_repro.numerics.token_statistics import require_finite, token_statistics
 
 LOG_2PI = 1.8378770664093453
@@ -58,8 +58,8 @@ class Distribution(Protocol):
         """The most probable action [n, A] of each row."""
         ...
 
-    def statistics(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """(log-probs or log-densities of the actions, entropies), float32 [n] each, differentiable."""
+    def statistics(self, outputs: Tensor, actions: Tensor, rows: Rows | None = None) -> tuple[Tensor, Tensor]:
+        """(log-probs or log-densities of the actions, entropies), float32 [n] each, differentiable; `rows` to train."""
         ...
 
 
@@ -83,7 +83,7 @@ class Categorical(nn.Module):
         require_finite(outputs)
         return torch.from_numpy(outputs.detach().numpy().argmax(-1).astype(np.float32))[:, None]
 
-    def statistics(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+    def statistics(self, outputs: Tensor, actions: Tensor, rows: Rows | None = None) -> tuple[Tensor, Tensor]:
         """log softmax(outputs)[action] and -sum p log p."""
         return token_statistics(outputs, actions[:, 0].to(torch.int64), 1.0, None, self.mode)
 
@@ -92,9 +92,7 @@ class _GaussianStatistics(Function):
     """Float64 inside, one rounding to float32; components are added in their order."""
 
     @staticmethod
-    def forward(
-        ctx: Any, means: Tensor, log_std: Tensor, actions: Tensor, accumulator: GradientAccumulator | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, means: Tensor, log_std: Tensor, actions: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
         s = log_std.detach().to(torch.float64)
         z = (actions.to(torch.float64) - means.to(torch.float64)) * elementwise.exp64(-s)
         logprob, entropy = torch.zeros(len(z), dtype=torch.float64), torch.zeros(len(z), dtype=torch.float64)
@@ -102,7 +100,7 @@ class _GaussianStatistics(Function):
             logprob = logprob - (z[:, i] * z[:, i] * 0.5 + s[i] + 0.5 * LOG_2PI)
             entropy = entropy + (s[i] + 0.5 * (LOG_2PI + 1.0))
         ctx.save_for_backward(z)
-        ctx.log_std, ctx.accumulator = log_std, accumulator
+        ctx.log_std, ctx.rows = log_std, rows
         return logprob.to(torch.float32), entropy.to(torch.float32)
 
     @staticmethod
@@ -110,13 +108,13 @@ class _GaussianStatistics(Function):
         (z,) = ctx.saved_tensors
         gl, gh = d_logprob.to(torch.float64)[:, None], d_entropy.to(torch.float64)[:, None]
         # d log p / d mean = z / sigma ;  d log p / d log sigma = z^2 - 1 ;  d entropy / d log sigma = 1
-        if ctx.accumulator is not None:
-            ctx.accumulator.add_rows(ctx.log_std, (z * z - 1.0) * gl + gh)
+        if ctx.rows is not None:
+            add_to_bias(ctx.log_std, ((z * z - 1.0) * gl + gh).to(torch.float32), ctx.rows)
         d_means = gl * z * elementwise.exp64(-ctx.log_std.detach().to(torch.float64))
         return d_means.to(torch.float32), None, None, None
 
 
-class DiagonalGaussian(ExactModule):
+class DiagonalGaussian(nn.Module):
     """Normal(outputs, exp(log_std)) in each component, the same log_std in all states. Williams, 1992."""
 
     def __init__(self, size: int, initial_log_std: float, mode: str) -> None:
@@ -136,13 +134,13 @@ class DiagonalGaussian(ExactModule):
         require_finite(outputs)
         return outputs.detach().clone()
 
-    def statistics(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+    def statistics(self, outputs: Tensor, actions: Tensor, rows: Rows | None = None) -> tuple[Tensor, Tensor]:
         """log p = -sum_i [z_i^2 / 2 + log sigma_i + log(2 pi) / 2], z = (a - mean) / sigma; entropy = sum_i
         [log sigma_i + log(2 pi e) / 2]. Raises NumericsError on means that are not finite.
         """
         if not torch.isfinite(outputs).all():
             raise NumericsError("the policy's means are not finite; lower the learning rate")
         if self.mode == "deterministic":
-            return _GaussianStatistics.apply(outputs, self.log_std, actions, self.accumulator)
+            return _GaussianStatistics.apply(outputs, self.log_std, actions, rows)
         normal = torch.distributions.Normal(outputs, self.log_std.exp().expand_as(outputs))
         return normal.log_prob(actions).sum(-1), normal.entropy().sum(-1)

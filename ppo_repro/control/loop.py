@@ -44,7 +44,7 @@ def prepare(config: ControlConfig) -> ControlState:
 def control_iterations(config: ControlConfig, state: ControlState) -> Iterator[ControlIteration]:
     """Run PPO; yields after every update. `state` is trained in place.
 
-    UnequalBits where bits differ that exact numerics promise to be equal.
+    UnequalBits where bits differ that deterministic numerics promise to be equal.
     """
     while state.iteration < config.ppo.iterations:
         index, clock = state.iteration, Clock()

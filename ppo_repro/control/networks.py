@@ -1,4 +1,4 @@
-"""Actor and critic: two networks that share nothing, in exact or native numerics."""
+"""Actor and critic: two networks that share nothing."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from ppo_repro.config.control import NetworkConfig
 from ppo_repro.control.distributions import Categorical, DiagonalGaussian, Distribution
 from ppo_repro.control.environments import ActionSpace
 from ppo_repro.errors import UserError
-from ppo_repro.numerics.layers.activations import ExactTanh
-from ppo_repro.numerics.layers.linear import ExactLinear
+from ppo_repro.numerics.elementwise import Tanh
+from ppo_repro.numerics.linear import linear
+from ppo_repro.numerics.rows import Rows
 from ppo_repro.seeding import bell
 
 HIDDEN_GAIN, ACTOR_GAIN, CRITIC_GAIN = math.sqrt(2.0), 0.01, 1.0
@@ -37,20 +38,18 @@ def orthogonal(rows: int, columns: int, gain: float, *name: int | str) -> NDArra
     return matrix if rows <= columns else matrix.T
 
 
-def _mlp(sizes: Sequence[int], last_gain: float, mode: str, seed: int, name: str) -> nn.Sequential:
+def _mlp(sizes: Sequence[int], last_gain: float, seed: int, name: str) -> nn.Sequential:
     """Linear layers of the given sizes with tanh between them, biases 0."""
     layers: list[nn.Module] = []
     for i in range(len(sizes) - 1):
         is_last = i == len(sizes) - 2
-        linear = nn.Linear(sizes[i], sizes[i + 1])
+        layer = nn.Linear(sizes[i], sizes[i + 1])
         gain = last_gain if is_last else HIDDEN_GAIN
         weights = np.ascontiguousarray(orthogonal(sizes[i + 1], sizes[i], gain, "weights", seed, name, i))
         with torch.no_grad():
-            linear.weight.copy_(torch.from_numpy(weights))
-            linear.bias.zero_()
-        layers.append(ExactLinear(linear, f"{name} layer {i}") if mode == "deterministic" else linear)
-        if not is_last:
-            layers.append(ExactTanh() if mode == "deterministic" else nn.Tanh())
+            layer.weight.copy_(torch.from_numpy(weights))
+            layer.bias.zero_()
+        layers += [layer] if is_last else [layer, nn.Tanh()]
     return nn.Sequential(*layers)
 
 
@@ -61,6 +60,7 @@ class Agent(nn.Module):
         self, observation_size: int, actions: ActionSpace, network: NetworkConfig, mode: str, seed: int
     ) -> None:
         super().__init__()
+        self.mode = mode
         self.distribution: Distribution
         if actions.count:
             if network.initial_log_std != NetworkConfig().initial_log_std:
@@ -72,16 +72,23 @@ class Agent(nn.Module):
         else:
             self.distribution = DiagonalGaussian(len(actions.low), network.initial_log_std, mode)
         hidden = [observation_size] + [network.hidden_size] * network.hidden_layers
-        self.actor = _mlp([*hidden, self.distribution.outputs], ACTOR_GAIN, mode, seed, "actor")
-        self.critic = _mlp([*hidden, 1], CRITIC_GAIN, mode, seed, "critic")
+        self.actor = _mlp([*hidden, self.distribution.outputs], ACTOR_GAIN, seed, "actor")
+        self.critic = _mlp([*hidden, 1], CRITIC_GAIN, seed, "critic")
 
-    def policy(self, observations: Tensor) -> Tensor:
-        """What the distribution needs, float32 [n, outputs], from observations float32 [n, O]."""
-        return self.actor(observations)
+    def policy(self, observations: Tensor, rows: Rows | None = None) -> Tensor:
+        """What the distribution needs, float32 [n, outputs], from observations float32 [n, O]; `rows` to train."""
+        return self._outputs(self.actor, observations, rows)
 
-    def values(self, observations: Tensor) -> Tensor:
+    def values(self, observations: Tensor, rows: Rows | None = None) -> Tensor:
         """Expected return, float32 [n]."""
-        return self.critic(observations)[:, 0]
+        return self._outputs(self.critic, observations, rows)[:, 0]
+
+    def _outputs(self, network: nn.Sequential, x: Tensor, rows: Rows | None) -> Tensor:
+        if self.mode == "native":
+            return network(x)
+        for layer in network:
+            x = linear(x, layer, rows) if isinstance(layer, nn.Linear) else Tanh.apply(x)
+        return x
 
     def policy_parameters(self) -> list[tuple[str, Tensor]]:
         return [(n, p) for n, p in self.named_parameters() if not n.startswith("critic.")]

@@ -16,7 +16,8 @@ from ppo_repro.config.control import ControlConfig, ControlPPOConfig
 from ppo_repro.control.buffers import Advantages, ForwardPass, MinibatchUpdate, Rollout
 from ppo_repro.control.environments import Environments
 from ppo_repro.control.networks import Agent
-from ppo_repro.numerics.optimizer import Optimizer, StepReport, weights_digest
+from ppo_repro.numerics.optimizer import SLOTS, Optimizer, StepReport, weights_digest
+from ppo_repro.numerics.rows import alone, slots_of
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.ppo import kl, losses
 from ppo_repro.ppo.advantages import whiten
@@ -109,22 +110,23 @@ def _optimizer_step(
     micro_batches: list[tuple[Tensor, ...]] = []
 
     def backward() -> None:
-        micro_batches.clear()
-        for rows in torch.arange(total).split(config.layout.update_micro_batch or total):
-            observations = batch.observations[rows]
-            logprobs, entropies = agent.distribution.statistics(agent.policy(observations), batch.actions[rows])
-            ratios = losses.probability_ratios(logprobs, batch.anchor_logprobs[rows])
-            surrogate = losses.clipped_surrogate(ratios, batch.advantages[rows], band)
+        for steps in torch.arange(total).split(config.layout.update_micro_batch or total):
+            observations = batch.observations[steps]
+            rows = alone(len(steps), slots_of(steps.tolist(), total, SLOTS))
+            outputs = agent.policy(observations, rows)
+            logprobs, entropies = agent.distribution.statistics(outputs, batch.actions[steps], rows)
+            ratios = losses.probability_ratios(logprobs, batch.anchor_logprobs[steps])
+            surrogate = losses.clipped_surrogate(ratios, batch.advantages[steps], band)
             policy_loss = surrogate - entropies * ppo.entropy_coef
-            values = agent.values(observations)
-            value_loss = _value_loss(values, batch.old_values[rows], batch.returns[rows], ppo.value_clip_range)
+            values = agent.values(observations, rows)
+            value_loss = _value_loss(values, batch.old_values[steps], batch.returns[steps], ppo.value_clip_range)
             # autograd never reduces: each step begins with its share of the mean as its gradient
             share = torch.full_like(values, 1.0 / total)
             torch.autograd.backward([policy_loss, value_loss], [share, share * ppo.value_coef])
             columns = (policy_loss, value_loss, logprobs, ratios, entropies, values, surrogate)
             micro_batches.append(tuple(column.detach() for column in columns))
 
-    report = state.optimizer.step(backward, total, by_tensor=config.records.level == "deep")
+    report = state.optimizer.step(backward, by_tensor=config.records.level == "deep")
     return report, _Evaluated(*(torch.cat(column) for column in zip(*micro_batches, strict=True)))
 
 

@@ -1,1 +1,1 @@
-"""What `import ppo_repro` offers: exact models in one's own code, and runs from a notebook."""
+"""What `import ppo_repro` offers: deterministic models in your own code, and runs from a notebook."""

@@ -1,4 +1,4 @@
-"""AdamW as a torch optimizer whose steps are the same bits on every machine."""
+"""AdamW as a torch optimizer whose steps have the same bits on every machine."""
 
 from __future__ import annotations
 
@@ -7,24 +7,76 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from ppo_repro.errors import UserError
-from ppo_repro.library.model import gradients_of
-from ppo_repro.numerics.backend import check_denormals
-from ppo_repro.numerics.optim.adamw import AdamWSettings, ExactAdamW, copy_named, exact_norm
+from ppo_repro.library.model import passes_of
+from ppo_repro.numerics import library, optimizer
+from ppo_repro.numerics.optimizer import AdamWSettings, copy_named
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch.optim.AdamW calls them
 
 
-class ExactAdamWOptimizer(Optimizer):
-    """See `exact_adamw`."""
+class AdamW(Optimizer):
+    """AdamW with decoupled weight decay for `deterministic(model)`, with the same bits on every machine.
 
-    def __init__(self, parameters: dict[str, Tensor], defaults: dict[str, Any]) -> None:
-        super().__init__([{"params": list(parameters.values())}], defaults)
-        self._adamw = ExactAdamW(parameters)
+    theta <- theta (1 - lr wd) - lr m' / (sqrt(v') + eps), m' and v' the bias-corrected moments of the gradient. It
+    reads `.grad`, follows learning rate schedulers, saves its state as torch does, and goes into the `Trainer` of
+    transformers as `optimizers=(AdamW(model, lr), None)`. torch.optim.AdamW trains with these gradients too: its steps
+    do not depend on the batch layout either, but their last bits depend on the processor.
+
+    Args:
+        model: a result of `deterministic`; the parameters with `requires_grad` are trained.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW; lr per step.
+        max_grad_norm: the gradient is scaled down to this global norm; 0: never. Turn other clipping off then
+            (`Trainer`: `max_grad_norm=0`).
+
+    Raises UserError for a model that is not deterministic, without a parameter to train, or for numbers out of range.
+
+    Source: Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101.
+
+    >>> import torch, ppo_repro
+    >>> from ppo_repro.testing.small_models import CONFIGS, small_model
+    >>> model = ppo_repro.deterministic(small_model(CONFIGS["llama"](), seed=0))
+    >>> adamw = ppo_repro.AdamW(model, lr=1e-3)
+    >>> ids = torch.tensor([[1, 2, 3, 4, 5]])
+    >>> before = model(ids, labels=ids).loss
+    >>> before.backward()
+    >>> adamw.step()
+    >>> bool(model(ids, labels=ids).loss < before)
+    True
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        lr: float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+    ) -> None:
+        passes_of(model)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not trained:
+            raise UserError("AdamW: the model has no parameter to train; set requires_grad")
+        values: dict[str, Any] = dict(
+            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm
+        )
+        allowed = {
+            "lr": 0 <= lr < math.inf,
+            "betas": len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+            "eps": 0 < eps < math.inf,
+            "weight_decay": 0 <= weight_decay < math.inf,
+            "max_grad_norm": 0 <= max_grad_norm < math.inf,
+        }
+        for name, is_allowed in allowed.items():
+            if not is_allowed:
+                raise UserError(f"AdamW: {name} = {values[name]!r}: out of range, see help(ppo_repro.AdamW)")
+        super().__init__([{"params": list(trained.values())}], {**values, "steps": 0})
+        self._adamw = optimizer.AdamW(trained)
         self.grad_norm = 0.0  # of the last step, before clipping
         self._show_state()
 
@@ -37,7 +89,7 @@ class ExactAdamWOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step on `.grad`; UserError where a parameter has none, NumericsError where one is not finite."""
+        """One step on `.grad`; UserError if a parameter has none, NumericsError if one is not finite."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -45,76 +97,22 @@ class ExactAdamWOptimizer(Optimizer):
         gradients = {}
         for name, parameter in self._adamw.parameters.items():
             if parameter.grad is None:
-                raise UserError(f"exact_adamw: {name} has no gradient; call loss.backward() before step()")
-            gradients[name] = parameter.grad
-        check_denormals()
+                raise UserError(f"AdamW: {name} has no gradient; call loss.backward() before step()")
+            gradients[name] = parameter.grad.contiguous()
+        library.check_denormals()
         group = self.param_groups[0]
-        limit = math.inf if group["max_grad_norm"] is None else float(group["max_grad_norm"])
         beta1, beta2 = group["betas"]
-        settings = AdamWSettings(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], limit)
-        self.grad_norm = exact_norm(gradients.values())
-        self._adamw.apply(settings, gradients, self.grad_norm)
-        group["beta_powers"] = (self._adamw.beta1_power, self._adamw.beta2_power)
+        settings = AdamWSettings(
+            float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], group["max_grad_norm"]
+        )
+        self.grad_norm = self._adamw.apply(settings, gradients)
+        group["steps"] = self._adamw.steps
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state that `state_dict()` of such an optimizer gave; ValueError for another one."""
+        """Continue from a state that `state_dict()` of such an optimizer gave; ValueError for another one."""
         super().load_state_dict(state_dict)
         for moment, held in zip(_MOMENTS, (self._adamw.first, self._adamw.second), strict=True):
             copy_named(held, {name: self.state[p][moment] for name, p in self._adamw.parameters.items()})
-        self._adamw.beta1_power, self._adamw.beta2_power = self.param_groups[0]["beta_powers"]
+        self._adamw.steps = self.param_groups[0]["steps"]
         self._show_state()
-
-
-def exact_adamw(
-    model: PreTrainedModel,
-    lr: float,
-    *,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    max_grad_norm: float | None = None,
-) -> ExactAdamWOptimizer:
-    """A torch optimizer for `exact(model)`: AdamW with decoupled weight decay, the same bits on every machine.
-
-    theta <- theta (1 - lr wd) - lr m' / (sqrt(v') + eps), m' and v' the bias-corrected moments of the gradient. It
-    reads `.grad`, follows learning rate schedulers, saves its state as torch does, and goes into the `Trainer` of
-    transformers as `optimizers=(exact_adamw(model, lr), None)`. torch.optim.AdamW trains with exact gradients too: its
-    steps do not depend on the batch layout either, but their last bits depend on the processor.
-
-    Args:
-        model: a result of `exact`; the parameters with `requires_grad` are trained.
-        lr, betas, eps, weight_decay: as in torch.optim.AdamW; lr per step.
-        max_grad_norm: the gradient is scaled down to this global norm, which is computed by exact sums; None: never.
-            Leave clipping by others out then (`Trainer`: `max_grad_norm=0`).
-
-    Raises UserError for a model that is not exact, without a parameter to train, or for numbers out of range.
-
-    Source: Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101.
-
-    >>> import torch, ppo_repro
-    >>> from ppo_repro.testing.small_models import CONFIGS, small_model
-    >>> model = ppo_repro.exact(small_model(CONFIGS["llama"](), seed=0))
-    >>> adamw = ppo_repro.exact_adamw(model, lr=1e-3)
-    >>> ids = torch.tensor([[1, 2, 3, 4, 5]])
-    >>> before = model(ids, labels=ids).loss
-    >>> before.backward()
-    >>> adamw.step()
-    >>> bool(model(ids, labels=ids).loss < before)
-    True
-    """
-    trained = gradients_of(model).trained()
-    if not trained:
-        raise UserError("exact_adamw: the model has no parameter to train; set requires_grad")
-    allowed = {
-        "lr": 0 <= lr < math.inf,
-        "betas": len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
-        "eps": 0 < eps < math.inf,
-        "weight_decay": 0 <= weight_decay < math.inf,
-        "max_grad_norm": max_grad_norm is None or 0 < max_grad_norm < math.inf,
-    }
-    values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
-    for name, is_allowed in allowed.items():
-        if not is_allowed:
-            raise UserError(f"exact_adamw: {name} = {values[name]!r}: out of range, see help(ppo_repro.exact_adamw)")
-    return ExactAdamWOptimizer(trained, {**values, "beta_powers": (1.0, 1.0)})

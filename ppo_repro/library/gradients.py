@@ -1,117 +1,108 @@
-"""Exact gradients in `.grad`: each backward pass adds to integer sums, and `.grad` is their sum rounded once.
+"""What a deterministic model checks around each of its passes, and its gradients in `.grad`.
 
 Weights may change in ways that torch does not count: through `.data`, NumPy, or another library that has their memory.
-So their bits are looked at in each pass.
+So the bits of all weights are looked at before each pass, and again before its backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from ppo_repro.errors import UserError
-from ppo_repro.numerics.gradient_bins import GradientBins
-from ppo_repro.numerics.kernels.core.fingerprint import fingerprint
-from ppo_repro.numerics.layers.lowering import attach, forget_operands
-from ppo_repro.numerics.products import array
+from ppo_repro.numerics import library
+from ppo_repro.numerics.network import forget_packed
+from ppo_repro.numerics.running_sums import RunningSums
+from ppo_repro.numerics.structs import address
+
+AGAIN = "make a new model with ppo_repro.deterministic"
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_WEIGHT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+Modules = dict[str, type[nn.Module]]
 
 
-class ExactGradients:
-    """The gradients of one model since they were last zeroed, and what of them is in `.grad`."""
+def modules_of(model: nn.Module) -> Modules:
+    """The class of each module by name."""
+    return {name: type(module) for name, module in model.named_modules()}
 
-    def __init__(self, bins: GradientBins) -> None:
-        self.bins = bins
-        self._published: dict[str, tuple[Tensor, int]] = {}  # the tensor in `.grad`, and its version
+
+class Passes:
+    """What one deterministic model knows of itself from pass to pass."""
+
+    def __init__(self, modules: Modules) -> None:
+        self._modules = modules
         self._weights: tuple[int, ...] = ()  # fingerprints
+        self._trained: dict[str, nn.Parameter] = {}
+        self._sums: RunningSums | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ExactGradients:
-        return ExactGradients(deepcopy(self.bins, memo))
+    def __deepcopy__(self, memo: dict[int, Any]) -> Passes:
+        return Passes(self._modules)
 
-    def trained(self) -> dict[str, Tensor]:
-        """The parameters that take gradients, by name."""
-        return {name: p for name, p in self.bins.parameters.items() if p.requires_grad}
+    def begin(self, model: PreTrainedModel) -> None:
+        """Before a pass: see the weights as they are. UserError if something asks for what the kernels do not do."""
+        self._check_modules(model)
+        _check_weights(model)
+        library.check_denormals()
+        weights = fingerprints(model)
+        if weights != self._weights:
+            forget_packed(model)
+            self._weights = weights
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if self._trained.keys() != trained.keys() or any(p is not self._trained[n] for n, p in trained.items()):
+            self._trained, self._sums = trained, RunningSums(model.named_parameters())
 
-    def look_at_weights(self, model: PreTrainedModel) -> None:
-        """Before a pass: forget what was prepared of weights that have changed since the last one."""
-        found = self.weights()
-        if found != self._weights:
-            forget_operands(model)
-            self._weights = found
+    def watched(self, model: PreTrainedModel, logits: Tensor) -> Tensor:
+        """The logits of the pass that has begun; RuntimeError in its backward pass if a weight has changed by then."""
+        return _Watched.apply(logits, model, self._weights) if logits.requires_grad else logits
 
-    def weights(self) -> tuple[int, ...]:
-        """A fingerprint of each parameter."""
-        return tuple(fingerprint(array(p)) for p in self.bins.parameters.values())
+    def _check_modules(self, model: PreTrainedModel) -> None:
+        found = modules_of(model)
+        if found != self._modules:
+            name = next(n for n in [*found, *self._modules] if found.get(n) is not self._modules.get(n))
+            raise UserError(f"deterministic model: module '{name}' was added, removed or replaced; {AGAIN}")
+        for name, module in model.named_modules():
+            if module is not model and ("forward" in vars(module) or any(getattr(module, h) for h in _MODULE_HOOKS)):
+                raise UserError(
+                    f"deterministic model: module '{name}' has a hook or a forward of its own, which would not be "
+                    "called; remove it"
+                )
 
-    def begin(self) -> None:
-        """Before a backward pass: forget what was zeroed. UserError for a `.grad` that is not the sum of passes."""
-        for name, parameter in self.trained().items():
-            if not self._goes_on(name, parameter):
-                self.bins.forget(name)
 
-    def _goes_on(self, name: str, parameter: Tensor) -> bool:
-        grad, (published, version) = parameter.grad, self._published.get(name, (None, 0))
-        if grad is None:
-            return False
-        if grad is published and grad._version == version:
-            return True
-        if bool((grad != 0).any()):
+def _check_weights(model: PreTrainedModel) -> None:
+    for name, p in model.named_parameters():
+        if p.dtype != torch.float32 or p.device.type != "cpu" or not p.is_contiguous():
             raise UserError(
-                f"the gradient of {name} was changed since the last backward pass, so that it is no sum of gradients; "
-                "zero it before the next pass, or clip after the last one"
+                f"model parameter '{name}' is {p.dtype} on {p.device}; deterministic numerics need contiguous float32 "
+                "on the CPU"
             )
-        return False
-
-    def publish(self) -> None:
-        """After a backward pass: put the sums into `.grad`."""
-        for name, parameter in self.trained().items():
-            gradient = self.bins.gradient(name)
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad.copy_(gradient)
-            self._published[name] = parameter.grad, parameter.grad._version
+        if any(getattr(p, hooks, None) for hooks in _WEIGHT_HOOKS):
+            raise UserError(f"model parameter '{name}' has a hook, which would not be called; remove it")
 
 
-class _Pass(Function):
-    """A forward pass that autograd sees as one step; its backward runs the inner graph and fills `.grad`."""
+def fingerprints(model: PreTrainedModel) -> tuple[int, ...]:
+    """A number for each parameter that follows from its bits."""
+    kernels = library.load()
+    return tuple(kernels.fingerprint(address(p), p.numel()) for p in model.parameters())
 
+
+class _Watched(Function):
     @staticmethod
-    def forward(ctx: Any, trained: Tensor, gradients: ExactGradients, compute: Callable[[], Tensor]) -> Tensor:
-        with torch.enable_grad():
-            inner = compute()
-        ctx.inner, ctx.gradients = inner, gradients
-        ctx.weights = gradients.weights()
-        return inner.detach()
+    def forward(ctx: Any, logits: Tensor, model: PreTrainedModel, weights: tuple[int, ...]) -> Tensor:
+        ctx.model, ctx.weights, ctx.is_done = model, weights, False
+        ctx.mark_dirty(logits)  # not a view, so that the caller may change it in place as that of a stock model
+        return logits
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        if ctx.inner is None:
-            raise RuntimeError("a second backward through one pass: its activations were freed")
-        if ctx.weights != ctx.gradients.weights():
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.is_done:
+            raise RuntimeError("a second backward through one pass; run the forward pass again")
+        if ctx.weights != fingerprints(ctx.model):
             raise RuntimeError("a weight was changed between the forward pass and its backward; run the forward again")
-        ctx.gradients.begin()
-        inner, ctx.inner = ctx.inner, None
-        torch.autograd.backward(inner, grad)
-        ctx.gradients.publish()
-        return None, None, None
-
-
-def with_gradients(model: PreTrainedModel, gradients: ExactGradients, compute: Callable[[], Tensor]) -> Tensor:
-    """compute(), a forward pass of `model`, whose backward adds to `.grad` of what is trained.
-
-    Without a parameter to train, or under `torch.no_grad()`, there is no backward.
-    """
-    trained = gradients.trained()
-    if not trained or not torch.is_grad_enabled():
-        with torch.no_grad():
-            return compute()
-    attach(model, gradients.bins)
-    return _Pass.apply(next(iter(trained.values())), gradients, compute)
+        ctx.is_done = True
+        return grad, None, None

@@ -1,23 +1,40 @@
-"""From the tensors that a transformers model takes to the layout that the exact numerics compute on."""
+"""From the padded or packed tensors that a transformers model takes to sequences without padding."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ppo_repro.errors import UserError
+from ppo_repro.numerics.rows import Ragged, ragged
+from ppo_repro.numerics.structs import Ints, ints
 
 
 @dataclass(frozen=True)
 class Layout:
-    """R rows of L positions; padding is token 0 at position 0 and sees only itself."""
+    """R rows of L positions; padding is token 0 at position 0."""
 
     input_ids: Tensor  # [R, L] int64
     position_ids: Tensor  # [R, L] int64, from 0 in each sequence
-    first_key: Tensor  # [R, L] int64, query i of a row sees keys first_key[i]..i of that row
     real: Tensor  # [R, L] bool, False for padding
+
+    @property
+    def begins(self) -> Tensor:
+        """bool [R, L]: whether a sequence begins here."""
+        return self.real & (self.position_ids == 0)
+
+    def sequences(self) -> Ragged:
+        """The sequences, row after row; their gradients are one chain, which the next batch goes on with."""
+        starts = np.flatnonzero(self.begins[self.real].numpy())
+        tokens = [part.tolist() for part in np.split(self.input_ids[self.real].numpy(), starts[1:])]
+        return ragged(tokens, slots=ints(np.zeros(len(tokens) + 1)))
+
+    def tokens_at(self, places: Tensor) -> Ints:
+        """Which tokens of `sequences` lie at some flat positions [n] of real tokens."""
+        return ints((self.real.reshape(-1).cumsum(0) - 1)[places])
 
     def follows(self) -> Tensor:
         """bool [R, L]: whether the next position of the row goes on with the same sequence."""
@@ -25,7 +42,7 @@ class Layout:
         return torch.cat([next_goes_on, torch.zeros_like(self.real[:, :1])], 1)
 
 
-def check_ids(name: str, ids: Tensor, vocab_size: int) -> Tensor:
+def check_ids(name: str, ids: Tensor) -> Tensor:
     """`ids` as int64; UserError unless they are whole numbers [R, L]."""
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or ids.dim() != 2 or not ids.numel():
         raise UserError(f"{name}: is {_described(ids)}; must be an int64 tensor [rows, length], neither of them 0")
@@ -50,7 +67,7 @@ def make_layout(
     attention_mask [R, L] is 1 for tokens and 0 for padding, which lies before or after the tokens of a row; none: no
     padding. position_ids [R, L] count from 0 in every sequence, where a row may hold several; none: one in each row.
     """
-    ids = check_ids("input_ids", input_ids, vocab_size)
+    ids = check_ids("input_ids", input_ids)
     mask = torch.ones_like(ids) if attention_mask is None else _same_shape("attention_mask", attention_mask, ids)
     real = mask != 0
     if bool((real & (mask != 1)).any()):
@@ -75,10 +92,9 @@ def make_layout(
     longest = int(positions.max()) + 1
     if longest > context:
         raise UserError(
-            f"input_ids: a sequence has {longest} tokens; exact(model, max_context={context}) takes no more"
+            f"input_ids: a sequence has {longest} tokens; deterministic(model, max_context={context}) takes no more"
         )
-    first_key = torch.where(real, columns - positions, columns)
-    return Layout(ids.masked_fill(~real, 0), positions, first_key, real)
+    return Layout(ids.masked_fill(~real, 0), positions, real)
 
 
 def _positions(given: Tensor, real: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sampling from a model, and log-probs of tokens under it: the same numbers from both in exact numerics."""
+"""Sampling from a model, and log-probs of tokens under it: the same numbers from both if it is deterministic."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ppo_repro.config.section import LARGEST, MOST
 from ppo_repro.errors import UserError
 from ppo_repro.library.checks import check_count, check_number, is_whole
 from ppo_repro.library.layout import Layout, make_layout
-from ppo_repro.library.model import begin_pass, layout_of, logits_at
+from ppo_repro.library.model import begin_pass, layout_of, logits_at, max_context
 from ppo_repro.models.load import stop_ids
-from ppo_repro.numerics.layers.lowering import is_exact
+from ppo_repro.numerics.network import is_deterministic
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
@@ -28,7 +28,7 @@ from ppo_repro.seeding import sample_seed
 class Response:
     """One sampled response of T tokens."""
 
-    text: str | None  # without special tokens; None where prompts were token ids and no tokenizer was given
+    text: str | None  # without special tokens; None if prompts were token ids and no tokenizer was given
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]  # [T], the end token included
     logprobs: Tensor  # [T] float32, nats, under the distribution sampled from
@@ -46,27 +46,27 @@ def logprobs(
     """log p(token | the tokens before it), nats, float32 [R, L] at the places of the tokens.
 
     log softmax(logits / temperature). 0 at padding and at the first token of each sequence, which nothing predicts.
-    Differentiable: `(-logprobs(...) * weights).sum().backward()` fills `.grad` as `exact` has it. With an exact model
-    every number is the same bits in every layout, and those `generate` gave where top-k and top-p cut nothing.
+    Differentiable: `(-logprobs(...) * weights).sum().backward()` adds to `.grad`. With a deterministic model every
+    number has the same bits in every layout, and equals the number of `generate` if top-k and top-p cut nothing.
 
     Args:
-        model: a result of `exact`, or a stock causal model of transformers, whose numbers depend on the layout.
-        input_ids, attention_mask, position_ids: [R, L] as in `exact`.
+        model: a result of `deterministic`, or a stock causal model, whose numbers depend on the layout.
+        input_ids, attention_mask, position_ids: [R, L] as in `deterministic`.
         temperature: above 0.
 
     Raises UserError for wrong shapes, ids outside the vocabulary, holes in the mask, and a temperature of 0 or less.
 
-    Source: softmax over the vocabulary by exact sums, ppo_repro/numerics/README.md.
+    Source: the order of each sum is described in ppo_repro/numerics/README.md.
 
     >>> import torch, ppo_repro
     >>> from ppo_repro.testing.small_models import CONFIGS, small_model
-    >>> model = ppo_repro.exact(small_model(CONFIGS["llama"](), seed=0))
+    >>> model = ppo_repro.deterministic(small_model(CONFIGS["llama"](), seed=0))
     >>> ppo_repro.logprobs(model, torch.tensor([[1, 2, 3]])).shape
     torch.Size([1, 3])
     """
     _check_model("logprobs", model)
     check_number("logprobs: temperature", temperature, LEAST_TEMPERATURE, MOST_TEMPERATURE)
-    if is_exact(model):
+    if is_deterministic(model):
         layout = layout_of(model, input_ids, attention_mask, position_ids)
     else:
         context = int(model.config.max_position_embeddings)
@@ -77,22 +77,23 @@ def logprobs(
     full = torch.zeros(flat.shape, device=flat.device)
     if not len(rows):
         return full.view(layout.real.shape)
-    logits = logits_at(model, layout, rows) if is_exact(model) else _stock_logits(model, layout)[rows]
-    found, _ = token_statistics(logits, flat[rows + 1], temperature, None, "exact" if is_exact(model) else "native")
+    logits = logits_at(model, layout, rows) if is_deterministic(model) else _stock_logits(model, layout)[rows]
+    found, _ = token_statistics(
+        logits, flat[rows + 1], temperature, None, "deterministic" if is_deterministic(model) else "native"
+    )
     return full.index_copy(0, rows + 1, found).view(layout.real.shape)
 
 
+def _mode(model: PreTrainedModel) -> str:
+    return "deterministic" if is_deterministic(model) else "native"
+
+
 def _stock_logits(model: PreTrainedModel, layout: Layout) -> Tensor:
-    if bool((layout.first_key.masked_fill(~layout.real, 0).amax(1) > _first(layout)).any()):
+    if bool((layout.begins.sum(1) > 1).any()):
         raise UserError("logprobs: several sequences in a row; a stock model sees across them, give each a row")
     mask = layout.real.to(torch.int64)
     logits = model(input_ids=layout.input_ids, attention_mask=mask, position_ids=layout.position_ids).logits
     return cast(Tensor, logits).to(torch.float32).flatten(0, 1)
-
-
-def _first(layout: Layout) -> Tensor:
-    """The column of the first token of each row; 0 for a row of padding."""
-    return layout.real.to(torch.int64).argmax(1)
 
 
 def generate(
@@ -108,11 +109,11 @@ def generate(
     """One response to each prompt, in their order, by cached decoding.
 
     A token is a function of logits, seed and position alone (Gumbel-max with hash noise, as in SGLang's seeded
-    sampler). So with an exact model a response depends on its prompt, its place in `prompts` and `seed`, but not on
-    `slots` or the other prompts, and its log-probs are bit for bit those of `logprobs`.
+    sampler). So a response of a deterministic model depends on its prompt, its place in `prompts` and `seed`, but not
+    on `slots` or the other prompts, and `logprobs` gives the same log-probs bit for bit.
 
     Args:
-        model: a result of `exact`, or a stock model of the same families.
+        model: a result of `deterministic`, or a stock model of the same families.
         prompts: texts, for which `tokenizer` is needed, or lists of token ids.
         sampling: `ppo_repro.Sampling(temperature=, top_k=, top_p=, max_response_tokens=, greedy=)`.
         stop: ids of end tokens; by default those of the tokenizer and of the model's generation config.
@@ -125,7 +126,7 @@ def generate(
 
     >>> import torch, ppo_repro
     >>> from ppo_repro.testing.small_models import CONFIGS, small_model
-    >>> model = ppo_repro.exact(small_model(CONFIGS["llama"](), seed=0))
+    >>> model = ppo_repro.deterministic(small_model(CONFIGS["llama"](), seed=0))
     >>> sampling = ppo_repro.Sampling(temperature=0.8, max_response_tokens=8)
     >>> first, second = ppo_repro.generate(model, [[5, 6, 7], [8, 9]], sampling)
     >>> tokens = torch.tensor([[*first.prompt_ids, *first.response_ids]])
@@ -141,7 +142,7 @@ def generate(
     ids = _prompts(model, prompts, sampling, tokenizer)
     ends = _ends(model, tokenizer) if stop is None else frozenset(_token_ids("stop", stop, model))
     context = max(len(prompt) for prompt in ids) + sampling.max_response_tokens
-    engine = TorchEngine(model, ends, "exact" if is_exact(model) else "native", context, slots, 0)
+    engine = TorchEngine(model, ends, _mode(model), context, slots, 0)
     requests = [Request(prompt, sample_seed(seed, 0, "generate", index)) for index, prompt in enumerate(ids)]
     completions = zip(requests, engine.generate(requests, sampling), strict=True)
     return [
@@ -167,9 +168,9 @@ def _prompts(
     ids = [_encoded(prompt, tokenizer, model) for prompt in prompts]
     longest = max(len(prompt) for prompt in ids)
     limit = model.config.max_position_embeddings
-    if is_exact(model):
+    if is_deterministic(model):
         begin_pass(model)
-        limit = cast(int, model._exact_context)
+        limit = max_context(model)
     if longest + sampling.max_response_tokens > limit:
         raise UserError(
             f"generate: a prompt of {longest} tokens and max_response_tokens = {sampling.max_response_tokens} are "

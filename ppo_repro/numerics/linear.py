@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from ppo_repro.numerics import library
 from ppo_repro.numerics.gradient_sums import sums_of
 from ppo_repro.numerics.rows import Rows
-from ppo_repro.numerics.structs import address, rows_of
+from ppo_repro.numerics.structs import MatrixStruct, address, rows_of
 from ppo_repro.numerics.weights import PackedMatrix, packed
 
 
@@ -67,3 +67,17 @@ def linear(x: Tensor, layer: nn.Module, rows: Rows | None = None) -> Tensor:
     if torch.is_grad_enabled() and (x.requires_grad or matrix.weights[0].requires_grad):
         return _Linear.apply(x, matrix.weights[0], matrix, rows)
     return product(x, matrix)
+
+
+def add_to_bias(bias: Tensor, grad: Tensor, rows: Rows) -> None:
+    """Add the gradients [n, N] of the rows that a bias [N] was added to, float32, to the GradientSums of the bias."""
+    sums = sums_of(bias)
+    if sums is None:
+        raise ValueError("nothing collects the gradient of this bias")
+    use, grad = sums.use("bias", bias), rows_of(grad)
+    struct = MatrixStruct(n=len(bias), bias=address(bias), grad=-1, bias_grad=use.offset(bias))
+    with use.adding(rows.slots) as c_sums:
+        library.load().linear_backward(
+            ctypes.byref(struct), address(grad), struct.n, None, 0, len(grad),
+            address(rows.sequence), address(rows.position), address(rows.slots), ctypes.byref(c_sums), None, 0,
+        )  # fmt: skip

@@ -6,6 +6,7 @@ values; gates and ups) lie one after the other in memory.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -406,8 +407,10 @@ def lower(model: PreTrainedModel, lowered: Lowered) -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.float32:
             raise UserError(f"model parameter '{name}' is {parameter.dtype}; deterministic numerics need float32")
+    with torch.device("meta"):
+        stock = dict(type(model)(copy.deepcopy(model.config)).named_modules())
     for name, module in model.named_modules():
-        if type(module).__module__.split(".")[0] not in ("torch", "transformers"):
+        if type(module) is not type(stock.get(name)):
             raise UserError(
                 f"model module '{name}' of class {type(module).__name__}: deterministic numerics do not know it"
             )

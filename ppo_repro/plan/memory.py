@@ -7,6 +7,7 @@ allowed length.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from math import ceil
 from typing import Any
 
 PHASES = ("loading", "rollout", "scoring", "update")
@@ -16,10 +17,7 @@ EXACT_ROWS = ("weights", "moments", "older policies", "gradients")  # no estimat
 PROCESS = 700_000_000
 FLOAT = 4
 MOMENTS = 2 * FLOAT
-SUM, LONG_SUM = 8, 12  # bytes of a gradient's integer sum; of one over more than LONG_STEP tokens
-LONG_STEP = 1 << 12
-INPUT = 8  # bytes of an input's number on its grid
-LOGITS_AT_ONCE = 1 << 24  # numbers; the constant of stages.forward, which imports torch; a test compares them
+LOGITS_AT_ONCE = 1 << 24  # numbers; the constant of stages.pieces, which imports torch; a test compares them
 # mixed-precision Adam: weight and gradient in 16 bits, master weight and two moments in 32; a frozen model has its
 # weights in 16 bits. Rajbhandari et al., 2020, section 3.1
 MIXED_TRAINED, MIXED_FROZEN = 16, 2
@@ -29,6 +27,7 @@ _ADVICE = {
     "weights": "take a smaller model",
     "moments": _LARGE_MODEL,
     "older policies": "lower mismatch.sampler.lag, or set lora",
+    "copies": "take float32 weights in mismatch, or a smaller model",
     "packed weights": "take a smaller model",
     "gradients": _LARGE_MODEL,
     "KV cache": "lower layout.rollout_slots or numerics.max_context",
@@ -77,17 +76,18 @@ class Model:
 class Work:
     """How one process of a run computes."""
 
-    exact: bool
+    deterministic: bool
     slots: int  # sequences that are sampled side by side
     max_context: int
     max_response_tokens: int
     forward_sequences: int  # of a scoring pass
     update_sequences: int  # of a backward pass
-    step_sequences: int  # of an optimizer step, all processes
+    gradient_arrays: int  # partial sums of gradients between two backward passes of a step
     packed: bool  # all sequences in one row
     recompute: bool  # gradient checkpointing
-    side_by_side: bool  # policy and value model step at the same time
     older_policies: int  # versions that a sampler which is behind needs
+    sampler_stock: int  # bytes of a number of a sampler's copy that computes as torch does; 0: there is none
+    sampler_rounds: bool  # whether the sampler has rounded weights
     reference_in_steps: bool  # whether the policy's loss needs the reference's logits
     processes: int
 
@@ -130,7 +130,8 @@ def trained_model(name: str, of: Sizes, lora_rank: int, is_value: bool = False) 
     own_head = head if is_value else 0
     if not lora_rank:
         parameters = of.parameters - of.own_head + head
-        return Model(name, parameters, parameters, 0, parameters, matrices)
+        twice = of.head if head == 0 else 0  # a tied head and embedding have a sum each
+        return Model(name, parameters, parameters, 0, parameters + twice, matrices)
     trained, collected = lora_rank * of.factors + own_head, of.adapted + own_head
     return Model(name, of.adapted + trained, trained, of.parameters - of.own_head, collected, collected)
 
@@ -150,32 +151,37 @@ def make_plan(policy: Sizes, models: tuple[Model, ...], value: Sizes | None, wor
     # while older policies sample, the present one waits beside them
     older = {phase: work.older_policies * version for phase in PHASES[1:]}
     older["rollout"] += version if work.older_policies else 0
-    per_gradient = FLOAT
-    if work.exact:
-        per_gradient = LONG_SUM if work.step_sequences * (work.max_context - 1) > LONG_STEP else SUM
     stays = FLOAT * sum(model.weights for model in models)
     # the model as it is read, and a copy before adapted models share
     read = stays + FLOAT * policy.parameters * (2 if lora else 1)
+    positions = ceil(work.max_context / 16) * 16 if work.deterministic else work.max_context
     rows = {
         "weights": {"loading": read, **dict.fromkeys(PHASES[1:], stays)},
         "moments": dict.fromkeys(PHASES, MOMENTS * sum(model.trained for model in trained)),
         "older policies": older,
-        "packed weights": _packed(models[0], others, trained, lora, work) if work.exact else {},
-        "gradients": {"update": per_gradient * sum(model.collected for model in trained)},
+        "copies": _copies(policy, work),
+        "packed weights": _packed(models[0], others, trained, lora, work) if work.deterministic else {},
+        "gradients": {"update": FLOAT * work.gradient_arrays * sum(model.collected for model in trained)},
         "activations": _activations(policy, value, work),
-        "KV cache": {"rollout": 2 * FLOAT * policy.layers * work.slots * work.max_context * policy.keys},
+        "KV cache": {"rollout": 2 * FLOAT * policy.layers * work.slots * positions * policy.keys},
         "logits": _logits(policy, work),
     }
     return Plan(models, {name: row for name, row in rows.items() if any(row.values())}, work.processes)
+
+
+def _copies(policy: Sizes, work: Work) -> dict[str, int]:
+    """A sampler's copy that computes as torch does, or its rounded weights in float32."""
+    rounded = FLOAT * (policy.linears + policy.head) if work.sampler_rounds else 0
+    stock = dict.fromkeys(PHASES, work.sampler_stock * policy.parameters)
+    return {**stock, "rollout": stock["rollout"] + rounded}
 
 
 def _packed(policy: Model, others: list[Model], trained: list[Model], lora: bool, work: Work) -> dict[str, int]:
     """Weights as the kernels read them, of the models at work; of frozen weights that models share one copy, always."""
     reference = next(model for model in others if model.name == "reference")
     shared = reference.packed - min(model.packed for model in trained) if lora else 0
-    stepping = [model.packed for model in trained]
     scoring = max(model.packed - (shared if model is reference else 0) for model in others)
-    update = sum(stepping) if work.side_by_side else max(stepping)
+    update = max(model.packed for model in trained)
     update += reference.packed - shared if work.reference_in_steps else 0
     phases = {"rollout": policy.packed, "scoring": policy.packed + scoring, "update": update}
     return {phase: FLOAT * (shared + count) for phase, count in phases.items()}
@@ -187,22 +193,22 @@ def _activations(policy: Sizes, value: Sizes | None, work: Work) -> dict[str, in
     scored, stepped = work.forward_sequences * row, work.update_sequences * row
     stepping = [_kept(s, stepped, stepped if work.packed else row, work) for s in (policy, value) if s is not None]
     return {
-        "rollout": _one_layer(policy, prompts, work) + 2 * FLOAT * prompts * policy.hidden,
-        "scoring": _one_layer(policy, scored, work) + 2 * FLOAT * scored * policy.hidden,
-        "update": sum(stepping) if work.side_by_side else max(stepping),
+        "rollout": _one_layer(policy, prompts) + 2 * FLOAT * prompts * policy.hidden,
+        "scoring": _one_layer(policy, scored) + 2 * FLOAT * scored * policy.hidden,
+        "update": max(stepping),
     }
 
 
 def _kept(of: Sizes, tokens: int, row: int, work: Work) -> int:
     """What a backward pass over `tokens` needs; with recomputation the inputs of all layers, and one layer."""
     kept = of.layers * of.hidden + of.kept_in_layer if work.recompute else of.kept + of.layers * of.kept_in_row * row
-    return FLOAT * tokens * (kept + of.hidden) + _one_layer(of, tokens, work)
+    gradients = FLOAT * tokens * 3 * (of.hidden + of.inner)
+    return FLOAT * tokens * (kept + of.hidden) + gradients
 
 
-def _one_layer(of: Sizes, tokens: int, work: Work) -> int:
-    """What a layer needs while it computes: its widest activations with gradients, and inputs on their grids."""
-    grids = INPUT if work.exact else 0
-    return tokens * (FLOAT * (3 * of.inner + 2 * of.hidden) + grids * (of.inner + of.hidden))
+def _one_layer(of: Sizes, tokens: int) -> int:
+    """What a forward pass needs that keeps nothing."""
+    return FLOAT * tokens * (of.kept_in_layer + 2 * of.hidden)
 
 
 def _logits(of: Sizes, work: Work) -> dict[str, int]:
@@ -213,8 +219,8 @@ def _logits(of: Sizes, work: Work) -> dict[str, int]:
     )
     return {
         "rollout": 4 * FLOAT * work.slots * of.vocab_size,  # a masked copy, and noise in float64
-        "scoring": 2 * FLOAT * scored * (1 if work.exact else 5),  # of policy and reference
-        "update": stepped * (2 * FLOAT + (INPUT if work.exact else 3 * FLOAT)),  # with gradients
+        "scoring": 2 * FLOAT * scored * (1 if work.deterministic else 5),  # of policy and reference
+        "update": stepped * FLOAT * (2 if work.deterministic else 5),  # with gradients
     }
 
 

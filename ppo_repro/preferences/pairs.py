@@ -26,26 +26,16 @@ class Preference:
     chosen_ids: Ids
     rejected_ids: Ids
 
-    @property
-    def input_tokens(self) -> int:
-        """Tokens of both sequences, the prompt counted twice."""
-        return 2 * len(self.prompt_ids) + len(self.chosen_ids) + len(self.rejected_ids)
 
-
-def chosen_sequences(pairs: Sequence[Preference]) -> list[Ids]:
-    """Prompt + preferred response of each pair."""
-    return [pair.prompt_ids + pair.chosen_ids for pair in pairs]
-
-
-def rejected_sequences(pairs: Sequence[Preference]) -> list[Ids]:
-    """Prompt + rejected response of each pair."""
-    return [pair.prompt_ids + pair.rejected_ids for pair in pairs]
+def sequences_of(pairs: Sequence[Preference]) -> list[Ids]:
+    """Prompt + preferred response and prompt + rejected response of each pair, pair after pair."""
+    return [pair.prompt_ids + response for pair in pairs for response in (pair.chosen_ids, pair.rejected_ids)]
 
 
 def check_pairs(pairs: Sequence[Preference], vocab_size: int, max_context: int) -> None:
     """Raise UserError for the first pair that a model of this vocabulary and context cannot read."""
     for pair in pairs:
-        for ids in (*chosen_sequences([pair]), *rejected_sequences([pair])):
+        for ids in sequences_of([pair]):
             where = f"preference pair of prompt {pair.prompt_key!r}"
             if len(ids) > max_context:
                 raise UserError(f"{where}: has {len(ids)} tokens; numerics.max_context = {max_context}; raise it")

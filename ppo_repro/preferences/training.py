@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -14,7 +15,9 @@ from ppo_repro.config.run import LayoutConfig, NumericsConfig
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import policy_logits, sequence_scores
 from ppo_repro.models.reward_model import reward_scores
-from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, StepReport, make_optimizer, weights_digest
+from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, StepReport, make_optimizer, weights_digest
+from ppo_repro.numerics.rows import slots_of
+from ppo_repro.numerics.structs import Ints, ints
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.ppo.preferences import (
@@ -24,11 +27,12 @@ from ppo_repro.ppo.preferences import (
     preference_accuracy,
     sequence_logprobs,
 )
-from ppo_repro.preferences.pairs import Preference, check_pairs, chosen_sequences, rejected_sequences
+from ppo_repro.preferences.pairs import Preference, check_pairs, sequences_of
 from ppo_repro.seeding import permutation
 
 Progress = Callable[[int, int, float], None]  # step, last step, loss
-LossesOf = Callable[[list[int]], tuple[Tensor, Tensor]]  # indices of pairs -> losses and margins, [m] each
+# indices of m pairs, slots of their 2 m sequences -> losses and margins, [m] each
+LossesOf = Callable[[list[int], Ints], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Schedule:
 
     epochs: int
     minibatch_size: int  # pairs per optimizer step; the last one of an epoch may have fewer
-    micro_batch: int  # pairs per backward pass, 0 for the minibatch; changes no result in exact numerics
+    micro_batch: int  # pairs per backward pass, 0 for the minibatch; changes no result in deterministic numerics
     seed: int
 
     def minibatches(self, count: int, epoch: int) -> list[list[int]]:
@@ -85,7 +89,7 @@ def preference_steps(
     """
     for epoch in range(schedule.epochs):
         for number, indices in enumerate(schedule.minibatches(len(pairs), epoch)):
-            report, losses, margins = _step(optimizer, pairs, indices, schedule.micro_batch, losses_of)
+            report, losses, margins = _step(optimizer, indices, schedule.micro_batch, losses_of)
             yield PreferenceStep(
                 epoch=epoch,
                 minibatch=number,
@@ -101,20 +105,25 @@ def preference_steps(
             )
 
 
+def _pair_slots(pairs: Sequence[int], minibatch: int) -> Ints:
+    """Slots [2 m + 1] of both sequences of some pairs of a minibatch, as in `Rows`: a pair is in one slot."""
+    *own, last = slots_of(pairs, minibatch, SLOTS)
+    return ints([*np.repeat(own, 2), last])
+
+
 def _step(
-    optimizer: Optimizer, pairs: Sequence[Preference], indices: list[int], micro_batch: int, losses_of: LossesOf
+    optimizer: Optimizer, indices: list[int], micro_batch: int, losses_of: LossesOf
 ) -> tuple[StepReport, Tensor, Tensor]:
     """One optimizer step on a minibatch; its losses and margins before the step, [P] each."""
     by_chunk: list[tuple[Tensor, Tensor]] = []
 
     def backward() -> None:
-        by_chunk.clear()
-        for chunk in _chunks(indices, micro_batch):
-            losses, margins = losses_of(chunk)
+        for chunk in _chunks(range(len(indices)), micro_batch):
+            losses, margins = losses_of([indices[i] for i in chunk], _pair_slots(chunk, len(indices)))
             torch.autograd.backward(losses, torch.full_like(losses, 1.0 / len(indices)))
             by_chunk.append((losses.detach(), margins.detach()))
 
-    report = optimizer.step(backward, sum(pairs[i].input_tokens for i in indices))
+    report = optimizer.step(backward)
     losses, margins = (torch.cat(column) for column in zip(*by_chunk, strict=True))
     return report, losses, margins
 
@@ -140,11 +149,8 @@ class RewardTraining:
 
 def reward_margins(model: PreTrainedModel, pairs: Sequence[Preference], layout: LayoutConfig) -> Tensor:
     """Score of the preferred response minus score of the rejected one, float32 [P]."""
-    chosen, rejected = (
-        reward_scores(model, sequences, layout.padding, layout.forward_micro_batch)
-        for sequences in (chosen_sequences(pairs), rejected_sequences(pairs))
-    )
-    return chosen - rejected
+    scores = reward_scores(model, sequences_of(pairs), layout.padding, layout.forward_micro_batch)
+    return scores[0::2] - scores[1::2]
 
 
 def train_reward_model(
@@ -168,10 +174,9 @@ def train_reward_model(
     micro_batch = pairs_at_once(layout.update_micro_batch)
     schedule = Schedule(settings.epochs, settings.minibatch_size, micro_batch, seed)
 
-    def losses_of(chunk: list[int]) -> tuple[Tensor, Tensor]:
-        chunk_pairs = [pairs[i] for i in chunk]
-        sequences = [*chosen_sequences(chunk_pairs), *rejected_sequences(chunk_pairs)]
-        chosen, rejected = sequence_scores(model, sequences, layout.padding)[:, 0].split(len(chunk))
+    def losses_of(chunk: list[int], slots: Ints) -> tuple[Tensor, Tensor]:
+        scores = sequence_scores(model, sequences_of([pairs[i] for i in chunk]), layout.padding, slots)
+        chosen, rejected = scores[0::2], scores[1::2]
         return bradley_terry_losses(chosen, rejected), chosen - rejected
 
     before = tuple(reward_margins(model, eval_pairs, layout).tolist())
@@ -197,14 +202,19 @@ class PairLogprobs:
 
 
 def _pair_logprobs(
-    policy: PreTrainedModel, pairs: Sequence[Preference], temperature: float, mode: str, padding: str
+    policy: PreTrainedModel,
+    pairs: Sequence[Preference],
+    temperature: float,
+    mode: str,
+    padding: str,
+    slots: Ints | None = None,
 ) -> PairLogprobs:
     """Differentiable, in one forward pass; under the whole distribution softmax(logits / temperature)."""
-    responses = [*(p.chosen_ids for p in pairs), *(p.rejected_ids for p in pairs)]
-    batch = lay_out([p.prompt_ids for p in pairs] * 2, responses, padding)
+    responses = [response for p in pairs for response in (p.chosen_ids, p.rejected_ids)]
+    batch = lay_out([p.prompt_ids for p in pairs for _ in range(2)], responses, padding, slots=slots)
     logprobs, _ = token_statistics(policy_logits(policy, batch), batch.targets, temperature, None, mode)
     sums = sequence_logprobs(logprobs.cpu(), torch.tensor([len(response) for response in responses]))
-    return PairLogprobs(*sums.split(len(pairs)))
+    return PairLogprobs(sums[0::2], sums[1::2])
 
 
 @torch.no_grad()
@@ -237,8 +247,8 @@ def dpo_steps(
 ) -> Iterator[PreferenceStep]:
     """Train `policy` in place by DPO; `reference` are the frozen model's log-probs of `pairs`, computed once."""
 
-    def losses_of(chunk: list[int]) -> tuple[Tensor, Tensor]:
-        logprobs = _pair_logprobs(policy, [pairs[i] for i in chunk], temperature, mode, padding)
+    def losses_of(chunk: list[int], slots: Ints) -> tuple[Tensor, Tensor]:
+        logprobs = _pair_logprobs(policy, [pairs[i] for i in chunk], temperature, mode, padding, slots)
         margins = margins_of(logprobs, reference.of(chunk), beta)
         return dpo_losses(margins), margins
 

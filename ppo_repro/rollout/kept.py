@@ -1,4 +1,4 @@
-"""What top-k and top-p kept, beside each token that an exact SGLang server returns; written and read."""
+"""What top-k and top-p kept, beside each token that a deterministic SGLang server returns; written and read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read(entries: Any, tokens: Sequence[int], vocab_size: int) -> tuple[Tensor, 
     ValueError where this is not what `written` makes for such tokens.
     """
     if not isinstance(entries, list) or len(entries) != len(tokens):
-        raise ValueError("returned no kept tokens beside those of a cut distribution; is it an exact server?")
+        raise ValueError("returned no kept tokens beside those of a cut distribution; is its numerics deterministic?")
     sets = np.zeros((len(tokens), (vocab_size + 7) // 8), np.uint8)
     numbers = np.zeros((len(tokens), 2), np.float32)
     for row, (entry, token) in enumerate(zip(entries, tokens, strict=True)):

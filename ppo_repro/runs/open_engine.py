@@ -27,8 +27,8 @@ def check_routes(config: RunConfig, source: PreTrainedModel) -> None:
     kind, mixture, engine = type(source).__name__, bool(routers(source)), config.rollout.engine
     if mixture and isinstance(engine, SGLangServers) and engine.numerics == "stock":
         raise UserError(
-            f"rollout.engine.numerics = stock: SGLang's own experts have not the weights of a {kind} here; set exact, "
-            "or rollout.engine.kind = torch"
+            f"rollout.engine.numerics = stock: SGLang's own experts have not the weights of a {kind} here; set "
+            "deterministic, or rollout.engine.kind = torch"
         )
     if config.ppo.replay_routes and not mixture:
         raise UserError(f"ppo.replay_routes = true: needs a mixture of experts, and {kind} has no router; remove it")
@@ -37,8 +37,8 @@ def check_routes(config: RunConfig, source: PreTrainedModel) -> None:
 def require_same_sampler(recorded: RunConfig, config: RunConfig) -> None:
     """Raise UserError where the engine of `config` would sample other bits than the one of `recorded`.
 
-    In exact numerics both programs give the same bits. In others the program, its device, its arguments and the number
-    of servers that share its batches may each change a bit; addresses, transport and timeouts do not.
+    In deterministic numerics both programs give the same bits. In others the program, its device, its arguments and
+    the number of servers that share its batches may each change a bit; addresses, transport and timeouts do not.
     """
     before, now = _sampler(recorded), _sampler(config)
     if before != now:
@@ -54,7 +54,7 @@ def _sampler(config: RunConfig) -> str:
     if not isinstance(engine, SGLangServers):
         return f"{config.numerics.mode} numerics"
     if engine.numerics == "deterministic":
-        return "exact numerics"
+        return "deterministic numerics"
     if engine.urls:
         return f"SGLang's own numerics (servers that run already: {len(engine.urls)})"
     arguments = " ".join(engine.arguments) or "none"

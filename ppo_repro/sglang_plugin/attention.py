@@ -1,6 +1,6 @@
 """The attention backend: it connects the model with SGLang's pools, and refuses to start with a wrong setting.
 
-The model's own attention reads the pools (see `pool`), so the backend computes nothing.
+The kernels read a cache that is filled from the pools (see `pool`), so the backend computes nothing.
 """
 
 from __future__ import annotations
@@ -12,40 +12,32 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from ppo_repro.errors import UserError
-from ppo_repro.sglang_plugin.model import PpoReproExactForCausalLM
+from ppo_repro.sglang_plugin.model import PpoReproForCausalLM
+from ppo_repro.sglang_plugin.names import ARCHITECTURE, ATTENTION_BACKEND
 from ppo_repro.sglang_plugin.pool import PoolCache
-from ppo_repro.sglang_plugin.sampler import ExactSampler
-from ppo_repro.sglang_plugin.settings import ARCHITECTURE, ATTENTION_BACKEND
-
-RESERVED = 8  # tokens of its context length that SGLang may reserve
+from ppo_repro.sglang_plugin.sampler import DeterministicSampler
 
 
-class ExactAttention(AttentionBackend):
-    """Nothing to prepare and nothing to compute: see `PpoReproExactForCausalLM.forward`."""
+class NoAttention(AttentionBackend):
+    """Nothing to prepare and nothing to compute: see `PpoReproForCausalLM.forward`."""
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Nothing: each pass aims its cache itself."""
+        """Nothing: the model looks at the batch itself."""
 
     def support_triton(self) -> bool:
         """No Triton kernel may write to the pools."""
         return False
 
 
-def make_backend(runner: Any) -> ExactAttention:
+def make_backend(runner: Any) -> NoAttention:
     """The backend of a model runner whose model is ready; UserError names the first wrong setting of the server."""
     for field, actual, required in _requirements(runner):
         if actual != required:
-            raise UserError(f"exact numerics in SGLang: {field} is {actual}; must be {required}")
+            raise UserError(f"deterministic numerics in SGLang: {field} is {actual}; must be {required}")
     model = runner.model
-    limit = model.settings.max_context + RESERVED
-    context = runner.model_config.context_len
-    if context > limit:
-        raise UserError(
-            f"exact numerics in SGLang: --context-length is {context}; with max_context = {model.settings.max_context} "
-            f"it must be {limit} at most"
-        )
-    model.cache = PoolCache(model.config, runner.req_to_token_pool.req_to_token, runner.token_to_kv_pool, context)
-    return ExactAttention()
+    table, width = runner.req_to_token_pool.req_to_token, runner.model_config.context_len
+    model.cache = PoolCache(model.network, table, runner.token_to_kv_pool, width)
+    return NoAttention()
 
 
 def _requirements(runner: Any) -> list[tuple[str, object, object]]:
@@ -56,8 +48,8 @@ def _requirements(runner: Any) -> list[tuple[str, object, object]]:
     arguments, pool = runner.server_args, runner.token_to_kv_pool
     return [
         ("the model class", type(runner.model).__name__, ARCHITECTURE),
-        ("the model", isinstance(runner.model, PpoReproExactForCausalLM), True),
-        ("the sampler", type(runner.sampler).__name__, ExactSampler.__name__),
+        ("the model", isinstance(runner.model, PpoReproForCausalLM), True),
+        ("the sampler", type(runner.sampler).__name__, DeterministicSampler.__name__),
         ("--enable-deterministic-inference", arguments.enable_deterministic_inference, True),
         ("--device", runner.device, "cpu"),
         ("--tp-size", arguments.tp_size, 1),

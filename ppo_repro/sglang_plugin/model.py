@@ -1,33 +1,33 @@
-"""The model class of the exact numerics: an unmodified transformers model, lowered as the trainer lowers it."""
+"""The model class of deterministic numerics: an unmodified transformers model, which the trainer's kernels compute."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.runtime_context import get_server_args
 from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ppo_repro.errors import UserError
 from ppo_repro.numerics import library
-from ppo_repro.numerics.families import CAUSAL_MODELS, check_visibility, head_of, mixture_layers, seen_routes, trunk_of
-from ppo_repro.numerics.layers.lowering import lower
+from ppo_repro.numerics.families import CAUSAL_MODELS, mixture_layers
+from ppo_repro.numerics.network import Lowered, Network, lower, network_of
 from ppo_repro.numerics.optimizer import weights_digest
-from ppo_repro.numerics.trunk.forward import TrunkForward
-from ppo_repro.sglang_plugin.logits import ExactLogits
+from ppo_repro.numerics.rows import index, ragged
+from ppo_repro.sglang_plugin.logits import Logits
+from ppo_repro.sglang_plugin.names import DIGEST
 from ppo_repro.sglang_plugin.pool import PoolCache
-from ppo_repro.sglang_plugin.settings import KEY, read_settings
 
 # on CPUs SGLang pads these widths to multiples of 32 for its own kernels, and keeps the model's as `original_..`
 PADDED = ("intermediate_size", "moe_intermediate_size")
-DIGEST = "ppo_repro.digest"  # for this name /get_weights_by_name returns the digest of all weights
 
 
-class PpoReproExactForCausalLM(nn.Module):
-    """A model as SGLang expects it, around the same layers that training runs.
+class PpoReproForCausalLM(nn.Module):
+    """A model as SGLang expects it, around the model that training runs.
 
     The attention backend sets `cache` once SGLang has made its pools.
     """
@@ -35,13 +35,13 @@ class PpoReproExactForCausalLM(nn.Module):
     def __init__(self, config: PretrainedConfig, quant_config: object | None = None, prefix: str = "") -> None:
         super().__init__()
         if quant_config is not None:
-            raise UserError("exact numerics in SGLang: --quantization is not supported; leave it out")
-        self.config, self.settings = config, read_settings(config)
-        library.use_threads(self.settings.threads)
-        self.policy = _lowered(config, self.settings.max_context)
-        self.logits_processor = ExactLogits(config)
+            raise UserError("deterministic numerics in SGLang: --quantization is not supported; leave it out")
+        library.use_threads(torch.get_num_threads())  # OMP_NUM_THREADS
+        self.config = config
+        self.policy = _lowered(config)
+        self.network = cast(Network, network_of(self.policy))
+        self.logits_processor = Logits(config, self.policy)
         self.cache: PoolCache | None = None
-        self._trunk = TrunkForward(trunk_of(self.policy))
         self._missing = {name for name, _ in self.policy.named_parameters()}
 
     @torch.no_grad()
@@ -51,38 +51,22 @@ class PpoReproExactForCausalLM(nn.Module):
         input_ids, positions int64 [N]: the new tokens of all requests, one request after another.
         """
         if self.cache is None or self._missing:
-            raise RuntimeError("exact numerics in SGLang: the pools were not made, or weights are missing")
-        starts, lengths = _spans(forward_batch)
-        self.cache.begin(forward_batch.req_pool_indices.long(), starts, lengths, forward_batch.out_cache_loc.long())
-        target = self.cache.target
-        if not torch.equal(target.positions[target.valid], positions.long()):
-            raise RuntimeError("exact numerics in SGLang: positions are not those of the requests' tokens")
-        hidden = self._with_routes(self.cache, input_ids.long())
-        return self.logits_processor(input_ids, hidden, head_of(self.policy), forward_batch)
-
-    def _with_routes(self, cache: PoolCache, new: Tensor) -> Tensor:
-        """`_hidden`; where --enable-return-routed-experts made a capturer, it gets the experts of each new token.
-
-        It keeps them beside keys and values, so that a cached prefix has those of the pass that computed it.
-        """
-        capturer = get_global_experts_capturer()
-        if capturer is None:
-            return self._hidden(cache, new)
-        with seen_routes(self.policy) as seen:
-            hidden = self._hidden(cache, new)
-        routes = seen.take()[cache.target.valid.reshape(-1)]
-        layers = mixture_layers(self.policy)
-        for layer, experts in zip(layers, routes.chunk(len(layers), dim=1), strict=True):
-            capturer.capture(layer, experts)
-        return hidden
-
-    def _hidden(self, cache: PoolCache, new: Tensor) -> Tensor:
-        """Hidden states [N, H] of the new tokens [N] in the target of the cache."""
-        valid = cache.target.valid
-        ids = torch.zeros_like(cache.target.positions)
-        ids[valid] = new
-        rows = None if len(new) == valid.numel() else valid.reshape(-1).nonzero()[:, 0]
-        return self._trunk.over_cache(ids, cache, rows)
+            raise RuntimeError("deterministic numerics in SGLang: the pools were not made, or weights are missing")
+        slots, (starts, lengths) = forward_batch.req_pool_indices.long(), _spans(forward_batch)
+        batch = ragged(input_ids.split(lengths.tolist()), past=starts.tolist())
+        if not torch.equal(index(batch.rows.position), positions.long()):
+            raise RuntimeError("deterministic numerics in SGLang: positions are not those of the requests' tokens")
+        self.network.prepare()
+        self.cache.take_pasts(slots, starts)
+        capturer = get_global_experts_capturer()  # there with --enable-return-routed-experts
+        hidden, routes = self.network.over_cache(batch, self.cache.cache, slots.tolist(), seen=capturer is not None)
+        self.cache.give(slots[index(batch.rows.sequence)], positions.long(), forward_batch.out_cache_loc.long())
+        if routes is not None:
+            # SGLang keeps them beside keys and values: a cached prefix has those of the pass that computed it
+            layers = mixture_layers(self.policy)
+            for layer, experts in zip(layers, torch.from_numpy(routes).chunk(len(layers), dim=1), strict=True):
+                capturer.capture(layer, experts)
+        return self.logits_processor(input_ids, hidden, None, forward_batch)
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -112,11 +96,9 @@ class PpoReproExactForCausalLM(nn.Module):
         return self.policy.get_input_embeddings()
 
 
-def _lowered(config: PretrainedConfig, max_context: int) -> PreTrainedModel:
-    """The transformers model of a config in exact numerics; its weights come later."""
-    check_visibility(config, max_context)
+def _lowered(config: PretrainedConfig) -> PreTrainedModel:
+    """The transformers model of a config in deterministic numerics; its weights come later."""
     fields = config.to_dict()
-    fields.pop(KEY)
     for name in PADDED:
         if f"original_{name}" in fields:
             fields[name] = fields.pop(f"original_{name}")
@@ -127,7 +109,10 @@ def _lowered(config: PretrainedConfig, max_context: int) -> PreTrainedModel:
         raise UserError(f"--model-path: the model is a {type(model).__name__}; must be one of {known}")
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    return lower(model, max_context)
+    context = get_server_args().context_length
+    if context is None:
+        raise UserError("--context-length: deterministic numerics in SGLang need it; each request has so much memory")
+    return lower(model, Lowered(min(context, stock.max_position_embeddings)))
 
 
 def _spans(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
@@ -135,7 +120,7 @@ def _spans(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
     if batch.forward_mode.is_decode():
         return batch.seq_lens.long() - 1, torch.ones_like(batch.seq_lens, dtype=torch.int64)
     if not batch.forward_mode.is_extend():
-        raise RuntimeError(f"exact numerics in SGLang: a forward pass of mode {batch.forward_mode} is not known")
+        raise RuntimeError(f"deterministic numerics in SGLang: a forward pass of mode {batch.forward_mode} is unknown")
     assert batch.extend_prefix_lens is not None
     assert batch.extend_seq_lens is not None
     return batch.extend_prefix_lens.long(), batch.extend_seq_lens.long()

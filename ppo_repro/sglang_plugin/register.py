@@ -1,6 +1,6 @@
 """The entry point that SGLang calls in each of its processes before it parses arguments.
 
-It adds names and wraps two functions; nothing changes for a server that does not ask for the exact numerics by name.
+It adds names and wraps two functions; nothing changes for a server that does not ask for it by name.
 SGLang logs and swallows every exception of a plugin, so nothing here is trusted to have worked: without the plugin
 the names do not exist and the server refuses them, and `attention.make_backend` checks the rest.
 """
@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ppo_repro.sglang_plugin.settings import ARCHITECTURE, ATTENTION_BACKEND
+from ppo_repro.sglang_plugin.names import ARCHITECTURE, ATTENTION_BACKEND
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ SUPPORT_TRITON = "sglang.srt.utils.common.support_triton"
 
 
 def register() -> None:
-    """Make `--attention-backend ppo_repro_exact` and its model class known to this process."""
+    """Make `--attention-backend ppo_repro` and its model class known to this process."""
     from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.layers.sampler import register_sampler_backend
@@ -30,7 +30,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from ppo_repro.sglang_plugin.attention import make_backend
-    from ppo_repro.sglang_plugin.model import PpoReproExactForCausalLM
+    from ppo_repro.sglang_plugin.model import PpoReproForCausalLM
 
     choices.add_attention_backend_choices([ATTENTION_BACKEND])
     choices.add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
@@ -44,13 +44,13 @@ def register() -> None:
     register_attention_backend(ATTENTION_BACKEND)(make_backend)
     # deterministic mode forces the sampling backend of this name; a registered one has priority over the built-in one
     register_sampler_backend("pytorch", _make_sampler)
-    ModelRegistry.models[ARCHITECTURE] = PpoReproExactForCausalLM
+    ModelRegistry.models[ARCHITECTURE] = PpoReproForCausalLM
     HookRegistry.register(BATCH_INVARIANT_MODE, _without_kernels, HookType.AROUND)
     HookRegistry.register(SUPPORT_TRITON, _no_triton, HookType.AROUND)
 
 
 def is_asked_for() -> bool:
-    """Whether this server was started with the exact numerics."""
+    """Whether this server was started with deterministic numerics."""
     from sglang.srt.runtime_context import get_server_args
 
     return bool(get_server_args().attention_backend == ATTENTION_BACKEND)
@@ -59,9 +59,9 @@ def is_asked_for() -> bool:
 def _make_sampler() -> Sampler:
     from sglang.srt.layers.sampler import Sampler
 
-    from ppo_repro.sglang_plugin.sampler import ExactSampler
+    from ppo_repro.sglang_plugin.sampler import DeterministicSampler
 
-    return ExactSampler() if is_asked_for() else Sampler()
+    return DeterministicSampler() if is_asked_for() else Sampler()
 
 
 def _plain_memory(dims: tuple[int, ...], dtype: torch.dtype, device: str, *_: Any, **__: Any) -> torch.Tensor:
@@ -72,7 +72,7 @@ def _plain_memory(dims: tuple[int, ...], dtype: torch.dtype, device: str, *_: An
 
 
 def _without_kernels(original: Callable[[Any], None], runner: Any) -> None:
-    """Leave out the batch-invariant kernels: they replace torch's products, which exact numerics do not use."""
+    """Leave out the batch-invariant kernels: they replace torch's products, which deterministic numerics do not use."""
     if runner.device != "cpu" and not is_asked_for():
         original(runner)
 

@@ -11,14 +11,13 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from torch import Tensor
 
-from ppo_repro.numerics.token_statistics import token_statistics
+from ppo_repro.numerics.token_statistics import log_softmax, token_statistics
 from ppo_repro.rollout.engine import Sampling
 from ppo_repro.rollout.kept import KEPT, Entry, shortest, written
 from ppo_repro.rollout.sampler import sample
-from ppo_repro.sglang_plugin.logits import log_softmax
 
 
-class ExactSampler(Sampler):
+class DeterministicSampler(Sampler):
     """A token is a function of logits, seed and position; log-probs are defined as in SGLang.
 
     That is log_softmax(logits / temperature), without renormalising over the tokens that top-k and top-p keep. Where
@@ -41,10 +40,12 @@ class ExactSampler(Sampler):
         logprobs = torch.empty(len(logits), device=logits.device)
         kept: list[Entry | None] = [None] * len(logits)
         for rows, sampling in _groups(sampling_info):
-            drawn = sample(logits[rows], seeds[rows].long(), positions[rows].long(), sampling, "exact")
+            drawn = sample(logits[rows], seeds[rows].long(), positions[rows].long(), sampling, "deterministic")
             tokens[rows], logprobs[rows] = drawn.tokens, drawn.logprobs
             if sampling.cuts:
-                logprobs[rows], _ = token_statistics(logits[rows], drawn.tokens, sampling.temperature, None, "exact")
+                logprobs[rows], _ = token_statistics(
+                    logits[rows], drawn.tokens, sampling.temperature, None, "deterministic"
+                )
                 for row, entry in zip(rows.tolist(), written(drawn), strict=True):
                     kept[row] = entry
         if any(entry is not None for entry in kept):
@@ -78,7 +79,7 @@ def _refuse(info: SamplingBatchInfo) -> None:
         "no sampling_seed": info.sampling_seed is None,
     }
     for name in (name for name, used in requested.items() if used):
-        raise RuntimeError(f"exact numerics in SGLang: a request with {name} is not supported")
+        raise RuntimeError(f"deterministic numerics in SGLang: a request with {name} is not supported")
 
 
 def _groups(info: SamplingBatchInfo) -> list[tuple[Tensor, Sampling]]:

@@ -17,7 +17,7 @@ from ppo_repro.models.networks import make_policy
 from ppo_repro.numerics.arithmetic import contraction
 from ppo_repro.records.accuracy import LARGEST_RATIO, sentence
 from ppo_repro.testing.small_models import CONFIGS, CONTEXT, VOCAB
-from tests.support.models import DISTINCT, source_model
+from tests.support.models import QUICK, source_model
 
 every_family = mark.parametrize("architecture", CONFIGS)
 TEXT = text_of({"a": range(2, 40), "b": range(VOCAB - 1, 5, -3), "c": range(0, VOCAB, 7)}, 4, CONTEXT)
@@ -63,7 +63,7 @@ def test_a_policy_is_accurate_and_stays_what_it_was(architecture: str) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in policy.modules())
 
 
-@mark.parametrize("architecture", DISTINCT)
+@mark.parametrize("architecture", QUICK)
 def test_the_layer_that_is_damaged_is_named(architecture: str) -> None:
     """The negative control: one station after the other rounds its outputs to bfloat16."""
 
@@ -85,7 +85,7 @@ def test_the_layer_that_is_damaged_is_named(architecture: str) -> None:
     assert not measure(policy, TEXT).is_low, "the damage is undone"
 
 
-@mark.parametrize("architecture", DISTINCT)
+@mark.parametrize("architecture", QUICK)
 def test_coarse_grids_are_low_accuracy(architecture: str, monkeypatch: MonkeyPatch) -> None:
     fine = layer_errors(make_policy(source_model(architecture), "exact", CONTEXT), TEXT)
     monkeypatch.setattr(contraction, "WEIGHT_BITS", 12)

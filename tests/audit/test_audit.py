@@ -87,7 +87,7 @@ def special(learned: bool = False) -> Special:
 
 @pytest.fixture(scope="module")
 def subject(made: Material) -> Subject:
-    return Subject(made.model, {"weights of old": small_model(qwen3_config(), 5)}, special(), CONTEXT)
+    return Subject(made.model, {"weights of old": small_model(qwen3_config(), 5)}, special())
 
 
 def responses_of(made: Material, sampler: Values, trainer: Values) -> list[Response]:
@@ -284,7 +284,7 @@ def test_an_offset_of_learned_positions_is_found(made: Material) -> None:
         return m.prompts[i], list(range(by, by + len(m.prompts[i]) + len(m.responses[i]) - 1))
 
     good, bad = gpt2.logprobs(gpt2.logits()), gpt2.logprobs(gpt2.logits(feed=counted))
-    found = judged(gpt2, Subject(model, {}, special(learned=True), CONTEXT), bad, good)
+    found = judged(gpt2, Subject(model, {}, special(learned=True)), bad, good)
     assert found.sampler.cause == ways.COUNTED and found.trainer.is_right
 
 

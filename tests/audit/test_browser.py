@@ -27,11 +27,11 @@ HOSTILE = "<script>document.title='ran'</script>"
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page of 3,000 tokens in 40 responses of three turns, with long causes and tokens that are markup."""
     generator, n = seeded(1), 3000
-    exact = -torch.rand(n, generator=generator).double() * 5
-    sampler = exact + 0.2 * torch.randn(n, generator=generator)
+    reference = -torch.rand(n, generator=generator).double() * 5
+    sampler = reference + 0.2 * torch.randn(n, generator=generator)
     sampler[5] = torch.nan
     index = torch.arange(n)
-    scored = Scored(index // 75, index % 75 // 25 + 1, index % 75, index % 97, exact, sampler, exact + 1e-7)
+    scored = Scored(index // 75, index % 75 // 25 + 1, index % 75, index % 97, reference, sampler, reference + 1e-7)
     conditions = [
         Conditions(Inputs(FLOAT32, AS_DUMPED), 0.8, "all", 0),
         Conditions(Inputs(f"weights of /checkpoints/{'deep/' * 30}step_100", PADDED), 0.73, "top-p and top-k", 1),
@@ -68,7 +68,7 @@ def test_nothing_is_loaded_run_or_cut(browser: Any, shown: Path, scheme: str, wi
 def test_every_table_has_its_rows_and_the_parser_mends_nothing(browser: Any, shown: Path) -> None:
     opened(browser, shown)
     assert [c.text for c in find(browser, "caption") if c.text] == [
-        "By exact probability",
+        "By probability in float64",
         "By position in the response",
         "By turn",
         "By token: the 20 of 97 with most of the distance",

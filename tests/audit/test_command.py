@@ -1,4 +1,4 @@
-"""`ppo-repro audit` on a run's own records: exact, so right; with one side spoiled, wrong."""
+"""`ppo-repro audit` on a run's own records: right; with one side spoiled, wrong."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return path, reference_folder(run_dir)
 
 
-def test_exact_log_probs_are_right(cli: Cli, dump: tuple[Path, Path], tmp_path: Path) -> None:
+def test_log_probs_of_a_run_are_right(cli: Cli, dump: tuple[Path, Path], tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     code, out, err = cli("audit", dump[0], "--model", dump[1], "--out", page)
     assert code == 0 and "error: " not in err

@@ -1,4 +1,4 @@
-"""Where two paths part: nowhere in deterministic numerics, at a module in native ones, and where a fault was planted."""
+"""Where two paths part: nowhere in deterministic numerics, at a module in native ones, at a planted fault."""
 
 from __future__ import annotations
 

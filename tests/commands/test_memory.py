@@ -17,7 +17,7 @@ from ppo_repro.commands import memory
 from ppo_repro.commands.cli import _run
 from ppo_repro.commands.memory import within_memory
 from ppo_repro.errors import UserError, is_out_of_memory
-from ppo_repro.plan.parts import in_words, parts
+from ppo_repro.plan.memory import PHASES, Plan, in_words
 from ppo_repro.plan.shapes import plan_run
 from ppo_repro.runs import run as runner
 from tests.support.paths import SMALL
@@ -73,8 +73,7 @@ def test_every_kind_of_failed_allocation_is_one_line(
     assert _run(["run", str(SMALL), "--out", str(tmp_path)]) == 2
     _, said = capsys.readouterr().err.strip().splitlines()  # after the line that says what begins
     assert said.startswith("error: out of memory; the plan needs up to about ")
-    largest = parts(plan_run(small_config()))[0]
-    assert f"most of it for {largest.name}: " in said and f"; {largest.advice}; see `ppo-repro plan`" in said
+    assert said == f"error: out of memory; {in_words(plan_run(small_config()), True)}"
     assert [path for path in tmp_path.rglob("*") if path.is_file() or path.name.startswith("seed")] == []
 
 
@@ -116,38 +115,31 @@ def test_the_limit_is_not_more_than_the_machine_has() -> None:
     assert limit is not None and (1 << 28) < limit < (1 << 50)
 
 
+SHORT = ("layout.rollout_slots=1", "layout.forward_micro_batch=1", "ppo.minibatch_size=2")
 LONG = ("numerics.max_context=4000", "rollout.max_response_tokens=3990", "layout.forward_micro_batch=1")
 
 
 @pytest.mark.parametrize(
     ("overrides", "name", "setting"),
     [
-        ((*LONG, "layout.rollout_slots=1"), "activations of the update", "layout.update_micro_batch"),
-        ((*LONG, "layout.update_micro_batch=1"), "key/value cache of the rollout", "layout.rollout_slots"),
-        (("model.hidden_size=512", "model.num_attention_heads=8"), "optimizer moments", "lora"),
+        ((*LONG, "layout.rollout_slots=1"), "activations in update", "layout.update_micro_batch"),
+        ((*LONG, "layout.update_micro_batch=1"), "KV cache in rollout", "layout.rollout_slots"),
+        ((*SHORT, "model.hidden_size=512", "model.num_attention_heads=8"), "moments in ", "lora"),
     ],
 )
 def test_the_largest_part_is_named_with_its_setting(overrides: tuple[str, ...], name: str, setting: str) -> None:
-    config = small_config(*overrides)
-    plan = plan_run(config)
-    found = parts(plan)
-    assert found[0].name == name and setting in found[0].advice
-    assert sum(part.bytes for part in found) == plan.peak - memory_of_process()
-    assert name in in_words(plan, config.value)
-
-
-def memory_of_process() -> int:
-    from ppo_repro.plan.memory import PROCESS
-
-    return PROCESS
+    said = in_words(plan_run(small_config(*overrides)), has_value_model=True)
+    assert f"most of it for {name}" in said and setting in said
 
 
 def test_every_part_of_a_plan_has_advice() -> None:
     plan = plan_run(small_config())
-    for phase in plan.phases:
-        only = {name: amounts if name == phase else {} for name, amounts in plan.phases.items()}
-        for part in parts(type(plan)(plan.work, plan.residents, only)):
-            assert part.advice
+    for name, row in plan.rows.items():
+        for phase in PHASES:
+            if row.get(phase):
+                assert f"most of it for {name} in {phase}: " in in_words(
+                    Plan(plan.models, {name: {phase: 1}}, 1), False
+                )
 
 
 LIMITED = """

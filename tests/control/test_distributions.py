@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ppo_repro.control.distributions import Categorical, DiagonalGaussian, gumbels, normals, uniforms
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics.gradients import GradientAccumulator
+from ppo_repro.numerics.gradient_sums import GradientSums
+from ppo_repro.numerics.rows import alone, slots_of
 from tests.support.float32 import bits, finite, tensor
 
 MODES = ["deterministic", "native"]
@@ -25,7 +26,7 @@ def action_size(family: Categorical | DiagonalGaussian) -> int:
     return 1 if isinstance(family, Categorical) else family.outputs
 
 
-def gaussian(log_std: list[float], mode: str = "exact") -> DiagonalGaussian:
+def gaussian(log_std: list[float], mode: str = "deterministic") -> DiagonalGaussian:
     found = DiagonalGaussian(len(log_std), 0.0, mode)
     with torch.no_grad():
         found.log_std.copy_(tensor(log_std))
@@ -80,23 +81,22 @@ def test_gaussian_gradients_equal_float64_autograd_and_do_not_depend_on_the_chun
     means, actions = (torch.randn(40, 3, generator=generator) for _ in range(2))
     g_logprob, g_entropy = torch.randn(2, 40, generator=generator)
     found = gaussian([-0.5, 0.0, 0.8])
-    accumulator = found.accumulator = GradientAccumulator(found.named_parameters())
 
-    def backward(size: int) -> tuple[Tensor, dict[str, Tensor] | None]:
-        accumulator.begin()
+    def backward(size: int, slots: int = 8) -> tuple[Tensor, Tensor]:
+        sums = GradientSums(found.named_parameters(), slots)
         parts = []
         for part in torch.arange(40).split(size):
             leaf = means[part].clone().requires_grad_()
-            torch.autograd.backward(found.statistics(leaf, actions[part]), [g_logprob[part], g_entropy[part]])
+            rows = alone(len(part), slots_of(part.tolist(), 40, slots))
+            statistics = found.statistics(leaf, actions[part], rows)
+            torch.autograd.backward(statistics, [g_logprob[part], g_entropy[part]])
+            assert leaf.grad is not None
             parts.append(leaf.grad)
-        return torch.cat(parts), accumulator.finish()  # type: ignore[arg-type]
+        return torch.cat(parts), sums.finish()["log_std"].clone()
 
-    assert backward(40)[1] is None, "the first pass finds the grid"
-    expected = backward(40)
-    got = backward(chunk)
-    assert bits(got[0]) == bits(expected[0])
-    assert got[1] is not None and expected[1] is not None
-    assert bits(got[1]["log_std"]) == bits(expected[1]["log_std"])
+    expected, got = backward(40), backward(chunk)
+    assert [bits(x) for x in got] == [bits(x) for x in expected]
+    assert bits(backward(chunk, slots=4)[1]) != bits(expected[1]), "the slots are part of the law"
     m, s = means.double().requires_grad_(), found.log_std.detach().double().requires_grad_()
     normal = torch.distributions.Normal(m, s.exp().expand_as(m))
     torch.autograd.backward(
@@ -104,8 +104,8 @@ def test_gaussian_gradients_equal_float64_autograd_and_do_not_depend_on_the_chun
     )
     assert m.grad is not None and s.grad is not None
     assert torch.allclose(got[0].double(), m.grad, rtol=1e-6, atol=0)  # one rounding to float32
-    # 40 contributions on a grid 46 bits below the largest, then one rounding to float32
-    assert torch.allclose(got[1]["log_std"].double(), s.grad, rtol=1e-6, atol=1e-7)
+    # 40 float32 numbers of about 1
+    assert torch.allclose(got[1].double(), s.grad, rtol=1e-6, atol=2e-6)
 
 
 @settings(max_examples=40)
@@ -159,7 +159,7 @@ def test_box_muller_by_definition() -> None:
 def test_actions_come_as_often_as_their_probabilities_say() -> None:
     n, p = 40_000, [0.1, 0.6, 0.3]
     outputs = tensor([math.log(x) + 5.0 for x in p]).expand(n, 3)
-    found = Categorical(3, "exact")
+    found = Categorical(3, "deterministic")
     drawn = found.sample(outputs, found.noise(n, 1, "actions", 0)[:, 0])[:, 0]
     for action, probability in enumerate(p):
         # 4 standard errors
@@ -168,7 +168,7 @@ def test_actions_come_as_often_as_their_probabilities_say() -> None:
         )
 
 
-@pytest.mark.parametrize("family", [Categorical(4, "exact"), gaussian([0.1, -0.7])])
+@pytest.mark.parametrize("family", [Categorical(4, "deterministic"), gaussian([0.1, -0.7])])
 def test_a_draw_depends_on_its_own_row_and_noise_alone(family: Categorical | DiagonalGaussian) -> None:
     outputs = torch.linspace(-2.0, 2.0, 9 * family.outputs).view(9, family.outputs)
     noise = family.noise(1, 9, "rows", 5)[0]
@@ -180,11 +180,11 @@ def test_a_draw_depends_on_its_own_row_and_noise_alone(family: Categorical | Dia
 
 def test_likeliest_actions() -> None:
     outputs = torch.tensor([[1.0, 3.0, 3.0], [2.0, -1.0, 0.0]])
-    assert Categorical(3, "exact").likeliest(outputs).tolist() == [[1.0], [0.0]], "the first of equal ones"
+    assert Categorical(3, "deterministic").likeliest(outputs).tolist() == [[1.0], [0.0]], "the first of equal ones"
     assert gaussian([0.0, 0.0, 0.0]).likeliest(outputs).tolist() == outputs.tolist()
 
 
-@pytest.mark.parametrize("family", [Categorical(2, "exact"), gaussian([0.0, 0.0])])
+@pytest.mark.parametrize("family", [Categorical(2, "deterministic"), gaussian([0.0, 0.0])])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_is_refused(family: Categorical | DiagonalGaussian, bad: float) -> None:
     outputs = torch.tensor([[0.0, bad]])

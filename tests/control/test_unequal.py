@@ -1,4 +1,4 @@
-"""A control run whose bits are not equal where exact numerics promise it ends there. Every fault is one flipped bit."""
+"""A control run whose bits are not equal where deterministic numerics promise it ends there. Every fault is one flipped bit."""
 
 from __future__ import annotations
 

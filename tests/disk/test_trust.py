@@ -29,7 +29,7 @@ SOURCES = [path for top in ("ppo_repro", "analysis", "experiments") for path in 
 # the values that the processes of one run send each other, and the weights in the form SGLang takes them, never in a
 # file; compiled kernels, in files that nobody else may write to
 CACHE = "ppo_repro/numerics/kernels/core/cache.py"
-MAY_PICKLE = {"ppo_repro/collectives.py", "ppo_repro/rollout/sglang/weights.py", CACHE}
+MAY_PICKLE = {"ppo_repro/rollout/sglang/weights.py", CACHE}
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 # of the base class SafeLoader; the text of the file that a user names as a reward
 MAY_CALL = {("ppo_repro/config/yaml_text.py", "yaml.load"), ("ppo_repro/tasks/user_functions.py", "exec")}

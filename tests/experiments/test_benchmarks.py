@@ -9,15 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.benchmarks import grid_cells, learning, mesh
-
-
-def test_the_bytes_of_meshes_by_hand() -> None:
-    # a ring of two sends half of the numbers twice, of 2 bytes each; one process sends nothing
-    assert (mesh.bf16_bytes(100, 2), mesh.bf16_bytes(100, 1)) == (200.0, 0.0)
-    assert mesh.bf16_bytes(300, 3) == 2 * 2 / 3 * 2 * 300
-    row = mesh.Measured(2, 1, 100, 300.0, 200.0, 10.0, 150, 400, 800, "digest")
-    assert mesh.markdown([row]).splitlines()[2] == ("| 2 | 1 | 3.00 | 2.00 | 0.10 | 5.10 | 2.00 | 1.50 | 4.00 | 8.00 |")
+from experiments.benchmarks import grid_cells, learning
 
 
 def test_the_interval_of_a_paired_difference_by_hand() -> None:

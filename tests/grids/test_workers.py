@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -10,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.commands.cli import _run
-from ppo_repro.errors import UserError
 from ppo_repro.grids.cell import LOG, Order, finish_cell, start_cell, state_of
 from ppo_repro.grids.engines import Processes
 from ppo_repro.grids.grid import _lay_out, run_grid
@@ -19,7 +16,7 @@ from ppo_repro.grids.progress import ConsoleGrid
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.grids.worker import ForkedCell, Worker
 from ppo_repro.records import reader
-from tests.support.grids import fingerprints, grid_file
+from tests.support.grids import grid_file
 from tests.support.interrupts import hearing_ctrl_c
 
 pytestmark = pytest.mark.timeout(400)
@@ -91,31 +88,6 @@ def test_ctrl_c_at_the_first_instant_of_a_cell_interrupts_it(tmp_path: Path, way
         cell.stdin.close()
     assert code == 130 and finish_cell(order, code, 0.0).message == "interrupted"
     assert state_of(Path(order.folder)) == "interrupted"
-
-
-@slow
-def test_cells_of_several_processes(tmp_path: Path) -> None:
-    layouts: dict[str, object] = {"one": {}, "two": {"layout.mesh": {"data": 2}}}
-    path = grid_file(tmp_path, {"processes": layouts}, [1])
-    outcome = run_grid(load_grid(path), tmp_path / "out", Processes(1), ConsoleGrid(), launcher="torchrun")
-    one, two = fingerprints(outcome).values()
-    assert one == two and outcome.table["config_digest"].nunique() == 2
-    run_dirs = [tmp_path / "out" / "g" / run_dir for run_dir in outcome.table["run_dir"]]
-    assert [json.loads((r / "environment.json").read_text())["processes"] for r in run_dirs] == [1, 2]
-
-
-def test_a_cell_of_several_processes_needs_a_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = grid_file(tmp_path, {}, [1], **{"layout.mesh": {"data": 2, "tensor": 2}})
-    assert _run(["grid", str(path), "--out", str(tmp_path / "out")]) == 2
-    said = "error: cell seed=1: its layout needs 4 processes; add --launcher torchrun\n"
-    assert capsys.readouterr().err.endswith(f"\n{said}") and not (tmp_path / "out").exists()
-
-
-def test_a_launcher_without_effect_is_refused(tmp_path: Path) -> None:
-    grid = load_grid(grid_file(tmp_path, {}, [1], **{"layout.rank_shares": [1]}))
-    with pytest.raises(UserError, match="--launcher torchrun: no cell has a layout of several processes; leave it out"):
-        run_grid(grid, tmp_path / "out", Processes(1), ConsoleGrid(), launcher="torchrun")
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_worker_that_cannot_start_ends_its_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

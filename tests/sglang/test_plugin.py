@@ -159,7 +159,7 @@ def altered_package(folder: Path, old: str, new: str) -> Path:
         ("common.support_triton", "common.supports_triton", r"Triton in allocation is True; must be False"),
         ("runner.ModelRunner.maybe_enable", "runner.ModelRunner.may_enable", r"No supported accelerator"),
         ('register_sampler_backend("pytorch"', 'register_sampler_backend("torch"', r"the sampler is Sampler; must be"),
-        ("choices.add_attention_backend_choices", "choices.no_such_function", r"invalid choice: 'ppo_repro_exact'"),
+        ("choices.add_attention_backend_choices", "choices.no_such_function", r"invalid choice: 'ppo_repro'"),
     ],
 )
 def test_a_hook_that_does_not_take_keeps_the_server_from_starting(
@@ -181,7 +181,7 @@ def test_a_hook_that_does_not_take_keeps_the_server_from_starting(
 
 def test_without_the_plugin_no_server_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_PLUGINS", "somebody_elses")
-    with pytest.raises(UserError, match=r"invalid choice: 'ppo_repro_exact'"), subject(tmp_path):
+    with pytest.raises(UserError, match=r"invalid choice: 'ppo_repro'"), subject(tmp_path):
         pass
 
 

@@ -180,37 +180,14 @@ def test_exact_servers_return_what_a_cut_kept(exact: Subject, sampling: Sampling
     assert not same(found, whole), "the control: the same seeds without a cut"
 
 
-SEVERAL = {
-    "data 2, unequal": ("layout.mesh.data=2", "layout.rank_shares=[3,1]", "rollout.top_p=0.9"),
-    "pipeline 2": ("layout.mesh.pipeline=2", "rollout.top_k=5"),
-    "zero 3": ("layout.mesh.zero=3",),
-}
-
-
-@pytest.mark.parametrize("name", SEVERAL)
-def test_two_processes_on_servers_are_one_process_on_the_built_in_engine(
-    exact: Subject, name: str, tmp_path: Path
-) -> None:
-    sets = [*WARM, *SEVERAL[name]]
-    usual = [override for override in sets if not override.startswith("layout.")]
+def test_two_processes_on_servers_are_one_process_on_the_built_in_engine(exact: Subject, tmp_path: Path) -> None:
+    sets = *WARM, "rollout.top_p=0.9"
     words = [word for each in (*sets, "rollout.engine.kind=sglang", exact.urls) for word in ("--set", each)]
     ended = cli_ranks(2, "run", SMALL, "--out", tmp_path / "two", *words)
     exact.forget()
     assert [each.code for each in ended] == [0, 0], ended
     (there,) = [path.parent for path in (tmp_path / "two").rglob("manifest.json")]
-    here, _ = run(small_config(*usual), tmp_path, Silent())
-    assert manifest.load(there).fingerprint == manifest.load(here).fingerprint
-
-
-def test_processes_that_divide_heads_start_servers_on_their_parts(tmp_path: Path) -> None:
-    """The first process starts the server, on a folder to which both give their parts."""
-    common = (*WARM, "model.num_key_value_heads=2", "rollout.top_p=0.9", "ppo.iterations=2")
-    engine = "rollout.engine.kind=sglang", f"rollout.engine.python={PYTHON}", "layout.mesh.tensor=2"
-    words = [word for each in (*common, *engine) for word in ("--set", each)]
-    ended = cli_ranks(2, "run", SMALL, "--out", tmp_path / "two", *words)
-    assert [each.code for each in ended] == [0, 0], ended
-    (there,) = [path.parent for path in (tmp_path / "two").rglob("manifest.json")]
-    here, _ = run(small_config(*common), tmp_path, Silent())
+    here, _ = run(small_config(*sets), tmp_path, Silent())
     assert manifest.load(there).fingerprint == manifest.load(here).fingerprint
 
 

@@ -183,8 +183,6 @@ def test_nothing_set_is_written_nowhere() -> None:
         ("mismatch.trainer.padding_leak=1000", "has 1000 tokens in training"),
         ("rollout.top_k=9999", "rollout.top_k = 9999: the vocabulary has"),
         ("ppo.replay_routes=true", "needs a mixture of experts"),
-        ("layout.mesh.tensor=3", "layout.mesh.tensor = 3: the model has num_"),
-        ("layout.mesh.pipeline=9", "layout.mesh.pipeline = 9: the model has num_hidden_layers"),
     ],
 )
 def test_what_does_not_go_with_the_model_is_said_before_the_warm_start(option: str, message: str) -> None:

@@ -104,7 +104,7 @@ def test_the_memory_of_logits_does_not_grow_with_the_answers(folder: Path) -> No
             peak.CONFIG,
             [*LONG, f"model.path={folder}", f"rollout.max_response_tokens={tokens}", "numerics.max_context=32768"],
         )
-        phases = plan_run(config).phases
-        return [phases[name]["logits"] for name in ("scoring", "update")]
+        row = plan_run(config).rows["logits"]
+        return [row[name] for name in ("scoring", "update")]
 
     assert logits(24)[1] < logits(8192)[1] and logits(8192) == logits(16384)

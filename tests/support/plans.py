@@ -2,67 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import hidden_states
-from ppo_repro.numerics.layers.experts import ExactExperts
 from ppo_repro.numerics.families import trunk_of
-from ppo_repro.numerics.layers.linear import ExactModule
-from ppo_repro.numerics.optim.adamw import AdamWSettings
-from ppo_repro.numerics.products import PreparedWeight
-from ppo_repro.plan.work import Work
-from tests.support.models import CLASSES, CONFIGS, CONTEXT, MIXTURES, fill, kept_bytes
+from tests.support.models import CLASSES, CONFIGS, MIXTURES, fill
 
-SETTINGS = AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.0, 1.0)
 CONFIG_OF = {**CONFIGS, **MIXTURES}
-
-
-def work(kernels: str, **changes: object) -> Work:
-    usual = Work(kernels, 4, CONTEXT, 8, 8, 8, 4, False, False, 0, False)
-    return replace(usual, **changes)  # type: ignore[arg-type]
 
 
 def distinct(tensors: Iterable[Tensor]) -> int:
     """Bytes of all storages behind some tensors, each once."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-def prepared_weights(model: nn.Module) -> list[PreparedWeight]:
-    """What the layers of a model hold of their weights."""
-    weights = []
-    for layer in model.modules():
-        if isinstance(layer, ExactExperts):
-            weights += [*layer.prepared_gate_up, *layer.prepared_down]
-        elif isinstance(layer, ExactModule) and hasattr(layer, "prepared"):
-            weights.append(layer.prepared)
-    return weights
-
-
-def held_operands(model: nn.Module) -> int:
-    """Bytes of what the linear layers have prepared of their weights."""
-    held = [prepared for weight in prepared_weights(model) for prepared, _ in weight._prepared.values()]
-    return sum(a.nbytes for prepared in held for a in vars(prepared).values() if hasattr(a, "nbytes"))
-
-
-def held_copies(model: nn.Module) -> int:
-    """Bytes of the rounded weights of a model."""
-    copies = (getattr(weight, "_rounded", None) for weight in prepared_weights(model))
-    return distinct(copy for copy in copies if copy is not None)
-
-
-def take_a_step(policy: nn.Module, forward: Callable[[], Tensor], optimizer: object, tokens: int) -> None:
-    def backward() -> None:
-        out = forward()
-        torch.autograd.backward(out, torch.full_like(out, 1.0 / len(out)))
-
-    optimizer.step(backward, tokens)  # type: ignore[attr-defined]
-    forward()  # the weights are new, and so are the operands
 
 
 def resized(architecture: str, layers: int) -> PretrainedConfig:
@@ -102,7 +58,5 @@ def saved_bytes(policy: PreTrainedModel) -> int:
 
     batch = lay_out([[3] * 20] * 3, [[5] * 10] * 3, "right")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        hidden = hidden_states(trunk_of(policy), batch)
-    if hasattr(hidden.grad_fn, "kept"):
-        return kept_bytes(hidden)
+        hidden_states(trunk_of(policy), batch)
     return distinct(x for place, x in kept.items() if place not in own)

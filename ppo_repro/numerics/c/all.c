@@ -10,5 +10,6 @@
 #include "elementwise.c"
 #include "rounding.c"
 #include "optimizer.c"
+#include "fingerprint.c"
 #include "model.c"
 #include "checks.c"

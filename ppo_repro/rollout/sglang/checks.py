@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from ppo_repro.config.engine import SGLangServers
 from ppo_repro.config.run import NumericsConfig
 from ppo_repro.errors import UserError
 from ppo_repro.rollout.sglang.client import get
-from ppo_repro.rollout.sglang.command import EXACT_ARCHITECTURE, EXACT_BACKEND, RETURN_ROUTES, SPARE_CONTEXT
+from ppo_repro.rollout.sglang.command import RETURN_ROUTES, SPARE_CONTEXT
+from ppo_repro.sglang_plugin.names import ARCHITECTURE, ATTENTION_BACKEND
 
 # recorded of a server: everything that can change a number or explain a speed
 RECORDED = (
@@ -39,16 +39,14 @@ def check_server(
         )
     required: dict[str, Any] = {"sampling_backend": "pytorch", "speculative_algorithm": None}
     if engine.numerics == "deterministic":
-        required |= {"attention_backend": EXACT_BACKEND, "dtype": "float32"}
-        if model.get("architectures") != [EXACT_ARCHITECTURE]:
+        required |= {"attention_backend": ATTENTION_BACKEND, "dtype": "float32"}
+        if model.get("architectures") != [ARCHITECTURE]:
             raise UserError(
                 f"{url}: serves {model.get('architectures')}; rollout.engine.numerics = deterministic needs the plugin"
             )
     for name, value in required.items():
         if info.get(name) != value:
             raise UserError(f"{url}: has {name} = {info.get(name)!r}; must be {value!r}")
-    if engine.numerics == "deterministic":
-        _check_context(url, info, numerics)
     context, max_context = info.get("context_length"), numerics.max_context
     if isinstance(context, int) and context < max_context + SPARE_CONTEXT:
         raise UserError(
@@ -56,14 +54,3 @@ def check_server(
             f"= {max_context + SPARE_CONTEXT}, because SGLang reserves some of it"
         )
     return {name: info.get(name) for name in RECORDED} | {"architectures": model.get("architectures")}
-
-
-def _check_context(url: str, info: dict[str, Any], numerics: NumericsConfig) -> None:
-    """Raise UserError unless the server has the run's longest context, which fixes the number grids of a run."""
-    try:
-        settings = json.loads(info.get("json_model_override_args") or "{}").get("ppo_repro", {})
-        found = settings.get("max_context")
-    except (ValueError, AttributeError, TypeError) as error:
-        raise UserError(f"{url}: has unreadable --json-model-override-args ({error})") from error
-    if found != numerics.max_context:
-        raise UserError(f"{url}: computes with max_context = {found}; numerics.max_context = {numerics.max_context}")

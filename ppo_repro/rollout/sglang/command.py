@@ -15,8 +15,8 @@ import ppo_repro
 from ppo_repro.config.engine import SGLangServers
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
+from ppo_repro.sglang_plugin.names import ARCHITECTURE, ATTENTION_BACKEND
 
-EXACT_BACKEND, EXACT_ARCHITECTURE = "ppo_repro_exact", "PpoReproExactForCausalLM"
 RETURN_ROUTES = "--enable-return-routed-experts"
 # variables that are the run's own: where it imports from, and which of its processes it is
 DROPPED = {"PYTHONPATH", "MASTER_ADDR", "MASTER_PORT"} | {
@@ -50,12 +50,13 @@ class Interpreter:
     python: str
     packages: Mapping[str, str | None]
     plugins: tuple[str, ...]
-    numerics_digest: str  # of the exact numerics it would import; empty without ppo_repro
+    numerics_digest: str  # of the deterministic numerics it would import; empty without ppo_repro
 
 
 def numerics_digest(package: Path) -> str:
     """SHA-256 over the files that decide the bits of a forward pass and the tokens sampled from it."""
-    files = [path for folder in ("numerics", "sglang_plugin") for path in (package / folder).rglob("*.py")]
+    ours = (path for folder in ("numerics", "sglang_plugin") for path in (package / folder).rglob("*"))
+    files = [path for path in ours if path.suffix in {".py", ".c", ".h"}]
     of_rollout = (path for name in ("sampler.py", "kept.py") for path in (package / "rollout").glob(name))
     files = sorted([*files, *of_rollout])  # another installation may not have them
     sums = [f"{path.relative_to(package).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files]
@@ -126,12 +127,10 @@ def _numerics_arguments(config: RunConfig, engine: SGLangServers, configured: se
         if engine.device == "cpu":
             defaults.append(("--attention-backend", "torch_native"))
         return [(name, value) for name, value in defaults if name not in configured]
-    settings = {"max_context": config.numerics.max_context, "threads": config.layout.threads}
-    override = {"architectures": [EXACT_ARCHITECTURE], "ppo_repro": settings}
     return [
-        ("--attention-backend", EXACT_BACKEND),
+        ("--attention-backend", ATTENTION_BACKEND),
         ("--dtype", "float32"),
-        ("--json-model-override-args", json.dumps(override, sort_keys=True)),
+        ("--json-model-override-args", json.dumps({"architectures": [ARCHITECTURE]})),
     ]
 
 

@@ -112,7 +112,7 @@ class SGLangEngine:
         return answers, gone
 
     def _replace(self, index: int, error: ServerGone, digest: str) -> None:
-        """Replace a server that is gone, where that changes no bit: in exact numerics, if the run started it."""
+        """Replace a server that is gone, where that changes no bit: one started here, in deterministic numerics."""
         lost = self.fleet.servers[index]
         reason = self.fleet.explain(index, error)
         if self.fleet.engine.numerics != "deterministic" or lost.process is None:

@@ -1,8 +1,8 @@
 """New weights for a running server: through a folder, inside a request, or over a process group.
 
-A server gets the digest of the weights as their version and returns it with every response. With exact numerics it also
-computes the digest of its own weights, by the trainer's function. Stock SGLang cannot, and silently skips a tensor
-whose name it does not know.
+A server gets the digest of the weights as their version and returns it with every response. In deterministic numerics
+it also computes the digest of its own weights, by the trainer's function. Stock SGLang cannot, and silently skips a
+tensor whose name it does not know.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from ppo_repro.disk.folder import whole_folder
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.models.write import write_model
 from ppo_repro.rollout.sglang.client import Call, get, post
+from ppo_repro.sglang_plugin.names import DIGEST
 
-DIGEST_NAME = "ppo_repro.digest"
 LEAVE_SECONDS = 5.0
 BUCKET_BYTES = 256 * 2**20  # weights per request
 FILE_BYTES = 5 * 10**9  # weights per file of a folder
 
 
-def write_folder(policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path, exact: bool) -> None:
+def write_folder(policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path, deterministic: bool) -> None:
     """Write the policy as a folder for a server, with the run's end tokens. UserError where that fails.
 
-    Exact servers take the names of the policy's parameters, stock ones those of published checkpoints: they differ in
-    mixtures, whose experts are one parameter here and many tensors there.
+    Deterministic servers take the names of the policy's parameters, stock ones those of published checkpoints: they
+    differ in mixtures, whose experts are one parameter here and many tensors there.
     """
     with whole_folder(folder) as temporary:
-        write_model(policy, temporary, FILE_BYTES, original_format=not exact)
+        write_model(policy, temporary, FILE_BYTES, original_format=not deterministic)
         path = temporary / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         path.write_text(json.dumps({**config, "eos_token_id": sorted(stop_ids)}, indent=1), encoding="utf-8")
@@ -174,22 +174,22 @@ def _session(url: str, timeout: float) -> Iterator[None]:
     post(url, "/end_weight_update", {}, timeout)
 
 
-def confirm(url: str, digest: str, exact: bool, timeout: float) -> None:
-    """Raise UserError unless the server has this weight version; with exact numerics also compare its own digest.
+def confirm(url: str, digest: str, deterministic: bool, timeout: float) -> None:
+    """Raise UserError unless the server has this weight version; in deterministic numerics also compare its own digest.
 
     PromiseBroken where the server's weights have another digest.
     """
     version = get(url, "/model_info", timeout).get("weight_version")
     if version != digest:
         raise UserError(f"{url}: has weights {version!r} after an update to {digest!r}; somebody else updates it")
-    if exact:
+    if deterministic:
         server_digest = _server_digest(url, timeout)
         if server_digest != digest:
             raise PromiseBroken(f"{url}: has weights of digest {server_digest} after an update to {digest}")
 
 
 def _server_digest(url: str, timeout: float) -> str:
-    answer = Call(url, "POST", "/get_weights_by_name", {"name": DIGEST_NAME}, timeout).json()
+    answer = Call(url, "POST", "/get_weights_by_name", {"name": DIGEST}, timeout).json()
     try:
         return bytes(int(code) for code in answer).decode("ascii")
     except (TypeError, ValueError) as error:

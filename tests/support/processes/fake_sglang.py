@@ -44,7 +44,7 @@ class FakeServer(ThreadingHTTPServer):
             "enable_deterministic_inference": True,
             "sampling_backend": "pytorch",
             "speculative_algorithm": None,
-            "attention_backend": "ppo_repro_exact" if exact else "torch_native",
+            "attention_backend": "ppo_repro" if exact else "torch_native",
             "dtype": "float32",
             "json_model_override_args": '{"ppo_repro": {"max_context": 24}}' if exact else "{}",
         }
@@ -59,7 +59,7 @@ class FakeServer(ThreadingHTTPServer):
         if path == "/server_info":
             return 200, self.info
         if path == "/model_info":
-            name = "PpoReproExactForCausalLM" if self.exact else "Qwen3ForCausalLM"
+            name = "PpoReproForCausalLM" if self.exact else "Qwen3ForCausalLM"
             return 200, {"is_generation": True, "weight_version": self.version, "architectures": [name]}
         if path == "/get_weights_by_name":
             return 200, list(self.version.encode())
@@ -172,7 +172,7 @@ def main(arguments: list[str]) -> None:
     if "dies" in misbehave:
         print("RuntimeError: not enough memory for the pool of keys and values", flush=True)
         sys.exit(7)
-    exact = value["--attention-backend"] == "ppo_repro_exact"
+    exact = value["--attention-backend"] == "ppo_repro"
     server = FakeServer(int(value["--port"]), value["--weight-version"], exact, vocab_size=20)
     if "never ready" in misbehave:
         server.faults["/health"] = lambda *_: (503, "")

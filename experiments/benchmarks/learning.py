@@ -67,9 +67,7 @@ def main() -> None:
         centre, low, high = interval(
             [results[s, "deterministic"][column] - results[s, "native"][column] for s in seeds]
         )
-        print(
-            f"{name}: deterministic - native = {centre:+.4f}, 95 % interval [{low:+.4f}, {high:+.4f}], {len(seeds)} seeds"
-        )
+        print(f"{name}: deterministic - native = {centre:+.4f}, 95 % [{low:+.4f}, {high:+.4f}], {len(seeds)} seeds")
 
 
 if __name__ == "__main__":

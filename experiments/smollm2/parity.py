@@ -2,7 +2,8 @@
 
 Slices of 64 episodes each: the sampler writes, somebody interrupts it after 64 tokens or an end token, it goes on, up
 to 256 tokens. Every second slice is cut by top-p. Then whole episodes are scored, a few at a time, and log-probs are
-compared as bits. Native numerics do the same on a small slice as a control, and must differ. A slice is a line of DIR/slices.jsonl when it is done; the same command goes on after an interruption.
+compared as bits. Native numerics do the same on a small slice as a control, and must differ. A slice is a line of
+DIR/slices.jsonl when it is done; the same command goes on after an interruption.
 """
 
 from __future__ import annotations

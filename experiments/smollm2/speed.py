@@ -1,7 +1,8 @@
 """The real model beside stock programs: `python -m experiments.smollm2.speed [--peers DIR]`.
 
 Sampling beside `generate` of transformers, log-probs of given responses beside one stock forward pass, and with
-`--peers` a small PPO step beside TRL's PPOTrainer, whose environment is made in DIR. Candidates take turns; prompts are 16 words, and nothing stops early.
+`--peers` a small PPO step beside TRL's PPOTrainer, whose environment is made in DIR. Candidates take turns; prompts are
+16 words, and nothing stops early.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def _command(*arguments: str) -> None:
 
 # what a notebook may read, by the environment variable that names another one
 SHOWN: dict[str, Callable[[], Path]] = {
-    "PPO_RUN": partial(_quickstart, "exact"),
+    "PPO_RUN": partial(_quickstart, "deterministic"),
     "PPO_OTHER_RUN": partial(_quickstart, "native"),
     "PPO_GRID": _grid,
 }

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ppo_repro.library.training import rerun, resume, train
     from ppo_repro.rollout.engine import Sampling
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOMES = {
     "AdamW": "library.adamw",

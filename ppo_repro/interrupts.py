@@ -1,11 +1,9 @@
 """Ctrl-C and SIGTERM as exceptions in the main thread, never at a moment when the exception would be lost or do harm.
 
-While Numba compiles or loads code, LLVM calls back into Python through ctypes, which prints an exception and drops it:
-the run would continue, or fail with a compiler error. What Numba has Python do while machine code returns its results
-must not raise either (SystemError), nor what Pydantic calls to write a config (PydanticSerializationError), nor the
-modules that torch imports while it is imported (it drops the exception, and a later import fails). In the midst of
-taking or giving back a lock of the standard library an exception leaves the lock taken (another thread waits for ever)
-or given back twice (RuntimeError). A signal that arrives at such a moment is sent again a moment later.
+What Pydantic calls to write a config must not raise (PydanticSerializationError), nor the modules that torch imports
+while it is imported (it drops the exception, and a later import fails). In the midst of taking or giving back a lock of
+the standard library an exception leaves the lock taken (another thread waits for ever) or given back twice
+(RuntimeError). A signal that arrives at such a moment is sent again a moment later. In a kernel it waits for its end.
 """
 
 from __future__ import annotations
@@ -83,7 +81,7 @@ def heard() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    if would_lose_it(frame) or _is_importing(frame) or _is_passing_through(frame):
+    if _is_importing(frame) or _is_passing_through(frame):
         again = threading.Timer(AGAIN_SECONDS, os.kill, (os.getpid(), number))
         again.daemon = True
         again.start()
@@ -91,18 +89,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
         raise Terminated
     else:
         raise KeyboardInterrupt
-
-
-def would_lose_it(frame: FrameType | None) -> bool:
-    """Whether an exception could be lost that this thread raises in `frame`, of the compiler or of machine code.
-
-    Numba is not imported here: most commands do without.
-    """
-    # the module may be there before its lock is
-    lock = getattr(sys.modules.get("numba.core.compiler_lock"), "global_compiler_lock", None)
-    if lock is None:
-        return False
-    return bool(lock.is_locked()) or _nearest(frame, _folders("numba")) is not None
 
 
 def _is_importing(frame: FrameType | None) -> bool:

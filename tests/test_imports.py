@@ -18,17 +18,14 @@ PPO_REPRO = """
     errors secrets mistakes clock buffers seeding watcher
     output
     disk
-    interrupts config numerics.arithmetic
-    assets ranks ppo records numerics.kernels.core
-    numerics.kernels.attention numerics.kernels.float64
-    numerics.kernels
+    interrupts config
+    assets ranks records
     numerics
-    numerics.layers
-    numerics.trunk numerics.optim
+    ppo
     rollout remedies
     sglang_plugin sglang_plugin.cpu_shim.sgl_kernel tasks
-    rollout.sglang
     models
+    rollout.sglang
     stages preferences plan accuracy
     loop side_tables
     runs
@@ -155,8 +152,7 @@ def test_records_need_no_torch() -> None:
 
 def test_no_test_imports_another_test() -> None:
     for path in files("tests/**/*.py"):
-        modules = {name for name in imports(path) if name.startswith("tests.")}
-        assert all(name.startswith("tests.support") for name in modules), path
+        assert not [name for name in imports(path) if name.startswith("tests.") and ".test_" in name], path
 
 
 def test_analyses_read_records_only() -> None:
@@ -183,15 +179,3 @@ def test_heavy_libraries_have_one_importer() -> None:
         package = package_of(path, ROOT / "ppo_repro")
         for library, home in homes.items():
             assert library not in top(imports(path)) or package == home, path
-
-
-def test_files_functions_and_folders_stay_small() -> None:
-    folders: dict[Path, int] = {}
-    for path in files("ppo_repro/**/*.py", "analysis/**/*.py"):
-        text = path.read_text()
-        assert text.count("\n") <= 300, path
-        folders[path.parent] = folders.get(path.parent, 0) + (path.name != "__init__.py")
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef):
-                assert (node.end_lineno or 0) - node.lineno <= 60, f"{path}: {node.name}"
-    assert {folder.name: count for folder, count in folders.items() if count > 15} == {}

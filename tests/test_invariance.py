@@ -1,4 +1,4 @@
-"""One run under every layout, backend, instruction set, number of processes and interruption has one fingerprint."""
+"""One run under every layout, variant of the kernels, number of processes and interruption has one fingerprint."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from experiments.benchmarks.invariance import outcomes
 @pytest.mark.long
 @pytest.mark.timeout(6000)
 def test_every_condition_gives_one_fingerprint(tmp_path: Path) -> None:
-    found = list(outcomes("exact", tmp_path))
+    found = list(outcomes("deterministic", tmp_path))
     assert {outcome.condition for outcome in found if outcome.fingerprint != found[0].fingerprint} == set()
-    assert len(found) >= 20
+    assert len(found) >= 15
     # the first run is what the others are compared with
     assert sum(outcome.tokens for outcome in found[1:]) > 1_000_000
 

@@ -1,4 +1,4 @@
-"""Does exactness cost learning? The quickstart's PPO in exact and in native numerics from the same weights, over seeds.
+"""Do deterministic numerics learn as well as native ones? The quickstart from the same weights, over seeds.
 
 `python -m experiments.benchmarks.learning` prints held-out accuracy and the mean score of the last ten
 iterations for each seed and mode, and the paired difference with a 95 % Student interval.
@@ -49,23 +49,25 @@ def interval(differences: list[float]) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="learning in exact and native numerics, paired by seed")
+    parser = argparse.ArgumentParser(description="learning in deterministic and native numerics, paired by seed")
     parser.add_argument("--seeds", type=int, default=5)
     seeds = range(parser.parse_args().seeds)
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         for seed in seeds:
             policy = warm_started(seed, Path(folder))
-            for mode in ("exact", "native"):
+            for mode in ("deterministic", "native"):
                 before, after, score, seconds = results[seed, mode] = learnt(seed, mode, policy, Path(folder))
                 print(
-                    f"seed {seed} {mode:<7} accuracy {before:.3f} -> {after:.3f}, "
+                    f"seed {seed} {mode:<13} accuracy {before:.3f} -> {after:.3f}, "
                     f"score of the last {LAST} iterations {score:.3f}, {seconds:.0f} s",
                     flush=True,
                 )
     for name, column in (("accuracy after", 1), (f"score of the last {LAST}", 2)):
-        centre, low, high = interval([results[s, "exact"][column] - results[s, "native"][column] for s in seeds])
-        print(f"{name}: exact - native = {centre:+.4f}, 95 % interval [{low:+.4f}, {high:+.4f}], {len(seeds)} seeds")
+        centre, low, high = interval(
+            [results[s, "deterministic"][column] - results[s, "native"][column] for s in seeds]
+        )
+        print(f"{name}: deterministic - native = {centre:+.4f}, 95 % [{low:+.4f}, {high:+.4f}], {len(seeds)} seeds")
 
 
 if __name__ == "__main__":

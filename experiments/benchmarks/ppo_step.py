@@ -32,7 +32,7 @@ from ppo_repro.runs.tables import iteration_tables
 
 QUESTION, PEER = "PPO step", "TRL PPOTrainer"
 CONFIG = Path(__file__).with_name("ppo_step.yaml")
-MODES = ("exact", "native")
+MODES = ("deterministic", "native")
 PROMPTS = 256  # in the folder; every iteration takes SEQUENCES of them
 SCRIPT = Path(__file__).parent / "peers" / "trl_ppo.py"
 
@@ -134,7 +134,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="A whole PPO step here and in TRL 1.12.0.")
     parser.add_argument("--peers", type=Path, required=True, help="folder for the environment of the peer")
-    parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES), default=sorted(SIZES, reverse=True))
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["small", "large"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     timing.add_options(parser, rounds=3)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)

@@ -1,6 +1,6 @@
 """Sampling beside `generate` of transformers: 32 prompts of 16 tokens, 64 new tokens each, no early stop.
 
-`python -m experiments.benchmarks.rollout`: the exact and the native engine and stock `generate` (float32, dynamic
+`python -m experiments.benchmarks.rollout`: the built-in engine in both numerics and stock `generate` (float32, dynamic
 cache), interleaved in one process. The engines also return the log-prob of every token; `generate` only tokens.
 With `--peers DIR` llama.cpp too (weights, keys and values in float32), in a process of its own.
 """
@@ -103,7 +103,7 @@ def llama_cpp(python: Path, model: LlamaForCausalLM, size: Size) -> Iterator[Cal
 
 def candidates(model: LlamaForCausalLM, size: Size, threads: int) -> dict[str, Callable[[], Cost]]:
     """All candidates of this process, on the same weights and prompts."""
-    own = {mode: engine(model, size, mode, threads) for mode in ("exact", "native")}
+    own = {mode: engine(model, size, mode, threads) for mode in ("deterministic", "native")}
     return {PEER: stock(model, size, threads), **own}
 
 
@@ -125,7 +125,7 @@ def measure(sizes: Sequence[str], threads: Sequence[int], rounds: int, python: P
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Sampling with the built-in engine and with transformers generate.")
-    parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES), default=sorted(SIZES, reverse=True))
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["small", "large"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--peers", type=Path, metavar="DIR", help="also llama.cpp, whose environment is made in DIR")
     timing.add_options(parser, rounds=5)

@@ -1,4 +1,4 @@
-"""The same responses from the built-in engine, from exact SGLang and from stock SGLang, interleaved.
+"""The same responses from the built-in engine, SGLang with this package's plugin and stock SGLang, interleaved.
 
 `python -m experiments.benchmarks.sglang_servers --python .venv-sglang/bin/python`: a Qwen3 of 4 layers with random
 weights, 32 prompts, at most 128 new tokens, one thread for each program. The cache of a server is emptied before each
@@ -28,7 +28,7 @@ from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine
 from ppo_repro.runs.prepare import prepare
 
 QUESTION = "SGLang"
-BUILT_IN = "built-in engine, exact"
+BUILT_IN = "built-in engine, deterministic"
 QUICKSTART = Path(__file__).parents[1] / "quickstart.yaml"
 PROMPTS, RESPONSE = 32, 128
 SAMPLING = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_response_tokens=RESPONSE)
@@ -88,7 +88,7 @@ def turn_of(engine: SGLangEngine, requests: Sequence[Request], group: int) -> Co
 
 def measure(hidden: int, python: str, rounds: int) -> list[Measured]:
     """All three engines, interleaved."""
-    config = configuration(hidden, python, "exact")
+    config = configuration(hidden, python, "deterministic")
     prepared = prepare(config, lambda step, total, loss: None)
     prompts = sorted(prepared.task.prompt_ids.values())
     requests = [Request(prompts[i * 7 % len(prompts)], i) for i in range(PROMPTS)]
@@ -102,7 +102,7 @@ def measure(hidden: int, python: str, rounds: int) -> list[Measured]:
 
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         candidates = {BUILT_IN: built_in}
-        for numerics in ("exact", "stock"):
+        for numerics in ("deterministic", "stock"):
             own = configuration(hidden, python, numerics)
             turn = stack.enter_context(server(own, requests, Path(folder) / numerics))
             candidates[f"SGLang, {numerics}"] = turn
@@ -113,7 +113,7 @@ def measure(hidden: int, python: str, rounds: int) -> list[Measured]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description="The built-in engine, exact SGLang and stock SGLang.")
+    parser = argparse.ArgumentParser(description="The built-in engine, SGLang with the plugin and stock SGLang.")
     parser.add_argument("--python", required=True, help="interpreter of an environment made by .ci/sglang.sh")
     parser.add_argument("--hidden", type=int, nargs="+", default=[128, 896])
     timing.add_options(parser, rounds=5)

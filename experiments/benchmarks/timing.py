@@ -39,7 +39,7 @@ class Measured:
     model: str
     threads: int
     candidate: str
-    tokens: int  # sampled in one execution
+    tokens: int  # of one execution; 0 for a step, which has none
     rounds: int
     wall: Spread  # s
     cpu: Spread  # s
@@ -52,11 +52,6 @@ def cost_of(work: Callable[[], object]) -> Cost:
     wall, cpu = time.perf_counter(), time.process_time()
     work()
     return Cost(time.perf_counter() - wall, time.process_time() - cpu)
-
-
-def median_seconds(work: Callable[[], object], repeats: int) -> float:
-    """Median wall seconds of one call."""
-    return median(cost_of(work).wall for _ in range(repeats))
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -107,10 +102,11 @@ def table(rows: Sequence[Measured]) -> str:
     ]
     for r in rows:
         speedup = f"{r.speedup.median:.2f} ({r.speedup.lowest:.2f}-{r.speedup.highest:.2f})"
+        tokens = f"{r.tokens / r.wall.median:,.0f}" if r.tokens else ""
         lines.append(
             f"| {r.question} | {r.model} | {r.threads} | {r.candidate} | {r.rounds} "
             f"| {r.wall.median:.3f} ({r.wall.lowest:.3f}-{r.wall.highest:.3f}) | {r.cpu.median:.3f} "
-            f"| {r.tokens / r.wall.median:,.0f} | {speedup} | {r.cpu_speedup.median:.2f} |"
+            f"| {tokens} | {speedup} | {r.cpu_speedup.median:.2f} |"
         )
     return "\n".join(lines)
 

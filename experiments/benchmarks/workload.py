@@ -1,4 +1,4 @@
-"""The work that is compared: two sizes of Llama, prompts of 16 tokens, responses of 64, none of which stops early."""
+"""The work that is compared: three sizes of Llama, prompts of 16 tokens, responses of 64, none of which stops early."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ class Size:
 
 
 SMALL = Size("4x128, vocabulary 512", 4, 128, 512, 1, 512)
+MEDIUM = Size("4x256, vocabulary 512", 4, 256, 1024, 2, 512)
 LARGE = Size("4x896, vocabulary 8192", 4, 896, 4864, 2, 8192)
-SIZES = {"small": SMALL, "large": LARGE}
+SIZES = {"small": SMALL, "medium": MEDIUM, "large": LARGE}
 
 
 def set_random_weights(model: PreTrainedModel) -> None:
@@ -72,13 +73,6 @@ def make_model(size: Size) -> LlamaForCausalLM:
     model = LlamaForCausalLM(config).eval()
     set_random_weights(model)
     return model
-
-
-def weights(size: Size) -> int:
-    """Multiply-accumulates of one token's products, including the head: elements of the weight matrices."""
-    kv = 2 * 64 * size.kv_heads
-    layer = 2 * size.hidden * size.hidden + size.hidden * kv + 3 * size.hidden * size.intermediate
-    return size.layers * layer + size.hidden * size.vocabulary
 
 
 def prompt_ids(size: Size, count: int, stream: int = 0) -> list[tuple[int, ...]]:

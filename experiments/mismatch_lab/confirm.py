@@ -1,7 +1,7 @@
 """Is it the same with a real model? `python -m experiments.mismatch_lab.confirm --model FOLDER [--csv FILE]`.
 
-The model answers PROMPTS in exact numerics, at temperature 1, and a trainer that rounds by the law of
-`mismatch.sampler.precision` scores the answers. One policy, no training.
+The model answers PROMPTS in deterministic numerics, at temperature 1, and a trainer that rounds as
+`mismatch.sampler.precision` says scores the answers. One policy, no training.
 
 Expected before it was run, of SmolLM2-135M-Instruct, from its errors on fixed text (5e-2 nats rms in bfloat16, 0.3 in
 float8_e4m3, 0.6 in float8_e5m2) and from the tiny policies of `explosion`: KL is half the square of these errors, 1e-3,
@@ -31,9 +31,9 @@ from ppo_repro.disk.earlier import write_csv_over_earlier
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy
-from ppo_repro.models.precision import precision_of
+from ppo_repro.models.precision import precision_of, rounded_view
 from ppo_repro.numerics import library
-from ppo_repro.numerics.layers.rounded import round_model, view_of
+from ppo_repro.numerics.network import Lowered
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 
@@ -70,7 +70,9 @@ AT_ONCE = 4  # answers whose logits are in memory at the same time, twice in flo
 def answers(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int, max_context: int) -> Text:
     """One answer to each of PROMPTS, of up to so many tokens."""
     prompts = [_ids(tokenizer, prompt) for prompt in PROMPTS]
-    engine = TorchEngine(policy, frozenset([int(tokenizer.eos_token_id)]), "exact", max_context, len(prompts), 0)
+    engine = TorchEngine(
+        policy, frozenset([int(tokenizer.eos_token_id)]), "deterministic", max_context, len(prompts), 0
+    )
     requests = [Request(tuple(ids), seed) for seed, ids in enumerate(prompts)]
     found = engine.generate(requests, Sampling(1.0, 0, 1.0, tokens))
     text = Text(prompts, [list(c.response_ids) for c in found])
@@ -94,15 +96,15 @@ def _one_by_one(policy: PreTrainedModel, text: Text) -> Iterator[Scores]:
         yield from map(Scores, scores.logits.split(lengths), scores.logprobs.split(lengths))
 
 
-def tokens_of(policy: PreTrainedModel, text: Text) -> pd.DataFrame:
+def tokens_of(policy: PreTrainedModel, text: Text, max_context: int) -> pd.DataFrame:
     """One row per precision and token: sequence, position, token_id, logprobs_a of the policy, logprobs_b of the
     rounded one, kl = KL(policy || rounded) over the vocabulary and entropy of the policy, nats."""
-    exact = list(_one_by_one(policy, text))
+    own = list(_one_by_one(policy, text))
     parts = []
     for name, precision in PRECISIONS.items():
         print(name, file=sys.stderr, flush=True)
-        view = round_model(view_of(policy), precision_of(precision), "--model")
-        for sequence, (mine, rounded) in enumerate(zip(exact, _one_by_one(view, text), strict=True)):
+        view = rounded_view(policy, Lowered(max_context), precision_of(precision))
+        for sequence, (mine, rounded) in enumerate(zip(own, _one_by_one(view, text), strict=True)):
             kl, entropy = kl_of_logits(mine.logits, rounded.logits)
             ids = text.responses[sequence]
             key = {"iteration": 0, "sequence": sequence, "position": range(len(ids)), "token_id": ids}
@@ -151,9 +153,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     library.use_threads(arguments.threads)
     model, tokenizer = load_folder(arguments.model)
     max_context = max(len(_ids(tokenizer, prompt)) for prompt in PROMPTS) + arguments.tokens
-    policy = make_policy(model, "exact", max_context)
+    policy = make_policy(model, "deterministic", max_context)
     text = answers(policy, tokenizer, arguments.tokens, max_context)
-    tokens = tokens_of(policy, text)
+    tokens = tokens_of(policy, text, max_context)
     mean = tokens[tokens["precision"] == "bfloat16"]["entropy"].mean()
     print(f"{len(text.responses)} answers, {text.tokens()} tokens, mean entropy {mean:.2f} nats\n")
     print(markdown(table(tokens)))

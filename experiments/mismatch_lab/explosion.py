@@ -1,6 +1,6 @@
 """Why does mismatch KL rise during a run? `python -m experiments.mismatch_lab.explosion GRID [--csv FILE]`.
 
-GRID holds exact runs with a checkpoint of every iteration. Each policy is rounded to bfloat16 by the law of
+GRID holds deterministic runs with a checkpoint of every iteration. Each policy is rounded to bfloat16 as by
 `mismatch.sampler.precision`, and KL(policy || rounded policy) is summed over the vocabulary at every token: of the
 responses that the policy gave itself, and of those of the first iteration, which stay the same while the weights move.
 """
@@ -30,9 +30,9 @@ from ppo_repro.disk.earlier import write_csv_over_earlier
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy
-from ppo_repro.models.precision import precision_of
+from ppo_repro.models.precision import precision_of, rounded_view
 from ppo_repro.numerics import library
-from ppo_repro.numerics.layers.rounded import round_model, view_of
+from ppo_repro.numerics.network import Lowered
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
 
@@ -49,9 +49,9 @@ class Tokens:
     logprobs: Tensor  # float32, as the policy computes them
 
 
-def kl_of_logits(exact: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+def kl_of_logits(own: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """KL(p || q) = sum_v p (log p - log q) and the entropy of p, float64 [n]; logits [n, V] of p and q."""
-    p, q = (x.double().log_softmax(-1) for x in (exact, other))
+    p, q = (x.double().log_softmax(-1) for x in (own, other))
     return (p.exp() * (p - q)).sum(-1), -(p.exp() * p).sum(-1)
 
 
@@ -87,8 +87,8 @@ def of_run(run_dir: Path) -> pd.DataFrame:
     rows = []
     for iteration, path in enumerate(policies(run_dir), start=1):
         model.load_state_dict(load_file(path), strict=False)  # a tied head has no tensor of its own
-        policy = make_policy(model, "exact", config.numerics.max_context)
-        rounded = round_model(view_of(policy), precision_of(ROUNDING), "the rounding")
+        policy = make_policy(model, "deterministic", config.numerics.max_context)
+        rounded = rounded_view(policy, Lowered(config.numerics.max_context), precision_of(ROUNDING))
         own, same = (_tokens(policy, rounded, text) for text in (texts[iteration], texts[0]))
         sampled = recorded[recorded["iteration"] == iteration].sort_values(["sequence", "position"])
         assert np.array_equal(own.logprobs.numpy(), sampled["rollout_logprobs"].to_numpy()), "not the recorded policy"
@@ -108,8 +108,8 @@ def of_run(run_dir: Path) -> pd.DataFrame:
 
 
 def _tokens(policy: torch.nn.Module, rounded: torch.nn.Module, text: Text) -> Tokens:
-    exact, other = (policy_scores(m, text) for m in (policy, rounded))  # type: ignore[arg-type]
-    return Tokens(*kl_of_logits(exact.logits, other.logits), exact.logprobs)
+    own, other = (policy_scores(m, text) for m in (policy, rounded))  # type: ignore[arg-type]
+    return Tokens(*kl_of_logits(own.logits, other.logits), own.logprobs)
 
 
 def shares(kl: np.ndarray, entropy: np.ndarray, lengths: Sequence[int]) -> dict[str, float]:
@@ -159,7 +159,7 @@ def report(table: pd.DataFrame) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the tables; exit code 2 and one line on a user error."""
-    parser = argparse.ArgumentParser(description="KL of one fixed rounding over the iterations of exact runs")
+    parser = argparse.ArgumentParser(description="KL of one fixed rounding over the iterations of deterministic runs")
     parser.add_argument("grid", type=Path, help="folder of a grid")
     parser.add_argument("--csv", type=Path, help="also write one row per run and iteration to this file")
     arguments = parser.parse_args(argv)

@@ -22,9 +22,9 @@ from ppo_repro.accuracy.scores import Text, policy_scores, reference_scores, sto
 from ppo_repro.config.mismatch import SamplerPrecision
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy
-from ppo_repro.models.precision import precision_of
+from ppo_repro.models.precision import precision_of, rounded_view
 from ppo_repro.numerics import library
-from ppo_repro.numerics.layers.rounded import round_model, view_of
+from ppo_repro.numerics.network import Lowered
 from ppo_repro.rollout.stock_engine import in_dtype
 
 QUANTILES = (0.5, 0.9, 0.99)
@@ -51,13 +51,13 @@ STOCK = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def logprobs(model: PreTrainedModel, text: Text, max_context: int) -> Iterator[tuple[str, str, Tensor]]:
-    """(by whom, precision, log-probs [n] float32): by stock torch in its dtypes, and by the law."""
+    """(by whom, precision, log-probs [n] float32): by stock torch in its dtypes, and rounded on purpose."""
     for dtype in STOCK:
         yield "stock torch", str(dtype).removeprefix("torch."), _stock(model, text, dtype)
-    policy = make_policy(model, "exact", max_context)
+    policy = make_policy(model, "deterministic", max_context)
     for name, precision in PRECISIONS.items():
-        view = round_model(view_of(policy), precision_of(precision), "--model")
-        yield "the law", name, policy_scores(view, text).logprobs
+        view = rounded_view(policy, Lowered(max_context), precision_of(precision))
+        yield "rounded", name, policy_scores(view, text).logprobs
 
 
 def _stock(model: PreTrainedModel, text: Text, dtype: torch.dtype) -> Tensor:
@@ -87,9 +87,9 @@ def table(tokens: pd.DataFrame) -> pd.DataFrame:
 
 
 def correlation(tokens: pd.DataFrame, precision: str) -> float:
-    """Of the errors by stock torch and by the law, token by token."""
+    """Of the errors by stock torch and by rounding on purpose, token by token."""
     wide = tokens[tokens["precision"] == precision].pivot(index="token", columns="by", values="error")
-    return float(wide["stock torch"].corr(wide["the law"]))
+    return float(wide["stock torch"].corr(wide["rounded"]))
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -110,7 +110,7 @@ def main(given: Sequence[str] | None = None) -> None:
     print(table(tokens).to_string(index=False, float_format=lambda x: f"{x:.2e}"))
     for precision in ("bfloat16", "float16"):
         print(
-            f"correlation of the errors of stock torch and of the law in {precision}: "
+            f"correlation of the errors of stock torch and of rounding on purpose in {precision}: "
             f"{correlation(tokens, precision):.3f}"
         )
     if arguments.out is not None:

@@ -1,9 +1,9 @@
 """Sampled bits beside those of one forward pass, on the real model: `python -m experiments.smollm2.parity`.
 
 Slices of 64 episodes each: the sampler writes, somebody interrupts it after 64 tokens or an end token, it goes on, up
-to 256 tokens. Every second slice is cut by top-p. Then whole episodes are scored, packed or padded on the left, a few
-at a time, and log-probs are compared as bits. Native numerics do the same on a small slice as a control, and must
-differ. A slice is a line of DIR/slices.jsonl when it is done; the same command goes on after an interruption.
+to 256 tokens. Every second slice is cut by top-p. Then whole episodes are scored, a few at a time, and log-probs are
+compared as bits. Native numerics do the same on a small slice as a control, and must differ. A slice is a line of
+DIR/slices.jsonl when it is done; the same command goes on after an interruption.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from ppo_repro.models.batches import lay_out
 from ppo_repro.models.load import load_folder, stop_ids
 from ppo_repro.models.networks import hidden_states, make_policy
 from ppo_repro.numerics import library
-from ppo_repro.numerics.families import head_of, trunk_of
-from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
+from ppo_repro.numerics.families import trunk_of
+from ppo_repro.numerics.network import logits
 from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.numerics.rows import Rows
+from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
 from ppo_repro.output import say
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.seeding import sample_seed
-from ppo_repro.stages.forward import LOGITS_AT_ONCE
+from ppo_repro.stages.pieces import in_pieces
 
 WHO = ("an old sailor", "two sisters", "a clockmaker", "the last postman", "a doctor", "a thief", "my uncle", "a cook")
 WHERE = ("in a town by the sea", "on the way to the moon", "during a long winter", "at the end of the war")
@@ -97,24 +99,27 @@ class Slice:
 def scored(
     policy: PreTrainedModel, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], s: Sampling, mode: str
 ) -> Tensor:
-    """log p of every sampled token, nats, float32 [N]: a whole episode in one pass, packed or padded in turn."""
+    """log p of every sampled token, nats, float32 [N]: whole episodes in one pass."""
     vocab_size, found = policy.config.vocab_size, []
     for start in range(0, len(completions), AT_ONCE):
         some = slice(start, start + AT_ONCE)
-        padding = ("none", "left")[start // AT_ONCE % 2]
         episodes = completions[some]
-        batch = lay_out(prompts[some], [c.episode_ids for c in episodes], padding, [c.is_forced for c in episodes])
+        batch = lay_out(prompts[some], [c.episode_ids for c in episodes], "left", [c.is_forced for c in episodes])
         kept = torch.cat([c.kept_tokens for c in episodes])
-        hidden, head = hidden_states(trunk_of(policy), batch), head_of(policy)
-        for rows in torch.arange(len(hidden)).split(max(1, LOGITS_AT_ONCE // vocab_size)):
+
+        def of_rows(
+            hidden: Tensor, rows: slice, _: Rows, kept: Tensor = kept, targets: Tensor = batch.targets
+        ) -> tuple[Tensor, ...]:
             eligible = expand_kept(kept[rows], vocab_size)
-            found.append(token_statistics(head(hidden[rows]), batch.targets[rows], s.temperature, eligible, mode)[0])
+            return token_statistics(logits(policy, hidden), targets[rows], s.temperature, eligible, mode)
+
+        found.append(in_pieces(of_rows, hidden_states(trunk_of(policy), batch), batch.rows, vocab_size)[0])
     return torch.cat(found)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model in exact or native numerics, and what it is asked. `texts` are put in after each turn."""
+    """A model in deterministic or native numerics, and what it is asked. `texts` are put in after each turn."""
 
     policy: PreTrainedModel
     mode: str
@@ -192,14 +197,16 @@ def read_slices(path: Path, model: str, size: Size) -> list[Slice]:
     return found
 
 
-def measured(exact: Subject, native: Subject, size: Size, tokens: int, done: Sequence[Slice]) -> Iterator[Slice]:
-    """What is missing of the control and of `tokens` tokens in exact numerics, slice by slice, with the time left."""
+def measured(
+    deterministic: Subject, native: Subject, size: Size, tokens: int, done: Sequence[Slice]
+) -> Iterator[Slice]:
+    """What is missing of the control and of `tokens` deterministic tokens, slice by slice, with the time left."""
     small = Size(8, 96, size.turn)
     if not any(s.numerics == "native" for s in done):
         yield native.measure(0, small)
     mine = [s for s in done if s.numerics == "deterministic"]
     while (had := sum(s.tokens for s in mine)) < tokens:
-        found = exact.measure(len(mine), size)
+        found = deterministic.measure(len(mine), size)
         mine.append(found)
         yield found
         have, speed = had + found.tokens, found.tokens / (found.sampling_s + found.scoring_s)
@@ -216,27 +223,27 @@ def table(slices: Sequence[Slice]) -> pd.DataFrame:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Exit code 1 where exact log-probs differ, or native ones do not; 2 and one line on a user error."""
+    """Exit code 1 where deterministic log-probs differ, or native ones do not; 2 and one line on a user error."""
     size, path = Size(response_tokens=arguments.response_tokens), arguments.out / "slices.jsonl"
     try:
         if arguments.tokens < 1 or arguments.threads < 1 or size.response_tokens <= TURN:
             raise UserError(f"--tokens and --threads must be at least 1, --response-tokens above {TURN}")
-        torch.set_num_threads(arguments.threads)
         library.use_threads(arguments.threads)
-        exact, native = (on_texts(arguments.model, mode, size.response_tokens + 64) for mode in ("exact", "native"))
-        done = read_slices(path, weights_digest(exact.policy.named_parameters()), size)
+        context = size.response_tokens + 64
+        subject, control = (on_texts(arguments.model, mode, context) for mode in ("deterministic", "native"))
+        done = read_slices(path, weights_digest(subject.policy.named_parameters()), size)
         arguments.out.mkdir(parents=True, exist_ok=True)
-        for found in measured(exact, native, size, arguments.tokens, done):
+        for found in measured(subject, control, size, arguments.tokens, done):
             done.append(found)
             atomic_write(path, "".join(json.dumps(asdict(s)) + "\n" for s in done).encode())
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(markdown(table(done)))
-    exact_ones = [s for s in done if s.numerics == "deterministic"]
-    unequal, tokens = sum(s.unequal for s in exact_ones), sum(s.tokens for s in exact_ones)
+    own = [s for s in done if s.numerics == "deterministic"]
+    unequal, tokens = sum(s.unequal for s in own), sum(s.tokens for s in own)
     differs = sum(s.unequal for s in done if s.numerics == "native")
-    print(f"{unequal} of {tokens:,} exact log-probs differ; of the native control {differs}")
+    print(f"{unequal} of {tokens:,} deterministic log-probs differ; of the native control {differs}")
     return 0 if unequal == 0 and differs else 1
 
 

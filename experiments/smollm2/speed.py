@@ -1,8 +1,8 @@
 """The real model beside stock programs: `python -m experiments.smollm2.speed [--peers DIR]`.
 
-Sampling beside `generate` of transformers, log-probs of what was sampled beside one stock forward pass with all
-logits, log-probs of long answers packed beside padded ones, and with `--peers` a small PPO step beside TRL's
-PPOTrainer, whose environment is made in DIR. Candidates take turns; prompts are 16 words, and nothing stops early.
+Sampling beside `generate` of transformers, log-probs of given responses beside one stock forward pass, and with
+`--peers` a small PPO step beside TRL's PPOTrainer, whose environment is made in DIR. Candidates take turns; prompts are
+16 words, and nothing stops early.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -21,16 +23,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from experiments.benchmarks import ppo_step, rollout, timing
 from experiments.benchmarks.peers import environment
 from experiments.benchmarks.timing import Cost, Measured
-from experiments.benchmarks.workload import CONTEXT, PROMPT, RESPONSE, SEQUENCES, Size, Work, prompt_ids
+from experiments.benchmarks.workload import PROMPT, RESPONSE, SEQUENCES, Size, Work, prompt_ids
 from ppo_repro.errors import UserError
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import hidden_states, make_policy
 from ppo_repro.numerics import library
-from ppo_repro.numerics.families import head_of, trunk_of
+from ppo_repro.numerics.families import trunk_of
+from ppo_repro.numerics.network import logits
+from ppo_repro.numerics.rows import Rows
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.seeding import permutation
-from ppo_repro.stages.forward import in_pieces
+from ppo_repro.stages.pieces import in_pieces
 
 NAME = "SmolLM2-135M"
 SIZE = Size(NAME, 30, 576, 1536, 3, 49_152)
@@ -55,60 +59,49 @@ def prompts_of(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
 
 @torch.no_grad()
 def score(policy: PreTrainedModel, batch: TokenBatch) -> None:
-    """Exact log-probs and entropies of what a batch holds."""
-    hidden, head = hidden_states(trunk_of(policy), batch), head_of(policy)
+    """Log-probs and entropies of the tokens of a batch."""
 
-    def of_rows(rows: slice) -> tuple[torch.Tensor, ...]:
-        return token_statistics(head(hidden[rows]), batch.targets[rows], 1.0, None, "exact")
+    def of_rows(hidden: torch.Tensor, rows: slice, _: Rows) -> tuple[torch.Tensor, ...]:
+        return token_statistics(logits(policy, hidden), batch.targets[rows], 1.0, None, "deterministic")
 
-    assert len(in_pieces(of_rows, len(hidden), SIZE.vocabulary)[0]) == len(batch.targets)
+    found = in_pieces(of_rows, hidden_states(trunk_of(policy), batch), batch.rows, SIZE.vocabulary)
+    assert len(found[0]) == len(batch.targets)
 
 
-def scoring(model: PreTrainedModel, threads: int) -> dict[str, Callable[[], Cost]]:
-    """Log-probs of SEQUENCES responses of RESPONSE tokens, by the stock model and by an exact copy."""
-    prompts, responses = prompt_ids(SIZE, SEQUENCES), prompt_ids(SIZE, SEQUENCES * RESPONSE // PROMPT, 1)
-    flat = [token for row in responses for token in row]
-    answers = [flat[i * RESPONSE : (i + 1) * RESPONSE] for i in range(SEQUENCES)]
-    ids = torch.tensor([[*p, *a] for p, a in zip(prompts, answers, strict=True)])
-    batch, policy = lay_out(prompts, answers, "right"), make_policy(model, "exact", CONTEXT)
+def scoring(model: PreTrainedModel, threads: int, lengths: Sequence[int]) -> dict[str, Callable[[], Cost]]:
+    """Log-probs of responses of these lengths in one pass: stock rows are padded on the right, the kernels' are not."""
+    flat = [token for row in prompt_ids(SIZE, sum(lengths) // PROMPT, 1) for token in row]
+    ends = list(accumulate(lengths))
+    answers = [flat[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+    prompts, longest = prompt_ids(SIZE, len(lengths)), max(lengths)
+    ids = torch.tensor([[*p, *a, *[0] * (longest - len(a))] for p, a in zip(prompts, answers, strict=True)])
+    batch, policy = lay_out(prompts, answers), make_policy(model, "deterministic", PROMPT + longest)
 
     @torch.no_grad()
     def stock() -> None:
-        logits = model(ids[:, :-1]).logits[:, PROMPT - 1 :].log_softmax(-1)
-        assert logits.gather(-1, ids[:, PROMPT:, None]).numel() == len(batch.targets)
+        found = model(ids[:, :-1], use_cache=False, logits_to_keep=longest).logits.log_softmax(-1)
+        assert found.gather(-1, ids[:, PROMPT:, None]).numel() == len(lengths) * longest
 
-    def run(kind: backend.Backend, work: Callable[[], None]) -> Cost:
+    def run(work: Callable[[], None]) -> Cost:
         library.use_threads(threads)
         return timing.cost_of(work)
 
-    return {STOCK: lambda: run("eager", stock), "exact": lambda: run("float64", lambda: score(policy, batch))}
+    return {STOCK: lambda: run(stock), "deterministic": lambda: run(lambda: score(policy, batch))}
 
 
 def sampling(model: PreTrainedModel, threads: int) -> dict[str, Callable[[], Cost]]:
     """FEW responses of RESPONSE tokens, by `generate` and by the built-in engine."""
     return {
         rollout.PEER: rollout.stock(model, SIZE, threads, FEW),  # type: ignore[arg-type]
-        "exact": rollout.engine(model, SIZE, "exact", threads, FEW),  # type: ignore[arg-type]
+        "deterministic": rollout.engine(model, SIZE, "deterministic", threads, FEW),  # type: ignore[arg-type]
     }
 
 
-def long_answers(model: PreTrainedModel, threads: int) -> dict[str, Callable[[], Cost]]:
-    """Log-probs of responses of LONG tokens in one pass: rows padded on the right, and packed in one row."""
-    flat = [token for row in prompt_ids(SIZE, sum(LONG) // PROMPT, 1) for token in row]
-    ends = [sum(LONG[: i + 1]) for i in range(len(LONG))]
-    answers = [flat[end - length : end] for end, length in zip(ends, LONG, strict=True)]
-    batches = {padding: lay_out(prompt_ids(SIZE, len(LONG)), answers, padding) for padding in ("right", "none")}
-    policy = make_policy(model, "exact", PROMPT + max(LONG))
-
-    def run(batch: TokenBatch) -> Cost:
-        library.use_threads(threads)
-        return timing.cost_of(lambda: score(policy, batch))
-
-    names = {"right": "exact, padded", "none": "exact, packed"}
-    return {names[padding]: lambda batch=batch: run(batch) for padding, batch in batches.items()}
-
-
-QUESTIONS = {rollout.QUESTION: sampling, "scoring": scoring, "scoring, long answers": long_answers}
+QUESTIONS = {
+    rollout.QUESTION: sampling,
+    "scoring": partial(scoring, lengths=[RESPONSE] * SEQUENCES),
+    "scoring, long answers": partial(scoring, lengths=LONG),
+}
 TOKENS = dict(zip(QUESTIONS, (FEW * RESPONSE, SEQUENCES * RESPONSE, sum(LONG)), strict=True))
 
 
@@ -130,12 +123,12 @@ def beside_trl(python: Path, folder: Path, threads: Sequence[int], rounds: int) 
         shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("SHA256SUMS"))  # a file is added
         lines = [json.dumps({"prompt": prompt, "answer": "none"}) for prompt in prompts_of(tokenizer, PROMPTS)]
         (copy / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        mine = ppo_step.own(copy, "exact", SMALL)
+        mine = ppo_step.own(copy, "deterministic", SMALL)
         with ppo_step.trl(python, copy, SMALL) as peer:
             for count in threads:
                 candidates: dict[str, Callable[[], Cost]] = {
                     ppo_step.PEER: lambda count=count: peer(count),
-                    "exact": lambda count=count: mine.step(count),
+                    "deterministic": lambda count=count: mine.step(count),
                 }
                 tokens = SMALL.sequences * SMALL.response
                 costs = timing.interleaved(candidates, rounds)

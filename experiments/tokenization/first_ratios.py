@@ -1,7 +1,7 @@
 """Log-probs of the first iteration's responses after decoding and encoding them again, beside those sampled.
 
-The model is the run's initial policy. In exact numerics, ids that encoding their text gives back, and ids before the
-first that it does not, have the bits that the sampler recorded.
+The model is the run's initial policy. In deterministic numerics, ids that encoding their text gives back, and ids
+before the first that it does not, have the bits that the sampler recorded.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from analysis.tokenization.retokenize import AUDIT_COLUMNS, encoded_again, retokenization
@@ -23,16 +24,18 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import hidden_states
-from ppo_repro.numerics.families import head_of, trunk_of
-from ppo_repro.numerics.token_statistics import token_statistics
+from ppo_repro.numerics.families import trunk_of
+from ppo_repro.numerics.network import logits
 from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.numerics.rows import Rows
+from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.contents import reference_folder
 from ppo_repro.runs.environment import check_inputs
 from ppo_repro.runs.prepare import prepare
-from ppo_repro.stages.forward import LOGITS_AT_ONCE
 from ppo_repro.stages.generation import require_undisturbed
+from ppo_repro.stages.pieces import in_pieces
 
 Ids = Sequence[Sequence[int]]
 Floats = NDArray[np.float32]
@@ -55,9 +58,13 @@ def checked_config(run_dir: Path, control: bool) -> RunConfig:
     config = load_recorded_config(run_dir)
     mode, rollout = config.numerics.mode, config.rollout
     if mode == "native" and not control:
-        raise UserError(f"{run_dir}: numerics.mode = native promises no equal bits; run it in exact, or give --control")
+        raise UserError(
+            f"{run_dir}: numerics.mode = native promises no equal bits; run it in deterministic, or give --control"
+        )
     if mode == "deterministic" and control:
-        raise UserError(f"{run_dir}: numerics.mode = deterministic is no control; leave --control out, or give native runs")
+        raise UserError(
+            f"{run_dir}: numerics.mode = deterministic is no control; leave --control out, or give native runs"
+        )
     require_undisturbed(config)
     if rollout.top_k or rollout.top_p < 1.0:
         raise UserError(
@@ -80,7 +87,7 @@ def start_model(run_dir: Path, config: RunConfig) -> PreTrainedModel:
     if digest != recorded:
         raise UserError(
             f"{run_dir}: started from weights {recorded}, made again they are {digest}; native numerics need the "
-            "machine and packages of environment.json, exact ones the code"
+            "machine and packages of environment.json, deterministic ones the code"
         )
     return state.policy
 
@@ -93,15 +100,15 @@ def logprobs_of(policy: PreTrainedModel, prompts: Ids, responses: Ids, config: R
     for start in range(0, len(prompts), size):
         prompt_ids, response_ids = prompts[start : start + size], responses[start : start + size]
         batch = lay_out(prompt_ids, response_ids, config.layout.padding)
-        hidden, head = hidden_states(trunk_of(policy), batch), head_of(policy)
-        chunks = [
-            token_statistics(
-                head(hidden[rows]), batch.targets[rows], config.rollout.temperature, None, config.numerics.mode
-            )[0]
-            for rows in torch.arange(len(hidden)).split(max(1, LOGITS_AT_ONCE // policy.config.vocab_size))
-        ]
+
+        def of_rows(hidden: Tensor, rows: slice, _: Rows, targets: Tensor = batch.targets) -> tuple[Tensor, ...]:
+            temperature, mode = config.rollout.temperature, config.numerics.mode
+            return token_statistics(logits(policy, hidden), targets[rows], temperature, None, mode)
+
+        hidden = hidden_states(trunk_of(policy), batch)
+        found = in_pieces(of_rows, hidden, batch.rows, policy.config.vocab_size)[0]
         ends = np.cumsum([len(row) for row in response_ids])
-        logprobs += np.split(torch.cat(chunks).numpy(), ends[:-1])
+        logprobs += np.split(found.numpy(), ends[:-1])
     return logprobs
 
 

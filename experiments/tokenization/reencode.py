@@ -2,7 +2,8 @@
 
 FOLDER is a run or a grid of runs. Each response of a run's first iteration is decoded, its text is encoded again, and
 the run's initial policy scores the new ids (`first_ratios`). Exit code 1 if ids that did not change have other
-log-probs than were sampled, which exact numerics rule out. `--control` takes native runs, which must fail this test.
+log-probs than were sampled, which deterministic numerics rule out. `--control` takes native runs, which must fail
+this test.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def verdict(responses: pd.DataFrame, control: bool) -> tuple[str, bool]:
         return f"{line}: nothing was compared", False
     if control:
         return f"{line}; a control must have some", unequal > 0
-    return f"{line}; in exact numerics there must be none", unequal == 0
+    return f"{line}; in deterministic numerics there must be none", unequal == 0
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

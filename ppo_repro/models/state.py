@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from ppo_repro.buffers import Coefficients
 from ppo_repro.models.networks import ValueModel
 from ppo_repro.models.versions import Versions
-from ppo_repro.numerics.network import forget_packed
+from ppo_repro.numerics.network import forget_packed, free_memory
 from ppo_repro.numerics.optimizer import Optimizer
 
 
@@ -38,6 +38,8 @@ class TrainState:
         self.policy_optimizer.rest()
         if self.value_optimizer is not None:
             self.value_optimizer.rest()
+            free_memory(self.own_value_module)
+        free_memory(self.policy)
         forget_packed(self.reference)
 
     def versions_now(self) -> Versions | None:

@@ -34,6 +34,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "denormal_product": (ctypes.c_uint32, ()),
     "set_threads": (_INT, (_INT,)),
     "forget_workers": (None, ()),
+    "free_scratch": (None, ()),
     "linear_backward_input": (None, (_P, _P, _LONG, _INT, _P, _LONG, _INT)),
     "join_sums": (None, (_P, _LONG)),
     "gradient_squares": (_DOUBLE, (_P, _INT)),

@@ -6,6 +6,7 @@ values; gates and ups) lie one after the other in memory.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -127,6 +128,7 @@ class Network:
         rotary = self.description.positions is None
         self._tables = tables(trunk.config, lowered.max_context) if rotary else (torch.zeros(1), torch.zeros(1))
         self.struct = self._shape()
+        self._spare: Tensor | None = None  # what the last backward pass was done with
 
     def _shape(self) -> ModelStruct:
         """The numbers of the struct."""
@@ -215,6 +217,14 @@ class Network:
                 matrix.forget()
         self._rounded = {}
 
+    def give_back(self, kept: Tensor) -> None:
+        """Let the next pass use the memory."""
+        self._spare = kept
+
+    def free(self) -> None:
+        """Free memory that only passes with gradients need."""
+        self._spare = None
+
     def _collect(self, sums: SlotSums) -> None:
         """Let the structs of a prepared network say where the gradients of all weights go."""
 
@@ -275,8 +285,10 @@ class Network:
         return hidden
 
     def _memory(self, tokens: int, keep: int) -> Tensor:
-        """Where a pass keeps what its backward pass needs."""
-        return torch.empty(library.load().kept_floats(ctypes.byref(self.struct), tokens, keep))
+        """Where a pass keeps what its backward pass needs: the last pass's memory if it is large enough."""
+        floats = library.load().kept_floats(ctypes.byref(self.struct), tokens, keep)
+        spare, self._spare = self._spare, None  # fresh pages cost time
+        return torch.empty(floats) if spare is None or spare.numel() < floats else spare
 
     def _pass(self, call: _Call) -> Tensor:
         """Hidden states [n, H] of a pass without gradients."""
@@ -373,6 +385,7 @@ class _Hidden(Function):
                 ctypes.byref(network.struct), ctypes.byref(ctx.call.struct), address(kept), ctx.keep, address(d_hidden),
                 ctypes.byref(c_sums),
             )  # fmt: skip
+        network.give_back(kept)
         return None, None, None, None, None
 
 
@@ -394,8 +407,10 @@ def lower(model: PreTrainedModel, lowered: Lowered) -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.float32:
             raise UserError(f"model parameter '{name}' is {parameter.dtype}; deterministic numerics need float32")
+    with torch.device("meta"):
+        stock = dict(type(model)(copy.deepcopy(model.config)).named_modules())
     for name, module in model.named_modules():
-        if type(module).__module__.split(".")[0] not in ("torch", "transformers"):
+        if type(module) is not type(stock.get(name)):
             raise UserError(
                 f"model module '{name}' of class {type(module).__name__}: deterministic numerics do not know it"
             )
@@ -431,6 +446,14 @@ def forget_packed(model: nn.Module) -> None:
     for module in model.modules():
         if module in _NETWORKS:
             _NETWORKS[module].forget()
+
+
+def free_memory(model: nn.Module) -> None:
+    """Free memory that only passes with gradients need, until the next one."""
+    library.load().free_scratch()
+    for module in model.modules():
+        if module in _NETWORKS:
+            _NETWORKS[module].free()
 
 
 def logits(model: PreTrainedModel, hidden: Tensor, rows: Rows | None = None) -> Tensor:

@@ -87,16 +87,17 @@ def test_the_report_says_it_all() -> None:
 
 @pytest.fixture
 def grid(deterministic_run: Path, native_run: Path, tmp_path: Path) -> Path:
-    """A grid's folder with one complete cell in exact and one in native numerics, and one that failed."""
+    """A grid's folder with one complete cell in deterministic and one in native numerics, and one that failed."""
     table = pd.DataFrame(
         {
             "cell": ["e", "n", "f"],
-            "axis.numerics.mode": ["exact", "native", "none"],
+            "axis.numerics.mode": ["deterministic", "native", "none"],
             "seed": [7, 7, 7],
             "state": ["complete", "complete", "failed"],
             "fingerprint": ["1", "2", ""],
             "run_dir": [str(deterministic_run), str(native_run), ""],
-            "final.eval_accuracy": [manifest.load(r).final["eval_accuracy"] for r in (deterministic_run, native_run)] + [None],
+            "final.eval_accuracy": [manifest.load(r).final["eval_accuracy"] for r in (deterministic_run, native_run)]
+            + [None],
         }
     )
     table.to_parquet(tmp_path / "cells.parquet")
@@ -106,7 +107,7 @@ def grid(deterministic_run: Path, native_run: Path, tmp_path: Path) -> Path:
 def test_the_measures_are_those_of_the_records(grid: Path, deterministic_run: Path, native_run: Path) -> None:
     found = outcomes(grid).set_index("point")
     assert list(found.index) == ["deterministic", "native"] and set(MEASURES) <= set(found.columns)
-    assert found.loc["exact", "k3"] == 0.0 < found.loc["native", "k3"] < 1e-10
+    assert found.loc["deterministic", "k3"] == 0.0 < found.loc["native", "k3"] < 1e-10
     for run_dir in (deterministic_run, native_run):
         steps, iterations = reader.read_steps(run_dir), reader.read_iterations(run_dir)
         made = measures_of(run_dir)
@@ -119,7 +120,9 @@ def test_the_measures_are_those_of_the_records(grid: Path, deterministic_run: Pa
         assert made["score"] == pytest.approx(iterations["score_mean"].tail(5).mean())
 
 
-def test_the_clip_floor_is_what_mismatch_alone_removes(deterministic_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clip_floor_is_what_mismatch_alone_removes(
+    deterministic_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokens = reader.read_tokens(deterministic_run)
     moved = tokens.assign(rollout_logprobs=tokens["old_logprobs"] + tokens["iteration"].map({0: 0.3, 1: -0.3, 2: 0.0}))
     monkeypatch.setattr(reader, "read_tokens", lambda run_dir, columns: moved[columns])
@@ -134,13 +137,17 @@ def test_the_clip_floor_is_what_mismatch_alone_removes(deterministic_run: Path, 
 
 def test_results_are_counted_within_a_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cells = pd.DataFrame(
-        [("exact", 1, "8", "a"), ("exact", 1, "16", "a"), ("native", 1, "8", "b"), ("native", 1, "16", "c"),
-         ("exact", 2, "8", "d"), ("exact", 2, "16", None)],
+        [("deterministic", 1, "8", "a"), ("deterministic", 1, "16", "a"), ("native", 1, "8", "b"),
+         ("native", 1, "16", "c"), ("deterministic", 2, "8", "d"), ("deterministic", 2, "16", None)],
         columns=["axis.numerics.mode", "seed", "axis.layout.rollout_slots", "fingerprint"],
     )  # fmt: skip
     cells["state"] = ["complete"] * 5 + ["failed"]
     table = results_by_seed(cells, "numerics.mode")
-    assert table.to_numpy().tolist() == [["exact", 1, 2, 2, 1], ["native", 1, 2, 2, 2], ["exact", 2, 2, 1, 1]]
+    assert table.to_numpy().tolist() == [
+        ["deterministic", 1, 2, 2, 1],
+        ["native", 1, 2, 2, 2],
+        ["deterministic", 2, 2, 1, 1],
+    ]
     assert fingerprints_main([str(tmp_path), "--by", "x"]) == 2 and "has no cells.parquet" in capsys.readouterr().err
     cells.to_parquet(tmp_path / "cells.parquet")
     assert fingerprints_main([str(tmp_path), "--by", "x"]) == 2
@@ -154,7 +161,9 @@ def test_the_commands(grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert table_main([str(grid)]) == 0
     assert capsys.readouterr().out.startswith("| mode | seeds | accuracy |")
     assert table_main([str(grid), "--against", "q"]) == 2
-    assert capsys.readouterr().err == "error: --against q: is not a point of this grid; there are exact; native\n"
+    assert (
+        capsys.readouterr().err == "error: --against q: is not a point of this grid; there are deterministic; native\n"
+    )
     for given in ([], ["--across", "outside"]):
         assert figure_main([str(grid), str(tmp_path / "f.svg"), *given]) == 0
         ElementTree.fromstring((tmp_path / "f.svg").read_text())

@@ -84,16 +84,16 @@ def test_a_run_collapsed_if_it_ends_below_its_beginning() -> None:
 
 
 def test_the_measures_are_those_of_the_records(deterministic_run: Path, native_run: Path) -> None:
-    exact, native = of_run(deterministic_run), of_run(native_run)
-    assert set(exact) == set(MEASURES)
-    assert exact["k3"] == 0.0 < native["k3"] < 1e-10, "native numerics differ in the last bits"
+    own, native = of_run(deterministic_run), of_run(native_run)
+    assert set(own) == set(MEASURES)
+    assert own["k3"] == 0.0 < native["k3"] < 1e-10, "native numerics differ in the last bits"
     recorded = reader.read_iterations(deterministic_run)
-    assert exact["score"] == pytest.approx(recorded["score_mean"].tail(3).mean())
-    assert exact["first"] == recorded["score_mean"].iloc[0]
+    assert own["score"] == pytest.approx(recorded["score_mean"].tail(3).mean())
+    assert own["first"] == recorded["score_mean"].iloc[0]
     evaluations = side_reader.read_evaluations(deterministic_run)
     last = evaluations[evaluations["iteration"] == len(recorded)]["scores"]
-    assert exact["greedy"] == pytest.approx(last.sum() / len(last)) and len(last) > 1
-    assert math.isnan(exact["flipped"]), "a dense model has no routes"
+    assert own["greedy"] == pytest.approx(last.sum() / len(last)) and len(last) > 1
+    assert math.isnan(own["flipped"]), "a dense model has no routes"
 
 
 def test_a_folder_without_a_grid_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ def subject(mode: str) -> Subject:
 
 @pytest.mark.parametrize("index", [0, 1], ids=["whole distribution", "top-p"])
 def test_no_bit_of_whole_episodes_differs(index: int) -> None:
-    found = subject("exact").measure(index, SIZE)
+    found = subject("deterministic").measure(index, SIZE)
     assert (found.unequal, found.largest, found.top_p) == (0, 0.0, 0.95 if index else 1.0)
     assert found.turns > 2 * SIZE.episodes and found.forced > found.turns - SIZE.episodes
     assert found.tokens + found.forced > SIZE.episodes * (SIZE.response_tokens - 4)
@@ -45,9 +45,9 @@ def test_the_control_differs() -> None:
 @pytest.mark.parametrize("index", [0, 1], ids=["whole distribution", "top-p"])
 def test_the_numbers_are_those_of_float64_token_by_token(index: int) -> None:
     """Each log-prob from its definition: softmax(logits / temperature) over the tokens kept, in float64."""
-    of, sampling = subject("exact"), SIZE.sampling(index)
+    of, sampling = subject("deterministic"), SIZE.sampling(index)
     prompts = list(of.prompts)
-    engine = TorchEngine(of.policy, STOPS, "exact", CONTEXT, 3, 0)
+    engine = TorchEngine(of.policy, STOPS, "deterministic", CONTEXT, 3, 0)
     asked = [Request(p, i) for i, p in enumerate(prompts)]
     completions = engine.generate(asked, sampling, Interruptions(TEXTS, SIZE.turn))
     model, expected = source_model("llama").double(), []
@@ -62,28 +62,28 @@ def test_the_numbers_are_those_of_float64_token_by_token(index: int) -> None:
             kept = order[(mass.cumsum(-1) - mass) <= sampling.top_p]
             assert c.response_ids[row] == c.episode_ids[i] and c.response_ids[row] in kept.tolist()
             expected.append(float(at[c.response_ids[row]] - at[kept].logsumexp(-1)))
-    got = scored(of.policy, prompts, completions, sampling, "exact")
+    got = scored(of.policy, prompts, completions, sampling, "deterministic")
     # float32 layers of two layers' depth
     torch.testing.assert_close(got.double(), torch.tensor(expected, dtype=torch.float64), atol=2e-5, rtol=0)
 
 
 def test_what_is_done_is_not_done_again(capsys: pytest.CaptureFixture[str]) -> None:
-    exact, native = subject("exact"), subject("native")
-    whole = list(measured(exact, native, SIZE, 150, []))
-    rest = list(measured(exact, native, SIZE, 150, whole[:2]))
-    assert [s.numerics for s in whole[:2]] == ["native", "exact"] and len(rest) == len(whole) - 2 > 0
+    deterministic, native = subject("deterministic"), subject("native")
+    whole = list(measured(deterministic, native, SIZE, 150, []))
+    rest = list(measured(deterministic, native, SIZE, 150, whole[:2]))
+    assert [s.numerics for s in whole[:2]] == ["native", "deterministic"] and len(rest) == len(whole) - 2 > 0
 
     def counts(s: Slice) -> dict[str, object]:
         return {name: value for name, value in asdict(s).items() if not name.endswith("_s")}
 
     assert [counts(s) for s in rest] == [counts(s) for s in whole[2:]]
-    assert sum(s.tokens for s in whole if s.numerics == "exact") >= 150
+    assert sum(s.tokens for s in whole if s.numerics == "deterministic") >= 150
     assert "of 150 tokens" in capsys.readouterr().err
     assert table(whole)["tokens"].sum() == sum(s.tokens for s in whole)
 
 
 def test_slices_of_something_else_are_refused(tmp_path: Path) -> None:
-    found = subject("exact").measure(0, SIZE)
+    found = subject("deterministic").measure(0, SIZE)
     path = tmp_path / "slices.jsonl"
     path.write_text(json.dumps(asdict(found)) + "\n")
     assert read_slices(path, found.model, SIZE) == [found]

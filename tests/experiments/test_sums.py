@@ -31,7 +31,9 @@ def test_a_sum_is_right_if_the_line_holds_it_and_nothing_else(monkeypatch: pytes
     assert scores(of, rows) == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
-def test_the_tables_are_those_of_the_run(deterministic_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables_are_those_of_the_run(
+    deterministic_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recorded, rows = manifest.load(deterministic_run), reader.read_iterations(deterministic_run)
     found = curve(deterministic_run)
     assert found["accuracy"].tolist()[:-1] == rows["accuracy"].tolist() and len(found) == len(rows) + 1
@@ -40,5 +42,8 @@ def test_the_tables_are_those_of_the_run(deterministic_run: Path, tmp_path: Path
     ends = answers(deterministic_run)
     assert ends["right_before"].mean() == rows["eval_accuracy"].iloc[0]
     assert ends["right_after"].mean() == recorded.final["eval_accuracy"]
-    assert main([deterministic_run], tmp_path) == 0 and {p.name for p in tmp_path.iterdir()} == {"curves.csv", "answers.csv"}
+    assert main([deterministic_run], tmp_path) == 0 and {p.name for p in tmp_path.iterdir()} == {
+        "curves.csv",
+        "answers.csv",
+    }
     assert main([tmp_path / "absent"], tmp_path) == 2 and "absent" in capsys.readouterr().err

@@ -79,7 +79,9 @@ def test_kinds_of_drift_by_hand(tmp_path: Path) -> None:
     assert kind_of_drift((a, b), (1,), spelled) == "bytes", "the new ids have a special token that the text named"
 
 
-def test_an_exact_run_keeps_every_bit_that_is_promised(deterministic_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_deterministic_run_keeps_every_bit_that_is_promised(
+    deterministic_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = response_table(deterministic_run, 0.2, False)
     drift = run_drift(deterministic_run, recorded_tokenizer(deterministic_run), boundary="leading", iterations=[0])
     moved = found["drift"] != "none"
@@ -104,7 +106,7 @@ def test_an_exact_run_keeps_every_bit_that_is_promised(deterministic_run: Path, 
         assert found["log_ratio"][i] == math.fsum([*alone.tolist(), *(-before).tolist()])
         assert found["tokens_again"][i] == len(alone)
     assert main([str(deterministic_run)]) == 0
-    assert "in exact numerics there must be none" in capsys.readouterr().out
+    assert "in deterministic numerics there must be none" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("row_noise")
@@ -113,7 +115,8 @@ def test_the_control_finds_differences_and_is_asked_for(
 ) -> None:
     assert main([str(native_run)]) == 2
     assert (
-        "numerics.mode = native promises no equal bits; run it in exact, or give --control" in capsys.readouterr().err
+        "numerics.mode = native promises no equal bits; run it in deterministic, or give --control"
+        in capsys.readouterr().err
     )
     assert main(["--control", str(deterministic_run)]) == 2
     assert "numerics.mode = deterministic is no control" in capsys.readouterr().err
@@ -133,7 +136,7 @@ def test_logprobs_are_those_of_the_temperature_sampled_at(deterministic_run: Pat
     assert found.tolist() == pytest.approx(by_definition.tolist(), abs=1e-5)
 
 
-def test_the_grid_is_the_first_iteration_of_e2_and_e6_in_exact_numerics() -> None:
+def test_the_grid_is_the_first_iteration_of_e2_and_e6_in_deterministic_numerics() -> None:
     folder = Path(first_ratios.__file__).parent
     grid = load_grid(folder / "reencode.yaml")
     assert grid.file.read_with == f"{of_run.__module__}.{of_run.__name__}"

@@ -26,7 +26,7 @@ from ppo_repro.numerics.optimizer import (
     tensor_gradients,
     weights_digest,
 )
-from ppo_repro.numerics.sums import mean, sums
+from ppo_repro.numerics.sums import mean_of, run_sums
 from tests.numerics import definition
 from tests.numerics.definition_elementary import Array, F
 from tests.numerics.definition_sums import Moments, adamw, norm, power, square
@@ -260,14 +260,14 @@ def test_means_and_sums_are_rounded_once(values: list[float], order: object) -> 
     exact = sum(map(Fraction, values))
     shuffled = list(values)
     order.shuffle(shuffled)  # type: ignore[attr-defined]
-    found = [mean(torch.tensor(v, dtype=torch.float64)) for v in (values, shuffled)]
+    found = [mean_of(torch.tensor(v, dtype=torch.float64)) for v in (values, shuffled)]
     assert found == [float(exact) / len(values) if values else 0.0] * 2
     cut = len(values) // 3
-    of_runs = sums(torch.tensor(values, dtype=torch.float64), torch.tensor([cut, 0, len(values) - cut]))
+    of_runs = run_sums(torch.tensor(values, dtype=torch.float64), torch.tensor([cut, 0, len(values) - cut]))
     assert of_runs.tolist() == [float(sum(map(Fraction, run))) for run in (values[:cut], [], values[cut:])]
 
 
 def test_a_mean_of_flags_is_a_share() -> None:
-    assert mean(torch.tensor([[True, False], [True, True]])) == 0.75
+    assert mean_of(torch.tensor([[True, False], [True, True]])) == 0.75
     values: Tensor = torch.tensor([1e16, 1.0, -1e16])
-    assert mean(values.double()) == 1.0 / 3.0 and float(values.float().mean()) != 1.0 / 3.0
+    assert mean_of(values.double()) == 1.0 / 3.0 and float(values.float().mean()) != 1.0 / 3.0

@@ -22,8 +22,8 @@ from ppo_repro.rollout.torch_engine import TorchEngine
 from tests.support.models import (
     ARCHITECTURES,
     CONTEXT,
-    DISTINCT,
     FAMILIES,
+    QUICK,
     VOCAB,
     policy,
     ragged,
@@ -111,7 +111,7 @@ CASES = [
     pytest.param("qwen3", sampling, marks=[] if i in (0, 3) else pytest.mark.slow)
     for i, sampling in enumerate(SAMPLINGS)
 ] + [
-    pytest.param(a, SAMPLINGS[i % 4], marks=[] if a in DISTINCT else pytest.mark.slow)
+    pytest.param(a, SAMPLINGS[i % 4], marks=[] if a in QUICK else pytest.mark.slow)
     for i, a in enumerate(a for a in ARCHITECTURES if a != "qwen3")
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from ppo_repro.numerics.optim.adamw import AdamWSettings
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -10,9 +11,8 @@ from ppo_repro.models.batches import TokenBatch
 from ppo_repro.models.lora import Lora, add_lora
 from ppo_repro.models.lora_optimizer import make_lora_optimizer
 from ppo_repro.models.networks import make_policy, policy_logits
-from ppo_repro.numerics.token_statistics import token_statistics
-from ppo_repro.numerics.optim.adamw import AdamWSettings
 from ppo_repro.numerics.optimizer import Optimizer
+from ppo_repro.numerics.token_statistics import token_statistics
 from tests.support.models import CONTEXT, ragged, scored, seeded, source_model
 
 SETTINGS = AdamWSettings(2e-2, 0.9, 0.95, 1e-8, 0.01, 1.0)

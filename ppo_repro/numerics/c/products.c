@@ -314,15 +314,30 @@ static void pack_operands_task(void *argument, int index) {
     pack_columns(g->x, g->ldx, rows, k, least(PACKED, panel_columns - k), g->k, COLS, g->panels + (long)k * rows);
 }
 
-INLINE void chain_block(const float *restrict d, const float *restrict x, int terms, float *restrict total) {
-  float acc[ROWS][COLS] = {{0}};
+// A block's sum joins its slot's in part 0, which is empty if the slot `begins` with it. If the slot ends with it, the sum
+// joins the subtrees before the slot, as in close_slots.
+INLINE void chain_block(const float *restrict d, const float *restrict x, int terms, float *restrict part, int begins, int ends, int slot) {
+  enum { TILE = ROWS * COLS };
+  float acc[TILE] = {0};
   for (int t = 0; t < terms; t++)
     for (int i = 0; i < ROWS; i++)
       for (int j = 0; j < COLS; j++)
-        acc[i][j] = fma32(d[TERM(t, terms) * ROWS + i], x[TERM(t, terms) * COLS + j], acc[i][j]);
-  for (int i = 0; i < ROWS; i++)
-    for (int j = 0; j < COLS; j++) total[i * COLS + j] = total[i * COLS + j] + acc[i][j];
+        acc[i * COLS + j] = fma32(d[TERM(t, terms) * ROWS + i], x[TERM(t, terms) * COLS + j], acc[i * COLS + j]);
+  if (begins)
+    for (int i = 0; i < TILE; i++) acc[i] = 0.0f + acc[i];
+  else
+    for (int i = 0; i < TILE; i++) acc[i] = part[i] + acc[i];
+  if (ends)
+    for (part += TILE; slot & 1; slot >>= 1, part += TILE)
+      for (int i = 0; i < TILE; i++) acc[i] = part[i] + acc[i];
+  for (int i = 0; i < TILE; i++) part[i] = acc[i];
 }
+
+// The slot of block i begins or ends with it.
+INLINE int begins_slot(const Blocks *b, int i) {
+  return i ? b->slot[i] != b->slot[i - 1] : !(b->sums->open && b->slot[0] == b->sums->first);
+}
+INLINE int ends_slot(const Blocks *b, int i) { return b->slot[i + 1] != b->slot[i]; }
 
 // Blocks [first, after) of about 200 rows, so that a panel's part stays in the first-level cache
 static int near_blocks(const Blocks *b, int first) {
@@ -347,8 +362,12 @@ static void weight_gradient_panel(const WeightGradient *g, int p, int s0, int s1
     for (int s = s0; s < s1; s++)
       for (int i = first; i < after; i++) {
         float *part = parts + (s - s0) * each;
-        chain_block(g->strips + ((long)s * rows + b->start[i]) * ROWS, x + (long)b->start[i] * COLS, b->length[i], part);
-        if (b->slot[i + 1] != b->slot[i]) close_slots(part, b->slot[i], b->slot[i + 1], ROWS * COLS);
+        chain_block(g->strips + ((long)s * rows + b->start[i]) * ROWS, x + (long)b->start[i] * COLS, b->length[i], part,
+                    begins_slot(b, i), ends_slot(b, i), b->slot[i]);
+        if (b->slot[i + 1] > b->slot[i] + 1) {  // slots without rows
+          memset(part, 0, sizeof(float) * ROWS * COLS);
+          close_slots(part, b->slot[i] + 1, b->slot[i + 1], ROWS * COLS);
+        }
       }
   }
   for (int s = s0; s < s1; s++)

@@ -112,10 +112,15 @@ static float *scratch(size_t floats) {
   return memory = grown(memory, &size, floats);
 }
 
+static float *shared_memory[SHARED];
+static size_t shared_size[SHARED];
+
 static float *shared_scratch(int index, size_t floats) {
-  static float *memory[SHARED];
-  static size_t size[SHARED];
-  return memory[index] = grown(memory[index], &size[index], floats);
+  return shared_memory[index] = grown(shared_memory[index], &shared_size[index], floats);
+}
+
+EXPORT void free_scratch(void) {
+  for (int i = 0; i < SHARED; i++) free(shared_memory[i]), shared_memory[i] = NULL, shared_size[i] = 0;
 }
 
 // As many items in a task as give every thread four tasks, at most `most`

@@ -10,15 +10,15 @@ from functools import cache
 import numpy as np
 import pandas as pd
 import torch
+from ppo_repro.numerics.layers.attention import reach
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import policy_logits
-from ppo_repro.numerics.layers.attention import reach
 from ppo_repro.numerics.families import head_of, stock_masks, trunk_of
-from ppo_repro.numerics.token_statistics import prob_sq_sum, token_statistics
 from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, make_optimizer
+from ppo_repro.numerics.token_statistics import prob_sq_sum, token_statistics
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.tasks.tokenizer import decode, train_bpe

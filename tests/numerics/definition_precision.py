@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ppo_repro.numerics.precision import Precision
+
 # bits of the stored significand, smallest exponent of a normal number, largest number, whether numbers are clamped
 SHAPES: dict[str, tuple[int, int, float, bool]] = {
     "bfloat16": (7, -126, (2 - 2.0**-7) * 2.0**127, False),
@@ -59,9 +61,9 @@ def scaled_rows(x: np.ndarray, name: str) -> np.ndarray:
     return scale * (np.rint(x / scale) if name == "int8" else nearest(x / scale, name))
 
 
-def through(x: Tensor, form: str | None, rule: Callable[[np.ndarray, str], np.ndarray] = scaled_rows) -> Tensor:
+def through(x: Tensor, form: str, rule: Callable[[np.ndarray, str], np.ndarray] = scaled_rows) -> Tensor:
     """x rounded by a rule, with the gradient of x."""
-    if form is None:
+    if form == "float32":
         return x
     return x + (torch.from_numpy(rule(x.detach().numpy(), form)) - x).detach()
 
@@ -78,37 +80,26 @@ class _Back(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Formats:
-    """What is rounded to what; None: not at all. The names are those of the law, spelled out here a second time."""
-
-    linear_weights: str | None = None
-    other_weights: str | None = None
-    linear_inputs: str | None = None
-    activations: str | None = None
-    kv_cache: str | None = None
-    logits: str | None = None
-    gradients: str | None = None
-
-
-@dataclass(frozen=True)
 class Qwen3InFloat64:
     """The Qwen3 of `small_models` on one sequence, in float64, rounded by `formats`; weights by name, float64."""
 
     weights: dict[str, Tensor]
     config: Any
-    formats: Formats
+    formats: Precision
 
     def act(self, x: Tensor) -> Tensor:
-        x = through(x, self.formats.activations)
-        return x if self.formats.gradients is None else _Back.apply(x, self.formats.gradients)
+        return through(x, self.formats.activations)
 
-    def linear(self, name: str, x: Tensor) -> Tensor:
-        x = through(self.act(x), self.formats.linear_inputs)
-        return self.act(x @ through(self.weights[f"{name}.weight"], self.formats.linear_weights).t())
+    def back(self, x: Tensor) -> Tensor:
+        return x if self.formats.gradients == "float32" else _Back.apply(x, self.formats.gradients)
+
+    def linear(self, x: Tensor, *names: str) -> Tensor:
+        weights = [through(self.weights[f"{name}.weight"], self.formats.weights) for name in names]
+        return self.act(through(self.back(self.act(x)), self.formats.linear_inputs) @ torch.cat(weights).t())
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
-        return self.act(x * scale * through(self.weights[f"{name}.weight"], self.formats.other_weights))
+        return x * scale * through(self.weights[f"{name}.weight"], self.formats.other_weights)
 
     def rotated(self, x: Tensor) -> Tensor:
         """x [L, H, D] at positions 0..L-1."""
@@ -116,8 +107,8 @@ class Qwen3InFloat64:
         turns = self.config.rope_parameters["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
         angles = (torch.arange(len(x), dtype=torch.float64)[:, None] * turns)[:, None]
         first, second = x[..., :half], x[..., half:]
-        return torch.cat(
-            [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1
+        return self.act(
+            torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
         )
 
     def stored(self, x: Tensor) -> Tensor:
@@ -125,29 +116,26 @@ class Qwen3InFloat64:
         return through(x, self.formats.kv_cache, scaled_rows if self.formats.kv_cache == "int8" else nearest)
 
     def attention(self, name: str, x: Tensor) -> Tensor:
-        dim = self.config.head_dim
-        q, k, v = (self.linear(f"{name}.{part}_proj", x).view(len(x), -1, dim) for part in "qkv")
+        dim, heads, kv = self.config.head_dim, self.config.num_attention_heads, self.config.num_key_value_heads
+        qkv = self.back(self.linear(x, *(f"{name}.{part}_proj" for part in "qkv"))).view(len(x), -1, dim)
+        q, k, v = qkv.split([heads, kv, kv], 1)
         q, k = self.rotated(self.norm(f"{name}.q_norm", q)), self.rotated(self.norm(f"{name}.k_norm", k))
-        q, k, v = self.act(q), self.stored(self.act(k)), self.stored(self.act(v))
-        groups = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        k, v = (self.stored(x).repeat_interleave(heads // kv, 1) for x in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) * dim**-0.5
         hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(hidden, -math.inf)
-        weights = scores.softmax(-1)
-        return self.linear(f"{name}.o_proj", torch.einsum("hij,jhd->ihd", weights, v).reshape(len(x), -1))
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        return self.linear(torch.einsum("hij,jhd->ihd", weights, v).reshape(len(x), -1), f"{name}.o_proj")
 
     def mlp(self, name: str, x: Tensor) -> Tensor:
-        gate, up = self.linear(f"{name}.gate_proj", x), self.linear(f"{name}.up_proj", x)
-        return self.linear(f"{name}.down_proj", self.act(gate * torch.sigmoid(gate)) * up)
+        gate, up = self.back(self.linear(x, f"{name}.gate_proj", f"{name}.up_proj")).chunk(2, -1)
+        return self.linear(gate * torch.sigmoid(gate) * up, f"{name}.down_proj")
 
     def logits(self, ids: list[int]) -> Tensor:
         """[L, V] of one sequence."""
         embedding = through(self.weights["model.embed_tokens.weight"], self.formats.other_weights)
-        x = self.act(embedding[torch.tensor(ids)])
+        x = self.back(self.act(embedding[torch.tensor(ids)]))
         for index in range(self.config.num_hidden_layers):
             name = f"model.layers.{index}"
-            x = self.act(x + self.attention(f"{name}.self_attn", self.norm(f"{name}.input_layernorm", x)))
-            x = self.act(x + self.mlp(f"{name}.mlp", self.norm(f"{name}.post_attention_layernorm", x)))
-        logits = through(self.act(self.norm("model.norm", x)) @ embedding.t(), self.formats.logits)
-        return logits if self.formats.gradients is None else _Back.apply(logits, self.formats.gradients)
+            x = self.back(self.act(x + self.attention(f"{name}.self_attn", self.norm(f"{name}.input_layernorm", x))))
+            x = self.back(self.act(x + self.mlp(f"{name}.mlp", self.norm(f"{name}.post_attention_layernorm", x))))
+        return through(self.act(self.norm("model.norm", x)) @ embedding.t(), self.formats.logits)

@@ -1,0 +1,157 @@
+"""The phases of PPO beside stock float32: sampling, scoring, forward and backward pass, optimizer step.
+
+`python -m experiments.benchmarks.numerics` interleaves transformers and torch with deterministic numerics, on the same
+weights and tokens, in one process. Stock sampling is `generate` with a dynamic cache; the stock optimizer step is
+clip_grad_norm_ and fused AdamW.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+from experiments.benchmarks import rollout, timing, workload
+from experiments.benchmarks.timing import Cost, Measured
+from experiments.benchmarks.workload import CONTEXT, PROMPT, RESPONSE, SEQUENCES, SIZES, Size, prompt_ids
+from ppo_repro.models.batches import TokenBatch, lay_out
+from ppo_repro.models.networks import make_policy, policy_logits
+from ppo_repro.numerics import library
+from ppo_repro.numerics.optimizer import AdamWSettings, DeterministicOptimizer
+from ppo_repro.numerics.rows import slots_of
+from ppo_repro.numerics.structs import Ints
+from ppo_repro.numerics.token_statistics import token_statistics
+from ppo_repro.seeding import bell
+
+PEER = "stock float32"
+MINIBATCH, SLOTS = 8, 8  # sequences of a backward pass, and the slots of their gradients
+SETTINGS = AdamWSettings(learning_rate=1e-6, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
+PHASES = ("sampling", "scoring", "forward and backward", "optimizer step")
+
+
+def directions(sequences: int) -> Tensor:
+    """The gradient of the loss in each log-prob, [sequences, RESPONSE]: what PPO's losses give, of any sign."""
+    draws = torch.from_numpy(bell(sequences * RESPONSE, "benchmark directions", 0)).float()
+    return draws.view(sequences, RESPONSE) / (sequences * RESPONSE)
+
+
+class Stock:
+    """Transformers and torch as they come."""
+
+    def __init__(self, model: LlamaForCausalLM, size: Size) -> None:
+        self.model, self.size = model, size
+        self.texts = torch.tensor(texts(size))
+        self.adamw = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
+        self.directions = directions(MINIBATCH)
+
+    def logprobs(self, ids: Tensor) -> Tensor:
+        """[S, RESPONSE]: logits of the response tokens alone."""
+        logits = self.model(input_ids=ids, use_cache=False, logits_to_keep=RESPONSE + 1).logits[:, :-1]
+        return logits.log_softmax(-1).gather(-1, ids[:, PROMPT:, None])[..., 0]
+
+    def score(self) -> None:
+        with torch.no_grad():
+            self.logprobs(self.texts)
+
+    def forward_backward(self) -> None:
+        self.adamw.zero_grad(set_to_none=True)
+        (self.logprobs(self.texts[:MINIBATCH]) * self.directions).sum().backward()
+
+    def step(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), SETTINGS.max_grad_norm)
+        self.adamw.step()
+
+
+class Deterministic:
+    """The same by the kernels."""
+
+    def __init__(self, model: LlamaForCausalLM, size: Size) -> None:
+        self.policy = make_policy(model, "deterministic", CONTEXT)
+        self.optimizer = DeterministicOptimizer(self.policy, SETTINGS, SLOTS)
+        rows = texts(size)
+        self.all = self._batch(rows)
+        self.minibatch = self._batch(rows[:MINIBATCH], slots_of(range(MINIBATCH), MINIBATCH, SLOTS))
+        self.directions = directions(MINIBATCH).flatten()
+        self.gradients: dict[str, Tensor] = {}
+
+    @staticmethod
+    def _batch(rows: Sequence[Sequence[int]], slots: Ints | None = None) -> TokenBatch:
+        return lay_out([r[:PROMPT] for r in rows], [r[PROMPT:] for r in rows], slots=slots)
+
+    def logprobs(self, batch: TokenBatch) -> Tensor:
+        """[n] of the response tokens."""
+        return token_statistics(policy_logits(self.policy, batch), batch.targets, 1.0, None, "deterministic")[0]
+
+    def score(self) -> None:
+        with torch.no_grad():
+            self.logprobs(self.all)
+
+    def forward_backward(self) -> None:
+        self.optimizer.sums.begin()
+        (self.logprobs(self.minibatch) * self.directions).sum().backward()
+        self.gradients = self.optimizer.sums.finish()
+
+    def step(self) -> None:
+        self.optimizer.adamw.apply(SETTINGS, self.gradients)
+
+
+def texts(size: Size) -> list[tuple[int, ...]]:
+    """SEQUENCES rows of CONTEXT tokens."""
+    parts = [prompt_ids(size, SEQUENCES, stream) for stream in range(CONTEXT // PROMPT)]
+    return [tuple(token for part in row for token in part) for row in zip(*parts, strict=True)]
+
+
+def candidates(size: Size, phase: str, threads: int) -> dict[str, Callable[[], Cost]]:
+    """Both sides of a phase; their threads are set before the clock starts."""
+    if phase == "sampling":
+        stock, own = workload.make_model(size), workload.make_model(size)
+        return {
+            PEER: rollout.stock(stock, size, threads),
+            "deterministic": rollout.engine(own, size, "deterministic", threads),
+        }
+    peer, mine = Stock(workload.make_model(size), size), Deterministic(workload.make_model(size), size)
+    if phase == "optimizer step":
+        peer.forward_backward()
+        mine.forward_backward()
+
+    def of(side: Stock | Deterministic) -> Callable[[], Cost]:
+        work = {"scoring": side.score, "forward and backward": side.forward_backward, "optimizer step": side.step}
+
+        def run() -> Cost:
+            library.use_threads(threads)
+            return timing.cost_of(work[phase])
+
+        return run
+
+    return {PEER: of(peer), "deterministic": of(mine)}
+
+
+def measure(sizes: Sequence[str], phases: Sequence[str], threads: Sequence[int], rounds: int) -> list[Measured]:
+    """Every phase of every size on every number of threads."""
+    rows: list[Measured] = []
+    for name in sizes:
+        size = SIZES[name]
+        for phase in phases:
+            sequences = {"forward and backward": MINIBATCH, "optimizer step": 0}.get(phase, SEQUENCES)
+            for count in threads:
+                costs = timing.interleaved(candidates(size, phase, count), rounds)
+                rows += timing.compared(phase, size.name, count, sequences * RESPONSE, costs, PEER)
+    return rows
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Phases of PPO in deterministic numerics and in stock float32.")
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    timing.add_options(parser, rounds=7)
+    arguments = parser.parse_args()
+    timing.report(measure(arguments.sizes, arguments.phases, arguments.threads, arguments.rounds), arguments.json)
+
+
+if __name__ == "__main__":
+    main()

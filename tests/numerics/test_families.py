@@ -1,0 +1,368 @@
+"""Every family computes what its unmodified model does, keeps its modules, and refuses what it does not know."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import CohereConfig, CohereForCausalLM, PretrainedConfig, PreTrainedModel
+
+from ppo_repro.errors import NumericsError, UserError
+from ppo_repro.models.batches import lay_out
+from ppo_repro.models.load import load_folder
+from ppo_repro.models.networks import make_policy, policy_logits, sequence_scores
+from ppo_repro.numerics.families import CLASSIFIER_OF, trunk_of
+from ppo_repro.numerics.network import Lowered, lower, network_of
+from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.numerics.rotary import tables
+from ppo_repro.numerics.rows import ragged as rows_of
+from ppo_repro.rollout.engine import Request, Sampling
+from ppo_repro.rollout.torch_engine import TorchEngine
+from tests.support.models import (
+    CLASSES,
+    CONFIGS,
+    CONTEXT,
+    EVERY_FAMILY,
+    FAMILIES,
+    LLAMA3_ROPE,
+    VARIANTS,
+    YARN,
+    fill,
+    gemma_config,
+    gpt2_config,
+    gpt_neox_config,
+    llama_config,
+    mistral_config,
+    olmoe_config,
+    policy,
+    qwen2_config,
+    qwen3_config,
+    ragged,
+    seeded,
+    small_model,
+    source_model,
+    unequal,
+    without_window,
+)
+
+MODES = ("deterministic", "native")
+TOLERANCE = 3e-6  # relative, of logits of small random models in float32: 1e-6 was measured
+GREEDY = Sampling(1.0, 0, 1.0, 20, greedy=True)
+
+
+def stock_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+
+
+def logits_error(architecture: str, mode: str, padding: str) -> float:
+    """Relative distance from the unmodified model in float64, each sequence alone under the masks it makes itself."""
+    prompts, responses = ragged(6, 1, prompt=30)
+    source = copy.deepcopy(source_model(architecture)).double()
+    with torch.no_grad():
+        got = policy_logits(policy(architecture, mode), lay_out(prompts, responses, padding))
+    expected = torch.cat(
+        [stock_logits(source, [*p, *r[:-1]])[len(p) - 1 :] for p, r in zip(prompts, responses, strict=True)]
+    )
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("architecture", EVERY_FAMILY)
+def test_logits_are_those_of_the_unmodified_model(architecture: str) -> None:
+    errors = {p: logits_error(architecture, "native", p) for p in ("right", "left", "none")}
+    errors["deterministic"] = logits_error(architecture, "deterministic", "right")
+    assert not {where: e for where, e in errors.items() if not 0 < e < TOLERANCE}
+
+
+def test_logits_of_other_settings_are_those_of_the_unmodified_model() -> None:
+    errors = {(v, mode): logits_error(v, mode, "none") for v in VARIANTS for mode in MODES}
+    assert not {where: e for where, e in errors.items() if not 0 < e < TOLERANCE}
+
+
+@torch.no_grad()
+def generated(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    """Greedy tokens of the model's own `generate`, under its own cache and masks, which no stop token ends."""
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=GREEDY.max_response_tokens, do_sample=False
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def sampled(architecture: str, mode: str, prompts: list[list[int]]) -> list[list[int]]:
+    engine = TorchEngine(policy(architecture, mode), frozenset(), mode, CONTEXT, 3, 4)
+    return [list(c.response_ids) for c in engine.generate([Request(tuple(p), 0) for p in prompts], GREEDY)]
+
+
+@pytest.mark.parametrize("architecture", EVERY_FAMILY)
+def test_greedy_tokens_are_those_of_generate(architecture: str) -> None:
+    prompts, source = ragged(5, 2, prompt=20)[0], source_model(architecture)
+    expected = [generated(source, p) for p in prompts]
+    # 20 tokens after up to 20 of a prompt: windows of 5 and 6 keys have long moved on
+    assert [mode for mode in MODES if sampled(architecture, mode, prompts) != expected] == []
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "qwen2 sliding"])
+def test_a_sliding_window_is_seen_in_logits_and_tokens(architecture: str) -> None:
+    prompts, blind = ragged(5, 2, prompt=20)[0], without_window(architecture)
+    expected, batch = [generated(blind, p) for p in prompts], lay_out([list(range(30))], [[1, 2]])
+    for mode in MODES:
+        with torch.no_grad():
+            a = policy_logits(policy(architecture, mode), batch)
+            b = policy_logits(make_policy(blind, mode, CONTEXT), batch)
+        assert float((a - b).norm() / a.norm()) > 0.01
+        assert sampled(architecture, mode, prompts) != expected
+
+
+@pytest.mark.parametrize("architecture", EVERY_FAMILY)
+def test_a_lowered_model_keeps_modules_parameters_and_what_its_class_computes(
+    architecture: str, tmp_path: Path
+) -> None:
+    source, ids = source_model(architecture), list(range(20))
+    expected, modules = stock_logits(source, ids), [type(m) for m in source.modules()]
+    before, digest = dict(source.named_parameters(remove_duplicate=False)), weights_digest(source.named_parameters())
+    lowered = lower(source, Lowered(CONTEXT))
+    with torch.no_grad():
+        found = policy_logits(lowered, lay_out([ids[:1]], [[*ids[1:], 0]]))
+    assert unequal(found, expected) > 0, "the kernels computed nothing"
+    after = dict(lowered.named_parameters(remove_duplicate=False))
+    assert list(after) == list(before) and all(after[name] is before[name] for name in before)
+    assert [type(m) for m in lowered.modules()] == modules
+    assert weights_digest(lowered.named_parameters()) == digest
+    lowered.save_pretrained(tmp_path)
+    loaded = type(source).from_pretrained(tmp_path, local_files_only=True, experts_implementation="eager").eval()
+    assert weights_digest(loaded.named_parameters()) == digest
+    assert unequal(stock_logits(loaded, ids), expected) == 0
+
+
+# ------------------------------------------------------------------------------------------ mixtures of experts
+
+
+def routes_in_float64(source: PreTrainedModel, ids: list[int]) -> tuple[Tensor, Tensor]:
+    """Experts [L, M, k] of each token, rising, and how far the last chosen logit is above the next one [L, M]."""
+    wide, chosen, gaps = copy.deepcopy(source).double(), [], []
+
+    def note(module: nn.Module, _: object, out: tuple[Tensor, ...]) -> None:
+        top = out[0].topk(module.top_k + 1, -1)
+        chosen.append(top.indices[:, :-1].sort(-1).values)
+        gaps.append(top.values[:, -2] - top.values[:, -1])
+
+    for name, module in wide.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(note)
+    stock_logits(wide, ids)
+    return torch.stack(chosen, 1), torch.stack(gaps, 1)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["qwen3_moe", *(pytest.param(a, marks=pytest.mark.slow) for a in ("mixtral", "olmoe"))]
+)
+def test_routes_are_those_of_float64_where_float32_can_tell(architecture: str) -> None:
+    source, ids = source_model(architecture, 1), torch.randint(0, 89, (60,), generator=seeded(2))
+    expected, gaps = routes_in_float64(source, ids.tolist())
+    network = network_of(trunk_of(make_policy(source, "deterministic", CONTEXT)))
+    with torch.no_grad():
+        _, seen = network.over_batch(rows_of([ids.tolist()]), torch.arange(60).numpy(), seen=True)
+    found, clear = torch.from_numpy(seen).view(expected.shape), gaps > 1e-4
+    assert torch.equal(found[clear], expected[clear].to(found.dtype)) and int(clear.sum()) > 0.9 * clear.numel()
+    assert not torch.equal(found.flip(0)[clear], found[clear])
+
+
+def test_of_experts_with_equal_logits_those_of_lower_index_are_chosen() -> None:
+    source = source_model("mixtral")
+    for layer in source.model.layers:
+        layer.mlp.gate.weight.data[:] = layer.mlp.gate.weight.data[0]
+    network = network_of(trunk_of(make_policy(source, "deterministic", CONTEXT)))
+    with torch.no_grad():
+        _, seen = network.over_batch(rows_of([[1, 2, 3], [4]]), torch.arange(4).numpy(), seen=True)
+    assert seen is not None and seen.reshape(4, 2, 2).tolist() == [[[0, 1]] * 2] * 4
+
+
+def test_what_is_not_finite_is_named() -> None:
+    source = source_model("mixtral")
+    with torch.no_grad():
+        source.model.layers[0].mlp.experts.gate_up_proj[:, 0, 0] = torch.inf
+        with pytest.raises(NumericsError, match="not finite"):
+            policy_logits(make_policy(source, "deterministic", CONTEXT), lay_out([[1, 2]], [[3, 4]]))
+
+
+# ------------------------------------------------------------------------------------------ heads, dropout, positions
+
+
+def classifier(architecture: str, labels: int) -> PreTrainedModel:
+    config = CONFIGS[architecture]()
+    config.num_labels = labels
+    model = CLASSIFIER_OF[type(source_model(architecture))](config).eval()
+    fill(model, 3)
+    return model
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_classification_scores_are_those_of_the_unmodified_model_at_the_last_token(architecture: str) -> None:
+    source, (sequences, _) = classifier(architecture, 1), ragged(7, 4, prompt=25)
+    sequences = [[*s, 5] for s in sequences]  # the stock forward cannot see a last token that is its padding
+    wide = copy.deepcopy(source).double()
+    with torch.no_grad():
+        expected = torch.cat([wide(input_ids=torch.tensor([s]), use_cache=False).logits[:, 0] for s in sequences])
+        for mode in MODES:
+            model = make_policy(source, mode, CONTEXT)
+            for padding in ("right", "left", "none"):
+                found = sequence_scores(model, sequences, padding)
+                assert float((found - expected).norm() / expected.norm()) < TOLERANCE
+
+
+def test_a_sequence_that_ends_in_the_padding_token_is_scored_at_its_end() -> None:
+    model = make_policy(classifier("llama", 1), "deterministic", CONTEXT)
+    with torch.no_grad():
+        scores = sequence_scores(model, [[5, 6, 7], [5, 6, 7, 0], [5]], "right")
+        alone = sequence_scores(model, [[5, 6, 7, 0]], "none")
+    assert unequal(scores[1:2], alone) == 0 and unequal(scores[:1], scores[1:2]) > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dropout_of_the_configuration_does_not_act(mode: str) -> None:
+    source, batch = source_model("gpt2"), lay_out(*ragged(4, 1))
+    assert max(m.p for m in source.modules() if isinstance(m, nn.Dropout)) == 0.1
+    for module in source.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    with torch.no_grad():
+        got = policy_logits(policy("gpt2", mode), batch)
+        assert unequal(policy_logits(make_policy(source, mode, CONTEXT), batch), got) == 0
+        # the check can fail: in training mode the stock dropouts do act
+        stock, ids = source_model("gpt2").train(), torch.arange(10)[None]
+        first: Tensor = stock(ids).logits
+        assert unequal(first, stock(ids).logits) > 0
+
+
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+SCALED_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 1.2, "beta_fast": 20, "beta_slow": 2, "truncate": False}
+
+
+@pytest.mark.parametrize(
+    "rope", [LINEAR_ROPE, LLAMA3_ROPE, YARN, SCALED_YARN], ids=["linear", "llama3", "yarn", "scaled"]
+)
+def test_scaled_rotary_positions_are_those_of_the_unmodified_model(rope: dict[str, object]) -> None:
+    config = llama_config(rope_parameters=rope)
+    stock = small_model(config, 0).model.rotary_emb(torch.zeros(1, 1, 48), torch.arange(CONTEXT)[None])
+    ours = tables(config, CONTEXT)
+    for mine, theirs in zip(ours, stock, strict=True):
+        # stock takes float32 angles up to 64: half a unit in the last place is 2^-19
+        assert torch.allclose(torch.cat([mine, mine], -1), theirs[0], rtol=0, atol=2.0**-18)
+    # the comparison sees the scaling: the plain frequencies are far away
+    plain = tables(llama_config(rope_parameters=None), CONTEXT)
+    assert float((ours[0] - plain[0]).abs().max()) > 0.1
+
+
+# ------------------------------------------------------------------------------------------ refusals
+
+
+class TwiceLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def with_module(name: str, module: nn.Module) -> PreTrainedModel:
+    model = source_model("qwen3")
+    model.set_submodule(name, module)
+    return model
+
+
+def in_bfloat16() -> PreTrainedModel:
+    model = source_model("qwen3")
+    model.model.layers[1].mlp.up_proj.to(torch.bfloat16)
+    return model
+
+
+LONGROPE = {
+    **{"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16},
+    **{"short_factor": [1.0] * 6, "long_factor": [2.0] * 6},
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+
+def made(config: Callable[..., PretrainedConfig], **changes: object) -> Callable[[], PreTrainedModel]:
+    def make() -> PreTrainedModel:
+        changed = config(**changes)
+        return CLASSES[type(changed)](changed)
+
+    return make
+
+
+def of_another_family() -> PreTrainedModel:
+    config = llama_config(rope_parameters=None).to_dict()
+    return CohereForCausalLM(CohereConfig(**{k: v for k, v in config.items() if k != "model_type"}))
+
+
+REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
+    "subclass": (
+        lambda: with_module("model.layers.1.mlp.up_proj", TwiceLinear(48, 72)),
+        r"'model\.layers\.1\.mlp\.up_proj' of class TwiceLinear",
+    ),
+    "module": (lambda: with_module("model.norm", nn.RMSNorm(48)), r"'model\.norm' of class RMSNorm"),
+    "relu": (made(qwen3_config, hidden_act="relu"), r"hidden_act = 'relu'"),
+    "gelu": (made(gpt2_config, activation_function="gelu_10"), r"activation_function = 'gelu_10'"),
+    "layers": (made(qwen2_config, layer_types=["full_attention", "chunked_attention"]), r"layer_types = .*chunked"),
+    "untyped": (made(mistral_config, layer_types=["full_attention", "sliding_attention"]), r"layer_types = .*sliding"),
+    "window": (made(qwen3_config, layer_types=["full_attention", "sliding_attention"]), r"sliding_window = None"),
+    "sideways": (made(gemma_config, use_bidirectional_attention=True), r"use_bidirectional_attention = True"),
+    "not causal": (made(llama_config, is_causal=False), r"is_causal = False"),
+    "cross": (made(gpt2_config, add_cross_attention=True), r"add_cross_attention = True"),
+    "dynamic": (made(llama_config, rope_parameters=DYNAMIC), r"rope_type = 'dynamic'"),
+    "longrope": (made(llama_config, rope_parameters=LONGROPE), r"rope_type = 'longrope'"),
+    "partial": (made(llama_config, rope_parameters=PARTIAL), r"partial_rotary_factor = 0\.5"),
+    "clipped": (made(olmoe_config, clip_qkv=0.5), r"clip_qkv = 0\.5"),
+    "family": (of_another_family, r"CohereForCausalLM: .* choose a Llama, Qwen2, Qwen3, Mistral, Gemma, GPT-2"),
+    "bfloat16": (in_bfloat16, r"'model\.layers\.1\.mlp\.up_proj\.weight' is torch\.bfloat16"),
+    "positions": (
+        made(qwen3_config, max_position_embeddings=CONTEXT - 1),
+        r"numerics\.max_context = 64: the model has 63 positions",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_covered_is_refused_by_name(case: str) -> None:
+    make, message = REFUSED[case]
+    with pytest.raises(UserError, match=message):
+        network_of(lower(make(), Lowered(CONTEXT)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_no_layout_can_express_is_refused_in_both_modes(mode: str) -> None:
+    for config, message in (
+        (gemma_config(use_bidirectional_attention=True), "use_bidirectional_attention = True"),
+        (gpt2_config(add_cross_attention=True), "add_cross_attention = True"),
+        (gpt_neox_config(max_position_embeddings=CONTEXT - 1), "the model has 63 positions"),
+    ):
+        model = {type(c()): source_model(a) for a, c in CONFIGS.items()}[type(config)]
+        model.config = config
+        with pytest.raises(UserError, match=message):
+            make_policy(model, mode, CONTEXT)
+
+
+def test_a_folder_of_another_architecture_or_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.path = .*no config\.json"):
+        load_folder(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}')
+    with pytest.raises(
+        UserError, match=r"architecture Gemma2ForCausalLM; must be one of LlamaForCausalLM, .*GPT2LMHead"
+    ):
+        load_folder(tmp_path)
+    of_another_family().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(UserError, match="loads as CohereForCausalLM; must be one of"):
+        load_folder(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
+    with pytest.raises(UserError, match=r"model\.path = .*has neither model\.safetensors nor"):
+        load_folder(tmp_path)

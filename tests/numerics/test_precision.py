@@ -1,0 +1,255 @@
+"""Rounding on purpose: numbers as enumeration has them, errors as a model in float64 that rounds, one set of bits."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppo_repro.accuracy.scores import Text, deterministic_scores, policy_scores, reference_scores, stock_scores
+from ppo_repro.models.batches import TokenBatch
+from ppo_repro.models.networks import make_policy, policy_logits
+from ppo_repro.models.precision import rounded_view
+from ppo_repro.numerics import library
+from ppo_repro.numerics.gradient_sums import GradientSums
+from ppo_repro.numerics.network import Lowered, lower, lowered_of
+from ppo_repro.numerics.optimizer import SLOTS, weights_digest
+from ppo_repro.numerics.precision import FORMATS, NARROW, Precision, round_rows
+from ppo_repro.numerics.rows import slots_of
+from ppo_repro.numerics.token_statistics import token_statistics
+from ppo_repro.rollout.engine import Request, Sampling
+from ppo_repro.rollout.torch_engine import TorchEngine
+from tests.numerics.definition_precision import SHAPES, Qwen3InFloat64, nearest, numbers, scaled_rows
+from tests.support.float32 import LARGEST, bits, tensor
+from tests.support.models import CONTEXT, EVERY_FAMILY, ragged, scored, seeded, source_model, unequal
+
+FLOATS = tuple(SHAPES)
+TORCH = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8_e4m3": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+}
+STEPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float8_e4m3": 2.0**-4, "float8_e5m2": 2.0**-3, "int8": 0.5 / 127}
+
+
+def unscaled(values: list[float], form: str) -> list[int]:
+    return bits(round_rows(tensor(values), form, scaled=False))
+
+
+def hard_cases(name: str) -> Tensor:
+    """Numbers of a format, middles of neighbours, float32 numbers beside both, and all finite bfloat16 numbers."""
+    table = numbers(name)
+    points = np.concatenate([table, (table[1:] + table[:-1]) / 2]).astype(np.float32)
+    near = np.concatenate([points, np.nextafter(points, np.float32(0)), np.nextafter(points, np.float32(np.inf))])
+    patterns = (torch.arange(1 << 16, dtype=torch.int32) << 16).view(torch.float32)
+    both = torch.from_numpy(np.concatenate([near, -near]))
+    return torch.cat([both, patterns[torch.isfinite(patterns)], tensor([LARGEST, -LARGEST, 0.0, -0.0])])
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_a_rounded_number_is_the_nearest_with_ties_to_even_as_in_torch(name: str) -> None:
+    x = hard_cases(name)
+    found = round_rows(x, name, scaled=False)
+    assert bits(found) == bits(torch.from_numpy(nearest(x.double().numpy(), name)).float())
+    away = torch.from_numpy(np.copysign(nearest(np.nextafter(x.abs().double().numpy(), np.inf), name), x.numpy()))
+    assert bits(away.float()) != bits(found), "ties away from zero would pass"
+    # beyond the largest number of 8 bits torch gives infinity or NaN
+    within = x[x.abs() <= SHAPES[name][2]] if name in NARROW else x
+    cast = within.to(TORCH[name]).float()
+    assert bits(round_rows(within, name, scaled=False)) == bits(cast)
+    for other in set(FLOATS) - {name}:
+        assert bits(round_rows(within, other, scaled=False)) != bits(cast), "another format would pass"
+
+
+def test_numbers_by_hand() -> None:
+    assert unscaled([1.00390625, 1.01171875, 1.00390637], "bfloat16") == bits(tensor([1.0, 1.015625, 1.0078125]))
+    assert unscaled([65519.996, 65520.0, -1e6, 2.0**-25, 2.0**-24 * 1.5], "float16") == bits(
+        tensor([65504.0, math.inf, -math.inf, 0.0, 2.0**-23])
+    )
+    assert unscaled([464.0, 1e9, -500.0, 2.0**-10, 1.0625], "float8_e4m3") == bits(
+        tensor([448.0, 448.0, -448.0, 0.0, 1.0])
+    )
+    assert unscaled([61440.0, -1e9, 1.125, 1.375], "float8_e5m2") == bits(tensor([57344.0, -57344.0, 1.0, 1.5]))
+    for name in FLOATS:
+        assert unscaled([math.inf, -math.inf], name) == bits(tensor([math.inf, -math.inf]))
+        assert torch.isnan(round_rows(tensor([math.nan]), name, scaled=False))
+
+
+def test_rows_by_hand() -> None:
+    x = tensor([[127.0, -3.5, 2.5, 0.4], [0.0, -0.0, 0.0, 0.0]])
+    assert bits(round_rows(x, "int8")) == bits(tensor([[127.0, -4.0, 2.0, 0.0], [0.0, -0.0, 0.0, 0.0]]))
+    row = tensor([[896.0, 17.0, -1.0]])
+    assert bits(round_rows(row, "float8_e4m3")) == bits(tensor([[896.0, 16.0, -1.0]]))
+    assert bits(round_rows(row, "bfloat16")) == bits(round_rows(row, "bfloat16", scaled=False))
+
+
+@pytest.mark.parametrize("name", FORMATS[1:])
+def test_rows_are_those_of_the_definition_and_do_not_see_each_other(name: str) -> None:
+    sizes = torch.exp2(torch.randint(-4, 11, (400, 1), generator=seeded(1)))
+    x = torch.randn(400, 65, generator=seeded(0)) * sizes
+    found, expected = round_rows(x, name), torch.from_numpy(scaled_rows(x.double().numpy(), name))
+    largest = x.abs().amax(-1, keepdim=True)
+    # the scale and the product with it are rounded to float32; a tie of x / s may fall the other way
+    assert float(((found - expected).abs() / largest).quantile(0.999)) < 3e-7
+    assert 0.01 * STEPS[name] < float(((found - x).abs() / largest).max()) < 1.01 * STEPS[name]
+    assert bits(found) == bits(torch.cat([round_rows(row[None], name) for row in x]))
+
+
+# ------------------------------------------------------------------------------------------ models that round
+
+BFLOAT16 = Precision("bfloat16", "bfloat16", "float32", "bfloat16", "float32", "bfloat16")
+# weights alone, then weights and activations; each format of a cache and of logits once
+PRECISIONS = {
+    "bfloat16 weights": Precision("bfloat16", "bfloat16"),
+    "bfloat16": BFLOAT16,
+    "float16 weights": Precision("float16", "float16", logits="float16"),
+    "float16": Precision("float16", "float16", "float32", "float16", "float8_e5m2", "float16"),
+    "e4m3 weights": Precision("float8_e4m3", "bfloat16"),
+    "e4m3": Precision("float8_e4m3", "bfloat16", "float8_e4m3", "bfloat16", "float8_e4m3"),
+    "e5m2 weights": Precision("float8_e5m2"),
+    "e5m2": Precision("float8_e5m2", "float32", "float8_e5m2", "float32", "int8"),
+    "int8 weights": Precision("int8"),
+    "int8": Precision("int8", "float32", "int8", "float32", "float32", "int8"),
+    "cache": Precision(kv_cache="bfloat16"),
+    "logits": Precision(logits="float8_e4m3"),
+}
+every_precision = pytest.mark.parametrize(
+    "precision",
+    [pytest.param(p, id=n, marks=[] if n in ("bfloat16", "e4m3") else pytest.mark.slow) for n, p in PRECISIONS.items()],
+)
+PROMPTS, RESPONSES = ragged(5, 3)
+TEXT = Text(PROMPTS, RESPONSES)
+
+
+def rounded(precision: Precision, architecture: str = "qwen3", recompute: bool = False) -> PreTrainedModel:
+    policy = make_policy(source_model(architecture), "deterministic", CONTEXT)
+    return lower(policy, Lowered(CONTEXT, precision, recompute))
+
+
+def emulated(precision: Precision) -> tuple[Qwen3InFloat64, dict[str, Tensor]]:
+    source = source_model("qwen3")
+    weights = {name: p.detach().double().requires_grad_() for name, p in source.named_parameters()}
+    return Qwen3InFloat64(weights, source.config, precision), weights
+
+
+def emulated_logprobs(model: Qwen3InFloat64) -> Tensor:
+    parts = []
+    for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
+        logits = model.logits([*prompt, *response[:-1]])[len(prompt) - 1 :]
+        parts.append(logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0])
+    return torch.cat(parts)
+
+
+def rms(x: Tensor) -> float:
+    return float(x.double().square().mean().sqrt())
+
+
+@every_precision
+def test_the_error_is_that_of_the_emulation_in_float64(precision: Precision) -> None:
+    reference = reference_scores(source_model("qwen3"), TEXT).logprobs
+    with torch.no_grad():
+        assert float((emulated_logprobs(emulated(Precision())[0]) - reference).abs().max()) < 1e-12
+        expected = emulated_logprobs(emulated(precision)[0]) - reference
+    found = policy_scores(rounded(precision), TEXT).logprobs.double() - reference
+    assert float(found.abs().max()) > 1e-4, "nothing was rounded"
+    # float32 moves a number across a rounding boundary now and then; all other tokens have the emulation's error
+    assert float((found - expected).abs().median()) < 2e-5
+    assert rms(found - expected) < 0.35 * rms(expected)
+
+
+def test_more_rounding_is_a_larger_error_of_the_expected_size() -> None:
+    reference = reference_scores(source_model("qwen3"), TEXT).logprobs
+    weights = {f: rms(policy_scores(rounded(Precision(f)), TEXT).logprobs - reference) for f in FORMATS}
+    # spacing of numbers: 2^-8 in bfloat16, 2^-11 in float16, 2^-4 in e4m3, 2^-3 in e5m2, relative
+    assert 4 < weights["bfloat16"] / weights["float16"] < 16
+    assert 7 < weights["float8_e4m3"] / weights["bfloat16"] < 32
+    assert 1.2 < weights["float8_e5m2"] / weights["float8_e4m3"] < 4
+    assert weights["int8"] < weights["float8_e4m3"]
+    assert weights["float32"] < 1e-5 < weights["float16"]
+
+
+@every_precision
+def test_neither_the_batch_nor_threads_nor_the_cache_change_a_bit(precision: Precision) -> None:
+    def logits(of: Precision, threads: int, micro_batch: int) -> Tensor:
+        library.use_threads(threads)
+        policy = rounded(of)
+        with torch.no_grad():
+            return scored(PROMPTS, RESPONSES, "none", micro_batch, lambda batch, *_: policy_logits(policy, batch))
+
+    first = logits(precision, 1, 0)
+    assert unequal(logits(precision, 2, 2), first) == 0 and unequal(logits(precision, 1, 1), first) == 0
+    assert unequal(logits(Precision(), 1, 0), first) > 0, "any precision would pass"
+    policy = rounded(precision)
+    requests = [Request(tuple(prompt), seed) for seed, prompt in enumerate(PROMPTS)]
+    expected = None
+    for slots, chunk, prefix_cache in ((5, 0, True), (2, 3, False)):
+        engine = TorchEngine(policy, frozenset([1]), "deterministic", CONTEXT, slots, chunk, prefix_cache)
+        found = engine.generate(requests, Sampling(1.0, 0, 1.0, 7))
+        text = Text(PROMPTS, [list(c.response_ids) for c in found])
+        expected = policy_scores(policy, text).logprobs if expected is None else expected
+        assert unequal(torch.cat([c.logprobs for c in found]), expected) == 0
+
+
+def gradients(policy: PreTrainedModel, micro_batch: int) -> dict[str, Tensor]:
+    sums = GradientSums(policy.named_parameters(), SLOTS)
+
+    def score(batch: TokenBatch, first: int, last: int) -> Tensor:
+        logprobs, _ = token_statistics(policy_logits(policy, batch), batch.targets, 1.0, None, "deterministic")
+        torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / TEXT.tokens()))
+        return logprobs.detach()
+
+    scored(PROMPTS, RESPONSES, "none", micro_batch, score, partial(slots_of, minibatch=len(PROMPTS), slots=SLOTS))
+    return sums.finish()
+
+
+@pytest.mark.parametrize("form", ["bfloat16", pytest.param("float8_e5m2", marks=pytest.mark.slow)])
+def test_gradients_are_rounded_as_in_the_emulation_under_every_layout(form: str) -> None:
+    precision = Precision(gradients=form)
+    model, weights = emulated(precision)
+    (-emulated_logprobs(model).sum() / TEXT.tokens()).backward()
+    found, plain = gradients(rounded(precision), 0), gradients(rounded(Precision()), 0)
+    for name, gradient in found.items():
+        expected = weights[name].grad
+        assert expected is not None
+        off = float((gradient.double() - expected).abs().median()) / float(expected.abs().max())
+        # numbers that float32 moves across a boundary change later ones by a step of the format: of bfloat16 2^-8 of a
+        # number, of e5m2 2^-3
+        assert off < 3e-3 * (2**5 if form == "float8_e5m2" else 1), name
+        # the head, whose gradients are not rounded, is below
+        assert unequal(gradient, plain[name]) > 0 or name == "model.norm.weight", name
+    for threads, micro_batch, recompute in ((1, 2, False), (2, 1, True)):
+        library.use_threads(threads)
+        again = gradients(rounded(precision, recompute=recompute), micro_batch)
+        assert {name for name in found if unequal(found[name], again[name])} == set()
+
+
+@pytest.mark.parametrize("architecture", EVERY_FAMILY)
+def test_a_view_rounds_as_stock_bfloat16_does_and_leaves_its_model_alone(architecture: str) -> None:
+    policy = make_policy(source_model(architecture), "deterministic", CONTEXT)
+    digest = weights_digest(policy.named_parameters())
+    view = rounded_view(policy, lowered_of(policy) or Lowered(CONTEXT), BFLOAT16)
+    assert [(n, id(p)) for n, p in view.named_parameters()] == [(n, id(p)) for n, p in policy.named_parameters()]
+    found, plain = policy_scores(view, TEXT).logits, policy_scores(policy, TEXT).logits
+    assert weights_digest(policy.named_parameters()) == digest
+    assert unequal(plain, deterministic_scores(source_model(architecture), TEXT, CONTEXT).logits) == 0
+    reference = reference_scores(source_model(architecture), TEXT).logits
+    stock = stock_scores(source_model(architecture).bfloat16(), TEXT).logits
+    # the same places are rounded but inside attention, and a flipped route weighs more than a rounding
+    assert 1 / 3 < rms(found - reference) / rms(stock - reference) < 3
+    assert rms(found - reference) > 100 * rms(plain - reference)
+
+
+def test_a_changed_weight_is_rounded_again() -> None:
+    policy = make_policy(source_model("qwen3"), "deterministic", CONTEXT)
+    view = rounded_view(policy, Lowered(CONTEXT), BFLOAT16)
+    for seed in (0, 1, 2):
+        policy.load_state_dict(source_model("qwen3", seed).state_dict())
+        other = make_policy(source_model("qwen3", seed), "deterministic", CONTEXT)
+        expected = rounded_view(other, Lowered(CONTEXT), BFLOAT16)
+        assert unequal(policy_scores(view, TEXT).logprobs, policy_scores(expected, TEXT).logprobs) == 0

@@ -1,4 +1,4 @@
-"""How far deterministic numerics and stock float32 are from float64: logits, log-probs, tokens, gradients."""
+"""How far deterministic numerics and stock float32 are from float64: logits, log-probs, best tokens, gradients."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def error(found: Tensor, reference: Tensor) -> Error:
     return Error(float(distance.max()), float(distance.square().mean().sqrt()), float(distance.mean()))
 
 
-def errors(found: Tensor, stock: Tensor, reference: Tensor) -> Errors:
+def errors(deterministic: Tensor, stock: Tensor, reference: Tensor) -> Errors:
     """The errors of the same numbers by two kinds of numerics."""
     spacing = _spacing(reference)
     # rounding is off by half a spacing at most, by spacing / sqrt(12) in the rms and spacing / 4 in the mean
     resolution = Error(
         float(spacing.max()) / 2, float(spacing.square().mean().sqrt()) / 12**0.5, float(spacing.mean()) / 4
     )
-    return Errors(error(found, reference), error(stock, reference), resolution)
+    return Errors(error(deterministic, reference), error(stock, reference), resolution)
 
 
 def _spacing(x: Tensor) -> Tensor:
@@ -83,13 +83,13 @@ class Greedy:
     wrong: int  # deterministic differs where float32 does resolve them
 
 
-def greedy(found: Scores, stock: Scores, reference: Scores) -> Greedy:
+def greedy(deterministic: Scores, stock: Scores, reference: Scores) -> Greedy:
     """Compare the best token of each row of logits."""
     best = reference.logits.topk(2, -1)
     stock_error = (stock.logits.to(torch.float64) - reference.logits).abs().amax(-1)
     gap = best.values[:, 0] - best.values[:, 1]
     unresolved = gap <= torch.maximum(2 * stock_error, _spacing(best.values[:, 0]))
-    deterministic_differs, stock_differs = (s.logits.argmax(-1) != best.indices[:, 0] for s in (found, stock))
+    deterministic_differs, stock_differs = (s.logits.argmax(-1) != best.indices[:, 0] for s in (deterministic, stock))
     counts = (deterministic_differs, stock_differs, unresolved, deterministic_differs & ~unresolved)
     return Greedy(len(gap), *(int(c.sum()) for c in counts))
 
@@ -118,13 +118,13 @@ def compare(
 ) -> Comparison:
     """Compare log-probs, logits and best tokens. The deterministic numerics compute `given`, or the model itself."""
     reference, stock = reference_scores(model, text), stock_scores(model, text)
-    found = deterministic_scores(model if given is None else given, text, max_context)
+    deterministic = deterministic_scores(model if given is None else given, text, max_context)
     half = stock_scores(copy.deepcopy(model).bfloat16(), text).logprobs if bfloat16 else None
     return Comparison(
-        errors(found.logprobs, stock.logprobs, reference.logprobs),
-        errors(found.logits, stock.logits, reference.logits),
+        errors(deterministic.logprobs, stock.logprobs, reference.logprobs),
+        errors(deterministic.logits, stock.logits, reference.logits),
         None if half is None else error(half, reference.logprobs),
-        greedy(found, stock, reference),
+        greedy(deterministic, stock, reference),
     )
 
 
@@ -141,8 +141,8 @@ class GradientComparison:
 
     def ratio(self) -> float:
         """Deterministic / stock, each of its worst parameter; stock counts as no better than float32's resolution."""
-        found, stock = self.worst()
-        return self.deterministic[found] / max(self.stock[stock], GRADIENT_RESOLUTION)
+        deterministic, stock = self.worst()
+        return self.deterministic[deterministic] / max(self.stock[stock], GRADIENT_RESOLUTION)
 
 
 def compare_gradients(
@@ -150,9 +150,9 @@ def compare_gradients(
 ) -> GradientComparison:
     """Compare the gradients of the mean of -log p. The deterministic numerics compute `given`, or the model itself."""
     reference = reference_gradients(model, text)
-    found = deterministic_gradients(model if given is None else given, text, max_context)
+    deterministic = deterministic_gradients(model if given is None else given, text, max_context)
     return GradientComparison(
-        gradient_errors(found, reference), gradient_errors(stock_gradients(model, text), reference)
+        gradient_errors(deterministic, reference), gradient_errors(stock_gradients(model, text), reference)
     )
 
 

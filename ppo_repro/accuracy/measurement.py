@@ -45,7 +45,7 @@ def policy_accuracy(
 
 @torch.no_grad()
 def measure(policy: PreTrainedModel, text: Text) -> Accuracy:
-    """Log-probs of `text` by a policy in deterministic numerics, beside its unmodified model in float32 and in float64.
+    """Log-probs of `text` by a deterministic policy, by its unmodified model in float32, and by that in float64.
 
     The policy is not changed. Logits of one sequence at a time are in memory.
     """

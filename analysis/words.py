@@ -55,7 +55,7 @@ CHOICES = {
     ("whiten", "full"): "shifted to mean 0 and scaled to variance 1",
     ("whiten", "scale"): "scaled to variance 1, mean kept",
     ("whiten", "none"): "left as they are",
-    ("mode", "exact"): "every sum is exact, so no layout changes a bit",
+    ("mode", "deterministic"): "every sum in one written order, so no layout changes a bit",
     ("mode", "native"): "stock torch, whose sums depend on the layout",
 }
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ppo_repro.config.files import load_config
+from ppo_repro.numerics.rows import slots_of, slots_of_rank
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records import manifest
 from ppo_repro.watcher import Silent
@@ -49,6 +50,16 @@ def test_shares_are_complete_in_order_and_equal(count: int, size: int) -> None:
     shares = [Ranks(rank, size).mine(count) for rank in range(size)]
     assert [i for share in shares for i in share] == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@given(st.integers(0, 300), st.sampled_from([1, 2, 4, 8]), st.sampled_from([8, 16]))
+def test_processes_hold_whole_slots(count: int, size: int, slots: int) -> None:
+    each, found = slots // size, []
+    for ranks in (Ranks(rank, size) for rank in range(size)):
+        *own, last = slots_of_rank(count, slots, ranks).tolist()
+        assert len(own) == len(ranks.mine(count)) and last == each and all(0 <= slot < each for slot in own)
+        found += [slot + ranks.rank * each for slot in own]
+    assert found == slots_of(range(count), count, slots).tolist()[:-1]
 
 
 def test_one_process_exchanges_nothing() -> None:

@@ -26,7 +26,7 @@ Cause = Literal[
 
 ADVICE: dict[Cause, str] = {
     "none": "Every log-prob has the same bits; nothing to do.",
-    "floating_point_noise": "Rounding in another order of additions; harmless alone, gone in exact numerics.",
+    "floating_point_noise": "Rounding in another order of additions; harmless alone, gone in deterministic numerics.",
     "reduced_precision": "One side computes in 16 bits or another coarse format; use float32 on both sides.",
     "temperature": "The two sides divide logits by different temperatures; use the sampler's in the trainer.",
     "truncated_sampling": "Only one side renormalises over the tokens left by top-k/top-p; keep the sampling mask, or "

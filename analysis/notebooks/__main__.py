@@ -1,7 +1,7 @@
 """Execute the notebooks and write them, pictures inside: `python -m analysis.notebooks [NAME ...]`.
 
-The runs that they show are recorded below runs/notebooks first, where they are not there yet: the quickstart in exact
-and in native numerics, and a small grid. PPO_RUN, PPO_OTHER_RUN and PPO_GRID name others.
+The runs that they show are recorded below runs/notebooks first, where they are not there yet: the quickstart in
+deterministic and in native numerics, and a small grid. PPO_RUN, PPO_OTHER_RUN and PPO_GRID name others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The picture of the README: `python -m analysis.report.readme_figure RUN... --out FILE.svg`.
 
-Left, held-out accuracy of the exact runs, mean over seeds and their range; right, the share of tokens whose log-prob
-the trainer computes otherwise than the sampler did, exact and native. One SVG with colours and background of its own.
+Left, held-out accuracy of the runs in deterministic numerics, mean over seeds and their range; right, the share of
+tokens whose log-prob the trainer computes otherwise than the sampler did, deterministic and native. One SVG with
+colours and background of its own.
 """
 
 from __future__ import annotations
@@ -73,10 +74,12 @@ def unequal_tokens(found: pd.DataFrame) -> str:
 def draw(found: pd.DataFrame) -> str:
     """The picture; UserError unless runs of both numerics are there."""
     modes = {str(mode): rows for mode, rows in found.groupby("mode")}
-    if set(modes) != {"exact", "native"}:
-        raise UserError(f"runs in exact and in native numerics are needed; these are {', '.join(sorted(modes))}")
-    seeds = modes["exact"]["run"].nunique()
-    accuracy = over_runs(modes["exact"], "accuracy", "exact")
+    if set(modes) != {"deterministic", "native"}:
+        raise UserError(
+            f"runs in deterministic and in native numerics are needed; these are {', '.join(sorted(modes))}"
+        )
+    seeds = modes["deterministic"]["run"].nunique()
+    accuracy = over_runs(modes["deterministic"], "accuracy", "deterministic")
     x = Axis("iteration of PPO", 0.0, float(accuracy.x.max()))
     top = float(max(accuracy.high.max(), 0.1)) if accuracy.high is not None else 1.0
     learning = line_chart(
@@ -92,7 +95,7 @@ def draw(found: pd.DataFrame) -> str:
         "Share of tokens whose log-prob differs between sampler and trainer, by iteration",
     )
     titles = (
-        f"Learning, exact: mean and range of {seeds} seeds",
+        f"Learning, deterministic: mean and range of {seeds} seeds",
         "Tokens whose log-probs differ in any bit",
     )
     return _beside(titles, (learning, mismatch))

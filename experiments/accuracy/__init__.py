@@ -1,1 +1,1 @@
-"""How accurate the exact numerics and stock transformers are, beside the model in float64."""
+"""How accurate the deterministic numerics and stock transformers are, beside the model in float64."""

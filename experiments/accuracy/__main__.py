@@ -1,4 +1,4 @@
-"""How accurate are the exact numerics and stock transformers, beside the model in float64?
+"""How accurate are the deterministic numerics and stock transformers, beside the model in float64?
 
 `python -m experiments.accuracy` measures small random models of every family, without and with the outliers of real
 checkpoints; `--model FOLDER --text FILE` a model folder on the beginning of a text.
@@ -52,7 +52,9 @@ def measure_small(families: Sequence[str], cases: Sequence[str], models: int, gr
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="errors of exact and stock numerics beside the model in float64")
+    parser = argparse.ArgumentParser(
+        description="errors of deterministic and stock numerics beside the model in float64"
+    )
     parser.add_argument("--model", type=Path, help="a transformers folder; without it small random models")
     parser.add_argument("--text", type=Path, help="with --model: a text file")
     parser.add_argument("--rows", type=int, default=6, help="with --model: pieces of the text")

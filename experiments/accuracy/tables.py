@@ -36,7 +36,7 @@ def _means(name: str, found: Sequence[Error]) -> Row:
 
 
 def _sides(found: Sequence[Errors]) -> Row:
-    row = _means("exact", [e.exact for e in found]) | _means("stock", [e.stock for e in found])
+    row = _means("deterministic", [e.deterministic for e in found]) | _means("stock", [e.stock for e in found])
     for name, kind in (("max", "largest"), ("rms", "rms"), ("mean", "mean")):
         row[f"ratio {name}"] = typical([e.ratio(kind) for e in found])
     return row
@@ -58,17 +58,17 @@ def greedy(subject: Subject) -> Row:
     found = [c.greedy for c in subject.comparisons]
     return subject.row() | {
         "tokens": sum(g.tokens for g in found),
-        "exact differs": sum(g.exact_differs for g in found),
+        "deterministic differs": sum(g.deterministic_differs for g in found),
         "stock differs": sum(g.stock_differs for g in found),
         "unresolved": sum(g.unresolved for g in found),
-        "exact wrong": sum(g.wrong for g in found),
+        "deterministic wrong": sum(g.wrong for g in found),
     }
 
 
 def gradients(subject: Subject) -> Row:
     """max |g - g64| / max |g64| of the worst parameter of all models, and its name."""
     worst: Row = {}
-    for side in ("exact", "stock"):
+    for side in ("deterministic", "stock"):
         errors = {n: max(getattr(g, side)[n] for g in subject.gradients) for n in getattr(subject.gradients[0], side)}
         name = max(errors, key=errors.__getitem__)
         worst |= {f"{side} worst": errors[name], f"{side} worst parameter": name}
@@ -78,17 +78,17 @@ def gradients(subject: Subject) -> Row:
 
 def parameters(subject: Subject) -> list[Row]:
     """The gradient errors of each parameter, the largest of all models."""
-    names = subject.gradients[0].exact
+    names = subject.gradients[0].deterministic
     return [
         subject.row()
         | {"parameter": n}
-        | {side: max(getattr(g, side)[n] for g in subject.gradients) for side in ("exact", "stock")}
+        | {side: max(getattr(g, side)[n] for g in subject.gradients) for side in ("deterministic", "stock")}
         for n in names
     ]
 
 
 def summary(tables: dict[str, pd.DataFrame]) -> pd.DataFrame:
-    """Of each case: the smallest and largest exact / stock of any model, and best tokens that are wrong."""
+    """Of each case: the smallest and largest deterministic / stock of any model, and best tokens that are wrong."""
     chosen = {"log-probs rms": ("logprobs", "ratio rms"), "log-probs max": ("logprobs", "ratio max")}
     chosen |= {"logits rms": ("logits", "ratio rms"), "gradients": ("gradients", "ratio")}
     columns: dict[str, pd.Series] = {}
@@ -96,8 +96,8 @@ def summary(tables: dict[str, pd.DataFrame]) -> pd.DataFrame:
         if table in tables:
             ranges = tables[table].groupby("case", sort=False)[column].agg(["min", "max"])
             columns[name] = ranges.apply(lambda r: f"{_cell(r['min'])} to {_cell(r['max'])}", axis=1)
-    counts = tables["greedy"].groupby("case", sort=False)[["exact wrong", "tokens"]].sum()
-    columns["best token wrong"] = counts.apply(lambda r: f"{r['exact wrong']} of {r['tokens']}", axis=1)
+    counts = tables["greedy"].groupby("case", sort=False)[["deterministic wrong", "tokens"]].sum()
+    columns["best token wrong"] = counts.apply(lambda r: f"{r['deterministic wrong']} of {r['tokens']}", axis=1)
     return pd.DataFrame(columns).reset_index()
 
 

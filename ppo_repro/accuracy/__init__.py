@@ -1,1 +1,1 @@
-"""How far exact numerics and stock float32 are from the model in float64."""
+"""How far deterministic numerics and stock float32 are from the model in float64."""

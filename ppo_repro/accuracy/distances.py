@@ -1,4 +1,4 @@
-"""How far the exact numerics and stock float32 are from the model in float64: logits, log-probs, tokens, gradients."""
+"""How far deterministic numerics and stock float32 are from float64: logits, log-probs, best tokens, gradients."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class Error:
 class Errors:
     """Errors of the same numbers. `resolution` is what rounding the reference itself to float32 would cost."""
 
-    exact: Error
+    deterministic: Error
     stock: Error
     resolution: Error
 
     def ratio(self, kind: str) -> float:
-        """Exact / stock of the `largest`, `rms` or `mean` error.
+        """Deterministic / stock of the `largest`, `rms` or `mean` error.
 
         Stock counts as no better than the resolution: a result in float32 can be closer by luck only.
         """
         stock = max(getattr(self.stock, kind), getattr(self.resolution, kind))
-        return float(getattr(self.exact, kind)) / stock if stock else float("nan")
+        return float(getattr(self.deterministic, kind)) / stock if stock else float("nan")
 
 
 def error(found: Tensor, reference: Tensor) -> Error:
@@ -57,14 +57,14 @@ def error(found: Tensor, reference: Tensor) -> Error:
     return Error(float(distance.max()), float(distance.square().mean().sqrt()), float(distance.mean()))
 
 
-def errors(exact: Tensor, stock: Tensor, reference: Tensor) -> Errors:
+def errors(deterministic: Tensor, stock: Tensor, reference: Tensor) -> Errors:
     """The errors of the same numbers by two kinds of numerics."""
     spacing = _spacing(reference)
     # rounding is off by half a spacing at most, by spacing / sqrt(12) in the rms and spacing / 4 in the mean
     resolution = Error(
         float(spacing.max()) / 2, float(spacing.square().mean().sqrt()) / 12**0.5, float(spacing.mean()) / 4
     )
-    return Errors(error(exact, reference), error(stock, reference), resolution)
+    return Errors(error(deterministic, reference), error(stock, reference), resolution)
 
 
 def _spacing(x: Tensor) -> Tensor:
@@ -77,20 +77,20 @@ class Greedy:
     """Of the n best tokens of the reference, how many are others elsewhere, and how many float32 does not resolve."""
 
     tokens: int
-    exact_differs: int
+    deterministic_differs: int
     stock_differs: int
     unresolved: int  # the two best logits are closer than twice stock float32's largest error in that row
-    wrong: int  # exact differs where float32 does resolve them
+    wrong: int  # deterministic differs where float32 does resolve them
 
 
-def greedy(exact: Scores, stock: Scores, reference: Scores) -> Greedy:
+def greedy(deterministic: Scores, stock: Scores, reference: Scores) -> Greedy:
     """Compare the best token of each row of logits."""
     best = reference.logits.topk(2, -1)
     stock_error = (stock.logits.to(torch.float64) - reference.logits).abs().amax(-1)
     gap = best.values[:, 0] - best.values[:, 1]
     unresolved = gap <= torch.maximum(2 * stock_error, _spacing(best.values[:, 0]))
-    exact_differs, stock_differs = (s.logits.argmax(-1) != best.indices[:, 0] for s in (exact, stock))
-    counts = (exact_differs, stock_differs, unresolved, exact_differs & ~unresolved)
+    deterministic_differs, stock_differs = (s.logits.argmax(-1) != best.indices[:, 0] for s in (deterministic, stock))
+    counts = (deterministic_differs, stock_differs, unresolved, deterministic_differs & ~unresolved)
     return Greedy(len(gap), *(int(c.sum()) for c in counts))
 
 
@@ -105,7 +105,7 @@ def gradient_errors(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the exact numerics and stock float32 make of one text, beside float64."""
+    """What the deterministic numerics and stock float32 make of one text, beside float64."""
 
     logprobs: Errors
     logits: Errors
@@ -116,15 +116,15 @@ class Comparison:
 def compare(
     model: PreTrainedModel, text: Text, max_context: int, given: PreTrainedModel | None = None, bfloat16: bool = False
 ) -> Comparison:
-    """Compare log-probs, logits and best tokens. The exact numerics compute `given`, or the model itself."""
+    """Compare log-probs, logits and best tokens. The deterministic numerics compute `given`, or the model itself."""
     reference, stock = reference_scores(model, text), stock_scores(model, text)
-    exact = deterministic_scores(model if given is None else given, text, max_context)
+    deterministic = deterministic_scores(model if given is None else given, text, max_context)
     half = stock_scores(copy.deepcopy(model).bfloat16(), text).logprobs if bfloat16 else None
     return Comparison(
-        errors(exact.logprobs, stock.logprobs, reference.logprobs),
-        errors(exact.logits, stock.logits, reference.logits),
+        errors(deterministic.logprobs, stock.logprobs, reference.logprobs),
+        errors(deterministic.logits, stock.logits, reference.logits),
         None if half is None else error(half, reference.logprobs),
-        greedy(exact, stock, reference),
+        greedy(deterministic, stock, reference),
     )
 
 
@@ -132,27 +132,27 @@ def compare(
 class GradientComparison:
     """max |g - g64| / max |g64| of each parameter, by two kinds of numerics."""
 
-    exact: dict[str, float]
+    deterministic: dict[str, float]
     stock: dict[str, float]
 
     def worst(self) -> tuple[str, str]:
         """The parameter with the largest error of each."""
-        return max(self.exact, key=self.exact.__getitem__), max(self.stock, key=self.stock.__getitem__)
+        return max(self.deterministic, key=self.deterministic.__getitem__), max(self.stock, key=self.stock.__getitem__)
 
     def ratio(self) -> float:
-        """Exact / stock, each of its worst parameter; stock counts as no better than float32's resolution."""
-        exact, stock = self.worst()
-        return self.exact[exact] / max(self.stock[stock], GRADIENT_RESOLUTION)
+        """Deterministic / stock, each of its worst parameter; stock counts as no better than float32's resolution."""
+        deterministic, stock = self.worst()
+        return self.deterministic[deterministic] / max(self.stock[stock], GRADIENT_RESOLUTION)
 
 
 def compare_gradients(
     model: PreTrainedModel, text: Text, max_context: int, given: PreTrainedModel | None = None
 ) -> GradientComparison:
-    """Compare the gradients of the mean of -log p. The exact numerics compute `given`, or the model itself."""
+    """Compare the gradients of the mean of -log p. The deterministic numerics compute `given`, or the model itself."""
     reference = reference_gradients(model, text)
-    exact = deterministic_gradients(model if given is None else given, text, max_context)
+    deterministic = deterministic_gradients(model if given is None else given, text, max_context)
     return GradientComparison(
-        gradient_errors(exact, reference), gradient_errors(stock_gradients(model, text), reference)
+        gradient_errors(deterministic, reference), gradient_errors(stock_gradients(model, text), reference)
     )
 
 

@@ -45,7 +45,7 @@ def policy_accuracy(
 
 @torch.no_grad()
 def measure(policy: PreTrainedModel, text: Text) -> Accuracy:
-    """Log-probs of `text` by a policy in deterministic numerics, by its unmodified model in float32, and that in float64.
+    """Log-probs of `text` by a deterministic policy, by its unmodified model in float32, and by that in float64.
 
     The policy is not changed. Logits of one sequence at a time are in memory.
     """
@@ -59,8 +59,8 @@ def measure(policy: PreTrainedModel, text: Text) -> Accuracy:
     found = errors(*(torch.cat(column) for column in zip(*columns, strict=True)))
     return Accuracy(
         tokens=text.tokens(),
-        deterministic_rms=found.exact.rms,
-        deterministic_max=found.exact.largest,
+        deterministic_rms=found.deterministic.rms,
+        deterministic_max=found.deterministic.largest,
         stock_rms=found.stock.rms,
         stock_max=found.stock.largest,
         ratio=found.ratio("rms"),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final, Literal
 
 from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.files import absolute_paths, build_config, read_tree, validated
+from ppo_repro.config.files import absolute_paths, build_config, validated
 from ppo_repro.config.run import RunConfig
 
 Kind = Literal["language", "control"]
@@ -20,8 +18,3 @@ def build_config_of(kind: Kind, tree: Any, source: str) -> RunConfig | ControlCo
     if kind == CONTROL:
         return validated(ControlConfig, tree, source)
     return absolute_paths(build_config(tree, source))
-
-
-def load_config_of(kind: Kind, path: Path, overrides: Sequence[str] = ()) -> RunConfig | ControlConfig:
-    """Read a YAML configuration and apply `a.b=c` overrides; raises UserError on anything wrong."""
-    return build_config_of(kind, read_tree(path, overrides), str(path))

@@ -5,12 +5,10 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from ppo_repro.config.control import load_control_config
-from ppo_repro.config.files import load_config
-from ppo_repro.config.kinds import CONTROL
 from ppo_repro.disk.folder import has_writer
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
+from ppo_repro.records.config_file import load_config_of
 
 
 def facts(run_dir: Path) -> dict[str, str]:
@@ -19,8 +17,7 @@ def facts(run_dir: Path) -> dict[str, str]:
     try:
         head = manifest.load_head(run_dir)
         lines["state"] = f"{_state(run_dir, head.status)}, {head.num_iterations} iterations"
-        load = load_control_config if head.kind == CONTROL else load_config
-        config = load(run_dir / "config.yaml")
+        config = load_config_of(run_dir, head)
         lines["experiment"] = f"{config.experiment}, seed {config.seed}, {config.numerics.mode} numerics"
         lines |= {name: f"{value:.4g}" for name, value in head.final.items() if not isinstance(value, str)}
         lines["fingerprint"] = head.fingerprint

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppo_repro.config.control import ControlConfig, load_control_config
-from ppo_repro.config.files import load_config
-from ppo_repro.config.kinds import CONTROL
+from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.library.checks import folder_of
 from ppo_repro.library.run_facts import as_html, as_line
 from ppo_repro.records import manifest
+from ppo_repro.records.config_file import load_config_of
 from ppo_repro.records.manifest import Head
 from ppo_repro.records.reader import TableReader
 from ppo_repro.records.side_reader import SideTableReader
@@ -66,8 +65,7 @@ class Run:
     @property
     def config(self) -> RunConfig | ControlConfig:
         """The configuration that the run was started with."""
-        load = load_control_config if self._head.kind == CONTROL else load_config
-        return load(self.path / "config.yaml")
+        return load_config_of(self.path, self._head)
 
     @property
     def tables(self) -> tuple[str, ...]:

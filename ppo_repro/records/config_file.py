@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ppo_repro.config.files import load_config, read_tree
+from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.files import absolute_paths, build_config, read_tree, read_tree_for
+from ppo_repro.config.kinds import build_config_of
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import tree_digest
 from ppo_repro.disk.regular import read_regular
@@ -37,7 +39,26 @@ def load_recorded_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> 
     """The configuration a language run was started with; UserError where it or the manifest is missing or damaged."""
     folder = Path(run_dir)
     check_config(folder, manifest.load_head(folder))
-    return load_config(folder / CONFIG_NAME, overrides)
+    path = folder / CONFIG_NAME
+    return absolute_paths(build_config(_of_today(read_tree_for("run", path, overrides)), str(path)))
+
+
+def load_config_of(run_dir: Path, recorded: Head) -> RunConfig | ControlConfig:
+    """The configuration a run of either kind was started with; UserError where it is missing or damaged."""
+    check_config(run_dir, recorded)
+    path = run_dir / CONFIG_NAME
+    return build_config_of(recorded.kind, _of_today(read_tree(path)), str(path))
+
+
+def _of_today(tree: dict[str, Any]) -> dict[str, Any]:
+    """A configuration that version 0.2 recorded, in today's words and without the layouts of its kernels."""
+    engine = tree.get("rollout", {}).get("engine", {})
+    for section, field in ((tree["numerics"], "mode"), (engine, "numerics")):
+        if section.get(field) == "exact":
+            section[field] = "deterministic"
+    for field in ("backend", "rank_shares", "mesh"):
+        tree["layout"].pop(field, None)
+    return tree
 
 
 def read_checked(run_dir: Path, name: str, digest: str | None) -> bytes:

@@ -149,4 +149,4 @@ def _value(step: _Step, terms: Terms) -> ValueUpdate | None:
 
 def _report(step: _Step, norm: str) -> StepReport:
     """The norm as recorded: gradients are in no record."""
-    return StepReport(step.of_step(norm), 0, ())
+    return StepReport(step.of_step(norm), ())

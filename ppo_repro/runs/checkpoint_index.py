@@ -148,8 +148,10 @@ def _parsed(path: Path) -> Index:
     if not is_whole:
         raise UserError(f"{path}: does not match its own SHA-256; {DAMAGED}")
     if tree.get("format") != FORMAT:
-        advice = "read it with the version that wrote it"
-        raise UserError(f"{path}: format = {tree.get('format')!r}, this ppo_repro has {FORMAT!r}; {advice}")
+        found, version = tree.get("format"), tree.get("ppo_repro")
+        raise UserError(
+            f"{path}: format = {found!r} of ppo_repro {version}, this one has {FORMAT}; use the version that wrote it"
+        )
     try:
         return Index.model_validate(tree)
     except ValidationError as error:

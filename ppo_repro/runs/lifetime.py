@@ -1,6 +1,6 @@
 """How a run begins and ends on disk, however and whenever its process ends.
 
-Where bits end it that exact numerics promise to be equal, what there is to look at is kept: tokens and policy.
+Where bits end it that deterministic numerics promise to be equal, what there is to look at is kept: tokens and policy.
 """
 
 from __future__ import annotations
@@ -98,17 +98,6 @@ def kept_if_unequal(run_dir: Path, store: Store | None) -> Iterator[None]:
             if store is not None:
                 hint = f"find the module with `ppo-repro bisect {run_dir}`; {hint}"
         raise UnequalBits(f"{error}; {hint}", error.found) from error
-
-
-@contextmanager
-def lent_if_unequal(store: Store | None) -> Iterator[None]:
-    """Where bits are unequal in this block, give the first process what of the policy this one holds."""
-    try:
-        yield
-    except UnequalBits:
-        if store is not None:
-            store.put_policy(Path())
-        raise
 
 
 def _table(found: Unequal) -> pa.Table:

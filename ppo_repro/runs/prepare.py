@@ -15,9 +15,9 @@ from ppo_repro.config.algorithm import LoraConfig, NoValue, SeparateValue, Value
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig, TinyModel
 from ppo_repro.errors import UserError
-from ppo_repro.models.lora_optimizer import make_lora_optimizer
 from ppo_repro.models.load import load_folder, stop_ids
 from ppo_repro.models.lora import Adaptable, Lora, add_lora, share_frozen
+from ppo_repro.models.lora_optimizer import make_lora_optimizer
 from ppo_repro.models.networks import (
     ValueModel,
     checkpoint_gradients,

@@ -28,7 +28,7 @@ from ppo_repro.records.times import STARTED
 from ppo_repro.runs.diff import Difference, first_final_difference, iteration_difference, side_difference
 from ppo_repro.runs.environment import check_inputs, file_digests
 from ppo_repro.runs.kind import Config, Execution, Item, RunKind
-from ppo_repro.runs.lifetime import appending, kept_if_unequal, lent_if_unequal, mark_ended, new_run, tell
+from ppo_repro.runs.lifetime import appending, kept_if_unequal, mark_ended, new_run, tell
 
 
 def run(
@@ -64,14 +64,10 @@ def _require_same_start(ranks: Ranks, config: RunConfig | ControlConfig, inputs:
 
 def _work_along(opened: AbstractContextManager[Execution[Item]]) -> None:
     """What a rank does that does not record: everything else."""
-    with opened as execution, lent_if_unequal(execution.store):
-        store = execution.store
-        for item in execution.iterations():
-            if store is not None and store.is_due(item.index + 1):
-                store.save("")
+    with opened as execution:
+        for _ in execution.iterations():
+            pass
         execution.ending(Clock())
-        if store is not None:
-            store.finish("")
 
 
 def execute(
@@ -84,7 +80,7 @@ def execute(
     """Record an execution in its run folder until it is complete; every second of it is in a phase of `clock`.
 
     An iteration that is recorded already is compared instead: PromiseBroken names the first cell that differs.
-    UnequalBits where an iteration does not keep what exact numerics promise; it is not recorded.
+    UnequalBits where an iteration does not keep what deterministic numerics promise; it is not recorded.
     """
     recorded, total, computed = manifest.load(run_dir), config.ppo.iterations, 0
     with (

@@ -18,10 +18,9 @@ from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
 
 from ppo_repro.config.files import read_tree
-from ppo_repro.config.kinds import load_config_of
 from ppo_repro.dpo import records as dpo_records
 from ppo_repro.records import accuracy, iteration_log, manifest, reader, times
-from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, check_config, read_checked, read_note
+from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, load_config_of, read_checked, read_note
 from ppo_repro.records.contents import REPORT_NAME
 from ppo_repro.records.manifest import Head
 from ppo_repro.tracking import datasets, findings, scalars
@@ -93,8 +92,7 @@ def _environment_tags(environment: Mapping[str, Any], config_digest: str) -> dic
 
 
 def _begin_run(client: MlflowClient, run_dir: Path, recorded: Head, parent: str | None) -> Copied:
-    check_config(run_dir, recorded)
-    config = load_config_of(recorded.kind, run_dir / CONFIG_NAME)
+    config = load_config_of(run_dir, recorded)
     tags = _environment_tags(read_note(run_dir, recorded, ENVIRONMENT_NAME), recorded.config_digest)
     tags["kind"] = recorded.kind
     if parent is None:

@@ -73,7 +73,7 @@ def assert_log_probs_are_close(architecture: str, case: str, seeds: range) -> No
 
 def parameter_ratios(of: GradientComparison) -> list[float]:
     """Of each parameter whose gradient has an error in both numerics."""
-    return [of.exact[name] / stock for name, stock in of.stock.items() if stock and of.exact[name]]
+    return [of.deterministic[name] / stock for name, stock in of.stock.items() if stock and of.deterministic[name]]
 
 
 def assert_gradients_are_close(architecture: str, case: str, seeds: range) -> None:

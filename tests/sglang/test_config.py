@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from ppo_repro.config.engine import EXACT_ARGUMENTS, OWN_ARGUMENTS, SGLangServers
+from ppo_repro.config.engine import DETERMINISTIC_ARGUMENTS, OWN_ARGUMENTS, SGLangServers
 from ppo_repro.config.files import build_config, load_config
 from ppo_repro.errors import UserError
 from ppo_repro.rollout.sglang.command import (
@@ -36,22 +36,25 @@ def engine_of(*overrides: str) -> SGLangServers:
     return engine
 
 
-EXACT, STOCK = (SGLANG,), (SGLANG, "rollout.engine.numerics=stock")
+OURS, STOCK = (SGLANG,), (SGLANG, "rollout.engine.numerics=stock")
 URLS = "rollout.engine.urls=[http://h:1, http://h:2]"
 SAME_BITS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
-    ((), EXACT),
-    (EXACT, ("rollout.engine.kind=torch",)),
-    (EXACT, (*EXACT, "rollout.engine.servers=3", "rollout.engine.weight_sync=tensor", "rollout.engine.timeout_s=9")),
-    (EXACT, (*EXACT, URLS)),
+    ((), OURS),
+    (OURS, ("rollout.engine.kind=torch",)),
+    (
+        OURS,
+        (*OURS, "rollout.engine.servers=3", "rollout.engine.weight_sync=tensor", "rollout.engine.timeout_s=9"),
+    ),
+    (OURS, (*OURS, URLS)),
     (STOCK, (*STOCK, "rollout.engine.weight_sync=tensor", "rollout.engine.timeout_s=9", "rollout.engine.python=/x")),
     ((*STOCK, URLS), (*STOCK, "rollout.engine.urls=[http://g:1, http://g:2]")),
 ]
 OTHER_BITS: list[tuple[tuple[str, ...], tuple[str, ...], str]] = [
     ((), STOCK, "would sample with SGLang's own numerics (servers: 1, device: cpu, arguments: none), and the run "
-     "samples with exact numerics"),
-    (EXACT, STOCK, "the run samples with exact numerics"),
-    (STOCK, EXACT, "would sample with exact numerics, and the run samples with SGLang's"),
-    (STOCK, (), "would sample with exact numerics"),
+     "samples with deterministic numerics"),
+    (OURS, STOCK, "the run samples with deterministic numerics"),
+    (STOCK, OURS, "would sample with deterministic numerics, and the run samples with SGLang's"),
+    (STOCK, (), "would sample with deterministic numerics"),
     (("numerics.mode=native",), ("numerics.mode=native", *STOCK), "the run samples with native numerics"),
     (STOCK, (*STOCK, "rollout.engine.device=cuda"), "device: cuda"),
     (STOCK, (*STOCK, "rollout.engine.servers=2"), "servers: 2"),
@@ -84,7 +87,7 @@ REFUSED = {
     ("rollout.engine.urls=[http://h:1]", "rollout.engine.arguments=[--x]"): "arguments is for servers the run",
     ("rollout.engine.urls=[http://h:1, http://h:1]",): "each server may be named once",
     (*STOCK, "rollout.engine.device=cuda", "rollout.engine.servers=2"): "servers must be 1 on device cuda",
-    ("rollout.engine.device=cuda",): "device = cuda needs numerics = stock: exact numerics compute on the CPU",
+    ("rollout.engine.device=cuda",): "device = cuda needs numerics = stock: deterministic numerics compute on the CPU",
     ("rollout.engine.timeout_s=0",): "rollout.engine.timeout_s = 0: input should be greater than or equal to 1",
     ("rollout.engine.numerics=bf16",): "rollout.engine.numerics = 'bf16'",
     ("rollout.engine.port=1",): "rollout.engine.port: unknown field",
@@ -111,7 +114,7 @@ def test_a_login_in_a_url_is_refused_and_not_repeated(url: str) -> None:
     assert "secret" not in masked(str(caught.value))
 
 
-@pytest.mark.parametrize("name", [*OWN_ARGUMENTS, *EXACT_ARGUMENTS, "--port=1", "--mod", "--weight-v"])
+@pytest.mark.parametrize("name", [*OWN_ARGUMENTS, *DETERMINISTIC_ARGUMENTS, "--port=1", "--mod", "--weight-v"])
 def test_arguments_the_run_sets_itself_are_refused_by_name(name: str) -> None:
     with pytest.raises(UserError, match=r"is set by the run|an option with one, which records would keep"):
         small_config(SGLANG, f"rollout.engine.arguments=['{name}', '1']")
@@ -167,16 +170,13 @@ def test_the_command_line_follows_from_the_configuration() -> None:
     assert value["--chunked-prefill-size"] == "5" and "--disable-radix-cache" in arguments
     assert value["--max-total-tokens"] == str(48 * (24 + SPARE_CONTEXT))
     assert value["--attention-backend"] == "ppo_repro" and value["--dtype"] == "float32"
-    assert json.loads(value["--json-model-override-args"]) == {
-        "architectures": ["PpoReproForCausalLM"],
-        "ppo_repro": {"max_context": 24, "threads": 2},
-    }
+    assert json.loads(value["--json-model-override-args"]) == {"architectures": ["PpoReproForCausalLM"]}
     routes = [RETURN_ROUTES in server_arguments(config, engine, Path("m"), 1, "v", asked) for asked in (False, True)]
     assert routes == [False, True]
     small = engine_of("rollout.engine.arguments=[--max-total-tokens, '99']")
     assert server_arguments(config, small, Path("/m"), 1, "abc").count("--max-total-tokens") == 1
     taken = {word for word in server_arguments(config, engine, Path("m"), 1, "v", True) if word.startswith("--")}
-    assert taken <= {*OWN_ARGUMENTS, *EXACT_ARGUMENTS, "--max-total-tokens"}, "nobody may set a flag twice"
+    assert taken <= {*OWN_ARGUMENTS, *DETERMINISTIC_ARGUMENTS, "--max-total-tokens"}, "nobody may set a flag twice"
 
 
 def test_the_environment_of_a_server() -> None:

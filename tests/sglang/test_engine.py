@@ -41,7 +41,7 @@ def engine_on(
     servers: list[FakeServer], policy: PreTrainedModel, folder: Path, *overrides: str
 ) -> Iterator[SGLangEngine]:
     urls = "rollout.engine.urls=[" + ",".join(server.url for server in servers) + "]"
-    numerics = "exact" if servers[0].exact else "stock"
+    numerics = "deterministic" if servers[0].deterministic else "stock"
     sets = "rollout.engine.kind=sglang", urls, f"rollout.engine.numerics={numerics}", *overrides
     config = small_config(*sets, "rollout.engine.timeout_s=1")
     engine = config.rollout.engine
@@ -131,13 +131,13 @@ def test_a_sampler_that_is_behind_sends_the_weights_it_samples_with(policy: PreT
         assert server.version == digests[1] != digests[0]
 
 
-def test_exact_servers_read_a_mixture_by_the_names_of_its_parameters_and_stock_ones_by_published_names(
+def test_deterministic_servers_read_a_mixture_by_the_names_of_its_parameters_and_stock_ones_by_published_names(
     tmp_path: Path,
 ) -> None:
     mixture, names = source_model("qwen3_moe"), {}
-    for exact in (True, False):
-        weights.write_folder(mixture, STOPS, tmp_path / str(exact), exact)
-        names[exact] = set(load_file(tmp_path / str(exact) / "model.safetensors"))
+    for deterministic in (True, False):
+        weights.write_folder(mixture, STOPS, tmp_path / str(deterministic), deterministic)
+        names[deterministic] = set(load_file(tmp_path / str(deterministic) / "model.safetensors"))
     assert names[True] == {name for name, _ in mixture.named_parameters()}
     assert any("experts.0." in name for name in names[False]) and not any("experts.0." in name for name in names[True])
 
@@ -164,14 +164,14 @@ def test_an_update_that_fails_closes_its_session(policy: PreTrainedModel) -> Non
         assert paths(server)[-1] == "/end_weight_update" and not server.in_session
 
 
-def test_exact_servers_prove_what_they_hold(policy: PreTrainedModel, tmp_path: Path) -> None:
-    with serving(exact=True) as server, engine_on([server], policy, tmp_path) as engine:
+def test_deterministic_servers_prove_what_they_hold(policy: PreTrainedModel, tmp_path: Path) -> None:
+    with serving(deterministic=True) as server, engine_on([server], policy, tmp_path) as engine:
         assert len(engine.generate(REQUESTS, PLAIN)) == 7
-    with serving(exact=True) as server, engine_on([server], policy, tmp_path) as engine:
+    with serving(deterministic=True) as server, engine_on([server], policy, tmp_path) as engine:
         server.faults["/get_weights_by_name"] = lambda *_: list(b"0123456789abcdef")
         with pytest.raises(PromiseBroken, match="has weights of digest 0123456789abcdef after an update"):
             engine.generate(REQUESTS, PLAIN)
-    with serving(exact=True) as server, engine_on([server], policy, tmp_path) as engine:
+    with serving(deterministic=True) as server, engine_on([server], policy, tmp_path) as engine:
         server.faults["/get_weights_by_name"] = lambda *_: {"error": "unknown"}
         with pytest.raises(UserError, match="is it a server of this package"):
             engine.generate(REQUESTS, PLAIN)
@@ -237,7 +237,6 @@ WRONG = {
     "speculative_algorithm": ("EAGLE", "has speculative_algorithm"),
     "attention_backend": ("triton", "has attention_backend = 'triton'; must be 'ppo_repro'"),
     "dtype": ("bfloat16", "has dtype = 'bfloat16'"),
-    "json_model_override_args": ('{"ppo_repro": {"max_context": 25}}', "max_context = 25; numerics.max_context = 24"),
     "context_length": (24, "must be at least numerics.max_context [+] 8 = 32"),
 }
 
@@ -247,7 +246,7 @@ def test_a_server_that_is_not_what_the_run_needs_is_refused_at_the_start(
     field: str, policy: PreTrainedModel, tmp_path: Path
 ) -> None:
     value, message = WRONG[field]
-    with serving(exact=True) as server:
+    with serving(deterministic=True) as server:
         server.info[field] = value
         with pytest.raises(UserError, match=message), engine_on([server], policy, tmp_path):
             pass

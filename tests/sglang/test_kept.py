@@ -1,4 +1,4 @@
-"""What exact servers return of a cut distribution: written and read with the bits of the built-in sampler."""
+"""What deterministic servers return of a cut distribution: written and read with the bits of the built-in sampler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CUT = Sampling(0.7, 12, 0.9, 4)
 
 def drawn(seed: int = 0, sampling: Sampling = CUT) -> Sample:
     logits = 3.0 * torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(seed))
-    return sample(logits, torch.arange(5), torch.arange(5), sampling, "exact")
+    return sample(logits, torch.arange(5), torch.arange(5), sampling, "deterministic")
 
 
 @given(st.integers(0, 2**32), st.integers(0, 20).filter(lambda k: k != 1), st.sampled_from([0.3, 0.75, 0.9, 0.999]))

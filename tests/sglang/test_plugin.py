@@ -1,4 +1,4 @@
-"""The exact numerics inside the real SGLang, under everything its scheduler does: `make test-sglang`.
+"""Deterministic numerics inside the real SGLang, under everything its scheduler does: `make test-sglang`.
 
 The plain server under the same eyes is in test_sglang_server.py.
 """
@@ -75,7 +75,7 @@ def on_server(found: Subject, requests: Sequence[Request], sampling: Sampling) -
 
 def built_in(found: Subject, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
     prepared = found.prepared
-    engine = TorchEngine(prepared.state.policy, frozenset(), "exact", found.config.numerics.max_context, 24, 0)
+    engine = TorchEngine(prepared.state.policy, frozenset(), "deterministic", found.config.numerics.max_context, 24, 0)
     return [Sampled(list(c.response_ids), c.logprobs) for c in engine.generate(requests, sampling)]
 
 

@@ -40,7 +40,12 @@ def policy() -> PreTrainedModel:
 
 @contextmanager
 def started(
-    folder: Path, policy: PreTrainedModel, *misbehave: str, numerics: str = "exact", timeout: int = 20, count: int = 1
+    folder: Path,
+    policy: PreTrainedModel,
+    *misbehave: str,
+    numerics: str = "deterministic",
+    timeout: int = 20,
+    count: int = 1,
 ) -> Iterator[SGLangEngine]:
     python = fake_python(folder, PACKAGE, *misbehave)
     sets = f"rollout.engine.numerics={numerics}", f"rollout.engine.timeout_s={timeout}"
@@ -139,7 +144,9 @@ def test_a_reserved_port_is_free_for_the_server_and_given_to_nobody_else() -> No
             other.close()
 
 
-def test_exact_servers_that_die_are_replaced_once_and_nothing_changes(policy: PreTrainedModel, tmp_path: Path) -> None:
+def test_deterministic_servers_that_die_are_replaced_once_and_nothing_changes(
+    policy: PreTrainedModel, tmp_path: Path
+) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     with started(tmp_path / "a", policy) as engine:

@@ -42,7 +42,7 @@ def differing(a: Sequence[Completion], b: Sequence[Completion]) -> int:
     return unequal(torch.cat([c.logprobs for c in a]), torch.cat([c.logprobs for c in b]))
 
 
-def built_in(policy: PreTrainedModel, ends: frozenset[int], mode: str = "exact") -> TorchEngine:
+def built_in(policy: PreTrainedModel, ends: frozenset[int], mode: str = "deterministic") -> TorchEngine:
     return TorchEngine(policy, ends, mode, CONTEXT, 16, 0)
 
 
@@ -57,7 +57,7 @@ def test_smollm2_in_sglang_samples_the_bits_of_the_built_in_engine(tmp_path: Pat
     ]
     config = load_config(ROOT / "experiments" / "smollm2" / "sums.yaml", sets)
     model, tokenizer = load_folder(MODEL)
-    ends, policy = stop_ids(model, tokenizer), make_policy(model, "exact", CONTEXT)
+    ends, policy = stop_ids(model, tokenizer), make_policy(model, "deterministic", CONTEXT)
     prompts = [tuple(tokenizer(text)["input_ids"]) for text in QUESTIONS]
     requests = [Request(prompts[i % len(prompts)], 2**62 + i) for i in range(12)]
     with sglang_engine(config, settings_of(config), policy, ends, tmp_path, lambda seconds: None) as engine:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ppo_repro.errors import UserError
-from ppo_repro.numerics.layers.routes import mixture_layers
+from ppo_repro.numerics.families import mixture_layers
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.sglang.messages import generate_body, read_completions
 from ppo_repro.rollout.sglang.routes import RoutedLayers, read_routes, routed_layers

@@ -14,7 +14,7 @@ from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine
 from ppo_repro.runs.prepare import Prepared, prepare
 from tests.support.runs import small_config
 
-CONTEXT = 600  # the servers' and of every exact run on them
+CONTEXT = 600  # the servers' and of every deterministic run on them
 
 
 PYTHON = os.environ.get("PPO_REPRO_SGLANG_PYTHON", "")

@@ -15,14 +15,13 @@ from analysis.report.drawing.figure import Verdict
 from analysis.report.drawing.markup import number, share
 from analysis.report.figures.clipping import ClipBounds
 from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.kinds import load_config_of
 from ppo_repro.config.mismatch import SamplerFaults, TrainerFaults
 from ppo_repro.config.objectives import AdaptiveClipObjective, ClipObjective
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import accuracy, reader, times
 from ppo_repro.records.accuracy import Accuracy
-from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, check_config, read_note
+from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, load_config_of, read_note
 from ppo_repro.records.manifest import Manifest
 
 
@@ -65,8 +64,7 @@ def read_facts(run_dir: Path) -> RunFacts | ControlFacts:
         advice = f"go on with `ppo-repro resume {run_dir}`"
         raise UserError(f"{run_dir}: the run is {manifest.status} and has no complete iteration to report; {advice}")
     environment = read_note(run_dir, manifest, ENVIRONMENT_NAME)
-    check_config(run_dir, manifest)
-    config = load_config_of(manifest.kind, run_dir / CONFIG_NAME)
+    config = load_config_of(run_dir, manifest)
     text = (run_dir / CONFIG_NAME).read_text(encoding="utf-8")
     name = f"{config.experiment}/{run_dir.resolve().name}"
     if isinstance(config, ControlConfig):
@@ -230,10 +228,9 @@ def accuracy_verdict(found: Accuracy | None) -> tuple[Verdict, ...]:
     """How far the log-probs at the start were from the model in float64, in words; nothing where nobody measured."""
     if found is None:
         return ()
-    text = f"Exact log-probs are {number(found.ratio, 2)} times as far from the model in float64 as stock float32's"
-    if found.is_low:
-        return (Verdict("differs", f"{text}; {found.worst_layer} lost most."),)
-    return (Verdict("fact", f"{text} ({found.tokens:,} tokens, rms)."),)
+    far = f"{number(found.ratio, 2)} times as far from the model in float64 as stock float32's"
+    text = f"The sampler's log-probs are {far} ({found.tokens:,} tokens, rms)."
+    return (Verdict("differs" if found.is_low else "fact", text),)
 
 
 def nonfinite_verdict(extremes: pd.DataFrame, nonfinite_deltas: int) -> tuple[Verdict, ...]:

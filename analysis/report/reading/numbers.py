@@ -14,7 +14,10 @@ def accuracy_numbers(found: Accuracy | None) -> tuple[tuple[str, pd.DataFrame], 
     """A table of the distances of log-probs from the model in float64; none where nobody measured."""
     if found is None:
         return ()
-    rows = (("exact", found.exact_rms, found.exact_max), ("stock float32", found.stock_rms, found.stock_max))
+    rows = (
+        ("deterministic", found.deterministic_rms, found.deterministic_max),
+        ("stock float32", found.stock_rms, found.stock_max),
+    )
     frame = pd.DataFrame(rows, columns=["numerics", "rms, nats", "largest, nats"])
     return ((f"Log-probs of {found.tokens:,} tokens at the start, distance from float64", frame),)
 

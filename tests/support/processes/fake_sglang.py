@@ -33,9 +33,11 @@ class FakeServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, port: int = 0, version: str = "default", exact: bool = False, vocab_size: int = 89) -> None:
+    def __init__(
+        self, port: int = 0, version: str = "default", deterministic: bool = False, vocab_size: int = 89
+    ) -> None:
         super().__init__(("127.0.0.1", port), Handler)
-        self.version, self.exact, self.vocab_size = version, exact, vocab_size
+        self.version, self.deterministic, self.vocab_size = version, deterministic, vocab_size
         self.faults: dict[str, Fault] = {}
         self.asked: list[tuple[str, Any]] = []
         self.in_session = False
@@ -44,9 +46,8 @@ class FakeServer(ThreadingHTTPServer):
             "enable_deterministic_inference": True,
             "sampling_backend": "pytorch",
             "speculative_algorithm": None,
-            "attention_backend": "ppo_repro" if exact else "torch_native",
+            "attention_backend": "ppo_repro" if deterministic else "torch_native",
             "dtype": "float32",
-            "json_model_override_args": '{"ppo_repro": {"max_context": 24}}' if exact else "{}",
         }
 
     @property
@@ -59,7 +60,7 @@ class FakeServer(ThreadingHTTPServer):
         if path == "/server_info":
             return 200, self.info
         if path == "/model_info":
-            name = "PpoReproForCausalLM" if self.exact else "Qwen3ForCausalLM"
+            name = "PpoReproForCausalLM" if self.deterministic else "Qwen3ForCausalLM"
             return 200, {"is_generation": True, "weight_version": self.version, "architectures": [name]}
         if path == "/get_weights_by_name":
             return 200, list(self.version.encode())
@@ -172,8 +173,8 @@ def main(arguments: list[str]) -> None:
     if "dies" in misbehave:
         print("RuntimeError: not enough memory for the pool of keys and values", flush=True)
         sys.exit(7)
-    exact = value["--attention-backend"] == "ppo_repro"
-    server = FakeServer(int(value["--port"]), value["--weight-version"], exact, vocab_size=20)
+    deterministic = value["--attention-backend"] == "ppo_repro"
+    server = FakeServer(int(value["--port"]), value["--weight-version"], deterministic, vocab_size=20)
     if "never ready" in misbehave:
         server.faults["/health"] = lambda *_: (503, "")
 

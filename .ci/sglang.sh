@@ -1,6 +1,6 @@
 #!/bin/sh
 # Make an environment with SGLang for servers on the CPU, and this checkout in it. Usage: .ci/sglang.sh DIR
-# Safe to repeat: while constraints-sglang.txt stays as it is, a second call returns at once. 2.8 GB; x86-64 Linux.
+# Safe to repeat: while constraints and C kernels stay as they are, a second call returns at once. 2.8 GB; x86-64 Linux.
 #   PYTHON         interpreter for a new environment (default python3; 3.11 is what was tested)
 #   TORCH_BACKEND  none takes whatever torch the package index has, instead of the CPU build
 # With a GPU this is not needed: pip install 'ppo_repro[sglang]' in an environment of its own.
@@ -14,7 +14,8 @@ fail() { echo "error: $*" >&2; exit 2; }
 
 [ -x "$py" ] || "${PYTHON:-python3}" -m venv "$venv" || fail "no virtual environment in $venv"
 stamp=$venv/.sglang
-state=$(cat constraints-sglang.txt pyproject.toml .ci/sglang.sh | cksum; pwd)
+kernels=$(cat hatch_build.py ppo_repro/numerics/build.py ppo_repro/numerics/c/*.[ch] | cksum)
+state=$(cat constraints-sglang.txt pyproject.toml .ci/sglang.sh | cksum; pwd; echo "$kernels")
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$state" ]; then exit 0; fi
 
 echo "sglang: installing into $venv; takes some minutes"

@@ -75,17 +75,17 @@ def weight_addends(dy: Array, x: Array, position: Array) -> Addends:
 
 
 def column_addends(dy: Array, x: Array | None, position: Array) -> Addends:
-    """db[c] = sum_t dy[t, c], or dw[c] = sum_t dy[t, c] x[t, c]: acc = acc + dy, or fma(dy, x, acc), for each block.
+    """db[c] = sum_t dy[t, c], or dw[c] = sum_t dy[t, c] x[t, c]: each block in float64, term by term, rounded once.
 
     dy and x are [rows, C], or [rows, heads, C]: then the heads of a row follow one another.
     """
     addends: Addends = []
     for rows in blocks_of(position):
-        acc = np.zeros(dy.shape[-1:], F)
+        acc = np.zeros(dy.shape[-1:], D)
         for row in rows:
             for index in np.ndindex(dy.shape[1:-1]):
-                acc = acc + dy[row][index] if x is None else fma(dy[row][index], x[row][index], acc)
-        addends.append((EVERYWHERE, acc))
+                acc += dy[row][index].astype(D) * (1.0 if x is None else x[row][index].astype(D))
+        addends.append((EVERYWHERE, acc.astype(F)))
     return addends
 
 

@@ -396,7 +396,8 @@ static void weight_gradient(const float *dy, long ldd, int n, const float *x, lo
                weight_gradient_task, &g);
 }
 
-// dw[c] = sum of chains of dy[t, c] x[t, c] r[t], or sums of dy[t, c] where x is NULL. A row of the batch has `each` rows of
+// dw[c] = sum of dy[t, c] x[t, c] r[t], or of dy[t, c] where x is NULL: a block in float64, one term after the other, rounded
+// once, since the terms of a norm's weight may be far larger than their sum. A row of the batch has `each` rows of
 // `cols` here, one after the other; with `mean`, x[t, c] - mean[t] stands for x[t, c].
 typedef struct {
   const float *dy; long ldd;
@@ -407,17 +408,17 @@ typedef struct {
   long grad;
 } ColumnSums;
 
-INLINE void column_chain(const ColumnSums *a, int first, int after, int c, int cols, float *acc) {
+INLINE void column_chain(const ColumnSums *a, int first, int after, int c, int cols, double *acc) {
   for (int t = first; t < after; t++)
     for (int e = 0; e < a->each; e++) {
       const float *dy = a->dy + t * a->ldd + (long)e * a->cols + c;
       if (!a->x) {
-        for (int j = 0; j < cols; j++) acc[j] = acc[j] + dy[j];
+        for (int j = 0; j < cols; j++) acc[j] += dy[j];
         continue;
       }
       const float *x = a->x + t * a->ldx + (long)e * a->cols + c;
       float r = a->r[t * a->ldr + e], mean = a->mean ? a->mean[t * a->ldr + e] : 0.0f;
-      for (int j = 0; j < cols; j++) acc[j] = fma32(dy[j], (a->mean ? x[j] - mean : x[j]) * r, acc[j]);
+      for (int j = 0; j < cols; j++) acc[j] += (double)dy[j] * ((a->mean ? x[j] - mean : x[j]) * r);
     }
 }
 
@@ -429,10 +430,10 @@ static void column_sums_task(void *argument, int index) {
   load_parts(b->sums, a->grad + c, 0, 1, cols, part, 1);
   close_slots(part, b->sums->first, b->slot[0], COLS);
   for (int i = 0; i < b->count; i++) {
-    float acc[COLS] = {0};
+    double acc[COLS] = {0};
     if (cols == COLS) column_chain(a, b->start[i], b->start[i] + b->length[i], c, COLS, acc);
     else column_chain(a, b->start[i], b->start[i] + b->length[i], c, cols, acc);
-    for (int j = 0; j < COLS; j++) part[j] = part[j] + acc[j];
+    for (int j = 0; j < COLS; j++) part[j] = part[j] + (float)acc[j];
     close_slots(part, b->slot[i], b->slot[i + 1], COLS);
   }
   store_parts(b->sums, a->grad + c, 0, 1, cols, part, 1);

@@ -230,7 +230,7 @@ def test_a_control_run_has_a_page(tmp_path: Path) -> None:
 def test_two_runs_side_by_side(deterministic_run: Path, native_run: Path, tmp_path: Path) -> None:
     path, _ = build.write_report([deterministic_run, native_run], tmp_path / "both.html", None)
     said = text_of(path.read_text())
-    assert "numerics.modeexactnative" in said and "A and B first differ in" in said
+    assert "numerics.modedeterministicnative" in said and "A and B first differ in" in said
     assert "A: sampler and trainer agree on every bit" in said and "B: " in said and "of log-probs differ" in said
     again, _ = build.write_report([deterministic_run, native_run], tmp_path / "again.html", None)
     assert again.read_bytes() == path.read_bytes() and str(deterministic_run.parent) not in path.read_text()

@@ -21,8 +21,8 @@ from tests.support.runs import small_config
 __all__ = ["browser", "cli"]  # fixtures
 
 # the same cases every time; `make test-long` takes the profile `new`, which draws others and prints how to repeat them
-settings.register_profile("repeatable", deadline=None, derandomize=True)
-settings.register_profile("new", deadline=None, derandomize=False, print_blob=True)
+settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("new", deadline=None, derandomize=False, print_blob=True, max_examples=200)
 settings.load_profile("repeatable")
 
 
@@ -56,7 +56,7 @@ def row_noise() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def deterministic_config() -> RunConfig:
-    """A small but complete run in exact numerics."""
+    """A small but complete run in deterministic numerics."""
     return small_config()
 
 
@@ -66,7 +66,7 @@ def deterministic_run(deterministic_config: RunConfig, tmp_path_factory: pytest.
     from ppo_repro.watcher import Silent
     from tests.support.language import run
 
-    return run(deterministic_config, tmp_path_factory.mktemp("exact"), Silent())[0]
+    return run(deterministic_config, tmp_path_factory.mktemp("deterministic"), Silent())[0]
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A signal in an import, in Pydantic, or as a lock is taken: raised once that is done. The default handler breaks them."""
+"""A signal in an import, in Pydantic, or as a lock is taken: raised after it. The default handler breaks them."""
 
 from __future__ import annotations
 

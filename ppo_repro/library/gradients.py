@@ -66,11 +66,17 @@ class Passes:
             name = next(n for n in [*found, *self._modules] if found.get(n) is not self._modules.get(n))
             raise UserError(f"deterministic model: module '{name}' was added, removed or replaced; {AGAIN}")
         for name, module in model.named_modules():
-            if module is not model and ("forward" in vars(module) or any(getattr(module, h) for h in _MODULE_HOOKS)):
+            if module is not model and ("forward" in vars(module) or _has_hook(module)):
                 raise UserError(
                     f"deterministic model: module '{name}' has a hook or a forward of its own, which would not be "
                     "called; remove it"
                 )
+
+
+def _has_hook(module: nn.Module) -> bool:
+    hooks = (hook for kind in _MODULE_HOOKS for hook in getattr(module, kind).values())
+    # with gradient checkpointing transformers has a hook of its own at embeddings, which asks for gradients only
+    return any(getattr(hook, "__module__", None) != PreTrainedModel.__module__ for hook in hooks)
 
 
 def _check_weights(model: PreTrainedModel) -> None:

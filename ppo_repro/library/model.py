@@ -36,8 +36,8 @@ def deterministic(
     The copy keeps class, parameter names, `state_dict` and `save_pretrained`.
 
     Args:
-        model: an unmodified causal model of transformers in float32; the families are listed in the README.
-        threads: of the kernels and of torch, in the whole process; by default as many as torch has.
+        model: an unmodified causal model of transformers in float32; ppo_repro/library/README.md lists families.
+        threads: of the kernels, in the whole process; by default as many as torch has.
         max_context: the most tokens in a sequence; by default the model's number of positions, at most 32768.
 
     Call the copy as before: `model(input_ids, attention_mask, position_ids=, labels=, logits_to_keep=)`.
@@ -83,7 +83,7 @@ def deterministic(
     copied.accepts_loss_kwargs = True  # transformers' Trainer gives num_items_in_batch then
     begin_pass(copied)
     network_of(copied)  # makes its tables, which may refuse the configuration
-    library.use_threads(torch.get_num_threads() if threads is None else threads)
+    library.set_threads(torch.get_num_threads() if threads is None else threads)
     return cast(PreTrainedModel, copied)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.pairs import runs
@@ -25,7 +25,6 @@ def joined(chunks: Any) -> pd.DataFrame:
     return pd.concat(list(chunks), ignore_index=True)
 
 
-@settings(max_examples=50)
 @given(st.lists(LENGTHS, min_size=1, max_size=3), st.lists(st.integers(0, 60), max_size=6))
 def test_no_sequence_is_split_and_no_chunk_has_two_iterations(lengths: list[list[int]], borders: list[int]) -> None:
     frame = joined(random_chunk(0, sizes, 0.1, iteration) for iteration, sizes in enumerate(lengths))

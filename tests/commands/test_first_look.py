@@ -42,19 +42,21 @@ def until(heavy: str, *arguments: str | Path, cwd: Path = ROOT) -> tuple[int, st
     ("arguments", "said"),
     [
         (["run", TINY], "iterations into"),
-        (["run", SMALL_CONTROL], "iterations into"),
-        (["probe", TINY], "every invariance"),
-        (["plan", TINY], "memory of its models"),
-        (["rerun", "nowhere"], "computing everything again"),
-        (["resume", "nowhere"], "going on after"),
-        (["replay", "nowhere"], "from the records alone"),
-        (["report", "nowhere"], "writing a page"),
-        (["track", "nowhere"], "copying it into"),
-        (["bisect", TINY], "looking for the module"),
+        pytest.param(["run", SMALL_CONTROL], "iterations into", marks=pytest.mark.slow),
+        pytest.param(["probe", TINY], "every invariance", marks=pytest.mark.slow),
+        pytest.param(["plan", TINY], "memory of its models", marks=pytest.mark.slow),
+        pytest.param(["rerun", "nowhere"], "computing everything again", marks=pytest.mark.slow),
+        pytest.param(["resume", "nowhere"], "going on after", marks=pytest.mark.slow),
+        pytest.param(["replay", "nowhere"], "from the records alone", marks=pytest.mark.slow),
+        pytest.param(["report", "nowhere"], "writing a page", marks=pytest.mark.slow),
+        pytest.param(["track", "nowhere"], "copying it into", marks=pytest.mark.slow),
+        pytest.param(["bisect", TINY], "looking for the module", marks=pytest.mark.slow),
         (["verify", "nowhere"], "every byte"),
-        (["diff", "nowhere", "elsewhere"], "bit by bit"),
+        pytest.param(["diff", "nowhere", "elsewhere"], "bit by bit", marks=pytest.mark.slow),
         (["grid", TINY_GRID], "running what is missing"),
-        (["audit", "dump.jsonl", "--model", "nowhere"], "both sides beside the exact model"),
+        pytest.param(
+            ["audit", "dump.jsonl", "--model", "nowhere"], "both sides beside the exact model", marks=pytest.mark.slow
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -122,6 +124,7 @@ def test_what_is_right_goes_on(inputs: Path) -> None:
     assert until("torch,transformers", "run", inputs / "c.yaml", "--out", inputs / "out")[0] == STOPPED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spoil", "said"), MISTAKES, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_mistake_is_found_without_torch(inputs: Path, spoil: Callable[[Path], object], said: str) -> None:
     spoil(inputs)
@@ -138,12 +141,14 @@ def test_mistakes_in_several_files_have_a_line_each(inputs: Path) -> None:
     assert code == 2 and len(errors) == 3
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub_is_to_be_downloaded_first(inputs: Path) -> None:
     override = "model={kind: folder, path: Qwen/Qwen3-0.6B}"
     code, err = until("torch,transformers", "run", inputs / "c.yaml", "--set", override, cwd=inputs)
     assert code == 2 and "`hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B`, then give models/" in err
 
 
+@pytest.mark.slow
 def test_a_function_that_only_running_the_file_shows_is_not_missed(inputs: Path) -> None:
     for text in ("globals()['score'] = len\n", "from os.path import *\n", "exec('score = len')\n"):
         (inputs / "r.py").write_text(text)
@@ -155,6 +160,7 @@ def test_a_run_that_exists_is_named_at_once(deterministic_run: Path) -> None:
     assert code == 2 and "exists already; choose another --out" in err
 
 
+@pytest.mark.slow
 def test_a_run_folder_without_its_manifest_is_left_alone(inputs: Path) -> None:
     code, err = until("torch,transformers", "run", inputs / "c.yaml", "--out", inputs / "out")
     run_dir = inputs / err.partition(" into ")[2].splitlines()[0]

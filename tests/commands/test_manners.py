@@ -109,7 +109,11 @@ def test_a_file_for_another_command_names_it(cli: Cli, command: str, path: Path,
 def runs(tmp_path: Path, deterministic_run: Path, native_run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A current directory with runs of an hour, a day and a minute ago; the newest is damaged."""
     root = tmp_path / "runs"
-    for name, source, age in (("a/one", deterministic_run, 3600), ("two", native_run, 90_000), ("a/b/three", deterministic_run, 200)):
+    for name, source, age in (
+        ("a/one", deterministic_run, 3600),
+        ("two", native_run, 90_000),
+        ("a/b/three", deterministic_run, 200),
+    ):
         shutil.copytree(source, root / name)
         written = time.time() - age
         os.utime(root / name / manifest.FILE_NAME, (written, written))
@@ -243,6 +247,7 @@ def completions(line: str, shell: str = "bash", cwd: Path = ROOT) -> set[str]:
     return {word.strip() for word in done.stdout.split("\n")}
 
 
+@pytest.mark.slow
 def test_a_shell_completes_commands_options_fields_and_runs(tmp_path: Path, runs: Path) -> None:
     pytest.importorskip("argcomplete")
     assert completions("ppo-repro re") >= {"resume", "rerun", "report", "replay"}
@@ -252,6 +257,7 @@ def test_a_shell_completes_commands_options_fields_and_runs(tmp_path: Path, runs
     assert "runs/two" in completions("ppo-repro show runs/t", cwd=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_script_for_a_shell(cli: Cli, shell: str) -> None:
     pytest.importorskip("argcomplete")

@@ -58,6 +58,7 @@ def a_command(moment: str, number: signal.Signals, way: str, folder: Path) -> tu
     return found.returncode, found.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "said"), [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "terminated\n")]
 )
@@ -67,14 +68,17 @@ def test_a_signal_before_a_command_can_answer_is_answered(
     assert a_command("begins", number, "process", tmp_path) == (code, said)
 
 
+@pytest.mark.slow
 def test_a_signal_after_the_last_word_of_a_command_ends_it_without_one(tmp_path: Path) -> None:
     assert a_command("ends", signal.SIGINT, "process", tmp_path) == (-signal.SIGINT, "")
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_is_no_more_than_the_first(tmp_path: Path) -> None:
     assert a_command("again", signal.SIGINT, "process", tmp_path) == (130, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["begins", "again", "ends"])
 def test_without_the_process_of_commands_there_is_a_traceback(moment: str, tmp_path: Path) -> None:
     assert "Traceback" in a_command(moment, signal.SIGINT, "function", tmp_path)[1]

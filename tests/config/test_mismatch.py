@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from ppo_repro.numerics.layers.precision import Precision
 
 from ppo_repro.config.files import dump_yaml
 from ppo_repro.config.mismatch import MismatchConfig, SamplerPrecision
 from ppo_repro.errors import UserError
 from ppo_repro.models.precision import precision_of
-from ppo_repro.numerics.layers.precision import Precision
 from tests.support.runs import small_config
 
 ROUNDED, STOCK = "mismatch.sampler.precision.weights=bfloat16", "mismatch.sampler.stock=bfloat16"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.errors import UserError
@@ -156,7 +156,6 @@ def earlier(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-@settings(deadline=None, max_examples=300)
 @given(st.sampled_from([table.name for table in schema.TABLES]), st.data())
 def test_a_flipped_bit_in_an_earlier_run_is_refused_or_changes_nothing(
     earlier: Path, table_name: str, data: st.DataObject
@@ -302,7 +301,6 @@ def test_what_is_no_manifest(tmp_path: Path, content: bytes) -> None:
 SCALARS = st.one_of(st.floats(), st.integers(), st.text(st.characters(codec="utf-8")))
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=5), SCALARS, max_size=4))
 def test_final_results_survive_json(final: dict[str, Any]) -> None:
     blank = manifest.Head(

@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedModel
 
 import ppo_repro
-from ppo_repro.numerics import backend
 from ppo_repro.testing.small_models import CONFIGS, small_model
 from tests.support.paths import TINY
 
@@ -24,7 +23,7 @@ def stock() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    return ppo_repro.exact(stock())
+    return ppo_repro.deterministic(stock())
 
 
 def generate(**changes: object) -> Callable[[PreTrainedModel], object]:
@@ -40,8 +39,8 @@ def logprobs(**changes: object) -> Callable[[PreTrainedModel], object]:
     return lambda model: ppo_repro.logprobs(changes.pop("model", model), IDS, **changes)  # type: ignore[arg-type]
 
 
-def exact(**changes: object) -> Callable[[PreTrainedModel], object]:
-    return lambda _: ppo_repro.exact(stock(), **changes)  # type: ignore[arg-type]
+def deterministic(**changes: object) -> Callable[[PreTrainedModel], object]:
+    return lambda _: ppo_repro.deterministic(stock(), **changes)  # type: ignore[arg-type]
 
 
 def loss(**changes: object) -> Callable[[PreTrainedModel], object]:
@@ -53,8 +52,11 @@ def train(config: object = TINY, **changes: object) -> Callable[[PreTrainedModel
 
 
 CALLS: list[tuple[Callable[[PreTrainedModel], object], str]] = [
-    *((exact(threads=t), rf"exact: threads = {t}: must be a whole number in 1..1024") for t in (0, 1.5, 10**6, True)),
-    *((exact(max_context=c), "exact: max_context = .*: must be a whole number") for c in (0, 2.5, True, "12")),
+    *(
+        (deterministic(threads=t), rf"deterministic: threads = {t}: must be a whole number in")
+        for t in (0, 1.5, 10**6, True)
+    ),
+    *((deterministic(max_context=c), "deterministic: max_context = .*: must be a") for c in (0, 2.5, True, "12")),
     *((loss(num_items_in_batch=n), "num_items_in_batch = ") for n in (0, -1, float("nan"), float("inf"), "x")),
     (loss(labels=IDS > 0), "labels: must be whole numbers"),
     (logprobs(model=3), "logprobs: model is of type int"),
@@ -86,12 +88,12 @@ def test_a_mistake_is_one_line(
     number: int, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    before = backend.active()
+    before = torch.get_num_threads()
     call, message = CALLS[number]
     with pytest.raises(ppo_repro.UserError, match=message) as error:
         call(model)
     assert "\n" not in str(error.value) and len(str(error.value)) < 300
-    assert list(tmp_path.iterdir()) == [] and backend.active() == before
+    assert list(tmp_path.iterdir()) == [] and torch.get_num_threads() == before
 
 
 def test_tensors_are_prompts_too(model: PreTrainedModel) -> None:

@@ -91,7 +91,9 @@ def test_a_run_shows_two_lines_and_an_interrupt_says_how_to_go_on(kernel: Kernel
 
 def test_a_run_says_what_it_is_at_a_prompt_and_in_a_notebook(deterministic_run: Path, tmp_path: Path) -> None:
     run = ppo_repro.open_run(deterministic_run)
-    assert repr(run).startswith(f"<run {deterministic_run}; state complete, 3 iterations; experiment small, seed 7, exact")
+    assert repr(run).startswith(
+        f"<run {deterministic_run}; state complete, 3 iterations; experiment small, seed 7, deterministic"
+    )
     assert f"fingerprint {run.fingerprint[:12]}>" in repr(run)
     table = run._repr_html_()
     assert f"<th>fingerprint</th><td>{run.fingerprint}</td>" in table and "eval_accuracy" in table

@@ -1,4 +1,4 @@
-"""transformers' Trainer and a loop of one's own train `exact(model)`: the weights do not depend on the batch layout."""
+"""transformers' Trainer and a loop of one's own train `deterministic(model)`: no batch layout changes the weights."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def trained_by_trainer(model: PreTrainedModel, micro: int, padding: str, folder:
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-    optimizers: Any = (ppo_repro.exact_adamw(model, 1e-2, max_grad_norm=1.0), None) if own_adamw else (None, None)
+    optimizers: Any = (ppo_repro.AdamW(model, 1e-2, max_grad_norm=1.0), None) if own_adamw else (None, None)
     dataset: Any = examples()
 
     def collated(rows: list[list[int]]) -> dict[str, Tensor]:
@@ -85,14 +85,14 @@ def trained_by_hand(model: PreTrainedModel, micro: int, padding: str, optimizer:
     return weights_digest(model.named_parameters())
 
 
-def exact_model() -> PreTrainedModel:
-    return ppo_repro.exact(source_model("llama"), threads=1)
+def deterministic_model() -> PreTrainedModel:
+    return ppo_repro.deterministic(source_model("llama"), threads=1)
 
 
-@pytest.mark.parametrize("own_adamw", [True, False], ids=["exact_adamw", "torch"])
+@pytest.mark.parametrize("own_adamw", [True, False], ids=["AdamW", "torch"])
 def test_weights_of_the_trainer_do_not_depend_on_the_layout(tmp_path: Path, own_adamw: bool) -> None:
     source = weights_digest(source_model("llama").named_parameters())
-    digests = {trained_by_trainer(exact_model(), *layout, tmp_path, own_adamw) for layout in LAYOUTS}
+    digests = {trained_by_trainer(deterministic_model(), *layout, tmp_path, own_adamw) for layout in LAYOUTS}
     assert len(digests) == 1 and source not in digests
 
 
@@ -105,10 +105,10 @@ def test_weights_of_stock_torch_depend_on_it(tmp_path: Path, row_dependent: None
 def test_weights_of_a_loop_of_ones_own_do_not_depend_on_the_layout() -> None:
     digests = set()
     for layout in LAYOUTS:
-        model = exact_model()
+        model = deterministic_model()
         digests.add(trained_by_hand(model, *layout, torch.optim.AdamW(model.parameters(), lr=1e-2)))
     assert len(digests) == 1
-    model = exact_model()
+    model = deterministic_model()
     digests.add(trained_by_hand(model, 8, "right", torch.optim.SGD(model.parameters(), lr=1e-2)))
     assert len(digests) == 2
 
@@ -122,28 +122,28 @@ def test_weights_of_a_loop_with_stock_torch_depend_on_it(row_dependent: None) ->
 
 
 def test_an_optimizer_goes_on_from_its_saved_state() -> None:
-    model = exact_model()
-    optimizer = ppo_repro.exact_adamw(model, 1e-2, weight_decay=0.1)
+    model = deterministic_model()
+    optimizer = ppo_repro.AdamW(model, 1e-2, weight_decay=0.1)
     trained_by_hand(model, 4, "right", optimizer)
     weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     expected = trained_by_hand(model, 4, "right", optimizer)
 
-    other = exact_model()
+    other = deterministic_model()
     other.load_state_dict(weights)
-    again = ppo_repro.exact_adamw(other, 1e-2, weight_decay=0.1)
+    again = ppo_repro.AdamW(other, 1e-2, weight_decay=0.1)
     again.load_state_dict(state)
     assert trained_by_hand(other, 8, "left", again) == expected
-    control = exact_model()
+    control = deterministic_model()
     control.load_state_dict(weights)  # without the moments
-    assert trained_by_hand(control, 4, "right", ppo_repro.exact_adamw(control, 1e-2, weight_decay=0.1)) != expected
+    assert trained_by_hand(control, 4, "right", ppo_repro.AdamW(control, 1e-2, weight_decay=0.1)) != expected
 
 
 def test_one_step_is_adamw_in_float64() -> None:
-    model = exact_model()
+    model = deterministic_model()
     before = {name: p.detach().double().clone() for name, p in model.named_parameters()}
     ids = torch.tensor([[5, 6, 7, 8]])
     model(ids, labels=ids).loss.backward()
-    optimizer = ppo_repro.exact_adamw(model, 1e-2, weight_decay=0.1)
+    optimizer = ppo_repro.AdamW(model, 1e-2, weight_decay=0.1)
     optimizer.step()
     for name, parameter in model.named_parameters():
         g = parameter.grad.double()
@@ -154,8 +154,8 @@ def test_one_step_is_adamw_in_float64() -> None:
 
 
 def test_the_trained_copy_is_saved_and_loads_as_a_stock_model(tmp_path: Path) -> None:
-    model = exact_model()
-    trained_by_hand(model, 8, "right", ppo_repro.exact_adamw(model, 1e-2))
+    model = deterministic_model()
+    trained_by_hand(model, 8, "right", ppo_repro.AdamW(model, 1e-2))
     model.save_pretrained(tmp_path)
     stock = CLASSES[type(model.config)].from_pretrained(tmp_path)
     assert type(stock) is type(source_model("llama"))

@@ -10,7 +10,7 @@ import mpmath
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -98,7 +98,6 @@ def test_sine_and_cosine_are_the_definition_bit_for_bit(variant: build.Variant) 
     assert [y.tobytes() for y in (sine + 0.0, cosine)] == [(y + 0.0).tobytes() for y in definition.sin_cos64(x)]
 
 
-@settings(max_examples=100)
 @given(st.integers(0, 40), st.integers(0, 2**32 - 1))
 def test_the_place_of_an_element_changes_nothing(length: int, seed: int) -> None:
     x = torch.randn(length, generator=seeded(seed)) * 20

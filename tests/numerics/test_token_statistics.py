@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -41,7 +41,6 @@ cases = st.tuples(
 temperatures = st.sampled_from([1.0, 0.7, 2.5])
 
 
-@settings(max_examples=300)
 @given(cases, temperatures)
 def test_statistics_are_those_of_the_renormalised_distribution(
     drawn: tuple[int, int, int, float, bool], temperature: float
@@ -105,7 +104,6 @@ def test_statistics_over_a_large_vocabulary_are_at_least_as_accurate_as_float32(
         assert errors[0] <= errors[1]
 
 
-@settings(max_examples=300)
 @given(cases, temperatures, st.sampled_from([0.0, 1e-3, 1.0]))
 def test_the_divergence_is_its_definition_and_not_negative(
     drawn: tuple[int, int, int, float, bool], temperature: float, distance: float
@@ -122,7 +120,6 @@ def test_the_divergence_is_its_definition_and_not_negative(
         assert not got.any()
 
 
-@settings(max_examples=100)
 @given(cases, temperatures)
 def test_gradients_are_those_of_autograd_in_float64(
     drawn: tuple[int, int, int, float, bool], temperature: float

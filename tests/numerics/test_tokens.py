@@ -60,7 +60,6 @@ def same(found: Tensor, expected: np.ndarray) -> bool:
     return found.detach().numpy().tobytes() == expected.tobytes()
 
 
-@settings(max_examples=150)
 @given(rows, temperatures, st.booleans())
 def test_statistics_and_their_gradient(drawn: tuple[int, int, int, str], temperature: float, masked: bool) -> None:
     z, targets, eligible = case(*drawn, masked)
@@ -75,7 +74,6 @@ def test_statistics_and_their_gradient(drawn: tuple[int, int, int, str], tempera
     assert z.grad is not None and same(z.grad, definition.statistics_gradient(*arguments))
 
 
-@settings(max_examples=150)
 @given(rows, temperatures, st.booleans(), st.sampled_from([0.0, 0.1, 3.0]))
 def test_divergence_and_its_gradient(
     drawn: tuple[int, int, int, str], temperature: float, masked: bool, distance: float
@@ -92,7 +90,6 @@ def test_divergence_and_its_gradient(
     assert z.grad is not None and same(z.grad, definition.divergence_gradient(*arguments, seed.numpy()))
 
 
-@settings(max_examples=100)
 @given(rows, st.sampled_from([0, 1, 5, 40]), st.sampled_from([0.0, 0.5, 0.9, 1.0]))
 def test_kept_tokens(drawn: tuple[int, int, int, str], top_k: int, top_p: float) -> None:
     z = logits_of(*drawn)
@@ -104,7 +101,6 @@ def test_kept_tokens(drawn: tuple[int, int, int, str], top_k: int, top_p: float)
         assert found[0].all() and (found[2] == 0).all()
 
 
-@settings(max_examples=60)
 @given(rows, temperatures, st.booleans())
 def test_sampled_tokens(drawn: tuple[int, int, int, str], temperature: float, cut: bool) -> None:
     z = logits_of(*drawn)

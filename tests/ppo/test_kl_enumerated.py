@@ -42,7 +42,6 @@ def test_the_language_is_whole() -> None:
     assert total(torch.stack([logprobs(p, y).sum().exp() for y in RESPONSES])) == pytest.approx(1.0, abs=1e-14)
 
 
-@settings(max_examples=30)
 @given(SEEDS, SEEDS)
 def test_the_kl_of_whole_responses_is_the_sum_of_the_expected_kl_of_tokens(a: int, b: int) -> None:
     p, q = table(a), table(b)
@@ -63,7 +62,6 @@ def summed(kind: str, p: Tensor, q: Tensor, reverse: bool) -> float:
     return float(expectation(p, of))
 
 
-@settings(max_examples=30)
 @given(SEEDS, SEEDS)
 def test_k1_and_k3_are_unbiased_for_the_divergence_of_whole_responses(a: int, b: int) -> None:
     p, q = table(a), table(b)
@@ -71,7 +69,6 @@ def test_k1_and_k3_are_unbiased_for_the_divergence_of_whole_responses(a: int, b:
         assert summed(kind, p, q, False) == pytest.approx(float(sequence_kl(p, q)), abs=FLOAT32)
 
 
-@settings(max_examples=30)
 @given(SEEDS, SEEDS)
 def test_the_reverse_estimators_are_unbiased_per_token_in_the_contexts_that_p_visits(a: int, b: int) -> None:
     p, q = table(a), table(b)

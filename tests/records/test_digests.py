@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.records import arrow, digests, schema
@@ -45,7 +45,6 @@ def nullable_arrow(kind: str, values: Any, present: npt.NDArray[np.bool_]) -> pa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_digest_ignores_the_encoding(kind: str, data: st.DataObject) -> None:
     column = array_of(kind, data.draw(values_of(kind)))
@@ -100,7 +99,6 @@ def test_digest_sees_every_bit(kind: str) -> None:
     assert len(seen) == 1 + len(values) * 8 * width
 
 
-@settings(deadline=None, max_examples=80)
 @given(st.data())
 def test_digests_are_equal_exactly_when_the_values_are(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(KINDS))
@@ -211,7 +209,6 @@ def spellable(kind: str, values: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_digest_is_the_one_spelled_out(kind: str, data: st.DataObject) -> None:
     values = spellable(kind, data.draw(values_of(kind)))
@@ -219,7 +216,6 @@ def test_digest_is_the_one_spelled_out(kind: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", ["float32", "float64", "string"])
-@settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_digest_with_nulls_is_the_one_spelled_out(kind: str, data: st.DataObject) -> None:
     values = spellable(kind, data.draw(values_of(kind)))

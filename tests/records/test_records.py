@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.errors import UserError
@@ -40,7 +40,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_parquet_keeps_every_bit(kind: str, data: st.DataObject) -> None:
     values = data.draw(values_of(kind))
@@ -88,7 +87,6 @@ def test_only_what_pandas_has_a_null_for_is_nullable() -> None:
 
 
 @pytest.mark.parametrize("kind", NULLABLE)
-@settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_nulls_are_kept_and_hide_what_is_under_them(kind: str, data: st.DataObject) -> None:
     values = data.draw(values_of(kind))

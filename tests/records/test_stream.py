@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.errors import UserError
@@ -136,7 +136,6 @@ def test_damage_is_refused(
     assert len(drain(copy, iterations=[0, 2], verify=verify)) == 24
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_any_flipped_bit_is_refused(run: Path, data: st.DataObject) -> None:
     path = manifest.table_path(run, "tokens", 1)
@@ -160,7 +159,6 @@ def earlier(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-@settings(deadline=None, max_examples=120)
 @given(st.data())
 def test_a_flipped_bit_in_an_earlier_run_is_refused_or_changes_nothing(earlier: Path, data: st.DataObject) -> None:
     run = earlier

@@ -7,7 +7,7 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -30,7 +30,6 @@ def test_murmur3_gives_the_published_values() -> None:
     assert murmur3(b"aaaa", 0x9747B28C) == 0x5A97808A
 
 
-@settings(max_examples=500)
 @given(st.lists(st.integers(0, MASK), min_size=1, max_size=5))
 def test_the_tensor_hash_is_murmur3(words: list[int]) -> None:
     got = murmur_hash32([torch.tensor([w]) for w in words])
@@ -47,7 +46,6 @@ def noise_of_hash(h: int) -> float:
     return -math.log(-min(log_u, -(2.0**-32)))
 
 
-@settings(max_examples=200)
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**31 - 1))
 def test_the_noise_is_that_of_its_definition(seed: int, position: int) -> None:
     got = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), 7)[0].tolist()
@@ -120,7 +118,6 @@ def test_tokens_come_as_often_as_their_probability_says(top_k: int, top_p: float
     assert float((((counts - n * q) ** 2)[live] / (n * q)[live]).sum()) > 31.3
 
 
-@settings(max_examples=100)
 @given(st.integers(0, 10**6), st.sampled_from([(0, 1.0), (5, 1.0), (0, 0.7)]), st.integers(0, 19))
 def test_a_row_does_not_depend_on_the_others(seed: int, cuts: tuple[int, float], i: int) -> None:
     logits, seeds, positions = drawn_case(20, 33, seed)
@@ -133,7 +130,6 @@ def test_a_row_does_not_depend_on_the_others(seed: int, cuts: tuple[int, float],
     assert torch.equal(alone.kept_tokens, whole.kept_tokens[i : i + 1])
 
 
-@settings(max_examples=300)
 @given(st.integers(0, 10**6), st.integers(1, 40), st.integers(0, 45), st.sampled_from([1.0, 0.999, 0.9, 0.5, 1e-3]))
 def test_cut_keeps_what_the_definition_keeps(seed: int, v: int, top_k: int, top_p: float) -> None:
     # every logit occurs twice or more, so that ties are met
@@ -179,7 +175,6 @@ def test_greedy_takes_the_first_of_the_likeliest_whatever_the_seed() -> None:
     assert first_argmax(logits).tolist() == [1, 0, 0]
 
 
-@settings(max_examples=200)
 @given(st.integers(1, 5), st.integers(1, 40), st.integers(0, 10**6))
 def test_bit_sets_hold_what_was_put_in(n: int, v: int, seed: int) -> None:
     eligible = torch.rand(n, v, generator=seeded(seed)) < 0.5

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.errors import UserError
@@ -198,7 +198,6 @@ FEW_FLOATS = st.sampled_from(synthetic_run.hard_values("float64").tolist())
 
 
 @pytest.mark.parametrize("kind", ["list<int32>", "list<float64>"])
-@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_lists_differ_where_python_says_so(kind: str, data: st.DataObject) -> None:
     int32s = st.one_of(st.integers(-1, 1), st.integers(-(2**31), 2**31 - 1))

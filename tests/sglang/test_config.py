@@ -244,5 +244,5 @@ def test_server_and_trainer_pin_what_both_have_to_the_same_version() -> None:
 
     ours, theirs = pins("constraints.txt"), pins("constraints-sglang.txt")
     both = set(ours) & set(theirs)
-    assert {"torch", "transformers", "tokenizers", "numpy", "numba", "llvmlite", "safetensors"} <= both
+    assert {"torch", "transformers", "tokenizers", "numpy", "safetensors"} <= both
     assert {name: theirs[name] for name in both} == {name: ours[name] for name in both}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.stages.agreement import (
@@ -46,7 +46,6 @@ def test_a_ratio_that_is_nearly_one() -> None:
         require_ratios_of_one(0, LENGTHS, ratios, torch.tensor([0, 2]))
 
 
-@settings(max_examples=30)
 @given(st.data())
 def test_the_first_token_in_the_order_of_the_records_is_named(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))

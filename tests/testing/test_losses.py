@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor
 
 from ppo_repro import testing
@@ -30,13 +30,11 @@ def changed(loss: Callable[[LossBatch], Tensor], combine: str, rollout: LossRoll
     return {drift.what: drift for drift in found.drifts if not drift.is_small}
 
 
-@settings(max_examples=30)
 @given(rollouts())
 def test_a_token_mean_over_the_step_conforms_on_every_rollout(rollout: LossRollout) -> None:
     assert changed(examples.step_token_mean, "sum", rollout) == {}
 
 
-@settings(max_examples=30)
 @given(rollouts(columns=("old_logprobs", "advantages", "is_penalised")))
 def test_tokens_chosen_for_the_whole_step_conform(rollout: LossRollout) -> None:
     assert changed(examples.kl_cov_of_the_step, "sum", rollout) == {}

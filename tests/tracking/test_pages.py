@@ -57,7 +57,11 @@ def shown(browser: Any, address: str, words: list[str]) -> str:
 @pytest.mark.browser
 @pytest.mark.timeout(600)
 def test_the_printed_address_shows_the_run(
-    deterministic_run: Path, browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    deterministic_run: Path,
+    browser: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)  # as an activated environment does

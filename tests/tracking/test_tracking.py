@@ -182,7 +182,9 @@ def test_event_files_have_what_was_recorded(deterministic_run: Path, tmp_path: P
     assert f"tensorboard --logdir {tmp_path}/tb" in capsys.readouterr().out
     assert _run(["track", str(deterministic_run), "--tensorboard", str(tmp_path / "tb"), "--json"]) == 0
     assert not (Path.cwd() / "mlflow.db").exists(), "nothing goes into MLflow unasked"
-    (path,) = (tmp_path / "tb" / "small" / deterministic_run.name).iterdir()  # a second copy takes the place of the first
+    (path,) = (
+        tmp_path / "tb" / "small" / deterministic_run.name
+    ).iterdir()  # a second copy takes the place of the first
     rows, steps = reader.read_iterations(deterministic_run), reader.read_steps(deterministic_run)
     values = [(e.step, v.tag, v.simple_value, e.wall_time) for e in records_of(path) for v in e.summary.value]
     tokens = [(step, value, at) for step, tag, value, at in values if tag == "iteration/tokens"]
@@ -206,7 +208,9 @@ def test_without_the_library_event_files_are_refused(
     assert not list(tmp_path.iterdir()), "nothing was begun"
 
 
-def test_an_unreachable_store_is_one_line(deterministic_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_store_is_one_line(
+    deterministic_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
     code = _run(["track", str(deterministic_run), "--uri", f"sqlite:///{tmp_path}/file/mlflow.db"])
     err = capsys.readouterr().err
@@ -279,7 +283,9 @@ def test_what_is_followed_is_logged_as_it_comes(deterministic_run: Path, store: 
     run_id = place.run_id
     assert seen == [0, 0, 0, 1, 1], "nothing twice, nothing late"
     history = client.get_metric_history(run_id, "iteration/tokens")
-    assert [(m.step, m.value) for m in history] == list(enumerate(reader.read_iterations(deterministic_run)["tokens"].tolist()))
+    assert [(m.step, m.value) for m in history] == list(
+        enumerate(reader.read_iterations(deterministic_run)["tokens"].tolist())
+    )
     steps = client.get_metric_history(run_id, "step/policy_loss")
     assert [m.step for m in steps] == list(range(len(reader.read_steps(deterministic_run))))
     assert client.get_run(run_id).info.status == "KILLED", "it is over, and not complete"
@@ -363,7 +369,9 @@ def test_a_uri_that_is_none_is_one_line(deterministic_run: Path, uri: str, said:
     assert said in one_line(err) and "secret" not in err
 
 
-def test_a_file_that_is_no_database_is_one_line_and_left_alone(deterministic_run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_file_that_is_no_database_is_one_line_and_left_alone(
+    deterministic_run: Path, tmp_path: Path, capsys: Any
+) -> None:
     (tmp_path / "x.db").write_text("words\n" * 1000)
     assert _run(["track", str(deterministic_run), "--uri", f"sqlite:///{tmp_path}/x.db"]) == 2
     assert "moved away first" in capsys.readouterr().err and (tmp_path / "x.db").read_text() == "words\n" * 1000

@@ -247,7 +247,9 @@ def test_a_run_that_clips_nothing_is_refused_unless_a_range_is_given(
     assert "recorded flags" not in capsys.readouterr().out
 
 
-def test_the_command_prints_and_writes(deterministic_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_and_writes(
+    deterministic_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(deterministic_run), "--out", str(tmp_path / "tables"), "--early-stop-kl", "0.01"]) == 0
     assert "early stop at 0.01 by k3" in capsys.readouterr().out
     written = pd.read_parquet(tmp_path / "tables" / "clip_step.parquet")

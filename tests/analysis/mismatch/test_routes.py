@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.mismatch.routes import flips, route_table, table_of
@@ -48,7 +48,6 @@ def test_without_a_flip_there_is_no_difference_to_give() -> None:
     assert found.loc["same", "rms_delta"] == found.loc["all", "rms_delta"] == 0.25
 
 
-@settings(max_examples=30)  # pandas is slow
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2), st.booleans()), min_size=1, max_size=12), st.randoms())
 def test_routes_are_those_of_the_definition_in_any_order_of_the_rows(
     made: list[tuple[int, int, bool]], random: object

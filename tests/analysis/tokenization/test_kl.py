@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.tokenization.clip import clip_table, word_ratios
@@ -103,7 +103,6 @@ def test_the_first_share_of_sums_that_cancel_is_not_given() -> None:
     assert value(found, "kl_abs_k1_first_share", "share")["value"] == 0.5
 
 
-@settings(max_examples=40)
 @given(cuts(), boundaries)
 def test_sums_are_conserved_over_units(pieces: Cuts, boundary: Boundary) -> None:
     table, words, by_sequence = tables(pieces, boundary)
@@ -116,7 +115,6 @@ def test_sums_are_conserved_over_units(pieces: Cuts, boundary: Boundary) -> None
             assert back.dropna().tolist() == pytest.approx(by_sequence[name][back.notna()].tolist(), abs=CLOSE)
 
 
-@settings(max_examples=40)
 @given(cuts(), boundaries)
 def test_inequalities_between_words_and_tokens(pieces: Cuts, boundary: Boundary) -> None:
     _, words, _ = tables(pieces, boundary)
@@ -126,7 +124,6 @@ def test_inequalities_between_words_and_tokens(pieces: Cuts, boundary: Boundary)
     assert words["kl_k1"].tolist() == pytest.approx((words["old_logprobs"] - words["ref_logprobs"]).tolist(), abs=CLOSE)
 
 
-@settings(max_examples=40)
 @given(cuts(), boundaries)
 def test_names_of_tokens_change_nothing(pieces: Cuts, boundary: Boundary) -> None:
     _, words, by_sequence = tables(pieces, boundary)
@@ -185,7 +182,6 @@ def test_the_clip_band_in_words_by_hand() -> None:
         word_ratios(table, anchor, updates, clip_low=1.5, clip_high=0.2)
 
 
-@settings(max_examples=40)
 @given(cuts(), boundaries, st.floats(0.05, 0.5), st.integers(0, 9))
 def test_a_word_is_outside_its_own_band_only_with_a_token_outside(
     pieces: Cuts, boundary: Boundary, width: float, seed: int

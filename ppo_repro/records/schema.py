@@ -5,7 +5,7 @@ No Arrow and no pandas here: the writer turns this into Arrow schemas, the reade
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -64,7 +64,7 @@ class Table:
     grain: str
     key: tuple[str, ...]
     columns: tuple[Column, ...]
-    retired: tuple[Column, ...] = ()  # last columns in the files of earlier versions, and in their digests
+    retired: tuple[Column, ...] = ()  # in the files of earlier versions, and in their digests
 
 
 def at_level(table: Table, level: Level, features: Collection[Feature] = ()) -> Table:
@@ -86,17 +86,24 @@ def as_built(table: Table, names: Collection[str]) -> Table:
     return at_level(table, level_of(table, names), features)
 
 
-def as_digested(table: Table, names: Collection[str]) -> Table:
+def as_digested(table: Table, names: Sequence[str]) -> Table:
     """The table as it is in the digest of a file with the columns `names`: with its retired columns, not others' features."""
     columns = tuple(column for column in table.columns if column.name in names or column.only_with is None)
     return with_retired(replace(table, columns=columns), names)
 
 
-def with_retired(table: Table, names: Collection[str]) -> Table:
-    """The table with those of its retired columns that are among the `names` of a file's columns."""
-    return replace(table, columns=(*table.columns, *(column for column in table.retired if column.name in names)))
+def with_retired(table: Table, names: Sequence[str]) -> Table:
+    """The table with those of its retired columns that are among the `names` of a file's columns, at their places."""
+    columns = list(table.columns)
+    for column in table.retired:
+        if column.name in names:
+            before = names[: names.index(column.name)]
+            place = next((i for i, c in enumerate(columns) if before and c.name == before[-1]), len(columns) - 1)
+            columns.insert(place + 1, column)
+    return replace(table, columns=tuple(columns))
 
 
+REDOS = Column("gradient_redos", "int32", "count", "Backward passes that version 0.2 repeated.")
 ITERATION = Column("iteration", "int32", "count", "Rollout-update cycle, from 0.")
 _SEQUENCE = Column("sequence", "int32", "index", "Response within the iteration, from 0.")
 _POSITION = Column("position", "int32", "index", "Token within the response, from 0.")
@@ -244,6 +251,7 @@ STEPS = Table(
         deep("value_tensor_grad_max_abs", "list<float64>", "", "As for the policy."),
         deep("value_tensor_grad_zeros", "list<float64>", "", "As for the policy."),
     ),
+    retired=(REDOS, replace(REDOS, name="value_gradient_redos")),
 )
 
 ITERATIONS = Table(

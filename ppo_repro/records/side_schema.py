@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ppo_repro.records.schema import Column, Table
+from ppo_repro.records.schema import REDOS, Column, Table
 
 
 def _from_full_on(table: Table) -> Table:
@@ -57,6 +57,7 @@ _WARM_START_STEPS = Table(
         Column("grad_norm", "float64", "", "Global gradient norm before clipping."),
         Column("accuracy", "float64", "", "Greedy accuracy on training prompts after the step; null where not measured.", nullable=True),
     ),
+    retired=(REDOS,),
 )
 
 _PAIRS = Table(
@@ -104,6 +105,7 @@ _PAIR_STEPS = Table(
         Column("grad_norm", "float64", "", "Global gradient norm before clipping."),
         Column("reward_digest", "string", "", "Digest of the reward model's weights after the step."),
     ),
+    retired=(REDOS,),
 )
 
 EVALUATIONS = _from_full_on(_EVALUATIONS)

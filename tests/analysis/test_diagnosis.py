@@ -54,9 +54,11 @@ FAULTS: dict[str, tuple[Fault, str, str]] = {
     "bfloat16 log-probs": (faults.coarse_logprobs, "reduced_precision", "reduced_precision"),
     "retokenized": (faults.retokenized, "retokenization", SOME_ROWS),
 }
-EXACT, NATIVE = Setting("qwen3", "exact", 0), Setting("qwen3", "native", 1)
-# in exact numerics every other fault is in the slow test
-QUICK = [(NATIVE, name) for name in FAULTS] + [(EXACT, name) for name in ("temperature 0.9", "zero fill", "rolled on")]
+DETERMINISTIC, NATIVE = Setting("qwen3", "deterministic", 0), Setting("qwen3", "native", 1)
+# in deterministic numerics every other fault is in the slow test
+QUICK = [(NATIVE, name) for name in FAULTS] + [
+    (DETERMINISTIC, name) for name in ("temperature 0.9", "zero fill", "rolled on")
+]
 MANY = [Setting(a, m, s) for a in ("qwen3", "gpt2", "llama") for m in ("deterministic", "native") for s in (2, 3, 4)]
 
 
@@ -88,12 +90,12 @@ def test_each_fault_is_named_in_other_models_and_seeds(setting: Setting) -> None
         check(setting, name)
 
 
-@pytest.mark.parametrize("setting", [EXACT, NATIVE], ids=shown)
+@pytest.mark.parametrize("setting", [DETERMINISTIC, NATIVE], ids=shown)
 def test_where_nothing_is_wrong_nothing_is_named(setting: Setting) -> None:
     found = diagnose(faults.clean(setting))
-    exact = setting.mode == "deterministic"
-    assert (found.verdict, found.tier) == (("none", "T0") if exact else ("floating_point_noise", "T2"))
-    assert found.evidence["k3"] == 0.0 if exact else 0.0 < found.evidence["k3"] < 1e-10
+    deterministic = setting.mode == "deterministic"
+    assert (found.verdict, found.tier) == (("none", "T0") if deterministic else ("floating_point_noise", "T2"))
+    assert found.evidence["k3"] == 0.0 if deterministic else 0.0 < found.evidence["k3"] < 1e-10
 
 
 def test_a_temperature_is_measured() -> None:

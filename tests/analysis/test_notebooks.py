@@ -111,7 +111,7 @@ def test_faults_are_found() -> None:
         "fewer than two",
     )
     assert len(found) == len(kinds) and all(any(f.startswith(kind) for f in found) for kind in kinds)
-    assert not MACHINE.search("../../runs/notebooks/exact, and/or, 1/tmp")
+    assert not MACHINE.search("../../runs/notebooks/deterministic, and/or, 1/tmp")
 
 
 def grid_of(runs: dict[tuple[float, int], Path], folder: Path) -> Path:

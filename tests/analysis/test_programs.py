@@ -159,7 +159,9 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         ("2>&-", 0, ""),
     ],
 )
-def test_streams_that_are_full_closed_or_left(deterministic_run: Path, command: str, end: str, code: int, message: str) -> None:
+def test_streams_that_are_full_closed_or_left(
+    deterministic_run: Path, command: str, end: str, code: int, message: str
+) -> None:
     line = f"{sys.executable} -m {command} {deterministic_run} {end}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == code and bool(done.stdout) == (code == 0), done.stderr

@@ -50,7 +50,7 @@ def test_every_field_has_words(name: str) -> None:
     config = load_control_config(path) if "control" in name else load_config(path)
     rows = config_in_words(config).set_index("field")
     assert (rows["in words"].str.len() > 0).all() and rows.index.is_unique
-    assert rows.loc["numerics.mode", "in words"] == CHOICES["mode", "exact"]
+    assert rows.loc["numerics.mode", "in words"] == CHOICES["mode", "deterministic"]
     assert rows.loc["ppo.learning_rate", "value"] == str(config.ppo.learning_rate)
 
 

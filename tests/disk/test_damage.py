@@ -77,14 +77,14 @@ def test_a_whole_folder_is_whole(whole: Path, part: Path) -> None:
 
 def test_any_file_cut_short_or_gone_is_named(whole: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(whole, tmp_path / "run"))
-    for name in files_of(whole):
+    for number, name in enumerate(files_of(whole)):
         path, content = copy / name, (whole / name).read_bytes()
-        for size in sorted({0, len(content) // 2, len(content) - 1} - {len(content), -1}):
-            path.write_bytes(content[:size])
-            assert names(refusal(copy), copy, name), f"{name} cut to {size}"
-        path.unlink()
+        if number % 3 and content:
+            path.write_bytes(content[: (0, len(content) // 2, len(content) - 1)[number // 3 % 3]])
+        else:
+            path.unlink()
         # the lock holds nothing, and is made again where it is needed
-        assert names(refusal(copy), copy, name) or name.name == "lock", f"{name} removed"
+        assert names(refusal(copy), copy, name) or name.name == "lock", name
         path.write_bytes(content)
     assert refusal(copy) == ""
 

@@ -167,7 +167,9 @@ def test_a_golden_run_is_written_and_compared(
     pytester.makepyfile(GUARD.format(run=str(native_run)))
     other = pytest_run(pytester)
     other.assert_outcomes(failed=1)
-    other.stdout.fnmatch_lines(["*is not the golden run*table *, iteration 0*numerics_mode native (golden exact)*"])
+    other.stdout.fnmatch_lines(
+        ["*is not the golden run*table *, iteration 0*numerics_mode native (golden deterministic)*"]
+    )
     with pytest.raises(AssertionError, match="is not the golden run"):
         assert_matches_golden(native_run, pytester.path / "golden.json")
 

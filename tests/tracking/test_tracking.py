@@ -44,6 +44,7 @@ def mlflow_client(store: str) -> Any:
         return MlflowClient(store)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_track_copies_parameters_metrics_tags_and_artifacts(
     deterministic_run: Path, store: str, capsys: pytest.CaptureFixture[str]
@@ -83,6 +84,7 @@ def test_track_copies_parameters_metrics_tags_and_artifacts(
     assert again.inputs.dataset_inputs == found.inputs.dataset_inputs
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_copy_has_the_times_the_tables_and_the_verdicts_of_the_run(
     deterministic_run: Path, native_run: Path, store: str, tmp_path: Path
@@ -208,6 +210,7 @@ def test_without_the_library_event_files_are_refused(
     assert not list(tmp_path.iterdir()), "nothing was begun"
 
 
+@pytest.mark.slow
 def test_an_unreachable_store_is_one_line(
     deterministic_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,6 +221,7 @@ def test_an_unreachable_store_is_one_line(
     assert err.splitlines()[-1].startswith("error: --uri") and "the records are not affected" in err
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_track_copies_a_control_run_too(store: str, tmp_path: Path) -> None:
     from ppo_repro.watcher import Silent
@@ -257,6 +261,7 @@ def test_a_run_is_followed_while_it_works(store: str, tmp_path: Path, capsys: py
     assert again.data.metrics == found.data.metrics and again.info.run_id != found.info.run_id
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_what_is_followed_is_logged_as_it_comes(deterministic_run: Path, store: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "growing"

@@ -45,7 +45,10 @@ def test_a_run_is_the_same_as_itself(deterministic_run: Path) -> None:
 
 
 def test_exact_against_native(both: pd.DataFrame, deterministic_run: Path, native_run: Path) -> None:
-    found, named = bitwise.first_difference(deterministic_run, native_run), diff.first_difference(deterministic_run, native_run)
+    found, named = (
+        bitwise.first_difference(deterministic_run, native_run),
+        diff.first_difference(deterministic_run, native_run),
+    )
     assert found is not None and named is not None
     # native numerics train another model before the first iteration
     assert (found.iteration, found.table, found.column) == (None, named.table, named.column)

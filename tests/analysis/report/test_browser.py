@@ -29,9 +29,13 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 @pytest.fixture(scope="session")
 def pages(deterministic_run: Path, native_run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Reports of an exact, a native, a hostile, an interrupted and a control run, of two runs, and of a folder."""
+    """Reports of six kinds of run and of a folder of runs."""
     folder = tmp_path_factory.mktemp("pages")
-    runs = {"exact": deterministic_run, "native": native_run, "hostile": make_hostile_run(folder / "grid" / "run")}
+    runs = {
+        "deterministic": deterministic_run,
+        "native": native_run,
+        "hostile": make_hostile_run(folder / "grid" / "run"),
+    }
     found = {name: build.write_report([run], folder / f"{name}.html", None if name != "hostile" else 15)[0]
              for name, run in runs.items()}  # fmt: skip
     cut = folder / "cut" / deterministic_run.name
@@ -76,7 +80,7 @@ def show(browser: Any, iteration: int, sequence: int) -> dict[str, Any]:
     return dict(found)
 
 
-NAMES = ["exact", "native", "hostile", "grid", "cut", "control", "pair"]
+NAMES = ["deterministic", "native", "hostile", "grid", "cut", "control", "pair"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -370,7 +374,7 @@ def test_the_numbers_of_a_chart_are_saved_as_csv(browser: Any, pages: dict[str, 
     assert path.read_text() == text and text.startswith("iteration,value,low,high\n")
 
 
-@pytest.mark.parametrize(("name", "colour"), [("exact", "advantages"), ("native", "delta")])
+@pytest.mark.parametrize(("name", "colour"), [("deterministic", "advantages"), ("native", "delta")])
 def test_tokens_are_coloured_by_what_there_is_to_see(
     browser: Any, pages: dict[str, Path], name: str, colour: str
 ) -> None:

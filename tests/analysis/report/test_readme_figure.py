@@ -21,8 +21,8 @@ def curve(mode: str, run: str, accuracy: list[float], unequal: list[float]) -> p
 
 BOTH = pd.concat(
     [
-        curve("exact", "a", [0.2, 0.4, 0.6], [0.0, 0.0, np.nan]),
-        curve("exact", "b", [0.1, 0.2, 0.2], [0.0, 0.0, np.nan]),
+        curve("deterministic", "a", [0.2, 0.4, 0.6], [0.0, 0.0, np.nan]),
+        curve("deterministic", "b", [0.1, 0.2, 0.2], [0.0, 0.0, np.nan]),
         curve("native", "c", [0.2, 0.3, 0.5], [0.5, 0.25, np.nan]),
     ],
     ignore_index=True,
@@ -30,7 +30,7 @@ BOTH = pd.concat(
 
 
 def test_mean_and_range_by_hand() -> None:
-    line = readme_figure.over_runs(BOTH[BOTH["mode"] == "deterministic"], "accuracy", "exact")
+    line = readme_figure.over_runs(BOTH[BOTH["mode"] == "deterministic"], "accuracy", "deterministic")
     assert line.y.tolist() == pytest.approx([0.15, 0.3, 0.4])
     assert line.low is not None and line.low.tolist() == [0.1, 0.2, 0.2]
     assert line.high is not None and line.high.tolist() == [0.2, 0.4, 0.6]
@@ -39,14 +39,14 @@ def test_mean_and_range_by_hand() -> None:
 def test_the_picture_says_what_it_shows_and_has_a_background() -> None:
     root = ET.fromstring(readme_figure.draw(BOTH))
     said = " ".join(root.itertext())
-    assert "mean and range of 2 seeds" in said and "exact: 0 of 400" in said and "native: 38 %" in said
+    assert "mean and range of 2 seeds" in said and "deterministic: 0 of 400" in said and "native: 38 %" in said
     space = "{http://www.w3.org/2000/svg}"
     assert [child.tag for child in root][2] == f"{space}rect"
     assert len(list(root.iter(f"{space}svg"))) == 3
 
 
 def test_one_kind_of_numerics_is_refused() -> None:
-    with pytest.raises(UserError, match="exact and in native"):
+    with pytest.raises(UserError, match="deterministic and in native"):
         readme_figure.draw(BOTH[BOTH["mode"] == "deterministic"])
 
 

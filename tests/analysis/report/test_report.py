@@ -41,16 +41,22 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
 
 
 def test_an_exact_run_holds_and_the_control_differs(deterministic_run: Path, native_run: Path) -> None:
-    exact, native = (text_of(build.page_of(run, 10)) for run in (deterministic_run, native_run))
+    deterministic, native = (text_of(build.page_of(run, 10)) for run in (deterministic_run, native_run))
     tokens = int(reader.read_iterations(deterministic_run)["tokens"].sum())
-    assert f"Sampler and trainer agree on every bit of {tokens:,} tokens." in exact
-    assert "Every ratio of the first minibatches is exactly 1" in exact and "differ between" not in exact
+    assert f"Sampler and trainer agree on every bit of {tokens:,} tokens." in deterministic
+    assert (
+        "Every ratio of the first minibatches is exactly 1" in deterministic and "differ between" not in deterministic
+    )
     rows = reader.read_iterations(native_run)
     unequal, total = int(rows["unequal_old_rollout_logprobs"].sum()), int(rows["tokens"].sum())
     assert f"({unequal:,} of {total:,} tokens" in native and "agree on every bit of" not in native.split("Values")[0]
-    assert reader.open_manifest(deterministic_run).fingerprint in exact
+    assert reader.open_manifest(deterministic_run).fingerprint in deterministic
     measured = accuracy.read(deterministic_run, reader.open_manifest(deterministic_run))
-    assert measured is not None and f"({measured.tokens:,} tokens, rms)" in exact and "stock float32" in exact
+    assert (
+        measured is not None
+        and f"({measured.tokens:,} tokens, rms)" in deterministic
+        and "stock float32" in deterministic
+    )
     assert "model in float64" not in native, "native numerics measure nothing"
 
 
@@ -228,12 +234,16 @@ def test_two_runs_side_by_side(deterministic_run: Path, native_run: Path, tmp_pa
     assert "A: sampler and trainer agree on every bit" in said and "B: " in said and "of log-probs differ" in said
     again, _ = build.write_report([deterministic_run, native_run], tmp_path / "again.html", None)
     assert again.read_bytes() == path.read_bytes() and str(deterministic_run.parent) not in path.read_text()
-    same = text_of(build.write_report([deterministic_run, deterministic_run], tmp_path / "same.html", None)[0].read_text())
+    same = text_of(
+        build.write_report([deterministic_run, deterministic_run], tmp_path / "same.html", None)[0].read_text()
+    )
     assert "A and B have the same fingerprint" in same and "first differ" not in same
 
 
 def test_the_last_evaluation_is_among_the_samples(deterministic_run: Path) -> None:
-    cards = [n for n in check(build.page_of(deterministic_run, 1)).iter("div") if "card" in (n.get("class") or "").split()]
+    cards = [
+        n for n in check(build.page_of(deterministic_run, 1)).iter("div") if "card" in (n.get("class") or "").split()
+    ]
     found = side_reader.read_evaluations(deterministic_run)
     last = found[found["iteration"] == found["iteration"].max()].set_index("prompt")["response"]
     shown = 0

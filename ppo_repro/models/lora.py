@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from ppo_repro.errors import UserError
 from ppo_repro.models.networks import ValueModel
 from ppo_repro.numerics import low_rank
-from ppo_repro.numerics.network import is_deterministic
+from ppo_repro.numerics.network import Network, is_deterministic, network_of
 from ppo_repro.seeding import words
 
 _UNIFORM_BITS = 24
@@ -173,10 +173,10 @@ def add_lora(model: Adaptable, rank: int, alpha: float, target_modules: Sequence
 def share_frozen(model: Adaptable, base: PreTrainedModel, lora: Lora) -> Lora:
     """Let an adapted model use the weights of a frozen one where it does not train; returns the adapter that does.
 
-    The base of every adapted layer is then the frozen model's own weight, and every other parameter of the model but
-    those trained whole is that of the frozen one. `base` is the
-    reference of a policy; of a value model it is the trunk that it started as. Nobody may change a frozen parameter
-    from here on. ValueError names a weight of which the two models have different bits.
+    The base of every adapted layer is then the frozen model's own weight, and every other parameter of the model is
+    that of the frozen one, but for those trained whole and those that are one matrix of the kernels with an adapted
+    one. `base` is the reference of a policy; of a value model it is the trunk that it started as. Nobody may change a
+    frozen parameter from here on. ValueError names a weight of which the two models have different bits.
     """
     prefix = TRUNK if isinstance(model, ValueModel) else ""
     own_trunk = model.trunk if isinstance(model, ValueModel) else model
@@ -186,11 +186,14 @@ def share_frozen(model: Adaptable, base: PreTrainedModel, lora: Lora) -> Lora:
         shared = weight.t() if layer.transposed else weight
         _require_same_bits(name, layer.base, shared)
         layers[name] = replace(layer, base=shared)
-    trained = {id(layer.weight) for layer in lora.layers.values()}
+    network = network_of(own_trunk)
+    if isinstance(network, Network):
+        network.fuse()
+    trained = {layer.weight.untyped_storage().data_ptr() for layer in lora.layers.values()}
     for name, module in own_trunk.named_modules():
         twin = base.get_submodule(name)
         for own, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) in trained:
+            if parameter.untyped_storage().data_ptr() in trained:
                 continue
             _require_same_bits(f"{prefix}{name}", parameter, twin.get_parameter(own))
             setattr(module, own, twin.get_parameter(own))

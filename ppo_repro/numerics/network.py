@@ -210,6 +210,12 @@ class Network:
         self.struct.embedding, self.struct.positions = self._weight(d.embedding), self._weight(d.positions)
         self.struct.last_norm = self._norm(d.last_norm)
 
+    def fuse(self) -> None:
+        """Let the parameters of each matrix lie one after the other, as a pass does."""
+        for layer in self.layers:
+            for matrix in layer.matrices():
+                matrix.fuse()
+
     def forget(self) -> None:
         """Free the packed copies of the weights until the next pass."""
         for layer in self.layers:

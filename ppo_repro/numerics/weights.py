@@ -65,13 +65,17 @@ class PackedMatrix:
         """Free the packed copy until the weights are needed again."""
         self._state, self._panels, self._rounded = (), None, ()
 
+    def fuse(self) -> None:
+        """Let the parameters lie one after the other."""
+        fuse(self.weights)
+        if self.biases:
+            fuse(self.biases)
+
     def prepare(self) -> MatrixStruct:
         """The struct, with panels of the weights as they are now."""
         state = state_of((*self.weights, *self.biases))
         if state != self._state:
-            fuse(self.weights)
-            if self.biases:
-                fuse(self.biases)
+            self.fuse()
             self._pack()
             self._state = state_of((*self.weights, *self.biases))
         return self.struct

@@ -1,6 +1,6 @@
 """The entry point that SGLang calls in each of its processes before it parses arguments.
 
-It adds names and wraps two functions; nothing changes for a server that does not ask for it by name.
+It adds names and wraps two functions; a server started without `--attention-backend ppo_repro` stays as it was.
 SGLang logs and swallows every exception of a plugin, so nothing here is trusted to have worked: without the plugin
 the names do not exist and the server refuses them, and `attention.make_backend` checks the rest.
 """

@@ -2,115 +2,55 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.buffers import Prompts, Rollout
-from ppo_repro.models.batches import TokenBatch, input_tokens, lay_out, micro_batches
-from ppo_repro.numerics.layers.attention import reach
+from ppo_repro.models.batches import TokenBatch, lay_out, micro_batches
+from ppo_repro.numerics.rows import slots_of
 
-PADDINGS = pytest.mark.parametrize("padding", ["right", "left", "none"])
 tokens = st.lists(st.integers(1, 99), min_size=1, max_size=6)
 pairs = st.lists(st.tuples(tokens, tokens), min_size=1, max_size=6)
 
 
-def laid_out(batch: list[tuple[list[int], list[int]]], padding: str) -> TokenBatch:
-    return lay_out([p for p, _ in batch], [r for _, r in batch], padding)
+def laid_out(batch: list[tuple[list[int], list[int]]]) -> TokenBatch:
+    return lay_out([p for p, _ in batch], [r for _, r in batch])
 
 
-def seen_from(batch: TokenBatch, row: int, position: int) -> list[int]:
-    return [j for j, visible in enumerate(reach(batch.first_key, None)[row, 0, position].tolist()) if visible]
-
-
-def test_right_padding_by_hand() -> None:
-    batch = laid_out([([5, 6], [7, 8]), ([9], [4])], "right")
-    assert batch.input_ids.tolist() == [[5, 6, 7], [9, 0, 0]]
-    assert batch.position_ids.tolist() == [[0, 1, 2], [0, 0, 0]]
-    assert reach(batch.first_key, None).int().tolist() == [
-        [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]],
-        [[[1, 0, 0], [0, 1, 0], [0, 0, 1]]],
-    ]
+def test_two_sequences_by_hand() -> None:
+    batch = laid_out([([5, 6], [7, 8]), ([9], [4])])
+    assert batch.sequences.ids.tolist() == [5, 6, 7, 9] and batch.sequences.start.tolist() == [0, 3, 4]
+    rows = batch.sequences.rows
+    assert rows.position.tolist() == [0, 1, 2, 0] and rows.sequence.tolist() == [0, 0, 0, 1]
     assert batch.predictors.tolist() == [1, 2, 3] and batch.targets.tolist() == [7, 8, 4]
+    assert batch.rows.position.tolist() == [1, 2, 0] and batch.rows.sequence.tolist() == [0, 0, 1]
     assert batch.real_tokens == 4
 
 
-@PADDINGS
-def test_forced_tokens_are_inputs_and_not_targets(padding: str) -> None:
+def test_forced_tokens_are_inputs_and_not_targets() -> None:
     prompts, responses = [[1, 2], [9]], [[3, 4, 5, 6], [7, 8]]
-    forced = [[False, True, True, False], [False, False]]
-    batch, free = lay_out(prompts, responses, padding, forced), lay_out(prompts, responses, padding)
-    assert torch.equal(batch.input_ids, free.input_ids) and batch.real_tokens == free.real_tokens == 7
+    batch = lay_out(prompts, responses, is_forced=[[False, True, True, False], [False, False]])
+    free = lay_out(prompts, responses)
+    assert batch.sequences.ids.tolist() == free.sequences.ids.tolist() and batch.real_tokens == free.real_tokens == 7
     # the 6 is predicted from the forced 5 before it
     assert batch.targets.tolist() == [3, 6, 7, 8]
-    assert batch.predictors.tolist() == free.predictors[torch.tensor([0, 3, 4, 5])].tolist()
-    assert batch.input_ids.flatten()[batch.predictors].tolist() == [2, 5, 9, 7]
+    assert batch.predictors.tolist() == free.predictors[[0, 3, 4, 5]].tolist()
+    assert batch.sequences.ids[batch.predictors].tolist() == [2, 5, 9, 7]
 
 
-def test_left_padding_by_hand() -> None:
-    batch = laid_out([([5, 6], [7, 8]), ([9], [4])], "left")
-    assert batch.input_ids.tolist() == [[5, 6, 7], [0, 0, 9]]
-    assert batch.position_ids.tolist() == [[0, 1, 2], [0, 0, 0]]
-    assert batch.predictors.tolist() == [1, 2, 5] and batch.targets.tolist() == [7, 8, 4]
-
-
-def test_packing_by_hand() -> None:
-    batch = laid_out([([5, 6], [7, 8]), ([9], [4])], "none")
-    assert batch.input_ids.tolist() == [[5, 6, 7, 9]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 0]]
-    assert reach(batch.first_key, None).int().tolist() == [[[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 1]]]]
-    assert batch.predictors.tolist() == [1, 2, 3] and batch.targets.tolist() == [7, 8, 4]
-
-
-@PADDINGS
 @given(sequences=pairs)
-def test_each_response_token_has_one_predictor_that_sees_what_came_before(
-    padding: str, sequences: list[tuple[list[int], list[int]]]
+def test_each_response_token_has_one_predictor_after_what_came_before(
+    sequences: list[tuple[list[int], list[int]]],
 ) -> None:
-    batch = laid_out(sequences, padding)
-    width = batch.input_ids.shape[1]
-    predictors = batch.predictors.tolist()
-    assert len(set(predictors)) == len(predictors)
+    batch = laid_out(sequences)
+    ids, start, rows = batch.sequences.ids, batch.sequences.start, batch.sequences.rows
     assert batch.targets.tolist() == [token for _, response in sequences for token in response]
     wanted = [[*prompt, *response[:k]] for prompt, response in sequences for k in range(len(response))]
-    for flat, history in zip(predictors, wanted, strict=True):
-        row, position = divmod(flat, width)
-        seen = seen_from(batch, row, position)
-        assert seen[-1] == position, "the predictor is the last token it sees"
-        assert batch.input_ids[row, seen].tolist() == history
-        assert batch.position_ids[row, seen].tolist() == list(range(len(history)))
-
-
-@PADDINGS
-@given(sequences=pairs)
-def test_padding_sees_itself_alone_and_is_seen_by_nothing_else(
-    padding: str, sequences: list[tuple[list[int], list[int]]]
-) -> None:
-    batch = laid_out(sequences, padding)
-    rows, width = batch.input_ids.shape
-    assert (rows, width) == (
-        (1, sum(len(p) + len(r) - 1 for p, r in sequences))
-        if padding == "none"
-        else (len(sequences), max(len(p) + len(r) - 1 for p, r in sequences))
-    )
-    pads = (batch.input_ids == 0).nonzero().tolist()  # no token of these sequences is 0
-    assert batch.input_ids.numel() - len(pads) == batch.real_tokens == sum(len(p) + len(r) - 1 for p, r in sequences)
-    assert padding != "none" or not pads
-    for row, position in pads:
-        assert seen_from(batch, row, position) == [position]
-        assert reach(batch.first_key, None)[row, 0, :, position].sum().item() == 1
-    assert bool(reach(batch.first_key, None).any(-1).all()), "an empty row of the mask would make a softmax of nothing"
-
-
-@given(sequences=pairs)
-def test_a_sequence_looks_the_same_in_every_layout(sequences: list[tuple[list[int], list[int]]]) -> None:
-    views = []
-    for padding in ("right", "left", "none"):
-        batch = laid_out(sequences, padding)
-        ids, positions = batch.input_ids.flatten(), batch.position_ids.flatten()
-        views.append((ids[batch.predictors].tolist(), positions[batch.predictors].tolist(), batch.targets.tolist()))
-    assert views[0] == views[1] == views[2]
+    for row, history in zip(batch.predictors.tolist(), wanted, strict=True):
+        first = start[rows.sequence[row]]
+        assert ids[first : row + 1].tolist() == history
+        assert rows.position[first : row + 1].tolist() == list(range(len(history)))
 
 
 def rollout_of(sequences: list[tuple[list[int], list[int]]]) -> Rollout:
@@ -133,15 +73,18 @@ def rollout_of(sequences: list[tuple[list[int], list[int]]]) -> Rollout:
     )
 
 
-@PADDINGS
 @given(sequences=pairs, size=st.integers(0, 7), data=st.data())
 def test_micro_batches_hold_the_chosen_sequences_and_their_tokens_are_counted(
-    padding: str, sequences: list[tuple[list[int], list[int]]], size: int, data: st.DataObject
+    sequences: list[tuple[list[int], list[int]]], size: int, data: st.DataObject
 ) -> None:
     rollout = rollout_of(sequences)
     chosen = data.draw(st.lists(st.integers(0, len(sequences) - 1), unique=True))
     indices = torch.tensor(chosen, dtype=torch.int64)
-    parts = micro_batches(rollout, indices, size, padding)
-    assert sum(m.batch.real_tokens for m in parts) == input_tokens(rollout, indices)
+    slots = slots_of(range(len(chosen)), len(chosen), 8)
+    parts = micro_batches(rollout, indices, size, "right", slots=slots)
+    assert sum(m.batch.real_tokens for m in parts) == sum(len(sequences[i][0] + sequences[i][1]) - 1 for i in chosen)
+    assert [slot for m in parts for slot in m.batch.rows.slots.tolist()[:-1]] == slots.tolist()[:-1]
+    after = [m.batch.rows.slots.tolist()[0] for m in parts[1:]] + [8]
+    assert [m.batch.rows.slots.tolist()[-1] for m in parts] == after[: len(parts)]
     assert [t for m in parts for t in m.batch.targets.tolist()] == [t for i in chosen for t in sequences[i][1]]
     assert len(parts) == (-(-len(chosen) // size) if size else bool(chosen))

@@ -70,7 +70,7 @@ def test_a_reward_model_too(folders: dict[str, Path], tmp_path: Path) -> None:
             model.score.weight.fill_(0.25)
         model.to(dtype).save_pretrained(tmp_path / name)
         make_tokenizer(SIZE).save_pretrained(tmp_path / name)
-        loaded, _ = load_reward_model(tmp_path / name, "exact", 24)
+        loaded, _ = load_reward_model(tmp_path / name, "deterministic", 24)
         assert {p.dtype for p in loaded.parameters()} == {torch.float32}
         digests.add(weights_digest(loaded.named_parameters()))
     assert len(digests) == 1

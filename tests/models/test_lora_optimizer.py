@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from ppo_repro.models.adapter_optimizer import DeterministicLoraOptimizer, make_lora_optimizer
 from ppo_repro.models.lora import AdaptedLayer, Lora
+from ppo_repro.models.lora_optimizer import DeterministicLoraOptimizer, make_lora_optimizer
 from ppo_repro.numerics.optimizer import AdamW, AdamWSettings, weights_digest
 
 SETTINGS = AdamWSettings(1e-2, 0.9, 0.95, 1e-8, 0.1, 1.0)

@@ -23,7 +23,7 @@ from ppo_repro.models.reward_model import (
     value_model_from,
 )
 from ppo_repro.models.tiny import make_tokenizer
-from ppo_repro.numerics import backend
+from ppo_repro.numerics import library
 from ppo_repro.numerics.families import CLASSIFIER_OF, trunk_of
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.tasks.problems import arithmetic
@@ -53,13 +53,13 @@ def scores(model: PreTrainedModel, layout: tuple[str, int], sequences: list[list
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_scores_have_the_same_bits_under_every_layout(architecture: str) -> None:
-    model = make_reward_model(source_model(architecture), "exact", CONTEXT, 0)
+    model = make_reward_model(source_model(architecture), "deterministic", CONTEXT, 0)
     expected = scores(model, LAYOUTS[0])
     assert expected.shape == (11,) and expected.dtype == torch.float32 and len(set(expected.tolist())) == 11
     assert all(unequal(scores(model, layout), expected) == 0 for layout in LAYOUTS)
     backwards = scores(model, LAYOUTS[1], SEQUENCES[::-1]).flip(0)
     assert unequal(backwards, expected) == 0
-    backend.use("float64", 2)
+    library.use_threads(2)
     assert unequal(scores(model, LAYOUTS[0]), expected) == 0
 
 
@@ -74,7 +74,7 @@ def test_native_scores_depend_on_the_layout() -> None:
 def test_a_saved_folder_is_read_by_transformers_and_by_us_with_the_same_scores(
     architecture: str, tmp_path: Path
 ) -> None:
-    model = make_policy(classifier(architecture), "exact", CONTEXT)
+    model = make_policy(classifier(architecture), "deterministic", CONTEXT)
     save_reward_model(model, tokenizer(), tmp_path / "model")
     stock = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
     assert type(stock) is CLASSIFIER_OF[type(source_model(architecture))]
@@ -85,9 +85,9 @@ def test_a_saved_folder_is_read_by_transformers_and_by_us_with_the_same_scores(
         padded = stock(input_ids=ids, attention_mask=(ids != 0).long()).logits[:, 0]
     expected = scores(model, LAYOUTS[0])
     for found in (alone, padded):
-        # the tolerance of the logits: operands of 20 bits against float32
+        # two orders of float32
         assert float((found - expected).norm() / expected.norm()) < 3e-5
-    again, _ = load_reward_model(tmp_path / "model", "exact", CONTEXT)
+    again, _ = load_reward_model(tmp_path / "model", "deterministic", CONTEXT)
     assert unequal(scores(again, LAYOUTS[0]), expected) == 0
     native, _ = load_reward_model(tmp_path / "model", "native", CONTEXT)
     assert unequal(scores(native, LAYOUTS[0]), expected) > 0
@@ -95,7 +95,7 @@ def test_a_saved_folder_is_read_by_transformers_and_by_us_with_the_same_scores(
 
 def test_a_new_reward_model_has_the_trunk_of_its_source_and_a_head_of_its_own() -> None:
     source = source_model("qwen3")
-    one, same, other = (make_reward_model(source, "exact", CONTEXT, seed) for seed in (0, 0, 1))
+    one, same, other = (make_reward_model(source, "deterministic", CONTEXT, seed) for seed in (0, 0, 1))
     digests = [weights_digest(m.named_parameters()) for m in (one, same, other)]
     assert digests[0] == digests[1] != digests[2]
     trunks = [weights_digest(trunk_of(m).named_parameters()) for m in (source, one, other)]
@@ -139,34 +139,34 @@ def test_a_value_model_in_native_numerics_depends_on_the_layout() -> None:
 
 def saved(tmp_path: Path, architecture: str = "qwen3", labels: int = 1) -> Path:
     folder = tmp_path / f"{architecture}-{labels}"
-    save_reward_model(make_policy(classifier(architecture, labels), "exact", CONTEXT), tokenizer(), folder)
+    save_reward_model(make_policy(classifier(architecture, labels), "deterministic", CONTEXT), tokenizer(), folder)
     return folder
 
 
 def test_folders_that_hold_no_reward_model_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="num_labels = 3; a reward model has exactly 1"):
-        load_reward_model(saved(tmp_path, labels=3), "exact", CONTEXT)
+        load_reward_model(saved(tmp_path, labels=3), "deterministic", CONTEXT)
     with pytest.raises(UserError, match=r"there is no config\.json"):
-        load_reward_model(tmp_path, "exact", CONTEXT)
+        load_reward_model(tmp_path, "deterministic", CONTEXT)
     causal = tmp_path / "causal"
     source_model("qwen3").save_pretrained(causal)
     with pytest.raises(UserError, match="architecture Qwen3ForCausalLM; must be one of LlamaForSequenceClass"):
-        load_reward_model(causal, "exact", CONTEXT)
+        load_reward_model(causal, "deterministic", CONTEXT)
     headless = tmp_path / "headless"
     shutil.copytree(causal, headless)
     tree = json.loads((saved(tmp_path) / "config.json").read_text())
     (headless / "config.json").write_text(json.dumps(tree))
     tokenizer().save_pretrained(headless)
     with pytest.raises(UserError, match=r"has no tensor score\.weight"):
-        load_reward_model(headless, "exact", CONTEXT)
+        load_reward_model(headless, "deterministic", CONTEXT)
     (saved(tmp_path) / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"model\.safetensors: cannot be read, and .*SHA256SUMS lists it"):
-        load_reward_model(tmp_path / "qwen3-1", "exact", CONTEXT)
+        load_reward_model(tmp_path / "qwen3-1", "deterministic", CONTEXT)
 
 
 def test_a_model_that_is_no_causal_model_is_refused() -> None:
     with pytest.raises(UserError, match="cannot be made from Qwen3ForSequenceClassification"):
-        make_reward_model(classifier("qwen3"), "exact", CONTEXT, 0)
+        make_reward_model(classifier("qwen3"), "deterministic", CONTEXT, 0)
 
 
 def test_a_reward_model_of_another_tokenizer_is_refused() -> None:
@@ -177,7 +177,7 @@ def test_a_reward_model_of_another_tokenizer_is_refused() -> None:
 
 
 def test_sequences_without_tokens() -> None:
-    model = make_reward_model(source_model("qwen3"), "exact", CONTEXT, 0)
+    model = make_reward_model(source_model("qwen3"), "deterministic", CONTEXT, 0)
     assert reward_scores(model, [], "right", 0).shape == (0,)
     with pytest.raises(ValueError, match="empty sequence"):
         reward_scores(model, [[1], []], "right", 0)

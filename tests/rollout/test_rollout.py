@@ -99,11 +99,11 @@ def test_rollout_is_the_same_under_every_schedule_and_equals_the_training_forwar
 ) -> None:
     architecture, count, seed, sampling, slots, chunk = schedule
     requests = requests_of(count, seed)
-    reference = engine(architecture, "exact").generate(requests, sampling)
+    reference = engine(architecture, "deterministic").generate(requests, sampling)
     order = torch.randperm(count, generator=seeded(seed)).tolist()
-    shuffled = engine(architecture, "exact", slots, chunk).generate([requests[i] for i in order], sampling)
+    shuffled = engine(architecture, "deterministic", slots, chunk).generate([requests[i] for i in order], sampling)
     assert same(shuffled, [reference[i] for i in order])
-    got = forward_logprobs(policy(architecture, "exact"), "exact", requests, reference, sampling, padding, micro_batch)
+    got = forward_logprobs(policy(architecture, "deterministic"), "deterministic", requests, reference, sampling, padding, micro_batch)
     assert unequal(got, joined(reference)) == 0
 
 
@@ -119,12 +119,12 @@ CASES = [
 @pytest.mark.parametrize(("architecture", "sampling"), CASES, ids=str)
 def test_every_schedule_and_layout_of_one_batch(architecture: str, sampling: Sampling) -> None:
     requests = requests_of(8, 5)
-    reference = engine(architecture, "exact").generate(requests, sampling)
+    reference = engine(architecture, "deterministic").generate(requests, sampling)
     for slots, chunk in ((1, 1), (3, 3), (16, 3)):
-        assert same(engine(architecture, "exact", slots, chunk).generate(requests, sampling), reference)
+        assert same(engine(architecture, "deterministic", slots, chunk).generate(requests, sampling), reference)
     for padding, micro_batch in zip(PADDINGS, (1, 3, 0), strict=True):
         got = forward_logprobs(
-            policy(architecture, "exact"), "exact", requests, reference, sampling, padding, micro_batch
+            policy(architecture, "deterministic"), "deterministic", requests, reference, sampling, padding, micro_batch
         )
         assert unequal(got, joined(reference)) == 0
 
@@ -146,16 +146,16 @@ def test_native_rollout_differs_from_the_training_forward_and_between_schedules(
 
 def test_greedy_decoding_equals_the_training_forward() -> None:
     requests, sampling = requests_of(10, 2), Sampling(1.0, 0, 1.0, 8, greedy=True)
-    completions = engine("qwen3", "exact", 3, 2).generate(requests, sampling)
+    completions = engine("qwen3", "deterministic", 3, 2).generate(requests, sampling)
     reseeded = [Request(r.prompt_ids, r.seed + 1) for r in requests]
-    assert same(engine("qwen3", "exact").generate(reseeded, sampling), completions)
-    got = forward_logprobs(policy("qwen3", "exact"), "exact", requests, completions, sampling, "left", 3)
+    assert same(engine("qwen3", "deterministic").generate(reseeded, sampling), completions)
+    got = forward_logprobs(policy("qwen3", "deterministic"), "deterministic", requests, completions, sampling, "left", 3)
     assert unequal(got, joined(completions)) == 0
 
 
 def test_a_prompt_sampled_with_another_seed_gives_another_response() -> None:
     request = requests_of(1, 3)[0]
-    completions = engine("qwen3", "exact").generate([Request(request.prompt_ids, s) for s in range(10)], PLAIN)
+    completions = engine("qwen3", "deterministic").generate([Request(request.prompt_ids, s) for s in range(10)], PLAIN)
     assert len({c.response_ids for c in completions}) >= 9
 
 
@@ -178,7 +178,7 @@ class CountingEngine(TorchEngine):
 
 def test_a_finished_sequence_gives_its_slot_to_the_next() -> None:
     requests = requests_of(25, 4)
-    counting = CountingEngine(policy("qwen3", "exact"), STOPS, "exact", CONTEXT, 3, 0)
+    counting = CountingEngine(policy("qwen3", "deterministic"), STOPS, "deterministic", CONTEXT, 3, 0)
     completions = counting.generate(requests, PLAIN)
     lengths = [len(c.response_ids) for c in completions]
     assert len(completions) == counting.started == 25 and len(set(lengths)) > 4
@@ -190,7 +190,7 @@ def test_a_finished_sequence_gives_its_slot_to_the_next() -> None:
 
 
 def test_a_response_ends_at_its_first_stop_token_or_at_the_limit() -> None:
-    completions = engine("qwen3", "exact", 4).generate(requests_of(60, 6), PLAIN)
+    completions = engine("qwen3", "deterministic", 4).generate(requests_of(60, 6), PLAIN)
     reasons = {"stop": 0, "length": 0}
     for c in completions:
         reasons[c.finish_reason] += 1
@@ -202,7 +202,7 @@ def test_a_response_ends_at_its_first_stop_token_or_at_the_limit() -> None:
 
 
 def test_a_stop_token_at_the_limit_counts_as_a_stop() -> None:
-    completions = engine("qwen3", "exact").generate(requests_of(60, 6), Sampling(1.0, 0, 1.0, 1))
+    completions = engine("qwen3", "deterministic").generate(requests_of(60, 6), Sampling(1.0, 0, 1.0, 1))
     assert all((c.finish_reason == "stop") == (c.response_ids[0] in STOPS) for c in completions)
     assert {c.finish_reason for c in completions} == {"stop", "length"}
 
@@ -210,10 +210,10 @@ def test_a_stop_token_at_the_limit_counts_as_a_stop() -> None:
 def test_the_context_may_be_filled_to_the_last_token() -> None:
     request = Request(tuple(range(CONTEXT - 5)), 0)
     sampling = Sampling(1.0, 0, 1.0, 5)
-    never = TorchEngine(policy("qwen3", "exact"), frozenset(), "exact", CONTEXT, 1, 7)
+    never = TorchEngine(policy("qwen3", "deterministic"), frozenset(), "deterministic", CONTEXT, 1, 7)
     completions = never.generate([request], sampling)
     assert len(completions[0].response_ids) == 5
-    got = forward_logprobs(policy("qwen3", "exact"), "exact", [request], completions, sampling, "none", 0)
+    got = forward_logprobs(policy("qwen3", "deterministic"), "deterministic", [request], completions, sampling, "none", 0)
     assert unequal(got, joined(completions)) == 0
 
 
@@ -228,23 +228,23 @@ def test_the_context_may_be_filled_to_the_last_token() -> None:
 )
 def test_requests_that_cannot_be_served_are_refused(prompt: tuple[int, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        engine("qwen3", "exact").generate([Request((1, 2), 0), Request(prompt, 0)], PLAIN)
+        engine("qwen3", "deterministic").generate([Request((1, 2), 0), Request(prompt, 0)], PLAIN)
 
 
 def test_no_request_gives_no_completion() -> None:
-    assert engine("qwen3", "exact").generate([], PLAIN) == []
+    assert engine("qwen3", "deterministic").generate([], PLAIN) == []
 
 
 def test_the_engine_samples_from_the_live_weights() -> None:
-    model = make_policy(source_model("qwen3"), "exact", CONTEXT)
-    live = TorchEngine(model, STOPS, "exact", CONTEXT, 3, 0)
+    model = make_policy(source_model("qwen3"), "deterministic", CONTEXT)
+    live = TorchEngine(model, STOPS, "deterministic", CONTEXT, 3, 0)
     requests = requests_of(6, 0)
     before = live.generate(requests, PLAIN)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
     after = live.generate(requests, PLAIN)
     assert not same(before, after)
-    assert unequal(forward_logprobs(model, "exact", requests, after, PLAIN, "right", 0), joined(after)) == 0
+    assert unequal(forward_logprobs(model, "deterministic", requests, after, PLAIN, "right", 0), joined(after)) == 0
 
 
 @torch.no_grad()
@@ -258,7 +258,7 @@ def values_of(architecture: str, mode: str, padding: str, micro_batch: int) -> T
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_values_do_not_depend_on_the_layout_and_native_ones_do(architecture: str) -> None:
     layouts = [(padding, micro_batch) for padding in PADDINGS for micro_batch in (1, 3, 0)]
-    exact = [values_of(architecture, "exact", *layout) for layout in layouts]
+    exact = [values_of(architecture, "deterministic", *layout) for layout in layouts]
     assert len(exact[0]) > 50 and len(set(exact[0].tolist())) > 50
     assert all(unequal(values, exact[0]) == 0 for values in exact)
     native = [values_of(architecture, "native", *layout) for layout in layouts]
@@ -286,7 +286,7 @@ def sweep(mode: str, tokens: int) -> tuple[int, int]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_twenty_thousand_sampled_tokens_have_no_unequal_bit() -> None:
-    compared, differing = sweep("exact", 20_000)
+    compared, differing = sweep("deterministic", 20_000)
     assert compared >= 20_000 and differing == 0, f"{differing} of {compared} tokens differ"
 
 
@@ -318,8 +318,8 @@ def generated(mode: str, slots: int, chunk: int, prefix_cache: bool) -> tuple[li
 
 @pytest.mark.parametrize(("slots", "chunk"), [(21, 0), (5, 0), (2, 3)])
 def test_a_prefix_taken_from_the_cache_changes_no_bit_and_saves_work(slots: int, chunk: int) -> None:
-    cold, computed = generated("exact", slots, chunk, False)
-    warm, saved = generated("exact", slots, chunk, True)
+    cold, computed = generated("deterministic", slots, chunk, False)
+    warm, saved = generated("deterministic", slots, chunk, True)
     assert same(cold, warm)
     assert saved < computed
 

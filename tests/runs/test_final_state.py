@@ -71,7 +71,7 @@ def test_the_value_model_of_a_run_can_be_loaded(tmp_path: Path) -> None:
 def test_a_head_is_no_model_by_itself(tmp_path: Path) -> None:
     run_dir = recorded(tmp_path, "value={kind: head}")
     with pytest.raises(UserError, match="holds a head on the policy's trunk"):
-        load_value_model(contents.value_folder(run_dir), "exact", 12)
+        load_value_model(contents.value_folder(run_dir), "deterministic", 12)
 
 
 def test_the_state_can_be_left_out(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run whose bits are not equal where exact numerics promise it ends there, and what it computed can be looked at.
+"""A run whose bits are unequal against the promise ends there, and what it computed can be looked at.
 
 Every fault is one flipped bit, so it is there on every processor.
 """
@@ -94,7 +94,7 @@ def test_a_flipped_bit_of_what_is_kept_is_found(failed: tuple[Path, str], tmp_pa
 def test_bisect_samples_that_response_from_the_policy_as_it_was(failed: tuple[Path, str], whole_run: Path) -> None:
     run_dir, _ = failed
     assert first_unequal(run_dir) == Response(1, 3) and first_unequal(whole_run) is None
-    subject = make_subject(load_config(TINY, QUICK), "exact", unequal_folder(run_dir), Response(1, 3))
+    subject = make_subject(load_config(TINY, QUICK), "deterministic", unequal_folder(run_dir), Response(1, 3))
     rows = reader.read_sequences(whole_run, iterations=[1], columns=["sequence", "response_ids"])
     sampled = [tuple(ids) for ids in rows["response_ids"]]
     # fewer than bisect takes, so that after the last one it goes on with the first
@@ -105,7 +105,7 @@ def test_bisect_samples_that_response_from_the_policy_as_it_was(failed: tuple[Pa
 def test_bisect_works_on_the_run_as_it_ended(failed: tuple[Path, str], tmp_path: Path, cli: Cli) -> None:
     code, out, err = cli("bisect", failed[0], "--out", tmp_path)
     # the fault was planted beside the modules: both paths agree, and the fault is elsewhere
-    assert code == 0 and "exact: no op gives other bits for equal inputs" in out, err
+    assert code == 0 and "deterministic: no op gives other bits for equal inputs" in out, err
 
 
 def test_rerun_refuses_it_and_resume_ends_there_again_or_goes_on(

@@ -50,12 +50,12 @@ def until(heavy: str, *arguments: str | Path, cwd: Path = ROOT) -> tuple[int, st
         pytest.param(["replay", "nowhere"], "from the records alone", marks=pytest.mark.slow),
         pytest.param(["report", "nowhere"], "writing a page", marks=pytest.mark.slow),
         pytest.param(["track", "nowhere"], "copying it into", marks=pytest.mark.slow),
-        pytest.param(["bisect", TINY], "looking for the module", marks=pytest.mark.slow),
+        pytest.param(["bisect", TINY], "looking for the operation", marks=pytest.mark.slow),
         (["verify", "nowhere"], "every byte"),
         pytest.param(["diff", "nowhere", "elsewhere"], "bit by bit", marks=pytest.mark.slow),
         (["grid", TINY_GRID], "running what is missing"),
         pytest.param(
-            ["audit", "dump.jsonl", "--model", "nowhere"], "both sides beside the exact model", marks=pytest.mark.slow
+            ["audit", "dump.jsonl", "--model", "nowhere"], "both sides beside the model", marks=pytest.mark.slow
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

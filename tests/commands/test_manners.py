@@ -55,9 +55,9 @@ def test_nothing_is_guessed_for_a_word_that_is_like_none(cli: Cli) -> None:
 def test_all_mistakes_of_a_file_have_lines(cli: Cli, tmp_path: Path) -> None:
     text = TINY.read_text().replace("seed:", "sed:").replace("epochs:", "epoch:")
     (tmp_path / "c.yaml").write_text(text)
-    code, _, err = cli("plan", tmp_path / "c.yaml", "--set", "numerics.mode=exat")
+    code, _, err = cli("plan", tmp_path / "c.yaml", "--set", "numerics.mode=nativ")
     assert code == 2 and len(errors(err)) == 5 and err.count(str(tmp_path / "c.yaml")) == 5
-    for meant in ("did you mean seed?", "did you mean ppo.epochs?", "did you mean exact?"):
+    for meant in ("did you mean seed?", "did you mean ppo.epochs?", "did you mean native?"):
         assert meant in err
 
 

@@ -195,7 +195,10 @@ def not_possible(config: MismatchConfig, mode: str, engine: str) -> Iterator[str
         if precision.rounds and mode == "native":
             yield f"mismatch.{side}.precision needs numerics.mode = deterministic, whose products it rounds"
     if config.sampler.stock == "float32" and mode == "native":
-        yield "mismatch.sampler.stock = float32 needs numerics.mode = deterministic; native numerics sample by torch's float32"
+        yield (
+            "mismatch.sampler.stock = float32 needs numerics.mode = deterministic; native numerics sample by torch's "
+            "float32"
+        )
     for field, is_set in (("precision", config.sampler.precision.rounds), ("stock", config.sampler.stock is not None)):
         if is_set and engine == "sglang":
             yield (

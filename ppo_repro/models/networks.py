@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -115,7 +116,7 @@ def sequence_scores(
     # the token after the last one is no input
     batch = lay_out(sequences, [(0,)] * len(sequences), padding, slots=slots)
     hidden = hidden_states(trunk_of(classifier), batch)
-    return scalar(classifier.score, hidden, batch.rows, is_deterministic(classifier))
+    return scalar(cast(nn.Linear, classifier.score), hidden, batch.rows, is_deterministic(classifier))
 
 
 def value_predictions(value_model: ValueModel, batch: TokenBatch) -> Tensor:

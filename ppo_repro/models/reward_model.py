@@ -87,7 +87,7 @@ def save_reward_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 def reward_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], padding: str, micro_batch: int) -> Tensor:
     """Score of each prompt + response at its last token, float32 [B]; `micro_batch` at a time, 0 for all at once.
 
-    In deterministic numerics the bits are the same for every padding, micro-batch and order. ValueError on an empty sequence.
+    In deterministic numerics the bits are the same for every micro-batch and order. ValueError on an empty sequence.
     """
     if not all(len(sequence) for sequence in sequences):
         raise ValueError("an empty sequence has no last token")

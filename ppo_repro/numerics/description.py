@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -114,11 +114,11 @@ def check_config(config: PretrainedConfig, max_context: int) -> None:
             )
 
 
-def _norm(names: dict[int, str], module: nn.Module) -> NormParts:
+def _norm(names: dict[int, str], module: Any) -> NormParts:
     return NormParts(names[id(module)], module.weight, getattr(module, "bias", None))
 
 
-def _matrix(*modules: nn.Module) -> MatrixParts:
+def _matrix(*modules: Any) -> MatrixParts:
     biases = tuple(m.bias for m in modules if getattr(m, "bias", None) is not None)
     return MatrixParts(tuple(m.weight for m in modules), biases, isinstance(modules[0], Conv1D))
 
@@ -126,7 +126,7 @@ def _matrix(*modules: nn.Module) -> MatrixParts:
 def _mlp(block: Any) -> dict[str, Any]:
     """The parts of an MLP or of a mixture of experts; the tables of `families` know no other classes."""
     if isinstance(block, MIXTURES):
-        experts = block.experts
+        experts: Any = block.experts
         return {
             **dict.fromkeys(("up", "down")),
             "router": _matrix(block.gate),

@@ -11,7 +11,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ppo_repro.numerics import library
-from ppo_repro.numerics.gradient_sums import sums_of
+from ppo_repro.numerics.gradient_sums import Sums, sums_of
 from ppo_repro.numerics.rows import Rows
 from ppo_repro.numerics.structs import MatrixStruct, address, rows_of
 from ppo_repro.numerics.weights import PackedMatrix, packed
@@ -36,14 +36,13 @@ class _Linear(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         (x,), matrix, rows = ctx.saved_tensors, ctx.matrix, ctx.rows
-        struct, grad, x = matrix.prepare(), rows_of(grad), rows_of(x)
+        matrix.prepare()
+        grad, x = rows_of(grad), rows_of(x)
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        kernels, parameters = library.load(), (*matrix.weights, *matrix.biases)
+        parameters = (*matrix.weights, *matrix.biases)
         if not any(p.requires_grad for p in parameters):
             matrix.collect(None)
-            kernels.linear_backward(
-                ctypes.byref(struct), address(grad), struct.n, address(x), struct.k, len(x), None, None, None, None, address(dx), struct.k
-            )  # fmt: skip
+            _backward(matrix, grad, x, None, None, dx)
             return dx, None, None, None
         sums = sums_of(*parameters)
         if sums is None or rows is None:
@@ -51,11 +50,19 @@ class _Linear(Function):
         use = sums.use("linear", *parameters)
         matrix.collect(use)
         with use.adding(rows.slots) as c_sums:
-            kernels.linear_backward(
-                ctypes.byref(struct), address(grad), struct.n, address(x), struct.k, len(x),
-                address(rows.sequence), address(rows.position), address(rows.slots), ctypes.byref(c_sums), address(dx), struct.k,
-            )  # fmt: skip
+            _backward(matrix, grad, x, rows, c_sums, dx)
         return dx, None, None, None
+
+
+def _backward(
+    matrix: PackedMatrix, grad: Tensor, x: Tensor, rows: Rows | None, sums: Sums | None, dx: Tensor | None
+) -> None:
+    """Gradients of a layer's inputs, into dx, and of its weights, into sums; None for none."""
+    struct = matrix.struct
+    of_rows = (None, None, None) if rows is None else map(address, (rows.sequence, rows.position, rows.slots))
+    into = None if sums is None else ctypes.byref(sums)
+    products = ctypes.byref(struct), address(grad), struct.n, address(x), struct.k, len(x)
+    library.load().linear_backward(*products, *of_rows, into, address(dx), struct.k)
 
 
 def linear(x: Tensor, layer: nn.Module, rows: Rows | None = None) -> Tensor:

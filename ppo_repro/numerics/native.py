@@ -127,8 +127,9 @@ class NativeNetwork:
         begin = torch.from_numpy(first_key.reshape(shape)).to(device)
         end = torch.arange(width, device=device).expand_as(begin)
         masks = stock_masks(self.trunk.config, lambda window: _visible(begin, end, window, width))
-        inputs = (torch.from_numpy(x.reshape(shape)) for x in (ids, positions))
-        hidden, routes = self._pass(*inputs, torch.from_numpy(place), {"attention_mask": masks}, seen)
+        where = torch.from_numpy(positions.reshape(shape))
+        options = {"attention_mask": masks}
+        hidden, routes = self._pass(torch.from_numpy(ids.reshape(shape)), where, torch.from_numpy(place), options, seen)
         return hidden[index(rows).to(device)], routes
 
     def _pass(

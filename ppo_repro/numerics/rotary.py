@@ -83,7 +83,7 @@ def _yarn(frequencies: Tensor, dim: int, rope: dict[str, Any], max_positions: in
 
 
 def tables(config: PretrainedConfig, positions: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angles of positions 0, 1, ..: float32 [positions, D/2] each, from float64. Su et al., 2021."""
+    """Cosine and sine of the angles of all positions, float32 [positions, D/2] each, from float64. Su et al., 2021."""
     frequencies, scaling = inverse_frequencies(config)
     angles = torch.arange(positions, dtype=torch.float64)[:, None] * frequencies
     cosine, sine = cos_sin(angles)

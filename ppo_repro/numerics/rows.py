@@ -70,7 +70,7 @@ class Ragged:
 def slots_of(sequences: Sequence[int] | range, minibatch: int, slots: int) -> Ints:
     """Slots [S + 1] of some of the `minibatch` sequences of a step, and of the sequence that follows the last of them.
 
-    Sequence i of n is in slot ((i + 1) slots - 1) // n: slot s holds floor(s n / slots) to floor((s + 1) n / slots) - 1.
+    Sequence i of n is in slot ((i + 1) slots - 1) // n: slot s begins with sequence floor(s n / slots).
     """
     last = sequences[-1] + 1 if len(sequences) else 0
     own = [((i + 1) * slots - 1) // minibatch for i in sequences]
@@ -78,7 +78,7 @@ def slots_of(sequences: Sequence[int] | range, minibatch: int, slots: int) -> In
 
 
 def slots_of_rank(minibatch: int, slots: int, ranks: Ranks) -> Ints:
-    """Slots [S + 1] of this rank's sequences of a minibatch, from 0: ranks hold slots / ranks consecutive slots each."""
+    """Slots [S + 1] of this rank's sequences of a minibatch, from 0: a rank has slots / ranks consecutive slots."""
     each = slots // ranks.size
     own = np.array([((i + 1) * slots - 1) // minibatch for i in ranks.mine(minibatch)], int)
     return ints([*(own - ranks.rank * each), each])

@@ -103,7 +103,9 @@ def test_rollout_is_the_same_under_every_schedule_and_equals_the_training_forwar
     order = torch.randperm(count, generator=seeded(seed)).tolist()
     shuffled = engine(architecture, "deterministic", slots, chunk).generate([requests[i] for i in order], sampling)
     assert same(shuffled, [reference[i] for i in order])
-    got = forward_logprobs(policy(architecture, "deterministic"), "deterministic", requests, reference, sampling, padding, micro_batch)
+    got = forward_logprobs(
+        policy(architecture, "deterministic"), "deterministic", requests, reference, sampling, padding, micro_batch
+    )
     assert unequal(got, joined(reference)) == 0
 
 
@@ -149,7 +151,9 @@ def test_greedy_decoding_equals_the_training_forward() -> None:
     completions = engine("qwen3", "deterministic", 3, 2).generate(requests, sampling)
     reseeded = [Request(r.prompt_ids, r.seed + 1) for r in requests]
     assert same(engine("qwen3", "deterministic").generate(reseeded, sampling), completions)
-    got = forward_logprobs(policy("qwen3", "deterministic"), "deterministic", requests, completions, sampling, "left", 3)
+    got = forward_logprobs(
+        policy("qwen3", "deterministic"), "deterministic", requests, completions, sampling, "left", 3
+    )
     assert unequal(got, joined(completions)) == 0
 
 
@@ -213,7 +217,9 @@ def test_the_context_may_be_filled_to_the_last_token() -> None:
     never = TorchEngine(policy("qwen3", "deterministic"), frozenset(), "deterministic", CONTEXT, 1, 7)
     completions = never.generate([request], sampling)
     assert len(completions[0].response_ids) == 5
-    got = forward_logprobs(policy("qwen3", "deterministic"), "deterministic", [request], completions, sampling, "none", 0)
+    got = forward_logprobs(
+        policy("qwen3", "deterministic"), "deterministic", [request], completions, sampling, "none", 0
+    )
     assert unequal(got, joined(completions)) == 0
 
 

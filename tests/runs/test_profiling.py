@@ -63,7 +63,9 @@ def test_a_run_records_its_speed_outside_of_the_fingerprint(deterministic_run: P
     assert not any(column.in_fingerprint for column in schema.ITERATIONS.columns if column.name in SPEED)
 
 
-def test_files_without_these_columns_are_read_and_those_without_others_refused(deterministic_run: Path, tmp_path: Path) -> None:
+def test_files_without_these_columns_are_read_and_those_without_others_refused(
+    deterministic_run: Path, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
     (run_dir / "records").mkdir(parents=True)
     for path in deterministic_run.rglob("*"):

@@ -71,7 +71,11 @@ def test_a_resumed_run_is_the_uninterrupted_run(
 def test_checkpoints_change_no_result(exact: Recorded, deterministic_run: Path) -> None:
     without = manifest.load(deterministic_run).iterations
     assert len(without) == 3 and without == manifest.load(exact.whole).iterations[:3]
-    assert {path.name for path in (deterministic_run / "checkpoints").iterdir()} == {"final", "final_state", "value_model"}
+    assert {path.name for path in (deterministic_run / "checkpoints").iterdir()} == {
+        "final",
+        "final_state",
+        "value_model",
+    }
 
 
 def test_a_run_without_checkpoints_starts_again_and_compares(plain: Recorded, tmp_path: Path) -> None:

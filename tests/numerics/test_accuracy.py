@@ -23,9 +23,8 @@ SEEDS, MORE_SEEDS = range(3), range(3, 11)
 PLAIN, OUTLIERS = 1.5, 2.0  # largest ratios
 WORST = 4.0  # largest ratio of the parameters with the largest errors, which may be sums that cancel
 RESOLVED = 1e-2  # relative error of stock gradients
-DISTINCT = ("qwen3", "gemma", "gpt2", "gpt_neox")
-QUICK = {(a, "plain") for a in (*DISTINCT, *MIXTURES)} | {("qwen2", "key bias 300")}
-QUICK |= {(a, c) for a in ("qwen3", "gpt2") for c in cases_of(a) if c != "large vocabulary"}
+DISTINCT = ("qwen3", "gpt2", "qwen3_moe")
+QUICK = {(a, "plain") for a in DISTINCT} | {("qwen3", c) for c in cases_of("qwen3") if c != "large vocabulary"}
 ALL = [*((a, c) for a in CONFIGS for c in cases_of(a)), *((a, "plain") for a in MIXTURES)]
 subjects = pytest.mark.parametrize(
     ("architecture", "case"),
@@ -120,7 +119,7 @@ def rounded(model: PreTrainedModel, bits: int | None) -> PreTrainedModel:
     return copied
 
 
-@pytest.mark.parametrize("architecture", DISTINCT)
+@pytest.mark.parametrize("architecture", DISTINCT[:2])
 def test_a_model_in_bfloat16_fails_every_bound(architecture: str) -> None:
     """The negative control: deterministic numerics are given models rounded to bfloat16."""
     wrong = 0
@@ -134,7 +133,7 @@ def test_a_model_in_bfloat16_fails_every_bound(architecture: str) -> None:
     assert wrong > 0
 
 
-@pytest.mark.parametrize("architecture", DISTINCT)
+@pytest.mark.parametrize("architecture", DISTINCT[:2])
 def test_weights_on_20_bits_fail_the_plain_bound(architecture: str) -> None:
     """A control with errors near the bound, in stock float32: weights on grids three bits narrower than they should."""
     found = []
@@ -147,7 +146,7 @@ def test_weights_on_20_bits_fail_the_plain_bound(architecture: str) -> None:
     assert typical([e.ratio("rms") for e in found]) > PLAIN
 
 
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
 def test_the_reference_is_float64_throughout(architecture: str) -> None:
     model, text = model_of(architecture, "plain", 0), text_of(0)
     wide = in_float64(model)

@@ -1,4 +1,4 @@
-"""A control run ends where bits differ that deterministic numerics promise to be equal. Every fault is one flipped bit."""
+"""A control run ends where bits differ that deterministic numerics promise. Every fault is one flipped bit."""
 
 from __future__ import annotations
 

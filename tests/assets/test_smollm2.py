@@ -20,7 +20,6 @@ from ppo_repro.assets import smollm2
 from ppo_repro.config.files import load_config
 from ppo_repro.disk.folder import check_sums
 from ppo_repro.models.load import load_folder
-from ppo_repro.numerics import backend
 from ppo_repro.records import reader
 from ppo_repro.watcher import Silent
 from tests.support.cli import Cli, one_line
@@ -207,7 +206,6 @@ def test_a_run_of_the_real_model_goes_on_in_another_layout(
 @pytest.mark.slow
 def test_long_episodes_of_the_real_model_have_the_bits_of_one_forward_pass(folder: Path) -> None:
     """`experiments/smollm2/parity.py` in small: turns of 6 tokens, texts put in, top-p; native numerics differ."""
-    backend.use("float64", 1)
     size = Size(episodes=3, response_tokens=36, turn=6)
     found = on_texts(folder, "deterministic", 64).measure(1, size)
     assert (found.unequal, found.top_p) == (0, 0.95) and found.tokens > 30 and found.turns > 6 and found.forced > 10

@@ -10,14 +10,13 @@ from functools import cache
 import numpy as np
 import pandas as pd
 import torch
-from ppo_repro.numerics.layers.attention import reach
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import policy_logits
-from ppo_repro.numerics.families import head_of, stock_masks, trunk_of
-from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, make_optimizer
+from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, make_optimizer
+from ppo_repro.numerics.rows import slots_of
 from ppo_repro.numerics.token_statistics import prob_sq_sum, token_statistics
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
@@ -226,19 +225,21 @@ def stale(setting: Setting, every: int = 99, learning_rate: float = 1e-3) -> pd.
 def _policy_gradient_step(
     model: PreTrainedModel, setting: Setting, optimizer: Optimizer, items: Iteration, index: int
 ) -> None:
-    batch = lay_out([r.prompt_ids for r in items.requests], [c.response_ids for c in items.completions], "right")
-    rewards = torch.randn(len(items.requests), generator=seeded(77 + index))
+    count = len(items.requests)
+    slots = slots_of(range(count), count, SLOTS)
+    batch = lay_out([r.prompt_ids for r in items.requests], [c.response_ids for c in items.completions], slots=slots)
+    rewards = torch.randn(count, generator=seeded(77 + index))
     advantages = torch.repeat_interleave(rewards, torch.tensor(items.lengths)) / len(batch.targets)
 
     def backward() -> None:
         logprobs, _ = token_statistics(policy_logits(model, batch), batch.targets, 1.0, None, setting.mode)
         torch.autograd.backward(-logprobs, advantages)
 
-    optimizer.step(backward, batch.real_tokens)
+    optimizer.step(backward)
 
 
 def with_dropout(setting: Setting, rate: float = 0.1) -> pd.DataFrame:
-    """The trainer's model is in training mode, with dropout; stock numerics, since the exact ones have none."""
+    """The trainer's model is in training mode, with dropout; stock numerics, since the deterministic ones have none."""
     config = CONFIGS[setting.architecture]()
     for name in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout"):
         if hasattr(config, name):
@@ -252,26 +253,34 @@ def with_dropout(setting: Setting, rate: float = 0.1) -> pd.DataFrame:
         return pairs(setting, trainer=lambda items: trained(model, "native", items))
 
 
+def _padded_left(model: PreTrainedModel, batch: TokenBatch, masked: bool) -> Tensor:
+    """Logits of stock torch for a left-padded batch that counts positions from the padding on."""
+    lengths = batch.sequences.lengths
+    width = int(lengths.max())
+    valid = np.arange(width) >= width - lengths[:, None]
+    ids = np.zeros(valid.shape, np.int64)
+    ids[valid] = batch.sequences.ids
+    out = model(
+        input_ids=torch.from_numpy(ids),
+        attention_mask=torch.from_numpy(valid.astype(np.int64)) if masked else None,
+        position_ids=torch.arange(width).expand(ids.shape),
+        use_cache=False,
+    )
+    return out.logits.flatten(0, 1)[np.flatnonzero(valid)[batch.predictors]]
+
+
 def _leaking(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """The forward of a left-padded batch that counts positions from the padding on and lets tokens see it."""
-    rows, width = batch.input_ids.shape
-    positions = torch.arange(width).expand(rows, width)
-    seen = torch.zeros(rows, width, dtype=torch.int64)
-    masks = stock_masks(model.config, lambda window: reach(seen, window))
-    trunk = trunk_of(model)
-    out = trunk(input_ids=batch.input_ids, position_ids=positions, attention_mask=masks, use_cache=False)
-    hidden = out.last_hidden_state
-    return head_of(model)(hidden.reshape(-1, hidden.shape[-1])[batch.predictors])
+    """Tokens see the padding too."""
+    return _padded_left(model, batch, masked=False)
 
 
 def _wrong_positions(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     """The same with a right mask: shows only where positions are absolute, as GPT-2's are."""
-    width = batch.input_ids.shape[1]
-    return policy_logits(model, replace(batch, position_ids=torch.arange(width).expand_as(batch.input_ids)))
+    return _padded_left(model, batch, masked=True)
 
 
 def padding_leak(setting: Setting, logits: Logits = _leaking) -> pd.DataFrame:
-    """The trainer pads on the left and forgets it; stock numerics, since the exact ones take no mask."""
+    """The trainer pads on the left and forgets it; stock numerics, since the deterministic ones take no mask."""
     model = policy(setting.architecture, "native", setting.seed)
     return pairs(setting, trainer=lambda items: trained(model, "native", items, "left", logits))
 
@@ -285,16 +294,7 @@ def reduced_precision(setting: Setting, dtype: torch.dtype = torch.bfloat16) -> 
     """The trainer computes in 16 bits, its log-softmax in float32."""
     model = copy.deepcopy(policy(setting.architecture, "native", setting.seed)).to(dtype)
 
-    def logits(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
-        width = batch.input_ids.shape[1]
-        masks = stock_masks(model.config, lambda window: reach(batch.first_key, window))
-        out = trunk_of(model)(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=masks, use_cache=False
-        ).last_hidden_state
-        assert out.dtype == dtype and out.shape[1] == width
-        return head_of(model)(out.reshape(-1, out.shape[-1])[batch.predictors])
-
-    return pairs(setting, trainer=lambda items: trained(model, "native", items, "right", logits))
+    return pairs(setting, trainer=lambda items: trained(model, "native", items))
 
 
 def coarse_logprobs(setting: Setting) -> pd.DataFrame:

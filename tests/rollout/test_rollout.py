@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from transformers import PreTrainedModel
 from ppo_repro.errors import UserError
 from ppo_repro.models.batches import TokenBatch
 from ppo_repro.models.networks import make_policy, policy_logits, value_predictions
+from ppo_repro.numerics.native import NativeNetwork
+from ppo_repro.numerics.network import Network
+from ppo_repro.numerics.rows import Ragged
 from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.prefix import PrefixIndex
@@ -312,14 +316,17 @@ def related_requests() -> list[Request]:
 
 def generated(mode: str, slots: int, chunk: int, prefix_cache: bool) -> tuple[list[Completion], int]:
     """Completions and the prompt and response tokens that went through the model."""
-    model = policy("qwen3", mode)
-    sampler = TorchEngine(model, STOPS, mode, CONTEXT, slots, chunk, prefix_cache)
-    seen: list[int] = []
-    hook = model.model.layers[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[:2].numel()))
-    try:
+    sampler = TorchEngine(policy("qwen3", mode), STOPS, mode, CONTEXT, slots, chunk, prefix_cache)
+    network, seen = Network if mode == "deterministic" else NativeNetwork, list[int]()
+    over_cache = network.over_cache
+
+    def counted(self: Any, batch: Ragged, *arguments: Any, **others: Any) -> Any:
+        seen.append(len(batch.ids))
+        return over_cache(self, batch, *arguments, **others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(network, "over_cache", counted)
         return sampler.generate(related_requests(), PLAIN), sum(seen)
-    finally:
-        hook.remove()
 
 
 @pytest.mark.parametrize(("slots", "chunk"), [(21, 0), (5, 0), (2, 3)])

@@ -111,7 +111,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         ("seed=-1", "seed = -1: input should be greater than or equal to 0"),
         ("seed=9223372036854775808", "seed = 9223372036854775808: input should be less than"),
         ("model.hidden_size=0", "model.hidden_size = 0: input should be greater than or equal to 1"),
-        ("numerics.mode=fast", "numerics.mode = 'fast': input should be 'exact' or 'native'"),
+        ("numerics.mode=fast", "numerics.mode = 'fast': input should be 'deterministic' or 'native'"),
         ("model.kind=huge", "model.kind = 'huge': must be one of 'tiny', 'folder'"),
         ("experiment=../x", "experiment = '../x': string should match pattern"),
         ("ppo=3", "ppo = 3: "),
@@ -202,7 +202,7 @@ def test_a_file_for_another_command_is_named(path: Path, command: str) -> None:
     [
         (["ppo.minibatch_size=7"], "ppo.minibatch_size = 7 must divide the 48 sequences of an iteration"),
         (["rollout.max_response_tokens=24"], "rollout.max_response_tokens = 24 must be smaller than numerics.max_con"),
-        (["layout.device=cuda"], "layout.device = cuda needs numerics.mode = native, and it is exact; take cpu"),
+        (["layout.device=cuda"], "layout.device = cuda needs numerics.mode = native, and it is deterministic; take cpu"),
         (
             ["numerics.mode=native", "numerics.accuracy_sequences=3"],
             "numerics.accuracy_sequences needs numerics.mode = deterministic",

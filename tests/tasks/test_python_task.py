@@ -48,7 +48,7 @@ def test_prompts_keep_their_other_fields_and_scores_come_in_one_call(tmp_path: P
     problems = sorted((*source.problems.train, *source.problems.held_out), key=lambda p: p.key)
     assert problems[3] == Problem("p3", "p3", "a3", '{"level": 3}')
     config = RewardConfig.model_validate({"terms": [{"kind": "verifier"}]})
-    judge = for_source(load_judge(config), source, "exact")
+    judge = for_source(load_judge(config), source, "deterministic")
     judged = judge_samples(judge, samples(*problems), [])
     assert judged.scores == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert judged.correct == [False, True, True, True, True, True], "1 or more is a right answer"
@@ -96,7 +96,7 @@ def test_a_function_gets_the_other_fields_of_a_line_where_it_asks_for_them(tmp_p
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
     source = load_source(JsonlTask(kind="jsonl", path=str(tmp_path / "p.jsonl"), num_eval_prompts=1), 0)
     config = RewardConfig.model_validate({"terms": [{"kind": "function", "path": f"{tmp_path}/r.py:f"}]})
-    judge = for_source(load_judge(config), source, "exact")
+    judge = for_source(load_judge(config), source, "deterministic")
     problems = sorted((*source.problems.train, *source.problems.held_out), key=lambda p: p.key)
     for _ in range(2):  # what it changes in them is lost
         assert judge_samples(judge, samples(*problems), []).scores == [1.0, 2.0, 3.0, 4.0]

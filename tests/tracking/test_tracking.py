@@ -92,18 +92,18 @@ def test_a_copy_has_the_times_the_tables_and_the_verdicts_of_the_run(
     from ppo_repro.tracking.mlflow_copy import track
 
     client = mlflow_client(store)
-    exact, native = (client.get_run(track(run, store).run_id) for run in (deterministic_run, native_run))
+    ours, native = (client.get_run(track(run, store).run_id) for run in (deterministic_run, native_run))
     recorded, rows = manifest.load(deterministic_run), reader.read_iterations(deterministic_run)
     environment = json.loads((deterministic_run / "environment.json").read_text())
     started = datetime.fromisoformat(environment["started"]).timestamp()
     spent = times.read(deterministic_run, recorded)
-    assert spent is not None and exact.info.start_time == round(started * 1000)
-    assert exact.info.end_time == round((started + sum(spent.seconds.values())) * 1000)
-    history = client.get_metric_history(exact.info.run_id, "iteration/tokens")
+    assert spent is not None and ours.info.start_time == round(started * 1000)
+    assert ours.info.end_time == round((started + sum(spent.seconds.values())) * 1000)
+    history = client.get_metric_history(ours.info.run_id, "iteration/tokens")
     assert [m.timestamp for m in history] == [round(moment * 1000) for moment in rows["ended_at"]]
     assert started < rows["ended_at"].min() and rows["ended_at"].is_monotonic_increasing
-    assert history[-1].timestamp < exact.info.end_time and "iteration/ended_at" not in exact.data.metrics
-    found = {d.dataset.name: d.dataset for d in exact.inputs.dataset_inputs}
+    assert history[-1].timestamp < ours.info.end_time and "iteration/ended_at" not in ours.data.metrics
+    found = {d.dataset.name: d.dataset for d in ours.inputs.dataset_inputs}
     assert {"sequences", "tokens", "updates", "steps", "iterations", "evaluations"} <= set(found)
     assert json.loads(found["tokens"].profile)["num_rows"] == len(reader.read_tokens(deterministic_run))
     assert Path(json.loads(found["tokens"].source)["uri"]) == (deterministic_run / "records" / "tokens").absolute()
@@ -111,10 +111,10 @@ def test_a_copy_has_the_times_the_tables_and_the_verdicts_of_the_run(
     assert [c["name"] for c in columns] == list(reader.read_tokens(deterministic_run).columns)
     other = {d.dataset.name: d.dataset.digest for d in native.inputs.dataset_inputs}
     assert other["tokens"] != found["tokens"].digest, "another run has another digest"
-    promises = {name: value for name, value in exact.data.tags.items() if name.startswith("verdict.")}
+    promises = {name: value for name, value in ours.data.tags.items() if name.startswith("verdict.")}
     assert set(promises.values()) == {"holds"} and len(promises) == 3
     assert native.data.tags["verdict.sampler_and_trainer_agree"] == "differs"
-    assert "0 of" in exact.data.tags["mlflow.note.content"]
+    assert "0 of" in ours.data.tags["mlflow.note.content"]
 
 
 def test_a_run_of_an_earlier_version_has_the_times_of_its_files(tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ def test_a_server_that_hangs_is_given_up(stock: Subject) -> None:
     assert [c.response_ids for c in after] == [c.response_ids for c in before]
 
 
-def test_an_deterministic_server_killed_in_the_middle_is_replaced_and_no_bit_changes(deterministic: Subject) -> None:
+def test_a_deterministic_server_killed_in_the_middle_is_replaced_and_no_bit_changes(deterministic: Subject) -> None:
     requests = requests_of(deterministic.config, deterministic.prepared, 400)
     sampling = Sampling(1.0, 0, 1.0, 100)
     expected = deterministic.prepared.engine.generate(requests, sampling)

@@ -83,17 +83,23 @@ def checkpoint_gradients(trunk: PreTrainedModel) -> None:
         layer._gradient_checkpointing_func = recompute  # type: ignore[assignment]
 
 
-def hidden_states(trunk: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """Final hidden states [n, H] at the positions that predict the response tokens."""
-    return seen_states(trunk, batch, seen=False)[0]
+def hidden_states(trunk: PreTrainedModel, batch: TokenBatch, replay: bool = False) -> Tensor:
+    """Final hidden states [n, H] at the positions that predict the response tokens.
+
+    `replay`: tokens take the routes of the batch, where it has some, through the trunk's mixtures of experts.
+    """
+    return seen_states(trunk, batch, replay, seen=False)[0]
 
 
-def seen_states(trunk: PreTrainedModel, batch: TokenBatch, seen: bool = True) -> tuple[Tensor, Ints | None]:
+def seen_states(
+    trunk: PreTrainedModel, batch: TokenBatch, replay: bool, seen: bool = True
+) -> tuple[Tensor, Ints | None]:
     """`hidden_states`, and the routes of all inputs [.., M k] if they are to be seen."""
     network = network_of(trunk)
+    sequences = batch.sequences if replay else replace(batch.sequences, routes=None)
     if isinstance(network, NativeNetwork):
-        return network.over_batch(batch.sequences, batch.predictors, seen, batch.padding)
-    return network.over_batch(batch.sequences, batch.predictors, seen)
+        return network.over_batch(sequences, batch.predictors, seen, batch.padding)
+    return network.over_batch(sequences, batch.predictors, seen)
 
 
 def policy_logits(policy: PreTrainedModel, batch: TokenBatch) -> Tensor:

@@ -80,7 +80,7 @@ def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig
 def _seen(state: TrainState, batch: TokenBatch, config: RunConfig) -> tuple[Tensor, Tensor]:
     """The policy's hidden states [n, H], and at level deep the routes that gave them, [n, M k] int32, else [n, 0]."""
     trunk = trunk_of(state.policy)
-    hidden, routes = seen_states(trunk, batch, config.records.level == "deep" and bool(routers(trunk)))
+    hidden, routes = seen_states(trunk, batch, True, config.records.level == "deep" and bool(routers(trunk)))
     if routes is None:
         return hidden, torch.empty(len(batch.targets), 0, dtype=torch.int32)
     return hidden, torch.from_numpy(routes[batch.predictors])

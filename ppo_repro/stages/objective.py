@@ -154,7 +154,7 @@ class PolicyLoss:
 
     def hidden(self, m: MicroBatch) -> Tensor:
         """The trunk's hidden states [m, H]."""
-        return hidden_states(trunk_of(self.state.policy), m.batch)
+        return hidden_states(trunk_of(self.state.policy), m.batch, replay=True)
 
     def of_hidden(self, m: MicroBatch, hidden: Tensor) -> LossAndColumns:
         """The same from the trunk's hidden states [m, H]; the losses of tokens are computed on the CPU."""

@@ -59,6 +59,7 @@ def test_a_variant_that_the_cpu_does_not_run_is_refused() -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_unknown_variant_ends_a_run_in_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ppo_repro", "run", TINY, "--out", tmp_path / "runs"]
     environment = {**os.environ, library.CHOICE: "avx2"}

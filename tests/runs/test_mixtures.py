@@ -94,6 +94,7 @@ def test_native_numerics_have_routes_too(tmp_path: Path) -> None:
     assert (np.diff(sampled.reshape(-1, 2, 2), axis=-1) > 0).all()
 
 
+@pytest.mark.slow
 def test_replayed_routes_change_nothing_where_sampler_and_trainer_agree(tmp_path: Path) -> None:
     """With one step for a rollout; a later step has other weights, which may choose other experts."""
     plain = record(tmp_path / "plain", "qwen3_moe", *ONE_STEP)
@@ -171,6 +172,7 @@ def test_a_plan_of_a_mixture_counts_its_experts_and_what_is_made_of_them(family:
     assert fewer.certain == more.certain
 
 
+@pytest.mark.slow
 def test_adapters_leave_routers_and_experts_alone_and_keep_parity(tmp_path: Path) -> None:
     folder = record(tmp_path, "olmoe", "lora={rank: 2, alpha: 4.0}", "ppo.iterations=1", "records.level=deep")
     found = parity(folder)

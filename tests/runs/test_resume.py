@@ -85,6 +85,7 @@ def test_a_run_without_checkpoints_starts_again_and_compares(plain: Recorded, tm
 
 
 @pytest.mark.usefixtures("row_noise")
+@pytest.mark.slow
 def test_native_numerics_resume_under_their_own_layout_only(native: Recorded, tmp_path: Path) -> None:
     run_dir = native.copy(3, tmp_path)
     resume(run_dir, Silent())

@@ -68,7 +68,7 @@ def test_the_phases_of_a_run_add_up_and_little_has_no_name(tmp_path: Path, monke
     assert set(seconds) == {*OF_ITERATIONS, *OF_RUN, "checkpoints", "total"}
     # the calls before the clock and after its last lap are a handful
     assert seconds["total"] == sum(spent for phase, spent in seconds.items() if phase != "total")
-    assert ticks.count - 50 < seconds["total"] <= ticks.count
+    assert ticks.count - 500 < seconds["total"] <= ticks.count
     assert 0 <= seconds[OTHER] < MUCH * seconds["total"]
     assert all(seconds[phase] > 0 for phase in seconds if phase != "progress")
     recorded = manifest.load(run_dir)

@@ -12,14 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_repro.config.files import load_config
 from ppo_repro.errors import PromiseBroken
 from ppo_repro.ranks import Ranks, end_process, joined
-from ppo_repro.records import manifest
-from ppo_repro.watcher import Silent
-from tests.support.language import rerun, run
-from tests.support.paths import TINY
-from tests.support.row_dependent import NOISE, row_dependent_linear
 
 QUICK = ["model.warm_start_steps=4"]  # each process computes all of the warm start
 RUNS = {
@@ -74,9 +68,17 @@ def exchanges(ranks: Ranks, folder: Path) -> dict[str, Any]:
 
 def runs(ranks: Ranks, folder: Path) -> dict[str, Any]:
     """Fingerprints of some runs, a rerun of what one process recorded, and what a run without sums ends with."""
+    # the exchanges need none of this, and start in a fraction of the time
+    from ppo_repro.config.files import load_config
+    from ppo_repro.records import manifest
+    from ppo_repro.watcher import Silent
+    from tests.support.language import rerun, run
+    from tests.support.paths import TINY
+    from tests.support.row_dependent import NOISE, row_dependent_linear
+
     found: dict[str, Any] = {}
     for name, overrides in RUNS.items():
-        with row_dependent_linear(NOISE):  # the layers of exact numerics are others
+        with row_dependent_linear(NOISE):  # kernels compute the others
             run_dir, _ = run(load_config(TINY, overrides), folder / name, Silent(), ranks)
         ranks.everyone(None)  # the first one has written all of it
         found[name] = manifest.load(run_dir).fingerprint

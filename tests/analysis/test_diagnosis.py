@@ -55,10 +55,10 @@ FAULTS: dict[str, tuple[Fault, str, str]] = {
     "retokenized": (faults.retokenized, "retokenization", SOME_ROWS),
 }
 DETERMINISTIC, NATIVE = Setting("qwen3", "deterministic", 0), Setting("qwen3", "native", 1)
-# in deterministic numerics every other fault is in the slow test
-QUICK = [(NATIVE, name) for name in FAULTS] + [
-    (DETERMINISTIC, name) for name in ("temperature 0.9", "zero fill", "rolled on")
-]
+# one of each cause; the long test has all of them
+CAUSES = ("top-p 0.9", "rolled on", "shuffled", "zero fill", "forced EOS, 0", "stale, lr 1e-3", "token bias 0.1")
+CAUSES += ("temperature 0.9", "dropout 0.1", "padding leak", "bfloat16", "retokenized")
+QUICK = [(NATIVE, name) for name in CAUSES] + [(DETERMINISTIC, "temperature 0.9")]
 MANY = [Setting(a, m, s) for a in ("qwen3", "gpt2", "llama") for m in ("deterministic", "native") for s in (2, 3, 4)]
 
 

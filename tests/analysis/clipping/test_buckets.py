@@ -21,7 +21,7 @@ def test_who_can_be_clipped_upwards() -> None:
     assert needed == pytest.approx([np.log(1.2) / 0.5, -np.log(0.8) / 1.0, np.inf])
 
 
-@settings(max_examples=25)  # each example builds data frames
+@settings(max_examples=10)  # each example builds data frames
 @given(items())
 def test_buckets_hold_every_row_and_their_lifts_average_to_one(item: IterationRows) -> None:
     table = clip_bucket(item, CONFIG)

@@ -63,7 +63,7 @@ def test_mean_new_minus_old_is_minus_the_divergence() -> None:
     assert (p * np.log(q / p)).sum() < 0 < (p * (q / p - 1 - np.log(q / p))).sum()
 
 
-@settings(max_examples=25)  # each example builds data frames
+@settings(max_examples=10)  # each example builds data frames
 @given(items(), st.integers(0, 3))
 def test_tokens_in_the_band_keep_their_word_in_its_wider_band(item: IterationRows, seed: int) -> None:
     generator = np.random.default_rng(seed)

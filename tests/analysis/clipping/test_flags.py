@@ -126,7 +126,7 @@ def test_the_flags_are_those_of_the_losses(rule: ClipRule, tokens: list[tuple[fl
             assert {name: bool(flag[index]) for name, flag in flags.items()} == slow_flags(ratio, advantage, rule)
 
 
-@settings(max_examples=25)  # each example builds data frames
+@settings(max_examples=10)  # each example builds data frames
 @given(items())
 def test_the_band_is_the_disjoint_sum(item: IterationRows) -> None:
     flags = token_flags(item.rows, item.rule)
@@ -136,7 +136,7 @@ def test_the_band_is_the_disjoint_sum(item: IterationRows) -> None:
     assert (flags["grad_zero"] == flags["clip_high"] | flags["clip_low"] | flags["dual_zero"]).all()
 
 
-@settings(max_examples=25)  # each example builds data frames
+@settings(max_examples=10)  # each example builds data frames
 @given(items(), st.floats(0.1, 10.0))
 def test_scaling_and_reflecting_advantages(item: IterationRows, factor: float) -> None:
     flags = token_flags(item.rows, item.rule)
@@ -150,7 +150,7 @@ def test_scaling_and_reflecting_advantages(item: IterationRows, factor: float) -
     pd.testing.assert_frame_equal(again.drop(columns="seq_clip"), flags.drop(columns="seq_clip"))
 
 
-@settings(max_examples=25)  # each example builds data frames
+@settings(max_examples=10)  # each example builds data frames
 @given(items(), st.floats(0.0, 0.05))
 def test_a_wider_band_clips_less_and_each_side_on_its_own(item: IterationRows, more: float) -> None:
     rule = replace(item.rule, dual=None)
@@ -163,7 +163,7 @@ def test_a_wider_band_clips_less_and_each_side_on_its_own(item: IterationRows, m
         assert (higher[name] == flags[name]).all()
 
 
-@settings(max_examples=25)  # each example builds data frames
+@settings(max_examples=10)  # each example builds data frames
 @given(items())
 def test_clipped_upwards_means_improbable_enough(item: IterationRows) -> None:
     flags = token_flags(item.rows, item.rule)
@@ -187,7 +187,7 @@ def test_grad_zero_is_where_the_objective_is_flat(rule: ClipRule, log_ratio: flo
     assert bool(flags["grad_zero"][0]) == (slope == 0.0)
 
 
-@settings(max_examples=25)  # each example builds data frames
+@settings(max_examples=10)  # each example builds data frames
 @given(items())
 def test_the_clipped_surrogate_is_pessimistic_and_untouched_at_one(item: IterationRows) -> None:
     ratios, advantages = np.exp(item.rows["log_ratios"].to_numpy()), item.rows["advantages"].to_numpy()

@@ -59,7 +59,7 @@ def test_the_floor_is_what_the_mismatch_alone_clips() -> None:
     assert whole(clip_step(with_old, CONFIG)).iloc[0]["clip_floor"] == 0.0
 
 
-@settings(max_examples=25)  # each example builds data frames
+@settings(max_examples=10)  # each example builds data frames
 @given(items(with_mismatch=True))
 def test_rates_are_means_of_flags_and_subsets_add_up(item: IterationRows) -> None:
     table, flags = clip_step(item, CONFIG), token_flags(item.rows, item.rule)
@@ -135,7 +135,7 @@ def test_the_histogram_counts_every_token_once_and_is_symmetric() -> None:
     assert found["bin_lo"].iloc[6] == -np.inf and np.isnan(found["bin_lo"].iloc[7])
 
 
-@settings(max_examples=25)  # each example builds data frames
+@settings(max_examples=10)  # each example builds data frames
 @given(items())
 def test_histograms_add_up(item: IterationRows) -> None:
     table = ratio_hist(item)

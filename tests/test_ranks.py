@@ -71,6 +71,7 @@ def test_one_process_exchanges_nothing() -> None:
     assert ALONE.mine(7) == range(7) and ALONE.is_first
 
 
+@pytest.mark.slow
 def test_four_processes_see_the_same_whole_and_add_in_the_order_of_a_tree(tmp_path: Path) -> None:
     found = found_by(4, "exchanges", tmp_path / "four")
     assert found == [found[0]] * 4

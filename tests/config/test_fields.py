@@ -138,6 +138,7 @@ def digests_beside(name: str) -> Iterator[tuple[Key, str]]:
 NO_RESULT = {("RunRecordsConfig", name) for name in ("level", "top_logits", "iterations_per_file")}
 
 
+@pytest.mark.slow
 def test_the_digest_sees_every_single_field_but_how_much_is_recorded() -> None:
     seen = set()
     for name in TREES:

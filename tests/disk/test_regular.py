@@ -146,6 +146,7 @@ def test_no_write_and_no_lock_waits_for_a_pipe(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow
 def test_a_command_does_not_look_at_files_it_has_no_use_for(cli: Cli, copy: Path, tmp_path: Path) -> None:
     """What the README says of `show --json` and `bisect`; `verify` looks at all files."""
     shown = cli("show", copy, "--json")

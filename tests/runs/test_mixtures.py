@@ -107,6 +107,7 @@ def rms(folder: Path) -> float:
     return float(np.sqrt(np.mean((tokens["old_logprobs"] - tokens["rollout_logprobs"]).astype(float) ** 2)))
 
 
+@pytest.mark.slow
 def test_replayed_routes_bring_a_rounded_sampler_and_the_trainer_nearer(tmp_path: Path) -> None:
     experts = ("model.experts.count=64", "model.experts.per_token=4", "model.intermediate_size=4")
     more = ("records.level=deep", BFLOAT16, *experts, "ppo.iterations=1", *ONE_STEP)

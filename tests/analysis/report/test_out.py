@@ -30,6 +30,7 @@ def test_out_never_costs_a_file(cli: Cli, native_run: Path, tmp_path: Path, name
     assert cli("verify", copy)[0] == 0
 
 
+@pytest.mark.slow
 def test_an_earlier_report_is_replaced(cli: Cli, native_run: Path, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     assert cli("report", native_run, "--out", path)[0] == 0

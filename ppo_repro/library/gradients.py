@@ -15,9 +15,9 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from ppo_repro.errors import UserError
+from ppo_repro.library.running_sums import RunningSums
 from ppo_repro.numerics import library
 from ppo_repro.numerics.network import forget_packed
-from ppo_repro.numerics.running_sums import RunningSums
 from ppo_repro.numerics.structs import address
 
 AGAIN = "make a new model with ppo_repro.deterministic"

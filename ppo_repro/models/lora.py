@@ -1,6 +1,6 @@
 """Low-rank adapters that are always merged, so that sampler and trainer still agree on every bit. Hu et al., 2022.
 
-The model holds the merged weights W' = W + s B A (see `numerics.low_rank`), and every forward pass uses them. A
+The model holds the merged weights W' = W + s B A (see `models.low_rank`), and every forward pass uses them. A
 backward pass collects the gradient of W' as in full training. The optimizer turns it into the gradients of A and B,
 steps on A and B alone, and merges again. That saves optimizer moments and checkpoint size, but no gradient memory.
 
@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.errors import UserError
+from ppo_repro.models import low_rank
 from ppo_repro.models.networks import ValueModel
-from ppo_repro.numerics import low_rank
 from ppo_repro.numerics.network import Network, is_deterministic, network_of
 from ppo_repro.seeding import words
 

@@ -1,7 +1,7 @@
 """Steps on low-rank adapters, and on the parameters beside them that are trained whole.
 
 A backward pass collects gradients of the merged weights, as in full training. They become gradients of the factors
-(see `numerics.low_rank`), AdamW steps on the factors, and the weights are merged again.
+(see `models.low_rank`), AdamW steps on the factors, and the weights are merged again.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ppo_repro.errors import PromiseBroken
+from ppo_repro.library.running_sums import RunningSums
 from ppo_repro.numerics import library
 from ppo_repro.numerics.gradient_sums import GradientSums, SlotSums, layout, sums_of
-from ppo_repro.numerics.running_sums import RunningSums
 from ppo_repro.numerics.structs import MatrixStruct
 from tests.numerics import definition
 from tests.numerics.definition_elementary import Array, F

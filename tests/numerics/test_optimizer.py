@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ppo_repro.errors import NumericsError
+from ppo_repro.models.low_rank import factor_gradients, merge
 from ppo_repro.numerics import library, optimizer
-from ppo_repro.numerics.low_rank import factor_gradients, merge
 from ppo_repro.numerics.optimizer import (
     AdamW,
     AdamWSettings,

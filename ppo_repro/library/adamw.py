@@ -81,7 +81,7 @@ class AdamW(Optimizer):
         self._show_state()
 
     def _show_state(self) -> None:
-        """Let torch see the moments, so that `state_dict` has them."""
+        """Let torch see the moments, so that the saved state has them."""
         for name, parameter in self._adamw.parameters.items():
             self.state[parameter] = dict(
                 zip(_MOMENTS, (self._adamw.first[name], self._adamw.second[name]), strict=True)
@@ -110,7 +110,7 @@ class AdamW(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state that `state_dict()` of such an optimizer gave; ValueError for another one."""
+        """Continue from the saved state of such an optimizer; ValueError for another one."""
         super().load_state_dict(state_dict)
         for moment, held in zip(_MOMENTS, (self._adamw.first, self._adamw.second), strict=True):
             copy_named(held, {name: self.state[p][moment] for name, p in self._adamw.parameters.items()})

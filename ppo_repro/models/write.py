@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
-import safetensors.torch
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -25,14 +28,27 @@ def write_model(model: PreTrainedModel, folder: Path, file_bytes: int, original_
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
-    """Write tensors as a safetensors file; returns its SHA-256. Raises OSError.
+    """Write float32 tensors as a safetensors file, one by one; returns its SHA-256. Raises OSError.
 
-    Digested before it is written, so that an error of the disk shows.
+    safetensors holds the whole file in memory. Digested before it is written, so that an error of the disk shows.
     """
-    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    data = safetensors.torch.save(on_cpu, None if metadata is None else dict(metadata))
-    path.write_bytes(data)
-    return hashlib.sha256(data).hexdigest()
+    tensors = dict(sorted(tensors.items()))  # the file is a function of what is in it
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.float32:
+            raise ValueError(f"tensor {name} is {tensor.dtype}; files here hold float32")
+        begin, end = end, end + 4 * tensor.numel()
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        numbers = (t.detach().cpu().contiguous().view(-1).numpy().data for t in tensors.values())
+        for part in chain((len(text).to_bytes(8, "little"), text), numbers):
+            digest.update(part)
+            file.write(part)
+    return digest.hexdigest()
 
 
 def named_weights(module: nn.Module) -> dict[str, Tensor]:

@@ -32,6 +32,6 @@ def test_a_real_run_needs_what_was_planned(case: str, large_model: Path) -> None
     """Value losses always have gradients; scores of two short responses may be equal, and then there are no sums."""
     found = peak.measure(case, large_model, [*peak.SHORT])
     # the process itself differs by tens of megabytes, and the allocator keeps some small blocks after they are freed
-    assert found.planned - FILES == pytest.approx(found.anonymous, rel=0.05)
+    assert found.planned - FILES == pytest.approx(found.anonymous, rel=0.1)
     plan = plan_run(load_config(peak.CONFIG, [*peak.CASES[case], f"model.path={large_model}"]))
     assert plan.certain > 0.4 * found.planned, "the process is most of it, so a part that was forgotten would not show"

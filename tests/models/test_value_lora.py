@@ -10,12 +10,13 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForTokenClassification
 
+from ppo_repro.models import low_rank
 from ppo_repro.models.adapter_folder import save_value_adapter
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.lora import add_lora, share_frozen
 from ppo_repro.models.lora_optimizer import make_lora_optimizer
 from ppo_repro.models.networks import ValueModel, freeze, make_policy, make_value_model, value_predictions
-from ppo_repro.numerics import library, low_rank
+from ppo_repro.numerics import library
 from ppo_repro.numerics.families import trunk_of
 from ppo_repro.numerics.linear import linear
 from ppo_repro.numerics.optimizer import AdamWSettings, OptimizerState, make_optimizer, weights_digest

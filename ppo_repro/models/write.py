@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
     with path.open("wb") as file:
-        numbers = (t.detach().cpu().contiguous().view(-1).numpy().data for t in tensors.values())
-        for part in chain((len(text).to_bytes(8, "little"), text), numbers):
+        parts: Iterator[bytes | memoryview] = chain(
+            (len(text).to_bytes(8, "little"), text),
+            (t.detach().cpu().contiguous().view(-1).numpy().data for t in tensors.values()),
+        )
+        for part in parts:
             digest.update(part)
             file.write(part)
     return digest.hexdigest()

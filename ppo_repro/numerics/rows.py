@@ -115,11 +115,6 @@ def alone(rows: int, slots: Ints) -> Rows:
     return Rows(ints(np.arange(rows)), ints(np.zeros(rows)), slots)
 
 
-def flat(x: Tensor) -> Tensor:
-    """x [.., K] as contiguous rows [n, K]."""
-    return x.reshape(-1, x.shape[-1]).contiguous()
-
-
 def index(rows: Ints) -> Tensor:
     """Rows as an index of torch."""
     return torch.from_numpy(np.asarray(rows, np.int64))

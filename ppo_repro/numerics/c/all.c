@@ -1,5 +1,4 @@
 // The kernels as one unit of compilation.
-#pragma clang diagnostic ignored "-Wunused-function"
 #include "kernels.h"
 
 #include "threads.c"

@@ -84,10 +84,6 @@ INLINE int panels_of(int columns) { return (columns + COLS - 1) / COLS; }
 
 // ---------------------------------------------------------------------------------------------------------- packing
 
-INLINE float element(const Matrix *m, int n, int k) {
-  return m->transposed ? m->w[(long)k * m->n + n] : m->w[(long)n * m->k + k];
-}
-
 // Panels [ceil(n / 16)][k][16] of w, with zeros beyond n
 static void pack_task(void *argument, int p) {
   const Matrix *m = argument;

@@ -77,15 +77,8 @@ def generate(
     if task.environment is None and not config.rollout.stop:
         completions = engine.generate(requests, sampled.sampling)
         return ranks.gather([Answered(c, decode(task.tokenizer, c.response_ids), None) for c in completions])
-    conversations = Conversations(
-        task.tokenizer,
-        config.rollout.stop,
-        task.environment,
-        [problems[i] for i in mine],
-        config.task.turns,
-        config.rollout.max_response_tokens,
-        config.task.chat_template,
-    )
+    own = [problems[i] for i in mine]
+    conversations = Conversations(config, task.tokenizer, task.spelled, task.environment, own)
     completions = engine.generate(requests, sampled.sampling, conversations)
     answers = [_answered(task, conversations, index, completion) for index, completion in enumerate(completions)]
     return ranks.gather(answers)

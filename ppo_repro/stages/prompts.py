@@ -10,8 +10,8 @@ from ppo_repro.buffers import Prompts
 from ppo_repro.config.run import RunConfig
 from ppo_repro.seeding import sample_seed
 from ppo_repro.tasks.problems import Problem, Split, choose
-from ppo_repro.tasks.python_task import PythonFile
 from ppo_repro.tasks.rewards import Judge
+from ppo_repro.tasks.sources import PythonFile
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Task:
     reward_model: PreTrainedModel | None  # frozen; None where no reward term is a model
     tokenizer: PreTrainedTokenizerBase
     environment: PythonFile | None = None  # None where every episode is one turn of the model
+    spelled: frozenset[int] = frozenset()  # special tokens that rewards and stop texts see as text
 
 
 def choose_prompts(config: RunConfig, task: Task, iteration: int) -> Prompts:

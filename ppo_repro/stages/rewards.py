@@ -19,8 +19,9 @@ from ppo_repro.ppo.advantages import whiten
 from ppo_repro.ppo.rewards import charge_penalties, place_scores, shaping_rewards, token_rewards
 from ppo_repro.ranks import Ranks
 from ppo_repro.stages.prompts import Task
-from ppo_repro.tasks.rewards import Judgement, Samples, judge_samples, potentials
-from ppo_repro.tasks.user_functions import FLOAT32_MAX, Texts
+from ppo_repro.tasks.child import FLOAT32_MAX
+from ppo_repro.tasks.rewards import Judgement, Sample, judge_samples, potentials
+from ppo_repro.tasks.tokenizer import decode, full_text, spans
 
 
 def judge(
@@ -28,7 +29,7 @@ def judge(
     task: Task,
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
-    samples: Samples,
+    samples: Sequence[Sample],
     ranks: Ranks,
 ) -> Judgement:
     """Judge responses. Each rank runs the reward model on its share; everything else is computed on one rank."""
@@ -48,17 +49,9 @@ def compute_rewards(
 ) -> Rewards:
     """Judge the responses, place the scores on tokens, charge the KL penalty, shape, whiten."""
     ids = [rollout.whole(sequence) for sequence in range(len(rollout.lengths))]
-    samples = Samples(
-        rollout.prompts.keys,
-        rollout.prompts.texts,
-        rollout.responses,
-        rollout.prompts.answers,
-        [reason == "stop" for reason in rollout.finish_reasons],
-        rollout.lengths.tolist(),
-        None if rollout.episodes is None else [episode.turns for episode in rollout.episodes],
-    )
+    samples = _samples(task, rollout)
     judged = judge(config, task, rollout.prompts.prompt_ids, ids, samples, ranks)
-    phi = None if task.judge.potential is None else _potentials(task, rollout, ranks)
+    phi = None if task.judge.potential is None else _potentials(task, rollout, samples, ranks)
     return rewards_from(config, judged, rollout, forward, phi, kl_coef)
 
 
@@ -109,11 +102,36 @@ def _kl_penalties(config: RunConfig, rollout: Rollout, forward: ForwardPass, kl_
     return charge_penalties(divergence * kl_coef, rollout.lengths, rollout.word_ids(), config.kl.charge)
 
 
-def _potentials(task: Task, rollout: Rollout, ranks: Ranks) -> Tensor:
-    prompts = rollout.prompts
-    rows = zip(prompts.keys, prompts.texts, rollout.responses, prompts.answers, strict=True)
-    texts = [Texts(*row, task.judge.fields_of(row[0])) for row in rows]
-    char_starts = [spans.char_start for spans in rollout.spans]
+def _samples(task: Task, rollout: Rollout) -> list[Sample]:
+    samples = []
+    for i, ids in enumerate(rollout.sampled()):
+        turns = (rollout.responses[i],) if rollout.episodes is None else rollout.episodes[i].turns
+        samples.append(
+            sample_of(task, rollout.prompts.keys[i], ids, turns, rollout.finish_reasons[i], rollout.episodes is not None)
+        )
+    return samples
+
+
+def sample_of(
+    task: Task, key: str, ids: Sequence[int], turns: Sequence[str], finish_reason: str, is_episode: bool
+) -> Sample:
+    """What is judged of a response: the model's own words, with the special tokens that rewards ask for as text.
+
+    `ids`: the sampled tokens; `turns`: the text of every turn.
+    """
+    if not is_episode and not task.spelled.isdisjoint(ids):
+        turns = (decode(task.tokenizer, ids, task.spelled),)
+    own = "".join(turns[::2])  # without the environment's
+    whole = full_text(task.tokenizer, ids) if any(task.judge.functions) else ""
+    return Sample(task.problems.by_key[key], own, finish_reason == "stop", len(ids), tuple(turns), whole)
+
+
+def _potentials(task: Task, rollout: Rollout, samples: Sequence[Sample], ranks: Ranks) -> Tensor:
+    """Phi before each token, of the model's own words up to there; float64 [N]."""
+    texts, char_starts = [sample.texts for sample in samples], [of.char_start for of in rollout.spans]
+    if rollout.episodes is not None or task.spelled:
+        rows = zip(rollout.sampled(), samples, strict=True)
+        char_starts = [spans(task.tokenizer, ids, sample.response).char_start for ids, sample in rows]
     return torch.tensor(ranks.first(potentials, task.judge, texts, char_starts), dtype=torch.float64)
 
 

@@ -16,7 +16,6 @@ from ppo_repro.rollout.engine import Completion, Engine
 from ppo_repro.stages.generation import Answered, Sampled, episodes_of, generate, sampling_of
 from ppo_repro.stages.lagging import generate_behind
 from ppo_repro.stages.prompts import Task
-from ppo_repro.tasks.problems import Problem
 from ppo_repro.tasks.retokenization import retokenized
 from ppo_repro.tasks.tokenizer import spans
 
@@ -40,10 +39,7 @@ def roll_out(
     config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ranks: Ranks, versions: Versions | None = None
 ) -> Rollout:
     """Sample one response to every prompt; with `versions` the sampler is behind, as the configuration says."""
-    asked = [
-        Problem(key, text, answer, task.judge.fields_of(key))
-        for key, text, answer in zip(prompts.keys, prompts.texts, prompts.answers, strict=True)
-    ]
+    asked = [task.problems.by_key[key] for key in prompts.keys]
     by_token: list[list[int]] | None = None
     if versions is None:
         answers = generate(config, task, engine, asked, Sampled(sampling_of(config), prompts.seeds), ranks)

@@ -30,8 +30,7 @@ from ppo_repro.config.mismatch import SamplerPrecision
 from ppo_repro.disk.earlier import write_csv_over_earlier
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import load_folder
-from ppo_repro.models.networks import make_policy
-from ppo_repro.models.precision import precision_of, rounded_view
+from ppo_repro.models.networks import make_policy, precision_of, rounded_view
 from ppo_repro.numerics import library
 from ppo_repro.numerics.network import Lowered
 from ppo_repro.rollout.engine import Request, Sampling

@@ -11,8 +11,7 @@ from ppo_repro.accuracy.distances import compare
 from ppo_repro.accuracy.measurement import LENGTH, measure, text_of
 from ppo_repro.accuracy.scores import Float64, Text, reference_scores, stock_scores
 from ppo_repro.accuracy.stock import stock_model, wide_model
-from ppo_repro.models.networks import make_policy
-from ppo_repro.models.precision import rounded_view
+from ppo_repro.models.networks import make_policy, rounded_view
 from ppo_repro.numerics.network import lowered_of
 from ppo_repro.numerics.precision import Precision
 from ppo_repro.records.accuracy import LARGEST_RATIO, sentence

@@ -14,8 +14,8 @@ from typing import Any
 
 from ppo_repro.config.engine import SGLangServers
 from ppo_repro.config.run import RunConfig
-from ppo_repro.disk.durable import atomic_write
 from ppo_repro.errors import UserError
+from ppo_repro.files import atomic_write
 from ppo_repro.rollout.sglang import server
 from ppo_repro.rollout.sglang.checks import check_server
 from ppo_repro.rollout.sglang.client import ServerGone, get

@@ -27,8 +27,8 @@ from analysis.mismatch.remedies import remedy_table
 from experiments.mismatch_lab.explosion import kl_of_logits, shares, shown
 from ppo_repro.accuracy.scores import Scores, Text, policy_scores
 from ppo_repro.config.mismatch import SamplerPrecision
-from ppo_repro.disk.earlier import write_csv_over_earlier
 from ppo_repro.errors import UserError
+from ppo_repro.files import write_csv_over_earlier
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy, precision_of, rounded_view
 from ppo_repro.numerics import library

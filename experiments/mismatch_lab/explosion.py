@@ -26,8 +26,8 @@ from analysis.grids.table import markdown
 from analysis.stats.significance import one_sample, t_interval
 from ppo_repro.accuracy.scores import Text, policy_scores
 from ppo_repro.config.mismatch import SamplerPrecision
-from ppo_repro.disk.earlier import write_csv_over_earlier
 from ppo_repro.errors import UserError
+from ppo_repro.files import write_csv_over_earlier
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy, precision_of, rounded_view
 from ppo_repro.numerics import library

@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from analysis.grids.table import markdown
-from ppo_repro.disk.durable import atomic_write
 from ppo_repro.errors import UserError
+from ppo_repro.files import atomic_write
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.load import load_folder, stop_ids
 from ppo_repro.models.networks import hidden_states, make_policy

@@ -18,8 +18,8 @@ from ppo_repro.config.algorithm import SeparateValue
 from ppo_repro.config.records import MODEL_FILE_BYTES
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig
-from ppo_repro.disk.folder import check_sums, file_digest, remove_folder, whole_folder, write_sums
 from ppo_repro.errors import UserError
+from ppo_repro.files import check_sums, file_digest, remove_folder, whole_folder, write_sums
 from ppo_repro.models.folders import (
     load_value_parameters,
     named_weights,

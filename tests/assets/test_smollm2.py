@@ -16,7 +16,7 @@ from ppo_repro.accuracy.distances import compare
 from ppo_repro.accuracy.scores import Text
 from ppo_repro.assets import smollm2
 from ppo_repro.config.files import load_config
-from ppo_repro.disk.folder import check_sums
+from ppo_repro.files import check_sums
 from ppo_repro.models.load import load_folder
 from ppo_repro.records import reader
 from ppo_repro.watcher import Silent

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from analysis.grids.table import markdown
 from analysis.mismatch.remedies import remedy_table
 from experiments.mismatch_lab.explosion import kl_of_logits, shares, shown
-from ppo_repro.accuracy.scores import Scores, Text, policy_scores
+from ppo_repro.accuracy import Scores, Text, policy_scores
 from ppo_repro.config.mismatch import SamplerPrecision
 from ppo_repro.disk.earlier import write_csv_over_earlier
 from ppo_repro.errors import UserError

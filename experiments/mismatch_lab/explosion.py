@@ -24,7 +24,7 @@ from torch import Tensor
 from analysis.grids.outcomes import complete_cells
 from analysis.grids.table import markdown
 from analysis.stats.significance import one_sample, t_interval
-from ppo_repro.accuracy.scores import Text, policy_scores
+from ppo_repro.accuracy import Text, policy_scores
 from ppo_repro.config.mismatch import SamplerPrecision
 from ppo_repro.disk.earlier import write_csv_over_earlier
 from ppo_repro.errors import UserError

@@ -14,8 +14,8 @@ import torch
 import ppo_repro.assets
 from experiments.smollm2.parity import Size, on_texts
 from experiments.smollm2.speed import prompts_of
-from ppo_repro.accuracy.distances import compare
-from ppo_repro.accuracy.scores import Text
+from experiments.accuracy.distances import compare
+from ppo_repro.accuracy import Text
 from ppo_repro.assets import smollm2
 from ppo_repro.config.files import load_config
 from ppo_repro.disk.folder import check_sums

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 import ppo_repro
-from ppo_repro.testing.small_models import CONFIGS, small_model
+from tests.support.small_models import CONFIGS, small_model
 from tests.support.paths import TINY
 
 IDS = torch.tensor([[1, 2, 3]])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from ppo_repro.testing.small_models import (
+from tests.support.small_models import (
     CONFIGS,
     MIXTURES,
     VOCAB,

@@ -28,7 +28,7 @@ from ppo_repro.numerics.linear import linear
 from ppo_repro.numerics.network import Cache, Lowered, Network
 from ppo_repro.numerics.rows import Rows, ragged, slots_of
 from ppo_repro.numerics.structs import address, ints
-from ppo_repro.testing.small_models import CONFIGS, MIXTURES, small_model
+from tests.support.small_models import CONFIGS, MIXTURES, small_model
 from tests.numerics import definition
 from tests.numerics.definition import Array, F, Matrix, Model, parameters
 from tests.numerics.definition_families import array, model_from

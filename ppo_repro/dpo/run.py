@@ -19,10 +19,10 @@ from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import build_config, dump_yaml
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import naming_learning_rates
-from ppo_repro.disk.folder import whole_folder
 from ppo_repro.dpo import records
 from ppo_repro.dpo.pairs import pairs_from_run
 from ppo_repro.errors import PromiseBroken, UserError
+from ppo_repro.files import whole_folder
 from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer, weights_digest
 from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.preferences import preference_accuracy

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_repro.disk.folder import whole_folder, write_sums
 from ppo_repro.errors import UserError
+from ppo_repro.files import whole_folder, write_sums
 from ppo_repro.models.load import load_as
 from ppo_repro.models.networks import ValueModel, make_policy, sequence_scores
 from ppo_repro.numerics.device import state_on_cpu

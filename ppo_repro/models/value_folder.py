@@ -11,8 +11,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PretrainedConfig
 
-from ppo_repro.disk.folder import check_sums, whole_folder, write_sums
 from ppo_repro.errors import UserError
+from ppo_repro.files import check_sums, whole_folder, write_sums
 from ppo_repro.models.networks import ValueModel, make_policy
 from ppo_repro.models.write import FORMAT, write_tensors
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ppo_repro.buffers import Coefficients, ReturnStatistics
-from ppo_repro.disk.folder import only_writer, whole_folder
 from ppo_repro.errors import UserError
+from ppo_repro.files import only_writer, whole_folder
 from ppo_repro.numerics.linear import linear
 from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, OptimizerState, make_optimizer
 from ppo_repro.numerics.rows import alone, slots_of

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from experiments.accuracy.__main__ import text_of_file
-from ppo_repro.accuracy.scores import Text, policy_scores, reference_scores, stock_scores
+from ppo_repro.accuracy import Text, policy_scores, reference_scores, stock_scores
 from ppo_repro.config.mismatch import SamplerPrecision
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy, precision_of, rounded_view

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ppo_repro.accuracy.measurement import policy_accuracy
+from ppo_repro.accuracy import policy_accuracy
 from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.reward import TrainedRewardModel
 from ppo_repro.config.run import RunConfig, TinyModel

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pyarrow as pa
 
-from ppo_repro.accuracy.measurement import policy_accuracy
+from ppo_repro.accuracy import policy_accuracy
 from ppo_repro.buffers import Iteration
 from ppo_repro.clock import Clock
 from ppo_repro.config.files import load_config
@@ -79,7 +79,10 @@ class LanguageExecution:
 
     def progress(self, item: Iteration) -> str:
         score, accuracy = mean_of(item.rewards.scores), mean_of(item.rewards.is_correct)
-        return f"score {score:.3f}  accuracy {accuracy:.3f}  KL {last_kl(item.updates):.4f}"
+        task = self.prepared.task
+        has_answers = task.problems.has_answers or task.judge.verifier is not None
+        right = f"accuracy {accuracy:.3f}  " if has_answers else ""
+        return f"score {score:.3f}  {right}KL {last_kl(item.updates):.4f}"
 
     def ending(self, clock: Clock) -> Ending:
         evaluation = evaluate(self.config, self.prepared.task, self.engine, self.ranks)

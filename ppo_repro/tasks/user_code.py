@@ -179,12 +179,13 @@ class UserFunction:
             request, len(rows), seconds, lambda row, how: f"{self.where}: {self.name} {how}{of[row]}"
         )
         last = replies[-1] if replies else {"value": None}
+        what = self.name if self.call in ("prompts", "scores", "step") else "the function"
         if "wrong" in last:
             raise UserError(last["wrong"])
         if "refused" in last:
-            raise UserError(f"{self.where}: the function {last['refused']}{of[len(replies) - 1]}")
+            raise UserError(f"{self.where}: {what} {last['refused']}{of[len(replies) - 1]}")
         if "raised" in last:
-            raise UserError(f"{self.at(last['line'])}: the function raised {last['raised']}{of[len(replies) - 1]}")
+            raise UserError(f"{self.at(last['line'])}: {what} raised {last['raised']}{of[len(replies) - 1]}")
         return [reply["value"] for reply in replies]
 
 

@@ -32,7 +32,7 @@ from ppo_repro.stages.agreement import UnequalBits, require_sampler_agrees
 from ppo_repro.stages.forward import score_rollout
 from ppo_repro.stages.prompts import choose_prompts
 from ppo_repro.stages.rollout import roll_out
-from ppo_repro.tasks import python_task
+from ppo_repro.tasks import user_code
 from ppo_repro.watcher import Silent
 from tests.support.cli import Cli, one_line
 from tests.support.language import rerun, resume
@@ -241,7 +241,7 @@ BAD = {
 def test_a_step_that_is_wrong_is_one_line(name: str, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     body, message = BAD[name]
     if name == "hangs":
-        monkeypatch.setattr(python_task, "STEP_SECONDS", 0.3)
+        monkeypatch.setattr(user_code.UserFunction.__call__, "__defaults__", (0, 0.3))
     before, _, rest = TASK.partition("def step(transcript):\n")
     task = f"{before}def step(transcript):\n{body}\n\n\ndef score{rest.partition('def score')[2]}"
     config = turns_config(

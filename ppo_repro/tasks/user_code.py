@@ -25,6 +25,7 @@ from ppo_repro.tasks.child import described
 T = TypeVar("T")
 
 CALL_SECONDS = 300.0  # of wall time for one prompt; a function that needs more has most likely no end
+ENDING_SECONDS = 5.0  # to see how a child ended that has closed its pipe
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from ppo_repro.tasks.child import main; main()"
 
 
@@ -114,7 +115,7 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
 
 def _how_ended(child: subprocess.Popen[bytes]) -> str:
     try:
-        code = child.wait(timeout=5)
+        code = child.wait(timeout=ENDING_SECONDS)
     except subprocess.TimeoutExpired:
         return "closed the connection to the run"
     if code >= 0:
@@ -159,12 +160,12 @@ class UserFunction:
         return f"{self.field}: {self.file}{f':{line or self.line}' if line or self.line else ''}"
 
     def __call__(
-        self, rows: Sequence[Mapping[str, Any]], of: Sequence[str], seed: int = 0, seconds: float = CALL_SECONDS
+        self, rows: Sequence[Mapping[str, Any]], of: Sequence[str], seed: int = 0, seconds: float | None = None
     ) -> list[Any]:
         """What the function returns for each row of arguments; `of` names each row for messages, a prompt most often.
 
         `seed`: of the global generators before each row. UserError names field, file, line and row if the function
-        raises, returns what it must not, takes longer than `seconds` for a row, or ends its process.
+        raises, returns what it must not, takes longer than `seconds` (None: CALL_SECONDS) for a row, or ends its process.
         """
         request = {
             "field": self.field,
@@ -176,7 +177,7 @@ class UserFunction:
             "rows": list(rows),
         }
         replies = self.process.ask(
-            request, len(rows), seconds, lambda row, how: f"{self.where}: {self.name} {how}{of[row]}"
+            request, len(rows), seconds or CALL_SECONDS, lambda row, how: f"{self.where}: {self.name} {how}{of[row]}"
         )
         last = replies[-1] if replies else {"value": None}
         what = self.name if self.call in ("prompts", "scores", "step") else "the function"

@@ -231,7 +231,7 @@ BAD = {
     "chance": ("    import random\n    return str(random.random())", r"step returned '0\.\d+' and then '0\.\d+' for"),
     "hangs": (
         "    while True:\n        pass",
-        r"task\.py:1[12]: step gave no answer within 0\.3 s; make it end; prompt key '",
+        r"task\.py:10: step gave no answer within 0\.5 s; make it end; prompt key '",
     ),
     "exits": ("    raise SystemExit(0)", r"step raised SystemExit: 0; prompt key '"),
 }
@@ -241,7 +241,7 @@ BAD = {
 def test_a_step_that_is_wrong_is_one_line(name: str, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     body, message = BAD[name]
     if name == "hangs":
-        monkeypatch.setattr(user_code.UserFunction.__call__, "__defaults__", (0, 0.3))
+        monkeypatch.setattr(user_code, "CALL_SECONDS", 0.5)
     before, _, rest = TASK.partition("def step(transcript):\n")
     task = f"{before}def step(transcript):\n{body}\n\n\ndef score{rest.partition('def score')[2]}"
     config = turns_config(

@@ -220,7 +220,7 @@ def test_decoding_over_the_cache_computes_the_definition(family: str) -> None:
     case, (hidden, _) = case_of(family), reference(family)
     network = Network(trunk_of(family), Lowered(CONTEXT))
     network.prepare()
-    cache = Cache(network.description, len(LENGTHS) + 1, CONTEXT)
+    cache = Cache(network.struct, len(LENGTHS) + 1, CONTEXT)
     cache.keys.fill_(torch.nan)
     cache.values.fill_(torch.nan)
     slots, past = [4, 0, 3, 1], [0] * len(LENGTHS)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import ppo_repro.assets
-from ppo_repro.accuracy.distances import compare
-from ppo_repro.accuracy.scores import Text
+from experiments.accuracy.distances import compare
+from ppo_repro.accuracy import Text
 from ppo_repro.assets import smollm2
 from ppo_repro.config.files import load_config
 from ppo_repro.files import check_sums

@@ -157,9 +157,7 @@ def describe(trunk: PreTrainedModel) -> Description:
     mixture = next((cast(Any, m) for m in trunk.modules() if isinstance(m, MIXTURES)), None)
     q_norm = layers[0].norms.get("q_norm")
     heads, kv_heads, d = config.num_attention_heads, key_value_heads(config), head_dim(config)
-    in_row: dict[str, float] = dict(
-        q_at=0, q_step=d, k_at=heads * d, k_step=d, v_at=(heads + kv_heads) * d, v_step=d
-    )
+    in_row: dict[str, float] = dict(q_at=0, q_step=d, k_at=heads * d, k_step=d, v_at=(heads + kv_heads) * d, v_step=d)
     if family == "gpt_neox":  # query, key and value of a head lie together in a row
         in_row = dict(q_at=0, q_step=3 * d, k_at=d, k_step=3 * d, v_at=2 * d, v_step=3 * d)
     numbers: dict[str, float] = dict(

@@ -281,7 +281,7 @@ def test_iterations_before_a_step_that_raises_stay(recorded: Recorded, tmp_path:
         (
             TASK.replace("return [(t", "return [None for t in transcripts] or [(t"),
             3,
-            "score returned None for prompt key",
+            "score returned None; must be a finite number",
         ),
         (TASK.replace("for t in transcripts]", "for t in transcripts[1:]]"), 3, "score returned 3 numbers for 4"),
     ],

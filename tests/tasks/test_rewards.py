@@ -180,7 +180,7 @@ def test_a_verifier_gets_all_responses_in_one_call(tmp_path: Path) -> None:
 
 RIGHT = "<answer>RIGHT</answer>"
 ENVIRONMENT = f"""
-def prompts(): return [{{"prompt": f"{{i}}:", "answer": "RIGHT", "key": str(i)}} for i in range(8)]
+def prompts(): return [{{"prompt": ":" * i, "answer": "RIGHT", "key": str(i)}} for i in range(1, 9)]
 def step(transcript): return "{RIGHT}" if len(transcript.turns) == 1 else None
 def score(transcripts): return [float("RIGHT" in t.own) for t in transcripts]
 """
@@ -210,9 +210,9 @@ def test_no_reward_judges_what_the_environment_says(tmp_path: Path) -> None:
     )
     task = prepare(config, lambda step, total, loss: None).task
     tokenizer = task.tokenizer
-    ids = tokenizer("4:", add_special_tokens=False)["input_ids"]
-    sample = sample_of(task, "1", ids, ("4:", RIGHT, "G"), "stop", is_episode=True)
-    assert sample.response == "4:G"
+    ids = tokenizer("::", add_special_tokens=False)["input_ids"]
+    sample = sample_of(task, "1", ids, ("::", RIGHT, "G"), "stop", is_episode=True)
+    assert sample.response == "::G"
     found = judge_samples(task.judge, [sample], [])
     assert found.term_values == [[0.0, 0.0, 0.0, 0.0, 0.0, 1.0]] and found.correct == [False]
 

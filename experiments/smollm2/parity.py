@@ -37,7 +37,7 @@ from ppo_repro.output import say
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.seeding import sample_seed
-from ppo_repro.stages.pieces import in_pieces
+from ppo_repro.stages.chunks import in_chunks
 
 WHO = ("an old sailor", "two sisters", "a clockmaker", "the last postman", "a doctor", "a thief", "my uncle", "a cook")
 WHERE = ("in a town by the sea", "on the way to the moon", "during a long winter", "at the end of the war")
@@ -113,7 +113,7 @@ def scored(
             eligible = expand_kept(kept[rows], vocab_size)
             return token_statistics(logits(policy, hidden), targets[rows], s.temperature, eligible, mode)
 
-        found.append(in_pieces(of_rows, hidden_states(trunk_of(policy), batch), batch.rows, vocab_size)[0])
+        found.append(in_chunks(of_rows, hidden_states(trunk_of(policy), batch), batch.rows, vocab_size)[0])
     return torch.cat(found)
 
 

@@ -34,7 +34,7 @@ from ppo_repro.numerics.network import logits
 from ppo_repro.numerics.rows import Rows
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.seeding import permutation
-from ppo_repro.stages.pieces import in_pieces
+from ppo_repro.stages.chunks import in_chunks
 
 NAME = "SmolLM2-135M"
 SIZE = Size(NAME, 30, 576, 1536, 3, 49_152)
@@ -64,7 +64,7 @@ def score(policy: PreTrainedModel, batch: TokenBatch) -> None:
     def of_rows(hidden: torch.Tensor, rows: slice, _: Rows) -> tuple[torch.Tensor, ...]:
         return token_statistics(logits(policy, hidden), batch.targets[rows], 1.0, None, "deterministic")
 
-    found = in_pieces(of_rows, hidden_states(trunk_of(policy), batch), batch.rows, SIZE.vocabulary)
+    found = in_chunks(of_rows, hidden_states(trunk_of(policy), batch), batch.rows, SIZE.vocabulary)
     assert len(found[0]) == len(batch.targets)
 
 

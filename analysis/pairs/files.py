@@ -22,8 +22,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from analysis.pairs.runs import ROWS, whole_sequences
-from ppo_repro.disk.json_lines import Line, read_lines
 from ppo_repro.errors import UserError
+from ppo_repro.json_lines import Line, read_lines
 
 # responses read at once: a response may be long
 _RESPONSES = 64

@@ -34,8 +34,8 @@ from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.contents import reference_folder
 from ppo_repro.runs.environment import check_inputs
 from ppo_repro.runs.prepare import prepare
-from ppo_repro.stages.rollout import require_undisturbed
 from ppo_repro.stages.chunks import in_chunks
+from ppo_repro.stages.rollout import require_undisturbed
 
 Ids = Sequence[Sequence[int]]
 Floats = NDArray[np.float32]

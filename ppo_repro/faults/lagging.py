@@ -63,7 +63,9 @@ class LaggingEngine:
                 completions |= dict(zip(group, sampled, strict=True))
         versions.forget(newest + 1)
         return [
-            replace(c, policy_versions=version_of_tokens(begun, newest, len(c.response_ids), self.lag.tokens_per_version))
+            replace(
+                c, policy_versions=version_of_tokens(begun, newest, len(c.response_ids), self.lag.tokens_per_version)
+            )
             for begun, c in zip(first, (completions[i] for i in range(len(requests))), strict=True)
         ]
 

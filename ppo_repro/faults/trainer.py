@@ -41,9 +41,7 @@ def with_loss_mask(faults: TrainerFaults, rollout: Rollout) -> Rollout:
     return replace(rollout, in_losses=in_losses)
 
 
-def training_prompt(
-    faults: TrainerFaults, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]
-) -> tuple[int, ...]:
+def training_prompt(faults: TrainerFaults, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[int, ...]:
     """Return the tokens before a response as the trainer has them."""
     before, after = (
         tokenizer(text, add_special_tokens=False)["input_ids"] if text else []

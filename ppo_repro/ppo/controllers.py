@@ -8,7 +8,8 @@ PENALTY_RANGE = 2.0**20  # factor by which an adaptive penalty may leave its fir
 def adaptive_kl_coef(kl_coef: float, kl: float, target_kl: float, sequences: int, horizon: int) -> float:
     """beta (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon), n the sequences of the iteration. Ziegler et al., 2019.
 
-    n / horizon counts as 1 at most: more could make beta negative. `kl` and `target_kl` are KL(policy || reference) per sequence in nats: summed over tokens, mean over sequences.
+    n / horizon counts as 1 at most: more could make beta negative. `kl` and `target_kl` are KL(policy || reference) per
+    sequence in nats: summed over tokens, mean over sequences.
     """
     error = min(max(kl / target_kl - 1.0, -0.2), 0.2)
     return kl_coef * (1.0 + error * min(sequences / horizon, 1.0))

@@ -2,8 +2,8 @@
 
 delta = log pi_old - log pi_rollout of a token, and w = exp(delta), of a whole response the product over its tokens, or
 their geometric mean. pi_old is the policy before the update, pi_rollout the sampler. Weights are constants: no
-gradient flows through them. Where both policies agree every weight is exactly 1 and nothing is rejected. A ratio that is
-not a number raises NumericsError.
+gradient flows through them. Where both policies agree every weight is exactly 1 and nothing is rejected. A ratio that
+is not a number raises NumericsError.
 """
 
 from __future__ import annotations

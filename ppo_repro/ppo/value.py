@@ -11,7 +11,7 @@ from ppo_repro.ppo.objective import float32
 def value_losses(
     new_values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float | None
 ) -> tuple[Tensor, Tensor]:
-    """1/2 max((V - R)^2, (V_old + clip(V - V_old, -eps, eps) - R)^2) per token, [n] float32, and where the clip decides.
+    """1/2 max((V - R)^2, (V_old + clip(V - V_old, -eps, eps) - R)^2) [n] float32, and where the clip decides.
 
     The gradient is exactly zero where the second branch is strictly larger. `clip_range` None: 1/2 (V - R)^2.
     """

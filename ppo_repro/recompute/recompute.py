@@ -273,9 +273,7 @@ def _policy(
     return policy_update(config, batch, minibatch, columns, chosen, StepReport(grad_norm, ()))
 
 
-def _value(
-    batch: TrainingBatch, minibatch: Minibatch, rows: _Rows, grad_norm: float | None
-) -> ValueUpdate | None:
+def _value(batch: TrainingBatch, minibatch: Minibatch, rows: _Rows, grad_norm: float | None) -> ValueUpdate | None:
     new_values = rows.column("new_values")
     if batch.returns is None or new_values is None:
         return None

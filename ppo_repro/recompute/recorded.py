@@ -89,9 +89,7 @@ def rollout_of(records: Records) -> Rollout:
     columns = [np.split(records.array("tokens", name), lengths.cumsum(0)[:-1].tolist()) for name in _SPANS]
     as_sampled = records.values_or_none("sequences", "is_as_sampled")
     return Rollout(
-        prompts=Prompts(
-            of("prompt_key"), of("sample_index"), of("seed"), of("prompt"), of("answer"), of("prompt_ids")
-        ),
+        prompts=Prompts(of("prompt_key"), of("sample_index"), of("seed"), of("prompt"), of("answer"), of("prompt_ids")),
         response_ids=records.tensor("tokens", "token_id").to(torch.int64),
         lengths=lengths,
         temperature=1.0,
@@ -170,4 +168,4 @@ def evaluation_of(records: Records) -> Evaluation | None:
         return None
     names = ("prompt_key", "prompt", "answer", "prompt_ids", "response_ids", "response", "finish_reason", "scores")
     columns = [records.values("evaluations", name) for name in (*names, "score_parts", "is_correct")]
-    return Evaluation(*columns, episodes=_episodes(records, "evaluations"))
+    return Evaluation(*columns, _episodes(records, "evaluations"))

@@ -24,8 +24,8 @@ from ppo_repro.runs import profiling
 from ppo_repro.runs.profiling import Peak
 from ppo_repro.side_tables.evaluation import episode_columns
 from ppo_repro.stages.agreement import differing
-from ppo_repro.stages.level_columns import Columns, columns_above_lean, of_step, or_null, per_token
 from ppo_repro.stages.coefficients import learning_rates
+from ppo_repro.stages.level_columns import Columns, columns_above_lean, of_step, or_null, per_token
 
 
 def unequal_bits(a: Tensor, b: Tensor) -> int:

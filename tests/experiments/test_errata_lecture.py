@@ -21,8 +21,8 @@ from experiments.errata.lecture_cartpole import (
     update_ratios,
     values_for_gae,
 )
-from ppo_repro.ppo.controllers import adaptive_clip_range
 from ppo_repro.ppo.clip import Clip
+from ppo_repro.ppo.controllers import adaptive_clip_range
 from ppo_repro.ppo.objective import removes_gradient
 from tests.support.float32 import finite, tensor
 from tests.support.paths import ROOT

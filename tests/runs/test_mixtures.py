@@ -17,8 +17,8 @@ from analysis.report.figures.mismatch import bucket_figure
 from ppo_repro.errors import UserError
 from ppo_repro.models.tiny import make_model
 from ppo_repro.plan.shapes import plan_run
-from ppo_repro.records import reader
 from ppo_repro.recompute.recompute import STAGES, recompute
+from ppo_repro.records import reader
 from ppo_repro.runs.diff import first_difference
 from ppo_repro.runs.open_engine import check_routes
 from ppo_repro.runs.prepare import prepare

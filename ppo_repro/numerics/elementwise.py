@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ppo_repro.numerics import library
-from ppo_repro.numerics.arrays import at
+from ppo_repro.numerics.structs import at
 
 _NAMES = {torch.float32: "float32", torch.float64: "float64"}
 EXP_MIN, EXP_MAX = -87.0, 88.0  # e^x is a normal float32

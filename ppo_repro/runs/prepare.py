@@ -26,7 +26,8 @@ from ppo_repro.models.networks import (
     make_policy,
     make_value_head,
     make_value_model,
-    set_precision,
+    precision_of,
+    rounded_view,
 )
 from ppo_repro.models.reward_model import make_reward_model, value_model_from
 from ppo_repro.models.state import TrainState, Versions
@@ -157,7 +158,7 @@ def _networks(config: RunConfig, source: PreTrainedModel, task: Task, share: boo
         begun_as = task.reward_model if config.value.init == "reward_model" else reference
         base = trunk_of(begun_as) if share and begun_as is not None else None
         value_lora = _adapted(value_model, config.value.lora, config.seed, base)
-    sampled = set_precision(config.mismatch, policy)
+    sampled = rounded_view(policy, precision_of(config.mismatch.sampler.precision))
     if config.layout.gradient_checkpointing:
         checkpoint_gradients(trunk_of(policy))
         if isinstance(config.value, SeparateValue) and value_model is not None:

@@ -1,4 +1,4 @@
-"""The precision of sampler and trainer as the configuration sets it, on the policy of a run."""
+"""The precision of the sampler as the configuration sets it, on the policy of a run."""
 
 from __future__ import annotations
 
@@ -25,18 +25,10 @@ def precision_of(config: SamplerPrecision) -> Precision:
     )
 
 
-def set_precision(config: MismatchConfig, policy: PreTrainedModel) -> PreTrainedModel:
-    """Let the trainer round the policy's gradients, in place; returns the policy as the sampler has it.
-
-    The sampler has `policy` itself, or a view of its parameters if the sampler rounds.
-    """
+def sampled_view(config: MismatchConfig, policy: PreTrainedModel) -> PreTrainedModel:
+    """The policy as the sampler has it: `policy` itself, or a view of its parameters if the sampler rounds."""
     lowered = lowered_of(policy)
-    if lowered is None:
-        return policy
-    sampled = rounded_view(policy, lowered, precision_of(config.sampler.precision))
-    trainer = Precision(gradients=config.trainer.precision.gradients)
-    lower(policy, replace(lowered, precision=trainer))
-    return sampled
+    return policy if lowered is None else rounded_view(policy, lowered, precision_of(config.sampler.precision))
 
 
 def rounded_view(policy: PreTrainedModel, lowered: Lowered, precision: Precision) -> PreTrainedModel:

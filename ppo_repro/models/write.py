@@ -15,16 +15,17 @@ from transformers import PreTrainedModel
 
 from ppo_repro.numerics.device import state_on_cpu
 
+FILE_BYTES = 5 * 10**9  # as the Hub takes them
 FORMAT = {"format": "pt"}  # what transformers wants to read in a file of a model
 
 
-def write_model(model: PreTrainedModel, folder: Path, file_bytes: int, original_format: bool = True) -> None:
-    """Write a model into a folder that exists, in files of at most `file_bytes` of weights, but for a larger tensor.
+def write_model(model: PreTrainedModel, folder: Path, original_format: bool = True) -> None:
+    """Write a model into a folder that exists, in files of at most FILE_BYTES of weights, but for a larger tensor.
 
     `original_format`: a mixture's experts as published checkpoints have them. Raises OSError.
     """
     state = state_on_cpu(model)
-    model.save_pretrained(folder, state_dict=state, max_shard_size=file_bytes, save_original_format=original_format)
+    model.save_pretrained(folder, state_dict=state, max_shard_size=FILE_BYTES, save_original_format=original_format)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:

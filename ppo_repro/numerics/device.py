@@ -1,23 +1,14 @@
-"""The device that a run's models compute on. Only native numerics compute on a CUDA device, which no test has tried."""
+"""Models on a device. A run computes on the CPU; `accuracy` and `audit` also take models that lie elsewhere."""
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from ppo_repro.errors import UserError
-
 CPU = torch.device("cpu")
 Model = TypeVar("Model", bound=nn.Module)
-
-
-def device_of(name: Literal["cpu", "cuda"]) -> torch.device:
-    """The device of `layout.device`; UserError where torch sees none."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("layout.device = cuda: torch sees no CUDA device here; take cpu")
-    return torch.device(name)
 
 
 def moved(model: Model, device: torch.device) -> Model:

@@ -38,10 +38,3 @@ def sequence_ratios(new_logprobs: Tensor, anchor_logprobs: Tensor, lengths: Tens
     """
     assert new_logprobs.shape == anchor_logprobs.shape == (int(lengths.sum()),) and lengths.dim() == 1
     return _SequenceRatio.apply(new_logprobs - anchor_logprobs, lengths)
-
-
-def response_means(advantages: Tensor, lengths: Tensor) -> Tensor:
-    """The mean over its response at each token, [M] float32: the one advantage of a response, as AReaL takes it."""
-    assert advantages.shape == (int(lengths.sum()),) and lengths.dim() == 1
-    means = run_sums(advantages, lengths) / lengths
-    return torch.repeat_interleave(means.to(torch.float32), lengths)

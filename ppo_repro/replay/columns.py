@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ppo_repro.config.algorithm import GaeAdvantages, KLInLoss, KLInReward
+from ppo_repro.config.algorithm import KLInLoss, KLInReward
 from ppo_repro.config.run import RunConfig
 
 Stage = Literal["rewards", "advantages", "losses", "coefficients", "summary"]
@@ -16,7 +16,7 @@ STAGES: tuple[Stage, ...] = ("rewards", "advantages", "losses", "coefficients", 
 COMPUTED: Mapping[Stage, Mapping[str, tuple[str, ...]]] = {
     "rewards": {
         "sequences": ("scores", "kl_penalty_sum", "reward_sum"),
-        "tokens": ("kl_penalties", "placed_scores", "shaping_rewards", "raw_rewards", "rewards"),
+        "tokens": ("kl_penalties", "placed_scores", "raw_rewards", "rewards"),
     },
     "advantages": {"tokens": ("raw_advantages", "advantages", "returns")},
     "losses": {
@@ -57,13 +57,9 @@ class Need:
 def needs(config: RunConfig) -> tuple[Need, ...]:
     """What the stages of a configuration need beyond level `lean`."""
     found = []
-    kl, advantages = config.kl, config.advantages
+    kl = config.kl
     if isinstance(kl, KLInReward) and kl.estimator == "exact" and kl.direction == "reference_policy":
         found.append(Need("rewards", "tokens", "reverse_ref_kl"))
-    if config.reward.potential is not None:
-        found.append(Need("rewards", "tokens", "potentials"))
-    if isinstance(advantages, GaeAdvantages) and advantages.truncation == "bootstrap":
-        found.append(Need("advantages", "sequences", "final_values"))
     if isinstance(kl, KLInLoss) and kl.estimator == "exact":
         found.append(Need("losses", "updates", "kl_terms"))
     return tuple(found)

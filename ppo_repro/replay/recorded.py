@@ -141,7 +141,6 @@ def forward_of(records: Records) -> ForwardPass:
     """What the networks said before the update."""
     count = records.tables["tokens"].num_rows
     ids, logits = torch.empty(count, 0, dtype=torch.int32), torch.empty(count, 0)
-    final_values = records.tensor_or_none("sequences", "final_values")
     return ForwardPass(
         old_logprobs=records.tensor("tokens", "old_logprobs"),
         ref_logprobs=records.tensor("tokens", "ref_logprobs"),
@@ -155,7 +154,6 @@ def forward_of(records: Records) -> ForwardPass:
         ref_top_logits=logits,
         routes=ids,
         values=records.tensor_or_none("tokens", "values"),
-        final_values=torch.zeros(records.tables["sequences"].num_rows) if final_values is None else final_values,
     )
 
 
@@ -167,8 +165,6 @@ def rewards_of(records: Records) -> Rewards:
         is_correct=torch.tensor(records.values("sequences", "is_correct")),
         kl_penalties=records.tensor("tokens", "kl_penalties"),
         placed_scores=_or_zeros(records, "placed_scores", torch.float64),
-        potentials=records.tensor_or_none("tokens", "potentials"),
-        shaping_rewards=records.tensor_or_none("tokens", "shaping_rewards"),
         raw_rewards=_or_zeros(records, "raw_rewards", torch.float32),
         rewards=records.tensor("tokens", "rewards"),
     )

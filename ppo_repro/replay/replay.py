@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from ppo_repro.config.records import RunRecordsConfig
+from ppo_repro.config.records import RecordsConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader, schema
@@ -77,7 +77,7 @@ def replay(run_dir: Path, stages: Sequence[Stage]) -> Replay:
 
 def _at_full(config: RunConfig) -> RunConfig:
     """The configuration of the tables to compute: all columns that follow from records, whatever the run recorded."""
-    return config.model_copy(update={"records": RunRecordsConfig(level="full")})
+    return config.model_copy(update={"records": RecordsConfig(level="full")})
 
 
 def _require_columns(run_dir: Path, config: RunConfig, records: Records, stages: Collection[Stage]) -> None:

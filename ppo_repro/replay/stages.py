@@ -67,7 +67,7 @@ def _rewards(config: RunConfig, item: Iteration) -> Rewards:
     judged, finished = item.rewards, [reason == "stop" for reason in item.rollout.finish_reasons]
     scores = weighted_scores(config.reward, judged.score_parts, finished)
     judgement = Judgement(scores, [list(parts) for parts in judged.score_parts], judged.is_correct.tolist())
-    return rewards_from(config, judgement, item.rollout, item.forward, judged.potentials, item.coefficients.kl_coef)
+    return rewards_from(config, judgement, item.rollout, item.forward, item.coefficients.kl_coef)
 
 
 @dataclass(frozen=True)

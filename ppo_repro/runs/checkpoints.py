@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_repro.config.algorithm import SeparateValue
-from ppo_repro.config.records import MODEL_FILE_BYTES
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.errors import UserError
@@ -64,20 +63,18 @@ def task_digest(prepared: Prepared) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def save_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, file_bytes: int = MODEL_FILE_BYTES
-) -> None:
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """A model and its tokenizer as a transformers folder; appears whole or not at all. UserError where that fails."""
     with whole_folder(folder) as temporary:
-        write_model(model, temporary, file_bytes)
+        write_model(model, temporary)
         tokenizer.save_pretrained(temporary)
         write_sums(temporary)
 
 
-def save_reference(run_dir: Path, prepared: Prepared, file_bytes: int) -> dict[str, str]:
+def save_reference(run_dir: Path, prepared: Prepared) -> dict[str, str]:
     """Save the reference, which no step changes, once for all checkpoints; returns SHA-256 by file name."""
     folder = reference_folder(run_dir)
-    save_model(prepared.state.reference, prepared.task.tokenizer, folder, file_bytes)
+    save_model(prepared.state.reference, prepared.task.tokenizer, folder)
     return {name: file_digest(path) for name, path in _files(folder).items()}
 
 
@@ -106,7 +103,7 @@ class ModelStore:
         gc.collect()  # see quick_collections
 
     def put_policy(self, folder: Path) -> None:
-        write_model(self.prepared.state.policy, folder, self.config.checkpoints.file_bytes)
+        write_model(self.prepared.state.policy, folder)
         self.prepared.task.tokenizer.save_pretrained(folder)
 
     def finish(self, link: str) -> dict[str, str]:
@@ -117,15 +114,15 @@ class ModelStore:
         """
         prepared, folder = self.prepared, final_folder(self.run_dir)
         made = [folder]
-        tokenizer, file_bytes = prepared.task.tokenizer, self.config.checkpoints.file_bytes
-        save_model(prepared.state.policy, tokenizer, folder, file_bytes)
+        tokenizer = prepared.task.tokenizer
+        save_model(prepared.state.policy, tokenizer, folder)
         policy_base, value_base = self._bases()
         made_here = not isinstance(self.config.model, ModelFolder)
         adapted = [
             b for b, lora in ((policy_base, prepared.lora), (value_base, prepared.value_lora)) if lora is not None
         ]
         if made_here and policy_base in adapted:
-            save_model(prepared.state.reference, tokenizer, policy_base, file_bytes)
+            save_model(prepared.state.reference, tokenizer, policy_base)
             made.append(policy_base)
         if prepared.lora is not None:
             made.append(folder.with_name("adapter"))
@@ -171,7 +168,7 @@ class ModelStore:
 def open_store(run_dir: Path, config: RunConfig, prepared: Prepared, start: Checkpoint | None) -> ModelStore:
     """The store of a prepared run, whose state is where `start` is."""
     if start is None:
-        reference = save_reference(run_dir, prepared, config.checkpoints.file_bytes) if config.checkpoints.every else {}
+        reference = save_reference(run_dir, prepared) if config.checkpoints.every else {}
         return ModelStore(run_dir, config, prepared, Origin(task_digest(prepared), reference))
     _remove_old(run_dir, config.checkpoints.keep)
     return ModelStore(run_dir, config, prepared, start.origin)

@@ -84,7 +84,7 @@ def execute(
     recorded, total, computed = manifest.load(run_dir), config.ppo.iterations, 0
     with (
         opened as execution,
-        appending(run_dir, _begun(run_dir, recorded, execution), config.records.iterations_per_file) as appender,
+        appending(run_dir, _begun(run_dir, recorded, execution)) as appender,
         kept_if_unequal(run_dir, execution.store),
     ):
         clock.lap("preparation")

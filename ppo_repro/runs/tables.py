@@ -53,7 +53,7 @@ def _features(config: RunConfig) -> set[schema.Feature]:
     """What the run has that brings columns of its own."""
     has: dict[schema.Feature, bool] = {
         "turns": config.task.turns > 1,
-        "lag": config.mismatch.sampler.lag is not None,
+        "lag": config.mismatch.sampler.lag > 0,
         "retokenized": config.mismatch.trainer.retokenize > 0,
     }
     return {feature for feature, there in has.items() if there}

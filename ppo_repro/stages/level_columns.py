@@ -52,10 +52,7 @@ def per_token(item: Iteration, model: str, name: str) -> np.ndarray | WithNulls 
 
 
 def _sequences(item: Iteration) -> Columns:
-    forward = item.forward
-    has_values = forward.values is not None
     return {
-        "final_values": or_null(forward.final_values if has_values else None, len(forward.final_values)),
         "server": list(item.rollout.servers),
         "latency": list(item.rollout.latencies),
     }
@@ -67,8 +64,6 @@ def _tokens(item: Iteration) -> Columns:
         "kept_tokens": _kept(item.rollout.kept_tokens.numpy()),
         "reverse_ref_kl": or_null(item.forward.reverse_ref_kl, count),
         "placed_scores": rewards.placed_scores.numpy(),
-        "potentials": or_null(rewards.potentials, count),
-        "shaping_rewards": or_null(rewards.shaping_rewards, count),
         "raw_rewards": rewards.raw_rewards.numpy(),
     }
 

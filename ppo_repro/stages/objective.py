@@ -29,7 +29,7 @@ from ppo_repro.numerics.network import logits
 from ppo_repro.numerics.rows import Rows
 from ppo_repro.numerics.token_statistics import kl_loss, token_statistics
 from ppo_repro.ppo import kl, losses
-from ppo_repro.ppo.sequences import response_means, sequence_ratios
+from ppo_repro.ppo.sequences import sequence_ratios
 from ppo_repro.remedies.corrections import Corrections, corrections_of
 from ppo_repro.stages.faults import Stream, dropped, training_eligible, training_temperature
 from ppo_repro.stages.forward import in_reward_units
@@ -273,11 +273,10 @@ def make_terms(
 ) -> Terms:
     """The losses of an iteration under the coefficients in force."""
     ppo, value = config.ppo, config.value
-    by_response = isinstance(ppo.objective, SequenceClipObjective) and ppo.objective.advantages == "response"
     policy = PolicyTerms(
         rollout.rollout_logprobs if ppo.ratio_anchor == "rollout" else forward.old_logprobs,
         forward.ref_logprobs,
-        response_means(advantages.advantages, rollout.lengths) if by_response else advantages.advantages,
+        advantages.advantages,
         rollout.sequence_of_token(),
         corrections_of(config, rollout, forward),
         band_of(config, coefficients.clip_range),

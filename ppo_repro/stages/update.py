@@ -15,7 +15,7 @@ from ppo_repro.config.algorithm import SeparateValue
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch, micro_batches
 from ppo_repro.models.state import TrainState
-from ppo_repro.numerics.optimizer import Optimizer, StepReport, weights_digest
+from ppo_repro.numerics.optimizer import SLOTS, Optimizer, StepReport, weights_digest
 from ppo_repro.numerics.rows import slots_of_rank
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.ppo import kl, losses
@@ -70,7 +70,7 @@ def _share_out(
 ) -> _Work:
     layout = config.layout
     mine = sequences[torch.tensor(ranks.mine(len(sequences)), dtype=torch.int64)]
-    slots = slots_of_rank(len(sequences), config.ppo.gradient_slots, ranks)
+    slots = slots_of_rank(len(sequences), SLOTS, ranks)
     work = micro_batches(rollout, mine, layout.update_micro_batch, layout.padding, config.ppo.replay_routes, slots)
     tokens = rollout.tokens_of(sequences)
     weights = torch.zeros(len(rollout.response_ids))

@@ -16,9 +16,6 @@ from ppo_repro.records import digests, iteration_log, manifest, reader, writer
 from ppo_repro.runs.lifetime import appending
 from ppo_repro.watcher import Silent
 from tests.support import synthetic_run
-from tests.support.cli import Cli
-from tests.support.language import rerun, resume, run
-from tests.support.runs import small_config
 
 
 @pytest.fixture
@@ -167,24 +164,3 @@ def test_a_log_that_places_an_iteration_in_a_file_nobody_began_is_refused(run_di
     manifest.save(manifest.Head(**{**dict(head), **sizes}), run_dir)
     with pytest.raises(UserError, match="iteration 4 lies in files of iteration 1, which others begin"):
         manifest.load(run_dir)
-
-
-@pytest.mark.slow
-def test_a_run_in_files_of_several_iterations_is_the_run(tmp_path: Path, cli: Cli) -> None:
-    """Checkpoints, Ctrl-C and the end write what is in hand; all that reads a run reads this one."""
-    usual = small_config(*FIVE)
-    config = small_config(*FIVE, "records.iterations_per_file=2", "checkpoints.every=3")
-    expected = manifest.load(run(usual, tmp_path / "usual", Silent())[0]).fingerprint
-    with pytest.raises(KeyboardInterrupt):
-        run(config, tmp_path, AfterTwo())
-    (folder,) = {path.parent for path in tmp_path.glob("small/**/manifest.json")}
-    assert manifest.load(folder).num_iterations >= 2
-    resume(folder, Silent(), ["records.iterations_per_file=4"])
-    assert manifest.load(folder).fingerprint == expected
-    files = [path.name for path in sorted((folder / "records" / "tokens").iterdir())]
-    assert files[:2] == ["iteration=000000.parquet", "iteration=000002.parquet"] and len(files) < 5
-    assert rerun(folder, Silent()).difference is None
-    for command in ("verify", "replay"):
-        code, _, err = cli(command, folder)
-        assert code == 0, err
-    assert cli("diff", folder, next((tmp_path / "usual").rglob("manifest.json")).parent)[0] == 0

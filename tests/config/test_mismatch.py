@@ -7,7 +7,7 @@ import pytest
 from ppo_repro.config.files import dump_yaml
 from ppo_repro.config.mismatch import MismatchConfig, SamplerPrecision
 from ppo_repro.errors import UserError
-from ppo_repro.models.precision import precision_of
+from ppo_repro.models.networks import precision_of
 from ppo_repro.numerics.precision import Precision
 from tests.support.runs import small_config
 
@@ -34,6 +34,7 @@ SGLANG = ("rollout.engine={kind: sglang}",)
         ((STOCK, ROUNDED), "mismatch.sampler: stock rounds as torch does, so precision has no effect; .*"),
         (("mismatch.sampler.stock=int8",), "mismatch.sampler.stock = 'int8': .*"),
         (("mismatch.trainer.stock=float16",), "mismatch.trainer.stock: unknown field; .*"),
+        (("mismatch.trainer.precision={}",), "mismatch.trainer.precision: unknown field; .*"),
         (
             ("mismatch.sampler.stock=float32", "numerics.mode=native"),
             "mismatch.sampler.stock = float32 needs numerics.mode = deterministic; native numerics sample by torch.*",

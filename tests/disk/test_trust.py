@@ -16,8 +16,8 @@ from ppo_repro import files
 from ppo_repro.config.files import load_config
 from ppo_repro.errors import UserError
 from ppo_repro.files import check_sums, only_writer, remove_folder, whole_folder
+from ppo_repro.models.folders import load_reward_model
 from ppo_repro.models.load import load_folder
-from ppo_repro.models.reward_model import load_reward_model
 from ppo_repro.records import manifest
 from ppo_repro.runs.run import run_folder
 from ppo_repro.watcher import Silent

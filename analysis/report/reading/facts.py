@@ -151,12 +151,11 @@ def parity_verdicts(counted: Parity, about: Agreement) -> tuple[Verdict, ...]:
 
 
 def _rounded_on_purpose(config: RunConfig) -> Iterator[Verdict]:
-    """A sentence where the sampler computes or rounds in another format than the trainer."""
+    """A sentence if the sampler rounds numbers to other formats."""
     stock = config.mismatch.sampler.stock
     if stock is not None:
         yield Verdict("fact", f"The sampler was torch's own forward pass on purpose: mismatch.sampler.stock = {stock}.")
-    precision = config.mismatch.sampler.precision.model_dump()
-    formats = {name: value for name, value in precision.items() if value != "float32"}
+    formats = {k: v for k, v in config.mismatch.sampler.precision.model_dump().items() if v != "float32"}
     if formats:
         named = ", ".join(f"{name} {value}" for name, value in formats.items())
         yield Verdict("fact", f"The sampler was rounded on purpose: mismatch.sampler.precision = {named}.")

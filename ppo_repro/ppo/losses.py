@@ -8,7 +8,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from ppo_repro.numerics.elementwise import Exp
+from ppo_repro.numerics.elementwise import differentiable_exp
 from ppo_repro.ppo.kl import k3_loss
 
 
@@ -52,7 +52,7 @@ class Band:
 def probability_ratios(new_logprobs: Tensor, anchor_logprobs: Tensor) -> Tensor:
     """r = exp(log pi_new - log pi_anchor), [n] float32; exactly 1 where both are the same number."""
     assert new_logprobs.shape == anchor_logprobs.shape == (new_logprobs.numel(),)
-    return Exp.apply(new_logprobs - anchor_logprobs)
+    return differentiable_exp(new_logprobs - anchor_logprobs)
 
 
 def clip_flags(ratios: Tensor, advantages: Tensor, band: Band) -> Tensor:

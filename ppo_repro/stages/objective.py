@@ -27,7 +27,7 @@ from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.families import trunk_of
 from ppo_repro.numerics.network import logits
 from ppo_repro.numerics.rows import Rows
-from ppo_repro.numerics.token_statistics import kl_loss, token_statistics
+from ppo_repro.numerics.token_statistics import kl_divergence, token_statistics
 from ppo_repro.ppo import kl, losses
 from ppo_repro.ppo.sequences import response_means, sequence_ratios
 from ppo_repro.remedies.corrections import Corrections, corrections_of
@@ -186,7 +186,7 @@ class PolicyLoss:
             return statistics
         with torch.no_grad():
             other = logits(self.state.reference, ref_seen[rows]).cpu()
-        return *statistics, kl_loss(own, other, temperature, eligible, mode)
+        return *statistics, kl_divergence(own, other, temperature, eligible, mode)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.runs.tables import unequal_bits
 from ppo_repro.seeding import sample_seed
-from ppo_repro.stages.generation import require_undisturbed, sampling_of
+from ppo_repro.stages.rollout import require_undisturbed, sampling_of
 
 SEQUENCES = 24
 MICRO_BATCHES = (1, 5)

@@ -14,6 +14,7 @@ from ppo_repro.config.algorithm import LoraConfig, NoValue, SeparateValue, Value
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig, TinyModel
 from ppo_repro.errors import UserError
+from ppo_repro.faults.trainer import check_training_prompts, dropout
 from ppo_repro.models.folders import load_reward_model, require_same_tokens
 from ppo_repro.models.load import load_folder, stop_ids
 from ppo_repro.models.lora import Adaptable, Lora, add_lora, share_frozen
@@ -40,8 +41,7 @@ from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.open_engine import built_in_engine, check_routes
 from ppo_repro.stages.coefficients import first_coefficients
-from ppo_repro.stages.faults import check_training_prompts
-from ppo_repro.stages.prompts import Task
+from ppo_repro.stages.rollout import Task
 from ppo_repro.tasks.problems import Split, encode_all, encoder
 from ppo_repro.tasks.rewards import check_functions, for_source, load_judge
 from ppo_repro.tasks.sources import check_source, load_source
@@ -173,6 +173,7 @@ def _networks(config: RunConfig, source: PreTrainedModel, task: Task, share: boo
         value_optimizer=value_optimizer,
         coefficients=first_coefficients(config),
         versions=_versions(config, policy, lora),
+        hidden_hook=dropout(config.mismatch.trainer.dropout, config.seed),
     )
     return _Networks(state, sampled, _Adapters(lora, value_lora))
 

@@ -17,15 +17,15 @@ from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective
 from ppo_repro.config.run import RunConfig
 from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.advantages import explained_variance
-from ppo_repro.ppo.losses import flag_names
+from ppo_repro.ppo.objective import flag_names
 from ppo_repro.records import schema
 from ppo_repro.records.arrow import to_arrow
 from ppo_repro.runs import profiling
 from ppo_repro.runs.profiling import Peak
 from ppo_repro.side_tables.evaluation import episode_columns
 from ppo_repro.stages.agreement import differing
+from ppo_repro.stages.coefficients import learning_rates
 from ppo_repro.stages.level_columns import Columns, columns_above_lean, of_step, or_null, per_token
-from ppo_repro.stages.update import learning_rates
 
 
 def unequal_bits(a: Tensor, b: Tensor) -> int:

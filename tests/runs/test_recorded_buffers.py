@@ -21,7 +21,7 @@ from ppo_repro import buffers
 from ppo_repro.buffers import Iteration, ReturnStatistics
 from ppo_repro.config.files import load_config
 from ppo_repro.ppo.corrections import correction_names
-from ppo_repro.ppo.losses import flag_names
+from ppo_repro.ppo.objective import flag_names
 from ppo_repro.records import digests, schema, side_schema
 from ppo_repro.runs.language import LanguageKind
 from ppo_repro.watcher import Silent

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,35 +29,38 @@ class Records:
     tables: Mapping[str, pa.Table]
 
     def has(self, table: str, column: str) -> bool:
-        """Whether a column was recorded; one that a level leaves out reads as null in every row."""
+        """Tell whether a column was recorded; one that a level leaves out reads as null in every row."""
         values = self.tables[table].column(column)
         return bool(values.null_count < len(values))
 
     def array(self, table: str, column: str) -> npt.NDArray[Any]:
-        """A column of fixed width without nulls."""
+        """Read a column of fixed width without nulls."""
         return np.array(self.tables[table].column(column).to_numpy())
 
     def tensor(self, table: str, column: str) -> Tensor:
-        """The same as a tensor, whose memory is its own."""
         return torch.from_numpy(self.array(table, column))
 
     def tensor_or_none(self, table: str, column: str) -> Tensor | None:
-        """The same, None where the column is null in every row."""
+        """Read a column as a tensor; None if it is null in every row."""
         return self.tensor(table, column) if self.has(table, column) else None
 
     def present(self, table: str, column: str) -> npt.NDArray[np.bool_]:
-        """In which rows a column is not null."""
+        """Tell in which rows a column is not null."""
         return np.asarray(self.tables[table].column(column).is_valid().to_numpy(), dtype=bool)
 
-    def values(self, table: str, column: str) -> list[Any]:
-        """A column as a list of Python values."""
-        return list(self.tables[table].column(column).to_pylist())
+    def values(self, table: str, column: str) -> tuple[Any, ...]:
+        """Read a column as Python values; lists become tuples."""
+        values = self.tables[table].column(column).to_pylist()
+        return tuple(tuple(value) if isinstance(value, list) else value for value in values)
+
+    def values_or_none(self, table: str, column: str) -> tuple[Any, ...] | None:
+        return self.values(table, column) if self.has(table, column) else None
 
 
 def read(run_dir: Path, recorded: Manifest, iteration: int) -> Records:
-    """The tables of an iteration, not compared with their digests; UserError where they cannot be read or fit together.
+    """Read the tables of an iteration, side tables included, without comparing digests.
 
-    Side tables are among them where they were recorded.
+    UserError if they cannot be read or do not fit together.
     """
     tables = {
         table.name: reader.read_recorded(run_dir, recorded, table, iteration, verify=False)
@@ -76,83 +79,57 @@ def read(run_dir: Path, recorded: Manifest, iteration: int) -> Records:
 
 
 def rollout_of(records: Records) -> Rollout:
-    """The sampled responses. Eligible tokens and largest logits stay empty: no later stage reads them."""
+    """Return the sampled responses. Eligible tokens and largest logits stay empty: no later stage reads them."""
     count = records.tables["tokens"].num_rows
-    of_sequences = {name: tuple(records.values("sequences", name)) for name in _SEQUENCE_COLUMNS}
+
+    def of(column: str) -> tuple[Any, ...]:
+        return records.values("sequences", column)
+
     lengths = records.tensor("sequences", "response_length").to(torch.int64)
-    as_sampled = _lists(records, "is_as_sampled")
+    columns = [np.split(records.array("tokens", name), lengths.cumsum(0)[:-1].tolist()) for name in _SPANS]
+    as_sampled = records.values_or_none("sequences", "is_as_sampled")
     return Rollout(
-        prompts=Prompts(
-            keys=of_sequences["prompt_key"],
-            sample_indices=of_sequences["sample_index"],
-            seeds=of_sequences["seed"],
-            texts=of_sequences["prompt"],
-            answers=of_sequences["answer"],
-            prompt_ids=tuple(tuple(ids) for ids in of_sequences["prompt_ids"]),
-        ),
+        prompts=Prompts(of("prompt_key"), of("sample_index"), of("seed"), of("prompt"), of("answer"), of("prompt_ids")),
         response_ids=records.tensor("tokens", "token_id").to(torch.int64),
         lengths=lengths,
+        temperature=1.0,
         rollout_logprobs=records.tensor("tokens", "rollout_logprobs"),
         log_kept_mass=records.tensor("tokens", "log_kept_mass"),
         kept_tokens=torch.empty(count, 0, dtype=torch.uint8),
         top_ids=torch.empty(count, 0, dtype=torch.int32),
         top_logits=torch.empty(count, 0),
-        finish_reasons=of_sequences["finish_reason"],
+        finish_reasons=of("finish_reason"),
         servers=(None,) * len(lengths),
         latencies=(None,) * len(lengths),
-        responses=of_sequences["response"],
-        spans=_spans(records, lengths.tolist()),
+        responses=of("response"),
+        spans=tuple(Spans(*(part.tolist() for part in parts)) for parts in zip(*columns, strict=True)),
         episodes=_episodes(records, "sequences"),
-        policy_versions=_lists(records, "rollout_policy_versions"),
-        sampled_ids=_lists(records, "sampled_ids"),
+        policy_versions=records.values_or_none("sequences", "rollout_policy_versions"),
+        sampled_ids=records.values_or_none("sequences", "sampled_ids"),
         is_as_sampled=None if as_sampled is None else tuple(tuple(map(bool, row)) for row in as_sampled),
     )
 
 
-def _lists(records: Records, column: str) -> tuple[tuple[int, ...], ...] | None:
-    """A column of lists of `sequences`; None where it was not recorded."""
-    if not records.has("sequences", column):
-        return None
-    return tuple(map(tuple, records.values("sequences", column)))
-
-
 def _episodes(records: Records, table: str) -> tuple[Episode, ...] | None:
-    """What the environment put in; None where it never speaks. The texts of turns are in no record."""
+    """Return what the environment put in; None if it never speaks. The texts of turns are in no record."""
     if not records.has(table, "episode_ids"):
         return None
     rows = zip(records.values(table, "episode_ids"), records.values(table, "is_forced"), strict=True)
-    return tuple(Episode(tuple(ids), tuple(map(bool, forced)), ()) for ids, forced in rows)
-
-
-_SEQUENCE_COLUMNS = (
-    *("prompt_key", "sample_index", "seed", "prompt", "answer", "prompt_ids"),
-    *("finish_reason", "response"),
-)
-
-
-def _spans(records: Records, lengths: Sequence[int]) -> tuple[Spans, ...]:
-    columns = {name: records.values("tokens", name) for name in _SPANS}
-    ends = np.cumsum(lengths).tolist()
-    pieces = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-    return tuple(Spans(*(columns[name][piece] for name in _SPANS)) for piece in pieces)
+    return tuple(Episode(ids, tuple(map(bool, forced)), ()) for ids, forced in rows)
 
 
 def forward_of(records: Records) -> ForwardPass:
-    """What the networks said before the update."""
-    count = records.tables["tokens"].num_rows
-    ids, logits = torch.empty(count, 0, dtype=torch.int32), torch.empty(count, 0)
+    """Return what the networks gave before the update."""
+    ids = torch.empty(records.tables["tokens"].num_rows, 0, dtype=torch.int32)
     final_values = records.tensor_or_none("sequences", "final_values")
+    names = ("old_logprobs", "ref_logprobs", "ref_kl", "entropies", "prob_sq_sums")
     return ForwardPass(
-        old_logprobs=records.tensor("tokens", "old_logprobs"),
-        ref_logprobs=records.tensor("tokens", "ref_logprobs"),
-        ref_kl=records.tensor("tokens", "ref_kl"),
+        **{name: records.tensor("tokens", name) for name in names},
         reverse_ref_kl=records.tensor_or_none("tokens", "reverse_ref_kl"),
-        entropies=records.tensor("tokens", "entropies"),
-        prob_sq_sums=records.tensor("tokens", "prob_sq_sums"),
         top_ids=ids,
-        top_logits=logits,
+        top_logits=ids.to(torch.float32),
         ref_top_ids=ids,
-        ref_top_logits=logits,
+        ref_top_logits=ids.to(torch.float32),
         routes=ids,
         values=records.tensor_or_none("tokens", "values"),
         final_values=torch.zeros(records.tables["sequences"].num_rows) if final_values is None else final_values,
@@ -160,28 +137,24 @@ def forward_of(records: Records) -> ForwardPass:
 
 
 def rewards_of(records: Records) -> Rewards:
-    """Scores and rewards as recorded."""
+    """Return scores and rewards; what a level leaves out is 0, and then it is not compared either."""
+    zeros = torch.zeros(records.tables["tokens"].num_rows)
+    placed, raw = (records.tensor_or_none("tokens", name) for name in ("placed_scores", "raw_rewards"))
     return Rewards(
         scores=records.tensor("sequences", "scores"),
-        score_parts=tuple(tuple(parts) for parts in records.values("sequences", "score_parts")),
+        score_parts=records.values("sequences", "score_parts"),
         is_correct=torch.tensor(records.values("sequences", "is_correct")),
         kl_penalties=records.tensor("tokens", "kl_penalties"),
-        placed_scores=_or_zeros(records, "placed_scores", torch.float64),
+        placed_scores=zeros.to(torch.float64) if placed is None else placed,
         potentials=records.tensor_or_none("tokens", "potentials"),
         shaping_rewards=records.tensor_or_none("tokens", "shaping_rewards"),
-        raw_rewards=_or_zeros(records, "raw_rewards", torch.float32),
+        raw_rewards=zeros if raw is None else raw,
         rewards=records.tensor("tokens", "rewards"),
     )
 
 
-def _or_zeros(records: Records, column: str, dtype: torch.dtype) -> Tensor:
-    """A column of the tokens; zeros where it was not recorded, and then it is not compared either."""
-    values = records.tensor_or_none("tokens", column)
-    return torch.zeros(records.tables["tokens"].num_rows, dtype=dtype) if values is None else values
-
-
 def advantages_of(records: Records) -> Advantages:
-    """Advantages and returns as recorded."""
+    """Return advantages and returns."""
     return Advantages(
         raw_advantages=records.tensor("tokens", "raw_advantages"),
         advantages=records.tensor("tokens", "advantages"),
@@ -190,23 +163,9 @@ def advantages_of(records: Records) -> Advantages:
 
 
 def evaluation_of(records: Records) -> Evaluation | None:
-    """The held-out responses; None where there was no evaluation, or its responses are not recorded."""
+    """Return the held-out responses; None if there was no evaluation, or its responses are not recorded."""
     if "evaluations" not in records.tables:
         return None
-
-    def column(name: str) -> tuple[Any, ...]:
-        return tuple(records.values("evaluations", name))
-
-    return Evaluation(
-        keys=column("prompt_key"),
-        texts=column("prompt"),
-        answers=column("answer"),
-        prompt_ids=tuple(tuple(ids) for ids in column("prompt_ids")),
-        response_ids=tuple(tuple(ids) for ids in column("response_ids")),
-        responses=column("response"),
-        finish_reasons=column("finish_reason"),
-        scores=column("scores"),
-        score_parts=tuple(tuple(parts) for parts in column("score_parts")),
-        is_correct=column("is_correct"),
-        episodes=_episodes(records, "evaluations"),
-    )
+    names = ("prompt_key", "prompt", "answer", "prompt_ids", "response_ids", "response", "finish_reason", "scores")
+    columns = [records.values("evaluations", name) for name in (*names, "score_parts", "is_correct")]
+    return Evaluation(*columns, _episodes(records, "evaluations"))

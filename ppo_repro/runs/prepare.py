@@ -212,7 +212,7 @@ def _value_model(
         return None
     if isinstance(config.value, ValueHead):
         head = make_value_head(source.config.hidden_size, config.seed)
-        return ValueModel(trunk_of(policy), head.to(source.device))
+        return ValueModel(trunk_of(policy), head)
     if config.value.init == "reward_model":
         assert reward_model is not None
         return value_model_from(reward_model, mode, max_context)

@@ -14,8 +14,8 @@ from ppo_repro.models.precision import rounded_view
 from ppo_repro.numerics.network import lowered_of
 from ppo_repro.numerics.precision import Precision
 from ppo_repro.records.accuracy import LARGEST_RATIO, sentence
-from tests.support.small_models import CONTEXT, VOCAB
 from tests.support.models import FAMILIES, source_model
+from tests.support.small_models import CONTEXT, VOCAB
 
 every_family = mark.parametrize("architecture", FAMILIES)
 TEXT = text_of({"a": range(2, 40), "b": range(VOCAB - 1, 5, -3), "c": range(0, VOCAB, 7)}, 4, CONTEXT)

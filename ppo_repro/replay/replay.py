@@ -13,6 +13,7 @@ from ppo_repro.config.records import RunRecordsConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader, schema
+from ppo_repro.records.columns import iteration_tables
 from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.replay import recorded as records_of
@@ -20,7 +21,6 @@ from ppo_repro.replay.columns import COMPUTED, STAGES, Stage, needs, taken_as_re
 from ppo_repro.replay.recorded import Records
 from ppo_repro.replay.stages import again, recorded_iteration
 from ppo_repro.runs.diff import Difference, first_table_difference
-from ppo_repro.runs.tables import iteration_tables
 from ppo_repro.stages.coefficients import first_coefficients, next_coefficients
 
 ALL = "all"

@@ -21,9 +21,9 @@ from ppo_repro.models.load import load_folder, read_model_config, stop_ids
 from ppo_repro.models.reward_model import load_reward_model
 from ppo_repro.numerics.families import CAUSAL_MODELS
 from ppo_repro.tasks.tokenizer import character_tokenizer
-from tests.support.small_models import VOCAB, gpt2_config, llama_config, qwen3_config, small_model
 from tests.support.cli import PROMPTS, Cli, cli, folder_config, one_line, write_prompts
 from tests.support.models import unequal
+from tests.support.small_models import VOCAB, gpt2_config, llama_config, qwen3_config, small_model
 
 __all__ = ["cli"]
 

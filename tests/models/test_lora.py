@@ -25,7 +25,7 @@ from ppo_repro.numerics.rows import alone, slots_of
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
-from ppo_repro.runs import checkpoint_format
+from ppo_repro.runs import checkpoint
 from tests.support.lora import ALPHA, PROMPTS, RANK, RESPONSES, SETTINGS, adapted, learn
 from tests.support.models import CONTEXT, FAMILIES, seeded, source_model, unequal
 
@@ -218,11 +218,9 @@ def test_a_checkpoint_holds_all_of_an_adapter(mode: str, tmp_path: Path) -> None
     state, lora = fresh()
     learn(state.policy, state.policy_optimizer, mode, 2)
     state.iteration = 1
-    checkpoint_format.save(
-        checkpoint_format.take(state, "chain", checkpoint_format.Origin("task", {})), tmp_path / "saved"
-    )
+    digest = checkpoint.save(checkpoint.take(state, "chain", "task"), tmp_path / "saved")
     other, other_lora = fresh()
-    checkpoint_format.restore(checkpoint_format.load(tmp_path / "saved"), other)
+    checkpoint.restore(checkpoint.load(tmp_path / "saved", digest), other)
     assert weights_digest(other_lora.factors().items()) == weights_digest(lora.factors().items())
     for s in (state, other):
         learn(s.policy, s.policy_optimizer, mode, 1)

@@ -12,15 +12,16 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from ppo_repro.runs.lifetime import UNEQUAL_TOKENS, Response, first_unequal, unequal_folder
 
 from ppo_repro.buffers import MinibatchUpdate
 from ppo_repro.checks.bisect import make_subject
 from ppo_repro.config.files import load_config
+from ppo_repro.config.section import run_folder
 from ppo_repro.errors import UserError
 from ppo_repro.files import SUMS_NAME
 from ppo_repro.records import manifest, reader
-from ppo_repro.runs.lifetime import UNEQUAL_TOKENS, Response, first_unequal, unequal_folder
-from ppo_repro.runs.run import Resumed, run_folder
+from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.verify import verify
 from ppo_repro.stages.agreement import UnequalBits
 from ppo_repro.watcher import Silent

@@ -57,6 +57,7 @@ class Rollout:
     prompts: Prompts
     response_ids: Tensor  # [N] int64
     lengths: Tensor  # [B] int64, at least 1 each, sum N
+    temperature: float  # that logits are divided by
     rollout_logprobs: Tensor  # [N] float32, temperature and top-k/top-p included
     log_kept_mass: Tensor  # [N] float32, log of the probability mass that top-k/top-p keep; 0 without them
     kept_tokens: Tensor  # [N, ceil(V/8)] uint8 bit set of eligible tokens; [N, 0] without top-k and top-p
@@ -72,6 +73,7 @@ class Rollout:
     sampled_ids: tuple[tuple[int, ...], ...] | None = None  # [B] ragged; None where these are response_ids
     is_as_sampled: tuple[tuple[bool, ...], ...] | None = None  # [B] ragged, of each token; None likewise
     routes: tuple[Tensor, ...] | None = None  # [B] int32 [inputs, M k], see `token_routes`; None where nobody asked
+    in_losses: Tensor | None = None  # [N] bool, the tokens that have a loss; None: all
 
     def whole(self, sequence: int) -> tuple[int, ...]:
         """All tokens of a sequence after its prompt."""
@@ -172,7 +174,7 @@ class PolicyUpdate:
 
     new_logprobs: Tensor  # [M] float32
     ratios: Tensor  # [M] float32, exp(new_logprobs - anchor)
-    clip_flags: Tensor  # [M] uint8, a ppo.losses.ClipFlag each
+    clip_flags: Tensor  # [M] uint8, a ppo.objective.ClipFlag each
     new_entropies: Tensor  # [M] float32
     losses: Tensor  # [M] float32, all terms
     surrogates: Tensor  # [M] float32, the objective's term in ratio and advantage

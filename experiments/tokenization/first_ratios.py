@@ -34,8 +34,8 @@ from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.contents import reference_folder
 from ppo_repro.runs.environment import check_inputs
 from ppo_repro.runs.prepare import prepare
-from ppo_repro.stages.generation import require_undisturbed
-from ppo_repro.stages.pieces import in_pieces
+from ppo_repro.stages.chunks import in_chunks
+from ppo_repro.stages.rollout import require_undisturbed
 
 Ids = Sequence[Sequence[int]]
 Floats = NDArray[np.float32]
@@ -106,7 +106,7 @@ def logprobs_of(policy: PreTrainedModel, prompts: Ids, responses: Ids, config: R
             return token_statistics(logits(policy, hidden), targets[rows], temperature, None, mode)
 
         hidden = hidden_states(trunk_of(policy), batch)
-        found = in_pieces(of_rows, hidden, batch.rows, policy.config.vocab_size)[0]
+        found = in_chunks(of_rows, hidden, batch.rows, policy.config.vocab_size)[0]
         ends = np.cumsum([len(row) for row in response_ids])
         logprobs += np.split(found.numpy(), ends[:-1])
     return logprobs

@@ -129,20 +129,6 @@ class SamplerPrecision(Section):
         return {name for name in type(self).model_fields if getattr(self, name) != "float32"} == {"logits"}
 
 
-class TrainerPrecision(Section):
-    """The format that the trainer rounds gradients to; its forward pass and its weights stay exact."""
-
-    gradients: Format = Field(
-        "float32",
-        description="Of gradients of activations, wherever 16 bits would round an activation; float32: none.",
-    )
-
-    @property
-    def rounds(self) -> bool:
-        """Whether a format is named."""
-        return self.gradients != "float32"
-
-
 class SamplerSide(SamplerFaults):
     """What is made to differ in the sampler."""
 
@@ -161,14 +147,6 @@ class SamplerSide(SamplerFaults):
         return self
 
 
-class TrainerSide(TrainerFaults):
-    """What is made to differ in the trainer."""
-
-    absent_at_default: ClassVar[frozenset[str]] = TrainerFaults.absent_at_default | {"precision"}
-
-    precision: TrainerPrecision = TrainerPrecision()
-
-
 class MismatchConfig(Section):
     """What is made to differ between sampler and trainer; nothing by default. Every cause is part of the run."""
 
@@ -176,7 +154,7 @@ class MismatchConfig(Section):
     absent_at_default: ClassVar[frozenset[str]] = frozenset({"sampler", "trainer"})
 
     sampler: SamplerSide = SamplerSide()
-    trainer: TrainerSide = TrainerSide()
+    trainer: TrainerFaults = TrainerFaults()
 
     @property
     def bound(self) -> str:
@@ -191,9 +169,8 @@ class MismatchConfig(Section):
 
 def not_possible(config: MismatchConfig, mode: str, engine: str) -> Iterator[str]:
     """A line for each cause that numerics of this mode, or an engine of this kind, do not have."""
-    for side, precision in (("sampler", config.sampler.precision), ("trainer", config.trainer.precision)):
-        if precision.rounds and mode == "native":
-            yield f"mismatch.{side}.precision needs numerics.mode = deterministic, whose products it rounds"
+    if config.sampler.precision.rounds and mode == "native":
+        yield "mismatch.sampler.precision needs numerics.mode = deterministic, whose products it rounds"
     if config.sampler.stock == "float32" and mode == "native":
         yield (
             "mismatch.sampler.stock = float32 needs numerics.mode = deterministic; native numerics sample by torch's "

@@ -17,7 +17,7 @@ from ppo_repro.control.buffers import MinibatchUpdate
 from ppo_repro.control.loop import ControlIteration
 from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.advantages import explained_variance
-from ppo_repro.ppo.losses import flag_names, removes_gradient
+from ppo_repro.ppo.objective import flag_names, removes_gradient
 from ppo_repro.records import control_schema
 from ppo_repro.records.arrow import to_arrow
 from ppo_repro.records.columns import gradient_columns, unequal_bits

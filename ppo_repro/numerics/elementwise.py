@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ppo_repro.numerics import library
-from ppo_repro.numerics.arrays import at
+from ppo_repro.numerics.structs import at
 
 _NAMES = {torch.float32: "float32", torch.float64: "float64"}
 EXP_MIN, EXP_MAX = -87.0, 88.0  # e^x is a normal float32
@@ -30,6 +30,16 @@ def _mapped(function: str, x: Tensor) -> Tensor:
 def exp(x: Tensor) -> Tensor:
     """e^x of float32, within 1.01 ulp; exp(0) is exactly 1. x is clamped to [-87, 88]: never 0 or infinite."""
     return _mapped("exp", x.to(torch.float32).clamp(EXP_MIN, EXP_MAX))
+
+
+def expm1(x: Tensor) -> Tensor:
+    """e^x - 1 of float32, within 1 ulp; expm1(0) is exactly 0. x is clamped to [-87, 88] as in `exp`."""
+    x64 = x.detach().to(torch.float64).clamp(EXP_MIN, EXP_MAX)
+    series = torch.ones_like(x64)
+    # x (1 + x/2 (1 + x/3 (1 + ...))), whose remainder for |x| <= 1 is below 2^-60 of the sum
+    for n in range(20, 1, -1):
+        series = 1.0 + x64 * series / n
+    return torch.where(x64.abs() <= 1.0, x64 * series, exp64(x64) - 1.0).to(torch.float32)
 
 
 def exp64(x: Tensor) -> Tensor:

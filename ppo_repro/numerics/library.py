@@ -40,7 +40,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "gradient_squares": (_DOUBLE, (_P, _INT)),
     "adamw": (None, (_P, _INT, _P)),
     "fingerprint": (ctypes.c_uint64, (_P, _LONG)),
-    **{f"{name}_float32": _MAP for name in ("exp", "log", "sigmoid", "tanh", "erf", "normal_density", "sqrt")},
+    **{f"{name}_float32": _MAP for name in ("exp", "sigmoid", "tanh", "erf", "sqrt")},
     **{f"{name}_float64": _MAP for name in ("exp", "log", "sigmoid", "softplus", "sqrt")},
     "sin_cos_float64": (None, (_P, _P, _P, _LONG)),
     "token_statistics": (_INT, (*_ROWS, *_SHAPE, _FLOAT, *(_P,) * 6)),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.numerics import library
-from ppo_repro.numerics.arrays import at, at_rows
+from ppo_repro.numerics.structs import at, at_rows
 from ppo_repro.numerics.token_statistics import check_rows, softmax_rows
 
 

@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import library
-from ppo_repro.numerics.arrays import at, at_rows
+from ppo_repro.numerics.structs import at, at_rows
 
 NOT_FINITE = (
     "the model's logits are not finite, or further apart than float32 reaches; "

@@ -68,7 +68,7 @@ def to_arrow(
     strangers = columns.keys() - {column.name for column in table.columns}
     if strangers:
         raise ValueError(f"table {table.name}, column {min(strangers)}: not in the schema")
-    arrays = []
+    arrays: list[pa.Array] = []
     for column in table.columns:
         if column.name not in columns:
             if not column.may_be_missing:

@@ -23,12 +23,12 @@ from ppo_repro.models.warm_start import WarmStartStep
 from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.advantages import explained_variance
 from ppo_repro.ppo.corrections import correction_names
-from ppo_repro.ppo.losses import flag_names
+from ppo_repro.ppo.objective import flag_names
 from ppo_repro.preferences.training import PreferenceStep, RewardTraining
 from ppo_repro.records import schema
 from ppo_repro.records.arrow import AllNull, Lists, WithNulls, to_arrow
 from ppo_repro.stages.agreement import differing
-from ppo_repro.stages.update import learning_rates
+from ppo_repro.stages.coefficients import learning_rates
 from ppo_repro.tasks.tokenizer import decode
 
 Columns = dict[str, Any]

@@ -20,8 +20,8 @@ from ppo_repro import __version__
 from ppo_repro.buffers import Coefficients, ReturnStatistics
 from ppo_repro.errors import UserError
 from ppo_repro.files import sync
+from ppo_repro.models.folders import named_weights, write_tensors
 from ppo_repro.models.state import TrainState
-from ppo_repro.models.write import named_weights, write_tensors
 from ppo_repro.numerics.library import KNOWN_ANSWER
 from ppo_repro.numerics.optimizer import OptimizerState, copy_named
 from ppo_repro.records.reader import check_file

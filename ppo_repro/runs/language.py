@@ -11,13 +11,15 @@ from typing import Any, ClassVar
 import pyarrow as pa
 
 from ppo_repro.accuracy import policy_accuracy
-from ppo_repro.buffers import Iteration
+from ppo_repro.buffers import Iteration, Rollout
 from ppo_repro.clock import Clock
 from ppo_repro.config.files import load_config
 from ppo_repro.config.kinds import LANGUAGE, Kind
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import naming_learning_rates
 from ppo_repro.errors import UserError
+from ppo_repro.faults.sampler import disturbed
+from ppo_repro.faults.trainer import received
 from ppo_repro.loop import ppo_iterations
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.sums import mean_of
@@ -57,7 +59,13 @@ class LanguageExecution:
         return {} if self.accuracy is None else {ACCURACY_NAME: asdict(self.accuracy)}
 
     def iterations(self) -> Iterator[Iteration]:
-        return ppo_iterations(self.config, self.prepared.task, self.prepared.state, self.engine, self.ranks)
+        config, task, state = self.config, self.prepared.task, self.prepared.state
+        engine = disturbed(config, self.engine, state, task.tokenizer)
+
+        def receive(rollout: Rollout) -> Rollout:
+            return received(config.mismatch.trainer, rollout, task.tokenizer)
+
+        return ppo_iterations(config, task, state, engine, self.ranks, receive)
 
     @property
     def _records_side_tables(self) -> bool:

@@ -15,9 +15,10 @@ from ppo_repro.config.algorithm import LoraConfig, NoValue, SeparateValue, Value
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig, TinyModel
 from ppo_repro.errors import UserError
+from ppo_repro.faults.trainer import check_training_prompts, dropout
+from ppo_repro.models.folders import load_reward_model, require_same_tokens
 from ppo_repro.models.load import load_folder, stop_ids
 from ppo_repro.models.lora import Adaptable, Lora, add_lora, share_frozen
-from ppo_repro.models.lora_optimizer import make_lora_optimizer
 from ppo_repro.models.networks import (
     ValueModel,
     checkpoint_gradients,
@@ -25,30 +26,24 @@ from ppo_repro.models.networks import (
     make_policy,
     make_value_head,
     make_value_model,
+    precision_of,
+    rounded_view,
 )
-from ppo_repro.models.precision import set_precision
-from ppo_repro.models.reward_model import (
-    load_reward_model,
-    make_reward_model,
-    require_same_tokens,
-    value_model_from,
-)
-from ppo_repro.models.state import TrainState
+from ppo_repro.models.reward_model import make_reward_model, value_model_from
+from ppo_repro.models.state import TrainState, Versions
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
-from ppo_repro.models.versions import Versions
 from ppo_repro.models.warm_start import WarmStartStep, warm_start
 from ppo_repro.numerics import library
 from ppo_repro.numerics.device import device_of, moved
 from ppo_repro.numerics.families import trunk_of
-from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, make_optimizer
+from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer
 from ppo_repro.preferences.pairs import pairs_by_rule
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.open_engine import built_in_engine, check_routes
 from ppo_repro.stages.coefficients import first_coefficients
-from ppo_repro.stages.faults import check_training_prompts
-from ppo_repro.stages.prompts import Task
+from ppo_repro.stages.rollout import Task
 from ppo_repro.tasks.problems import Split, encode_all, encoder
 from ppo_repro.tasks.rewards import check_functions, for_source, load_judge
 from ppo_repro.tasks.sources import check_source, load_source
@@ -163,7 +158,7 @@ def _networks(config: RunConfig, source: PreTrainedModel, task: Task, share: boo
         begun_as = task.reward_model if config.value.init == "reward_model" else reference
         base = trunk_of(begun_as) if share and begun_as is not None else None
         value_lora = _adapted(value_model, config.value.lora, config.seed, base)
-    sampled = set_precision(config.mismatch, policy)
+    sampled = rounded_view(policy, precision_of(config.mismatch.sampler.precision))
     if config.layout.gradient_checkpointing:
         checkpoint_gradients(trunk_of(policy))
         if isinstance(config.value, SeparateValue) and value_model is not None:
@@ -183,6 +178,7 @@ def _networks(config: RunConfig, source: PreTrainedModel, task: Task, share: boo
         value_optimizer=value_optimizer,
         coefficients=first_coefficients(config),
         versions=_versions(config, policy, lora),
+        hidden_hook=dropout(config.mismatch.trainer.dropout, config.seed),
     )
     return _Networks(state, sampled, _Adapters(lora, value_lora))
 
@@ -209,9 +205,7 @@ def _optimizer(
     config: RunConfig, module: nn.Module, lora: Lora | None, learning_rate: float, ranks: Ranks
 ) -> Optimizer:
     settings, mode, slots = _adamw(config, learning_rate), config.numerics.mode, config.ppo.gradient_slots // ranks.size
-    if lora is None:
-        return make_optimizer(module, settings, mode, slots)
-    return make_lora_optimizer(module, lora, settings, mode, slots)
+    return Optimizer(module, settings, mode, slots, lora)
 
 
 def _value_model(

@@ -78,8 +78,8 @@ def check_contents(run_dir: Path, recorded: Manifest) -> Contents:
     digests = {**recorded.notes, **recorded.files}
     for file in manifest.recorded_tables(recorded):
         digests[file.path(Path()).as_posix()] = file.entry.file_digest
-    for name, digest in digests.items():
-        reader.check_file(run_dir / name, digest)
+    for listed_name, digest in digests.items():
+        reader.check_file(run_dir / listed_name, digest)
     listed = {manifest.FILE_NAME, iteration_log.FILE_NAME, LOCK_NAME, *digests}
     for sums in [PurePath(name) for name in digests if PurePath(name).name == SUMS_NAME]:
         listed |= {(sums.parent / name).as_posix() for name in check_sums(run_dir / sums.parent)}

@@ -18,7 +18,7 @@ from ppo_repro.ppo import kl
 from ppo_repro.ppo.advantages import whiten
 from ppo_repro.ppo.rewards import charge_penalties, place_scores, shaping_rewards, token_rewards
 from ppo_repro.ranks import Ranks
-from ppo_repro.stages.prompts import Task
+from ppo_repro.stages.rollout import Task
 from ppo_repro.tasks.rewards import Judgement, Samples, judge_samples, potentials
 from ppo_repro.tasks.user_functions import FLOAT32_MAX, Texts
 

@@ -26,7 +26,7 @@ from ppo_repro.records import manifest
 from ppo_repro.rollout.engine import Request
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.seeding import sample_seed
-from ppo_repro.stages.generation import sampling_of
+from ppo_repro.stages.rollout import sampling_of
 from ppo_repro.watcher import Silent
 from tests.support.cases.config_trees import leaf_fields
 from tests.support.cli import Cli, one_line

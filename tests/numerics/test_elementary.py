@@ -27,11 +27,9 @@ TINY = float(np.finfo(F).tiny)
 # name of the kernel: (definition, smallest and largest argument)
 FLOAT32: dict[str, tuple[Callable[[Array], Array], float, float]] = {
     "exp_float32": (definition.exp32, -math.inf, math.inf),
-    "log_float32": (definition.log32, TINY, 3.4e38),
     "sigmoid_float32": (definition.sigmoid32, -math.inf, math.inf),
     "tanh_float32": (definition.tanh32, -math.inf, math.inf),
     "erf_float32": (definition.erf32, -math.inf, math.inf),
-    "normal_density_float32": (wide.normal_density32, -1e18, 1e18),
     "sqrt_float32": (np.sqrt, 0.0, math.inf),
 }
 FLOAT64: dict[str, tuple[Callable[[Array], Array], float, float]] = {
@@ -122,7 +120,6 @@ def ulps(found: Array, expected: Array) -> float:
     ("name", "truth", "low", "high", "bound"),
     [
         ("exp_float32", np.exp, -103.0, 88.7, 1.01),
-        ("log_float32", np.log, TINY, 3.4e38, 0.9),
         ("sigmoid_float32", lambda x: 1 / (1 + np.exp(-x)), -88.0, 100.0, 2.5),
         ("tanh_float32", np.tanh, -100.0, 100.0, 1.4),
         ("erf_float32", lambda x: torch.erf(torch.from_numpy(x)).numpy(), -100.0, 100.0, 1.2),

@@ -23,7 +23,7 @@ from ppo_repro.numerics.token_statistics import kl_divergence, prob_sq_sum, toke
 from ppo_repro.records import manifest, reader
 from ppo_repro.rollout.engine import Sampling
 from ppo_repro.rollout.sampler import disturbed, sample
-from ppo_repro.stages.generation import sampling_of
+from ppo_repro.stages.rollout import sampling_of
 from ppo_repro.watcher import Silent
 from tests.support.language import run
 from tests.support.models import unequal

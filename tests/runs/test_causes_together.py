@@ -20,7 +20,6 @@ COMMON = (
 SAMPLER, TRAINER = "mismatch.sampler", "mismatch.trainer"
 CAUSES = (
     f"{SAMPLER}.precision={{weights: float8_e4m3, activations: float8_e4m3, rest: bfloat16, kv_cache: int8}}",
-    f"{TRAINER}.precision={{gradients: bfloat16}}",
     f"{SAMPLER}.lag={{kind: drawn, max_iterations: 2, tokens_per_version: 2}}",
     f"{SAMPLER}.token_bias=0.1",
     "rollout.mismatch_sigma=0.1",

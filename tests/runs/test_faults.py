@@ -21,8 +21,8 @@ from analysis.pairs.run_evidence import run_evidence
 from analysis.pairs.runs import run_pairs
 from ppo_repro.config.files import load_config
 from ppo_repro.config.section import run_folder
+from ppo_repro.recompute.recompute import recompute, stages_of
 from ppo_repro.records import manifest, reader
-from ppo_repro.replay.replay import replay, stages_of
 from ppo_repro.seeding import words
 from ppo_repro.watcher import Silent
 from tests.support.language import resume, run
@@ -219,7 +219,7 @@ def require_no_layout_shows_and_no_interruption(case: Case, tmp_path: Path) -> N
 
 
 def require_the_records_suffice_and_the_cause_is_named(case: Case) -> None:
-    assert replay(case.folder, stages_of("all")).difference is None
+    assert recompute(case.folder, stages_of("all")).difference is None
     expected = next((cause for start, cause in CAUSES.items() if case.name.startswith(start)), None)
     if expected is not None:
         chunks = list(run_evidence(case.folder))

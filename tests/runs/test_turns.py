@@ -22,16 +22,14 @@ from ppo_repro.config.files import build_config, dump_yaml, load_config
 from ppo_repro.config.yaml_text import parse_yaml
 from ppo_repro.errors import UserError
 from ppo_repro.ranks import ALONE
+from ppo_repro.recompute.recompute import STAGES, recompute
 from ppo_repro.records import manifest, reader
-from ppo_repro.replay.columns import STAGES
-from ppo_repro.replay.replay import replay
 from ppo_repro.runs import prepare
 from ppo_repro.runs.diff import first_difference
 from ppo_repro.runs.verify import verify
 from ppo_repro.stages.agreement import UnequalBits, require_sampler_agrees
 from ppo_repro.stages.forward import score_rollout
-from ppo_repro.stages.prompts import choose_prompts
-from ppo_repro.stages.rollout import roll_out
+from ppo_repro.stages.rollout import choose_prompts, roll_out
 from ppo_repro.tasks import python_task
 from ppo_repro.watcher import Silent
 from tests.support.cli import Cli, one_line
@@ -102,7 +100,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(recorded: Recorded, tmp_path: Pa
 
 
 def test_replay_computes_every_stage_again(recorded: Recorded) -> None:
-    replayed = replay(recorded.whole, STAGES)
+    replayed = recompute(recorded.whole, STAGES)
     assert replayed.difference is None and all(replayed.compared.values())
 
 

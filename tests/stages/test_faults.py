@@ -9,17 +9,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ppo_repro.stages.faults import dropped, training_weights
+from ppo_repro.stages.lagging import first_versions, version_of_tokens
+from ppo_repro.tasks.retokenization import chosen, encode_again
 
 from ppo_repro.config.mismatch import DrawnLag, FixedLag
 from ppo_repro.errors import UserError
-from ppo_repro.models.versions import Versions
+from ppo_repro.models.state import Versions
 from ppo_repro.ppo.weights import loss_weights
 from ppo_repro.rollout.sampler import biased
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.seeding import words
-from ppo_repro.stages.faults import dropped, training_weights
-from ppo_repro.stages.lagging import first_versions, version_of_tokens
-from ppo_repro.tasks.retokenization import chosen, encode_again
 from ppo_repro.tasks.tokenizer import decode, spans, train_bpe
 from tests.support.runs import small_config
 

@@ -48,33 +48,33 @@ static void whole_tile(const float *x, long x_row, long x_step, const float *w, 
   TILE_OF_ROWS(x_step, w_step)
 }
 
-// The same where y has only `cols` <= 16 columns; w is a panel [terms][16]
-static void panel_tile(const float *x, long x_row, const float *w, int terms, float *y, long y_row, int first, int rows,
-                       int cols) {
-  if (cols >= COLS) {
-    whole_panel_tile(x, x_row, w, terms, y, y_row, first, rows);
-    return;
-  }
+// The same where y has only `cols` < 16 columns, but w has 16
+static void ragged_tile(const float *x, long x_row, long x_step, const float *w, long w_step, int terms, float *y,
+                        long y_row, int first, int rows, int cols) {
   float wide[ROWS * COLS];
   for (int i = 0; i < rows; i++)
     for (int j = 0; j < COLS; j++) wide[i * COLS + j] = first || j >= cols ? 0.0f : y[i * y_row + j];
-  whole_panel_tile(x, x_row, w, terms, wide, COLS, first, rows);
+  whole_tile(x, x_row, x_step, w, w_step, terms, wide, COLS, first, rows);
   for (int i = 0; i < rows; i++) memcpy(y + i * y_row, wide + i * COLS, sizeof(float) * (size_t)cols);
 }
 
-// The same with any strides; a ragged last part of w is copied, so that nothing is read beyond its columns.
+// w is a panel [terms][16], y may have fewer columns
+static void panel_tile(const float *x, long x_row, const float *w, int terms, float *y, long y_row, int first, int rows,
+                       int cols) {
+  if (cols >= COLS) whole_panel_tile(x, x_row, w, terms, y, y_row, first, rows);
+  else ragged_tile(x, x_row, 1, w, COLS, terms, y, y_row, first, rows, cols);
+}
+
+// Any strides; a ragged last part of w is copied, so that nothing is read beyond its columns.
 static void any_tile(const float *x, long x_row, long x_step, const float *w, long w_step, int terms, float *y,
                      long y_row, int first, int rows, int cols) {
   if (cols >= COLS) {
     whole_tile(x, x_row, x_step, w, w_step, terms, y, y_row, first, rows);
     return;
   }
-  float panel[BLOCK * COLS] = {0}, wide[ROWS * COLS];
+  float panel[BLOCK * COLS] = {0};
   for (int k = 0; k < terms; k++) memcpy(panel + k * COLS, w + k * w_step, sizeof(float) * (size_t)cols);
-  for (int i = 0; i < rows; i++)
-    for (int j = 0; j < COLS; j++) wide[i * COLS + j] = first || j >= cols ? 0.0f : y[i * y_row + j];
-  whole_tile(x, x_row, x_step, panel, COLS, terms, wide, COLS, first, rows);
-  for (int i = 0; i < rows; i++) memcpy(y + i * y_row, wide + i * COLS, sizeof(float) * (size_t)cols);
+  ragged_tile(x, x_row, x_step, panel, COLS, terms, y, y_row, first, rows, cols);
 }
 
 // Strips of nearly equal height, at most ROWS: the row at which strip s of `strips` begins
@@ -216,8 +216,8 @@ EXPORT void linear_backward_input(const Matrix *w, const float *dy, long ldd, in
 // Law: the sum of a slot begins at +0; blocks are added in order; slots are joined as a binary tree. A tile of such sums
 // is [MAX_LEVELS + 1][n]: part 0 is the present slot's, part i + 1 a subtree of 2^i slots. See Sums.
 
-INLINE void add_vector(float *restrict a, const float *restrict b, const int n) {
-  for (int i = 0; i < n; i++) a[i] = a[i] + b[i];
+INLINE void add_vector(float *restrict a, const float *restrict b, const long n) {
+  for (long i = 0; i < n; i++) a[i] = a[i] + b[i];
 }
 
 // Slots [from, to) are over: each joins the subtrees before it.

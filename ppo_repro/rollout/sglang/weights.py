@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.files import whole_folder
-from ppo_repro.models.write import write_model
+from ppo_repro.models.folders import write_model
 from ppo_repro.rollout.sglang.client import Call, get, post
 from ppo_repro.sglang_plugin.names import DIGEST
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ppo_repro.buffers import Rollout, Spans
-from ppo_repro.config.run import RunConfig
+from ppo_repro.buffers import Spans
+from ppo_repro.rollout.engine import Completion, Dialogue, Engine, Request, Sampling
 from ppo_repro.seeding import words
 from ppo_repro.tasks.tokenizer import decode, spans
 
@@ -72,48 +72,51 @@ def _source(before: Spans, after: Spans, owners: Sequence[int], token: int) -> i
 
 
 def chosen(share: float, seeds: Sequence[int]) -> list[bool]:
-    """Which responses are encoded again: each with probability `share`, by its seed."""
+    """Choose the responses that are encoded again: each with probability `share`, by its seed."""
     return [int(words(1, "retokenize", seed)[0]) < share * 2.0**64 for seed in seeds]
 
 
-def retokenized(config: RunConfig, tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> Rollout:
-    """The rollout that is trained on: the same texts, some of them as other tokens; as it is where nothing is set.
+@dataclass(frozen=True)
+class RetokenizingEngine:
+    """An engine some of whose sampled responses become the same texts as other tokens.
 
-    A token's `rollout_logprobs` and `log_kept_mass` are then those of the sampled tokens that end in its text, added
-    up, so that a response keeps its log-prob; a token in which none ends has 0. Largest logits and routes have no token
-    any more.
+    A token's `logprobs` and `log_kept_mass` are then the sums over the sampled tokens that end in its text, so that a
+    response keeps its log-prob; a token in which none ends has 0. Largest logits, routes and kept sets are dropped.
+    Greedy evaluation is as it was.
     """
-    share = config.mismatch.trainer.retokenize
-    if not share:
-        return rollout
-    lengths = rollout.lengths.tolist()
-    pick = chosen(share, rollout.prompts.seeds)
-    columns = [torch.split(x, lengths) for x in (rollout.response_ids, rollout.rollout_logprobs, rollout.log_kept_mass)]
-    made: list[Encoding] = []
-    for i, before in enumerate(rollout.spans):
-        ids = columns[0][i].tolist()
-        ended = rollout.finish_reasons[i] == "stop"
-        again = encode_again(tokenizer, ids, before, config.rollout.max_response_tokens, ended) if pick[i] else None
-        own = list(range(len(ids)))
-        made.append(again or Encoding(ids, before, own, own, [True] * len(ids)))
-    versions = rollout.policy_versions
-    count = sum(len(new.ids) for new in made)
-    return replace(
-        rollout,
-        response_ids=torch.tensor([token for new in made for token in new.ids], dtype=torch.int64),
-        lengths=torch.tensor([len(new.ids) for new in made]),
-        rollout_logprobs=torch.cat([new.summed(x) for new, x in zip(made, columns[1], strict=True)]),
-        log_kept_mass=torch.cat([new.summed(x) for new, x in zip(made, columns[2], strict=True)]),
-        kept_tokens=torch.empty(count, 0, dtype=torch.uint8),
-        top_ids=torch.empty(count, 0, dtype=torch.int32),
-        top_logits=torch.empty(count, 0),
-        spans=tuple(new.spans for new in made),
-        policy_versions=None if versions is None else tuple(_taken(v, n) for v, n in zip(versions, made, strict=True)),
-        sampled_ids=tuple(tuple(ids.tolist()) for ids in columns[0]),
-        is_as_sampled=tuple(tuple(new.as_sampled) for new in made),
-        routes=None,
-    )
 
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    share: float  # of the responses
 
-def _taken(versions: Sequence[int], new: Encoding) -> tuple[int, ...]:
-    return tuple(versions[source] for source in new.sources)
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
+    ) -> list[Completion]:
+        completions = self.engine.generate(requests, sampling, dialogue)
+        if sampling.greedy:
+            return completions
+        pick = chosen(self.share, [request.seed for request in requests])
+        most = sampling.max_response_tokens
+        return [self._encoded(c, most if picked else 0) for c, picked in zip(completions, pick, strict=True)]
+
+    def _encoded(self, c: Completion, most: int) -> Completion:
+        """The completion encoded again in at most so many tokens; as sampled where they do not suffice."""
+        before = spans(self.tokenizer, c.response_ids, decode(self.tokenizer, c.response_ids))
+        new = encode_again(self.tokenizer, c.response_ids, before, most, c.finish_reason == "stop") if most else None
+        if new is None:
+            own = list(range(len(c.response_ids)))
+            new = Encoding(list(c.response_ids), before, own, own, [True] * len(own))
+        count, versions = len(new.ids), c.policy_versions
+        return replace(
+            c,
+            response_ids=tuple(new.ids),
+            logprobs=new.summed(c.logprobs),
+            log_kept_mass=new.summed(c.log_kept_mass),
+            kept_tokens=torch.empty(count, 0, dtype=torch.uint8),
+            top_ids=torch.empty(count, 0, dtype=torch.int32),
+            top_logits=torch.empty(count, 0),
+            policy_versions=None if versions is None else tuple(versions[source] for source in new.sources),
+            sampled_ids=c.response_ids,
+            is_as_sampled=tuple(new.as_sampled),
+            routes=None,
+        )

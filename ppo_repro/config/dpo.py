@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from ppo_repro.config.layout import LayoutConfig, not_on_device
+from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.run import NumericsConfig
 from ppo_repro.config.section import Count, Experiment, Index, NonNegative, PathText, Positive, Section
 
@@ -39,9 +39,3 @@ class DPOConfig(Experiment):
     dpo: DPOUpdate
     numerics: NumericsConfig
     layout: LayoutConfig = LayoutConfig()
-
-    @model_validator(mode="after")
-    def _alone(self) -> Self:
-        for line in not_on_device(self.layout, self.numerics.mode):
-            raise ValueError(line)
-        return self

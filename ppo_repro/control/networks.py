@@ -14,7 +14,7 @@ from ppo_repro.config.control import NetworkConfig
 from ppo_repro.control.distributions import Categorical, DiagonalGaussian, Distribution
 from ppo_repro.control.environments import ActionSpace
 from ppo_repro.errors import UserError
-from ppo_repro.numerics.elementwise import Tanh
+from ppo_repro.numerics.elementwise import differentiable_tanh
 from ppo_repro.numerics.linear import linear
 from ppo_repro.numerics.rows import Rows
 from ppo_repro.seeding import bell
@@ -87,7 +87,7 @@ class Agent(nn.Module):
         if self.mode == "native":
             return network(x)
         for layer in network:
-            x = linear(x, layer, rows) if isinstance(layer, nn.Linear) else Tanh.apply(x)
+            x = linear(x, layer, rows) if isinstance(layer, nn.Linear) else differentiable_tanh(x)
         return x
 
     def policy_parameters(self) -> list[tuple[str, Tensor]]:

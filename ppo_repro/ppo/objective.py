@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ppo_repro.numerics.elementwise import Exp
+from ppo_repro.numerics.elementwise import differentiable_exp
 
 
 class ClipFlag(IntEnum):
@@ -53,7 +53,7 @@ def float32(number: float) -> Tensor:
 def probability_ratios(new_logprobs: Tensor, anchor_logprobs: Tensor) -> Tensor:
     """r = exp(log pi_new - log pi_anchor), [n] float32; exactly 1 where both are the same number."""
     assert new_logprobs.shape == anchor_logprobs.shape == (new_logprobs.numel(),)
-    return Exp.apply(new_logprobs - anchor_logprobs)
+    return differentiable_exp(new_logprobs - anchor_logprobs)
 
 
 class Objective:

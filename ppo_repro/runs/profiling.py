@@ -17,8 +17,7 @@ from ppo_repro.buffers import Iteration
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.families import trunk_of
-from ppo_repro.numerics.linear import product
-from ppo_repro.numerics.weights import PackedMatrix
+from ppo_repro.numerics.linear import PackedMatrix, product
 
 PHASES = ("rollout", "forward", "update")
 ROWS, TERMS, OUTPUTS, REPEATS = 512, 1024, 1024, 9  # about a tenth of a second in all

@@ -20,7 +20,6 @@ from ppo_repro.numerics.rows import Rows
 from ppo_repro.numerics.token_statistics import (
     expand_kept,
     kl_divergence,
-    kl_loss,
     score,
     token_statistics,
     top_logits,
@@ -164,7 +163,7 @@ def policy_pass(
             return statistics
         with torch.no_grad():
             other = logits(state.reference, ref_hidden[rows]).cpu()
-        return *statistics, kl_loss(own, other, temperature, eligible, mode)
+        return *statistics, kl_divergence(own, other, temperature, eligible, mode)
 
     changed = state.hidden_hook(hidden, m.tokens, stream)
     logprobs, entropies, *exact_kl = in_chunks(of_rows, changed, m.batch.rows, state.policy.config.vocab_size)

@@ -42,8 +42,8 @@ from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.contents import final_folder, reference_folder
 from ppo_repro.records.manifest import Manifest, note_content
 from ppo_repro.records.times import STARTED
-from ppo_repro.runs.checkpoints import save_model
 from ppo_repro.runs.environment import check_inputs, describe_environment
+from ppo_repro.runs.models_kept import save_model
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.seeding import sample_seed
 from ppo_repro.stages.evaluation import evaluate

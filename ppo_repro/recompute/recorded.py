@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ppo_repro.buffers import Advantages, Episode, Evaluation, ForwardPass, Prompts, Rewards, Rollout, Spans
 from ppo_repro.errors import UserError
-from ppo_repro.records import manifest, reader, side_reader
+from ppo_repro.records import manifest, reader
 from ppo_repro.records.manifest import Manifest
 
 _SPANS = ("char_start", "char_end", "byte_start", "byte_end", "word_id", "sub_idx")
@@ -62,18 +62,12 @@ def read(run_dir: Path, recorded: Manifest, iteration: int) -> Records:
 
     UserError if they cannot be read or do not fit together.
     """
-    tables = {
-        table.name: reader.read_recorded(run_dir, recorded, table, iteration, verify=False)
-        for table in manifest.tables_of(recorded)
-    }
-    for file in manifest.side_files(recorded):
-        if file.iteration == iteration:
-            tables[file.table.name] = side_reader.read_side_file(run_dir, file, verify=False)
+    tables = reader.read_moment(run_dir, recorded, iteration, verify=False)
     records = Records(iteration, tables)
     lengths = records.array("sequences", "response_length")
     tokens = tables["tokens"].num_rows
     if lengths.size == 0 or lengths.min() < 1 or int(lengths.sum()) != tokens:
-        path = manifest.recorded_path(run_dir, "tokens", recorded.iterations[iteration])
+        path = manifest.table_path(run_dir, "tokens", iteration)
         raise UserError(f"{path}: has {tokens} rows; the responses have {int(lengths.sum())} tokens; restore the file")
     return records
 

@@ -26,19 +26,17 @@ from ppo_repro.numerics.sums import mean_of
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records.accuracy import FILE_NAME as ACCURACY_NAME
 from ppo_repro.records.accuracy import Accuracy, sentence
+from ppo_repro.records.columns import evaluation_table, iteration_tables, preparation_tables
 from ppo_repro.records.contents import reference_folder
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.rollout.engine import Engine
-from ppo_repro.runs.checkpoint_format import Checkpoint
-from ppo_repro.runs.checkpoints import go_on_from, load_newest, open_store, quick_collections
+from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.environment import check_inputs, describe_environment, run_inputs, task_inputs
 from ppo_repro.runs.kind import Ending, Execution, Final, Resumption, Store
+from ppo_repro.runs.models_kept import ModelStore, go_on_from, load_newest, quick_collections, task_digest
 from ppo_repro.runs.open_engine import require_same_sampler, rollout_engine
 from ppo_repro.runs.prepare import Prepared, prepare
-from ppo_repro.runs.profiling import Peak, measure_peak
-from ppo_repro.runs.tables import iteration_tables
-from ppo_repro.side_tables.evaluation import evaluation_table
-from ppo_repro.side_tables.preparation import preparation_tables
+from ppo_repro.runs.profiling import Peak, measure_peak, speed
 from ppo_repro.stages.coefficients import last_kl
 from ppo_repro.stages.evaluation import evaluate
 from ppo_repro.watcher import Watcher
@@ -80,10 +78,7 @@ class LanguageExecution:
         return preparation_tables(prepared.warm_start, prepared.reward_training, prepared.task.tokenizer)
 
     def tables(self, item: Iteration) -> dict[str, pa.Table]:
-        tables = iteration_tables(item, self.config, self.peak)
-        if item.evaluation is None or not self._records_side_tables:
-            return tables
-        return {**tables, **evaluation_table(item.evaluation, item.index)}
+        return iteration_tables(item, self.config, speed(item, self.peak))
 
     def progress(self, item: Iteration) -> str:
         score, accuracy = mean_of(item.rewards.scores), mean_of(item.rewards.is_correct)
@@ -165,7 +160,7 @@ class LanguageKind:
                 go_on_from(start, prepared)
             store: Store | None = None
             if run_dir is not None and self.ranks.is_first:
-                store = open_store(run_dir, config, prepared, start)
+                store = ModelStore(run_dir, config, prepared, task_digest(prepared))
             del start  # as large as weights and moments together
             records = run_dir is not None and self.ranks.is_first
             peak = measure_peak(config, prepared.state) if self.profile and records else None

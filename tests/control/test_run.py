@@ -21,7 +21,7 @@ from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.records import control_schema, manifest, reader
 from ppo_repro.records.arrow import to_arrow
 from ppo_repro.runs.diff import first_difference, first_table_difference
-from ppo_repro.runs.run import Resumed
+from ppo_repro.runs.resume import Resumed
 from ppo_repro.watcher import Silent
 from tests.support import synthetic_run
 from tests.support.cli import Cli, one_line

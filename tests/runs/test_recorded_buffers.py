@@ -22,14 +22,14 @@ from ppo_repro.buffers import Iteration, ReturnStatistics
 from ppo_repro.config.files import load_config
 from ppo_repro.ppo.corrections import correction_names
 from ppo_repro.ppo.objective import flag_names
-from ppo_repro.records import digests, schema, side_schema
+from ppo_repro.records import digests, schema
 from ppo_repro.runs.language import LanguageKind
 from ppo_repro.watcher import Silent
 from tests.support.paths import ROOT, TINY
 from tests.support.turns import turns_config
 
 README = ROOT / "ppo_repro" / "records" / "README.md"
-RECORDED = (*schema.TABLES, *side_schema.BESIDE)
+RECORDED = (*schema.TABLES, schema.EVALUATIONS)
 COLUMNS = {(table.name, column.name): column for table in RECORDED for column in table.columns}
 STAGES = [
     kind for _, kind in inspect.getmembers(buffers, dataclasses.is_dataclass) if kind.__module__ == buffers.__name__

@@ -1,4 +1,4 @@
-"""Stage `Rewards`: judge the responses, place the scores, charge the KL penalty, shape, whiten."""
+"""Stage `Rewards`: judge the responses, place the scores, charge the KL penalty, whiten."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ import torch
 from torch import Tensor
 
 from ppo_repro.buffers import ForwardPass, Rewards, Rollout
-from ppo_repro.config.algorithm import GaeAdvantages, KLInReward
+from ppo_repro.config.algorithm import KLInReward
 from ppo_repro.config.run import RunConfig
-from ppo_repro.errors import UserError
 from ppo_repro.models.reward_model import reward_scores
 from ppo_repro.numerics.network import forget_packed
-from ppo_repro.output import shown
 from ppo_repro.ppo import kl
 from ppo_repro.ppo.advantages import whiten
-from ppo_repro.ppo.rewards import charge_penalties, place_scores, shaping_rewards, token_rewards
+from ppo_repro.ppo.rewards import charge_penalties, place_scores, token_rewards
 from ppo_repro.ranks import Ranks
 from ppo_repro.stages.rollout import Task
-from ppo_repro.tasks.child import FLOAT32_MAX
-from ppo_repro.tasks.rewards import Judgement, Sample, judge_samples, potentials
-from ppo_repro.tasks.tokenizer import decode, full_text, spans
+from ppo_repro.tasks.rewards import Judgement, Sample, judge_samples
+from ppo_repro.tasks.tokenizer import decode, full_text
 
 
 def judge(
@@ -47,69 +44,21 @@ def judge(
 def compute_rewards(
     config: RunConfig, task: Task, rollout: Rollout, forward: ForwardPass, kl_coef: float, ranks: Ranks
 ) -> Rewards:
-    """Judge the responses, place the scores on tokens, charge the KL penalty, shape, whiten."""
+    """Judge the responses, place the scores on tokens, charge the KL penalty, whiten."""
     ids = [rollout.whole(sequence) for sequence in range(len(rollout.lengths))]
-    samples = _samples(task, rollout)
+    samples = [
+        sample_of(
+            task,
+            rollout.prompts.keys[i],
+            sampled,
+            (rollout.responses[i],) if rollout.episodes is None else rollout.episodes[i].turns,
+            rollout.finish_reasons[i],
+            rollout.episodes is not None,
+        )
+        for i, sampled in enumerate(rollout.sampled())
+    ]
     judged = judge(config, task, rollout.prompts.prompt_ids, ids, samples, ranks)
-    phi = None if task.judge.potential is None else _potentials(task, rollout, samples, ranks)
-    return rewards_from(config, judged, rollout, forward, phi, kl_coef)
-
-
-def rewards_from(
-    config: RunConfig, judged: Judgement, rollout: Rollout, forward: ForwardPass, phi: Tensor | None, kl_coef: float
-) -> Rewards:
-    """The rewards that follow from a judgement; `phi` [N] float64 are the potentials, None without shaping."""
-    scores = torch.tensor(judged.scores, dtype=torch.float64)
-    penalties = _kl_penalties(config, rollout, forward, kl_coef)
-    placed = place_scores(scores, rollout.lengths, rollout.word_ids(), config.reward.placement)
-    shaping = None if phi is None else _shaping(config, phi, rollout)
-    if shaping is not None:
-        _require_float32(placed + shaping, rollout)
-    raw = token_rewards(placed if shaping is None else placed + shaping, penalties)
-    whitening = config.reward.whiten
-    return Rewards(
-        scores=scores,
-        score_parts=tuple(tuple(row) for row in judged.term_values),
-        is_correct=torch.tensor(judged.correct),
-        kl_penalties=penalties,
-        placed_scores=placed,
-        potentials=phi,
-        shaping_rewards=shaping,
-        raw_rewards=raw,
-        rewards=raw if whitening == "none" else whiten(raw, shift=whitening == "full"),
-    )
-
-
-def _require_float32(placed: Tensor, rollout: Rollout) -> None:
-    """UserError where score and potential together give a reward that float32 does not have."""
-    beyond = torch.nonzero(placed.abs() > FLOAT32_MAX).flatten()
-    if len(beyond):
-        sequence = int(torch.searchsorted(rollout.lengths.cumsum(0), beyond[0], right=True))
-        raise UserError(
-            f"reward.potential: a reward of {float(placed[beyond[0]]):g} for prompt key "
-            f"'{shown(rollout.prompts.keys[sequence])}' is beyond float32 ({FLOAT32_MAX:.1e}); scale the potential down"
-        )
-
-
-def _kl_penalties(config: RunConfig, rollout: Rollout, forward: ForwardPass, kl_coef: float) -> Tensor:
-    if not isinstance(config.kl, KLInReward):
-        return torch.zeros_like(forward.old_logprobs)
-    reverse = config.kl.direction == "reference_policy"
-    if config.kl.estimator == "exact":
-        divergence = forward.ref_kl if forward.reverse_ref_kl is None else forward.reverse_ref_kl
-    else:
-        divergence = kl.estimate(config.kl.estimator, forward.old_logprobs - forward.ref_logprobs, reverse)
-    return charge_penalties(divergence * kl_coef, rollout.lengths, rollout.word_ids(), config.kl.charge)
-
-
-def _samples(task: Task, rollout: Rollout) -> list[Sample]:
-    samples = []
-    for i, ids in enumerate(rollout.sampled()):
-        turns = (rollout.responses[i],) if rollout.episodes is None else rollout.episodes[i].turns
-        samples.append(
-            sample_of(task, rollout.prompts.keys[i], ids, turns, rollout.finish_reasons[i], rollout.episodes is not None)
-        )
-    return samples
+    return rewards_from(config, judged, rollout, forward, kl_coef)
 
 
 def sample_of(
@@ -126,15 +75,32 @@ def sample_of(
     return Sample(task.problems.by_key[key], own, finish_reason == "stop", len(ids), tuple(turns), whole)
 
 
-def _potentials(task: Task, rollout: Rollout, samples: Sequence[Sample], ranks: Ranks) -> Tensor:
-    """Phi before each token, of the model's own words up to there; float64 [N]."""
-    texts, char_starts = [sample.texts for sample in samples], [of.char_start for of in rollout.spans]
-    if rollout.episodes is not None or task.spelled:
-        rows = zip(rollout.sampled(), samples, strict=True)
-        char_starts = [spans(task.tokenizer, ids, sample.response).char_start for ids, sample in rows]
-    return torch.tensor(ranks.first(potentials, task.judge, texts, char_starts), dtype=torch.float64)
+def rewards_from(
+    config: RunConfig, judged: Judgement, rollout: Rollout, forward: ForwardPass, kl_coef: float
+) -> Rewards:
+    """The rewards that follow from a judgement."""
+    scores = torch.tensor(judged.scores, dtype=torch.float64)
+    penalties = _kl_penalties(config, rollout, forward, kl_coef)
+    placed = place_scores(scores, rollout.lengths, rollout.word_ids(), config.reward.placement)
+    raw = token_rewards(placed, penalties)
+    whitening = config.reward.whiten
+    return Rewards(
+        scores=scores,
+        score_parts=tuple(tuple(row) for row in judged.term_values),
+        is_correct=torch.tensor(judged.correct),
+        kl_penalties=penalties,
+        placed_scores=placed,
+        raw_rewards=raw,
+        rewards=raw if whitening == "none" else whiten(raw, shift=whitening == "full"),
+    )
 
 
-def _shaping(config: RunConfig, phi: Tensor, rollout: Rollout) -> Tensor:
-    assert isinstance(config.advantages, GaeAdvantages)
-    return shaping_rewards(phi, rollout.lengths, config.advantages.gamma)
+def _kl_penalties(config: RunConfig, rollout: Rollout, forward: ForwardPass, kl_coef: float) -> Tensor:
+    if not isinstance(config.kl, KLInReward):
+        return torch.zeros_like(forward.old_logprobs)
+    reverse = config.kl.direction == "reference_policy"
+    if config.kl.estimator == "exact":
+        divergence = forward.ref_kl if forward.reverse_ref_kl is None else forward.reverse_ref_kl
+    else:
+        divergence = kl.estimate(config.kl.estimator, forward.old_logprobs - forward.ref_logprobs, reverse)
+    return charge_penalties(divergence * kl_coef, rollout.lengths, rollout.word_ids(), config.kl.charge)

@@ -15,11 +15,11 @@ _dataset: Any = None
 _entries: dict[str, dict[str, Any]] = {}  # by key
 
 
-def entries(dataset: str, settings: dict[str, Any], data_seed: int, size: int) -> list[dict[str, str]]:
+def entries(dataset: str, settings: dict[str, Any], seed: int, size: int) -> list[dict[str, str]]:
     """The entries of the data set, each question once; UserError for an unknown name or setting."""
     global _dataset
-    made = _made(dataset, settings, data_seed, size)
-    seed_generators(data_seed)
+    made = _made(dataset, {**settings, "seed": seed}, size)
+    seed_generators(seed)
     try:
         _dataset = made()
         found = [_dataset[index] for index in range(size)]
@@ -27,7 +27,7 @@ def entries(dataset: str, settings: dict[str, Any], data_seed: int, size: int) -
         raise UserError(f"task.settings: {dataset} refuses {shown(repr(settings))} ({described(error)})") from error
     problems: dict[str, dict[str, str]] = {}
     for index, entry in enumerate(found):
-        question, key = entry["question"], f"{dataset}-{data_seed}-{index}"
+        question, key = entry["question"], f"{dataset}-{seed}-{index}"
         if question not in problems:
             problems[question] = {"prompt": question, "answer": str(entry["answer"] or ""), "key": key}
             _entries[key] = entry
@@ -39,7 +39,7 @@ def score(key: str, answer: str | None) -> float:
     return float(_dataset.score_answer(answer, _entries[key]))
 
 
-def _made(dataset: str, settings: dict[str, Any], data_seed: int, size: int) -> Any:
+def _made(dataset: str, settings: dict[str, Any], size: int) -> Any:
     try:
         with warnings.catch_warnings():  # about the syntax of the package's own files, when they are first compiled
             warnings.simplefilter("ignore", SyntaxWarning)
@@ -52,9 +52,9 @@ def _made(dataset: str, settings: dict[str, Any], data_seed: int, size: int) -> 
     if dataset not in DATASETS:
         meant = did_you_mean(dataset, sorted(DATASETS))
         raise UserError(f"task.dataset = {dataset!r}: must be one of {', '.join(sorted(DATASETS))}{meant}")
-    known = sorted({field.name for field in fields(DATASETS[dataset][1])} - {"seed", "size"})
+    known = sorted({field.name for field in fields(DATASETS[dataset][1])} - {"size"})
     for name in settings:
         if name not in known:
             has = f"it has {', '.join(known)}{did_you_mean(name, known)}"
             raise UserError(f"task.settings.{name}: unknown setting of {dataset}; {has}")
-    return lambda: create_dataset(dataset, seed=data_seed, size=size, **settings)
+    return lambda: create_dataset(dataset, size=size, **settings)

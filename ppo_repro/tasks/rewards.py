@@ -67,7 +67,6 @@ class Judge:
 
     config: RewardConfig
     functions: tuple[UserFunction | None, ...]  # one entry per term
-    potential: UserFunction | None
     extraction: AnswerExtraction = "exact"
     verifier: GymVerifier | PythonFile | None = None  # the task's own
 
@@ -94,8 +93,7 @@ def load_judge(config: RewardConfig, process: UserProcess | None = None) -> Judg
         load_function(process, f"reward.terms.{i}.path", term.path, term) if isinstance(term, CalledReward) else None
         for i, term in enumerate(config.terms)
     )
-    potential = config.potential
-    return Judge(config, functions, potential and load_function(process, "reward.potential", potential))
+    return Judge(config, functions)
 
 
 def for_source(judge: Judge, source: Source, extraction: AnswerExtraction) -> Judge:
@@ -108,13 +106,11 @@ def for_source(judge: Judge, source: Source, extraction: AnswerExtraction) -> Ju
                 "calls; add it, or give other reward.terms"
             )
         verifier = None
-    for term in judge.config.terms:
-        compares = isinstance(term, ExactMatch) or (isinstance(term, FormatReward) and term.answer_weight)
-        if compares and not source.problems.has_answers:
-            raise UserError(
-                f"reward.terms: {term.kind} compares responses with answers, and no prompt of the task has one; "
-                "give the prompts answers, or other reward.terms"
-            )
+    if any(isinstance(term, ExactMatch) for term in judge.config.terms) and not source.problems.has_answers:
+        raise UserError(
+            "reward.terms: exact_match compares responses with answers, and no prompt of the task has one; "
+            "give the prompts answers, or other reward.terms"
+        )
     return replace(judge, extraction=extraction, verifier=verifier)
 
 
@@ -127,9 +123,9 @@ def _verified(judge: Judge, samples: Sequence[Sample]) -> list[float]:
     return judge.verifier.scores([transcript_of(sample.problem, sample.turns) for sample in samples])
 
 
-def _format_value(config: FormatReward, response: str, answer: str) -> float:
+def _format_value(response: str, answer: str) -> float:
     inner = formatted_answer(response)
-    return 0.0 if inner is None else 1.0 + config.answer_weight * matches(inner, answer)
+    return 0.0 if inner is None else 1.0 + matches(inner, answer)
 
 
 def _values(
@@ -140,7 +136,7 @@ def _values(
     if isinstance(term, ExactMatch):
         return [float(s.finished and is_answer(s.response, s.problem.answer, judge.extraction)) for s in samples]
     if isinstance(term, FormatReward):
-        return [_format_value(term, sample.response, sample.problem.answer) for sample in samples]
+        return [_format_value(sample.response, sample.problem.answer) for sample in samples]
     if isinstance(term, LengthReward):
         return [-abs(sample.length - term.target) / term.target for sample in samples]
     if isinstance(term, Verifier):
@@ -201,21 +197,9 @@ def weighted_scores(
     """Sum of weight times value over the reward terms, then the rules for responses that did not end by themselves."""
     scores = [_weighted(config, row) for row in term_values]
     for index, done in enumerate(finished):
-        if not done and config.missing_eos_score is not None:
-            scores[index] = config.missing_eos_score
-        elif not done:
+        if not done:
             scores[index] -= config.missing_eos_penalty
     return scores
-
-
-def potentials(judge: Judge, texts: Sequence[Texts], char_starts: Sequence[Sequence[int]]) -> list[float]:
-    """Phi before each token, response after response: the user's potential of the text up to there; 0 without one."""
-    rows = [
-        replace(of, response=of.response[:start])
-        for of, starts in zip(texts, char_starts, strict=True)
-        for start in starts
-    ]
-    return [0.0] * len(rows) if judge.potential is None else numbers(judge.potential, rows)
 
 
 def check_functions(judge: Judge, problems: Sequence[Problem]) -> None:
@@ -225,6 +209,6 @@ def check_functions(judge: Judge, problems: Sequence[Problem]) -> None:
         for problem in problems[:2]
         for response in (problem.answer, "")
     ]
-    for function in (*judge.functions, judge.potential):
+    for function in judge.functions:
         if function is not None:
             check_repeats(function, rows)

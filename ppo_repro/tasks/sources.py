@@ -98,7 +98,7 @@ def load_source(task: TaskConfig, seed: int, process: UserProcess | None = None)
 def _load_gym(task: ReasoningGymTask, process: UserProcess) -> tuple[list[Problem], GymVerifier]:
     calls = {"entries": "prompts", "score": "keywords"}
     functions = load(process, "task.dataset", Path(__file__).with_name("gym_child.py"), list(calls), calls)
-    row = {name: getattr(task, name) for name in ("dataset", "settings", "data_seed", "size")}
+    row = {"dataset": task.dataset, "settings": task.settings, "seed": task.data_seed, "size": task.size}
     (entries,) = functions["entries"]([row], [""], task.data_seed)
     problems = [make_problem(f"{task.dataset}: entry {i}", entry) for i, entry in enumerate(entries)]
     return problems, GymVerifier(functions["score"], task.data_seed)

@@ -271,8 +271,7 @@ def twice(rows: Sequence[T], compute: Callable[[Sequence[T], int], Sequence[Any]
 
 def function_paths(config: RewardConfig) -> list[tuple[str, str]]:
     """(field, FILE.py:FUNCTION) of every function in a reward."""
-    terms = [(f"reward.terms.{i}.path", t.path) for i, t in enumerate(config.terms) if isinstance(t, CalledReward)]
-    return terms if config.potential is None else [*terms, ("reward.potential", config.potential)]
+    return [(f"reward.terms.{i}.path", t.path) for i, t in enumerate(config.terms) if isinstance(t, CalledReward)]
 
 
 def reward_files(config: RewardConfig) -> list[Path]:

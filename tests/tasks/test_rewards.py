@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,10 @@ from ppo_repro.tasks.rewards import (
     formatted_answer,
     judge_samples,
     load_judge,
-    potentials,
 )
 from ppo_repro.tasks.sources import Source, load_source
 from ppo_repro.tasks.tokenizer import spelled_tokens, train_bpe
-from ppo_repro.tasks.user_code import Texts, reward_files
+from ppo_repro.tasks.user_code import reward_files
 from tests.support.runs import small_config
 from tests.support.turns import turns_config
 
@@ -134,20 +132,17 @@ def test_the_format_is_thoughts_then_answer_and_nothing_else(response: str, inne
 
 
 def test_a_format_pays_for_the_form_and_for_the_answer_in_it() -> None:
-    judge = load_judge(config_of({"kind": "format", "answer_weight": 3.0}))
+    judge = load_judge(config_of({"kind": "format"}))
     found = judged(judge, [(GOOD, "12", True), (GOOD.replace("12", "13"), "12", True), ("12", "12", True)])
-    assert found.scores == [4.0, 1.0, 0.0]
+    assert found.scores == [2.0, 1.0, 0.0]
     assert found.correct == [True, False, True], "without the form the response itself is compared"
 
 
-def test_responses_without_an_end_are_charged_or_given_a_score() -> None:
+def test_responses_without_an_end_are_charged() -> None:
     rows = [("12", "12", False), ("12", "12", True)]
     term = {"kind": "length", "target": 4}
     assert judged(load_judge(config_of(term)), rows).scores == [-0.5, -0.5]
     assert judged(load_judge(config_of(term, missing_eos_penalty=2.0)), rows).scores == [-2.5, -0.5]
-    assert judged(load_judge(config_of(term, missing_eos_score=-1.0)), rows).scores == [-1.0, -0.5]
-    with pytest.raises(ValueError, match="missing_eos_penalty and missing_eos_score cannot both be given"):
-        config_of(term, missing_eos_score=-1.0, missing_eos_penalty=1.0)
 
 
 def test_a_reward_model_is_one_term_among_others() -> None:
@@ -156,16 +151,13 @@ def test_a_reward_model_is_one_term_among_others() -> None:
     assert found.scores == [3.0, -1.0] and found.term_values == [[4.0, 1.0], [-2.0, 0.0]]
 
 
-def test_functions_and_potentials_are_called_with_prompt_response_and_answer(tmp_path: Path) -> None:
+def test_functions_are_called_with_prompt_response_and_answer(tmp_path: Path) -> None:
     text = "def f(prompt, response, answer):\n    return len(prompt) + 10 * len(response) - len(answer)"
     (tmp_path / "r.py").write_text(text)
-    path = f"{tmp_path}/r.py:f"
-    judge = load_judge(config_of({"kind": "function", "path": path}, potential=path))
-    assert reward_files(judge.config) == [tmp_path / "r.py"] * 2 and reward_files(config_of()) == []
+    judge = load_judge(config_of({"kind": "function", "path": f"{tmp_path}/r.py:f"}))
+    assert reward_files(judge.config) == [tmp_path / "r.py"] and reward_files(config_of()) == []
     found = judged(judge, [("", "xyz", True), ("x", "x", True)])
     assert found.scores == [-2.0, 10.0] and found.correct == [False, True], "correct is a match, whatever a reward says"
-    assert potentials(judge, [Texts("k", "ab", "xyz", "")], [[0, 2, 3]]) == [2.0, 22.0, 32.0]
-    assert potentials(load_judge(config_of()), [Texts("k", "ab", "xyz", "")], [[0, 2, 3]]) == [0.0, 0.0, 0.0]
 
 
 def test_a_verifier_gets_all_responses_in_one_call(tmp_path: Path) -> None:
@@ -237,10 +229,8 @@ def test_special_tokens_are_text_where_a_reward_or_a_stop_text_asks_for_them() -
     assert not is_answer("RIGHT", "RIGHT", "answer_tags"), "what was seen before"
 
 
-def test_without_answers_a_reward_that_compares_is_refused() -> None:
+def test_without_answers_an_exact_match_is_refused() -> None:
     source = Source(Split((Problem("k", "p", ""),), (Problem("l", "q", ""),)), None)
-    for term in ({"kind": "exact_match"}, {"kind": "format"}):
-        message = f"reward.terms: {term['kind']} compares responses with answers, and no prompt of the task has one"
-        with pytest.raises(UserError, match=re.escape(message)):
-            for_source(load_judge(config_of(term)), source, "exact")
-    for_source(load_judge(config_of({"kind": "format", "answer_weight": 0.0})), source, "exact")
+    with pytest.raises(UserError, match=r"exact_match compares responses with answers, and no prompt of the task has"):
+        for_source(load_judge(config_of()), source, "exact")
+    for_source(load_judge(config_of({"kind": "format"})), source, "exact")

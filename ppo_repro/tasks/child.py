@@ -120,9 +120,7 @@ def _verl(function: Callable[..., Any], row: Row, options: Row) -> float:
     fields = json.loads(row["fields"])
     source = fields.pop("data_source", options["data_source"])
     extra = fields.get("extra_info", fields)
-    value = function(
-        data_source=source, solution_str=row["response"], ground_truth=row["answer"], extra_info=extra
-    )
+    value = function(data_source=source, solution_str=row["response"], ground_truth=row["answer"], extra_info=extra)
     if isinstance(value, dict) and "score" not in value:
         raise RefusedError(f"returned a dict with {sorted(value)}; must be a number or a dict with 'score'")
     return number(value["score"] if isinstance(value, dict) else value)
@@ -176,7 +174,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
 
 
 def _load(field: str, file: str, names: list[str], folder: str, call: str) -> dict[str, int | None]:
-    """Execute the file as it is now, and return the line of each function, 0 for unknown; None for one that is absent."""
+    """Execute the file as it is now; returns the line of each function, 0 if unknown, None if it is absent."""
     os.chdir(folder)  # another file may have left it
     name = "ppo_repro_user_" + re.sub(r"\W", "_", field)
     spec = spec_from_file_location(name, file)

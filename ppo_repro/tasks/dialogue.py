@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, zip_longest
 
 from transformers import PreTrainedTokenizerBase
 
@@ -120,7 +119,7 @@ class Conversations:
         if ours == theirs:
             return
         self._differs = True
-        same = len(os.path.commonprefix([ours, theirs]))
+        same = next(i for i, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b)
         parts = [repr(text[max(0, same - 20) : same + 20]) for text in (ours, theirs)]
         say(
             f"warning: task.chat_template: for prompt key '{shown(problem.key)}' the tokens of the episode read "

@@ -126,7 +126,9 @@ def read_jsonl(path: Path, chat_template: bool = False) -> list[Problem]:
     answered = any("answer" in line.fields for line in lines)
     for line in lines:
         if answered and "answer" not in line.fields:
-            raise UserError(f"{line.where}: field 'answer' is missing, and other lines have one; give all lines one, or none")
+            raise UserError(
+                f"{line.where}: field 'answer' is missing, and other lines have one; give all lines one, or none"
+            )
     return all_different(
         (line.where, f"line {line.number}", make_problem(line.where, line.fields, chat_template)) for line in lines
     )

@@ -46,7 +46,9 @@ def test_the_entries_are_those_of_the_package() -> None:
     first = {entry["question"]: entry["answer"] for entry in reversed(entries)}
     assert {p.prompt: p.answer for p in problems} == first
     assert len(problems) == len({p.key for p in problems}) < 40, "a question that repeats counts once"
-    assert {p.prompt for p in load_source(gym(settings={**SETTINGS, "seed": 4}), 0).problems.train} != {p.prompt for p in problems}
+    assert {p.prompt for p in load_source(gym(settings={**SETTINGS, "seed": 4}), 0).problems.train} != {
+        p.prompt for p in problems
+    }
     keys, right = [p.key for p in problems], [p.answer for p in problems]
     assert verifier.scores(keys, right) == [1.0] * len(keys)
     assert max(verifier.scores(keys, [answer + "1" for answer in right])) < 1.0

@@ -176,7 +176,7 @@ def prompts(): return [{{"prompt": ":" * i, "answer": "RIGHT", "key": str(i)}} f
 def step(transcript): return "{RIGHT}" if len(transcript.turns) == 1 else None
 def score(transcripts): return [float("RIGHT" in t.own) for t in transcripts]
 """
-OTHERS = f"""
+OTHERS = """
 def own(prompt, response, answer): return float("RIGHT" in response)
 def trl(completions, **_): return [float("RIGHT" in c) for c in completions]
 def verl(data_source, solution_str, ground_truth, extra_info): return float("RIGHT" in solution_str)

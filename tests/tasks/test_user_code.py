@@ -136,7 +136,10 @@ def test_whatever_a_function_raises_is_named_with_file_line_and_prompt(
     [
         ("os._exit(3)", "ended its process (exit status 3); let it return or raise"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", "ended its process (SIGSEGV, a crash in C code most likely)"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "ended its process (SIGKILL, as the system does when memory runs out)"),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "ended its process (SIGKILL, as the system does when memory runs out)",
+        ),
         ("time.sleep(1000)", "gave no answer within 1 s; make it end"),
         ("re.match('(a+)+b', 'a' * 64)", "gave no answer within 1 s; make it end"),
         ("os.closerange(3, 64); time.sleep(1000)", "closed the connection to the run"),
@@ -178,7 +181,9 @@ def test_the_process_ends_with_the_run_also_where_that_is_killed(tmp_path: Path)
 
 
 def test_ctrl_c_gets_out_of_a_function_that_catches_everything(tmp_path: Path) -> None:
-    body = f"try:\n        os.kill({os.getpid()}, signal.SIGINT); time.sleep(1000)\n    except BaseException: return 0.0"
+    body = (
+        f"try:\n        os.kill({os.getpid()}, signal.SIGINT); time.sleep(1000)\n    except BaseException: return 0.0"
+    )
     function = loaded(tmp_path, f"import os, signal, time\n{SIGNATURE}{body}")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -199,7 +204,9 @@ def test_a_function_leaves_no_trace_in_the_run_and_keeps_the_state_that_its_file
 
 def test_what_is_printed_goes_to_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     said = "print('{0} print'); os.write(1, b'{0} raw '); os.system('echo {0} program')"
-    numbers(loaded(tmp_path, f"import os\n{said.format('file')}\n{SIGNATURE}{said.format('call')}; return 1.0"), ROWS[:1])
+    numbers(
+        loaded(tmp_path, f"import os\n{said.format('file')}\n{SIGNATURE}{said.format('call')}; return 1.0"), ROWS[:1]
+    )
     out, err = capfd.readouterr()
     assert out == ""
     for part in ("file print", "file raw", "file program", "call print", "call program"):
@@ -274,7 +281,9 @@ def test_one_process_serves_two_files_of_one_name(tmp_path: Path) -> None:
     ],
 )
 def test_a_function_with_two_scores_for_one_input_is_refused(tmp_path: Path, header: str, body: str) -> None:
-    with pytest.raises(UserError, match=r"the function returned \S+ and then \S+ for the same input \(prompt key 'k\d'"):
+    with pytest.raises(
+        UserError, match=r"the function returned \S+ and then \S+ for the same input \(prompt key 'k\d'"
+    ):
         check_repeats(loaded(tmp_path, f"{header}\n{SIGNATURE}{body}\n"), ROWS)
 
 

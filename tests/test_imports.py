@@ -30,7 +30,7 @@ PPO_REPRO = """
     records
     accuracy faults loop
     runs
-    audit control dpo checks grids testing recompute
+    audit control preferences.dpo checks grids testing recompute
     tracking
     commands
     library

@@ -12,7 +12,7 @@ from analysis.report.pages.grid import grid_page, runs_below
 from analysis.report.pages.pair import pair_page
 from analysis.report.pages.run import run_page
 from analysis.report.reading.facts import ControlFacts, read_facts
-from ppo_repro.dpo.records import is_dpo
+from ppo_repro.config.kinds import DPO
 from ppo_repro.errors import UserError
 from ppo_repro.files import OwnKind, check_replaceable, write_over_earlier
 from ppo_repro.records import manifest
@@ -48,8 +48,8 @@ def _text(targets: Sequence[Path], responses: int | None) -> str:
 
 def page_of(run_dir: Path, responses: int | None) -> str:
     """The report of one run of any kind as HTML; the same records give the same bytes."""
-    if is_dpo(run_dir):
-        _require_no_tokens(responses, "a DPO training")
+    if manifest.load_head(run_dir).kind == DPO:
+        _require_no_tokens(responses, "a DPO run")
         return dpo_page(run_dir)
     facts = read_facts(run_dir)
     if isinstance(facts, ControlFacts):

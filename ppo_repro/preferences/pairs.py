@@ -1,15 +1,18 @@
-"""Preference pairs, and a rule that makes them from a task with known answers."""
+"""Preference pairs: of a file, of a recorded run, or made by a rule from a task with known answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from ppo_repro.errors import UserError
+from ppo_repro.json_lines import read_lines, text_field
+from ppo_repro.records import reader
 from ppo_repro.seeding import permutation, words
-from ppo_repro.tasks.problems import Problem
+from ppo_repro.tasks.problems import Problem, make_problem
 from ppo_repro.tasks.tokenizer import decode
 
 MISTAKES = ("digit", "truncated", "too_long")
@@ -74,11 +77,11 @@ def _digits_of(problems: Sequence[Problem]) -> str:
     return digits
 
 
-def _response(tokenizer: PreTrainedTokenizerBase, text: str) -> Ids:
-    """The tokens of a response with an end token; UserError where the tokenizer cannot spell it."""
+def _response(tokenizer: PreTrainedTokenizerBase, text: str, where: str = "") -> Ids:
+    """The tokens of a response with an end token; UserError if the tokenizer cannot spell it."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if decode(tokenizer, ids) != text or tokenizer.eos_token_id is None:
-        raise UserError(f"the tokenizer cannot spell the response {text!r} with an end token; use another model")
+        raise UserError(f"{where}the tokenizer cannot spell the response {text!r} with an end token; use another model")
     return (*ids, tokenizer.eos_token_id)
 
 
@@ -114,6 +117,50 @@ def pairs_by_rule(
         chosen, rejected = (wrong, right) if swapped else (right, wrong)
         pairs.append(Preference(problem.key, prompt_ids[problem.key], chosen, rejected))
     return pairs
+
+
+def pairs_of_file(
+    path: Path, field: str, tokenizer: PreTrainedTokenizerBase, encode: Callable[[Problem], Ids], chat_template: bool
+) -> list[Preference]:
+    """The pairs of a file of JSON objects with `prompt`, `chosen` and `rejected`, and optionally `key`.
+
+    A prompt is a text or a list of chat messages; an end token follows each response. UserError names the line.
+    """
+    pairs = []
+    for line in read_lines(field, path):
+        problem = make_problem(line.where, {**line.fields, "answer": ""}, chat_template)
+        responses = []
+        for name in ("chosen", "rejected"):
+            text = text_field(line.where, name, line.fields.get(name))
+            responses.append(_response(tokenizer, text, f"{line.where}: field '{name}': "))
+        if responses[0] == responses[1]:
+            raise UserError(f"{line.where}: 'chosen' and 'rejected' are the same response; leave the line out")
+        pairs.append(Preference(problem.key, encode(problem), *responses))
+    return pairs
+
+
+def pairs_of_run(run_dir: Path) -> list[Preference]:
+    """Every two responses of one iteration to one prompt with different scores, the higher score preferred.
+
+    In the order of the records; equal pairs of one prompt and iteration count once. UserError if the run is damaged,
+    incomplete or has no such pair.
+    """
+    columns = ["iteration", "prompt_key", "prompt_ids", "response_ids", "scores"]
+    rows = reader.read_sequences(run_dir, columns=columns)
+    pairs: dict[tuple[int, Preference], None] = {}  # in the order in which they are found
+    for (iteration, key), group in rows.groupby(["iteration", "prompt_key"], sort=False):
+        ids, scores = [tuple(map(int, row)) for row in group["response_ids"]], group["scores"].tolist()
+        prompt = tuple(map(int, group["prompt_ids"].iloc[0]))
+        for chosen, high in zip(ids, scores, strict=True):
+            for rejected, low in zip(ids, scores, strict=True):
+                if high > low:
+                    pairs[int(iteration), Preference(str(key), prompt, chosen, rejected)] = None
+    if not pairs:
+        raise UserError(
+            f"{run_dir}: has no two responses to one prompt with different scores in one iteration; "
+            "record a run with rollout.samples_per_prompt of 2 or more"
+        )
+    return [pair for _, pair in pairs]
 
 
 def hold_out(

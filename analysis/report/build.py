@@ -39,6 +39,9 @@ def write_report(targets: Sequence[Path], out: Path | None, responses: int | Non
 def _text(targets: Sequence[Path], responses: int | None) -> str:
     if len(targets) == 2:
         _require_no_tokens(responses, "a page about two runs")
+        for run_dir in targets:
+            if manifest.load_head(run_dir).kind == DPO:
+                raise UserError(f"{run_dir}: is a DPO run; a page about two runs compares language or control runs")
         return pair_page(targets[0], targets[1])
     if (targets[0] / manifest.FILE_NAME).exists() or not targets[0].is_dir():
         return page_of(targets[0], responses)

@@ -1,4 +1,4 @@
-"""Preference pairs: of a file, of a recorded run, or made by a rule from a task with known answers."""
+"""Preference pairs: of a file, or made by a rule from a task with known answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_repro.errors import UserError
 from ppo_repro.json_lines import read_lines, text_field
-from ppo_repro.records import reader
 from ppo_repro.seeding import permutation, words
 from ppo_repro.tasks.problems import Problem, make_problem
 from ppo_repro.tasks.tokenizer import decode
@@ -137,30 +136,6 @@ def pairs_of_file(
             raise UserError(f"{line.where}: 'chosen' and 'rejected' are the same response; leave the line out")
         pairs.append(Preference(problem.key, encode(problem), *responses))
     return pairs
-
-
-def pairs_of_run(run_dir: Path) -> list[Preference]:
-    """Every two responses of one iteration to one prompt with different scores, the higher score preferred.
-
-    In the order of the records; equal pairs of one prompt and iteration count once. UserError if the run is damaged,
-    incomplete or has no such pair.
-    """
-    columns = ["iteration", "prompt_key", "prompt_ids", "response_ids", "scores"]
-    rows = reader.read_sequences(run_dir, columns=columns)
-    pairs: dict[tuple[int, Preference], None] = {}  # in the order in which they are found
-    for (iteration, key), group in rows.groupby(["iteration", "prompt_key"], sort=False):
-        ids, scores = [tuple(map(int, row)) for row in group["response_ids"]], group["scores"].tolist()
-        prompt = tuple(map(int, group["prompt_ids"].iloc[0]))
-        for chosen, high in zip(ids, scores, strict=True):
-            for rejected, low in zip(ids, scores, strict=True):
-                if high > low:
-                    pairs[int(iteration), Preference(str(key), prompt, chosen, rejected)] = None
-    if not pairs:
-        raise UserError(
-            f"{run_dir}: has no two responses to one prompt with different scores in one iteration; "
-            "record a run with rollout.samples_per_prompt of 2 or more"
-        )
-    return [pair for _, pair in pairs]
 
 
 def hold_out(

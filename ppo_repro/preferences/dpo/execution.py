@@ -32,7 +32,7 @@ from ppo_repro.numerics import library
 from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, weights_digest
 from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.preferences import preference_accuracy
-from ppo_repro.preferences.pairs import Preference, check_pairs, hold_out, pairs_of_file, pairs_of_run
+from ppo_repro.preferences.pairs import Preference, check_pairs, hold_out, pairs_of_file
 from ppo_repro.preferences.training import (
     PairLogprobs,
     PreferenceStep,
@@ -225,6 +225,30 @@ class DPOExecution:
 def _pair_columns(start: Start) -> dict[str, Any]:
     count = len(start.pairs)
     return {"pair": np.arange(count, dtype=np.int32), "held_out": np.arange(count) >= len(start.train)}
+
+
+def pairs_of_run(run_dir: Path) -> list[Preference]:
+    """Every two responses of one iteration to one prompt with different scores, the higher score preferred.
+
+    In the order of the records; equal pairs of one prompt and iteration count once. UserError if the run is damaged,
+    incomplete or has no such pair.
+    """
+    columns = ["iteration", "prompt_key", "prompt_ids", "response_ids", "scores"]
+    rows = reader.read_sequences(run_dir, columns=columns)
+    pairs: dict[tuple[int, Preference], None] = {}  # in the order in which they are found
+    for (iteration, key), group in rows.groupby(["iteration", "prompt_key"], sort=False):
+        ids, scores = [tuple(map(int, row)) for row in group["response_ids"]], group["scores"].tolist()
+        prompt = tuple(map(int, group["prompt_ids"].iloc[0]))
+        for chosen, high in zip(ids, scores, strict=True):
+            for rejected, low in zip(ids, scores, strict=True):
+                if high > low:
+                    pairs[int(iteration), Preference(str(key), prompt, chosen, rejected)] = None
+    if not pairs:
+        raise UserError(
+            f"{run_dir}: has no two responses to one prompt with different scores in one iteration; "
+            "record a run with rollout.samples_per_prompt of 2 or more"
+        )
+    return [pair for _, pair in pairs]
 
 
 def sequence_kl(run_config: RunConfig, prepared: Prepared, seed: int) -> float:

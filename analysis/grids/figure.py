@@ -18,7 +18,7 @@ import pandas as pd
 from analysis.grids.outcomes import MEASURES, outcomes
 from analysis.program import program
 from analysis.stats.significance import one_sample, t_interval
-from ppo_repro.disk.earlier import PICTURE, check_replaceable, write_over_earlier
+from ppo_repro.files import PICTURE, check_replaceable, write_over_earlier
 from ppo_repro.output import Parser
 
 WIDTH, LEFT, RIGHT, TOP, ROW, BOTTOM = 760.0, 230.0, 20.0, 12.0, 22.0, 42.0

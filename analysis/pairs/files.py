@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ppo_repro.disk.json_lines import read_lines
 from ppo_repro.errors import UserError
+from ppo_repro.json_lines import read_lines
 
 _ADVICE = "name the columns with Columns(...)"
 

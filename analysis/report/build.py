@@ -12,9 +12,9 @@ from analysis.report.pages.grid import grid_page, runs_below
 from analysis.report.pages.pair import pair_page
 from analysis.report.pages.run import run_page
 from analysis.report.reading.facts import ControlFacts, read_facts
-from ppo_repro.disk.earlier import OwnKind, check_replaceable, write_over_earlier
 from ppo_repro.dpo.records import is_dpo
 from ppo_repro.errors import UserError
+from ppo_repro.files import OwnKind, check_replaceable, write_over_earlier
 from ppo_repro.records import manifest
 
 DEFAULT_RESPONSES = 60

@@ -18,8 +18,8 @@ from analysis.program import program
 from analysis.report.drawing.axes import BOTTOM, PLOT_HEIGHT, WIDTH, Axis
 from analysis.report.drawing.charts import Line, line_chart
 from analysis.report.drawing.markup import escape, share
-from ppo_repro.disk.earlier import PICTURE, check_replaceable, write_over_earlier
 from ppo_repro.errors import UserError
+from ppo_repro.files import PICTURE, check_replaceable, write_over_earlier
 from ppo_repro.output import Parser
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config

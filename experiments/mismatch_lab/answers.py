@@ -20,8 +20,8 @@ from analysis.grids.figure import by_point
 from analysis.grids.outcomes import complete_cells
 from analysis.grids.table import comparisons, interval, markdown
 from analysis.mismatch.routes import ROUTED, flips, table_of
-from ppo_repro.disk.earlier import PICTURE, write_csv_over_earlier, write_over_earlier
 from ppo_repro.errors import UserError
+from ppo_repro.files import PICTURE, write_csv_over_earlier, write_over_earlier
 from ppo_repro.records import reader, side_reader
 
 LAST = 3  # iterations whose mean is the end of a run

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ppo_repro.accuracy.measurement import policy_accuracy
+from ppo_repro.accuracy import policy_accuracy
 from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.reward import TrainedRewardModel
 from ppo_repro.config.run import RunConfig, TinyModel
@@ -21,7 +21,7 @@ from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import checkpoint_gradients, policy_logits, value_predictions
 from ppo_repro.numerics import library
 from ppo_repro.numerics.families import trunk_of
-from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer
+from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer
 from ppo_repro.numerics.rows import slots_of
 from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
 from ppo_repro.records.accuracy import Accuracy
@@ -152,7 +152,7 @@ def _weights_after_step(s: _Subject, size: int) -> Tensor:
     policy = s.prepared.state.policy
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     settings = AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.0, 1.0)
-    optimizer = make_optimizer(policy, settings, s.config.numerics.mode, s.config.ppo.gradient_slots)
+    optimizer = Optimizer(policy, settings, s.config.numerics.mode, s.config.ppo.gradient_slots)
 
     def backward() -> None:
         for batch, kept_tokens in _batches(s, size):

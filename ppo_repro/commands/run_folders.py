@@ -65,7 +65,7 @@ def _written(run_dir: Path) -> float:
 
 
 def _listed(run_dir: Path) -> Listed:
-    from ppo_repro.disk.folder import has_writer
+    from ppo_repro.files import has_writer
     from ppo_repro.records import manifest
 
     age = max(time.time() - _written(run_dir), 0.0)

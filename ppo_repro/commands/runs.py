@@ -108,7 +108,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 def _look(config: RunConfig, run_dir: Path) -> None:
     """Say what begins, and check what can be checked before torch is imported."""
     say_first(config, run_dir)
-    from ppo_repro.disk.folder import require_new
+    from ppo_repro.files import require_new
 
     require_new(run_dir, MANIFEST)
     check_files(config)

@@ -15,10 +15,8 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ppo_repro.clock import from_text
-from ppo_repro.disk import durable, sealed_json
-from ppo_repro.disk.folder import SUMS_NAME, check_links, check_sums, file_digest
-from ppo_repro.disk.regular import read_regular
 from ppo_repro.errors import UserError
+from ppo_repro.files import OWN_DIGEST, SUMS_NAME, atomic_write, check_links, check_sums, file_digest, is_whole, sealed
 from ppo_repro.records import arrow, digests, manifest, reader
 from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, read_checked
 from ppo_repro.records.contents import CHECKPOINTS_NAME, REPORT_NAME, final_folder
@@ -107,7 +105,7 @@ def write(
         content = arrow.to_parquet(table, data)
         values, of_bytes = digests.table_digest(table, data), manifest.content_digest(content)
         entries[table.name] = TableEntry(rows=data.num_rows, digest=values, file_digest=of_bytes)
-        durable.atomic_write(table_path(folder, table.name), content)
+        atomic_write(table_path(folder, table.name), content)
     made = DPOManifest(
         format=FORMAT,
         config_digest=config_digest,
@@ -117,14 +115,14 @@ def write(
         final=dict(final),
         fingerprint=_fingerprint(entries, final),
     )
-    durable.atomic_write(folder / manifest.FILE_NAME, sealed_json.sealed(made.model_dump()).encode())
+    atomic_write(folder / manifest.FILE_NAME, sealed(made.model_dump()).encode())
     return made
 
 
 def is_dpo(folder: Path) -> bool:
     """Whether a folder is one of a DPO training: its manifest has a format instead of a schema version."""
     try:
-        tree = json.loads(read_regular(folder / manifest.FILE_NAME))
+        tree = json.loads((folder / manifest.FILE_NAME).read_bytes())
     except (OSError, ValueError, RecursionError):
         return False  # who reads it as that of a run names what is wrong
     return isinstance(tree, dict) and "format" in tree and "schema_version" not in tree
@@ -134,7 +132,7 @@ def load(folder: Path) -> DPOManifest:
     """The manifest of a DPO folder; UserError where it is missing, damaged or of another format."""
     path = folder / manifest.FILE_NAME
     try:
-        text = read_regular(path).decode()
+        text = path.read_bytes().decode()
         tree = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: is not the manifest of a DPO training; give the folder of one") from error
@@ -143,9 +141,9 @@ def load(folder: Path) -> DPOManifest:
     if tree["format"] != FORMAT:
         raise UserError(f"{path}: format = {tree['format']!r}; this ppo_repro reads {FORMAT} alone")
     try:
-        if not sealed_json.is_whole(text, tree):
+        if not is_whole(text, tree):
             raise UserError(f"{path}: does not match its own SHA-256; {_DAMAGED}")
-        tree.pop(sealed_json.OWN_DIGEST)
+        tree.pop(OWN_DIGEST)
         recorded = DPOManifest.model_validate_json(json.dumps(tree))
     except ValidationError as error:
         raise UserError(f"{path}: is not the manifest of a DPO training; {_DAMAGED}") from error
@@ -160,7 +158,7 @@ def read_table(folder: Path, name: str) -> pd.DataFrame:
     entry, path = load(folder).tables[name], table_path(folder, name)
     reader.check_file(path, entry.file_digest)
     try:
-        data = pq.read_table(BytesIO(read_regular(path)))
+        data = pq.read_table(BytesIO(path.read_bytes()))
         same = digests.table_digest(table, data) == entry.digest and data.num_rows == entry.rows
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error

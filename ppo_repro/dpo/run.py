@@ -19,11 +19,11 @@ from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import build_config, dump_yaml
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import naming_learning_rates
-from ppo_repro.disk.folder import whole_folder
 from ppo_repro.dpo import records
 from ppo_repro.dpo.pairs import pairs_from_run
 from ppo_repro.errors import PromiseBroken, UserError
-from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer, weights_digest
+from ppo_repro.files import whole_folder
+from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, weights_digest
 from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.preferences import preference_accuracy
 from ppo_repro.preferences.pairs import Preference, check_pairs, hold_out
@@ -165,7 +165,7 @@ def _train(
     adamw = AdamWSettings(
         dpo.learning_rate, dpo.adam_beta1, dpo.adam_beta2, dpo.adam_eps, dpo.weight_decay, dpo.max_grad_norm
     )
-    optimizer = make_optimizer(policy, adamw, mode)
+    optimizer = Optimizer(policy, adamw, mode)
     schedule = Schedule(dpo.epochs, dpo.minibatch_size, pairs_at_once(config.layout.update_micro_batch), config.seed)
     total, steps = schedule.steps(len(pairs)), []
     for step in dpo_steps(

@@ -11,9 +11,8 @@ from typing import Literal
 import pandas as pd
 
 from ppo_repro.config.files import dump_yaml
-from ppo_repro.disk import durable
-from ppo_repro.disk.folder import only_writer, remove_folder
 from ppo_repro.errors import UserError
+from ppo_repro.files import atomic_write, only_writer, remove_folder
 from ppo_repro.grids.cell import Order, environment_of, run_of, state_of, without_code
 from ppo_repro.grids.engines import Engine
 from ppo_repro.grids.progress import GridWatcher
@@ -52,7 +51,7 @@ def _lay_out(grid: Grid, grid_dir: Path) -> None:
                 )
             continue
         folder.mkdir(parents=True, exist_ok=True)
-        durable.atomic_write(path, text.encode())
+        atomic_write(path, text.encode())
 
 
 def _differs(cell: Cell, folder: Path) -> str:
@@ -120,7 +119,7 @@ def run_grid(
     except OSError as error:
         raise UserError(f"{grid_dir}: cannot be written ({error.strerror}); choose another --out") from error
     with only_writer(grid_dir):
-        durable.atomic_write(grid_dir / "grid.yaml", dump_yaml(grid.file).encode())
+        atomic_write(grid_dir / "grid.yaml", dump_yaml(grid.file).encode())
         _lay_out(grid, grid_dir)
         _check_unchanged(grid, grid_dir, changed)
         orders = _orders(grid, grid_dir)

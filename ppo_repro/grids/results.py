@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.disk import durable
+from ppo_repro.files import atomic_write
 from ppo_repro.grids.cell import environment_of, last_result, run_of, state_of
 from ppo_repro.grids.spec import Cell
 from ppo_repro.records import manifest, reader
@@ -68,5 +68,5 @@ def write_tables(grid_dir: Path, cells: Sequence[Cell]) -> pd.DataFrame:
     for name, frame in ((CELLS, table), (RESULTS, results_table(grid_dir, table))):
         buffer = io.BytesIO()
         frame.to_parquet(buffer, index=False, compression="zstd")
-        durable.atomic_write(grid_dir / name, buffer.getvalue())
+        atomic_write(grid_dir / name, buffer.getvalue())
     return table

@@ -5,8 +5,8 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from ppo_repro.disk.folder import has_writer
 from ppo_repro.errors import UserError
+from ppo_repro.files import has_writer
 from ppo_repro.records import manifest
 from ppo_repro.records.config_file import load_config_of
 

@@ -15,7 +15,7 @@ from ppo_repro.config.run import LayoutConfig, NumericsConfig
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import policy_logits, sequence_scores
 from ppo_repro.models.reward_model import reward_scores
-from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, StepReport, make_optimizer, weights_digest
+from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, StepReport, weights_digest
 from ppo_repro.numerics.rows import slots_of
 from ppo_repro.numerics.structs import Ints, ints
 from ppo_repro.numerics.sums import mean_of
@@ -170,7 +170,7 @@ def train_reward_model(
     """
     check_pairs([*pairs, *eval_pairs], model.config.vocab_size, numerics.max_context)
     adamw = AdamWSettings(settings.learning_rate, 0.9, 0.98, 1e-8, 0.0, 1.0)
-    optimizer = make_optimizer(model, adamw, numerics.mode)
+    optimizer = Optimizer(model, adamw, numerics.mode)
     micro_batch = pairs_at_once(layout.update_micro_batch)
     schedule = Schedule(settings.epochs, settings.minibatch_size, micro_batch, seed)
 

@@ -12,7 +12,6 @@ from ppo_repro.config.files import absolute_paths, build_config, read_tree, read
 from ppo_repro.config.kinds import build_config_of
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import tree_digest
-from ppo_repro.disk.regular import read_regular
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
 from ppo_repro.records.manifest import Head
@@ -68,7 +67,7 @@ def read_checked(run_dir: Path, name: str, digest: str | None) -> bytes:
     """
     path = run_dir / name
     try:
-        content = read_regular(path)
+        content = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); restore it") from error
     if digest is not None and manifest.content_digest(content) != digest:

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from ppo_repro.disk import durable
-from ppo_repro.disk.folder import LOCK_NAME, SUMS_NAME, check_links, check_sums, file_digest, remove_folder
 from ppo_repro.errors import UserError
+from ppo_repro.files import LOCK_NAME, SUMS_NAME, check_links, check_sums, file_digest, remove_folder
 from ppo_repro.records import accuracy, iteration_log, manifest, reader, times
 from ppo_repro.records.config_file import (
     CONFIG_NAME,
@@ -191,7 +190,7 @@ def remove_unfinished(run_dir: Path, contents: Contents) -> None:
     """Remove what ended processes had begun to write: a complete run lists all it has. UserError where that fails."""
     if contents.unfinished_line:
         log = run_dir / iteration_log.FILE_NAME
-        durable.write_at(log, log.stat().st_size - contents.unfinished_line, b"")
+        iteration_log.cut(run_dir, log.stat().st_size - contents.unfinished_line)
     names = [PurePath(name) for name in contents.unfinished]
     # folders of models and checkpoints are made, and removed, as a whole
     folders = {PurePath(*name.parts[:2]) for name in names if name.parts[0] == CHECKPOINTS_NAME}

@@ -7,6 +7,7 @@ that was killed; it is ignored and overwritten.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
@@ -15,8 +16,6 @@ from typing import Annotated
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from ppo_repro.disk import durable
-from ppo_repro.disk.regular import open_regular
 from ppo_repro.errors import UserError
 from ppo_repro.records import digests
 
@@ -89,10 +88,27 @@ def append(run_dir: Path, size: int, digest: str, entries: Sequence[IterationEnt
     UserError where writing fails.
     """
     lines = [to_line(entry) for entry in entries]
-    durable.write_at(run_dir / FILE_NAME, size, b"".join(lines))
+    cut(run_dir, size, b"".join(lines))
     for line in lines:
         size, digest = size + len(line), extended(digest, line)
     return size, digest
+
+
+def cut(run_dir: Path, size: int, data: bytes = b"") -> None:
+    """Cut the log to its first `size` bytes, append `data` and flush it to the disk; UserError where that fails.
+
+    The first `size` bytes are safe at any moment. The appended ones count only once the manifest says so.
+    """
+    path = run_dir / FILE_NAME
+    try:
+        with path.open("r+b") as file:
+            file.truncate(size)
+            file.seek(size)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); make room there") from error
 
 
 def read(run_dir: Path, count: int, size: int, digest: str | None) -> tuple[IterationEntry, ...]:
@@ -102,7 +118,7 @@ def read(run_dir: Path, count: int, size: int, digest: str | None) -> tuple[Iter
     """
     path = run_dir / FILE_NAME
     try:
-        with open_regular(path) as file:
+        with path.open("rb") as file:
             content = file.read(size)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); restore it") from error

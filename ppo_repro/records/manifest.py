@@ -15,9 +15,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ppo_repro.config.kinds import CONTROL, LANGUAGE, Kind
-from ppo_repro.disk import durable, sealed_json
-from ppo_repro.disk.regular import read_regular
 from ppo_repro.errors import UserError
+from ppo_repro.files import OWN_DIGEST, atomic_write, is_whole, sealed
 from ppo_repro.records import control_schema, digests, iteration_log, schema, side_schema
 from ppo_repro.records.iteration_log import IterationEntry, TableEntry, next_link
 
@@ -146,7 +145,7 @@ def expected_fingerprint(manifest: Manifest) -> str:
 
 def to_json(head: Head) -> str:
     """The text of the file; final results keep their type, floats their bits (a NaN stays a NaN)."""
-    return sealed_json.sealed(head_of(head).model_dump())
+    return sealed(head_of(head).model_dump())
 
 
 def is_covered(head: Head) -> bool:
@@ -156,7 +155,7 @@ def is_covered(head: Head) -> bool:
 
 def save(head: Head, run_dir: Path) -> None:
     """Write manifest.json atomically; raises UserError where that fails."""
-    durable.atomic_write(run_dir / FILE_NAME, to_json(head).encode())
+    atomic_write(run_dir / FILE_NAME, to_json(head).encode())
 
 
 def load_head(run_dir: Path) -> Head:
@@ -208,9 +207,9 @@ def _checked(model: type[_Model], path: Path, tree: dict[str, Any]) -> _Model:
 
 def _tree(run_dir: Path, path: Path) -> dict[str, Any]:
     tree = _read_json(run_dir, path)
-    if not isinstance(tree, dict) or not {"schema_version", sealed_json.OWN_DIGEST} & tree.keys():
+    if not isinstance(tree, dict) or not {"schema_version", OWN_DIGEST} & tree.keys():
         raise UserError(f"{path}: is not the manifest of a run; give the folder of a run")
-    is_sealed = tree.pop(sealed_json.OWN_DIGEST, None) is not None
+    is_sealed = tree.pop(OWN_DIGEST, None) is not None
     tree.setdefault("manifest_version", 1)
     for name, known in (("schema_version", (schema.SCHEMA_VERSION,)), ("manifest_version", _VERSIONS)):
         if tree.get(name) not in known:
@@ -226,9 +225,9 @@ def _read_json(run_dir: Path, path: Path) -> Any:
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such folder; give the folder of a run")
     try:
-        text = read_regular(path).decode()
+        text = path.read_bytes().decode()
         tree = json.loads(text)
-        is_whole = not sealed_json.is_sealed(tree) or sealed_json.is_whole(text, tree)
+        undamaged = not (isinstance(tree, dict) and OWN_DIGEST in tree) or is_whole(text, tree)
     except FileNotFoundError as error:
         raise UserError(f"{run_dir}: holds no {FILE_NAME}; give the folder of a run") from error
     except OSError as error:
@@ -236,7 +235,7 @@ def _read_json(run_dir: Path, path: Path) -> Any:
     except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: is not valid JSON ({reason}); {_DAMAGED}") from error
-    if not is_whole:
+    if not undamaged:
         raise UserError(f"{path}: does not match its own SHA-256; {_DAMAGED}")
     return tree
 

@@ -12,9 +12,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ppo_repro.disk.folder import file_digest
-from ppo_repro.disk.regular import open_regular, require_regular
 from ppo_repro.errors import UserError
+from ppo_repro.files import file_digest
 from ppo_repro.records import digests, manifest, schema
 from ppo_repro.records.iteration_log import TableEntry
 from ppo_repro.records.manifest import Manifest
@@ -173,7 +172,6 @@ def _pages(
     path, remaining = manifest.recorded_path(run_dir, table.name, entry), entry.tables[table.name].rows
     check_file(path, entry.tables[table.name].file_digest)
     try:
-        require_regular(path)
         # a buffer makes Arrow read page by page; without one it reads the column of a whole row group
         file = pq.ParquetFile(path, page_checksum_verification=True, buffer_size=1 << 16)
         layout = file.schema_arrow.empty_table()
@@ -257,7 +255,7 @@ def check_file(path: Path, digest: str | None) -> None:
 def _load_parquet(path: Path, verify: bool, digest: str | None, row_group: int | None) -> pa.Table:
     try:
         # as a file: a data set would make columns of folder names such as seed=1
-        with open_regular(path) as file:
+        with path.open("rb") as file:
             content = file.read(os.fstat(file.fileno()).st_size)
         if verify and digest is not None and manifest.content_digest(content) != digest:
             raise UserError(f"{path}: {_OTHER_BYTES}")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from ppo_repro.clock import from_text
-from ppo_repro.disk import durable
+from ppo_repro.files import atomic_write
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.config_file import CONFIG_NAME, read_environments, read_note
 from ppo_repro.records.manifest import Head
@@ -33,7 +33,7 @@ class Times:
 def write(run_dir: Path, times: Times) -> dict[str, str]:
     """Write times.json; returns its digest by file name, for the manifest. UserError where writing fails."""
     content = manifest.note_content({"iterations": times.iterations, "seconds": times.seconds})
-    durable.atomic_write(run_dir / FILE_NAME, content)
+    atomic_write(run_dir / FILE_NAME, content)
     return {FILE_NAME: manifest.content_digest(content)}
 
 

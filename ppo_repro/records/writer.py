@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ppo_repro import files as disk
 from ppo_repro.config.kinds import Kind
-from ppo_repro.disk import durable
-from ppo_repro.disk.folder import require_new
 from ppo_repro.errors import UserError
+from ppo_repro.files import require_new
 from ppo_repro.records import arrow, digests, iteration_log, manifest, schema
 from ppo_repro.records.config_file import CONFIG_NAME
 from ppo_repro.records.iteration_log import IterationEntry, TableEntry, next_link
@@ -54,10 +54,10 @@ def lay_out_run(
     try:
         for table in manifest.tables_of(start):
             (temporary / "records" / table.name).mkdir(parents=True)
-        durable.sync_folder(temporary / "records")
-        durable.atomic_write(temporary / CONFIG_NAME, config_yaml.encode())
-        durable.atomic_write(temporary / "environment.json", note)
-        durable.atomic_write(temporary / iteration_log.FILE_NAME, b"")
+        disk.sync(temporary / "records")
+        disk.atomic_write(temporary / CONFIG_NAME, config_yaml.encode())
+        disk.atomic_write(temporary / "environment.json", note)
+        disk.atomic_write(temporary / iteration_log.FILE_NAME, b"")
         manifest.save(start, temporary)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -71,7 +71,7 @@ def publish_run(temporary: Path, run_dir: Path) -> None:
     """Rename what `lay_out_run` made to the run folder; UserError where that fails."""
     try:
         os.rename(temporary, run_dir)
-        durable.sync_folder(run_dir.parent)
+        disk.sync(run_dir.parent)
     except OSError as error:
         raise _cannot_write(run_dir, error) from error
 
@@ -133,7 +133,7 @@ def _write_parts(
 ) -> list[TableEntry]:
     """Write one table of neighbouring iterations as one file; an entry for each."""
     content = arrow.to_parquet(built[0], *parts)
-    durable.atomic_write(manifest.table_path(run_dir, built[0].name, first), content)
+    disk.atomic_write(manifest.table_path(run_dir, built[0].name, first), content)
     of_bytes = manifest.content_digest(content)
     return [
         TableEntry(data.num_rows, digests.table_digest(each, data), of_bytes)
@@ -162,7 +162,7 @@ def _write_side_tables(
 
 def _write_table(path: Path, table: schema.Table, data: pa.Table) -> TableEntry:
     content = arrow.to_parquet(table, data)
-    durable.atomic_write(path, content)
+    disk.atomic_write(path, content)
     return TableEntry(data.num_rows, digests.table_digest(table, data), manifest.content_digest(content))
 
 

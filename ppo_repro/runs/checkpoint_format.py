@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from ppo_repro import __version__
 from ppo_repro.buffers import Coefficients, ReturnStatistics
 from ppo_repro.config.run import RunConfig
-from ppo_repro.disk.folder import whole_folder
 from ppo_repro.errors import UserError
+from ppo_repro.files import whole_folder
+from ppo_repro.models.folders import named_weights, write_tensors
 from ppo_repro.models.state import TrainState
-from ppo_repro.models.write import named_weights, write_tensors
 from ppo_repro.numerics.library import KNOWN_ANSWER
 from ppo_repro.numerics.optimizer import OptimizerState, copy_named
 from ppo_repro.runs.checkpoint_index import (

@@ -14,9 +14,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ppo_repro.disk.folder import file_digest
-from ppo_repro.disk.regular import read_regular
 from ppo_repro.errors import UserError
+from ppo_repro.files import file_digest
 from ppo_repro.mistakes import mistakes
 
 FORMAT = 4
@@ -117,7 +116,7 @@ def _require_digest(path: Path, found: str, digest: str) -> None:
 
 def _read(path: Path) -> bytes:
     try:
-        return read_regular(path)
+        return path.read_bytes()
     except OSError as error:
         raise _unreadable(path, error) from error
 

@@ -18,12 +18,17 @@ from ppo_repro.config.algorithm import SeparateValue
 from ppo_repro.config.records import MODEL_FILE_BYTES
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig
-from ppo_repro.disk.folder import check_sums, file_digest, remove_folder, whole_folder, write_sums
 from ppo_repro.errors import UserError
-from ppo_repro.models.adapter_folder import save_adapter, save_value_adapter
-from ppo_repro.models.reward_model import save_reward_model
-from ppo_repro.models.value_folder import load_value_parameters, save_value_model
-from ppo_repro.models.write import named_weights, write_model
+from ppo_repro.files import check_sums, file_digest, remove_folder, whole_folder, write_sums
+from ppo_repro.models.folders import (
+    load_value_parameters,
+    named_weights,
+    save_adapter,
+    save_reward_model,
+    save_value_adapter,
+    save_value_model,
+    write_model,
+)
 from ppo_repro.records.contents import (
     CHECKPOINT,
     checkpoint_folder,

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pyarrow as pa
 
-from ppo_repro.accuracy.measurement import policy_accuracy
+from ppo_repro.accuracy import policy_accuracy
 from ppo_repro.buffers import Iteration
 from ppo_repro.clock import Clock
 from ppo_repro.config.files import load_config

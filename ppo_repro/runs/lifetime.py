@@ -16,8 +16,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ppo_repro.disk.folder import check_sums, only_writer, remove_folder, whole_folder, write_sums
 from ppo_repro.errors import UserError
+from ppo_repro.files import check_sums, only_writer, remove_folder, whole_folder, write_sums
 from ppo_repro.records import manifest, writer
 from ppo_repro.records.contents import UNEQUAL_NAME, checkpoints_folder, sums_digest
 from ppo_repro.records.manifest import Head, Status

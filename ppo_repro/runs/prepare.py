@@ -15,9 +15,9 @@ from ppo_repro.config.algorithm import LoraConfig, NoValue, SeparateValue, Value
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig, TinyModel
 from ppo_repro.errors import UserError
+from ppo_repro.models.folders import load_reward_model, require_same_tokens
 from ppo_repro.models.load import load_folder, stop_ids
 from ppo_repro.models.lora import Adaptable, Lora, add_lora, share_frozen
-from ppo_repro.models.lora_optimizer import make_lora_optimizer
 from ppo_repro.models.networks import (
     ValueModel,
     checkpoint_gradients,
@@ -25,22 +25,16 @@ from ppo_repro.models.networks import (
     make_policy,
     make_value_head,
     make_value_model,
+    set_precision,
 )
-from ppo_repro.models.precision import set_precision
-from ppo_repro.models.reward_model import (
-    load_reward_model,
-    make_reward_model,
-    require_same_tokens,
-    value_model_from,
-)
-from ppo_repro.models.state import TrainState
+from ppo_repro.models.reward_model import make_reward_model, value_model_from
+from ppo_repro.models.state import TrainState, Versions
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
-from ppo_repro.models.versions import Versions
 from ppo_repro.models.warm_start import WarmStartStep, warm_start
 from ppo_repro.numerics import library
 from ppo_repro.numerics.device import device_of, moved
 from ppo_repro.numerics.families import trunk_of
-from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, make_optimizer
+from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer
 from ppo_repro.preferences.pairs import pairs_by_rule
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
 from ppo_repro.ranks import ALONE, Ranks
@@ -209,9 +203,7 @@ def _optimizer(
     config: RunConfig, module: nn.Module, lora: Lora | None, learning_rate: float, ranks: Ranks
 ) -> Optimizer:
     settings, mode, slots = _adamw(config, learning_rate), config.numerics.mode, config.ppo.gradient_slots // ranks.size
-    if lora is None:
-        return make_optimizer(module, settings, mode, slots)
-    return make_lora_optimizer(module, lora, settings, mode, slots)
+    return Optimizer(module, settings, mode, slots, lora)
 
 
 def _value_model(

@@ -16,9 +16,8 @@ from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.files import dump_yaml
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import run_folder
-from ppo_repro.disk import durable
-from ppo_repro.disk.folder import check_links, only_writer
 from ppo_repro.errors import PromiseBroken, UserError
+from ppo_repro.files import atomic_write, check_links, only_writer
 from ppo_repro.ranks import Ranks
 from ppo_repro.records import digests, manifest, reader, schema, times, writer
 from ppo_repro.records.config_file import RESUMED, check_config
@@ -141,7 +140,7 @@ def _begun(run_dir: Path, recorded: Manifest, execution: Execution[Item]) -> Hea
     current, noted = manifest.head_of(recorded), {}
     for name, tree in execution.notes.items():
         content = manifest.note_content(tree)
-        durable.atomic_write(run_dir / name, content)
+        atomic_write(run_dir / name, content)
         noted[name] = manifest.content_digest(content)
     files = {**recorded.files, **({} if execution.store is None else execution.store.files)}
     if noted or files != recorded.files:
@@ -235,7 +234,7 @@ def _write_note(run_dir: Path, recorded: Manifest, tree: Mapping[str, Any]) -> d
     """Write the next resumed-NNN.json; returns its digest by file name."""
     content = manifest.note_content(tree)
     name = f"resumed-{sum(PurePath(note).match(RESUMED) for note in recorded.notes) + 1:03d}.json"
-    durable.atomic_write(run_dir / name, content)
+    atomic_write(run_dir / name, content)
     return {name: manifest.content_digest(content)}
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ppo_repro.config.mismatch import FixedLag, LagConfig
 from ppo_repro.config.run import RunConfig
-from ppo_repro.models.versions import Versions
+from ppo_repro.models.state import Versions
 from ppo_repro.ranks import Ranks
 from ppo_repro.rollout.engine import Completion, Engine, Request
 from ppo_repro.seeding import words

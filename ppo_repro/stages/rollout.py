@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ppo_repro.buffers import Prompts, Rollout, Spans
 from ppo_repro.config.run import RunConfig
-from ppo_repro.models.versions import Versions
+from ppo_repro.models.state import Versions
 from ppo_repro.ranks import Ranks
 from ppo_repro.rollout.engine import Completion, Engine
 from ppo_repro.stages.generation import Answered, Sampled, episodes_of, generate, sampling_of

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppo_repro.config.run import RunConfig
-from ppo_repro.disk.json_lines import read_lines, text_field
 from ppo_repro.errors import UserError
+from ppo_repro.json_lines import read_lines, text_field
 from ppo_repro.output import shown
 from ppo_repro.seeding import permutation
 

@@ -61,7 +61,7 @@ def load(path: Path) -> Golden:
 
 def save(path: Path, golden: Golden) -> None:
     """Write the file atomically; raises UserError where that fails."""
-    from ppo_repro.disk.durable import atomic_write
+    from ppo_repro.files import atomic_write
 
     atomic_write(path, (golden.model_dump_json(indent=1) + "\n").encode())
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from ppo_repro.assets import gguf_llama
 from ppo_repro.errors import UserError
-from ppo_repro.testing.small_models import llama_config
+from tests.support.small_models import llama_config
 
 TO_FILE = {name: key for key, name in gguf_llama._OF_LAYER.items()}
 LETTERS = [chr(0x21 + i) for i in range(70)]

@@ -17,7 +17,7 @@ from ppo_repro.commands.progress import ConsoleProgress
 from ppo_repro.commands.run_folders import latest_run
 from ppo_repro.config.files import load_config
 from ppo_repro.config.section import run_folder
-from ppo_repro.disk.folder import only_writer
+from ppo_repro.files import only_writer
 from ppo_repro.records import manifest
 from tests.support.cli import Cli, one_line
 from tests.support.paths import ROOT, SMALL, SMALL_CONTROL, TINY, TINY_GRID

@@ -7,7 +7,7 @@ import pytest
 from ppo_repro.config.files import dump_yaml
 from ppo_repro.config.mismatch import MismatchConfig, SamplerPrecision
 from ppo_repro.errors import UserError
-from ppo_repro.models.precision import precision_of
+from ppo_repro.models.networks import precision_of
 from ppo_repro.numerics.precision import Precision
 from tests.support.runs import small_config
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from ppo_repro import files
 from ppo_repro.config.files import load_config
-from ppo_repro.disk import durable
-from ppo_repro.disk.folder import check_sums, only_writer, remove_folder, whole_folder
 from ppo_repro.errors import UserError
+from ppo_repro.files import check_sums, only_writer, remove_folder, whole_folder
+from ppo_repro.models.folders import load_reward_model
 from ppo_repro.models.load import load_folder
-from ppo_repro.models.reward_model import load_reward_model
 from ppo_repro.records import manifest
 from ppo_repro.runs.run import run_folder
 from ppo_repro.watcher import Silent
@@ -193,7 +193,7 @@ def test_writing_follows_no_link(tmp_path: Path) -> None:
     for name in ("b.tmp", "c.removed"):
         (tmp_path / name).symlink_to(folder)
     with pytest.raises(UserError, match="Too many levels of symbolic links"):
-        durable.atomic_write(tmp_path / "a", b"theirs")
+        files.atomic_write(tmp_path / "a", b"theirs")
     with pytest.raises(UserError, match="Too many levels of symbolic links"), only_writer(tmp_path):
         pass
     with pytest.raises(UserError, match="symbolic link"), whole_folder(tmp_path / "b"):

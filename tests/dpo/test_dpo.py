@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ppo_repro import files
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import load_dpo_config
 from ppo_repro.config.reward import RewardModelTraining
-from ppo_repro.disk import sealed_json
 from ppo_repro.dpo import records
 from ppo_repro.dpo.pairs import pairs_from_run
 from ppo_repro.dpo.run import DPOResult, lines, sequence_kl, train_dpo
@@ -155,7 +155,7 @@ def test_the_records_hold_what_was_done(trained: DPOResult, source: Path) -> Non
 
 def _tree(text: str) -> dict[str, Any]:
     tree = json.loads(text)
-    tree.pop(sealed_json.OWN_DIGEST)
+    tree.pop(files.OWN_DIGEST)
     return tree
 
 
@@ -188,10 +188,10 @@ def test_changed_records_are_refused(trained: DPOResult, tmp_path: Path) -> None
     assert manifest_path.read_text() != text
     with pytest.raises(UserError, match="does not match its own SHA-256"):
         records.load(folder)
-    manifest_path.write_text(sealed_json.sealed({**_tree(text), "fingerprint": "0" * 64}))
+    manifest_path.write_text(files.sealed({**_tree(text), "fingerprint": "0" * 64}))
     with pytest.raises(UserError, match="does not follow from the digests"):
         records.load(folder)
-    manifest_path.write_text(sealed_json.sealed({**_tree(text), "format": 1}))
+    manifest_path.write_text(files.sealed({**_tree(text), "format": 1}))
     with pytest.raises(UserError, match="format = 1; this ppo_repro reads 2 alone"):
         records.load(folder)
     manifest_path.write_text(text)

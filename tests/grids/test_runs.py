@@ -17,8 +17,8 @@ import pytest
 
 from ppo_repro.commands.cli import _run
 from ppo_repro.commands.grid import _engine as grid_engine
-from ppo_repro.disk.folder import only_writer
 from ppo_repro.errors import UserError
+from ppo_repro.files import only_writer
 from ppo_repro.grids import grid as grid_module
 from ppo_repro.grids.cell import Order, command_of, run_of, start_cell, state_of
 from ppo_repro.grids.engines import Engine, Processes

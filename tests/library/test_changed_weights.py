@@ -15,7 +15,7 @@ import ppo_repro
 from ppo_repro.numerics import library
 from ppo_repro.numerics.structs import address
 from ppo_repro.numerics.weights import PackedMatrix
-from ppo_repro.testing.small_models import CONFIGS, small_model
+from tests.support.small_models import CONFIGS, small_model
 
 IDS = torch.tensor([[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]])
 Change = Callable[[PreTrainedModel], object]

@@ -28,13 +28,13 @@ from ppo_repro.numerics.linear import linear
 from ppo_repro.numerics.network import Cache, Lowered, Network
 from ppo_repro.numerics.rows import Rows, ragged, slots_of
 from ppo_repro.numerics.structs import address, ints
-from ppo_repro.testing.small_models import CONFIGS, MIXTURES, small_model
 from tests.numerics import definition
 from tests.numerics.definition import Array, F, Matrix, Model, parameters
 from tests.numerics.definition_families import array, model_from
 from tests.numerics.definition_rounding import Rounding
 from tests.numerics.kernel_models import KEEP_ALL, KEEP_INPUTS, KernelModel
 from tests.numerics.random_models import models
+from tests.support.small_models import CONFIGS, MIXTURES, small_model
 
 HERE = build.PLATFORMS[platform.system(), platform.machine()]
 ABLE = tuple(variant for variant in HERE.variants if variant.needs <= frozenset(library.cpu_words("flags")))

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.accuracy.scores import Text, deterministic_scores, policy_scores, reference_scores, stock_scores
+from ppo_repro.accuracy import Text, deterministic_scores, policy_scores, reference_scores, stock_scores
 from ppo_repro.models.batches import TokenBatch
-from ppo_repro.models.networks import make_policy, policy_logits
-from ppo_repro.models.precision import rounded_view
+from ppo_repro.models.networks import make_policy, policy_logits, rounded_view
 from ppo_repro.numerics import library
 from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.network import Lowered, lower, lowered_of

@@ -13,7 +13,7 @@ from ppo_repro.models.networks import make_policy
 from ppo_repro.models.reward_model import make_reward_model
 from ppo_repro.models.tiny import make_model, make_tokenizer
 from ppo_repro.numerics import library
-from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer, weights_digest
+from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, weights_digest
 from ppo_repro.ppo.preferences import preference_accuracy
 from ppo_repro.preferences.pairs import Preference, pairs_by_rule
 from ppo_repro.preferences.training import (
@@ -143,7 +143,7 @@ def ragged_pairs(count: int) -> list[Preference]:
 def dpo(mode: str, row: Layout) -> tuple[list[PreferenceStep], PreTrainedModel]:
     library.use_threads(row[3])
     policy = make_policy(source_model("qwen3"), mode, CONTEXT)
-    optimizer = make_optimizer(policy, AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.0, 1.0), mode)
+    optimizer = Optimizer(policy, AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.0, 1.0), mode)
     pairs = ragged_pairs(13)
     reference = pair_logprobs(policy, pairs, 0.9, mode, layout(row))
     schedule = Schedule(2, 5, pairs_at_once(row[1]), 3)
@@ -210,7 +210,7 @@ def test_the_gradient_norm_is_that_of_autograd_in_float64() -> None:
     stock_losses(wide, pairs, 0.1).mean().backward()
     expected = torch.stack([p.grad.norm() for p in wide.parameters() if p.grad is not None]).norm().item()
     policy = make_policy(source_model("qwen3"), "deterministic", CONTEXT)
-    optimizer = make_optimizer(policy, AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.0, 1.0), "deterministic")
+    optimizer = Optimizer(policy, AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.0, 1.0), "deterministic")
     nothing = PairLogprobs(*torch.zeros(2, 6, dtype=torch.float64))
     step = next(dpo_steps(policy, optimizer, pairs, nothing, 0.1, 1.0, Schedule(1, 6, 2, 0), "deterministic", "right"))
     assert step.grad_norm == pytest.approx(expected, rel=1e-6)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.disk import durable
+from ppo_repro import files
 from ppo_repro.errors import UserError
 from ppo_repro.records import iteration_log, manifest, reader, writer
 from ppo_repro.records.iteration_log import IterationEntry, TableEntry
@@ -104,7 +104,7 @@ def test_a_kill_before_either_write_leaves_two_iterations(
 
     expected = manifest.load(run_dir)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(*((durable, "write_at") if at == "log" else (manifest, "save")), killed)
+        patched.setattr(*((files, "write_at") if at == "log" else (manifest, "save")), killed)
         append(run_dir, 2)
     assert (log_of(run_dir).stat().st_size > expected.log_bytes) == (at == "manifest")
     assert manifest.load(run_dir) == expected

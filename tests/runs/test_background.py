@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from ppo_repro.disk import durable
+from ppo_repro import files
 from ppo_repro.errors import UserError
 from ppo_repro.records import digests, iteration_log, manifest, reader, writer
 from ppo_repro.runs.lifetime import appending
@@ -68,7 +68,7 @@ def test_an_error_of_the_disk_is_raised_at_the_next_call(run_dir: Path, monkeypa
 
     with pytest.raises(UserError, match="no space left"), appending(run_dir, manifest.load(run_dir)) as appender:
         with monkeypatch.context() as patched:
-            patched.setattr(durable, "atomic_write", full)
+            patched.setattr(files, "atomic_write", full)
             appender.start(0, synthetic_run.random_tables(0, 3))
             appender.leave()
         appender.start(1, synthetic_run.random_tables(1, 3))

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ppo_repro.buffers import Coefficients, ReturnStatistics
-from ppo_repro.disk.folder import only_writer, whole_folder
 from ppo_repro.errors import UserError
+from ppo_repro.files import only_writer, whole_folder
 from ppo_repro.numerics.linear import linear
-from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, OptimizerState, make_optimizer
+from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, OptimizerState
 from ppo_repro.numerics.rows import alone, slots_of
 from ppo_repro.runs import checkpoint_format
 from ppo_repro.runs.checkpoint_format import Checkpoint, Origin
@@ -223,7 +223,7 @@ def trained(mode: str) -> tuple[nn.Module, Optimizer]:
     with torch.no_grad():
         for p in layer.parameters():
             p.copy_(torch.randn(p.shape, generator=seeded(p.dim())))
-    return layer, make_optimizer(layer, SETTINGS, mode)
+    return layer, Optimizer(layer, SETTINGS, mode)
 
 
 def train(layer: nn.Module, optimizer: Optimizer, mode: str, steps: range) -> None:

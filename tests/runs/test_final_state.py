@@ -10,7 +10,7 @@ import torch
 
 from ppo_repro.config.files import load_config
 from ppo_repro.errors import UserError
-from ppo_repro.models.value_folder import load_value_model
+from ppo_repro.models.folders import load_value_model
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.records import contents, manifest
 from ppo_repro.runs import checkpoint_format, checkpoints

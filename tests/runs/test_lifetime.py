@@ -13,7 +13,7 @@ from ppo_repro.config.control import load_control_config
 from ppo_repro.config.files import load_config
 from ppo_repro.config.kinds import LANGUAGE
 from ppo_repro.control.kind import ControlKind
-from ppo_repro.disk.folder import only_writer
+from ppo_repro.files import only_writer
 from ppo_repro.grids.cell import Order, finish_cell, run_of, start_cell, state_of
 from ppo_repro.records import manifest, writer
 from ppo_repro.runs import run as runner

@@ -24,8 +24,8 @@ from ppo_repro.runs.diff import first_difference
 from ppo_repro.runs.open_engine import check_routes
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.runs.summary import summarise
-from ppo_repro.testing.small_models import MIXTURES, small_model
 from tests.support.mixtures import LAYOUT, config_of, record
+from tests.support.small_models import MIXTURES, small_model
 
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe")
 every_family = pytest.mark.parametrize(

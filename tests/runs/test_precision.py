@@ -10,7 +10,7 @@ import torch
 
 from analysis.mismatch.parity import Parity, parity
 from analysis.report.reading.facts import disturbance_verdict
-from ppo_repro.accuracy.scores import Text, reference_scores, stock_scores
+from ppo_repro.accuracy import Text, reference_scores, stock_scores
 from ppo_repro.checks.bisect import bisect
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig

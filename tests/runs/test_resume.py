@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.config.files import load_config
-from ppo_repro.disk.folder import only_writer
 from ppo_repro.errors import PromiseBroken, UserError
+from ppo_repro.files import only_writer
 from ppo_repro.numerics.optimizer import OptimizerState
 from ppo_repro.records import manifest
 from ppo_repro.runs import checkpoint_format

@@ -16,8 +16,8 @@ import pytest
 from ppo_repro.buffers import MinibatchUpdate
 from ppo_repro.checks.bisect import make_subject
 from ppo_repro.config.files import load_config
-from ppo_repro.disk.folder import SUMS_NAME
 from ppo_repro.errors import UserError
+from ppo_repro.files import SUMS_NAME
 from ppo_repro.records import manifest, reader
 from ppo_repro.runs.lifetime import UNEQUAL_TOKENS, Response, first_unequal, unequal_folder
 from ppo_repro.runs.run import Resumed, run_folder

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ppo_repro.config.mismatch import DrawnLag, FixedLag
 from ppo_repro.errors import UserError
-from ppo_repro.models.versions import Versions
+from ppo_repro.models.state import Versions
 from ppo_repro.ppo.weights import loss_weights
 from ppo_repro.rollout.sampler import biased
 from ppo_repro.runs.prepare import prepare

@@ -7,17 +7,14 @@ from dataclasses import replace
 import torch
 from pytest import mark
 
-from ppo_repro.accuracy.distances import compare
-from ppo_repro.accuracy.measurement import LENGTH, measure, text_of
-from ppo_repro.accuracy.scores import Float64, Text, reference_scores, stock_scores
-from ppo_repro.accuracy.stock import stock_model, wide_model
-from ppo_repro.models.networks import make_policy
-from ppo_repro.models.precision import rounded_view
+from experiments.accuracy.distances import compare
+from ppo_repro.accuracy import LENGTH, Text, measure, reference_scores, stock_model, stock_scores, text_of
+from ppo_repro.models.networks import make_policy, rounded_view
 from ppo_repro.numerics.network import lowered_of
 from ppo_repro.numerics.precision import Precision
 from ppo_repro.records.accuracy import LARGEST_RATIO, sentence
-from ppo_repro.testing.small_models import CONTEXT, VOCAB
 from tests.support.models import FAMILIES, source_model
+from tests.support.small_models import CONTEXT, VOCAB
 
 every_family = mark.parametrize("architecture", FAMILIES)
 TEXT = text_of({"a": range(2, 40), "b": range(VOCAB - 1, 5, -3), "c": range(0, VOCAB, 7)}, 4, CONTEXT)
@@ -32,17 +29,15 @@ def test_sequences_are_prompts_by_key_strung_together() -> None:
 
 @every_family
 def test_the_models_are_the_unmodified_ones_to_the_bit(architecture: str) -> None:
-    """The model in float64 widens its layers one by one; that shows in no bit, nor do the hooks stay in its way."""
+    """Computing in float64 leaves no trace in the model, and gives the bits of a copy in float64."""
     source = source_model(architecture)
     policy = make_policy(source, "deterministic", CONTEXT)
     found = stock_scores(stock_model(policy), TEXT)
     assert torch.equal(found.logits, stock_scores(source, TEXT).logits)
-    wide = wide_model(policy)
     for _ in range(2):
-        with Float64():
-            scores = stock_scores(wide, TEXT)
-        assert torch.equal(scores.logits, reference_scores(source, TEXT).logits)
-    assert {p.dtype for p in wide.parameters()} == {torch.float32}
+        assert torch.equal(reference_scores(stock_model(policy), TEXT).logits, reference_scores(source, TEXT).logits)
+    assert torch.equal(stock_scores(source, TEXT).logits, found.logits)
+    assert {p.dtype for p in source.parameters()} == {torch.float32} and torch.get_default_dtype() == torch.float32
 
 
 @every_family

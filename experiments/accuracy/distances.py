@@ -11,65 +11,57 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.accuracy.scores import (
+from ppo_repro.accuracy import (
+    Error,
+    Errors,
     Scores,
     Text,
-    deterministic_gradients,
     deterministic_scores,
-    reference_gradients,
+    error,
+    errors,
+    float64,
     reference_scores,
-    stock_gradients,
+    spacing,
     stock_scores,
 )
+from ppo_repro.models.batches import lay_out
+from ppo_repro.models.networks import make_policy, policy_logits
+from ppo_repro.numerics.gradient_sums import GradientSums
+from ppo_repro.numerics.optimizer import SLOTS
+from ppo_repro.numerics.rows import slots_of
+from ppo_repro.numerics.token_statistics import token_statistics
 
 GRADIENT_RESOLUTION = 2.0**-24  # rounding a tensor's largest gradient to float32 may cost this share of it
 
 
-@dataclass(frozen=True)
-class Error:
-    """Absolute distances from the reference over some numbers, in their unit."""
-
-    largest: float
-    rms: float
-    mean: float
-
-
-@dataclass(frozen=True)
-class Errors:
-    """Errors of the same numbers. `resolution` is what rounding the reference itself to float32 would cost."""
-
-    deterministic: Error
-    stock: Error
-    resolution: Error
-
-    def ratio(self, kind: str) -> float:
-        """Deterministic / stock of the `largest`, `rms` or `mean` error.
-
-        Stock counts as no better than the resolution: a result in float32 can be closer by luck only.
-        """
-        stock = max(getattr(self.stock, kind), getattr(self.resolution, kind))
-        return float(getattr(self.deterministic, kind)) / stock if stock else float("nan")
+def stock_gradients(model: PreTrainedModel, text: Text) -> dict[str, Tensor]:
+    """Gradients of the mean of -log p over the tokens by autograd on a copy of the model, in its dtype."""
+    model = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.grad = None
+    for prompt, response in zip(text.prompts, text.responses, strict=True):
+        ids = torch.tensor([[*prompt, *response[:-1]]])
+        logits = model(input_ids=ids, use_cache=False).logits[0][len(prompt) - 1 :]
+        logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])
+        (-logprobs.sum() / text.tokens()).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def error(found: Tensor, reference: Tensor) -> Error:
-    """The error of numbers of any shape; the reference is float64."""
-    distance = (found.to(torch.float64) - reference).abs()
-    return Error(float(distance.max()), float(distance.square().mean().sqrt()), float(distance.mean()))
+def reference_gradients(model: PreTrainedModel, text: Text) -> dict[str, Tensor]:
+    """The same in float64: of a copy, whose gradients are float64 too."""
+    wide = copy.deepcopy(model).double()
+    with float64(wide):
+        return stock_gradients(wide, text)
 
 
-def errors(deterministic: Tensor, stock: Tensor, reference: Tensor) -> Errors:
-    """The errors of the same numbers by two kinds of numerics."""
-    spacing = _spacing(reference)
-    # rounding is off by half a spacing at most, by spacing / sqrt(12) in the rms and spacing / 4 in the mean
-    resolution = Error(
-        float(spacing.max()) / 2, float(spacing.square().mean().sqrt()) / 12**0.5, float(spacing.mean()) / 4
-    )
-    return Errors(error(deterministic, reference), error(stock, reference), resolution)
-
-
-def _spacing(x: Tensor) -> Tensor:
-    """Distance of neighbouring float32 numbers at each x, float64."""
-    return torch.from_numpy(np.spacing(x.abs().to(torch.float32).numpy()).astype(np.float64))
+def deterministic_gradients(model: PreTrainedModel, text: Text, max_context: int) -> dict[str, Tensor]:
+    """The same by the kernels, float32."""
+    policy, count = make_policy(model, "deterministic", max_context), len(text.prompts)
+    batch = lay_out(text.prompts, text.responses, slots=slots_of(range(count), count, SLOTS))
+    sums = GradientSums(policy.named_parameters(), SLOTS)
+    logprobs, _ = token_statistics(policy_logits(policy, batch), batch.targets, 1.0, None, "deterministic")
+    torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / text.tokens()))
+    return sums.finish()
 
 
 @dataclass(frozen=True)
@@ -88,7 +80,7 @@ def greedy(deterministic: Scores, stock: Scores, reference: Scores) -> Greedy:
     best = reference.logits.topk(2, -1)
     stock_error = (stock.logits.to(torch.float64) - reference.logits).abs().amax(-1)
     gap = best.values[:, 0] - best.values[:, 1]
-    unresolved = gap <= torch.maximum(2 * stock_error, _spacing(best.values[:, 0]))
+    unresolved = gap <= torch.maximum(2 * stock_error, spacing(best.values[:, 0]))
     deterministic_differs, stock_differs = (s.logits.argmax(-1) != best.indices[:, 0] for s in (deterministic, stock))
     counts = (deterministic_differs, stock_differs, unresolved, deterministic_differs & ~unresolved)
     return Greedy(len(gap), *(int(c.sum()) for c in counts))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.disk.earlier import OwnKind, check_replaceable, write_csv_over_earlier, write_over_earlier
 from ppo_repro.errors import UserError
+from ppo_repro.files import OwnKind, check_replaceable, write_csv_over_earlier, write_over_earlier
 
 KIND = OwnKind("report", (b"<new", b"<older format"))
 
@@ -59,13 +59,6 @@ def test_what_is_ours_is_replaced(tmp_path: Path, content: bytes | None) -> None
         (tmp_path / "x").write_bytes(content)
     write_over_earlier(tmp_path / "x", KIND, b"<new content>")
     assert (tmp_path / "x").read_bytes() == b"<new content>"
-
-
-def test_what_cannot_be_looked_at_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    for path, said in ((tmp_path / "file" / "x", "Not a directory"), (tmp_path / ("x" * 300), "File name too long")):
-        with pytest.raises(UserError, match=rf"--out .*: cannot be read \({said}\); must be a new file"):
-            check_replaceable(path, KIND)
 
 
 def test_a_table_goes_over_one_with_the_same_columns_only(tmp_path: Path) -> None:

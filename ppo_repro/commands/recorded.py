@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 def replay_command(arguments: argparse.Namespace) -> int:
     """Compute stages of a recorded run again from its records alone, without a model; exit 1 at a difference."""
     say(f"{arguments.run}: computing from the records alone")
-    from ppo_repro.replay.replay import lines, replay, stages_of
+    from ppo_repro.recompute.recompute import lines, recompute, stages_of
 
-    replayed = replay(arguments.run, stages_of(arguments.stage))
+    replayed = recompute(arguments.run, stages_of(arguments.stage))
     fields = {**dataclasses.asdict(replayed), "identical": replayed.difference is None}
     print_result(arguments.json, fields, lines(replayed))
     return 0 if replayed.difference is None else 1

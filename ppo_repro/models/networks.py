@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ppo_repro.config.mismatch import MismatchConfig, SamplerPrecision
+from ppo_repro.config.mismatch import SamplerPrecision
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.numerics.families import check_visibility, decoder_layers, routers, trunk_of
 from ppo_repro.numerics.linear import linear
@@ -59,7 +59,7 @@ def make_policy(source: PreTrainedModel, mode: str, max_context: int) -> PreTrai
 def make_value_model(source: PreTrainedModel, mode: str, max_context: int, seed: int) -> ValueModel:
     """A value model whose trunk starts as the policy's; its head is bell-shaped, std 0.1 / sqrt(H), bias 0."""
     trunk = make_policy(trunk_of(source), mode, max_context)
-    return ValueModel(trunk, make_value_head(source.config.hidden_size, seed).to(source.device))
+    return ValueModel(trunk, make_value_head(source.config.hidden_size, seed))
 
 
 def make_value_head(size: int, seed: int) -> nn.Linear:
@@ -150,23 +150,10 @@ def precision_of(config: SamplerPrecision) -> Precision:
     )
 
 
-def set_precision(config: MismatchConfig, policy: PreTrainedModel) -> PreTrainedModel:
-    """Let the trainer round the policy's gradients, in place; returns the policy as the sampler has it.
-
-    The sampler has `policy` itself, or a view of its parameters if the sampler rounds.
-    """
-    lowered = lowered_of(policy)
-    if lowered is None:
-        return policy
-    sampled = rounded_view(policy, lowered, precision_of(config.sampler.precision))
-    trainer = Precision(gradients=config.trainer.precision.gradients)
-    lower(policy, replace(lowered, precision=trainer))
-    return sampled
-
-
-def rounded_view(policy: PreTrainedModel, lowered: Lowered, precision: Precision) -> PreTrainedModel:
+def rounded_view(policy: PreTrainedModel, precision: Precision) -> PreTrainedModel:
     """A model over the very parameters of another one that rounds; the model itself if there is nothing to round."""
-    if precision == Precision():
+    lowered = lowered_of(policy)
+    if lowered is None or precision == Precision():
         return policy
     shared = (*policy.parameters(), *policy.buffers())
     view = copy.deepcopy(policy, {id(tensor): tensor for tensor in shared})

@@ -12,8 +12,10 @@ from transformers import PreTrainedModel
 from ppo_repro.buffers import Coefficients
 from ppo_repro.models.networks import ValueModel
 from ppo_repro.numerics.network import forget_packed, free_memory
-from ppo_repro.numerics.optimizer import Optimizer, copy_named
+from ppo_repro.numerics.optimizer import Optimizer, copy_named, weights_digest
 
+Stream = tuple[int | str, ...]  # the name of a random stream
+HiddenHook = Callable[[Tensor, Tensor, Stream], Tensor]
 Weights = dict[str, Tensor]  # of everything in the policy that is trained: with adapters, their factors
 
 
@@ -72,6 +74,11 @@ class Versions:
         self.kept = kept
 
 
+def unchanged(hidden: Tensor, tokens: Tensor, stream: Stream) -> Tensor:
+    """Return the policy's last hidden states [n, H] of `tokens` [n] as they are."""
+    return hidden
+
+
 @dataclass
 class TrainState:
     """Everything an update changes, and the frozen reference."""
@@ -85,6 +92,7 @@ class TrainState:
     iteration: int = 0
     versions: Versions | None = None  # None for a sampler that is never behind
     sampler: PreTrainedModel | None = None  # the policy as the sampler has it, where that is another object
+    hidden_hook: HiddenHook = unchanged  # what happens to the policy's last hidden states in training
 
     def rest_sampler(self) -> None:
         """Free the packed weights that only the sampler needs, until the next rollout."""
@@ -100,18 +108,18 @@ class TrainState:
         free_memory(self.policy)
         forget_packed(self.reference)
 
-    def versions_now(self) -> Versions | None:
-        """The versions of the policy that the sampler may use, with a copy of the present one."""
-        if self.versions is not None:
-            self.versions.keep(self.iteration)
-        return self.versions
-
     @property
     def own_value_module(self) -> nn.Module:
         """What of the value model is not the policy's: all, or a head on the policy's trunk; nothing without one."""
         if self.value_model is None:
             return nn.Module()
         return self.value_model if self.value_optimizer is not None else self.value_model.head
+
+    def digests(self) -> tuple[str, str | None]:
+        """Digests of the weights of policy and value model; None without a value model."""
+        policy = weights_digest(self.policy.named_parameters())
+        value = None if self.value_model is None else weights_digest(self.own_value_module.named_parameters())
+        return policy, value
 
     def value_parameters(self) -> dict[str, Tensor]:
         """The parameters of `own_value_module`."""

@@ -8,20 +8,18 @@ from ppo_repro.buffers import Evaluation
 from ppo_repro.config.run import RunConfig
 from ppo_repro.ranks import Ranks
 from ppo_repro.rollout.engine import Engine
-from ppo_repro.stages.generation import Sampled, episodes_of, generate, sampling_of
-from ppo_repro.stages.prompts import Task
 from ppo_repro.stages.rewards import judge
+from ppo_repro.stages.rollout import Task, generate, known, sampling_of
 from ppo_repro.tasks.problems import Problem
 from ppo_repro.tasks.rewards import Samples
 
 
 def evaluate(config: RunConfig, task: Task, engine: Engine, ranks: Ranks) -> Evaluation:
-    """The greedy responses to the held-out prompts, judged."""
+    """Judge the greedy responses to the held-out prompts."""
     problems: Sequence[Problem] = task.problems.held_out
-    greedy = Sampled(sampling_of(config, greedy=True), [0] * len(problems))
-    answers = generate(config, task, engine, problems, greedy, ranks)
+    answers = generate(config, task, engine, problems, sampling_of(config, greedy=True), [0] * len(problems), ranks)
     completions = [answer.completion for answer in answers]
-    episodes = episodes_of(answers)
+    episodes = known([answer.episode for answer in answers])
     samples = Samples(
         [p.key for p in problems],
         [p.prompt for p in problems],

@@ -15,7 +15,7 @@ from analysis.pairs import runs
 from analysis.pairs.places import PLACES, routes_of, turns_of, with_places
 from analysis.pairs.runs import run_pairs, two_run_pairs
 from ppo_repro.errors import UserError
-from ppo_repro.records import reader, writer
+from ppo_repro.records import reader
 from tests.support import synthetic_run
 from tests.support.synthetic_run import bits
 
@@ -46,12 +46,13 @@ def test_the_first_new_log_probs_of_a_run(native_run: Path) -> None:
 def changed_run(run: Path, table: str, columns: dict[str, pa.Array]) -> Path:
     """A run of one iteration of random values, some columns of one table set."""
     rows = len(next(iter(columns.values())))
-    current = synthetic_run.start_run(run)
+    written = synthetic_run.start_run(run)
     tables = synthetic_run.random_tables(0, rows)
     for name, values in columns.items():
         place = tables[table].column_names.index(name)
         tables[table] = tables[table].set_column(place, tables[table].schema.field(place), values)
-    writer.finish(run, writer.append_iteration(run, current, 0, tables), {})
+    written.append(0, tables)
+    written.finish({}, {})
     return run
 
 

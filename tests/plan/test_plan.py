@@ -24,7 +24,7 @@ from ppo_repro.plan import memory
 from ppo_repro.plan.memory import FLOAT, Model, Plan, Work, as_json, frozen_model, make_plan, size, trained_model
 from ppo_repro.plan.shapes import plan_run, sizes_of
 from ppo_repro.runs.prepare import prepare
-from ppo_repro.stages.pieces import LOGITS_AT_ONCE
+from ppo_repro.stages.chunks import LOGITS_AT_ONCE
 from tests.support.models import CLASSES, CONFIGS, CONTEXT, MIXTURES
 from tests.support.plans import CONFIG_OF, distinct, resized, saved_bytes, whole_model
 from tests.support.runs import small_config
@@ -192,7 +192,7 @@ def test_sizes_are_decimal(count: int, text: str) -> None:
 
 @pytest.mark.parametrize("lora", ["null", LORA])
 def test_older_policies_are_counted_as_they_are_kept(lora: str) -> None:
-    behind = f"lora={lora}", "mismatch.sampler.lag={kind: fixed, iterations: 9}"
+    behind = f"lora={lora}", "mismatch.sampler.lag=9"
     state = prepare(small_config(*behind, "model.warm_start_steps=0"), lambda step, total, loss: None).state
     versions = state.versions_now()
     assert versions is not None

@@ -28,7 +28,7 @@ def tiny(*overrides: str) -> RunConfig:
     return load_config(TINY, ["ppo.iterations=1", "numerics.accuracy_sequences=0", *overrides])
 
 
-def in_pieces(config: RunConfig, out: Path, monkeypatch: pytest.MonkeyPatch, at_once: int = AT_ONCE) -> tuple[str, int]:
+def in_chunks(config: RunConfig, out: Path, monkeypatch: pytest.MonkeyPatch, at_once: int = AT_ONCE) -> tuple[str, int]:
     """Fingerprint of a run with `at_once` rows of logits at a time, and the most rows of an update that it had."""
     rows, of_policy = [0], objective.logits
 
@@ -49,8 +49,8 @@ def test_logits_in_pieces_change_no_bit(
     overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny(*overrides)
-    whole, most = in_pieces(config, tmp_path / "whole", monkeypatch, 1000)
-    found, fewer = in_pieces(config, tmp_path / "pieces", monkeypatch)
+    whole, most = in_chunks(config, tmp_path / "whole", monkeypatch, 1000)
+    found, fewer = in_chunks(config, tmp_path / "pieces", monkeypatch)
     # a sequence of up to 4 tokens is never cut
     assert found == whole and fewer <= 4 < most
 
@@ -59,7 +59,7 @@ def test_logits_in_pieces_change_no_bit(
 def test_in_native_numerics_pieces_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny("numerics.mode=native")
     assert (
-        in_pieces(config, tmp_path / "whole", monkeypatch, 1000)[0] != in_pieces(config, tmp_path / "p", monkeypatch)[0]
+        in_chunks(config, tmp_path / "whole", monkeypatch, 1000)[0] != in_pieces(config, tmp_path / "p", monkeypatch)[0]
     )
 
 

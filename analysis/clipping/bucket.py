@@ -72,8 +72,8 @@ def buckets(rows: pd.DataFrame, tokens: pd.DataFrame) -> dict[str, tuple[Codes, 
 def clip_bucket(item: IterationRows) -> pd.DataFrame:
     """Rates per bin of p_anchor, entropy decile, |advantage| quartile, position, epoch and minibatch, and adv_sign.
 
-    Over all policy steps of the iteration; adv_sign is all, pos or neg. Columns lo, hi, n, n_grad_zero; the rate of each
-    of FLAGS; lift: rate of grad_zero in the bin over that of all bins, with 95 % limits ci_lo, ci_hi over whole
+    Over all policy steps of the iteration; adv_sign is all, pos or neg. Columns lo, hi, n, n_grad_zero; rates of FLAGS;
+    lift: rate of grad_zero in the bin over that of all bins, with 95 % limits ci_lo, ci_hi over whole
     responses; lift_eligible: clipped tokens over `expected_by_chance`.
     """
     rows = policy_rows(item).reset_index(drop=True)

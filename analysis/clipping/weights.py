@@ -43,4 +43,6 @@ def loss_weights(rows: pd.DataFrame, config: RunConfig, tokens: pd.DataFrame) ->
 
 def surrogate_mass(rows: pd.DataFrame, config: RunConfig, tokens: pd.DataFrame) -> Float64:
     """w |r A| per row of a policy step, as if nothing were clipped, float64; w from `loss_weights`."""
-    return loss_weights(rows, config, tokens) * np.abs(ratios_of(column(rows, "log_ratios")) * column(rows, "advantages"))
+    return loss_weights(rows, config, tokens) * np.abs(
+        ratios_of(column(rows, "log_ratios")) * column(rows, "advantages")
+    )

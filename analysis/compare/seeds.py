@@ -11,7 +11,17 @@ import pandas as pd
 
 from analysis.compare.rows import Row, run_compare
 from analysis.stats.resampling import iqm_difference, probability_of_improvement, stratified_bootstrap
-from analysis.stats.significance import DRAWS, Floats, detectable, one_sample, sign_flip, t_interval, t_test, tost, welch
+from analysis.stats.significance import (
+    DRAWS,
+    Floats,
+    detectable,
+    one_sample,
+    sign_flip,
+    t_interval,
+    t_test,
+    tost,
+    welch,
+)
 from ppo_repro.errors import UserError
 
 Pairing = Literal["seed", "none"]
@@ -76,7 +86,7 @@ def groups_of(frame: pd.DataFrame, axis: str, a: str, b: str, metric: str, pairi
     keys = [*axes, "seed"]
     if "iteration" in cells.columns:
         # a column that is null in some iterations, such as an evaluation, is averaged over the others
-        cells = cells.groupby(keys, as_index=False)[metric].mean()
+        cells = pd.DataFrame(cells.groupby(keys)[metric].mean()).reset_index()
     if (twice := cells.duplicated(keys)).any():
         raise UserError(f"seed {cells[twice]['seed'].iloc[0]} occurs twice; give the table of one grid")
     if not np.isfinite(cells[metric].to_numpy(np.float64)).all():
@@ -93,7 +103,7 @@ def groups_of(frame: pd.DataFrame, axis: str, a: str, b: str, metric: str, pairi
         raise UserError("the settings of the other axes have different seeds; select the cells of one setting")
     if pairing == "seed" and set(tables[0].index) != set(tables[1].index):
         raise UserError("the cells have different seeds; compare them unpaired")
-    group_a, group_b = (tuple(table[name].to_numpy(np.float64) for name in sorted(table)) for table in tables)
+    group_a, group_b = (tuple(table[name].to_numpy(np.float64) for name in sorted(map(str, table))) for table in tables)
     return group_a, group_b
 
 
@@ -130,4 +140,7 @@ def _rows(
     if smaller > 1:
         sd = float((b - a).std(ddof=1)) if paired else math.sqrt((float(a.var(ddof=1)) + float(b.var(ddof=1))) / 2)
     effect = detectable(sd, smaller, paired=paired, alpha=alpha)
-    return [*rows, Row("outcome", f"{metric}.detectable", effect, smaller, "found with probability 0.8, spread as here")]
+    return [
+        *rows,
+        Row("outcome", f"{metric}.detectable", effect, smaller, "found with probability 0.8, spread as here"),
+    ]

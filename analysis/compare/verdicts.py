@@ -110,9 +110,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("paths", nargs="+", type=Path, help="two runs, or one grid with --axis")
     parser.add_argument("--seed", type=int, required=True, help="seed of the permutations and bootstraps")
     parser.add_argument("--alpha", type=float, default=0.05)
-    parser.add_argument(
-        "--margin", type=float, help=f"what counts as equal: nats of mean |delta| (runs: {MARGIN})"
-    )
+    parser.add_argument("--margin", type=float, help=f"what counts as equal: nats of mean |delta| (runs: {MARGIN})")
     runs = parser.add_argument_group("two runs")
     runs.add_argument("--column", choices=COLUMNS, help="which log-probs (old_logprobs)")
     runs.add_argument("--iterations", nargs=2, type=int, metavar=("FIRST", "LAST"), help="only these (not of bits)")
@@ -155,7 +153,9 @@ def _comparison(arguments: argparse.Namespace) -> pd.DataFrame:
     margin = MARGIN if arguments.margin is None else arguments.margin
     a, b = arguments.paths
     iterations = None if arguments.iterations is None else _iterations(a, b, *arguments.iterations)
-    return compare_runs(a, b, rng, margin=margin, column=arguments.column or COLUMNS[0], iterations=iterations, alpha=arguments.alpha)
+    return compare_runs(
+        a, b, rng, margin=margin, column=arguments.column or COLUMNS[0], iterations=iterations, alpha=arguments.alpha
+    )
 
 
 @program

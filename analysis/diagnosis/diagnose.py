@@ -113,9 +113,9 @@ def _evidence(m: Sums, by_iteration: list[Sums]) -> dict[str, float]:
     clusters = m["sequences"] / (m["sequences"] - 1) if m["sequences"] > 1 else math.nan
     variance = (m["ss"] - 2 * mean * m["sn"] + mean**2 * m["nn"]) / n**2 * clusters
     covariance = m["ab"] - m["a"] * m["b"] / n
-    spread = (m["a_sq"] - m["a"]**2 / n) * (m["b_sq"] - m["b"]**2 / n)
+    spread = (m["a_sq"] - m["a"] ** 2 / n) * (m["b_sq"] - m["b"] ** 2 / n)
     slope, left_by_temperature = _temperature(m)
-    of_b = m["b_sq"] - m["b"]**2 / n
+    of_b = m["b_sq"] - m["b"] ** 2 / n
     shift = min(_ratio(m["next_sq"], m["neighbours"]), _ratio(m["previous_sq"], m["neighbours"]))
     return {
         "tokens": n,
@@ -173,7 +173,7 @@ def _growth(by_iteration: list[Sums]) -> tuple[float, float]:
         if m["uncertainty"] > 0 and m["sequences"] > 1:
             level = m["delta_abs"] / m["uncertainty"]
             square = m["abs_abs"] - 2 * level * m["abs_u"] + level**2 * m["u_u"]
-            levels.append((level, max(square, 0.0) / m["uncertainty"]**2 * m["sequences"] / (m["sequences"] - 1)))
+            levels.append((level, max(square, 0.0) / m["uncertainty"] ** 2 * m["sequences"] / (m["sequences"] - 1)))
     if len(levels) < 2:
         return math.nan, math.nan
     (low, low_var), (high, high_var) = min(levels), max(levels)
@@ -194,9 +194,7 @@ def _only_one_group(m: Sums, clean: str, dirty: str) -> bool:
     If any of the n sequences might be one of the z that do not differ, all u of the first group are so with probability
     C(z, u) / C(n, u).
     """
-    u, others, equal, equal_others = (
-        int(m[name]) for name in (clean, dirty, f"{clean}_equal", f"{dirty}_equal")
-    )
+    u, others, equal, equal_others = (int(m[name]) for name in (clean, dirty, f"{clean}_equal", f"{dirty}_equal"))
     if equal < u or equal_others == others:
         return False
     return math.comb(equal + equal_others, u) <= CHANCE * math.comb(u + others, u)
@@ -254,7 +252,7 @@ def _at_last_tokens(m: Sums, e: dict[str, float]) -> bool:
     if not e["left_without_last"] <= LEFT or m["last"] == m["tokens"]:
         return False
     # the effective number of tokens that hold the squares; by chance each is last with probability last / tokens
-    spikes = m["at_last"]**2 / m["at_last_4"]
+    spikes = m["at_last"] ** 2 / m["at_last_4"]
     return spikes * math.log(m["last"] / m["tokens"]) <= math.log(CHANCE)
 
 
@@ -266,7 +264,11 @@ def _unstructured(m: Sums, e: dict[str, float], tier: str) -> tuple[Cause, ...]:
         return ("stale_weights",)
     can_be_stale = not (m["has_steps"] and not m["behind"])
     if min(m["clean_sequences"], m["dirty_sequences"]) >= 2:
-        ruled_out = {"padding_leak": m["has_padding"], "retokenization": m["has_ids"], "stale_weights": not can_be_stale}
+        ruled_out = {
+            "padding_leak": m["has_padding"],
+            "retokenization": m["has_ids"],
+            "stale_weights": not can_be_stale,
+        }
         candidates: tuple[Cause, ...] = ("padding_leak", "retokenization", "stale_weights")
         return tuple(cause for cause in candidates if not ruled_out[cause]) or ("unknown",)
     coarse = tier != "beyond T4"

@@ -49,7 +49,11 @@ def bucket_sums(tokens: pd.DataFrame) -> pd.DataFrame:
     columns = {
         "prob": np.exp(tokens["logprobs_a"].to_numpy().astype(np.float64)),
         "seq_len": np.repeat(lengths, lengths).astype(np.float64),
-        **{name: tokens[name].to_numpy().astype(np.float64) for name in ("position", LAG, TURN, ROUTE) if name in tokens},
+        **{
+            name: tokens[name].to_numpy().astype(np.float64)
+            for name in ("position", LAG, TURN, ROUTE)
+            if name in tokens
+        },
     }
     if "entropies" in tokens:
         columns["entropy"] = tokens["entropies"].to_numpy().astype(np.float64)
@@ -88,11 +92,12 @@ def bucket_table(parts: pd.DataFrame | Sequence[pd.DataFrame]) -> pd.DataFrame:
     sums = _added([parts] if isinstance(parts, pd.DataFrame) else parts)
     rows = []
     for kind, edges in EDGES.items():
-        for bucket, group in sums[sums["kind"] == kind].groupby("bucket"):
+        for place, group in sums[sums["kind"] == kind].groupby("bucket"):
+            bucket = int(str(place))
             n, largest = int(group["n"].sum()), float(group["abs_max"].max())
             means = {name: float(group[name].sum()) / n for name in _SUMS[1:]}
             # the middle of the last bin may lie above the largest value
             p99 = min(quantile(group.set_index("bin")["n"], 0.99), largest)
-            place = {"kind": kind, "lo": edges[bucket], "hi": edges[bucket + 1]}
-            rows.append({**place, "n": n, "abs_p99": p99, "abs_max": largest, **means})
+            numbers = {"lo": edges[bucket], "hi": edges[bucket + 1], "abs_p99": p99, "abs_max": largest, **means}
+            rows.append({"kind": kind, "n": n, **numbers})
     return pd.DataFrame(rows, columns=BUCKET_COLUMNS)

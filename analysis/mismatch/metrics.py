@@ -63,9 +63,7 @@ def sums_of(tokens: pd.DataFrame, masked: int = 0) -> Sums:
         for side, ufunc, nothing in (("min", np.minimum, math.inf), ("max", np.maximum, -math.inf)):
             chosen = np.where(where, values, nothing)
             rows[f"{name}_{side}"] = ufunc.reduceat(chosen, starts) if len(starts) else np.zeros(0)
-    return Sums(
-        pd.DataFrame(rows), _counts(tokens["abs_delta"].to_numpy()[finite]), _counts(ulp[large]), masked
-    )
+    return Sums(pd.DataFrame(rows), _counts(tokens["abs_delta"].to_numpy()[finite]), _counts(ulp[large]), masked)
 
 
 def _summed(tokens: pd.DataFrame, a: Floats) -> dict[str, Floats]:

@@ -82,7 +82,8 @@ def measure(pairs: Iterable[pd.DataFrame]) -> Iterator[Measured]:
 
 def tables(measured: Iterable[Measured]) -> Tables:
     """The tables of all iterations, concatenated; raises UserError where there is no token."""
-    update, bucket = [], []
+    update: list[pd.DataFrame] = []
+    bucket: list[pd.DataFrame] = []
     for sums in measured:
         for tables_of_all, table in ((update, update_table(sums.mismatch)), (bucket, bucket_table(sums.buckets))):
             table.insert(0, "iteration", sums.iteration)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+
 def ulp_distance(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
     """Number of float32 steps between two finite numbers, int64; the two zeros are one number."""
     bits = [np.ascontiguousarray(x).view(np.int32).astype(np.int64) for x in (a, b)]

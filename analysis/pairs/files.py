@@ -81,7 +81,9 @@ def imported_pairs(paths: Path | str | Sequence[Path | str], columns: Columns | 
     step = np.diff(keys, axis=0)
     back = np.flatnonzero((step[:, 0] < 0) | ((step[:, 0] == 0) & (step[:, 1] < 0)))
     if back.size:
-        raise UserError(f"iteration, sequence {tuple(keys[back[0] + 1].tolist())} comes too late; sort the file by them")
+        raise UserError(
+            f"iteration, sequence {tuple(keys[back[0] + 1].tolist())} comes too late; sort the file by them"
+        )
     tokens["position"] = tokens.groupby(["iteration", "sequence"]).cumcount()
     return (_unmasked(chunk) for _, chunk in tokens.groupby("iteration"))
 
@@ -137,7 +139,9 @@ def _json_lines(path: Path, wanted: dict[str, str]) -> pa.Table:
                 raise UserError(f"{line.where}: no column {column!r}; there are {there}; {_ADVICE}")
         rows.append([line.fields[column] for column in wanted.values()])
     try:
-        return pa.table({name: pa.array(list(column)) for name, column in zip(wanted, zip(*rows, strict=True), strict=True)})
+        return pa.table(
+            {name: pa.array(list(column)) for name, column in zip(wanted, zip(*rows, strict=True), strict=True)}
+        )
     except (pa.ArrowException, OverflowError, TypeError, UnicodeError) as error:
         raise UserError(f"{path}: values of different types ({' '.join(str(error).split())})") from error
 

@@ -32,7 +32,7 @@ PAIRS = ("rollout_vs_old", "old_vs_first_new")
 def chosen_iterations(
     run_dir: Path | str, iterations: Sequence[int] | None, allow_incomplete: bool = False
 ) -> Sequence[int]:
-    """These iterations, or (None) every recorded one; UserError if the run is missing, or incomplete and must not be."""
+    """These iterations, or (None) every recorded one; UserError if there is no run, or it is incomplete."""
     recorded = range(len(reader.open_manifest(run_dir, allow_incomplete).iterations))
     return recorded if iterations is None else iterations
 

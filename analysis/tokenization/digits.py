@@ -32,7 +32,9 @@ def digit_table(token_table: pd.DataFrame, sequences: pd.DataFrame) -> tuple[pd.
     )
     # digits in a token of another number are missing from the sum
     whole = numbers[~numbers["mixed"] & (numbers["digits"] == lengths[numbers.index])].copy()
-    whole = whole.reset_index(drop=True).assign(number=np.array(_texts(text, first_digit, lengths), object)[whole.index])
+    whole = whole.reset_index(drop=True).assign(
+        number=np.array(_texts(text, first_digit, lengths), object)[whole.index]
+    )
     grouped = whole.groupby(["number", "cuts"], sort=False)
     table = grouped[["n_tok", *METRICS]].mean()
     table["n"] = grouped.size()

@@ -62,8 +62,8 @@ def word_table(table: pd.DataFrame, sequences: pd.DataFrame) -> pd.DataFrame:
     text, sequence = text_of(sequences), first["sequence"].to_numpy(np.int64)
     words = first[["iteration", "sequence", "word_id", "is_special"]].reset_index(drop=True)
     words["text"] = span_texts(text, text.byte_starts[sequence] + first["byte_start"].to_numpy(np.int64))
-    spans = [text.starts[sequence] + rows.to_numpy(np.int64) for rows in (first["char_start"], last["char_end"])]
-    words["text_class"] = span_classes(text, *spans, first["is_special"].to_numpy())
+    begin, end = (text.starts[sequence] + rows.to_numpy(np.int64) for rows in (first["char_start"], last["char_end"]))
+    words["text_class"] = span_classes(text, begin, end, first["is_special"].to_numpy())
     words["n_tok"] = first["sub_len"].to_numpy()
     for name in ("char", "byte"):
         words[f"n_{name}"] = last[f"{name}_end"].to_numpy() - first[f"{name}_start"].to_numpy()

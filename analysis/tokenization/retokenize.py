@@ -48,7 +48,9 @@ def retokenization(sequences: pd.DataFrame, tokenizer: RecordedTokenizer) -> pd.
     pairs = list(zip(*encoded_again(sequences, tokenizer), strict=True))
     table["n_tok"] = [len(a) for a, _ in pairs]
     table["drifted"] = [a != b for a, b in pairs]
-    first = [next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))) for a, b in pairs]
+    first = [
+        next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))) for a, b in pairs
+    ]
     table["first_drift_pos"] = np.where(table["drifted"], first, np.nan)
     table["len_delta"] = [len(b) - len(a) for a, b in pairs]
     return table

@@ -110,7 +110,10 @@ def credit_line(config: RunConfig, tokens_per_char: float) -> str:
     if not isinstance(advantages, GaeAdvantages):
         return "credit: advantages without GAE: every token gets the score of its response"
     gamma, gae_lambda = advantages.gamma, advantages.gae_lambda
-    in_tokens, matched = half_life_tokens(gamma, gae_lambda), char_matched_lambda(gamma, gae_lambda, tokens_per_char, 1.0)
+    in_tokens, matched = (
+        half_life_tokens(gamma, gae_lambda),
+        char_matched_lambda(gamma, gae_lambda, tokens_per_char, 1.0),
+    )
     return (
         f"credit: gamma {gamma:g}, lambda {gae_lambda:g}: half life {in_tokens:.4g} tokens, "
         f"{in_tokens / tokens_per_char:.4g} characters; the same decay per character with one token for each: "

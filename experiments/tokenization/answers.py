@@ -132,7 +132,10 @@ class Study:
     of_e2: dict[str, str] | None = None  # points of E2 that belong to it, and their names here
 
 
-OUTSIDE = ("H5: share of words outside the band", "word_out"), ("H5: tokens outside x tokens per word", "token_out_words")
+OUTSIDE = (
+    ("H5: share of words outside the band", "word_out"),
+    ("H5: tokens outside x tokens per word", "token_out_words"),
+)
 STUDIES = {
     "e1_units": Study(
         (UNITS, [*SHARES, *CLIPS]),

@@ -138,7 +138,9 @@ def kl(p: Sequence[float], q: Sequence[float]) -> float:
     return math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0.0)
 
 
-def measure(p: Distribution, q: Distribution, ids: Mapping[str, int], p_string: Mapping[str, float]) -> dict[str, float]:
+def measure(
+    p: Distribution, q: Distribution, ids: Mapping[str, int], p_string: Mapping[str, float]
+) -> dict[str, float]:
     """Expectations under p for one tokenizer, by summing over every token sequence; nats per string.
 
     `missed`: the largest |sum k1 - log p(ids) / q(ids)|.

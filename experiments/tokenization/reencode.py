@@ -167,7 +167,10 @@ def runs_of(folder: Path) -> list[tuple[str, Path]]:
     if not (folder / "cells.parquet").is_file():
         return [(str(folder), folder)]
     cells = complete_cells(folder)
-    return [(f"{folder.name}: {point}", folder / str(run)) for point, run in zip(cells["point"], cells["run_dir"], strict=True)]
+    return [
+        (f"{folder.name}: {point}", folder / str(run))
+        for point, run in zip(cells["point"], cells["run_dir"], strict=True)
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,7 +16,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
 from ppo_repro.runs import diff
 from tests.support import synthetic_run
-from tests.support.statistics import array, rng
+from tests.support.statistics import rng
 
 
 @pytest.fixture(scope="module")

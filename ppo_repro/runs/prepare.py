@@ -45,6 +45,8 @@ from ppo_repro.stages.rollout import Task
 from ppo_repro.tasks.problems import Split, encode_all, encoder
 from ppo_repro.tasks.rewards import check_functions, for_source, load_judge
 from ppo_repro.tasks.sources import check_source, load_source
+from ppo_repro.tasks.tokenizer import spelled_tokens
+from ppo_repro.tasks.user_code import UserProcess
 
 WarmStartProgress = Callable[[int, int, float], None]  # step, last step, loss
 
@@ -80,7 +82,7 @@ def _checked_prompts(
     config: RunConfig, problems: Split, tokenizer: PreTrainedTokenizerBase, source: PreTrainedModel
 ) -> dict[str, tuple[int, ...]]:
     """Token ids of every prompt by key; UserError where a prompt or a setting does not go with the model."""
-    encode = encoder(tokenizer, config.task.chat_template, config.task.system_prompt)
+    encode = encoder(tokenizer, config.task)
     model = source.config
     ids = encode_all([*problems.train, *problems.held_out], encode, config, model.vocab_size)
     check_training_prompts(config, tokenizer, ids)
@@ -236,8 +238,9 @@ def prepare(
     numerics = config.numerics
     library.use_threads(config.layout.threads)
     disable_progress_bar()  # the run shows its own
-    judge = load_judge(config.reward)
-    brought = load_source(config.task, config.seed)
+    process = UserProcess()
+    judge = load_judge(config.reward, process)
+    brought = load_source(config.task, config.seed, process)
     problems = brought.problems
     judge = for_source(judge, brought, config.task.answer_extraction)
     check_functions(judge, problems.train)
@@ -251,7 +254,8 @@ def prepare(
     if start_folder is None and isinstance(config.model, TinyModel):
         steps = warm_start(source, tokenizer, problems.train, config.model, numerics, config.seed, progress)
     reward_model, reward_training = _reward_model(config, problems, ids, tokenizer, source, progress)
-    task = Task(problems, ids, judge, reward_model, tokenizer, brought.environment)
+    spelled = spelled_tokens(tokenizer, [*judge.asked_texts, *config.rollout.stop])
+    task = Task(problems, ids, judge, reward_model, tokenizer, brought.environment, spelled)
     networks = _networks(config, source, task, share, ranks)
     engine = built_in_engine(config, source, networks.sampled, stop_ids(source, tokenizer))
     networks.state.sampler = engine.policy if engine.policy is not networks.state.policy else None

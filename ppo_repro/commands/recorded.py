@@ -89,7 +89,7 @@ def report_command(arguments: argparse.Namespace) -> int:
 
 
 def track_command(arguments: argparse.Namespace) -> int:
-    """Copy a recorded run, DPO training or grid into MLflow, or with --tensorboard into event files."""
+    """Copy a recorded run or grid into MLflow, or with --tensorboard into event files."""
     uri = arguments.uri
     if uri is None and arguments.tensorboard is None:
         uri = "sqlite:///mlflow.db"

@@ -29,20 +29,19 @@ from ppo_repro.models.folder_files import ADAPTER
 from ppo_repro.models.load import load_as
 from ppo_repro.models.lora import TRUNK, Lora
 from ppo_repro.models.networks import ValueModel, make_policy
-from ppo_repro.numerics.device import state_on_cpu
 from ppo_repro.numerics.families import CLASSIFIERS, token_head_name
 
 VALUE_TENSORS, ADAPTER_TENSORS = "value_model.safetensors", "adapter_model.safetensors"
+FILE_BYTES = 5 * 10**9  # as the Hub takes them
 _FORMAT = {"format": "pt"}  # what transformers wants to read in a file of a model
 
 
-def write_model(model: PreTrainedModel, folder: Path, file_bytes: int, original_format: bool = True) -> None:
-    """Write a model into a folder that exists, in files of at most `file_bytes` of weights, but for a larger tensor.
+def write_model(model: PreTrainedModel, folder: Path, original_format: bool = True) -> None:
+    """Write a model into a folder that exists, in files of at most FILE_BYTES of weights, but for a larger tensor.
 
     `original_format`: a mixture's experts as published checkpoints have them. Raises OSError.
     """
-    state = state_on_cpu(model)
-    model.save_pretrained(folder, state_dict=state, max_shard_size=file_bytes, save_original_format=original_format)
+    model.save_pretrained(folder, max_shard_size=FILE_BYTES, save_original_format=original_format)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
@@ -64,7 +63,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     with path.open("wb") as file:
         parts: Iterator[bytes | memoryview] = chain(
             (len(text).to_bytes(8, "little"), text),
-            (t.detach().cpu().contiguous().view(-1).numpy().data for t in tensors.values()),
+            (t.detach().contiguous().view(-1).numpy().data for t in tensors.values()),
         )
         for part in parts:
             digest.update(part)
@@ -112,7 +111,7 @@ def _write_adapter(
         "inference_mode": True,
         "init_lora_weights": True,
     }
-    tensors = {f"base_model.model.{name}": tensor.cpu().contiguous() for name, tensor in named.items()}
+    tensors = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in named.items()}
     (folder / ADAPTER).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     safetensors.torch.save_file(tensors, folder / ADAPTER_TENSORS, metadata=_FORMAT)
 
@@ -188,6 +187,6 @@ def save_reward_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     token, its scores differ from these.
     """
     with whole_folder(folder) as temporary:
-        model.save_pretrained(temporary, state_dict=state_on_cpu(model))
+        model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         write_sums(temporary)

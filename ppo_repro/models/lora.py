@@ -40,7 +40,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     out = torch.empty(len(a), b.shape[1])
     matrix = MatrixStruct(w=address(b), n=len(b), k=b.shape[1], grad=-1, bias_grad=-1)
     (terms, columns), rows = b.shape, len(a)
-    library.load().linear_backward_input(ctypes.byref(matrix), address(a), terms, rows, address(out), columns, 1)
+    library.load().linear_backward_input(ctypes.byref(matrix), address(a), terms, rows, address(out), columns)
     return out
 
 
@@ -176,8 +176,8 @@ def add_lora(model: Adaptable, rank: int, alpha: float, target_modules: Sequence
         layers[name] = AdaptedLayer(
             weight=weight,
             base=base.clone(memory_format=torch.contiguous_format),
-            a=initial_a(rank, inputs, seed, name).to(base.device),
-            b=torch.zeros(outputs, rank, device=base.device),
+            a=initial_a(rank, inputs, seed, name),
+            b=torch.zeros(outputs, rank),
             transposed=transposed,
         )
     deterministic = is_deterministic(model.trunk if isinstance(model, ValueModel) else model)

@@ -5,6 +5,8 @@ The library's exp, log, cos, sin and sqrt depend on the instruction set, the vec
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,45 +83,33 @@ def softplus(x: Tensor) -> Tensor:
     return _mapped("softplus", x.to(torch.float64).clamp(min=_LEAST[x.dtype])).to(x.dtype)
 
 
-class Exp(Function):
-    """`exp` with its derivative: d exp(x) = exp(x) dx."""
+class _Differentiable(Function):
+    """y = f(x) with dy = slope(x, y) dx."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = exp(x)
-        ctx.save_for_backward(y)
+    def forward(
+        ctx: Any, x: Tensor, f: Callable[[Tensor], Tensor], slope: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        y = f(x)
+        ctx.save_for_backward(x, y)
+        ctx.slope = slope
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return grad * y
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad * ctx.slope(*ctx.saved_tensors), None, None
 
 
-class Softplus(Function):
-    """`softplus` with its derivative, `sigmoid`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return softplus(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return grad * sigmoid(x)
+def differentiable_exp(x: Tensor) -> Tensor:
+    """`exp` with its derivative, exp(x)."""
+    return _Differentiable.apply(x, exp, lambda x, y: y)
 
 
-class Tanh(Function):
-    """y = tanh(x) of float32, within 1.4 ulp, with its derivative 1 - y^2."""
+def differentiable_softplus(x: Tensor) -> Tensor:
+    """`softplus` with its derivative, sigmoid(x)."""
+    return _Differentiable.apply(x, softplus, lambda x, y: sigmoid(x))
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = _mapped("tanh", x)
-        ctx.save_for_backward(y)
-        return y
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return grad * (1.0 - y * y)
+def differentiable_tanh(x: Tensor) -> Tensor:
+    """tanh(x) of float32, within 1.4 ulp, with its derivative 1 - tanh(x)^2."""
+    return _Differentiable.apply(x, partial(_mapped, "tanh"), lambda x, y: 1.0 - y * y)

@@ -25,7 +25,7 @@ from ppo_repro.numerics import library
 from ppo_repro.numerics.description import LayerParts, NormParts, check_config, describe
 from ppo_repro.numerics.families import NAMES, TRUNKS, head_of, trunk_of
 from ppo_repro.numerics.gradient_sums import SlotSums, sums_of
-from ppo_repro.numerics.linear import linear, product
+from ppo_repro.numerics.linear import PackedMatrix, forget, linear, packed, product, state_of
 from ppo_repro.numerics.native import NativeNetwork
 from ppo_repro.numerics.precision import EXACT, Precision, number, round_rows
 from ppo_repro.numerics.rotary import tables
@@ -40,7 +40,6 @@ from ppo_repro.numerics.structs import (
     address,
     ints,
 )
-from ppo_repro.numerics.weights import PackedMatrix, forget, packed, state_of
 
 KEEP_NOTHING, KEEP_INPUTS, KEEP_ALL = range(3)  # of a forward pass: inputs of layers, or all that its backward needs
 

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from ppo_repro.config.algorithm import KLInLoss, SeparateValue
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig
-from ppo_repro.errors import UserError
 from ppo_repro.models.load import read_model_config
 from ppo_repro.models.lora import choose_layers, linear_layers, shape_of
 from ppo_repro.models.tiny import tiny_config
@@ -27,6 +26,7 @@ from ppo_repro.numerics.families import (
     head_of,
     key_value_heads,
 )
+from ppo_repro.numerics.optimizer import SLOTS
 from ppo_repro.plan.memory import Plan, Sizes, Work, frozen_model, make_plan, trained_model
 
 
@@ -74,17 +74,15 @@ def sizes_of(
 
 
 def work_of(config: RunConfig, processes: int = 1) -> Work:
-    """How one of the processes of a run computes. UserError for a CUDA device."""
+    """How one of the processes of a run computes."""
     layout = config.layout
-    if layout.device != "cpu":
-        raise UserError(f"layout.device = {layout.device}: plan is for CPUs; take cpu")
     sequences, step, evaluated = (
         ceil(count / processes)
         for count in (config.sequences_per_iteration, config.ppo.minibatch_size, config.task.num_eval_prompts)
     )
     deterministic, sampler = config.numerics.mode == "deterministic", config.mismatch.sampler
     update_sequences = min(layout.update_micro_batch or step, step)
-    slots = config.ppo.gradient_slots // processes
+    slots = SLOTS // processes
     return Work(
         deterministic=deterministic,
         slots=min(layout.rollout_slots, max(sequences, evaluated)),
@@ -95,7 +93,7 @@ def work_of(config: RunConfig, processes: int = 1) -> Work:
         gradient_arrays=slots.bit_length() if deterministic and update_sequences < step else 1,
         packed=layout.padding == "none",
         recompute=layout.gradient_checkpointing,
-        older_policies=0 if sampler.lag is None else min(sampler.lag.most, config.ppo.iterations - 1),
+        older_policies=min(sampler.lag, config.ppo.iterations - 1),
         sampler_stock=0 if sampler.stock is None else getattr(torch, sampler.stock).itemsize,
         sampler_rounds=sampler.precision.weights != "float32",
         reference_in_steps=isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact",

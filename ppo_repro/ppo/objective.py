@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ppo_repro.numerics.elementwise import Exp
+from ppo_repro.numerics.elementwise import differentiable_exp
 
 
 class ClipFlag(IntEnum):
@@ -53,7 +53,7 @@ def float32(number: float) -> Tensor:
 def probability_ratios(new_logprobs: Tensor, anchor_logprobs: Tensor) -> Tensor:
     """r = exp(log pi_new - log pi_anchor), [n] float32; exactly 1 where both are the same number."""
     assert new_logprobs.shape == anchor_logprobs.shape == (new_logprobs.numel(),)
-    return Exp.apply(new_logprobs - anchor_logprobs)
+    return differentiable_exp(new_logprobs - anchor_logprobs)
 
 
 class Objective:
@@ -68,10 +68,6 @@ class Objective:
     def ratios(self, new_logprobs: Tensor, anchor_logprobs: Tensor, responses: Tensor) -> Tensor:
         """Return r at each token; `responses` int64 numbers the response of each token."""
         return probability_ratios(new_logprobs, anchor_logprobs)
-
-    def advantages(self, advantages: Tensor, responses: Tensor) -> Tensor:
-        """Return the advantage A that each token has in the losses."""
-        return advantages
 
     def choose(self, new_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, order: Tensor) -> Tensor:
         """Choose the tokens [M] of a minibatch that are changed, bool; `order` [M] int64 is a random permutation."""

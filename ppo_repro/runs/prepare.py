@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -34,9 +33,8 @@ from ppo_repro.models.state import TrainState, Versions
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
 from ppo_repro.models.warm_start import WarmStartStep, warm_start
 from ppo_repro.numerics import library
-from ppo_repro.numerics.device import device_of, moved
 from ppo_repro.numerics.families import trunk_of
-from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer
+from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer
 from ppo_repro.preferences.pairs import pairs_by_rule
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
 from ppo_repro.ranks import ALONE, Ranks
@@ -47,8 +45,13 @@ from ppo_repro.stages.rollout import Task
 from ppo_repro.tasks.problems import Split, encode_all, encoder
 from ppo_repro.tasks.rewards import check_functions, for_source, load_judge
 from ppo_repro.tasks.sources import check_source, load_source
+from ppo_repro.tasks.tokenizer import spelled_tokens
+from ppo_repro.tasks.user_code import UserProcess
 
 WarmStartProgress = Callable[[int, int, float], None]  # step, last step, loss
+
+
+EVAL_PAIRS = 256  # from held-out prompts, without label noise, to judge a reward model by
 
 
 @dataclass(frozen=True)
@@ -64,25 +67,22 @@ class Prepared:
     value_lora: Lora | None  # None without a value model of its own, and where all its weights are trained
 
 
-def _source(
-    config: RunConfig, problems: Split, device: torch.device
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _source(config: RunConfig, problems: Split) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model that policy, value model and reference are copies of at the start, before any warm start."""
     if isinstance(config.model, ModelFolder):
-        source, tokenizer = load_folder(Path(config.model.path))
-        return moved(source, device), tokenizer
+        return load_folder(Path(config.model.path))
     assert isinstance(config.model, TinyModel)
     tokenizer = make_tokenizer(problems.train, config.model.vocab_size, config.model.tokenizer)
     check_spelling(tokenizer, [*problems.train, *problems.held_out])
     model = make_model(config.model, len(tokenizer), config.numerics.max_context, tokenizer.eos_token_id, config.seed)
-    return moved(model, device), tokenizer
+    return model, tokenizer
 
 
 def _checked_prompts(
     config: RunConfig, problems: Split, tokenizer: PreTrainedTokenizerBase, source: PreTrainedModel
 ) -> dict[str, tuple[int, ...]]:
     """Token ids of every prompt by key; UserError where a prompt or a setting does not go with the model."""
-    encode = encoder(tokenizer, config.task.chat_template, config.task.system_prompt)
+    encode = encoder(tokenizer, config.task)
     model = source.config
     ids = encode_all([*problems.train, *problems.held_out], encode, config, model.vocab_size)
     check_training_prompts(config, tokenizer, ids)
@@ -106,13 +106,13 @@ def _reward_model(
     if isinstance(term, RewardModelFolder):
         loaded, its_tokenizer = load_reward_model(Path(term.path), numerics.mode, numerics.max_context)
         require_same_tokens(tokenizer, its_tokenizer)
-        return freeze(moved(loaded, source.device)), None
+        return freeze(loaded), None
     model = make_reward_model(source, numerics.mode, numerics.max_context, config.seed)
     pairs, eval_pairs = (
         pairs_by_rule(some, prompt_ids, tokenizer, count, noise, config.seed)
         for some, count, noise in (
             (problems.train, term.num_pairs, term.label_noise),
-            (problems.held_out, term.num_eval_pairs, 0.0),
+            (problems.held_out, EVAL_PAIRS, 0.0),
         )
     )
     training = train_reward_model(model, pairs, eval_pairs, term, numerics, config.layout, config.seed, progress)
@@ -121,9 +121,7 @@ def _reward_model(
 
 def _adamw(config: RunConfig, learning_rate: float) -> AdamWSettings:
     ppo = config.ppo
-    return AdamWSettings(
-        learning_rate, ppo.adam_beta1, ppo.adam_beta2, ppo.adam_eps, ppo.weight_decay, ppo.max_grad_norm
-    )
+    return AdamWSettings(learning_rate, 0.9, ppo.adam_beta2, ppo.adam_eps, ppo.weight_decay, ppo.max_grad_norm)
 
 
 @dataclass(frozen=True)
@@ -186,11 +184,11 @@ def _networks(config: RunConfig, source: PreTrainedModel, task: Task, share: boo
 def _versions(config: RunConfig, policy: PreTrainedModel, lora: Lora | None) -> Versions | None:
     """Room for the versions of the policy that a sampler which is behind needs."""
     lag = config.mismatch.sampler.lag
-    if lag is None:
+    if not lag:
         return None
     if lora is None:
-        return Versions(dict(policy.named_parameters()), lag.most)
-    return Versions(lora.trained(), lag.most, lora.merge)
+        return Versions(dict(policy.named_parameters()), lag)
+    return Versions(lora.trained(), lag, lora.merge)
 
 
 def _adapted(model: Adaptable, config: LoraConfig | None, seed: int, base: PreTrainedModel | None) -> Lora | None:
@@ -204,7 +202,7 @@ def _adapted(model: Adaptable, config: LoraConfig | None, seed: int, base: PreTr
 def _optimizer(
     config: RunConfig, module: nn.Module, lora: Lora | None, learning_rate: float, ranks: Ranks
 ) -> Optimizer:
-    settings, mode, slots = _adamw(config, learning_rate), config.numerics.mode, config.ppo.gradient_slots // ranks.size
+    settings, mode, slots = _adamw(config, learning_rate), config.numerics.mode, SLOTS // ranks.size
     return Optimizer(module, settings, mode, slots, lora)
 
 
@@ -216,7 +214,7 @@ def _value_model(
         return None
     if isinstance(config.value, ValueHead):
         head = make_value_head(source.config.hidden_size, config.seed)
-        return ValueModel(trunk_of(policy), head.to(source.device))
+        return ValueModel(trunk_of(policy), head)
     if config.value.init == "reward_model":
         assert reward_model is not None
         return value_model_from(reward_model, mode, max_context)
@@ -237,26 +235,27 @@ def prepare(
     `start_folder`: the model that policy, value model and reference started as, where an earlier process of this run
     left it; it replaces the model of the configuration and its warm start. `ranks`: the processes of the run.
     """
-    device, numerics = device_of(config.layout.device), config.numerics
+    numerics = config.numerics
     library.use_threads(config.layout.threads)
     disable_progress_bar()  # the run shows its own
-    judge = load_judge(config.reward)
-    brought = load_source(config.task, config.seed)
+    process = UserProcess()
+    judge = load_judge(config.reward, process)
+    brought = load_source(config.task, config.seed, process)
     problems = brought.problems
     judge = for_source(judge, brought, config.task.answer_extraction)
     check_functions(judge, problems.train)
     check_source(brought, problems.train)
     if start_folder is None:
-        source, tokenizer = _source(config, problems, device)
+        source, tokenizer = _source(config, problems)
     else:
         source, tokenizer = load_folder(start_folder)
-        moved(source, device)
     ids = _checked_prompts(config, problems, tokenizer, source)  # before the minutes that a warm start takes
     steps: tuple[WarmStartStep, ...] = ()
     if start_folder is None and isinstance(config.model, TinyModel):
         steps = warm_start(source, tokenizer, problems.train, config.model, numerics, config.seed, progress)
     reward_model, reward_training = _reward_model(config, problems, ids, tokenizer, source, progress)
-    task = Task(problems, ids, judge, reward_model, tokenizer, brought.environment)
+    spelled = spelled_tokens(tokenizer, [*judge.asked_texts, *config.rollout.stop])
+    task = Task(problems, ids, judge, reward_model, tokenizer, brought.environment, spelled)
     networks = _networks(config, source, task, share, ranks)
     engine = built_in_engine(config, source, networks.sampled, stop_ids(source, tokenizer))
     networks.state.sampler = engine.policy if engine.policy is not networks.state.policy else None

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppo_repro.config.mismatch import DrawnLag, FixedLag, TrainerFaults
+from ppo_repro.config.mismatch import TrainerFaults
 from ppo_repro.errors import UserError
-from ppo_repro.faults.lagging import LaggingEngine, first_versions, version_of_tokens
+from ppo_repro.faults.lagging import LaggingEngine
 from ppo_repro.faults.retokenizing import chosen, encode_again
 from ppo_repro.faults.trainer import dropout, received
 from ppo_repro.models.state import Versions
@@ -26,16 +26,6 @@ from ppo_repro.seeding import words
 from ppo_repro.tasks.tokenizer import decode, spans, train_bpe
 from tests.support.bare import bare_rollout
 from tests.support.runs import small_config
-
-
-def test_versions_by_hand() -> None:
-    fixed = FixedLag(kind="fixed", iterations=2)
-    assert [first_versions(fixed, (11, 12), newest) for newest in range(4)] == [[0, 0], [0, 0], [0, 0], [1, 1]]
-    assert version_of_tokens(1, 3, 5, None) == (1,) * 5
-    assert version_of_tokens(1, 3, 7, 2) == (1, 1, 2, 2, 3, 3, 3)
-    drawn = first_versions(DrawnLag(kind="drawn", max_iterations=2), range(3000), 9)
-    counts = [drawn.count(version) for version in (7, 8, 9)]
-    assert sum(counts) == 3000 and all(abs(count - 1000) < 5 * math.sqrt(3000 * 2 / 9) for count in counts)
 
 
 class Telling:
@@ -62,24 +52,19 @@ class State:
         self.versions, self.iteration = versions, 0
 
 
-@pytest.mark.parametrize("per_version", [None, 2])
-def test_a_lagging_engine_samples_with_the_weights_it_says(per_version: int | None) -> None:
+def test_a_lagging_engine_samples_with_the_weights_it_says() -> None:
     live = {"w": torch.zeros(1)}
     state = State(Versions(live, 2))
-    lag = DrawnLag(kind="drawn", max_iterations=2, tokens_per_version=per_version)
-    engine = LaggingEngine(Telling(live), cast(Any, state), lag)
-    requests = [Request((1,), seed) for seed in range(40)]
-    for iteration in range(4):
+    engine = LaggingEngine(Telling(live), cast(Any, state), 2)
+    requests = [Request((1,), seed) for seed in range(4)]
+    for iteration, version in enumerate((0, 0, 0, 1, 2)):
         live["w"].fill_(iteration)
         state.iteration = iteration
-        completions = engine.generate(requests, Sampling(max_response_tokens=5))
-        first = first_versions(lag, range(40), iteration)
-        assert [c.response_ids for c in completions] == [c.policy_versions for c in completions]
-        assert [c.response_ids[0] for c in completions] == first
-        assert [len(c.response_ids) for c in completions] == [5, 1] * 20
+        for completion in engine.generate(requests, Sampling(max_response_tokens=5)):
+            assert completion.response_ids == completion.policy_versions == (version,) * len(completion.response_ids)
         greedy = engine.generate(requests[:1], Sampling(max_response_tokens=1, greedy=True))
         assert greedy[0].response_ids == (iteration,) and float(live["w"]) == iteration
-    assert len({c.response_ids for c in completions}) > 3
+    assert sorted(state.versions.kept) == [3, 4], "older weights are forgotten"
 
 
 def test_what_the_trainer_receives() -> None:
@@ -151,15 +136,12 @@ def test_an_encoding_conserves_text_and_log_prob(drawn: list[int]) -> None:
         assert all(found.as_sampled)
 
 
-LAG = "mismatch.sampler.lag"
 REFUSED = {
     ("mismatch.trainer.top_p_scored=false",): "top_p_scored = false needs rollout.top_k or rollout.top_p",
     ("mismatch.trainer.temperature_scored=false",): "temperature_scored = false needs a rollout.temperature other",
     ("mismatch.trainer.retokenize=1", "rollout.top_k=3"): "retokenize needs rollout.top_k = 0 and rollout.top_p = 1",
     ("mismatch.sampler.token_bias=1", "rollout.engine.kind=sglang"): "token_bias needs rollout.engine.kind = torch",
-    (f"{LAG}={{kind: fixed, iterations: 1}}", "ppo.iterations=1"): "lag needs ppo.iterations of at least 2",
-    (f"{LAG}={{kind: fixed, iterations: 1, tokens_per_version: 6}}",): "tokens_per_version = 6 must be sm",
-    (f"{LAG}={{kind: fixed, iterations: 1, tokens_per_version: 2}}", "rollout.stop=['1']"): "needs task.max_turns = 1",
+    ("mismatch.sampler.lag=1", "ppo.iterations=1"): "lag needs ppo.iterations of at least 2",
 }
 
 

@@ -1,21 +1,20 @@
-"""From scores and KL estimates to rewards, and from losses to their mean: placement, charging, shaping, aggregation."""
+"""From scores and KL estimates to rewards, and from losses to their mean: placement, charging, aggregation."""
 
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.ppo.rewards import charge_penalties, place_scores, shaping_rewards, token_rewards, word_lengths
+from ppo_repro.ppo.rewards import charge_penalties, place_scores, token_rewards, word_lengths
 from ppo_repro.ppo.weights import loss_weights
 from tests.support.float32 import bits, tensor
 
 CHARGES = ("token", "word", "length_normalized", "last_sum", "last_mean")
-PLACEMENTS = ("last", "word_ends", "uniform")
+PLACEMENTS = ("last", "word_ends")
 # responses as lists of word lengths
 responses_of = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=5)
 
@@ -30,7 +29,7 @@ def test_placements_and_charges_by_hand() -> None:
     lengths, words = columns([[2, 1], [1]])
     scores = torch.tensor([6.0, -1.0], dtype=torch.float64)
     placed = {name: place_scores(scores, lengths, words, name).tolist() for name in PLACEMENTS}
-    assert placed == {"last": [0, 0, 6, -1], "word_ends": [0, 3, 3, -1], "uniform": [2, 2, 2, -1]}
+    assert placed == {"last": [0, 0, 6, -1], "word_ends": [0, 3, 3, -1]}
     penalties = tensor([1.0, 2.0, 4.0, 8.0])
     charged = {charge: charge_penalties(penalties, lengths, words, charge).tolist() for charge in CHARGES}
     assert charged == {
@@ -64,20 +63,6 @@ def test_placements_and_charges_conserve_score_and_penalty(responses: list[list[
             # each charged number is rounded to float32 once
             magnitude = math.fsum(abs(x) for x in owed.tolist())
             assert abs(math.fsum(paid.tolist()) - due) <= 2.0**-23 * magnitude + 1e-30
-
-
-eighths = st.integers(-40, 40).map(lambda n: n / 8)
-
-
-@given(st.lists(st.lists(eighths, min_size=1, max_size=6), min_size=1, max_size=4), st.sampled_from([1.0, 0.5]))
-def test_shaping_changes_every_return_by_the_potential_of_its_start(rows: list[list[float]], gamma: float) -> None:
-    """So it cannot change which response is best. Ng, Harada and Russell, 1999, theorem 1."""
-    lengths = torch.tensor([len(row) for row in rows])
-    found = shaping_rewards(torch.tensor([x for row in rows for x in row], dtype=torch.float64), lengths, gamma)
-    for part, row in zip(torch.split(found, lengths.tolist()), rows, strict=True):
-        for start in range(len(row)):
-            later = enumerate(part.tolist()[start:])
-            assert sum(Fraction(gamma) ** k * Fraction(x) for k, x in later) == -Fraction(row[start])
 
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")

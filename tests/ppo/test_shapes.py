@@ -38,7 +38,6 @@ FUNCTIONS: dict[str, tuple[Callable[..., object], list[Tensor]]] = {
     "gae": (lambda r, v, s, f: advantages.gae(r, v, s, f, 1.0, 0.9), [X, X, LENGTHS, torch.zeros(3)]),
     "place_scores": (lambda s, t, w: rewards.place_scores(s, t, w, "last"), [D[:3], LENGTHS, W]),
     "charge_penalties": (lambda p, s, w: rewards.charge_penalties(p, s, w, "token"), [X, LENGTHS, W]),
-    "shaping_rewards": (lambda p, s: rewards.shaping_rewards(p, s, 1.0), [D, LENGTHS]),
     "importance_ratios": (lambda a, b, s: corrections.importance_ratios(a, b, s, "sequence"), [X, X, LENGTHS]),
     "beyond_divergence": (lambda *a: corrections.beyond_divergence(*a, "k3", "mean", 0.1), [X, X, LENGTHS]),
     "normalized_weights": (lambda w, s: corrections.normalized_weights(w, s, True), [X, LENGTHS]),

@@ -108,7 +108,7 @@ static void layer_norm_backward(const Model *m, const NormWeights *w, const floa
 // dx of a linear layer, and the gradients of its weights
 static void layer_linear_backward(const Matrix *w, const float *dy, const float *x, const Blocks *blocks, float *dx) {
   linear_backward_weight(w, dy, w->n, x, w->k, blocks);
-  linear_backward_input(w, dy, w->n, blocks->rows, dx, w->k, 1);
+  linear_backward_input(w, dy, w->n, blocks->rows, dx, w->k);
 }
 
 // ---------------------------------------------------------------------------------------------- queries, keys, values

@@ -27,7 +27,6 @@ from tests.support.language import run
 from tests.support.paths import ROOT, SMALL, TINY
 from tests.support.processes.exchanges import summand
 from tests.support.ranks import Ended, cli_ranks, end, start_ranks
-from tests.support.runs import small_config
 
 slow = pytest.mark.slow
 pytestmark = pytest.mark.timeout(600)

@@ -11,8 +11,8 @@ import pytest
 
 from ppo_repro.config.files import load_config
 from ppo_repro.errors import UserError
-from ppo_repro.records import manifest, reader, schema
 from ppo_repro.recompute.recompute import COMPUTED, STAGES, Stage, lines, recompute
+from ppo_repro.records import manifest, reader, schema
 from ppo_repro.runs.verify import verify
 from ppo_repro.watcher import Silent
 from tests.support.cli import Cli

@@ -69,5 +69,10 @@ def test_long_answers_are_the_same_in_every_layout(tmp_path: Path, monkeypatch: 
     assert (tokens.groupby("sequence").size() > 200).any()
     assert rerun(run_dir, Silent(), ["layout.padding=none", "layout.threads=2"]).difference is None
     monkeypatch.setattr(chunks, "LOGITS_AT_ONCE", 100 * 2048)
-    slots = ("layout.prefix_cache=false", "layout.rollout_slots=3", "layout.padding=left", "layout.update_micro_batch=1")
+    slots = (
+        "layout.prefix_cache=false",
+        "layout.rollout_slots=3",
+        "layout.padding=left",
+        "layout.update_micro_batch=1",
+    )
     assert rerun(run_dir, Silent(), slots).difference is None

@@ -15,7 +15,7 @@ import pytest
 from ppo_repro.commands.cli import main
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
-from ppo_repro.runs.lifetime import Response, first_unequal
+from ppo_repro.runs.unequal import Response, first_unequal
 from ppo_repro.watcher import Silent
 from tests.support.interrupts import hearing_ctrl_c
 from tests.support.language import run

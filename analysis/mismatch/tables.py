@@ -38,7 +38,6 @@ from analysis.pairs.runs import PAIRS, iteration_of, masked_tokens, run_pairs, t
 from analysis.program import program, unwritable
 from ppo_repro.errors import UserError
 from ppo_repro.output import Parser, tell
-from ppo_repro.records import reader
 
 # metric, reduction, ideal value, what it says
 IMPORTANT = (
@@ -206,13 +205,12 @@ def summary(
     pair: str = "rollout_vs_old",
     *,
     iterations: Sequence[int] | None = None,
-    verify: reader.Verification = "contents",
 ) -> pd.DataFrame:
     """The most important metrics of a whole run beside their ideal values, see `summary_of`; UserError as `run_pairs`.
 
     KL and differences of log-probs are in nats.
     """
-    return summary_of(run_pairs(run_dir, pair, iterations=iterations, verify=verify))
+    return summary_of(run_pairs(run_dir, pair, iterations=iterations))
 
 
 def summary_of(pairs: Iterable[pd.DataFrame]) -> pd.DataFrame:
@@ -245,9 +243,8 @@ def main(argv: Sequence[str] | None) -> None:
     parser.add_argument("--pair", choices=PAIRS, help=f"which log-probs of one run ({PAIRS[0]})")
     parser.add_argument("--columns", choices=sorted(PRESETS), help="the stack whose column names the files have")
     parser.add_argument("--remedies", action="store_true", help="what each published remedy would have done instead")
-    parser.add_argument("--pages", action="store_true", help="check the pages read instead of whole files: faster")
     arguments = parser.parse_args(argv)
-    pairs = _chosen_pairs(arguments.paths, arguments.pair, arguments.columns, arguments.pages)
+    pairs = _chosen_pairs(arguments.paths, arguments.pair, arguments.columns)
     shown = TextColumn("{task.completed:,} tokens"), TimeElapsedColumn()
     # nobody watches a file, and one that is full would end the analysis
     with Progress(*shown, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
@@ -257,20 +254,17 @@ def main(argv: Sequence[str] | None) -> None:
     tell(table.to_string(index=False, na_rep="", float_format=lambda x: f"{x:.6g}"))
 
 
-def _chosen_pairs(paths: Sequence[Path], pair: str | None, columns: str | None, pages: bool) -> Iterator[pd.DataFrame]:
+def _chosen_pairs(paths: Sequence[Path], pair: str | None, columns: str | None) -> Iterator[pd.DataFrame]:
     """What is compared; UserError for an option that would change nothing."""
     if columns is not None:
-        if pair is not None or pages:
-            option = "--pages" if pair is None else f"--pair {pair}"
+        if pair is not None:
+            option = f"--pair {pair}"
             raise UserError(f"{option}: is for recorded runs, --columns for files of other stacks; leave one out")
         return imported_pairs(paths, columns)
     if len(paths) > 2:
         raise UserError(f"{len(paths)} paths: one run or two, or files with --columns")
-    verify: reader.Verification = "pages" if pages else "contents"
     if len(paths) == 2:
         if pair is not None:
             raise UserError(f"--pair {pair}: is for one run; two are compared by their old_logprobs; leave it out")
-        return two_run_pairs(paths[0], paths[1], verify=verify)
-    if pages and pair == "old_vs_first_new":
-        raise UserError(f"--pages: --pair {pair} reads whole files; leave it out")
-    return run_pairs(paths[0], pair or PAIRS[0], verify=verify)
+        return two_run_pairs(paths[0], paths[1])
+    return run_pairs(paths[0], pair or PAIRS[0])

@@ -46,9 +46,7 @@ def recorded_places(run_dir: Path | str) -> Recorded:
     columns = [_VERSIONS, _FORCED]
     first = reader.read_sequences(run_dir, iterations=[0], columns=columns, allow_incomplete=True)
     names = ["token_id", *ROUTE_COLUMNS]
-    tokens = reader.stream(
-        run_dir, "tokens", columns=names, iterations=[0], rows=1, verify="pages", allow_incomplete=True
-    )
+    tokens = reader.stream(run_dir, "tokens", columns=names, iterations=[0], rows=1, allow_incomplete=True)
     has = {name: bool(first[name].notna().any()) for name in columns}
     has_routes = any(bool(row[ROUTE_COLUMNS].notna().all(axis=None)) for row in islice(tokens, 1))
     return Recorded(has[_VERSIONS], has[_FORCED], has_routes)

@@ -38,14 +38,13 @@ def run_pairs(
     *,
     iterations: Sequence[int] | None = None,
     rows: int = ROWS,
-    verify: reader.Verification = "contents",
     allow_incomplete: bool = False,
 ) -> Iterator[pd.DataFrame]:
     """The pairs of a recorded run, with entropies, log_kept_mass, advantages, and places where it has them.
 
     "rollout_vs_old": a = rollout_logprobs, b = old_logprobs: sampler against trainer, the same weights.
     "old_vs_first_new": a = old_logprobs, b = new_logprobs of the first epoch, without minibatches in which the policy
-    took no step. It joins two tables, so one iteration is in memory whatever `rows` and `verify` are.
+    took no step. It joins two tables, so one iteration is in memory whatever `rows` is.
 
     Raises UserError on another pair, and on anything missing, unknown or damaged in the records.
     """
@@ -62,7 +61,6 @@ def run_pairs(
         columns=columns,
         iterations=iterations,
         rows=rows,
-        verify=verify,
         allow_incomplete=allow_incomplete,
     )
     names = {"rollout_logprobs": "logprobs_a", "old_logprobs": "logprobs_b"}
@@ -91,7 +89,6 @@ def two_run_pairs(
     column: str = "old_logprobs",
     iterations: Sequence[int] | None = None,
     rows: int = ROWS,
-    verify: reader.Verification = "contents",
 ) -> Iterator[pd.DataFrame]:
     """The same log-prob column of two runs that sampled the same tokens, with the entropies of the first.
 
@@ -105,8 +102,7 @@ def two_run_pairs(
         raise UserError(f"{run_a} has {counts[0]} iterations, {run_b} has {counts[1]}; name the iterations to compare")
     columns = [*KEY, "token_id", column, "entropies", "log_kept_mass"]
     streams = [
-        reader.stream(run, "tokens", columns=columns, iterations=iterations, rows=rows, verify=verify)
-        for run in (run_a, run_b)
+        reader.stream(run, "tokens", columns=columns, iterations=iterations, rows=rows) for run in (run_a, run_b)
     ]
     return whole_sequences(_side_by_side(streams[0], streams[1], column, f"{run_a} and {run_b}"))
 

@@ -27,11 +27,11 @@ from ppo_repro.models.networks import freeze
 from ppo_repro.numerics.families import head_of
 from ppo_repro.records.bisect import write
 from ppo_repro.records.config_file import load_recorded_config
-from ppo_repro.records.contents import final_folder
+from ppo_repro.records.contents import final_folder, unequal_folder
 from ppo_repro.rollout.engine import Request
 from ppo_repro.rollout.torch_engine import TorchEngine
-from ppo_repro.runs.lifetime import Response, first_unequal, unequal_folder
 from ppo_repro.runs.prepare import prepare
+from ppo_repro.runs.unequal import Response, first_unequal
 from ppo_repro.seeding import sample_seed
 from ppo_repro.stages.rollout import Task, choose_prompts, require_undisturbed, sampling_of
 

@@ -152,7 +152,7 @@ def resume_command(arguments: argparse.Namespace) -> int:
 
     kind = kind_of(arguments.run)  # what is no run is said before the seconds that torch takes
     with _saying_how_to_go_on(arguments.run), _working_together() as (ranks, watcher):
-        from ppo_repro.runs.run import resume
+        from ppo_repro.runs.resume import resume
 
         with within_recorded(arguments.run, arguments.set, ranks.size):
             resumed = resume(kind.executed_by(watcher, ranks), arguments.run, arguments.set)
@@ -200,7 +200,7 @@ def rerun_command(arguments: argparse.Namespace) -> int:
 
     kind = kind_of(arguments.run)
     with _working_together() as (ranks, watcher):
-        from ppo_repro.runs.run import rerun
+        from ppo_repro.runs.rerun import rerun
 
         with within_recorded(arguments.run, arguments.set, ranks.size):
             report = rerun(kind.executed_by(watcher, ranks), arguments.run, arguments.set)

@@ -74,8 +74,7 @@ def absolute_paths(config: RunConfig) -> RunConfig:
         else term
         for term in reward.terms
     )
-    potential = None if reward.potential is None else absolute(reward.potential)
-    reward = reward.model_copy(update={"terms": terms, "potential": potential})
+    reward = reward.model_copy(update={"terms": terms})
     changes = {"model": model, "task": task, "reward": reward, "rollout": _absolute_python(config.rollout)}
     return config.model_copy(update=changes)
 

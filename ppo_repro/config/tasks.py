@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from ppo_repro.config.reward import FormatReward, RewardConfig, Verifier
-from ppo_repro.config.section import Count, Index, PathText, Section
+from ppo_repro.config.section import Count, PathText, Section
 
 AnswerExtraction = Literal["exact", "last_number", "answer_tags"]
 
@@ -64,16 +64,26 @@ class ReasoningGymTask(TextTask):
 
     kind: Literal["reasoning_gym"] = Field(description="Generate the prompts with reasoning-gym, the extra [tasks].")
     dataset: Annotated[str, Field(min_length=1)] = Field(description="Name of the data set, such as chain_sum.")
-    settings: dict[str, JsonValue] = Field({}, description="Settings of the data set by name; {} for its own.")
-    data_seed: Index = Field(0, description="Seed of the data set; `seed` does not change its prompts.")
+    settings: dict[str, JsonValue] = Field(
+        {}, description="Settings of the data set by name, `seed` too; {} for its own."
+    )
     size: Count = Field(description="Entries to generate; a question that repeats counts once.")
 
     @model_validator(mode="after")
     def _fields_of_their_own(self) -> Self:
-        for name, field in (("seed", "data_seed"), ("size", "size")):
-            if name in self.settings:
-                raise ValueError(f"settings.{name} has a field of its own, task.{field}; give it there")
+        if "size" in self.settings:
+            raise ValueError("settings.size has a field of its own, task.size; give it there")
+        seed = self.settings.get("seed", 0)
+        if type(seed) is not int or seed < 0:
+            raise ValueError(f"settings.seed = {seed!r} must be a whole number from 0")
         return self
+
+    @property
+    def data_seed(self) -> int:
+        """Seed of the data set; the seed of the run does not change its prompts."""
+        seed = self.settings.get("seed", 0)
+        assert isinstance(seed, int)
+        return seed
 
 
 class PythonTask(TextTask):

@@ -102,7 +102,7 @@ def write(
     entries = {}
     for table in TABLES:
         data = arrow.to_arrow(table, columns[table.name])
-        content = arrow.to_parquet(table, data)
+        content = arrow.to_parquet(data)
         values, of_bytes = digests.table_digest(table, data), manifest.content_digest(content)
         entries[table.name] = TableEntry(rows=data.num_rows, digest=values, file_digest=of_bytes)
         atomic_write(table_path(folder, table.name), content)

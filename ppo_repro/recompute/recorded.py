@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ppo_repro.buffers import Advantages, Episode, Evaluation, ForwardPass, Prompts, Rewards, Rollout, Spans
 from ppo_repro.errors import UserError
-from ppo_repro.records import manifest, reader, side_reader
+from ppo_repro.records import manifest, reader
 from ppo_repro.records.manifest import Manifest
 
 _SPANS = ("char_start", "char_end", "byte_start", "byte_end", "word_id", "sub_idx")
@@ -62,18 +62,12 @@ def read(run_dir: Path, recorded: Manifest, iteration: int) -> Records:
 
     UserError if they cannot be read or do not fit together.
     """
-    tables = {
-        table.name: reader.read_recorded(run_dir, recorded, table, iteration, verify=False)
-        for table in manifest.tables_of(recorded)
-    }
-    for file in manifest.side_files(recorded):
-        if file.iteration == iteration:
-            tables[file.table.name] = side_reader.read_side_file(run_dir, file, verify=False)
+    tables = reader.read_moment(run_dir, recorded, iteration, verify=False)
     records = Records(iteration, tables)
     lengths = records.array("sequences", "response_length")
     tokens = tables["tokens"].num_rows
     if lengths.size == 0 or lengths.min() < 1 or int(lengths.sum()) != tokens:
-        path = manifest.recorded_path(run_dir, "tokens", recorded.iterations[iteration])
+        path = manifest.table_path(run_dir, "tokens", iteration)
         raise UserError(f"{path}: has {tokens} rows; the responses have {int(lengths.sum())} tokens; restore the file")
     return records
 
@@ -121,7 +115,6 @@ def _episodes(records: Records, table: str) -> tuple[Episode, ...] | None:
 def forward_of(records: Records) -> ForwardPass:
     """Return what the networks gave before the update."""
     ids = torch.empty(records.tables["tokens"].num_rows, 0, dtype=torch.int32)
-    final_values = records.tensor_or_none("sequences", "final_values")
     names = ("old_logprobs", "ref_logprobs", "ref_kl", "entropies", "prob_sq_sums")
     return ForwardPass(
         **{name: records.tensor("tokens", name) for name in names},
@@ -132,7 +125,6 @@ def forward_of(records: Records) -> ForwardPass:
         ref_top_logits=ids.to(torch.float32),
         routes=ids,
         values=records.tensor_or_none("tokens", "values"),
-        final_values=torch.zeros(records.tables["sequences"].num_rows) if final_values is None else final_values,
     )
 
 
@@ -146,8 +138,6 @@ def rewards_of(records: Records) -> Rewards:
         is_correct=torch.tensor(records.values("sequences", "is_correct")),
         kl_penalties=records.tensor("tokens", "kl_penalties"),
         placed_scores=zeros.to(torch.float64) if placed is None else placed,
-        potentials=records.tensor_or_none("tokens", "potentials"),
-        shaping_rewards=records.tensor_or_none("tokens", "shaping_rewards"),
         raw_rewards=zeros if raw is None else raw,
         rewards=records.tensor("tokens", "rewards"),
     )

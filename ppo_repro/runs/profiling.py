@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
@@ -93,6 +94,17 @@ def fractions(item: Iteration, peak: Peak) -> dict[str, float]:
     return {
         phase: work[phase] / (item.seconds[phase] * peak.rate) if item.seconds[phase] else float("nan")
         for phase in PHASES
+    }
+
+
+def speed(item: Iteration, peak: Peak | None) -> dict[str, float | None]:
+    """Columns of the table `iterations` about the speed of this machine, which is no result."""
+    reached = dict.fromkeys(PHASES) if peak is None else fractions(item, peak)
+    spent = math.fsum(item.seconds[phase] for phase in PHASES)
+    return {
+        "tokens_per_second": len(item.rollout.response_ids) / spent if spent else None,
+        "memory_peak": float(memory_peak()),
+        **{f"peak_fraction_{phase}": fraction for phase, fraction in reached.items()},
     }
 
 

@@ -72,7 +72,7 @@ def sampling_of(config: RunConfig, greedy: bool = False) -> Sampling:
         token_bias=config.mismatch.sampler.token_bias or 0.0,
         bias_seed=config.seed,
         routes=config.asks_for_routes,
-        top_logits=config.records.logits_per_token,
+        top_logits=config.records.top_logits,
     )
 
 

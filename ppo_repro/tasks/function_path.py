@@ -12,8 +12,7 @@ from ppo_repro.mistakes import did_you_mean
 
 def function_paths(config: RewardConfig) -> list[tuple[str, str]]:
     """(field, FILE.py:FUNCTION) of every function in a reward."""
-    terms = [(f"reward.terms.{i}.path", t.path) for i, t in enumerate(config.terms) if isinstance(t, CalledReward)]
-    return terms if config.potential is None else [*terms, ("reward.potential", config.potential)]
+    return [(f"reward.terms.{i}.path", t.path) for i, t in enumerate(config.terms) if isinstance(t, CalledReward)]
 
 
 def parse(field: str, function: str) -> tuple[Path, str]:

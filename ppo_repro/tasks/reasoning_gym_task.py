@@ -67,12 +67,12 @@ def _dataset(task: ReasoningGymTask) -> Any:
         names = sorted(DATASETS)
         meant = did_you_mean(task.dataset, names)
         raise UserError(f"task.dataset = {task.dataset!r}: must be one of {', '.join(names)}{meant}")
-    known = sorted({field.name for field in fields(DATASETS[task.dataset][1])} - {"seed", "size"})
+    known = sorted({field.name for field in fields(DATASETS[task.dataset][1])} - {"size"})
     for name in task.settings:
         if name not in known:
             has = f"it has {', '.join(known)}{did_you_mean(name, known)}"
             raise UserError(f"task.settings.{name}: unknown setting of {task.dataset}; {has}")
-    return create_dataset(task.dataset, seed=task.data_seed, size=task.size, **task.settings)
+    return create_dataset(task.dataset, size=task.size, **{"seed": 0, **task.settings})
 
 
 def _refusal(task: ReasoningGymTask, error: BaseException) -> str:

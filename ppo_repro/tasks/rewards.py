@@ -71,7 +71,6 @@ class Judge:
 
     config: RewardConfig
     functions: tuple[UserFunction | None, ...]  # one entry per term
-    potential: UserFunction | None
     extraction: AnswerExtraction = "exact"
     verifier: GymVerifier | PythonFile | None = None  # the task's own
     fields: Mapping[str, str] = field(default_factory=dict)  # the other fields of a prompt by its key, JSON objects
@@ -97,7 +96,7 @@ def load_judge(config: RewardConfig) -> Judge:
         load(f"reward.terms.{i}.path", term.path, adapter(term)) if isinstance(term, CalledReward) else None
         for i, term in enumerate(config.terms)
     )
-    return Judge(config, functions, None if config.potential is None else load("reward.potential", config.potential))
+    return Judge(config, functions)
 
 
 def for_source(judge: Judge, source: Source, extraction: AnswerExtraction) -> Judge:
@@ -127,9 +126,9 @@ def _verified(judge: Judge, samples: Samples) -> list[float]:
     return scores(verifier, transcripts)
 
 
-def _format_value(config: FormatReward, response: str, answer: str) -> float:
+def _format_value(response: str, answer: str) -> float:
     inner = formatted_answer(response)
-    return 0.0 if inner is None else 1.0 + config.answer_weight * matches(inner, answer)
+    return 0.0 if inner is None else 1.0 + matches(inner, answer)
 
 
 def _values(index: int, term: RewardTerm, judge: Judge, samples: Samples, model_scores: Sequence[float]) -> list[float]:
@@ -139,7 +138,7 @@ def _values(index: int, term: RewardTerm, judge: Judge, samples: Samples, model_
         rows = zip(samples.responses, samples.answers, samples.finished, strict=True)
         return [float(done and is_answer(response, answer, judge.extraction)) for response, answer, done in rows]
     if isinstance(term, FormatReward):
-        return [_format_value(term, r, a) for r, a in zip(samples.responses, samples.answers, strict=True)]
+        return [_format_value(r, a) for r, a in zip(samples.responses, samples.answers, strict=True)]
     if isinstance(term, LengthReward):
         return [-abs(length - term.target) / term.target for length in samples.lengths]
     if isinstance(term, Verifier):
@@ -206,26 +205,14 @@ def weighted_scores(
     """Sum of weight times value over the reward terms, then the rules for responses that did not end by themselves."""
     scores = [_weighted(config, row) for row in term_values]
     for index, done in enumerate(finished):
-        if not done and config.missing_eos_score is not None:
-            scores[index] = config.missing_eos_score
-        elif not done:
+        if not done:
             scores[index] -= config.missing_eos_penalty
     return scores
-
-
-def potentials(judge: Judge, texts: Sequence[Texts], char_starts: Sequence[Sequence[int]]) -> list[float]:
-    """Phi before each token, response after response: the user's potential of the text up to there; 0 without one."""
-    rows = [
-        replace(of, response=of.response[:start])
-        for of, starts in zip(texts, char_starts, strict=True)
-        for start in starts
-    ]
-    return [0.0] * len(rows) if judge.potential is None else numbers(judge.potential, rows)
 
 
 def check_functions(judge: Judge, problems: Sequence[Problem]) -> None:
     """UserError where a user's function gives two scores for one input: the answer, and nothing, to two prompts."""
     rows = [Texts(p.key, p.prompt, response, p.answer, p.fields) for p in problems[:2] for response in (p.answer, "")]
-    for function in (*judge.functions, judge.potential):
+    for function in judge.functions:
         if function is not None:
             check_repeats(function, rows)

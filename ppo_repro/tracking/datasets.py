@@ -27,8 +27,7 @@ def tables_of(run_dir: Path, recorded: Manifest) -> list[DatasetInput]:
     found = []
     for table in manifest.tables_of(recorded):
         entries = [entry.tables[table.name] for entry in recorded.iterations]
-        paths = {manifest.recorded_path(run_dir, table.name, entry) for entry in recorded.iterations}
-        found.append((table, run_dir / "records" / table.name, entries, len(paths)))
+        found.append((table, run_dir / "records" / table.name, entries, len(entries)))
     for table in manifest.side_tables_of(recorded):
         entries = [file.entry for file in manifest.side_files(recorded) if file.table.name == table.name]
         found.append((table, run_dir / "records" / table.name, entries, len(entries)))

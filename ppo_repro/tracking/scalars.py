@@ -41,7 +41,7 @@ def new_scalars(run_dir: Path, recorded: Head, seen: Seen) -> tuple[list[Scalar]
         return [], seen
     iterations = reader.read_iterations(run_dir, iterations=new, allow_incomplete=True)
     steps = reader.read_steps(run_dir, iterations=new, allow_incomplete=True)
-    moments = times.of_iterations(run_dir, new, iterations["ended_at"])
+    moments = [float(moment) for moment in iterations["ended_at"]]
     numbers = range(seen.steps, seen.steps + len(steps))
     of_steps = [moments[index] for index in steps["iteration"] - new[0]]
     scalars = _columns(iterations, "iteration", new, moments) + _columns(steps, "step", numbers, of_steps)

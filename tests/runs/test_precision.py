@@ -14,12 +14,12 @@ from ppo_repro.accuracy import Text, reference_scores, stock_scores
 from ppo_repro.checks.bisect import bisect
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
+from ppo_repro.config.section import run_folder
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import load_folder
 from ppo_repro.records import manifest, reader
 from ppo_repro.rollout.stock_engine import StockEngine, in_dtype
 from ppo_repro.runs.prepare import Prepared, prepare
-from ppo_repro.runs.run import run_folder
 from ppo_repro.watcher import Silent
 from tests.support.language import rerun, resume, run
 from tests.support.paths import TINY

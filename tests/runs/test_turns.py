@@ -23,7 +23,7 @@ from ppo_repro.config.yaml_text import parse_yaml
 from ppo_repro.errors import UserError
 from ppo_repro.ranks import ALONE
 from ppo_repro.recompute.recompute import STAGES, recompute
-from ppo_repro.records import manifest, reader, side_reader
+from ppo_repro.records import manifest, reader
 from ppo_repro.runs import prepare
 from ppo_repro.runs.diff import first_difference
 from ppo_repro.runs.verify import verify
@@ -252,7 +252,7 @@ def test_a_step_that_is_wrong_is_one_line(name: str, tmp_path: Path, cli: Cli, m
 
 def test_iterations_before_a_step_that_raises_stay(recorded: Recorded, tmp_path: Path, cli: Cli) -> None:
     """A step that raises for one prompt, in whose episode an environment first speaks in the second iteration."""
-    rows, held_out = sequences_of(recorded), side_reader.read_evaluations(recorded.whole, columns=["prompt_key"])
+    rows, held_out = sequences_of(recorded), reader.read_evaluations(recorded.whole, columns=["prompt_key"])
     before = {*rows[rows["iteration"] == 0]["prompt_key"], *held_out["prompt_key"]}
     later = rows[(rows["iteration"] == 1) & rows["is_forced"].map(any)]
     # not the last turn of an episode alone, with which a file is tried before the run

@@ -38,12 +38,12 @@ def test_the_entries_are_those_of_the_package() -> None:
     load_gym(gym())  # which imports the package without its warnings
     import reasoning_gym
 
-    problems, verifier = load_gym(gym(data_seed=3))
+    problems, verifier = load_gym(gym(settings={**SETTINGS, "seed": 3}))
     entries = list(reasoning_gym.create_dataset("chain_sum", seed=3, size=40, **SETTINGS))
     first = {entry["question"]: entry["answer"] for entry in reversed(entries)}
     assert {p.prompt: p.answer for p in problems} == first
     assert len(problems) == len({p.key for p in problems}) < 40, "a question that repeats counts once"
-    assert [p.prompt for p in load_gym(gym(data_seed=4))[0]] != [p.prompt for p in problems]
+    assert [p.prompt for p in load_gym(gym(settings={**SETTINGS, "seed": 4}))[0]] != [p.prompt for p in problems]
     keys = [p.key for p in problems]
     right, wrong = [p.answer for p in problems], [p.answer + "1" for p in problems]
     assert gym_scores(verifier, keys, right) == [1.0] * len(keys)

@@ -31,12 +31,10 @@ from ppo_repro.tasks.rewards import (
     formatted_answer,
     judge_samples,
     load_judge,
-    potentials,
     reward_files,
 )
 from ppo_repro.tasks.sources import load_source
 from ppo_repro.tasks.tokenizer import train_bpe
-from ppo_repro.tasks.user_functions import Texts
 from tests.support.runs import small_config
 
 
@@ -270,35 +268,24 @@ def test_the_format_is_thoughts_then_answer_and_nothing_else(response: str, inne
 
 
 def test_a_format_pays_for_the_form_and_for_the_answer_in_it() -> None:
-    judge = load_judge(config_of({"kind": "format", "answer_weight": 3.0}))
+    judge = load_judge(config_of({"kind": "format"}))
     wrong, bare = GOOD.replace("12", "13"), "12"
     found = judged(judge, [("p", GOOD, "12", True), ("p", wrong, "12", True), ("p", bare, "12", True)])
-    assert found.scores == [4.0, 1.0, 0.0]
+    assert found.scores == [2.0, 1.0, 0.0]
     assert found.correct == [True, False, True], "without the form the response itself is compared"
 
 
-def test_responses_without_an_end_are_charged_or_given_a_score() -> None:
+def test_responses_without_an_end_are_charged() -> None:
     rows = [("p", "12", "12", False), ("p", "12", "12", True)]
     term = {"kind": "length", "target": 4}
     assert judged(load_judge(config_of(term)), rows).scores == [-0.5, -0.5]
     assert judged(load_judge(config_of(term, missing_eos_penalty=2.0)), rows).scores == [-2.5, -0.5]
-    assert judged(load_judge(config_of(term, missing_eos_score=-1.0)), rows).scores == [-1.0, -0.5]
-    with pytest.raises(ValueError, match="missing_eos_penalty and missing_eos_score cannot both be given"):
-        config_of(term, missing_eos_score=-1.0, missing_eos_penalty=1.0)
 
 
 def test_a_reward_model_is_one_term_among_others() -> None:
     judge = load_judge(config_of({"kind": "model", "path": "m", "weight": 0.5}, {"kind": "exact_match"}))
     found = judged(judge, [("p", "12", "12", True), ("p", "1", "12", True)], [4.0, -2.0])
     assert found.scores == [3.0, -1.0] and found.term_values == [[4.0, 1.0], [-2.0, 0.0]]
-
-
-def test_a_potential_sees_the_response_so_far(tmp_path: Path) -> None:
-    path = user_file(tmp_path, "def f(prompt, response, answer):\n    return len(prompt) + 10 * len(response)")
-    judge = load_judge(config_of(potential=path))
-    assert reward_files(judge.config) == [tmp_path / "r.py"]
-    assert potentials(judge, [Texts("k", "ab", "xyz", "")], [[0, 2, 3]]) == [2.0, 22.0, 32.0]
-    assert potentials(load_judge(config_of()), [Texts("k", "ab", "xyz", "")], [[0, 2, 3]]) == [0.0, 0.0, 0.0]
 
 
 def user_file(tmp_path: Path, text: str, name: str = "f") -> str:
@@ -345,8 +332,6 @@ def test_a_reward_of_another_form_is_refused(reward: str) -> None:
     for use in (load_judge, reward_files):
         with pytest.raises(UserError, match=r"reward\.terms\.0\.path = .*: must be FILE\.py:FUNCTION"):
             use(function_of(reward))
-        with pytest.raises(UserError, match=r"reward\.potential = .*: must be FILE\.py:FUNCTION"):
-            use(config_of(potential=reward))
 
 
 def test_a_user_file_that_cannot_be_used_is_refused(tmp_path: Path) -> None:

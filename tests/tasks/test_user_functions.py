@@ -423,5 +423,5 @@ def test_a_function_of_its_input_is_not_refused(tmp_path: Path, header: str, bod
 
 def test_a_file_that_is_not_there_or_not_named_is_refused(tmp_path: Path) -> None:
     for name in ("exact", "r.py", "r.py:1f"):
-        with pytest.raises(UserError, match=re.escape(f"reward.potential = {name!r}: must be FILE.py:FUNCTION")):
-            parse("reward.potential", name)
+        with pytest.raises(UserError, match=re.escape(f"reward.terms.0.path = {name!r}: must be FILE.py:FUNCTION")):
+            parse("reward.terms.0.path", name)

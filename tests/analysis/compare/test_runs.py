@@ -14,7 +14,7 @@ from analysis.compare import bitwise, paired, verdicts
 from analysis.compare.distribution import distribution_rows, responses_of
 from analysis.compare.rows import Row, run_compare
 from ppo_repro.errors import UserError
-from ppo_repro.records import manifest, reader, writer
+from ppo_repro.records import manifest, reader
 from ppo_repro.runs import diff
 from tests.support import synthetic_run
 from tests.support.statistics import array, rng
@@ -234,7 +234,12 @@ def test_only_the_final_results_differ(deterministic_run: Path, tmp_path: Path) 
     shutil.copytree(deterministic_run, copy)
     found = manifest.load(copy)
     changed = found.model_copy(update={"final": {**found.final, "eval_accuracy": 2.0}})
-    manifest.save(changed.model_copy(update={"fingerprint": manifest.expected_fingerprint(changed)}), copy)
+    manifest.save(
+        changed.model_copy(
+            update={"fingerprint": manifest.finished_fingerprint(changed.iterations[-1].chain, changed.final)}
+        ),
+        copy,
+    )
     rows = {row.metric: row for row in bitwise.bitwise_rows(deterministic_run, copy)}
     assert rows["fingerprint"].verdict == "different" and rows["tokens"].verdict == "identical"
     assert rows["final"].stat == 1 - 1 / len(found.final)
@@ -280,7 +285,7 @@ def test_the_command(deterministic_run: Path, native_run: Path, capsys: pytest.C
 def test_the_first_difference_is_the_one_of_diff(kind: manifest.Kind, tmp_path: Path) -> None:
     def recorded(name: str, changes: dict[str, str], rows: int = 12) -> Path:
         """Two iterations; the columns named by table are other ones in the second."""
-        current = synthetic_run.start_run(tmp_path / name, kind)
+        written = synthetic_run.start_run(tmp_path / name, kind)
         for iteration in range(2):
             tables = synthetic_run.random_tables(iteration, rows if iteration else 12, 0, kind)
             other = synthetic_run.random_tables(iteration, 12, 1, kind)
@@ -288,8 +293,8 @@ def test_the_first_difference_is_the_one_of_diff(kind: manifest.Kind, tmp_path: 
                 place = tables[table].column_names.index(column)
                 field = tables[table].schema.field(column)
                 tables[table] = tables[table].set_column(place, field, other[table].column(column))
-            current = writer.append_iteration(tmp_path / name, current, iteration, tables)
-        writer.finish(tmp_path / name, current, synthetic_run.FINAL)
+            written.append(iteration, tables)
+        written.finish(synthetic_run.FINAL, {})
         return tmp_path / name
 
     base = recorded("base", {})

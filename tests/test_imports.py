@@ -26,8 +26,8 @@ PPO_REPRO = """
     sglang_plugin sglang_plugin.cpu_shim.sgl_kernel tasks
     models
     rollout.sglang
-    stages preferences plan
-    records
+    stages preferences
+    records plan
     accuracy faults loop
     runs
     audit control dpo checks grids testing recompute

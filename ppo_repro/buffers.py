@@ -82,6 +82,10 @@ class Rollout:
         start = int(self.lengths[:sequence].sum())
         return tuple(self.response_ids[start : start + int(self.lengths[sequence])].tolist())
 
+    def sampled(self) -> list[list[int]]:
+        """[B] the sampled tokens of each sequence."""
+        return [ids.tolist() for ids in self.response_ids.split(self.lengths.tolist())]
+
     def token_routes(self) -> Tensor:
         """[N, M k] int32 experts of the inputs that predict the tokens: k by rising index of each of M layers.
 

@@ -23,6 +23,7 @@ class ArithmeticTask(Section):
     chat_template: ClassVar[bool] = False
     system_prompt: ClassVar[str | None] = None
     answer_extraction: ClassVar[AnswerExtraction] = "exact"
+    control_tokens: ClassVar[str] = "refuse"
     turns: ClassVar[int] = 1
 
 
@@ -30,6 +31,7 @@ class TextTask(Section):
     """What every task of somebody else's prompts has."""
 
     turns: ClassVar[int] = 1
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"control_tokens"})
 
     num_eval_prompts: Count = Field(description="Prompts held out of training and used for evaluation.")
     chat_template: bool = Field(
@@ -42,6 +44,9 @@ class TextTask(Section):
         "exact",
         description="What of a response is the answer: all of it, its last number, or the text in answer tags.",
     )
+    control_tokens: Literal["refuse", "allow"] = Field(
+        "refuse", description="Whether the text of prompts and of an environment may hold special tokens."
+    )
 
     @model_validator(mode="after")
     def _system_prompt_has_a_template(self) -> Self:
@@ -51,9 +56,9 @@ class TextTask(Section):
 
 
 class JsonlTask(TextTask):
-    """One JSON object per line with `prompt`, `answer` and optionally `key`."""
+    """One JSON object per line with `prompt` and optionally `answer` and `key`."""
 
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"system_prompt", "answer_extraction"})
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"system_prompt", "answer_extraction", "control_tokens"})
 
     kind: Literal["jsonl"] = Field(description="Read the prompts from a file.")
     path: PathText = Field(description="The JSON Lines file.")

@@ -146,7 +146,6 @@ def _episode_columns(episodes: Sequence[Episode] | None) -> Columns:
 
 
 def _full_sequences(item: Iteration) -> Columns:
-    forward, count = item.forward, len(item.rollout.lengths)
     return {
         "server": list(item.rollout.servers),
         "latency": list(item.rollout.latencies),

@@ -82,7 +82,10 @@ class LanguageExecution:
 
     def progress(self, item: Iteration) -> str:
         score, accuracy = mean_of(item.rewards.scores), mean_of(item.rewards.is_correct)
-        return f"score {score:.3f}  accuracy {accuracy:.3f}  KL {last_kl(item.updates):.4f}"
+        task = self.prepared.task
+        has_answers = task.problems.has_answers or task.judge.verifier is not None
+        right = f"accuracy {accuracy:.3f}  " if has_answers else ""
+        return f"score {score:.3f}  {right}KL {last_kl(item.updates):.4f}"
 
     def ending(self, clock: Clock) -> Ending:
         evaluation = evaluate(self.config, self.prepared.task, self.engine, self.ranks)

@@ -35,7 +35,7 @@ from ppo_repro.models.warm_start import WarmStartStep, warm_start
 from ppo_repro.numerics import library
 from ppo_repro.numerics.families import trunk_of
 from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer
-from ppo_repro.preferences.pairs import pairs_by_rule
+from ppo_repro.preferences.pairs import hold_out, pairs_by_rule, pairs_of_file
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.rollout.torch_engine import TorchEngine
@@ -45,6 +45,8 @@ from ppo_repro.stages.rollout import Task
 from ppo_repro.tasks.problems import Split, encode_all, encoder
 from ppo_repro.tasks.rewards import check_functions, for_source, load_judge
 from ppo_repro.tasks.sources import check_source, load_source
+from ppo_repro.tasks.tokenizer import spelled_tokens
+from ppo_repro.tasks.user_code import UserProcess
 
 WarmStartProgress = Callable[[int, int, float], None]  # step, last step, loss
 
@@ -80,7 +82,7 @@ def _checked_prompts(
     config: RunConfig, problems: Split, tokenizer: PreTrainedTokenizerBase, source: PreTrainedModel
 ) -> dict[str, tuple[int, ...]]:
     """Token ids of every prompt by key; UserError where a prompt or a setting does not go with the model."""
-    encode = encoder(tokenizer, config.task.chat_template, config.task.system_prompt)
+    encode = encoder(tokenizer, config.task)
     model = source.config
     ids = encode_all([*problems.train, *problems.held_out], encode, config, model.vocab_size)
     check_training_prompts(config, tokenizer, ids)
@@ -106,13 +108,20 @@ def _reward_model(
         require_same_tokens(tokenizer, its_tokenizer)
         return freeze(loaded), None
     model = make_reward_model(source, numerics.mode, numerics.max_context, config.seed)
-    pairs, eval_pairs = (
-        pairs_by_rule(some, prompt_ids, tokenizer, count, noise, config.seed)
-        for some, count, noise in (
-            (problems.train, term.num_pairs, term.label_noise),
-            (problems.held_out, EVAL_PAIRS, 0.0),
+    if term.pairs is not None:
+        encode = encoder(tokenizer, config.task)
+        field = "reward.terms: pairs"
+        given = pairs_of_file(Path(term.pairs), field, tokenizer, encode, config.task.chat_template)
+        prompts = len({pair.prompt_key for pair in given})
+        pairs, eval_pairs = hold_out(given, max(1, prompts // 10), config.seed)
+    else:
+        pairs, eval_pairs = (
+            pairs_by_rule(some, prompt_ids, tokenizer, count, noise, config.seed)
+            for some, count, noise in (
+                (problems.train, term.num_pairs or 0, term.label_noise),
+                (problems.held_out, EVAL_PAIRS, 0.0),
+            )
         )
-    )
     training = train_reward_model(model, pairs, eval_pairs, term, numerics, config.layout, config.seed, progress)
     return freeze(model), training
 
@@ -236,8 +245,9 @@ def prepare(
     numerics = config.numerics
     library.use_threads(config.layout.threads)
     disable_progress_bar()  # the run shows its own
-    judge = load_judge(config.reward)
-    brought = load_source(config.task, config.seed)
+    process = UserProcess()
+    judge = load_judge(config.reward, process)
+    brought = load_source(config.task, config.seed, process)
     problems = brought.problems
     judge = for_source(judge, brought, config.task.answer_extraction)
     check_functions(judge, problems.train)
@@ -251,7 +261,8 @@ def prepare(
     if start_folder is None and isinstance(config.model, TinyModel):
         steps = warm_start(source, tokenizer, problems.train, config.model, numerics, config.seed, progress)
     reward_model, reward_training = _reward_model(config, problems, ids, tokenizer, source, progress)
-    task = Task(problems, ids, judge, reward_model, tokenizer, brought.environment)
+    spelled = spelled_tokens(tokenizer, [*judge.asked_texts, *config.rollout.stop])
+    task = Task(problems, ids, judge, reward_model, tokenizer, brought.environment, spelled)
     networks = _networks(config, source, task, share, ranks)
     engine = built_in_engine(config, source, networks.sampled, stop_ids(source, tokenizer))
     networks.state.sampler = engine.policy if engine.policy is not networks.state.policy else None

@@ -17,7 +17,8 @@ from ppo_repro.ppo.advantages import whiten
 from ppo_repro.ppo.rewards import charge_penalties, place_scores, token_rewards
 from ppo_repro.ranks import Ranks
 from ppo_repro.stages.rollout import Task
-from ppo_repro.tasks.rewards import Judgement, Samples, judge_samples
+from ppo_repro.tasks.rewards import Judgement, Sample, judge_samples
+from ppo_repro.tasks.tokenizer import decode, full_text
 
 
 def judge(
@@ -25,7 +26,7 @@ def judge(
     task: Task,
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
-    samples: Samples,
+    samples: Sequence[Sample],
     ranks: Ranks,
 ) -> Judgement:
     """Judge responses. Each rank runs the reward model on its share; everything else is computed on one rank."""
@@ -45,17 +46,33 @@ def compute_rewards(
 ) -> Rewards:
     """Judge the responses, place the scores on tokens, charge the KL penalty, whiten."""
     ids = [rollout.whole(sequence) for sequence in range(len(rollout.lengths))]
-    samples = Samples(
-        rollout.prompts.keys,
-        rollout.prompts.texts,
-        rollout.responses,
-        rollout.prompts.answers,
-        [reason == "stop" for reason in rollout.finish_reasons],
-        rollout.lengths.tolist(),
-        None if rollout.episodes is None else [episode.turns for episode in rollout.episodes],
-    )
+    samples = [
+        sample_of(
+            task,
+            rollout.prompts.keys[i],
+            sampled,
+            (rollout.responses[i],) if rollout.episodes is None else rollout.episodes[i].turns,
+            rollout.finish_reasons[i],
+            rollout.episodes is not None,
+        )
+        for i, sampled in enumerate(rollout.sampled())
+    ]
     judged = judge(config, task, rollout.prompts.prompt_ids, ids, samples, ranks)
     return rewards_from(config, judged, rollout, forward, kl_coef)
+
+
+def sample_of(
+    task: Task, key: str, ids: Sequence[int], turns: Sequence[str], finish_reason: str, is_episode: bool
+) -> Sample:
+    """What is judged of a response: the model's own words, with the special tokens that rewards ask for as text.
+
+    `ids`: the sampled tokens; `turns`: the text of every turn.
+    """
+    if not is_episode and not task.spelled.isdisjoint(ids):
+        turns = (decode(task.tokenizer, ids, task.spelled),)
+    own = "".join(turns[::2])  # without the environment's
+    whole = full_text(task.tokenizer, ids) if any(task.judge.functions) else ""
+    return Sample(task.problems.by_key[key], own, finish_reason == "stop", len(ids), tuple(turns), whole)
 
 
 def rewards_from(

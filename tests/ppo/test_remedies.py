@@ -7,9 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
-
-from ppo_repro.ppo.covariance import chosen_count, covariances, drawn_tokens, largest_tokens
 from ppo_repro.ppo.losses import (
     Band,
     cispo_loss,
@@ -22,6 +19,9 @@ from ppo_repro.ppo.losses import (
     weight_flags,
 )
 from ppo_repro.ppo.sequences import sequence_ratios
+from torch import Tensor
+
+from ppo_repro.ppo.covariance import chosen_count, covariances, drawn_tokens, largest_tokens
 from tests.support.float32 import bits, finite, tensor
 
 logprobs, numbers = finite(-4.0, 0.0), finite(-3.0, 3.0)

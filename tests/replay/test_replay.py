@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ppo_repro.replay.columns import COMPUTED, STAGES, Stage
+from ppo_repro.replay.replay import lines, replay, stages_of
 
 from ppo_repro.config.files import load_config
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader, schema
-from ppo_repro.replay.columns import COMPUTED, STAGES, Stage
-from ppo_repro.replay.replay import lines, replay, stages_of
 from ppo_repro.runs.verify import verify
 from ppo_repro.watcher import Silent
 from tests.support.cli import Cli

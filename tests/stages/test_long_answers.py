@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from experiments.benchmarks import peak
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
-from ppo_repro.plan.shapes import plan_run
+from ppo_repro.plan import plan_run
 from ppo_repro.records import manifest, reader
 from ppo_repro.stages import objective, pieces
 from ppo_repro.watcher import Silent

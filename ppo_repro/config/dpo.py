@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Self
 
-from ppo_repro.config.layout import LayoutConfig
+from pydantic import Field, model_validator
+
+from ppo_repro.config.layout import LayoutConfig, not_on_device
 from ppo_repro.config.run import NumericsConfig
 from ppo_repro.config.section import Count, Experiment, NonNegative, PathText, Positive, Section
 
@@ -31,3 +33,9 @@ class DPOConfig(Experiment):
     dpo: DPOUpdate
     numerics: NumericsConfig
     layout: LayoutConfig = LayoutConfig()
+
+    @model_validator(mode="after")
+    def _device_computes(self) -> Self:
+        for line in not_on_device(self.layout, self.numerics.mode):
+            raise ValueError(line)
+        return self

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from ppo_repro.config.algorithm import KLInLoss, SeparateValue
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig
+from ppo_repro.errors import UserError
 from ppo_repro.models.load import read_model_config
 from ppo_repro.models.lora import choose_layers, linear_layers, shape_of
 from ppo_repro.models.tiny import tiny_config
@@ -74,8 +75,10 @@ def sizes_of(
 
 
 def work_of(config: RunConfig, processes: int = 1) -> Work:
-    """How one of the processes of a run computes."""
+    """How one of the processes of a run computes. UserError for a CUDA device."""
     layout = config.layout
+    if layout.device != "cpu":
+        raise UserError(f"layout.device = {layout.device}: plan is for CPUs; take cpu")
     sequences, step, evaluated = (
         ceil(count / processes)
         for count in (config.sequences_per_iteration, config.ppo.minibatch_size, config.task.num_eval_prompts)

@@ -115,7 +115,7 @@ def execute(
                 written.append(item.index, tables)
                 link = written.head.fingerprint  # of a run that is not complete: the last link
             clock.lap("records")
-            kind.watcher.iteration(item.index + 1, config.ppo.iterations, execution.progress(item))
+            kind.watcher.iteration(item.index + 1, config.iterations, execution.progress(item))
             clock.lap("progress")
             if store is not None and store.is_due(item.index + 1):
                 before = written.head.files

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from ppo_repro.config.algorithm import KLInLoss, SeparateValue
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig
+from ppo_repro.errors import UserError
 from ppo_repro.models.load import read_model_config
 from ppo_repro.models.lora import choose_layers, shape_of
 from ppo_repro.models.tiny import tiny_config

@@ -118,8 +118,9 @@ def from_folder(tree: Any, folder: Path) -> None:
     if "/" in str(engine.get("python")):  # else a name that is looked up on PATH
         places.append((engine, "python"))
     for section, name in places:
-        if isinstance(section, dict) and isinstance(section.get(name), str) and section[name]:
-            section[name] = os.path.abspath(folder / section[name])
+        value = section.get(name) if isinstance(section, dict) else None
+        if isinstance(value, str) and value and "://" not in value:
+            section[name] = os.path.abspath(folder / value)
 
 
 def read_tree(path: Path, overrides: Sequence[str] = ()) -> Any:

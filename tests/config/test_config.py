@@ -203,6 +203,10 @@ def test_a_file_for_another_command_is_named(path: Path, command: str) -> None:
         (["ppo.minibatch_size=7"], "ppo.minibatch_size = 7 must divide the 48 sequences of an iteration"),
         (["rollout.max_response_tokens=24"], "rollout.max_response_tokens = 24 must be smaller than numerics.max_con"),
         (
+            ["layout.device=cuda"],
+            "layout.device = cuda needs numerics.mode = native, and it is deterministic; take cpu",
+        ),
+        (
             ["numerics.mode=native", "numerics.accuracy_sequences=3"],
             "numerics.accuracy_sequences needs numerics.mode = deterministic",
         ),

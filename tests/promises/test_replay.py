@@ -8,8 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ppo_repro.replay.columns import COMPUTED, STAGES, Stage
-from ppo_repro.replay.replay import lines, replay, stages_of
 
 from ppo_repro.config.files import load_config
 from ppo_repro.errors import UserError

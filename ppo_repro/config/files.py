@@ -11,12 +11,12 @@ from pydantic import BaseModel, ValidationError
 
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.engine import RolloutConfig, SGLangServers
+from ppo_repro.config.mistakes import command_of, mistakes
 from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.config.section import Section
 from ppo_repro.config.tasks import JsonlTask, PythonTask
 from ppo_repro.config.yaml_text import MAX_DEPTH, parse_yaml, read_yaml, write_yaml
 from ppo_repro.errors import Mistakes, UserError
-from ppo_repro.mistakes import command_of, mistakes
 
 Model = TypeVar("Model", bound=BaseModel)
 SHIPPED = ("quickstart",)

@@ -7,10 +7,10 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+from ppo_repro.config.mistakes import check_path
 from ppo_repro.config.section import LARGEST
 from ppo_repro.config.yaml_text import describe_value
 from ppo_repro.errors import UserError
-from ppo_repro.mistakes import check_path
 
 
 def is_whole(value: object) -> bool:

@@ -15,15 +15,10 @@ USUAL_TOP_LOGITS = 16
 class RecordsConfig(Section):
     """How much of what a run computes is written down. Changes no result, no fingerprint and no digest."""
 
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"iterations_per_file"})
-
     level: Level = Field(
         "full",
         description="`lean`: what reruns and published metrics need; `full`: every tensor of the loop; `deep`: largest "
         "logits and gradient norms by tensor too.",
-    )
-    iterations_per_file: Count = Field(
-        1, description="Iterations written together, into one file of each table; a killed process loses those in hand."
     )
 
 

@@ -135,7 +135,7 @@ def digests_beside(name: str) -> Iterator[tuple[Key, str]]:
             yield leaf.key, changed.digest()
 
 
-NO_RESULT = {("RunRecordsConfig", name) for name in ("level", "top_logits", "iterations_per_file")}
+NO_RESULT = {("RunRecordsConfig", name) for name in ("level", "top_logits")}
 
 
 @pytest.mark.slow

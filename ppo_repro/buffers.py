@@ -82,6 +82,10 @@ class Rollout:
         start = int(self.lengths[:sequence].sum())
         return tuple(self.response_ids[start : start + int(self.lengths[sequence])].tolist())
 
+    def sampled(self) -> list[list[int]]:
+        """[B] the sampled tokens of each sequence."""
+        return [ids.tolist() for ids in self.response_ids.split(self.lengths.tolist())]
+
     def token_routes(self) -> Tensor:
         """[N, M k] int32 experts of the inputs that predict the tokens: k by rising index of each of M layers.
 
@@ -131,21 +135,18 @@ class ForwardPass:
     ref_top_logits: Tensor  # [N, K] float32
     routes: Tensor  # [N, M k] int32, of the policy, as `Rollout.token_routes`; [N, 0] below level deep
     values: Tensor | None  # [N] float32, expected return before the token; None without a value model
-    final_values: Tensor  # [B] float32, value after the last token of a response that is bootstrapped, else 0
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """Scores of responses, and the rewards of tokens after placement, KL penalty, shaping and whitening."""
+    """Scores of responses, and the rewards of tokens after placement, KL penalty and whitening."""
 
     scores: Tensor  # [B] float64
     score_parts: tuple[tuple[float, ...], ...]  # [B] unweighted value of every reward term
     is_correct: Tensor  # [B] bool, the response equals the expected answer and ended with an end token
     kl_penalties: Tensor  # [N] float32, kl_coef times the KL estimate on the charged token; 0 if no reward has it
     placed_scores: Tensor  # [N] float64, the scores on their tokens
-    potentials: Tensor | None  # [N] float64, before each token; None without shaping
-    shaping_rewards: Tensor | None  # [N] float64, gamma times the next potential minus this one; None likewise
-    raw_rewards: Tensor  # [N] float32, placed_scores + shaping_rewards - kl_penalties
+    raw_rewards: Tensor  # [N] float32, placed_scores - kl_penalties
     rewards: Tensor  # [N] float32, whitened if configured: the input of the advantages
 
 

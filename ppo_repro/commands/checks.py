@@ -58,3 +58,12 @@ def plan_command(arguments: argparse.Namespace) -> int:
     plan = plan_run(config)
     print_result(arguments.json, as_json(plan), lines(plan))
     return 0
+
+
+def fields_command(arguments: argparse.Namespace) -> int:
+    """Print every field of a configuration: what it may be, its default, what it means."""
+    from ppo_repro.config.reference import groups, text
+
+    found = [dataclasses.asdict(group) for group in groups(arguments.section)]
+    print_result(arguments.json, {"sections": found}, text(arguments.section))
+    return 0

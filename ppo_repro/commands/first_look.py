@@ -52,11 +52,11 @@ def _prompts(config: RunConfig) -> None:
     if isinstance(config.task, JsonlTask):
         from ppo_repro.tasks.problems import read_jsonl, split
 
-        split(read_jsonl(Path(config.task.path)), config.task.num_eval_prompts, config.seed)
+        split(read_jsonl(Path(config.task.path), config.task.chat_template), config.task.num_eval_prompts, config.seed)
 
 
 def _functions(config: RunConfig) -> None:
-    from ppo_repro.tasks.function_path import check_function, function_paths
+    from ppo_repro.tasks.user_code import check_function, function_paths
 
     for field, function in function_paths(config.reward):
         check_function(field, function)

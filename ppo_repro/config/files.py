@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -74,8 +75,7 @@ def absolute_paths(config: RunConfig) -> RunConfig:
         else term
         for term in reward.terms
     )
-    potential = None if reward.potential is None else absolute(reward.potential)
-    reward = reward.model_copy(update={"terms": terms, "potential": potential})
+    reward = reward.model_copy(update={"terms": terms})
     changes = {"model": model, "task": task, "reward": reward, "rollout": _absolute_python(config.rollout)}
     return config.model_copy(update=changes)
 
@@ -107,9 +107,31 @@ def build_config(tree: Any, source: str) -> RunConfig:
     return validated(RunConfig, tree, source)
 
 
+def from_folder(tree: Any, folder: Path) -> None:
+    """Let the relative paths in a parsed configuration start at a folder."""
+
+    def group(name: str, of: Any = tree) -> Any:
+        child = of.get(name) if isinstance(of, dict) else None
+        return child if isinstance(child, dict) else {}
+
+    terms = group("reward").get("terms")
+    engine = group("engine", group("rollout"))
+    places = [(group("model"), "path"), (group("task"), "path"), (tree, "run")]
+    places += [(term, "path") for term in (terms if isinstance(terms, list) else ())]
+    if "/" in str(engine.get("python")):  # else a name that is looked up on PATH
+        places.append((engine, "python"))
+    for section, name in places:
+        if isinstance(section, dict) and isinstance(section.get(name), str) and section[name]:
+            section[name] = os.path.abspath(folder / section[name])
+
+
 def read_tree(path: Path, overrides: Sequence[str] = ()) -> Any:
-    """Parse a YAML file and apply `a.b=c` overrides; raises UserError on anything wrong."""
+    """Parse a YAML file and apply `a.b=c` overrides; raises UserError on anything wrong.
+
+    Relative paths in the file start at its folder, those of overrides at the current folder.
+    """
     tree, wrong = read_yaml(found(path)), []
+    from_folder(tree, path.parent)
     for override in overrides if isinstance(tree, dict) else ():
         try:
             _apply_override(tree, override)

@@ -37,7 +37,7 @@ def prepare(config: ControlConfig) -> ControlState:
     environments = make_environments(config.environment.id, config.environment.num_envs, "training", config.seed)
     size = environments.observations.shape[1]
     agent = Agent(size, environments.actions, config.network, config.numerics.mode, config.seed)
-    settings = AdamWSettings(ppo.learning_rate, ppo.adam_beta1, ppo.adam_beta2, ppo.adam_eps, 0.0, ppo.max_grad_norm)
+    settings = AdamWSettings(ppo.learning_rate, 0.9, 0.999, ppo.adam_eps, 0.0, ppo.max_grad_norm)
     return ControlState(agent, Optimizer(agent, settings, config.numerics.mode), environments)
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ppo_repro.config.control import NetworkConfig
 from ppo_repro.control.distributions import Categorical, DiagonalGaussian, Distribution
 from ppo_repro.control.environments import ActionSpace
-from ppo_repro.errors import UserError
 from ppo_repro.numerics.elementwise import differentiable_tanh
 from ppo_repro.numerics.linear import linear
 from ppo_repro.numerics.rows import Rows
@@ -63,15 +62,10 @@ class Agent(nn.Module):
         self.mode = mode
         self.distribution: Distribution
         if actions.count:
-            if network.initial_log_std != NetworkConfig().initial_log_std:
-                raise UserError(
-                    f"network.initial_log_std = {network.initial_log_std:g}: the actions of this environment are "
-                    "discrete and have none; leave it out"
-                )
             self.distribution = Categorical(actions.count, mode)
         else:
-            self.distribution = DiagonalGaussian(len(actions.low), network.initial_log_std, mode)
-        hidden = [observation_size] + [network.hidden_size] * network.hidden_layers
+            self.distribution = DiagonalGaussian(len(actions.low), mode)
+        hidden = [observation_size, network.hidden_size, network.hidden_size]
         self.actor = _mlp([*hidden, self.distribution.outputs], ACTOR_GAIN, seed, "actor")
         self.critic = _mlp([*hidden, 1], CRITIC_GAIN, seed, "critic")
 

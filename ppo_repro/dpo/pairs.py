@@ -15,17 +15,15 @@ def _ids(values: Iterable[int]) -> tuple[int, ...]:
     return tuple(int(value) for value in values)
 
 
-def pairs_from_run(run_dir: Path, iterations: int = 0) -> list[Preference]:
+def pairs_from_run(run_dir: Path) -> list[Preference]:
     """Every two responses of one iteration to one prompt with different scores, the higher score preferred.
 
-    From the first `iterations` iterations, 0 for all, in the order of the records; equal pairs of one prompt and
-    iteration count once. UserError where the run is damaged, incomplete, too short or has no such pair.
+    In the order of the records; equal pairs of one prompt and iteration count once. UserError where the run is damaged,
+    incomplete or has no such pair.
     """
     recorded = len(reader.open_manifest(run_dir).iterations)
-    if iterations > recorded:
-        raise UserError(f"iterations = {iterations}: {run_dir} has {recorded}; choose at most that many")
     columns = ["iteration", "prompt_key", "prompt_ids", "response_ids", "scores"]
-    rows = reader.read_sequences(run_dir, columns=columns, iterations=range(iterations or recorded))
+    rows = reader.read_sequences(run_dir, columns=columns, iterations=range(recorded))
     pairs: dict[tuple[str, Preference], None] = {}  # in the order in which they are found
     for (iteration, key), group in rows.groupby(["iteration", "prompt_key"], sort=False):
         entries = [(_ids(ids), float(score)) for ids, score in zip(group["response_ids"], group["scores"], strict=True)]

@@ -162,9 +162,7 @@ def _train(
 ) -> list[PreferenceStep]:
     """All optimizer steps, on the live policy of `prepared`."""
     dpo, mode, policy = config.dpo, config.numerics.mode, prepared.state.policy
-    adamw = AdamWSettings(
-        dpo.learning_rate, dpo.adam_beta1, dpo.adam_beta2, dpo.adam_eps, dpo.weight_decay, dpo.max_grad_norm
-    )
+    adamw = AdamWSettings(dpo.learning_rate, 0.9, 0.95, 1e-8, 0.0, 1.0)
     optimizer = Optimizer(policy, adamw, mode)
     schedule = Schedule(dpo.epochs, dpo.minibatch_size, pairs_at_once(config.layout.update_micro_batch), config.seed)
     total, steps = schedule.steps(len(pairs)), []
@@ -242,9 +240,7 @@ def train_dpo(config: DPOConfig, out: Path, watcher: Watcher) -> DPOResult:
     if folder.exists():
         raise UserError(f"{folder}: exists already; choose another --out")
     recorded, run_config = _recorded(config)
-    pairs = _Pairs(
-        *hold_out(pairs_from_run(Path(config.run), config.run_iterations), config.num_eval_prompts, config.seed)
-    )
+    pairs = _Pairs(*hold_out(pairs_from_run(Path(config.run)), config.num_eval_prompts, config.seed))
     with naming_learning_rates(config):
         prepared = _start(config, recorded, run_config, watcher)
         check_pairs(pairs.all, prepared.state.policy.config.vocab_size, config.numerics.max_context)

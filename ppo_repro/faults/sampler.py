@@ -14,6 +14,6 @@ from ppo_repro.rollout.engine import Engine
 def disturbed(config: RunConfig, engine: Engine, state: TrainState, tokenizer: PreTrainedTokenizerBase) -> Engine:
     """Wrap an engine: older weights, responses encoded again. The engine itself if the configuration has neither."""
     lag, share = config.mismatch.sampler.lag, config.mismatch.trainer.retokenize
-    if lag is not None:
+    if lag:
         engine = LaggingEngine(engine, state, lag)
     return RetokenizingEngine(engine, tokenizer, share) if share else engine

@@ -32,15 +32,16 @@ from ppo_repro.models.networks import ValueModel, make_policy
 from ppo_repro.numerics.families import CLASSIFIERS, token_head_name
 
 VALUE_TENSORS, ADAPTER_TENSORS = "value_model.safetensors", "adapter_model.safetensors"
+FILE_BYTES = 5 * 10**9  # as the Hub takes them
 _FORMAT = {"format": "pt"}  # what transformers wants to read in a file of a model
 
 
-def write_model(model: PreTrainedModel, folder: Path, file_bytes: int, original_format: bool = True) -> None:
-    """Write a model into a folder that exists, in files of at most `file_bytes` of weights, but for a larger tensor.
+def write_model(model: PreTrainedModel, folder: Path, original_format: bool = True) -> None:
+    """Write a model into a folder that exists, in files of at most FILE_BYTES of weights, but for a larger tensor.
 
     `original_format`: a mixture's experts as published checkpoints have them. Raises OSError.
     """
-    model.save_pretrained(folder, max_shard_size=file_bytes, save_original_format=original_format)
+    model.save_pretrained(folder, max_shard_size=FILE_BYTES, save_original_format=original_format)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:

@@ -19,7 +19,7 @@ from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.structs import address
 from ppo_repro.ranks import ALONE, Ranks
 
-SLOTS = 8  # of a minibatch, unless a configuration says otherwise
+SLOTS = 8  # of a minibatch
 _CLIP_EPS = 1e-6  # torch's, in clip_grad_norm_
 
 

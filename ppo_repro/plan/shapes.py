@@ -26,6 +26,7 @@ from ppo_repro.numerics.families import (
     head_of,
     key_value_heads,
 )
+from ppo_repro.numerics.optimizer import SLOTS
 from ppo_repro.plan.memory import Plan, Sizes, Work, frozen_model, make_plan, trained_model
 
 
@@ -81,7 +82,7 @@ def work_of(config: RunConfig, processes: int = 1) -> Work:
     )
     deterministic, sampler = config.numerics.mode == "deterministic", config.mismatch.sampler
     update_sequences = min(layout.update_micro_batch or step, step)
-    slots = config.ppo.gradient_slots // processes
+    slots = SLOTS // processes
     return Work(
         deterministic=deterministic,
         slots=min(layout.rollout_slots, max(sequences, evaluated)),
@@ -92,7 +93,7 @@ def work_of(config: RunConfig, processes: int = 1) -> Work:
         gradient_arrays=slots.bit_length() if deterministic and update_sequences < step else 1,
         packed=layout.padding == "none",
         recompute=layout.gradient_checkpointing,
-        older_policies=0 if sampler.lag is None else min(sampler.lag.most, config.ppo.iterations - 1),
+        older_policies=min(sampler.lag, config.ppo.iterations - 1),
         sampler_stock=0 if sampler.stock is None else getattr(torch, sampler.stock).itemsize,
         sampler_rounds=sampler.precision.weights != "float32",
         reference_in_steps=isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact",

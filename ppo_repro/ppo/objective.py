@@ -69,10 +69,6 @@ class Objective:
         """Return r at each token; `responses` int64 numbers the response of each token."""
         return probability_ratios(new_logprobs, anchor_logprobs)
 
-    def advantages(self, advantages: Tensor, responses: Tensor) -> Tensor:
-        """Return the advantage A that each token has in the losses."""
-        return advantages
-
     def choose(self, new_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, order: Tensor) -> Tensor:
         """Choose the tokens [M] of a minibatch that are changed, bool; `order` [M] int64 is a random permutation."""
         raise NotImplementedError

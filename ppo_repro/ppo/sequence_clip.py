@@ -43,15 +43,6 @@ class SequenceClip(Clip):
     gradient of GSPO itself (equation 5). verl's `gspo` clamps the logarithm at 10.
     """
 
-    by_response: bool = False  # whether a response has one advantage, the mean over its tokens, as in AReaL
-
     def ratios(self, new_logprobs: Tensor, anchor_logprobs: Tensor, responses: Tensor) -> Tensor:
         assert new_logprobs.shape == anchor_logprobs.shape == responses.shape
         return _SequenceRatio.apply(new_logprobs - anchor_logprobs, _lengths(responses))
-
-    def advantages(self, advantages: Tensor, responses: Tensor) -> Tensor:
-        if not self.by_response:
-            return advantages
-        lengths = _lengths(responses)
-        means = run_sums(advantages, lengths) / lengths
-        return torch.repeat_interleave(means.to(torch.float32), lengths)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ppo_repro.buffers import Coefficients, Iteration, MinibatchUpdate, PolicyUpdate, Rewards, ValueUpdate
-from ppo_repro.config.algorithm import GaeAdvantages, KLInLoss, KLInReward
-from ppo_repro.config.records import RunRecordsConfig
+from ppo_repro.config.algorithm import KLInLoss, KLInReward
+from ppo_repro.config.records import RecordsConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.faults.trainer import with_loss_mask
@@ -54,7 +54,7 @@ SECONDS = ("rollout", "forward", "update", "evaluation", "digests", "other")
 COMPUTED: Mapping[Stage, Mapping[str, tuple[str, ...]]] = {
     "rewards": {
         "sequences": ("scores", "kl_penalty_sum", "reward_sum"),
-        "tokens": ("kl_penalties", "placed_scores", "shaping_rewards", "raw_rewards", "rewards"),
+        "tokens": ("kl_penalties", "placed_scores", "raw_rewards", "rewards"),
     },
     "advantages": {"tokens": ("raw_advantages", "advantages", "returns")},
     "losses": {
@@ -114,7 +114,7 @@ def recompute(run_dir: Path, stages: Sequence[Stage]) -> Recomputed:
         raise UserError(f"{run_dir}: has no recorded iteration; finish it with `ppo-repro resume {run_dir}`")
     config = load_recorded_config(run_dir)
     # all columns that follow from records, whatever the run recorded
-    at_full = config.model_copy(update={"records": RunRecordsConfig(level="full")})
+    at_full = config.model_copy(update={"records": RecordsConfig(level="full")})
     coefficients = first_coefficients(config)
     compared: dict[Stage, int] = dict.fromkeys(stages, 0)
     for iteration in range(recorded.num_iterations):
@@ -149,13 +149,9 @@ def lines(recomputed: Recomputed) -> list[str]:
 
 def _needs(config: RunConfig) -> Iterator[tuple[Stage, str, str]]:
     """Stage, table and column of what the stages of a configuration need beyond level `lean`."""
-    kl, advantages = config.kl, config.advantages
+    kl = config.kl
     if isinstance(kl, KLInReward) and kl.estimator == "exact" and kl.direction == "reference_policy":
         yield "rewards", "tokens", "reverse_ref_kl"
-    if config.reward.potential is not None:
-        yield "rewards", "tokens", "potentials"
-    if isinstance(advantages, GaeAdvantages) and advantages.truncation == "bootstrap":
-        yield "advantages", "sequences", "final_values"
     if _has_exact_kl(config):
         yield "losses", "updates", "kl_terms"
 
@@ -214,7 +210,7 @@ def _rewards(config: RunConfig, item: Iteration) -> Rewards:
     judged, finished = item.rewards, [reason == "stop" for reason in item.rollout.finish_reasons]
     scores = weighted_scores(config.reward, judged.score_parts, finished)
     judgement = Judgement(scores, [list(parts) for parts in judged.score_parts], judged.is_correct.tolist())
-    return rewards_from(config, judgement, item.rollout, item.forward, judged.potentials, item.coefficients.kl_coef)
+    return rewards_from(config, judgement, item.rollout, item.forward, item.coefficients.kl_coef)
 
 
 def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Iterator[MinibatchUpdate]:

@@ -115,7 +115,6 @@ def _episodes(records: Records, table: str) -> tuple[Episode, ...] | None:
 def forward_of(records: Records) -> ForwardPass:
     """Return what the networks gave before the update."""
     ids = torch.empty(records.tables["tokens"].num_rows, 0, dtype=torch.int32)
-    final_values = records.tensor_or_none("sequences", "final_values")
     names = ("old_logprobs", "ref_logprobs", "ref_kl", "entropies", "prob_sq_sums")
     return ForwardPass(
         **{name: records.tensor("tokens", name) for name in names},
@@ -126,7 +125,6 @@ def forward_of(records: Records) -> ForwardPass:
         ref_top_logits=ids.to(torch.float32),
         routes=ids,
         values=records.tensor_or_none("tokens", "values"),
-        final_values=torch.zeros(records.tables["sequences"].num_rows) if final_values is None else final_values,
     )
 
 
@@ -140,8 +138,6 @@ def rewards_of(records: Records) -> Rewards:
         is_correct=torch.tensor(records.values("sequences", "is_correct")),
         kl_penalties=records.tensor("tokens", "kl_penalties"),
         placed_scores=zeros.to(torch.float64) if placed is None else placed,
-        potentials=records.tensor_or_none("tokens", "potentials"),
-        shaping_rewards=records.tensor_or_none("tokens", "shaping_rewards"),
         raw_rewards=zeros if raw is None else raw,
         rewards=records.tensor("tokens", "rewards"),
     )

@@ -146,9 +146,7 @@ def _episode_columns(episodes: Sequence[Episode] | None) -> Columns:
 
 
 def _full_sequences(item: Iteration) -> Columns:
-    forward, count = item.forward, len(item.rollout.lengths)
     return {
-        "final_values": _or_null(None if forward.values is None else forward.final_values, count),
         "server": list(item.rollout.servers),
         "latency": list(item.rollout.latencies),
     }
@@ -186,8 +184,6 @@ def _full_tokens(item: Iteration) -> Columns:
         "kept_tokens": _kept(item.rollout.kept_tokens.numpy()),
         "reverse_ref_kl": _or_null(item.forward.reverse_ref_kl, count),
         "placed_scores": rewards.placed_scores.numpy(),
-        "potentials": _or_null(rewards.potentials, count),
-        "shaping_rewards": _or_null(rewards.shaping_rewards, count),
         "raw_rewards": rewards.raw_rewards.numpy(),
     }
 

@@ -23,8 +23,7 @@ from ppo_repro.config.tasks import JsonlTask, PythonTask, ReasoningGymTask
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import input_files
 from ppo_repro.numerics import library
-from ppo_repro.tasks.reasoning_gym_task import PACKAGE
-from ppo_repro.tasks.rewards import reward_files
+from ppo_repro.tasks.user_code import reward_files
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pandas", "pyarrow", "pydantic")
 
@@ -56,7 +55,7 @@ def _of_task(config: RunConfig | ControlConfig) -> tuple[str, ...]:
     """The package that makes the prompts, if one does and is there."""
     if isinstance(config, ControlConfig) or not isinstance(config.task, ReasoningGymTask):
         return ()
-    return (PACKAGE,) if find_spec("reasoning_gym") else ()
+    return ("reasoning-gym",) if find_spec("reasoning_gym") else ()
 
 
 def describe_environment(config: RunConfig | ControlConfig, processes: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.faults.sampler import disturbed
 from ppo_repro.faults.trainer import received
 from ppo_repro.loop import ppo_iterations
-from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.numerics.optimizer import SLOTS, weights_digest
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records.accuracy import FILE_NAME as ACCURACY_NAME
@@ -82,7 +82,10 @@ class LanguageExecution:
 
     def progress(self, item: Iteration) -> str:
         score, accuracy = mean_of(item.rewards.scores), mean_of(item.rewards.is_correct)
-        return f"score {score:.3f}  accuracy {accuracy:.3f}  KL {last_kl(item.updates):.4f}"
+        task = self.prepared.task
+        has_answers = task.problems.has_answers or task.judge.verifier is not None
+        right = f"accuracy {accuracy:.3f}  " if has_answers else ""
+        return f"score {score:.3f}  {right}KL {last_kl(item.updates):.4f}"
 
     def ending(self, clock: Clock) -> Ending:
         evaluation = evaluate(self.config, self.prepared.task, self.engine, self.ranks)
@@ -123,22 +126,21 @@ class LanguageKind:
     def environment(self, config: RunConfig) -> dict[str, Any]:
         return describe_environment(config, self.ranks.size)
 
-    def _check_processes(self, config: RunConfig) -> None:
+    def _check_processes(self) -> None:
         """UserError where the processes cannot each have the same number of slots of a minibatch."""
-        slots = config.ppo.gradient_slots
-        if slots % self.ranks.size:
+        if SLOTS % self.ranks.size:
             raise UserError(
-                f"ppo.gradient_slots = {slots}: {self.ranks.size} processes were started; "
-                f"at most {slots} can share them, start so many with torchrun --nproc-per-node"
+                f"{self.ranks.size} processes were started; start 1, 2, 4 or 8 with torchrun --nproc-per-node: the "
+                f"gradients of a minibatch are sums of {SLOTS} slots, which the processes divide among them"
             )
 
     def begin(self, config: RunConfig, run_dir: Path | None) -> AbstractContextManager[Execution[Iteration]]:
-        self._check_processes(config)
+        self._check_processes()
         return self._open(config, run_dir, None, measured=run_dir is not None)
 
     def resume(self, config: RunConfig, run_dir: Path, recorded: Manifest) -> Resumption[Iteration]:
         """From the newest checkpoint, or from the beginning where there is none."""
-        self._check_processes(config)
+        self._check_processes()
         require_same_sampler(load_config(run_dir / "config.yaml"), config)
         start = load_newest(run_dir, recorded)
         _check_inputs(recorded, config, start)

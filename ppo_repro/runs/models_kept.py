@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_repro.config.algorithm import SeparateValue
-from ppo_repro.config.records import MODEL_FILE_BYTES
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.errors import UserError
@@ -66,12 +65,10 @@ def task_digest(prepared: Prepared) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def save_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, file_bytes: int = MODEL_FILE_BYTES
-) -> None:
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """A model and its tokenizer as a transformers folder; appears whole or not at all. UserError where that fails."""
     with whole_folder(folder) as temporary:
-        write_model(model, temporary, file_bytes)
+        write_model(model, temporary)
         tokenizer.save_pretrained(temporary)
         write_sums(temporary)
 
@@ -123,7 +120,7 @@ class ModelStore:
 
     def put_policy(self, folder: Path) -> None:
         """Put the policy as it is now into a folder, to be loaded from there."""
-        write_model(self.prepared.state.policy, folder, self.config.checkpoints.file_bytes)
+        write_model(self.prepared.state.policy, folder)
         self.prepared.task.tokenizer.save_pretrained(folder)
 
     def finish(self, files: Mapping[str, str], link: str) -> dict[str, str]:
@@ -164,7 +161,7 @@ class ModelStore:
         return found
 
     def _save(self, model: PreTrainedModel, folder: Path) -> None:
-        save_model(model, self.prepared.task.tokenizer, folder, self.config.checkpoints.file_bytes)
+        save_model(model, self.prepared.task.tokenizer, folder)
 
     def _bases(self) -> tuple[Path, Path]:
         """Folders of the models that policy and value model started as."""

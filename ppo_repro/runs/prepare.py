@@ -34,7 +34,7 @@ from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
 from ppo_repro.models.warm_start import WarmStartStep, warm_start
 from ppo_repro.numerics import library
 from ppo_repro.numerics.families import trunk_of
-from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer
+from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer
 from ppo_repro.preferences.pairs import pairs_by_rule
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
 from ppo_repro.ranks import ALONE, Ranks
@@ -45,8 +45,13 @@ from ppo_repro.stages.rollout import Task
 from ppo_repro.tasks.problems import Split, encode_all, encoder
 from ppo_repro.tasks.rewards import check_functions, for_source, load_judge
 from ppo_repro.tasks.sources import check_source, load_source
+from ppo_repro.tasks.tokenizer import spelled_tokens
+from ppo_repro.tasks.user_code import UserProcess
 
 WarmStartProgress = Callable[[int, int, float], None]  # step, last step, loss
+
+
+EVAL_PAIRS = 256  # from held-out prompts, without label noise, to judge a reward model by
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ def _checked_prompts(
     config: RunConfig, problems: Split, tokenizer: PreTrainedTokenizerBase, source: PreTrainedModel
 ) -> dict[str, tuple[int, ...]]:
     """Token ids of every prompt by key; UserError where a prompt or a setting does not go with the model."""
-    encode = encoder(tokenizer, config.task.chat_template, config.task.system_prompt)
+    encode = encoder(tokenizer, config.task)
     model = source.config
     ids = encode_all([*problems.train, *problems.held_out], encode, config, model.vocab_size)
     check_training_prompts(config, tokenizer, ids)
@@ -107,7 +112,7 @@ def _reward_model(
         pairs_by_rule(some, prompt_ids, tokenizer, count, noise, config.seed)
         for some, count, noise in (
             (problems.train, term.num_pairs, term.label_noise),
-            (problems.held_out, term.num_eval_pairs, 0.0),
+            (problems.held_out, EVAL_PAIRS, 0.0),
         )
     )
     training = train_reward_model(model, pairs, eval_pairs, term, numerics, config.layout, config.seed, progress)
@@ -116,9 +121,7 @@ def _reward_model(
 
 def _adamw(config: RunConfig, learning_rate: float) -> AdamWSettings:
     ppo = config.ppo
-    return AdamWSettings(
-        learning_rate, ppo.adam_beta1, ppo.adam_beta2, ppo.adam_eps, ppo.weight_decay, ppo.max_grad_norm
-    )
+    return AdamWSettings(learning_rate, 0.9, ppo.adam_beta2, ppo.adam_eps, ppo.weight_decay, ppo.max_grad_norm)
 
 
 @dataclass(frozen=True)
@@ -181,11 +184,11 @@ def _networks(config: RunConfig, source: PreTrainedModel, task: Task, share: boo
 def _versions(config: RunConfig, policy: PreTrainedModel, lora: Lora | None) -> Versions | None:
     """Room for the versions of the policy that a sampler which is behind needs."""
     lag = config.mismatch.sampler.lag
-    if lag is None:
+    if not lag:
         return None
     if lora is None:
-        return Versions(dict(policy.named_parameters()), lag.most)
-    return Versions(lora.trained(), lag.most, lora.merge)
+        return Versions(dict(policy.named_parameters()), lag)
+    return Versions(lora.trained(), lag, lora.merge)
 
 
 def _adapted(model: Adaptable, config: LoraConfig | None, seed: int, base: PreTrainedModel | None) -> Lora | None:
@@ -199,7 +202,7 @@ def _adapted(model: Adaptable, config: LoraConfig | None, seed: int, base: PreTr
 def _optimizer(
     config: RunConfig, module: nn.Module, lora: Lora | None, learning_rate: float, ranks: Ranks
 ) -> Optimizer:
-    settings, mode, slots = _adamw(config, learning_rate), config.numerics.mode, config.ppo.gradient_slots // ranks.size
+    settings, mode, slots = _adamw(config, learning_rate), config.numerics.mode, SLOTS // ranks.size
     return Optimizer(module, settings, mode, slots, lora)
 
 
@@ -235,8 +238,9 @@ def prepare(
     numerics = config.numerics
     library.use_threads(config.layout.threads)
     disable_progress_bar()  # the run shows its own
-    judge = load_judge(config.reward)
-    brought = load_source(config.task, config.seed)
+    process = UserProcess()
+    judge = load_judge(config.reward, process)
+    brought = load_source(config.task, config.seed, process)
     problems = brought.problems
     judge = for_source(judge, brought, config.task.answer_extraction)
     check_functions(judge, problems.train)
@@ -250,7 +254,8 @@ def prepare(
     if start_folder is None and isinstance(config.model, TinyModel):
         steps = warm_start(source, tokenizer, problems.train, config.model, numerics, config.seed, progress)
     reward_model, reward_training = _reward_model(config, problems, ids, tokenizer, source, progress)
-    task = Task(problems, ids, judge, reward_model, tokenizer, brought.environment)
+    spelled = spelled_tokens(tokenizer, [*judge.asked_texts, *config.rollout.stop])
+    task = Task(problems, ids, judge, reward_model, tokenizer, brought.environment, spelled)
     networks = _networks(config, source, task, share, ranks)
     engine = built_in_engine(config, source, networks.sampled, stop_ids(source, tokenizer))
     networks.state.sampler = engine.policy if engine.policy is not networks.state.policy else None

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ppo_repro.buffers import Advantages, Coefficients, ForwardPass, MinibatchUpdate, ReturnStatistics
-from ppo_repro.config.algorithm import AdaptiveController, NoKL, NoValue, SeparateValue
-from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective
+from ppo_repro.config.algorithm import AdaptiveController, KLInReward, NoKL, NoValue, SeparateValue
+from ppo_repro.config.objectives import CLIP_RANGE_MAX, CLIP_RANGE_MIN, AdaptiveClipObjective, PenaltyObjective
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.state import TrainState
 from ppo_repro.ppo.controllers import adaptive_clip_range, adaptive_kl_coef, adaptive_penalty_coef
@@ -35,15 +35,17 @@ def next_coefficients(
     sequences: int,
 ) -> Coefficients:
     """The coefficients of the next iteration, from the KL and the returns of this one."""
-    controller = None if isinstance(config.kl, NoKL) else config.kl.controller
+    controller = config.kl.controller if isinstance(config.kl, KLInReward) else None
     if isinstance(controller, AdaptiveController):
         per_sequence = math.fsum(forward.ref_kl.tolist()) / sequences
         coef = adaptive_kl_coef(coefficients.kl_coef, per_sequence, controller.target_kl, sequences, controller.horizon)
         coefficients = replace(coefficients, kl_coef=coef)
     objective = config.ppo.objective
     if isinstance(objective, AdaptiveClipObjective):
-        bounds = objective.clip_range_min, objective.clip_range_max
-        clip_range = adaptive_clip_range(coefficients.clip_range, last_kl(updates), objective.target_kl, *bounds)
+        kl = last_kl(updates)
+        clip_range = adaptive_clip_range(
+            coefficients.clip_range, kl, objective.target_kl, CLIP_RANGE_MIN, CLIP_RANGE_MAX
+        )
         coefficients = replace(coefficients, clip_range=clip_range)
     if isinstance(objective, PenaltyObjective) and objective.target_kl is not None:
         kl, first = last_kl(updates), objective.penalty_coef

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ppo_repro.buffers import ForwardPass, ReturnStatistics, Rollout
-from ppo_repro.config.algorithm import GaeAdvantages, KLInLoss, KLInReward
+from ppo_repro.config.algorithm import KLInLoss, KLInReward
 from ppo_repro.config.run import RunConfig
-from ppo_repro.models.batches import MicroBatch, TokenBatch, lay_out, micro_batches
-from ppo_repro.models.networks import hidden_states, seen_states, value_predictions, values_of
+from ppo_repro.models.batches import MicroBatch, TokenBatch, micro_batches
+from ppo_repro.models.networks import hidden_states, seen_states, values_of
 from ppo_repro.models.state import Stream, TrainState
 from ppo_repro.numerics.families import routers, trunk_of
 from ppo_repro.numerics.network import forget_packed, logits
@@ -63,7 +63,6 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
         ref_top_logits=top[3],
         routes=routes,
         values=None if state.value_model is None else values,
-        final_values=_final_values(state, rollout, mine, config, ranks),
     )
 
 
@@ -97,26 +96,6 @@ def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig
     return *statistics, routes, values_in_reward_units(state, hidden, m)
 
 
-def _final_values(state: TrainState, rollout: Rollout, mine: Tensor, config: RunConfig, ranks: Ranks) -> Tensor:
-    """[B] float32: V after the last token of responses cut at the length limit, if they are bootstrapped; else 0."""
-    final_values = torch.zeros(len(rollout.lengths))
-    advantages = config.advantages
-    if state.value_model is None or not isinstance(advantages, GaeAdvantages) or advantages.truncation == "terminal":
-        return final_values
-    cut = [i for i in mine.tolist() if rollout.finish_reasons[i] == "length"]
-    values: list[float] = []
-    size = config.layout.forward_micro_batch or max(1, len(cut))
-    for start in range(0, len(cut), size):
-        sequences = [(*rollout.prompts.prompt_ids[i], *rollout.whole(i)) for i in cut[start : start + size]]
-        # an additional token after each sequence: it is not an input, and its predictor is the last real token
-        batch = lay_out(sequences, [(0,)] * len(sequences), config.layout.padding)
-        predictions = value_predictions(state.value_model, batch).cpu()
-        values += _in_reward_units(predictions, state.coefficients.returns).tolist()
-    for index, value in ranks.gather(list(zip(cut, values, strict=True))):
-        final_values[index] = value
-    return final_values
-
-
 def _distributions(
     state: TrainState, batch: TokenBatch, hidden: Tensor, rollout: Rollout, tokens: Tensor, config: RunConfig
 ) -> tuple[Tensor, ...]:
@@ -135,7 +114,7 @@ def _distributions(
         reverse = torch.empty(0)
         if _charges_reverse(config):
             reverse = kl_divergence(other, own, temperature, eligible)
-        top = [top_logits(x, temperature, config.records.logits_per_token) for x in (own, other)]
+        top = [top_logits(x, temperature, config.records.top_logits) for x in (own, other)]
         return s.logprobs, s.ref_logprobs, s.ref_kl, s.entropies, s.prob_sq_sums, reverse, *top[0], *top[1]
 
     return in_chunks(of_rows, hidden, batch.rows, policy.config.vocab_size)

@@ -19,8 +19,8 @@ from ppo_repro.rollout.engine import Completion, Engine, Request, Sampling
 from ppo_repro.seeding import sample_seed
 from ppo_repro.tasks.dialogue import Conversations
 from ppo_repro.tasks.problems import Problem, Split, choose
-from ppo_repro.tasks.python_task import PythonFile
 from ppo_repro.tasks.rewards import Judge
+from ppo_repro.tasks.sources import PythonFile
 from ppo_repro.tasks.tokenizer import decode, spans
 
 T = TypeVar("T")
@@ -36,6 +36,7 @@ class Task:
     reward_model: PreTrainedModel | None  # frozen; None if no reward term is a model
     tokenizer: PreTrainedTokenizerBase
     environment: PythonFile | None = None  # None if every episode is one turn of the model
+    spelled: frozenset[int] = frozenset()  # special tokens that rewards and stop texts see as text
 
 
 def choose_prompts(config: RunConfig, task: Task, iteration: int) -> Prompts:
@@ -72,7 +73,7 @@ def sampling_of(config: RunConfig, greedy: bool = False) -> Sampling:
         token_bias=config.mismatch.sampler.token_bias or 0.0,
         bias_seed=config.seed,
         routes=config.asks_for_routes,
-        top_logits=config.records.logits_per_token,
+        top_logits=config.records.top_logits,
     )
 
 
@@ -116,15 +117,8 @@ def generate(
     if task.environment is None and not config.rollout.stop:
         completions = engine.generate(requests, sampling)
         return ranks.gather([Answered(c, decode(task.tokenizer, c.response_ids), None) for c in completions])
-    conversations = Conversations(
-        task.tokenizer,
-        config.rollout.stop,
-        task.environment,
-        [problems[i] for i in mine],
-        config.task.turns,
-        config.rollout.max_response_tokens,
-        config.task.chat_template,
-    )
+    own = [problems[i] for i in mine]
+    conversations = Conversations(config, task.tokenizer, task.spelled, task.environment, own)
     answers = []
     for index, c in enumerate(engine.generate(requests, sampling, conversations)):
         episode = None
@@ -141,10 +135,7 @@ def known(values: Sequence[T | None]) -> tuple[T, ...] | None:
 
 def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ranks: Ranks) -> Rollout:
     """Sample one response to every prompt."""
-    problems = [
-        Problem(key, text, answer, task.judge.fields_of(key))
-        for key, text, answer in zip(prompts.keys, prompts.texts, prompts.answers, strict=True)
-    ]
+    problems = [task.problems.by_key[key] for key in prompts.keys]
     answers = generate(config, task, engine, problems, sampling_of(config), prompts.seeds, ranks)
     completions = [answer.completion for answer in answers]
     return Rollout(

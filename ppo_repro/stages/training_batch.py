@@ -25,6 +25,7 @@ from ppo_repro.config.objectives import (
 )
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch, micro_batches
+from ppo_repro.numerics.optimizer import SLOTS
 from ppo_repro.numerics.rows import slots_of_rank
 from ppo_repro.ppo import corrections
 from ppo_repro.ppo.cispo import Cispo
@@ -48,7 +49,7 @@ def objective_of(config: RunConfig, coefficients: Coefficients) -> Objective:
         case AdaptiveClipObjective():
             return Clip(coefficients.clip_range, coefficients.clip_range)
         case SequenceClipObjective() as o:
-            return SequenceClip(o.clip_range, o.high, by_response=o.advantages == "response")
+            return SequenceClip(o.clip_range, o.high)
         case CispoObjective() as o:
             return Cispo(o.floor, o.cap)
         case ClipCovObjective() as o:
@@ -112,7 +113,7 @@ def training_batch(
         coefficients=coefficients,
         anchor_logprobs=rollout.rollout_logprobs if config.ppo.ratio_anchor == "rollout" else forward.old_logprobs,
         ref_logprobs=forward.ref_logprobs,
-        advantages=objective.advantages(advantages.advantages, responses),
+        advantages=advantages.advantages,
         responses=responses,
         corrections=corrected,
         in_losses=in_losses,
@@ -190,7 +191,7 @@ def minibatch_of(
     own: list[MicroBatch] = []
     if ranks is not None:
         mine = sequences[torch.tensor(ranks.mine(len(sequences)), dtype=torch.int64)]
-        slots = slots_of_rank(len(sequences), config.ppo.gradient_slots, ranks)
+        slots = slots_of_rank(len(sequences), SLOTS, ranks)
         own = micro_batches(rollout, mine, layout.update_micro_batch, layout.padding, config.ppo.replay_routes, slots)
     return Minibatch(*step, tokens, weights, tuple(own))
 

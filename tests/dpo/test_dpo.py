@@ -88,7 +88,7 @@ def test_in_native_numerics_the_layout_shows(source: Path, tmp_path: Path) -> No
     assert all(result.margin_accuracy_before == 0.5 for result in found)
 
 
-@pytest.mark.parametrize("override", ["seed=3", "dpo.beta=0.2", "dpo.epochs=1", "run_iterations=1"])
+@pytest.mark.parametrize("override", ["seed=3", "dpo.beta=0.2", "dpo.epochs=1"])
 def test_whatever_is_no_layout_changes_the_fingerprint(
     trained: DPOResult, source: Path, tmp_path: Path, override: str
 ) -> None:
@@ -243,7 +243,6 @@ def test_the_command(cli: Cli, trained: DPOResult, source: Path, tmp_path: Path)
         ("dpo.beta=0", "dpo.beta = 0: input should be greater than 0"),
         ("dpo.gamma=1", "dpo.gamma: unknown field"),
         ("num_eval_prompts=1000", "num_eval_prompts = 1000: the pairs have"),
-        ("run_iterations=3", "iterations = 3:"),
         ("numerics.max_context=6", "rollout.max_response_tokens = 6 must be smaller than numerics.max_context"),
     ],
 )

@@ -192,7 +192,7 @@ def test_sizes_are_decimal(count: int, text: str) -> None:
 
 @pytest.mark.parametrize("lora", ["null", LORA])
 def test_older_policies_are_counted_as_they_are_kept(lora: str) -> None:
-    behind = f"lora={lora}", "mismatch.sampler.lag={kind: fixed, iterations: 9}"
+    behind = f"lora={lora}", "mismatch.sampler.lag=9"
     state = prepare(small_config(*behind, "model.warm_start_steps=0"), lambda step, total, loss: None).state
     versions = state.versions_now()
     assert versions is not None

@@ -7,9 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
-
-from ppo_repro.ppo.covariance import chosen_count, covariances, drawn_tokens, largest_tokens
 from ppo_repro.ppo.losses import (
     Band,
     cispo_loss,
@@ -21,7 +18,10 @@ from ppo_repro.ppo.losses import (
     unclipped_surrogate,
     weight_flags,
 )
-from ppo_repro.ppo.sequences import response_means, sequence_ratios
+from ppo_repro.ppo.sequences import sequence_ratios
+from torch import Tensor
+
+from ppo_repro.ppo.covariance import chosen_count, covariances, drawn_tokens, largest_tokens
 from tests.support.float32 import bits, finite, tensor
 
 logprobs, numbers = finite(-4.0, 0.0), finite(-3.0, 3.0)
@@ -44,7 +44,6 @@ def test_gspo_by_hand() -> None:
     new, anchor = tensor([-1.0, -1.0, -3.0]), tensor([-2.0, -1.0, -3.0])
     ratios = sequence_ratios(new, anchor, torch.tensor([2, 1]))
     assert ratios.tolist() == pytest.approx([np.exp(0.5), np.exp(0.5), 1.0], rel=1e-6)
-    assert response_means(tensor([1.0, 4.0, 7.0]), torch.tensor([2, 1])).tolist() == [2.5, 2.5, 7.0]
     # 1.65 is beyond 1.2, and the advantage is positive: both tokens lose their gradient
     losses = clipped_surrogate(ratios, tensor([1.0, 1.0, 1.0]), Band(0.2, 0.2))
     assert losses.tolist() == pytest.approx([-1.2, -1.2, -1.0], rel=1e-6)
@@ -54,7 +53,7 @@ def test_gspo_by_hand() -> None:
 def test_gspos_gradient_is_that_of_its_definition_in_float64(rows: Rows) -> None:
     """Equation 5 of the paper, differentiated by torch in float64: -mean_i s_i A_i, one advantage per response."""
     new, anchor, advantages, lengths = tensors(rows)
-    advantages = response_means(advantages, lengths)
+    advantages = advantages[torch.repeat_interleave(torch.cumsum(lengths, 0) - 1, lengths)]  # one a response
     x = new.clone().requires_grad_()
     weights = torch.repeat_interleave(1.0 / (len(lengths) * lengths), lengths).to(torch.float32)
     found = gradient(unclipped_surrogate(sequence_ratios(x, anchor, lengths), advantages), weights, x)
@@ -67,10 +66,9 @@ def test_gspos_gradient_is_that_of_its_definition_in_float64(rows: Rows) -> None
 
 @given(responses)
 def test_a_response_of_one_token_has_its_tokens_ratio(rows: Rows) -> None:
-    new, anchor, advantages, _ = tensors(rows)
+    new, anchor, _, _ = tensors(rows)
     alone = torch.ones(len(new), dtype=torch.int64)
     assert bits(sequence_ratios(new, anchor, alone)) == bits(probability_ratios(new, anchor))
-    assert bits(response_means(advantages, alone) + 0.0) == bits(advantages + 0.0)
 
 
 @given(responses, st.randoms(use_true_random=False))

@@ -67,13 +67,11 @@ def ragged(lengths: Tensor) -> dict[str, tuple[Callable[..., object], list[Tenso
     """Functions of tokens [N] of B sequences, with arguments that fit."""
     n, count = int(lengths.sum()), len(lengths)
     token, word, score = torch.zeros(n), torch.zeros(n, dtype=torch.int64), torch.zeros(count, dtype=torch.float64)
-    potential = torch.zeros(n, dtype=torch.float64)
     return {
         "gae": (lambda r, v, s, f: advantages.gae(r, v, s, f, 1.0, 0.9), [token, token, lengths, torch.zeros(count)]),
         "word_lengths": (rewards.word_lengths, [word, lengths]),
         "place_scores": (lambda s, t, w: rewards.place_scores(s, t, w, "last"), [score, lengths, word]),
         "charge_penalties": (lambda p, s, w: rewards.charge_penalties(p, s, w, "token"), [token, lengths, word]),
-        "shaping_rewards": (lambda p, s: rewards.shaping_rewards(p, s, 1.0), [potential, lengths]),
         "importance_ratios": (
             lambda a, b, s: corrections.importance_ratios(a, b, s, "sequence"),
             [token, token, lengths],
@@ -85,7 +83,6 @@ def ragged(lengths: Tensor) -> dict[str, tuple[Callable[..., object], list[Tenso
         "normalized_weights": (lambda w, s: corrections.normalized_weights(w, s, True), [token, lengths]),
         "vetoed": (lambda w, s: corrections.vetoed(w, s, 0.1), [token, lengths]),
         "sequence_ratios": (sequences.sequence_ratios, [token, token, lengths]),
-        "response_means": (sequences.response_means, [token, lengths]),
         "sequence_logprobs": (preferences.sequence_logprobs, [token, lengths]),
     }
 

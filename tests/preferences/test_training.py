@@ -46,7 +46,7 @@ MODEL = TinyModel(
 PROBLEMS = split(arithmetic(6), 12, 0)
 TOKENIZER = make_tokenizer(PROBLEMS.train, 20)
 IDS = {p.key: tuple(TOKENIZER(p.prompt)["input_ids"]) for p in (*PROBLEMS.train, *PROBLEMS.held_out)}
-SETTINGS = RewardModelTraining(num_pairs=60, num_eval_pairs=40, epochs=2, minibatch_size=16, learning_rate=3e-3)
+SETTINGS = RewardModelTraining(num_pairs=60, epochs=2, minibatch_size=16, learning_rate=3e-3)
 PAIRS = pairs_by_rule(PROBLEMS.train, IDS, TOKENIZER, 60, 0.1, 0)
 EVAL_PAIRS = pairs_by_rule(PROBLEMS.held_out, IDS, TOKENIZER, 40, 0.0, 0)
 NUMERICS = {

@@ -30,7 +30,7 @@ from ppo_repro.runs.verify import verify
 from ppo_repro.stages.agreement import UnequalBits, require_sampler_agrees
 from ppo_repro.stages.forward import score_rollout
 from ppo_repro.stages.rollout import choose_prompts, roll_out
-from ppo_repro.tasks import python_task
+from ppo_repro.tasks import user_code
 from ppo_repro.watcher import Silent
 from tests.support.cli import Cli, one_line
 from tests.support.language import rerun, resume
@@ -229,7 +229,7 @@ BAD = {
     "chance": ("    import random\n    return str(random.random())", r"step returned '0\.\d+' and then '0\.\d+' for"),
     "hangs": (
         "    while True:\n        pass",
-        r"task\.py:1[12]: step gave no answer within 0\.3 s; make it end; prompt key '",
+        r"task\.py:10: step gave no answer within 0\.5 s; make it end; prompt key '",
     ),
     "exits": ("    raise SystemExit(0)", r"step raised SystemExit: 0; prompt key '"),
 }
@@ -239,7 +239,7 @@ BAD = {
 def test_a_step_that_is_wrong_is_one_line(name: str, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     body, message = BAD[name]
     if name == "hangs":
-        monkeypatch.setattr(python_task, "STEP_SECONDS", 0.3)
+        monkeypatch.setattr(user_code, "CALL_SECONDS", 0.5)
     before, _, rest = TASK.partition("def step(transcript):\n")
     task = f"{before}def step(transcript):\n{body}\n\n\ndef score{rest.partition('def score')[2]}"
     config = turns_config(
@@ -279,7 +279,7 @@ def test_iterations_before_a_step_that_raises_stay(recorded: Recorded, tmp_path:
         (
             TASK.replace("return [(t", "return [None for t in transcripts] or [(t"),
             3,
-            "score returned None for prompt key",
+            "score returned None; must be a finite number",
         ),
         (TASK.replace("for t in transcripts]", "for t in transcripts[1:]]"), 3, "score returned 3 numbers for 4"),
     ],

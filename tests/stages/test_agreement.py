@@ -77,7 +77,7 @@ SGLANG = "rollout.engine.kind=sglang"
         ((SGLANG,), True),
         ((SGLANG, "rollout.engine.numerics=stock"), False),
         (("rollout.mismatch_sigma=0.1",), False),
-        (("mismatch.sampler.lag={kind: fixed, iterations: 1}",), False),
+        (("mismatch.sampler.lag=1",), False),
         (("mismatch.sampler.token_bias=0.1",), False),
         (("mismatch.trainer.padding_leak=9",), False),
         (("mismatch.trainer.dropout=0.1",), False),

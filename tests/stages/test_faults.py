@@ -10,10 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ppo_repro.stages.faults import dropped, training_weights
-from ppo_repro.stages.lagging import first_versions, version_of_tokens
 from ppo_repro.tasks.retokenization import chosen, encode_again
 
-from ppo_repro.config.mismatch import DrawnLag, FixedLag
 from ppo_repro.errors import UserError
 from ppo_repro.models.state import Versions
 from ppo_repro.ppo.weights import loss_weights
@@ -24,17 +22,6 @@ from ppo_repro.tasks.tokenizer import decode, spans, train_bpe
 from tests.support.runs import small_config
 
 LENGTHS, REASONS = torch.tensor([3, 2, 1]), ("stop", "length", "stop")
-
-
-def test_versions_by_hand() -> None:
-    fixed = FixedLag(kind="fixed", iterations=2)
-    assert [first_versions(fixed, (11, 12), newest) for newest in range(4)] == [[0, 0], [0, 0], [0, 0], [1, 1]]
-    assert version_of_tokens(1, 3, 5, None) == [1] * 5
-    assert version_of_tokens(1, 3, 7, 2) == [1, 1, 2, 2, 3, 3, 3]
-    drawn = first_versions(DrawnLag(kind="drawn", max_iterations=2), range(3000), 9)
-    counts = [drawn.count(version) for version in (7, 8, 9)]
-    assert sum(counts) == 3000 and all(abs(count - 1000) < 5 * math.sqrt(3000 * 2 / 9) for count in counts)
-    assert drawn != first_versions(DrawnLag(kind="drawn", max_iterations=2), range(1, 3001), 9)
 
 
 def test_older_weights_come_back_and_go() -> None:
@@ -150,14 +137,8 @@ REFUSED = {
     ("mismatch.trainer.padding_leak=-1",): "padding_leak = -1",
     ("mismatch.sampler.token_bias=0",): "token_bias = 0",
     ("mismatch.sampler.token_bias=1", "rollout.engine.kind=sglang"): "token_bias needs rollout.engine.kind = torch",
-    ("mismatch.sampler.lag={kind: fixed, iterations: 0}",): "lag.iterations = 0",
-    ("mismatch.sampler.lag={kind: late}",): "lag.kind = 'late'",
-    ("mismatch.sampler.lag={kind: fixed, iterations: 1}", "ppo.iterations=1"): "lag needs ppo.iterations of at least 2",
-    ("mismatch.sampler.lag={kind: fixed, iterations: 1, tokens_per_version: 6}",): "tokens_per_version = 6 must be sm",
-    (
-        "mismatch.sampler.lag={kind: fixed, iterations: 1, tokens_per_version: 2}",
-        "rollout.stop=['1']",
-    ): "tokens_per_version needs task.max_turns = 1",
+    ("mismatch.sampler.lag=-1",): "lag = -1",
+    ("mismatch.sampler.lag=1", "ppo.iterations=1"): "lag needs ppo.iterations of at least 2",
 }
 
 
@@ -170,7 +151,7 @@ def test_what_has_no_effect_or_contradicts_itself_is_refused(overrides: tuple[st
 
 def test_nothing_set_is_written_nowhere() -> None:
     assert "mismatch:" not in str(small_config().model_dump(mode="json")) and "'mismatch'" not in str(
-        small_config("mismatch.trainer.dropout=0", "mismatch.sampler.lag=null").model_dump(mode="json")
+        small_config("mismatch.trainer.dropout=0", "mismatch.sampler.lag=0").model_dump(mode="json")
     )
     assert small_config("mismatch.trainer.dropout=0.0").digest() == small_config().digest()
     assert small_config("mismatch.trainer.dropout=0.1").digest() != small_config().digest()

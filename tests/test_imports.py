@@ -26,11 +26,11 @@ PPO_REPRO = """
     sglang_plugin sglang_plugin.cpu_shim.sgl_kernel tasks
     models
     rollout.sglang
-    stages preferences plan
-    records
+    stages preferences
+    records plan
     accuracy faults loop
     runs
-    audit control dpo checks grids testing recompute
+    audit control preferences.dpo checks grids testing recompute
     tracking
     commands
     library
@@ -165,7 +165,7 @@ def test_analyses_read_records_only() -> None:
         "ppo_repro.json_lines",
         "ppo_repro.errors",
         "ppo_repro.config",
-        "ppo_repro.dpo.records",
+        "ppo_repro.preferences.dpo.summary",
     )
     allowed += ("ppo_repro.output",)  # their commands speak as the program does
     for path in files("analysis/**/*.py"):

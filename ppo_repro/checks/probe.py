@@ -79,7 +79,9 @@ def _with(config: RunConfig, mode: Mode) -> RunConfig:
     if isinstance(model, TinyModel):
         model = model.model_copy(update={"warm_start_steps": 0})
     terms = tuple(
-        term.model_copy(update={"num_pairs": 1, "epochs": 1}) if isinstance(term, TrainedRewardModel) else term
+        term.model_copy(update={"num_pairs": 1, "pairs": None, "epochs": 1})
+        if isinstance(term, TrainedRewardModel)
+        else term
         for term in config.reward.terms
     )
     reward = config.reward.model_copy(update={"terms": terms})

@@ -11,6 +11,7 @@ from ppo_repro.output import say
 
 if TYPE_CHECKING:
     from ppo_repro.config.control import ControlConfig
+    from ppo_repro.config.dpo import DPOConfig
     from ppo_repro.config.run import RunConfig
 
 
@@ -23,9 +24,9 @@ def overrides(arguments: argparse.Namespace) -> list[str]:
     return [*arguments.set, f"seed={arguments.seed}"]
 
 
-def say_first(config: RunConfig | ControlConfig, run_dir: Path) -> None:
+def say_first(config: RunConfig | ControlConfig | DPOConfig, run_dir: Path) -> None:
     """What is about to happen, in one line."""
-    say(f"{config.experiment}, seed {config.seed}: {config.ppo.iterations} iterations into {run_dir}")
+    say(f"{config.experiment}, seed {config.seed}: {config.iterations} iterations into {run_dir}")
 
 
 def check_files(config: RunConfig) -> None:

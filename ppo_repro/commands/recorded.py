@@ -29,10 +29,9 @@ def replay_command(arguments: argparse.Namespace) -> int:
 def verify_command(arguments: argparse.Namespace) -> int:
     """Compare every recorded file of a run folder with its digest, without computing anything again."""
     say(f"{arguments.run}: every byte beside its recorded digest")
-    from ppo_repro.dpo import records as dpo_records
     from ppo_repro.runs.verify import verify
 
-    whole = dpo_records.verify(arguments.run) if dpo_records.is_dpo(arguments.run) else verify(arguments.run)
+    whole = verify(arguments.run)
     print_result(arguments.json, dataclasses.asdict(whole), whole.lines())
     return 0
 
@@ -90,7 +89,7 @@ def report_command(arguments: argparse.Namespace) -> int:
 
 
 def track_command(arguments: argparse.Namespace) -> int:
-    """Copy a recorded run, DPO training or grid into MLflow, or with --tensorboard into event files."""
+    """Copy a recorded run or grid into MLflow, or with --tensorboard into event files."""
     uri = arguments.uri
     if uri is None and arguments.tensorboard is None:
         uri = "sqlite:///mlflow.db"

@@ -100,6 +100,10 @@ class ControlConfig(Experiment):
     records: RecordsConfig = RecordsConfig()
 
     @property
+    def iterations(self) -> int:
+        return self.ppo.iterations
+
+    @property
     def steps_per_iteration(self) -> int:
         return self.environment.num_envs * self.environment.steps_per_env
 

@@ -11,7 +11,6 @@ from pydantic import BaseModel, ValidationError
 
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.engine import RolloutConfig, SGLangServers
-from ppo_repro.config.reward import CalledReward, RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.config.section import Section
 from ppo_repro.config.tasks import JsonlTask, PythonTask
@@ -70,9 +69,7 @@ def absolute_paths(config: RunConfig) -> RunConfig:
     if isinstance(task, JsonlTask | PythonTask):
         task = task.model_copy(update={"path": absolute(task.path)})
     terms = tuple(
-        term.model_copy(update={"path": absolute(term.path)})
-        if isinstance(term, CalledReward | RewardModelFolder)
-        else term
+        term.model_copy(update={n: absolute(p) for n in ("path", "pairs") if (p := getattr(term, n, None))})
         for term in reward.terms
     )
     reward = reward.model_copy(update={"terms": terms})
@@ -116,8 +113,8 @@ def from_folder(tree: Any, folder: Path) -> None:
 
     terms = group("reward").get("terms")
     engine = group("engine", group("rollout"))
-    places = [(group("model"), "path"), (group("task"), "path"), (tree, "run")]
-    places += [(term, "path") for term in (terms if isinstance(terms, list) else ())]
+    places = [(group("model"), "path"), (group("task"), "path"), (tree, "run"), (tree, "pairs")]
+    places += [(term, name) for term in (terms if isinstance(terms, list) else ()) for name in ("path", "pairs")]
     if "/" in str(engine.get("python")):  # else a name that is looked up on PATH
         places.append((engine, "python"))
     for section, name in places:
@@ -158,8 +155,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def load_dpo_config(path: Path, overrides: Sequence[str] = ()) -> DPOConfig:
     """`load_config` for a DPO configuration."""
-    config = validated(DPOConfig, read_tree_for("dpo", path, overrides), str(path))
-    return config.model_copy(update={"run": str(Path(config.run).absolute())})
+    return validated(DPOConfig, read_tree_for("dpo", path, overrides), str(path)).with_absolute_paths()
 
 
 def dump_yaml(config: Section) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -77,15 +77,28 @@ class RewardModelFolder(Section):
 
 
 class RewardModelTraining(Section):
-    """Pairs made by a rule from the task, and the Bradley-Terry training of a reward model on them."""
+    """Pairs of a file, or made by a rule from the task, and the Bradley-Terry training of a reward model on them."""
 
-    num_pairs: Count = Field(description="Preference pairs to train on, made from training prompts.")
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"pairs"})
+
+    num_pairs: Count | None = Field(None, description="Preference pairs to make from training prompts.")
+    pairs: PathText | None = Field(
+        None, description="JSON Lines with `prompt`, `chosen`, `rejected`; a tenth of the prompts is held out."
+    )
     label_noise: Annotated[float, Field(ge=0, lt=0.5)] = Field(
         0.0, description="Probability that a training pair prefers the wrong answer."
     )
     epochs: Count = Field(1, description="Passes over the pairs.")
     minibatch_size: Count = Field(description="Pairs per optimizer step; the last step of an epoch may have fewer.")
     learning_rate: Positive = Field(description="AdamW learning rate.")
+
+    @model_validator(mode="after")
+    def _some_pairs(self) -> Self:
+        if (self.num_pairs is None) == (self.pairs is None):
+            raise ValueError("num_pairs, or pairs with a file, must be given, and not both")
+        if self.pairs is not None and self.label_noise:
+            raise ValueError("label_noise is for pairs made here; leave it out beside pairs")
+        return self
 
 
 class TrainedRewardModel(RewardModelTraining):

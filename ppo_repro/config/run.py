@@ -136,6 +136,10 @@ class RunConfig(Experiment):
     records: RecordsConfig = RecordsConfig()
 
     @property
+    def iterations(self) -> int:
+        return self.ppo.iterations
+
+    @property
     def sequences_per_iteration(self) -> int:
         return self.rollout.prompts_per_iteration * self.rollout.samples_per_prompt
 

@@ -196,15 +196,16 @@ def share_frozen(model: Adaptable, base: PreTrainedModel, lora: Lora) -> Lora:
     """
     prefix = TRUNK if isinstance(model, ValueModel) else ""
     own_trunk = model.trunk if isinstance(model, ValueModel) else model
+    for each in (own_trunk, base):  # now: a weight that moves later would leave its old memory to the adapter
+        network = network_of(each)
+        if isinstance(network, Network):
+            network.fuse()
     layers = {}
     for name, layer in lora.layers.items():
         weight = base.get_submodule(name.removeprefix(prefix)).get_parameter("weight").detach()
         shared = weight.t() if layer.transposed else weight
         _require_same_bits(name, layer.base, shared)
         layers[name] = replace(layer, base=shared)
-    network = network_of(own_trunk)
-    if isinstance(network, Network):
-        network.fuse()
     trained = {layer.weight.untyped_storage().data_ptr() for layer in lora.layers.values()}
     for name, module in own_trunk.named_modules():
         twin = base.get_submodule(name)

@@ -35,6 +35,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "set_threads": (_INT, (_INT,)),
     "forget_workers": (None, ()),
     "free_scratch": (None, ()),
+    "trim_heap": (None, ()),
     "linear_backward_input": (None, (_P, _P, _LONG, _INT, _P, _LONG)),
     "join_sums": (None, (_P, _LONG)),
     "gradient_squares": (_DOUBLE, (_P, _INT)),

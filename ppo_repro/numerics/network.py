@@ -77,8 +77,9 @@ class _Layer:
             self.matrices[name] = PackedMatrix(of.weights, of.biases, of.transposed, form, precision.other_weights)
         for name, stacked in parts.experts.items():
             self.experts[name] = [PackedMatrix([w], form=precision.weights) for w in stacked.detach()]
-        self.struct = LayerStruct(window=parts.window, scale=parts.scale)
-        self.arrays = {name: (MatrixStruct * len(of))() for name, of in self.experts.items()}
+        self.arrays = {n: (MatrixStruct * len(of))(*(m.struct for m in of)) for n, of in self.experts.items()}
+        of_matrices = {name: matrix.struct for name, matrix in self.matrices.items()}
+        self.struct = LayerStruct(window=parts.window, scale=parts.scale, **of_matrices, **self.arrays)
 
     def all_matrices(self) -> list[PackedMatrix]:
         return [*self.matrices.values(), *(matrix for of in self.experts.values() for matrix in of)]
@@ -144,10 +145,18 @@ class Network:
                 setattr(struct, name, matrix.prepare())
             for name, array in layer.arrays.items():
                 array[:] = [matrix.prepare() for matrix in layer.experts[name]]
-                setattr(struct, name, array)
         d = self.description
         self.struct.embedding, self.struct.positions = self._weight(d.embedding), self._weight(d.positions)
         self.struct.last_norm = self._norm(d.last_norm)
+
+    def kept_bytes(self, tokens: int, keep: int = KEEP_ALL) -> int:
+        """What a pass over some tokens keeps for its backward pass."""
+        return 4 * int(library.load().kept_floats(ctypes.byref(self.struct), tokens, keep))
+
+    def packed_bytes(self) -> int:
+        """The packed copies of the weights."""
+        floats = library.load().panel_floats
+        return sum(4 * floats(m.struct.n, m.struct.k) for layer in self.layers for m in layer.all_matrices())
 
     def fuse(self) -> None:
         """Let the parameters of each matrix lie one after the other, as a pass does."""
@@ -224,7 +233,7 @@ class Network:
 
     def _memory(self, tokens: int, keep: int) -> Tensor:
         """Where a pass keeps what its backward pass needs: the last pass's memory if it is large enough."""
-        floats = library.load().kept_floats(ctypes.byref(self.struct), tokens, keep)
+        floats = self.kept_bytes(tokens, keep) // 4
         spare, self._spare = self._spare, None  # fresh pages cost time
         return torch.empty(floats) if spare is None or spare.numel() < floats else spare
 
@@ -384,6 +393,7 @@ def forget_packed(model: nn.Module) -> None:
     for module in model.modules():
         if module in _NETWORKS:
             _NETWORKS[module].forget()
+    library.load().trim_heap()
 
 
 def free_memory(model: nn.Module) -> None:

@@ -14,18 +14,26 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ppo_repro.config.kinds import CONTROL, LANGUAGE, Kind
+from ppo_repro.config.kinds import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.errors import UserError
 from ppo_repro.files import OWN_DIGEST, atomic_write, is_whole, sealed
-from ppo_repro.records import control_schema, digests, iteration_log, schema
+from ppo_repro.records import control_schema, digests, dpo_schema, iteration_log, schema
 from ppo_repro.records.iteration_log import IterationEntry, TableEntry, next_link
 
 FILE_NAME = "manifest.json"
 VERSION = 4  # of this file; versions 1 to 3 were written by ppo_repro 0.2 and earlier
 _DAMAGED = "the manifest was changed or damaged"
 Status = Literal["running", "interrupted", "failed", "complete"]
-_TABLES: dict[Kind, tuple[schema.Table, ...]] = {LANGUAGE: schema.TABLES, CONTROL: control_schema.TABLES}
-_SIDE_TABLES: dict[Kind, tuple[schema.Table, ...]] = {LANGUAGE: schema.SIDE_TABLES, CONTROL: ()}
+_TABLES: dict[Kind, tuple[schema.Table, ...]] = {
+    LANGUAGE: schema.TABLES,
+    CONTROL: control_schema.TABLES,
+    DPO: dpo_schema.TABLES,
+}
+_SIDE_TABLES: dict[Kind, tuple[schema.Table, ...]] = {
+    LANGUAGE: schema.SIDE_TABLES,
+    CONTROL: (),
+    DPO: dpo_schema.SIDE_TABLES,
+}
 
 
 class Head(BaseModel):

@@ -12,13 +12,14 @@ import pyarrow as pa
 
 from ppo_repro.clock import Clock
 from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.kinds import Kind
 from ppo_repro.config.run import RunConfig
 from ppo_repro.ranks import Ranks
 from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.watcher import Watcher
 
-Config = TypeVar("Config", RunConfig, ControlConfig)
+Config = TypeVar("Config", RunConfig, ControlConfig, DPOConfig)
 Final = dict[str, float | int | str]
 
 

@@ -35,7 +35,7 @@ from ppo_repro.models.warm_start import WarmStartStep, warm_start
 from ppo_repro.numerics import library
 from ppo_repro.numerics.families import trunk_of
 from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer
-from ppo_repro.preferences.pairs import pairs_by_rule
+from ppo_repro.preferences.pairs import hold_out, pairs_by_rule, pairs_of_file
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.rollout.torch_engine import TorchEngine
@@ -108,13 +108,20 @@ def _reward_model(
         require_same_tokens(tokenizer, its_tokenizer)
         return freeze(loaded), None
     model = make_reward_model(source, numerics.mode, numerics.max_context, config.seed)
-    pairs, eval_pairs = (
-        pairs_by_rule(some, prompt_ids, tokenizer, count, noise, config.seed)
-        for some, count, noise in (
-            (problems.train, term.num_pairs, term.label_noise),
-            (problems.held_out, EVAL_PAIRS, 0.0),
+    if term.pairs is not None:
+        encode = encoder(tokenizer, config.task)
+        field = "reward.terms: pairs"
+        given = pairs_of_file(Path(term.pairs), field, tokenizer, encode, config.task.chat_template)
+        prompts = len({pair.prompt_key for pair in given})
+        pairs, eval_pairs = hold_out(given, max(1, prompts // 10), config.seed)
+    else:
+        pairs, eval_pairs = (
+            pairs_by_rule(some, prompt_ids, tokenizer, count, noise, config.seed)
+            for some, count, noise in (
+                (problems.train, term.num_pairs or 0, term.label_noise),
+                (problems.held_out, EVAL_PAIRS, 0.0),
+            )
         )
-    )
     training = train_reward_model(model, pairs, eval_pairs, term, numerics, config.layout, config.seed, progress)
     return freeze(model), training
 

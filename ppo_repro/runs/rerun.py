@@ -50,11 +50,11 @@ def rerun(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] =
             fingerprint = first(_next_link, recorded, tables, fingerprint)
             if difference is not None:
                 return Rerun(difference, fingerprint, item.index + 1)
-            kind.watcher.iteration(item.index + 1, config.ppo.iterations, execution.progress(item))
+            kind.watcher.iteration(item.index + 1, config.iterations, execution.progress(item))
         ending = execution.ending(Clock())
     difference = first(from_recorded, run_dir, recorded, recorded.num_iterations, ending.tables)
     difference = difference or first_final_difference(recorded.final, ending.results)
-    return Rerun(difference, manifest.finished_fingerprint(fingerprint, ending.results), config.ppo.iterations)
+    return Rerun(difference, manifest.finished_fingerprint(fingerprint, ending.results), config.iterations)
 
 
 def _next_link(recorded: Manifest, tables: Mapping[str, pa.Table], fingerprint: str) -> str:

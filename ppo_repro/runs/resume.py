@@ -72,7 +72,7 @@ def resume(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] 
 
 def recorded_config(kind: RunKind[Config, Item], run_dir: Path, recorded: Manifest, overrides: Sequence[str]) -> Config:
     """The configuration of a recorded run with `overrides`; UserError for one that could change a result."""
-    groups = f"{', '.join(kind.changeable[:-1])} and {kind.changeable[-1]}"
+    groups = " and ".join(kind.changeable)
     for override in overrides:
         if not override.startswith(tuple(f"{group}{end}" for group in kind.changeable for end in ".=")):
             raise UserError(

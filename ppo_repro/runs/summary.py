@@ -39,7 +39,7 @@ class Counts:
     seconds: dict[str, float]  # by phase
 
 
-Summary = TypeVar("Summary", bound=Counts)
+Summary = TypeVar("Summary")
 
 
 @dataclass(frozen=True)

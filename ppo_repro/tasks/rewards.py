@@ -97,7 +97,7 @@ def load_judge(config: RewardConfig, process: UserProcess | None = None) -> Judg
 
 
 def for_source(judge: Judge, source: Source, extraction: AnswerExtraction) -> Judge:
-    """The judge with what a task brings; UserError if a term needs a verifier or answers that the task does not have."""
+    """The judge with what a task brings; UserError if a term needs a verifier or answers that the task lacks."""
     verifier = source.verifier
     if isinstance(verifier, PythonFile) and verifier.score is None:
         if any(isinstance(term, Verifier) for term in judge.config.terms):

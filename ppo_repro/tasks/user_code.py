@@ -1,4 +1,4 @@
-"""The user's functions: found in their file, called in a child process, their mistakes named by file, line and prompt."""
+"""The user's functions: found in their file, called in a child process, mistakes named by file, line and prompt."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class UserFunction:
         """What the function returns for each row of arguments; `of` names each row for messages, a prompt most often.
 
         `seed`: of the global generators before each row. UserError names field, file, line and row if the function
-        raises, returns what it must not, takes longer than `seconds` (None: CALL_SECONDS) for a row, or ends its process.
+        raises, returns what it must not, needs more than `seconds` (None: CALL_SECONDS) for a row, or ends its process.
         """
         request = {
             "field": self.field,

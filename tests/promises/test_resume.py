@@ -135,7 +135,7 @@ def test_what_cannot_go_on_is_one_line_and_changes_nothing(recorded: Recorded, t
     with pytest.raises(UserError, match=r"has another SHA-256 .*; or remove \S+ to start from the beginning$"):
         resume(run_dir, Silent())
     path.write_bytes(content)
-    with pytest.raises(UserError, match="may change fields of layout, "):
+    with pytest.raises(UserError, match=r"may change fields of layout and rollout\.engine "):
         resume(run_dir, Silent(), ["ppo.epochs=3"])
     with only_writer(run_dir), pytest.raises(UserError, match="another process is writing this run"):
         resume(run_dir, Silent())

@@ -16,7 +16,7 @@ from analysis.pairs.runs import run_pairs
 from analysis.report.figures.mismatch import bucket_figure
 from ppo_repro.errors import UserError
 from ppo_repro.models.tiny import make_model
-from ppo_repro.plan.shapes import plan_run
+from ppo_repro.plan import plan_run
 from ppo_repro.recompute.recompute import STAGES, recompute
 from ppo_repro.records import reader
 from ppo_repro.runs.diff import first_difference

@@ -79,7 +79,7 @@ def state_verdict(facts: Facts) -> tuple[Verdict, ...]:
     words = {"running": "is not finished: it works still, or was killed,", "interrupted": "was interrupted"}
     said = words.get(facts.manifest.status, "failed")
     text = (
-        f"The run {said} after {len(facts.iterations)} of {facts.config.ppo.iterations} iterations, which this page "
+        f"The run {said} after {len(facts.iterations)} of {facts.config.iterations} iterations, which this page "
         "shows. `ppo-repro resume RUN` goes on."
     )
     return (Verdict("fact", text),)
@@ -257,7 +257,7 @@ def run_facts(facts: Facts) -> list[tuple[str, str]]:
         ("versions", f"Python {environment.get('python', 'not recorded')}, {versions}"),
         ("machine", f"{environment.get('platform', 'not recorded')}, {environment.get('cpu_capability', '')}"),
         ("layout", f"{environment.get('threads', '?')} threads, {environment.get('processes', '?')} processes"),
-        ("state", f"{manifest.status}, {len(facts.iterations)} of {facts.config.ppo.iterations} iterations"),
+        ("state", f"{manifest.status}, {len(facts.iterations)} of {facts.config.iterations} iterations"),
         ("began", _began(facts)),
         ("run again", f"ppo-repro rerun RUN, where RUN is the folder {facts.run_dir.resolve().name}"),
     ]  # fmt: skip

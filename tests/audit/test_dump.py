@@ -13,7 +13,9 @@ import pandas as pd
 import pytest
 import torch
 
-from ppo_repro.audit.dump import FORMATS, Response, read_dump, turns_of
+from itertools import islice
+
+from ppo_repro.testing.dumps import FORMATS, Response, read_dump, turns_of
 from ppo_repro.errors import UserError
 
 SAMPLER, TRAINER = [-0.5, -1.25, -2.0], [-0.5, -1.5, -2.0]

@@ -20,6 +20,7 @@ from ppo_repro.testing.plugin import (
 
 if TYPE_CHECKING:
     from ppo_repro.testing.conformance import assert_loss_conforms, assert_loss_drift_below, check_loss, loss_drift
+    from ppo_repro.testing.dumps import Names
     from ppo_repro.testing.losses import LossBatch, LossLayout, LossResult, LossRollout, evaluate_loss, rollout_of
     from ppo_repro.testing.strategies import rollouts
 
@@ -29,6 +30,7 @@ __all__ = [
     "LossLayout",
     "LossResult",
     "LossRollout",
+    "Names",
     "assert_loss_conforms",
     "assert_loss_drift_below",
     "assert_matches_golden",
@@ -46,6 +48,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "dumps": ("Names",),
     "conformance": ("assert_loss_conforms", "assert_loss_drift_below", "check_loss", "loss_drift"),
     "losses": ("LossBatch", "LossLayout", "LossResult", "LossRollout", "evaluate_loss", "rollout_of"),
     "strategies": ("rollouts",),

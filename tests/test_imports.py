@@ -29,7 +29,8 @@ PPO_REPRO = """
     stages preferences plan accuracy
     loop side_tables
     runs
-    audit control dpo checks grids testing replay
+    testing control dpo checks grids replay
+    audit
     tracking
     commands
     library

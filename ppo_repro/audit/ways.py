@@ -97,7 +97,8 @@ def _all(responses: Sequence[Response], special: Special, has_positions: bool) -
         def way(i: int) -> Sequence[Fed] | None:
             count, start = len(prompts[i]) + len(answers[i]) - 1, from_(i)
             positions = [p + by(i) * (p >= start) for p in range(count)]
-            return None if by(i) == 0 or min(positions) < 0 else [fed(prompts[i], answers[i], positions)]
+            is_usual = positions == list(range(count))
+            return None if is_usual or min(positions) < 0 else [fed(prompts[i], answers[i], positions)]
 
         return way
 
@@ -111,7 +112,7 @@ def _all(responses: Sequence[Response], special: Special, has_positions: bool) -
     if (bos := special.bos_token_id) is not None:
         found.append((WITH_BOS, with_prompt(lambda i: (bos, *prompts[i]))))
     found += [
-        (NO_PROMPT, with_prompt(lambda i: ())),
+        (NO_PROMPT, lambda i: [fed((), answers[i])] if len(answers[i]) > 1 else None),
         (PADDED, with_prompt(lambda i: (*padding[i], *prompts[i]))),
         (PACKED, with_prompt(lambda i: (*prompts[i - 1], *answers[i - 1], *prompts[i]) if i else None)),
         (NEXT, other(1)),

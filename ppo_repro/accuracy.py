@@ -24,7 +24,6 @@ from transformers.models.gemma.modeling_gemma import GemmaTextScaledWordEmbeddin
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
-from ppo_repro.numerics.device import moved
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.records.accuracy import Accuracy
 
@@ -89,7 +88,7 @@ def float64(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
             for name, module in list(model.named_modules()):
                 if type(module).__name__.endswith("RotaryEmbedding") and hasattr(module, "config"):
                     narrow[name] = module
-                    model.set_submodule(name, type(module)(module.config).to(model.device))
+                    model.set_submodule(name, type(module)(module.config))
             yield model
     finally:
         for name, module in narrow.items():
@@ -112,15 +111,15 @@ def stock_model(policy: PreTrainedModel) -> PreTrainedModel:
             model.set_submodule(name, type(module)(config))
         elif isinstance(module, GemmaTextScaledWordEmbedding):
             module.embed_scale = torch.tensor(module.scalar_embed_scale)
-    return moved(model, policy.device).eval()
+    return model.eval()
 
 
 def _scored(model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int]) -> Scores:
     """Scores of one sequence by the model's own forward; the softmax is in float32 at least."""
-    out = model(input_ids=torch.tensor([[*prompt, *response[:-1]]]).to(model.device), use_cache=False)
+    out = model(input_ids=torch.tensor([[*prompt, *response[:-1]]]), use_cache=False)
     logits = out.logits[0][len(prompt) - 1 :]
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    targets = torch.tensor(response).to(model.device)
+    targets = torch.tensor(response)
     return Scores(logits, wide.log_softmax(-1).gather(-1, targets[:, None])[:, 0])
 
 

@@ -9,13 +9,11 @@ from pytest import mark
 
 from experiments.accuracy.distances import compare
 from ppo_repro.accuracy import LENGTH, Text, measure, reference_scores, stock_model, stock_scores, text_of
-from ppo_repro.models.networks import make_policy
-from ppo_repro.models.precision import rounded_view
-from ppo_repro.numerics.network import lowered_of
+from ppo_repro.models.networks import make_policy, rounded_view
 from ppo_repro.numerics.precision import Precision
 from ppo_repro.records.accuracy import LARGEST_RATIO, sentence
-from tests.support.small_models import CONTEXT, VOCAB
 from tests.support.models import FAMILIES, source_model
+from tests.support.small_models import CONTEXT, VOCAB
 
 every_family = mark.parametrize("architecture", FAMILIES)
 TEXT = text_of({"a": range(2, 40), "b": range(VOCAB - 1, 5, -3), "c": range(0, VOCAB, 7)}, 4, CONTEXT)
@@ -65,9 +63,7 @@ def test_a_policy_is_accurate_and_stays_what_it_was(architecture: str) -> None:
 def test_a_model_that_rounds_is_low_accuracy() -> None:
     """The negative control: weights as bfloat16 has them."""
     policy = make_policy(source_model("qwen3"), "deterministic", CONTEXT)
-    lowered = lowered_of(policy)
-    assert lowered is not None
-    found = measure(rounded_view(policy, lowered, Precision(weights="bfloat16")), TEXT)
+    found = measure(rounded_view(policy, Precision(weights="bfloat16")), TEXT)
     assert found.is_low and found.ratio > 10 * LARGEST_RATIO and sentence(found).endswith("above 4")
 
 

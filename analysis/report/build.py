@@ -12,7 +12,7 @@ from analysis.report.pages.grid import grid_page, runs_below
 from analysis.report.pages.pair import pair_page
 from analysis.report.pages.run import run_page
 from analysis.report.reading.facts import ControlFacts, read_facts
-from ppo_repro.dpo.records import is_dpo
+from ppo_repro.config.kinds import DPO
 from ppo_repro.errors import UserError
 from ppo_repro.files import OwnKind, check_replaceable, write_over_earlier
 from ppo_repro.records import manifest
@@ -39,6 +39,9 @@ def write_report(targets: Sequence[Path], out: Path | None, responses: int | Non
 def _text(targets: Sequence[Path], responses: int | None) -> str:
     if len(targets) == 2:
         _require_no_tokens(responses, "a page about two runs")
+        for run_dir in targets:
+            if manifest.load_head(run_dir).kind == DPO:
+                raise UserError(f"{run_dir}: is a DPO run; a page about two runs compares language or control runs")
         return pair_page(targets[0], targets[1])
     if (targets[0] / manifest.FILE_NAME).exists() or not targets[0].is_dir():
         return page_of(targets[0], responses)
@@ -48,8 +51,8 @@ def _text(targets: Sequence[Path], responses: int | None) -> str:
 
 def page_of(run_dir: Path, responses: int | None) -> str:
     """The report of one run of any kind as HTML; the same records give the same bytes."""
-    if is_dpo(run_dir):
-        _require_no_tokens(responses, "a DPO training")
+    if manifest.load_head(run_dir).kind == DPO:
+        _require_no_tokens(responses, "a DPO run")
         return dpo_page(run_dir)
     facts = read_facts(run_dir)
     if isinstance(facts, ControlFacts):

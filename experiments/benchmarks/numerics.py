@@ -24,7 +24,7 @@ from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics import library
-from ppo_repro.numerics.optimizer import AdamWSettings, DeterministicOptimizer
+from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer
 from ppo_repro.numerics.rows import slots_of
 from ppo_repro.numerics.structs import Ints
 from ppo_repro.numerics.token_statistics import token_statistics
@@ -75,7 +75,7 @@ class Deterministic:
 
     def __init__(self, model: PreTrainedModel, size: Size) -> None:
         self.policy = make_policy(model, "deterministic", CONTEXT)
-        self.optimizer = DeterministicOptimizer(self.policy, SETTINGS, SLOTS)
+        self.optimizer = Optimizer(self.policy, SETTINGS, "deterministic", SLOTS)
         rows = texts(size)
         self.all = self._batch(rows)
         self.minibatch = self._batch(rows[:MINIBATCH], slots_of(range(MINIBATCH), MINIBATCH, SLOTS))

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from numbers import Integral, Real
 from pathlib import Path
 
+from ppo_repro.config.mistakes import check_path
 from ppo_repro.config.section import LARGEST
 from ppo_repro.errors import UserError
-from ppo_repro.mistakes import check_path
 
 
 def is_whole(value: object) -> bool:

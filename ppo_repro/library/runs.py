@@ -16,7 +16,6 @@ from ppo_repro.records import manifest
 from ppo_repro.records.config_file import load_config_of
 from ppo_repro.records.manifest import Head
 from ppo_repro.records.reader import TableReader
-from ppo_repro.records.side_reader import SideTableReader
 from ppo_repro.runs.diff import Difference, first_difference
 
 if TYPE_CHECKING:
@@ -80,15 +79,9 @@ class Run:
         """The rows of a table, of all iterations by default, bit for bit, each file compared with its digest.
 
         Also of a run that is not complete. UserError for an unknown name, column or iteration, and where a file is
-        damaged; side tables such as `evaluations` have no choice of iterations.
+        damaged.
         """
-        if name not in self.tables:
-            raise UserError(f"{self.path}: no table '{name}'; there are {', '.join(self.tables)}")
-        if name in {table.name for table in manifest.tables_of(self._head)}:
-            return TableReader(name)(self.path, columns=columns, iterations=iterations, allow_incomplete=True)
-        if iterations is not None:
-            raise UserError(f"{self.path}: table {name} is read whole; leave iterations out")
-        return SideTableReader(name)(self.path, columns=columns, allow_incomplete=True)
+        return TableReader(name)(self.path, columns=columns, iterations=iterations, allow_incomplete=True)
 
 
 RunOrPath = Run | Path | str

@@ -13,6 +13,7 @@ from ppo_repro.commands.memory import within_memory, within_recorded
 from ppo_repro.commands.run_folders import MANIFEST
 from ppo_repro.config.files import absolute_paths, build_config, load_config
 from ppo_repro.config.run import RunConfig
+from ppo_repro.config.section import run_folder
 from ppo_repro.errors import UserError
 from ppo_repro.interrupts import heard
 from ppo_repro.library.checks import check_overrides, folder_of
@@ -21,9 +22,11 @@ from ppo_repro.library.reward_file import Reward, reward_path
 from ppo_repro.library.runs import Run, RunOrPath, open_run
 from ppo_repro.ranks import ALONE
 from ppo_repro.records import reader
+from ppo_repro.runs import rerun as rerunner
+from ppo_repro.runs import resume as resumer
 from ppo_repro.runs import run as runner
 from ppo_repro.runs.language import LanguageKind
-from ppo_repro.runs.run import Rerun, run_folder
+from ppo_repro.runs.rerun import Rerun
 from ppo_repro.watcher import Silent
 
 if TYPE_CHECKING:
@@ -167,7 +170,7 @@ def resume(
         _Telling(path, on_iteration, progress) as watcher,
         within_recorded(path, overrides),
     ):
-        runner.resume(kind_of(path).executed_by(watcher, ALONE), path, overrides)
+        resumer.resume(kind_of(path).executed_by(watcher, ALONE), path, overrides)
     return open_run(path)
 
 
@@ -186,4 +189,4 @@ def rerun(run: RunOrPath, overrides: Sequence[str] = ()) -> Rerun:
     """
     check_overrides(overrides)
     path = open_run(run).path
-    return runner.rerun(kind_of(path).executed_by(Silent(), ALONE), path, overrides)
+    return rerunner.rerun(kind_of(path).executed_by(Silent(), ALONE), path, overrides)

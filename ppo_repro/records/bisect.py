@@ -72,7 +72,7 @@ def write(folder: Path, columns: Mapping[str, Mapping[str, Any]]) -> None:
         raise UserError(f"{folder}: cannot be made ({error.strerror}); choose another --out") from error
     for table in TABLES:
         data = arrow.to_arrow(table, columns[table.name])
-        atomic_write(folder / f"{table.name}.parquet", arrow.to_parquet(table, data))
+        atomic_write(folder / f"{table.name}.parquet", arrow.to_parquet(data))
 
 
 def read_table(folder: Path | str, name: str) -> pd.DataFrame:

@@ -10,7 +10,6 @@ from pathlib import Path
 from mlflow.entities import Dataset, DatasetInput, InputTag
 from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 
-from ppo_repro.dpo import records as dpo_records
 from ppo_repro.records import manifest
 from ppo_repro.records.iteration_log import TableEntry
 from ppo_repro.records.manifest import Manifest
@@ -27,18 +26,11 @@ def tables_of(run_dir: Path, recorded: Manifest) -> list[DatasetInput]:
     found = []
     for table in manifest.tables_of(recorded):
         entries = [entry.tables[table.name] for entry in recorded.iterations]
-        paths = {manifest.recorded_path(run_dir, table.name, entry) for entry in recorded.iterations}
-        found.append((table, run_dir / "records" / table.name, entries, len(paths)))
+        found.append((table, run_dir / "records" / table.name, entries, len(entries)))
     for table in manifest.side_tables_of(recorded):
         entries = [file.entry for file in manifest.side_files(recorded) if file.table.name == table.name]
         found.append((table, run_dir / "records" / table.name, entries, len(entries)))
     return [_data_set(table, path, entries, files) for table, path, entries, files in found if entries]
-
-
-def tables_of_dpo(folder: Path) -> list[DatasetInput]:
-    """Both tables of a DPO training."""
-    entries = dpo_records.load(folder).tables
-    return [_data_set(t, dpo_records.table_path(folder, t.name), [entries[t.name]], 1) for t in dpo_records.TABLES]
 
 
 def _data_set(table: Table, path: Path, entries: Sequence[TableEntry], files: int) -> DatasetInput:

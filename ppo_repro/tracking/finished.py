@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_repro.errors import UserError
-from ppo_repro.output import say
-from ppo_repro.secrets import masked
+from ppo_repro.output import masked, say
 
 Said = tuple[list[str], dict[str, Any]]  # lines for people, fields for JSON
 
@@ -68,8 +67,7 @@ def grid_into_tensorboard(folder: Path, events: Path) -> Said:
 
 def _require_recorded(folder: Path, is_grid: bool) -> None:
     """UserError unless there is something to copy, before MLflow is imported."""
-    from ppo_repro.dpo import records as dpo_records
     from ppo_repro.records.reader import open_manifest
 
-    if not is_grid and not dpo_records.is_dpo(folder):
+    if not is_grid:
         open_manifest(folder, allow_incomplete=True)

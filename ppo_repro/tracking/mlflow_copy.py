@@ -18,9 +18,8 @@ from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
 
 from ppo_repro.config.files import read_tree
-from ppo_repro.dpo import records as dpo_records
 from ppo_repro.records import accuracy, iteration_log, manifest, reader, times
-from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, load_config_of, read_checked, read_note
+from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, load_config_of, read_note
 from ppo_repro.records.contents import REPORT_NAME
 from ppo_repro.records.manifest import Head
 from ppo_repro.tracking import datasets, findings, scalars
@@ -148,36 +147,15 @@ def _note(sentences: Sequence[str]) -> str:
 
 
 def track(run_dir: Path, uri: str, parent: str | None = None) -> Place:
-    """Copy a recorded run or DPO training, complete or not: parameters, metrics, tags, data sets, artifacts.
+    """Copy a recorded run, complete or not: parameters, metrics, tags, data sets, artifacts.
 
     An earlier copy is replaced. UserError if the records are damaged or the tracking store does not answer.
     """
-    if dpo_records.is_dpo(run_dir):
-        return _track_dpo(run_dir, uri)
     recorded = reader.open_manifest(run_dir, allow_incomplete=True)
     with answering(uri) as client:
         copied = _catch_up(client, run_dir, recorded, _begin_run(client, run_dir, recorded, parent))
         _end_run(client, run_dir, recorded, copied.place.run_id)
     return copied.place
-
-
-def _track_dpo(folder: Path, uri: str) -> Place:
-    recorded = dpo_records.load(folder)
-    for name, digest in recorded.files.items():
-        read_checked(folder, name, digest)
-    config, environment = read_tree(folder / CONFIG_NAME), dpo_records.read_environment(folder)
-    began, ended = dpo_records.span(folder)
-    tags = {**_environment_tags(environment, recorded.config_digest), "kind": "dpo"}
-    with answering(uri) as client:
-        experiment = _experiment(client, str(config["experiment"]))
-        place = _begin(client, experiment, folder, _leaves("", config), tags, began)
-        _log(client, place.run_id, scalars.dpo_scalars(folder, ended))
-        found = {"fingerprint": recorded.fingerprint, "run_fingerprint": recorded.run_fingerprint}
-        found[MLFLOW_RUN_NOTE] = _note(findings.dpo_sentences(recorded))
-        files = [folder / name for name in (manifest.FILE_NAME, CONFIG_NAME, ENVIRONMENT_NAME)]
-        _end(client, place.run_id, found, datasets.tables_of_dpo(folder), files)
-        client.set_terminated(place.run_id, "FINISHED", _milliseconds(ended))
-    return place
 
 
 def track_grid(grid_dir: Path, uri: str) -> Place:
@@ -231,8 +209,6 @@ def follow(run_dir: Path, uri: str, is_over: Callable[[float], bool]) -> Place |
         if over:
             return None
         over = is_over(POLL_SECONDS)
-    if dpo_records.is_dpo(run_dir):  # such a folder appears whole
-        return track(run_dir, uri)
     with answering(uri) as client:
         recorded = manifest.load_head(run_dir)
         copied = _begin_run(client, run_dir, recorded, None)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.dpo import records as dpo_records
 from ppo_repro.records import accuracy, manifest, reader, times
 from ppo_repro.records.manifest import Head
 
@@ -41,7 +40,7 @@ def new_scalars(run_dir: Path, recorded: Head, seen: Seen) -> tuple[list[Scalar]
         return [], seen
     iterations = reader.read_iterations(run_dir, iterations=new, allow_incomplete=True)
     steps = reader.read_steps(run_dir, iterations=new, allow_incomplete=True)
-    moments = times.of_iterations(run_dir, new, iterations["ended_at"])
+    moments = [float(moment) for moment in iterations["ended_at"]]
     numbers = range(seen.steps, seen.steps + len(steps))
     of_steps = [moments[index] for index in steps["iteration"] - new[0]]
     scalars = _columns(iterations, "iteration", new, moments) + _columns(steps, "step", numbers, of_steps)
@@ -63,13 +62,6 @@ def ending_scalars(run_dir: Path, recorded: Head, moment: float) -> list[Scalar]
     found += [Scalar(f"accuracy/{name}", float(value), 0, moment) for name, value in numbers.items()]
     seconds = {} if spent is None else spent.seconds
     return found + [Scalar(f"seconds/{phase}", value, 0, moment) for phase, value in seconds.items()]
-
-
-def dpo_scalars(folder: Path, moment: float) -> list[Scalar]:
-    """The steps and results of a DPO training, all at the moment it ended: its steps have no times."""
-    steps, final = dpo_records.read_table(folder, "dpo_steps"), dpo_records.load(folder).final
-    found = _columns(steps, "step", range(len(steps)), [moment] * len(steps))
-    return found + [Scalar(f"final/{n}", float(v), 0, moment) for n, v in final.items() if not isinstance(v, str)]
 
 
 def _columns(table: pd.DataFrame, group: str, steps: Sequence[int], moments: Sequence[float]) -> list[Scalar]:

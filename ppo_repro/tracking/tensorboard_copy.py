@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from ppo_repro.config.files import read_tree
-from ppo_repro.dpo import records as dpo_records
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, times
 from ppo_repro.records.config_file import CONFIG_NAME, check_config
@@ -32,7 +31,7 @@ def lines(folder: Path) -> list[str]:
 
 
 def write(run_dir: Path, folder: Path) -> Path:
-    """Write the event file of a recorded run or DPO training into FOLDER/<experiment>/<run>; returns that folder.
+    """Write the event file of a recorded run into FOLDER/<experiment>/<run>; returns that folder.
 
     An earlier one is replaced. UserError where the records are damaged or the folder cannot be written.
     """
@@ -65,14 +64,11 @@ def follow(run_dir: Path, folder: Path, is_over: Callable[[float], bool]) -> Pat
 
 
 def _require_unchanged(run_dir: Path) -> None:
-    if not dpo_records.is_dpo(run_dir):  # whose records are checked when they are loaded
-        check_config(run_dir, manifest.load_head(run_dir))
+    check_config(run_dir, manifest.load_head(run_dir))
 
 
 def _copy(run_dir: Path, events: Path, is_over: Callable[[float], bool]) -> None:
-    """One run or DPO training, into this very folder."""
-    if dpo_records.is_dpo(run_dir):
-        return _copy_dpo(run_dir, events)
+    """One run, into this very folder."""
     recorded, over = manifest.load_head(run_dir), False
     with closing(_writer(events)) as writer:
         _text(writer, "config", run_dir, times.started(run_dir, recorded))
@@ -84,15 +80,6 @@ def _copy(run_dir: Path, events: Path, is_over: Callable[[float], bool]) -> None
         ended = times.ended(run_dir, recorded)
         _add(writer, scalars.ending_scalars(run_dir, recorded, ended))
         said = "\n".join(f"* {sentence}" for sentence in findings.sentences(run_dir, recorded))
-        writer.add_text("verdicts", f"{said}\n* fingerprint {recorded.fingerprint}", walltime=ended)
-
-
-def _copy_dpo(run_dir: Path, events: Path) -> None:
-    recorded, (began, ended) = dpo_records.load(run_dir), dpo_records.span(run_dir)
-    with closing(_writer(events)) as writer:
-        _text(writer, "config", run_dir, began)
-        _add(writer, scalars.dpo_scalars(run_dir, ended))
-        said = "\n".join(f"* {sentence}" for sentence in findings.dpo_sentences(recorded))
         writer.add_text("verdicts", f"{said}\n* fingerprint {recorded.fingerprint}", walltime=ended)
 
 

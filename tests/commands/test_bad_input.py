@@ -19,7 +19,7 @@ from ppo_repro.config.files import load_config
 from ppo_repro.config.section import naming_learning_rates
 from ppo_repro.config.yaml_text import MAX_BYTES, parse_yaml
 from ppo_repro.errors import NumericsError, UserError
-from ppo_repro.secrets import has_password, masked
+from ppo_repro.output import has_password, masked
 from tests.support.cli import Cli, one_line
 from tests.support.paths import ROOT, TINY
 

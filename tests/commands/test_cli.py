@@ -322,16 +322,16 @@ def test_json_says_nan_in_words(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_full_disk_is_one_line_and_keeps_what_was_complete(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ppo_repro import files
+    from ppo_repro.records import writer
 
-    real = files.atomic_write
+    real = writer.atomic_write
 
     def full(path: Path, data: bytes | memoryview) -> None:
         if "iteration=000001" in path.name:
             raise UserError(f"{path}: cannot be written (No space left on device); make room there")
         real(path, data)
 
-    monkeypatch.setattr(files, "atomic_write", full)
+    monkeypatch.setattr(writer, "atomic_write", full)
     code, _, err = cli("run", SMALL, "--out", tmp_path)
     assert code == 2 and "No space left on device" in one_line(err)
     run_dir = next(tmp_path.rglob("manifest.json")).parent

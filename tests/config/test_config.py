@@ -235,13 +235,6 @@ def test_a_file_for_another_command_is_named(path: Path, command: str) -> None:
         ),
         (["ppo.objective={kind: cispo, floor: 1}"], "ppo.objective: floor = 1.0 must be smaller than 1"),
         (
-            [
-                *("ppo.objective={kind: sequence_clip, advantages: response}", "advantages={kind: group}"),
-                *("value={kind: none}", "kl={placement: none}"),
-            ],
-            "ppo.objective.advantages = response has no effect with advantages.kind = group; take token",
-        ),
-        (
             ["ppo.epochs=1", "ppo.minibatch_size=48", "ppo.early_stop_kl=1e-9"],
             "ppo.early_stop_kl needs more than one optimizer step per iteration to see a KL",
         ),

@@ -15,7 +15,7 @@ from experiments.mismatch_lab.answers import MEASURES, RATE, differences, of_run
 from experiments.mismatch_lab.answers import main as answers_main
 from ppo_repro.config.run import RunConfig
 from ppo_repro.grids.spec import load_grid
-from ppo_repro.records import reader, side_reader
+from ppo_repro.records import reader
 from tests.support.paths import ROOT
 
 FOLDER = ROOT / "experiments" / "mismatch_lab"
@@ -87,7 +87,7 @@ def test_the_measures_are_those_of_the_records(deterministic_run: Path, native_r
     recorded = reader.read_iterations(deterministic_run)
     assert own["score"] == pytest.approx(recorded["score_mean"].tail(3).mean())
     assert own["first"] == recorded["score_mean"].iloc[0]
-    evaluations = side_reader.read_evaluations(deterministic_run)
+    evaluations = reader.read_evaluations(deterministic_run)
     last = evaluations[evaluations["iteration"] == len(recorded)]["scores"]
     assert own["greedy"] == pytest.approx(last.sum() / len(last)) and len(last) > 1
     assert math.isnan(own["flipped"]), "a dense model has no routes"

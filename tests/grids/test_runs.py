@@ -17,6 +17,7 @@ import pytest
 
 from ppo_repro.commands.cli import _run
 from ppo_repro.commands.grid import _engine as grid_engine
+from ppo_repro.config.section import run_folder
 from ppo_repro.errors import UserError
 from ppo_repro.files import only_writer
 from ppo_repro.grids import grid as grid_module
@@ -28,7 +29,6 @@ from ppo_repro.grids.ray_tasks import Ray
 from ppo_repro.grids.slurm import Slurm
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.records import manifest
-from ppo_repro.runs.run import run_folder
 from tests.support.grids import fingerprints, grid_file
 from tests.support.interrupts import hearing_ctrl_c
 from tests.support.paths import ROOT, SMALL

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 import ppo_repro
 from ppo_repro.numerics import library
+from ppo_repro.numerics.linear import PackedMatrix
 from ppo_repro.numerics.structs import address
-from ppo_repro.numerics.weights import PackedMatrix
 from tests.support.small_models import CONFIGS, small_model
 
 IDS = torch.tensor([[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]])

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from ppo_repro.errors import PromiseBroken, UserError
-from ppo_repro.models.versions import Versions
+from ppo_repro.models.state import Versions
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.sglang import weights

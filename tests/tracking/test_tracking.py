@@ -1,7 +1,6 @@
 """A recorded run in a real MLflow store on SQLite."""
 
 import json
-import math
 import shutil
 import sys
 import warnings
@@ -115,15 +114,6 @@ def test_a_copy_has_the_times_the_tables_and_the_verdicts_of_the_run(
     assert set(promises.values()) == {"holds"} and len(promises) == 3
     assert native.data.tags["verdict.sampler_and_trainer_agree"] == "differs"
     assert "0 of" in ours.data.tags["mlflow.note.content"]
-
-
-def test_a_run_of_an_earlier_version_has_the_times_of_its_files(tmp_path: Path) -> None:
-    run_dir = synthetic_run.make_run(tmp_path / "run")  # its environment names no start, its times are noise
-    recorded = manifest.load(run_dir)
-    files = [manifest.table_path(run_dir, "iterations", k).stat().st_mtime for k in range(2)]
-    assert times.of_iterations(run_dir, [0, 1], pd.Series([math.nan, math.inf])) == files
-    assert times.of_iterations(run_dir, [0, 1], pd.Series([5.0, math.nan])) == [5.0, files[1]]
-    assert times.started(run_dir, recorded) == (run_dir / "config.yaml").stat().st_mtime
 
 
 @pytest.mark.parametrize(

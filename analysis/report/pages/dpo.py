@@ -1,4 +1,4 @@
-"""The page of one DPO training: its steps, and how far it parted preferred from other responses."""
+"""The page of one DPO run: its steps, and how far it parted preferred from other responses."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from analysis.report.drawing.page import folded_table, folded_text, page, summar
 from analysis.report.figures.scores import bins_of, grouped_bars
 from analysis.words import config_in_words, terms
 from ppo_repro.config.files import load_dpo_config
-from ppo_repro.dpo.records import load, read_environment, read_table
-from ppo_repro.records.config_file import CONFIG_NAME, read_checked
+from ppo_repro.preferences.dpo.summary import DPO_RUNS
+from ppo_repro.records import reader
+from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, read_checked, read_note
 
-# column of dpo_steps -> title, unit, caption
+# column of steps -> title, unit, caption
 STEPS = {
     "loss": ("Loss", "nats", "DPO loss before each step, mean over the pairs of a minibatch; log 2 = 0.693 at first."),
     "margin": ("Margin", "reward", "Difference of the implicit rewards of preferred and other response, mean."),
@@ -28,17 +29,18 @@ STEPS = {
 
 
 def dpo_page(folder: Path) -> str:
-    """The report of one DPO training as HTML; the same records give the same bytes."""
-    recorded = load(folder)
+    """The report of one DPO run as HTML; the same records give the same bytes."""
+    recorded = reader.open_manifest(folder)
     text = read_checked(folder, CONFIG_NAME, recorded.files[CONFIG_NAME]).decode()
-    config, environment = load_dpo_config(folder / CONFIG_NAME), read_environment(folder)
-    steps, pairs = read_table(folder, "dpo_steps"), read_table(folder, "dpo_pairs")
-    final = {name: float(value) for name, value in recorded.final.items() if not isinstance(value, str)}
+    config, environment = load_dpo_config(folder / CONFIG_NAME), read_note(folder, recorded, ENVIRONMENT_NAME)
+    steps = reader.read_steps(folder)
+    last = [recorded.num_iterations - 1]
+    pairs = reader.TableReader("margins")(folder, iterations=last, columns=["held_out", "margins"])
+    summary = DPO_RUNS.summarise(folder, None)
     name = f"{config.experiment}/{folder.resolve().name}"
     facts = [
-        ("training", name),
+        ("run", name),
         ("fingerprint", recorded.fingerprint),
-        ("pairs from", f"the run with fingerprint {recorded.run_fingerprint}"),
         ("configuration", recorded.config_digest),
         ("seed", str(config.seed)),
         ("numerics", config.numerics.mode),
@@ -49,34 +51,20 @@ def dpo_page(folder: Path) -> str:
         ("training pairs", int((~pairs["held_out"]).sum())),
         ("held-out pairs", int(pairs["held_out"].sum())),
         ("optimizer steps", len(steps)),
-        *final.items(),
+        *((name, value) for name, value in recorded.final.items() if not isinstance(value, str)),
     ]
-    tables = (("Whole training", pd.DataFrame(rows, columns=["quantity", "value"])),)
+    tables = (("Whole run", pd.DataFrame(rows, columns=["quantity", "value"])),)
     folded = (
         folded_text("Configuration", text),
         folded_table("Configuration, field by field in words", config_in_words(config)),
         folded_table("Terms in words", terms()),
     )
-    curves = tuple(_curve(steps, column) for column in STEPS)
     sections = (
-        Section("steps", "Steps", (), curves),
+        Section("steps", "Steps", (), tuple(_curve(steps, column) for column in STEPS)),
         Section("pairs", "Pairs", (), (_margins(pairs),)),
     )
-    return page(name, summary_html(_verdicts(final), facts, tables, folded), sections)
-
-
-def _verdicts(final: dict[str, float]) -> list[Verdict]:
-    def change(what: str, key: str) -> Verdict:
-        before, after = final[f"{key}_before"], final[f"{key}_after"]
-        verb = "rose" if after > before else "fell" if after < before else "stayed"
-        return Verdict("fact", f"{what} {verb} from {before:.3f} to {after:.3f}.")
-
-    kl = number(final["ref_kl_per_sequence"], 3)
-    return [
-        change("Held-out accuracy (greedy)", "accuracy"),
-        change("Share of held-out pairs in the right order", "margin_accuracy"),
-        Verdict("fact", f"KL(policy || reference) at the end: {kl} nats per response (exact, mean over responses)."),
-    ]
+    verdicts = [Verdict("fact", f"{line[0].upper()}{line[1:]}.") for line in DPO_RUNS.verdicts(summary)]
+    return page(name, summary_html(verdicts, facts, tables, folded), sections)
 
 
 def _curve(steps: pd.DataFrame, column: str) -> Figure:
@@ -84,8 +72,8 @@ def _curve(steps: pd.DataFrame, column: str) -> Figure:
     at, values = np.arange(len(steps), dtype=np.float64), steps[column].to_numpy(np.float64)
     y = axis_for(f"{title.lower()}{f' ({unit})' if unit else ''}", [values])
     about = f"{title} by step: {number(float(values[0]))} to {number(float(values[-1]))}."
-    chart = line_chart([Line("this training", at, values)], axis_for("step", [at]), y, about)
-    return Figure(title, chart, caption, steps[["epoch", "minibatch", "pairs", column]])
+    chart = line_chart([Line("this run", at, values)], axis_for("step", [at]), y, about)
+    return Figure(title, chart, caption, steps[["iteration", "minibatch", "pairs", column]])
 
 
 def _margins(pairs: pd.DataFrame) -> Figure:

@@ -35,7 +35,7 @@ def mismatch(run_dir: Path, iterations: Sequence[int]) -> Findings:
     """Why and where sampler and trainer differ: by probability, position, lag, turn and route, over the iterations."""
 
     pairs = run_pairs(run_dir, iterations=iterations, allow_incomplete=True)
-    measured = list(measure(pairs, corrections=()))
+    measured = list(measure(pairs))
     update = tables(measured).update
     is_divergence = update["metric"].isin(DIVERGENCES) & (update["reduction"] == "token_mean")
     buckets = bucket_table(whole(measured).buckets)

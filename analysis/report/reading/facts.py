@@ -79,7 +79,7 @@ def state_verdict(facts: Facts) -> tuple[Verdict, ...]:
     words = {"running": "is not finished: it works still, or was killed,", "interrupted": "was interrupted"}
     said = words.get(facts.manifest.status, "failed")
     text = (
-        f"The run {said} after {len(facts.iterations)} of {facts.config.ppo.iterations} iterations, which this page "
+        f"The run {said} after {len(facts.iterations)} of {facts.config.iterations} iterations, which this page "
         "shows. `ppo-repro resume RUN` goes on."
     )
     return (Verdict("fact", text),)
@@ -151,16 +151,14 @@ def parity_verdicts(counted: Parity, about: Agreement) -> tuple[Verdict, ...]:
 
 
 def _rounded_on_purpose(config: RunConfig) -> Iterator[Verdict]:
-    """A sentence for sampler and trainer each, where numbers are rounded to other formats."""
+    """A sentence if the sampler rounds numbers to other formats."""
     stock = config.mismatch.sampler.stock
     if stock is not None:
         yield Verdict("fact", f"The sampler was torch's own forward pass on purpose: mismatch.sampler.stock = {stock}.")
-    sides = ("sampler", config.mismatch.sampler.precision), ("trainer", config.mismatch.trainer.precision)
-    for side, precision in sides:
-        formats = {name: value for name, value in precision.model_dump().items() if value != "float32"}
-        if formats:
-            named = ", ".join(f"{name} {value}" for name, value in formats.items())
-            yield Verdict("fact", f"The {side} was rounded on purpose: mismatch.{side}.precision = {named}.")
+    formats = {k: v for k, v in config.mismatch.sampler.precision.model_dump().items() if v != "float32"}
+    if formats:
+        named = ", ".join(f"{name} {value}" for name, value in formats.items())
+        yield Verdict("fact", f"The sampler was rounded on purpose: mismatch.sampler.precision = {named}.")
 
 
 def _faults_on_purpose(config: RunConfig) -> Iterator[Verdict]:
@@ -259,7 +257,7 @@ def run_facts(facts: Facts) -> list[tuple[str, str]]:
         ("versions", f"Python {environment.get('python', 'not recorded')}, {versions}"),
         ("machine", f"{environment.get('platform', 'not recorded')}, {environment.get('cpu_capability', '')}"),
         ("layout", f"{environment.get('threads', '?')} threads, {environment.get('processes', '?')} processes"),
-        ("state", f"{manifest.status}, {len(facts.iterations)} of {facts.config.ppo.iterations} iterations"),
+        ("state", f"{manifest.status}, {len(facts.iterations)} of {facts.config.iterations} iterations"),
         ("began", _began(facts)),
         ("run again", f"ppo-repro rerun RUN, where RUN is the folder {facts.run_dir.resolve().name}"),
     ]  # fmt: skip

@@ -14,11 +14,9 @@ from transformers import PreTrainedModel
 
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.files import whole_folder
-from ppo_repro.models.write import write_model
+from ppo_repro.models.folders import write_model
 from ppo_repro.rollout.sglang.client import Call, get, post
 from ppo_repro.sglang_plugin.names import DIGEST
-
-FILE_BYTES = 5 * 10**9  # weights per file of a folder
 
 
 def write_folder(policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path, deterministic: bool) -> None:
@@ -28,7 +26,7 @@ def write_folder(policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path
     differ in mixtures, whose experts are one parameter here and many tensors there.
     """
     with whole_folder(folder) as temporary:
-        write_model(policy, temporary, FILE_BYTES, original_format=not deterministic)
+        write_model(policy, temporary, original_format=not deterministic)
         path = temporary / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         path.write_text(json.dumps({**config, "eos_token_id": sorted(stop_ids)}, indent=1), encoding="utf-8")

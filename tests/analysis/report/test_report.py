@@ -17,7 +17,7 @@ from analysis.report.drawing.page import embedded_json
 from analysis.report.pages.grid import cell_labels
 from ppo_repro.commands.cli import main
 from ppo_repro.errors import UserError
-from ppo_repro.records import accuracy, reader, side_reader
+from ppo_repro.records import accuracy, reader
 from tests.support.cases.hostile_run import HOSTILE, LONG, make_hostile_run
 from tests.support.html_page import check, embedded
 from tests.support.synthetic_run import cut_back, start_run
@@ -244,7 +244,7 @@ def test_the_last_evaluation_is_among_the_samples(deterministic_run: Path) -> No
     cards = [
         n for n in check(build.page_of(deterministic_run, 1)).iter("div") if "card" in (n.get("class") or "").split()
     ]
-    found = side_reader.read_evaluations(deterministic_run)
+    found = reader.read_evaluations(deterministic_run)
     last = found[found["iteration"] == found["iteration"].max()].set_index("prompt")["response"]
     shown = 0
     for card in cards:

@@ -128,16 +128,23 @@ def read_tree(path: Path, overrides: Sequence[str] = ()) -> Any:
 
     Relative paths in the file start at its folder, those of overrides at the current folder.
     """
-    tree, wrong = read_yaml(found(path)), []
+    tree = read_yaml(found(path))
     from_folder(tree, path.parent)
-    for override in overrides if isinstance(tree, dict) else ():
+    if isinstance(tree, dict):
+        apply_overrides(tree, overrides)
+    return tree
+
+
+def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Apply `a.b=c` overrides to a parsed configuration; Mistakes has a line for each wrong one."""
+    wrong = []
+    for override in overrides:
         try:
             _apply_override(tree, override)
         except UserError as error:
             wrong.append(str(error))
     if wrong:
         raise Mistakes(wrong)
-    return tree
 
 
 def read_tree_for(command: str, path: Path, overrides: Sequence[str] = ()) -> Any:

@@ -284,7 +284,8 @@ def test_a_full_disk_is_one_line_and_keeps_what_was_complete(
 
 
 def test_a_run_says_what_its_reward_is_and_that_responses_were_cut(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text("".join(f'{{"prompt": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(6)))
+    sums = ("12+21=", "21+12=", "11+22=", "22+11=", "32+1=", "1+32=")
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": "33"}) + "\n" for p in sums))
     task = f"task={{kind: jsonl, path: '{tmp_path}/p.jsonl', num_eval_prompts: 2}}"
     sets = [word for o in (task, "ppo.iterations=1", "rollout.max_response_tokens=1") for word in ("--set", o)]
     code, out, err = cli("run", SMALL, "--out", tmp_path / "a", *sets, "--set", "kl={kl_coef: 0.1}")

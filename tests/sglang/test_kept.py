@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.errors import UserError
-from ppo_repro.rollout import kept
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.sampler import Sample, sample
 from ppo_repro.rollout.sglang.messages import read_completions
+from ppo_repro.sglang_plugin import kept_tokens as kept
 
 VOCAB = 21
 CUT = Sampling(0.7, 12, 0.9, 4)

@@ -13,8 +13,7 @@ import torch
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.families import mixture_layers
 from ppo_repro.rollout.engine import Request, Sampling
-from ppo_repro.rollout.sglang.messages import generate_body, read_completions
-from ppo_repro.rollout.sglang.routes import RoutedLayers, read_routes, routed_layers
+from ppo_repro.rollout.sglang.messages import RoutedLayers, generate_body, read_completions, read_routes, routed_layers
 from tests.support.models import MIXTURES, source_model
 
 # three layers of which the second is dense, 2 of 4 experts, two tokens

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from ppo_repro.config.section import Count, Index, PathText, Positive, Section
-from ppo_repro.secrets import is_secret_option
+from ppo_repro.output import is_secret_option
 
 # flags of a server that follow from the rest of the configuration, or that its checks rely on
 OWN_ARGUMENTS = (

@@ -101,7 +101,8 @@ class RetokenizingEngine:
 
     def _encoded(self, c: Completion, most: int) -> Completion:
         """The completion encoded again in at most so many tokens; as sampled where they do not suffice."""
-        before = spans(self.tokenizer, c.response_ids, decode(self.tokenizer, c.response_ids))
+        text = decode(self.tokenizer, c.response_ids)
+        before = spans(self.tokenizer, c.response_ids, text)
         new = encode_again(self.tokenizer, c.response_ids, before, most, c.finish_reason == "stop") if most else None
         if new is None:
             own = list(range(len(c.response_ids)))
@@ -116,6 +117,7 @@ class RetokenizingEngine:
             top_ids=torch.empty(count, 0, dtype=torch.int32),
             top_logits=torch.empty(count, 0),
             policy_versions=None if versions is None else tuple(versions[source] for source in new.sources),
+            text=text,
             sampled_ids=c.response_ids,
             is_as_sampled=tuple(new.as_sampled),
             routes=None,

@@ -76,7 +76,8 @@ class Completion:
     is_forced: tuple[bool, ...] = ()  # which of them the dialogue put in
     routes: Tensor | None = None  # [inputs, M k] int32 of prompt and response; None where they were not asked for
     policy_versions: tuple[int, ...] | None = None  # [T], of each token; None for a sampler that is never behind
-    sampled_ids: tuple[int, ...] | None = None  # the tokens as sampled, where these were encoded again
+    text: str | None = None  # of the tokens as sampled, where these were encoded again
+    sampled_ids: tuple[int, ...] | None = None  # these tokens
     is_as_sampled: tuple[bool, ...] | None = None  # [T], likewise
 
 

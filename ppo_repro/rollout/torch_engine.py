@@ -238,7 +238,7 @@ class TorchEngine:
 
     def _prefill(self, cache: Cache | SlotCache, prefixes: PrefixIndex, turn: list[_Active]) -> Tensor:
         """Compute the unknown tokens of the prompts; logits [len(turn), V] after each prompt."""
-        out = torch.empty(len(turn), self.policy.config.vocab_size)
+        out = torch.empty(len(turn), self.policy.config.vocab_size, device=self.policy.device)
         row_of = {item.index: row for row, item in enumerate(turn)}
         for wave, items in enumerate(self._admit(cache, prefixes, turn)):
             for item in items:
@@ -258,7 +258,7 @@ class TorchEngine:
                 item.known += len(piece)
             ends = [row for row, item in enumerate(items) if item.known == len(item.context)]
             if ends:
-                found = logits(self.policy, hidden[ends])
+                found = logits(self.policy, hidden[torch.tensor(ends).to(hidden.device)])
                 yield from zip((items[row] for row in ends), found, strict=True)
             items = [item for item in items if item.known < len(item.context)]
 
@@ -276,12 +276,12 @@ class TorchEngine:
         hidden, routes = self._network.over_cache(batch, cache, slots, seen=self._routes is not None)
         if self._routes is not None:
             self._routes.note(ints(slots)[batch.rows.sequence], batch.rows.position, routes)
-        return hidden if len(hidden) == len(pieces) else hidden[index(batch.start[1:] - 1)]
+        return hidden if len(hidden) == len(pieces) else hidden[index(batch.start[1:] - 1).to(hidden.device)]
 
     def _sample(self, turn: list[_Active], found: Tensor, sampling: Sampling) -> None:
         seeds = torch.tensor([item.request.seed for item in turn])
         positions = torch.tensor([item.last_position for item in turn])
-        samples = sample(found.float(), seeds, positions, sampling, self.mode)
+        samples = sample(found.to("cpu", torch.float32), seeds, positions, sampling, self.mode)
         drawn = Drawn(*(getattr(samples, field.name).numpy() for field in fields(Drawn)))
         for row, (item, token) in enumerate(zip(turn, samples.tokens.tolist(), strict=True)):
             item.add(token, drawn, row)

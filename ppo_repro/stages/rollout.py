@@ -115,17 +115,21 @@ def generate(
     mine = ranks.mine(len(problems))
     requests = [Request(task.prompt_ids[problems[i].key], seeds[i]) for i in mine]
     if task.environment is None and not config.rollout.stop:
-        completions = engine.generate(requests, sampling)
-        return ranks.gather([Answered(c, decode(task.tokenizer, c.response_ids), None) for c in completions])
+        return ranks.gather([Answered(c, _text(task, c), None) for c in engine.generate(requests, sampling)])
     own = [problems[i] for i in mine]
     conversations = Conversations(config, task.tokenizer, task.spelled, task.environment, own)
     answers = []
     for index, c in enumerate(engine.generate(requests, sampling, conversations)):
-        episode = None
-        if task.environment is not None:
+        if task.environment is None:
+            answers.append(Answered(c, _text(task, c), None))
+        else:
             episode = Episode(c.episode_ids, c.is_forced, conversations.turns_of(index, c))
-        answers.append(Answered(c, decode(task.tokenizer, c.response_ids if episode is None else episode.ids), episode))
+            answers.append(Answered(c, decode(task.tokenizer, episode.ids), episode))
     return ranks.gather(answers)
+
+
+def _text(task: Task, completion: Completion) -> str:
+    return decode(task.tokenizer, completion.response_ids) if completion.text is None else completion.text
 
 
 def known(values: Sequence[T | None]) -> tuple[T, ...] | None:

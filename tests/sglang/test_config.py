@@ -10,6 +10,7 @@ import pytest
 
 from ppo_repro.config.engine import DETERMINISTIC_ARGUMENTS, OWN_ARGUMENTS, SGLangServers
 from ppo_repro.errors import UserError
+from ppo_repro.output import masked
 from ppo_repro.rollout.sglang.command import (
     RETURN_ROUTES,
     SPARE_CONTEXT,
@@ -19,7 +20,6 @@ from ppo_repro.rollout.sglang.command import (
     server_environment,
 )
 from ppo_repro.runs.open_engine import require_same_sampler
-from ppo_repro.secrets import masked
 from tests.support.paths import ROOT
 from tests.support.processes.fake_sglang import fake_python
 from tests.support.runs import small_config

@@ -197,6 +197,22 @@ def test_classification_scores_are_those_of_the_unmodified_model_at_the_last_tok
                 assert float((found - expected).norm() / expected.norm()) < TOLERANCE
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_dropout_of_the_configuration_does_not_act(mode: str) -> None:
+    source, batch = source_model("gpt2"), lay_out(*ragged(4, 1))
+    assert max(m.p for m in source.modules() if isinstance(m, nn.Dropout)) == 0.1
+    for module in source.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    with torch.no_grad():
+        got = policy_logits(policy("gpt2", mode), batch)
+        assert unequal(policy_logits(make_policy(source, mode, CONTEXT), batch), got) == 0
+        # the check can fail: in training mode the stock dropouts do act
+        stock, ids = source_model("gpt2").train(), torch.arange(10)[None]
+        first: Tensor = stock(ids).logits
+        assert unequal(first, stock(ids).logits) > 0
+
+
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 SCALED_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 1.2, "beta_fast": 20, "beta_slow": 2, "truncate": False}
 

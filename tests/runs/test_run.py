@@ -1,6 +1,5 @@
 """Whole runs: parity of sampler and trainer, reruns, layouts that must not show, and what must show."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -39,15 +38,6 @@ def test_native_numerics_fail_the_same_check(native_run: Path) -> None:
     found = parity(native_run)
     assert found.unequal_old_rollout_logprobs > found.tokens // 20
     assert found.unequal_first_ratios > 0
-
-
-@pytest.mark.parametrize("which", ["deterministic_run", "native_run"])
-def test_the_run_counted_what_the_records_hold(which: str, request: pytest.FixtureRequest) -> None:
-    run_dir = request.getfixturevalue(which)
-    again, logged = dataclasses.asdict(parity(run_dir)), dataclasses.asdict(summarise(run_dir))
-    shared = set(again) & set(logged)
-    assert len(shared) >= 6
-    assert {name: again[name] for name in shared} == {name: logged[name] for name in shared}
 
 
 def test_without_learning_every_ratio_of_every_epoch_is_one(tmp_path: Path) -> None:

@@ -312,7 +312,10 @@ FAULTS: dict[str, tuple[Callable[[Material], Values], str]] = {
         lambda m: m.logprobs(with_bos(m), 1.0),
         f"prompt with a BOS token before it and {NO_T}",
     ),
-    "top-k 8, no temperature": (cut("top-k", 8, 1.0), "temperature 1 and normalised over the tokens that the cuts keep"),
+    "top-k 8, no temperature": (
+        cut("top-k", 8, 1.0),
+        "temperature 1 and normalised over the tokens that the cuts keep",
+    ),
     "moved left, no temperature": (
         lambda m: [shifted(1)(v) for v in m.logprobs(temperature=1.0)],
         f"{NO_T} and each entry is of the token +1 places on",

@@ -69,7 +69,17 @@ def test_stock_float32_is_right_on_both_sides(made: Material, subject: Subject) 
     assert 0 < found.sampler.rms < 2e-6 and lines(found)[-1] == "verdict: both sides are right"
 
 
-QUICK = {"no temperature", "base 2", "cumulative", "floor", "top-k 20", "moved left by 5", "bfloat16", "noise", "padded"}
+QUICK = {
+    "no temperature",
+    "base 2",
+    "cumulative",
+    "floor",
+    "top-k 20",
+    "moved left by 5",
+    "bfloat16",
+    "noise",
+    "padded",
+}
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FAULTS])
@@ -144,7 +154,13 @@ def test_zeros_and_missing_entries_are_counted_and_judge_nothing_else(made: Mate
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(0.8), Sampling(1.3, top_k=8), Sampling(0.8, top_p=0.97), Sampling(0.8, 0.97, 8), Sampling(0.8, min_p=0.01)],
+    [
+        Sampling(0.8),
+        Sampling(1.3, top_k=8),
+        Sampling(0.8, top_p=0.97),
+        Sampling(0.8, 0.97, 8),
+        Sampling(0.8, min_p=0.01),
+    ],
 )
 def test_log_probs_of_the_processed_distribution_are_right_if_both_sides_have_them(
     made: Material, subject: Subject, sampling: Sampling
@@ -263,7 +279,9 @@ def test_the_page_says_what_the_lines_say_and_loads_nothing(made: Material, subj
     found = judged(made, subject, FAULTS["no temperature"][0](made), made.logprobs())
     html = page(found, "<dump>", lambda i: f"<{i}>\u202e")
     check(html)
-    assert "<h1>&lt;dump&gt;</h1>" in html and "sampler is wrong" in html and "<b>temperature 1 instead of 0.8</b>" in html
+    assert (
+        "<h1>&lt;dump&gt;</h1>" in html and "sampler is wrong" in html and "<b>temperature 1 instead of 0.8</b>" in html
+    )
     assert "src=" not in html and "<script" not in html and "\u202e" not in html
     # what was tried for the sampler, probability, position, token, response, worst tokens; one turn has no table
     assert html.count("<table>") == 6 and "By turn" not in html

@@ -217,7 +217,12 @@ ATTACKS: list[tuple[str, str, bytes, str]] = [
     ("binary", "x.jsonl", bytes(range(256)), "x.jsonl:1: "),
     ("not Parquet", "x.parquet", b"PAR1" + bytes(60), "give a whole Parquet file"),
     ("not a tensor file", "x.pt", b"\x80\x04 nothing", "cannot be read without running code from it"),
-    ("no log-probs", "x.jsonl", b'{"prompt_ids": [1], "response_ids": [2]}\n', "must have the two log-probs of one stack"),
+    (
+        "no log-probs",
+        "x.jsonl",
+        b'{"prompt_ids": [1], "response_ids": [2]}\n',
+        "must have the two log-probs of one stack",
+    ),
 ]
 
 

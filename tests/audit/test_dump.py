@@ -13,8 +13,8 @@ import pandas as pd
 import pytest
 import torch
 
-from ppo_repro.testing.dumps import FORMATS, Response, read_dump, turns_of
 from ppo_repro.errors import UserError
+from ppo_repro.testing.dumps import FORMATS, Response, read_dump, turns_of
 
 SAMPLER, TRAINER = [-0.5, -1.25, -2.0], [-0.5, -1.5, -2.0]
 ROWS: dict[str, dict[str, Any]] = {

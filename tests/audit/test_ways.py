@@ -6,9 +6,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ppo_repro.audit import ways
-from ppo_repro.testing.dumps import Response
 from ppo_repro.audit.ways import Fed, Special
 from ppo_repro.tasks.tokenizer import train_bpe
+from ppo_repro.testing.dumps import Response
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'][0] }}|{{ m['content'] }}>{% endfor %}"

@@ -34,7 +34,11 @@ def group_mean(batch: AdvantageBatch) -> Tensor:
     return (batch.scores - means)[:, None].expand_as(batch.rewards)
 
 
-RIGHT: list[tuple[Kind, object, float]] = [("gae", gae, 0.9), ("rewards_to_go", to_go, 1.0), ("group_mean", group_mean, 1)]
+RIGHT: list[tuple[Kind, object, float]] = [
+    ("gae", gae, 0.9),
+    ("rewards_to_go", to_go, 1.0),
+    ("group_mean", group_mean, 1),
+]
 
 
 @pytest.mark.parametrize(("kind", "estimator", "gamma"), RIGHT)
@@ -80,7 +84,9 @@ def test_values_of_tool_tokens_in_gae_and_junk_are_found() -> None:
 
     found = {d.what: d for d in check_advantages(through_the_mask, "gae", gamma=0.9)}
     assert found["padded left"].first is None and found["tokens that do not count between turns"].first is not None
-    assert found["NaN and infinities under the mask"].describe().startswith("NaN and infinities under the mask: not fin")
+    assert (
+        found["NaN and infinities under the mask"].describe().startswith("NaN and infinities under the mask: not fin")
+    )
 
 
 def test_a_group_baseline_over_the_whole_batch_is_found() -> None:

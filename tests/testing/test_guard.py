@@ -12,10 +12,10 @@ import pytest
 
 from ppo_repro.errors import UserError
 from ppo_repro.testing import (
+    Names,
     assert_matches_golden,
     assert_mismatch_below,
     assert_on_policy,
-    Names,
     assert_same_run,
     golden,
     mismatch,
@@ -45,7 +45,9 @@ def test_an_exact_run_is_on_policy_and_a_native_one_is_not(deterministic_run: Pa
     pairs = mismatch.run_pairs(native_run)
     index = int(np.flatnonzero(pairs.sampler.view(np.uint32) != pairs.trainer.view(np.uint32))[0])
     place = f"iteration 0, sequence {pairs.sequence[index]}, position {pairs.position[index]}"
-    both = (f"{side[index].item()!r} (bits {side[index].view(np.uint32):08x})" for side in (pairs.sampler, pairs.trainer))
+    both = (
+        f"{side[index].item()!r} (bits {side[index].view(np.uint32):08x})" for side in (pairs.sampler, pairs.trainer)
+    )
     for part in (str(native_run), place, *both, "ppo-repro bisect"):
         assert part in text
 
@@ -147,7 +149,9 @@ def test_a_file_that_the_audit_reads_without_a_mask_is_read_here_too(tmp_path: P
     assert_mismatch_below(path, max_abs=0.5)
     with pytest.raises(AssertionError, match="max_abs is 0.5, above 0.4"):
         assert_mismatch_below(path, max_abs=0.4)
-    tokens = pd.DataFrame(row | {"prompt_ids": 1, "token_id": [2, 3], "iteration": 0, "sequence": 0, "position": [0, 1]})
+    tokens = pd.DataFrame(
+        row | {"prompt_ids": 1, "token_id": [2, 3], "iteration": 0, "sequence": 0, "position": [0, 1]}
+    )
     tokens.to_parquet(tmp_path / "tokens.parquet")  # one row a token, as in the table of a run
     for source in (tokens, tmp_path / "tokens.parquet"):
         assert_mismatch_below(source, mean_abs=0.25)

@@ -187,9 +187,13 @@ def test_overflow_in_float32_is_named_at_its_token(loss: Callable[[LossBatch], T
     assert math.isfinite(math.exp(log_ratio)) and log_ratio > math.log(3.4028235e38)  # finite in float64 alone
     found = check_loss(loss, EXAMPLE, combine="sum", log_ratios=(20.0, log_ratio))
     bad = {d.what: d for d in found.drifts if not d.is_small}
-    names = {f"float32, log-ratio {log_ratio:g}{more}" for more in ("", ", advantage of the other sign", ", advantage 0")}
+    names = {
+        f"float32, log-ratio {log_ratio:g}{more}" for more in ("", ", advantage of the other sign", ", advantage 0")
+    }
     assert set(bad) == names
-    assert all(d.not_finite == ((0, 4),) and "not finite at sequence 0, position 4" in d.describe() for d in bad.values())
+    assert all(
+        d.not_finite == ((0, 4),) and "not finite at sequence 0, position 4" in d.describe() for d in bad.values()
+    )
 
 
 def test_overflow_in_float64_blames_one_token_and_no_layout() -> None:
@@ -217,7 +221,9 @@ def test_a_gradient_that_float32_rounds_away_is_found() -> None:
 
         return loss
 
-    same = LossRollout((2,), torch.tensor([-0.5, -0.5]).double(), {"old_logprobs": torch.tensor([-0.5, -0.5 - 1e-6]).double()})
+    same = LossRollout(
+        (2,), torch.tensor([-0.5, -0.5]).double(), {"old_logprobs": torch.tensor([-0.5, -0.5 - 1e-6]).double()}
+    )
     assert not check_loss(k3(expm1=False), same, combine="sum", log_ratios=()).conforms
     assert check_loss(k3(expm1=True), same, combine="sum", log_ratios=()).conforms
 

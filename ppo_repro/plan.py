@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from ppo_repro.config.algorithm import KLInLoss, SeparateValue
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig
+from ppo_repro.errors import UserError
 from ppo_repro.models.load import read_model_config
 from ppo_repro.models.lora import choose_layers, shape_of
 from ppo_repro.models.tiny import tiny_config
@@ -191,6 +192,8 @@ def plan_run(config: RunConfig, processes: int = 1) -> Plan:
     """The memory of a run in each of `processes`. UserError where the model is not supported."""
     policy, value, models = _shapes(config)
     layout, sampler, context = config.layout, config.mismatch.sampler, config.numerics.max_context
+    if layout.device != "cpu":
+        raise UserError(f"layout.device = {layout.device}: plan is for CPUs; take cpu")
     deterministic = config.numerics.mode == "deterministic"
     sequences, step, evaluated = (
         ceil(count / processes)

@@ -15,7 +15,7 @@ STANDARD = set(sys.stdlib_module_names) | {"__future__"}
 # The order of the packages, bottom to top. A package imports from lines above its own only; packages in one line
 # do not import each other. A file directly in ppo_repro/ or analysis/ counts as a package.
 PPO_REPRO = """
-    errors secrets mistakes clock buffers seeding watcher
+    errors clock buffers seeding watcher
     output
     files json_lines
     interrupts config
@@ -30,7 +30,8 @@ PPO_REPRO = """
     records plan
     accuracy faults loop
     runs
-    audit control preferences.dpo checks grids testing recompute
+    testing control preferences.dpo checks grids recompute
+    audit
     tracking
     commands
     library

@@ -29,7 +29,7 @@ from ppo_repro.commands.runs import (
     run_command,
 )
 from ppo_repro.commands.start import FETCHED, fetch_command, init_command
-from ppo_repro.mistakes import check_path
+from ppo_repro.config.mistakes import check_path
 from ppo_repro.output import Parser
 
 Command = Callable[[argparse.Namespace], int]

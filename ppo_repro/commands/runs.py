@@ -82,8 +82,8 @@ def _saying_how_to_go_on(run_dir: Path) -> Iterator[None]:
 def run_command(arguments: argparse.Namespace) -> int:
     """Run PPO, record every buffer, print a summary."""
     from ppo_repro.config.files import load_config, read_tree
+    from ppo_repro.config.mistakes import command_of
     from ppo_repro.config.section import run_folder
-    from ppo_repro.mistakes import command_of
 
     set_fields = overrides(arguments)
     require_copies(arguments.tensorboard)

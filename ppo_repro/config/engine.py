@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from ppo_repro.config.section import Count, Index, PathText, Positive, Section
-from ppo_repro.secrets import is_secret_option
+from ppo_repro.output import is_secret_option
 
 # flags of a server that follow from the rest of the configuration, or that its checks rely on
 OWN_ARGUMENTS = (
@@ -111,7 +111,9 @@ class RolloutConfig(Section):
 
     absent_at_default: ClassVar[frozenset[str]] = frozenset({"stop"})
 
-    prompts_per_iteration: Count = Field(description="Distinct prompts per iteration.")
+    prompts_per_iteration: Count = Field(
+        description="Prompts per iteration; a task with fewer gives some again."
+    )
     samples_per_prompt: Count = Field(description="Responses sampled for each prompt.")
     max_response_tokens: Count = Field(description="A response without an end token stops here.")
     temperature: Temperature = Field(1.0, description="Logits are divided by this, in sampling and in scoring.")

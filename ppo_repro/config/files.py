@@ -11,12 +11,12 @@ from pydantic import BaseModel, ValidationError
 
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.engine import RolloutConfig, SGLangServers
+from ppo_repro.config.mistakes import command_of, mistakes
 from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.config.section import Section
 from ppo_repro.config.tasks import JsonlTask, PythonTask
 from ppo_repro.config.yaml_text import MAX_DEPTH, parse_yaml, read_yaml, write_yaml
 from ppo_repro.errors import Mistakes, UserError
-from ppo_repro.mistakes import command_of, mistakes
 
 Model = TypeVar("Model", bound=BaseModel)
 SHIPPED = ("quickstart",)
@@ -118,8 +118,9 @@ def from_folder(tree: Any, folder: Path) -> None:
     if "/" in str(engine.get("python")):  # else a name that is looked up on PATH
         places.append((engine, "python"))
     for section, name in places:
-        if isinstance(section, dict) and isinstance(section.get(name), str) and section[name]:
-            section[name] = os.path.abspath(folder / section[name])
+        value = section.get(name) if isinstance(section, dict) else None
+        if isinstance(value, str) and value and "://" not in value:
+            section[name] = os.path.abspath(folder / value)
 
 
 def read_tree(path: Path, overrides: Sequence[str] = ()) -> Any:
@@ -127,16 +128,23 @@ def read_tree(path: Path, overrides: Sequence[str] = ()) -> Any:
 
     Relative paths in the file start at its folder, those of overrides at the current folder.
     """
-    tree, wrong = read_yaml(found(path)), []
+    tree = read_yaml(found(path))
     from_folder(tree, path.parent)
-    for override in overrides if isinstance(tree, dict) else ():
+    if isinstance(tree, dict):
+        apply_overrides(tree, overrides)
+    return tree
+
+
+def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Apply `a.b=c` overrides to a parsed configuration; Mistakes has a line for each wrong one."""
+    wrong = []
+    for override in overrides:
         try:
             _apply_override(tree, override)
         except UserError as error:
             wrong.append(str(error))
     if wrong:
         raise Mistakes(wrong)
-    return tree
 
 
 def read_tree_for(command: str, path: Path, overrides: Sequence[str] = ()) -> Any:

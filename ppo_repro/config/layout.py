@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,6 +12,8 @@ from ppo_repro.config.section import Count, Index, Section, Threads
 
 class LayoutConfig(Section):
     """How the work is cut up. In deterministic numerics nothing here can change a result."""
+
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"device"})
 
     rollout_slots: Count = Field(64, description="Sequences decoded side by side, in each process.")
     prefix_cache: bool = Field(True, description="Prompts take over the keys and values of a prefix they share.")
@@ -21,6 +24,15 @@ class LayoutConfig(Section):
         "right", description="Native numerics: where short rows are padded; `none` packs sequences into one row."
     )
     threads: Threads = Field(1, description="CPU threads, in each process.")
+    device: Literal["cpu", "cuda"] = Field(
+        "cpu", description="What the models compute on; `cuda` is for native numerics and was never run on a card."
+    )
     gradient_checkpointing: bool = Field(
         False, description="Keep no activations inside decoder layers; compute them again in the backward pass."
     )
+
+
+def not_on_device(layout: LayoutConfig, mode: str) -> Iterator[str]:
+    """One line for a CUDA device without native numerics."""
+    if layout.device == "cuda" and mode != "native":
+        yield f"layout.device = cuda needs numerics.mode = native, and it is {mode}; take cpu"

@@ -19,7 +19,7 @@ from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.yaml_text import describe_value
 from ppo_repro.errors import UserError
-from ppo_repro.mistakes import did_you_mean
+from ppo_repro.output import did_you_mean
 
 BEYOND_MEASURE = 1e5  # a limit that nobody reaches is not shown
 FILES = {

@@ -19,7 +19,7 @@ from ppo_repro.config.algorithm import (
     ValueConfig,
 )
 from ppo_repro.config.engine import RolloutConfig
-from ppo_repro.config.layout import LayoutConfig
+from ppo_repro.config.layout import LayoutConfig, not_on_device
 from ppo_repro.config.mismatch import MismatchConfig, contradictions, has_no_routes, not_possible
 from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective
 from ppo_repro.config.records import CheckpointConfig, RecordsConfig
@@ -182,6 +182,7 @@ def _sizes(config: RunConfig) -> Iterator[str]:
 
 def _numerics(config: RunConfig) -> Iterator[str]:
     native = config.numerics.mode == "native"
+    yield from not_on_device(config.layout, config.numerics.mode)
     if native and config.numerics.accuracy_sequences not in (0, USUAL_ACCURACY_SEQUENCES):
         yield "numerics.accuracy_sequences needs numerics.mode = deterministic; native numerics measure nothing"
     engine = config.rollout.engine

@@ -216,7 +216,7 @@ def _among_padding(logits: Tensor, wanted: Tensor) -> Tensor:
     return full.index_copy(0, places, logits).view(*wanted.shape, -1)
 
 
-def _no_generate(self: PreTrainedModel, *_: object, max_new_tokens: int = 0) -> NoReturn:
+def _no_generate(self: PreTrainedModel, *_: object, **__: object) -> NoReturn:
     raise UserError(
         "deterministic model: sample with ppo_repro.generate(model, prompts, ...), whose log-probs are the model's"
     )

@@ -41,7 +41,8 @@ def write_model(model: PreTrainedModel, folder: Path, original_format: bool = Tr
 
     `original_format`: a mixture's experts as published checkpoints have them. Raises OSError.
     """
-    model.save_pretrained(folder, max_shard_size=FILE_BYTES, save_original_format=original_format)
+    state = {name: x.cpu() for name, x in model.state_dict().items()}
+    model.save_pretrained(folder, state_dict=state, max_shard_size=FILE_BYTES, save_original_format=original_format)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
@@ -63,7 +64,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     with path.open("wb") as file:
         parts: Iterator[bytes | memoryview] = chain(
             (len(text).to_bytes(8, "little"), text),
-            (t.detach().contiguous().view(-1).numpy().data for t in tensors.values()),
+            (t.detach().cpu().contiguous().view(-1).numpy().data for t in tensors.values()),
         )
         for part in parts:
             digest.update(part)
@@ -111,7 +112,7 @@ def _write_adapter(
         "inference_mode": True,
         "init_lora_weights": True,
     }
-    tensors = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in named.items()}
+    tensors = {f"base_model.model.{name}": tensor.cpu().contiguous() for name, tensor in named.items()}
     (folder / ADAPTER).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     safetensors.torch.save_file(tensors, folder / ADAPTER_TENSORS, metadata=_FORMAT)
 
@@ -187,6 +188,6 @@ def save_reward_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     token, its scores differ from these.
     """
     with whole_folder(folder) as temporary:
-        model.save_pretrained(temporary)
+        model.save_pretrained(temporary, state_dict={name: x.cpu() for name, x in model.state_dict().items()})
         tokenizer.save_pretrained(temporary)
         write_sums(temporary)

@@ -176,8 +176,8 @@ def add_lora(model: Adaptable, rank: int, alpha: float, target_modules: Sequence
         layers[name] = AdaptedLayer(
             weight=weight,
             base=base.clone(memory_format=torch.contiguous_format),
-            a=initial_a(rank, inputs, seed, name),
-            b=torch.zeros(outputs, rank),
+            a=initial_a(rank, inputs, seed, name).to(base.device),
+            b=torch.zeros(outputs, rank, device=base.device),
             transposed=transposed,
         )
     deterministic = is_deterministic(model.trunk if isinstance(model, ValueModel) else model)

@@ -59,7 +59,7 @@ def make_policy(source: PreTrainedModel, mode: str, max_context: int) -> PreTrai
 def make_value_model(source: PreTrainedModel, mode: str, max_context: int, seed: int) -> ValueModel:
     """A value model whose trunk starts as the policy's; its head is bell-shaped, std 0.1 / sqrt(H), bias 0."""
     trunk = make_policy(trunk_of(source), mode, max_context)
-    return ValueModel(trunk, make_value_head(source.config.hidden_size, seed))
+    return ValueModel(trunk, make_value_head(source.config.hidden_size, seed).to(source.device))
 
 
 def make_value_head(size: int, seed: int) -> nn.Linear:

@@ -1,6 +1,6 @@
 """A trunk in stock torch: transformers' own forward pass over padded rows, and a cache of fixed slots for decoding.
 
-The negative control. No bit is promised.
+The negative control, and the numerics for devices the kernels do not cover. No bit is promised.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ class SlotCache:
     What a slot held before is never visible, because a query sees no key after its own position.
     """
 
-    def __init__(self, config: PretrainedConfig, slots: int, positions: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: PretrainedConfig, slots: int, positions: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         shape = (slots, key_value_heads(config), positions, head_dim(config))
         self.keys, self.values = (
-            [torch.zeros(shape, dtype=dtype) for _ in range(config.num_hidden_layers)] for _ in range(2)
+            [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)] for _ in range(2)
         )
 
     def aim(self, slots: Tensor, positions: Tensor, valid: Tensor) -> None:
         """Set where the next pass writes: row r is slot slots[r], query i sits at positions[r, i] [R, L] if valid."""
+        slots, positions, valid = (x.to(self.keys[0].device) for x in (slots, positions, valid))
         self._slots, self._valid = slots, valid
         self._rows, self._positions = slots[:, None].expand_as(positions)[valid], positions[valid]
         self._width = int(positions.max()) + 1
@@ -54,7 +57,7 @@ class SlotCache:
 
 def _visible(first: Tensor, last: Tensor, window: int | None, keys: int) -> Tensor:
     """bool [R, 1, L, keys]: query i of row r sees keys first..last [R, L], at most the last `window` of them."""
-    columns = torch.arange(keys)
+    columns = torch.arange(keys, device=last.device)
     begin = first if window is None else torch.maximum(first, last - window + 1)
     return ((columns >= begin[..., None]) & (columns <= last[..., None]))[:, None]
 
@@ -72,7 +75,7 @@ class NativeNetwork:
         """Nothing is packed here."""
 
     def make_cache(self, slots: int, positions: int) -> SlotCache:
-        return SlotCache(self.trunk.config, slots, positions, self.trunk.dtype)
+        return SlotCache(self.trunk.config, slots, positions, self.trunk.device, self.trunk.dtype)
 
     def copy_prefix(self, cache: SlotCache, source: int, target: int, positions: int) -> None:
         cache.copy_prefix(source, target, positions)
@@ -89,15 +92,17 @@ class NativeNetwork:
         positions = np.where(valid, batch.rows.position[batch.start[:-1]][:, None] + columns, 0)
         ids = np.zeros(valid.shape, np.int64)
         ids[valid] = batch.ids
-        position = torch.from_numpy(positions)
-        cache.aim(torch.tensor(list(slots)), position, torch.from_numpy(valid))
+        where = torch.from_numpy(positions)
+        cache.aim(torch.tensor(list(slots)), where, torch.from_numpy(valid))
+        device = self.trunk.device
+        position = where.to(device)
         masks = stock_masks(
             self.trunk.config,
             lambda window: _visible(torch.zeros_like(position), position, window, int(positions.max()) + 1),
         )
         rows = torch.from_numpy(np.flatnonzero(valid))
         options: dict[str, Any] = {"attention_mask": masks, "past_key_values": cache}
-        return self._pass(torch.from_numpy(ids), position, rows, options, seen)
+        return self._pass(torch.from_numpy(ids), where, rows, options, seen)
 
     def over_batch(
         self, batch: Ragged, rows: Ints, seen: bool = False, padding: str = "right"
@@ -118,23 +123,25 @@ class NativeNetwork:
         first_key = np.tile(np.arange(width), height)  # padding sees only itself
         ids[place], positions[place] = batch.ids, batch.rows.position
         first_key[place] = np.repeat(first, lengths)
-        shape = height, width
-        begin = torch.from_numpy(first_key.reshape(shape))
-        end = torch.arange(width).expand_as(begin)
+        shape, device = (height, width), self.trunk.device
+        begin = torch.from_numpy(first_key.reshape(shape)).to(device)
+        end = torch.arange(width, device=device).expand_as(begin)
         masks = stock_masks(self.trunk.config, lambda window: _visible(begin, end, window, width))
         where = torch.from_numpy(positions.reshape(shape))
         options = {"attention_mask": masks}
         hidden, routes = self._pass(torch.from_numpy(ids.reshape(shape)), where, torch.from_numpy(place), options, seen)
-        return hidden[index(rows)], routes
+        return hidden[index(rows).to(device)], routes
 
     def _pass(
         self, ids: Tensor, positions: Tensor, rows: Tensor, options: dict[str, Any], seen: bool
     ) -> tuple[Tensor, Ints | None]:
         """Hidden states and routes at flat positions `rows` of a pass of the model over [R, L]."""
+        device = self.trunk.device
+        where = rows.to(device)
         with _recording_gradients(self.trunk), _seen_routes(self.trunk if seen else None) as routes:
-            out = self.trunk(input_ids=ids, position_ids=positions, use_cache=False, **options)
-        hidden = out.last_hidden_state.flatten(0, 1)[rows]
-        return hidden, ints(torch.cat(routes, -1)[rows]) if seen else None
+            out = self.trunk(input_ids=ids.to(device), position_ids=positions.to(device), use_cache=False, **options)
+        hidden = out.last_hidden_state.flatten(0, 1)[where]
+        return hidden, ints(torch.cat(routes, -1)[where].cpu()) if seen else None
 
 
 @contextmanager

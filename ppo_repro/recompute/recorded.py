@@ -158,4 +158,4 @@ def evaluation_of(records: Records) -> Evaluation | None:
         return None
     names = ("prompt_key", "prompt", "answer", "prompt_ids", "response_ids", "response", "finish_reason", "scores")
     columns = [records.values("evaluations", name) for name in (*names, "score_parts", "is_correct")]
-    return Evaluation(*columns, _episodes(records, "evaluations"))
+    return Evaluation(*columns, episodes=_episodes(records, "evaluations"))  # type: ignore[misc]

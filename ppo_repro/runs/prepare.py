@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -67,15 +68,24 @@ class Prepared:
     value_lora: Lora | None  # None without a value model of its own, and where all its weights are trained
 
 
+def _moved(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel:
+    """The same model, with its parameters on `layout.device`; UserError if torch sees no such device."""
+    if config.layout.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("layout.device = cuda: torch sees no CUDA device here; take cpu")
+    nn.Module.to(model, config.layout.device)
+    return model
+
+
 def _source(config: RunConfig, problems: Split) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model that policy, value model and reference are copies of at the start, before any warm start."""
     if isinstance(config.model, ModelFolder):
-        return load_folder(Path(config.model.path))
+        source, tokenizer = load_folder(Path(config.model.path))
+        return _moved(source, config), tokenizer
     assert isinstance(config.model, TinyModel)
     tokenizer = make_tokenizer(problems.train, config.model.vocab_size, config.model.tokenizer)
     check_spelling(tokenizer, [*problems.train, *problems.held_out])
     model = make_model(config.model, len(tokenizer), config.numerics.max_context, tokenizer.eos_token_id, config.seed)
-    return model, tokenizer
+    return _moved(model, config), tokenizer
 
 
 def _checked_prompts(
@@ -106,7 +116,7 @@ def _reward_model(
     if isinstance(term, RewardModelFolder):
         loaded, its_tokenizer = load_reward_model(Path(term.path), numerics.mode, numerics.max_context)
         require_same_tokens(tokenizer, its_tokenizer)
-        return freeze(loaded), None
+        return freeze(_moved(loaded, config)), None
     model = make_reward_model(source, numerics.mode, numerics.max_context, config.seed)
     if term.pairs is not None:
         encode = encoder(tokenizer, config.task)
@@ -221,7 +231,7 @@ def _value_model(
         return None
     if isinstance(config.value, ValueHead):
         head = make_value_head(source.config.hidden_size, config.seed)
-        return ValueModel(trunk_of(policy), head)
+        return ValueModel(trunk_of(policy), head.to(source.device))
     if config.value.init == "reward_model":
         assert reward_model is not None
         return value_model_from(reward_model, mode, max_context)
@@ -256,6 +266,7 @@ def prepare(
         source, tokenizer = _source(config, problems)
     else:
         source, tokenizer = load_folder(start_folder)
+        _moved(source, config)
     ids = _checked_prompts(config, problems, tokenizer, source)  # before the minutes that a warm start takes
     steps: tuple[WarmStartStep, ...] = ()
     if start_folder is None and isinstance(config.model, TinyModel):

@@ -50,7 +50,7 @@ def joined(columns: Iterable[Columns]) -> Columns:
     of_policy, of_value = zip(*columns, strict=True)
 
     def join(parts: Iterable[tuple[Tensor | None, ...]]) -> list[Tensor | None]:
-        return [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]  # type: ignore[arg-type]
+        return [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
 
     return Columns(
         None if of_policy[0] is None else PolicyColumns(*join(of_policy)),  # type: ignore[arg-type]

@@ -7,8 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from ppo_repro.errors import UserError
-from ppo_repro.mistakes import did_you_mean
-from ppo_repro.output import shown
+from ppo_repro.output import did_you_mean, shown
 from ppo_repro.tasks.child import described, seed_generators
 
 _dataset: Any = None

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 
 from ppo_repro.config.reward import CalledReward, RewardConfig, TrlReward, VerlReward
 from ppo_repro.errors import UserError
-from ppo_repro.mistakes import did_you_mean
-from ppo_repro.output import shown
+from ppo_repro.output import did_you_mean, shown
 from ppo_repro.tasks.child import described
 
 T = TypeVar("T")

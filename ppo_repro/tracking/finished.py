@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_repro.errors import UserError
-from ppo_repro.output import say
-from ppo_repro.secrets import masked
+from ppo_repro.output import masked, say
 
 Said = tuple[list[str], dict[str, Any]]  # lines for people, fields for JSON
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
-from ppo_repro.secrets import masked
+from ppo_repro.output import masked
 
 WORKFLOW = "?workflowType=machine_learning"  # else MLflow 3 takes the run for an evaluation of prompts
 LOCAL_PAGES = "http://127.0.0.1:5000"  # where `mlflow ui` shows them unless told otherwise

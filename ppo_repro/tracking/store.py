@@ -14,7 +14,7 @@ from mlflow.tracking import MlflowClient
 from sqlalchemy.exc import SQLAlchemyError
 
 from ppo_repro.errors import UserError
-from ppo_repro.secrets import masked
+from ppo_repro.output import masked
 
 # MLflow's defaults retry for minutes; what the user has in the environment goes first
 PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}

@@ -153,15 +153,6 @@ def test_the_digest_sees_every_single_field_but_how_much_is_recorded() -> None:
     assert {("UnclippedObjective", "kind"), ("NoKL", "placement"), ("ExactMatch", "kind")} < seen
 
 
-def test_the_digest_sees_every_variant() -> None:
-    assert len({config_of(name).digest() for name in TREES}) == len(TREES)
-    for name in TREES:
-        found = json.loads(config_of(name).canonical_json())
-        for leaf in leaves(config_of(name)):
-            if leaf.key not in NO_RESULT and leaf.is_written:
-                assert at(found, leaf.path) == leaf.value, "the digest is of all that is there"
-
-
 def read_back(config: RunConfig) -> RunConfig:
     return build_config(parse_yaml(dump_yaml(config)), "file")
 
@@ -170,14 +161,6 @@ def read_back(config: RunConfig) -> RunConfig:
 def test_a_written_configuration_reads_back_equal(name: str) -> None:
     config = config_of(name)
     assert read_back(config) == config and read_back(config).digest() == config.digest()
-
-
-def test_names_that_look_like_numbers_and_awkward_paths_read_back_as_text() -> None:
-    for name in ("1e5", "08", "1", "1.5", "1e-3", "no", "true", "null", "1.", "12345678901234567890"):
-        assert read_back(build_config({**tree(), "experiment": name}, "file")).experiment == name
-    for path in ("\x85", "a\u2028b", "\u2029", "\n", " a ", "a\n b", "\ufeff", "\x01", "'\"", "#", ": ", "é世😀"):
-        config = build_config({**tree(), "model": {**FOLDER, "path": path}}, "file")
-        assert read_back(config) == config
 
 
 @given(
@@ -189,13 +172,6 @@ def test_any_text_and_any_number_read_back_equal(path: str, rate: float, seed: i
     config = build_config({**tree(), "seed": seed, "model": {**FOLDER, "path": path}}, "file")
     config = config.model_copy(update={"ppo": config.ppo.model_copy(update={"learning_rate": rate})})
     assert read_back(config) == config
-
-
-def test_every_field_has_a_description_of_one_sentence() -> None:
-    for path, field in FIELDS.values():
-        assert field.description, path
-        assert re.fullmatch(r"[A-Z0-9`][^\n]*\.", field.description), f"{path}: {field.description}"
-        assert not re.search(r"[.!?] +[A-Z]", field.description), f"{path} has more than one sentence"
 
 
 def test_a_configuration_cannot_be_changed() -> None:

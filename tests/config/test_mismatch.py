@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ppo_repro.config.files import dump_yaml
-from ppo_repro.config.mismatch import MismatchConfig, SamplerPrecision
+from ppo_repro.config.mismatch import MismatchConfig
 from ppo_repro.errors import UserError
-from ppo_repro.models.networks import precision_of
-from ppo_repro.numerics.precision import Precision
 from tests.support.runs import small_config
 
 ROUNDED, STOCK = "mismatch.sampler.precision.weights=bfloat16", "mismatch.sampler.stock=bfloat16"
@@ -58,20 +56,3 @@ def test_a_configuration_without_a_cause_is_as_if_there_were_no_section() -> Non
         assert small_config(same).digest() == plain.digest() and dump_yaml(small_config(same)) == text
     causes = {small_config(*cause).digest() for cause in ((), (ROUNDED,), (STOCK,))}
     assert len(causes) == 3 and plain.digest() in causes
-
-
-def test_what_is_rounded_to_what() -> None:
-    assert precision_of(SamplerPrecision()) == Precision()
-    wide = SamplerPrecision(weights="bfloat16", activations="float16", kv_cache="float8_e5m2", logits="int8")
-    assert precision_of(wide) == Precision("bfloat16", "bfloat16", "float32", "float16", "float8_e5m2", "int8")
-    narrow = SamplerPrecision(weights="int8", activations="float8_e4m3", rest="bfloat16")
-    assert precision_of(narrow) == Precision("int8", "bfloat16", "float8_e4m3", "bfloat16")
-    assert precision_of(SamplerPrecision(weights="int8")) == Precision("int8")
-    inputs = SamplerPrecision(weights="bfloat16", activations="int8", rest="float16")
-    assert precision_of(inputs) == Precision("bfloat16", "bfloat16", "int8", "float16")
-
-
-def test_only_a_rounding_of_the_sampler_is_another_precision() -> None:
-    assert small_config().mismatch.same_precision
-    for other in (ROUNDED, "mismatch.sampler.precision.logits=int8", STOCK):
-        assert not small_config(other).mismatch.same_precision

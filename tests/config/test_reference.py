@@ -9,9 +9,9 @@ import pytest
 
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
+from ppo_repro.config.mistakes import field_paths
 from ppo_repro.config.reference import groups, page
 from ppo_repro.config.run import RunConfig
-from ppo_repro.mistakes import field_paths
 from tests.support.cli import Cli, one_line
 from tests.support.paths import ROOT
 

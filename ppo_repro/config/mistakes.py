@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import typing
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
+
+from ppo_repro.output import closest, did_you_mean
 
 if TYPE_CHECKING:  # the command line looks for words that were meant, and does without pydantic's 0.1 s
     from pydantic import BaseModel, ValidationError
@@ -15,7 +16,6 @@ if TYPE_CHECKING:  # the command line looks for words that were meant, and does 
     Sections = tuple[type[BaseModel], ...]
 
 MOST = 30  # mistakes that are told; a screen holds no more
-LIKE = 0.65  # share of letters in common from which one word may be meant by another
 LONGEST_PATH = 3000  # bytes, which leaves room for the files of a run below what systems allow
 LONGEST_NAME = 255  # bytes
 # of each kind of file a field that no other kind has, and the command that takes the file
@@ -50,19 +50,6 @@ def command_of(tree: object) -> str | None:
     """The command that takes a parsed file, by the fields it has; None where they do not say."""
     found = {COMMANDS[name] for name in COMMANDS if isinstance(tree, dict) and name in tree}
     return found.pop() if len(found) == 1 else None
-
-
-def did_you_mean(word: str, allowed: Sequence[str]) -> str:
-    """`; did you mean X?` where one of the allowed words is close, or nothing."""
-    close = closest(word, allowed)
-    return f"; did you mean {close}?" if close else ""
-
-
-def closest(word: str, allowed: Sequence[str]) -> str | None:
-    """The allowed word that is most like `word`, None where none is."""
-    folded = {name.lower().replace("-", "_"): name for name in allowed}
-    found = difflib.get_close_matches(word.lower().replace("-", "_"), folded, n=1, cutoff=LIKE)
-    return folded[found[0]] if found else None
 
 
 def field_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

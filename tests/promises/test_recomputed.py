@@ -1,4 +1,4 @@
-"""Sampler and trainer agree on every bit, and what the run counted is what its records hold."""
+"""What the run counted is what its records hold, and the arithmetic of the stages holds in them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from ppo_repro.watcher import Silent
 from tests.support.language import run
 from tests.support.runs import small_config
 
-NO_LEARNING = ("ppo.learning_rate=0", "value.learning_rate=0")
-
 
 @pytest.mark.parametrize("which", ["deterministic_run", "native_run"])
 def test_the_run_counted_what_the_records_hold(which: str, request: pytest.FixtureRequest) -> None:
@@ -25,31 +23,8 @@ def test_the_run_counted_what_the_records_hold(which: str, request: pytest.Fixtu
     shared = set(again) & set(logged)
     assert len(shared) >= 6
     assert {name: again[name] for name in shared} == {name: logged[name] for name in shared}
-
-
-def test_sampler_and_trainer_agree_on_every_bit(deterministic_run: Path) -> None:
-    found = parity(deterministic_run)
-    assert found.tokens > 300 and found.first_minibatch_tokens > 80
-    assert (found.unequal_old_rollout_logprobs, found.unequal_first_ratios, found.unequal_values) == (0, 0, 0)
-    assert found.unequal_ratios > 0, "the weights must have moved, or a constant would pass this test"
-
-
-def test_native_numerics_fail_the_same_check(native_run: Path) -> None:
-    """The negative control."""
-    found = parity(native_run)
-    assert found.unequal_old_rollout_logprobs > found.tokens // 20 and found.unequal_first_ratios > 0
-
-
-def test_without_learning_every_ratio_of_every_epoch_is_one(tmp_path: Path) -> None:
-    found = parity(run(small_config(*NO_LEARNING, "ppo.epochs=3", "ppo.iterations=2"), tmp_path, Silent())[0])
-    assert found.update_rows == 3 * found.tokens
-    assert (found.unequal_ratios, found.unequal_update_values) == (0, 0)
-
-
-@pytest.mark.usefixtures("row_noise")
-def test_without_learning_native_ratios_still_differ_from_one(tmp_path: Path) -> None:
-    """The negative control."""
-    assert parity(run(small_config(*NO_LEARNING, "numerics.mode=native"), tmp_path, Silent())[0]).unequal_ratios > 0
+    # control: there is something to count in native numerics
+    assert (logged["unequal_old_rollout_logprobs"] > 0) == (which == "native_run")
 
 
 def test_top_k_and_top_p_score_the_distribution_sampled_from(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from ppo_repro.commands.recorded import report_difference
 from ppo_repro.commands.run_folders import MANIFEST
 from ppo_repro.errors import UserError
 from ppo_repro.output import print_json, print_result, say, tell
-from ppo_repro.tracking.finished import require_copies
+from ppo_repro.tracking.copies import require_tensorboard
 
 if TYPE_CHECKING:
     from ppo_repro.config.run import RunConfig
@@ -83,7 +83,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.mistakes import command_of
 
     set_fields = overrides(arguments)
-    require_copies(arguments.tensorboard)
+    require_tensorboard(arguments.tensorboard)
     clock = Clock()
     if command_of(read_tree(arguments.config, set_fields)) == "control":
         return _run_control(arguments)
@@ -128,7 +128,7 @@ def control_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.config.control import load_control_config
 
     config = load_control_config(arguments.config, overrides(arguments))
-    require_copies(arguments.tensorboard)
+    require_tensorboard(arguments.tensorboard)
     from ppo_repro.config.section import run_folder
 
     folder = run_folder(config, arguments.out)
@@ -216,7 +216,7 @@ def dpo_command(arguments: argparse.Namespace) -> int:
 
     config = load_dpo_config(arguments.config, overrides(arguments))
     say(f"{config.experiment}, seed {config.seed}: DPO on the responses of {config.run}")
-    require_copies(arguments.tensorboard)
+    require_tensorboard(arguments.tensorboard)
     from ppo_repro.commands.progress import ConsoleProgress
     from ppo_repro.dpo.run import dpo_folder, lines, train_dpo
     from ppo_repro.tracking.follower import followed

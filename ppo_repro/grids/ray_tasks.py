@@ -41,7 +41,12 @@ class Ray:
         for order in orders:
             forget_result(order)
         pending: dict[ray.ObjectRef[Result], Order] = {}
-        self._connect()
+        here = {"num_cpus": self.workers, "include_dashboard": False} if self.address == "local" else {}
+        try:
+            ray.init(self.address, log_to_driver=False, configure_logging=False, **here)
+        except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"--ray {self.address}: cannot be reached ({reason})") from error
         try:
             task = ray.remote(run_cell)
             for order in orders:
@@ -61,19 +66,3 @@ class Ray:
             for order in pending.values():
                 if state_of(Path(order.folder)) == "running":
                     lost_cell(order, "interrupted")
-
-    def _connect(self) -> None:
-        import ray
-
-        here = self.address == "local"
-        try:
-            ray.init(
-                self.address,
-                num_cpus=self.workers if here else None,
-                include_dashboard=False if here else None,
-                log_to_driver=False,
-                configure_logging=False,
-            )
-        except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(f"--ray {self.address}: cannot be reached ({reason})") from error

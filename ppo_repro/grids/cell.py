@@ -99,18 +99,22 @@ def command_of(order: Order) -> list[str]:
 def start_cell(order: Order) -> subprocess.Popen[bytes]:
     """Start the cell's process in its own session; it ends when the caller's end of its stdin closes."""
     forget_result(order)
-    launcher = {"WORLD_SIZE", "RANK", "LOCAL_RANK"}  # a cell is none of the processes of torchrun
-    environment = {name: value for name, value in os.environ.items() if name not in launcher}
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(order.threads))
     with (Path(order.folder) / LOG).open("ab") as log, held():
         return subprocess.Popen(
             [sys.executable, "-m", "ppo_repro.grids.cell_process", *command_of(order)],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            env=environment | threads,
+            env=cell_environment(order.threads),
             start_new_session=True,
         )
+
+
+def cell_environment(threads: int) -> dict[str, str]:
+    """The environment of a cell's process, which is none of the processes of torchrun."""
+    launcher = {"WORLD_SIZE", "RANK", "LOCAL_RANK"}
+    numbers = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
+    return {name: value for name, value in os.environ.items() if name not in launcher} | numbers
 
 
 def finish_cell(order: Order, exit_code: int, seconds: float) -> Result:

@@ -39,6 +39,8 @@ class Engine(Protocol):
 class ForkedCell:
     """A cell forked from a server that imported everything once; the methods have the names of `subprocess.Popen`."""
 
+    stdin = None
+
     def __init__(self, order: Order) -> None:
         forget_result(order)
         context = multiprocessing.get_context("forkserver")
@@ -84,7 +86,7 @@ class _Live:
     started: float
 
     def finish(self, code: int) -> Result:
-        if isinstance(self.process, subprocess.Popen) and self.process.stdin is not None:
+        if self.process.stdin is not None:
             self.process.stdin.close()
         return finish_cell(self.order, code, time.perf_counter() - self.started)
 

@@ -290,7 +290,7 @@ def test_the_training_has_a_page_and_the_times_of_its_copy(trained: DPOResult, t
 def test_the_training_can_be_copied_into_mlflow(
     cli: Cli, trained: DPOResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ppo_repro.tracking.store import answering
+    from ppo_repro.tracking.mlflow_copy import answering
 
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.chdir(tmp_path)

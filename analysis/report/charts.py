@@ -228,8 +228,8 @@ def heat_levels(counts: npt.NDArray[np.number]) -> npt.NDArray[np.int64]:
 
 def _plot(x: Axis, y: Axis, names: Sequence[str], rules: Sequence[Rule] = ()) -> Plot:
     """A plot below a legend of all names, if there are several, and of named rules; long names wrap."""
-    marks = [(name, f'class="fill{i % COLOURS}"') for i, name in enumerate(names)] if len(names) > 1 else []
-    marks += [(rule.name, 'class="dotted"') for rule in rules if rule.name]
+    marks = [(name, f"fill{i % COLOURS}") for i, name in enumerate(names)] if len(names) > 1 else []
+    marks += [(rule.name, "rule") for rule in rules if rule.name]
     if not marks:
         return Plot(x, y, "", TOP)
     elements, left, top = [], 0.0, TOP + 4.0
@@ -238,7 +238,8 @@ def _plot(x: Axis, y: Axis, names: Sequence[str], rules: Sequence[Rule] = ()) ->
         width = 24 + CHARACTER * max(map(len, rows))
         if left > 0 and (left + width > WIDTH or len(rows) > 1):
             left, top = 0.0, top + LEGEND_ROW
-        elements.append(f'<rect {mark} x="{left:.1f}" y="{top - 8:.1f}" width="14" height="8"></rect>')
+        d = f"M{left:.1f} {top - 4:.1f}h14" if mark == "rule" else f"M{left:.1f} {top - 8:.1f}h14v8h-14z"
+        elements.append(f'<path class="{mark}" d="{d}"></path>')
         for k, row in enumerate(rows):
             elements.append(f'<text x="{left + 19:.1f}" y="{top + k * LEGEND_ROW:.1f}">{escape(row)}</text>')
         top += (len(rows) - 1) * LEGEND_ROW

@@ -105,7 +105,7 @@ def pair_page(a: Path, b: Path) -> str:
         Card("Where do they first differ?", [_first(facts)], [changed]),
         Card("Which learned more?", [Verdict("fact", alone)], [_main_chart(facts[0], lines)]),
         Card("Are they on-policy?", [v for name, run in zip(NAMES, runs, strict=True) for v in _agreement(name, run)]),
-        Card("How to repeat them", (), [scrolled(table(about, "The runs"))]),
+        Card("How to repeat them", (), [scrolled(table(about, "The runs"), "words")]),
     )
     last = [first_and_last(run.facts, run.iterations, run.steps) for run in runs]
     numbers = pd.DataFrame(
@@ -135,14 +135,14 @@ def _first(facts: Sequence[Facts]) -> Verdict:
 
 
 def _values(facts: Sequence[Facts], first: FirstDifference) -> str:
-    """Row and values of the first difference; empty for a table of the preparation or other numbers of rows."""
+    """Row and values of the first difference, if it is in a column of an iteration."""
     if first.iteration is None or first.column == "(rows)":
-        return ""
+        return "; `ppo-repro diff A B` names the row and both values"
     a, b = (reader.read_arrow(one.run_dir, first.table, first.iteration).to_pandas() for one in facts)
     pairs = zip(a[first.column].tolist(), b[first.column].tolist(), strict=True)
     rows = [k for k, (x, y) in enumerate(pairs) if repr(x) != repr(y)]
-    if not rows:  # the bits of a NaN or of a zero differ
-        return ""
+    if not rows:
+        return ", by the bits of values that look the same"
     key = ", ".join(f"{name} {a[name][rows[0]]}" for name in KEYS if name in a)
     x, y = (shortened(repr(frame[first.column].tolist()[rows[0]])) for frame in (a, b))
     return f", {key}: {x} in A, {y} in B; {len(rows):,} of {len(a):,} rows differ there"
@@ -336,9 +336,10 @@ def _answer(finals: pd.DataFrame, measure: str) -> tuple[list[Verdict], pd.DataF
         {
             "setting": compared["point"],
             f"minus {points[0]}": [f"{row.difference:+.3f}" for row in compared.itertuples()],
-            "95 % interval": [f"{row.low:+.3f} to {row.high:+.3f}" for row in compared.itertuples()],
-            "p": [f"{p:.3g}" for p in compared["p"]],
-            "p, Holm": [f"{p:.3g}" for p in compared["Holm"]],
+            # NaN where all seeds have the same difference
+            "95 % interval": [f"{number(row.low, 3)} to {number(row.high, 3)}" for row in compared.itertuples()],
+            "p": [number(p, 3) for p in compared["p"]],
+            "p, Holm": [number(p, 3) for p in compared["Holm"]],
         }
     )
     return [Verdict("fact", f"{count} ({test})."), *said], shown

@@ -64,14 +64,15 @@ def draw(found: pd.DataFrame) -> str:
         at = line.index.to_numpy(np.float64)
         axes.plot(at, line["mean"], color=colour, label=name)
         axes.fill_between(at, line["min"], line["max"], color=colour, alpha=0.2, linewidth=0)
-        axes.set_xlabel("iteration of PPO")
-        axes.set_ylim(bottom=0)
     seeds = modes["deterministic"]["run"].nunique()
     left.set_title(f"Learning, deterministic: mean and range of {seeds} seeds")
     left.set_ylabel("greedy accuracy, held out")
     right.set_title("Tokens whose log-probs differ in any bit")
     right.set_ylabel("sampler ≠ trainer, %")
     right.legend()
+    for axes in (left, right):
+        axes.set_xlabel("iteration of PPO")
+        axes.set_ylim(bottom=0)
     return svg(figure)
 
 

@@ -12,7 +12,7 @@ from analysis.mismatch.bucket import bucket_sums, bucket_table
 from analysis.mismatch.token import mismatch_token
 from analysis.pairs.places import Recorded, recorded_places, routes_of, turns_of
 from analysis.pairs.runs import run_pairs
-from analysis.report.figures.mismatch import BUCKETS, bucket_figure
+from analysis.report.figures import BUCKETS, bucket_figure
 
 
 def test_turns_by_hand() -> None:

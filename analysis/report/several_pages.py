@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -227,17 +227,11 @@ def grid_page(folder: Path, linked_from: Path | None) -> str:
         raise UserError(f"{folder}: has {' and '.join(sorted(kinds))} runs; give a folder with runs of one kind")
     runs = [read_run(run_dir) for run_dir in complete]
     settings = _settings(folder, runs)
-    measures = CONTROL_MEASURES if runs[0].facts.is_control else LANGUAGE_MEASURES
-    measure = next(iter(measures))
     labels = [label for label, group in settings.items() for _ in group]
     ordered = [run for group in settings.values() for run in group]
-    finals = pd.DataFrame(
-        {
-            "point": labels,
-            "seed": [run.facts.config.seed for run in ordered],
-            **{name: [float(run.facts.manifest.final[key]) for run in ordered] for name, key in measures.items()},
-        }
-    )
+    finals = _finals(ordered, labels)
+    measures = [str(name) for name in finals.columns if name not in ("point", "seed")]
+    measure = measures[0]
     answer, compared = _answer(finals, measure)
     means = finals.groupby("point", sort=False)[measure].mean().sort_values(ascending=False, kind="stable")
     drawn = [label for label in settings if label in set(means.index[:MAX_LINES])]
@@ -258,8 +252,11 @@ def grid_page(folder: Path, linked_from: Path | None) -> str:
                 + element("td", _link(run.facts.run_dir, folder, linked_from)))
         for label, run in zip(labels, ordered, strict=True)
     ]  # fmt: skip
-    head = "".join(element("th", name, scope="col") for name in ("setting", "seed", "run"))
-    listed = element("table", element("caption", "Each cell") + element("tr", head) + "".join(cells))
+    head = "".join(
+        element("th", name, scope="col", class_="number" if name == "seed" else "") for name in ("setting", "seed", "run")
+    )
+    rows = element("thead", element("tr", head)) + element("tbody", "".join(cells))
+    listed = element("table", element("caption", "Each cell: a setting with a seed, one run") + rows)
     band = "mean over the seeds of a setting, band: 95 % Student interval (none for a single seed)."
     sections = [
         Section("runs", "Runs", (), (), (scrolled(listed, "words"),)),
@@ -304,6 +301,21 @@ def flat(value: Any, path: str) -> dict[str, Any]:
     return {n: v for name, child in value.items() for n, v in flat(child, f"{path}.{name}" if path else name).items()}
 
 
+def _finals(runs: Sequence[OneRun], labels: Sequence[str]) -> pd.DataFrame:
+    """point, seed, and the final results that all runs have, else the mean score or return of the last iteration."""
+    is_control = runs[0].facts.is_control
+    named = CONTROL_MEASURES if is_control else LANGUAGE_MEASURES
+    found = {
+        name: [float(run.facts.manifest.final[key]) for run in runs]
+        for name, key in named.items()
+        if all(key in run.facts.manifest.final for run in runs)
+    }
+    if not found:
+        name, column = ("last return", "episode_return_mean") if is_control else ("last score", "score_mean")
+        found = {name: [float(run.iterations[column].iloc[-1]) for run in runs]}
+    return pd.DataFrame({"point": labels, "seed": [run.facts.config.seed for run in runs], **found})
+
+
 def _question(folder: Path) -> list[Card]:
     """The question of a grid and what was expected; none for a folder that is no grid."""
     path = folder / "grid.yaml"
@@ -345,7 +357,7 @@ def _answer(finals: pd.DataFrame, measure: str) -> tuple[list[Verdict], pd.DataF
     return [Verdict("fact", f"{count} ({test})."), *said], shown
 
 
-def _means(finals: pd.DataFrame, measures: Mapping[str, str]) -> pd.DataFrame:
+def _means(finals: pd.DataFrame, measures: Sequence[str]) -> pd.DataFrame:
     """setting, seeds, and mean and interval of each measure."""
     rows = [
         {"setting": point, "seeds": len(group), **{name: interval(group[name]) for name in measures}}

@@ -209,7 +209,7 @@ def test_the_page_of_a_grid_agrees_with_its_table() -> None:
     assert said[0].text.startswith("1 of 2 settings differ from `x` in accuracy") and len(said) == 2
     assert said[1].text.startswith(f"y: {compared.loc['y', 'difference']:+.3f} [{compared.loc['y', 'low']:+.3f}, ")
     assert shown["p, Holm"].tolist() == [f"{p:.3g}" for p in compared["Holm"]]
-    assert _means(finals, {"accuracy": ""})["accuracy"].tolist()[0] == interval(pd.Series(values["x"]))
+    assert _means(finals, ["accuracy"])["accuracy"].tolist()[0] == interval(pd.Series(values["x"]))
     uneven, table = _answer(finals.iloc[1:], "accuracy")
     assert "need the same seeds" in uneven[0].text and table.empty
 

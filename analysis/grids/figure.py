@@ -10,7 +10,7 @@ import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 GOOD = (0.1, 0.4)
 RUN, MEAN = "#0072b2", "#d55e00"
-STYLE = {
+STYLE: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "ppo_repro", "font.family": "sans-serif", "font.size": 10,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#d5d9e0",
     "axes.axisbelow": True,

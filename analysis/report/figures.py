@@ -137,7 +137,7 @@ def bucket_figure(buckets: pd.DataFrame, kind: str) -> Figure:
         f"{number(values['mean'][-1])} in the last."
     )
     names = [f"{words} {lo} to {hi}" for lo, hi in pairwise(ends)]
-    chart = bar_chart(np.arange(len(filled) + 1.0), list(values.items()), x, y, about, names)
+    chart = bar_chart(np.arange(len(filled) + 1, dtype=np.float64), list(values.items()), x, y, about, names)
     return Figure(title, chart, caption, filled[["lo", "hi", "n", "abs_mean", "abs_p99", "abs_max"]])
 
 
@@ -336,7 +336,7 @@ def distribution_figure(title: str, groups: Mapping[str, Floats], name: str, of:
     everything = np.concatenate([*finite.values()])
     distinct = np.unique(everything)
     if len(distinct) <= MAX_VALUES:
-        edges = np.arange(len(distinct) + 1.0)
+        edges: Floats = np.arange(len(distinct) + 1, dtype=np.float64)
         words = [number(float(value), 3) for value in distinct]
         marks = tuple((k + 0.5, word) for k, word in enumerate(words))
         counted = {group: np.searchsorted(distinct, values) for group, values in finite.items()}

@@ -133,7 +133,7 @@ def _clipping(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, scan:
     if bounds is not None or scan.flags[list(counts.FLAGS)].to_numpy().any():
         drawn.append(figures.flag_figure(scan.flags))
     drawn += [figures.quadrant_figure(scan.quadrants, bounds), figures.extremes_figure(scan.extremes, bounds)]
-    notes = ()
+    notes: tuple[str, ...] = ()
     if isinstance(facts.config, RunConfig) and bounds is not None:
         read = load_iterations(facts.run_dir, iterations=facts.iterations, allow_incomplete=True)
         by_step = pd.concat([clip_step(item, facts.config) for item in read], ignore_index=True)

@@ -184,9 +184,7 @@ def _responses(facts: Sequence[Facts]) -> list[Section]:
         shown = marked(shortened(str(x["response"])), shortened(str(y["response"])))
         lines = [(n, text, float(row["scores"])) for n, text, row in zip(NAMES, shown, (x, y), strict=True)]
         cards.append(card(str(x["prompt"]), str(x["answer"]), ("run", "response", "score"), lines))
-    moments = " and ".join(
-        f"{n} before iteration {r['iteration'].max()}" for n, r in zip(NAMES, found, strict=True)
-    )
+    moments = " and ".join(f"{n} before iteration {r['iteration'].max()}" for n, r in zip(NAMES, found, strict=True))
     note = (
         f"Greedy responses of the last evaluation ({moments}): {number(different)} of {number(len(pairs))} held-out "
         f"prompts have different ones. {len(cards)} are shown, different ones first, with the difference marked."
@@ -253,7 +251,8 @@ def grid_page(folder: Path, linked_from: Path | None) -> str:
         for label, run in zip(labels, ordered, strict=True)
     ]  # fmt: skip
     head = "".join(
-        element("th", name, scope="col", class_="number" if name == "seed" else "") for name in ("setting", "seed", "run")
+        element("th", name, scope="col", class_="number" if name == "seed" else "")
+        for name in ("setting", "seed", "run")
     )
     rows = element("thead", element("tr", head)) + element("tbody", "".join(cells))
     listed = element("table", element("caption", "Each cell: a setting with a seed, one run") + rows)

@@ -15,7 +15,16 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Protocol
 
-from ppo_repro.grids.cell import LOG, Order, Result, cell_environment, command_of, finish_cell, forget_result, start_cell
+from ppo_repro.grids.cell import (
+    LOG,
+    Order,
+    Result,
+    cell_environment,
+    command_of,
+    finish_cell,
+    forget_result,
+    start_cell,
+)
 from ppo_repro.grids.cell_process import IMPORTED, forked
 from ppo_repro.interrupts import held
 from ppo_repro.runs.environment import code_digest
@@ -107,7 +116,7 @@ class Processes:
             while waiting or live:
                 while waiting and len(live) < self.workers:
                     order = waiting.popleft()
-                    # a cell records the code and its threads: the server must have both, or the cell starts from nothing
+                    # a cell records its code and threads; the server must have both
                     suits = order.threads == threads and code_digest() == code
                     started = time.perf_counter()
                     live.append(_Live(order, ForkedCell(order) if suits else start_cell(order), started))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from ppo_repro.errors import UserError
 from ppo_repro.grids.cell import Order, Result, forget_result, lost_cell, run_cell, state_of
@@ -41,7 +42,7 @@ class Ray:
         for order in orders:
             forget_result(order)
         pending: dict[ray.ObjectRef[Result], Order] = {}
-        here = {"num_cpus": self.workers, "include_dashboard": False} if self.address == "local" else {}
+        here: dict[str, Any] = {"num_cpus": self.workers, "include_dashboard": False} if self.address == "local" else {}
         try:
             ray.init(self.address, log_to_driver=False, configure_logging=False, **here)
         except (ConnectionError, ValueError, RuntimeError, OSError) as error:

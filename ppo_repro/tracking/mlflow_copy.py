@@ -43,8 +43,8 @@ LOCAL_PAGES = "http://127.0.0.1:5000"  # where `mlflow ui` shows them unless tol
 WORKFLOW = "?workflowType=machine_learning"  # else MLflow 3 takes runs for evaluations of prompts
 METRICS_PER_CALL, PARAMS_PER_CALL, VALUE_CHARACTERS = 1000, 100, 6000  # MLflow's limits
 FOLDER_TAG = "ppo_repro.folder"  # finds the earlier copy of a folder
-ARTIFACTS = (manifest.FILE_NAME, iteration_log.FILE_NAME, CONFIG_NAME)
-ARTIFACTS += (ENVIRONMENT_NAME, accuracy.FILE_NAME, times.FILE_NAME)
+NOTES = (ENVIRONMENT_NAME, accuracy.FILE_NAME, times.FILE_NAME)
+ARTIFACTS = (manifest.FILE_NAME, iteration_log.FILE_NAME, CONFIG_NAME, *NOTES)
 ENDED = {"complete": "FINISHED", "interrupted": "KILLED", "failed": "FAILED", "running": "KILLED"}
 POLL_SECONDS = 1.0
 
@@ -188,7 +188,9 @@ class _RunCopy:
             tags |= {"fingerprint": recorded.fingerprint, "config_digest": recorded.config_digest}
             files = [self.run_dir / name for name in ARTIFACTS]
             ended = times.ended(self.run_dir, recorded)
-            _end(self._client, self.place, tags, _bullets(sentences(self.run_dir)), files, ENDED[recorded.status], ended)
+            _end(
+                self._client, self.place, tags, _bullets(sentences(self.run_dir)), files, ENDED[recorded.status], ended
+            )
 
 
 def _copy_dpo(client: MlflowClient, folder: Path) -> Place:
@@ -234,10 +236,10 @@ def _copy_grid(client: MlflowClient, grid_dir: Path, is_over: IsOver) -> Place:
     ends = [times.ended(copy.run_dir, manifest.load_head(copy.run_dir)) for copy in copies.values()]
     settings, ended = settings_table(cells), max(ends, default=started)
     means = [
-        Scalar(f"{row.measure}/{kind}/{re.sub(r'[^A-Za-z0-9_. :/-]', '_', row.setting)}", float(value), 0, ended)
-        for row in settings.itertuples()
-        for kind, value in (("mean", row.mean), ("half_width_95", row.half_width))
-        if pd.notna(value)
+        Scalar(f"{row['measure']}/{kind}/{re.sub(r'[^A-Za-z0-9_. :/-]', '_', row['setting'])}", row[column], 0, ended)
+        for row in settings.to_dict("records")
+        for kind, column in (("mean", "mean"), ("half_width_95", "half_width"))
+        if pd.notna(row[column])
     ]
     _log(client, parent.run_id, [*means, Scalar("cells", len(cells), 0, ended)])
     status = "FINISHED" if (cells["state"] == "complete").all() else "FAILED"

@@ -138,7 +138,11 @@ def answer(folder: Path, name: str, script: str) -> None:
     [
         ("--slurm slurm_partition=cpu", "echo no route >&2; exit 1", "the cluster does not answer (no route); wait"),
         ("--slurm slurm_partitoin=cpu", "exit 0", "jobs cannot be submitted (Unknown argument 'partitoin'"),
-        (f"--ray 127.0.0.1:{FREE}", "", "cannot be reached ([Errno 111] Connection refused); start it with `ray start`"),
+        (
+            f"--ray 127.0.0.1:{FREE}",
+            "",
+            "cannot be reached ([Errno 111] Connection refused); start it",
+        ),
     ],
 )
 def test_what_a_cluster_cannot_do_is_said_before_anything_is_written(
@@ -152,7 +156,8 @@ def test_what_a_cluster_cannot_do_is_said_before_anything_is_written(
 
 
 @pytest.mark.parametrize(
-    ("option", "missing"), [("--ray local", "needs ray"), ("--slurm a=b", "needs submitit"), ("--slurm a=b", "sbatch is")]
+    ("option", "missing"),
+    [("--ray local", "needs ray"), ("--slurm a=b", "needs submitit"), ("--slurm a=b", "sbatch is")],
 )
 def test_what_is_not_installed_is_one_line(
     commands: Path,

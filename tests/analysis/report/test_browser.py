@@ -331,7 +331,8 @@ BROKEN = """
       const range = document.createRange();
       range.setStart(node, word.index);
       range.setEnd(node, word.index + word[0].length);
-      if (new Set([...range.getClientRects()].map((box) => box.top)).size > 1 && !/[-/]/.test(word[0])) found.push(word[0]);
+      const lines = new Set([...range.getClientRects()].map((box) => box.top)).size;
+      if (lines > 1 && !/[-/]/.test(word[0])) found.push(word[0]);
     }
   }
   return found"""

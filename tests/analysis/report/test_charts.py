@@ -208,7 +208,9 @@ def test_a_legend_stays_inside_the_picture(names: list[str]) -> None:
     chart = parsed(line_chart([Line(name, none, none) for name in names], x, y, ""))
     texts = [text for group in chart if group.get("class") == "legend" for text in group.iter("text")]
     ends = [float(t.get("x", "0")) + CHARACTER * len(t.text or "") for t in texts]
-    plot = min(float((p.get("d") or "").split(" ")[1].split("V")[0]) for p in chart.iter("path") if "V" in p.get("d", "M0 0V") )
+    plot = min(
+        float((p.get("d") or "").split(" ")[1].split("V")[0]) for p in chart.iter("path") if "V" in p.get("d", "M0 0V")
+    )
     assert max(ends) <= WIDTH and max(float(t.get("y", "0")) for t in texts) < plot
 
 

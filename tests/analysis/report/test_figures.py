@@ -222,4 +222,6 @@ def test_figures_of_text_and_scores() -> None:
 def test_every_value_is_in_one_bin(values: list[float]) -> None:
     figure = figures.distribution_figure("t", {"g": np.array(values)}, "score", "responses", "")
     few = len(set(values)) <= figures.MAX_VALUES
-    assert figure.numbers["g"].sum() == len(values) and len(figure.numbers) == (len(set(values)) if few else figures.BINS)
+    assert figure.numbers["g"].sum() == len(values) and len(figure.numbers) == (
+        len(set(values)) if few else figures.BINS
+    )

@@ -50,8 +50,6 @@ CHOICES = {
     ("placement", "reward"): "the KL to the reference is subtracted from the reward of each token",
     ("placement", "loss"): "the KL to the reference is a term of the loss",
     ("placement", "none"): "the KL to the reference is recorded and charged nowhere",
-    ("truncation", "terminal"): "after a response that was cut nothing follows",
-    ("truncation", "bootstrap"): "after a response that was cut the value model's estimate follows",
     ("whiten", "full"): "shifted to mean 0 and scaled to variance 1",
     ("whiten", "scale"): "scaled to variance 1, mean kept",
     ("whiten", "none"): "left as they are",

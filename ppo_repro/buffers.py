@@ -57,6 +57,7 @@ class Rollout:
     prompts: Prompts
     response_ids: Tensor  # [N] int64
     lengths: Tensor  # [B] int64, at least 1 each, sum N
+    temperature: float  # that logits are divided by
     rollout_logprobs: Tensor  # [N] float32, temperature and top-k/top-p included
     log_kept_mass: Tensor  # [N] float32, log of the probability mass that top-k/top-p keep; 0 without them
     kept_tokens: Tensor  # [N, ceil(V/8)] uint8 bit set of eligible tokens; [N, 0] without top-k and top-p
@@ -72,6 +73,7 @@ class Rollout:
     sampled_ids: tuple[tuple[int, ...], ...] | None = None  # [B] ragged; None where these are response_ids
     is_as_sampled: tuple[tuple[bool, ...], ...] | None = None  # [B] ragged, of each token; None likewise
     routes: tuple[Tensor, ...] | None = None  # [B] int32 [inputs, M k], see `token_routes`; None where nobody asked
+    in_losses: Tensor | None = None  # [N] bool, the tokens that have a loss; None: all
 
     def whole(self, sequence: int) -> tuple[int, ...]:
         """All tokens of a sequence after its prompt."""
@@ -79,6 +81,10 @@ class Rollout:
             return self.episodes[sequence].ids
         start = int(self.lengths[:sequence].sum())
         return tuple(self.response_ids[start : start + int(self.lengths[sequence])].tolist())
+
+    def sampled(self) -> list[list[int]]:
+        """[B] the sampled tokens of each sequence."""
+        return [ids.tolist() for ids in self.response_ids.split(self.lengths.tolist())]
 
     def token_routes(self) -> Tensor:
         """[N, M k] int32 experts of the inputs that predict the tokens: k by rising index of each of M layers.
@@ -129,21 +135,18 @@ class ForwardPass:
     ref_top_logits: Tensor  # [N, K] float32
     routes: Tensor  # [N, M k] int32, of the policy, as `Rollout.token_routes`; [N, 0] below level deep
     values: Tensor | None  # [N] float32, expected return before the token; None without a value model
-    final_values: Tensor  # [B] float32, value after the last token of a response that is bootstrapped, else 0
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """Scores of responses, and the rewards of tokens after placement, KL penalty, shaping and whitening."""
+    """Scores of responses, and the rewards of tokens after placement, KL penalty and whitening."""
 
     scores: Tensor  # [B] float64
     score_parts: tuple[tuple[float, ...], ...]  # [B] unweighted value of every reward term
     is_correct: Tensor  # [B] bool, the response equals the expected answer and ended with an end token
     kl_penalties: Tensor  # [N] float32, kl_coef times the KL estimate on the charged token; 0 if no reward has it
     placed_scores: Tensor  # [N] float64, the scores on their tokens
-    potentials: Tensor | None  # [N] float64, before each token; None without shaping
-    shaping_rewards: Tensor | None  # [N] float64, gamma times the next potential minus this one; None likewise
-    raw_rewards: Tensor  # [N] float32, placed_scores + shaping_rewards - kl_penalties
+    raw_rewards: Tensor  # [N] float32, placed_scores - kl_penalties
     rewards: Tensor  # [N] float32, whitened if configured: the input of the advantages
 
 
@@ -172,7 +175,7 @@ class PolicyUpdate:
 
     new_logprobs: Tensor  # [M] float32
     ratios: Tensor  # [M] float32, exp(new_logprobs - anchor)
-    clip_flags: Tensor  # [M] uint8, a ppo.losses.ClipFlag each
+    clip_flags: Tensor  # [M] uint8, a ppo.objective.ClipFlag each
     new_entropies: Tensor  # [M] float32
     losses: Tensor  # [M] float32, all terms
     surrogates: Tensor  # [M] float32, the objective's term in ratio and advantage

@@ -1,38 +1,71 @@
-"""The PPO loop. Read this file first: each call in `ppo_iterations` is one stage and returns one frozen type.
+"""PPO. Read this file first: rollout, scores, rewards, advantages, epochs, minibatches, ratio, clip, step.
 
-The stages are the functions of `stages/`, their types are in `buffers.py`, the mathematics is in `ppo/`.
+The types between the stages are in `buffers.py`, the mathematics is in `ppo/`, the stages are in `stages/`.
+Letters: B responses, N response tokens of an iteration, M of a minibatch, n of a micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from ppo_repro.buffers import Iteration
+import torch
+from torch import Tensor
+
+from ppo_repro.buffers import Advantages, ForwardPass, Iteration, MinibatchUpdate, PolicyUpdate, Rollout, ValueUpdate
 from ppo_repro.clock import OTHER, Clock
+from ppo_repro.config.algorithm import SeparateValue, ValueHead
 from ppo_repro.config.run import RunConfig
+from ppo_repro.models.batches import MicroBatch
+from ppo_repro.models.networks import hidden_states
 from ppo_repro.models.state import TrainState
+from ppo_repro.numerics.optimizer import Optimizer, StepReport
+from ppo_repro.ppo.value import value_losses
 from ppo_repro.ranks import Ranks
 from ppo_repro.rollout.engine import Engine
 from ppo_repro.stages.advantages import compute_advantages
 from ppo_repro.stages.agreement import require_first_step_agrees, require_sampler_agrees
-from ppo_repro.stages.coefficients import next_coefficients
+from ppo_repro.stages.coefficients import next_coefficients, set_learning_rates
 from ppo_repro.stages.evaluation import evaluate
-from ppo_repro.stages.faults import as_trained
-from ppo_repro.stages.forward import score_rollout
-from ppo_repro.stages.prompts import Task, choose_prompts
+from ppo_repro.stages.forward import kl_terms_of, policy_pass, score_rollout, values_in_reward_units
 from ppo_repro.stages.rewards import compute_rewards
-from ppo_repro.stages.rollout import roll_out
-from ppo_repro.stages.update import update
+from ppo_repro.stages.rollout import Task, choose_prompts, roll_out
+from ppo_repro.stages.training_batch import (
+    Minibatch,
+    TrainingBatch,
+    chosen_tokens,
+    minibatch_of,
+    minibatches,
+    training_batch,
+)
+from ppo_repro.stages.updates import (
+    Columns,
+    PolicyColumns,
+    ValueColumns,
+    detached,
+    joined,
+    policy_update,
+    value_update,
+)
+
+
+def as_sampled(rollout: Rollout) -> Rollout:
+    """The trainer receives what was sampled, unless faults made on purpose put another function here."""
+    return rollout
 
 
 def ppo_iterations(
-    config: RunConfig, task: Task, state: TrainState, engine: Engine, ranks: Ranks
+    config: RunConfig,
+    task: Task,
+    state: TrainState,
+    engine: Engine,
+    ranks: Ranks,
+    receive: Callable[[Rollout], Rollout] = as_sampled,
 ) -> Iterator[Iteration]:
     """Run PPO from `state.iteration` on, training `state` in place; yields each iteration after its update.
 
-    The processes of a run divide the sequences of generating, scoring and updating among them; afterwards every
-    process holds the whole stage. PromiseBroken where their weights differ after an update, UnequalBits where bits
-    differ that exact numerics promise to be equal.
+    The processes of a run divide the responses among them; afterwards every process holds the whole stage.
+    PromiseBroken if their weights differ after an update, UnequalBits if bits differ that deterministic numerics
+    promise to be equal.
     """
     while state.iteration < config.ppo.iterations:
         index, coefficients, clock = state.iteration, state.coefficients, Clock()
@@ -43,20 +76,20 @@ def ppo_iterations(
 
         # sample responses
         prompts = choose_prompts(config, task, index)
-        rollout = roll_out(config, task, engine, prompts, ranks, state.versions_now())
+        rollout = roll_out(config, task, engine, prompts, ranks)
         state.rest_sampler()
         clock.lap("rollout")
 
         # score them with the networks as they are before the update
-        trained = as_trained(config, task, rollout)
-        forward = score_rollout(state, trained, config, ranks)
+        received = receive(rollout)
+        forward = score_rollout(state, received, config, ranks)
         require_sampler_agrees(config, index, rollout, forward)
         rewards = compute_rewards(config, task, rollout, forward, coefficients.kl_coef, ranks)
         advantages = compute_advantages(config, rollout, forward, rewards)
         clock.lap("forward")
 
         # take the optimizer steps
-        updates = tuple(update(state, trained, forward, advantages, config, ranks, clock))
+        updates = tuple(update(config, state, received, forward, advantages, ranks, clock))
         state.rest()
         ranks.require_same("weights after an update", (updates[-1].policy_digest, updates[-1].value_digest))
         clock.lap("digests")
@@ -66,3 +99,148 @@ def ppo_iterations(
         state.iteration += 1
         clock.lap(OTHER)
         yield Iteration(index, evaluation, coefficients, rollout, forward, rewards, advantages, updates, clock.seconds)
+
+
+def update(
+    config: RunConfig,
+    state: TrainState,
+    rollout: Rollout,
+    forward: ForwardPass,
+    advantages: Advantages,
+    ranks: Ranks,
+    clock: Clock,
+) -> Iterator[MinibatchUpdate]:
+    """Take all optimizer steps of one iteration, in order; changes the weights in `state`, alike on every rank.
+
+    Policy and value model each have a number of epochs, over the same minibatches. After a minibatch with more KL
+    than `early_stop_kl` the policy takes no further step, nor does a value head on its trunk.
+    """
+    ppo, value = config.ppo, config.value
+    batch = training_batch(config, state.coefficients, rollout, forward, advantages)
+    set_learning_rates(state, config)
+    value_epochs = 0
+    if isinstance(value, SeparateValue):
+        value_epochs = ppo.epochs if value.epochs is None else value.epochs
+    stopped = False
+    for epoch in range(max(ppo.epochs, value_epochs)):
+        shuffled = minibatches(len(rollout.lengths), ppo.minibatch_size, config.seed, state.iteration, epoch)
+        for number, sequences in enumerate(shuffled):
+            minibatch = minibatch_of(config, batch, sequences, (state.iteration, epoch, number), ranks)
+            of_policy, of_value = None, None
+            if epoch < ppo.epochs and not stopped:
+                of_policy, of_value = policy_step(config, state, batch, minibatch, ranks)
+                stopped = ppo.early_stop_kl is not None and of_policy.approx_kl > ppo.early_stop_kl
+            if epoch < value_epochs:
+                of_value = value_step(config, state, batch, minibatch, ranks)
+            if of_policy is None and of_value is None:
+                return
+            clock.lap("update")
+            digests = state.digests()
+            clock.lap("digests")
+            yield MinibatchUpdate(epoch, number, minibatch.tokens, minibatch.weights, of_policy, of_value, *digests)
+
+
+def policy_step(
+    config: RunConfig, state: TrainState, batch: TrainingBatch, minibatch: Minibatch, ranks: Ranks
+) -> tuple[PolicyUpdate, ValueUpdate | None]:
+    """Take one optimizer step of the policy, and of the value head on its trunk if it has one."""
+    stream, chosen = ("update", minibatch.iteration, minibatch.epoch, minibatch.number), None
+    if batch.objective.chooses_tokens:
+        with torch.no_grad():
+            passes = (policy_pass(config, state, batch.rollout, m, stream) for m in minibatch.micro_batches)
+            new_logprobs = torch.cat(ranks.gather([logprobs for _, logprobs, *_ in passes]))
+        chosen = chosen_tokens(config, batch, minibatch, new_logprobs)
+
+    def losses_of(m: MicroBatch) -> tuple[Tensor, Columns]:
+        hidden, new_logprobs, new_entropies, exact_kl = policy_pass(config, state, batch.rollout, m, stream)
+        kl_terms = kl_terms_of(config, batch, m.tokens, new_logprobs, exact_kl)
+        of_policy = policy_loss(config, batch, m.tokens, new_logprobs, new_entropies, kl_terms, chosen)
+        if not isinstance(config.value, ValueHead):
+            return of_policy.losses, Columns(of_policy)
+        of_value = value_loss(batch, m.tokens, values_in_reward_units(state, hidden, m))
+        return of_policy.losses + of_value.losses * config.value.value_coef, Columns(of_policy, of_value)
+
+    report, columns = optimizer_step(config, state.policy_optimizer, minibatch, ranks, losses_of)
+    assert columns.policy is not None
+    of_value = None if columns.value is None else value_update(minibatch, columns.value, None)
+    return policy_update(config, batch, minibatch, columns.policy, chosen, report), of_value
+
+
+def policy_loss(
+    config: RunConfig,
+    batch: TrainingBatch,
+    tokens: Tensor,
+    new_logprobs: Tensor,
+    new_entropies: Tensor,
+    kl_terms: Tensor | None,
+    chosen: Tensor | None,
+) -> PolicyColumns:
+    """w (surrogate + penalty) - entropy_coef entropy + KL term, of n tokens of whole responses, float32, not reduced.
+
+    For PPO's clip the surrogate is -min(r A, clip(r, 1 - eps, 1 + eps) A) with r = pi_new / pi_anchor; w = 1 unless
+    importance weights are configured.
+    """
+    objective, anchor, advantages = batch.objective, batch.anchor_logprobs[tokens], batch.advantages[tokens]
+    of_chosen = None if chosen is None else chosen[tokens]
+
+    ratios = objective.ratios(new_logprobs, anchor, batch.responses[tokens])
+    surrogates = objective.surrogates(ratios, advantages, new_logprobs, of_chosen)
+    penalties = objective.penalties(new_logprobs - anchor, of_chosen)
+
+    loss = surrogates if penalties is None else surrogates + penalties
+    if batch.corrections is not None:
+        loss = loss * batch.corrections.weights[tokens]
+    loss = loss - new_entropies * config.ppo.entropy_coef
+    if kl_terms is not None:
+        loss = loss + kl_terms
+    return PolicyColumns(loss, new_logprobs, ratios, new_entropies, surrogates, penalties, kl_terms)
+
+
+def value_step(
+    config: RunConfig, state: TrainState, batch: TrainingBatch, minibatch: Minibatch, ranks: Ranks
+) -> ValueUpdate:
+    """Take one optimizer step of a value model of its own."""
+    value_model, optimizer = state.value_model, state.value_optimizer
+    assert value_model is not None and optimizer is not None
+
+    def losses_of(m: MicroBatch) -> tuple[Tensor, Columns]:
+        hidden = hidden_states(value_model.trunk, m.batch)
+        of_value = value_loss(batch, m.tokens, values_in_reward_units(state, hidden, m))
+        return of_value.losses, Columns(value=of_value)
+
+    report, columns = optimizer_step(config, optimizer, minibatch, ranks, losses_of)
+    assert columns.value is not None
+    return value_update(minibatch, columns.value, report)
+
+
+def value_loss(batch: TrainingBatch, tokens: Tensor, new_values: Tensor) -> ValueColumns:
+    """1/2 (V - R)^2, plain or clipped, of n tokens, float32, not reduced; in units of the returns' scale squared."""
+    assert batch.old_values is not None and batch.returns is not None
+    losses, clipped = value_losses(new_values, batch.old_values[tokens], batch.returns[tokens], batch.value_clip_range)
+    statistics = batch.coefficients.returns
+    if statistics.count:
+        losses = losses * (1.0 / (statistics.scale * statistics.scale))
+    return ValueColumns(losses, new_values, clipped)
+
+
+def optimizer_step(
+    config: RunConfig,
+    optimizer: Optimizer,
+    minibatch: Minibatch,
+    ranks: Ranks,
+    losses_of: Callable[[MicroBatch], tuple[Tensor, Columns]],
+) -> tuple[StepReport, Columns]:
+    """Take one AdamW step on the weighted sum of a minibatch's losses; returns the columns of all its tokens.
+
+    Losses are not reduced in autograd: the backward pass of each token starts from its weight.
+    """
+    columns: list[Columns] = []
+
+    def backward() -> None:
+        for m in minibatch.micro_batches:
+            loss, of_tokens = losses_of(m)
+            torch.autograd.backward(loss, minibatch.loss_weights[m.tokens])
+            columns.append(detached(of_tokens))
+
+    report = optimizer.step(backward, ranks, by_tensor=config.records.level == "deep")
+    return report, joined(ranks.gather(columns))

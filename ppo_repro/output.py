@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import math
 import os
@@ -12,11 +13,16 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
 
 from ppo_repro.errors import UserError
-from ppo_repro.mistakes import did_you_mean
-from ppo_repro.secrets import masked
 
 LONGEST_LINE = 1000  # characters of an error
 _SHOWN = 100  # characters of a text in a message
+LIKE = 0.65  # share of letters in common from which one word may be meant by another
+# `user:password@` or `token@`; people write passwords with slashes too, but digits and a slash are a port and a path
+_LOGIN = re.compile(r"(?<=\w:)//(?:[^\s/]{1,500}|[^\s/@:]{0,500}:(?!\d+/)\S{1,500})@")
+_PARAMETER = re.compile(r"([?&;](?:password|passwd|pwd|secret|token|access_token|api_key)=)[^\s&;]+", re.IGNORECASE)
+_OPTION_NAME = r"--(?:[\w-]{0,50}[-_])?(?:api[-_]key|password|passwd|secret|token)"
+# `--api-key VALUE`, `--api-key=VALUE`, and both as words of a list
+_OPTION = re.compile(rf"({_OPTION_NAME}(?:=|[\"']?,?\s+[\"']?))[^\s\"',\]]+", re.IGNORECASE)
 
 
 def tell(text: str, end: str = "\n") -> None:
@@ -138,3 +144,31 @@ def prepare_streams() -> None:
 def _discard(stream: TextIO) -> None:
     """Send the rest of a stream nowhere, also what it holds still."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def did_you_mean(word: str, allowed: Sequence[str]) -> str:
+    """`; did you mean X?` where one of the allowed words is close, or nothing."""
+    close = closest(word, allowed)
+    return f"; did you mean {close}?" if close else ""
+
+
+def closest(word: str, allowed: Sequence[str]) -> str | None:
+    """The allowed word that is most like `word`, None where none is."""
+    folded = {name.lower().replace("-", "_"): name for name in allowed}
+    found = difflib.get_close_matches(word.lower().replace("-", "_"), folded, n=1, cutoff=LIKE)
+    return folded[found[0]] if found else None
+
+
+def has_password(text: str) -> bool:
+    """Whether the text contains a URI that logs in, or an option whose value is a secret."""
+    return masked(text) != text
+
+
+def is_secret_option(word: str) -> bool:
+    """Whether a word of a command line is an option whose value is a secret, with the value or before it."""
+    return re.fullmatch(_OPTION_NAME, word.partition("=")[0], re.IGNORECASE) is not None
+
+
+def masked(text: str) -> str:
+    """The text with `***` in place of the login of every URI in it, and of the value of every secret option."""
+    return _OPTION.sub(r"\1***", _PARAMETER.sub(r"\1***", _LOGIN.sub("//***@", text)))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
 
-
-class Watcher(Protocol):
-    """Told of every step of a run."""
+class Watcher:
+    """Told of every step of a run; this one shows nothing."""
 
     def warm_start(self, step: int, total: int, loss: float) -> None: ...
 
@@ -22,23 +20,4 @@ class Watcher(Protocol):
     def warning(self, text: str) -> None: ...
 
 
-class Silent:
-    """A watcher that shows nothing."""
-
-    def warm_start(self, step: int, total: int, loss: float) -> None:
-        pass
-
-    def begins(self) -> None:
-        pass
-
-    def iteration(self, done: int, total: int, figures: str) -> None:
-        pass
-
-    def servers(self, waited: int, limit: int) -> None:
-        pass
-
-    def preferences(self, what: str, step: int, total: int, loss: float) -> None:
-        pass
-
-    def warning(self, text: str) -> None:
-        pass
+Silent = Watcher

@@ -1,63 +1,33 @@
-"""Table `clip_bucket`: which tokens are clipped, compared with what chance alone would clip."""
+"""Tables `clip_bucket` and `clip_vocab`: which tokens are clipped more than others."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.clipping.flags import DISJOINT, token_flags
-from analysis.clipping.step import share
+from analysis.clipping.flags import FLAGS, token_flags
 from analysis.clipping.update_rows import Bool, ClipRule, Float64, IterationRows, column, policy_rows
-from analysis.clipping.weights import logit_step, masses
-from ppo_repro.config.run import RunConfig
 
 Codes = npt.NDArray[np.int64]
 P_EDGES = np.array([0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.3, 0.5, 0.9, 0.99, 1.0])
-RATES = ("band_out", "grad_zero", *DISJOINT)
 Z_95 = 1.959963984540054
 
 
-def eligible(probabilities: Float64, advantages: Float64, rule: ClipRule) -> tuple[Bool, Bool]:
-    """Tokens that could be in clip_high, and tokens that could be in clip_low.
+def expected_by_chance(
+    codes: Codes, n_bins: int, cut: Bool, probabilities: Float64, advantages: Float64, rule: ClipRule
+) -> Float64:
+    """Clipped tokens expected per bin if chance alone chose them among the tokens that can be clipped, float64.
 
-    p_new <= 1, so a ratio above 1 + high needs p_anchor < 1 / (1 + high); any probability can fall.
+    Two groups can be: A > 0 and p_anchor < 1 / (1 + high), because p_new <= 1; and A < 0, for any probability can fall.
     """
-    return (advantages > 0) & (probabilities < 1.0 / (1.0 + rule.high)), advantages < 0
-
-
-def expected_among_eligible(codes: Codes, n_bins: int, cut: Bool, groups: tuple[Bool, Bool]) -> Float64:
-    """Clipped tokens expected per bin if chance alone decided within each group of eligible tokens, float64."""
     expected = np.zeros(n_bins)
-    for group in groups:
-        size = int(group.sum())
-        if size:
-            rate = int((cut & group).sum()) / size
-            expected += rate * np.bincount(codes[group], minlength=n_bins)
+    for group in ((advantages > 0) & (probabilities < 1.0 / (1.0 + rule.high)), advantages < 0):
+        if group.any():
+            expected += (cut & group).sum() / group.sum() * np.bincount(codes[group], minlength=n_bins)
     return expected
-
-
-def step_needed(probabilities: Float64, prob_sq_sums: Float64, advantages: Float64, rule: ClipRule) -> Float64:
-    """The smallest eta > 0 at which a pure step eta A (e_a - pi) in the logits clips the token; inf if none, float64.
-
-    To first order the step adds eta A (1 - 2 p + sum pi^2) to the log-prob, so rare tokens move further.
-    """
-    bound = np.where(advantages > 0, np.log1p(rule.high), -np.log1p(-rule.low))
-    speed = np.abs(advantages) * logit_step(probabilities, prob_sq_sums)
-    with np.errstate(divide="ignore"):
-        return np.where(speed > 0, bound / speed, np.inf)
-
-
-def expected_from_logit_step(codes: Codes, n_bins: int, needed: Float64, clipped: int) -> Float64:
-    """Clipped tokens per bin if one step of equal size for all tokens clipped as many as were clipped, float64.
-
-    That size is the `clipped`-th smallest of `needed`; tokens tied with it count as clipped.
-    """
-    if clipped == 0:
-        return np.zeros(n_bins)
-    size = np.partition(needed, clipped - 1)[clipped - 1]
-    reached = (needed <= size) & np.isfinite(needed)
-    return np.bincount(codes[reached], minlength=n_bins).astype(np.float64)
 
 
 def lift_interval(codes: Codes, n_bins: int, sequences: Codes, cut: Bool) -> tuple[Float64, Float64, Float64]:
@@ -66,7 +36,7 @@ def lift_interval(codes: Codes, n_bins: int, sequences: Codes, cut: Bool) -> tup
     The limits are exp(log lift -+ 1.96 SE). SE is linearised over whole responses, since tokens of a response are not
     independent: SE^2 = sum_s (c_bs / c_b - n_bs / n_b - c_s / C + n_s / N)^2.
     """
-    total = int(sequences.max()) + 1 if len(sequences) else 0
+    total = int(sequences.max(initial=-1)) + 1
     cell = codes * total + sequences
     tokens = np.bincount(cell, minlength=n_bins * total).reshape(n_bins, total).astype(np.float64)
     clipped = np.bincount(cell[cut], minlength=n_bins * total).reshape(n_bins, total).astype(np.float64)
@@ -81,92 +51,75 @@ def lift_interval(codes: Codes, n_bins: int, sequences: Codes, cut: Bool) -> tup
     return np.where(n > 0, lift, np.nan), np.where(usable, low, np.nan), np.where(usable, high, np.nan)
 
 
-def _within(values: Float64, edges: Float64) -> tuple[Codes, Float64, Float64]:
-    """The bin [lo, hi) of each value, the last bin closed, and the lower and upper limits of the bins."""
-    inner = edges[1:-1]
-    return np.searchsorted(inner, values, side="right").astype(np.int64), edges[:-1], edges[1:]
+def buckets(rows: pd.DataFrame, tokens: pd.DataFrame) -> dict[str, tuple[Codes, Float64]]:
+    """kind -> (bin [lo, hi) of each row, the last one closed; edges). Quantiles are those of the iteration's tokens."""
 
+    def quantiles(values: Float64, count: int) -> Float64:
+        edges = np.unique(np.quantile(values, np.linspace(0.0, 1.0, count + 1)))
+        return edges if len(edges) > 1 else np.repeat(edges, 2)
 
-def _quantile_edges(values: Float64, count: int) -> Float64:
-    """Edges of `count` quantile bins; fewer where values are tied; two equal edges where all values are equal."""
-    edges = np.unique(np.quantile(values, np.linspace(0.0, 1.0, count + 1)))
-    return edges if len(edges) > 1 else np.repeat(edges, 2)
-
-
-def _position_edges(longest: int) -> Float64:
-    """0, 1, 2, 4, 8, ... until beyond the last position."""
-    powers = 2.0 ** np.arange(0, max(1, int(np.ceil(np.log2(longest + 1.0)))) + 1)
-    return np.concatenate([[0.0], powers])
-
-
-def buckets(rows: pd.DataFrame, tokens: pd.DataFrame) -> dict[str, tuple[Codes, Float64, Float64]]:
-    """kind -> (bin of each row, lower limits, upper limits). Quantiles are those of the iteration's tokens."""
-    by_count: dict[str, tuple[Codes, Float64, Float64]] = {}
-    for name in ("epoch", "minibatch"):
-        values = rows[name].to_numpy(np.int64)
-        limits = np.arange(values.max() + 1, dtype=np.float64)
-        by_count[name] = (values, limits, limits + 1.0)
-    positions = column(rows, "position")
-    return {
-        "p_anchor": _within(np.exp(column(rows, "anchor_logprobs")), P_EDGES),
-        "entropy_decile": _within(column(rows, "entropies"), _quantile_edges(column(tokens, "entropies"), 10)),
-        "adv_quartile": _within(
-            np.abs(column(rows, "advantages")), _quantile_edges(np.abs(column(tokens, "advantages")), 4)
-        ),
-        "position": _within(positions, _position_edges(int(positions.max()))),
-        **by_count,
+    longest = float(rows["position"].max())
+    by_kind = {
+        "p_anchor": (np.exp(column(rows, "anchor_logprobs")), P_EDGES),
+        "entropy_decile": (column(rows, "entropies"), quantiles(column(tokens, "entropies"), 10)),
+        "adv_quartile": (np.abs(column(rows, "advantages")), quantiles(np.abs(column(tokens, "advantages")), 4)),
+        "position": (column(rows, "position"), np.array([0.0, *2.0 ** np.arange(np.ceil(np.log2(longest + 1)) + 1)])),
+        **{name: (column(rows, name), np.arange(rows[name].max() + 2.0)) for name in ("epoch", "minibatch")},
     }
+    return {k: (np.searchsorted(edges[1:-1], values, side="right"), edges) for k, (values, edges) in by_kind.items()}
 
 
-def _kind_table(
-    rows: pd.DataFrame, flags: pd.DataFrame, bins: tuple[Codes, Float64, Float64], rule: ClipRule
-) -> pd.DataFrame:
-    """The bins of one kind for one sign of the advantage."""
-    codes, lower, upper = bins
-    count = len(lower)
-    n = np.bincount(codes, minlength=count).astype(np.float64)
-    advantages, probabilities = column(rows, "advantages"), np.exp(column(rows, "anchor_logprobs"))
-    cut = flags["grad_zero"].to_numpy(bool)
-    groups = eligible(probabilities, advantages, rule)
-    by_chance = expected_among_eligible(codes, count, cut, groups)
-    needed = step_needed(probabilities, column(rows, "prob_sq_sums"), advantages, rule)
-    by_step = expected_from_logit_step(codes, count, needed, int(cut.sum()))
-    lift, low, high = lift_interval(codes, count, rows["sequence"].to_numpy(np.int64), cut)
-    clipped = np.bincount(codes[cut], minlength=count)
-    mass = column(flags, "surrogate_mass")
-    with np.errstate(divide="ignore", invalid="ignore"):
-        numbers = {name: np.bincount(codes, flags[name], minlength=count) / n for name in RATES}
-        return pd.DataFrame(
-            {
-                **{"lo": lower, "hi": upper, "n": n.astype(np.int64), "n_grad_zero": clipped},
-                **numbers,
-                **{"lift": lift, "ci_lo": low, "ci_hi": high},
-                "lift_eligible": np.where(by_chance > 0, clipped / by_chance, np.nan),
-                "lift_logit_step": np.where(by_step > 0, clipped / by_step, np.nan),
-                "mean_log_ratio": np.bincount(codes, column(rows, "log_ratios"), minlength=count) / n,
-                "gm_share": np.bincount(codes, mass, minlength=count) / (mass.sum() or np.nan),
-                "gm_clip": [share(mass[codes == b], cut[codes == b]) for b in range(count)],
-            }
-        )
-
-
-def clip_bucket(item: IterationRows, config: RunConfig) -> pd.DataFrame:
+def clip_bucket(item: IterationRows) -> pd.DataFrame:
     """Rates per bin of p_anchor, entropy decile, |advantage| quartile, position, epoch and minibatch, and adv_sign.
 
-    Over all policy steps of the iteration; adv_sign is all, pos or neg. lift: rate of grad_zero in the bin over
-    that of all bins, with 95 % limits over whole responses. lift_eligible: clipped tokens over those expected if chance
-    picked among the tokens that can be clipped at all (`eligible`). lift_logit_step: the same for one step of equal
-    size in the logits (`step_needed`). gm_share: share of the surrogate mass; gm_clip: share of the bin's mass removed.
+    Over all policy steps of the iteration; adv_sign is all, pos or neg. Columns lo, hi, n, n_grad_zero; rates of FLAGS;
+    lift: rate of grad_zero in the bin over that of all bins, with 95 % limits ci_lo, ci_hi over whole
+    responses; lift_eligible: clipped tokens over `expected_by_chance`.
     """
     rows = policy_rows(item).reset_index(drop=True)
-    flags = token_flags(rows, item.rule).join(masses(rows, config, item.tokens))
-    advantages = column(rows, "advantages")
+    flags = token_flags(rows, item.rule)
+    advantages, probabilities = column(rows, "advantages"), np.exp(column(rows, "anchor_logprobs"))
     scopes = {"all": np.ones(len(rows), dtype=bool), "pos": advantages > 0, "neg": advantages < 0}
-    frames = []
-    for kind, (codes, lower, upper) in buckets(rows, item.tokens).items():
+    sequences, frames = rows["sequence"].to_numpy(np.int64), []
+    for kind, (codes_of_all, edges) in buckets(rows, item.tokens).items():
         for sign, where in scopes.items():
-            table = _kind_table(rows[where], flags[where], (codes[where], lower, upper), item.rule)
-            frames.append(table.assign(iteration=item.iteration, kind=kind, adv_sign=sign))
-    result = pd.concat(frames, ignore_index=True)
-    first = ["iteration", "kind", "adv_sign"]
-    return result[[*first, *(name for name in result.columns if name not in first)]]
+            codes, count, cut = codes_of_all[where], len(edges) - 1, flags["grad_zero"].to_numpy(bool)[where]
+            n, clipped = np.bincount(codes, minlength=count), np.bincount(codes[cut], minlength=count)
+            expected = expected_by_chance(codes, count, cut, probabilities[where], advantages[where], item.rule)
+            lift, low, high = lift_interval(codes, count, sequences[where], cut)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                rates = {name: np.bincount(codes, flags[name][where], minlength=count) / n for name in FLAGS}
+                eligible = np.where(expected > 0, clipped / expected, np.nan)
+            key = {"iteration": item.iteration, "kind": kind, "adv_sign": sign, "lo": edges[:-1], "hi": edges[1:]}
+            numbers = {**rates, "lift": lift, "ci_lo": low, "ci_hi": high, "lift_eligible": eligible}
+            frames.append(pd.DataFrame({**key, "n": n, "n_grad_zero": clipped, **numbers}))
+    return pd.concat(frames, ignore_index=True)
+
+
+def clip_vocab(item: IterationRows) -> pd.DataFrame:
+    """Counts per token id, for `merged_vocab`: rows of policy steps, clipped up and down; and its text."""
+    rows = policy_rows(item)
+    flags = token_flags(rows, item.rule)
+    ones = pd.DataFrame({"token_id": rows["token_id"], "n": 1})
+    for name in ("clip_high", "clip_low", "grad_zero"):
+        ones[f"n_{name}"] = flags[name].astype(np.int64)
+    counts = ones.groupby("token_id", as_index=False).sum()
+    first = item.tokens.drop_duplicates("token_id")[["token_id", "sequence", "char_start", "char_end"]]
+    named = first.merge(item.sequences[["sequence", "response"]], on="sequence", validate="many_to_one")
+    spans = zip(named["response"], named["char_start"], named["char_end"], strict=True)
+    named["text"] = [response[start:end] for response, start, end in spans]
+    return counts.merge(named[["token_id", "text"]], on="token_id", validate="one_to_one")
+
+
+def merged_vocab(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """`clip_vocab` of many iterations: sums, rate of grad_zero, lift over all tokens; most clipped first.
+
+    The text is that of the token's first occurrence: single bytes of a character have none without their neighbours.
+    """
+    together = pd.concat(tables, ignore_index=True)
+    sums = together.drop(columns="text").groupby("token_id", as_index=False).sum()
+    sums["rate"] = sums["n_grad_zero"] / sums["n"]
+    sums["lift"] = sums["rate"] / (sums["n_grad_zero"].sum() / sums["n"].sum() or np.nan)
+    texts = together.drop_duplicates("token_id")[["token_id", "text"]]
+    ordered = sums.merge(texts, on="token_id").sort_values(["n_grad_zero", "token_id"], ascending=[False, True])
+    return ordered.reset_index(drop=True)

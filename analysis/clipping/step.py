@@ -7,14 +7,13 @@ import pandas as pd
 
 from analysis.clipping.flags import FLAGS, flags_of_ratios, ratios_of, token_flags, value_flags
 from analysis.clipping.update_rows import Bool, ClipRule, Float64, IterationRows, column, policy_rows, steps_of
-from analysis.clipping.weights import masses
+from analysis.clipping.weights import surrogate_mass
 from ppo_repro.config.run import RunConfig
 
 VALUE_FLAGS = ("vf_band_out", "vf_grad_zero")
-NEEDED = ["sequence", "sub_idx", "advantages", "log_ratios", "new_logprobs", "anchor_logprobs", "old_logprobs",
-          "rollout_logprobs"]  # fmt: skip
 SUBSETS = ("all", "adv_pos", "adv_neg", "word_start", "continuation")
-QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
+QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+NAN = float("nan")
 
 
 def overshoot(ratios: Float64, rule: ClipRule) -> Float64:
@@ -22,21 +21,10 @@ def overshoot(ratios: Float64, rule: ClipRule) -> Float64:
     return np.maximum(0.0, np.maximum(ratios - (1.0 + rule.high), (1.0 - rule.low) - ratios))
 
 
-def beyond_twice(ratios: Float64, rule: ClipRule) -> Bool:
-    """Whether the overshoot is larger than the clip range on its side."""
-    return (ratios > 1.0 + 2.0 * rule.high) | (ratios < 1.0 - 2.0 * rule.low)
-
-
-def share(values: Float64, where: Bool) -> float:
-    """The share of the values' sum that lies at `where`; NaN where the sum is zero or not finite."""
-    total = float(values.sum())
-    return float(values[where].sum()) / total if total and np.isfinite(total) else float("nan")
-
-
 def effective_samples(log_weights: Float64) -> float:
     """(sum w)^2 / (n sum w^2) in [1/n, 1] for w = exp(log_weights); weights are shifted so that none overflows."""
     if not len(log_weights) or not np.isfinite(log_weights).all():
-        return float("nan")
+        return NAN
     weights = np.exp(log_weights - log_weights.max())
     return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))
 
@@ -44,26 +32,11 @@ def effective_samples(log_weights: Float64) -> float:
 def kl_estimates(log_ratios: Float64) -> dict[str, float]:
     """KL(anchor || new), token_mean, nats, from tokens of the anchor: k1 = -x, k2 = x^2 / 2, k3 = expm1(x) - x.
 
-    x = log_ratios. Schulman, "Approximating KL Divergence", 2020.
+    x = log_ratios, at least one. Schulman, "Approximating KL Divergence", 2020.
     """
-    if not len(log_ratios):
-        return dict.fromkeys(("kl_k1", "kl_k2", "kl_k3"), float("nan"))
     with np.errstate(over="ignore", invalid="ignore"):
-        k3 = np.expm1(log_ratios) - log_ratios
-        return {
-            "kl_k1": float(-log_ratios.mean()),
-            "kl_k2": float((log_ratios**2).mean() / 2.0),
-            "kl_k3": float(k3.mean()),
-        }
-
-
-def ratio_statistics(ratios: Float64) -> dict[str, float]:
-    """Mean, population variance, smallest, largest and quantiles (linear interpolation) of the ratios."""
-    names = ["r_mean", "r_var", "r_min", "r_max", *(f"r_q{level:g}" for level in QUANTILES)]
-    if not len(ratios) or not np.isfinite(ratios).all():
-        return dict.fromkeys(names, float("nan"))
-    values = [ratios.mean(), ratios.var(), ratios.min(), ratios.max(), *np.quantile(ratios, QUANTILES)]
-    return {name: float(value) for name, value in zip(names, values, strict=True)}
+        estimates = {"k1": -log_ratios, "k2": log_ratios**2 / 2.0, "k3": np.expm1(log_ratios) - log_ratios}
+        return {f"kl_{name}": float(values.mean()) for name, values in estimates.items()}
 
 
 def mismatch(rows: pd.DataFrame, rule: ClipRule) -> dict[str, float]:
@@ -72,8 +45,6 @@ def mismatch(rows: pd.DataFrame, rule: ClipRule) -> dict[str, float]:
     Both are 0 with the anchor `old`. var_share_mismatch = Var(delta) / Var(log pi_new - log pi_rollout) with
     delta = log pi_old - log pi_rollout; NaN where nothing varies.
     """
-    if not len(rows):
-        return dict.fromkeys(("clip_floor", "clip_floor_band", "var_share_mismatch"), float("nan"))
     old, rollout = column(rows, "old_logprobs"), column(rows, "rollout_logprobs")
     unmoved = ratios_of(old - column(rows, "anchor_logprobs"))
     flags = flags_of_ratios(unmoved, column(rows, "advantages"), rule)
@@ -82,34 +53,35 @@ def mismatch(rows: pd.DataFrame, rule: ClipRule) -> dict[str, float]:
     return {
         "clip_floor": float(flags["grad_zero"].mean()),
         "clip_floor_band": float(flags["band_out"].mean()),
-        "var_share_mismatch": float(np.var(old - rollout)) / total if total else float("nan"),
+        "var_share_mismatch": float(np.var(old - rollout)) / total if total else NAN,
     }
 
 
-def _summary(rows: pd.DataFrame, flags: pd.DataFrame, mass: pd.DataFrame, rule: ClipRule) -> dict[str, float]:
-    """The numbers of one row of the table, over these tokens."""
-    n, ratios, log_ratios = len(rows), column(flags, "ratio"), column(rows, "log_ratios")
-    rates = {name: float(flags[name].mean()) if n else float("nan") for name in FLAGS}
-    over = overshoot(ratios, rule)
-    finite = n > 0 and bool(np.isfinite(over).all())
-    cut = flags["grad_zero"].to_numpy(bool)
-    _, codes = np.unique(rows["sequence"].to_numpy(), return_inverse=True)
-    floor = mismatch(rows, rule)
+def _numbers(rows: pd.DataFrame, flags: pd.DataFrame, mass: Float64, rule: ClipRule) -> dict[str, float]:
+    """One row of the table, over these tokens; only n_tok if there are none."""
+    if not len(rows):
+        return {"n_tok": 0}
+    ratios, log_ratios = column(flags, "ratio"), column(rows, "log_ratios")
+    finite = np.isfinite(ratios).all()
+    over = overshoot(ratios, rule) if finite else np.array([NAN])
+    shown = ratios if finite else np.array([NAN])
+    beyond = (ratios > 1.0 + 2.0 * rule.high) | (ratios < 1.0 - 2.0 * rule.low)
+    rates = {name: float(flags[name].mean()) for name in FLAGS}
+    floor, total = mismatch(rows, rule), float(mass.sum())
+    codes = np.unique(rows["sequence"].to_numpy(), return_inverse=True)[1]
     return {
-        "n_tok": n,
+        "n_tok": len(rows),
         "n_adv_zero": int((column(rows, "advantages") == 0).sum()),
         "n_nonfinite": int(np.count_nonzero(~np.isfinite(log_ratios))),
         **rates,
-        **ratio_statistics(ratios),
-        "overshoot_mean": float(over.mean()) if finite else float("nan"),
-        "overshoot_p99": float(np.quantile(over, 0.99)) if finite else float("nan"),
-        "overshoot_max": float(over.max()) if finite else float("nan"),
-        "overshoot_beyond_range": float(beyond_twice(ratios, rule).mean()) if n else float("nan"),
+        **{"r_mean": shown.mean(), "r_var": shown.var(), "r_min": shown.min(), "r_max": shown.max()},
+        **{f"r_q{q:g}": value for q, value in zip(QUANTILES, np.quantile(shown, QUANTILES), strict=True)},
+        **{"overshoot_mean": over.mean(), "overshoot_p99": np.quantile(over, 0.99), "overshoot_max": over.max()},
+        "overshoot_beyond_range": float(beyond.mean()),
         **kl_estimates(log_ratios),
         "ess_tok": effective_samples(log_ratios),
         "ess_seq": effective_samples(np.asarray(np.bincount(codes, log_ratios), dtype=np.float64)),
-        "gm_clip": share(column(mass, "surrogate_mass"), cut),
-        "lgn_share_clip": share(column(mass, "logit_grad_norm"), cut),
+        "gm_clip": float(mass[flags["grad_zero"]].sum()) / total if total and np.isfinite(total) else NAN,
         **floor,
         "clip_excess": rates["grad_zero"] - floor["clip_floor"],
     }
@@ -121,36 +93,27 @@ def _subsets(rows: pd.DataFrame) -> dict[str, Bool]:
     return dict(zip(SUBSETS, (everything, advantages > 0, advantages < 0, start, ~start), strict=True))
 
 
-def _value_rates(flags: pd.DataFrame, where: Bool) -> dict[str, float]:
-    """Share of tokens of the value model's step with each flag; NaN where it took none."""
-    stepped = where & flags["seen"].to_numpy(bool)
-    count = int(stepped.sum())
-    rates = {name: flags[name].to_numpy(bool)[stepped].mean() if count else np.nan for name in VALUE_FLAGS}
-    return {"n_value_tok": count, **rates}
-
-
 def clip_step(item: IterationRows, config: RunConfig) -> pd.DataFrame:
     """One row per step and subset: rates of every flag, ratios, overshoot, KL, effective samples, gradient mass.
 
-    Rates are shares of the subset's tokens; NaN where it has none, or where the policy took no step. gm_clip is
-    the share of the surrogate mass sum w |r A|, lgn_share_clip that of the logit-gradient norms, that the clip
-    removed. clip_excess = grad_zero - clip_floor. See FLAGS, `kl_estimates`, `mismatch` for the others.
+    Rates are shares of the subset's tokens; NaN where it has none, or where the policy took no step. gm_clip is the
+    share of the surrogate mass sum w |r A| that the clip removed. overshoot_beyond_range: share whose overshoot is
+    larger than the clip range on its side. clip_excess = grad_zero - clip_floor: what the optimizer caused. See FLAGS,
+    `value_flags`, `kl_estimates` and `mismatch` for the others.
     """
     policy = policy_rows(item)
-    flags, mass = token_flags(policy, item.rule), masses(policy, config, item.tokens)
-    value_rows = value_flags(item.rows, item.rule).assign(seen=item.rows["new_values"].notna())
+    flags, mass = token_flags(policy, item.rule), surrogate_mass(policy, config, item.tokens)
+    values = value_flags(item.rows, item.rule)
+    has_value, policy_subsets, subsets = item.rows["new_values"].notna(), _subsets(policy), _subsets(item.rows)
     policy_steps, all_steps = steps_of(policy), steps_of(item.rows)
-    policy = policy[NEEDED]
     table = []
-    for inner, (epoch, minibatch) in enumerate(zip(item.steps["epoch"], item.steps["minibatch"], strict=True)):
-        policy_index, all_index = (
-            policy_steps.get((epoch, minibatch), np.zeros(0, np.intp)),
-            all_steps[(epoch, minibatch)],
-        )
-        subsets, value_subsets = _subsets(policy.iloc[policy_index]), _subsets(item.rows.iloc[all_index])
+    for inner, step in enumerate(zip(item.steps["epoch"], item.steps["minibatch"], strict=True)):
+        of_policy, of_all = policy_steps.get(step, np.zeros(0, np.intp)), all_steps[step]
         for subset in SUBSETS:
-            selected = policy_index[subsets[subset]]
-            key = {"iteration": item.iteration, "epoch": epoch, "minibatch": minibatch, "step": inner, "subset": subset}
-            numbers = _summary(policy.iloc[selected], flags.iloc[selected], mass.iloc[selected], item.rule)
-            table.append({**key, **numbers, **_value_rates(value_rows.iloc[all_index], value_subsets[subset])})
+            chosen = of_policy[policy_subsets[subset][of_policy]]
+            key = {"iteration": item.iteration, "epoch": step[0], "minibatch": step[1], "step": inner, "subset": subset}
+            numbers = _numbers(policy.iloc[chosen], flags.iloc[chosen], mass[chosen], item.rule)
+            stepped = of_all[(subsets[subset] & has_value.to_numpy())[of_all]]
+            rates = {name: values[name].iloc[stepped].mean() for name in VALUE_FLAGS}
+            table.append({**key, **numbers, "n_value_tok": len(stepped), **rates})
     return pd.DataFrame(table)

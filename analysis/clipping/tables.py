@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,15 +14,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analysis.clipping.bucket import clip_bucket
-from analysis.clipping.dynamics import band_transitions, early_stop, epochs_to_half
-from analysis.clipping.enrichment import clip_enrichment, clip_vocab, merged_vocab
+from analysis.clipping.bucket import clip_bucket, clip_vocab, merged_vocab
+from analysis.clipping.dynamics import band_transitions, early_stop, overshoot_survival, update_quality
 from analysis.clipping.flags import recorded_against_float64
-from analysis.clipping.quality import evaluation_gains, update_numbers, update_quality
-from analysis.clipping.ratios import overshoot_survival, ratio_hist
 from analysis.clipping.step import clip_step
 from analysis.clipping.update_rows import load_iterations, recorded_config
-from analysis.clipping.words import clip_words
 from analysis.program import program, unwritable
 from ppo_repro.errors import UserError
 from ppo_repro.output import Parser, tell
@@ -34,15 +31,10 @@ class ClipTables:
 
     clip_step: pd.DataFrame  # iteration, step, subset
     clip_bucket: pd.DataFrame  # iteration, kind, adv_sign, bin
-    ratio_hist: pd.DataFrame  # iteration, step, adv_sign, bin
     overshoot_survival: pd.DataFrame  # iteration, epoch, threshold
     clip_vocab: pd.DataFrame  # token id, over the iterations read
-    clip_enrichment: pd.DataFrame  # iteration, epoch
     band_transitions: pd.DataFrame  # iteration, epoch
-    clip_words: pd.DataFrame  # iteration, epoch, tokens in a word
-    epochs_to_half: pd.DataFrame  # iteration
     update_quality: pd.DataFrame  # iteration
-    evaluation_gains: pd.DataFrame  # stretch between evaluations; empty where only some iterations are read
     flag_differences: pd.DataFrame  # iteration; empty for a clip range other than the run's own
 
 
@@ -53,65 +45,45 @@ def clip_tables(
 
     Raises UserError where records are missing, or where the run clips nothing and there is no band.
     """
-    config, manifest = recorded_config(run_dir), reader.open_manifest(run_dir)
-    parts: dict[str, list[pd.DataFrame]] = {field.name: [] for field in fields(ClipTables)}
-    quality = []
+    config, parts, scores = recorded_config(run_dir), defaultdict(list), []
     for item in load_iterations(run_dir, iterations=iterations, band=band):
         parts["clip_step"].append(clip_step(item, config))
-        parts["clip_bucket"].append(clip_bucket(item, config))
-        for table_of in (ratio_hist, overshoot_survival, clip_vocab, clip_enrichment, band_transitions, clip_words):
+        for table_of in (clip_bucket, overshoot_survival, clip_vocab, band_transitions):
             parts[table_of.__name__].append(table_of(item))
-        if item.rule.is_recorded:
-            parts["flag_differences"].append(recorded_against_float64(item))
-        quality.append(update_numbers(item, config))
-    if iterations is None:
-        overall = reader.read_iterations(run_dir)
-        parts["evaluation_gains"].append(evaluation_gains(overall, manifest.final, config.task.num_eval_prompts))
-    tables = {name: pd.concat(some, ignore_index=True) if some else pd.DataFrame() for name, some in parts.items()}
+        parts["flag_differences"].append(recorded_against_float64(item) if item.rule.is_recorded else pd.DataFrame())
+        scores.append((item.iteration, item.sequences["scores"]))
+    tables = {name: pd.concat(some, ignore_index=True) for name, some in parts.items()}
     tables["clip_vocab"] = merged_vocab(parts["clip_vocab"])
-    tables["epochs_to_half"] = epochs_to_half(tables["clip_step"])
-    tables["update_quality"] = update_quality(quality)
+    tables["update_quality"] = update_quality(scores)
+    run_id = reader.open_manifest(run_dir).fingerprint[:12]
     for table in tables.values():
-        table.insert(0, "run_id", manifest.fingerprint[:12])
+        table.insert(0, "run_id", run_id)
     return ClipTables(**tables)
 
 
 def overview(tables: ClipTables, early_stop_kl: float | None) -> list[str]:
     """The run in a few lines."""
     steps = tables.clip_step[(tables.clip_step["subset"] == "all") & (tables.clip_step["n_tok"] > 0)]
-    count = steps["n_tok"]
 
     def mean(name: str) -> float:
-        return float(np.average(steps[name], weights=count))
+        return float(np.average(steps[name], weights=steps["n_tok"]))
 
-    quality, enrichment = tables.update_quality, tables.clip_enrichment
-    fell = quality["score_gain"].dropna() < 0
+    fell = tables.update_quality["score_gain"].dropna() < 0
     lines = [
-        f"token visits {count.sum():,} in {len(steps)} steps of {steps['iteration'].nunique()} iterations",
+        f"token visits {steps['n_tok'].sum():,} in {len(steps)} steps of {steps['iteration'].nunique()} iterations",
         f"outside the band {mean('band_out'):.3%} = clip_high {mean('clip_high'):.3%} + clip_low {mean('clip_low'):.3%}"
         f" + wrong_high {mean('wrong_high'):.3%} + wrong_low {mean('wrong_low'):.3%}"
         f" + no advantage {mean('out_without_advantage'):.3%}",
         f"gradient removed {mean('grad_zero'):.3%} of tokens; of a step {steps['grad_zero'].min():.1%} to "
         f"{steps['grad_zero'].max():.1%}; without any step taken (clip_floor) {mean('clip_floor'):.3%}",
-        f"gradient removed: {np.nanmean(steps['gm_clip']):.1%} of the surrogate mass, "
-        f"{np.nanmean(steps['lgn_share_clip']):.1%} of the logit-gradient norms (mean of steps)",
+        f"gradient removed: {np.nanmean(steps['gm_clip']):.1%} of the surrogate mass (mean of steps)",
         f"largest ratio {steps['r_max'].max():.3g}, smallest {steps['r_min'].min():.3g}; beyond twice the range "
         f"{mean('overshoot_beyond_range'):.3%}",
-        f"overshoot after the first, unclipped step {quality['overshoot_first_step_share'].mean():.1%}, on tokens not "
-        f"trained on yet {quality['overshoot_first_epoch_share'].mean():.1%} (mean of iterations)",
         f"back in the band at the next visit {tables.band_transitions['return_rate'].mean():.1%}, still clipped "
         f"{tables.band_transitions['still_clipped_rate'].mean():.1%} (mean)",
-        f"mean p before the update: clipped up {np.nanmean(enrichment['mean_p_clip_high']):.3f}, clipped down "
-        f"{np.nanmean(enrichment['mean_p_clip_low']):.3f}, all {enrichment['mean_p'].mean():.3f}",
         f"KL(anchor || new) of a step, token mean: k1 {mean('kl_k1'):.2e}, k3 {mean('kl_k3'):.2e} nats",
         f"mean score of the next iteration lower in {fell.sum()} of {len(fell)}",
     ]
-    if len(tables.evaluation_gains):
-        gains = tables.evaluation_gains
-        lines.append(
-            f"held-out accuracy fell in {gains['worse'].sum()} of {len(gains)} stretches between evaluations, "
-            f"beyond noise in {gains['worse_beyond_noise'].sum()}"
-        )
     if len(tables.flag_differences):
         difference = tables.flag_differences.drop(columns=["run_id", "iteration"]).sum()
         lines.append(

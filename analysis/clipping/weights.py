@@ -1,4 +1,4 @@
-"""How much of the gradient does each token carry: surrogate mass, and the norm of its gradient in the logits."""
+"""How much of the gradient does each token carry?"""
 
 from __future__ import annotations
 
@@ -12,15 +12,6 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 
 
-def logit_step(probabilities: Float64, prob_sq_sums: Float64) -> Float64:
-    """1 - 2 p + sum_v pi_v^2 = ||e_a - pi||^2, float64: the squared norm of the gradient of log pi_a in the logits.
-
-    A step of 1 along that gradient adds as much to log pi_a, to first order.
-    """
-    # (1 - p)^2 is a lower bound; only rounding of the recorded float32 columns goes below it
-    return np.maximum(1.0 - 2.0 * probabilities + prob_sq_sums, (1.0 - probabilities) ** 2)
-
-
 def loss_weights(rows: pd.DataFrame, config: RunConfig, tokens: pd.DataFrame) -> Float64:
     """The weight of each row's surrogate in the loss of its step: aggregation times correction, float64.
 
@@ -30,7 +21,6 @@ def loss_weights(rows: pd.DataFrame, config: RunConfig, tokens: pd.DataFrame) ->
     """
     corrections = corrections_of(tokens, config).join(tokens[TOKEN])
     rows = rows[[*STEP, *TOKEN]].merge(corrections, on=TOKEN, how="left", validate="many_to_one")
-    correction = np.where(rows["counted"], column(rows, "weight"), 0.0)
     counted = rows["counted"].astype(np.float64)
     lengths = counted.groupby([rows[name] for name in (*STEP, "sequence")], sort=False).transform("sum").to_numpy()
     step = [rows[name] for name in STEP]
@@ -47,17 +37,12 @@ def loss_weights(rows: pd.DataFrame, config: RunConfig, tokens: pd.DataFrame) ->
     if config.ppo.aggregation not in by_kind:
         kinds = ", ".join(by_kind)
         raise UserError(f"ppo.aggregation = {config.ppo.aggregation}: the clip analyses know {kinds}")
+    correction = np.where(rows["counted"], column(rows, "weight"), 0.0)
     return np.asarray(by_kind[config.ppo.aggregation] * correction, dtype=np.float64)
 
 
-def masses(rows: pd.DataFrame, config: RunConfig, tokens: pd.DataFrame) -> pd.DataFrame:
-    """Per row of a policy step, float64, as if nothing were clipped.
-
-    surrogate_mass = w |r A|, w from `loss_weights`; logit_grad_norm = w |r A| sqrt(1 - 2 p + sum pi^2), with p and pi
-    of the policy before the update, for which the sum of squares is recorded.
-    """
-    weights = loss_weights(rows, config, tokens)
-    surrogate = weights * np.abs(ratios_of(column(rows, "log_ratios")) * column(rows, "advantages"))
-    probabilities = np.exp(column(rows, "old_logprobs"))
-    norm = surrogate * np.sqrt(logit_step(probabilities, column(rows, "prob_sq_sums")))
-    return pd.DataFrame({"surrogate_mass": surrogate, "logit_grad_norm": norm}, index=rows.index)
+def surrogate_mass(rows: pd.DataFrame, config: RunConfig, tokens: pd.DataFrame) -> Float64:
+    """w |r A| per row of a policy step, as if nothing were clipped, float64; w from `loss_weights`."""
+    return loss_weights(rows, config, tokens) * np.abs(
+        ratios_of(column(rows, "log_ratios")) * column(rows, "advantages")
+    )

@@ -12,7 +12,7 @@ from analysis.compare.rows import Row
 from ppo_repro.errors import UserError
 from ppo_repro.records import digests, reader, schema
 from ppo_repro.records.iteration_log import TableEntry
-from ppo_repro.records.manifest import Manifest, side_path, side_tables_of, tables_of
+from ppo_repro.records.manifest import Manifest, side_tables_of, table_path, tables_of
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def first_difference(run_a: Path | str, run_b: Path | str, allow_incomplete: boo
             if entries[0].rows != entries[1].rows:
                 return FirstDifference(iteration, table.name, "(rows)")
             data = [
-                reader.read_file(side_path(Path(run), table.name, iteration), table, entry, verify=True)
+                reader.read_file(table_path(Path(run), table.name, iteration), table, entry, verify=True)
                 for run, entry in zip((run_a, run_b), entries, strict=True)
             ]
             for column in table.columns:

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from analysis.compare.bitwise import manifests
 from analysis.compare.rows import Row
+from analysis.mismatch.token import of_sequences, unequal_bits
+from analysis.pairs.runs import common_iterations
 from analysis.stats.resampling import cluster_bootstrap
 from analysis.stats.significance import Floats, one_sample, sign_flip, t_interval, tost
 from analysis.stats.survival import hazard
@@ -47,59 +48,45 @@ def paired_responses(
     """
     if column not in COLUMNS:
         raise UserError(f"column = {column!r}: must be {', '.join(COLUMNS)}")
-    a, b = manifests(run_a, run_b)
-    if not has_responses(a):
+    if not has_responses(manifests(run_a, run_b)[0]):
         raise UserError(f"{run_a}: a run on an environment has no tokens; use `ppo-repro diff`")
-    counts = len(a.iterations), len(b.iterations)
-    if iterations is None and counts[0] != counts[1]:
-        raise UserError(f"{run_a} has {counts[0]} iterations, {run_b} has {counts[1]}; name the iterations to compare")
-    selected = range(counts[0]) if iterations is None else iterations
+    selected = common_iterations(run_a, run_b, iterations)
     if not len(selected):
         raise UserError(f"{run_a} and {run_b}: there is no iteration to compare")
     return pd.concat([_one_iteration(run_a, run_b, column, i) for i in selected], ignore_index=True)
 
 
 def _one_iteration(run_a: Path | str, run_b: Path | str, column: str, iteration: int) -> pd.DataFrame:
-    texts = [
-        reader.read_sequences(run, iterations=[iteration], columns=["sequence", "prompt_ids", "response_length"])
-        for run in (run_a, run_b)
-    ]
+    names, runs = ["sequence", "prompt_ids", "response_length"], (run_a, run_b)
+    texts = [reader.read_sequences(run, iterations=[iteration], columns=names) for run in runs]
     responses = texts[0].merge(texts[1], on="sequence", suffixes=("_a", "_b"), validate="one_to_one")
-    same_prompt = [
-        np.array_equal(x, y) for x, y in zip(responses["prompt_ids_a"], responses["prompt_ids_b"], strict=True)
-    ]
-    responses = responses[np.array(same_prompt, bool)]
-    tokens = [
-        reader.read_tokens(run, iterations=[iteration], columns=[*_KEY, "token_id", column]) for run in (run_a, run_b)
-    ]
+    prompts = zip(responses["prompt_ids_a"], responses["prompt_ids_b"], strict=True)
+    responses = responses[np.array([np.array_equal(x, y) for x, y in prompts], bool)]
+    names = [*_KEY, "token_id", column]
+    tokens = [reader.read_tokens(run, iterations=[iteration], columns=names) for run in runs]
     both = tokens[0].merge(tokens[1], on=_KEY, suffixes=("_a", "_b"), validate="one_to_one")
-    both["delta"] = both[f"{column}_b"].astype("float64") - both[f"{column}_a"].astype("float64")
-    both["abs_delta"] = both["delta"].abs()
-    bits = [np.ascontiguousarray(both[f"{column}_{x}"], np.float32).view(np.int32) for x in "ab"]
-    both["unequal"] = bits[0] != bits[1]
-    # numpy, because pandas would skip NaN in sums
-    grouped = both.groupby("sequence", sort=True)
+    a, b = (both[f"{column}_{side}"].to_numpy(np.float32) for side in "ab")
+    delta = b.astype(np.float64) - a.astype(np.float64)
     starts = np.flatnonzero(np.diff(both["sequence"], prepend=-1))
-    sums = pd.DataFrame({n: np.add.reduceat(both[n].to_numpy(), starts) for n in ("delta", "abs_delta")})
-    sums["unequal"] = grouped["unequal"].sum().to_numpy()
-    sums["sequence"] = both["sequence"].to_numpy()[starts]
+    # numpy, because pandas would skip NaN in sums
+    sums = pd.DataFrame({"sequence": both["sequence"].to_numpy()[starts]})
+    for name, values in (("delta", delta), ("abs_delta", np.abs(delta)), ("unequal", unequal_bits(a, b).astype(float))):
+        sums[name] = of_sequences(values, starts)
     parted = both[both["token_id_a"] != both["token_id_b"]].groupby("sequence")["position"].min()
     return _responses(responses.merge(sums, on="sequence"), parted, iteration)
 
 
 def _responses(responses: pd.DataFrame, first_difference: pd.Series, iteration: int) -> pd.DataFrame:
     lengths = responses[["response_length_a", "response_length_b"]].to_numpy(np.int64)
-    shorter = lengths.min(axis=1)
     first = responses["sequence"].map(first_difference).to_numpy(np.float64)
     # where a limit cut one response, it is the beginning of the other, and the next token is the different one
     inside, longer = ~np.isnan(first), lengths[:, 0] != lengths[:, 1]
-    compared = np.where(inside, np.nan_to_num(first) + 1, shorter + longer).astype(np.int64)
     diverged = inside | longer
     return pd.DataFrame(
         {
             "iteration": np.full(len(responses), iteration, np.int32),
             "sequence": responses["sequence"].to_numpy(),
-            "compared": compared,
+            "compared": np.where(inside, np.nan_to_num(first) + 1, lengths.min(axis=1) + longer).astype(np.int64),
             "diverged": diverged,
             "delta_sum": np.where(diverged, np.nan, responses["delta"]),
             "abs_sum": np.where(diverged, np.nan, responses["abs_delta"]),
@@ -117,37 +104,6 @@ def error_growth(responses: pd.DataFrame) -> pd.DataFrame:
     growth = rows.groupby("iteration").agg(responses=("same", "size"), same=("same", "mean"))
     growth["abs_mean"] = rows[rows["same"]].groupby("iteration")["abs_mean"].mean().reindex(growth.index)
     return growth.reset_index()
-
-
-def growth_rate(growth: pd.DataFrame) -> tuple[float, int]:
-    """(least squares slope of ln abs_mean on the iteration, points); NaN for fewer than three positive means."""
-    positive = growth[(growth["abs_mean"] > 0) & np.isfinite(growth["abs_mean"])]
-    if len(positive) < 3:
-        return math.nan, len(positive)
-    return float(np.polyfit(positive["iteration"], np.log(positive["abs_mean"]), 1)[0]), len(positive)
-
-
-def margin_from_aa(means: Floats, level: float = 0.95) -> float:
-    """A margin from A/A pairs: the mean |delta| of one more pair stays below it with probability `level`.
-
-    exp(m + t s sqrt(1 + 1/n)), m and s the mean and standard deviation of the logs: the prediction limit of a
-    log-normal. `means`: one mean |delta| per pair of runs that should be equal, in nats. Raises UserError for fewer
-    than three, or for one that is not positive.
-    """
-    if len(means) < 3 or not (means > 0).all() or not np.isfinite(means).all():
-        raise UserError(
-            f"margin from A/A pairs {means.tolist()}: needs three or more positive numbers; runs that agree to the "
-            "bit need no margin, otherwise use --margin"
-        )
-    logs, n = np.log(means), len(means)
-    reach = float(stats.t.ppf(level, n - 1) * logs.std(ddof=1) * math.sqrt(1 + 1 / n))
-    return float(np.exp(logs.mean() + reach))
-
-
-def mean_abs(responses: pd.DataFrame) -> Floats:
-    """Mean |delta| of each response whose tokens are all the same and whose sum is finite, nats."""
-    finite = responses[~responses["diverged"] & np.isfinite(responses["abs_sum"])]
-    return (finite["abs_sum"] / finite["compared"]).to_numpy(np.float64)
 
 
 def numeric_rows(
@@ -168,30 +124,27 @@ def numeric_rows(
         rows.append(Row("numeric", "divergence_hazard", rate, len(responses), how, ci_lo=low, ci_hi=high))
     if not len(compared):
         return rows
-    lengths, level = compared["compared"].to_numpy(np.int64), 1 - alpha
+    lengths = compared["compared"].to_numpy(np.int64)
     deltas, absolute = (compared[name].to_numpy(np.float64) for name in ("delta_sum", "abs_sum"))
     test = sign_flip(deltas / lengths, rng, draws)
     size = one_sample(absolute / lengths)
     low, high = t_interval(size, 1 - 2 * alpha)
 
     def token_mean(name: str, sums: Floats) -> Row:
-        lowest, highest = cluster_bootstrap(sums, lengths, rng, level=level, draws=draws)
-        mean, how = sums.sum() / lengths.sum(), "token mean; bootstrap of responses"
-        return Row("numeric", f"{column}.{name}", mean, len(compared), how, ci_lo=lowest, ci_hi=highest)
+        lowest, highest = cluster_bootstrap(sums, lengths, rng, level=1 - alpha, draws=draws)
+        value, how = sums.sum() / lengths.sum(), "token mean; bootstrap of responses"
+        return Row("numeric", f"{column}.{name}", value, len(compared), how, ci_lo=lowest, ci_hi=highest)
 
-    delta_row, absolute_row = token_mean("delta", deltas), token_mean("abs_delta", absolute)
     flips = f"mean of responses; {test.relabellings} sign changes{' (all)' if test.exact else ''}"
-    slope, points = growth_rate(error_growth(compared))
     exact = float((compared["unequal"] == 0).mean())
     return [
         *rows,
         Row("numeric", f"{column}.bitwise", exact, len(compared), "share of them with all bits equal"),
         Row("numeric", f"{column}.delta", test.stat, test.n_units, flips, "difference", test.p_value),
-        delta_row,
+        token_mean("delta", deltas),
         Row(
             *("numeric", f"{column}.abs_delta", size.mean, len(compared), "mean of responses; TOST", "equivalence"),
             *(tost(size, margin), low, high, margin),
         ),
-        absolute_row,
-        Row("numeric", f"{column}.abs_growth", slope, points, "slope of ln mean |delta| per iteration; no interval"),
+        token_mean("abs_delta", absolute),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import pandas as pd
@@ -47,17 +47,11 @@ def run_compare(run_a: str, run_b: str, rows: Sequence[Row], alpha: float) -> pd
         tested = [i for i, row in enumerate(rows) if row.level == level and row.claim == "difference"]
         for row_index, p_holm in zip(tested, holm([rows[i].p_value for i in tested]), strict=True):
             corrected[row_index] = float(p_holm)
-    columns = {
-        "run_a": [run_a] * len(rows),
-        "run_b": [run_b] * len(rows),
-        **{name: [getattr(row, name) for row in rows] for name in ("level", "metric")},
-        **{name: pd.Series([getattr(row, name) for row in rows], dtype="float64") for name in ("stat", "p_value")},
-        "p_holm": pd.Series(corrected, dtype="float64"),
-        **{n: pd.Series([getattr(row, n) for row in rows], dtype="float64") for n in ("ci_lo", "ci_hi", "margin")},
-        "verdict": [_verdict(row, p_holm, alpha) for row, p_holm in zip(rows, corrected, strict=True)],
-        **{name: [getattr(row, name) for row in rows] for name in ("n_units", "method")},
-    }
-    return pd.DataFrame(columns)
+    numbers = ["stat", "p_value", "p_holm", "ci_lo", "ci_hi", "margin"]
+    table = pd.DataFrame([vars(row) for row in rows], columns=[field.name for field in fields(Row)])
+    table = table.assign(run_a=run_a, run_b=run_b, p_holm=corrected).astype(dict.fromkeys(numbers, "float64"))
+    table["verdict"] = [_verdict(row, p_holm, alpha) for row, p_holm in zip(rows, corrected, strict=True)]
+    return table[["run_a", "run_b", "level", "metric", *numbers, "verdict", "n_units", "method"]]
 
 
 def _verdict(row: Row, p_holm: float, alpha: float) -> str:

@@ -19,10 +19,9 @@ import pandas as pd
 
 from analysis.compare.bitwise import bitwise_rows, manifests
 from analysis.compare.distribution import distribution_rows, responses_of
-from analysis.compare.paired import COLUMNS, margin_from_aa, mean_abs, numeric_rows, paired_responses
+from analysis.compare.paired import COLUMNS, numeric_rows, paired_responses
 from analysis.compare.rows import Row, run_compare
 from analysis.compare.seeds import compare_groups
-from analysis.mismatch.sequence import DIVERGENCE_TAU
 from analysis.program import program, read_table
 from analysis.stats.significance import DRAWS
 from ppo_repro.errors import UserError
@@ -30,6 +29,8 @@ from ppo_repro.output import Parser, tell
 
 CELLS = "cells.parquet"
 RESULTS = "results.parquet"
+# nats of mean |delta|; a smaller difference of two float32 forwards is rounding
+MARGIN = 1e-3
 USUAL_METRICS = ("final.eval_accuracy", "final.eval_score")
 SHOWN = ["level", "metric", "stat", "ci_lo", "ci_hi", "p_value", "p_holm", "margin", "verdict", "n_units", "method"]
 
@@ -39,7 +40,7 @@ def compare_runs(
     run_b: Path | str,
     rng: np.random.Generator,
     *,
-    margin: float = DIVERGENCE_TAU,
+    margin: float = MARGIN,
     column: str = "old_logprobs",
     iterations: Sequence[int] | None = None,
     alpha: float = 0.05,
@@ -48,8 +49,8 @@ def compare_runs(
     """`run_compare` of two language runs at all four levels; with one run a side, outcomes get no verdict.
 
     iterations: for the levels numeric and distribution; None is all. margin: mean |delta| of `column` in nats below
-    which log-probs count as the same (`calibrated_margin` computes one). Raises UserError on a margin or alpha out of
-    range, and on anything missing, unknown or damaged in the records.
+    which log-probs count as the same. Raises UserError on a margin or alpha out of range, and on anything missing,
+    unknown or damaged in the records.
     """
     if not 0 < margin < math.inf or not 0 < alpha < 0.5 or draws < 1:
         raise UserError(
@@ -75,17 +76,6 @@ def _final_rows(run_a: Path | str, run_b: Path | str) -> list[Row]:
             how = "difference b - a of one run each: seeds decide, see --axis"
             rows.append(Row("outcome", f"final.{name}", float(value_b) - float(value_a), 1, how, verdict="one seed"))
     return rows
-
-
-def calibrated_margin(pairs: Sequence[tuple[Path | str, Path | str]], column: str = "old_logprobs") -> float:
-    """The margin for `compare_runs` from pairs of runs that should be equal; UserError as `margin_from_aa`."""
-    means = []
-    for a, b in pairs:
-        deltas = mean_abs(paired_responses(a, b, column=column))
-        if not len(deltas):
-            raise UserError(f"{a} and {b}: no response has the same tokens; they are not an A/A pair")
-        means.append(deltas.mean())
-    return margin_from_aa(np.array(means, np.float64))
 
 
 def compare_grid(
@@ -115,23 +105,14 @@ def compare_grid(
     return compare_groups(frame, axis, a, b, metrics, rng, pairing=pairing, margin=margin, alpha=alpha)  # type: ignore[arg-type]
 
 
-def lines(table: pd.DataFrame) -> list[str]:
-    """The table as printed."""
-    shown = table[SHOWN].to_string(index=False, na_rep="", float_format=lambda x: f"{x:.4g}")
-    return [f"a  {table['run_a'].iloc[0]}", f"b  {table['run_b'].iloc[0]}", shown]
-
-
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m analysis.compare", description="are two runs the same?")
     parser.add_argument("paths", nargs="+", type=Path, help="two runs, or one grid with --axis")
     parser.add_argument("--seed", type=int, required=True, help="seed of the permutations and bootstraps")
     parser.add_argument("--alpha", type=float, default=0.05)
-    parser.add_argument(
-        "--margin", type=float, help=f"what counts as equal: nats of mean |delta| (runs: {DIVERGENCE_TAU})"
-    )
+    parser.add_argument("--margin", type=float, help=f"what counts as equal: nats of mean |delta| (runs: {MARGIN})")
     runs = parser.add_argument_group("two runs")
     runs.add_argument("--column", choices=COLUMNS, help="which log-probs (old_logprobs)")
-    runs.add_argument("--aa", nargs=2, type=Path, action="append", help="two runs that should be equal, for the margin")
     runs.add_argument("--iterations", nargs=2, type=int, metavar=("FIRST", "LAST"), help="only these (not of bits)")
     grid = parser.add_argument_group("a grid")
     grid.add_argument("--axis")
@@ -158,11 +139,10 @@ def _comparison(arguments: argparse.Namespace) -> pd.DataFrame:
             len(arguments.paths) != 1
             or arguments.a is None
             or arguments.b is None
-            or arguments.aa
             or arguments.column
             or arguments.iterations
         ):
-            raise UserError("--axis: goes with one grid, --a and --b, and without --aa, --column and --iterations")
+            raise UserError("--axis: goes with one grid, --a and --b, and without --column and --iterations")
         metrics = arguments.metric or USUAL_METRICS
         return compare_grid(
             *(arguments.paths[0], arguments.axis, arguments.a, arguments.b, metrics, rng),
@@ -170,18 +150,17 @@ def _comparison(arguments: argparse.Namespace) -> pd.DataFrame:
         )
     if len(arguments.paths) != 2 or arguments.a or arguments.b or arguments.metric or arguments.unpaired:
         raise UserError("give two runs, or a grid with --axis; --a, --b, --metric and --unpaired are for grids")
-    if arguments.aa and arguments.margin is not None:
-        raise UserError("--margin and --aa: choose one")
-    column = arguments.column or COLUMNS[0]
-    margin = DIVERGENCE_TAU if arguments.margin is None else arguments.margin
-    if arguments.aa:
-        margin = calibrated_margin([tuple(pair) for pair in arguments.aa], column)
+    margin = MARGIN if arguments.margin is None else arguments.margin
     a, b = arguments.paths
     iterations = None if arguments.iterations is None else _iterations(a, b, *arguments.iterations)
-    return compare_runs(a, b, rng, margin=margin, column=column, iterations=iterations, alpha=arguments.alpha)
+    return compare_runs(
+        a, b, rng, margin=margin, column=arguments.column or COLUMNS[0], iterations=iterations, alpha=arguments.alpha
+    )
 
 
 @program
 def main(argv: Sequence[str] | None) -> None:
     """Print the table; exit code 2 and one line on a user error."""
-    tell("\n".join(lines(_comparison(_arguments(argv)))))
+    table = _comparison(_arguments(argv))
+    shown = table[SHOWN].to_string(index=False, na_rep="", float_format=lambda x: f"{x:.4g}")
+    tell(f"a  {table['run_a'].iloc[0]}\nb  {table['run_b'].iloc[0]}\n{shown}")

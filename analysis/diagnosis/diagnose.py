@@ -16,8 +16,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.diagnosis.causes import ADVICE, INPUTS, Cause
-from analysis.diagnosis.evidence import measure
-from analysis.diagnosis.measured import Measured, added
+from analysis.diagnosis.evidence import Sums, added, measure
 from ppo_repro.errors import UserError
 
 
@@ -66,7 +65,7 @@ class Diagnosis:
     evidence: dict[str, float]
 
 
-def diagnose(pairs: pd.DataFrame, *, tiers: tuple[Tier, ...] = TIERS) -> Diagnosis:
+def diagnose(pairs: pd.DataFrame) -> Diagnosis:
     """The cause of the mismatch in `pairs`, one row per token.
 
     Columns iteration, sequence, position, token_id, logprobs_a (sampler), logprobs_b (trainer), float32, nats.
@@ -75,17 +74,17 @@ def diagnose(pairs: pd.DataFrame, *, tiers: tuple[Tier, ...] = TIERS) -> Diagnos
     (not 0 where the two sides have other tokens before the response). Raises UserError on a missing column, a token
     that occurs twice, or no finite pair of log-probs.
     """
-    return diagnose_chunks([pairs], tiers=tiers)
+    return diagnose_chunks([pairs])
 
 
-def diagnose_chunks(chunks: Iterable[pd.DataFrame], *, tiers: tuple[Tier, ...] = TIERS) -> Diagnosis:
+def diagnose_chunks(chunks: Iterable[pd.DataFrame]) -> Diagnosis:
     """`diagnose` over chunks of whole sequences, one in memory at a time; UserError likewise."""
     sums = [measure(frame) for chunk in chunks for _, frame in chunk.groupby("iteration", sort=True)]
-    if not sum(frame.tokens for frame in sums):
+    if not sum(frame["tokens"] for frame in sums):
         raise UserError("pairs have no token with two finite log-probs; there is nothing to compare")
     m = added(sums)
     evidence = _evidence(m, sums)
-    tier = _tier(m, tiers)
+    tier = _tier(m)
     causes = _causes(m, evidence, tier)
     needed = "; ".join(INPUTS[cause] for cause in causes if cause in INPUTS) if len(causes) > 1 else ""
     advice = " / ".join(ADVICE[cause] for cause in causes)
@@ -96,85 +95,85 @@ def _ratio(left: float, whole: float) -> float:
     return left / whole if whole > 0 else math.nan
 
 
-def _tier(m: Measured, tiers: tuple[Tier, ...]) -> str:
-    if not m.unequal:
+def _tier(m: Sums) -> str:
+    if not m["unequal"]:
         return "T0"
-    if m.largest_ulp <= 4 and m.largest_delta <= tiers[0].max_abs:
+    if m["largest_ulp"] <= 4 and m["largest_delta"] <= TIERS[0].max_abs:
         return "T1"
-    mean_abs, k3 = m.delta_abs / m.tokens, m.k3 / m.tokens
-    for tier in tiers:
-        if mean_abs <= tier.mean_abs and m.largest_delta <= tier.max_abs and k3 <= tier.k3:
+    mean_abs, k3 = m["delta_abs"] / m["tokens"], m["k3"] / m["tokens"]
+    for tier in TIERS:
+        if mean_abs <= tier.mean_abs and m["largest_delta"] <= tier.max_abs and k3 <= tier.k3:
             return tier.name
-    return f"beyond {tiers[-1].name}"
+    return f"beyond {TIERS[-1].name}"
 
 
-def _evidence(m: Measured, by_iteration: list[Measured]) -> dict[str, float]:
-    n, growth = m.tokens, _growth(by_iteration)
-    mean = m.delta / n
-    clusters = m.sequences / (m.sequences - 1) if m.sequences > 1 else math.nan
-    variance = (m.ss - 2 * mean * m.sn + mean**2 * m.nn) / n**2 * clusters
-    covariance = m.ab - m.a * m.b / n
-    spread = (m.a_sq - m.a**2 / n) * (m.b_sq - m.b**2 / n)
+def _evidence(m: Sums, by_iteration: list[Sums]) -> dict[str, float]:
+    n, growth = m["tokens"], _growth(by_iteration)
+    mean = m["delta"] / n
+    clusters = m["sequences"] / (m["sequences"] - 1) if m["sequences"] > 1 else math.nan
+    variance = (m["ss"] - 2 * mean * m["sn"] + mean**2 * m["nn"]) / n**2 * clusters
+    covariance = m["ab"] - m["a"] * m["b"] / n
+    spread = (m["a_sq"] - m["a"] ** 2 / n) * (m["b_sq"] - m["b"] ** 2 / n)
     slope, left_by_temperature = _temperature(m)
-    of_b = m.b_sq - m.b**2 / n
-    shift = min(_ratio(m.next_sq, m.neighbours), _ratio(m.previous_sq, m.neighbours))
+    of_b = m["b_sq"] - m["b"] ** 2 / n
+    shift = min(_ratio(m["next_sq"], m["neighbours"]), _ratio(m["previous_sq"], m["neighbours"]))
     return {
         "tokens": n,
-        "nonfinite": m.nonfinite,
-        "frac_bitwise_equal": 1 - m.unequal / n,
-        "mean_abs": m.delta_abs / n,
-        "max_abs": m.largest_delta,
+        "nonfinite": m["nonfinite"],
+        "frac_bitwise_equal": 1 - m["unequal"] / n,
+        "mean_abs": m["delta_abs"] / n,
+        "max_abs": m["largest_delta"],
         "k1": -mean,
         "k1_se": math.sqrt(max(variance, 0.0)),
-        "k3": m.k3 / n,
+        "k3": m["k3"] / n,
         "pearson_logp": covariance / math.sqrt(spread) if spread > 0 else math.nan,
         "temperature_ratio": 1 / (1 - slope) if slope < 1 else math.nan,
         "left_by_temperature": left_by_temperature,
         "delta_logp_slope": 1 - _ratio(covariance, of_b),
-        "left_by_kept_mass": _ratio(m.mass_sq, m.delta_sq) if m.has_mass else math.nan,
-        "minority_of_signs": _ratio(min(m.positive, m.negative), m.positive + m.negative),
-        "left_without_zeros": _ratio(m.delta_sq - m.at_zeros, m.delta_sq),
-        "left_without_last": _ratio(m.delta_sq - m.at_last, m.delta_sq),
-        "left_by_shift": _ratio(shift, m.delta_sq / n),
-        "left_by_sorting": _ratio(m.sorted_sq, m.delta_sq),
-        "left_by_token": _ratio(m.by_token_sq, m.by_one_slope_sq),
-        "repeat_over_delta": math.sqrt(_ratio(m.again_sq, m.again_delta_sq)) if m.has_again else math.nan,
+        "left_by_kept_mass": _ratio(m["mass_sq"], m["delta_sq"]) if m["has_mass"] else math.nan,
+        "minority_of_signs": _ratio(min(m["positive"], m["negative"]), m["positive"] + m["negative"]),
+        "left_without_zeros": _ratio(m["delta_sq"] - m["at_zeros"], m["delta_sq"]),
+        "left_without_last": _ratio(m["delta_sq"] - m["at_last"], m["delta_sq"]),
+        "left_by_shift": _ratio(shift, m["delta_sq"] / n),
+        "left_by_sorting": _ratio(m["sorted_sq"], m["delta_sq"]),
+        "left_by_token": _ratio(m["by_token_sq"], m["by_one_slope_sq"]),
+        "repeat_over_delta": math.sqrt(_ratio(m["again_sq"], m["again_delta_sq"])) if m["has_again"] else math.nan,
         "growth": growth[0],
         "growth_z": growth[1],
-        "clean_sequences": m.clean_sequences,
-        "dirty_sequences": m.dirty_sequences,
-        "frac_bfloat16": m.as_bfloat16 / n,
-        "frac_float16": m.as_float16 / n,
+        "clean_sequences": m["clean_sequences"],
+        "dirty_sequences": m["dirty_sequences"],
+        "frac_bfloat16": m["as_bfloat16"] / n,
+        "frac_float16": m["as_float16"] / n,
     }
 
 
-def _temperature(m: Measured) -> tuple[float, float]:
+def _temperature(m: Sums) -> tuple[float, float]:
     """(t = 1 - 1/tau, share of delta^2 left) of the best fit delta = t x + t^2 k.
 
     x = b + H, k = H + log sum p^2. It is the parabola for log sum_v p_v^s that is 0 with slope -H at s = 1 and
     log sum p^2 at s = 2. NaN without the entropies.
     """
-    if not m.has_entropies or not m.delta_sq:
+    if not m["has_entropies"] or not m["delta_sq"]:
         return math.nan, math.nan
-    terms = np.array([m.delta_sq, -2 * m.dx, m.xx - 2 * m.dk, 2 * m.xk, m.kk])
+    terms = np.array([m["delta_sq"], -2 * m["dx"], m["xx"] - 2 * m["dk"], 2 * m["xk"], m["kk"]])
     residual = np.polynomial.Polynomial(terms)
     roots = residual.deriv().roots()
     real = roots[np.abs(roots.imag) < 1e-9].real
     best = min(real, key=lambda t: float(residual(t)), default=0.0)
-    return float(best), float(residual(best)) / m.delta_sq
+    return float(best), float(residual(best)) / m["delta_sq"]
 
 
-def _growth(by_iteration: list[Measured]) -> tuple[float, float]:
+def _growth(by_iteration: list[Sums]) -> tuple[float, float]:
     """(ratio, difference in standard errors) of the highest and lowest level of |delta| among iterations.
 
     The level is sum |delta| / sum (1 - p), because an error in the logits reaches a log-prob with weight 1 - p.
     """
     levels = []
     for m in by_iteration:
-        if m.uncertainty > 0 and m.sequences > 1:
-            level = m.delta_abs / m.uncertainty
-            square = m.abs_abs - 2 * level * m.abs_u + level**2 * m.u_u
-            levels.append((level, max(square, 0.0) / m.uncertainty**2 * m.sequences / (m.sequences - 1)))
+        if m["uncertainty"] > 0 and m["sequences"] > 1:
+            level = m["delta_abs"] / m["uncertainty"]
+            square = m["abs_abs"] - 2 * level * m["abs_u"] + level**2 * m["u_u"]
+            levels.append((level, max(square, 0.0) / m["uncertainty"] ** 2 * m["sequences"] / (m["sequences"] - 1)))
     if len(levels) < 2:
         return math.nan, math.nan
     (low, low_var), (high, high_var) = min(levels), max(levels)
@@ -184,35 +183,38 @@ def _growth(by_iteration: list[Measured]) -> tuple[float, float]:
     return (high / low if low else math.inf), ((high - low) / error if error else math.inf)
 
 
-def _only_one_group(m: Measured, clean: str, dirty: str) -> bool:
+def _is_group(m: Sums, clean: str, dirty: str) -> bool:
+    """Whether the mismatch is in one group of sequences: clearly 10 times as large there, or only there."""
+    return _ten_times(m, clean, dirty) or _only_one_group(m, clean, dirty)
+
+
+def _only_one_group(m: Sums, clean: str, dirty: str) -> bool:
     """Whether no sequence of one group differs, some of the other do, and that is no accident.
 
     If any of the n sequences might be one of the z that do not differ, all u of the first group are so with probability
     C(z, u) / C(n, u).
     """
-    u, others, equal, equal_others = (
-        int(getattr(m, name)) for name in (clean, dirty, f"{clean}_equal", f"{dirty}_equal")
-    )
+    u, others, equal, equal_others = (int(m[name]) for name in (clean, dirty, f"{clean}_equal", f"{dirty}_equal"))
     if equal < u or equal_others == others:
         return False
     return math.comb(equal + equal_others, u) <= CHANCE * math.comb(u + others, u)
 
 
-def _ten_times(zero: tuple[float, float, float], other: tuple[float, float, float]) -> bool:
-    """Whether mean |delta| of `other` is clearly 10 times that of `zero`, each (sequences, sum, sum of squares)."""
-    if min(zero[0], other[0]) < 2:
+def _ten_times(m: Sums, clean: str, dirty: str) -> bool:
+    """Whether the mean |delta| of the sequences of one group is clearly 10 times that of the other."""
+    if min(m[clean], m[dirty]) < 2:
         return False
-    (m0, v0), (m1, v1) = ((s / n, max(sq - s**2 / n, 0.0) / (n - 1) / n) for n, s, sq in (zero, other))
-    error = math.sqrt(v0 + v1)
-    return m1 >= 10 * m0 and m1 - m0 > CLEAR * error
+    groups = [(m[name], m[f"{name}_abs"], m[f"{name}_abs_sq"]) for name in (clean, dirty)]
+    (m0, v0), (m1, v1) = ((s / n, max(sq - s**2 / n, 0.0) / (n - 1) / n) for n, s, sq in groups)
+    return m1 >= 10 * m0 and m1 - m0 > CLEAR * math.sqrt(v0 + v1)
 
 
-def _causes(m: Measured, e: dict[str, float], tier: str) -> tuple[Cause, ...]:
-    if m.other_ids:
+def _causes(m: Sums, e: dict[str, float], tier: str) -> tuple[Cause, ...]:
+    if m["other_ids"]:
         return ("retokenization",)  # the log-probs are of different tokens and say nothing more
-    if m.other_prompts and tier not in ("T0", "T1", "T2"):
+    if m["other_prompts"] and tier not in ("T0", "T1", "T2"):
         return ("other_prompt",)
-    if m.nonfinite and tier in ("T0", "T1", "T2"):
+    if m["nonfinite"] and tier in ("T0", "T1", "T2"):
         return ("non_finite",)
     if tier == "T0":
         return ("none",)
@@ -221,13 +223,15 @@ def _causes(m: Measured, e: dict[str, float], tier: str) -> tuple[Cause, ...]:
     return _structured(m, e) or _unstructured(m, e, tier)
 
 
-def _structured(m: Measured, e: dict[str, float]) -> tuple[Cause, ...]:
+def _structured(m: Sums, e: dict[str, float]) -> tuple[Cause, ...]:
     """The causes whose prediction of delta fits; a NaN, from a missing column, fits nothing."""
     if e["left_by_kept_mass"] <= LEFT:
         return ("truncated_sampling",)
     if e["left_without_zeros"] <= LEFT:
-        everywhere = m.zeros == m.tokens and not m.has_mass
-        return ("zero_filled", "truncated_sampling") if everywhere and m.zeros else _zeros_or_last(m, e)
+        if m["zeros"] and m["zeros"] == m["tokens"] and not m["has_mass"]:
+            return ("zero_filled", "truncated_sampling")
+        # an engine may write 0 as the log-prob of an end token that it inserted
+        return ("forced_eos",) if _at_last_tokens(m, e) else ("zero_filled",)
     if _at_last_tokens(m, e):
         return ("forced_eos",)
     if e["left_by_shift"] <= LEFT:
@@ -239,35 +243,32 @@ def _structured(m: Measured, e: dict[str, float]) -> tuple[Cause, ...]:
         return ("temperature",)
     if e["minority_of_signs"] <= LEFT:
         return ("truncated_sampling",)
-    padding = (m.unpadded, m.unpadded_abs, m.unpadded_abs_sq), (m.padded, m.padded_abs, m.padded_abs_sq)
-    if m.has_padding and (_ten_times(*padding) or _only_one_group(m, "unpadded", "padded")):
+    if m["has_padding"] and _is_group(m, "unpadded", "padded"):
         return ("padding_leak",)
     return ()
 
 
-def _zeros_or_last(m: Measured, e: dict[str, float]) -> tuple[Cause, ...]:
-    """An engine may write 0 as the log-prob of an end token that it inserted."""
-    return ("forced_eos",) if _at_last_tokens(m, e) else ("zero_filled",)
-
-
-def _at_last_tokens(m: Measured, e: dict[str, float]) -> bool:
-    if not e["left_without_last"] <= LEFT or m.last == m.tokens:
+def _at_last_tokens(m: Sums, e: dict[str, float]) -> bool:
+    if not e["left_without_last"] <= LEFT or m["last"] == m["tokens"]:
         return False
     # the effective number of tokens that hold the squares; by chance each is last with probability last / tokens
-    spikes = m.at_last**2 / m.at_last_4
-    return spikes * math.log(m.last / m.tokens) <= math.log(CHANCE)
+    spikes = m["at_last"] ** 2 / m["at_last_4"]
+    return spikes * math.log(m["last"] / m["tokens"]) <= math.log(CHANCE)
 
 
-def _unstructured(m: Measured, e: dict[str, float], tier: str) -> tuple[Cause, ...]:
-    if m.has_again and e["repeat_over_delta"] >= 0.5:
+def _unstructured(m: Sums, e: dict[str, float], tier: str) -> tuple[Cause, ...]:
+    if m["has_again"] and e["repeat_over_delta"] >= 0.5:
         # two passes differ by sqrt(2) sigma, and delta is sigma plus a bias: 1/2 allows a bias of sqrt(7) sigma
         return ("dropout",)
-    lags = (m.fresh, m.fresh_abs, m.fresh_abs_sq), (m.behind, m.behind_abs, m.behind_abs_sq)
-    if m.has_steps and (_ten_times(*lags) or _only_one_group(m, "fresh", "behind")):
+    if m["has_steps"] and _is_group(m, "fresh", "behind"):
         return ("stale_weights",)
-    can_be_stale = not (m.has_steps and not m.behind)
-    if min(m.clean_sequences, m.dirty_sequences) >= 2:
-        ruled_out = {"padding_leak": m.has_padding, "retokenization": m.has_ids, "stale_weights": not can_be_stale}
+    can_be_stale = not (m["has_steps"] and not m["behind"])
+    if min(m["clean_sequences"], m["dirty_sequences"]) >= 2:
+        ruled_out = {
+            "padding_leak": m["has_padding"],
+            "retokenization": m["has_ids"],
+            "stale_weights": not can_be_stale,
+        }
         candidates: tuple[Cause, ...] = ("padding_leak", "retokenization", "stale_weights")
         return tuple(cause for cause in candidates if not ruled_out[cause]) or ("unknown",)
     coarse = tier != "beyond T4"
@@ -276,14 +277,14 @@ def _unstructured(m: Measured, e: dict[str, float], tier: str) -> tuple[Cause, .
         return ("reduced_precision",)
     if can_be_stale and e["growth"] >= GROWTH and e["growth_z"] >= CLEAR:
         return ("stale_weights",)
-    if m.repeated >= ENOUGH_TOKENS and e["left_by_token"] <= LEFT_BY_TOKEN:
+    if m["repeated"] >= ENOUGH_TOKENS and e["left_by_token"] <= LEFT_BY_TOKEN:
         # steps may favour some tokens everywhere too
         return ("token_bias", "stale_weights") if can_be_stale else ("token_bias",)
     causes: tuple[Cause, ...] = (
         *(("reduced_precision",) if coarse else ()),
         *(("stale_weights",) if can_be_stale else ()),
-        *(() if m.has_again else ("dropout",)),
+        *(() if m["has_again"] else ("dropout",)),
         # a line in b does not show a temperature: at 1/2 it explained between 6 % and 47 %
-        *(() if m.has_entropies else ("temperature",)),
+        *(() if m["has_entropies"] else ("temperature",)),
     )
     return causes or ("unknown",)

@@ -1,18 +1,20 @@
-"""The evidence of a diagnosis: sums over the tokens of one iteration.
+"""The evidence of a diagnosis: sums over the tokens of one iteration, by name.
 
 `delta = logprobs_b - logprobs_a` (trainer minus sampler, nats), all arithmetic in float64 on the recorded float32.
+Sums of iterations can be added (`added`). `has_*` is 1 where an optional column is there; `largest_*` are maxima.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.diagnosis.measured import Measured
 from ppo_repro.errors import UserError
 
 KEY = ("iteration", "sequence", "position")
@@ -21,29 +23,43 @@ NEEDED = (*KEY, "token_id", "logprobs_a", "logprobs_b")
 Floats = npt.NDArray[np.float64]
 
 
-def measure(pairs: pd.DataFrame) -> Measured:
+# a sum that was not measured is 0
+Sums = defaultdict[str, float]
+
+
+def measure(pairs: pd.DataFrame) -> Sums:
     """The sums of one iteration; UserError on missing columns, log-probs that are not float32, or repeated tokens."""
     _check(pairs)
     pairs = pairs.sort_values(list(KEY), kind="stable", ignore_index=True)
     finite = np.isfinite(pairs["logprobs_a"].to_numpy()) & np.isfinite(pairs["logprobs_b"].to_numpy())
-    counts = {"nonfinite": float(np.count_nonzero(~finite)), **_ids(pairs)}
+    sums = {"nonfinite": _total(~finite)}
+    if "token_id_b" in pairs.columns:
+        sums |= {"has_ids": 1.0, "other_ids": _total(pairs["token_id"].to_numpy() != pairs["token_id_b"].to_numpy())}
     if "prompt_differs" in pairs.columns:
-        counts["other_prompts"] = _total(pairs["prompt_differs"].to_numpy() != 0)
+        sums["other_prompts"] = _total(pairs["prompt_differs"].to_numpy() != 0)
     tokens = pairs[finite]
     a32, b32 = tokens["logprobs_a"].to_numpy(), tokens["logprobs_b"].to_numpy()
     a, b = a32.astype(np.float64), b32.astype(np.float64)
     delta = b - a
     owner = np.unique(tokens["sequence"].to_numpy(), return_inverse=True)[1]
-    return Measured(
-        **counts,
-        **_plain(a32, b32, delta),
-        **_clusters(delta, b, owner),
-        **_places(tokens, a, b, delta, owner),
-        **_by_token(tokens["token_id"].to_numpy(), b, delta),
-        **_optional(tokens, b, delta),
-        **_groups(tokens, delta, owner),
-        **_formats(a32, b32),
+    return defaultdict(
+        float,
+        sums
+        | _plain(a32, b32, delta)
+        | _clusters(delta, b, owner)
+        | _positions(tokens, a, b, delta, owner)
+        | _by_token(tokens["token_id"].to_numpy(), b, delta)
+        | _optional(tokens, b, delta)
+        | _groups(tokens, delta, owner)
+        | _formats(a32, b32),
     )
+
+
+def added(measured: Sequence[Sums]) -> Sums:
+    """The sums of several iterations together; a column that only some of them have counts as missing."""
+    combine = {"largest": max, "has": min}
+    names = {name: combine.get(name.partition("_")[0], sum) for one in measured for name in one}
+    return defaultdict(float, {name: float(how(one[name] for one in measured)) for name, how in names.items()})
 
 
 def _check(pairs: pd.DataFrame) -> None:
@@ -61,12 +77,6 @@ def _check(pairs: pd.DataFrame) -> None:
 
 def _total(values: npt.ArrayLike) -> float:
     return float(np.sum(np.asarray(values, dtype=np.float64)))
-
-
-def _ids(pairs: pd.DataFrame) -> dict[str, float]:
-    if "token_id_b" not in pairs.columns:
-        return {}
-    return {"has_ids": 1.0, "other_ids": _total(pairs["token_id"].to_numpy() != pairs["token_id_b"].to_numpy())}
 
 
 def _plain(a32: npt.NDArray[np.float32], b32: npt.NDArray[np.float32], delta: Floats) -> dict[str, float]:
@@ -89,6 +99,7 @@ def _plain(a32: npt.NDArray[np.float32], b32: npt.NDArray[np.float32], delta: Fl
         "a_sq": _total(a**2),
         "b_sq": _total(b**2),
         "ab": _total(a * b),
+        # above and below a tenth of the root mean square
         "positive": _total(delta > 0.1 * size),
         "negative": _total(delta < -0.1 * size),
         "sorted_sq": _total((np.sort(a) - np.sort(b)) ** 2),
@@ -96,6 +107,7 @@ def _plain(a32: npt.NDArray[np.float32], b32: npt.NDArray[np.float32], delta: Fl
 
 
 def _clusters(delta: Floats, b: Floats, owner: npt.NDArray[np.int64]) -> dict[str, float]:
+    # of each sequence: its sum of delta and of |delta|, its tokens n, its sum u of 1 - exp(b)
     s, n = (np.bincount(owner, values) for values in (delta, np.ones_like(delta)))
     absolute, u = (np.bincount(owner, values) for values in (np.abs(delta), -np.expm1(b)))
     clean, dirty = _parted(absolute, u, n)
@@ -126,7 +138,7 @@ def _parted(absolute: npt.NDArray[Any], u: npt.NDArray[Any], n: npt.NDArray[Any]
     return (float(below), float(len(levels) - below)) if gaps[below - 1] >= 10.0 else (0.0, 0.0)
 
 
-def _places(
+def _positions(
     tokens: pd.DataFrame, a: Floats, b: Floats, delta: Floats, owner: npt.NDArray[np.int64]
 ) -> dict[str, float]:
     zero = (a == 0.0) != (b == 0.0)

@@ -18,8 +18,8 @@ import pandas as pd
 from analysis.grids.outcomes import MEASURES, outcomes
 from analysis.program import program
 from analysis.stats.significance import one_sample, t_interval
-from ppo_repro.disk.earlier import PICTURE, check_replaceable, write_over_earlier
 from ppo_repro.errors import UserError
+from ppo_repro.files import PICTURE, check_replaceable, write_over_earlier
 from ppo_repro.output import Parser
 
 if TYPE_CHECKING:

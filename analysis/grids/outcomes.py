@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analysis.mismatch.clip_floor import clip_floor
+from analysis.clipping.flags import flags_of_ratios, ratios_of
+from analysis.clipping.update_rows import ClipRule
 from analysis.program import read_table
 from ppo_repro.config.objectives import ClipObjective
 from ppo_repro.errors import UserError
@@ -45,8 +46,8 @@ def clip_shares(run_dir: Path, iterations: int) -> tuple[float, float]:
 def mismatch(run_dir: Path) -> tuple[float, float]:
     """(mean k3, clip floor) over the run's response tokens, with d = log p_old - log p_rollout in float64.
 
-    k3 = expm1(d) - d, nats. The floor (`analysis.mismatch.clip_floor`) is 0 with the anchor old, where the first ratio
-    is 1 whatever d is, and NaN where the objective has no fixed clip range.
+    k3 = expm1(d) - d, nats. The floor is the share whose gradient the clip would remove before any step. It is 0 with
+    the anchor old, where the first ratio is 1 whatever d is, and NaN if the objective has no fixed clip range.
     """
     columns = ["old_logprobs", "rollout_logprobs", "advantages"]
     tokens = reader.read_tokens(run_dir, columns=columns).astype(np.float64)
@@ -55,7 +56,8 @@ def mismatch(run_dir: Path) -> tuple[float, float]:
     if isinstance(ppo.objective, ClipObjective):
         clip = ppo.objective
         start = delta if ppo.ratio_anchor == "rollout" else np.zeros_like(delta)
-        floor = clip_floor(start, tokens["advantages"].to_numpy(), clip.clip_range, clip.high, clip.dual_clip)
+        rule = ClipRule(ppo.ratio_anchor, clip.clip_range, clip.high, clip.dual_clip, None, True)
+        floor = float(flags_of_ratios(ratios_of(start), tokens["advantages"].to_numpy(), rule)["grad_zero"].mean())
     return float(np.mean(np.expm1(delta) - delta)), floor
 
 

@@ -1,209 +1,207 @@
-"""The metrics of one iteration or of a whole run, computed from its sums."""
+"""The metrics of one iteration or of a whole run, from one row of sums per response."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 
-from analysis.mismatch.sums import MismatchSums
-from analysis.stats import exact_sums
-from analysis.stats.exact_sums import ClusterSums, Estimate
+from analysis.mismatch.token import of_sequences, sequence_starts
+from analysis.stats.clusters import Floats, Ratio, exact_sum, log_bins, mean, quantile, ratio_of_sums
 
 UPDATE_COLUMNS = ["metric", "reduction", "value", "se", "tokens", "sequences"]
-# token means with a standard error clustered by sequence: metric -> the sum it is read from
-TOKEN_MEANS = {
-    "frac_bitwise_equal": "equal",
-    "abs_mean": "abs",
-    "prob_abs_mean": "prob_abs",
-    "mult_err": "mult_err",
-    "k1": "k1",
-    "k2": "k2",
-    "k3": "k3",
-    "kl_pg": "kl_pg",
-    "kl_pg_nonneg": "kl_pg_nonneg",
-    "tv": "tv",
-    "one_sided_frac": "one_sided",
-}
-BY_SEQUENCE = ("abs_mean", "k1", "k2", "k3")
-SEQUENCE_MEANS = (
-    *("log_rho_seq", "rho_geo", "ppl_ratio", "ppl_a", "ppl_b", "log_ppl_a", "log_ppl_b"),
-    *("log_ppl_diff", "log_ppl_abs_diff"),
+# token means with a standard error clustered by response
+TOKEN_MEANS = (
+    *("frac_bitwise_equal", "abs_mean", "prob_abs_mean", "mult_err", "k1", "k2", "k3"),
+    *("kl_pg", "kl_pg_nonneg", "tv", "rho_mean"),
 )
-QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
+BY_SEQUENCE = ("abs_mean", "k1", "k2", "k3")
+QUANTILES = {"p50": 0.5, "p99": 0.99}
+# near log-prob 0, neighbouring float32 are so close that a ULP says nothing; below this |log-prob| it is not reported
+ULP_FLOOR = 1e-2
 # a variance below this share of the mean square is rounding error
 _RESOLVED = 1e-12
 
 
 @dataclass(frozen=True)
-class Moments:
-    """How two columns a and b are related, from the sums of a, b - a and their products."""
+class Sums:
+    """What is left of the tokens: one row per response, and how many |delta| and ULPs lie in each of `log_bins`.
 
-    pearson_gap: float  # 1 - r
-    slope: float  # of b - a on a, least squares
+    Columns of `sequences`: length, finite (tokens with two finite log-probs), diverged (whether any bit differs),
+    sums over the finite tokens, and the smallest and largest of them.
+    """
+
+    sequences: pd.DataFrame
+    abs_counts: pd.Series
+    ulp_counts: pd.Series
+    masked: int
 
 
-def update_table(sums: MismatchSums) -> pd.DataFrame:
+def sums_of(tokens: pd.DataFrame, masked: int = 0) -> Sums:
+    """The sums of `mismatch_token` rows of whole responses; `masked` is how many tokens were dropped before."""
+    starts = sequence_starts(tokens)
+    finite = tokens["finite"].to_numpy()
+    a, b = (tokens[name].to_numpy().astype(np.float64) for name in ("logprobs_a", "logprobs_b"))
+    rows = {"length": np.diff(np.append(starts, len(tokens))), "finite": of_sequences(finite.astype(float), starts)}
+    rows["diverged"] = of_sequences((~tokens["bitwise_equal"].to_numpy()).astype(float), starts) > 0
+    for side, values in (("a", a), ("b", b)):
+        rows[f"zero_{side}"] = of_sequences((values == 0).astype(float), starts)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for name, values in _summed(tokens, a).items():
+            rows[name] = of_sequences(np.where(finite, values, 0.0), starts)
+    large = finite & (np.minimum(np.abs(a), np.abs(b)) > ULP_FLOOR)
+    ulp = tokens["ulp"].to_numpy().astype(np.float64)
+    for name, values, where in (
+        ("rho", tokens["rho"].to_numpy(), finite),
+        ("abs", tokens["abs_delta"].to_numpy(), finite),
+        ("prob", np.abs(tokens["prob_diff"].to_numpy()), finite),
+        ("ulp", ulp, large),
+    ):
+        for side, ufunc, nothing in (("min", np.minimum, math.inf), ("max", np.maximum, -math.inf)):
+            chosen = np.where(where, values, nothing)
+            rows[f"{name}_{side}"] = ufunc.reduceat(chosen, starts) if len(starts) else np.zeros(0)
+    return Sums(pd.DataFrame(rows), _counts(tokens["abs_delta"].to_numpy()[finite]), _counts(ulp[large]), masked)
+
+
+def _summed(tokens: pd.DataFrame, a: Floats) -> dict[str, Floats]:
+    """The quantities summed over tokens. x = rho - 1 keeps digits that rho itself would lose near 1."""
+    delta, rho, prob_diff = (tokens[name].to_numpy() for name in ("delta", "rho", "prob_diff"))
+    x, prob_a = np.expm1(delta), np.exp(a)
+    return {
+        "frac_bitwise_equal": tokens["bitwise_equal"].to_numpy().astype(np.float64),
+        "abs_mean": tokens["abs_delta"].to_numpy(),
+        "prob_abs_mean": np.abs(prob_diff),
+        "mult_err": np.exp(np.abs(delta)),
+        "k1": -delta,
+        "k2": tokens["k2"].to_numpy(),
+        "k3": tokens["k3"].to_numpy(),
+        "kl_pg": rho * delta,
+        # rho delta - (rho - 1) in a form that is never negative
+        "kl_pg_nonneg": rho * (np.expm1(-delta) + delta),
+        "tv": 0.5 * np.abs(x),
+        "x": x,
+        "x_sq": x * x,
+        "prob_a": prob_a,
+        "prob_a_sq": prob_a * prob_a,
+        "prob_diff": prob_diff,
+        "prob_diff_sq": prob_diff * prob_diff,
+        "prob_cross": prob_diff * (2.0 * prob_a + prob_diff),
+    }
+
+
+def _counts(values: Floats) -> pd.Series:
+    return pd.Series(log_bins(values)).value_counts().sort_index()
+
+
+def merged(parts: Sequence[Sums]) -> Sums:
+    """The sums over the responses of all parts."""
+    counts = [
+        pd.concat([getattr(part, name) for part in parts]).groupby(level=0).sum()
+        for name in ("abs_counts", "ulp_counts")
+    ]
+    sequences = pd.concat([part.sequences for part in parts], ignore_index=True)
+    return Sums(sequences, counts[0], counts[1], sum(part.masked for part in parts))
+
+
+def update_table(sums: Sums) -> pd.DataFrame:
     """Long: metric, reduction, value, se (float64), tokens, sequences (int64).
 
     Reductions: token_mean, seq_mean_token_mean and seq_mean_token_sum as their names say; seq_mean, the mean over
-    sequences of a quantity of the sequence; token and seq, functions of moments, quantiles (relative error 2**-8)
+    responses of a quantity of the response; token and seq, functions of moments, quantiles (relative error 2**-8)
     and extremes, without se; count. With delta = logprobs_b - logprobs_a, rho = exp(delta) and tokens drawn from a:
 
     k1 = E[-delta] and k3 = E[rho - 1 - delta] estimate KL(a || b), kl_pg = E[rho delta] and kl_pg_nonneg =
     E[rho delta - rho + 1] KL(b || a), tv = E|rho - 1| / 2 the total variation, chi2_token = E[rho^2] - 1
-    chi^2(b || a), all without bias (chi2_token may be negative in a sample); ess_frac = 1 / (1 + cv2),
-    cv2 = Var(rho) / E[rho]^2; pearson_*_gap = 1 - r. k3_over_k1 is NaN where |k1| is below three standard errors, a
-    correlation where nothing varies. Tokens that are not finite are counted in n_nonfinite and left out.
+    chi^2(b || a), all without bias (chi2_token may be negative in a sample); ess_frac = 1 / (1 + Var(rho) / E[rho]^2),
+    pearson_prob_gap = 1 - the correlation of probabilities, NaN where these do not vary. Tokens that are not finite are
+    counted in n_nonfinite and left out; responses that have one are left out of seq_mean and seq.
     """
-    rows = [*_token_rows(sums), *_moment_rows(sums), *_sequence_rows(sums), *_count_rows(sums)]
-    table = pd.DataFrame(
-        [(metric, reduction, estimate.value, estimate.se) for metric, reduction, estimate in rows],
-        columns=UPDATE_COLUMNS[:4],
-    )
-    of_sequences = table["reduction"].isin(["seq_mean", "seq"])
-    table["tokens"] = sums.linear.items
-    table["sequences"] = of_sequences.map({True: sums.weights.clusters, False: sums.linear.clusters}).astype("int64")
-    return table
-
-
-def wide(table: pd.DataFrame) -> pd.DataFrame:
-    """One row per iteration (or run) and one column `metric/reduction` per value of a long table."""
-    keys = [name for name in ("run", "pair", "iteration") if name in table]
-    named = table.assign(column=table["metric"] + "/" + table["reduction"])
-    order = list(dict.fromkeys(named["column"]))
-    if not keys:
-        return named.set_index("column")["value"].to_frame().T.reset_index(drop=True)[order]
-    table = named.pivot(index=keys, columns="column", values="value")[order].reset_index()
-    table.columns.name = None
-    return table
-
-
-def _token_rows(sums: MismatchSums) -> list[tuple[str, str, Estimate]]:
-    linear = sums.linear
-    rows = [(metric, "token_mean", exact_sums.item_mean(linear, name)) for metric, name in TOKEN_MEANS.items()]
-    excess = exact_sums.item_mean(linear, "x")
-    rows.append(("rho_mean", "token_mean", Estimate(1.0 + excess.value, excess.se)))
-    for metric in BY_SEQUENCE:
-        name = TOKEN_MEANS[metric]
-        rows.append((metric, "seq_mean_token_mean", exact_sums.cluster_mean(linear, name)))
-        rows.append((metric, "seq_mean_token_sum", exact_sums.cluster_sum_mean(linear, name)))
-    rows.append(("hazard", "token_mean", exact_sums.item_mean(sums.survival, "hazard")))
-    return rows
-
-
-def _moment_rows(sums: MismatchSums) -> list[tuple[str, str, Estimate]]:
-    def mean(name: str) -> float:
-        return exact_sums.item_mean(sums.linear, name).value
-
-    delta_sq, k1 = 2.0 * mean("k2"), exact_sums.item_mean(sums.linear, "k1")
-    # a KL below its own error has no certain sign, let alone a ratio
-    resolved = abs(k1.value) >= 3.0 * k1.se
-    probs, logps = moments(sums.linear, "prob"), moments(sums.linear, "logp")
-    values = {
-        "abs_std": _root(delta_sq - mean("abs") ** 2),
-        "delta_std": _root(delta_sq - k1.value**2),
-        "prob_abs_std": _root(mean("prob_diff_sq") - mean("prob_abs") ** 2),
-        "rho_std": _root(mean("x_sq") - mean("x") ** 2),
-        "pearson_prob": 1.0 - probs.pearson_gap,
-        "pearson_logp": 1.0 - logps.pearson_gap,
-        "pearson_prob_gap": probs.pearson_gap,
-        "pearson_logp_gap": logps.pearson_gap,
-        "delta_logp_slope": logps.slope,
-        "k3_over_k1": mean("k3") / k1.value if resolved and k1.value else math.nan,
-        **dict(zip(("chi2_token", "cv2", "ess_frac"), weight_moments(sums.linear, "x", "x_sq"), strict=True)),
-        "delta_min": _some(sums, sums.delta.smallest),
-        "delta_max": _some(sums, sums.delta.largest),
-        "rho_min": _some(sums, sums.rho.smallest),
-        "rho_max": _some(sums, sums.rho.largest),
-        "abs_max": _some(sums, max(abs(sums.delta.smallest), abs(sums.delta.largest))),
-        "prob_abs_max": _some(sums, max(abs(sums.prob_diff.smallest), abs(sums.prob_diff.largest))),
-        "ulp_max": sums.ulp.largest if math.isfinite(sums.ulp.largest) else math.nan,
-    }
+    seq = sums.sequences
+    some = seq[seq["finite"] > 0]
+    n = some["finite"].to_numpy()
+    whole = seq[(seq["finite"] == seq["length"])]
+    log_rho = -whole["k1"].to_numpy()
+    with np.errstate(over="ignore"):
+        x_seq = np.expm1(log_rho)
+        geometric = np.exp(log_rho / whole["length"])
+    rows: list[tuple[str, str, float, float]] = []
+    for metric in TOKEN_MEANS:
+        values = some["x" if metric == "rho_mean" else metric].to_numpy()
+        value, se = ratio_of_sums(values, n)
+        rows.append((metric, "token_mean", 1.0 + value if metric == "rho_mean" else value, se))
+        if metric in BY_SEQUENCE:
+            rows.append((metric, "seq_mean_token_mean", *mean(values / n)))
+            rows.append((metric, "seq_mean_token_sum", *mean(values)))
+    chi2, ess = weight_moments(ratio_of_sums(some["x"].to_numpy(), n), ratio_of_sums(some["x_sq"].to_numpy(), n))
+    with np.errstate(over="ignore"):
+        chi2_seq, ess_seq = weight_moments(mean(x_seq), mean(x_seq**2))
+    largest = {name: _largest(seq[f"{name}_max"]) for name in ("abs", "prob", "ulp", "rho")}
+    plain = {
+        "chi2_token": chi2, "ess_frac": ess, "pearson_prob_gap": correlation_gap(some), "rho_max": largest["rho"],
+        "rho_min": -_largest(-seq["rho_min"]), "abs_max": largest["abs"], "prob_abs_max": largest["prob"],
+        "ulp_max": largest["ulp"],
+    }  # fmt: skip
     for label, q in QUANTILES.items():
-        # the middle of the last bin may lie above the largest value
-        values[f"abs_{label}"] = min(exact_sums.quantile(sums.abs_counts, q), values["abs_max"])
-        # below 256 every integer has a bin of its own
-        ulp = exact_sums.quantile(sums.ulp_counts, q)
-        values[f"ulp_{label}"] = math.nan if math.isnan(ulp) else float(math.floor(ulp))
-    return [(metric, "token", Estimate(value)) for metric, value in values.items()]
+        # the middle of the last bin may lie above the largest value; below 256 every integer has a bin of its own
+        plain[f"abs_{label}"] = min(quantile(sums.abs_counts, q), largest["abs"])
+        plain[f"ulp_{label}"] = float(np.floor(quantile(sums.ulp_counts, q)))
+    rows += [(metric, "token", value, math.nan) for metric, value in plain.items()]
+    rows += [("rho_geo", "seq_mean", *mean(geometric)), ("log_ppl_diff", "seq_mean", *mean(-log_rho / whole["length"]))]
+    rows.append(("log_ppl_abs_diff", "seq_mean", *mean(np.abs(log_rho) / whole["length"])))
+    by_response = {"chi2_seq": chi2_seq, "ess_seq": ess_seq, "frac_diverged": mean(seq["diverged"].to_numpy(float))[0]}
+    rows += [(metric, "seq", value, math.nan) for metric, value in by_response.items()]
+    counts = {
+        "n_tokens": seq["length"].sum(),
+        "n_sequences": len(seq),
+        "n_masked": sums.masked,
+        "n_nonfinite": (seq["length"] - seq["finite"]).sum(),
+        "n_incomplete_sequences": len(seq) - len(whole),
+        "n_exact_zero_logp_a": seq["zero_a"].sum(),
+        "n_exact_zero_logp_b": seq["zero_b"].sum(),
+    }
+    rows += [(metric, "count", float(count), math.nan) for metric, count in counts.items()]
+    table = pd.DataFrame(rows, columns=UPDATE_COLUMNS[:4])
+    table["tokens"] = int(n.sum())
+    of_whole = table["reduction"].isin(["seq_mean", "seq"])
+    table["sequences"] = np.where(of_whole, len(whole), len(some))
+    return table
 
 
-def weight_moments(sums: ClusterSums, excess: str, squares: str) -> tuple[float, float, float]:
-    """chi2 = E[w^2] - 1, cv2 = Var(w) / E[w]^2 and ESS / N = 1 / (1 + cv2) of w = 1 + x, from the means of x and x^2.
+def _largest(values: pd.Series) -> float:
+    """NaN without a value."""
+    largest = float(values.max()) if len(values) else -math.inf
+    return math.nan if largest == -math.inf else largest
 
-    The last two are NaN where a square is beyond float64.
+
+def weight_moments(x: Ratio, x_sq: Ratio) -> tuple[float, float]:
+    """chi2 = E[w^2] - 1 and ESS / N = 1 / (1 + Var(w) / E[w]^2) of w = 1 + x, from the means of x and x^2.
+
+    The second is NaN where a square is beyond float64.
     """
-    x, x_sq = exact_sums.item_mean(sums, excess).value, exact_sums.item_mean(sums, squares).value
-    if not math.isfinite(x_sq) or x <= -1.0:
-        return 2.0 * x + x_sq, math.nan, math.nan
+    if not math.isfinite(x_sq.value) or x.value <= -1.0:
+        return 2.0 * x.value + x_sq.value, math.nan
     # rounding may make a variance of zero negative
-    cv2 = max(x_sq - x * x, 0.0) / (1.0 + x) ** 2
-    return 2.0 * x + x_sq, cv2, 1.0 / (1.0 + cv2)
+    variance = max(x_sq.value - x.value**2, 0.0)
+    return 2.0 * x.value + x_sq.value, 1.0 / (1.0 + variance / (1.0 + x.value) ** 2)
 
 
-def moments(sums: ClusterSums, name: str) -> Moments:
-    """Correlation r of a and b = a + d, and slope of d on a, from means of a, a^2, d, d^2, d (a + b), d a.
+def correlation_gap(some: pd.DataFrame) -> float:
+    """1 - r of the probabilities a and b = a + d, from sums of a, a^2, d, d^2 and d (a + b).
 
     1 - r = (Var d - (s_a - s_b)^2) / (2 s_a s_b) keeps digits that would be lost by rounding r, and is exactly 0 for
     equal columns. NaN where a or b does not vary.
     """
-
-    def mean(column: str) -> float:
-        return exact_sums.item_mean(sums, column).value
-
-    a, a_sq = mean(f"{name}_a"), mean(f"{name}_a_sq")
-    d = -mean("k1") if name == "logp" else mean("prob_diff")
-    d_sq = 2.0 * mean("k2") if name == "logp" else mean("prob_diff_sq")
-    cross = mean(f"{name}_cross") - d * (2.0 * a + d)
+    n = exact_sum(some["finite"])
+    if not n:
+        return math.nan
+    names = ("prob_a", "prob_a_sq", "prob_diff", "prob_diff_sq", "prob_cross")
+    a, a_sq, d, d_sq, cross = (exact_sum(some[name]) / n for name in names)
     var_a, var_d = a_sq - a * a, max(d_sq - d * d, 0.0)
-    # Var b - Var a = Cov(b - a, b + a)
-    var_b = var_a + cross
-    if not (var_a > _RESOLVED * a_sq and var_b > _RESOLVED * (a_sq + d_sq)):
-        return Moments(math.nan, math.nan)
-    s_a, s_b = math.sqrt(var_a), math.sqrt(var_b)
-    apart = (var_d - (cross / (s_a + s_b)) ** 2) / (2.0 * s_a * s_b)
-    slope = (mean("delta_logp_a") - d * a) / var_a if name == "logp" else math.nan
-    return Moments(max(apart, 0.0), slope)
-
-
-def _sequence_rows(sums: MismatchSums) -> list[tuple[str, str, Estimate]]:
-    weights = sums.weights
-    rows = [(metric, "seq_mean", exact_sums.item_mean(weights, metric)) for metric in SEQUENCE_MEANS]
-    excess = exact_sums.item_mean(weights, "x_seq")
-    rows.append(("rho_seq", "seq_mean", Estimate(1.0 + excess.value, excess.se)))
-    diverged = sums.survival.sums["hazard"]
-    share = exact_sums.value(diverged[0]) / sums.sequences if sums.sequences else math.nan
-    rows.append(("frac_diverged", "seq", Estimate(share)))
-    spread = weight_moments(weights, "x_seq", "x_seq_sq")
-    rows += [
-        (f"{name}_seq", "seq", Estimate(value)) for name, value in zip(("chi2", "cv2", "ess"), spread, strict=True)
-    ]
-    has_complete = weights.clusters > 0
-    rows.append(("log_ppl_diff_min", "seq", Estimate(sums.log_ppl_diff.smallest if has_complete else math.nan)))
-    rows.append(("log_ppl_diff_max", "seq", Estimate(sums.log_ppl_diff.largest if has_complete else math.nan)))
-    return rows
-
-
-def _count_rows(sums: MismatchSums) -> list[tuple[str, str, Estimate]]:
-    counts = {
-        "n_tokens": sums.tokens,
-        "n_sequences": sums.sequences,
-        "n_masked": sums.masked,
-        "n_nonfinite": sums.nonfinite,
-        "n_incomplete_sequences": sums.sequences - sums.weights.clusters,
-        "n_exact_zero_logp_a": sums.exact_zero_a,
-        "n_exact_zero_logp_b": sums.exact_zero_b,
-        "n_ulp": int(sums.ulp_counts.sum()),
-    }
-    return [(metric, "count", Estimate(float(count))) for metric, count in counts.items()]
-
-
-def _root(variance: float) -> float:
-    # rounding may make a variance of zero negative
-    return math.sqrt(max(variance, 0.0)) if math.isfinite(variance) else variance
-
-
-def _some(sums: MismatchSums, value: float) -> float:
-    return value if sums.linear.items else math.nan
+    difference = cross - d * (2.0 * a + d)  # Var b - Var a = Cov(b - a, b + a)
+    if not (var_a > _RESOLVED * a_sq and var_a + difference > _RESOLVED * (a_sq + d_sq)):
+        return math.nan
+    s_a, s_b = math.sqrt(var_a), math.sqrt(var_a + difference)
+    return max((var_d - (difference / (s_a + s_b)) ** 2) / (2.0 * s_a * s_b), 0.0)

@@ -6,7 +6,7 @@ Works on any pairs of log-probs: those of a recorded run, or of another stack's 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +14,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from analysis.clipping.corrections import WEIGHTLESS, applied, bounds_of
-from analysis.mismatch.token import mismatch_token, sequence_starts
-from analysis.stats import exact_sums
-from analysis.stats.exact_sums import ExactSum, Floats
+from analysis.stats.clusters import Floats, exact_sum, mean
 from ppo_repro.config.objectives import ImportanceWeights, RatioRejection, Rejection, VetoRejection
 from ppo_repro.errors import UserError
 
@@ -53,48 +51,19 @@ PUBLISHED = (
     Remedy("Geo-RS", None, (RatioRejection(kind="ratio", level="geometric", low=0.999, high=1.001),)),
     Remedy("veto", None, (VetoRejection(kind="veto"),)),
 )
-COUNTS = ("tokens", "responses", "changed", "weightless", "responses_changed", "responses_weightless")
-SUMS = ("weight", "weight_sq", "k3", "k3_kept")
+NO_TOKEN = "there is no token to compare; give a run or a file with responses"
+# of each response: tokens whose weight is bounded or 0, or is 0; sums of weights, of their squares, and of k3
+_SUMS = ("changed", "weightless", "weight", "weight_sq", "k3", "k3_kept")
 
 
-@dataclass(frozen=True)
-class RemedySums:
-    """Counts and exact sums over tokens, by remedy; those of two chunks can be added."""
-
-    counts: tuple[int, ...]  # COUNTS
-    sums: tuple[ExactSum, ...]  # SUMS
-
-    def __add__(self, other: RemedySums) -> RemedySums:
-        return RemedySums(
-            tuple(a + b for a, b in zip(self.counts, other.counts, strict=True)),
-            tuple(exact_sums.add(a, b) for a, b in zip(self.sums, other.sums, strict=True)),
-        )
-
-
-def remedy_sums(pairs: pd.DataFrame, remedies: Sequence[Remedy]) -> list[RemedySums]:
-    """Of one chunk of whole responses, for each remedy; responses with a token that is not finite do not count."""
-    tokens = mismatch_token(pairs)
-    starts = sequence_starts(tokens)
-    lengths = np.diff(np.append(starts, len(tokens)))
-    if not tokens["finite"].all():
-        complete = np.logical_and.reduceat(tokens["finite"].to_numpy(), starts)
-        tokens = tokens[np.repeat(complete, lengths)].reset_index(drop=True)
-        lengths = lengths[complete]
-    response = np.repeat(np.arange(len(lengths)), lengths)
-    delta, k3 = tokens["delta"].to_numpy(), tokens["k3"].to_numpy()
-    return [_sums(remedy, delta, k3, response, len(lengths)) for remedy in remedies]
-
-
-def _sums(remedy: Remedy, delta: Floats, k3: Floats, response: npt.NDArray[np.int64], responses: int) -> RemedySums:
+def _sums(remedy: Remedy, delta: Floats, response: npt.NDArray[np.int64]) -> list[Floats]:
+    """_SUMS of one chunk, one number per response each."""
     weights, changes = applied(remedy.importance_weights, remedy.rejection, delta, response)
     changed, without = changes.astype(str) != "none", np.isin(changes.astype(str), WEIGHTLESS)
-    of_response = np.bincount(response, minlength=responses)
-    has_change = np.bincount(response, changed, minlength=responses) > 0
-    lost = np.bincount(response, without, minlength=responses) == of_response
-    counts = (len(delta), responses, changed.sum(), without.sum(), has_change.sum(), lost.sum())
     with np.errstate(over="ignore"):
-        stacked = np.array([weights, weights * weights, k3, np.where(without, 0.0, k3)])
-    return RemedySums(tuple(int(count) for count in counts), exact_sums.exact_sums(stacked.reshape(len(SUMS), -1)))
+        k3 = np.expm1(delta) - delta
+        columns = (changed, without, weights, weights * weights, k3, np.where(without, 0.0, k3))
+    return [np.asarray(np.bincount(response, column), np.float64) for column in columns]
 
 
 def remedy_table(pairs: Iterable[pd.DataFrame], remedies: Sequence[Remedy] = PUBLISHED) -> pd.DataFrame:
@@ -103,31 +72,38 @@ def remedy_table(pairs: Iterable[pd.DataFrame], remedies: Sequence[Remedy] = PUB
     remedy, bounds; tokens_changed, tokens_weightless, responses_changed, responses_weightless: shares whose weight is
     bounded or 0, and whose weight is 0 (of a response: of one of its tokens, of all of them); weight_mean; ess_frac =
     (sum w)^2 / (n sum w^2), the effective sample size of the weights; k3: KL(a || b), nats, token mean; k3_kept: the
-    same over tokens whose weight is not 0.
+    same over tokens whose weight is not 0. Responses with a token that is not finite do not count.
     """
-    total: list[RemedySums] | None = None
+    lengths, sums = [], []
     for chunk in pairs:
-        if len(chunk):
-            found = remedy_sums(chunk, remedies)
-            total = found if total is None else [a + b for a, b in zip(total, found, strict=True)]
-    if total is None:
-        raise UserError("there is no token to compare; give a run or a file with responses")
-    return pd.DataFrame([_row(remedy, sums) for remedy, sums in zip(remedies, total, strict=True)])
+        a, b = (chunk[name].to_numpy().astype(np.float64) for name in ("logprobs_a", "logprobs_b"))
+        response = chunk.groupby(["iteration", "sequence"]).ngroup().to_numpy()
+        complete = (np.bincount(response, ~(np.isfinite(a) & np.isfinite(b))) == 0)[response]
+        codes = np.unique(response[complete], return_inverse=True)[1]
+        lengths.append(np.bincount(codes))
+        sums.append([_sums(remedy, (b - a)[complete], codes) for remedy in remedies])
+    if not sums:
+        raise UserError(NO_TOKEN)
+    n = np.concatenate(lengths)
+    return pd.DataFrame(
+        [
+            _row(remedy, n, dict(zip(_SUMS, (np.concatenate(c) for c in zip(*parts, strict=True)), strict=True)))
+            for remedy, parts in zip(remedies, zip(*sums, strict=True), strict=True)
+        ]
+    )
 
 
-def _row(remedy: Remedy, sums: RemedySums) -> dict[str, object]:
-    count = dict(zip(COUNTS, sums.counts, strict=True))
-    total = {name: exact_sums.value(s) for name, s in zip(SUMS, sums.sums, strict=True)}
-    tokens, responses = count["tokens"] or math.nan, count["responses"] or math.nan
-    kept = count["tokens"] - count["weightless"]
+def _row(remedy: Remedy, n: npt.NDArray[np.int64], of_response: Mapping[str, Floats]) -> dict[str, object]:
+    total = {name: exact_sum(column) for name, column in of_response.items()}
+    tokens, kept = int(n.sum()) or math.nan, int(n.sum()) - total["weightless"]
     finite = math.isfinite(total["weight_sq"]) and total["weight_sq"] > 0.0
     return {
         "remedy": remedy.name,
         "bounds": remedy.bounds,
-        "tokens_changed": count["changed"] / tokens,
-        "tokens_weightless": count["weightless"] / tokens,
-        "responses_changed": count["responses_changed"] / responses,
-        "responses_weightless": count["responses_weightless"] / responses,
+        "tokens_changed": total["changed"] / tokens,
+        "tokens_weightless": total["weightless"] / tokens,
+        "responses_changed": mean((of_response["changed"] > 0).astype(np.float64)).value,
+        "responses_weightless": mean((of_response["weightless"] == n).astype(np.float64)).value,
         "weight_mean": total["weight"] / tokens,
         "ess_frac": total["weight"] ** 2 / (tokens * total["weight_sq"]) if finite else math.nan,
         "k3": total["k3"] / tokens,

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.pairs.runs import KEY
-from ppo_repro.config.run import RunConfig
+from analysis.pairs.runs import KEY, chosen_iterations
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
 
@@ -28,42 +27,31 @@ def run_evidence(
     encoded again, and the trainer's padding and prompts are as recorded. UserError on anything wrong in the records,
     and on a run that is not complete unless `allow_incomplete`.
     """
-    folder = Path(run_dir)
-    config = load_recorded_config(folder)
-    recorded = range(len(reader.open_manifest(folder, allow_incomplete).iterations))
-    for iteration in recorded if iterations is None else iterations:
+    faults = load_recorded_config(run_dir).mismatch.trainer
+    for iteration in chosen_iterations(run_dir, iterations, allow_incomplete):
         one, allow = [iteration], allow_incomplete
-        tokens = reader.read_tokens(folder, iterations=one, columns=_TOKENS, allow_incomplete=allow)
-        sequences = reader.read_sequences(folder, iterations=one, columns=_SEQUENCES, allow_incomplete=allow)
-        updates = reader.read_updates(folder, iterations=one, columns=_UPDATES, allow_incomplete=allow)
-        yield _chunk(tokens, sequences, updates, config, iteration)
-
-
-def _chunk(
-    tokens: pd.DataFrame, sequences: pd.DataFrame, updates: pd.DataFrame, config: RunConfig, iteration: int
-) -> pd.DataFrame:
-    faults = config.mismatch.trainer
-    lengths = sequences["response_length"].to_numpy()
-    ids = tokens["token_id"].to_numpy()
-    versions = _by_token(sequences["rollout_policy_versions"], np.full(len(ids), iteration, np.int32))
-    as_sampled = _by_token(sequences["is_as_sampled"], np.ones(len(ids), np.int32))
-    padding = np.maximum(faults.padding_leak - sequences["prompt_length"].to_numpy(), 0)
-    first = updates[(updates["epoch"] == 0) & (updates["minibatch"] == 0)][["sequence", "position", "new_logprobs"]]
-    again = tokens[["sequence", "position"]].merge(first, on=["sequence", "position"], how="left", validate="1:1")
-    names = {"rollout_logprobs": "logprobs_a", "old_logprobs": "logprobs_b"}
-    return tokens.rename(columns=names).assign(
-        logprobs_b_again=again["new_logprobs"].to_numpy(),
-        # the ids of the trainer; what was sampled in their place is another token
-        token_id_b=ids,
-        token_id=np.where(as_sampled == 1, ids, np.int32(-1)),
-        pad_length=np.repeat(padding, lengths).astype(np.int32),
-        steps_since_sync=iteration - versions,
-        prompt_differs=np.int32(bool(faults.prompt_before or faults.prompt_after)),
-    )
+        tokens = reader.read_tokens(run_dir, iterations=one, columns=_TOKENS, allow_incomplete=allow)
+        sequences = reader.read_sequences(run_dir, iterations=one, columns=_SEQUENCES, allow_incomplete=allow)
+        updates = reader.read_updates(run_dir, iterations=one, columns=_UPDATES, allow_incomplete=allow)
+        ids = tokens["token_id"].to_numpy()
+        versions = _by_token(sequences["rollout_policy_versions"], np.full(len(ids), iteration, np.int32))
+        as_sampled = _by_token(sequences["is_as_sampled"], np.ones(len(ids), np.int32))
+        padding = np.maximum(faults.padding_leak - sequences["prompt_length"].to_numpy(), 0)
+        first = updates[(updates["epoch"] == 0) & (updates["minibatch"] == 0)]
+        again = tokens.merge(
+            first[["sequence", "position", "new_logprobs"]], on=["sequence", "position"], how="left", validate="1:1"
+        )
+        yield tokens.rename(columns={"rollout_logprobs": "logprobs_a", "old_logprobs": "logprobs_b"}).assign(
+            logprobs_b_again=again["new_logprobs"].to_numpy(),
+            # the ids of the trainer; what was sampled instead is another token
+            token_id_b=ids,
+            token_id=np.where(as_sampled == 1, ids, np.int32(-1)),
+            pad_length=np.repeat(padding, sequences["response_length"].to_numpy()).astype(np.int32),
+            steps_since_sync=iteration - versions,
+            prompt_differs=np.int32(bool(faults.prompt_before or faults.prompt_after)),
+        )
 
 
 def _by_token(column: pd.Series, otherwise: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """A column of lists, one list a response, as one value a token; `otherwise` where it was not recorded."""
-    if column.isna().all():
-        return otherwise
-    return np.concatenate(column.to_list()).astype(np.int32)
+    return otherwise if column.isna().all() else np.concatenate(column.to_list()).astype(np.int32)

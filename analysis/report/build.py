@@ -9,9 +9,9 @@ from analysis.report.facts import read_facts
 from analysis.report.page import BEGINNING
 from analysis.report.run_page import dpo_page, run_page
 from analysis.report.several_pages import grid_page, pair_page
-from ppo_repro.disk.earlier import OwnKind, check_replaceable, write_over_earlier
-from ppo_repro.dpo.records import is_dpo
+from ppo_repro.config.kinds import DPO
 from ppo_repro.errors import UserError
+from ppo_repro.files import OwnKind, check_replaceable, write_over_earlier
 from ppo_repro.records import manifest
 
 DEFAULT_RESPONSES = 60
@@ -30,6 +30,9 @@ def write_report(targets: Sequence[Path], out: Path | None, responses: int | Non
     check_replaceable(path, REPORT)  # before the page, which takes seconds
     if len(targets) == 2:
         _require_no_tokens(responses, "a page about two runs")
+        for run_dir in targets:
+            if manifest.load_head(run_dir).kind == DPO:
+                raise UserError(f"{run_dir}: is a DPO run; a page about two runs compares language or control runs")
         text = pair_page(*targets)
     elif (targets[0] / manifest.FILE_NAME).exists() or not targets[0].is_dir():
         text = page_of(targets[0], responses)
@@ -43,8 +46,8 @@ def write_report(targets: Sequence[Path], out: Path | None, responses: int | Non
 
 def page_of(run_dir: Path, responses: int | None) -> str:
     """The report of one run of any kind as HTML; the same records give the same bytes."""
-    if is_dpo(run_dir):
-        _require_no_tokens(responses, "a DPO training")
+    if manifest.load_head(run_dir).kind == DPO:
+        _require_no_tokens(responses, "a DPO run")
         return dpo_page(run_dir)
     facts = read_facts(run_dir)
     if facts.is_control:

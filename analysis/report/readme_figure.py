@@ -16,8 +16,8 @@ import pandas as pd
 from analysis.grids.figure import MEAN, RUN, new_figure, svg
 from analysis.program import program
 from analysis.report.markup import share
-from ppo_repro.disk.earlier import PICTURE, check_replaceable, write_over_earlier
 from ppo_repro.errors import UserError
+from ppo_repro.files import PICTURE, check_replaceable, write_over_earlier
 from ppo_repro.output import Parser
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config

@@ -1,4 +1,4 @@
-"""The page of one run of PPO, on language or on a Gymnasium environment, and the page of a DPO training."""
+"""The page of one run of PPO, on language or on a Gymnasium environment, and the page of a DPO run."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from analysis.report.scan import Scan, scan_run, summary_tables
 from analysis.words import config_in_words, terms
 from ppo_repro.config.files import load_dpo_config
 from ppo_repro.config.run import RunConfig
-from ppo_repro.dpo.records import load, read_environment, read_table
-from ppo_repro.records import times
-from ppo_repro.records.config_file import CONFIG_NAME, read_checked
+from ppo_repro.preferences.dpo.summary import DPO_RUNS
+from ppo_repro.records import reader, times
+from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, read_checked, read_note
 
 # the two curves of the first screen, by what the chart calls them
 MAIN = {"held out, greedy": "eval_score", "sampled": "score"}
@@ -49,7 +49,7 @@ CONTROL_NUMBERS = (
 )  # fmt: skip
 # name, column of `steps`, unit; means of the steps
 STEP_NUMBERS = (("clip fraction", "clip_fraction", "share"), ("KL(anchor || new), k3", "approx_kl", "nats"))
-# column of dpo_steps -> title, unit, caption
+# column of steps -> title, unit, caption
 DPO_STEPS = {
     "loss": ("Loss", "nats", "DPO loss before each step, mean over the pairs of a minibatch; log 2 = 0.693 at first."),
     "margin": ("Margin", "reward", "Difference of the implicit rewards of preferred and other response, mean."),
@@ -102,9 +102,7 @@ def _main_chart(facts: Facts, scan: Scan) -> str:
 
 def _cause(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
     """Why and where sampler and trainer differ: by probability, position, lag, turn and route, over the iterations."""
-    measured = list(
-        measure(run_pairs(facts.run_dir, iterations=facts.iterations, allow_incomplete=True), corrections=())
-    )
+    measured = list(measure(run_pairs(facts.run_dir, iterations=facts.iterations, allow_incomplete=True)))
     update, buckets = tables(measured).update, bucket_table(whole(measured).buckets)
     divergences = update[update["metric"].isin(["k1", "k2", "k3"]) & (update["reduction"] == "token_mean")]
     cause = diagnose_chunks(run_evidence(facts.run_dir, facts.iterations, allow_incomplete=True))
@@ -169,7 +167,7 @@ def _numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, counte
     if not facts.is_control:
         parts = {"responses": "sequences", "response tokens": "tokens"}
     rows = [
-        ("iterations", f"{len(iterations):,} of {facts.config.ppo.iterations:,}"),
+        ("iterations", f"{len(iterations):,} of {facts.config.iterations:,}"),
         *((name, int(iterations[column].sum())) for name, column in parts.items()),
         ("optimizer steps", len(steps)),
         (f"unequal old and rollout log-probs, {facts.unit}", counted.unequal_old_rollout_logprobs),
@@ -196,55 +194,46 @@ def _numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, counte
 
 
 def dpo_page(folder: Path) -> str:
-    """The report of one DPO training as HTML; the same records give the same bytes."""
-    recorded = load(folder)
+    """The report of one DPO run as HTML; the same records give the same bytes."""
+    recorded = reader.open_manifest(folder)
     text = read_checked(folder, CONFIG_NAME, recorded.files[CONFIG_NAME]).decode()
-    config, environment = load_dpo_config(folder / CONFIG_NAME), read_environment(folder)
-    steps, pairs = read_table(folder, "dpo_steps"), read_table(folder, "dpo_pairs")
-    final = {name: float(value) for name, value in recorded.final.items() if not isinstance(value, str)}
+    config, environment = load_dpo_config(folder / CONFIG_NAME), read_note(folder, recorded, ENVIRONMENT_NAME)
+    steps, last = reader.read_steps(folder), [recorded.num_iterations - 1]
+    pairs = reader.TableReader("margins")(folder, iterations=last, columns=["held_out", "margins"])
     name = f"{config.experiment}/{folder.resolve().name}"
     facts = [
+        ("run again", f"ppo-repro rerun RUN, where RUN is the folder {folder.resolve().name}"),
         ("fingerprint", recorded.fingerprint),
-        ("pairs from", f"the run with fingerprint {recorded.run_fingerprint}"),
         ("configuration", recorded.config_digest),
         ("numerics", f"{config.numerics.mode}, seed {config.seed}"),
         ("code", f"ppo_repro {environment.get('ppo_repro', 'not recorded')}"),
         ("machine", str(environment.get("platform", "not recorded"))),
     ]
     rows = [
-        ("training pairs", int((~pairs["held_out"]).sum())), ("held-out pairs", int(pairs["held_out"].sum())),
-        ("optimizer steps", len(steps)), *final.items(),
-    ]  # fmt: skip
-    learnt = [_change("Held-out accuracy (greedy)", final, "accuracy")]
-    learnt.append(_change("Share of held-out pairs in the right order", final, "margin_accuracy"))
-    kl = number(final["ref_kl_per_sequence"], 3)
-    learnt.append(Verdict("fact", f"KL(policy || reference) at the end: {kl} nats per response (exact, mean)."))
+        ("training pairs", int((~pairs["held_out"]).sum())),
+        ("held-out pairs", int(pairs["held_out"].sum())),
+        ("optimizer steps", len(steps)),
+        *((key, value) for key, value in recorded.final.items() if not isinstance(value, str)),
+    ]
+    said = DPO_RUNS.verdicts(DPO_RUNS.summarise(folder, None))
+    learnt = [Verdict("fact", f"{line[0].upper()}{line[1:]}.") for line in said]
     drawn = [_dpo_curve(steps, column) for column in DPO_STEPS]
-    cards = (
-        Card("Did it learn?", learnt, [drawn[1].chart]),
-        Card("How to repeat it", (), [facts_html(facts)]),
-    )
+    cards = (Card("Did it learn?", learnt, [drawn[1].chart]), Card("How to repeat it", (), [facts_html(facts)]))
     both = {"training pairs": pairs[~pairs["held_out"]], "held-out pairs": pairs[pairs["held_out"]]}
-    margins = {group: rows["margins"].to_numpy(np.float64) for group, rows in both.items() if len(rows)}
+    margins = {group: found["margins"].to_numpy(np.float64) for group, found in both.items() if len(found)}
     caption = "Difference of the implicit rewards after training; above 0 the preferred response is the likelier one."
-    folded = (
-        scrolled(table(pd.DataFrame(rows, columns=["quantity", "value"]), "Whole training")),
+    after = figures.distribution_figure("Margins after training", margins, "margin", "pairs", caption)
+    blocks = (
+        scrolled(table(pd.DataFrame(rows, columns=["quantity", "value"]), "Whole run")),
         folded_text("Configuration", text),
         folded_table("Configuration, field by field in words", config_in_words(config)),
         folded_table("Terms in words", terms()),
     )
-    after = figures.distribution_figure("Margins after training", margins, "margin", "pairs", caption)
     sections = (
         Section("steps", "Steps", (), [*drawn, after]),
-        Section("numbers", "Numbers and configuration", (), (), folded),
+        Section("numbers", "Numbers and configuration", (), (), blocks),
     )
     return page(name, cards, sections)
-
-
-def _change(what: str, final: dict[str, float], key: str) -> Verdict:
-    before, after = final[f"{key}_before"], final[f"{key}_after"]
-    verb = "rose" if after > before else "fell" if after < before else "stayed"
-    return Verdict("fact", f"{what} {verb} from {before:.3f} to {after:.3f}.")
 
 
 def _dpo_curve(steps: pd.DataFrame, column: str) -> Figure:
@@ -252,5 +241,5 @@ def _dpo_curve(steps: pd.DataFrame, column: str) -> Figure:
     at, values = np.arange(len(steps), dtype=np.float64), steps[column].to_numpy(np.float64)
     y = axis_for(f"{title.lower()}{f' ({unit})' if unit else ''}", [values])
     about = f"{title} by step: {number(float(values[0]))} to {number(float(values[-1]))}."
-    chart = line_chart([Line("this training", at, values)], axis_for("step", [at]), y, about)
-    return Figure(title, chart, caption, steps[["epoch", "minibatch", "pairs", column]])
+    chart = line_chart([Line("this run", at, values)], axis_for("step", [at]), y, about)
+    return Figure(title, chart, caption, steps[["iteration", "minibatch", "pairs", column]])

@@ -11,7 +11,7 @@ import pandas as pd
 from analysis.report.facts import Facts
 from analysis.report.markup import element, escape, number, spread
 from analysis.report.page import Section
-from ppo_repro.records import manifest, reader, side_reader
+from ppo_repro.records import manifest, reader
 from ppo_repro.records.manifest import Manifest
 
 HELD_OUT_PROMPTS = 6
@@ -25,7 +25,7 @@ def evaluations(run_dir: Path, recorded: Manifest) -> pd.DataFrame | None:
     """The held-out responses of every evaluation; None where the run recorded none."""
     if all(file.table.name != "evaluations" for file in manifest.side_files(recorded)):
         return None
-    return side_reader.read_evaluations(run_dir, columns=_EVALUATION, allow_incomplete=True)
+    return reader.read_evaluations(run_dir, columns=_EVALUATION, allow_incomplete=True)
 
 
 def samples_section(facts: Facts, prompts: pd.DataFrame) -> list[Section]:

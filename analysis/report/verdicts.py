@@ -109,7 +109,7 @@ def state(facts: Facts) -> list[Verdict]:
     words = {"running": "is not finished: it works still, or was killed,", "interrupted": "was interrupted"}
     text = (
         f"The run {words.get(facts.manifest.status, 'failed')} after {len(facts.iterations)} of "
-        f"{facts.config.ppo.iterations} iterations, which this page shows. `ppo-repro resume RUN` goes on."
+        f"{facts.config.iterations} iterations, which this page shows. `ppo-repro resume RUN` goes on."
     )
     return [Verdict("differs", text)]
 
@@ -124,16 +124,14 @@ def on_purpose(config: RunConfig) -> list[Verdict]:
 
 
 def _rounded_on_purpose(config: RunConfig) -> Iterator[Verdict]:
-    """A sentence for sampler and trainer each, where numbers are rounded to other formats."""
+    """A sentence if the sampler rounds numbers to other formats."""
     stock = config.mismatch.sampler.stock
     if stock is not None:
         yield Verdict("fact", f"The sampler was torch's own forward pass on purpose: mismatch.sampler.stock = {stock}.")
-    sides = ("sampler", config.mismatch.sampler.precision), ("trainer", config.mismatch.trainer.precision)
-    for side, precision in sides:
-        formats = {name: value for name, value in precision.model_dump().items() if value != "float32"}
-        if formats:
-            named = ", ".join(f"{name} {value}" for name, value in formats.items())
-            yield Verdict("fact", f"The {side} was rounded on purpose: mismatch.{side}.precision = {named}.")
+    formats = {k: v for k, v in config.mismatch.sampler.precision.model_dump().items() if v != "float32"}
+    if formats:
+        named = ", ".join(f"{name} {value}" for name, value in formats.items())
+        yield Verdict("fact", f"The sampler was rounded on purpose: mismatch.sampler.precision = {named}.")
 
 
 def _faults_on_purpose(config: RunConfig) -> Iterator[Verdict]:

@@ -6,33 +6,27 @@ A p-value of NaN means that the data cannot decide: fewer than two units, or no 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
+from scipy import optimize, stats
 
 Floats = npt.NDArray[np.float64]
 
 DRAWS = 999
-# up to this n all 2**n sign changes are enumerated, beyond it they are drawn
-ENUMERATED = 12
-_BATCH = 1 << 21  # elements of one batch of signs
-# relative; sums of the same numbers in another order or with other signs may differ by it and count as equal
-ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
 class Permutation:
-    """A permutation test over all `relabellings` if `exact`, else over that many drawn besides the observed one."""
+    """A test over all `relabellings` if `exact`, else over that many drawn besides the observed one."""
 
     stat: float
     p_value: float
     n_units: int
     relabellings: int
-    exact: bool
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,44 +45,22 @@ def require_finite(*samples: Floats) -> None:
             raise ValueError("a sample must have at least one value, and only finite ones")
 
 
-def signs(n: int, rng: np.random.Generator, draws: int) -> tuple[bool, Iterator[Floats]]:
-    """(True, all 2**n rows of n signs) where n <= 12, else (False, `draws` random rows), in batches."""
-    if n <= ENUMERATED:
-        bits = (np.arange(1 << n)[:, None] >> np.arange(n)) & 1
-        return True, iter([_signs_of(bits)])
-    rows = max(1, _BATCH // n)
-    sizes = [min(rows, draws - start) for start in range(0, draws, rows)]
-    return False, (_signs_of(rng.integers(0, 2, (size, n), dtype=np.int8)) for size in sizes)
-
-
-def _signs_of(bits: npt.NDArray[Any]) -> Floats:
-    return 1.0 - 2.0 * bits.astype(np.float64)
-
-
-def sign_flip_p_values(data: Floats, rng: np.random.Generator, draws: int = DRAWS) -> Floats:
-    """Two-sided p-value of every row of `data` [sets, n], all under the same sign changes; see `sign_flip`."""
-    observed = np.abs(data.sum(axis=1))
-    reached = observed - ROUNDING * np.abs(data).sum(axis=1)
-    exact, batches = signs(data.shape[1], rng, draws)
-    count = np.zeros(len(data), np.int64)
-    for batch in batches:
-        count += (np.abs(data @ batch.T) >= reached[:, None]).sum(axis=1)
-    if exact:
-        return np.asarray(count / (1 << data.shape[1]))
-    return np.asarray((1 + count) / (1 + draws))
-
-
 def sign_flip(values: Floats, rng: np.random.Generator, draws: int = DRAWS) -> Permutation:
-    """H0: each value is as likely as its negative. stat = the mean.
+    """H0: each value is as likely as its negative. stat = the mean; p is two-sided.
 
-    p = share of sign changes s with |mean(s * values)| >= |mean(values)|: all of them for n <= 12, else
-    (1 + those among `draws`) / (1 + draws). Raises ValueError on values that are not finite.
+    All 2**n sign changes if these are at most `draws` + 1, else as many as `draws` says
+    (`scipy.stats.permutation_test`). Raises ValueError on values that are not finite.
     """
     require_finite(values)
-    n = len(values)
-    p_value = float(sign_flip_p_values(values[None, :], rng, draws)[0])
-    exact = n <= ENUMERATED
-    return Permutation(float(values.mean()), p_value, n, 1 << n if exact else draws, exact)
+    n, count = len(values), min(2 ** len(values), draws + 1)
+    exact = 2**n == count
+    if n == 1:  # one value and its negative
+        return Permutation(float(values[0]), 1.0, 1, 2, True)
+    found = stats.permutation_test(
+        (values,), lambda x, axis: x.mean(axis=axis), permutation_type="samples", vectorized=True,
+        n_resamples=count if exact else draws, rng=rng, batch=max(1, (1 << 21) // n),
+    )  # fmt: skip
+    return Permutation(float(values.mean()), float(found.pvalue), n, count if exact else draws, exact)
 
 
 def one_sample(values: Floats) -> Estimate:
@@ -116,15 +88,6 @@ def welch(a: Floats, b: Floats) -> Estimate:
     return Estimate(mean, math.sqrt(of_a + of_b), df)
 
 
-def welch_p_values(a: Floats, b: Floats) -> Floats:
-    """Two-sided Welch p-value of every row of a [sets, n_a] and b [sets, n_b]; NaN where nothing varies."""
-    of_a, of_b = a.var(axis=1, ddof=1) / a.shape[1], b.var(axis=1, ddof=1) / b.shape[1]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        df = (of_a + of_b) ** 2 / (of_a**2 / (a.shape[1] - 1) + of_b**2 / (b.shape[1] - 1))
-        t = np.where(of_a + of_b > 0, (b.mean(axis=1) - a.mean(axis=1)) / np.sqrt(of_a + of_b), np.nan)
-    return np.asarray(2 * stats.t.sf(np.abs(t), df))
-
-
 def t_test(estimate: Estimate) -> float:
     """Two-sided p-value of H0: the mean is 0; NaN without a spread."""
     if not estimate.se > 0:
@@ -136,8 +99,8 @@ def t_interval(estimate: Estimate, level: float) -> tuple[float, float]:
     """mean -+ t se, the two-sided Student interval of this level; NaN without a spread."""
     if not estimate.se > 0:
         return math.nan, math.nan
-    half = float(stats.t.ppf((1 + level) / 2, estimate.df)) * estimate.se
-    return estimate.mean - half, estimate.mean + half
+    low, high = stats.t.interval(level, estimate.df, estimate.mean, estimate.se)
+    return float(low), float(high)
 
 
 def tost(estimate: Estimate, margin: float) -> float:
@@ -148,12 +111,25 @@ def tost(estimate: Estimate, margin: float) -> float:
     """
     if not margin > 0:
         raise ValueError(f"margin = {margin}: must be positive")
-    if math.isnan(estimate.se):
-        return math.nan
     room = margin - abs(estimate.mean)
     if estimate.se == 0.0:
         return 0.0 if room > 0 else 1.0
     return float(stats.t.sf(room / estimate.se, estimate.df))
+
+
+def detectable(sd: float, n: int, *, paired: bool, alpha: float, power: float = 0.8) -> float:
+    """The smallest difference that a t-test of n seeds (a group) calls different with probability `power`.
+
+    sd: of the differences (paired) or within a group. Infinite where sign changes of n pairs never reach alpha: their
+    smallest p is 2 / 2**n. NaN where nothing varies, or for n < 2.
+    """
+    if not sd > 0 or n < 2:
+        return math.nan
+    if paired and 2.0 ** (1 - n) > alpha:
+        return math.inf
+    df, se = (n - 1, sd / math.sqrt(n)) if paired else (2 * n - 2, sd * math.sqrt(2 / n))
+    limit = stats.t.isf(alpha / 2, df)
+    return float(optimize.brentq(lambda shift: stats.nct.sf(limit, df, shift) - power, 0.0, 20.0 + 5 * limit)) * se
 
 
 def holm(p_values: Sequence[float]) -> Floats:

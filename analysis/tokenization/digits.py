@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-import pyarrow as pa
 
 from analysis.tokenization.kl import METRICS
 from analysis.tokenization.words import Text, is_digit, is_space, text_of
@@ -33,7 +32,9 @@ def digit_table(token_table: pd.DataFrame, sequences: pd.DataFrame) -> tuple[pd.
     )
     # digits in a token of another number are missing from the sum
     whole = numbers[~numbers["mixed"] & (numbers["digits"] == lengths[numbers.index])].copy()
-    whole = whole.reset_index(drop=True).assign(number=_texts(text, lengths)[whole.index])
+    whole = whole.reset_index(drop=True).assign(
+        number=np.array(_texts(text, first_digit, lengths), object)[whole.index]
+    )
     grouped = whole.groupby(["number", "cuts"], sort=False)
     table = grouped[["n_tok", *METRICS]].mean()
     table["n"] = grouped.size()
@@ -79,8 +80,6 @@ def _cut(number: str, cuts: tuple[int, ...]) -> str:
     return "|".join(number[a:b] for a, b in zip(cuts, (*cuts[1:], len(number)), strict=True))
 
 
-def _texts(text: Text, lengths: Ints) -> npt.NDArray[np.object_]:
-    only_digits = text.codes[is_digit(text)].astype(np.uint8).tobytes()
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    texts = pa.LargeStringArray.from_buffers(len(lengths), pa.py_buffer(offsets.tobytes()), pa.py_buffer(only_digits))
-    return np.asarray(texts.to_numpy(zero_copy_only=False), dtype=object)
+def _texts(text: Text, first_digit: Ints, lengths: Ints) -> list[str]:
+    digits = text.codes.astype(np.uint8).tobytes().decode("latin-1")
+    return [digits[a : a + n] for a, n in zip(first_digit.tolist(), lengths.tolist(), strict=True)]

@@ -1,27 +1,26 @@
 """Tokenization and KL of a recorded run, iteration by iteration: `python -m analysis.tokenization RUN`.
 
 Words and boundary: `words`; tables by token, word and response: `kl`; units, shares and standard errors: `summary`;
-clip band for words: `clip`; decay of credit: `credit`; numbers: `digits`; decoding and encoding again: `retokenize`;
-the recorded tokenizer and its card: `tokenizer`; all segmentations of a text: `marginal`.
+clip band for words: `clip`; decay of credit: `credit`; numbers: `digits`; decoding and encoding again: `retokenize`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
+from analysis.pairs.runs import chosen_iterations
 from analysis.program import program
 from analysis.tokenization.clip import UPDATE_COLUMNS, clip_table, word_ratios
-from analysis.tokenization.credit import char_matched_lambda, half_life_chars, half_life_tokens
+from analysis.tokenization.credit import char_matched_lambda, half_life_tokens
 from analysis.tokenization.digits import digit_table
 from analysis.tokenization.kl import SEQUENCE_COLUMNS, TOKEN_COLUMNS, sequence_table, token_table, word_table
-from analysis.tokenization.retokenize import AUDIT_COLUMNS, drift_summary, noncanonical_words, retokenization
+from analysis.tokenization.retokenize import AUDIT_COLUMNS, drift_summary, retokenization
 from analysis.tokenization.summary import Cluster, summary_table
-from analysis.tokenization.tokenizer import RecordedTokenizer, recorded_tokenizer, tokenizer_card
+from analysis.tokenization.tokenizer import RecordedTokenizer, recorded_tokenizer
 from analysis.tokenization.words import BOUNDARIES, Boundary
 from ppo_repro.config.algorithm import GaeAdvantages
 from ppo_repro.config.objectives import AdaptiveClipObjective, ClipObjective
@@ -50,14 +49,13 @@ def iteration_tables(
     run_dir: Path | str, iteration: int, *, boundary: Boundary, cluster: Cluster
 ) -> TokenizationTables:
     """All tables of one iteration of a language run; UserError where records are missing or damaged."""
-    config = _config(run_dir)
-    tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=[*TOKEN_COLUMNS, "rollout_logprobs"])
+    if not has_responses(reader.open_manifest(run_dir)):
+        raise UserError(f"{run_dir}: a run on an environment has no tokens of text; give a run of a language model")
+    config = load_recorded_config(run_dir)
+    tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKEN_COLUMNS)
     sequences = reader.read_sequences(run_dir, iterations=[iteration], columns=SEQUENCE_COLUMNS)
-    gamma, gae_lambda = _decay(config)
-    table = token_table(tokens, sequences, boundary=boundary, gamma=gamma, gae_lambda=gae_lambda)
-    words = word_table(table, sequences)
-    decay = float("nan") if gamma is None or gae_lambda is None else gamma * gae_lambda
-    by_sequence = sequence_table(table, sequences, decay)
+    table = token_table(tokens, sequences, boundary=boundary)
+    words, by_sequence = word_table(table, sequences), sequence_table(table, sequences)
     digits, mixed = digit_table(table, sequences)
     return TokenizationTables(
         tok_token=table,
@@ -68,51 +66,6 @@ def iteration_tables(
         digit_table=digits,
         mixed_numbers=mixed,
     )
-
-
-def run_summary(
-    run_dir: Path | str, *, boundary: Boundary, cluster: Cluster, iterations: Sequence[int] | None
-) -> pd.DataFrame:
-    """`tok_summary` of these iterations (None: all), concatenated; UserError as `iteration_tables`."""
-    return pd.concat(
-        [
-            iteration_tables(run_dir, i, boundary=boundary, cluster=cluster).tok_summary
-            for i in _iterations(run_dir, iterations)
-        ],
-        ignore_index=True,
-    )
-
-
-def run_drift(
-    run_dir: Path | str, tokenizer: RecordedTokenizer, *, boundary: Boundary, iterations: Sequence[int] | None
-) -> pd.DataFrame:
-    """`drift_summary` of these iterations (None: all), one row each; UserError as `iteration_tables`."""
-    rows = []
-    for iteration in _iterations(run_dir, iterations):
-        sequences = reader.read_sequences(
-            run_dir, iterations=[iteration], columns=[*dict.fromkeys([*SEQUENCE_COLUMNS, *AUDIT_COLUMNS])]
-        )
-        tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=TOKEN_COLUMNS)
-        table = token_table(tokens, sequences, boundary=boundary, gamma=None, gae_lambda=None)
-        words = word_table(table, sequences)
-        flags = noncanonical_words(words, table["token_id"], tokenizer)
-        rows.append({"iteration": iteration, **drift_summary(retokenization(sequences, tokenizer), words, flags)})
-    return pd.DataFrame(rows)
-
-
-def _config(run_dir: Path | str) -> RunConfig:
-    if not has_responses(reader.open_manifest(run_dir)):
-        raise UserError(f"{run_dir}: a run on an environment has no tokens of text; give a run of a language model")
-    return load_recorded_config(run_dir)
-
-
-def _iterations(run_dir: Path | str, iterations: Sequence[int] | None) -> Sequence[int]:
-    return range(len(reader.open_manifest(run_dir).iterations)) if iterations is None else iterations
-
-
-def _decay(config: RunConfig) -> tuple[float | None, float | None]:
-    advantages = config.advantages
-    return (advantages.gamma, advantages.gae_lambda) if isinstance(advantages, GaeAdvantages) else (None, None)
 
 
 def _clip(
@@ -131,16 +84,57 @@ def _clip(
     return clip_table(word_ratios(table, anchor, updates, clip_low=low, clip_high=high))
 
 
-def _credit_lines(config: RunConfig, tokens_per_char: float) -> list[str]:
-    gamma, gae_lambda = _decay(config)
-    if gamma is None or gae_lambda is None:
-        return ["credit      advantages without GAE: every token gets the score of its response"]
-    in_tokens, in_chars = half_life_tokens(gamma, gae_lambda), half_life_chars(gamma, gae_lambda, tokens_per_char)
-    matched = char_matched_lambda(gamma, gae_lambda, tokens_per_char, 1.0)
-    return [
-        f"credit      gamma {gamma:g}, lambda {gae_lambda:g}: half life {in_tokens:.4g} tokens, {in_chars:.4g} "
-        f"characters; the same decay per character with one token for each: lambda {matched:.6g}"
-    ]
+def run_summary(
+    run_dir: Path | str, *, boundary: Boundary, cluster: Cluster, iterations: Sequence[int] | None
+) -> pd.DataFrame:
+    """`tok_summary` of these iterations (None: all), concatenated; UserError as `iteration_tables`."""
+    chosen = chosen_iterations(run_dir, iterations)
+    tables = [iteration_tables(run_dir, i, boundary=boundary, cluster=cluster).tok_summary for i in chosen]
+    return pd.concat(tables, ignore_index=True)
+
+
+def run_drift(
+    run_dir: Path | str, tokenizer: RecordedTokenizer, *, iterations: Sequence[int] | None = None
+) -> pd.DataFrame:
+    """`drift_summary` of these iterations (None: all), one row each; UserError as `retokenization`."""
+    rows = []
+    for iteration in chosen_iterations(run_dir, iterations):
+        sequences = reader.read_sequences(run_dir, iterations=[iteration], columns=AUDIT_COLUMNS)
+        rows.append({"iteration": iteration, **drift_summary(retokenization(sequences, tokenizer))})
+    return pd.DataFrame(rows)
+
+
+def credit_line(config: RunConfig, tokens_per_char: float) -> str:
+    """How far a reward at the end of a response reaches back."""
+    advantages = config.advantages
+    if not isinstance(advantages, GaeAdvantages):
+        return "credit: advantages without GAE: every token gets the score of its response"
+    gamma, gae_lambda = advantages.gamma, advantages.gae_lambda
+    in_tokens, matched = (
+        half_life_tokens(gamma, gae_lambda),
+        char_matched_lambda(gamma, gae_lambda, tokens_per_char, 1.0),
+    )
+    return (
+        f"credit: gamma {gamma:g}, lambda {gae_lambda:g}: half life {in_tokens:.4g} tokens, "
+        f"{in_tokens / tokens_per_char:.4g} characters; the same decay per character with one token for each: "
+        f"lambda {matched:.6g}"
+    )
+
+
+def report(run_dir: Path, iteration: int | None, boundary: Boundary, cluster: Cluster) -> list[str]:
+    """The printed lines of one iteration (None: the last); UserError as `iteration_tables`."""
+    number = len(reader.open_manifest(run_dir).iterations) - 1 if iteration is None else iteration
+    tables = iteration_tables(run_dir, number, boundary=boundary, cluster=cluster)
+    drift = run_drift(run_dir, recorded_tokenizer(run_dir), iterations=[number])
+    (fertility,) = tables.tok_summary.query("metric == 'tokens' and unit == 'char'")["value"]
+    lines = [f"{run_dir}: iteration {number}, boundary {boundary}, nats, standard errors by {cluster}"]
+    lines.append(tables.tok_summary.drop(columns="iteration").to_string(index=False, float_format="%.6g"))
+    if tables.tok_clip is not None:
+        lines += ["", "clip band", tables.tok_clip.to_string(index=False, float_format="%.4g")]
+    lines += ["", f"numbers ({tables.mixed_numbers} with other text in a token)"]
+    lines.append(tables.digit_table.head(8).to_string(index=False, float_format="%.4g"))
+    lines += ["", "encode(decode(ids))", drift.to_string(index=False, float_format="%.4g")]
+    return [*lines, "", credit_line(load_recorded_config(run_dir), float(fertility))]
 
 
 @program
@@ -163,24 +157,3 @@ def main(argv: Sequence[str] | None) -> None:
     )
     arguments = parser.parse_args(argv)
     tell("\n".join(report(arguments.run, arguments.iteration, arguments.boundary, arguments.cluster)))
-
-
-def report(run_dir: Path, iteration: int | None, boundary: Boundary, cluster: Cluster) -> list[str]:
-    """The printed lines of one iteration (None: the last); UserError as `iteration_tables`."""
-    number = len(reader.open_manifest(run_dir).iterations) - 1 if iteration is None else iteration
-    tables = iteration_tables(run_dir, number, boundary=boundary, cluster=cluster)
-    sequences = reader.read_sequences(run_dir, iterations=[number], columns=["prompt", "response"])
-    tokenizer = recorded_tokenizer(run_dir)
-    card = tokenizer_card(tokenizer, list(sequences["prompt"] + sequences["response"]))
-    drift = run_drift(run_dir, tokenizer, boundary=boundary, iterations=[number])
-    (fertility,) = tables.tok_summary.query("metric == 'tokens' and unit == 'char'")["value"]
-    lines = [f"{run_dir}: iteration {number}, boundary {boundary}, nats, standard errors by {cluster}"]
-    lines += tables.tok_summary.drop(columns="iteration").to_string(index=False, float_format="%.6g").splitlines()
-    if tables.tok_clip is not None:
-        lines += ["", "clip band", *tables.tok_clip.to_string(index=False, float_format="%.4g").splitlines()]
-    lines += ["", f"numbers ({tables.mixed_numbers} with other text in a token)"]
-    lines += tables.digit_table.head(8).to_string(index=False, float_format="%.4g").splitlines()
-    lines += ["", "encode(decode(ids))", *drift.to_string(index=False, float_format="%.4g").splitlines()]
-    lines += ["", *_credit_lines(_config(run_dir), float(fertility))]
-    lines += [f"{name:<24} {value}" for name, value in dataclasses.asdict(card).items()]
-    return lines

@@ -11,12 +11,11 @@ Unlike the recorded `word_id`, words here depend on the text and the convention,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-import pyarrow as pa
 
 from ppo_repro.errors import UserError
 
@@ -25,10 +24,6 @@ BOUNDARIES: tuple[Boundary, ...] = ("leading", "trailing")
 CLASSES = ("alpha", "digit", "punct", "space", "mixed", "empty", "special")
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-if TYPE_CHECKING:
-    Classes = pd.Categorical[str]
-else:  # takes no type outside of its stubs
-    Classes = pd.Categorical
 
 
 @dataclass(frozen=True)
@@ -50,13 +45,6 @@ class Words:
     sub_len: Ints  # tokens of the word
     is_special: Bools  # the end token, or another token without text that is a word of its own
     straddles: Bools  # has characters of more than one word, so that the convention cannot be followed
-    starts: Ints  # [W] index of the first token of every word
-
-
-def check_boundary(boundary: str) -> None:
-    """UserError unless `boundary` is one of BOUNDARIES."""
-    if boundary not in BOUNDARIES:
-        raise UserError(f"boundary = {boundary!r}: must be one of {', '.join(BOUNDARIES)}")
 
 
 def text_of(sequences: pd.DataFrame) -> Text:
@@ -85,7 +73,8 @@ def find_words(tokens: pd.DataFrame, text: Text, boundary: Boundary) -> Words:
     is not white space. A token of white space alone belongs to the word of that white space, and a token that ends
     inside a character to the word of the character. UserError on another boundary.
     """
-    check_boundary(boundary)
+    if boundary not in BOUNDARIES:
+        raise UserError(f"boundary = {boundary!r}: must be one of {', '.join(BOUNDARIES)}")
     first_tokens = sequence_starts(tokens)
     sequence = tokens["sequence"].to_numpy(np.int64)
     start, end = (text.starts[sequence] + tokens[name].to_numpy(np.int64) for name in ("char_start", "char_end"))
@@ -104,7 +93,7 @@ def find_words(tokens: pd.DataFrame, text: Text, boundary: Boundary) -> Words:
     return _numbered(begins, first_tokens, special, straddles)
 
 
-def span_classes(text: Text, start: Ints, end: Ints, is_special: Bools) -> Classes:
+def span_classes(text: Text, start: Ints, end: Ints, is_special: Bools) -> Any:
     """The kind of text in each span [start, end) of characters; white space beside other text does not count.
 
     alpha, digit, punct (any other character) or space where all characters are of one kind, else mixed; without text:
@@ -124,11 +113,10 @@ def span_classes(text: Text, start: Ints, end: Ints, is_special: Bools) -> Class
     return pd.Categorical.from_codes(codes, categories=pd.Index(CLASSES))
 
 
-def span_texts(text: Text, first_bytes: Ints) -> pa.Array:
+def span_texts(text: Text, first_bytes: Ints) -> list[str]:
     """The texts of consecutive spans that together are all of the text; `first_bytes` [W] ascending."""
-    offsets = np.concatenate([first_bytes, [len(text.utf8)]]).astype(np.int64)
-    buffers = [None, pa.py_buffer(offsets.tobytes()), pa.py_buffer(text.utf8)]
-    return pa.LargeStringArray.from_buffers(len(first_bytes), *buffers[1:])
+    ends = [*first_bytes[1:].tolist(), len(text.utf8)]
+    return [text.utf8[a:b].decode() for a, b in zip(first_bytes.tolist(), ends, strict=True)]
 
 
 def is_space(text: Text) -> Bools:
@@ -197,5 +185,4 @@ def _numbered(begins: Bools, first_tokens: Ints, special: Bools, straddles: Bool
         sub_len=lengths[word] if len(starts) else np.zeros(0, np.int64),
         is_special=special,
         straddles=straddles,
-        starts=starts,
     )

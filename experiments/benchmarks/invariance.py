@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppo_repro.config.files import load_config
+from ppo_repro.config.section import run_folder
 from ppo_repro.errors import PromiseBroken
 from ppo_repro.numerics import build, library
 from ppo_repro.records import reader
 from ppo_repro.runs.language import LanguageKind
-from ppo_repro.runs.run import resume, run, run_folder
+from ppo_repro.runs.resume import resume
+from ppo_repro.runs.run import run
 from ppo_repro.watcher import Silent
 
 CONFIG = Path(__file__).with_name("invariance.yaml")

@@ -2,25 +2,29 @@
 
 `python -m experiments.benchmarks.numerics` interleaves transformers and torch with deterministic numerics, on the same
 weights and tokens, in one process. Stock sampling is `generate` with a dynamic cache; the stock optimizer step is
-clip_grad_norm_ and fused AdamW.
+clip_grad_norm_ and fused AdamW. `--model FOLDER` takes a Llama from a folder instead of random weights.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from experiments.benchmarks import rollout, timing, workload
 from experiments.benchmarks.timing import Cost, Measured
 from experiments.benchmarks.workload import CONTEXT, PROMPT, RESPONSE, SEQUENCES, SIZES, Size, prompt_ids
 from ppo_repro.models.batches import TokenBatch, lay_out
+from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics import library
-from ppo_repro.numerics.optimizer import AdamWSettings, DeterministicOptimizer
+from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer
 from ppo_repro.numerics.rows import slots_of
 from ppo_repro.numerics.structs import Ints
 from ppo_repro.numerics.token_statistics import token_statistics
@@ -29,6 +33,7 @@ from ppo_repro.seeding import bell
 PEER = "stock float32"
 MINIBATCH, SLOTS = 8, 8  # sequences of a backward pass, and the slots of their gradients
 SETTINGS = AdamWSettings(learning_rate=1e-6, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
+Run = Callable[[], Cost]
 PHASES = ("sampling", "scoring", "forward and backward", "optimizer step")
 
 
@@ -41,7 +46,7 @@ def directions(sequences: int) -> Tensor:
 class Stock:
     """Transformers and torch as they come."""
 
-    def __init__(self, model: LlamaForCausalLM, size: Size) -> None:
+    def __init__(self, model: PreTrainedModel, size: Size) -> None:
         self.model, self.size = model, size
         self.texts = torch.tensor(texts(size))
         self.adamw = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
@@ -68,9 +73,9 @@ class Stock:
 class Deterministic:
     """The same by the kernels."""
 
-    def __init__(self, model: LlamaForCausalLM, size: Size) -> None:
+    def __init__(self, model: PreTrainedModel, size: Size) -> None:
         self.policy = make_policy(model, "deterministic", CONTEXT)
-        self.optimizer = DeterministicOptimizer(self.policy, SETTINGS, SLOTS)
+        self.optimizer = Optimizer(self.policy, SETTINGS, "deterministic", SLOTS)
         rows = texts(size)
         self.all = self._batch(rows)
         self.minibatch = self._batch(rows[:MINIBATCH], slots_of(range(MINIBATCH), MINIBATCH, SLOTS))
@@ -104,20 +109,19 @@ def texts(size: Size) -> list[tuple[int, ...]]:
     return [tuple(token for part in row for token in part) for row in zip(*parts, strict=True)]
 
 
-def candidates(size: Size, phase: str, threads: int) -> dict[str, Callable[[], Cost]]:
+def candidates(model: Callable[[], PreTrainedModel], size: Size, phase: str, threads: int) -> dict[str, Run]:
     """Both sides of a phase; their threads are set before the clock starts."""
     if phase == "sampling":
-        stock, own = workload.make_model(size), workload.make_model(size)
         return {
-            PEER: rollout.stock(stock, size, threads),
-            "deterministic": rollout.engine(own, size, "deterministic", threads),
+            PEER: rollout.stock(model(), size, threads),
+            "deterministic": rollout.engine(model(), size, "deterministic", threads),
         }
-    peer, mine = Stock(workload.make_model(size), size), Deterministic(workload.make_model(size), size)
+    peer, mine = Stock(model(), size), Deterministic(model(), size)
     if phase == "optimizer step":
         peer.forward_backward()
         mine.forward_backward()
 
-    def of(side: Stock | Deterministic) -> Callable[[], Cost]:
+    def of(side: Stock | Deterministic) -> Run:
         work = {"scoring": side.score, "forward and backward": side.forward_backward, "optimizer step": side.step}
 
         def run() -> Cost:
@@ -129,16 +133,16 @@ def candidates(size: Size, phase: str, threads: int) -> dict[str, Callable[[], C
     return {PEER: of(peer), "deterministic": of(mine)}
 
 
-def measure(sizes: Sequence[str], phases: Sequence[str], threads: Sequence[int], rounds: int) -> list[Measured]:
-    """Every phase of every size on every number of threads."""
+def measure(
+    model: Callable[[], PreTrainedModel], size: Size, phases: Sequence[str], threads: Sequence[int], rounds: int
+) -> list[Measured]:
+    """Every phase on every number of threads."""
     rows: list[Measured] = []
-    for name in sizes:
-        size = SIZES[name]
-        for phase in phases:
-            sequences = {"forward and backward": MINIBATCH, "optimizer step": 0}.get(phase, SEQUENCES)
-            for count in threads:
-                costs = timing.interleaved(candidates(size, phase, count), rounds)
-                rows += timing.compared(phase, size.name, count, sequences * RESPONSE, costs, PEER)
+    for phase in phases:
+        sequences = {"forward and backward": MINIBATCH, "optimizer step": 0}.get(phase, SEQUENCES)
+        for count in threads:
+            costs = timing.interleaved(candidates(model, size, phase, count), rounds)
+            rows += timing.compared(phase, size.name, count, sequences * RESPONSE, costs, PEER)
     return rows
 
 
@@ -146,11 +150,23 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Phases of PPO in deterministic numerics and in stock float32.")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="a Llama, in place of --sizes")
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     timing.add_options(parser, rounds=7)
     arguments = parser.parse_args()
-    timing.report(measure(arguments.sizes, arguments.phases, arguments.threads, arguments.rounds), arguments.json)
+    subjects: list[tuple[Callable[[], PreTrainedModel], Size]]
+    subjects = [(partial(workload.make_model, SIZES[name]), SIZES[name]) for name in arguments.sizes]
+    if arguments.model:
+        vocabulary = load_folder(arguments.model)[0].config.vocab_size
+        size = replace(SIZES["small"], name=arguments.model.name, vocabulary=vocabulary)
+        subjects = [(lambda: load_folder(arguments.model)[0], size)]
+    rows = [
+        row
+        for model, size in subjects
+        for row in measure(model, size, arguments.phases, arguments.threads, arguments.rounds)
+    ]
+    timing.report(rows, arguments.json)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ from ppo_repro.loop import ppo_iterations
 from ppo_repro.numerics import library
 from ppo_repro.ranks import ALONE
 from ppo_repro.records import writer
+from ppo_repro.records.columns import iteration_tables
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.prepare import Prepared, prepare
-from ppo_repro.runs.tables import iteration_tables
 
 QUESTION, PEER = "PPO step", "TRL PPOTrainer"
 CONFIG = Path(__file__).with_name("ppo_step.yaml")
@@ -82,12 +82,9 @@ class Own:
         return timing.cost_of(self._step)
 
     def _step(self) -> None:
-        from ppo_repro.records import manifest
-
         item = next(self.iterations)
         assert int(item.rollout.lengths.sum()) == self.work.sequences * self.work.response
-        current = manifest.load_head(self.run_dir)
-        writer.append_iteration(self.run_dir, current, item.index, iteration_tables(item, self.config))
+        writer.RunWriter(self.run_dir).append(item.index, iteration_tables(item, self.config))
 
 
 def own(folder: Path, mode: str, work: Work = USUAL) -> Own:

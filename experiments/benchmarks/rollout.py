@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from experiments.benchmarks import timing
 from experiments.benchmarks.peers import environment, process
@@ -35,7 +35,7 @@ SAMPLING = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_response_tokens=RES
 
 
 def engine(
-    model: LlamaForCausalLM, size: Size, mode: str, threads: int, sequences: int = SEQUENCES
+    model: PreTrainedModel, size: Size, mode: str, threads: int, sequences: int = SEQUENCES
 ) -> Callable[[], Cost]:
     """One execution of the built-in engine; its threads are set before the clock starts."""
     sampler = TorchEngine(make_policy(model, mode, CONTEXT), frozenset(), mode, CONTEXT, sequences, 0)
@@ -52,7 +52,7 @@ def engine(
     return run
 
 
-def stock(model: LlamaForCausalLM, size: Size, threads: int, sequences: int = SEQUENCES) -> Callable[[], Cost]:
+def stock(model: PreTrainedModel, size: Size, threads: int, sequences: int = SEQUENCES) -> Callable[[], Cost]:
     """One execution of `generate`."""
     ids = torch.tensor(prompt_ids(size, sequences))
     mask = torch.ones_like(ids)

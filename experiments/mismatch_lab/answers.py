@@ -20,9 +20,9 @@ from analysis.grids.figure import by_point
 from analysis.grids.outcomes import complete_cells
 from analysis.grids.table import comparisons, interval, markdown
 from analysis.mismatch.routes import ROUTED, flips, table_of
-from ppo_repro.disk.earlier import PICTURE, write_csv_over_earlier, write_over_earlier
 from ppo_repro.errors import UserError
-from ppo_repro.records import reader, side_reader
+from ppo_repro.files import PICTURE, write_csv_over_earlier, write_over_earlier
+from ppo_repro.records import reader
 
 LAST = 3  # iterations whose mean is the end of a run
 MEASURES = {
@@ -65,7 +65,7 @@ def of_run(run_dir: Path) -> dict[str, float]:
 
 
 def _greedy(run_dir: Path) -> dict[str, float]:
-    held_out = side_reader.read_evaluations(run_dir, columns=["iteration", "scores"])
+    held_out = reader.read_evaluations(run_dir, columns=["iteration", "scores"])
     means = held_out.groupby("iteration")["scores"].mean()
     return {"greedy": float(means.iloc[-1]), "greedy_first": float(means.iloc[0])}
 

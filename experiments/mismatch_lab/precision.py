@@ -18,13 +18,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from experiments.accuracy.__main__ import text_of_file
-from ppo_repro.accuracy.scores import Text, policy_scores, reference_scores, stock_scores
+from ppo_repro.accuracy import Text, policy_scores, reference_scores, stock_scores
 from ppo_repro.config.mismatch import SamplerPrecision
 from ppo_repro.models.load import load_folder
-from ppo_repro.models.networks import make_policy
-from ppo_repro.models.precision import precision_of, rounded_view
+from ppo_repro.models.networks import make_policy, precision_of, rounded_view
 from ppo_repro.numerics import library
-from ppo_repro.numerics.network import Lowered
 from ppo_repro.rollout.stock_engine import in_dtype
 
 QUANTILES = (0.5, 0.9, 0.99)
@@ -56,7 +54,7 @@ def logprobs(model: PreTrainedModel, text: Text, max_context: int) -> Iterator[t
         yield "stock torch", str(dtype).removeprefix("torch."), _stock(model, text, dtype)
     policy = make_policy(model, "deterministic", max_context)
     for name, precision in PRECISIONS.items():
-        view = rounded_view(policy, Lowered(max_context), precision_of(precision))
+        view = rounded_view(policy, precision_of(precision))
         yield "rounded", name, policy_scores(view, text).logprobs
 
 

@@ -30,7 +30,7 @@ from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.contents import final_folder
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.tasks.tokenizer import decode
-from ppo_repro.tasks.user_functions import Texts, numbers
+from ppo_repro.tasks.user_code import Texts, numbers
 
 Response = tuple[int, ...]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 
 from ppo_repro.errors import UserError
-from ppo_repro.records import reader, side_reader
+from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
 
 COLUMNS = [
@@ -47,7 +47,7 @@ def curve(run_dir: Path) -> pd.DataFrame:
 def answers(run_dir: Path) -> pd.DataFrame:
     """The responses of the first and of the last evaluation, side by side: prompt, answer, before, after."""
     columns = ["iteration", "prompt_key", "response", "answer", "is_correct"]
-    found = side_reader.read_evaluations(run_dir, columns=columns)
+    found = reader.read_evaluations(run_dir, columns=columns)
     first, last = (found[found["iteration"] == i].set_index("prompt_key") for i in (0, found["iteration"].max()))
     return pd.DataFrame(
         {

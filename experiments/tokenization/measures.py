@@ -63,7 +63,7 @@ def of_run(run_dir: Path) -> dict[str, float]:
         raise UserError(f"{run_dir}: its objective has no clip band; the studies need `clip`")
     start, gains = float(rows["score_mean"].iloc[0]), rows["score_mean"] - rows["score_mean"].iloc[0]
     exact, per_word = (_value(summary, name, "word", "ratio_of_sums") for name in ("kl_exact", "tokens"))
-    drift = run_drift(run_dir, recorded_tokenizer(run_dir), boundary="leading", iterations=[0, final])
+    drift = run_drift(run_dir, recorded_tokenizer(run_dir), iterations=[0, final])
     measures = {
         "start": start,
         "score": float(end["score_mean"].mean()),

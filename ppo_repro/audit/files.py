@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ppo_repro.disk.json_lines import read_lines
 from ppo_repro.errors import UserError, is_out_of_memory
+from ppo_repro.json_lines import read_lines
 from ppo_repro.output import shown
 
 SUFFIXES = (".jsonl", ".parquet", ".pt")

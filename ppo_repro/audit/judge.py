@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.accuracy.scores import Float64
-from ppo_repro.accuracy.stock import wide_model
+from ppo_repro.accuracy import Float64, wide_model
 from ppo_repro.audit.conditions import HALF, Settings, Subject, logits_of, logprobs
 from ppo_repro.audit.dump import Response
 from ppo_repro.audit.trials import Entries, Material, Trials, Tried, rms, run_trials

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ppo_repro.disk.earlier import OwnKind
+from ppo_repro.files import OwnKind
 
 _START = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
 BEGINNING = f'{_START}<meta name="generator" content="ppo-repro audit"/>'

@@ -27,14 +27,13 @@ from ppo_repro.models.networks import freeze
 from ppo_repro.numerics.families import head_of
 from ppo_repro.records.bisect import write
 from ppo_repro.records.config_file import load_recorded_config
-from ppo_repro.records.contents import final_folder
+from ppo_repro.records.contents import final_folder, unequal_folder
 from ppo_repro.rollout.engine import Request
 from ppo_repro.rollout.torch_engine import TorchEngine
-from ppo_repro.runs.lifetime import Response, first_unequal, unequal_folder
 from ppo_repro.runs.prepare import prepare
+from ppo_repro.runs.unequal import Response, first_unequal
 from ppo_repro.seeding import sample_seed
-from ppo_repro.stages.generation import require_undisturbed, sampling_of
-from ppo_repro.stages.prompts import Task, choose_prompts
+from ppo_repro.stages.rollout import Task, choose_prompts, require_undisturbed, sampling_of
 
 SEQUENCES = 16  # the outputs of every operation for all their tokens are in memory at once, for both paths
 Mode = Literal["deterministic", "native"]

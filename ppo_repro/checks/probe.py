@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ppo_repro.accuracy.measurement import policy_accuracy
+from ppo_repro.accuracy import policy_accuracy
 from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.reward import TrainedRewardModel
 from ppo_repro.config.run import RunConfig, TinyModel
@@ -21,16 +21,16 @@ from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import checkpoint_gradients, policy_logits, value_predictions
 from ppo_repro.numerics import library
 from ppo_repro.numerics.families import trunk_of
-from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer
+from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer
 from ppo_repro.numerics.rows import slots_of
 from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
 from ppo_repro.records.accuracy import Accuracy
+from ppo_repro.records.columns import unequal_bits
 from ppo_repro.rollout.engine import Completion, Request
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.prepare import Prepared, prepare
-from ppo_repro.runs.tables import unequal_bits
 from ppo_repro.seeding import sample_seed
-from ppo_repro.stages.generation import require_undisturbed, sampling_of
+from ppo_repro.stages.rollout import require_undisturbed, sampling_of
 
 SEQUENCES = 24
 MICRO_BATCHES = (1, 5)
@@ -79,7 +79,9 @@ def _with(config: RunConfig, mode: Mode) -> RunConfig:
     if isinstance(model, TinyModel):
         model = model.model_copy(update={"warm_start_steps": 0})
     terms = tuple(
-        term.model_copy(update={"num_pairs": 1, "epochs": 1}) if isinstance(term, TrainedRewardModel) else term
+        term.model_copy(update={"num_pairs": 1, "pairs": None, "epochs": 1})
+        if isinstance(term, TrainedRewardModel)
+        else term
         for term in config.reward.terms
     )
     reward = config.reward.model_copy(update={"terms": terms})
@@ -122,7 +124,7 @@ def _batches(s: _Subject, size: int) -> Iterator[tuple[TokenBatch, Tensor]]:
     """The subject's sequences as batches of one minibatch, and the eligible bit sets of their tokens."""
     for i in range(0, len(s.requests), size):
         requests, completions = s.requests[i : i + size], s.completions[i : i + size]
-        slots = slots_of(range(i, i + len(requests)), len(s.requests), s.config.ppo.gradient_slots)
+        slots = slots_of(range(i, i + len(requests)), len(s.requests), SLOTS)
         batch = lay_out([r.prompt_ids for r in requests], [c.response_ids for c in completions], slots=slots)
         yield batch, torch.cat([c.kept_tokens for c in completions])
 
@@ -152,7 +154,7 @@ def _weights_after_step(s: _Subject, size: int) -> Tensor:
     policy = s.prepared.state.policy
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     settings = AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.0, 1.0)
-    optimizer = make_optimizer(policy, settings, s.config.numerics.mode, s.config.ppo.gradient_slots)
+    optimizer = Optimizer(policy, settings, s.config.numerics.mode, SLOTS)
 
     def backward() -> None:
         for batch, kept_tokens in _batches(s, size):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ppo_repro import __version__
 from ppo_repro.commands import audit
-from ppo_repro.commands.checks import bisect_command, plan_command, probe_command
+from ppo_repro.commands.checks import bisect_command, fields_command, plan_command, probe_command
 from ppo_repro.commands.completion import SHELLS, completion_command, fields, run_names
 from ppo_repro.commands.recorded import (
     diff_command,
@@ -29,7 +29,7 @@ from ppo_repro.commands.runs import (
     run_command,
 )
 from ppo_repro.commands.start import FETCHED, fetch_command, init_command
-from ppo_repro.mistakes import check_path
+from ppo_repro.config.mistakes import check_path
 from ppo_repro.output import Parser
 
 Command = Callable[[argparse.Namespace], int]
@@ -116,6 +116,9 @@ def _add_starting(add: _Adder) -> None:
             )
         if command in (run_command, control_command, dpo_command):
             _add_out(configured)
+
+    about = "such as ppo.objective, control or dpo; default all"
+    add(fields_command).add_argument("section", metavar="SECTION", nargs="?", help=about)
 
 
 def _add_recorded(add: _Adder) -> None:

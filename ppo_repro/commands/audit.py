@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppo_repro.audit.page_file import PAGE
-from ppo_repro.disk.earlier import check_replaceable, write_over_earlier
 from ppo_repro.errors import UserError
+from ppo_repro.files import check_replaceable, write_over_earlier
 from ppo_repro.output import print_result, say
 
 if TYPE_CHECKING:

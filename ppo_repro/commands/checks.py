@@ -52,9 +52,17 @@ def plan_command(arguments: argparse.Namespace) -> int:
 
     config = load_config(arguments.config, overrides(arguments))
     say(f"{config.experiment}: memory of its models, without a weight")
-    from ppo_repro.plan.memory import as_json, lines
-    from ppo_repro.plan.shapes import plan_run
+    from ppo_repro.plan import as_json, lines, plan_run
 
     plan = plan_run(config)
     print_result(arguments.json, as_json(plan), lines(plan))
+    return 0
+
+
+def fields_command(arguments: argparse.Namespace) -> int:
+    """Print every field of a configuration: what it may be, its default, what it means."""
+    from ppo_repro.config.reference import groups, text
+
+    found = [dataclasses.asdict(group) for group in groups(arguments.section)]
+    print_result(arguments.json, {"sections": found}, text(arguments.section))
     return 0

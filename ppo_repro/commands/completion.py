@@ -49,8 +49,8 @@ def fields(
     prefix: str, action: argparse.Action, parser: argparse.ArgumentParser, parsed_args: argparse.Namespace
 ) -> Iterable[str]:
     """The fields of a run's configuration, each with its `=`."""
+    from ppo_repro.config.mistakes import field_paths
     from ppo_repro.config.run import RunConfig
-    from ppo_repro.mistakes import field_paths
 
     return [f"{path}=" for path in dict.fromkeys(field_paths(RunConfig)) if path.startswith(prefix)]
 

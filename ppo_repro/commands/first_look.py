@@ -11,6 +11,7 @@ from ppo_repro.output import say
 
 if TYPE_CHECKING:
     from ppo_repro.config.control import ControlConfig
+    from ppo_repro.config.dpo import DPOConfig
     from ppo_repro.config.run import RunConfig
 
 
@@ -23,9 +24,9 @@ def overrides(arguments: argparse.Namespace) -> list[str]:
     return [*arguments.set, f"seed={arguments.seed}"]
 
 
-def say_first(config: RunConfig | ControlConfig, run_dir: Path) -> None:
+def say_first(config: RunConfig | ControlConfig | DPOConfig, run_dir: Path) -> None:
     """What is about to happen, in one line."""
-    say(f"{config.experiment}, seed {config.seed}: {config.ppo.iterations} iterations into {run_dir}")
+    say(f"{config.experiment}, seed {config.seed}: {config.iterations} iterations into {run_dir}")
 
 
 def check_files(config: RunConfig) -> None:
@@ -52,11 +53,11 @@ def _prompts(config: RunConfig) -> None:
     if isinstance(config.task, JsonlTask):
         from ppo_repro.tasks.problems import read_jsonl, split
 
-        split(read_jsonl(Path(config.task.path)), config.task.num_eval_prompts, config.seed)
+        split(read_jsonl(Path(config.task.path), config.task.chat_template), config.task.num_eval_prompts, config.seed)
 
 
 def _functions(config: RunConfig) -> None:
-    from ppo_repro.tasks.function_path import check_function, function_paths
+    from ppo_repro.tasks.user_code import check_function, function_paths
 
     for field, function in function_paths(config.reward):
         check_function(field, function)

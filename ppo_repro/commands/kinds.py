@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppo_repro.config.kinds import CONTROL
+from ppo_repro.config.kinds import CONTROL, DPO
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
 from ppo_repro.runs.summary import LANGUAGE_RUNS, SummaryKind
@@ -28,10 +28,15 @@ class RecordedKind:
 
 def kind_of(run_dir: Path) -> RecordedKind:
     """The kind of a recorded run, from its manifest; UserError where there is none."""
-    if manifest.load_head(run_dir).kind == CONTROL:
+    kind = manifest.load_head(run_dir).kind
+    if kind == CONTROL:
         from ppo_repro.control.summary import CONTROL_RUNS
 
         return RecordedKind(CONTROL_RUNS, _control)
+    if kind == DPO:
+        from ppo_repro.preferences.dpo.summary import DPO_RUNS
+
+        return RecordedKind(DPO_RUNS, _dpo)
     return RecordedKind(LANGUAGE_RUNS, _language)
 
 
@@ -47,3 +52,11 @@ def _control(watcher: Watcher, ranks: Ranks) -> RunKind[Any, Any]:
     from ppo_repro.control.kind import ControlKind  # gymnasium, which not everybody has
 
     return ControlKind(watcher)
+
+
+def _dpo(watcher: Watcher, ranks: Ranks) -> RunKind[Any, Any]:
+    if ranks.size > 1:
+        raise UserError("a DPO run works in one process; start this command without torchrun")
+    from ppo_repro.preferences.dpo.execution import DPOKind
+
+    return DPOKind(watcher)

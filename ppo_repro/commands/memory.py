@@ -14,7 +14,7 @@ from ppo_repro.output import say
 
 if TYPE_CHECKING:
     from ppo_repro.config.run import RunConfig
-    from ppo_repro.plan.memory import Plan
+    from ppo_repro.plan import Plan
 
 
 def memory_limit() -> int | None:
@@ -51,7 +51,7 @@ def within_memory(config: RunConfig, processes: int = 1) -> Iterator[None]:
     UserError at once where what is certainly needed at once is more than there is,
     and where an allocation in the block fails. Where only the estimate for the largest phase is more, a warning.
     """
-    from ppo_repro.plan.memory import in_words, size
+    from ppo_repro.plan import in_words, size
 
     plan = _plan(config, processes)
     words = "" if plan is None else in_words(plan, config.value.kind == "separate")
@@ -95,7 +95,7 @@ def out_of_memory(plan: str = "") -> UserError:
 
 def _plan(config: RunConfig, processes: int) -> Plan | None:
     """None where there is none for a configuration, which the run itself refuses with a better message."""
-    from ppo_repro.plan.shapes import plan_run
+    from ppo_repro.plan import plan_run
 
     try:
         return plan_run(config, processes)

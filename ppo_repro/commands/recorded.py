@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 def replay_command(arguments: argparse.Namespace) -> int:
     """Compute stages of a recorded run again from its records alone, without a model; exit 1 at a difference."""
     say(f"{arguments.run}: computing from the records alone")
-    from ppo_repro.replay.replay import lines, replay, stages_of
+    from ppo_repro.recompute.recompute import lines, recompute, stages_of
 
-    replayed = replay(arguments.run, stages_of(arguments.stage))
+    replayed = recompute(arguments.run, stages_of(arguments.stage))
     fields = {**dataclasses.asdict(replayed), "identical": replayed.difference is None}
     print_result(arguments.json, fields, lines(replayed))
     return 0 if replayed.difference is None else 1
@@ -29,10 +29,9 @@ def replay_command(arguments: argparse.Namespace) -> int:
 def verify_command(arguments: argparse.Namespace) -> int:
     """Compare every recorded file of a run folder with its digest, without computing anything again."""
     say(f"{arguments.run}: every byte beside its recorded digest")
-    from ppo_repro.dpo import records as dpo_records
     from ppo_repro.runs.verify import verify
 
-    whole = dpo_records.verify(arguments.run) if dpo_records.is_dpo(arguments.run) else verify(arguments.run)
+    whole = verify(arguments.run)
     print_result(arguments.json, dataclasses.asdict(whole), whole.lines())
     return 0
 
@@ -90,7 +89,7 @@ def report_command(arguments: argparse.Namespace) -> int:
 
 
 def track_command(arguments: argparse.Namespace) -> int:
-    """Copy a recorded run, DPO training or grid into MLflow, or with --tensorboard into event files."""
+    """Copy a recorded run or grid into MLflow, or with --tensorboard into event files."""
     uri = arguments.uri
     if uri is None and arguments.tensorboard is None:
         uri = "sqlite:///mlflow.db"

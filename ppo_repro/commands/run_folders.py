@@ -65,7 +65,6 @@ def _written(run_dir: Path) -> float:
 
 
 def _listed(run_dir: Path) -> Listed:
-    from ppo_repro.disk.folder import has_writer
     from ppo_repro.records import manifest
 
     age = max(time.time() - _written(run_dir), 0.0)
@@ -73,9 +72,14 @@ def _listed(run_dir: Path) -> Listed:
         head = manifest.load_head(run_dir)
     except UserError:
         return Listed(str(run_dir), "-", "damaged", 0, "-", age)
-    killed = head.status == "running" and not has_writer(run_dir)
-    state = "killed" if killed else head.status
-    return Listed(str(run_dir), head.kind, state, head.num_iterations, head.fingerprint, age)
+    return Listed(str(run_dir), head.kind, state(run_dir, head.status), head.num_iterations, head.fingerprint, age)
+
+
+def state(run_dir: Path, status: str) -> str:
+    """The status of a manifest; `killed` if it is `running` and no process of this machine writes the run."""
+    from ppo_repro.files import has_writer
+
+    return "killed" if status == "running" and not has_writer(run_dir) else status
 
 
 def _lines(found: list[Listed], root: Path) -> list[str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ppo_repro.clock import OTHER, Clock
 from ppo_repro.commands.first_look import check_files, overrides, say_first
@@ -16,12 +16,15 @@ from ppo_repro.commands.memory import within_memory, within_recorded
 from ppo_repro.commands.recorded import report_difference
 from ppo_repro.commands.run_folders import MANIFEST
 from ppo_repro.errors import UserError
-from ppo_repro.output import print_json, print_result, say, tell
+from ppo_repro.output import print_json, say, tell
 from ppo_repro.tracking.copies import require_tensorboard
 
 if TYPE_CHECKING:
+    from ppo_repro.config.control import ControlConfig
+    from ppo_repro.config.dpo import DPOConfig
     from ppo_repro.config.run import RunConfig
     from ppo_repro.ranks import Ranks
+    from ppo_repro.runs.kind import RunKind
     from ppo_repro.tracking.follower import Followers
     from ppo_repro.watcher import Watcher
 
@@ -79,14 +82,17 @@ def _saying_how_to_go_on(run_dir: Path) -> Iterator[None]:
 def run_command(arguments: argparse.Namespace) -> int:
     """Run PPO, record every buffer, print a summary."""
     from ppo_repro.config.files import load_config, read_tree
+    from ppo_repro.config.mistakes import command_of
     from ppo_repro.config.section import run_folder
-    from ppo_repro.mistakes import command_of
 
     set_fields = overrides(arguments)
     require_tensorboard(arguments.tensorboard)
     clock = Clock()
-    if command_of(read_tree(arguments.config, set_fields)) == "control":
-        return _run_control(arguments)
+    other = command_of(read_tree(arguments.config, set_fields))
+    if other in ("control", "dpo"):
+        if arguments.profile:
+            raise UserError(f"--profile: {arguments.config} is a file for `{other}`, which has no such option")
+        return control_command(arguments) if other == "control" else dpo_command(arguments)
     config = load_config(arguments.config, set_fields)
     folder = run_folder(config, arguments.out)
     _look(config, folder)
@@ -108,19 +114,10 @@ def run_command(arguments: argparse.Namespace) -> int:
 def _look(config: RunConfig, run_dir: Path) -> None:
     """Say what begins, and check what can be checked before torch is imported."""
     say_first(config, run_dir)
-    from ppo_repro.disk.folder import require_new
+    from ppo_repro.files import require_new
 
     require_new(run_dir, MANIFEST)
     check_files(config)
-
-
-def _run_control(arguments: argparse.Namespace) -> int:
-    """`run` of a file for `control`; UserError where an option has no meaning there."""
-    if processes()[1] > 1:
-        raise UserError("a control run works in one process; start this command without torchrun")
-    if arguments.profile:
-        raise UserError(f"--profile: {arguments.config} is a file for control runs, which have no such option")
-    return control_command(arguments)
 
 
 def control_command(arguments: argparse.Namespace) -> int:
@@ -128,19 +125,50 @@ def control_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.config.control import load_control_config
 
     config = load_control_config(arguments.config, overrides(arguments))
+
+    def kind(watcher: Watcher) -> RunKind[Any, Any]:
+        from ppo_repro.control.kind import ControlKind  # gymnasium, which not everybody has
+
+        return ControlKind(watcher)
+
+    return _run_alone(arguments, config, kind)
+
+
+def dpo_command(arguments: argparse.Namespace) -> int:
+    """Train by DPO on preference pairs, of a recorded run or of a file."""
+    from ppo_repro.config.files import load_dpo_config
+
+    config = load_dpo_config(arguments.config, overrides(arguments))
+
+    def kind(watcher: Watcher) -> RunKind[Any, Any]:
+        from ppo_repro.preferences.dpo.execution import DPOKind
+
+        return DPOKind(watcher)
+
+    return _run_alone(arguments, config, kind)
+
+
+def _run_alone(
+    arguments: argparse.Namespace, config: ControlConfig | DPOConfig, kind: Callable[[Watcher], RunKind[Any, Any]]
+) -> int:
+    """A run of a kind that works in one process."""
+    if processes()[1] > 1:
+        raise UserError("such a run works in one process; start this command without torchrun")
     require_tensorboard(arguments.tensorboard)
     from ppo_repro.config.section import run_folder
 
     folder = run_folder(config, arguments.out)
     say_first(config, folder)
+    from ppo_repro.files import require_new
+
+    require_new(folder, MANIFEST)
     from ppo_repro.commands.progress import ConsoleProgress
-    from ppo_repro.control.kind import ControlKind  # gymnasium, which not everybody has
     from ppo_repro.runs.run import run
     from ppo_repro.tracking.follower import followed
 
     copied = followed(folder, arguments.track, arguments.tensorboard)
     with _saying_how_to_go_on(folder), ConsoleProgress() as watcher, copied as copies:
-        run_dir, seconds = run(ControlKind(watcher), config, arguments.out)
+        run_dir, seconds = run(kind(watcher), config, arguments.out)
     _report_run(run_dir, seconds, arguments.json, copies=copies)
     return 0
 
@@ -152,7 +180,7 @@ def resume_command(arguments: argparse.Namespace) -> int:
 
     kind = kind_of(arguments.run)  # what is no run is said before the seconds that torch takes
     with _saying_how_to_go_on(arguments.run), _working_together() as (ranks, watcher):
-        from ppo_repro.runs.run import resume
+        from ppo_repro.runs.resume import resume
 
         with within_recorded(arguments.run, arguments.set, ranks.size):
             resumed = resume(kind.executed_by(watcher, ranks), arguments.run, arguments.set)
@@ -200,7 +228,7 @@ def rerun_command(arguments: argparse.Namespace) -> int:
 
     kind = kind_of(arguments.run)
     with _working_together() as (ranks, watcher):
-        from ppo_repro.runs.run import rerun
+        from ppo_repro.runs.rerun import rerun
 
         with within_recorded(arguments.run, arguments.set, ranks.size):
             report = rerun(kind.executed_by(watcher, ranks), arguments.run, arguments.set)
@@ -208,24 +236,6 @@ def rerun_command(arguments: argparse.Namespace) -> int:
         return 0 if report.difference is None else 1
     identical = f"identical: {report.iterations} iterations, fingerprint {report.fingerprint}"
     return report_difference(report.difference, arguments.json, identical)
-
-
-def dpo_command(arguments: argparse.Namespace) -> int:
-    """Train by DPO on the responses of a recorded run, as a baseline."""
-    from ppo_repro.config.files import load_dpo_config
-
-    config = load_dpo_config(arguments.config, overrides(arguments))
-    say(f"{config.experiment}, seed {config.seed}: DPO on the responses of {config.run}")
-    require_tensorboard(arguments.tensorboard)
-    from ppo_repro.commands.progress import ConsoleProgress
-    from ppo_repro.dpo.run import dpo_folder, lines, train_dpo
-    from ppo_repro.tracking.follower import followed
-
-    copied = followed(dpo_folder(config, arguments.out), arguments.track, arguments.tensorboard)
-    with ConsoleProgress() as watcher, copied as copies:
-        result = train_dpo(config, arguments.out, watcher)
-    print_result(arguments.json, {**dataclasses.asdict(result), **copies.fields}, [*lines(result), *copies.lines])
-    return 0
 
 
 def grid_command(arguments: argparse.Namespace) -> int:

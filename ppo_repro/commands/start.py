@@ -8,8 +8,8 @@ import os
 from importlib import resources
 from pathlib import Path
 
-from ppo_repro.disk import durable
 from ppo_repro.errors import UserError
+from ppo_repro.files import atomic_write
 from ppo_repro.output import print_result, say
 
 FETCHED = Path("models/smollm2")  # where SmolLM2 is put unless --out says otherwise
@@ -40,7 +40,7 @@ def init_command(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise UserError(f"{folder}: cannot be made ({error.strerror}); choose another folder") from error
     for name, text in contents.items():
-        durable.atomic_write(folder / name, text.encode())
+        atomic_write(folder / name, text.encode())
     print_result(
         arguments.json,
         {"folder": str(folder), "files": list(contents), "model": str(model) if fetched else "tiny"},

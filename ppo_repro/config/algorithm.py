@@ -19,10 +19,6 @@ class GaeAdvantages(Section):
     kind: Literal["gae"] = Field("gae", description="Estimate advantages per token with a value model.")
     gamma: Fraction = Field(1.0, description="Discount per token.")
     gae_lambda: Fraction = Field(0.95, description="GAE trace decay.")
-    truncation: Literal["terminal", "bootstrap"] = Field(
-        "terminal",
-        description="After a response cut at the length limit: nothing follows, or the value model's estimate.",
-    )
     whiten: Whitening = Field("full", description="`full`: mean 0, variance 1; `scale`: variance 1, mean kept.")
 
 
@@ -142,7 +138,6 @@ class KLInLoss(Section):
     estimator: Literal["k1", "k2", "k3", "exact"] = Field(
         "k3", description="Differentiated as written; k1 has no expected gradient; `exact` is over the vocabulary."
     )
-    controller: Controller = Field(FixedController(), description="How kl_coef moves between iterations.")
 
 
 class NoKL(Section):
@@ -188,18 +183,12 @@ class PPOConfig(Section):
         None,
         description="After a minibatch with more KL(anchor || new), k3, nats per token, the policy rests; null: never.",
     )
-    gradient_slots: Literal[1, 2, 4, 8, 16, 32, 64] = Field(
-        8,
-        description="Groups of sequences whose gradients are summed before the groups are joined, part of the results: "
-        "processes divide it, and micro-batches need memory for its logarithm.",
-    )
     entropy_coef: NonNegative = Field(0.0, description="Weight of the entropy bonus, nats.")
     learning_rate: NonNegative = Field(description="AdamW learning rate of the policy.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="How learning rates fall, to 0 after the last iteration."
     )
     warmup_iterations: Index = Field(0, description="Iterations over which learning rates rise at the start.")
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="AdamW first-moment decay.")
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="AdamW second-moment decay.")
     adam_eps: Positive = Field(1e-8, description="AdamW denominator offset.")
     weight_decay: NonNegative = Field(0.0, description="AdamW decoupled weight decay.")

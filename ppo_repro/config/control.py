@@ -15,7 +15,6 @@ from ppo_repro.config.section import (
     Experiment,
     Fraction,
     Index,
-    Layers,
     NonNegative,
     Positive,
     Section,
@@ -35,16 +34,9 @@ class EnvironmentConfig(Section):
 
 
 class NetworkConfig(Section):
-    """Actor and critic, two networks of the same shape with tanh between the layers."""
+    """Actor and critic, two networks of the same shape with two hidden layers and tanh between them."""
 
     hidden_size: Width = Field(64, description="Width of the hidden layers.")
-    hidden_layers: Layers = Field(2, description="Number of hidden layers.")
-    initial_log_std: float = Field(
-        0.0,
-        ge=-10,
-        le=10,
-        description="Log standard deviation that a continuous policy starts with, in all states.",
-    )
 
 
 class ControlPPOConfig(Section):
@@ -70,8 +62,6 @@ class ControlPPOConfig(Section):
     )
     learning_rate: NonNegative = Field(description="Adam learning rate.")
     learning_rate_schedule: Schedule = Field("constant", description="Factor on learning_rate by iteration.")
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="Adam first-moment decay.")
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.999, description="Adam second-moment decay.")
     adam_eps: Positive = Field(1e-5, description="Adam denominator offset.")
     max_grad_norm: Positive = Field(0.5, description="Gradients are scaled down to this norm over both networks.")
 
@@ -94,8 +84,6 @@ class ControlNumericsConfig(Section):
 class ControlLayoutConfig(Section):
     """How the work is cut up. In exact numerics nothing here can change a result."""
 
-    envs_per_forward: Index = Field(0, description="Environments per forward pass of the rollout; 0 takes all.")
-    forward_micro_batch: Index = Field(0, description="Steps per scoring pass; 0 takes all.")
     update_micro_batch: Index = Field(0, description="Steps per backward pass; 0 takes the minibatch.")
     threads: Threads = Field(1, description="CPU threads.")
 
@@ -110,6 +98,10 @@ class ControlConfig(Experiment):
     numerics: ControlNumericsConfig = ControlNumericsConfig()
     layout: ControlLayoutConfig = ControlLayoutConfig()
     records: RecordsConfig = RecordsConfig()
+
+    @property
+    def iterations(self) -> int:
+        return self.ppo.iterations
 
     @property
     def steps_per_iteration(self) -> int:

@@ -1,14 +1,15 @@
-"""The configuration of DPO on the responses of a recorded run: frozen, strict, one sentence per field."""
+"""The configuration of DPO: frozen, strict, one sentence per field."""
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from pathlib import Path
+from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from ppo_repro.config.layout import LayoutConfig, not_on_device
-from ppo_repro.config.run import NumericsConfig
-from ppo_repro.config.section import Count, Experiment, Index, NonNegative, PathText, Positive, Section
+from ppo_repro.config.run import ModelFolder, NumericsConfig
+from ppo_repro.config.section import Count, Experiment, NonNegative, PathText, Positive, Section
 
 
 class DPOUpdate(Section):
@@ -20,28 +21,44 @@ class DPOUpdate(Section):
     epochs: Count = Field(1, description="Passes over the pairs.")
     minibatch_size: Count = Field(description="Pairs per optimizer step; the last step of an epoch may have fewer.")
     learning_rate: NonNegative = Field(description="AdamW learning rate of the policy.")
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="AdamW first-moment decay.")
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="AdamW second-moment decay.")
-    adam_eps: Positive = Field(1e-8, description="AdamW denominator offset.")
-    weight_decay: NonNegative = Field(0.0, description="AdamW decoupled weight decay.")
-    max_grad_norm: Positive = Field(1.0, description="Gradients are scaled down to this global norm.")
 
 
 class DPOConfig(Experiment):
-    """DPO of the policy that a recorded run started from, on pairs of that run's responses.
+    """DPO of the policy that a recorded run started from, or of a model folder, on preference pairs.
 
     Micro-batches of the layout count sequences, of which a pair has two; pairs are never parted.
     """
 
-    run: PathText = Field(description="Folder of the recorded run.")
-    run_iterations: Index = Field(0, description="Pairs come from the first n iterations of the run; 0 for all.")
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"pairs", "model", "chat_template"})
+
+    run: PathText | None = Field(None, description="Folder of the recorded run; null: `model` and `pairs`.")
+    pairs: PathText | None = Field(
+        None, description="JSON Lines with `prompt`, `chosen`, `rejected`; null: the responses of the run."
+    )
+    model: ModelFolder | None = Field(None, description="The model to train, where there is no run.")
+    chat_template: bool = Field(False, description="Render the prompts of `pairs` with the tokenizer's chat template.")
     num_eval_prompts: Count = Field(description="Prompts whose pairs are held out, to measure the margins on.")
     dpo: DPOUpdate
     numerics: NumericsConfig
     layout: LayoutConfig = LayoutConfig()
 
     @model_validator(mode="after")
-    def _alone(self) -> Self:
+    def _one_policy(self) -> Self:
+        if (self.run is None) == (self.model is None):
+            raise ValueError("run, or model with pairs, must be given, and not both")
+        if self.model is not None and self.pairs is None:
+            raise ValueError("model needs pairs, a JSON Lines file with prompt, chosen and rejected")
         for line in not_on_device(self.layout, self.numerics.mode):
             raise ValueError(line)
         return self
+
+    @property
+    def iterations(self) -> int:
+        """An iteration is an epoch."""
+        return self.dpo.epochs
+
+    def with_absolute_paths(self) -> DPOConfig:
+        """The configuration with absolute paths: a recorded one must not depend on the current directory."""
+        paths = {name: str(Path(path).absolute()) for name in ("run", "pairs") if (path := getattr(self, name))}
+        model = self.model and self.model.model_copy(update={"path": str(Path(self.model.path).absolute())})
+        return self.model_copy(update={**paths, "model": model})

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from ppo_repro.config.section import Count, Index, PathText, Positive, Section
-from ppo_repro.secrets import is_secret_option
+from ppo_repro.output import is_secret_option
 
 # flags of a server that follow from the rest of the configuration, or that its checks rely on
 OWN_ARGUMENTS = (
@@ -33,7 +33,7 @@ OWN_ARGUMENTS = (
 # what deterministic numerics are in SGLang; for others a user chooses them
 DETERMINISTIC_ARGUMENTS = ("--attention-backend", "--dtype", "--json-model-override-args", "--rl-on-policy-target")
 # what only servers have that the run starts itself
-OF_STARTED_SERVERS = ("python", "servers", "device", "arguments")
+OF_STARTED_SERVERS = ("python", "servers", "arguments")
 
 
 class BuiltInEngine(Section):
@@ -62,10 +62,6 @@ class SGLangServers(Section):
     servers: Count = Field(
         1, description="Servers to start; which one serves a request changes no bit of deterministic numerics."
     )
-    device: Literal["cpu", "cuda"] = Field("cpu", description="What started servers compute on.")
-    weight_sync: Literal["disk", "tensor", "distributed"] = Field(
-        "disk", description="New weights go through a folder, inside a request, or over a process group."
-    )
     arguments: Annotated[tuple[str, ...], Field(strict=False)] = Field(
         (), description="More arguments for started servers, as on the command line of sglang.launch_server."
     )
@@ -87,10 +83,6 @@ class SGLangServers(Section):
             for name in OF_STARTED_SERVERS:
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"{name} is for servers the run starts; remove it, or remove urls")
-        if self.device == "cuda" and self.numerics == "deterministic":
-            raise ValueError("device = cuda needs numerics = stock: deterministic numerics compute on the CPU")
-        if self.device == "cuda" and self.servers > 1:
-            raise ValueError("servers must be 1 on device cuda: start more of them yourself and give their urls")
         return self
 
     @model_validator(mode="after")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,13 +11,12 @@ from pydantic import BaseModel, ValidationError
 
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.engine import RolloutConfig, SGLangServers
-from ppo_repro.config.reward import CalledReward, RewardModelFolder
+from ppo_repro.config.mistakes import command_of, mistakes
 from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.config.section import Section
 from ppo_repro.config.tasks import JsonlTask, PythonTask
 from ppo_repro.config.yaml_text import MAX_DEPTH, parse_yaml, read_yaml, write_yaml
 from ppo_repro.errors import Mistakes, UserError
-from ppo_repro.mistakes import command_of, mistakes
 
 Model = TypeVar("Model", bound=BaseModel)
 SHIPPED = ("quickstart",)
@@ -69,13 +69,10 @@ def absolute_paths(config: RunConfig) -> RunConfig:
     if isinstance(task, JsonlTask | PythonTask):
         task = task.model_copy(update={"path": absolute(task.path)})
     terms = tuple(
-        term.model_copy(update={"path": absolute(term.path)})
-        if isinstance(term, CalledReward | RewardModelFolder)
-        else term
+        term.model_copy(update={n: absolute(p) for n in ("path", "pairs") if (p := getattr(term, n, None))})
         for term in reward.terms
     )
-    potential = None if reward.potential is None else absolute(reward.potential)
-    reward = reward.model_copy(update={"terms": terms, "potential": potential})
+    reward = reward.model_copy(update={"terms": terms})
     changes = {"model": model, "task": task, "reward": reward, "rollout": _absolute_python(config.rollout)}
     return config.model_copy(update=changes)
 
@@ -107,17 +104,47 @@ def build_config(tree: Any, source: str) -> RunConfig:
     return validated(RunConfig, tree, source)
 
 
+def from_folder(tree: Any, folder: Path) -> None:
+    """Let the relative paths in a parsed configuration start at a folder."""
+
+    def group(name: str, of: Any = tree) -> Any:
+        child = of.get(name) if isinstance(of, dict) else None
+        return child if isinstance(child, dict) else {}
+
+    terms = group("reward").get("terms")
+    engine = group("engine", group("rollout"))
+    places = [(group("model"), "path"), (group("task"), "path"), (tree, "run"), (tree, "pairs")]
+    places += [(term, name) for term in (terms if isinstance(terms, list) else ()) for name in ("path", "pairs")]
+    if "/" in str(engine.get("python")):  # else a name that is looked up on PATH
+        places.append((engine, "python"))
+    for section, name in places:
+        value = section.get(name) if isinstance(section, dict) else None
+        if isinstance(value, str) and value and "://" not in value:
+            section[name] = os.path.abspath(folder / value)
+
+
 def read_tree(path: Path, overrides: Sequence[str] = ()) -> Any:
-    """Parse a YAML file and apply `a.b=c` overrides; raises UserError on anything wrong."""
-    tree, wrong = read_yaml(found(path)), []
-    for override in overrides if isinstance(tree, dict) else ():
+    """Parse a YAML file and apply `a.b=c` overrides; raises UserError on anything wrong.
+
+    Relative paths in the file start at its folder, those of overrides at the current folder.
+    """
+    tree = read_yaml(found(path))
+    from_folder(tree, path.parent)
+    if isinstance(tree, dict):
+        apply_overrides(tree, overrides)
+    return tree
+
+
+def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Apply `a.b=c` overrides to a parsed configuration; Mistakes has a line for each wrong one."""
+    wrong = []
+    for override in overrides:
         try:
             _apply_override(tree, override)
         except UserError as error:
             wrong.append(str(error))
     if wrong:
         raise Mistakes(wrong)
-    return tree
 
 
 def read_tree_for(command: str, path: Path, overrides: Sequence[str] = ()) -> Any:
@@ -136,8 +163,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def load_dpo_config(path: Path, overrides: Sequence[str] = ()) -> DPOConfig:
     """`load_config` for a DPO configuration."""
-    config = validated(DPOConfig, read_tree_for("dpo", path, overrides), str(path))
-    return config.model_copy(update={"run": str(Path(config.run).absolute())})
+    return validated(DPOConfig, read_tree_for("dpo", path, overrides), str(path)).with_absolute_paths()
 
 
 def dump_yaml(config: Section) -> str:

@@ -8,45 +8,12 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from ppo_repro.config.engine import RolloutConfig
-from ppo_repro.config.section import Count, Fraction, Index, Positive, Section
+from ppo_repro.config.section import Fraction, Index, Positive, Section
 
 Wide = Literal["float32", "bfloat16", "float16"]
 Format = Literal["float32", "bfloat16", "float16", "float8_e4m3", "float8_e5m2", "int8"]
 FORMATS_OF_8_BITS = ("float8_e4m3", "float8_e5m2", "int8")
-_PerVersion = Annotated[
-    Count | None,
-    Field(
-        description="After so many tokens a response goes on with the next version's weights; null: it keeps its own."
-    ),
-]
 AddedText = Annotated[str, Field(max_length=1000)]
-
-
-class FixedLag(Section):
-    """The sampler is the same number of iterations behind for every response."""
-
-    kind: Literal["fixed"] = Field(description="Every response has the same lag.")
-    iterations: Count = Field(description="Iterations that the sampler's weights are behind; fewer at the beginning.")
-    tokens_per_version: _PerVersion = None
-
-    @property
-    def most(self) -> int:
-        return self.iterations
-
-
-class DrawnLag(Section):
-    """Every response has a lag of its own, drawn by the seed."""
-
-    kind: Literal["drawn"] = Field(description="Draw each response's lag, uniformly from 0 up.")
-    max_iterations: Count = Field(description="The largest lag, in iterations; smaller at the beginning.")
-    tokens_per_version: _PerVersion = None
-
-    @property
-    def most(self) -> int:
-        return self.max_iterations
-
-
-LagConfig = Annotated[FixedLag | DrawnLag, Field(discriminator="kind")]
 
 
 class SamplerFaults(Section):
@@ -54,8 +21,8 @@ class SamplerFaults(Section):
 
     absent_at_default: ClassVar[frozenset[str]] = frozenset({"lag", "token_bias"})
 
-    lag: LagConfig | None = Field(
-        None, description="Sample with the weights of earlier iterations; null: with the newest."
+    lag: Index = Field(
+        0, description="Iterations that the sampler's weights are behind, fewer at the beginning; 0: none."
     )
     token_bias: Positive | None = Field(
         None,
@@ -129,20 +96,6 @@ class SamplerPrecision(Section):
         return {name for name in type(self).model_fields if getattr(self, name) != "float32"} == {"logits"}
 
 
-class TrainerPrecision(Section):
-    """The format that the trainer rounds gradients to; its forward pass and its weights stay exact."""
-
-    gradients: Format = Field(
-        "float32",
-        description="Of gradients of activations, wherever 16 bits would round an activation; float32: none.",
-    )
-
-    @property
-    def rounds(self) -> bool:
-        """Whether a format is named."""
-        return self.gradients != "float32"
-
-
 class SamplerSide(SamplerFaults):
     """What is made to differ in the sampler."""
 
@@ -161,14 +114,6 @@ class SamplerSide(SamplerFaults):
         return self
 
 
-class TrainerSide(TrainerFaults):
-    """What is made to differ in the trainer."""
-
-    absent_at_default: ClassVar[frozenset[str]] = TrainerFaults.absent_at_default | {"precision"}
-
-    precision: TrainerPrecision = TrainerPrecision()
-
-
 class MismatchConfig(Section):
     """What is made to differ between sampler and trainer; nothing by default. Every cause is part of the run."""
 
@@ -176,7 +121,7 @@ class MismatchConfig(Section):
     absent_at_default: ClassVar[frozenset[str]] = frozenset({"sampler", "trainer"})
 
     sampler: SamplerSide = SamplerSide()
-    trainer: TrainerSide = TrainerSide()
+    trainer: TrainerFaults = TrainerFaults()
 
     @property
     def bound(self) -> str:
@@ -191,9 +136,8 @@ class MismatchConfig(Section):
 
 def not_possible(config: MismatchConfig, mode: str, engine: str) -> Iterator[str]:
     """A line for each cause that numerics of this mode, or an engine of this kind, do not have."""
-    for side, precision in (("sampler", config.sampler.precision), ("trainer", config.trainer.precision)):
-        if precision.rounds and mode == "native":
-            yield f"mismatch.{side}.precision needs numerics.mode = deterministic, whose products it rounds"
+    if config.sampler.precision.rounds and mode == "native":
+        yield "mismatch.sampler.precision needs numerics.mode = deterministic, whose products it rounds"
     if config.sampler.stock == "float32" and mode == "native":
         yield (
             "mismatch.sampler.stock = float32 needs numerics.mode = deterministic; native numerics sample by torch's "
@@ -239,17 +183,5 @@ def contradictions(
         yield f"{prefix}.retokenize needs task.max_turns = 1: an environment's tokens are not encoded again"
     if rollout.engine.kind == "sglang" and sampler.token_bias is not None:
         yield f"{own_prefix}.token_bias needs rollout.engine.kind = torch, whose sampler adds the error"
-    lag = sampler.lag
-    if lag is None:
-        return
-    if iterations == 1:
+    if sampler.lag and iterations == 1:
         yield f"{own_prefix}.lag needs ppo.iterations of at least 2: the first one has no older weights"
-    if lag.tokens_per_version is None:
-        return
-    if lag.tokens_per_version >= rollout.max_response_tokens:
-        yield (
-            f"{own_prefix}.lag.tokens_per_version = {lag.tokens_per_version} must be smaller than "
-            f"rollout.max_response_tokens = {rollout.max_response_tokens}"
-        )
-    if turns > 1 or rollout.stop:
-        yield f"{own_prefix}.lag.tokens_per_version needs task.max_turns = 1 and rollout.stop = []"

@@ -13,6 +13,7 @@ from ppo_repro.config.section import Finite, NonNegative, Positive, Section
 
 ClipBound = Annotated[float, Field(gt=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
+CLIP_RANGE_MIN, CLIP_RANGE_MAX = 0.02, 0.5  # of the adaptive clip range
 WeightCap = Annotated[float, Field(gt=1, allow_inf_nan=False)]
 
 
@@ -44,19 +45,10 @@ class AdaptiveClipObjective(Section):
     """The clipped surrogate with a clip range that follows KL(anchor || new)."""
 
     kind: Literal["adaptive_clip"] = Field(description="Clip the ratio within bounds that follow the KL.")
-    clip_range: ClipBound = Field(0.2, description="Clip range of the first iteration, on both sides.")
+    clip_range: Annotated[float, Field(ge=CLIP_RANGE_MIN, le=CLIP_RANGE_MAX)] = Field(
+        0.2, description="Clip range of the first iteration, on both sides; it stays within 0.02 and 0.5."
+    )
     target_kl: Positive = Field(description="Halve above 1.5 times this, double below it / 1.5; nats per token.")
-    clip_range_min: ClipBound = Field(0.02, description="The clip range is never smaller.")
-    clip_range_max: ClipBound = Field(0.5, description="The clip range is never larger.")
-
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        if not self.clip_range_min <= self.clip_range <= self.clip_range_max:
-            raise ValueError(
-                f"clip_range = {self.clip_range} must lie between clip_range_min and clip_range_max, "
-                f"{self.clip_range_min} and {self.clip_range_max}"
-            )
-        return self
 
 
 class PenaltyObjective(Section):
@@ -76,9 +68,6 @@ class SequenceClipObjective(Section):
     clip_range: ClipBound = Field(3e-4, description="Lower clip range of the response's ratio.")
     clip_range_high: Positive | None = Field(
         4e-4, description="Upper clip range of the response's ratio; null: the same as clip_range."
-    )
-    advantages: Literal["token", "response"] = Field(
-        "token", description="`token`: each token its own, GSPO-token; `response`: their mean over the response."
     )
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -17,13 +17,10 @@ class ExactMatch(Section):
 
 
 class FormatReward(Section):
-    """Format and answer in the manner of R1: `<think>...</think><answer>...</answer>`."""
+    """1 for the form of R1, `<think>...</think><answer>...</answer>`, and 1 more if the answer is right."""
 
     kind: Literal["format"] = Field(description="Check the form, and the answer inside it.")
     weight: Finite = Field(1.0, description="Factor of this term in the score.")
-    answer_weight: Finite = Field(
-        1.0, description="1 for the form plus this much if the text between the answer tags is the answer."
-    )
 
 
 class LengthReward(Section):
@@ -80,16 +77,28 @@ class RewardModelFolder(Section):
 
 
 class RewardModelTraining(Section):
-    """Pairs made by a rule from the task, and the Bradley-Terry training of a reward model on them."""
+    """Pairs of a file, or made by a rule from the task, and the Bradley-Terry training of a reward model on them."""
 
-    num_pairs: Count = Field(description="Preference pairs to train on, made from training prompts.")
-    num_eval_pairs: Count = Field(256, description="Pairs from held-out prompts, without label noise, to judge it by.")
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"pairs"})
+
+    num_pairs: Count | None = Field(None, description="Preference pairs to make from training prompts.")
+    pairs: PathText | None = Field(
+        None, description="JSON Lines with `prompt`, `chosen`, `rejected`; a tenth of the prompts is held out."
+    )
     label_noise: Annotated[float, Field(ge=0, lt=0.5)] = Field(
         0.0, description="Probability that a training pair prefers the wrong answer."
     )
     epochs: Count = Field(1, description="Passes over the pairs.")
     minibatch_size: Count = Field(description="Pairs per optimizer step; the last step of an epoch may have fewer.")
     learning_rate: Positive = Field(description="AdamW learning rate.")
+
+    @model_validator(mode="after")
+    def _some_pairs(self) -> Self:
+        if (self.num_pairs is None) == (self.pairs is None):
+            raise ValueError("num_pairs, or pairs with a file, must be given, and not both")
+        if self.pairs is not None and self.label_noise:
+            raise ValueError("label_noise is for pairs made here; leave it out beside pairs")
+        return self
 
 
 class TrainedRewardModel(RewardModelTraining):
@@ -111,14 +120,10 @@ class RewardConfig(Section):
     terms: Annotated[tuple[RewardTerm, ...], Field(strict=False)] = Field(
         (ExactMatch(),), description="The score is the weighted sum of these."
     )
-    placement: Literal["last", "word_ends", "uniform"] = Field(
-        "last", description="The score on the last token, in equal parts at the ends of words, or on every token."
-    )
-    potential: PathText | None = Field(
-        None, description="`FILE.py:FUNCTION` of prompt, response so far, answer: potential-based shaping; null: none."
+    placement: Literal["last", "word_ends"] = Field(
+        "last", description="The score on the last token, or in equal parts at the ends of words."
     )
     missing_eos_penalty: NonNegative = Field(0.0, description="Subtracted from scores of responses cut at the limit.")
-    missing_eos_score: Finite | None = Field(None, description="Score of responses cut at the limit; null: their own.")
     whiten: Whitening = Field(
         "none", description="Per-token rewards, KL penalty included: `scale` to variance 1, `full` also to mean 0."
     )
@@ -127,8 +132,6 @@ class RewardConfig(Section):
     def _one_of_each(self) -> Self:
         if not self.terms:  # a smallest length would count a wrong entry as a second mistake
             raise ValueError("terms must hold at least one; leave the field out for exact_match")
-        if self.missing_eos_score is not None and self.missing_eos_penalty:
-            raise ValueError("missing_eos_penalty and missing_eos_score cannot both be given; keep one")
         models = [t for t in self.terms if isinstance(t, RewardModelFolder | TrainedRewardModel)]
         if len(models) > 1:
             raise ValueError("terms may hold one reward model; keep one of kind model or trained_model")

@@ -21,8 +21,8 @@ from ppo_repro.config.algorithm import (
 from ppo_repro.config.engine import RolloutConfig
 from ppo_repro.config.layout import LayoutConfig, not_on_device
 from ppo_repro.config.mismatch import MismatchConfig, contradictions, has_no_routes, not_possible
-from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective, SequenceClipObjective
-from ppo_repro.config.records import CheckpointConfig, RunRecordsConfig
+from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective
+from ppo_repro.config.records import CheckpointConfig, RecordsConfig
 from ppo_repro.config.reward import RewardConfig, TrainedRewardModel
 from ppo_repro.config.section import (
     Count,
@@ -133,7 +133,11 @@ class RunConfig(Experiment):
     mismatch: MismatchConfig = MismatchConfig()
     layout: LayoutConfig = LayoutConfig()
     checkpoints: CheckpointConfig = CheckpointConfig()
-    records: RunRecordsConfig = RunRecordsConfig()
+    records: RecordsConfig = RecordsConfig()
+
+    @property
+    def iterations(self) -> int:
+        return self.ppo.iterations
 
     @property
     def sequences_per_iteration(self) -> int:
@@ -211,9 +215,6 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
         yield "kl.controller.kind = adaptive needs a kl.kl_coef above 0: it multiplies it"
     if config.advantages.kind == "group" and config.rollout.samples_per_prompt == 1:
         yield "advantages.kind = group needs rollout.samples_per_prompt of at least 2"
-    by_response = isinstance(ppo.objective, SequenceClipObjective) and ppo.objective.advantages == "response"
-    if by_response and config.advantages.kind == "group":
-        yield "ppo.objective.advantages = response has no effect with advantages.kind = group; take token"
 
 
 def _task(config: RunConfig) -> Iterator[str]:
@@ -237,7 +238,7 @@ def _value(config: RunConfig) -> Iterator[str]:
     if config.advantages.kind == "group":
         idle = [
             name
-            for name, default in (("placement", "last"), ("potential", None), ("whiten", "none"))
+            for name, default in (("placement", "last"), ("whiten", "none"))
             if getattr(config.reward, name) != default
         ]
         if idle or isinstance(config.kl, KLInReward):

@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
+from ppo_repro.config.mistakes import check_path
 from ppo_repro.errors import NumericsError, UserError
-from ppo_repro.mistakes import check_path
 
 MOST = 2**31 - 1  # of anything that is counted
 

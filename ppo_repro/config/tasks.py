@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from ppo_repro.config.reward import FormatReward, RewardConfig, Verifier
-from ppo_repro.config.section import Count, Index, PathText, Section
+from ppo_repro.config.section import Count, PathText, Section
 
 AnswerExtraction = Literal["exact", "last_number", "answer_tags"]
 
@@ -23,6 +23,7 @@ class ArithmeticTask(Section):
     chat_template: ClassVar[bool] = False
     system_prompt: ClassVar[str | None] = None
     answer_extraction: ClassVar[AnswerExtraction] = "exact"
+    control_tokens: ClassVar[str] = "refuse"
     turns: ClassVar[int] = 1
 
 
@@ -30,6 +31,7 @@ class TextTask(Section):
     """What every task of somebody else's prompts has."""
 
     turns: ClassVar[int] = 1
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"control_tokens"})
 
     num_eval_prompts: Count = Field(description="Prompts held out of training and used for evaluation.")
     chat_template: bool = Field(
@@ -42,6 +44,9 @@ class TextTask(Section):
         "exact",
         description="What of a response is the answer: all of it, its last number, or the text in answer tags.",
     )
+    control_tokens: Literal["refuse", "allow"] = Field(
+        "refuse", description="Whether the text of prompts and of an environment may hold special tokens."
+    )
 
     @model_validator(mode="after")
     def _system_prompt_has_a_template(self) -> Self:
@@ -51,9 +56,9 @@ class TextTask(Section):
 
 
 class JsonlTask(TextTask):
-    """One JSON object per line with `prompt`, `answer` and optionally `key`."""
+    """One JSON object per line with `prompt` and optionally `answer` and `key`."""
 
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"system_prompt", "answer_extraction"})
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"system_prompt", "answer_extraction", "control_tokens"})
 
     kind: Literal["jsonl"] = Field(description="Read the prompts from a file.")
     path: PathText = Field(description="The JSON Lines file.")
@@ -64,16 +69,26 @@ class ReasoningGymTask(TextTask):
 
     kind: Literal["reasoning_gym"] = Field(description="Generate the prompts with reasoning-gym, the extra [tasks].")
     dataset: Annotated[str, Field(min_length=1)] = Field(description="Name of the data set, such as chain_sum.")
-    settings: dict[str, JsonValue] = Field({}, description="Settings of the data set by name; {} for its own.")
-    data_seed: Index = Field(0, description="Seed of the data set; `seed` does not change its prompts.")
+    settings: dict[str, JsonValue] = Field(
+        {}, description="Settings of the data set by name, `seed` too; {} for its own."
+    )
     size: Count = Field(description="Entries to generate; a question that repeats counts once.")
 
     @model_validator(mode="after")
     def _fields_of_their_own(self) -> Self:
-        for name, field in (("seed", "data_seed"), ("size", "size")):
-            if name in self.settings:
-                raise ValueError(f"settings.{name} has a field of its own, task.{field}; give it there")
+        if "size" in self.settings:
+            raise ValueError("settings.size has a field of its own, task.size; give it there")
+        seed = self.settings.get("seed", 0)
+        if type(seed) is not int or seed < 0:
+            raise ValueError(f"settings.seed = {seed!r} must be a whole number from 0")
         return self
+
+    @property
+    def data_seed(self) -> int:
+        """Seed of the data set; the seed of the run does not change its prompts."""
+        seed = self.settings.get("seed", 0)
+        assert isinstance(seed, int)
+        return seed
 
 
 class PythonTask(TextTask):

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from ppo_repro.errors import UserError
-from ppo_repro.secrets import has_password
+from ppo_repro.output import has_password
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 50

@@ -117,10 +117,10 @@ class _GaussianStatistics(Function):
 class DiagonalGaussian(nn.Module):
     """Normal(outputs, exp(log_std)) in each component, the same log_std in all states. Williams, 1992."""
 
-    def __init__(self, size: int, initial_log_std: float, mode: str) -> None:
+    def __init__(self, size: int, mode: str) -> None:
         super().__init__()
         self.outputs, self.mode = size, mode
-        self.log_std = nn.Parameter(torch.full((size,), initial_log_std))
+        self.log_std = nn.Parameter(torch.zeros(size))
 
     def noise(self, steps: int, envs: int, *name: int | str) -> Tensor:
         return normals(steps * envs * self.outputs, *name).view(steps, envs, self.outputs)

@@ -14,7 +14,7 @@ from ppo_repro.control.networks import Agent
 from ppo_repro.control.stages import compute_advantages, evaluate, forward_pass, roll_out
 from ppo_repro.control.update import ControlState, update
 from ppo_repro.numerics import library
-from ppo_repro.numerics.optimizer import AdamWSettings, make_optimizer
+from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ def prepare(config: ControlConfig) -> ControlState:
     environments = make_environments(config.environment.id, config.environment.num_envs, "training", config.seed)
     size = environments.observations.shape[1]
     agent = Agent(size, environments.actions, config.network, config.numerics.mode, config.seed)
-    settings = AdamWSettings(ppo.learning_rate, ppo.adam_beta1, ppo.adam_beta2, ppo.adam_eps, 0.0, ppo.max_grad_norm)
-    return ControlState(agent, make_optimizer(agent, settings, config.numerics.mode), environments)
+    settings = AdamWSettings(ppo.learning_rate, 0.9, 0.999, ppo.adam_eps, 0.0, ppo.max_grad_norm)
+    return ControlState(agent, Optimizer(agent, settings, config.numerics.mode), environments)
 
 
 def control_iterations(config: ControlConfig, state: ControlState) -> Iterator[ControlIteration]:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from ppo_repro.config.control import NetworkConfig
 from ppo_repro.control.distributions import Categorical, DiagonalGaussian, Distribution
 from ppo_repro.control.environments import ActionSpace
-from ppo_repro.errors import UserError
-from ppo_repro.numerics.elementwise import Tanh
+from ppo_repro.numerics.elementwise import differentiable_tanh
 from ppo_repro.numerics.linear import linear
 from ppo_repro.numerics.rows import Rows
 from ppo_repro.seeding import bell
@@ -63,15 +62,10 @@ class Agent(nn.Module):
         self.mode = mode
         self.distribution: Distribution
         if actions.count:
-            if network.initial_log_std != NetworkConfig().initial_log_std:
-                raise UserError(
-                    f"network.initial_log_std = {network.initial_log_std:g}: the actions of this environment are "
-                    "discrete and have none; leave it out"
-                )
             self.distribution = Categorical(actions.count, mode)
         else:
-            self.distribution = DiagonalGaussian(len(actions.low), network.initial_log_std, mode)
-        hidden = [observation_size] + [network.hidden_size] * network.hidden_layers
+            self.distribution = DiagonalGaussian(len(actions.low), mode)
+        hidden = [observation_size, network.hidden_size, network.hidden_size]
         self.actor = _mlp([*hidden, self.distribution.outputs], ACTOR_GAIN, seed, "actor")
         self.critic = _mlp([*hidden, 1], CRITIC_GAIN, seed, "critic")
 
@@ -87,7 +81,7 @@ class Agent(nn.Module):
         if self.mode == "native":
             return network(x)
         for layer in network:
-            x = linear(x, layer, rows) if isinstance(layer, nn.Linear) else Tanh.apply(x)
+            x = linear(x, layer, rows) if isinstance(layer, nn.Linear) else differentiable_tanh(x)
         return x
 
     def policy_parameters(self) -> list[tuple[str, Tensor]]:

@@ -26,17 +26,6 @@ class _Steps:
     transitions: list[Transition]
 
 
-def _act(agent: Agent, observations: Tensor, noise: Tensor, at_once: int) -> tuple[Tensor, Tensor]:
-    """Actions and their log-probs for all copies, `at_once` of them in a forward pass (0: all)."""
-    actions, logprobs = [], []
-    size = at_once or len(noise)
-    for some, drawn in zip(observations.split(size), noise.split(size), strict=True):
-        outputs = agent.policy(some)
-        actions.append(agent.distribution.sample(outputs, drawn))
-        logprobs.append(agent.distribution.statistics(outputs, actions[-1])[0])
-    return torch.cat(actions), torch.cat(logprobs)
-
-
 @dataclass(frozen=True)
 class _Fragment:
     """Steps `first` to `last` of this iteration, both included, of one copy."""
@@ -78,10 +67,11 @@ def roll_out(config: ControlConfig, agent: Agent, environments: Environments, it
     steps = _Steps([], [], [], [])
     for t in range(horizon):
         observations = torch.from_numpy(environments.observations.copy())
-        actions, logprobs = _act(agent, observations, noise[t], config.layout.envs_per_forward)
+        outputs = agent.policy(observations)
+        actions = agent.distribution.sample(outputs, noise[t])
         steps.observations.append(observations)
         steps.actions.append(actions)
-        steps.logprobs.append(logprobs)
+        steps.logprobs.append(agent.distribution.statistics(outputs, actions)[0])
         transition = environments.step(actions.numpy())
         steps.transitions.append(transition)
         for i in np.flatnonzero(transition.terminated | transition.truncated):
@@ -124,18 +114,14 @@ def forward_pass(config: ControlConfig, agent: Agent, rollout: Rollout) -> Forwa
     That is 0 where the episode terminated, the critic's value of the last observation where the fragment was cut, and
     at a time limit one of the two, as `bootstrap_truncated` says.
     """
-    size = config.layout.forward_micro_batch or len(rollout.rewards)
-    statistics, values = [], []
-    for observations, actions in zip(rollout.observations.split(size), rollout.actions.split(size), strict=True):
-        statistics.append(agent.distribution.statistics(agent.policy(observations), actions))
-        values.append(agent.values(observations))
+    old_logprobs, entropies = agent.distribution.statistics(agent.policy(rollout.observations), rollout.actions)
     goes_on = {"terminated": 0.0, "truncated": float(config.ppo.bootstrap_truncated), "cut": 1.0}
     follows = torch.tensor([goes_on[reason] for reason in rollout.end_reasons]) > 0
-    after = torch.cat([agent.values(some) for some in rollout.final_observations.split(size)])
+    after = agent.values(rollout.final_observations)
     return ForwardPass(
-        old_logprobs=torch.cat([logprobs for logprobs, _ in statistics]),
-        entropies=torch.cat([entropies for _, entropies in statistics]),
-        values=torch.cat(values),
+        old_logprobs=old_logprobs,
+        entropies=entropies,
+        values=agent.values(rollout.observations),
         final_values=torch.where(follows, after, 0.0),
     )
 

@@ -17,12 +17,10 @@ from ppo_repro.control.buffers import MinibatchUpdate
 from ppo_repro.control.loop import ControlIteration
 from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.advantages import explained_variance
-from ppo_repro.ppo.losses import flag_names, removes_gradient
+from ppo_repro.ppo.objective import flag_names, removes_gradient
 from ppo_repro.records import control_schema
 from ppo_repro.records.arrow import to_arrow
-from ppo_repro.records.schema import at_level
-from ppo_repro.runs.tables import unequal_bits
-from ppo_repro.stages.level_columns import gradient_columns
+from ppo_repro.records.columns import gradient_columns, unequal_bits
 
 Columns = dict[str, Any]
 FULL_STEPS = ("surrogate_loss", "entropy_loss")
@@ -42,7 +40,7 @@ def iteration_tables(item: ControlIteration, level: Level) -> dict[str, pa.Table
         columns["steps"] |= {name: [getattr(u, name) for u in item.updates] for name in FULL_STEPS}
     if level == "deep":
         columns["steps"] |= gradient_columns("", [u.gradients for u in item.updates])
-    return {table.name: to_arrow(at_level(table, level), columns[table.name]) for table in control_schema.TABLES}
+    return {table.name: to_arrow(table, columns[table.name]) for table in control_schema.TABLES}
 
 
 def finished_returns(item: ControlIteration) -> list[float]:

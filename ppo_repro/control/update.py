@@ -19,10 +19,13 @@ from ppo_repro.control.networks import Agent
 from ppo_repro.numerics.optimizer import SLOTS, Optimizer, StepReport, weights_digest
 from ppo_repro.numerics.rows import alone, slots_of
 from ppo_repro.numerics.sums import mean_of
-from ppo_repro.ppo import kl, losses
+from ppo_repro.ppo import kl
 from ppo_repro.ppo.advantages import whiten
+from ppo_repro.ppo.clip import Clip
+from ppo_repro.ppo.objective import probability_ratios
 from ppo_repro.ppo.schedules import rate_factor
-from ppo_repro.stages.update import minibatches
+from ppo_repro.ppo.value import value_losses
+from ppo_repro.stages.training_batch import minibatches
 
 
 @dataclass
@@ -74,6 +77,7 @@ class _Evaluated:
     ratios: Tensor
     new_entropies: Tensor
     new_values: Tensor
+    value_clipped: Tensor  # bool
     surrogates: Tensor
 
 
@@ -106,7 +110,7 @@ def _optimizer_step(
 ) -> tuple[StepReport, _Evaluated]:
     """One step on surrogate - entropy_coef entropy + value_coef value loss, mean over the minibatch."""
     ppo, agent, total = config.ppo, state.agent, len(batch.rows)
-    band = losses.Band(current.clip_range, current.clip_range)
+    objective = Clip(current.clip_range, current.clip_range)
     micro_batches: list[tuple[Tensor, ...]] = []
 
     def backward() -> None:
@@ -115,25 +119,21 @@ def _optimizer_step(
             rows = alone(len(steps), slots_of(steps.tolist(), total, SLOTS))
             outputs = agent.policy(observations, rows)
             logprobs, entropies = agent.distribution.statistics(outputs, batch.actions[steps], rows)
-            ratios = losses.probability_ratios(logprobs, batch.anchor_logprobs[steps])
-            surrogate = losses.clipped_surrogate(ratios, batch.advantages[steps], band)
+            ratios = probability_ratios(logprobs, batch.anchor_logprobs[steps])
+            surrogate = objective.surrogates(ratios, batch.advantages[steps], logprobs)
             policy_loss = surrogate - entropies * ppo.entropy_coef
             values = agent.values(observations, rows)
-            value_loss = _value_loss(values, batch.old_values[steps], batch.returns[steps], ppo.value_clip_range)
+            value_loss, value_clipped = value_losses(
+                values, batch.old_values[steps], batch.returns[steps], ppo.value_clip_range
+            )
             # autograd never reduces: each step begins with its share of the mean as its gradient
             share = torch.full_like(values, 1.0 / total)
             torch.autograd.backward([policy_loss, value_loss], [share, share * ppo.value_coef])
-            columns = (policy_loss, value_loss, logprobs, ratios, entropies, values, surrogate)
+            columns = (policy_loss, value_loss, logprobs, ratios, entropies, values, value_clipped, surrogate)
             micro_batches.append(tuple(column.detach() for column in columns))
 
     report = state.optimizer.step(backward, by_tensor=config.records.level == "deep")
     return report, _Evaluated(*(torch.cat(column) for column in zip(*micro_batches, strict=True)))
-
-
-def _value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float | None) -> Tensor:
-    if clip_range is None:
-        return losses.value_loss(values, returns)
-    return losses.clipped_value_loss(values, old_values, returns, clip_range)
 
 
 def _record(
@@ -146,12 +146,7 @@ def _record(
     current: Rates,
     ppo: ControlPPOConfig,
 ) -> MinibatchUpdate:
-    value_clipped = torch.zeros(len(batch.rows), dtype=torch.bool)
-    if ppo.value_clip_range is not None:
-        value_clipped = losses.value_clip_binds(
-            evaluated.new_values, batch.old_values, batch.returns, ppo.value_clip_range
-        )
-    band = losses.Band(current.clip_range, current.clip_range)
+    objective = Clip(current.clip_range, current.clip_range)
     return MinibatchUpdate(
         epoch=epoch,
         minibatch=minibatch,
@@ -159,9 +154,9 @@ def _record(
         advantages=batch.advantages,
         new_logprobs=evaluated.new_logprobs,
         ratios=evaluated.ratios,
-        clip_flags=losses.clip_flags(evaluated.ratios, batch.advantages, band),
+        clip_flags=objective.flags(evaluated.ratios, batch.advantages),
         new_values=evaluated.new_values,
-        value_clipped=value_clipped,
+        value_clipped=evaluated.value_clipped,
         new_entropies=evaluated.new_entropies,
         policy_losses=evaluated.policy_losses,
         surrogates=evaluated.surrogates,

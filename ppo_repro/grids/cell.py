@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ppo_repro.config.kinds import LANGUAGE
-from ppo_repro.disk import durable
-from ppo_repro.disk.folder import has_writer
 from ppo_repro.errors import UserError
+from ppo_repro.files import atomic_write, has_writer
 from ppo_repro.interrupts import held
 from ppo_repro.records import manifest
 from ppo_repro.records.config_file import read_environments
@@ -139,7 +138,7 @@ def forget_result(order: Order) -> None:
 
 def _record(folder: Path, result: Result) -> Result:
     text = json.dumps(asdict(result), indent=1, ensure_ascii=False) + "\n"
-    durable.atomic_write(folder / RESULT, text.encode())
+    atomic_write(folder / RESULT, text.encode())
     return result
 
 

@@ -10,9 +10,8 @@ from typing import Literal
 import pandas as pd
 
 from ppo_repro.config.files import dump_yaml
-from ppo_repro.disk import durable
-from ppo_repro.disk.folder import only_writer, remove_folder
 from ppo_repro.errors import UserError
+from ppo_repro.files import atomic_write, only_writer, remove_folder
 from ppo_repro.grids.cell import Order, environment_of, run_of, state_of, without_code
 from ppo_repro.grids.engines import Engine
 from ppo_repro.grids.progress import ConsoleGrid
@@ -46,7 +45,7 @@ def run_grid(grid: Grid, out: Path, engine: Engine, watcher: ConsoleGrid, change
     except OSError as error:
         raise UserError(f"{grid_dir}: cannot be written ({error.strerror}); choose another --out") from error
     with only_writer(grid_dir):
-        durable.atomic_write(grid_dir / "grid.yaml", dump_yaml(grid.file).encode())
+        atomic_write(grid_dir / "grid.yaml", dump_yaml(grid.file).encode())
         for cell in grid.cells:
             lay_out(cell, grid_dir / "cells" / cell.name)
         for cell in grid.cells:
@@ -75,7 +74,7 @@ def lay_out(cell: Cell, folder: Path) -> None:
     path, text = folder / "config.yaml", dump_yaml(cell.config)
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        durable.atomic_write(path, text.encode())
+        atomic_write(path, text.encode())
     elif path.read_text(encoding="utf-8") != text:
         raise UserError(
             f"{folder}: was made from another configuration than the grid file has now; "

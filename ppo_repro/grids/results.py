@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 from scipy import stats
 
-from ppo_repro.disk import durable
+from ppo_repro.files import atomic_write
 from ppo_repro.grids.cell import environment_of, last_result, run_of, state_of
 from ppo_repro.grids.spec import Cell, Grid
 from ppo_repro.records import manifest, reader
@@ -65,7 +65,7 @@ def write_tables(grid_dir: Path, cells: Sequence[Cell]) -> pd.DataFrame:
     for name, frame in ((CELLS, table), (RESULTS, _results_table(grid_dir, table))):
         buffer = io.BytesIO()
         frame.to_parquet(buffer, index=False, compression="zstd")
-        durable.atomic_write(grid_dir / name, buffer.getvalue())
+        atomic_write(grid_dir / name, buffer.getvalue())
     return table
 
 

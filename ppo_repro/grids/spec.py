@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.files import read_tree, read_tree_for, set_field, validated
+from ppo_repro.config.files import from_folder, read_tree, read_tree_for, set_field, validated
 from ppo_repro.config.kinds import LANGUAGE, Kind, build_config_of
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import PathText, Section
@@ -112,6 +112,7 @@ def _cells(path: Path, file: GridFile, axes: Sequence[Sequence[Choice]], base: d
             source = f"{path}: cell {name}"
             for fields in (file.set, *(choice.fields for choice in choices), {"seed": seed}):
                 _set(tree, fields, source)
+            from_folder(tree, path.parent)
             labels = {choice.axis: choice.label for choice in choices}
             yield Cell(name, labels, seed, build_config_of(file.kind, tree, source))
 
@@ -133,6 +134,7 @@ def _check_effects(path: Path, file: GridFile, base: dict[str, Any], cells: Sequ
     for field, value in file.set.items():
         tree = copy.deepcopy(base)
         _set(tree, {field: value}, str(path))
+        from_folder(tree, path.parent)
         try:
             same = build_config_of(file.kind, tree, str(path)) == before
         except UserError:  # valid only together with other fields

@@ -37,8 +37,9 @@ class AdamW(Optimizer):
     Source: Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101.
 
     >>> import torch, ppo_repro
-    >>> from ppo_repro.testing.small_models import CONFIGS, small_model
-    >>> model = ppo_repro.deterministic(small_model(CONFIGS["llama"](), seed=0))
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=89, hidden_size=48, num_hidden_layers=2, num_attention_heads=4)
+    >>> model = ppo_repro.deterministic(LlamaForCausalLM(config).eval())
     >>> adamw = ppo_repro.AdamW(model, lr=1e-3)
     >>> ids = torch.tensor([[1, 2, 3, 4, 5]])
     >>> before = model(ids, labels=ids).loss

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
+from typing import Any
 
+from ppo_repro.config.mistakes import check_path
 from ppo_repro.config.section import LARGEST
+from ppo_repro.config.yaml_text import describe_value
 from ppo_repro.errors import UserError
-from ppo_repro.mistakes import check_path
 
 
 def is_whole(value: object) -> bool:
@@ -38,12 +40,18 @@ def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
         raise UserError(f"{name} = {_shown(value)}: must be one of {', '.join(allowed)}")
 
 
-def check_overrides(overrides: object) -> None:
-    """UserError unless they are a list of texts."""
-    if isinstance(overrides, str) or not isinstance(overrides, Sequence) or any(type(o) is not str for o in overrides):
-        raise UserError(
-            f"overrides = {_shown(overrides)}: must be a list of texts FIELD=VALUE, as ['layout.threads=2']"
-        )
+Overrides = Mapping[str, Any] | Sequence[str]
+
+
+def override_lines(overrides: Overrides) -> list[str]:
+    """Overrides as after --set, from texts FIELD=VALUE or from a dict of fields; UserError for anything else."""
+    if isinstance(overrides, Mapping) and all(type(name) is str for name in overrides):
+        return [f"{name}={describe_value(value)}" for name, value in overrides.items()]
+    if isinstance(overrides, Sequence) and not isinstance(overrides, str) and all(type(o) is str for o in overrides):
+        return list(overrides)
+    raise UserError(
+        f"overrides = {_shown(overrides)}: must be a dict, as {{'layout.threads': 2}}, or a list of texts FIELD=VALUE"
+    )
 
 
 def folder_of(name: str, path: object) -> Path:

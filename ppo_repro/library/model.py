@@ -58,8 +58,9 @@ def deterministic(
     Source: the order of each sum is described in ppo_repro/numerics/README.md.
 
     >>> import torch, ppo_repro
-    >>> from ppo_repro.testing.small_models import CONFIGS, small_model
-    >>> model = ppo_repro.deterministic(small_model(CONFIGS["llama"](), seed=0))
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=89, hidden_size=48, num_hidden_layers=2, num_attention_heads=4)
+    >>> model = ppo_repro.deterministic(LlamaForCausalLM(config).eval())
     >>> ids, alone = torch.tensor([[7, 8, 9, 0, 0], [1, 2, 3, 4, 5]]), torch.tensor([[7, 8, 9]])
     >>> mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
     >>> bool((model(ids, mask).logits[:1, :3] == model(alone).logits).all())
@@ -215,7 +216,7 @@ def _among_padding(logits: Tensor, wanted: Tensor) -> Tensor:
     return full.index_copy(0, places, logits).view(*wanted.shape, -1)
 
 
-def _no_generate(self: PreTrainedModel, *_: object, max_new_tokens: int = 0) -> NoReturn:
+def _no_generate(self: PreTrainedModel, *_: object, **__: object) -> NoReturn:
     raise UserError(
         "deterministic model: sample with ppo_repro.generate(model, prompts, ...), whose log-probs are the model's"
     )

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType, ModuleType
 
-from ppo_repro.disk import durable
 from ppo_repro.errors import UserError
+from ppo_repro.files import atomic_write
 
 Reward = Callable[[str, str, str], float]
 _PLAIN = (bool, int, float, str, type(None))
@@ -36,7 +36,7 @@ def reward_path(reward: Reward | str, folder: Path) -> str:
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     path = folder / f"{reward.__name__}-{digest}.py"
     folder.mkdir(parents=True, exist_ok=True)
-    durable.atomic_write(path, source.encode())
+    atomic_write(path, source.encode())
     return f"{path}:{reward.__name__}"
 
 

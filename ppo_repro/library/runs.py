@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ppo_repro.commands import run_folders
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.library.checks import folder_of
-from ppo_repro.library.run_facts import as_html, as_line
 from ppo_repro.records import manifest
 from ppo_repro.records.config_file import load_config_of
 from ppo_repro.records.manifest import Head
 from ppo_repro.records.reader import TableReader
-from ppo_repro.records.side_reader import SideTableReader
 from ppo_repro.runs.diff import Difference, first_difference
 
 if TYPE_CHECKING:
@@ -33,10 +33,10 @@ class Run:
     path: Path
 
     def __repr__(self) -> str:
-        return as_line(self.path)
+        return _as_line(self.path)
 
     def _repr_html_(self) -> str:
-        return as_html(self.path)
+        return _as_html(self.path)
 
     @property
     def _head(self) -> Head:
@@ -80,15 +80,9 @@ class Run:
         """The rows of a table, of all iterations by default, bit for bit, each file compared with its digest.
 
         Also of a run that is not complete. UserError for an unknown name, column or iteration, and where a file is
-        damaged; side tables such as `evaluations` have no choice of iterations.
+        damaged.
         """
-        if name not in self.tables:
-            raise UserError(f"{self.path}: no table '{name}'; there are {', '.join(self.tables)}")
-        if name in {table.name for table in manifest.tables_of(self._head)}:
-            return TableReader(name)(self.path, columns=columns, iterations=iterations, allow_incomplete=True)
-        if iterations is not None:
-            raise UserError(f"{self.path}: table {name} is read whole; leave iterations out")
-        return SideTableReader(name)(self.path, columns=columns, allow_incomplete=True)
+        return TableReader(name)(self.path, columns=columns, iterations=iterations, allow_incomplete=True)
 
 
 RunOrPath = Run | Path | str
@@ -119,10 +113,7 @@ def latest_run(root: Path | str = "runs") -> Run:
     >>> ppo_repro.latest_run(EXAMPLE_RUN.parent.parent).path == EXAMPLE_RUN
     True
     """
-    manifests = [path for path in Path(root).rglob("manifest.json") if (path.parent / "config.yaml").is_file()]
-    if not manifests:
-        raise UserError(f"{root}: holds no recorded run; give the folder that --out named, or train one first")
-    return open_run(max(manifests, key=lambda path: (path.stat().st_mtime_ns, str(path))).parent)
+    return open_run(run_folders.latest_run(folder_of("root", root)))
 
 
 def diff(a: RunOrPath, b: RunOrPath) -> Difference | None:
@@ -152,3 +143,32 @@ def fingerprint(run: RunOrPath) -> str:
     64
     """
     return open_run(run).fingerprint
+
+
+def _facts(run_dir: Path) -> dict[str, str]:
+    """Name and value of each line; of a folder without a readable manifest, why. Raises nothing that it can say."""
+    lines = {"run": str(run_dir)}
+    try:
+        head = manifest.load_head(run_dir)
+        lines["state"] = f"{run_folders.state(run_dir, head.status)}, {head.num_iterations} iterations"
+        config = load_config_of(run_dir, head)
+        lines["experiment"] = f"{config.experiment}, seed {config.seed}, {config.numerics.mode} numerics"
+        lines |= {name: f"{value:.4g}" for name, value in head.final.items() if not isinstance(value, str)}
+        lines["fingerprint"] = head.fingerprint
+    except UserError as error:
+        lines["cannot be read"] = str(error)
+    return lines
+
+
+def _as_line(run_dir: Path) -> str:
+    """The facts on one line, the fingerprint cut."""
+    found = _facts(run_dir)
+    if "fingerprint" in found:
+        found["fingerprint"] = found["fingerprint"][:12]
+    return f"<{'; '.join(f'{name} {value}' for name, value in found.items())}>"
+
+
+def _as_html(run_dir: Path) -> str:
+    """The facts as a table."""
+    rows = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in _facts(run_dir).items())
+    return f"<table>{''.join(rows)}</table>"

@@ -59,8 +59,9 @@ def logprobs(
     Source: the order of each sum is described in ppo_repro/numerics/README.md.
 
     >>> import torch, ppo_repro
-    >>> from ppo_repro.testing.small_models import CONFIGS, small_model
-    >>> model = ppo_repro.deterministic(small_model(CONFIGS["llama"](), seed=0))
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=89, hidden_size=48, num_hidden_layers=2, num_attention_heads=4)
+    >>> model = ppo_repro.deterministic(LlamaForCausalLM(config).eval())
     >>> ppo_repro.logprobs(model, torch.tensor([[1, 2, 3]])).shape
     torch.Size([1, 3])
     """
@@ -125,8 +126,9 @@ def generate(
     Source: Gumbel-max; the noise is described in ppo_repro/rollout/sampler.py.
 
     >>> import torch, ppo_repro
-    >>> from ppo_repro.testing.small_models import CONFIGS, small_model
-    >>> model = ppo_repro.deterministic(small_model(CONFIGS["llama"](), seed=0))
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=89, hidden_size=48, num_hidden_layers=2, num_attention_heads=4)
+    >>> model = ppo_repro.deterministic(LlamaForCausalLM(config).eval())
     >>> sampling = ppo_repro.Sampling(temperature=0.8, max_response_tokens=8)
     >>> first, second = ppo_repro.generate(model, [[5, 6, 7], [8, 9]], sampling)
     >>> tokens = torch.tensor([[*first.prompt_ids, *first.response_ids]])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,19 +12,22 @@ from typing import TYPE_CHECKING, Any
 from ppo_repro.commands.kinds import kind_of
 from ppo_repro.commands.memory import within_memory, within_recorded
 from ppo_repro.commands.run_folders import MANIFEST
-from ppo_repro.config.files import absolute_paths, build_config, load_config
+from ppo_repro.config.files import absolute_paths, apply_overrides, build_config, load_config
 from ppo_repro.config.run import RunConfig
+from ppo_repro.config.section import run_folder
 from ppo_repro.errors import UserError
 from ppo_repro.interrupts import heard
-from ppo_repro.library.checks import check_overrides, folder_of
+from ppo_repro.library.checks import Overrides, folder_of, override_lines
 from ppo_repro.library.progress import NotebookProgress
 from ppo_repro.library.reward_file import Reward, reward_path
 from ppo_repro.library.runs import Run, RunOrPath, open_run
 from ppo_repro.ranks import ALONE
 from ppo_repro.records import reader
+from ppo_repro.runs import rerun as rerunner
+from ppo_repro.runs import resume as resumer
 from ppo_repro.runs import run as runner
 from ppo_repro.runs.language import LanguageKind
-from ppo_repro.runs.run import Rerun, run_folder
+from ppo_repro.runs.rerun import Rerun
 from ppo_repro.watcher import Silent
 
 if TYPE_CHECKING:
@@ -72,7 +76,7 @@ def train(
     *,
     reward: Reward | str | None = None,
     on_iteration: OnIteration | None = None,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     out: Path | str = "runs",
     progress: bool = True,
 ) -> Run:
@@ -85,7 +89,7 @@ def train(
             and plain constants that it uses, so that the run can be executed again; or 'FILE.py:FUNCTION'.
         on_iteration: called after each iteration is on disk, with its row of the table `iterations`. What it raises
             ends the run; complete iterations are kept, and `resume` goes on. Likewise for an interrupt, which says so.
-        overrides: `FIELD=VALUE`, as after --set; for a YAML file only.
+        overrides: fields to change, as `{"ppo.epochs": 2}` or, as after --set, `["ppo.epochs=2"]`.
         out: the run is recorded in OUT/<experiment>/seed<seed>-<digest of the configuration>.
         progress: show how far it is: in a notebook one line for each phase, elsewhere as `ppo-repro run` does.
 
@@ -119,15 +123,13 @@ def train(
     return open_run(run_dir)
 
 
-def _checked(config: RunConfig | Mapping[str, Any] | Path | str, overrides: Sequence[str]) -> RunConfig:
-    check_overrides(overrides)
+def _checked(config: RunConfig | Mapping[str, Any] | Path | str, overrides: Overrides) -> RunConfig:
     if isinstance(config, Path | str):
-        return load_config(folder_of("config", config), overrides)
-    if overrides:
-        raise UserError("overrides: are for a YAML file only; change the fields of the configuration that you give")
+        return load_config(folder_of("config", config), override_lines(overrides))
     if not isinstance(config, RunConfig | Mapping):
         raise UserError(f"config is of type {type(config).__name__}; must be a YAML file, or a dict of its fields")
-    tree = config.model_dump(mode="json") if isinstance(config, RunConfig) else dict(config)
+    tree = config.model_dump(mode="json") if isinstance(config, RunConfig) else copy.deepcopy(dict(config))
+    apply_overrides(tree, override_lines(overrides))
     return absolute_paths(build_config(tree, "train"))
 
 
@@ -135,13 +137,13 @@ def resume(
     run: RunOrPath,
     *,
     on_iteration: OnIteration | None = None,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     progress: bool = True,
 ) -> Run:
     """Go on with a run that was interrupted, killed or failed, to the bits of one that never stopped.
 
     It begins after the newest checkpoint, or anew; what is recorded already is computed again and compared.
-    `overrides` (`layout.threads=2`) may change what must not change a bit; the others are as in `train`.
+    `overrides` (`{"layout.threads": 2}`) may change what must not change a bit; the others are as in `train`.
 
     UserError where the run is complete or written by another process, a file of it is damaged, its inputs have changed
     or an override could change a result. PromiseBroken where a bit differs from its record.
@@ -160,21 +162,21 @@ def resume(
     >>> ppo_repro.resume(run).status
     'complete'
     """
-    check_overrides(overrides)
+    lines = override_lines(overrides)
     path = open_run(run).path
     with (
         _saying_how_to_go_on(path),
         _Telling(path, on_iteration, progress) as watcher,
-        within_recorded(path, overrides),
+        within_recorded(path, lines),
     ):
-        runner.resume(kind_of(path).executed_by(watcher, ALONE), path, overrides)
+        resumer.resume(kind_of(path).executed_by(watcher, ALONE), path, lines)
     return open_run(path)
 
 
-def rerun(run: RunOrPath, overrides: Sequence[str] = ()) -> Rerun:
+def rerun(run: RunOrPath, overrides: Overrides = ()) -> Rerun:
     """Execute a recorded run again, in memory, and compare every buffer with its files.
 
-    `overrides` (`layout.threads=2`) may change what must not change a bit. `.difference` is None where every bit came
+    `overrides` (`{"layout.threads": 2}`) may change what must not change a bit. `.difference` is None if every bit came
     out again; `.fingerprint` and `.iterations` are of the new execution. UserError where the run is not complete, its
     inputs have changed or an override could change a result.
 
@@ -184,6 +186,6 @@ def rerun(run: RunOrPath, overrides: Sequence[str] = ()) -> Rerun:
     >>> print(ppo_repro.rerun(EXAMPLE_RUN).difference)
     None
     """
-    check_overrides(overrides)
+    lines = override_lines(overrides)
     path = open_run(run).path
-    return runner.rerun(kind_of(path).executed_by(Silent(), ALONE), path, overrides)
+    return rerunner.rerun(kind_of(path).executed_by(Silent(), ALONE), path, lines)

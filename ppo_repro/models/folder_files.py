@@ -10,7 +10,6 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from ppo_repro.disk.regular import read_regular
 from ppo_repro.errors import UserError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -96,7 +95,7 @@ def check_weights(folder: Path, where: str) -> None:
 
 def _read_object(path: Path, where: str) -> dict[str, Any]:
     try:
-        content = json.loads(read_regular(path))
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{where}: {path.name} cannot be read as JSON ({_short(error)}); restore it") from error
     if not isinstance(content, dict):

@@ -1,16 +1,18 @@
 """Low-rank adapters that are always merged, so that sampler and trainer still agree on every bit. Hu et al., 2022.
 
-The model holds the merged weights W' = W + s B A (see `models.low_rank`), and every forward pass uses them. A
-backward pass collects the gradient of W' as in full training. The optimizer turns it into the gradients of A and B,
-steps on A and B alone, and merges again. That saves optimizer moments and checkpoint size, but no gradient memory.
+The model holds the merged weights W' = W + s B A, A [r, K], B [N, r], and every forward pass uses them; other
+implementations compute x W^T + s (x A^T) B^T in training and merge for generation, which round differently. A backward
+pass collects the gradient of W' as in full training. The optimizer steps on A and B and merges again. That saves
+optimizer moments and checkpoint size, but no gradient memory.
 
 A policy has nothing but adapters to train. A value model also has its head, which starts from nothing.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,15 +22,26 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.errors import UserError
-from ppo_repro.models import low_rank
 from ppo_repro.models.networks import ValueModel
+from ppo_repro.numerics import library
 from ppo_repro.numerics.network import Network, is_deterministic, network_of
+from ppo_repro.numerics.structs import MatrixStruct, address
 from ppo_repro.seeding import words
 
 _UNIFORM_BITS = 24
 TRUNK = "trunk."  # where a value model has its trunk
 
 Adaptable = PreTrainedModel | ValueModel
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """[M, N], [N, K] -> sum_n a[m, n] b[n, k] [M, K] by the kernels: blocks of 128 terms, each a chain of fma."""
+    a, b = a.contiguous(), b.contiguous()
+    out = torch.empty(len(a), b.shape[1])
+    matrix = MatrixStruct(w=address(b), n=len(b), k=b.shape[1], grad=-1, bias_grad=-1)
+    (terms, columns), rows = b.shape, len(a)
+    library.load().linear_backward_input(ctypes.byref(matrix), address(a), terms, rows, address(out), columns)
+    return out
 
 
 @dataclass(frozen=True)
@@ -66,30 +79,33 @@ class Lora:
             for which, tensor in (("A", layer.a), ("B", layer.b))
         }
 
-    def merged_weights(self) -> dict[str, nn.Parameter]:
-        """W' of every layer as the model has it, by the name of the layer."""
-        return {name: layer.weight for name, layer in self.layers.items()}
-
     def trained(self) -> dict[str, Tensor]:
         """Everything that is trained: the factors, and the parameters trained whole."""
         return {**self.factors(), **self.whole}
 
+    def _product(self, a: Tensor, b: Tensor) -> Tensor:
+        return product(a, b) if self.deterministic else a @ b
+
     @torch.no_grad()
     def merge(self) -> None:
-        """Set the model's weights to W + s B A."""
-        merge = low_rank.merge if self.deterministic else low_rank.merge_native
+        """Set the model's weights to W + s (B A); where B A is zero, W' has the bits of W, its sign included."""
         for layer in self.layers.values():
-            merged = merge(layer.base, layer.a, layer.b, self.scale)
+            added = self._product(layer.b, layer.a)
+            merged = torch.where(added == 0, layer.base, layer.base + added * self.scale)
             layer.weight.copy_(merged.t() if layer.transposed else merged)
 
-    def factor_gradients(self, gradient_of: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """Gradients of all factors from the gradients of the merged weights, which have the shape of `weight`."""
-        gradients_of = low_rank.factor_gradients if self.deterministic else low_rank.factor_gradients_native
-        gradients: dict[str, Tensor] = {}
+    def gradients(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gradients of all that is trained, from those of the model's parameters: zeros for a weight without one.
+
+        dA = s (B^T dW') and dB = s (dW' A^T) are functions of dW' alone, so no layout of the work shows in them.
+        """
+        gradients = {name: collected[name] for name in self.whole if name in collected}
         for name, layer in self.layers.items():
-            merged = gradient_of(name).t() if layer.transposed else gradient_of(name)
-            a, b = gradients_of(merged, layer.a, layer.b, self.scale)
-            gradients[f"{name}.lora_A.weight"], gradients[f"{name}.lora_B.weight"] = a, b
+            gradient = collected.get(f"{name}.weight")
+            merged = torch.zeros_like(layer.weight) if gradient is None else gradient
+            merged = merged.t() if layer.transposed else merged
+            gradients[f"{name}.lora_A.weight"] = self._product(layer.b.t(), merged) * self.scale
+            gradients[f"{name}.lora_B.weight"] = self._product(merged, layer.a.t()) * self.scale
         return gradients
 
 
@@ -180,15 +196,16 @@ def share_frozen(model: Adaptable, base: PreTrainedModel, lora: Lora) -> Lora:
     """
     prefix = TRUNK if isinstance(model, ValueModel) else ""
     own_trunk = model.trunk if isinstance(model, ValueModel) else model
+    for each in (own_trunk, base):  # now: a weight that moves later would leave its old memory to the adapter
+        network = network_of(each)
+        if isinstance(network, Network):
+            network.fuse()
     layers = {}
     for name, layer in lora.layers.items():
         weight = base.get_submodule(name.removeprefix(prefix)).get_parameter("weight").detach()
         shared = weight.t() if layer.transposed else weight
         _require_same_bits(name, layer.base, shared)
         layers[name] = replace(layer, base=shared)
-    network = network_of(own_trunk)
-    if isinstance(network, Network):
-        network.fuse()
     trained = {layer.weight.untyped_storage().data_ptr() for layer in lora.layers.values()}
     for name, module in own_trunk.named_modules():
         twin = base.get_submodule(name)

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from ppo_repro.config.mismatch import SamplerPrecision
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.numerics.families import check_visibility, decoder_layers, routers, trunk_of
 from ppo_repro.numerics.linear import linear
 from ppo_repro.numerics.native import NativeNetwork
 from ppo_repro.numerics.network import Lowered, is_deterministic, logits, lower, lowered_of, network_of
+from ppo_repro.numerics.precision import NARROW, Precision
 from ppo_repro.numerics.rows import Rows
 from ppo_repro.numerics.structs import Ints
 from ppo_repro.seeding import bell
@@ -133,3 +135,26 @@ def value_predictions(value_model: ValueModel, batch: TokenBatch) -> Tensor:
 def values_of(value_model: ValueModel, hidden: Tensor, batch: TokenBatch) -> Tensor:
     """Values [n] float32 from the trunk's hidden states [n, H] of a batch."""
     return scalar(value_model.head, hidden, batch.rows, is_deterministic(value_model.trunk))
+
+
+def precision_of(config: SamplerPrecision) -> Precision:
+    """What each kind of number is rounded to, as the configuration names formats."""
+    narrow_inputs = config.activations in NARROW
+    return Precision(
+        weights=config.weights,
+        other_weights=config.rest if config.weights in NARROW else config.weights,
+        linear_inputs=config.activations if narrow_inputs else "float32",
+        activations=config.rest if narrow_inputs else config.activations,
+        kv_cache=config.kv_cache,
+        logits=config.logits,
+    )
+
+
+def rounded_view(policy: PreTrainedModel, precision: Precision) -> PreTrainedModel:
+    """A model over the very parameters of another one that rounds; the model itself if there is nothing to round."""
+    lowered = lowered_of(policy)
+    if lowered is None or precision == Precision():
+        return policy
+    shared = (*policy.parameters(), *policy.buffers())
+    view = copy.deepcopy(policy, {id(tensor): tensor for tensor in shared})
+    return lower(view, replace(lowered, precision=precision))

@@ -8,19 +8,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from ppo_repro.disk.folder import whole_folder, write_sums
 from ppo_repro.errors import UserError
-from ppo_repro.models.load import load_as
 from ppo_repro.models.networks import ValueModel, make_policy, sequence_scores
-from ppo_repro.numerics.device import state_on_cpu
-from ppo_repro.numerics.families import CLASSIFIER_OF, CLASSIFIERS, trunk_of
+from ppo_repro.numerics.families import CLASSIFIER_OF, trunk_of
 from ppo_repro.seeding import bell
 
 
@@ -46,41 +42,6 @@ def make_reward_model(source: PreTrainedModel, mode: str, max_context: int, seed
     with torch.no_grad():
         _head_of(model).weight.copy_(torch.from_numpy(draws)[None, :])
     return make_policy(model, mode, max_context)
-
-
-def load_reward_model(folder: Path, mode: str, max_context: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Reward model and tokenizer of a transformers folder, without code from it and without the network.
-
-    UserError where the class is not one of `CLASSIFIERS`, there is more than one label, or it cannot be read.
-    """
-    where = f"reward model {folder}"
-    model, tokenizer = load_as(folder, AutoModelForSequenceClassification, CLASSIFIERS, where)
-    if model.config.num_labels != 1:
-        raise UserError(f"{where}: num_labels = {model.config.num_labels}; a reward model has exactly 1")
-    return make_policy(model, mode, max_context), tokenizer
-
-
-def require_same_tokens(policy: PreTrainedTokenizerBase, reward: PreTrainedTokenizerBase) -> None:
-    """Raise UserError unless both vocabularies are equal: the reward model scores token ids, not text."""
-    ours, theirs = policy.get_vocab(), reward.get_vocab()
-    if ours != theirs:
-        token = min(set(ours.items()) ^ set(theirs.items()))[0]
-        raise UserError(
-            f"the reward model has another tokenizer than the policy: token {token!r} is {ours.get(token)} in the "
-            f"policy's and {theirs.get(token)} in the reward model's; use models with the same tokenizer"
-        )
-
-
-def save_reward_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save a folder for AutoModelForSequenceClassification, whole or not at all. UserError where that fails.
-
-    transformers' own forward reads the score at the last token that is not `pad_token_id`. Where that is the end
-    token, its scores differ from these.
-    """
-    with whole_folder(folder) as temporary:
-        model.save_pretrained(temporary, state_dict=state_on_cpu(model))
-        tokenizer.save_pretrained(temporary)
-        write_sums(temporary)
 
 
 @torch.no_grad()

@@ -1,17 +1,82 @@
-"""The one mutable object of a run."""
+"""The one mutable object of a run, and the policy's earlier weights for a sampler that is behind."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppo_repro.buffers import Coefficients
 from ppo_repro.models.networks import ValueModel
-from ppo_repro.models.versions import Versions
 from ppo_repro.numerics.network import forget_packed, free_memory
-from ppo_repro.numerics.optimizer import Optimizer
+from ppo_repro.numerics.optimizer import Optimizer, copy_named, weights_digest
+
+Stream = tuple[int | str, ...]  # the name of a random stream
+HiddenHook = Callable[[Tensor, Tensor, Stream], Tensor]
+Weights = dict[str, Tensor]  # of everything in the policy that is trained: with adapters, their factors
+
+
+@dataclass
+class Versions:
+    """The versions that a sampler may still need; version v is the policy after v iterations, the newest the policy."""
+
+    live: Mapping[str, Tensor]  # the policy's, not copied
+    depth: int  # how far behind a sampler may be
+    merge: Callable[[], None] = lambda: None  # makes the policy's weights of changed factors
+    kept: dict[int, Weights] = field(default_factory=dict)
+
+    @property
+    def newest(self) -> int:
+        """The version that the policy is now."""
+        return max(self.kept)
+
+    def keep(self, version: int) -> None:
+        """Copy the policy, which is `version` now."""
+        self.kept[version] = {name: tensor.detach().clone() for name, tensor in self.live.items()}
+
+    def forget(self, version: int) -> None:
+        """Forget what no sampler needs once the policy is `version`."""
+        self.kept = {v: weights for v, weights in self.kept.items() if v >= version - self.depth}
+
+    @contextmanager
+    def at(self, version: int) -> Iterator[None]:
+        """The policy has the weights of `version` inside the block, and the newest again after it."""
+        newest = self.newest
+        if version == newest:
+            yield
+            return
+        self._load(version)
+        try:
+            yield
+        finally:
+            self._load(newest)
+
+    def _load(self, version: int) -> None:
+        copy_named({name: tensor.detach() for name, tensor in self.live.items()}, self.kept[version])
+        self.merge()
+
+    def tensors(self) -> Weights:
+        """All kept weights, named `version/parameter`."""
+        return {f"{v}/{name}": t for v, weights in self.kept.items() for name, t in weights.items()}
+
+    def restore(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Take kept weights back for a policy that is `version`; ValueError where they are not those it needs."""
+        kept: dict[int, Weights] = {}
+        for name, tensor in tensors.items():
+            number, _, parameter = name.partition("/")
+            kept.setdefault(int(number), {})[parameter] = tensor.clone()
+        expected = set(range(max(0, version - self.depth), version))
+        if set(kept) != expected or any(set(weights) != set(self.live) for weights in kept.values()):
+            raise ValueError(f"it has older policies {sorted(kept)}, and the sampler needs {sorted(expected)}")
+        self.kept = kept
+
+
+def unchanged(hidden: Tensor, tokens: Tensor, stream: Stream) -> Tensor:
+    """Return the policy's last hidden states [n, H] of `tokens` [n] as they are."""
+    return hidden
 
 
 @dataclass
@@ -27,6 +92,7 @@ class TrainState:
     iteration: int = 0
     versions: Versions | None = None  # None for a sampler that is never behind
     sampler: PreTrainedModel | None = None  # the policy as the sampler has it, where that is another object
+    hidden_hook: HiddenHook = unchanged  # what happens to the policy's last hidden states in training
 
     def rest_sampler(self) -> None:
         """Free the packed weights that only the sampler needs, until the next rollout."""
@@ -42,18 +108,18 @@ class TrainState:
         free_memory(self.policy)
         forget_packed(self.reference)
 
-    def versions_now(self) -> Versions | None:
-        """The versions of the policy that the sampler may use, with a copy of the present one."""
-        if self.versions is not None:
-            self.versions.keep(self.iteration)
-        return self.versions
-
     @property
     def own_value_module(self) -> nn.Module:
         """What of the value model is not the policy's: all, or a head on the policy's trunk; nothing without one."""
         if self.value_model is None:
             return nn.Module()
         return self.value_model if self.value_optimizer is not None else self.value_model.head
+
+    def digests(self) -> tuple[str, str | None]:
+        """Digests of the weights of policy and value model; None without a value model."""
+        policy = weights_digest(self.policy.named_parameters())
+        value = None if self.value_model is None else weights_digest(self.own_value_module.named_parameters())
+        return policy, value
 
     def value_parameters(self) -> dict[str, Tensor]:
         """The parameters of `own_value_module`."""

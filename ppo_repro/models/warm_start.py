@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_repro.config.run import NumericsConfig, TinyModel
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
-from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, StepReport, make_optimizer
+from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, StepReport
 from ppo_repro.numerics.rows import slots_of
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.numerics.token_statistics import token_statistics
@@ -85,7 +85,7 @@ def warm_start(
     """
     policy = make_policy(source, numerics.mode, numerics.max_context)
     settings = AdamWSettings(config.warm_start_learning_rate, 0.9, 0.98, 1e-8, 0.01, 1.0)
-    optimizer = make_optimizer(policy, settings, numerics.mode)
+    optimizer = Optimizer(policy, settings, numerics.mode)
     pairs: list[Pair] = [
         (tokenizer(p.prompt)["input_ids"], [*tokenizer(p.answer)["input_ids"], tokenizer.eos_token_id])
         for p in problems

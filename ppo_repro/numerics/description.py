@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
@@ -25,6 +24,31 @@ ACTIVATIONS = {
 }
 
 
+class _Names(NamedTuple):
+    """What a family calls the parts of its trunk; the defaults are those of Llama."""
+
+    layers: str = "layers"
+    embedding: str = "embed_tokens"
+    norm1: str = "input_layernorm"
+    norm2: str = "post_attention_layernorm"
+    last_norm: str = "norm"
+    eps: str = "rms_norm_eps"
+    attention: str = "self_attn"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    out: str = "o_proj"
+    up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+
+
+_GPT2 = _Names(
+    *("h", "wte", "ln_1", "ln_2", "ln_f", "layer_norm_epsilon"), "attn", ("c_attn",), "c_proj", ("c_fc",), "c_proj"
+)
+_GPT_NEOX = _Names(
+    *("layers", "embed_in", "input_layernorm", "post_attention_layernorm", "final_layer_norm", "layer_norm_eps"),
+    *("attention", ("query_key_value",), "dense", ("dense_h_to_4h",), "dense_4h_to_h"),
+)
+
+
 @dataclass(frozen=True)
 class NormParts:
     """A norm and its name in the model."""
@@ -40,69 +64,49 @@ class MatrixParts:
 
     weights: tuple[Tensor, ...]
     biases: tuple[Tensor, ...]
-    transposed: bool = False
+    transposed: bool
 
 
 @dataclass(frozen=True)
 class LayerParts:
-    """The parameters of a decoder layer."""
+    """The parameters of a decoder layer by the fields of the C struct `Layer`."""
 
-    norm1: NormParts
-    norm2: NormParts
-    qkv: MatrixParts
-    out: MatrixParts
-    q_norm: NormParts | None
-    k_norm: NormParts | None
-    up: MatrixParts | None  # gates first, then ups; None in a mixture of experts
-    down: MatrixParts | None
-    router: MatrixParts | None  # None without experts
-    expert_up: Tensor | None  # [E, 2 I, H]
-    expert_down: Tensor | None  # [E, H, I]
+    norms: dict[str, NormParts]
+    matrices: dict[str, MatrixParts]  # `up`: gates first, then ups
+    experts: dict[str, Tensor]  # expert_up [E, 2 I, H], expert_down [E, H, I]; empty without experts
     window: int  # keys that a query sees; 0: all
     scale: float  # of scores
 
 
 @dataclass(frozen=True)
 class Description:
-    """A trunk: what the C struct `Model` says of it."""
+    """A trunk: its parameters, and the numbers of the C struct `Model` by field."""
 
-    config: PretrainedConfig
     embedding: Tensor
-    padding: int  # the token whose embedding is not trained, as in nn.Embedding; -1: none
-    embedding_scale: float
     positions: Tensor | None  # learned; None with rotary positions
     layers: tuple[LayerParts, ...]
     last_norm: NormParts
-    norm: int
-    eps: float
-    activation: int
-    gated: bool
-    parallel: bool  # attention and MLP read the same input
-    interleaved: bool  # query, key and value of a head lie together in a row
-    experts: int = 0
-    chosen: int = 0
-    normalised: bool = False
-    names: tuple[str, ...] = field(default=())  # of norms in the order of a forward pass
+    numbers: dict[str, float]
 
     @property
-    def qk_norm(self) -> int:
-        found = self.layers[0].q_norm
-        if found is None:
-            return NO_NORM
-        return OF_HEADS if len(found.weight) == head_dim(self.config) else WHOLE
+    def norm_names(self) -> list[str]:
+        """The names of the norms in the order of a forward pass."""
+        of_layers = [layer.norms[name].name for layer in self.layers for name in ("norm1", "norm2")]
+        return [*of_layers, self.last_norm.name]
 
-    @property
-    def mixtures(self) -> int:
-        """How many layers have experts."""
-        return sum(layer.router is not None for layer in self.layers)
+
+def activation_of(config: PretrainedConfig) -> tuple[str, Any]:
+    """The field of a configuration that names the activation, and its value."""
+    field = "activation_function" if hasattr(config, "activation_function") else "hidden_act"
+    return field, getattr(config, field)
 
 
 def check_config(config: PretrainedConfig, max_context: int) -> None:
     """UserError naming the first setting of a model that the kernels do not cover."""
     check_visibility(config, max_context)
-    activation = "activation_function" if hasattr(config, "activation_function") else "hidden_act"
+    activation, function = activation_of(config)
     refusals = {
-        activation: getattr(config, activation) not in ACTIVATIONS,
+        activation: function not in ACTIVATIONS,
         "clip_qkv": getattr(config, "clip_qkv", None) is not None,
         "pretraining_tp": getattr(config, "pretraining_tp", 1) not in (None, 1),
     }
@@ -118,102 +122,64 @@ def _norm(names: dict[int, str], module: Any) -> NormParts:
     return NormParts(names[id(module)], module.weight, getattr(module, "bias", None))
 
 
-def _matrix(*modules: Any) -> MatrixParts:
+def _matrix(parent: Any, *names: str) -> MatrixParts:
+    modules = [getattr(parent, name) for name in names]
     biases = tuple(m.bias for m in modules if getattr(m, "bias", None) is not None)
     return MatrixParts(tuple(m.weight for m in modules), biases, isinstance(modules[0], Conv1D))
 
 
-def _mlp(block: Any) -> dict[str, Any]:
-    """The parts of an MLP or of a mixture of experts; the tables of `families` know no other classes."""
-    if isinstance(block, MIXTURES):
-        experts: Any = block.experts
-        return {
-            **dict.fromkeys(("up", "down")),
-            "router": _matrix(block.gate),
-            "expert_up": experts.gate_up_proj,
-            "expert_down": experts.down_proj,
-        }
-    none = dict.fromkeys(("router", "expert_up", "expert_down"))
-    if hasattr(block, "gate_proj"):
-        return {**none, "up": _matrix(block.gate_proj, block.up_proj), "down": _matrix(block.down_proj)}
-    if hasattr(block, "c_fc"):
-        return {**none, "up": _matrix(block.c_fc), "down": _matrix(block.c_proj)}
-    return {**none, "up": _matrix(block.dense_h_to_4h), "down": _matrix(block.dense_4h_to_h)}
-
-
-def _layer(names: dict[int, str], layer: Any, window: int) -> LayerParts:
-    kind = next(name for name in ("self_attn", "attn", "attention") if hasattr(layer, name))
-    attention = getattr(layer, kind)
-    q_norm = k_norm = None
-    if kind == "self_attn":
-        qkv = _matrix(attention.q_proj, attention.k_proj, attention.v_proj)
-        out = attention.o_proj
-        if hasattr(attention, "q_norm"):
-            q_norm, k_norm = _norm(names, attention.q_norm), _norm(names, attention.k_norm)
+def _layer(names: _Names, by_module: dict[int, str], layer: Any, window: int) -> LayerParts:
+    attention, mlp = getattr(layer, names.attention), layer.mlp
+    norms = {name: _norm(by_module, getattr(layer, getattr(names, name))) for name in ("norm1", "norm2")}
+    norms |= {n: _norm(by_module, getattr(attention, n)) for n in ("q_norm", "k_norm") if hasattr(attention, n)}
+    matrices = {"qkv": _matrix(attention, *names.qkv), "out": _matrix(attention, names.out)}
+    experts = {}
+    if isinstance(mlp, MIXTURES):
+        mixture = cast(Any, mlp)
+        matrices["router"] = _matrix(mixture, "gate")
+        experts = {"expert_up": mixture.experts.gate_up_proj, "expert_down": mixture.experts.down_proj}
     else:
-        qkv = _matrix(attention.c_attn if kind == "attn" else attention.query_key_value)
-        out = attention.c_proj if kind == "attn" else attention.dense
-    before, after = ("ln_1", "ln_2") if kind == "attn" else ("input_layernorm", "post_attention_layernorm")
-    return LayerParts(
-        norm1=_norm(names, getattr(layer, before)),
-        norm2=_norm(names, getattr(layer, after)),
-        qkv=qkv,
-        out=_matrix(out),
-        q_norm=q_norm,
-        k_norm=k_norm,
-        window=window,
-        scale=float(attention.scaling),
-        **_mlp(layer.mlp),
-    )
-
-
-def _norms(layers: tuple[LayerParts, ...], last: NormParts) -> Iterator[str]:
-    for layer in layers:
-        yield layer.norm1.name
-        yield layer.norm2.name
-    yield last.name
+        matrices |= {"up": _matrix(mlp, *names.up), "down": _matrix(mlp, names.down)}
+    return LayerParts(norms, matrices, experts, window, float(attention.scaling))
 
 
 def describe(trunk: PreTrainedModel) -> Description:
     """The description of a trunk of a known family."""
     parts, config = cast(Any, trunk), trunk.config
     family = config.model_type
-    names = {id(module): name for name, module in trunk.named_modules()}
-    modules = parts.h if family == "gpt2" else parts.layers
-    layers = tuple(_layer(names, layer, window) for layer, window in zip(modules, windows_of(config), strict=True))
-    last = {"gpt2": "ln_f", "gpt_neox": "final_layer_norm"}.get(family, "norm")
-    table = getattr(parts, {"gpt2": "wte", "gpt_neox": "embed_in"}.get(family, "embed_tokens"))
-    last_norm = _norm(names, getattr(parts, last))
+    names = {"gpt2": _GPT2, "gpt_neox": _GPT_NEOX}.get(family, _Names())
+    by_module = {id(module): name for name, module in trunk.named_modules()}
+    modules = zip(getattr(parts, names.layers), windows_of(config), strict=True)
+    layers = tuple(_layer(names, by_module, layer, window) for layer, window in modules)
+    table = getattr(parts, names.embedding)
+    positions = parts.wpe.weight if family == "gpt2" else None
     layer_norms = family in ("gpt2", "gpt_neox")
-    eps = {"gpt2": "layer_norm_epsilon", "gpt_neox": "layer_norm_eps"}.get(family, "rms_norm_eps")
-    activation = "activation_function" if hasattr(config, "activation_function") else "hidden_act"
-    block = next((m for m in trunk.modules() if isinstance(m, MIXTURES)), None)
-    router = None if block is None else cast(Any, block).gate
-    return Description(
-        config=config,
-        embedding=table.weight,
-        padding=-1 if table.padding_idx is None else int(table.padding_idx),
-        embedding_scale=math.sqrt(config.hidden_size) if family == "gemma" else 1.0,
-        positions=parts.wpe.weight if family == "gpt2" else None,
-        layers=layers,
-        last_norm=last_norm,
+    mixture = next((cast(Any, m) for m in trunk.modules() if isinstance(m, MIXTURES)), None)
+    q_norm = layers[0].norms.get("q_norm")
+    heads, kv_heads, d = config.num_attention_heads, key_value_heads(config), head_dim(config)
+    in_row: dict[str, float] = dict(q_at=0, q_step=d, k_at=heads * d, k_step=d, v_at=(heads + kv_heads) * d, v_step=d)
+    if family == "gpt_neox":  # query, key and value of a head lie together in a row
+        in_row = dict(q_at=0, q_step=3 * d, k_at=d, k_step=3 * d, v_at=2 * d, v_step=3 * d)
+    numbers: dict[str, float] = dict(
+        layers=len(layers),
+        hidden=config.hidden_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=d,
+        vocabulary=len(table.weight),
         norm=LAYER if layer_norms else RMS_OFFSET if family == "gemma" else RMS,
-        eps=float(getattr(config, eps)),
-        activation=ACTIVATIONS[getattr(config, activation)],
+        qk_norm=NO_NORM if q_norm is None else OF_HEADS if len(q_norm.weight) == d else WHOLE,
+        activation=ACTIVATIONS[activation_of(config)[1]],
         gated=not layer_norms,
         parallel=family == "gpt_neox" and bool(config.use_parallel_residual),
-        interleaved=family == "gpt_neox",
-        experts=0 if router is None else len(router.weight),
-        chosen=0 if router is None else int(router.top_k),
-        normalised=bool(getattr(router, "norm_topk_prob", True)),  # Mixtral's always are
-        names=tuple(_norms(layers, last_norm)),
+        experts=0 if mixture is None else len(mixture.gate.weight),
+        chosen=0 if mixture is None else int(mixture.gate.top_k),
+        normalised=mixture is not None and bool(getattr(mixture.gate, "norm_topk_prob", True)),  # Mixtral's always are
+        mixtures=sum(bool(layer.experts) for layer in layers),
+        position_entries=0 if positions is None else len(positions),
+        padding=-1 if table.padding_idx is None else int(table.padding_idx),
+        eps=float(getattr(config, names.eps)),
+        embedding_scale=math.sqrt(config.hidden_size) if family == "gemma" else 1.0,
     )
-
-
-def heads_in_row(description: Description) -> tuple[int, int, int, int, int, int]:
-    """Where queries, keys and values begin in a row of the first product, and how far their heads are apart."""
-    config = description.config
-    d, heads, kv_heads = head_dim(config), config.num_attention_heads, key_value_heads(config)
-    if description.interleaved:
-        return 0, 3 * d, d, 3 * d, 2 * d, 3 * d
-    return 0, d, heads * d, d, (heads + kv_heads) * d, d
+    last_norm = _norm(by_module, getattr(parts, names.last_norm))
+    return Description(table.weight, positions, layers, last_norm, numbers | in_row)

@@ -5,6 +5,8 @@ The library's exp, log, cos, sin and sqrt depend on the instruction set, the vec
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ppo_repro.numerics import library
-from ppo_repro.numerics.arrays import at
+from ppo_repro.numerics.structs import at
 
 _NAMES = {torch.float32: "float32", torch.float64: "float64"}
 EXP_MIN, EXP_MAX = -87.0, 88.0  # e^x is a normal float32
@@ -30,6 +32,16 @@ def _mapped(function: str, x: Tensor) -> Tensor:
 def exp(x: Tensor) -> Tensor:
     """e^x of float32, within 1.01 ulp; exp(0) is exactly 1. x is clamped to [-87, 88]: never 0 or infinite."""
     return _mapped("exp", x.to(torch.float32).clamp(EXP_MIN, EXP_MAX))
+
+
+def expm1(x: Tensor) -> Tensor:
+    """e^x - 1 of float32, within 1 ulp; expm1(0) is exactly 0. x is clamped to [-87, 88] as in `exp`."""
+    x64 = x.detach().to(torch.float64).clamp(EXP_MIN, EXP_MAX)
+    series = torch.ones_like(x64)
+    # x (1 + x/2 (1 + x/3 (1 + ...))), whose remainder for |x| <= 1 is below 2^-60 of the sum
+    for n in range(20, 1, -1):
+        series = 1.0 + x64 * series / n
+    return torch.where(x64.abs() <= 1.0, x64 * series, exp64(x64) - 1.0).to(torch.float32)
 
 
 def exp64(x: Tensor) -> Tensor:
@@ -71,45 +83,33 @@ def softplus(x: Tensor) -> Tensor:
     return _mapped("softplus", x.to(torch.float64).clamp(min=_LEAST[x.dtype])).to(x.dtype)
 
 
-class Exp(Function):
-    """`exp` with its derivative: d exp(x) = exp(x) dx."""
+class _Differentiable(Function):
+    """y = f(x) with dy = slope(x, y) dx."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = exp(x)
-        ctx.save_for_backward(y)
+    def forward(
+        ctx: Any, x: Tensor, f: Callable[[Tensor], Tensor], slope: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        y = f(x)
+        ctx.save_for_backward(x, y)
+        ctx.slope = slope
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return grad * y
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad * ctx.slope(*ctx.saved_tensors), None, None
 
 
-class Softplus(Function):
-    """`softplus` with its derivative, `sigmoid`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return softplus(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return grad * sigmoid(x)
+def differentiable_exp(x: Tensor) -> Tensor:
+    """`exp` with its derivative, exp(x)."""
+    return _Differentiable.apply(x, exp, lambda x, y: y)
 
 
-class Tanh(Function):
-    """y = tanh(x) of float32, within 1.4 ulp, with its derivative 1 - y^2."""
+def differentiable_softplus(x: Tensor) -> Tensor:
+    """`softplus` with its derivative, sigmoid(x)."""
+    return _Differentiable.apply(x, softplus, lambda x, y: sigmoid(x))
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = _mapped("tanh", x)
-        ctx.save_for_backward(y)
-        return y
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return grad * (1.0 - y * y)
+def differentiable_tanh(x: Tensor) -> Tensor:
+    """tanh(x) of float32, within 1.4 ulp, with its derivative 1 - tanh(x)^2."""
+    return _Differentiable.apply(x, partial(_mapped, "tanh"), lambda x, y: 1.0 - y * y)

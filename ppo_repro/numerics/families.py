@@ -3,80 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.gemma import modeling_gemma as gemma
-from transformers.models.gpt2 import modeling_gpt2 as gpt2
-from transformers.models.gpt_neox import modeling_gpt_neox as gpt_neox
-from transformers.models.llama import modeling_llama as llama
-from transformers.models.mistral import modeling_mistral as mistral
-from transformers.models.mixtral import modeling_mixtral as mixtral
-from transformers.models.olmoe import modeling_olmoe as olmoe
-from transformers.models.qwen2 import modeling_qwen2 as qwen2
-from transformers.models.qwen3 import modeling_qwen3 as qwen3
-from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
+from transformers.models.gemma import modeling_gemma
+from transformers.models.gpt2 import modeling_gpt2
+from transformers.models.gpt_neox import modeling_gpt_neox
+from transformers.models.llama import modeling_llama
+from transformers.models.mistral import modeling_mistral
+from transformers.models.mixtral import modeling_mixtral
+from transformers.models.olmoe import modeling_olmoe
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen3 import modeling_qwen3
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from ppo_repro.errors import UserError
 
 NAMES = "Llama, Qwen2, Qwen3, Mistral, Gemma, GPT-2, GPT-NeoX, Qwen3-MoE, Mixtral or OLMoE"
+_MODULES: dict[str, Any] = {
+    "Llama": modeling_llama,
+    "Qwen2": modeling_qwen2,
+    "Qwen3": modeling_qwen3,
+    "Mistral": modeling_mistral,
+    "Gemma": modeling_gemma,
+    "GPT2": modeling_gpt2,
+    "GPTNeoX": modeling_gpt_neox,
+    "Qwen3Moe": modeling_qwen3_moe,
+    "Mixtral": modeling_mixtral,
+    "Olmoe": modeling_olmoe,
+}
 
-CAUSAL_MODELS: tuple[type[PreTrainedModel], ...] = (
-    llama.LlamaForCausalLM,
-    qwen2.Qwen2ForCausalLM,
-    qwen3.Qwen3ForCausalLM,
-    mistral.MistralForCausalLM,
-    gemma.GemmaForCausalLM,
-    gpt2.GPT2LMHeadModel,
-    gpt_neox.GPTNeoXForCausalLM,
-    qwen3_moe.Qwen3MoeForCausalLM,
-    mixtral.MixtralForCausalLM,
-    olmoe.OlmoeForCausalLM,
-)
-CLASSIFIERS: tuple[type[PreTrainedModel], ...] = (
-    llama.LlamaForSequenceClassification,
-    qwen2.Qwen2ForSequenceClassification,
-    qwen3.Qwen3ForSequenceClassification,
-    mistral.MistralForSequenceClassification,
-    gemma.GemmaForSequenceClassification,
-    gpt2.GPT2ForSequenceClassification,
-    gpt_neox.GPTNeoXForSequenceClassification,
-    qwen3_moe.Qwen3MoeForSequenceClassification,
-    mixtral.MixtralForSequenceClassification,
-)
-# OLMoE, the last causal model, has no classifier
-CLASSIFIER_OF = dict(zip(CAUSAL_MODELS, CLASSIFIERS, strict=False))
-ROTARIES: tuple[type[nn.Module], ...] = (
-    llama.LlamaRotaryEmbedding,
-    qwen2.Qwen2RotaryEmbedding,
-    qwen3.Qwen3RotaryEmbedding,
-    mistral.MistralRotaryEmbedding,
-    gemma.GemmaRotaryEmbedding,
-    gpt_neox.GPTNeoXRotaryEmbedding,
-    qwen3_moe.Qwen3MoeRotaryEmbedding,
-    mixtral.MixtralRotaryEmbedding,
-    olmoe.OlmoeRotaryEmbedding,
-)
-TRUNKS: tuple[type[PreTrainedModel], ...] = (
-    llama.LlamaModel,
-    qwen2.Qwen2Model,
-    qwen3.Qwen3Model,
-    mistral.MistralModel,
-    gemma.GemmaModel,
-    gpt2.GPT2Model,
-    gpt_neox.GPTNeoXModel,
-    qwen3_moe.Qwen3MoeModel,
-    mixtral.MixtralModel,
-    olmoe.OlmoeModel,
-)
-# a router and its experts, in place of an MLP
-MIXTURES: tuple[type[nn.Module], ...] = (
-    qwen3_moe.Qwen3MoeSparseMoeBlock,
-    mixtral.MixtralSparseMoeBlock,
-    olmoe.OlmoeSparseMoeBlock,
-)
+
+def _classes(*ends: str) -> dict[str, Any]:
+    """By family the class whose name is the family's and one of the ends; families without one are left out."""
+    found = ((family, getattr(m, family + end, None)) for family, m in _MODULES.items() for end in ends)
+    return {family: kind for family, kind in found if kind is not None}
+
+
+_CAUSAL, _CLASSIFIERS = _classes("ForCausalLM", "LMHeadModel"), _classes("ForSequenceClassification")
+CAUSAL_MODELS: tuple[type[PreTrainedModel], ...] = tuple(_CAUSAL.values())
+CLASSIFIERS: tuple[type[PreTrainedModel], ...] = tuple(_CLASSIFIERS.values())
+CLASSIFIER_OF = {_CAUSAL[family]: kind for family, kind in _CLASSIFIERS.items()}  # OLMoE has none
+ROTARIES: tuple[type[nn.Module], ...] = tuple(_classes("RotaryEmbedding").values())
+TRUNKS: tuple[type[PreTrainedModel], ...] = tuple(_classes("Model").values())
+MIXTURES: tuple[type[nn.Module], ...] = tuple(_classes("SparseMoeBlock").values())  # a router and its experts
 
 _WINDOWED = {"mistral", "mixtral", "qwen3_moe"}  # families with one window for all layers
 _TYPED_LAYERS = {"qwen2", "qwen3"}  # families whose `layer_types` say which layers have a sliding window

@@ -35,12 +35,13 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "set_threads": (_INT, (_INT,)),
     "forget_workers": (None, ()),
     "free_scratch": (None, ()),
-    "linear_backward_input": (None, (_P, _P, _LONG, _INT, _P, _LONG, _INT)),
+    "trim_heap": (None, ()),
+    "linear_backward_input": (None, (_P, _P, _LONG, _INT, _P, _LONG)),
     "join_sums": (None, (_P, _LONG)),
     "gradient_squares": (_DOUBLE, (_P, _INT)),
     "adamw": (None, (_P, _INT, _P)),
     "fingerprint": (ctypes.c_uint64, (_P, _LONG)),
-    **{f"{name}_float32": _MAP for name in ("exp", "log", "sigmoid", "tanh", "erf", "normal_density", "sqrt")},
+    **{f"{name}_float32": _MAP for name in ("exp", "sigmoid", "tanh", "erf", "sqrt")},
     **{f"{name}_float64": _MAP for name in ("exp", "log", "sigmoid", "softplus", "sqrt")},
     "sin_cos_float64": (None, (_P, _P, _P, _LONG)),
     "token_statistics": (_INT, (*_ROWS, *_SHAPE, _FLOAT, *(_P,) * 6)),
@@ -48,16 +49,12 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "kl_divergence": (_INT, (*_ROWS, *_ROWS, *_SHAPE, _FLOAT, *(_P,) * 4)),
     "kl_divergence_gradient": (None, (*_ROWS, *_ROWS, *_SHAPE, _FLOAT, *(_P,) * 5)),
     "cut_tokens": (_INT, (_P, _P, *_SHAPE, _INT, _DOUBLE, _P, _P, _P)),
-    "gumbel_noise": (None, (_P, _P, *_SHAPE, _P)),
     "normal_noise": (None, (_P, _P, *_SHAPE, _P)),
     "sample_tokens": (_INT, (*_ROWS, *_SHAPE, _FLOAT, *(_P,) * 7)),
     "panel_floats": (_LONG, (_INT, _INT)),
     "pack": (None, (_P,)),
     "linear": (None, (_P, _P, _LONG, _INT, _P, _P, _LONG)),
-    "linear_backward": (
-        None,
-        (_P, _P, _LONG, _P, _LONG, _INT, _P, _P, _P, _P, _P, _LONG),
-    ),
+    "linear_backward": (None, (_P, _P, _LONG, _P, _LONG, _INT, _P, _P, _P, _P, _P, _LONG)),
     "kept_floats": (_LONG, (_P, _LONG, _INT)),
     "model_forward": (_INT, (_P, _P, _P, _INT, _P)),
     "model_backward": (None, (_P, _P, _P, _INT, _P, _P)),
@@ -121,7 +118,7 @@ def open_library(path: Path) -> ctypes.PyDLL:
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    _check_denormals(library)
+    check_denormals(library)
     answer = library.known_answer()
     if answer != KNOWN_ANSWER:
         cpu = " ".join(cpu_words("model name")) or platform.machine()
@@ -153,14 +150,18 @@ def use_threads(count: int) -> None:
     set_threads(count)
 
 
-def flushes_denormals() -> bool:
+def flushes_denormals(library: ctypes.PyDLL | None = None) -> bool:
     """Whether the calling thread rounds denormal numbers to zero."""
-    return int(load().denormal_product()) != _DENORMAL
+    return bool((library or load()).denormal_product() != _DENORMAL)
 
 
-def check_denormals() -> None:
+def check_denormals(library: ctypes.PyDLL | None = None) -> None:
     """UserError if the calling thread rounds denormal numbers to zero, which would change results."""
-    _check_denormals(load())
+    if flushes_denormals(library):
+        raise UserError(
+            "denormal numbers are flushed to zero here, by torch.set_flush_denormal or a library that was built with "
+            "-ffast-math; call torch.set_flush_denormal(False) first"
+        )
 
 
 def in_use() -> Kernels:
@@ -170,11 +171,3 @@ def in_use() -> Kernels:
 
 def _variant() -> Variant:
     return choose(build.this_platform(), frozenset(cpu_words("flags")), os.environ.get(CHOICE))
-
-
-def _check_denormals(library: ctypes.PyDLL) -> None:
-    if library.denormal_product() != _DENORMAL:
-        raise UserError(
-            "denormal numbers are flushed to zero here, by torch.set_flush_denormal or a library that was built with "
-            "-ffast-math; call torch.set_flush_denormal(False) first"
-        )

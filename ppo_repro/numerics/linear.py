@@ -1,9 +1,11 @@
-"""A linear layer that stands alone: heads of models, layers of control networks."""
+"""Matrices as the kernels read them, and linear layers that stand alone: heads, layers of control networks."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +13,115 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ppo_repro.numerics import library
-from ppo_repro.numerics.gradient_sums import Sums, sums_of
+from ppo_repro.numerics.gradient_sums import SlotSums, Sums, sums_of
+from ppo_repro.numerics.precision import round_rows
 from ppo_repro.numerics.rows import Rows
 from ppo_repro.numerics.structs import MatrixStruct, address, rows_of
-from ppo_repro.numerics.weights import PackedMatrix, packed
+
+
+def fuse(tensors: Sequence[Tensor]) -> None:
+    """Let some parameters lie one after the other in one storage, in place; nothing moves if they already do."""
+    first = tensors[0]
+    place = first.storage_offset()
+    together = True
+    for tensor in tensors:
+        same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        together &= same and tensor.storage_offset() == place and tensor.is_contiguous()
+        place += tensor.numel()
+    if together:
+        return
+    with torch.no_grad():
+        memory = torch.cat([t.detach().reshape(-1) for t in tensors])
+        for tensor, part in zip(tensors, memory.split([t.numel() for t in tensors]), strict=True):
+            tensor.data = part.view(tensor.shape)
+
+
+def state_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Numbers that change when one of the tensors is changed in place or gets other memory."""
+    return tuple(number for t in tensors for number in (t.data_ptr(), t._version))
+
+
+class PackedMatrix:
+    """A weight [N, K] of one or more parameters that lie one after the other (`fuse`), and its bias likewise.
+
+    `transposed`: one parameter [K, N]. `form` and `bias_form` are formats of `precision.py` that the weights are
+    rounded to before they are packed; the parameters stay as they are.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor] = (),
+        transposed: bool = False,
+        form: str = "float32",
+        bias_form: str = "float32",
+    ) -> None:
+        self.weights, self.biases = tuple(weights), tuple(biases)
+        rows = sum(w.shape[0] for w in weights)
+        n, k = (weights[0].shape[1], rows) if transposed else (rows, weights[0].shape[1])
+        self.struct = MatrixStruct(n=n, k=k, transposed=transposed, grad=-1, bias_grad=-1)
+        self._form, self._bias_form = form, bias_form
+        self._state: tuple[int, ...] = ()
+        self._panels: Tensor | None = None
+        self._rounded: tuple[Tensor, ...] = ()
+
+    def forget(self) -> None:
+        """Free the packed copy until the weights are needed again."""
+        self._state, self._panels, self._rounded = (), None, ()
+
+    def fuse(self) -> None:
+        """Let the parameters lie one after the other."""
+        fuse(self.weights)
+        if self.biases:
+            fuse(self.biases)
+
+    def prepare(self) -> MatrixStruct:
+        """The struct, with panels of the weights as they are now."""
+        state = state_of((*self.weights, *self.biases))
+        if state != self._state:
+            self.fuse()
+            self._pack()
+            self._state = state_of((*self.weights, *self.biases))
+        return self.struct
+
+    def _pack(self) -> None:
+        struct, kernels = self.struct, library.load()
+        if self._panels is None:
+            self._panels = torch.empty(kernels.panel_floats(struct.n, struct.k))
+        struct.w, struct.bias = address(self.weights[0]), address(self.biases[0]) if self.biases else None
+        if self._form != "float32":
+            self._rounded = (torch.cat([round_rows(w, self._form) for w in self.weights]),)
+            struct.w = address(self._rounded[0])
+        if self.biases and self._bias_form != "float32":
+            biases = torch.cat([round_rows(b, self._bias_form, scaled=False) for b in self.biases])
+            self._rounded, struct.bias = (*self._rounded, biases), address(biases)
+        struct.panels = address(self._panels)
+        kernels.pack(ctypes.byref(struct))
+
+    def collect(self, sums: SlotSums | None) -> None:
+        """Send gradients to these sums; None: nowhere."""
+        self.struct.grad = -1 if sums is None else sums.offset(*self.weights)
+        self.struct.bias_grad = -1 if sums is None or not self.biases else sums.offset(*self.biases)
+
+
+_PACKED: WeakKeyDictionary[nn.Module, PackedMatrix] = WeakKeyDictionary()
+
+
+def packed(module: nn.Module, form: str = "float32") -> PackedMatrix:
+    """The packed weights of an nn.Linear that stands alone: a head, or a layer of a control network."""
+    found = _PACKED.get(module)
+    weight, bias = module.get_parameter("weight"), module.bias
+    if found is None or found.weights[0] is not weight:
+        biases = [] if bias is None else [module.get_parameter("bias")]
+        found = _PACKED[module] = PackedMatrix([weight], biases, form=form, bias_form=form)
+    return found
+
+
+def forget(module: nn.Module) -> None:
+    """Free the packed copies of the layers that stand alone in a module, until they are needed again."""
+    for layer in module.modules():
+        if layer in _PACKED:
+            _PACKED[layer].forget()
 
 
 def product(x: Tensor, matrix: PackedMatrix) -> Tensor:

@@ -22,18 +22,10 @@ from transformers import PreTrainedModel
 
 from ppo_repro.errors import NumericsError, UserError
 from ppo_repro.numerics import library
-from ppo_repro.numerics.description import (
-    Description,
-    LayerParts,
-    MatrixParts,
-    NormParts,
-    check_config,
-    describe,
-    heads_in_row,
-)
-from ppo_repro.numerics.families import NAMES, TRUNKS, head_dim, head_of, key_value_heads, trunk_of
+from ppo_repro.numerics.description import LayerParts, NormParts, check_config, describe
+from ppo_repro.numerics.families import NAMES, TRUNKS, head_of, trunk_of
 from ppo_repro.numerics.gradient_sums import SlotSums, sums_of
-from ppo_repro.numerics.linear import linear, product
+from ppo_repro.numerics.linear import PackedMatrix, forget, linear, packed, product, state_of
 from ppo_repro.numerics.native import NativeNetwork
 from ppo_repro.numerics.precision import EXACT, Precision, number, round_rows
 from ppo_repro.numerics.rotary import tables
@@ -48,7 +40,6 @@ from ppo_repro.numerics.structs import (
     address,
     ints,
 )
-from ppo_repro.numerics.weights import PackedMatrix, forget, packed, state_of
 
 KEEP_NOTHING, KEEP_INPUTS, KEEP_ALL = range(3)  # of a forward pass: inputs of layers, or all that its backward needs
 
@@ -69,44 +60,29 @@ def _round16(n: int) -> int:
 class Cache:
     """Keys and values of some slots of `positions` tokens each."""
 
-    def __init__(self, description: Description, slots: int, positions: int) -> None:
-        config = description.config
+    def __init__(self, model: ModelStruct, slots: int, positions: int) -> None:
         self.each = _round16(positions)
         self.capacity = slots * self.each
-        floats = len(description.layers) * key_value_heads(config) * self.capacity * head_dim(config)
+        floats = model.layers * model.kv_heads * self.capacity * model.head_dim
         self.keys, self.values = torch.empty(floats), torch.empty(floats)
 
 
-@dataclass
-class _Call:
-    """A batch as the kernels take it, and what it points to."""
-
-    struct: BatchStruct
-    memory: tuple[Any, ...]
-
-
 class _Layer:
-    """The packed matrices of one layer."""
+    """The packed matrices of one layer by the fields of its struct."""
 
     def __init__(self, parts: LayerParts, precision: Precision) -> None:
-        def pack(matrix: MatrixParts | None, form: str) -> PackedMatrix | None:
-            if matrix is None:
-                return None
-            return PackedMatrix(matrix.weights, matrix.biases, matrix.transposed, form, precision.other_weights)
+        self.parts, self.matrices, self.experts = parts, {}, {}
+        for name, of in parts.matrices.items():
+            form = precision.other_weights if name == "router" else precision.weights
+            self.matrices[name] = PackedMatrix(of.weights, of.biases, of.transposed, form, precision.other_weights)
+        for name, stacked in parts.experts.items():
+            self.experts[name] = [PackedMatrix([w], form=precision.weights) for w in stacked.detach()]
+        self.arrays = {n: (MatrixStruct * len(of))(*(m.struct for m in of)) for n, of in self.experts.items()}
+        of_matrices = {name: matrix.struct for name, matrix in self.matrices.items()}
+        self.struct = LayerStruct(window=parts.window, scale=parts.scale, **of_matrices, **self.arrays)
 
-        self.parts = parts
-        self.qkv, self.out = pack(parts.qkv, precision.weights), pack(parts.out, precision.weights)
-        self.up, self.down = pack(parts.up, precision.weights), pack(parts.down, precision.weights)
-        self.router = pack(parts.router, precision.other_weights)
-        self.expert_up, self.expert_down = (
-            [] if stacked is None else [PackedMatrix([w], form=precision.weights) for w in stacked.detach()]
-            for stacked in (parts.expert_up, parts.expert_down)
-        )
-        self.experts = [(MatrixStruct * len(of))() for of in (self.expert_up, self.expert_down)]
-
-    def matrices(self) -> list[PackedMatrix]:
-        alone = (self.qkv, self.out, self.up, self.down, self.router)
-        return [m for m in alone if m is not None] + self.expert_up + self.expert_down
+    def all_matrices(self) -> list[PackedMatrix]:
+        return [*self.matrices.values(), *(matrix for of in self.experts.values() for matrix in of)]
 
 
 # a batch, the inputs of its layers and the output of the last one [layers + 1, n, H], and the hidden states [n, H]
@@ -123,50 +99,24 @@ class Network:
         self.description = describe(trunk)
         self.lowered = lowered
         self.layers = [_Layer(parts, lowered.precision) for parts in self.description.layers]
-        self._layer_structs = (LayerStruct * len(self.layers))()
+        self._layer_structs = (LayerStruct * len(self.layers))(*(layer.struct for layer in self.layers))
         self._rounded: dict[int, tuple[tuple[int, ...], Tensor]] = {}  # other weights by id: their state, and rounded
         rotary = self.description.positions is None
         self._tables = tables(trunk.config, lowered.max_context) if rotary else (torch.zeros(1), torch.zeros(1))
-        self.struct = self._shape()
-        self._spare: Tensor | None = None  # what the last backward pass was done with
-
-    def _shape(self) -> ModelStruct:
-        """The numbers of the struct."""
-        d, config, precision = self.description, self.description.config, self.lowered.precision
-        q_at, q_step, k_at, k_step, v_at, v_step = heads_in_row(d)
-        rotary = 0 if d.positions is not None else 2 * self._tables[0].shape[1]
-        return ModelStruct(
-            layers=len(d.layers),
-            hidden=config.hidden_size,
-            heads=config.num_attention_heads,
-            kv_heads=key_value_heads(config),
-            head_dim=head_dim(config),
-            vocabulary=len(d.embedding),
-            norm=d.norm,
-            qk_norm=d.qk_norm,
-            rotary=rotary,
-            activation=d.activation,
-            gated=d.gated,
-            parallel=d.parallel,
-            experts=d.experts,
-            chosen=d.chosen,
-            normalised=d.normalised,
-            mixtures=d.mixtures,
-            **dict(q_at=q_at, q_step=q_step, k_at=k_at, k_step=k_step, v_at=v_at, v_step=v_step),
+        precision = lowered.precision
+        self.struct = ModelStruct(
+            **self.description.numbers,
+            rotary=2 * self._tables[0].shape[1] if rotary else 0,
             round_activations=number(precision.activations),
             round_inputs=number(precision.linear_inputs),
             round_cache=number(precision.kv_cache),
-            round_gradients=number(precision.gradients),
-            position_entries=0 if d.positions is None else len(d.positions),
-            padding=d.padding,
-            eps=d.eps,
-            embedding_scale=d.embedding_scale,
             embedding_grad=-1,
             positions_grad=-1,
             cosine=address(self._tables[0]),
             sine=address(self._tables[1]),
             layer=self._layer_structs,
         )
+        self._spare: Tensor | None = None  # what the last backward pass was done with
 
     def _weight(self, tensor: Tensor | None, scaled: bool = True) -> int | None:
         """The address of a parameter that is no matrix, or of its rounded copy."""
@@ -178,9 +128,7 @@ class Network:
             self._rounded[id(tensor)] = state, round_rows(tensor, form, scaled)
         return address(self._rounded[id(tensor)][1])
 
-    def _norm(self, norm: NormParts | None) -> NormStruct:
-        if norm is None:
-            return NormStruct(grad=-1, b_grad=-1)
+    def _norm(self, norm: NormParts) -> NormStruct:
         return NormStruct(self._weight(norm.weight), self._weight(norm.bias), -1, -1)
 
     def is_of(self, trunk: PreTrainedModel) -> bool:
@@ -191,74 +139,66 @@ class Network:
         """Before a pass: point to the weights, and pack those that have changed."""
         library.check_denormals()
         for struct, layer in zip(self._layer_structs, self.layers, strict=True):
-            parts = layer.parts
-            struct.norm1, struct.norm2 = self._norm(parts.norm1), self._norm(parts.norm2)
-            struct.q_norm, struct.k_norm = self._norm(parts.q_norm), self._norm(parts.k_norm)
-            for name in ("qkv", "out", "up", "down", "router"):
-                matrix = getattr(layer, name)
-                if matrix is not None:
-                    setattr(struct, name, matrix.prepare())
-            for name, of, structs in zip(
-                ("expert_up", "expert_down"), (layer.expert_up, layer.expert_down), layer.experts, strict=True
-            ):
-                for i, matrix in enumerate(of):
-                    structs[i] = matrix.prepare()
-                if of:
-                    setattr(struct, name, structs)
-            struct.window, struct.scale = parts.window, parts.scale
+            for name, norm in layer.parts.norms.items():
+                setattr(struct, name, self._norm(norm))
+            for name, matrix in layer.matrices.items():
+                setattr(struct, name, matrix.prepare())
+            for name, array in layer.arrays.items():
+                array[:] = [matrix.prepare() for matrix in layer.experts[name]]
         d = self.description
         self.struct.embedding, self.struct.positions = self._weight(d.embedding), self._weight(d.positions)
         self.struct.last_norm = self._norm(d.last_norm)
 
+    def kept_bytes(self, tokens: int, keep: int = KEEP_ALL) -> int:
+        """What a pass over some tokens keeps for its backward pass."""
+        return 4 * int(library.load().kept_floats(ctypes.byref(self.struct), tokens, keep))
+
+    def packed_bytes(self) -> int:
+        """The packed copies of the weights."""
+        floats = library.load().panel_floats
+        return sum(4 * floats(m.struct.n, m.struct.k) for layer in self.layers for m in layer.all_matrices())
+
     def fuse(self) -> None:
         """Let the parameters of each matrix lie one after the other, as a pass does."""
         for layer in self.layers:
-            for matrix in layer.matrices():
+            for matrix in layer.all_matrices():
                 matrix.fuse()
 
     def forget(self) -> None:
         """Free the packed copies of the weights until the next pass."""
         for layer in self.layers:
-            for matrix in layer.matrices():
+            for matrix in layer.all_matrices():
                 matrix.forget()
         self._rounded = {}
 
-    def give_back(self, kept: Tensor) -> None:
-        """Let the next pass use the memory."""
+    def give_back(self, kept: Tensor | None) -> None:
+        """Let the next pass use the memory; None: free it."""
         self._spare = kept
-
-    def free(self) -> None:
-        """Free memory that only passes with gradients need."""
-        self._spare = None
 
     def _collect(self, sums: SlotSums) -> None:
         """Let the structs of a prepared network say where the gradients of all weights go."""
 
-        def norm(parts: NormParts | None, struct: NormStruct) -> None:
-            if parts is not None:
-                struct.grad = sums.offset(parts.weight)
-                struct.b_grad = -1 if parts.bias is None else sums.offset(parts.bias)
+        def norm(parts: NormParts, struct: NormStruct) -> None:
+            struct.grad = sums.offset(parts.weight)
+            struct.b_grad = -1 if parts.bias is None else sums.offset(parts.bias)
 
         for struct, layer in zip(self._layer_structs, self.layers, strict=True):
-            parts = layer.parts
-            for name in ("norm1", "norm2", "q_norm", "k_norm"):
-                norm(getattr(parts, name), getattr(struct, name))
-            for name in ("qkv", "out", "up", "down", "router"):
-                matrix = getattr(layer, name)
-                if matrix is not None:
-                    matrix.collect(sums)
-                    setattr(struct, name, matrix.struct)
-            for stacked, structs in zip((parts.expert_up, parts.expert_down), layer.experts, strict=True):
-                if stacked is not None:
-                    first = sums.offset(stacked)
-                    for e in range(len(stacked)):
-                        structs[e].grad = first if first < 0 else first + e * stacked[e].numel()
+            for name, parts in layer.parts.norms.items():
+                norm(parts, getattr(struct, name))
+            for name, matrix in layer.matrices.items():
+                matrix.collect(sums)
+                setattr(struct, name, matrix.struct)
+            for name, stacked in layer.parts.experts.items():
+                first = sums.offset(stacked)
+                for e, expert in enumerate(layer.arrays[name]):
+                    expert.grad = first if first < 0 else first + e * stacked[e].numel()
         d = self.description
         self.struct.embedding_grad = sums.offset(d.embedding)
         self.struct.positions_grad = -1 if d.positions is None else sums.offset(d.positions)
         norm(d.last_norm, self.struct.last_norm)
 
-    def _call(self, batch: Ragged, cache: Cache, base: Ints, seen: Ints | None) -> _Call:
+    def _call(self, batch: Ragged, cache: Cache, base: Ints, seen: Ints | None) -> BatchStruct:
+        """A batch as the kernels take it; the struct keeps alive what it points to."""
         rows = batch.rows
         struct = BatchStruct(
             tokens=len(batch.ids),
@@ -275,37 +215,38 @@ class Network:
             routes=address(batch.routes),
             seen=address(seen),
         )
-        return _Call(struct, (batch, cache, base, seen))
+        struct.batch, struct.alive = batch, (cache, base, seen)
+        return struct
 
     def _seen(self, batch: Ragged, wanted: bool) -> Ints | None:
         return np.empty((len(batch.ids), self.struct.mixtures * self.struct.chosen), np.int32) if wanted else None
 
-    def _forward(self, call: _Call, kept: Tensor | None, keep: int) -> Tensor:
-        hidden = torch.empty(call.struct.tokens, self.struct.hidden)
+    def _forward(self, call: BatchStruct, kept: Tensor | None, keep: int) -> Tensor:
+        hidden = torch.empty(call.tokens, self.struct.hidden)
         place = library.load().model_forward(
-            ctypes.byref(self.struct), ctypes.byref(call.struct), address(kept), keep, address(hidden)
+            ctypes.byref(self.struct), ctypes.byref(call), address(kept), keep, address(hidden)
         )
         if place:
-            name = self.description.names[place - 1]
+            name = self.description.norm_names[place - 1]
             raise NumericsError(f"the input of {name} is not finite; lower the learning rate or check the weights")
         return hidden
 
     def _memory(self, tokens: int, keep: int) -> Tensor:
         """Where a pass keeps what its backward pass needs: the last pass's memory if it is large enough."""
-        floats = library.load().kept_floats(ctypes.byref(self.struct), tokens, keep)
+        floats = self.kept_bytes(tokens, keep) // 4
         spare, self._spare = self._spare, None  # fresh pages cost time
         return torch.empty(floats) if spare is None or spare.numel() < floats else spare
 
-    def _pass(self, call: _Call) -> Tensor:
+    def _pass(self, call: BatchStruct) -> Tensor:
         """Hidden states [n, H] of a pass without gradients."""
         if self.watch is None:
             return self._forward(call, None, KEEP_NOTHING)
-        n, width, layers = call.struct.tokens, self.struct.hidden, len(self.layers) + 1
+        n, width, layers = call.tokens, self.struct.hidden, len(self.layers) + 1
         kept = self._memory(n, KEEP_INPUTS)
         hidden = self._forward(call, kept, KEEP_INPUTS)
         begin, each = 2 * _round16(n), _round16(n * width)  # as `layer_input` in model.c
         inputs = kept[begin : begin + layers * each].view(layers, each)[:, : n * width]
-        self.watch(call.memory[0], inputs.view(layers, n, width), hidden)
+        self.watch(call.batch, inputs.view(layers, n, width), hidden)
         return hidden
 
     def check(self, batch: Ragged) -> None:
@@ -329,7 +270,7 @@ class Network:
         return self._pass(call), routes
 
     def make_cache(self, slots: int, positions: int) -> Cache:
-        return Cache(self.description, slots, positions)
+        return Cache(self.struct, slots, positions)
 
     def copy_prefix(self, cache: Cache, source: int, target: int, positions: int) -> None:
         """Copy the keys and values of the first positions of a slot to another one."""
@@ -356,7 +297,7 @@ class Network:
     def _own_cache(self, batch: Ragged) -> tuple[Cache, Ints]:
         """A cache of exactly these sequences, and where each begins."""
         padded = -(-batch.lengths // 16) * 16
-        cache = Cache(self.description, 1, int(padded.sum()))
+        cache = Cache(self.struct, 1, int(padded.sum()))
         return cache, ints(np.concatenate([[0], np.cumsum(padded)[:-1]]))
 
 
@@ -373,7 +314,7 @@ class _Hidden(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None, None]:
-        network, batch = ctx.network, ctx.call.memory[0]
+        network, batch = ctx.network, ctx.call.batch
         parameters = tuple(network.parameters.values())
         sums = sums_of(*parameters)
         if sums is None:
@@ -388,7 +329,7 @@ class _Hidden(Function):
         network._collect(use)
         with use.adding(batch.rows.slots) as c_sums:
             library.load().model_backward(
-                ctypes.byref(network.struct), ctypes.byref(ctx.call.struct), address(kept), ctx.keep, address(d_hidden),
+                ctypes.byref(network.struct), ctypes.byref(ctx.call), address(kept), ctx.keep, address(d_hidden),
                 ctypes.byref(c_sums),
             )  # fmt: skip
         network.give_back(kept)
@@ -452,6 +393,7 @@ def forget_packed(model: nn.Module) -> None:
     for module in model.modules():
         if module in _NETWORKS:
             _NETWORKS[module].forget()
+    library.load().trim_heap()
 
 
 def free_memory(model: nn.Module) -> None:
@@ -459,7 +401,7 @@ def free_memory(model: nn.Module) -> None:
     library.load().free_scratch()
     for module in model.modules():
         if module in _NETWORKS:
-            _NETWORKS[module].free()
+            _NETWORKS[module].give_back(None)
 
 
 def logits(model: PreTrainedModel, hidden: Tensor, rows: Rows | None = None) -> Tensor:

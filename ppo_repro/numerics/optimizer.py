@@ -1,7 +1,4 @@
-"""One optimizer step: collect gradients, clip their global norm, AdamW; deterministic, or stock torch.
-
-The deterministic norm is one written order of float64 sums and AdamW is elementwise, so neither depends on threads.
-"""
+"""Optimizer steps: gradients, clipping of their global norm, AdamW; deterministic, or stock torch."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import ctypes
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -22,7 +19,7 @@ from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.structs import address
 from ppo_repro.ranks import ALONE, Ranks
 
-SLOTS = 8  # of a minibatch, unless a configuration says otherwise
+SLOTS = 8  # of a minibatch
 _CLIP_EPS = 1e-6  # torch's, in clip_grad_norm_
 
 
@@ -52,31 +49,6 @@ class OptimizerState:
 class StepReport:
     grad_norm: float  # before clipping
     gradients: tuple[TensorGradient, ...]  # of each tensor, if they were asked for
-
-
-class Optimizer(Protocol):
-    settings: AdamWSettings  # may be replaced between steps, but only a new learning rate has an effect
-
-    def step(self, backward: Callable[[], None], ranks: Ranks = ALONE, by_tensor: bool = False) -> StepReport:
-        """Run `backward` over a minibatch and apply one step.
-
-        `backward` must be a pure function of the weights. With several ranks it covers the sequences of this rank, and
-        every rank takes the same step. `by_tensor`: report the gradient of each tensor, which changes no bit.
-        NumericsError names a gradient that is not finite.
-        """
-        ...
-
-    def rest(self) -> None:
-        """Free the memory that only steps need, until the next one."""
-        ...
-
-    def state(self) -> OptimizerState:
-        """The state that `load` needs to continue from here; its tensors are the live ones, not copies."""
-        ...
-
-    def load(self, state: OptimizerState) -> None:
-        """Continue from `state`; ValueError if it belongs to another module."""
-        ...
 
 
 def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
@@ -213,7 +185,7 @@ class AdamW:
 
 
 class NativeAdamW:
-    """clip_grad_norm_ and torch.optim.AdamW on named parameters with float gradients in `grad`."""
+    """clip_grad_norm_ and torch.optim.AdamW on named parameters."""
 
     def __init__(self, parameters: Mapping[str, Tensor], settings: AdamWSettings) -> None:
         self.parameters = dict(parameters)
@@ -225,18 +197,17 @@ class NativeAdamW:
             weight_decay=settings.weight_decay,
         )
 
-    def gradients(self) -> dict[str, Tensor]:
-        """The gradients of the parameters that have one."""
-        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-
-    def apply(self, settings: AdamWSettings) -> float:
+    def apply(self, settings: AdamWSettings, gradients: Mapping[str, Tensor]) -> float:
         """One step; returns the global norm before clipping. NumericsError if it is not finite."""
+        for name, parameter in self.parameters.items():
+            parameter.grad = gradients.get(name)
         norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), settings.max_grad_norm or math.inf))
         if not math.isfinite(norm):
             raise NumericsError("the gradient norm is not finite; lower the learning rate")
         for group in self.adamw.param_groups:
             group["lr"] = settings.learning_rate
         self.adamw.step()
+        self.adamw.zero_grad()
         return norm
 
     def state(self) -> OptimizerState:
@@ -258,72 +229,98 @@ class NativeAdamW:
             self.adamw.state[self.parameters[name]] = moments
 
 
-class DeterministicOptimizer:
-    """Gradients in slots, their norm and AdamW in one written order: independent of how the work is split up."""
+class NativeGradients:
+    """Autograd's gradients in `.grad`, added up over ranks: the interface of GradientSums in stock torch."""
 
-    def __init__(self, module: nn.Module, settings: AdamWSettings, slots: int) -> None:
-        self.settings = settings
-        self.sums = GradientSums(module.named_parameters(), slots)
-        self.adamw = AdamW(self.sums.trained)
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        self.trained = {name: p for name, p in parameters if p.requires_grad}
+
+    def begin(self) -> None:
+        for parameter in self.trained.values():
+            parameter.grad = None
+
+    release = begin
+
+    def finish(self, ranks: Ranks = ALONE) -> dict[str, Tensor]:
+        if ranks.size > 1:
+            for parameter in self.trained.values():
+                if parameter.grad is None:  # this rank has no sequences
+                    parameter.grad = torch.zeros_like(parameter)
+            ranks.add_up([p.grad for p in self.trained.values() if p.grad is not None])
+        return {name: p.grad for name, p in self.trained.items() if p.grad is not None}
+
+
+class Adapter(Protocol):
+    """Factors that are trained in place of the weights that they change: `models.lora.Lora`."""
+
+    def trained(self) -> dict[str, Tensor]:
+        """The factors, and parameters trained as they are, by name."""
+        ...
+
+    def factors(self) -> dict[str, Tensor]: ...
+
+    def gradients(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients of `trained` from the gradients of the module's parameters."""
+        ...
+
+    def merge(self) -> None:
+        """Put the factors into the module's weights."""
+        ...
+
+
+class Optimizer:
+    """One step: gradients of a minibatch, clipping of their global norm, AdamW; with an adapter on its factors.
+
+    Mode `deterministic`: gradients in `slots` on this process, their norm and AdamW in one written order. Mode
+    `native`: stock torch. `settings` may be replaced between steps, but only a new learning rate has an effect.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: AdamWSettings,
+        mode: str,
+        slots: int = SLOTS,
+        adapter: Adapter | None = None,
+    ) -> None:
+        self.settings, self._adapter, self._mode = settings, adapter, mode
+        named = list(module.named_parameters())
+        self.sums = GradientSums(named, slots) if mode == "deterministic" else NativeGradients(named)
+        trained = self.sums.trained if adapter is None else adapter.trained()
+        self.adamw = AdamW(trained) if mode == "deterministic" else NativeAdamW(trained, settings)
 
     def step(self, backward: Callable[[], None], ranks: Ranks = ALONE, by_tensor: bool = False) -> StepReport:
+        """Run `backward` over a minibatch and apply one step.
+
+        `backward` must be a pure function of the weights. With several ranks it covers the sequences of this rank, and
+        every rank takes the same step. `by_tensor`: report the gradient of each tensor, which changes no bit.
+        NumericsError names a gradient that is not finite.
+        """
         self.sums.begin()
         backward()
         gradients = self.sums.finish(ranks)
+        if self._adapter is not None:
+            gradients = self._adapter.gradients(gradients)
         measured = tensor_gradients(gradients) if by_tensor else ()
-        return StepReport(self.adamw.apply(self.settings, gradients), measured)
+        norm = self.adamw.apply(self.settings, gradients)
+        if self._adapter is not None:
+            self._adapter.merge()
+        return StepReport(norm, measured)
 
     def rest(self) -> None:
+        """Free the memory that only steps need, until the next one."""
         self.sums.release()
 
     def state(self) -> OptimizerState:
-        return self.adamw.state()
+        """The state that `load` needs to continue from here; its tensors are the live ones, not copies."""
+        return replace(self.adamw.state(), factors={} if self._adapter is None else self._adapter.factors())
 
     def load(self, state: OptimizerState) -> None:
-        if state.factors:
-            raise ValueError("the optimizer state is not of this module in deterministic numerics")
+        """Continue from `state`; ValueError if it belongs to another module."""
+        if self._adapter is None and state.factors:
+            raise ValueError(f"the optimizer state is not of this module in {self._mode} numerics")
+        if self._adapter is not None:
+            copy_named(self._adapter.factors(), state.factors)
         self.adamw.load(state)
-
-
-def collect_native(parameters: Sequence[Tensor], backward: Callable[[], None], ranks: Ranks) -> None:
-    """Run `backward` and put the sum of gradients over all ranks into `grad` of the parameters."""
-    for parameter in parameters:
-        parameter.grad = None
-    backward()
-    if ranks.size > 1:
-        for parameter in parameters:
-            if parameter.grad is None:  # this rank has no sequences
-                parameter.grad = torch.zeros_like(parameter)
-        ranks.add_up([p.grad for p in parameters if p.grad is not None])
-
-
-class NativeOptimizer:
-    """Stock torch: autograd's float gradients, clip_grad_norm_, torch.optim.AdamW."""
-
-    def __init__(self, module: nn.Module, settings: AdamWSettings) -> None:
-        self.settings = settings
-        self.adamw = NativeAdamW(dict(module.named_parameters()), settings)
-
-    def step(self, backward: Callable[[], None], ranks: Ranks = ALONE, by_tensor: bool = False) -> StepReport:
-        collect_native(list(self.adamw.parameters.values()), backward, ranks)
-        measured = tensor_gradients(self.adamw.gradients()) if by_tensor else ()
-        return StepReport(self.adamw.apply(self.settings), measured)
-
-    def rest(self) -> None:
-        for parameter in self.adamw.parameters.values():
-            parameter.grad = None
-
-    def state(self) -> OptimizerState:
-        return self.adamw.state()
-
-    def load(self, state: OptimizerState) -> None:
-        if state.factors:
-            raise ValueError("the optimizer state is not of this module in native numerics")
-        self.adamw.load(state)
-
-
-def make_optimizer(module: nn.Module, settings: AdamWSettings, mode: str, slots: int = SLOTS) -> Optimizer:
-    """The optimizer for numerics `deterministic`, whose gradients have `slots` on this process, or `native`."""
-    if mode == "deterministic":
-        return DeterministicOptimizer(module, settings, slots)
-    return NativeOptimizer(module, settings)
+        if self._adapter is not None:
+            self._adapter.merge()

@@ -24,7 +24,6 @@ class Precision:
     activations: str = "float32"  # wherever a step of the network ends
     kv_cache: str = "float32"  # as attention reads keys and values
     logits: str = "float32"
-    gradients: str = "float32"  # of activations, in the backward pass
 
 
 EXACT = Precision()

@@ -67,21 +67,22 @@ class Ragged:
         return np.diff(self.start)
 
 
-def slots_of(sequences: Sequence[int] | range, minibatch: int, slots: int) -> Ints:
-    """Slots [S + 1] of some of the `minibatch` sequences of a step, and of the sequence that follows the last of them.
+def _slot(sequence: int, minibatch: int, slots: int) -> int:
+    """Sequence i of n is in slot ((i + 1) slots - 1) // n: slot s begins with sequence floor(s n / slots)."""
+    return ((sequence + 1) * slots - 1) // minibatch
 
-    Sequence i of n is in slot ((i + 1) slots - 1) // n: slot s begins with sequence floor(s n / slots).
-    """
-    last = sequences[-1] + 1 if len(sequences) else 0
-    own = [((i + 1) * slots - 1) // minibatch for i in sequences]
-    return ints([*own, ((last + 1) * slots - 1) // minibatch if last < minibatch else slots])
+
+def slots_of(sequences: Sequence[int] | range, minibatch: int, slots: int) -> Ints:
+    """Slots [S + 1] of some of the `minibatch` sequences of a step, and of the sequence after the last of them."""
+    after = sequences[-1] + 1 if len(sequences) else 0
+    own = [_slot(i, minibatch, slots) for i in sequences]
+    return ints([*own, _slot(after, minibatch, slots) if after < minibatch else slots])
 
 
 def slots_of_rank(minibatch: int, slots: int, ranks: Ranks) -> Ints:
     """Slots [S + 1] of this rank's sequences of a minibatch, from 0: a rank has slots / ranks consecutive slots."""
     each = slots // ranks.size
-    own = np.array([((i + 1) * slots - 1) // minibatch for i in ranks.mine(minibatch)], int)
-    return ints([*(own - ranks.rank * each), each])
+    return ints([*(_slot(i, minibatch, slots) - ranks.rank * each for i in ranks.mine(minibatch)), each])
 
 
 def ragged(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,21 @@ def address(array: Ints | Tensor | None) -> int | None:
             raise ValueError(f"a tensor is on {array.device} with strides {array.stride()}; kernels need it contiguous")
         return array.data_ptr()
     return int(array.ctypes.data)
+
+
+def at(tensor: Tensor, dtype: torch.dtype = torch.float32) -> int:
+    """The address of a contiguous tensor on the CPU; ValueError for another layout, type or device."""
+    if tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        layout = "contiguous" if tensor.is_contiguous() else f"strides {tensor.stride()}"
+        raise ValueError(f"{tensor.dtype} on {tensor.device}, {layout}, where a contiguous {dtype} on the CPU is due")
+    return tensor.data_ptr()
+
+
+def at_rows(tensor: Tensor) -> tuple[int, int]:
+    """(address, distance in elements) of the rows of a float32 tensor [n, V], each of which is contiguous."""
+    if tensor.stride(1) == 1 and tensor.dtype == torch.float32 and tensor.device.type == "cpu":
+        return tensor.data_ptr(), tensor.stride(0)
+    return at(tensor), tensor.shape[1]
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -81,7 +97,7 @@ class ModelStruct(ctypes.Structure):
                 *("norm", "qk_norm", "rotary", "activation", "gated", "parallel"),
                 *("experts", "chosen", "normalised", "mixtures"),
                 *("q_at", "q_step", "k_at", "k_step", "v_at", "v_step"),
-                *("round_activations", "round_inputs", "round_cache", "round_gradients"),
+                *("round_activations", "round_inputs", "round_cache"),
                 *("position_entries", "padding"),
             )
         ),
@@ -95,6 +111,9 @@ class ModelStruct(ctypes.Structure):
 
 class BatchStruct(ctypes.Structure):
     """`Batch` of kernels.h."""
+
+    batch: Any
+    alive: Any
 
     _fields_ = (
         *((name, ctypes.c_int) for name in ("tokens", "sequences")),

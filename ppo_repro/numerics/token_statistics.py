@@ -1,4 +1,4 @@
-"""Log-probs of tokens, entropies and distances between distributions, from rows of logits.
+"""Rows of logits: log-probs of tokens, entropies, distances between distributions, kept and sampled tokens.
 
 The distribution is the one that was sampled from: softmax(logits / temperature) over the eligible tokens. Without
 top-k and top-p every token is eligible. Mode `deterministic` uses the C kernels, mode `native` stock torch.
@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import library
-from ppo_repro.numerics.arrays import at, at_rows
+from ppo_repro.numerics.structs import at, at_rows
 
 NOT_FINITE = (
     "the model's logits are not finite, or further apart than float32 reaches; "
@@ -42,7 +42,6 @@ def softmax_rows(n: int) -> Tensor:
 
 
 def _dense(logits: Tensor) -> Tensor:
-    logits = logits.detach()
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
@@ -94,31 +93,34 @@ def token_statistics(
     finite.
     """
     if mode == "deterministic":
-        dense = logits if logits.stride(1) == 1 else logits.contiguous()
         kept = None if eligible is None else eligible.contiguous()
-        return _TokenStatistics.apply(dense, targets.contiguous(), temperature, kept)
+        return _TokenStatistics.apply(_dense(logits), targets.contiguous(), temperature, kept)
     require_finite(logits)
-    scaled = logits / temperature
-    if eligible is not None:
-        scaled = scaled.masked_fill(~eligible, float("-inf"))
-    log_p = scaled.log_softmax(-1)
+    log_p = _native_log_softmax(logits, temperature, eligible)
     # minus infinity times a gradient of zero would be NaN
     finite = log_p if eligible is None else log_p.masked_fill(~eligible, 0.0)
     entropy = -(log_p.exp() * finite).sum(-1)
     return log_p.gather(-1, targets[:, None])[:, 0], entropy
 
 
+def _native_log_softmax(logits: Tensor, temperature: float, eligible: Tensor | None) -> Tensor:
+    scaled = logits / temperature
+    if eligible is not None:
+        scaled = scaled.masked_fill(~eligible, float("-inf"))
+    return scaled.log_softmax(-1)
+
+
 def prob_sq_sum(logits: Tensor, temperature: float, eligible: Tensor | None) -> Tensor:
     """sum_v p_v^2, float32 [n]."""
     targets = torch.zeros(len(logits), dtype=torch.int64)
     kept = None if eligible is None else eligible.contiguous()
-    return _statistics(_dense(logits), targets, temperature, kept)[2]
+    return _statistics(_dense(logits.detach()), targets, temperature, kept)[2]
 
 
 def log_softmax(logits: Tensor) -> Tensor:
     """Log-probs of all tokens at temperature 1, float32 [n, V]; NumericsError if a logit is not finite."""
     targets = torch.zeros(len(logits), dtype=torch.int64)
-    rows = _statistics(_dense(logits), targets, 1.0, None)[3]
+    rows = _statistics(_dense(logits.detach()), targets, 1.0, None)[3]
     shifted = logits - rows[:, :1].to(torch.float32)
     return (shifted.to(torch.float64) - rows[:, 2:3]).to(torch.float32)
 
@@ -148,24 +150,14 @@ class _Divergence(Function):
         return gradient, None, None, None
 
 
-def kl_divergence(p_logits: Tensor, q_logits: Tensor, temperature: float, eligible: Tensor | None) -> Tensor:
+def kl_divergence(
+    p_logits: Tensor, q_logits: Tensor, temperature: float, eligible: Tensor | None, mode: str = "deterministic"
+) -> Tensor:
     """KL(p || q) = sum_v p_v (log p_v - log q_v), float32 [n], nats, over the eligible tokens; differentiable in p."""
-    dense = p_logits if p_logits.stride(1) == 1 else p_logits.contiguous()
-    kept = None if eligible is None else eligible.contiguous()
-    return _Divergence.apply(dense, _dense(q_logits), temperature, kept)
-
-
-def kl_loss(logits: Tensor, ref_logits: Tensor, temperature: float, eligible: Tensor | None, mode: str) -> Tensor:
-    """KL(p || reference) over the eligible tokens, float32 [n], nats; differentiable in `logits`.
-
-    Shapes as in `token_statistics`.
-    """
     if mode == "deterministic":
-        return kl_divergence(logits, ref_logits, temperature, eligible)
-    scaled, ref_scaled = logits / temperature, ref_logits / temperature
-    if eligible is not None:
-        scaled, ref_scaled = (x.masked_fill(~eligible, float("-inf")) for x in (scaled, ref_scaled))
-    log_p, log_q = scaled.log_softmax(-1), ref_scaled.log_softmax(-1)
+        kept = None if eligible is None else eligible.contiguous()
+        return _Divergence.apply(_dense(p_logits), _dense(q_logits.detach()), temperature, kept)
+    log_p, log_q = (_native_log_softmax(logits, temperature, eligible) for logits in (p_logits, q_logits))
     difference = log_p - log_q
     if eligible is not None:  # both are minus infinity for the other tokens
         difference = log_p.masked_fill(~eligible, 0.0) - log_q.masked_fill(~eligible, 0.0)
@@ -221,3 +213,51 @@ def expand_kept(kept_tokens: Tensor, vocab_size: int) -> Tensor | None:
 def pack_bits(eligible: Tensor) -> Tensor:
     """bool [n, V] -> bit sets uint8 [n, ceil(V/8)], the first token in the highest bit."""
     return torch.from_numpy(np.packbits(eligible.numpy(), axis=1))
+
+
+def normal_noise(seeds: Tensor, positions: Tensor, columns: int) -> Tensor:
+    """Standard normal noise z = sqrt(-2 ln u) cos(2 pi v), float64 [n, columns], independent of the noise of sampling.
+
+    u, v = (h + 1/2) / 2^32 with h = hash(1 for u and 2 for v, seed, position, column); |z| < 6.8. seeds,
+    positions int64 [n]. Box and Muller, 1958.
+    """
+    out = torch.empty(len(seeds), columns, dtype=torch.float64)
+    seeds, positions = seeds.contiguous(), positions.contiguous()
+    addresses = at(seeds, torch.int64), at(positions, torch.int64)
+    library.load().normal_noise(*addresses, len(seeds), columns, at(out, torch.float64))
+    return out
+
+
+def cut_tokens(scaled: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Which tokens top-k and top-p keep: (eligible bool [n, V], rank int32 [n, V], log kept mass float32 [n]).
+
+    scaled: logits / temperature, float32 [n, V]. Tokens are ranked by falling logit, ties by id. A token is kept while
+    its rank is below top_k (0: no limit) and the mass before it is at most top_p; the likeliest is always kept. Masses
+    are exp(scaled - largest), added one by one by rank in float64. Raises NumericsError if logits are not finite.
+    """
+    n, v = scaled.shape
+    scaled = scaled.contiguous()
+    order = torch.argsort(scaled, dim=-1, descending=True, stable=True)
+    eligible, rank, log_kept = torch.empty(n, v, dtype=torch.bool), torch.empty(n, v, dtype=torch.int32), torch.empty(n)
+    results = at(eligible, torch.bool), at(rank, torch.int32), at(log_kept)
+    check_rows(library.load().cut_tokens(at(scaled), at(order, torch.int64), n, v, top_k, top_p, *results))
+    return eligible, rank, log_kept
+
+
+def sample_tokens(
+    logits: Tensor, seeds: Tensor, positions: Tensor, temperature: float, cut: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """(tokens int64 [n], their log p float32 [n]): argmax of log p_v + gumbel(seed, position, column_v), first of ties.
+
+    logits float32 [n, V]; seeds, positions int64 [n]. p is softmax(logits / temperature) over all tokens, log p is
+    rounded to float32. `cut`: which tokens are eligible, bool [n, V], and the column of each, int32 [n, V]; without it
+    all tokens are eligible and the column is the token's id. Raises NumericsError if logits are not finite.
+    """
+    n, v = logits.shape
+    logits = _dense(logits.detach())
+    seeds, positions = seeds.contiguous(), positions.contiguous()
+    tokens, logprobs, rows = torch.empty(n, dtype=torch.int64), torch.empty(n), softmax_rows(n)
+    kept = (None, None) if cut is None else (at(cut[0], torch.bool), at(cut[1], torch.int32))
+    arguments = (*at_rows(logits), n, v, temperature, at(seeds, torch.int64), at(positions, torch.int64), *kept)
+    check_rows(library.load().sample_tokens(*arguments, at(tokens, torch.int64), at(logprobs), at(rows, torch.float64)))
+    return tokens, logprobs

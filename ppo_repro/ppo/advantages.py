@@ -44,7 +44,7 @@ def group_advantages(scores: Sequence[float], groups: Sequence[Hashable], scale:
     """(s_i - mean of its group) [/ (std of its group + 1e-6) with `scale`], one per response. Shao et al., 2024 (GRPO).
 
     Population standard deviation. Without `scale` it is Dr. GRPO's (Liu et al., 2025). Sums are correctly
-    rounded, so the order within a group does not matter; a group of one gets 0.
+    rounded, so the order within a group does not matter; a group of equal scores gets exactly 0.
     """
     assert len(scores) == len(groups)
     members: dict[Hashable, list[float]] = {}
@@ -52,19 +52,24 @@ def group_advantages(scores: Sequence[float], groups: Sequence[Hashable], scale:
         members.setdefault(group, []).append(score)
     statistics = {}
     for group, values in members.items():
-        mean = math.fsum(values) / len(values)
+        mean = _mean(values)
         variance = math.fsum((x - mean) * (x - mean) for x in values) / len(values)
         statistics[group] = (mean, math.sqrt(variance) + 1e-6 if scale else 1.0)
     return [(s - statistics[g][0]) / statistics[g][1] for s, g in zip(scores, groups, strict=True)]
 
 
+def _mean(values: Sequence[float]) -> float:
+    """The correctly rounded sum over the number; equal values themselves, which the division may miss by rounding."""
+    return values[0] if min(values) == max(values) else math.fsum(values) / len(values)
+
+
 def whiten(values: Tensor, shift: bool = True) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8) [+ mean without `shift`], var the population variance, sums correctly rounded.
 
-    [N] float32 -> [N] float32, independent of the order of the elements.
+    [N] float32 -> [N] float32, independent of the order of the elements; equal elements become exactly 0, or stay.
     """
     assert values.shape == (values.numel(),)
-    mean = mean_of(values)
+    mean = _mean(values.tolist())
     centred = values.to(torch.float64) - mean
     scale = 1.0 / math.sqrt(mean_of(centred * centred) + 1e-8)
     whitened = centred * scale

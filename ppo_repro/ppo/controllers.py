@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+PENALTY_RANGE = 2.0**20  # factor by which an adaptive penalty may leave its first value, either way
+
 
 def adaptive_kl_coef(kl_coef: float, kl: float, target_kl: float, sequences: int, horizon: int) -> float:
     """beta (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon), n the sequences of the iteration. Ziegler et al., 2019.
 
-    `kl` and `target_kl` are KL(policy || reference) per sequence in nats: summed over tokens, mean over sequences.
+    n / horizon counts as 1 at most: more could make beta negative. `kl` and `target_kl` are KL(policy || reference) per
+    sequence in nats: summed over tokens, mean over sequences.
     """
     error = min(max(kl / target_kl - 1.0, -0.2), 0.2)
-    return kl_coef * (1.0 + error * sequences / horizon)
+    return kl_coef * (1.0 + error * min(sequences / horizon, 1.0))
 
 
-def adaptive_penalty_coef(penalty_coef: float, kl: float, target_kl: float) -> float:
+def adaptive_penalty_coef(penalty_coef: float, kl: float, target_kl: float, first: float) -> float:
     """beta / 2 if KL < target / 1.5, 2 beta if KL > 1.5 target. Schulman et al., 2017, section 4.
 
-    `kl` is KL(old || new) after the update, per token, in nats.
+    beta stays within a factor of 2^20 of `first`: a beta that has become 0 or infinite could not come back. `kl` is
+    KL(old || new) after the update, per token, in nats.
     """
     if kl < target_kl / 1.5:
-        return penalty_coef / 2.0
-    return penalty_coef * 2.0 if kl > 1.5 * target_kl else penalty_coef
+        penalty_coef /= 2.0
+    elif kl > 1.5 * target_kl:
+        penalty_coef *= 2.0
+    return min(max(penalty_coef, first / PENALTY_RANGE), first * PENALTY_RANGE)
 
 
 def adaptive_clip_range(clip_range: float, kl: float, target_kl: float, smallest: float, largest: float) -> float:

@@ -2,7 +2,8 @@
 
 delta = log pi_old - log pi_rollout of a token, and w = exp(delta), of a whole response the product over its tokens, or
 their geometric mean. pi_old is the policy before the update, pi_rollout the sampler. Weights are constants: no
-gradient flows through them. Where both policies agree every weight is exactly 1 and nothing is rejected.
+gradient flows through them. Where both policies agree every weight is exactly 1 and nothing is rejected. A ratio that
+is not a number raises NumericsError.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import elementwise
 from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo import kl
@@ -44,11 +46,22 @@ def importance_ratios(old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: T
     """
     assert old_logprobs.shape == rollout_logprobs.shape == (int(lengths.sum()),) and lengths.dim() == 1
     delta = old_logprobs - rollout_logprobs
+    _refuse_nan("old_logprobs - rollout_logprobs", delta)
     if level != "token":
         sums = run_sums(delta, lengths)
         of_response = sums / lengths if level == "geometric" else sums
         delta = torch.repeat_interleave(of_response.to(torch.float32), lengths)
     return elementwise.exp(delta)
+
+
+def _refuse_nan(name: str, values: Tensor) -> None:
+    """Raise NumericsError for NaN, which no comparison finds too large or too small."""
+    missing = torch.nonzero(torch.isnan(values)).flatten()
+    if len(missing):
+        raise NumericsError(
+            f"{name} of token {int(missing[0])} is not a number ({len(missing)} of {len(values)} tokens): it can be "
+            "neither weighted nor rejected; look for NaN and equal infinities in rollout_logprobs and old_logprobs"
+        )
 
 
 def _bounds(low: float, high: float | None) -> tuple[Tensor, Tensor]:
@@ -64,6 +77,7 @@ def truncated_weights(ratios: Tensor, floor: float, cap: float | None) -> tuple[
     decoupled PPO (Hilton et al., 2022, section 3; AReaL). With a floor slime's `tis_mode: clip` and TRL's
     `vllm_importance_sampling_clip_min`; verl and AReaL have none.
     """
+    _refuse_nan("the ratio", ratios)
     low, high = _bounds(floor, cap)
     changes = torch.full(ratios.shape, Correction.NONE, dtype=torch.uint8)
     changes[ratios > high] = Correction.TRUNCATED_HIGH
@@ -78,6 +92,7 @@ def masked_weights(ratios: Tensor, floor: float, cap: float | None) -> tuple[Ten
     Kills Stability". verl and slime bound both sides, by default with 1 / cap; AReaL and earlier TRL only above, which
     is a floor of 0.
     """
+    _refuse_nan("the ratio", ratios)
     low, high = _bounds(floor, cap)
     changes = torch.full(ratios.shape, Correction.NONE, dtype=torch.uint8)
     changes[ratios > high] = Correction.MASKED_HIGH
@@ -104,6 +119,7 @@ def outside_ratio(ratios: Tensor, low: float, high: float) -> Tensor:
     Rejection sampling of verl (`rollout_rs`) and slime (`use_rs`). The level geometric is Geo-RS. verl compares -log w
     with the logarithms of its bounds, so that its "0.6_1.4" is [1/1.4, 1/0.6] here.
     """
+    _refuse_nan("the ratio", ratios)
     lowest, highest = _bounds(low, high)
     return (ratios < lowest) | (ratios > highest)
 
@@ -118,6 +134,7 @@ def beyond_divergence(
     """
     assert old_logprobs.shape == rollout_logprobs.shape == (int(lengths.sum()),) and lengths.dim() == 1
     log_ratio = (rollout_logprobs - old_logprobs).to(torch.float64)
+    _refuse_nan("rollout_logprobs - old_logprobs", log_ratio)
     values = kl.k2(log_ratio) if estimator == "k2" else kl.k3(log_ratio)
     if level == "max":
         values = torch.repeat_interleave(torch.stack([run.max() for run in values.split(lengths.tolist())]), lengths)
@@ -130,5 +147,6 @@ def beyond_divergence(
 def vetoed(token_ratios: Tensor, lengths: Tensor, below: float) -> Tensor:
     """Where a response has a token with w < below, [N] bool. verl's and slime's veto, at 1e-4 there."""
     assert token_ratios.shape == (int(lengths.sum()),) and lengths.dim() == 1
+    _refuse_nan("the ratio", token_ratios)
     below_it = token_ratios < _bounds(below, None)[0]
     return torch.repeat_interleave(torch.stack([run.any() for run in below_it.split(lengths.tolist())]), lengths)

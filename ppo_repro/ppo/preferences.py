@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ppo_repro.numerics.elementwise import Softplus
+from ppo_repro.numerics.elementwise import differentiable_softplus
 from ppo_repro.numerics.sums import run_sums
 
 
@@ -42,7 +42,7 @@ def bradley_terry_losses(chosen_scores: Tensor, rejected_scores: Tensor) -> Tens
     The gradient in s_w is -sigma(s_l - s_w): nearly -1 on a pair in the wrong order, never exactly 0.
     """
     assert chosen_scores.shape == rejected_scores.shape == (chosen_scores.numel(),)
-    return Softplus.apply(rejected_scores - chosen_scores)
+    return differentiable_softplus(rejected_scores - chosen_scores)
 
 
 def dpo_margins(
@@ -65,7 +65,7 @@ def dpo_losses(margins: Tensor) -> Tensor:
     more wrong its order is. A large beta keeps the optimum, ref exp(r / beta), close to the reference.
     """
     assert margins.shape == (margins.numel(),)
-    return Softplus.apply(-margins)
+    return differentiable_softplus(-margins)
 
 
 def preference_accuracy(margins: Tensor) -> float:

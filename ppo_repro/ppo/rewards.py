@@ -28,12 +28,9 @@ def place_scores(scores: Tensor, lengths: Tensor, word_ids: Tensor, placement: s
     """Place scores [B] float64 on the tokens of their responses, [N] float64; a response's tokens sum to its score.
 
     last: all on the last token. word_ends: in equal parts on the last token of every word (`word_ids` [N]).
-    uniform: in equal parts on every token.
     """
     assert scores.shape == lengths.shape == (len(scores),) and word_ids.shape == (int(lengths.sum()),)
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    if placement == "uniform":
-        return (scores / lengths)[sequence]
     out = torch.zeros(len(word_ids), dtype=torch.float64)
     ends = last_tokens(lengths) if placement == "last" else last_tokens(word_lengths(word_ids, lengths))
     share = scores / torch.bincount(sequence[ends], minlength=len(lengths))
@@ -58,18 +55,6 @@ def charge_penalties(penalties: Tensor, lengths: Tensor, word_ids: Tensor, charg
     charged = torch.zeros_like(penalties)
     charged[last_tokens(groups)] = (sums / groups if charge == "last_mean" else sums).to(torch.float32)
     return charged
-
-
-def shaping_rewards(potentials: Tensor, lengths: Tensor, gamma: float) -> Tensor:
-    """gamma Phi(s_{t+1}) - Phi(s_t) on every token, [N] float64; Phi after the last token is 0. Ng et al., 1999.
-
-    potentials [N] float64 is Phi before each token. The discounted sum over a response is -Phi(s_0), whatever the
-    response says, so the optimal policies stay the same.
-    """
-    assert potentials.shape == (int(lengths.sum()),) and lengths.dim() == 1
-    next_potentials = torch.cat([potentials[1:], torch.zeros(1, dtype=torch.float64)])
-    next_potentials[last_tokens(lengths)] = 0.0
-    return next_potentials * gamma - potentials
 
 
 def token_rewards(placed: Tensor, kl_penalties: Tensor) -> Tensor:

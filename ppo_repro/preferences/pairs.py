@@ -1,15 +1,17 @@
-"""Preference pairs, and a rule that makes them from a task with known answers."""
+"""Preference pairs: of a file, or made by a rule from a task with known answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from ppo_repro.errors import UserError
+from ppo_repro.json_lines import read_lines, text_field
 from ppo_repro.seeding import permutation, words
-from ppo_repro.tasks.problems import Problem
+from ppo_repro.tasks.problems import Problem, make_problem
 from ppo_repro.tasks.tokenizer import decode
 
 MISTAKES = ("digit", "truncated", "too_long")
@@ -74,11 +76,11 @@ def _digits_of(problems: Sequence[Problem]) -> str:
     return digits
 
 
-def _response(tokenizer: PreTrainedTokenizerBase, text: str) -> Ids:
-    """The tokens of a response with an end token; UserError where the tokenizer cannot spell it."""
+def _response(tokenizer: PreTrainedTokenizerBase, text: str, where: str = "") -> Ids:
+    """The tokens of a response with an end token; UserError if the tokenizer cannot spell it."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if decode(tokenizer, ids) != text or tokenizer.eos_token_id is None:
-        raise UserError(f"the tokenizer cannot spell the response {text!r} with an end token; use another model")
+        raise UserError(f"{where}the tokenizer cannot spell the response {text!r} with an end token; use another model")
     return (*ids, tokenizer.eos_token_id)
 
 
@@ -113,6 +115,26 @@ def pairs_by_rule(
         swapped = (noise >> 11) * 2.0**-53 < label_noise
         chosen, rejected = (wrong, right) if swapped else (right, wrong)
         pairs.append(Preference(problem.key, prompt_ids[problem.key], chosen, rejected))
+    return pairs
+
+
+def pairs_of_file(
+    path: Path, field: str, tokenizer: PreTrainedTokenizerBase, encode: Callable[[Problem], Ids], chat_template: bool
+) -> list[Preference]:
+    """The pairs of a file of JSON objects with `prompt`, `chosen` and `rejected`, and optionally `key`.
+
+    A prompt is a text or a list of chat messages; an end token follows each response. UserError names the line.
+    """
+    pairs = []
+    for line in read_lines(field, path):
+        problem = make_problem(line.where, {**line.fields, "answer": ""}, chat_template)
+        responses = []
+        for name in ("chosen", "rejected"):
+            text = text_field(line.where, name, line.fields.get(name))
+            responses.append(_response(tokenizer, text, f"{line.where}: field '{name}': "))
+        if responses[0] == responses[1]:
+            raise UserError(f"{line.where}: 'chosen' and 'rejected' are the same response; leave the line out")
+        pairs.append(Preference(problem.key, encode(problem), *responses))
     return pairs
 
 

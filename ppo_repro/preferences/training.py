@@ -15,7 +15,7 @@ from ppo_repro.config.run import LayoutConfig, NumericsConfig
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import policy_logits, sequence_scores
 from ppo_repro.models.reward_model import reward_scores
-from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, StepReport, make_optimizer, weights_digest
+from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, weights_digest
 from ppo_repro.numerics.rows import slots_of
 from ppo_repro.numerics.structs import Ints, ints
 from ppo_repro.numerics.sums import mean_of
@@ -37,9 +37,8 @@ LossesOf = Callable[[list[int], Ints], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of the pairs, and how many are used at once."""
+    """How many pairs are used at once."""
 
-    epochs: int
     minibatch_size: int  # pairs per optimizer step; the last one of an epoch may have fewer
     micro_batch: int  # pairs per backward pass, 0 for the minibatch; changes no result in deterministic numerics
     seed: int
@@ -47,11 +46,11 @@ class Schedule:
     def minibatches(self, count: int, epoch: int) -> list[list[int]]:
         """A shuffle of 0..count-1 cut into minibatches. Every epoch has its own shuffle."""
         order = permutation(count, "preference minibatches", self.seed, epoch).tolist()
-        return [order[i : i + self.minibatch_size] for i in range(0, count, self.minibatch_size)]
+        return chunks(order, self.minibatch_size)
 
     def steps(self, count: int) -> int:
-        """Optimizer steps of all epochs."""
-        return self.epochs * -(-count // self.minibatch_size)
+        """Optimizer steps of one epoch."""
+        return -(-count // self.minibatch_size)
 
 
 @dataclass(frozen=True)
@@ -76,56 +75,48 @@ def pairs_at_once(sequences: int) -> int:
     return max(1, sequences // 2) if sequences else 0
 
 
-def _chunks(items: Sequence[int], size: int) -> list[list[int]]:
+def chunks(items: Sequence[int], size: int) -> list[list[int]]:
+    """The items in their order, at most `size` in each chunk; 0: all in one."""
     return [list(items[i : i + (size or len(items))]) for i in range(0, len(items), size or len(items))]
 
 
 def preference_steps(
-    model: PreTrainedModel, optimizer: Optimizer, pairs: Sequence[Preference], schedule: Schedule, losses_of: LossesOf
+    model: PreTrainedModel, optimizer: Optimizer, count: int, schedule: Schedule, epoch: int, losses_of: LossesOf
 ) -> Iterator[PreferenceStep]:
-    """Train `model` in place on the mean loss of each minibatch of pairs.
+    """Train `model` in place for one epoch, on the mean loss of each minibatch of `count` pairs.
 
     Losses are not reduced in autograd: the backward pass of each pair starts from 1 / P, P the pairs of the minibatch.
     """
-    for epoch in range(schedule.epochs):
-        for number, indices in enumerate(schedule.minibatches(len(pairs), epoch)):
-            report, losses, margins = _step(optimizer, indices, schedule.micro_batch, losses_of)
-            yield PreferenceStep(
-                epoch=epoch,
-                minibatch=number,
-                pairs=len(indices),
-                loss=mean_of(losses),
-                margin=mean_of(margins),
-                accuracy=preference_accuracy(margins),
-                grad_norm=report.grad_norm,
-                digest=weights_digest(model.named_parameters()),
-                indices=tuple(indices),
-                losses=tuple(losses.tolist()),
-                margins=tuple(margins.tolist()),
-            )
+    for number, indices in enumerate(schedule.minibatches(count, epoch)):
+        by_chunk: list[tuple[Tensor, Tensor]] = []
+
+        def backward(indices: list[int] = indices, by_chunk: list[tuple[Tensor, Tensor]] = by_chunk) -> None:
+            for chunk in chunks(range(len(indices)), schedule.micro_batch):
+                losses, margins = losses_of([indices[i] for i in chunk], _pair_slots(chunk, len(indices)))
+                torch.autograd.backward(losses, torch.full_like(losses, 1.0 / len(indices)))
+                by_chunk.append((losses.detach(), margins.detach()))
+
+        report = optimizer.step(backward)
+        losses, margins = (torch.cat(column) for column in zip(*by_chunk, strict=True))
+        yield PreferenceStep(
+            epoch=epoch,
+            minibatch=number,
+            pairs=len(indices),
+            loss=mean_of(losses),
+            margin=mean_of(margins),
+            accuracy=preference_accuracy(margins),
+            grad_norm=report.grad_norm,
+            digest=weights_digest(model.named_parameters()),
+            indices=tuple(indices),
+            losses=tuple(losses.tolist()),
+            margins=tuple(margins.tolist()),
+        )
 
 
 def _pair_slots(pairs: Sequence[int], minibatch: int) -> Ints:
     """Slots [2 m + 1] of both sequences of some pairs of a minibatch, as in `Rows`: a pair is in one slot."""
     *own, last = slots_of(pairs, minibatch, SLOTS)
     return ints([*np.repeat(own, 2), last])
-
-
-def _step(
-    optimizer: Optimizer, indices: list[int], micro_batch: int, losses_of: LossesOf
-) -> tuple[StepReport, Tensor, Tensor]:
-    """One optimizer step on a minibatch; its losses and margins before the step, [P] each."""
-    by_chunk: list[tuple[Tensor, Tensor]] = []
-
-    def backward() -> None:
-        for chunk in _chunks(range(len(indices)), micro_batch):
-            losses, margins = losses_of([indices[i] for i in chunk], _pair_slots(chunk, len(indices)))
-            torch.autograd.backward(losses, torch.full_like(losses, 1.0 / len(indices)))
-            by_chunk.append((losses.detach(), margins.detach()))
-
-    report = optimizer.step(backward)
-    losses, margins = (torch.cat(column) for column in zip(*by_chunk, strict=True))
-    return report, losses, margins
 
 
 @dataclass(frozen=True)
@@ -139,11 +130,8 @@ class RewardTraining:
     steps: tuple[PreferenceStep, ...]
 
     @property
-    def accuracy_before(self) -> float:
-        return preference_accuracy(torch.tensor(self.margins_before))
-
-    @property
     def accuracy_after(self) -> float:
+        """Share of held-out pairs in the right order after training."""
         return preference_accuracy(torch.tensor(self.margins_after))
 
 
@@ -166,13 +154,11 @@ def train_reward_model(
     """Train a model from `make_reward_model` in place on the Bradley-Terry loss.
 
     AdamW as in the warm start, without weight decay. `progress(step, last step, loss)` is called after each step,
-    with the loss in nats per pair. UserError where a pair does not fit the model.
+    with the loss in nats per pair. UserError if a pair does not fit the model.
     """
     check_pairs([*pairs, *eval_pairs], model.config.vocab_size, numerics.max_context)
-    adamw = AdamWSettings(settings.learning_rate, 0.9, 0.98, 1e-8, 0.0, 1.0)
-    optimizer = make_optimizer(model, adamw, numerics.mode)
-    micro_batch = pairs_at_once(layout.update_micro_batch)
-    schedule = Schedule(settings.epochs, settings.minibatch_size, micro_batch, seed)
+    optimizer = Optimizer(model, AdamWSettings(settings.learning_rate, 0.9, 0.98, 1e-8, 0.0, 1.0), numerics.mode)
+    schedule = Schedule(settings.minibatch_size, pairs_at_once(layout.update_micro_batch), seed)
 
     def losses_of(chunk: list[int], slots: Ints) -> tuple[Tensor, Tensor]:
         scores = sequence_scores(model, sequences_of([pairs[i] for i in chunk]), layout.padding, slots)
@@ -181,9 +167,10 @@ def train_reward_model(
 
     before = tuple(reward_margins(model, eval_pairs, layout).tolist())
     steps: list[PreferenceStep] = []
-    for step in preference_steps(model, optimizer, pairs, schedule, losses_of):
-        steps.append(step)
-        progress(len(steps), schedule.steps(len(pairs)), step.loss)
+    for epoch in range(settings.epochs):
+        for step in preference_steps(model, optimizer, len(pairs), schedule, epoch, losses_of):
+            steps.append(step)
+            progress(len(steps), settings.epochs * schedule.steps(len(pairs)), step.loss)
     after = tuple(reward_margins(model, eval_pairs, layout).tolist())
     return RewardTraining(tuple(pairs), tuple(eval_pairs), before, after, tuple(steps))
 
@@ -194,11 +181,6 @@ class PairLogprobs:
 
     chosen: Tensor
     rejected: Tensor
-
-    def of(self, pairs: Sequence[int]) -> PairLogprobs:
-        """The log-probs of some pairs, by index."""
-        index = torch.tensor(list(pairs), dtype=torch.int64)
-        return PairLogprobs(self.chosen[index], self.rejected[index])
 
 
 def _pair_logprobs(
@@ -221,35 +203,34 @@ def _pair_logprobs(
 def pair_logprobs(
     policy: PreTrainedModel, pairs: Sequence[Preference], temperature: float, mode: str, layout: LayoutConfig
 ) -> PairLogprobs:
-    """Log-probs of all pairs, `layout.forward_micro_batch` sequences at a time."""
+    """Log-probs of all pairs, in micro-batches."""
     by_chunk = [
         _pair_logprobs(policy, [pairs[i] for i in chunk], temperature, mode, layout.padding)
-        for chunk in _chunks(range(len(pairs)), pairs_at_once(layout.forward_micro_batch))
+        for chunk in chunks(range(len(pairs)), pairs_at_once(layout.forward_micro_batch))
     ]
     return PairLogprobs(torch.cat([p.chosen for p in by_chunk]), torch.cat([p.rejected for p in by_chunk]))
 
 
 def margins_of(policy: PairLogprobs, reference: PairLogprobs, beta: float) -> Tensor:
-    """DPO margins, float64 [P]; positive where the log-prob of the preferred response rose more."""
+    """DPO margins, float64 [P]; positive if the log-prob of the preferred response rose more."""
     return dpo_margins(policy.chosen, policy.rejected, reference.chosen, reference.rejected, beta)
 
 
-def dpo_steps(
+def dpo_losses_of(
     policy: PreTrainedModel,
-    optimizer: Optimizer,
     pairs: Sequence[Preference],
     reference: PairLogprobs,
     beta: float,
     temperature: float,
-    schedule: Schedule,
     mode: str,
     padding: str,
-) -> Iterator[PreferenceStep]:
-    """Train `policy` in place by DPO; `reference` are the frozen model's log-probs of `pairs`, computed once."""
+) -> LossesOf:
+    """The DPO losses of some pairs; `reference` are the frozen model's log-probs of all `pairs`, computed once."""
 
     def losses_of(chunk: list[int], slots: Ints) -> tuple[Tensor, Tensor]:
         logprobs = _pair_logprobs(policy, [pairs[i] for i in chunk], temperature, mode, padding, slots)
-        margins = margins_of(logprobs, reference.of(chunk), beta)
+        index = torch.tensor(chunk, dtype=torch.int64)
+        margins = margins_of(logprobs, PairLogprobs(reference.chosen[index], reference.rejected[index]), beta)
         return dpo_losses(margins), margins
 
-    return preference_steps(policy, optimizer, pairs, schedule, losses_of)
+    return losses_of

@@ -35,12 +35,7 @@ class Accuracy:
 
 def read(run_dir: Path, recorded: Head) -> Accuracy | None:
     """What a run measured at its start, None if nothing; UserError where the file is damaged."""
-    if FILE_NAME not in recorded.notes:
-        return None
-    note = read_note(run_dir, recorded, FILE_NAME)
-    # version 0.2 wrote `exact_rms`, and named a layer that was at fault
-    numbers = {name.replace("exact_", "deterministic_"): x for name, x in note.items() if "layer" not in name}
-    return Accuracy(**numbers)
+    return Accuracy(**read_note(run_dir, recorded, FILE_NAME)) if FILE_NAME in recorded.notes else None
 
 
 def sentence(found: Accuracy) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -13,15 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ppo_repro.records import digests, schema
-
-# a Python float would be rounded silently to float32
-_SCALARS: dict[str, tuple[type, ...]] = {
-    "int32": (int, np.int32),
-    "int64": (int, np.int64),
-    "float32": (np.float32,),
-    "float64": (float, np.float64),
-    "bool": (bool, np.bool_),
-}
 
 
 @dataclass(frozen=True)
@@ -47,8 +37,8 @@ class AllNull:
     rows: int
 
 
-def arrow_schema(table: schema.Table) -> pa.Schema:
-    """The Arrow schema of a table, units and descriptions in the field metadata."""
+def arrow_schema(table: schema.Table, names: Sequence[str] | None = None) -> pa.Schema:
+    """The Arrow schema of a table, or of the columns with these names; units and descriptions in the metadata."""
     fields = [
         pa.field(
             column.name,
@@ -57,6 +47,7 @@ def arrow_schema(table: schema.Table) -> pa.Schema:
             metadata={"unit": column.unit, "description": column.description},
         )
         for column in table.columns
+        if names is None or column.name in names
     ]
     about = {
         "table": table.name,
@@ -70,143 +61,74 @@ def arrow_schema(table: schema.Table) -> pa.Schema:
 def to_arrow(
     table: schema.Table, columns: Mapping[str, npt.NDArray[Any] | Sequence[Any] | WithNulls | Lists | AllNull]
 ) -> pa.Table:
-    """Build the table from a copy of exactly its columns; raises ValueError naming table and column."""
-    names = [column.name for column in table.columns]
-    for name in [*names, *columns]:
-        if name not in columns:
-            raise ValueError(f"table {table.name}, column {name}: missing")
-        if name not in names:
-            raise ValueError(f"table {table.name}, column {name}: not in the schema")
-    arrays = []
+    """Build a table from a copy of its columns; raises ValueError naming table and column.
+
+    A column that a level or a feature brings may be left out. No value is cast where that could change a bit.
+    """
+    strangers = columns.keys() - {column.name for column in table.columns}
+    if strangers:
+        raise ValueError(f"table {table.name}, column {min(strangers)}: not in the schema")
+    arrays: list[pa.Array] = []
     for column in table.columns:
+        if column.name not in columns:
+            if not column.may_be_missing:
+                raise ValueError(f"table {table.name}, column {column.name}: missing")
+            continue
         try:
-            arrays.append(_to_array(column, columns[column.name]))
-        except (ValueError, OverflowError) as error:
+            array = _to_array(column, columns[column.name])
+            if array.null_count and not column.nullable:
+                raise ValueError("is not nullable")
+            if arrays and len(array) != len(arrays[0]):
+                raise ValueError(f"has {len(array)} rows, {table.columns[0].name} has {len(arrays[0])}")
+        except (ValueError, TypeError, OverflowError, pa.ArrowException) as error:
             raise ValueError(f"table {table.name}, column {column.name}: {error}") from error
-        if len(arrays[-1]) != len(arrays[0]):
-            raise ValueError(
-                f"table {table.name}, column {column.name}: has {len(arrays[-1])} rows, {names[0]} has {len(arrays[0])}"
-            )
-    result = pa.Table.from_arrays(arrays, schema=arrow_schema(table))
+        arrays.append(array)
+    result = pa.Table.from_arrays(arrays, schema=arrow_schema(table, list(columns)))
     result.validate(full=True)
     return result
 
 
-def column_of(data: pa.Table, column: schema.Column) -> pa.ChunkedArray | pa.Array:
-    """The values of a column; null in every row where a run lacks it, as one without turns those of turns."""
-    if column.name in data.column_names:
-        return data.column(column.name)
-    return pa.nulls(data.num_rows, digests.ARROW_TYPES[column.kind])
+def to_parquet(data: pa.Table) -> memoryview:
+    """The content of the Parquet file, every bit of every value as in the table."""
 
+    def of_types(*kinds: str) -> list[str]:
+        return [field.name for field in data.schema if str(field.type) in kinds]
 
-def to_parquet(table: schema.Table, *iterations: pa.Table) -> memoryview:
-    """The content of the Parquet file, every bit of every value as in the tables: of several each is one row group."""
     sink = pa.BufferOutputStream()
-    with pq.ParquetWriter(
+    pq.write_table(
+        data,
         sink,
-        iterations[0].schema,
         compression="zstd",
         # dictionaries and statistics compare floats by value: all NaNs are one, and zeros have no sign
-        use_dictionary=[column.name for column in table.columns if column.kind == "string"],
-        write_statistics=[column.name for column in table.columns if column.kind in ("int32", "int64")],
+        use_dictionary=of_types("string"),
+        write_statistics=of_types("int32", "int64"),
         write_page_checksum=True,
-    ) as file:
-        for data in iterations:
-            file.write_table(data, None if len(iterations) == 1 else max(1, data.num_rows))
+    )
     return memoryview(sink.getvalue())
 
 
-def _to_array(column: schema.Column, values: Any) -> pa.Array | pa.ChunkedArray:
+def _to_array(column: schema.Column, values: Any) -> pa.Array:
+    kind, element = digests.ARROW_TYPES[column.kind], digests.ELEMENTS.get(column.kind)
     if isinstance(values, AllNull):
-        if not column.nullable:
-            raise ValueError("is not nullable")
-        return pa.nulls(values.rows, digests.ARROW_TYPES[column.kind])
-    if column.kind in _SCALARS:
-        if isinstance(values, WithNulls):
-            return _with_nulls(column, values)
-        if isinstance(values, np.ndarray):
-            return _from_numpy(column, values)
-        return _from_scalars(column, values)
-    if column.kind == "string":
-        _require_items(values, (str, NoneType) if column.nullable else (str,), column)
-        return pa.array(values, pa.string())
-    return _from_two_arrays(column, values) if isinstance(values, Lists) else _from_lists(column, values)
+        return pa.nulls(values.rows, kind)
+    if isinstance(values, WithNulls):
+        return pa.array(_exact(column.kind, values.values), kind, mask=~values.present, from_pandas=False)
+    if isinstance(values, Lists) and element is not None:
+        offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(values.lengths)])
+        if offsets[-1] != len(values.elements):
+            raise ValueError(f"holds {len(values.elements)} elements in lists of {offsets[-1]}")
+        return pa.LargeListArray.from_arrays(offsets, _exact(element, values.elements)).cast(kind)
+    if isinstance(values, np.ndarray):
+        return pa.array(_exact(column.kind, values), kind, from_pandas=False)
+    # a Python float, or an array of float64, would be rounded silently
+    width = np.dtype("float32") if "float32" in column.kind else None
+    if width and any(value is not None and getattr(value, "dtype", None) != width for value in values):
+        raise ValueError("holds other values than float32")
+    return pa.array(values, kind)
 
 
-def _from_numpy(column: schema.Column, values: npt.NDArray[Any]) -> pa.Array:
-    dtype = np.dtype(column.kind)
-    # a masked array is an ndarray too and would lose its mask
-    if type(values) is not np.ndarray or values.dtype != dtype or values.ndim != 1:
-        actual = f"{type(values).__name__} of {values.dtype} with shape {values.shape}"
-        raise ValueError(f"is a {actual}, expected a one-dimensional array of {column.kind}")
-    # Arrow would share the memory, and later writes to the array would change the record
-    copied = np.array(values, order="C", copy=True)
-    return pa.array(copied, digests.ARROW_TYPES[column.kind], from_pandas=False)
-
-
-def _with_nulls(column: schema.Column, values: WithNulls) -> pa.Array:
-    if not column.nullable:
-        raise ValueError("is not nullable")
-    if values.present.dtype != np.bool_ or values.present.shape != values.values.shape:
-        raise ValueError(
-            f"has {values.values.shape} values and says of {values.present.shape} whether they are present"
-        )
-    plain = _from_numpy(column, values.values)
-    validity = pa.array(values.present, pa.bool_()).buffers()[1]
-    return pa.Array.from_buffers(plain.type, len(plain), [validity, plain.buffers()[1]])
-
-
-def _from_scalars(column: schema.Column, values: Any) -> pa.Array:
-    allowed = _SCALARS[column.kind]
-    _require_items(values, (*allowed, NoneType) if column.nullable else allowed, column)
-    is_null = np.array([value is None for value in values], dtype=bool)
-    filled = np.array([0 if value is None else value for value in values], dtype=column.kind)
-    return pa.array(filled, digests.ARROW_TYPES[column.kind], mask=is_null, from_pandas=False)
-
-
-def _from_lists(column: schema.Column, values: Any) -> pa.Array:
-    allowed = (np.ndarray, list, tuple)
-    _require_items(values, (*allowed, NoneType) if column.nullable else allowed, column)
-    element = digests.ELEMENTS[column.kind]
-    rows = []
-    for value in values:
-        if value is None:
-            value = np.empty(0, dtype=element)
-        if not isinstance(value, np.ndarray):
-            _require_items(value, _SCALARS[element], column)
-            value = np.array(value, dtype=element)
-        if type(value) is not np.ndarray or value.dtype != element or value.ndim != 1:
-            raise ValueError(f"holds {value.dtype} of shape {value.shape} where {element} lists belong")
-        rows.append(value)
-    flat = np.concatenate([np.empty(0, dtype=element), *rows])
-    is_null = np.array([value is None for value in values], dtype=bool)
-    return _list_array(column, flat, np.array([len(row) for row in rows], dtype=np.int64), is_null)
-
-
-def _from_two_arrays(column: schema.Column, values: Lists) -> pa.Array:
-    if values.elements.dtype != digests.ELEMENTS[column.kind] or values.elements.shape != (values.lengths.sum(),):
-        raise ValueError(
-            f"holds {values.elements.dtype} of shape {values.elements.shape} in lists of {values.lengths.sum()} "
-            f"{digests.ELEMENTS[column.kind]} elements"
-        )
-    # Arrow would share the memory, and later writes to the array would change the record
-    return _list_array(column, values.elements.copy(), values.lengths, np.zeros(len(values.lengths), dtype=bool))
-
-
-def _list_array(
-    column: schema.Column,
-    elements: npt.NDArray[Any],
-    lengths: npt.NDArray[np.int64],
-    is_null: npt.NDArray[np.bool_],
-) -> pa.Array:
-    offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
-    mask = pa.array(is_null) if column.nullable else None
-    return pa.LargeListArray.from_arrays(offsets, elements, mask=mask).cast(digests.ARROW_TYPES[column.kind])
-
-
-def _require_items(values: Any, allowed: tuple[type, ...], column: schema.Column) -> None:
-    if not isinstance(values, list | tuple):
-        raise ValueError(f"is a {type(values).__name__}, expected a list for {column.kind}")
-    strangers = {type(value).__name__ for value in values if type(value) not in allowed}
-    if strangers:
-        raise ValueError(f"holds {', '.join(sorted(strangers))} where {column.kind} values belong")
+def _exact(kind: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A copy, whose memory no later write can change; ValueError unless it is one column of this type."""
+    if type(values) is not np.ndarray or values.dtype != np.dtype(kind) or values.ndim != 1:
+        raise ValueError(f"is a {type(values).__name__} of {values.dtype}, shape {values.shape}; expected {kind}")
+    return np.array(values, order="C", copy=True)

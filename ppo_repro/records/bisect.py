@@ -8,9 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from ppo_repro.disk.durable import atomic_write
-from ppo_repro.disk.regular import read_regular
 from ppo_repro.errors import UserError
+from ppo_repro.files import atomic_write
 from ppo_repro.records import arrow, reader
 from ppo_repro.records.schema import Column, Table
 
@@ -73,7 +72,7 @@ def write(folder: Path, columns: Mapping[str, Mapping[str, Any]]) -> None:
         raise UserError(f"{folder}: cannot be made ({error.strerror}); choose another --out") from error
     for table in TABLES:
         data = arrow.to_arrow(table, columns[table.name])
-        atomic_write(folder / f"{table.name}.parquet", arrow.to_parquet(table, data))
+        atomic_write(folder / f"{table.name}.parquet", arrow.to_parquet(data))
 
 
 def read_table(folder: Path | str, name: str) -> pd.DataFrame:
@@ -86,7 +85,7 @@ def read_table(folder: Path | str, name: str) -> pd.DataFrame:
         raise UserError(f"no table '{name}'; there are {', '.join(tables)}")
     path = Path(folder) / f"{name}.parquet"
     try:
-        data = pq.ParquetFile(pa.BufferReader(read_regular(path)), page_checksum_verification=True).read()
+        data = pq.ParquetFile(pa.BufferReader(path.read_bytes()), page_checksum_verification=True).read()
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())}); run `ppo-repro bisect`") from error
     if data.schema != arrow.arrow_schema(tables[name]):

@@ -5,7 +5,7 @@ A sequence is a fragment: the part of one episode that lies in one iteration. A 
 
 from __future__ import annotations
 
-from ppo_repro.records.schema import EPOCH, ITERATION, MINIBATCH, REDOS, Column, Table, deep, full
+from ppo_repro.records.schema import EPOCH, ITERATION, MINIBATCH, Column, Table, deep, full
 
 _SEQUENCE = Column("sequence", "int32", "index", "Fragment within the iteration, from 0, by environment and time.")
 _POSITION = Column("position", "int32", "index", "Step within the fragment, from 0.")
@@ -101,7 +101,6 @@ STEPS = Table(
         deep("tensor_grad_max_abs", "list<float64>", "", "Largest magnitude in its gradient."),
         deep("tensor_grad_zeros", "list<float64>", "", "Share of its gradient's elements that are zero."),
     ),
-    retired=(REDOS,),
 )
 
 ITERATIONS = Table(

@@ -40,21 +40,24 @@ FINGERPRINT_SEED: str = hashlib.sha256(_FORMAT.encode()).hexdigest()
 
 def plain(kind: str, array: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray:
     """The same values in the one Arrow type of `kind`; raises ValueError where they are of another kind."""
-    if kind not in ARROW_TYPES:
-        raise ValueError(f"no column kind '{kind}'; there are {', '.join(ARROW_TYPES)}")
     chunked = array if isinstance(array, pa.ChunkedArray) else pa.chunked_array([array])
     if pa.types.is_dictionary(chunked.type):
         chunked = chunked.cast(chunked.type.value_type)
-    if chunked.type == ARROW_TYPES[kind]:
+    stored, expected = chunked.type, ARROW_TYPES[kind]
+    texts = pa.types.is_large_string(stored) or pa.types.is_string_view(stored)
+    lists = pa.types.is_large_list(stored) or pa.types.is_fixed_size_list(stored) or pa.types.is_list(stored)
+    if stored == expected:
         return chunked
-    if not _other_encoding(kind, chunked.type):
-        raise ValueError(f"holds {chunked.type}, expected {kind}")
-    return chunked.cast(ARROW_TYPES[kind])
+    if (kind == "string" and texts) or (kind in ELEMENTS and lists and stored.value_type == expected.value_type):
+        return chunked.cast(expected)
+    raise ValueError(f"holds {stored}, expected {kind}")
 
 
 def raw_values(kind: str, array: pa.ChunkedArray | pa.Array) -> npt.NDArray[Any]:
     """Fixed-width values as unsigned integers of the same bits, null as zero; ValueError on other kinds."""
-    chunks = [_bits(chunk) for chunk in _fixed_width(kind, array).chunks]
+    if kind == "string" or kind in ELEMENTS:
+        raise ValueError(f"{kind} has no fixed width")
+    chunks = [_bits(chunk) for chunk in plain(kind, array).chunks]
     width = 1 if kind == "bool" else ARROW_TYPES[kind].bit_width // 8
     return np.concatenate([np.empty(0, dtype=f"<u{width}"), *chunks])
 
@@ -84,18 +87,17 @@ def column_digest(kind: str, array: pa.ChunkedArray | pa.Array, *, nullable: boo
 
 def table_digest(table: schema.Table, data: pa.Table) -> str:
     """Hex digest of the columns that are results; raises ValueError naming table and column."""
-    expected = sorted(column.name for column in table.columns)
-    if sorted(data.column_names) != expected:
-        raise ValueError(f"table {table.name}: has columns {sorted(data.column_names)}, expected {expected}")
+    names = [c.name for c in table.columns if c.name in data.column_names or not c.may_be_missing]
+    if data.column_names != names:
+        raise ValueError(f"table {table.name}: has columns {data.column_names}, expected {names}")
     digest = hashlib.sha256(_framed(_FORMAT, table.name))
     for column in table.columns:
-        if not column.in_fingerprint:
-            continue
-        try:
-            value = column_digest(column.kind, data.column(column.name), nullable=column.nullable)
-        except ValueError as error:
-            raise ValueError(f"table {table.name}, column {column.name}: {error}") from error
-        digest.update(_framed(column.name) + value)
+        if column.in_fingerprint and column.name in names:
+            try:
+                value = column_digest(column.kind, data.column(column.name), nullable=column.nullable)
+            except ValueError as error:
+                raise ValueError(f"table {table.name}, column {column.name}: {error}") from error
+            digest.update(_framed(column.name) + value)
     return digest.hexdigest()
 
 
@@ -121,21 +123,6 @@ def _framed(*texts: str) -> bytes:
     # each with its length, so that different sequences of texts give different bytes
     encoded = [text.encode() for text in texts]
     return b"".join(struct.pack("<q", len(item)) + item for item in encoded)
-
-
-def _other_encoding(kind: str, stored: pa.DataType) -> bool:
-    if kind == "string":
-        return bool(pa.types.is_large_string(stored) or pa.types.is_string_view(stored))
-    if kind in ELEMENTS:
-        checks = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-        return any(check(stored) for check in checks) and bool(stored.value_type == ARROW_TYPES[ELEMENTS[kind]])
-    return False
-
-
-def _fixed_width(kind: str, array: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray:
-    if kind == "string" or kind in ELEMENTS:
-        raise ValueError(f"{kind} has no fixed width")
-    return plain(kind, array)
 
 
 def _bits(chunk: pa.Array) -> npt.NDArray[Any]:

@@ -7,16 +7,14 @@ that was killed; it is ignored and overwritten.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import os
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from ppo_repro.disk import durable
-from ppo_repro.disk.regular import open_regular
 from ppo_repro.errors import UserError
 from ppo_repro.records import digests
 
@@ -32,7 +30,7 @@ class TableEntry:
 
     rows: Annotated[int, Field(ge=0)]
     digest: str  # of the values
-    file_digest: str | None = field(default=None, compare=False)  # of the bytes; None before manifest version 3
+    file_digest: str = field(compare=False)  # of the bytes
 
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
@@ -43,13 +41,6 @@ class IterationEntry:
     tables: dict[str, TableEntry]
     chain: str
     beside: dict[str, TableEntry] = field(default_factory=dict)  # side tables, which are in no chain
-    # the first iteration of those whose tables are in the same files, one row group each; None: alone in its files
-    first_in_file: int | None = field(default=None, compare=False)
-
-    @property
-    def row_group(self) -> int | None:
-        """Which row group of its files the iteration is; None where it is all of them."""
-        return None if self.first_in_file is None else self.iteration - self.first_in_file
 
 
 _ENTRY = TypeAdapter(IterationEntry)
@@ -62,7 +53,6 @@ def next_link(previous: str, tables: dict[str, TableEntry]) -> str:
 
 def to_line(entry: IterationEntry) -> bytes:
     """The line of an iteration: JSON whose last field is the SHA-256 of the JSON without that field."""
-    # without `beside` where there is nothing beside, as in runs of earlier versions
     return _signed(_ENTRY.dump_json(entry, exclude_defaults=True)) + b"\n"
 
 
@@ -83,50 +73,38 @@ def extended(digest: str, line: bytes) -> str:
     return hashlib.sha256(digest.encode() + line).hexdigest()
 
 
-def append(run_dir: Path, size: int, digest: str, entries: Sequence[IterationEntry]) -> tuple[int, str]:
-    """Write iterations after the first `size` bytes and flush them; returns size and digest, for the manifest.
+def cut(run_dir: Path, size: int, data: bytes = b"") -> None:
+    """Cut the log to its first `size` bytes, append `data` and flush it to the disk; UserError where that fails.
 
-    UserError where writing fails.
-    """
-    lines = [to_line(entry) for entry in entries]
-    durable.write_at(run_dir / FILE_NAME, size, b"".join(lines))
-    for line in lines:
-        size, digest = size + len(line), extended(digest, line)
-    return size, digest
-
-
-def read(run_dir: Path, count: int, size: int, digest: str | None) -> tuple[IterationEntry, ...]:
-    """The `count` iterations in the first `size` bytes; UserError where they are missing or damaged.
-
-    `digest`: of those bytes, None where an earlier version noted none.
+    The first `size` bytes are safe at any moment. The appended ones count only once the manifest says so.
     """
     path = run_dir / FILE_NAME
     try:
-        with open_regular(path) as file:
-            content = file.read(size)
+        with path.open("r+b") as file:
+            file.truncate(size)
+            file.seek(size)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); make room there") from error
+
+
+def read(run_dir: Path, count: int, size: int, digest: str) -> tuple[IterationEntry, ...]:
+    """The `count` iterations in the first `size` bytes, whose digest is `digest`; UserError where they are damaged."""
+    path = run_dir / FILE_NAME
+    try:
+        with path.open("rb") as file:
+            lines = file.read(size).splitlines(keepends=True)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); restore it") from error
-    # the last piece is what follows the last line break: nothing where all lines are complete
-    *lines, rest = content.split(b"\n")
-    if len(content) != size or rest or len(lines) != count:
-        # only whole lines, and no more than lines: nothing has said yet that they are iterations
-        found_counts = f"{len(lines)} whole {'line' if len(lines) == 1 else 'lines'} in {len(content)} bytes"
-        raise UserError(f"{path}: holds {found_counts}, the manifest says {count} in {size}; {DAMAGED}")
-    entries = tuple(_entry(path, number, line) for number, line in enumerate(lines))
-    found = ""
-    for line in lines:
-        found = extended(found, line + b"\n")
-    if digest is not None and found != digest:
-        raise UserError(f"{path}: has another digest than the manifest says; {DAMAGED}")
-    return entries
-
-
-def _entry(path: Path, number: int, line: bytes) -> IterationEntry:
-    try:
-        return from_line(line)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(step) for step in first["loc"])
-        raise UserError(f"{path}: line {number + 1}: {where}: {first['msg']}; {DAMAGED}") from error
-    except ValueError as error:
-        raise UserError(f"{path}: line {number + 1}: {error}; {DAMAGED}") from error
+    found, entries = "", []
+    for number, line in enumerate(lines, 1):
+        found = extended(found, line)
+        try:
+            entries.append(from_line(line.removesuffix(b"\n")))
+        except ValueError as error:
+            raise UserError(f"{path}: line {number}: {str(error).splitlines()[0]}; {DAMAGED}") from error
+    if found != digest or len(entries) != count:
+        raise UserError(f"{path}: is not the {count} lines in {size} bytes that the manifest counts; {DAMAGED}")
+    return tuple(entries)

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ppo_repro.disk.folder import file_digest
-from ppo_repro.disk.regular import open_regular, require_regular
 from ppo_repro.errors import UserError
+from ppo_repro.files import file_digest
 from ppo_repro.records import digests, manifest, schema
 from ppo_repro.records.iteration_log import TableEntry
 from ppo_repro.records.manifest import Manifest
 
 _DAMAGED = "does not match the manifest; the file was changed or damaged"
 _OTHER_BYTES = "has another SHA-256 than when it was written; the file was changed or damaged"
-# what Arrow raises on damage depends on where the damage lies
-_READ_ERRORS = (OSError, ValueError, MemoryError, pa.ArrowException)
-Verification = Literal["contents", "pages"]
 
 
 def open_manifest(run_dir: Path | str, allow_incomplete: bool = False) -> Manifest:
@@ -38,34 +33,46 @@ def open_manifest(run_dir: Path | str, allow_incomplete: bool = False) -> Manife
 
 
 def read_arrow(run_dir: Path | str, table_name: str, iteration: int, verify: bool = True) -> pa.Table:
-    """One recorded table in the schema's plain types; raises UserError where it is missing or damaged."""
+    """One recorded table of an iteration; raises UserError where it is missing or damaged."""
     folder = Path(run_dir)
     recorded = manifest.load(folder)
-    table = _table(folder, recorded, table_name)
     _checked_iterations(folder, recorded, (iteration,))
-    return read_recorded(folder, recorded, table, iteration, verify)
+    for found in manifest.recorded_at(recorded, iteration):
+        if found.table.name == table_name:
+            return read_file(found.path(folder), found.table, found.entry, verify)
+    raise _no_table(folder, recorded, table_name)
 
 
-def read_recorded(run_dir: Path, recorded: Manifest, table: schema.Table, iteration: int, verify: bool) -> pa.Table:
-    """`read_arrow` with the manifest at hand, for many files of one run; raises UserError as that does."""
-    entry = recorded.iterations[iteration]
-    path = manifest.recorded_path(run_dir, table.name, entry)
-    return read_file(path, table, entry.tables[table.name], verify, entry.row_group)
+def read_moment(run_dir: Path, recorded: Manifest, iteration: int | None, verify: bool = True) -> dict[str, pa.Table]:
+    """Every table of an iteration by name; None: of what came before the first one. UserError as `read_arrow`."""
+    return {
+        found.table.name: read_file(found.path(run_dir), found.table, found.entry, verify)
+        for found in manifest.recorded_at(recorded, iteration)
+    }
 
 
-def read_file(
-    path: Path, table: schema.Table, entry: TableEntry, verify: bool, row_group: int | None = None
-) -> pa.Table:
-    """One file of any table, or a row group of it; UserError where it is missing or damaged.
+def read_file(path: Path, table: schema.Table, entry: TableEntry, verify: bool) -> pa.Table:
+    """One file of any table in the schema's plain types; UserError where it is missing or damaged.
 
-    `verify`: first the bytes of the file, then its values, against their digests.
+    `verify`: first the bytes of the file, then its values, against their digests. A column that the file lacks is null.
     """
-    loaded = _load_parquet(path, verify, entry.file_digest, row_group)
-    written = schema.as_digested(table, loaded.column_names)
-    data = _to_plain(path, written.columns, loaded)
-    if verify and (data.num_rows != entry.rows or digests.table_digest(written, data) != entry.digest):
-        raise UserError(f"{path}: {_DAMAGED}")
-    return _to_plain(path, table.columns, data.select([c.name for c in table.columns if c in written.columns]))
+    try:
+        content = path.read_bytes()
+        if verify and manifest.content_digest(content) != entry.file_digest:
+            raise UserError(f"{path}: {_OTHER_BYTES}")
+        loaded = pq.ParquetFile(pa.BufferReader(content)).read()
+        loaded.validate(full=True)
+        if verify and (loaded.num_rows != entry.rows or digests.table_digest(table, loaded) != entry.digest):
+            raise UserError(f"{path}: {_DAMAGED}")
+        there = [c for c in table.columns if c.name in loaded.column_names or not c.may_be_missing]
+        plain = {c.name: digests.plain(c.kind, loaded.column(c.name)) for c in there}
+    except (OSError, ValueError, KeyError, MemoryError, pa.ArrowException) as error:
+        raise _unreadable(path, error) from error
+    for column in there:
+        if plain[column.name].null_count and not column.nullable:
+            raise UserError(f"{path}: column {column.name} holds null; {_DAMAGED}")
+    missing = {c.name: pa.nulls(loaded.num_rows, digests.ARROW_TYPES[c.kind]) for c in table.columns if c not in there}
+    return pa.table({column.name: (plain | missing)[column.name] for column in table.columns})
 
 
 def to_frame(columns: Sequence[schema.Column], tables: Sequence[pa.Table]) -> pd.DataFrame:
@@ -90,15 +97,18 @@ class TableReader:
         verify: bool = True,
         allow_incomplete: bool = False,
     ) -> pd.DataFrame:
-        """The rows of some iterations, of all by default; `verify` compares them with the digests of the manifest."""
+        """The rows of some iterations, by default all that were recorded; `verify` compares them with the digests."""
         folder = Path(run_dir)
         recorded = open_manifest(folder, allow_incomplete)
-        table = _table(folder, recorded, self.table_name)
-        chosen_columns = checked_columns(folder, table, columns)
-        chosen = _checked_iterations(folder, recorded, iterations)
-        names = [column.name for column in chosen_columns]
-        tables = [read_recorded(folder, recorded, table, iteration, verify).select(names) for iteration in chosen]
-        return to_frame(chosen_columns, tables)
+        wanted = None if iterations is None else _checked_iterations(folder, recorded, iterations)
+        moments = (None, *range(recorded.num_iterations + 1)) if wanted is None else wanted
+        files = [f for i in moments for f in manifest.recorded_at(recorded, i) if f.table.name == self.table_name]
+        table = next((t for t in manifest.tables_of(recorded) if t.name == self.table_name), None)
+        if table is None and not files:
+            raise _no_table(folder, recorded, self.table_name)
+        chosen = checked_columns(folder, table or files[0].table, columns)
+        names = [column.name for column in chosen]
+        return to_frame(chosen, [read_file(f.path(folder), f.table, f.entry, verify).select(names) for f in files])
 
 
 read_sequences = TableReader("sequences")  # one row per response or fragment of an episode
@@ -106,6 +116,11 @@ read_tokens = TableReader("tokens")  # one row per response token or environment
 read_updates = TableReader("updates")  # one row per token, epoch and minibatch
 read_steps = TableReader("steps")  # one row per optimizer step
 read_iterations = TableReader("iterations")  # one row per iteration
+read_evaluations = TableReader("evaluations")  # one row per held-out prompt and evaluation
+read_warm_start_steps = TableReader("warm_start_steps")  # one row per supervised step before PPO
+read_pairs = TableReader("pairs")  # one row per preference pair
+read_pair_updates = TableReader("pair_updates")  # one row per training pair and epoch
+read_pair_steps = TableReader("pair_steps")  # one row per optimizer step of the reward model
 
 
 def stream(
@@ -115,29 +130,23 @@ def stream(
     columns: Sequence[str],
     iterations: Sequence[int] | None = None,
     rows: int = 1 << 18,
-    verify: Verification = "contents",
     allow_incomplete: bool = False,
 ) -> Iterator[pd.DataFrame]:
-    """The rows in their order, at most `rows` at a time and of one iteration each, with only `columns` in the frame.
+    """The rows in their order, at most `rows` at a time and of one iteration each: memory is that of one iteration.
 
-    `verify` chooses what is promised before a row is handed out, and what that costs:
-
-    - "contents": the digest of the manifest. All columns are read for it, and one iteration is held in memory.
-    - "pages": the digest of the bytes of a file, which is read once for it, in pieces. Then only `columns` are read,
-      and memory is bounded by one batch however large the file is. Runs of manifest version 2 and older have no such
-      digest: there it is the checksum of every page that is read, the column types, the row count and the nulls;
-      another valid file in its place goes unnoticed, and so may damage outside the pages.
-
-    Raises UserError on anything missing, unknown or damaged. What needs no row is checked before the first one.
+    Every file is compared with its digests. Raises UserError on anything missing, unknown or damaged; what needs no
+    row is checked before the first one.
     """
     folder = Path(run_dir)
-    if rows < 1 or verify not in ("contents", "pages"):
-        raise UserError(f"{run_dir}: rows = {rows}, verify = {verify!r}: rows is at least 1, verify contents or pages")
+    if rows < 1:
+        raise UserError(f"{run_dir}: rows = {rows}: must be at least 1")
     recorded = open_manifest(folder, allow_incomplete)
-    table = _table(folder, recorded, table_name)
+    table = next((table for table in manifest.tables_of(recorded) if table.name == table_name), None)
+    if table is None:
+        raise _no_table(folder, recorded, table_name)
     chosen = checked_columns(folder, table, columns)
-    wanted = _checked_iterations(folder, recorded, iterations)
-    return _batches(folder, recorded, table, chosen, wanted, rows, verify)
+    wanted = range(recorded.num_iterations) if iterations is None else iterations
+    return _batches(folder, recorded, table, chosen, _checked_iterations(folder, recorded, wanted), rows)
 
 
 def _batches(
@@ -147,63 +156,17 @@ def _batches(
     columns: tuple[schema.Column, ...],
     iterations: tuple[int, ...],
     rows: int,
-    verify: Verification,
 ) -> Iterator[pd.DataFrame]:
-    names = [column.name for column in columns]
     for iteration in iterations:
-        if verify == "contents":
-            data = read_recorded(run_dir, recorded, table, iteration, True).select(names)
-            for start in range(0, data.num_rows, rows):
-                yield to_frame(columns, [data.slice(start, rows)])
-        else:
-            yield from (
-                to_frame(columns, [page]) for page in _pages(run_dir, recorded, table, columns, iteration, rows)
-            )
+        path, entry = manifest.table_path(run_dir, table.name, iteration), recorded.iterations[iteration]
+        data = read_file(path, table, entry.tables[table.name], verify=True).select([c.name for c in columns])
+        for start in range(0, data.num_rows, rows):
+            yield to_frame(columns, [data.slice(start, rows)])
 
 
-def _pages(
-    run_dir: Path,
-    recorded: Manifest,
-    table: schema.Table,
-    columns: tuple[schema.Column, ...],
-    iteration: int,
-    rows: int,
-) -> Iterator[pa.Table]:
-    entry = recorded.iterations[iteration]
-    path, remaining = manifest.recorded_path(run_dir, table.name, entry), entry.tables[table.name].rows
-    check_file(path, entry.tables[table.name].file_digest)
-    try:
-        require_regular(path)
-        # a buffer makes Arrow read page by page; without one it reads the column of a whole row group
-        file = pq.ParquetFile(path, page_checksum_verification=True, buffer_size=1 << 16)
-        layout = file.schema_arrow.empty_table()
-    except _READ_ERRORS as error:
-        raise _unreadable(path, error) from error
-    _to_plain(path, schema.with_retired(table, layout.column_names).columns, layout)
-    names = [column.name for column in columns if column.name in layout.column_names]
-    with file:
-        groups = range(file.num_row_groups) if entry.row_group is None else [entry.row_group]
-        if sum(file.metadata.row_group(group).num_rows for group in groups) != remaining:
-            raise UserError(f"{path}: {_DAMAGED}")
-        batches = file.iter_batches(batch_size=rows, columns=names, row_groups=list(groups))
-        while remaining:
-            try:
-                # a damaged page header ends a column early
-                if (batch := next(batches, None)) is None:
-                    raise UserError(f"{path}: {_DAMAGED}")
-                batch.validate(full=True)
-                remaining -= batch.num_rows
-            except _READ_ERRORS as error:
-                raise _unreadable(path, error) from error
-            # Arrow returns the columns in the order of the file
-            yield _to_plain(path, columns, pa.Table.from_batches([batch]).select(names))
-
-
-def _table(run_dir: Path, recorded: Manifest, table_name: str) -> schema.Table:
-    tables = {table.name: table for table in manifest.tables_of(recorded)}
-    if table_name not in tables:
-        raise UserError(f"{run_dir}: no table '{table_name}'; there are {', '.join(tables)}")
-    return tables[table_name]
+def _no_table(run_dir: Path, recorded: Manifest, name: str) -> UserError:
+    names = dict.fromkeys(found.table.name for found in manifest.recorded_tables(recorded))
+    return UserError(f"{run_dir}: no table '{name}'; there are {', '.join(names)}")
 
 
 def _to_series(column: schema.Column, tables: Sequence[pa.Table]) -> Any:
@@ -231,10 +194,8 @@ def checked_columns(run_dir: Path, table: schema.Table, columns: Sequence[str] |
     return tuple(by_name[name] for name in columns)
 
 
-def _checked_iterations(run_dir: Path, recorded: Manifest, iterations: Sequence[int] | None) -> tuple[int, ...]:
+def _checked_iterations(run_dir: Path, recorded: Manifest, iterations: Sequence[int]) -> tuple[int, ...]:
     count = len(recorded.iterations)
-    if iterations is None:
-        return tuple(range(count))
     for index, iteration in enumerate(iterations):
         # 1.0 and True are equal to a number in the range
         if isinstance(iteration, bool | float) or iteration not in range(count):
@@ -245,30 +206,13 @@ def _checked_iterations(run_dir: Path, recorded: Manifest, iterations: Sequence[
     return tuple(int(iteration) for iteration in iterations)
 
 
-def check_file(path: Path, digest: str | None) -> None:
-    """Raise UserError unless the bytes of a recorded file have this SHA-256; None: an earlier version noted none."""
+def check_file(path: Path, digest: str) -> None:
+    """Raise UserError unless the bytes of a recorded file have this SHA-256."""
     try:
-        if digest is not None and file_digest(path) != digest:
+        if file_digest(path) != digest:
             raise UserError(f"{path}: {_OTHER_BYTES}")
     except OSError as error:
         raise _unreadable(path, error) from error
-
-
-def _load_parquet(path: Path, verify: bool, digest: str | None, row_group: int | None) -> pa.Table:
-    try:
-        # as a file: a data set would make columns of folder names such as seed=1
-        with open_regular(path) as file:
-            content = file.read(os.fstat(file.fileno()).st_size)
-        if verify and digest is not None and manifest.content_digest(content) != digest:
-            raise UserError(f"{path}: {_OTHER_BYTES}")
-        source = pa.py_buffer(content)
-        # without a digest of the bytes, checksums are all there is for the timings
-        parquet = pq.ParquetFile(pa.BufferReader(source), page_checksum_verification=verify)
-        data = parquet.read() if row_group is None else parquet.read_row_group(row_group)
-        data.validate(full=True)
-    except _READ_ERRORS as error:
-        raise _unreadable(path, error) from error
-    return data
 
 
 def _unreadable(path: Path, error: BaseException) -> UserError:
@@ -276,22 +220,3 @@ def _unreadable(path: Path, error: BaseException) -> UserError:
         return UserError(f"{path}: is missing; the manifest lists it, so it was removed")
     reason = getattr(error, "strerror", None) or " ".join(str(error).split())
     return UserError(f"{path}: cannot be read ({reason}); the file was changed or damaged")
-
-
-def _to_plain(path: Path, columns: Sequence[schema.Column], data: pa.Table) -> pa.Table:
-    there = set(data.column_names)
-    if data.column_names != [column.name for column in columns if column.name in there or not column.may_be_missing]:
-        raise UserError(f"{path}: has columns {', '.join(data.column_names)}; {_DAMAGED}")
-    arrays = []
-    for column in columns:
-        if column.name not in there:
-            arrays.append(pa.chunked_array([pa.nulls(data.num_rows, digests.ARROW_TYPES[column.kind])]))
-            continue
-        try:
-            array = digests.plain(column.kind, data.column(column.name))
-        except ValueError as error:
-            raise UserError(f"{path}: column {column.name} {error}; {_DAMAGED}") from error
-        if array.null_count and not column.nullable:
-            raise UserError(f"{path}: column {column.name} holds null; {_DAMAGED}")
-        arrays.append(array)
-    return pa.Table.from_arrays(arrays, names=[column.name for column in columns])

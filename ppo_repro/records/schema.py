@@ -1,11 +1,10 @@
-"""The five tables: their columns, types, units and meaning. Ragged: one row per real token.
+"""The tables: their columns, types, units and meaning. Ragged: one row per real token.
 
 No Arrow and no pandas here: the writer turns this into Arrow schemas, the reader into pandas dtypes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -32,12 +31,12 @@ class Column:
     nullable: bool = False
     in_fingerprint: bool = True
     level: Level = "lean"  # the lowest that records it
-    only_with: Feature | None = None  # in the files, and in the fingerprint, of such runs alone; null: of all
+    only_with: Feature | None = None  # in the files, and in the fingerprint, of such runs alone; null: of all others
     also_compared: bool = False  # a result though outside the fingerprint: compared where both runs have it
 
     @property
     def may_be_missing(self) -> bool:
-        """Whether files may lack it, of a lower level or an earlier version; null then stands for its values."""
+        """Whether a file may lack it; null then stands for its values."""
         return self.nullable and (self.only_with is not None or not self.in_fingerprint)
 
     @property
@@ -64,46 +63,8 @@ class Table:
     grain: str
     key: tuple[str, ...]
     columns: tuple[Column, ...]
-    retired: tuple[Column, ...] = ()  # in the files of earlier versions, and in their digests
 
 
-def at_level(table: Table, level: Level, features: Collection[Feature] = ()) -> Table:
-    """The table with the columns that a run with some features records at a level."""
-    included = LEVELS[: LEVELS.index(level) + 1]
-    columns = (c for c in table.columns if c.level in included and (c.only_with is None or c.only_with in features))
-    return replace(table, columns=tuple(columns))
-
-
-def level_of(table: Table, names: Collection[str]) -> Level:
-    """The level at which data with the columns `names` was built; the lowest, where a table is alike at several."""
-    highest = max((LEVELS.index(column.level) for column in table.columns if column.name in names), default=0)
-    return LEVELS[highest]
-
-
-def as_built(table: Table, names: Collection[str]) -> Table:
-    """The table as data with the columns `names` was built."""
-    features = {c.only_with for c in table.columns if c.name in names and c.only_with is not None}
-    return at_level(table, level_of(table, names), features)
-
-
-def as_digested(table: Table, names: Sequence[str]) -> Table:
-    """The table as it is in the digest of a file with the columns `names`: with its retired columns, not others' features."""
-    columns = tuple(column for column in table.columns if column.name in names or column.only_with is None)
-    return with_retired(replace(table, columns=columns), names)
-
-
-def with_retired(table: Table, names: Sequence[str]) -> Table:
-    """The table with those of its retired columns that are among the `names` of a file's columns, at their places."""
-    columns = list(table.columns)
-    for column in table.retired:
-        if column.name in names:
-            before = names[: names.index(column.name)]
-            place = next((i for i, c in enumerate(columns) if before and c.name == before[-1]), len(columns) - 1)
-            columns.insert(place + 1, column)
-    return replace(table, columns=tuple(columns))
-
-
-REDOS = Column("gradient_redos", "int32", "count", "Backward passes that version 0.2 repeated.")
 ITERATION = Column("iteration", "int32", "count", "Rollout-update cycle, from 0.")
 _SEQUENCE = Column("sequence", "int32", "index", "Response within the iteration, from 0.")
 _POSITION = Column("position", "int32", "index", "Token within the response, from 0.")
@@ -138,7 +99,6 @@ SEQUENCES = Table(
         Column("rollout_policy_versions", "list<int32>", "iterations", "Version of the policy that sampled each token: how many iterations it was trained for; only with mismatch.sampler.lag.", nullable=True, only_with="lag"),
         Column("sampled_ids", "list<int32>", "token id", "The tokens as they were sampled, of which response_ids were encoded again; only with mismatch.trainer.retokenize.", nullable=True, only_with="retokenized"),
         Column("is_as_sampled", "list<int32>", "", "For each of response_ids 1 where the token was sampled as it is, with the same text; only likewise.", nullable=True, only_with="retokenized"),
-        full("final_values", "float32", "reward", "Value after the last token of a response that is bootstrapped, else 0; null without a value model."),
         Column("server", "string", "", "SGLang server that sampled the response; null for the built-in engine.", nullable=True, in_fingerprint=False, level="full"),
         Column("latency", "float64", "s", "From the server's receipt of the request to its last token; null for the built-in engine.", nullable=True, in_fingerprint=False, level="full"),
     ),
@@ -168,16 +128,14 @@ TOKENS = Table(
         Column("ref_kl", "float32", "nats", "KL(policy || reference) over the whole distribution."),
         Column("values", "float32", "reward", "Value model before the token; null without one.", nullable=True),
         Column("kl_penalties", "float32", "reward", "kl_coef times the KL estimate, where it is charged; 0 if in no reward."),
-        Column("rewards", "float32", "reward", "Input of the advantages: score as placed, shaping, minus kl_penalties, whitened if configured."),
+        Column("rewards", "float32", "reward", "Input of the advantages: score as placed, minus kl_penalties, whitened if configured."),
         Column("raw_advantages", "float32", "reward", "Generalized advantage estimate, or the group-relative score."),
         Column("advantages", "float32", "", "Advantage used in the loss."),
         Column("returns", "float32", "reward", "Value target, raw_advantages + values; null without a value model.", nullable=True),
         full("kept_tokens", "list<int32>", "token id", "Tokens that top-k/top-p keep, by id, over which every log-prob of this token is normalised; null without them."),
         full("reverse_ref_kl", "float32", "nats", "KL(reference || policy) over the whole distribution; null unless the reward charges it."),
-        full("placed_scores", "float64", "reward", "The score where its placement puts it, before shaping."),
-        full("potentials", "float64", "reward", "Shaping potential of the state before the token; null without shaping."),
-        full("shaping_rewards", "float64", "reward", "gamma times the next potential minus this one; null without shaping."),
-        full("raw_rewards", "float32", "reward", "placed_scores plus shaping_rewards minus kl_penalties, before whitening."),
+        full("placed_scores", "float64", "reward", "The score where its placement puts it."),
+        full("raw_rewards", "float32", "reward", "placed_scores minus kl_penalties, before whitening."),
         deep("rollout_top_ids", "list<int32>", "token id", "The likeliest tokens under the sampler, by falling logit, then by rising id; null where an SGLang server sampled, which returns no logits."),
         deep("rollout_top_logits", "list<float32>", "nats", "Their logits over the temperature, before top-k and top-p; null likewise."),
         deep("policy_top_ids", "list<int32>", "token id", "The same under the policy in the training forward before any update."),
@@ -187,7 +145,6 @@ TOKENS = Table(
         deep("rollout_routes", "list<int32>", "index", "Experts that computed the sampler's distribution of the token: for each layer with a mixture of experts, in order, the chosen ones by rising index; null for dense models, an SGLang server, and tokens encoded again."),
         deep("policy_routes", "list<int32>", "index", "The same in the training forward before any update; null for dense models."),
     ),
-    retired=(Column("is_forced", "bool", "", "Put there by the engine instead of sampled; always false."),),
 )
 
 UPDATES = Table(
@@ -251,7 +208,6 @@ STEPS = Table(
         deep("value_tensor_grad_max_abs", "list<float64>", "", "As for the policy."),
         deep("value_tensor_grad_zeros", "list<float64>", "", "As for the policy."),
     ),
-    retired=(REDOS, replace(REDOS, name="value_gradient_redos")),
 )
 
 ITERATIONS = Table(
@@ -301,3 +257,99 @@ ITERATIONS = Table(
 
 # in the order in which the data is computed, in which differences are reported
 TABLES = (SEQUENCES, TOKENS, UPDATES, STEPS, ITERATIONS)
+
+# tables of what happens outside the iterations, from level `full` on; in the digests of a run, not in its fingerprint
+_STEP = Column("step", "int32", "index", "Optimizer step, from 0.")
+_PAIR_EPOCH = Column("epoch", "int32", "index", "Pass over the pairs, from 0.")
+_PAIR_MINIBATCH = Column("minibatch", "int32", "index", "Minibatch within the epoch, from 0.")
+_PAIR = Column("pair", "int32", "index", "Row of the table `pairs`.")
+
+EVALUATIONS = Table(
+    "evaluations",
+    "one row per held-out prompt and evaluation",
+    ("iteration", "sequence"),
+    (
+        Column("iteration", "int32", "count", "Before the update of this iteration; of the last one, the number of iterations."),
+        Column("sequence", "int32", "index", "Held-out prompt, from 0, in the order of the task."),
+        Column("prompt_key", "string", "", "Stable name of the prompt in its task."),
+        Column("prompt", "string", "", "Prompt text."),
+        Column("response", "string", "", "Greedy response without special tokens."),
+        Column("answer", "string", "", "What the verifier expects."),
+        Column("prompt_ids", "list<int32>", "token id", "Prompt tokens."),
+        Column("response_ids", "list<int32>", "token id", "Response tokens, end token included."),
+        Column("response_length", "int32", "tokens", "Length of response_ids."),
+        Column("finish_reason", "string", "", "`stop` after an end token, `length` at the limit."),
+        Column("scores", "float64", "", "Weighted sum of the reward terms, after the rule for a missing end token."),
+        Column("score_parts", "list<float64>", "", "Unweighted value of each reward term, in the order of the configuration."),
+        Column("is_correct", "bool", "", "Response equals the answer and ended by itself."),
+        Column("episode_ids", "list<int32>", "token id", "All tokens after the prompt, as in `sequences`.", nullable=True, only_with="turns"),
+        Column("is_forced", "list<int32>", "", "Which of them the environment put in, as in `sequences`.", nullable=True, only_with="turns"),
+    ),
+)
+
+WARM_START_STEPS = Table(
+    "warm_start_steps",
+    "one row per supervised step before PPO",
+    ("step",),
+    (
+        _STEP,
+        Column("epoch", "int32", "index", "Pass over the training prompts, from 0."),
+        Column("examples", "int32", "count", "Prompts with their answers in the minibatch."),
+        Column("tokens", "int32", "tokens", "Answer tokens in the minibatch, end tokens included."),
+        Column("loss", "float64", "nats", "Cross-entropy before the step, token mean."),
+        Column("learning_rate", "float64", "", "Learning rate of the step."),
+        Column("grad_norm", "float64", "", "Global gradient norm before clipping."),
+        Column("accuracy", "float64", "", "Greedy accuracy on training prompts after the step; null where not measured.", nullable=True),
+    ),
+)
+
+PAIRS = Table(
+    "pairs",
+    "one row per preference pair of the reward model's training",
+    ("pair",),
+    (
+        Column("pair", "int32", "index", "Training pairs first, then held-out ones."),
+        Column("held_out", "bool", "", "Not trained on."),
+        Column("prompt_key", "string", "", "Stable name of the prompt in its task."),
+        Column("chosen", "string", "", "Text of the preferred response."),
+        Column("rejected", "string", "", "Text of the other response."),
+        Column("prompt_ids", "list<int32>", "token id", "Prompt tokens."),
+        Column("chosen_ids", "list<int32>", "token id", "Preferred response, end token included."),
+        Column("rejected_ids", "list<int32>", "token id", "The other response."),
+        Column("margin_before", "float32", "reward", "Score of the preferred response minus that of the other, before training; null for training pairs.", nullable=True),
+        Column("margin_after", "float32", "reward", "The same after training.", nullable=True),
+    ),
+)
+
+PAIR_UPDATES = Table(
+    "pair_updates",
+    "one row per training pair and epoch",
+    ("epoch", "minibatch", "pair"),
+    (
+        _PAIR_EPOCH,
+        _PAIR_MINIBATCH,
+        _PAIR,
+        Column("margins", "float32", "reward", "Score of the preferred response minus that of the other, before the step."),
+        Column("losses", "float32", "nats", "Bradley-Terry loss before the step."),
+    ),
+)
+
+PAIR_STEPS = Table(
+    "pair_steps",
+    "one row per optimizer step of the reward model",
+    ("epoch", "minibatch"),
+    (
+        _PAIR_EPOCH,
+        _PAIR_MINIBATCH,
+        Column("pairs", "int32", "count", "Pairs in the minibatch."),
+        Column("loss", "float64", "nats", "Bradley-Terry loss before the step, mean over pairs."),
+        Column("margin", "float64", "reward", "Margin before the step, mean over pairs."),
+        Column("accuracy", "float64", "", "Share of pairs with a positive margin; one half for a margin of 0."),
+        Column("grad_norm", "float64", "", "Global gradient norm before clipping."),
+        Column("reward_digest", "string", "", "Digest of the reward model's weights after the step."),
+    ),
+)
+
+# in the order in which the data is computed: once before the first iteration; then at every evaluation
+PREPARATION = (WARM_START_STEPS, PAIRS, PAIR_UPDATES, PAIR_STEPS)
+SIDE_TABLES = (*PREPARATION, EVALUATIONS)

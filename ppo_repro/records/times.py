@@ -5,17 +5,15 @@ times.json of a complete run has the wall seconds by phase of the process that c
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
 from ppo_repro.clock import from_text
-from ppo_repro.disk import durable
-from ppo_repro.records import manifest, reader
-from ppo_repro.records.config_file import CONFIG_NAME, read_environments, read_note
+from ppo_repro.records import reader
+from ppo_repro.records.config_file import read_environments, read_note
 from ppo_repro.records.manifest import Head
 
 FILE_NAME = "times.json"
@@ -30,19 +28,9 @@ class Times:
     seconds: dict[str, float]  # by phase
 
 
-def write(run_dir: Path, times: Times) -> dict[str, str]:
-    """Write times.json; returns its digest by file name, for the manifest. UserError where writing fails."""
-    content = manifest.note_content({"iterations": times.iterations, "seconds": times.seconds})
-    durable.atomic_write(run_dir / FILE_NAME, content)
-    return {FILE_NAME: manifest.content_digest(content)}
-
-
 def read(run_dir: Path, recorded: Head) -> Times | None:
-    """The times of a run; None for one that is not complete, or of an earlier version. UserError where damaged."""
-    if FILE_NAME not in recorded.notes:
-        return None
-    tree = read_note(run_dir, recorded, FILE_NAME)
-    return Times(int(tree["iterations"]), {str(phase): float(spent) for phase, spent in tree["seconds"].items()})
+    """The times of a run, None for one that is not complete; UserError where the file is damaged."""
+    return Times(**read_note(run_dir, recorded, FILE_NAME)) if FILE_NAME in recorded.notes else None
 
 
 def phases_of(rows: pd.DataFrame) -> dict[str, float]:
@@ -66,34 +54,20 @@ def by_phase(run_dir: Path, recorded: Head, in_iterations: Mapping[str, float]) 
 
 
 def started(run_dir: Path, recorded: Head) -> float:
-    """When the run began, in seconds since 1970; of an earlier version the time of its configuration file."""
+    """When the run began, in seconds since 1970."""
     return _moments(run_dir, recorded)[0]
 
 
 def ended(run_dir: Path, recorded: Head) -> float:
     """When the run ended, in seconds since 1970: after the last phase, or else with its last complete iteration."""
-    moments, times = _moments(run_dir, recorded), read(run_dir, recorded)
+    last_process, times = _moments(run_dir, recorded)[-1], read(run_dir, recorded)
     if times is not None:
-        return moments[-1] + sum(times.seconds.values())
+        return last_process + sum(times.seconds.values())
     last = range(recorded.num_iterations)[-1:]
     rows = reader.read_iterations(run_dir, iterations=last, columns=["ended_at"], allow_incomplete=True)
-    return max([moments[-1], *of_iterations(run_dir, last, rows["ended_at"])])
-
-
-def of_iterations(run_dir: Path, iterations: Sequence[int], ended_at: pd.Series) -> list[float]:
-    """When each of these iterations ended, in seconds since 1970; of an earlier version the time of its file."""
-    known = [float(value) for value in ended_at]
-    return [
-        value if value > 0 and math.isfinite(value) else _written(manifest.table_path(run_dir, "iterations", number))
-        for number, value in zip(iterations, known, strict=True)
-    ]
+    return max([last_process, *rows["ended_at"]])
 
 
 def _moments(run_dir: Path, recorded: Head) -> list[float]:
     """When each process of the run began."""
-    texts = [tree.get(STARTED) for tree in read_environments(run_dir, recorded)]
-    return [_written(run_dir / CONFIG_NAME) if text is None else from_text(text) for text in texts]
-
-
-def _written(path: Path) -> float:
-    return path.stat().st_mtime
+    return [from_text(tree[STARTED]) for tree in read_environments(run_dir, recorded)]

@@ -75,6 +75,10 @@ class Completion:
     episode_ids: tuple[int, ...] = ()  # with a dialogue: all tokens after the prompt
     is_forced: tuple[bool, ...] = ()  # which of them the dialogue put in
     routes: Tensor | None = None  # [inputs, M k] int32 of prompt and response; None where they were not asked for
+    policy_versions: tuple[int, ...] | None = None  # [T], of each token; None for a sampler that is never behind
+    text: str | None = None  # of the tokens as sampled, where these were encoded again
+    sampled_ids: tuple[int, ...] | None = None  # these tokens
+    is_as_sampled: tuple[bool, ...] | None = None  # [T], likewise
 
 
 class Engine(Protocol):

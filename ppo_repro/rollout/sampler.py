@@ -11,8 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ppo_repro.numerics.sampling import cut_tokens, normal_noise, sample_tokens
-from ppo_repro.numerics.token_statistics import pack_bits, require_finite, token_statistics, top_logits
+from ppo_repro.numerics.token_statistics import (
+    cut_tokens,
+    normal_noise,
+    pack_bits,
+    require_finite,
+    sample_tokens,
+    token_statistics,
+    top_logits,
+)
 from ppo_repro.rollout.engine import Sampling
 
 _MASK = 0xFFFFFFFF

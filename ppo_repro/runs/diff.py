@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ppo_repro.errors import UserError
-from ppo_repro.records import digests, manifest, reader, schema, side_reader
-from ppo_repro.records.arrow import column_of
+from ppo_repro.records import digests, manifest, reader, schema
 from ppo_repro.records.manifest import Manifest
 
 ROWS = "(rows)"
@@ -79,78 +78,40 @@ def first_difference(left_dir: Path | str, right_dir: Path | str) -> Difference 
     left, right = manifest.load(left_root), manifest.load(right_root)
     if left.kind != right.kind:
         raise UserError(f"{left_dir} is a {left.kind} run, {right_dir} a {right.kind} run; compare runs of one kind")
-    counts = len(left.iterations), len(right.iterations)
-    sides = recorded_side_data(left_root, left), recorded_side_data(right_root, right)
-    if difference := first_side_difference(left, None, *sides):
-        return difference
-    for iteration in range(min(counts)):
-        if difference := first_side_difference(left, iteration, *sides):
+    counts = left.num_iterations, right.num_iterations
+    for iteration in (None, *range(min(counts))):
+        computed = reader.read_moment(right_root, right, iteration)
+        if difference := from_recorded(left_root, left, iteration, computed):
             return difference
-        for table in manifest.tables_of(left):
-            difference = first_table_difference(
-                table,
-                reader.read_recorded(left_root, left, table, iteration, verify=True),
-                reader.read_recorded(right_root, right, table, iteration, verify=True),
-                iteration,
-            )
-            if difference is not None:
-                return difference
     if counts[0] != counts[1]:
         return _count_difference(RUN, min(counts), ITERATIONS, counts)
-    return first_side_difference(left, counts[0], *sides) or first_final_difference(left.final, right.final)
+    ending = reader.read_moment(right_root, right, counts[1])
+    return from_recorded(left_root, left, counts[0], ending) or first_final_difference(left.final, right.final)
 
 
-SideData = Callable[[str, int | None], pa.Table | None]  # table name, iteration or None -> the table, None without one
-
-
-def recorded_side_data(run_dir: Path, recorded: Manifest) -> SideData:
-    """Reads the side tables of a run; UserError where one is missing or damaged."""
-    files = {(file.table.name, file.iteration): file for file in manifest.side_files(recorded)}
-
-    def read(name: str, iteration: int | None) -> pa.Table | None:
-        file = files.get((name, iteration))
-        return None if file is None else side_reader.read_side_file(run_dir, file, verify=True)
-
-    return read
-
-
-def first_side_difference(
-    recorded: Manifest, iteration: int | None, left: SideData, right: SideData
+def from_recorded(
+    run_dir: Path, recorded: Manifest, iteration: int | None, computed: Mapping[str, pa.Table]
 ) -> Difference | None:
-    """The first difference of the side tables of one iteration, of the preparation for None.
+    """The first cell in which tables of one moment differ from the recorded ones; UserError for damaged records.
 
-    A table that only one side has is not compared: it is no result, and which ones are recorded is configuration.
+    `iteration`: None before the first one, the number of iterations after the last one.
     """
-    for table in manifest.side_tables_of(recorded):
-        ours, theirs = left(table.name, iteration), right(table.name, iteration)
-        if ours is None or theirs is None:
-            continue
-        difference = first_table_difference(table, ours, theirs, BEFORE if iteration is None else iteration)
-        if difference is not None:
-            return difference
-    return None
+    tables = (*manifest.side_tables_of(recorded), *manifest.tables_of(recorded))
+    return first_of_tables(tables, reader.read_moment(run_dir, recorded, iteration), computed, iteration)
 
 
-def side_difference(
-    run_dir: Path, recorded: Manifest, iteration: int | None, tables: Mapping[str, pa.Table]
+def first_of_tables(
+    tables: Sequence[schema.Table], left: Mapping[str, pa.Table], right: Mapping[str, pa.Table], iteration: int | None
 ) -> Difference | None:
-    """The first cell of a side table that differs between the records and `tables`."""
-    return first_side_difference(
-        recorded, iteration, recorded_side_data(run_dir, recorded), lambda name, _: tables.get(name)
-    )
+    """The first difference of some tables that both sides have, None where every bit is equal.
 
-
-def iteration_difference(
-    run_dir: Path, recorded: Manifest, iteration: int, tables: Mapping[str, pa.Table]
-) -> Difference | None:
-    """The first cell of an iteration that differs between the records and `tables`; UserError for damaged records."""
-    if difference := side_difference(run_dir, recorded, iteration, tables):
-        return difference
-    for table in manifest.tables_of(recorded):
-        old = reader.read_recorded(run_dir, recorded, table, iteration, verify=True)
-        difference = first_table_difference(table, old, tables[table.name], iteration)
-        if difference is not None:
-            return difference
+    A table that only one side has is no result: which side tables are recorded is configuration.
+    """
+    for table in tables:
+        if table.name in left and table.name in right:
+            moment = BEFORE if iteration is None else iteration
+            if difference := first_table_difference(table, left[table.name], right[table.name], moment):
+                return difference
     return None
 
 
@@ -164,8 +125,8 @@ def first_table_difference(table: schema.Table, left: pa.Table, right: pa.Table,
     for column in table.columns:
         if not column.is_compared or not (_has(left, column) and _has(right, column)):
             continue
-        left_column = digests.plain(column.kind, column_of(left, column))
-        right_column = digests.plain(column.kind, column_of(right, column))
+        left_column = digests.plain(column.kind, _column(left, column))
+        right_column = digests.plain(column.kind, _column(right, column))
         rows = np.flatnonzero(_unequal(column.kind, left_column, right_column))
         if rows.size == 0:
             continue
@@ -191,6 +152,13 @@ def _has(data: pa.Table, column: schema.Column) -> bool:
     if column.in_fingerprint:
         return True
     return column.name in data.column_names and data.column(column.name).null_count < data.num_rows
+
+
+def _column(data: pa.Table, column: schema.Column) -> pa.ChunkedArray | pa.Array:
+    """The values of a column; null in every row where a run lacks it."""
+    if column.name in data.column_names:
+        return data.column(column.name)
+    return pa.nulls(data.num_rows, digests.ARROW_TYPES[column.kind])
 
 
 def _count_difference(table: str, iteration: int, column: str, counts: tuple[int, int]) -> Difference:

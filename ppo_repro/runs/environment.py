@@ -17,14 +17,14 @@ import torch
 
 from ppo_repro import __version__
 from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.reward import RewardModelFolder
+from ppo_repro.config.dpo import DPOConfig
+from ppo_repro.config.reward import RewardModelFolder, TrainedRewardModel
 from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.config.tasks import JsonlTask, PythonTask, ReasoningGymTask
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import input_files
 from ppo_repro.numerics import library
-from ppo_repro.tasks.reasoning_gym_task import PACKAGE
-from ppo_repro.tasks.rewards import reward_files
+from ppo_repro.tasks.user_code import reward_files
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pandas", "pyarrow", "pydantic")
 
@@ -52,14 +52,14 @@ def code_digest() -> str:
     return hashlib.sha256("\n".join(sums).encode()).hexdigest()
 
 
-def _of_task(config: RunConfig | ControlConfig) -> tuple[str, ...]:
+def _of_task(config: RunConfig | ControlConfig | DPOConfig) -> tuple[str, ...]:
     """The package that makes the prompts, if one does and is there."""
-    if isinstance(config, ControlConfig) or not isinstance(config.task, ReasoningGymTask):
+    if not isinstance(config, RunConfig) or not isinstance(config.task, ReasoningGymTask):
         return ()
-    return (PACKAGE,) if find_spec("reasoning_gym") else ()
+    return ("reasoning-gym",) if find_spec("reasoning_gym") else ()
 
 
-def describe_environment(config: RunConfig | ControlConfig, processes: int) -> dict[str, Any]:
+def describe_environment(config: RunConfig | ControlConfig | DPOConfig, processes: int) -> dict[str, Any]:
     """Everything needed to understand why two runs might differ."""
     status = _git("status", "--porcelain")
     return {
@@ -111,4 +111,5 @@ def task_inputs(config: RunConfig) -> list[Path]:
     files = [Path(config.task.path)] if isinstance(config.task, JsonlTask | PythonTask) else []
     model = config.reward.model
     folder = input_files(Path(model.path)) if isinstance(model, RewardModelFolder) else []
-    return [*files, *reward_files(config.reward), *folder]
+    pairs = [Path(model.pairs)] if isinstance(model, TrainedRewardModel) and model.pairs is not None else []
+    return [*files, *reward_files(config.reward), *folder, *pairs]

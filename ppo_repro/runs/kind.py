@@ -12,13 +12,14 @@ import pyarrow as pa
 
 from ppo_repro.clock import Clock
 from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.kinds import Kind
 from ppo_repro.config.run import RunConfig
 from ppo_repro.ranks import Ranks
-from ppo_repro.records.manifest import Manifest
+from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.watcher import Watcher
 
-Config = TypeVar("Config", RunConfig, ControlConfig)
+Config = TypeVar("Config", RunConfig, ControlConfig, DPOConfig)
 Final = dict[str, float | int | str]
 
 
@@ -29,9 +30,7 @@ class Computed(Protocol):
     def index(self) -> int: ...
 
     @property
-    def seconds(self) -> dict[str, float]:
-        """Wall time by phase, of everything from the iteration before to this one."""
-        ...
+    def seconds(self) -> dict[str, float]: ...  # wall time by phase, of everything since the iteration before
 
 
 Item = TypeVar("Item", bound=Computed)
@@ -46,31 +45,17 @@ class Ending:
 
 
 class Store(Protocol):
-    """What an execution keeps in its run folder beside the records."""
+    """Models and checkpoints of a run; each list of files has the SHA-256 of each, as the manifest lists them."""
 
-    @property
-    def files(self) -> dict[str, str]:
-        """What was kept before the first iteration: SHA-256 of lists of files, by path below the run folder."""
-        ...
+    def begin(self, files: Mapping[str, str]) -> dict[str, str]: ...  # before the first iteration
 
-    def is_due(self, iteration: int) -> bool:
-        """Whether `save` is to be called after `iteration` iterations."""
-        ...
+    def is_due(self, iteration: int) -> bool: ...  # whether `save` comes after `iteration` iterations
 
-    def save(self, link: str) -> None:
-        """Keep the state as it is now; `link` is the last one in the chain of recorded iterations."""
-        ...
+    def save(self, head: Head, link: str) -> dict[str, str]: ...  # the state now; `link`: the last of the chain
 
-    def put_policy(self, folder: Path) -> None:
-        """Put the policy as it is now into a folder, to be loaded from there."""
-        ...
+    def put_policy(self, folder: Path) -> None: ...  # the policy as it is now
 
-    def finish(self, link: str) -> dict[str, str]:
-        """Keep what was trained; `link` is the last one in the chain.
-
-        Returns SHA-256 of lists of files, as `files` has them.
-        """
-        ...
+    def finish(self, files: Mapping[str, str], link: str) -> dict[str, str]: ...  # what was trained
 
 
 class Execution(Protocol[Item]):
@@ -80,27 +65,17 @@ class Execution(Protocol[Item]):
     def store(self) -> Store | None: ...
 
     @property
-    def notes(self) -> Mapping[str, Mapping[str, Any]]:
-        """Facts about the start of the run: JSON files of the run folder, by name, outside the fingerprint."""
-        ...
+    def notes(self) -> Mapping[str, Mapping[str, Any]]: ...  # JSON files by name, outside the fingerprint
 
     def iterations(self) -> Iterator[Item]: ...
 
-    def preparation_tables(self) -> dict[str, pa.Table]:
-        """The side tables of what came before the first iteration, by name; none where that was not done again."""
-        ...
+    def preparation_tables(self) -> dict[str, pa.Table]: ...  # empty where a resumed run did not prepare again
 
-    def tables(self, item: Item) -> dict[str, pa.Table]:
-        """All tables of an iteration by name, side tables included."""
-        ...
+    def tables(self, item: Item) -> dict[str, pa.Table]: ...  # side tables included
 
-    def progress(self, item: Item) -> str:
-        """The figures of an iteration that a person sees while the run works."""
-        ...
+    def progress(self, item: Item) -> str: ...  # what a person sees of an iteration
 
-    def ending(self, clock: Clock) -> Ending:
-        """What the run ends with; `clock` gets the phases it takes."""
-        ...
+    def ending(self, clock: Clock) -> Ending: ...  # `clock` gets the phases it takes
 
 
 @dataclass(frozen=True)
@@ -118,9 +93,7 @@ class RunKind(Protocol[Config, Item]):
     def name(self) -> Kind: ...
 
     @property
-    def changeable(self) -> Sequence[str]:
-        """Groups of configuration fields that a rerun or a resumed run may change."""
-        ...
+    def changeable(self) -> Sequence[str]: ...  # groups of fields that a rerun or a resumed run may change
 
     @property
     def watcher(self) -> Watcher: ...
@@ -128,17 +101,11 @@ class RunKind(Protocol[Config, Item]):
     @property
     def ranks(self) -> Ranks: ...
 
-    def load_config(self, path: Path, overrides: Sequence[str] = ()) -> Config:
-        """Read a YAML configuration and apply `a.b=c` overrides; raises UserError on anything wrong."""
-        ...
+    def load_config(self, path: Path, overrides: Sequence[str] = ()) -> Config: ...  # raises UserError
 
-    def input_files(self, config: Config) -> Sequence[Path]:
-        """The files outside the run folder that the configuration names, with all of a model folder that is read."""
-        ...
+    def input_files(self, config: Config) -> Sequence[Path]: ...  # all that the configuration names outside the run
 
-    def environment(self, config: Config) -> dict[str, Any]:
-        """What this process computes with: the content of environment.json."""
-        ...
+    def environment(self, config: Config) -> dict[str, Any]: ...  # the content of environment.json
 
     def begin(self, config: Config, run_dir: Path | None) -> AbstractContextManager[Execution[Item]]:
         """An execution from the first iteration, prepared on entry; without `run_dir` it keeps nothing.

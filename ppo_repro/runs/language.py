@@ -10,33 +10,33 @@ from typing import Any, ClassVar
 
 import pyarrow as pa
 
-from ppo_repro.accuracy.measurement import policy_accuracy
-from ppo_repro.buffers import Iteration
+from ppo_repro.accuracy import policy_accuracy
+from ppo_repro.buffers import Iteration, Rollout
 from ppo_repro.clock import Clock
 from ppo_repro.config.files import load_config
 from ppo_repro.config.kinds import LANGUAGE, Kind
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import naming_learning_rates
 from ppo_repro.errors import UserError
+from ppo_repro.faults.sampler import disturbed
+from ppo_repro.faults.trainer import received
 from ppo_repro.loop import ppo_iterations
-from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.numerics.optimizer import SLOTS, weights_digest
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records.accuracy import FILE_NAME as ACCURACY_NAME
 from ppo_repro.records.accuracy import Accuracy, sentence
+from ppo_repro.records.columns import evaluation_table, iteration_tables, preparation_tables
 from ppo_repro.records.contents import reference_folder
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.rollout.engine import Engine
-from ppo_repro.runs.checkpoint_format import Checkpoint
-from ppo_repro.runs.checkpoints import go_on_from, load_newest, open_store, quick_collections
+from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.environment import check_inputs, describe_environment, run_inputs, task_inputs
 from ppo_repro.runs.kind import Ending, Execution, Final, Resumption, Store
+from ppo_repro.runs.models_kept import ModelStore, go_on_from, load_newest, quick_collections, task_digest
 from ppo_repro.runs.open_engine import require_same_sampler, rollout_engine
 from ppo_repro.runs.prepare import Prepared, prepare
-from ppo_repro.runs.profiling import Peak, measure_peak
-from ppo_repro.runs.tables import iteration_tables
-from ppo_repro.side_tables.evaluation import evaluation_table
-from ppo_repro.side_tables.preparation import preparation_tables
+from ppo_repro.runs.profiling import Peak, measure_peak, speed
 from ppo_repro.stages.coefficients import last_kl
 from ppo_repro.stages.evaluation import evaluate
 from ppo_repro.watcher import Watcher
@@ -59,7 +59,13 @@ class LanguageExecution:
         return {} if self.accuracy is None else {ACCURACY_NAME: asdict(self.accuracy)}
 
     def iterations(self) -> Iterator[Iteration]:
-        return ppo_iterations(self.config, self.prepared.task, self.prepared.state, self.engine, self.ranks)
+        config, task, state = self.config, self.prepared.task, self.prepared.state
+        engine = disturbed(config, self.engine, state, task.tokenizer)
+
+        def receive(rollout: Rollout) -> Rollout:
+            return received(config.mismatch.trainer, rollout, task.tokenizer)
+
+        return ppo_iterations(config, task, state, engine, self.ranks, receive)
 
     @property
     def _records_side_tables(self) -> bool:
@@ -72,14 +78,14 @@ class LanguageExecution:
         return preparation_tables(prepared.warm_start, prepared.reward_training, prepared.task.tokenizer)
 
     def tables(self, item: Iteration) -> dict[str, pa.Table]:
-        tables = iteration_tables(item, self.config, self.peak)
-        if item.evaluation is None or not self._records_side_tables:
-            return tables
-        return {**tables, **evaluation_table(item.evaluation, item.index)}
+        return iteration_tables(item, self.config, speed(item, self.peak))
 
     def progress(self, item: Iteration) -> str:
         score, accuracy = mean_of(item.rewards.scores), mean_of(item.rewards.is_correct)
-        return f"score {score:.3f}  accuracy {accuracy:.3f}  KL {last_kl(item.updates):.4f}"
+        task = self.prepared.task
+        has_answers = task.problems.has_answers or task.judge.verifier is not None
+        right = f"accuracy {accuracy:.3f}  " if has_answers else ""
+        return f"score {score:.3f}  {right}KL {last_kl(item.updates):.4f}"
 
     def ending(self, clock: Clock) -> Ending:
         evaluation = evaluate(self.config, self.prepared.task, self.engine, self.ranks)
@@ -120,22 +126,21 @@ class LanguageKind:
     def environment(self, config: RunConfig) -> dict[str, Any]:
         return describe_environment(config, self.ranks.size)
 
-    def _check_processes(self, config: RunConfig) -> None:
+    def _check_processes(self) -> None:
         """UserError where the processes cannot each have the same number of slots of a minibatch."""
-        slots = config.ppo.gradient_slots
-        if slots % self.ranks.size:
+        if SLOTS % self.ranks.size:
             raise UserError(
-                f"ppo.gradient_slots = {slots}: {self.ranks.size} processes were started; "
-                f"at most {slots} can share them, start so many with torchrun --nproc-per-node"
+                f"{self.ranks.size} processes were started; start 1, 2, 4 or 8 with torchrun --nproc-per-node: the "
+                f"gradients of a minibatch are sums of {SLOTS} slots, which the processes divide among them"
             )
 
     def begin(self, config: RunConfig, run_dir: Path | None) -> AbstractContextManager[Execution[Iteration]]:
-        self._check_processes(config)
+        self._check_processes()
         return self._open(config, run_dir, None, measured=run_dir is not None)
 
     def resume(self, config: RunConfig, run_dir: Path, recorded: Manifest) -> Resumption[Iteration]:
         """From the newest checkpoint, or from the beginning where there is none."""
-        self._check_processes(config)
+        self._check_processes()
         require_same_sampler(load_config(run_dir / "config.yaml"), config)
         start = load_newest(run_dir, recorded)
         _check_inputs(recorded, config, start)
@@ -158,7 +163,7 @@ class LanguageKind:
                 go_on_from(start, prepared)
             store: Store | None = None
             if run_dir is not None and self.ranks.is_first:
-                store = open_store(run_dir, config, prepared, start)
+                store = ModelStore(run_dir, config, prepared, task_digest(prepared))
             del start  # as large as weights and moments together
             records = run_dir is not None and self.ranks.is_first
             peak = measure_peak(config, prepared.state) if self.profile and records else None

@@ -58,7 +58,7 @@ def _sampler(config: RunConfig) -> str:
     if engine.urls:
         return f"SGLang's own numerics (servers that run already: {len(engine.urls)})"
     arguments = " ".join(engine.arguments) or "none"
-    return f"SGLang's own numerics (servers: {engine.servers}, device: {engine.device}, arguments: {arguments})"
+    return f"SGLang's own numerics (servers: {engine.servers}, arguments: {arguments})"
 
 
 def built_in_engine(

@@ -15,9 +15,10 @@ from ppo_repro.config.algorithm import LoraConfig, NoValue, SeparateValue, Value
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig, TinyModel
 from ppo_repro.errors import UserError
+from ppo_repro.faults.trainer import check_training_prompts, dropout
+from ppo_repro.models.folders import load_reward_model, require_same_tokens
 from ppo_repro.models.load import load_folder, stop_ids
 from ppo_repro.models.lora import Adaptable, Lora, add_lora, share_frozen
-from ppo_repro.models.lora_optimizer import make_lora_optimizer
 from ppo_repro.models.networks import (
     ValueModel,
     checkpoint_gradients,
@@ -25,35 +26,33 @@ from ppo_repro.models.networks import (
     make_policy,
     make_value_head,
     make_value_model,
+    precision_of,
+    rounded_view,
 )
-from ppo_repro.models.precision import set_precision
-from ppo_repro.models.reward_model import (
-    load_reward_model,
-    make_reward_model,
-    require_same_tokens,
-    value_model_from,
-)
-from ppo_repro.models.state import TrainState
+from ppo_repro.models.reward_model import make_reward_model, value_model_from
+from ppo_repro.models.state import TrainState, Versions
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
-from ppo_repro.models.versions import Versions
 from ppo_repro.models.warm_start import WarmStartStep, warm_start
 from ppo_repro.numerics import library
-from ppo_repro.numerics.device import device_of, moved
 from ppo_repro.numerics.families import trunk_of
-from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, make_optimizer
-from ppo_repro.preferences.pairs import pairs_by_rule
+from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer
+from ppo_repro.preferences.pairs import hold_out, pairs_by_rule, pairs_of_file
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.open_engine import built_in_engine, check_routes
 from ppo_repro.stages.coefficients import first_coefficients
-from ppo_repro.stages.faults import check_training_prompts
-from ppo_repro.stages.prompts import Task
+from ppo_repro.stages.rollout import Task
 from ppo_repro.tasks.problems import Split, encode_all, encoder
 from ppo_repro.tasks.rewards import check_functions, for_source, load_judge
 from ppo_repro.tasks.sources import check_source, load_source
+from ppo_repro.tasks.tokenizer import spelled_tokens
+from ppo_repro.tasks.user_code import UserProcess
 
 WarmStartProgress = Callable[[int, int, float], None]  # step, last step, loss
+
+
+EVAL_PAIRS = 256  # from held-out prompts, without label noise, to judge a reward model by
 
 
 @dataclass(frozen=True)
@@ -69,25 +68,31 @@ class Prepared:
     value_lora: Lora | None  # None without a value model of its own, and where all its weights are trained
 
 
-def _source(
-    config: RunConfig, problems: Split, device: torch.device
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _moved(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel:
+    """The same model, with its parameters on `layout.device`; UserError if torch sees no such device."""
+    if config.layout.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("layout.device = cuda: torch sees no CUDA device here; take cpu")
+    nn.Module.to(model, config.layout.device)
+    return model
+
+
+def _source(config: RunConfig, problems: Split) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model that policy, value model and reference are copies of at the start, before any warm start."""
     if isinstance(config.model, ModelFolder):
         source, tokenizer = load_folder(Path(config.model.path))
-        return moved(source, device), tokenizer
+        return _moved(source, config), tokenizer
     assert isinstance(config.model, TinyModel)
     tokenizer = make_tokenizer(problems.train, config.model.vocab_size, config.model.tokenizer)
     check_spelling(tokenizer, [*problems.train, *problems.held_out])
     model = make_model(config.model, len(tokenizer), config.numerics.max_context, tokenizer.eos_token_id, config.seed)
-    return moved(model, device), tokenizer
+    return _moved(model, config), tokenizer
 
 
 def _checked_prompts(
     config: RunConfig, problems: Split, tokenizer: PreTrainedTokenizerBase, source: PreTrainedModel
 ) -> dict[str, tuple[int, ...]]:
     """Token ids of every prompt by key; UserError where a prompt or a setting does not go with the model."""
-    encode = encoder(tokenizer, config.task.chat_template, config.task.system_prompt)
+    encode = encoder(tokenizer, config.task)
     model = source.config
     ids = encode_all([*problems.train, *problems.held_out], encode, config, model.vocab_size)
     check_training_prompts(config, tokenizer, ids)
@@ -111,24 +116,29 @@ def _reward_model(
     if isinstance(term, RewardModelFolder):
         loaded, its_tokenizer = load_reward_model(Path(term.path), numerics.mode, numerics.max_context)
         require_same_tokens(tokenizer, its_tokenizer)
-        return freeze(moved(loaded, source.device)), None
+        return freeze(_moved(loaded, config)), None
     model = make_reward_model(source, numerics.mode, numerics.max_context, config.seed)
-    pairs, eval_pairs = (
-        pairs_by_rule(some, prompt_ids, tokenizer, count, noise, config.seed)
-        for some, count, noise in (
-            (problems.train, term.num_pairs, term.label_noise),
-            (problems.held_out, term.num_eval_pairs, 0.0),
+    if term.pairs is not None:
+        encode = encoder(tokenizer, config.task)
+        field = "reward.terms: pairs"
+        given = pairs_of_file(Path(term.pairs), field, tokenizer, encode, config.task.chat_template)
+        prompts = len({pair.prompt_key for pair in given})
+        pairs, eval_pairs = hold_out(given, max(1, prompts // 10), config.seed)
+    else:
+        pairs, eval_pairs = (
+            pairs_by_rule(some, prompt_ids, tokenizer, count, noise, config.seed)
+            for some, count, noise in (
+                (problems.train, term.num_pairs or 0, term.label_noise),
+                (problems.held_out, EVAL_PAIRS, 0.0),
+            )
         )
-    )
     training = train_reward_model(model, pairs, eval_pairs, term, numerics, config.layout, config.seed, progress)
     return freeze(model), training
 
 
 def _adamw(config: RunConfig, learning_rate: float) -> AdamWSettings:
     ppo = config.ppo
-    return AdamWSettings(
-        learning_rate, ppo.adam_beta1, ppo.adam_beta2, ppo.adam_eps, ppo.weight_decay, ppo.max_grad_norm
-    )
+    return AdamWSettings(learning_rate, 0.9, ppo.adam_beta2, ppo.adam_eps, ppo.weight_decay, ppo.max_grad_norm)
 
 
 @dataclass(frozen=True)
@@ -163,7 +173,7 @@ def _networks(config: RunConfig, source: PreTrainedModel, task: Task, share: boo
         begun_as = task.reward_model if config.value.init == "reward_model" else reference
         base = trunk_of(begun_as) if share and begun_as is not None else None
         value_lora = _adapted(value_model, config.value.lora, config.seed, base)
-    sampled = set_precision(config.mismatch, policy)
+    sampled = rounded_view(policy, precision_of(config.mismatch.sampler.precision))
     if config.layout.gradient_checkpointing:
         checkpoint_gradients(trunk_of(policy))
         if isinstance(config.value, SeparateValue) and value_model is not None:
@@ -183,6 +193,7 @@ def _networks(config: RunConfig, source: PreTrainedModel, task: Task, share: boo
         value_optimizer=value_optimizer,
         coefficients=first_coefficients(config),
         versions=_versions(config, policy, lora),
+        hidden_hook=dropout(config.mismatch.trainer.dropout, config.seed),
     )
     return _Networks(state, sampled, _Adapters(lora, value_lora))
 
@@ -190,11 +201,11 @@ def _networks(config: RunConfig, source: PreTrainedModel, task: Task, share: boo
 def _versions(config: RunConfig, policy: PreTrainedModel, lora: Lora | None) -> Versions | None:
     """Room for the versions of the policy that a sampler which is behind needs."""
     lag = config.mismatch.sampler.lag
-    if lag is None:
+    if not lag:
         return None
     if lora is None:
-        return Versions(dict(policy.named_parameters()), lag.most)
-    return Versions(lora.trained(), lag.most, lora.merge)
+        return Versions(dict(policy.named_parameters()), lag)
+    return Versions(lora.trained(), lag, lora.merge)
 
 
 def _adapted(model: Adaptable, config: LoraConfig | None, seed: int, base: PreTrainedModel | None) -> Lora | None:
@@ -208,10 +219,8 @@ def _adapted(model: Adaptable, config: LoraConfig | None, seed: int, base: PreTr
 def _optimizer(
     config: RunConfig, module: nn.Module, lora: Lora | None, learning_rate: float, ranks: Ranks
 ) -> Optimizer:
-    settings, mode, slots = _adamw(config, learning_rate), config.numerics.mode, config.ppo.gradient_slots // ranks.size
-    if lora is None:
-        return make_optimizer(module, settings, mode, slots)
-    return make_lora_optimizer(module, lora, settings, mode, slots)
+    settings, mode, slots = _adamw(config, learning_rate), config.numerics.mode, SLOTS // ranks.size
+    return Optimizer(module, settings, mode, slots, lora)
 
 
 def _value_model(
@@ -243,26 +252,28 @@ def prepare(
     `start_folder`: the model that policy, value model and reference started as, where an earlier process of this run
     left it; it replaces the model of the configuration and its warm start. `ranks`: the processes of the run.
     """
-    device, numerics = device_of(config.layout.device), config.numerics
+    numerics = config.numerics
     library.use_threads(config.layout.threads)
     disable_progress_bar()  # the run shows its own
-    judge = load_judge(config.reward)
-    brought = load_source(config.task, config.seed)
+    process = UserProcess()
+    judge = load_judge(config.reward, process)
+    brought = load_source(config.task, config.seed, process)
     problems = brought.problems
     judge = for_source(judge, brought, config.task.answer_extraction)
     check_functions(judge, problems.train)
     check_source(brought, problems.train)
     if start_folder is None:
-        source, tokenizer = _source(config, problems, device)
+        source, tokenizer = _source(config, problems)
     else:
         source, tokenizer = load_folder(start_folder)
-        moved(source, device)
+        _moved(source, config)
     ids = _checked_prompts(config, problems, tokenizer, source)  # before the minutes that a warm start takes
     steps: tuple[WarmStartStep, ...] = ()
     if start_folder is None and isinstance(config.model, TinyModel):
         steps = warm_start(source, tokenizer, problems.train, config.model, numerics, config.seed, progress)
     reward_model, reward_training = _reward_model(config, problems, ids, tokenizer, source, progress)
-    task = Task(problems, ids, judge, reward_model, tokenizer, brought.environment)
+    spelled = spelled_tokens(tokenizer, [*judge.asked_texts, *config.rollout.stop])
+    task = Task(problems, ids, judge, reward_model, tokenizer, brought.environment, spelled)
     networks = _networks(config, source, task, share, ranks)
     engine = built_in_engine(config, source, networks.sampled, stop_ids(source, tokenizer))
     networks.state.sampler = engine.policy if engine.policy is not networks.state.policy else None

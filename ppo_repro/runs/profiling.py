@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
@@ -16,8 +17,7 @@ from ppo_repro.buffers import Iteration
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.families import trunk_of
-from ppo_repro.numerics.linear import product
-from ppo_repro.numerics.weights import PackedMatrix
+from ppo_repro.numerics.linear import PackedMatrix, product
 
 PHASES = ("rollout", "forward", "update")
 ROWS, TERMS, OUTPUTS, REPEATS = 512, 1024, 1024, 9  # about a tenth of a second in all
@@ -94,6 +94,17 @@ def fractions(item: Iteration, peak: Peak) -> dict[str, float]:
     return {
         phase: work[phase] / (item.seconds[phase] * peak.rate) if item.seconds[phase] else float("nan")
         for phase in PHASES
+    }
+
+
+def speed(item: Iteration, peak: Peak | None) -> dict[str, float | None]:
+    """Columns of the table `iterations` about the speed of this machine, which is no result."""
+    reached = dict.fromkeys(PHASES) if peak is None else fractions(item, peak)
+    spent = math.fsum(item.seconds[phase] for phase in PHASES)
+    return {
+        "tokens_per_second": len(item.rollout.response_ids) / spent if spent else None,
+        "memory_peak": float(memory_peak()),
+        **{f"peak_fraction_{phase}": fraction for phase, fraction in reached.items()},
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import pandas as pd
 
-from ppo_repro.config.reward import ExactMatch
+from ppo_repro.config.reward import ExactMatch, Verifier
 from ppo_repro.records import reader, times
 from ppo_repro.records.accuracy import Accuracy, sentence
 from ppo_repro.records.accuracy import read as read_accuracy
@@ -39,7 +39,7 @@ class Counts:
     seconds: dict[str, float]  # by phase
 
 
-Summary = TypeVar("Summary", bound=Counts)
+Summary = TypeVar("Summary")
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,7 @@ class LanguageSummary(Counts):
     accuracy_after: float
     score_before: float  # mean score of the held-out responses, greedy
     score_after: float
+    has_answers: bool  # without answers and without a verifier no response is right or wrong
     numerical_accuracy: Accuracy | None  # of the log-probs at the start; None where it was not measured
 
 
@@ -145,8 +146,15 @@ def summarise(run_dir: Path, seconds: dict[str, float] | None = None) -> Languag
         accuracy_after=float(manifest.final["eval_accuracy"]),
         score_before=float(rows["eval_score"].iloc[0]),
         score_after=float(manifest.final["eval_score"]),
+        has_answers=_has_answers(run_dir),
         numerical_accuracy=read_accuracy(run_dir, manifest),
     )
+
+
+def _has_answers(run_dir: Path) -> bool:
+    terms = load_recorded_config(run_dir).reward.terms
+    answers = reader.read_sequences(run_dir, columns=["answer"], iterations=[0])["answer"]
+    return any(isinstance(term, Verifier) for term in terms) or bool((answers != "").any())
 
 
 def _change(what: str, before: float, after: float) -> str:
@@ -159,10 +167,10 @@ def _verdicts(summary: LanguageSummary) -> list[str]:
     accuracy = _change("held-out accuracy", summary.accuracy_before, summary.accuracy_after)
     score = _change("held-out score", summary.score_before, summary.score_after)
     # a reward of the user's own is what was trained, and its responses need not be equal to an answer
-    own = any(not isinstance(term, ExactMatch) for term in config.reward.terms)
+    own = not summary.has_answers or any(not isinstance(term, ExactMatch) for term in config.reward.terms)
     return [
         *([score] if own else []),
-        accuracy,
+        *([accuracy] if summary.has_answers else []),
         f"mean reward per response {summary.reward_first:.3f} -> {summary.reward_last:.3f}",
         f"{summary.iterations} iterations, {summary.tokens:,} response tokens",
         *agreement(summary, config.ppo.ratio_anchor, config.value.kind != "none"),

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_repro.numerics.families import head_dim, key_value_heads
 from ppo_repro.numerics.network import Network
 
 
@@ -21,8 +20,7 @@ class PoolCache:
     """
 
     def __init__(self, network: Network, table: Tensor, pool: Any, width: int) -> None:
-        config = network.description.config
-        heads, wide = key_value_heads(config), head_dim(config)
+        heads, wide = network.struct.kv_heads, network.struct.head_dim
         self.table, self.pool = table, pool
         self.cache = network.make_cache(len(table), width)
         self.keys = self.cache.keys.view(-1, heads, self.cache.capacity // 16, wide, 16)

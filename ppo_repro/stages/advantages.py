@@ -18,8 +18,7 @@ def compute_advantages(config: RunConfig, rollout: Rollout, forward: ForwardPass
         raw = torch.repeat_interleave(torch.tensor(by_response, dtype=torch.float32), rollout.lengths)
         return Advantages(raw_advantages=raw, advantages=raw, returns=None)
     assert forward.values is not None
-    raw = gae(
-        rewards.rewards, forward.values, rollout.lengths, forward.final_values, settings.gamma, settings.gae_lambda
-    )
+    ended = torch.zeros(len(rollout.lengths))  # nothing follows a response, cut at the length limit or not
+    raw = gae(rewards.rewards, forward.values, rollout.lengths, ended, settings.gamma, settings.gae_lambda)
     advantages = raw if settings.whiten == "none" else whiten(raw, shift=settings.whiten == "full")
     return Advantages(raw_advantages=raw, advantages=advantages, returns=raw + forward.values)

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ppo_repro.buffers import Advantages, Coefficients, ForwardPass, MinibatchUpdate, ReturnStatistics
-from ppo_repro.config.algorithm import AdaptiveController, FixedController, NoKL, NoValue
-from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective
+from ppo_repro.config.algorithm import AdaptiveController, KLInReward, NoKL, NoValue, SeparateValue
+from ppo_repro.config.objectives import CLIP_RANGE_MAX, CLIP_RANGE_MIN, AdaptiveClipObjective, PenaltyObjective
 from ppo_repro.config.run import RunConfig
+from ppo_repro.models.state import TrainState
 from ppo_repro.ppo.controllers import adaptive_clip_range, adaptive_kl_coef, adaptive_penalty_coef
+from ppo_repro.ppo.schedules import rate_factor
 
 
 def first_coefficients(config: RunConfig) -> Coefficients:
@@ -33,23 +35,42 @@ def next_coefficients(
     sequences: int,
 ) -> Coefficients:
     """The coefficients of the next iteration, from the KL and the returns of this one."""
-    controller = FixedController() if isinstance(config.kl, NoKL) else config.kl.controller
+    controller = config.kl.controller if isinstance(config.kl, KLInReward) else None
     if isinstance(controller, AdaptiveController):
         per_sequence = math.fsum(forward.ref_kl.tolist()) / sequences
         coef = adaptive_kl_coef(coefficients.kl_coef, per_sequence, controller.target_kl, sequences, controller.horizon)
         coefficients = replace(coefficients, kl_coef=coef)
     objective = config.ppo.objective
     if isinstance(objective, AdaptiveClipObjective):
-        bounds = objective.clip_range_min, objective.clip_range_max
-        clip_range = adaptive_clip_range(coefficients.clip_range, last_kl(updates), objective.target_kl, *bounds)
+        kl = last_kl(updates)
+        clip_range = adaptive_clip_range(
+            coefficients.clip_range, kl, objective.target_kl, CLIP_RANGE_MIN, CLIP_RANGE_MAX
+        )
         coefficients = replace(coefficients, clip_range=clip_range)
     if isinstance(objective, PenaltyObjective) and objective.target_kl is not None:
-        coef = adaptive_penalty_coef(coefficients.penalty_coef, last_kl(updates), objective.target_kl)
+        kl, first = last_kl(updates), objective.penalty_coef
+        coef = adaptive_penalty_coef(coefficients.penalty_coef, kl, objective.target_kl, first)
         coefficients = replace(coefficients, penalty_coef=coef)
     if not isinstance(config.value, NoValue) and config.value.normalize_returns:
         assert advantages.returns is not None
         coefficients = replace(coefficients, returns=coefficients.returns.joined(advantages.returns.tolist()))
     return coefficients
+
+
+def learning_rates(config: RunConfig, iteration: int) -> tuple[float, float | None]:
+    """Learning rates of policy and value model in an iteration; None without a separate value model."""
+    ppo = config.ppo
+    factor = rate_factor(ppo.schedule, iteration, ppo.iterations, ppo.warmup_iterations)
+    value = config.value.learning_rate * factor if isinstance(config.value, SeparateValue) else None
+    return ppo.learning_rate * factor, value
+
+
+def set_learning_rates(state: TrainState, config: RunConfig) -> None:
+    """Give the optimizers the learning rates of the iteration that `state` is in."""
+    policy, value = learning_rates(config, state.iteration)
+    state.policy_optimizer.settings = replace(state.policy_optimizer.settings, learning_rate=policy)
+    if state.value_optimizer is not None and value is not None:
+        state.value_optimizer.settings = replace(state.value_optimizer.settings, learning_rate=value)
 
 
 def last_kl(updates: Sequence[MinibatchUpdate]) -> float:

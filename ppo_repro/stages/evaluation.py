@@ -8,29 +8,28 @@ from ppo_repro.buffers import Evaluation
 from ppo_repro.config.run import RunConfig
 from ppo_repro.ranks import Ranks
 from ppo_repro.rollout.engine import Engine
-from ppo_repro.stages.generation import Sampled, episodes_of, generate, sampling_of
-from ppo_repro.stages.prompts import Task
-from ppo_repro.stages.rewards import judge
+from ppo_repro.stages.rewards import judge, sample_of
+from ppo_repro.stages.rollout import Task, generate, known, sampling_of
 from ppo_repro.tasks.problems import Problem
-from ppo_repro.tasks.rewards import Samples
 
 
 def evaluate(config: RunConfig, task: Task, engine: Engine, ranks: Ranks) -> Evaluation:
-    """The greedy responses to the held-out prompts, judged."""
+    """Judge the greedy responses to the held-out prompts."""
     problems: Sequence[Problem] = task.problems.held_out
-    greedy = Sampled(sampling_of(config, greedy=True), [0] * len(problems))
-    answers = generate(config, task, engine, problems, greedy, ranks)
+    answers = generate(config, task, engine, problems, sampling_of(config, greedy=True), [0] * len(problems), ranks)
     completions = [answer.completion for answer in answers]
-    episodes = episodes_of(answers)
-    samples = Samples(
-        [p.key for p in problems],
-        [p.prompt for p in problems],
-        [answer.text for answer in answers],
-        [p.answer for p in problems],
-        [c.finish_reason == "stop" for c in completions],
-        [len(c.response_ids) for c in completions],
-        None if episodes is None else [episode.turns for episode in episodes],
-    )
+    episodes = known([answer.episode for answer in answers])
+    samples = [
+        sample_of(
+            task,
+            problem.key,
+            answer.completion.response_ids,
+            (answer.text,) if answer.episode is None else answer.episode.turns,
+            answer.completion.finish_reason,
+            answer.episode is not None,
+        )
+        for problem, answer in zip(problems, answers, strict=True)
+    ]
     prompt_ids = tuple(task.prompt_ids[p.key] for p in problems)
     judged = judge(config, task, prompt_ids, [answer.ids for answer in answers], samples, ranks)
     return Evaluation(

@@ -1,4 +1,7 @@
-"""Stage `ForwardPass`: policy, reference and value model on a whole rollout, before any update."""
+"""Stage `ForwardPass`: policy, reference and value model on a whole rollout, before any update.
+
+`policy_pass` is the same pass in an update.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +9,33 @@ import torch
 from torch import Tensor
 
 from ppo_repro.buffers import ForwardPass, ReturnStatistics, Rollout
-from ppo_repro.config.algorithm import GaeAdvantages, KLInReward
+from ppo_repro.config.algorithm import KLInLoss, KLInReward
 from ppo_repro.config.run import RunConfig
-from ppo_repro.models.batches import MicroBatch, TokenBatch, lay_out, micro_batches
-from ppo_repro.models.networks import hidden_states, seen_states, value_predictions, values_of
-from ppo_repro.models.state import TrainState
+from ppo_repro.models.batches import MicroBatch, TokenBatch, micro_batches
+from ppo_repro.models.networks import hidden_states, seen_states, values_of
+from ppo_repro.models.state import Stream, TrainState
 from ppo_repro.numerics.families import routers, trunk_of
 from ppo_repro.numerics.network import forget_packed, logits
 from ppo_repro.numerics.rows import Rows
-from ppo_repro.numerics.token_statistics import kl_divergence, score, top_logits
+from ppo_repro.numerics.token_statistics import (
+    expand_kept,
+    kl_divergence,
+    score,
+    token_statistics,
+    top_logits,
+)
+from ppo_repro.ppo import kl
 from ppo_repro.ranks import Ranks
-from ppo_repro.stages.faults import dropped, training_eligible, training_temperature
-from ppo_repro.stages.pieces import in_pieces
+from ppo_repro.stages.chunks import in_chunks
+from ppo_repro.stages.training_batch import TrainingBatch
 
 
 @torch.no_grad()
 def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks: Ranks) -> ForwardPass:
-    """Policy, reference and value model on every response token, `forward_micro_batch` sequences at a time.
+    """Score every response token by policy, reference and value model, `forward_micro_batch` sequences at a time.
 
     Each rank scores its own sequences and gets all scores. The packed weights of the reference are freed before a value
-    model of its own is packed: those of all three together would be the most that a run needs.
+    model of its own is packed: the weights of all three together would be the most that a run needs.
     """
     mine = torch.tensor(ranks.mine(len(rollout.lengths)), dtype=torch.int64)
     layout = config.layout
@@ -34,11 +44,12 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
     old, ref, ref_kl, entropies, prob_sq_sums, reverse, *top, routes, values = (
         torch.cat(column) for column in zip(*scored, strict=True)
     )
-    top_ids, largest, ref_top_ids, ref_largest = top
     forget_packed(state.reference)
     if state.value_optimizer is not None:
-        values = torch.cat(ranks.gather([_separate_values(state, m) for m in work]))
-    final_values = _final_values(state, rollout, mine, config, ranks)
+        assert state.value_model is not None
+        trunk = state.value_model.trunk
+        own = [values_in_reward_units(state, hidden_states(trunk, m.batch), m) for m in work]
+        values = torch.cat(ranks.gather(own))
     return ForwardPass(
         old_logprobs=old,
         ref_logprobs=ref,
@@ -46,13 +57,12 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
         reverse_ref_kl=reverse if _charges_reverse(config) else None,
         entropies=entropies,
         prob_sq_sums=prob_sq_sums,
-        top_ids=top_ids,
-        top_logits=largest,
-        ref_top_ids=ref_top_ids,
-        ref_top_logits=ref_largest,
+        top_ids=top[0],
+        top_logits=top[1],
+        ref_top_ids=top[2],
+        ref_top_logits=top[3],
         routes=routes,
         values=None if state.value_model is None else values,
-        final_values=final_values,
     )
 
 
@@ -61,77 +71,91 @@ def _charges_reverse(config: RunConfig) -> bool:
     return isinstance(kl, KLInReward) and kl.estimator == "exact" and kl.direction == "reference_policy"
 
 
-def in_reward_units(predictions: Tensor, returns: ReturnStatistics) -> Tensor:
+def _in_reward_units(predictions: Tensor, returns: ReturnStatistics) -> Tensor:
     """V = mean + scale times the value model's prediction, float32; the prediction itself without statistics."""
     return predictions * returns.scale + returns.mean if returns.count else predictions
 
 
+def values_in_reward_units(state: TrainState, hidden: Tensor, m: MicroBatch) -> Tensor:
+    """Return V [n] float32 before each token from the hidden states [n, H] of the value model's trunk."""
+    assert state.value_model is not None
+    return _in_reward_units(values_of(state.value_model, hidden, m.batch).cpu(), state.coefficients.returns)
+
+
 def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig) -> tuple[Tensor, ...]:
     """The results of `_distributions`, routes, and the values of a head on the policy's trunk; empty without one."""
-    hidden, routes = _seen(state, m.batch, config)
-    seen = dropped(config, hidden, m.tokens, ("scoring", state.iteration))
-    statistics = _distributions(state, m.batch, seen, rollout.kept_tokens[m.tokens], config)
+    trunk = trunk_of(state.policy)
+    hidden, seen = seen_states(trunk, m.batch, True, config.records.level == "deep" and bool(routers(trunk)))
+    routes = torch.empty(len(m.tokens), 0, dtype=torch.int32)
+    if seen is not None:
+        routes = torch.from_numpy(seen[m.batch.predictors])
+    scored_hidden = state.hidden_hook(hidden, m.tokens, ("scoring", state.iteration))
+    statistics = _distributions(state, m.batch, scored_hidden, rollout, m.tokens, config)
     if state.value_model is None or state.value_optimizer is not None:
         return *statistics, routes, torch.empty(0)
-    values = values_of(state.value_model, hidden, m.batch).cpu()
-    return *statistics, routes, in_reward_units(values, state.coefficients.returns)
-
-
-def _seen(state: TrainState, batch: TokenBatch, config: RunConfig) -> tuple[Tensor, Tensor]:
-    """The policy's hidden states [n, H], and at level deep the routes that gave them, [n, M k] int32, else [n, 0]."""
-    trunk = trunk_of(state.policy)
-    hidden, routes = seen_states(trunk, batch, True, config.records.level == "deep" and bool(routers(trunk)))
-    if routes is None:
-        return hidden, torch.empty(len(batch.targets), 0, dtype=torch.int32)
-    return hidden, torch.from_numpy(routes[batch.predictors])
-
-
-def _separate_values(state: TrainState, m: MicroBatch) -> Tensor:
-    assert state.value_model is not None
-    return in_reward_units(value_predictions(state.value_model, m.batch).cpu(), state.coefficients.returns)
-
-
-def _final_values(state: TrainState, rollout: Rollout, mine: Tensor, config: RunConfig, ranks: Ranks) -> Tensor:
-    """[B] float32: V after the last token of responses cut at the length limit, if they are bootstrapped; else 0."""
-    final_values = torch.zeros(len(rollout.lengths))
-    advantages = config.advantages
-    if state.value_model is None or not isinstance(advantages, GaeAdvantages) or advantages.truncation == "terminal":
-        return final_values
-    cut = [i for i in mine.tolist() if rollout.finish_reasons[i] == "length"]
-    values: list[float] = []
-    size = config.layout.forward_micro_batch or max(1, len(cut))
-    for start in range(0, len(cut), size):
-        chunk = cut[start : start + size]
-        sequences = [(*rollout.prompts.prompt_ids[i], *rollout.whole(i)) for i in chunk]
-        # an additional token after each sequence: it is not an input, and its predictor is the last real token
-        batch = lay_out(sequences, [(0,)] * len(sequences), config.layout.padding)
-        found = value_predictions(state.value_model, batch).cpu()
-        values += in_reward_units(found, state.coefficients.returns).tolist()
-    for index, value in ranks.gather(list(zip(cut, values, strict=True))):
-        final_values[index] = value
-    return final_values
+    return *statistics, routes, values_in_reward_units(state, hidden, m)
 
 
 def _distributions(
-    state: TrainState, batch: TokenBatch, hidden: Tensor, kept_tokens: Tensor, config: RunConfig
+    state: TrainState, batch: TokenBatch, hidden: Tensor, rollout: Rollout, tokens: Tensor, config: RunConfig
 ) -> tuple[Tensor, ...]:
     """Old log-probs, ref log-probs, KL(policy || ref), entropies, sums of squares, KL(ref || policy), [n] each.
 
     The last one is empty unless the reward charges it. Then `top_logits` of the policy and of the reference.
     """
-    mode, temperature = config.numerics.mode, training_temperature(config)
-    policy, reference = state.policy, state.reference
+    mode, temperature, policy, reference = config.numerics.mode, rollout.temperature, state.policy, state.reference
     ref_hidden = hidden_states(trunk_of(reference), batch)
 
     def of_rows(hidden: Tensor, rows: slice, _: Rows) -> tuple[Tensor, ...]:
         own = logits(policy, hidden).cpu()
         other = logits(reference, ref_hidden[rows]).cpu()
-        eligible = training_eligible(config, kept_tokens[rows], own.shape[-1])
+        eligible = expand_kept(rollout.kept_tokens[tokens[rows]], own.shape[-1])
         s = score(own, other, batch.targets[rows], temperature, eligible, mode)
         reverse = torch.empty(0)
         if _charges_reverse(config):
             reverse = kl_divergence(other, own, temperature, eligible)
-        top = [top_logits(x, temperature, config.records.logits_per_token) for x in (own, other)]
+        top = [top_logits(x, temperature, config.records.top_logits) for x in (own, other)]
         return s.logprobs, s.ref_logprobs, s.ref_kl, s.entropies, s.prob_sq_sums, reverse, *top[0], *top[1]
 
-    return in_pieces(of_rows, hidden, batch.rows, policy.config.vocab_size)
+    return in_chunks(of_rows, hidden, batch.rows, policy.config.vocab_size)
+
+
+def policy_pass(
+    config: RunConfig, state: TrainState, rollout: Rollout, m: MicroBatch, stream: Stream
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return hidden states [n, H], log-probs and entropies [n] of a micro-batch, differentiable.
+
+    Also KL(policy || reference) [n] over the whole distribution if the loss has it, else None. `stream` names the pass
+    for the hook on hidden states.
+    """
+    hidden, ref_hidden = hidden_states(trunk_of(state.policy), m.batch, replay=True), None
+    if isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact":
+        with torch.no_grad():
+            ref_hidden = hidden_states(trunk_of(state.reference), m.batch)
+    temperature, mode = rollout.temperature, config.numerics.mode
+
+    def of_rows(hidden: Tensor, rows: slice, where: Rows) -> tuple[Tensor, ...]:
+        own = logits(state.policy, hidden, where).cpu()
+        eligible = expand_kept(rollout.kept_tokens[m.tokens[rows]], own.shape[-1])
+        statistics = token_statistics(own, m.batch.targets[rows], temperature, eligible, mode)
+        if ref_hidden is None:
+            return statistics
+        with torch.no_grad():
+            other = logits(state.reference, ref_hidden[rows]).cpu()
+        return *statistics, kl_divergence(own, other, temperature, eligible, mode)
+
+    changed = state.hidden_hook(hidden, m.tokens, stream)
+    logprobs, entropies, *exact_kl = in_chunks(of_rows, changed, m.batch.rows, state.policy.config.vocab_size)
+    return hidden, logprobs, entropies, exact_kl[0] if exact_kl else None
+
+
+def kl_terms_of(
+    config: RunConfig, batch: TrainingBatch, tokens: Tensor, new_logprobs: Tensor, exact_kl: Tensor | None
+) -> Tensor | None:
+    """Return kl_coef KL(policy || reference) of n tokens, exact or estimated; None unless the loss has it."""
+    if not isinstance(config.kl, KLInLoss):
+        return None
+    divergence = exact_kl
+    if config.kl.estimator != "exact":
+        divergence = kl.loss(config.kl.estimator, new_logprobs, batch.ref_logprobs[tokens])
+    return None if divergence is None else divergence * batch.coefficients.kl_coef

@@ -1,4 +1,4 @@
-"""Stage `Rewards`: judge the responses, place the scores, charge the KL penalty, shape, whiten."""
+"""Stage `Rewards`: judge the responses, place the scores, charge the KL penalty, whiten."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ import torch
 from torch import Tensor
 
 from ppo_repro.buffers import ForwardPass, Rewards, Rollout
-from ppo_repro.config.algorithm import GaeAdvantages, KLInReward
+from ppo_repro.config.algorithm import KLInReward
 from ppo_repro.config.run import RunConfig
-from ppo_repro.errors import UserError
 from ppo_repro.models.reward_model import reward_scores
 from ppo_repro.numerics.network import forget_packed
-from ppo_repro.output import shown
 from ppo_repro.ppo import kl
 from ppo_repro.ppo.advantages import whiten
-from ppo_repro.ppo.rewards import charge_penalties, place_scores, shaping_rewards, token_rewards
+from ppo_repro.ppo.rewards import charge_penalties, place_scores, token_rewards
 from ppo_repro.ranks import Ranks
-from ppo_repro.stages.prompts import Task
-from ppo_repro.tasks.rewards import Judgement, Samples, judge_samples, potentials
-from ppo_repro.tasks.user_functions import FLOAT32_MAX, Texts
+from ppo_repro.stages.rollout import Task
+from ppo_repro.tasks.rewards import Judgement, Sample, judge_samples
+from ppo_repro.tasks.tokenizer import decode, full_text
 
 
 def judge(
@@ -28,7 +26,7 @@ def judge(
     task: Task,
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
-    samples: Samples,
+    samples: Sequence[Sample],
     ranks: Ranks,
 ) -> Judgement:
     """Judge responses. Each rank runs the reward model on its share; everything else is computed on one rank."""
@@ -46,33 +44,45 @@ def judge(
 def compute_rewards(
     config: RunConfig, task: Task, rollout: Rollout, forward: ForwardPass, kl_coef: float, ranks: Ranks
 ) -> Rewards:
-    """Judge the responses, place the scores on tokens, charge the KL penalty, shape, whiten."""
+    """Judge the responses, place the scores on tokens, charge the KL penalty, whiten."""
     ids = [rollout.whole(sequence) for sequence in range(len(rollout.lengths))]
-    samples = Samples(
-        rollout.prompts.keys,
-        rollout.prompts.texts,
-        rollout.responses,
-        rollout.prompts.answers,
-        [reason == "stop" for reason in rollout.finish_reasons],
-        rollout.lengths.tolist(),
-        None if rollout.episodes is None else [episode.turns for episode in rollout.episodes],
-    )
+    samples = [
+        sample_of(
+            task,
+            rollout.prompts.keys[i],
+            sampled,
+            (rollout.responses[i],) if rollout.episodes is None else rollout.episodes[i].turns,
+            rollout.finish_reasons[i],
+            rollout.episodes is not None,
+        )
+        for i, sampled in enumerate(rollout.sampled())
+    ]
     judged = judge(config, task, rollout.prompts.prompt_ids, ids, samples, ranks)
-    phi = None if task.judge.potential is None else _potentials(task, rollout, ranks)
-    return rewards_from(config, judged, rollout, forward, phi, kl_coef)
+    return rewards_from(config, judged, rollout, forward, kl_coef)
+
+
+def sample_of(
+    task: Task, key: str, ids: Sequence[int], turns: Sequence[str], finish_reason: str, is_episode: bool
+) -> Sample:
+    """What is judged of a response: the model's own words, with the special tokens that rewards ask for as text.
+
+    `ids`: the sampled tokens; `turns`: the text of every turn.
+    """
+    if not is_episode and not task.spelled.isdisjoint(ids):
+        turns = (decode(task.tokenizer, ids, task.spelled),)
+    own = "".join(turns[::2])  # without the environment's
+    whole = full_text(task.tokenizer, ids) if any(task.judge.functions) else ""
+    return Sample(task.problems.by_key[key], own, finish_reason == "stop", len(ids), tuple(turns), whole)
 
 
 def rewards_from(
-    config: RunConfig, judged: Judgement, rollout: Rollout, forward: ForwardPass, phi: Tensor | None, kl_coef: float
+    config: RunConfig, judged: Judgement, rollout: Rollout, forward: ForwardPass, kl_coef: float
 ) -> Rewards:
-    """The rewards that follow from a judgement; `phi` [N] float64 are the potentials, None without shaping."""
+    """The rewards that follow from a judgement."""
     scores = torch.tensor(judged.scores, dtype=torch.float64)
     penalties = _kl_penalties(config, rollout, forward, kl_coef)
     placed = place_scores(scores, rollout.lengths, rollout.word_ids(), config.reward.placement)
-    shaping = None if phi is None else _shaping(config, phi, rollout)
-    if shaping is not None:
-        _require_float32(placed + shaping, rollout)
-    raw = token_rewards(placed if shaping is None else placed + shaping, penalties)
+    raw = token_rewards(placed, penalties)
     whitening = config.reward.whiten
     return Rewards(
         scores=scores,
@@ -80,22 +90,9 @@ def rewards_from(
         is_correct=torch.tensor(judged.correct),
         kl_penalties=penalties,
         placed_scores=placed,
-        potentials=phi,
-        shaping_rewards=shaping,
         raw_rewards=raw,
         rewards=raw if whitening == "none" else whiten(raw, shift=whitening == "full"),
     )
-
-
-def _require_float32(placed: Tensor, rollout: Rollout) -> None:
-    """UserError where score and potential together give a reward that float32 does not have."""
-    beyond = torch.nonzero(placed.abs() > FLOAT32_MAX).flatten()
-    if len(beyond):
-        sequence = int(torch.searchsorted(rollout.lengths.cumsum(0), beyond[0], right=True))
-        raise UserError(
-            f"reward.potential: a reward of {float(placed[beyond[0]]):g} for prompt key "
-            f"'{shown(rollout.prompts.keys[sequence])}' is beyond float32 ({FLOAT32_MAX:.1e}); scale the potential down"
-        )
 
 
 def _kl_penalties(config: RunConfig, rollout: Rollout, forward: ForwardPass, kl_coef: float) -> Tensor:
@@ -107,16 +104,3 @@ def _kl_penalties(config: RunConfig, rollout: Rollout, forward: ForwardPass, kl_
     else:
         divergence = kl.estimate(config.kl.estimator, forward.old_logprobs - forward.ref_logprobs, reverse)
     return charge_penalties(divergence * kl_coef, rollout.lengths, rollout.word_ids(), config.kl.charge)
-
-
-def _potentials(task: Task, rollout: Rollout, ranks: Ranks) -> Tensor:
-    prompts = rollout.prompts
-    rows = zip(prompts.keys, prompts.texts, rollout.responses, prompts.answers, strict=True)
-    texts = [Texts(*row, task.judge.fields_of(row[0])) for row in rows]
-    char_starts = [spans.char_start for spans in rollout.spans]
-    return torch.tensor(ranks.first(potentials, task.judge, texts, char_starts), dtype=torch.float64)
-
-
-def _shaping(config: RunConfig, phi: Tensor, rollout: Rollout) -> Tensor:
-    assert isinstance(config.advantages, GaeAdvantages)
-    return shaping_rewards(phi, rollout.lengths, config.advantages.gamma)

@@ -1,60 +1,152 @@
-"""Stage `Rollout`: one sampled response to every prompt."""
+"""Stages `Prompts` and `Rollout`: the prompts of an iteration, and one sampled response to each."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from itertools import compress
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_repro.buffers import Prompts, Rollout, Spans
+from ppo_repro.buffers import Episode, Prompts, Rollout, Spans
+from ppo_repro.config.mismatch import MismatchConfig
 from ppo_repro.config.run import RunConfig
-from ppo_repro.models.versions import Versions
+from ppo_repro.errors import UserError
 from ppo_repro.ranks import Ranks
-from ppo_repro.rollout.engine import Completion, Engine
-from ppo_repro.stages.generation import Answered, Sampled, episodes_of, generate, sampling_of
-from ppo_repro.stages.lagging import generate_behind
-from ppo_repro.stages.prompts import Task
-from ppo_repro.tasks.problems import Problem
-from ppo_repro.tasks.retokenization import retokenized
-from ppo_repro.tasks.tokenizer import spans
+from ppo_repro.rollout.engine import Completion, Engine, Request, Sampling
+from ppo_repro.seeding import sample_seed
+from ppo_repro.tasks.dialogue import Conversations
+from ppo_repro.tasks.problems import Problem, Split, choose
+from ppo_repro.tasks.rewards import Judge
+from ppo_repro.tasks.sources import PythonFile
+from ppo_repro.tasks.tokenizer import decode, spans
+
+T = TypeVar("T")
 
 
-def _spans(task: Task, answer: Answered) -> Spans:
-    """Where the text of each sampled token lies in the text of all."""
-    of_all = spans(task.tokenizer, answer.ids, answer.text)
-    if answer.episode is None:
-        return of_all
-    sampled = [not forced for forced in answer.episode.is_forced]
-    return Spans(*(list(compress(getattr(of_all, column.name), sampled)) for column in fields(Spans)))
+@dataclass(frozen=True)
+class Task:
+    """The prompts of a run, and what scores the responses."""
+
+    problems: Split
+    prompt_ids: dict[str, tuple[int, ...]]  # by problem key
+    judge: Judge
+    reward_model: PreTrainedModel | None  # frozen; None if no reward term is a model
+    tokenizer: PreTrainedTokenizerBase
+    environment: PythonFile | None = None  # None if every episode is one turn of the model
+    spelled: frozenset[int] = frozenset()  # special tokens that rewards and stop texts see as text
 
 
-def _routes(completions: list[Completion]) -> tuple[Tensor, ...] | None:
-    """The routes of all completions; None where the engine gave none."""
-    found = tuple(c.routes for c in completions if c.routes is not None)
-    return found or None
+def choose_prompts(config: RunConfig, task: Task, iteration: int) -> Prompts:
+    """Choose the prompts of an iteration, each `samples_per_prompt` times; every response has its own seed."""
+    problems = choose(task.problems.train, config.rollout.prompts_per_iteration, config.seed, iteration)
+    # a small task can draw a prompt twice in one iteration; the numbers of its samples then continue
+    entries: list[tuple[Problem, int]] = []
+    counts: dict[str, int] = {}
+    for problem in problems:
+        first = counts.get(problem.key, 0)
+        counts[problem.key] = first + config.rollout.samples_per_prompt
+        entries += [(problem, first + i) for i in range(config.rollout.samples_per_prompt)]
+    return Prompts(
+        keys=tuple(p.key for p, _ in entries),
+        sample_indices=tuple(i for _, i in entries),
+        seeds=tuple(sample_seed(config.seed, iteration, p.key, i) for p, i in entries),
+        texts=tuple(p.prompt for p, _ in entries),
+        answers=tuple(p.answer for p, _ in entries),
+        prompt_ids=tuple(task.prompt_ids[p.key] for p, _ in entries),
+    )
 
 
-def roll_out(
-    config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ranks: Ranks, versions: Versions | None = None
-) -> Rollout:
-    """Sample one response to every prompt; with `versions` the sampler is behind, as the configuration says."""
-    asked = [
-        Problem(key, text, answer, task.judge.fields_of(key))
-        for key, text, answer in zip(prompts.keys, prompts.texts, prompts.answers, strict=True)
-    ]
-    by_token: list[list[int]] | None = None
-    if versions is None:
-        answers = generate(config, task, engine, asked, Sampled(sampling_of(config), prompts.seeds), ranks)
-    else:
-        answers, by_token = generate_behind(config, task, engine, asked, prompts.seeds, ranks, versions)
+def sampling_of(config: RunConfig, greedy: bool = False) -> Sampling:
+    """Return the sampling distribution. Greedy evaluation has no top-k, top-p or added mismatch."""
+    rollout = config.rollout
+    if greedy:
+        return Sampling(1.0, 0, 1.0, rollout.max_response_tokens, greedy=True)
+    return Sampling(
+        rollout.temperature,
+        rollout.top_k,
+        rollout.top_p,
+        rollout.max_response_tokens,
+        mismatch_sigma=rollout.mismatch_sigma or 0.0,
+        token_bias=config.mismatch.sampler.token_bias or 0.0,
+        bias_seed=config.seed,
+        routes=config.asks_for_routes,
+        top_logits=config.records.top_logits,
+    )
+
+
+def require_undisturbed(config: RunConfig) -> None:
+    """Raise UserError if the configuration makes sampler and trainer differ, which hides their real mismatch."""
+    sigma = config.rollout.mismatch_sigma
+    if sigma is not None:
+        raise UserError(
+            f"rollout.mismatch_sigma = {sigma}: must be null here, where sampler and trainer are compared; remove it"
+        )
+    if config.mismatch != MismatchConfig():
+        raise UserError("mismatch: must be empty here, where sampler and trainer are compared; remove the section")
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A completion as text."""
+
+    completion: Completion
+    text: str  # of all its tokens, without special ones
+    episode: Episode | None  # None if every episode is one turn
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All tokens after the prompt."""
+        return self.completion.response_ids if self.episode is None else self.episode.ids
+
+
+def generate(
+    config: RunConfig,
+    task: Task,
+    engine: Engine,
+    problems: Sequence[Problem],
+    sampling: Sampling,
+    seeds: Sequence[int],
+    ranks: Ranks,
+) -> list[Answered]:
+    """Generate one answer to each problem, in their order; each rank generates its own, with the turns between."""
+    mine = ranks.mine(len(problems))
+    requests = [Request(task.prompt_ids[problems[i].key], seeds[i]) for i in mine]
+    if task.environment is None and not config.rollout.stop:
+        return ranks.gather([Answered(c, _text(task, c), None) for c in engine.generate(requests, sampling)])
+    own = [problems[i] for i in mine]
+    conversations = Conversations(config, task.tokenizer, task.spelled, task.environment, own)
+    answers = []
+    for index, c in enumerate(engine.generate(requests, sampling, conversations)):
+        if task.environment is None:
+            answers.append(Answered(c, _text(task, c), None))
+        else:
+            episode = Episode(c.episode_ids, c.is_forced, conversations.turns_of(index, c))
+            answers.append(Answered(c, decode(task.tokenizer, episode.ids), episode))
+    return ranks.gather(answers)
+
+
+def _text(task: Task, completion: Completion) -> str:
+    return decode(task.tokenizer, completion.response_ids) if completion.text is None else completion.text
+
+
+def known(values: Sequence[T | None]) -> tuple[T, ...] | None:
+    """Return the values of all responses; None if they have none."""
+    return tuple(value for value in values if value is not None) or None
+
+
+def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ranks: Ranks) -> Rollout:
+    """Sample one response to every prompt."""
+    problems = [task.problems.by_key[key] for key in prompts.keys]
+    answers = generate(config, task, engine, problems, sampling_of(config), prompts.seeds, ranks)
     completions = [answer.completion for answer in answers]
-    ids = torch.tensor([token for c in completions for token in c.response_ids], dtype=torch.int64)
-    rollout = Rollout(
+    return Rollout(
         prompts=prompts,
-        response_ids=ids,
+        response_ids=torch.tensor([token for c in completions for token in c.response_ids], dtype=torch.int64),
         lengths=torch.tensor([len(c.response_ids) for c in completions]),
+        temperature=config.rollout.temperature,
         rollout_logprobs=torch.cat([c.logprobs for c in completions]),
         log_kept_mass=torch.cat([c.log_kept_mass for c in completions]),
         kept_tokens=torch.cat([c.kept_tokens for c in completions]),
@@ -65,8 +157,18 @@ def roll_out(
         latencies=tuple(c.latency for c in completions),
         responses=tuple(answer.text for answer in answers),
         spans=tuple(_spans(task, answer) for answer in answers),
-        episodes=episodes_of(answers),
-        policy_versions=None if by_token is None else tuple(map(tuple, by_token)),
-        routes=_routes(completions),
+        episodes=known([answer.episode for answer in answers]),
+        policy_versions=known([c.policy_versions for c in completions]),
+        sampled_ids=known([c.sampled_ids for c in completions]),
+        is_as_sampled=known([c.is_as_sampled for c in completions]),
+        routes=known([c.routes for c in completions]),
     )
-    return retokenized(config, task.tokenizer, rollout)
+
+
+def _spans(task: Task, answer: Answered) -> Spans:
+    """Where the text of each sampled token lies in the text of all."""
+    of_all = spans(task.tokenizer, answer.ids, answer.text)
+    if answer.episode is None:
+        return of_all
+    sampled = [not forced for forced in answer.episode.is_forced]
+    return Spans(*(list(compress(getattr(of_all, column.name), sampled)) for column in fields(Spans)))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, zip_longest
 
 from transformers import PreTrainedTokenizerBase
 
+from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
-from ppo_repro.output import shown
+from ppo_repro.output import say, shown
 from ppo_repro.rollout.engine import Completion
-from ppo_repro.tasks.problems import Problem, rendered
-from ppo_repro.tasks.python_task import PythonFile, take_step
-from ppo_repro.tasks.tokenizer import decode
-from ppo_repro.tasks.transcripts import make_transcript
+from ppo_repro.tasks.problems import Problem, chat_of, refuse_control_tokens, rendered
+from ppo_repro.tasks.sources import PythonFile, transcript_of
+from ppo_repro.tasks.tokenizer import decode, full_text
 
 _MARK = "ppo7repro7mark"  # stands for the model's turn while a chat template is taken apart
 
@@ -43,62 +43,95 @@ class Conversations:
 
     def __init__(
         self,
+        config: RunConfig,
         tokenizer: PreTrainedTokenizerBase,
-        stop: Sequence[str],
+        spelled: frozenset[int],
         environment: PythonFile | None,
         problems: Sequence[Problem],
-        max_turns: int,
-        max_response_tokens: int,
-        chat_template: bool,
     ) -> None:
-        self.tokenizer, self.stop, self.environment, self.problems = tokenizer, tuple(stop), environment, problems
-        self.max_turns, self.max_response_tokens = max_turns, max_response_tokens
-        self._around = around_reply(tokenizer) if chat_template and environment is not None else ("", "")
+        self.config, self.tokenizer, self.spelled = config, tokenizer, spelled
+        self.environment, self.problems = environment, problems
+        has_template = config.task.chat_template and environment is not None
+        self._around = around_reply(tokenizer) if has_template else ("", "")
+        self._differs = not has_template  # whether a difference from the template needs no line any more
         self.said: dict[int, list[str]] = {}
+        self._put: dict[int, list[tuple[int, ...]]] = {}  # the tokens of what was said
 
     def ends(self, turn: Sequence[int]) -> bool:
         """Whether the text of a turn has one of the stop texts."""
-        text = decode(self.tokenizer, turn) if self.stop else ""
-        return any(stop in text for stop in self.stop)
+        stop = self.config.rollout.stop
+        text = decode(self.tokenizer, turn, self.spelled) if stop else ""
+        return any(one in text for one in stop)
 
     def reply(self, index: int, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-        """The tokens of what `step` says; UserError where it raises, goes on for too long, or says too much."""
-        if self.environment is None:
+        """The tokens of what `step` says; UserError if it raises, goes on for too long, or says too much."""
+        if self.environment is None or self.environment.step is None:
             return None
         problem, said = self.problems[index], self.said.setdefault(index, [])
-        spoken = [decode(self.tokenizer, turn) for turn in turns]
-        texts = [text for pair in zip(spoken, [*said, ""], strict=True) for text in pair][:-1]
-        transcript = make_transcript(problem.key, problem.prompt, problem.answer, problem.fields, texts)
-        text = take_step(self.environment, transcript)
+        where, of_prompt = self.environment.step.where, f"prompt key '{shown(problem.key)}'"
+        texts = self._texts(turns, said)
+        text = self.environment.next_turn(transcript_of(problem, texts))
         if text is None:
             return None
-        assert self.environment.step is not None
-        where = self.environment.where(None, self.environment.step)
-        if len(turns) == self.max_turns:
+        task, longest = self.config.task, self.config.rollout.max_response_tokens
+        if len(turns) == task.turns:
             raise UserError(
-                f"task.max_turns = {self.max_turns}: {where.removeprefix('task.path: ')}: step wants another turn for "
-                f"prompt key '{shown(problem.key)}'; let it return None by then, or raise the limit"
+                f"task.max_turns = {task.turns}: {where.removeprefix('task.path: ')}: step wants another turn for "
+                f"{of_prompt}; let it return None by then, or raise the limit"
             )
+        refuse_control_tokens(self.tokenizer, task, f"{where}: step returned a text for {of_prompt} that", text)
         said.append(text)
         ids = self._tokens(text, turns[-1][-1])
-        if len(ids) >= self.max_response_tokens:
+        if len(ids) >= longest:
             raise UserError(
-                f"{where}: step returned a text of {len(ids)} tokens for prompt key '{shown(problem.key)}', which "
-                f"leaves no room in rollout.max_response_tokens = {self.max_response_tokens}; return less, or raise it"
+                f"{where}: step returned a text of {len(ids)} tokens for {of_prompt}, which "
+                f"leaves no room in rollout.max_response_tokens = {longest}; return less, or raise it"
             )
         if not ids:
             raise UserError(f"{where}: step returned {text!r}, which has no tokens; return None to end it")
+        put = self._put.setdefault(index, [])
+        put.append(ids)
+        if not self._differs:
+            episode = [token for pair in zip(turns, put, strict=True) for ids_ in pair for token in ids_]
+            self._compare(problem, episode, [*texts, text])
         return ids
 
+    def _texts(self, turns: Sequence[Sequence[int]], said: Sequence[str]) -> list[str]:
+        """The texts of all turns so far, the model's and the environment's alternating; the last is the model's."""
+        spoken = [decode(self.tokenizer, turn, self.spelled) for turn in turns]
+        return [text for pair in zip(spoken, [*said, ""], strict=True) for text in pair][:-1]
+
     def _tokens(self, text: str, last: int) -> tuple[int, ...]:
-        """A text as the template puts it; what ends the model's turn is left out where the model has sampled it."""
+        """A text as the template puts it; what ends the model's turn is left out if the model has sampled it."""
         before, after = self._around
         ids = tuple(self.tokenizer(f"{before}{text}{after}", add_special_tokens=False)["input_ids"])
         return ids[1:] if before and ids[:1] == (last,) else ids
+
+    def _compare(self, problem: Problem, episode: Sequence[int], texts: Sequence[str]) -> None:
+        """Say once, with both texts, if the template renders the turns so far otherwise than their tokens read.
+
+        Templates may trim a text, or leave out earlier thoughts; the tokens stay what was sampled and put in.
+        """
+        chat = chat_of(self.config.task, problem)
+        turns = [{"role": "user" if i % 2 else "assistant", "content": text} for i, text in enumerate(texts)]
+        before, whole = (self._read(rendered(self.tokenizer, some)) for some in (chat, [*chat, *turns]))
+        ours, theirs = full_text(self.tokenizer, episode), whole.removeprefix(before)
+        if ours == theirs:
+            return
+        self._differs = True
+        same = next(i for i, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b)
+        parts = [repr(text[max(0, same - 20) : same + 20]) for text in (ours, theirs)]
+        say(
+            f"warning: task.chat_template: for prompt key '{shown(problem.key)}' the tokens of the episode read "
+            f"{parts[0]} where the tokenizer's template has {parts[1]}; the model is trained on these tokens"
+        )
+
+    def _read(self, text: str) -> str:
+        return full_text(self.tokenizer, self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def turns_of(self, index: int, completion: Completion) -> tuple[str, ...]:
         """The texts of all turns of a completion, the model's first."""
         pairs = zip(completion.episode_ids, completion.is_forced, strict=True)
         pieces = [(forced, [token for token, _ in group]) for forced, group in groupby(pairs, key=lambda pair: pair[1])]
         said = iter(self.said.get(index, ()))
-        return tuple(next(said) if forced else decode(self.tokenizer, ids) for forced, ids in pieces)
+        return tuple(next(said) if forced else decode(self.tokenizer, ids, self.spelled) for forced, ids in pieces)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ppo_repro.config.run import RunConfig
-from ppo_repro.disk.json_lines import read_lines, text_field
+from ppo_repro.config.tasks import TaskConfig
 from ppo_repro.errors import UserError
+from ppo_repro.json_lines import read_lines, text_field
 from ppo_repro.output import shown
 from ppo_repro.seeding import permutation
 
@@ -24,8 +26,9 @@ class Problem:
 
     key: str
     prompt: str
-    answer: str
+    answer: str  # empty if it has none
     fields: str = "{}"  # its other fields, for functions that ask for them: a JSON object with sorted names
+    messages: str | None = None  # the prompt as a JSON list of chat messages, if it was given as one
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,16 @@ class Split:
     train: tuple[Problem, ...]
     held_out: tuple[Problem, ...]
 
+    @cached_property
+    def by_key(self) -> dict[str, Problem]:
+        """Every problem by its key."""
+        return {problem.key: problem for problem in (*self.train, *self.held_out)}
+
+    @cached_property
+    def has_answers(self) -> bool:
+        """Whether any problem has an answer that is no empty text."""
+        return any(problem.answer for problem in self.by_key.values())
+
 
 def arithmetic(max_operand: int) -> list[Problem]:
     """All additions a+b= with 0 <= a, b <= max_operand."""
@@ -43,16 +56,48 @@ def arithmetic(max_operand: int) -> list[Problem]:
     ]
 
 
-def make_problem(where: str, fields: Mapping[str, object]) -> Problem:
-    """The problem in the fields of a JSON object; UserError names `where` and the field that is wrong."""
-    prompt, answer = (text_field(where, name, fields.get(name)) for name in ("prompt", "answer"))
+def make_problem(where: str, fields: Mapping[str, object], chat_template: bool = False) -> Problem:
+    """The problem in the fields of a JSON object; UserError names `where` and the field that is wrong.
+
+    A prompt may be a list of chat messages where `chat_template` renders it; its text then has a line a message.
+    """
+    messages = None
+    if isinstance(fields.get("prompt"), list):
+        turns = _messages(where, fields["prompt"], chat_template)
+        messages = json.dumps(turns)
+        single = len(turns) == 1
+        prompt = turns[0]["content"] if single else "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
+    else:
+        prompt = text_field(where, "prompt", fields.get("prompt"))
+    answer = text_field(where, "answer", fields.get("answer", ""))
     if not prompt:
         raise UserError(f"{where}: field 'prompt' is empty; a prompt needs at least one character")
     key = text_field(where, "key", fields.get("key", prompt))
     if not key:
         raise UserError(f"{where}: field 'key' is empty; it names the prompt, leave it out or give a text")
     others = {name: value for name, value in fields.items() if name not in ("prompt", "answer", "key")}
-    return Problem(key, prompt, answer, json.dumps(others, sort_keys=True))
+    return Problem(key, prompt, answer, json.dumps(others, sort_keys=True), messages)
+
+
+def _messages(where: str, value: Any, chat_template: bool) -> list[dict[str, str]]:
+    """The messages of a prompt; UserError for a list that is none, or that a chat does not begin and end like."""
+    if not chat_template:
+        raise UserError(
+            f"{where}: field 'prompt' is a list of messages; set task.chat_template = true, which renders it"
+        )
+    for message in value:
+        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+            raise UserError(f"{where}: field 'prompt': a message must be an object with 'role' and 'content' alone")
+        text_field(where, "content", message["content"])
+    roles = [message["role"] for message in value]
+    if not set(roles[:1]) <= {"system", "user"} or not set(roles[1:]) <= {"user", "assistant", "tool"}:
+        raise UserError(
+            f"{where}: field 'prompt' has the roles {shown(', '.join(map(str, roles)))}; must begin with system or "
+            "user, and go on with user, assistant or tool"
+        )
+    if not roles or roles[-1] not in ("user", "tool"):
+        raise UserError(f"{where}: field 'prompt' must end with a message of the user or a tool; the model answers it")
+    return [dict(message) for message in value]
 
 
 def all_different(entries: Iterable[tuple[str, str, Problem]]) -> list[Problem]:
@@ -75,10 +120,18 @@ def all_different(entries: Iterable[tuple[str, str, Problem]]) -> list[Problem]:
     return problems
 
 
-def read_jsonl(path: Path) -> list[Problem]:
-    """Read one problem per line; UserError names file and line of the first mistake."""
-    lines = read_lines("task.path", path)
-    return all_different((line.where, f"line {line.number}", make_problem(line.where, line.fields)) for line in lines)
+def read_jsonl(path: Path, chat_template: bool = False) -> list[Problem]:
+    """Read one problem a line; UserError names file and line of the first mistake. All lines have answers, or none."""
+    lines = list(read_lines("task.path", path))
+    answered = any("answer" in line.fields for line in lines)
+    for line in lines:
+        if answered and "answer" not in line.fields:
+            raise UserError(
+                f"{line.where}: field 'answer' is missing, and other lines have one; give all lines one, or none"
+            )
+    return all_different(
+        (line.where, f"line {line.number}", make_problem(line.where, line.fields, chat_template)) for line in lines
+    )
 
 
 def split(problems: Iterable[Problem], num_eval_prompts: int, seed: int) -> Split:
@@ -92,24 +145,54 @@ def split(problems: Iterable[Problem], num_eval_prompts: int, seed: int) -> Spli
     return Split(tuple(shuffled[num_eval_prompts:]), tuple(shuffled[:num_eval_prompts]))
 
 
-def encoder(
-    tokenizer: PreTrainedTokenizerBase, chat_template: bool, system_prompt: str | None = None
-) -> Callable[[Problem], tuple[int, ...]]:
-    """The function from a problem to the token ids of its prompt. UserError if a chat template is missing."""
-    if chat_template and not tokenizer.chat_template:
+def encoder(tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> Callable[[Problem], tuple[int, ...]]:
+    """The function from a problem to the token ids of its prompt.
+
+    UserError if a chat template is missing or leaves something out, and for control tokens in a prompt.
+    """
+    if task.chat_template and not tokenizer.chat_template:
         raise UserError("task.chat_template = true: this tokenizer has no chat template; set it to false")
-    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
 
     def encode(problem: Problem) -> tuple[int, ...]:
-        if not chat_template:
+        turns = chat_of(task, problem)
+        for turn in turns:
+            refuse_control_tokens(tokenizer, task, f"prompt '{shown(problem.key)}'", turn["content"])
+        if not task.chat_template:
             return tuple(tokenizer(problem.prompt)["input_ids"])
-        turns = [*system, {"role": "user", "content": problem.prompt}]
         text = rendered(tokenizer, turns)
-        if system_prompt is not None and system_prompt.strip() not in text:
+        if task.system_prompt is not None and task.system_prompt.strip() not in text:
             raise UserError("task.system_prompt: this tokenizer's chat template leaves it out; remove it")
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     return encode
+
+
+def chat_of(task: TaskConfig, problem: Problem) -> list[dict[str, str]]:
+    """The prompt as chat messages, after the system's turn of the configuration."""
+    messages = [{"role": "user", "content": problem.prompt}]
+    if problem.messages is not None:
+        messages = json.loads(problem.messages)
+    if task.system_prompt is None:
+        return messages
+    if messages[0]["role"] == "system":
+        raise UserError(
+            f"task.system_prompt: prompt '{shown(problem.key)}' has a system message of its own; remove one of them"
+        )
+    return [{"role": "system", "content": task.system_prompt}, *messages]
+
+
+def refuse_control_tokens(tokenizer: PreTrainedTokenizerBase, task: TaskConfig, what: str, text: str) -> None:
+    """UserError for a text that the tokenizer would read as control tokens, unless the task allows them."""
+    from ppo_repro.tasks.tokenizer import special_tokens
+
+    if task.control_tokens == "allow":
+        return
+    for token in special_tokens(tokenizer):
+        if token in text:
+            raise UserError(
+                f"{what} contains {shown(token)!r}, which the tokenizer reads as a control token; remove it, or set "
+                "task.control_tokens = allow"
+            )
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]]) -> str:
@@ -135,7 +218,7 @@ def encode_all(
         try:
             check_request(Request(ids[problem.key], 0), sampling, vocab_size, config.numerics.max_context)
         except UserError as error:
-            raise UserError(f"prompt {problem.key!r}: {error}") from error
+            raise UserError(f"prompt '{shown(problem.key)}': {error}") from error
     return ids
 
 

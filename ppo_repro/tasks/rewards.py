@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ppo_repro.config.reward import (
     CalledReward,
@@ -20,22 +19,13 @@ from ppo_repro.config.reward import (
 from ppo_repro.config.tasks import AnswerExtraction
 from ppo_repro.errors import UserError
 from ppo_repro.output import shown
-from ppo_repro.tasks.adapters import adapter
 from ppo_repro.tasks.answers import extracted, is_answer, matches
-from ppo_repro.tasks.function_path import function_paths, parse
+from ppo_repro.tasks.child import FLOAT32_MAX
 from ppo_repro.tasks.problems import Problem
-from ppo_repro.tasks.python_task import PythonFile, scores
-from ppo_repro.tasks.reasoning_gym_task import GymVerifier, gym_scores
-from ppo_repro.tasks.sources import Source
-from ppo_repro.tasks.transcripts import make_transcript
-from ppo_repro.tasks.user_functions import (
-    FLOAT32_MAX,
-    Texts,
-    UserFunction,
-    check_repeats,
-    load,
-    numbers,
-)
+from ppo_repro.tasks.sources import GymVerifier, PythonFile, Source, transcript_of
+from ppo_repro.tasks.user_code import Texts, UserFunction, UserProcess, check_repeats, load_function, numbers
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 # thoughts, then the answer, each in its own tags and nothing outside them. DeepSeek-AI, 2025, table 1.
 _FORMAT = re.compile(
@@ -44,16 +34,22 @@ _FORMAT = re.compile(
 
 
 @dataclass(frozen=True)
-class Samples:
-    """Responses with everything needed to judge them, one entry each."""
+class Sample:
+    """A response with everything needed to judge it."""
 
-    keys: Sequence[str]  # of the prompts
-    prompts: Sequence[str]
-    responses: Sequence[str]
-    answers: Sequence[str]
-    finished: Sequence[bool]  # ended with an end token
-    lengths: Sequence[int]  # sampled tokens, end token included
-    turns: Sequence[Sequence[str]] | None = None  # the text of every turn; None where each is one response
+    problem: Problem
+    response: str  # the model's own words
+    finished: bool  # ended with an end token
+    length: int  # sampled tokens, end token included
+    turns: tuple[str, ...]  # the text of every turn, the model's first
+    full_text: str = ""  # the model's own words with every special token spelled out
+
+    @property
+    def texts(self) -> Texts:
+        """What a user's function judges."""
+        of = self.problem
+        turns, full = self.turns, self.full_text
+        return Texts(of.key, of.prompt, self.response, of.answer, of.fields, of.messages, turns, full)
 
 
 @dataclass(frozen=True)
@@ -71,13 +67,14 @@ class Judge:
 
     config: RewardConfig
     functions: tuple[UserFunction | None, ...]  # one entry per term
-    potential: UserFunction | None
     extraction: AnswerExtraction = "exact"
     verifier: GymVerifier | PythonFile | None = None  # the task's own
-    fields: Mapping[str, str] = field(default_factory=dict)  # the other fields of a prompt by its key, JSON objects
 
-    def fields_of(self, key: str) -> str:
-        return self.fields.get(key, "{}")
+    @property
+    def asked_texts(self) -> tuple[str, ...]:
+        """The tags that the reward looks for in a response."""
+        has_format = any(isinstance(term, FormatReward) for term in self.config.terms)
+        return TAGS if has_format or self.extraction == "answer_tags" else ()
 
 
 def formatted_answer(response: str) -> str | None:
@@ -86,87 +83,82 @@ def formatted_answer(response: str) -> str | None:
     return None if match is None else match.group(1)
 
 
-def reward_files(config: RewardConfig) -> list[Path]:
-    """The Python files of a reward; UserError as for `load_judge`."""
-    return [parse(field, function)[0] for field, function in function_paths(config)]
+def load_judge(config: RewardConfig, process: UserProcess | None = None) -> Judge:
+    """The reward with the user's functions loaded; UserError names what is wrong with them.
 
-
-def load_judge(config: RewardConfig) -> Judge:
-    """The reward with the user's functions loaded; UserError names what is wrong with them."""
+    `process`: where they run; None for a process of their own.
+    """
+    process = process or UserProcess()
     functions = tuple(
-        load(f"reward.terms.{i}.path", term.path, adapter(term)) if isinstance(term, CalledReward) else None
+        load_function(process, f"reward.terms.{i}.path", term.path, term) if isinstance(term, CalledReward) else None
         for i, term in enumerate(config.terms)
     )
-    return Judge(config, functions, None if config.potential is None else load("reward.potential", config.potential))
+    return Judge(config, functions)
 
 
 def for_source(judge: Judge, source: Source, extraction: AnswerExtraction) -> Judge:
-    """The judge with what a task brings; UserError where a term needs a verifier that its file does not have."""
+    """The judge with what a task brings; UserError if a term needs a verifier or answers that the task lacks."""
     verifier = source.verifier
     if isinstance(verifier, PythonFile) and verifier.score is None:
         if any(isinstance(term, Verifier) for term in judge.config.terms):
             raise UserError(
-                f"task.path: {verifier.file} has no function score, which the reward term of kind verifier calls; "
-                "add it, or give other reward.terms"
+                f"task.path: {verifier.prompts.file} has no function score, which the reward term of kind verifier "
+                "calls; add it, or give other reward.terms"
             )
         verifier = None
-    problems = (*source.problems.train, *source.problems.held_out)
-    fields = {problem.key: problem.fields for problem in problems if problem.fields != "{}"}
-    return replace(judge, extraction=extraction, verifier=verifier, fields=fields)
+    if any(isinstance(term, ExactMatch) for term in judge.config.terms) and not source.problems.has_answers:
+        raise UserError(
+            "reward.terms: exact_match compares responses with answers, and no prompt of the task has one; "
+            "give the prompts answers, or other reward.terms"
+        )
+    return replace(judge, extraction=extraction, verifier=verifier)
 
 
-def _verified(judge: Judge, samples: Samples) -> list[float]:
+def _verified(judge: Judge, samples: Sequence[Sample]) -> list[float]:
     """What the task's verifier says of every response."""
-    verifier = judge.verifier
-    if isinstance(verifier, GymVerifier):
-        return gym_scores(verifier, samples.keys, [extracted(r, judge.extraction) for r in samples.responses])
-    assert verifier is not None
-    turns = [(response,) for response in samples.responses] if samples.turns is None else samples.turns
-    rows = zip(samples.keys, samples.prompts, samples.answers, turns, strict=True)
-    transcripts = [make_transcript(key, prompt, a, judge.fields_of(key), texts) for key, prompt, a, texts in rows]
-    return scores(verifier, transcripts)
+    if isinstance(judge.verifier, GymVerifier):
+        answers = [extracted(sample.response, judge.extraction) for sample in samples]
+        return judge.verifier.scores([sample.problem.key for sample in samples], answers)
+    assert judge.verifier is not None
+    return judge.verifier.scores([transcript_of(sample.problem, sample.turns) for sample in samples])
 
 
-def _format_value(config: FormatReward, response: str, answer: str) -> float:
+def _format_value(response: str, answer: str) -> float:
     inner = formatted_answer(response)
-    return 0.0 if inner is None else 1.0 + config.answer_weight * matches(inner, answer)
+    return 0.0 if inner is None else 1.0 + matches(inner, answer)
 
 
-def _values(index: int, term: RewardTerm, judge: Judge, samples: Samples, model_scores: Sequence[float]) -> list[float]:
+def _values(
+    index: int, term: RewardTerm, judge: Judge, samples: Sequence[Sample], model_scores: Sequence[float]
+) -> list[float]:
     """The unweighted value of one reward term for every response."""
     function = judge.functions[index]
     if isinstance(term, ExactMatch):
-        rows = zip(samples.responses, samples.answers, samples.finished, strict=True)
-        return [float(done and is_answer(response, answer, judge.extraction)) for response, answer, done in rows]
+        return [float(s.finished and is_answer(s.response, s.problem.answer, judge.extraction)) for s in samples]
     if isinstance(term, FormatReward):
-        return [_format_value(term, r, a) for r, a in zip(samples.responses, samples.answers, strict=True)]
+        return [_format_value(sample.response, sample.problem.answer) for sample in samples]
     if isinstance(term, LengthReward):
-        return [-abs(length - term.target) / term.target for length in samples.lengths]
+        return [-abs(sample.length - term.target) / term.target for sample in samples]
     if isinstance(term, Verifier):
         return _verified(judge, samples)
     if function is not None:
-        columns = (samples.keys, samples.prompts, samples.responses, samples.answers)
-        rows_of = zip(*columns, strict=True)
-        return numbers(function, [Texts(*row, judge.fields_of(row[0])) for row in rows_of])
+        return numbers(function, [sample.texts for sample in samples])
     return list(model_scores)
 
 
-def _correct(judge: Judge, samples: Samples, columns: Sequence[Sequence[float]]) -> list[bool]:
-    """Whether each response is correct, finished or not: by the verifier where it is asked, else by its answer."""
+def _correct(judge: Judge, samples: Sequence[Sample], columns: Sequence[Sequence[float]]) -> Iterator[bool]:
+    """Whether each response is correct, finished or not: by the verifier if it is asked, else by its answer."""
     terms = judge.config.terms
     verified = next((values for term, values in zip(terms, columns, strict=True) if isinstance(term, Verifier)), None)
-    if verified is not None:
-        return [value >= 1.0 for value in verified]
     has_format = any(isinstance(term, FormatReward) for term in terms)
-    return [
-        _is_correct(judge, has_format, response, answer)
-        for response, answer in zip(samples.responses, samples.answers, strict=True)
-    ]
-
-
-def _is_correct(judge: Judge, has_format: bool, response: str, answer: str) -> bool:
-    inner = formatted_answer(response) if has_format else None
-    return is_answer(response, answer, judge.extraction) if inner is None else matches(inner, answer)
+    for index, sample in enumerate(samples):
+        inner = formatted_answer(sample.response) if has_format else None
+        if verified is not None:
+            yield verified[index] >= 1.0
+        elif inner is not None:
+            yield matches(inner, sample.problem.answer)
+        else:
+            yield is_answer(sample.response, sample.problem.answer, judge.extraction)
 
 
 def _weighted(config: RewardConfig, values: Sequence[float]) -> float:
@@ -177,7 +169,7 @@ def _weighted(config: RewardConfig, values: Sequence[float]) -> float:
         return math.inf
 
 
-def judge_samples(judge: Judge, samples: Samples, model_scores: Sequence[float]) -> Judgement:
+def judge_samples(judge: Judge, samples: Sequence[Sample], model_scores: Sequence[float]) -> Judgement:
     """score = sum of weight times value over the reward terms; then the rules for responses without an end token.
 
     `model_scores` are the reward model's, one per response, or empty without one. A response is correct if it ended
@@ -185,17 +177,16 @@ def judge_samples(judge: Judge, samples: Samples, model_scores: Sequence[float])
     if the text between its answer tags is the answer; else if what the task extracts is.
     UserError if a user's function raises or returns anything but a number, or a score is beyond float32.
     """
-    config = judge.config
+    config, finished = judge.config, [sample.finished for sample in samples]
     columns = [_values(i, term, judge, samples, model_scores) for i, term in enumerate(config.terms)]
     term_values = [list(row) for row in zip(*columns, strict=True)]
-    answered = _correct(judge, samples, columns)
-    correct = [done and right for done, right in zip(samples.finished, answered, strict=True)]
-    weighted = weighted_scores(config, term_values, samples.finished)
-    for key, score in zip(samples.keys, weighted, strict=True):
+    correct = [done and right for done, right in zip(finished, _correct(judge, samples, columns), strict=True)]
+    weighted = weighted_scores(config, term_values, finished)
+    for sample, score in zip(samples, weighted, strict=True):
         if not abs(score) <= FLOAT32_MAX:
             raise UserError(
-                f"reward: the score {score:g} for prompt key '{shown(key)}' is beyond float32 ({FLOAT32_MAX:.1e}); "
-                "choose smaller weights in reward.terms"
+                f"reward: the score {score:g} for prompt key '{shown(sample.problem.key)}' is beyond float32 "
+                f"({FLOAT32_MAX:.1e}); choose smaller weights in reward.terms"
             )
     return Judgement(weighted, term_values, correct)
 
@@ -206,26 +197,18 @@ def weighted_scores(
     """Sum of weight times value over the reward terms, then the rules for responses that did not end by themselves."""
     scores = [_weighted(config, row) for row in term_values]
     for index, done in enumerate(finished):
-        if not done and config.missing_eos_score is not None:
-            scores[index] = config.missing_eos_score
-        elif not done:
+        if not done:
             scores[index] -= config.missing_eos_penalty
     return scores
 
 
-def potentials(judge: Judge, texts: Sequence[Texts], char_starts: Sequence[Sequence[int]]) -> list[float]:
-    """Phi before each token, response after response: the user's potential of the text up to there; 0 without one."""
-    rows = [
-        replace(of, response=of.response[:start])
-        for of, starts in zip(texts, char_starts, strict=True)
-        for start in starts
-    ]
-    return [0.0] * len(rows) if judge.potential is None else numbers(judge.potential, rows)
-
-
 def check_functions(judge: Judge, problems: Sequence[Problem]) -> None:
-    """UserError where a user's function gives two scores for one input: the answer, and nothing, to two prompts."""
-    rows = [Texts(p.key, p.prompt, response, p.answer, p.fields) for p in problems[:2] for response in (p.answer, "")]
-    for function in (*judge.functions, judge.potential):
+    """UserError if a user's function gives two scores for one input: the answer, and nothing, to two prompts."""
+    rows = [
+        Sample(problem, response, True, 1, (response,), response).texts
+        for problem in problems[:2]
+        for response in (problem.answer, "")
+    ]
+    for function in judge.functions:
         if function is not None:
             check_repeats(function, rows)

@@ -78,9 +78,29 @@ def _fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """The text of a response without special tokens, with no clean-up of spaces."""
-    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], spelled: frozenset[int] = frozenset()) -> str:
+    """The text of some tokens, with no clean-up of spaces; special tokens have no text, except those of `spelled`."""
+    if spelled.isdisjoint(ids):
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    hidden = set(special_tokens(tokenizer).values()) - spelled
+    return full_text(tokenizer, [token for token in ids if token not in hidden])
+
+
+def full_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """The text of some tokens, every special token spelled out."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def spelled_tokens(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> frozenset[int]:
+    """The special tokens whose text is in one of `texts`: who asks for such a text must see the token."""
+    asked = tuple(texts)
+    return frozenset(i for token, i in special_tokens(tokenizer).items() if any(token in text for text in asked))
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """The id of every special token, by its text."""
+    added = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return {**added, **dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))}
 
 
 def _char_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str) -> list[int]:

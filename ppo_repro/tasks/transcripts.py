@@ -1,4 +1,4 @@
-"""What an episode says: the turns of the model and of its environment, as a task's Python file sees them."""
+"""An episode as a task's Python file sees it: the turns of the model and of its environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn, without special tokens."""
+    """One turn."""
 
     role: Literal["model", "environment"]
     text: str
@@ -18,11 +18,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Transcript:
-    """A prompt and all that followed; turns alternate, and the first is the model's."""
+    """A prompt and all turns that followed; they alternate, and the model's is the first."""
 
     key: str  # of the prompt
     prompt: str
-    answer: str  # what is expected; empty where the prompt has none
+    answer: str  # the expected one; empty if the prompt has none
     fields: dict[str, Any]  # the prompt's other fields, a copy
     turns: tuple[Turn, ...]
 
@@ -36,8 +36,15 @@ class Transcript:
         """The text of all turns, one after the other."""
         return "".join(turn.text for turn in self.turns)
 
+    @property
+    def own(self) -> str:
+        """The model's own words: the text of its turns, one after the other."""
+        return "".join(turn.text for turn in self.turns if turn.role == "model")
+
 
 def make_transcript(key: str, prompt: str, answer: str, fields: str, turns: Sequence[str]) -> Transcript:
     """A transcript of `turns` that begin with the model's; `fields` is a JSON object."""
-    of = tuple(Turn("environment" if index % 2 else "model", text) for index, text in enumerate(turns))
-    return Transcript(key, prompt, answer, json.loads(fields), of)
+    roles = ("model", "environment")
+    return Transcript(
+        key, prompt, answer, json.loads(fields), tuple(Turn(roles[i % 2], text) for i, text in enumerate(turns))
+    )

@@ -31,13 +31,12 @@ class Golden(BaseModel):
 
 def golden_of(run_dir: Path) -> Golden:
     """Digests of a complete run, checked against its files; UserError where the files have changed."""
-    from ppo_repro.records import manifest, reader
+    from ppo_repro.records import reader
     from ppo_repro.records.config_file import ENVIRONMENT_NAME, read_note
 
     recorded = reader.open_manifest(run_dir)
     for index in range(len(recorded.iterations)):
-        for table in manifest.tables_of(recorded):
-            reader.read_recorded(run_dir, recorded, table, index, verify=True)
+        reader.read_moment(run_dir, recorded, index)
     tables = [{name: entry.digest for name, entry in item.tables.items()} for item in recorded.iterations]
     environment = _environment(read_note(run_dir, recorded, ENVIRONMENT_NAME))
     return Golden(format=1, fingerprint=recorded.fingerprint, tables=tables, environment=environment)
@@ -61,7 +60,7 @@ def load(path: Path) -> Golden:
 
 def save(path: Path, golden: Golden) -> None:
     """Write the file atomically; raises UserError where that fails."""
-    from ppo_repro.disk.durable import atomic_write
+    from ppo_repro.files import atomic_write
 
     atomic_write(path, (golden.model_dump_json(indent=1) + "\n").encode())
 

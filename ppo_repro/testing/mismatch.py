@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ppo_repro.disk.json_lines import read_lines
 from ppo_repro.errors import UserError
+from ppo_repro.json_lines import read_lines
 from ppo_repro.output import shown
 
 if TYPE_CHECKING:

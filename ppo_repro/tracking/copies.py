@@ -14,7 +14,7 @@ Said = tuple[list[str], dict[str, Any]]  # lines for people, fields for JSON
 
 
 def into_mlflow(folder: Path, uri: str) -> Said:
-    """Copy a run, DPO training or grid with the page about it; where to look. UserError on damage or a store gone."""
+    """Copy a run or grid with the page about it; where to look. UserError on damage or a store gone."""
     _require_recorded(folder)
     from ppo_repro.tracking.mlflow_copy import add_report, copy
 
@@ -47,7 +47,5 @@ def require_tensorboard(events: Path | None) -> None:
 
 def _require_recorded(folder: Path) -> None:
     """UserError unless there is something to copy, before MLflow is imported."""
-    from ppo_repro.dpo import records as dpo_records
-
-    if not (folder / "cells.parquet").exists() and not dpo_records.is_dpo(folder):
+    if not (folder / "cells.parquet").exists():
         open_manifest(folder, allow_incomplete=True)

@@ -1,4 +1,4 @@
-"""Recorded runs, DPO trainings and grids in MLflow: copied while they work, or when they have ended.
+"""Recorded runs and grids in MLflow: copied while they work, or when they have ended.
 
 Everything is read from the records, so whatever MLflow missed can be copied later. Nothing is read back.
 """
@@ -25,16 +25,15 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
 from sqlalchemy.exc import SQLAlchemyError
 
 from ppo_repro.config.files import read_tree
-from ppo_repro.dpo import records as dpo_records
 from ppo_repro.errors import UserError
 from ppo_repro.grids.cell import run_of
 from ppo_repro.grids.results import CELLS, RESULTS, settings_table
+from ppo_repro.output import masked
 from ppo_repro.records import accuracy, iteration_log, manifest, times
-from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, load_config_of, read_checked, read_note
+from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, load_config_of, read_note
 from ppo_repro.records.contents import REPORT_NAME
-from ppo_repro.secrets import masked
 from ppo_repro.tracking.analysis_home import report_writer
-from ppo_repro.tracking.numbers import RunNumbers, Scalar, dpo_numbers, promises, sentences
+from ppo_repro.tracking.numbers import RunNumbers, Scalar, promises, sentences
 
 # MLflow's defaults retry for minutes; the user's environment wins
 PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
@@ -132,7 +131,7 @@ def _unwritable(uri: str, error: Exception) -> UserError:
 
 
 def copy(folder: Path, uri: str, is_over: IsOver = lambda seconds: True) -> Place | None:
-    """Copy a run, a DPO training or a grid until it is over; None if nothing was recorded.
+    """Copy a run or a grid until it is over; None if nothing was recorded.
 
     An earlier copy is replaced. UserError if the records are damaged or the store does not answer.
     """
@@ -145,8 +144,6 @@ def copy(folder: Path, uri: str, is_over: IsOver = lambda seconds: True) -> Plac
     with answering(uri) as client:
         if (folder / CELLS).exists():
             return _copy_grid(client, folder, still)
-        if dpo_records.is_dpo(folder):  # such a folder appears whole
-            return _copy_dpo(client, folder)
         run = _RunCopy(client, folder)
         while not run.ended:
             run.catch_up(still(POLL_SECONDS))  # asked before reading, so that the last iterations are read too
@@ -161,7 +158,7 @@ def add_report(folder: Path, uri: str, place: Place) -> None:
 
 
 class _RunCopy:
-    """The copy of one run of PPO, a cell of the grid `parent` or a run of its own."""
+    """The copy of one run, a cell of the grid `parent` or a run of its own."""
 
     def __init__(self, client: MlflowClient, run_dir: Path, parent: Place | None = None, name: str = "", **tags: str):
         recorded = manifest.load_head(run_dir)
@@ -191,22 +188,6 @@ class _RunCopy:
             _end(
                 self._client, self.place, tags, _bullets(sentences(self.run_dir)), files, ENDED[recorded.status], ended
             )
-
-
-def _copy_dpo(client: MlflowClient, folder: Path) -> Place:
-    recorded = dpo_records.load(folder)
-    for name, digest in recorded.files.items():
-        read_checked(folder, name, digest)
-    config, (began, ended) = read_tree(folder / CONFIG_NAME), dpo_records.span(folder)
-    tags = {**_environment_tags(dpo_records.read_environment(folder)), "kind": "dpo"}
-    experiment = _experiment(client, str(config["experiment"]))
-    place = _begin(client, experiment, folder, folder.name, config, tags, began)
-    _log(client, place.run_id, dpo_numbers(folder))
-    found = {"fingerprint": recorded.fingerprint, "config_digest": recorded.config_digest}
-    found["run_fingerprint"] = recorded.run_fingerprint
-    files = [folder / name for name in (manifest.FILE_NAME, CONFIG_NAME, ENVIRONMENT_NAME)]
-    _end(client, place, found, _bullets(sentences(folder)), files, "FINISHED", ended)
-    return place
 
 
 def _copy_grid(client: MlflowClient, grid_dir: Path, is_over: IsOver) -> Place:

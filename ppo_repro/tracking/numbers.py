@@ -6,16 +6,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
-from ppo_repro.config.kinds import CONTROL
+from ppo_repro.config.kinds import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.control.summary import CONTROL_RUNS
-from ppo_repro.dpo import records as dpo_records
+from ppo_repro.preferences.dpo.summary import DPO_RUNS
 from ppo_repro.records import accuracy, manifest, reader, times
 from ppo_repro.records.manifest import Head
-from ppo_repro.runs.summary import LANGUAGE_RUNS
+from ppo_repro.runs.summary import LANGUAGE_RUNS, SummaryKind
 
+SUMMARIES: dict[Kind, SummaryKind[Any]] = {LANGUAGE: LANGUAGE_RUNS, CONTROL: CONTROL_RUNS, DPO: DPO_RUNS}
 KEYS = ["iteration", "epoch", "minibatch", "ended_at"]
 # a column of `iterations` that counts disagreements -> the name of the promise
 PROMISES = {
@@ -36,7 +38,7 @@ class Scalar:
 
 
 class RunNumbers:
-    """The numbers of a recorded run of PPO, which may still work."""
+    """The numbers of a recorded run, which may still work."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self._iterations, self._steps = run_dir, 0, 0
@@ -48,7 +50,7 @@ class RunNumbers:
             return []
         iterations = reader.read_iterations(self._run_dir, iterations=new, allow_incomplete=True)
         steps = reader.read_steps(self._run_dir, iterations=new, allow_incomplete=True)
-        moments = times.of_iterations(self._run_dir, new, iterations["ended_at"])
+        moments = [float(moment) for moment in iterations["ended_at"]]
         numbers = range(self._steps, self._steps + len(steps))
         of_steps = [moments[index] for index in steps["iteration"] - new[0]]
         self._iterations, self._steps = new.stop, numbers.stop
@@ -77,14 +79,6 @@ class RunNumbers:
         ]
 
 
-def dpo_numbers(folder: Path) -> list[Scalar]:
-    """The steps and results of a DPO training, all at the moment it ended: its steps have no times."""
-    _, moment = dpo_records.span(folder)
-    steps, final = dpo_records.read_table(folder, "dpo_steps"), dpo_records.load(folder).final
-    found = _columns(steps, "step", range(len(steps)), [moment] * len(steps))
-    return found + [Scalar(f"final/{n}", float(v), 0, moment) for n, v in final.items() if not isinstance(v, str)]
-
-
 def _columns(table: pd.DataFrame, group: str, steps: Sequence[int], moments: Sequence[float]) -> list[Scalar]:
     """Every numeric column as `group/column`, without nulls."""
     return [
@@ -95,31 +89,19 @@ def _columns(table: pd.DataFrame, group: str, steps: Sequence[int], moments: Seq
     ]
 
 
-def sentences(folder: Path) -> list[str]:
-    """The verdicts of a complete run or DPO training; of another run how far it got; and the fingerprint."""
-    if dpo_records.is_dpo(folder):
-        trained = dpo_records.load(folder)
-        final = {name: float(value) for name, value in trained.final.items() if not isinstance(value, str)}
-        return [
-            f"held-out accuracy {final['accuracy_before']:.3f} -> {final['accuracy_after']:.3f} (greedy)",
-            f"held-out pairs in the right order {final['margin_accuracy_before']:.3f} -> "
-            f"{final['margin_accuracy_after']:.3f}",
-            f"KL(policy || reference) {final['ref_kl_per_sequence']:.4f} nats per response",
-            f"fingerprint {trained.fingerprint}",
-        ]
-    recorded = manifest.load_head(folder)
-    if recorded.status != "complete":
-        said = [f"{recorded.status} after {recorded.num_iterations} complete iterations"]
-    elif recorded.kind == CONTROL:
-        said = CONTROL_RUNS.verdicts(CONTROL_RUNS.summarise(folder, None))
-    else:
-        said = LANGUAGE_RUNS.verdicts(LANGUAGE_RUNS.summarise(folder, None))
+def sentences(run_dir: Path) -> list[str]:
+    """The verdicts of a complete run as `show` prints them; of another run how far it got; and the fingerprint."""
+    recorded = manifest.load_head(run_dir)
+    said = [f"{recorded.status} after {recorded.num_iterations} complete iterations"]
+    if recorded.status == "complete":
+        kind = SUMMARIES[recorded.kind]
+        said = kind.verdicts(kind.summarise(run_dir, None))
     return [*said, f"fingerprint {recorded.fingerprint}"]
 
 
 def promises(run_dir: Path, recorded: Head) -> dict[str, str]:
-    """`holds` or `differs` by promise, over the complete iterations; empty before the first one."""
-    if not recorded.num_iterations:
+    """`holds` or `differs` by promise, over the complete iterations; empty before the first one and for DPO."""
+    if not recorded.num_iterations or recorded.kind == DPO:
         return {}
     counted = reader.read_iterations(run_dir, columns=[*PROMISES], allow_incomplete=True)
     return {name: "differs" if counted[column].any() else "holds" for column, name in PROMISES.items()}

@@ -1,4 +1,4 @@
-"""Recorded runs, DPO trainings and grids as TensorBoard event files, written while they work or later."""
+"""Recorded runs and grids as TensorBoard event files, written while they work or later."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from ppo_repro.config.files import read_tree
-from ppo_repro.dpo import records as dpo_records
 from ppo_repro.errors import UserError
 from ppo_repro.grids.results import CELLS
 from ppo_repro.records import manifest, times
 from ppo_repro.records.config_file import CONFIG_NAME, check_config
-from ppo_repro.tracking.numbers import RunNumbers, Scalar, dpo_numbers, sentences
+from ppo_repro.tracking.numbers import RunNumbers, Scalar, sentences
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
@@ -57,26 +56,19 @@ def _copy_grid(grid_dir: Path, events: Path) -> bool:
 
 
 def _copy_run(run_dir: Path, events: Path, is_over: Callable[[float], bool]) -> None:
-    """Write the event file of one run or DPO training into this very folder."""
-    is_dpo, numbers = dpo_records.is_dpo(run_dir), RunNumbers(run_dir)
-    if is_dpo:
-        dpo_records.load(run_dir)
-        began, ended = dpo_records.span(run_dir)
-    else:
-        check_config(run_dir, manifest.load_head(run_dir))
-        began = times.started(run_dir, manifest.load_head(run_dir))
+    """Write the event file of one run into this very folder."""
+    recorded, numbers = manifest.load_head(run_dir), RunNumbers(run_dir)
+    check_config(run_dir, recorded)
+    began = times.started(run_dir, recorded)
     with closing(_writer(events)) as writer:
         text = (run_dir / CONFIG_NAME).read_text(encoding="utf-8")
         writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()), walltime=began)
-        if is_dpo:
-            _add(writer, dpo_numbers(run_dir))
-        else:
-            over = False
-            while not over:
-                over = is_over(POLL_SECONDS)  # asked before reading, so that the last iterations are read too
-                _add(writer, numbers.new())
-            ended = times.ended(run_dir, manifest.load_head(run_dir))
-            _add(writer, numbers.ending())
+        over = False
+        while not over:
+            over = is_over(POLL_SECONDS)  # asked before reading, so that the last iterations are read too
+            _add(writer, numbers.new())
+        ended = times.ended(run_dir, manifest.load_head(run_dir))
+        _add(writer, numbers.ending())
         writer.add_text("verdicts", "\n".join(f"* {said}" for said in sentences(run_dir)), walltime=ended)
 
 

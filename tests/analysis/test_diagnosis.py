@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from analysis.diagnosis.causes import ADVICE
 from analysis.diagnosis.diagnose import diagnose, diagnose_chunks
-from analysis.diagnosis.evidence import NEEDED, measure
-from analysis.diagnosis.measured import added
+from analysis.diagnosis.evidence import NEEDED, added, measure
 from ppo_repro.errors import UserError
 from tests.support.cases import mismatch_faults as faults
 from tests.support.cases.mismatch_faults import Setting
@@ -174,7 +173,7 @@ def test_order_of_rows_and_pieces_do_not_matter(seed: int, scale: float) -> None
     assert repr(diagnose_chunks(iter(parts))) == repr(expected)
     assert repr(diagnose_chunks([pd.concat(parts[:2]), parts[2]])) == repr(expected)
     sums = added([measure(part) for part in parts])
-    assert 0 <= sums.unequal <= sums.tokens == len(pairs) and sums.k3 >= 0 and sums.delta_abs >= abs(sums.delta)
+    assert 0 <= sums["unequal"] <= sums["tokens"] == len(pairs) and sums["delta_abs"] >= abs(sums["delta"])
 
 
 def test_numbers_that_are_not_finite_are_counted() -> None:

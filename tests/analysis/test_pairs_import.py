@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from analysis.pairs.files import PRESETS, Columns, imported_pairs
-from analysis.pairs.runs import iteration_of, masked_tokens
+from analysis.pairs.files import PRESETS, Columns, imported_pairs, iteration_of, masked_tokens
 from ppo_repro.errors import UserError
 
 # two responses, one token of the first masked; where a stack records prompts, they are tokens 1 and 2
@@ -59,10 +58,9 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("preset", sorted(PRESETS))
-@pytest.mark.parametrize("rows", [1, 1000])
-def test_the_files_of_every_stack(tmp_path: Path, preset: str, suffix: str, rows: int) -> None:
+def test_the_files_of_every_stack(tmp_path: Path, preset: str, suffix: str) -> None:
     path = write(tmp_path / f"dump{suffix}", rows_of(PRESETS[preset]))
-    chunks = list(imported_pairs(path, preset, rows=rows))
+    chunks = list(imported_pairs(path, preset))
     found = joined(chunks)
     assert found["token_id"].tolist() == [5, 6, 8, 9, 10]
     assert found["position"].tolist() == [0, 1, 3, 0, 1]
@@ -84,16 +82,14 @@ def test_one_row_per_token(tmp_path: Path, suffix: str) -> None:
     ]
     columns = Columns("id", "a", "b", mask="m", sequence="s", advantages="adv")
     path = write(tmp_path / f"dump{suffix}", rows)
-    for size in (1, 4, 100):
-        chunks = list(imported_pairs(path, columns, rows=size))
-        found = joined(chunks)
-        assert found["position"].tolist() == [0, 1, 3, 0, 1] and found["sequence"].tolist() == [0, 0, 0, 1, 1]
-        assert found["token_id"].tolist() == [5, 6, 8, 9, 10] and found["advantages"].tolist() == [0.5] * 5
-        assert sum(map(masked_tokens, chunks)) == 1
+    (found,) = imported_pairs(path, columns)
+    assert found["position"].tolist() == [0, 1, 3, 0, 1] and found["sequence"].tolist() == [0, 0, 0, 1, 1]
+    assert found["token_id"].tolist() == [5, 6, 8, 9, 10] and found["advantages"].tolist() == [0.5] * 5
+    assert masked_tokens(found) == 1
     with pytest.raises(UserError, match="sequence must name a column"):
         list(imported_pairs(path, dataclasses.replace(columns, sequence=None)))
     back = write(tmp_path / f"back{suffix}", rows[::-1])
-    with pytest.raises(UserError, match=r"\(0, 0, 0\) comes too late; sort the file"):
+    with pytest.raises(UserError, match=r"\(0, 0\) comes too late; sort the file"):
         list(imported_pairs(back, columns))
 
 
@@ -104,16 +100,6 @@ def test_parquet_lists_of_fixed_size_and_float32(tmp_path: Path) -> None:
     found = joined(imported_pairs(tmp_path / "a.parquet", Columns("ids", "a", "b")))
     assert found["token_id"].tolist() == [1, 2, 3, 4] and found["logprobs_b"].tolist() == [-1.0, -2.0, -3.0, -4.0]
     assert found["position"].tolist() == [0, 1, 0, 1]
-
-
-def test_many_responses_take_many_batches(tmp_path: Path) -> None:
-    rows = rows_of(NAMES) * 100
-    for suffix in (".jsonl", ".parquet"):
-        chunks = list(imported_pairs(write(tmp_path / f"a{suffix}", rows), NAMES, rows=50))
-        found = joined(chunks)
-        assert len(chunks) > 3 and found["sequence"].nunique() == 200
-        assert found["token_id"].tolist() == [5, 6, 8, 9, 10] * 100
-        assert sum(map(masked_tokens, chunks)) == 100
 
 
 def test_several_files_follow_each_other(tmp_path: Path) -> None:
@@ -149,7 +135,7 @@ def changed(**columns: Any) -> list[dict[str, Any]]:
         (changed(ids=[1, 2, 3]), "row 1: ids and a have different lengths"),
         (changed(mask=[1]), "row 1: mask and a have different lengths"),
         (changed(ids=[1, None]), "row 1: column ids holds null"),
-        (changed(mask=None), "row 1: column mask is null|rows 1 to 1: column mask holds null"),
+        (changed(mask=None), "row 1: column mask is null"),
         ([{"ids": [1], "a": [-1.0], "mask": [1]}], "no column 'b'; there are ids, a, mask"),
         ([{"ids": [1], "a": -1.0, "b": [-1.0], "mask": [1]}], "column a holds double, expected numbers, one list"),
         ([{"ids": [1.5], "a": [-1.0], "b": [-1.0], "mask": [1]}], r"column ids holds .*, expected integers, one list"),
@@ -176,22 +162,14 @@ def test_a_response_length_must_fit(tmp_path: Path) -> None:
         list(imported_pairs(write(tmp_path / "b.jsonl", slime), "slime"))
 
 
-def test_positions_of_whole_responses_cannot_be_named(tmp_path: Path) -> None:
-    rows = [row | {"p": [0] * len(row["ids"])} for row in rows_of(NAMES)]
-    with pytest.raises(UserError, match="rows are whole responses, numbered by row; position must be None"):
-        list(imported_pairs(write(tmp_path / "a.jsonl", rows), dataclasses.replace(NAMES, position="p")))
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.csv", b"", "must be a .jsonl or a .parquet file"),
         ("a.jsonl", b"{", r"a\.jsonl:1: not valid JSON"),
-        ("a.jsonl", b"[]\n", r"a\.jsonl:1: must be an object, is list"),
-        ("a.jsonl", b"\xff\xfe\n", r"a\.jsonl:1: not UTF-8 text"),
         ("a.jsonl", b"\n", r"a\.jsonl: is empty"),
-        ("a.jsonl", b'{"ids": [1], "a": ["\\ud800"], "b": [1], "mask": [1]}', r"a\.jsonl:1 to 1: values of"),
-        ("a.jsonl", b'{"ids": [1], "a": [1, "x"], "b": [1], "mask": [1]}', r"a\.jsonl:1 to 1: values of different"),
+        ("a.jsonl", b'{"ids": [1], "a": ["\\ud800"], "b": [1], "mask": [1]}', r"a\.jsonl: values of"),
+        ("a.jsonl", b'{"ids": [1], "a": [1, "x"], "b": [1], "mask": [1]}', r"a\.jsonl: values of different"),
         ("a.parquet", b"no", "cannot be read"),
         ("missing.jsonl", None, "cannot be read"),
         ("missing.parquet", None, "cannot be read"),
@@ -205,8 +183,6 @@ def test_files_that_are_none_are_refused(tmp_path: Path, name: str, content: byt
     assert "\n" not in str(caught.value)
 
 
-def test_unknown_presets_and_sizes() -> None:
+def test_an_unknown_preset_is_refused() -> None:
     with pytest.raises(UserError, match="columns = 'areal': the presets are verl, trl, prime_rl, slime"):
         imported_pairs("a.jsonl", "areal")
-    with pytest.raises(UserError, match="rows = 0"):
-        imported_pairs("a.jsonl", "verl", rows=0)

@@ -79,8 +79,6 @@ def test_a_folder_that_is_none_is_one_line(ask: Ask, command: str, tmp_path: Pat
         ("analysis.mismatch", ["RUN", "RUN", "--pair", "old_vs_first_new"], "--pair old_vs_first_new: is for one run"),
         ("analysis.mismatch", ["RUN", "RUN", "--pair", "rollout_vs_old"], "--pair rollout_vs_old: is for one run"),
         ("analysis.mismatch", ["x.jsonl", "--columns", "verl", "--pair", "rollout_vs_old"], "is for recorded runs"),
-        ("analysis.mismatch", ["x.jsonl", "--columns", "verl", "--pages"], "--pages: is for recorded runs"),
-        ("analysis.mismatch", ["RUN", "--pages", "--pair", "old_vs_first_new"], "--pages: --pair old_vs_first_new"),
         ("analysis.mismatch", ["RUN", "--remedy"], None),  # an abbreviation that is none
         ("analysis.mismatch", ["RUN", "--pair", "rollout"], "invalid choice: 'rollout'"),
         ("analysis.dialects.report", ["RUN", "--definitions"], "give either a run or --definitions"),

@@ -22,8 +22,8 @@ from ppo_repro.audit.page import page
 from ppo_repro.audit.ways import Special
 from ppo_repro.audit.words import fields, lines
 from ppo_repro.errors import UserError
-from ppo_repro.testing.small_models import CONTEXT, VOCAB, gpt2_config, qwen3_config, seeded, small_model
 from tests.support.html_page import check
+from tests.support.small_models import CONTEXT, VOCAB, gpt2_config, qwen3_config, seeded, small_model
 
 TEMPERATURE, BOS_ID, PAD_ID = 0.8, 1, 0
 Values = list[list[float]]

@@ -15,9 +15,9 @@ from ppo_repro.audit.judge import Audit, Scored, Side
 from ppo_repro.audit.page import page
 from ppo_repro.audit.trials import Tried
 from ppo_repro.audit.ways import AS_DUMPED, PADDED
-from ppo_repro.testing.small_models import seeded
 from tests.support.browser import find, look, opened
 from tests.support.html_page import tags, tree
+from tests.support.small_models import seeded
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 HOSTILE = "<script>document.title='ran'</script>"

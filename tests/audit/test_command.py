@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ppo_repro.audit.page_file import PAGE
-from ppo_repro.disk.earlier import check_replaceable
+from ppo_repro.files import check_replaceable
 from ppo_repro.records import reader
 from ppo_repro.records.contents import final_folder, reference_folder
 from ppo_repro.watcher import Silent

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import json
 import os
 import subprocess
@@ -16,10 +14,9 @@ from hypothesis import strategies as st
 
 from ppo_repro import output
 from ppo_repro.config.files import load_config
-from ppo_repro.config.section import naming_learning_rates
 from ppo_repro.config.yaml_text import MAX_BYTES, parse_yaml
-from ppo_repro.errors import NumericsError, UserError
-from ppo_repro.secrets import has_password, masked
+from ppo_repro.errors import UserError
+from ppo_repro.output import has_password, masked
 from tests.support.cli import Cli, one_line
 from tests.support.paths import ROOT, TINY
 
@@ -185,41 +182,6 @@ def test_a_closed_stdout_is_one_line_and_a_closed_pipe_is_silent() -> None:
         capture_output=True, text=True, cwd=ROOT, check=False,
     )  # fmt: skip
     assert (piped.returncode, piped.stderr) == (0, "")
-
-
-@pytest.mark.slow
-def test_a_mistake_has_its_exit_code_where_stderr_cannot_be_written() -> None:
-    for end in ("2> /dev/full", "2>&-"):
-        assert program("show", "nowhere", shell_end=end).returncode == 2
-
-
-class Full(io.StringIO):
-    """A stdout on a full disk."""
-
-    def flush(self) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def fileno(self) -> int:
-        return os.open(os.devnull, os.O_WRONLY)
-
-
-@pytest.mark.parametrize("arguments", [["show"], ["verify", "--json"]])
-def test_results_that_cannot_be_written(
-    cli: Cli, deterministic_run: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
-) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(sys, "stdout", Full())
-        code, _, err = cli(*arguments, deterministic_run)
-    assert code == 2 and "stdout: cannot be written" in one_line(err)
-
-
-def test_the_highest_learning_rate_is_named_first() -> None:
-    config = load_config(TINY, ["value.learning_rate=1e30"])
-    with (
-        pytest.raises(UserError, match=r"^x is not finite; lower the highest of value.learning_rate = 1e\+30, model"),
-        naming_learning_rates(config),
-    ):
-        raise NumericsError("x is not finite")
 
 
 def test_a_learning_rate_without_measure_is_the_users_mistake(cli: Cli, tmp_path: Path) -> None:

@@ -12,15 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.clock import duration
 from ppo_repro.commands.progress import ConsoleProgress
 from ppo_repro.commands.run_folders import latest_run
 from ppo_repro.config.files import load_config
 from ppo_repro.config.section import run_folder
-from ppo_repro.disk.folder import only_writer
+from ppo_repro.files import only_writer
 from ppo_repro.records import manifest
 from tests.support.cli import Cli, one_line
-from tests.support.paths import ROOT, SMALL, SMALL_CONTROL, TINY, TINY_GRID
+from tests.support.paths import ROOT, SMALL, SMALL_CONTROL, TINY
 
 
 def errors(err: str) -> list[str]:
@@ -46,10 +45,6 @@ def test_without_a_command_there_is_help(cli: Cli) -> None:
 def test_the_word_that_was_meant(cli: Cli, arguments: list[str], said: str) -> None:
     code, out, err = cli(*arguments)
     assert code == 2 and out == "" and said in one_line(err)
-
-
-def test_nothing_is_guessed_for_a_word_that_is_like_none(cli: Cli) -> None:
-    assert "did you mean" not in cli("zzqqxx")[2]
 
 
 def test_all_mistakes_of_a_file_have_lines(cli: Cli, tmp_path: Path) -> None:
@@ -85,24 +80,6 @@ def test_run_takes_a_file_for_control_runs(cli: Cli, tmp_path: Path) -> None:
     assert manifest.load_head(Path(summary["run_dir"])).kind == "control" and "/seed5-" in summary["run_dir"]
     code, _, err = cli("run", SMALL_CONTROL, "--out", tmp_path / "other", "--profile")
     assert code == 2 and "--profile: " in one_line(err) and "have no such option" in err
-
-
-@pytest.mark.parametrize(
-    ("command", "path", "other"),
-    [
-        ("run", TINY_GRID, "grid"),
-        ("run", ROOT / "experiments" / "dpo.yaml", "dpo"),
-        ("plan", SMALL_CONTROL, "control"),
-        ("probe", SMALL_CONTROL, "control"),
-        ("grid", TINY, "run"),
-        ("dpo", TINY, "run"),
-        ("control", TINY, "run"),
-        ("bisect", SMALL_CONTROL, "control"),
-    ],
-)
-def test_a_file_for_another_command_names_it(cli: Cli, command: str, path: Path, other: str) -> None:
-    code, out, err = cli(command, path)
-    assert code == 2 and out == "" and f"is a file for `ppo-repro {other}`" in one_line(err)
 
 
 @pytest.fixture
@@ -186,13 +163,6 @@ def test_latest_without_a_run(cli: Cli, tmp_path: Path, monkeypatch: pytest.Monk
     assert "latest: holds no manifest.json" in cli("show", "latest")[2], "a folder of that name is what is meant"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5400, "2 h"), (86400 * 1.5, "2 d")]
-)
-def test_durations_in_words(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
-
-
 def test_progress_says_how_long_the_rest_takes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,20 +177,6 @@ def test_progress_says_how_long_the_rest_takes(
     assert "PPO 18/20: x  about 60 s left" in lines
 
 
-def test_a_long_run_says_so_after_its_first_iteration(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    with ConsoleProgress() as watcher:
-        watcher.begins()
-        for done in range(8, 25):  # as of a run that is resumed
-            clock[0] += 75.0
-            watcher.iteration(done, 24, "x")
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[:2] == ["PPO 8/24: x  about 20 min left", "PPO 10/24: x  about 18 min left"]
-
-
 def test_the_headline_of_a_reward_of_ones_own_is_its_score(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def r(prompt, response, answer):\n    return -float(len(response))\n")
     own = f"reward.terms=[{{kind: function, path: '{tmp_path}/r.py:r'}}]"
@@ -228,11 +184,6 @@ def test_the_headline_of_a_reward_of_ones_own_is_its_score(cli: Cli, tmp_path: P
     assert code == 0 and out.startswith("held-out score ") and out.splitlines()[1].startswith("held-out accuracy ")
     summary = json.loads(cli("show", run_folder(load_config(SMALL, [own, "ppo.iterations=1"]), tmp_path), "--json")[1])
     assert summary["score_before"] < 0 and f" to {summary['score_after']:.3f} (greedy)" in out.splitlines()[0]
-
-
-def test_the_headline_without_one_is_accuracy(cli: Cli, deterministic_run: Path) -> None:
-    out = cli("show", deterministic_run)[1]
-    assert "held-out accuracy " in out and "held-out score" not in out
 
 
 def completions(line: str, shell: str = "bash", cwd: Path = ROOT) -> set[str]:

@@ -17,8 +17,7 @@ from ppo_repro.commands import memory
 from ppo_repro.commands.cli import _run
 from ppo_repro.commands.memory import within_memory
 from ppo_repro.errors import UserError, is_out_of_memory
-from ppo_repro.plan.memory import PHASES, Plan, in_words
-from ppo_repro.plan.shapes import plan_run
+from ppo_repro.plan import PHASES, Plan, in_words, plan_run
 from ppo_repro.runs import run as runner
 from tests.support.paths import SMALL
 from tests.support.runs import small_config
@@ -144,7 +143,7 @@ def test_every_part_of_a_plan_has_advice() -> None:
 
 LIMITED = """
 import resource, sys
-import ppo_repro.runs.language, ppo_repro.runs.run, ppo_repro.plan.shapes, ppo_repro.tracking.follower
+import ppo_repro.runs.language, ppo_repro.runs.run, ppo_repro.plan, ppo_repro.tracking.follower
 from ppo_repro.commands.cli import _run
 used = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmSize"))
 resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))

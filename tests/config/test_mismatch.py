@@ -5,14 +5,11 @@ from __future__ import annotations
 import pytest
 
 from ppo_repro.config.files import dump_yaml
-from ppo_repro.config.mismatch import MismatchConfig, SamplerPrecision
+from ppo_repro.config.mismatch import MismatchConfig
 from ppo_repro.errors import UserError
-from ppo_repro.models.precision import precision_of
-from ppo_repro.numerics.precision import Precision
 from tests.support.runs import small_config
 
 ROUNDED, STOCK = "mismatch.sampler.precision.weights=bfloat16", "mismatch.sampler.stock=bfloat16"
-TRAINED = "mismatch.trainer.precision.gradients=bfloat16"
 SGLANG = ("rollout.engine={kind: sglang}",)
 
 
@@ -30,16 +27,12 @@ SGLANG = ("rollout.engine={kind: sglang}",)
             "mismatch.sampler.precision: rest is for what weights or activations of 8 bits leave alone; remove it",
         ),
         ((ROUNDED, "numerics.mode=native"), "mismatch.sampler.precision needs numerics.mode = deterministic, whose .*"),
-        (
-            (TRAINED, "numerics.mode=native"),
-            "mismatch.trainer.precision needs numerics.mode = deterministic, whose .*",
-        ),
         ((ROUNDED, *SGLANG), "mismatch.sampler.precision needs rollout.engine.kind = torch; .*"),
         ((STOCK, *SGLANG), "mismatch.sampler.stock needs rollout.engine.kind = torch; .*"),
         ((STOCK, ROUNDED), "mismatch.sampler: stock rounds as torch does, so precision has no effect; .*"),
         (("mismatch.sampler.stock=int8",), "mismatch.sampler.stock = 'int8': .*"),
         (("mismatch.trainer.stock=float16",), "mismatch.trainer.stock: unknown field; .*"),
-        (("mismatch.trainer.precision.weights=int8",), "mismatch.trainer.precision.weights: unknown field; .*"),
+        (("mismatch.trainer.precision={}",), "mismatch.trainer.precision: unknown field; .*"),
         (
             ("mismatch.sampler.stock=float32", "numerics.mode=native"),
             "mismatch.sampler.stock = float32 needs numerics.mode = deterministic; native numerics sample by torch.*",
@@ -53,32 +46,13 @@ def test_what_cannot_be_is_refused_by_field(overrides: tuple[str, ...], line: st
 
 
 def test_what_sglang_and_native_numerics_can_do_is_not_refused() -> None:
-    small_config(TRAINED, *SGLANG)
-    small_config(TRAINED, STOCK)
     small_config(STOCK, "numerics.mode=native")
 
 
 def test_a_configuration_without_a_cause_is_as_if_there_were_no_section() -> None:
     plain, text = small_config(), dump_yaml(small_config())
     assert "mismatch:" not in text and plain.mismatch == MismatchConfig()
-    for same in ("mismatch={}", "mismatch.sampler={}", "mismatch.trainer.precision={gradients: float32}"):
+    for same in ("mismatch={}", "mismatch.sampler={}"):
         assert small_config(same).digest() == plain.digest() and dump_yaml(small_config(same)) == text
-    causes = {small_config(*cause).digest() for cause in ((), (ROUNDED,), (STOCK,), (TRAINED,))}
-    assert len(causes) == 4 and plain.digest() in causes
-
-
-def test_what_is_rounded_to_what() -> None:
-    assert precision_of(SamplerPrecision()) == Precision()
-    wide = SamplerPrecision(weights="bfloat16", activations="float16", kv_cache="float8_e5m2", logits="int8")
-    assert precision_of(wide) == Precision("bfloat16", "bfloat16", "float32", "float16", "float8_e5m2", "int8")
-    narrow = SamplerPrecision(weights="int8", activations="float8_e4m3", rest="bfloat16")
-    assert precision_of(narrow) == Precision("int8", "bfloat16", "float8_e4m3", "bfloat16")
-    assert precision_of(SamplerPrecision(weights="int8")) == Precision("int8")
-    inputs = SamplerPrecision(weights="bfloat16", activations="int8", rest="float16")
-    assert precision_of(inputs) == Precision("bfloat16", "bfloat16", "int8", "float16")
-
-
-def test_only_a_rounding_of_the_sampler_is_another_precision() -> None:
-    assert small_config().mismatch.same_precision and small_config(TRAINED).mismatch.same_precision
-    for other in (ROUNDED, "mismatch.sampler.precision.logits=int8", STOCK):
-        assert not small_config(other).mismatch.same_precision
+    causes = {small_config(*cause).digest() for cause in ((), (ROUNDED,), (STOCK,))}
+    assert len(causes) == 3 and plain.digest() in causes

@@ -27,7 +27,7 @@ def action_size(family: Categorical | DiagonalGaussian) -> int:
 
 
 def gaussian(log_std: list[float], mode: str = "deterministic") -> DiagonalGaussian:
-    found = DiagonalGaussian(len(log_std), 0.0, mode)
+    found = DiagonalGaussian(len(log_std), mode)
     with torch.no_grad():
         found.log_std.copy_(tensor(log_std))
     return found

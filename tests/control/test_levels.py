@@ -9,7 +9,6 @@ import pytest
 
 from ppo_repro.control.loop import control_iterations, prepare
 from ppo_repro.control.tables import iteration_tables
-from ppo_repro.errors import UserError
 from ppo_repro.records import control_schema, manifest, reader, schema
 from ppo_repro.watcher import Silent
 from tests.support.control import rerun, run, small_control
@@ -68,8 +67,3 @@ def test_the_losses_and_gradients_are_those_of_the_update() -> None:
             assert np.hypot.reduce(step["tensor_grad_norms"]) == pytest.approx(step["joint_grad_norm"], rel=1e-6)
             assert step["entropy_loss"] < 0 and max(step["tensor_grad_max_abs"]) > 0
     state.environments.close()
-
-
-def test_environments_have_no_logits_to_count() -> None:
-    with pytest.raises(UserError, match=r"records.top_logits: unknown field"):
-        small_control("records.top_logits=3")

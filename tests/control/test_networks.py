@@ -13,7 +13,6 @@ from ppo_repro.config.control import NetworkConfig
 from ppo_repro.control.distributions import Categorical, DiagonalGaussian
 from ppo_repro.control.environments import ActionSpace
 from ppo_repro.control.networks import Agent, orthogonal
-from ppo_repro.errors import UserError
 from ppo_repro.numerics import library
 from tests.support.float32 import bits
 
@@ -46,13 +45,6 @@ def test_names_choose_the_weights() -> None:
     assert digest == "d3db41994f542b63", "a machine or library that changes any bit must not pass unseen"
 
 
-def test_a_spread_of_discrete_actions_is_refused() -> None:
-    network = NetworkConfig(initial_log_std=1.0)
-    Agent(5, REAL, network, "deterministic", 0)
-    with pytest.raises(UserError, match=r"network\.initial_log_std = 1: the actions of this environment are discrete"):
-        Agent(5, DISCRETE, network, "deterministic", 0)
-
-
 def test_shapes_gains_and_families() -> None:
     agent = Agent(5, DISCRETE, NetworkConfig(), "deterministic", 0)
     shapes = {name: tuple(p.shape) for name, p in agent.named_parameters()}
@@ -66,8 +58,8 @@ def test_shapes_gains_and_families() -> None:
         )
     assert all(not p.any() for name, p in parameters.items() if name.endswith("bias"))
     assert isinstance(agent.distribution, Categorical)
-    real = Agent(5, REAL, NetworkConfig(initial_log_std=-0.5), "deterministic", 0)
-    assert isinstance(real.distribution, DiagonalGaussian) and real.distribution.log_std.tolist() == [-0.5, -0.5]
+    real = Agent(5, REAL, NetworkConfig(), "deterministic", 0)
+    assert isinstance(real.distribution, DiagonalGaussian) and real.distribution.log_std.tolist() == [0.0, 0.0]
     names = [name for name, _ in real.policy_parameters()]
     assert "distribution.log_std" in names and len(names) == 7 and len(real.value_parameters()) == 6
 

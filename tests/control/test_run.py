@@ -21,7 +21,7 @@ from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.records import control_schema, manifest, reader
 from ppo_repro.records.arrow import to_arrow
 from ppo_repro.runs.diff import first_difference, first_table_difference
-from ppo_repro.runs.run import Resumed
+from ppo_repro.runs.resume import Resumed
 from ppo_repro.watcher import Silent
 from tests.support import synthetic_run
 from tests.support.cli import Cli, one_line
@@ -35,9 +35,8 @@ REAL = (
 )  # fmt: skip
 LIMITED = ("environment.id=tests/Limited-v0", "ppo.iterations=3", "evaluation.episodes=0")
 LAYOUTS = [
-    ("layout.envs_per_forward=1",),
-    ("layout.envs_per_forward=4", "layout.update_micro_batch=7"),
-    ("layout.forward_micro_batch=11", "layout.update_micro_batch=25", "layout.threads=2"),
+    ("layout.update_micro_batch=7",),
+    ("layout.update_micro_batch=25", "layout.threads=2"),
 ]
 
 
@@ -120,11 +119,7 @@ def test_no_layout_changes_a_bit(which: str, layout: tuple[str, ...], request: p
 def test_a_native_run_repeats_under_its_own_layout_only(native: Path) -> None:
     with row_dependent_linear():
         assert rerun(native, Silent()).difference is None
-        found = [
-            rerun(native, Silent(), [layout]).difference
-            for layout in ("layout.envs_per_forward=1", "layout.update_micro_batch=7")
-        ]
-    assert None not in found
+        assert rerun(native, Silent(), ["layout.update_micro_batch=7"]).difference is not None
 
 
 def test_a_flipped_bit_is_named_by_rerun_diff_and_reader(copy: Path, deterministic: Path) -> None:
@@ -265,7 +260,7 @@ def test_the_gradient_norm_is_that_of_both_networks() -> None:
         "ppo.clip_range_schedule=linear",
         "ppo.max_grad_norm=0.1",
         "ppo.adam_eps=1e-3",
-        "network.hidden_layers=1",
+        "network.hidden_size=32",
     ],
 )
 def test_every_option_has_an_effect(override: str, limited: Path, tmp_path: Path) -> None:
@@ -278,7 +273,7 @@ def test_a_killed_run_is_completed_and_compared(copy: Path, deterministic: Path)
     synthetic_run.cut_back(copy, 2, "interrupted")
     with pytest.raises(UserError, match="the run is interrupted"):
         rerun(copy, Silent())
-    assert resume(copy, Silent(), ["layout.envs_per_forward=1"]) == Resumed(0, 2)
+    assert resume(copy, Silent(), ["layout.update_micro_batch=7"]) == Resumed(0, 2)
     resumed = manifest.load(copy)
     assert resumed == complete.model_copy(update={"notes": resumed.notes, "log_digest": resumed.log_digest})
     assert set(resumed.notes) == {"environment.json", "resumed-001.json", "times.json"}
@@ -306,7 +301,7 @@ def test_commands(cli: Cli, tmp_path: Path) -> None:
     found = json.loads(out)
     assert code == 0 and found["tokens"] == 480 and found["unequal_first_ratios"] == 0
     run_dir = found["run_dir"]
-    code, out, _ = cli("rerun", run_dir, "--set", "layout.envs_per_forward=1")
+    code, out, _ = cli("rerun", run_dir, "--set", "layout.update_micro_batch=7")
     assert code == 0 and out == f"identical: 2 iterations, fingerprint {found['fingerprint']}\n"
     code, out, _ = cli("diff", run_dir, run_dir)
     assert (code, out) == (0, "identical\n")

@@ -141,7 +141,9 @@ def test_evaluation_plays_each_episode_once_to_its_end() -> None:
 
 
 def test_actions_are_clipped_to_their_space_and_recorded_as_drawn() -> None:
-    config, state = prepared("Pendulum-v1", "network.initial_log_std=3")
+    config, state = prepared("Pendulum-v1")
+    with torch.no_grad():
+        state.agent.distribution.log_std.fill_(3.0)
     rollout = roll_out(config, state.agent, state.environments, 0)
     drawn = rollout.actions[:, 0]
     assert drawn.abs().max() > 2, "or nothing was clipped"

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from ppo_repro.checks.bisect import bisect
+from ppo_repro.config.section import run_folder
 from ppo_repro.control import loop
 from ppo_repro.control.buffers import MinibatchUpdate, Rollout
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
-from ppo_repro.runs.lifetime import Response, first_unequal
-from ppo_repro.runs.run import Resumed, run_folder
+from ppo_repro.runs.resume import Resumed
+from ppo_repro.runs.unequal import Response, first_unequal
 from ppo_repro.runs.verify import verify
 from ppo_repro.stages.agreement import UnequalBits
 from ppo_repro.watcher import Silent

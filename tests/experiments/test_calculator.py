@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.config.files import load_config
-from ppo_repro.config.tasks import PythonTask
 from ppo_repro.records import manifest, reader
-from ppo_repro.tasks.python_task import load_file, read_prompts, scores, take_step
-from ppo_repro.tasks.transcripts import make_transcript
+from ppo_repro.tasks.sources import PythonFile, load_source, transcript_of
 from ppo_repro.watcher import Silent
 from tests.support.language import rerun, run
 from tests.support.paths import ROOT
@@ -25,20 +23,19 @@ def checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_calculator_answers_products_and_nothing_else() -> None:
     task = load_config(CONFIG).task
-    assert isinstance(task, PythonTask)
-    of = load_file(task)
-    prompt = next(p for p in read_prompts(of) if p.key == "7*11")
+    source = load_source(task, 0)
+    of, prompt = source.verifier, source.problems.by_key["7*11"]
+    assert isinstance(of, PythonFile)
 
     def said(*turns: str) -> str | None:
-        return take_step(of, make_transcript(prompt.key, prompt.prompt, prompt.answer, prompt.fields, turns))
+        return of.next_turn(transcript_of(prompt, turns))
 
     assert [said("7*11="), said("12*0="), said("7*11"), said("="), said("7+11="), said("7*11=", "77", "=")] == [
         *("77", "0"),
         *(None, None, None, None),
     ]
     turns = (("7*11=", "77", ""), ("7*1=", "7", ""), ("7*11=77",), ("7*11=", "77", "0"))
-    rows = [make_transcript(prompt.key, prompt.prompt, prompt.answer, prompt.fields, texts) for texts in turns]
-    assert scores(of, rows) == [1.0, 0.2, 0.0, 0.2]
+    assert of.scores([transcript_of(prompt, texts) for texts in turns]) == [1.0, 0.2, 0.0, 0.2]
 
 
 @pytest.mark.slow

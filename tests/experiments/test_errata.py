@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ppo_repro.ppo.advantages import gae, whiten
-from ppo_repro.ppo.losses import Band, clipped_surrogate, probability_ratios
+from ppo_repro.ppo.clip import Clip
+from ppo_repro.ppo.objective import probability_ratios
 from tests.support.float32 import pairs_of_categoricals, tensor
 from tests.support.paths import ROOT
 
@@ -58,7 +59,7 @@ def clipped_updates(seed: int, samples: int) -> list[float]:
         for _ in range(4):
             optimizer.zero_grad()
             ratios = probability_ratios(torch.log_softmax(logits, 0)[actions], anchor[actions])
-            clipped_surrogate(ratios, advantages, Band(0.2, 0.2)).mean().backward()
+            Clip(0.2, 0.2).surrogates(ratios, advantages, logits).mean().backward()
             optimizer.step()
         found.append(true_value(logits, rewards))
     return found
@@ -80,7 +81,7 @@ def test_probabilities_change_by_more_than_the_clip_range() -> None:
     for _ in range(10):
         optimizer.zero_grad()
         ratios = probability_ratios(torch.log_softmax(logits, 0), anchor)
-        clipped_surrogate(ratios, tensor([1.0, -1.0, 0.0]), Band(0.2, 0.2)).sum().backward()
+        Clip(0.2, 0.2).surrogates(ratios, tensor([1.0, -1.0, 0.0]), logits).sum().backward()
         optimizer.step()
     change = (torch.log_softmax(logits, 0) - anchor).exp()
     assert change[0] > 1.2 and change[1] < 0.8

@@ -21,8 +21,9 @@ from experiments.errata.lecture_cartpole import (
     update_ratios,
     values_for_gae,
 )
+from ppo_repro.ppo.clip import Clip
 from ppo_repro.ppo.controllers import adaptive_clip_range
-from ppo_repro.ppo.losses import Band, clip_flags, removes_gradient
+from ppo_repro.ppo.objective import removes_gradient
 from tests.support.float32 import finite, tensor
 from tests.support.paths import ROOT
 
@@ -77,8 +78,8 @@ ratios_and_advantages = st.lists(st.tuples(finite(0.0, 3.0), finite(-5.0, 5.0)),
 def test_a_smaller_clip_range_allows_less(rows: list[tuple[float, float]], clip: float, factor: float) -> None:
     """Wrong claim: "policy too deterministic: decrease eps, to allow more change"."""
     ratios, advantages = (tensor(list(column)) for column in zip(*rows, strict=True))
-    wide = removes_gradient(clip_flags(ratios, advantages, Band(clip * factor, clip * factor)))
-    narrow = removes_gradient(clip_flags(ratios, advantages, Band(clip, clip)))
+    wide = removes_gradient(Clip(clip * factor, clip * factor).flags(ratios, advantages))
+    narrow = removes_gradient(Clip(clip, clip).flags(ratios, advantages))
     assert bool((narrow | ~wide).all()), "whatever the wide range stops, the narrow one stops too"
 
 
@@ -89,8 +90,8 @@ def test_doubling_without_bounds_ends_the_clip_from_below() -> None:
     for _ in range(3):
         claimed *= 2.0
         bounded = adaptive_clip_range(bounded, 0.0, 0.01, 0.05, 0.4)
-    assert 1.0 - claimed < 0 and not removes_gradient(clip_flags(ratios, advantages, Band(claimed, claimed))).any()
-    assert bounded == 0.4 and removes_gradient(clip_flags(ratios, advantages, Band(bounded, bounded))).all()
+    assert 1.0 - claimed < 0 and not removes_gradient(Clip(claimed, claimed).flags(ratios, advantages)).any()
+    assert bounded == 0.4 and removes_gradient(Clip(bounded, bounded).flags(ratios, advantages)).all()
 
 
 @given(st.floats(0.05, 0.4), st.lists(st.floats(0.0, 1.0), max_size=40))

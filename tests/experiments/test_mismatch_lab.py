@@ -9,20 +9,17 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 
 from experiments.mismatch_lab import topics
 from experiments.mismatch_lab.answers import MEASURES, RATE, differences, of_run, rows
 from experiments.mismatch_lab.answers import main as answers_main
-from experiments.mismatch_lab.explosion import correlations, kl_of_logits, policies, report, shares
 from ppo_repro.config.run import RunConfig
-from ppo_repro.errors import UserError
 from ppo_repro.grids.spec import load_grid
-from ppo_repro.records import reader, side_reader
+from ppo_repro.records import reader
 from tests.support.paths import ROOT
 
 FOLDER = ROOT / "experiments" / "mismatch_lab"
-GRIDS = ("dose", "noise", "lag", "explosion", "routes")
+GRIDS = ("dose", "noise", "lag", "routes")
 
 
 def test_the_reward_by_hand() -> None:
@@ -90,7 +87,7 @@ def test_the_measures_are_those_of_the_records(deterministic_run: Path, native_r
     recorded = reader.read_iterations(deterministic_run)
     assert own["score"] == pytest.approx(recorded["score_mean"].tail(3).mean())
     assert own["first"] == recorded["score_mean"].iloc[0]
-    evaluations = side_reader.read_evaluations(deterministic_run)
+    evaluations = reader.read_evaluations(deterministic_run)
     last = evaluations[evaluations["iteration"] == len(recorded)]["scores"]
     assert own["greedy"] == pytest.approx(last.sum() / len(last)) and len(last) > 1
     assert math.isnan(own["flipped"]), "a dense model has no routes"
@@ -99,35 +96,3 @@ def test_the_measures_are_those_of_the_records(deterministic_run: Path, native_r
 def test_a_folder_without_a_grid_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answers_main([str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_kl_and_entropy_of_logits_by_hand() -> None:
-    p, q = (torch.tensor([x]).log().float() for x in ([0.5, 0.25, 0.25], [0.25, 0.25, 0.5]))
-    kl, entropy = kl_of_logits(p + 3.0, q - 1.0)
-    # 0.5 ln 2 + 0 - 0.25 ln 2; 0.5 ln 2 + 0.5 ln 4. Logits are float32, 6e-8 apart
-    assert float(kl[0]) == pytest.approx(0.25 * math.log(2), abs=3e-7)
-    assert float(entropy[0]) == pytest.approx(1.5 * math.log(2), abs=3e-7)
-    assert float(kl_of_logits(p, p)[0][0]) == 0.0
-
-
-def test_shares_by_hand() -> None:
-    kl, entropy = np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.9, 0.1, 0.8, 0.2])
-    # two responses of three tokens and one: their later halves are the third token, and none
-    found = shares(kl, entropy, [3, 1])
-    assert found == {"of_entropy": 0.4, "of_place": 0.3}
-
-
-def test_correlations_are_by_seed_over_iterations() -> None:
-    columns = {"iteration": [1, 2, 3], "kl": [1.0, 2.0, 3.0], "kl_same": [3.0, 2.0, 1.0]}
-    columns |= {"entropy": [3.0, 2.0, 1.0], "length": [1.0, 3.0, 2.0], "weight_norm": [1.0, 2.0, 3.0]}
-    columns |= {"of_entropy": [0.5, 0.5, 0.5], "of_place": [0.4, 0.4, 0.4]}
-    table = pd.concat([pd.DataFrame(columns).assign(seed=seed) for seed in (1, 2)])
-    found = correlations(table, "kl")
-    assert found["entropy"].tolist() == [-1.0, -1.0] and found["weight_norm"].tolist() == [1.0, 1.0]
-    assert found["length"].tolist() == pytest.approx([0.5, 0.5])
-    assert "| 1 | 1 [" in report(table) and "higher entropy: 0.5" in report(table)
-
-
-def test_a_run_without_a_checkpoint_of_every_iteration_is_one_line(deterministic_run: Path) -> None:
-    with pytest.raises(UserError, match=r"policy.safetensors: is missing; run with checkpoints.every = 1"):
-        policies(deterministic_run)

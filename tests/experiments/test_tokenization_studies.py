@@ -9,7 +9,7 @@ import re
 import pytest
 
 from analysis.tokenization.credit import char_matched_lambda
-from experiments.tokenization import topics
+from experiments.tokenization import oracle, topics
 from ppo_repro.config.run import RunConfig, TinyModel
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.models.tiny import make_tokenizer
@@ -87,3 +87,10 @@ def test_ranks_are_drawn_by_zipf() -> None:
     assert [topics.zipf_rank(draw) for draw in (0, weights[0] - 1, weights[0], sum(weights) - 1, sum(weights))] == [
         *(0, 0, 1, topics.WORDS - 1, 0)
     ]
+
+
+def test_the_exact_table_holds_and_a_broken_one_is_named() -> None:
+    rows = oracle.table()
+    assert oracle.broken(rows) == [] and rows["KL cuts"].iloc[-1] > 0.1 and len(rows) == 6
+    assert oracle.broken(rows.assign(**{"sum k1": rows["sum k1"] + 1e-8}))[0] == "characters: sum k1 is not the KL"
+    assert oracle.broken(rows.assign(**{"sum k2": 5.0})) == ["sum k2 is the same for all tokenizers"]

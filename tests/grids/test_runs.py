@@ -19,8 +19,8 @@ import pandas as pd
 import pytest
 
 from ppo_repro.commands.cli import _run
-from ppo_repro.disk.folder import has_writer, only_writer
 from ppo_repro.errors import UserError
+from ppo_repro.files import has_writer, only_writer
 from ppo_repro.grids import engines
 from ppo_repro.grids import grid as grid_module
 from ppo_repro.grids.cell import LOG, Order, finish_cell, run_of, start_cell, state_of

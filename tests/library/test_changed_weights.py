@@ -12,10 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import ppo_repro
-from ppo_repro.numerics import library
-from ppo_repro.numerics.structs import address
-from ppo_repro.numerics.weights import PackedMatrix
-from ppo_repro.testing.small_models import CONFIGS, small_model
+from tests.support.small_models import CONFIGS, small_model
 
 IDS = torch.tensor([[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]])
 Change = Callable[[PreTrainedModel], object]
@@ -87,19 +84,6 @@ def test_without_a_look_at_the_weights_it_does_not(monkeypatch: pytest.MonkeyPat
     assert not torch.equal(logits(model), logits(anew(model, "llama")))
 
 
-def test_nothing_is_packed_again_if_no_weight_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = deterministic()
-    logits(model)
-    made: list[PackedMatrix] = []
-    real = PackedMatrix._pack
-    monkeypatch.setattr(PackedMatrix, "_pack", lambda self: made.append(self) or real(self))
-    logits(model)
-    assert made == []
-    one_weight(model)
-    logits(model)
-    assert made
-
-
 def test_generated_tokens_are_those_of_the_weights_that_it_has() -> None:
     def sampled(model: PreTrainedModel) -> list[tuple[int, ...]]:
         sampling = ppo_repro.Sampling(max_response_tokens=8)
@@ -123,38 +107,6 @@ def test_weights_that_change_before_the_backward_pass_are_refused(change: Change
     model(IDS, labels=IDS).loss.backward()
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_after_a_cast_and_back_it_computes_with_the_rounded_weights(family: str) -> None:
-    model = deterministic(family)
-    before = logits(model)
-    model.bfloat16()
-    model.float()
-    assert torch.equal(logits(model), logits(anew(model, family))) and not torch.equal(logits(model), before)
-
-
-def fingerprint(x: Tensor) -> int:
-    return int(library.load().fingerprint(address(x), x.numel()))
-
-
-@pytest.mark.parametrize("length", [1, 63, 64, 1000, 3 * 2**14 + 77])
-def test_a_fingerprint_changes_with_every_bit_and_with_no_thread(length: int) -> None:
-    x = torch.randn(length, generator=torch.Generator().manual_seed(0))
-    found = {fingerprint(x)}
-    library.set_threads(3)
-    assert {fingerprint(x)} == found
-    library.set_threads(1)
-    for place in {0, length // 2, length - 1}:
-        for bit in (0, 15, 31):
-            changed = x.clone()
-            changed.view(torch.int32)[place] ^= 1 << bit if bit < 31 else -(2**31)
-            found.add(fingerprint(changed))
-    found.add(fingerprint(-x))  # an even number of signs in each of the hashes, where the length is
-    found.add(fingerprint(torch.cat([x, torch.zeros(1)])))
-    if length > 1:
-        found.add(fingerprint(x.flip(0)))
-    assert len(found) == 1 + 3 * len({0, length // 2, length - 1}) + (2 if length > 1 else 1) + (length > 1)
-
-
 @pytest.fixture
 def flushing() -> object:
     torch.set_flush_denormal(True)
@@ -166,22 +118,6 @@ def flushing() -> object:
 def test_a_process_that_flushes_denormals_is_refused() -> None:
     with pytest.raises(ppo_repro.UserError, match=r"call torch.set_flush_denormal\(False\) first"):
         deterministic()
-
-
-def test_flushing_that_begins_later_is_refused_too(request: pytest.FixtureRequest) -> None:
-    model = deterministic()
-    adamw = ppo_repro.AdamW(model, lr=1e-3)
-    model(IDS, labels=IDS).loss.backward()
-    request.getfixturevalue("flushing")
-    sampling = ppo_repro.Sampling(max_response_tokens=2)
-    for compute in (
-        adamw.step,
-        lambda: model(IDS),
-        lambda: ppo_repro.logprobs(model, IDS),
-        lambda: ppo_repro.generate(model, [[1]], sampling, stop=[0]),
-    ):
-        with pytest.raises(ppo_repro.UserError, match="denormal numbers are flushed to zero"):
-            compute()
 
 
 def test_a_forked_process_computes_the_same_bits_with_threads_of_its_own() -> None:

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 import ppo_repro
-from ppo_repro.testing.small_models import CONFIGS, small_model
 from tests.support.paths import TINY
+from tests.support.small_models import CONFIGS, small_model
 
 IDS = torch.tensor([[1, 2, 3]])
 SAMPLING = ppo_repro.Sampling(max_response_tokens=2)
@@ -52,10 +52,7 @@ def train(config: object = TINY, **changes: object) -> Callable[[PreTrainedModel
 
 
 CALLS: list[tuple[Callable[[PreTrainedModel], object], str]] = [
-    *(
-        (deterministic(threads=t), rf"deterministic: threads = {t}: must be a whole number in")
-        for t in (0, 1.5, 10**6, True)
-    ),
+    *((deterministic(threads=t), rf"deterministic: threads = {t}: must be a whole number in") for t in (0, 1.5, True)),
     *((deterministic(max_context=c), "deterministic: max_context = .*: must be a") for c in (0, 2.5, True, "12")),
     *((loss(num_items_in_batch=n), "num_items_in_batch = ") for n in (0, -1, float("nan"), float("inf"), "x")),
     (loss(labels=IDS > 0), "labels: must be whole numbers"),
@@ -74,8 +71,18 @@ CALLS: list[tuple[Callable[[PreTrainedModel], object], str]] = [
     *((sampling(top_k=k), "generate: sampling.top_k = ") for k in (-1, 1.5)),
     *((sampling(top_p=p), "generate: sampling.top_p = ") for p in (0, 2, None)),
     (sampling(greedy="no"), "generate: sampling.greedy = 'no': must be True or False"),
-    *((train(overrides=o), "overrides = .*: must be a list of texts FIELD=VALUE") for o in ([3], "seed=3", None)),
-    (train({}, overrides=["seed=3"]), "overrides: are for a YAML file only"),
+    *((train(overrides=o), "overrides = .*: must be a dict, as .*, or a list") for o in ([3], "seed=3", None, {1: 2})),
+    (train(overrides={"ppo.epoch": 2}), r"ppo.epoch: unknown field; .*; did you mean ppo.epochs\?"),
+    (lambda model: model.generate(input_ids=IDS, max_new_tokens=2), "sample with ppo_repro.generate"),
+    (lambda model: model.generate(IDS), "sample with ppo_repro.generate"),
+    (lambda _: ppo_repro.deterministic(torch.nn.Linear(2, 2)), "cannot take Linear"),  # type: ignore[arg-type]
+    (lambda model: ppo_repro.deterministic(model), "cannot take LlamaForCausalLM"),
+    (lambda _: ppo_repro.deterministic(stock().half()), "torch.float16; deterministic numerics need float32"),
+    (lambda _: ppo_repro.AdamW(stock(), 1e-3), "is not deterministic; make it so"),
+    (lambda model: ppo_repro.AdamW(model, -1), "lr = -1: out of range"),
+    (generate(prompts=["a"]), "give their tokenizer"),
+    (generate(prompts=[[]]), "empty prompt"),
+    (generate(prompts="a"), "must be a list of texts"),
     (train(None), "config is of type NoneType; must be a YAML file, or a dict"),
     *((train(out=o), "out = .*: must be a") for o in ("a\0b", 3, "x" * 5000)),
     (lambda _: ppo_repro.rerun("x", overrides=[3]), "overrides = "),  # type: ignore[list-item]

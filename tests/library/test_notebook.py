@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import ppo_repro
-from ppo_repro.library.progress import NotebookProgress, in_notebook
+from ppo_repro.library.progress import in_notebook
 from tests.support.interrupts import hearing_ctrl_c
 from tests.support.runs import small_config
 
@@ -109,14 +109,3 @@ def test_progress_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == ""
     ppo_repro.train({**tree, "seed": 2}, out=tmp_path)
     assert "PPO 1/1: score" in capsys.readouterr().err
-
-
-def test_lines_are_updated_in_place_and_not_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[tuple[str, str]] = []
-    progress = NotebookProgress()
-    monkeypatch.setattr(progress, "_in_notebook", True)
-    monkeypatch.setattr(progress, "_say", lambda name, text: said.append((name, text)))
-    for step in range(1, 101):
-        progress.warm_start(step, 100, 1.0)
-    assert said[0] == ("warm start", "warm start 1/100: loss 1.000 nats/token") and len(said) < 20
-    assert said[-1][1].startswith("warm start 100/100")

@@ -13,7 +13,7 @@ import pytest
 
 import ppo_repro
 from ppo_repro.errors import UserError
-from ppo_repro.library.reward_file import reward_path
+from tests.support.paths import TINY
 from tests.support.runs import small_config
 
 TREE = small_config("ppo.iterations=2", "model.warm_start_steps=20", "ppo.epochs=1").model_dump(mode="json")
@@ -51,10 +51,9 @@ def test_a_run_opened_in_python_is_what_the_records_say(deterministic_run: Path)
     assert ppo_repro.fingerprint(run) == run.fingerprint
     for call, message in (
         (lambda: run.table("tokenz"), "no table 'tokenz'; there are .*tokens"),
-        (lambda: run.table("evaluations", iterations=[1]), "is read whole"),
         (lambda: run.table("tokens", columns=["nothing"]), "has no column 'nothing'"),
         (lambda: ppo_repro.open_run(deterministic_run / "nowhere"), "no such folder"),
-        (lambda: ppo_repro.latest_run(deterministic_run / "checkpoints"), "holds no recorded run"),
+        (lambda: ppo_repro.latest_run(deterministic_run / "checkpoints"), "there is no run in"),
     ):
         with pytest.raises(UserError, match=message):
             call()
@@ -97,12 +96,6 @@ def test_an_error_of_the_callback_ends_the_run_and_keeps_what_is_complete(tmp_pa
     assert run.status == "failed" and run.num_iterations >= 1
 
 
-def test_a_function_of_a_module_is_taken_from_its_file(tmp_path: Path) -> None:
-    assert reward_path(score, tmp_path) == f"{__file__}:score"
-    assert reward_path("a.py:b", tmp_path) == "a.py:b"
-    assert not list(tmp_path.iterdir())
-
-
 def closure() -> Callable[..., float]:
     bonus = 1.0
 
@@ -129,8 +122,10 @@ def test_a_reward_that_could_not_be_computed_again_is_refused(mistake: str, tmp_
     assert not list(tmp_path.rglob("*.py"))
 
 
-def test_a_configuration_that_is_wrong_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^train: ppo.iterations = 'many'"):
-        ppo_repro.train({**TREE, "ppo": {**TREE["ppo"], "iterations": "many"}}, out=tmp_path)
-    with pytest.raises(UserError, match=r"nowhere\.yaml"):
-        ppo_repro.train(tmp_path / "nowhere.yaml")
+def test_overrides_are_a_dict_or_texts_for_a_file_and_for_a_tree(tmp_path: Path) -> None:
+    tree = ppo_repro.train(TINY, overrides={"ppo.iterations": 1, "rollout.stop": ["x"]}, out=tmp_path).config
+    assert tree.ppo.iterations == 1 and tree.rollout.stop == ("x",)
+    given = tree.model_dump(mode="json")
+    run = ppo_repro.train(given, overrides=["seed=5"], out=tmp_path)
+    assert run.config.seed == 5 and given["seed"] == tree.seed, "the caller's dict stays"
+    assert ppo_repro.rerun(run, overrides={"layout.threads": 2}).difference is None

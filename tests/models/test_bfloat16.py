@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
 from experiments.benchmarks.workload import Size, make_tokenizer, write_folder
 from ppo_repro.config.files import load_config
 from ppo_repro.errors import UserError
+from ppo_repro.models.folders import load_reward_model
 from ppo_repro.models.load import load_folder
-from ppo_repro.models.reward_model import load_reward_model
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.records import manifest
 from ppo_repro.watcher import Silent

@@ -15,15 +15,14 @@ from torch import Tensor
 from transformers import LlamaForSequenceClassification
 
 from ppo_repro.errors import UserError
-from ppo_repro.models.adapter_folder import CONFIG_NAME
-from ppo_repro.models.folder_files import INDEX, WEIGHTS
+from ppo_repro.models.folder_files import ADAPTER, INDEX, WEIGHTS
+from ppo_repro.models.folders import load_reward_model
 from ppo_repro.models.load import load_folder, read_model_config, stop_ids
-from ppo_repro.models.reward_model import load_reward_model
 from ppo_repro.numerics.families import CAUSAL_MODELS
 from ppo_repro.tasks.tokenizer import character_tokenizer
-from ppo_repro.testing.small_models import VOCAB, gpt2_config, llama_config, qwen3_config, small_model
 from tests.support.cli import PROMPTS, Cli, cli, folder_config, one_line, write_prompts
 from tests.support.models import unequal
+from tests.support.small_models import VOCAB, gpt2_config, llama_config, qwen3_config, small_model
 
 __all__ = ["cli"]
 
@@ -161,7 +160,7 @@ OF_CONFIG: dict[str, tuple[Damage, str]] = {
     "code": (config(auto_map=CODE), "has auto_map; code of a model folder is never run"),
     "kernels": (config(use_kernels=True), "has use_kernels; code from elsewhere is never run"),
     "attention of the hub": (config(attn_implementation="kernels-community/x"), "attn_implementation = 'kernels-"),
-    "adapter": (text(CONFIG_NAME, "{}"), "an adapter; merge it into its base model"),
+    "adapter": (text(ADAPTER, "{}"), "an adapter; merge it into its base model"),
 }
 OF_FILES: dict[str, tuple[Damage, str]] = {
     "missing tensor": (tensors(lambda held: held.pop(Q)), f"has no tensor {Q}"),
@@ -268,7 +267,7 @@ def test_a_plan_needs_no_other_file_to_find_it(case: str, folder: Path) -> None:
     damage, message = OF_CONFIG[case]
     damage(folder)
     for path in folder.glob("*"):
-        if path.name not in ("config.json", CONFIG_NAME):
+        if path.name not in ("config.json", ADAPTER):
             path.unlink()
     with pytest.raises(UserError, match=f"^reward model x: .*{message}"):
         read_model_config(folder, CAUSAL_MODELS, "reward model x")

@@ -1,46 +1,123 @@
-"""Low-rank adapters: they start as the base, learn as in float64, and no layout of the work shows in them."""
+"""Low-rank adapters of policies and value models: they start as the base, learn as peft does, and are layout-free."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForTokenClassification, PreTrainedModel
 
-from ppo_repro.buffers import Coefficients, ReturnStatistics
 from ppo_repro.errors import UserError
 from ppo_repro.models.batches import TokenBatch, lay_out
-from ppo_repro.models.lora import Lora, add_lora, initial_a, linear_layers, share_frozen
-from ppo_repro.models.lora_optimizer import make_lora_optimizer
-from ppo_repro.models.networks import freeze, make_policy, make_value_model, policy_logits
-from ppo_repro.models.state import TrainState
+from ppo_repro.models.folders import ADAPTER_TENSORS, save_adapter, save_value_adapter
+from ppo_repro.models.lora import Lora, add_lora, initial_a, linear_layers, product, share_frozen
+from ppo_repro.models.networks import (
+    ValueModel,
+    freeze,
+    make_policy,
+    make_value_model,
+    policy_logits,
+    value_predictions,
+)
 from ppo_repro.numerics import library
+from ppo_repro.numerics.families import trunk_of
 from ppo_repro.numerics.linear import linear
-from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, OptimizerState, make_optimizer, weights_digest
+from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, OptimizerState, weights_digest
 from ppo_repro.numerics.rows import alone, slots_of
+from ppo_repro.numerics.structs import Ints
 from ppo_repro.numerics.token_statistics import token_statistics
-from ppo_repro.rollout.engine import Request, Sampling
-from ppo_repro.rollout.torch_engine import TorchEngine
-from ppo_repro.runs import checkpoint_format
-from tests.support.lora import ALPHA, PROMPTS, RANK, RESPONSES, SETTINGS, adapted, learn
-from tests.support.models import CONTEXT, FAMILIES, seeded, source_model, unequal
+from tests.numerics import definition
+from tests.support.models import CONTEXT, FAMILIES, ragged, scored, seeded, source_model, unequal
 
-FROZEN = AdamWSettings(0.0, 0.9, 0.95, 1e-8, 0.01, 1.0)
+SETTINGS = AdamWSettings(2e-2, 0.9, 0.95, 1e-8, 0.01, 1.0)
+RANK, ALPHA, COUNT = 4, 12.0, 9
+PROMPTS, RESPONSES = ragged(COUNT, 3, prompt=12)
+TOKENS = sum(map(len, RESPONSES))
+HEAD = {"head.weight", "head.bias"}
+TARGETS = {"qwen3": ("q_proj", "down_proj"), "gpt2": ("c_attn",)}
+
+kinds = pytest.mark.parametrize("kind", ["policy", "value model"])
+modes = pytest.mark.parametrize("mode", ["deterministic", "native"])
 
 
-@pytest.mark.parametrize("mode", ["deterministic", "native"])
+def slots(sequences: range) -> Ints:
+    """The slots of some of the sequences, of which all together are a minibatch."""
+    return slots_of(sequences, COUNT, SLOTS)
+
+
+@dataclass
+class Subject:
+    model: PreTrainedModel | ValueModel
+    lora: Lora
+    optimizer: Optimizer
+    mode: str
+
+    @classmethod
+    def of(
+        cls, kind: str, architecture: str, mode: str, targets: tuple[str, ...] = (), settings: AdamWSettings = SETTINGS
+    ) -> Subject:
+        model = fresh(kind, architecture, mode)
+        lora = add_lora(model, RANK, ALPHA, targets, seed=5)
+        return cls(model, lora, Optimizer(model, settings, mode, adapter=lora), mode)
+
+    def learn(self, steps: int, micro_batch: int = 0, padding: str = "right") -> Subject:
+        learn(self.model, self.optimizer, self.mode, steps, micro_batch, padding)
+        return self
+
+    def digest(self) -> str:
+        return weights_digest([*self.model.named_parameters(), *self.lora.factors().items()])
+
+
+def fresh(kind: str, architecture: str, mode: str) -> PreTrainedModel | ValueModel:
+    source = source_model(architecture)
+    return make_policy(source, mode, CONTEXT) if kind == "policy" else make_value_model(source, mode, CONTEXT, 0)
+
+
+def learn(
+    model: PreTrainedModel | ValueModel,
+    optimizer: Optimizer,
+    mode: str,
+    steps: int,
+    micro_batch: int = 0,
+    padding: str = "right",
+) -> None:
+    """Some steps on the same sequences, cut up in some way: with random advantages, or towards random values."""
+    drawn = torch.randn(COUNT, generator=seeded(4)).tolist()
+    by_token = torch.tensor([x for x, response in zip(drawn, RESPONSES, strict=True) for _ in response])
+
+    def loss(batch: TokenBatch, first: int, last: int) -> Tensor:
+        if isinstance(model, ValueModel):
+            losses = (value_predictions(model, batch) - by_token[first:last]) ** 2
+        else:
+            logprobs, entropies = token_statistics(policy_logits(model, batch), batch.targets, 0.9, None, mode)
+            losses = -logprobs * by_token[first:last] - 0.01 * entropies
+        torch.autograd.backward(losses, torch.full_like(losses, 1.0 / TOKENS))
+        return losses.detach()
+
+    def backward() -> None:
+        scored(PROMPTS, RESPONSES, padding, micro_batch, loss, slots)
+
+    for _ in range(steps):
+        optimizer.step(backward)
+
+
+@modes
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_the_start_is_the_base_to_the_bit(architecture: str, mode: str) -> None:
-    source = source_model(architecture)
+    policy = fresh("policy", architecture, mode)
     with torch.no_grad():
-        for parameter in source.parameters():
-            if mode == "deterministic":
-                parameter.view(-1)[::7] *= -0.0  # zeros of both signs
-    policy = make_policy(source, mode, CONTEXT)
+        for parameter in policy.parameters():
+            parameter.view(-1)[::7] *= -0.0  # zeros of both signs
     before = weights_digest(policy.named_parameters())
     lora = add_lora(policy, RANK, ALPHA, (), seed=5)
     assert weights_digest(policy.named_parameters()) == before
@@ -50,196 +127,129 @@ def test_the_start_is_the_base_to_the_bit(architecture: str, mode: str) -> None:
 LAYOUTS = ((0, "right", 1), (3, "left", 2), (1, "none", 1), (4, "left", 2))  # micro-batch, padding, threads
 
 
-def trained(architecture: str, mode: str, layout: tuple[int, str, int]) -> tuple[str, str]:
-    """Digests of the merged weights and of the factors after three steps."""
-    micro_batch, padding, threads = layout
-    library.use_threads(threads)
-    policy, lora, optimizer = adapted(architecture, mode)
-    learn(policy, optimizer, mode, 3, micro_batch, padding)
-    return weights_digest(policy.named_parameters()), weights_digest(lora.factors().items())
+def trained(kind: str, architecture: str, mode: str, layout: tuple[int, str, int]) -> str:
+    library.use_threads(layout[2])
+    return Subject.of(kind, architecture, mode).learn(2, *layout[:2]).digest()
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gpt2", "gpt_neox", "gemma"])
-def test_an_adapter_after_training_does_not_depend_on_the_layout(architecture: str) -> None:
-    assert len({trained(architecture, "deterministic", layout) for layout in LAYOUTS}) == 1
+@pytest.mark.parametrize(
+    ("kind", "architecture"), [("policy", "qwen3"), ("policy", "gpt2"), ("policy", "gemma"), ("value model", "qwen3")]
+)
+def test_no_layout_of_the_training_changes_an_adapter(kind: str, architecture: str) -> None:
+    assert len({trained(kind, architecture, "deterministic", layout) for layout in LAYOUTS}) == 1
 
 
+@kinds
 @pytest.mark.usefixtures("row_dependent")
-def test_a_native_adapter_after_training_depends_on_the_layout() -> None:
-    assert len({trained("qwen3", "native", layout)[0] for layout in LAYOUTS[:3]}) == 3
+def test_in_native_numerics_every_layout_does(kind: str) -> None:
+    assert len({trained(kind, "qwen3", "native", layout) for layout in LAYOUTS[:3]}) == 3
 
 
-@pytest.mark.parametrize("mode", ["deterministic", "native"])
-@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
-def test_frozen_weights_never_change_and_targets_do(architecture: str, mode: str) -> None:
-    targets = ("q_proj", "down_proj") if architecture == "qwen3" else ("c_attn",)
-    policy, lora, optimizer = adapted(architecture, mode, targets)
-    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
-    learn(policy, optimizer, mode, 3)
-    for name, parameter in policy.named_parameters():
-        is_target = name.removesuffix(".weight") in lora.layers and name.endswith("weight")
-        assert (unequal(parameter, before[name]) > 0) == is_target == parameter.requires_grad, name
-        assert is_target or parameter.grad is None
-    assert all(name.endswith(targets) for name in lora.layers)
+@kinds
+@modes
+@pytest.mark.parametrize("architecture", TARGETS)
+def test_targets_and_the_head_of_a_value_model_change_and_nothing_else(kind: str, architecture: str, mode: str) -> None:
+    before = dict(fresh(kind, architecture, mode).named_parameters())
+    s = Subject.of(kind, architecture, mode, TARGETS[architecture]).learn(3)
+    for name, parameter in s.model.named_parameters():
+        is_trained = name in HEAD or (name.endswith(".weight") and name.removesuffix(".weight") in s.lora.layers)
+        assert (unequal(parameter, before[name]) > 0) == is_trained == parameter.requires_grad, name
+    assert all(name.endswith(TARGETS[architecture]) for name in s.lora.layers)
+    assert set(s.lora.whole) == (set() if kind == "policy" else HEAD)
     # control: a model that is trained whole changes everywhere
-    whole = make_policy(source_model(architecture), mode, CONTEXT)
-    learn(whole, make_optimizer(whole, SETTINGS, mode), mode, 3)
+    whole = fresh(kind, architecture, mode)
+    learn(whole, Optimizer(whole, SETTINGS, mode), mode, 3)
     assert all(unequal(p, before[name]) > 0 for name, p in whole.named_parameters())
 
 
-def disagreements(mode: str) -> tuple[int, int]:
-    """Of the tokens sampled after some steps: log-probs of the trainer that are not the sampler's, and all."""
-    policy, _, optimizer = adapted("qwen3", mode)
-    learn(policy, optimizer, mode, 2)
-    engine = TorchEngine(policy, frozenset([1]), mode, CONTEXT, slots=4, prefill_chunk=3)
-    requests = [Request(tuple(prompt), seed) for seed, prompt in enumerate(PROMPTS * 3)]
-    completions = engine.generate(requests, Sampling(1.0, 0, 1.0, 12))
-    batch = lay_out([r.prompt_ids for r in requests], [c.response_ids for c in completions], "left")
-    with torch.no_grad():
-        logprobs, _ = token_statistics(policy_logits(policy, batch), batch.targets, 1.0, None, mode)
-    sampled = torch.cat([c.logprobs for c in completions])
-    return unequal(logprobs, sampled), len(sampled)
+@kinds
+@modes
+def test_a_learning_rate_of_zero_changes_no_bit(kind: str, mode: str) -> None:
+    s = Subject.of(kind, "qwen3", mode, settings=AdamWSettings(0.0, 0.9, 0.95, 1e-8, 0.01, 1.0))
+    before = s.digest()
+    assert s.learn(2).digest() == before
 
 
-@pytest.mark.usefixtures("row_dependent")
-def test_sampler_and_trainer_agree_on_every_bit_after_training_an_adapter() -> None:
-    differing, count = disagreements("deterministic")
-    assert differing == 0 and count > 200
-    assert disagreements("native")[0] > 10
+def test_merging_and_gradients_of_factors_are_products_of_the_definition() -> None:
+    s = Subject.of("policy", "gpt2", "deterministic").learn(2)
+    for name, layer in s.lora.layers.items():
+        added = definition.product(layer.b.numpy(), layer.a.numpy().T) * np.float32(s.lora.scale)
+        merged = layer.weight.detach().t() if layer.transposed else layer.weight.detach()
+        assert np.array_equal(merged.numpy(), layer.base.numpy() + added), name
+    collected = {f"{n}.weight": torch.randn(of.weight.shape, generator=seeded(1)) for n, of in s.lora.layers.items()}
+    found = s.lora.gradients(collected)
+    for name, layer in s.lora.layers.items():
+        gradient = collected[f"{name}.weight"].t() if layer.transposed else collected[f"{name}.weight"]
+        d_a, d_b = (found[f"{name}.lora_{which}.weight"].numpy() for which in "AB")
+        scale, of = np.float32(s.lora.scale), gradient.numpy()
+        assert np.array_equal(d_a, definition.product(layer.b.numpy().T, of.T) * scale)
+        assert np.array_equal(d_b, definition.product(of, layer.a.numpy()) * scale)
+
+
+@given(st.integers(1, 20), st.integers(1, 300), st.integers(1, 20), st.integers(0, 100))
+def test_products_are_those_of_the_definition(m: int, n: int, k: int, seed: int) -> None:
+    a, b = (torch.randn(shape, generator=seeded(seed)) for shape in ((m, n), (n, k)))
+    assert product(a, b).numpy().tobytes() == definition.product(a.numpy(), b.numpy().T).tobytes()
 
 
 def test_the_usual_form_of_an_adapter_rounds_otherwise_than_its_merged_weight() -> None:
-    policy, lora, optimizer = adapted("qwen3", "deterministic")
-    learn(policy, optimizer, "deterministic", 2)
-    name, layer = next(iter(lora.layers.items()))
+    s = Subject.of("policy", "qwen3", "deterministic").learn(2)
+    name, layer = next(iter(s.lora.layers.items()))
     x = torch.randn(50, layer.base.shape[1], generator=seeded(1))
-    merged = linear(x, policy.get_submodule(name)).detach()
-    usual = x @ layer.base.t() + (x @ layer.a.t()) @ layer.b.t() * lora.scale
+    merged = linear(x, s.model.get_submodule(name)).detach()
+    usual = x @ layer.base.t() + (x @ layer.a.t()) @ layer.b.t() * s.lora.scale
     assert unequal(merged, usual) > len(x)
     # float32 sums of 48 products
     assert torch.allclose(merged, usual, rtol=0, atol=1e-4)
 
 
-def adamw64(gradients: dict[str, Tensor], state: dict[str, list[Tensor]], t: int) -> float:
-    """One AdamW step from its definition on float64 (parameter, first, second); returns the global norm."""
-    s = SETTINGS
-    norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
-    for name, (p, first, second) in state.items():
-        g = gradients[name] * min(1.0, s.max_grad_norm / (norm + 1e-6))
-        first.mul_(s.beta1).add_((1 - s.beta1) * g)
-        second.mul_(s.beta2).add_((1 - s.beta2) * g * g)
-        p.mul_(1 - s.learning_rate * s.weight_decay)
-        p.sub_(s.learning_rate * (first / (1 - s.beta1**t)) / ((second / (1 - s.beta2**t)).sqrt() + s.eps))
-    return norm
+def test_a_first_step_worked_by_hand() -> None:
+    """AdamW's first step is the learning rate in the direction of each gradient's sign, whatever its size."""
+    model = make_value_model(source_model("qwen3"), "deterministic", CONTEXT, 0)
+    lora = add_lora(model, RANK, ALPHA, (), seed=5)
+    before = model.head.weight.detach().clone()
+    inputs = torch.eye(before.shape[1])[:2]  # gradients of the head's first two weights: 3 and -2; of its bias: 1
+
+    def backward() -> None:
+        outputs = linear(inputs, model.head, alone(2, slots_of(range(2), 2, 8)))
+        torch.autograd.backward(outputs, torch.tensor([[3.0], [-2.0]]))
+
+    settings = AdamWSettings(0.5, 0.9, 0.95, 1e-12, 0.0, 1.0)
+    report = Optimizer(model, settings, "deterministic", adapter=lora).step(backward)
+    assert report.grad_norm == pytest.approx((9 + 4 + 1) ** 0.5, rel=1e-6)
+    moved = (model.head.weight.detach() - before)[0]
+    assert moved[:2].tolist() == pytest.approx([-0.5, 0.5], rel=1e-6) and not moved[2:].any()
+    assert float(model.head.bias.detach()) == pytest.approx(-0.5, rel=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["deterministic", "native"])
-def test_a_step_is_adamw_on_the_factors_and_nothing_else(mode: str) -> None:
-    """With gradients of W' that are given, so that only the way down to the factors and the step are looked at."""
-    policy, lora, optimizer = adapted("llama", mode, ("o_proj",))
-    state = {
-        n: [p.double(), torch.zeros(p.shape).double(), torch.zeros(p.shape).double()] for n, p in lora.factors().items()
-    }
-    for t, factor in enumerate((1.0, 30.0, 0.1), 1):
-        fixed = {n: torch.randn(x.base.shape, generator=seeded(t)) * factor for n, x in lora.layers.items()}
-
-        def backward(fixed: dict[str, Tensor] = fixed) -> None:
-            for name, gradient in fixed.items():
-                layer = policy.get_submodule(name)
-                # y = I W'^T: the gradient of W' is the transposed gradient of y
-                x, count = torch.eye(gradient.shape[1]), gradient.shape[1]
-                rows = alone(count, slots_of(range(count), count, SLOTS))
-                y = linear(x, layer, rows) if mode == "deterministic" else layer(x)
-                torch.autograd.backward(y, gradient.t())
-
-        report = optimizer.step(backward)
-        gradients = {}
-        for name, gradient in fixed.items():
-            a, b = (state[f"{name}.lora_{which}.weight"][0] for which in "AB")
-            gradients[f"{name}.lora_A.weight"] = lora.scale * b.t() @ gradient.double()
-            gradients[f"{name}.lora_B.weight"] = lora.scale * gradient.double() @ a.t()
-        assert report.grad_norm == pytest.approx(adamw64(gradients, state, t), rel=1e-5)
-    for name, factor in lora.factors().items():
-        # three steps of 2e-2 whose gradients agree to 1e-5 of the largest: the smallest are off by more of themselves
-        assert torch.allclose(factor.double(), state[name][0], rtol=0, atol=2e-4), name
-        assert (factor.double() - state[name][0]).norm() < 1e-4 * state[name][0].norm()
-    for name, layer in lora.layers.items():
-        a, b = (lora.factors()[f"{name}.lora_{which}.weight"].double() for which in "AB")
-        # float32 weights near 1
-        assert torch.allclose(layer.weight.double(), layer.base.double() + lora.scale * b @ a, rtol=0, atol=2e-6)
+@kinds
+@modes
+def test_going_on_from_a_state_is_going_on(kind: str, mode: str) -> None:
+    s = Subject.of(kind, "qwen3", mode).learn(2)
+    state = s.optimizer.state()
+    copied = ({n: x.clone() for n, x in part.items()} for part in (state.first, state.second, state.factors))
+    first, second, factors = copied
+    whole = {n: p.detach().clone() for n, p in s.lora.whole.items()}
+    s.learn(1)
+    digests = []
+    for moments in (True, False):  # control: without the moments the next step is another one
+        other = Subject.of(kind, "qwen3", mode)
+        for name, parameter in other.lora.whole.items():
+            parameter.detach().copy_(whole[name])
+        other.optimizer.load(OptimizerState(first, second, dict(state.steps), factors))
+        if not moments:
+            other.optimizer = Optimizer(other.model, SETTINGS, mode, adapter=other.lora)
+        digests.append(other.learn(1).digest())
+    assert digests[0] == s.digest() != digests[1]
 
 
-@pytest.mark.parametrize("mode", ["deterministic", "native"])
-def test_a_learning_rate_of_zero_changes_no_bit(mode: str) -> None:
-    policy, lora, optimizer = adapted("qwen3", mode, settings=FROZEN)
-    before = weights_digest(policy.named_parameters()), weights_digest(lora.factors().items())
-    learn(policy, optimizer, mode, 2)
-    assert (weights_digest(policy.named_parameters()), weights_digest(lora.factors().items())) == before
-
-
-@pytest.mark.parametrize("mode", ["deterministic", "native"])
-def test_going_on_from_a_state_is_going_on(mode: str) -> None:
-    policy, lora, optimizer = adapted("qwen3", mode)
-    learn(policy, optimizer, mode, 2)
-    held = optimizer.state()
-    saved = OptimizerState(
-        *({n: x.clone() for n, x in part.items()} for part in (held.first, held.second)),
-        dict(held.steps), {n: x.clone() for n, x in held.factors.items()},
-    )  # fmt: skip
-    learn(policy, optimizer, mode, 1)
-    other, other_lora, other_optimizer = adapted("qwen3", mode)
-    other_optimizer.load(saved)
-    learn(other, other_optimizer, mode, 1)
-    assert weights_digest(other.named_parameters()) == weights_digest(policy.named_parameters())
-    assert weights_digest(other_lora.factors().items()) == weights_digest(lora.factors().items())
-    # control: without the moments the next step is another one
-    third, third_lora, third_optimizer = adapted("qwen3", mode)
-    for name, factor in third_lora.factors().items():
-        factor.copy_(saved.factors[name])
-    third_lora.merge()
-    learn(third, third_optimizer, mode, 1)
-    assert weights_digest(third.named_parameters()) != weights_digest(policy.named_parameters())
-
-
-CONTROLS = Coefficients(0.05, 0.0, 0.0, ReturnStatistics())
-
-
-@pytest.mark.parametrize("mode", ["deterministic", "native"])
-def test_a_checkpoint_holds_all_of_an_adapter(mode: str, tmp_path: Path) -> None:
-    def fresh() -> tuple[TrainState, Lora]:
-        policy, lora, optimizer = adapted("qwen3", mode)
-        source = source_model("qwen3")
-        value_model = make_value_model(source, mode, CONTEXT, 0)
-        of_values = make_optimizer(value_model, SETTINGS, mode)
-        return TrainState(
-            policy, value_model, freeze(make_policy(source, mode, CONTEXT)), optimizer, of_values, CONTROLS
-        ), lora
-
-    state, lora = fresh()
-    learn(state.policy, state.policy_optimizer, mode, 2)
-    state.iteration = 1
-    checkpoint_format.save(
-        checkpoint_format.take(state, "chain", checkpoint_format.Origin("task", {})), tmp_path / "saved"
-    )
-    other, other_lora = fresh()
-    checkpoint_format.restore(checkpoint_format.load(tmp_path / "saved"), other)
-    assert weights_digest(other_lora.factors().items()) == weights_digest(lora.factors().items())
-    for s in (state, other):
-        learn(s.policy, s.policy_optimizer, mode, 1)
-    assert weights_digest(other.policy.named_parameters()) == weights_digest(state.policy.named_parameters())
-    assert weights_digest(other_lora.factors().items()) == weights_digest(lora.factors().items())
-
-
-@pytest.mark.parametrize("mode", ["deterministic", "native"])
+@modes
 def test_a_state_of_something_else_is_refused(mode: str) -> None:
-    policy, _, optimizer = adapted("qwen3", mode, ("q_proj",))
-    learn(policy, optimizer, mode, 1)
-    of_q = optimizer.state()
-    with pytest.raises(ValueError, match=r"adapter|one side"):
-        adapted("qwen3", mode, ("v_proj",))[2].load(of_q)
-    whole = make_optimizer(make_policy(source_model("qwen3"), mode, CONTEXT), SETTINGS, mode)
-    with pytest.raises(ValueError, match=r"adapter|module"):
-        whole.load(of_q)
+    of_q = Subject.of("policy", "qwen3", mode, ("q_proj",)).learn(1).optimizer.state()
+    with pytest.raises(ValueError, match="one side only"):
+        Subject.of("policy", "qwen3", mode, ("v_proj",)).optimizer.load(of_q)
+    with pytest.raises(ValueError, match=f"not of this module in {mode} numerics"):
+        Optimizer(fresh("policy", "qwen3", mode), SETTINGS, mode).load(of_q)
 
 
 @pytest.mark.parametrize(
@@ -247,30 +257,23 @@ def test_a_state_of_something_else_is_refused(mode: str) -> None:
     [
         (("q_proj", "qproj"), r"'qproj' names no layer that can be adapted; choose from down_proj, gate_proj"),
         (("lm_head",), "'lm_head' names no layer"),
-        (("embed_tokens",), "'embed_tokens' names no layer"),
         (("proj",), "'proj' names no layer"),
     ],
 )
 def test_a_target_that_matches_nothing_is_named(targets: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        adapted("qwen2", "deterministic", targets)
+        Subject.of("policy", "qwen2", "deterministic", targets)
 
 
 def test_targets_are_ends_of_names_at_a_dot() -> None:
-    assert len(adapted("qwen3", "deterministic", ("q_proj",))[1].layers) == 2
-    assert list(adapted("qwen3", "deterministic", ("0.self_attn.q_proj",))[1].layers) == [
-        "model.layers.0.self_attn.q_proj"
-    ]
-    assert adapted("gpt2", "deterministic")[1].target_modules == ("c_attn", "c_fc", "c_proj")
-    assert adapted("gpt_neox", "native")[1].target_modules == (
-        "dense", "dense_4h_to_h", "dense_h_to_4h", "query_key_value",
-    )  # fmt: skip
+    one = Subject.of("policy", "qwen3", "deterministic", ("0.self_attn.q_proj",))
+    assert list(one.lora.layers) == ["model.layers.0.self_attn.q_proj"]
+    assert Subject.of("policy", "gpt2", "deterministic").lora.target_modules == ("c_attn", "c_fc", "c_proj")
 
 
 def test_the_draws_of_a_are_uniform_and_a_function_of_seed_and_name() -> None:
     rank, columns = 64, 100
-    a = initial_a(rank, columns, 0, "layer")
-    edge = 1.0 / math.sqrt(columns)
+    a, edge = initial_a(rank, columns, 0, "layer"), 0.1
     assert float(a.abs().max()) < edge
     # 6400 draws: the largest gap between a sample's distribution function and the true one is above 1.95 / sqrt(n) in
     # one of a thousand samples (Kolmogorov); this sample is always the same
@@ -282,31 +285,38 @@ def test_the_draws_of_a_are_uniform_and_a_function_of_seed_and_name() -> None:
     assert unequal(a, initial_a(rank, columns, 0, "other")) > 6000
 
 
+# ------------------------------------------------------------------------------------------ weights that are shared
+
+
 def storages(*tensors: Tensor) -> set[int]:
     return {t.untyped_storage().data_ptr() for t in tensors}
 
 
-@pytest.mark.parametrize("mode", ["deterministic", "native"])
-@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
-def test_what_is_not_trained_is_the_reference_s_own(architecture: str, mode: str) -> None:
-    """Shared or copied, the same bits are trained; only the trained matrices and factors are the policy's own."""
-    targets = ("q_proj", "up_proj") if architecture == "qwen3" else ("c_attn",)
+def base_of(kind: str, reference: PreTrainedModel) -> PreTrainedModel:
+    return reference if kind == "policy" else trunk_of(reference)
+
+
+@kinds
+@modes
+@pytest.mark.parametrize("architecture", TARGETS)
+def test_shared_or_copied_the_same_bits_are_trained(kind: str, architecture: str, mode: str) -> None:
     digests = []
     for shared in (False, True):
-        policy, reference = (make_policy(source_model(architecture), mode, CONTEXT) for _ in range(2))
-        freeze(reference)
+        model, reference = (
+            fresh(kind, architecture, mode),
+            freeze(make_policy(source_model(architecture), mode, CONTEXT)),
+        )
         before = weights_digest(reference.named_parameters())
-        lora = add_lora(policy, RANK, ALPHA, targets, seed=5)
+        lora = add_lora(model, RANK, ALPHA, TARGETS[architecture], seed=5)
         if shared:
-            lora = share_frozen(policy, reference, lora)
-        learn(policy, make_lora_optimizer(policy, lora, SETTINGS, mode), mode, 3)
+            lora = share_frozen(model, base_of(kind, reference), lora)
+        learn(model, Optimizer(model, SETTINGS, mode, adapter=lora), mode, 3)
         assert weights_digest(reference.named_parameters()) == before
-        digests.append((weights_digest(policy.named_parameters()), weights_digest(lora.factors().items())))
-    assert digests[0] == digests[1] and digests[0][0] != before
-    own = storages(*policy.parameters()) - storages(*reference.parameters())
-    assert own == storages(*(layer.weight for layer in lora.layers.values()))
+        digests.append(weights_digest([*model.named_parameters(), *lora.factors().items()]))
+    assert digests[0] == digests[1]
+    own = storages(*model.parameters()) - storages(*reference.parameters())
+    assert own == storages(*(layer.weight for layer in lora.layers.values()), *lora.whole.values())
     assert storages(*(layer.base for layer in lora.layers.values())) <= storages(*reference.parameters())
-    assert [n for n, _ in policy.named_parameters()] == [n for n, _ in reference.named_parameters()]
 
 
 def test_a_pass_of_the_reference_between_forward_and_backward_changes_nothing() -> None:
@@ -317,17 +327,108 @@ def test_a_pass_of_the_reference_between_forward_and_backward_changes_nothing() 
         lora = add_lora(policy, RANK, ALPHA, ("q_proj",), seed=5)
         if shared:
             lora = share_frozen(policy, freeze(reference), lora)
-        optimizer = make_lora_optimizer(policy, lora, SETTINGS, "deterministic")
-        batch = lay_out(PROMPTS, RESPONSES, slots=slots_of(range(len(PROMPTS)), len(PROMPTS), SLOTS))
+        batch = lay_out(PROMPTS, RESPONSES, slots=slots(range(COUNT)))
 
-        def backward(
-            policy: PreTrainedModel = policy, reference: PreTrainedModel = reference, batch: TokenBatch = batch
-        ) -> None:
-            logits = policy_logits(policy, batch)
+        def backward(policy: PreTrainedModel = policy, other: PreTrainedModel = reference) -> None:
+            logits = policy_logits(policy, batch)  # noqa: B023
             with torch.no_grad():
-                policy_logits(reference, batch)
+                policy_logits(other, batch)  # noqa: B023
             torch.autograd.backward(logits, torch.ones_like(logits) / 100)
 
-        optimizer.step(backward)
+        Optimizer(policy, SETTINGS, "deterministic", adapter=lora).step(backward)
         digests.append(weights_digest(policy.named_parameters()))
     assert digests[0] == digests[1] != weights_digest(reference.named_parameters())
+
+
+@pytest.mark.parametrize("name", ["layers.0.self_attn.q_proj", "layers.1.mlp.up_proj", "embed_tokens"])
+def test_other_weights_are_not_shared(name: str) -> None:
+    """One bit of an adapted or of a frozen weight is enough; zeros of two signs are two numbers here."""
+    model = fresh("value model", "qwen3", "deterministic")
+    base = trunk_of(freeze(make_policy(source_model("qwen3"), "deterministic", CONTEXT)))
+    for trunk, zero in ((model.trunk, 0.0), (base, -0.0)):
+        trunk.get_submodule(name).get_parameter("weight").detach().view(-1)[0] = zero
+    with pytest.raises(ValueError, match=f"trunk.{name}: the two models have different weights"):
+        share_frozen(model, base, add_lora(model, RANK, ALPHA, ("q_proj",), seed=5))
+
+
+# ------------------------------------------------------------------------------------------------- beside the real peft
+
+OF_PEFT = ("qwen3", "gpt2", "gpt_neox")
+
+
+@modes
+@pytest.mark.parametrize("architecture", OF_PEFT)
+def test_peft_merges_a_saved_adapter_to_our_weights(architecture: str, mode: str, tmp_path: Path) -> None:
+    s = Subject.of("policy", architecture, mode).learn(3)
+    save_adapter(s.lora, tmp_path, "base")
+    saved = safetensors.torch.load_file(tmp_path / ADAPTER_TENSORS)
+    assert all(unequal(saved[f"base_model.model.{name}"], factor) == 0 for name, factor in s.lora.factors().items())
+    weights = PeftModel.from_pretrained(source_model(architecture), tmp_path).merge_and_unload().state_dict()
+    for name, layer in s.lora.layers.items():
+        pair = layer.weight.detach(), weights[f"{name}.weight"]
+        ours, found = (x.t() if layer.transposed else x for x in pair)
+        # each side rounds rank products, their sums, the scaling and the last sum: 2^-24 of what they are
+        largest = layer.b.abs().amax(-1)[:, None] * layer.a.abs().amax(0)[None]
+        bound = s.lora.scale * RANK * largest * (RANK + 2) * 2.0**-23 + ours.abs() * 2.0**-22
+        assert bool(((ours - found).abs() <= bound).all()), name
+        assert unequal(ours.contiguous(), layer.base) > ours.numel() // 2, name
+    for name, parameter in s.model.named_parameters():
+        if name.removesuffix(".weight") not in s.lora.layers:
+            assert unequal(weights[name], parameter) == 0, name
+
+
+@pytest.mark.parametrize("architecture", OF_PEFT)
+def test_peft_predicts_the_same_values_from_the_saved_folder(architecture: str, tmp_path: Path) -> None:
+    s = Subject.of("value model", architecture, "deterministic")
+    batch = lay_out(PROMPTS, RESPONSES, "right")
+    start = value_predictions(s.model, batch).detach()
+    ours = value_predictions(s.learn(3).model, batch).detach()
+    source_model(architecture).save_pretrained(tmp_path / "base")
+    (tmp_path / "adapter").mkdir()
+    save_value_adapter(s.lora, s.model, tmp_path / "adapter", str(tmp_path / "base"))
+    base = AutoModelForTokenClassification.from_pretrained(tmp_path / "base", num_labels=1)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        found = [
+            loaded(input_ids=torch.tensor([[*p, *r[:-1]]])).logits[0, len(p) - 1 :, 0]
+            for p, r in zip(PROMPTS, RESPONSES, strict=True)
+        ]
+    # two layers of float32
+    assert torch.allclose(torch.cat(found), ours, rtol=0, atol=1e-4 * float(ours.abs().max()))
+    assert float((ours - start).abs().max()) > 1e-2, "the adapter learnt nothing, so nothing was compared"
+
+
+def gradients_of_peft(architecture: str, lora: Lora) -> dict[str, Tensor]:
+    """Autograd in float64 through x W^T + s (x A^T) B^T, each sequence alone under the model's own masks."""
+    options: dict[str, Any] = {"target_modules": list(lora.target_modules), "fan_in_fan_out": architecture == "gpt2"}
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, task_type="CAUSAL_LM", lora_dropout=0.0, **options)
+    model = get_peft_model(source_model(architecture), config, autocast_adapter_dtype=False).double()
+    parameters = {
+        name.removeprefix("base_model.model.").replace(".default", ""): p
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+    with torch.no_grad():
+        for name, factor in lora.factors().items():
+            parameters[name].copy_(factor)
+    assert parameters.keys() == lora.factors().keys()
+    for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
+        logits = model(input_ids=torch.tensor([[*prompt, *response[:-1]]]), use_cache=False).logits[0]
+        logprobs = logits[len(prompt) - 1 :].log_softmax(-1).gather(-1, torch.tensor(response)[:, None])
+        (-logprobs.sum() / TOKENS).backward()
+    return {name: p.grad for name, p in parameters.items() if p.grad is not None}
+
+
+@pytest.mark.parametrize("architecture", OF_PEFT)
+def test_gradients_are_those_of_peft_in_float64(architecture: str) -> None:
+    s = Subject.of("policy", architecture, "deterministic").learn(3)
+    batch = lay_out(PROMPTS, RESPONSES, slots=slots(range(COUNT)))
+    s.optimizer.sums.begin()
+    logprobs, _ = token_statistics(policy_logits(s.model, batch), batch.targets, 1.0, None, "deterministic")
+    torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / TOKENS))
+    found = s.lora.gradients(s.optimizer.sums.finish())
+    expected = gradients_of_peft(architecture, s.lora)
+    assert found.keys() == expected.keys()
+    worst = max(float((found[n].double() - e).norm() / e.norm()) for n, e in expected.items())
+    # float32 through two layers
+    assert 0 < worst < 3e-6

@@ -13,15 +13,9 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from ppo_repro.errors import UserError
 from ppo_repro.models.batches import lay_out
+from ppo_repro.models.folders import load_reward_model, require_same_tokens, save_reward_model
 from ppo_repro.models.networks import make_policy, value_predictions
-from ppo_repro.models.reward_model import (
-    load_reward_model,
-    make_reward_model,
-    require_same_tokens,
-    reward_scores,
-    save_reward_model,
-    value_model_from,
-)
+from ppo_repro.models.reward_model import make_reward_model, reward_scores, value_model_from
 from ppo_repro.models.tiny import make_tokenizer
 from ppo_repro.numerics import library
 from ppo_repro.numerics.families import CLASSIFIER_OF, trunk_of

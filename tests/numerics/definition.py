@@ -230,13 +230,6 @@ def layer_linear(model: Model, x: Array, matrix: Matrix) -> Array:
     return rounded(model.rounding.activations, linear(x, matrix))
 
 
-def layer_linear_backward(
-    grads: Contributions, name: str, model: Model, matrix: Matrix, dy: Array, x: Array, position: Array
-) -> Array:
-    """`linear_backward`, rounded where the model rounds gradients."""
-    return rounded(model.rounding.gradients, linear_backward(grads, name, matrix, dy, x, position))
-
-
 @dataclass(frozen=True)
 class Normed:
     """y, and what the backward pass needs: x_hat as y but without weights, and r the factor of x; [.., C], [.., 1]."""
@@ -432,7 +425,7 @@ def attention_block_backward(
     grads: Contributions, name: str, model: Model, layer: Layer, dy: Array, of: AttentionBlock, position: Array
 ) -> Array:
     """The gradient of `attention_block`'s x."""
-    d_mixed = layer_linear_backward(grads, f"{name}.out", model, layer.out, dy, of.mixed, position)
+    d_mixed = linear_backward(grads, f"{name}.out", layer.out, dy, of.mixed, position)
     d_out = d_mixed.reshape(len(dy), model.heads, model.head_dim).swapaxes(0, 1)
     d_heads = attend_backward(of.attention, d_out, layer.scale, layer.window)
     dq, dk, dv = (a.swapaxes(0, 1) for a in d_heads)
@@ -445,8 +438,7 @@ def attention_block_backward(
     d_raw = np.zeros((len(dy), len(layer.qkv.w)), F)
     for columns, d in zip(_head_columns(model), (dq, dk, dv), strict=True):
         d_raw[:, columns] = d
-    d_raw = rounded(model.rounding.gradients, d_raw)
-    return layer_linear_backward(grads, f"{name}.qkv", model, layer.qkv, d_raw, of.x, position)
+    return linear_backward(grads, f"{name}.qkv", layer.qkv, d_raw, of.x, position)
 
 
 def _norm_heads_backward(
@@ -492,15 +484,14 @@ def mlp_backward(
     position: Array,
 ) -> Array:
     """The gradient of x. Gated: d up = d act(gate), d gate = (d up) act'(gate), with d the gradient of the product."""
-    d = layer_linear_backward(grads, names[1], model, down, dy, of.act, position)
+    d = linear_backward(grads, names[1], down, dy, of.act, position)
     if model.gated:
         gate, factor = np.split(of.up, 2, -1)
         value, slope = activate(model.activation, gate)
         d = np.concatenate([(d * factor) * slope, d * value], -1)
     else:
         d = d * activate(model.activation, of.up)[1]
-    d = rounded(model.rounding.gradients, d)
-    return layer_linear_backward(grads, names[0], model, up, d, of.x, position)
+    return linear_backward(grads, names[0], up, d, of.x, position)
 
 
 @dataclass(frozen=True)
@@ -561,13 +552,13 @@ def mixture_backward(
     np.put_along_axis(d_logits, of.experts, of.p * (g - mean) if model.normalised else g, -1)
     if not model.normalised:
         d_logits = of.p * (d_logits - mean)
-    dx = layer_linear_backward(grads, f"{name}.router", model, layer.router, d_logits, of.x, position)
+    dx = linear_backward(grads, f"{name}.router", layer.router, d_logits, of.x, position)
     for e, (rows, rank, _, inside) in enumerate(of.parts):
-        d = rounded(model.rounding.gradients, of.weights[rows, rank][:, None] * dy[rows])
+        d = of.weights[rows, rank][:, None] * dy[rows]
         names = (f"{name}.expert_up.{e}", f"{name}.expert_down.{e}")
         up, down = layer.expert_up[e], layer.expert_down[e]
         dx[rows] = dx[rows] + mlp_backward(grads, names, model, up, down, d, inside, position[rows])
-    return rounded(model.rounding.gradients, dx)
+    return dx
 
 
 # ---------------------------------------------------------------------------------------------------- the network
@@ -635,8 +626,7 @@ def backward(model: Model, of: Activations, d_hidden: Array) -> Contributions:
     """
     grads: Contributions = {}
     position = np.arange(len(of.ids))
-    form = model.rounding.gradients
-    d = rounded(form, norm_backward(grads, "last_norm", model.norm, model.last_norm, d_hidden, of.last, position))
+    d = norm_backward(grads, "last_norm", model.norm, model.last_norm, d_hidden, of.last, position)
     for index in reversed(range(len(model.layers))):
         name, layer, seen = f"layers.{index}", model.layers[index], of.layers[index]
         if isinstance(seen.mlp, Mixture):
@@ -646,10 +636,10 @@ def backward(model: Model, of: Activations, d_hidden: Array) -> Contributions:
             names = (f"{name}.up", f"{name}.down")
             dh = mlp_backward(grads, names, model, layer.up, layer.down, d, seen.mlp, position)
         dh = norm_backward(grads, f"{name}.norm2", model.norm, layer.norm2, dh, seen.normed2, position)
-        d2 = rounded(form, d + dh)
+        d2 = d + dh
         dh = attention_block_backward(grads, name, model, layer, d if model.parallel else d2, seen.attention, position)
         dh = norm_backward(grads, f"{name}.norm1", model.norm, layer.norm1, dh, seen.normed1, position)
-        d = rounded(form, d2 + dh)
+        d = d2 + dh
     if model.positions is not None:
         grads["positions"] = row_addends(d, position)
     trained = np.flatnonzero(of.ids != model.padding)

@@ -78,29 +78,6 @@ def exp32(x: Array) -> Array:
 
 
 @quiet
-def log32(x: Array) -> Array:
-    """Positive normal x = (1 + f) 2^e with sqrt(1/2) <= 1 + f < sqrt(2); a polynomial in f."""
-    bits = np.asarray(x, F).view(np.int32)
-    exponent = (bits - np.int32(0x3F3504F3)) >> 23
-    e, f = exponent.astype(F), (bits - (exponent << 23)).view(F) - F(1)
-    z = f * f
-    y = polynomial(
-        f,
-        7.0376836292e-2,
-        -1.1514610310e-1,
-        1.1676998740e-1,
-        -1.2420140846e-1,
-        1.4249322787e-1,
-        -1.6668057665e-1,
-        2.0000714765e-1,
-        -2.4999993993e-1,
-        3.3333331174e-1,
-    )
-    y = fma(z, F(-0.5), fma(e, LN2_LOW32, f * z * y))
-    return fma(e, LN2_HIGH32, f + y)
-
-
-@quiet
 def sigmoid32(x: Array) -> Array:
     """1 / (1 + exp(-x))."""
     return F(1) / (F(1) + exp32(-np.asarray(x, F)))

@@ -19,12 +19,11 @@ FLOATS = {
 
 @dataclass(frozen=True)
 class Rounding:
-    """The formats that a model rounds to: results of its steps, inputs of linear layers, the cache, gradients."""
+    """The formats that a model rounds to: results of its steps, inputs of linear layers, the cache."""
 
     activations: str = "float32"
     inputs: str = "float32"
     cache: str = "float32"
-    gradients: str = "float32"
 
 
 def nearest(form: str, x: Array) -> Array:

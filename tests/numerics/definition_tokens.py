@@ -75,10 +75,6 @@ def softplus64(x: Array) -> Array:
     return np.where(x > 0, x, 0.0) + log1p64(exp64(-np.abs(x)))
 
 
-def normal_density32(x: Array) -> Array:
-    return F(0.3989422804) * exp32(F(-0.5) * x * x)
-
-
 # ------------------------------------------------------------------------------------------------- distributions
 
 

@@ -12,12 +12,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from ppo_repro.accuracy.distances import Comparison, GradientComparison, compare, compare_gradients, errors, typical
-from ppo_repro.accuracy.scores import Float64, Text, in_float64, reference_scores, stock_scores
-from ppo_repro.numerics.families import ROTARIES
+from experiments.accuracy.distances import Comparison, GradientComparison, compare, compare_gradients, typical
+from ppo_repro.accuracy import Text, errors, float64, reference_scores, stock_scores
 from ppo_repro.numerics.rotary import inverse_frequencies
-from ppo_repro.testing.outliers import cases_of, linear_layers, outlier_model, sequences_of
-from ppo_repro.testing.small_models import CONFIGS, CONTEXT, MIXTURES, small_model
+from tests.support.outliers import cases_of, linear_layers, outlier_model, sequences_of
+from tests.support.small_models import CONFIGS, CONTEXT, MIXTURES, small_model
 
 SEEDS, MORE_SEEDS = range(3), range(3, 11)
 PLAIN, OUTLIERS = 1.5, 2.0  # largest ratios
@@ -149,16 +148,18 @@ def test_weights_on_20_bits_fail_the_plain_bound(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
 def test_the_reference_is_float64_throughout(architecture: str) -> None:
     model, text = model_of(architecture, "plain", 0), text_of(0)
-    wide = in_float64(model)
-    for module in wide.modules():
-        if type(module) in ROTARIES:
-            expected, _ = inverse_frequencies(model.config)
-            assert torch.allclose(module.inv_freq, expected, rtol=1e-14, atol=0.0)
+    with float64(model):
+        for module in model.modules():
+            if hasattr(module, "inv_freq"):
+                expected, _ = inverse_frequencies(model.config)
+                assert torch.allclose(module.inv_freq, expected, rtol=1e-14, atol=0.0)
+        # the guard can fail
+        with pytest.raises(TypeError, match="gave float32"):
+            torch.ones(3, dtype=torch.float16).to(torch.float16).type("torch.FloatTensor")
     expected = reference_scores(model, text)
     assert expected.logits.dtype == expected.logprobs.dtype == torch.float64
-    # the guard can fail, and without it the reference would have the errors of float32
-    with pytest.raises(TypeError, match="gave float32"), Float64():
-        stock_scores(model, text)
+    assert torch.equal(stock_scores(model, text).logits, stock_scores(model, text).logits)  # and is float32 again
+    assert stock_scores(model, text).logits.dtype == torch.float32
     plain = stock_scores(copy.deepcopy(model).double(), text)
     difference = float((plain.logits - expected.logits).abs().max())
     assert (difference > 1e-8) == (architecture != "gpt2") and difference < 1e-3

@@ -11,7 +11,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from ppo_repro.testing.small_models import (
+from tests.numerics.definition import Model, forward, gradients, join_slots, parameters, product, row_sum, slot_of
+from tests.numerics.definition_elementary import fma
+from tests.numerics.definition_families import model_from
+from tests.support.small_models import (
     CONFIGS,
     MIXTURES,
     VOCAB,
@@ -22,9 +25,6 @@ from ppo_repro.testing.small_models import (
     qwen3_moe_config,
     small_model,
 )
-from tests.numerics.definition import Model, forward, gradients, join_slots, parameters, product, row_sum, slot_of
-from tests.numerics.definition_elementary import fma
-from tests.numerics.definition_families import model_from
 
 F = np.float32
 VARIANTS = {

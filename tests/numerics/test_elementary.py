@@ -27,11 +27,9 @@ TINY = float(np.finfo(F).tiny)
 # name of the kernel: (definition, smallest and largest argument)
 FLOAT32: dict[str, tuple[Callable[[Array], Array], float, float]] = {
     "exp_float32": (definition.exp32, -math.inf, math.inf),
-    "log_float32": (definition.log32, TINY, 3.4e38),
     "sigmoid_float32": (definition.sigmoid32, -math.inf, math.inf),
     "tanh_float32": (definition.tanh32, -math.inf, math.inf),
     "erf_float32": (definition.erf32, -math.inf, math.inf),
-    "normal_density_float32": (wide.normal_density32, -1e18, 1e18),
     "sqrt_float32": (np.sqrt, 0.0, math.inf),
 }
 FLOAT64: dict[str, tuple[Callable[[Array], Array], float, float]] = {
@@ -122,7 +120,6 @@ def ulps(found: Array, expected: Array) -> float:
     ("name", "truth", "low", "high", "bound"),
     [
         ("exp_float32", np.exp, -103.0, 88.7, 1.01),
-        ("log_float32", np.log, TINY, 3.4e38, 0.9),
         ("sigmoid_float32", lambda x: 1 / (1 + np.exp(-x)), -88.0, 100.0, 2.5),
         ("tanh_float32", np.tanh, -100.0, 100.0, 1.4),
         ("erf_float32", lambda x: torch.erf(torch.from_numpy(x)).numpy(), -100.0, 100.0, 1.2),
@@ -178,16 +175,18 @@ def test_exact_values_and_limits() -> None:
     assert elementwise.sqrt(torch.ones(3, 4).t()).shape == (4, 3)
 
 
-@pytest.mark.parametrize("function", [elementwise.Exp, elementwise.Softplus, elementwise.Tanh])
-def test_derivatives(function: type[torch.autograd.Function]) -> None:
-    truth: dict[object, Callable[[Tensor], Tensor]] = {
-        elementwise.Exp: torch.exp,
-        elementwise.Softplus: torch.nn.functional.softplus,
-        elementwise.Tanh: torch.tanh,
-    }
+@pytest.mark.parametrize(
+    ("function", "truth"),
+    [
+        (elementwise.differentiable_exp, torch.exp),
+        (elementwise.differentiable_softplus, torch.nn.functional.softplus),
+        (elementwise.differentiable_tanh, torch.tanh),
+    ],
+)
+def test_derivatives(function: Callable[[Tensor], Tensor], truth: Callable[[Tensor], Tensor]) -> None:
     x = (torch.randn(200, generator=seeded(0)) * 3).requires_grad_()
     exact = x.detach().to(torch.float64).requires_grad_()
-    function.apply(x).sum().backward()
-    truth[function](exact).sum().backward()
+    function(x).sum().backward()
+    truth(exact).sum().backward()
     assert x.grad is not None and exact.grad is not None
     assert torch.allclose(x.grad.to(torch.float64), exact.grad, rtol=1e-6, atol=1e-7)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ppo_repro.errors import PromiseBroken
-from ppo_repro.library.running_sums import RunningSums
+from ppo_repro.library.gradients import RunningSums
 from ppo_repro.numerics import library
 from ppo_repro.numerics.gradient_sums import GradientSums, SlotSums, layout, sums_of
 from ppo_repro.numerics.structs import MatrixStruct

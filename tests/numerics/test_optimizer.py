@@ -15,19 +15,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.models.low_rank import factor_gradients, merge
 from ppo_repro.numerics import library, optimizer
 from ppo_repro.numerics.optimizer import (
     AdamW,
     AdamWSettings,
-    DeterministicOptimizer,
-    NativeOptimizer,
-    make_optimizer,
+    NativeGradients,
+    Optimizer,
     tensor_gradients,
     weights_digest,
 )
 from ppo_repro.numerics.sums import mean_of, run_sums
-from tests.numerics import definition
 from tests.numerics.definition_elementary import Array, F
 from tests.numerics.definition_sums import Moments, adamw, norm, power, square
 
@@ -167,11 +164,10 @@ def backward_of(made: optimizer.Optimizer, model: nn.Linear, factor: float) -> C
     numbers = {"weight": torch.arange(6.0).view(2, 3) * factor, "bias": torch.tensor([1.0, -1.0]) * factor}
 
     def backward() -> None:
-        if isinstance(made, NativeOptimizer):
+        if isinstance(made.sums, NativeGradients):
             for name, p in model.named_parameters():
                 p.grad = numbers[name].clone()
             return
-        assert isinstance(made, DeterministicOptimizer)
         use = made.sums.use("linear", model.weight, model.bias)
         with use.adding([7, 8]) as c_sums:
             for p, values in ((model.weight, numbers["weight"]), (model.bias, numbers["bias"])):
@@ -186,13 +182,13 @@ def test_a_run_goes_on_from_the_state(mode: str) -> None:
     digests = []
     for cut in (False, True):
         model = module()
-        made = make_optimizer(model, SETTINGS, mode)
+        made = Optimizer(model, SETTINGS, mode)
         for t in range(4):
             if cut and t == 2:
                 state = made.state()
                 restored = nn.Linear(3, 2)
                 restored.load_state_dict(model.state_dict())
-                model, made = restored, make_optimizer(restored, SETTINGS, mode)
+                model, made = restored, Optimizer(restored, SETTINGS, mode)
                 made.load(state)
                 assert made.state().steps == {"weight": 2, "bias": 2}
             made.step(backward_of(made, model, t + 1.0))
@@ -200,7 +196,7 @@ def test_a_run_goes_on_from_the_state(mode: str) -> None:
         digests.append(weights_digest(model.named_parameters()))
     assert digests[0] == digests[1]
     without = module()
-    made = make_optimizer(without, SETTINGS, mode)
+    made = Optimizer(without, SETTINGS, mode)
     for t in range(2, 4):
         made.step(backward_of(made, without, t + 1.0))
     assert weights_digest(without.named_parameters()) != digests[0]
@@ -210,7 +206,7 @@ def test_deterministic_and_native_steps_agree_closely() -> None:
     weights, norms = [], []
     for mode in ("deterministic", "native"):
         model = module()
-        made = make_optimizer(model, SETTINGS, mode)
+        made = Optimizer(model, SETTINGS, mode)
         norms.append([made.step(backward_of(made, model, f), by_tensor=True) for f in (1.0, 5.0, 0.1)])
         weights.append(model.weight.detach())
     # three steps on weights below 1, each with a few roundings of 2^-25
@@ -221,38 +217,22 @@ def test_deterministic_and_native_steps_agree_closely() -> None:
 
 def test_a_step_tells_those_who_packed_the_weights() -> None:
     model = module()
-    made = make_optimizer(model, SETTINGS, "deterministic")
+    made = Optimizer(model, SETTINGS, "deterministic")
     before = model.weight._version
     made.step(backward_of(made, model, 1.0))
     assert model.weight._version > before
 
 
 def test_the_state_of_another_module_is_refused() -> None:
-    made, other = make_optimizer(module(), SETTINGS, "deterministic"), nn.Linear(3, 2, bias=False)
+    made, other = Optimizer(module(), SETTINGS, "deterministic"), nn.Linear(3, 2, bias=False)
     for mode in ("deterministic", "native"):
         with pytest.raises(ValueError, match=f"not of this module in {mode} numerics"):
-            make_optimizer(other, SETTINGS, mode).load(made.state())
+            Optimizer(other, SETTINGS, mode).load(made.state())
     with pytest.raises(ValueError, match=r"tensor bias is torch.float32 \[2\], expected torch.float32 \[4\]"):
-        make_optimizer(nn.Linear(3, 4), SETTINGS, "deterministic").load(made.state())
+        Optimizer(nn.Linear(3, 4), SETTINGS, "deterministic").load(made.state())
 
 
 # ----------------------------------------------------------------------------------------- adapters and means
-
-
-@given(st.integers(1, 20), st.integers(1, 300), st.integers(1, 20), st.integers(0, 100))
-def test_merged_weights_and_gradients_of_factors_are_the_definition(n: int, k: int, r: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    base, a, b, gradient = random(rng, n, k), random(rng, r, k), random(rng, n, r), random(rng, n, k)
-    b[0] = 0.0
-    base[0] = -0.0
-    scale = 1.5
-    tensors = [torch.from_numpy(x) for x in (base, a, b, gradient)]
-    merged = base + definition.product(b, a.T) * F(scale)
-    merged[0] = base[0]
-    assert merge(*tensors[:3], scale).numpy().tobytes() == merged.tobytes()
-    d_a, d_b = factor_gradients(tensors[3], *tensors[1:3], scale)
-    assert d_a.numpy().tobytes() == (definition.product(b.T, gradient.T) * F(scale)).tobytes()
-    assert d_b.numpy().tobytes() == (definition.product(gradient, a) * F(scale)).tobytes()
 
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=30), st.randoms())

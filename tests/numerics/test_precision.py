@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.accuracy.scores import Text, deterministic_scores, policy_scores, reference_scores, stock_scores
-from ppo_repro.models.batches import TokenBatch
-from ppo_repro.models.networks import make_policy, policy_logits
-from ppo_repro.models.precision import rounded_view
+from ppo_repro.accuracy import Text, deterministic_scores, policy_scores, reference_scores, stock_scores
+from ppo_repro.models.networks import make_policy, policy_logits, rounded_view
 from ppo_repro.numerics import library
-from ppo_repro.numerics.gradient_sums import GradientSums
-from ppo_repro.numerics.network import Lowered, lower, lowered_of
-from ppo_repro.numerics.optimizer import SLOTS, weights_digest
+from ppo_repro.numerics.network import Lowered, lower
+from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.precision import FORMATS, NARROW, Precision, round_rows
-from ppo_repro.numerics.rows import slots_of
-from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from tests.numerics.definition_rounding import rounded as rounded_by_definition
@@ -162,40 +156,11 @@ def test_neither_the_batch_nor_threads_nor_the_cache_change_a_bit(precision: Pre
         assert unequal(torch.cat([c.logprobs for c in found]), expected) == 0
 
 
-def gradients(policy: PreTrainedModel, micro_batch: int) -> dict[str, Tensor]:
-    sums = GradientSums(policy.named_parameters(), SLOTS)
-
-    def score(batch: TokenBatch, first: int, last: int) -> Tensor:
-        logprobs, _ = token_statistics(policy_logits(policy, batch), batch.targets, 1.0, None, "deterministic")
-        torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / TEXT.tokens()))
-        return logprobs.detach()
-
-    scored(PROMPTS, RESPONSES, "none", micro_batch, score, partial(slots_of, minibatch=len(PROMPTS), slots=SLOTS))
-    return sums.finish()
-
-
-def test_gradients_are_rounded_as_much_as_the_format_and_the_same_under_every_layout() -> None:
-    plain = gradients(rounded(Precision()), 0)
-    sizes = []
-    for form in ("float16", "bfloat16", "float8_e5m2"):
-        precision = Precision(gradients=form)
-        found = gradients(rounded(precision), 0)
-        sizes.append(max(rms(found[name] - x) / rms(x) for name, x in plain.items()))
-        # the last norm is behind no activation whose gradient is rounded
-        assert {name for name, x in plain.items() if unequal(found[name], x) == 0} == {"model.norm.weight"}
-        for threads, micro_batch, recompute in ((1, 2, False), (2, 1, True)):
-            library.use_threads(threads)
-            again = gradients(rounded(precision, recompute=recompute), micro_batch)
-            assert {name for name in found if unequal(found[name], again[name])} == set()
-    # spacing of numbers: 2^-11, 2^-8, 2^-3
-    assert 3 < sizes[1] / sizes[0] < 20 and 10 < sizes[2] / sizes[1] < 80
-
-
 @pytest.mark.parametrize("architecture", EVERY_FAMILY)
 def test_a_view_rounds_as_stock_bfloat16_does_and_leaves_its_model_alone(architecture: str) -> None:
     policy = make_policy(source_model(architecture), "deterministic", CONTEXT)
     digest = weights_digest(policy.named_parameters())
-    view = rounded_view(policy, lowered_of(policy) or Lowered(CONTEXT), BFLOAT16)
+    view = rounded_view(policy, BFLOAT16)
     assert [(n, id(p)) for n, p in view.named_parameters()] == [(n, id(p)) for n, p in policy.named_parameters()]
     found, plain = policy_scores(view, TEXT).logits, policy_scores(policy, TEXT).logits
     assert weights_digest(policy.named_parameters()) == digest
@@ -209,9 +174,9 @@ def test_a_view_rounds_as_stock_bfloat16_does_and_leaves_its_model_alone(archite
 
 def test_a_changed_weight_is_rounded_again() -> None:
     policy = make_policy(source_model("qwen3"), "deterministic", CONTEXT)
-    view = rounded_view(policy, Lowered(CONTEXT), BFLOAT16)
+    view = rounded_view(policy, BFLOAT16)
     for seed in (0, 1, 2):
         policy.load_state_dict(source_model("qwen3", seed).state_dict())
         other = make_policy(source_model("qwen3", seed), "deterministic", CONTEXT)
-        expected = rounded_view(other, Lowered(CONTEXT), BFLOAT16)
+        expected = rounded_view(other, BFLOAT16)
         assert unequal(policy_scores(view, TEXT).logprobs, policy_scores(expected, TEXT).logprobs) == 0

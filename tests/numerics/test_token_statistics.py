@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.numerics.token_statistics import kl_divergence, kl_loss, prob_sq_sum, score, token_statistics
+from ppo_repro.numerics.token_statistics import kl_divergence, prob_sq_sum, score, token_statistics
 from tests.support.models import seeded
 
 
@@ -181,7 +181,7 @@ def test_the_divergence_as_a_loss_has_the_gradient_of_the_divergence(mode: str, 
     logits, other, _, eligible = masked_case()
     mask = eligible if cut else None
     leaf, exact = logits.clone().requires_grad_(), logits.to(torch.float64).requires_grad_()
-    loss = kl_loss(leaf, other, 0.7, mask, mode)
+    loss = kl_divergence(leaf, other, 0.7, mask, mode)
     expected = reference_kl(exact, other, 0.7, mask)
     seeds = torch.arange(1.0, 7.0)
     loss.backward(seeds)
@@ -195,7 +195,7 @@ def test_the_divergence_as_a_loss_has_the_gradient_of_the_divergence(mode: str, 
 def test_equal_distributions_have_no_divergence_and_no_gradient() -> None:
     logits, _, _, eligible = masked_case()
     leaf = logits.clone().requires_grad_()
-    loss = kl_loss(leaf, logits, 1.0, eligible, "deterministic")
+    loss = kl_divergence(leaf, logits, 1.0, eligible, "deterministic")
     loss.backward(torch.ones(6))
     assert leaf.grad is not None and not loss.any() and not leaf.grad.any(), "exactly zero, not nearly"
 

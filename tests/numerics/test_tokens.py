@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics import build, library, sampling
+from ppo_repro.numerics import build, library
 from ppo_repro.numerics import token_statistics as tokens
 from tests.numerics import definition_tokens as definition
 from tests.support.in_order import sum_in_order
@@ -81,10 +81,9 @@ def test_divergence_and_its_gradient(
     z, _, eligible = case(*drawn, masked)
     q = z + torch.randn(z.shape, generator=seeded(drawn[2] + 4)) * distance
     z.requires_grad_()
-    found = tokens.kl_loss(z, q, temperature, eligible, "deterministic")
+    found = tokens.kl_divergence(z, q, temperature, eligible)
     arguments = z.detach().numpy(), q.numpy(), temperature, array(eligible)
     assert same(found, definition.divergence(*arguments))
-    assert same(tokens.kl_divergence(z, q, temperature, eligible), definition.divergence(*arguments))
     seed = torch.randn(len(z), generator=seeded(drawn[2] + 3))
     found.backward(seed)
     assert z.grad is not None and same(z.grad, definition.divergence_gradient(*arguments, seed.numpy()))
@@ -93,7 +92,7 @@ def test_divergence_and_its_gradient(
 @given(rows, st.sampled_from([0, 1, 5, 40]), st.sampled_from([0.0, 0.5, 0.9, 1.0]))
 def test_kept_tokens(drawn: tuple[int, int, int, str], top_k: int, top_p: float) -> None:
     z = logits_of(*drawn)
-    found = sampling.cut_tokens(z, top_k, top_p)
+    found = tokens.cut_tokens(z, top_k, top_p)
     rows = [definition.cut(row, top_k, top_p) for row in z.numpy()]
     assert all(same(a, np.stack(b)) for a, b in zip(found, zip(*rows, strict=True), strict=True))
     assert found[0].any(-1).all() and (found[1][found[0]] < (top_k or z.shape[1])).all()
@@ -107,8 +106,8 @@ def test_sampled_tokens(drawn: tuple[int, int, int, str], temperature: float, cu
     generator = seeded(drawn[2])
     seeds = torch.randint(-(2**62), 2**62, (len(z),), generator=generator)
     positions = torch.randint(0, 2**31, (len(z),), generator=generator)
-    kept = sampling.cut_tokens(z / temperature, 20, 0.9)[:2] if cut else None
-    found = sampling.sample_tokens(z, seeds, positions, temperature, kept)
+    kept = tokens.cut_tokens(z / temperature, 20, 0.9)[:2] if cut else None
+    found = tokens.sample_tokens(z, seeds, positions, temperature, kept)
     for i, row in enumerate(z.numpy()):
         of_row = None if kept is None else (kept[0][i].numpy(), kept[1][i].numpy())
         token, logprob = definition.sample(row, int(seeds[i]), int(positions[i]), temperature, of_row)
@@ -120,8 +119,7 @@ def test_sampled_tokens(drawn: tuple[int, int, int, str], temperature: float, cu
 def test_noise(seed: int, position: int) -> None:
     arguments = torch.tensor([seed]), torch.tensor([position]), 70
     columns = np.arange(70)
-    assert same(sampling.gumbel_noise(*arguments)[0], definition.gumbel_noise(seed, position, columns))
-    assert same(sampling.normal_noise(*arguments)[0], definition.normal_noise(seed, position, columns))
+    assert same(tokens.normal_noise(*arguments)[0], definition.normal_noise(seed, position, columns))
 
 
 # ---------------------------------------------------------------------------------------- the noise of SGLang
@@ -163,7 +161,7 @@ def sglang_noise(h: Tensor) -> Tensor:
 def test_the_noise_is_that_of_sglang_from_the_smallest_hash_to_the_largest() -> None:
     positions = [position_of(h, -77, 5) for h in EXTREMES]
     assert [murmur3(struct.pack("<qII", -77, position, 5)) for position in positions] == EXTREMES
-    found = sampling.gumbel_noise(torch.full((7,), -77), torch.tensor(positions), 6)[:, 5]
+    found = torch.tensor([definition.gumbel_noise(-77, position, np.array([5]))[0] for position in positions])
     # near u = 1 the distance from 1 has 32 bits less than u itself
     assert torch.allclose(found, sglang_noise(torch.tensor(EXTREMES)), rtol=1e-6)
     assert found[0].item() == pytest.approx(-math.log(np.finfo(D).max))
@@ -172,7 +170,7 @@ def test_the_noise_is_that_of_sglang_from_the_smallest_hash_to_the_largest() -> 
 
 def test_normal_noise_is_finite_at_the_smallest_hashes_and_the_largest() -> None:
     positions = torch.tensor([position_of(h, -77, 1, first) for first in (1, 2) for h in (0, MASK)])
-    found = sampling.normal_noise(torch.full((4,), -77), positions, 2)[:, 1]
+    found = tokens.normal_noise(torch.full((4,), -77), positions, 2)[:, 1]
     expected = [definition.normal_noise(-77, position, np.array([1]))[0] for position in positions.tolist()]
     assert found.tolist() == expected
     # u = 2^-33: a radius of sqrt(66 ln 2) = 6.76; u = 1 - 2^-33: a radius of 2^-16; then angles next to 0
@@ -185,18 +183,16 @@ def test_a_token_with_extreme_noise_is_weighed_as_every_other(h: int) -> None:
     z = torch.zeros(1, 20)
     z[0, 5] = 40.0 if h == 0 else -11.0  # noise of -710 is not made up for by 40, of 22 it is more than -11 takes
     seeds, positions = torch.tensor([-77]), torch.tensor([position_of(h, -77, 5)])
-    token = int(sampling.sample_tokens(z, seeds, positions, 1.0, None)[0])
+    token = int(tokens.sample_tokens(z, seeds, positions, 1.0, None)[0])
     assert (token == 5) == (h == MASK)
     assert token == definition.sample(z[0].numpy(), -77, int(positions), 1.0, None)[0]
 
 
 def test_the_bounds_leave_out_no_winner_of_a_large_vocabulary() -> None:
-    z, seeds, positions = drawn_case(20, 50_000, 0)
-    found, logprobs = sampling.sample_tokens(z, seeds, positions, 0.9, None)
-    log_p = (tokens.log_softmax(z / 0.9)).to(torch.float64)
-    scores = log_p + sampling.gumbel_noise(seeds, positions, 50_000)
-    assert torch.equal(found, scores.argmax(-1)) and len(set(found.tolist())) > 10
-    assert torch.equal(logprobs, log_p.gather(-1, found[:, None])[:, 0].to(torch.float32))
+    z, seeds, positions = drawn_case(2, 20_000, 0)
+    found, logprobs = tokens.sample_tokens(z, seeds, positions, 0.9, None)
+    for i, row in enumerate(z.numpy()):
+        assert (found[i], logprobs[i]) == definition.sample(row, int(seeds[i]), int(positions[i]), 0.9, None)
 
 
 # --------------------------------------------------------------------------------- what changes no bit, and what does
@@ -208,7 +204,7 @@ def everything(z: Tensor, targets: Tensor, eligible: Tensor | None) -> list[Tens
     out = tokens.token_statistics(leaf, targets, 0.7, eligible, "deterministic")
     (out[0] + 0.1 * out[1]).sum().backward()
     assert leaf.grad is not None
-    drawn = sampling.sample_tokens(z, targets * 977, targets, 0.7, None)
+    drawn = tokens.sample_tokens(z, targets * 977, targets, 0.7, None)
     return [*(x.detach() for x in out), leaf.grad, tokens.kl_divergence(z, z * 0.9, 0.7, eligible), *drawn]
 
 
@@ -283,8 +279,8 @@ def test_logits_that_are_not_finite_end_the_run(value: float) -> None:
         lambda: tokens.kl_divergence(bad, z, 1.0, None),
         lambda: tokens.kl_divergence(z, bad, 1.0, None),
         lambda: tokens.log_softmax(bad),
-        lambda: sampling.cut_tokens(bad, 5, 1.0),
-        lambda: sampling.sample_tokens(bad, seeds, positions, 1.0, None),
+        lambda: tokens.cut_tokens(bad, 5, 1.0),
+        lambda: tokens.sample_tokens(bad, seeds, positions, 1.0, None),
     ]
     for call in calls:
         with pytest.raises(NumericsError, match="not finite, or further apart than float32 reaches"):

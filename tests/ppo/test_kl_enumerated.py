@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.ppo import kl, losses
+from ppo_repro.ppo import kl
+from ppo_repro.ppo.objective import Objective
+from ppo_repro.ppo.penalty import Penalty
 from tests.support.cases.enumerated import (
     CONTEXTS,
     RESPONSES,
@@ -195,8 +197,8 @@ def test_the_penalised_surrogate_is_the_advantage_and_the_divergence_from_the_an
 
     def loss(y: Response) -> Tensor:
         log_ratios = logprobs(new, y) - logprobs(anchor, y)
-        surrogates = losses.unclipped_surrogate(log_ratios.exp(), advantages[y])
-        return (surrogates + losses.anchor_penalty(log_ratios, penalty_coef)).sum()
+        surrogates = Objective().surrogates(log_ratios.exp(), advantages[y], log_ratios)
+        return (surrogates + Penalty(penalty_coef).penalties(log_ratios)).sum()
 
     def without(y: Response) -> Tensor:
         return -((logprobs(new, y) - logprobs(anchor, y)).exp() * advantages[y]).sum()
@@ -221,7 +223,7 @@ def test_the_penalty_has_no_gradient_before_the_first_step() -> None:
 
     def loss(y: Response) -> Tensor:
         log_ratios = logprobs(new, y) - logprobs(anchor, y)
-        return losses.anchor_penalty(log_ratios, 1.0).sum()
+        return Penalty(1.0).penalties(log_ratios).sum()
 
     for y in RESPONSES:
         assert float(gradient(loss(y), new).abs().max()) == 0.0

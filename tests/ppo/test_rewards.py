@@ -1,20 +1,20 @@
-"""From scores and KL estimates to per-token rewards: placement, charging, shaping."""
+"""From scores and KL estimates to rewards, and from losses to their mean: placement, charging, aggregation."""
 
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.ppo.advantages import gae
-from ppo_repro.ppo.rewards import charge_penalties, place_scores, shaping_rewards, word_lengths
+from ppo_repro.ppo.rewards import charge_penalties, place_scores, token_rewards, word_lengths
+from ppo_repro.ppo.weights import loss_weights
 from tests.support.float32 import bits, tensor
 
 CHARGES = ("token", "word", "length_normalized", "last_sum", "last_mean")
+PLACEMENTS = ("last", "word_ends")
 # responses as lists of word lengths
 responses_of = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=5)
 
@@ -25,105 +25,79 @@ def columns(responses: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor([sum(response) for response in responses]), torch.tensor(words)
 
 
-def test_placements_by_hand() -> None:
+def test_placements_and_charges_by_hand() -> None:
     lengths, words = columns([[2, 1], [1]])
     scores = torch.tensor([6.0, -1.0], dtype=torch.float64)
-    assert place_scores(scores, lengths, words, "last").tolist() == [0, 0, 6, -1]
-    assert place_scores(scores, lengths, words, "word_ends").tolist() == [0, 3, 3, -1]
-    assert place_scores(scores, lengths, words, "uniform").tolist() == [2, 2, 2, -1]
-
-
-@given(responses_of, st.sampled_from(["last", "word_ends", "uniform"]), st.data())
-def test_every_placement_pays_the_whole_score(responses: list[list[int]], placement: str, data) -> None:
-    lengths, words = columns(responses)
-    scores = data.draw(st.lists(st.floats(-100, 100), min_size=len(responses), max_size=len(responses)))
-    found = place_scores(torch.tensor(scores, dtype=torch.float64), lengths, words, placement)
-    for part, score in zip(torch.split(found, lengths.tolist()), scores, strict=True):
-        assert math.fsum(part.tolist()) == pytest.approx(score, rel=1e-14, abs=1e-300)
-
-
-@given(responses_of)
-def test_words_of_neighbouring_responses_stay_apart(responses: list[list[int]]) -> None:
-    lengths, words = columns(responses)
-    assert word_lengths(words, lengths).tolist() == [size for response in responses for size in response]
-
-
-def test_charges_by_hand() -> None:
-    lengths, words = columns([[2, 1], [1]])
+    placed = {name: place_scores(scores, lengths, words, name).tolist() for name in PLACEMENTS}
+    assert placed == {"last": [0, 0, 6, -1], "word_ends": [0, 3, 3, -1]}
     penalties = tensor([1.0, 2.0, 4.0, 8.0])
-    found = {charge: charge_penalties(penalties, lengths, words, charge).tolist() for charge in CHARGES}
-    assert found == {
+    charged = {charge: charge_penalties(penalties, lengths, words, charge).tolist() for charge in CHARGES}
+    assert charged == {
         "token": [1, 2, 4, 8],
         "word": [0, 3, 4, 8],
         "length_normalized": [tensor([1 / 3]).item(), tensor([2 / 3]).item(), tensor([4 / 3]).item(), 8],
         "last_sum": [0, 0, 7, 8],
         "last_mean": [0, 0, tensor([7 / 3]).item(), 8],
     }
+    rewards = token_rewards(place_scores(scores, lengths, words, "last"), penalties)
+    assert rewards.tolist() == [-1.0, -2.0, 2.0, -9.0] and rewards.dtype == torch.float32
     assert penalties.tolist() == [1, 2, 4, 8], "what is recorded elsewhere must not change"
 
 
 @given(responses_of, st.data())
-def test_charges_conserve_sum_or_mean(responses: list[list[int]], data) -> None:
+def test_placements_and_charges_conserve_score_and_penalty(responses: list[list[int]], data) -> None:
     lengths, words = columns(responses)
-    total = int(lengths.sum())
+    assert word_lengths(words, lengths).tolist() == [size for response in responses for size in response]
+    total, sizes = int(lengths.sum()), lengths.tolist()
+    scores = data.draw(st.lists(st.floats(-100, 100), min_size=len(sizes), max_size=len(sizes)))
+    for placement in PLACEMENTS:
+        placed = place_scores(torch.tensor(scores, dtype=torch.float64), lengths, words, placement)
+        for part, score in zip(torch.split(placed, sizes), scores, strict=True):
+            assert math.fsum(part.tolist()) == pytest.approx(score, rel=1e-14, abs=1e-300)
     penalties = tensor(data.draw(st.lists(st.floats(-4, 4, width=32), min_size=total, max_size=total)))
     for charge in CHARGES:
         charged = charge_penalties(penalties, lengths, words, charge)
         assert charged.dtype == torch.float32
-        parts = zip(torch.split(charged, lengths.tolist()), torch.split(penalties, lengths.tolist()), strict=True)
-        for found, given_ in parts:
-            paid, owed = math.fsum(found.tolist()), math.fsum(given_.tolist())
-            if charge in ("length_normalized", "last_mean"):
-                owed /= len(given_)
+        for paid, owed in zip(torch.split(charged, sizes), torch.split(penalties, sizes), strict=True):
+            due = math.fsum(owed.tolist()) / (len(owed) if charge in ("length_normalized", "last_mean") else 1)
             # each charged number is rounded to float32 once
-            magnitude = math.fsum(abs(x) for x in given_.tolist())
-            assert abs(paid - owed) <= 2.0**-23 * magnitude + 1e-30
+            magnitude = math.fsum(abs(x) for x in owed.tolist())
+            assert abs(math.fsum(paid.tolist()) - due) <= 2.0**-23 * magnitude + 1e-30
 
 
-def test_splitting_a_word_makes_its_total_dearer_only_per_token() -> None:
-    """A tokenizer that cuts a word into pieces of equal KL: the sum grows with the pieces, the word mean does not."""
-    one, four = tensor([0.5]), tensor([0.5] * 4)
-    for charge, ratio in (
-        ("token", 4.0),
-        ("word", 4.0),
-        ("last_sum", 4.0),
-        ("length_normalized", 1.0),
-        ("last_mean", 1.0),
-    ):
-        whole = charge_penalties(one, torch.tensor([1]), torch.zeros(1, dtype=torch.int64), charge).sum()
-        split = charge_penalties(four, torch.tensor([4]), torch.zeros(4, dtype=torch.int64), charge).sum()
-        assert (split / whole).item() == ratio
-    # KL that is the same in total, spread over more tokens, costs the same: no chain-rule total depends on the split
-    spread = charge_penalties(one.repeat(4) / 4, torch.tensor([4]), torch.zeros(4, dtype=torch.int64), "last_sum").sum()
-    assert spread.item() == 0.5
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")
 
 
-eighths = st.integers(-40, 40).map(lambda n: n / 8)
+def test_aggregations_by_hand() -> None:
+    lengths = torch.tensor([1, 3])
+    assert loss_weights("token_mean", lengths).tolist() == [0.25] * 4
+    assert loss_weights("sequence_mean", lengths).tolist() == [0.5, *[float(tensor([1 / 6]))] * 3]
+    assert loss_weights("sequence_sum", lengths).tolist() == [0.5] * 4
 
 
-def test_shaping_by_hand() -> None:
-    # gamma 1/2, potentials (2, 4) and (8): 4/2 - 2, 0 - 4; 0 - 8
-    found = shaping_rewards(torch.tensor([2.0, 4.0, 8.0], dtype=torch.float64), torch.tensor([2, 1]), 0.5)
-    assert found.tolist() == [0.0, -4.0, -8.0]
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.sampled_from(AGGREGATIONS), st.data())
+def test_weights_reduce_losses_as_their_definition_does(lengths: list[int], aggregation: str, data) -> None:
+    total = sum(lengths)
+    values = data.draw(st.lists(st.integers(-64, 64), min_size=total, max_size=total))
+    rows = torch.split(torch.tensor(values, dtype=torch.float64), lengths)
+    expected = {
+        "token_mean": sum(values) / total,
+        "sequence_mean": math.fsum(float(row.mean()) for row in rows) / len(rows),
+        "sequence_sum": sum(values) / len(rows),
+    }[aggregation]
+    weights = loss_weights(aggregation, torch.tensor(lengths))
+    # each weight is rounded to float32 once
+    magnitude = math.fsum(w * abs(x) for w, x in zip(weights.tolist(), values, strict=True))
+    found = math.fsum(w * x for w, x in zip(weights.tolist(), values, strict=True))
+    assert abs(found - expected) <= 2.0**-23 * magnitude + 1e-12
+    assert bits(loss_weights(aggregation, torch.tensor(lengths), torch.ones(total, dtype=torch.bool))) == bits(weights)
 
 
-@given(st.lists(st.lists(eighths, min_size=1, max_size=6), min_size=1, max_size=4), st.sampled_from([1.0, 0.5]))
-def test_shaping_changes_every_return_by_the_potential_of_its_start(rows: list[list[float]], gamma: float) -> None:
-    """So it cannot change which response is best. Ng, Harada and Russell, 1999, theorem 1."""
-    lengths = torch.tensor([len(row) for row in rows])
-    found = shaping_rewards(torch.tensor([x for row in rows for x in row], dtype=torch.float64), lengths, gamma)
-    for part, row in zip(torch.split(found, lengths.tolist()), rows, strict=True):
-        for start in range(len(row)):
-            later = enumerate(part.tolist()[start:])
-            assert sum(Fraction(gamma) ** k * Fraction(x) for k, x in later) == -Fraction(row[start])
-
-
-@given(st.lists(eighths, min_size=1, max_size=6))
-def test_shaping_moves_credit_and_no_advantage_of_the_true_value(row: list[float]) -> None:
-    """With values lowered by the potential, as those of the shaped rewards are, every advantage stays the same."""
-    lengths, zero = torch.tensor([len(row)]), torch.zeros(1)
-    rewards, values = torch.zeros(len(row)), tensor([x + 1 for x in row])
-    rewards[-1] = 3.0
-    shaped = rewards + shaping_rewards(torch.tensor(row, dtype=torch.float64), lengths, 1.0).to(torch.float32)
-    plain = gae(rewards, values, lengths, zero, 1.0, 0.5)
-    assert bits(gae(shaped, values - tensor(row), lengths, zero, 1.0, 0.5)) == bits(plain)
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=5), min_size=1, max_size=6), st.sampled_from(AGGREGATIONS))
+def test_tokens_that_are_left_out_might_as_well_not_be_there(rows: list[list[bool]], aggregation: str) -> None:
+    counted = torch.tensor([is_in for row in rows for is_in in row])
+    weights = loss_weights(aggregation, torch.tensor([len(row) for row in rows]), counted)
+    remaining = [sum(row) for row in rows if any(row)]
+    assert bits(weights[~counted]) == [0] * int((~counted).sum())
+    if remaining:
+        assert bits(weights[counted]) == bits(loss_weights(aggregation, torch.tensor(remaining)))

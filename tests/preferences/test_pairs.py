@@ -11,13 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.dpo.pairs import pairs_from_run
 from ppo_repro.errors import UserError
 from ppo_repro.models.tiny import make_tokenizer
+from ppo_repro.preferences.dpo.execution import pairs_of_run
 from ppo_repro.preferences.pairs import Preference, check_pairs, hold_out, pairs_by_rule, wrong_answer
 from ppo_repro.records import reader
 from ppo_repro.tasks.problems import Problem, arithmetic
 from ppo_repro.tasks.tokenizer import decode
+from ppo_repro.watcher import Silent
+from tests.support.language import run
 from tests.support.runs import small_config
 
 PROBLEMS = arithmetic(12)
@@ -103,26 +105,19 @@ def test_pairs_of_a_run_are_all_two_responses_of_different_score(deterministic_r
         for b in rows.itertuples():
             if (a.iteration, a.prompt_key) == (b.iteration, b.prompt_key) and a.scores > b.scores:
                 expected.add((a.iteration, a.prompt_key, *(tuple(x) for x in (a.response_ids, b.response_ids))))
-    pairs = pairs_from_run(deterministic_run)
+    pairs = pairs_of_run(deterministic_run)
     assert len(pairs) == len(expected) > 10
     assert Counter((p.prompt_key, p.chosen_ids, p.rejected_ids) for p in pairs) == Counter(e[1:] for e in expected)
     prompts = {row.prompt_key: tuple(row.prompt_ids) for row in rows.itertuples()}
     assert all(p.prompt_ids == prompts[p.prompt_key] for p in pairs)
-    assert pairs == pairs_from_run(deterministic_run)
-    first = pairs_from_run(deterministic_run, 1)
-    assert first == pairs[: len(first)] and 0 < len(first) < len(pairs)
+    assert pairs == pairs_of_run(deterministic_run)
 
 
 def test_runs_without_pairs_are_refused(deterministic_run: Path, tmp_path: Path) -> None:
-    from ppo_repro.watcher import Silent
-    from tests.support.language import run
-
-    with pytest.raises(UserError, match=r"iterations = 4: .* has 3; choose at most that many"):
-        pairs_from_run(deterministic_run, 4)
     alone = run(small_config("rollout.samples_per_prompt=1", "ppo.minibatch_size=8", "ppo.iterations=1",
                              "model.warm_start_steps=0"), tmp_path, Silent())[0]  # fmt: skip
     with pytest.raises(UserError, match="samples_per_prompt of 2 or more"):
-        pairs_from_run(alone)
+        pairs_of_run(alone)
 
 
 def test_held_out_prompts_share_no_pair_with_training() -> None:

@@ -20,9 +20,9 @@ from analysis.mismatch.tables import measure, whole
 from analysis.pairs.run_evidence import run_evidence
 from analysis.pairs.runs import run_pairs
 from ppo_repro.config.files import load_config
+from ppo_repro.config.section import run_folder
+from ppo_repro.recompute.recompute import recompute, stages_of
 from ppo_repro.records import manifest, reader
-from ppo_repro.replay.replay import replay, stages_of
-from ppo_repro.runs.run import run_folder
 from ppo_repro.seeding import words
 from ppo_repro.watcher import Silent
 from tests.support.language import resume, run
@@ -31,7 +31,7 @@ from tests.support.turns import turns_config
 
 COMMON = (
     *("ppo.iterations=3", "checkpoints.every=1", "checkpoints.keep=3", "checkpoints.final_state=false"),
-    *("numerics.max_context=24", "records.level=deep", "records.top_logits=16", "task.num_eval_prompts=2"),
+    *("numerics.max_context=24", "records.level=deep", "task.num_eval_prompts=2"),
     *("ppo.ratio_anchor=old", "ppo.minibatch_size=5", "task.max_operand=12", "model.warm_start_steps=60"),
 )
 LAYOUT = [
@@ -43,10 +43,9 @@ RANDOM = ("model.warm_start_steps=0", "model.vocab_size=40", f"rollout.max_respo
 LAG = "mismatch.sampler.lag"
 TRAINER = "mismatch.trainer"
 CASES: dict[str, tuple[str, ...]] = {
-    "lag of 1": (f"{LAG}={{kind: fixed, iterations: 1}}",),
-    "lag of up to 2": (f"{LAG}={{kind: drawn, max_iterations: 2}}",),
-    "two versions": (f"{LAG}={{kind: fixed, iterations: 2, tokens_per_version: 1}}",),
-    "lag with adapters": ("lora={rank: 2, alpha: 4.0}", f"{LAG}={{kind: fixed, iterations: 1}}"),
+    "lag of 1": (f"{LAG}=1",),
+    "lag of 2": (f"{LAG}=2",),
+    "lag with adapters": ("lora={rank: 2, alpha: 4.0}", f"{LAG}=1"),
     "top-p of 0.9": ("rollout.top_p=0.9", f"{TRAINER}.top_p_scored=false"),
     "top-k of 3": ("rollout.top_k=3", f"{TRAINER}.top_p_scored=false"),
     "temperature of 0.7": ("rollout.temperature=0.7", f"{TRAINER}.temperature_scored=false"),
@@ -65,7 +64,6 @@ CASES: dict[str, tuple[str, ...]] = {
 }
 CAUSES = {
     "lag": "stale_weights",
-    "two versions": "stale_weights",
     "top": "truncated_sampling",
     "temperature": "temperature",
     "text": "other_prompt",
@@ -219,7 +217,7 @@ def require_no_layout_shows_and_no_interruption(case: Case, tmp_path: Path) -> N
 
 
 def require_the_records_suffice_and_the_cause_is_named(case: Case) -> None:
-    assert replay(case.folder, stages_of("all")).difference is None
+    assert recompute(case.folder, stages_of("all")).difference is None
     expected = next((cause for start, cause in CAUSES.items() if case.name.startswith(start)), None)
     if expected is not None:
         chunks = list(run_evidence(case.folder))
@@ -232,7 +230,7 @@ def require_the_mismatch_by_lag(case: Case) -> None:
     buckets = bucket_table(whole(measure(run_pairs(case.folder))).buckets)
     by_lag = buckets[buckets["kind"] == "policy_lag"]
     versions = case.sequences["rollout_policy_versions"]
-    if "lag" not in case.name and "versions" not in case.name:
+    if "lag" not in case.name:
         assert by_lag.empty and versions.isna().all()
         return
     lags = case.tokens["iteration"].to_numpy() - np.concatenate(versions.to_list())
@@ -240,7 +238,7 @@ def require_the_mismatch_by_lag(case: Case) -> None:
         lag: int((lags == lag).sum()) for lag in set(lags.tolist())
     }
     fresh = by_lag[by_lag["lo"] == 0].iloc[0]
-    assert fresh["abs_max"] == 0.0 or "versions" in case.name, "without a lag there is no mismatch"
+    assert fresh["abs_max"] == 0.0, "without a lag there is no mismatch"
     assert (by_lag[by_lag["lo"] > 0]["k3"] > 0).all()
 
 
@@ -258,7 +256,7 @@ def test_a_cause_is_what_it_says_under_every_layout(name: str, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_an_environment_speaks_to_older_weights_too(tmp_path: Path) -> None:
-    faults = (f"{LAG}={{kind: drawn, max_iterations: 1}}", f"{TRAINER}.padding_leak=9", f"{TRAINER}.dropout=0.1")
+    faults = (f"{LAG}=1", f"{TRAINER}.padding_leak=9", f"{TRAINER}.dropout=0.1")
     found = []
     for layout in ([], LAYOUT[:-1]):
         options = ["ppo.iterations=3", "numerics.max_context=30", *faults, *layout]
@@ -267,7 +265,7 @@ def test_an_environment_speaks_to_older_weights_too(tmp_path: Path) -> None:
     sequences = reader.read_sequences(folder)
     assert any(any(forced) for forced in sequences["is_forced"]) and found[0] == found[1]
     assert [len(v) for v in sequences["rollout_policy_versions"]] == sequences["response_length"].tolist()
-    assert len({version for row in sequences["rollout_policy_versions"] for version in row}) == 3
+    assert len({version for row in sequences["rollout_policy_versions"] for version in row}) == 2
     buckets = bucket_table(whole(measure(run_pairs(folder))).buckets)
     assert (
         buckets.groupby("kind")["n"].sum()[["turn", "policy_lag"]].tolist() == [sequences["response_length"].sum()] * 2

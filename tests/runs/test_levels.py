@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from ppo_repro.config.files import load_config
-from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader, schema
 from ppo_repro.records.schema import LEVELS
 from ppo_repro.runs.diff import first_difference
@@ -115,10 +114,8 @@ def test_a_run_is_resumed_at_another_level(runs: dict[str, Path], tmp_path: Path
     assert first_difference(run_dir, whole) is None and results(run_dir)[0] == results(whole)[0]
 
 
-def test_a_number_of_logits_needs_the_level_that_records_them(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"top_logits needs level = deep"):
-        load_config(TINY, ["records.top_logits=3"])
-    run_dir = recorded(tmp_path, "records.level=deep", "records.top_logits=3", "ppo.iterations=1")
+def test_level_deep_records_the_largest_logits(tmp_path: Path) -> None:
+    run_dir = recorded(tmp_path, "records.level=deep", "ppo.iterations=1")
     tokens = reader.read_tokens(run_dir)
-    assert {len(ids) for ids in tokens["rollout_top_ids"]} == {3}
+    assert len({len(ids) for ids in tokens["rollout_top_ids"]}) == 1
     assert [x.tobytes() for x in tokens["rollout_top_logits"]] == [x.tobytes() for x in tokens["policy_top_logits"]]

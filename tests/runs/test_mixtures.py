@@ -16,16 +16,15 @@ from analysis.pairs.runs import run_pairs
 from analysis.report.figures import bucket_figure
 from ppo_repro.errors import UserError
 from ppo_repro.models.tiny import make_model
-from ppo_repro.plan.shapes import plan_run
+from ppo_repro.plan import plan_run
+from ppo_repro.recompute.recompute import STAGES, recompute
 from ppo_repro.records import reader
-from ppo_repro.replay.columns import STAGES
-from ppo_repro.replay.replay import replay
 from ppo_repro.runs.diff import first_difference
 from ppo_repro.runs.open_engine import check_routes
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.runs.summary import summarise
-from ppo_repro.testing.small_models import MIXTURES, small_model
 from tests.support.mixtures import LAYOUT, config_of, record
+from tests.support.small_models import MIXTURES, small_model
 
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe")
 every_family = pytest.mark.parametrize(
@@ -85,7 +84,7 @@ def test_routes_are_recorded_at_level_deep_and_change_no_fingerprint(deep_run: P
 
 
 def test_every_stage_of_a_run_with_routes_follows_from_its_records(deep_run: Path) -> None:
-    assert replay(deep_run, STAGES).difference is None
+    assert recompute(deep_run, STAGES).difference is None
 
 
 def test_native_numerics_have_routes_too(tmp_path: Path) -> None:

@@ -21,15 +21,15 @@ from ppo_repro import buffers
 from ppo_repro.buffers import Iteration, ReturnStatistics
 from ppo_repro.config.files import load_config
 from ppo_repro.ppo.corrections import correction_names
-from ppo_repro.ppo.losses import flag_names
-from ppo_repro.records import digests, schema, side_schema
+from ppo_repro.ppo.objective import flag_names
+from ppo_repro.records import digests, schema
 from ppo_repro.runs.language import LanguageKind
 from ppo_repro.watcher import Silent
 from tests.support.paths import ROOT, TINY
 from tests.support.turns import turns_config
 
 README = ROOT / "ppo_repro" / "records" / "README.md"
-RECORDED = (*schema.TABLES, *side_schema.BESIDE)
+RECORDED = (*schema.TABLES, schema.EVALUATIONS)
 COLUMNS = {(table.name, column.name): column for table in RECORDED for column in table.columns}
 STAGES = [
     kind for _, kind in inspect.getmembers(buffers, dataclasses.is_dataclass) if kind.__module__ == buffers.__name__
@@ -219,12 +219,12 @@ def held_values(item: Iteration) -> dict[Field, Any]:
     }
 
 
-COMMON = ("ppo.iterations=2", "records.level=deep", "records.top_logits=5")
+COMMON = ("ppo.iterations=2", "records.level=deep")
 OPTIONS = {
     "separate value": (
         *("rollout.top_p=0.9", "rollout.temperature=1.2", "model.warm_start_steps=3", "reward.whiten=full"),
         *("kl.estimator=exact", "kl.direction=reference_policy", "advantages.whiten=full"),
-        *("advantages.truncation=bootstrap", "value.normalize_returns=true", "value.clip_range=0.2", "value.epochs=3"),
+        *("value.normalize_returns=true", "value.clip_range=0.2", "value.epochs=3"),
         *(
             "ppo.ratio_anchor=old",
             "ppo.importance_weights={kind: truncated, level: token}",
@@ -239,10 +239,9 @@ OPTIONS = {
 }
 OPTIONS["encoded again"] = (
     *("model.warm_start_steps=0", "model.vocab_size=40", "mismatch.trainer.retokenize=1"),
-    "mismatch.sampler.lag={kind: drawn, max_iterations: 1}",
+    "mismatch.sampler.lag=1",
 )
 TURNS = "turns"
-POTENTIAL = "def phi(prompt, response, answer):\n    return 0.5 + len(response)\n"
 
 
 @dataclass(frozen=True)
@@ -257,8 +256,7 @@ class Recorded:
 @pytest.fixture(scope="module", params=[*OPTIONS, TURNS])
 def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     folder: Path = tmp_path_factory.mktemp("run")
-    (folder / "potential.py").write_text(POTENTIAL)
-    options = [*COMMON, *OPTIONS.get(request.param, ()), f"reward.potential='{folder}/potential.py:phi'"]
+    options = [*COMMON, *OPTIONS.get(request.param, ())]
     config = turns_config(folder, *options) if request.param == TURNS else load_config(TINY, options)
     with LanguageKind(Silent()).begin(config, None) as execution:
         items = tuple(execution.iterations())
@@ -295,10 +293,10 @@ def test_a_buffer_with_another_bit_is_noticed(recorded: Recorded) -> None:
                 changed = dataclasses.replace(item, **{stage: part})
                 assert unequal(changed, tables) == {(type(held).__name__, field.name)}
                 checked += 1
-    assert checked >= 25
+    assert checked >= 23
 
 
-EVERYWHERE = {("tokens", name) for name in ("kept_tokens", "potentials", "shaping_rewards", "ref_top_ids")}
+EVERYWHERE = {("tokens", name) for name in ("kept_tokens", "ref_top_ids")}
 HAS_VALUES = {
     "separate value": {
         *EVERYWHERE,
@@ -320,5 +318,3 @@ def test_the_comparison_was_not_one_of_nulls(recorded: Recorded) -> None:
     tables = recorded.tables[1]
     for table, column in HAS_VALUES[recorded.name]:
         assert tables[table].column(column).null_count < tables[table].num_rows, (table, column)
-    final_values = tables["sequences"].column("final_values").to_numpy()
-    assert final_values.any() == (recorded.name == "separate value"), "only there responses are bootstrapped"

@@ -1,11 +1,10 @@
-"""Whole runs with a reward model from a folder, with a potential, and with functions of the user's, good and bad."""
+"""Whole runs with a reward model from a folder, and with functions of the user's, good and bad."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from ppo_repro.config.files import load_config
@@ -40,21 +39,6 @@ def test_a_reward_model_made_in_one_run_judges_another_from_its_folder(tmp_path:
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     with pytest.raises(UserError, match=r"model\.safetensors"):
         rerun(taken, Silent(), [])
-
-
-@pytest.mark.slow
-def test_a_potential_changes_every_summed_reward_by_that_of_the_start(tmp_path: Path) -> None:
-    (tmp_path / "p.py").write_text("def phi(prompt, response, answer):\n    return 2.0 + len(response)\n")
-    still = ("ppo.learning_rate=0", "value.learning_rate=0", "kl.placement=none")
-    plain = recorded(tmp_path / "plain", *still[:2], "kl={placement: none}")
-    shaped = recorded(
-        tmp_path / "shaped", *still[:2], "kl={placement: none}", f"reward.potential='{tmp_path}/p.py:phi'"
-    )
-    sums = [reader.read_sequences(path, columns=["reward_sum"])["reward_sum"] for path in (plain, shaped)]
-    # small whole numbers: no rounding
-    assert np.array_equal(sums[1], sums[0] - 2.0)
-    rewards = [reader.read_tokens(path, columns=["rewards"])["rewards"] for path in (plain, shaped)]
-    assert (rewards[0] != rewards[1]).any()
 
 
 def test_a_reward_model_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:

@@ -205,14 +205,14 @@ def test_null_is_recorded_where_the_configuration_has_no_such_thing(deterministi
     }
     served = {"sequences.server", "sequences.latency"}
     turns = {"sequences.episode_ids", "sequences.is_forced"}
-    sampling_and_shaping = {"tokens.kept_tokens", "tokens.potentials", "tokens.shaping_rewards"}
+    sampling = {"tokens.kept_tokens"}
     kl_elsewhere = {"tokens.reverse_ref_kl", "updates.kl_terms", "steps.kl_loss"}
     other_objectives = {"updates.importance_weights", "updates.penalty_terms", "steps.penalty_loss"}
     remedies = {"updates.correction"}
     faults = {f"sequences.{name}" for name in ("rollout_policy_versions", "sampled_ids", "is_as_sampled")}
     not_recorded = unprofiled | deep | {"iterations.eval_accuracy", "iterations.eval_score"}
     elsewhere = kl_elsewhere | other_objectives | remedies | faults
-    assert nulls == coefficients | served | turns | sampling_and_shaping | elsewhere | not_recorded
+    assert nulls == coefficients | served | turns | sampling | elsewhere | not_recorded
     iterations, steps = reader.read_iterations(deterministic_run), reader.read_steps(deterministic_run)
     assert (iterations["policy_steps"] == steps.groupby("iteration").size()).all()
     assert (iterations["kl_coef"] == 0.05).all()

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from ppo_repro.config.section import run_folder
 from ppo_repro.errors import UserError
 from ppo_repro.records import accuracy, manifest
 from ppo_repro.records.accuracy import Accuracy
 from ppo_repro.runs import language
-from ppo_repro.runs.run import run_folder
 from ppo_repro.runs.summary import LANGUAGE_RUNS, summarise
 from ppo_repro.runs.verify import verify
 from ppo_repro.watcher import Silent

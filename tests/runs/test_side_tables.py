@@ -11,7 +11,7 @@ import pytest
 
 from ppo_repro.config.files import load_config
 from ppo_repro.errors import PromiseBroken, UserError
-from ppo_repro.records import digests, manifest, reader, side_reader
+from ppo_repro.records import digests, manifest, reader
 from ppo_repro.runs.diff import first_difference
 from ppo_repro.runs.verify import verify
 from ppo_repro.watcher import Silent
@@ -40,7 +40,7 @@ def flip_last_bit(values: np.ndarray) -> np.ndarray:
 
 def test_the_responses_of_every_evaluation_are_recorded_the_last_one_included(recorded: Recorded) -> None:
     run_dir = recorded.whole
-    rows, iterations = side_reader.read_evaluations(run_dir), reader.read_iterations(run_dir)
+    rows, iterations = reader.read_evaluations(run_dir), reader.read_iterations(run_dir)
     final = reader.open_manifest(run_dir).final
     assert rows["iteration"].unique().tolist() == [0, 2, 3]
     for iteration, of_one in rows.groupby("iteration"):
@@ -56,10 +56,10 @@ def test_the_responses_of_every_evaluation_are_recorded_the_last_one_included(re
 
 
 def test_the_training_before_ppo_is_recorded(recorded: Recorded) -> None:
-    steps = side_reader.read_warm_start_steps(recorded.whole)
+    steps = reader.read_warm_start_steps(recorded.whole)
     assert steps["step"].tolist() == list(range(40)) and steps["loss"].iloc[-1] < steps["loss"].iloc[0]
     assert steps["accuracy"].notna().sum() == 1 and (steps["learning_rate"] > 0).all()
-    pairs, updates = side_reader.read_pairs(recorded.whole), side_reader.read_pair_updates(recorded.whole)
+    pairs, updates = reader.read_pairs(recorded.whole), reader.read_pair_updates(recorded.whole)
     held_out = pairs[pairs["held_out"]]
     assert (len(pairs), len(held_out)) == (32, 8) and (pairs["chosen"] != pairs["rejected"]).all()
     assert held_out["margin_after"].notna().all() and pairs[~pairs["held_out"]]["margin_after"].isna().all()
@@ -67,7 +67,7 @@ def test_the_training_before_ppo_is_recorded(recorded: Recorded) -> None:
     assert accuracy == reader.open_manifest(recorded.whole).final["reward_model_pair_accuracy"]
     assert sorted(updates[updates["epoch"] == 0]["pair"]) == list(range(24))
     means = updates.groupby(["epoch", "minibatch"])[["margins", "losses"]].mean().reset_index()
-    of_steps = side_reader.read_pair_steps(recorded.whole)
+    of_steps = reader.read_pair_steps(recorded.whole)
     # pandas adds up float32 values in its own way
     assert np.allclose(means["margins"], of_steps["margin"], rtol=1e-4, atol=1e-6)
     assert np.allclose(means["losses"], of_steps["loss"], rtol=1e-4)
@@ -158,6 +158,6 @@ def test_a_run_begun_again_with_other_training_is_refused(recorded: Recorded, tm
 
 def test_a_table_that_the_run_has_not_is_refused_in_one_line(tmp_path: Path) -> None:
     run_dir, _ = run(load_config(TINY, ["ppo.iterations=1"]), tmp_path, Silent())
-    assert len(side_reader.read_evaluations(run_dir)) == 14
+    assert len(reader.read_evaluations(run_dir)) == 14
     with pytest.raises(UserError, match="holds no table pairs"):
-        side_reader.read_pairs(run_dir)
+        reader.read_pairs(run_dir)

@@ -22,17 +22,15 @@ from ppo_repro.config.files import build_config, dump_yaml, load_config
 from ppo_repro.config.yaml_text import parse_yaml
 from ppo_repro.errors import UserError
 from ppo_repro.ranks import ALONE
-from ppo_repro.records import manifest, reader, side_reader
-from ppo_repro.replay.columns import STAGES
-from ppo_repro.replay.replay import replay
+from ppo_repro.recompute.recompute import STAGES, recompute
+from ppo_repro.records import manifest, reader
 from ppo_repro.runs import prepare
 from ppo_repro.runs.diff import first_difference
 from ppo_repro.runs.verify import verify
 from ppo_repro.stages.agreement import UnequalBits, require_sampler_agrees
 from ppo_repro.stages.forward import score_rollout
-from ppo_repro.stages.prompts import choose_prompts
-from ppo_repro.stages.rollout import roll_out
-from ppo_repro.tasks import python_task
+from ppo_repro.stages.rollout import choose_prompts, roll_out
+from ppo_repro.tasks import user_code
 from ppo_repro.watcher import Silent
 from tests.support.cli import Cli, one_line
 from tests.support.language import rerun, resume
@@ -102,7 +100,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(recorded: Recorded, tmp_path: Pa
 
 
 def test_replay_computes_every_stage_again(recorded: Recorded) -> None:
-    replayed = replay(recorded.whole, STAGES)
+    replayed = recompute(recorded.whole, STAGES)
     assert replayed.difference is None and all(replayed.compared.values())
 
 
@@ -231,7 +229,7 @@ BAD = {
     "chance": ("    import random\n    return str(random.random())", r"step returned '0\.\d+' and then '0\.\d+' for"),
     "hangs": (
         "    while True:\n        pass",
-        r"task\.py:1[12]: step gave no answer within 0\.3 s; make it end; prompt key '",
+        r"task\.py:10: step gave no answer within 0\.5 s; make it end; prompt key '",
     ),
     "exits": ("    raise SystemExit(0)", r"step raised SystemExit: 0; prompt key '"),
 }
@@ -241,7 +239,7 @@ BAD = {
 def test_a_step_that_is_wrong_is_one_line(name: str, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     body, message = BAD[name]
     if name == "hangs":
-        monkeypatch.setattr(python_task, "STEP_SECONDS", 0.3)
+        monkeypatch.setattr(user_code, "CALL_SECONDS", 0.5)
     before, _, rest = TASK.partition("def step(transcript):\n")
     task = f"{before}def step(transcript):\n{body}\n\n\ndef score{rest.partition('def score')[2]}"
     config = turns_config(
@@ -254,7 +252,7 @@ def test_a_step_that_is_wrong_is_one_line(name: str, tmp_path: Path, cli: Cli, m
 
 def test_iterations_before_a_step_that_raises_stay(recorded: Recorded, tmp_path: Path, cli: Cli) -> None:
     """A step that raises for one prompt, in whose episode an environment first speaks in the second iteration."""
-    rows, held_out = sequences_of(recorded), side_reader.read_evaluations(recorded.whole, columns=["prompt_key"])
+    rows, held_out = sequences_of(recorded), reader.read_evaluations(recorded.whole, columns=["prompt_key"])
     before = {*rows[rows["iteration"] == 0]["prompt_key"], *held_out["prompt_key"]}
     later = rows[(rows["iteration"] == 1) & rows["is_forced"].map(any)]
     # not the last turn of an episode alone, with which a file is tried before the run
@@ -281,7 +279,7 @@ def test_iterations_before_a_step_that_raises_stay(recorded: Recorded, tmp_path:
         (
             TASK.replace("return [(t", "return [None for t in transcripts] or [(t"),
             3,
-            "score returned None for prompt key",
+            "score returned None; must be a finite number",
         ),
         (TASK.replace("for t in transcripts]", "for t in transcripts[1:]]"), 3, "score returned 3 numbers for 4"),
     ],

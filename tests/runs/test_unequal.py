@@ -16,11 +16,13 @@ import pytest
 from ppo_repro.buffers import MinibatchUpdate
 from ppo_repro.checks.bisect import make_subject
 from ppo_repro.config.files import load_config
-from ppo_repro.disk.folder import SUMS_NAME
+from ppo_repro.config.section import run_folder
 from ppo_repro.errors import UserError
+from ppo_repro.files import SUMS_NAME
 from ppo_repro.records import manifest, reader
-from ppo_repro.runs.lifetime import UNEQUAL_TOKENS, Response, first_unequal, unequal_folder
-from ppo_repro.runs.run import Resumed, run_folder
+from ppo_repro.records.contents import unequal_folder
+from ppo_repro.runs.resume import Resumed
+from ppo_repro.runs.unequal import UNEQUAL_TOKENS, Response, first_unequal
 from ppo_repro.runs.verify import verify
 from ppo_repro.stages.agreement import UnequalBits
 from ppo_repro.watcher import Silent
@@ -185,7 +187,7 @@ def test_a_disk_that_is_full_does_not_hide_the_error(tmp_path: Path, monkeypatch
     def full(path: Path, *arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ppo_repro.runs.lifetime.write_sums", full)
+    monkeypatch.setattr("ppo_repro.runs.unequal.write_sums", full)
     run_dir, error = ended(tmp_path)
     assert error.endswith("unequal: cannot be written (No space left on device); make room there")
     assert error.startswith("iteration 0, response 3, token 0: ") and not unequal_folder(run_dir).exists()

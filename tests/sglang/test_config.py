@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from ppo_repro.config.engine import DETERMINISTIC_ARGUMENTS, OWN_ARGUMENTS, SGLangServers
 from ppo_repro.config.files import build_config, load_config
 from ppo_repro.errors import UserError
+from ppo_repro.output import masked
 from ppo_repro.rollout.sglang.command import (
     RETURN_ROUTES,
     SPARE_CONTEXT,
@@ -21,7 +22,6 @@ from ppo_repro.rollout.sglang.command import (
     server_environment,
 )
 from ppo_repro.runs.open_engine import require_same_sampler
-from ppo_repro.secrets import masked
 from tests.support.paths import ROOT, SMALL
 from tests.support.processes.fake_sglang import fake_python
 from tests.support.runs import small_config
@@ -43,20 +43,19 @@ SAME_BITS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (OURS, ("rollout.engine.kind=torch",)),
     (
         OURS,
-        (*OURS, "rollout.engine.servers=3", "rollout.engine.weight_sync=tensor", "rollout.engine.timeout_s=9"),
+        (*OURS, "rollout.engine.servers=3", "rollout.engine.timeout_s=9"),
     ),
     (OURS, (*OURS, URLS)),
-    (STOCK, (*STOCK, "rollout.engine.weight_sync=tensor", "rollout.engine.timeout_s=9", "rollout.engine.python=/x")),
+    (STOCK, (*STOCK, "rollout.engine.timeout_s=9", "rollout.engine.python=/x")),
     ((*STOCK, URLS), (*STOCK, "rollout.engine.urls=[http://g:1, http://g:2]")),
 ]
 OTHER_BITS: list[tuple[tuple[str, ...], tuple[str, ...], str]] = [
-    ((), STOCK, "would sample with SGLang's own numerics (servers: 1, device: cpu, arguments: none), and the run "
+    ((), STOCK, "would sample with SGLang's own numerics (servers: 1, arguments: none), and the run "
      "samples with deterministic numerics"),
     (OURS, STOCK, "the run samples with deterministic numerics"),
     (STOCK, OURS, "would sample with deterministic numerics, and the run samples with SGLang's"),
     (STOCK, (), "would sample with deterministic numerics"),
     (("numerics.mode=native",), ("numerics.mode=native", *STOCK), "the run samples with native numerics"),
-    (STOCK, (*STOCK, "rollout.engine.device=cuda"), "device: cuda"),
     (STOCK, (*STOCK, "rollout.engine.servers=2"), "servers: 2"),
     (STOCK, (*STOCK, "rollout.engine.arguments=[--dtype, half]"), "arguments: --dtype half"),
     (STOCK, (*STOCK, URLS), "servers that run already: 2"),
@@ -86,8 +85,6 @@ REFUSED = {
     ("rollout.engine.urls=[http://h:1]", "rollout.engine.python=/x"): "python is for servers the run starts",
     ("rollout.engine.urls=[http://h:1]", "rollout.engine.arguments=[--x]"): "arguments is for servers the run",
     ("rollout.engine.urls=[http://h:1, http://h:1]",): "each server may be named once",
-    (*STOCK, "rollout.engine.device=cuda", "rollout.engine.servers=2"): "servers must be 1 on device cuda",
-    ("rollout.engine.device=cuda",): "device = cuda needs numerics = stock: deterministic numerics compute on the CPU",
     ("rollout.engine.timeout_s=0",): "rollout.engine.timeout_s = 0: input should be greater than or equal to 1",
     ("rollout.engine.numerics=bf16",): "rollout.engine.numerics = 'bf16'",
     ("rollout.engine.port=1",): "rollout.engine.port: unknown field",
@@ -182,13 +179,11 @@ def test_the_command_line_follows_from_the_configuration() -> None:
 def test_the_environment_of_a_server() -> None:
     torchrun = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_NAME", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"), "0")
     outside = {"HOME": "/h", "PYTHONPATH": "/mine", "SGLANG_RETURN_ORIGINAL_LOGPROB": "1", **torchrun}
-    found = server_environment(outside, engine_of(), 3)
+    found = server_environment(outside, 3)
     assert not torchrun.keys() & found.keys(), "a server is none of the run's processes"
     assert found["HOME"] == "/h" and found["OMP_NUM_THREADS"] == "3" and "RANK" not in found
     assert found["PYTHONPATH"].endswith("cpu_shim") and found["SGLANG_USE_CPU_ENGINE"] == "1"
     assert found["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
-    on_gpu = server_environment(outside, engine_of("rollout.engine.numerics=stock", "rollout.engine.device=cuda"), 1)
-    assert not {"PYTHONPATH", "SGLANG_USE_CPU_ENGINE", "TORCHDYNAMO_DISABLE"} & set(on_gpu)
 
 
 def test_the_interpreter_is_looked_into_before_it_is_used(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import pickle
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from ppo_repro.errors import PromiseBroken, UserError
-from ppo_repro.models.versions import Versions
+from ppo_repro.models.state import Versions
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.sglang import weights
@@ -86,23 +84,17 @@ def test_the_number_of_servers_changes_nothing(count: int, policy: PreTrainedMod
     assert sum(sent) == len(REQUESTS) and max(sent) - min(sent) <= 1
 
 
-@pytest.mark.parametrize("sync", ["disk", "tensor"])
-def test_new_weights_are_brought_once_and_before_the_next_response(
-    sync: str, policy: PreTrainedModel, tmp_path: Path
-) -> None:
-    path = f"/update_weights_from_{sync}"
+def test_new_weights_are_brought_once_and_before_the_next_response(policy: PreTrainedModel, tmp_path: Path) -> None:
+    path = "/update_weights_from_disk"
     seen: dict[str, torch.Tensor] = {}
 
     def look(server: FakeServer, _: str, answer: Any) -> Any:
         body = server.asked[-1][1]
-        if sync == "disk":
-            seen.update(load_file(Path(body["model_path"]) / "model.safetensors"))
-            assert json.loads((Path(body["model_path"]) / "config.json").read_text())["eos_token_id"] == [3, 17, 40]
-        else:
-            seen.update(pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])))
+        seen.update(load_file(Path(body["model_path"]) / "model.safetensors"))
+        assert json.loads((Path(body["model_path"]) / "config.json").read_text())["eos_token_id"] == [3, 17, 40]
         return answer
 
-    with serving() as server, engine_on([server], policy, tmp_path, f"rollout.engine.weight_sync={sync}") as engine:
+    with serving() as server, engine_on([server], policy, tmp_path) as engine:
         server.faults[path] = look
         engine.generate(REQUESTS, PLAIN)
         engine.generate(REQUESTS, PLAIN)
@@ -123,7 +115,7 @@ def test_a_sampler_that_is_behind_sends_the_weights_it_samples_with(policy: PreT
             next(iter(policy.parameters()))[0, 0] += 1.0
         versions.keep(version)
         digests.append(digest(policy))
-    with serving() as server, engine_on([server], policy, tmp_path, "rollout.engine.weight_sync=tensor") as engine:
+    with serving() as server, engine_on([server], policy, tmp_path) as engine:
         with versions.at(0):
             engine.generate(REQUESTS, PLAIN)
             assert server.version == digests[0]
@@ -140,28 +132,6 @@ def test_deterministic_servers_read_a_mixture_by_the_names_of_its_parameters_and
         names[deterministic] = set(load_file(tmp_path / str(deterministic) / "model.safetensors"))
     assert names[True] == {name for name, _ in mixture.named_parameters()}
     assert any("experts.0." in name for name in names[False]) and not any("experts.0." in name for name in names[True])
-
-
-def test_many_weights_go_in_several_requests_and_the_version_with_the_last(
-    policy: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weights, "BUCKET_BYTES", 20_000)
-    with serving() as server:
-        weights.from_tensor(server.url, policy, "v", 1)
-        bodies = [body for path, body in server.asked if path == "/update_weights_from_tensor"]
-        sent = [pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])) for body in bodies]
-    assert paths(server)[0] == "/begin_weight_update" and paths(server)[-1] == "/end_weight_update"
-    assert len(bodies) > 3 and ["weight_version" in body for body in bodies] == [False] * (len(bodies) - 1) + [True]
-    assert [name for some in sent for name, _ in some] == [name for name, _ in policy.named_parameters()]
-    assert all(len(some) == 1 or sum(t.nbytes for _, t in some) <= 20_000 for some in sent)
-
-
-def test_an_update_that_fails_closes_its_session(policy: PreTrainedModel) -> None:
-    with serving() as server:
-        server.faults["/update_weights_from_tensor"] = lambda *_: (400, {"success": False, "message": "no"})
-        with pytest.raises(UserError, match=r"/update_weights_from_tensor: refused with status 400: .*no"):
-            weights.from_tensor(server.url, policy, "v", 1)
-        assert paths(server)[-1] == "/end_weight_update" and not server.in_session
 
 
 def test_deterministic_servers_prove_what_they_hold(policy: PreTrainedModel, tmp_path: Path) -> None:

@@ -7,13 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.stages.agreement import (
-    UnequalBits,
-    differing,
-    require_ratios_of_one,
-    require_same_bits,
-    sampler_is_exact,
-)
+from ppo_repro.stages.agreement import UnequalBits, require_ratios_of_one, require_same_bits, sampler_is_exact
 from tests.support.runs import small_config
 
 LENGTHS = torch.tensor([2, 1, 3])
@@ -28,22 +22,11 @@ def test_a_case_by_hand() -> None:
         "iteration 7, response 1, token 0: values 2.0 (bits 40000000), new_values 2.000000238418579 (bits 40000001); "
         "2 of 4 tokens differ"
     )
-    found = stop.value.found
-    assert found.sequence.tolist() == [1, 2] and found.position.tolist() == [0, 2]
-    assert found.left[1].tolist() == [2.0, 0.0] and found.right[1].tolist() == [2.000000238418579, -0.0]
-
-
-def test_equal_bits_pass_and_a_nan_equals_itself() -> None:
-    values = torch.tensor([float("nan"), -0.0, 1.0, 2.0])
-    tokens = torch.arange(4)
-    require_same_bits(0, LENGTHS, ("values", values), ("new_values", values.clone()), tokens)
+    nan = torch.tensor([float("nan"), -0.0, 1.0, 2.0])
+    require_same_bits(0, LENGTHS, ("values", nan), ("new_values", nan.clone()), tokens)
     require_ratios_of_one(0, LENGTHS, torch.ones(4), tokens)
-
-
-def test_a_ratio_that_is_nearly_one() -> None:
-    ratios = torch.tensor([1.0, 1.0 - 2.0**-24])
     with pytest.raises(UnequalBits, match=r"response 1, token 0: ratios 0\.9999999403953552 \(bits 3f7fffff\), expec"):
-        require_ratios_of_one(0, LENGTHS, ratios, torch.tensor([0, 2]))
+        require_ratios_of_one(0, LENGTHS, torch.tensor([1.0, 1.0 - 2.0**-24]), torch.tensor([0, 2]))
 
 
 @given(st.data())
@@ -55,16 +38,15 @@ def test_the_first_token_in_the_order_of_the_records_is_named(data: st.DataObjec
     left = torch.randn(len(tokens), generator=torch.Generator().manual_seed(0))
     bits = left.clone().view(torch.int32)
     bits[list(flipped)] ^= 1
-    right = bits.view(torch.float32)
     # by the definition: where each token of the records lies
-    places = [(sequence, position) for sequence, length in enumerate(lengths) for position in range(length)]
-    expected = sorted((places[tokens[row]], float(left[row])) for row in flipped)
+    positions = [(sequence, position) for sequence, length in enumerate(lengths) for position in range(length)]
+    expected = sorted((positions[tokens[row]], float(left[row])) for row in flipped)
+    columns = ("left", left), ("right", bits.view(torch.float32))
     with pytest.raises(UnequalBits) as stop:
-        require_same_bits(0, torch.tensor(lengths), ("left", left), ("right", right), torch.tensor(tokens))
+        require_same_bits(0, torch.tensor(lengths), *columns, torch.tensor(tokens))
     found = stop.value.found
     rows = zip(found.sequence.tolist(), found.position.tolist(), found.left[1].tolist(), strict=True)
     assert [((sequence, position), value) for sequence, position, value in rows] == expected
-    assert int(differing(left, right).sum()) == len(flipped)
 
 
 SGLANG = "rollout.engine.kind=sglang"
@@ -77,13 +59,10 @@ SGLANG = "rollout.engine.kind=sglang"
         ((SGLANG,), True),
         ((SGLANG, "rollout.engine.numerics=stock"), False),
         (("rollout.mismatch_sigma=0.1",), False),
-        (("mismatch.sampler.lag={kind: fixed, iterations: 1}",), False),
-        (("mismatch.sampler.token_bias=0.1",), False),
+        (("mismatch.sampler.lag=1",), False),
         (("mismatch.trainer.padding_leak=9",), False),
-        (("mismatch.trainer.dropout=0.1",), False),
         (("mismatch.trainer.eos_in_loss=false",), True),
         (("numerics.mode=native",), False),
-        ((SGLANG, "rollout.engine.numerics=stock", "numerics.mode=native"), False),
     ],
 )
 def test_where_the_sampler_is_measured_nothing_is_promised_of_it(overrides: tuple[str, ...], promised: bool) -> None:

@@ -12,6 +12,8 @@ from gymnasium.spaces import Box, Discrete
 
 from ppo_repro.config.control import ControlConfig, load_control_config
 from ppo_repro.control.kind import ControlKind
+from ppo_repro.runs import rerun as rerunner
+from ppo_repro.runs import resume as resumer
 from ppo_repro.runs import run as runner
 from ppo_repro.watcher import Watcher
 from tests.support.paths import ROOT, SMALL_CONTROL
@@ -54,12 +56,12 @@ def run(config: ControlConfig, out: Path, watcher: Watcher) -> tuple[Path, dict[
     return runner.run(ControlKind(watcher), config, out)
 
 
-def rerun(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> runner.Rerun:
-    return runner.rerun(ControlKind(watcher), run_dir, overrides)
+def rerun(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> rerunner.Rerun:
+    return rerunner.rerun(ControlKind(watcher), run_dir, overrides)
 
 
-def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> runner.Resumed:
-    return runner.resume(ControlKind(watcher), run_dir, overrides)
+def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> resumer.Resumed:
+    return resumer.resume(ControlKind(watcher), run_dir, overrides)
 
 
 def small_control(*overrides: str) -> ControlConfig:

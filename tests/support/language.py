@@ -7,6 +7,8 @@ from pathlib import Path
 
 from ppo_repro.config.run import RunConfig
 from ppo_repro.ranks import ALONE, Ranks
+from ppo_repro.runs import rerun as rerunner
+from ppo_repro.runs import resume as resumer
 from ppo_repro.runs import run as runner
 from ppo_repro.runs.language import LanguageKind
 from ppo_repro.watcher import Watcher
@@ -16,9 +18,9 @@ def run(config: RunConfig, out: Path, watcher: Watcher, ranks: Ranks = ALONE) ->
     return runner.run(LanguageKind(watcher, ranks), config, out)
 
 
-def rerun(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = (), ranks: Ranks = ALONE) -> runner.Rerun:
-    return runner.rerun(LanguageKind(watcher, ranks), run_dir, overrides)
+def rerun(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = (), ranks: Ranks = ALONE) -> rerunner.Rerun:
+    return rerunner.rerun(LanguageKind(watcher, ranks), run_dir, overrides)
 
 
-def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> runner.Resumed:
-    return runner.resume(LanguageKind(watcher), run_dir, overrides)
+def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> resumer.Resumed:
+    return resumer.resume(LanguageKind(watcher), run_dir, overrides)

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import ValueModel, make_policy, make_value_model
 from ppo_repro.numerics.structs import Ints
-from ppo_repro.testing.small_models import (
+from tests.support.small_models import (
     CLASSES,
     CONFIGS,
     CONTEXT,

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppo_repro.replay.columns import STAGES, Stage
-from ppo_repro.replay.replay import lines, replay
+from ppo_repro.recompute.recompute import STAGES, Stage, lines, recompute
 
 
 def require_replayed(run_dir: Path, stages: Sequence[Stage] = STAGES) -> None:
-    found = replay(run_dir, stages)
+    found = recompute(run_dir, stages)
     assert found.difference is None, lines(found)
     assert set(found.compared) == set(stages)
     # at least one coefficient or learning rate in each iteration

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppo_repro.config.engine import SGLangServers
 from ppo_repro.records.contents import final_folder, reference_folder
 from ppo_repro.rollout.sglang import server
 from ppo_repro.rollout.sglang.command import server_environment
@@ -65,8 +64,7 @@ def stock_server(model: Path, folder: Path, dtype: str, raw: bool) -> Iterator[s
     port = reserved.getsockname()[1]
     words = f"--device cpu --attention-backend torch_native --dtype {dtype} --host 127.0.0.1 --port {port}"
     words += " --max-total-tokens 4096 --max-running-requests 4 --skip-tokenizer-init --sleep-on-idle"
-    engine = SGLangServers(kind="sglang", numerics="stock", python=PYTHON)
-    environment = {**server_environment(os.environ, engine, 1), **(RAW if raw else {})}
+    environment = {**server_environment(os.environ, 1), **(RAW if raw else {})}
     command = [PYTHON, "-m", "sglang.launch_server", "--model-path", str(model), *words.split()]
     process = server.start(command, environment, folder / f"{dtype}{'_raw' * raw}.log", reserved)
     url = f"http://127.0.0.1:{port}"

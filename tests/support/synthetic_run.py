@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +15,10 @@ from hypothesis import strategies as st
 from ppo_repro.config.kinds import CONTROL, LANGUAGE, Kind
 from ppo_repro.records import arrow, control_schema, digests, iteration_log, manifest, schema, writer
 from ppo_repro.records.iteration_log import IterationEntry, TableEntry
+from ppo_repro.records.writer import RunWriter
 
 TABLES = {LANGUAGE: schema.TABLES, CONTROL: control_schema.TABLES}
-PYTHON = {"python": "3"}
+ENVIRONMENT = {"python": "3", "started": "2026-01-01T00:00:00.000+00:00"}
 FINAL: dict[str, float | int | str] = {"eval_accuracy": 0.625, "eval_responses": 8, "policy_digest": "ab12"}
 
 TEXTS = [
@@ -141,26 +138,25 @@ def create_run(
     kind: Kind = LANGUAGE,
     config_yaml: str = "seed: 1\n",
     digest: str = "0123456789ab",
-    environment: Mapping[str, str] = PYTHON,
+    environment: Mapping[str, str] = ENVIRONMENT,
 ) -> None:
     """A run folder without iterations."""
     laid_out = writer.lay_out_run(run_dir, config_yaml, environment, digest, {"data.jsonl": "00"}, kind)
     writer.publish_run(laid_out, run_dir)
 
 
-def start_run(run_dir: Path, kind: Kind = LANGUAGE) -> manifest.Head:
-    """A run folder without iterations, and its manifest."""
+def start_run(run_dir: Path, kind: Kind = LANGUAGE) -> RunWriter:
+    """A run folder without iterations, and who writes into it."""
     create_run(run_dir, kind)
-    return manifest.load_head(run_dir)
+    return RunWriter(run_dir)
 
 
 def make_run(run_dir: Path, iterations: int = 2, rows: int = 12, seed: int = 0, kind: Kind = LANGUAGE) -> Path:
     """A complete run."""
-    current = start_run(run_dir, kind)
+    written = start_run(run_dir, kind)
     for iteration in range(iterations):
-        tables = random_tables(iteration, rows, seed, kind)
-        current = writer.append_iteration(run_dir, current, iteration, tables)
-    writer.finish(run_dir, current, FINAL)
+        written.append(iteration, random_tables(iteration, rows, seed, kind))
+    written.finish(FINAL, {})
     return run_dir
 
 
@@ -192,38 +188,8 @@ def cut_back(run_dir: Path, iterations: int, status: manifest.Status) -> None:
         for table in (*entry.tables, *entry.beside):
             manifest.table_path(run_dir, table, entry.iteration).unlink()
     for table in whole.ending:
-        manifest.side_path(run_dir, table, whole.num_iterations).unlink()
+        manifest.table_path(run_dir, table, whole.num_iterations).unlink()
     manifest.save(head_at(whole, iterations, status), run_dir)
-
-
-def save_tree(run_dir: Path, tree: Mapping[str, Any]) -> None:
-    """Write any manifest with the digest that belongs to it, as somebody would on purpose."""
-    content = {name: value for name, value in tree.items() if name != "sha256"}
-    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-    content["sha256"] = hashlib.sha256(text.encode()).hexdigest()
-    (run_dir / manifest.FILE_NAME).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-
-
-def as_version_2(run_dir: Path) -> None:
-    """What manifest version 2 wrote: no side tables, no digest of the manifest and none of the bytes of tables."""
-    for name in {file.table.name for file in manifest.side_files(manifest.load(run_dir))}:
-        shutil.rmtree(run_dir / "records" / name)
-    tree = json.loads((run_dir / manifest.FILE_NAME).read_text())
-    for name in ("files", "log_digest", "preparation", "ending", "sha256"):
-        del tree[name]
-    log = run_dir / iteration_log.FILE_NAME
-    lines = []
-    for line in log.read_text().splitlines():
-        entry = json.loads(line)
-        del entry["sha256"]
-        entry.pop("beside", None)
-        for table in entry["tables"].values():
-            del table["file_digest"]
-        content = json.dumps(entry, separators=(",", ":")).encode()
-        lines.append(content[:-1] + f',"sha256":"{hashlib.sha256(content).hexdigest()}"}}\n'.encode())
-    log.write_bytes(b"".join(lines))
-    tree.update(manifest_version=2, log_bytes=log.stat().st_size)
-    (run_dir / manifest.FILE_NAME).write_text(json.dumps(tree))
 
 
 def bits(values: Any) -> list[Any]:
@@ -256,7 +222,7 @@ def rewrite_cell(run_dir: Path, table: str, iteration: int | None, column: str, 
 
 def accept(run_dir: Path, table: str, iteration: int | None) -> None:
     """Let log and manifest list a file as it is now: its rows, its values and its bytes."""
-    recorded, path = manifest.load(run_dir), manifest.side_path(run_dir, table, iteration)
+    recorded, path = manifest.load(run_dir), manifest.table_path(run_dir, table, iteration)
     definitions = {t.name: t for t in (*manifest.tables_of(recorded), *manifest.side_tables_of(recorded))}
     listed = entry_of(definitions[table], path)
     entries, link = [], digests.FINGERPRINT_SEED
@@ -273,20 +239,19 @@ def accept(run_dir: Path, table: str, iteration: int | None) -> None:
     elif iteration == recorded.num_iterations:
         changes["ending"] = {**recorded.ending, table: listed}
     changed = recorded.model_copy(update=changes)
-    manifest.save(changed.model_copy(update={"fingerprint": manifest.expected_fingerprint(changed)}), run_dir)
+    fingerprint = manifest.finished_fingerprint(link, changed.final) if changed.status == "complete" else link
+    manifest.save(changed.model_copy(update={"fingerprint": fingerprint}), run_dir)
 
 
 def entry_of(table: schema.Table, path: Path) -> TableEntry:
     """What a manifest says of a file, whose level decides which columns of the table it has."""
     data = pq.ParquetFile(path).read()
-    there = tuple(column for column in table.columns if column.name in data.column_names)
-    written = schema.with_retired(replace(table, columns=there), data.column_names)
-    return TableEntry(data.num_rows, digests.table_digest(written, data), manifest.content_digest(path.read_bytes()))
+    return TableEntry(data.num_rows, digests.table_digest(table, data), manifest.content_digest(path.read_bytes()))
 
 
 def damage_cell(run_dir: Path, table: str, iteration: int | None, column: str, change: Callable[[Any], Any]) -> None:
     """Change one column of one recorded file and write it back with other Parquet settings."""
-    rewrite_file(manifest.side_path(run_dir, table, iteration), column, change)
+    rewrite_file(manifest.table_path(run_dir, table, iteration), column, change)
 
 
 def rewrite_file(path: Path, column: str, change: Callable[[Any], Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from ppo_repro.config.files import load_config
 from ppo_repro.config.tasks import ReasoningGymTask
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
-from ppo_repro.tasks.reasoning_gym_task import gym_scores, load_gym
+from ppo_repro.tasks.sources import GymVerifier, load_source
 from ppo_repro.watcher import Silent
 from tests.support.cli import Cli, one_line
 from tests.support.language import rerun, run
@@ -27,28 +27,32 @@ def gym(**changes: Any) -> ReasoningGymTask:
     return ReasoningGymTask(**{**usual, **changes})
 
 
-def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "reasoning_gym").mkdir()
+    (tmp_path / "reasoning_gym" / "__init__.py").write_text("raise ImportError(name='reasoning_gym')")
+    monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(UserError, match=r"^task\.kind = reasoning_gym: needs reasoning-gym.*'ppo-repro\[tasks\]'$"):
-        load_gym(gym())
+        load_source(gym(), 0)
 
 
 def test_the_entries_are_those_of_the_package() -> None:
-    load_gym(gym())  # which imports the package without its warnings
-    import reasoning_gym
-
-    problems, verifier = load_gym(gym(data_seed=3))
+    source = load_source(gym(settings={**SETTINGS, "seed": 3}), 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        import reasoning_gym
+    problems, verifier = [*source.problems.by_key.values()], source.verifier
+    assert isinstance(verifier, GymVerifier)
     entries = list(reasoning_gym.create_dataset("chain_sum", seed=3, size=40, **SETTINGS))
     first = {entry["question"]: entry["answer"] for entry in reversed(entries)}
     assert {p.prompt: p.answer for p in problems} == first
     assert len(problems) == len({p.key for p in problems}) < 40, "a question that repeats counts once"
-    assert [p.prompt for p in load_gym(gym(data_seed=4))[0]] != [p.prompt for p in problems]
-    keys = [p.key for p in problems]
-    right, wrong = [p.answer for p in problems], [p.answer + "1" for p in problems]
-    assert gym_scores(verifier, keys, right) == [1.0] * len(keys)
-    assert max(gym_scores(verifier, keys, wrong)) < 1.0
-    assert gym_scores(verifier, keys, [None] * len(keys)) == [0.0] * len(keys)
+    assert {p.prompt for p in load_source(gym(settings={**SETTINGS, "seed": 4}), 0).problems.train} != {
+        p.prompt for p in problems
+    }
+    keys, right = [p.key for p in problems], [p.answer for p in problems]
+    assert verifier.scores(keys, right) == [1.0] * len(keys)
+    assert max(verifier.scores(keys, [answer + "1" for answer in right])) < 1.0
+    assert verifier.scores(keys, [None] * len(keys)) == [0.0] * len(keys)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +67,7 @@ def test_the_entries_are_those_of_the_package() -> None:
 )
 def test_an_unknown_data_set_or_setting_is_one_line(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        load_gym(gym(**changes))
+        load_source(gym(**changes), 0)
 
 
 def test_a_run_records_the_version_and_runs_again(tmp_path: Path, cli: Cli) -> None:

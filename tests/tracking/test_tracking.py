@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import sys
 import warnings
@@ -97,15 +96,6 @@ def test_a_copy_has_what_the_run_recorded(
     native = mlflow_copy.copy(native_run, store)
     assert native is not None
     assert client.get_run(native.run_id).data.tags["verdict.sampler_and_trainer_agree"] == "differs"
-
-
-def test_a_run_of_an_earlier_version_has_the_times_of_its_files(tmp_path: Path) -> None:
-    run_dir = synthetic_run.make_run(tmp_path / "run")  # its environment names no start, its times are noise
-    recorded = manifest.load(run_dir)
-    files = [manifest.table_path(run_dir, "iterations", k).stat().st_mtime for k in range(2)]
-    assert times.of_iterations(run_dir, [0, 1], pd.Series([math.nan, math.inf])) == files
-    assert times.of_iterations(run_dir, [0, 1], pd.Series([5.0, math.nan])) == [5.0, files[1]]
-    assert times.started(run_dir, recorded) == (run_dir / "config.yaml").stat().st_mtime
 
 
 @pytest.mark.parametrize(

@@ -36,23 +36,6 @@ INLINE float exp32(float x) {
   return y * as_float((uint32_t)(half + 127) << 23) * as_float((uint32_t)(whole - half + 127) << 23);
 }
 
-// ln x of a positive normal x, 0.9 ulp. x = m 2^e with sqrt(1/2) <= m < sqrt(2); a polynomial in m - 1.
-INLINE float log32(float x) {
-  int32_t exponent = (int32_t)(as_bits(x) - 0x3f3504f3u) >> 23;
-  float e = (float)exponent, f = as_float(as_bits(x) - ((uint32_t)exponent << 23)) - 1.0f, z = f * f;
-  float y = fma32(f, 7.0376836292e-2f, -1.1514610310e-1f);
-  y = fma32(y, f, 1.1676998740e-1f);
-  y = fma32(y, f, -1.2420140846e-1f);
-  y = fma32(y, f, 1.4249322787e-1f);
-  y = fma32(y, f, -1.6668057665e-1f);
-  y = fma32(y, f, 2.0000714765e-1f);
-  y = fma32(y, f, -2.4999993993e-1f);
-  y = fma32(y, f, 3.3333331174e-1f);
-  y = fma32(e, LN2_LOW32, f * z * y);
-  y = fma32(z, -0.5f, y);
-  return fma32(e, LN2_HIGH32, f + y);
-}
-
 // 1 / (1 + e^-x) for every x, 2.5 ulp; 0 below -88.73
 INLINE float sigmoid32(float x) { return 1.0f / (1.0f + exp32(-x)); }
 
@@ -87,9 +70,6 @@ INLINE float erf32(float x) {
   float large = 1.0f - exp32(-q);
   return size < 1.0f ? small : as_float(as_bits(large) | (as_bits(x) & 0x80000000u));
 }
-
-// Density of the standard normal distribution, e^(-x^2 / 2) / sqrt(2 pi); absolute error below 1e-7
-INLINE float normal_density32(float x) { return 0.3989422804f * exp32(-0.5f * x * x); }
 
 // ln x of a positive normal x, 1 ulp. x = m 2^e with sqrt(1/2) <= m < sqrt(2), f = m - 1, s = f / (2 + f),
 // ln m = f - f^2 / 2 + s (f^2 / 2 + R(s^2)).

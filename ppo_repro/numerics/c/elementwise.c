@@ -19,11 +19,9 @@ INLINE double root64(double x) { return __builtin_sqrt(x); }
 INLINE float root32(float x) { return __builtin_sqrtf(x); }
 
 MAP(exp_float32, float, exp32)
-MAP(log_float32, float, log32)
 MAP(sigmoid_float32, float, sigmoid32)
 MAP(tanh_float32, float, tanh32)
 MAP(erf_float32, float, erf32)
-MAP(normal_density_float32, float, normal_density32)
 MAP(sqrt_float32, float, root32)
 MAP(exp_float64, double, exp64)
 MAP(log_float64, double, log64)

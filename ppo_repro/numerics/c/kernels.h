@@ -109,7 +109,7 @@ typedef struct {
   int norm, qk_norm, rotary, activation, gated, parallel;  // rotary: how many of head_dim rotate
   int experts, chosen, normalised, mixtures;               // mixtures: layers with experts
   int q_at, q_step, k_at, k_step, v_at, v_step;            // heads in a row of qkv
-  int round_activations, round_inputs, round_cache, round_gradients;  // formats of rounding.c; 0: none
+  int round_activations, round_inputs, round_cache;  // formats of rounding.c; 0: none
   int position_entries, padding;                           // rows of `positions`; a token whose embedding is not trained, or -1
   float eps, embedding_scale;
   const float *cosine, *sine;                              // [positions][rotary / 2]

@@ -1,7 +1,7 @@
 // A decoder-only language model, forward and backward. Every family is data (Model, Layer); none has a code path.
 //   x2 = x + out(attention(qkv(norm1(x))));  next = x2 + down(act(up(norm2(x2))))
 // or, in parallel, next = (x + out(..)) + down(act(up(norm2(x)))). In place of up and down there may be experts.
-// Rounding on purpose has one place after each of these steps, forward and backward.
+// Rounding on purpose follows each of these steps.
 #include "kernels.h"
 
 // ----------------------------------------------------------------------------------------------------------- memory
@@ -81,16 +81,12 @@ static Saved saved_at(const Model *m, long tokens, float *kept, int index, int k
 
 // ------------------------------------------------------------------------------------------------------------ steps
 
-// y = x w^T + bias (+ residual), rounded where activations are
+// y = x w^T + bias, rounded where activations are, + residual, rounded again
 static void layer_linear(const Model *m, const Matrix *w, const float *x, int rows, const float *residual, float *y) {
   int format = m->round_activations;
-  if (!format || !residual) {
-    linear(w, x, w->k, rows, residual, y, w->n);
-    round_rows(format, y, rows, w->n);
-    return;
-  }
-  linear(w, x, w->k, rows, NULL, y, w->n);
+  linear(w, x, w->k, rows, format ? NULL : residual, y, w->n);
   round_rows(format, y, rows, w->n);
+  if (!format || !residual) return;
   add_to(y, residual, (long)rows * w->n);
   round_rows(format, y, rows, w->n);
 }
@@ -107,14 +103,12 @@ static void layer_norm_backward(const Model *m, const NormWeights *w, const floa
   column_sums((ColumnSums){dy, n, x, n, r, m->norm == NORM_LAYER ? mean : NULL, 1, 1, n, blocks, w->grad});
   if (w->b) column_sums((ColumnSums){dy, n, NULL, 0, NULL, NULL, 0, 1, n, blocks, w->b_grad});
   for_rows(blocks->rows, norm_backward_row, &(Norm){m->norm, m->eps, w, n, 0, x, (float *)r, (float *)mean, NULL, dy, residual, dx});
-  round_rows(m->round_gradients, dx, blocks->rows, n);
 }
 
-// dx of a linear layer, rounded where gradients are, and the gradients of its weights
-static void layer_linear_backward(const Model *m, const Matrix *w, const float *dy, const float *x, const Blocks *blocks, float *dx) {
+// dx of a linear layer, and the gradients of its weights
+static void layer_linear_backward(const Matrix *w, const float *dy, const float *x, const Blocks *blocks, float *dx) {
   linear_backward_weight(w, dy, w->n, x, w->k, blocks);
-  linear_backward_input(w, dy, w->n, blocks->rows, dx, w->k, 1);
-  round_rows(m->round_gradients, dx, blocks->rows, w->k);
+  linear_backward_input(w, dy, w->n, blocks->rows, dx, w->k);
 }
 
 // ---------------------------------------------------------------------------------------------- queries, keys, values
@@ -357,20 +351,17 @@ static void mixture_backward(const Model *m, const Batch *b, const Layer *l, Sav
   Dispatch d = dispatch(m, s.route, t);
   Mixture a = {m, b, 0, s, dy, d_rows, d_router, d.place, dh};
   for_rows(t, spread_row, &a);
-  round_rows(m->round_gradients, d_rows, (int)rows, n);
   for_rows(t, route_backward_row, &a);
   for (int e = 0; e < m->experts; e++) {
     Blocks own = expert_blocks(b, &d, e, blocks->sums);
     long first = d.start[e];
-    layer_linear_backward(m, &l->expert_down[e], d_rows + first * n, s.act + first * mlp, &own, d_act + first * mlp);
+    layer_linear_backward(&l->expert_down[e], d_rows + first * n, s.act + first * mlp, &own, d_act + first * mlp);
     for_rows(own.rows, activation_backward_row, &(Activation){m->activation, m->gated, mlp, s.up + first * up, NULL, d_act + first * mlp, d_up + first * up});
-    round_rows(m->round_gradients, d_up + first * up, own.rows, up);
-    layer_linear_backward(m, &l->expert_up[e], d_up + first * up, s.rows + first * n, &own, d_rows + first * n);
+    layer_linear_backward(&l->expert_up[e], d_up + first * up, s.rows + first * n, &own, d_rows + first * n);
     free_blocks(&own);
   }
-  layer_linear_backward(m, &l->router, d_router, s.h2, blocks, dh);
+  layer_linear_backward(&l->router, d_router, s.h2, blocks, dh);
   for_rows(t, gather_backward_row, &a);
-  round_rows(m->round_gradients, dh, t, n);
   free(d.start);
 }
 
@@ -433,17 +424,16 @@ static Deltas make_deltas(const Model *m, long tokens) {
 static void layer_backward(const Model *m, const Batch *b, int index, Saved s, const Blocks *blocks, Deltas d) {
   const Layer *l = &m->layer[index];
   Place place = {heads_of(m, b, index, s), l, s};
-  int t = b->tokens, mlp = mlp_width(l), q = q_width(m), form = m->round_gradients;
+  int t = b->tokens, mlp = mlp_width(l), q = q_width(m);
   if (has_experts(l)) {
     mixture_backward(m, b, l, s, blocks, d.dx, d.dh);
   } else {
-    layer_linear_backward(m, &l->down, d.dx, s.act, blocks, d.narrow);
+    layer_linear_backward(&l->down, d.dx, s.act, blocks, d.narrow);
     for_rows(t, activation_backward_row, &(Activation){m->activation, m->gated, mlp, s.up, NULL, d.narrow, d.wide});
-    round_rows(form, d.wide, t, l->up.n);
-    layer_linear_backward(m, &l->up, d.wide, s.h2, blocks, d.dh);
+    layer_linear_backward(&l->up, d.wide, s.h2, blocks, d.dh);
   }
   layer_norm_backward(m, &l->norm2, m->parallel ? s.x : s.x2, s.r2, s.m2, d.dh, d.dx, blocks, d.dx2);
-  layer_linear_backward(m, &l->out, m->parallel ? d.dx : d.dx2, s.mixed, blocks, d.narrow);
+  layer_linear_backward(&l->out, m->parallel ? d.dx : d.dx2, s.mixed, blocks, d.narrow);
   place.h.d_mixed = d.narrow, place.h.dq = d.narrow + (long)t * q, place.h.d_raw = d.wide;
   attend_backward(&place.h);
   for_rows(t, place_backward_row, &place);
@@ -452,8 +442,7 @@ static void layer_backward(const Model *m, const Batch *b, int index, Saved s, c
     qk_norm_gradient(m, &l->k_norm, &s, d.wide, m->k_at, m->kv_heads, s.k_r, blocks);
     for_rows(t, qk_norm_backward_row, &place);
   }
-  round_rows(form, d.wide, t, qkv_width(m));
-  layer_linear_backward(m, &l->qkv, d.wide, s.h1, blocks, d.dh);
+  layer_linear_backward(&l->qkv, d.wide, s.h1, blocks, d.dh);
   layer_norm_backward(m, &l->norm1, s.x, s.r1, s.m1, d.dh, d.dx2, blocks, d.dx);
 }
 

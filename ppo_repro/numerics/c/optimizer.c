@@ -6,16 +6,12 @@ enum { PIECE = 4 * NORM_BLOCK };   // elements of a task: free
 
 // -------------------------------------------------------------------------------------------------- sums of slots
 
-INLINE void add_floats(float *restrict a, const float *restrict b, long n) {
-  for (long i = 0; i < n; i++) a[i] = a[i] + b[i];
-}
-
 typedef struct { float *a; const float *b; long n; } Addition;
 
 static void add_task(void *argument, int index) {
   const Addition *s = argument;
   long at = (long)index * PIECE, left = s->n - at;
-  add_floats(s->a + at, s->b + at, left < PIECE ? left : PIECE);
+  add_vector(s->a + at, s->b + at, left < PIECE ? left : PIECE);
 }
 
 // a = a + b
@@ -33,7 +29,7 @@ static void join_task(void *argument, int index) {
   float *total = s->level[0] + at;
   if (!s->open) memset(total, 0, sizeof(float) * (size_t)n);
   for (int i = 0; i < s->levels; i++)
-    if ((s->first >> i) & 1) add_floats(total, s->level[i + 1] + at, n);
+    if ((s->first >> i) & 1) add_vector(total, s->level[i + 1] + at, n);
 }
 
 // The whole tree of `n` sums in level[0], where no rows are left: slot `first` is the last one with rows (`open`), or

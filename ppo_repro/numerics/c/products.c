@@ -48,33 +48,33 @@ static void whole_tile(const float *x, long x_row, long x_step, const float *w, 
   TILE_OF_ROWS(x_step, w_step)
 }
 
-// The same where y has only `cols` <= 16 columns; w is a panel [terms][16]
-static void panel_tile(const float *x, long x_row, const float *w, int terms, float *y, long y_row, int first, int rows,
-                       int cols) {
-  if (cols >= COLS) {
-    whole_panel_tile(x, x_row, w, terms, y, y_row, first, rows);
-    return;
-  }
+// The same where y has only `cols` < 16 columns, but w has 16
+static void ragged_tile(const float *x, long x_row, long x_step, const float *w, long w_step, int terms, float *y,
+                        long y_row, int first, int rows, int cols) {
   float wide[ROWS * COLS];
   for (int i = 0; i < rows; i++)
     for (int j = 0; j < COLS; j++) wide[i * COLS + j] = first || j >= cols ? 0.0f : y[i * y_row + j];
-  whole_panel_tile(x, x_row, w, terms, wide, COLS, first, rows);
+  whole_tile(x, x_row, x_step, w, w_step, terms, wide, COLS, first, rows);
   for (int i = 0; i < rows; i++) memcpy(y + i * y_row, wide + i * COLS, sizeof(float) * (size_t)cols);
 }
 
-// The same with any strides; a ragged last part of w is copied, so that nothing is read beyond its columns.
+// w is a panel [terms][16], y may have fewer columns
+static void panel_tile(const float *x, long x_row, const float *w, int terms, float *y, long y_row, int first, int rows,
+                       int cols) {
+  if (cols >= COLS) whole_panel_tile(x, x_row, w, terms, y, y_row, first, rows);
+  else ragged_tile(x, x_row, 1, w, COLS, terms, y, y_row, first, rows, cols);
+}
+
+// Any strides; a ragged last part of w is copied, so that nothing is read beyond its columns.
 static void any_tile(const float *x, long x_row, long x_step, const float *w, long w_step, int terms, float *y,
                      long y_row, int first, int rows, int cols) {
   if (cols >= COLS) {
     whole_tile(x, x_row, x_step, w, w_step, terms, y, y_row, first, rows);
     return;
   }
-  float panel[BLOCK * COLS] = {0}, wide[ROWS * COLS];
+  float panel[BLOCK * COLS] = {0};
   for (int k = 0; k < terms; k++) memcpy(panel + k * COLS, w + k * w_step, sizeof(float) * (size_t)cols);
-  for (int i = 0; i < rows; i++)
-    for (int j = 0; j < COLS; j++) wide[i * COLS + j] = first || j >= cols ? 0.0f : y[i * y_row + j];
-  whole_tile(x, x_row, x_step, panel, COLS, terms, wide, COLS, first, rows);
-  for (int i = 0; i < rows; i++) memcpy(y + i * y_row, wide + i * COLS, sizeof(float) * (size_t)cols);
+  ragged_tile(x, x_row, x_step, panel, COLS, terms, y, y_row, first, rows, cols);
 }
 
 // Strips of nearly equal height, at most ROWS: the row at which strip s of `strips` begins
@@ -104,16 +104,16 @@ EXPORT long panel_floats(int n, int k) { return (long)panels_of(n) * COLS * k; }
 
 // ---------------------------------------------------------------------------------------------------------- forward
 
-// y = x w^T (+ bias) (+ residual): rows of x, y and residual are ldx, ldy and ldy long
+// y = x w^T (+ bias) (+ residual), or, `backward`, y = x w; rows of x and y are ldx, ldy long
 typedef struct {
   const Matrix *w;
   const float *x; long ldx; int rows;
   const float *residual;
   float *y; long ldy;
-  int group, chunks;
-} Linear;
+  int backward, group, chunks;
+} Product;
 
-static void finish_linear(const Linear *l, int m0, int m1, int n0, int n1) {
+static void finish_linear(const Product *l, int m0, int m1, int n0, int n1) {
   const float *bias = l->w->bias;
   for (int m = m0; m < m1; m++) {
     float *restrict y = l->y + m * l->ldy;
@@ -126,13 +126,13 @@ static void finish_linear(const Linear *l, int m0, int m1, int n0, int n1) {
   }
 }
 
-INLINE void linear_tile(const Linear *l, int p, int k0, int a, int b) {
+INLINE void linear_tile(const Product *l, int p, int k0, int a, int b) {
   const Matrix *w = l->w;
   panel_tile(l->x + a * l->ldx + k0, l->ldx, w->panels + ((long)p * w->k + k0) * COLS, least(BLOCK, w->k - k0),
              l->y + a * l->ldy + p * COLS, l->ldy, k0 == 0, b - a, w->n - p * COLS);
 }
 
-static void linear_block(const Linear *l, int m0, int m1, int p0, int p1) {
+static void linear_block(const Product *l, int m0, int m1, int p0, int p1) {
   int strips = strips_of(m1 - m0), terms = l->w->k;
   if (strips == 1) {  // a panel is read once, from its beginning to its end
     for (int p = p0; p < p1; p++)
@@ -146,32 +146,7 @@ static void linear_block(const Linear *l, int m0, int m1, int p0, int p1) {
   finish_linear(l, m0, m1, p0 * COLS, least(l->w->n, p1 * COLS));
 }
 
-static void linear_task(void *argument, int index) {
-  const Linear *l = argument;
-  int panels = panels_of(l->w->n), groups = (panels + l->group - 1) / l->group;
-  int chunk = index / groups, p0 = index % groups * l->group;
-  linear_block(l, strip_row(l->rows, chunk, l->chunks), strip_row(l->rows, chunk + 1, l->chunks), p0,
-               least(panels, p0 + l->group));
-}
-
-EXPORT void linear(const Matrix *w, const float *x, long ldx, int rows, const float *residual, float *y, long ldy) {
-  if (rows < 1) return;
-  Linear l = {w, x, ldx, rows, residual, y, ldy, 0, (rows + CHUNK_ROWS - 1) / CHUNK_ROWS};
-  int panels = panels_of(w->n);
-  l.group = task_size(panels, l.chunks, GROUP_PANELS);
-  parallel_for(l.chunks * ((panels + l.group - 1) / l.group), linear_task, &l);
-}
-
-// ---------------------------------------------------------------------------------------------- gradients of inputs
-
-// dx[m, k] (+)= sum_n dy[m, n] w[n, k], the same law over n; goes on from dx where `first` is 0
-typedef struct {
-  const Matrix *w;
-  const float *dy; long ldd; int rows;
-  float *dx; long ldx; int first;
-  int group, chunks;
-} InputGradient;
-
+// Terms [n0, n0 + terms) of panel p of the transposed matrix
 static void input_panel(const Matrix *w, int n0, int terms, int p, float *panel) {
   int k0 = p * COLS, cols = least(COLS, w->k - k0);
   if (cols < COLS) memset(panel, 0, sizeof(float) * (size_t)terms * COLS);
@@ -183,32 +158,44 @@ static void input_panel(const Matrix *w, int n0, int terms, int p, float *panel)
   }
 }
 
-static void input_gradient_task(void *argument, int index) {
-  const InputGradient *g = argument;
-  const Matrix *w = g->w;
-  int panels = panels_of(w->k), groups = (panels + g->group - 1) / g->group;
-  int chunk = index / groups, p0 = index % groups * g->group, p1 = least(panels, p0 + g->group);
-  int m0 = strip_row(g->rows, chunk, g->chunks), rows = strip_row(g->rows, chunk + 1, g->chunks) - m0;
-  int strips = strips_of(rows);
+static void input_gradient_block(const Product *l, int m0, int m1, int p0, int p1) {
+  const Matrix *w = l->w;
+  int strips = strips_of(m1 - m0);
   float panel[BLOCK * COLS];
   for (int n0 = 0; n0 < w->n; n0 += BLOCK)
     for (int p = p0; p < p1; p++) {
       int terms = least(BLOCK, w->n - n0);
       input_panel(w, n0, terms, p, panel);
       for (int s = 0; s < strips; s++) {
-        int a = m0 + strip_row(rows, s, strips), b = m0 + strip_row(rows, s + 1, strips);
-        panel_tile(g->dy + a * g->ldd + n0, g->ldd, panel, terms, g->dx + a * g->ldx + p * COLS, g->ldx,
-                   g->first && n0 == 0, b - a, w->k - p * COLS);
+        int a = m0 + strip_row(m1 - m0, s, strips), b = m0 + strip_row(m1 - m0, s + 1, strips);
+        panel_tile(l->x + a * l->ldx + n0, l->ldx, panel, terms, l->y + a * l->ldy + p * COLS, l->ldy,
+                   n0 == 0, b - a, w->k - p * COLS);
       }
     }
 }
 
-EXPORT void linear_backward_input(const Matrix *w, const float *dy, long ldd, int rows, float *dx, long ldx, int first) {
-  if (rows < 1) return;
-  InputGradient g = {w, dy, ldd, rows, dx, ldx, first, 0, (rows + CHUNK_ROWS - 1) / CHUNK_ROWS};
-  int panels = panels_of(w->k);
-  g.group = task_size(panels, g.chunks, GROUP_PANELS);
-  parallel_for(g.chunks * ((panels + g.group - 1) / g.group), input_gradient_task, &g);
+static void product_task(void *argument, int index) {
+  const Product *l = argument;
+  int panels = panels_of(l->backward ? l->w->k : l->w->n), groups = (panels + l->group - 1) / l->group;
+  int chunk = index / groups, p0 = index % groups * l->group, p1 = least(panels, p0 + l->group);
+  int m0 = strip_row(l->rows, chunk, l->chunks), m1 = strip_row(l->rows, chunk + 1, l->chunks);
+  (l->backward ? input_gradient_block : linear_block)(l, m0, m1, p0, p1);
+}
+
+static void run_product(Product l) {
+  if (l.rows < 1) return;
+  int panels = panels_of(l.backward ? l.w->k : l.w->n);
+  l.chunks = (l.rows + CHUNK_ROWS - 1) / CHUNK_ROWS, l.group = task_size(panels, l.chunks, GROUP_PANELS);
+  parallel_for(l.chunks * ((panels + l.group - 1) / l.group), product_task, &l);
+}
+
+EXPORT void linear(const Matrix *w, const float *x, long ldx, int rows, const float *residual, float *y, long ldy) {
+  run_product((Product){w, x, ldx, rows, residual, y, ldy, 0, 0, 0});
+}
+
+// dx[m, k] = sum_n dy[m, n] w[n, k], the same law over n
+EXPORT void linear_backward_input(const Matrix *w, const float *dy, long ldd, int rows, float *dx, long ldx) {
+  run_product((Product){w, dy, ldd, rows, NULL, dx, ldx, 1, 0, 0});
 }
 
 // ------------------------------------------------------------------------------------------- sums of gradients
@@ -216,8 +203,8 @@ EXPORT void linear_backward_input(const Matrix *w, const float *dy, long ldd, in
 // Law: the sum of a slot begins at +0; blocks are added in order; slots are joined as a binary tree. A tile of such sums
 // is [MAX_LEVELS + 1][n]: part 0 is the present slot's, part i + 1 a subtree of 2^i slots. See Sums.
 
-INLINE void add_vector(float *restrict a, const float *restrict b, const int n) {
-  for (int i = 0; i < n; i++) a[i] = a[i] + b[i];
+INLINE void add_vector(float *restrict a, const float *restrict b, const long n) {
+  for (long i = 0; i < n; i++) a[i] = a[i] + b[i];
 }
 
 // Slots [from, to) are over: each joins the subtrees before it.
@@ -449,7 +436,7 @@ static void linear_backward_weight(const Matrix *w, const float *dy, long ldd, c
 EXPORT void linear_backward(const Matrix *w, const float *dy, long ldd, const float *x, long ldx, int rows,
                             const int *sequence, const int *position, const int *slots, const Sums *sums, float *dx,
                             long lddx) {
-  if (dx) linear_backward_input(w, dy, ldd, rows, dx, lddx, 1);
+  if (dx) linear_backward_input(w, dy, ldd, rows, dx, lddx);
   if (w->grad < 0 && w->bias_grad < 0) return;
   Blocks blocks = make_blocks(rows, sequence, position, slots, sums);
   linear_backward_weight(w, dy, ldd, x, ldx, &blocks);

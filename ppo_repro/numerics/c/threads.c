@@ -2,6 +2,9 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
+#ifdef __linux__
+#include <malloc.h>
+#endif
 
 #include "kernels.h"
 
@@ -139,4 +142,11 @@ static void rows_task(void *argument, int index) {
 static void for_rows(int rows, RowTask work, const void *argument) {
   RowsOf r = {work, argument, rows, task_size(rows, 1, 64)};
   parallel_for((rows + r.each - 1) / r.each, rows_task, &r);
+}
+
+// Give free memory back to the system: large blocks that were freed may stay in the heap of the C library.
+EXPORT void trim_heap(void) {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
 }

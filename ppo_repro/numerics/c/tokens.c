@@ -293,18 +293,6 @@ typedef struct {
   double *out;
 } Noise;
 
-static void gumbel_row(const void *argument, int r) {
-  const Noise *a = argument;
-  uint32_t start = absorb_row(0, a->seeds[r], a->positions[r]);
-  double *out = a->out + (long)r * a->columns;
-  for (int i = 0; i < a->columns; i++) out[i] = gumbel_of_hash(finish(absorb(start, (uint32_t)i), 16));
-}
-
-// out [n][columns]
-EXPORT void gumbel_noise(const int64_t *seeds, const int64_t *positions, int n, int columns, double *out) {
-  for_rows(n, gumbel_row, &(Noise){seeds, positions, columns, 0, out});
-}
-
 // Box and Muller, 1958: sqrt(-2 ln u) cos(2 pi w), u and w = (h + 1/2) / 2^32 of hashes whose first words are 1 and 2
 static void normal_row(const void *argument, int r) {
   const Noise *a = argument;

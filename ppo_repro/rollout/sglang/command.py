@@ -80,8 +80,7 @@ def look_into(engine: SGLangServers) -> Interpreter:
     if installed["packages"]["sglang"] is None:
         raise UserError(f"{wrong}: has no sglang; give the interpreter of an environment made by .ci/sglang.sh")
     ours = [entry for entry in installed["plugins"] if entry.startswith("ppo_repro.")]
-    needs_plugin = engine.numerics == "deterministic" or engine.device == "cpu"
-    if needs_plugin and not ours:
+    if not ours:
         raise UserError(f"{wrong}: has sglang but not ppo_repro's plugin; pip install --no-deps ppo_repro there")
     digest = numerics_digest(Path(installed["ppo_repro"][0])) if installed["ppo_repro"] else ""
     if engine.numerics == "deterministic" and digest != numerics_digest(_PACKAGE):
@@ -102,14 +101,14 @@ def server_arguments(
         ("--model-path", str(model)),
         ("--host", "127.0.0.1"),
         ("--port", str(port)),
-        ("--device", engine.device),
+        ("--device", "cpu"),
         ("--context-length", str(context + SPARE_CONTEXT)),
         ("--max-running-requests", str(layout.rollout_slots)),
         ("--weight-version", version),
     ]
     if layout.prefill_chunk:
         pairs.append(("--chunked-prefill-size", str(layout.prefill_chunk)))
-    if engine.device == "cpu" and "--max-total-tokens" not in configured:
+    if "--max-total-tokens" not in configured:
         # the default is a share of all memory, which SGLang fills with zeros before the first request
         pairs.append(("--max-total-tokens", str(layout.rollout_slots * (context + SPARE_CONTEXT))))
     pairs += _numerics_arguments(config, engine, configured)
@@ -123,9 +122,7 @@ def server_arguments(
 
 def _numerics_arguments(config: RunConfig, engine: SGLangServers, configured: set[str]) -> list[tuple[str, str]]:
     if engine.numerics == "stock":
-        defaults = [("--dtype", "float32")]
-        if engine.device == "cpu":
-            defaults.append(("--attention-backend", "torch_native"))
+        defaults = [("--dtype", "float32"), ("--attention-backend", "torch_native")]
         return [(name, value) for name, value in defaults if name not in configured]
     return [
         ("--attention-backend", ATTENTION_BACKEND),
@@ -134,7 +131,7 @@ def _numerics_arguments(config: RunConfig, engine: SGLangServers, configured: se
     ]
 
 
-def server_environment(outside: Mapping[str, str], engine: SGLangServers, threads: int) -> dict[str, str]:
+def server_environment(outside: Mapping[str, str], threads: int) -> dict[str, str]:
     """Environment variables of a server: those of the run, except those that would change its numbers or imports."""
     ours = {
         "OMP_NUM_THREADS": str(threads),
@@ -142,9 +139,9 @@ def server_environment(outside: Mapping[str, str], engine: SGLangServers, thread
         "PYTHONSAFEPATH": "1",  # no import from the current folder
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs at the sampling temperature
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for SPARE_CONTEXT, which no request uses
+        "PYTHONPATH": str(_CPU_SHIM),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # saves a minute of compilation at the first seeded sample
     }
-    if engine.device == "cpu":
-        # TORCHDYNAMO_DISABLE saves a minute of compilation at the first seeded sample
-        ours |= {"PYTHONPATH": str(_CPU_SHIM), "SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
     kept = {name: value for name, value in outside.items() if name not in DROPPED and not name.startswith(TORCHRUN)}
     return {**kept, **ours}

@@ -9,7 +9,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from ppo_repro.config.engine import SGLangServers
@@ -38,7 +37,6 @@ class SGLangEngine:
         self._routed = routed_layers(policy) if fleet.routes else None
         self._folder_digest = ""  # of the weights in the model folder
         self._server_digests: dict[str, str] = {}  # of the weights each server is known to have, by URL
-        self._groups: dict[str, dist.ProcessGroup] = {}  # with weight_sync = distributed
 
     def open(self) -> None:
         """Start the servers, or check those that run already."""
@@ -48,13 +46,9 @@ class SGLangEngine:
         self.fleet.open(digest)
 
     def close(self) -> None:
-        """Leave process groups, end the servers started by the run, remove the weights written for them."""
-        try:
-            for url, group in self._groups.items():
-                weights.leave_group(url, group, self.fleet.engine.timeout_s)
-        finally:
-            self.fleet.end()
-            shutil.rmtree(self.fleet.model_folder, ignore_errors=True)
+        """End the servers started by the run, and remove the weights written for them."""
+        self.fleet.end()
+        shutil.rmtree(self.fleet.model_folder, ignore_errors=True)
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
@@ -118,7 +112,6 @@ class SGLangEngine:
         if self.fleet.engine.numerics != "deterministic" or lost.process is None:
             raise reason
         say(f"{reason}; starting another one, which changes no result")
-        self._groups.pop(lost.url, None)
         self._server_digests.pop(lost.url, None)
         self._write(digest)
         self.fleet.replace(index, digest)
@@ -137,17 +130,9 @@ class SGLangEngine:
         timeout = engine.timeout_s
         first = server.url not in self._server_digests
         self._server_digests[server.url] = ""
-        if first and server.started_with == digest:
-            pass  # the server has loaded them at its start
-        elif engine.weight_sync == "disk":
+        if not (first and server.started_with == digest):  # else the server has loaded them at its start
             self._write(digest)
             weights.from_disk(server.url, self.fleet.model_folder, digest, timeout)
-        elif engine.weight_sync == "tensor":
-            weights.from_tensor(server.url, self.policy, digest, timeout)
-        else:
-            if server.url not in self._groups:
-                self._groups[server.url] = weights.join_group(server.url, self.policy.device.type, timeout)
-            weights.from_distributed(server.url, self.policy, self._groups[server.url], digest, timeout)
         weights.confirm(server.url, digest, engine.numerics == "deterministic", timeout)
         self._server_digests[server.url] = digest
 

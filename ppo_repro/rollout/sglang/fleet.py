@@ -14,8 +14,8 @@ from typing import Any
 
 from ppo_repro.config.engine import SGLangServers
 from ppo_repro.config.run import RunConfig
-from ppo_repro.disk.durable import atomic_write
 from ppo_repro.errors import UserError
+from ppo_repro.files import atomic_write
 from ppo_repro.rollout.sglang import server
 from ppo_repro.rollout.sglang.checks import check_server
 from ppo_repro.rollout.sglang.client import ServerGone, get
@@ -68,7 +68,7 @@ class Fleet:
         reserved = server.reserve_port()
         port = reserved.getsockname()[1]
         arguments = server_arguments(self.config, self.engine, self.model_folder, port, digest, self.routes)
-        environment = server_environment(os.environ, self.engine, self.config.layout.threads)
+        environment = server_environment(os.environ, self.config.layout.threads)
         command = [self.engine.python or sys.executable, "-m", "sglang.launch_server", *arguments]
         process = server.start(command, environment, self.folder / f"server-{index}.log", reserved)
         return Server(f"http://127.0.0.1:{port}", process, digest)

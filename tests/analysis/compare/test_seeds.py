@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,9 +11,9 @@ import pandas as pd
 import pytest
 
 from analysis.compare import verdicts
-from analysis.compare.seeds import compare_groups, groups_of
+from analysis.compare.seeds import compare_groups
 from ppo_repro.errors import UserError
-from tests.support.statistics import limits, rng
+from tests.support.statistics import rng
 
 
 def cells(values: Mapping[tuple[str, str], Sequence[float]], metric: str = "final.score") -> pd.DataFrame:
@@ -51,13 +50,11 @@ def test_paired_by_hand() -> None:
     assert (first["verdict"], first["run_a"], first["run_b"]) == ("different", "x=p", "x=q")
     equivalent = table.iloc[1]
     assert equivalent["method"] == "TOST" and equivalent["verdict"] == "equivalent" and equivalent["margin"] == 9.0
-    assert stat(table, "final.score.mean") == pytest.approx(7.5 / 6)
     # p: 0 0 0 | 0 0 0 1 2 3 | 4 5 6; q: 1 1 1 | 1 1 2 3 3 4 | 5 6 8
     assert stat(table, "final.score.iqm") == pytest.approx(14 / 6 - 1)
     # z=2: always better; z=1: the pairs of 1..6 and 2 3 4 5 6 8 that are larger, and half of the equal ones
     pairs = [(y > x) + 0.5 * (y == x) for x in range(1, 7) for y in (2, 3, 4, 5, 6, 8)]
     assert stat(table, "final.score.p_improvement") == pytest.approx((1 + sum(pairs) / 36) / 2)
-    assert 0 <= stat(table, "final.score.aa") <= 1 and stat(table, "final.score.false_positives") <= 0.08
     turned = compare_groups(GRID, "x", "q", "p", "final.score", rng())
     assert turned.iloc[0]["stat"] == -first["stat"] and turned.iloc[0]["p_value"] == first["p_value"]
 
@@ -89,29 +86,6 @@ def test_rows_of_iterations_are_averaged() -> None:
     assert table.iloc[0]["stat"] == pytest.approx(7.5 / 6) and table.iloc[0]["n_units"] == 6
     shuffled = pd.concat(parts).sample(frac=1, random_state=1)
     pd.testing.assert_frame_equal(compare_groups(shuffled, "x", "p", "q", "score", rng()), table)
-
-
-@pytest.mark.slow
-def test_error_rates() -> None:
-    found = {(pairing, shift): 0 for pairing, shift in itertools.product(("seed", "none"), (0.0, 2.0))}
-    sets = 100
-    for seed in range(sets):
-        noise = rng(seed)
-        frame = cells({("p", "1"): noise.standard_normal(8), ("q", "1"): noise.standard_normal(8)})
-        for pairing, shift in found:
-            moved = frame.assign(score=frame["final.score"] + shift * (frame["axis.x"] == "q"))
-            groups = groups_of(moved, "x", "p", "q", "score", "seed")
-            assert len(groups.a) == 1 and len(groups.a[0]) == 8
-            table = outcome(moved, pairing)
-            found[pairing, shift] += table["verdict"].iloc[0] == "different"
-    for pairing in ("seed", "none"):
-        # limits of 12 / 256, the level of eight pairs, contain those of 0.05 but for a hair
-        low, high = limits(0.05, sets)
-        assert low <= found[pairing, 0.0] / sets <= high and found[pairing, 2.0] / sets > 0.85
-
-
-def outcome(frame: pd.DataFrame, pairing: str) -> pd.DataFrame:
-    return compare_groups(frame, "x", "p", "q", "score", rng(), pairing=pairing, draws=19)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from analysis.report import build
 from analysis.report.page import embedded_json
 from analysis.report.several_pages import marked, setting_labels
 from ppo_repro.errors import UserError
-from ppo_repro.records import accuracy, reader, side_reader
+from ppo_repro.records import accuracy, reader
 from tests.support.cases.hostile_run import HOSTILE, LONG, make_hostile_run
 from tests.support.cli import Cli, one_line
 from tests.support.html_page import check, embedded
@@ -256,7 +256,7 @@ def test_two_texts_have_their_differences_marked() -> None:
 
 def test_the_last_evaluation_is_among_the_samples(deterministic_run: Path) -> None:
     cards = [n for n in check(build.page_of(deterministic_run, 1)).iter("div") if n.get("class") == "card scroll"]
-    found = side_reader.read_evaluations(deterministic_run)
+    found = reader.read_evaluations(deterministic_run)
     last = found[found["iteration"] == found["iteration"].max()].set_index("prompt")["response"]
     shown = {}
     for card in cards:

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.tokenization.clip import clip_table, word_ratios
-from analysis.tokenization.credit import char_matched_lambda, half_life_chars, half_life_tokens, terminal_weights
+from analysis.tokenization.credit import char_matched_lambda, half_life_tokens
 from analysis.tokenization.digits import digit_table
 from analysis.tokenization.kl import METRICS, estimators, sequence_table, token_table, word_table
-from analysis.tokenization.summary import cluster_codes, ratio_of_sums, summary_table
+from analysis.tokenization.summary import summary_table
 from analysis.tokenization.words import BOUNDARIES, Boundary
 from ppo_repro.errors import UserError
 from tests.support.cases.tokens import Cuts, cuts, frames
@@ -26,8 +26,8 @@ CLOSE = 1e-9
 
 def tables(pieces: Cuts, boundary: Boundary, **changes: object) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     tokens, sequences = frames(pieces)
-    table = token_table(tokens.assign(**changes), sequences, boundary=boundary, gamma=1.0, gae_lambda=0.5)
-    return table, word_table(table, sequences), sequence_table(table, sequences, 0.5)
+    table = token_table(tokens.assign(**changes), sequences, boundary=boundary)
+    return table, word_table(table, sequences), sequence_table(table, sequences)
 
 
 def value(summary: pd.DataFrame, metric: str, unit: str, reduction: str = "ratio_of_sums") -> pd.Series:
@@ -42,9 +42,6 @@ def test_estimators_by_hand() -> None:
     assert found["kl_k2"] == pytest.approx([0.0, math.log(2) ** 2 / 2, math.log(4) ** 2 / 2])
     assert found["kl_k3"] == pytest.approx([0.0, 0.5 - 1 + math.log(2), 4 - 1 - math.log(4)])
     assert found["kl_abs_k1"] == pytest.approx([0.0, math.log(2), math.log(4)])
-
-
-def test_k3_of_tiny_differences_keeps_its_digits() -> None:
     # exp(-x) - 1 + x for x = 1e-6 would be 0 or 1e-16 instead of x^2 / 2
     assert estimators(np.array([1e-6]), np.array([0.0]))["kl_k3"][0] == pytest.approx(5e-13, rel=1e-3)
 
@@ -56,13 +53,9 @@ def test_units_by_hand() -> None:
     assert words["text"].tolist() == ["ab", " cd", "", "é", ""]
     assert words["kl_k1"].tolist() == [1.0, 5.0, 4.0, 5.0, 6.0]
     assert words["kl_k1_first"].tolist() == [1.0, 2.0, 4.0, 5.0, 6.0]
-    assert words["freq_rank"].tolist() == [2, 2, 1, 2, 1]
     assert by_sequence[["n_tok", "n_word", "n_char", "n_byte"]].to_numpy().tolist() == [[4, 2, 5, 5], [2, 1, 1, 2]]
-    assert by_sequence["kl_k1_per_char"].tolist() == [2.0, 11.0] and by_sequence["kl_k1_per_byte"].tolist() == [
-        2.0,
-        5.5,
-    ]
-    assert by_sequence["lambda_eff_char"].tolist() == pytest.approx([0.5 ** (4 / 5), 0.5**2])
+    assert by_sequence["kl_k1_per_char"].tolist() == [2.0, 11.0]
+    assert by_sequence["kl_k1_per_byte"].tolist() == [2.0, 5.5]
     summary = summary_table(by_sequence, words, cluster="sequence")
     assert value(summary, "kl_k1", "sequence", "seq_mean_token_sum")["value"] == 10.5
     for unit, of_sums, of_ratios in (
@@ -81,22 +74,29 @@ def test_units_by_hand() -> None:
     assert value(summary, "kl_k1", "token")["se"] == pytest.approx(8 / 6)
 
 
-def test_a_response_without_text_has_no_value_per_character_and_is_counted() -> None:
+def test_clusters_are_responses_or_prompts() -> None:
+    """k1 of four responses of one token is 0, 2, 4, 10; prompts are pairs of them."""
+    k1 = np.array([0.0, 2.0, 4.0, 10.0])
+    tokens, sequences = frames([["a"]] * 4, ended=False)
+    table = token_table(tokens.assign(old_logprobs=k1, ref_logprobs=0.0), sequences, boundary="leading")
+    words, by_sequence = word_table(table, sequences), sequence_table(table, sequences)
+    # residuals -4, -2, 0, 6; of prompts -6 and 6
+    for cluster, se in (("sequence", math.sqrt(4 / 3 * 56) / 4), ("prompt", math.sqrt(2 * 72) / 4)):
+        found = summary_table(by_sequence, words, cluster=cluster)  # type: ignore[arg-type]
+        assert value(found, "kl_k1", "token")["se"] == pytest.approx(se)
+    with pytest.raises(UserError, match=r"^cluster = 'token': must be one of sequence, prompt"):
+        summary_table(by_sequence, words, cluster="token")  # type: ignore[arg-type]
+
+
+def test_what_has_no_value_is_nan_and_counted() -> None:
     _, words, by_sequence = tables([["a"], []], "leading")
     assert np.isnan(by_sequence["kl_k1_per_char"]).tolist() == [False, True]
-    assert np.isnan(by_sequence["lambda_eff_char"]).tolist() == [False, True]
     row = value(summary_table(by_sequence, words, cluster="sequence"), "kl_k1", "char", "mean_of_ratios")
     assert (row["n_sequences"], row["n_undefined"]) == (1, 1) and row["value"] == by_sequence["kl_k1"][0]
-
-
-def test_what_is_not_finite_stays_so() -> None:
     _, words, by_sequence = tables([["a", "b"], ["c"]], "leading", ref_logprobs=[-1.0, -np.inf, -1.0, -1.0, -1.0])
-    found = summary_table(by_sequence, words, cluster="sequence")
-    row = value(found, "kl_k1", "token")
-    assert row["value"] == np.inf and np.isnan(row["se"]) and row["n_nonfinite"] == 1 and words["kl_k1"][0] == np.inf
-
-
-def test_the_first_share_of_sums_that_cancel_is_not_given() -> None:
+    row = value(summary_table(by_sequence, words, cluster="sequence"), "kl_k1", "token")
+    assert row["value"] == np.inf and np.isnan(row["se"]) and row["n_nonfinite"] == 1
+    # terms of k1 cancel, so its sum has no first share
     _, words, by_sequence = tables([["a", "b"]] * 4, "leading", old_logprobs=[1.0, -1.0, 0.0] * 4, ref_logprobs=0.0)
     found = summary_table(by_sequence, words, cluster="sequence")
     assert np.isnan(value(found, "kl_k1_first_share", "share")["value"])
@@ -110,55 +110,14 @@ def test_sums_are_conserved_over_units(pieces: Cuts, boundary: Boundary) -> None
         total = math.fsum(table[name])
         assert math.fsum(words[name]) == pytest.approx(total, abs=CLOSE)
         assert math.fsum(by_sequence[name]) == pytest.approx(total, abs=CLOSE)
-        for unit in ("tok", "word", "char", "byte"):
-            back = by_sequence[f"{name}_per_{unit}"] * by_sequence[f"n_{unit}"]
-            assert back.dropna().tolist() == pytest.approx(by_sequence[name][back.notna()].tolist(), abs=CLOSE)
-
-
-@given(cuts(), boundaries)
-def test_inequalities_between_words_and_tokens(pieces: Cuts, boundary: Boundary) -> None:
-    _, words, _ = tables(pieces, boundary)
     assert (words["kl_k1"].abs() <= words["kl_abs_k1"] + CLOSE).all()
-    assert (words["kl_k1"] ** 2 / 2 <= words["n_tok"] * words["kl_k2"] + CLOSE).all()
-    assert (words["kl_k3"] >= 0).all() and (words["kl_k2"] >= 0).all()
-    assert words["kl_k1"].tolist() == pytest.approx((words["old_logprobs"] - words["ref_logprobs"]).tolist(), abs=CLOSE)
-
-
-@given(cuts(), boundaries)
-def test_names_of_tokens_change_nothing(pieces: Cuts, boundary: Boundary) -> None:
-    _, words, by_sequence = tables(pieces, boundary)
-    _, other_words, other = tables(pieces, boundary, token_id=7)
-    pd.testing.assert_frame_equal(words, other_words)
-    pd.testing.assert_frame_equal(by_sequence, other)
-
-
-@given(st.lists(st.tuples(st.floats(-3, 3), st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=12))
-def test_standard_errors_are_those_of_the_definition(rows: list[tuple[float, int, int]]) -> None:
-    y, x, g = (np.array(column) for column in zip(*rows, strict=True))
-    codes = np.unique(g, return_inverse=True)[1]
-    value, se = ratio_of_sums(y, x.astype(float), codes)
-    assert value == pytest.approx(math.fsum(y) / sum(x), abs=CLOSE)
-    groups = [[i for i in range(len(rows)) if g[i] == group] for group in sorted(set(g.tolist()))]
-    if len(groups) == 1:
-        assert math.isnan(se)
-        return
-    squares = sum(sum(y[i] - value * x[i] for i in group) ** 2 for group in groups)
-    expected = math.sqrt(len(groups) / (len(groups) - 1) * squares) / sum(x)
-    assert se == pytest.approx(expected, abs=1e-8)
-
-
-def test_clusters_are_responses_or_prompts() -> None:
-    _, words, by_sequence = tables([["a"], ["b"], ["c"], ["d"]], "leading")
-    assert cluster_codes(by_sequence, "sequence").tolist() == [0, 1, 2, 3]
-    assert cluster_codes(by_sequence, "prompt").tolist() == [0, 0, 1, 1]
-    with pytest.raises(UserError, match=r"^cluster = 'token': must be one of sequence, prompt"):
-        summary_table(by_sequence, words, cluster="token")  # type: ignore[arg-type]
+    assert (words["kl_k1"] ** 2 / 2 <= words["n_tok"] * words["kl_k2"] + CLOSE).all() and (words["kl_k3"] >= 0).all()
 
 
 def test_the_clip_band_in_words_by_hand() -> None:
     """Two tokens at ratio 1.15 are inside a band of 0.2, their word at 1.3225 is not; nor at 1.3 and 0.9 scaled."""
     tokens, sequences = frames([["a", "b", " c", "d"]], ended=False)
-    table = token_table(tokens, sequences, boundary="leading", gamma=None, gae_lambda=None)
+    table = token_table(tokens, sequences, boundary="leading")
     rows = {"iteration": 0, "minibatch": 0, "sequence": 0, "position": np.arange(4)}
     anchor = pd.Series(np.full(4, -3.0))
     new = {0: [1.15, 1.15, 1.3, 0.9], 1: [1.0, 1.0, 1.3, 1.3]}
@@ -178,8 +137,6 @@ def test_the_clip_band_in_words_by_hand() -> None:
     found = clip_table(words)
     assert found["token_out"].tolist() == [0.25, 0.5] and found["word_out"].tolist() == [0.5, 0.5]
     assert found["max_word_ratio"].tolist() == pytest.approx([1.3225, 1.69])
-    with pytest.raises(UserError, match=r"^clip band = 1.5, 0.2"):
-        word_ratios(table, anchor, updates, clip_low=1.5, clip_high=0.2)
 
 
 @given(cuts(), boundaries, st.floats(0.05, 0.5), st.integers(0, 9))
@@ -187,7 +144,7 @@ def test_a_word_is_outside_its_own_band_only_with_a_token_outside(
     pieces: Cuts, boundary: Boundary, width: float, seed: int
 ) -> None:
     tokens, sequences = frames(pieces)
-    table = token_table(tokens, sequences, boundary=boundary, gamma=None, gae_lambda=None)
+    table = token_table(tokens, sequences, boundary=boundary)
     new = tokens["old_logprobs"] + np.random.default_rng(seed).normal(0, width, len(tokens))
     updates = tokens[["iteration", "sequence", "position"]].assign(
         epoch=0, minibatch=0, new_logprobs=new, clip_flag="none"
@@ -198,31 +155,9 @@ def test_a_word_is_outside_its_own_band_only_with_a_token_outside(
     assert (
         (inside["log_ratio"] >= n * np.log1p(-width) - CLOSE) & (inside["log_ratio"] <= n * np.log1p(width) + CLOSE)
     ).all()
-    assert len(words) == table["is_word_start"].sum()
+    assert len(words) == (table["sub_idx"] == 0).sum()
     single = words[words["n_tok"] == 1]
     assert (single["word_out"] == (single["n_out"] == 1)).all()
-
-
-def test_terminal_weights_by_hand() -> None:
-    assert terminal_weights(np.array([3, 1]), 0.5, 1.0).tolist() == [0.25, 0.5, 1.0, 1.0]
-    assert terminal_weights(np.array([2]), 1.0, 0.0).tolist() == [0.0, 1.0], "the last token sees its reward"
-    assert half_life_tokens(1.0, 0.5) == 1.0 and half_life_tokens(1.0, 1.0) == math.inf
-    assert half_life_tokens(0.0, 1.0) == 0.0 and half_life_chars(1.0, 0.5, 0.25) == 4.0
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.floats(0, 1), st.floats(0, 1))
-def test_terminal_weights_are_what_gae_makes_of_a_reward_at_the_end(
-    lengths: list[int], gamma: float, gae_lambda: float
-) -> None:
-    import torch
-
-    from ppo_repro.ppo.advantages import gae
-
-    rewards = torch.cat([torch.eye(n)[n - 1] for n in lengths])
-    zeros = torch.zeros(len(rewards))
-    found = gae(rewards, zeros, torch.tensor(lengths), torch.zeros(len(lengths)), gamma, gae_lambda)
-    # training computes in float32
-    assert terminal_weights(np.array(lengths), gamma, gae_lambda) == pytest.approx(found.tolist(), abs=1e-5)
 
 
 @given(st.floats(0.5, 1), st.floats(0.2, 4), st.floats(0.2, 4), st.integers(1, 200))
@@ -231,11 +166,11 @@ def test_a_matched_lambda_fades_as_much_per_character(gae_lambda: float, f: floa
     assert matched ** (other * chars) == pytest.approx(gae_lambda ** (f * chars), rel=1e-6, abs=1e-12)
 
 
-def test_credit_refuses_what_makes_no_sense() -> None:
-    with pytest.raises(UserError, match=r"^gae_lambda = 1.5: must be from 0 to 1"):
-        terminal_weights(np.array([1]), 1.0, 1.5)
-    with pytest.raises(UserError, match=r"^tokens_per_char = 0.0: must be above 0"):
-        half_life_chars(1.0, 0.5, 0.0)
+def test_credit_by_hand() -> None:
+    assert half_life_tokens(1.0, 0.5) == 1.0 and half_life_tokens(1.0, 1.0) == math.inf
+    assert half_life_tokens(0.0, 1.0) == 0.0
+    with pytest.raises(UserError, match="lambda 0 to 1"):
+        char_matched_lambda(1.0, 1.5, 0.1, 1.0)
     with pytest.raises(UserError, match=r"^gamma = 0.9: alone decays faster"):
         char_matched_lambda(0.9, 1.0, 0.1, 1.0)
 

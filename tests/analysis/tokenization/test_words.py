@@ -21,7 +21,7 @@ boundaries = st.sampled_from(BOUNDARIES)
 def words_of(pieces: list[str], boundary: Boundary, ended: bool = True) -> list[str]:
     """The texts of the words of one response."""
     tokens, sequences = frames([pieces], ended)
-    table = token_table(tokens, sequences, boundary=boundary, gamma=None, gae_lambda=None)
+    table = token_table(tokens, sequences, boundary=boundary)
     return list(word_table(table, sequences)["text"])
 
 
@@ -72,13 +72,13 @@ def test_the_end_token_is_a_word_of_its_own_and_a_part_of_a_character_is_not() -
     words = find_words(split, text_of(sequences), "leading")
     assert words.is_special.tolist() == [False, False, False, False, True, True]
     assert words.word_id.tolist() == [0, 0, 0, 1, 2, 0] and words.sub_idx.tolist() == [0, 1, 2, 0, 0, 0]
-    table = token_table(split, sequences, boundary="leading", gamma=None, gae_lambda=None)
+    table = token_table(split, sequences, boundary="leading")
     assert table["text_class"].tolist() == ["alpha", "empty", "alpha", "alpha", "special", "special"]
 
 
 def test_classes_by_hand() -> None:
     tokens, sequences = frames([["ab", " ab", "12", ",", " \n", "a1", "é", "世", " 1"]])
-    table = token_table(tokens, sequences, boundary="leading", gamma=None, gae_lambda=None)
+    table = token_table(tokens, sequences, boundary="leading")
     expected = ["alpha", "alpha", "digit", "punct", "space", "mixed", "alpha", "alpha", "digit", "special"]
     assert table["text_class"].tolist() == expected
     assert word_table(table, sequences)["text_class"].tolist() == ["alpha", "mixed", "mixed", "digit", "special"]
@@ -100,25 +100,12 @@ def test_words_are_those_of_the_definition(pieces: Cuts, boundary: Boundary, end
 @given(cuts(), boundaries)
 def test_words_partition_the_text(pieces: Cuts, boundary: Boundary) -> None:
     tokens, sequences = frames(pieces)
-    table = token_table(tokens, sequences, boundary=boundary, gamma=None, gae_lambda=None)
+    table = token_table(tokens, sequences, boundary=boundary)
     words = word_table(table, sequences)
     assert words.groupby("sequence")["text"].agg("".join).tolist() == sequences["response"].tolist()
     assert words["n_char"].tolist() == words["text"].str.len().tolist()
     assert words["n_byte"].tolist() == [len(text.encode()) for text in words["text"]]
     assert words["n_tok"].sum() == len(tokens)
-
-
-@given(cuts(), boundaries, st.randoms(use_true_random=False))
-def test_the_words_of_characters_do_not_depend_on_the_cut(pieces: Cuts, boundary: Boundary, random) -> None:
-    """Cut into characters every convention is carried out exactly, whatever the cut was before."""
-    texts = ["".join(some) for some in pieces]
-    tokens, sequences = frames([[*text] for text in texts])
-    words = find_words(tokens, text_of(sequences), boundary)
-    assert not words.straddles.any()
-    joined = word_table(token_table(tokens, sequences, boundary=boundary, gamma=None, gae_lambda=None), sequences)
-    inner = joined[~joined["is_special"]]["text"]
-    outer = "lstrip" if boundary == "leading" else "rstrip"
-    assert all(not any(c.isspace() for c in getattr(text, outer)()) for text in inner)
 
 
 def test_rows_of_several_iterations_or_out_of_order_are_refused() -> None:

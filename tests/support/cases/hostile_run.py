@@ -10,10 +10,11 @@ import numpy.typing as npt
 
 from ppo_repro.config.files import dump_yaml
 from ppo_repro.config.kinds import LANGUAGE
-from ppo_repro.records import arrow, manifest, schema, writer
+from ppo_repro.records import arrow, schema
 from ppo_repro.records.arrow import AllNull, WithNulls
+from ppo_repro.records.writer import RunWriter
 from tests.support.runs import small_config
-from tests.support.synthetic_run import create_run
+from tests.support.synthetic_run import ENVIRONMENT, create_run
 
 END = 1  # the token id of the end token
 LONG = 10_000
@@ -108,13 +109,13 @@ def make_hostile_run(run_dir: Path, *, broken: bool = False) -> Path:
     `broken`: the first token of each iteration has log-prob NaN and the ratio infinity.
     """
     config = small_config("experiment=hostile")
-    environment = {"numerics_mode": "native", "platform": "</code><script>window.hacked=1</script>"}
+    environment = {**ENVIRONMENT, "numerics_mode": "native", "platform": "</code><script>window.hacked=1</script>"}
     create_run(run_dir, LANGUAGE, dump_yaml(config), config.digest(), environment)
-    current, generator = manifest.load(run_dir), np.random.default_rng(7)
+    written, generator = RunWriter(run_dir), np.random.default_rng(7)
     for iteration, responses in enumerate((list(HOSTILE), [*HOSTILE, LONG_RESPONSE])):
         tables = iteration_tables(iteration, responses, generator, broken)
-        current = writer.append_iteration(run_dir, current, iteration, tables)
-    writer.finish(run_dir, current, {"eval_accuracy": 0.5, "policy_digest": "ab"})
+        written.append(iteration, tables)
+    written.finish({"eval_accuracy": 0.5, "policy_digest": "ab"}, {})
     return run_dir
 
 

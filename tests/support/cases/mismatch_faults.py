@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import policy_logits
-from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, make_optimizer
+from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer
 from ppo_repro.numerics.rows import slots_of
 from ppo_repro.numerics.token_statistics import prob_sq_sum, token_statistics
 from ppo_repro.rollout.engine import Completion, Request, Sampling
@@ -205,7 +205,7 @@ def stale(setting: Setting, every: int = 99, learning_rate: float = 1e-3) -> pd.
         parameter.requires_grad_(True)
     assert source.config.vocab_size == VOCAB
     settings = AdamWSettings(learning_rate, 0.9, 0.95, 1e-8, 0.0, 1.0)
-    optimizer = make_optimizer(model, settings, setting.mode)
+    optimizer = Optimizer(model, settings, setting.mode)
     sampler = copy.deepcopy(model)
     frames = []
     for index, items in enumerate(sampled(setting)):

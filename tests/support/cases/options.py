@@ -10,7 +10,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from tests.support.paths import TINY
 
-REWARD_MODEL = "{kind: trained_model, num_pairs: 24, num_eval_pairs: 8, minibatch_size: 8, learning_rate: 1e-3}"
+REWARD_MODEL = "{kind: trained_model, num_pairs: 24, minibatch_size: 8, learning_rate: 1e-3}"
 
 # each option is a list of overrides; the first of a factor is the usual one
 FACTORS: dict[str, list[tuple[str, ...]]] = {
@@ -39,7 +39,7 @@ FACTORS: dict[str, list[tuple[str, ...]]] = {
     "advantages": [
         (),
         ("advantages.gae_lambda=0", "advantages.gamma=0.9", "advantages.whiten=none"),
-        ("advantages.gae_lambda=1", "advantages.whiten=scale", "advantages.truncation=bootstrap"),
+        ("advantages.gae_lambda=1", "advantages.whiten=scale"),
     ],
     "kl": [
         (),
@@ -47,14 +47,14 @@ FACTORS: dict[str, list[tuple[str, ...]]] = {
         ("kl={charge: last_mean, estimator: exact, controller: {kind: adaptive, target_kl: 0.5}}",),
         ("kl={charge: length_normalized, estimator: exact, direction: reference_policy}",),
         ("kl={placement: loss, estimator: k2}",),
-        ("kl={placement: loss, estimator: exact, controller: {kind: adaptive, target_kl: 0.5}}",),
+        ("kl={placement: loss, estimator: exact}",),
         ("kl={placement: none}",),
     ],
     "reward": [
         (),
         ("reward.terms=[{kind: exact_match}, {kind: length, target: 2, weight: 0.1}]", "reward.placement=word_ends"),
-        ("reward.placement=uniform", "reward.missing_eos_penalty=0.5", "reward.whiten=scale"),
-        ("reward.missing_eos_score=-1", "reward.whiten=full"),
+        ("reward.missing_eos_penalty=0.5", "reward.whiten=scale"),
+        ("reward.whiten=full",),
     ],
     "update": [
         (),

@@ -1,0 +1,76 @@
+"""Means with standard errors by cluster, and quantiles from counts; neither depends on the order of the data.
+
+Tokens of one response are not independent, so a standard error is over whole responses.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+# float64 bits kept in a bin: positive numbers are ordered like their bits, 128 bins between two powers of two
+_BITS_DROPPED = 45
+
+
+class Ratio(NamedTuple):
+    """A value and its standard error, NaN where there is none."""
+
+    value: float
+    se: float = math.nan
+
+
+def exact_sum(values: npt.ArrayLike) -> float:
+    """The sum of float64 numbers, rounded once (`math.fsum`); not finite if a number or the sum is not."""
+    array = np.asarray(values, np.float64)
+    try:
+        return math.fsum(array.tolist())
+    except (OverflowError, ValueError):  # the sum is beyond float64; infinities of both signs
+        with np.errstate(over="ignore", invalid="ignore"):
+            return float(array.sum())
+
+
+def ratio_of_sums(numerator: Floats, denominator: Floats) -> Ratio:
+    """R = sum Y / sum X over clusters, with its linearised standard error; one Y and one X per cluster.
+
+    se = sqrt(G / (G - 1) sum_g (Y_g - R X_g)^2) / sum X, for G clusters; NaN for one. R is NaN where sum X is 0 or not
+    finite. A mean is the case X = 1. Cochran, Sampling Techniques, 1977, 6.3.
+    """
+    total, clusters = exact_sum(denominator), len(numerator)
+    if total == 0.0 or not math.isfinite(total):
+        return Ratio(math.nan)
+    value = exact_sum(numerator) / total
+    if clusters < 2 or not math.isfinite(value):
+        return Ratio(value)
+    with np.errstate(over="ignore"):
+        residual = exact_sum((numerator - value * denominator) ** 2)
+    return Ratio(value, math.sqrt(clusters / (clusters - 1) * residual) / abs(total))
+
+
+def mean(values: Floats) -> Ratio:
+    """The mean over clusters, one value each, with se = s / sqrt G."""
+    return ratio_of_sums(values, np.ones(len(values)))
+
+
+def log_bins(values: Floats) -> Ints:
+    """The bin of each number that is 0 or positive: 0 has a bin of its own, others have a width of at most 2**-7."""
+    return np.asarray(np.asarray(values, np.float64).view(np.int64) >> _BITS_DROPPED, np.int64)
+
+
+def quantile(counts: pd.Series, q: float) -> float:
+    """The number that ceil(q n) of n numbers do not exceed, within a factor 1 +- 2**-8 (0: exact); NaN without numbers.
+
+    `counts`: how many numbers each of `log_bins` holds, by bin in ascending order.
+    """
+    total = int(counts.sum())
+    if not total:
+        return math.nan
+    found = counts.index[int(np.searchsorted(counts.cumsum(), max(1, math.ceil(q * total))))]
+    edges = np.array([found, found + 1], np.int64) << _BITS_DROPPED
+    return float(edges.view(np.float64).mean()) if found else 0.0

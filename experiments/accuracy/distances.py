@@ -1,0 +1,153 @@
+"""How far deterministic numerics and stock float32 are from float64: logits, log-probs, best tokens, gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppo_repro.accuracy import (
+    Error,
+    Errors,
+    Scores,
+    Text,
+    deterministic_scores,
+    error,
+    errors,
+    float64,
+    reference_scores,
+    spacing,
+    stock_scores,
+)
+from ppo_repro.models.batches import lay_out
+from ppo_repro.models.networks import make_policy, policy_logits
+from ppo_repro.numerics.gradient_sums import GradientSums
+from ppo_repro.numerics.optimizer import SLOTS
+from ppo_repro.numerics.rows import slots_of
+from ppo_repro.numerics.token_statistics import token_statistics
+
+GRADIENT_RESOLUTION = 2.0**-24  # rounding a tensor's largest gradient to float32 may cost this share of it
+
+
+def stock_gradients(model: PreTrainedModel, text: Text) -> dict[str, Tensor]:
+    """Gradients of the mean of -log p over the tokens by autograd on a copy of the model, in its dtype."""
+    model = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.grad = None
+    for prompt, response in zip(text.prompts, text.responses, strict=True):
+        ids = torch.tensor([[*prompt, *response[:-1]]])
+        logits = model(input_ids=ids, use_cache=False).logits[0][len(prompt) - 1 :]
+        logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])
+        (-logprobs.sum() / text.tokens()).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def reference_gradients(model: PreTrainedModel, text: Text) -> dict[str, Tensor]:
+    """The same in float64: of a copy, whose gradients are float64 too."""
+    wide = copy.deepcopy(model).double()
+    with float64(wide):
+        return stock_gradients(wide, text)
+
+
+def deterministic_gradients(model: PreTrainedModel, text: Text, max_context: int) -> dict[str, Tensor]:
+    """The same by the kernels, float32."""
+    policy, count = make_policy(model, "deterministic", max_context), len(text.prompts)
+    batch = lay_out(text.prompts, text.responses, slots=slots_of(range(count), count, SLOTS))
+    sums = GradientSums(policy.named_parameters(), SLOTS)
+    logprobs, _ = token_statistics(policy_logits(policy, batch), batch.targets, 1.0, None, "deterministic")
+    torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / text.tokens()))
+    return sums.finish()
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """Of the n best tokens of the reference, how many are others elsewhere, and how many float32 does not resolve."""
+
+    tokens: int
+    deterministic_differs: int
+    stock_differs: int
+    unresolved: int  # the two best logits are closer than twice stock float32's largest error in that row
+    wrong: int  # deterministic differs where float32 does resolve them
+
+
+def greedy(deterministic: Scores, stock: Scores, reference: Scores) -> Greedy:
+    """Compare the best token of each row of logits."""
+    best = reference.logits.topk(2, -1)
+    stock_error = (stock.logits.to(torch.float64) - reference.logits).abs().amax(-1)
+    gap = best.values[:, 0] - best.values[:, 1]
+    unresolved = gap <= torch.maximum(2 * stock_error, spacing(best.values[:, 0]))
+    deterministic_differs, stock_differs = (s.logits.argmax(-1) != best.indices[:, 0] for s in (deterministic, stock))
+    counts = (deterministic_differs, stock_differs, unresolved, deterministic_differs & ~unresolved)
+    return Greedy(len(gap), *(int(c.sum()) for c in counts))
+
+
+def gradient_errors(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
+    """max |g - g64| / max |g64| of each parameter; ValueError unless both have the same parameters."""
+    if found.keys() != reference.keys():
+        raise ValueError(f"parameters of one side only: {sorted(found.keys() ^ reference.keys())}")
+    return {
+        name: float((found[name].to(torch.float64) - g).abs().max() / g.abs().max()) for name, g in reference.items()
+    }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the deterministic numerics and stock float32 make of one text, beside float64."""
+
+    logprobs: Errors
+    logits: Errors
+    bfloat16: Error | None  # of the log-probs by the stock model in bfloat16
+    greedy: Greedy
+
+
+def compare(
+    model: PreTrainedModel, text: Text, max_context: int, given: PreTrainedModel | None = None, bfloat16: bool = False
+) -> Comparison:
+    """Compare log-probs, logits and best tokens. The deterministic numerics compute `given`, or the model itself."""
+    reference, stock = reference_scores(model, text), stock_scores(model, text)
+    deterministic = deterministic_scores(model if given is None else given, text, max_context)
+    half = stock_scores(copy.deepcopy(model).bfloat16(), text).logprobs if bfloat16 else None
+    return Comparison(
+        errors(deterministic.logprobs, stock.logprobs, reference.logprobs),
+        errors(deterministic.logits, stock.logits, reference.logits),
+        None if half is None else error(half, reference.logprobs),
+        greedy(deterministic, stock, reference),
+    )
+
+
+@dataclass(frozen=True)
+class GradientComparison:
+    """max |g - g64| / max |g64| of each parameter, by two kinds of numerics."""
+
+    deterministic: dict[str, float]
+    stock: dict[str, float]
+
+    def worst(self) -> tuple[str, str]:
+        """The parameter with the largest error of each."""
+        return max(self.deterministic, key=self.deterministic.__getitem__), max(self.stock, key=self.stock.__getitem__)
+
+    def ratio(self) -> float:
+        """Deterministic / stock, each of its worst parameter; stock counts as no better than float32's resolution."""
+        deterministic, stock = self.worst()
+        return self.deterministic[deterministic] / max(self.stock[stock], GRADIENT_RESOLUTION)
+
+
+def compare_gradients(
+    model: PreTrainedModel, text: Text, max_context: int, given: PreTrainedModel | None = None
+) -> GradientComparison:
+    """Compare the gradients of the mean of -log p. The deterministic numerics compute `given`, or the model itself."""
+    reference = reference_gradients(model, text)
+    deterministic = deterministic_gradients(model if given is None else given, text, max_context)
+    return GradientComparison(
+        gradient_errors(deterministic, reference), gradient_errors(stock_gradients(model, text), reference)
+    )
+
+
+def typical(ratios: Sequence[float]) -> float:
+    """The geometric mean: one model in which either side was lucky moves it little."""
+    return float(np.exp(np.mean(np.log(ratios))))

@@ -1,0 +1,246 @@
+"""Log-probs of a text by the unmodified model in float64, by stock transformers and by a policy of ours.
+
+The reference is the transformers class itself, each sequence alone under the masks that the model makes. Every number
+is float64: norms and rotary positions too, which transformers computes in float32 in every model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
+from transformers.models.gemma.modeling_gemma import GemmaTextScaledWordEmbedding
+
+from ppo_repro.config.run import RunConfig
+from ppo_repro.models.batches import lay_out
+from ppo_repro.models.networks import make_policy, policy_logits
+from ppo_repro.numerics.token_statistics import token_statistics
+from ppo_repro.records.accuracy import Accuracy
+
+LENGTH = 64  # tokens of a sequence that a run measures
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token ids of some prompts and of a response to each; the n response tokens are scored, in order."""
+
+    prompts: Sequence[Sequence[int]]
+    responses: Sequence[Sequence[int]]
+
+    def tokens(self) -> int:
+        """Number of response tokens, n."""
+        return sum(map(len, self.responses))
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Logits [n, V] that predict the response tokens, and the log-probs [n] of those, nats; in their own dtype."""
+
+    logits: Tensor
+    logprobs: Tensor
+
+
+class _Widening(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        def wider(x: Any) -> Any:
+            if isinstance(x, Tensor) and x.dtype == torch.float32:
+                return x.double()
+            return torch.float64 if x is torch.float32 else x
+
+        call = Tensor.double if func is Tensor.float else func
+        if getattr(func, "__name__", "") in ("__get__", "__set__"):  # attributes are of the tensor itself
+            return call(*args, **(kwargs or {}))
+        result = call(*tree_map(wider, tuple(args)), **tree_map(wider, dict(kwargs or {})))
+        if isinstance(result, Tensor) and result.dtype == torch.float32:
+            raise TypeError(f"{getattr(func, '__name__', func)} gave float32 inside a float64 model")
+        return result
+
+
+@contextmanager
+def float64(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Inside, `model` computes in float64 throughout: float32 weights are widened where they are used.
+
+    No weight is copied. Rotary frequencies, which transformers rounds to float32, are computed again. TypeError where
+    a float32 result appears all the same.
+    """
+    before, narrow = torch.get_default_dtype(), dict[str, torch.nn.Module]()
+    experts = getattr(model.config, "_experts_implementation", None)
+    torch.set_default_dtype(torch.float64)
+    try:
+        model.config._experts_implementation = "eager"  # grouped products take no float64
+        with _Widening():
+            for name, module in list(model.named_modules()):
+                if type(module).__name__.endswith("RotaryEmbedding") and hasattr(module, "config"):
+                    narrow[name] = module
+                    model.set_submodule(name, type(module)(module.config))
+            yield model
+    finally:
+        for name, module in narrow.items():
+            model.set_submodule(name, module)
+        model.config._experts_implementation = experts
+        torch.set_default_dtype(before)
+
+
+def stock_model(policy: PreTrainedModel) -> PreTrainedModel:
+    """The unmodified model with the weights of `policy`, whose memory it shares: nothing may write to them."""
+    config = copy.deepcopy(policy.config)
+    config._attn_implementation = "sdpa"
+    config._experts_implementation = "eager"
+    config.pad_token_id = None  # a prompt may hold it, of which transformers would warn
+    with torch.device("meta"):
+        model = type(policy)(config)
+    model.load_state_dict(policy.state_dict(), assign=True)
+    for name, module in list(model.named_modules()):  # what no state holds
+        if type(module).__name__.endswith("RotaryEmbedding"):
+            model.set_submodule(name, type(module)(config))
+        elif isinstance(module, GemmaTextScaledWordEmbedding):
+            module.embed_scale = torch.tensor(module.scalar_embed_scale)
+    return model.eval()
+
+
+def _scored(model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int]) -> Scores:
+    """Scores of one sequence by the model's own forward; the softmax is in float32 at least."""
+    out = model(input_ids=torch.tensor([[*prompt, *response[:-1]]]), use_cache=False)
+    logits = out.logits[0][len(prompt) - 1 :]
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    targets = torch.tensor(response)
+    return Scores(logits, wide.log_softmax(-1).gather(-1, targets[:, None])[:, 0])
+
+
+def _joined(parts: Sequence[Scores]) -> Scores:
+    return Scores(torch.cat([s.logits for s in parts]), torch.cat([s.logprobs for s in parts]))
+
+
+@torch.no_grad()
+def stock_scores(model: PreTrainedModel, text: Text) -> Scores:
+    """Scores by the unmodified model in its dtype."""
+    return _joined([_scored(model, p, r) for p, r in zip(text.prompts, text.responses, strict=True)])
+
+
+def reference_scores(model: PreTrainedModel, text: Text) -> Scores:
+    """Scores by the unmodified model in float64."""
+    with float64(model):
+        return stock_scores(model, text)
+
+
+@torch.no_grad()
+def policy_scores(policy: PreTrainedModel, text: Text) -> Scores:
+    """Scores by a policy in deterministic numerics."""
+    batch = lay_out(text.prompts, text.responses, "right")
+    logits = policy_logits(policy, batch)
+    return Scores(logits, token_statistics(logits, batch.targets, 1.0, None, "deterministic")[0])
+
+
+def deterministic_scores(model: PreTrainedModel, text: Text, max_context: int) -> Scores:
+    """Scores of an unmodified model by the kernels."""
+    return policy_scores(make_policy(model, "deterministic", max_context), text)
+
+
+@dataclass(frozen=True)
+class Error:
+    """Absolute distances from the reference over some numbers, in their unit."""
+
+    largest: float
+    rms: float
+    mean: float
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Errors of the same numbers. `resolution` is what rounding the reference itself to float32 would cost."""
+
+    deterministic: Error
+    stock: Error
+    resolution: Error
+
+    def ratio(self, kind: str) -> float:
+        """Deterministic / stock of the `largest`, `rms` or `mean` error.
+
+        Stock counts as no better than the resolution: a result in float32 can be closer by luck only.
+        """
+        stock = max(getattr(self.stock, kind), getattr(self.resolution, kind))
+        return float(getattr(self.deterministic, kind)) / stock if stock else float("nan")
+
+
+def error(found: Tensor, reference: Tensor) -> Error:
+    """The error of numbers of any shape; the reference is float64."""
+    distance = (found.to(torch.float64) - reference).abs()
+    return Error(float(distance.max()), float(distance.square().mean().sqrt()), float(distance.mean()))
+
+
+def spacing(x: Tensor) -> Tensor:
+    """Distance of neighbouring float32 numbers at each x, float64."""
+    return torch.from_numpy(np.spacing(x.abs().to(torch.float32).numpy()).astype(np.float64))
+
+
+def errors(deterministic: Tensor, stock: Tensor, reference: Tensor) -> Errors:
+    """The errors of the same numbers by two kinds of numerics."""
+    gaps = spacing(reference)
+    # rounding is off by half a spacing at most, by spacing / sqrt(12) in the rms and spacing / 4 in the mean
+    resolution = Error(float(gaps.max()) / 2, float(gaps.square().mean().sqrt()) / 12**0.5, float(gaps.mean()) / 4)
+    return Errors(error(deterministic, reference), error(stock, reference), resolution)
+
+
+def text_of(prompt_ids: Mapping[str, Sequence[int]], sequences: int, max_context: int) -> Text:
+    """Sequences of 64 tokens, or of the whole context: prompts by key, strung together where they are shorter.
+
+    The first token of each is its prompt, all others are scored.
+    """
+    length = min(LENGTH, max_context)
+    prompts = cycle(prompt_ids[key] for key in sorted(prompt_ids))
+    found: list[list[int]] = []
+    for _ in range(sequences):
+        tokens: list[int] = []
+        while len(tokens) < length:
+            tokens += next(prompts)
+        found.append(tokens[:length])
+    return Text([tokens[:1] for tokens in found], [tokens[1:] for tokens in found])
+
+
+def policy_accuracy(
+    config: RunConfig, prompt_ids: Mapping[str, Sequence[int]], policy: PreTrainedModel
+) -> Accuracy | None:
+    """How far a policy's log-probs are from float64 on a run's prompts; None where nothing is to be measured."""
+    numerics = config.numerics
+    if numerics.mode == "native" or not numerics.accuracy_sequences:
+        return None
+    return measure(policy, text_of(prompt_ids, numerics.accuracy_sequences, numerics.max_context))
+
+
+@torch.no_grad()
+def measure(policy: PreTrainedModel, text: Text) -> Accuracy:
+    """Log-probs of `text` by a deterministic policy, by its unmodified model in float32, and by that in float64.
+
+    The policy is not changed. Logits of one sequence at a time are in memory.
+    """
+    stock = stock_model(policy)
+    columns = []
+    for prompt, response in zip(text.prompts, text.responses, strict=True):
+        one = Text([prompt], [response])
+        scores = policy_scores(policy, one), stock_scores(stock, one), reference_scores(stock, one)
+        columns.append([s.logprobs for s in scores])
+    found = errors(*(torch.cat(column) for column in zip(*columns, strict=True)))
+    return Accuracy(
+        tokens=text.tokens(),
+        deterministic_rms=found.deterministic.rms,
+        deterministic_max=found.deterministic.largest,
+        stock_rms=found.stock.rms,
+        stock_max=found.stock.largest,
+        ratio=found.ratio("rms"),
+    )

@@ -1,1 +1,0 @@
-"""DPO on the responses of a recorded run."""

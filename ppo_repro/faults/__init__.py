@@ -1,0 +1,1 @@
+"""Mismatches made on purpose. They wrap the sampler and what the trainer receives; the loop does not know them."""

@@ -1,0 +1,124 @@
+"""Responses decoded and encoded again before training, as where text is passed on instead of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import fsum
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ppo_repro.buffers import Spans
+from ppo_repro.rollout.engine import Completion, Dialogue, Engine, Request, Sampling
+from ppo_repro.seeding import words
+from ppo_repro.tasks.tokenizer import decode, spans
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """T tokens of a response, encoded from its text, beside the S that were sampled."""
+
+    ids: list[int]  # [T]
+    spans: Spans  # of these tokens
+    owners: list[int]  # [S] which of the T tokens holds a sampled token's last character
+    sources: list[int]  # [T] the last sampled token with that owner; else the one whose text goes on beyond
+    as_sampled: list[bool]  # [T] the token was sampled as it is
+
+    def summed(self, logprobs: Tensor) -> Tensor:
+        """[T] float32, of each token the sum over the sampled tokens that it owns; the sum of all stays."""
+        parts: list[list[float]] = [[] for _ in self.ids]
+        for owner, value in zip(self.owners, logprobs.tolist(), strict=True):
+            parts[owner].append(value)
+        return torch.tensor([fsum(part) for part in parts], dtype=torch.float32)
+
+
+def encode_again(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], before: Spans, most: int, ended: bool
+) -> Encoding | None:
+    """encode(decode(ids)) and, after it, the end token; None where that is no token, or more than `most`.
+
+    `before`: where the sampled tokens lie in the text. Special tokens inside a response are in no text, and are lost.
+    """
+    tail = [ids[-1]] if ended and ids[-1] in tokenizer.all_special_ids else []
+    body = list(ids[: len(ids) - len(tail)])
+    text = decode(tokenizer, ids)
+    new = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    if (body and not new) or len(new) + len(tail) > most:
+        return None
+    after = spans(tokenizer, [*new, *tail], text)
+    owners, last = [], -1
+    for end in before.char_end[: len(body)]:
+        owners.append(next((j for j in range(max(last, 0), len(new)) if after.char_end[j] >= end), len(new) - 1))
+        last = owners[-1]
+    sources = [_source(before, after, owners, token) for token in range(len(new))]
+    owned = [owners.count(token) for token in range(len(new))]
+    same = [owned[j] == 1 and new[j] == body[t] and _span(after, j) == _span(before, t) for j, t in enumerate(sources)]
+    if tail:
+        owners, sources, same = [*owners, len(new)], [*sources, len(body)], [*same, True]
+    return Encoding([*new, *tail], after, owners, sources, same)
+
+
+def _span(of: Spans, token: int) -> tuple[int, int]:
+    return of.char_start[token], of.char_end[token]
+
+
+def _source(before: Spans, after: Spans, owners: Sequence[int], token: int) -> int:
+    owned = [t for t, owner in enumerate(owners) if owner == token]
+    if owned:
+        return owned[-1]
+    return next((t for t in range(len(owners)) if before.char_end[t] >= after.char_end[token]), len(owners) - 1)
+
+
+def chosen(share: float, seeds: Sequence[int]) -> list[bool]:
+    """Choose the responses that are encoded again: each with probability `share`, by its seed."""
+    return [int(words(1, "retokenize", seed)[0]) < share * 2.0**64 for seed in seeds]
+
+
+@dataclass(frozen=True)
+class RetokenizingEngine:
+    """An engine some of whose sampled responses become the same texts as other tokens.
+
+    A token's `logprobs` and `log_kept_mass` are then the sums over the sampled tokens that end in its text, so that a
+    response keeps its log-prob; a token in which none ends has 0. Largest logits, routes and kept sets are dropped.
+    Greedy evaluation is as it was.
+    """
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    share: float  # of the responses
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
+    ) -> list[Completion]:
+        completions = self.engine.generate(requests, sampling, dialogue)
+        if sampling.greedy:
+            return completions
+        pick = chosen(self.share, [request.seed for request in requests])
+        most = sampling.max_response_tokens
+        return [self._encoded(c, most if picked else 0) for c, picked in zip(completions, pick, strict=True)]
+
+    def _encoded(self, c: Completion, most: int) -> Completion:
+        """The completion encoded again in at most so many tokens; as sampled where they do not suffice."""
+        text = decode(self.tokenizer, c.response_ids)
+        before = spans(self.tokenizer, c.response_ids, text)
+        new = encode_again(self.tokenizer, c.response_ids, before, most, c.finish_reason == "stop") if most else None
+        if new is None:
+            own = list(range(len(c.response_ids)))
+            new = Encoding(list(c.response_ids), before, own, own, [True] * len(own))
+        count, versions = len(new.ids), c.policy_versions
+        return replace(
+            c,
+            response_ids=tuple(new.ids),
+            logprobs=new.summed(c.logprobs),
+            log_kept_mass=new.summed(c.log_kept_mass),
+            kept_tokens=torch.empty(count, 0, dtype=torch.uint8),
+            top_ids=torch.empty(count, 0, dtype=torch.int32),
+            top_logits=torch.empty(count, 0),
+            policy_versions=None if versions is None else tuple(versions[source] for source in new.sources),
+            text=text,
+            sampled_ids=c.response_ids,
+            is_as_sampled=tuple(new.as_sampled),
+            routes=None,
+        )

@@ -1,0 +1,246 @@
+"""Files and folders that are written whole or not at all, their digests, and the lock of a run folder."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from ppo_repro.errors import UserError
+
+LOCK_NAME = "lock"
+SUMS_NAME = "SHA256SUMS"
+OWN_DIGEST = "sha256"  # the field of a JSON file that has the digest of the file without it
+_RESTORE = "restore it, or remove the sums if you changed the folder yourself"
+
+
+def atomic_write(path: Path, data: bytes | memoryview) -> None:
+    """Replace a file completely or leave it as it was; raises UserError with path and reason."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # the first error is the one to report
+            temporary.unlink(missing_ok=True)
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror}); make room there or choose another --out"
+        ) from error
+
+
+def sync(path: Path) -> None:
+    """Make a file, or the renames inside a folder, survive a power cut; raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder to fill; it replaces `folder` when the block ends, whole or not at all.
+
+    UserError where writing fails. The old `folder` stays until everything new is on disk.
+    """
+    temporary = folder.with_name(folder.name + ".tmp")
+    try:
+        if temporary.exists():  # of a killed process
+            shutil.rmtree(temporary)
+        temporary.mkdir(parents=True)
+        yield temporary
+        for path in temporary.rglob("*"):
+            sync(path)
+        sync(temporary)
+        remove_folder(folder)
+        os.replace(temporary, folder)
+        sync(folder.parent)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UserError(f"{folder}: cannot be written ({reason}); make room there") from error
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder if it exists. It is renamed first, so that a kill leaves no half of it; raises OSError."""
+    doomed = folder.with_name(folder.name + ".removed")
+    if doomed.exists():  # of a killed process
+        shutil.rmtree(doomed)
+    if folder.exists():
+        os.replace(folder, doomed)
+        sync(folder.parent)
+        shutil.rmtree(doomed)
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, read in chunks; raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_sums(folder: Path) -> None:
+    """Write SHA256SUMS over every file of a folder, in the format of `sha256sum -c`; raises OSError."""
+    lines = [f"{file_digest(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
+    (folder / SUMS_NAME).write_text("".join(lines), encoding="utf-8")
+
+
+def check_sums(folder: Path) -> set[str]:
+    """The names that SHA256SUMS lists, its own too; UserError for the first file that it does not match or list.
+
+    Without SHA256SUMS nothing is checked, and no name returned.
+    """
+    path = folder / SUMS_NAME
+    if not path.exists():
+        return set()
+    listed = {SUMS_NAME}
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {_RESTORE}") from error
+    for line in content.splitlines():
+        digest, _, name = line.decode("utf-8", "replace").partition("  ")
+        # a name that leads out of the folder was not written by `write_sums`
+        if len(digest) != 64 or not name or Path(name).name != name:
+            raise UserError(f"{path}: is not a list of SHA-256; {_RESTORE}")
+        try:
+            actual = file_digest(folder / name)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{folder / name}: cannot be read, and {path} lists it; {_RESTORE}") from error
+        if actual != digest:
+            raise UserError(f"{folder / name}: has another SHA-256 than {path} says; {_RESTORE}")
+        listed.add(name)
+    # an additional file could change what is loaded, and a truncated SHA256SUMS would list too few
+    for name in sorted({entry.name for entry in folder.iterdir() if entry.is_file()} - listed):
+        raise UserError(f"{path}: does not list {name}; {_RESTORE}")
+    return listed
+
+
+def sealed(tree: Mapping[str, Any]) -> str:
+    """JSON whose last field is the SHA-256 of the JSON without it: a function of the content, to the byte."""
+    return _json({**tree, OWN_DIGEST: hashlib.sha256(_json(tree).encode()).hexdigest()})
+
+
+def is_whole(text: str, tree: Mapping[str, Any]) -> bool:
+    """Whether `text`, which was read as `tree`, is to the byte what `sealed` made."""
+    return sealed({name: value for name, value in tree.items() if name != OWN_DIGEST}) == text
+
+
+def _json(tree: Mapping[str, Any]) -> str:
+    return json.dumps(tree, indent=1, ensure_ascii=False) + "\n"
+
+
+@contextmanager
+def only_writer(run_dir: Path) -> Iterator[None]:
+    """Hold the run's advisory lock (flock); UserError where another process has it. Readers need no lock.
+
+    The kernel releases the lock when its process ends, so a dead run is never taken for a live one.
+    """
+    path = run_dir / LOCK_NAME
+    try:
+        file = path.open("ab")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); make the run folder writable") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{run_dir}: another process is writing this run; wait for it or end it first") from error
+        except OSError as error:
+            reason = f"{path}: cannot be locked ({error.strerror})"
+            raise UserError(f"{reason}; keep runs on a file system with flock") from error
+        yield
+
+
+def has_writer(run_dir: Path) -> bool:
+    """Whether a process of this machine is writing the run; False where the lock cannot be read."""
+    try:
+        with (run_dir / LOCK_NAME).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def require_new(run_dir: Path, manifest: str) -> None:
+    """Raise UserError where something has the name of a run that is to begin. `manifest`: a file every run has."""
+    if run_dir.is_dir() and not (run_dir / manifest).exists():
+        raise UserError(
+            f"{run_dir}: exists without {manifest}, and nothing in it is removed; restore that file, "
+            "or move the folder away"
+        )
+    if run_dir.is_dir():
+        raise UserError(
+            f"{run_dir}: exists already; choose another --out, "
+            f"or use `ppo-repro show {run_dir}`, `ppo-repro rerun {run_dir}` or `ppo-repro resume {run_dir}`"
+        )
+    if os.path.lexists(run_dir):
+        raise UserError(f"{run_dir}: the file {run_dir} is in the way; choose another --out")
+
+
+def check_links(run_dir: Path) -> None:
+    """Raise UserError if a run folder contains a symbolic link, because writes could leave the folder through it."""
+    for path in sorted(run_dir.rglob("*")):
+        if path.is_symlink():
+            raise UserError(f"{path}: is a symbolic link; put what it points to in its place")
+
+
+@dataclass(frozen=True)
+class OwnKind:
+    """A kind of file that a command writes to a name the user gives, and may write again."""
+
+    what: str  # as in `an earlier report`
+    beginnings: tuple[bytes, ...]  # a file of this kind begins with one of them
+
+
+# as every drawing of ours begins
+PICTURE = OwnKind("picture", (b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ',))
+
+
+def check_replaceable(path: Path, kind: OwnKind, option: str = "--out") -> None:
+    """Raise UserError unless `path` is free, or a file of this kind: a slip in `option` must not cost a file."""
+    if not os.path.lexists(path):
+        return
+    problem = f"is not an earlier {kind.what}"
+    if path.is_dir():
+        problem = "is a folder"
+    elif path.is_symlink():
+        problem = "is a symbolic link"
+    elif not path.is_file():
+        problem = "is no regular file"
+    else:
+        try:
+            with path.open("rb") as file:
+                if file.read(max(map(len, kind.beginnings))).startswith(kind.beginnings):
+                    return
+        except OSError as error:
+            problem = f"cannot be read ({error.strerror})"
+    allowed = f"must be a new file or an earlier {kind.what}"
+    raise UserError(f"{option} {path}: {problem}; {allowed}; choose another {option}")
+
+
+def write_over_earlier(path: Path, kind: OwnKind, data: bytes, option: str = "--out") -> None:
+    """Write a file atomically where `check_replaceable` allows it; UserError, and nothing written, where not."""
+    check_replaceable(path, kind, option)
+    atomic_write(path, data)
+
+
+def write_csv_over_earlier(path: Path, text: str, option: str) -> None:
+    """`write_over_earlier` of a CSV file: one with the same columns is an earlier one."""
+    header = text.partition("\n")[0] + "\n"
+    write_over_earlier(path, OwnKind("table with these columns", (header.encode(),)), text.encode(), option)

@@ -1,0 +1,193 @@
+"""Model folders that are written and read here: models, adapters in the format of peft, value models, reward models."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ppo_repro.errors import UserError
+from ppo_repro.files import check_sums, whole_folder, write_sums
+from ppo_repro.models.folder_files import ADAPTER
+from ppo_repro.models.load import load_as
+from ppo_repro.models.lora import TRUNK, Lora
+from ppo_repro.models.networks import ValueModel, make_policy
+from ppo_repro.numerics.families import CLASSIFIERS, token_head_name
+
+VALUE_TENSORS, ADAPTER_TENSORS = "value_model.safetensors", "adapter_model.safetensors"
+FILE_BYTES = 5 * 10**9  # as the Hub takes them
+_FORMAT = {"format": "pt"}  # what transformers wants to read in a file of a model
+
+
+def write_model(model: PreTrainedModel, folder: Path, original_format: bool = True) -> None:
+    """Write a model into a folder that exists, in files of at most FILE_BYTES of weights, but for a larger tensor.
+
+    `original_format`: a mixture's experts as published checkpoints have them. Raises OSError.
+    """
+    state = {name: x.cpu() for name, x in model.state_dict().items()}
+    model.save_pretrained(folder, state_dict=state, max_shard_size=FILE_BYTES, save_original_format=original_format)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
+    """Write float32 tensors as a safetensors file, one by one; returns its SHA-256. Raises OSError.
+
+    safetensors holds the whole file in memory. Digested before it is written, so that an error of the disk shows.
+    """
+    tensors = dict(sorted(tensors.items()))  # the file is a function of what is in it
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.float32:
+            raise ValueError(f"tensor {name} is {tensor.dtype}; files here hold float32")
+        begin, end = end, end + 4 * tensor.numel()
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        parts: Iterator[bytes | memoryview] = chain(
+            (len(text).to_bytes(8, "little"), text),
+            (t.detach().cpu().contiguous().view(-1).numpy().data for t in tensors.values()),
+        )
+        for part in parts:
+            digest.update(part)
+            file.write(part)
+    return digest.hexdigest()
+
+
+def named_weights(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters of a module by name, without gradients; a tied one once."""
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def save_adapter(lora: Lora, folder: Path, base_model: str) -> None:
+    """Write the factors into an existing folder; peft will load W from `base_model`. Raises OSError."""
+    _write_adapter(lora, folder, base_model, "CAUSAL_LM", [], lora.factors())
+
+
+def save_value_adapter(lora: Lora, value_model: ValueModel, folder: Path, base_model: str) -> None:
+    """Write the factors and the head of a value model into an existing folder. Raises OSError.
+
+    peft loads them over transformers' token classification model of one label, whose trunk is that of `base_model`
+    and whose logits before each token are then the value model's predictions.
+    """
+    trunk, head = value_model.trunk.base_model_prefix, token_head_name(value_model.trunk.config)
+    named = {f"{trunk}.{name.removeprefix(TRUNK)}": factor for name, factor in lora.factors().items()}
+    named |= {f"{head}.{name.removeprefix('head.')}": p.detach() for name, p in lora.whole.items()}
+    _write_adapter(lora, folder, base_model, "TOKEN_CLS", [head], named)
+
+
+def _write_adapter(
+    lora: Lora, folder: Path, base_model: str, task: str, whole: list[str], named: Mapping[str, Tensor]
+) -> None:
+    transposed = {layer.transposed for layer in lora.layers.values()}
+    config = {
+        "peft_type": "LORA",
+        "task_type": task,
+        "base_model_name_or_path": base_model,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": [target.removeprefix(TRUNK) for target in lora.target_modules],
+        "modules_to_save": whole or None,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": transposed == {True},
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }
+    tensors = {f"base_model.model.{name}": tensor.cpu().contiguous() for name, tensor in named.items()}
+    (folder / ADAPTER).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    safetensors.torch.save_file(tensors, folder / ADAPTER_TENSORS, metadata=_FORMAT)
+
+
+def save_value_model(parameters: Mapping[str, Tensor], config: PretrainedConfig | None, folder: Path) -> None:
+    """Write the parameters of a value model, or of a head on the policy's trunk; `config` of its own trunk.
+
+    The folder appears whole or not at all. UserError where that fails.
+    """
+    with whole_folder(folder) as temporary:
+        write_tensors(temporary / VALUE_TENSORS, parameters, _FORMAT)
+        if config is not None:
+            trunk = copy.deepcopy(config)
+            trunk.architectures = None  # of a trunk that was loaded, the class of the policy's folder
+            trunk.save_pretrained(temporary)
+        write_sums(temporary)
+
+
+def load_value_parameters(folder: Path) -> dict[str, Tensor]:
+    """The parameters that `save_value_model` wrote; UserError where they are missing or damaged."""
+    check_sums(folder)
+    try:
+        return safetensors.torch.load_file(folder / VALUE_TENSORS)
+    except (OSError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{folder / VALUE_TENSORS}: cannot be read ({reason}); restore it") from error
+
+
+def load_value_model(folder: Path, mode: str, max_context: int) -> ValueModel:
+    """A value model with a trunk of its own, ready for use in the given numerics.
+
+    UserError where the folder is damaged or holds a head on the policy's trunk, which is no model by itself.
+    """
+    parameters = load_value_parameters(folder)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder}: holds a head on the policy's trunk; put it on the policy of checkpoints/final")
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    trunk = AutoModel.from_config(config, trust_remote_code=False).float()
+    weight = parameters["head.weight"]
+    head = nn.Linear(weight.shape[1], 1)
+    stock = ValueModel(trunk, head)
+    stock.load_state_dict(parameters)
+    return ValueModel(make_policy(trunk, mode, max_context), head)
+
+
+def load_reward_model(folder: Path, mode: str, max_context: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Reward model and tokenizer of a transformers folder, without code from it and without the network.
+
+    UserError where the class is not one of `CLASSIFIERS`, there is more than one label, or it cannot be read.
+    """
+    where = f"reward model {folder}"
+    model, tokenizer = load_as(folder, AutoModelForSequenceClassification, CLASSIFIERS, where)
+    if model.config.num_labels != 1:
+        raise UserError(f"{where}: num_labels = {model.config.num_labels}; a reward model has exactly 1")
+    return make_policy(model, mode, max_context), tokenizer
+
+
+def require_same_tokens(policy: PreTrainedTokenizerBase, reward: PreTrainedTokenizerBase) -> None:
+    """Raise UserError unless both vocabularies are equal: the reward model scores token ids, not text."""
+    ours, theirs = policy.get_vocab(), reward.get_vocab()
+    if ours != theirs:
+        token = min(set(ours.items()) ^ set(theirs.items()))[0]
+        raise UserError(
+            f"the reward model has another tokenizer than the policy: token {token!r} is {ours.get(token)} in the "
+            f"policy's and {theirs.get(token)} in the reward model's; use models with the same tokenizer"
+        )
+
+
+def save_reward_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save a folder for AutoModelForSequenceClassification, whole or not at all. UserError where that fails.
+
+    transformers' own forward reads the score at the last token that is not `pad_token_id`. Where that is the end
+    token, its scores differ from these.
+    """
+    with whole_folder(folder) as temporary:
+        model.save_pretrained(temporary, state_dict={name: x.cpu() for name, x in model.state_dict().items()})
+        tokenizer.save_pretrained(temporary)
+        write_sums(temporary)

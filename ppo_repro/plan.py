@@ -1,0 +1,296 @@
+"""How much memory a run needs, as one table: what for, and in which phase; no weight is loaded.
+
+Weights, moments and gradients are counted exactly. The rest is an estimate for prompts and responses of the longest
+allowed length, in native numerics from what the kernels would need.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from ppo_repro.config.algorithm import KLInLoss, SeparateValue
+from ppo_repro.config.reward import RewardModelFolder
+from ppo_repro.config.run import ModelFolder, RunConfig
+from ppo_repro.errors import UserError
+from ppo_repro.models.load import read_model_config
+from ppo_repro.models.lora import choose_layers, shape_of
+from ppo_repro.models.tiny import tiny_config
+from ppo_repro.numerics import library
+from ppo_repro.numerics.description import activation_of, check_config
+from ppo_repro.numerics.families import CAUSAL_MODELS, CLASSIFIERS, check_visibility, head_of, trunk_of
+from ppo_repro.numerics.network import KEEP_ALL, KEEP_INPUTS, KEEP_NOTHING, Lowered, Network
+from ppo_repro.numerics.optimizer import SLOTS
+from ppo_repro.stages.chunks import LOGITS_AT_ONCE
+
+PHASES = ("loading", "rollout", "scoring", "update")
+EXACT_ROWS = ("weights", "moments", "older policies", "gradients")  # no estimates
+# the interpreter with torch and transformers, and compiled kernels; 0.2 GB of it are files that the system takes back
+# when memory is short
+PROCESS = 700_000_000
+FLOAT = 4
+MOMENTS = 2 * FLOAT
+# mixed-precision Adam: weight and gradient in 16 bits, master weight and two moments in 32; a frozen model has its
+# weights in 16 bits. Rajbhandari et al., 2020, section 3.1
+MIXED_TRAINED, MIXED_FROZEN = 16, 2
+
+_LARGE_MODEL = "set lora, or take a smaller model"
+_ADVICE = {
+    "weights": "take a smaller model",
+    "moments": _LARGE_MODEL,
+    "older policies": "lower mismatch.sampler.lag, or set lora",
+    "copies": "take float32 weights in mismatch, or a smaller model",
+    "packed weights": "take a smaller model",
+    "gradients": _LARGE_MODEL,
+    "KV cache": "lower layout.rollout_slots or numerics.max_context",
+}
+_SMALLER_PASSES = {
+    "loading": "take a smaller model",
+    "rollout": "lower layout.rollout_slots",
+    "scoring": "lower layout.forward_micro_batch (0 takes all sequences)",
+    "update": "lower layout.update_micro_batch (0 takes the minibatch), or set layout.gradient_checkpointing = true",
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model of a run; numbers of floats."""
+
+    name: str
+    weights: int  # beside the weights that it shares
+    trained: int
+    frozen: int
+    collected: int  # floats that have a gradient: with an adapter those of the merged weights
+    packed: int  # of the weights as the kernels read them
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Memory of one process of a run, in bytes: rows[purpose][phase]."""
+
+    models: tuple[Model, ...]
+    rows: dict[str, dict[str, int]]
+    processes: int
+
+    def total(self, phase: str, rows: tuple[str, ...] | None = None) -> int:
+        """What a phase needs, of some rows or of all, without the process itself."""
+        return sum(row.get(phase, 0) for name, row in self.rows.items() if rows is None or name in rows)
+
+    @property
+    def certain(self) -> int:
+        """What is needed at once in any case."""
+        return max(self.total(phase, EXACT_ROWS) for phase in PHASES)
+
+    @property
+    def largest_phase(self) -> str:
+        return max(PHASES, key=self.total)
+
+    @property
+    def peak(self) -> int:
+        return PROCESS + self.total(self.largest_phase)
+
+    @property
+    def mixed_precision(self) -> int:
+        """The same models' weights, gradients and moments in mixed-precision Adam."""
+        return sum(MIXED_TRAINED * m.trained + MIXED_FROZEN * m.frozen for m in self.models)
+
+
+class Shape:
+    """A causal model without memory, and the kernels' view of it."""
+
+    def __init__(self, config: PretrainedConfig, max_context: int) -> None:
+        plain = copy.deepcopy(config)  # what native numerics cover alone changes no memory
+        setattr(plain, activation_of(config)[0], "silu")
+        if getattr(plain, "rope_parameters", None):
+            plain.rope_parameters |= {"rope_type": "default"}
+        with torch.device("meta"):  # every shape, no memory
+            self.model = AutoModelForCausalLM.from_config(plain, dtype=torch.float32, trust_remote_code=False)
+        self.network = Network(trunk_of(self.model), Lowered(max_context))
+        self.struct = self.network.struct
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+        self.head = head_of(self.model).get_parameter("weight").numel()
+        self.own_head = 0 if config.tie_word_embeddings else sum(p.numel() for p in head_of(self.model).parameters())
+
+    def packed(self, outputs: int) -> int:
+        """Floats of the packed weights with a head of so many outputs."""
+        return self.network.packed_bytes() // FLOAT + library.load().panel_floats(outputs, self.struct.hidden)
+
+    def trained(self, name: str, rank: int, targets: Sequence[str], section: str, is_value: bool = False) -> Model:
+        """A policy, or a value model: the trunk with a score and its bias. With an adapter the rest is shared."""
+        head = self.struct.hidden + 1 if is_value else self.own_head
+        packed = self.packed(1 if is_value else self.struct.vocabulary)
+        if not rank:
+            parameters = self.parameters - self.own_head + head
+            twice = self.head if head == 0 else 0  # a tied head and embedding have a sum each
+            return Model(name, parameters, parameters, 0, parameters + twice, packed)
+        shapes = [shape_of(layer) for layer in choose_layers(self.model, targets, section).values()]
+        own_head, adapted = (head if is_value else 0), sum(n * k for n, k in shapes)
+        trained = rank * sum(n + k for n, k in shapes) + own_head
+        frozen = self.parameters - self.own_head
+        return Model(name, adapted + trained, trained, frozen, adapted + own_head, packed)
+
+    def frozen(self, name: str, labels: int | None = None) -> Model:
+        """A reference, or with `labels` a classifier."""
+        parameters = (
+            self.parameters if labels is None else self.parameters - self.own_head + labels * self.struct.hidden
+        )
+        return Model(
+            name, parameters, 0, parameters, 0, self.packed(self.struct.vocabulary if labels is None else labels)
+        )
+
+    def cache(self, tokens: int) -> int:
+        """Bytes of the keys and values of some tokens, of which whole blocks of 16 are counted."""
+        return 2 * FLOAT * self.struct.layers * self.struct.kv_heads * self.struct.head_dim * tokens
+
+    def forward(self, tokens: int) -> int:
+        """Bytes of a pass without gradients."""
+        return self.network.kept_bytes(tokens, KEEP_NOTHING) + 2 * FLOAT * tokens * self.struct.hidden
+
+    def step(self, tokens: int, recompute: bool) -> int:
+        """Bytes of a pass with gradients."""
+        layers = self.network.layers
+        widest = max(matrix.struct.n for layer in layers for matrix in layer.all_matrices())
+        backward = FLOAT * tokens * (6 * self.struct.hidden + 3 * widest)
+        return self.network.kept_bytes(tokens, KEEP_INPUTS if recompute else KEEP_ALL) + self.cache(tokens) + backward
+
+
+def _shapes(config: RunConfig) -> tuple[Shape, Shape | None, tuple[Model, ...]]:
+    """The policy, a value model of its own, and all models. UserError where the model is not supported."""
+    max_context = config.numerics.max_context
+    if isinstance(config.model, ModelFolder):
+        path = config.model.path
+        source = read_model_config(Path(path), CAUSAL_MODELS, f"model.path = {path}")
+    else:  # its tokenizer may have as many tokens as the configuration allows
+        source = tiny_config(config.model, config.model.vocab_size, max_context, None)
+    (check_config if config.numerics.mode == "deterministic" else check_visibility)(source, max_context)
+    policy, lora = Shape(source, max_context), config.lora
+    of_lora = (lora.rank, lora.target_modules) if lora else (0, ())
+    models = [policy.trained("policy", *of_lora, "lora")]
+    classifier, term, value = source, config.reward.model, None
+    if isinstance(term, RewardModelFolder):
+        classifier = read_model_config(Path(term.path), CLASSIFIERS, f"reward model {term.path}")
+    if isinstance(config.value, SeparateValue):
+        value = Shape(classifier if config.value.init == "reward_model" else source, max_context)
+        lora = config.value.lora
+        of_lora = (lora.rank, lora.target_modules) if lora else (0, ())
+        models.append(value.trained("value model", *of_lora, "value.lora", is_value=True))
+    models.append(policy.frozen("reference"))
+    if term is not None:
+        labels = classifier.num_labels if isinstance(term, RewardModelFolder) else 1
+        models.append(Shape(classifier, max_context).frozen("reward model", labels))
+    return policy, value, tuple(models)
+
+
+def plan_run(config: RunConfig, processes: int = 1) -> Plan:
+    """The memory of a run in each of `processes`. UserError where the model is not supported."""
+    policy, value, models = _shapes(config)
+    layout, sampler, context = config.layout, config.mismatch.sampler, config.numerics.max_context
+    if layout.device != "cpu":
+        raise UserError(f"layout.device = {layout.device}: plan is for CPUs; take cpu")
+    deterministic = config.numerics.mode == "deterministic"
+    sequences, step, evaluated = (
+        ceil(count / processes)
+        for count in (config.sequences_per_iteration, config.ppo.minibatch_size, config.task.num_eval_prompts)
+    )
+    forward, update = (
+        min(layout.forward_micro_batch or sequences, sequences),
+        min(layout.update_micro_batch or step, step),
+    )
+    slots, responses = min(layout.rollout_slots, max(sequences, evaluated)), config.rollout.max_response_tokens
+    arrays = (SLOTS // processes).bit_length() if deterministic and update < step else 1
+    trained = [model for model in models if model.trained]
+    stays = FLOAT * sum(model.weights for model in models)
+    # the model as it is read, and a copy before adapted models share
+    read = stays + FLOAT * policy.parameters * (2 if any(model.frozen for model in trained) else 1)
+    version, lag = FLOAT * models[0].trained, min(sampler.lag, config.ppo.iterations - 1)
+    older = dict.fromkeys(PHASES[1:], lag * version)
+    older["rollout"] += version if lag else 0  # while older policies sample, the present one waits beside them
+    stock = 0 if sampler.stock is None else getattr(torch, sampler.stock).itemsize * policy.parameters
+    rounded = FLOAT * models[0].packed if sampler.precision.weights != "float32" else 0
+    # frozen models give their packed weights back after their pass; a value model is packed after the reference
+    working = sum(model.packed for model in trained)
+    in_loss = isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact"
+    packed = {
+        "rollout": working,
+        "scoring": models[0].packed + max(model.packed for model in models[1:]),
+        "update": working + policy.packed(policy.struct.vocabulary) * in_loss,
+    }
+    row, vocabulary = context - 1, policy.struct.vocabulary
+    of_logits = [
+        FLOAT * vocabulary * min(count * responses, max(1, LOGITS_AT_ONCE // vocabulary)) for count in (forward, update)
+    ]
+    several = 2 if deterministic else 5
+    rows = {
+        "weights": {"loading": read, **dict.fromkeys(PHASES[1:], stays)},
+        "moments": dict.fromkeys(PHASES, MOMENTS * sum(model.trained for model in trained)),
+        "older policies": older,
+        "copies": {phase: stock + (rounded if phase == "rollout" else 0) for phase in PHASES},
+        "packed weights": {phase: FLOAT * count for phase, count in packed.items()} if deterministic else {},
+        "gradients": {"update": FLOAT * arrays * sum(model.collected for model in trained)},
+        "activations": {
+            "rollout": policy.forward(slots * (context - responses)),
+            "scoring": policy.forward(forward * row) + policy.cache(forward * row),
+            "update": max(
+                s.step(update * row, layout.gradient_checkpointing) for s in (policy, value) if s is not None
+            ),
+        },
+        "KV cache": {"rollout": policy.cache(slots * ceil(context / 16) * 16)},
+        "logits": {
+            "rollout": 4 * FLOAT * slots * vocabulary,  # a masked copy, and bounds of the noise
+            "scoring": of_logits[0] * several,  # of policy and reference
+            "update": of_logits[1] * several,  # with gradients
+        },
+    }
+    return Plan(models, {name: row for name, row in rows.items() if any(row.values())}, processes)
+
+
+def size(count: int) -> str:
+    """A number of bytes in decimal units."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} B"
+
+
+def in_words(plan: Plan, has_value_model: bool) -> str:
+    """The largest part with its size and what to change."""
+    phase = plan.largest_phase
+    name = max(plan.rows, key=lambda row: plan.rows[row].get(phase, 0))
+    advice = _ADVICE.get(name, _SMALLER_PASSES[phase])
+    if name in ("weights", "moments") and has_value_model:
+        advice += ", or value.kind = head"
+    return (
+        f"the plan needs up to about {size(plan.peak)}, most of it for {name} in {phase}: "
+        f"{size(plan.rows[name][phase])}; {advice}; see `ppo-repro plan`"
+    )
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan in bytes, with totals."""
+    totals = {"process": PROCESS, "peak": plan.peak, "certain": plan.certain, "mixed_precision": plan.mixed_precision}
+    return {**asdict(plan), **totals}
+
+
+def lines(plan: Plan) -> list[str]:
+    """The plan as a table."""
+    out = [f"{m.name:<16}{m.trained:>16,} parameters trained{m.frozen:>16,} frozen" for m in plan.models]
+    table = {"": PHASES} | {
+        name: tuple(size(row[phase]) if row.get(phase) else "" for phase in PHASES) for name, row in plan.rows.items()
+    }
+    table["together"] = tuple(size(plan.total(phase)) for phase in PHASES)
+    out += ["", *(f"{label:<16}" + "".join(f"{cell:>12}" for cell in cells) for label, cells in table.items())]
+    out.append(f"peak, up to about {size(plan.peak)}: the largest phase, and {size(PROCESS)} of the process itself")
+    if plan.processes > 1:
+        out.append(f"This is the memory of each of the {plan.processes} processes.")
+    return [
+        *out,
+        f"Mixed-precision Adam on a GPU would take {size(plan.mixed_precision)}: 16 bytes per trained parameter, "
+        "2 per frozen one; activations and caches come on top.",
+    ]

@@ -1,1 +1,0 @@
-"""The memory a run needs, computed without loading a weight."""

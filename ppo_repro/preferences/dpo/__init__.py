@@ -1,0 +1,1 @@
+"""DPO as a kind of run."""

@@ -1,0 +1,371 @@
+"""DPO for the runner: a policy trained on preference pairs, an epoch an iteration.
+
+There are no checkpoints: a training that was ended is computed again from its beginning, and compared as far as it is
+recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_repro.buffers import Prompts
+from ppo_repro.clock import OTHER, Clock, moment
+from ppo_repro.config.dpo import DPOConfig
+from ppo_repro.config.files import build_config, load_dpo_config
+from ppo_repro.config.kinds import DPO, Kind
+from ppo_repro.config.run import RunConfig
+from ppo_repro.config.section import naming_learning_rates
+from ppo_repro.config.tasks import JsonlTask
+from ppo_repro.errors import PromiseBroken, UserError
+from ppo_repro.models.load import input_files, load_folder
+from ppo_repro.models.networks import freeze, make_policy
+from ppo_repro.numerics import library
+from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, weights_digest
+from ppo_repro.numerics.sums import mean_of, run_sums
+from ppo_repro.ppo.preferences import preference_accuracy
+from ppo_repro.preferences.pairs import Preference, check_pairs, hold_out, pairs_of_file
+from ppo_repro.preferences.training import (
+    PairLogprobs,
+    PreferenceStep,
+    Schedule,
+    dpo_losses_of,
+    margins_of,
+    pair_logprobs,
+    pairs_at_once,
+    preference_steps,
+)
+from ppo_repro.ranks import ALONE, Ranks
+from ppo_repro.records import dpo_schema, manifest, reader
+from ppo_repro.records.arrow import to_arrow
+from ppo_repro.records.config_file import load_recorded_config
+from ppo_repro.records.contents import final_folder, reference_folder
+from ppo_repro.records.manifest import Head, Manifest
+from ppo_repro.runs.environment import check_inputs, describe_environment
+from ppo_repro.runs.kind import Ending, Execution, Final, Resumption
+from ppo_repro.runs.models_kept import listed, save_model
+from ppo_repro.runs.prepare import Prepared, prepare
+from ppo_repro.seeding import sample_seed
+from ppo_repro.stages.evaluation import evaluate
+from ppo_repro.stages.forward import score_rollout
+from ppo_repro.stages.rollout import roll_out
+from ppo_repro.tasks.problems import encoder
+from ppo_repro.tasks.tokenizer import decode
+from ppo_repro.watcher import Watcher
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """Everything one epoch produced."""
+
+    index: int
+    eval_accuracy: float | None  # before the first epoch only; None if there is no run with a task
+    steps: tuple[PreferenceStep, ...]
+    logprobs: PairLogprobs  # of all pairs, after the epoch
+    margins: torch.Tensor  # [P] float64, likewise
+    seconds: dict[str, float]  # wall time by phase: evaluation, update, forward, other
+
+
+@dataclass(frozen=True)
+class Start:
+    """Policy, reference and pairs before the first step."""
+
+    policy: PreTrainedModel
+    reference: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    temperature: float
+    train: list[Preference]
+    held_out: list[Preference]
+    run: tuple[RunConfig, Prepared] | None  # what responses are evaluated with; None without a run
+
+    @property
+    def pairs(self) -> list[Preference]:
+        """Training pairs, then held-out ones."""
+        return [*self.train, *self.held_out]
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """The store of a run: the trained policy at the end, and no checkpoints."""
+
+    run_dir: Path
+    start: Start
+
+    def begin(self, files: Mapping[str, str]) -> dict[str, str]:
+        return dict(files)
+
+    def is_due(self, iteration: int) -> bool:
+        return False
+
+    def save(self, head: Head, link: str) -> dict[str, str]:
+        return dict(head.files)
+
+    def put_policy(self, folder: Path) -> None:
+        save_model(self.start.policy, self.start.tokenizer, folder)
+
+    def finish(self, files: Mapping[str, str], link: str) -> dict[str, str]:
+        folder = final_folder(self.run_dir)
+        self.put_policy(folder)
+        return {**files, **listed(self.run_dir, folder)}
+
+
+@dataclass(frozen=True)
+class DPOExecution:
+    """A DPO run that is prepared."""
+
+    config: DPOConfig
+    start: Start
+    reference: PairLogprobs  # of all pairs, computed once
+    initial_digest: str
+    store: _Policy | None
+    watcher: Watcher
+    notes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    def iterations(self) -> Iterator[Epoch]:
+        """Train the policy in place; yields after each epoch. Log-probs are of the whole distribution."""
+        config, start, trained = self.config, self.start, range(len(self.start.train))
+        dpo, layout, mode = config.dpo, config.layout, config.numerics.mode
+        optimizer = Optimizer(start.policy, AdamWSettings(dpo.learning_rate, 0.9, 0.95, 1e-8, 0.0, 1.0), mode)
+        schedule = Schedule(dpo.minibatch_size, pairs_at_once(layout.update_micro_batch), config.seed)
+        losses_of = dpo_losses_of(
+            start.policy, start.pairs, self.reference, dpo.beta, start.temperature, mode, layout.padding
+        )
+        per_epoch = schedule.steps(len(trained))
+        for epoch in range(dpo.epochs):
+            clock = Clock()
+            accuracy = self._accuracy() if epoch == 0 else None
+            clock.lap("evaluation")
+            steps: list[PreferenceStep] = []
+            for step in preference_steps(start.policy, optimizer, len(trained), schedule, epoch, losses_of):
+                steps.append(step)
+                self.watcher.preferences("DPO", epoch * per_epoch + len(steps), dpo.epochs * per_epoch, step.loss)
+            clock.lap("update")
+            logprobs = pair_logprobs(start.policy, start.pairs, start.temperature, mode, layout)
+            clock.lap("forward")
+            margins = margins_of(logprobs, self.reference, dpo.beta)
+            clock.lap(OTHER)
+            yield Epoch(epoch, accuracy, tuple(steps), logprobs, margins, clock.seconds)
+
+    def preparation_tables(self) -> dict[str, pa.Table]:
+        pairs, tokenizer = self.start.pairs, self.start.tokenizer
+        columns: dict[str, Any] = {
+            **_pair_columns(self.start),
+            "prompt_key": [pair.prompt_key for pair in pairs],
+            "chosen": [decode(tokenizer, pair.chosen_ids) for pair in pairs],
+            "rejected": [decode(tokenizer, pair.rejected_ids) for pair in pairs],
+            "ref_chosen_logprobs": self.reference.chosen.numpy(),
+            "ref_rejected_logprobs": self.reference.rejected.numpy(),
+        }
+        for name in ("prompt_ids", "chosen_ids", "rejected_ids"):
+            columns[name] = [np.asarray(getattr(pair, name), np.int32) for pair in pairs]
+        return {"pairs": to_arrow(dpo_schema.PAIRS, columns)}
+
+    def tables(self, item: Epoch) -> dict[str, pa.Table]:
+        steps, trained = item.steps, len(self.start.train)
+        names = ("minibatch", "pairs", "loss", "margin", "accuracy", "grad_norm")
+        held_out = item.margins[trained:]
+        columns: dict[str, dict[str, Any]] = {
+            "margins": {
+                "iteration": np.full(len(item.margins), item.index, np.int32),
+                **_pair_columns(self.start),
+                "chosen_logprobs": item.logprobs.chosen.numpy(),
+                "rejected_logprobs": item.logprobs.rejected.numpy(),
+                "margins": item.margins.numpy(),
+            },
+            "steps": {
+                "iteration": np.full(len(steps), item.index, np.int32),
+                **{name: [getattr(step, name) for step in steps] for name in names},
+                "policy_digest": [step.digest for step in steps],
+            },
+            "iterations": {
+                "iteration": [item.index],
+                "pairs": [trained],
+                "loss": [mean_of(torch.tensor([loss for step in steps for loss in step.losses], dtype=torch.float64))],
+                "margin": [mean_of(item.margins[:trained])],
+                "eval_margin": [mean_of(held_out)],
+                "eval_pair_accuracy": [preference_accuracy(held_out)],
+                "eval_accuracy": [item.eval_accuracy],
+                **{f"seconds_{phase}": [item.seconds[phase]] for phase in ("evaluation", "forward", "update")},
+                "ended_at": [moment()],
+            },
+        }
+        return {table.name: to_arrow(table, columns[table.name]) for table in dpo_schema.TABLES}
+
+    def progress(self, item: Epoch) -> str:
+        held_out = item.margins[len(self.start.train) :]
+        return f"loss {item.steps[-1].loss:.4f}  held-out pairs in order {preference_accuracy(held_out):.3f}"
+
+    def ending(self, clock: Clock) -> Ending:
+        results: Final = {"initial_policy_digest": self.initial_digest}
+        if self.start.run is not None:
+            accuracy = self._accuracy()
+            assert accuracy is not None
+            kl = sequence_kl(*self.start.run, self.config.seed)
+            results |= {"eval_accuracy": accuracy, "ref_kl_per_sequence": kl}
+        clock.lap("evaluation")
+        results["policy_digest"] = weights_digest(self.start.policy.named_parameters())
+        clock.lap("digests")
+        return Ending(results, {})
+
+    def _accuracy(self) -> float | None:
+        if self.start.run is None:
+            return None
+        config, prepared = self.start.run
+        return evaluate(config, prepared.task, prepared.engine, ALONE).accuracy
+
+
+def _pair_columns(start: Start) -> dict[str, Any]:
+    count = len(start.pairs)
+    return {"pair": np.arange(count, dtype=np.int32), "held_out": np.arange(count) >= len(start.train)}
+
+
+def pairs_of_run(run_dir: Path) -> list[Preference]:
+    """Every two responses of one iteration to one prompt with different scores, the higher score preferred.
+
+    In the order of the records; equal pairs of one prompt and iteration count once. UserError if the run is damaged,
+    incomplete or has no such pair.
+    """
+    columns = ["iteration", "prompt_key", "prompt_ids", "response_ids", "scores"]
+    rows = reader.read_sequences(run_dir, columns=columns)
+    pairs: dict[tuple[int, Preference], None] = {}  # in the order in which they are found
+    for (iteration, key), group in rows.groupby(["iteration", "prompt_key"], sort=False):
+        ids, scores = [tuple(map(int, row)) for row in group["response_ids"]], group["scores"].tolist()
+        prompt = tuple(map(int, group["prompt_ids"].iloc[0]))
+        for chosen, high in zip(ids, scores, strict=True):
+            for rejected, low in zip(ids, scores, strict=True):
+                if high > low:
+                    pairs[int(iteration), Preference(str(key), prompt, chosen, rejected)] = None
+    if not pairs:
+        raise UserError(
+            f"{run_dir}: has no two responses to one prompt with different scores in one iteration; "
+            "record a run with rollout.samples_per_prompt of 2 or more"
+        )
+    return [pair for _, pair in pairs]
+
+
+def sequence_kl(run_config: RunConfig, prepared: Prepared, seed: int) -> float:
+    """KL(policy || reference) per response, nats, on one sampled response to every held-out prompt.
+
+    At every position the divergence over the whole distribution sampled from, exactly; summed over a response,
+    mean over responses. An unbiased estimate of the divergence of the two distributions over responses.
+    """
+    problems, ids = prepared.task.problems.held_out, prepared.task.prompt_ids
+    prompts = Prompts(
+        keys=tuple(p.key for p in problems),
+        sample_indices=(0,) * len(problems),
+        seeds=tuple(sample_seed(seed, 0, p.key, 0) for p in problems),
+        texts=tuple(p.prompt for p in problems),
+        answers=tuple(p.answer for p in problems),
+        prompt_ids=tuple(ids[p.key] for p in problems),
+    )
+    rollout = roll_out(run_config, prepared.task, prepared.engine, prompts, ALONE)
+    forward = score_rollout(prepared.state, rollout, run_config, ALONE)
+    return mean_of(run_sums(forward.ref_kl, rollout.lengths))
+
+
+def _recorded(config: DPOConfig, run_dir: Path) -> tuple[Manifest, RunConfig]:
+    """The run, and its configuration with the numerics and layout of this one."""
+    recorded = reader.open_manifest(run_dir)
+    of_run = load_recorded_config(run_dir).model_dump(mode="json")
+    if of_run["task"].get("max_turns", 1) > 1:
+        raise UserError(f"run = {run_dir}: its episodes have several turns; DPO here compares responses of one turn")
+    check_inputs(recorded.inputs)
+    ours = {"numerics": config.numerics.model_dump(mode="json"), "layout": config.layout.model_dump(mode="json")}
+    # the recorded engine may not allow `ours`
+    built_in = {"rollout": {**of_run["rollout"], "engine": {"kind": "torch"}}}
+    of_run.pop("mismatch", None)  # how its sampler differed from its trainer: here nothing is sampled to be trained on
+    source = f"{run_dir / 'config.yaml'} with numerics and layout of DPO"
+    return recorded, build_config({**of_run, **ours, **built_in}, source)
+
+
+def _start_of_run(config: DPOConfig, run_dir: Path, watcher: Watcher) -> tuple[RunConfig, Prepared]:
+    """Policy and reference as the run had them before its first step, made again or from its checkpoints.
+
+    PromiseBroken if they are not what the manifest says.
+    """
+    recorded, run_config = _recorded(config, run_dir)
+    reference = reference_folder(run_dir)
+    prepared = prepare(run_config, watcher.warm_start, reference if reference.is_dir() else None)
+    digest = weights_digest(prepared.state.reference.named_parameters())
+    expected = recorded.final["initial_policy_digest"]
+    if digest != expected:
+        of_run, ours = load_recorded_config(run_dir).numerics, config.numerics
+        if (of_run.mode, of_run.max_context) != (ours.mode, ours.max_context):
+            raise UserError(
+                f"run = {run_dir}: keeps no reference, and its warm start was in other numerics; "
+                "choose the numerics of the run, or record it with checkpoints.every > 0"
+            )
+        raise PromiseBroken(f"{run_dir}: the starting policy has digest {digest} here and {expected} in the records")
+    return run_config, prepared
+
+
+def _start(config: DPOConfig, watcher: Watcher) -> Start:
+    numerics = config.numerics
+    library.use_threads(config.layout.threads)
+    run: tuple[RunConfig, Prepared] | None = None
+    if config.run is not None:
+        run = _start_of_run(config, Path(config.run), watcher)
+        state, tokenizer = run[1].state, run[1].task.tokenizer
+        policy, reference, temperature = state.policy, state.reference, run[0].rollout.temperature
+    else:
+        assert config.model is not None
+        source, tokenizer = load_folder(Path(config.model.path))
+        policy, reference = (make_policy(source, numerics.mode, numerics.max_context) for _ in range(2))
+        reference, temperature = freeze(reference), 1.0
+    if config.pairs is None:
+        pairs = pairs_of_run(Path(str(config.run)))
+    else:
+        task = JsonlTask(kind="jsonl", path=config.pairs, num_eval_prompts=1, chat_template=config.chat_template)
+        pairs = pairs_of_file(Path(config.pairs), "pairs", tokenizer, encoder(tokenizer, task), config.chat_template)
+    train, held_out = hold_out(pairs, config.num_eval_prompts, config.seed)
+    check_pairs(pairs, policy.config.vocab_size, numerics.max_context)
+    return Start(policy, reference, tokenizer, temperature, train, held_out, run)
+
+
+@contextmanager
+def _open(config: DPOConfig, run_dir: Path | None, watcher: Watcher) -> Iterator[DPOExecution]:
+    with naming_learning_rates(config):
+        start = _start(config, watcher)
+        reference = pair_logprobs(start.reference, start.pairs, start.temperature, config.numerics.mode, config.layout)
+        digest = weights_digest(start.policy.named_parameters())
+        store = None if run_dir is None else _Policy(run_dir, start)
+        yield DPOExecution(config, start, reference, digest, store, watcher)
+
+
+@dataclass(frozen=True)
+class DPOKind:
+    """DPO runs: one process."""
+
+    watcher: Watcher
+    ranks: ClassVar[Ranks] = ALONE
+    name: ClassVar[Kind] = DPO
+    changeable: ClassVar[Sequence[str]] = ("layout",)
+
+    def load_config(self, path: Path, overrides: Sequence[str] = ()) -> DPOConfig:
+        return load_dpo_config(path, overrides)
+
+    def input_files(self, config: DPOConfig) -> Sequence[Path]:
+        files = [] if config.pairs is None else [Path(config.pairs)]
+        if config.run is not None:
+            reader.open_manifest(config.run)  # UserError if it is damaged or incomplete
+            files.append(Path(config.run) / manifest.FILE_NAME)
+        return [*files, *([] if config.model is None else input_files(Path(config.model.path)))]
+
+    def environment(self, config: DPOConfig) -> dict[str, Any]:
+        return describe_environment(config, self.ranks.size)
+
+    def begin(self, config: DPOConfig, run_dir: Path | None) -> AbstractContextManager[Execution[Epoch]]:
+        return _open(config, run_dir, self.watcher)
+
+    def resume(self, config: DPOConfig, run_dir: Path, recorded: Manifest) -> Resumption[Epoch]:
+        """From the beginning."""
+        check_inputs(recorded.inputs)
+        return Resumption(0, _open(config, run_dir, self.watcher))

@@ -1,0 +1,308 @@
+"""Proves that the records suffice: computes the stages of a recorded run again, compares every bit.
+
+Each stage starts from what is recorded of the stages before it, by the functions that the run itself used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from ppo_repro.buffers import Coefficients, Iteration, MinibatchUpdate, PolicyUpdate, Rewards, ValueUpdate
+from ppo_repro.config.algorithm import KLInLoss, KLInReward
+from ppo_repro.config.records import RecordsConfig
+from ppo_repro.config.run import RunConfig
+from ppo_repro.errors import PromiseBroken, UserError
+from ppo_repro.faults.trainer import with_loss_mask
+from ppo_repro.loop import policy_loss, value_loss
+from ppo_repro.numerics.optimizer import StepReport
+from ppo_repro.recompute import recorded as records_of
+from ppo_repro.recompute.recorded import Records
+from ppo_repro.records import manifest, reader, schema
+from ppo_repro.records.columns import iteration_tables
+from ppo_repro.records.config_file import load_recorded_config
+from ppo_repro.records.manifest import Manifest
+from ppo_repro.runs.diff import Difference, first_table_difference
+from ppo_repro.stages.advantages import compute_advantages
+from ppo_repro.stages.coefficients import first_coefficients, next_coefficients
+from ppo_repro.stages.forward import kl_terms_of
+from ppo_repro.stages.rewards import rewards_from
+from ppo_repro.stages.training_batch import (
+    Minibatch,
+    TrainingBatch,
+    chosen_tokens,
+    minibatch_of,
+    minibatches,
+    training_batch,
+)
+from ppo_repro.stages.updates import policy_update, value_update
+from ppo_repro.tasks.rewards import Judgement, weighted_scores
+
+Stage = Literal["rewards", "advantages", "losses", "coefficients", "summary"]
+STAGES: tuple[Stage, ...] = ("rewards", "advantages", "losses", "coefficients", "summary")
+ALL = "all"
+SECONDS = ("rollout", "forward", "update", "evaluation", "digests", "other")
+
+# what a stage computes, by table; a column that a level leaves out is not compared
+COMPUTED: Mapping[Stage, Mapping[str, tuple[str, ...]]] = {
+    "rewards": {
+        "sequences": ("scores", "kl_penalty_sum", "reward_sum"),
+        "tokens": ("kl_penalties", "placed_scores", "raw_rewards", "rewards"),
+    },
+    "advantages": {"tokens": ("raw_advantages", "advantages", "returns")},
+    "losses": {
+        "updates": (
+            *("epoch", "minibatch", "sequence", "position", "ratios", "clip_flag", "value_clipped"),
+            *("loss_weights", "importance_weights", "correction", "policy_losses", "surrogates", "penalty_terms"),
+            *("kl_terms", "value_losses"),
+        ),
+        "steps": (
+            *("tokens", "policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "value_clip_fraction"),
+            *("surrogate_loss", "penalty_loss", "entropy_loss", "kl_loss"),
+        ),
+    },
+    "coefficients": {
+        "steps": ("learning_rate", "value_learning_rate"),
+        "iterations": ("kl_coef", "clip_range", "penalty_coef", "return_mean", "return_scale", "policy_steps"),
+    },
+    "summary": {
+        "iterations": (
+            *("sequences", "tokens", "score_mean", "accuracy", "reward_mean", "response_length_mean"),
+            *("truncated_fraction", "entropy", "ref_kl_per_token", "ref_kl_per_sequence", "explained_variance"),
+            *("unequal_old_rollout_logprobs", "max_abs_old_rollout", "first_minibatch_tokens"),
+            *("unequal_first_ratios", "unequal_values", "eval_accuracy", "eval_score"),
+        )
+    },
+}
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """What computing again showed."""
+
+    iterations: int  # computed again, the one with the difference included
+    compared: Mapping[Stage, int]  # values by stage, up to the difference
+    stage: Stage | None  # that differs; None if none does
+    difference: Difference | None  # on the left the record, on the right what was computed again
+
+
+def stages_of(name: str) -> tuple[Stage, ...]:
+    """Return the stages of a command line, one or `all`; UserError on any other name."""
+    chosen = tuple(stage for stage in STAGES if name in (stage, ALL))
+    if not chosen:
+        raise UserError(f"STAGE = {name!r}: must be {', '.join(STAGES)} or {ALL}")
+    return chosen
+
+
+def recompute(run_dir: Path, stages: Sequence[Stage]) -> Recomputed:
+    """Compute stages of a recorded language run again, from its records and config.yaml alone; no model is loaded.
+
+    The first difference is in the stage that is named. Digests are not verified, so that a changed value is named.
+    UserError if the run cannot be computed again.
+    """
+    recorded = reader.open_manifest(run_dir, allow_incomplete=True)
+    if not manifest.has_responses(recorded):
+        raise UserError(f"{run_dir}: is a {recorded.kind} run; replay is for language runs, use ppo-repro rerun")
+    if not recorded.iterations:
+        raise UserError(f"{run_dir}: has no recorded iteration; finish it with `ppo-repro resume {run_dir}`")
+    config = load_recorded_config(run_dir)
+    # all columns that follow from records, whatever the run recorded
+    at_full = config.model_copy(update={"records": RecordsConfig(level="full")})
+    coefficients = first_coefficients(config)
+    compared: dict[Stage, int] = dict.fromkeys(stages, 0)
+    for iteration in range(recorded.num_iterations):
+        records = records_of.read(run_dir, recorded, iteration)
+        if iteration == 0:
+            _require_columns(run_dir, config, records, stages)
+        item = _recorded_iteration(config, records, coefficients)
+        tables = iteration_tables(_again(config, item, stages), at_full)
+        for stage in stages:
+            count, difference = _compare(config, recorded, records, tables, stage)
+            compared[stage] += count
+            if difference is not None:
+                return Recomputed(iteration + 1, compared, stage, difference)
+        coefficients = next_coefficients(
+            config, coefficients, item.forward, item.advantages, item.updates, len(item.rollout.lengths)
+        )
+    return Recomputed(recorded.num_iterations, compared, None, None)
+
+
+def lines(recomputed: Recomputed) -> list[str]:
+    """Describe each stage in one line, and the difference if there is one."""
+    iterations = f"{recomputed.iterations} iteration{'s' if recomputed.iterations != 1 else ''}"
+    described = []
+    for stage, count in recomputed.compared.items():
+        if stage == recomputed.stage:
+            assert recomputed.difference is not None
+            described.append(f"{stage}: different: {recomputed.difference.describe()}; the left is recorded")
+            break
+        described.append(f"{stage}: {count:,} values identical in {iterations}")
+    return described
+
+
+def _needs(config: RunConfig) -> Iterator[tuple[Stage, str, str]]:
+    """Stage, table and column of what the stages of a configuration need beyond level `lean`."""
+    kl = config.kl
+    if isinstance(kl, KLInReward) and kl.estimator == "exact" and kl.direction == "reference_policy":
+        yield "rewards", "tokens", "reverse_ref_kl"
+    if _has_exact_kl(config):
+        yield "losses", "updates", "kl_terms"
+
+
+def _has_exact_kl(config: RunConfig) -> bool:
+    """Whether the loss has a KL over the whole vocabulary, which no record holds."""
+    return isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact"
+
+
+def _require_columns(run_dir: Path, config: RunConfig, records: Records, stages: Collection[Stage]) -> None:
+    """Raise UserError for the first stage that needs a column which was not recorded."""
+    needs = list(_needs(config))
+    for stage, table, column in needs:
+        if stage in stages and not records.has(table, column):
+            others = ", ".join(name for name in STAGES if name not in {needy for needy, *_ in needs})
+            raise UserError(
+                f"{run_dir}: stage {stage} needs column {column} of table {table}, which level lean "
+                f"and earlier versions do not record; record at records.level = full, or replay one of {others}"
+            )
+
+
+def _recorded_iteration(config: RunConfig, records: Records, coefficients: Coefficients) -> Iteration:
+    """An iteration as it was recorded, with the losses that follow from it; `coefficients` are those in force."""
+    rollout, forward, advantages = (
+        records_of.rollout_of(records),
+        records_of.forward_of(records),
+        records_of.advantages_of(records),
+    )
+    received = with_loss_mask(config.mismatch.trainer, rollout)
+    batch = training_batch(config, coefficients, received, forward, advantages)
+    return Iteration(
+        records.iteration,
+        records_of.evaluation_of(records),
+        coefficients,
+        rollout,
+        forward,
+        records_of.rewards_of(records),
+        advantages,
+        tuple(_updates(config, records, batch)),
+        dict.fromkeys(SECONDS, 0.0),
+    )
+
+
+def _again(config: RunConfig, item: Iteration, stages: Collection[Stage]) -> Iteration:
+    """The iteration with rewards and advantages computed again, each from what was recorded before it."""
+    rewards, advantages = item.rewards, item.advantages
+    if "rewards" in stages:
+        rewards = _rewards(config, item)
+    if "advantages" in stages:
+        advantages = compute_advantages(config, item.rollout, item.forward, item.rewards)
+    return replace(item, rewards=rewards, advantages=advantages)
+
+
+def _rewards(config: RunConfig, item: Iteration) -> Rewards:
+    """From the values of the reward terms, which the task's verifier gave, and from the log-probs."""
+    judged, finished = item.rewards, [reason == "stop" for reason in item.rollout.finish_reasons]
+    scores = weighted_scores(config.reward, judged.score_parts, finished)
+    judgement = Judgement(scores, [list(parts) for parts in judged.score_parts], judged.is_correct.tolist())
+    return rewards_from(config, judgement, item.rollout, item.forward, item.coefficients.kl_coef)
+
+
+def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Iterator[MinibatchUpdate]:
+    """The minibatches of the recorded steps, in the order in which the seed shuffles them."""
+    steps, count = records.tables["steps"].to_pylist(), records.tables["updates"].num_rows
+    lengths = batch.rollout.lengths
+    end, stopped = 0, False
+    for step in steps:
+        epoch, number = step["epoch"], step["minibatch"]
+        shuffled = minibatches(len(lengths), config.ppo.minibatch_size, config.seed, records.iteration, epoch)
+        minibatch = minibatch_of(config, batch, shuffled[number], (records.iteration, epoch, number), None)
+        start, end = end, end + len(minibatch.tokens)
+        if end > count:
+            raise PromiseBroken(
+                f"table updates, iteration {records.iteration}: has {count} rows; "
+                f"the minibatches of the recorded steps have at least {end} tokens"
+            )
+        rows = _Rows(records, slice(start, end))
+        policy = None
+        if epoch < config.ppo.epochs and not stopped:
+            policy = _policy(config, batch, minibatch, rows, step["grad_norm"])
+        value = _value(batch, minibatch, rows, step["value_grad_norm"])
+        if policy is not None and config.ppo.early_stop_kl is not None:
+            stopped = policy.approx_kl > config.ppo.early_stop_kl
+        digests = step["policy_digest"], step["value_digest"]
+        yield MinibatchUpdate(epoch, number, minibatch.tokens, minibatch.weights, policy, value, *digests)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of one minibatch in the table `updates`."""
+
+    records: Records
+    rows: slice
+
+    def column(self, name: str) -> Tensor | None:
+        """A column of the minibatch; None if it is not recorded there."""
+        if not self.records.present("updates", name)[self.rows].all():
+            return None
+        return torch.from_numpy(self.records.array("updates", name)[self.rows])
+
+
+def _policy(
+    config: RunConfig, batch: TrainingBatch, minibatch: Minibatch, rows: _Rows, grad_norm: float
+) -> PolicyUpdate | None:
+    tokens, logprobs, entropies = minibatch.tokens, rows.column("new_logprobs"), rows.column("new_entropies")
+    if logprobs is None or entropies is None:
+        return None
+    kl_terms = kl_terms_of(config, batch, tokens, logprobs, None)
+    if _has_exact_kl(config):
+        kl_terms = rows.column("kl_terms")
+        if kl_terms is None:  # then no loss is compared
+            kl_terms = torch.zeros_like(logprobs)
+    chosen = chosen_tokens(config, batch, minibatch, logprobs) if batch.objective.chooses_tokens else None
+    columns = policy_loss(config, batch, tokens, logprobs, entropies, kl_terms, chosen)
+    return policy_update(config, batch, minibatch, columns, chosen, StepReport(grad_norm, ()))
+
+
+def _value(batch: TrainingBatch, minibatch: Minibatch, rows: _Rows, grad_norm: float | None) -> ValueUpdate | None:
+    new_values = rows.column("new_values")
+    if batch.returns is None or new_values is None:
+        return None
+    report = None if grad_norm is None else StepReport(grad_norm, ())
+    return value_update(minibatch, value_loss(batch, minibatch.tokens, new_values), report)
+
+
+def _compare(
+    config: RunConfig, recorded: Manifest, records: Records, computed: Mapping[str, pa.Table], stage: Stage
+) -> tuple[int, Difference | None]:
+    """How many values of a stage were compared, and the first difference."""
+    count = 0
+    for table in manifest.tables_of(recorded):
+        compared = _compared_columns(config, records, table, COMPUTED[stage].get(table.name, ()))
+        left, right = records.tables[table.name], computed[table.name]
+        difference = first_table_difference(replace(table, columns=compared), left, right, records.iteration)
+        if difference is not None:
+            return count, difference
+        count += sum(int(np.count_nonzero(left.column(c.name).is_valid().to_numpy())) for c in compared)
+    return count, None
+
+
+def _compared_columns(
+    config: RunConfig, records: Records, table: schema.Table, names: Collection[str]
+) -> tuple[schema.Column, ...]:
+    """The columns that were recorded and are computed here; null in every row counts where level lean has them too."""
+    inputs = {("updates", "kl_terms")} if _has_exact_kl(config) else set()
+    if "evaluations" not in records.tables:
+        inputs |= {("iterations", "eval_accuracy"), ("iterations", "eval_score")}
+    return tuple(
+        column
+        for column in table.columns
+        if column.name in names
+        and (table.name, column.name) not in inputs
+        and (column.in_fingerprint or records.has(table.name, column.name))
+    )

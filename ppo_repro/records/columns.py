@@ -1,0 +1,426 @@
+"""From the stages of a language run to the columns of its tables, at the level that the configuration asks for.
+
+The only module of records/ that knows tensors and stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ppo_repro.buffers import Episode, Evaluation, Iteration, MinibatchUpdate, TensorGradient
+from ppo_repro.clock import moment
+from ppo_repro.config.algorithm import NoValue
+from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective
+from ppo_repro.config.run import RunConfig
+from ppo_repro.models.warm_start import WarmStartStep
+from ppo_repro.numerics.sums import mean_of, run_sums
+from ppo_repro.ppo.advantages import explained_variance
+from ppo_repro.ppo.corrections import correction_names
+from ppo_repro.ppo.objective import flag_names
+from ppo_repro.preferences.training import PreferenceStep, RewardTraining
+from ppo_repro.records import schema
+from ppo_repro.records.arrow import AllNull, Lists, WithNulls, to_arrow
+from ppo_repro.stages.agreement import differing
+from ppo_repro.stages.coefficients import learning_rates
+from ppo_repro.tasks.tokenizer import decode
+
+Columns = dict[str, Any]
+_ROWS_AT_ONCE = 1024  # of kept tokens, which are whole vocabularies while they are unpacked
+_SPANS = ("char_start", "char_end", "byte_start", "byte_end", "word_id", "sub_idx")
+
+
+def unequal_bits(a: Tensor, b: Tensor) -> int:
+    """How many elements of two float32 tensors differ in any bit."""
+    return int(differing(a, b).sum())
+
+
+def iteration_tables(item: Iteration, config: RunConfig, speed: Mapping[str, Any] | None = None) -> dict[str, pa.Table]:
+    """The five tables of one iteration, and the held-out responses where there are some.
+
+    `speed`: more columns of `iterations`, which are no results.
+    """
+    columns = {
+        "sequences": _sequences(item),
+        "tokens": _tokens(item),
+        "updates": _updates(item),
+        "steps": _steps(item, config),
+        "iterations": _iteration(item, config) | {name: [value] for name, value in (speed or {}).items()},
+    }
+    level = config.records.level
+    if level != "lean":
+        columns["sequences"] |= _full_sequences(item)
+        columns["tokens"] |= _full_tokens(item)
+        columns["updates"] |= _full_updates(item)
+        losses = ("surrogate_loss", "penalty_loss", "entropy_loss", "kl_loss")
+        columns["steps"] |= {name: _by_step(item, "policy", name) for name in losses}
+    if level == "deep":
+        columns["tokens"] |= _deep_tokens(item)
+        for model in ("policy", "value"):
+            columns["steps"] |= gradient_columns(f"{model}_", _by_step(item, model, "gradients"))
+    tables = {table.name: to_arrow(table, columns[table.name]) for table in schema.TABLES}
+    if item.evaluation is not None and level != "lean":
+        tables |= evaluation_table(item.evaluation, item.index)
+    return tables
+
+
+def _int32(values: Any) -> np.ndarray:
+    return np.asarray(values, dtype=np.int32)
+
+
+def _or_null(values: Tensor | None, count: int) -> np.ndarray | AllNull:
+    return AllNull(count) if values is None else values.numpy()
+
+
+def _of_step(update: MinibatchUpdate, model: str, name: str) -> Any:
+    """A field of the policy's or the value model's step; None without a step."""
+    step = getattr(update, model)
+    return None if step is None else getattr(step, name)
+
+
+def _by_step(item: Iteration, model: str, name: str) -> list[Any]:
+    return [_of_step(u, model, name) for u in item.updates]
+
+
+def _by_token(item: Iteration, model: str, name: str) -> WithNulls:
+    """A per-token column of the policy's or the value model's steps; null where there was none."""
+    columns, sizes = _by_step(item, model, name), [len(u.tokens) for u in item.updates]
+    values = torch.cat([torch.zeros(n) if c is None else c for n, c in zip(sizes, columns, strict=True)])
+    return WithNulls(values.numpy(), np.repeat([column is not None for column in columns], sizes))
+
+
+def _of_minibatches(item: Iteration, name: str) -> np.ndarray:
+    return np.repeat(_int32([getattr(u, name) for u in item.updates]), [len(u.tokens) for u in item.updates])
+
+
+def _positions(lengths: Tensor) -> Tensor:
+    starts = torch.cumsum(lengths, 0) - lengths
+    return torch.arange(int(lengths.sum())) - torch.repeat_interleave(starts, lengths)
+
+
+def _sequences(item: Iteration) -> Columns:
+    rollout, rewards = item.rollout, item.rewards
+    prompts, lengths = rollout.prompts, rollout.lengths
+    count = len(lengths)
+    columns: Columns = {
+        "iteration": np.full(count, item.index, np.int32),
+        "sequence": np.arange(count, dtype=np.int32),
+        "prompt_key": list(prompts.keys),
+        "sample_index": _int32(prompts.sample_indices),
+        "seed": np.asarray(prompts.seeds, dtype=np.int64),
+        "prompt": list(prompts.texts),
+        "response": list(rollout.responses),
+        "answer": list(prompts.answers),
+        "prompt_ids": [_int32(ids) for ids in prompts.prompt_ids],
+        "response_ids": [_int32(ids) for ids in torch.split(rollout.response_ids, lengths.tolist())],
+        "prompt_length": _int32([len(ids) for ids in prompts.prompt_ids]),
+        "response_length": _int32(lengths),
+        "finish_reason": list(rollout.finish_reasons),
+        "scores": rewards.scores.numpy(),
+        "score_parts": [np.array(parts) for parts in rewards.score_parts],
+        "is_correct": rewards.is_correct.numpy(),
+        "kl_penalty_sum": run_sums(rewards.kl_penalties, lengths).numpy(),
+        "reward_sum": run_sums(rewards.rewards, lengths).numpy(),
+        **_episode_columns(rollout.episodes),
+    }
+    if rollout.policy_versions is not None:
+        columns["rollout_policy_versions"] = rollout.policy_versions
+    if rollout.sampled_ids is not None and rollout.is_as_sampled is not None:
+        columns["sampled_ids"] = rollout.sampled_ids
+        columns["is_as_sampled"] = [list(map(int, row)) for row in rollout.is_as_sampled]
+    return columns
+
+
+def _episode_columns(episodes: Sequence[Episode] | None) -> Columns:
+    """The columns of episodes of several turns; none where there are no such episodes."""
+    if episodes is None:
+        return {}
+    forced = [[int(put_in) for put_in in episode.is_forced] for episode in episodes]
+    return {"episode_ids": [episode.ids for episode in episodes], "is_forced": forced}
+
+
+def _full_sequences(item: Iteration) -> Columns:
+    return {
+        "server": list(item.rollout.servers),
+        "latency": list(item.rollout.latencies),
+    }
+
+
+def _tokens(item: Iteration) -> Columns:
+    rollout, forward, rewards, advantages = item.rollout, item.forward, item.rewards, item.advantages
+    count = len(rollout.response_ids)
+    spans = {name: _int32([value for s in rollout.spans for value in getattr(s, name)]) for name in _SPANS}
+    return {
+        "iteration": np.full(count, item.index, np.int32),
+        "sequence": _int32(rollout.sequence_of_token()),
+        "position": _int32(_positions(rollout.lengths)),
+        "token_id": _int32(rollout.response_ids),
+        **spans,
+        "rollout_logprobs": rollout.rollout_logprobs.numpy(),
+        "old_logprobs": forward.old_logprobs.numpy(),
+        "ref_logprobs": forward.ref_logprobs.numpy(),
+        "log_kept_mass": rollout.log_kept_mass.numpy(),
+        "entropies": forward.entropies.numpy(),
+        "prob_sq_sums": forward.prob_sq_sums.numpy(),
+        "ref_kl": forward.ref_kl.numpy(),
+        "values": _or_null(forward.values, count),
+        "kl_penalties": rewards.kl_penalties.numpy(),
+        "rewards": rewards.rewards.numpy(),
+        "raw_advantages": advantages.raw_advantages.numpy(),
+        "advantages": advantages.advantages.numpy(),
+        "returns": _or_null(advantages.returns, count),
+    }
+
+
+def _full_tokens(item: Iteration) -> Columns:
+    rewards, count = item.rewards, len(item.rollout.response_ids)
+    return {
+        "kept_tokens": _kept(item.rollout.kept_tokens.numpy()),
+        "reverse_ref_kl": _or_null(item.forward.reverse_ref_kl, count),
+        "placed_scores": rewards.placed_scores.numpy(),
+        "raw_rewards": rewards.raw_rewards.numpy(),
+    }
+
+
+def _kept(bits: np.ndarray) -> Lists | AllNull:
+    """Bit sets [N, W] uint8 as lists of ids; null where they have no width."""
+    if bits.shape[1] == 0:
+        return AllNull(len(bits))
+    ids, counts = [], []
+    for start in range(0, len(bits), _ROWS_AT_ONCE):
+        kept = np.unpackbits(bits[start : start + _ROWS_AT_ONCE], axis=1)
+        ids.append(np.nonzero(kept)[1].astype(np.int32))
+        counts.append(kept.sum(1, dtype=np.int64))
+    return Lists(np.concatenate(ids), np.concatenate(counts))
+
+
+def _deep_tokens(item: Iteration) -> Columns:
+    rollout, forward = item.rollout, item.forward
+    rows = {
+        "rollout_top_ids": rollout.top_ids,
+        "rollout_top_logits": rollout.top_logits,
+        "policy_top_ids": forward.top_ids,
+        "policy_top_logits": forward.top_logits,
+        "ref_top_ids": forward.ref_top_ids,
+        "ref_top_logits": forward.ref_top_logits,
+        "rollout_routes": rollout.token_routes(),
+        "policy_routes": forward.routes,
+    }
+    return {name: _lists(values) for name, values in rows.items()}
+
+
+def _lists(rows: Tensor) -> Lists | AllNull:
+    """Rows [N, K] as lists of K; null for K = 0."""
+    count, width = rows.shape
+    return Lists(rows.numpy().reshape(-1), np.full(count, width, np.int64)) if width else AllNull(count)
+
+
+def _updates(item: Iteration) -> Columns:
+    tokens = torch.cat([u.tokens for u in item.updates])
+    flags: list[str | None] = []
+    for u in item.updates:
+        flags += [None] * len(u.tokens) if u.policy is None else flag_names(u.policy.clip_flags)
+    no_clip = [torch.zeros(len(u.tokens), dtype=torch.bool) for u in item.updates]
+    clipped = [none if u.value is None else u.value.clipped for u, none in zip(item.updates, no_clip, strict=True)]
+    return {
+        "iteration": np.full(len(tokens), item.index, np.int32),
+        "epoch": _of_minibatches(item, "epoch"),
+        "minibatch": _of_minibatches(item, "minibatch"),
+        "sequence": _int32(item.rollout.sequence_of_token()[tokens]),
+        "position": _int32(_positions(item.rollout.lengths)[tokens]),
+        "new_logprobs": _by_token(item, "policy", "new_logprobs"),
+        "ratios": _by_token(item, "policy", "ratios"),
+        "clip_flag": flags,
+        "new_values": _by_token(item, "value", "new_values"),
+        "value_clipped": torch.cat(clipped).numpy(),
+        "new_entropies": _by_token(item, "policy", "new_entropies"),
+    }
+
+
+def _full_updates(item: Iteration) -> Columns:
+    corrections: list[str | None] = []
+    for u in item.updates:
+        changes = _of_step(u, "policy", "corrections")
+        corrections += [None] * len(u.tokens) if changes is None else correction_names(changes)
+    of_policy = ("surrogates", "penalty_terms", "importance_weights", "kl_terms")
+    return {
+        "loss_weights": torch.cat([u.loss_weights for u in item.updates]).numpy(),
+        "policy_losses": _by_token(item, "policy", "losses"),
+        **{name: _by_token(item, "policy", name) for name in of_policy},
+        "correction": corrections,
+        "value_losses": _by_token(item, "value", "losses"),
+    }
+
+
+def _steps(item: Iteration, config: RunConfig) -> Columns:
+    count = len(item.updates)
+    learning_rate, value_learning_rate = learning_rates(config, item.index)
+    of_policy = ("entropy", "approx_kl", "clip_fraction", "grad_norm")
+    return {
+        "iteration": np.full(count, item.index, np.int32),
+        "epoch": _int32([u.epoch for u in item.updates]),
+        "minibatch": _int32([u.minibatch for u in item.updates]),
+        "tokens": _int32([len(u.tokens) for u in item.updates]),
+        "policy_loss": _by_step(item, "policy", "loss"),
+        "value_loss": _by_step(item, "value", "loss"),
+        **{name: _by_step(item, "policy", name) for name in of_policy},
+        "value_clip_fraction": _by_step(item, "value", "clip_fraction"),
+        "value_grad_norm": _by_step(item, "value", "grad_norm"),
+        "learning_rate": [learning_rate] * count,
+        "value_learning_rate": [value_learning_rate] * count,
+        "policy_digest": [u.policy_digest for u in item.updates],
+        "value_digest": [u.value_digest for u in item.updates],
+    }
+
+
+def gradient_columns(prefix: str, steps: Sequence[tuple[TensorGradient, ...] | None]) -> Columns:
+    """The four columns of gradients by tensor; null for steps without any."""
+
+    def column(name: str) -> list[list[float] | None]:
+        return [[getattr(g, name) for g in step] if step else None for step in steps]
+
+    return {
+        f"{prefix}tensors": [" ".join(g.name for g in step) if step else None for step in steps],
+        f"{prefix}tensor_grad_norms": column("norm"),
+        f"{prefix}tensor_grad_max_abs": column("max_abs"),
+        f"{prefix}tensor_grad_zeros": column("zeros"),
+    }
+
+
+def _coefficients(item: Iteration, config: RunConfig) -> Columns:
+    """The coefficients in force; None where the configuration has none."""
+    coefficients, objective = item.coefficients, config.ppo.objective
+    normalised = not isinstance(config.value, NoValue) and config.value.normalize_returns
+    returns = coefficients.returns
+    return {
+        "kl_coef": coefficients.kl_coef,
+        "clip_range": coefficients.clip_range if isinstance(objective, AdaptiveClipObjective) else None,
+        "penalty_coef": coefficients.penalty_coef if isinstance(objective, PenaltyObjective) else None,
+        "return_mean": returns.mean if normalised else None,
+        "return_scale": returns.scale if normalised else None,
+    }
+
+
+def _first_minibatch(item: Iteration) -> Columns:
+    """Counts from the minibatch before any optimizer step, where nothing may differ from the forward pass."""
+    first, old_values = item.updates[0], item.forward.values
+    assert first.policy is not None
+    ratios, unequal = first.policy.ratios, 0
+    if old_values is not None and first.value is not None:
+        unequal = unequal_bits(first.value.new_values, old_values[first.tokens])
+    return {
+        "first_minibatch_tokens": len(first.tokens),
+        "unequal_first_ratios": unequal_bits(ratios, torch.ones_like(ratios)),
+        "unequal_values": unequal,
+    }
+
+
+def _iteration(item: Iteration, config: RunConfig) -> Columns:
+    rollout, forward, rewards = item.rollout, item.forward, item.rewards
+    evaluation, returns = item.evaluation, item.advantages.returns
+    count, tokens = len(rollout.lengths), len(rollout.response_ids)
+    ref_kl, explained = mean_of(forward.ref_kl), None
+    if forward.values is not None and returns is not None:
+        explained = explained_variance(forward.values, returns)
+    row: Columns = {
+        "iteration": item.index,
+        "sequences": count,
+        "tokens": tokens,
+        "score_mean": mean_of(rewards.scores),
+        "accuracy": mean_of(rewards.is_correct),
+        "reward_mean": mean_of(run_sums(rewards.rewards, rollout.lengths)),
+        "response_length_mean": tokens / count,
+        "truncated_fraction": rollout.finish_reasons.count("length") / count,
+        "entropy": mean_of(forward.entropies),
+        **_coefficients(item, config),
+        "policy_steps": sum(u.policy is not None for u in item.updates),
+        "ref_kl_per_token": ref_kl,
+        "ref_kl_per_sequence": ref_kl * tokens / count,
+        "explained_variance": explained,
+        "unequal_old_rollout_logprobs": unequal_bits(forward.old_logprobs, rollout.rollout_logprobs),
+        "max_abs_old_rollout": float((forward.old_logprobs - rollout.rollout_logprobs).abs().max()),
+        **_first_minibatch(item),
+        "eval_accuracy": evaluation.accuracy if evaluation else None,
+        "eval_score": evaluation.score if evaluation else None,
+        **{f"seconds_{phase}": seconds for phase, seconds in item.seconds.items()},
+        "ended_at": moment(),
+    }
+    return {name: [value] for name, value in row.items()}
+
+
+def evaluation_table(evaluation: Evaluation, iteration: int) -> dict[str, pa.Table]:
+    """The table `evaluations` of one evaluation, by name; `iteration` is the one it came before."""
+    count = len(evaluation.keys)
+    columns: Columns = {
+        "iteration": np.full(count, iteration, np.int32),
+        "sequence": np.arange(count, dtype=np.int32),
+        "prompt_key": evaluation.keys,
+        "prompt": evaluation.texts,
+        "response": evaluation.responses,
+        "answer": evaluation.answers,
+        "prompt_ids": evaluation.prompt_ids,
+        "response_ids": evaluation.response_ids,
+        "response_length": [len(ids) for ids in evaluation.response_ids],
+        "finish_reason": evaluation.finish_reasons,
+        "scores": evaluation.scores,
+        "score_parts": evaluation.score_parts,
+        "is_correct": evaluation.is_correct,
+        **_episode_columns(evaluation.episodes),
+    }
+    return {schema.EVALUATIONS.name: to_arrow(schema.EVALUATIONS, columns)}
+
+
+def preparation_tables(
+    warm_start: Sequence[WarmStartStep], training: RewardTraining | None, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, pa.Table]:
+    """The tables of what was trained before PPO, by name; none of a training that did not take place."""
+    columns: dict[str, Columns] = {}
+    if warm_start:
+        names = ("epoch", "examples", "tokens", "loss", "learning_rate", "grad_norm", "accuracy")
+        by_step = {name: [getattr(step, name) for step in warm_start] for name in names}
+        columns["warm_start_steps"] = {"step": list(range(len(warm_start))), **by_step}
+    if training is not None:
+        columns["pairs"] = _pairs(training, tokenizer)
+        columns["pair_updates"] = _pair_updates(training.steps)
+        names = ("epoch", "minibatch", "pairs", "loss", "margin", "accuracy", "grad_norm")
+        by_step = {name: [getattr(step, name) for step in training.steps] for name in names}
+        columns["pair_steps"] = {**by_step, "reward_digest": [step.digest for step in training.steps]}
+    return {t.name: to_arrow(t, columns[t.name]) for t in schema.PREPARATION if t.name in columns}
+
+
+def _pairs(training: RewardTraining, tokenizer: PreTrainedTokenizerBase) -> Columns:
+    pairs, trained = [*training.pairs, *training.eval_pairs], len(training.pairs)
+    held_out = np.arange(len(pairs)) >= trained
+
+    def margins(of_held_out: Sequence[float]) -> WithNulls:
+        return WithNulls(np.array([*[0.0] * trained, *of_held_out], dtype=np.float32), held_out)
+
+    return {
+        "pair": np.arange(len(pairs), dtype=np.int32),
+        "held_out": held_out,
+        "prompt_key": [pair.prompt_key for pair in pairs],
+        "chosen": [decode(tokenizer, pair.chosen_ids) for pair in pairs],
+        "rejected": [decode(tokenizer, pair.rejected_ids) for pair in pairs],
+        "prompt_ids": [pair.prompt_ids for pair in pairs],
+        "chosen_ids": [pair.chosen_ids for pair in pairs],
+        "rejected_ids": [pair.rejected_ids for pair in pairs],
+        "margin_before": margins(training.margins_before),
+        "margin_after": margins(training.margins_after),
+    }
+
+
+def _pair_updates(steps: Sequence[PreferenceStep]) -> Columns:
+    sizes = [step.pairs for step in steps]
+    return {
+        "epoch": np.repeat(_int32([step.epoch for step in steps]), sizes),
+        "minibatch": np.repeat(_int32([step.minibatch for step in steps]), sizes),
+        "pair": [index for step in steps for index in step.indices],
+        "margins": np.array([margin for step in steps for margin in step.margins], dtype=np.float32),
+        "losses": np.array([loss for step in steps for loss in step.losses], dtype=np.float32),
+    }

@@ -1,0 +1,219 @@
+"""What a language run keeps beside its records: the reference, checkpoints, and at the end the trained models."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from safetensors.torch import load_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_repro.config.algorithm import SeparateValue
+from ppo_repro.config.reward import RewardModelFolder
+from ppo_repro.config.run import ModelFolder, RunConfig
+from ppo_repro.errors import UserError
+from ppo_repro.files import SUMS_NAME, check_sums, file_digest, whole_folder, write_sums
+from ppo_repro.models.folders import (
+    load_value_parameters,
+    named_weights,
+    save_adapter,
+    save_reward_model,
+    save_value_adapter,
+    save_value_model,
+    write_model,
+)
+from ppo_repro.records.contents import (
+    CHECKPOINT,
+    checkpoint_file,
+    checkpoints_folder,
+    final_folder,
+    final_state_file,
+    reference_folder,
+    value_folder,
+)
+from ppo_repro.records.manifest import Head, Manifest
+from ppo_repro.runs import checkpoint
+from ppo_repro.runs.checkpoint import Checkpoint
+from ppo_repro.runs.prepare import Prepared
+
+
+@contextmanager
+def quick_collections() -> Iterator[None]:
+    """Hide the objects that exist now from the garbage collector, so that `gc.collect` is quick inside the block.
+
+    safetensors and json leave cycles of objects behind with every checkpoint. The collector looks at all objects only
+    when there are a quarter more of them, or 70,000: thousands of iterations, over which memory would grow.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def task_digest(prepared: Prepared) -> str:
+    """SHA-256 of the whole task: problems in order, token ids of the prompts, the tokens that end a response."""
+    task = prepared.task
+    splits = task.problems.train, task.problems.held_out
+    asked = [[(p.key, p.prompt, p.answer, task.prompt_ids[p.key]) for p in problems] for problems in splits]
+    content = json.dumps([asked, sorted(prepared.engine.stop_ids)])
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """A model and its tokenizer as a transformers folder; appears whole or not at all. UserError where that fails."""
+    with whole_folder(folder) as temporary:
+        write_model(model, temporary)
+        tokenizer.save_pretrained(temporary)
+        write_sums(temporary)
+
+
+def listed(run_dir: Path, *folders: Path) -> dict[str, str]:
+    """SHA-256 of the SHA256SUMS of folders by path below the run folder, as the manifest lists them."""
+    sums = [folder / SUMS_NAME for folder in folders]
+    return {path.relative_to(run_dir).as_posix(): file_digest(path) for path in sums}
+
+
+def checkpoints_of(head: Head) -> dict[int, str]:
+    """The checkpoints that the manifest lists: path below the run folder by iteration, oldest first."""
+    named = [(CHECKPOINT.fullmatch(name), name) for name in sorted(head.files)]
+    return {int(match[1]): name for match, name in named if match}
+
+
+@dataclass(frozen=True)
+class ModelStore:
+    """Keeps models and checkpoints of one run; every method returns what the manifest then lists."""
+
+    run_dir: Path
+    config: RunConfig
+    prepared: Prepared
+    task: str
+
+    def begin(self, files: Mapping[str, str]) -> dict[str, str]:
+        """Keep the reference, which no step changes, once for all checkpoints."""
+        folder = reference_folder(self.run_dir)
+        if not self.config.checkpoints.every:
+            return dict(files)
+        if not folder.exists():
+            self._save(self.prepared.state.reference, folder)
+        return {**files, **listed(self.run_dir, folder)}
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether `save` is to be called after `iteration` iterations."""
+        every = self.config.checkpoints.every
+        return every > 0 and iteration % every == 0
+
+    def save(self, head: Head, link: str) -> dict[str, str]:
+        """Write a checkpoint; `link` is the last one in the chain. Only the newest ones are listed then."""
+        path = checkpoint_file(self.run_dir, self.prepared.state.iteration)
+        digest = checkpoint.save(checkpoint.take(self.prepared.state, link, self.task), path)
+        gc.collect()  # see quick_collections
+        files = {**head.files, path.relative_to(self.run_dir).as_posix(): digest}
+        numbered = checkpoints_of(head.model_copy(update={"files": files}))
+        old = sorted(numbered)[: -self.config.checkpoints.keep]
+        return {name: of for name, of in files.items() if name not in {numbered[n] for n in old}}
+
+    def put_policy(self, folder: Path) -> None:
+        """Put the policy as it is now into a folder, to be loaded from there."""
+        write_model(self.prepared.state.policy, folder)
+        self.prepared.task.tokenizer.save_pretrained(folder)
+
+    def finish(self, files: Mapping[str, str], link: str) -> dict[str, str]:
+        """The trained policy and value model, adapters in peft's format, a reward model that was made here.
+
+        And the optimizers' state, where no checkpoint of the last iteration has it.
+        """
+        prepared, state, folder = self.prepared, self.prepared.state, final_folder(self.run_dir)
+        made = [folder]
+        self._save(state.policy, folder)
+        policy_base, value_base = self._bases()
+        adapted = [b for b, lora in ((policy_base, prepared.lora), (value_base, prepared.value_lora)) if lora]
+        if not isinstance(self.config.model, ModelFolder) and policy_base in adapted:
+            self._save(state.reference, policy_base)
+            made.append(policy_base)
+        if prepared.lora is not None:
+            made.append(folder.with_name("adapter"))
+            with whole_folder(made[-1]) as temporary:
+                save_adapter(prepared.lora, temporary, str(policy_base))
+                write_sums(temporary)
+        if prepared.value_lora is not None and state.value_model is not None:
+            made.append(folder.with_name("value_adapter"))
+            with whole_folder(made[-1]) as temporary:
+                save_value_adapter(prepared.value_lora, state.value_model, temporary, str(value_base))
+                write_sums(temporary)
+        if prepared.reward_training is not None and prepared.task.reward_model is not None:
+            made.append(folder.with_name("reward_model"))
+            save_reward_model(prepared.task.reward_model, prepared.task.tokenizer, made[-1])
+        if state.value_model is not None:
+            made.append(value_folder(self.run_dir))
+            config = None if state.value_optimizer is None else state.value_model.trunk.config
+            save_value_model(named_weights(state.own_value_module), config, made[-1])
+        found = {**files, **listed(self.run_dir, *made)}
+        if self.config.checkpoints.final_state and not self.is_due(state.iteration):
+            path = final_state_file(self.run_dir)
+            saved = replace(checkpoint.take(state, link, self.task), policy={}, value_model={})
+            found[path.relative_to(self.run_dir).as_posix()] = checkpoint.save(saved, path)
+        return found
+
+    def _save(self, model: PreTrainedModel, folder: Path) -> None:
+        save_model(model, self.prepared.task.tokenizer, folder)
+
+    def _bases(self) -> tuple[Path, Path]:
+        """Folders of the models that policy and value model started as."""
+        model, value, term = self.config.model, self.config.value, self.config.reward.model
+        beside = checkpoints_folder(self.run_dir)
+        policy = Path(model.path) if isinstance(model, ModelFolder) else beside / "base"
+        if not isinstance(value, SeparateValue) or value.init == "policy":
+            return policy, policy
+        return policy, Path(term.path) if isinstance(term, RewardModelFolder) else beside / "reward_model"
+
+
+def load_newest(run_dir: Path, recorded: Manifest) -> Checkpoint | None:
+    """The newest checkpoint that is there, None without one; UserError where it or the reference is damaged.
+
+    An older one is not taken instead: the user decides that, by removing what the message names.
+    """
+    there = {number: name for number, name in checkpoints_of(recorded).items() if (run_dir / name).exists()}
+    if not there:
+        return None
+    newest = max(there)
+    before = [number for number in there if number < newest]
+    otherwise = f"resume from iteration {max(before)}" if before else "start from the beginning"
+    try:
+        saved = checkpoint.load(run_dir / there[newest], recorded.files[there[newest]])
+        check_sums(reference_folder(run_dir))
+    except UserError as error:
+        raise UserError(f"{error}; or remove {run_dir / there[newest]} to {otherwise}") from error
+    if saved.chain != recorded.iterations[newest - 1].chain:
+        raise UserError(f"{run_dir / there[newest]}: is not of this run; remove it to {otherwise}")
+    return saved
+
+
+def load_final(run_dir: Path, recorded: Manifest) -> Checkpoint:
+    """The state a finished run ended with, as a checkpoint; UserError where it is damaged or was not kept."""
+    path = checkpoint_file(run_dir, recorded.num_iterations)
+    if (name := path.relative_to(run_dir).as_posix()) in recorded.files:
+        return checkpoint.load(path, recorded.files[name])
+    path = final_state_file(run_dir)
+    if (name := path.relative_to(run_dir).as_posix()) not in recorded.files:
+        raise UserError(f"{path}: is not there; only runs with checkpoints.final_state that are finished have it")
+    policy, value = final_folder(run_dir), value_folder(run_dir)
+    check_sums(policy)
+    weights = {n: t for file in sorted(policy.glob("*.safetensors")) for n, t in load_file(file).items()}
+    value_model = load_value_parameters(value) if value.is_dir() else {}
+    return replace(checkpoint.load(path, recorded.files[name]), policy=weights, value_model=value_model)
+
+
+def go_on_from(start: Checkpoint, prepared: Prepared) -> None:
+    """Bring the state of a run prepared from the reference folder to where `start` is; UserError if it does not fit."""
+    if task_digest(prepared) != start.task:
+        raise UserError("prompts, answers or end tokens are not what they were when the run started; restore them")
+    try:
+        checkpoint.restore(start, prepared.state)
+    except ValueError as error:
+        raise UserError(f"the checkpoint of iteration {start.iteration} does not fit the model: {error}") from error

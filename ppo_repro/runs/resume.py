@@ -1,0 +1,97 @@
+"""Going on with a run that was killed, interrupted or failed, to the fingerprint of the uninterrupted run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from ppo_repro.clock import Clock, as_text
+from ppo_repro.errors import UserError
+from ppo_repro.files import only_writer
+from ppo_repro.records import manifest
+from ppo_repro.records.config_file import CONFIG_NAME, check_config, resumed_notes
+from ppo_repro.records.contents import CHECKPOINT, CHECKPOINTS_NAME, UNEQUAL_NAME
+from ppo_repro.records.manifest import Head, Manifest
+from ppo_repro.records.times import STARTED
+from ppo_repro.records.writer import RunWriter
+from ppo_repro.runs.kind import Config, Item, RunKind
+from ppo_repro.runs.processes import require_same_start, work_along
+from ppo_repro.runs.run import execute, mark_ended
+from ppo_repro.runs.verify import check_contents, remove_unfinished
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What was there when a run was resumed."""
+
+    start: int  # iterations of the checkpoint, 0 without one
+    recorded: int  # iterations recorded by then; those from `start` on were computed again and compared
+
+
+def resume(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] = ()) -> Resumed:
+    """Continue a run from its newest checkpoint, or from the beginning, until it is complete.
+
+    `overrides` may change what must not change a bit. UserError if another process writes the run, it is finished,
+    a file of it is damaged, its inputs have changed or an override could change a result; then nothing has changed.
+    PromiseBroken if an iteration computed again differs from its record. Of several processes the first one records.
+    """
+    clock, ranks = Clock(), kind.ranks
+    manifest.load(run_dir)  # before a lock is put into a folder that is no run
+    with only_writer(run_dir) if ranks.is_first else nullcontext():
+        recorded = manifest.load(run_dir)
+        if recorded.status == "complete":
+            raise UserError(f"{run_dir}: the run is finished; look at it with `ppo-repro show {run_dir}`")
+        config = recorded_config(kind, run_dir, recorded, overrides)
+        resumption = kind.resume(config, run_dir, recorded)
+        require_same_start(ranks, config, recorded.inputs)
+        ranks.require_same("iterations to go on from", (resumption.start, recorded.num_iterations))
+        resumed = Resumed(resumption.start, recorded.num_iterations)
+        if not ranks.is_first:
+            work_along(resumption.execution)
+            return resumed
+        files = _files_to_go_on_with(run_dir, recorded, resumption.start)
+        contents = check_contents(run_dir, recorded.model_copy(update={"files": files}))
+        clock.lap("inputs")
+        environment = {**kind.environment(config), STARTED: as_text(clock.started)}
+        tree = {"iteration": resumption.start, "overrides": list(overrides), "environment": environment}
+        try:
+            written = RunWriter(run_dir)
+            written.list_files(files)
+            written.mark("running")
+            remove_unfinished(run_dir, recorded, contents)
+            written.note(f"resumed-{len(resumed_notes(recorded)) + 1:03d}.json", tree)
+            clock.lap("records")
+            execute(kind, config, run_dir, resumption.execution, clock)
+        except BaseException as error:
+            mark_ended(run_dir, error)
+            raise
+    return resumed
+
+
+def recorded_config(kind: RunKind[Config, Item], run_dir: Path, recorded: Manifest, overrides: Sequence[str]) -> Config:
+    """The configuration of a recorded run with `overrides`; UserError for one that could change a result."""
+    groups = " and ".join(kind.changeable)
+    for override in overrides:
+        if not override.startswith(tuple(f"{group}{end}" for group in kind.changeable for end in ".=")):
+            raise UserError(
+                f"--set {override}: a recorded run may change fields of {groups} only; "
+                "for another field start a run of its own"
+            )
+    check_config(run_dir, recorded)
+    return kind.load_config(run_dir / CONFIG_NAME, overrides)
+
+
+def _files_to_go_on_with(run_dir: Path, recorded: Head, start: int) -> dict[str, str]:
+    """What the manifest lists, without the unequal bits that ended the run, and checkpoints that the user removed.
+
+    Without any checkpoint or model where the run begins again.
+    """
+    dropped = PurePath(CHECKPOINTS_NAME) if start == 0 else PurePath(CHECKPOINTS_NAME, UNEQUAL_NAME)
+    return {
+        name: digest
+        for name, digest in recorded.files.items()
+        if not PurePath(name).is_relative_to(dropped)
+        and (CHECKPOINT.fullmatch(name) is None or (run_dir / name).exists())
+    }

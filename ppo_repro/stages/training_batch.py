@@ -1,0 +1,213 @@
+"""Stage `TrainingBatch`: what the minibatches of an iteration train on, and how they are cut from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ppo_repro.buffers import Advantages, Coefficients, ForwardPass, Rollout
+from ppo_repro.config.algorithm import NoValue
+from ppo_repro.config.objectives import (
+    AdaptiveClipObjective,
+    CispoObjective,
+    ClipCovObjective,
+    ClipObjective,
+    DivergenceRejection,
+    KLCovObjective,
+    PenaltyObjective,
+    PolicyGradientObjective,
+    RatioRejection,
+    Rejection,
+    SequenceClipObjective,
+    UnclippedObjective,
+)
+from ppo_repro.config.run import RunConfig
+from ppo_repro.models.batches import MicroBatch, micro_batches
+from ppo_repro.numerics.optimizer import SLOTS
+from ppo_repro.numerics.rows import slots_of_rank
+from ppo_repro.ppo import corrections
+from ppo_repro.ppo.cispo import Cispo
+from ppo_repro.ppo.clip import Clip
+from ppo_repro.ppo.corrections import Correction
+from ppo_repro.ppo.covariance import ClipCov, KLCov
+from ppo_repro.ppo.objective import Objective
+from ppo_repro.ppo.penalty import Penalty
+from ppo_repro.ppo.policy_gradient import PolicyGradient
+from ppo_repro.ppo.sequence_clip import SequenceClip
+from ppo_repro.ppo.weights import loss_weights
+from ppo_repro.ranks import Ranks
+from ppo_repro.seeding import permutation
+
+
+def objective_of(config: RunConfig, coefficients: Coefficients) -> Objective:
+    """Return the objective that the configuration names, with the coefficients in force."""
+    match config.ppo.objective:
+        case ClipObjective() as o:
+            return Clip(o.clip_range, o.high, o.dual_clip)
+        case AdaptiveClipObjective():
+            return Clip(coefficients.clip_range, coefficients.clip_range)
+        case SequenceClipObjective() as o:
+            return SequenceClip(o.clip_range, o.high)
+        case CispoObjective() as o:
+            return Cispo(o.floor, o.cap)
+        case ClipCovObjective() as o:
+            covariance = {"lowest": o.covariance_low, "highest": o.covariance_high}
+            return ClipCov(o.clip_range, o.high, share=o.share, **covariance)
+        case KLCovObjective() as o:
+            return KLCov(o.share, o.penalty_coef)
+        case PenaltyObjective():
+            return Penalty(coefficients.penalty_coef)
+        case PolicyGradientObjective():
+            return PolicyGradient()
+        case UnclippedObjective():
+            return Objective()
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """What corrects for a sampler that is not the policy that is trained; constants of an iteration."""
+
+    weights: Tensor  # [N] float32, factor on the surrogate
+    changes: Tensor  # [N] uint8, a ppo.corrections.Correction each
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """The N response tokens of an iteration with everything that a loss needs besides what the networks say.
+
+    Values and returns are in reward units.
+    """
+
+    rollout: Rollout  # as the trainer received it
+    objective: Objective
+    coefficients: Coefficients
+    anchor_logprobs: Tensor  # [N] log of the ratio's denominator
+    ref_logprobs: Tensor  # [N]
+    advantages: Tensor  # [N] as the objective takes them
+    responses: Tensor  # [N] int64, the response of each token
+    corrections: Corrections | None  # None unless importance weights or rejection are configured
+    in_losses: Tensor | None  # [N] bool, the tokens that are in the losses at all; None: all are
+    old_values: Tensor | None  # [N], None without a value model
+    returns: Tensor | None  # [N], None likewise
+    value_clip_range: float | None  # None: the value loss is not clipped
+
+
+def training_batch(
+    config: RunConfig, coefficients: Coefficients, rollout: Rollout, forward: ForwardPass, advantages: Advantages
+) -> TrainingBatch:
+    """Gather what the update of one iteration trains on."""
+    objective, responses, value = objective_of(config, coefficients), rollout.sequence_of_token(), config.value
+    corrected = corrections_of(config, rollout, forward)
+    in_losses = rollout.in_losses
+    if corrected is not None and config.ppo.rejected_tokens == "left_out":
+        accepted = corrected.changes < Correction.MASKED_HIGH
+        in_losses = accepted if in_losses is None else accepted & in_losses
+    value_clip_range = None if isinstance(value, NoValue) else value.clip_range
+    if value_clip_range is not None:
+        value_clip_range *= coefficients.returns.scale
+    return TrainingBatch(
+        rollout=rollout,
+        objective=objective,
+        coefficients=coefficients,
+        anchor_logprobs=rollout.rollout_logprobs if config.ppo.ratio_anchor == "rollout" else forward.old_logprobs,
+        ref_logprobs=forward.ref_logprobs,
+        advantages=advantages.advantages,
+        responses=responses,
+        corrections=corrected,
+        in_losses=in_losses,
+        old_values=forward.values,
+        returns=advantages.returns,
+        value_clip_range=value_clip_range,
+    )
+
+
+def corrections_of(config: RunConfig, rollout: Rollout, forward: ForwardPass) -> Corrections | None:
+    """Return importance weights, times 0 for rejected tokens; None if neither is configured.
+
+    The mean of normalised weights is over all tokens of the iteration, the rejected included.
+    """
+    settings, rejection = config.ppo.importance_weights, config.ppo.rejection
+    if settings is None and not rejection:
+        return None
+    old, sampled, lengths = forward.old_logprobs, rollout.rollout_logprobs, rollout.lengths
+    weights, changes = torch.ones_like(old), torch.full(old.shape, Correction.NONE, dtype=torch.uint8)
+    if settings is not None:
+        ratios = corrections.importance_ratios(old, sampled, lengths, settings.level)
+        bound = corrections.masked_weights if settings.kind == "masked" else corrections.truncated_weights
+        weights, changes = bound(ratios, settings.lowest, settings.cap)
+        if settings.normalize:
+            weights = corrections.normalized_weights(weights, lengths, by_response=settings.level != "token")
+    for entry in rejection:
+        rejected = _rejected(entry, old, sampled, lengths)
+        weights = torch.where(rejected, 0.0, weights)
+        changes = torch.where(rejected, torch.tensor(int(Correction.REJECTED), dtype=torch.uint8), changes)
+    return Corrections(weights, changes)
+
+
+def _rejected(entry: Rejection, old: Tensor, sampled: Tensor, lengths: Tensor) -> Tensor:
+    """Find the tokens that an entry rejects, [N] bool."""
+    if isinstance(entry, DivergenceRejection):
+        return corrections.beyond_divergence(old, sampled, lengths, entry.estimator, entry.level, entry.above)
+    if isinstance(entry, RatioRejection):
+        ratios = corrections.importance_ratios(old, sampled, lengths, entry.level)
+        return corrections.outside_ratio(ratios, entry.low, entry.high)
+    return corrections.vetoed(corrections.importance_ratios(old, sampled, lengths, "token"), lengths, entry.below)
+
+
+def minibatches(sequences: int, size: int, seed: int, iteration: int, epoch: int) -> list[Tensor]:
+    """Cut a shuffle of 0..sequences-1 into minibatches, each sorted. Every epoch has its own shuffle."""
+    order = torch.from_numpy(permutation(sequences, "minibatches", seed, iteration, epoch))
+    return [chunk.sort().values for chunk in order.split(size)]
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """The M tokens of one optimizer step."""
+
+    iteration: int
+    epoch: int
+    number: int
+    tokens: Tensor  # [M] int64 index into the [N] fields
+    loss_weights: Tensor  # [N] float32, weight of each token's loss in the step; 0 outside the minibatch
+    micro_batches: tuple[MicroBatch, ...]  # of this rank's sequences
+
+    @property
+    def weights(self) -> Tensor:
+        """[M] float32, the weights of the minibatch's tokens."""
+        return self.loss_weights[self.tokens]
+
+
+def minibatch_of(
+    config: RunConfig, batch: TrainingBatch, sequences: Tensor, step: tuple[int, int, int], ranks: Ranks | None
+) -> Minibatch:
+    """Cut `sequences` out of a batch; `step` is iteration, epoch and number. `ranks` None: no micro-batches."""
+    rollout, layout = batch.rollout, config.layout
+    tokens = rollout.tokens_of(sequences)
+    in_losses = None if batch.in_losses is None else batch.in_losses[tokens]
+    weights = torch.zeros(len(rollout.response_ids))
+    weights[tokens] = loss_weights(config.ppo.aggregation, rollout.lengths[sequences], in_losses)
+    own: list[MicroBatch] = []
+    if ranks is not None:
+        mine = sequences[torch.tensor(ranks.mine(len(sequences)), dtype=torch.int64)]
+        slots = slots_of_rank(len(sequences), SLOTS, ranks)
+        own = micro_batches(rollout, mine, layout.update_micro_batch, layout.padding, config.ppo.replay_routes, slots)
+    return Minibatch(*step, tokens, weights, tuple(own))
+
+
+def chosen_tokens(config: RunConfig, batch: TrainingBatch, minibatch: Minibatch, new_logprobs: Tensor) -> Tensor:
+    """Choose the tokens that Clip-Cov or KL-Cov changes in a minibatch, [N] bool, by its `new_logprobs` [M].
+
+    Tokens that are in no loss are in no mean and are not chosen. The random order is a stream of the run's seed.
+    """
+    tokens = minibatch.tokens
+    if batch.in_losses is not None:
+        counted = batch.in_losses[tokens]
+        tokens, new_logprobs = tokens[counted], new_logprobs[counted]
+    step = minibatch.iteration, minibatch.epoch, minibatch.number
+    order = torch.from_numpy(permutation(len(tokens), "clip_cov", config.seed, *step))
+    chosen = torch.zeros(len(batch.responses), dtype=torch.bool)
+    about = batch.anchor_logprobs[tokens], batch.advantages[tokens]
+    chosen[tokens] = batch.objective.choose(new_logprobs, *about, order)
+    return chosen

@@ -1,0 +1,125 @@
+"""Stage `MinibatchUpdate`: what one optimizer step leaves, from the columns of its minibatch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ppo_repro.buffers import PolicyUpdate, ValueUpdate
+from ppo_repro.config.run import RunConfig
+from ppo_repro.numerics.optimizer import StepReport
+from ppo_repro.numerics.sums import mean_of
+from ppo_repro.ppo import kl
+from ppo_repro.ppo.objective import removes_gradient
+from ppo_repro.stages.training_batch import Minibatch, TrainingBatch
+
+
+class PolicyColumns(NamedTuple):
+    """The policy's part of the losses of n tokens, float32 [n] each."""
+
+    losses: Tensor
+    new_logprobs: Tensor
+    ratios: Tensor
+    new_entropies: Tensor
+    surrogates: Tensor
+    penalty_terms: Tensor | None
+    kl_terms: Tensor | None
+
+
+class ValueColumns(NamedTuple):
+    """The value model's part, [n] each."""
+
+    losses: Tensor  # float32, before value_coef
+    new_values: Tensor  # float32
+    clipped: Tensor  # bool, the clipped branch decides the loss
+
+
+class Columns(NamedTuple):
+    """What a pass over some tokens gives for the records; None for a network that the step does not train."""
+
+    policy: PolicyColumns | None = None
+    value: ValueColumns | None = None
+
+
+def joined(columns: Iterable[Columns]) -> Columns:
+    """Join the columns of micro-batches."""
+    of_policy, of_value = zip(*columns, strict=True)
+
+    def join(parts: Iterable[tuple[Tensor | None, ...]]) -> list[Tensor | None]:
+        return [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
+
+    return Columns(
+        None if of_policy[0] is None else PolicyColumns(*join(of_policy)),  # type: ignore[arg-type]
+        None if of_value[0] is None else ValueColumns(*join(of_value)),  # type: ignore[arg-type]
+    )
+
+
+def detached(columns: Columns) -> Columns:
+    """Take columns out of autograd."""
+    policy, value = columns
+    return Columns(
+        policy and PolicyColumns(*(c if c is None else c.detach() for c in policy)),  # type: ignore[arg-type]
+        value and ValueColumns(*(c.detach() for c in value)),
+    )
+
+
+def policy_update(
+    config: RunConfig,
+    batch: TrainingBatch,
+    minibatch: Minibatch,
+    columns: PolicyColumns,
+    chosen: Tensor | None,
+    report: StepReport,
+) -> PolicyUpdate:
+    """Sum the columns [M] of a step of the policy up, by the weights of its minibatch."""
+    tokens, weights, corrected = minibatch.tokens, minibatch.weights, batch.corrections
+    flags = batch.objective.flags(columns.ratios, batch.advantages[tokens], None if chosen is None else chosen[tokens])
+    factors = None if corrected is None else corrected.weights[tokens]
+
+    def corrected_total(terms: Tensor) -> float:
+        return _total(terms if factors is None else terms * factors, weights)
+
+    return PolicyUpdate(
+        new_logprobs=columns.new_logprobs,
+        ratios=columns.ratios,
+        clip_flags=flags,
+        new_entropies=columns.new_entropies,
+        losses=columns.losses,
+        surrogates=columns.surrogates,
+        penalty_terms=columns.penalty_terms,
+        importance_weights=factors,
+        corrections=None if corrected is None else corrected.changes[tokens],
+        kl_terms=columns.kl_terms,
+        loss=_total(columns.losses, weights),
+        surrogate_loss=corrected_total(columns.surrogates),
+        penalty_loss=None if columns.penalty_terms is None else corrected_total(columns.penalty_terms),
+        entropy_loss=0.0 - _total(columns.new_entropies * config.ppo.entropy_coef, weights),
+        kl_loss=None if columns.kl_terms is None else _total(columns.kl_terms, weights),
+        entropy=mean_of(columns.new_entropies),
+        approx_kl=mean_of(kl.k3(batch.anchor_logprobs[tokens] - columns.new_logprobs)),
+        clip_fraction=mean_of(removes_gradient(flags)),
+        grad_norm=report.grad_norm,
+        gradients=report.gradients,
+    )
+
+
+def value_update(minibatch: Minibatch, columns: ValueColumns, report: StepReport | None) -> ValueUpdate:
+    """Sum the columns [M] of the value model up; `report` is None if its head shares the policy's step."""
+    return ValueUpdate(
+        new_values=columns.new_values,
+        clipped=columns.clipped,
+        losses=columns.losses,
+        loss=_total(columns.losses, minibatch.weights),
+        clip_fraction=mean_of(columns.clipped),
+        grad_norm=None if report is None else report.grad_norm,
+        gradients=() if report is None else report.gradients,
+    )
+
+
+def _total(values: Tensor, weights: Tensor) -> float:
+    """The sum of a minibatch's per-token losses, weighted, correctly rounded."""
+    return math.fsum((values.to(torch.float64) * weights.to(torch.float64)).tolist())

@@ -1,0 +1,317 @@
+"""The user's functions: found in their file, called in a child process, mistakes named by file, line and prompt."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ppo_repro.config.reward import CalledReward, RewardConfig, TrlReward, VerlReward
+from ppo_repro.errors import UserError
+from ppo_repro.output import did_you_mean, shown
+from ppo_repro.tasks.child import described
+
+T = TypeVar("T")
+
+CALL_SECONDS = 300.0  # of wall time for one prompt; a function that needs more has most likely no end
+ENDING_SECONDS = 5.0  # to see how a child ended that has closed its pipe
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from ppo_repro.tasks.child import main; main()"
+
+
+class _Ended(Exception):
+    """The child gave no reply; the message says what became of it."""
+
+
+class UserProcess:
+    """The child process of a run, started with the first file that is loaded; it ends with this object."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        self._received = bytearray()
+
+    def ask(
+        self, request: Mapping[str, Any], replies: int, seconds: float, lost: Callable[[int, str], str]
+    ) -> list[dict[str, Any]]:
+        """The replies to a request, one a row; the last one alone may be no value, and then it ends the list.
+
+        UserError(lost(row, what)) if the child ends, or gives no reply to a row within `seconds` of wall time.
+        """
+        if self._child is None:
+            self._child = _start()
+            weakref.finalize(self, _stop, self._child)
+        found: list[dict[str, Any]] = []
+        try:
+            self._send(json.dumps(request).encode() + b"\n")
+            while len(found) < replies and (not found or "value" in found[-1]):
+                found.append(json.loads(self._line(seconds)))
+        except _Ended as error:
+            self.close()
+            raise UserError(lost(len(found), str(error))) from error
+        except BaseException:  # Ctrl-C: the replies still to come belong to nobody
+            self.close()
+            raise
+        return found
+
+    def close(self) -> None:
+        """End the child; it is not started again."""
+        if self._child is not None:
+            _stop(self._child)
+
+    def _send(self, line: bytes) -> None:
+        assert self._child is not None and self._child.stdin is not None
+        try:
+            self._child.stdin.write(line)
+            self._child.stdin.flush()
+        except (OSError, ValueError):
+            raise _Ended(_how_ended(self._child)) from None
+
+    def _line(self, seconds: float) -> bytes:
+        assert self._child is not None and self._child.stdout is not None
+        pipe, end = self._child.stdout.fileno(), time.monotonic() + seconds
+        poll = select.poll()
+        poll.register(pipe, select.POLLIN)
+        while b"\n" not in self._received:
+            if not poll.poll(max(0.0, end - time.monotonic()) * 1000.0):
+                raise _Ended(f"gave no answer within {seconds:g} s; make it end")
+            part = os.read(pipe, 1 << 20)
+            if not part:
+                raise _Ended(_how_ended(self._child))
+            self._received += part
+        line, _, rest = self._received.partition(b"\n")
+        self._received = rest
+        return bytes(line)
+
+
+def _start() -> subprocess.Popen[bytes]:
+    # the texts that a hash orders come in one order in every process, and Ctrl-C in a terminal is for the run alone
+    return subprocess.Popen(
+        [sys.executable, "-c", _START, json.dumps(sys.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+        start_new_session=True,
+    )
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+def _how_ended(child: subprocess.Popen[bytes]) -> str:
+    try:
+        code = child.wait(timeout=ENDING_SECONDS)
+    except subprocess.TimeoutExpired:
+        return "closed the connection to the run"
+    if code >= 0:
+        return f"ended its process (exit status {code}); let it return or raise"
+    reason = "as the system does when memory runs out" if -code == signal.SIGKILL else "a crash in C code most likely"
+    return f"ended its process ({signal.Signals(-code).name}, {reason})"
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What a function judges; the key names the prompt."""
+
+    key: str
+    prompt: str
+    response: str  # the model's own words
+    answer: str
+    fields: str = "{}"  # the prompt's other fields, a JSON object
+    messages: str | None = None  # the prompt as a JSON list of messages, if it is one
+    turns: tuple[str, ...] = ()  # of the whole episode, the model's first
+    full_text: str = ""  # the model's own words with every special token spelled out
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """A function of the user's file, as the child has it."""
+
+    process: UserProcess
+    field: str  # of the configuration
+    file: Path
+    name: str
+    line: int  # where it begins; 0 if unknown
+    call: str  # the convention by which the child calls it
+    options: Mapping[str, Any]
+
+    @property
+    def where(self) -> str:
+        """Field, file and line."""
+        return self.at(self.line)
+
+    def at(self, line: int) -> str:
+        """Field, file and a line of it."""
+        return f"{self.field}: {self.file}{f':{line or self.line}' if line or self.line else ''}"
+
+    def __call__(
+        self, rows: Sequence[Mapping[str, Any]], of: Sequence[str], seed: int = 0, seconds: float | None = None
+    ) -> list[Any]:
+        """What the function returns for each row of arguments; `of` names each row for messages, a prompt most often.
+
+        `seed`: of the global generators before each row. UserError names field, file, line and row if the function
+        raises, returns what it must not, needs more than `seconds` (None: CALL_SECONDS) for a row, or ends its process.
+        """
+        request = {
+            "field": self.field,
+            "file": str(self.file),
+            "name": self.name,
+            "call": self.call,
+            "options": dict(self.options),
+            "seed": seed,
+            "rows": list(rows),
+        }
+        replies = self.process.ask(
+            request, len(rows), seconds or CALL_SECONDS, lambda row, how: f"{self.where}: {self.name} {how}{of[row]}"
+        )
+        last = replies[-1] if replies else {"value": None}
+        what = self.name if self.call in ("prompts", "scores", "step") else "the function"
+        if "wrong" in last:
+            raise UserError(last["wrong"])
+        if "refused" in last:
+            raise UserError(f"{self.where}: {what} {last['refused']}{of[len(replies) - 1]}")
+        if "raised" in last:
+            raise UserError(f"{self.at(last['line'])}: {what} raised {last['raised']}{of[len(replies) - 1]}")
+        return [reply["value"] for reply in replies]
+
+
+def load(
+    process: UserProcess,
+    field: str,
+    file: Path,
+    names: Sequence[str],
+    call: Mapping[str, str],
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, UserFunction]:
+    """Execute a file in the child and return the functions of `names` that it has; UserError if it fails to load.
+
+    `call`: the convention of each function by name.
+    """
+    of_all = call[names[0]]
+    request = {"field": field, "file": str(file), "names": list(names), "folder": os.getcwd(), "call": of_all}
+
+    def lost(row: int, how: str) -> str:
+        return f"{field}: {file} fails to load (it {how})"
+
+    (reply,) = process.ask(request, 1, CALL_SECONDS, lost)
+    if "refused" in reply:
+        raise UserError(f"{field}: {file}: {reply['refused']}")
+    if "raised" in reply:
+        line = f":{reply['line']}" if reply["line"] else ""
+        raise UserError(f"{field}: {file}{line} fails to load ({reply['raised']})")
+    return {
+        name: UserFunction(process, field, file, name, line, call[name], options or {})
+        for name, line in reply["value"].items()
+        if line is not None
+    }
+
+
+def load_function(process: UserProcess, field: str, path: str, term: CalledReward | None = None) -> UserFunction:
+    """The function of `FILE.py:FUNCTION`, called as `term` says; UserError names what is wrong with it."""
+    file, name = parse(field, path)
+    call, options = "function", {}
+    if isinstance(term, TrlReward):
+        call, options = "trl", {"conversational": term.conversational}
+    elif isinstance(term, VerlReward):
+        call, options = "verl", {"data_source": term.data_source}
+    found = load(process, field, file, [name], {name: call}, options)
+    if name not in found:
+        raise UserError(f"{field} = {path!r}: {file} has no function {name}")
+    return found[name]
+
+
+def numbers(function: UserFunction, rows: Sequence[Texts], seed: int = 0) -> list[float]:
+    """The function's number for each row, in this order; UserError as `UserFunction` says."""
+    return function([_row(texts) for texts in rows], [_of_prompt(texts.key) for texts in rows], seed)
+
+
+def _row(texts: Texts) -> dict[str, Any]:
+    return {name: value for name, value in vars(texts).items() if name != "key"}
+
+
+def _of_prompt(key: str) -> str:
+    return f"; prompt key '{shown(key)}'"
+
+
+def check_repeats(function: UserFunction, rows: Sequence[Texts]) -> None:
+    """Call the function twice for each row; UserError if the scores differ.
+
+    The second time in the opposite order and with other seeds of the global generators, so that neither state
+    between calls nor an unseeded draw gives the same scores by chance.
+    """
+    for texts, one, other in twice(rows, lambda some, seed: numbers(function, some, seed)):
+        if one != other:
+            raise UserError(
+                f"{function.where}: the function returned {one!r} and then {other!r} for the same "
+                f"input (prompt key '{shown(texts.key)}', response '{shown(texts.response)}'); "
+                "a score must follow from prompt, response and answer alone"
+            )
+
+
+def twice(rows: Sequence[T], compute: Callable[[Sequence[T], int], Sequence[Any]]) -> list[tuple[T, Any, Any]]:
+    """Each row with its results of two calls, in opposite orders and with other seeds."""
+    first, second = compute(rows, 1), compute(rows[::-1], 2)[::-1]
+    return list(zip(rows, first, second, strict=True))
+
+
+def function_paths(config: RewardConfig) -> list[tuple[str, str]]:
+    """(field, FILE.py:FUNCTION) of every function in a reward."""
+    return [(f"reward.terms.{i}.path", t.path) for i, t in enumerate(config.terms) if isinstance(t, CalledReward)]
+
+
+def reward_files(config: RewardConfig) -> list[Path]:
+    """The Python files of a reward; UserError as for `parse`."""
+    return [parse(field, function)[0] for field, function in function_paths(config)]
+
+
+def parse(field: str, function: str) -> tuple[Path, str]:
+    """File and function of `FILE.py:FUNCTION`; UserError if it has another form or there is no such file."""
+    file, colon, name = function.rpartition(":")
+    if not colon or not file.endswith(".py") or not name.isidentifier():
+        raise UserError(f"{field} = {function!r}: must be FILE.py:FUNCTION")
+    if not Path(file).is_file():
+        raise UserError(f"{field} = {function!r}: there is no file {file}")
+    return Path(file), name
+
+
+def check_function(field: str, function: str) -> None:
+    """Read the file without executing it; UserError as `parse`, for no Python, and for a name that it cannot have."""
+    file, name = parse(field, function)
+    try:
+        tree = ast.parse(file.read_bytes(), str(file))
+    except SyntaxError as error:
+        raise UserError(f"{field}: {file}:{error.lineno or 1} fails to load ({described(error)})") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{field}: {file} cannot be read ({' '.join(str(error).split())}); restore it") from error
+    names = _names(tree)
+    if names is not None and name not in names:
+        meant = did_you_mean(name, sorted(names))
+        raise UserError(f"{field} = {function!r}: {file} has no function {name}{meant}")
+
+
+def _names(tree: ast.Module) -> set[str] | None:
+    """Every name that the file binds anywhere; None if it may bind others: by `import *`, `globals` or `exec`."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+    open_ended = {"*", "globals", "vars", "exec", "setattr", "__getattr__"}
+    return None if names & open_ended else names

@@ -1,0 +1,164 @@
+"""Faults made on purpose by hand: versions, what the trainer receives, encodings; and what is refused."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ppo_repro.config.mismatch import TrainerFaults
+from ppo_repro.errors import UserError
+from ppo_repro.faults.lagging import LaggingEngine
+from ppo_repro.faults.retokenizing import chosen, encode_again
+from ppo_repro.faults.trainer import dropout, received
+from ppo_repro.models.state import Versions
+from ppo_repro.rollout.engine import Completion, Dialogue, Request, Sampling
+from ppo_repro.rollout.sampler import biased
+from ppo_repro.runs.prepare import prepare
+from ppo_repro.seeding import words
+from ppo_repro.tasks.tokenizer import decode, spans, train_bpe
+from tests.support.bare import bare_rollout
+from tests.support.runs import small_config
+
+
+class Telling:
+    """An engine whose tokens are the weight that it has; every second response ends early."""
+
+    def __init__(self, live: dict[str, torch.Tensor]) -> None:
+        self.live = live
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
+    ) -> list[Completion]:
+        weight = int(self.live["w"][0])
+        return [self._completion(r, weight, sampling.max_response_tokens) for r in requests]
+
+    def _completion(self, request: Request, weight: int, size: int) -> Completion:
+        ends = request.seed % 2 == 1
+        ids, x = (weight,) * (1 if ends else size), torch.zeros(1 if ends else size)
+        return Completion(ids, x, x, x[:, None][:, :0], x[:, None][:, :0], x[:, None][:, :0],
+                          "stop" if ends else "length", None, None)  # fmt: skip
+
+
+class State:
+    def __init__(self, versions: Versions) -> None:
+        self.versions, self.iteration = versions, 0
+
+
+def test_a_lagging_engine_samples_with_the_weights_it_says() -> None:
+    live = {"w": torch.zeros(1)}
+    state = State(Versions(live, 2))
+    engine = LaggingEngine(Telling(live), cast(Any, state), 2)
+    requests = [Request((1,), seed) for seed in range(4)]
+    for iteration, version in enumerate((0, 0, 0, 1, 2)):
+        live["w"].fill_(iteration)
+        state.iteration = iteration
+        for completion in engine.generate(requests, Sampling(max_response_tokens=5)):
+            assert completion.response_ids == completion.policy_versions == (version,) * len(completion.response_ids)
+        greedy = engine.generate(requests[:1], Sampling(max_response_tokens=1, greedy=True))
+        assert greedy[0].response_ids == (iteration,) and float(live["w"]) == iteration
+    assert sorted(state.versions.kept) == [3, 4], "older weights are forgotten"
+
+
+def test_what_the_trainer_receives() -> None:
+    rollout = bare_rollout(torch.tensor([3, 2, 1]), reasons=("stop", "length", "stop"))
+    tokenizer = train_bpe(["12 12 12 3"], 8)
+    assert received(TrainerFaults(), rollout, tokenizer) is rollout
+    ends = received(TrainerFaults(eos_in_loss=False), rollout, tokenizer)
+    assert ends.in_losses is not None and ends.in_losses.tolist() == [True, True, False, True, True, False]
+    assert received(TrainerFaults(temperature_scored=False), rollout, tokenizer) == replace(rollout, temperature=1.0)
+    assert received(TrainerFaults(top_p_scored=False), rollout, tokenizer).kept_tokens.shape == (6, 0)
+    (one,) = tokenizer("1", add_special_tokens=False)["input_ids"]
+    faults = TrainerFaults(prompt_before="1", prompt_after="1", padding_leak=4)
+    pads = (tokenizer.pad_token_id,) * 2
+    assert received(faults, rollout, tokenizer).prompts.prompt_ids[0] == (*pads, one, 5, 6, one)
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 7), st.sampled_from([0.1, 0.5]))
+def test_dropout_depends_on_token_and_stream_alone(cut: int, p: float) -> None:
+    hook = dropout(p, 7)
+    hidden, tokens = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)), torch.arange(8) * 3
+    whole = hook(hidden, tokens, ("scoring", 2))
+    parts = [hook(hidden[i], tokens[i], ("scoring", 2)) for i in (slice(0, cut), slice(cut, 8))]
+    assert torch.equal(whole, torch.cat(parts))
+    assert not torch.equal(whole, hook(hidden, tokens, ("update", 2)))
+    for row, token in enumerate(tokens.tolist()):
+        drawn = words(16, "dropout", 7, "scoring", 2, token)
+        expected = [0.0 if int(word) / 2**64 < p else 1 / (1 - p) for word in drawn]
+        assert (whole[row] / hidden[row]).tolist() == pytest.approx(expected, rel=1e-6)
+    assert dropout(0.0, 7)(hidden, tokens, ("scoring", 2)) is hidden
+
+
+def test_a_biased_token_is_biased_everywhere() -> None:
+    logits = torch.randn(50, 400, generator=torch.Generator().manual_seed(2))
+    offsets = (biased(logits, 7, 2.0, 0.3) - logits).double()
+    assert offsets.std(0).max() < 1e-6, "the same at every position"
+    # 5 standard errors of the standard deviation of 400 normal numbers
+    assert abs(float(offsets.mean(0).std()) / 0.6 - 1) < 5 / math.sqrt(800)
+    assert not torch.equal(biased(logits, 7, 2.0, 0.3), biased(logits, 8, 2.0, 0.3))
+
+
+def test_an_encoding_by_hand() -> None:
+    tokenizer = train_bpe(["12 12 12 3"], 8)
+    one, two, both, end = (tokenizer.convert_tokens_to_ids(t) for t in ("1", "2", "12", "<eos>"))
+    ids = [one, two, both, end]
+    found = encode_again(tokenizer, ids, spans(tokenizer, ids, "1212"), 6, True)
+    assert found is not None and found.ids == [both, both, end]
+    assert (found.owners, found.sources, found.as_sampled) == ([0, 0, 1, 2], [1, 2, 3], [False, True, True])
+    assert found.summed(torch.tensor([-1.0, -2.0, -4.0, -8.0])).tolist() == [-3.0, -4.0, -8.0]
+    assert encode_again(tokenizer, ids, spans(tokenizer, ids, "1212"), 2, True) is None, "no room"
+    assert encode_again(tokenizer, [0, 0], spans(tokenizer, [0, 0], ""), 6, False) is None, "no text"
+    assert [sum(chosen(share, range(2000))) for share in (0.0, 1.0)] == [0, 2000]
+    assert abs(sum(chosen(0.25, range(2000))) - 500) < 5 * math.sqrt(2000 * 0.25 * 0.75)
+
+
+@given(st.lists(st.integers(0, 11), min_size=1, max_size=9))
+def test_an_encoding_conserves_text_and_log_prob(drawn: list[int]) -> None:
+    tokenizer = train_bpe(["12 12 12 3 é"], 12)
+    ids = [token % len(tokenizer) for token in drawn]
+    text, ended = decode(tokenizer, ids), ids[-1] == tokenizer.eos_token_id
+    found = encode_again(tokenizer, ids, spans(tokenizer, ids, text), 40, ended)
+    if found is None:
+        return
+    logprobs = -torch.arange(1.0, len(ids) + 1)
+    assert float(found.summed(logprobs).sum()) == float(logprobs.sum())
+    assert found.ids[: len(found.ids) - ended] == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert found.owners == sorted(found.owners) and all(0 <= source < len(ids) for source in found.sources)
+    if found.ids == ids:
+        assert all(found.as_sampled)
+
+
+REFUSED = {
+    ("mismatch.trainer.top_p_scored=false",): "top_p_scored = false needs rollout.top_k or rollout.top_p",
+    ("mismatch.trainer.temperature_scored=false",): "temperature_scored = false needs a rollout.temperature other",
+    ("mismatch.trainer.retokenize=1", "rollout.top_k=3"): "retokenize needs rollout.top_k = 0 and rollout.top_p = 1",
+    ("mismatch.sampler.token_bias=1", "rollout.engine.kind=sglang"): "token_bias needs rollout.engine.kind = torch",
+    ("mismatch.sampler.lag=1", "ppo.iterations=1"): "lag needs ppo.iterations of at least 2",
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSED, ids=lambda o: " ".join(o))
+def test_what_has_no_effect_or_contradicts_itself_is_refused(overrides: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match=f"mismatch.*{REFUSED[overrides]}"):
+        small_config(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("mismatch.trainer.padding_leak=1000", "has 1000 tokens in training"),
+        ("rollout.top_k=9999", "rollout.top_k = 9999: the vocabulary has"),
+        ("ppo.replay_routes=true", "needs a mixture of experts"),
+    ],
+)
+def test_what_does_not_go_with_the_model_is_said_before_the_warm_start(option: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        prepare(small_config(option), lambda step, total, loss: pytest.fail("the warm start has begun"))

@@ -1,0 +1,248 @@
+"""Every objective's loss, gradient and flags: by hand, and by definition in NumPy."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ppo_repro.ppo.cispo import Cispo
+from ppo_repro.ppo.clip import Clip
+from ppo_repro.ppo.covariance import ClipCov, KLCov, covariances
+from ppo_repro.ppo.objective import ClipFlag, Objective, flag_names, probability_ratios, removes_gradient
+from ppo_repro.ppo.penalty import Penalty
+from ppo_repro.ppo.policy_gradient import PolicyGradient
+from ppo_repro.ppo.sequence_clip import SequenceClip
+from ppo_repro.records.schema import UPDATES
+from tests.support.float32 import SMALLEST_NORMAL, TINIEST, bits, finite, tensor
+
+EDGES = [
+    float(np.nextafter(np.float32(b), np.float32(d), dtype=np.float32)) for b in (0.75, 1.5, 3.0) for d in (0, b, 9)
+]
+ratio_values = st.one_of(st.sampled_from([0.0, TINIEST, 1.0, *EDGES]), finite(0.0, 8.0), finite(0.0, 1e38))
+advantage_values = st.one_of(
+    st.sampled_from([0.0, -0.0, TINIEST, -TINIEST, SMALLEST_NORMAL / 2, 1.0, -1.0]), finite(-100, 100), finite()
+)
+tokens = st.lists(st.tuples(ratio_values, advantage_values), min_size=1, max_size=30)
+logprobs = finite(-4.0, 0.0)
+Rows = list[list[tuple[float, float, float]]]  # new and anchor log-prob, advantage
+responses = st.lists(
+    st.lists(st.tuples(logprobs, logprobs, finite(-3.0, 3.0)), min_size=1, max_size=5), min_size=1, max_size=4
+)
+
+
+def tensors(rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """New and anchor log-probs, advantages, and the response of each token."""
+    columns = [tensor([token[i] for row in rows for token in row]) for i in range(3)]
+    lengths = torch.tensor([len(row) for row in rows])
+    return columns[0], columns[1], columns[2], torch.repeat_interleave(torch.arange(len(rows)), lengths)
+
+
+def slope(loss: Tensor, x: Tensor, weights: Tensor | None = None) -> Tensor:
+    """The gradient of each token's loss in its own input."""
+    return torch.autograd.grad(loss, x, torch.ones_like(loss) if weights is None else weights)[0]
+
+
+def of_ratio(objective: Objective, r: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses and their gradients in the ratio."""
+    leaf = r.clone().requires_grad_()
+    losses = objective.surrogates(leaf, a, r)
+    return losses.detach(), slope(losses, leaf)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "loss", "gradient", "flag"),
+    [  # the bounds are 0.75 and 1.5, the dual clip 3
+        (2.0, 0.5, -1.0, -2.0, "wrong_low"),
+        (2.0, 0.75, -1.5, -2.0, "none"),
+        (2.0, 1.0, -2.0, -2.0, "none"),
+        (2.0, 1.375, -2.75, -2.0, "none"),  # above 1 + low, below 1 + high: clip-higher lets it rise
+        (2.0, 1.5, -3.0, -2.0, "none"),
+        (2.0, 2.0, -3.0, 0.0, "clip_high"),
+        (2.0, 64.0, -3.0, 0.0, "clip_high"),  # dual clip is for negative advantages
+        (-2.0, 0.0, 1.5, 0.0, "clip_low"),
+        (-2.0, 0.75, 1.5, 2.0, "none"),
+        (-2.0, 2.0, 4.0, 2.0, "wrong_high"),
+        (-2.0, 3.0, 6.0, 2.0, "wrong_high"),
+        (-2.0, 4.0, 6.0, 0.0, "clip_dual"),  # the loss stops at -c A
+        (0.0, 64.0, 0.0, 0.0, "none"),
+    ],
+)
+def test_the_clip_by_hand(advantage: float, ratio: float, loss: float, gradient: float, flag: str) -> None:
+    objective, r, a = Clip(0.25, 0.5, 3.0), tensor([ratio]), tensor([advantage])
+    found = of_ratio(objective, r, a)
+    assert (found[0].item(), found[1].item(), flag_names(objective.flags(r, a))) == (loss, gradient, [flag])
+    without = Clip(0.25, 0.5)
+    if flag == "clip_dual":
+        assert flag_names(without.flags(r, a)) == ["wrong_high"]
+    else:
+        assert of_ratio(without, r, a)[0].item() == loss
+
+
+@given(tokens, st.sampled_from([None, 3.0]))
+def test_the_clip_is_its_definition_bit_for_bit(rows: list[tuple[float, float]], dual: float | None) -> None:
+    r, a = tensor([r for r, _ in rows]), tensor([a for _, a in rows])
+    ratios, advantages = r.numpy(), a.numpy()
+    low, high = np.float32(0.75), np.float32(1.5)
+    with np.errstate(over="ignore"):  # a huge ratio times a huge advantage is infinite on both sides
+        expected = np.minimum(ratios * advantages, np.clip(ratios, low, high) * advantages)
+        if dual is not None:
+            expected = np.where(advantages < 0, np.maximum(expected, np.float32(dual) * advantages), expected)
+    removed = ((ratios > high) & (advantages > 0)) | ((ratios < low) & (advantages < 0))
+    if dual is not None:
+        removed |= (ratios > np.float32(dual)) & (advantages < 0)
+    objective = Clip(0.25, 0.5, dual)
+    losses, slopes = of_ratio(objective, r, a)
+    assert bits(losses) == (-expected).view(np.int32).tolist()
+    assert bits(slopes) == bits(torch.from_numpy(np.where(removed, np.float32(0), -advantages)))
+    flags = objective.flags(r, a)
+    assert removes_gradient(flags).tolist() == removed.tolist()
+    outside = (ratios > high) | (ratios < low)
+    assert [name != "none" for name in flag_names(flags)] == (outside & (advantages != 0)).tolist()
+
+
+def test_a_ratio_is_not_brought_back_and_not_bounded() -> None:
+    """Wrong claim: "the policy cannot change by more than 20% per update". Adam's momentum carries it on."""
+    logits = torch.zeros(2, requires_grad=True)
+    anchor = torch.log_softmax(logits, 0)[:1].detach()
+    optimizer = torch.optim.Adam([logits], lr=0.05)
+    history = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        ratios = probability_ratios(torch.log_softmax(logits, 0)[:1], anchor)
+        Clip(0.2, 0.2).surrogates(ratios, torch.ones(1), ratios).sum().backward()
+        history.append((ratios.item(), logits.grad.abs().max().item()))
+        optimizer.step()
+    crossed = next(i for i, (ratio, _) in enumerate(history) if ratio > np.float32(1.2))
+    assert crossed < 10 and all(gradient == 0 for _, gradient in history[crossed:]), "the clip removes the gradient"
+    assert history[-1][0] > 1.3, "and bounds nothing"
+
+
+@given(responses)
+def test_before_the_first_step_every_objective_has_the_gradient_of_reinforce(rows: Rows) -> None:
+    old, _, advantages, responses_of = tensors(rows)
+    none = torch.zeros(len(old), dtype=torch.bool)
+
+    def gradient(objective: Objective) -> list[float]:
+        new = old.clone().requires_grad_()
+        ratios = objective.ratios(new, old, responses_of)
+        assert bits(ratios) == bits(torch.ones(len(old)))
+        losses = objective.surrogates(ratios, advantages, new, none)
+        penalties = objective.penalties(new - old, none)
+        return slope(losses if penalties is None else losses + penalties, new).tolist()
+
+    expected = gradient(PolicyGradient())
+    assert expected == (-advantages).tolist()
+    objectives = [Objective(), Clip(0.2, 0.3, 3.0), SequenceClip(0.2, 0.2), Cispo(0.5, 2.0), ClipCov(1.0, 1.0)]
+    for objective in (*objectives, KLCov(0.1, 1.0), Penalty(5.0)):
+        assert gradient(objective) == expected, objective
+
+
+def test_gspo_by_hand() -> None:
+    # a response of two tokens with ratios e and 1, and one of a single token
+    new, anchor, of = tensor([-1.0, -1.0, -3.0]), tensor([-2.0, -1.0, -3.0]), torch.tensor([4, 4, 7])
+    objective = SequenceClip(0.2, 0.2)
+    ratios = objective.ratios(new, anchor, of)
+    assert ratios.tolist() == pytest.approx([math.exp(0.5), math.exp(0.5), 1.0], rel=1e-6)
+    # 1.65 is beyond 1.2, and the advantage is positive: both tokens lose their gradient
+    assert objective.surrogates(ratios, torch.ones(3), new).tolist() == pytest.approx([-1.2, -1.2, -1.0], rel=1e-6)
+
+
+@given(responses, st.randoms(use_true_random=False))
+def test_gspos_gradient_is_its_definitions_in_float64_in_any_order_of_tokens(rows: Rows, random) -> None:
+    """Equation 5 of the paper, differentiated by torch in float64: -mean_i s_i A_i, one advantage per response."""
+    new, anchor, advantages, of = tensors(rows)
+    objective, lengths = SequenceClip(0.2, 0.2), torch.tensor([len(row) for row in rows])
+    advantages = advantages[torch.repeat_interleave(torch.cumsum(lengths, 0) - 1, lengths)]  # one a response
+    x = new.clone().requires_grad_()
+    weights = torch.repeat_interleave(1.0 / (len(lengths) * lengths), lengths).to(torch.float32)
+    ratios = objective.ratios(x, anchor, of)
+    found = slope(Objective().surrogates(ratios, advantages, x), x, weights)
+    y = new.to(torch.float64).requires_grad_()
+    means = torch.stack([run.mean() for run in (y - anchor.to(torch.float64)).split(lengths.tolist())])
+    firsts = advantages[torch.cumsum(lengths, 0) - 1].to(torch.float64)
+    (expected,) = torch.autograd.grad(-(means.exp() * firsts).mean(), y)
+    torch.testing.assert_close(found.to(torch.float64), expected, rtol=2e-5, atol=1e-7)
+    shuffled = tensors([random.sample(row, len(row)) for row in rows])
+    assert bits(ratios) == bits(objective.ratios(shuffled[0], shuffled[1], of))
+
+
+def test_cispo_by_hand() -> None:
+    new, ratios, advantages = tensor([-1.0, -2.0, -0.5]), tensor([3.0, 1.0, 0.1]), tensor([1.0, 1.0, -2.0])
+    assert Cispo(0.5, 2.0).surrogates(ratios, advantages, new).tolist() == [2.0, 2.0, -0.5]
+    assert flag_names(Cispo(0.5, 2.0).flags(ratios, advantages)) == ["bound_high", "none", "bound_low"]
+
+
+@given(responses)
+def test_cispos_gradient_is_the_bounded_ratio_times_the_advantage(rows: Rows) -> None:
+    new, anchor, advantages, _ = tensors(rows)
+    x = new.clone().requires_grad_()
+    found = slope(Cispo(0.5, 2.0).surrogates(probability_ratios(x, anchor), advantages, x), x)
+    r = np.exp((new - anchor).numpy().astype(np.float64))
+    expected = -np.clip(r, 0.5, 2.0) * advantages.numpy().astype(np.float64)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-12)
+
+
+@given(finite(-1.0, 1.0), finite(-2.0, 2.0), st.sampled_from([0.5, 4.0]))
+def test_the_penalty_pulls_the_ratio_back(log_ratio: float, advantage: float, coef: float) -> None:
+    new, old, a = tensor([log_ratio]).requires_grad_(), tensor([0.0]), tensor([advantage])
+    objective = Penalty(coef)
+    loss = objective.surrogates(probability_ratios(new, old), a, new) + objective.penalties(new - old)
+    r = math.exp(float(tensor([log_ratio])))
+    # float32: the exponential and each operation are rounded by 2^-24, and r - 1 - log r cancels
+    assert loss.item() == pytest.approx(-r * a.item() + coef * (r - 1 - math.log(r)), abs=1e-5)
+    assert slope(loss, new).item() == pytest.approx(-r * a.item() + coef * (r - 1), abs=1e-5)
+
+
+def test_choices_by_hand() -> None:
+    new, advantages = tensor([-1.0, -3.0, -2.0, -2.0]), tensor([2.0, 0.0, 1.0, 1.0])
+    assert covariances(new, advantages).tolist() == [1.0, 1.0, 0.0, 0.0]
+    order = torch.tensor([3, 2, 1, 0])
+    largest = [KLCov(share, 1.0).choose(new, new, advantages, order).tolist() for share in (0.01, 0.5)]
+    assert largest == [[True, False, False, False], [True, True, False, False]], "of equals the first, at least one"
+    drawn = ClipCov(1.0, 1.0, share=0.25, lowest=0.5, highest=2.0)
+    assert drawn.choose(new, new, advantages, order).tolist() == [False, True, False, False], "the first of the order"
+    clips = ClipCov(0.5, 0.5, share=0.25, lowest=0.5, highest=2.0)
+    # the second token's ratio is 1/e, but its advantage is 0; the first one's is e, and the clip removes it already
+    assert clips.choose(new, tensor([-2.0, -2.0, -2.0, -2.0]), advantages, order.flip(0)).tolist() == [0, 1, 0, 0]
+    assert not ClipCov(1.0, 1.0, share=1.0, lowest=5.0, highest=6.0).choose(new, new, advantages, order).any()
+    chosen, ones = torch.tensor([True, False, False, False]), torch.ones(4)
+    assert drawn.surrogates(ones, advantages, new, chosen).tolist() == [0.0, 0.0, -1.0, -1.0]
+    assert flag_names(drawn.flags(ones, advantages, chosen))[:2] == ["clip_cov", "none"]
+    log_ratios = tensor([0.5, -0.25, 0.0, 3.0]).requires_grad_()
+    penalties = KLCov(0.5, 2.0).penalties(log_ratios, torch.tensor([True, True, True, False]))
+    assert penalties.tolist() == [1.0, 0.5, 0.0, 0.0] and slope(penalties, log_ratios).tolist() == [2.0, -2.0, 0.0, 0.0]
+    assert flag_names(KLCov(0.5, 2.0).flags(ones, advantages, chosen))[:2] == ["kl_cov", "none"]
+
+
+@given(responses, st.sampled_from([0.1, 0.5]))
+def test_kl_covs_choice_is_numpys(rows: Rows, share: float) -> None:
+    new, anchor, advantages, _ = tensors(rows)
+    x, y = new.numpy().astype(np.float64), advantages.numpy().astype(np.float64)
+    expected = (x - x.mean()) * (y - y.mean())
+    chosen = KLCov(share, 1.0).choose(new, anchor, advantages, torch.arange(len(new))).numpy()
+    assert chosen.sum() == max(int(share * len(x)), 1)
+    assert expected[chosen].min() >= expected[~chosen].max(initial=-np.inf) - 1e-9
+
+
+def test_every_qualified_token_is_drawn_equally_often() -> None:
+    """300 permutations of 6 tokens, 4 of which qualify, one drawn: 75 each, within five standard deviations."""
+    new, advantages = tensor([-2.0, -1.0, 0.0, -2.0, -1.0, 0.0]), tensor([-1.0, 0.0, 1.0, -1.0, 0.0, 1.0])
+    generator, counts = torch.Generator().manual_seed(0), torch.zeros(6)
+    for _ in range(300):
+        order = torch.randperm(6, generator=generator)
+        counts += ClipCov(1.0, 1.0, share=0.1, lowest=0.5).choose(new, new, advantages, order)
+    assert counts[[1, 4]].tolist() == [0, 0] and counts.sum() == 300
+    assert ((counts[[0, 2, 3, 5]] - 75).abs() < 5 * (300 * 0.25 * 0.75) ** 0.5).all()
+
+
+def test_the_documented_columns_list_every_flag_name() -> None:
+    (text,) = (column.description for column in UPDATES.columns if column.name == "clip_flag")
+    assert all(re.search(rf"\b{flag.name.lower()}\b", text) for flag in ClipFlag)
+    assert flag_names(torch.tensor(list(ClipFlag), dtype=torch.uint8)) == [flag.name.lower() for flag in ClipFlag]

@@ -1,0 +1,190 @@
+"""A DPO run and a reward model have one set of bits under every layout; DPO runs are resumed, rerun and shown."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ppo_repro.config.files import load_dpo_config
+from ppo_repro.config.reward import RewardModelTraining
+from ppo_repro.config.run import TinyModel
+from ppo_repro.models.reward_model import make_reward_model
+from ppo_repro.models.tiny import make_model, make_tokenizer
+from ppo_repro.numerics import library
+from ppo_repro.preferences.dpo.execution import DPOKind
+from ppo_repro.preferences.dpo.summary import DPO_RUNS
+from ppo_repro.preferences.pairs import pairs_by_rule
+from ppo_repro.preferences.training import RewardTraining, train_reward_model
+from ppo_repro.records import manifest, reader
+from ppo_repro.runs.rerun import rerun
+from ppo_repro.runs.resume import resume
+from ppo_repro.runs.run import run
+from ppo_repro.tasks.problems import arithmetic, encoder, split
+from ppo_repro.watcher import Silent
+from tests.support.cli import Cli, one_line
+from tests.support.language import run as language_run
+from tests.support.runs import small_config
+
+TEXT = """
+experiment: baseline
+seed: 2
+run: {run}
+num_eval_prompts: 6
+dpo: {{beta: 0.1, epochs: 2, minibatch_size: 17, learning_rate: 2e-3}}
+numerics: {{max_context: 24}}
+layout: {{threads: 1}}
+"""
+LAYOUTS = (
+    ("layout.threads=2", "layout.padding=left", "layout.update_micro_batch=4"),
+    ("layout.padding=none", "layout.forward_micro_batch=5", "layout.rollout_slots=7", "layout.prefix_cache=false"),
+    ("layout.update_micro_batch=1", "layout.gradient_checkpointing=true", "layout.prefill_chunk=2"),
+)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short run that keeps its reference, so that no warm start has to be done again."""
+    config = small_config("checkpoints.every=2", "ppo.iterations=2", "rollout.samples_per_prompt=4")
+    return language_run(config, tmp_path_factory.mktemp("source"), Silent())[0]
+
+
+@pytest.fixture(scope="module")
+def trained(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(source, tmp_path_factory.mktemp("dpo"))
+
+
+def write_config(source: Path, folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "dpo.yaml").write_text(TEXT.format(run=json.dumps(str(source))))
+    return folder / "dpo.yaml"
+
+
+def train(source: Path, folder: Path, *overrides: str) -> Path:
+    return run(DPOKind(Silent()), load_dpo_config(write_config(source, folder), overrides), folder)[0]
+
+
+def fingerprint(run_dir: Path) -> str:
+    return manifest.load(run_dir).fingerprint
+
+
+def test_no_layout_changes_a_dpo_run(trained: Path) -> None:
+    for overrides in LAYOUTS:
+        again = rerun(DPOKind(Silent()), trained, overrides)
+        assert again.difference is None and again.fingerprint == fingerprint(trained)
+
+
+@pytest.mark.usefixtures("row_dependent")
+def test_in_native_numerics_the_layout_shows(source: Path, tmp_path: Path) -> None:
+    native = train(source, tmp_path, "numerics.mode=native", "dpo.epochs=1")
+    assert rerun(DPOKind(Silent()), native, ["layout.update_micro_batch=4"]).difference is not None
+
+
+def test_a_dpo_run_that_was_ended_goes_on_to_the_same_fingerprint(
+    trained: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupting(Silent):
+        def iteration(self, done: int, total: int, figures: str) -> None:
+            raise KeyboardInterrupt
+
+    config = load_dpo_config(write_config(source, tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        run(DPOKind(Interrupting()), config, tmp_path)
+    (ended,) = (path.parent for path in tmp_path.rglob("manifest.json"))
+    assert manifest.load(ended).status == "interrupted" and manifest.load(ended).num_iterations == 1
+    resume(DPOKind(Silent()), ended)
+    assert fingerprint(ended) == fingerprint(trained) and (ended / "checkpoints" / "final").is_dir()
+
+
+def test_a_dpo_run_learns_its_pairs(trained: Path, source: Path, tmp_path: Path) -> None:
+    summary, rows = DPO_RUNS.summarise(trained, None), reader.read_iterations(trained)
+    assert summary.loss_first == pytest.approx(0.6931471805599453, rel=1e-12)
+    assert summary.loss_last < summary.loss_first
+    assert rows["margin"].is_monotonic_increasing and rows["margin"].iloc[0] > 0
+    assert summary.ref_kl_per_sequence is not None and summary.ref_kl_per_sequence > 0.0
+    still = train(source, tmp_path, "dpo.learning_rate=0", "dpo.epochs=1")
+    margins = reader.TableReader("margins")(still)
+    assert (margins["margins"] == 0.0).all() and DPO_RUNS.summarise(still, None).ref_kl_per_sequence == 0.0
+    final = manifest.load(still).final
+    assert (
+        final["policy_digest"] == final["initial_policy_digest"] == manifest.load(source).final["initial_policy_digest"]
+    )
+
+
+def test_the_commands_of_runs_take_a_dpo_run(trained: Path, source: Path, tmp_path: Path, cli: Cli) -> None:
+    for command in ("show", "verify", "report"):
+        assert cli(command, trained)[0] == 0, command
+    assert cli("diff", trained, trained)[0] == 0
+    code, out, _ = cli("dpo", write_config(source, tmp_path), "--set", "dpo.epochs=1", "--out", tmp_path, "--json")
+    assert code == 0 and json.loads(out)["eval_pairs"] > 0
+    code, _, err = cli("dpo", tmp_path / "dpo.yaml", "--set", "num_eval_prompts=10000", "--out", tmp_path / "more")
+    assert code == 2 and "leave some to train on" in one_line(err)
+    assert not list((tmp_path / "more").rglob("manifest.json"))
+    code, _, err = cli("report", trained, trained)
+    assert code == 2 and "a page about two runs" in one_line(err)
+    code, _, err = cli("recompute", trained)
+    assert code == 2 and one_line(err)
+
+
+def test_pairs_of_ones_own_train_a_model_folder_and_a_reward_model(source: Path, tmp_path: Path, cli: Cli) -> None:
+    lines = [{"prompt": p.prompt, "chosen": p.answer, "rejected": f"{p.answer}0"} for p in arithmetic(6)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    text = TEXT.replace("run: {run}\n", "model: {{kind: folder, path: {model}}}\npairs: pairs.jsonl\n")
+    model = json.dumps(str(source / "checkpoints" / "reference"))
+    (tmp_path / "own.yaml").write_text(text.format(model=model))
+    code, out, err = cli("dpo", tmp_path / "own.yaml", "--out", tmp_path, "--json")
+    assert code == 0, err
+    summary = json.loads(out)
+    assert summary["loss_last"] < summary["loss_first"] and summary["accuracy_after"] is None
+    lines[7]["rejected"] = lines[7]["chosen"]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    code, _, err = cli("dpo", tmp_path / "own.yaml", "--out", tmp_path / "again")
+    assert code == 2 and "pairs.jsonl:8: 'chosen' and 'rejected' are the same response" in one_line(err)
+    lines[7]["rejected"] = "0"
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    term = f"{{kind: trained_model, pairs: '{tmp_path}/pairs.jsonl', minibatch_size: 8, learning_rate: 1e-3}}"
+    config = small_config(f"reward.terms=[{term}]", "ppo.iterations=1", "model.warm_start_steps=0")
+    run_dir = language_run(config, tmp_path / "reward", Silent())[0]
+    assert str(tmp_path / "pairs.jsonl") in manifest.load(run_dir).inputs
+    assert 0.0 <= float(manifest.load(run_dir).final["reward_model_pair_accuracy"]) <= 1.0
+
+
+ROWS = (  # forward and update micro-batches in sequences, padding, threads
+    (0, 0, "right", 1),
+    (7, 10, "left", 2),
+    (3, 2, "none", 1),
+)
+
+
+def train_reward(mode: str, row: tuple[int, int, str, int]) -> RewardTraining:
+    config = small_config(
+        f"numerics.mode={mode}", "task.max_operand=6", f"layout.forward_micro_batch={row[0]}",
+        f"layout.update_micro_batch={row[1]}", f"layout.padding={row[2]}",
+    )  # fmt: skip
+    problems = split(arithmetic(6), 12, 0)
+    tokenizer = make_tokenizer(problems.train, 20)
+    assert isinstance(config.model, TinyModel)
+    model = make_model(config.model, len(tokenizer), 24, tokenizer.eos_token_id, 1)
+    encode = encoder(tokenizer, config.task)
+    ids = {problem.key: encode(problem) for problem in problems.by_key.values()}
+    pairs = pairs_by_rule(problems.train, ids, tokenizer, 60, 0.1, 0)
+    held_out = pairs_by_rule(problems.held_out, ids, tokenizer, 40, 0.0, 0)
+    settings = RewardModelTraining(num_pairs=60, epochs=2, minibatch_size=16, learning_rate=3e-3)
+    library.use_threads(row[3])
+    made = make_reward_model(model, mode, 24, 0)
+    return train_reward_model(
+        made, pairs, held_out, settings, config.numerics, config.layout, 5, lambda step, total, loss: None
+    )
+
+
+def test_no_layout_changes_a_reward_model() -> None:
+    found = [train_reward("deterministic", row) for row in ROWS]
+    assert all(other == found[0] for other in found)
+    assert [step.pairs for step in found[0].steps] == [16, 16, 16, 12] * 2
+    assert found[0].accuracy_after > 0.5
+
+
+@pytest.mark.usefixtures("row_dependent")
+def test_in_native_numerics_the_layout_of_a_reward_model_shows() -> None:
+    assert len({train_reward("native", row).steps[-1].digest for row in ROWS}) == len(ROWS)

@@ -1,0 +1,191 @@
+"""Any number of processes gives one fingerprint, and a process that fails or is killed ends the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import reduce
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppo_repro.commands.cli import main
+from ppo_repro.config.files import load_config
+from ppo_repro.errors import UserError
+from ppo_repro.numerics.rows import slots_of, slots_of_rank
+from ppo_repro.ranks import Ranks
+from ppo_repro.records import manifest, reader
+from ppo_repro.watcher import Silent
+from tests.support.language import run
+from tests.support.paths import ROOT, SMALL, TINY
+from tests.support.processes.exchanges import summand
+from tests.support.ranks import Ended, cli_ranks, end, start_ranks
+
+slow = pytest.mark.slow
+pytestmark = pytest.mark.timeout(600)
+QUICK = ("model.warm_start_steps=4",)  # each process computes all of the warm start
+
+
+@given(st.integers(0, 300), st.sampled_from([1, 2, 4, 8]), st.sampled_from([8, 16]))
+def test_ranks_divide_sequences_in_order_and_have_whole_slots(count: int, size: int, slots: int) -> None:
+    ranks, each, found = [Ranks(rank, size) for rank in range(size)], slots // size, []
+    assert [i for rank in ranks for i in rank.mine(count)] == list(range(count))
+    assert max(len(r.mine(count)) for r in ranks) - min(len(r.mine(count)) for r in ranks) <= 1
+    for rank in ranks:
+        *own, last = slots_of_rank(count, slots, rank).tolist()
+        assert len(own) == len(rank.mine(count)) and last == each and all(0 <= slot < each for slot in own)
+        found += [slot + rank.rank * each for slot in own]
+    assert found == slots_of(range(count), count, slots).tolist()[:-1]
+
+
+def test_two_processes_add_and_gather_in_the_order_of_ranks(tmp_path: Path) -> None:
+    size = 2
+    ended = end(start_ranks(*[["-m", "tests.support.processes.exchanges", str(tmp_path)]] * size), 500)
+    assert [e.code for e in ended] == [0] * size, ended
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
+    assert found == [found[0]] * size
+    mine, summands = found[0], [summand(rank) for rank in range(size)]
+    assert mine["gather"] == [[r, [10 * i, 10 * i + 1, 10 * i + 2]] for r in range(size) for i in range(r)]
+    assert mine["everyone"] == [10_000 * (rank + 1) for rank in range(size)]
+    assert mine["first"] == "rank 0" and mine["same"] == "nothing"
+    assert mine["not same"] == "thing: rank 1 has 2, rank 0 has 0"
+    assert mine["numbers"] == reduce(torch.add, summands).view(torch.int32).tolist()
+
+
+def torchrun(processes: int, *arguments: str | Path, module: str = "ppo_repro") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return subprocess.run(
+        [*command, "-m", module, *map(str, arguments)],
+        capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=500, check=False,
+    )  # fmt: skip
+
+
+def fingerprint(processes: int, config: Path, out: Path, *overrides: str, module: str = "ppo_repro") -> str:
+    sets = [part for o in overrides for part in ("--set", o)]
+    done = torchrun(processes, "run", config, "--out", out, "--json", *sets, module=module)
+    assert done.returncode == 0, done.stderr
+    return str(json.loads(done.stdout)["fingerprint"])  # of one process alone: anything more is no JSON
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(load_config(TINY, QUICK), tmp_path_factory.mktemp("tiny"), Silent())[0]
+
+
+@pytest.mark.parametrize("processes", [2, *(pytest.param(size, marks=slow) for size in (1, 4, 8))])
+def test_no_number_of_processes_changes_the_fingerprint(tiny_run: Path, tmp_path: Path, processes: int) -> None:
+    assert fingerprint(processes, TINY, tmp_path, *QUICK) == manifest.load(tiny_run).fingerprint
+
+
+@slow
+@pytest.mark.parametrize(
+    ("config", "overrides"),
+    [
+        (SMALL, ("rollout.top_k=4", "rollout.top_p=0.9", "ppo.iterations=2")),
+        (TINY, (*QUICK, "ppo.iterations=1", "ppo.minibatch_size=1")),  # a process without a sequence
+        (TINY, (*QUICK, "mismatch.sampler.lag=1", "ppo.iterations=3")),
+    ],
+    ids=["cut distributions", "one sequence a minibatch", "lag"],
+)
+def test_two_processes_do_what_one_does(config: Path, overrides: tuple[str, ...], tmp_path: Path) -> None:
+    alone, _ = run(load_config(config, overrides), tmp_path / "alone", Silent())
+    layout = ("layout.padding=left", "layout.rollout_slots=5")
+    assert fingerprint(2, config, tmp_path / "two", *overrides, *layout) == manifest.load(alone).fingerprint
+
+
+@slow
+@pytest.mark.usefixtures("row_noise")
+def test_native_numerics_and_gradients_that_are_not_added_up_are_noticed(native_run: Path, tmp_path: Path) -> None:
+    """The negative controls."""
+    ended = cli_ranks(2, "rerun", native_run)  # recorded with other linear layers than these processes have
+    assert [e.code for e in ended] == [1, 1]
+    assert ended[0].out.startswith("different: table ") and ended[1].out == ended[1].err == ""
+    arguments = ("run", TINY, "--out", tmp_path, "--set", QUICK[0])
+    done = torchrun(2, *arguments, module="tests.support.processes.without_sums")
+    assert done.returncode == 1 and "promise broken: weights after an update: rank 1 has " in done.stderr
+    assert not list(tmp_path.rglob("iteration=000000.parquet"))
+
+
+@slow
+def test_a_rerun_in_two_processes(tiny_run: Path) -> None:
+    done = torchrun(2, "rerun", tiny_run)
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 1, done.stderr
+    assert done.stdout.startswith("identical: 2 iterations, fingerprint ")
+
+
+@slow
+def test_a_mistake_is_said_once_with_the_number_of_its_rank(tiny_run: Path, tmp_path: Path) -> None:
+    done = torchrun(2, "run", TINY, "--out", tmp_path, "--set", "ppo.epochs=two")
+    assert done.returncode != 0 and done.stdout == "" and done.stderr.count("exitcode  : 2") >= 1
+    assert len([line for line in done.stderr.splitlines() if f"error: {TINY}: ppo.epochs = 'two'" in line]) == 1
+    good = ["-m", "ppo_repro", "run", str(TINY), "--out", str(tmp_path)]
+    ended = end(start_ranks(good, [*good, "--set", "seed=8"]))
+    assert [e.code for e in ended] == [1, 1]
+    assert ended[0].errors[0].startswith("promise broken: configuration: rank 1 has ")
+    assert ended[1].errors[0].startswith("rank 1: configuration: rank 1 has ")
+    assert not list(tmp_path.rglob("manifest.json"))
+    before = (tiny_run / "manifest.json").read_bytes()
+    ended = cli_ranks(2, "run", TINY, "--out", tiny_run.parents[1], "--set", QUICK[0])
+    assert [e.code for e in ended] == [2, 2] and "exists already" in ended[0].errors[0]
+    assert (tiny_run / "manifest.json").read_bytes() == before
+
+
+@slow
+def test_unequal_bits_of_one_rank_end_every_rank(tmp_path: Path) -> None:
+    command = ["run", str(TINY), "--out", str(tmp_path), "--set", QUICK[0]]
+    ended = end(start_ranks(["-m", "ppo_repro", *command], ["-m", "tests.support.unequal", *command]))
+    assert [e.code for e in ended] == [1, 1], ended
+    # 15 responses: the first one of the second rank
+    assert ended[0].errors[0].startswith("promise broken: iteration 1, response 7, token 0: rollout_logprobs ")
+    recorded = manifest.load(next(tmp_path.rglob("manifest.json")).parent)
+    assert recorded.status == "failed" and len(recorded.iterations) == 1
+
+
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=slow), signal.SIGKILL])
+def test_a_process_that_ends_ends_the_run_and_complete_iterations_stay(number: int, tmp_path: Path) -> None:
+    command = ["-m", "ppo_repro", "run", str(TINY), "--out", str(tmp_path), "--set", "ppo.iterations=2000"]
+    processes = start_ranks(*[[*command, "--set", QUICK[0]]] * 2)
+    deadline = time.monotonic() + 300
+    while not list(tmp_path.rglob("iterations/iteration=000001.parquet")):
+        assert time.monotonic() < deadline, "the run did not get that far"
+        time.sleep(0.05)
+    processes[1].send_signal(number)
+    ended: list[Ended] = end(processes)
+    assert ended[0].code == 3 and len(ended[0].errors) == 1, ended
+    assert ended[0].errors[0].startswith("stopped: another process of this run ended (")
+    run_dir = next(tmp_path.rglob("manifest.json")).parent
+    assert manifest.load(run_dir).status == "interrupted"
+    with pytest.raises(UserError, match="the run is "):
+        reader.read_tokens(run_dir)
+    rows = reader.read_iterations(run_dir, allow_incomplete=True)
+    assert rows["iteration"].tolist() == list(range(len(rows))) and len(rows) >= 1
+
+
+REFUSED = {
+    ("2", "0", "show", "."): "only run, rerun and resume work in several processes; start this command",
+    ("3", "0", "run", str(TINY)): "torchrun --nproc-per-node: 3 processes were started; a run takes 1, 2, 4 or 8",
+    ("two", "0", "run", str(TINY)): "environment variable WORLD_SIZE = 'two': must be a count, as torchrun sets it",
+    ("2", "2", "run", str(TINY)): "environment variable RANK = 2: must be below WORLD_SIZE = 2, as torchrun sets it",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=" ".join)
+def test_what_cannot_run_in_several_processes_is_one_line(
+    case: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size, rank, *command = case
+    monkeypatch.setenv("WORLD_SIZE", size)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(sys, "argv", ["ppo-repro", *command])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {REFUSED[case]}") and len(err.splitlines()) == 1

@@ -1,0 +1,149 @@
+"""Every stage follows from the records alone, and one changed bit is found and named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ppo_repro.config.files import load_config
+from ppo_repro.errors import UserError
+from ppo_repro.recompute.recompute import COMPUTED, STAGES, Stage, lines, recompute
+from ppo_repro.records import manifest, reader, schema
+from ppo_repro.runs.verify import verify
+from ppo_repro.watcher import Silent
+from tests.support.cli import Cli
+from tests.support.language import run
+from tests.support.paths import TINY
+from tests.support.replay import require_replayed
+from tests.support.synthetic_run import rewrite_cell
+
+# without a final state, which names the chain of records that it follows
+SMALLEST = ("model.warm_start_steps=4", "evaluation.every=2", "checkpoints.final_state=false")
+ADAPTIVE = "{kind: adaptive, target_kl: 0.5}"
+
+
+def record(out: Path, *more: str) -> Path:
+    return run(load_config(TINY, [*SMALLEST, *more]), out, Silent())[0]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything adaptive at once."""
+    folder = tmp_path_factory.mktemp("replay")
+    return record(
+        folder,
+        *("reward.whiten=scale", "ppo.iterations=3"),
+        f"kl={{charge: word, estimator: exact, direction: reference_policy, controller: {ADAPTIVE}}}",
+        *("ppo.objective={kind: kl_penalty, target_kl: 0.01}", "ppo.schedule=cosine", "ppo.early_stop_kl=0.5"),
+        "value={learning_rate: 1e-3, normalize_returns: true}",
+    )
+
+
+@pytest.fixture
+def copy(recorded: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(recorded, tmp_path / "copy"))
+
+
+def test_every_stage_of_a_run_follows_from_its_records(recorded: Path) -> None:
+    found = recompute(recorded, STAGES)
+    assert found.difference is None and found.iterations == 3
+    # all columns of these stages that the configuration fills
+    tokens, updates = (
+        sum(e.tables[name].rows for e in manifest.load(recorded).iterations) for name in ("tokens", "updates")
+    )
+    assert found.compared["advantages"] == 3 * tokens and found.compared["rewards"] > 4 * tokens
+    assert found.compared["losses"] > 9 * updates
+
+
+def test_so_does_a_native_lean_run_and_no_model_is_needed(tmp_path: Path) -> None:
+    """Given its log-probs, the rest of a run has one set of bits in either numerics."""
+    run_dir = record(tmp_path, "numerics.mode=native", "records.level=lean", "checkpoints.every=1")
+    shutil.rmtree(run_dir / "checkpoints")
+    require_replayed(run_dir)
+
+
+def flip(run_dir: Path, table: str, column: str, row: int = 3, bit: int = 0) -> int:
+    """Change one bit of a value, and every digest that knew it, so that `verify` finds nothing; returns the row."""
+    row = min(row, reader.read_arrow(run_dir, table, 1, verify=False).num_rows - 1)
+
+    def change(values: np.ndarray) -> np.ndarray:
+        values.view(f"u{values.dtype.itemsize}")[row] ^= 1 << bit
+        return values
+
+    rewrite_cell(run_dir, table, 1, column, change)
+    return row
+
+
+CELLS: list[tuple[Stage, str, str]] = [
+    ("rewards", "sequences", "scores"),
+    ("rewards", "tokens", "kl_penalties"),
+    ("rewards", "tokens", "raw_rewards"),
+    ("advantages", "tokens", "returns"),
+    ("losses", "updates", "ratios"),
+    ("losses", "updates", "value_losses"),
+    ("losses", "steps", "approx_kl"),
+    ("coefficients", "iterations", "kl_coef"),
+    ("coefficients", "iterations", "return_scale"),
+    ("coefficients", "steps", "learning_rate"),
+    ("summary", "iterations", "max_abs_old_rollout"),
+]
+
+
+@pytest.mark.parametrize(("stage", "table", "column"), CELLS, ids=["-".join(cell) for cell in CELLS])
+def test_a_flipped_bit_of_a_result_is_named(copy: Path, stage: Stage, table: str, column: str) -> None:
+    row = flip(copy, table, column)
+    verify(copy)
+    found = recompute(copy, (stage,))
+    assert found.stage == stage and found.difference is not None
+    difference = found.difference
+    assert (difference.table, difference.iteration, difference.column, difference.row) == (table, 1, column, row)
+    assert int(difference.left_bits, 16) ^ int(difference.right_bits, 16) == 1 and difference.unequal_in_column == 1
+
+
+@pytest.mark.parametrize(
+    ("column", "stage", "bit"),  # the last bit of a small term is lost where it is added to a larger one
+    [("old_logprobs", "summary", 0), ("values", "advantages", 20)],
+)
+def test_a_changed_input_is_found_in_the_first_stage_that_reads_it(
+    copy: Path, column: str, stage: str, bit: int
+) -> None:
+    flip(copy, "tokens", column, row=0, bit=bit)
+    found = recompute(copy, STAGES)
+    assert found.difference is not None and found.stage == stage, lines(found)
+
+
+LEAN = {
+    "rewards": ("reverse_ref_kl", "kl={estimator: exact, direction: reference_policy}"),
+    "losses": ("kl_terms", "kl={placement: loss, estimator: exact}"),
+}
+
+
+@pytest.mark.parametrize(("stage", "column", "override"), [(k, *v) for k, v in LEAN.items()], ids=LEAN)
+def test_a_lean_run_says_what_a_stage_lacks(tmp_path: Path, stage: Stage, column: str, override: str) -> None:
+    run_dir = record(tmp_path, "records.level=lean", override)
+    with pytest.raises(UserError, match=f"stage {stage} needs column {column} of table .* records.level = full"):
+        recompute(run_dir, (stage,))
+    require_replayed(run_dir, [other for other in STAGES if other != stage])
+
+
+def test_every_computed_column_is_in_the_schema() -> None:
+    columns = {(table.name, column.name) for table in schema.TABLES for column in table.columns}
+    computed = [(table, name) for stage in STAGES for table, names in COMPUTED[stage].items() for name in names]
+    assert set(computed) <= columns and len(set(computed)) == len(computed)
+
+
+def test_the_command_line(cli: Cli, recorded: Path, copy: Path) -> None:
+    code, out, _ = cli("replay", recorded)
+    assert code == 0 and [line.split(":")[0] for line in out.splitlines()] == list(STAGES)
+    row = flip(copy, "tokens", "rewards")
+    code, out, _ = cli("replay", copy)
+    assert code == 1 and f"table tokens, iteration 1, column rewards, row {row}" in out.splitlines()[-1]
+    code, out, _ = cli("replay", copy, "rewards", "--json")
+    found = json.loads(out)
+    assert code == 1 and (found["stage"], found["difference"]["column"]) == ("rewards", "rewards")
+    code, _, err = cli("replay", recorded, "reward")
+    assert code == 2 and "STAGE = 'reward'" in err

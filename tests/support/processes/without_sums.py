@@ -1,0 +1,11 @@
+"""The program, deliberately broken: every rank uses its own gradients."""
+
+from __future__ import annotations
+
+from ppo_repro.commands import cli
+from ppo_repro.ranks import Ranks
+
+if __name__ == "__main__":
+    Ranks.exchange_sum = lambda self, tensor: None  # type: ignore[method-assign]
+    Ranks.add_up = lambda self, tensors: None  # type: ignore[method-assign,attr-defined]
+    cli.main()

@@ -1,0 +1,247 @@
+"""Prompts: where they come from, their split and order, as token ids, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppo_repro.config.files import load_config
+from ppo_repro.config.tasks import ArithmeticTask, JsonlTask, PythonTask
+from ppo_repro.errors import UserError
+from ppo_repro.tasks.dialogue import around_reply
+from ppo_repro.tasks.problems import Problem, arithmetic, choose, encode_all, encoder, read_jsonl, split
+from ppo_repro.tasks.sources import PythonFile, check_source, load_source, transcript_of
+from ppo_repro.tasks.tokenizer import train_bpe
+from tests.support.paths import TINY
+from tests.support.runs import small_config
+
+
+def numbered(count: int) -> list[Problem]:
+    return [Problem(f"k{i}", f"p{i}", f"a{i}") for i in range(count)]
+
+
+def jsonl(folder: Path, *lines: Any) -> Path:
+    path = folder / "p.jsonl"
+    path.write_text("".join(f"{x if isinstance(x, str) else json.dumps(x)}\n" for x in lines), encoding="utf-8")
+    return path
+
+
+def of_file(**more: Any) -> JsonlTask:
+    return JsonlTask(kind="jsonl", path="p.jsonl", num_eval_prompts=1, **more)
+
+
+def test_arithmetic_is_every_addition_once() -> None:
+    found = arithmetic(30)
+    assert len(found) == len({p.key for p in found}) == 31 * 31
+    for problem in found:
+        a, b = problem.prompt.removesuffix("=").split("+")
+        assert int(a) + int(b) == int(problem.answer)
+
+
+@given(st.integers(2, 40), st.integers(0, 2**63 - 1), st.randoms(use_true_random=False), st.data())
+def test_a_split_is_disjoint_complete_and_blind_to_order_and_texts(count: int, seed: int, random, data) -> None:
+    problems = numbered(count)
+    held_out = data.draw(st.integers(1, count - 1))
+    found = split(problems, held_out, seed)
+    assert len(found.held_out) == held_out
+    assert Counter(found.train + found.held_out) == Counter(problems)
+    assert split(random.sample(problems, count), held_out, seed) == found
+    reworded = [Problem(p.key, "x" + p.prompt, "y") for p in problems]
+    assert [p.key for p in split(reworded, held_out, seed).train] == [p.key for p in found.train]
+
+
+def test_a_split_depends_on_the_seed_and_leaves_something_to_train_on() -> None:
+    assert len({tuple(p.key for p in split(numbered(50), 10, seed).held_out) for seed in range(20)}) == 20
+    with pytest.raises(UserError, match=r"task.num_eval_prompts = 4: there are 4 prompts; leave some to train on"):
+        split(numbered(4), 4, 0)
+
+
+@given(st.integers(1, 12), st.integers(1, 30), st.integers(0, 2**63 - 1))
+def test_every_problem_comes_once_per_epoch(problems: int, count: int, seed: int) -> None:
+    pool = tuple(numbered(problems))
+    flat = [p for i in range(-(-3 * problems // count)) for p in choose(pool, count, seed, i)]
+    for epoch in range(3):
+        assert Counter(flat[epoch * problems : (epoch + 1) * problems]) == Counter(pool)
+
+
+def test_epochs_and_seeds_have_their_own_order() -> None:
+    pool = tuple(numbered(20))
+    assert len({tuple(choose(pool, 20, seed, epoch)) for seed in range(5) for epoch in range(5)}) == 25
+
+
+def test_problems_of_a_section(tmp_path: Path) -> None:
+    task = ArithmeticTask(kind="arithmetic", max_operand=4, num_eval_prompts=5)
+    assert load_source(task, 3).problems == split(arithmetic(4), 5, 3)
+    path = jsonl(tmp_path, *({"prompt": p.prompt, "answer": p.answer, "key": p.key} for p in numbered(6)))
+    assert load_source(JsonlTask(kind="jsonl", path=str(path), num_eval_prompts=2), 3).problems == split(
+        numbered(6), 2, 3
+    )
+
+
+def test_jsonl_keeps_texts_and_uses_the_prompt_as_key(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, {"prompt": "a b", "answer": ""}, "  ", {"prompt": "é", "answer": "1", "key": "k", "more": 3})
+    assert read_jsonl(path) == [Problem("a b", "a b", ""), Problem("k", "é", "1", '{"more": 3}')]
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    assert [p.key for p in read_jsonl(path)] == ["a b", "k"]
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1), st.booleans())
+def test_jsonl_reads_any_text(tmp_path_factory: pytest.TempPathFactory, text: str, escaped: bool) -> None:
+    """Also U+2028, U+0085 and others that cut a text into lines elsewhere but may stand in JSON as they are."""
+    line = json.dumps({"prompt": text, "answer": text}, ensure_ascii=escaped)
+    assert read_jsonl(jsonl(tmp_path_factory.mktemp("text"), line)) == [Problem(text, text, text)]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "must be an object, is list"),
+        ('{"prompt": "x"}', "field 'answer' is missing, and other lines have one; give all lines one, or none"),
+        ('{"answer": "x"}', "field 'prompt' is missing or null; must be a text"),
+        ('{"prompt": "x", "answer": 3}', "field 'answer' = 3; must be a text"),
+        ('{"prompt": "", "answer": "x"}', "field 'prompt' is empty"),
+        ('{"prompt": "x", "answer": "x", "key": ""}', "field 'key' is empty"),
+        ('{"prompt": "x\\ud800", "answer": "x"}', "field 'prompt' has half of a surrogate pair (\\ud800) at"),
+        ('{"prompt": "x", "answer": "a\\u0000"}', "field 'answer' has the character NUL (\\u0000) at character 2"),
+        ('{"prompt": "x", "answer": "x", "other": NaN}', "NaN is no JSON"),
+        ('{"prompt": "fine", "answer": "x", "key": "k"}', "prompt 'fine' is also that of line 1"),
+        ('{"prompt": "x", "answer": "x", "key": "fine"}', "key 'fine' is also that of line 1"),
+        ('{"prompt": [], "answer": ""}', "field 'prompt' must end with a message of the user or a tool"),
+        ('{"prompt": ["x"], "answer": ""}', "field 'prompt': a message must be an object with 'role' and 'content'"),
+        ('{"prompt": [{"role": "user", "content": 3}], "answer": ""}', "field 'content' = 3; must be a text"),
+        (
+            '{"prompt": [{"role": "assistant", "content": "x"}], "answer": ""}',
+            "field 'prompt' has the roles assist",
+        ),
+    ],
+)
+def test_a_mistake_in_jsonl_is_named_with_its_line(tmp_path: Path, line: str, message: str) -> None:
+    path = jsonl(tmp_path, {"prompt": "fine", "answer": "1"}, "", line)
+    with pytest.raises(UserError) as caught:
+        read_jsonl(path, chat_template=True)
+    assert str(caught.value).startswith(f"{path}:3: {message}")
+
+
+def test_a_jsonl_file_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"task.path = .*absent: cannot be read \(No such file or directory\)"):
+        read_jsonl(tmp_path / "absent")
+    (tmp_path / "empty").write_bytes(b"\xef\xbb\xbf\n \n")
+    with pytest.raises(UserError, match=r"task\.path = .*empty: is empty; give one JSON object per line"):
+        read_jsonl(tmp_path / "empty")
+
+
+def test_prompts_become_ids_and_the_unservable_one_is_named() -> None:
+    tokenizer = train_bpe([p.prompt + p.answer for p in arithmetic(12)], 20)
+    config = small_config()
+    encode = encoder(tokenizer, config.task)
+    ids = encode_all(arithmetic(12), encode, config, len(tokenizer))
+    assert tokenizer.decode(ids["3+12"]) == "3+12=" and len(ids) == 169
+    for encoded, message in (((6,), r"'0\+0': .* must be in 0\.\.5"), ((), r"'0\+0': empty prompt")):
+        with pytest.raises(UserError, match=f"^prompt {message}"):
+            encode_all(arithmetic(12), lambda _, encoded=encoded: encoded, config, 6)
+    with pytest.raises(UserError, match=r"^prompt 'long': prompt of 19 tokens"):
+        encode_all([Problem("long", "+" * 19, "")], encode, config, len(tokenizer))
+
+
+def chat_tokenizer() -> Any:
+    tokenizer = train_bpe(["ab<>|/;usaSB"], 30)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m['role'][0] }}|{{ m['content'] }}>{% endfor %}"
+        "{% if add_generation_prompt %}<a|{% endif %}"
+    )
+    return tokenizer
+
+
+def test_prompts_are_texts_or_lists_of_messages_in_a_chat_template(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer()
+    chat = [{"role": r, "content": c} for r, c in (("user", "ab"), ("assistant", "B"), ("user", "b"))]
+    rows = {"prompt": "ab"}, {"prompt": chat}, {"prompt": [{"role": "user", "content": "u"}]}
+    problems = read_jsonl(jsonl(tmp_path, *rows), chat_template=True)
+    assert [p.prompt for p in problems] == ["ab", "user: ab\nassistant: B\nuser: b", "u"]
+    encode = encoder(tokenizer, of_file(chat_template=True, system_prompt="SB"))
+    assert [tokenizer.decode(encode(p)) for p in problems] == [
+        "<s|SB><u|ab><a|",
+        "<s|SB><u|ab><a|B><u|b><a|",
+        "<s|SB><u|u><a|",
+    ]
+    with pytest.raises(UserError, match=r"p\.jsonl:2: field 'prompt' is a list of messages; set task\.chat_template"):
+        read_jsonl(tmp_path / "p.jsonl")
+    system = Problem("k", "x", "", messages=json.dumps([{"role": "system", "content": "S"}, *chat]))
+    assert tokenizer.decode(encoder(tokenizer, of_file(chat_template=True))(system)).startswith("<s|S><u|ab>")
+    with pytest.raises(UserError, match=r"^task\.system_prompt: prompt 'k' has a system message of its own"):
+        encode(system)
+    assert around_reply(tokenizer) == ("><u|", "><a|")
+
+
+def test_a_template_that_is_missing_or_leaves_something_out_is_refused() -> None:
+    tokenizer = chat_tokenizer()
+    encode = encoder(tokenizer, of_file(chat_template=True, system_prompt="SB"))
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    with pytest.raises(UserError, match=r"^task\.system_prompt: this tokenizer's chat template leaves it out"):
+        encode(Problem("k", "ab", ""))
+    with pytest.raises(UserError, match="leaves turns out"):
+        around_reply(tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('no system turn') }}"
+    with pytest.raises(UserError, match=r"template refuses the chat \(no system turn"):
+        encode(Problem("k", "ab", ""))
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="this tokenizer has no chat template; set it to false"):
+        encoder(tokenizer, of_file(chat_template=True))
+
+
+def test_control_tokens_in_a_prompt_are_refused_unless_they_are_allowed() -> None:
+    tokenizer = chat_tokenizer()
+    for chat in (False, True):
+        with pytest.raises(UserError, match=r"^prompt 'k' contains '<eos>', which the tokenizer reads as a control"):
+            encoder(tokenizer, of_file(chat_template=chat))(Problem("k", "ab<eos>", ""))
+    assert encoder(tokenizer, of_file(control_tokens="allow"))(Problem("k", "<eos>", "")) == (1,)
+
+
+PROMPTS = "def prompts():\n    return [{'prompt': f'p{i}', 'answer': f'a{i}', 'level': i} for i in range(6)]\n"
+
+
+def python_task(folder: Path, text: str) -> PythonTask:
+    (folder / "task.py").write_text(text)
+    return PythonTask(kind="python", path=str(folder / "task.py"), num_eval_prompts=2)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("def prompts():\n    return [{'prompt': 'a'}, 3]\n", "entry 1 of prompts.*is a int; must be a dict"),
+        ("def prompts():\n    return [{'prompt': 'a'}, {'prompt': 'a'}]\n", "key 'a' is also that of entry 0"),
+        ("def prompts():\n    return [{'answer': 'a'}]\n", "field 'prompt' is missing or null"),
+        ("def prompts():\n    return [{'prompt': 'a', 'of': {1, 2}}]\n", "has a value that JSON does not have"),
+        ("def prompts():\n    return 'abc'\n", "prompts returned a str; must be a list, with a dict for each prompt"),
+        ("def prompts():\n    return 1 / 0\n", "task.py:2: prompts raised ZeroDivisionError"),
+        ("import random\ndef prompts():\n    return [{'prompt': str(random.random())}]\n", "returned other prompts"),
+        ("prompts = 3\n", "prompts is no function"),
+    ],
+)
+def test_prompts_of_a_python_task_that_are_wrong_are_named(prompts: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"^task\\.path: .*{message}"):
+        load_source(python_task(tmp_path, prompts), 0)
+
+
+def test_a_score_that_depends_on_the_order_of_the_batch_is_refused(tmp_path: Path) -> None:
+    source = load_source(python_task(tmp_path, PROMPTS + "def score(ts):\n    return list(range(len(ts)))\n"), 0)
+    assert isinstance(source.verifier, PythonFile)
+    rows = [transcript_of(problem, ["x"]) for problem in source.problems.train]
+    assert source.verifier.scores(rows) == [0, 1, 2, 3]
+    with pytest.raises(UserError, match=r"task\.py:3: score returned 0\.0 and then 3\.0 for the same transcript"):
+        check_source(source, source.problems.train)
+
+
+def test_the_usual_term_of_a_task_with_a_verifier_is_the_verifier(tmp_path: Path) -> None:
+    python_task(tmp_path, PROMPTS)
+    section = f"task={{kind: python, path: '{tmp_path}/task.py', num_eval_prompts: 2}}"
+    assert [term.kind for term in load_config(TINY, [section]).reward.terms] == ["verifier"]
+    with pytest.raises(UserError, match=r"kind verifier need task\.kind = reasoning_gym or python"):
+        load_config(TINY, ["reward.terms=[{kind: verifier}]"])

@@ -1,0 +1,371 @@
+"""The user's functions: what they may return, how their mistakes are named, and that none of them costs a run."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppo_repro.config.reward import CalledReward, TrlReward, VerlReward
+from ppo_repro.errors import UserError
+from ppo_repro.tasks import user_code
+from ppo_repro.tasks.child import number
+from ppo_repro.tasks.user_code import (
+    Texts,
+    UserFunction,
+    UserProcess,
+    check_function,
+    check_repeats,
+    load_function,
+    numbers,
+)
+from tests.support.paths import ROOT
+
+FIELD = "reward.terms.0.path"
+ROWS = [Texts("k1", "p1", "r1", "a1"), Texts("k2", "p2", "r2", "a2")]
+SIGNATURE = "def f(prompt, response, answer):\n    "
+
+
+def loaded(folder: Path, text: str, term: CalledReward | None = None, name: str = "f") -> UserFunction:
+    (folder / "r.py").write_text(text, encoding="utf-8")
+    return load_function(UserProcess(), FIELD, f"{folder / 'r.py'}:{name}", term)
+
+
+def refusal(function: UserFunction, rows: list[Texts] = ROWS) -> str:
+    """The UserError of a call, without field and file."""
+    with pytest.raises(UserError) as caught:
+        numbers(function, rows)
+    message, start = str(caught.value), f"{FIELD}: {function.file}:"
+    assert message.startswith(start) and message.isprintable()
+    return message.removeprefix(start)
+
+
+@pytest.fixture(scope="module")
+def evaluating(tmp_path_factory: pytest.TempPathFactory) -> UserFunction:
+    """A function that executes the text of a response, in one process for all tests of this file."""
+    head = "import os, signal, sys, threading\nimport numpy as np, torch\nfrom decimal import Decimal\n"
+    head += "from fractions import Fraction\n\nasync def later(): return 1.0\n\n"
+    return loaded(tmp_path_factory.mktemp("eval"), f"{head}{SIGNATURE}return eval(response)")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (True, 1.0),
+        (3, 3.0),
+        (2**53, 2.0**53),
+        (Fraction(1, 4), 0.25),
+        (Decimal("0.5"), 0.5),
+        (np.bool_(True), 1.0),
+        (np.float32(0.1), 0.10000000149011612),
+        (np.longdouble("0.5"), 0.5),
+        (np.array(2.5), 2.5),
+        (torch.tensor(True), 1.0),
+        (torch.tensor(1.5, dtype=torch.bfloat16, requires_grad=True), 1.5),
+        (3.4028234663852886e38, 3.4028234663852886e38),
+    ],
+)
+def test_numbers_that_a_float_is_exactly_are_scores(value: Any, expected: float) -> None:
+    found = number(value)
+    assert type(found) is float and found == expected
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=1))
+def test_every_finite_float32_arrives_bit_for_bit(evaluating: UserFunction, values: list[float]) -> None:
+    found = numbers(evaluating, [Texts("k", "p", repr(value), "a") for value in values])
+    assert np.array_equal(np.array(found).view(np.int64), np.array(values).view(np.int64))
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("None", "None"),
+        ("'1'", "'1' of type str"),
+        ("float('nan')", "nan of type float"),
+        ("1e39", "1e+39 of type float"),
+        ("10**400", "an int of 1329 bits"),
+        ("2**53 + 1", "9007199254740993 of type int, which no float64 is exactly"),
+        ("Decimal('sNaN')", "Decimal('sNaN') of type Decimal"),
+        ("[1.0]", "[1.0] of type list"),
+        ("np.array([1.0])", "a ndarray of shape (1,)"),
+        ("torch.tensor(float('nan'))", "tensor(nan) of type Tensor"),
+        ("'x' * 300", "'" + "x" * 99 + "... (302 characters) of type str"),
+        ("'\\x1b[2J'", "'\\x1b[2J' of type str"),
+        ("later()", "a coroutine, as `async def` does"),
+    ],
+)
+def test_everything_else_is_refused_by_value_and_type(evaluating: UserFunction, value: str, shown: str) -> None:
+    expected = f"the function returned {shown}; must be a finite number within float32 (3.4e+38); prompt key 'k'"
+    assert refusal(evaluating, [Texts("k", "p", value, "a")]) == f"8: {expected}"
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        ("{'a': 1.0}[prompt]", "KeyError: 'p'"),
+        ("sys.exit(0)", "SystemExit: 0"),
+        ("(_ for _ in ()).throw(KeyboardInterrupt)", "KeyboardInterrupt"),
+        ("(_ for _ in ()).throw(ValueError('one\\ntwo \\x1b[31mred'))", r"ValueError: one two \x1b[31mred"),
+        ("bytearray(1 << 60)", "MemoryError"),
+    ],
+)
+def test_whatever_a_function_raises_is_named_with_file_line_and_prompt(
+    evaluating: UserFunction, call: str, reason: str
+) -> None:
+    assert refusal(evaluating, [Texts("k", "p", call, "a")]) == f"9: the function raised {reason}; prompt key 'k'"
+    assert numbers(evaluating, [Texts("k", "p", "1.5", "a")]) == [1.5], "the process goes on"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("os._exit(3)", "ended its process (exit status 3); let it return or raise"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "ended its process (SIGSEGV, a crash in C code most likely)"),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "ended its process (SIGKILL, as the system does when memory runs out)",
+        ),
+        ("time.sleep(1000)", "gave no answer within 1 s; make it end"),
+        ("re.match('(a+)+b', 'a' * 64)", "gave no answer within 1 s; make it end"),
+        ("os.closerange(3, 64); time.sleep(1000)", "closed the connection to the run"),
+    ],
+)
+def test_a_crash_an_exit_and_a_hang_are_one_line_and_the_run_goes_on(
+    body: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = loaded(tmp_path, f"import os, re, signal, time\n{SIGNATURE}if prompt == 'p2': {body}\n    return 1.0")
+    monkeypatch.setattr(user_code, "CALL_SECONDS", 1.0)
+    monkeypatch.setattr(user_code, "ENDING_SECONDS", 0.2)
+    assert refusal(function) == f"2: f {message}; prompt key 'k2'"
+
+
+def test_memory_that_a_function_never_gives_back_ends_the_function_alone(tmp_path: Path) -> None:
+    """The limit is the memory that is free; here it is lowered, so that the test needs little."""
+    head = "import resource\nresource.setrlimit(resource.RLIMIT_DATA, (1 << 28, 1 << 28))\nkept = []\n"
+    function = loaded(tmp_path, f"{head}{SIGNATURE}kept.append(bytearray(1 << 26)); return 1.0")
+    assert re.fullmatch(r"5: the function raised MemoryError; prompt key 'k\d+'", refusal(function, ROWS * 4))
+
+
+def test_the_process_ends_with_the_run_also_where_that_is_killed(tmp_path: Path) -> None:
+    """A function in an endless search holds every lock of Python."""
+    (tmp_path / "r.py").write_text(f"import os, re\n{SIGNATURE}print(os.getpid()); re.match('(a+)+b', 'a' * 64)")
+    program = "import sys; from ppo_repro.tasks.user_code import *\n"
+    program += f"numbers(load_function(UserProcess(), 'f', {str(tmp_path / 'r.py:f')!r}), [Texts('k', 'p', 'r', 'a')])"
+    run = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, cwd=ROOT)
+    assert run.stderr is not None
+    child = int(run.stderr.readline())
+    run.kill()
+    run.wait()
+    run.stderr.close()
+    for _ in range(100):
+        state = Path(f"/proc/{child}/stat")
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError("the child outlived its run")
+
+
+def test_ctrl_c_gets_out_of_a_function_that_catches_everything(tmp_path: Path) -> None:
+    body = f"try:\n        os.kill({os.getpid()}, 2); time.sleep(1000)\n    except BaseException: return 0.0"
+    function = loaded(tmp_path, f"import os, signal, time\n{SIGNATURE}{body}")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            numbers(function, ROWS)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_function_leaves_no_trace_in_the_run_and_keeps_the_state_that_its_file_made(tmp_path: Path) -> None:
+    change = "torch.set_default_dtype(torch.float64); os.environ['PPO_REPRO_X'] = '3'; os.chdir('/')"
+    body = "return torch.tensor(0.1) + int(os.environ['PPO_REPRO_X']) + (os.getcwd() == '/')"
+    before = os.getcwd(), dict(os.environ), torch.get_default_dtype(), random.getstate()
+    function = loaded(tmp_path, f"import os, random, torch\nrandom.seed(1)\n{change}\n{SIGNATURE}{body}")
+    assert numbers(function, ROWS) == [4.1, 4.1]
+    assert (os.getcwd(), dict(os.environ), torch.get_default_dtype(), random.getstate()) == before
+
+
+def test_what_is_printed_goes_to_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    said = "print('{0} print'); os.write(1, b'{0} raw '); os.system('echo {0} program')"
+    numbers(
+        loaded(tmp_path, f"import os\n{said.format('file')}\n{SIGNATURE}{said.format('call')}; return 1.0"), ROWS[:1]
+    )
+    out, err = capfd.readouterr()
+    assert out == ""
+    for part in ("file print", "file raw", "file program", "call print", "call program"):
+        assert part in err
+
+
+def test_the_process_is_light_and_another_thread_can_call(tmp_path: Path) -> None:
+    text = f"import sys\n{SIGNATURE}return sum(name in sys.modules for name in ('torch', 'numpy', 'pydantic'))"
+    function, found = loaded(tmp_path, text), []
+    thread = threading.Thread(target=lambda: found.extend(numbers(function, ROWS)))
+    thread.start()
+    thread.join()
+    assert found == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\nimport no_such_module_anywhere", ":2 fails to load (ModuleNotFoundError: No module named"),
+        ("x = 1\n\ndef f(:", ":3 fails to load (SyntaxError in Python 3."),
+        ("import sys\nsys.exit(0)", ":2 fails to load (SystemExit: 0)"),
+        ("import os\nos._exit(0)", " fails to load (it ended its process (exit status 0)"),
+        ("# a\ndef f(prompt): return 1.0", ": f cannot be called with prompt, response, answer (too many positional"),
+        ("def f(a, b, c, d): return 1.0", ": f cannot be called with prompt, response, answer (missing a required"),
+        ("f = 3", ": f is no function; make it one or rename it"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_where_it_is_loaded(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        loaded(tmp_path, text)
+    assert str(caught.value).startswith(f"{FIELD}: {tmp_path}/r.py{message}") and str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("path", ["exact", "r.py", "r.py:", "r.txt:f", "r.py:1f", ":f", "absent.py:f"])
+def test_a_path_of_another_form_is_refused(path: str) -> None:
+    for use in (lambda: load_function(UserProcess(), FIELD, path), lambda: check_function(FIELD, path)):
+        with pytest.raises(UserError, match=rf"^{FIELD} = '{path}': (must be FILE\.py:FUNCTION|there is no file)"):
+            use()
+
+
+def test_a_look_at_a_file_finds_a_wrong_name_without_executing_it(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("raise SystemExit\ndef score(*_): return 1.0")
+    check_function(FIELD, f"{tmp_path}/r.py:score")
+    with pytest.raises(UserError, match=r"has no function scor; did you mean score\?$"):
+        check_function(FIELD, f"{tmp_path}/r.py:scor")
+
+
+def test_the_present_text_of_a_file_is_executed_not_a_compiled_one(tmp_path: Path) -> None:
+    for value in ("1.0", "2.0"):
+        assert numbers(loaded(tmp_path, f"{SIGNATURE}return {value}"), ROWS) == [float(value)] * 2
+        os.utime(tmp_path / "r.py", (1e9, 1e9))  # two texts of one size and one time
+    assert not list(tmp_path.rglob("*.pyc"))
+
+
+def test_one_process_serves_two_files_of_one_name(tmp_path: Path) -> None:
+    process, found = UserProcess(), []
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "r.py").write_text(f"def f(*_): return {value}")
+        found.append(load_function(process, f"reward.terms.{value:.0f}.path", f"{tmp_path}/{name}/r.py:f"))
+    assert [numbers(function, ROWS[:1]) for function in found] == [[1.0], [2.0]]
+
+
+@pytest.mark.parametrize(
+    ("header", "body"),
+    [
+        ("import random\nrandom.seed(0)", "return random.random()"),
+        ("import numpy as np", "return np.random.rand()"),
+        ("import torch", "return torch.rand(())"),
+        ("calls = []", "calls.append(0); return len(calls)"),
+        ("last = [None]", "before, last[0] = last[0], response; return float(before == response)"),
+    ],
+)
+def test_a_function_with_two_scores_for_one_input_is_refused(tmp_path: Path, header: str, body: str) -> None:
+    with pytest.raises(UserError, match=r"returned \S+ and then \S+ for the same input \(prompt key 'k\d'"):
+        check_repeats(loaded(tmp_path, f"{header}\n{SIGNATURE}{body}\n"), ROWS)
+
+
+@pytest.mark.parametrize(
+    ("header", "body"),
+    [
+        ("", "return len(response)"),
+        ("import random", "return random.Random(prompt).random()"),
+        ("import torch", "torch.manual_seed(0); return torch.rand(())"),
+        ("known = {}", "return known.setdefault(response, len(prompt))"),
+        ("", "return int(str({prompt, response, answer}) == str({answer, response, prompt}))"),
+    ],
+)
+def test_a_function_of_its_input_is_not_refused(tmp_path: Path, header: str, body: str) -> None:
+    check_repeats(loaded(tmp_path, f"{header}\n{SIGNATURE}{body}\n"), ROWS)
+
+
+def test_the_order_of_a_set_is_the_same_in_every_process(tmp_path: Path) -> None:
+    text = f"{SIGNATURE}return hash('a text') % 1000003"
+    assert numbers(loaded(tmp_path, text), ROWS) == numbers(loaded(tmp_path, text), ROWS)
+
+
+def test_a_function_gets_by_name_what_it_asks_for(tmp_path: Path) -> None:
+    text = "def f(prompt, response, answer, turns, fields, full_text):\n    fields['n'] += 1\n"
+    text += "    return fields['n'] + 10 * [t.role for t in turns].count('environment') + 100 * full_text.count('<s>')"
+    row = Texts("k", "p", "ab", "x", '{"n": 3}', turns=("a", "tool", "b"), full_text="a<s>b<s>")
+    for _ in range(2):  # what it changes in them is lost
+        assert numbers(loaded(tmp_path, text), [row, row]) == [214.0, 214.0]
+
+
+# as in the documentation of TRL and verl
+TRL = """
+def accuracy(prompts, completions, answer, **kwargs):
+    assert len(prompts) == len(completions) == len(answer) == 1
+    return [1.0 if a in c else 0.0 for a, c in zip(answer, completions)]
+
+def letters(prompts, completions, level, **kwargs):
+    assert [m["role"] for m in prompts[0]] == ["user"]
+    return [level[0] + float(len(set(completion[0]["content"]))) for completion in completions]
+
+def batch(completions, **kwargs): return [0.0, 1.0]
+def single(completions, **kwargs): return 1.0
+def skipped(completions, **kwargs): return [None]
+def ids(completion_ids, **kwargs): return [1.0]
+"""
+VERL = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == ("own" if extra_info else "openai/gsm8k")
+    return 1.0 if solution_str.strip() == ground_truth else 0.1
+
+def graded(data_source, solution_str, ground_truth, extra_info):
+    return {"score": compute_score(data_source, solution_str, ground_truth, extra_info) / 2, "acc": True}
+
+def nameless(data_source, solution_str, ground_truth, extra_info): return {"acc": True}
+"""
+OF_TRL = TrlReward(kind="trl", path="r.py:f")
+OF_VERL = VerlReward(kind="verl", path="r.py:f", data_source="openai/gsm8k")
+FOUR = Texts("2", "2+2=", "four", "4", '{"level": 3, "data_source": "own", "completions": "not mine"}')
+
+
+@pytest.mark.parametrize(
+    ("term", "name", "expected"),
+    [
+        (OF_TRL, "accuracy", [1.0, 0.0]),
+        (TrlReward(kind="trl", path="r.py:f", conversational=True), "letters", [4.0, 7.0]),
+        (OF_VERL, "compute_score", [1.0, 0.1]),
+        (OF_VERL, "graded", [0.5, 0.05]),
+    ],
+)
+def test_rewards_of_trl_and_verl_work_as_they_are(
+    tmp_path: Path, term: CalledReward, name: str, expected: list[float]
+) -> None:
+    fields = '{"level": 3}' if isinstance(term, TrlReward) else "{}"
+    rows = [Texts("1", "1+1=", "2", "2", fields), FOUR]
+    assert numbers(loaded(tmp_path, TRL + VERL, term, name), rows) == expected
+
+
+@pytest.mark.parametrize(
+    ("term", "name", "message"),
+    [
+        (OF_TRL, "batch", "returned 2 numbers; must return a list of 1, for 1 completion"),
+        (OF_TRL, "single", "returned a float; must be a list, one number for each completion"),
+        (OF_TRL, "skipped", "returned None; must be a finite number"),
+        (OF_TRL, "ids", "raised TypeError: ids() missing 1 required positional argument: 'completion_ids'"),
+        (OF_VERL, "nameless", "returned a dict with ['acc']; must be a number or a dict with 'score'"),
+    ],
+)
+def test_what_is_wrong_in_them_is_one_line(tmp_path: Path, term: CalledReward, name: str, message: str) -> None:
+    assert message in refusal(loaded(tmp_path, TRL + VERL, term, name), [FOUR])

@@ -1,0 +1,117 @@
+"""JSON Lines: every mistake in a file is one line that names FILE:LINE, wherever in the file it is."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppo_repro.errors import UserError
+from ppo_repro.json_lines import read_lines, text_field
+
+
+def written(folder: Path, content: bytes) -> Path:
+    path = folder / "a.jsonl"
+    path.write_bytes(content)
+    return path
+
+
+def fields(path: Path, constants: bool = False) -> list[dict[str, Any]]:
+    return [line.fields for line in read_lines("file", path, constants)]
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(
+    st.lists(st.dictionaries(st.text(), PLAIN, max_size=3), min_size=1, max_size=3),
+    st.booleans(),
+    st.sampled_from(["\n", "\r\n", "\n\n"]),
+)
+def test_whatever_json_writes_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]], escaped: bool, end: str
+) -> None:
+    text = end.join(json.dumps(row, ensure_ascii=escaped) for row in rows)
+    try:
+        content = text.encode()
+    except UnicodeEncodeError:  # a lone surrogate, which only an escape can write
+        return
+    for mark in (b"", b"\xef\xbb\xbf"):
+        assert fields(written(tmp_path_factory.mktemp("lines"), mark + content)) == rows
+
+
+def test_lines_are_numbered_as_an_editor_does(tmp_path: Path) -> None:
+    path = written(tmp_path, b'\xef\xbb\xbf{"a": "\xe2\x80\xa8"}\r\n\n  \n{"b": 1}')
+    assert [(line.number, line.where) for line in read_lines("file", path)] == [(1, f"{path}:1"), (4, f"{path}:4")]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{", "not valid JSON (Expecting property name enclosed in double quotes, column 2)"),
+        (b"{} {}", "not valid JSON (Extra data, column 4)"),
+        (b'{"a": "\x01"}', "not valid JSON (Invalid control character at, column 8)"),
+        (b'{"a": "\x00"}', "not valid JSON (Invalid control character at, column 8)"),
+        (b"\x00", "not valid JSON (Expecting value, column 1)"),
+        (b'{"a": "\xff"}', "not UTF-8 text (byte 8 of the line)"),
+        (b'{"a": "\xed\xa0\x80"}', "not UTF-8 text (byte 8 of the line)"),
+        ('{"a": 1}'.encode("utf-16"), "not UTF-8 text (byte 1 of the line)"),
+        (b'\xef\xbb\xbf{"a": 1}', "not valid JSON (Unexpected UTF-8 BOM"),
+        (b"3", "must be an object, is int"),
+        (b"null", "must be an object, is NoneType"),
+        (b'["a"]', "must be an object, is list"),
+        (b'{"a": 1, "b": 2, "a": 1}', "field 'a' appears twice"),
+        (b'{"b": {"a": 1, "a": 2}}', "field 'a' appears twice"),
+        (b'{"a": NaN}', "NaN is no JSON"),
+        (b'{"a": [1, -Infinity]}', "-Infinity is no JSON"),
+        (b'{"a":' + b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "not a JSON that can be read (Exceeds the limit"),
+    ],
+)
+def test_a_mistake_names_its_line(tmp_path: Path, line: bytes, message: str) -> None:
+    path = written(tmp_path, b'{"a": 0}\n\n' + line + b'\n{"a": 1}\n')
+    with pytest.raises(UserError) as caught:
+        fields(path)
+    assert str(caught.value).startswith(f"{path}:3: {message}") and len(str(caught.value)) < 300
+
+
+def test_constants_are_numbers_only_where_the_reader_says_so(tmp_path: Path) -> None:
+    path = written(tmp_path, b'{"a": [NaN, Infinity, -Infinity]}')
+    (row,) = fields(path, constants=True)
+    assert math.isnan(row["a"][0]) and row["a"][1:] == [math.inf, -math.inf]
+    with pytest.raises(UserError, match="NaN is no JSON"):
+        fields(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b" \r\n\n", b"\xef\xbb\xbf"])
+def test_an_empty_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(UserError, match=r"file = .*a\.jsonl: is empty; give one JSON object per line"):
+        fields(written(tmp_path, content))
+
+
+def test_a_file_that_cannot_be_read_is_named_with_its_field(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"file = .*absent: cannot be read \(No such file or directory\)"):
+        fields(tmp_path / "absent")
+    with pytest.raises(UserError, match=r"cannot be read \(Is a directory\)"):
+        fields(tmp_path)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")))
+def test_other_texts_are_carried(text: str) -> None:
+    assert text_field("f:1", "a", text) == text
+
+
+@pytest.mark.parametrize("character", ["\0", "\ud800", "\udbff", "\udc00", "\udfff"])
+def test_what_no_part_of_a_run_could_carry_is_refused(character: str) -> None:
+    with pytest.raises(UserError, match=r"f:1: field 'a' has .* \(\\u[0-9a-f]{4}\) at character 3; remove it"):
+        text_field("f:1", "a", f"ab{character}c")

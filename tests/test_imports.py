@@ -30,7 +30,8 @@ PPO_REPRO = """
     records plan
     accuracy faults loop
     runs
-    audit control preferences.dpo checks grids testing recompute
+    testing control preferences.dpo checks grids recompute
+    audit
     tracking
     commands
     library

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from ppo_repro.clock import OTHER, Clock
 from ppo_repro.config.control import ControlConfig
-from ppo_repro.control.agreement import require_first_step_agrees, require_sampler_agrees
 from ppo_repro.control.buffers import Advantages, ForwardPass, MinibatchUpdate, Rollout
 from ppo_repro.control.environments import make_environments
 from ppo_repro.control.networks import Agent
@@ -15,6 +16,7 @@ from ppo_repro.control.stages import compute_advantages, evaluate, forward_pass,
 from ppo_repro.control.update import ControlState, update
 from ppo_repro.numerics import library
 from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer
+from ppo_repro.stages.agreement import require_ratios_of_one, require_same_bits
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,17 @@ def control_iterations(config: ControlConfig, state: ControlState) -> Iterator[C
         rollout = roll_out(config, state.agent, state.environments, index)
         clock.lap("rollout")
         forward = forward_pass(config, state.agent, rollout)
-        require_sampler_agrees(config, index, rollout, forward)
+        if config.numerics.mode == "deterministic":
+            drawn, scored = ("rollout_logprobs", rollout.rollout_logprobs), ("old_logprobs", forward.old_logprobs)
+            require_same_bits(index, rollout.lengths, drawn, scored, torch.arange(len(rollout.rewards)))
         advantages = compute_advantages(config, rollout, forward)
         clock.lap("forward")
         updates = tuple(update(state, rollout, forward, advantages, config))
-        require_first_step_agrees(config, index, rollout, forward, updates[0])
+        if config.numerics.mode == "deterministic":
+            tokens = updates[0].tokens
+            require_ratios_of_one(index, rollout.lengths, updates[0].ratios, tokens)
+            before, again = ("values", forward.values[tokens]), ("new_values", updates[0].new_values)
+            require_same_bits(index, rollout.lengths, before, again, tokens)
         clock.lap("update")
         state.iteration += 1
         clock.lap(OTHER)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -16,95 +16,59 @@ from ppo_repro.control.networks import Agent
 from ppo_repro.ppo.advantages import gae
 
 
-@dataclass(frozen=True)
-class _Steps:
-    """What happened to the E copies, step by step: lists of [E, ...]."""
-
-    observations: list[Tensor]
-    actions: list[Tensor]
-    logprobs: list[Tensor]
-    transitions: list[Transition]
-
-
-@dataclass(frozen=True)
-class _Fragment:
-    """Steps `first` to `last` of this iteration, both included, of one copy."""
-
-    environment: int
-    episode: int
-    seed: int
-    first: int
-    last: int
-    first_step: int  # of the episode
-    end_reason: str
-
-
-def _fragments(environment: int, start: tuple[int, int, int], seeds: list[int], ends: list[str]) -> list[_Fragment]:
-    """Cut one copy's steps where episodes ended.
-
-    `start`: (episode, seed, step) at which the iteration begins; `seeds`: of the episodes that begin in it;
-    `ends`: for each step why the episode ended, "" where it went on.
-    """
-    fragments, first = [], 0
-    episode, seed, step = start
-    following = iter(seeds)
-    for t, end in enumerate(ends):
-        if not end and t < len(ends) - 1:
-            continue
-        fragments.append(_Fragment(environment, episode, seed, first, t, step, end or "cut"))
-        if end:
-            episode, seed, step, first = episode + 1, next(following), 0, t + 1
-    return fragments
-
-
 @torch.no_grad()
 def roll_out(config: ControlConfig, agent: Agent, environments: Environments, iteration: int) -> Rollout:
     """Step every copy `steps_per_env` times, episodes going on from the iteration before."""
     horizon, copies = config.environment.steps_per_env, len(environments.slots)
     noise = agent.distribution.noise(horizon, copies, "actions", config.seed, iteration)
-    starts = [(slot.episode, slot.seed, slot.steps) for slot in environments.slots]
-    begun: list[list[int]] = [[] for _ in range(copies)]
-    steps = _Steps([], [], [], [])
+    # of each copy the episodes that its steps belong to, as (episode, seed, its step at which the fragment begins)
+    begun = [[(slot.episode, slot.seed, slot.steps)] for slot in environments.slots]
+    columns: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    transitions: list[Transition] = []
     for t in range(horizon):
         observations = torch.from_numpy(environments.observations.copy())
         outputs = agent.policy(observations)
         actions = agent.distribution.sample(outputs, noise[t])
-        steps.observations.append(observations)
-        steps.actions.append(actions)
-        steps.logprobs.append(agent.distribution.statistics(outputs, actions)[0])
-        transition = environments.step(actions.numpy())
-        steps.transitions.append(transition)
-        for i in np.flatnonzero(transition.terminated | transition.truncated):
-            begun[i].append(environments.slots[i].seed)
-    fragments = []
-    for i in range(copies):
-        ends = ["terminated" if t.terminated[i] else "truncated" if t.truncated[i] else "" for t in steps.transitions]
-        fragments += _fragments(i, starts[i], begun[i], ends)
-    return _in_order(steps, fragments)
-
-
-def _in_order(steps: _Steps, fragments: list[_Fragment]) -> Rollout:
-    def by_environment(steps: list[Tensor]) -> Tensor:
-        return torch.stack(steps, 1).flatten(0, 1)
-
-    transitions = steps.transitions
+        logprobs = agent.distribution.statistics(outputs, actions)[0]
+        transitions.append(environments.step(actions.numpy()))
+        columns.append((observations, actions, logprobs, torch.from_numpy(transitions[-1].rewards)))
+        for i in np.flatnonzero(transitions[-1].terminated | transitions[-1].truncated):
+            begun[i].append((environments.slots[i].episode, environments.slots[i].seed, 0))
+    # (copy, last step of the iteration, length, why it ends there, episode, seed, first step of the episode)
+    fragments = [
+        (i, *end, *begun[i][number]) for i in range(copies) for number, end in enumerate(_ends(i, transitions))
+    ]
+    copy, last, lengths, reasons, episodes, seeds, first_steps = zip(*fragments, strict=True)
+    # [T, E, ...] of every column, environment by environment
+    observed, acted, logprobs, rewards = (torch.stack(column, 1).flatten(0, 1) for column in zip(*columns, strict=True))
     return Rollout(
-        observations=by_environment(steps.observations),
-        actions=by_environment(steps.actions),
-        rollout_logprobs=by_environment(steps.logprobs),
-        rewards=by_environment([torch.from_numpy(t.rewards) for t in transitions]),
-        lengths=torch.tensor([f.last - f.first + 1 for f in fragments]),
+        observations=observed,
+        actions=acted,
+        rollout_logprobs=logprobs,
+        rewards=rewards,
+        lengths=torch.tensor(lengths),
         final_observations=torch.from_numpy(
-            np.stack([transitions[f.last].observations[f.environment] for f in fragments])
+            np.stack([transitions[t].observations[i] for i, t in zip(copy, last, strict=True)])
         ),
-        end_reasons=tuple(f.end_reason for f in fragments),
-        environments=tuple(f.environment for f in fragments),
-        episodes=tuple(f.episode for f in fragments),
-        seeds=tuple(f.seed for f in fragments),
-        first_steps=tuple(f.first_step for f in fragments),
-        last_steps=tuple(f.last for f in fragments),
-        episode_returns=tuple(float(transitions[f.last].episode_returns[f.environment]) for f in fragments),
+        end_reasons=reasons,
+        environments=copy,
+        episodes=episodes,
+        seeds=seeds,
+        first_steps=first_steps,
+        last_steps=last,
+        episode_returns=tuple(float(transitions[t].episode_returns[i]) for i, t in zip(copy, last, strict=True)),
     )
+
+
+def _ends(copy: int, transitions: Sequence[Transition]) -> Iterator[tuple[int, int, str]]:
+    """Of each fragment of one copy its last step, its length, and why it ends."""
+    first = 0
+    for t, transition in enumerate(transitions):
+        ended = transition.terminated[copy] or transition.truncated[copy]
+        if ended or t == len(transitions) - 1:
+            reason = "terminated" if transition.terminated[copy] else "truncated" if ended else "cut"
+            yield t, t - first + 1, reason
+            first = t + 1
 
 
 @torch.no_grad()

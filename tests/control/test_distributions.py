@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.control.distributions import Categorical, DiagonalGaussian, gumbels, normals, uniforms
+from ppo_repro.control.distributions import Categorical, DiagonalGaussian, gumbels, normals
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.rows import alone, slots_of
@@ -63,16 +63,6 @@ def test_gaussian_by_definition(drawn: tuple[list[list[float]], ...]) -> None:
         assert logprobs[row].item() == pytest.approx(-math.fsum(terms), rel=2.0**-23, abs=1e-11 * max(map(abs, terms)))
         expected = math.fsum(math.log(s) + math.log(2 * math.pi * math.e) / 2 for s in sigma)
         assert entropies[row].item() == pytest.approx(expected, rel=2.0**-23, abs=1e-11)
-
-
-def test_the_density_integrates_to_one_and_the_entropy_is_its_own() -> None:
-    grid = torch.linspace(-12.0, 12.0, 48_001)[:, None]
-    found = gaussian([0.3])
-    logprobs, entropies = found.statistics(torch.full_like(grid, 0.7), grid)
-    density = logprobs.double().exp() * (24.0 / 48_000)
-    # the trapezoid rule is exact to 1e-12 here, what remains is float32
-    assert math.fsum(density.tolist()) == pytest.approx(1.0, abs=1e-6)
-    assert math.fsum((-density * logprobs.double()).tolist()) == pytest.approx(entropies[0].item(), abs=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 40])
@@ -127,14 +117,6 @@ def test_categorical_by_hand() -> None:
         assert entropies[0].item() == pytest.approx(-0.25 * math.log(0.25) - 0.75 * math.log(0.75), rel=1e-6)
 
 
-def test_uniforms_lie_strictly_inside() -> None:
-    u = uniforms(100_000, "u", 1)
-    assert u.min() > 0 and u.max() < 1 and bool((u * 2**53 % 2 == 1).all()), "each is an odd multiple of 2^-53"
-    # the largest and smallest word there can be
-    k = np.array([0, 2**52 - 1], np.float64)
-    assert ((k + 0.5) * 2.0**-52).tolist() == [2.0**-53, 1 - 2.0**-53]
-
-
 def test_draws_have_their_distributions() -> None:
     """Kolmogorov's statistic; the seeds are fixed, and 1.95 / sqrt(n) is passed by chance once in a thousand."""
     n = 50_000
@@ -150,24 +132,6 @@ def test_draws_have_their_distributions() -> None:
     assert np.abs(wrong - ranks).max() > 1.95 / math.sqrt(n), "a mean of 0.05 must not pass"
 
 
-def test_box_muller_by_definition() -> None:
-    u, v = uniforms(200, "pairs", 3).view(2, 100).tolist()
-    expected = [math.sqrt(-2 * math.log(a)) * math.cos(2 * math.pi * b) for a, b in zip(u, v, strict=True)]
-    assert normals(100, "pairs", 3).tolist() == pytest.approx(expected, abs=1e-13)
-
-
-def test_actions_come_as_often_as_their_probabilities_say() -> None:
-    n, p = 40_000, [0.1, 0.6, 0.3]
-    outputs = tensor([math.log(x) + 5.0 for x in p]).expand(n, 3)
-    found = Categorical(3, "deterministic")
-    drawn = found.sample(outputs, found.noise(n, 1, "actions", 0)[:, 0])[:, 0]
-    for action, probability in enumerate(p):
-        # 4 standard errors
-        assert float((drawn == action).double().mean()) == pytest.approx(
-            probability, abs=4 * math.sqrt(probability * (1 - probability) / n)
-        )
-
-
 @pytest.mark.parametrize("family", [Categorical(4, "deterministic"), gaussian([0.1, -0.7])])
 def test_a_draw_depends_on_its_own_row_and_noise_alone(family: Categorical | DiagonalGaussian) -> None:
     outputs = torch.linspace(-2.0, 2.0, 9 * family.outputs).view(9, family.outputs)
@@ -176,12 +140,6 @@ def test_a_draw_depends_on_its_own_row_and_noise_alone(family: Categorical | Dia
     alone = torch.cat([family.sample(outputs[i : i + 1], noise[i : i + 1]) for i in range(9)])
     assert whole.shape == (9, action_size(family)) and bits(whole) == bits(alone)
     assert bits(family.noise(1, 9, "rows", 5)[0]) == bits(noise) != bits(family.noise(1, 9, "rows", 6)[0])
-
-
-def test_likeliest_actions() -> None:
-    outputs = torch.tensor([[1.0, 3.0, 3.0], [2.0, -1.0, 0.0]])
-    assert Categorical(3, "deterministic").likeliest(outputs).tolist() == [[1.0], [0.0]], "the first of equal ones"
-    assert gaussian([0.0, 0.0, 0.0]).likeliest(outputs).tolist() == outputs.tolist()
 
 
 @pytest.mark.parametrize("family", [Categorical(2, "deterministic"), gaussian([0.0, 0.0])])

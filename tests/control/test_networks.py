@@ -29,13 +29,6 @@ def test_rows_or_columns_are_orthogonal_and_as_long_as_the_gain(rows: int, colum
     assert products == pytest.approx(1.5**2 * np.eye(min(rows, columns)), abs=1e-10)  # float64 Gram-Schmidt
 
 
-def test_weights_are_spread_evenly() -> None:
-    """Entries of a row of a random orthogonal matrix have mean 0 and variance 1 / columns."""
-    w = np.concatenate([orthogonal(64, 64, 1.0, "spread", i).ravel() for i in range(8)])
-    # 4 standard errors of a mean of 32,768; rows are nearly independent
-    assert abs(w.mean()) < 4 * 0.125 / math.sqrt(w.size) and (w * w).mean() == pytest.approx(1 / 64, rel=1e-9)
-
-
 def test_names_choose_the_weights() -> None:
     one = orthogonal(8, 8, 1.0, "weights", 0, "actor", 1)
     assert (one == orthogonal(8, 8, 1.0, "weights", 0, "actor", 1)).all()
@@ -62,15 +55,6 @@ def test_shapes_gains_and_families() -> None:
     assert isinstance(real.distribution, DiagonalGaussian) and real.distribution.log_std.tolist() == [0.0, 0.0]
     names = [name for name, _ in real.policy_parameters()]
     assert "distribution.log_std" in names and len(names) == 7 and len(real.value_parameters()) == 6
-
-
-def test_both_modes_start_with_the_same_weights() -> None:
-    deterministic, native = (Agent(4, DISCRETE, NetworkConfig(), mode, 3) for mode in ("deterministic", "native"))
-    for (name, a), (other, b) in zip(deterministic.named_parameters(), native.named_parameters(), strict=True):
-        assert name == other and bits(a) == bits(b)
-    x = torch.linspace(-1, 1, 40).view(10, 4)
-    # two orders of 64 terms in float32
-    assert torch.allclose(deterministic.values(x), native.values(x), atol=1e-5)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -5,17 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.control.environments import make_environments
 from ppo_repro.control.loop import prepare
-from ppo_repro.control.stages import _fragments, compute_advantages, evaluate, forward_pass, roll_out
-from ppo_repro.control.update import ControlState, rates
+from ppo_repro.control.stages import compute_advantages, evaluate, forward_pass, roll_out
+from ppo_repro.control.update import ControlState
 from ppo_repro.errors import UserError
-from ppo_repro.ppo.advantages import gae
 from tests.support.control import small_control
 
 
@@ -25,28 +22,6 @@ def prepared(name: str, *overrides: str) -> tuple[ControlConfig, ControlState]:
         "evaluation.episodes=0", *overrides,
     )  # fmt: skip
     return config, prepare(config)
-
-
-def test_fragments_by_hand() -> None:
-    found = _fragments(7, (4, 99, 12), [100, 101], ["", "terminated", "", "", "truncated", ""])
-    assert [(f.episode, f.seed, f.first, f.last, f.first_step, f.end_reason) for f in found] == [
-        (4, 99, 0, 1, 12, "terminated"),
-        (5, 100, 2, 4, 0, "truncated"),
-        (6, 101, 5, 5, 0, "cut"),
-    ]
-    whole = _fragments(0, (0, 1, 0), [], ["", "", ""])
-    assert [(f.first, f.last, f.end_reason) for f in whole] == [(0, 2, "cut")]
-    last = _fragments(0, (0, 1, 0), [2], ["", "terminated"])
-    assert [(f.last, f.end_reason) for f in last] == [(1, "terminated")], "nothing is left to cut"
-
-
-@given(st.lists(st.sampled_from(["", "", "terminated", "truncated"]), min_size=1, max_size=40))
-def test_fragments_cover_every_step_once(ends: list[str]) -> None:
-    found = _fragments(0, (0, 0, 5), list(range(1, 50)), ends)
-    assert [t for f in found for t in range(f.first, f.last + 1)] == list(range(len(ends)))
-    assert [f.end_reason for f in found if f.end_reason != "cut"] == [end for end in ends if end]
-    assert [f.episode for f in found] == [f.seed for f in found] == list(range(len(found)))
-    assert all(f.end_reason != "cut" for f in found[:-1]) and found[0].first_step == 5
 
 
 @pytest.mark.parametrize(
@@ -87,18 +62,6 @@ def by_hand(rewards: list[float], values: list[float], follows: float, gamma: fl
     following = [*values[1:], follows]
     errors = [r + gamma * n - v for r, n, v in zip(rewards, following, values, strict=True)]
     return [sum((gamma * decay) ** k * e for k, e in enumerate(errors[t:])) for t in range(len(errors))]
-
-
-def test_truncation_and_termination_by_hand() -> None:
-    # last step: reward 1, V = 2, gamma 1/2, the next state worth 4: 1 - 2 = -1 if it ended there, 1 + 2 - 2 = 1 if not
-    # the step before it: reward 3, V = 6, error 3 + 1 - 6 = -2, plus gamma lambda = 1/4 of what follows
-    expected = {0.0: [-2.25, -1.0], 4.0: [-1.75, 1.0]}
-    for follows, advantages in expected.items():
-        assert by_hand([3.0, 1.0], [6.0, 2.0], follows, 0.5, 0.5) == advantages
-    # both in one batch, as fragments of two steps
-    rewards, values = torch.tensor([3.0, 1.0] * 2), torch.tensor([6.0, 2.0] * 2)
-    found = gae(rewards, values, torch.tensor([2, 2]), torch.tensor([0.0, 4.0]), 0.5, 0.5)
-    assert found.tolist() == [*expected[0.0], *expected[4.0]]
 
 
 @pytest.mark.parametrize("name", ["Ending", "Limited"])
@@ -167,10 +130,3 @@ def test_environments_that_are_refused(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         make_environments(name, 1, "training", 0)
     assert "environment.id" in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_schedules() -> None:
-    ppo = small_control("ppo.clip_range_schedule=linear", "ppo.clip_range=0.2").ppo
-    found = [rates(ppo, i) for i in range(4)]
-    assert [r.learning_rate for r in found] == pytest.approx([3e-3, 2.25e-3, 1.5e-3, 0.75e-3])
-    assert [r.clip_range for r in found] == pytest.approx([0.2, 0.15, 0.1, 0.05])

@@ -18,7 +18,7 @@ from ppo_repro.config.section import run_folder
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import load_folder
 from ppo_repro.records import manifest, reader
-from ppo_repro.rollout.stock_engine import StockEngine, in_dtype
+from ppo_repro.rollout.torch_engine import StockEngine, in_dtype
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.watcher import Silent
 from tests.support.language import rerun, resume, run

@@ -7,10 +7,12 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from ppo_repro.errors import UserError
 from ppo_repro.testing import (
+    Names,
     assert_matches_golden,
     assert_mismatch_below,
     assert_on_policy,
@@ -40,10 +42,12 @@ def test_an_exact_run_is_on_policy_and_a_native_one_is_not(deterministic_run: Pa
     with pytest.raises(AssertionError) as failure:
         assert_on_policy(native_run)
     text = str(failure.value)
-    first = next(iter(mismatch.run_pairs(native_run)))
-    index = int(np.flatnonzero(mismatch.unequal_bits(first.sampler, first.trainer))[0])
-    place = f"iteration 0, sequence {first.sequence[index]}, position {first.position[index]}"
-    both = (f"{side[index].item()!r} (bits {mismatch.bits(side[index])})" for side in (first.sampler, first.trainer))
+    pairs = mismatch.run_pairs(native_run)
+    index = int(np.flatnonzero(pairs.sampler.view(np.uint32) != pairs.trainer.view(np.uint32))[0])
+    place = f"iteration 0, sequence {pairs.sequence[index]}, position {pairs.position[index]}"
+    both = (
+        f"{side[index].item()!r} (bits {side[index].view(np.uint32):08x})" for side in (pairs.sampler, pairs.trainer)
+    )
     for part in (str(native_run), place, *both, "ppo-repro bisect"):
         assert part in text
 
@@ -80,7 +84,7 @@ def test_the_mismatch_of_runs_has_limits(deterministic_run: Path, native_run: Pa
     with pytest.raises(UserError, match="max_abs = nan: must be 0 or more"):
         assert_mismatch_below(deterministic_run, max_abs=float("nan"))
     with pytest.raises(UserError, match="leave names out"):
-        assert_mismatch_below(deterministic_run, max_abs=1.0, names=mismatch.KNOWN["verl"])
+        assert_mismatch_below(deterministic_run, max_abs=1.0, names=Names("a", "b"))
 
 
 def dump(path: Path, rows: list[dict[str, object]]) -> Path:
@@ -94,9 +98,10 @@ def test_the_mismatch_of_a_file_by_hand(tmp_path: Path) -> None:
         {"rollout_log_probs": [-1.0, -3.0], "old_log_probs": [-0.75, None], "response_mask": [1, 1]},
     ]
     path = dump(tmp_path / "a.jsonl", rows)
-    found = mismatch.mismatch(mismatch.file_pairs(path))
+    found = mismatch.mismatch(mismatch.dump_pairs(path))
     # delta = -0.5, 0, 0.25 over three finite tokens
-    assert (found.tokens, found.nonfinite, found.unequal, found.max_abs, found.mean_abs) == (3, 1, 2, 0.5, 0.25)
+    assert (found.tokens, found.nonfinite, found.max_abs, found.mean_abs) == (3, 1, 0.5, 0.25)
+    assert found.frac_unequal == 2 / 3
     k3 = (np.expm1(-0.5) + 0.5 + np.expm1(0.25) - 0.25) / 3
     assert found.k3 == pytest.approx(k3, rel=1e-15)  # the same sum in another order
     with pytest.raises(AssertionError) as failure:
@@ -113,15 +118,12 @@ def test_the_mismatch_of_a_file_by_hand(tmp_path: Path) -> None:
     [
         ("not json", ":1: not valid JSON"),
         ("[1]", ":1: must be an object, is list"),
-        ('{"logprobs": [1]}', "has not the log-probs of one known stack: .*verl.*prime-rl.*TRL"),
-        ('{"rollout_log_probs": [1], "old_log_probs": [1]}', "has no field 'response_mask'"),
-        ('{"rollout_log_probs": [1], "old_log_probs": ["x"], "response_mask": [1]}', "old_log_probs: must be a list"),
-        ('{"rollout_log_probs": [1, 2], "old_log_probs": [1], "response_mask": [1]}', r"have lengths \[1, 2\]"),
-        ('{"rollout_log_probs": [1], "old_log_probs": [1], "response_mask": [0]}', "has no token that counts"),
-        ('{"rollout_log_probs": [1], "old_log_probs": [1], "response_mask": [1], "step": "a"}', "step = 'a'"),
-        ('{"rollout_log_probs": [1], "old_log_probs": [1], "response_mask": [1], "step": true}', "step = True"),
-        ('{"rollout_log_probs": [1], "old_log_probs": [1], "response_mask": [null]}', "must hold 0 and 1"),
-        (f'{{"rollout_log_probs": [1{"0" * 400}], "old_log_probs": [1], "response_mask": [1]}}', "beyond float64"),
+        ('{"logprobs": [-1]}', "must have the two log-probs of one stack, .*verl.*trl.*prime-rl.*Names"),
+        ('{"rollout_log_probs": [-1], "old_log_probs": ["x"]}', "old_log_probs = .'x'.: must be a list of log-probs"),
+        ('{"rollout_log_probs": [-1, -2], "old_log_probs": [-1]}', "old_log_probs has 1 entries for 2 response tokens"),
+        ('{"rollout_log_probs": [-1], "old_log_probs": [-1], "response_mask": [0]}', "has no token that counts"),
+        ('{"rollout_log_probs": [-1], "old_log_probs": [-1], "iteration": "a"}', "iteration = 'a'"),
+        ('{"rollout_log_probs": [-1], "old_log_probs": [-1], "response_mask": [null]}', "must be a list of 0 and 1"),
         ("", "is empty"),
     ],
 )
@@ -134,9 +136,42 @@ def test_a_file_that_is_no_dump_is_refused(tmp_path: Path, line: str, message: s
         assert_mismatch_below(tmp_path / "none.jsonl", max_abs=1.0)
 
 
-def test_other_names_can_be_given(tmp_path: Path) -> None:
-    path = dump(tmp_path / "a.jsonl", [{"mine": [-1.0], "yours": [-1.0], "counts": [True]}])
-    assert_mismatch_below(path, frac_unequal=0.0, names=mismatch.Names("mine", "yours", "counts"))
+def test_other_names_can_be_given_from_where_the_message_says(tmp_path: Path) -> None:
+    path = dump(tmp_path / "a.jsonl", [{"mine": [-1.0, -2.0], "yours": [-1.0, 9.0], "counts": [True, False]}])
+    assert_mismatch_below(path, frac_unequal=0.0, names=Names("mine", "yours", "counts"))
+    with pytest.raises(UserError, match=r"names=ppo_repro\.testing\.Names"):
+        assert_mismatch_below(path, frac_unequal=0.0)
+
+
+def test_a_file_that_the_audit_reads_without_a_mask_is_read_here_too(tmp_path: Path) -> None:
+    row = {"prompt_ids": [1], "response_ids": [2, 3], "rollout_logprobs": [-1.0, -2.0], "old_logprobs": [-1.0, -2.5]}
+    path = dump(tmp_path / "a.jsonl", [row])
+    assert_mismatch_below(path, max_abs=0.5)
+    with pytest.raises(AssertionError, match="max_abs is 0.5, above 0.4"):
+        assert_mismatch_below(path, max_abs=0.4)
+    tokens = pd.DataFrame(
+        row | {"prompt_ids": 1, "token_id": [2, 3], "iteration": 0, "sequence": 0, "position": [0, 1]}
+    )
+    tokens.to_parquet(tmp_path / "tokens.parquet")  # one row a token, as in the table of a run
+    for source in (tokens, tmp_path / "tokens.parquet"):
+        assert_mismatch_below(source, mean_abs=0.25)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "trainer", "message"),
+    [
+        ([0.0, 0.0, 0.0], [-1.0, -2.0, -3.0], "sampler: all 3 numbers are exactly 0; nothing was recorded"),
+        ([-1.0, -2.0, -3.0], [1.0, 2.0, 3.0], "trainer: 3 of 3 numbers are above 0, as 1 .0 or above: losses"),
+        ([-1.0, 0.5, -3.0], [-1.0, 0.5, -3.0], "sampler: 1 of 3 numbers are above 0, as 0.5 .some above 0"),
+        ([-1.0, 0.0, 0.0], [-1.0, 0.0, 0.0], "both log-probs of 2 of 3 tokens are exactly 0: is padding in it"),
+    ],
+)
+def test_numbers_that_are_no_log_probs_fail_by_name(
+    tmp_path: Path, sampler: list[float], trainer: list[float], message: str
+) -> None:
+    path = dump(tmp_path / "a.jsonl", [{"rollout_logprobs": sampler, "old_logprobs": trainer}])
+    with pytest.raises(AssertionError, match=message):
+        assert_mismatch_below(path, max_abs=1e9)
 
 
 GUARD = """

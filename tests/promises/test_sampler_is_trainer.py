@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.errors import UserError
 from ppo_repro.models.batches import TokenBatch
 from ppo_repro.models.networks import make_policy, policy_logits, value_predictions
 from ppo_repro.numerics.native import NativeNetwork
@@ -21,7 +20,6 @@ from ppo_repro.numerics.network import Network
 from ppo_repro.numerics.rows import Ragged
 from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
 from ppo_repro.rollout.engine import Completion, Request, Sampling
-from ppo_repro.rollout.prefix import PrefixIndex
 from ppo_repro.rollout.torch_engine import TorchEngine
 from tests.support.models import (
     ARCHITECTURES,
@@ -167,96 +165,6 @@ def test_a_prompt_sampled_with_another_seed_gives_another_response() -> None:
     assert len({c.response_ids for c in completions}) >= 9
 
 
-class CountingEngine(TorchEngine):
-    """Notes the rows of every decoding pass and how many prompts had been taken in before it."""
-
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments)
-        self.started, self.passes = 0, []
-
-    def _prefill(self, cache: object, held: object, turn: list) -> Tensor:
-        self.started += len(turn)
-        return super()._prefill(cache, held, turn)
-
-    def _decode(self, cache: object, turn: list) -> Tensor:
-        assert len({item.slot for item in turn}) == len(turn)
-        self.passes.append((len(turn), self.started))
-        return super()._decode(cache, turn)
-
-
-def test_a_finished_sequence_gives_its_slot_to_the_next() -> None:
-    requests = requests_of(25, 4)
-    counting = CountingEngine(policy("qwen3", "deterministic"), STOPS, "deterministic", CONTEXT, 3, 0)
-    completions = counting.generate(requests, PLAIN)
-    lengths = [len(c.response_ids) for c in completions]
-    assert len(completions) == counting.started == 25 and len(set(lengths)) > 4
-    # the first token of a response comes with its prompt, every other is one row of a decoding pass
-    assert sum(rows for rows, _ in counting.passes) == sum(lengths) - 25
-    # while prompts wait, no slot is idle
-    assert {rows for rows, started in counting.passes if started < 25} == {3}
-    assert sum(started < 25 for _, started in counting.passes) > 20
-
-
-def test_a_response_ends_at_its_first_stop_token_or_at_the_limit() -> None:
-    completions = engine("qwen3", "deterministic", 4).generate(requests_of(60, 6), PLAIN)
-    reasons = {"stop": 0, "length": 0}
-    for c in completions:
-        reasons[c.finish_reason] += 1
-        assert not STOPS.intersection(c.response_ids[:-1])
-        assert (c.response_ids[-1] in STOPS) == (c.finish_reason == "stop")
-        assert c.finish_reason == "stop" or len(c.response_ids) == PLAIN.max_response_tokens
-        assert len(c.logprobs) == len(c.log_kept_mass) == len(c.kept_tokens) == len(c.response_ids)
-    assert min(reasons.values()) > 5
-
-
-def test_a_stop_token_at_the_limit_counts_as_a_stop() -> None:
-    completions = engine("qwen3", "deterministic").generate(requests_of(60, 6), Sampling(1.0, 0, 1.0, 1))
-    assert all((c.finish_reason == "stop") == (c.response_ids[0] in STOPS) for c in completions)
-    assert {c.finish_reason for c in completions} == {"stop", "length"}
-
-
-def test_the_context_may_be_filled_to_the_last_token() -> None:
-    request = Request(tuple(range(CONTEXT - 5)), 0)
-    sampling = Sampling(1.0, 0, 1.0, 5)
-    never = TorchEngine(policy("qwen3", "deterministic"), frozenset(), "deterministic", CONTEXT, 1, 7)
-    completions = never.generate([request], sampling)
-    assert len(completions[0].response_ids) == 5
-    got = forward_logprobs(
-        policy("qwen3", "deterministic"), "deterministic", [request], completions, sampling, "none", 0
-    )
-    assert unequal(got, joined(completions)) == 0
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        ((), "empty prompt"),
-        ((0, VOCAB), rf"prompt token id {VOCAB}: must be in 0\.\.{VOCAB - 1}"),
-        ((0, -1), r"prompt token id -1"),
-        ((0,) * (CONTEXT - 11), r"prompt of 53 tokens: .*max_response_tokens = 12 .*numerics\.max_context = 64"),
-    ],
-)
-def test_requests_that_cannot_be_served_are_refused(prompt: tuple[int, ...], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        engine("qwen3", "deterministic").generate([Request((1, 2), 0), Request(prompt, 0)], PLAIN)
-
-
-def test_no_request_gives_no_completion() -> None:
-    assert engine("qwen3", "deterministic").generate([], PLAIN) == []
-
-
-def test_the_engine_samples_from_the_live_weights() -> None:
-    model = make_policy(source_model("qwen3"), "deterministic", CONTEXT)
-    live = TorchEngine(model, STOPS, "deterministic", CONTEXT, 3, 0)
-    requests = requests_of(6, 0)
-    before = live.generate(requests, PLAIN)
-    with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
-    after = live.generate(requests, PLAIN)
-    assert not same(before, after)
-    assert unequal(forward_logprobs(model, "deterministic", requests, after, PLAIN, "right", 0), joined(after)) == 0
-
-
 @torch.no_grad()
 def values_of(architecture: str, mode: str, padding: str, micro_batch: int) -> Tensor:
     model = value_model(architecture, mode)
@@ -342,16 +250,25 @@ def test_a_prefix_taken_from_the_cache_shows_in_native_numerics() -> None:
     assert not any(same(generated("native", n, 0, False)[0], generated("native", n, 0, True)[0]) for n in (21, 5))
 
 
-def test_a_prefix_is_the_longest_that_a_slot_still_holds() -> None:
-    index = PrefixIndex()
-    assert index.longest([1, 2]) == (0, 0)
-    index.hold(3, [1, 2, 3, 4])
-    index.hold(5, [1, 2, 9])
-    assert index.longest([1, 2, 3, 7]) == (3, 3)
-    assert index.longest([1, 2, 9, 9]) == (5, 3)
-    assert index.longest([2, 1]) == (0, 0)
-    index.hold(3, [8])
-    assert index.longest([1, 2, 3, 7]) == (5, 2)
-    # an empty entry is a slot about to be overwritten
-    index.hold(5, ())
-    assert index.longest([1, 2, 3]) == (0, 0)
+def test_the_context_may_be_filled_to_the_last_token() -> None:
+    request = Request(tuple(range(CONTEXT - 5)), 0)
+    sampling = Sampling(1.0, 0, 1.0, 5)
+    never = TorchEngine(policy("qwen3", "deterministic"), frozenset(), "deterministic", CONTEXT, 1, 7)
+    completions = never.generate([request], sampling)
+    assert len(completions[0].response_ids) == 5
+    got = forward_logprobs(
+        policy("qwen3", "deterministic"), "deterministic", [request], completions, sampling, "none", 0
+    )
+    assert unequal(got, joined(completions)) == 0
+
+
+def test_the_engine_samples_from_the_live_weights() -> None:
+    model = make_policy(source_model("qwen3"), "deterministic", CONTEXT)
+    live = TorchEngine(model, STOPS, "deterministic", CONTEXT, 3, 0)
+    requests = requests_of(6, 0)
+    before = live.generate(requests, PLAIN)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    after = live.generate(requests, PLAIN)
+    assert not same(before, after)
+    assert unequal(forward_logprobs(model, "deterministic", requests, after, PLAIN, "right", 0), joined(after)) == 0

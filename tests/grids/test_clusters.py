@@ -1,4 +1,4 @@
-"""Grids on a real Slurm of two nodes: an array, preemption, a lost node, scancel; and what is refused. Mostly slow."""
+"""Grids on a real Slurm and a real Ray of two nodes: preemption, lost nodes, scancel; and what is refused."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from ppo_repro.grids.cell import LOG, LOST, Order, Result, finish_cell, last_res
 from ppo_repro.grids.engines import Processes
 from ppo_repro.grids.grid import run_grid
 from ppo_repro.grids.progress import ConsoleGrid
+from ppo_repro.grids.ray_tasks import Ray
 from ppo_repro.grids.slurm import Slurm
 from ppo_repro.grids.spec import load_grid
 from tests.support.grids import fingerprints, grid_file, held_grid_file, resumed
+from tests.support.ray_nodes import ray_cluster
 from tests.support.runs import recorded_iterations
-from tests.support.slurm import Cluster, cluster
+from tests.support.slurm import Cluster, cluster, free_ports
 
-pytestmark = pytest.mark.timeout(300)
+slow = pytest.mark.slow
+pytestmark = pytest.mark.timeout(400)
 LOOK_SECONDS = 180.0
 
 
@@ -32,96 +35,82 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 class Acting(ConsoleGrid):
-    """Acts on the cluster while the grid waits: each action once, as soon as it says that it was done."""
+    """Acts while the grid waits: each action once, as soon as it returns something else than False."""
 
-    def __init__(self, *actions: Callable[[], bool]) -> None:
+    def __init__(self, *actions: Callable[[], object]) -> None:
         super().__init__()
         self._actions, self.results = list(actions), list[Result]()
         self._deadline = time.monotonic() + LOOK_SECONDS
 
     def look(self) -> None:
         assert time.monotonic() < self._deadline, "the cluster does not get there"
-        if self._actions and self._actions[0]():
+        if self._actions and self._actions[0]() is not False:
             del self._actions[0]
 
     def ended(self, result: Result) -> None:
         self.results.append(result)
 
 
-def cells_of(found: Cluster) -> dict[str, str]:
-    """The node of each running job of the grid, by id."""
-    return {job: node for job, (state, node) in found.jobs().items() if state == "RUNNING" and "_" in job}
-
-
-@pytest.mark.slow
-def test_an_array_whose_cells_are_preempted_and_lose_their_node(two_nodes: Cluster, tmp_path: Path) -> None:
+@slow
+def test_slurm_cells_that_are_preempted_or_lose_their_node_go_on(two_nodes: Cluster, tmp_path: Path) -> None:
     path, hold = held_grid_file(tmp_path, {}, [1, 2])
-    grid = load_grid(path)
-    running: dict[str, str] = {}
+    running: dict[str, str] = {}  # job by node
 
     def both_hold() -> bool:
-        running.update(cells_of(two_nodes))
+        running.update({node: job for job, (state, node) in two_nodes.jobs().items() if state == "RUNNING"})
         return len(running) == 2 and recorded_iterations(tmp_path / "out") >= 2
 
-    def preempt_the_first() -> bool:
-        two_nodes.ask("sbatch", "--partition=urgent", "--nodelist=n1", "--wrap=sleep 1", "--output=/dev/null")
-        return True
+    def waits(node: str) -> bool:
+        return two_nodes.jobs()[running[node]][0] == "PENDING"
 
-    def is_preempted() -> bool:
-        job = next(job for job, node in running.items() if node == "n1")
-        return two_nodes.jobs()[job][0] == "PENDING"
-
-    def kill_the_second() -> bool:
-        two_nodes.lose("n2")
-        return True
-
-    def is_lost() -> bool:
-        job = next(job for job, node in running.items() if node == "n2")
-        return two_nodes.state("n2") == "down" and two_nodes.jobs()[job][0] == "PENDING"
-
-    def let_go() -> bool:
-        hold.unlink()
-        return True
-
-    watcher = Acting(both_hold, preempt_the_first, is_preempted, kill_the_second, is_lost, let_go)
-    outcome = run_grid(grid, tmp_path / "out", Slurm(tmp_path / "jobs", 2, {"slurm_partition": "cells"}), watcher)
-    assert sorted(running.values()) == ["n1", "n2"] and [result.exit_code for result in watcher.results] == [0, 0]
+    watcher = Acting(
+        both_hold,
+        lambda: two_nodes.ask("sbatch", "--partition=urgent", "--nodelist=n1", "--wrap=sleep 1", "--output=/dev/null"),
+        lambda: waits("n1"),
+        lambda: two_nodes.lose("n2"),
+        lambda: two_nodes.state("n2") == "down" and waits("n2"),
+        hold.unlink,
+    )
+    engine = Slurm(tmp_path / "jobs", 2, {"slurm_partition": "cells"})
+    outcome = run_grid(load_grid(path), tmp_path / "out", engine, watcher)
+    assert set(running) == {"n1", "n2"} and [result.exit_code for result in watcher.results] == [0, 0]
     assert [resumed(tmp_path / "out", cell) for cell in outcome.table["cell"]] == [1, 1]  # each went on once
-    alone = run_grid(grid, tmp_path / "alone", Processes(1), ConsoleGrid())
+    alone = run_grid(load_grid(path), tmp_path / "alone", Processes(1), ConsoleGrid())
     assert fingerprints(outcome) == fingerprints(alone)
     assert [resumed(tmp_path / "alone", cell) for cell in alone.table["cell"]] == [0, 0]
 
 
-@pytest.mark.slow
-def test_a_cell_that_is_cancelled_ends_and_is_finished_later(two_nodes: Cluster, tmp_path: Path) -> None:
+@slow
+def test_a_slurm_cell_that_is_cancelled_ends_and_is_finished_later(two_nodes: Cluster, tmp_path: Path) -> None:
     path, hold = held_grid_file(tmp_path, {}, [1])
-    grid, out = load_grid(path), tmp_path / "out"
+    out = tmp_path / "out"
 
     def cancel() -> bool:
         if recorded_iterations(out) < 2:
             return False
-        for job in two_nodes.jobs():
-            two_nodes.ask("scancel", job)
-        return True
+        return bool([two_nodes.ask("scancel", job) for job in two_nodes.jobs()])
 
     watcher = Acting(cancel)
-    parameters = {"slurm_partition": "cells", "slurm_nodelist": "n1"}  # the other one may be lost by now
-    outcome = run_grid(grid, out, Slurm(tmp_path / "jobs", 1, parameters), watcher)
+    engine = Slurm(tmp_path / "jobs", 1, {"slurm_partition": "cells", "slurm_nodelist": "n1"})  # n2 may be lost by now
+    outcome = run_grid(load_grid(path), out, engine, watcher)
     assert outcome.table["state"].tolist() == ["interrupted"] and len(watcher.results) == 1
     assert watcher.results[0].exit_code == 143 and watcher.results[0].message.startswith("terminated; complete")
     hold.unlink()
-    again = run_grid(grid, out, Processes(1), ConsoleGrid())
+    again = run_grid(load_grid(path), out, Processes(1), ConsoleGrid())
     assert (again.table["state"] == "complete").all() and resumed(out, "seed=1") == 1
 
 
-def test_without_slurm_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    path = grid_file(tmp_path, {}, [1])
-    assert _run(["grid", str(path), "--out", str(tmp_path / "out"), "--slurm", "slurm_partition=cpu"]) == 2
-    said = "error: --slurm: sbatch is not installed here; start this on a machine that submits jobs\n"
-    assert capsys.readouterr().err.endswith(f"\n{said}") and not (tmp_path / "out").exists()
+@slow
+def test_a_ray_node_that_is_killed_costs_no_cell(tmp_path: Path) -> None:
+    path, hold = held_grid_file(tmp_path, {}, [1, 2])
+    out = tmp_path / "out"
+    with ray_cluster() as nodes:
+        watcher = Acting(lambda: recorded_iterations(out) == 4, nodes.lose_the_second, hold.unlink)
+        outcome = run_grid(load_grid(path), out, Ray(nodes.address, 1), watcher)
+    assert not hold.exists()
+    assert sorted(resumed(out, cell) for cell in outcome.table["cell"]) == [0, 1]  # the cell of the other node went on
+    alone = run_grid(load_grid(path), tmp_path / "alone", Processes(1), ConsoleGrid())
+    assert fingerprints(outcome) == fingerprints(alone) and len(set(fingerprints(alone).values())) == 2
 
 
 @pytest.fixture
@@ -141,21 +130,50 @@ def answer(folder: Path, name: str, script: str) -> None:
     (folder / name).chmod(0o755)
 
 
+(FREE,) = free_ports(1)
+
+
 @pytest.mark.parametrize(
     ("option", "sinfo", "said"),
     [
-        ("slurm_partition=cpu", "echo no route >&2; exit 1", "the cluster does not answer (no route); wait for it"),
-        ("slurm_partitoin=cpu", "exit 0", "jobs cannot be submitted (Unknown argument 'partitoin'"),
+        ("--slurm slurm_partition=cpu", "echo no route >&2; exit 1", "the cluster does not answer (no route); wait"),
+        ("--slurm slurm_partitoin=cpu", "exit 0", "jobs cannot be submitted (Unknown argument 'partitoin'"),
+        (
+            f"--ray 127.0.0.1:{FREE}",
+            "",
+            "cannot be reached ([Errno 111] Connection refused); start it",
+        ),
     ],
 )
-def test_what_slurm_cannot_do_is_said_before_anything_is_written(
+def test_what_a_cluster_cannot_do_is_said_before_anything_is_written(
     commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, sinfo: str, said: str
 ) -> None:
     answer(commands, "sinfo", sinfo)
     path = grid_file(tmp_path, {}, [1])
-    assert _run(["grid", str(path), "--out", str(tmp_path / "out"), "--slurm", option]) == 2
+    assert _run(["grid", str(path), "--out", str(tmp_path / "out"), *option.split()]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and said in lines[0] and not (tmp_path / "out").exists(), lines
+
+
+@pytest.mark.parametrize(
+    ("option", "missing"),
+    [("--ray local", "needs ray"), ("--slurm a=b", "needs submitit"), ("--slurm a=b", "sbatch is")],
+)
+def test_what_is_not_installed_is_one_line(
+    commands: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    option: str,
+    missing: str,
+) -> None:
+    if missing == "sbatch is":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    for module in ("ray_tasks", "slurm"):
+        monkeypatch.setattr(f"ppo_repro.grids.{module}.find_spec", lambda name: None)
+    assert _run(["grid", str(grid_file(tmp_path, {}, [1])), "--out", str(tmp_path / "out"), *option.split()]) == 2
+    assert f"error: {option.split()[0]}: {missing}" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_job_that_vanished_is_lost_and_one_of_a_silent_cluster_is_not(

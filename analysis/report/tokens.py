@@ -1,4 +1,4 @@
-"""The responses that the token view shows, and their data."""
+"""The token view: which responses it shows, their data, and its skeleton; token_view.js fills it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.report.figures.counts import special_tokens
-from analysis.report.reading.load import IterationRecords, token_rows
+from analysis.report.counts import deltas, special_tokens
+from analysis.report.markup import element, number, table
+from analysis.report.page import Section, scrolled
+from analysis.report.scan import token_rows
 from ppo_repro.records import reader
 
 # above this the page would be slow to open
 MAX_TOKENS = 100_000
 DIGITS = 6
+SHOWN_CHARACTERS = 160
 
 NULLABLE = ("values", "returns", "ratio_")
 
@@ -61,27 +64,7 @@ _READ = [
     "iteration", "sequence", "position", "token_id", "char_start", "char_end", "word_id", "sub_idx",
     *(column.key for column in TOKEN_COLUMNS if column.key != "delta"),
 ]  # fmt: skip
-_READ_SEQUENCES = [
-    "iteration", "sequence", "prompt", "response", "answer", "scores", "finish_reason", "response_length",
-]  # fmt: skip
-
-
-def response_summary(records: IterationRecords) -> pd.DataFrame:
-    """iteration, sequence, tokens, score, max_abs_delta (nats), clipped (token updates) of one iteration."""
-    sequences, tokens, updates = records.sequences, records.tokens, records.updates
-    owner = tokens["sequence"].to_numpy(np.int64)
-    delta = tokens["old_logprobs"].to_numpy(np.float64) - tokens["rollout_logprobs"].to_numpy(np.float64)
-    largest = np.zeros(len(sequences))
-    # NaN would win every comparison; values that are not finite are reported elsewhere
-    np.maximum.at(largest, owner, np.where(np.isfinite(delta), np.abs(delta), 0.0))
-    clipped = updates["clip_flag"].str.startswith("clip_").fillna(False).to_numpy(np.bool_)
-    clip_counts = np.bincount(updates["sequence"].to_numpy(np.int64)[clipped], minlength=len(sequences))
-    return pd.DataFrame(
-        {
-            "iteration": records.iteration, "sequence": sequences["sequence"], "tokens": sequences["response_length"],
-            "score": sequences["scores"], "max_abs_delta": largest, "clipped": clip_counts,
-        }
-    )  # fmt: skip
+_READ_SEQUENCES = ["iteration", "sequence", "prompt", "response", "answer", "scores", "finish_reason"]
 
 
 def select(summary: pd.DataFrame, count: int, max_tokens: int = MAX_TOKENS) -> pd.DataFrame:
@@ -150,8 +133,7 @@ def _of_iteration(run_dir: Path, iteration: int, rows: pd.DataFrame) -> list[dic
     names = ["iteration", "epoch", "sequence", "position", "ratios", "clip_flag"]
     updates = reader.read_updates(run_dir, iterations=only, columns=names, allow_incomplete=True)
     tokens = tokens.join(_by_epoch(tokens, updates, f"{run_dir}: iteration {iteration}"))
-    delta = tokens["old_logprobs"].to_numpy(np.float64) - tokens["rollout_logprobs"].to_numpy(np.float64)
-    tokens = tokens.assign(delta=delta, special=special_tokens(tokens))
+    tokens = tokens.assign(delta=deltas(tokens), special=special_tokens(tokens))
     epochs = int(updates["epoch"].max()) + 1 if len(updates) else 0
     reasons = dict(zip(rows["sequence"], rows.to_dict("records"), strict=True))
     groups = tokens[tokens["sequence"].isin(rows["sequence"])].groupby("sequence", sort=True)
@@ -216,3 +198,66 @@ def _limit(scale: str, values: list[Any]) -> float:
         return 0.0
     full = float(np.quantile(np.abs(data), 0.98)) or float(np.abs(data).max())
     return float(f"{full:.3g}")
+
+
+def token_section(view: dict[str, Any], recorded: int) -> Section:
+    """Controls, token area, the values of one token, and the responses as a table that needs no script.
+
+    `recorded` is how many responses the run has.
+    """
+    controls = (
+        _labelled("Colour by", "tv-column") + _labelled("Iteration", "tv-iteration")
+        + _labelled("Sequence", "tv-sequence")
+        + element("button", "◀ Previous", type="button", id="tv-previous")
+        + element("button", "Next ▶", type="button", id="tv-next")
+        + element("label", '<input type="checkbox" id="tv-words" /> whole words', for_="tv-words")
+    )  # fmt: skip
+    texts = element("dt", "Prompt") + element("dd", element("bdi", id="tv-prompt", dir="auto"))
+    texts += element("dt", "Answer") + element("dd", element("bdi", id="tv-answer", dir="auto"))
+    box = {"role": "listbox", "aria_label": "Tokens of the response", "aria_orientation": "horizontal"}
+    detail = element("table", element("caption", "Values") + element("tbody", "", id="tv-detail"))
+    keys = (
+        "Point at a token, or tab to the tokens and use the arrow keys, Home and End; Page Up and Page Down change the "
+        "response. Numbers are rounded to six significant digits; the records have every bit."
+    )
+    area = element(
+        "div",
+        element("div", controls, class_="controls")
+        + element("div", "", class_="controls", id="tv-jumps", role="group", aria_label="Jump to a response")
+        + element("p", "", id="tv-about", aria_live="polite")
+        + element("dl", texts, class_="texts")
+        + element("ul", "", id="tv-legend", class_="swatches", aria_label="Colours")
+        + element("div", element("div", "", id="tv-tokens", **box) + scrolled(detail, "detail"), class_="reading")
+        + element("p", keys, class_="quiet"),
+        id="token-view",
+        hidden=True,
+    )
+    needs = element("noscript", element("p", "The token view needs the script inside this page."))
+    rows = [
+        {
+            "iteration": response["iteration"], "sequence": response["sequence"],
+            "why": ", ".join(REASONS[reason] for reason in response["why"]),
+            "prompt": _short(response["prompt"]), "response": _short(response["response"]),
+            "score": response["score"], "largest |delta| (nats)": response["max_abs_delta"],
+            "clipped updates": response["clipped"],
+        }
+        for response in view["responses"]
+    ]  # fmt: skip
+    listed = scrolled(table(pd.DataFrame(rows), "Responses in the token view", limit=len(rows)))
+    shown = element("details", element("summary", "The responses shown here") + listed)
+    note = (
+        f"{number(len(rows))} of {number(recorded)} responses: in turn those with the largest |old - rollout| "
+        "difference, the most clipped token updates, the best score, the worst score (the latest first), and the first "
+        f"responses of the first and of the last iteration; at most {number(MAX_TOKENS)} tokens. --responses N "
+        "chooses another number."
+    )
+    return Section("tokens", "Tokens", (note,), (), (needs, area, shown))
+
+
+def _labelled(text: str, target: str) -> str:
+    return element("span", element("label", text, for_=target) + element("select", id=target), class_="control")
+
+
+def _short(text: str) -> str:
+    hidden = len(text) - SHOWN_CHARACTERS
+    return text if hidden <= 0 else f"{text[:SHOWN_CHARACTERS]} … ({number(hidden)} more characters)"

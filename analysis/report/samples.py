@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analysis.report.drawing.figure import Section
-from analysis.report.drawing.markup import element, escape, number, spread
-from analysis.report.reading.facts import Facts
+from analysis.report.facts import Facts
+from analysis.report.markup import element, escape, number, spread
+from analysis.report.page import Section
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.manifest import Manifest
 
@@ -28,7 +28,7 @@ def evaluations(run_dir: Path, recorded: Manifest) -> pd.DataFrame | None:
     return reader.read_evaluations(run_dir, columns=_EVALUATION, allow_incomplete=True)
 
 
-def samples_section(facts: Facts, prompts: pd.DataFrame) -> tuple[Section, ...]:
+def samples_section(facts: Facts, prompts: pd.DataFrame) -> list[Section]:
     """Held-out prompts whose score rose, fell or stayed, and the prompts that training met most often; none if neither.
 
     `prompts` has iteration, sequence and prompt_key of every sampled response.
@@ -43,12 +43,12 @@ def samples_section(facts: Facts, prompts: pd.DataFrame) -> tuple[Section, ...]:
         cards = [_sampled(facts.run_dir, key, iterations) for key, iterations in often]
         blocks += [element("h3", "Prompts that came more than once"), element("div", "".join(cards), class_="cards")]
     if not blocks:
-        return ()
+        return []
     note = (
         f"Held-out prompts whose score rose, fell or stayed, in turn, at up to {MOMENTS} evaluations, and the prompts "
         f"that training met most often, with their first response and the mean score of all of that iteration."
     )
-    return (Section("samples", "Samples over time", (note,), (), tuple(blocks)),)
+    return [Section("samples", "Samples over time", (note,), (), blocks)]
 
 
 def _chosen(found: pd.DataFrame, count: int) -> list[pd.DataFrame]:
@@ -64,9 +64,13 @@ def _chosen(found: pd.DataFrame, count: int) -> list[pd.DataFrame]:
 
 def _held_out(rows: pd.DataFrame, facts: Facts) -> str:
     shown = rows.iloc[spread(len(rows), MOMENTS)]
-    last = len(facts.iterations) if facts.manifest.status == "complete" else -1
+    last = len(facts.iterations) if facts.manifest.status == "complete" else -1  # not an iteration
     lines = [
-        ("at the end" if int(row["iteration"]) == last else f"iteration {row['iteration']}", row["response"], score)
+        (
+            "at the end" if int(row["iteration"]) == last else f"iteration {row['iteration']}",
+            escape(shortened(row["response"])),
+            score,
+        )
         for row, score in zip(shown.to_dict("records"), shown["scores"].tolist(), strict=True)
     ]
     return card(str(rows["prompt"].iloc[0]), str(rows["answer"].iloc[0]), ("when", "response", "score"), lines)
@@ -85,14 +89,14 @@ def _sampled(run_dir: Path, key: str, iterations: Sequence[int]) -> str:
     rows = reader.read_sequences(run_dir, iterations=iterations, columns=names, allow_incomplete=True)
     rows = rows[rows["prompt_key"] == key].sort_values(["iteration", "sample_index"], kind="stable")
     lines = [
-        (f"iteration {iteration}", str(own["response"].iloc[0]), float(own["scores"].mean()))
+        (f"iteration {iteration}", _text(own["response"].iloc[0]), float(own["scores"].mean()))
         for iteration, own in rows.groupby("iteration", sort=True)
     ]
     return card(str(rows["prompt"].iloc[0]), str(rows["answer"].iloc[0]), ("when", "response", "mean score"), lines)
 
 
 def card(prompt: str, answer: str, heads: Sequence[str], lines: Sequence[tuple[str, str, float]]) -> str:
-    """A prompt with its answer, and below it moments (or runs) with their response and score."""
+    """A prompt with its answer, and below it moments (or runs) with their response, as HTML, and score."""
     wanted = f" → {shortened(answer)}" if answer else ""
     title = element("caption", element("bdi", escape(shortened(prompt)), dir="auto") + escape(wanted))
     head = "".join(element("th", name, scope="col", class_="number" if "score" in name else "") for name in heads)
@@ -100,13 +104,17 @@ def card(prompt: str, answer: str, heads: Sequence[str], lines: Sequence[tuple[s
         element(
             "tr",
             element("th", escape(when), scope="row")
-            + element("td", element("bdi", escape(shortened(response)), dir="auto"))
+            + element("td", element("bdi", response, dir="auto"))
             + element("td", escape(number(float(score))), class_="number"),
         )
         for when, response, score in lines
     )
     inside = element("table", title + element("thead", element("tr", head)) + element("tbody", body))
     return element("div", inside, class_="card scroll", tabindex="0")
+
+
+def _text(response: object) -> str:
+    return escape(shortened(str(response)))
 
 
 def shortened(text: str) -> str:

@@ -16,7 +16,6 @@ PROBABILITY_EDGES: Floats = 10.0 ** np.linspace(-6.0, 0.0, 37)
 LOG_RATIO_EDGES: Floats = np.linspace(-2.0, 2.0, 161)
 ADVANTAGE_EDGES: Floats = np.linspace(-4.0, 4.0, 41)
 RATIO_EDGES: Floats = 2.0 ** np.linspace(-2.0, 2.0, 49)
-OVERSHOOT_EDGES: Floats = 10.0 ** np.linspace(-4.0, 2.0, 49)
 _POSITIVE = 10.0 ** np.linspace(-9.0, 1.0, 31)
 # from -10 to 10 nats, finer towards 0; the middle bin is |delta| < 1e-9
 DELTA_EDGES: Floats = np.concatenate([-_POSITIVE[::-1], _POSITIVE])
@@ -75,24 +74,6 @@ def quadrant_grid(advantages: Floats, updates: pd.DataFrame) -> Counts:
     return histogram_2d(advantages, updates["ratios"].to_numpy(np.float64), ADVANTAGE_EDGES, RATIO_EDGES)
 
 
-def overshoot_counts(updates: pd.DataFrame, lowest: float, highest: float) -> pd.DataFrame:
-    """epoch, beyond, count, total: token updates whose ratio is more than `beyond` outside [lowest, highest]."""
-    ratios = updates["ratios"].to_numpy(np.float64)
-    finite = np.isfinite(ratios)
-    over = np.maximum(ratios - highest, lowest - ratios)[finite]
-    epochs = updates["epoch"].to_numpy(np.int64)[finite]
-    tables = []
-    for epoch in np.unique(epochs):
-        sorted_over = np.sort(over[epochs == epoch])
-        count = len(sorted_over) - np.searchsorted(sorted_over, OVERSHOOT_EDGES, side="right")
-        tables.append(
-            pd.DataFrame({"epoch": epoch, "beyond": OVERSHOOT_EDGES, "count": count, "total": len(sorted_over)})
-        )
-    return (
-        pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["epoch", "beyond", "count", "total"])
-    )
-
-
 def flag_row(iteration: int, updates: pd.DataFrame) -> dict[str, float]:
     """Counts of the recorded clip flags of one iteration, and of the token updates that have one."""
     flags = updates["clip_flag"].value_counts()
@@ -111,11 +92,11 @@ def extremes_row(iteration: int, updates: pd.DataFrame) -> dict[str, float]:
 
 
 def text_row(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame) -> dict[str, float]:
-    """Sums of one iteration for the units of text: exact KL(policy || reference) and entropy in nats, and counts.
+    """Sums of one iteration for the units of text: exact KL(policy || reference) in nats, and counts.
 
     `first` is the first token of a word, `continuation` every other one, `special` a token without text of its own.
     """
-    kl, entropy = (tokens[name].to_numpy(np.float64) for name in ("ref_kl", "entropies"))
+    kl = tokens["ref_kl"].to_numpy(np.float64)
     first = tokens["sub_idx"].to_numpy() == 0
     special = special_tokens(tokens)
     kinds = {"first": first & ~special, "continuation": ~first & ~special, "special": special}
@@ -124,8 +105,7 @@ def text_row(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame) -> d
     row["characters"] = int(sequences["response"].str.len().sum())
     row["bytes"] = int(sum(len(text.encode()) for text in sequences["response"]))
     for name, which in kinds.items():
-        row |= {f"kl_{name}": float(kl[which].sum()), f"entropy_{name}": float(entropy[which].sum())}
-        row[f"tokens_{name}"] = int(which.sum())
+        row |= {f"kl_{name}": float(kl[which].sum()), f"tokens_{name}": int(which.sum())}
     return row
 
 

@@ -246,28 +246,11 @@
     focusable(sizes.indexOf(Math.max(...sizes)));
   }
 
-  // the nearest token of the line above or below
-  function line(i, by) {
-    const from = state.spans[i];
-    let best_ = i;
-    let top = null;
-    for (let k = i + by; k >= 0 && k < state.spans.length; k += by) {
-      const there = state.spans[k].offsetTop;
-      if (there === from.offsetTop && top === null) continue;
-      if (top === null) top = there;
-      if (there !== top) break;
-      const gap = (s) => Math.abs(s.offsetLeft - from.offsetLeft);
-      if (best_ === i || gap(state.spans[k]) < gap(state.spans[best_])) best_ = k;
-    }
-    return best_;
-  }
-
   function onKey(event) {
     const last = state.spans.length - 1;
     const i = state.token;
     const moves = {
       ArrowRight: () => Math.min(i + 1, last), ArrowLeft: () => Math.max(i - 1, 0), Home: () => 0, End: () => last,
-      ArrowDown: () => line(i, 1), ArrowUp: () => line(i, -1),
     };
     if (event.altKey || event.ctrlKey || event.metaKey) return;
     if (event.key === "PageDown" || event.key === "PageUp") {

@@ -30,19 +30,18 @@ PPO_REPRO = """
     records plan
     accuracy faults loop
     runs
-    audit control preferences.dpo checks grids testing recompute
+    testing control preferences.dpo checks grids recompute
+    audit
     tracking
     commands
     library
     __main__
 """
 ANALYSIS = """
-    program words stats pairs diagnosis report.drawing
+    program words stats pairs diagnosis
     clipping notebooks tokenization
-    mismatch dialects report.figures
-    compare grids report.reading
-    report.tokens
-    report.pages
+    mismatch dialects
+    compare grids
     report
 """
 

@@ -23,7 +23,7 @@ from ppo_repro.config.mismatch import SamplerPrecision
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy, precision_of, rounded_view
 from ppo_repro.numerics import library
-from ppo_repro.rollout.stock_engine import in_dtype
+from ppo_repro.rollout.torch_engine import in_dtype
 
 QUANTILES = (0.5, 0.9, 0.99)
 # two sizes of each format: weights alone, and weights and activations

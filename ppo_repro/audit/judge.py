@@ -1,35 +1,44 @@
-"""Which side is wrong, and why: each side's distance from the model in float64, and what leaves least of it.
+"""Which side is wrong, and why: each side beside the unmodified model in float64, and the causes that have its size.
 
-A side is right where its rms distance is at most 10 times that of stock float32 on the same tokens. Else combinations
-of conditions are computed on some tokens of the responses in which it is wrong, and the best one (`trials`) explains
-the distance if it leaves at most a tenth of it (half of it where 16-bit weights are part of it: the order of their
-additions is not known), or no more than float32 rounding.
+A side is right if its rms distance is at most 10 times that of stock float32 on the same tokens, and no token is far
+off. Otherwise every cause (`causes`) predicts numbers. A cause is named only if what it leaves is rounding: of float32, or of
+the 16 bits that it was computed or stored in. Else the answer is `unknown`, with what is known.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from ppo_repro.accuracy import Float64, wide_model
-from ppo_repro.audit.conditions import HALF, Settings, Subject, logits_of, logprobs
-from ppo_repro.audit.dump import Response
-from ppo_repro.audit.trials import Entries, Material, Trials, Tried, rms, run_trials
-from ppo_repro.audit.ways import Fed, ways
+from ppo_repro.accuracy import float64
+from ppo_repro.audit.causes import DEFINITIONS, Row, Sampling, own
+from ppo_repro.audit.facts import facts
+from ppo_repro.audit.search import RIGHT, Entries, Reference, Search, Subject, Tried, logits_of, rms
+from ppo_repro.audit.ways import fed
 from ppo_repro.errors import UserError
 from ppo_repro.output import say
+from ppo_repro.testing.dumps import Response, impossible
 
-RIGHT = 10.0  # times stock float32's distance; other kernels of float32 are 1 to 3 times as far
-LEFT, LEFT_OF_HALF, LEFT_IN_PART = 0.1, 0.5, 0.5
-TRIED_TOKENS, TRIED_INPUTS = 512, 4096  # response tokens, and prompts with them
+FAR = 100.0  # times stock float32's rms distance: a single token this far is no rounding
 SURE = 0.99  # a token of this probability may have a log-prob that rounds to 0
-SHOWN = 8  # combinations that a verdict lists
-UNKNOWN, ROUNDED = "unknown", "about as far as"
+SHOWN = 8  # explanations that a page lists
+NAMED = 3  # so many explanations that are equally good are named; with more the cause is unknown
+AGREE = 0.1  # sides that are nearer to each other than this part of their distance say the same
+UNKNOWN = "unknown"
+IN_TURN = "processed, top-p of what top-k leaves"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the tokens were sampled, and which distribution each side's log-probs are of ("auto": it is found)."""
+
+    sampling: Sampling = Sampling()
+    sampler: str = "auto"  # or one of DEFINITIONS
+    trainer: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -37,18 +46,20 @@ class Side:
     """The verdict about sampler or trainer. Distances are |its log-prob - the model's in float64| in nats."""
 
     name: str
+    definition: str  # of DEFINITIONS, by which it was judged
     tokens: int  # with a finite log-prob
     empty: int  # not finite, or exactly 0 where the model's probability is below 0.99
     rms: float
     largest: float
     mean: float  # signed
-    wrong_responses: int  # in which the rms distance is above the limit; 0 where the side is right
+    wrong_responses: int
     is_right: bool
-    cause: str  # "" where it is right
-    left: float  # rms of what the cause leaves, on the tokens that were tried
-    tried_tokens: int
-    tried: tuple[Tried, ...]  # the best first
-    given_up: int  # weights and inputs more, of which the first responses left too much
+    cause: str = ""  # "" where it is right; UNKNOWN where nothing fits
+    advice: str = ""
+    left: float = 0.0  # rms of what the cause leaves, on the tokens that were tried
+    known: tuple[str, ...] = ()  # of a cause that is unknown, and of the numbers themselves
+    tried: tuple[Tried, ...] = ()  # the best first, each once
+    tried_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,174 +90,176 @@ class Audit:
 def audit(subject: Subject, responses: Sequence[Response], settings: Settings) -> Audit:
     """Judge both sides of a dump. UserError where the model cannot have been the one of the dump."""
     _check(subject, responses)
-    reference, stock = _scores(subject, responses, settings)
-    counts = [torch.tensor(r.counts) for r in responses]
-    floor = max(rms(torch.cat([(s - e)[c] for s, e, c in zip(stock, reference, counts, strict=True)])), 2.0**-24)
-    sides = {name: _entries(name, responses, reference) for name in ("sampler", "trainer")}
-    wrong = {name: _wrong_responses(entries, reference, RIGHT * floor) for name, entries in sides.items()}
-    material, entries = _tried_on(subject, responses, reference, floor, settings, sides, wrong)
-    if entries:
-        say(f"audit: {' and '.join(entries)} wrong; looks for the cause, weights by {len(material.ways)} ways of input")
-    trials = run_trials(subject, material, entries)
-    distances = {name: torch.cat(_distances(side, reference)) for name, side in sides.items()}
-    counted = sum(int(c.sum()) for c in counts)
-    tokens = {name: sum(int(u.sum()) for u in side.usable) for name, side in entries.items()}
-    verdicts = {
-        name: _verdict(name, distances[name], counted, len(wrong[name]), trials, material, tokens.get(name, 0))
-        for name in sides
+    references = _references(subject, responses, settings)
+    definitions = _definitions(responses, references, settings)
+    entries = {name: _entries(name, responses, references[d]) for name, d in definitions.items()}
+    sides = {
+        name: _side(name, subject, responses, settings, d, references[d], entries[name])
+        for name, d in definitions.items()
     }
-    _check_unexplained(sides, verdicts, floor)
-    scored = _scored(responses, reference, sides["sampler"].values, sides["trainer"].values)
-    return Audit(len(responses), floor, verdicts["sampler"], verdicts["trainer"], scored)
-
-
-def _scores(subject: Subject, responses: Sequence[Response], settings: Settings) -> tuple[list[Tensor], list[Tensor]]:
-    """Log-probs [n] of each response by the unmodified model, in float64 throughout and in float32."""
-    wide = wide_model(subject.model)
-
-    def logprobs_of(model: PreTrainedModel, r: Response) -> Tensor:
-        logits = logits_of(model, Fed(r.prompt_ids), r)
-        return logprobs(logits.double(), r.response_ids, settings.temperature, None)
-
-    with Float64():
-        reference = [logprobs_of(wide, r) for r in responses]
-    return reference, [logprobs_of(subject.model, r) for r in responses]
+    reference = references[definitions["sampler"]]
+    _check_unexplained(sides, entries, reference.floor)
+    scored = _scored(responses, reference.logprobs)
+    return Audit(len(responses), reference.floor, sides["sampler"], sides["trainer"], scored)
 
 
 def _check(subject: Subject, responses: Sequence[Response]) -> None:
-    vocabulary = subject.model.config.vocab_size
+    positions = subject.special.positions
+    vocabulary = int(subject.model.config.get_text_config().vocab_size)
     for r in responses:
-        worst = max(*r.prompt_ids, *r.response_ids)
+        if not r.prompt_ids or not r.response_ids:
+            what = "response tokens" if not r.response_ids else "prompt token, so nothing predicts its first token"
+            raise UserError(f"row {r.row}: has no {what}; an audit needs the ids of prompt and response")
+        worst, length = max(*r.prompt_ids, *r.response_ids), len(r.prompt_ids) + len(r.response_ids)
+        advice = "give the folder of the model that the dump was made with"
         if worst >= vocabulary:
-            raise UserError(
-                f"row {r.row}: token {worst} is not in the model's vocabulary of {vocabulary}; give the folder of the "
-                "model that the dump was made with"
-            )
+            raise UserError(f"row {r.row}: token {worst} is not in the model's vocabulary of {vocabulary}; {advice}")
+        if positions is not None and length > positions:
+            raise UserError(f"row {r.row}: {length} tokens; the model has {positions} positions; {advice}")
 
 
-def _check_unexplained(sides: Mapping[str, Entries], verdicts: Mapping[str, Side], floor: float) -> None:
+def _check_unexplained(sides: Mapping[str, Side], entries: Mapping[str, Entries], floor: float) -> None:
     """UserError where both sides say the same, and it is something else than the model."""
-    if any(not side.cause.startswith(UNKNOWN) for side in verdicts.values()):
+    if any(UNKNOWN != side.cause for side in sides.values()):
         return
-    apart = rms(_apart(sides["sampler"], sides["trainer"]))
-    nearer = min(side.rms for side in verdicts.values())
-    if apart <= max(RIGHT * floor, LEFT * nearer):
+    a, b = entries.values()
+    both = zip(a.values, a.usable, b.values, b.usable, strict=True)
+    apart = rms(torch.cat([(x - y)[u & v] for x, u, y, v in both]))
+    nearer = min(side.rms for side in sides.values())
+    if apart <= max(RIGHT * floor, AGREE * nearer):
+        known = sides["sampler"].known
         raise UserError(
             f"--model: sampler and trainer are {apart:.2g} nats (rms) from each other and {nearer:.2g} from this "
-            "model, and no fault explains it; give the folder of the weights that the dump was made with, and its "
-            "--temperature"
+            f"model, and no fault explains it{f' ({known[0]})' if known else ''}; give the folder of the weights that "
+            "the dump was made with, and its --temperature and cuts"
         )
 
 
-def _apart(a: Entries, b: Entries) -> Tensor:
-    both = zip(a.values, a.usable, b.values, b.usable, strict=True)
-    return torch.cat([(x - y)[u & v] for x, u, y, v in both])
+def _references(subject: Subject, responses: Sequence[Response], settings: Settings) -> dict[str, Reference]:
+    """By each definition that the sampling tells apart, or that was asked for."""
+    sampling, model, asked = settings.sampling, subject.model, {settings.sampler, settings.trainer}
+    wanted = {
+        "tempered": True,
+        "processed": sampling.cuts or "processed" in asked,
+        IN_TURN: (sampling.top_k > 0 and sampling.top_p < 1.0) or IN_TURN in asked,
+        "raw": "raw" in asked,
+    }
+    pairs: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name, is_wanted in wanted.items() if is_wanted}
+    for r in responses:
+        one, none = fed(r.prompt_ids, r.response_ids), torch.zeros(0)
+        stock = logits_of(model, one)
+        with float64(model):
+            wide = logits_of(model, one)
+        ids = torch.tensor(r.response_ids, device=model.device)
+        rows = [Row(x, ids, r.prompt_ids, 0, none, none, none, none) for x in (wide, stock)]
+        for name, found in pairs.items():
+            a, b = (own(row, DEFINITIONS[name](row, sampling, 0.0).log_softmax(-1)).cpu() for row in rows)
+            found.append((a, b))
+    counts = [torch.tensor(r.counts) for r in responses]
+    references = {}
+    for name, found in pairs.items():
+        apart = torch.cat([(b - a)[c] for (a, b), c in zip(found, counts, strict=True)])
+        apart = apart[apart.isfinite()]
+        largest = float(apart.abs().max()) if len(apart) else 0.0
+        references[name] = Reference([a for a, _ in found], max(rms(apart), 2.0**-24), largest)
+    return references
 
 
-def _entries(name: str, responses: Sequence[Response], reference: Sequence[Tensor]) -> Entries:
+def _entries(name: str, responses: Sequence[Response], reference: Reference) -> Entries:
     values = [torch.tensor(getattr(response, name)).double() for response in responses]
-    empty = [~v.isfinite() | ((v == 0) & (e < math.log(SURE))) for v, e in zip(values, reference, strict=True)]
-    return Entries(values, [torch.tensor(r.counts) & ~gone for r, gone in zip(responses, empty, strict=True)])
+    pairs = zip(values, reference.logprobs, strict=True)
+    empty = [~v.isfinite() | ((v == 0) & (e < math.log(SURE))) for v, e in pairs]
+    return Entries(values, [torch.tensor(r.counts) & ~e for r, e in zip(responses, empty, strict=True)])
 
 
-def _distances(side: Entries, reference: Sequence[Tensor]) -> list[Tensor]:
-    return [(v - e)[u] for v, e, u in zip(side.values, reference, side.usable, strict=True)]
+def _distances(entries: Entries, reference: Reference) -> list[Tensor]:
+    pairs = zip(entries.values, reference.logprobs, entries.usable, strict=True)
+    return [(v - e)[u].clamp(-1e3, 1e3) for v, e, u in pairs]
 
 
-def _wrong_responses(side: Entries, reference: Sequence[Tensor], limit: float) -> list[int]:
-    """Indices of the responses in which a side is wrong; none where it is right over all."""
-    distances = _distances(side, reference)
-    if rms(torch.cat(distances)) <= limit:
-        return []
-    return [i for i, distance in enumerate(distances) if rms(distance) > limit]
+def _definitions(
+    responses: Sequence[Response], references: Mapping[str, Reference], settings: Settings
+) -> dict[str, str]:
+    """Which distribution each side is judged by: the one it was said to have, or the one nearest to both sides.
+
+    Both sides have to mean the same, and the tokens were sampled at the temperature: raw log-probs are right only where
+    that was said.
+    """
+    asked = {"sampler": settings.sampler, "trainer": settings.trainer}
+
+    def distance(definition: str) -> float:
+        reference, total = references[definition], 0.1 * (definition != "tempered")
+        for name, said in asked.items():
+            if said == "auto":
+                every = torch.cat(_distances(_entries(name, responses, reference), reference))
+                total += math.log(rms(every) + RIGHT * reference.floor)
+        return total
+
+    best = min((d for d in references if d != "raw"), key=distance)
+    return {name: best if said == "auto" else said for name, said in asked.items()}
 
 
-def _tried_on(
+def _side(
+    name: str,
     subject: Subject,
     responses: Sequence[Response],
-    reference: Sequence[Tensor],
-    floor: float,
     settings: Settings,
-    sides: Mapping[str, Entries],
-    wrong: Mapping[str, Sequence[int]],
-) -> tuple[Material, dict[str, Entries]]:
-    """The responses that trials are of, and of each wrong side the entries in its own first wrong ones."""
-    own = {name: _first(responses, rows) for name, rows in wrong.items() if rows}
-    some = sorted({i for rows in own.values() for i in rows})
-    entries = {
-        name: Entries(
-            [sides[name].values[i] for i in some],
-            [sides[name].usable[i] & (i in rows) for i in some],
-        )
-        for name, rows in own.items()
-    }
-    fed = {words: [of[i] for i in some] for words, of in ways(responses, subject.special).items()} if some else {}
-    return Material([responses[i] for i in some], fed, [reference[i] for i in some], floor, settings), entries
-
-
-def _first(responses: Sequence[Response], rows: Sequence[int]) -> list[int]:
-    """The first of some responses, until they have enough tokens."""
-    found: list[int] = []
-    tokens = inputs = 0
-    for i in rows:
-        if tokens >= TRIED_TOKENS or inputs >= TRIED_INPUTS:
-            break
-        found.append(i)
-        tokens += len(responses[i].response_ids)
-        inputs += len(responses[i].response_ids) + len(responses[i].prompt_ids)
-    return found
-
-
-def _verdict(
-    name: str, distance: Tensor, counted: int, wrong_responses: int, trials: Trials, material: Material, tokens: int
+    definition: str,
+    reference: Reference,
+    entries: Entries,
 ) -> Side:
-    """The verdict from the distances [n] of the `counted` tokens that have one, and trials on some `tokens`."""
-    empty = counted - distance.numel()
-    tried = trials.by_side.get(name, ())
-    cause = _cause(tried, trials.halves, material) if tried else UNKNOWN if wrong_responses else ""
-    if empty:
-        cause = " and ".join(filter(None, [f"{empty:,} of {counted:,} tokens have no log-prob or a 0", cause]))
-    return Side(
+    distances, counts = _distances(entries, reference), [torch.tensor(r.counts) for r in responses]
+    every, counted = torch.cat(distances), sum(int(c.sum()) for c in counts)
+    largest = float(every.abs().max()) if len(every) else math.nan
+    limit = RIGHT * reference.floor
+    is_right = rms(every) <= limit and not largest > max(FAR * reference.floor, 3 * reference.largest)
+    wrong = [i for i, d in enumerate(distances) if len(d) and (rms(d) > limit or float(d.abs().max()) > FAR * limit / 3)]
+    recorded = torch.cat([v[c] for v, c in zip(entries.values, counts, strict=True)])
+    why, missing = impossible(recorded.float().numpy()), counted - len(every)
+    empty = f"{missing:,} of {counted:,} tokens have no log-prob or a 0" if missing else ""
+    side = Side(
         name=name,
-        tokens=distance.numel(),
-        empty=empty,
-        rms=rms(distance),
-        largest=float(distance.abs().max()) if distance.numel() else math.nan,
-        mean=float(distance.mean()) if distance.numel() else math.nan,
-        wrong_responses=wrong_responses,
-        is_right=not cause,
-        cause=cause,
-        left=tried[0].left if tried else rms(distance),
-        tried_tokens=tokens,
+        definition=definition,
+        tokens=len(every),
+        empty=missing,
+        rms=rms(every),
+        largest=largest,
+        mean=float(every.mean()) if len(every) else math.nan,
+        wrong_responses=0 if is_right else len(wrong),
+        is_right=is_right and not missing,
+        cause=why if missing and "exactly 0" in why else empty,
+        advice="record a log-prob for every token that counts, and leave padding out by the mask" if empty else "",
+        left=rms(every),
+    )
+    if is_right or not wrong:
+        return side
+    say(f"audit: {name} is wrong; looks for the cause")
+    search = Search(subject, responses, settings.sampling, DEFINITIONS[definition], reference, entries, wrong)
+    tried = search.explain()
+    best = [t for t in tried if t.explains]
+    known = facts(responses, entries, reference, search.tolerance, search.stored)
+    if best and best[0].explains_zeros:
+        missing = int((~recorded.isfinite()).sum())
+        empty = f"{missing:,} of {counted:,} tokens have no log-prob" if missing else ""
+        side = replace(side, empty=missing, cause=empty, advice=side.advice if empty else "")
+    if 0 < len(best) <= NAMED:
+        cause, advice, left = " or ".join(t.words for t in best), best[0].advice, best[0].left
+        known = [fact for fact in known if "number is a" in fact]
+    else:
+        cause, advice, left = UNKNOWN, "compare the layers of both sides with `ppo-repro bisect`", side.rms
+        known += [why] if why else []
+    return replace(
+        side,
+        cause=" and ".join(filter(None, [side.cause, cause])),
+        advice="; ".join(filter(None, [side.advice, advice])),
+        left=left,
+        known=tuple(known),
         tried=tuple(tried[:SHOWN]),
-        given_up=trials.given_up.get(name, 0),
+        tried_tokens=search.tokens,
     )
 
 
-def _cause(tried: Sequence[Tried], halves: Mapping[str, float], material: Material) -> str:
-    given = material.settings.temperature
-    best, plain = tried[0], next(t.left for t in tried if not t.conditions.deviations(given))
-    found = " and ".join(best.conditions.deviations(given))
-    is_half = best.conditions.inputs.weights in HALF
-    if found and best.left <= RIGHT * material.floor:
-        return found
-    if found and best.left <= (LEFT_OF_HALF if is_half else LEFT) * plain:
-        rest = "" if is_half else _as_half(best.left, halves)
-        return f"{found} and {rest}" if rest else found
-    return _as_half(plain, halves) or (
-        f"{UNKNOWN}, in part {found}" if found and best.left <= LEFT_IN_PART * plain else UNKNOWN
-    )
-
-
-def _as_half(distance: float, halves: Mapping[str, float]) -> str:
-    """Says that a distance is of the size of 16-bit rounding; "" where it is not."""
-    near = next(((name, size) for name, size in halves.items() if size / 3 <= distance <= 3 * size), None)
-    return f"{ROUNDED} {near[0]} rounding is ({near[1]:.2g} nats rms), in other digits" if near else ""
-
-
-def _scored(
-    responses: Sequence[Response], reference: Sequence[Tensor], sampler: Sequence[Tensor], trainer: Sequence[Tensor]
-) -> Scored:
+def _scored(responses: Sequence[Response], reference: Sequence[Tensor]) -> Scored:
     counts = [torch.tensor(r.counts) for r in responses]
 
     def joined(parts: Sequence[Tensor]) -> Tensor:
@@ -258,6 +271,6 @@ def _scored(
         joined([torch.arange(len(r.response_ids)) for r in responses]),
         joined([torch.tensor(r.response_ids) for r in responses]),
         joined(reference),
-        joined(sampler),
-        joined(trainer),
+        joined([torch.tensor(r.sampler).double() for r in responses]),
+        joined([torch.tensor(r.trainer).double() for r in responses]),
     )

@@ -25,20 +25,20 @@ DISTANCES = ("tokens", "sampler", "trainer")
 Decode = Callable[[int], str]
 
 
-def page(found: Audit, title: str, temperature: float, decode: Decode, skipped: int = 0) -> str:
+def page(found: Audit, title: str, decode: Decode, skipped: int = 0) -> str:
     """The page. decode: the text of a token id."""
     style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     sides = (found.sampler, found.trainer)
     said = "".join(
-        f'<li class="{"right" if s.is_right else "wrong"}">{_mark(s)}{_text(sentence(s, found.responses))}</li>'
+        f'<li class="{"right" if s.is_right else "wrong"}">{_mark(s)}{_text(sentence(s, found.responses))}{_advice(s)}</li>'
         for s in sides
     )
     scored = found.scored
     parts = [
         f"<h1>{_text(title)}</h1><p>{_text(lines(found, skipped)[0])}.</p>",
         f'<p class="verdict">{_text(verdict(found).capitalize())}.</p><ul class="sides">{said}</ul>',
-        *(_tried(side, temperature) for side in sides if side.tried),
+        *(_tried(side) for side in sides if side.tried),
         '<h2>Where</h2><p>Distances from the model in float64 in nats, rms.</p><div class="tables">',
         _binned("By probability in float64", scored, scored.reference.exp(), PROBABILITIES),
         _binned("By position in the response", scored, scored.position.double(), _powers(scored)),
@@ -82,17 +82,24 @@ def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     return f'<div class="scroll" tabindex="0">{table}</div>'
 
 
-def _tried(side: Side, temperature: float) -> str:
+def _advice(side: Side) -> str:
+    return f'<p class="advice">To do: {_text(side.advice)}.</p>' if side.advice else ""
+
+
+def _tried(side: Side) -> str:
     whole = max(t.left for t in side.tried) or 1.0
-
-    def row(words: list[str], left: float) -> tuple[str, str, str]:
-        share = f"{left / whole:.0%} of the longest bar"
-        return _text(" and ".join(words) or "as it is"), f"{left:.2e}", _bar(left / whole, share)
-
-    rows = [row(t.conditions.deviations(temperature), t.left) for t in side.tried]
-    more = f" {side.given_up:,} more weights or inputs were too far on the first responses." if side.given_up else ""
-    which = f"{side.tried_tokens:,} of its tokens are from each of these; the best explanation first."
-    about = f"<p>How far {which}{more}</p>"
+    rows = [
+        (
+            f"<b>{_text(t.words)}</b>" if t.explains else _text(t.words),
+            f"{t.left:.2e}",
+            _bar(t.left / whole, f"{t.left / whole:.0%} of the longest bar"),
+        )
+        for t in side.tried
+    ]
+    about = (
+        f"<p>The rms distance of {side.tried_tokens:,} tokens from each explanation, the best first. In bold: what is "
+        "left is rounding.</p>"
+    )
     table = _table("", ("the model, but", "left, nats rms", ""), rows)
     return f"<h2>What explains the {side.name}</h2>{about}{table}"
 

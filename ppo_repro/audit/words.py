@@ -5,19 +5,21 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from ppo_repro.audit.judge import ROUNDED, UNKNOWN, Audit, Side
+from ppo_repro.audit.judge import UNKNOWN, Audit, Side
 
 
 def sentence(side: Side, responses: int) -> str:
     """The verdict about one side."""
+    definition = "" if side.definition == "tempered" else f" (log-probs judged as {side.definition})"
+    where = f", in {side.wrong_responses} of {responses} responses" if 0 < side.wrong_responses < responses else ""
+    distance = f"{side.rms:.2g} nats (rms) from the model in float64{where}{definition}"
     if side.is_right:
-        return f"{side.name} is right: {side.rms:.2g} nats (rms) from the model in float64"
+        return f"{side.name} is right: {distance}"
     if not side.tokens:
         return f"{side.name} is wrong: {side.cause}"
-    where = f", in {side.wrong_responses} of {responses} responses" if 0 < side.wrong_responses < responses else ""
-    explains_nothing = side.cause == UNKNOWN or side.cause.startswith(ROUNDED) or not side.tried
-    left = "" if explains_nothing else f"; that leaves {side.left:.2g} nats"
-    return f"{side.name} is wrong: {side.rms:.2g} nats (rms) from the model in float64{where}; {side.cause}{left}"
+    known = f": {'; '.join(side.known)}" if side.known and UNKNOWN in side.cause else ""
+    left = f"; that leaves {side.left:.2g} nats" if side.tried and UNKNOWN not in side.cause else ""
+    return f"{side.name} is wrong: {distance}; {side.cause}{known}{left}"
 
 
 def verdict(found: Audit) -> str:
@@ -29,27 +31,24 @@ def verdict(found: Audit) -> str:
 def lines(found: Audit, skipped: int = 0) -> list[str]:
     """The audit in words, the verdict last."""
     left_out = f" ({skipped:,} without a token that counts left out)" if skipped else ""
+    sides = (found.sampler, found.trainer)
     return [
         f"{len(found.scored.reference):,} tokens of {found.responses:,} responses{left_out}; stock float32 is "
         f"{found.floor:.2g} nats (rms) from the model in float64",
-        *(sentence(side, found.responses) for side in (found.sampler, found.trainer)),
+        *(sentence(side, found.responses) for side in sides),
+        *(f"{side.name}: {side.advice}" for side in sides if side.advice),
         f"verdict: {verdict(found)}",
     ]
 
 
 def fields(found: Audit, skipped: int = 0) -> dict[str, Any]:
     """The audit for JSON, without its tokens."""
-
-    def side(of: Side) -> dict[str, Any]:
-        tried = [{"left": t.left, **asdict(t.conditions)} for t in of.tried]
-        return {**{k: v for k, v in asdict(of).items() if k != "tried"}, "tried": tried}
-
     return {
         "verdict": verdict(found),
         "responses": found.responses,
         "skipped": skipped,
         "tokens": len(found.scored.reference),
         "float32_rms": found.floor,
-        "sampler": side(found.sampler),
-        "trainer": side(found.trainer),
+        "sampler": asdict(found.sampler),
+        "trainer": asdict(found.trainer),
     }

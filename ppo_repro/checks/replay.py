@@ -12,8 +12,7 @@ from ppo_repro.numerics.native import SlotCache
 from ppo_repro.numerics.network import Cache
 from ppo_repro.numerics.token_statistics import expand_kept, token_statistics, top_logits
 from ppo_repro.rollout.engine import Completion, Request, Sampling
-from ppo_repro.rollout.prefix import PrefixIndex
-from ppo_repro.rollout.torch_engine import Drawn, TorchEngine, _Active
+from ppo_repro.rollout.torch_engine import Drawn, PrefixIndex, TorchEngine, _Active
 
 
 class Replay(TorchEngine):

@@ -5,117 +5,104 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ppo_repro.audit.page_file import PAGE
 from ppo_repro.errors import UserError
 from ppo_repro.files import check_replaceable, write_over_earlier
 from ppo_repro.output import print_result, say
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from ppo_repro.audit.dump import Response
-    from ppo_repro.audit.ways import Special
-
-FORMATS = "ppo_repro (default), verl, trl, slime, prime-rl or areal"
+FORMATS = "ppo_repro, verl, trl, slime, prime-rl or areal (default: told from the columns)"
+MEANS = ("auto", "raw", "tempered", "processed")
 
 
 def add_options(parser: argparse.ArgumentParser, path: Callable[[str], Path]) -> None:
     """The options of the command; `path` reads one."""
-    parser.add_argument("dump", metavar="DUMP", type=path, help="responses with two log-probs a token")
-    parser.add_argument("--model", metavar="FOLDER", type=path, required=True, help="the weights it was made with")
-    parser.add_argument("--format", default="ppo_repro", help=FORMATS)
-    parser.add_argument("--temperature", type=float, default=1.0, help="what both sides divide logits by (default 1)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="of the sampler (default 1, all tokens)")
-    parser.add_argument("--top-k", type=int, default=0, help="of the sampler (default 0, all tokens)")
-    parser.add_argument("--also", metavar="FOLDER", type=path, action="append", default=[], help="older weights to try")
-    parser.add_argument("--responses", type=int, default=64, help="how many, from the first on (default 64)")
-    parser.add_argument("--threads", type=int, default=1, help="of the processor (default 1)")
-    parser.add_argument("--out", metavar="PAGE", type=path, help="write an HTML page")
+    add = parser.add_argument
+    add("dump", metavar="DUMP", type=path, help="responses with two log-probs a token")
+    add("--model", metavar="FOLDER", type=path, required=True, help="the weights it was made with")
+    add("--format", default=None, help=FORMATS)
+    add("--temperature", type=float, default=1.0, help="what both sides divide logits by (default 1)")
+    add("--top-p", type=float, default=1.0, help="of the sampler (default 1, all tokens)")
+    add("--top-k", type=int, default=0, help="of the sampler (default 0, all tokens)")
+    add("--min-p", type=float, default=0.0, help="of the sampler (default 0, all tokens)")
+    add("--repetition-penalty", type=float, default=1.0, help="of the sampler (default 1, none)")
+    for side in ("sampler", "trainer"):
+        what = "raw (at temperature 1), tempered (over all tokens), processed (after penalty and cuts)"
+        add(f"--{side}-logprobs", choices=MEANS, default="auto", help=f"what they are of: {what}, or auto (default)")
+    add("--also", metavar="FOLDER", type=path, action="append", default=[], help="older weights to try")
+    add("--responses", type=int, default=64, help="how many, from the first on (default 64)")
+    add("--threads", type=int, default=1, help="of the processor (default 1)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where the model computes (default cpu)")
+    add("--out", metavar="PAGE", type=path, help="write an HTML page")
 
 
-def _length(response: Response) -> int:
-    return len(response.prompt_ids) + len(response.response_ids)
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    if not 0 < arguments.temperature < float("inf"):
-        raise UserError(f"--temperature {arguments.temperature}: must be greater than 0")
-    if not 0 < arguments.top_p <= 1:
-        raise UserError(f"--top-p {arguments.top_p}: must be greater than 0 and at most 1")
-    counts = (
-        ("--top-k", arguments.top_k, 0),
-        ("--responses", arguments.responses, 1),
-        ("--threads", arguments.threads, 1),
+def _check(options: argparse.Namespace) -> None:
+    ranges = (
+        ("--temperature", options.temperature, 0 < options.temperature < float("inf"), "greater than 0"),
+        ("--top-p", options.top_p, 0 < options.top_p <= 1, "greater than 0 and at most 1"),
+        ("--top-k", options.top_k, options.top_k >= 0, "at least 0"),
+        ("--min-p", options.min_p, 0 <= options.min_p < 1, "at least 0 and below 1"),
+        ("--repetition-penalty", options.repetition_penalty, options.repetition_penalty > 0, "greater than 0"),
+        ("--responses", options.responses, options.responses >= 1, "at least 1"),
+        ("--threads", options.threads, options.threads >= 1, "at least 1"),
     )
-    for name, value, least in counts:
-        if value < least:
-            raise UserError(f"{name} {value}: must be at least {least}")
-    if arguments.out is not None and not arguments.out.parent.is_dir():
-        raise UserError(f"--out {arguments.out}: there is no folder {arguments.out.parent}; make it")
-    if arguments.out is not None:
-        check_replaceable(arguments.out, PAGE)
+    for name, value, is_good, allowed in ranges:
+        if not is_good:
+            raise UserError(f"{name} {value}: must be {allowed}")
+    if options.out is not None and not options.out.parent.is_dir():
+        raise UserError(f"--out {options.out}: there is no folder {options.out.parent}; make it")
+    if options.out is not None:
+        check_replaceable(options.out, PAGE)
 
 
-def audit_command(arguments: argparse.Namespace) -> int:
+def audit_command(options: argparse.Namespace) -> int:
     """Say which side of another stack's dump is wrong, by the model in float64, and why; exit 1 if one is."""
-    _check(arguments)
-    say(f"{arguments.dump}: both sides beside the model of {arguments.model} in float64")
-    from ppo_repro.audit.dump import FORMATS, read_dump
+    from itertools import islice
 
-    if arguments.format not in FORMATS:
-        raise UserError(f"--format {arguments.format}: must be one of {', '.join(FORMATS)}")
-    for option, folder in (("--model", arguments.model), *(("--also", folder) for folder in arguments.also)):
-        _look(option, folder)
-    dump = read_dump(arguments.dump, arguments.format, arguments.responses)
+    from ppo_repro.models.folder_files import check_config, check_weights
+    from ppo_repro.testing.dumps import read_dump
 
-    from ppo_repro.audit.conditions import Settings, Subject
-    from ppo_repro.audit.judge import audit
+    _check(options)
+    say(f"{options.dump}: both sides beside the model of {options.model} in float64")
+    for option, folder in (("--model", options.model), *(("--also", folder) for folder in options.also)):
+        check_config(folder, f"{option} {folder}")
+        check_weights(folder, f"{option} {folder}")
+    responses = list(islice(read_dump(options.dump, options.format), options.responses))
+    if not responses:
+        raise UserError(f"{options.dump}: has no response with a token that counts; there is nothing to audit")
+    skipped = responses[-1].row - len(responses)
+
+    import torch
+
+    from ppo_repro.audit.causes import Sampling
+    from ppo_repro.audit.judge import Settings, audit
+    from ppo_repro.audit.load import load_model, load_tokenizer
     from ppo_repro.audit.page import page
-    from ppo_repro.audit.words import fields, lines
-    from ppo_repro.models.load import load_folder
-    from ppo_repro.numerics import library
-
-    library.use_threads(arguments.threads)
-    model, tokenizer = load_folder(arguments.model)
-    special = _special(model, tokenizer)
-    for response in dump.responses:
-        if special.positions is not None and _length(response) > special.positions:
-            raise UserError(
-                f"{arguments.dump}: row {response.row}: {_length(response)} tokens; the model has {special.positions} "
-                "positions; give the folder of the model that the dump was made with"
-            )
-    others = {f"weights of {folder}": load_folder(folder)[0] for folder in arguments.also}
-    subject = Subject(model, others, special)
-    found = audit(subject, dump.responses, Settings(arguments.temperature, arguments.top_p, arguments.top_k))
-    said = lines(found, dump.skipped)
-    if arguments.out is not None:
-        title = f"Audit of {arguments.dump.name}"
-        html = page(found, title, arguments.temperature, lambda i: str(tokenizer.decode([i])), dump.skipped)
-        write_over_earlier(arguments.out, PAGE, html.encode())
-        said.append(f"page    {arguments.out}")
-    print_result(arguments.json, fields(found, dump.skipped), said)
-    return 0 if found.sampler.is_right and found.trainer.is_right else 1
-
-
-def _look(option: str, folder: Path) -> None:
-    """Check the files of a model folder before torch is imported, which takes seconds."""
-    from ppo_repro.models.folder_files import check_config, check_tokenizer, check_weights
-
-    for check in (check_config, check_tokenizer, check_weights):
-        check(folder, f"{option} {folder}")
-
-
-def _special(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Special:
+    from ppo_repro.audit.search import Subject
     from ppo_repro.audit.ways import Special
-    from ppo_repro.numerics.families import ROTARIES
+    from ppo_repro.audit.words import fields, lines
 
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    return Special(
-        bos_token_id=tokenizer.bos_token_id,
-        pad_token_id=padding,
-        tokenizer=tokenizer,
-        positions=getattr(model.config, "max_position_embeddings", None),
-        learned=not any(type(module) in ROTARIES for module in model.modules()),
-    )
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no CUDA device here; take cpu")
+    torch.set_num_threads(options.threads)
+    model, tokenizer = load_model("--model", options.model, options.device), load_tokenizer(options.model)
+    padding = None
+    if tokenizer is not None:
+        padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    positions = getattr(model.config, "max_position_embeddings", None)
+    special = Special(getattr(tokenizer, "bos_token_id", None), padding, tokenizer, positions)
+    others = {f"weights of {folder}": load_model("--also", folder, options.device) for folder in options.also}
+    cuts = options.top_p, options.top_k, options.min_p, options.repetition_penalty
+    settings = Settings(Sampling(options.temperature, *cuts), options.sampler_logprobs, options.trainer_logprobs)
+    found = audit(Subject(model, others, special), responses, settings)
+    said = lines(found, skipped)
+    if options.out is not None:
+
+        def decode(token: int) -> str:
+            return "" if tokenizer is None else str(tokenizer.decode([token]))
+
+        html = page(found, f"Audit of {options.dump.name}", decode, skipped)
+        write_over_earlier(options.out, PAGE, html.encode())
+        said.append(f"page    {options.out}")
+    print_result(options.json, fields(found, skipped), said)
+    return 0 if found.sampler.is_right and found.trainer.is_right else 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,62 @@ from ppo_repro.numerics.families import routers, trunk_of
 from ppo_repro.numerics.native import SlotCache
 from ppo_repro.numerics.network import Cache, logits, network_of
 from ppo_repro.numerics.rows import index, ragged
-from ppo_repro.numerics.structs import ints
+from ppo_repro.numerics.structs import Ints, ints
 from ppo_repro.rollout.engine import Completion, Dialogue, Request, Sampling, check_request
-from ppo_repro.rollout.prefix import PrefixIndex
 from ppo_repro.rollout.sampler import sample
-from ppo_repro.rollout.slot_routes import SlotRoutes
+
+
+def _keys(tokens: Sequence[int]) -> list[int]:
+    """A hash of every prefix, shortest first; equal prefixes have equal keys."""
+    return list(accumulate(tokens, lambda key, token: hash((key, token)), initial=0))[1:]
+
+
+class PrefixIndex:
+    """The tokens whose keys and values are in each slot."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, tuple[int, ...]] = {}
+        self._slots: dict[int, int] = {}  # key of a prefix -> the slot last known to hold it
+
+    def note(self, slot: int, tokens: Sequence[int]) -> None:
+        """Note that `slot` now holds exactly these tokens."""
+        self._tokens[slot] = tuple(tokens)
+        for key in _keys(tokens):
+            self._slots[key] = slot
+
+    def longest(self, prompt: Sequence[int]) -> tuple[int, int]:
+        """(slot, number of tokens) of the longest prefix of `prompt` in any slot; (0, 0) if there is none."""
+        keys = _keys(prompt)
+        for length in range(len(keys), 0, -1):
+            slot = self._slots.get(keys[length - 1])
+            # the slot may hold other tokens by now, and two prefixes may have the same key
+            if slot is not None and self._tokens[slot][:length] == tuple(prompt[:length]):
+                return slot, length
+        return 0, 0
+
+
+class SlotRoutes:
+    """For each position of each slot the experts that computed its token, and so its keys and values."""
+
+    def __init__(self, slots: int, context: int) -> None:
+        self._shape = slots, context
+        self._routes: Tensor | None = None  # [slots, context, M k] int32, once the width is known
+
+    def note(self, slots: Ints, positions: Ints, routes: Ints) -> None:
+        """Take the routes [n, M k] of tokens at positions [n] of slots [n]."""
+        if self._routes is None:
+            self._routes = torch.zeros(*self._shape, routes.shape[-1], dtype=torch.int32)
+        self._routes[index(slots), index(positions)] = torch.from_numpy(routes)
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """The first tokens of a slot become those of another one."""
+        assert self._routes is not None
+        self._routes[target, :length] = self._routes[source, :length]
+
+    def of(self, slot: int, length: int) -> Tensor:
+        """Routes of the first tokens of a slot, [length, M k] int32."""
+        assert self._routes is not None
+        return self._routes[slot, :length].clone()
 
 
 @dataclass(frozen=True)
@@ -137,7 +189,7 @@ class TorchEngine:
                 elif reason:
                     done[item.index] = _completion(item, reason, self._routes)
                     free.append(item.slot)
-                    prefixes.hold(item.slot, item.context[:-1])
+                    prefixes.note(item.slot, item.context[:-1])
             active = [item for item in active if item.index not in done and not item.forced[-1]]
         return [done[index] for index in range(len(requests))]
 
@@ -173,7 +225,7 @@ class TorchEngine:
             else:
                 self._take_over(cache, prefixes, item)
                 leaders[prompt] = item
-            prefixes.hold(item.slot, ())
+            prefixes.note(item.slot, ())
         return [list(leaders.values()), copies] if copies else [list(leaders.values())]
 
     def _take_over(self, cache: Cache | SlotCache, prefixes: PrefixIndex, item: _Active) -> None:
@@ -194,7 +246,7 @@ class TorchEngine:
                     self._take_over(cache, prefixes, item)
             for item, row in self._chunks(cache, items):
                 out[row_of[item.index]] = row
-                prefixes.hold(item.slot, item.request.prompt_ids)
+                prefixes.note(item.slot, item.request.prompt_ids)
         return out
 
     def _chunks(self, cache: Cache | SlotCache, items: list[_Active]) -> Iterator[tuple[_Active, Tensor]]:
@@ -223,7 +275,7 @@ class TorchEngine:
         batch = ragged(pieces, past=starts)
         hidden, routes = self._network.over_cache(batch, cache, slots, seen=self._routes is not None)
         if self._routes is not None:
-            self._routes.keep(ints(slots)[batch.rows.sequence], batch.rows.position, routes)
+            self._routes.note(ints(slots)[batch.rows.sequence], batch.rows.position, routes)
         return hidden if len(hidden) == len(pieces) else hidden[index(batch.start[1:] - 1).to(hidden.device)]
 
     def _sample(self, turn: list[_Active], found: Tensor, sampling: Sampling) -> None:
@@ -262,3 +314,39 @@ def _stacked(columns: list[np.ndarray], item: _Active) -> Tensor:
     if columns[0].shape[1] == 0:  # as usual; the rows need not be gathered
         return torch.from_numpy(np.empty((len(columns), 0), columns[0].dtype))
     return torch.from_numpy(np.array([column[row] for column, (_, row) in zip(columns, item.samples, strict=True)]))
+
+
+def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with its parameters in a dtype, in place. Buffers stay: rotary frequencies are float32 everywhere."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+class StockEngine(TorchEngine):
+    """Samples by torch's own forward pass in the dtype of `copy`, an unmodified model. No bit of it is promised.
+
+    The copy takes the weights of `live`, rounded to its dtype, before each call. Log-probs are those of its logits.
+    """
+
+    def __init__(
+        self,
+        copy: PreTrainedModel,
+        live: PreTrainedModel,
+        stop_ids: frozenset[int],
+        mode: str,
+        max_context: int,
+        slots: int,
+        prefill_chunk: int,
+        prefix_cache: bool,
+    ) -> None:
+        super().__init__(copy, stop_ids, mode, max_context, slots, prefill_chunk, prefix_cache)
+        self._live = live
+
+    @torch.no_grad()
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
+    ) -> list[Completion]:
+        for name, parameter in self.policy.named_parameters():
+            parameter.copy_(self._live.get_parameter(name))
+        return super().generate(requests, sampling, dialogue)

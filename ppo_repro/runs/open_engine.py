@@ -17,8 +17,7 @@ from ppo_repro.models.networks import make_policy
 from ppo_repro.numerics.families import routers
 from ppo_repro.ranks import Ranks
 from ppo_repro.rollout.engine import Engine
-from ppo_repro.rollout.stock_engine import StockEngine, in_dtype
-from ppo_repro.rollout.torch_engine import TorchEngine
+from ppo_repro.rollout.torch_engine import StockEngine, TorchEngine, in_dtype
 from ppo_repro.watcher import Watcher
 
 
@@ -86,8 +85,7 @@ def rollout_engine(
     if not isinstance(settings, SGLangServers):
         yield built_in
         return
-    from ppo_repro.rollout.sglang.engine import sglang_engine
-    from ppo_repro.rollout.sglang.shared import SharedEngine
+    from ppo_repro.rollout.sglang.engine import SharedEngine, sglang_engine
 
     if not ranks.is_first:
         yield SharedEngine(ranks, None)

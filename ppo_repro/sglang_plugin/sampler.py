@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ppo_repro.numerics.token_statistics import log_softmax, token_statistics
 from ppo_repro.rollout.engine import Sampling
-from ppo_repro.rollout.kept import KEPT, Entry, shortest, written
 from ppo_repro.rollout.sampler import sample
+from ppo_repro.sglang_plugin.kept_tokens import KEPT, Entry, shortest, written
 
 
 class DeterministicSampler(Sampler):

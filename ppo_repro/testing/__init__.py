@@ -19,22 +19,28 @@ from ppo_repro.testing.plugin import (
 )
 
 if TYPE_CHECKING:
+    from ppo_repro.testing.advantages import AdvantageBatch, assert_advantages_conform, check_advantages
     from ppo_repro.testing.conformance import assert_loss_conforms, assert_loss_drift_below, check_loss, loss_drift
+    from ppo_repro.testing.dumps import Names
     from ppo_repro.testing.losses import LossBatch, LossLayout, LossResult, LossRollout, evaluate_loss, rollout_of
     from ppo_repro.testing.strategies import rollouts
 
 __all__ = [
+    "AdvantageBatch",
     "GoldenCheck",
     "LossBatch",
     "LossLayout",
     "LossResult",
     "LossRollout",
+    "Names",
+    "assert_advantages_conform",
     "assert_loss_conforms",
     "assert_loss_drift_below",
     "assert_matches_golden",
     "assert_mismatch_below",
     "assert_on_policy",
     "assert_same_run",
+    "check_advantages",
     "check_loss",
     "evaluate_loss",
     "golden_run",
@@ -46,6 +52,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "advantages": ("AdvantageBatch", "assert_advantages_conform", "check_advantages"),
+    "dumps": ("Names",),
     "conformance": ("assert_loss_conforms", "assert_loss_drift_below", "check_loss", "loss_drift"),
     "losses": ("LossBatch", "LossLayout", "LossResult", "LossRollout", "evaluate_loss", "rollout_of"),
     "strategies": ("rollouts",),

@@ -1,6 +1,6 @@
-"""Losses for the conformance kit: right ones, and two faults that were found in training stacks.
+"""Losses for the conformance kit: right ones, and faults that were found in training stacks.
 
-Both faults give the right number on one micro-batch, so that no unit test of the loss alone sees them.
+Most faults give the right number on one micro-batch, so that no unit test of the loss alone sees them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,25 @@ from ppo_repro.testing.losses import LossBatch, LossRollout
 KL_COV_SHARE, KL_COEF = 0.25, 1.0
 
 
+def _log_ratios(batch: LossBatch) -> Tensor:
+    """new - old, [R, L], 0 under the mask: masked before anything is computed, so that no junk reaches a gradient."""
+    return (batch.new_logprobs - batch.columns["old_logprobs"]).masked_fill(~batch.mask, 0.0)
+
+
 def _surrogate(batch: LossBatch) -> Tensor:
-    """-A exp(new - old) of each token, [R, L]."""
-    ratios = torch.exp(batch.new_logprobs - batch.columns["old_logprobs"])
-    return -batch.columns["advantages"] * ratios
+    """-A exp(new - old) of each token, [R, L]; the log-ratio is clamped, so that exp does not overflow in float32."""
+    advantages = batch.columns["advantages"].masked_fill(~batch.mask, 0.0)
+    return -advantages * _log_ratios(batch).clamp(-20.0, 20.0).exp()
 
 
 def _total(values: Tensor, batch: LossBatch) -> Tensor:
     return values.masked_fill(~batch.mask, 0.0).sum()
+
+
+def masked_afterwards(batch: LossBatch) -> Tensor:
+    """Multiplied by the mask at the end: a NaN under the mask stays a NaN. Does not conform."""
+    ratios = (batch.new_logprobs - batch.columns["old_logprobs"]).exp()
+    return (-batch.columns["advantages"] * ratios * batch.mask).sum() / batch.step_tokens
 
 
 def step_token_mean(batch: LossBatch) -> Tensor:
@@ -56,8 +67,8 @@ def kl_cov(batch: LossBatch) -> Tensor:
 
 def kl_cov_of_the_step(batch: LossBatch) -> Tensor:
     """KL-Cov whose tokens were chosen before the step was cut into micro-batches, column `is_penalised`. Conforms."""
-    difference = (batch.new_logprobs - batch.columns["old_logprobs"]).abs()
-    values = _surrogate(batch) + KL_COEF * difference * batch.columns["is_penalised"]
+    chosen = batch.columns["is_penalised"].masked_fill(~batch.mask, 0.0)
+    values = _surrogate(batch) + KL_COEF * _log_ratios(batch).abs() * chosen
     return _total(values, batch) / batch.step_tokens
 
 

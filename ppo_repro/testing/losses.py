@@ -1,14 +1,15 @@
-"""A loss of one's own under every layout of a batch: what it is shown, and what a step of it computes.
+"""A loss of one's own as trainers show it a batch: micro-batches, padding, junk under the mask, turns, ranks, dtypes.
 
-A loss sees what a trainer shows it: one micro-batch, padded or packed, on one rank. What a step computes should follow
-from its sequences alone. Everything is float64, so that rounding stays far below what is looked for.
+A loss sees one micro-batch, padded or packed, on one rank. What an optimizer step computes should follow from the tokens
+that count alone.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,20 +23,23 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Combine = Literal["mean", "sum"]
-TOLERANCE = 1e-9  # relative; float64 sums of a million terms stay below 1e-10, changes of meaning are far above
+Junk = Literal["", "finite", "not finite"]
+NOT_FINITE = (math.nan, math.inf, -math.inf)
 
 
 @dataclass(frozen=True)
 class LossRollout:
     """B responses with N tokens together, in order of sequences and positions.
 
-    `lengths` [B] are tokens of a response, `new_logprobs` [N] float64 in nats, `columns` [N] float64 each. UserError
-    for a response without a token, and for another shape or dtype.
+    `lengths` [B] are tokens of a response, `new_logprobs` [N] float64 in nats, `columns` [N] float64 each, `mask` [N] bool
+    (None: all True), False at tokens that do not count, as those of a tool. UserError for a response without a token that
+    counts, and for another shape or dtype.
     """
 
-    lengths: tuple[int, ...]  # [B]
-    new_logprobs: Tensor  # [N] float64, nats; the gradient is taken with respect to them
-    columns: Mapping[str, Tensor]  # [N] float64 each: old_logprobs, advantages, whatever the loss reads
+    lengths: tuple[int, ...]
+    new_logprobs: Tensor  # the gradient is taken with respect to them
+    columns: Mapping[str, Tensor]  # old_logprobs, advantages, whatever the loss reads
+    mask: Tensor | None = None
 
     def __post_init__(self) -> None:
         count = sum(self.lengths)
@@ -46,22 +50,40 @@ class LossRollout:
                 raise UserError(
                     f"loss rollout: {name} is {column.dtype} {list(column.shape)}; must be torch.float64 [{count}]"
                 )
+        if self.mask is not None and (self.mask.shape != (count,) or self.mask.dtype != torch.bool):
+            raise UserError(f"loss rollout: mask is {self.mask.dtype} {list(self.mask.shape)}; must be bool [{count}]")
+        if not all(bool(part.any()) for part in self.counts.split(self.lengths)):
+            raise UserError("loss rollout: a response has no token that counts; leave it out")
+
+    @property
+    def counts(self) -> Tensor:
+        """Which tokens count, bool [N]."""
+        return torch.ones(sum(self.lengths), dtype=torch.bool) if self.mask is None else self.mask
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Sequence and position of a token."""
+        sequence = 0
+        while index >= self.lengths[sequence]:
+            index -= self.lengths[sequence]
+            sequence += 1
+        return sequence, index
 
 
 @dataclass(frozen=True)
 class LossBatch:
     """What a loss is called with: R rows of L positions of one micro-batch.
 
-    `new_logprobs` [R, L] float64, nats, with a gradient; `columns` [R, L] float64 each; `mask` [R, L] bool, False at
-    padding; `sequences` [R, L] int64, the response of a token, -1 at padding. `step_tokens` and `step_sequences` count
-    the whole optimizer step, all micro-batches and ranks.
+    `new_logprobs` [R, L] in nats, with a gradient; `columns` [R, L] each, of the same dtype; `mask` [R, L] bool, False at
+    padding and at tokens that do not count, where the columns may hold anything; `sequences` [R, L] int64, the response of
+    a token, -1 at padding (a packed row has several). `step_tokens` counts the tokens that count and `step_sequences` the
+    responses of the whole optimizer step, all micro-batches and ranks.
     """
 
-    new_logprobs: Tensor  # [R, L] float64, requires grad
-    columns: Mapping[str, Tensor]  # [R, L] float64 each
-    mask: Tensor  # [R, L] bool, False at padding
-    sequences: Tensor  # [R, L] int64, the response of a token; -1 at padding. A packed row holds several
-    step_tokens: int  # of the whole optimizer step: all micro-batches, all ranks
+    new_logprobs: Tensor
+    columns: Mapping[str, Tensor]
+    mask: Tensor
+    sequences: Tensor
+    step_tokens: int
     step_sequences: int
 
 
@@ -73,21 +95,26 @@ class LossLayout:
     """How the sequences of one optimizer step are shown to the loss.
 
     `micro_batch` sequences in a pass (0: all), in the given `order`, over `ranks` processes; `padding` on the right or
-    left, or rows packed without any, `extra` more columns of it than are needed, which hold `fill`.
+    left, or rows packed without any, `extra` more columns of it than are needed; `inserted` tokens that do not count
+    after each second token. `junk` fills every column under the mask with numbers of its own. `dtype` is that of all
+    numbers.
     """
 
-    micro_batch: int = 0  # sequences in a pass; 0: all
+    micro_batch: int = 0
     padding: Literal["right", "left", "packed"] = "right"
-    extra: int = 0  # columns of padding more than are needed
-    fill: float = 0.0  # what padding holds
+    extra: int = 0
+    inserted: int = 0
+    junk: Junk = ""
     order: Literal["given", "reversed", "shuffled"] = "given"
-    ranks: int = 1  # processes that share the sequences
+    ranks: int = 1
+    dtype: torch.dtype = torch.float64
 
     def describe(self) -> str:
         """The fields that are not the default."""
         plain = LossLayout()
         fields = {name: value for name, value in vars(self).items() if value != getattr(plain, name)}
-        return ", ".join(f"{name} {value}" for name, value in fields.items()) or "all at once, padded right"
+        words = (f"{name.replace('_', ' ')} {str(value).removeprefix('torch.')}" for name, value in fields.items())
+        return ", ".join(words) or "all at once, padded right"
 
 
 LAYOUTS = (
@@ -96,8 +123,11 @@ LAYOUTS = (
     LossLayout(micro_batch=3),
     LossLayout(padding="left"),
     LossLayout(extra=3),
-    LossLayout(extra=1, fill=1.0),
+    LossLayout(extra=1, junk="finite"),
+    LossLayout(extra=1, junk="not finite"),
     LossLayout(padding="packed"),
+    LossLayout(inserted=2),
+    LossLayout(inserted=1, junk="not finite"),
     LossLayout(order="reversed"),
     LossLayout(order="shuffled"),
     LossLayout(ranks=2),
@@ -111,12 +141,12 @@ class LossResult:
     """The loss of one optimizer step and its gradient.
 
     `gradients` [N] are d `value` / d new_logprobs, in the order of the rollout; `padding_gradients` counts the
-    positions of padding that got one other than 0.
+    positions under the mask that got one other than 0.
     """
 
     value: float
-    gradients: tuple[float, ...]  # [N] d value / d new_logprobs
-    padding_gradients: int = 0  # positions of padding that got a gradient other than 0
+    gradients: tuple[float, ...]
+    padding_gradients: int = 0
 
     def save(self, path: Path | str) -> None:
         """Write it as JSON that reads back to the same bits."""
@@ -136,8 +166,8 @@ class LossResult:
 def rollout_of(frame: pd.DataFrame) -> LossRollout:
     """A rollout from a data frame with one row per token: `sequence`, `new_logprobs`, and what else the loss reads.
 
-    Rows of a sequence are in the order of `position` where there is such a column. UserError names a column that is
-    missing or holds no finite numbers.
+    Rows of a sequence are in the order of `position` where there is such a column; `mask` is 0 at tokens that do not count.
+    UserError names a column that is missing or holds no finite numbers.
     """
     for name in ("sequence", "new_logprobs"):
         if name not in frame.columns:
@@ -146,7 +176,8 @@ def rollout_of(frame: pd.DataFrame) -> LossRollout:
     ordered = frame.sort_values(by, kind="stable")
     lengths = tuple(int(n) for n in ordered.groupby("sequence", sort=True).size())
     columns = {str(n): _numbers(str(n), ordered[n]) for n in ordered.columns if n not in ("sequence", "position")}
-    return LossRollout(lengths, columns.pop("new_logprobs"), columns)
+    mask = columns.pop("mask") != 0 if "mask" in columns else None
+    return LossRollout(lengths, columns.pop("new_logprobs"), columns, mask)
 
 
 def _numbers(name: str, column: pd.Series[Any]) -> Tensor:
@@ -165,59 +196,104 @@ def evaluate_loss(loss: Loss, rollout: LossRollout, layout: LossLayout, combine:
     combine: what the trainer does with the losses of micro-batches, and with those of ranks: their `mean`, as gradient
     accumulation in transformers and DDP have it, or their `sum`. UserError where the loss returns no scalar.
     """
-    shares = _shares(rollout, layout)
+    ranks = _by_rank(rollout, layout)
     value, padding, gradients = 0.0, 0, torch.zeros(sum(rollout.lengths), dtype=torch.float64)
-    for share in shares:
-        size = layout.micro_batch or len(share)
-        passes = [share[i : i + size] for i in range(0, len(share), size)]
-        weight = 1.0 if combine == "sum" else 1.0 / (len(passes) * len(shares))
-        for sequences in passes:
-            batch, places = _lay_out(rollout, sequences, layout)
+    for sequences in ranks:
+        size = layout.micro_batch or len(sequences)
+        passes = [sequences[i : i + size] for i in range(0, len(sequences), size)]
+        weight = 1.0 if combine == "sum" else 1.0 / (len(passes) * len(ranks))
+        for some in passes:
+            batch, places = lay_out(rollout, some, layout)
             result = loss(batch)
             if not isinstance(result, Tensor) or result.numel() != 1 or not result.requires_grad:
                 raise UserError("loss: must return a tensor with one number that depends on new_logprobs")
             (grad,) = torch.autograd.grad(result.reshape(()), batch.new_logprobs)
             value += weight * float(result.detach())
-            gradients[places[batch.mask]] += weight * grad[batch.mask]
-            padding += int((grad[~batch.mask] != 0).sum())
+            gradients[places[batch.mask]] += weight * grad[batch.mask].double()
+            padding += int((grad[~batch.mask] != 0).sum())  # NaN is not 0
     return LossResult(value, tuple(gradients.tolist()), padding)
 
 
-def _shares(rollout: LossRollout, layout: LossLayout) -> list[list[int]]:
+def _by_rank(rollout: LossRollout, layout: LossLayout) -> list[list[int]]:
     """The sequences of each rank that has any."""
     order = list(range(len(rollout.lengths)))
     if layout.order == "reversed":
         order.reverse()
     elif layout.order == "shuffled":
         order = [order[i] for i in permutation(len(order), "loss layout")]
-    return [share for rank in range(layout.ranks) if (share := order[rank :: layout.ranks])]
+    return [sequences for rank in range(layout.ranks) if (sequences := order[rank :: layout.ranks])]
 
 
-def _lay_out(rollout: LossRollout, sequences: Sequence[int], layout: LossLayout) -> tuple[LossBatch, Tensor]:
-    """A batch, and the index in the rollout of each of its positions [R, L], -1 at padding."""
-    starts = [sum(rollout.lengths[:s]) for s in sequences]
-    indices = [list(range(start, start + rollout.lengths[s])) for start, s in zip(starts, sequences, strict=True)]
-    owners = [[s] * rollout.lengths[s] for s in sequences]
+def lay_out(rollout: LossRollout, sequences: Sequence[int], layout: LossLayout) -> tuple[LossBatch, Tensor]:
+    """A batch, and the index in the rollout of each of its positions [R, L], below 0 where there is none."""
+    indices, owners = [], []
+    for s in sequences:
+        start, row = sum(rollout.lengths[:s]), list[int]()
+        for k in range(rollout.lengths[s]):
+            row += [start + k, *([-2] * layout.inserted if k % 2 else [])]
+        indices.append(row)
+        owners.append([s] * len(row))
     if layout.padding == "packed":
         indices, owners = [[i for row in indices for i in row]], [[s for row in owners for s in row]]
     width = max(map(len, indices)) + layout.extra
     places = torch.tensor([_padded(row, width, layout) for row in indices])
-    mask = places >= 0
+    there = places >= 0
+    mask = there & rollout.counts[places.clamp(min=0)]
 
-    def column(values: Tensor) -> Tensor:
-        return torch.where(mask, values[places.clamp(min=0)], layout.fill)
+    def column(values: Tensor, number: int) -> Tensor:
+        filled = torch.where(there, values[places.clamp(min=0)], 0.0)
+        return torch.where(mask, filled, _junk(layout.junk, number, filled)).to(layout.dtype)
 
+    new = column(rollout.new_logprobs, 0)
     batch = LossBatch(
-        new_logprobs=column(rollout.new_logprobs).requires_grad_(),
-        columns={name: column(values) for name, values in rollout.columns.items()},
+        new_logprobs=new.requires_grad_(),
+        columns={name: column(values, i) for i, (name, values) in enumerate(rollout.columns.items(), 1)},
         mask=mask,
-        sequences=torch.tensor([_padded(row, width, layout) for row in owners]),
-        step_tokens=sum(rollout.lengths),
+        sequences=torch.tensor([_padded(row, width, layout) for row in owners]).clamp_min(-1),
+        step_tokens=int(rollout.counts.sum()),
         step_sequences=len(rollout.lengths),
     )
     return batch, places
 
 
+def _junk(kind: Junk, number: int, otherwise: Tensor) -> Tensor:
+    """What stands under the mask, [R, L]: in each column, and at each position, another number.
+
+    The model computes the new log-probs (column 0) at padding too: they are finite.
+    """
+    if not kind:
+        return otherwise
+    index = torch.arange(otherwise.numel(), dtype=torch.float64).reshape(otherwise.shape)
+    if kind == "finite" or number == 0:
+        return (-1.0) ** number * (7.0 + 60.0 * number + index) * (10.0 if number else -1.0)
+    return torch.tensor(NOT_FINITE, dtype=torch.float64)[(index.long() + number) % 3]
+
+
 def _padded(row: list[int], width: int, layout: LossLayout) -> list[int]:
-    rest = [-1] * (width - len(row))
-    return [*rest, *row] if layout.padding == "left" else [*row, *rest]
+    padding = [-1] * (width - len(row))
+    return [*padding, *row] if layout.padding == "left" else [*row, *padding]
+
+
+LOG_RATIOS = (1e-8, -1e-8, 20.0, -20.0, 100.0, -100.0, 800.0, -800.0)
+
+
+def extremes(rollout: LossRollout, log_ratios: Sequence[float] = LOG_RATIOS) -> list[tuple[str, int, LossRollout]]:
+    """What it is, the token, and the rollout with one extreme token: large and tiny log-ratios, advantages of 0.
+
+    Columns that end in `_logprobs` are new - log-ratio there; where the advantage is 0, columns `is_...` are 0 as well.
+    """
+    token = int(rollout.counts.nonzero()[:, 0][int(rollout.counts.sum()) // 2])
+    found = []
+    for x in log_ratios:
+        for sign, words in ((1.0, ""), (-1.0, ", advantage of the other sign"), (0.0, ", advantage 0")):
+            new, columns = rollout.new_logprobs.clone(), {n: v.clone() for n, v in rollout.columns.items()}
+            new[token] = -0.5 + min(x, 0.0)
+            for name, values in columns.items():
+                if name.endswith("_logprobs"):
+                    values[token] = -0.5 - max(x, 0.0)
+                elif name == "advantages":
+                    values[token] *= sign
+                elif name.startswith("is_") and sign == 0.0:
+                    values[token] = 0.0
+            found.append((f"log-ratio {x:g}{words}", token, replace(rollout, new_logprobs=new, columns=columns)))
+    return found

@@ -13,7 +13,7 @@ from ppo_repro.errors import UserError
 if TYPE_CHECKING:
     import pandas as pd
 
-    from ppo_repro.testing.mismatch import Mismatch, Names, Token
+    from ppo_repro.testing.dumps import Names
 
 GoldenCheck = Callable[[Path | str, Path | str], None]
 _WRITTEN = pytest.StashKey[list[str]]()
@@ -27,14 +27,15 @@ def assert_on_policy(run: Path | str) -> None:
     __tracebackhide__ = True
     from ppo_repro.testing import mismatch
 
-    total = mismatch.mismatch(mismatch.run_pairs(run))
-    first = total.first_nonfinite or total.first_unequal
-    if first is not None:
-        bad = total.unequal + total.nonfinite
+    pairs = mismatch.run_pairs(run)
+    total = mismatch.mismatch(pairs)
+    if total.nonfinite or total.frac_unequal:
+        bad = total.nonfinite + round(total.frac_unequal * total.tokens)
+        first = pairs.describe(total.first_nonfinite if total.nonfinite else total.first_unequal)
         raise AssertionError(
             f"{run}: {bad} of {total.tokens + total.nonfinite} tokens have other old_logprobs (trainer) than "
-            f"rollout_logprobs (sampler); the first is {first.describe()}; find the layer "
-            f"with `ppo-repro bisect {run}`, or the cause with analysis.diagnosis.diagnose in a checkout"
+            f"rollout_logprobs (sampler); the first is {first}; find the layer with `ppo-repro bisect {run}`, "
+            "or the cause with analysis.diagnosis.diagnose in a checkout"
         )
     _assert_first_ratios(run)
 
@@ -94,12 +95,11 @@ def assert_mismatch_below(
 ) -> None:
     """Assert that the log-probs of sampler and trainer differ by no more than each limit.
 
-    `run_or_file`: a run folder, a JSONL file with one response per line and the field names of verl, prime-rl, TRL or
-    `names`, or a data frame with one row per token and these names, or those of the table `tokens`. With
-    delta = trainer - sampler in nats: `mean_abs` and `max_abs` of |delta|, `k3` the token mean of expm1(delta) - delta,
-    which estimates KL(sampler || trainer), `frac_unequal` the share of tokens that differ in any bit, `nonfinite` the
-    number of tokens that may have no finite pair. AssertionError names every limit that is exceeded and a token;
-    UserError without a limit or without tokens.
+    `run_or_file`: a run folder, a dump in any format that `ppo-repro audit` reads (told from its columns, or `names`), or
+    a data frame with one row per token. With delta = trainer - sampler in nats: `mean_abs` and `max_abs` of |delta|,
+    `k3` the token mean of expm1(delta) - delta, which estimates KL(sampler || trainer), `frac_unequal` the share of tokens
+    that differ in any bit, `nonfinite` the number of tokens that may have no finite pair. AssertionError names every limit
+    that is exceeded and a token, and numbers that cannot be log-probs; UserError without a limit or without tokens.
     """
     __tracebackhide__ = True
     from ppo_repro.testing import mismatch
@@ -111,44 +111,31 @@ def assert_mismatch_below(
     for name, limit in limits.items():
         if not limit >= 0:
             raise UserError(f"assert_mismatch_below: {name} = {limit!r}: must be 0 or more")
-    path: Path | str
+    where: Path | str = "the frame"
     if isinstance(run_or_file, Path | str):
-        path = Path(run_or_file)
-        if path.is_dir() and names is not None:
-            raise UserError(f"{path}: is a run folder, whose names are fixed; leave names out")
-        pairs = mismatch.run_pairs(path) if path.is_dir() else mismatch.file_pairs(path, names)
+        where = Path(run_or_file)
+        if where.is_dir() and names is not None:
+            raise UserError(f"{where}: is a run folder, whose names are fixed; leave names out")
+        pairs = mismatch.run_pairs(where) if where.is_dir() else mismatch.dump_pairs(where, names)
     else:
-        path, pairs = "the frame", mismatch.frame_pairs(run_or_file, names)
+        pairs = mismatch.dump_pairs(run_or_file, names)
     total = mismatch.mismatch(pairs)
     if not total.tokens + total.nonfinite:
-        raise UserError(f"{path}: has no token that counts; there is nothing to compare")
-    exceeded = _exceeded(total, limits, nonfinite)
-    if exceeded:
-        raise AssertionError(f"{path}: of {total.tokens} tokens {'; '.join(exceeded)}; {_ADVICE}")
-
-
-_ADVICE = (
-    "if this is new, see what changed (weights sync, dtype, temperature, padding, token ids) before raising a limit"
-)
-
-
-def _exceeded(total: Mismatch, limits: dict[str, float], nonfinite: int) -> list[str]:
-    """One sentence for each limit that is exceeded; NaN exceeds every limit."""
-    lines = []
-    tokens = {"frac_unequal": ("first", total.first_unequal)}
+        raise UserError(f"{where}: has no token that counts; there is nothing to compare")
+    if why := mismatch.suspicious(pairs):
+        raise AssertionError(f"{where}: {why}")
+    exceeded = []
     for name, limit in limits.items():
         value = getattr(total, name)
-        if not value <= limit:
-            which, token = tokens.get(name, ("largest", total.worst))
-            lines.append(f"{name} is {value:.6g}, above {limit:.6g} ({which} at {_describe(token)})")
+        if not value <= limit:  # NaN exceeds every limit
+            which, token = ("first", total.first_unequal) if name == "frac_unequal" else ("largest", total.worst)
+            exceeded.append(f"{name} is {value:.6g}, above {limit:.6g} ({which} at {pairs.describe(token)})")
     if total.nonfinite > nonfinite:
-        first = _describe(total.first_nonfinite)
-        lines.append(f"{total.nonfinite} more have no two finite log-probs, above {nonfinite} (first at {first})")
-    return lines
-
-
-def _describe(token: Token | None) -> str:
-    return "no token" if token is None else token.describe()
+        first = pairs.describe(total.first_nonfinite)
+        exceeded.append(f"{total.nonfinite} more have no two finite log-probs, above {nonfinite} (first at {first})")
+    if exceeded:
+        advice = "if this is new, see what changed (weights sync, dtype, temperature, padding, token ids): `ppo-repro audit`"
+        raise AssertionError(f"{where}: of {total.tokens} tokens {'; '.join(exceeded)}; {advice}")
 
 
 def assert_matches_golden(run: Path | str, golden_path: Path | str) -> None:

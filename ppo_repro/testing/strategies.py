@@ -21,7 +21,7 @@ def rollouts(
     max_tokens: int = 8,
     columns: Sequence[str] = ("old_logprobs", "advantages"),
 ) -> LossRollout:
-    """Ragged responses: 1..max_sequences of 1..max_tokens tokens; nats; columns as named.
+    """Ragged responses: 1..max_sequences of 1..max_tokens tokens, some of which may not count; nats; columns as named.
 
     new_logprobs are in [-12, 0]; columns that end in `_logprobs` are within 1 of them and at most 0; `advantages` are
     in [-3, 3], `is_...` are 0 or 1, other columns are in [-10, 10]. All are float64 tensors [N]. Hypothesis raises its
@@ -47,4 +47,7 @@ def rollouts(
         else:
             bound = 3.0 if name == "advantages" else 10.0
             found[name] = torch.tensor(draw(_numbers(-bound, bound, count)), dtype=torch.float64)
-    return LossRollout(lengths, new, found)
+    bits = draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    mask, starts = torch.tensor(bits), torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
+    mask[starts] = True  # a token of each response counts
+    return LossRollout(lengths, new, found, mask)

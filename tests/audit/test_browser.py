@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_repro.audit.conditions import FLOAT32, Conditions, Inputs
 from ppo_repro.audit.judge import Audit, Scored, Side
 from ppo_repro.audit.page import page
-from ppo_repro.audit.trials import Tried
-from ppo_repro.audit.ways import AS_DUMPED, PADDED
+from ppo_repro.audit.search import Tried
 from tests.support.browser import find, look, opened
 from tests.support.html_page import tags, tree
 from tests.support.small_models import seeded
@@ -32,15 +30,13 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sampler[5] = torch.nan
     index = torch.arange(n)
     scored = Scored(index // 75, index % 75 // 25 + 1, index % 75, index % 97, reference, sampler, reference + 1e-7)
-    conditions = [
-        Conditions(Inputs(FLOAT32, AS_DUMPED), 0.8, "all", 0),
-        Conditions(Inputs(f"weights of /checkpoints/{'deep/' * 30}step_100", PADDED), 0.73, "top-p and top-k", 1),
-    ]
-    tried = tuple(Tried(c, 0.2 / (i + 1), 0.0, 512) for i, c in enumerate(conditions))
-    wrong = Side("sampler", n - 1, 1, 0.2, 0.9, 0.01, 40, False, "unknown", 0.2, 512, tried, 31)
-    right = replace(wrong, name="trainer", empty=0, wrong_responses=0, is_right=True, cause="", tried=(), given_up=0)
+    words = (f"weights of /checkpoints/{'deep/' * 30}step_100 and top-p", "as it is")
+    tried = tuple(Tried(w, "", 0.1 * (i + 1), i == 0, 1) for i, w in enumerate(words))
+    numbers = ("tempered", n - 1, 1, 0.2, 0.9, 0.01, 40, False)
+    wrong = Side("sampler", *numbers, "unknown", "do something", 0.2, ("right up to token 3",), tried, 512)
+    right = replace(wrong, name="trainer", empty=0, wrong_responses=0, is_right=True, cause="", advice="", tried=())
     path = tmp_path_factory.mktemp("audit") / "page.html"
-    path.write_text(page(Audit(40, 1e-6, wrong, right, scored), f"Audit of {'x' * 200}", 0.8, lambda i: HOSTILE))
+    path.write_text(page(Audit(40, 1e-6, wrong, right, scored), f"Audit of {'x' * 200}", lambda i: HOSTILE))
     return path
 
 

@@ -13,8 +13,8 @@ import pandas as pd
 import pytest
 import torch
 
-from ppo_repro.audit.dump import FORMATS, Response, read_dump, turns_of
 from ppo_repro.errors import UserError
+from ppo_repro.testing.dumps import FORMATS, Response, read_dump, turns_of
 
 SAMPLER, TRAINER = [-0.5, -1.25, -2.0], [-0.5, -1.5, -2.0]
 ROWS: dict[str, dict[str, Any]] = {
@@ -63,17 +63,18 @@ def counted(response: Response) -> list[tuple[int, float, float]]:
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".pt"])
 @pytest.mark.parametrize("form", ROWS)
 def test_every_format_and_file_gives_the_same_tokens(form: str, suffix: str, tmp_path: Path) -> None:
-    found = read_dump(write(tmp_path / f"dump{suffix}", [ROWS[form]] * 3), form, 2)
-    assert [r.row for r in found.responses] == [1, 2] and found.skipped == 0
-    for response in found.responses:
+    path = write(tmp_path / f"dump{suffix}", [ROWS[form]] * 2)
+    found = read(path, form)
+    assert [r.row for r in found] == [1, 2] and same(found, read(path, None))  # the format is told from the columns
+    for response in found:
         assert counted(response) == [(7, -0.5, -0.5), (9, -2.0, -2.0)]
         assert (response.prompt_ids, response.response_ids) == ((5, 6), (7, 8, 9))
         assert response.turns.tolist() == [1, 1, 2]  # a token between that does not count ends a turn
         assert response.padding == ((0,) if form in ("verl", "trl") else ())
 
 
-def read(path: Path, form: str) -> list[Response]:
-    return read_dump(path, form, 9).responses
+def read(path: Path, form: str | None) -> list[Response]:
+    return list(read_dump(path, form))
 
 
 def same(a: Sequence[Response], b: Sequence[Response]) -> bool:
@@ -112,8 +113,8 @@ def test_what_does_not_count_at_the_end_is_left_out_and_so_are_rows_without_a_to
         {**ROWS["verl"], "responses": [], "rollout_log_probs": [], "old_log_probs": [], "response_mask": []},
         ROWS["verl"],
     ]
-    found = read_dump(write(tmp_path / "x.jsonl", rows), "verl", 9)
-    assert [r.response_ids for r in found.responses] == [(7,), (7, 8, 9)] and found.skipped == 2
+    found = read(write(tmp_path / "x.jsonl", rows), "verl")
+    assert [(r.row, r.response_ids) for r in found] == [(2, (7,)), (4, (7, 8, 9))]
 
 
 def test_turns_of_a_column_come_before_those_of_the_mask(tmp_path: Path) -> None:
@@ -134,15 +135,12 @@ def changed(**fields: Any) -> dict[str, Any]:
 
 
 BAD = [
-    ({k: v for k, v in ROWS["verl"].items() if k != "responses"}, "row 2: no column 'responses'; there are prompts"),
     (changed(responses=[7, 8]), "row 2: rollout_log_probs has 3 entries for 2 response tokens"),
     (changed(responses=[7, 8, -1]), "row 2: responses = [7, 8, -1]: must be a list of token ids"),
     (changed(old_log_probs="-1"), "row 2: old_log_probs = '-1': must be a list of log-probs in nats"),
     (changed(response_mask=[1, 2, 0]), "row 2: response_mask = [1, 2, 0]: must be a list of 0 and 1"),
     (changed(attention_mask=[1]), "row 2: attention_mask is shorter than prompts"),
-    (changed(attention_mask=[0] * 6), "row 2: has no prompt token"),
     ({**ROWS["slime"], "response_lengths": 5}, "row 2: response_lengths = 5: must leave at least one of 5 tokens"),
-    (changed(old_log_probs=[0.5, -1.0, -1.0]), "row 2: old_log_probs has 0.5; a log-prob is at most 0, give nats"),
     (changed(rollout_log_probs=None), "row 2: no column 'rollout_log_probs'"),
 ]
 
@@ -152,7 +150,7 @@ def test_what_is_wrong_is_named_with_its_row(row: dict[str, Any], message: str, 
     form = "slime" if "response_lengths" in row else "verl"
     path = write(tmp_path / "dump.jsonl", [ROWS[form], row])
     with pytest.raises(UserError) as refused:
-        read_dump(path, form, 9)
+        read(path, form)
     assert f"{path}: {message}" in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -166,7 +164,7 @@ def test_code_in_a_pickle_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name, save in (("a.pt", torch.save), ("b.pt", lambda value, path: path.write_bytes(pickle.dumps(value)))):
         save({"responses": Code()}, tmp_path / name)
         with pytest.raises(UserError, match="cannot be read without running code from it"):
-            read_dump(tmp_path / name, "verl", 1)
+            read(tmp_path / name, "verl")
     assert not (tmp_path / "was-run").exists()
 
 
@@ -181,16 +179,10 @@ def test_code_in_a_pickle_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_other_files_are_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message.replace(".", r"\.")):
-        read_dump(tmp_path / name, "verl", 1)
+        read(tmp_path / name, "verl")
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".pt"])
 def test_a_file_that_is_not_there_is_named_as_such(suffix: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"x\{suffix}.*No such file or directory"):
-        read_dump(tmp_path / f"x{suffix}", "verl", 1)
-
-
-def test_a_dump_in_which_nothing_counts_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.jsonl", [changed(response_mask=[0, 0, 0])])
-    with pytest.raises(UserError, match="has no response with a token that counts"):
-        read_dump(path, "verl", 1)
+        read(tmp_path / f"x{suffix}", "verl")

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
+from transformers import AutoModelForCausalLM
 
 from experiments.benchmarks.workload import Size, make_tokenizer, write_folder
 from ppo_repro.config.files import load_config
-from ppo_repro.errors import UserError
-from ppo_repro.models.folders import load_reward_model
 from ppo_repro.models.load import load_folder
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.records import manifest
@@ -60,24 +58,3 @@ def test_runs_from_both_have_one_fingerprint(folders: dict[str, Path], tmp_path:
         assert recorded.final["policy_digest"] != recorded.final["initial_policy_digest"]
         fingerprints.add(recorded.fingerprint)
     assert len(fingerprints) == 1
-
-
-def test_a_reward_model_too(folders: dict[str, Path], tmp_path: Path) -> None:
-    digests = set()
-    for name, dtype in (("half", torch.bfloat16), ("whole", torch.float32)):
-        model = LlamaForSequenceClassification.from_pretrained(folders["bfloat16"], num_labels=1, dtype=torch.bfloat16)
-        with torch.no_grad():
-            model.score.weight.fill_(0.25)
-        model.to(dtype).save_pretrained(tmp_path / name)
-        make_tokenizer(SIZE).save_pretrained(tmp_path / name)
-        loaded, _ = load_reward_model(tmp_path / name, "deterministic", 24)
-        assert {p.dtype for p in loaded.parameters()} == {torch.float32}
-        digests.add(weights_digest(loaded.named_parameters()))
-    assert len(digests) == 1
-
-
-def test_float64_would_be_rounded_and_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_pretrained(folders["float32"], dtype=torch.float64).save_pretrained(tmp_path)
-    make_tokenizer(SIZE).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="float64"):
-        load_folder(tmp_path)

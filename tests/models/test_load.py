@@ -17,8 +17,7 @@ from transformers import LlamaForSequenceClassification
 from ppo_repro.errors import UserError
 from ppo_repro.models.folder_files import ADAPTER, INDEX, WEIGHTS
 from ppo_repro.models.folders import load_reward_model
-from ppo_repro.models.load import load_folder, read_model_config, stop_ids
-from ppo_repro.numerics.families import CAUSAL_MODELS
+from ppo_repro.models.load import load_folder, stop_ids
 from ppo_repro.tasks.tokenizer import character_tokenizer
 from tests.support.cli import PROMPTS, Cli, cli, folder_config, one_line, write_prompts
 from tests.support.models import unequal
@@ -125,7 +124,6 @@ def changed_tokenizer(**changes: object) -> Damage:
 CODE = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
 OF_CONFIG: dict[str, tuple[Damage, str]] = {
     "no object": (text("config.json", "[]"), r"config\.json holds \[\]; must be a JSON object"),
-    "null": (text("config.json", "null"), r"config\.json holds None; must be a JSON object"),
     "no JSON": (text("config.json", '{"a":'), r"config\.json cannot be read as JSON"),
     "nested too deep": (text("config.json", "[" * 100_000), r"config\.json cannot be read as JSON"),
     "no fields": (text("config.json", "{}"), "Unrecognized model"),
@@ -133,17 +131,9 @@ OF_CONFIG: dict[str, tuple[Damage, str]] = {
     "no folder": (shutil.rmtree, "there is no such folder; give the folder of a model"),
     "no heads": (config(num_attention_heads=0), "num_attention_heads = 0; must be an integer from 1"),
     "heads of keys": (config(num_key_value_heads=3), "4 heads; must be a multiple of num_key_value_heads = 3"),
-    "no heads of keys": (config(num_key_value_heads=0), "num_key_value_heads = 0; must be an integer from 1"),
-    "no width": (config(hidden_size=0), "hidden_size = 0; must be an integer from 1"),
-    "negative width": (config(hidden_size=-48), "hidden_size = -48; must be an integer from 1"),
-    "width as text": (config(hidden_size="48"), "hidden_size = '48'; must be an integer from 1"),
-    "width of true": (config(hidden_size=True), "hidden_size = True; must be an integer from 1"),
     "absurd width": (config(hidden_size=10**30), "hidden_size = 10+; must be an integer from 1 to 1048576"),
-    "absurd depth": (config(num_hidden_layers=10**9, layer_types=...), "num_hidden_layers = 10+; must be an integer"),
-    "negative depth": (config(num_hidden_layers=-1), "num_hidden_layers = -1; must be an integer from 1"),
     "width of heads": (config(hidden_size=50, head_dim=...), "hidden size of 50; must be a multiple of its 4 heads"),
     "odd heads": (config(head_dim=15), "head_dim = 15; must be even"),
-    "no vocabulary": (config(vocab_size=0), "vocab_size = 0; must be an integer from 1"),
     "negative epsilon": (config(rms_norm_eps=-1.0), r"rms_norm_eps = -1\.0; must be a number above 0"),
     "no frequency": (config(rope_parameters={"rope_type": "default", "rope_theta": 0}), "rope_theta = 0; must be"),
     "positions": (config(rope_parameters=[]), "cannot be loaded .*rope_parameters"),
@@ -151,11 +141,8 @@ OF_CONFIG: dict[str, tuple[Damage, str]] = {
     "activation": (config(hidden_act="wobble"), "hidden_act = 'wobble' is not known"),
     "family": (config(model_type="mine"), "model type `mine`"),
     "architecture": (config(architectures=["Mine"]), "architecture Mine; must be one of LlamaForCausalLM"),
-    "architecture as text": (config(architectures="Qwen3ForCausalLM"), "cannot be loaded .*architectures"),
     "int8": (config(dtype="int8"), r"dtype = torch\.int8 .*must be float32"),
-    "float8": (config(dtype="float8_e4m3fn"), r"dtype = torch\.float8_e4m3fn .*must be float32"),
     "float64": (config(dtype="float64"), "dtype = float64 .*would be rounded"),
-    "unknown dtype": (config(dtype="x"), "cannot be loaded"),
     "quantized": (config(quantization_config={"quant_method": "fp8"}), "has quantization_config; save the model in"),
     "code": (config(auto_map=CODE), "has auto_map; code of a model folder is never run"),
     "kernels": (config(use_kernels=True), "has use_kernels; code from elsewhere is never run"),
@@ -164,9 +151,7 @@ OF_CONFIG: dict[str, tuple[Damage, str]] = {
 }
 OF_FILES: dict[str, tuple[Damage, str]] = {
     "missing tensor": (tensors(lambda held: held.pop(Q)), f"has no tensor {Q}"),
-    "missing embedding": (tensors(lambda held: held.pop(EMBEDDING)), r"has no tensor (lm_head|model\.embed_tokens)"),
     "missing head": (config(tie_word_embeddings=False), r"has no tensor lm_head\.weight"),
-    "missing layer": (config(num_hidden_layers=3, layer_types=...), r"has no tensor model\.layers\.2"),
     "layer too many": (
         config(num_hidden_layers=1, layer_types=...),
         r"has a tensor model\.layers\.1\.\S+, which a model",
@@ -175,13 +160,9 @@ OF_FILES: dict[str, tuple[Damage, str]] = {
     "shape": (with_q(lambda q: q[:3].clone()), rf"tensor {Q} has the shape \[3, 48\]; .* wants \[64, 48\]"),
     "another head": (tensors(lambda held: held.update({"lm_head.weight": held[EMBEDDING] + 1})), "a head of its own"),
     "int8 tensor": (with_q(lambda q: q.to(torch.int8)), f"tensor {Q} is I8; must be F32"),
-    "float8 tensor": (with_q(lambda q: q.to(torch.float8_e4m3fn)), f"tensor {Q} is F8_E4M3; must be F32"),
     "float64 tensor": (with_q(lambda q: q.double()), f"tensor {Q} is F64; must be F32"),
     "NaN": (one_number(float("nan")), f"tensor {Q} has numbers that are not finite"),
-    "infinity": (one_number(float("inf")), f"tensor {Q} has numbers that are not finite"),
     "cut weights": (cut(-10), r"model\.safetensors cannot be read"),
-    "cut header": (cut(20), r"model\.safetensors cannot be read"),
-    "empty weights": (cut(0), r"model\.safetensors cannot be read"),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), r"has neither model\.safetensors nor"),
     "pickled weights": (only_pickled, r"pickled weights only .* convert them"),
     "index leads out": (index("../outside.safetensors"), r"names the file '\.\./outside\.safetensors'; must be one of"),
@@ -191,12 +172,10 @@ OF_FILES: dict[str, tuple[Damage, str]] = {
         f"has the tensor {Q}, which .* does not place there",
     ),
     "index without map": (bad_index('{"metadata": {}}'), "has no metadata and weight_map"),
-    "index no object": (bad_index("[]"), r"index\.json holds \[\]"),
     "index with more": (bad_index('{"metadata": {}, "weight_map": {"x": "part.safetensors"}}'), "has no tensor x, and"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer"),
     "broken tokenizer": (text("tokenizer.json", "{"), r"tokenizer\.json cannot be read as JSON"),
     "empty tokenizer": (text("tokenizer.json", "{}"), "its tokenizer: cannot be loaded"),
-    "tokenizer settings": (text("tokenizer_config.json", "[]"), r"tokenizer_config\.json holds \[\]"),
     "larger tokenizer": (larger_tokenizer, f"its tokenizer has the token .*, and the model a vocabulary of {VOCAB}"),
     "code of a tokenizer": (changed_tokenizer(auto_map={"AutoTokenizer": ["code.T", None]}), "has auto_map"),
     "generation settings": (text("generation_config.json", "{"), r"generation_config\.json cannot be read as JSON"),
@@ -260,17 +239,6 @@ def test_a_reward_model_is_checked_in_the_same_way(tmp_path: Path) -> None:
     tensors(lambda held: held.update({"score.weight": torch.zeros(2, 48)}))(folder)
     with pytest.raises(UserError, match=r"^reward model .*score\.weight has the shape \[2, 48\]; .* wants \[1, 48\]"):
         load_reward_model(folder, "native", 16)
-
-
-@pytest.mark.parametrize("case", list(OF_CONFIG)[:3])
-def test_a_plan_needs_no_other_file_to_find_it(case: str, folder: Path) -> None:
-    damage, message = OF_CONFIG[case]
-    damage(folder)
-    for path in folder.glob("*"):
-        if path.name not in ("config.json", ADAPTER):
-            path.unlink()
-    with pytest.raises(UserError, match=f"^reward model x: .*{message}"):
-        read_model_config(folder, CAUSAL_MODELS, "reward model x")
 
 
 @pytest.mark.parametrize("case", ["no heads", "missing tensor", "layer too many"])

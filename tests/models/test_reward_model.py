@@ -122,15 +122,6 @@ def test_a_value_model_made_from_it_starts_with_its_score_after_the_last_token(a
     assert names == {f"trunk.{n}" for n, _ in trunk_of(model).named_parameters()} | {"head.weight", "head.bias"}
 
 
-@pytest.mark.usefixtures("row_dependent")
-def test_a_value_model_in_native_numerics_depends_on_the_layout() -> None:
-    model = make_policy(classifier("qwen2"), "native", CONTEXT)
-    value_model = value_model_from(model, "native", CONTEXT)
-    with torch.no_grad():
-        found = [value_predictions(value_model, lay_out(SEQUENCES, [(0,)] * 11, p)) for p in ("right", "none")]
-    assert unequal(*found) > 0
-
-
 def saved(tmp_path: Path, architecture: str = "qwen3", labels: int = 1) -> Path:
     folder = tmp_path / f"{architecture}-{labels}"
     save_reward_model(make_policy(classifier(architecture, labels), "deterministic", CONTEXT), tokenizer(), folder)

@@ -10,8 +10,6 @@ import mpmath
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from ppo_repro.numerics import build, elementwise, library
@@ -94,13 +92,6 @@ def test_sine_and_cosine_are_the_definition_bit_for_bit(variant: build.Variant) 
     kernels.sin_cos_float64(x.ctypes.data, sine.ctypes.data, cosine.ctypes.data, x.size)
     # + 0.0: the definition multiplies a zero by its sign
     assert [y.tobytes() for y in (sine + 0.0, cosine)] == [(y + 0.0).tobytes() for y in definition.sin_cos64(x)]
-
-
-@given(st.integers(0, 40), st.integers(0, 2**32 - 1))
-def test_the_place_of_an_element_changes_nothing(length: int, seed: int) -> None:
-    x = torch.randn(length, generator=seeded(seed)) * 20
-    one_by_one = [elementwise.exp(x[i : i + 1]) for i in range(length)]
-    assert torch.equal(elementwise.exp(x), torch.cat([torch.empty(0), *one_by_one]))
 
 
 def test_a_multiplication_rounded_before_its_addition_would_show(monkeypatch: pytest.MonkeyPatch) -> None:

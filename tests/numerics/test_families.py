@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from transformers import CohereConfig, CohereForCausalLM, PretrainedConfig, PreT
 
 from ppo_repro.errors import NumericsError, UserError
 from ppo_repro.models.batches import lay_out
-from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy, policy_logits, sequence_scores
 from ppo_repro.numerics.families import CLASSIFIER_OF, trunk_of
 from ppo_repro.numerics.network import Lowered, lower, network_of
@@ -35,7 +33,6 @@ from tests.support.models import (
     fill,
     gemma_config,
     gpt2_config,
-    gpt_neox_config,
     llama_config,
     mistral_config,
     olmoe_config,
@@ -47,7 +44,6 @@ from tests.support.models import (
     small_model,
     source_model,
     unequal,
-    without_window,
 )
 
 MODES = ("deterministic", "native")
@@ -72,15 +68,10 @@ def logits_error(architecture: str, mode: str, padding: str) -> float:
     return float((got.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("architecture", EVERY_FAMILY)
+@pytest.mark.parametrize("architecture", [*EVERY_FAMILY, *(pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS)])
 def test_logits_are_those_of_the_unmodified_model(architecture: str) -> None:
     errors = {p: logits_error(architecture, "native", p) for p in ("right", "left", "none")}
     errors["deterministic"] = logits_error(architecture, "deterministic", "right")
-    assert not {where: e for where, e in errors.items() if not 0 < e < TOLERANCE}
-
-
-def test_logits_of_other_settings_are_those_of_the_unmodified_model() -> None:
-    errors = {(v, mode): logits_error(v, mode, "none") for v in VARIANTS for mode in MODES}
     assert not {where: e for where, e in errors.items() if not 0 < e < TOLERANCE}
 
 
@@ -107,18 +98,6 @@ def test_greedy_tokens_are_those_of_generate(architecture: str) -> None:
     expected = [generated(source, p) for p in prompts]
     # 20 tokens after up to 20 of a prompt: windows of 5 and 6 keys have long moved on
     assert [mode for mode in MODES if sampled(architecture, mode, prompts) != expected] == []
-
-
-@pytest.mark.parametrize("architecture", ["mistral", "qwen2 sliding"])
-def test_a_sliding_window_is_seen_in_logits_and_tokens(architecture: str) -> None:
-    prompts, blind = ragged(5, 2, prompt=20)[0], without_window(architecture)
-    expected, batch = [generated(blind, p) for p in prompts], lay_out([list(range(30))], [[1, 2]])
-    for mode in MODES:
-        with torch.no_grad():
-            a = policy_logits(policy(architecture, mode), batch)
-            b = policy_logits(make_policy(blind, mode, CONTEXT), batch)
-        assert float((a - b).norm() / a.norm()) > 0.01
-        assert sampled(architecture, mode, prompts) != expected
 
 
 @pytest.mark.parametrize("architecture", EVERY_FAMILY)
@@ -216,14 +195,6 @@ def test_classification_scores_are_those_of_the_unmodified_model_at_the_last_tok
             for padding in ("right", "left", "none"):
                 found = sequence_scores(model, sequences, padding)
                 assert float((found - expected).norm() / expected.norm()) < TOLERANCE
-
-
-def test_a_sequence_that_ends_in_the_padding_token_is_scored_at_its_end() -> None:
-    model = make_policy(classifier("llama", 1), "deterministic", CONTEXT)
-    with torch.no_grad():
-        scores = sequence_scores(model, [[5, 6, 7], [5, 6, 7, 0], [5]], "right")
-        alone = sequence_scores(model, [[5, 6, 7, 0]], "none")
-    assert unequal(scores[1:2], alone) == 0 and unequal(scores[:1], scores[1:2]) > 0
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -334,35 +305,3 @@ def test_what_is_not_covered_is_refused_by_name(case: str) -> None:
     make, message = REFUSED[case]
     with pytest.raises(UserError, match=message):
         network_of(lower(make(), Lowered(CONTEXT)))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_what_no_layout_can_express_is_refused_in_both_modes(mode: str) -> None:
-    for config, message in (
-        (gemma_config(use_bidirectional_attention=True), "use_bidirectional_attention = True"),
-        (gpt2_config(add_cross_attention=True), "add_cross_attention = True"),
-        (gpt_neox_config(max_position_embeddings=CONTEXT - 1), "the model has 63 positions"),
-    ):
-        model = {type(c()): source_model(a) for a, c in CONFIGS.items()}[type(config)]
-        model.config = config
-        with pytest.raises(UserError, match=message):
-            make_policy(model, mode, CONTEXT)
-
-
-def test_a_folder_of_another_architecture_or_without_a_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"model\.path = .*no config\.json"):
-        load_folder(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}')
-    with pytest.raises(
-        UserError, match=r"architecture Gemma2ForCausalLM; must be one of LlamaForCausalLM, .*GPT2LMHead"
-    ):
-        load_folder(tmp_path)
-    of_another_family().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
-    with pytest.raises(UserError, match="loads as CohereForCausalLM; must be one of"):
-        load_folder(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
-    with pytest.raises(UserError, match=r"model\.path = .*has neither model\.safetensors nor"):
-        load_folder(tmp_path)

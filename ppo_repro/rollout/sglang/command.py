@@ -57,8 +57,7 @@ def numerics_digest(package: Path) -> str:
     """SHA-256 over the files that decide the bits of a forward pass and the tokens sampled from it."""
     ours = (path for folder in ("numerics", "sglang_plugin") for path in (package / folder).rglob("*"))
     files = [path for path in ours if path.suffix in {".py", ".c", ".h"}]
-    of_rollout = (path for name in ("sampler.py", "kept.py") for path in (package / "rollout").glob(name))
-    files = sorted([*files, *of_rollout])  # another installation may not have them
+    files = sorted([*files, *(package / "rollout").glob("sampler.py")])  # another installation may not have it
     sums = [f"{path.relative_to(package).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files]
     return hashlib.sha256("\n".join(sums).encode()).hexdigest()
 

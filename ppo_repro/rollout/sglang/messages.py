@@ -6,17 +6,59 @@ log-prob that is not a float32 ends the run.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from ppo_repro.errors import UserError
-from ppo_repro.rollout import kept
+from ppo_repro.numerics.families import decoder_layers, mixture_layers
 from ppo_repro.rollout.engine import Completion, Request, Sampling, check_request
-from ppo_repro.rollout.sglang.routes import RoutedLayers, read_routes
+from ppo_repro.sglang_plugin import kept_tokens
+
+
+@dataclass(frozen=True)
+class RoutedLayers:
+    """The shape of the routes of a model: SGLang has a place for every layer, and zeros where it is dense."""
+
+    layers: int
+    mixtures: tuple[int, ...]  # the layers with a router
+    experts: int  # of each router
+    per_token: int
+
+
+def routed_layers(policy: PreTrainedModel) -> RoutedLayers:
+    """Of a mixture of experts."""
+    config = policy.config
+    experts = config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts
+    return RoutedLayers(
+        len(decoder_layers(policy)), tuple(mixture_layers(policy)), int(experts), int(config.num_experts_per_tok)
+    )
+
+
+def read_routes(text: Any, inputs: int, routed: RoutedLayers) -> Tensor:
+    """[inputs, M k] int32 as in `Completion.routes`; ValueError where this is not the routes of so many tokens."""
+    if not isinstance(text, str):
+        raise ValueError("returned no routed_experts; start the server with --enable-return-routed-experts")
+    try:
+        flat = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"returned routed_experts that are no base64 of int32 ({error})") from error
+    if flat.size != inputs * routed.layers * routed.per_token:
+        raise ValueError(f"returned {flat.size} routed_experts for {inputs} tokens, {routed.layers} layers")
+    found = flat.reshape(inputs, routed.layers, routed.per_token)[:, list(routed.mixtures)]
+    rises = bool((np.diff(found, axis=-1) > 0).all())
+    if not rises or found.min(initial=0) < 0 or found.max(initial=0) >= routed.experts:
+        raise ValueError(f"returned routed_experts that are not {routed.per_token} of {routed.experts} by rising index")
+    return torch.from_numpy(found.reshape(inputs, len(routed.mixtures) * routed.per_token).astype(np.int32))
+
 
 # below this SGLang takes the most likely token instead of sampling
 LEAST_TEMPERATURE = 1e-6
@@ -28,7 +70,7 @@ def check_sampling(sampling: Sampling) -> None:
     """Raise UserError for a distribution whose log-probs SGLang cannot return."""
     if sampling.top_k == 1:
         raise UserError("rollout.top_k = 1: SGLang takes it for greedy decoding, which keeps no set; take 0 or 2")
-    if sampling.top_p != kept.shortest(sampling.top_p):
+    if sampling.top_p != kept_tokens.shortest(sampling.top_p):
         raise UserError(f"rollout.top_p = {sampling.top_p}: SGLang keeps a float32 of it; give it in up to 6 digits")
     if sampling.greedy and sampling.temperature != 1.0:
         raise UserError("rollout.engine.kind = sglang: greedy decoding returns log-probs at temperature 1 only")
@@ -115,14 +157,14 @@ def _completion(
     reason = _finish_reason(meta, tokens, sampling.max_response_tokens, stop_ids)
     inputs = len(request.prompt_ids) + len(tokens) - 1
     logprobs = torch.tensor([_float32(row[0]) for row in rows], dtype=torch.float32)
-    mass, kept_tokens = torch.zeros(len(tokens)), torch.empty(len(tokens), 0, dtype=torch.uint8)
+    mass, kept = torch.zeros(len(tokens)), torch.empty(len(tokens), 0, dtype=torch.uint8)
     if sampling.cuts:
-        logprobs, mass, kept_tokens = kept.read(meta.get(kept.KEPT), tokens, vocab_size)
+        logprobs, mass, kept = kept_tokens.read(meta.get(kept_tokens.KEPT), tokens, vocab_size)
     return Completion(
         response_ids=tuple(tokens),
         logprobs=logprobs,
         log_kept_mass=mass,
-        kept_tokens=kept_tokens,
+        kept_tokens=kept,
         top_ids=torch.empty(len(tokens), 0, dtype=torch.int32),
         top_logits=torch.empty(len(tokens), 0),
         finish_reason=reason,

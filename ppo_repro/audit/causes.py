@@ -1,0 +1,457 @@
+"""What a wrong log-prob may be: one entry for each cause, with the numbers that it predicts.
+
+A log-prob is made in stages, and a cause replaces one of them:
+
+    weights, input -> logits -> distribution (temperature, penalties, cuts) -> quantity (whose log-prob) -> unit (what is recorded)
+
+A prediction is float64 [n] for each response. Some causes have a parameter: `candidates` proposes values from the numbers,
+and with `refine` the best one is improved by least squares. Whether a cause is named is decided in `judge`, by size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Stage = Literal["weights", "input", "distribution", "quantity", "unit"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What the stack says it sampled with."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @property
+    def cuts(self) -> bool:
+        """Whether anything but the temperature changes the distribution."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0 or self.repetition_penalty != 1.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a model said about one response, and what was recorded of it.
+
+    `logits` [m + n, V] float64 predict `targets` [m + n]: some of the prompt's last tokens, then the response's.
+    """
+
+    logits: Tensor
+    targets: Tensor
+    context: tuple[int, ...]  # the ids before the first target
+    start: int  # m
+    wanted: Tensor  # [n] the recorded numbers
+    usable: Tensor  # [n] bool: finite, and judged
+    counts: Tensor  # [n] bool
+    reference: Tensor  # [n] the log-probs of the model as they should be
+
+
+Distribution = Callable[[Row, Sampling, float], Tensor]  # logits whose softmax it is
+Quantity = Callable[[Row, Tensor, float], Tensor]  # of log-probs [m + n, V]: [m + n]
+Unit = Callable[[Row, Tensor, Sampling, float], Tensor]  # of [m + n]: [n]
+Candidates = Callable[[Sequence[Row], Sampling], Iterable[float]]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One entry. `name` may hold {x}, the parameter, and {given}, the temperature that was given."""
+
+    name: str
+    stage: Stage
+    advice: str
+    predict: Callable[..., Tensor] | None = None
+    candidates: Candidates | None = None
+    refine: bool = False
+    matters: Callable[[Sampling], bool] = lambda sampling: True
+    in_pairs: int = 0  # so many of its candidates are tried together with another cause
+
+
+# distributions
+
+
+def cut(scaled: Tensor, top_k: int, top_p: float, min_p: float, in_turn: bool = False) -> Tensor:
+    """Scaled logits [n, V], -inf where a cut drops a token. in_turn: top-p of what top-k has left, renormalised."""
+    if top_k <= 0 and top_p >= 1.0 and min_p <= 0.0:
+        return scaled
+    ranked, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
+    rank = torch.arange(scaled.shape[-1], device=scaled.device)
+    dropped = (rank >= top_k) & bool(top_k > 0)
+    p = (ranked.masked_fill(dropped, -math.inf) if in_turn else ranked).softmax(-1)
+    dropped = dropped | ((p.cumsum(-1) - p > top_p) & (rank > 0)) | (p < min_p * p[:, :1])
+    return scaled.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -math.inf)
+
+
+def seen(row: Row, response_only: bool = False) -> Tensor:
+    """How often each token occurs before each target, [m + n, V]."""
+    counts = torch.zeros_like(row.logits)
+    now = torch.zeros(row.logits.shape[-1], dtype=row.logits.dtype, device=row.logits.device)
+    if not response_only:
+        now += torch.bincount(torch.tensor(row.context or [0]), minlength=len(now)).to(now) * bool(row.context)
+    for i, token in enumerate(row.targets.tolist()):
+        counts[i] = now
+        if i >= row.start or not response_only:
+            now[token] += 1
+    return counts
+
+
+def penalised(row: Row, penalty: float, response_only: bool = False) -> Tensor:
+    """Logits of tokens seen before, divided by the penalty, or multiplied where they are below 0 (Keskar et al., 2019)."""
+    x = row.logits
+    return torch.where(seen(row, response_only) > 0, torch.where(x > 0, x / penalty, x * penalty), x)
+
+
+def tempered(row: Row, sampling: Sampling, x: float = 0.0) -> Tensor:
+    """Logits / temperature, over all tokens."""
+    return row.logits / sampling.temperature
+
+
+def processed(row: Row, sampling: Sampling, x: float = 0.0, in_turn: bool = False) -> Tensor:
+    """What tokens are sampled from: penalty, temperature, then the cuts."""
+    logits = penalised(row, sampling.repetition_penalty) if sampling.repetition_penalty != 1.0 else row.logits
+    return cut(logits / sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, in_turn)
+
+
+def raw(row: Row, sampling: Sampling, x: float = 0.0) -> Tensor:
+    """The model's own distribution, at temperature 1."""
+    return row.logits
+
+
+DEFINITIONS: dict[str, Distribution] = {
+    "tempered": tempered,
+    "processed": processed,
+    "processed, top-p of what top-k leaves": lambda row, s, x: processed(row, s, x, in_turn=True),
+    "raw": raw,
+}
+
+
+def _limits(rows: Sequence[Row], sampling: Sampling, given: Literal["top_k", "top_p", "min_p"]) -> Iterable[float]:
+    """Limits under which the recorded numbers are log-probs over the likeliest tokens only.
+
+    recorded - log p = -log(mass that is kept), so the mass of every token must be the sum of the largest probabilities.
+    """
+    for temperature in dict.fromkeys((sampling.temperature, 1.0)):
+        low, high = -math.inf, math.inf
+        for row in rows:
+            scaled = (row.logits[row.start :] / temperature).log_softmax(-1)
+            own = scaled.gather(-1, row.targets[row.start :, None])[:, 0]
+            mass = (own - row.wanted).exp()
+            p = scaled.exp().sort(-1, descending=True).values
+            sums = p.cumsum(-1)
+            for i in row.usable.nonzero()[:, 0].tolist():
+                tolerance = 3e-5 * float(mass[i]) + 1e-12
+                fits = ((sums[i] - mass[i]).abs() <= tolerance).nonzero()[:, 0]
+                if not len(fits):
+                    low, high = 1.0, 0.0
+                    break
+                first, last = int(fits[0]), int(fits[-1])
+                tail = float(p[i, last + 1]) if last + 1 < p.shape[-1] else 0.0
+                bounds = {
+                    "top_k": (first + 1, last + 1),
+                    "top_p": (float(sums[i, first] - p[i, first]), float(sums[i, last])),
+                    "min_p": (tail / float(p[i, 0]), float(p[i, first] / p[i, 0])),
+                }[given]
+                low, high = max(low, bounds[0]), min(high, bounds[1])
+            if low > high:
+                break
+        if low <= high and math.isfinite(low):
+            yield float(_round_between(low, min(high, 1e9)))
+
+
+def _round_between(low: float, high: float) -> float:
+    """The number with the fewest digits in [low, high]."""
+    for digits in range(7):
+        rounded = round((low + high) / 2, digits)
+        if low < rounded < high or low == rounded == high:
+            return rounded
+    return (low + high) / 2
+
+
+# quantities
+
+
+def own(row: Row, logp: Tensor, x: float = 0.0) -> Tensor:
+    """The log-prob of the sampled token."""
+    return logp.gather(-1, row.targets[:, None])[:, 0]
+
+
+def _moved(x: Tensor, by: int) -> Tensor:
+    """x[i + by] at i, NaN where there is none."""
+    moved = torch.full_like(x, torch.nan)
+    if by == 0 or abs(by) >= len(x):
+        return x if by == 0 else moved
+    if by > 0:
+        moved[:-by] = x[by:]
+    else:
+        moved[-by:] = x[:by]
+    return moved
+
+
+def _within(row: Row, x: Tensor, by: int) -> Tensor:
+    """x[i + by] at i of the response, NaN where that is not of the response."""
+    moved = torch.full((len(x),), torch.nan, dtype=torch.float64, device=x.device)
+    moved[row.start :] = _moved(x[row.start :].double(), by)
+    return moved
+
+
+def _of_neighbour(row: Row, logp: Tensor, x: float) -> Tensor:
+    targets = _within(row, row.targets, int(x))
+    values = logp.gather(-1, targets.nan_to_num(0.0).long()[:, None])[:, 0]
+    return values.masked_fill(targets.isnan(), torch.nan)
+
+
+def _of_other_logits(row: Row, logp: Tensor, x: float) -> Tensor:
+    rows = _within(row, torch.arange(len(logp), device=logp.device), int(x))
+    values = own(row, logp[rows.nan_to_num(0.0).long()])
+    return values.masked_fill(rows.isnan(), torch.nan)
+
+
+def _fixed_tokens(rows: Sequence[Row], sampling: Sampling) -> Iterable[float]:
+    row = max(rows, key=lambda r: int(r.usable.sum()))
+    logp = (row.logits[row.start :] / sampling.temperature).log_softmax(-1)[row.usable]
+    return [float((logp - row.wanted[row.usable][:, None]).abs().mean(0).argmin())]
+
+
+def _logit(row: Row, logp: Tensor, x: float) -> Tensor:
+    return row.logits.gather(-1, row.targets[:, None])[:, 0]
+
+
+# units
+
+
+def _response(row: Row, x: Tensor) -> Tensor:
+    return x[row.start :]
+
+
+def _counted(row: Row, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """`change` of the entries that count, at their places."""
+    found = torch.full_like(row.wanted, torch.nan)
+    found[row.counts] = change(_response(row, x)[row.counts])
+    return found
+
+
+def _shift_within(row: Row, x: Tensor, sampling: Sampling, by: float) -> Tensor:
+    return _moved(_response(row, x), int(by))
+
+
+def _shift(row: Row, x: Tensor, sampling: Sampling, by: float) -> Tensor:
+    n, first = len(row.wanted), row.start + int(by)
+    index = torch.arange(first, first + n, device=x.device)
+    inside = (index >= 0) & (index < len(x))
+    return torch.where(inside, x[index.clamp(0, len(x) - 1)], torch.nan)
+
+
+def _shifts(rows: Sequence[Row], sampling: Sampling) -> Iterable[float]:
+    longest, before = max(len(r.wanted) for r in rows), max(r.start for r in rows)
+    steps = range(-min(before + longest - 1, 64), min(longest - 1, 64) + 1)
+    return [float(k) for k in sorted(steps, key=abs) if k]
+
+
+def _floor(rows: Sequence[Row], sampling: Sampling) -> Iterable[float]:
+    values = torch.cat([r.wanted[r.usable] for r in rows])
+    low = values.min() if len(values) else torch.tensor(0.0)
+    return [float(low)] if int((values == low).sum()) >= 2 else []
+
+
+def _packed(row: Row, x: Tensor, sampling: Sampling, unused: float) -> Tensor:
+    """The entries that count one after the other, without those between."""
+    found = torch.full_like(row.wanted, torch.nan)
+    values = _response(row, x)[row.counts]
+    found[: len(values)] = values
+    return found
+
+
+def _is_tempered(sampling: Sampling) -> bool:
+    return sampling.temperature != 1.0
+
+
+def _entropy(logp: Tensor) -> Tensor:
+    return -(logp.exp() * logp.nan_to_num(neginf=0.0)).sum(-1)
+
+
+PAIRING = "check which tokens and logits are paired"
+TEMPERATURE = "divide the logits by the same temperature on both sides, once"
+SAME_CUTS = "ask the sampler for log-probs of all tokens, or keep the same tokens in the trainer"
+PENALTY = "a penalty changes what is sampled: leave it out, or apply it on both sides"
+SAMPLED = "gather the sampled id from the log-softmax"
+OWN = "record each token's own log-prob, in nats"
+FACTORS = (0.8, 0.95, 1.05, 1.2, 1.5, 2.0)
+TERMS = (-0.5, 0.2, 0.5, 1.0)
+STEPS = (1, -1, 2, -2, 3, -3)
+
+
+def _distribution(
+    name: str, advice: str, predict: Distribution, matters: Callable[[Sampling], bool] = lambda s: True
+) -> Cause:
+    return Cause(name, "distribution", advice, predict, matters=matters)
+
+
+def _fitted(name: str, advice: str, predict: Distribution, first: Sequence[float], in_pairs: int = 0) -> Cause:
+    return Cause(name, "distribution", advice, predict, lambda rows, s: first, refine=True, in_pairs=in_pairs)
+
+
+def _unit(name: str, change: Callable[[Tensor], Tensor], advice: str = OWN) -> Cause:
+    """`change` of the log-probs of the tokens that count, [k]."""
+    return Cause(name, "unit", advice, lambda row, v, s, x: _counted(row, v, change))
+
+
+CAUSES: tuple[Cause, ...] = (
+    _distribution("temperature 1 instead of {given}", TEMPERATURE, raw, _is_tempered),
+    _distribution(
+        "temperature {given} applied twice", TEMPERATURE, lambda r, s, x: r.logits / s.temperature**2, _is_tempered
+    ),
+    _distribution(
+        "logits multiplied by the temperature {given}",
+        TEMPERATURE,
+        lambda r, s, x: r.logits * s.temperature,
+        _is_tempered,
+    ),
+    _distribution(
+        "normalised over the tokens that top-p keeps",
+        SAME_CUTS,
+        lambda r, s, x: cut(r.logits / s.temperature, 0, s.top_p, 0.0),
+        lambda s: s.top_p < 1.0,
+    ),
+    _distribution(
+        "normalised over the tokens that top-k keeps",
+        SAME_CUTS,
+        lambda r, s, x: cut(r.logits / s.temperature, s.top_k, 1.0, 0.0),
+        lambda s: s.top_k > 0,
+    ),
+    _distribution(
+        "normalised over the tokens that min-p keeps",
+        SAME_CUTS,
+        lambda r, s, x: cut(r.logits / s.temperature, 0, 1.0, s.min_p),
+        lambda s: s.min_p > 0.0,
+    ),
+    _distribution("of the processed distribution, not of all tokens", SAME_CUTS, processed, lambda s: s.cuts),
+    _distribution("of all tokens, not of the processed distribution", SAME_CUTS, tempered, lambda s: s.cuts),
+    _distribution(
+        "temperature 1 and normalised over the tokens that the cuts keep",
+        SAME_CUTS,
+        lambda r, s, x: cut(r.logits, s.top_k, s.top_p, s.min_p),
+        lambda s: s.temperature != 1.0 and s.cuts,
+    ),
+    *(
+        Cause(
+            f"normalised over the tokens that {name} keeps (try --{name} {{x:.4g}})",
+            "distribution",
+            SAME_CUTS,
+            predict,
+            lambda rows, s, limit=limit: _limits(rows, s, limit),  # type: ignore[misc]
+        )
+        for name, limit, predict in (
+            ("top-k", "top_k", lambda r, s, x: cut(r.logits / s.temperature, int(x), 1.0, 0.0)),
+            ("top-p", "top_p", lambda r, s, x: cut(r.logits / s.temperature, 0, x, 0.0)),
+            ("min-p", "min_p", lambda r, s, x: cut(r.logits / s.temperature, 0, 1.0, x)),
+        )
+    ),
+    _fitted(
+        "temperature {x:.4g} instead of {given}",
+        TEMPERATURE,
+        lambda r, s, x: r.logits / max(x, 1e-3),
+        (1.0, 0.25, 0.5, 0.7, 1.4, 2.0, 4.0),
+        in_pairs=1,
+    ),
+    _fitted(
+        "repetition penalty {x:.4g}", PENALTY, lambda r, s, x: penalised(r, max(x, 1e-3)) / s.temperature, FACTORS
+    ),
+    _fitted(
+        "repetition penalty {x:.4g} on response tokens alone",
+        PENALTY,
+        lambda r, s, x: penalised(r, max(x, 1e-3), response_only=True) / s.temperature,
+        FACTORS,
+    ),
+    _fitted(
+        "presence penalty {x:.4g}",
+        PENALTY,
+        lambda r, s, x: (r.logits - x * (seen(r, response_only=True) > 0)) / s.temperature,
+        TERMS,
+    ),
+    _fitted(
+        "frequency penalty {x:.4g}",
+        PENALTY,
+        lambda r, s, x: (r.logits - x * seen(r, response_only=True)) / s.temperature,
+        TERMS,
+    ),
+    Cause("log-prob of the likeliest token", "quantity", SAMPLED, lambda row, logp, x: logp.max(-1).values),
+    Cause("minus the entropy", "quantity", SAMPLED, lambda row, logp, x: -_entropy(logp)),
+    Cause("the entropy", "quantity", SAMPLED, lambda row, logp, x: _entropy(logp)),
+    Cause("the logit, not normalised", "quantity", SAMPLED, _logit),
+    Cause(
+        "log-prob of token id {x:.0f} at every position",
+        "quantity",
+        SAMPLED,
+        lambda row, logp, x: logp[:, int(x)],
+        _fixed_tokens,
+    ),
+    Cause(
+        "log-prob of the token {x:+.0f} places on, by the right logits",
+        "quantity",
+        PAIRING,
+        _of_neighbour,
+        lambda rows, s: STEPS,
+        in_pairs=2,
+    ),
+    Cause(
+        "log-prob of the right token, by the logits {x:+.0f} places on",
+        "quantity",
+        PAIRING,
+        _of_other_logits,
+        lambda rows, s: STEPS,
+        in_pairs=2,
+    ),
+    _unit("in base 2, not in nats", lambda y: y / math.log(2)),
+    _unit("in base 10, not in nats", lambda y: y / math.log(10)),
+    _unit("minus the log-prob (a loss)", lambda y: -y),
+    _unit("the probability, not its logarithm", torch.exp),
+    Cause(
+        "divided by the temperature {given} after the softmax",
+        "unit",
+        TEMPERATURE,
+        lambda row, v, s, x: _response(row, v) / s.temperature,
+        matters=_is_tempered,
+    ),
+    Cause(
+        "multiplied by the temperature {given} after the softmax",
+        "unit",
+        TEMPERATURE,
+        lambda row, v, s, x: _response(row, v) * s.temperature,
+        matters=_is_tempered,
+    ),
+    *(
+        Cause(
+            "each entry is of the token {x:+.0f} places on",
+            "unit",
+            "check the shift between logits and labels, and where the response begins",
+            shift,
+            _shifts,
+            in_pairs=in_pairs,
+        )
+        for shift, in_pairs in ((_shift_within, 4), (_shift, 0))  # what is recorded beyond the response may be anything
+    ),
+    _unit("cumulative sums", lambda y: y.cumsum(0)),
+    _unit("sums of the tokens before", lambda y: y.cumsum(0) - y),
+    _unit("sums from each token to the end", lambda y: y.flip(0).cumsum(0).flip(0)),
+    _unit("running means", lambda y: y.cumsum(0) / torch.arange(1, len(y) + 1, device=y.device)),
+    _unit("the sum over the response at every token", lambda y: y.sum().expand_as(y)),
+    _unit("the mean over the response at every token", lambda y: y.mean().expand_as(y)),
+    _unit("divided by the number of tokens of the response", lambda y: y / len(y)),
+    _unit("in the opposite order", lambda y: y.flip(0), "check how tokens and log-probs are joined"),
+    Cause(
+        "cut off below {x:.4g}",
+        "unit",
+        OWN,
+        lambda row, v, s, x: _response(row, v).clamp(min=x),
+        _floor,
+        in_pairs=1,
+    ),
+    Cause("without the entries between turns", "unit", "keep one entry for each token", _packed),
+)

@@ -1,0 +1,59 @@
+"""Any causal model of transformers from a folder, in float32, without code from the folder and without the network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+from ppo_repro.errors import UserError, is_out_of_memory
+from ppo_repro.models.folder_files import check_config, check_weights
+
+
+def load_model(option: str, folder: Path, device: str) -> PreTrainedModel:
+    """The model of a folder in evaluation mode. UserError says what is missing or damaged."""
+    where = f"{option} {folder}"
+    check_config(folder, where)
+    check_weights(folder, where)
+    _quiet()
+    loaded: Any = AutoModelForCausalLM
+    try:
+        model, report = loaded.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # configurations and files fail in many ways
+        if is_out_of_memory(error):
+            raise
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{where}: transformers cannot load it ({reason}); save it with save_pretrained") from error
+    for name in sorted(report["missing_keys"]):  # transformers fills them with random numbers
+        raise UserError(f"{where}: has no tensor {name}; save the model again")
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise UserError(f"{where}: tensor {name} has numbers that are not finite; restore it")
+    model.config.pad_token_id = None  # a prompt may hold it, of which transformers would warn
+    return model.to(device).eval()
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a folder; None if it has none that loads: then the causes that need one are left out."""
+    _quiet()
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except MemoryError:
+        raise
+    except Exception:  # no class for a tokenizer that is missing
+        return None
+
+
+def _quiet() -> None:
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

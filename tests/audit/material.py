@@ -1,0 +1,349 @@
+"""Prompts and responses of a tiny model, and faults of training stacks made from stock transformers in float32."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppo_repro.testing.dumps import Response, turns_of
+from tests.support.small_models import VOCAB, qwen3_config, seeded, small_model
+
+TEMPERATURE, BOS_ID, PAD_ID = 0.8, 1, 0
+SHAPE = ((6, 9), (4, 17), (5, 12), (7, 20), (3, 15), (6, 11), (5, 8), (4, 17))  # tokens of prompt and response
+Values = list[Tensor]
+
+
+@dataclass(frozen=True)
+class Material:
+    """Prompts, and responses that were sampled from the 8 likeliest tokens, so that a cut at 8 keeps them all."""
+
+    model: PreTrainedModel
+    prompts: list[list[int]]
+    responses: list[list[int]]
+
+    @cached_property
+    def plain(self) -> list[Tensor]:
+        """Logits [n, V] float32 of each response."""
+        return self.logits()
+
+    @torch.no_grad()
+    def logits(
+        self,
+        model: PreTrainedModel | None = None,
+        prompt: Callable[[int], Sequence[int]] | None = None,
+        positions: Callable[[int, int], Sequence[int]] | None = None,
+    ) -> list[Tensor]:
+        """By another model, after other prompts, at other positions."""
+        found = []
+        for i, response in enumerate(self.responses):
+            before = list(self.prompts[i] if prompt is None else prompt(i))
+            ids = torch.tensor([[*before, *response[:-1]]])
+            options = {}
+            if positions is not None:
+                options["position_ids"] = torch.tensor([list(positions(i, ids.shape[1]))])
+            out = (model or self.model)(ids, attention_mask=torch.ones_like(ids), **options)
+            found.append(out.logits[0, len(before) - 1 :].float())
+        return found
+
+    def logprobs(self, logits: list[Tensor] | None = None, temperature: float = TEMPERATURE) -> Values:
+        """Of the responses, float64 sums of float32 logits."""
+        pairs = zip(self.plain if logits is None else logits, self.responses, strict=True)
+        return [(x.double() / temperature).log_softmax(-1)[range(len(r)), r] for x, r in pairs]
+
+    def matrix(self, i: int) -> np.ndarray:
+        """Log-probs [n, V] at the temperature, of response i."""
+        return (self.plain[i].double() / TEMPERATURE).log_softmax(-1).numpy()
+
+    def dump(self, sampler: Values, trainer: Values, mask: list[list[bool]] | None = None) -> list[Response]:
+        """The responses of a dump with these numbers."""
+        found = []
+        for i, (p, r, s, t) in enumerate(zip(self.prompts, self.responses, sampler, trainer, strict=True)):
+            counts = np.ones(len(r), bool) if mask is None else np.array(mask[i])
+            sides = [np.array(x.tolist(), np.float32) for x in (s, t)]
+            found.append(Response(i + 1, tuple(p), tuple(r), *sides, counts, turns_of(counts)))
+        return found
+
+
+@torch.no_grad()
+def material(model: PreTrainedModel, shape: Sequence[tuple[int, int]] = SHAPE, kept: int = 8) -> Material:
+    """Responses that `model` samples at TEMPERATURE from its `kept` likeliest tokens."""
+    generator, prompts, responses = seeded(11), [], []
+    vocabulary = model.config.vocab_size
+    for start, length in shape:
+        ids = torch.randint(3, vocabulary, (start,), generator=generator).tolist()
+        prompts.append(list(ids))
+        for _ in range(length):
+            top = (model(input_ids=torch.tensor([ids])).logits[0, -1] / TEMPERATURE).topk(kept)
+            ids.append(int(top.indices[torch.multinomial(top.values.softmax(-1), 1, generator=generator)]))
+        responses.append(ids[start:])
+    return Material(model, prompts, responses)
+
+
+def half(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """As a stack loads it: `from_pretrained` leaves rotary frequencies in float32."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return type(model).from_pretrained(folder, dtype=dtype, use_safetensors=True).eval()
+
+
+def old() -> PreTrainedModel:
+    return small_model(qwen3_config(), 5)
+
+
+def bf16(m: Material) -> PreTrainedModel:
+    return half(m.model, torch.bfloat16)
+
+
+def padding(m: Material, i: int) -> list[int]:
+    return [PAD_ID] * (max(map(len, m.prompts)) - len(m.prompts[i]))
+
+
+def packed(m: Material, i: int) -> list[int]:
+    return [*(m.prompts[i - 1] + m.responses[i - 1] if i else []), *m.prompts[i]]
+
+
+def at(by: Callable[[int], int]) -> Callable[[Material], Values]:
+    """Positions of the response moved by `by` of the prompt's length."""
+
+    def fault(m: Material) -> Values:
+        def positions(i: int, count: int) -> list[int]:
+            start = len(m.prompts[i])
+            return [p if p < start else p + by(start) for p in range(count)]
+
+        return m.logprobs(m.logits(positions=positions))
+
+    return fault
+
+
+def with_bos(m: Material) -> list[Tensor]:
+    return m.logits(prompt=lambda i: [BOS_ID, *m.prompts[i]])
+
+
+def of_tokens(change: Callable[[Tensor], Tensor]) -> Callable[[Material], Values]:
+    """A fault of what is recorded: of each response's log-probs."""
+    return lambda m: [change(v) for v in m.logprobs()]
+
+
+def shifted(k: int) -> Callable[[Tensor], Tensor]:
+    def fault(v: Tensor) -> Tensor:
+        edge = torch.full((min(abs(k), len(v)),), -3.0, dtype=v.dtype)
+        return torch.cat([v[k:], edge]) if k > 0 else torch.cat([edge, v[:k]])
+
+    return fault
+
+
+def cut(kind: str, limit: float, temperature: float = TEMPERATURE) -> Callable[[Material], Values]:
+    """Normalised over the tokens that top-k, top-p or min-p keeps, by a loop over tokens."""
+
+    def fault(m: Material) -> Values:
+        found = []
+        for x, r in zip(m.plain, m.responses, strict=True):
+            p = np.exp((x.double() / temperature).log_softmax(-1).numpy())
+            values = []
+            for row, token in zip(p, r, strict=True):
+                order = np.argsort(-row)
+                before = np.concatenate([[0.0], np.cumsum(row[order])[:-1]])
+                rank = np.arange(len(row))
+                keep = {"top-k": rank < limit, "top-p": before < limit, "min-p": row[order] >= limit * row.max()}[kind]
+                keep = keep | (order == token)  # so that the sampled token has a log-prob
+                values.append(math.log(row[token] / row[order][keep].sum()))
+            found.append(torch.tensor(values))
+        return found
+
+    return fault
+
+
+def penalty(kind: str, x: float) -> Callable[[Material], Values]:
+    """Repetition (prompt and response), presence or frequency penalty (response alone), by a loop over tokens."""
+
+    def fault(m: Material) -> Values:
+        found = []
+        for logits, prompt, response in zip(m.plain, m.prompts, m.responses, strict=True):
+            values = []
+            for t, token in enumerate(response):
+                row, before = logits[t].double().clone(), response[:t]
+                if kind == "repetition":
+                    for v in {*prompt, *before}:
+                        row[v] = row[v] / x if row[v] > 0 else row[v] * x
+                else:
+                    for v in set(before):
+                        row[v] -= x * (before.count(v) if kind == "frequency" else 1)
+                values.append(float((row / TEMPERATURE).log_softmax(-1)[token]))
+            found.append(torch.tensor(values))
+        return found
+
+    return fault
+
+
+def noise(size: float, seed: int = 3) -> Callable[[Tensor], Tensor]:
+    generator = seeded(seed)
+    return lambda v: v + size * torch.randn(len(v), generator=generator)
+
+
+def neighbour(k: int) -> Callable[[Material], Values]:
+    """The log-prob of the token k on, by the logits of this one."""
+
+    def fault(m: Material) -> Values:
+        found = []
+        for i, r in enumerate(m.responses):
+            row = m.matrix(i)
+            found.append(torch.tensor([row[t, r[t + k]] if 0 <= t + k < len(r) else -3.0 for t in range(len(r))]))
+        return found
+
+    return fault
+
+
+def other_logits(k: int) -> Callable[[Material], Values]:
+    def fault(m: Material) -> Values:
+        found = []
+        for i, r in enumerate(m.responses):
+            row = m.matrix(i)
+            found.append(torch.tensor([row[t + k, r[t]] if 0 <= t + k < len(r) else -3.0 for t in range(len(r))]))
+        return found
+
+    return fault
+
+
+def quantity(of: Callable[[np.ndarray], np.ndarray]) -> Callable[[Material], Values]:
+    return lambda m: [torch.tensor(of(m.matrix(i))) for i in range(len(m.responses))]
+
+
+def as_bfloat16(v: Tensor) -> Tensor:
+    return v.float().bfloat16().double()
+
+
+def from_point(fault: Callable[[Material], Values], start: int) -> Callable[[Material], Values]:
+    """Right up to a token, then wrong."""
+    return lambda m: [torch.cat([g[:start], b[start:]]) for g, b in zip(m.logprobs(), fault(m), strict=True)]
+
+
+def some_rows(fault: Callable[[Material], Values], rows: set[int]) -> Callable[[Material], Values]:
+    pairs = lambda m: enumerate(zip(m.logprobs(), fault(m), strict=True))  # noqa: E731
+    return lambda m: [b if i in rows else g for i, (g, b) in pairs(m)]
+
+
+def cut_prompt(n: int) -> Callable[[Material], Values]:
+    return lambda m: m.logprobs(m.logits(prompt=lambda i: m.prompts[i][-n:]))
+
+
+NO_T = "temperature 1 instead of 0.8"
+FAULTS: dict[str, tuple[Callable[[Material], Values], str]] = {
+    "bfloat16": (lambda m: m.logprobs(m.logits(bf16(m))), "computed in bfloat16"),
+    "float16": (lambda m: m.logprobs(m.logits(half(m.model, torch.float16))), "computed in float16"),
+    "no temperature": (lambda m: m.logprobs(temperature=1.0), NO_T),
+    "other temperature": (lambda m: m.logprobs(temperature=0.65), "temperature 0.65 instead of 0.8"),
+    "temperature twice": (lambda m: m.logprobs(temperature=0.64), "temperature 0.8 applied twice"),
+    "temperature multiplied": (lambda m: m.logprobs(temperature=1 / 0.8), "logits multiplied by the temperature 0.8"),
+    "divided after the softmax": (
+        lambda m: [v / 0.8 for v in m.logprobs(temperature=1.0)],
+        "temperature 1 instead of 0.8 and divided by the temperature 0.8 after the softmax",
+    ),
+    "old weights": (lambda m: m.logprobs(m.logits(old())), "weights of old"),
+    "BOS": (lambda m: m.logprobs(with_bos(m)), "prompt with a BOS token before it"),
+    "no first token": (cut_prompt(-1 + 2), "prompt cut to its last 1 tokens"),
+    "first token missing": (
+        lambda m: m.logprobs(m.logits(prompt=lambda i: m.prompts[i][1:])),
+        "prompt without its first token",
+    ),
+    "prompt truncated": (cut_prompt(4), "prompt cut to its last 4 tokens"),
+    "padded": (
+        lambda m: m.logprobs(m.logits(prompt=lambda i: [*padding(m, i), *m.prompts[i]])),
+        "attention to the padding before the prompt",
+    ),
+    "packed": (
+        lambda m: m.logprobs(m.logits(prompt=lambda i: packed(m, i))),
+        "attention to the response before it",
+    ),
+    "positions again": (at(lambda start: -start), "positions from 0 at the response"),
+    "positions too high": (at(lambda start: 1), "positions of the response one too high"),
+    "positions too low": (at(lambda start: -1), "positions of the response one too low"),
+    "wrong prompts": (
+        lambda m: m.logprobs(m.logits(prompt=lambda i: m.prompts[i + 1] if i + 1 < len(m.prompts) else m.prompts[i])),
+        "prompt of the response after it",
+    ),
+    "moved left": (of_tokens(shifted(1)), "each entry is of the token +1 places on"),
+    "moved right by 3": (of_tokens(shifted(-3)), "each entry is of the token -3 places on"),
+    "moved left by 5": (of_tokens(shifted(5)), "each entry is of the token +5 places on"),
+    "base 2": (of_tokens(lambda v: v / math.log(2)), "in base 2, not in nats"),
+    "base 10": (of_tokens(lambda v: v / math.log(10)), "in base 10, not in nats"),
+    "cumulative": (of_tokens(lambda v: v.cumsum(0)), "cumulative sums"),
+    "sums to the end": (of_tokens(lambda v: v.flip(0).cumsum(0).flip(0)), "sums from each token to the end"),
+    "running mean": (of_tokens(lambda v: v.cumsum(0) / torch.arange(1, len(v) + 1)), "running means"),
+    "mean": (of_tokens(lambda v: v.mean().expand(len(v))), "the mean over the response at every token"),
+    "sum": (of_tokens(lambda v: v.sum().expand(len(v))), "the sum over the response at every token"),
+    "length": (of_tokens(lambda v: v / len(v)), "divided by the number of tokens of the response"),
+    "floor": (of_tokens(lambda v: v.clamp(min=-2.0)), "cut off below -2"),
+    "reversed": (of_tokens(lambda v: v.flip(0)), "in the opposite order"),
+    "sorted": (of_tokens(lambda v: v.sort().values), "the right numbers in another order within the response"),
+    "rows exchanged": (
+        lambda m: [m.logprobs()[{1: 7, 7: 1}.get(i, i)] for i in range(len(m.responses))],
+        "the log-probs of other responses",
+    ),
+    "loss": (of_tokens(lambda v: -v), "minus the log-prob (a loss)"),
+    "probability": (of_tokens(torch.exp), "the probability, not its logarithm"),
+    "greedy": (quantity(lambda x: x.max(-1)), "log-prob of the likeliest token"),
+    "entropy": (quantity(lambda x: (np.exp(x) * x).sum(-1)), "minus the entropy"),
+    "pad token": (quantity(lambda x: x[:, PAD_ID]), "log-prob of token id 0 at every position"),
+    "labels not shifted": (neighbour(-1), "log-prob of the token -1 places on, by the right logits"),
+    "logits not shifted": (other_logits(1), "log-prob of the right token, by the logits +1 places on"),
+    "top-k 8": (cut("top-k", 8), "normalised over the tokens that top-k keeps"),
+    "top-k 20": (cut("top-k", 20), "normalised over the tokens that top-k keeps (try --top-k 20)"),
+    "top-p": (cut("top-p", 0.97), "normalised over the tokens that top-p keeps (try --top-p "),
+    "min-p": (cut("min-p", 0.01), "normalised over the tokens that min-p keeps (try --min-p "),
+    "repetition penalty": (penalty("repetition", 1.3), "repetition penalty 1.3"),
+    "presence penalty": (penalty("presence", 0.7), "presence penalty 0.7"),
+    "frequency penalty": (penalty("frequency", 0.4), "frequency penalty 0.4"),
+    "stored in bfloat16": (of_tokens(as_bfloat16), "rounded to bfloat16"),
+    "stored with 2 decimals": (of_tokens(lambda v: v.round(decimals=2)), "rounded to 2 decimals"),
+    "bfloat16, no temperature": (lambda m: m.logprobs(m.logits(bf16(m)), 1.0), f"computed in bfloat16 and {NO_T}"),
+    "bfloat16 and BOS": (
+        lambda m: m.logprobs(Material.logits(m, bf16(m), lambda i: [BOS_ID, *m.prompts[i]])),
+        "computed in bfloat16 and prompt with a BOS token before it",
+    ),
+    "BOS, no temperature": (
+        lambda m: m.logprobs(with_bos(m), 1.0),
+        f"prompt with a BOS token before it and {NO_T}",
+    ),
+    "top-k 8, no temperature": (
+        cut("top-k", 8, 1.0),
+        "temperature 1 and normalised over the tokens that the cuts keep",
+    ),
+    "moved left, no temperature": (
+        lambda m: [shifted(1)(v) for v in m.logprobs(temperature=1.0)],
+        f"{NO_T} and each entry is of the token +1 places on",
+    ),
+    "base 2, no temperature": (
+        lambda m: [v / math.log(2) for v in m.logprobs(temperature=1.0)],
+        f"{NO_T} and in base 2, not in nats",
+    ),
+    "no temperature from token 5 on": (from_point(lambda m: m.logprobs(temperature=1.0), 5), "at "),
+    "no temperature in two responses": (some_rows(lambda m: m.logprobs(temperature=1.0), {2, 7}), NO_T),
+    # what the table of causes has no entry for is unknown, with what is known
+    "noise": (of_tokens(noise(0.3)), "unknown"),
+    "noise like bfloat16": (of_tokens(noise(0.02)), "unknown"),
+    "noise from token 5 on": (from_point(of_tokens(noise(0.3)), 5), "unknown"),
+    "constant": (of_tokens(lambda v: v - 0.3), "unknown"),
+    "factor": (of_tokens(lambda v: v * 0.7), "unknown"),
+    "last token": (of_tokens(lambda v: torch.cat([v[:-1], v[-1:] - 1])), "unknown"),
+    "square": (of_tokens(lambda v: -(v**2)), "unknown"),
+    "rare tokens": (of_tokens(lambda v: torch.where(v < -2, v * 1.1, v)), "unknown"),
+    "unlike weights": (lambda m: m.logprobs(m.logits(small_model(qwen3_config(), 9))), "unknown"),
+    "smoothed": (of_tokens(lambda v: (v + v.roll(1)) / 2), "unknown"),
+}
+KNOWN = {
+    "noise from token 5 on": "right up to token 5 of each response, then not",
+    "constant": "0.3 nats lower at every wrong token",
+    "factor": "0.7 times the right number at every wrong token",
+    "last token": "wrong at the last token of the response alone",
+    "rare tokens": "wrong where the log-prob should be below",
+    "stored in bfloat16": "every number is a bfloat16 number: its low 16 bits are 0",
+}
+VOCABULARY = VOCAB

@@ -1,0 +1,320 @@
+"""The kernels compute the definition on every bit: every family, any shape, batch, cache, micro-batch and rounding.
+
+The definition is `tests/numerics/definition.py`. Controls: libraries of another order of sums, other slots.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import PreTrainedModel
+
+from ppo_repro.numerics import build, library
+from ppo_repro.numerics.gradient_sums import GradientSums
+from ppo_repro.numerics.linear import linear
+from ppo_repro.numerics.network import Lowered, Network
+from ppo_repro.numerics.precision import EXACT, Precision
+from ppo_repro.numerics.rows import Rows, ragged, slots_of
+from ppo_repro.numerics.structs import address, ints
+from tests.numerics import definition
+from tests.numerics.definition import Array, F, Matrix, parameters
+from tests.numerics.definition_families import array, model_from
+from tests.numerics.definition_rounding import Rounding
+from tests.support.small_models import CONFIGS, MIXTURES, small_model
+from tests.support.variants import ABLE, FASTEST
+
+FAMILIES = {**CONFIGS, **MIXTURES}
+LENGTHS = (17, 133, 1, 40)
+CONTEXT, SLOTS = 150, 8
+
+
+def assert_same(found: Array, expected: Array, what: str) -> None:
+    """Equal shapes and bits."""
+    assert found.shape == expected.shape, what
+    pairs = [np.ascontiguousarray(x, F).view(np.int32) for x in (found, expected)]
+    assert np.array_equal(*pairs), f"{what}: {(pairs[0] != pairs[1]).sum()} of {found.size} differ"
+
+
+class Case:
+    """A trunk, sequences of tokens, and gradients of their hidden states, random but for the lengths."""
+
+    def __init__(self, trunk: PreTrainedModel, lengths: Sequence[int], seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.trunk, self.model = trunk, model_from(trunk, CONTEXT)
+        vocabulary, width = self.model.embedding.shape
+        self.ids = [rng.integers(0, vocabulary, n) for n in lengths]
+        self.d_hidden = [rng.standard_normal((n, width)).astype(F) for n in lengths]
+
+    @cache  # noqa: B019
+    def by_definition(self) -> tuple[list[Array], dict[str, Array]]:
+        """Hidden states, and gradients by name."""
+        passed = [definition.forward(self.model, sequence) for sequence in self.ids]
+        return [of.hidden for of in passed], definition.gradients(self.model, passed, self.d_hidden, SLOTS)
+
+    def by_kernels(
+        self, each: int = 0, recompute: bool = False, slots: int = SLOTS
+    ) -> tuple[list[Array], dict[str, Array]]:
+        """The same as training computes it, in micro-batches of `each` sequences; 0: one batch."""
+        count = len(self.ids)
+        network = Network(self.trunk, Lowered(CONTEXT, recompute=recompute))
+        sums, hidden = GradientSums(self.trunk.named_parameters(), slots), []
+        for start in range(0, count, each or count):
+            part = range(start, min(start + (each or count), count))
+            batch = ragged([self.ids[i] for i in part], slots=slots_of(part, count, slots))
+            found, _ = network.over_batch(batch, ints(np.arange(len(batch.ids))))
+            found.backward(torch.tensor(np.concatenate([self.d_hidden[i] for i in part])))
+            hidden += [x.detach().numpy() for x in found.split(batch.lengths.tolist())]
+        gradients, named = sums.finish(), copy.deepcopy(self.trunk)
+        for name, parameter in named.named_parameters():
+            parameter.data = gradients[name]
+        return hidden, parameters(model_from(named, 1))
+
+    def over_cache(self, chunks: Sequence[int], precision: Precision = EXACT) -> list[Array]:
+        """Hidden states in chunks of these sizes in turn, the sequences in slots of a cache in another order."""
+        network = Network(self.trunk, Lowered(CONTEXT, precision))
+        network.prepare()
+        cache, count = network.make_cache(len(self.ids) + 1, CONTEXT), len(self.ids)
+        cache.keys.fill_(torch.nan)
+        cache.values.fill_(torch.nan)
+        past, found, turn = [0] * count, [list[Array]() for _ in self.ids], 0
+        while going := [i for i in range(count) if past[i] < len(self.ids[i])]:
+            ends = [past[i] + chunks[turn % len(chunks)] for i in going]
+            batch = ragged(
+                [self.ids[i][past[i] : e] for i, e in zip(going, ends, strict=True)], [past[i] for i in going]
+            )
+            states, _ = network.over_cache(batch, cache, [count - i for i in going])
+            for i, part in zip(going, states.split(batch.lengths.tolist()), strict=True):
+                found[i].append(part.numpy())
+                past[i] += len(part)
+            turn += 1
+        return [np.concatenate(parts) for parts in found]
+
+    def assert_kernels_are_the_definition(self, each: int = 0, recompute: bool = False) -> None:
+        hidden, gradients = self.by_definition()
+        found, found_gradients = self.by_kernels(each, recompute)
+        for x, y in zip(found, hidden, strict=True):
+            assert_same(x, y, "hidden states")
+        assert found_gradients.keys() == gradients.keys()
+        for name, x in gradients.items():
+            assert_same(found_gradients[name], x, name)
+
+
+def trunk_of(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    config = FAMILIES[family](**changes)
+    config.max_position_embeddings = CONTEXT
+    return small_model(config, seed).base_model
+
+
+@cache
+def case_of(family: str) -> Case:
+    return Case(trunk_of(family), LENGTHS)
+
+
+@st.composite
+def trunks(draw: st.DrawFn) -> PreTrainedModel:
+    """A trunk of any family with odd widths, one or two layers, and settings that change what is computed."""
+    family = draw(st.sampled_from([name for name in FAMILIES if " " not in name]))
+    kv_heads, each = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    heads, d, layers = kv_heads * each, draw(st.sampled_from((4, 8, 18, 64, 136))), draw(st.integers(1, 2))
+    width, vocabulary = draw(st.sampled_from((1, 7, 16, 33, 130))), draw(st.sampled_from((3, 16, 97)))
+    common: dict[str, Any] = {"vocab_size": vocabulary, "pad_token_id": draw(st.sampled_from((None, 0, 2)))}
+    if family == "gpt2":
+        shape = {"n_embd": heads * d, "n_head": heads, "n_layer": layers, "n_inner": width}
+        more = {"scale_attn_by_inverse_layer_idx": draw(st.booleans())}
+    else:
+        hidden = heads * (d if family in ("gpt_neox", "olmoe") else draw(st.sampled_from((1, 3, 16, 17, 65))))
+        shape = {"hidden_size": hidden, "num_attention_heads": heads, "num_hidden_layers": layers}
+        shape |= {"moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size": width}
+        more = {"hidden_act": draw(st.sampled_from(("silu", "gelu", "gelu_pytorch_tanh", "quick_gelu")))}
+        if family == "gpt_neox":
+            more |= {"use_parallel_residual": draw(st.booleans()), "attention_bias": draw(st.booleans())}
+        else:
+            shape |= {"num_key_value_heads": kv_heads, "head_dim": d}
+        if family in ("llama", "qwen3"):
+            more |= {"attention_bias": draw(st.booleans())}
+        if family in ("mistral", "mixtral"):
+            more |= {"sliding_window": draw(st.sampled_from((None, 1, 131)))}
+        if family in ("qwen3_moe", "olmoe"):
+            more |= {"norm_topk_prob": draw(st.booleans()), "num_experts_per_tok": draw(st.integers(1, 3))}
+    return trunk_of(family, draw(st.integers(0, 1000)), **common, **shape, **more)
+
+
+ANY_CASE = {
+    "trunk": trunks(),
+    "lengths": st.lists(st.sampled_from((1, 2, 15, 17, 130)), min_size=1, max_size=3),
+    "each": st.integers(0, 2),
+    "recompute": st.booleans(),
+    "chunks": st.lists(st.sampled_from((1, 7, 60)), min_size=1, max_size=3),
+}
+
+
+def assert_any_case(trunk: PreTrainedModel, lengths: list[int], each: int, recompute: bool, chunks: list[int]) -> None:
+    case = Case(trunk, lengths)
+    case.assert_kernels_are_the_definition(each, recompute)
+    for x, y in zip(case.over_cache(chunks), case.by_definition()[0], strict=True):
+        assert_same(x, y, "chunks over a cache")
+
+
+@settings(max_examples=12, deadline=None)
+@given(**ANY_CASE)
+def test_kernels_compute_the_definition_of_random_models(**case: Any) -> None:
+    assert_any_case(**case)
+
+
+@pytest.mark.long
+@settings(max_examples=400, deadline=None)
+@given(**ANY_CASE)
+def test_kernels_compute_the_definition_of_many_models(**case: Any) -> None:
+    assert_any_case(**case)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_micro_batches_threads_recomputation_and_the_cache_compute_the_definition(family: str) -> None:
+    case = case_of(family)
+    for each, threads, recompute in ((4, 1, False), (1, 2, False), (3, 3, True)):
+        library.set_threads(threads)
+        case.assert_kernels_are_the_definition(each, recompute)
+    for x, y in zip(case.over_cache((7, 60, 60, 1)), case.by_definition()[0], strict=True):
+        assert_same(x, y, "chunks over a cache")
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    trunks(),
+    st.sampled_from(("bfloat16", "float16")),
+    st.sampled_from(("float32", "float8_e4m3", "int8")),
+    st.sampled_from(("float32", "bfloat16", "float8_e5m2", "int8")),
+)
+def test_kernels_round_as_the_definition(trunk: PreTrainedModel, wide: str, inputs: str, cached: str) -> None:
+    case = Case(trunk, (130, 3))
+    model = replace(case.model, rounding=Rounding(wide, inputs, cached))
+    precision = Precision(activations=wide, linear_inputs=inputs, kv_cache=cached)
+    for x, ids in zip(case.over_cache((130,), precision), case.ids, strict=True):
+        assert_same(x, definition.forward(model, ids).hidden, "hidden states")
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_given_routes_are_the_definition(family: str) -> None:
+    """Tokens go to experts that are given, and the network says where they went."""
+    case = case_of(family)
+    network = Network(case.trunk, Lowered(CONTEXT))
+    mixtures, chosen, experts = network.struct.mixtures, network.struct.chosen, network.struct.experts
+    rng, ids = np.random.default_rng(0), case.ids[0]
+    routes = rng.permuted(np.tile(np.arange(experts), (len(ids), mixtures, 1)), axis=-1)[..., :chosen]
+    routes = np.sort(routes, -1)
+    batch = ragged([ids], routes=torch.from_numpy(routes))
+    with torch.no_grad():
+        found, seen = network.over_batch(batch, ints(np.arange(len(ids))), seen=True)
+    assert np.array_equal(seen.reshape(routes.shape), routes)
+    expected = definition.forward(case.model, ids, routes.swapaxes(0, 1)).hidden
+    assert_same(found.numpy(), expected, "hidden states")
+    assert not np.array_equal(expected, case.by_definition()[0][0])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_heads_compute_the_definition(bias: bool) -> None:
+    """Rows of some positions of two sequences; positions, not counted rows, bound the blocks."""
+    torch.manual_seed(0)
+    layer, rows = nn.Linear(49, 35, bias), np.array([*range(3, 131, 2), *range(120, 150)])
+    x, d = torch.randn(len(rows), 49, requires_grad=True), torch.randn(len(rows), 35)
+    sequence = ints(np.arange(len(rows)) >= 64)
+    sums = GradientSums(layer.named_parameters(), SLOTS)
+    y = linear(x, layer, Rows(sequence, ints(rows), slots_of(range(2), 2, SLOTS)))
+    y.backward(d)
+    matrix = Matrix(array(layer.weight), array(layer.bias) if bias else None)
+    assert_same(array(y), definition.linear(array(x), matrix), "y")
+    assert_same(array(x.grad), definition.product(array(d), matrix.w.T), "dx")
+    parts: list[definition.Contributions] = [{}, {}]
+    for index, grads in enumerate(parts):
+        own = sequence == index
+        definition.linear_backward(grads, "m", matrix, array(d)[own], array(x)[own], rows[own])
+    for name, gradient in sums.finish().items():
+        added = [grads["m.w" if name == "weight" else "m.bias"] for grads in parts]
+        expected = definition.join_slots(definition.slot_sums(tuple(gradient.shape), added, SLOTS))
+        assert_same(array(gradient), expected, name)
+
+
+def row_dot(kernels: ctypes.CDLL, a: Array, b: Array) -> float:
+    """sum a b in float64, not rounded."""
+    function = kernels.row_dot
+    function.restype, function.argtypes = ctypes.c_double, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
+    return float(function(address(a), address(b), len(a)))
+
+
+def two_rows(seed: int, n: int) -> Array:
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal((2, n)) * 2.0 ** rng.integers(-30, 30, (2, n))).astype(F)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 70))
+def test_row_sums_are_the_definition_before_they_are_rounded(seed: int, n: int) -> None:
+    a, b = two_rows(seed, n)
+    assert row_dot(library.load(), a, b) == definition.row_sum(a, b)
+
+
+# ---------------------------------------------------------------------------------------------- other libraries
+
+
+@contextmanager
+def using(kernels: ctypes.PyDLL) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "load", lambda: kernels)
+        yield
+
+
+@pytest.mark.parametrize("variant", ABLE[1:], ids=[variant.name for variant in ABLE[1:]])
+@pytest.mark.parametrize("family", ["qwen3", "gemma", "gpt2", "olmoe"])
+def test_every_instruction_set_computes_the_definition(variant: build.Variant, family: str) -> None:
+    with using(library.open_library(library.locate(variant, build.SOURCES))):
+        case_of(family).assert_kernels_are_the_definition()
+
+
+def kernels_of_another_order(folder: Path, flag: str) -> ctypes.PyDLL:
+    (path,) = build.compile_variants(FASTEST, folder, flag)
+    answer = ctypes.CDLL(str(path)).known_answer
+    answer.restype = ctypes.c_uint64
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "KNOWN_ANSWER", answer())
+        return library.open_library(path)
+
+
+@pytest.mark.parametrize("flag", ["-DBLOCK_TERMS=64", "-DFALLING_TERMS"])
+def test_chains_of_another_order_give_other_bits(flag: str, tmp_path: Path) -> None:
+    """Control: chains of 64 terms, and chains by falling index."""
+    with using(kernels_of_another_order(tmp_path, flag)):
+        found, found_gradients = case_of("qwen3").by_kernels()
+    hidden, gradients = case_of("qwen3").by_definition()
+    assert not np.array_equal(found[1], hidden[1])
+    assert any(not np.array_equal(found_gradients[name], x) for name, x in gradients.items())
+
+
+def test_row_sums_of_other_lanes_give_other_bits(tmp_path: Path) -> None:
+    """Control: 8 lanes. Only sums that are not rounded to float32 yet can tell."""
+    kernels = kernels_of_another_order(tmp_path, "-DLANE_COUNT=8")
+    assert any(row_dot(kernels, *two_rows(seed, 48)) != definition.row_sum(*two_rows(seed, 48)) for seed in range(9))
+
+
+def test_another_slot_of_a_sequence_gives_other_bits() -> None:
+    """Control: the number of slots is part of the written order, and the order of sequences is."""
+    case = case_of("qwen3")
+    turned = copy.copy(case)
+    turned.ids, turned.d_hidden = ([x[1], x[2], x[3], x[0]] for x in (case.ids, case.d_hidden))
+    hidden, gradients = case.by_definition()
+    for of, slots in ((case, 1), (case, 2), (turned, SLOTS)):
+        found, other = of.by_kernels(slots=slots)
+        for x, y in zip(found if of is case else [found[3], *found[:3]], hidden, strict=True):
+            assert_same(x, y, "hidden states")
+        assert any(not np.array_equal(other[name], x) for name, x in gradients.items())

@@ -1,0 +1,274 @@
+"""What the engine samples is what the training forward computes, to the last bit, however it is scheduled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ppo_repro.models.batches import TokenBatch
+from ppo_repro.models.networks import make_policy, policy_logits, value_predictions
+from ppo_repro.numerics.native import NativeNetwork
+from ppo_repro.numerics.network import Network
+from ppo_repro.numerics.rows import Ragged
+from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
+from ppo_repro.rollout.engine import Completion, Request, Sampling
+from ppo_repro.rollout.torch_engine import TorchEngine
+from tests.support.models import (
+    ARCHITECTURES,
+    CONTEXT,
+    FAMILIES,
+    QUICK,
+    VOCAB,
+    policy,
+    ragged,
+    scored,
+    seeded,
+    source_model,
+    unequal,
+    value_model,
+)
+from tests.support.rollout import STOPS, requests_of
+
+PLAIN = Sampling(1.0, 0, 1.0, 12)
+SAMPLINGS = (PLAIN, Sampling(0.7, 0, 1.0, 12), Sampling(1.0, 9, 1.0, 12), Sampling(1.3, 0, 0.8, 12))
+PADDINGS = ("right", "left", "none")
+
+
+def engine(architecture: str, mode: str, slots: int = 16, prefill_chunk: int = 0) -> TorchEngine:
+    return TorchEngine(policy(architecture, mode), STOPS, mode, CONTEXT, slots, prefill_chunk)
+
+
+def joined(completions: Sequence[Completion]) -> Tensor:
+    return torch.cat([c.logprobs for c in completions])
+
+
+def same(a: Sequence[Completion], b: Sequence[Completion]) -> bool:
+    """Equal tokens, finish reasons and kept sets, and equal bits of every float."""
+    return all(
+        x.response_ids == y.response_ids
+        and x.finish_reason == y.finish_reason
+        and unequal(x.logprobs, y.logprobs) == 0
+        and unequal(x.log_kept_mass, y.log_kept_mass) == 0
+        and torch.equal(x.kept_tokens, y.kept_tokens)
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+@torch.no_grad()
+def forward_logprobs(
+    model: PreTrainedModel,
+    mode: str,
+    requests: Sequence[Request],
+    completions: Sequence[Completion],
+    sampling: Sampling,
+    padding: str,
+    micro_batch: int,
+) -> Tensor:
+    """The training side: one forward over prompt and response."""
+    kept = torch.cat([c.kept_tokens for c in completions])
+
+    def score(batch: TokenBatch, first: int, last: int) -> Tensor:
+        eligible = expand_kept(kept[first:last], VOCAB)
+        logits = policy_logits(model, batch)
+        return token_statistics(logits, batch.targets, sampling.temperature, eligible, mode)[0]
+
+    prompts, responses = [r.prompt_ids for r in requests], [c.response_ids for c in completions]
+    return scored(prompts, responses, padding, micro_batch, score)
+
+
+schedules = st.tuples(
+    st.sampled_from(ARCHITECTURES),
+    st.integers(1, 17),
+    st.integers(0, 10**6),
+    st.sampled_from(SAMPLINGS),
+    st.sampled_from([1, 3, 16]),
+    st.sampled_from([1, 3, 0]),
+)
+
+
+@settings(max_examples=6)  # each draws a family, a batch and two schedules; the long tier draws new ones
+@given(schedules, st.sampled_from(PADDINGS), st.sampled_from([1, 3, 0]))
+def test_rollout_is_the_same_under_every_schedule_and_equals_the_training_forward(
+    schedule: tuple[str, int, int, Sampling, int, int], padding: str, micro_batch: int
+) -> None:
+    architecture, count, seed, sampling, slots, chunk = schedule
+    requests = requests_of(count, seed)
+    reference = engine(architecture, "deterministic").generate(requests, sampling)
+    order = torch.randperm(count, generator=seeded(seed)).tolist()
+    shuffled = engine(architecture, "deterministic", slots, chunk).generate([requests[i] for i in order], sampling)
+    assert same(shuffled, [reference[i] for i in order])
+    got = forward_logprobs(
+        policy(architecture, "deterministic"), "deterministic", requests, reference, sampling, padding, micro_batch
+    )
+    assert unequal(got, joined(reference)) == 0
+
+
+CASES = [
+    pytest.param("qwen3", sampling, marks=[] if i in (0, 3) else pytest.mark.slow)
+    for i, sampling in enumerate(SAMPLINGS)
+] + [
+    pytest.param(a, SAMPLINGS[i % 4], marks=[] if a in QUICK else pytest.mark.slow)
+    for i, a in enumerate(a for a in ARCHITECTURES if a != "qwen3")
+]
+
+
+@pytest.mark.parametrize(("architecture", "sampling"), CASES, ids=str)
+def test_every_schedule_and_layout_of_one_batch(architecture: str, sampling: Sampling) -> None:
+    requests = requests_of(8, 5)
+    reference = engine(architecture, "deterministic").generate(requests, sampling)
+    for slots, chunk in ((1, 1), (3, 3), (16, 3)):
+        assert same(engine(architecture, "deterministic", slots, chunk).generate(requests, sampling), reference)
+    for padding, micro_batch in zip(PADDINGS, (1, 3, 0), strict=True):
+        got = forward_logprobs(
+            policy(architecture, "deterministic"), "deterministic", requests, reference, sampling, padding, micro_batch
+        )
+        assert unequal(got, joined(reference)) == 0
+
+
+@pytest.mark.usefixtures("row_dependent")
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+def test_native_rollout_differs_from_the_training_forward_and_between_schedules(architecture: str) -> None:
+    requests = requests_of(40, 1)
+    reference = engine(architecture, "native").generate(requests, PLAIN)
+    assert len(joined(reference)) > 200
+    shares = []
+    for padding in PADDINGS:
+        got = forward_logprobs(policy(architecture, "native"), "native", requests, reference, PLAIN, padding, 3)
+        shares.append(unequal(got, joined(reference)) / len(got))
+    # 1.000 was measured: the row counts of both paths differ in every pass
+    assert min(shares) > 0.3, shares
+    assert not same(engine(architecture, "native", 3, 3).generate(requests, PLAIN), reference)
+
+
+def test_greedy_decoding_equals_the_training_forward() -> None:
+    requests, sampling = requests_of(10, 2), Sampling(1.0, 0, 1.0, 8, greedy=True)
+    completions = engine("qwen3", "deterministic", 3, 2).generate(requests, sampling)
+    reseeded = [Request(r.prompt_ids, r.seed + 1) for r in requests]
+    assert same(engine("qwen3", "deterministic").generate(reseeded, sampling), completions)
+    got = forward_logprobs(
+        policy("qwen3", "deterministic"), "deterministic", requests, completions, sampling, "left", 3
+    )
+    assert unequal(got, joined(completions)) == 0
+
+
+def test_a_prompt_sampled_with_another_seed_gives_another_response() -> None:
+    request = requests_of(1, 3)[0]
+    completions = engine("qwen3", "deterministic").generate([Request(request.prompt_ids, s) for s in range(10)], PLAIN)
+    assert len({c.response_ids for c in completions}) >= 9
+
+
+@torch.no_grad()
+def values_of(architecture: str, mode: str, padding: str, micro_batch: int) -> Tensor:
+    model = value_model(architecture, mode)
+    prompts, responses = ragged(14, 7, prompt=20, response=12)
+    return scored(prompts, responses, padding, micro_batch, lambda b, *_: value_predictions(model, b))
+
+
+@pytest.mark.usefixtures("row_dependent")
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_values_do_not_depend_on_the_layout_and_native_ones_do(architecture: str) -> None:
+    layouts = [(padding, micro_batch) for padding in PADDINGS for micro_batch in (1, 3, 0)]
+    exact = [values_of(architecture, "deterministic", *layout) for layout in layouts]
+    assert len(exact[0]) > 50 and len(set(exact[0].tolist())) > 50
+    assert all(unequal(values, exact[0]) == 0 for values in exact)
+    native = [values_of(architecture, "native", *layout) for layout in layouts]
+    assert sum(unequal(values, native[0]) for values in native) > 0.3 * len(native[0])
+
+
+def sweep(mode: str, tokens: int) -> tuple[int, int]:
+    """Tokens compared and tokens unequal, over architectures, schedules, layouts and samplings in turn."""
+    compared = differing = turn = 0
+    long = [Sampling(s.temperature, s.top_k, s.top_p, 40) for s in SAMPLINGS]
+    while compared < tokens:
+        architecture, sampling = ARCHITECTURES[turn % len(ARCHITECTURES)], long[turn % 4]
+        slots, chunk, padding, micro = (16, 7, 48)[turn % 3], (0, 3, 5)[turn // 3 % 3], PADDINGS[turn // 2 % 3], 8
+        rolling = TorchEngine(policy(architecture, mode, turn % 5), frozenset({1}), mode, CONTEXT, slots, chunk)
+        requests = requests_of(96, turn)
+        completions = rolling.generate(requests, sampling)
+        model = policy(architecture, mode, turn % 5)
+        got = forward_logprobs(model, mode, requests, completions, sampling, padding, micro)
+        compared, differing = compared + len(got), differing + unequal(got, joined(completions))
+        turn += 1
+    return compared, differing
+
+
+# of whole runs test_machines.py compares a hundred thousand
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_twenty_thousand_sampled_tokens_have_no_unequal_bit() -> None:
+    compared, differing = sweep("deterministic", 20_000)
+    assert compared >= 20_000 and differing == 0, f"{differing} of {compared} tokens differ"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("row_dependent")
+def test_native_differs_over_five_thousand_sampled_tokens() -> None:
+    compared, differing = sweep("native", 5_000)
+    assert compared >= 5_000 and differing > 0.3 * compared, f"{differing} of {compared} tokens differ"
+
+
+def related_requests() -> list[Request]:
+    """Several samples of some prompts, prompts that begin like others, and one that continues another's response."""
+    prompts, _ = ragged(4, 11, prompt=14)
+    shared = [*prompts, *(p[: len(p) // 2 + 1] + q for p, q in pairwise(prompts))]
+    return [Request(tuple(p), 100 * i + s) for s in range(3) for i, p in enumerate(shared)]
+
+
+def generated(mode: str, slots: int, chunk: int, prefix_cache: bool) -> tuple[list[Completion], int]:
+    """Completions and the prompt and response tokens that went through the model."""
+    sampler = TorchEngine(policy("qwen3", mode), STOPS, mode, CONTEXT, slots, chunk, prefix_cache)
+    network, seen = Network if mode == "deterministic" else NativeNetwork, list[int]()
+    over_cache = network.over_cache
+
+    def counted(self: Any, batch: Ragged, *arguments: Any, **others: Any) -> Any:
+        seen.append(len(batch.ids))
+        return over_cache(self, batch, *arguments, **others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(network, "over_cache", counted)
+        return sampler.generate(related_requests(), PLAIN), sum(seen)
+
+
+@pytest.mark.parametrize(("slots", "chunk"), [(21, 0), (5, 0), (2, 3)])
+def test_a_prefix_taken_from_the_cache_changes_no_bit_and_saves_work(slots: int, chunk: int) -> None:
+    cold, computed = generated("deterministic", slots, chunk, False)
+    warm, saved = generated("deterministic", slots, chunk, True)
+    assert same(cold, warm)
+    assert saved < computed
+
+
+@pytest.mark.usefixtures("row_dependent")
+def test_a_prefix_taken_from_the_cache_shows_in_native_numerics() -> None:
+    assert not any(same(generated("native", n, 0, False)[0], generated("native", n, 0, True)[0]) for n in (21, 5))
+
+
+def test_the_context_may_be_filled_to_the_last_token() -> None:
+    request = Request(tuple(range(CONTEXT - 5)), 0)
+    sampling = Sampling(1.0, 0, 1.0, 5)
+    never = TorchEngine(policy("qwen3", "deterministic"), frozenset(), "deterministic", CONTEXT, 1, 7)
+    completions = never.generate([request], sampling)
+    assert len(completions[0].response_ids) == 5
+    got = forward_logprobs(
+        policy("qwen3", "deterministic"), "deterministic", [request], completions, sampling, "none", 0
+    )
+    assert unequal(got, joined(completions)) == 0
+
+
+def test_the_engine_samples_from_the_live_weights() -> None:
+    model = make_policy(source_model("qwen3"), "deterministic", CONTEXT)
+    live = TorchEngine(model, STOPS, "deterministic", CONTEXT, 3, 0)
+    requests = requests_of(6, 0)
+    before = live.generate(requests, PLAIN)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    after = live.generate(requests, PLAIN)
+    assert not same(before, after)
+    assert unequal(forward_logprobs(model, "deterministic", requests, after, PLAIN, "right", 0), joined(after)) == 0

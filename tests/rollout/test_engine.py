@@ -1,0 +1,99 @@
+"""The built-in engine: slots that are used again, ends of responses, requests that are refused, prefixes."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from ppo_repro.errors import UserError
+from ppo_repro.rollout.engine import Request, Sampling
+from ppo_repro.rollout.torch_engine import PrefixIndex, TorchEngine
+from tests.support.models import CONTEXT, VOCAB, policy
+from tests.support.rollout import STOPS, requests_of
+
+PLAIN = Sampling(1.0, 0, 1.0, 12)
+
+
+def engine(slots: int = 16) -> TorchEngine:
+    return TorchEngine(policy("qwen3", "deterministic"), STOPS, "deterministic", CONTEXT, slots, 0)
+
+
+class CountingEngine(TorchEngine):
+    """Notes the rows of every decoding pass and how many prompts had been taken in before it."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)
+        self.started, self.passes = 0, []
+
+    def _prefill(self, cache: object, held: object, turn: list) -> Tensor:
+        self.started += len(turn)
+        return super()._prefill(cache, held, turn)
+
+    def _decode(self, cache: object, turn: list) -> Tensor:
+        assert len({item.slot for item in turn}) == len(turn)
+        self.passes.append((len(turn), self.started))
+        return super()._decode(cache, turn)
+
+
+def test_a_finished_sequence_gives_its_slot_to_the_next() -> None:
+    requests = requests_of(25, 4)
+    counting = CountingEngine(policy("qwen3", "deterministic"), STOPS, "deterministic", CONTEXT, 3, 0)
+    completions = counting.generate(requests, PLAIN)
+    lengths = [len(c.response_ids) for c in completions]
+    assert len(completions) == counting.started == 25 and len(set(lengths)) > 4
+    # the first token of a response comes with its prompt, every other is one row of a decoding pass
+    assert sum(rows for rows, _ in counting.passes) == sum(lengths) - 25
+    # while prompts wait, no slot is idle
+    assert {rows for rows, started in counting.passes if started < 25} == {3}
+    assert sum(started < 25 for _, started in counting.passes) > 20
+
+
+def test_a_response_ends_at_its_first_stop_token_or_at_the_limit() -> None:
+    completions = engine(4).generate(requests_of(60, 6), PLAIN)
+    reasons = {"stop": 0, "length": 0}
+    for c in completions:
+        reasons[c.finish_reason] += 1
+        assert not STOPS.intersection(c.response_ids[:-1])
+        assert (c.response_ids[-1] in STOPS) == (c.finish_reason == "stop")
+        assert c.finish_reason == "stop" or len(c.response_ids) == PLAIN.max_response_tokens
+        assert len(c.logprobs) == len(c.log_kept_mass) == len(c.kept_tokens) == len(c.response_ids)
+    assert min(reasons.values()) > 5
+
+
+def test_a_stop_token_at_the_limit_counts_as_a_stop() -> None:
+    completions = engine().generate(requests_of(60, 6), Sampling(1.0, 0, 1.0, 1))
+    assert all((c.finish_reason == "stop") == (c.response_ids[0] in STOPS) for c in completions)
+    assert {c.finish_reason for c in completions} == {"stop", "length"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ((), "empty prompt"),
+        ((0, VOCAB), rf"prompt token id {VOCAB}: must be in 0\.\.{VOCAB - 1}"),
+        ((0, -1), r"prompt token id -1"),
+        ((0,) * (CONTEXT - 11), r"prompt of 53 tokens: .*max_response_tokens = 12 .*numerics\.max_context = 64"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused(prompt: tuple[int, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        engine().generate([Request((1, 2), 0), Request(prompt, 0)], PLAIN)
+
+
+def test_no_request_gives_no_completion() -> None:
+    assert engine().generate([], PLAIN) == []
+
+
+def test_a_prefix_is_the_longest_that_a_slot_still_holds() -> None:
+    index = PrefixIndex()
+    assert index.longest([1, 2]) == (0, 0)
+    index.note(3, [1, 2, 3, 4])
+    index.note(5, [1, 2, 9])
+    assert index.longest([1, 2, 3, 7]) == (3, 3)
+    assert index.longest([1, 2, 9, 9]) == (5, 3)
+    assert index.longest([2, 1]) == (0, 0)
+    index.note(3, [8])
+    assert index.longest([1, 2, 3, 7]) == (5, 2)
+    # an empty entry is a slot about to be overwritten
+    index.note(5, ())
+    assert index.longest([1, 2, 3]) == (0, 0)

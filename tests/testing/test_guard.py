@@ -1,0 +1,252 @@
+"""The pytest plugin on recorded runs, good and damaged, and the example that the documentation shows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from ppo_repro.errors import UserError
+from ppo_repro.testing import (
+    Names,
+    assert_matches_golden,
+    assert_mismatch_below,
+    assert_on_policy,
+    assert_same_run,
+    golden,
+    mismatch,
+)
+from tests.support.paths import ROOT
+from tests.support.synthetic_run import damage_cell, rewrite_cell
+
+pytest_plugins = "pytester"
+EXAMPLE = ROOT / "experiments" / "guard_your_stack"
+
+
+def copied(run: Path, to: Path) -> Path:
+    return Path(shutil.copytree(run, to))
+
+
+def one_bit_more(values: np.ndarray) -> np.ndarray:
+    """The first value moved to the next float32."""
+    values[0] = np.nextafter(values[0], np.float32(0.0))
+    return values
+
+
+def test_an_exact_run_is_on_policy_and_a_native_one_is_not(deterministic_run: Path, native_run: Path) -> None:
+    assert_on_policy(deterministic_run)
+    with pytest.raises(AssertionError) as failure:
+        assert_on_policy(native_run)
+    text = str(failure.value)
+    pairs = mismatch.run_pairs(native_run)
+    index = int(np.flatnonzero(pairs.sampler.view(np.uint32) != pairs.trainer.view(np.uint32))[0])
+    place = f"iteration 0, sequence {pairs.sequence[index]}, position {pairs.position[index]}"
+    both = (
+        f"{side[index].item()!r} (bits {side[index].view(np.uint32):08x})" for side in (pairs.sampler, pairs.trainer)
+    )
+    for part in (str(native_run), place, *both, "ppo-repro bisect"):
+        assert part in text
+
+
+def test_a_run_is_the_same_as_its_copy_and_not_as_a_damaged_one(
+    deterministic_run: Path, native_run: Path, tmp_path: Path
+) -> None:
+    copy = copied(deterministic_run, tmp_path / "copy")
+    assert_same_run(deterministic_run, copy)
+    rewrite_cell(copy, "tokens", 1, "values", one_bit_more)
+    with pytest.raises(AssertionError, match=r"column values, row 0 \(sequence 0, position 0\): .*bits [0-9a-f]{8}"):
+        assert_same_run(deterministic_run, copy)
+    with pytest.raises(AssertionError, match="differ"):
+        assert_same_run(deterministic_run, native_run)
+    with pytest.raises(UserError, match="no such folder"):
+        assert_same_run(deterministic_run, tmp_path / "none")
+
+
+def test_damaged_records_are_refused(deterministic_run: Path, tmp_path: Path) -> None:
+    copy = copied(deterministic_run, tmp_path / "copy")
+    damage_cell(copy, "tokens", 0, "old_logprobs", one_bit_more)
+    for check in (assert_on_policy, lambda run: assert_mismatch_below(run, max_abs=1.0), golden.golden_of):
+        with pytest.raises(UserError, match="changed or damaged"):
+            check(copy)
+
+
+def test_the_mismatch_of_runs_has_limits(deterministic_run: Path, native_run: Path) -> None:
+    assert_mismatch_below(deterministic_run, mean_abs=0.0, max_abs=0.0, k3=0.0, frac_unequal=0.0)
+    assert_mismatch_below(native_run, mean_abs=5e-6, max_abs=1e-4, k3=1e-10)
+    with pytest.raises(AssertionError, match=r"frac_unequal is 0\.\d+, above 0 \(first at iteration 0, sequence \d+"):
+        assert_mismatch_below(native_run, frac_unequal=0.0)
+    with pytest.raises(UserError, match="no limit is given"):
+        assert_mismatch_below(deterministic_run)
+    with pytest.raises(UserError, match="max_abs = nan: must be 0 or more"):
+        assert_mismatch_below(deterministic_run, max_abs=float("nan"))
+    with pytest.raises(UserError, match="leave names out"):
+        assert_mismatch_below(deterministic_run, max_abs=1.0, names=Names("a", "b"))
+
+
+def dump(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_the_mismatch_of_a_file_by_hand(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [
+        {"rollout_log_probs": [-1.0, -2.0, 0.0], "old_log_probs": [-1.5, -2.0, 9.0], "response_mask": [1, 1, 0]},
+        {"rollout_log_probs": [-1.0, -3.0], "old_log_probs": [-0.75, None], "response_mask": [1, 1]},
+    ]
+    path = dump(tmp_path / "a.jsonl", rows)
+    found = mismatch.mismatch(mismatch.dump_pairs(path))
+    # delta = -0.5, 0, 0.25 over three finite tokens
+    assert (found.tokens, found.nonfinite, found.max_abs, found.mean_abs) == (3, 1, 0.5, 0.25)
+    assert found.frac_unequal == 2 / 3
+    k3 = (np.expm1(-0.5) + 0.5 + np.expm1(0.25) - 0.25) / 3
+    assert found.k3 == pytest.approx(k3, rel=1e-15)  # the same sum in another order
+    with pytest.raises(AssertionError) as failure:
+        assert_mismatch_below(path, max_abs=0.4)
+    worst = "iteration 0, sequence 0, position 0: sampler -1.0 (bits bf800000), trainer -1.5 (bits bfc00000)"
+    assert f"max_abs is 0.5, above 0.4 (largest at {worst})" in str(failure.value)
+    lost = "1 more have no two finite log-probs, above 0 (first at iteration 0, sequence 1, position 1"
+    assert lost in str(failure.value)
+    assert_mismatch_below(path, max_abs=0.5, mean_abs=0.25, k3=0.06, nonfinite=1)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("not json", ":1: not valid JSON"),
+        ("[1]", ":1: must be an object, is list"),
+        ('{"logprobs": [-1]}', "must have the two log-probs of one stack, .*verl.*trl.*prime-rl.*Names"),
+        ('{"rollout_log_probs": [-1], "old_log_probs": ["x"]}', "old_log_probs = .'x'.: must be a list of log-probs"),
+        ('{"rollout_log_probs": [-1, -2], "old_log_probs": [-1]}', "old_log_probs has 1 entries for 2 response tokens"),
+        ('{"rollout_log_probs": [-1], "old_log_probs": [-1], "response_mask": [0]}', "has no token that counts"),
+        ('{"rollout_log_probs": [-1], "old_log_probs": [-1], "iteration": "a"}', "iteration = 'a'"),
+        ('{"rollout_log_probs": [-1], "old_log_probs": [-1], "response_mask": [null]}', "must be a list of 0 and 1"),
+        ("", "is empty"),
+    ],
+)
+def test_a_file_that_is_no_dump_is_refused(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(line + "\n", encoding="utf-8")
+    with pytest.raises(UserError, match=message):
+        assert_mismatch_below(path, max_abs=1.0)
+    with pytest.raises(UserError, match="cannot be read"):
+        assert_mismatch_below(tmp_path / "none.jsonl", max_abs=1.0)
+
+
+def test_other_names_can_be_given_from_where_the_message_says(tmp_path: Path) -> None:
+    path = dump(tmp_path / "a.jsonl", [{"mine": [-1.0, -2.0], "yours": [-1.0, 9.0], "counts": [True, False]}])
+    assert_mismatch_below(path, frac_unequal=0.0, names=Names("mine", "yours", "counts"))
+    with pytest.raises(UserError, match=r"names=ppo_repro\.testing\.Names"):
+        assert_mismatch_below(path, frac_unequal=0.0)
+
+
+def test_a_file_that_the_audit_reads_without_a_mask_is_read_here_too(tmp_path: Path) -> None:
+    row = {"prompt_ids": [1], "response_ids": [2, 3], "rollout_logprobs": [-1.0, -2.0], "old_logprobs": [-1.0, -2.5]}
+    path = dump(tmp_path / "a.jsonl", [row])
+    assert_mismatch_below(path, max_abs=0.5)
+    with pytest.raises(AssertionError, match="max_abs is 0.5, above 0.4"):
+        assert_mismatch_below(path, max_abs=0.4)
+    tokens = pd.DataFrame(
+        row | {"prompt_ids": 1, "token_id": [2, 3], "iteration": 0, "sequence": 0, "position": [0, 1]}
+    )
+    tokens.to_parquet(tmp_path / "tokens.parquet")  # one row a token, as in the table of a run
+    for source in (tokens, tmp_path / "tokens.parquet"):
+        assert_mismatch_below(source, mean_abs=0.25)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "trainer", "message"),
+    [
+        ([0.0, 0.0, 0.0], [-1.0, -2.0, -3.0], "sampler: all 3 numbers are exactly 0; nothing was recorded"),
+        ([-1.0, -2.0, -3.0], [1.0, 2.0, 3.0], "trainer: 3 of 3 numbers are above 0, as 1 .0 or above: losses"),
+        ([-1.0, 0.5, -3.0], [-1.0, 0.5, -3.0], "sampler: 1 of 3 numbers are above 0, as 0.5 .some above 0"),
+        ([-1.0, 0.0, 0.0], [-1.0, 0.0, 0.0], "both log-probs of 2 of 3 tokens are exactly 0: is padding in it"),
+    ],
+)
+def test_numbers_that_are_no_log_probs_fail_by_name(
+    tmp_path: Path, sampler: list[float], trainer: list[float], message: str
+) -> None:
+    path = dump(tmp_path / "a.jsonl", [{"rollout_logprobs": sampler, "old_logprobs": trainer}])
+    with pytest.raises(AssertionError, match=message):
+        assert_mismatch_below(path, max_abs=1e9)
+
+
+GUARD = """
+from pathlib import Path
+
+RUN, GOLDEN = Path({run!r}), Path("golden.json")
+
+def test_run(golden_run):
+    golden_run(RUN, GOLDEN)
+"""
+
+
+def pytest_run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
+    return pytester.runpytest("-p", "ppo_repro.testing", "-p", "no:cacheprovider", "-W", "error", *arguments)
+
+
+def test_a_golden_run_is_written_and_compared(
+    pytester: pytest.Pytester, deterministic_run: Path, native_run: Path, tmp_path: Path
+) -> None:
+    pytester.makepyfile(GUARD.format(run=str(deterministic_run)))
+    missing = pytest_run(pytester)
+    missing.assert_outcomes(failed=1)
+    missing.stdout.fnmatch_lines(["*golden.json: there is no golden run yet*--update-golden*"])
+    written = pytest_run(pytester, "--update-golden")
+    written.assert_outcomes(passed=1)
+    written.stdout.fnmatch_lines(["golden run written, not compared: golden.json"])
+    pytest_run(pytester).assert_outcomes(passed=1)
+    pytester.makepyfile(GUARD.format(run=str(native_run)))
+    other = pytest_run(pytester)
+    other.assert_outcomes(failed=1)
+    other.stdout.fnmatch_lines(
+        ["*is not the golden run*table *, iteration 0*numerics_mode native (golden deterministic)*"]
+    )
+    with pytest.raises(AssertionError, match="is not the golden run"):
+        assert_matches_golden(native_run, pytester.path / "golden.json")
+
+
+def test_the_environment_is_named_only_where_it_differs(deterministic_run: Path, tmp_path: Path) -> None:
+    made = golden.golden_of(deterministic_run)
+    changed = made.model_copy(update={"tables": [{**made.tables[0], "steps": "00"}, *made.tables[1:]]})
+    golden.save(tmp_path / "golden.json", changed)
+    with pytest.raises(AssertionError, match=r"table steps, iteration 0: .*golden 00; the environment is the same"):
+        assert_matches_golden(deterministic_run, tmp_path / "golden.json")
+    other = changed.model_copy(update={"environment": {**made.environment, "packages.torch": "1.0"}})
+    golden.save(tmp_path / "golden.json", other)
+    with pytest.raises(AssertionError, match=r"environment differs: packages.torch \S+ \(golden 1.0\)"):
+        assert_matches_golden(deterministic_run, tmp_path / "golden.json")
+    shorter = made.model_copy(update={"tables": made.tables[:-1]})
+    assert "number of iterations" in golden.first_difference(shorter, made)
+    assert "final results" in golden.first_difference(made.model_copy(update={"fingerprint": "00"}), made)
+    (tmp_path / "golden.json").write_text("{}")
+    with pytest.raises(UserError, match="is not a golden run"):
+        assert_matches_golden(deterministic_run, tmp_path / "golden.json")
+
+
+def test_the_plugin_loads_nothing_heavy(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("""
+        import sys
+
+        def test_nothing_heavy():
+            assert "ppo_repro.testing" in sys.modules
+            heavy = {"torch", "transformers", "pandas", "pyarrow", "mlflow", "numpy"}
+            assert not heavy & set(sys.modules)
+    """)
+    done = pytester.runpytest_subprocess("-p", "ppo_repro.testing", "-p", "no:cacheprovider", "-W", "error")
+    done.assert_outcomes(passed=1)
+
+
+def test_the_example_guards_a_dump(pytester: pytest.Pytester) -> None:
+    pytester.copy_example(str(EXAMPLE))
+    pytest_run(pytester).assert_outcomes(passed=2)
+    path = pytester.path / "tokens.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows[1]["inference_logprobs"] = rows[1]["inference_logprobs"][-1:] + rows[1]["inference_logprobs"][:-1]
+    dump(path, rows)
+    broken = pytest_run(pytester)
+    broken.assert_outcomes(failed=2)
+    broken.stdout.fnmatch_lines(["*tokens.jsonl: of * tokens*sequence 1, position*sampler*bits*trainer*bits*"])

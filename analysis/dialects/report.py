@@ -3,42 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 
-from analysis.clipping.update_rows import IterationRows, load_iterations
-from analysis.dialects import cleanrl, nemo_rl, openrlhf, prime_rl, slime, tinker, trl, verl, verl_rollout_corr
-from analysis.dialects.definition import Definition
+from analysis.clipping.update_rows import load_iterations
+from analysis.dialects.formulas import evaluate
+from analysis.dialects.table import KEYS
 from analysis.program import program
 from analysis.words import explained
 from ppo_repro.errors import UserError
 from ppo_repro.output import Parser, tell
-
-KEYS = ("iteration", "epoch", "minibatch")
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """A framework: the definitions of its keys, and the functions that compute them from one iteration."""
-
-    name: str
-    definitions: tuple[Definition, ...]
-    functions: tuple[Callable[[IterationRows], pd.DataFrame], ...]
-
-
-DIALECTS = (
-    Dialect("CleanRL", cleanrl.DEFINITIONS, (cleanrl.metrics,)),
-    Dialect("TRL", trl.DEFINITIONS, (trl.ppo_metrics, trl.grpo_metrics, trl.sampling_metrics)),
-    Dialect("verl", (*verl.DEFINITIONS, *verl_rollout_corr.DEFINITIONS), (verl.metrics, verl_rollout_corr.metrics)),
-    Dialect("slime", slime.DEFINITIONS, (slime.metrics, slime.value_metrics)),
-    Dialect("OpenRLHF", openrlhf.DEFINITIONS, (openrlhf.metrics,)),
-    Dialect("NeMo-RL", nemo_rl.DEFINITIONS, (nemo_rl.metrics,)),
-    Dialect("tinker-cookbook", tinker.DEFINITIONS, (tinker.metrics,)),
-    Dialect("prime-rl", prime_rl.DEFINITIONS, (prime_rl.metrics,)),
-)
 
 
 def definitions() -> pd.DataFrame:
@@ -47,23 +23,18 @@ def definitions() -> pd.DataFrame:
     `in_words` explains the terms that occur in reduction and difference.
     """
     rows = []
-    for dialect in DIALECTS:
-        for definition in dialect.definitions:
-            rows.append(
-                {
-                    "framework": dialect.name,
-                    "key": definition.key,
-                    "formula": definition.formula,
-                    "anchor": definition.anchor,
-                    "reduction": definition.reduction,
-                    "difference": definition.difference,
-                    "is_derived": definition.is_derived,
-                    "repository": definition.source.repository,
-                    "path": definition.source.path,
-                    "commit": definition.source.commit,
-                    "in_words": explained(f"{definition.reduction}; {definition.difference}"),
-                }
-            )
+    for key in KEYS:
+        repository, path, commit = key.source
+        rows.append(
+            {
+                **{n: getattr(key, n) for n in ("framework", "key", "formula", "anchor", "reduction", "difference")},
+                "is_derived": key.value is not None,
+                "repository": repository,
+                "path": path,
+                "commit": commit,
+                "in_words": explained(f"{key.reduction}; {key.difference}"),
+            }
+        )
     return pd.DataFrame(rows)
 
 
@@ -74,18 +45,9 @@ def long_table(
 
     Raises UserError where records are missing, or where nothing is clipped and there is no band.
     """
-    parts = []
-    for item in load_iterations(run_dir, iterations=iterations, band=band):
-        for dialect in DIALECTS:
-            for function in dialect.functions:
-                table = function(item)
-                by = [name for name in KEYS if name in table]
-                melted = table.melt(id_vars=by, var_name="key", value_name="value")
-                for name in ("epoch", "minibatch"):
-                    column = melted[name] if name in melted else pd.Series(pd.NA, index=melted.index)
-                    melted[name] = column.astype("Int64")
-                parts.append(melted.assign(framework=dialect.name))
-    return pd.concat(parts, ignore_index=True)[["framework", "key", *KEYS, "value"]]
+    items = load_iterations(run_dir, iterations=iterations, band=band)
+    table = pd.DataFrame([row for item in items for row in evaluate(item, KEYS)])
+    return table.astype({"epoch": "Int64", "minibatch": "Int64"})
 
 
 @program

@@ -53,7 +53,11 @@ def _prompts(config: RunConfig) -> None:
     if isinstance(config.task, JsonlTask):
         from ppo_repro.tasks.problems import read_jsonl, split
 
-        split(read_jsonl(Path(config.task.path), config.task.chat_template), config.task.num_eval_prompts, config.seed)
+        problems = read_jsonl(Path(config.task.path), config.task.chat_template)
+        train = len(split(problems, config.task.num_eval_prompts, config.seed).train)
+        asked = config.rollout.prompts_per_iteration
+        if asked > train:
+            say(f"rollout.prompts_per_iteration = {asked}: there are {train} prompts to train on; some are asked again")
 
 
 def _functions(config: RunConfig) -> None:

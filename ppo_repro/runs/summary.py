@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import pandas as pd
 
+from ppo_repro.config.algorithm import KLInReward
 from ppo_repro.config.reward import ExactMatch, Verifier
 from ppo_repro.records import reader, times
 from ppo_repro.records.accuracy import Accuracy, sentence
@@ -130,6 +131,7 @@ class LanguageSummary(Counts):
     accuracy_after: float
     score_before: float  # mean score of the held-out responses, greedy
     score_after: float
+    cut_fraction: float  # of all responses, cut at rollout.max_response_tokens
     has_answers: bool  # without answers and without a verifier no response is right or wrong
     numerical_accuracy: Accuracy | None  # of the log-probs at the start; None where it was not measured
 
@@ -146,6 +148,7 @@ def summarise(run_dir: Path, seconds: dict[str, float] | None = None) -> Languag
         accuracy_after=float(manifest.final["eval_accuracy"]),
         score_before=float(rows["eval_score"].iloc[0]),
         score_after=float(manifest.final["eval_score"]),
+        cut_fraction=float((rows["truncated_fraction"] * rows["sequences"]).sum() / rows["sequences"].sum()),
         has_answers=_has_answers(run_dir),
         numerical_accuracy=read_accuracy(run_dir, manifest),
     )
@@ -168,10 +171,13 @@ def _verdicts(summary: LanguageSummary) -> list[str]:
     score = _change("held-out score", summary.score_before, summary.score_after)
     # a reward of the user's own is what was trained, and its responses need not be equal to an answer
     own = not summary.has_answers or any(not isinstance(term, ExactMatch) for term in config.reward.terms)
+    penalty = ", KL penalty included," if isinstance(config.kl, KLInReward) and config.kl.kl_coef else ""
+    cut = f"{summary.cut_fraction:.0%} of the responses were cut at rollout.max_response_tokens; raise it"
     return [
         *([score] if own else []),
         *([accuracy] if summary.has_answers else []),
-        f"mean reward per response {summary.reward_first:.3f} -> {summary.reward_last:.3f}",
+        f"mean reward per response{penalty} {summary.reward_first:.3f} -> {summary.reward_last:.3f}",
+        *([cut] if summary.cut_fraction > 0.5 else []),
         f"{summary.iterations} iterations, {summary.tokens:,} response tokens",
         *agreement(summary, config.ppo.ratio_anchor, config.value.kind != "none"),
         *([] if summary.numerical_accuracy is None else [sentence(summary.numerical_accuracy)]),

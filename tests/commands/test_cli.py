@@ -281,3 +281,19 @@ def test_a_full_disk_is_one_line_and_keeps_what_was_complete(
     run_dir = next(tmp_path.rglob("manifest.json")).parent
     assert manifest.load(run_dir).status == "failed"
     assert len(reader.read_iterations(run_dir, allow_incomplete=True)) == 1
+
+
+def test_a_run_says_what_its_reward_is_and_that_responses_were_cut(cli: Cli, tmp_path: Path) -> None:
+    sums = ("12+21=", "21+12=", "11+22=", "22+11=", "32+1=", "1+32=")
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": "33"}) + "\n" for p in sums))
+    task = f"task={{kind: jsonl, path: '{tmp_path}/p.jsonl', num_eval_prompts: 2}}"
+    sets = [word for o in (task, "ppo.iterations=1", "rollout.max_response_tokens=1") for word in ("--set", o)]
+    code, out, err = cli("run", SMALL, "--out", tmp_path / "a", *sets, "--set", "kl={kl_coef: 0.1}")
+    assert code == 0, err
+    assert "mean reward per response, KL penalty included, " in out
+    assert "of the responses were cut at rollout.max_response_tokens; raise it" in out
+    assert "there are 4 prompts to train on; some are asked again" in err
+    code, out, _ = cli(
+        "run", SMALL, "--out", tmp_path / "b", "--set", "kl={placement: none}", "--set", "ppo.iterations=1"
+    )
+    assert code == 0 and "mean reward per response " in out and "were cut" not in out

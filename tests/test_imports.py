@@ -38,12 +38,10 @@ PPO_REPRO = """
     __main__
 """
 ANALYSIS = """
-    program words stats pairs diagnosis report.drawing
+    program words stats pairs diagnosis
     clipping notebooks tokenization
-    mismatch dialects report.figures
-    compare grids report.reading
-    report.tokens
-    report.pages
+    mismatch dialects
+    compare grids
     report
 """
 

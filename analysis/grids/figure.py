@@ -1,16 +1,16 @@
-"""A figure of a grid: `python -m analysis.grids.figure GRID FILE.svg` draws one row per point of its axes.
+"""A figure of a grid: `python -m analysis.grids.figure GRID FILE.svg` draws one row per setting.
 
 Every run is a dot; the mean over seeds is a bar with its 95 % Student interval. With `--across SHARE` it draws the
-measure against `removed` or `outside` instead, with the mean of each point, and shades the 10 to 40 % called good.
+measure against `removed` or `outside` instead, with the mean of each setting, and shades the 10 to 40 % called good.
 """
 
 from __future__ import annotations
 
-import math
+import io
 import sys
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -18,113 +18,82 @@ import pandas as pd
 from analysis.grids.outcomes import MEASURES, outcomes
 from analysis.program import program
 from analysis.stats.significance import one_sample, t_interval
+from ppo_repro.errors import UserError
 from ppo_repro.files import PICTURE, check_replaceable, write_over_earlier
 from ppo_repro.output import Parser
 
-WIDTH, LEFT, RIGHT, TOP, ROW, BOTTOM = 760.0, 230.0, 20.0, 12.0, 22.0, 42.0
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 GOOD = (0.1, 0.4)
-COLOURS = ("#0072b2", "#d55e00")  # runs, their mean
+RUN, MEAN = "#0072b2", "#d55e00"
+STYLE: Any = {
+    "svg.fonttype": "none", "svg.hashsalt": "ppo_repro", "font.family": "sans-serif", "font.size": 10,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#d5d9e0",
+    "axes.axisbelow": True,
+}  # fmt: skip
 
 
-def ticks(low: float, high: float) -> list[float]:
-    """Four to nine round numbers in [low, high]."""
-    step = 10.0 ** math.floor(math.log10((high - low) / 2))
-    step = next(step * f for f in (1, 2, 5) if (high - low) / (step * f) < 9)
-    return [step * k for k in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+def new_figure(width: float, height: float, columns: int = 1) -> tuple[object, list[Axes]]:
+    """A matplotlib figure of this size in inches, in our style, and its axes; UserError without matplotlib."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("figures need matplotlib; install it with pip install 'ppo_repro[notebook]'") from error
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+        axes = [figure.add_subplot(1, columns, k + 1) for k in range(columns)]
+    return figure, axes
 
 
-def span(values: pd.Series) -> tuple[float, float]:
-    """The range of an axis: the values', and a twentieth more on both sides."""
-    low, high = float(values.min()), float(values.max())
-    room = (high - low) / 20 or 0.5
-    return low - room, high + room
+def svg(figure: object) -> str:
+    """The figure as SVG; the same figure gives the same text."""
+    import matplotlib
+    from matplotlib.figure import Figure
 
-
-def position(value: float, axis: tuple[float, float], start: float, end: float) -> float:
-    return start + (value - axis[0]) / (axis[1] - axis[0]) * (end - start)
-
-
-def text(x: float, y: float, content: str, anchor: str = "middle", turned: bool = False) -> str:
-    turn = f' transform="rotate(-90 {x:.1f} {y:.1f})"' if turned else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{turn}>{escape(content)}</text>'
-
-
-def dot(x: float, y: float, colour: str) -> str:
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}" fill-opacity="0.55"/>'
-
-
-def line(x1: float, y1: float, x2: float, y2: float, colour: str, width: float = 1.0) -> str:
-    return (
-        f'<path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" stroke="{colour}" stroke-width="{width:g}" '
-        f'stroke-linecap="round"/>'
-    )
-
-
-def horizontal(axis: tuple[float, float], bottom: float, left: float, label: str) -> list[str]:
-    """Grid lines, numbers and label of the horizontal axis."""
-    elements = []
-    for value in ticks(*axis):
-        x = position(value, axis, left, WIDTH - RIGHT)
-        elements += [line(x, TOP, x, bottom, "#d5d9e0"), text(x, bottom + 16, f"{value:g}")]
-    return [*elements, text((left + WIDTH - RIGHT) / 2, bottom + 34, label)]
-
-
-def svg(elements: Sequence[str], height: float, about: str) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {height:g}" width="{WIDTH:g}" '
-        f'font-family="sans-serif" font-size="12" fill="#1b1f27"><title>{escape(about)}</title>'
-        f'<rect width="100%" height="100%" fill="#ffffff"/>{"".join(elements)}</svg>\n'
-    )
+    assert isinstance(figure, Figure)
+    buffer = io.StringIO()
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    width, height = (72 * inches for inches in figure.get_size_inches())
+    namespaces = 'xmlns="http://www.w3.org/2000/svg"', 'xmlns:xlink="http://www.w3.org/1999/xlink"'
+    inside = buffer.getvalue().partition("<svg ")[2].partition(">")[2]
+    return f'<svg {namespaces[0]} viewBox="0 0 {width:g} {height:g}" {namespaces[1]} width="{width:g}">{inside}'
 
 
 def by_point(cells: pd.DataFrame, measure: str, label: str) -> str:
-    """One row per point of the axes, `label` below; values that are not finite are not drawn but counted."""
-    axis = span(cells[measure])
+    """One row per setting, `label` below; values that are not finite are not drawn but counted."""
     groups = list(cells.groupby("point", sort=False))
-    bottom = TOP + ROW * len(groups)
-    elements = horizontal(axis, bottom, LEFT, label)
+    figure, (axes,) = new_figure(8.0, 0.8 + 0.3 * len(groups))
+    names = []
     for row, (point, group) in enumerate(groups):
-        y = TOP + ROW * (row + 0.5)
         values = group[measure].to_numpy(np.float64)
         finite = values[np.isfinite(values)]
         missing = "" if len(finite) == len(values) else f" ({len(values) - len(finite)} not finite)"
-        elements.append(text(LEFT - 10, y + 4, f"{point}{missing}", "end"))
-        elements += [dot(position(v, axis, LEFT, WIDTH - RIGHT), y, COLOURS[0]) for v in finite]
+        names.append(f"{point}{missing}")
+        axes.plot(finite, np.full(len(finite), row), "o", color=RUN, alpha=0.55, markersize=5)
         if len(finite) > 1:
             estimate = one_sample(finite)
-            low, high = (min(max(v, axis[0]), axis[1]) for v in t_interval(estimate, 0.95))
-            if not math.isnan(low):
-                ends = [position(v, axis, LEFT, WIDTH - RIGHT) for v in (low, high)]
-                elements.append(line(ends[0], y, ends[1], y, COLOURS[1], 2))
-            x = position(estimate.mean, axis, LEFT, WIDTH - RIGHT)
-            elements.append(line(x, y - 6, x, y + 6, COLOURS[1], 2.5))
-    return svg(elements, bottom + BOTTOM, f"{label}, by point of the axes")
+            axes.plot(t_interval(estimate, 0.95), (row, row), color=MEAN, linewidth=2)
+            axes.plot([estimate.mean], [row], "|", color=MEAN, markersize=11, markeredgewidth=2.5)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlabel(label)
+    return svg(figure)
 
 
 def across(cells: pd.DataFrame, share: str, measure: str) -> str:
     """The measure of every run against its clipped share; the range called good is shaded."""
-    left, bottom = 70.0, 360.0
-    x_axis, y_axis = span(cells[share]), span(cells[measure])
-    x_axis = (min(x_axis[0], 0.0), x_axis[1])
-    good = [position(min(max(v, x_axis[0]), x_axis[1]), x_axis, left, WIDTH - RIGHT) for v in GOOD]
-    size = f'width="{good[1] - good[0]:.1f}" height="{bottom - TOP:g}"'
-    elements = [f'<rect x="{good[0]:.1f}" y="{TOP:g}" {size} fill="#00835f" fill-opacity="0.12"/>']
-    elements += horizontal(x_axis, bottom, left, MEASURES[share])
-    for value in ticks(*y_axis):
-        y = position(value, y_axis, bottom, TOP)
-        elements += [line(left, y, WIDTH - RIGHT, y, "#d5d9e0"), text(left - 8, y + 4, f"{value:g}", "end")]
-    elements.append(text(18, (TOP + bottom) / 2, measure, turned=True))
-    for point, group in cells.groupby("point", sort=False):
-        finite = group[np.isfinite(group[share]) & np.isfinite(group[measure])]
-        positions = [
-            (position(x, x_axis, left, WIDTH - RIGHT), position(y, y_axis, bottom, TOP))
-            for x, y in zip(finite[share], finite[measure], strict=True)
-        ]
-        elements += [dot(x, y, COLOURS[0]) for x, y in positions]
-        if positions:
-            x, y = np.mean(positions, axis=0).tolist()
-            elements += [line(x - 5, y, x + 5, y, COLOURS[1], 2.5), text(x + 8, y + 4, str(point), "start")]
-    return svg(elements, bottom + BOTTOM, f"{measure} against {share}")
+    figure, (axes,) = new_figure(8.0, 4.2)
+    axes.axvspan(*GOOD, color="#00835f", alpha=0.12)
+    axes.plot(cells[share], cells[measure], "o", color=RUN, alpha=0.55, markersize=5)
+    for point, mean in cells.groupby("point", sort=False)[[share, measure]].mean().iterrows():
+        axes.plot([mean[share]], [mean[measure]], "_", color=MEAN, markersize=11, markeredgewidth=2.5)
+        axes.annotate(str(point), (mean[share], mean[measure]), xytext=(7, -3), textcoords="offset points")
+    axes.set_xlabel(MEASURES[share])
+    axes.set_ylabel(measure)
+    return svg(figure)
 
 
 @program

@@ -1,9 +1,11 @@
 """What did a grid find? `python -m analysis.grids.table GRID` prints its table over seeds, and comparisons.
 
-First one row per point of the axes: mean and 95 % Student interval over seeds of the measure (`--measure`, else the
-accuracy), means of the other measures (described in `outcomes.MEASURES`), and the number of fingerprints. Then the
-measure of each point minus that of one point (`--against`, else the first), paired by seed. Then the rank correlation
-of the clipped shares and the measure.
+A setting is one combination of the axes' labels; a cell is a setting with a seed, which is one run. First one row per
+setting: mean and 95 % Student interval over seeds of the measure (`--measure`, else the accuracy), means of the other
+measures (described in `outcomes.MEASURES`), and the number of fingerprints. Then the measure of each setting minus the
+measure of one setting (`--against`, else the first), paired by seed, with Holm's correction. Then the rank correlation
+of the clipped shares and the measure. `--distinct-by AXIS` prints instead how many fingerprints each seed has: where
+the other axes must not change a result, that number is one.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import spearmanr
 
-from analysis.grids.outcomes import MEASURES, outcomes
+from analysis.grids.outcomes import MEASURES, cells_of, outcomes
 from analysis.program import program
 from analysis.stats.significance import holm, one_sample, t_interval, t_test
 from ppo_repro.errors import UserError
@@ -35,6 +37,7 @@ FORMATS = {
     "outside": "{:.1%}",
 }
 DRAWS = 2000
+SPREAD = "mean ± half of the 95 % Student interval"
 
 
 def interval(values: pd.Series) -> str:
@@ -45,24 +48,24 @@ def interval(values: pd.Series) -> str:
 
 
 def rows(cells: pd.DataFrame, measure: str) -> pd.DataFrame:
-    """One row per point of the axes."""
+    """One row per setting."""
     axes = ", ".join(name.rpartition(".")[2] for name in cells.columns if name.startswith("axis."))
     table = []
     for point, group in cells.groupby("point", sort=False):
         means = {name: FORMATS[name].format(group[name].mean()) for name in MEASURES if name != measure}
-        row = {axes: point, "seeds": len(group), measure: interval(group[measure]), **means}
+        row = {axes: point, "seeds": len(group), f"{measure}, {SPREAD}": interval(group[measure]), **means}
         table.append({**row, "fingerprints": group["fingerprint"].nunique()})
     return pd.DataFrame(table)
 
 
 def comparisons(cells: pd.DataFrame, measure: str, against: str) -> pd.DataFrame:
-    """Each point minus `against`, paired by seed: mean, 95 % Student interval, p of the paired t-test, Holm's p.
+    """Each setting minus `against`, paired by seed: mean, 95 % Student interval, p of the paired t-test, Holm's p.
 
-    Holm's correction is over all points. Raises UserError for an unknown point, or where seeds differ.
+    Holm's correction is over all settings. Raises UserError for an unknown setting, or if seeds differ.
     """
     by_point = {str(point): group.set_index("seed")[measure] for point, group in cells.groupby("point", sort=False)}
     if against not in by_point:
-        raise UserError(f"--against {against}: is not a point of this grid; there are {'; '.join(by_point)}")
+        raise UserError(f"--against {against}: is not a setting of this grid; there are {'; '.join(by_point)}")
     compared = []
     for point, values in by_point.items():
         if point == against:
@@ -80,9 +83,9 @@ def comparisons(cells: pd.DataFrame, measure: str, against: str) -> pd.DataFrame
 def rank_correlation(
     cells: pd.DataFrame, share: str, measure: str, rng: np.random.Generator
 ) -> tuple[float, float, float]:
-    """Spearman's correlation over points of the mean share and the mean measure, 95 % bootstrap interval over seeds.
+    """Spearman's correlation over settings of the mean share and the mean measure, 95 % bootstrap interval over seeds.
 
-    All points of a seed are drawn together, because they start from the same policy. NaN where all shares are equal.
+    All settings of a seed are drawn together, because they start from the same policy. NaN where all shares are equal.
     """
     by_seed = [cells[cells["seed"] == seed].set_index("point")[[share, measure]] for seed in cells["seed"].unique()]
 
@@ -110,12 +113,12 @@ def report(cells: pd.DataFrame, measure: str, against: str) -> str:
     if len(compared):
         differences = pd.DataFrame(
             {
-                "point": compared["point"],
-                f"{measure} minus that of {against}, 95 %": [
+                "setting": compared["point"],
+                f"{measure} minus {measure} of {against}, 95 % interval": [
                     f"{row.difference:+.3f} [{row.low:+.3f}, {row.high:+.3f}]" for row in compared.itertuples()
                 ],
-                "p (paired t)": [f"{p:.4f}" for p in compared["p"]],
-                "Holm": [f"{p:.4f}" for p in compared["Holm"]],
+                "p, paired t-test": [f"{p:.4f}" for p in compared["p"]],
+                "p, Holm": [f"{p:.4f}" for p in compared["Holm"]],
             }
         )
         paragraphs.append(markdown(differences))
@@ -124,10 +127,23 @@ def report(cells: pd.DataFrame, measure: str, against: str) -> str:
             value, low, high = rank_correlation(cells, share, measure, np.random.default_rng(0))
             runs = spearmanr(cells[share], cells[measure]).statistic
             paragraphs.append(
-                f"rank correlation of share {share} and {measure}: {value:.2f} over {len(compared) + 1} points "
+                f"rank correlation of share {share} and {measure}: {value:.2f} over {len(compared) + 1} settings "
                 f"(bootstrap of seeds, 95 % [{low:.2f}, {high:.2f}]), {runs:.2f} over {len(cells)} runs"
             )
     return "\n\n".join(paragraphs)
+
+
+def results_by_seed(cells: pd.DataFrame, by: str) -> pd.DataFrame:
+    """One row per label of axis `by` and seed: cells, complete cells and fingerprints; UserError for another axis."""
+    axes = [name.removeprefix("axis.") for name in cells.columns if name.startswith("axis.")]
+    if by not in axes:
+        raise UserError(f"--distinct-by {by}: is no axis of this grid; there are {', '.join(axes) or 'none'}")
+    rows = []
+    for (label, seed), group in cells.groupby([f"axis.{by}", "seed"], sort=False):
+        complete = group[group["state"] == "complete"]
+        results = complete["fingerprint"].nunique()
+        rows.append({by: label, "seed": seed, "cells": len(group), "complete": len(complete), "results": results})
+    return pd.DataFrame(rows)
 
 
 @program
@@ -136,8 +152,13 @@ def main(argv: Sequence[str] | None) -> None:
     parser = Parser(prog="python -m analysis.grids.table", description="table of a grid over seeds")
     parser.add_argument("grid", type=Path, help="folder of a grid")
     parser.add_argument("--measure", choices=MEASURES, default="accuracy", help="what is compared")
-    parser.add_argument("--against", help="the point that the others are compared with, its labels joined by ', '")
+    parser.add_argument("--against", help="the setting that the others are compared with, its labels joined by ', '")
+    parser.add_argument("--distinct-by", metavar="AXIS", help="count the different results of each seed, by this axis")
     arguments = parser.parse_args(argv)
+    if arguments.distinct_by is not None:
+        cells = cells_of(arguments.grid, ("seed", "state", "fingerprint"))
+        tell(markdown(results_by_seed(cells, arguments.distinct_by)))
+        return
     cells = outcomes(arguments.grid)
     tell(report(cells, arguments.measure, arguments.against or str(cells["point"].iloc[0])))
 

@@ -10,7 +10,7 @@ from ppo_repro.config.yaml_text import parse_yaml
 from ppo_repro.errors import UserError
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.output import print_result
-from ppo_repro.tracking.finished import grid_into_mlflow, grid_into_tensorboard, require_copies
+from ppo_repro.tracking.copies import require_tensorboard
 
 if TYPE_CHECKING:
     from ppo_repro.grids.engines import Engine
@@ -19,20 +19,18 @@ if TYPE_CHECKING:
 def run(arguments: argparse.Namespace) -> int:
     """Run what is missing of a grid and print its table; exit code 1 if a cell is not complete at the end."""
     grid = load_grid(arguments.grid)
-    from ppo_repro.grids.grid import grid_folder, run_grid
+    from ppo_repro.grids import results
+    from ppo_repro.grids.grid import run_grid
     from ppo_repro.grids.progress import ConsoleGrid
-    from ppo_repro.grids.summary import as_json, lines
+    from ppo_repro.tracking.follower import followed
 
-    folder = grid_folder(grid, arguments.out)
-    require_copies(arguments.tensorboard)
-    with ConsoleGrid() as watcher:
-        outcome = run_grid(grid, arguments.out, _engine(arguments, folder), watcher, arguments.changed)
-    said, copied = ([], {}) if arguments.track is None else grid_into_mlflow(folder, arguments.track)
-    fields = as_json(grid, folder, outcome) | ({"mlflow": copied} if copied else {})
-    if arguments.tensorboard is not None:
-        also, events = grid_into_tensorboard(folder, arguments.tensorboard)
-        said, fields = [*said, *also], fields | events
-    print_result(arguments.json, fields, [*lines(grid, folder, outcome), *said])
+    folder = arguments.out / grid.name
+    require_tensorboard(arguments.tensorboard)
+    engine = _engine(arguments, folder)
+    with followed(folder, arguments.track, arguments.tensorboard) as copies, ConsoleGrid() as watcher:
+        outcome = run_grid(grid, arguments.out, engine, watcher, arguments.changed)
+    about = (grid, folder, outcome.table, outcome.ran, outcome.strangers)
+    print_result(arguments.json, results.fields(*about) | copies.fields, [*results.lines(*about), *copies.lines])
     return 0 if (outcome.table["state"] == "complete").all() else 1
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppo_repro.errors import UserError
 from ppo_repro.output import print_json, print_result, say, tell
-from ppo_repro.tracking import finished as tracked
+from ppo_repro.tracking import copies as tracked
 from ppo_repro.tracking.analysis_home import report_writer
 
 if TYPE_CHECKING:
@@ -94,15 +94,14 @@ def track_command(arguments: argparse.Namespace) -> int:
     if uri is None and arguments.tensorboard is None:
         uri = "sqlite:///mlflow.db"
     said, fields = list[str](), dict[str, Any]()
-    is_grid = (arguments.run / "grid.yaml").exists()
     if arguments.tensorboard is not None:
         say(f"{arguments.run}: writing event files below {arguments.tensorboard}")
-        lines, written = tracked.into_tensorboard(arguments.run, arguments.tensorboard, is_grid)
+        lines, written = tracked.into_tensorboard(arguments.run, arguments.tensorboard)
         said += lines
         fields |= written
     if uri is not None:
         say(f"{arguments.run}: copying it into {uri}")
-        lines, copied = tracked.into_mlflow(arguments.run, uri, is_grid)
+        lines, copied = tracked.into_mlflow(arguments.run, uri)
         said += lines
         fields |= copied
     print_result(arguments.json, fields, said)

@@ -17,7 +17,7 @@ from ppo_repro.commands.recorded import report_difference
 from ppo_repro.commands.run_folders import MANIFEST
 from ppo_repro.errors import UserError
 from ppo_repro.output import print_json, say, tell
-from ppo_repro.tracking.finished import require_copies
+from ppo_repro.tracking.copies import require_tensorboard
 
 if TYPE_CHECKING:
     from ppo_repro.config.control import ControlConfig
@@ -86,7 +86,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.config.section import run_folder
 
     set_fields = overrides(arguments)
-    require_copies(arguments.tensorboard)
+    require_tensorboard(arguments.tensorboard)
     clock = Clock()
     other = command_of(read_tree(arguments.config, set_fields))
     if other in ("control", "dpo"):
@@ -154,7 +154,7 @@ def _run_alone(
     """A run of a kind that works in one process."""
     if processes()[1] > 1:
         raise UserError("such a run works in one process; start this command without torchrun")
-    require_copies(arguments.tensorboard)
+    require_tensorboard(arguments.tensorboard)
     from ppo_repro.config.section import run_folder
 
     folder = run_folder(config, arguments.out)

@@ -21,7 +21,7 @@ from ppo_repro.records.config_file import read_environments
 RESULT = "result.json"
 LOG = "log.txt"
 MESSAGE_LINES = 200  # of the end of the log, searched for the error
-LOST = 3  # exit code of a cell of which nobody could say how it ended
+LOST = 3  # exit code of a cell whose end nobody could see
 WRITER_SECONDS = 60.0  # how long another process may still be writing the cell's run
 
 State = Literal["missing", "running", "interrupted", "failed", "complete"]
@@ -95,21 +95,12 @@ def command_of(order: Order) -> list[str]:
     return [name, str(folder / "config.yaml"), "--out", str(folder), "--json"]
 
 
-def cell_environment(threads: int) -> dict[str, str]:
-    """The environment of a cell's processes."""
-    # a cell is not one of the processes of a grid that runs under torchrun
-    launcher = {"WORLD_SIZE", "RANK", "LOCAL_RANK"}
-    environment = {name: value for name, value in os.environ.items() if name not in launcher}
-    numbers = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    return {**environment, **{name: str(threads) for name in numbers}}
-
-
 def start_cell(order: Order) -> subprocess.Popen[bytes]:
     """Start the cell's process in its own session; it ends when the caller's end of its stdin closes."""
     forget_result(order)
     with (Path(order.folder) / LOG).open("ab") as log, held():
         return subprocess.Popen(
-            [sys.executable, "-m", "ppo_repro.commands.grid_cells", "one", *command_of(order)],
+            [sys.executable, "-m", "ppo_repro.grids.cell_process", *command_of(order)],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
@@ -118,17 +109,21 @@ def start_cell(order: Order) -> subprocess.Popen[bytes]:
         )
 
 
-def _error_message(folder: Path) -> str:
-    lines = (folder / LOG).read_text(errors="replace").splitlines()[-MESSAGE_LINES:]
-    errors = [line for line in lines if line.startswith(("error: ", "promise broken: ", "terminated", "interrupted"))]
-    return (errors or lines or [""])[-1]
+def cell_environment(threads: int) -> dict[str, str]:
+    """The environment of a cell's process, which is none of the processes of torchrun."""
+    launcher = {"WORLD_SIZE", "RANK", "LOCAL_RANK"}
+    numbers = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
+    return {name: value for name, value in os.environ.items() if name not in launcher} | numbers
 
 
 def finish_cell(order: Order, exit_code: int, seconds: float) -> Result:
-    """Record how the cell's process ended."""
-    folder = Path(order.folder)
-    message = "" if exit_code == 0 else _error_message(folder)
-    return _record(folder, Result(order.name, exit_code, round(seconds, 3), message))
+    """Record how the cell's process ended; the message is the last error line of its log."""
+    message = ""
+    if exit_code:
+        lines = (Path(order.folder) / LOG).read_text(errors="replace").splitlines()[-MESSAGE_LINES:]
+        starts = ("error: ", "promise broken: ", "terminated", "interrupted")
+        message = ([line for line in lines if line.startswith(starts)] or lines or [""])[-1]
+    return _record(Path(order.folder), Result(order.name, exit_code, round(seconds, 3), message))
 
 
 def lost_cell(order: Order, message: str) -> Result:
@@ -150,21 +145,17 @@ def _record(folder: Path, result: Result) -> Result:
 def run_cell(order: Order) -> Result:
     """Run or finish the cell in `order.folder` in a process of its own. It needs nothing but the folder."""
     started = time.perf_counter()
-    _await_writer(Path(order.folder))
+    run_dir = run_of(Path(order.folder))
+    # a cluster may still be ending the attempt before this one
+    while run_dir is not None and has_writer(run_dir) and time.perf_counter() - started < WRITER_SECONDS:
+        time.sleep(0.1)
     process = start_cell(order)
     try:
         code = process.wait()
     finally:
-        if process.stdin is not None:
-            process.stdin.close()
+        assert process.stdin is not None
+        process.stdin.close()
     return finish_cell(order, code, time.perf_counter() - started)
-
-
-def _await_writer(folder: Path) -> None:
-    """Wait for the end of the attempt before this one, which a cluster may still be taking down."""
-    run_dir, deadline = run_of(folder), time.monotonic() + WRITER_SECONDS
-    while run_dir is not None and has_writer(run_dir) and time.monotonic() < deadline:
-        time.sleep(0.1)
 
 
 def last_result(folder: Path) -> Result | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from ppo_repro.errors import UserError
 from ppo_repro.grids.cell import Order, Result, forget_result, lost_cell, run_cell, state_of
@@ -41,7 +42,12 @@ class Ray:
         for order in orders:
             forget_result(order)
         pending: dict[ray.ObjectRef[Result], Order] = {}
-        self._connect()
+        here: dict[str, Any] = {"num_cpus": self.workers, "include_dashboard": False} if self.address == "local" else {}
+        try:
+            ray.init(self.address, log_to_driver=False, configure_logging=False, **here)
+        except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"--ray {self.address}: cannot be reached ({reason})") from error
         try:
             task = ray.remote(run_cell)
             for order in orders:
@@ -61,19 +67,3 @@ class Ray:
             for order in pending.values():
                 if state_of(Path(order.folder)) == "running":
                     lost_cell(order, "interrupted")
-
-    def _connect(self) -> None:
-        import ray
-
-        here = self.address == "local"
-        try:
-            ray.init(
-                self.address,
-                num_cpus=self.workers if here else None,
-                include_dashboard=False if here else None,
-                log_to_driver=False,
-                configure_logging=False,
-            )
-        except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(f"--ray {self.address}: cannot be reached ({reason})") from error

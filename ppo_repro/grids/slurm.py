@@ -1,7 +1,6 @@
-"""Cells as a Slurm job array, submitted with submitit. What became of a job is read from queue and cell folder.
+"""Cells as a Slurm job array, submitted with submitit. `squeue` and the cell's folder say what became of a job.
 
-submitit asks `sacct`, which answers only on a cluster with an accounting database, and then after up to ten minutes.
-`squeue` answers on every cluster.
+submitit itself asks `sacct`, which answers only on a cluster with an accounting database, and only after minutes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from ppo_repro.errors import UserError
 from ppo_repro.grids.cell import Order, Result, forget_result, last_result, lost_cell, run_cell, state_of
 
 if TYPE_CHECKING:
-    from submitit import AutoExecutor
     from submitit.core.utils import DelayedSubmission
 
 POLL_SECONDS = 1.0
@@ -62,7 +60,7 @@ class Slurm:
         code, _, said = _ask("sinfo", "--noheader")
         if code:
             raise UserError(f"--slurm: the cluster does not answer ({said}); wait for it, or give no --slurm")
-        self._executor(1)
+        self._submit(())
 
     def run(self, orders: Sequence[Order]) -> Iterator[Result | None]:
         for order in orders:
@@ -73,26 +71,20 @@ class Slurm:
         finally:
             _cancel(jobs, self.log_folder)
 
-    def _executor(self, cpus: int) -> AutoExecutor:
-        import submitit
-
-        try:
-            executor = submitit.AutoExecutor(self.log_folder, cluster="slurm")
-            # submitit's own limit is five minutes, after which a cell would be killed
-            timed = {} if {"timeout_min", "slurm_time"} & set(self.parameters) else {"timeout_min": TIMEOUT_MINUTES}
-            usual = {"cpus_per_task": cpus, "slurm_array_parallelism": self.workers, **timed}
-            executor.update_parameters(**{**usual, **self.parameters})
-        except (RuntimeError, ValueError, TypeError, NameError) as error:
-            raise UserError(f"--slurm: jobs cannot be submitted ({' '.join(str(error).split())[:300]})") from error
-        return executor
-
     def _submit(self, orders: Sequence[Order]) -> Jobs:
+        """Submit a job for each order; with no order only check the parameters."""
+        import submitit
         from submitit.core.utils import FailedJobError
 
-        executor = self._executor(max(order.threads for order in orders))
+        # submitit's own limit is five minutes, after which a cell would be killed
+        timed = {} if {"timeout_min", "slurm_time"} & set(self.parameters) else {"timeout_min": TIMEOUT_MINUTES}
+        cpus = max((order.threads for order in orders), default=1)
+        usual = {"cpus_per_task": cpus, "slurm_array_parallelism": self.workers, **timed}
         try:
-            jobs = executor.map_array(CellJob(), orders)
-        except (RuntimeError, ValueError, TypeError, FailedJobError) as error:
+            executor = submitit.AutoExecutor(self.log_folder, cluster="slurm")
+            executor.update_parameters(**{**usual, **self.parameters})
+            jobs = executor.map_array(CellJob(), orders) if orders else []
+        except (RuntimeError, ValueError, TypeError, NameError, FailedJobError) as error:
             raise UserError(f"--slurm: jobs cannot be submitted ({' '.join(str(error).split())[:300]})") from error
         return {job.job_id: order for job, order in zip(jobs, orders, strict=True)}
 

@@ -6,7 +6,8 @@ import copy
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +15,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import from_folder, read_tree, read_tree_for, set_field, validated
 from ppo_repro.config.kinds import LANGUAGE, Kind, build_config_of
 from ppo_repro.config.run import RunConfig
@@ -23,7 +25,7 @@ from ppo_repro.errors import UserError
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
 MAX_CELLS = 10_000
-Config = RunConfig | ControlConfig
+Config = RunConfig | ControlConfig | DPOConfig
 
 
 class GridFile(Section):
@@ -31,14 +33,14 @@ class GridFile(Section):
 
     question: str = Field(min_length=1, description="What the grid is to answer.")
     expectation: str = Field(min_length=1, description="The answer expected before anything ran.")
-    kind: Kind = Field(LANGUAGE, description="`language`: cells of `run`; `control`: of `control`.")
+    kind: Kind = Field(LANGUAGE, description="`language`: cells of `run`; `control`: of `control`; `dpo`: of `dpo`.")
     base: PathText = Field(description="Configuration every cell starts from, relative to this file.")
     set: dict[str, Any] = Field({}, description="Fields that differ from the base in every cell, by dotted path.")
     axes: dict[str, Any] = Field(
         {}, description="By dotted field a list of values, or by a name of its own a mapping: label -> fields."
     )
     seeds: Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(min_length=1)] = Field(
-        description="Seeds; every point of the axes is run with each."
+        description="Seeds; every setting, one combination of the axes, is run with each."
     )
     read_with: str = Field("", description="The command or module that answers the question from the results.")
 
@@ -83,10 +85,9 @@ def _choices(axis: str, values: Any) -> list[Choice]:
         raise UserError(f"axes.{axis} = {describe_value(values)}: must be a list of values or a mapping of labels")
     if not choices:
         raise UserError(f"axes.{axis}: is empty; give it at least one value or remove it")
-    labels = [choice.label for choice in choices]
-    twice = next((label for index, label in enumerate(labels) if label in labels[:index]), None)
-    if twice is not None:
-        raise UserError(f"axes.{axis}: has {twice!r} twice; keep one")
+    (label, times), *_ = Counter(choice.label for choice in choices).most_common(1)
+    if times > 1:
+        raise UserError(f"axes.{axis}: has {label!r} twice; keep one")
     return choices
 
 
@@ -104,8 +105,8 @@ def _set(tree: dict[str, Any], fields: Mapping[str, Any], source: str) -> None:
             raise UserError(f"{source}: {path}: {error}") from error
 
 
-def _cells(path: Path, file: GridFile, axes: Mapping[str, list[Choice]], base: dict[str, Any]) -> Iterator[Cell]:
-    for choices in itertools.product(*axes.values()):
+def _cells(path: Path, file: GridFile, axes: Sequence[Sequence[Choice]], base: dict[str, Any]) -> Iterator[Cell]:
+    for choices in itertools.product(*axes):
         for seed in file.seeds:
             tree = copy.deepcopy(base)
             name = _cell_name(choices, seed)
@@ -117,19 +118,18 @@ def _cells(path: Path, file: GridFile, axes: Mapping[str, list[Choice]], base: d
             yield Cell(name, labels, seed, build_config_of(file.kind, tree, source))
 
 
-def _check_fields(path: Path, file: GridFile, axes: Mapping[str, list[Choice]]) -> None:
-    """Raise UserError where two sources set the same field, so that one of them would have no effect."""
-    sources = [(f"set.{field}", field) for field in [*file.set]]
-    for axis, choices in axes.items():
-        sources += [(f"axes.{axis}", field) for field in sorted({f for choice in choices for f in choice.fields})]
+def _check_fields(path: Path, file: GridFile, axes: Sequence[Sequence[Choice]]) -> None:
+    """Raise UserError if two sources set the same field, so that one of them would have no effect."""
+    sources = [(f"set.{field}", field) for field in file.set]
+    for choices in axes:
+        sources += [(f"axes.{choices[0].axis}", field) for field in sorted({f for c in choices for f in c.fields})]
     sources.append(("seeds", "seed"))
-    for index, (source, field) in enumerate(sources):
-        for earlier, earlier_field in sources[:index]:
-            if f"{field}.".startswith(f"{earlier_field}.") or f"{earlier_field}.".startswith(f"{field}."):
-                raise UserError(f"{path}: {earlier} and {source} both set {field}; keep one")
+    for (earlier, above), (source, field) in itertools.combinations(sources, 2):
+        if f"{field}.".startswith(f"{above}.") or f"{above}.".startswith(f"{field}."):
+            raise UserError(f"{path}: {earlier} and {source} both set {field}; keep one")
 
 
-def _check_effects(path: Path, file: GridFile, base: dict[str, Any], cells: tuple[Cell, ...]) -> None:
+def _check_effects(path: Path, file: GridFile, base: dict[str, Any], cells: Sequence[Cell]) -> None:
     """Raise UserError for a `set` that changes nothing, and for two cells that are equal."""
     before = build_config_of(file.kind, base, str(path))
     for field, value in file.set.items():
@@ -153,30 +153,21 @@ def _check_effects(path: Path, file: GridFile, base: dict[str, Any], cells: tupl
         names.add(cell.name)
 
 
-def _check_size(path: Path, file: GridFile) -> None:
-    """Raise UserError for more than MAX_CELLS cells, before one of them is made."""
-    sizes = [len(values) for values in file.axes.values() if isinstance(values, list | dict)]
-    cells = math.prod([*sizes, len(file.seeds)])
-    if cells > MAX_CELLS:
-        factors = " x ".join(map(str, [*sizes, len(file.seeds)]))
-        raise UserError(
-            f"{path}: {factors} (axes x seeds) = {cells} cells; at most {MAX_CELLS} make a grid: take fewer values"
-        )
-
-
 def load_grid(path: Path) -> Grid:
     """Read a grid file and expand it; raises UserError for any mistake, before anything runs."""
     file = validated(GridFile, read_tree_for("grid", path), str(path))
     name = path.stem
     if not NAME.match(name):
         raise UserError(f"{path}: the file name is the grid's name; use letters, digits, '.', '_' and '-'")
-    base_path = path.parent / file.base
-    base = read_tree(base_path)
+    base = read_tree(path.parent / file.base)
     if not isinstance(base, dict):
-        raise UserError(f"{base_path}: must be a mapping of fields, found {type(base).__name__}")
-    _check_size(path, file)
+        raise UserError(f"{path.parent / file.base}: must be a mapping of fields, found {type(base).__name__}")
+    sizes = [*(len(values) for values in file.axes.values() if isinstance(values, list | dict)), len(file.seeds)]
+    if math.prod(sizes) > MAX_CELLS:
+        product = f"{' x '.join(map(str, sizes))} (axes x seeds) = {math.prod(sizes)} cells"
+        raise UserError(f"{path}: {product}; at most {MAX_CELLS} make a grid: take fewer values")
     try:
-        axes = {axis: _choices(axis, values) for axis, values in file.axes.items()}
+        axes = [_choices(axis, values) for axis, values in file.axes.items()]
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     _check_fields(path, file, axes)

@@ -120,10 +120,13 @@ def _to_array(column: schema.Column, values: Any) -> pa.Array:
         return pa.LargeListArray.from_arrays(offsets, _exact(element, values.elements)).cast(kind)
     if isinstance(values, np.ndarray):
         return pa.array(_exact(column.kind, values), kind, from_pandas=False)
-    # a Python float, or an array of float64, would be rounded silently
-    width = np.dtype("float32") if "float32" in column.kind else None
-    if width and any(value is not None and getattr(value, "dtype", None) != width for value in values):
+    # Arrow would round or cut them silently
+    there = [value for value in values if value is not None]
+    if "float32" in column.kind and any(getattr(value, "dtype", None) != np.float32 for value in there):
         raise ValueError("holds other values than float32")
+    rows = there if column.kind == "list<int32>" else [there] if "int" in column.kind else []
+    if any(len(row) and np.asarray(row).dtype.kind not in "iu" for row in rows):
+        raise ValueError("holds other values than whole numbers")
     return pa.array(values, kind)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import absolute_paths, build_config, read_tree, read_tree_for
 from ppo_repro.config.kinds import build_config_of
 from ppo_repro.config.run import RunConfig
@@ -34,8 +35,8 @@ def load_recorded_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> 
     return absolute_paths(build_config(read_tree_for("run", path, overrides), str(path)))
 
 
-def load_config_of(run_dir: Path, recorded: Head) -> RunConfig | ControlConfig:
-    """The configuration a run of either kind was started with; UserError where it is missing or damaged."""
+def load_config_of(run_dir: Path, recorded: Head) -> RunConfig | ControlConfig | DPOConfig:
+    """The configuration a run of any kind was started with; UserError where it is missing or damaged."""
     check_config(run_dir, recorded)
     path = run_dir / CONFIG_NAME
     return build_config_of(recorded.kind, read_tree(path), str(path))

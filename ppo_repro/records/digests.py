@@ -88,7 +88,7 @@ def column_digest(kind: str, array: pa.ChunkedArray | pa.Array, *, nullable: boo
 def table_digest(table: schema.Table, data: pa.Table) -> str:
     """Hex digest of the columns that are results; raises ValueError naming table and column."""
     names = [c.name for c in table.columns if c.name in data.column_names or not c.may_be_missing]
-    if data.column_names != names:
+    if sorted(data.column_names) != sorted(names):
         raise ValueError(f"table {table.name}: has columns {data.column_names}, expected {names}")
     digest = hashlib.sha256(_framed(_FORMAT, table.name))
     for column in table.columns:

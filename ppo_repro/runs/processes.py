@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager
 
 from ppo_repro.clock import Clock
 from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.ranks import Ranks
 from ppo_repro.runs.kind import Execution, Item
 
 
-def require_same_start(ranks: Ranks, config: RunConfig | ControlConfig, inputs: Mapping[str, str]) -> None:
+def require_same_start(ranks: Ranks, config: RunConfig | ControlConfig | DPOConfig, inputs: Mapping[str, str]) -> None:
     """Raise PromiseBroken, naming the process, where configuration or input files differ."""
     ranks.require_same("configuration", config.digest())
     ranks.require_same("input files", sorted(inputs.values()))

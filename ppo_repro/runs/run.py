@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from ppo_repro.clock import OTHER, Clock, as_text
@@ -100,7 +102,7 @@ def execute(
     UnequalBits where an iteration does not keep what deterministic numerics promise; it is not recorded.
     """
     recorded, written, computed = manifest.load(run_dir), RunWriter(run_dir), 0
-    with opened as execution, keeping_unequal(run_dir, execution.store):
+    with opened as execution, _recording() as behind, keeping_unequal(run_dir, execution.store):
         store = execution.store
         _begin(recorded, written, execution)
         clock.lap("preparation")
@@ -108,21 +110,29 @@ def execute(
         for item in execution.iterations():
             clock.divide(item.seconds)
             computed, tables = computed + 1, execution.tables(item)
-            if item.index < recorded.num_iterations:
-                require_none(from_recorded(run_dir, recorded, item.index, tables))
-                link = recorded.iterations[item.index].chain
-            else:
-                written.append(item.index, tables)
-                link = written.head.fingerprint  # of a run that is not complete: the last link
+            behind.settle()
             clock.lap("records")
-            kind.watcher.iteration(item.index + 1, config.iterations, execution.progress(item))
-            clock.lap("progress")
-            if store is not None and store.is_due(item.index + 1):
+            tell = partial(kind.watcher.iteration, item.index + 1, config.iterations, execution.progress(item))
+            is_due = store is not None and store.is_due(item.index + 1)
+            is_recorded = item.index < recorded.num_iterations
+            if is_recorded:
+                require_none(from_recorded(run_dir, recorded, item.index, tables))
+                tell()
+            else:
+                behind.start(partial(written.append, item.index, tables), tell)
+            if computed == 1 or is_due:  # from the first comes how long the others may take
+                behind.settle()
+            clock.lap("records")
+            if store is not None and is_due:
+                # of a run that is not complete the fingerprint is the last link
+                link = recorded.iterations[item.index].chain if is_recorded else written.head.fingerprint
                 before = written.head.files
                 written.list_files(store.save(written.head, link))
                 _remove_unlisted(run_dir, before, written.head.files)
                 clock.lap("checkpoints")
         clock.lap(OTHER)
+        behind.settle()
+        clock.lap("records")
         ending = execution.ending(clock)
         if store is not None:
             clock.lap(OTHER)
@@ -132,6 +142,31 @@ def execute(
     written.note(times.FILE_NAME, {"iterations": computed, "seconds": clock.seconds})
     written.finish(ending.results, ending.tables)
     clock.lap("records")
+
+
+class _Behind:
+    """Records on a thread beside the next iteration, one iteration at a time; tells of each when it is on disk."""
+
+    def __init__(self, thread: ThreadPoolExecutor) -> None:
+        self._thread = thread
+        self._writing: tuple[Future[None], Callable[[], None]] | None = None
+
+    def start(self, write: Callable[[], None], tell: Callable[[], None]) -> None:
+        self._writing = self._thread.submit(write), tell
+
+    def settle(self) -> None:
+        """Wait until what was started is on disk; raises what writing raised."""
+        if self._writing is not None:
+            (written, tell), self._writing = self._writing, None
+            written.result()
+            tell()
+
+
+@contextmanager
+def _recording() -> Iterator[_Behind]:
+    """Where an error ends the block, what was started is written before."""
+    with ThreadPoolExecutor(1, "records") as thread:
+        yield _Behind(thread)
 
 
 def _begin(recorded: Manifest, written: RunWriter, execution: Execution[Item]) -> None:

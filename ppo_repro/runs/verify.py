@@ -116,7 +116,7 @@ def remove_unfinished(run_dir: Path, recorded: Head, contents: Contents) -> None
         iteration_log.cut(run_dir, recorded.log_bytes)
     try:
         for name in contents.unfinished:
-            (run_dir / name).unlink()
+            (run_dir / name).unlink(missing_ok=True)  # a manifest.json.tmp has become manifest.json
         for folder in sorted((run_dir / CHECKPOINTS_NAME).glob("*/"), reverse=True):
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()

@@ -44,7 +44,5 @@ class Transcript:
 
 def make_transcript(key: str, prompt: str, answer: str, fields: str, turns: Sequence[str]) -> Transcript:
     """A transcript of `turns` that begin with the model's; `fields` is a JSON object."""
-    roles = ("model", "environment")
-    return Transcript(
-        key, prompt, answer, json.loads(fields), tuple(Turn(roles[i % 2], text) for i, text in enumerate(turns))
-    )
+    of = tuple(Turn("environment" if i % 2 else "model", text) for i, text in enumerate(turns))
+    return Transcript(key, prompt, answer, json.loads(fields), of)

@@ -178,7 +178,7 @@ class UserFunction:
         replies = self.process.ask(
             request, len(rows), seconds or CALL_SECONDS, lambda row, how: f"{self.where}: {self.name} {how}{of[row]}"
         )
-        last = replies[-1] if replies else {"value": None}
+        last: dict[str, Any] = replies[-1] if replies else {"value": None}
         what = self.name if self.call in ("prompts", "scores", "step") else "the function"
         if "wrong" in last:
             raise UserError(last["wrong"])
@@ -223,7 +223,8 @@ def load(
 def load_function(process: UserProcess, field: str, path: str, term: CalledReward | None = None) -> UserFunction:
     """The function of `FILE.py:FUNCTION`, called as `term` says; UserError names what is wrong with it."""
     file, name = parse(field, path)
-    call, options = "function", {}
+    call = "function"
+    options: dict[str, Any] = {}
     if isinstance(term, TrlReward):
         call, options = "trl", {"conversational": term.conversational}
     elif isinstance(term, VerlReward):

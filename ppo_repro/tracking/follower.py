@@ -1,4 +1,4 @@
-"""A process beside a run that copies its records elsewhere, so that no tracking server can slow or break the run."""
+"""A process beside a run or grid that copies its records elsewhere, so that no server can slow or break the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from typing import Any
 from ppo_repro.errors import UserError
 from ppo_repro.output import masked, say
 
-END_SECONDS = 60.0  # how long the command waits for the copies after the run
+END_SECONDS = 60.0  # how long the command waits for the copies after a run
+GRID_END_SECONDS = 600.0  # after a grid, whose page reads all of its runs
 MLFLOW, TENSORBOARD = "mlflow", "tensorboard"
 
 
@@ -29,22 +30,21 @@ class Followers:
 
 
 @contextmanager
-def followed(run_dir: Path, uri: str | None, tensorboard: Path | None = None) -> Iterator[Followers]:
-    """Copy the run made in this block by processes beside it. A failure is reported, not raised."""
-    targets = [] if uri is None else [(MLFLOW, uri)]
-    targets += [] if tensorboard is None else [(TENSORBOARD, str(tensorboard))]
-    processes = [(*target, _start(run_dir, *target)) for target in targets]
+def followed(folder: Path, uri: str | None, tensorboard: Path | None = None) -> Iterator[Followers]:
+    """Copy the run or grid made in this block by processes beside it. A failure is reported, not raised."""
+    targets = {MLFLOW: uri, TENSORBOARD: None if tensorboard is None else str(tensorboard)}
+    processes = [(kind, target, _start(folder, kind, target)) for kind, target in targets.items() if target is not None]
     said = Followers()
     try:
         yield said
     finally:
         for kind, target, process in processes:
-            _wait(process, run_dir, kind, target, said)
+            _wait(process, folder, kind, target, said)
 
 
-def _start(run_dir: Path, kind: str, target: str) -> subprocess.Popen[str]:
+def _start(folder: Path, kind: str, target: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "ppo_repro.tracking.follower", str(run_dir), kind, target],
+        [sys.executable, "-m", "ppo_repro.tracking.follower", str(folder), kind, target],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -53,12 +53,13 @@ def _start(run_dir: Path, kind: str, target: str) -> subprocess.Popen[str]:
     )
 
 
-def _wait(process: subprocess.Popen[str], run_dir: Path, kind: str, target: str, said: Followers) -> None:
+def _wait(process: subprocess.Popen[str], folder: Path, kind: str, target: str, said: Followers) -> None:
     option = "--uri" if kind == MLFLOW else "--tensorboard"
-    later = f"the records are complete; copy them later with `ppo-repro track {run_dir} {option} {masked(target)}`"
+    later = f"the records are complete; copy them later with `ppo-repro track {folder} {option} {masked(target)}`"
+    patience = GRID_END_SECONDS if (folder / "grid.yaml").exists() else END_SECONDS
     late = False
     try:
-        out, _ = process.communicate(timeout=END_SECONDS)  # closes its stdin, which tells it that the run is over
+        out, _ = process.communicate(timeout=patience)  # closes its stdin, which tells it that the run is over
     except subprocess.TimeoutExpired:
         process.kill()
         out, _ = process.communicate()
@@ -67,11 +68,11 @@ def _wait(process: subprocess.Popen[str], run_dir: Path, kind: str, target: str,
     if out.startswith("{"):  # the copy is there; what is late, or has failed, is the page about the run
         copied = json.loads(out.splitlines()[0])
         said.lines += copied["lines"]
-        said.fields[kind] = copied["fields"]
+        said.fields |= copied["fields"]
         if late or process.returncode != 0:
             say(f"tracking: the report page is not in the copy ({'it took too long' if late else last}); {later}")
     elif late:
-        say(f"tracking did not finish within {END_SECONDS:.0f} s after the run; {later}")
+        say(f"tracking did not finish within {patience:.0f} s after the run; {later}")
     elif process.returncode != 0:
         say(f"tracking failed: {last or f'its process ended with {process.returncode}'}; {later}")
 
@@ -80,26 +81,8 @@ def _say_copied(lines: Sequence[str], fields: dict[str, Any]) -> None:
     print(json.dumps({"lines": lines, "fields": fields}), flush=True)
 
 
-def _follow_mlflow(run_dir: Path, uri: str, ended: threading.Event) -> None:
-    from ppo_repro.tracking import links
-    from ppo_repro.tracking.mlflow_copy import add_report, follow
-
-    place = follow(run_dir, uri, ended.wait)
-    if place is not None:
-        _say_copied(links.lines(uri, place), links.fields(uri, place))
-        add_report(run_dir, uri, place)
-
-
-def _follow_tensorboard(run_dir: Path, folder: Path, ended: threading.Event) -> None:
-    from ppo_repro.tracking.tensorboard_copy import follow, lines
-
-    events = follow(run_dir, folder, ended.wait)
-    if events is not None:
-        _say_copied(lines(folder), {"folder": str(folder), "events": str(events)})
-
-
-def main(run_dir: Path, kind: str, target: str) -> None:
-    """Copy the run until stdin closes. Exits with 1 and the reason on stdout where that fails."""
+def main(folder: Path, kind: str, target: str) -> None:
+    """Copy the run or grid until stdin closes. Exits with 1 and the reason on stdout if that fails."""
     ended = threading.Event()
 
     def wait() -> None:
@@ -109,9 +92,17 @@ def main(run_dir: Path, kind: str, target: str) -> None:
     threading.Thread(target=wait, daemon=True).start()
     try:
         if kind == MLFLOW:
-            _follow_mlflow(run_dir, target, ended)
+            from ppo_repro.tracking import mlflow_copy
+
+            place = mlflow_copy.copy(folder, target, ended.wait)
+            if place is not None:
+                _say_copied(place.lines(target), {kind: place.fields(target)})
+                mlflow_copy.add_report(folder, target, place)
         else:
-            _follow_tensorboard(run_dir, Path(target), ended)
+            from ppo_repro.tracking import tensorboard_copy
+
+            if tensorboard_copy.copy(folder, Path(target), ended.wait):
+                _say_copied(tensorboard_copy.lines(Path(target)), {kind: target})
     except UserError as error:
         print(error)
         sys.exit(1)

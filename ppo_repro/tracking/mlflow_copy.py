@@ -1,60 +1,254 @@
-"""Recorded runs and grids in MLflow: copied when they have ended, or while they run.
+"""Recorded runs and grids in MLflow: copied while they work, or when they have ended.
 
-Everything is read from the records, so whatever MLflow missed can be copied later. A run never reads anything back from
-MLflow.
+Everything is read from the records, so whatever MLflow missed can be copied later. Nothing is read back.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import re
+import shlex
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import pandas as pd
-from mlflow.entities import DatasetInput, Metric, Param, RunTag, ViewType
+from mlflow.entities import Metric, Param, RunTag, ViewType
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
+from sqlalchemy.exc import SQLAlchemyError
 
 from ppo_repro.config.files import read_tree
-from ppo_repro.records import accuracy, iteration_log, manifest, reader, times
+from ppo_repro.errors import UserError
+from ppo_repro.grids.cell import run_of
+from ppo_repro.grids.results import CELLS, RESULTS, settings_table
+from ppo_repro.output import masked
+from ppo_repro.records import accuracy, iteration_log, manifest, times
 from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, load_config_of, read_note
 from ppo_repro.records.contents import REPORT_NAME
-from ppo_repro.records.manifest import Head
-from ppo_repro.tracking import datasets, findings, scalars
 from ppo_repro.tracking.analysis_home import report_writer
-from ppo_repro.tracking.links import Place
-from ppo_repro.tracking.scalars import Scalar, Seen
-from ppo_repro.tracking.store import answering
+from ppo_repro.tracking.numbers import RunNumbers, Scalar, promises, sentences
 
-METRICS_PER_CALL = 1000  # MLflow's limits for one log_batch
-PARAMS_PER_CALL = 100
-VALUE_CHARACTERS = 6000
+# MLflow's defaults retry for minutes; the user's environment wins
+PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
+LOCAL_PAGES = "http://127.0.0.1:5000"  # where `mlflow ui` shows them unless told otherwise
+WORKFLOW = "?workflowType=machine_learning"  # else MLflow 3 takes runs for evaluations of prompts
+METRICS_PER_CALL, PARAMS_PER_CALL, VALUE_CHARACTERS = 1000, 100, 6000  # MLflow's limits
 FOLDER_TAG = "ppo_repro.folder"  # finds the earlier copy of a folder
 NOTES = (ENVIRONMENT_NAME, accuracy.FILE_NAME, times.FILE_NAME)
 ARTIFACTS = (manifest.FILE_NAME, iteration_log.FILE_NAME, CONFIG_NAME, *NOTES)
-GRID_ARTIFACTS = ("grid.yaml", "cells.parquet", "results.parquet")
-POLL_SECONDS = 1.0
 ENDED = {"complete": "FINISHED", "interrupted": "KILLED", "failed": "FAILED", "running": "KILLED"}
+POLL_SECONDS = 1.0
+
+IsOver = Callable[[float], bool]  # waits at most so many seconds; whether the process that writes has ended
 
 
 @dataclass(frozen=True)
-class Copied:
-    """What MLflow has of a run so far."""
+class Place:
+    """A run in an MLflow store; `is_grid` if it is the parent of cells."""
 
-    place: Place
-    seen: Seen
+    experiment_id: str
+    run_id: str
+    is_grid: bool = False
+
+    def lines(self, uri: str) -> list[str]:
+        """How to look at it: its address, and the command that serves it if the URI names no server."""
+        if uri.startswith("databricks"):
+            return [f"MLflow      run {self.run_id} of experiment {self.experiment_id} in {masked(uri)}"]
+        runs = f"{self._pages(uri)}/#/experiments/{self.experiment_id}/runs{WORKFLOW}"
+        said = [f"MLflow      {self._address(uri)}", *([f"its cells   {runs}"] if self.is_grid else [])]
+        if uri.startswith(("http://", "https://")):
+            return said
+        path = uri.removeprefix("sqlite:///")
+        anywhere = f"sqlite:///{Path(path).absolute()}" if path != uri and not path.startswith("/") else uri
+        return [*said, f"served by   mlflow ui --backend-store-uri {shlex.quote(masked(anywhere))}"]
+
+    def fields(self, uri: str) -> dict[str, str]:
+        """The same for JSON."""
+        url = "" if uri.startswith("databricks") else self._address(uri)
+        return {"uri": masked(uri), "experiment_id": self.experiment_id, "run_id": self.run_id, "url": url}
+
+    def _address(self, uri: str) -> str:
+        return f"{self._pages(uri)}/#/experiments/{self.experiment_id}/runs/{self.run_id}{WORKFLOW}"
+
+    def _pages(self, uri: str) -> str:
+        """The server that the URI names, without a password, or the one that `mlflow ui` starts."""
+        if not uri.startswith(("http://", "https://")):
+            return LOCAL_PAGES
+        parts = urlsplit(uri)
+        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path.rstrip("/"), "", ""))
+
+
+@contextmanager
+def answering(uri: str) -> Iterator[MlflowClient]:
+    """A client of the store; UserError, without a password, if the store does not answer."""
+    for name, value in PATIENCE.items():
+        os.environ.setdefault(name, value)
+    for name in ("alembic", "mlflow", "urllib3"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    scheme, separator, path = uri.partition("://")
+    if uri != "databricks" and (scheme.partition("+")[0] not in SCHEMES or not separator):
+        raise UserError(f"--uri {masked(uri)!r}: must begin with one of {', '.join(SCHEMES)} and ://")
+    if scheme == "sqlite" and not path.removeprefix("/"):
+        raise UserError(f"--uri {uri}: keeps nothing; name a file, such as sqlite:///mlflow.db")
+    try:
+        client = _client(uri)
+    except Exception as error:  # MLflow's, SQLAlchemy's, requests', of a missing driver: all mean no first contact
+        raise _unwritable(uri, error) from error
+    try:
+        yield client
+    except (MlflowException, SQLAlchemyError, OSError) as error:
+        raise _unwritable(uri, error) from error
+
+
+def _client(uri: str) -> MlflowClient:
+    """A client whose store has answered. A new SQLite database appears with all of its tables or not at all."""
+    path = Path(uri.removeprefix("sqlite:///"))
+    if uri.startswith("sqlite:///") and "?" not in uri and not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f"{path.name}.", dir=path.parent) as folder:
+            MlflowClient(f"sqlite:///{folder}/new.db").search_experiments(max_results=1)
+            with suppress(FileExistsError):  # another process was quicker
+                os.link(Path(folder) / "new.db", path)
+    client = MlflowClient(uri)
+    client.search_experiments(max_results=1)
+    return client
+
+
+def _unwritable(uri: str, error: Exception) -> UserError:
+    reason = masked(" ".join(str(error).split()))[:200]
+    text = f"--uri {masked(uri)}: cannot be written ({reason}); the records are not affected"
+    if uri.startswith("sqlite:") and not isinstance(error, OSError):
+        text += "; a database that is damaged, or of another kind, has to be moved away first"
+    return UserError(text)
+
+
+def copy(folder: Path, uri: str, is_over: IsOver = lambda seconds: True) -> Place | None:
+    """Copy a run or a grid until it is over; None if nothing was recorded.
+
+    An earlier copy is replaced. UserError if the records are damaged or the store does not answer.
+    """
+    over = False
+    while not any((folder / name).exists() for name in (manifest.FILE_NAME, CELLS)):
+        if over:
+            return None
+        over = is_over(POLL_SECONDS)
+    still = (lambda seconds: True) if over else is_over
+    with answering(uri) as client:
+        if (folder / CELLS).exists():
+            return _copy_grid(client, folder, still)
+        run = _RunCopy(client, folder)
+        while not run.ended:
+            run.catch_up(still(POLL_SECONDS))  # asked before reading, so that the last iterations are read too
+    return run.place
+
+
+def add_report(folder: Path, uri: str, place: Place) -> None:
+    """Write the page about a run or a grid and add it to the copy; UserError if there is nothing to report yet."""
+    with tempfile.TemporaryDirectory() as temporary, answering(uri) as client:
+        page, _ = report_writer()([folder], Path(temporary) / REPORT_NAME, None)
+        client.log_artifact(place.run_id, str(page))
+
+
+class _RunCopy:
+    """The copy of one run, a cell of the grid `parent` or a run of its own."""
+
+    def __init__(self, client: MlflowClient, run_dir: Path, parent: Place | None = None, name: str = "", **tags: str):
+        recorded = manifest.load_head(run_dir)
+        config = load_config_of(run_dir, recorded)
+        tags |= {"kind": recorded.kind, **_environment_tags(read_note(run_dir, recorded, ENVIRONMENT_NAME))}
+        if parent is not None:
+            tags[MLFLOW_PARENT_RUN_ID] = parent.run_id
+        experiment = _experiment(client, config.experiment) if parent is None else parent.experiment_id
+        started, params = times.started(run_dir, recorded), config.model_dump(mode="json")
+        self.place = _begin(client, experiment, run_dir, name or run_dir.name, params, tags, started)
+        self.run_dir, self.ended = run_dir, False
+        self._client, self._numbers = client, RunNumbers(run_dir)
+
+    def catch_up(self, is_over: bool) -> None:
+        """Log what was recorded since the last call; the ending once the run is complete or over."""
+        if self.ended:
+            return
+        recorded = manifest.load_head(self.run_dir)
+        _log(self._client, self.place.run_id, self._numbers.new())
+        self.ended = is_over or recorded.status == "complete"
+        if self.ended:
+            _log(self._client, self.place.run_id, self._numbers.ending())
+            tags = {f"verdict.{name}": found for name, found in promises(self.run_dir, recorded).items()}
+            tags |= {"fingerprint": recorded.fingerprint, "config_digest": recorded.config_digest}
+            files = [self.run_dir / name for name in ARTIFACTS]
+            ended = times.ended(self.run_dir, recorded)
+            _end(
+                self._client, self.place, tags, _bullets(sentences(self.run_dir)), files, ENDED[recorded.status], ended
+            )
+
+
+def _copy_grid(client: MlflowClient, grid_dir: Path, is_over: IsOver) -> Place:
+    """A parent run with the question and the mean of each setting, and a child for each cell that began."""
+    tree = read_tree(grid_dir / "grid.yaml")
+    params = {name: tree[name] for name in ("question", "expectation", "base", "seeds", "read_with", "axes")}
+    begun = [run for folder in (grid_dir / "cells").iterdir() if (run := run_of(folder))]
+    spans = [times.started(run, manifest.load_head(run)) for run in begun]
+    started = min(spans, default=(grid_dir / "grid.yaml").stat().st_mtime)
+    experiment = _experiment(client, grid_dir.name)
+    parent = _begin(client, experiment, grid_dir, grid_dir.name, params, {"kind": "grid"}, started)
+    copies: dict[int, _RunCopy] = {}  # by the number of the run's folder, which a cell that is run again changes
+    over = False
+    while not over:
+        over = is_over(POLL_SECONDS)
+        cells = pd.read_parquet(grid_dir / CELLS)
+        for row in cells.to_dict("records"):
+            cell = str(row["cell"])
+            run_dir = run_of(grid_dir / "cells" / cell)
+            if run_dir is None:
+                continue
+            labels = {str(name): str(label) for name, label in row.items() if str(name).startswith("axis.")}
+            number = run_dir.stat().st_ino
+            if number not in copies:
+                copies[number] = _RunCopy(client, run_dir, parent, cell, cell=cell, **labels)
+            copies[number].catch_up(over)
+    ends = [times.ended(copy.run_dir, manifest.load_head(copy.run_dir)) for copy in copies.values()]
+    settings, ended = settings_table(cells), max(ends, default=started)
+    means = [
+        Scalar(f"{row['measure']}/{kind}/{re.sub(r'[^A-Za-z0-9_. :/-]', '_', row['setting'])}", row[column], 0, ended)
+        for row in settings.to_dict("records")
+        for kind, column in (("mean", "mean"), ("half_width_95", "half_width"))
+        if pd.notna(row[column])
+    ]
+    _log(client, parent.run_id, [*means, Scalar("cells", len(cells), 0, ended)])
+    status = "FINISHED" if (cells["state"] == "complete").all() else "FAILED"
+    files = [grid_dir / name for name in ("grid.yaml", CELLS, RESULTS)]
+    _end(client, parent, {}, _grid_note(tree, settings), files, status, ended)
+    return Place(parent.experiment_id, parent.run_id, is_grid=True)
+
+
+def _grid_note(tree: Mapping[str, Any], settings: pd.DataFrame) -> str:
+    """Question, expectation, and the mean of each setting, in Markdown."""
+    rows = [
+        f"| {row.setting} | {row.measure} | {row.seeds} | {row.mean:.4g} ± {row.half_width:.2g} |"
+        for row in settings.itertuples()
+    ]
+    head = ["| setting | measure | seeds | mean ± half of the 95 % Student interval |", "|---|---|---|---|"]
+    return "\n".join([f"**{tree['question']}**", "", f"Expected: {tree['expectation']}", "", *head, *rows])
+
+
+def _environment_tags(environment: Mapping[str, Any]) -> dict[str, str]:
+    tags = {name: str(environment[name]) for name in ("code_digest", "git_commit", "git_dirty", "python", "platform")}
+    packages = {f"package.{name}": str(version) for name, version in environment["packages"].items()}
+    return {**tags, "numerics": str(environment["numerics_mode"]), **packages}
 
 
 def _leaves(prefix: str, value: object) -> list[Param]:
     if isinstance(value, dict):
         return [leaf for key, child in value.items() for leaf in _leaves(f"{prefix}.{key}" if prefix else key, child)]
     return [Param(prefix, str(value)[:VALUE_CHARACTERS])]
-
-
-def _milliseconds(moment: float) -> int:
-    return round(moment * 1000)
 
 
 def _experiment(client: MlflowClient, name: str) -> str:
@@ -65,42 +259,19 @@ def _experiment(client: MlflowClient, name: str) -> str:
 
 
 def _begin(
-    client: MlflowClient,
-    experiment: str,
-    folder: Path,
-    params: Sequence[Param],
-    tags: Mapping[str, str],
+    client: MlflowClient, experiment: str, folder: Path, name: str, config: dict[str, Any], tags: dict[str, str],
     started: float,
-) -> Place:
+) -> Place:  # fmt: skip
     """Create the MLflow run of a folder; an earlier copy is deleted."""
     quoted = str(folder.absolute()).replace("'", "\\'")
     for old in client.search_runs([experiment], f"tags.`{FOLDER_TAG}` = '{quoted}'", ViewType.ACTIVE_ONLY):
         client.delete_run(old.info.run_id)
-    all_tags = {**tags, FOLDER_TAG: str(folder.absolute())}
-    created = client.create_run(experiment, _milliseconds(started), all_tags, folder.name)
-    place = Place(experiment, str(created.info.run_id))
+    tags = {**tags, FOLDER_TAG: str(folder.absolute())}
+    created = client.create_run(experiment, _milliseconds(started), tags, name)
+    params = _leaves("", config)
     for start in range(0, len(params), PARAMS_PER_CALL):
-        client.log_batch(place.run_id, params=params[start : start + PARAMS_PER_CALL])
-    return place
-
-
-def _environment_tags(environment: Mapping[str, Any], config_digest: str) -> dict[str, str]:
-    tags = {name: str(environment[name]) for name in ("code_digest", "git_commit", "git_dirty", "python", "platform")}
-    tags |= {"config_digest": config_digest, "numerics": str(environment["numerics_mode"])}
-    return tags | {f"package.{name}": version for name, version in environment["packages"].items()}
-
-
-def _begin_run(client: MlflowClient, run_dir: Path, recorded: Head, parent: str | None) -> Copied:
-    config = load_config_of(run_dir, recorded)
-    tags = _environment_tags(read_note(run_dir, recorded, ENVIRONMENT_NAME), recorded.config_digest)
-    tags["kind"] = recorded.kind
-    if parent is None:
-        experiment = _experiment(client, config.experiment)
-    else:
-        tags[MLFLOW_PARENT_RUN_ID] = parent
-        experiment = client.get_run(parent).info.experiment_id
-    params, started = _leaves("", config.model_dump(mode="json")), times.started(run_dir, recorded)
-    return Copied(_begin(client, experiment, run_dir, params, tags, started), Seen())
+        client.log_batch(created.info.run_id, params=params[start : start + PARAMS_PER_CALL])
+    return Place(experiment, str(created.info.run_id))
 
 
 def _log(client: MlflowClient, run_id: str, found: Sequence[Scalar]) -> None:
@@ -109,112 +280,21 @@ def _log(client: MlflowClient, run_id: str, found: Sequence[Scalar]) -> None:
         client.log_batch(run_id, metrics=metrics[start : start + METRICS_PER_CALL])
 
 
-def _catch_up(client: MlflowClient, run_dir: Path, recorded: Head, copied: Copied) -> Copied:
-    """Log the iterations recorded since the last call."""
-    found, seen = scalars.new_scalars(run_dir, recorded, copied.seen)
-    _log(client, copied.place.run_id, found)
-    return Copied(copied.place, seen)
-
-
 def _end(
-    client: MlflowClient,
-    run_id: str,
-    tags: Mapping[str, str],
-    tables: Sequence[DatasetInput],
-    files: Sequence[Path],
-) -> None:
-    client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
-    if tables:
-        client.log_inputs(run_id, tables)
+    client: MlflowClient, place: Place, tags: Mapping[str, str], note: str, files: Sequence[Path], status: str,
+    moment: float,
+) -> None:  # fmt: skip
+    described = {**tags, MLFLOW_RUN_NOTE: note}
+    client.log_batch(place.run_id, tags=[RunTag(name, value) for name, value in described.items()])
     for path in files:
         if path.exists():
-            client.log_artifact(run_id, str(path))
+            client.log_artifact(place.run_id, str(path))
+    client.set_terminated(place.run_id, status, _milliseconds(moment))
 
 
-def _end_run(client: MlflowClient, run_dir: Path, recorded: Head, run_id: str) -> None:
-    ended = times.ended(run_dir, recorded)
-    _log(client, run_id, scalars.ending_scalars(run_dir, recorded, ended))
-    tags = {"fingerprint": recorded.fingerprint, MLFLOW_RUN_NOTE: _note(findings.sentences(run_dir, recorded))}
-    tags |= {f"verdict.{name}": found for name, found in findings.promises(run_dir, recorded).items()}
-    tables = datasets.tables_of(run_dir, manifest.load(run_dir))
-    _end(client, run_id, tags, tables, [run_dir / name for name in ARTIFACTS])
-    client.set_terminated(run_id, ENDED[recorded.status], _milliseconds(ended))
+def _bullets(said: Sequence[str]) -> str:
+    return "\n".join(f"* {sentence}" for sentence in said)
 
 
-def _note(sentences: Sequence[str]) -> str:
-    """The description of a run on its page, in Markdown."""
-    return "\n".join(f"* {sentence}" for sentence in sentences)
-
-
-def track(run_dir: Path, uri: str, parent: str | None = None) -> Place:
-    """Copy a recorded run, complete or not: parameters, metrics, tags, data sets, artifacts.
-
-    An earlier copy is replaced. UserError if the records are damaged or the tracking store does not answer.
-    """
-    recorded = reader.open_manifest(run_dir, allow_incomplete=True)
-    with answering(uri) as client:
-        copied = _catch_up(client, run_dir, recorded, _begin_run(client, run_dir, recorded, parent))
-        _end_run(client, run_dir, recorded, copied.place.run_id)
-    return copied.place
-
-
-def track_grid(grid_dir: Path, uri: str) -> Place:
-    """Copy a grid: a parent run with its question and tables, and a child run for each cell that began.
-
-    It lasts from the start of its first cell to the end of its last one. UserError as in `track`.
-    """
-    tree = read_tree(grid_dir / "grid.yaml")
-    fields = {name: str(tree[name]) for name in ("question", "expectation", "base", "seeds", "read_with")}
-    params = [*_leaves("", fields), *_leaves("axes", {axis: str(values) for axis, values in tree["axes"].items()})]
-    cells = pd.read_parquet(grid_dir / "cells.parquet")
-    began = [grid_dir / str(folder) for folder in cells["run_dir"] if folder]
-    spans = [_span(run_dir) for run_dir in began] or [((grid_dir / "grid.yaml").stat().st_mtime,) * 2]
-    with answering(uri) as client:
-        experiment = _experiment(client, grid_dir.name)
-        place = _begin(client, experiment, grid_dir, params, {"kind": "grid"}, min(first for first, _ in spans))
-        for row in cells.to_dict("records"):
-            if row["run_dir"]:
-                child = track(grid_dir / str(row["run_dir"]), uri, place.run_id).run_id
-                labels = {str(k): str(v) for k, v in row.items() if str(k).startswith("axis.")}
-                client.log_batch(child, tags=[RunTag(k, v) for k, v in {"cell": str(row["cell"]), **labels}.items()])
-                client.update_run(child, name=str(row["cell"]))
-        complete, last = bool((cells["state"] == "complete").all()), max(end for _, end in spans)
-        client.log_batch(place.run_id, metrics=[Metric("cells", len(cells), _milliseconds(last), 0)])
-        note = {MLFLOW_RUN_NOTE: _note([fields["question"], f"expected: {fields['expectation']}"])}
-        _end(client, place.run_id, note, (), [grid_dir / name for name in GRID_ARTIFACTS])
-        client.set_terminated(place.run_id, "FINISHED" if complete else "FAILED", _milliseconds(last))
-    return place
-
-
-def _span(run_dir: Path) -> tuple[float, float]:
-    recorded = reader.open_manifest(run_dir, allow_incomplete=True)
-    return times.started(run_dir, recorded), times.ended(run_dir, recorded)
-
-
-def add_report(folder: Path, uri: str, place: Place) -> None:
-    """Write the page about a run or a grid and add it to the copy. UserError where there is nothing to report yet."""
-    with tempfile.TemporaryDirectory() as temporary, answering(uri) as client:
-        page, _ = report_writer()([folder], Path(temporary) / REPORT_NAME, None)
-        client.log_artifact(place.run_id, str(page))
-
-
-def follow(run_dir: Path, uri: str, is_over: Callable[[float], bool]) -> Place | None:
-    """Log a run while it works; None if it recorded nothing.
-
-    `is_over(seconds)` waits at most that long and returns whether the run's process has ended. UserError where the
-    store does not answer; `track` can copy the run later.
-    """
-    over = False
-    while not (run_dir / manifest.FILE_NAME).exists():
-        if over:
-            return None
-        over = is_over(POLL_SECONDS)
-    with answering(uri) as client:
-        recorded = manifest.load_head(run_dir)
-        copied = _begin_run(client, run_dir, recorded, None)
-        while not over:
-            over = is_over(POLL_SECONDS)  # asked before reading, so that the last iterations are read too
-            recorded = manifest.load_head(run_dir)
-            copied = _catch_up(client, run_dir, recorded, copied)
-        _end_run(client, run_dir, recorded, copied.place.run_id)
-    return copied.place
+def _milliseconds(moment: float) -> int:
+    return round(moment * 1000)

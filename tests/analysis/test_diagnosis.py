@@ -104,12 +104,6 @@ def test_a_temperature_is_measured() -> None:
         assert found.evidence["temperature_ratio"] == pytest.approx(value, rel=1e-5 if value == 0.5 else 0.02)
 
 
-def test_positions_alone_matter_where_they_are_absolute() -> None:
-    """Rotary positions are relative: counting from the padding on changes rounding only."""
-    assert diagnose(faults.wrong_positions(Setting("gpt2", "native", 0))).verdict == "padding_leak"
-    assert diagnose(faults.wrong_positions(Setting("qwen3", "native", 0))).verdict == "floating_point_noise"
-
-
 def test_what_is_given_narrows_what_is_named() -> None:
     pairs = faults.reduced_precision(NATIVE)
     alone = pairs[list(NEEDED)]

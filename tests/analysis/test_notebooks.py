@@ -147,18 +147,6 @@ def test_a_notebook_runs_on_other_runs(
 
 
 @pytest.mark.slow
-def test_a_notebook_executed_twice_is_the_same_file(deterministic_run: Path, native_run: Path) -> None:
-    from analysis.notebooks.execute import executed, text_of
-
-    path = NOTEBOOKS / "critic.ipynb"
-    first, second, of_another = (
-        text_of(executed(path, {"PPO_RUN": str(run)})) for run in (deterministic_run, deterministic_run, native_run)
-    )
-    assert first == second
-    assert first != of_another
-
-
-@pytest.mark.slow
 def test_a_notebook_whose_cell_fails_is_one_line(tmp_path: Path) -> None:
     from analysis.notebooks.execute import executed
     from ppo_repro.errors import UserError

@@ -24,7 +24,6 @@ COMMANDS = {
     "analysis.dialects.report": ("analysis.dialects.report", ["RUN"]),
     "analysis.grids.table": ("analysis.grids.table", ["RUN"]),
     "analysis.grids.figure": ("analysis.grids.figure", ["RUN", "x.svg"]),
-    "analysis.grids.distinct_results": ("analysis.grids.distinct_results", ["RUN", "--by", "x"]),
     "analysis.report.readme_figure": ("analysis.report.readme_figure", ["RUN", "--out", "x.svg"]),
 }
 Ask = Callable[..., tuple[int, str, str]]

@@ -16,7 +16,11 @@ from torch import Tensor
 
 from ppo_repro.ppo.advantages import gae, whiten
 from ppo_repro.ppo.clip import Clip
+from ppo_repro.ppo.controllers import adaptive_penalty_coef
+from ppo_repro.ppo.kl import k3
 from ppo_repro.ppo.objective import probability_ratios
+from ppo_repro.ppo.rewards import charge_penalties
+from ppo_repro.ppo.value import value_losses
 from tests.support.float32 import pairs_of_categoricals, tensor
 from tests.support.paths import ROOT
 
@@ -87,6 +91,96 @@ def test_probabilities_change_by_more_than_the_clip_range() -> None:
     assert change[0] > 1.2 and change[1] < 0.8
     # the third action has advantage 0 and moves too: clipping sees tokens, the softmax moves them all
     assert change[2].item() != 1.0
+
+
+def surrogate(ratio: float, advantage: float, clip_range: float = 0.2) -> tuple[float, float]:
+    """The loss of one token and its gradient in the ratio."""
+    ratios = tensor([ratio]).requires_grad_()
+    loss = Clip(clip_range, clip_range).surrogates(ratios, tensor([advantage]), ratios).sum()
+    return loss.item(), torch.autograd.grad(loss, ratios)[0].item()
+
+
+def test_clipping_does_not_bound_the_ratio() -> None:
+    """Claim: "trapped at the bound". Adam's momentum carries the ratio on without any gradient."""
+    logits = torch.zeros(2, requires_grad=True)
+    anchor = torch.log_softmax(logits, 0)[:1].detach()
+    optimizer = torch.optim.Adam([logits], lr=0.05)
+    history = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        ratios = probability_ratios(torch.log_softmax(logits, 0)[:1], anchor)
+        Clip(0.2, 0.2).surrogates(ratios, torch.ones(1), logits).sum().backward()
+        assert logits.grad is not None
+        history.append((ratios.item(), logits.grad.abs().max().item()))
+        optimizer.step()
+    crossed = next(i for i, (ratio, _) in enumerate(history) if ratio > 1.2)
+    assert crossed < 10 and all(slope == 0 for _, slope in history[crossed:]), "the clip removes the gradient"
+    assert history[-1][0] > 1.3, "and bounds nothing"
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_the_gradient_at_a_ratio_of_one_is_the_policy_gradient(advantage: float) -> None:
+    """Claim: "the gradient is zero if r A >= clip(r) A". In the band both are equal, so nothing would learn."""
+    assert surrogate(1.0, advantage) == (-advantage, -advantage)
+
+
+def test_a_ratio_is_not_brought_back_into_the_band() -> None:
+    """Claim: "ratio 1.5 is clipped to 1.2, 0.7 to 0.8". On the side where it hurts, nothing is clipped."""
+    for ratio, advantage in ((1.5, -1.0), (0.5, 1.0)):
+        assert surrogate(ratio, advantage) == (-ratio * advantage, -advantage)
+
+
+def test_added_to_a_loss_the_surrogate_needs_its_sign() -> None:
+    """Claim: "L = L_CLIP + c1 L_VF + c2 L_S", minimised. That unlearns good tokens; the loss is -L_CLIP."""
+    loss, slope = surrogate(1.0, 1.0)
+    assert loss == -1.0 and slope < 0, "a step down the loss raises the ratio of a good token"
+
+
+def test_a_smaller_band_allows_less() -> None:
+    """Claim: "policy too deterministic: decrease eps_clip, which allows more change"."""
+    assert surrogate(1.15, 1.0, 0.1)[1] == 0.0 and surrogate(1.15, 1.0, 0.2)[1] == -1.0
+
+
+def test_the_penalty_is_halved_and_doubled() -> None:
+    """Claim: a fixed beta. Schulman et al. halve it below 2/3 of the target and double it above 3/2."""
+    found = [adaptive_penalty_coef(1.0, kl, 0.03, 1.0) for kl in (0.0, 0.0199, 0.0201, 0.0449, 0.0451)]
+    assert found == [0.5, 0.5, 1.0, 1.0, 2.0]
+
+
+def test_a_large_value_error_keeps_its_gradient() -> None:
+    """Claim: "clip the value loss to [-10, 10] for stability". That removes the largest errors' gradient."""
+    value = tensor([1000.0]).requires_grad_()
+    limited = (0.5 * value**2).clamp(-10, 10).sum()
+    assert torch.autograd.grad(limited, value)[0].item() == 0
+    for old in (1000.0, 0.0):  # not yet moved, and moved away from the return
+        losses, _ = value_losses(value, tensor([old]), tensor([0.0]), 0.2)
+        assert torch.autograd.grad(losses.sum(), value)[0].item() == 1000
+
+
+@given(pairs_of_categoricals())
+def test_mean_new_minus_old_is_a_divergence_with_the_wrong_sign(pair: tuple[list[float], list[float]]) -> None:
+    """Claim: "stop early once mean(new - old) > 0.015". Its expectation under old is -KL(old || new) <= 0."""
+    old, new = (torch.tensor([math.log(p) for p in side], dtype=torch.float64) for side in pair)
+    claimed = math.fsum((old.exp() * (new - old)).tolist())
+    ours = math.fsum((old.exp() * k3(old - new)).tolist())
+    # float64 roundings; the float32 exponential inside k3
+    assert claimed <= 1e-13 and ours >= 0.0 and ours == pytest.approx(-claimed, abs=8e-7)
+
+
+def test_splitting_a_word_raises_a_total_only_if_kl_per_token_stays() -> None:
+    """Claim: "more tokens cost more KL". log p(word) / q(word) is a sum of conditionals, whatever the split."""
+    one, word = tensor([0.5]), torch.zeros(4, dtype=torch.int64)
+    total = charge_penalties(one, torch.tensor([1]), word[:1], "last_sum").sum()
+    for split, times in ((one.repeat(4), 4.0), (one.repeat(4) / 4, 1.0)):
+        assert charge_penalties(split, torch.tensor([4]), word, "last_sum").sum() == times * total
+
+
+def test_a_large_beta_stays_close_to_the_reference_and_a_small_one_moves_away() -> None:
+    """Claim: "DPO with large beta moves aggressively". pi* ~ pi_ref exp(r / beta)."""
+    reference, rewards = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.0, 0.5, 1.0]).double()
+    best = [torch.softmax(reference.log() + rewards / beta, 0) for beta in (0.2, 0.5, 2.0)]
+    distances = [float((pi * (pi / reference).log()).sum()) for pi in best]
+    assert distances == sorted(distances, reverse=True) and distances[0] > 1.0 and distances[2] < 0.03
 
 
 @given(pairs_of_categoricals(), st.integers(1, 3))

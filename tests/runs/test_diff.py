@@ -13,25 +13,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ppo_repro.errors import UserError
-from ppo_repro.records import arrow, digests, manifest, reader, schema, writer
+from ppo_repro.records import arrow, digests, reader, schema
 from ppo_repro.runs.diff import Difference, first_difference, first_table_difference
 from tests.support import synthetic_run
 
 CELLS = [(table, column) for table in schema.TABLES for column in table.columns]
-# the first column of each kind in each table; the others are slow
 FIRST_OF_KIND = {(t.name, c.kind): c.name for t, c in reversed(CELLS)}
-MARKED = [
-    pytest.param(
-        t, c, id=f"{t.name}.{c.name}", marks=[] if FIRST_OF_KIND[t.name, c.kind] == c.name else pytest.mark.slow
-    )
-    for t, c in CELLS
-]
+CELLS = [(t, c) for t, c in CELLS if FIRST_OF_KIND[t.name, c.kind] == c.name or not c.is_compared]
 ROW = 5
 
 
@@ -90,14 +80,11 @@ def _row_with_a_value(run_dir: Path, table: schema.Table, column: schema.Column)
     return next(row for row in range(ROW, len(valid)) if valid[row])
 
 
-@pytest.mark.parametrize(("table", "column"), MARKED)
+@pytest.mark.parametrize(("table", "column"), CELLS, ids=[f"{t.name}.{c.name}" for t, c in CELLS])
 def test_one_flipped_bit_is_named(run: Path, copy: Path, table: schema.Table, column: schema.Column) -> None:
     row = _row_with_a_value(run, table, column)
     assert row == ROW or column.nullable
     synthetic_run.damage_cell(copy, table.name, 1, column.name, _flip_at(row))
-    for call in (lambda: reader.read_arrow(copy, table.name, 1), lambda: first_difference(run, copy)):
-        with pytest.raises(UserError, match=rf"{table.name}/iteration=000001\.parquet: has another SHA-256"):
-            call()
     synthetic_run.accept(copy, table.name, 1)
     found = first_difference(run, copy)
     if not column.is_compared:
@@ -116,35 +103,6 @@ def test_one_flipped_bit_is_named(run: Path, copy: Path, table: schema.Table, co
         assert len(found.left_bits) == (8 if column.kind.endswith("32") else 16)
         assert int(found.left_bits, 16) ^ int(found.right_bits, 16) == 1
     assert "\n" not in found.describe() and column.name in found.describe()
-
-
-NULLABLE = [(table, column) for table, column in CELLS if column.nullable]
-
-
-@pytest.mark.parametrize(("table", "column"), NULLABLE, ids=[f"{t.name}.{c.name}" for t, c in NULLABLE])
-def test_a_value_that_became_null_is_named(table: schema.Table, column: schema.Column) -> None:
-    recorded = synthetic_run.random_tables(1, 12)[table.name]
-    place = recorded.column_names.index(column.name)
-    row = next(row for row in range(ROW, 12) if recorded.column(place)[row].is_valid)
-    there = pa.array([index != row for index in range(12)])
-    nulled = pc.if_else(there, recorded.column(place), pa.scalar(None, recorded.column(place).type))
-    changed = recorded.set_column(place, recorded.schema.field(place), nulled)
-    for left, right in ((recorded, changed), (changed, recorded)):
-        found = first_table_difference(table, left, right, 1)
-        if not column.is_compared:
-            assert found is None
-            continue
-        assert found is not None
-        assert (found.column, found.row, found.unequal_in_column, found.rows) == (column.name, row, 1, 12)
-        assert (found.left is None) == (left is changed) and (found.right is None) == (right is changed)
-        assert "nothing" in found.describe()
-    same = digests.table_digest(table, recorded) == digests.table_digest(table, changed)
-    assert same != column.in_fingerprint
-
-
-def test_equal_runs_do_not_differ(run: Path, copy: Path, tmp_path: Path) -> None:
-    assert first_difference(run, copy) is None
-    assert first_difference(run, str(synthetic_run.make_run(tmp_path / "again"))) is None
 
 
 def test_the_earliest_difference_wins(run: Path, copy: Path) -> None:
@@ -179,48 +137,15 @@ def _iterations_table(values: list[float | None]) -> pa.Table:
         ([float("nan")], [np.uint64(0x7FF8000000000001).view(np.float64)], 0),
         ([None], [None], None),
         ([], [], None),
+        ([0.5, 0.5], [0.5], 1),
     ],
 )
 def test_bits_and_nulls_decide(left: list[Any], right: list[Any], row: int | None) -> None:
     found = first_table_difference(schema.ITERATIONS, _iterations_table(left), _iterations_table(right), 3)
     assert (found.row if found else None) == row
     if found is not None:
-        assert (found.column, found.iteration) == ("eval_score", 3)
-        assert "bits" in found.describe()
-
-
-def _lists_of(items: st.SearchStrategy[Any]) -> st.SearchStrategy[list[list[Any]]]:
-    return st.lists(st.lists(items, max_size=4), min_size=1, max_size=6)
-
-
-# few different values, so that equal lists occur
-FEW_FLOATS = st.sampled_from(synthetic_run.hard_values("float64").tolist())
-
-
-@pytest.mark.parametrize("kind", ["list<int32>", "list<float64>"])
-@given(st.data())
-def test_lists_differ_where_python_says_so(kind: str, data: st.DataObject) -> None:
-    int32s = st.one_of(st.integers(-1, 1), st.integers(-(2**31), 2**31 - 1))
-    lists = _lists_of(int32s if kind == "list<int32>" else FEW_FLOATS)
-    left, right = data.draw(lists), data.draw(lists)
-    rows = min(len(left), len(right))
-    left, right = left[:rows], right[:rows]
-    table = schema.Table("t", "", ("i",), (schema.Column("i", "int32", "", ""), schema.Column("l", kind, "", "")))
-    index = np.arange(rows, dtype=np.int32)
-    tables = [arrow.to_arrow(table, {"i": index, "l": values}) for values in (left, right)]
-    unequal = [row for row in range(rows) if not _same(left[row], right[row])]
-    found = first_table_difference(table, tables[0], tables[1], 0)
-    assert (found is None) == (not unequal)
-    if found is not None:
-        assert (found.row, found.unequal_in_column) == (unequal[0], len(unequal))
-        assert _same(found.left, left[unequal[0]]) and _same(found.right, right[unequal[0]])
-
-
-def test_number_of_rows(tmp_path: Path) -> None:
-    tables = synthetic_run.random_tables(0, 5)["tokens"]
-    found = first_table_difference(schema.TOKENS, tables, tables.slice(0, 3), 0)
-    assert found is not None and (found.column, found.left, found.right) == ("(rows)", 5, 3)
-    assert "number of rows: 5 on the left, 3 on the right" in found.describe()
+        assert (found.column, found.iteration) == ("(rows)" if len(left) != len(right) else "eval_score", 3)
+        assert found.column == "(rows)" or "bits" in found.describe()
 
 
 def test_number_of_iterations_comes_after_the_cells(run: Path, tmp_path: Path) -> None:
@@ -237,28 +162,15 @@ def test_number_of_iterations_comes_after_the_cells(run: Path, tmp_path: Path) -
 @pytest.mark.parametrize("value", [0.5, 1, "0.625", None])
 def test_final_results(run: Path, tmp_path: Path, value: float | int | str | None) -> None:
     other = tmp_path / "other"
-    current = synthetic_run.start_run(other)
+    written = synthetic_run.start_run(other)
     for iteration in range(2):
-        current = writer.append_iteration(other, current, iteration, synthetic_run.random_tables(iteration, 12))
+        written.append(iteration, synthetic_run.random_tables(iteration, 12))
     final = {**synthetic_run.FINAL, "eval_accuracy": value}
-    writer.finish(other, current, {name: item for name, item in final.items() if item is not None})
+    written.finish({name: item for name, item in final.items() if item is not None}, {})
     found = first_difference(run, other)
     assert found is not None
     assert (found.table, found.column, found.left, found.right) == ("(final)", "eval_accuracy", 0.625, value)
     assert found.describe().startswith("final result eval_accuracy: 0.625 ")
-
-
-def test_missing_and_unreadable_files(run: Path, copy: Path) -> None:
-    path = manifest.table_path(copy, "steps", 1)
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match=r"steps/iteration=000001\.parquet: has another SHA-256"):
-        first_difference(run, copy)
-    path.unlink()
-    with pytest.raises(UserError, match=r"steps/iteration=000001\.parquet: is missing"):
-        first_difference(run, copy)
-    with pytest.raises(UserError, match="no such folder"):
-        first_difference(run, copy / "nothing")
 
 
 def test_long_texts_are_shown_where_they_differ() -> None:
@@ -267,19 +179,6 @@ def test_long_texts_are_shown_where_they_differ() -> None:
         "sequences", 0, "response", 1, {"iteration": 0, "sequence": 1}, left, right, "", "", 1, 2
     ).describe()
     assert "'aaaaaaaaaaaaleftbbbbbbbb'" in line and "at 500" in line and len(line) < 250
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "said"),
-    [
-        ([1.0, 0.0], [1.0, -0.0], "[1.0, 0.0] (at 1) on the left, [1.0, -0.0] (at 1) on the right"),
-        ([float("nan"), 0.5], [float("nan"), 0.25], "[nan, 0.5] (at 1) on the left, [nan, 0.25] (at 1) on the right"),
-        ([0.5], [0.5, 1.0], "[0.5] (at 1) on the left, [0.5, 1.0] (at 1) on the right"),
-    ],
-)
-def test_lists_of_numbers_are_shown_where_their_bits_differ(left: list[float], right: list[float], said: str) -> None:
-    line = Difference("sequences", 0, "score_parts", 1, {"iteration": 0}, left, right, "", "", 1, 2).describe()
-    assert said in line
 
 
 def test_reader_and_diff_do_not_import_torch() -> None:

@@ -13,7 +13,7 @@ from analysis.mismatch.routes import route_table
 from analysis.mismatch.tables import measure, whole
 from analysis.pairs.places import ROUTE, ROUTES
 from analysis.pairs.runs import run_pairs
-from analysis.report.figures.mismatch import bucket_figure
+from analysis.report.figures import bucket_figure
 from ppo_repro.errors import UserError
 from ppo_repro.models.tiny import make_model
 from ppo_repro.plan import plan_run

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from analysis.mismatch.parity import Parity, parity
-from analysis.report.reading.facts import disturbance_verdict
+from analysis.report.verdicts import on_purpose
 from ppo_repro.accuracy import Text, reference_scores, stock_scores
 from ppo_repro.checks.bisect import bisect
 from ppo_repro.config.files import load_config
@@ -158,7 +158,7 @@ def test_stock_torch_samples_in_its_own_numbers(tmp_path: Path) -> None:
 
 def test_the_verdicts_say_that_it_was_on_purpose(tmp_path: Path) -> None:
     def texts(*overrides: str) -> list[str]:
-        return [verdict.text for verdict in disturbance_verdict(tiny(*overrides))]
+        return [verdict.text for verdict in on_purpose(tiny(*overrides))]
 
     assert texts(SIDES["sampler w8a8"][0])[0] == (
         "The sampler was rounded on purpose: mismatch.sampler.precision = weights float8_e4m3, activations "

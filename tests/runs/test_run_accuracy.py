@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from ppo_repro.config.section import run_folder
-from ppo_repro.errors import UserError
 from ppo_repro.records import accuracy, manifest
 from ppo_repro.records.accuracy import Accuracy
 from ppo_repro.runs import language
@@ -64,10 +62,6 @@ def test_measuring_changes_no_bit(deterministic_run: Path, tmp_path: Path) -> No
     assert not any("float64" in line for line in LANGUAGE_RUNS.verdicts(summarise(quiet)))
 
 
-def test_native_numerics_measure_nothing(native_run: Path) -> None:
-    assert "accuracy.json" not in manifest.load(native_run).notes and summarise(native_run).numerical_accuracy is None
-
-
 @pytest.mark.usefixtures("no_measurement")
 def test_a_rerun_does_not_measure_again(deterministic_run: Path) -> None:
     assert rerun(deterministic_run, Silent()).difference is None
@@ -93,29 +87,7 @@ def test_low_accuracy_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert rerun(run_dir, watcher).difference is None and len(watcher.texts) == 1
 
 
-def test_a_note_of_version_0_2_is_read(deterministic_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = measured(deterministic_run)
-    note = {name.replace("deterministic", "exact"): x for name, x in found.numbers().items()}
-    note |= {"worst_layer": "", "worst_layer_error": 0.0}
-    monkeypatch.setattr(accuracy, "read_note", lambda *_: note)
-    assert measured(deterministic_run) == found
-
-
 def test_the_merged_weights_of_an_adapter_are_measured(deterministic_run: Path, tmp_path: Path) -> None:
     config = small_config("lora={rank: 2, alpha: 4}", "ppo.iterations=1")
     # B is 0 at the start, so the merged weights are those of the model
     assert measured(run(config, tmp_path, Silent())[0]) == measured(deterministic_run)
-
-
-def test_a_damaged_file_is_refused(deterministic_run: Path, tmp_path: Path) -> None:
-    run_dir = Path(shutil.copytree(deterministic_run, tmp_path / "run"))
-    path = run_dir / accuracy.FILE_NAME
-    text = path.read_text()
-    path.write_text(text.replace('"tokens": 9', '"tokens": 8'))
-    for read in (verify, summarise):
-        with pytest.raises(UserError, match=r"accuracy\.json: has another SHA-256 than the manifest says"):
-            read(run_dir)
-    path.unlink()
-    for read in (verify, summarise):
-        with pytest.raises(UserError, match=r"accuracy\.json: cannot be read"):
-            read(run_dir)

@@ -61,7 +61,7 @@ def test_the_training_before_ppo_is_recorded(recorded: Recorded) -> None:
     assert steps["accuracy"].notna().sum() == 1 and (steps["learning_rate"] > 0).all()
     pairs, updates = reader.read_pairs(recorded.whole), reader.read_pair_updates(recorded.whole)
     held_out = pairs[pairs["held_out"]]
-    assert (len(pairs), len(held_out)) == (32, 8) and (pairs["chosen"] != pairs["rejected"]).all()
+    assert (len(pairs), len(held_out)) == (280, 256) and (pairs["chosen"] != pairs["rejected"]).all()
     assert held_out["margin_after"].notna().all() and pairs[~pairs["held_out"]]["margin_after"].isna().all()
     accuracy = float((held_out["margin_after"] > 0).mean())
     assert accuracy == reader.open_manifest(recorded.whole).final["reward_model_pair_accuracy"]
@@ -85,7 +85,7 @@ def test_the_fingerprint_does_not_contain_them(recorded: Recorded) -> None:
 
 CELLS = (
     ("warm_start_steps", "loss", "table warm_start_steps, column loss, row 39"),
-    ("pairs", "margin_after", "table pairs, column margin_after, row 31"),
+    ("pairs", "margin_after", "table pairs, column margin_after, row 279"),
     ("pair_updates", "margins", "table pair_updates, column margins"),
     ("pair_steps", "grad_norm", "table pair_steps, column grad_norm"),
     ("evaluations", "scores", "table evaluations, iteration 3, column scores, row 6"),
@@ -113,16 +113,6 @@ def test_a_flipped_bit_is_found_by_verify_and_diff(
     assert difference is not None and difference.describe().startswith(where)
     path.unlink()
     with pytest.raises(UserError, match=f"{path}: is missing"):
-        verify(copy)
-
-
-@pytest.mark.parametrize("moment", ["preparation", "ending"])
-def test_a_side_table_without_a_digest_of_its_bytes_is_refused(copy: Path, moment: str) -> None:
-    whole = manifest.load(copy)
-    entries = {name: dataclasses.replace(entry, file_digest=None) for name, entry in getattr(whole, moment).items()}
-    assert entries
-    manifest.save(whole.model_copy(update={moment: entries}), copy)
-    with pytest.raises(UserError, match=r"manifest\.json: lists a side table without the digest of its bytes"):
         verify(copy)
 
 
@@ -159,5 +149,5 @@ def test_a_run_begun_again_with_other_training_is_refused(recorded: Recorded, tm
 def test_a_table_that_the_run_has_not_is_refused_in_one_line(tmp_path: Path) -> None:
     run_dir, _ = run(load_config(TINY, ["ppo.iterations=1"]), tmp_path, Silent())
     assert len(reader.read_evaluations(run_dir)) == 14
-    with pytest.raises(UserError, match="holds no table pairs"):
+    with pytest.raises(UserError, match="no table 'pairs'; there are "):
         reader.read_pairs(run_dir)

@@ -17,7 +17,7 @@ import pytest
 
 from ppo_repro.commands.cli import _run
 from ppo_repro.records import manifest
-from ppo_repro.tracking.links import LOCAL_PAGES
+from ppo_repro.tracking.mlflow_copy import LOCAL_PAGES
 from tests.support.browser import look
 from tests.support.ranks import free_port
 

@@ -235,14 +235,14 @@ def pairs_of_run(run_dir: Path) -> list[Preference]:
     """
     columns = ["iteration", "prompt_key", "prompt_ids", "response_ids", "scores"]
     rows = reader.read_sequences(run_dir, columns=columns)
-    pairs: dict[tuple[int, Preference], None] = {}  # in the order in which they are found
+    pairs: dict[tuple[str, Preference], None] = {}  # in the order in which they are found
     for (iteration, key), group in rows.groupby(["iteration", "prompt_key"], sort=False):
         ids, scores = [tuple(map(int, row)) for row in group["response_ids"]], group["scores"].tolist()
         prompt = tuple(map(int, group["prompt_ids"].iloc[0]))
         for chosen, high in zip(ids, scores, strict=True):
             for rejected, low in zip(ids, scores, strict=True):
                 if high > low:
-                    pairs[int(iteration), Preference(str(key), prompt, chosen, rejected)] = None
+                    pairs[str(iteration), Preference(str(key), prompt, chosen, rejected)] = None
     if not pairs:
         raise UserError(
             f"{run_dir}: has no two responses to one prompt with different scores in one iteration; "

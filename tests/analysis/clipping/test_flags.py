@@ -10,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from analysis.clipping.flags import (
-    DISJOINT,
-    FLAGS,
     flags_of_ratios,
     ratios_of,
     recorded_against_float64,
@@ -52,14 +50,6 @@ def test_the_dual_clip_by_hand() -> None:
     assert flags["dual_zero"].tolist() == [False, False, True, False]
     assert flags["wrong_high"].tolist() == [True, True, True, False]
     assert flags["grad_zero"].tolist() == [False, False, True, True]
-
-
-def test_a_ratio_on_the_bound_is_in_the_band_and_float32_thinks_otherwise() -> None:
-    flags = flags_of_ratios(np.array([1.2, 0.8]), np.array([1.0, -1.0]), RULE)
-    assert not flags["band_out"].any()
-    # the trap: the same comparison in float32 calls one of the two clipped, and only one
-    up, down = np.float32(1.2), np.float32(0.8)
-    assert abs(up - np.float32(1)) > np.float32(0.2) and not abs(down - np.float32(1)) > np.float32(0.2)
 
 
 def test_the_value_flags_by_hand() -> None:
@@ -112,15 +102,6 @@ def test_the_flags_are_those_of_the_losses(rule: ClipRule, tokens: list[tuple[fl
 
 
 @settings(max_examples=10)  # each example builds data frames
-@given(items())
-def test_the_band_is_the_disjoint_sum(item: IterationRows) -> None:
-    flags = token_flags(item.rows, item.rule)
-    assert (flags[list(DISJOINT)].sum(axis=1) == flags["band_out"]).all()
-    assert (flags["dual_zero"] <= flags["wrong_high"]).all()
-    assert (flags["grad_zero"] == flags["clip_high"] | flags["clip_low"] | flags["dual_zero"]).all()
-
-
-@settings(max_examples=10)  # each example builds data frames
 @given(items(), st.floats(0.0, 0.05))
 def test_a_wider_band_clips_less_and_each_side_on_its_own(item: IterationRows, more: float) -> None:
     rule = replace(item.rule, dual=None)
@@ -149,11 +130,6 @@ def test_grad_zero_is_where_the_objective_is_flat(rule: ClipRule, log_ratio: flo
     slope = (above - below) / (2 * step)
     flags = flags_of_ratios(ratios_of(np.array([log_ratio])), np.array([advantage]), rule)
     assert bool(flags["grad_zero"][0]) == (slope == 0.0)
-
-
-def test_an_unchanged_policy_has_no_flag() -> None:
-    item = make_item([3, 2], np.zeros((1, 5)), np.array([1.0, -1.0, 0.0, 2.0, -2.0]))
-    assert not token_flags(item.rows, item.rule)[list(FLAGS)].to_numpy().any()
 
 
 def test_float32_flags_that_float64_decides_otherwise_are_counted_with_their_cause() -> None:

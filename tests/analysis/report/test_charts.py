@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.report.drawing.axes import (
+from analysis.report.charts import (
     CHARACTER,
     LEFT,
     PLOT_HEIGHT,
@@ -22,16 +22,18 @@ from analysis.report.drawing.axes import (
     TOP,
     WIDTH,
     Axis,
-    Plot,
+    Line,
+    Rule,
+    area_chart,
     axis_for,
-    label_of,
-    legend,
-    power_of,
+    bar_chart,
+    heat_levels,
+    heat_map,
+    line_chart,
     ticks,
 )
-from analysis.report.drawing.charts import Line, Rule, area_chart, bar_chart, heat_levels, heat_map, line_chart
-from analysis.report.drawing.figure import csv_link
-from analysis.report.drawing.markup import element, escape, number, share, spread, table
+from analysis.report.markup import element, escape, number, share, spread, table
+from analysis.report.page import csv_link
 
 FINITE = st.floats(-1e12, 1e12)
 
@@ -101,22 +103,18 @@ def test_areas_stack_to_their_sum() -> None:
     at, x, y = np.array([0.0, 1.0]), Axis("x", 0.0, 1.0), Axis("y", 0.0, 1.0)
     svg = area_chart(at, [("a", np.array([0.25, 0.5])), ("b", np.array([0.75, 0.5]))], x, y, "")
     first, second = paths(svg, "area")
-    plot = Plot(x, y, float(first.split(" ")[1].split("L")[0]) - PLOT_HEIGHT)
-    quarter = f"{float(plot.down(0.25)):.1f}"
-    assert first.endswith(f"{quarter}Z") and second.startswith(f"M{LEFT:.1f} {quarter}")
-    assert second.endswith(f"{plot.top:.1f}Z")  # together they fill the plot
+    top = float(first.split(" ")[1].split("L")[0]) - PLOT_HEIGHT
+    assert first.endswith(f"{top + 0.75 * PLOT_HEIGHT:.1f}Z") and second.endswith(f"{top:.1f}Z"), "they fill the plot"
 
 
 def test_bars_and_cells_are_drawn_where_something_is() -> None:
-    x, y = Axis("x", 0.0, 3.0), Axis("y", 0.0, 4.0)
-    edges = np.arange(4.0)
-    svg = bar_chart(edges[:-1], edges[1:], [("n", np.array([4.0, 0.0, 1.0]))], x, y, "")
-    assert paths(svg, "bar")[0].count("M") == 2
+    x, y, edges = Axis("x", 0.0, 3.0), Axis("y", 0.0, 4.0), np.arange(4.0)
+    assert paths(bar_chart(edges, [("n", np.array([4.0, 0.0, 1.0]))], x, y, ""), "bar")[0].count("M") == 2
     counts = np.zeros((3, 3))
     counts[0, 0], counts[2, 1] = 1, 1000
     svg = heat_map(edges, edges, counts, x, Axis("y", 0.0, 3.0), "", rules=(Rule(1.0, "one"),))
     assert [len(paths(svg, f"heat{k}")) for k in (1, 5, 9)] == [1, 0, 1]
-    assert "one" in "".join(parsed(svg).itertext())
+    assert "one" in "".join(parsed(svg).itertext()), "the legend names the line"
 
 
 TEXT = st.text(st.characters(codec="utf-8"))
@@ -174,26 +172,16 @@ def hovered(svg: str) -> Any:
     return json.loads(parsed(svg).get("data-hover") or "null")
 
 
-def test_the_pointer_finds_the_values_of_every_line_at_its_place() -> None:
-    x, y = Axis("step", 0.0, 10.0), Axis("y", 0.0, 1.0)
+def test_the_pointer_finds_the_values_of_lines_bars_and_cells() -> None:
+    x, y, edges = Axis("step", 0.0, 10.0), Axis("y", 0.0, 1.0), np.array([0.0, 1.0, 3.0])
     first = Line("a", np.array([0.0, 10.0]), np.array([0.25, 1.0]), np.array([0.0, np.nan]), np.array([0.5, np.nan]))
     svg = line_chart([first, Line("b", np.array([10.0]), np.array([np.nan]))], x, y, "")
     assert hovered(svg) == {"at": [[LEFT, "step 0\na: 0.25 (0 to 0.5)"], [WIDTH - RIGHT, "step 10\na: 1\nb: –"]]}
-    assert hovered(line_chart([first], x, y, "", with_values=False)) is None
-
-
-def test_the_pointer_finds_a_cell_and_a_bar() -> None:
-    edges = np.array([0.0, 1.0, 3.0])
-    counts = np.array([[0, 7], [0, 0]])
-    svg = heat_map(
-        edges, edges, counts, Axis("p", 0.0, 3.0), Axis("q", 0.0, 3.0), "", what="rows", y_names=["low", "high"]
-    )
-    found = hovered(svg)
-    assert found["cells"] == {"0,1": "7"} and found["xn"] == ["p 0 to 1", "p 1 to 3"] and found["yn"] == ["low", "high"]
+    p, q = Axis("p", 0.0, 3.0), Axis("q", 0.0, 3.0)
+    found = hovered(heat_map(edges, edges, np.array([[0, 7], [0, 0]]), p, q, "", what="rows", x_names=["low", "high"]))
+    assert found["cells"] == {"0,1": "7"} and found["xn"] == ["low", "high"] and found["yn"] == ["q 0 to 1", "q 1 to 3"]
     assert found["xe"] == [LEFT, pytest.approx(LEFT + (WIDTH - LEFT - RIGHT) / 3, abs=0.05), WIDTH - RIGHT]
-    bars = hovered(
-        bar_chart(edges[:-1], edges[1:], [("n", np.array([4.0, 0.0]))], Axis("p", 0.0, 3.0), Axis("n", 0.0, 4.0), "")
-    )
+    bars = hovered(bar_chart(edges, [("n", np.array([4.0, 0.0]))], p, Axis("n", 0.0, 4.0), ""))
     assert [text for _, text in bars["at"]] == ["p 0 to 1\nn: 4", "p 1 to 3\nn: 0"]
 
 
@@ -208,16 +196,22 @@ def test_iterations_have_ticks_without_fractions(values: list[int]) -> None:
 )
 def test_labels_of_ticks_stay_short(hi: float, power: int, last: str) -> None:
     axis = Axis("loss", 0.0, hi)
-    assert power_of(axis) == power and ticks(axis)[-1][1] == last
-    assert label_of(axis) == ("loss" if power == 0 else f"loss × 1e{power}")
+    assert axis.power == power and ticks(axis)[-1][1] == last
+    said = "".join(parsed(line_chart([], axis, axis, "")).itertext())
+    assert ("loss" if power == 0 else f"loss × 1e{power}") in said
 
 
 @given(st.lists(st.text("abcdef=.,_ ", min_size=1, max_size=200), min_size=2, max_size=6))
 def test_a_legend_stays_inside_the_picture(names: list[str]) -> None:
-    rows, top = legend(names, ["fill0"] * len(names))
-    texts = list(ET.fromstring(rows).iter("text"))
+    none = np.zeros(0)
+    x, y = Axis("x", 0.0, 1.0), Axis("y", 0.0, 1.0)
+    chart = parsed(line_chart([Line(name, none, none) for name in names], x, y, ""))
+    texts = [text for group in chart if group.get("class") == "legend" for text in group.iter("text")]
     ends = [float(t.get("x", "0")) + CHARACTER * len(t.text or "") for t in texts]
-    assert max(ends) <= WIDTH and max(float(t.get("y", "0")) for t in texts) < top
+    plot = min(
+        float((p.get("d") or "").split(" ")[1].split("V")[0]) for p in chart.iter("path") if "V" in p.get("d", "M0 0V")
+    )
+    assert max(ends) <= WIDTH and max(float(t.get("y", "0")) for t in texts) < plot
 
 
 FRAMES = st.lists(

@@ -1,28 +1,148 @@
-"""The figures of analyses, from small frames: the chart and its caption."""
+"""The counts behind the figures, by hand and against the records of training; the figures, from small frames."""
 
 from __future__ import annotations
 
+import math
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 
-from analysis.report.drawing.figure import Figure, figure_html
-from analysis.report.figures import counts
-from analysis.report.figures.clipping import (
-    ClipBounds,
-    definition_figure,
-    extremes_figure,
-    flag_figure,
-    overshoot_figure,
-    quadrant_figure,
-    ratio_figure,
-)
-from analysis.report.figures.mismatch import bucket_figure, delta_figure, divergence_figure, probability_figure
-from analysis.report.figures.units import share_figure, unit_figure
+from analysis.report import counts, curves, figures
+from analysis.report.facts import read_facts
+from analysis.report.figures import ClipBounds
+from analysis.report.page import Figure, figure_html
+from analysis.report.scan import iterations_of, scan_run, summary_tables, token_rows
+from analysis.report.tokens import REASONS, select, token_data
+from ppo_repro.errors import UserError
+from ppo_repro.records import reader
 
-BOUNDS = ClipBounds(0.8, 1.2, False)
+ANY_FLOAT = st.one_of(st.floats(-50, 50), st.just(math.nan), st.just(math.inf), st.just(-math.inf))
+BOUNDS = ClipBounds(0.8, 1.2)
+
+
+@given(arrays.arrays(np.float64, st.integers(0, 60), elements=ANY_FLOAT))
+def test_histograms_are_what_their_definition_says(values: np.ndarray) -> None:
+    edges = counts.LOG_RATIO_EDGES
+    slow = np.zeros(len(edges) - 1, dtype=np.int64)
+    for value in values[np.isfinite(values)]:  # the outer bins reach to infinity
+        slow[next((k for k in range(len(edges) - 1) if value < edges[k + 1]), len(edges) - 2)] += 1
+    assert (counts.histogram(values, edges) == slow).all()
+
+
+def test_two_dimensions_flags_and_extremes_by_hand() -> None:
+    edges = np.array([0.0, 1.0, 2.0])
+    x, y = np.array([0.5, 0.5, 1.5, 9.0, math.nan]), np.array([0.5, 1.5, 0.2, -3.0, 0.5])
+    assert counts.histogram_2d(x, y, edges, edges).tolist() == [[1, 1], [2, 0]]
+    ratios = np.array([1.0, 1.5, 0.5, 3.0, math.inf, math.nan], np.float32)
+    updates = pd.DataFrame({"ratios": ratios, "clip_flag": ["none"] * 4 + ["clip_high", None]})
+    flags, extremes = counts.flag_row(4, updates), counts.extremes_row(4, updates)
+    assert flags["clip_high"] == 1 and flags["token_updates"] == 5
+    assert (extremes["min_ratio"], extremes["max_ratio"]) == (0.5, 3.0)
+    assert extremes["nonfinite_ratios"] == 1, "infinity is broken, null is none at all"
+
+
+def test_standard_errors_and_intervals_by_hand() -> None:
+    assert curves.mean_and_error(np.array([1.0, 3.0])) == (2.0, 1.0)
+    assert math.isnan(curves.mean_and_error(np.array([1.0]))[1])
+    # three responses: sums 2, 2, 5 over 1, 2, 3 tokens; ratio 1.5, residuals 0.5, -1, 0.5
+    ratio, error = curves.ratio_and_error(np.array([2.0, 2.0, 5.0]), np.array([1.0, 2.0, 3.0]))
+    assert ratio == 1.5 and error == pytest.approx(math.sqrt(1.5 * 1.5) / 6)
+
+    def seed(value: float, iterations: list[int]) -> pd.DataFrame:
+        return pd.DataFrame({"iteration": iterations, "metric": "score", "value": value, "low": 0.0, "high": 0.0})
+
+    found = curves.over_seeds([seed(1.0, [0, 1]), seed(3.0, [0]), seed(math.nan, [0])]).set_index("iteration")
+    # standard error 1, t of 1 degree of freedom at 97.5 % 12.706
+    assert found.loc[0, ["value", "low", "high", "seeds"]].tolist() == pytest.approx([2, -10.706, 14.706, 2], abs=1e-3)
+    assert found.loc[1, "value"] == 1.0 and math.isnan(found.loc[1, "low"])
+
+
+def test_a_scan_agrees_with_what_training_recorded(deterministic_run: Path) -> None:
+    facts = read_facts(deterministic_run)
+    iterations, steps = summary_tables(facts)
+    scan = scan_run(facts, iterations, steps)
+    held_out = scan.curves[scan.curves["metric"] == "eval_accuracy"].sort_values("iteration")
+    measured = iterations[iterations["eval_accuracy"].notna()]
+    assert held_out["iteration"].tolist() == [*measured["iteration"], len(iterations)]
+    assert held_out["value"].tolist() == [*measured["eval_accuracy"], float(facts.manifest.final["eval_accuracy"])]
+    recorded = {
+        "score": "score_mean", "accuracy": "accuracy", "ref_kl_per_sequence": "ref_kl_per_sequence",
+        "entropy": "entropy", "response_length": "response_length_mean", "explained_variance": "explained_variance",
+    }  # fmt: skip
+    for metric, column in recorded.items():
+        values = scan.curves[scan.curves["metric"] == metric].sort_values("iteration")["value"].to_numpy()
+        # training adds up exactly, pandas in some order: float64 rounding of a few hundred terms
+        assert values == pytest.approx(iterations[column].to_numpy(), rel=1e-12), metric
+    weighted = (steps["clip_fraction"] * steps["tokens"]).groupby(steps["iteration"]).sum().to_numpy()
+    assert scan.flags[["clip_high", "clip_low", "clip_dual"]].sum(axis=1).to_numpy() == pytest.approx(weighted)
+    visits = int(steps["tokens"].sum())
+    assert scan.flags["token_updates"].sum() == scan.ratios["count"].sum() == scan.quadrants.sum() == visits
+    tokens = reader.read_tokens(deterministic_run)
+    assert scan.probabilities.sum() == np.trace(scan.probabilities) == scan.deltas.sum() == len(tokens)
+    parts = [f"tokens_{part}" for part in figures.PARTS]
+    assert (scan.text[parts].sum(axis=1) == scan.text["tokens"]).all() and scan.text["tokens"].sum() == len(tokens)
+    kl = scan.text[[f"kl_{part}" for part in figures.PARTS]].to_numpy().sum()
+    assert kl == pytest.approx(tokens["ref_kl"].astype(np.float64).sum(), rel=1e-9)
+
+
+def test_updates_find_their_tokens_in_any_order(native_run: Path) -> None:
+    first = next(iterations_of(read_facts(native_run)))
+    shuffled = first.tokens.sample(frac=1.0, random_state=3).reset_index(drop=True)
+    rows, keys = token_rows(shuffled, first.updates, "here"), ["sequence", "position"]
+    assert (shuffled.loc[rows, keys].to_numpy() == first.updates[keys].to_numpy()).all()
+    with pytest.raises(UserError, match="here: the updates name tokens"):
+        token_rows(first.tokens.iloc[1:], first.updates, "here")
+
+
+def summary_frame(rows: list[tuple[int, int, int, float, float, int]]) -> pd.DataFrame:
+    return pd.DataFrame(rows, columns=["iteration", "sequence", "tokens", "score", "max_abs_delta", "clipped"])
+
+
+def test_the_selection_by_hand() -> None:
+    rows = [(0, 0, 5, 0.0, 0.0, 0), (0, 1, 5, 0.5, 9.0, 0), (0, 2, 5, 0.0, 0.0, 7), (1, 0, 5, 1.0, 0.0, 0)]
+    rows += [(1, 1, 5, -1.0, 0.0, 0), (1, 2, 5, 0.0, 0.0, 0)]
+    why = {(r.iteration, r.sequence): r.why for r in select(summary_frame(rows), 6).itertuples()}
+    assert "mismatch" in why[0, 1] and why[0, 2][0] == "clipped"
+    assert why[1, 0][:2] == ["best", "last"] and "worst" in why[1, 1] and "first" in why[0, 0]
+    assert len(select(summary_frame(rows), 2)) == 2
+    assert select(summary_frame(rows), 6, max_tokens=11)["tokens"].sum() == 10
+    assert len(select(summary_frame(rows), 6, max_tokens=1)) == 1, "one is shown however long it is"
+
+
+@given(st.integers(1, 40), st.integers(1, 60), st.integers(0, 3))
+def test_a_selection_has_the_number_asked_for(count: int, there: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    rows = [(k // 7, k % 7, 3, float(generator.integers(0, 3)), float(generator.random()), 1) for k in range(there)]
+    found = select(summary_frame(rows), count)
+    assert len(found) == min(count, there) and not found.duplicated(["iteration", "sequence"]).any()
+    assert all(why and set(why) <= set(REASONS) for why in found["why"])
+    assert found["max_abs_delta"].max() == summary_frame(rows)["max_abs_delta"].max()
+
+
+def test_the_token_view_has_what_the_records_have(native_run: Path) -> None:
+    facts = read_facts(native_run)
+    data = token_data(native_run, select(scan_run(facts, *summary_tables(facts)).responses, 12))
+    assert len(data["responses"]) == 12
+    keys = [column["key"] for column in data["columns"]]
+    assert {"delta", "ratio_0", "ratio_1", "flag_0", "flag_1", "values", "advantages", "ref_kl"} <= set(keys)
+    tokens, updates = reader.read_tokens(native_run), reader.read_updates(native_run)
+    for shown in data["responses"]:
+        mine, second = (
+            frame[(frame["iteration"] == shown["iteration"]) & (frame["sequence"] == shown["sequence"])]
+            for frame in (tokens, updates[updates["epoch"] == 1])
+        )
+        second = second.sort_values("position")
+        assert shown["ids"] == mine["token_id"].tolist() and "".join(shown["texts"]) == shown["response"]
+        # six significant digits are promised
+        assert shown["columns"]["entropies"] == pytest.approx(mine["entropies"].to_list(), rel=5e-6, abs=1e-30)
+        assert shown["columns"]["ratio_1"] == pytest.approx(second["ratios"].to_list(), rel=5e-6)
+        assert shown["columns"]["flag_1"] == second["clip_flag"].tolist()
 
 
 def drawn(figure: Figure) -> tuple[ET.Element, str]:
@@ -36,106 +156,72 @@ def count(chart: ET.Element, name: str) -> int:
     return sum(path.get("d", "").count("M") for path in chart.iter("path") if name in (path.get("class") or "").split())
 
 
-def test_probability_says_how_much_lies_on_the_diagonal() -> None:
+def test_mismatch_figures() -> None:
     grid = np.zeros((36, 36), np.int64)
     grid[35, 35], grid[3, 3], grid[3, 4] = 60, 30, 10
-    chart, said = drawn(probability_figure(grid))
-    assert "90 % of 100 tokens are in the same bin" in said
-    assert sum(count(chart, f"heat{k}") for k in range(1, 10)) == 3
-
-
-def test_delta_shows_zero_in_the_middle_and_both_sides() -> None:
-    found = counts.histogram(np.array([0.0, 0.0, 3e-6, -3e-6, -2e-4]), counts.DELTA_EDGES)
-    figure = delta_figure(found)
-    chart, said = drawn(figure)
-    assert "40 % of 5 tokens are within 1e-9" in said and count(chart, "bar") == 4
-    assert figure.numbers["tokens"].sum() == 5 and "-1e-4" in said and "1e-4" in said
-
-
-def buckets() -> pd.DataFrame:
+    chart, said = drawn(figures.probability_figure(grid))
+    assert "90 % of 100 tokens are in the same bin" in said and sum(count(chart, f"heat{k}") for k in range(1, 10)) == 3
+    deltas = counts.histogram(np.array([0.0, 0.0, 3e-6, -3e-6, -2e-4]), counts.DELTA_EDGES)
+    chart, said = drawn(figures.delta_figure(deltas))
+    assert "40 % of 5 tokens are within 1e-9" in said and count(chart, "bar") == 4 and "-1e-4" in said
     rows = [("prob", 0.0, 0.1, 5, 2e-6, 4e-6, 5e-6), ("prob", 0.1, 1.0, 50, 1e-7, 3e-7, 4e-7)]
     rows += [("position", 0.0, 1.0, 10, 1e-7, 2e-7, 3e-7), ("prob", 0.05, 0.1, 0, np.nan, np.nan, np.nan)]
-    return pd.DataFrame(rows, columns=["kind", "lo", "hi", "n", "abs_mean", "abs_p99", "abs_max"])
+    buckets = pd.DataFrame(rows, columns=["kind", "lo", "hi", "n", "abs_mean", "abs_p99", "abs_max"])
+    chart, said = drawn(figures.bucket_figure(buckets, "prob"))
+    assert count(chart, "bar") == 6 and "2e-06 nats in the first bucket, 1e-07 in the last" in said
+    kinds = (("k1", -1e-8), ("k2", 1e-12), ("k3", 0.0))
+    found = pd.DataFrame([(i, kind, value, 1e-9) for i in range(3) for kind, value in kinds])
+    chart, said = drawn(figures.divergence_figure(found.set_axis(["iteration", "metric", "value", "se"], axis=1)))
+    assert "|k1| 1e-08, k2 1e-12" in said and count(chart, "line") == 2, "zeros have no logarithm"
 
 
-@pytest.mark.parametrize(("kind", "bars"), [("prob", 6), ("position", 3)])
-def test_buckets_have_a_bar_for_mean_percentile_and_largest(kind: str, bars: int) -> None:
-    figure = bucket_figure(buckets(), kind)
-    chart, said = drawn(figure)
-    assert count(chart, "bar") == bars and len(figure.numbers) == bars // 3
-    assert ("2e-06 nats in the first bucket, 1e-07 in the last" in said) == (kind == "prob")
-
-
-def test_divergences_leave_out_what_is_zero() -> None:
-    rows = [(i, metric, value, 1e-9) for i in range(3) for metric, value in (("k1", -1e-8), ("k2", 1e-12), ("k3", 0.0))]
-    figure = divergence_figure(pd.DataFrame(rows, columns=["iteration", "metric", "value", "se"]))
-    chart, said = drawn(figure)
-    assert "|k1| 1e-08, k2 1e-12" in said and count(chart, "line") == 2 and len(figure.numbers) == 9
-
-
-def test_ratios_are_columns_of_shares_with_the_bounds() -> None:
+def test_clipping_figures() -> None:
     updates = pd.DataFrame(
         {"epoch": [0, 0, 1, 1], "minibatch": [0, 0, 0, 0], "ratios": np.array([1.0, 1.0, 1.0, 2.0], np.float32)}
     )
-    figure = ratio_figure(counts.ratio_histogram(updates), BOUNDS)
-    chart, said = drawn(figure)
-    assert "About 25 % lie outside the bounds." in said and "upper bound 1.2" in said
-    assert sum(count(chart, f"heat{k}") for k in range(1, 10)) == 3 and count(chart, "rule") == 2
-    assert figure.numbers["tokens"].tolist() == [2, 2]
-    assert "no clip bounds" in drawn(ratio_figure(counts.ratio_histogram(updates), None))[1]
-
-
-def test_flags_are_shares_and_add_up() -> None:
+    chart, said = drawn(figures.ratio_figure(counts.ratio_histogram(updates), BOUNDS))
+    assert "About 25 % lie outside the bounds." in said and "bounds 0.8 and 1.2" in said and "epoch 1" in said
+    assert sum(count(chart, f"heat{k}") for k in range(1, 10)) == 3
+    assert "no clip bounds" in drawn(figures.ratio_figure(counts.ratio_histogram(updates), None))[1]
     flags = pd.DataFrame([{"iteration": i, **dict.fromkeys(counts.FLAGS, 0), "token_updates": 100} for i in range(2)])
     flags["clip_high"], flags["wrong_low"] = [10, 20], [0, 5]
-    chart, said = drawn(flag_figure(flags))
+    chart, said = drawn(figures.flag_figure(flags))
     assert "Of 200 token updates the clip removed the gradient of 15 %; 2.5 % were outside" in said
     assert count(chart, "area") == 2, "flags that never occur have no layer"
-
-
-def test_quadrants_shade_the_two_regions_without_gradient() -> None:
     grid = counts.histogram_2d(np.array([1.0]), np.array([1.5]), counts.ADVANTAGE_EDGES, counts.RATIO_EDGES)
-    assert count(drawn(quadrant_figure(grid, BOUNDS))[0], "shade") == 2
-    assert count(drawn(quadrant_figure(grid, None))[0], "shade") == 0
-
-
-def test_extremes_and_overshoot() -> None:
-    extremes = pd.DataFrame(
-        {"iteration": [0, 1], "min_ratio": [0.5, 0.1], "max_ratio": [1.5, 7.25], "nonfinite_ratios": 0}
-    )
-    chart, said = drawn(extremes_figure(extremes, BOUNDS))
-    assert "Largest ratio of all: 7.25." in said and count(chart, "line") == 2 and count(chart, "rule") == 2
-    over = pd.DataFrame({"epoch": [0, 0, 1, 1], "beyond": [0.1, 1.0] * 2, "count": [5, 0, 10, 1], "total": [100] * 4})
-    chart, said = drawn(overshoot_figure(over))
-    assert "epoch 0: 0.05 beyond 0.1; epoch 1: 0.1 beyond 0.1" in said and count(chart, "line") == 1
-
-
-def test_definitions_are_weighted_by_tokens() -> None:
+    assert [count(drawn(figures.quadrant_figure(grid, b))[0], "shade") for b in (BOUNDS, None)] == [2, 0]
+    extremes = pd.DataFrame({"iteration": [0, 1], "min_ratio": [0.5, 0.1], "max_ratio": [1.5, 7.25]})
+    assert "Largest ratio of all: 7.25." in drawn(figures.extremes_figure(extremes, BOUNDS))[1]
     steps = pd.DataFrame(
         [(0, 100, 0.2, 0.1, 0.0), (0, 300, 0.4, 0.3, 0.0), (1, 0, np.nan, np.nan, np.nan), (1, 400, 0.1, 0.05, 0.0)],
         columns=["iteration", "n_tok", "band_out", "grad_zero", "clip_floor"],
     )
-    figure = definition_figure(steps)
-    assert figure.numbers["band_out"].tolist() == pytest.approx([0.35, 0.1])
+    figure = figures.definition_figure(steps)
+    assert figure.numbers["band_out"].tolist() == pytest.approx([0.35, 0.1]), "weighted by tokens"
     assert "outside the band 22.5 %, gradient removed 15 %, without any step 0 %" in drawn(figure)[1]
 
 
-def text_sums() -> pd.DataFrame:
+def test_figures_of_text_and_scores() -> None:
     row = {"sequences": 2, "tokens": 8, "words": 4, "characters": 16, "bytes": 32}
-    for part, kl, entropy, tokens in (("first", 3.0, 1.0, 4), ("continuation", 1.0, 3.0, 2), ("special", 0.0, 0.0, 2)):
-        row |= {f"kl_{part}": kl, f"entropy_{part}": entropy, f"tokens_{part}": tokens}
-    return pd.DataFrame([{"iteration": i, **row} for i in range(2)])
-
-
-def test_units_divide_one_sum_by_five_counts() -> None:
-    figure = unit_figure(text_sums())
-    assert figure.numbers.iloc[-1].tolist() == [1, 2.0, 1.0, 0.5, 0.25, 0.125]
+    for part, kl, tokens in (("first", 3.0, 4), ("continuation", 1.0, 2), ("special", 0.0, 2)):
+        row |= {f"kl_{part}": kl, f"tokens_{part}": tokens}
+    sums = pd.DataFrame([{"iteration": i, **row} for i in range(2)])
+    figure = figures.unit_figure(sums)
+    assert figure.numbers.iloc[-1].tolist() == [1, 2.0, 1.0, 0.5, 0.25, 0.125], "one sum divided by five counts"
     assert "2 per response, 1 per word, 0.5 per token" in drawn(figure)[1]
+    figure = figures.kl_share_figure(sums)
+    assert figure.numbers["first tokens of words"].tolist() == [0.75, 0.75]
+    assert "50 % first tokens of words, 25 % later tokens, 25 % special tokens" in drawn(figure)[1]
+    values = {0: np.array([0.0, 0.0, 0.0, 1.0]), 1: np.array([1.0]), 2: np.array([1.0, np.nan, 0.0, 1.0, 1.0])}
+    (figure,) = figures.change_figures(values, "score", "responses")
+    assert figure.numbers.to_dict("list") == {"score": ["0", "1"], "iteration 0": [3, 1], "iteration 2": [1, 3]}
+    assert count(drawn(figure)[0], "bar") == 4 and figures.change_figures({0: np.array([np.nan])}, "s", "r") == []
 
 
-@pytest.mark.parametrize(("quantity", "first"), [("kl", 0.75), ("entropy", 0.25)])
-def test_shares_of_words(quantity: str, first: float) -> None:
-    figure = share_figure(text_sums(), quantity)
-    assert figure.numbers["first tokens of words"].tolist() == [first, first]
-    chart, said = drawn(figure)
-    assert "50 % first tokens of words, 25 % later tokens, 25 % special tokens" in said and count(chart, "area") == 3
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60))
+def test_every_value_is_in_one_bin(values: list[float]) -> None:
+    figure = figures.distribution_figure("t", {"g": np.array(values)}, "score", "responses", "")
+    few = len(set(values)) <= figures.MAX_VALUES
+    assert figure.numbers["g"].sum() == len(values) and len(figure.numbers) == (
+        len(set(values)) if few else figures.BINS
+    )

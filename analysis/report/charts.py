@@ -1,0 +1,335 @@
+"""Charts as inline SVG: lines with bands, stacked areas, bars, heat maps. Colours are classes of style.css.
+
+Drawn here and not by a library because a page has thirty charts that must open without a network, in light and dark, at
+the width of a phone, with the values under the pointer: SVG of matplotlib has fixed colours and no values and would be
+ten times as large, and the scripts of plotly or vega weigh one to four megabytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from analysis.report.markup import element, escape, number, spread
+
+Floats = npt.NDArray[np.float64]
+
+WIDTH, PLOT_HEIGHT = 400.0, 200.0
+LEFT, RIGHT, BOTTOM, TOP = 58.0, 18.0, 46.0, 28.0
+LEGEND_ROW = 19.0
+CHARACTER = 7.9  # an upper bound of the width of a character at the size of the legend
+PLAIN = (1e-2, 1e5)  # magnitudes that ticks show as they are; others are divided by a power of 1000
+COLOURS = 8
+HEAT_LEVELS = 9
+FEW_POINTS = 30  # a line with at most this many points also shows each point
+PLACES = 320  # the plot is about this wide in pixels, so that more values could not be told apart
+DIGITS = 6
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis: label with unit, range in the units of the data, linear or log10; `ticks` replaces the usual ones.
+
+    `whole`: of numbers without fractions, such as iterations; its ticks have none either.
+    """
+
+    label: str
+    lo: float
+    hi: float
+    log: bool = False
+    ticks: tuple[tuple[float, str], ...] = ()
+    whole: bool = False
+
+    def at(self, values: Floats | float) -> Floats:
+        """Where values lie between the ends, 0 at `lo` and 1 at `hi`, clipped to the ends; NaN stays NaN."""
+        data, lo, hi = np.asarray(values, dtype=np.float64), self.lo, self.hi
+        if self.log:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                data = np.where(data > 0, np.log10(data), np.where(np.isnan(data), np.nan, -np.inf))
+            lo, hi = math.log10(lo), math.log10(hi)
+        return np.clip((data - lo) / (hi - lo), 0.0, 1.0)
+
+    @property
+    def power(self) -> int:
+        """The power of ten, a multiple of 3, that the labels of ticks are divided by, so that they stay short."""
+        largest = max(abs(self.lo), abs(self.hi))
+        if self.ticks or self.log or PLAIN[0] <= largest < PLAIN[1]:
+            return 0
+        return 3 * math.floor(math.log10(largest) / 3)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line over x, with an optional band from `low` to `high`; NaN makes a gap."""
+
+    name: str
+    x: Floats
+    y: Floats
+    low: Floats | None = None
+    high: Floats | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A straight dotted line across the plot at a value of y, or of x; the legend has its name, if it has one."""
+
+    value: float
+    name: str = ""
+    along: str = "y"
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A plot with its axes and what stands above it."""
+
+    x: Axis
+    y: Axis
+    above: str
+    top: float
+
+    def across(self, values: Floats | float) -> Floats:
+        """x positions of values."""
+        return LEFT + self.x.at(values) * (WIDTH - LEFT - RIGHT)
+
+    def down(self, values: Floats | float) -> Floats:
+        """y positions of values."""
+        return self.top + (1.0 - self.y.at(values)) * PLOT_HEIGHT
+
+    def picture(self, content: Sequence[str], rules: Sequence[Rule], about: str, hover: dict[str, object]) -> str:
+        """The whole SVG element with its text alternative; `hover` has the values for charts.js."""
+        height = self.top + PLOT_HEIGHT + BOTTOM
+        inside = self.above + _frame(self) + "".join(content) + _rules(self, rules)
+        values = json.dumps(hover, ensure_ascii=True, separators=(",", ":"))
+        box = f"0 0 {WIDTH:g} {height:g}"
+        return element("svg", inside, class_="chart", viewBox=box, role="img", aria_label=about, data_hover=values)
+
+
+def axis_for(label: str, values: Iterable[object], log: bool = False, include: Sequence[float] = ()) -> Axis:
+    """An axis over every finite value (positive, if log) and the values to `include`, with a little room."""
+    data = np.concatenate([np.asarray(values_of, dtype=np.float64).ravel() for values_of in (*values, list(include))])
+    usable = data[np.isfinite(data) & ((data > 0) | (not log))]
+    lo, hi = (float(usable.min()), float(usable.max())) if len(usable) else (1.0, 10.0)
+    if log:
+        lo, hi = 10.0 ** math.floor(math.log10(lo)), 10.0 ** math.ceil(math.log10(hi))
+        return Axis(label, lo, hi if hi > lo else lo * 10.0, True)
+    room = (hi - lo) * 0.04 if hi > lo else abs(lo) * 0.1 or 1.0
+    whole = bool(len(usable)) and bool((usable == np.round(usable)).all())
+    # an axis of a quantity that is never negative begins at 0, not below
+    return Axis(label, max(lo - room, 0.0) if lo >= 0 else lo - room, hi + room, whole=whole)
+
+
+def ticks(axis: Axis) -> list[tuple[float, str]]:
+    """About five round values within an axis, with their labels, in units of its `power`."""
+    if axis.ticks:
+        return list(axis.ticks)
+    if axis.log:
+        lo, hi = round(math.log10(axis.lo)), round(math.log10(axis.hi))
+        every = max(1, math.ceil((hi - lo) / 6))
+        powers = range(lo, hi + 1, every)
+        return [(10.0**power, f"{10.0**power:g}" if -3 <= power <= 4 else f"1e{power}") for power in powers]
+    raw = (axis.hi - axis.lo) / 5
+    magnitude = 10.0 ** math.floor(math.log10(raw))
+    rounded = (1.0, 2.0, 5.0, 10.0) if axis.whole else (1.0, 2.0, 2.5, 5.0, 10.0)
+    step = next(m * magnitude for m in rounded if m * magnitude >= raw * 0.999)
+    step = max(step, 1.0) if axis.whole else step
+    first, last = math.ceil(axis.lo / step - 1e-9), math.floor(axis.hi / step + 1e-9)
+    return [(k * step, f"{k * step / 10.0**axis.power:.6g}") for k in range(first, last + 1)]
+
+
+def line_chart(lines: Sequence[Line], x: Axis, y: Axis, about: str, rules: Sequence[Rule] = ()) -> str:
+    """Lines with their bands, distinguished by colour and dashes."""
+    plot = _plot(x, y, [line.name for line in lines], rules)
+    content = [_band(plot, line, i) for i, line in enumerate(lines)]
+    content += [_line(plot, line, i) for i, line in enumerate(lines)]
+    return plot.picture(content, rules, about, _values(plot, lines))
+
+
+def area_chart(at: Floats, layers: Sequence[tuple[str, Floats]], x: Axis, y: Axis, about: str) -> str:
+    """Layers stacked from the bottom, in their order."""
+    plot, base, content = _plot(x, y, [name for name, _ in layers]), np.zeros(len(at)), []
+    for i, (_, height) in enumerate(layers):
+        d = _closed(plot.across(at), plot.down(base), plot.down(base + height))
+        content.append(f'<path class="area fill{i % COLOURS}" d="{d}"></path>')
+        base = base + height
+    return plot.picture(content, (), about, _values(plot, [Line(name, at, height) for name, height in layers]))
+
+
+def bar_chart(
+    edges: Floats, groups: Sequence[tuple[str, Floats]], x: Axis, y: Axis, about: str, names: Sequence[str] = ()
+) -> str:
+    """Bars from the bottom of the plot between the edges; several groups share that width side by side.
+
+    `names` are the names of the bins if their edges do not say what they hold.
+    """
+    plot = _plot(x, y, [name for name, _ in groups])
+    at, bottom = plot.across(edges), plot.top + PLOT_HEIGHT
+    width, content = np.diff(at) / len(groups), []
+    for i, (_, heights) in enumerate(groups):
+        start = at[:-1] + i * width
+        bars = zip(start + 0.4, start + width - 0.4, plot.down(heights), strict=True)
+        d = "".join(f"M{a:.1f} {bottom:.1f}V{t:.1f}H{b:.1f}V{bottom:.1f}Z" for a, b, t in bars if t < bottom)
+        content.append(f'<path class="bar fill{i % COLOURS}" d="{d}"></path>')
+    places = [
+        [round(float(at[k] + at[k + 1]) / 2, 1), "\n".join([name, *(_said(group, v[k]) for group, v in groups)])]
+        for k, name in enumerate(names or _between(x.label, edges))
+    ]
+    return plot.picture(content, (), about, {"at": places})
+
+
+def heat_map(
+    x_edges: Floats, y_edges: Floats, counts: npt.NDArray[np.number], x: Axis, y: Axis, about: str,
+    rules: Sequence[Rule] = (), under: Sequence[tuple[float, float, float, float]] = (), diagonal: bool = False,
+    what: str = "tokens", x_names: Sequence[str] = (),
+) -> str:  # fmt: skip
+    """Counts of `what`, [x bins, y bins], as shades on a log scale; `under` are boxes (x lo, x hi, y lo, y hi)."""
+    plot = _plot(x, y, (), rules)
+    across, down, level = plot.across(x_edges), plot.down(y_edges), heat_levels(counts)
+    content = []
+    for x_lo, x_hi, y_lo, y_hi in under:
+        (left, right), (low, high) = plot.across(np.array([x_lo, x_hi])), plot.down(np.array([y_lo, y_hi]))
+        content.append(f'<path class="shade" d="M{left:.1f} {low:.1f}V{high:.1f}H{right:.1f}V{low:.1f}Z"></path>')
+    for shade in range(1, HEAT_LEVELS + 1):
+        d = "".join(
+            f"M{across[i]:.1f} {down[j]:.1f}V{down[j + 1]:.1f}H{across[i + 1]:.1f}V{down[j]:.1f}Z"
+            for i, j in np.argwhere(level == shade).tolist()
+        )
+        content += [f'<path class="heat{shade}" d="{d}"></path>'] if d else []
+    if diagonal:
+        ends = np.array([max(x.lo, y.lo), min(x.hi, y.hi)])
+        content.append(f'<path class="rule" d="{_open(plot.across(ends), plot.down(ends))}"></path>')
+    hover: dict[str, object] = {
+        "xe": [round(float(v), 1) for v in across], "ye": [round(float(v), 1) for v in down],
+        "xn": [*(x_names or _between(x.label, x_edges))], "yn": _between(y.label, y_edges),
+        "cells": {f"{i},{j}": number(float(counts[i, j]), DIGITS) for i, j in np.argwhere(counts).tolist()},
+        "what": what,
+    }  # fmt: skip
+    return plot.picture(content, rules, about, hover)
+
+
+def heat_levels(counts: npt.NDArray[np.number]) -> npt.NDArray[np.int64]:
+    """0 for a count of 0, else 1 to 9 by the logarithm of the count, 9 for the largest."""
+    values = np.asarray(counts, dtype=np.float64)
+    filled = values > 0
+    if not filled.any():
+        return np.zeros(values.shape, dtype=np.int64)
+    least, most = float(values[filled].min()), float(values.max())
+    if most == least:
+        return np.where(filled, HEAT_LEVELS, 0)
+    fraction = np.log(np.where(filled, values, least) / least) / np.log(most / least)
+    return np.where(filled, 1 + np.minimum((fraction * HEAT_LEVELS).astype(np.int64), HEAT_LEVELS - 1), 0)
+
+
+def _plot(x: Axis, y: Axis, names: Sequence[str], rules: Sequence[Rule] = ()) -> Plot:
+    """A plot below a legend of all names, if there are several, and of named rules; long names wrap."""
+    marks = [(name, f"fill{i % COLOURS}") for i, name in enumerate(names)] if len(names) > 1 else []
+    marks += [(rule.name, "rule") for rule in rules if rule.name]
+    if not marks:
+        return Plot(x, y, "", TOP)
+    elements, left, top = [], 0.0, TOP + 4.0
+    for name, mark in marks:
+        rows = textwrap.wrap(name, math.floor((WIDTH - 19) / CHARACTER)) or [""]
+        width = 24 + CHARACTER * max(map(len, rows))
+        if left > 0 and (left + width > WIDTH or len(rows) > 1):
+            left, top = 0.0, top + LEGEND_ROW
+        d = f"M{left:.1f} {top - 4:.1f}h14" if mark == "rule" else f"M{left:.1f} {top - 8:.1f}h14v8h-14z"
+        elements.append(f'<path class="{mark}" d="{d}"></path>')
+        for k, row in enumerate(rows):
+            elements.append(f'<text x="{left + 19:.1f}" y="{top + k * LEGEND_ROW:.1f}">{escape(row)}</text>')
+        top += (len(rows) - 1) * LEGEND_ROW
+        left = left + width + 9 if len(rows) == 1 else WIDTH
+    return Plot(x, y, element("g", "".join(elements), class_="legend"), top + 12.0)
+
+
+def _frame(plot: Plot) -> str:
+    """Grid lines, tick labels and axis labels; the label of the y axis is above the plot, where it has room."""
+    right, bottom, elements = WIDTH - RIGHT, plot.top + PLOT_HEIGHT, []
+    for value, label in ticks(plot.y):
+        y = float(plot.down(value))
+        elements.append(f'<path class="grid" d="M{LEFT:.1f} {y:.1f}H{right:.1f}"></path>')
+        elements.append(f'<text class="end" x="{LEFT - 6:.1f}" y="{y + 4:.1f}">{escape(label)}</text>')
+    for value, label in ticks(plot.x):
+        x = float(plot.across(value))
+        elements.append(f'<path class="grid" d="M{x:.1f} {plot.top:.1f}V{bottom:.1f}"></path>')
+        # at the edge of the picture a centred label would be cut
+        anchor, at = ("end", WIDTH) if x + len(label) * CHARACTER / 2 > WIDTH else ("middle", x)
+        elements.append(f'<text class="{anchor}" x="{at:.1f}" y="{bottom + 17:.1f}">{escape(label)}</text>')
+    x_label, y_label = (f"{a.label} × 1e{a.power}".strip() if a.power else a.label for a in (plot.x, plot.y))
+    middle = (LEFT + right) / 2
+    elements.append(f'<text class="middle label" x="{middle:.1f}" y="{bottom + 38:.1f}">{escape(x_label)}</text>')
+    elements.append(f'<text class="label" x="0" y="12">{escape(y_label)}</text>')
+    return element("g", "".join(elements), class_="axes")
+
+
+def _rules(plot: Plot, rules: Sequence[Rule]) -> str:
+    lines = [
+        f"M{LEFT:.1f} {float(plot.down(rule.value)):.1f}H{WIDTH - RIGHT:.1f}" if rule.along == "y"
+        else f"M{float(plot.across(rule.value)):.1f} {plot.top:.1f}V{plot.top + PLOT_HEIGHT:.1f}"
+        for rule in rules
+    ]  # fmt: skip
+    return "".join(f'<path class="rule" d="{d}"></path>' for d in lines)
+
+
+def _line(plot: Plot, line: Line, index: int) -> str:
+    x, y = plot.across(line.x), plot.down(np.asarray(line.y, dtype=np.float64))
+    d = "".join(_open(x[run], y[run]) for run in _finite_runs(y) if len(run) > 1)
+    alone = [run[0] for run in _finite_runs(y) if len(run) == 1]
+    dots = np.flatnonzero(np.isfinite(y)) if len(y) <= FEW_POINTS else alone
+    path = f'<path class="line stroke{index % COLOURS}" d="{d}"></path>' if d else ""
+    circles = (f'<circle class="fill{index % COLOURS}" cx="{x[k]:.1f}" cy="{y[k]:.1f}" r="2.4"></circle>' for k in dots)
+    return path + "".join(circles)
+
+
+def _band(plot: Plot, line: Line, index: int) -> str:
+    if line.low is None or line.high is None:
+        return ""
+    x, low, high = plot.across(line.x), plot.down(line.low), plot.down(line.high)
+    d = "".join(_closed(x[run], low[run], high[run]) for run in _finite_runs(low + high) if len(run) > 1)
+    return f'<path class="band fill{index % COLOURS}" d="{d}"></path>' if d else ""
+
+
+def _finite_runs(y: Floats) -> list[npt.NDArray[np.int64]]:
+    """Runs of consecutive indices where y is finite."""
+    finite = np.flatnonzero(np.isfinite(y))
+    return [run for run in np.split(finite, np.flatnonzero(np.diff(finite) > 1) + 1) if len(run)]
+
+
+def _open(x: Floats, y: Floats) -> str:
+    return "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in zip(x, y, strict=True))
+
+
+def _closed(x: Floats, low: Floats, high: Floats) -> str:
+    return _open(np.concatenate([x, x[::-1]]), np.concatenate([low, high[::-1]])) + "Z"
+
+
+def _values(plot: Plot, lines: Sequence[Line]) -> dict[str, object]:
+    """The values of every line at up to PLACES x, for the pointer."""
+    every = np.unique(np.concatenate([line.x for line in lines])) if lines else np.zeros(0)
+    rows = [{float(x): k for k, x in enumerate(line.x)} for line in lines]
+    places = []
+    for x in every[spread(len(every), PLACES)].tolist():
+        said = [f"{plot.x.label} {number(x, DIGITS)}"]
+        for line, row in zip(lines, rows, strict=True):
+            if x in row:
+                k, band = row[x], ""
+                if line.low is not None and line.high is not None and math.isfinite(line.low[k] + line.high[k]):
+                    band = f" ({number(float(line.low[k]))} to {number(float(line.high[k]))})"
+                said.append(_said(line.name, line.y[k]) + band)
+        places.append([round(float(plot.across(x)), 1), "\n".join(said)])
+    return {"at": places}
+
+
+def _said(name: str, value: float) -> str:
+    return f"{name}: {number(float(value), DIGITS)}"
+
+
+def _between(label: str, edges: Floats) -> list[str]:
+    """The name of each bin from its edges, such as `ratio 0.9 to 1.1`."""
+    ends = [number(float(edge)) for edge in edges]
+    return [f"{label} {lo} to {hi}" for lo, hi in pairwise(ends)]

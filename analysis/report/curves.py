@@ -1,0 +1,235 @@
+"""Curves over the iterations: what each one is called, and its values with an interval, of one run or over seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from analysis.report.charts import Line, axis_for, line_chart
+from analysis.report.markup import number
+from analysis.report.page import Figure
+from analysis.stats.significance import one_sample, t_interval
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A curve over the iterations; `key` is its name in the frames of curves."""
+
+    key: str
+    title: str
+    unit: str
+    caption: str
+
+
+_STEPS = "mean over the steps, band: smallest to largest step"
+LEARNING: tuple[Metric, ...] = (
+    Metric("score", "Score", "", "Mean score of the sampled responses; band: ± one standard error over the responses."),
+    Metric("accuracy", "Accuracy, sampled", "", "Share of correct sampled responses; band: ± one standard error."),
+    Metric(
+        "eval_accuracy", "Accuracy, held out", "",
+        "Greedy accuracy on held-out prompts, before the update; the last point is after the last update.",
+    ),
+    Metric(
+        "eval_score", "Score, held out", "",
+        "Mean score of the greedy responses to held-out prompts; the last point is after the last update.",
+    ),
+    Metric(
+        "ref_kl_per_sequence", "KL to the reference", "nats per response",
+        "KL(policy || reference), exact over the vocabulary, summed over the tokens of a response, mean over the "
+        "responses; band: ± one standard error.",
+    ),
+    Metric(
+        "entropy", "Entropy", "nats per token",
+        "Entropy of the policy before the update, mean over all tokens; band: ± one standard error, clustered by "
+        "response.",
+    ),
+    Metric(
+        "response_length", "Response length", "tokens", "Mean over the responses; band: ± one standard error."
+    ),
+    Metric(
+        "explained_variance", "Explained variance", "",
+        "1 - Var(returns - values) / Var(returns) before the update: 1 where the value model predicts every return, 0 "
+        "where it does no better than their mean.",
+    ),
+)  # fmt: skip
+OPTIMISATION: tuple[Metric, ...] = (
+    Metric(
+        "policy_loss", "Loss of the policy", "",
+        f"What the optimizer lowers, all terms; {_STEPS}. It is near 0 by construction and is no measure of progress.",
+    ),
+    Metric("value_loss", "Loss of the value model", "", f"Half the squared error of the values; {_STEPS}."),
+    Metric(
+        "approx_kl", "Step size, KL(anchor || new)", "nats per token",
+        f"How far the policy has moved from the one that sampled, by k3; {_STEPS}.",
+    ),
+    Metric(
+        "clip_fraction", "Clip fraction", "share of tokens", f"Tokens whose policy gradient the clip removed; {_STEPS}."
+    ),
+    Metric("grad_norm", "Gradient norm", "", f"Global norm of the policy's gradient before clipping; {_STEPS}."),
+    Metric("value_grad_norm", "Gradient norm, value model", "", f"Its global norm before clipping; {_STEPS}."),
+    Metric("learning_rate", "Learning rate", "", "Learning rate of the policy."),
+)  # fmt: skip
+CONTROL_LEARNING: tuple[Metric, ...] = (
+    Metric(
+        "episode_return", "Return of training episodes", "",
+        "Mean undiscounted return of the episodes that ended in the iteration; band: ± one standard error over them.",
+    ),
+    Metric(
+        "eval_return", "Return, likeliest actions", "",
+        "Mean return of whole episodes with the likeliest action, before the update; the last point is after the last "
+        "update.",
+    ),
+    Metric("entropy", "Entropy", "nats per step", "Entropy of the policy before the update, mean over the steps."),
+    Metric(
+        "explained_variance", "Explained variance", "",
+        "1 - Var(returns - values) / Var(returns) before the update: 1 where the critic predicts every return, 0 where "
+        "it does no better than their mean.",
+    ),
+)  # fmt: skip
+CONTROL_OPTIMISATION: tuple[Metric, ...] = (
+    Metric("policy_loss", "Loss of the policy", "", f"Clipped surrogate minus the entropy bonus; {_STEPS}."),
+    Metric("value_loss", "Loss of the critic", "", f"Half the squared error of the values; {_STEPS}."),
+    Metric(
+        "approx_kl", "Step size, KL(rollout || new)", "nats per step",
+        f"How far the policy has moved from the one that sampled, by k3; {_STEPS}.",
+    ),
+    Metric(
+        "clip_fraction", "Clip fraction", "share of steps", f"Steps whose policy gradient the clip removed; {_STEPS}."
+    ),
+    Metric(
+        "joint_grad_norm", "Gradient norm", "", f"Global norm over actor and critic before clipping; {_STEPS}."
+    ),
+    Metric("learning_rate", "Learning rate", "", "Learning rate of actor and critic."),
+    Metric("clip_range", "Clip range", "", "Clip range of the ratio."),
+)  # fmt: skip
+LANGUAGE, CONTROL = (LEARNING, OPTIMISATION), (CONTROL_LEARNING, CONTROL_OPTIMISATION)
+# metrics that are columns of `iterations` and of `steps`
+OF_ITERATIONS = ("eval_accuracy", "eval_score", "explained_variance")
+OF_STEPS = tuple(metric.key for metric in OPTIMISATION)
+CONTROL_OF_ITERATIONS = ("eval_return", "entropy", "explained_variance")
+CONTROL_OF_STEPS = tuple(metric.key for metric in CONTROL_OPTIMISATION)
+
+
+def mean_and_error(values: Floats) -> tuple[float, float]:
+    """Mean and standard error s / sqrt(n) of independent values, s with n - 1; the error of one value is NaN."""
+    count = len(values)
+    error = float(values.std(ddof=1) / np.sqrt(count)) if count > 1 else np.nan
+    return float(values.mean()), error
+
+
+def ratio_and_error(sums: Floats, counts: Floats) -> tuple[float, float]:
+    """sum(sums) / sum(counts), and the standard error of that ratio over clusters (responses).
+
+    error^2 = n / (n - 1) * sum((s_i - r c_i)^2) / (sum c_i)^2.
+    """
+    count, total = len(sums), float(counts.sum())
+    ratio = float(sums.sum()) / total
+    if count < 2:
+        return ratio, np.nan
+    return ratio, float(np.sqrt(count / (count - 1) * np.square(sums - ratio * counts).sum()) / total)
+
+
+def sampled_rows(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame) -> list[dict[str, float | str]]:
+    """iteration, metric, value, low, high: the metrics that come from the sampled responses of one iteration."""
+    owner = tokens["sequence"].to_numpy(np.int64)
+    lengths = sequences["response_length"].to_numpy(np.float64)
+
+    def per_sequence(name: str) -> Floats:
+        return np.asarray(np.bincount(owner, tokens[name].to_numpy(np.float64), len(sequences)), dtype=np.float64)
+
+    estimates = {
+        "score": mean_and_error(sequences["scores"].to_numpy(np.float64)),
+        "accuracy": mean_and_error(sequences["is_correct"].to_numpy(np.float64)),
+        "ref_kl_per_sequence": mean_and_error(per_sequence("ref_kl")),
+        "entropy": ratio_and_error(per_sequence("entropies"), lengths),
+        "response_length": mean_and_error(lengths),
+    }
+    return [
+        {"iteration": iteration, "metric": name, "value": mean, "low": mean - error, "high": mean + error}
+        for name, (mean, error) in estimates.items()
+    ]
+
+
+def recorded_rows(
+    iterations: pd.DataFrame,
+    steps: pd.DataFrame,
+    final: Mapping[str, float | int | str],
+    of_iterations: Sequence[str] = OF_ITERATIONS,
+    of_steps: Sequence[str] = OF_STEPS,
+) -> pd.DataFrame:
+    """The same columns for metrics of the iterations and steps tables; low and high are NaN where there is no band.
+
+    A metric that is among the `final` results has a point of its own behind the last iteration: the evaluation after
+    the last update.
+    """
+    tables = []
+    for name in of_iterations:
+        rows = iterations.loc[iterations[name].notna(), ["iteration", name]].rename(columns={name: "value"})
+        if name in final and not math.isnan(float(final[name])):
+            rows.loc[len(iterations)] = [len(iterations), float(final[name])]
+        tables.append(rows.assign(metric=name, low=np.nan, high=np.nan))
+    for name in of_steps:
+        grouped = steps.groupby("iteration", as_index=False)[name].agg(value="mean", low="min", high="max")
+        tables.append(grouped[grouped["value"].notna()].assign(metric=name))
+    filled = [table for table in tables if len(table)]
+    columns = ["iteration", "metric", "value", "low", "high"]
+    return pd.concat(filled, ignore_index=True)[columns] if filled else pd.DataFrame(columns=columns)
+
+
+def control_curves(
+    iterations: pd.DataFrame, steps: pd.DataFrame, final: Mapping[str, float | int | str], returns: Mapping[int, Floats]
+) -> pd.DataFrame:
+    """The same columns for every curve of a control run; `returns` of the episodes that ended, by iteration."""
+    rows = []
+    for iteration, found in returns.items():
+        mean, error = mean_and_error(found)
+        rows.append((iteration, "episode_return", mean, mean - error, mean + error))
+    recorded = recorded_rows(iterations, steps, final, CONTROL_OF_ITERATIONS, CONTROL_OF_STEPS)
+    columns = ["iteration", "metric", "value", "low", "high"]
+    return pd.concat([pd.DataFrame(rows, columns=columns), recorded], ignore_index=True) if rows else recorded
+
+
+def over_seeds(curves: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """The curves of several seeds as one: mean over the seeds that have the iteration, 95 % Student interval."""
+    rows = []
+    for (metric, iteration), group in pd.concat(curves).groupby(["metric", "iteration"]):
+        values = group["value"].to_numpy(np.float64)
+        values = values[np.isfinite(values)]
+        if len(values):
+            estimate = one_sample(values)
+            rows.append((iteration, metric, estimate.mean, *t_interval(estimate, 0.95), len(values)))
+    return pd.DataFrame(rows, columns=["iteration", "metric", "value", "low", "high", "seeds"])
+
+
+def metric_figures(
+    wanted: Sequence[Metric], curves: Sequence[tuple[str, pd.DataFrame]], band: str = ""
+) -> list[Figure]:
+    """One figure per metric, one line per named curve (a run, or a setting of a grid); `band` says what bands are."""
+    figures = []
+    for metric in wanted:
+        found = [(name, frame[frame["metric"] == metric.key].sort_values("iteration")) for name, frame in curves]
+        if found := [(name, frame) for name, frame in found if len(frame)]:
+            caption = f"{metric.caption.partition(';')[0].rstrip('.')}; {band}" if band else metric.caption
+            numbers = pd.concat([frame.drop(columns="metric").assign(line=name) for name, frame in found])
+            numbers = numbers.reset_index(drop=True) if len(found) > 1 else numbers.drop(columns="line")
+            figures.append(Figure(metric.title, curve_chart(metric.title, metric.unit, found), caption, numbers))
+    return figures
+
+
+def curve_chart(title: str, unit: str, curves: Sequence[tuple[str, pd.DataFrame]]) -> str:
+    """Frames of one metric each as lines of one chart."""
+    lines = [
+        Line(name, *(frame[column].to_numpy(np.float64) for column in ("iteration", "value", "low", "high")))
+        for name, frame in curves
+    ]
+    ends = "; ".join(f"{line.name}: {number(float(line.y[0]))} to {number(float(line.y[-1]))}" for line in lines)
+    ranges = [values for line in lines for values in (line.y, line.low, line.high)]
+    x = axis_for("iteration", [line.x for line in lines])
+    return line_chart(lines, x, axis_for(unit, ranges), f"{title} by iteration. {ends}.")

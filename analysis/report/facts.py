@@ -1,0 +1,95 @@
+"""The facts about a recorded run: configuration, environment, where its ratio is clipped, how to repeat it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis.report.figures import ClipBounds
+from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.objectives import AdaptiveClipObjective, ClipObjective
+from ppo_repro.config.run import RunConfig
+from ppo_repro.errors import UserError
+from ppo_repro.records import accuracy, reader, times
+from ppo_repro.records.accuracy import Accuracy
+from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, load_config_of, read_note
+from ppo_repro.records.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A recorded run of PPO; `name` is experiment/folder, so that no path of the machine gets into the page."""
+
+    run_dir: Path
+    name: str
+    manifest: Manifest
+    config: RunConfig | ControlConfig
+    config_text: str
+    environment: Mapping[str, Any]
+    accuracy: Accuracy | None  # of the log-probs at the start; None if it was not measured
+
+    @property
+    def iterations(self) -> range:
+        """The complete iterations at the time of reading; a run that works still may have more by now."""
+        return range(self.manifest.num_iterations)
+
+    @property
+    def is_control(self) -> bool:
+        """Whether this is a run on a Gymnasium environment."""
+        return isinstance(self.config, ControlConfig)
+
+    @property
+    def unit(self) -> str:
+        """What a row of `tokens` is."""
+        return "environment steps" if self.is_control else "tokens"
+
+
+def read_facts(run_dir: Path) -> Facts:
+    """Manifest, configuration and environment of a run, complete or not; UserError before its first iteration."""
+    manifest = reader.open_manifest(run_dir, allow_incomplete=True)
+    if not manifest.iterations:
+        advice = f"go on with `ppo-repro resume {run_dir}`"
+        raise UserError(f"{run_dir}: the run is {manifest.status} and has no complete iteration to report; {advice}")
+    environment, config = read_note(run_dir, manifest, ENVIRONMENT_NAME), load_config_of(run_dir, manifest)
+    text = (run_dir / CONFIG_NAME).read_text(encoding="utf-8")
+    name = f"{config.experiment}/{run_dir.resolve().name}"
+    measured = None if isinstance(config, ControlConfig) else accuracy.read(run_dir, manifest)
+    return Facts(run_dir, name, manifest, config, text, environment, measured)
+
+
+def clip_bounds(config: RunConfig | ControlConfig, iterations: pd.DataFrame, steps: pd.DataFrame) -> ClipBounds | None:
+    """Where the ratio is clipped in the last iteration; None for an objective that does not clip."""
+    if isinstance(config, ControlConfig):
+        ranges = steps["clip_range"]
+    elif isinstance(config.ppo.objective, ClipObjective):
+        return ClipBounds(1.0 - config.ppo.objective.clip_range, 1.0 + config.ppo.objective.high)
+    elif isinstance(config.ppo.objective, AdaptiveClipObjective):
+        ranges = iterations["clip_range"]
+    else:
+        return None
+    last = float(ranges.iloc[-1])
+    return ClipBounds(1.0 - last, 1.0 + last, bool(ranges.nunique() > 1))
+
+
+def repeating(facts: Facts) -> list[tuple[str, str]]:
+    """(name, value) of everything that identifies the run and its machine."""
+    environment, manifest = facts.environment, facts.manifest
+    packages = environment.get("packages", {})
+    versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "transformers", "numpy") if name in packages)
+    commit = environment.get("git_commit") or "no commit"
+    dirty = " with changes" if environment.get("git_dirty") else ""
+    return [
+        ("run again", f"ppo-repro rerun RUN, where RUN is the folder {facts.run_dir.resolve().name}"),
+        ("fingerprint", manifest.fingerprint),
+        ("configuration", manifest.config_digest),
+        ("numerics", f"{facts.config.numerics.mode}, seed {facts.config.seed}"),
+        ("code", f"ppo_repro {environment.get('ppo_repro', 'not recorded')}, {commit}{dirty}"),
+        ("versions", f"Python {environment.get('python', 'not recorded')}, {versions}"),
+        ("machine", f"{environment.get('platform', 'not recorded')}, {environment.get('cpu_capability', '')}"),
+        ("layout", f"{environment.get('threads', '?')} threads, {environment.get('processes', '?')} processes"),
+        ("began", str(environment.get(times.STARTED, "not recorded"))),
+    ]

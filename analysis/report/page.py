@@ -1,0 +1,157 @@
+"""Figures, sections and the whole page: its security policy, its first screen. It loads nothing from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import quote
+
+import pandas as pd
+
+from analysis.report.markup import element, escape, table
+
+_START = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8" />'
+BEGINNING = f'{_START}<meta name="generator" content="ppo-repro report" />'  # of every page
+_MARKS = {"holds": "✓", "differs": "≠", "fact": "•"}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One sentence; by `kind` it says that a promise holds, that something differs, or states a fact."""
+
+    kind: Literal["holds", "differs", "fact"]
+    text: str
+
+
+@dataclass(frozen=True)
+class Card:
+    """A question of the first screen: sentences that answer it, then `blocks` of HTML."""
+
+    question: str
+    verdicts: Sequence[Verdict]
+    blocks: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Figure:
+    """`chart` is SVG, `numbers` are the numbers drawn, `caption` says how to read them."""
+
+    title: str
+    chart: str
+    caption: str
+    numbers: pd.DataFrame
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of the page: `key` is its anchor, `notes` are sentences before the figures, `blocks` HTML after."""
+
+    key: str
+    title: str
+    notes: Sequence[str] = ()
+    figures: Sequence[Figure] = ()
+    blocks: Sequence[str] = ()
+
+
+def figure_html(figure: Figure) -> str:
+    """The figure as HTML, with its numbers folded, and all of them as CSV in a link that needs no network."""
+    numbers = element("summary", "Numbers") + scrolled(table(figure.numbers, figure.title))
+    foot = element("div", element("details", numbers) + csv_link(figure.title, figure.numbers), class_="numbers")
+    caption = element("figcaption", escape(figure.caption))
+    return element("figure", element("h3", escape(figure.title)) + figure.chart + caption + foot)
+
+
+def csv_link(title: str, frame: pd.DataFrame) -> str:
+    """A link that saves a frame as CSV: every row, floats with all digits that it takes to read them back."""
+    text = frame.to_csv(index=False, lineterminator="\n")
+    name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+    # ASCII alone, and no slash, so that nothing in it looks like an address
+    address = f"data:text/csv;charset=utf-8,{quote(text, safe=',.:;()+=_-')}"
+    return element("a", "CSV", href=address, download=f"{name}.csv", class_="csv", aria_label=f"{title} as CSV")
+
+
+def scrolled(inside: str, class_: str = "") -> str:
+    """HTML that scrolls where it is too large for the page."""
+    return element("div", inside, class_=f"scroll {class_}".strip(), tabindex="0")
+
+
+def facts_html(facts: Sequence[tuple[str, str]]) -> str:
+    """Names and values, the values as code."""
+    return element(
+        "dl", "".join(element("dt", escape(n)) + element("dd", element("code", escape(v))) for n, v in facts)
+    )
+
+
+def folded_text(title: str, text: str) -> str:
+    """A text of several lines, folded."""
+    lines = "\n".join(escape(line) for line in text.splitlines())
+    return element("details", element("summary", escape(title)) + element("pre", lines, tabindex="0"))
+
+
+def folded_table(title: str, frame: pd.DataFrame) -> str:
+    """A table with all of its rows, folded."""
+    inside = scrolled(table(frame, title, limit=len(frame)), "words")
+    return element("details", element("summary", escape(title)) + inside)
+
+
+def _verdict(verdict: Verdict) -> str:
+    mark = element("span", _MARKS[verdict.kind], class_="mark", aria_hidden="true")
+    word = element("span", f"{verdict.kind}: ", class_="unseen")
+    return element("li", mark + word + escape(verdict.text), class_=verdict.kind)
+
+
+def _card(card: Card) -> str:
+    sentences = element("ul", "".join(map(_verdict, card.verdicts)), class_="verdicts") if card.verdicts else ""
+    return element("div", element("h2", escape(card.question)) + sentences + "".join(card.blocks), class_="answer")
+
+
+def _section(section: Section) -> str:
+    notes = "".join(element("p", escape(note)) for note in section.notes)
+    charts = "".join(figure_html(figure) for figure in section.figures)
+    title = element("h2", escape(section.title), id=f"{section.key}-title")
+    figures = element("div", charts, class_="figures") if charts else ""
+    inside = title + notes + figures + "".join(section.blocks)
+    return element("section", inside, id=section.key, aria_labelledby=f"{section.key}-title")
+
+
+def embedded_json(value: dict[str, Any]) -> str:
+    """JSON that cannot end its script element: ASCII only, with `<` escaped; ValueError on NaN."""
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def page(title: str, cards: Sequence[Card], sections: Sequence[Section], data: dict[str, Any] | None = None) -> str:
+    """The HTML document; `data` is what token_view.js fills the section of tokens from."""
+
+    def asset(name: str) -> str:
+        return (Path(__file__).parent / name).read_text(encoding="utf-8")
+
+    def known(text: str) -> str:
+        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    style, script = asset("style.css"), asset("charts.js") + ("" if data is None else asset("token_view.js"))
+    policy = (
+        f"default-src 'none'; style-src {known(style)}; script-src {known(script)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    links = [("summary", "Summary"), *((section.key, section.title) for section in sections)]
+    nav = element("nav", "".join(element("a", escape(t), href=f"#{k}") for k, t in links), aria_label="Sections")
+    answers = element("div", "".join(map(_card, cards)), class_="answers")
+    body = element("section", answers, id="summary", aria_label="Summary") + "".join(map(_section, sections))
+    if data is not None:
+        body += f'<script type="application/json" id="token-data">{embedded_json(data)}</script>'
+    body += f"<script>{script}</script>"
+    head = (
+        f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}" />'
+        '<meta name="viewport" content="width=device-width, initial-scale=1" />'
+        '<meta name="color-scheme" content="light dark" />'
+        f'<title>{escape(title)}</title><link rel="icon" href="data:," /><style>{style}</style>'
+    )
+    header = element("header", element("h1", escape(title)) + nav)
+    return f"{BEGINNING}{head}</head>\n<body>{header}\n{element('main', body)}</body></html>\n"

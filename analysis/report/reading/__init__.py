@@ -1,1 +1,0 @@
-"""What the pages of a report are about: facts, verdicts and rows, read from the records."""

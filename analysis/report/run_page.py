@@ -1,0 +1,245 @@
+"""The page of one run of PPO, on language or on a Gymnasium environment, and the page of a DPO run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from analysis.clipping.step import clip_step
+from analysis.clipping.update_rows import load_iterations
+from analysis.diagnosis.diagnose import diagnose_chunks
+from analysis.mismatch.bucket import bucket_table
+from analysis.mismatch.parity import Parity, parity
+from analysis.mismatch.tables import measure, tables, whole
+from analysis.pairs.run_evidence import run_evidence
+from analysis.pairs.runs import run_pairs
+from analysis.report import counts, curves, figures, tokens, verdicts
+from analysis.report.charts import Line, axis_for, line_chart
+from analysis.report.facts import Facts, clip_bounds, repeating
+from analysis.report.markup import element, number, table
+from analysis.report.page import Card, Figure, Section, Verdict, facts_html, folded_table, folded_text, page, scrolled
+from analysis.report.samples import samples_section
+from analysis.report.scan import Scan, scan_run, summary_tables
+from analysis.words import config_in_words, terms
+from ppo_repro.config.files import load_dpo_config
+from ppo_repro.config.run import RunConfig
+from ppo_repro.preferences.dpo.summary import DPO_RUNS
+from ppo_repro.records import reader, times
+from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, read_checked, read_note
+
+# the two curves of the first screen, by what the chart calls them
+MAIN = {"held out, greedy": "eval_score", "sampled": "score"}
+CONTROL_MAIN = {"likeliest actions": "eval_return", "training episodes": "episode_return"}
+# name, column of `iterations`, unit
+LANGUAGE_NUMBERS = (
+    ("score, mean", "score_mean", ""), ("accuracy, sampled", "accuracy", ""),
+    ("reward per response", "reward_mean", ""),
+    ("KL(policy || reference), exact", "ref_kl_per_sequence", "nats/response"),
+    ("KL(policy || reference), exact", "ref_kl_per_token", "nats/token"),
+    ("entropy", "entropy", "nats/token"), ("response length", "response_length_mean", "tokens"),
+    ("cut at the length limit", "truncated_fraction", "share"),
+    ("explained variance", "explained_variance", ""), ("kl_coef", "kl_coef", ""),
+)  # fmt: skip
+CONTROL_NUMBERS = (
+    ("return of the episodes that ended, mean", "episode_return_mean", "reward"),
+    ("episodes that ended", "episodes", ""), ("entropy", "entropy", "nats/step"),
+    ("explained variance", "explained_variance", ""),
+)  # fmt: skip
+# name, column of `steps`, unit; means of the steps
+STEP_NUMBERS = (("clip fraction", "clip_fraction", "share"), ("KL(anchor || new), k3", "approx_kl", "nats"))
+# column of steps -> title, unit, caption
+DPO_STEPS = {
+    "loss": ("Loss", "nats", "DPO loss before each step, mean over the pairs of a minibatch; log 2 = 0.693 at first."),
+    "margin": ("Margin", "reward", "Difference of the implicit rewards of preferred and other response, mean."),
+    "accuracy": ("Pairs in the right order", "", "Share of a minibatch's pairs with a positive margin; 0 counts half."),
+    "grad_norm": ("Gradient norm", "", "Global norm before clipping."),
+}
+
+
+def run_page(facts: Facts, responses: int) -> str:
+    """The report of one run as HTML; the same records give the same bytes."""
+    iterations, steps = summary_tables(facts)
+    scan = scan_run(facts, iterations, steps)
+    counted = parity(facts.run_dir, iterations=facts.iterations, allow_incomplete=True)
+    cause, found = _cause(facts) if counted.unequal_old_rollout_logprobs and not facts.is_control else ([], [])
+    nonfinite = int(scan.extremes["nonfinite_ratios"].sum())
+    cards = (
+        Card("Did it learn?", verdicts.learning(facts, iterations), [_main_chart(facts, scan)]),
+        Card("Is it on-policy?", [*verdicts.on_policy(facts, counted), *cause]),
+        Card("What went wrong?", verdicts.troubles(facts, nonfinite, scan.nonfinite_deltas)),
+        Card("How to repeat it", (), [facts_html(repeating(facts))]),
+    )
+    named = [("this run", scan.curves)]
+    learning, optimisation = curves.CONTROL if facts.is_control else curves.LANGUAGE
+    of = ("return", "episodes") if facts.is_control else ("score", "responses")
+    distributions = figures.change_figures(scan.values, *of)
+    sections = [
+        Section("learning", "Learning", (), [*curves.metric_figures(learning, named), *distributions]),
+        Section("optimisation", "Optimisation", (), curves.metric_figures(optimisation, named)),
+        _mismatch(facts, scan, counted, found),
+        _clipping(facts, iterations, steps, scan),
+    ]
+    data = None
+    if not facts.is_control:
+        sections += [_text(scan), *samples_section(facts, scan.responses)]
+    sections.append(_numbers(facts, iterations, steps, counted))
+    if responses and not facts.is_control:
+        selected = tokens.select(scan.responses, responses)
+        data = tokens.token_data(facts.run_dir, selected)
+        sections.append(tokens.token_section(data, len(scan.responses)))
+    return page(facts.name, cards, sections, data)
+
+
+def _main_chart(facts: Facts, scan: Scan) -> str:
+    main = CONTROL_MAIN if facts.is_control else MAIN
+    found = [(name, scan.curves[scan.curves["metric"] == key]) for name, key in main.items()]
+    found = [(name, frame) for name, frame in found if len(frame)]
+    unit = "return" if facts.is_control else "score"
+    return curves.curve_chart(unit.capitalize(), unit, found) if found else ""
+
+
+def _cause(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
+    """Why and where sampler and trainer differ: by probability, position, lag, turn and route, over the iterations."""
+    measured = list(measure(run_pairs(facts.run_dir, iterations=facts.iterations, allow_incomplete=True)))
+    update, buckets = tables(measured).update, bucket_table(whole(measured).buckets)
+    divergences = update[update["metric"].isin(["k1", "k2", "k3"]) & (update["reduction"] == "token_mean")]
+    cause = diagnose_chunks(run_evidence(facts.run_dir, facts.iterations, allow_incomplete=True))
+    text = f"Cause of the difference: {cause.verdict.replace('_', ' ')} (tier {cause.tier}). {cause.advice}"
+    drawn = [figures.bucket_figure(buckets, kind) for kind in figures.BUCKETS if (buckets["kind"] == kind).any()]
+    divergence = figures.divergence_figure(divergences[["iteration", "metric", "value", "se"]])
+    return [Verdict("fact", text)], [*drawn, divergence]
+
+
+def _mismatch(facts: Facts, scan: Scan, counted: Parity, found: list[Figure]) -> Section:
+    """The mismatch between sampler and trainer; if every bit agrees, a sentence replaces most figures."""
+    grid = [] if facts.is_control else [figures.probability_figure(scan.probabilities)]
+    if counted.unequal_old_rollout_logprobs == 0:
+        note = f"All {counted.tokens:,} differences are exactly 0, so there is no distribution of them to draw."
+        return Section("mismatch", "Sampler and trainer", (note,), grid)
+    return Section("mismatch", "Sampler and trainer", (), [*grid, figures.delta_figure(scan.deltas), *found])
+
+
+def _clipping(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, scan: Scan) -> Section:
+    """Ratios and clipping; a sentence if the policy took no step with a ratio."""
+    title = "Ratios and clipping"
+    if not len(scan.ratios):
+        return Section("clipping", title, ("The policy took no step, so there are no ratios.",))
+    bounds = clip_bounds(facts.config, iterations, steps)
+    drawn = [figures.ratio_figure(scan.ratios, bounds)]
+    if bounds is not None or scan.flags[list(counts.FLAGS)].to_numpy().any():
+        drawn.append(figures.flag_figure(scan.flags))
+    drawn += [figures.quadrant_figure(scan.quadrants, bounds), figures.extremes_figure(scan.extremes, bounds)]
+    notes: tuple[str, ...] = ()
+    if isinstance(facts.config, RunConfig) and bounds is not None:
+        read = load_iterations(facts.run_dir, iterations=facts.iterations, allow_incomplete=True)
+        by_step = pd.concat([clip_step(item, facts.config) for item in read], ignore_index=True)
+        drawn.append(figures.definition_figure(by_step[by_step["subset"] == "all"]))
+    elif isinstance(facts.config, RunConfig):
+        notes = (f"The objective {facts.config.ppo.objective.kind} does not clip by a token's ratio.",)
+    return Section("clipping", title, notes, drawn)
+
+
+def _text(scan: Scan) -> Section:
+    """KL in several units, and the shares of first and later tokens of words."""
+    if not (scan.text[[f"kl_{part}" for part in figures.PARTS]].to_numpy() > 0).any():
+        return Section("text", "Text and tokens", ("The policy is the reference throughout: KL is 0.",))
+    return Section("text", "Text and tokens", (), [figures.unit_figure(scan.text), figures.kl_share_figure(scan.text)])
+
+
+def first_and_last(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """quantity, first, last, unit: recorded values of the first and of the last iteration."""
+    norm = ("gradient norm", "joint_grad_norm" if facts.is_control else "grad_norm", "")
+    by_step = steps.groupby("iteration")[[column for _, column, _ in (*STEP_NUMBERS, norm)]].mean()
+    named = ((iterations, CONTROL_NUMBERS if facts.is_control else LANGUAGE_NUMBERS), (by_step, (*STEP_NUMBERS, norm)))
+    rows = [
+        (name, float(frame[column].iloc[0]), float(frame[column].iloc[-1]), unit)
+        for frame, columns in named
+        for name, column, unit in columns
+    ]
+    return pd.DataFrame(rows, columns=["quantity", "first", "last", "unit"])
+
+
+def _numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, counted: Parity) -> Section:
+    """Key numbers as tables; times, configuration and terms folded."""
+    parts = {"environment steps": "tokens", "episodes that ended": "episodes"}
+    if not facts.is_control:
+        parts = {"responses": "sequences", "response tokens": "tokens"}
+    rows = [
+        ("iterations", f"{len(iterations):,} of {facts.config.iterations:,}"),
+        *((name, int(iterations[column].sum())) for name, column in parts.items()),
+        ("optimizer steps", len(steps)),
+        (f"unequal old and rollout log-probs, {facts.unit}", counted.unequal_old_rollout_logprobs),
+        ("largest |old - rollout|, nats", counted.max_abs_old_rollout),
+    ]
+    found = [("Whole run", pd.DataFrame(rows, columns=["quantity", "value"]))]
+    found.append(("First and last iteration", first_and_last(facts, iterations, steps)))
+    measured = facts.accuracy
+    if measured is not None:
+        both = (("deterministic", measured.deterministic_rms, measured.deterministic_max),
+                ("stock float32", measured.stock_rms, measured.stock_max))  # fmt: skip
+        title = f"Log-probs of {measured.tokens:,} tokens at the start, distance from float64"
+        found.append((title, pd.DataFrame(both, columns=["numerics", "rms, nats", "largest, nats"])))
+    spent = times.by_phase(facts.run_dir, facts.manifest, times.phases_of(iterations))
+    seconds = pd.DataFrame([(phase, round(value, 1)) for phase, value in spent.items()], columns=["phase", "seconds"])
+    folded = (
+        folded_table("Where the time went", seconds),
+        folded_text("Configuration", facts.config_text),
+        folded_table("Configuration, field by field in words", config_in_words(facts.config)),
+        folded_table("Terms in words", terms()),
+    )
+    side_by_side = element("div", "".join(scrolled(table(frame, name)) for name, frame in found), class_="tables")
+    return Section("numbers", "Numbers and configuration", (), (), [side_by_side, *folded])
+
+
+def dpo_page(folder: Path) -> str:
+    """The report of one DPO run as HTML; the same records give the same bytes."""
+    recorded = reader.open_manifest(folder)
+    text = read_checked(folder, CONFIG_NAME, recorded.files[CONFIG_NAME]).decode()
+    config, environment = load_dpo_config(folder / CONFIG_NAME), read_note(folder, recorded, ENVIRONMENT_NAME)
+    steps, last = reader.read_steps(folder), [recorded.num_iterations - 1]
+    pairs = reader.TableReader("margins")(folder, iterations=last, columns=["held_out", "margins"])
+    name = f"{config.experiment}/{folder.resolve().name}"
+    facts = [
+        ("run again", f"ppo-repro rerun RUN, where RUN is the folder {folder.resolve().name}"),
+        ("fingerprint", recorded.fingerprint),
+        ("configuration", recorded.config_digest),
+        ("numerics", f"{config.numerics.mode}, seed {config.seed}"),
+        ("code", f"ppo_repro {environment.get('ppo_repro', 'not recorded')}"),
+        ("machine", str(environment.get("platform", "not recorded"))),
+    ]
+    rows = [
+        ("training pairs", int((~pairs["held_out"]).sum())),
+        ("held-out pairs", int(pairs["held_out"].sum())),
+        ("optimizer steps", len(steps)),
+        *((key, value) for key, value in recorded.final.items() if not isinstance(value, str)),
+    ]
+    said = DPO_RUNS.verdicts(DPO_RUNS.summarise(folder, None))
+    learnt = [Verdict("fact", f"{line[0].upper()}{line[1:]}.") for line in said]
+    drawn = [_dpo_curve(steps, column) for column in DPO_STEPS]
+    cards = (Card("Did it learn?", learnt, [drawn[1].chart]), Card("How to repeat it", (), [facts_html(facts)]))
+    both = {"training pairs": pairs[~pairs["held_out"]], "held-out pairs": pairs[pairs["held_out"]]}
+    margins = {group: found["margins"].to_numpy(np.float64) for group, found in both.items() if len(found)}
+    caption = "Difference of the implicit rewards after training; above 0 the preferred response is the likelier one."
+    after = figures.distribution_figure("Margins after training", margins, "margin", "pairs", caption)
+    blocks = (
+        scrolled(table(pd.DataFrame(rows, columns=["quantity", "value"]), "Whole run")),
+        folded_text("Configuration", text),
+        folded_table("Configuration, field by field in words", config_in_words(config)),
+        folded_table("Terms in words", terms()),
+    )
+    sections = (
+        Section("steps", "Steps", (), [*drawn, after]),
+        Section("numbers", "Numbers and configuration", (), (), blocks),
+    )
+    return page(name, cards, sections)
+
+
+def _dpo_curve(steps: pd.DataFrame, column: str) -> Figure:
+    title, unit, caption = DPO_STEPS[column]
+    at, values = np.arange(len(steps), dtype=np.float64), steps[column].to_numpy(np.float64)
+    y = axis_for(f"{title.lower()}{f' ({unit})' if unit else ''}", [values])
+    about = f"{title} by step: {number(float(values[0]))} to {number(float(values[-1]))}."
+    chart = line_chart([Line("this run", at, values)], axis_for("step", [at]), y, about)
+    return Figure(title, chart, caption, steps[["iteration", "minibatch", "pairs", column]])

@@ -1,0 +1,126 @@
+"""The same prompt over time: its held-out responses at every evaluation, and those sampled for it in training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from analysis.report.facts import Facts
+from analysis.report.markup import element, escape, number, spread
+from analysis.report.page import Section
+from ppo_repro.records import manifest, reader
+from ppo_repro.records.manifest import Manifest
+
+HELD_OUT_PROMPTS = 6
+SAMPLED_PROMPTS = 3
+MOMENTS = 8
+SHOWN_CHARACTERS = 400
+_EVALUATION = ["iteration", "prompt_key", "prompt", "response", "answer", "scores"]
+
+
+def evaluations(run_dir: Path, recorded: Manifest) -> pd.DataFrame | None:
+    """The held-out responses of every evaluation; None where the run recorded none."""
+    if all(file.table.name != "evaluations" for file in manifest.side_files(recorded)):
+        return None
+    return reader.read_evaluations(run_dir, columns=_EVALUATION, allow_incomplete=True)
+
+
+def samples_section(facts: Facts, prompts: pd.DataFrame) -> list[Section]:
+    """Held-out prompts whose score rose, fell or stayed, and the prompts that training met most often; none if neither.
+
+    `prompts` has iteration, sequence and prompt_key of every sampled response.
+    """
+    blocks = []
+    found = evaluations(facts.run_dir, facts.manifest)
+    if found is not None:
+        cards = [_held_out(rows, facts) for rows in _chosen(found, HELD_OUT_PROMPTS)]
+        blocks += [element("h3", "Held-out prompts, greedy"), element("div", "".join(cards), class_="cards")]
+    often = _met_often(prompts)
+    if often:
+        cards = [_sampled(facts.run_dir, key, iterations) for key, iterations in often]
+        blocks += [element("h3", "Prompts that came more than once"), element("div", "".join(cards), class_="cards")]
+    if not blocks:
+        return []
+    note = (
+        f"Held-out prompts whose score rose, fell or stayed, in turn, at up to {MOMENTS} evaluations, and the prompts "
+        f"that training met most often, with their first response and the mean score of all of that iteration."
+    )
+    return [Section("samples", "Samples over time", (note,), (), blocks)]
+
+
+def _chosen(found: pd.DataFrame, count: int) -> list[pd.DataFrame]:
+    """The rows of up to `count` prompts: in turn one whose score rose, fell and stayed from first to last."""
+    groups = {str(key): rows for key, rows in found.groupby("prompt_key", sort=False)}
+    change = {key: np.sign(rows["scores"].iloc[-1] - rows["scores"].iloc[0]) for key, rows in groups.items()}
+    kinds = [[key for key in groups if change[key] == sign] for sign in (1.0, -1.0, 0.0)]
+    # scores that are not numbers have no sign
+    kinds.append([key for key in groups if not any(key in kind for kind in kinds)])
+    ordered = [kind[rank] for rank in range(max(map(len, kinds))) for kind in kinds if rank < len(kind)]
+    return [groups[key] for key in ordered[:count]]
+
+
+def _held_out(rows: pd.DataFrame, facts: Facts) -> str:
+    shown = rows.iloc[spread(len(rows), MOMENTS)]
+    last = len(facts.iterations) if facts.manifest.status == "complete" else -1  # not an iteration
+    lines = [
+        (
+            "at the end" if int(row["iteration"]) == last else f"iteration {row['iteration']}",
+            escape(shortened(row["response"])),
+            score,
+        )
+        for row, score in zip(shown.to_dict("records"), shown["scores"].tolist(), strict=True)
+    ]
+    return card(str(rows["prompt"].iloc[0]), str(rows["answer"].iloc[0]), ("when", "response", "score"), lines)
+
+
+def _met_often(prompts: pd.DataFrame) -> list[tuple[str, list[int]]]:
+    """The prompts with the most iterations, at least two, and up to MOMENTS of these iterations."""
+    pairs = prompts[["prompt_key", "iteration"]].drop_duplicates()
+    met = pairs.groupby("prompt_key", sort=False)["iteration"].apply(list)
+    often = sorted(((str(k), i) for k, i in met.items() if len(i) > 1), key=lambda pair: -len(pair[1]))
+    return [(key, [its[k] for k in spread(len(its), MOMENTS)]) for key, its in often[:SAMPLED_PROMPTS]]
+
+
+def _sampled(run_dir: Path, key: str, iterations: Sequence[int]) -> str:
+    names = ["iteration", "prompt_key", "sample_index", "prompt", "response", "answer", "scores"]
+    rows = reader.read_sequences(run_dir, iterations=iterations, columns=names, allow_incomplete=True)
+    rows = rows[rows["prompt_key"] == key].sort_values(["iteration", "sample_index"], kind="stable")
+    lines = [
+        (f"iteration {iteration}", _text(own["response"].iloc[0]), float(own["scores"].mean()))
+        for iteration, own in rows.groupby("iteration", sort=True)
+    ]
+    return card(str(rows["prompt"].iloc[0]), str(rows["answer"].iloc[0]), ("when", "response", "mean score"), lines)
+
+
+def card(prompt: str, answer: str, heads: Sequence[str], lines: Sequence[tuple[str, str, float]]) -> str:
+    """A prompt with its answer, and below it moments (or runs) with their response, as HTML, and score."""
+    wanted = f" → {shortened(answer)}" if answer else ""
+    title = element("caption", element("bdi", escape(shortened(prompt)), dir="auto") + escape(wanted))
+    head = "".join(element("th", name, scope="col", class_="number" if "score" in name else "") for name in heads)
+    body = "".join(
+        element(
+            "tr",
+            element("th", escape(when), scope="row")
+            + element("td", element("bdi", response, dir="auto"))
+            + element("td", escape(number(float(score))), class_="number"),
+        )
+        for when, response, score in lines
+    )
+    inside = element("table", title + element("thead", element("tr", head)) + element("tbody", body))
+    return element("div", inside, class_="card scroll", tabindex="0")
+
+
+def _text(response: object) -> str:
+    return escape(shortened(str(response)))
+
+
+def shortened(text: str) -> str:
+    """The text, cut in its middle where it is long, with a word about how much is missing."""
+    missing = len(text) - SHOWN_CHARACTERS
+    if missing <= 0:
+        return text
+    half = SHOWN_CHARACTERS // 2
+    return f"{text[:half]} … {number(missing)} more characters … {text[-half:]}"

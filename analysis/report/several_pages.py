@@ -1,0 +1,391 @@
+"""Pages about several runs: two side by side, and the runs of a grid or of any folder.
+
+A setting is a configuration without its seed, in a grid one combination of the axes' labels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis.compare.bitwise import FirstDifference, first_difference
+from analysis.grids.table import SPREAD, comparisons, interval
+from analysis.report import curves, verdicts
+from analysis.report.facts import Facts, read_facts, repeating
+from analysis.report.markup import element, escape, number, share, table
+from analysis.report.page import Card, Section, Verdict, folded_table, folded_text, page, scrolled
+from analysis.report.run_page import CONTROL_MAIN, MAIN, first_and_last
+from analysis.report.samples import card, evaluations, shortened
+from analysis.report.scan import run_curves, summary_tables
+from analysis.words import terms
+from ppo_repro.config.files import read_tree
+from ppo_repro.errors import UserError
+from ppo_repro.records import manifest, reader
+
+NAMES = ("A", "B")
+PROMPTS = 12
+MAX_LINES = 8
+KEYS = ("sequence", "position", "epoch", "minibatch")
+# GRID/cells/<cell>/<experiment>/<run>, RUNS/<experiment>/<run>, or the runs themselves
+DEPTHS = ("*", "*/*", "*/*/*", "*/*/*/*")
+# what settings are compared by: title, name of the final result
+LANGUAGE_MEASURES = {"held-out accuracy": "eval_accuracy", "held-out score": "eval_score"}
+CONTROL_MEASURES = {"return, likeliest actions": "eval_return", "return, last 100 episodes": "last_100_return"}
+
+
+@dataclass(frozen=True)
+class OneRun:
+    """One of several runs: its facts, the tables `iterations` and `steps`, and its curves."""
+
+    facts: Facts
+    iterations: pd.DataFrame
+    steps: pd.DataFrame
+    curves: pd.DataFrame
+
+    @property
+    def unequal(self) -> int:
+        """Log-probs that differ between sampler and trainer, over all iterations."""
+        return int(self.iterations["unequal_old_rollout_logprobs"].sum())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens, or environment steps."""
+        return int(self.iterations["tokens"].sum())
+
+
+def read_run(run_dir: Path) -> OneRun:
+    """A run of any kind; UserError if it is damaged or has no complete iteration."""
+    facts = read_facts(run_dir)
+    iterations, steps = summary_tables(facts)
+    return OneRun(facts, iterations, steps, run_curves(facts, iterations, steps))
+
+
+def _main_chart(facts: Facts, lines: Sequence[tuple[str, pd.DataFrame]]) -> str:
+    """The evaluated curve of every line, or the sampled one if nothing was evaluated."""
+    for key in (CONTROL_MAIN if facts.is_control else MAIN).values():
+        found = [(name, rows) for name, frame in lines if len(rows := frame[frame["metric"] == key])]
+        if found:
+            unit = "return" if facts.is_control else "score, held out" if key == "eval_score" else "score"
+            return curves.curve_chart(unit.capitalize(), unit, found)
+    return ""
+
+
+def _curve_sections(
+    facts: Facts, lines: Sequence[tuple[str, pd.DataFrame]], notes: Sequence[str], band: str
+) -> list[Section]:
+    learning, optimisation = curves.CONTROL if facts.is_control else curves.LANGUAGE
+    return [
+        Section("learning", "Learning", notes, curves.metric_figures(learning, lines, band)),
+        Section("optimisation", "Optimisation", notes, curves.metric_figures(optimisation, lines, band)),
+    ]
+
+
+def pair_page(a: Path, b: Path) -> str:
+    """Two runs of one kind as HTML; the same records give the same bytes. UserError if the kinds differ."""
+    runs = [read_run(run_dir) for run_dir in (a, b)]
+    kinds = [run.facts.manifest.kind for run in runs]
+    if kinds[0] != kinds[1]:
+        raise UserError(f"{a} is a {kinds[0]} run, {b} a {kinds[1]} run; put runs of one kind side by side")
+    facts = [run.facts for run in runs]
+    lines = [(name, run.curves) for name, run in zip(NAMES, runs, strict=True)]
+    alone = "One run each says nothing about the methods: compare several seeds (`python -m analysis.compare`)."
+    about = pd.DataFrame(
+        [(name, x, y) for (name, x), (_, y) in zip(*map(repeating, facts), strict=True) if name != "run again"],
+        columns=["fact", *NAMES],
+    )
+    changed = scrolled(table(_different(facts), "Configuration, where it differs"))
+    cards = (
+        Card("Where do they first differ?", [_first(facts)], [changed]),
+        Card("Which learned more?", [Verdict("fact", alone)], [_main_chart(facts[0], lines)]),
+        Card("Are they on-policy?", [v for name, run in zip(NAMES, runs, strict=True) for v in _agreement(name, run)]),
+        Card("How to repeat them", (), [scrolled(table(about, "The runs"), "words")]),
+    )
+    last = [first_and_last(run.facts, run.iterations, run.steps) for run in runs]
+    numbers = pd.DataFrame(
+        {"quantity": last[0]["quantity"], "A": last[0]["last"], "B": last[1]["last"], "unit": last[0]["unit"]}
+    )
+    folded = [folded_text(f"Configuration of {name}", f.config_text) for name, f in zip(NAMES, facts, strict=True)]
+    blocks = [scrolled(table(numbers, "Last complete iteration")), *folded, folded_table("Terms in words", terms())]
+    sections = [
+        *_curve_sections(facts[0], lines, (), ""),
+        *_responses(facts),
+        Section("numbers", "Numbers and configuration", (), (), blocks),
+    ]
+    return page(f"A: {facts[0].name}, B: {facts[1].name}", cards, sections)
+
+
+def _first(facts: Sequence[Facts]) -> Verdict:
+    """The first difference of two runs, with both values."""
+    a, b = facts
+    if a.manifest.fingerprint == b.manifest.fingerprint:
+        return Verdict("holds", "A and B have the same fingerprint: all results have the same bits.")
+    first = first_difference(a.run_dir, b.run_dir, allow_incomplete=True)
+    if first is None:
+        counts = " and ".join(str(len(one.iterations)) for one in facts)
+        text = f"A and B are the same to the last bit in the iterations that both have ({counts} are recorded)."
+        return Verdict("holds", text)
+    return Verdict("differs", f"A and B first differ in {first.describe()}{_values(facts, first)}.")
+
+
+def _values(facts: Sequence[Facts], first: FirstDifference) -> str:
+    """Row and values of the first difference, if it is in a column of an iteration."""
+    if first.iteration is None or first.column == "(rows)":
+        return "; `ppo-repro diff A B` names the row and both values"
+    a, b = (reader.read_arrow(one.run_dir, first.table, first.iteration).to_pandas() for one in facts)
+    pairs = zip(a[first.column].tolist(), b[first.column].tolist(), strict=True)
+    rows = [k for k, (x, y) in enumerate(pairs) if repr(x) != repr(y)]
+    if not rows:
+        return ", by the bits of values that look the same"
+    key = ", ".join(f"{name} {a[name][rows[0]]}" for name in KEYS if name in a)
+    x, y = (shortened(repr(frame[first.column].tolist()[rows[0]])) for frame in (a, b))
+    return f", {key}: {x} in A, {y} in B; {len(rows):,} of {len(a):,} rows differ there"
+
+
+def _agreement(name: str, run: OneRun) -> list[Verdict]:
+    found = [Verdict(v.kind, v.text.replace("The run", name)) for v in verdicts.state(run.facts)]
+    if run.unequal:
+        text = f"{name}: {share(run.unequal, run.tokens)} of log-probs differ between sampler and trainer."
+        return [*found, Verdict("differs", text)]
+    text = f"{name}: sampler and trainer agree on every bit of {run.tokens:,} {run.facts.unit}."
+    return [*found, Verdict("holds", text)]
+
+
+def _different(facts: Sequence[Facts]) -> pd.DataFrame:
+    """field, A, B: the fields in which two configurations differ."""
+    a, b = (flat(one.config.model_dump(mode="json"), "") for one in facts)
+    rows = [
+        (name, *("not there" if name not in one else str(one[name]) for one in (a, b)))
+        for name in sorted({*a, *b})
+        if name not in a or name not in b or a[name] != b[name]
+    ]
+    return pd.DataFrame(rows or [("no field", "the same", "the same")], columns=["field", *NAMES])
+
+
+def _responses(facts: Sequence[Facts]) -> list[Section]:
+    """The last recorded responses of both to the same held-out prompts, differences marked; none if none recorded."""
+    found = [rows for one in facts if (rows := evaluations(one.run_dir, one.manifest)) is not None]
+    if len(found) < len(facts):
+        return []
+    a, b = (rows[rows["iteration"] == rows["iteration"].max()].set_index("prompt_key") for rows in found)
+    pairs = [(a.loc[key], b.loc[key]) for key in a.index if key in b.index]
+    if not pairs:
+        return []
+    pairs.sort(key=lambda pair: pair[0]["response"] == pair[1]["response"])  # different ones first
+    different = sum(x["response"] != y["response"] for x, y in pairs)
+    cards = []
+    for x, y in pairs[:PROMPTS]:
+        shown = marked(shortened(str(x["response"])), shortened(str(y["response"])))
+        lines = [(n, text, float(row["scores"])) for n, text, row in zip(NAMES, shown, (x, y), strict=True)]
+        cards.append(card(str(x["prompt"]), str(x["answer"]), ("run", "response", "score"), lines))
+    moments = " and ".join(f"{n} before iteration {r['iteration'].max()}" for n, r in zip(NAMES, found, strict=True))
+    note = (
+        f"Greedy responses of the last evaluation ({moments}): {number(different)} of {number(len(pairs))} held-out "
+        f"prompts have different ones. {len(cards)} are shown, different ones first, with the difference marked."
+    )
+    return [Section("samples", "Last responses", (note,), (), (element("div", "".join(cards), class_="cards"),))]
+
+
+def marked(a: str, b: str) -> tuple[str, str]:
+    """Both texts as HTML, what only one of them has in a `mark`."""
+    shown: tuple[list[str], list[str]] = ([], [])
+    for kind, *spans in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        for parts, text, (start, end) in zip(shown, (a, b), (spans[:2], spans[2:]), strict=True):
+            if start < end:
+                parts.append(escape(text[start:end]) if kind == "equal" else element("mark", escape(text[start:end])))
+    return "".join(shown[0]), "".join(shown[1])
+
+
+def runs_below(folder: Path) -> list[Path]:
+    """The runs in a folder, up to four levels down, sorted; raises UserError if there is none."""
+    folders = {path.parent for depth in DEPTHS for path in folder.glob(f"{depth}/{manifest.FILE_NAME}")}
+    runs = sorted(path for path in folders if (path / "records").is_dir())
+    if not runs:
+        raise UserError(f"{folder}: has no run; give the folder of a run, or one with runs in it")
+    return runs
+
+
+def grid_page(folder: Path, linked_from: Path | None) -> str:
+    """The page about the complete runs of a folder, which names the others; UserError if none is complete.
+
+    Runs are links if the page lies in `linked_from`.
+    """
+    states = {run_dir: manifest.load(run_dir).status for run_dir in runs_below(folder)}
+    complete = [run_dir for run_dir, state in states.items() if state == "complete"]
+    if not complete:
+        raise UserError(f"{folder}: none of its {len(states)} runs is complete; finish them first")
+    kinds = {manifest.load_head(run_dir).kind for run_dir in complete}
+    if len(kinds) > 1:
+        raise UserError(f"{folder}: has {' and '.join(sorted(kinds))} runs; give a folder with runs of one kind")
+    runs = [read_run(run_dir) for run_dir in complete]
+    settings = _settings(folder, runs)
+    labels = [label for label, group in settings.items() for _ in group]
+    ordered = [run for group in settings.values() for run in group]
+    finals = _finals(ordered, labels)
+    measures = [str(name) for name in finals.columns if name not in ("point", "seed")]
+    measure = measures[0]
+    answer, compared = _answer(finals, measure)
+    means = finals.groupby("point", sort=False)[measure].mean().sort_values(ascending=False, kind="stable")
+    drawn = [label for label in settings if label in set(means.index[:MAX_LINES])]
+    lines = [(label, curves.over_seeds([run.curves for run in settings[label]])) for label in drawn]
+    some = f"The {MAX_LINES} of {len(settings)} settings with the highest {measure}; the table has all."
+    notes = (some,) if len(settings) > MAX_LINES else ()
+    missing = [f"{run.relative_to(folder)} ({state})" for run, state in states.items() if state != "complete"]
+    cards = [
+        *_question(folder),
+        Card("What is the answer?", answer, [_main_chart(runs[0].facts, lines)]),
+        Card(f"{measure.capitalize()} of each setting", (), [scrolled(table(_means(finals, measures), SPREAD))]),
+        *([Card("Differences, paired by seed", (), [scrolled(table(compared, "Holm over all settings"))])]
+          if len(compared) else []),
+        Card("Are the runs on-policy?", _verdicts(runs, missing)),
+    ]  # fmt: skip
+    cells = [
+        element("tr", element("td", escape(label)) + element("td", str(run.facts.config.seed), class_="number")
+                + element("td", _link(run.facts.run_dir, folder, linked_from)))
+        for label, run in zip(labels, ordered, strict=True)
+    ]  # fmt: skip
+    head = "".join(
+        element("th", name, scope="col", class_="number" if name == "seed" else "")
+        for name in ("setting", "seed", "run")
+    )
+    rows = element("thead", element("tr", head)) + element("tbody", "".join(cells))
+    listed = element("table", element("caption", "Each cell: a setting with a seed, one run") + rows)
+    band = "mean over the seeds of a setting, band: 95 % Student interval (none for a single seed)."
+    sections = [
+        Section("runs", "Runs", (), (), (scrolled(listed, "words"),)),
+        *_curve_sections(runs[0].facts, lines, notes, band),
+        Section("terms", "Terms", (), (), (folded_table("Terms in words", terms()),)),
+    ]
+    return page(f"{folder.resolve().name}: {len(runs)} runs", cards, sections)
+
+
+def _settings(folder: Path, runs: Sequence[OneRun]) -> dict[str, list[OneRun]]:
+    """The runs of each setting: by the labels of the grid's axes, or by the fields in which configurations differ."""
+    found = setting_labels([run.facts.config.model_dump(mode="json") for run in runs])
+    if (folder / "cells.parquet").exists():
+        cells = pd.read_parquet(folder / "cells.parquet")
+        axes = [name for name in cells.columns if name.startswith("axis.")]
+        named = {str(row["run_dir"]): ", ".join(str(row[axis]) for axis in axes) for row in cells.to_dict("records")}
+        paths = [str(run.facts.run_dir.relative_to(folder)) for run in runs]
+        order = {label: k for k, label in enumerate(named.values())}
+        if all(path in named for path in paths) and axes:
+            pairs = sorted(zip(paths, runs, strict=True), key=lambda pair: order[named[pair[0]]])
+            found, runs = [named[path] for path, _ in pairs], [run for _, run in pairs]
+    settings: dict[str, list[OneRun]] = {}
+    for label, run in zip(found, runs, strict=True):
+        settings.setdefault(label, []).append(run)
+    return settings
+
+
+def setting_labels(configs: Sequence[dict[str, Any]]) -> list[str]:
+    """For each configuration the fields in which it differs from some other, except the seed; else `all runs`."""
+    fields = [flat(config, "") for config in configs]
+    names = sorted({name for config in fields for name in config} - {"seed"})
+    differing = [name for name in names if len({json.dumps(config.get(name)) for config in fields}) > 1]
+    shown = [{name: config.get(name) for name in differing} for config in fields]
+    words = [[f"{n}={v if isinstance(v, str) else json.dumps(v)}" for n, v in config.items()] for config in shown]
+    return [", ".join(each) or "all runs" for each in words]
+
+
+def flat(value: Any, path: str) -> dict[str, Any]:
+    """The values of a nested configuration by dotted path."""
+    if not isinstance(value, dict):
+        return {path: value}
+    return {n: v for name, child in value.items() for n, v in flat(child, f"{path}.{name}" if path else name).items()}
+
+
+def _finals(runs: Sequence[OneRun], labels: Sequence[str]) -> pd.DataFrame:
+    """point, seed, and the final results that all runs have, else the mean score or return of the last iteration."""
+    is_control = runs[0].facts.is_control
+    named = CONTROL_MEASURES if is_control else LANGUAGE_MEASURES
+    found = {
+        name: [float(run.facts.manifest.final[key]) for run in runs]
+        for name, key in named.items()
+        if all(key in run.facts.manifest.final for run in runs)
+    }
+    if not found:
+        name, column = ("last return", "episode_return_mean") if is_control else ("last score", "score_mean")
+        found = {name: [float(run.iterations[column].iloc[-1]) for run in runs]}
+    return pd.DataFrame({"point": labels, "seed": [run.facts.config.seed for run in runs], **found})
+
+
+def _question(folder: Path) -> list[Card]:
+    """The question of a grid and what was expected; none for a folder that is no grid."""
+    path = folder / "grid.yaml"
+    if not path.exists():
+        return []
+    tree = read_tree(path)
+    return [Card("What was the question?", [Verdict("fact", str(tree["question"])),
+                                            Verdict("fact", f"Expected: {tree['expectation']}")])]  # fmt: skip
+
+
+def _answer(finals: pd.DataFrame, measure: str) -> tuple[list[Verdict], pd.DataFrame]:
+    """Sentences about the differences from the first setting, and the table of all differences."""
+    points = [str(point) for point in finals["point"].unique()]
+    seeds = finals.groupby("point")["seed"].apply(frozenset)
+    if len(points) < 2:
+        text = f"There is one setting: {measure} {interval(finals[measure])}, {SPREAD}."
+        return [Verdict("fact", text)], pd.DataFrame()
+    if seeds.nunique() > 1 or len(seeds.iloc[0]) < 2:
+        text = "No differences with intervals: they need the same seeds, at least two, in every setting."
+        return [Verdict("fact", text)], pd.DataFrame()
+    compared = comparisons(finals, measure, points[0])
+    clear = compared[compared["Holm"] < 0.05]
+    said = [
+        Verdict("differs", f"{row.point}: {row.difference:+.3f} [{row.low:+.3f}, {row.high:+.3f}] (p {row.Holm:.2g})")
+        for row in clear.itertuples()
+    ]
+    count = f"{len(clear)} of {len(compared)} settings differ from `{points[0]}` in {measure}"
+    test = "95 % intervals and paired t-tests over seeds, Holm's correction, p below 0.05"
+    shown = pd.DataFrame(
+        {
+            "setting": compared["point"],
+            f"minus {points[0]}": [f"{row.difference:+.3f}" for row in compared.itertuples()],
+            # NaN where all seeds have the same difference
+            "95 % interval": [f"{number(row.low, 3)} to {number(row.high, 3)}" for row in compared.itertuples()],
+            "p": [number(p, 3) for p in compared["p"]],
+            "p, Holm": [number(p, 3) for p in compared["Holm"]],
+        }
+    )
+    return [Verdict("fact", f"{count} ({test})."), *said], shown
+
+
+def _means(finals: pd.DataFrame, measures: Sequence[str]) -> pd.DataFrame:
+    """setting, seeds, and mean and interval of each measure."""
+    rows = [
+        {"setting": point, "seeds": len(group), **{name: interval(group[name]) for name in measures}}
+        for point, group in finals.groupby("point", sort=False)
+    ]
+    return pd.DataFrame(rows)
+
+
+def _link(run_dir: Path, folder: Path, linked_from: Path | None) -> str:
+    """The run's page, or its folder if it has no page; a path if the page about the grid lies elsewhere."""
+    name = escape(run_dir.relative_to(folder))
+    if linked_from is None:
+        return element("code", name)
+    target = run_dir / "report.html" if (run_dir / "report.html").exists() else run_dir
+    return element("a", name, href=Path(os.path.relpath(target, linked_from)).as_posix())
+
+
+def _verdicts(runs: Sequence[OneRun], missing: Sequence[str]) -> list[Verdict]:
+    equal = [run for run in runs if not run.unequal]
+    found = []
+    if equal:
+        tokens = sum(run.tokens for run in equal)
+        text = f"Sampler and trainer agree on every bit in {len(equal)} of {len(runs)} runs ({tokens:,} tokens)."
+        found.append(Verdict("holds", text))
+    if len(equal) < len(runs):
+        unequal, tokens = (sum(n) for n in zip(*((r.unequal, r.tokens) for r in runs if r.unequal), strict=True))
+        where = f"in the other {len(runs) - len(equal)}" if equal else f"in all {len(runs)} runs"
+        text = f"{share(unequal, tokens)} of log-probs differ {where} ({unequal:,} of {tokens:,} tokens)."
+        found.append(Verdict("differs", text))
+    if missing:
+        found.append(Verdict("differs", f"Not complete and not in this page: {', '.join(missing)}."))
+    return found

@@ -1,0 +1,263 @@
+"""The token view: which responses it shows, their data, and its skeleton; token_view.js fills it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from analysis.report.counts import deltas, special_tokens
+from analysis.report.markup import element, number, table
+from analysis.report.page import Section, scrolled
+from analysis.report.scan import token_rows
+from ppo_repro.records import reader
+
+# above this the page would be slow to open
+MAX_TOKENS = 100_000
+DIGITS = 6
+SHOWN_CHARACTERS = 160
+
+NULLABLE = ("values", "returns", "ratio_")
+
+# why a response is shown; each key is a button of the page
+REASONS = {
+    "mismatch": "worst mismatch", "clipped": "most clipped", "best": "best score", "worst": "worst score",
+    "first": "first iteration", "last": "last iteration",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TokenColumn:
+    """A column of the token view. scale: diverging (about 0), sequential (0 and up), negative (0 and down),
+    ratio (about 1) or category.
+
+    `word` is how the value of a word follows from those of its tokens: sum, mean, product, or none.
+    """
+
+    key: str
+    label: str
+    unit: str
+    scale: str
+    word: str
+
+
+TOKEN_COLUMNS = (
+    TokenColumn("delta", "mismatch, old - rollout log-prob", "nats", "diverging", "sum"),
+    TokenColumn("rollout_logprobs", "rollout log-prob", "nats", "negative", "sum"),
+    TokenColumn("old_logprobs", "old log-prob", "nats", "negative", "sum"),
+    TokenColumn("ref_logprobs", "reference log-prob", "nats", "negative", "sum"),
+    TokenColumn("ref_kl", "KL(policy || reference), exact", "nats", "sequential", "sum"),
+    TokenColumn("entropies", "entropy", "nats", "sequential", "sum"),
+    TokenColumn("kl_penalties", "KL penalty", "reward", "diverging", "sum"),
+    TokenColumn("rewards", "reward", "reward", "diverging", "sum"),
+    TokenColumn("advantages", "advantage", "", "diverging", "mean"),
+    TokenColumn("values", "value", "reward", "diverging", "mean"),
+    TokenColumn("returns", "return", "reward", "diverging", "mean"),
+)
+_READ = [
+    "iteration", "sequence", "position", "token_id", "char_start", "char_end", "word_id", "sub_idx",
+    *(column.key for column in TOKEN_COLUMNS if column.key != "delta"),
+]  # fmt: skip
+_READ_SEQUENCES = ["iteration", "sequence", "prompt", "response", "answer", "scores", "finish_reason"]
+
+
+def select(summary: pd.DataFrame, count: int, max_tokens: int = MAX_TOKENS) -> pd.DataFrame:
+    """Up to `count` rows of the summaries of all iterations, in their order, with `why` (keys of REASONS).
+
+    The reasons take turns to choose their next best response until `count` or `max_tokens` is reached.
+    """
+    rows = summary.reset_index(drop=True)
+    latest = rows.sort_values(["iteration", "sequence"], ascending=[False, True], kind="stable")
+    first, last = rows["iteration"].min(), rows["iteration"].max()
+    ranked = {
+        "mismatch": rows[rows["max_abs_delta"] > 0].sort_values("max_abs_delta", ascending=False, kind="stable"),
+        "clipped": rows[rows["clipped"] > 0].sort_values("clipped", ascending=False, kind="stable"),
+        "best": latest.sort_values("score", ascending=False, kind="stable"),
+        "worst": latest.sort_values("score", kind="stable"),
+        "first": rows[rows["iteration"] == first],
+        "last": rows[rows["iteration"] == last],
+    }
+    sizes = rows["tokens"].to_numpy(np.int64)
+    reasons: dict[int, list[str]] = {}
+    used = 0
+    for index, reason in _in_turn({name: frame.index.to_numpy()[:count] for name, frame in ranked.items()}):
+        size = 0 if index in reasons else int(sizes[index])
+        full = index not in reasons and len(reasons) == count
+        # the first response is shown whatever its length
+        if full or (reasons and used + size > max_tokens):
+            continue
+        used += size
+        reasons.setdefault(index, []).append(reason)
+    selected = rows.iloc[sorted(reasons)].copy()
+    selected["why"] = pd.Series([reasons[index] for index in sorted(reasons)], index=selected.index, dtype=object)
+    return selected
+
+
+def _in_turn(ranked: dict[str, npt.NDArray[np.int64]]) -> Iterator[tuple[int, str]]:
+    for rank in range(max(len(order) for order in ranked.values())):
+        for reason, order in ranked.items():
+            if rank < len(order):
+                yield int(order[rank]), reason
+
+
+def token_data(run_dir: Path, selected: pd.DataFrame) -> dict[str, Any]:
+    """The data that the page embeds: columns with their scales, and the selected responses token by token."""
+    responses: list[dict[str, Any]] = []
+    for iteration, rows in selected.groupby("iteration", sort=True):
+        responses += _of_iteration(run_dir, int(str(iteration)), rows)
+    epochs = max((response.pop("epochs") for response in responses), default=0)
+    columns = [*TOKEN_COLUMNS]
+    for epoch in range(epochs):
+        columns.append(TokenColumn(f"ratio_{epoch}", f"ratio, epoch {epoch}", "", "ratio", "product"))
+        columns.append(TokenColumn(f"flag_{epoch}", f"clip flag, epoch {epoch}", "", "category", "none"))
+    described = []
+    for column in columns:
+        values = [value for response in responses for value in response["columns"].get(column.key, [])]
+        if any(value is not None for value in values):
+            about = {"key": column.key, "label": column.label, "unit": column.unit, "scale": column.scale}
+            described.append({**about, "word": column.word, "limit": _limit(column.scale, values)})
+    return {"columns": described, "reasons": REASONS, "responses": responses}
+
+
+def _of_iteration(run_dir: Path, iteration: int, rows: pd.DataFrame) -> list[dict[str, Any]]:
+    only = [iteration]
+    sequences = reader.read_sequences(run_dir, iterations=only, columns=_READ_SEQUENCES, allow_incomplete=True)
+    about = {row["sequence"]: row for row in sequences[sequences["sequence"].isin(rows["sequence"])].to_dict("records")}
+    tokens = reader.read_tokens(run_dir, iterations=only, columns=_READ, allow_incomplete=True)
+    names = ["iteration", "epoch", "sequence", "position", "ratios", "clip_flag"]
+    updates = reader.read_updates(run_dir, iterations=only, columns=names, allow_incomplete=True)
+    tokens = tokens.join(_by_epoch(tokens, updates, f"{run_dir}: iteration {iteration}"))
+    tokens = tokens.assign(delta=deltas(tokens), special=special_tokens(tokens))
+    epochs = int(updates["epoch"].max()) + 1 if len(updates) else 0
+    reasons = dict(zip(rows["sequence"], rows.to_dict("records"), strict=True))
+    groups = tokens[tokens["sequence"].isin(rows["sequence"])].groupby("sequence", sort=True)
+    return [
+        {**_response({**about[key], **reasons[key]}, own.sort_values("position")), "epochs": epochs}
+        for key, own in groups
+    ]
+
+
+def _by_epoch(tokens: pd.DataFrame, updates: pd.DataFrame, where: str) -> pd.DataFrame:
+    """ratio_e and flag_e per token for each epoch e; empty where the epoch did not reach the token."""
+    rows = token_rows(tokens, updates, where)
+    columns: dict[str, Any] = {}
+    for epoch in np.unique(updates["epoch"].to_numpy()).tolist():
+        in_epoch = (updates["epoch"] == epoch).to_numpy()
+        ratios = np.full(len(tokens), np.nan)
+        ratios[rows[in_epoch]] = updates["ratios"].to_numpy(np.float64)[in_epoch]
+        flags = np.full(len(tokens), None, dtype=object)
+        flags[rows[in_epoch]] = updates["clip_flag"].to_numpy(object)[in_epoch]
+        columns |= {f"ratio_{epoch}": ratios, f"flag_{epoch}": flags}
+    return pd.DataFrame(columns, index=tokens.index)
+
+
+def _response(row: dict[Hashable, Any], tokens: pd.DataFrame) -> dict[str, Any]:
+    text = str(row["response"])
+    spans = zip(tokens["char_start"], tokens["char_end"], strict=True)
+    keys = [name for name in tokens.columns if name.startswith(("ratio_", "flag_"))]
+    columns = {key: _plain(tokens[key]) for key in [*(column.key for column in TOKEN_COLUMNS), *keys]}
+    return {
+        "iteration": int(row["iteration"]), "sequence": int(row["sequence"]), "why": row["why"],
+        "prompt": str(row["prompt"]), "response": text, "answer": str(row["answer"]),
+        "score": _number(float(row["scores"])), "finish": str(row["finish_reason"]),
+        "max_abs_delta": _number(float(row["max_abs_delta"])), "clipped": int(row["clipped"]),
+        "ids": tokens["token_id"].tolist(), "texts": [text[start:end] for start, end in spans],
+        "special": tokens["special"].astype(int).tolist(), "words": tokens["word_id"].tolist(), "columns": columns,
+    }  # fmt: skip
+
+
+def _plain(values: pd.Series) -> list[Any]:
+    if values.dtype.kind == "f":
+        # in a column without nulls, NaN is a recorded NaN
+        absent = None if str(values.name).startswith(NULLABLE) else "nan"
+        return [absent if value != value else _number(value) for value in values.to_numpy(np.float64).tolist()]
+    return [None if value is None or value != value else str(value) for value in values.tolist()]
+
+
+def _number(value: float) -> float | str | None:
+    """The number rounded to DIGITS; infinities as words, since JSON has none."""
+    if math.isnan(value):
+        return None
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else str(value)
+
+
+def _limit(scale: str, values: list[Any]) -> float:
+    """The value with the full colour: the 98th percentile of the sizes, or the largest if that is 0."""
+    if scale == "category":
+        return 0.0
+    data = np.array([value for value in values if isinstance(value, float | int)], dtype=np.float64)
+    if scale == "ratio":
+        data = np.log(data[data > 0])
+    if not len(data):
+        return 0.0
+    full = float(np.quantile(np.abs(data), 0.98)) or float(np.abs(data).max())
+    return float(f"{full:.3g}")
+
+
+def token_section(view: dict[str, Any], recorded: int) -> Section:
+    """Controls, token area, the values of one token, and the responses as a table that needs no script.
+
+    `recorded` is how many responses the run has.
+    """
+    controls = (
+        _labelled("Colour by", "tv-column") + _labelled("Iteration", "tv-iteration")
+        + _labelled("Sequence", "tv-sequence")
+        + element("button", "◀ Previous", type="button", id="tv-previous")
+        + element("button", "Next ▶", type="button", id="tv-next")
+        + element("label", '<input type="checkbox" id="tv-words" /> whole words', for_="tv-words")
+    )  # fmt: skip
+    texts = element("dt", "Prompt") + element("dd", element("bdi", id="tv-prompt", dir="auto"))
+    texts += element("dt", "Answer") + element("dd", element("bdi", id="tv-answer", dir="auto"))
+    box = {"role": "listbox", "aria_label": "Tokens of the response", "aria_orientation": "horizontal"}
+    detail = element("table", element("caption", "Values") + element("tbody", "", id="tv-detail"))
+    keys = (
+        "Point at a token, or tab to the tokens and use the arrow keys, Home and End; Page Up and Page Down change the "
+        "response. Numbers are rounded to six significant digits; the records have every bit."
+    )
+    area = element(
+        "div",
+        element("div", controls, class_="controls")
+        + element("div", "", class_="controls", id="tv-jumps", role="group", aria_label="Jump to a response")
+        + element("p", "", id="tv-about", aria_live="polite")
+        + element("dl", texts, class_="texts")
+        + element("ul", "", id="tv-legend", class_="swatches", aria_label="Colours")
+        + element("div", element("div", "", id="tv-tokens", **box) + scrolled(detail, "detail"), class_="reading")
+        + element("p", keys, class_="quiet"),
+        id="token-view",
+        hidden=True,
+    )
+    needs = element("noscript", element("p", "The token view needs the script inside this page."))
+    rows = [
+        {
+            "iteration": response["iteration"], "sequence": response["sequence"],
+            "why": ", ".join(REASONS[reason] for reason in response["why"]),
+            "prompt": _short(response["prompt"]), "response": _short(response["response"]),
+            "score": response["score"], "largest |delta| (nats)": response["max_abs_delta"],
+            "clipped updates": response["clipped"],
+        }
+        for response in view["responses"]
+    ]  # fmt: skip
+    listed = scrolled(table(pd.DataFrame(rows), "Responses in the token view", limit=len(rows)))
+    shown = element("details", element("summary", "The responses shown here") + listed)
+    note = (
+        f"{number(len(rows))} of {number(recorded)} responses: in turn those with the largest |old - rollout| "
+        "difference, the most clipped token updates, the best score, the worst score (the latest first), and the first "
+        f"responses of the first and of the last iteration; at most {number(MAX_TOKENS)} tokens. --responses N "
+        "chooses another number."
+    )
+    return Section("tokens", "Tokens", (note,), (), (needs, area, shown))
+
+
+def _labelled(text: str, target: str) -> str:
+    return element("span", element("label", text, for_=target) + element("select", id=target), class_="control")
+
+
+def _short(text: str) -> str:
+    hidden = len(text) - SHOWN_CHARACTERS
+    return text if hidden <= 0 else f"{text[:SHOWN_CHARACTERS]} … ({number(hidden)} more characters)"

@@ -1,1 +1,0 @@
-"""Responses in a report: token by token, and the same prompt over time."""

@@ -1,0 +1,145 @@
+"""The sentences of a run's page: did it learn, is it on-policy, what went wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pandas as pd
+
+from analysis.mismatch.parity import Parity
+from analysis.report.facts import Facts
+from analysis.report.markup import number, share
+from analysis.report.page import Verdict
+from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.mismatch import SamplerFaults, TrainerFaults
+from ppo_repro.config.run import RunConfig
+
+
+def learning(facts: Facts, iterations: pd.DataFrame) -> list[Verdict]:
+    """How accuracy, score and KL, or returns, changed."""
+    if isinstance(facts.config, ControlConfig):
+        means = iterations["episode_return_mean"].dropna()
+        found = []
+        if iterations["eval_return"].notna().any():
+            name = f"Mean return of {facts.config.evaluation.episodes} whole episodes"
+            found.append(_evaluated(facts, iterations, "eval_return", name, "likeliest actions"))
+        if len(means):
+            ends = f"{number(float(means.iloc[0]), 4)} at first, {number(float(means.iloc[-1]), 4)} at last"
+            found.append(Verdict("fact", f"Mean return of the training episodes that ended: {ends}."))
+        return found
+    measured = [("eval_accuracy", "Held-out accuracy")]
+    if any(term.kind != "exact_match" for term in facts.config.reward.terms):
+        measured.insert(0, ("eval_score", "Held-out score"))
+    first, last = (number(float(iterations["score_mean"].iloc[i]), 3) for i in (0, -1))
+    kl = number(float(iterations["ref_kl_per_sequence"].iloc[-1]), 3)
+    return [
+        *(_evaluated(facts, iterations, column, name, "greedy") for column, name in measured),
+        Verdict("fact", f"Mean score of the sampled responses: {first} at first, {last} at last."),
+        Verdict("fact", f"KL(policy || reference) at last: {kl} nats per response (exact, mean over the responses)."),
+    ]
+
+
+def _evaluated(facts: Facts, iterations: pd.DataFrame, column: str, name: str, how: str) -> Verdict:
+    """The first and the last evaluation, with the evaluation after the last update if the run got there."""
+    rows = iterations.loc[iterations[column].notna(), ["iteration", column]]
+    values = [float(value) for value in rows[column]]
+    where = f"before iteration {rows['iteration'].iloc[-1]}" if len(rows) else ""
+    if column in facts.manifest.final:
+        values.append(float(facts.manifest.final[column]))
+        where = "after the last update"
+    if len(values) < 2:
+        return Verdict("fact", f"{name}: {number(values[0], 3)} at the start." if values else f"{name}: not measured.")
+    before, after = values[0], values[-1]
+    verb = "rose" if after > before else "fell" if after < before else "stayed"
+    return Verdict("fact", f"{name} {verb} from {before:.3f} at the start to {after:.3f} {where} ({how}).")
+
+
+def on_policy(facts: Facts, counted: Parity) -> list[Verdict]:
+    """Whether sampler and trainer agree; without a sentence on ratios or values that do not exist."""
+    config, unit = facts.config, facts.unit
+    anchor = "rollout" if isinstance(config, ControlConfig) else config.ppo.ratio_anchor
+    has_ratios = isinstance(config, ControlConfig) or config.ppo.objective.kind != "policy_gradient"
+    has_values = isinstance(config, ControlConfig) or config.value.kind != "none"
+    unequal, tokens, rows = counted.unequal_old_rollout_logprobs, counted.tokens, counted.first_minibatch_tokens
+    found = [
+        _counted(
+            unequal, f"Sampler and trainer agree on every bit of {tokens:,} {unit}.",
+            f"{share(unequal, tokens)} of log-probs differ between sampler and trainer ({unequal:,} of {tokens:,} "
+            f"{unit}, largest difference {number(counted.max_abs_old_rollout, 2)} nats).",
+        )
+    ]  # fmt: skip
+    if rows and has_ratios:
+        first = counted.unequal_first_ratios
+        right = f"Every ratio of the first minibatches is exactly 1 ({rows:,} {unit}, anchor {anchor})."
+        wrong = f"{share(first, rows)} of first ratios are not exactly 1 ({first:,} of {rows:,}, anchor {anchor})."
+        found.append(_counted(first, right, wrong))
+    if rows and has_values:
+        other = counted.unequal_values
+        right = f"Values computed again in the first minibatches agree on every bit ({rows:,} {unit})."
+        wrong = f"{share(other, rows)} of values differ when computed again ({other:,} of {rows:,})."
+        found.append(_counted(other, right, wrong))
+    measured = facts.accuracy
+    if measured is not None:
+        far = f"{number(measured.ratio, 2)} times as far from the model in float64 as stock float32's"
+        text = f"The sampler's log-probs are {far} ({measured.tokens:,} tokens, rms)."
+        found.append(Verdict("differs" if measured.is_low else "fact", text))
+    return found
+
+
+def _counted(wrong: int, holds: str, differs: str) -> Verdict:
+    return Verdict("differs", differs) if wrong else Verdict("holds", holds)
+
+
+def troubles(facts: Facts, nonfinite_ratios: int, nonfinite_deltas: int) -> list[Verdict]:
+    """What is not complete or not finite, and what was disturbed on purpose; a sentence if there is nothing."""
+    found = state(facts)
+    if nonfinite_ratios + nonfinite_deltas:
+        counted = f"{nonfinite_ratios:,} ratios, {nonfinite_deltas:,} log-prob differences"
+        found.append(Verdict("differs", f"Not finite: {counted}. No figure includes them."))
+    if isinstance(facts.config, RunConfig):
+        found += on_purpose(facts.config)
+    return found or [Verdict("holds", "Nothing: the run is complete, and its ratios and log-probs are finite.")]
+
+
+def state(facts: Facts) -> list[Verdict]:
+    """A sentence about a run that is not complete."""
+    if facts.manifest.status == "complete":
+        return []
+    words = {"running": "is not finished: it works still, or was killed,", "interrupted": "was interrupted"}
+    text = (
+        f"The run {words.get(facts.manifest.status, 'failed')} after {len(facts.iterations)} of "
+        f"{facts.config.iterations} iterations, which this page shows. `ppo-repro resume RUN` goes on."
+    )
+    return [Verdict("differs", text)]
+
+
+def on_purpose(config: RunConfig) -> list[Verdict]:
+    """A sentence for each cause of mismatch that the run was given on purpose."""
+    verdicts = [*_rounded_on_purpose(config), *_faults_on_purpose(config)]
+    sigma = config.rollout.mismatch_sigma
+    if sigma is not None:
+        verdicts.append(Verdict("fact", f"The sampler was disturbed on purpose: rollout.mismatch_sigma = {sigma:g}."))
+    return verdicts
+
+
+def _rounded_on_purpose(config: RunConfig) -> Iterator[Verdict]:
+    """A sentence if the sampler rounds numbers to other formats."""
+    stock = config.mismatch.sampler.stock
+    if stock is not None:
+        yield Verdict("fact", f"The sampler was torch's own forward pass on purpose: mismatch.sampler.stock = {stock}.")
+    formats = {k: v for k, v in config.mismatch.sampler.precision.model_dump().items() if v != "float32"}
+    if formats:
+        named = ", ".join(f"{name} {value}" for name, value in formats.items())
+        yield Verdict("fact", f"The sampler was rounded on purpose: mismatch.sampler.precision = {named}.")
+
+
+def _faults_on_purpose(config: RunConfig) -> Iterator[Verdict]:
+    """A sentence for each fault of sampler or trainer that the run was given."""
+    sides = (("sampler", config.mismatch.sampler, SamplerFaults), ("trainer", config.mismatch.trainer, TrainerFaults))
+    for side, section, faults in sides:
+        for name, field in faults.model_fields.items():
+            value = getattr(section, name)
+            if value != field.default:
+                recorded = section.model_dump(mode="json")[name]
+                yield Verdict("fact", f"A fault on purpose: mismatch.{side}.{name} = {json.dumps(recorded)}.")

@@ -1,0 +1,107 @@
+"""What a run measured, as named numbers with the moment of each, and what it says about itself in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from ppo_repro.config.kinds import CONTROL, DPO, LANGUAGE, Kind
+from ppo_repro.control.summary import CONTROL_RUNS
+from ppo_repro.preferences.dpo.summary import DPO_RUNS
+from ppo_repro.records import accuracy, manifest, reader, times
+from ppo_repro.records.manifest import Head
+from ppo_repro.runs.summary import LANGUAGE_RUNS, SummaryKind
+
+SUMMARIES: dict[Kind, SummaryKind[Any]] = {LANGUAGE: LANGUAGE_RUNS, CONTROL: CONTROL_RUNS, DPO: DPO_RUNS}
+KEYS = ["iteration", "epoch", "minibatch", "ended_at"]
+# a column of `iterations` that counts disagreements -> the name of the promise
+PROMISES = {
+    "unequal_old_rollout_logprobs": "sampler_and_trainer_agree",
+    "unequal_first_ratios": "first_ratios_are_one",
+    "unequal_values": "values_agree",
+}
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """One number; `moment` in seconds since 1970."""
+
+    name: str
+    value: float
+    step: int
+    moment: float
+
+
+class RunNumbers:
+    """The numbers of a recorded run, which may still work."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self._iterations, self._steps = run_dir, 0, 0
+
+    def new(self) -> list[Scalar]:
+        """Every numeric column of the iterations recorded since the last call: `iteration/...` and `step/...`."""
+        new = range(self._iterations, manifest.load_head(self._run_dir).num_iterations)
+        if not new:
+            return []
+        iterations = reader.read_iterations(self._run_dir, iterations=new, allow_incomplete=True)
+        steps = reader.read_steps(self._run_dir, iterations=new, allow_incomplete=True)
+        moments = [float(moment) for moment in iterations["ended_at"]]
+        numbers = range(self._steps, self._steps + len(steps))
+        of_steps = [moments[index] for index in steps["iteration"] - new[0]]
+        self._iterations, self._steps = new.stop, numbers.stop
+        return _columns(iterations, "iteration", new, moments) + _columns(steps, "step", numbers, of_steps)
+
+    def ending(self) -> list[Scalar]:
+        """The final results, accuracy and seconds; also the last point of each curve evaluated after the run."""
+        recorded = manifest.load_head(self._run_dir)
+        moment = times.ended(self._run_dir, recorded)
+        final = {name: float(value) for name, value in recorded.final.items() if not isinstance(value, str)}
+        curves = {column.name for table in manifest.tables_of(recorded) for column in table.columns} & final.keys()
+        measured, spent = accuracy.read(self._run_dir, recorded), times.read(self._run_dir, recorded)
+        groups = {
+            "final": final,
+            "accuracy": {} if measured is None else measured.numbers(),
+            "seconds": {} if spent is None else spent.seconds,
+        }
+        return [
+            Scalar(f"iteration/{name}", final[name], recorded.num_iterations, moment)
+            for name in sorted(curves)
+            if not math.isnan(final[name])
+        ] + [
+            Scalar(f"{group}/{name}", float(value), 0, moment)
+            for group, values in groups.items()
+            for name, value in values.items()
+        ]
+
+
+def _columns(table: pd.DataFrame, group: str, steps: Sequence[int], moments: Sequence[float]) -> list[Scalar]:
+    """Every numeric column as `group/column`, without nulls."""
+    return [
+        Scalar(f"{group}/{name}", float(value), step, moment)
+        for name, values in table.drop(columns=KEYS, errors="ignore").select_dtypes("number").items()
+        for value, step, moment in zip(values.tolist(), steps, moments, strict=True)
+        if pd.notna(value)
+    ]
+
+
+def sentences(run_dir: Path) -> list[str]:
+    """The verdicts of a complete run as `show` prints them; of another run how far it got; and the fingerprint."""
+    recorded = manifest.load_head(run_dir)
+    said = [f"{recorded.status} after {recorded.num_iterations} complete iterations"]
+    if recorded.status == "complete":
+        kind = SUMMARIES[recorded.kind]
+        said = kind.verdicts(kind.summarise(run_dir, None))
+    return [*said, f"fingerprint {recorded.fingerprint}"]
+
+
+def promises(run_dir: Path, recorded: Head) -> dict[str, str]:
+    """`holds` or `differs` by promise, over the complete iterations; empty before the first one and for DPO."""
+    if not recorded.num_iterations or recorded.kind == DPO:
+        return {}
+    counted = reader.read_iterations(run_dir, columns=[*PROMISES], allow_incomplete=True)
+    return {name: "differs" if counted[column].any() else "holds" for column, name in PROMISES.items()}

@@ -1,0 +1,141 @@
+"""A damaged or half-written file of a run is refused in one line that names it, and never read."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from ppo_repro.config.files import load_config
+from ppo_repro.config.section import run_folder
+from ppo_repro.errors import UserError
+from ppo_repro.records import manifest, reader, schema
+from ppo_repro.runs.diff import first_difference
+from ppo_repro.runs.verify import verify
+from ppo_repro.watcher import Silent
+from tests.support import synthetic_run
+from tests.support.cli import Cli, cli, one_line
+from tests.support.damage import KINDS, damaged
+from tests.support.language import run
+from tests.support.paths import TINY
+
+__all__ = ["cli"]
+
+DAMAGES = int(os.environ.get("DAMAGES", "40"))
+
+
+def frames(run_dir: Path) -> list[pd.DataFrame]:
+    return [reader.TableReader(table.name)(run_dir) for table in schema.TABLES]
+
+
+def refusal(run_dir: Path) -> str:
+    """What `verify` says; empty where it finds nothing."""
+    try:
+        verify(run_dir)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_any_damage_is_named_and_not_read(tmp_path: Path) -> None:
+    run_dir = synthetic_run.make_run(tmp_path / "a")
+    whole, generator, seen = Path(shutil.copytree(run_dir, tmp_path / "whole")), random.Random(0), Counter[str]()
+    expected = frames(run_dir)
+    assert refusal(run_dir) == "" and first_difference(whole, run_dir) is None  # the control
+    for number in range(DAMAGES):
+        with damaged(run_dir, KINDS[number % len(KINDS)], generator) as damage:
+            said = refusal(run_dir)
+            assert damage.is_named(said) and "\n" not in said, (damage, said)
+            try:
+                assert first_difference(whole, run_dir) is None, damage
+                assert all(a.equals(b) for a, b in zip(frames(run_dir), expected, strict=True)), damage
+                seen["not used"] += 1
+            except UserError as error:
+                assert damage.is_named(str(error)), (damage, error)
+                seen["refused"] += 1
+    assert refusal(run_dir) == "" and min(seen["refused"], seen["not used"]) > 3, seen
+
+
+class Interrupted(Silent):
+    """Ends a run after its second iteration."""
+
+    def iteration(self, done: int, total: int, figures: str) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+def test_no_command_uses_what_is_damaged(cli: Cli, tmp_path: Path) -> None:
+    config = load_config(TINY, ["ppo.iterations=3", "checkpoints.every=1", "model.warm_start_steps=3"])
+    whole, _ = run(config, tmp_path / "whole", Silent())
+    with suppress(KeyboardInterrupt):
+        run(config, tmp_path / "part", Interrupted())
+    part, generator, seen = run_folder(config, tmp_path / "part"), random.Random(1), Counter[str]()
+    for number in range(DAMAGES):
+        with damaged(whole, KINDS[number % len(KINDS)], generator) as damage:
+            code, _, err = cli("verify", whole)
+            assert code == 2 and damage.is_named(one_line(err)), (damage, err)
+            code, _, err = cli("diff", whole, whole)
+            seen[f"diff {code}"] += 1
+            assert code == 0 or (code == 2 and damage.is_named(one_line(err))), (damage, err)
+        copy = Path(shutil.copytree(part, tmp_path / "copy"))
+        with damaged(copy, KINDS[number % len(KINDS)], generator) as damage:
+            before = (copy / manifest.FILE_NAME).read_bytes()
+            code, _, err = cli("resume", copy)
+            # a copy of a file that resume knows to be no part of the run is removed
+            went_on = code == 0 and damage.kind == "duplicated"
+            assert went_on or (code == 2 and "error: " in err), (damage, err)
+            assert went_on or (copy / manifest.FILE_NAME).read_bytes() == before, damage
+            seen["went on" if went_on else "refused"] += 1
+        shutil.rmtree(copy)
+    assert min(seen["diff 2"], seen["refused"]) > 3, seen
+
+
+def test_a_file_that_the_run_did_not_write_is_named(tmp_path: Path) -> None:
+    run_dir = synthetic_run.make_run(tmp_path / "a")
+    for name in ("notes.txt", "records/tokens/iteration=000007.parquet", "checkpoints/final/model.bin"):
+        path = run_dir / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+        assert f"{path}: is no file of this run" in refusal(run_dir)
+        path.unlink()
+    (run_dir / "report.html").write_text("x")
+    assert verify(run_dir).uncovered == ("report.html",)
+
+
+def test_what_a_kill_leaves_is_told_apart(tmp_path: Path) -> None:
+    run_dir = synthetic_run.make_run(tmp_path / "a", iterations=3)
+    synthetic_run.cut_back(run_dir, 2, "running")
+    (run_dir / "records" / "tokens" / "iteration=000002.parquet").write_text("half")
+    (run_dir / "manifest.json.tmp").write_text("half")
+    found = verify(run_dir)
+    assert found.unfinished == ("manifest.json.tmp", "records/tokens/iteration=000002.parquet")
+    assert found.unfinished_line > 0 and len(frames_of_incomplete(run_dir)) == 24
+
+
+def frames_of_incomplete(run_dir: Path) -> pd.DataFrame:
+    with pytest.raises(UserError, match="the run is running after 2 recorded iterations"):
+        reader.read_tokens(run_dir)
+    return reader.read_tokens(run_dir, allow_incomplete=True)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"null"])
+def test_what_is_no_manifest_is_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / manifest.FILE_NAME).write_bytes(content)
+    with pytest.raises(UserError, match=r"manifest\.json: is (not valid JSON|not the manifest of a run)") as caught:
+        manifest.load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_run_of_an_earlier_version_is_refused_by_name(tmp_path: Path) -> None:
+    run_dir = synthetic_run.make_run(tmp_path / "a")
+    path = run_dir / manifest.FILE_NAME
+    path.write_text(path.read_text().replace(f'"manifest_version": {manifest.VERSION}', '"manifest_version": 3'))
+    with pytest.raises(UserError, match="manifest_version = 3: this ppo_repro reads 4; read the run with the version"):
+        manifest.load(run_dir)

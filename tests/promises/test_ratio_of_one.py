@@ -1,0 +1,41 @@
+"""The sampler's log-prob is the trainer's, so the first ratio is exactly 1, and without learning every ratio is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from analysis.mismatch.parity import parity
+from ppo_repro.watcher import Silent
+from tests.support.language import run
+from tests.support.runs import small_config
+
+
+def test_sampler_and_trainer_agree_on_every_bit(deterministic_run: Path) -> None:
+    found = parity(deterministic_run)
+    assert found.tokens > 300 and found.first_minibatch_tokens > 80
+    assert found.unequal_old_rollout_logprobs == 0
+    assert found.unequal_first_ratios == 0
+    assert found.unequal_values == 0
+    assert found.unequal_ratios > 0, "the weights must have moved, or a constant would pass this test"
+
+
+def test_native_numerics_fail_the_same_check(native_run: Path) -> None:
+    found = parity(native_run)
+    assert found.unequal_old_rollout_logprobs > found.tokens // 20
+    assert found.unequal_first_ratios > 0
+
+
+def test_without_learning_every_ratio_of_every_epoch_is_one(tmp_path: Path) -> None:
+    config = small_config("ppo.learning_rate=0", "value.learning_rate=0", "ppo.epochs=3", "ppo.iterations=2")
+    found = parity(run(config, tmp_path, Silent())[0])
+    assert found.update_rows == 3 * found.tokens
+    assert found.unequal_ratios == 0
+    assert found.unequal_update_values == 0
+
+
+@pytest.mark.usefixtures("row_noise")
+def test_without_learning_native_ratios_still_differ_from_one(tmp_path: Path) -> None:
+    config = small_config("ppo.learning_rate=0", "value.learning_rate=0", "numerics.mode=native")
+    assert parity(run(config, tmp_path, Silent())[0]).unequal_ratios > 0

@@ -1,0 +1,192 @@
+"""A run that was killed or interrupted, resumed under any layout, is the uninterrupted run to the bit.
+
+`KILLS=200 python -m pytest -m slow tests/promises/test_resume.py -k killed -s` kills more often and says where.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import random
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ppo_repro.config.files import dump_yaml, load_config
+from ppo_repro.config.section import run_folder
+from ppo_repro.errors import PromiseBroken, UserError
+from ppo_repro.files import only_writer
+from ppo_repro.numerics.optimizer import OptimizerState
+from ppo_repro.records import manifest, reader
+from ppo_repro.records.writer import RunWriter
+from ppo_repro.runs import checkpoint
+from ppo_repro.runs.checkpoint import Checkpoint
+from ppo_repro.runs.resume import Resumed
+from ppo_repro.runs.verify import verify
+from ppo_repro.watcher import Silent
+from tests.support.killing import working
+from tests.support.language import resume
+from tests.support.paths import TINY
+from tests.support.resume import Recorded, newest, record, require_as_uninterrupted
+from tests.support.runs import small_config
+from tests.support.synthetic_run import rewrite_cell
+
+OTHER_LAYOUT = ("layout.padding=left", "layout.rollout_slots=20", "layout.update_micro_batch=9", "layout.threads=2")
+KILLS = int(os.environ.get("KILLS", "25"))
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """Five iterations, a checkpoint after every second, one kept; what a kill after each iteration leaves."""
+    config = small_config("ppo.iterations=5", "checkpoints.every=2", "checkpoints.keep=1")
+    return record(config, tmp_path_factory.mktemp("recorded"))
+
+
+@pytest.mark.parametrize(("iterations", "start"), [(1, 0), (3, 2), (5, 4)])
+def test_a_resumed_run_is_the_uninterrupted_run(
+    recorded: Recorded, tmp_path: Path, iterations: int, start: int
+) -> None:
+    run_dir = recorded.copy(iterations, tmp_path)
+    records = {path: path.read_bytes() for path in (run_dir / "records").rglob("*.parquet")}
+    assert resume(run_dir, Silent(), OTHER_LAYOUT) == Resumed(start, iterations)
+    recorded.require_same(run_dir)
+    assert all(path.read_bytes() == content for path, content in records.items()), "a committed file was rewritten"
+    assert verify(run_dir).status == "complete"
+
+
+def test_checkpoints_change_no_result_and_only_the_newest_stay(recorded: Recorded, deterministic_run: Path) -> None:
+    assert manifest.load(deterministic_run).iterations == manifest.load(recorded.whole).iterations[:3]
+    there = {n: sorted(p.name for p in (recorded.parts / str(n) / "checkpoints").iterdir()) for n in (1, 3, 5)}
+    assert there == {
+        1: ["reference"],
+        3: ["iteration-000002.safetensors", "reference"],
+        5: ["iteration-000004.safetensors", "reference"],
+    }
+
+
+def altered(run_dir: Path, change: Callable[[Checkpoint], Checkpoint]) -> None:
+    """Change the newest checkpoint, its digest right."""
+    path, written = newest(run_dir), RunWriter(run_dir)
+    name = path.relative_to(run_dir).as_posix()
+    digest = checkpoint.save(change(checkpoint.load(path, written.head.files[name])), path)
+    written.list_files({**written.head.files, name: digest})
+
+
+def later(state: OptimizerState) -> OptimizerState:
+    return dataclasses.replace(state, steps={name: steps + 1 for name, steps in state.steps.items()})
+
+
+def times(state: OptimizerState, field: str, name: str) -> OptimizerState:
+    tensors = getattr(state, field)
+    return dataclasses.replace(state, **{field: {**tensors, name: tensors[name] * 1.01}})
+
+
+ALTERATIONS: dict[str, Callable[[Checkpoint], Checkpoint]] = {
+    "steps": lambda c: dataclasses.replace(c, policy_optimizer=later(c.policy_optimizer)),
+    "first moment": lambda c: dataclasses.replace(
+        c, policy_optimizer=times(c.policy_optimizer, "first", "model.layers.0.mlp.up_proj.weight")
+    ),
+    "second moment": lambda c: dataclasses.replace(
+        c, value_optimizer=times(c.value_optimizer, "second", "head.weight")
+    ),
+    "coefficient": lambda c: dataclasses.replace(
+        c, coefficients=dataclasses.replace(c.coefficients, kl_coef=c.coefficients.kl_coef * (1 + 2.0**-20))
+    ),
+}
+
+
+@pytest.mark.parametrize("part", ALTERATIONS)
+def test_every_part_of_a_checkpoint_is_needed(recorded: Recorded, tmp_path: Path, part: str) -> None:
+    """The negative control: any part of the state that is another one shows in the iteration computed again."""
+    run_dir = recorded.copy(3, tmp_path)
+    before = newest(run_dir).read_bytes()
+    altered(run_dir, lambda unchanged: unchanged)
+    assert newest(run_dir).read_bytes() == before
+    altered(run_dir, ALTERATIONS[part])
+    with pytest.raises(PromiseBroken, match=r"table (sequences|updates|steps), iteration 2, column "):
+        resume(run_dir, Silent())
+    assert manifest.load(run_dir).status == "failed"
+
+
+def test_a_record_that_differs_is_named_and_kept(recorded: Recorded, tmp_path: Path) -> None:
+    run_dir = recorded.copy(3, tmp_path)
+
+    def raised(values: object) -> object:
+        values[11] += 1.0  # type: ignore[index]
+        return values
+
+    rewrite_cell(run_dir, "tokens", 2, "advantages", raised)
+    before = reader.read_arrow(run_dir, "tokens", 2)
+    with pytest.raises(PromiseBroken, match=r"^table tokens, iteration 2, column advantages, row 11 \("):
+        resume(run_dir, Silent())
+    assert reader.read_arrow(run_dir, "tokens", 2).equals(before)
+
+
+def test_what_cannot_go_on_is_one_line_and_changes_nothing(recorded: Recorded, tmp_path: Path) -> None:
+    run_dir = recorded.copy(5, tmp_path)
+    path, content = newest(run_dir), newest(run_dir).read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    manifest_before = (run_dir / manifest.FILE_NAME).read_bytes()
+    with pytest.raises(UserError, match=r"has another SHA-256 .*; or remove \S+ to start from the beginning$"):
+        resume(run_dir, Silent())
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"may change fields of layout and rollout\.engine "):
+        resume(run_dir, Silent(), ["ppo.epochs=3"])
+    with only_writer(run_dir), pytest.raises(UserError, match="another process is writing this run"):
+        resume(run_dir, Silent())
+    assert (run_dir / manifest.FILE_NAME).read_bytes() == manifest_before
+    # a damaged checkpoint that is removed costs what it would have saved
+    path.unlink()
+    assert resume(run_dir, Silent()) == Resumed(0, 5)
+    recorded.require_same(run_dir)
+    with pytest.raises(UserError, match="the run is finished"):
+        resume(run_dir, Silent())
+
+
+def test_a_link_out_of_the_folder_is_refused(recorded: Recorded, tmp_path: Path) -> None:
+    run_dir = recorded.copy(3, tmp_path)
+    (run_dir / "records" / "tokens" / "iteration=000003.parquet.tmp").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="is a symbolic link"):
+        resume(run_dir, Silent())
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_run_killed_at_any_instant_is_resumed(tmp_path: Path) -> None:
+    """Chains of kills: each run is killed, resumed and killed again until one resumption gets to the end."""
+    config = load_config(TINY, ["ppo.iterations=4", "checkpoints.every=1", "model.warm_start_steps=3"])
+    path, generator, seen, kills, chain = tmp_path / "config.yaml", random.Random(11), Counter[str](), 0, 0
+    path.write_text(dump_yaml(config))
+    whole = run_folder(config, tmp_path / "whole")
+    with working(f"run {path} {tmp_path / 'whole'}") as forks:
+        expected, started = manifest.load(whole), time.perf_counter()
+        assert not forks.killed(math.inf, "run", path, tmp_path / "timed")
+        seconds = time.perf_counter() - started
+        while kills < KILLS:
+            chain += 1
+            out = tmp_path / f"chain{chain}"
+            run_dir, is_complete = out / whole.relative_to(tmp_path / "whole"), False
+            while not is_complete:
+                words = ("resume", run_dir) if run_dir.exists() else ("run", path, out)
+                after = generator.uniform(0.0, seconds) if kills < KILLS else math.inf
+                kills += forks.killed(after, *words)
+                if not run_dir.exists():
+                    seen["no folder yet"] += 1
+                    continue
+                # everything that is there is of the uninterrupted run
+                found = manifest.load(run_dir)
+                assert found.iterations == expected.iterations[: found.num_iterations]
+                half = "" if not verify(run_dir).unfinished else ", while it wrote"
+                seen[f"{found.num_iterations} recorded{half}"] += 1
+                is_complete = found.status == "complete"
+            require_as_uninterrupted(run_dir, whole)
+            assert verify(run_dir).unfinished == ()
+            shutil.rmtree(out)
+    print(f"\n{kills} kills in {chain} runs of {seconds:.2f} s; found: {dict(sorted(seen.items()))}")
+    assert kills >= KILLS and len(seen) > 2

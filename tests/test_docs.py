@@ -18,27 +18,10 @@ import ppo_repro
 from ppo_repro import testing
 from tests.support.paths import ROOT
 
-# what else has a page; the functions that the table of analysis/README.md names
-ENTRY_POINTS = {
-    "analysis.mismatch.parity": ("parity",),
-    "analysis.mismatch.tables": ("measure", "summary", "summary_of", "tables"),
-    "analysis.mismatch.clip_floor": ("clip_floor", "clip_steps"),
-    "analysis.pairs.runs": ("run_pairs",),
-    "analysis.pairs.files": ("imported_pairs",),
-    "analysis.diagnosis.diagnose": ("diagnose", "diagnose_chunks"),
-    "analysis.clipping.tables": ("clip_tables",),
-    "analysis.dialects.report": ("long_table",),
-    "analysis.tokenization.tables": ("iteration_tables", "run_summary"),
-    "analysis.compare.verdicts": ("compare_grid", "compare_runs"),
-    "analysis.compare.seeds": ("compare_groups",),
-    "analysis.stats.survival": ("kaplan_meier",),
-    "analysis.grids.outcomes": ("outcomes",),
-    "analysis.grids.table": ("comparisons", "rank_correlation"),
-}
-PAGES = {"ppo_repro": tuple(ppo_repro.__all__), "ppo_repro.testing": tuple(testing.__all__), **ENTRY_POINTS}
+PAGES = {"ppo_repro": tuple(ppo_repro.__all__), "ppo_repro.testing": tuple(testing.__all__)}
 HOOKS = ("GoldenCheck", "pytest_addoption", "pytest_terminal_summary")  # pytest's, and a type
 ERROR = re.compile(r"Error|Broken|InvalidArgument|NaN")
-TENSORS = ("exact", "generate", "logprobs", "LossBatch", "LossResult", "LossRollout", "check_loss", "rollouts")
+TENSORS = ("deterministic", "generate", "logprobs", "LossBatch", "LossResult", "LossRollout", "check_loss", "rollouts")
 
 
 def documented() -> dict[str, str]:

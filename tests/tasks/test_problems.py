@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.config.files import load_config
-from ppo_repro.config.tasks import ArithmeticTask, JsonlTask, PythonTask
+from ppo_repro.config.tasks import JsonlTask, PythonTask
 from ppo_repro.errors import UserError
 from ppo_repro.tasks.dialogue import around_reply
 from ppo_repro.tasks.problems import Problem, arithmetic, choose, encode_all, encoder, read_jsonl, split
@@ -73,15 +73,6 @@ def test_every_problem_comes_once_per_epoch(problems: int, count: int, seed: int
 def test_epochs_and_seeds_have_their_own_order() -> None:
     pool = tuple(numbered(20))
     assert len({tuple(choose(pool, 20, seed, epoch)) for seed in range(5) for epoch in range(5)}) == 25
-
-
-def test_problems_of_a_section(tmp_path: Path) -> None:
-    task = ArithmeticTask(kind="arithmetic", max_operand=4, num_eval_prompts=5)
-    assert load_source(task, 3).problems == split(arithmetic(4), 5, 3)
-    path = jsonl(tmp_path, *({"prompt": p.prompt, "answer": p.answer, "key": p.key} for p in numbered(6)))
-    assert load_source(JsonlTask(kind="jsonl", path=str(path), num_eval_prompts=2), 3).problems == split(
-        numbered(6), 2, 3
-    )
 
 
 def test_jsonl_keeps_texts_and_uses_the_prompt_as_key(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from decimal import Decimal
 from fractions import Fraction
@@ -209,15 +208,6 @@ def test_what_is_printed_goes_to_stderr(tmp_path: Path, capfd: pytest.CaptureFix
     assert out == ""
     for part in ("file print", "file raw", "file program", "call print", "call program"):
         assert part in err
-
-
-def test_the_process_is_light_and_another_thread_can_call(tmp_path: Path) -> None:
-    text = f"import sys\n{SIGNATURE}return sum(name in sys.modules for name in ('torch', 'numpy', 'pydantic'))"
-    function, found = loaded(tmp_path, text), []
-    thread = threading.Thread(target=lambda: found.extend(numbers(function, ROWS)))
-    thread.start()
-    thread.join()
-    assert found == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(

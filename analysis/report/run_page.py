@@ -83,7 +83,7 @@ def run_page(facts: Facts, responses: int) -> str:
     ]
     data = None
     if not facts.is_control:
-        sections += [_text(scan), *samples_section(facts, scan.responses)]
+        sections += [_text(scan), *samples_section(facts)]
     sections.append(_numbers(facts, iterations, steps, counted))
     if responses and not facts.is_control:
         selected = tokens.select(scan.responses, responses)
@@ -142,10 +142,10 @@ def _clipping(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, scan:
 
 
 def _text(scan: Scan) -> Section:
-    """KL in several units, and the shares of first and later tokens of words."""
-    if not (scan.text[[f"kl_{part}" for part in figures.PARTS]].to_numpy() > 0).any():
+    """KL in several units."""
+    if not (scan.text["kl"] > 0).any():
         return Section("text", "Text and tokens", ("The policy is the reference throughout: KL is 0.",))
-    return Section("text", "Text and tokens", (), [figures.unit_figure(scan.text), figures.kl_share_figure(scan.text)])
+    return Section("text", "Text and tokens", (), [figures.unit_figure(scan.text)])
 
 
 def first_and_last(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:

@@ -226,7 +226,7 @@ def test_a_score_that_depends_on_the_order_of_the_batch_is_refused(tmp_path: Pat
     assert isinstance(source.verifier, PythonFile)
     rows = [transcript_of(problem, ["x"]) for problem in source.problems.train]
     assert source.verifier.scores(rows) == [0, 1, 2, 3]
-    with pytest.raises(UserError, match=r"task\.py:3: score returned 0\.0 and then 3\.0 for the same transcript"):
+    with pytest.raises(UserError, match=r"task\.py:3: score returned 0\.0 and then 3\.0 for the same input"):
         check_source(source, source.problems.train)
 
 

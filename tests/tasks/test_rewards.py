@@ -16,14 +16,15 @@ from ppo_repro.config.tasks import PythonTask
 from ppo_repro.errors import UserError
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.stages.rewards import sample_of
-from ppo_repro.tasks.answers import extracted, is_answer
 from ppo_repro.tasks.problems import Problem, Split
 from ppo_repro.tasks.rewards import (
     Judge,
     Judgement,
     Sample,
+    extracted,
     for_source,
     formatted_answer,
+    is_answer,
     judge_samples,
     load_judge,
 )

@@ -265,9 +265,8 @@ def test_a_function_with_two_scores_for_one_input_is_refused(tmp_path: Path, hea
 
 
 def test_a_function_of_its_input_is_not_refused(tmp_path: Path) -> None:
-    body = (
-        "torch.manual_seed(0); return torch.rand(()) + random.Random(prompt).random() + known.setdefault(response, 1)"
-    )
+    drawn = "torch.manual_seed(0); drawn = torch.rand(()) + random.Random(prompt).random()"
+    body = f"{drawn}; return drawn + known.setdefault(response, 1)"
     check_repeats(loaded(tmp_path, f"import random, torch\nknown = {{}}\n{SIGNATURE}{body}\n"), ROWS)
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from analysis.report.counts import deltas, special_tokens
-from analysis.report.markup import element, number, table
+from analysis.report.markup import element, number
 from analysis.report.page import Section, scrolled
 from analysis.report.scan import token_rows
 from ppo_repro.records import reader
@@ -21,7 +21,6 @@ from ppo_repro.records import reader
 # above this the page would be slow to open
 MAX_TOKENS = 100_000
 DIGITS = 6
-SHOWN_CHARACTERS = 160
 
 NULLABLE = ("values", "returns", "ratio_")
 
@@ -198,7 +197,7 @@ def _limit(scale: str, values: list[Any]) -> float:
 
 
 def token_section(view: dict[str, Any], recorded: int) -> Section:
-    """Controls, token area, the values of one token, and the responses as a table that needs no script.
+    """Controls, token area and the values of one token.
 
     `recorded` is how many responses the run has.
     """
@@ -229,31 +228,14 @@ def token_section(view: dict[str, Any], recorded: int) -> Section:
         hidden=True,
     )
     needs = element("noscript", element("p", "The token view needs the script inside this page."))
-    rows = [
-        {
-            "iteration": response["iteration"], "sequence": response["sequence"],
-            "why": ", ".join(REASONS[reason] for reason in response["why"]),
-            "prompt": _short(response["prompt"]), "response": _short(response["response"]),
-            "score": response["score"], "largest |delta| (nats)": response["max_abs_delta"],
-            "clipped updates": response["clipped"],
-        }
-        for response in view["responses"]
-    ]  # fmt: skip
-    listed = scrolled(table(pd.DataFrame(rows), "Responses in the token view", limit=len(rows)))
-    shown = element("details", element("summary", "The responses shown here") + listed)
+    shown = number(len(view["responses"]))
     note = (
-        f"{number(len(rows))} of {number(recorded)} responses: in turn those with the largest |old - rollout| "
-        "difference, the most clipped token updates, the best score, the worst score (the latest first), and the first "
+        f"{shown} of {number(recorded)} responses: in turn those with the largest |old - rollout| difference, the most clipped token updates, the best score, the worst score (the latest first), and the first "
         f"responses of the first and of the last iteration; at most {number(MAX_TOKENS)} tokens. --responses N "
         "chooses another number."
     )
-    return Section("tokens", "Tokens", (note,), (), (needs, area, shown))
+    return Section("tokens", "Tokens", (note,), (), (needs, area))
 
 
 def _labelled(text: str, target: str) -> str:
     return element("span", element("label", text, for_=target) + element("select", id=target), class_="control")
-
-
-def _short(text: str) -> str:
-    hidden = len(text) - SHOWN_CHARACTERS
-    return text if hidden <= 0 else f"{text[:SHOWN_CHARACTERS]} … ({number(hidden)} more characters)"

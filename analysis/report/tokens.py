@@ -230,7 +230,8 @@ def token_section(view: dict[str, Any], recorded: int) -> Section:
     needs = element("noscript", element("p", "The token view needs the script inside this page."))
     shown = number(len(view["responses"]))
     note = (
-        f"{shown} of {number(recorded)} responses: in turn those with the largest |old - rollout| difference, the most clipped token updates, the best score, the worst score (the latest first), and the first "
+        f"{shown} of {number(recorded)} responses: in turn those with the largest |old - rollout| difference, the most "
+        "clipped token updates, the best score, the worst score (the latest first), and the first "
         f"responses of the first and of the last iteration; at most {number(MAX_TOKENS)} tokens. --responses N "
         "chooses another number."
     )

@@ -136,7 +136,7 @@ def _values(facts: Sequence[Facts], first: FirstDifference) -> str:
     """Row and values of the first difference, if it is in a column of an iteration."""
     if first.iteration is None or first.column == "(rows)":
         return "; `ppo-repro diff A B` names the row and both values"
-    a, b = (reader.read_arrow(one.run_dir, first.table, first.iteration).to_pandas() for one in facts)
+    a, b = (reader.read_moment(one.run_dir, one.manifest, first.iteration)[first.table].to_pandas() for one in facts)
     pairs = zip(a[first.column].tolist(), b[first.column].tolist(), strict=True)
     rows = [k for k, (x, y) in enumerate(pairs) if repr(x) != repr(y)]
     if not rows:

@@ -17,8 +17,8 @@ import pandas as pd
 from analysis.clipping.update_rows import ClipRule, Float64, IterationRows, column, policy_rows, steps_of
 from ppo_repro.errors import UserError
 
-# over what a key is computed: each step; all steps, averaged; the last step; all steps of an epoch; the rollout before any
-# step; all steps of the value model, averaged; all steps, at once
+# over what a key is computed: each step; all steps, averaged; the last step; all steps of an epoch; the rollout before
+# any step; all steps of the value model, averaged; all steps, at once
 Over = Literal["step", "steps", "last", "epoch", "rollout", "value steps", "all steps"]
 DUAL_CLIP = 3.0  # verl's default: it always applies one
 LOG_RATIO_LIMIT = 20.0  # verl's, before exp

@@ -9,12 +9,12 @@ import pytest
 from analysis.mismatch.parity import parity
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
+from ppo_repro.recompute.recompute import STAGES, lines, recompute
 from ppo_repro.records import reader
 from ppo_repro.watcher import Silent
-from tests.support.cases.options import FACTORS, NAMES, Choice, overrides, pairwise
+from tests.runs.options import FACTORS, NAMES, Choice, overrides, pairwise
 from tests.support.language import run
 from tests.support.paths import TINY
-from tests.support.replay import require_replayed
 
 CASES = pairwise()
 # the same work cut up in another way
@@ -43,9 +43,10 @@ def check(choice: Choice, tmp_path: Path) -> None:
     found = parity(run_dir)
     assert found.tokens > 30 and found.first_minibatch_tokens > 3
     assert (found.unequal_old_rollout_logprobs, found.unequal_first_ratios, found.unequal_values) == (0, 0, 0)
-    require_replayed(run_dir)
-    _, again = recorded(choice, tmp_path / "again", *OTHER_LAYOUT)
-    assert reader.open_manifest(again).fingerprint == reader.open_manifest(run_dir).fingerprint
+    again = recompute(run_dir, STAGES)
+    assert again.difference is None and min(again.compared.values()) >= 2, lines(again)
+    _, other = recorded(choice, tmp_path / "other", *OTHER_LAYOUT)
+    assert reader.open_manifest(other).fingerprint == reader.open_manifest(run_dir).fingerprint
     steps = reader.read_steps(run_dir)
     assert steps["policy_digest"].nunique() > 1, "the policy learnt nothing, so nothing was compared"
     assert (steps["value_digest"].isna().all()) == (config.value.kind == "none")

@@ -20,7 +20,7 @@ from analysis.clipping.update_rows import ClipRule, IterationRows, clip_rule, jo
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.watcher import Silent
-from tests.support.cases.clip_rows import RULE, items, make_item, rules, single
+from tests.analysis.clipping.rows import RULE, items, make_item, rules, single
 from tests.support.language import run
 from tests.support.runs import small_config
 

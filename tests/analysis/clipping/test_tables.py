@@ -19,7 +19,7 @@ from analysis.dialects.report import long_table
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.watcher import Silent
-from tests.support.cases.clip_rows import RULE, items, make_item, single
+from tests.analysis.clipping.rows import RULE, items, make_item, single
 from tests.support.language import run
 from tests.support.runs import small_config
 

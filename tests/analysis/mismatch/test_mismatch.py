@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from analysis.mismatch.bucket import bucket_of, bucket_sums, bucket_table
 from analysis.mismatch.metrics import merged, sums_of, update_table
 from analysis.mismatch.token import mismatch_token, ulp_distance
-from tests.support.cases.pairs import CHUNKS, chunk
+from tests.analysis.mismatch.chunks import CHUNKS, chunk
 
 LOG2 = math.log(2.0)
 SOME = settings(max_examples=20)

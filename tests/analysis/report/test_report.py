@@ -17,7 +17,7 @@ from analysis.report.page import embedded_json
 from analysis.report.several_pages import marked, setting_labels
 from ppo_repro.errors import UserError
 from ppo_repro.records import accuracy, reader
-from tests.support.cases.hostile_run import HOSTILE, LONG, make_hostile_run
+from tests.analysis.report.hostile_run import HOSTILE, LONG, make_hostile_run
 from tests.support.cli import Cli, one_line
 from tests.support.html_page import check, embedded
 from tests.support.synthetic_run import cut_back, start_run

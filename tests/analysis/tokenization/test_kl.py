@@ -17,7 +17,7 @@ from analysis.tokenization.kl import METRICS, estimators, sequence_table, token_
 from analysis.tokenization.summary import summary_table
 from analysis.tokenization.words import BOUNDARIES, Boundary
 from ppo_repro.errors import UserError
-from tests.support.cases.tokens import Cuts, cuts, frames
+from tests.analysis.tokenization.cut_texts import Cuts, cuts, frames
 
 boundaries = st.sampled_from(BOUNDARIES)
 # sums of a few dozen float64 of ordinary size in another order

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from analysis.tokenization.kl import token_table, word_table
 from analysis.tokenization.words import BOUNDARIES, Boundary, find_words, sequence_starts, text_of
 from ppo_repro.errors import UserError
-from tests.support.cases.tokens import Cuts, cuts, frames
+from tests.analysis.tokenization.cut_texts import Cuts, cuts, frames
 
 boundaries = st.sampled_from(BOUNDARIES)
 

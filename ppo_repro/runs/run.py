@@ -120,8 +120,8 @@ def execute(
                 tell()
             else:
                 behind.start(partial(written.append, item.index, tables), tell)
-            if computed == 1 or is_due:  # from the first comes how long the others may take
-                behind.settle()
+            if is_due:
+                behind.wait()
             clock.lap("records")
             if store is not None and is_due:
                 # of a run that is not complete the fingerprint is the last link
@@ -130,6 +130,9 @@ def execute(
                 written.list_files(store.save(written.head, link))
                 _remove_unlisted(run_dir, before, written.head.files)
                 clock.lap("checkpoints")
+            if computed == 1 or is_due:  # from the first comes how long the others may take
+                behind.settle()
+                clock.lap("records")
         clock.lap(OTHER)
         behind.settle()
         clock.lap("records")
@@ -154,8 +157,13 @@ class _Behind:
     def start(self, write: Callable[[], None], tell: Callable[[], None]) -> None:
         self._writing = self._thread.submit(write), tell
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until what was started is on disk; raises what writing raised."""
+        if self._writing is not None:
+            self._writing[0].result()
+
+    def settle(self) -> None:
+        """Wait, and tell of what is on disk."""
         if self._writing is not None:
             (written, tell), self._writing = self._writing, None
             written.result()

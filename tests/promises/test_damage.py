@@ -18,7 +18,7 @@ from ppo_repro.config.files import load_config
 from ppo_repro.config.section import run_folder
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader, schema
-from ppo_repro.runs.diff import first_difference
+from ppo_repro.records.diff import first_difference
 from ppo_repro.runs.verify import verify
 from ppo_repro.watcher import Silent
 from tests.support import synthetic_run

@@ -21,7 +21,7 @@ from ppo_repro.models.tiny import make_model
 from ppo_repro.plan import plan_run
 from ppo_repro.recompute.recompute import STAGES, recompute
 from ppo_repro.records import reader
-from ppo_repro.runs.diff import first_difference
+from ppo_repro.records.diff import first_difference
 from ppo_repro.runs.open_engine import check_routes
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.runs.summary import summarise

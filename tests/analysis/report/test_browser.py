@@ -304,57 +304,6 @@ def test_text_can_be_read_in_light_and_in_dark(browser: Any, pages: dict[str, Pa
         assert contrast(text, card) >= 4.5, f"{selector} in {scheme}"
 
 
-CUT = """
-  const box = (node) => node.getBoundingClientRect();
-  const within = (a, b) => a.left > b.left - 1 && a.right < b.right + 1 && a.top > b.top - 1 && a.bottom < b.bottom + 1;
-  const texts = [...document.querySelectorAll("svg.chart text")].filter((t) => t.textContent);
-  const cut = texts.filter((t) => !within(box(t), box(t.closest("svg"))));
-  return [texts.length, cut.map((t) => t.textContent)]"""
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("width", [390, 1400])
-def test_the_page_is_never_wider_than_the_window(browser: Any, pages: dict[str, Path], name: str, width: int) -> None:
-    opened(browser, pages[name])
-    look(browser, width=width)
-    browser.execute_script("document.querySelectorAll('details').forEach(d => { d.open = true })")
-    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-    texts, cut = browser.execute_script(CUT)
-    assert texts > 20 and cut == [], "a label of a chart is cut"
-
-
-BROKEN = """
-  const found = [], walker = document.createTreeWalker(document.querySelector(arguments[0]), NodeFilter.SHOW_TEXT);
-  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
-    if (node.parentElement.closest("code, svg, .unseen, details:not([open])")) continue;
-    for (const word of node.data.matchAll(/\\S+/g)) {
-      const range = document.createRange();
-      range.setStart(node, word.index);
-      range.setEnd(node, word.index + word[0].length);
-      const lines = new Set([...range.getClientRects()].map((box) => box.top)).size;
-      if (lines > 1 && !/[-/]/.test(word[0])) found.push(word[0]);
-    }
-  }
-  return found"""
-
-
-@pytest.mark.parametrize("name", ["deterministic", "native", "control"])
-def test_no_word_is_broken_on_a_wide_screen(browser: Any, pages: dict[str, Path], name: str) -> None:
-    opened(browser, pages[name])
-    look(browser, width=1400)
-    assert [browser.execute_script(BROKEN, section) for section in ("#summary", "#numbers")] == [[], []]
-    browser.execute_script("document.querySelector('.answer').style.cssText = 'width: 60px; overflow-wrap: anywhere'")
-    assert browser.execute_script(BROKEN, "#summary"), "the check finds a word that is broken"
-    questions = [node for node in find(browser, ".answer h2") if node.location["y"] < 800]
-    assert len(questions) == 4, "the first screen has all four answers"
-
-
-def test_a_label_that_is_cut_would_be_found(browser: Any, pages: dict[str, Path]) -> None:
-    opened(browser, pages["native"])
-    browser.execute_script("document.querySelector('svg.chart text').setAttribute('x', '-30')")
-    assert len(browser.execute_script(CUT)[1]) == 1
-
-
 def test_a_chart_says_its_values_where_the_pointer_is(browser: Any, pages: dict[str, Path]) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
@@ -393,11 +342,3 @@ def test_the_numbers_of_a_chart_are_saved_as_csv(browser: Any, pages: dict[str, 
         time.sleep(0.1)
     text = unquote(str(link.get_attribute("href")).partition(",")[2])
     assert path.read_text() == text and text.startswith("iteration,value,low,high\n")
-
-
-def test_on_paper_there_are_no_coefficients(browser: Any, pages: dict[str, Path]) -> None:
-    opened(browser, pages["native"])
-    assert one(browser, "#tv-next").is_displayed()
-    look(browser, media="print")
-    assert not one(browser, "#tv-next").is_displayed() and one(browser, "#summary").is_displayed()
-    assert len(browser.execute_cdp_cmd("Page.printToPDF", {})["data"]) > 10_000

@@ -120,7 +120,7 @@ def _check(subject: Subject, responses: Sequence[Response]) -> None:
 
 def _check_unexplained(sides: Mapping[str, Side], entries: Mapping[str, Entries], floor: float) -> None:
     """UserError where both sides say the same, and it is something else than the model."""
-    if any(UNKNOWN != side.cause for side in sides.values()):
+    if any(side.cause != UNKNOWN for side in sides.values()):
         return
     a, b = entries.values()
     both = zip(a.values, a.usable, b.values, b.usable, strict=True)

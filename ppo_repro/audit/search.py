@@ -207,7 +207,7 @@ class Search:
         if not any(t.explains for t in tried):
             pairs_ = [p for p in combinations(self.causes, 2) if p[0].stage != p[1].stage]
             fitted = ([c for c in p if c.candidates is not None] for p in pairs_)
-            tried += self._level([p for p, f in zip(pairs_, fitted, strict=True) if not f or len(f) == 1 and f[0].in_pairs])
+            tried += self._level([p for p, f in zip(pairs_, fitted, strict=True) if not f or (len(f) == 1 and f[0].in_pairs)])
         return tried
 
     def _ordered(self, tried: Sequence[Tried]) -> list[Tried]:

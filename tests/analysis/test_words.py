@@ -10,8 +10,8 @@ from pydantic import BaseModel
 
 from analysis.dialects.report import definitions
 from analysis.words import CHOICES, TERMS, config_in_words, explained, terms
-from ppo_repro.config.control import ControlConfig, load_control_config
-from ppo_repro.config.files import load_config
+from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.files import load_config, load_control_config
 from ppo_repro.config.run import RunConfig
 from tests.support.paths import ROOT
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.config.control import load_control_config
-from ppo_repro.config.files import dump_yaml
+from ppo_repro.config.files import dump_yaml, load_control_config
 from ppo_repro.errors import UserError
 from tests.support.control import PRESETS, small_control
 

@@ -114,10 +114,7 @@ def test_a_signal_waits_for_pydantic_which_would_make_another_error_of_it() -> N
 
     error, came = signal_in_call("_without_absent", with_time_for_the_next)
     assert came and type(error) is KeyboardInterrupt and finished
-
-
-def test_the_default_handler_does_not() -> None:
-    with hearing_ctrl_c():
+    with hearing_ctrl_c():  # the control: the default handler
         error, came = signal_in_call("_without_absent", digest_of_a_config)
     assert came and type(error) is PydanticSerializationError
 
@@ -171,10 +168,7 @@ def test_a_signal_anywhere_in_a_wait_leaves_its_lock_free(monkeypatch: pytest.Mo
     outcomes = every_event()
     assert len(outcomes) >= 10
     assert all(type(error) is KeyboardInterrupt and is_free for error, is_free in outcomes), outcomes
-
-
-def test_the_default_handler_breaks_locks() -> None:
-    with hearing_ctrl_c():
+    with hearing_ctrl_c():  # the control: the default handler breaks locks
         outcomes = every_event()
     assert any(isinstance(error, RuntimeError) for error, _ in outcomes)
     assert any(not is_free for _, is_free in outcomes)

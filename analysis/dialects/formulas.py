@@ -17,8 +17,8 @@ import pandas as pd
 from analysis.clipping.update_rows import ClipRule, Float64, IterationRows, column, policy_rows, steps_of
 from ppo_repro.errors import UserError
 
-# over what a key is computed: each step; all steps, averaged; the last step; all steps of an epoch; the rollout before any
-# step; all steps of the value model, averaged; all steps, at once
+# over what a key is computed: each step; all steps, averaged; the last step; all steps of an epoch; the rollout before
+# any step; all steps of the value model, averaged; all steps, at once
 Over = Literal["step", "steps", "last", "epoch", "rollout", "value steps", "all steps"]
 DUAL_CLIP = 3.0  # verl's default: it always applies one
 LOG_RATIO_LIMIT = 20.0  # verl's, before exp
@@ -110,11 +110,11 @@ def _std(values: Float64) -> float:
 
 
 def _rows(frame: pd.DataFrame, item: IterationRows, bounds: Bounds, width: int) -> Rows:
-    names = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "new_logprobs", "advantages", "new_entropies")
-    names += ("new_values", "values", "returns")
+    names = {"g": "rollout_logprobs", "p": "old_logprobs", "ref": "ref_logprobs", "n": "new_logprobs"}
+    names |= {"A": "advantages", "H": "new_entropies", "v": "new_values", "v_old": "values", "R": "returns"}
     sequence = np.unique(frame["sequence"].to_numpy(), return_inverse=True)[1].astype(np.int64)
-    arrays = [column(frame, name) if name in frame else np.empty(0) for name in names]
-    return Rows(sequence, *arrays, width, item.rule, bounds)
+    arrays = {short: column(frame, name) if name in frame else np.empty(0) for short, name in names.items()}
+    return Rows(sequence, width=width, rule=item.rule, bounds=bounds, **arrays)
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,16 @@ SLIME_TIS = (SLIME[0], SLIME[1], "main, vanilla_tis_function read in a copy")
 OPENRLHF = ("OpenRLHF/OpenRLHF", "openrlhf/models/loss.py", "f5b3f08a05fd6cbd9a5b712ed931bbb72c24f2c4")
 OPENRLHF_ACTOR = (OPENRLHF[0], "openrlhf/trainer/ray/ppo_actor.py", "c250c21a72176720e11aaf4fedcd6cf853d3df8b")
 NEMO = ("NVIDIA-NeMo/RL", "nemo_rl/algorithms/loss_functions.py", "005a098a5fc04317a0ceb792e66a8b8076804618")
-TINKER = ("thinking-machines-lab/tinker-cookbook", "tinker_cookbook/rl/metrics.py", "1f656115525ddc7be21d3ade56a35071cd8d406e")
-PRIME_LOSS = ("PrimeIntellect-ai/prime-rl", "src/prime_rl/trainer/rl/loss.py", "008468c12f3f82fd161d5928b8ff9698dfd77582")
+TINKER = (
+    "thinking-machines-lab/tinker-cookbook",
+    "tinker_cookbook/rl/metrics.py",
+    "1f656115525ddc7be21d3ade56a35071cd8d406e",
+)
+PRIME_LOSS = (
+    "PrimeIntellect-ai/prime-rl",
+    "src/prime_rl/trainer/rl/loss.py",
+    "008468c12f3f82fd161d5928b8ff9698dfd77582",
+)
 PRIME = (PRIME_LOSS[0], "src/prime_rl/trainer/rl/token_export.py", "d2f82fa63a75a6dbb0fe0a4c724e2578c1f850ea")
 
 Row = tuple[str, Over, Callable[[Rows], float] | None, str, str, str, str]
@@ -32,7 +40,11 @@ PAIR, TRAINED = "old and rollout", "new and rollout"
 LAST = "token mean; only the iteration's last minibatch is logged"
 STEPS, STEP, TOKENS = "token mean, then mean over all steps", "token mean of a step", "token mean"
 PADDED = "sum over real tokens / (responses x longest response), then mean over all steps"
-SEQ, OVER, UNEVEN = "seq_mean_token_mean of a step", "mean over responses", "responses count alike, whatever their length"
+SEQ, OVER, UNEVEN = (
+    "seq_mean_token_mean of a step",
+    "mean over responses",
+    "responses count alike, whatever their length",
+)
 CLAMP, SAFE = f"log-ratio clamped to +-{f.LOG_RATIO_LIMIT:g}", f"log-ratio clamped to +-{f.LOG_RATIO_LIMIT:g}"
 PROBABILITIES = "probabilities, though its docstring says logprob: small where probabilities are small"
 
@@ -53,7 +65,8 @@ KEYS: tuple[Key, ...] = (
     *_keys("CleanRL", CLEANRL,
         ("losses/old_approx_kl", "last", lambda x: mean(x.g - x.n), "mean(-log r)", "rollout", LAST,
          "k1 of KL(rollout || new); ours is every step"),
-        ("losses/approx_kl", "last", lambda x: mean(_ratio_g(x) - 1.0 - (x.n - x.g)), "mean((r - 1) - log r)", "rollout",
+        ("losses/approx_kl", "last", lambda x: mean(_ratio_g(x) - 1.0 - (x.n - x.g)), "mean((r - 1) - log r)",
+         "rollout",
          LAST, "k3; no expm1, in float32"),
         ("losses/clipfrac", "steps", f.symmetric(lambda x: mean(np.abs(_ratio_g(x) - 1.0) > x.rule.low)),
          "mean(|r - 1| > clip_coef)", "rollout", "token mean, then mean over all minibatches and epochs",
@@ -61,11 +74,13 @@ KEYS: tuple[Key, ...] = (
          "CleanRL does not have; in float32 |1.2 - 1| > 0.2"),
         ("losses/entropy", "last", lambda x: mean(x.H), "mean(entropy of the new policy)", "none", LAST,
          "none but the minibatch"),
-        ("losses/explained_variance", "rollout", f.explained_variance, "1 - var(returns - values) / var(returns)", "none",
+        ("losses/explained_variance", "rollout", f.explained_variance, "1 - var(returns - values) / var(returns)",
+         "none",
          "over the whole rollout", "NaN where returns do not vary, as ours"),
     ),
     *_keys("TRL", TRL_PPO,
-        ("policy/approxkl_avg", "steps", lambda x: 0.5 * float(((x.n - x.g) ** 2).sum()) / x.cells, "0.5 mean((n - g)^2)",
+        ("policy/approxkl_avg", "steps", lambda x: 0.5 * float(((x.n - x.g) ** 2).sum()) / x.cells,
+         "0.5 mean((n - g)^2)",
          "rollout", PADDED, "k2, and padding counts as 0: smaller than the token mean by the share of padding"),
         ("policy/clipfrac_avg", "steps",
          f.symmetric(lambda x: mean(-np.clip(_ratio_g(x), 1 - x.rule.low, 1 + x.rule.high) * x.A > -_ratio_g(x) * x.A)),
@@ -91,14 +106,16 @@ KEYS: tuple[Key, ...] = (
     *_keys("TRL", TRL_GRPO, *(
         (f"clip_ratio/{name}", "step", value, formula, "old", STEP, difference)
         for name, value, formula, difference in (
-            ("low_mean", lambda x: mean((x.r < 1 - x.rule.low) & (x.A < 0)), "mean(r < 1 - eps_low and A < 0)", "clip_low"),
+            ("low_mean", lambda x: mean((x.r < 1 - x.rule.low) & (x.A < 0)), "mean(r < 1 - eps_low and A < 0)",
+             "clip_low"),
             ("low_min", lambda x: mean((x.r < 1 - x.rule.low) & (x.A < 0)), "min over processes of low_mean",
              "equal to low_mean: one process"),
             ("high_mean", lambda x: mean((x.r > 1 + x.rule.high) & (x.A > 0)), "mean(r > 1 + eps_high and A > 0)",
              "clip_high"),
             ("high_max", lambda x: mean((x.r > 1 + x.rule.high) & (x.A > 0)), "max over processes of high_mean",
              "equal to high_mean: one process"),
-            ("region_mean", lambda x: mean(((x.r < 1 - x.rule.low) & (x.A < 0)) | ((x.r > 1 + x.rule.high) & (x.A > 0))),
+            ("region_mean",
+             lambda x: mean(((x.r < 1 - x.rule.low) & (x.A < 0)) | ((x.r > 1 + x.rule.high) & (x.A > 0))),
              "mean(either)", "grad_zero without dual clip"),
         )
     )),
@@ -112,13 +129,16 @@ KEYS: tuple[Key, ...] = (
          PAIR, "maximum", "nats"),
         *((f"sampling/importance_sampling_ratio/{name}", "rollout",
            lambda x, reduce=reduce: float(reduce(np.minimum(x.w, x.bounds.cap))), f"{name}(min(exp(p - g), cap))", PAIR,
-           "over tokens (token_truncate)", "after truncation at cap, 2 by default here: what was cut off cannot be seen")
+           "over tokens (token_truncate)",
+           "after truncation at cap, 2 by default here: what was cut off cannot be seen")
           for name, reduce in (("min", np.min), ("mean", np.mean), ("max", np.max))),
     ),
     *_keys("verl", VERL,
-        ("actor/pg_clipfrac", "steps", lambda x: mean(f.losses(x)[1] > f.losses(x)[0]), "mean(-clip(r) A > -r A)", "old",
+        ("actor/pg_clipfrac", "steps", lambda x: mean(f.losses(x)[1] > f.losses(x)[0]), "mean(-clip(r) A > -r A)",
+         "old",
          STEPS, f"grad_zero without dual clip; {CLAMP}"),
-        ("actor/pg_clipfrac_lower", "steps", f.dual_clipped, "mean(max(-r A, -clip(r) A) > -c A and A < 0)", "old", STEPS,
+        ("actor/pg_clipfrac_lower", "steps", f.dual_clipped, "mean(max(-r A, -clip(r) A) > -c A and A < 0)", "old",
+         STEPS,
          f"dual_zero; c = {f.DUAL_CLIP:g} where the run has no dual clip, since verl always has one"),
         ("actor/ppo_kl", "steps", lambda x: mean(-f.log_ratio(x)), "mean(p - n)", "old", STEPS,
          f"k1 of KL(old || new), any sign; {CLAMP}"),
@@ -135,7 +155,8 @@ KEYS: tuple[Key, ...] = (
         ("training/rollout_probs_diff_std", "rollout",
          lambda x: f._std(np.abs(f.exp(x.p) - f.exp(x.g))) if len(x.p) > 1 else float("nan"), "std(|exp(p) - exp(g)|)",
          PAIR, "over tokens; sample standard deviation", PROBABILITIES),
-        ("training/rollout_actor_probs_pearson_corr", "rollout", f.correlation, "Pearson correlation of exp(p) and exp(g)",
+        ("training/rollout_actor_probs_pearson_corr", "rollout", f.correlation,
+         "Pearson correlation of exp(p) and exp(g)",
          PAIR, "over tokens", "probabilities, dominated by tokens near 0 and 1; NaN where one does not vary"),
     ),
     *_keys("verl", VERL_CORR, *(
@@ -148,7 +169,8 @@ KEYS: tuple[Key, ...] = (
              "mean of perplexities, not exp of the mean"),
             ("training_log_ppl", lambda x: mean(-x.by_response(x.p)), "mean(-mean_t p)", "seq_mean_token_mean",
              "not the token mean"),
-            ("rollout_ppl", lambda x: mean(f.exp(-x.by_response(x.g))), "mean(exp(-mean_t g))", OVER, "as training_ppl"),
+            ("rollout_ppl", lambda x: mean(f.exp(-x.by_response(x.g))), "mean(exp(-mean_t g))", OVER,
+             "as training_ppl"),
             ("rollout_log_ppl", lambda x: mean(-x.by_response(x.g)), "mean(-mean_t g)", "seq_mean_token_mean",
              "as training_log_ppl"),
             ("log_ppl_diff", lambda x: mean(f.seq_difference(x)), "mean(mean_t g - mean_t p)", "seq_mean_token_mean",
@@ -187,9 +209,11 @@ KEYS: tuple[Key, ...] = (
              "over responses", "0 with one response"),
             ("rollout_is_seq_max", lambda x: float(f.seq_weights(x).max()), "max of mean_t w", "over responses", ""),
             ("rollout_is_seq_min", lambda x: float(f.seq_weights(x).min()), "min of mean_t w", "over responses", ""),
-            ("rollout_is_seq_max_deviation", lambda x: float(np.abs(f.seq_weights(x) - 1.0).max()), "max |mean_t w - 1|",
+            ("rollout_is_seq_max_deviation", lambda x: float(np.abs(f.seq_weights(x) - 1.0).max()),
+             "max |mean_t w - 1|",
              "over responses", ""),
-            ("rollout_is_seq_fraction_high", lambda x: mean(f.seq_weights(x) > x.bounds.threshold), "mean(mean_t w > C)",
+            ("rollout_is_seq_fraction_high", lambda x: mean(f.seq_weights(x) > x.bounds.threshold),
+             "mean(mean_t w > C)",
              "over responses", ""),
             ("rollout_is_seq_fraction_low", lambda x: mean(f.seq_weights(x) < 1.0 / x.bounds.threshold),
              "mean(mean_t w < 1/C)", "over responses", ""),
@@ -203,14 +227,16 @@ KEYS: tuple[Key, ...] = (
         ("train/ppo_kl", "step", lambda x: seq_mean(x, x.p - x.n), "mean(p - n)", "old", SEQ,
          f"k1, unclamped, any sign; {UNEVEN}"),
         ("train/ois", "step", lambda x: seq_mean(x, x.r), "mean(exp(n - p))", "old", SEQ, f"mean ratio; {UNEVEN}"),
-        ("train/entropy_loss", "step", lambda x: seq_mean(x, x.H), "mean(entropy of the new policy)", "none", SEQ, UNEVEN),
+        ("train/entropy_loss", "step", lambda x: seq_mean(x, x.H), "mean(entropy of the new policy)", "none", SEQ,
+         UNEVEN),
         ("train/train_rollout_logprob_abs_diff", "step", lambda x: seq_mean(x, np.abs(x.p - x.g)), "mean |p - g|", PAIR,
          SEQ, f"nats; {UNEVEN}"),
         ("train/value_clipfrac", "value steps", f.value_outside, "mean(|v - v_old| > value_clip)", "none",
          "seq_mean_token_mean of a step, mean over all steps", "vf_band_out, so also where the gradient is kept"),
     ),
     *_keys("slime", SLIME_TIS,
-        ("train/tis", "step", lambda x: seq_mean(x, x.w), "mean(exp(p - g))", PAIR, SEQ, f"before truncation; {UNEVEN}"),
+        ("train/tis", "step", lambda x: seq_mean(x, x.w), "mean(exp(p - g))", PAIR, SEQ,
+         f"before truncation; {UNEVEN}"),
         ("train/tis_abs", "step", lambda x: seq_mean(x, np.abs(x.w - 1.0)), "mean |exp(p - g) - 1|", PAIR, SEQ,
          f"twice TV; {UNEVEN}"),
         ("train/tis_clipfrac", "step",
@@ -238,9 +264,11 @@ KEYS: tuple[Key, ...] = (
          "over the tokens of a step", "none"),
         ("probs_ratio_clamped_max", "step", lambda x: float(x.clipped.max()), "max(clip(r))", "old",
          "over the tokens of a step", "none"),
-        ("token_mult_prob_error", "step", lambda x: f.nemo_mean(f.exp(np.abs(x.p - x.g))), "mean(exp(|g - p|))", PAIR, STEP,
+        ("token_mult_prob_error", "step", lambda x: f.nemo_mean(f.exp(np.abs(x.p - x.g))), "mean(exp(|g - p|))", PAIR,
+         STEP,
          "our mean exp(|delta|)"),
-        ("gen_kl_error", "step", lambda x: f.nemo_mean(x.w - 1.0 - (x.p - x.g)), "mean(exp(x) - 1 - x), x = p - g", PAIR,
+        ("gen_kl_error", "step", lambda x: f.nemo_mean(x.w - 1.0 - (x.p - x.g)), "mean(exp(x) - 1 - x), x = p - g",
+         PAIR,
          STEP, "k3 of KL(rollout || old)"),
         ("policy_kl_error", "step", lambda x: f.nemo_mean(f.exp(x.g - x.p) - 1.0 + (x.p - x.g)),
          "mean(exp(-x) - 1 + x), x = p - g", PAIR, STEP,
@@ -258,11 +286,13 @@ KEYS: tuple[Key, ...] = (
             ("kl_sample_train_v1", lambda x: mean(x.g - x.n), "mean(g - n)", TRAINED,
              "k1; mismatch and the movement within the pass together, not mismatch alone"),
             ("kl_sample_train_v2", lambda x: 0.5 * mean((x.g - x.n) ** 2), "0.5 mean((g - n)^2)", TRAINED, "k2; as v1"),
-            ("entropy", lambda x: -mean(x.g), "-mean(g)", "rollout", "from sampled tokens; ours is over the vocabulary"),
+            ("entropy", lambda x: -mean(x.g), "-mean(g)", "rollout",
+             "from sampled tokens; ours is over the vocabulary"),
         )
     )),
     *_keys("prime-rl", PRIME_LOSS,
-        ("mismatch_kl", "step", lambda x: mean(_ratio_g(x) - (x.n - x.g) - 1.0), "mean(exp(x) - x - 1), x = n - g", TRAINED,
+        ("mismatch_kl", "step", lambda x: mean(_ratio_g(x) - (x.n - x.g) - 1.0), "mean(exp(x) - x - 1), x = n - g",
+         TRAINED,
          STEP, "k3 of KL(rollout || new): after the first step it includes the update's movement"),
     ),
     *_keys("prime-rl", PRIME,

@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None) -> None:
     parser = Parser(prog="python -m analysis.mismatch", description="Do two log-probs agree?")
     parser.add_argument("paths", nargs="+", type=Path, help="a run, two runs, or files with --columns")
     parser.add_argument("--pair", choices=PAIRS, help=f"which log-probs of one run ({PAIRS[0]})")
-    parser.add_argument("--columns", choices=sorted(PRESETS), help="the stack whose column names the files have")
+    parser.add_argument("--columns", choices=PRESETS, help="the stack whose column names the files have")
     parser.add_argument("--remedies", action="store_true", help="what each published remedy would have done instead")
     arguments = parser.parse_args(argv)
     pairs = _chosen_pairs(arguments.paths, arguments.pair, arguments.columns)

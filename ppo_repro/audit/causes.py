@@ -2,10 +2,12 @@
 
 A log-prob is made in stages, and a cause replaces one of them:
 
-    weights, input -> logits -> distribution (temperature, penalties, cuts) -> quantity (whose log-prob) -> unit (what is recorded)
+    weights, input -> logits -> distribution (temperature, penalties, cuts) -> quantity (whose log-prob) -> unit (what
+    is recorded)
 
-A prediction is float64 [n] for each response. Some causes have a parameter: `candidates` proposes values from the numbers,
-and with `refine` the best one is improved by least squares. Whether a cause is named is decided in `judge`, by size.
+A prediction is float64 [n] for each response. Some causes have a parameter: `candidates` proposes values from the
+numbers, and with `refine` the best one is improved by least squares. Whether a cause is named is decided in `judge`,
+by size.
 """
 
 from __future__ import annotations
@@ -103,7 +105,8 @@ def seen(row: Row, response_only: bool = False) -> Tensor:
 
 
 def penalised(row: Row, penalty: float, response_only: bool = False) -> Tensor:
-    """Logits of tokens seen before, divided by the penalty, or multiplied where they are below 0 (Keskar et al., 2019)."""
+    """Logits of tokens seen before, divided by the penalty, or multiplied where they are below 0 (Keskar et al.,
+    2019)."""
     x = row.logits
     return torch.where(seen(row, response_only) > 0, torch.where(x > 0, x / penalty, x * penalty), x)
 
@@ -360,9 +363,7 @@ CAUSES: tuple[Cause, ...] = (
         (1.0, 0.25, 0.5, 0.7, 1.4, 2.0, 4.0),
         in_pairs=1,
     ),
-    _fitted(
-        "repetition penalty {x:.4g}", PENALTY, lambda r, s, x: penalised(r, max(x, 1e-3)) / s.temperature, FACTORS
-    ),
+    _fitted("repetition penalty {x:.4g}", PENALTY, lambda r, s, x: penalised(r, max(x, 1e-3)) / s.temperature, FACTORS),
     _fitted(
         "repetition penalty {x:.4g} on response tokens alone",
         PENALTY,

@@ -1,4 +1,5 @@
-"""What can be said about the numbers of a side without knowing the cause: where they are right, and how they are off."""
+"""What can be said about the numbers of a side without knowing the cause: where they are right, and how they are
+off."""
 
 from __future__ import annotations
 
@@ -57,7 +58,11 @@ def _where(
     if clean["after"]:
         if several and len(turns) == 1 and min(turns) > 1:
             return [f"right up to turn {min(turns) - 1}, then not"]
-        upto = f"token {min(starts)} of each response" if len(starts) == 1 else f"some token of each response ({min(starts)} to {max(starts)})"
+        upto = (
+            f"token {min(starts)} of each response"
+            if len(starts) == 1
+            else f"some token of each response ({min(starts)} to {max(starts)})"
+        )
         return [f"right up to {upto}, then not"]
     if clean["before"]:
         upto = f"token {min(ends) + 1}" if len(ends) == 1 else "some token"

@@ -1,8 +1,8 @@
 """Which side is wrong, and why: each side beside the unmodified model in float64, and the causes that have its size.
 
 A side is right if its rms distance is at most 10 times that of stock float32 on the same tokens, and no token is far
-off. Otherwise every cause (`causes`) predicts numbers. A cause is named only if what it leaves is rounding: of float32, or of
-the 16 bits that it was computed or stored in. Else the answer is `unknown`, with what is known.
+off. Otherwise every cause (`causes`) predicts numbers. A cause is named only if what it leaves is rounding: of
+float32, or of the 16 bits that it was computed or stored in. Else the answer is `unknown`, with what is known.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ppo_repro.testing.dumps import Response, impossible
 FAR = 100.0  # times stock float32's rms distance: a single token this far is no rounding
 SURE = 0.99  # a token of this probability may have a log-prob that rounds to 0
 SHOWN = 8  # explanations that a page lists
+MENTIONED = 0.9  # of the distance may be left by an explanation that a page lists
 NAMED = 3  # so many explanations that are equally good are named; with more the cause is unknown
 AGREE = 0.1  # sides that are nearer to each other than this part of their distance say the same
 UNKNOWN = "unknown"
@@ -36,7 +37,7 @@ IN_TURN = "processed, top-p of what top-k leaves"
 class Settings:
     """How the tokens were sampled, and which distribution each side's log-probs are of ("auto": it is found)."""
 
-    sampling: Sampling = Sampling()
+    sampling: Sampling
     sampler: str = "auto"  # or one of DEFINITIONS
     trainer: str = "auto"
 
@@ -213,7 +214,9 @@ def _side(
     largest = float(every.abs().max()) if len(every) else math.nan
     limit = RIGHT * reference.floor
     is_right = rms(every) <= limit and not largest > max(FAR * reference.floor, 3 * reference.largest)
-    wrong = [i for i, d in enumerate(distances) if len(d) and (rms(d) > limit or float(d.abs().max()) > FAR * limit / 3)]
+    wrong = [
+        i for i, d in enumerate(distances) if len(d) and (rms(d) > limit or float(d.abs().max()) > FAR * limit / 3)
+    ]
     recorded = torch.cat([v[c] for v, c in zip(entries.values, counts, strict=True)])
     why, missing = impossible(recorded.float().numpy()), counted - len(every)
     empty = f"{missing:,} of {counted:,} tokens have no log-prob or a 0" if missing else ""
@@ -237,6 +240,8 @@ def _side(
     search = Search(subject, responses, settings.sampling, DEFINITIONS[definition], reference, entries, wrong)
     tried = search.explain()
     best = [t for t in tried if t.explains]
+    plain = next(t.left for t in tried if not t.deviations)
+    shown = [t for t in tried if t.explains or not t.deviations or t.left <= MENTIONED * plain]
     known = facts(responses, entries, reference, search.tolerance, search.stored)
     if best and best[0].explains_zeros:
         missing = int((~recorded.isfinite()).sum())
@@ -246,7 +251,7 @@ def _side(
         cause, advice, left = " or ".join(t.words for t in best), best[0].advice, best[0].left
         known = [fact for fact in known if "number is a" in fact]
     else:
-        cause, advice, left = UNKNOWN, "compare the layers of both sides with `ppo-repro bisect`", side.rms
+        cause, advice, left = UNKNOWN, "", side.rms
         known += [why] if why else []
     return replace(
         side,
@@ -254,7 +259,7 @@ def _side(
         advice="; ".join(filter(None, [side.advice, advice])),
         left=left,
         known=tuple(known),
-        tried=tuple(tried[:SHOWN]),
+        tried=tuple(shown[:SHOWN]),
         tried_tokens=search.tokens,
     )
 

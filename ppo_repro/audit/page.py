@@ -31,7 +31,8 @@ def page(found: Audit, title: str, decode: Decode, skipped: int = 0) -> str:
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     sides = (found.sampler, found.trainer)
     said = "".join(
-        f'<li class="{"right" if s.is_right else "wrong"}">{_mark(s)}{_text(sentence(s, found.responses))}{_advice(s)}</li>'
+        f'<li class="{"right" if s.is_right else "wrong"}">{_mark(s)}{_text(sentence(s, found.responses))}'
+        f"{_advice(s)}</li>"
         for s in sides
     )
     scored = found.scored

@@ -1,6 +1,7 @@
 """The search for the causes of one wrong side: what each predicts, and whether what it leaves is rounding.
 
-All causes, then all pairs of causes of different stages, are computed on a few tokens; those that leave little, on more.
+All causes, then all pairs of causes of different stages, are computed on a few tokens; those that leave little, on
+more.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from ppo_repro.testing.dumps import Response
 RIGHT = 10.0  # times stock float32's distance is rounding; other kernels of float32 are 1 to 3 times as far
 FAR = 10.0  # times that for a single token
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-LEFT_OF_HALF = 0.5  # of the distance of 16 bits may be left by computing in 16 bits: the order of additions is not known
+LEFT_OF_HALF = (
+    0.5  # of the distance of 16 bits may be left by computing in 16 bits: the order of additions is not known
+)
 LIKE = 0.3  # correlation with our own 16-bit errors from which errors of their size are called 16-bit rounding
 TRIED_TOKENS, FIRST_TOKENS = 256, 24  # response tokens that causes are tried on, and screened on
 LEAST_TOKENS = 8  # on fewer no cause is named for a part of the tokens
@@ -62,7 +65,8 @@ class Reference:
 
 @dataclass(frozen=True)
 class Stored:
-    """The format with fewer bits than float32 that all numbers of a side have; `spacing` [n] of a number's neighbours."""
+    """The format with fewer bits than float32 that all numbers of a side have; `spacing` [n] of a number's
+    neighbours."""
 
     name: str = ""
     mantissa: int = 23  # bits; 0: `decimals` decide
@@ -171,7 +175,9 @@ class Search:
             for u, v, e in zip(self.entries.usable, self.entries.values, self.reference.logprobs, strict=True)
         ])  # fmt: skip
         if LEAST_TOKENS <= self.tokens < 0.95 * every:
-            part = [replace(t, words=f"at {self.tokens} of {every} tokens {t.words}") for t in self._levels() if t.explains]
+            part = [
+                replace(t, words=f"at {self.tokens} of {every} tokens {t.words}") for t in self._levels() if t.explains
+            ]
             if part:
                 return [*self._ordered(part), *whole]
         self._restrict(self.entries.usable)
@@ -207,7 +213,9 @@ class Search:
         if not any(t.explains for t in tried):
             pairs_ = [p for p in combinations(self.causes, 2) if p[0].stage != p[1].stage]
             fitted = ([c for c in p if c.candidates is not None] for p in pairs_)
-            tried += self._level([p for p, f in zip(pairs_, fitted, strict=True) if not f or (len(f) == 1 and f[0].in_pairs)])
+            tried += self._level(
+                [p for p, f in zip(pairs_, fitted, strict=True) if not f or (len(f) == 1 and f[0].in_pairs)]
+            )
         return tried
 
     def _ordered(self, tried: Sequence[Tried]) -> list[Tried]:
@@ -282,9 +290,7 @@ class Search:
     def _predicted(
         self, combo: tuple[Cause, ...], parameters: tuple[float, ...], some: Sequence[int]
     ) -> list[tuple[Tensor, Row]]:
-        stages: dict[str, tuple[Any, float]] = {
-            c.stage: (c.predict, x) for c, x in zip(combo, parameters, strict=True)
-        }
+        stages: dict[str, tuple[Any, float]] = {c.stage: (c.predict, x) for c, x in zip(combo, parameters, strict=True)}
         distribution, x = stages.get("distribution", (self.definition, 0.0))
         quantity, y = stages.get("quantity", (own, 0.0))
         unit, z = stages.get("unit", (None, 0.0))

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import (
     LANGUAGE,
     Kind,
@@ -32,7 +33,7 @@ from ppo_repro.errors import UserError
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
 MAX_CELLS = 10_000
-Config = RunConfig | ControlConfig
+Config = RunConfig | ControlConfig | DPOConfig
 
 
 class GridFile(Section):
@@ -40,7 +41,7 @@ class GridFile(Section):
 
     question: str = Field(min_length=1, description="What the grid is to answer.")
     expectation: str = Field(min_length=1, description="The answer expected before anything ran.")
-    kind: Kind = Field(LANGUAGE, description="`language`: cells of `run`; `control`: of `control`.")
+    kind: Kind = Field(LANGUAGE, description="`language`: cells of `run`; `control`: of `control`; `dpo`: of `dpo`.")
     base: PathText = Field(description="Configuration every cell starts from, relative to this file.")
     set: dict[str, Any] = Field({}, description="Fields that differ from the base in every cell, by dotted path.")
     axes: dict[str, Any] = Field(

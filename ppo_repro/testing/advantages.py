@@ -1,4 +1,5 @@
-"""An advantage estimator of one's own against its definition: tokens that do not count must not change what the others get.
+"""An advantage estimator of one's own against its definition: tokens that do not count must not change what the others
+get.
 
 The definitions are loops over the tokens of one response that count, in float64.
 """
@@ -24,8 +25,8 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative to the larges
 class AdvantageBatch:
     """What an estimator is called with: R responses of L positions.
 
-    `rewards`, `values` [R, L]; `mask` [R, L] bool, False at padding and at tokens that do not count, where they may hold
-    anything; `scores` [R], the sum of a response's rewards; `groups` [R] int64, the prompt of each response.
+    `rewards`, `values` [R, L]; `mask` [R, L] bool, False at padding and at tokens that do not count, where they may
+    hold anything; `scores` [R], the sum of a response's rewards; `groups` [R] int64, the prompt of each response.
     """
 
     rewards: Tensor
@@ -63,9 +64,9 @@ def definition(
 ) -> list[list[float]]:
     """Advantages of the tokens that count, of (rewards, values) of each response.
 
-    gae: A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t, V after the last token 0 (Schulman et al.,
-    2016). rewards_to_go: sum over k >= t of gamma^(k - t) r_k. group_mean: score minus the mean score of the group;
-    group_normalised: that divided by the standard deviation with n - 1, 0 where it is 0 (Shao et al., 2024).
+    gae: A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t, V after the last token 0 (Schulman et
+    al., 2016). rewards_to_go: sum over k >= t of gamma^(k - t) r_k. group_mean: score minus the mean score of the
+    group; group_normalised: that divided by the standard deviation with n - 1, 0 where it is 0 (Shao et al., 2024).
     """
     found = []
     scores = [math.fsum(rewards) for rewards, _ in responses]
@@ -154,7 +155,8 @@ def check_advantages(
 def assert_advantages_conform(
     estimator: Estimator, kind: Kind, *, gamma: float = 1.0, lam: float = 0.95, seed: int = 0, tolerance: float = 0.0
 ) -> None:
-    """Assert that an estimator follows its definition in every layout; AssertionError has a line for each that it does not.
+    """Assert that an estimator follows its definition in every layout; AssertionError has a line for each that it does
+    not.
 
     >>> from ppo_repro.testing.advantages import assert_advantages_conform
     >>> def to_go(batch):
@@ -189,6 +191,6 @@ def _lay_out(
         for k, (column, values) in enumerate(zip(columns, pair, strict=True)):
             filled = [values[t] if t >= 0 else junk[(i + k + number) % len(junk)] for i, t in enumerate(whole)]
             column.append(filled)
-    rewards, values_ = (torch.tensor(column, dtype=layout.dtype) for column in columns)
+    reward_rows, value_rows = (torch.tensor(column, dtype=layout.dtype) for column in columns)
     scores = torch.tensor([math.fsum(r) for r, _ in responses], dtype=layout.dtype)
-    return AdvantageBatch(rewards, values_, torch.tensor(mask), scores, torch.tensor(groups))
+    return AdvantageBatch(reward_rows, value_rows, torch.tensor(mask), scores, torch.tensor(groups))

@@ -63,7 +63,9 @@ class Drift:
         parts = []
         if self.not_finite:
             where = ", ".join(f"sequence {s}, position {p}" for s, p in self.not_finite[:3])
-            parts.append(f"not finite at {where}" + f" and {len(self.not_finite) - 3} more" * (len(self.not_finite) > 3))
+            parts.append(
+                f"not finite at {where}" + f" and {len(self.not_finite) - 3} more" * (len(self.not_finite) > 3)
+            )
         elif not math.isfinite(self.value):
             parts.append(f"the value is {self.value:g}")
         elif self.factor is not None:
@@ -73,7 +75,9 @@ class Drift:
                 parts.append(f"value {self.value:.9g} instead of {self.expected:.9g}")
             if self.first is not None:
                 where = f"sequence {self.first[0]}, position {self.first[1]}"
-                parts.append(f"gradient differs at {self.tokens} tokens, by {self.gradient_drift:.2g}, first at {where}")
+                parts.append(
+                    f"gradient differs at {self.tokens} tokens, by {self.gradient_drift:.2g}, first at {where}"
+                )
         if self.padding_gradients:
             parts.append(f"{self.padding_gradients} positions under the mask have a gradient")
         return f"{self.what}: {'; '.join(parts)}"
@@ -157,8 +161,8 @@ def check_loss(
         log_ratios: of the extreme tokens, see `losses.extremes`; () leaves them out.
         tolerance: relative, of the value and of the largest gradient, in float64.
 
-    A loss that is not finite on the rollout itself has that one verdict, and no layout is blamed. Raises UserError for a
-    rollout or a loss that cannot be used.
+    A loss that is not finite on the rollout itself has that one verdict, and no layout is blamed. Raises UserError for
+    a rollout or a loss that cannot be used.
 
     >>> from ppo_repro.testing.conformance import check_loss
     >>> from ppo_repro.testing.example_losses import EXAMPLE, micro_batch_token_mean, step_token_mean

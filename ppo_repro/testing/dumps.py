@@ -1,7 +1,8 @@
 """Responses with the log-probs of sampler and trainer, from the files of any training stack: one reader for all.
 
-JSON Lines, Parquet, a `.pt` file of tensors and lists (of which no code is run) or a data frame. A row is a response, or
-a token. A missing column is an error, and so are lists of different lengths. Never imports torch unless a file needs it.
+JSON Lines, Parquet, a `.pt` file of tensors and lists (of which no code is run) or a data frame. A row is a response,
+or a token. A missing column is an error, and so are lists of different lengths. Never imports torch unless a file
+needs it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ if TYPE_CHECKING:
 ROUNDING = 1e-3  # nats; a log-prob may be above 0 by less
 SUFFIXES = (".jsonl", ".parquet", ".pt")
 INSIDE = ("samples", "rollout_data")  # where slime puts the rows, or the columns
-EXTRA = ("entropies", "log_kept_mass", "advantages")
+# other numbers of each token, and their names in dumps
+EXTRA = {
+    "entropies": ("entropies", "entropy"),
+    "log_kept_mass": ("log_kept_mass",),
+    "advantages": ("advantages",),
+}
 Row = Mapping[str, Any]
 
 
@@ -78,12 +84,8 @@ class Response:
     turns: npt.NDArray[np.int64]
     padding: tuple[int, ...] = ()  # before the prompt in the file
     iteration: int = 0
+    masked: int = 0  # tokens of the row that do not count, those after the n too
     extra: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)  # [n] each, of EXTRA
-
-    @property
-    def where(self) -> str:
-        """The row, for messages."""
-        return f"row {self.row}"
 
 
 def names_of(where: str, columns: Iterable[str], form: str | None = None) -> Names:
@@ -109,6 +111,7 @@ def read_dump(source: Path | str | pd.DataFrame, names: Names | str | None = Non
     `names`: a `Names`, a format of FORMATS, or None to tell it from the columns. UserError names the row.
     """
     where = str(source) if isinstance(source, Path | str) else "the frame"
+    rows: Iterator[Any]  # of a frame the columns need not be texts
     rows = _file_rows(Path(source), names) if isinstance(source, Path | str) else iter(source.to_dict("records"))
     first = next(rows, None)
     if first is None:
@@ -171,7 +174,9 @@ def _response(where: str, row: int, fields_: Row, names: Names) -> Response | No
     count = len(lists[names.sampler])
     has_tokens = names.tokens is not None and fields_.get(names.tokens) is not None
     tokens = _whole_numbers(where, names.tokens, fields_) if has_tokens else [-1] * count
-    prompt, padding, counts, turns = [], (), "mask", "turn of each token"
+    prompt: list[int] = []
+    padding: tuple[int, ...] = ()
+    counts, turns = "mask", "turn of each token"
     if names.prompt is not None and fields_.get(names.prompt) is not None:
         prompt, padding = _prompt(where, fields_, names)
     elif names.response_length is not None and has_tokens:
@@ -180,9 +185,10 @@ def _response(where: str, row: int, fields_: Row, names: Names) -> Response | No
     lists[counts] = [True] * len(tokens) if mask is None else _flags(where, str(names.mask), mask)
     has_turns = names.turns is not None and fields_.get(names.turns) is not None
     lists[turns] = _whole_numbers(where, names.turns, fields_) if has_turns else [0] * len(tokens)
-    for name in EXTRA:
-        if _is_list(fields_.get(name)) and len(fields_[name]) == len(tokens):
-            lists[name] = _numbers(where, name, fields_[name])
+    for name, spelled in EXTRA.items():
+        values = next((fields_[n] for n in spelled if _is_list(fields_.get(n))), None)
+        if values is not None and len(values) == len(tokens):
+            lists[name] = _numbers(where, name, values)
     for name, values in lists.items():
         if len(values) != len(tokens):
             shown_name = names.mask if name == counts else name
@@ -205,6 +211,7 @@ def _response(where: str, row: int, fields_: Row, names: Names) -> Response | No
         turns=arrays[turns].astype(np.int64) if has_turns else turns_of(flags),
         padding=padding,
         iteration=_iteration(where, names, fields_),
+        masked=len(lists[counts]) - int(flags.sum()),
         extra={name: arrays[name] for name in EXTRA if name in arrays},
     )
 

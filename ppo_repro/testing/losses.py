@@ -1,7 +1,7 @@
 """A loss of one's own as trainers show it a batch: micro-batches, padding, junk under the mask, turns, ranks, dtypes.
 
-A loss sees one micro-batch, padded or packed, on one rank. What an optimizer step computes should follow from the tokens
-that count alone.
+A loss sees one micro-batch, padded or packed, on one rank. What an optimizer step computes should follow from the
+tokens that count alone.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ NOT_FINITE = (math.nan, math.inf, -math.inf)
 class LossRollout:
     """B responses with N tokens together, in order of sequences and positions.
 
-    `lengths` [B] are tokens of a response, `new_logprobs` [N] float64 in nats, `columns` [N] float64 each, `mask` [N] bool
-    (None: all True), False at tokens that do not count, as those of a tool. UserError for a response without a token that
-    counts, and for another shape or dtype.
+    `lengths` [B] are tokens of a response, `new_logprobs` [N] float64 in nats, `columns` [N] float64 each, `mask` [N]
+    bool (None: all True), False at tokens that do not count, as those of a tool. UserError for a response without a
+    token that counts, and for another shape or dtype.
     """
 
     lengths: tuple[int, ...]
@@ -73,10 +73,10 @@ class LossRollout:
 class LossBatch:
     """What a loss is called with: R rows of L positions of one micro-batch.
 
-    `new_logprobs` [R, L] in nats, with a gradient; `columns` [R, L] each, of the same dtype; `mask` [R, L] bool, False at
-    padding and at tokens that do not count, where the columns may hold anything; `sequences` [R, L] int64, the response of
-    a token, -1 at padding (a packed row has several). `step_tokens` counts the tokens that count and `step_sequences` the
-    responses of the whole optimizer step, all micro-batches and ranks.
+    `new_logprobs` [R, L] in nats, with a gradient; `columns` [R, L] each, of the same dtype; `mask` [R, L] bool, False
+    at padding and at tokens that do not count, where the columns may hold anything; `sequences` [R, L] int64, the
+    response of a token, -1 at padding (a packed row has several). `step_tokens` counts the tokens that count and
+    `step_sequences` the responses of the whole optimizer step, all micro-batches and ranks.
     """
 
     new_logprobs: Tensor
@@ -166,8 +166,8 @@ class LossResult:
 def rollout_of(frame: pd.DataFrame) -> LossRollout:
     """A rollout from a data frame with one row per token: `sequence`, `new_logprobs`, and what else the loss reads.
 
-    Rows of a sequence are in the order of `position` where there is such a column; `mask` is 0 at tokens that do not count.
-    UserError names a column that is missing or holds no finite numbers.
+    Rows of a sequence are in the order of `position` where there is such a column; `mask` is 0 at tokens that do not
+    count. UserError names a column that is missing or holds no finite numbers.
     """
     for name in ("sequence", "new_logprobs"):
         if name not in frame.columns:

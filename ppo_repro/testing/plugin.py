@@ -95,11 +95,12 @@ def assert_mismatch_below(
 ) -> None:
     """Assert that the log-probs of sampler and trainer differ by no more than each limit.
 
-    `run_or_file`: a run folder, a dump in any format that `ppo-repro audit` reads (told from its columns, or `names`), or
-    a data frame with one row per token. With delta = trainer - sampler in nats: `mean_abs` and `max_abs` of |delta|,
-    `k3` the token mean of expm1(delta) - delta, which estimates KL(sampler || trainer), `frac_unequal` the share of tokens
-    that differ in any bit, `nonfinite` the number of tokens that may have no finite pair. AssertionError names every limit
-    that is exceeded and a token, and numbers that cannot be log-probs; UserError without a limit or without tokens.
+    `run_or_file`: a run folder, a dump in any format that `ppo-repro audit` reads (told from its columns, or `names`),
+    or a data frame with one row per token. With delta = trainer - sampler in nats: `mean_abs` and `max_abs` of |delta|,
+    `k3` the token mean of expm1(delta) - delta, which estimates KL(sampler || trainer), `frac_unequal` the share of
+    tokens that differ in any bit, `nonfinite` the number of tokens that may have no finite pair. AssertionError names
+    every limit that is exceeded and a token, and numbers that cannot be log-probs; UserError without a limit or
+    without tokens.
     """
     __tracebackhide__ = True
     from ppo_repro.testing import mismatch
@@ -134,7 +135,9 @@ def assert_mismatch_below(
         first = pairs.describe(total.first_nonfinite)
         exceeded.append(f"{total.nonfinite} more have no two finite log-probs, above {nonfinite} (first at {first})")
     if exceeded:
-        advice = "if this is new, see what changed (weights sync, dtype, temperature, padding, token ids): `ppo-repro audit`"
+        advice = (
+            "if this is new, see what changed (weights sync, dtype, temperature, padding, token ids): `ppo-repro audit`"
+        )
         raise AssertionError(f"{where}: of {total.tokens} tokens {'; '.join(exceeded)}; {advice}")
 
 

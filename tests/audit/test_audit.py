@@ -1,4 +1,5 @@
-"""The audit names the wrong side, and why, on faults made from stock transformers (`material`); else it says unknown."""
+"""The audit names the wrong side, and why, on faults made from stock transformers (`material`); else it says
+unknown."""
 
 from __future__ import annotations
 

@@ -148,7 +148,8 @@ def test_unequal_bits_of_one_rank_end_every_rank(tmp_path: Path) -> None:
     assert recorded.status == "failed" and len(recorded.iterations) == 1
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=slow), signal.SIGKILL])
+@slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_process_that_ends_ends_the_run_and_complete_iterations_stay(number: int, tmp_path: Path) -> None:
     command = ["-m", "ppo_repro", "run", str(TINY), "--out", str(tmp_path), "--set", "ppo.iterations=2000"]
     processes = start_ranks(*[[*command, "--set", QUICK[0]]] * 2)

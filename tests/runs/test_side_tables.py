@@ -15,10 +15,10 @@ from ppo_repro.records import digests, manifest, reader
 from ppo_repro.runs.diff import first_difference
 from ppo_repro.runs.verify import verify
 from ppo_repro.watcher import Silent
-from tests.support.cases.options import REWARD_MODEL
 from tests.support.language import rerun, resume, run
 from tests.support.paths import TINY
 from tests.support.resume import Recorded, record
+from tests.support.runs import REWARD_MODEL
 from tests.support.synthetic_run import accept, damage_cell, rewrite_cell
 
 
@@ -61,7 +61,7 @@ def test_the_training_before_ppo_is_recorded(recorded: Recorded) -> None:
     assert steps["accuracy"].notna().sum() == 1 and (steps["learning_rate"] > 0).all()
     pairs, updates = reader.read_pairs(recorded.whole), reader.read_pair_updates(recorded.whole)
     held_out = pairs[pairs["held_out"]]
-    assert (len(pairs), len(held_out)) == (32, 8) and (pairs["chosen"] != pairs["rejected"]).all()
+    assert (len(pairs), len(held_out)) == (280, 256) and (pairs["chosen"] != pairs["rejected"]).all()
     assert held_out["margin_after"].notna().all() and pairs[~pairs["held_out"]]["margin_after"].isna().all()
     accuracy = float((held_out["margin_after"] > 0).mean())
     assert accuracy == reader.open_manifest(recorded.whole).final["reward_model_pair_accuracy"]
@@ -85,7 +85,7 @@ def test_the_fingerprint_does_not_contain_them(recorded: Recorded) -> None:
 
 CELLS = (
     ("warm_start_steps", "loss", "table warm_start_steps, column loss, row 39"),
-    ("pairs", "margin_after", "table pairs, column margin_after, row 31"),
+    ("pairs", "margin_after", "table pairs, column margin_after, row 279"),
     ("pair_updates", "margins", "table pair_updates, column margins"),
     ("pair_steps", "grad_norm", "table pair_steps, column grad_norm"),
     ("evaluations", "scores", "table evaluations, iteration 3, column scores, row 6"),

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import typing
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from ppo_repro.config.files import load_config
-from ppo_repro.config.run import RunConfig, TinyModel
+from ppo_repro.config.run import TinyModel
 from ppo_repro.errors import UserError
 from ppo_repro.models.tiny import check_spelling, make_tokenizer
-from ppo_repro.records import reader
 from ppo_repro.tasks.problems import Problem, arithmetic
 from ppo_repro.tasks.tokenizer import decode, spans, train_tokenizer
-from ppo_repro.watcher import Silent
-from tests.support.language import run
-from tests.support.paths import TINY
 from tests.support.runs import small_config
 
 KINDS = typing.get_args(TinyModel.model_fields["tokenizer"].annotation)
@@ -45,25 +39,6 @@ def pieces(kind: str, text: str) -> list[str]:
 @every_kind
 def test_each_kind_cuts_as_it_says(kind: str) -> None:
     assert pieces(kind, TEXT) == CUTS[kind]
-
-
-def test_numbers_by_hand() -> None:
-    assert pieces("bpe_three_digits", "1234567") == ["123", "456", "7"]
-    assert pieces("bpe_single_digits", "1234567") == [*"1234567"]
-    assert pieces("words", "1234567") == ["1234567"] and pieces("words", "123456") == [*"123456"]
-    assert pieces("words", "12+7=19") == ["12", "+", "7", "=", "19"]
-
-
-@every_kind
-def test_the_special_tokens_come_first_and_making_is_repeatable(kind: str) -> None:
-    made = MADE[kind]
-    assert (made.pad_token_id, made.eos_token_id) == (0, 1)
-    assert train_tokenizer(kind, CORPUS, 80).get_vocab() == made.get_vocab()
-
-
-def test_an_unknown_kind_is_not_taken_for_another() -> None:
-    with pytest.raises(KeyError):
-        train_tokenizer("letters", CORPUS, 80)
 
 
 @every_kind
@@ -102,36 +77,3 @@ def test_a_character_outside_the_corpus_is_refused_in_one_line() -> None:
     problems = [Problem("a", "ab", "c")]
     with pytest.raises(UserError, match=r"^prompt 'x': has characters that the tokenizer"):
         check_spelling(make_tokenizer(problems, 9, "characters"), [*problems, Problem("x", "xy", "")])
-
-
-def test_another_word_is_refused_in_one_line() -> None:
-    with pytest.raises(
-        UserError, match=r"model.tokenizer = 'chars': input should be 'bpe', .*'words'; did you mean characters\?$"
-    ):
-        small_config("model.tokenizer=chars")
-
-
-@every_kind
-def test_the_choice_is_recorded_in_the_configuration(kind: str) -> None:
-    config = small_config(f"model.tokenizer={kind}")
-    assert f'"tokenizer":"{kind}"' in config.canonical_json()
-    assert RunConfig.model_validate_json(config.canonical_json()) == config
-    assert (config.digest() == small_config().digest()) == (kind == "bpe")
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bpe"])
-def test_a_run_with_each_kind_keeps_parity_and_its_responses_are_spelled_by_the_tokenizer(
-    kind: str, tmp_path: Path
-) -> None:
-    changes = ["task.max_operand=12", "rollout.prompts_per_iteration=10", "model.vocab_size=64", "ppo.iterations=1"]
-    changes.append(f"model.tokenizer={kind}")
-    run_dir = run(load_config(TINY, changes), tmp_path, Silent())[0]
-    (row,) = reader.read_iterations(run_dir).to_dict("records")
-    assert row["unequal_old_rollout_logprobs"] == row["unequal_first_ratios"] == row["unequal_values"] == 0
-    sequences = reader.read_sequences(run_dir)
-    characters, tokens = sequences["prompt"].str.len(), sequences["prompt_length"]
-    assert (characters > 4).any(), "an operand of two digits"
-    if kind == "words":
-        assert (tokens == 4).all(), "operand, sign, operand, sign"
-    else:
-        assert (tokens == characters).all() == (kind != "bpe_three_digits")

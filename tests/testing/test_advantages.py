@@ -68,7 +68,7 @@ def test_rewards_to_go_that_reset_at_tool_tokens_are_found() -> None:
     found = {d.what: d for d in check_advantages(resetting, "rewards_to_go")}
     assert found["padded right"].first is None and found["more padding"].first is None
     assert found["tokens that do not count between turns"].first == (0, 0)
-    with pytest.raises(AssertionError, match="tokens that do not count between turns: .* instead of .* at response 0"):
+    with pytest.raises(AssertionError, match=r"tokens that do not count between turns: .* instead of .* at response 0"):
         assert_advantages_conform(resetting, "rewards_to_go")
 
 

@@ -147,7 +147,7 @@ def test_a_file_that_the_audit_reads_without_a_mask_is_read_here_too(tmp_path: P
     row = {"prompt_ids": [1], "response_ids": [2, 3], "rollout_logprobs": [-1.0, -2.0], "old_logprobs": [-1.0, -2.5]}
     path = dump(tmp_path / "a.jsonl", [row])
     assert_mismatch_below(path, max_abs=0.5)
-    with pytest.raises(AssertionError, match="max_abs is 0.5, above 0.4"):
+    with pytest.raises(AssertionError, match=r"max_abs is 0\.5, above 0\.4"):
         assert_mismatch_below(path, max_abs=0.4)
     tokens = pd.DataFrame(
         row | {"prompt_ids": 1, "token_id": [2, 3], "iteration": 0, "sequence": 0, "position": [0, 1]}

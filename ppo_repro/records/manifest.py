@@ -146,14 +146,9 @@ def finished_fingerprint(last_link: str, final: Mapping[str, float | int | str])
     return digests.chain(last_link, {name: digests.scalar_digest(value) for name, value in final.items()})
 
 
-def to_json(head: Head) -> str:
-    """The text of the file; final results keep their type, floats their bits (a NaN stays a NaN)."""
-    return sealed(head_of(head).model_dump())
-
-
 def save(head: Head, run_dir: Path) -> None:
-    """Write manifest.json atomically; raises UserError where that fails."""
-    atomic_write(run_dir / FILE_NAME, to_json(head).encode())
+    """Write manifest.json atomically; final results keep their type, floats their bits. UserError if writing fails."""
+    atomic_write(run_dir / FILE_NAME, sealed(head_of(head).model_dump()).encode())
 
 
 def load_head(run_dir: Path) -> Head:

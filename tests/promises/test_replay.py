@@ -68,7 +68,7 @@ def test_so_does_a_native_lean_run_and_no_model_is_needed(tmp_path: Path) -> Non
 
 def flip(run_dir: Path, table: str, column: str, row: int = 3, bit: int = 0) -> int:
     """Change one bit of a value, and every digest that knew it, so that `verify` finds nothing; returns the row."""
-    row = min(row, reader.read_arrow(run_dir, table, 1, verify=False).num_rows - 1)
+    row = min(row, reader.read_moment(run_dir, manifest.load(run_dir), 1, verify=False)[table].num_rows - 1)
 
     def change(values: np.ndarray) -> np.ndarray:
         values.view(f"u{values.dtype.itemsize}")[row] ^= 1 << bit

@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +95,9 @@ def pair_page(a: Path, b: Path) -> str:
     facts = [run.facts for run in runs]
     lines = [(name, run.curves) for name, run in zip(NAMES, runs, strict=True)]
     alone = "One run each says nothing about the methods: compare several seeds (`python -m analysis.compare`)."
-    about = pd.DataFrame(
-        [(name, x, y) for (name, x), (_, y) in zip(*map(repeating, facts), strict=True) if name != "run again"],
-        columns=["fact", *NAMES],
-    )
+    again = (repeating(one.run_dir, one.manifest, one.environment, one.config) for one in facts)
+    rows = [(name, x, y) for (name, x), (_, y) in zip(*again, strict=True) if name != "run again"]
+    about = pd.DataFrame(rows, columns=["fact", *NAMES])
     changed = scrolled(table(_different(facts), "Configuration, where it differs"))
     cards = (
         Card("Where do they first differ?", [_first(facts)], [changed]),
@@ -155,7 +153,7 @@ def _different(facts: Sequence[Facts]) -> pd.DataFrame:
 
 
 def _responses(facts: Sequence[Facts]) -> list[Section]:
-    """The last recorded responses of both to the same held-out prompts, differences marked; none if none recorded."""
+    """The last recorded responses of both to the same held-out prompts; none if none recorded."""
     found = [rows for one in facts if (rows := evaluations(one.run_dir, one.manifest)) is not None]
     if len(found) < len(facts):
         return []
@@ -167,25 +165,15 @@ def _responses(facts: Sequence[Facts]) -> list[Section]:
     different = sum(x["response"] != y["response"] for x, y in pairs)
     cards = []
     for x, y in pairs[:PROMPTS]:
-        shown = marked(shortened(str(x["response"])), shortened(str(y["response"])))
-        lines = [(n, text, float(row["scores"])) for n, text, row in zip(NAMES, shown, (x, y), strict=True)]
+        shown = [(escape(shortened(str(row["response"]))), float(row["scores"])) for row in (x, y)]
+        lines = [(n, text, score) for n, (text, score) in zip(NAMES, shown, strict=True)]
         cards.append(card(str(x["prompt"]), str(x["answer"]), ("run", "response", "score"), lines))
     moments = " and ".join(f"{n} before iteration {r['iteration'].max()}" for n, r in zip(NAMES, found, strict=True))
     note = (
         f"Greedy responses of the last evaluation ({moments}): {number(different)} of {number(len(pairs))} held-out "
-        f"prompts have different ones. {len(cards)} are shown, different ones first, with the difference marked."
+        f"prompts have different ones. {len(cards)} are shown, different ones first."
     )
     return [Section("samples", "Last responses", (note,), (), (element("div", "".join(cards), class_="cards"),))]
-
-
-def marked(a: str, b: str) -> tuple[str, str]:
-    """Both texts as HTML, what only one of them has in a `mark`."""
-    shown: tuple[list[str], list[str]] = ([], [])
-    for kind, *spans in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
-        for parts, text, (start, end) in zip(shown, (a, b), (spans[:2], spans[2:]), strict=True):
-            if start < end:
-                parts.append(escape(text[start:end]) if kind == "equal" else element("mark", escape(text[start:end])))
-    return "".join(shown[0]), "".join(shown[1])
 
 
 def runs_below(folder: Path) -> list[Path]:

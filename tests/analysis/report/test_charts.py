@@ -31,7 +31,7 @@ from analysis.report.charts import (
     line_chart,
     ticks,
 )
-from analysis.report.markup import element, escape, share
+from analysis.report.markup import element, escape, number, share, table
 from analysis.report.page import csv_link
 
 FINITE = st.floats(-1e12, 1e12)
@@ -67,6 +67,16 @@ def test_a_logarithmic_axis_by_hand() -> None:
     # nothing of zero or below has a place on it: it lies at the bottom; NaN has none
     assert axis.at(np.array([0.0, -1.0])).tolist() == [0.0, 0.0] and math.isnan(float(axis.at(math.nan)))
     assert [label for _, label in ticks(axis)] == ["1e-4", "0.001", "0.01", "0.1", "1"]
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
+def test_ticks_are_few_lie_inside_and_are_evenly_apart(lo: float, width: float) -> None:
+    axis = Axis("x", lo, lo + width)
+    places = [value for value, _ in ticks(axis)]
+    assert 1 <= len(places) <= 7
+    assert all(lo - 1e-6 * width <= value <= lo + width * (1 + 1e-6) for value in places)
+    # labels are rounded to what can be told apart
+    assert len(places) < 3 or np.ptp(np.diff(places)) <= 1e-3 * width
 
 
 @given(st.lists(st.one_of(FINITE, st.just(math.nan), st.just(math.inf)), max_size=20), st.booleans())
@@ -119,6 +129,18 @@ def test_whatever_the_text_it_is_text(inside: str, value: str) -> None:
         assert (found.text or "") == kept
 
 
+NUMBERS = [
+    (0.0, "0"), (-0.0, "-0"), (1.0, "1"), (22.0, "22"), (0.20899, "0.209"), (1234.567, "1,235"), (12.3456, "12.35"),
+    (2.277e-5, "2.277e-05"), (1e20, "1e+20"), (math.nan, "–"), (math.inf, "inf"), (123456, "123,456"), (True, "yes"),
+    ("text", "text"), (np.float64(1.5), "1.5"), (np.int64(1000), "1,000"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "said"), NUMBERS)
+def test_numbers_as_people_read_them(value: object, said: str) -> None:
+    assert number(value) == said
+
+
 SHARES = [
     (0, 10, "0 %"), (10, 10, "100 %"), (0, 0, "0 %"), (1, 100_000, "0.001 %"), (33_663, 100_706, "33 %"),
     (652, 10_000, "6.5 %"),
@@ -129,6 +151,13 @@ SHARES = [
 @pytest.mark.parametrize(("part", "whole", "said"), SHARES)
 def test_a_share_is_never_rounded_to_all_or_nothing(part: int, whole: int, said: str) -> None:
     assert share(part, whole) == said
+
+
+def test_a_table_says_how_many_of_its_rows_it_shows() -> None:
+    frame = pd.DataFrame({"n": range(500), "text": ["<b>"] * 500})
+    found = ET.fromstring(table(frame, "numbers", limit=50))
+    assert len(list(found.iter("tr"))) == 51 and found.findtext("caption") == "numbers (50 of 500 rows, evenly spread)"
+    assert next(found.iter("bdi")).text == "<b>"
 
 
 def hovered(svg: str) -> Any:

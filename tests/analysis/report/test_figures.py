@@ -17,8 +17,9 @@ from analysis.report import counts, curves, figures
 from analysis.report.facts import read_facts
 from analysis.report.figures import ClipBounds
 from analysis.report.page import Figure, figure_html
-from analysis.report.scan import scan_run, summary_tables
-from analysis.report.tokens import select, token_data
+from analysis.report.scan import iterations_of, scan_run, summary_tables, token_rows
+from analysis.report.tokens import REASONS, select, token_data
+from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 
 ANY_FLOAT = st.one_of(st.floats(-50, 50), st.just(math.nan), st.just(math.inf), st.just(-math.inf))
@@ -84,10 +85,17 @@ def test_a_scan_agrees_with_what_training_recorded(deterministic_run: Path) -> N
     assert scan.flags["token_updates"].sum() == scan.ratios["count"].sum() == scan.quadrants.sum() == visits
     tokens = reader.read_tokens(deterministic_run)
     assert scan.probabilities.sum() == np.trace(scan.probabilities) == scan.deltas.sum() == len(tokens)
-    parts = [f"tokens_{part}" for part in figures.PARTS]
-    assert (scan.text[parts].sum(axis=1) == scan.text["tokens"]).all() and scan.text["tokens"].sum() == len(tokens)
-    kl = scan.text[[f"kl_{part}" for part in figures.PARTS]].to_numpy().sum()
-    assert kl == pytest.approx(tokens["ref_kl"].astype(np.float64).sum(), rel=1e-9)
+    assert scan.text["tokens"].sum() == len(tokens)
+    assert scan.text["kl"].sum() == pytest.approx(tokens["ref_kl"].astype(np.float64).sum(), rel=1e-9)
+
+
+def test_updates_find_their_tokens_in_any_order(native_run: Path) -> None:
+    first = next(iterations_of(read_facts(native_run)))
+    shuffled = first.tokens.sample(frac=1.0, random_state=3).reset_index(drop=True)
+    rows, keys = token_rows(shuffled, first.updates, "here"), ["sequence", "position"]
+    assert (shuffled.loc[rows, keys].to_numpy() == first.updates[keys].to_numpy()).all()
+    with pytest.raises(UserError, match="here: the updates name tokens"):
+        token_rows(first.tokens.iloc[1:], first.updates, "here")
 
 
 def summary_frame(rows: list[tuple[int, int, int, float, float, int]]) -> pd.DataFrame:
@@ -103,6 +111,16 @@ def test_the_selection_by_hand() -> None:
     assert len(select(summary_frame(rows), 2)) == 2
     assert select(summary_frame(rows), 6, max_tokens=11)["tokens"].sum() == 10
     assert len(select(summary_frame(rows), 6, max_tokens=1)) == 1, "one is shown however long it is"
+
+
+@given(st.integers(1, 40), st.integers(1, 60), st.integers(0, 3))
+def test_a_selection_has_the_number_asked_for(count: int, there: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    rows = [(k // 7, k % 7, 3, float(generator.integers(0, 3)), float(generator.random()), 1) for k in range(there)]
+    found = select(summary_frame(rows), count)
+    assert len(found) == min(count, there) and not found.duplicated(["iteration", "sequence"]).any()
+    assert all(why and set(why) <= set(REASONS) for why in found["why"])
+    assert found["max_abs_delta"].max() == summary_frame(rows)["max_abs_delta"].max()
 
 
 def test_the_token_view_has_what_the_records_have(native_run: Path) -> None:
@@ -179,3 +197,24 @@ def test_clipping_figures() -> None:
     figure = figures.definition_figure(steps)
     assert figure.numbers["band_out"].tolist() == pytest.approx([0.35, 0.1]), "weighted by tokens"
     assert "outside the band 22.5 %, gradient removed 15 %, without any step 0 %" in drawn(figure)[1]
+
+
+def test_figures_of_text_and_scores() -> None:
+    row = {"kl": 4.0, "sequences": 2, "tokens": 8, "words": 4, "characters": 16, "bytes": 32}
+    sums = pd.DataFrame([{"iteration": i, **row} for i in range(2)])
+    figure = figures.unit_figure(sums)
+    assert figure.numbers.iloc[-1].tolist() == [1, 2.0, 1.0, 0.5, 0.25, 0.125], "one sum divided by five counts"
+    assert "2 per response, 1 per word, 0.5 per token" in drawn(figure)[1]
+    values = {0: np.array([0.0, 0.0, 0.0, 1.0]), 1: np.array([1.0]), 2: np.array([1.0, np.nan, 0.0, 1.0, 1.0])}
+    (figure,) = figures.change_figures(values, "score", "responses")
+    assert figure.numbers.to_dict("list") == {"score": ["0", "1"], "iteration 0": [3, 1], "iteration 2": [1, 3]}
+    assert count(drawn(figure)[0], "bar") == 4 and figures.change_figures({0: np.array([np.nan])}, "s", "r") == []
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60))
+def test_every_value_is_in_one_bin(values: list[float]) -> None:
+    figure = figures.distribution_figure("t", {"g": np.array(values)}, "score", "responses", "")
+    few = len(set(values)) <= figures.MAX_VALUES
+    assert figure.numbers["g"].sum() == len(values) and len(figure.numbers) == (
+        len(set(values)) if few else figures.BINS
+    )

@@ -14,6 +14,7 @@ import pytest
 
 from analysis.report import build
 from analysis.report.page import embedded_json
+from analysis.report.several_pages import setting_labels
 from ppo_repro.errors import UserError
 from ppo_repro.records import accuracy, reader
 from tests.analysis.report.hostile_run import HOSTILE, LONG, make_hostile_run
@@ -155,6 +156,12 @@ def test_mistakes_are_one_line(tmp_path: Path, hostile_run: Path) -> None:
             build.write_report(targets, out, responses)
 
 
+def test_without_the_analyses_the_command_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    monkeypatch.setattr("ppo_repro.tracking.analysis_home.find_spec", lambda name: None)
+    code, _, err = cli("report", tmp_path)
+    assert code == 2 and "`analysis` is not beside this package; install the wheel, or a checkout" in one_line(err)
+
+
 def grid_of(folder: Path, native_run: Path, deterministic_run: Path) -> Path:
     """A grid with two settings of two cells each; seeds differ in the table alone."""
     rows = []
@@ -207,6 +214,14 @@ def test_the_page_of_a_grid_agrees_with_its_table() -> None:
     assert "need the same seeds" in uneven[0].text and table.empty
 
 
+def test_settings_are_what_differs_but_for_the_seed() -> None:
+    base = {"seed": 0, "ppo": {"lr": 1.0, "kind": "clip"}}
+    other = {"seed": 1, "ppo": {"lr": 2.0, "kind": "clip"}}
+    assert setting_labels([base, {**base, "seed": 5}]) == ["all runs", "all runs"]
+    assert setting_labels([base, other, {**other, "seed": 2}]) == ["ppo.lr=1.0", "ppo.lr=2.0", "ppo.lr=2.0"]
+    assert setting_labels([base, {"seed": 0, "ppo": {"lr": 1.0}}]) == ["ppo.kind=clip", "ppo.kind=null"]
+
+
 def test_a_control_run_has_a_page(tmp_path: Path) -> None:
     from ppo_repro.watcher import Silent
     from tests.support.control import run, small_control
@@ -228,10 +243,20 @@ def test_two_runs_side_by_side(deterministic_run: Path, native_run: Path, tmp_pa
         for pair in ((deterministic_run, native_run), (deterministic_run, native_run), (native_run, native_run))
     ]
     said, same = text_of(pages[0]), text_of(pages[2])
-    assert (
-        "numerics.modedeterministicnative" in said
-        and "A (left) and B (right) first differ: table warm_start_steps" in said
-    )
+    assert "numerics.modedeterministicnative" in said and "A (left) and B (right) first differ: " in said
     assert "A: sampler and trainer agree on every bit" in said and "B: " in said and "of log-probs differ" in said
     assert pages[0] == pages[1] and str(deterministic_run.parent) not in pages[0]
     assert "A and B have the same fingerprint" in same and "first differ:" not in same
+
+
+def test_the_last_evaluation_is_among_the_samples(deterministic_run: Path) -> None:
+    cards = [n for n in check(build.page_of(deterministic_run, 1)).iter("div") if n.get("class") == "card scroll"]
+    found = reader.read_evaluations(deterministic_run)
+    last = found[found["iteration"] == found["iteration"].max()].set_index("prompt")["response"]
+    shown = {}
+    for card in cards:
+        for row in card.iter("tr"):
+            cells = ["".join(cell.itertext()) for cell in row]
+            if cells[0] == "at the end":
+                shown["".join(next(card.iter("bdi")).itertext())] = cells[1]
+    assert len(shown) == 6 and all(last[prompt] == response for prompt, response in shown.items())

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from ppo_repro.commands.progress import ConsoleProgress
-from ppo_repro.config.control import NetworkConfig, load_control_config
+from ppo_repro.config.control import NetworkConfig
+from ppo_repro.config.files import load_control_config
 from ppo_repro.control.environments import make_environments
 from ppo_repro.control.kind import ControlKind
 from ppo_repro.control.networks import Agent

@@ -16,8 +16,8 @@ from analysis.dialects.report import definitions, long_table, main
 from analysis.dialects.table import KEYS
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
-from tests.support.cases.clip_rows import RULE, make_item
-from tests.support.cases.padded_rows import Padded, close, few, padded_rollout, padded_steps, random_item, seeds
+from tests.analysis.clipping.rows import RULE, make_item
+from tests.analysis.padded_rows import Padded, close, few, padded_rollout, padded_steps, random_item, seeds
 
 PLACES = ["epoch", "minibatch"]
 

@@ -60,10 +60,6 @@ def written(name: str) -> dict[str, Any]:
     return found
 
 
-def test_there_are_these_notebooks() -> None:
-    assert tuple(sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))) == NAMES
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_is_executed_and_its_outputs_are_of_its_code(name: str) -> None:
     pytest.importorskip("nbclient", reason="the extra [notebook] is not installed")
@@ -144,12 +140,3 @@ def test_a_notebook_runs_on_other_runs(
     found = [fault for fault in faults(notebook) if not fault.startswith("a path of a machine")]
     assert found == []
     assert [cell["source"] for cell in notebook["cells"]] == ["".join(c["source"]) for c in written(name)["cells"]]
-
-
-@pytest.mark.slow
-def test_a_notebook_whose_cell_fails_is_one_line(tmp_path: Path) -> None:
-    from analysis.notebooks.execute import executed
-    from ppo_repro.errors import UserError
-
-    with pytest.raises(UserError, match=r"critic\.ipynb: a cell ends with UserError: .*no such folder"):
-        executed(NOTEBOOKS / "critic.ipynb", {"PPO_RUN": str(tmp_path / "nowhere")})

@@ -12,7 +12,6 @@ import pytest
 
 from experiments.mismatch_lab import topics
 from experiments.mismatch_lab.answers import MEASURES, RATE, differences, of_run, rows
-from experiments.mismatch_lab.answers import main as answers_main
 from ppo_repro.config.run import RunConfig
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.records import reader
@@ -91,8 +90,3 @@ def test_the_measures_are_those_of_the_records(deterministic_run: Path, native_r
     last = evaluations[evaluations["iteration"] == len(recorded)]["scores"]
     assert own["greedy"] == pytest.approx(last.sum() / len(last)) and len(last) > 1
     assert math.isnan(own["flipped"]), "a dense model has no routes"
-
-
-def test_a_folder_without_a_grid_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert answers_main([str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 
 import pytest
 
@@ -34,16 +33,6 @@ def test_every_study_is_a_grid_with_a_reader(name: str) -> None:
     assert len(grid.cells) == len(configs(name)) * len(grid.file.seeds) > len(grid.file.seeds)
     module, _, function = grid.file.read_with.rpartition(".")
     assert callable(getattr(importlib.import_module(module), function))
-
-
-def test_the_page_tells_of_every_study_and_hypothesis() -> None:
-    assert [name[:2].upper() for name in STUDIES] == [f"E{i}" for i in range(1, 8)]
-    named = {h for name in STUDIES for h in re.findall(r"H\d+", load_grid(FOLDER / f"{name}.yaml").file.expectation)}
-    assert named == {f"H{i}" for i in range(1, 11)}
-    for name in STUDIES:
-        assert f"`{name}.yaml`" in README
-    for number in range(1, 11):
-        assert f"| H{number} |" in README
 
 
 def test_the_tokenizers_of_the_language_fit_and_the_matched_lambdas_are_those_of_their_fertility(
@@ -80,13 +69,6 @@ def test_the_reward_by_hand() -> None:
     assert topics.score(prompt, f" {b} {c} {d}", "") == topics.score(prompt, f" {b} {c} {d} {e} {a}", "") == 0.0
     assert topics.score(prompt, " qq qq qq qq", "") == 0.0
     assert len(topics.TOPIC_OF) == topics.TOPICS * topics.WORDS, "no word is of two topics"
-
-
-def test_ranks_are_drawn_by_zipf() -> None:
-    weights = [840_000_000 // (rank + 1) for rank in range(topics.WORDS)]
-    assert [topics.zipf_rank(draw) for draw in (0, weights[0] - 1, weights[0], sum(weights) - 1, sum(weights))] == [
-        *(0, 0, 1, topics.WORDS - 1, 0)
-    ]
 
 
 def test_the_exact_table_holds_and_a_broken_one_is_named() -> None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.slurm import free_ports
+from tests.grids.slurm import free_ports
 
 START_SECONDS = 120.0
 OFF = {

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.numerics.families import decoder_layers, head_of, trunk_of
-from tests.support.small_models import CONFIGS, CONTEXT, random_sequences, small_model
+from tests.support.models import CONFIGS, CONTEXT, random_sequences, small_model
 
 CHANNEL, OTHER, UNIT = 3, 11, 5  # a channel of the residual stream, its opposite where a mean is taken, a unit
 SILENT = 1e-6  # what silences an outlier of 1e4

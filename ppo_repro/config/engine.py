@@ -111,9 +111,7 @@ class RolloutConfig(Section):
 
     absent_at_default: ClassVar[frozenset[str]] = frozenset({"stop"})
 
-    prompts_per_iteration: Count = Field(
-        description="Prompts per iteration; a task with fewer gives some again."
-    )
+    prompts_per_iteration: Count = Field(description="Prompts per iteration; a task with fewer gives some again.")
     samples_per_prompt: Count = Field(description="Responses sampled for each prompt.")
     max_response_tokens: Count = Field(description="A response without an end token stops here.")
     temperature: Temperature = Field(1.0, description="Logits are divided by this, in sampling and in scoring.")

@@ -39,8 +39,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     a, b = a.contiguous(), b.contiguous()
     out = torch.empty(len(a), b.shape[1])
     matrix = MatrixStruct(w=address(b), n=len(b), k=b.shape[1], grad=-1, bias_grad=-1)
-    (terms, columns), rows = b.shape, len(a)
-    library.load().linear_backward_input(ctypes.byref(matrix), address(a), terms, rows, address(out), columns)
+    library.load().linear_backward_input(ctypes.byref(matrix), address(a), len(b), len(a), address(out), b.shape[1])
     return out
 
 
@@ -128,16 +127,12 @@ def choose_layers(model: Adaptable, target_modules: Sequence[str], section: str 
     if not target_modules:
         return layers
     for target in target_modules:
-        if not any(_ends_in(name, target) for name in layers):
-            choices = ", ".join(_ends(layers))
+        if not any(f".{name}".endswith(f".{target}") for name in layers):
             raise UserError(
-                f"{section}.target_modules: {target!r} names no layer that can be adapted; choose from {choices}"
+                f"{section}.target_modules: {target!r} names no layer that can be adapted; "
+                f"choose from {', '.join(_ends(layers))}"
             )
-    return {n: layer for n, layer in layers.items() if any(_ends_in(n, target) for target in target_modules)}
-
-
-def _ends_in(name: str, target: str) -> bool:
-    return name == target or name.endswith("." + target)
+    return {n: layer for n, layer in layers.items() if any(f".{n}".endswith(f".{t}") for t in target_modules)}
 
 
 def _ends(names: Iterable[str]) -> tuple[str, ...]:

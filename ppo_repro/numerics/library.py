@@ -150,14 +150,9 @@ def use_threads(count: int) -> None:
     set_threads(count)
 
 
-def flushes_denormals(library: ctypes.PyDLL | None = None) -> bool:
-    """Whether the calling thread rounds denormal numbers to zero."""
-    return bool((library or load()).denormal_product() != _DENORMAL)
-
-
 def check_denormals(library: ctypes.PyDLL | None = None) -> None:
     """UserError if the calling thread rounds denormal numbers to zero, which would change results."""
-    if flushes_denormals(library):
+    if (library or load()).denormal_product() != _DENORMAL:
         raise UserError(
             "denormal numbers are flushed to zero here, by torch.set_flush_denormal or a library that was built with "
             "-ffast-math; call torch.set_flush_denormal(False) first"

@@ -227,8 +227,11 @@ class Network:
             ctypes.byref(self.struct), ctypes.byref(call), address(kept), keep, address(hidden)
         )
         if place:
-            name = self.description.norm_names[place - 1]
-            raise NumericsError(f"the input of {name} is not finite; lower the learning rate or check the weights")
+            d = self.description
+            norms = [*(layer.norms[name] for layer in d.layers for name in ("norm1", "norm2")), d.last_norm]
+            raise NumericsError(
+                f"the input of {norms[place - 1].name} is not finite; lower the learning rate or check the weights"
+            )
         return hidden
 
     def _memory(self, tokens: int, keep: int) -> Tensor:

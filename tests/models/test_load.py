@@ -222,6 +222,15 @@ def test_a_whole_folder_loads_with_its_bits(change: Damage, folder: Path) -> Non
     assert stop_ids(model, tokenizer) == {1}
 
 
+def test_a_folder_in_bfloat16_loads_as_its_float32_copy(tmp_path: Path) -> None:
+    source = small_model(qwen3_config(), 0).bfloat16()
+    model, _ = load_folder(make(tmp_path / "model", source))
+    assert (tmp_path / "model" / WEIGHTS).stat().st_size < 2.2 * sum(p.numel() for p in source.parameters())
+    assert {name: unequal(x, source.state_dict()[name].float()) for name, x in model.state_dict().items()} == (
+        dict.fromkeys(source.state_dict(), 0)
+    )
+
+
 def test_the_masks_that_gpt2_saved_once_are_no_weights(tmp_path: Path) -> None:
     folder = make(tmp_path / "gpt2", small_model(gpt2_config(), 0))
     tensors(lambda held: held.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8)}))(folder)

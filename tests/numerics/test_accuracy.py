@@ -13,8 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from experiments.accuracy.distances import Comparison, GradientComparison, compare, compare_gradients, typical
-from ppo_repro.accuracy import Text, errors, float64, reference_scores, stock_scores
-from ppo_repro.numerics.rotary import inverse_frequencies
+from ppo_repro.accuracy import Text
 from tests.support.outliers import cases_of, linear_layers, outlier_model, sequences_of
 from tests.support.small_models import CONFIGS, CONTEXT, MIXTURES, small_model
 
@@ -130,36 +129,3 @@ def test_a_model_in_bfloat16_fails_every_bound(architecture: str) -> None:
         gradients = compare_gradients(model, text, CONTEXT, rounded(model, None))
         assert gradients.ratio() > 100 * WORST and typical(parameter_ratios(gradients)) > 100 * OUTLIERS
     assert wrong > 0
-
-
-@pytest.mark.parametrize("architecture", DISTINCT[:2])
-def test_weights_on_20_bits_fail_the_plain_bound(architecture: str) -> None:
-    """A control with errors near the bound, in stock float32: weights on grids three bits narrower than they should."""
-    found = []
-    for seed in SEEDS:
-        model, text = model_of(architecture, "plain", seed), text_of(seed)
-        coarse = stock_scores(rounded(model, 20), text)
-        found.append(
-            errors(coarse.logprobs, stock_scores(model, text).logprobs, reference_scores(model, text).logprobs)
-        )
-    assert typical([e.ratio("rms") for e in found]) > PLAIN
-
-
-@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
-def test_the_reference_is_float64_throughout(architecture: str) -> None:
-    model, text = model_of(architecture, "plain", 0), text_of(0)
-    with float64(model):
-        for module in model.modules():
-            if hasattr(module, "inv_freq"):
-                expected, _ = inverse_frequencies(model.config)
-                assert torch.allclose(module.inv_freq, expected, rtol=1e-14, atol=0.0)
-        # the guard can fail
-        with pytest.raises(TypeError, match="gave float32"):
-            torch.ones(3, dtype=torch.float16).to(torch.float16).type("torch.FloatTensor")
-    expected = reference_scores(model, text)
-    assert expected.logits.dtype == expected.logprobs.dtype == torch.float64
-    assert torch.equal(stock_scores(model, text).logits, stock_scores(model, text).logits)  # and is float32 again
-    assert stock_scores(model, text).logits.dtype == torch.float32
-    plain = stock_scores(copy.deepcopy(model).double(), text)
-    difference = float((plain.logits - expected.logits).abs().max())
-    assert (difference > 1e-8) == (architecture != "gpt2") and difference < 1e-3

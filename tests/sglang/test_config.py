@@ -15,9 +15,7 @@ from ppo_repro.rollout.sglang.command import (
     RETURN_ROUTES,
     SPARE_CONTEXT,
     look_into,
-    numerics_digest,
     server_arguments,
-    server_environment,
 )
 from ppo_repro.runs.open_engine import require_same_sampler
 from tests.support.paths import ROOT
@@ -155,16 +153,6 @@ def test_the_command_line_follows_from_the_configuration() -> None:
     assert taken <= {*OWN_ARGUMENTS, *DETERMINISTIC_ARGUMENTS, "--max-total-tokens"}, "nobody may set a flag twice"
 
 
-def test_the_environment_of_a_server() -> None:
-    torchrun = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_NAME", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"), "0")
-    outside = {"HOME": "/h", "PYTHONPATH": "/mine", "SGLANG_RETURN_ORIGINAL_LOGPROB": "1", **torchrun}
-    found = server_environment(outside, 3)
-    assert not torchrun.keys() & found.keys(), "a server is none of the run's processes"
-    assert found["HOME"] == "/h" and found["OMP_NUM_THREADS"] == "3" and "RANK" not in found
-    assert found["PYTHONPATH"].endswith("cpu_shim") and found["SGLANG_USE_CPU_ENGINE"] == "1"
-    assert found["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
-
-
 def test_the_interpreter_is_looked_into_before_it_is_used(tmp_path: Path) -> None:
     def refusal(package: Path, *misbehave: str) -> str:
         with pytest.raises(UserError) as caught:
@@ -180,19 +168,6 @@ def test_the_interpreter_is_looked_into_before_it_is_used(tmp_path: Path) -> Non
         look_into(engine_of("rollout.engine.python=/nowhere/python"))
     with pytest.raises(UserError, match="does not answer as a Python interpreter"):
         look_into(engine_of("rollout.engine.python=/bin/true"))
-
-
-def test_the_digest_of_the_numerics_sees_every_file_of_them(tmp_path: Path) -> None:
-    files = [tmp_path / name for name in ("numerics/c/a.c", "sglang_plugin/a.py", "rollout/sampler.py")]
-    for path in files:
-        path.parent.mkdir(parents=True)
-        path.write_text("1")
-    digests = {numerics_digest(tmp_path)}
-    for path in files:
-        path.write_text("2")
-        digests.add(numerics_digest(tmp_path))
-    (tmp_path / "rollout" / "other.py").write_text("2")
-    assert len(digests) == 4 and numerics_digest(tmp_path) in digests
 
 
 def test_server_and_trainer_pin_what_both_have_to_the_same_version() -> None:

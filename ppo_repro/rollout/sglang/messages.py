@@ -155,7 +155,9 @@ def _completion(
     if any(not isinstance(row, list) or len(row) < 2 for row in rows) or [row[1] for row in rows] != tokens:
         raise ValueError("returned log-probs of other tokens than those of the response")
     reason = _finish_reason(meta, tokens, sampling.max_response_tokens, stop_ids)
-    inputs = len(request.prompt_ids) + len(tokens) - 1
+    latency, inputs = _field(meta, "e2e_latency", float), len(request.prompt_ids) + len(tokens) - 1
+    if not math.isfinite(latency):
+        raise ValueError(f"returned {latency!r} as e2e_latency; must be a finite number of seconds")
     logprobs = torch.tensor([_float32(row[0]) for row in rows], dtype=torch.float32)
     mass, kept = torch.zeros(len(tokens)), torch.empty(len(tokens), 0, dtype=torch.uint8)
     if sampling.cuts:
@@ -169,29 +171,21 @@ def _completion(
         top_logits=torch.empty(len(tokens), 0),
         finish_reason=reason,
         server=url,
-        latency=_seconds(_field(meta, "e2e_latency", float)),
+        latency=latency,
         routes=None if routed is None else read_routes(meta.get("routed_experts"), inputs, routed),
     )
 
 
-def _seconds(value: float) -> float:
-    if not math.isfinite(value):
-        raise ValueError(f"returned {value!r} as e2e_latency; must be a finite number of seconds")
-    return value
-
-
 def _check_version(meta: dict[str, Any], version: str) -> None:
     spans = meta.get("weight_versions")
-    versions = {str(meta.get("weight_version")), *(_versions_of(spans) if isinstance(spans, list) else ())}
+    versions = {str(meta.get("weight_version"))}
+    if isinstance(spans, list):
+        versions |= {str(span.get("version") if isinstance(span, dict) else span) for span in spans}
     if versions != {version}:
         others = ", ".join(sorted(versions - {version}))
         raise ValueError(
             f"sampled with weights {others!r}, must be {version!r}: it was restarted, or somebody else updates it"
         )
-
-
-def _versions_of(spans: list[Any]) -> list[str]:
-    return [str(span.get("version") if isinstance(span, dict) else span) for span in spans]
 
 
 def _finish_reason(meta: dict[str, Any], tokens: list[int], longest: int, stop_ids: frozenset[int]) -> str:

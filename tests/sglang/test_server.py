@@ -5,7 +5,6 @@ Two deterministic servers and a stock one are started once; what kills or replac
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -20,7 +19,6 @@ import torch
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest, reader
 from ppo_repro.rollout.engine import Completion, Request, Sampling
-from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine
 from ppo_repro.runs.prepare import Prepared
 from ppo_repro.watcher import Silent
 from tests.support.language import rerun, run
@@ -29,7 +27,7 @@ from tests.support.paths import SMALL
 from tests.support.ranks import cli_ranks
 from tests.support.row_dependent import NOISE, row_dependent_linear
 from tests.support.runs import small_config
-from tests.support.sglang import PYTHON, WARM, Subject, members, settings_of, subject
+from tests.support.sglang import PYTHON, WARM, Subject, members, subject
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 PLAIN = Sampling(1.0, 0, 1.0, 6)
@@ -67,28 +65,6 @@ def differing(a: Sequence[Completion], b: Sequence[Completion]) -> int:
     return unequal(torch.cat([c.logprobs for c in a]), torch.cat([c.logprobs for c in b]))
 
 
-@contextlib.contextmanager
-def moved(found: Subject, seed: int) -> Iterator[None]:
-    """Other weights for a while."""
-    parameters = list(found.prepared.state.policy.parameters())
-    before = [p.detach().clone() for p in parameters]
-    generator = torch.Generator().manual_seed(seed)
-    try:
-        with torch.no_grad():
-            for p in parameters:
-                p += 0.05 * torch.randn(p.shape, generator=generator)
-        yield
-    finally:
-        with torch.no_grad():
-            for p, old in zip(parameters, before, strict=True):
-                p.copy_(old)
-
-
-def one_by_one(engine: SGLangEngine, requests: Sequence[Request]) -> list[Completion]:
-    """Alone in every batch: stock numerics depend on what is beside."""
-    return [engine.generate([request], PLAIN)[0] for request in requests]
-
-
 def test_stock_servers_do_not_and_repeat_their_tokens_by_seed(stock: Subject) -> None:
     requests = requests_of(stock.config, stock.prepared, 24)
     first, again = (stock.engine.generate(requests, Sampling(0.9, 0, 1.0, 40)) for _ in range(2))
@@ -103,21 +79,6 @@ def test_stock_servers_do_not_and_repeat_their_tokens_by_seed(stock: Subject) ->
     )
     alike = [Request(requests[0].prompt_ids, seed) for seed in range(8)]
     assert len({c.response_ids for c in stock.engine.generate(alike, Sampling(1.0, 0, 1.0, 40))}) > 4
-
-
-def test_stock_servers_are_as_if_freshly_started_after_an_update(stock: Subject, tmp_path: Path) -> None:
-    requests = requests_of(stock.config, stock.prepared, 6)
-    first = one_by_one(stock.engine, requests)
-    with moved(stock, 3):
-        policy, stops = stock.prepared.state.policy, stock.prepared.engine.stop_ids
-        settings = settings_of(stock.config)
-        with sglang_engine(stock.config, settings, policy, stops, tmp_path, lambda seconds: None) as fresh:
-            expected = one_by_one(fresh, requests)
-    assert not same(first, expected)
-    with stock.told() as engine:
-        with moved(stock, 3):
-            assert same(one_by_one(engine, requests), expected)
-        assert same(one_by_one(engine, requests), first)
 
 
 def test_a_run_on_two_deterministic_servers_is_the_run_of_the_built_in_engine(

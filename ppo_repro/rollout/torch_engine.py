@@ -329,18 +329,8 @@ class StockEngine(TorchEngine):
     The copy takes the weights of `live`, rounded to its dtype, before each call. Log-probs are those of its logits.
     """
 
-    def __init__(
-        self,
-        copy: PreTrainedModel,
-        live: PreTrainedModel,
-        stop_ids: frozenset[int],
-        mode: str,
-        max_context: int,
-        slots: int,
-        prefill_chunk: int,
-        prefix_cache: bool,
-    ) -> None:
-        super().__init__(copy, stop_ids, mode, max_context, slots, prefill_chunk, prefix_cache)
+    def __init__(self, copy: PreTrainedModel, live: PreTrainedModel, *about: Any) -> None:
+        super().__init__(copy, *about)
         self._live = live
 
     @torch.no_grad()

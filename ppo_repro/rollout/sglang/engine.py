@@ -79,18 +79,6 @@ class SGLangEngine:
         self._folder_digest = ""  # of the weights in the model folder
         self._server_digests: dict[str, str] = {}  # of the weights each server is known to have, by URL
 
-    def open(self) -> None:
-        """Start the servers, or check those that run already."""
-        digest = weights_digest(self.policy.named_parameters())
-        if not self.fleet.engine.urls:
-            self._write(digest)
-        self.fleet.open(digest)
-
-    def close(self) -> None:
-        """End the servers started by the run, and remove the weights written for them."""
-        self.fleet.end()
-        shutil.rmtree(self.fleet.model_folder, ignore_errors=True)
-
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
     ) -> list[Completion]:
@@ -154,10 +142,11 @@ class SGLangEngine:
             raise reason
         say(f"{reason}; starting another one, which changes no result")
         self._server_digests.pop(lost.url, None)
-        self._write(digest)
+        self.write(digest)
         self.fleet.replace(index, digest)
 
-    def _write(self, digest: str) -> None:
+    def write(self, digest: str) -> None:
+        """Write the model folder for servers unless it has the weights of this digest."""
         if self._folder_digest != digest:
             write_folder(
                 self.policy, self.stop_ids, self.fleet.model_folder, self.fleet.engine.numerics == "deterministic"
@@ -171,7 +160,7 @@ class SGLangEngine:
         first = server.url not in self._server_digests
         self._server_digests[server.url] = ""
         if not (first and server.started_with == digest):  # else the server has loaded them at its start
-            self._write(digest)
+            self.write(digest)
             # the folder must have the same path for the server
             body = {"model_path": str(self.fleet.model_folder), "weight_version": digest, "flush_cache": True}
             post(server.url, "/update_weights_from_disk", body, engine.timeout_s)
@@ -194,10 +183,14 @@ def sglang_engine(
     fleet = Fleet(config, engine, folder, waiting, routes)
     opened = SGLangEngine(policy, stop_ids, config.numerics.max_context, fleet)
     try:
-        opened.open()
+        digest = weights_digest(policy.named_parameters())
+        if not engine.urls:
+            opened.write(digest)
+        fleet.open(digest)
         yield opened
     finally:
-        opened.close()
+        fleet.end()
+        shutil.rmtree(fleet.model_folder, ignore_errors=True)
 
 
 class SharedEngine:

@@ -59,12 +59,10 @@ class Subject:
     mode: str
 
     @classmethod
-    def of(
-        cls, kind: str, architecture: str, mode: str, targets: tuple[str, ...] = (), settings: AdamWSettings = SETTINGS
-    ) -> Subject:
+    def of(cls, kind: str, architecture: str, mode: str, targets: tuple[str, ...] = ()) -> Subject:
         model = fresh(kind, architecture, mode)
         lora = add_lora(model, RANK, ALPHA, targets, seed=5)
-        return cls(model, lora, Optimizer(model, settings, mode, adapter=lora), mode)
+        return cls(model, lora, Optimizer(model, SETTINGS, mode, adapter=lora), mode)
 
     def learn(self, steps: int, micro_batch: int = 0, padding: str = "right") -> Subject:
         learn(self.model, self.optimizer, self.mode, steps, micro_batch, padding)

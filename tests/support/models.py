@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
 from functools import cache
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -79,13 +77,6 @@ def source_model(architecture: str, seed: int = 0) -> PreTrainedModel:
     return small_model({**CONFIGS, **MIXTURES, **VARIANTS}[architecture](), seed)
 
 
-def without_window(architecture: str) -> PreTrainedModel:
-    """`source_model` with a window that reaches as far as the context."""
-    config = CONFIGS[architecture]()
-    config.sliding_window = CONTEXT
-    return small_model(config, 0)
-
-
 @cache
 def policy(architecture: str, mode: str, seed: int = 0) -> PreTrainedModel:
     """A policy made from `source_model`; shared between tests, which must not change it."""
@@ -137,25 +128,6 @@ def scored(
 def bits(x: Tensor) -> Tensor:
     """The bit patterns: unlike `==` they tell -0.0 from 0.0, and equal NaNs are equal."""
     return x.detach().contiguous().view({4: torch.int32, 8: torch.int64}[x.element_size()])
-
-
-def kept_bytes(hidden: Tensor) -> int:
-    """Bytes of all that a pass without modules keeps for its backward, each array once."""
-    found: dict[int, int] = {}
-
-    def walk(x: object) -> None:
-        if isinstance(x, Tensor):
-            walk(x.numpy())
-        elif isinstance(x, np.ndarray):
-            found[x.ctypes.data] = x.nbytes
-        elif isinstance(x, (list, tuple)):
-            for part in x:
-                walk(part)
-        elif is_dataclass(x):
-            walk([getattr(x, field.name) for field in fields(x)])
-
-    walk(hidden.grad_fn.kept)  # type: ignore[union-attr]
-    return sum(found.values())
 
 
 def unequal(a: Tensor, b: Tensor) -> int:

@@ -36,7 +36,6 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "forget_workers": (None, ()),
     "free_scratch": (None, ()),
     "trim_heap": (None, ()),
-    "linear_backward_input": (None, (_P, _P, _LONG, _INT, _P, _LONG)),
     "join_sums": (None, (_P, _LONG)),
     "gradient_squares": (_DOUBLE, (_P, _INT)),
     "adamw": (None, (_P, _INT, _P)),

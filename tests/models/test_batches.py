@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.buffers import Prompts, Rollout
+from ppo_repro.buffers import Rollout
 from ppo_repro.models.batches import lay_out, micro_batches
 from ppo_repro.numerics.rows import slots_of
+from tests.support.bare import bare_rollout
 
 tokens = st.lists(st.integers(1, 99), min_size=1, max_size=6)
 pairs = st.lists(st.tuples(tokens, tokens), min_size=1, max_size=6)
@@ -40,23 +43,9 @@ def test_each_response_token_has_one_predictor_after_what_came_before(
 
 
 def rollout_of(sequences: list[tuple[list[int], list[int]]]) -> Rollout:
-    count, ids = len(sequences), [token for _, response in sequences for token in response]
-    words, numbers, nothing = ("",) * count, (0,) * count, torch.zeros(len(ids))
-    return Rollout(
-        prompts=Prompts(words, numbers, numbers, words, words, tuple(tuple(prompt) for prompt, _ in sequences)),
-        response_ids=torch.tensor(ids),
-        lengths=torch.tensor([len(response) for _, response in sequences]),
-        rollout_logprobs=nothing,
-        log_kept_mass=nothing,
-        kept_tokens=torch.zeros(len(ids), 0, dtype=torch.uint8),
-        top_ids=torch.zeros(len(ids), 0, dtype=torch.int32),
-        top_logits=torch.zeros(len(ids), 0),
-        finish_reasons=words,
-        servers=words,
-        latencies=(None,) * count,
-        responses=words,
-        spans=(),
-    )
+    rollout = bare_rollout(torch.tensor([len(response) for _, response in sequences]))
+    prompts = replace(rollout.prompts, prompt_ids=tuple(tuple(prompt) for prompt, _ in sequences))
+    return replace(rollout, prompts=prompts, response_ids=torch.tensor([i for _, r in sequences for i in r]))
 
 
 @given(sequences=pairs, size=st.integers(0, 7), data=st.data())

@@ -110,11 +110,11 @@ def _std(values: Float64) -> float:
 
 
 def _rows(frame: pd.DataFrame, item: IterationRows, bounds: Bounds, width: int) -> Rows:
-    names = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "new_logprobs", "advantages", "new_entropies")
-    names += ("new_values", "values", "returns")
+    names = {"g": "rollout_logprobs", "p": "old_logprobs", "ref": "ref_logprobs", "n": "new_logprobs"}
+    names |= {"A": "advantages", "H": "new_entropies", "v": "new_values", "v_old": "values", "R": "returns"}
     sequence = np.unique(frame["sequence"].to_numpy(), return_inverse=True)[1].astype(np.int64)
-    arrays = [column(frame, name) if name in frame else np.empty(0) for name in names]
-    return Rows(sequence, *arrays, width, item.rule, bounds)
+    arrays = {short: column(frame, name) if name in frame else np.empty(0) for short, name in names.items()}
+    return Rows(sequence, width=width, rule=item.rule, bounds=bounds, **arrays)
 
 
 @dataclass(frozen=True)

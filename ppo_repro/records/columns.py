@@ -5,7 +5,7 @@ The only module of records/ that knows tensors and stages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,17 +41,14 @@ def unequal_bits(a: Tensor, b: Tensor) -> int:
     return int(differing(a, b).sum())
 
 
-def iteration_tables(item: Iteration, config: RunConfig, speed: Mapping[str, Any] | None = None) -> dict[str, pa.Table]:
-    """The five tables of one iteration, and the held-out responses where there are some.
-
-    `speed`: more columns of `iterations`, which are no results.
-    """
+def iteration_tables(item: Iteration, config: RunConfig) -> dict[str, pa.Table]:
+    """The five tables of one iteration, and the held-out responses where there are some."""
     columns = {
         "sequences": _sequences(item),
         "tokens": _tokens(item),
         "updates": _updates(item),
         "steps": _steps(item, config),
-        "iterations": _iteration(item, config) | {name: [value] for name, value in (speed or {}).items()},
+        "iterations": _iteration(item, config),
     }
     level = config.records.level
     if level != "lean":

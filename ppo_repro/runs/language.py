@@ -36,7 +36,6 @@ from ppo_repro.runs.kind import Ending, Execution, Final, Resumption, Store
 from ppo_repro.runs.models_kept import ModelStore, go_on_from, load_newest, quick_collections, task_digest
 from ppo_repro.runs.open_engine import require_same_sampler, rollout_engine
 from ppo_repro.runs.prepare import Prepared, prepare
-from ppo_repro.runs.profiling import Peak, measure_peak, speed
 from ppo_repro.stages.coefficients import last_kl
 from ppo_repro.stages.evaluation import evaluate
 from ppo_repro.watcher import Watcher
@@ -51,7 +50,6 @@ class LanguageExecution:
     engine: Engine
     ranks: Ranks
     store: Store | None
-    peak: Peak | None
     accuracy: Accuracy | None  # None where it is not measured, as in a resumed run
 
     @property
@@ -78,7 +76,7 @@ class LanguageExecution:
         return preparation_tables(prepared.warm_start, prepared.reward_training, prepared.task.tokenizer)
 
     def tables(self, item: Iteration) -> dict[str, pa.Table]:
-        return iteration_tables(item, self.config, speed(item, self.peak))
+        return iteration_tables(item, self.config)
 
     def progress(self, item: Iteration) -> str:
         score, accuracy = mean_of(item.rewards.scores), mean_of(item.rewards.is_correct)
@@ -106,14 +104,10 @@ class LanguageExecution:
 
 @dataclass(frozen=True)
 class LanguageKind:
-    """Language runs as this process, one of `ranks`, computes them.
-
-    `profile`: measure what the machine can do first, and record which share of it every iteration reached.
-    """
+    """Language runs as this process, one of `ranks`, computes them."""
 
     watcher: Watcher
     ranks: Ranks = ALONE
-    profile: bool = False
     name: ClassVar[Kind] = LANGUAGE
     changeable: ClassVar[Sequence[str]] = ("layout", "rollout.engine", "records")
 
@@ -165,11 +159,9 @@ class LanguageKind:
             if run_dir is not None and self.ranks.is_first:
                 store = ModelStore(run_dir, config, prepared, task_digest(prepared))
             del start  # as large as weights and moments together
-            records = run_dir is not None and self.ranks.is_first
-            peak = measure_peak(config, prepared.state) if self.profile and records else None
             logs = None if run_dir is None else run_dir / "sglang"
             with quick_collections(), rollout_engine(config, prepared.engine, logs, self.watcher, self.ranks) as engine:
-                yield LanguageExecution(config, prepared, engine, self.ranks, store, peak, accuracy)
+                yield LanguageExecution(config, prepared, engine, self.ranks, store, accuracy)
 
     def _accuracy(self, config: RunConfig, prepared: Prepared) -> Accuracy | None:
         """How accurate the policy is before its first step; the watcher hears of it where that is too little."""

@@ -14,8 +14,8 @@ from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs.diff import Difference, first_final_difference, from_recorded
 from ppo_repro.runs.environment import check_inputs
 from ppo_repro.runs.kind import Config, Item, RunKind
-from ppo_repro.runs.processes import require_same_start
 from ppo_repro.runs.resume import recorded_config
+from ppo_repro.runs.run import require_same_start
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.records.times import STARTED
 from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs.kind import Config, Item, RunKind
-from ppo_repro.runs.processes import require_same_start, work_along
-from ppo_repro.runs.run import execute, mark_ended
+from ppo_repro.runs.run import execute, mark_ended, require_same_start, work_along
 from ppo_repro.runs.verify import check_contents, remove_unfinished
 
 

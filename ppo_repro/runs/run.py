@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 from ppo_repro.clock import OTHER, Clock, as_text
+from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import dump_yaml
+from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import run_folder
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.files import SUMS_NAME, file_digest, only_writer, remove_folder
+from ppo_repro.ranks import Ranks
 from ppo_repro.records import manifest, times, writer
 from ppo_repro.records.contents import checkpoints_folder, unequal_folder
 from ppo_repro.records.manifest import Manifest
@@ -22,7 +26,6 @@ from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs.diff import Difference, from_recorded
 from ppo_repro.runs.environment import file_digests
 from ppo_repro.runs.kind import Config, Execution, Item, RunKind
-from ppo_repro.runs.processes import require_same_start, work_along
 from ppo_repro.runs.unequal import keeping_unequal
 from ppo_repro.stages.agreement import UnequalBits
 
@@ -51,6 +54,20 @@ def run(
         clock.lap("records")
         execute(kind, config, run_dir, execution, clock)
     return run_dir, clock.with_total()
+
+
+def require_same_start(ranks: Ranks, config: RunConfig | ControlConfig | DPOConfig, inputs: Mapping[str, str]) -> None:
+    """Raise PromiseBroken, naming the process, where configuration or input files differ."""
+    ranks.require_same("configuration", config.digest())
+    ranks.require_same("input files", sorted(inputs.values()))
+
+
+def work_along(opened: AbstractContextManager[Execution[Item]]) -> None:
+    """Compute everything and record nothing, as every process of a run but the first one does."""
+    with opened as execution:
+        for _ in execution.iterations():
+            pass
+        execution.ending(Clock())
 
 
 @contextmanager
@@ -120,8 +137,8 @@ def execute(
                 tell()
             else:
                 behind.start(partial(written.append, item.index, tables), tell)
-            if computed == 1 or is_due:  # from the first comes how long the others may take
-                behind.settle()
+            if is_due:
+                behind.wait()
             clock.lap("records")
             if store is not None and is_due:
                 # of a run that is not complete the fingerprint is the last link
@@ -130,6 +147,9 @@ def execute(
                 written.list_files(store.save(written.head, link))
                 _remove_unlisted(run_dir, before, written.head.files)
                 clock.lap("checkpoints")
+            if computed == 1 or is_due:  # from the first comes how long the others may take
+                behind.settle()
+                clock.lap("records")
         clock.lap(OTHER)
         behind.settle()
         clock.lap("records")
@@ -154,8 +174,13 @@ class _Behind:
     def start(self, write: Callable[[], None], tell: Callable[[], None]) -> None:
         self._writing = self._thread.submit(write), tell
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until what was started is on disk; raises what writing raised."""
+        if self._writing is not None:
+            self._writing[0].result()
+
+    def settle(self) -> None:
+        """Wait, and tell of what is on disk."""
         if self._writing is not None:
             (written, tell), self._writing = self._writing, None
             written.result()

@@ -191,6 +191,6 @@ def _lay_out(
         for k, (column, values) in enumerate(zip(columns, pair, strict=True)):
             filled = [values[t] if t >= 0 else junk[(i + k + number) % len(junk)] for i, t in enumerate(whole)]
             column.append(filled)
-    rewards, values_ = (torch.tensor(column, dtype=layout.dtype) for column in columns)
+    reward_rows, value_rows = (torch.tensor(column, dtype=layout.dtype) for column in columns)
     scores = torch.tensor([math.fsum(r) for r, _ in responses], dtype=layout.dtype)
-    return AdvantageBatch(rewards, values_, torch.tensor(mask), scores, torch.tensor(groups))
+    return AdvantageBatch(reward_rows, value_rows, torch.tensor(mask), scores, torch.tensor(groups))

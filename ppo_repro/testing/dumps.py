@@ -111,6 +111,7 @@ def read_dump(source: Path | str | pd.DataFrame, names: Names | str | None = Non
     `names`: a `Names`, a format of FORMATS, or None to tell it from the columns. UserError names the row.
     """
     where = str(source) if isinstance(source, Path | str) else "the frame"
+    rows: Iterator[Any]  # of a frame the columns need not be texts
     rows = _file_rows(Path(source), names) if isinstance(source, Path | str) else iter(source.to_dict("records"))
     first = next(rows, None)
     if first is None:
@@ -173,7 +174,9 @@ def _response(where: str, row: int, fields_: Row, names: Names) -> Response | No
     count = len(lists[names.sampler])
     has_tokens = names.tokens is not None and fields_.get(names.tokens) is not None
     tokens = _whole_numbers(where, names.tokens, fields_) if has_tokens else [-1] * count
-    prompt, padding, counts, turns = [], (), "mask", "turn of each token"
+    prompt: list[int] = []
+    padding: tuple[int, ...] = ()
+    counts, turns = "mask", "turn of each token"
     if names.prompt is not None and fields_.get(names.prompt) is not None:
         prompt, padding = _prompt(where, fields_, names)
     elif names.response_length is not None and has_tokens:

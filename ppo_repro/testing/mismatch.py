@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -94,9 +94,9 @@ def run_pairs(run_dir: Path | str) -> Pairs:
 
     columns = ["iteration", "sequence", "position", "rollout_logprobs", "old_logprobs"]
     frame = reader.read_tokens(run_dir, columns=columns)
-    places = (frame[name].to_numpy().astype(np.int64) for name in columns[:3])
-    sides = (np.ascontiguousarray(frame[name].to_numpy(), np.float32) for name in columns[3:])
-    return Pairs(*places, *sides)
+    iteration, sequence, position = (frame[name].to_numpy().astype(np.int64) for name in columns[:3])
+    sampler, trainer = (np.ascontiguousarray(frame[name].to_numpy(), np.float32) for name in columns[3:])
+    return Pairs(iteration, sequence, position, sampler, trainer)
 
 
 def dump_pairs(source: Path | pd.DataFrame, names: Names | str | None = None) -> Pairs:
@@ -106,7 +106,7 @@ def dump_pairs(source: Path | pd.DataFrame, names: Names | str | None = None) ->
 
 def joined(responses: Iterable[Response]) -> Pairs:
     """The tokens of responses that count."""
-    columns: list[list[npt.NDArray[np.generic]]] = [[], [], [], [], []]
+    columns: list[list[Any]] = [[], [], [], [], []]
     for r in responses:
         positions = np.flatnonzero(r.counts)
         ones = np.ones(len(positions), np.int64)

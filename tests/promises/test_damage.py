@@ -88,11 +88,9 @@ def test_no_command_uses_what_is_damaged(cli: Cli, tmp_path: Path) -> None:
         with damaged(copy, KINDS[number % len(KINDS)], generator) as damage:
             before = (copy / manifest.FILE_NAME).read_bytes()
             code, _, err = cli("resume", copy)
-            # a copy of a file that resume knows to be no part of the run is removed
-            went_on = code == 0 and damage.kind == "duplicated"
-            assert went_on or (code == 2 and "error: " in err), (damage, err)
-            assert went_on or (copy / manifest.FILE_NAME).read_bytes() == before, damage
-            seen["went on" if went_on else "refused"] += 1
+            assert code == 2 and "error: " in err, (damage, err)
+            assert (copy / manifest.FILE_NAME).read_bytes() == before, damage
+            seen["refused"] += 1
         shutil.rmtree(copy)
     assert min(seen["diff 2"], seen["refused"]) > 3, seen
 
@@ -117,6 +115,15 @@ def test_what_a_kill_leaves_is_told_apart(tmp_path: Path) -> None:
     found = verify(run_dir)
     assert found.unfinished == ("manifest.json.tmp", "records/tokens/iteration=000002.parquet")
     assert found.unfinished_line > 0 and len(frames_of_incomplete(run_dir)) == 24
+
+
+@pytest.mark.parametrize("name", ["records/tokens/mine.parquet", "checkpoints/mine.safetensors", "mine.tmp"])
+def test_a_file_of_the_user_is_never_taken_for_a_half_written_one(tmp_path: Path, name: str) -> None:
+    run_dir = synthetic_run.make_run(tmp_path / "a", iterations=3)
+    synthetic_run.cut_back(run_dir, 2, "running")
+    (run_dir / name).parent.mkdir(exist_ok=True)
+    (run_dir / name).write_text("mine")
+    assert f"{run_dir / name}: is no file of this run" in refusal(run_dir)
 
 
 def frames_of_incomplete(run_dir: Path) -> pd.DataFrame:

@@ -72,7 +72,7 @@ def test_another_layout_gives_another_run_in_native_numerics(tmp_path: Path) -> 
 
 def test_a_resumed_run_is_the_uninterrupted_run(recorded: Recorded, tmp_path: Path) -> None:
     run_dir = recorded.copy(1, tmp_path)
-    assert resume(run_dir, Silent(), ["layout.prefix_cache=false"]).recorded == 1
+    assert resume(run_dir, Silent(), ["layout.prefix_cache=false"]).start == 1
     recorded.require_same(run_dir)
 
 

@@ -1,7 +1,6 @@
 """Each framework's keys against its published formula, written again slowly on padded matrices in NumPy."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from analysis.clipping.flags import token_flags
 from analysis.clipping.update_rows import IterationRows, load_iterations
 from analysis.dialects.formulas import Bounds, evaluate
-from analysis.dialects.report import definitions, long_table, main
+from analysis.dialects.report import definitions, long_table
 from analysis.dialects.table import KEYS
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
@@ -351,14 +350,3 @@ def test_on_a_recorded_run_the_dialects_agree_with_each_other_and_with_training(
     assert table["CleanRL", "losses/clipfrac"].iloc[0] == pytest.approx(whole.mean())
     equal = bool((table["slime", "train/train_rollout_logprob_abs_diff"] == 0).all())
     assert equal == (name == "deterministic_run")
-
-
-def test_the_command(deterministic_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(deterministic_run)]) == 0
-    assert "actor/pg_clipfrac_lower" in capsys.readouterr().out
-    assert main(["--definitions"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.count("\n") == len(definitions()) + 1
-    assert main([str(deterministic_run), "--clip-range", "2", "0.2"]) == 2
-    assert main([str(deterministic_run / "missing")]) == 2
-    assert main([]) == 2

@@ -60,7 +60,7 @@ def test_a_wrong_command_line_is_one_line(ask: Ask, command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [name for name in COMMANDS if ".grids." not in name and "report.readme" not in name]
+    "command", [name for name, (_, words) in COMMANDS.items() if "x.svg" not in words and ".grids." not in name]
 )
 def test_a_run_has_an_answer(ask: Ask, command: str) -> None:
     code, out, err = ask(command, *COMMANDS[command][1])

@@ -21,6 +21,6 @@ def test_a_file_loads(path: Path) -> None:
     elif "\nenvironment:" in text:
         load_control_config(path)
     elif path.stem == "dpo":
-        load_dpo_config(path)
+        load_dpo_config(path, ["run=RUN"])
     else:
         load_config(path)

@@ -52,7 +52,7 @@ def iteration_tables(item: Iteration, config: RunConfig) -> dict[str, pa.Table]:
     }
     level = config.records.level
     if level != "lean":
-        columns["sequences"] |= _full_sequences(item)
+        columns["sequences"] |= {"server": list(item.rollout.servers), "latency": list(item.rollout.latencies)}
         columns["tokens"] |= _full_tokens(item)
         columns["updates"] |= _full_updates(item)
         losses = ("surrogate_loss", "penalty_loss", "entropy_loss", "kl_loss")
@@ -140,13 +140,6 @@ def _episode_columns(episodes: Sequence[Episode] | None) -> Columns:
         return {}
     forced = [[int(put_in) for put_in in episode.is_forced] for episode in episodes]
     return {"episode_ids": [episode.ids for episode in episodes], "is_forced": forced}
-
-
-def _full_sequences(item: Iteration) -> Columns:
-    return {
-        "server": list(item.rollout.servers),
-        "latency": list(item.rollout.latencies),
-    }
 
 
 def _tokens(item: Iteration) -> Columns:

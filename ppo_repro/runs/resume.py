@@ -12,7 +12,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.files import only_writer
 from ppo_repro.records import manifest
 from ppo_repro.records.config_file import CONFIG_NAME, check_config, resumed_notes
-from ppo_repro.records.contents import CHECKPOINT, CHECKPOINTS_NAME, UNEQUAL_NAME
+from ppo_repro.records.contents import CHECKPOINT, CHECKPOINTS_NAME, UNEQUAL
 from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.records.times import STARTED
 from ppo_repro.records.writer import RunWriter
@@ -87,7 +87,7 @@ def _files_to_go_on_with(run_dir: Path, recorded: Head, start: int) -> dict[str,
 
     Without any checkpoint or model where the run begins again.
     """
-    dropped = PurePath(CHECKPOINTS_NAME) if start == 0 else PurePath(CHECKPOINTS_NAME, UNEQUAL_NAME)
+    dropped = PurePath(CHECKPOINTS_NAME if start == 0 else UNEQUAL)
     return {
         name: digest
         for name, digest in recorded.files.items()

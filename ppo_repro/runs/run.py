@@ -19,11 +19,11 @@ from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.files import SUMS_NAME, file_digest, only_writer, remove_folder
 from ppo_repro.ranks import Ranks
 from ppo_repro.records import manifest, times, writer
-from ppo_repro.records.contents import checkpoints_folder, unequal_folder
+from ppo_repro.records.contents import CHECKPOINTS_NAME, UNEQUAL
+from ppo_repro.records.diff import Difference, from_recorded
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.records.times import STARTED
 from ppo_repro.records.writer import RunWriter
-from ppo_repro.runs.diff import Difference, from_recorded
 from ppo_repro.runs.environment import file_digests
 from ppo_repro.runs.kind import Config, Execution, Item, RunKind
 from ppo_repro.runs.unequal import keeping_unequal
@@ -100,7 +100,7 @@ def mark_ended(run_dir: Path, error: BaseException) -> None:
         # from the disk: the error may have come after the file was written and before our copy was updated
         ended = RunWriter(run_dir)
         if ended.head.status != "complete":
-            sums = unequal_folder(run_dir) / SUMS_NAME
+            sums = run_dir / UNEQUAL / SUMS_NAME
             if sums.exists():
                 ended.list_files({**ended.head.files, sums.relative_to(run_dir).as_posix(): file_digest(sums)})
             ended.mark("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
@@ -212,7 +212,7 @@ def _remove_unlisted(run_dir: Path, before: dict[str, str], now: dict[str, str])
         try:
             (run_dir / name).unlink()
         except OSError as error:
-            raise UserError(f"{checkpoints_folder(run_dir)}: cannot be changed ({error.strerror})") from error
+            raise UserError(f"{run_dir / CHECKPOINTS_NAME}: cannot be changed ({error.strerror})") from error
 
 
 def require_none(difference: Difference | None) -> None:

@@ -20,8 +20,7 @@ from ppo_repro.models.folders import load_reward_model
 from ppo_repro.models.load import load_folder, stop_ids
 from ppo_repro.tasks.tokenizer import character_tokenizer
 from tests.support.cli import PROMPTS, Cli, cli, folder_config, one_line, write_prompts
-from tests.support.models import unequal
-from tests.support.small_models import VOCAB, gpt2_config, llama_config, qwen3_config, small_model
+from tests.support.models import VOCAB, gpt2_config, llama_config, qwen3_config, small_model, unequal
 
 __all__ = ["cli"]
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from experiments.accuracy.distances import GradientComparison, compare, compare_gradients, typical
 from ppo_repro.accuracy import Text
-from tests.support.outliers import cases_of, linear_layers, outlier_model, sequences_of
-from tests.support.small_models import CONFIGS, CONTEXT, MIXTURES, small_model
+from tests.numerics.outliers import cases_of, linear_layers, outlier_model, sequences_of
+from tests.support.models import CONFIGS, CONTEXT, MIXTURES, small_model
 
 SEEDS, MORE_SEEDS = range(3), range(3, 11)
 PLAIN, OUTLIERS = 1.5, 2.0  # largest ratios

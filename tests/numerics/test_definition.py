@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from tests.numerics.definition import Model, forward, gradients, join_slots, parameters, product, row_sum, slot_of
 from tests.numerics.definition_elementary import fma
 from tests.numerics.definition_families import model_from
-from tests.support.small_models import (
+from tests.support.models import (
     CONFIGS,
     MIXTURES,
     VOCAB,

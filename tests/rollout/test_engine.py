@@ -9,7 +9,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from tests.support.models import CONTEXT, VOCAB, policy
-from tests.support.rollout import STOPS, requests_of
+from tests.support.sampler import STOPS, requests_of
 
 PLAIN = Sampling(1.0, 0, 1.0, 12)
 

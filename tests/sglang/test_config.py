@@ -18,8 +18,8 @@ from ppo_repro.rollout.sglang.command import (
     server_arguments,
 )
 from ppo_repro.runs.open_engine import require_same_sampler
+from tests.sglang.fake_sglang import fake_python
 from tests.support.paths import ROOT
-from tests.support.processes.fake_sglang import fake_python
 from tests.support.runs import small_config
 
 SGLANG = "rollout.engine.kind=sglang"

@@ -19,8 +19,8 @@ from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.sglang.client import ServerGone, ServerSilent
 from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine
+from tests.sglang.fake_sglang import FakeServer, serving, token_of
 from tests.support.models import VOCAB, source_model
-from tests.support.processes.fake_sglang import FakeServer, serving, token_of
 from tests.support.runs import small_config
 
 STOPS = frozenset({3, 17, 40})

@@ -19,10 +19,10 @@ from ppo_repro.errors import UserError
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.sglang import server
 from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine
+from tests.sglang.fake_sglang import fake_python, serving
 from tests.support.interrupts import hearing_ctrl_c
 from tests.support.models import source_model
 from tests.support.paths import ROOT, SMALL
-from tests.support.processes.fake_sglang import fake_python, serving
 from tests.support.runs import small_config
 
 PACKAGE = ROOT / "ppo_repro"

@@ -59,6 +59,14 @@ def test_a_wrong_command_line_is_one_line(ask: Ask, command: str) -> None:
     assert code == 0 and out.startswith(f"usage: python -m {command}") and not err
 
 
+@pytest.mark.parametrize(
+    "command", [name for name, (_, words) in COMMANDS.items() if "x.svg" not in words and ".grids." not in name]
+)
+def test_a_run_has_an_answer(ask: Ask, command: str) -> None:
+    code, out, err = ask(command, *COMMANDS[command][1])
+    assert code == 0 and out.count("\n") > 5 and not err
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_folder_that_is_none_is_one_line(ask: Ask, command: str, tmp_path: Path) -> None:
     code, out, err = ask(command, *(str(tmp_path / "no") if word == "RUN" else word for word in COMMANDS[command][1]))

@@ -15,11 +15,7 @@ from analysis.grids.outcomes import MEASURES, measures_of, mismatch, outcomes
 from analysis.grids.table import comparisons, interval, rank_correlation, results_by_seed
 from analysis.grids.table import main as table_main
 from ppo_repro.errors import UserError
-from ppo_repro.grids.spec import load_grid
 from ppo_repro.records import manifest, reader
-from tests.support.paths import ROOT
-
-ABLATIONS = ROOT / "experiments" / "ablations"
 
 
 def grid_of(values: dict[str, list[float]], **others: dict[str, list[float]]) -> pd.DataFrame:
@@ -137,9 +133,3 @@ def test_the_commands(grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         assert "deterministic" in said and "native" in said
     pd.read_parquet(grid / "cells.parquet").query("state == 'failed'").to_parquet(grid / "cells.parquet")
     assert table_main([str(grid)]) == 2 and "has no complete cell" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("path", sorted(ABLATIONS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_grid_can_be_laid_out(path: Path) -> None:
-    grid = load_grid(path)
-    assert len(grid.cells) >= 15 and len(str(grid.file.expectation)) > 40

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from experiments.tokenization import measures
-from experiments.tokenization.answers import Family, compared, paired, report, seed_spread, slopes
+from experiments.tokenization.answers import Family, compared, paired, report, slopes
 from experiments.tokenization.measures import MEASURES, of_run
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
@@ -38,14 +38,6 @@ def cells(points: dict[str, dict[str, list[float]]]) -> pd.DataFrame:
 
 def made(points: list[str], rng: np.random.Generator) -> pd.DataFrame:
     return cells({point: {name: rng.uniform(1, 2, 5).tolist() for name in MEASURES} for point in points})
-
-
-def test_pairs_are_taken_by_seed() -> None:
-    found = cells({"a": {"kl": [1.0, 2.0]}, "b": {"kl": [2.0, 8.0]}}).iloc[::-1]
-    assert paired(found, "b", "a", "kl", False).tolist() == [1.0, 6.0]
-    assert paired(found, "b", "a", "kl", True) == pytest.approx([math.log(2), math.log(4)])
-    # variances 0.5 and 18
-    assert seed_spread(found, "kl") == pytest.approx(math.sqrt(9.25))
 
 
 def test_a_ratio_by_hand() -> None:

@@ -7,12 +7,9 @@ import json
 
 import pytest
 
-from analysis.tokenization.credit import char_matched_lambda
 from experiments.tokenization import oracle, topics
-from ppo_repro.config.run import RunConfig, TinyModel
+from ppo_repro.config.run import RunConfig
 from ppo_repro.grids.spec import load_grid
-from ppo_repro.models.tiny import make_tokenizer
-from ppo_repro.tasks.sources import load_source
 from tests.support.paths import ROOT
 
 FOLDER = ROOT / "experiments" / "tokenization"
@@ -33,26 +30,6 @@ def test_every_study_is_a_grid_with_a_reader(name: str) -> None:
     assert len(grid.cells) == len(configs(name)) * len(grid.file.seeds) > len(grid.file.seeds)
     module, _, function = grid.file.read_with.rpartition(".")
     assert callable(getattr(importlib.import_module(module), function))
-
-
-def test_the_tokenizers_of_the_language_fit_and_the_matched_lambdas_are_those_of_their_fertility(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(ROOT)
-    fertility, given = {}, {}
-    for config in configs("e4_credit"):
-        assert isinstance(config.model, TinyModel) and config.advantages.kind == "gae"
-        kind = config.model.tokenizer, config.model.vocab_size
-        if kind not in fertility:
-            train = load_source(config.task, 0).problems.train
-            answers = [problem.answer for problem in train]
-            ids = make_tokenizer(train, kind[1], kind[0])(answers)["input_ids"]
-            fertility[kind] = sum(len(row) + 1 for row in ids) / sum(map(len, answers))
-        given.setdefault(kind, set()).add(config.advantages.gae_lambda)
-    coarsest = fertility["words", 1024]
-    assert min(fertility.values()) == coarsest and len(fertility) == 2
-    for kind, found in fertility.items():
-        assert {0.95, round(char_matched_lambda(1.0, 0.95, coarsest, found), 4)} == given[kind]
 
 
 def test_the_prompts_are_those_the_command_writes() -> None:

@@ -1,7 +1,6 @@
 """The tables of the clip analysis: by hand, against definitions, and on recorded runs."""
 
 from dataclasses import fields, replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -10,14 +9,11 @@ import pytest
 from analysis.clipping.bucket import clip_bucket, clip_vocab, lift_interval, merged_vocab
 from analysis.clipping.dynamics import band_transitions, early_stop, update_quality
 from analysis.clipping.step import clip_step, effective_samples, kl_estimates, overshoot
-from analysis.clipping.tables import clip_tables, main
+from analysis.clipping.tables import clip_tables
 from analysis.clipping.weights import loss_weights
-from analysis.dialects.report import long_table
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
-from ppo_repro.watcher import Silent
 from tests.analysis.clipping.rows import RULE, make_item, single
-from tests.support.language import run
 from tests.support.runs import small_config
 
 CONFIG = small_config()
@@ -140,29 +136,3 @@ def test_tables_of_a_run_agree_with_what_training_recorded(name: str, request: p
         assert (getattr(tables, field.name)["run_id"] == tables.clip_step["run_id"].iloc[0]).all()
     alone = clip_tables(run_dir, iterations=[1], band=(0.1, 0.1))
     assert not len(alone.flag_differences) and set(alone.clip_step["iteration"]) == {1}
-
-
-def test_a_run_without_a_value_model_has_no_value_rates(tmp_path: Path) -> None:
-    overrides = ("advantages={kind: group}", "value={kind: none}", "kl={placement: none}")
-    config = small_config("numerics.mode=native", "ppo.iterations=1", *overrides, "ppo.objective.dual_clip=1.5")
-    run_dir = run(config, tmp_path, Silent())[0]
-    tables = clip_tables(run_dir)
-    assert tables.clip_step["vf_grad_zero"].isna().all() and not tables.clip_step["n_value_tok"].any()
-    assert tables.flag_differences["unexplained"].sum() == 0
-    # responses whose group agrees have no advantage
-    assert (whole(tables.clip_step)["n_adv_zero"] > 0).any()
-    words = long_table(run_dir).set_index("key")["value"]
-    assert words[["critic/vf_clipfrac", "train/value_clipfrac", "losses/explained_variance"]].isna().all()
-
-
-def test_the_command(deterministic_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(deterministic_run), "--out", str(tmp_path / "tables"), "--early-stop-kl", "0.01"]) == 0
-    assert "early stop at 0.01 by k3" in capsys.readouterr().out
-    written = pd.read_parquet(tmp_path / "tables" / "clip_step.parquet")
-    pd.testing.assert_frame_equal(written, clip_tables(deterministic_run).clip_step)
-    config = small_config("numerics.mode=native", "ppo.iterations=1", "ppo.objective={kind: unclipped}")
-    run_dir = run(config, tmp_path, Silent())[0]
-    assert main([str(run_dir)]) == 2
-    assert "ppo.objective.kind = unclipped clips nothing" in capsys.readouterr().err
-    assert main([str(run_dir), "--clip-range", "0.1", "0.1"]) == 0
-    assert "recorded flags" not in capsys.readouterr().out

@@ -170,26 +170,6 @@ def test_wrong_input(deterministic_run: Path, tmp_path: Path) -> None:
         verdicts.compare_runs(deterministic_run, tmp_path / "none", rng())
 
 
-def test_the_command(deterministic_run: Path, native_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [str(deterministic_run), str(native_run)]
-    assert verdicts.main([*paths, "--seed", "3", "--margin", "0.5"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith(f"a  {deterministic_run}\nb  {native_run}\n") and "0.5" in said
-    assert verdicts.main([*paths, "--seed", "3", "--margin", "0.5"]) == 0
-    assert capsys.readouterr().out == said
-    assert verdicts.main([*paths, "--seed", "3", "--iterations", "1", "2"]) == 0
-    two = len(reader.read_sequences(native_run, iterations=[1, 2]))
-    assert f" {two} " in capsys.readouterr().out
-    for arguments, words in (
-        ([*paths, "--a", "x"], "--a, --b, --metric and --unpaired are for grids"),
-        (paths[:1], "two runs, or a grid with --axis"),
-        ([paths[0], "--axis", "x"], "goes with one grid, --a and --b"),
-    ):
-        assert verdicts.main([*arguments, "--seed", "0"]) == 2
-        captured = capsys.readouterr()
-        assert words in captured.err and captured.err.count("\n") == 1 and not captured.out
-
-
 @pytest.mark.parametrize("kind", ["language", "control"])
 def test_the_share_of_equal_iterations_is_counted_by_table(kind: manifest.Kind, tmp_path: Path) -> None:
     base, other = (synthetic_run.make_run(tmp_path / name, kind=kind) for name in ("base", "other"))

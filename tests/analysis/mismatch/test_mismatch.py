@@ -69,13 +69,6 @@ def test_by_hand() -> None:
     assert found["k1", "token_mean"] == pytest.approx(0.0, abs=1e-7)
 
 
-def test_the_standard_error_is_over_responses_by_hand() -> None:
-    # |delta| 1 and 3 in one response, 5 in the other: mean 3, residuals 4 - 6 and 5 - 3, se = sqrt(2 x 8) / 3
-    table = update_table(sums_of(mismatch_token(chunk([0.0, 0.0, 0.0], [-1.0, -3.0, -5.0], [2, 1]))))
-    row = table.set_index(["metric", "reduction"]).loc[("abs_mean", "token_mean")]
-    assert (row["value"], row["se"], row["tokens"], row["sequences"]) == (3.0, pytest.approx(4 / 3), 3, 2)
-
-
 def _slow(frame: pd.DataFrame) -> dict[tuple[str, str], float]:
     """Means by the definitions, token by token."""
     functions = {
@@ -181,14 +174,3 @@ def test_buckets_by_hand() -> None:
     assert limits["position"] == [[0, 1, 1], [1, 2, 1], [2, 4, 2]] and limits["seq_len"] == [[4, 8, 4]]
     assert limits["turn"] == [[0, 1, 2], [1, 2, 1], [2, 4, 1]] and "entropy" not in limits
     assert bucket_of(np.array([0.0, 0.1, 0.5, 1.0, 7.0, np.nan]), (0.0, 0.1, 1.0)).tolist() == [0, 1, 1, 1, 1, -1]
-
-
-@SOME
-@given(CHUNKS, CHUNKS)
-def test_buckets_of_iterations_add_up(a: pd.DataFrame, b: pd.DataFrame) -> None:
-    both = bucket_table([bucket_sums(mismatch_token(frame)) for frame in (a, b)]).set_index(["kind", "lo"])
-    alone = [buckets_of(frame).set_index(["kind", "lo"]) for frame in (a, b)]
-    for name in ("abs_mean", "k1", "frac_eq"):
-        total = sum((part[name] * part["n"]).reindex(both.index, fill_value=0.0) for part in alone)
-        np.testing.assert_allclose(both[name] * both["n"], total, atol=1e-12)
-    assert both.groupby("kind")["n"].sum().eq(len(a) + len(b)).all()

@@ -15,13 +15,6 @@ from tests.analysis.tokenization.cut_texts import Cuts, cuts, frames
 boundaries = st.sampled_from(BOUNDARIES)
 
 
-def words_of(pieces: list[str], boundary: Boundary, ended: bool = True) -> list[str]:
-    """The texts of the words of one response."""
-    tokens, sequences = frames([pieces], ended)
-    table = token_table(tokens, sequences, boundary=boundary)
-    return list(word_table(table, sequences)["text"])
-
-
 def slow_words(pieces: list[str], boundary: Boundary) -> list[int]:
     """The word of every token by the definition, character by character."""
     text = "".join(pieces)
@@ -40,14 +33,6 @@ def slow_words(pieces: list[str], boundary: Boundary) -> list[int]:
         previous, place = of_character[chosen], place + len(piece)
         found.append(word)
     return found
-
-
-def test_white_space_goes_where_the_convention_says() -> None:
-    letters = [*"at  on\nx "]
-    assert words_of(letters, "leading") == ["at", "  on", "\nx", " ", ""]
-    assert words_of(letters, "trailing") == ["at  ", "on\n", "x ", ""]
-    assert words_of([*" a"], "leading", ended=False) == [" a"]
-    assert words_of([*" a"], "trailing", ended=False) == [" ", "a"]
 
 
 def test_the_end_token_is_a_word_of_its_own_and_a_part_of_a_character_is_not() -> None:

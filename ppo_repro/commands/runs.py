@@ -120,7 +120,7 @@ def _look(config: RunConfig, run_dir: Path) -> None:
 
 def control_command(arguments: argparse.Namespace) -> int:
     """Run PPO on a Gymnasium environment, record every buffer, print a summary."""
-    from ppo_repro.config.control import load_control_config
+    from ppo_repro.config.files import load_control_config
 
     config = load_control_config(arguments.config, overrides(arguments))
 

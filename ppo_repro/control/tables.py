@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.clock import moment
-from ppo_repro.config.records import Level
+from ppo_repro.config.layout import Level
 from ppo_repro.control.buffers import MinibatchUpdate
 from ppo_repro.control.loop import ControlIteration
 from ppo_repro.numerics.sums import mean_of, run_sums

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ppo_repro.config.kinds import LANGUAGE
+from ppo_repro.config.files import LANGUAGE
 from ppo_repro.errors import UserError
 from ppo_repro.files import atomic_write, has_writer
 from ppo_repro.interrupts import held

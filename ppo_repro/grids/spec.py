@@ -16,8 +16,16 @@ from pydantic import Field
 
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.files import from_folder, read_tree, read_tree_for, set_field, validated
-from ppo_repro.config.kinds import LANGUAGE, Kind, build_config_of
+from ppo_repro.config.files import (
+    LANGUAGE,
+    Kind,
+    build_config_of,
+    from_folder,
+    read_tree,
+    read_tree_for,
+    set_field,
+    validated,
+)
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import PathText, Section
 from ppo_repro.config.yaml_text import describe_value

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ppo_repro.config.kinds import CONTROL, DPO, LANGUAGE, Kind
+from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.errors import UserError
 from ppo_repro.files import OWN_DIGEST, atomic_write, is_whole, sealed
 from ppo_repro.records import control_schema, digests, dpo_schema, iteration_log, schema

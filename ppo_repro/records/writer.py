@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ppo_repro.config.kinds import Kind
+from ppo_repro.config.files import Kind
 from ppo_repro.errors import UserError
 from ppo_repro.files import atomic_write, require_new, sync
 from ppo_repro.records import arrow, digests, iteration_log, manifest, schema

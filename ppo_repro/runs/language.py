@@ -13,8 +13,7 @@ import pyarrow as pa
 from ppo_repro.accuracy import policy_accuracy
 from ppo_repro.buffers import Iteration, Rollout
 from ppo_repro.clock import Clock
-from ppo_repro.config.files import load_config
-from ppo_repro.config.kinds import LANGUAGE, Kind
+from ppo_repro.config.files import LANGUAGE, Kind, load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import naming_learning_rates
 from ppo_repro.faults.sampler import disturbed

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppo_repro.config.control import ControlConfig, load_control_config
-from ppo_repro.config.files import dump_yaml
+from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.files import dump_yaml, load_control_config
 from ppo_repro.control.environments import make_environments
 from ppo_repro.control.loop import prepare
 from ppo_repro.control.stages import compute_advantages, evaluate, forward_pass, roll_out

@@ -20,8 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_repro.buffers import Prompts
 from ppo_repro.clock import OTHER, Clock, moment
 from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.files import build_config, load_dpo_config
-from ppo_repro.config.kinds import DPO, Kind
+from ppo_repro.config.files import DPO, Kind, build_config, load_dpo_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import naming_learning_rates
 from ppo_repro.config.tasks import JsonlTask

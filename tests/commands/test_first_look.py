@@ -71,7 +71,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str]] = {
     "twice": (lambda f: write_prompts(f / "p.jsonl", *PROMPTS, PROMPTS[0]), ":10: prompt '0+0=' is also that of line"),
     "no function": (
         lambda f: (f / "r.py").write_text("def scores(): pass"),
-        "has no function score; did you mean scor",
+        "has no function score; did you",
     ),
     "no Python": (lambda f: (f / "r.py").write_text("def score()"), "r.py:1 fails to load (SyntaxError: expected ':')"),
     "no model": (

@@ -155,8 +155,7 @@ def check_advantages(
 def assert_advantages_conform(
     estimator: Estimator, kind: Kind, *, gamma: float = 1.0, lam: float = 0.95, seed: int = 0, tolerance: float = 0.0
 ) -> None:
-    """Assert that an estimator follows its definition in every layout; AssertionError has a line for each that it does
-    not.
+    """Assert that an estimator follows its definition in every layout; AssertionError has a line for each failure.
 
     >>> from ppo_repro.testing.advantages import assert_advantages_conform
     >>> def to_go(batch):

@@ -14,7 +14,6 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.compare.bitwise import FirstDifference, first_difference
 from analysis.grids.table import SPREAD, comparisons, interval
 from analysis.report import curves, verdicts
 from analysis.report.facts import Facts, read_facts, repeating
@@ -26,7 +25,8 @@ from analysis.report.scan import run_curves, summary_tables
 from analysis.words import terms
 from ppo_repro.config.files import read_tree
 from ppo_repro.errors import UserError
-from ppo_repro.records import manifest, reader
+from ppo_repro.records import manifest
+from ppo_repro.records.diff import RUN, first_difference
 
 NAMES = ("A", "B")
 PROMPTS = 12
@@ -124,26 +124,12 @@ def _first(facts: Sequence[Facts]) -> Verdict:
     a, b = facts
     if a.manifest.fingerprint == b.manifest.fingerprint:
         return Verdict("holds", "A and B have the same fingerprint: all results have the same bits.")
-    first = first_difference(a.run_dir, b.run_dir, allow_incomplete=True)
-    if first is None:
+    first = first_difference(a.run_dir, b.run_dir)
+    if first is None or first.table == RUN:
         counts = " and ".join(str(len(one.iterations)) for one in facts)
         text = f"A and B are the same to the last bit in the iterations that both have ({counts} are recorded)."
         return Verdict("holds", text)
-    return Verdict("differs", f"A and B first differ in {first.describe()}{_values(facts, first)}.")
-
-
-def _values(facts: Sequence[Facts], first: FirstDifference) -> str:
-    """Row and values of the first difference, if it is in a column of an iteration."""
-    if first.iteration is None or first.column == "(rows)":
-        return "; `ppo-repro diff A B` names the row and both values"
-    a, b = (reader.read_moment(one.run_dir, one.manifest, first.iteration)[first.table].to_pandas() for one in facts)
-    pairs = zip(a[first.column].tolist(), b[first.column].tolist(), strict=True)
-    rows = [k for k, (x, y) in enumerate(pairs) if repr(x) != repr(y)]
-    if not rows:
-        return ", by the bits of values that look the same"
-    key = ", ".join(f"{name} {a[name][rows[0]]}" for name in KEYS if name in a)
-    x, y = (shortened(repr(frame[first.column].tolist()[rows[0]])) for frame in (a, b))
-    return f", {key}: {x} in A, {y} in B; {len(rows):,} of {len(a):,} rows differ there"
+    return Verdict("differs", f"A (left) and B (right) first differ: {first.describe()}.")
 
 
 def _agreement(name: str, run: OneRun) -> list[Verdict]:

@@ -28,8 +28,8 @@ from ppo_repro.recompute.recorded import Records
 from ppo_repro.records import manifest, reader, schema
 from ppo_repro.records.columns import iteration_tables
 from ppo_repro.records.config_file import load_recorded_config
+from ppo_repro.records.diff import Difference, first_table_difference
 from ppo_repro.records.manifest import Manifest
-from ppo_repro.runs.diff import Difference, first_table_difference
 from ppo_repro.stages.advantages import compute_advantages
 from ppo_repro.stages.coefficients import first_coefficients, next_coefficients
 from ppo_repro.stages.forward import kl_terms_of

@@ -20,10 +20,10 @@ from ppo_repro.files import SUMS_NAME, file_digest, only_writer, remove_folder
 from ppo_repro.ranks import Ranks
 from ppo_repro.records import manifest, times, writer
 from ppo_repro.records.contents import CHECKPOINTS_NAME, UNEQUAL
+from ppo_repro.records.diff import Difference, from_recorded
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.records.times import STARTED
 from ppo_repro.records.writer import RunWriter
-from ppo_repro.runs.diff import Difference, from_recorded
 from ppo_repro.runs.environment import file_digests
 from ppo_repro.runs.kind import Config, Execution, Item, RunKind
 from ppo_repro.runs.unequal import keeping_unequal

@@ -23,7 +23,7 @@ from ppo_repro.rollout.engine import Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from tests.support.cli import Cli, one_line
 from tests.support.models import CONTEXT, policy, unequal
-from tests.support.rollout import STOPS, requests_of
+from tests.support.sampler import STOPS, requests_of
 from tests.support.synthetic_run import cut_back
 
 pytestmark = pytest.mark.usefixtures("row_noise")

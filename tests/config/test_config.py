@@ -10,7 +10,7 @@ import pytest
 from ppo_repro.config.files import build_config, load_config
 from ppo_repro.config.yaml_text import parse_yaml
 from ppo_repro.errors import Mistakes, UserError
-from tests.support.cases.config_trees import FOLDER, JSONL, tree
+from tests.config.trees import FOLDER, JSONL, tree
 from tests.support.paths import ROOT, SMALL, SMALL_CONTROL, TINY_GRID
 from tests.support.runs import small_config
 

@@ -21,7 +21,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import LARGEST
 from ppo_repro.config.yaml_text import parse_yaml
 from ppo_repro.errors import UserError
-from tests.support.cases.config_trees import (
+from tests.config.trees import (
     FOLDER,
     TREES,
     Key,

@@ -9,7 +9,7 @@ import pytest
 from ppo_repro.config.files import found, load_config
 from ppo_repro.config.yaml_text import write_yaml
 from ppo_repro.grids.spec import load_grid
-from tests.support.cases.config_trees import JSONL, tree
+from tests.config.trees import JSONL, tree
 from tests.support.paths import ROOT
 
 

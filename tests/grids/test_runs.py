@@ -28,7 +28,7 @@ from ppo_repro.grids.ray_tasks import Ray
 from ppo_repro.grids.results import settings_table
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.records import manifest, reader
-from tests.support.grids import fingerprints, grid_file
+from tests.grids.small_grids import fingerprints, grid_file
 from tests.support.interrupts import hearing_ctrl_c
 from tests.support.paths import ROOT
 from tests.support.runs import recorded_iterations

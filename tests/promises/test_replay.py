@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,6 @@ from ppo_repro.watcher import Silent
 from tests.support.cli import Cli
 from tests.support.language import run
 from tests.support.paths import TINY
-from tests.support.replay import require_replayed
 from tests.support.synthetic_run import rewrite_cell
 
 # without a final state, which names the chain of records that it follows
@@ -28,6 +28,15 @@ ADAPTIVE = "{kind: adaptive, target_kl: 0.5}"
 
 def record(out: Path, *more: str) -> Path:
     return run(load_config(TINY, [*SMALLEST, *more]), out, Silent())[0]
+
+
+def require_replayed(run_dir: Path, stages: Sequence[Stage] = STAGES) -> None:
+    found = recompute(run_dir, stages)
+    assert found.difference is None, lines(found)
+    assert set(found.compared) == set(stages)
+    # at least one coefficient or learning rate in each iteration
+    assert all(count >= 2 for count in found.compared.values()), found.compared
+    assert lines(found) == [f"{stage}: {found.compared[stage]:,} values identical in 2 iterations" for stage in stages]
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import pytest
 
 from analysis.report import build
 from ppo_repro.watcher import Silent
+from tests.analysis.report.hostile_run import HOSTILE, make_hostile_run
 from tests.support.browser import find, look, opened
-from tests.support.cases.hostile_run import HOSTILE, make_hostile_run
 from tests.support.control import run as control_run
 from tests.support.control import small_control
 from tests.support.html_page import embedded, tags, tree

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 
 from ppo_repro.records import arrow, digests, manifest, reader, schema
-from ppo_repro.runs.diff import Difference, first_difference, first_table_difference
+from ppo_repro.records.diff import Difference, first_difference, first_table_difference
 from tests.support import synthetic_run
 
 CELLS = [(table, column) for table in schema.TABLES for column in table.columns]
@@ -185,7 +185,7 @@ def test_long_texts_are_shown_where_they_differ() -> None:
 
 def test_reader_and_diff_do_not_import_torch() -> None:
     code = (
-        "import sys, json, ppo_repro.records.reader, ppo_repro.runs.diff;"
+        "import sys, json, ppo_repro.records.reader, ppo_repro.records.diff;"
         "print(json.dumps([m for m in ('torch', 'transformers') if m in sys.modules]))"
     )
     root = Path(digests.__file__).parents[2]

@@ -118,7 +118,8 @@ def check_advantages(
 ) -> list[AdvantageDrift]:
     """An estimator beside its definition on drawn responses, in every layout; one entry for each layout.
 
-    tolerance: relative to the largest advantage, if the estimator adds a small number to a denominator.
+    tolerance: relative to the largest advantage, if the estimator adds a small number to a denominator. Raises what the
+    estimator raises, and ValueError for a result with another number of rows.
     """
     generator = torch.Generator().manual_seed(seed)
 

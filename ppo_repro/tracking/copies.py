@@ -49,4 +49,6 @@ def _require_recorded(folder: Path) -> None:
     from ppo_repro.records.reader import open_manifest  # NumPy, which `track` needs only now
 
     if not (folder / "cells.parquet").exists():
+        from ppo_repro.records.reader import open_manifest
+
         open_manifest(folder, allow_incomplete=True)

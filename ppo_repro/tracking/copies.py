@@ -46,8 +46,6 @@ def require_tensorboard(events: Path | None) -> None:
 
 def _require_recorded(folder: Path) -> None:
     """UserError unless there is something to copy, before MLflow is imported."""
-    from ppo_repro.records.reader import open_manifest  # NumPy, which `track` needs only now
-
     if not (folder / "cells.parquet").exists():
         from ppo_repro.records.reader import open_manifest
 

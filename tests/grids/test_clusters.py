@@ -130,15 +130,12 @@ def answer(folder: Path, name: str, script: str) -> None:
     (folder / name).chmod(0o755)
 
 
-(FREE,) = free_ports(1)
-
-
 @pytest.mark.parametrize(
     ("option", "missing", "said"),
     [
         ("--slurm slurm_partition=cpu", "answer", "the cluster does not answer (no route); wait"),
         ("--slurm slurm_partitoin=cpu", "", "jobs cannot be submitted (Unknown argument 'partitoin'"),
-        (f"--ray 127.0.0.1:{FREE}", "", "cannot be reached ([Errno 111] Connection refused); start it"),
+        ("--ray 127.0.0.1:1", "", "cannot be reached ([Errno 111] Connection refused); start it"),
         ("--ray local", "package", "--ray: needs ray"),
         ("--slurm a=b", "package", "--slurm: needs submitit"),
         ("--slurm a=b", "sbatch", "--slurm: sbatch is not installed here"),

@@ -19,7 +19,7 @@ from ppo_repro.grids.ray_tasks import Ray
 from ppo_repro.grids.slurm import Slurm
 from ppo_repro.grids.spec import load_grid
 from tests.grids.ray_nodes import ray_cluster
-from tests.grids.slurm import Cluster, cluster, free_ports
+from tests.grids.slurm import Cluster, cluster
 from tests.grids.small_grids import fingerprints, grid_file, held_grid_file, resumed
 from tests.support.runs import recorded_iterations
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("row_noise")
 
 Fault = Callable[[Setting], pd.DataFrame]
 # fault, cause with every column, causes from ids, places and log-probs alone
-UNSHAPED = "stale_weights or dropout or temperature"
+UNSHAPED = "stale_weights or dropout or temperature or truncated_sampling or unknown"
 SOME_ROWS = "padding_leak or retokenization or stale_weights"
 COARSE = f"reduced_precision or {UNSHAPED}"
 FAULTS: dict[str, tuple[Fault, str, str]] = {
@@ -32,8 +32,8 @@ FAULTS: dict[str, tuple[Fault, str, str]] = {
     "temperature 0.5": (partial(faults.temperature, value=0.5), "temperature", UNSHAPED),
     "temperature 1.2": (partial(faults.temperature, value=1.2), "temperature", UNSHAPED),
     "temperature 2": (partial(faults.temperature, value=2.0), "temperature", UNSHAPED),
-    "top-p 0.9": (faults.truncated, "truncated_sampling", "truncated_sampling"),
-    "top-k 5": (partial(faults.truncated, top_p=1.0, top_k=5), "truncated_sampling", "truncated_sampling"),
+    "top-p 0.9": (faults.truncated, "truncated_sampling", UNSHAPED),
+    "top-k 5": (partial(faults.truncated, top_p=1.0, top_k=5), "truncated_sampling", UNSHAPED),
     "rolled on": (faults.rolled, "off_by_one", "off_by_one"),
     "rolled back": (partial(faults.rolled, by=-1), "off_by_one", "off_by_one"),
     "shuffled": (faults.shuffled, "shuffled", "shuffled"),
@@ -107,9 +107,14 @@ def test_a_temperature_is_measured() -> None:
 def test_what_is_given_narrows_what_is_named() -> None:
     pairs = faults.reduced_precision(NATIVE)
     alone = pairs[list(NEEDED)]
-    assert diagnose(alone.assign(steps_since_sync=0)).verdict == "reduced_precision or dropout or temperature"
+    assert (
+        diagnose(alone.assign(steps_since_sync=0)).verdict
+        == "reduced_precision or dropout or temperature or truncated_sampling or unknown"
+    )
     again = alone.assign(logprobs_b_again=pairs["logprobs_b_again"])
-    assert diagnose(again).verdict == "reduced_precision or stale_weights or temperature"
+    assert (
+        diagnose(again).verdict == "reduced_precision or stale_weights or temperature or truncated_sampling or unknown"
+    )
     assert "steps_since_sync" in diagnose(again).needed and "logprobs_b_again" not in diagnose(again).needed
 
 
@@ -186,6 +191,27 @@ def test_what_is_not_a_frame_of_pairs_is_refused() -> None:
         diagnose(pairs.astype({"logprobs_b": np.float64}))
     with pytest.raises(UserError, match="iteration 0, sequence 0, position 1 twice"):
         diagnose(pd.concat([pairs, pairs.iloc[1:]]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda b: b / math.log(2),
+        lambda b: np.cumsum(b),
+        lambda b: np.maximum(b, -2.0),
+        lambda b: b - 0.3,
+        lambda b: np.where(np.arange(len(b)) % 5 == 4, b - 1.0, b),  # the last tokens, of several ids
+    ],
+)
+def test_signs_alone_name_nothing(change: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Every log-prob is on one side of the other, as after a cut, but not by the mass that a cut keeps."""
+    generator = np.random.default_rng(5)
+    b = -generator.exponential(1.5, 500)
+    pairs = made(change(b).tolist(), b.tolist(), [5] * 100).assign(token_id=generator.integers(3, 60, 500))
+    assert diagnose(pairs).verdict.endswith("unknown")
+    everything = pairs.assign(log_kept_mass=0.0, steps_since_sync=0, logprobs_b_again=pairs["logprobs_b"])
+    everything = everything.assign(entropies=1.5, prob_sq_sums=0.4)
+    assert diagnose(everything).verdict in ("unknown", "token_bias")
 
 
 def test_all_zeros_may_be_greedy_sampling() -> None:

@@ -1,4 +1,4 @@
-"""Pages from the docstrings of the public names: `python .ci/docs.py FOLDER`. Needs the extra [docs], no network."""
+"""Pages of the public names and of all configuration fields: `python .ci/docs.py FOLDER`. Needs the extra [docs], no network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pdoc
 from jinja2 import pass_context
 from jinja2.runtime import Context
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "ppo_repro"
@@ -79,6 +79,9 @@ def main() -> None:
         docformat="google", show_source=False, footer_text=f"ppo_repro {import_module(NAME).__version__}"
     )
     pdoc.pdoc(*LIBRARY, *ANALYSES, output_directory=Path(folder))
+    fields = escape("\n".join(import_module(f"{NAME}.config.reference").text()))
+    page = f'<!doctype html><meta charset="utf-8"><title>All fields</title><h1>All fields</h1><pre>{fields}</pre>\n'
+    (Path(folder) / "fields.html").write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -37,9 +37,6 @@ EXACT_ROWS = ("weights", "moments", "older policies", "gradients")  # no estimat
 PROCESS = 700_000_000
 FLOAT = 4
 MOMENTS = 2 * FLOAT
-# mixed-precision Adam: weight and gradient in 16 bits, master weight and two moments in 32; a frozen model has its
-# weights in 16 bits. Rajbhandari et al., 2020, section 3.1
-MIXED_TRAINED, MIXED_FROZEN = 16, 2
 
 _LARGE_MODEL = "set lora, or take a smaller model"
 _ADVICE = {
@@ -96,11 +93,6 @@ class Plan:
     def peak(self) -> int:
         return PROCESS + self.total(self.largest_phase)
 
-    @property
-    def mixed_precision(self) -> int:
-        """The same models' weights, gradients and moments in mixed-precision Adam."""
-        return sum(MIXED_TRAINED * m.trained + MIXED_FROZEN * m.frozen for m in self.models)
-
 
 class Shape:
     """A causal model without memory, and the kernels' view of it."""
@@ -138,12 +130,10 @@ class Shape:
 
     def frozen(self, name: str, labels: int | None = None) -> Model:
         """A reference, or with `labels` a classifier."""
-        parameters = (
-            self.parameters if labels is None else self.parameters - self.own_head + labels * self.struct.hidden
-        )
-        return Model(
-            name, parameters, 0, parameters, 0, self.packed(self.struct.vocabulary if labels is None else labels)
-        )
+        parameters, outputs = self.parameters, self.struct.vocabulary
+        if labels is not None:
+            parameters, outputs = parameters - self.own_head + labels * self.struct.hidden, labels
+        return Model(name, parameters, 0, parameters, 0, self.packed(outputs))
 
     def cache(self, tokens: int) -> int:
         """Bytes of the keys and values of some tokens, of which whole blocks of 16 are counted."""
@@ -195,14 +185,10 @@ def plan_run(config: RunConfig, processes: int = 1) -> Plan:
     if layout.device != "cpu":
         raise UserError(f"layout.device = {layout.device}: plan is for CPUs; take cpu")
     deterministic = config.numerics.mode == "deterministic"
-    sequences, step, evaluated = (
-        ceil(count / processes)
-        for count in (config.sequences_per_iteration, config.ppo.minibatch_size, config.task.num_eval_prompts)
-    )
-    forward, update = (
-        min(layout.forward_micro_batch or sequences, sequences),
-        min(layout.update_micro_batch or step, step),
-    )
+    counts = config.sequences_per_iteration, config.ppo.minibatch_size, config.task.num_eval_prompts
+    sequences, step, evaluated = (ceil(count / processes) for count in counts)
+    forward = min(layout.forward_micro_batch or sequences, sequences)
+    update = min(layout.update_micro_batch or step, step)
     slots, responses = min(layout.rollout_slots, max(sequences, evaluated)), config.rollout.max_response_tokens
     arrays = (SLOTS // processes).bit_length() if deterministic and update < step else 1
     trained = [model for model in models if model.trained]
@@ -237,9 +223,7 @@ def plan_run(config: RunConfig, processes: int = 1) -> Plan:
         "activations": {
             "rollout": policy.forward(slots * (context - responses)),
             "scoring": policy.forward(forward * row) + policy.cache(forward * row),
-            "update": max(
-                s.step(update * row, layout.gradient_checkpointing) for s in (policy, value) if s is not None
-            ),
+            "update": max(s.step(update * row, layout.gradient_checkpointing) for s in (policy, value) if s),
         },
         "KV cache": {"rollout": policy.cache(slots * ceil(context / 16) * 16)},
         "logits": {
@@ -274,8 +258,7 @@ def in_words(plan: Plan, has_value_model: bool) -> str:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """The plan in bytes, with totals."""
-    totals = {"process": PROCESS, "peak": plan.peak, "certain": plan.certain, "mixed_precision": plan.mixed_precision}
-    return {**asdict(plan), **totals}
+    return {**asdict(plan), "process": PROCESS, "peak": plan.peak, "certain": plan.certain}
 
 
 def lines(plan: Plan) -> list[str]:
@@ -289,8 +272,4 @@ def lines(plan: Plan) -> list[str]:
     out.append(f"peak, up to about {size(plan.peak)}: the largest phase, and {size(PROCESS)} of the process itself")
     if plan.processes > 1:
         out.append(f"This is the memory of each of the {plan.processes} processes.")
-    return [
-        *out,
-        f"Mixed-precision Adam on a GPU would take {size(plan.mixed_precision)}: 16 bytes per trained parameter, "
-        "2 per frozen one; activations and caches come on top.",
-    ]
+    return out

@@ -33,7 +33,6 @@ def one_thread() -> Iterator[None]:
 
     library.use_threads(1)
     yield
-    library.use_threads(1)
 
 
 @pytest.fixture

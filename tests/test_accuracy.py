@@ -12,8 +12,7 @@ from ppo_repro.accuracy import LENGTH, Text, measure, reference_scores, stock_mo
 from ppo_repro.models.networks import make_policy, rounded_view
 from ppo_repro.numerics.precision import Precision
 from ppo_repro.records.accuracy import LARGEST_RATIO, sentence
-from tests.support.models import FAMILIES, source_model
-from tests.support.small_models import CONTEXT, VOCAB
+from tests.support.models import CONTEXT, FAMILIES, VOCAB, source_model
 
 every_family = mark.parametrize("architecture", FAMILIES)
 TEXT = text_of({"a": range(2, 40), "b": range(VOCAB - 1, 5, -3), "c": range(0, VOCAB, 7)}, 4, CONTEXT)

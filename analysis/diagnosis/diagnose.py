@@ -270,7 +270,7 @@ def _unstructured(m: Sums, e: dict[str, float], tier: str) -> tuple[Cause, ...]:
             "stale_weights": not can_be_stale,
         }
         candidates: tuple[Cause, ...] = ("padding_leak", "retokenization", "stale_weights")
-        return tuple(cause for cause in candidates if not ruled_out[cause]) or ("unknown",)
+        return (*(cause for cause in candidates if not ruled_out[cause]), "unknown")
     coarse = tier != "beyond T4"
     # a float32 value is by chance a bfloat16 number with probability 2^-16, a float16 number with 2^-13
     if coarse and max(e["frac_bfloat16"], e["frac_float16"]) >= 0.99:

@@ -9,7 +9,7 @@ from analysis.report.facts import read_facts
 from analysis.report.page import BEGINNING
 from analysis.report.run_page import dpo_page, run_page
 from analysis.report.several_pages import grid_page, pair_page
-from ppo_repro.config.kinds import DPO
+from ppo_repro.config.files import DPO
 from ppo_repro.errors import UserError
 from ppo_repro.files import OwnKind, check_replaceable, write_over_earlier
 from ppo_repro.records import manifest

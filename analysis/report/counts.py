@@ -92,21 +92,16 @@ def extremes_row(iteration: int, updates: pd.DataFrame) -> dict[str, float]:
 
 
 def text_row(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame) -> dict[str, float]:
-    """Sums of one iteration for the units of text: exact KL(policy || reference) in nats, and counts.
-
-    `first` is the first token of a word, `continuation` every other one, `special` a token without text of its own.
-    """
-    kl = tokens["ref_kl"].to_numpy(np.float64)
-    first = tokens["sub_idx"].to_numpy() == 0
-    special = special_tokens(tokens)
-    kinds = {"first": first & ~special, "continuation": ~first & ~special, "special": special}
-    row: dict[str, float] = {"iteration": iteration, "sequences": len(sequences), "tokens": len(tokens)}
-    row["words"] = int((first & ~special).sum())
-    row["characters"] = int(sequences["response"].str.len().sum())
-    row["bytes"] = int(sum(len(text.encode()) for text in sequences["response"]))
-    for name, which in kinds.items():
-        row |= {f"kl_{name}": float(kl[which].sum()), f"tokens_{name}": int(which.sum())}
-    return row
+    """Sums of one iteration for the units of text: exact KL(policy || reference) in nats, and counts."""
+    return {
+        "iteration": iteration,
+        "kl": float(tokens["ref_kl"].to_numpy(np.float64).sum()),
+        "sequences": len(sequences),
+        "tokens": len(tokens),
+        "words": int(((tokens["sub_idx"].to_numpy() == 0) & ~special_tokens(tokens)).sum()),
+        "characters": int(sequences["response"].str.len().sum()),
+        "bytes": sum(len(text.encode()) for text in sequences["response"]),
+    }
 
 
 def special_tokens(tokens: pd.DataFrame) -> npt.NDArray[np.bool_]:

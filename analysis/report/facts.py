@@ -11,6 +11,7 @@ import pandas as pd
 
 from analysis.report.figures import ClipBounds
 from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.objectives import AdaptiveClipObjective, ClipObjective
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
@@ -75,18 +76,19 @@ def clip_bounds(config: RunConfig | ControlConfig, iterations: pd.DataFrame, ste
     return ClipBounds(1.0 - last, 1.0 + last, bool(ranges.nunique() > 1))
 
 
-def repeating(facts: Facts) -> list[tuple[str, str]]:
-    """(name, value) of everything that identifies the run and its machine."""
-    environment, manifest = facts.environment, facts.manifest
+def repeating(
+    run_dir: Path, manifest: Manifest, environment: Mapping[str, Any], config: RunConfig | ControlConfig | DPOConfig
+) -> list[tuple[str, str]]:
+    """(name, value) of everything that identifies a run and its machine."""
     packages = environment.get("packages", {})
     versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "transformers", "numpy") if name in packages)
     commit = environment.get("git_commit") or "no commit"
     dirty = " with changes" if environment.get("git_dirty") else ""
     return [
-        ("run again", f"ppo-repro rerun RUN, where RUN is the folder {facts.run_dir.resolve().name}"),
+        ("run again", f"ppo-repro rerun RUN, where RUN is the folder {run_dir.resolve().name}"),
         ("fingerprint", manifest.fingerprint),
         ("configuration", manifest.config_digest),
-        ("numerics", f"{facts.config.numerics.mode}, seed {facts.config.seed}"),
+        ("numerics", f"{config.numerics.mode}, seed {config.seed}"),
         ("code", f"ppo_repro {environment.get('ppo_repro', 'not recorded')}, {commit}{dirty}"),
         ("versions", f"Python {environment.get('python', 'not recorded')}, {versions}"),
         ("machine", f"{environment.get('platform', 'not recorded')}, {environment.get('cpu_capability', '')}"),

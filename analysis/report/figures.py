@@ -27,7 +27,6 @@ FLAG_WORDS = {
     "bound_high": "weight bounded above", "bound_low": "weight bounded below", "kl_cov": "penalised by KL-Cov",
 }  # fmt: skip
 UNITS = {"response": "sequences", "word": "words", "token": "tokens", "character": "characters", "byte": "bytes"}
-PARTS = {"first": "first tokens of words", "continuation": "later tokens", "special": "special tokens"}
 MAX_VALUES = 12  # up to so many different values each has a bar of its own
 BINS = 24
 
@@ -292,7 +291,7 @@ def unit_figure(sums: pd.DataFrame) -> Figure:
     `sums` has rows of `counts.text_row`: sums of one iteration in nats, and the counts of units.
     """
     at = sums["iteration"].to_numpy(np.float64)
-    total = sums[[f"kl_{part}" for part in PARTS]].sum(axis=1).to_numpy(np.float64)
+    total = sums["kl"].to_numpy(np.float64)
     lines, numbers = [], pd.DataFrame({"iteration": sums["iteration"]})
     for unit, column in UNITS.items():
         size = sums[column].to_numpy(np.float64)
@@ -309,22 +308,6 @@ def unit_figure(sums: pd.DataFrame) -> Figure:
         "Nats per response can be compared between tokenizers, nats per token cannot."
     )
     return Figure("KL in five units", chart, caption, numbers)
-
-
-def kl_share_figure(sums: pd.DataFrame) -> Figure:
-    """The shares of first, later and special tokens in the KL to the reference; `sums` as in `unit_figure`."""
-    quantities = {name: sums[f"kl_{part}"].to_numpy(np.float64) for part, name in PARTS.items()}
-    total = np.sum(list(quantities.values()), axis=0)
-    positive = total > 0
-    at = sums["iteration"].to_numpy(np.float64)[positive]
-    layers = [(name, value[positive] / total[positive]) for name, value in quantities.items()]
-    tokens = sums[[f"tokens_{part}" for part in PARTS]].sum()
-    shares = ", ".join(f"{number(100 * tokens[f'tokens_{p}'] / tokens.sum(), 3)} % {name}" for p, name in PARTS.items())
-    ends = ", ".join(f"{name} {number(float(value[-1]), 3)}" for name, value in layers) if len(at) else "nothing"
-    y, about = Axis("share of the KL to the reference", 0.0, 1.0), f"Shares of the KL; at the end {ends}."
-    chart = area_chart(at, layers, axis_for("iteration", [at]), y, about)
-    numbers = pd.DataFrame({"iteration": at.astype(np.int64), **dict(layers)})
-    return Figure("Where the KL lies", chart, f"Of the tokens, {shares}.", numbers)
 
 
 def distribution_figure(title: str, groups: Mapping[str, Floats], name: str, of: str, caption: str) -> Figure:

@@ -65,11 +65,16 @@ def run_page(facts: Facts, responses: int) -> str:
     counted = parity(facts.run_dir, iterations=facts.iterations, allow_incomplete=True)
     cause, found = _cause(facts) if counted.unequal_old_rollout_logprobs and not facts.is_control else ([], [])
     nonfinite = int(scan.extremes["nonfinite_ratios"].sum())
+    again = repeating(facts.run_dir, facts.manifest, facts.environment, facts.config)
     cards = (
         Card("Did it learn?", verdicts.learning(facts, iterations), [_main_chart(facts, scan)]),
         Card("Is it on-policy?", [*verdicts.on_policy(facts, counted), *cause]),
         Card("What went wrong?", verdicts.troubles(facts, nonfinite, scan.nonfinite_deltas)),
-        Card("How to repeat it", (), [facts_html(repeating(facts))]),
+        Card(
+            "How to repeat it",
+            (),
+            [facts_html(again)],
+        ),
     )
     named = [("this run", scan.curves)]
     learning, optimisation = curves.CONTROL if facts.is_control else curves.LANGUAGE
@@ -83,7 +88,7 @@ def run_page(facts: Facts, responses: int) -> str:
     ]
     data = None
     if not facts.is_control:
-        sections += [_text(scan), *samples_section(facts, scan.responses)]
+        sections += [_text(scan), *samples_section(facts)]
     sections.append(_numbers(facts, iterations, steps, counted))
     if responses and not facts.is_control:
         selected = tokens.select(scan.responses, responses)
@@ -142,10 +147,10 @@ def _clipping(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, scan:
 
 
 def _text(scan: Scan) -> Section:
-    """KL in several units, and the shares of first and later tokens of words."""
-    if not (scan.text[[f"kl_{part}" for part in figures.PARTS]].to_numpy() > 0).any():
+    """KL in several units."""
+    if not (scan.text["kl"] > 0).any():
         return Section("text", "Text and tokens", ("The policy is the reference throughout: KL is 0.",))
-    return Section("text", "Text and tokens", (), [figures.unit_figure(scan.text), figures.kl_share_figure(scan.text)])
+    return Section("text", "Text and tokens", (), [figures.unit_figure(scan.text)])
 
 
 def first_and_last(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
@@ -201,14 +206,6 @@ def dpo_page(folder: Path) -> str:
     steps, last = reader.read_steps(folder), [recorded.num_iterations - 1]
     pairs = reader.TableReader("margins")(folder, iterations=last, columns=["held_out", "margins"])
     name = f"{config.experiment}/{folder.resolve().name}"
-    facts = [
-        ("run again", f"ppo-repro rerun RUN, where RUN is the folder {folder.resolve().name}"),
-        ("fingerprint", recorded.fingerprint),
-        ("configuration", recorded.config_digest),
-        ("numerics", f"{config.numerics.mode}, seed {config.seed}"),
-        ("code", f"ppo_repro {environment.get('ppo_repro', 'not recorded')}"),
-        ("machine", str(environment.get("platform", "not recorded"))),
-    ]
     rows = [
         ("training pairs", int((~pairs["held_out"]).sum())),
         ("held-out pairs", int(pairs["held_out"].sum())),
@@ -218,7 +215,8 @@ def dpo_page(folder: Path) -> str:
     said = DPO_RUNS.verdicts(DPO_RUNS.summarise(folder, None))
     learnt = [Verdict("fact", f"{line[0].upper()}{line[1:]}.") for line in said]
     drawn = [_dpo_curve(steps, column) for column in DPO_STEPS]
-    cards = (Card("Did it learn?", learnt, [drawn[1].chart]), Card("How to repeat it", (), [facts_html(facts)]))
+    again = repeating(folder, recorded, environment, config)
+    cards = (Card("Did it learn?", learnt, [drawn[1].chart]), Card("How to repeat it", (), [facts_html(again)]))
     both = {"training pairs": pairs[~pairs["held_out"]], "held-out pairs": pairs[pairs["held_out"]]}
     margins = {group: found["margins"].to_numpy(np.float64) for group, found in both.items() if len(found)}
     caption = "Difference of the implicit rewards after training; above 0 the preferred response is the likelier one."

@@ -1,4 +1,4 @@
-"""The same prompt over time: its held-out responses at every evaluation, and those sampled for it in training."""
+"""The same held-out prompt over time: its response at every evaluation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from ppo_repro.records import manifest, reader
 from ppo_repro.records.manifest import Manifest
 
 HELD_OUT_PROMPTS = 6
-SAMPLED_PROMPTS = 3
 MOMENTS = 8
 SHOWN_CHARACTERS = 400
 _EVALUATION = ["iteration", "prompt_key", "prompt", "response", "answer", "scores"]
@@ -28,27 +27,16 @@ def evaluations(run_dir: Path, recorded: Manifest) -> pd.DataFrame | None:
     return reader.read_evaluations(run_dir, columns=_EVALUATION, allow_incomplete=True)
 
 
-def samples_section(facts: Facts, prompts: pd.DataFrame) -> list[Section]:
-    """Held-out prompts whose score rose, fell or stayed, and the prompts that training met most often; none if neither.
-
-    `prompts` has iteration, sequence and prompt_key of every sampled response.
-    """
-    blocks = []
+def samples_section(facts: Facts) -> list[Section]:
+    """Held-out prompts whose score rose, fell or stayed; no section if no evaluation was recorded."""
     found = evaluations(facts.run_dir, facts.manifest)
-    if found is not None:
-        cards = [_held_out(rows, facts) for rows in _chosen(found, HELD_OUT_PROMPTS)]
-        blocks += [element("h3", "Held-out prompts, greedy"), element("div", "".join(cards), class_="cards")]
-    often = _met_often(prompts)
-    if often:
-        cards = [_sampled(facts.run_dir, key, iterations) for key, iterations in often]
-        blocks += [element("h3", "Prompts that came more than once"), element("div", "".join(cards), class_="cards")]
-    if not blocks:
+    if found is None:
         return []
+    cards = "".join(_held_out(rows, facts) for rows in _chosen(found, HELD_OUT_PROMPTS))
     note = (
-        f"Held-out prompts whose score rose, fell or stayed, in turn, at up to {MOMENTS} evaluations, and the prompts "
-        f"that training met most often, with their first response and the mean score of all of that iteration."
+        f"Held-out prompts whose score rose, fell or stayed, in turn; greedy responses at up to {MOMENTS} evaluations."
     )
-    return [Section("samples", "Samples over time", (note,), (), blocks)]
+    return [Section("samples", "Samples over time", (note,), (), [element("div", cards, class_="cards")])]
 
 
 def _chosen(found: pd.DataFrame, count: int) -> list[pd.DataFrame]:
@@ -76,25 +64,6 @@ def _held_out(rows: pd.DataFrame, facts: Facts) -> str:
     return card(str(rows["prompt"].iloc[0]), str(rows["answer"].iloc[0]), ("when", "response", "score"), lines)
 
 
-def _met_often(prompts: pd.DataFrame) -> list[tuple[str, list[int]]]:
-    """The prompts with the most iterations, at least two, and up to MOMENTS of these iterations."""
-    pairs = prompts[["prompt_key", "iteration"]].drop_duplicates()
-    met = pairs.groupby("prompt_key", sort=False)["iteration"].apply(list)
-    often = sorted(((str(k), i) for k, i in met.items() if len(i) > 1), key=lambda pair: -len(pair[1]))
-    return [(key, [its[k] for k in spread(len(its), MOMENTS)]) for key, its in often[:SAMPLED_PROMPTS]]
-
-
-def _sampled(run_dir: Path, key: str, iterations: Sequence[int]) -> str:
-    names = ["iteration", "prompt_key", "sample_index", "prompt", "response", "answer", "scores"]
-    rows = reader.read_sequences(run_dir, iterations=iterations, columns=names, allow_incomplete=True)
-    rows = rows[rows["prompt_key"] == key].sort_values(["iteration", "sample_index"], kind="stable")
-    lines = [
-        (f"iteration {iteration}", _text(own["response"].iloc[0]), float(own["scores"].mean()))
-        for iteration, own in rows.groupby("iteration", sort=True)
-    ]
-    return card(str(rows["prompt"].iloc[0]), str(rows["answer"].iloc[0]), ("when", "response", "mean score"), lines)
-
-
 def card(prompt: str, answer: str, heads: Sequence[str], lines: Sequence[tuple[str, str, float]]) -> str:
     """A prompt with its answer, and below it moments (or runs) with their response, as HTML, and score."""
     wanted = f" → {shortened(answer)}" if answer else ""
@@ -111,10 +80,6 @@ def card(prompt: str, answer: str, heads: Sequence[str], lines: Sequence[tuple[s
     )
     inside = element("table", title + element("thead", element("tr", head)) + element("tbody", body))
     return element("div", inside, class_="card scroll", tabindex="0")
-
-
-def _text(response: object) -> str:
-    return escape(shortened(str(response)))
 
 
 def shortened(text: str) -> str:

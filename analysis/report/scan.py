@@ -15,7 +15,7 @@ from analysis.report.facts import Facts
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 
-SEQUENCES = ["iteration", "sequence", "prompt_key", "response", "response_length", "scores", "is_correct"]
+SEQUENCES = ["iteration", "sequence", "response", "response_length", "scores", "is_correct"]
 TOKENS = [
     "iteration", "sequence", "position", "rollout_logprobs", "old_logprobs", "entropies", "ref_kl", "advantages",
     "word_id", "sub_idx", "char_start", "char_end",
@@ -39,7 +39,7 @@ class Scan:
     values: dict[int, counts.Floats]  # scores, or returns of the episodes that ended, by iteration
     probabilities: counts.Counts
     text: pd.DataFrame
-    responses: pd.DataFrame  # rows of `response_summary`, with prompt_key
+    responses: pd.DataFrame  # rows of `response_summary`
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Sca
 def response_summary(
     iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame, updates: pd.DataFrame
 ) -> pd.DataFrame:
-    """iteration, sequence, prompt_key, tokens, score, max_abs_delta (nats), clipped (token updates)."""
+    """iteration, sequence, tokens, score, max_abs_delta (nats), clipped (token updates)."""
     delta = np.abs(counts.deltas(tokens))
     largest = np.zeros(len(sequences))
     # NaN would win every comparison; the page reports what is not finite elsewhere
@@ -153,7 +153,7 @@ def response_summary(
     clipped = updates["clip_flag"].str.startswith("clip_").fillna(False).to_numpy(np.bool_)
     return pd.DataFrame(
         {
-            "iteration": iteration, "sequence": sequences["sequence"], "prompt_key": sequences["prompt_key"],
+            "iteration": iteration, "sequence": sequences["sequence"],
             "tokens": sequences["response_length"], "score": sequences["scores"], "max_abs_delta": largest,
             "clipped": np.bincount(updates["sequence"].to_numpy(np.int64)[clipped], minlength=len(sequences)),
         }

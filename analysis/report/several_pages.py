@@ -9,13 +9,11 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from analysis.compare.bitwise import FirstDifference, first_difference
 from analysis.grids.table import SPREAD, comparisons, interval
 from analysis.report import curves, verdicts
 from analysis.report.facts import Facts, read_facts, repeating
@@ -27,7 +25,8 @@ from analysis.report.scan import run_curves, summary_tables
 from analysis.words import terms
 from ppo_repro.config.files import read_tree
 from ppo_repro.errors import UserError
-from ppo_repro.records import manifest, reader
+from ppo_repro.records import manifest
+from ppo_repro.records.diff import RUN, first_difference
 
 NAMES = ("A", "B")
 PROMPTS = 12
@@ -96,10 +95,9 @@ def pair_page(a: Path, b: Path) -> str:
     facts = [run.facts for run in runs]
     lines = [(name, run.curves) for name, run in zip(NAMES, runs, strict=True)]
     alone = "One run each says nothing about the methods: compare several seeds (`python -m analysis.compare`)."
-    about = pd.DataFrame(
-        [(name, x, y) for (name, x), (_, y) in zip(*map(repeating, facts), strict=True) if name != "run again"],
-        columns=["fact", *NAMES],
-    )
+    again = (repeating(one.run_dir, one.manifest, one.environment, one.config) for one in facts)
+    rows = [(name, x, y) for (name, x), (_, y) in zip(*again, strict=True) if name != "run again"]
+    about = pd.DataFrame(rows, columns=["fact", *NAMES])
     changed = scrolled(table(_different(facts), "Configuration, where it differs"))
     cards = (
         Card("Where do they first differ?", [_first(facts)], [changed]),
@@ -126,26 +124,12 @@ def _first(facts: Sequence[Facts]) -> Verdict:
     a, b = facts
     if a.manifest.fingerprint == b.manifest.fingerprint:
         return Verdict("holds", "A and B have the same fingerprint: all results have the same bits.")
-    first = first_difference(a.run_dir, b.run_dir, allow_incomplete=True)
-    if first is None:
+    first = first_difference(a.run_dir, b.run_dir)
+    if first is None or first.table == RUN:
         counts = " and ".join(str(len(one.iterations)) for one in facts)
         text = f"A and B are the same to the last bit in the iterations that both have ({counts} are recorded)."
         return Verdict("holds", text)
-    return Verdict("differs", f"A and B first differ in {first.describe()}{_values(facts, first)}.")
-
-
-def _values(facts: Sequence[Facts], first: FirstDifference) -> str:
-    """Row and values of the first difference, if it is in a column of an iteration."""
-    if first.iteration is None or first.column == "(rows)":
-        return "; `ppo-repro diff A B` names the row and both values"
-    a, b = (reader.read_arrow(one.run_dir, first.table, first.iteration).to_pandas() for one in facts)
-    pairs = zip(a[first.column].tolist(), b[first.column].tolist(), strict=True)
-    rows = [k for k, (x, y) in enumerate(pairs) if repr(x) != repr(y)]
-    if not rows:
-        return ", by the bits of values that look the same"
-    key = ", ".join(f"{name} {a[name][rows[0]]}" for name in KEYS if name in a)
-    x, y = (shortened(repr(frame[first.column].tolist()[rows[0]])) for frame in (a, b))
-    return f", {key}: {x} in A, {y} in B; {len(rows):,} of {len(a):,} rows differ there"
+    return Verdict("differs", f"A (left) and B (right) first differ: {first.describe()}.")
 
 
 def _agreement(name: str, run: OneRun) -> list[Verdict]:
@@ -169,7 +153,7 @@ def _different(facts: Sequence[Facts]) -> pd.DataFrame:
 
 
 def _responses(facts: Sequence[Facts]) -> list[Section]:
-    """The last recorded responses of both to the same held-out prompts, differences marked; none if none recorded."""
+    """The last recorded responses of both to the same held-out prompts; none if none recorded."""
     found = [rows for one in facts if (rows := evaluations(one.run_dir, one.manifest)) is not None]
     if len(found) < len(facts):
         return []
@@ -181,25 +165,15 @@ def _responses(facts: Sequence[Facts]) -> list[Section]:
     different = sum(x["response"] != y["response"] for x, y in pairs)
     cards = []
     for x, y in pairs[:PROMPTS]:
-        shown = marked(shortened(str(x["response"])), shortened(str(y["response"])))
-        lines = [(n, text, float(row["scores"])) for n, text, row in zip(NAMES, shown, (x, y), strict=True)]
+        shown = [(escape(shortened(str(row["response"]))), float(row["scores"])) for row in (x, y)]
+        lines = [(n, text, score) for n, (text, score) in zip(NAMES, shown, strict=True)]
         cards.append(card(str(x["prompt"]), str(x["answer"]), ("run", "response", "score"), lines))
     moments = " and ".join(f"{n} before iteration {r['iteration'].max()}" for n, r in zip(NAMES, found, strict=True))
     note = (
         f"Greedy responses of the last evaluation ({moments}): {number(different)} of {number(len(pairs))} held-out "
-        f"prompts have different ones. {len(cards)} are shown, different ones first, with the difference marked."
+        f"prompts have different ones. {len(cards)} are shown, different ones first."
     )
     return [Section("samples", "Last responses", (note,), (), (element("div", "".join(cards), class_="cards"),))]
-
-
-def marked(a: str, b: str) -> tuple[str, str]:
-    """Both texts as HTML, what only one of them has in a `mark`."""
-    shown: tuple[list[str], list[str]] = ([], [])
-    for kind, *spans in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
-        for parts, text, (start, end) in zip(shown, (a, b), (spans[:2], spans[2:]), strict=True):
-            if start < end:
-                parts.append(escape(text[start:end]) if kind == "equal" else element("mark", escape(text[start:end])))
-    return "".join(shown[0]), "".join(shown[1])
 
 
 def runs_below(folder: Path) -> list[Path]:

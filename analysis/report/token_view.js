@@ -8,7 +8,7 @@
   const at = (id) => document.getElementById(id);
   const data = JSON.parse(at("token-data").textContent);
   const view = {
-    root: at("token-view"), column: at("tv-column"), words: at("tv-words"), iteration: at("tv-iteration"),
+    root: at("token-view"), column: at("tv-column"), iteration: at("tv-iteration"),
     sequence: at("tv-sequence"), about: at("tv-about"), prompt: at("tv-prompt"), answer: at("tv-answer"),
     legend: at("tv-legend"), tokens: at("tv-tokens"), detail: at("tv-detail"), jumps: at("tv-jumps"),
   };
@@ -59,29 +59,8 @@
     return levelName(column, size > 0 ? level : -level);
   }
 
-  function ofWord(column, values) {
-    if (column.word === "none") return [...new Set(values.filter((v) => v !== null && v !== "none"))].join(", ") || "none";
-    const numbers = values.filter((v) => typeof v === "number");
-    if (numbers.length !== values.length) return null;
-    if (column.word === "product") return numbers.reduce((a, b) => a * b, 1);
-    const sum = numbers.reduce((a, b) => a + b, 0);
-    return column.word === "sum" ? sum : sum / numbers.length;
-  }
-
-  // tokens shown as one: a word, or the token alone
-  function members(response, i) {
-    if (!view.words.checked) return [i];
-    const word = response.words[i];
-    let first = i;
-    let last = i;
-    while (first > 0 && response.words[first - 1] === word) first -= 1;
-    while (last + 1 < response.words.length && response.words[last + 1] === word) last += 1;
-    return Array.from({ length: last - first + 1 }, (_, k) => first + k);
-  }
-
-  function value(response, column, indices) {
-    const values = indices.map((i) => (response.columns[column.key] || [])[i] ?? null);
-    return values.length === 1 ? values[0] : ofWord(column, values);
+  function value(response, column, i) {
+    return (response.columns[column.key] || [])[i] ?? null;
   }
 
   function column() {
@@ -91,15 +70,8 @@
   function paint() {
     const response = data.responses[state.response];
     const chosen = column();
-    let members_ = [];
-    let name = "";
     state.spans.forEach((span, i) => {
-      if (!members_.includes(i)) {
-        members_ = members(response, i);
-        const found = value(response, chosen, members_);
-        // of several flags in a word the first one colours it
-        name = shade(chosen, typeof found === "string" && chosen.scale === "category" ? found.split(", ")[0] : found);
-      }
+      const name = shade(chosen, value(response, chosen, i));
       span.className = name ? "token " + name : "token";
       if (response.special[i]) span.classList.add("special");
     });
@@ -136,14 +108,8 @@
 
   function detail(i) {
     const response = data.responses[state.response];
-    const indices = members(response, i);
-    const rows = [["text", indices.map((k) => shown(response, k)).join("|")]];
-    rows.push(indices.length > 1 ? ["tokens", indices[0] + " to " + indices[indices.length - 1]] : ["position", i]);
-    rows.push(["token id", indices.map((k) => response.ids[k]).join(" ")]);
-    for (const each of data.columns) {
-      const how = indices.length > 1 && each.word !== "none" ? " (" + each.word + ")" : "";
-      rows.push([each.label + how, say(value(response, each, indices)), each.unit, each === column()]);
-    }
+    const rows = [["text", shown(response, i)], ["position", i], ["token id", response.ids[i]]];
+    for (const each of data.columns) rows.push([each.label, say(value(response, each, i)), each.unit, each === column()]);
     const body = rows.map(([name, text, unit, strong]) => {
       const row = make("tr", undefined, strong ? "chosen" : "");
       const head = make("th", unit ? name + " [" + unit + "]" : name);
@@ -173,7 +139,6 @@
   function draw() {
     const response = data.responses[state.response];
     const pieces = document.createDocumentFragment();
-    let word = null;
     state.spans = response.texts.map((text, i) => {
       const span = make("bdi", shown(response, i), "token");
       span.dir = "auto";
@@ -181,17 +146,8 @@
       span.dataset.i = i;
       span.setAttribute("role", "option");
       span.setAttribute("aria-selected", "false");
-      if (view.words.checked) {
-        if (word === null || response.words[i] !== response.words[i - 1]) {
-          word = make("span", undefined, "word");
-          word.setAttribute("role", "group");
-          pieces.append(word);
-        }
-        word.append(span);
-      } else {
-        pieces.append(span);
-      }
-      if (text.includes("\n")) (word || pieces).append(make("br"));
+      pieces.append(span);
+      if (text.includes("\n")) pieces.append(make("br"));
       return span;
     });
     view.tokens.replaceChildren(pieces);
@@ -272,7 +228,6 @@
     const first = limit("delta") === 0 && limit("advantages") > 0 ? "advantages" : data.columns[0].key;
     fill(view.column, data.columns.map((c) => [c.key, c.label]), first);
     view.column.addEventListener("change", paint);
-    view.words.addEventListener("change", draw);
     view.iteration.addEventListener("change", () =>
       show(data.responses.findIndex((r) => String(r.iteration) === view.iteration.value)));
     view.sequence.addEventListener("change", () => show(Number(view.sequence.value)));

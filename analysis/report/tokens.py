@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from analysis.report.counts import deltas, special_tokens
-from analysis.report.markup import element, number, table
+from analysis.report.markup import element, number
 from analysis.report.page import Section, scrolled
 from analysis.report.scan import token_rows
 from ppo_repro.records import reader
@@ -21,7 +21,6 @@ from ppo_repro.records import reader
 # above this the page would be slow to open
 MAX_TOKENS = 100_000
 DIGITS = 6
-SHOWN_CHARACTERS = 160
 
 NULLABLE = ("values", "returns", "ratio_")
 
@@ -36,32 +35,29 @@ REASONS = {
 class TokenColumn:
     """A column of the token view. scale: diverging (about 0), sequential (0 and up), negative (0 and down),
     ratio (about 1) or category.
-
-    `word` is how the value of a word follows from those of its tokens: sum, mean, product, or none.
     """
 
     key: str
     label: str
     unit: str
     scale: str
-    word: str
 
 
 TOKEN_COLUMNS = (
-    TokenColumn("delta", "mismatch, old - rollout log-prob", "nats", "diverging", "sum"),
-    TokenColumn("rollout_logprobs", "rollout log-prob", "nats", "negative", "sum"),
-    TokenColumn("old_logprobs", "old log-prob", "nats", "negative", "sum"),
-    TokenColumn("ref_logprobs", "reference log-prob", "nats", "negative", "sum"),
-    TokenColumn("ref_kl", "KL(policy || reference), exact", "nats", "sequential", "sum"),
-    TokenColumn("entropies", "entropy", "nats", "sequential", "sum"),
-    TokenColumn("kl_penalties", "KL penalty", "reward", "diverging", "sum"),
-    TokenColumn("rewards", "reward", "reward", "diverging", "sum"),
-    TokenColumn("advantages", "advantage", "", "diverging", "mean"),
-    TokenColumn("values", "value", "reward", "diverging", "mean"),
-    TokenColumn("returns", "return", "reward", "diverging", "mean"),
+    TokenColumn("delta", "mismatch, old - rollout log-prob", "nats", "diverging"),
+    TokenColumn("rollout_logprobs", "rollout log-prob", "nats", "negative"),
+    TokenColumn("old_logprobs", "old log-prob", "nats", "negative"),
+    TokenColumn("ref_logprobs", "reference log-prob", "nats", "negative"),
+    TokenColumn("ref_kl", "KL(policy || reference), exact", "nats", "sequential"),
+    TokenColumn("entropies", "entropy", "nats", "sequential"),
+    TokenColumn("kl_penalties", "KL penalty", "reward", "diverging"),
+    TokenColumn("rewards", "reward", "reward", "diverging"),
+    TokenColumn("advantages", "advantage", "", "diverging"),
+    TokenColumn("values", "value", "reward", "diverging"),
+    TokenColumn("returns", "return", "reward", "diverging"),
 )
 _READ = [
-    "iteration", "sequence", "position", "token_id", "char_start", "char_end", "word_id", "sub_idx",
+    "iteration", "sequence", "position", "token_id", "char_start", "char_end", "word_id",
     *(column.key for column in TOKEN_COLUMNS if column.key != "delta"),
 ]  # fmt: skip
 _READ_SEQUENCES = ["iteration", "sequence", "prompt", "response", "answer", "scores", "finish_reason"]
@@ -114,14 +110,14 @@ def token_data(run_dir: Path, selected: pd.DataFrame) -> dict[str, Any]:
     epochs = max((response.pop("epochs") for response in responses), default=0)
     columns = [*TOKEN_COLUMNS]
     for epoch in range(epochs):
-        columns.append(TokenColumn(f"ratio_{epoch}", f"ratio, epoch {epoch}", "", "ratio", "product"))
-        columns.append(TokenColumn(f"flag_{epoch}", f"clip flag, epoch {epoch}", "", "category", "none"))
+        columns.append(TokenColumn(f"ratio_{epoch}", f"ratio, epoch {epoch}", "", "ratio"))
+        columns.append(TokenColumn(f"flag_{epoch}", f"clip flag, epoch {epoch}", "", "category"))
     described = []
     for column in columns:
         values = [value for response in responses for value in response["columns"].get(column.key, [])]
         if any(value is not None for value in values):
             about = {"key": column.key, "label": column.label, "unit": column.unit, "scale": column.scale}
-            described.append({**about, "word": column.word, "limit": _limit(column.scale, values)})
+            described.append({**about, "limit": _limit(column.scale, values)})
     return {"columns": described, "reasons": REASONS, "responses": responses}
 
 
@@ -168,7 +164,7 @@ def _response(row: dict[Hashable, Any], tokens: pd.DataFrame) -> dict[str, Any]:
         "score": _number(float(row["scores"])), "finish": str(row["finish_reason"]),
         "max_abs_delta": _number(float(row["max_abs_delta"])), "clipped": int(row["clipped"]),
         "ids": tokens["token_id"].tolist(), "texts": [text[start:end] for start, end in spans],
-        "special": tokens["special"].astype(int).tolist(), "words": tokens["word_id"].tolist(), "columns": columns,
+        "special": tokens["special"].astype(int).tolist(), "columns": columns,
     }  # fmt: skip
 
 
@@ -201,7 +197,7 @@ def _limit(scale: str, values: list[Any]) -> float:
 
 
 def token_section(view: dict[str, Any], recorded: int) -> Section:
-    """Controls, token area, the values of one token, and the responses as a table that needs no script.
+    """Controls, token area and the values of one token.
 
     `recorded` is how many responses the run has.
     """
@@ -210,7 +206,6 @@ def token_section(view: dict[str, Any], recorded: int) -> Section:
         + _labelled("Sequence", "tv-sequence")
         + element("button", "◀ Previous", type="button", id="tv-previous")
         + element("button", "Next ▶", type="button", id="tv-next")
-        + element("label", '<input type="checkbox" id="tv-words" /> whole words', for_="tv-words")
     )  # fmt: skip
     texts = element("dt", "Prompt") + element("dd", element("bdi", id="tv-prompt", dir="auto"))
     texts += element("dt", "Answer") + element("dd", element("bdi", id="tv-answer", dir="auto"))
@@ -233,31 +228,15 @@ def token_section(view: dict[str, Any], recorded: int) -> Section:
         hidden=True,
     )
     needs = element("noscript", element("p", "The token view needs the script inside this page."))
-    rows = [
-        {
-            "iteration": response["iteration"], "sequence": response["sequence"],
-            "why": ", ".join(REASONS[reason] for reason in response["why"]),
-            "prompt": _short(response["prompt"]), "response": _short(response["response"]),
-            "score": response["score"], "largest |delta| (nats)": response["max_abs_delta"],
-            "clipped updates": response["clipped"],
-        }
-        for response in view["responses"]
-    ]  # fmt: skip
-    listed = scrolled(table(pd.DataFrame(rows), "Responses in the token view", limit=len(rows)))
-    shown = element("details", element("summary", "The responses shown here") + listed)
+    shown = number(len(view["responses"]))
     note = (
-        f"{number(len(rows))} of {number(recorded)} responses: in turn those with the largest |old - rollout| "
-        "difference, the most clipped token updates, the best score, the worst score (the latest first), and the first "
+        f"{shown} of {number(recorded)} responses: in turn those with the largest |old - rollout| difference, the most "
+        "clipped token updates, the best score, the worst score (the latest first), and the first "
         f"responses of the first and of the last iteration; at most {number(MAX_TOKENS)} tokens. --responses N "
         "chooses another number."
     )
-    return Section("tokens", "Tokens", (note,), (), (needs, area, shown))
+    return Section("tokens", "Tokens", (note,), (), (needs, area))
 
 
 def _labelled(text: str, target: str) -> str:
     return element("span", element("label", text, for_=target) + element("select", id=target), class_="control")
-
-
-def _short(text: str) -> str:
-    hidden = len(text) - SHOWN_CHARACTERS
-    return text if hidden <= 0 else f"{text[:SHOWN_CHARACTERS]} … ({number(hidden)} more characters)"

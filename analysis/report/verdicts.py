@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pandas as pd
 
@@ -116,30 +115,19 @@ def state(facts: Facts) -> list[Verdict]:
 
 def on_purpose(config: RunConfig) -> list[Verdict]:
     """A sentence for each cause of mismatch that the run was given on purpose."""
-    verdicts = [*_rounded_on_purpose(config), *_faults_on_purpose(config)]
-    sigma = config.rollout.mismatch_sigma
-    if sigma is not None:
-        verdicts.append(Verdict("fact", f"The sampler was disturbed on purpose: rollout.mismatch_sigma = {sigma:g}."))
-    return verdicts
-
-
-def _rounded_on_purpose(config: RunConfig) -> Iterator[Verdict]:
-    """A sentence if the sampler rounds numbers to other formats."""
-    stock = config.mismatch.sampler.stock
-    if stock is not None:
-        yield Verdict("fact", f"The sampler was torch's own forward pass on purpose: mismatch.sampler.stock = {stock}.")
-    formats = {k: v for k, v in config.mismatch.sampler.precision.model_dump().items() if v != "float32"}
+    sampler, trainer = config.mismatch.sampler, config.mismatch.trainer
+    said = []
+    if sampler.stock is not None:
+        said.append(f"The sampler was torch's own forward pass on purpose: mismatch.sampler.stock = {sampler.stock}.")
+    formats = [f"{name} {value}" for name, value in sampler.precision.model_dump().items() if value != "float32"]
     if formats:
-        named = ", ".join(f"{name} {value}" for name, value in formats.items())
-        yield Verdict("fact", f"The sampler was rounded on purpose: mismatch.sampler.precision = {named}.")
-
-
-def _faults_on_purpose(config: RunConfig) -> Iterator[Verdict]:
-    """A sentence for each fault of sampler or trainer that the run was given."""
-    sides = (("sampler", config.mismatch.sampler, SamplerFaults), ("trainer", config.mismatch.trainer, TrainerFaults))
-    for side, section, faults in sides:
+        said.append(f"The sampler was rounded on purpose: mismatch.sampler.precision = {', '.join(formats)}.")
+    for side, section, faults in (("sampler", sampler, SamplerFaults), ("trainer", trainer, TrainerFaults)):
         for name, field in faults.model_fields.items():
-            value = getattr(section, name)
-            if value != field.default:
-                recorded = section.model_dump(mode="json")[name]
-                yield Verdict("fact", f"A fault on purpose: mismatch.{side}.{name} = {json.dumps(recorded)}.")
+            if getattr(section, name) != field.default:
+                value = json.dumps(section.model_dump(mode="json")[name])
+                said.append(f"A fault on purpose: mismatch.{side}.{name} = {value}.")
+    if config.rollout.mismatch_sigma is not None:
+        sigma = f"rollout.mismatch_sigma = {config.rollout.mismatch_sigma:g}"
+        said.append(f"The sampler was disturbed on purpose: {sigma}.")
+    return [Verdict("fact", text) for text in said]

@@ -21,14 +21,15 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from ppo_repro.commands.progress import ConsoleProgress
-from ppo_repro.config.control import NetworkConfig, load_control_config
+from ppo_repro.config.control import NetworkConfig
+from ppo_repro.config.files import load_control_config
 from ppo_repro.control.environments import make_environments
 from ppo_repro.control.kind import ControlKind
 from ppo_repro.control.networks import Agent
 from ppo_repro.control.summary import ControlSummary, summarise
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.runs.run import run
+from ppo_repro.watcher import Watcher
 
 HERE = Path(__file__).resolve().parent
 SETTINGS = HERE / "lecture_cartpole.yaml"
@@ -86,8 +87,7 @@ def run_as_printed(seed: int = 0, episodes: int = 300, max_steps: int = 500, upd
 
 def run_config(path: Path, out: Path) -> ControlSummary:
     """Run one of our configurations."""
-    with ConsoleProgress() as watcher:
-        run_dir, seconds = run(ControlKind(watcher), load_control_config(path), out)
+    run_dir, seconds = run(ControlKind(Watcher()), load_control_config(path), out)
     return summarise(run_dir, seconds)
 
 

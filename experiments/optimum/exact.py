@@ -27,7 +27,7 @@ from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.records.config_file import load_recorded_config
-from ppo_repro.records.contents import final_folder
+from ppo_repro.records.contents import FINAL
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.tasks.tokenizer import decode
 from ppo_repro.tasks.user_code import Texts, numbers
@@ -125,7 +125,7 @@ def read(run_dir: Path, beta: float | None = None) -> list[Distance]:
     """The distances of a recorded run's final policy, for another beta or (None) the run's own."""
     config = load_recorded_config(run_dir)
     prepared = prepare(config, lambda step, total, loss: None)
-    source, _ = load_folder(final_folder(run_dir))
+    source, _ = load_folder(run_dir / FINAL)
     policy = make_policy(source, config.numerics.mode, config.numerics.max_context)
     assert isinstance(config.kl, KLInReward)
     return distances(config, prepared, policy, config.kl.kl_coef if beta is None else beta)

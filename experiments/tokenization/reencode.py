@@ -31,7 +31,7 @@ from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
-from ppo_repro.records.contents import reference_folder
+from ppo_repro.records.contents import REFERENCE
 from ppo_repro.runs.environment import check_inputs
 from ppo_repro.runs.prepare import prepare
 
@@ -65,7 +65,7 @@ def start_model(run_dir: Path, config: RunConfig) -> PreTrainedModel:
     """
     manifest = reader.open_manifest(run_dir)
     check_inputs(manifest.inputs)
-    folder = reference_folder(run_dir)
+    folder = run_dir / REFERENCE
     state = prepare(config, lambda step, total, loss: None, folder if folder.is_dir() else None).state
     digest, recorded = weights_digest(state.reference.named_parameters()), manifest.final.get("initial_policy_digest")
     if digest != recorded:

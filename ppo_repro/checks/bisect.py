@@ -27,7 +27,7 @@ from ppo_repro.models.networks import freeze
 from ppo_repro.numerics.families import head_of
 from ppo_repro.records.bisect import write
 from ppo_repro.records.config_file import load_recorded_config
-from ppo_repro.records.contents import final_folder, unequal_folder
+from ppo_repro.records.contents import FINAL, UNEQUAL
 from ppo_repro.rollout.engine import Request
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.prepare import prepare
@@ -204,12 +204,12 @@ def _source(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Path | Non
     if overrides:
         raise UserError(f"--set {overrides[0]}: {path} is a recorded run; --set goes with a configuration only")
     config = load_recorded_config(path)  # first: it says so where the folder is no run
-    if final_folder(path).is_dir():
-        return config, final_folder(path), None
+    if (path / FINAL).is_dir():
+        return config, path / FINAL, None
     response = first_unequal(path)
     if response is None:
         raise UserError(f"{path}: has no checkpoints/final; finish it with `ppo-repro resume {path}`")
-    return config, unequal_folder(path), response
+    return config, path / UNEQUAL, response
 
 
 def bisect(path: Path, overrides: Sequence[str], out: Path) -> Bisection:

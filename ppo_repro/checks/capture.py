@@ -22,7 +22,7 @@ from ppo_repro.numerics.native import NativeNetwork, SlotCache
 from ppo_repro.numerics.network import Cache, network_of
 from ppo_repro.numerics.rows import Ragged, index
 from ppo_repro.numerics.token_statistics import expand_kept, token_statistics, top_logits
-from ppo_repro.rollout.engine import Completion, Request, Sampling
+from ppo_repro.rollout.engine import Completion, Dialogue, Request, Sampling
 from ppo_repro.rollout.torch_engine import Drawn, PrefixIndex, TorchEngine, _Active
 
 STRIDE = 1 << 32  # a token's key is sequence * STRIDE + position
@@ -179,7 +179,7 @@ class Replay(TorchEngine):
             item.add(token, drawn, row)
             self.logits[item.index].append(found[row])
 
-    def _finish_reason(self, item: _Active, sampling: Sampling) -> str:
+    def _finish_reason(self, item: _Active, sampling: Sampling, dialogue: Dialogue | None) -> str:
         known = self.completions[item.index]
         return known.finish_reason if len(item.tokens) == len(known.response_ids) else ""
 

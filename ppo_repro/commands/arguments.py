@@ -110,10 +110,6 @@ def _add_starting(add: _Adder) -> None:
         if command in (run_command, control_command, dpo_command):
             _add_track(configured)
             _add_tensorboard(configured)
-        if command is run_command:
-            configured.add_argument(
-                "--profile", action="store_true", help="measure the machine first; say which share of it each phase got"
-            )
         if command in (run_command, control_command, dpo_command):
             _add_out(configured)
 

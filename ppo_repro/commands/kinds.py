@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppo_repro.config.kinds import CONTROL, DPO
+from ppo_repro.config.files import CONTROL, DPO
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
 from ppo_repro.runs.summary import LANGUAGE_RUNS, SummaryKind

@@ -12,7 +12,7 @@ from ppo_repro.tracking import copies as tracked
 from ppo_repro.tracking.analysis_home import report_writer
 
 if TYPE_CHECKING:
-    from ppo_repro.runs.diff import Difference
+    from ppo_repro.records.diff import Difference
 
 
 def replay_command(arguments: argparse.Namespace) -> int:
@@ -65,7 +65,7 @@ def show_command(arguments: argparse.Namespace) -> int:
 def diff_command(arguments: argparse.Namespace) -> int:
     """Compare two recorded runs bit by bit; exit 1 at a difference."""
     say(f"{arguments.a} beside {arguments.b}, bit by bit")
-    from ppo_repro.runs.diff import first_difference
+    from ppo_repro.records.diff import first_difference
 
     return report_difference(first_difference(arguments.a, arguments.b), arguments.json, "identical")
 

@@ -90,8 +90,6 @@ def run_command(arguments: argparse.Namespace) -> int:
     clock = Clock()
     other = command_of(read_tree(arguments.config, set_fields))
     if other in ("control", "dpo"):
-        if arguments.profile:
-            raise UserError(f"--profile: {arguments.config} is a file for `{other}`, which has no such option")
         return control_command(arguments) if other == "control" else dpo_command(arguments)
     config = load_config(arguments.config, set_fields)
     folder = run_folder(config, arguments.out)
@@ -104,10 +102,10 @@ def run_command(arguments: argparse.Namespace) -> int:
         uri, events = (arguments.track, arguments.tensorboard) if ranks.is_first else (None, None)
         with within_memory(config, ranks.size), followed(folder, uri, events) as copies:
             clock.lap("start")
-            run_dir, _ = run(LanguageKind(watcher, ranks, arguments.profile), config, arguments.out, clock)
+            run_dir, _ = run(LanguageKind(watcher, ranks), config, arguments.out, clock)
         clock.lap("tracking" if arguments.track or arguments.tensorboard else OTHER)
     if ranks.is_first:
-        _report_run(run_dir, clock.with_total(), arguments.json, arguments.profile, copies)
+        _report_run(run_dir, clock.with_total(), arguments.json, copies)
     return 0
 
 
@@ -122,7 +120,7 @@ def _look(config: RunConfig, run_dir: Path) -> None:
 
 def control_command(arguments: argparse.Namespace) -> int:
     """Run PPO on a Gymnasium environment, record every buffer, print a summary."""
-    from ppo_repro.config.control import load_control_config
+    from ppo_repro.config.files import load_control_config
 
     config = load_control_config(arguments.config, overrides(arguments))
 
@@ -196,21 +194,18 @@ def _report_run(
     run_dir: Path,
     seconds: dict[str, float] | None,
     as_json: bool,
-    with_profile: bool = False,
     copies: Followers | None = None,
 ) -> None:
     """Print what a complete run did; `seconds` by phase where they are known better than from the records."""
     from ppo_repro.commands.kinds import kind_of
-    from ppo_repro.runs.summary import profile, profile_lines, speeds
+    from ppo_repro.runs.summary import speeds
 
     kind = kind_of(run_dir).summary
     summary = kind.summarise(run_dir, seconds)
     if as_json:
-        profiled = {"profile": dataclasses.asdict(profile(run_dir))} if with_profile else {}
-        print_json({**dataclasses.asdict(summary), **profiled, **(copies.fields if copies else {})})
+        print_json({**dataclasses.asdict(summary), **(copies.fields if copies else {})})
         return
-    measured = profile_lines(profile(run_dir)) if with_profile else []
-    tell("\n".join([*kind.verdicts(summary), *speeds(summary, kind.unit), *measured]))
+    tell("\n".join([*kind.verdicts(summary), *speeds(summary, kind.unit)]))
     tell(f"fingerprint {summary.fingerprint}")
     tell(f"records     {run_dir}")
     policy = run_dir / "checkpoints" / "final"

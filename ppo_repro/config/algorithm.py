@@ -10,7 +10,17 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from ppo_repro.config.objectives import ClipObjective, ImportanceWeights, Objective, Rejection
-from ppo_repro.config.section import Count, Fraction, Index, NonNegative, Positive, Section, Whitening, with_usual
+from ppo_repro.config.section import (
+    BelowOne,
+    Count,
+    Fraction,
+    Index,
+    NonNegative,
+    Positive,
+    Section,
+    Whitening,
+    with_usual,
+)
 
 
 class GaeAdvantages(Section):
@@ -56,35 +66,28 @@ class LoraConfig(Section):
     )
 
 
-class SeparateValue(Section):
+class PredictedValue(Section):
+    """How any value model is trained."""
+
+    clip_range: Positive | None = Field(0.2, description="Clip range around the old prediction; null: squared error.")
+    normalize_returns: bool = Field(False, description="Predict returns by running mean and standard deviation.")
+
+
+class SeparateValue(PredictedValue):
     """A value model with a trunk and an optimizer of its own."""
 
     kind: Literal["separate"] = Field("separate", description="Train a value model of its own.")
     init: Literal["policy", "reward_model"] = Field("policy", description="What its trunk starts as.")
     learning_rate: NonNegative = Field(description="AdamW learning rate.")
     epochs: Count | None = Field(None, description="Passes over each rollout; null: as many as ppo.epochs.")
-    clip_range: Positive | None = Field(
-        0.2, description="Clip range of the value around its old prediction; null: plain squared error."
-    )
-    normalize_returns: bool = Field(
-        False, description="Predict returns in units of their running mean and standard deviation."
-    )
-    lora: LoraConfig | None = Field(
-        None, description="Train its head and low-rank adapters instead of all weights; null: all weights."
-    )
+    lora: LoraConfig | None = Field(None, description="Train its head and low-rank adapters; null: all weights.")
 
 
-class ValueHead(Section):
+class ValueHead(PredictedValue):
     """A scalar head on the policy's trunk, trained in the same step."""
 
     kind: Literal["head"] = Field(description="Put the value on the policy's trunk.")
     value_coef: Positive = Field(0.1, description="Weight of the value loss beside the policy's.")
-    clip_range: Positive | None = Field(
-        0.2, description="Clip range of the value around its old prediction; null: plain squared error."
-    )
-    normalize_returns: bool = Field(
-        False, description="Predict returns in units of their running mean and standard deviation."
-    )
 
 
 class NoValue(Section):
@@ -162,18 +165,16 @@ class PPOConfig(Section):
     )
     objective: Objective = Field(ClipObjective(), description="What is maximised.")
     importance_weights: ImportanceWeights | None = Field(
-        None, description="Weights against a sampler that differs from the policy; null: none."
+        None, description="Weights against a sampler's mismatch; null: none."
     )
     rejection: Annotated[tuple[Rejection, ...], Field(strict=False)] = Field(
-        (),
-        description="Tokens and responses that get weight 0: those that any entry rejects. [] for none.",
+        (), description="Tokens and responses that get weight 0: those that any entry rejects. [] for none."
     )
     rejected_tokens: Literal["counted", "left_out"] = Field(
-        "counted",
-        description="A token of weight 0 stays in means and in its other losses, or is left out of every loss.",
+        "counted", description="A token of weight 0 stays in means and its other losses, or is left out of every loss."
     )
     replay_routes: bool = Field(
-        False, description="In training tokens take the experts that the sampler's routers chose, in every step."
+        False, description="Train with the experts that the sampler's routers chose, in every step."
     )
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = Field(
         "token_mean",
@@ -189,7 +190,7 @@ class PPOConfig(Section):
         "constant", description="How learning rates fall, to 0 after the last iteration."
     )
     warmup_iterations: Index = Field(0, description="Iterations over which learning rates rise at the start.")
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="AdamW second-moment decay.")
+    adam_beta2: BelowOne = Field(0.95, description="AdamW second-moment decay.")
     adam_eps: Positive = Field(1e-8, description="AdamW denominator offset.")
     weight_decay: NonNegative = Field(0.0, description="AdamW decoupled weight decay.")
     max_grad_norm: Positive = Field(1.0, description="Gradients are scaled down to this global norm.")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ppo_repro.config.files import read_tree_for, validated
-from ppo_repro.config.records import RecordsConfig
+from ppo_repro.config.layout import RecordsConfig
 from ppo_repro.config.section import (
     Count,
     Experiment,
     Fraction,
     Index,
     NonNegative,
+    NumericsMode,
     Positive,
     Section,
     Threads,
@@ -55,7 +53,7 @@ class ControlPPOConfig(Section):
     gamma: Fraction = Field(0.99, description="Discount per step.")
     gae_lambda: Fraction = Field(0.95, description="GAE trace decay.")
     bootstrap_truncated: bool = Field(
-        True, description="Where a time limit ended an episode, go on with the value of its last state instead of 0."
+        True, description="Add the last state's value where a time limit ended an episode."
     )
     whiten_advantages: Literal["minibatch", "iteration", "none"] = Field(
         "minibatch", description="Over which steps advantages are shifted and scaled to mean 0, variance 1."
@@ -72,15 +70,6 @@ class ControlEvaluationConfig(Section):
     episodes: Index = Field(20, description="Episodes played each time; 0 for none.")
 
 
-class ControlNumericsConfig(Section):
-    """How numbers are computed."""
-
-    mode: Literal["deterministic", "native"] = Field(
-        "deterministic",
-        description="`deterministic`: one written order for every sum, so layout cannot matter; `native`: stock torch.",
-    )
-
-
 class ControlLayoutConfig(Section):
     """How the work is cut up. In exact numerics nothing here can change a result."""
 
@@ -95,7 +84,7 @@ class ControlConfig(Experiment):
     network: NetworkConfig = NetworkConfig()
     ppo: ControlPPOConfig
     evaluation: ControlEvaluationConfig = ControlEvaluationConfig()
-    numerics: ControlNumericsConfig = ControlNumericsConfig()
+    numerics: NumericsMode = NumericsMode()
     layout: ControlLayoutConfig = ControlLayoutConfig()
     records: RecordsConfig = RecordsConfig()
 
@@ -115,8 +104,3 @@ class ControlConfig(Experiment):
                 "of an iteration (environment.num_envs x environment.steps_per_env)"
             )
         return self
-
-
-def load_control_config(path: Path, overrides: Sequence[str] = ()) -> ControlConfig:
-    """Read a YAML configuration and apply `a.b=c` overrides; raises UserError on anything wrong."""
-    return validated(ControlConfig, read_tree_for("control", path, overrides), str(path))

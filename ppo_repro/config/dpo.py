@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
@@ -15,9 +14,7 @@ from ppo_repro.config.section import Count, Experiment, NonNegative, PathText, P
 class DPOUpdate(Section):
     """The DPO update."""
 
-    beta: Positive = Field(
-        0.1, description="Weight of the implicit KL penalty: a large one stays close to the reference."
-    )
+    beta: Positive = Field(0.1, description="Weight of the implicit KL penalty; large: close to the reference.")
     epochs: Count = Field(1, description="Passes over the pairs.")
     minibatch_size: Count = Field(description="Pairs per optimizer step; the last step of an epoch may have fewer.")
     learning_rate: NonNegative = Field(description="AdamW learning rate of the policy.")
@@ -33,7 +30,7 @@ class DPOConfig(Experiment):
 
     run: PathText | None = Field(None, description="Folder of the recorded run; null: `model` and `pairs`.")
     pairs: PathText | None = Field(
-        None, description="JSON Lines with `prompt`, `chosen`, `rejected`; null: the responses of the run."
+        None, description="Lines with `prompt`, `chosen`, `rejected`; null: the run's responses."
     )
     model: ModelFolder | None = Field(None, description="The model to train, where there is no run.")
     chat_template: bool = Field(False, description="Render the prompts of `pairs` with the tokenizer's chat template.")
@@ -56,9 +53,3 @@ class DPOConfig(Experiment):
     def iterations(self) -> int:
         """An iteration is an epoch."""
         return self.dpo.epochs
-
-    def with_absolute_paths(self) -> DPOConfig:
-        """The configuration with absolute paths: a recorded one must not depend on the current directory."""
-        paths = {name: str(Path(path).absolute()) for name in ("run", "pairs") if (path := getattr(self, name))}
-        model = self.model and self.model.model_copy(update={"path": str(Path(self.model.path).absolute())})
-        return self.model_copy(update={**paths, "model": model})

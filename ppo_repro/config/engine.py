@@ -12,23 +12,10 @@ from ppo_repro.output import is_secret_option
 
 # flags of a server that follow from the rest of the configuration, or that its checks rely on
 OWN_ARGUMENTS = (
-    "--model-path",
-    "--model",
-    "--host",
-    "--port",
-    "--device",
-    "--enable-deterministic-inference",
-    "--skip-tokenizer-init",
-    "--sleep-on-idle",
-    "--context-length",
-    "--max-running-requests",
-    "--chunked-prefill-size",
-    "--disable-radix-cache",
-    "--enable-return-routed-experts",
-    "--weight-version",
-    "--api-key",
+    *("--model-path", "--model", "--host", "--port", "--device", "--enable-deterministic-inference", "--config"),
+    *("--skip-tokenizer-init", "--sleep-on-idle", "--context-length", "--max-running-requests", "--weight-version"),
+    *("--chunked-prefill-size", "--disable-radix-cache", "--enable-return-routed-experts", "--api-key"),
     "--admin-api-key",
-    "--config",
 )
 # what deterministic numerics are in SGLang; for others a user chooses them
 DETERMINISTIC_ARGUMENTS = ("--attention-backend", "--dtype", "--json-model-override-args", "--rl-on-policy-target")
@@ -56,11 +43,9 @@ class SGLangServers(Section):
     urls: Annotated[tuple[str, ...], Field(strict=False)] = Field(
         (), description="Servers that run already, such as http://127.0.0.1:30000; [] to start them here."
     )
-    python: PathText | None = Field(
-        None, description="Interpreter of the environment SGLang is installed in; null: this one."
-    )
+    python: PathText | None = Field(None, description="Interpreter of SGLang's environment; null: this one.")
     servers: Count = Field(
-        1, description="Servers to start; which one serves a request changes no bit of deterministic numerics."
+        1, description="Servers to start; which one answers changes no bit of deterministic numerics."
     )
     arguments: Annotated[tuple[str, ...], Field(strict=False)] = Field(
         (), description="More arguments for started servers, as on the command line of sglang.launch_server."
@@ -78,21 +63,14 @@ class SGLangServers(Section):
         return urls
 
     @model_validator(mode="after")
-    def _no_idle_field(self) -> Self:
-        if self.urls:
-            for name in OF_STARTED_SERVERS:
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(f"{name} is for servers the run starts; remove it, or remove urls")
-        return self
-
-    @model_validator(mode="after")
-    def _arguments_are_free(self) -> Self:
+    def _fits_the_servers(self) -> Self:
+        for name in OF_STARTED_SERVERS if self.urls else ():
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} is for servers the run starts; remove it, or remove urls")
         taken = (*OWN_ARGUMENTS, *(DETERMINISTIC_ARGUMENTS if self.numerics == "deterministic" else ()))
-        for argument in self.arguments:
-            if is_secret_option(argument):
-                name = argument.partition("=")[0]
+        for name in (argument.partition("=")[0] for argument in self.arguments):
+            if is_secret_option(name):
                 raise ValueError(f"arguments: {name} has a secret, which records would keep; remove it")
-            name = argument.partition("=")[0]
             # argparse takes every beginning of a name that is not ambiguous for the name
             hit = [own for own in taken if len(name) > 2 and own.startswith(name)] if name.startswith("--") else []
             if hit:
@@ -111,37 +89,35 @@ class RolloutConfig(Section):
 
     absent_at_default: ClassVar[frozenset[str]] = frozenset({"stop"})
 
-    prompts_per_iteration: Count = Field(
-        description="Prompts per iteration; a task with fewer gives some again."
-    )
+    prompts_per_iteration: Count = Field(description="Prompts per iteration; a task with fewer gives some again.")
     samples_per_prompt: Count = Field(description="Responses sampled for each prompt.")
     max_response_tokens: Count = Field(description="A response without an end token stops here.")
     temperature: Temperature = Field(1.0, description="Logits are divided by this, in sampling and in scoring.")
     top_k: Index = Field(0, description="Keep only the k likeliest tokens; 0 keeps all.")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="Keep the likeliest tokens up to this mass; 1 keeps all."
+        1.0, description="Keep the likeliest tokens of this mass; 1: all."
     )
     stop: Annotated[tuple[StopText, ...], Field(strict=False)] = Field(
         (), description="Texts that end a turn of the model like an end token; they stay part of it. [] for none."
     )
     mismatch_sigma: Positive | None = Field(
-        None,
-        description="For studies: the sampler alone sees logits / temperature plus noise of this standard deviation.",
+        None, description="For studies: the sampler alone sees logits / temperature plus noise of this deviation."
     )
     engine: BuiltInEngine | SGLangServers = Field(BuiltInEngine(), discriminator="kind")
 
     @model_validator(mode="after")
     def _engine_can(self) -> Self:
-        if isinstance(self.engine, SGLangServers):
-            cuts = [name for name, all_kept in (("top_k", 0), ("top_p", 1.0)) if getattr(self, name) != all_kept]
-            if cuts and self.engine.numerics == "stock":
+        if self.engine.kind == "torch":
+            return self
+        for name, all_kept in (("top_k", 0), ("top_p", 1)):
+            if self.engine.numerics == "stock" and getattr(self, name) != all_kept:
                 raise ValueError(
-                    f"engine.numerics = stock needs {cuts[0]} = {0 if cuts[0] == 'top_k' else 1}: SGLang's own "
-                    "log-probs are not those of the cut distribution"
+                    f"engine.numerics = stock needs {name} = {all_kept}: SGLang's own log-probs are not those of the "
+                    "cut distribution"
                 )
-            if self.top_k == 1:
-                raise ValueError("top_k must be 0 or above 1 with engine.kind = sglang, where 1 is greedy decoding")
-        if self.mismatch_sigma is not None and self.engine.kind == "sglang":
+        if self.top_k == 1:
+            raise ValueError("top_k must be 0 or above 1 with engine.kind = sglang, where 1 is greedy decoding")
+        if self.mismatch_sigma is not None:
             raise ValueError("mismatch_sigma needs engine.kind = torch, whose sampler adds the noise")
         return self
 

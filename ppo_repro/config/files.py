@@ -1,40 +1,143 @@
-"""Configurations from YAML and to YAML: numbers parse as numbers, every mistake is one line."""
+"""Configurations from YAML and to YAML: the three kinds of run, `--set`, paths that start at a file's folder."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.engine import RolloutConfig, SGLangServers
 from ppo_repro.config.mistakes import command_of, mistakes
-from ppo_repro.config.run import ModelFolder, RunConfig
+from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import Section
-from ppo_repro.config.tasks import JsonlTask, PythonTask
 from ppo_repro.config.yaml_text import MAX_DEPTH, parse_yaml, read_yaml, write_yaml
 from ppo_repro.errors import Mistakes, UserError
 
+Kind = Literal["language", "control", "dpo"]
+LANGUAGE: Final = "language"  # PPO on a language model
+CONTROL: Final = "control"  # PPO on Gymnasium environments
+DPO: Final = "dpo"  # DPO on preference pairs
+
 Model = TypeVar("Model", bound=BaseModel)
 SHIPPED = ("quickstart",)
+ENGINE_KIND = "rollout.engine.kind"
 _PACKAGE = Path(__file__).parent.parent
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
-    path, equals, text = override.partition("=")
-    if not equals or not path:
-        raise UserError(f"--set {override}: must be FIELD=VALUE, for example --set ppo.learning_rate=1e-4")
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML configuration and apply `a.b=c` overrides; raises UserError on anything wrong."""
+    return build_config(read_tree_for("run", path, overrides), str(path))
+
+
+def load_control_config(path: Path, overrides: Sequence[str] = ()) -> ControlConfig:
+    """`load_config` for a control configuration."""
+    return validated(ControlConfig, read_tree_for("control", path, overrides), str(path))
+
+
+def load_dpo_config(path: Path, overrides: Sequence[str] = ()) -> DPOConfig:
+    """`load_config` for a DPO configuration."""
+    return validated(DPOConfig, read_tree_for("dpo", path, overrides), str(path))
+
+
+def build_config(tree: Any, source: str) -> RunConfig:
+    """The configuration of a run from a parsed tree; raises UserError as `validated` does."""
+    return validated(RunConfig, tree, source)
+
+
+def build_config_of(kind: Kind, tree: Any, source: str) -> RunConfig | ControlConfig | DPOConfig:
+    """The configuration of a run of some kind from a parsed tree; raises UserError as `validated` does."""
+    models = {LANGUAGE: RunConfig, CONTROL: ControlConfig, DPO: DPOConfig}
+    return validated(models[kind], tree, source)
+
+
+def validated(model: type[Model], tree: Any, source: str) -> Model:
+    """A parsed tree as a model, with absolute paths: a recorded one must not depend on the current folder.
+
+    Raises UserError with a line for every mistake: field, value, what is allowed.
+    """
+    if not isinstance(tree, dict):
+        raise UserError(f"{source}: must be a mapping of fields, found {type(tree).__name__}")
+    from_folder(tree, Path.cwd())
     try:
-        value = parse_yaml(text)
-        if path == ENGINE_KIND:
-            # another engine has other fields, and a recorded run may be repeated with either
-            path, value = path.removesuffix(".kind"), _of_kind(tree, value)
-        set_field(tree, path, value)
-    except UserError as error:
-        raise UserError(f"--set {override}: {error}") from error
+        return model.model_validate(tree)
+    except ValidationError as error:
+        raise Mistakes([f"{source}: {line}" for line in mistakes(model, tree, error)]) from error
+
+
+def read_tree_for(command: str, path: Path, overrides: Sequence[str] = ()) -> Any:
+    """`read_tree` of a file that a command takes; UserError for a file of another command."""
+    tree = read_tree(path, overrides)
+    other = command_of(tree)
+    if other not in (None, command):
+        raise UserError(f"{path}: is a file for `ppo-repro {other}`; give it to that command")
+    return tree
+
+
+def read_tree(path: Path, overrides: Sequence[str] = ()) -> Any:
+    """Parse a YAML file and apply `a.b=c` overrides; raises UserError on anything wrong.
+
+    Relative paths in the file start at its folder, paths in overrides at the current folder.
+    """
+    tree = read_yaml(found(path))
+    from_folder(tree, path.parent)
+    if isinstance(tree, dict):
+        apply_overrides(tree, overrides)
+    return tree
+
+
+def found(path: Path) -> Path:
+    """The file of a configuration that comes with the package, such as `quickstart`; any other path as it is.
+
+    A file or folder of that name in the current directory comes first.
+    """
+    if str(path) not in SHIPPED or path.exists():
+        return path
+    # the wheel has them below the package, a checkout in experiments
+    installed = _PACKAGE / "configurations" / f"{path}.yaml"
+    return installed if installed.is_file() else _PACKAGE.parent / "experiments" / f"{path}.yaml"
+
+
+def from_folder(tree: Any, folder: Path) -> None:
+    """Let the relative paths in a parsed configuration start at a folder."""
+
+    def group(name: str, of: Any = tree) -> Any:
+        child = of.get(name) if isinstance(of, dict) else None
+        return child if isinstance(child, dict) else {}
+
+    terms = group("reward").get("terms")
+    engine = group("engine", group("rollout"))
+    fields = [(group("model"), "path"), (group("task"), "path"), (tree, "run"), (tree, "pairs")]
+    fields += [(term, name) for term in (terms if isinstance(terms, list) else ()) for name in ("path", "pairs")]
+    if "/" in str(engine.get("python")):  # else a name that is looked up on PATH
+        fields.append((engine, "python"))
+    for section, name in fields:
+        value = section.get(name) if isinstance(section, dict) else None
+        if isinstance(value, str) and value and "://" not in value:
+            section[name] = os.path.abspath(folder / value)
+
+
+def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Apply `a.b=c` overrides to a parsed configuration; Mistakes has a line for each wrong one."""
+    wrong = []
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals or not path:
+            wrong.append(f"--set {override}: must be FIELD=VALUE, for example --set ppo.learning_rate=1e-4")
+            continue
+        try:
+            value = parse_yaml(text)
+            if path == ENGINE_KIND:
+                # another engine has other fields, and a recorded run may be repeated with either
+                path, value = path.removesuffix(".kind"), _of_kind(tree, value)
+            set_field(tree, path, value)
+        except UserError as error:
+            wrong.append(f"--set {override}: {error}")
+    if wrong:
+        raise Mistakes(wrong)
 
 
 def _of_kind(tree: dict[str, Any], kind: Any) -> dict[str, Any]:
@@ -57,127 +160,6 @@ def set_field(tree: dict[str, Any], path: str, value: Any) -> None:
     node[leaf] = value
 
 
-def absolute_paths(config: RunConfig) -> RunConfig:
-    """The configuration with absolute paths: a recorded one must not depend on the current directory."""
-
-    def absolute(path: str) -> str:
-        return str(Path(path).absolute())
-
-    model, task, reward = config.model, config.task, config.reward
-    if isinstance(model, ModelFolder):
-        model = model.model_copy(update={"path": absolute(model.path)})
-    if isinstance(task, JsonlTask | PythonTask):
-        task = task.model_copy(update={"path": absolute(task.path)})
-    terms = tuple(
-        term.model_copy(update={n: absolute(p) for n in ("path", "pairs") if (p := getattr(term, n, None))})
-        for term in reward.terms
-    )
-    reward = reward.model_copy(update={"terms": terms})
-    changes = {"model": model, "task": task, "reward": reward, "rollout": _absolute_python(config.rollout)}
-    return config.model_copy(update=changes)
-
-
-def _absolute_python(rollout: RolloutConfig) -> RolloutConfig:
-    """SGLang's interpreter as an absolute path; a name without a folder is looked up on PATH."""
-    engine = rollout.engine
-    if not isinstance(engine, SGLangServers) or engine.python is None or "/" not in engine.python:
-        return rollout
-    python = str(Path(engine.python).absolute())
-    return rollout.model_copy(update={"engine": engine.model_copy(update={"python": python})})
-
-
-ENGINE_KIND = "rollout.engine.kind"
-
-
-def validated(kind: type[Model], tree: Any, source: str) -> Model:
-    """A parsed tree as a model; raises UserError with a line for every mistake: field, value, what is allowed."""
-    if not isinstance(tree, dict):
-        raise UserError(f"{source}: must be a mapping of fields, found {type(tree).__name__}")
-    try:
-        return kind.model_validate(tree)
-    except ValidationError as error:
-        raise Mistakes([f"{source}: {line}" for line in mistakes(kind, error)]) from error
-
-
-def build_config(tree: Any, source: str) -> RunConfig:
-    """The configuration of a run from a parsed tree; raises UserError as `validated` does."""
-    return validated(RunConfig, tree, source)
-
-
-def from_folder(tree: Any, folder: Path) -> None:
-    """Let the relative paths in a parsed configuration start at a folder."""
-
-    def group(name: str, of: Any = tree) -> Any:
-        child = of.get(name) if isinstance(of, dict) else None
-        return child if isinstance(child, dict) else {}
-
-    terms = group("reward").get("terms")
-    engine = group("engine", group("rollout"))
-    places = [(group("model"), "path"), (group("task"), "path"), (tree, "run"), (tree, "pairs")]
-    places += [(term, name) for term in (terms if isinstance(terms, list) else ()) for name in ("path", "pairs")]
-    if "/" in str(engine.get("python")):  # else a name that is looked up on PATH
-        places.append((engine, "python"))
-    for section, name in places:
-        value = section.get(name) if isinstance(section, dict) else None
-        if isinstance(value, str) and value and "://" not in value:
-            section[name] = os.path.abspath(folder / value)
-
-
-def read_tree(path: Path, overrides: Sequence[str] = ()) -> Any:
-    """Parse a YAML file and apply `a.b=c` overrides; raises UserError on anything wrong.
-
-    Relative paths in the file start at its folder, those of overrides at the current folder.
-    """
-    tree = read_yaml(found(path))
-    from_folder(tree, path.parent)
-    if isinstance(tree, dict):
-        apply_overrides(tree, overrides)
-    return tree
-
-
-def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Apply `a.b=c` overrides to a parsed configuration; Mistakes has a line for each wrong one."""
-    wrong = []
-    for override in overrides:
-        try:
-            _apply_override(tree, override)
-        except UserError as error:
-            wrong.append(str(error))
-    if wrong:
-        raise Mistakes(wrong)
-
-
-def read_tree_for(command: str, path: Path, overrides: Sequence[str] = ()) -> Any:
-    """`read_tree` of a file that a command takes; UserError where the fields are those of a file for another one."""
-    tree = read_tree(path, overrides)
-    other = command_of(tree)
-    if other not in (None, command):
-        raise UserError(f"{path}: is a file for `ppo-repro {other}`; give it to that command")
-    return tree
-
-
-def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML configuration and apply `a.b=c` overrides; raises UserError on anything wrong."""
-    return absolute_paths(build_config(read_tree_for("run", path, overrides), str(path)))
-
-
-def load_dpo_config(path: Path, overrides: Sequence[str] = ()) -> DPOConfig:
-    """`load_config` for a DPO configuration."""
-    return validated(DPOConfig, read_tree_for("dpo", path, overrides), str(path)).with_absolute_paths()
-
-
 def dump_yaml(config: Section) -> str:
     """The resolved configuration as YAML that reads back to an equal config."""
     return write_yaml(config.model_dump(mode="json"))
-
-
-def found(path: Path) -> Path:
-    """The file of a configuration that comes with the package and is asked for by its name alone, as `quickstart` is.
-
-    A file or folder of that name in the current directory comes first; any other path stays as it is.
-    """
-    if str(path) not in SHIPPED or path.exists():
-        return path
-    # the wheel has them below the package, a checkout in experiments
-    installed = _PACKAGE / "configurations" / f"{path}.yaml"
-    return installed if installed.is_file() else _PACKAGE.parent / "experiments" / f"{path}.yaml"

@@ -1,4 +1,4 @@
-"""How the work of a run is cut up: the `layout` section. In deterministic numerics nothing here changes a result."""
+"""What changes no result: `layout` cuts up the work, `records` and `checkpoints` say what is written down."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from ppo_repro.config.section import Count, Index, Section, Threads
+
+Level = Literal["lean", "full", "deep"]
+TOP_LOGITS = 16  # of each token at level deep
 
 
 class LayoutConfig(Section):
@@ -28,8 +31,31 @@ class LayoutConfig(Section):
         "cpu", description="What the models compute on; `cuda` is for native numerics and was never run on a card."
     )
     gradient_checkpointing: bool = Field(
-        False, description="Keep no activations inside decoder layers; compute them again in the backward pass."
+        False, description="Compute activations of decoder layers again in the backward pass."
     )
+
+
+class RecordsConfig(Section):
+    """How much of what a run computes is written down. Changes no result, no fingerprint and no digest."""
+
+    level: Level = Field(
+        "full",
+        description="`lean`: what reruns and published metrics need; `full`: every tensor of the loop; `deep`: largest "
+        "logits and gradient norms by tensor too.",
+    )
+
+    @property
+    def top_logits(self) -> int:
+        """How many logits of each token are recorded; 0 below level deep."""
+        return TOP_LOGITS if self.level == "deep" else 0
+
+
+class CheckpointConfig(Section):
+    """Where an ended run can be resumed. Changes no result."""
+
+    every: Index = Field(0, description="Write a checkpoint after every n-th iteration; 0 for none.")
+    keep: Count = Field(2, description="Newest checkpoints kept; older ones are removed.")
+    final_state: bool = Field(True, description="Keep the optimizers' moments at the end, 8 bytes a trained weight.")
 
 
 def not_on_device(layout: LayoutConfig, mode: str) -> Iterator[str]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import typing
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from ppo_repro.output import closest, did_you_mean
 
 if TYPE_CHECKING:  # the command line looks for words that were meant, and does without pydantic's 0.1 s
     from pydantic import BaseModel, ValidationError
     from pydantic_core import ErrorDetails
-
-    Sections = tuple[type[BaseModel], ...]
 
 MOST = 30  # mistakes that are told; a screen holds no more
 LONGEST_PATH = 3000  # bytes, which leaves room for the files of a run below what systems allow
@@ -22,15 +19,15 @@ LONGEST_NAME = 255  # bytes
 COMMANDS = {"rollout": "run", "environment": "control", "dpo": "dpo", "axes": "grid", "base": "grid"}
 
 
-def mistakes(model: type[BaseModel], error: ValidationError) -> list[str]:
-    """One line for each mistake that pydantic found in a `model`, in the order of its fields."""
-    found = error.errors(include_url=False)
-    lines = [line for details in found[:MOST] for line in _lines(model, details)]
-    return lines if len(found) <= MOST else [*lines, f"{len(found) - MOST} more mistakes; correct these first"]
+def mistakes(model: type[BaseModel], tree: dict[str, Any], error: ValidationError) -> list[str]:
+    """One line for each mistake that pydantic found in the tree of a `model`, in the order of its fields."""
+    errors = error.errors(include_url=False)
+    lines = [line for details in errors[:MOST] for line in _lines(model, tree, details)]
+    return lines if len(errors) <= MOST else [*lines, f"{len(errors) - MOST} more mistakes; correct these first"]
 
 
 def check_path(text: str) -> str:
-    """The text; ValueError where no file of this machine can have this path."""
+    """The text; ValueError if no file of this machine can have this path."""
     if "\0" in text:
         raise ValueError("must be a path; no path has a NUL character")
     if "://" in text:
@@ -47,109 +44,90 @@ def check_path(text: str) -> str:
 
 
 def command_of(tree: object) -> str | None:
-    """The command that takes a parsed file, by the fields it has; None where they do not say."""
-    found = {COMMANDS[name] for name in COMMANDS if isinstance(tree, dict) and name in tree}
-    return found.pop() if len(found) == 1 else None
+    """The command that takes a parsed file, by the fields it has; None if they do not say."""
+    commands = {COMMANDS[name] for name in COMMANDS if isinstance(tree, dict) and name in tree}
+    return commands.pop() if len(commands) == 1 else None
 
 
 def field_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """The dotted path of every field that holds a value; of a group with several kinds those of all of them."""
+    """The dotted path of every field that holds a value, once; of a group with several kinds the fields of all."""
+    paths = dict[str, None]()
     for name, field in model.model_fields.items():
-        below = _sections(field.annotation)
-        if not below or _in_list(field.annotation):
-            yield f"{prefix}{name}"
-        else:
-            yield from dict.fromkeys(path for section in below for path in field_paths(section, f"{prefix}{name}."))
+        below = () if get_origin(field.annotation) is tuple else sections_of(field.annotation)
+        for section in below:
+            paths |= dict.fromkeys(field_paths(section, f"{prefix}{name}."))
+        if not below:
+            paths[f"{prefix}{name}"] = None
+    yield from paths
 
 
-def _lines(model: type[BaseModel], details: ErrorDetails) -> list[str]:
-    words, sections, kind = _located(model, details["loc"])
-    path, message = ".".join(words), details["msg"].removeprefix("Value error, ")
-    if details["type"] == "missing":
-        return [f"{path}: missing; add it"]
-    if details["type"] == "extra_forbidden":
-        advice = _for_unknown(model, words, sections, kind)
-        return [f"{path}: unknown field; remove it or correct its name{advice}"]
-    if details["type"] == "union_tag_invalid":
-        context = details["ctx"]
-        tags = context["expected_tags"].replace("'", "").split(", ")
-        meant = did_you_mean(str(context["tag"]), tags)
-        chooser = context["discriminator"].strip("'")
-        return [f"{path}.{chooser} = {context['tag']!r}: must be one of {context['expected_tags']}{meant}"]
-    if details["type"] == "union_tag_not_found":
-        return [f"{path}.{details['ctx']['discriminator'].strip(chr(39))}: missing; add it"]
-    if not path:
-        return message.splitlines()  # a check of the whole file may find several
-    if isinstance(details["input"], dict):
-        return [f"{path}: {line}" for line in message.splitlines()]
-    if details["type"] == "literal_error":
-        allowed = details["ctx"]["expected"].split("'")[1::2]
-        message += did_you_mean(str(details["input"])[:100], allowed)
-    return [f"{path} = {details['input']!r}: {message[0].lower()}{message[1:]}"]
-
-
-def _located(model: type[BaseModel], place: Sequence[int | str]) -> tuple[list[str], Sections, str | None]:
-    """The path as users write it, the sections that may hold its last field, and the kind chosen among them.
-
-    pydantic puts the chosen kind of a group into the path; users do not write it there.
-    """
-    words: list[str] = []
-    sections: Sections = (model,)
-    chosen: type[BaseModel] | None = model
-    for index, step in enumerate(place):
-        tagged = None if chosen is not None else next((s for s in sections if step in _tags(s)), None)
-        if tagged is not None:
-            chosen = tagged
-            continue
-        words.append(str(step))
-        if index == len(place) - 1:
-            break
-        if isinstance(step, str) and chosen is not None and step in chosen.model_fields:
-            sections = _sections(chosen.model_fields[step].annotation)
-            chosen = sections[0] if len(sections) == 1 else None
-    if chosen is None or chosen not in sections:
-        return words, sections, None
-    return words, (chosen, *(s for s in sections if s is not chosen)), next(iter(_tags(chosen)), None)
-
-
-def _for_unknown(model: type[BaseModel], words: list[str], sections: Sections, kind: str | None) -> str:
-    """What may have been meant by an unknown field: one of another kind, of the same group, or elsewhere."""
-    name = words[-1]
-    own, others = (sections[0], sections[1:]) if sections else (model, ())
-    having = [tag for other in others if name in other.model_fields for tag in _tags(other)]
-    if having and kind is not None:
-        return f"; it belongs to kind {' or '.join(having)}, and this is {kind}"
-    close = closest(name, list(own.model_fields))
-    if close is not None:
-        return f"; did you mean {'.'.join([*words[:-1], close])}?"
-    paths = list(dict.fromkeys(field_paths(model)))
-    elsewhere = [path for path in paths if path.rpartition(".")[2] == name]
-    if not elsewhere:
-        last = closest(name, [path.rpartition(".")[2] for path in paths])
-        elsewhere = [path for path in paths if path.rpartition(".")[2] == last]
-    return f"; did you mean {' or '.join(elsewhere[:3])}?" if elsewhere else ""
-
-
-def _tags(section: type[BaseModel]) -> set[str]:
-    """The word that chooses this section among several; empty for a group of one kind."""
-    choices = [typing.get_args(f.annotation) for f in section.model_fields.values() if _is_literal(f.annotation)]
-    return {words[0] for words in choices if len(words) == 1}
-
-
-def _sections(annotation: Any) -> Sections:
+def sections_of(annotation: Any) -> tuple[type[BaseModel], ...]:
     """The sections that an annotation names, through unions, lists and `Annotated`."""
     from pydantic import BaseModel
 
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return (annotation,)
-    if _is_literal(annotation):
-        return ()
-    return tuple(section for part in typing.get_args(annotation) for section in _sections(part))
+    return tuple(section for part in get_args(annotation) for section in sections_of(part))
 
 
-def _is_literal(annotation: Any) -> bool:
-    return typing.get_origin(annotation) is Literal
+def tag_of(section: type[BaseModel]) -> str | None:
+    """The word that chooses this section among several; None for a group of one kind."""
+    fields = [field.annotation for field in section.model_fields.values()]
+    return next((get_args(a)[0] for a in fields if get_origin(a) is Literal and len(get_args(a)) == 1), None)
 
 
-def _in_list(annotation: Any) -> bool:
-    return typing.get_origin(annotation) in (tuple, list, dict)
+def _lines(model: type[BaseModel], tree: dict[str, Any], details: ErrorDetails) -> list[str]:
+    steps = _written(tree, details)
+    path, message = ".".join(map(str, steps)), details["msg"].removeprefix("Value error, ")
+    context = details.get("ctx", {})
+    chooser = str(context.get("discriminator", "")).strip("'")
+    match details["type"]:
+        case "missing":
+            return [f"{path}: missing; add it"]
+        case "union_tag_not_found":
+            return [f"{path}.{chooser}: missing; add it"]
+        case "extra_forbidden":
+            return [f"{path}: unknown field; remove it or correct its name{_meant(model, tree, steps)}"]
+        case "union_tag_invalid":
+            tag, allowed = str(context["tag"]), context["expected_tags"]
+            meant = did_you_mean(tag, allowed.replace("'", "").split(", "))
+            return [f"{path}.{chooser} = {tag!r}: must be one of {allowed}{meant}"]
+        case "literal_error":
+            message += did_you_mean(str(details["input"])[:100], context["expected"].split("'")[1::2])
+    if not path:
+        return message.splitlines()  # a check of the whole file may find several
+    if isinstance(details["input"], dict):
+        return [f"{path}: {line}" for line in message.splitlines()]
+    return [f"{path} = {details['input']!r}: {message[0].lower()}{message[1:]}"]
+
+
+def _written(tree: Any, details: ErrorDetails) -> list[int | str]:
+    """The path of a mistake without the kinds that pydantic puts into it."""
+    steps: list[int | str] = []
+    for index, step in enumerate(details["loc"]):
+        is_missing = details["type"] == "missing" and index == len(details["loc"]) - 1
+        if is_missing or isinstance(tree, list) or (isinstance(tree, dict) and step in tree):
+            steps.append(step)
+            tree = None if is_missing else tree[step]
+    return steps
+
+
+def _meant(model: type[BaseModel], tree: Any, steps: list[int | str]) -> str:
+    """What may have been meant by an unknown field: one of another kind, of the same group, or elsewhere."""
+    own, sections, name = model, (model,), str(steps[-1])
+    for step in steps[:-1]:
+        tree = tree[step]
+        if isinstance(step, str):
+            sections = sections_of(own.model_fields[step].annotation)
+        if isinstance(tree, dict):
+            own = next((section for section in sections if tag_of(section) in tree.values()), sections[0])
+    tags = [str(tag_of(section)) for section in sections if name in section.model_fields]
+    if tags:
+        return f"; it belongs to kind {' or '.join(tags)}, and this is {tag_of(own)}"
+    close = closest(name, list(own.model_fields))
+    if close is not None:
+        return f"; did you mean {'.'.join(map(str, [*steps[:-1], close]))}?"
+    paths = list(field_paths(model))
+    last = closest(name, [path.rpartition(".")[2] for path in paths])
+    elsewhere = [path for path in paths if path.rpartition(".")[2] == last]
+    return f"; did you mean {' or '.join(elsewhere[:3])}?" if elsewhere else ""

@@ -9,22 +9,32 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ppo_repro.config.section import Finite, NonNegative, Positive, Section
+from ppo_repro.config.section import BelowOne, Finite, Positive, Section
 
 ClipBound = Annotated[float, Field(gt=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 CLIP_RANGE_MIN, CLIP_RANGE_MAX = 0.02, 0.5  # of the adaptive clip range
-WeightCap = Annotated[float, Field(gt=1, allow_inf_nan=False)]
+WeightCap = Annotated[float, Field(gt=1, allow_inf_nan=False)]  # both policies agree at 1
 
 
-class ClipObjective(Section):
-    """The clipped surrogate of PPO, with clip-higher and dual clip."""
+class Clipped(Section):
+    """A ratio between 1 - clip_range and 1 + clip_range_high."""
 
-    kind: Literal["clip"] = Field("clip", description="Clip the ratio within fixed bounds.")
     clip_range: ClipBound = Field(0.2, description="Ratios below 1 - clip_range are not pushed further down.")
     clip_range_high: Positive | None = Field(
         None, description="Ratios above 1 + clip_range_high are not pushed further up; null: the same as clip_range."
     )
+
+    @property
+    def high(self) -> float:
+        """The upper clip range, clip_range_high or by default clip_range."""
+        return self.clip_range if self.clip_range_high is None else self.clip_range_high
+
+
+class ClipObjective(Clipped):
+    """The clipped surrogate of PPO, with clip-higher and dual clip."""
+
+    kind: Literal["clip"] = Field("clip", description="Clip the ratio within fixed bounds.")
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = Field(
         None, description="Ratios above this keep no gradient where the advantage is negative; null: no dual clip."
     )
@@ -34,11 +44,6 @@ class ClipObjective(Section):
         if self.dual_clip is not None and self.dual_clip <= 1.0 + self.high:
             raise ValueError(f"dual_clip = {self.dual_clip} must be greater than 1 + the upper clip range {self.high}")
         return self
-
-    @property
-    def high(self) -> float:
-        """The upper clip range, clip_range_high or by default clip_range."""
-        return self.clip_range if self.clip_range_high is None else self.clip_range_high
 
 
 class AdaptiveClipObjective(Section):
@@ -57,23 +62,16 @@ class PenaltyObjective(Section):
     kind: Literal["kl_penalty"] = Field(description="Penalise the KL instead of clipping.")
     penalty_coef: Positive = Field(1.0, description="Weight beta of the first iteration.")
     target_kl: Positive | None = Field(
-        None, description="Halve beta below this / 1.5, double it above 1.5 times this; nats per token; null: fixed."
+        None, description="Halve beta below this / 1.5, double above 1.5 times; nats/token; null: fixed."
     )
 
 
-class SequenceClipObjective(Section):
+class SequenceClipObjective(Clipped):
     """GSPO: the clipped surrogate with one length-normalised ratio for the whole response."""
 
     kind: Literal["sequence_clip"] = Field(description="Clip the geometric mean of a response's ratios.")
     clip_range: ClipBound = Field(3e-4, description="Lower clip range of the response's ratio.")
-    clip_range_high: Positive | None = Field(
-        4e-4, description="Upper clip range of the response's ratio; null: the same as clip_range."
-    )
-
-    @property
-    def high(self) -> float:
-        """The upper clip range, clip_range_high or by default clip_range."""
-        return self.clip_range if self.clip_range_high is None else self.clip_range_high
+    clip_range_high: Positive | None = Field(4e-4, description="Upper clip range of the ratio; null: as clip_range.")
 
 
 class CispoObjective(Section):
@@ -81,16 +79,10 @@ class CispoObjective(Section):
 
     kind: Literal["cispo"] = Field(description="Bound the ratio as a weight of the policy gradient.")
     cap: WeightCap = Field(5.0, description="Largest weight.")
-    floor: NonNegative = Field(0.0, description="Smallest weight; 0 for no bound below.")
-
-    @model_validator(mode="after")
-    def _floor_below_one(self) -> Self:
-        if self.floor >= 1.0:
-            raise ValueError(f"floor = {self.floor} must be smaller than 1, the weight where both policies agree")
-        return self
+    floor: BelowOne = Field(0.0, description="Smallest weight; 0 for no bound below.")
 
 
-class ClipCovObjective(Section):
+class ClipCovObjective(Clipped):
     """Clip-Cov: a random few of the tokens with high covariance of log-prob and advantage have no gradient."""
 
     kind: Literal["clip_cov"] = Field(description="Draw tokens of high covariance, and drop their gradient.")
@@ -111,11 +103,6 @@ class ClipCovObjective(Section):
                 f"covariance_low = {self.covariance_low} must be smaller than covariance_high = {self.covariance_high}"
             )
         return self
-
-    @property
-    def high(self) -> float:
-        """The upper clip range, clip_range_high or by default clip_range."""
-        return self.clip_range if self.clip_range_high is None else self.clip_range_high
 
 
 class KLCovObjective(Section):
@@ -162,25 +149,17 @@ class ImportanceWeights(Section):
 
     absent_at_default: ClassVar[frozenset[str]] = frozenset({"floor", "normalize"})
 
-    kind: Literal["truncated", "masked"] = Field(
-        description="Either w within [floor, cap], or 0 where w is outside [floor, cap]."
-    )
+    kind: Literal["truncated", "masked"] = Field(description="Clip w to [floor, cap], or set w outside to 0.")
     level: Level = Field(
         "token",
         description="Ratio w of the token, of its whole response (the product), or its response's geometric mean.",
     )
     cap: WeightCap | None = Field(2.0, description="Largest w; null: none, so that truncated weights are w itself.")
-    floor: NonNegative | None = Field(
-        None, description="Smallest w; null: none, or for masked weights with a cap 1 / cap."
-    )
-    normalize: bool = Field(
-        False, description="Divide by the mean over an iteration's tokens, or responses at the other levels."
-    )
+    floor: BelowOne | None = Field(None, description="Smallest w; null: none, or 1 / cap for masked weights.")
+    normalize: bool = Field(False, description="Divide by the mean over the iteration's tokens, or its responses.")
 
     @model_validator(mode="after")
-    def _bounds_are_around_one(self) -> Self:
-        if self.floor is not None and self.floor >= 1.0:
-            raise ValueError(f"floor = {self.floor} must be smaller than 1, the weight where both policies agree")
+    def _masks_something(self) -> Self:
         if self.kind == "masked" and self.cap is None and not self.floor:
             raise ValueError("kind = masked without cap and floor masks nothing; give one, or take kind truncated")
         return self
@@ -198,14 +177,8 @@ class RatioRejection(Section):
 
     kind: Literal["ratio"] = Field(description="Reject by w.")
     level: Level = Field("token", description="Reject tokens by their w, or responses by product or geometric mean.")
-    low: NonNegative = Field(description="Smaller w are rejected.")
+    low: BelowOne = Field(description="Smaller w are rejected.")
     high: WeightCap = Field(description="Larger w are rejected.")
-
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        if self.low >= 1.0:
-            raise ValueError(f"low = {self.low} must be smaller than 1, the ratio where both policies agree")
-        return self
 
 
 class DivergenceRejection(Section):

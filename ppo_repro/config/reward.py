@@ -9,50 +9,50 @@ from pydantic import Field, model_validator
 from ppo_repro.config.section import Count, Finite, NonNegative, PathText, Positive, Section, Whitening
 
 
-class ExactMatch(Section):
+class Term(Section):
+    """One summand of the score."""
+
+    weight: Finite = Field(1.0, description="Factor of this term in the score.")
+
+
+class ExactMatch(Term):
     """1 if the response equals the answer and ended by itself, 0 otherwise."""
 
     kind: Literal["exact_match"] = Field("exact_match", description="Compare the response with the answer.")
-    weight: Finite = Field(1.0, description="Factor of this term in the score.")
 
 
-class FormatReward(Section):
+class FormatReward(Term):
     """1 for the form of R1, `<think>...</think><answer>...</answer>`, and 1 more if the answer is right."""
 
     kind: Literal["format"] = Field(description="Check the form, and the answer inside it.")
-    weight: Finite = Field(1.0, description="Factor of this term in the score.")
 
 
-class LengthReward(Section):
+class LengthReward(Term):
     """-|tokens - target| / target: 0 at the wanted length."""
 
     kind: Literal["length"] = Field(description="Prefer responses of a wanted length.")
-    weight: Finite = Field(1.0, description="Factor of this term in the score.")
     target: Count = Field(description="Wanted length of a response, tokens, end token included.")
 
 
-class FunctionReward(Section):
+class FunctionReward(Term):
     """A function of the user's, called with prompt, response and answer."""
 
     kind: Literal["function"] = Field(description="Call a Python function.")
-    weight: Finite = Field(1.0, description="Factor of this term in the score.")
     path: PathText = Field(description="`FILE.py:FUNCTION`.")
 
 
-class TrlReward(Section):
+class TrlReward(Term):
     """A function of TRL's `reward_funcs`, called with lists of one prompt and one completion, and extra columns."""
 
     kind: Literal["trl"] = Field(description="Call a reward function written for TRL.")
-    weight: Finite = Field(1.0, description="Factor of this term in the score.")
     path: PathText = Field(description="`FILE.py:FUNCTION`.")
     conversational: bool = Field(False, description="Give prompt and completion as chat messages instead of texts.")
 
 
-class VerlReward(Section):
+class VerlReward(Term):
     """A `compute_score` of verl, called with data_source, solution_str, ground_truth and extra_info."""
 
     kind: Literal["verl"] = Field(description="Call a reward function written for verl.")
-    weight: Finite = Field(1.0, description="Factor of this term in the score.")
     path: PathText = Field(description="`FILE.py:FUNCTION`.")
     data_source: str = Field("", description="The data_source that the function is told.")
 
@@ -61,18 +61,16 @@ class VerlReward(Section):
 CalledReward = FunctionReward | TrlReward | VerlReward
 
 
-class Verifier(Section):
+class Verifier(Term):
     """What the task's own verifier says: of reasoning-gym's data set, or `score` of a Python task."""
 
     kind: Literal["verifier"] = Field(description="Ask the verifier that the task brings.")
-    weight: Finite = Field(1.0, description="Factor of this term in the score.")
 
 
-class RewardModelFolder(Section):
+class RewardModelFolder(Term):
     """A transformers sequence classifier with one label, with the policy's tokenizer."""
 
     kind: Literal["model"] = Field(description="Load a reward model from a local folder.")
-    weight: Finite = Field(1.0, description="Factor of this term in the score.")
     path: PathText = Field(description="Folder with config.json and safetensors.")
 
 
@@ -82,9 +80,7 @@ class RewardModelTraining(Section):
     absent_at_default: ClassVar[frozenset[str]] = frozenset({"pairs"})
 
     num_pairs: Count | None = Field(None, description="Preference pairs to make from training prompts.")
-    pairs: PathText | None = Field(
-        None, description="JSON Lines with `prompt`, `chosen`, `rejected`; a tenth of the prompts is held out."
-    )
+    pairs: PathText | None = Field(None, description="Lines with `prompt`, `chosen`, `rejected`; a tenth is held out.")
     label_noise: Annotated[float, Field(ge=0, lt=0.5)] = Field(
         0.0, description="Probability that a training pair prefers the wrong answer."
     )
@@ -101,11 +97,10 @@ class RewardModelTraining(Section):
         return self
 
 
-class TrainedRewardModel(RewardModelTraining):
+class TrainedRewardModel(RewardModelTraining, Term):
     """A reward model made here before PPO: the policy's trunk, trained on pairs of a right and a wrong answer."""
 
     kind: Literal["trained_model"] = Field(description="Train a reward model here.")
-    weight: Finite = Field(1.0, description="Factor of this term in the score.")
 
 
 RewardTerm = Annotated[
@@ -125,7 +120,7 @@ class RewardConfig(Section):
     )
     missing_eos_penalty: NonNegative = Field(0.0, description="Subtracted from scores of responses cut at the limit.")
     whiten: Whitening = Field(
-        "none", description="Per-token rewards, KL penalty included: `scale` to variance 1, `full` also to mean 0."
+        "none", description="Per-token rewards with KL: `scale` to variance 1, `full` also to mean 0."
     )
 
     @model_validator(mode="after")

@@ -15,17 +15,18 @@ from ppo_repro.config.mistakes import check_path
 from ppo_repro.errors import NumericsError, UserError
 
 MOST = 2**31 - 1  # of anything that is counted
+LARGEST = 1e30  # of numbers that meet others in float32
 
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Index = Annotated[int, Field(ge=0, le=MOST)]
 Layers = Annotated[int, Field(ge=1, le=1024)]  # of a model made here; to lay out more takes minutes
 Width = Annotated[int, Field(ge=1, le=2**20)]  # of a model made here
 Threads = Annotated[int, Field(ge=1, le=1024)]  # not the cores of this machine: a run is repeated on others
-LARGEST = 1e30  # of numbers that meet others in float32
 Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Whitening = Literal["none", "scale", "full"]
 PathText = Annotated[str, Field(min_length=1), AfterValidator(check_path)]
 
@@ -40,12 +41,19 @@ class Section(BaseModel):
     @model_serializer(mode="wrap")
     def _without_absent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         tree: dict[str, Any] = serialize(self)
-        fields = type(self).model_fields
-        return {
-            name: value
-            for name, value in tree.items()
-            if name not in self.absent_at_default or getattr(self, name) != fields[name].default
-        }
+        for name in self.absent_at_default:
+            if getattr(self, name) == type(self).model_fields[name].default:
+                tree.pop(name, None)
+        return tree
+
+
+class NumericsMode(Section):
+    """How numbers are computed."""
+
+    mode: Literal["deterministic", "native"] = Field(
+        "deterministic",
+        description="`deterministic`: one written order for every sum, so layout cannot matter; `native`: stock torch.",
+    )
 
 
 class Experiment(Section):
@@ -58,28 +66,17 @@ class Experiment(Section):
 
     def canonical_json(self) -> str:
         """Sorted, compact JSON without `records`: configurations of the same run give equal text."""
-        return canonical_json(self.model_dump(mode="json"))
+        tree = {name: value for name, value in self.model_dump(mode="json").items() if name != "records"}
+        return json.dumps(tree, sort_keys=True, separators=(",", ":"))
 
     def digest(self) -> str:
         """First 12 hex digits of the SHA-256 of the canonical JSON."""
-        return tree_digest(self.model_dump(mode="json"))
+        return hashlib.sha256(self.canonical_json().encode()).hexdigest()[:12]
 
 
 def run_folder(config: Experiment, out: Path) -> Path:
     """OUT/<experiment>/seed<seed>-<config digest>."""
     return out / config.experiment / f"seed{config.seed}-{config.digest()}"
-
-
-def canonical_json(tree: Any) -> str:
-    """Sorted, compact JSON of a parsed configuration without `records`; what JSON does not know becomes text."""
-    if isinstance(tree, dict):
-        tree = {name: value for name, value in tree.items() if name != "records"}
-    return json.dumps(tree, sort_keys=True, separators=(",", ":"), default=str)
-
-
-def tree_digest(tree: Any) -> str:
-    """First 12 hex digits of the SHA-256 of the canonical JSON."""
-    return hashlib.sha256(canonical_json(tree).encode()).hexdigest()[:12]
 
 
 def with_usual(tree: Any, usual: Sequence[tuple[str, str, str]]) -> Any:

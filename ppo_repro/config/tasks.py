@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from ppo_repro.config.reward import FormatReward, RewardConfig, Verifier
 from ppo_repro.config.section import Count, PathText, Section
 
 AnswerExtraction = Literal["exact", "last_number", "answer_tags"]
@@ -34,11 +32,9 @@ class TextTask(Section):
     absent_at_default: ClassVar[frozenset[str]] = frozenset({"control_tokens"})
 
     num_eval_prompts: Count = Field(description="Prompts held out of training and used for evaluation.")
-    chat_template: bool = Field(
-        False, description="Render each prompt as a user turn with the tokenizer's chat template."
-    )
+    chat_template: bool = Field(False, description="Render each prompt as a user's turn of the chat template.")
     system_prompt: str | None = Field(
-        None, min_length=1, description="The system's turn before each prompt, in the chat template; null: none."
+        None, min_length=1, description="The system's turn of the chat template; null: none."
     )
     answer_extraction: AnswerExtraction = Field(
         "exact",
@@ -69,9 +65,7 @@ class ReasoningGymTask(TextTask):
 
     kind: Literal["reasoning_gym"] = Field(description="Generate the prompts with reasoning-gym, the extra [tasks].")
     dataset: Annotated[str, Field(min_length=1)] = Field(description="Name of the data set, such as chain_sum.")
-    settings: dict[str, JsonValue] = Field(
-        {}, description="Settings of the data set by name, `seed` too; {} for its own."
-    )
+    settings: dict[str, JsonValue] = Field({}, description="Settings of the data set, `seed` too; {} for its own.")
     size: Count = Field(description="Entries to generate; a question that repeats counts once.")
 
     @model_validator(mode="after")
@@ -96,9 +90,7 @@ class PythonTask(TextTask):
 
     kind: Literal["python"] = Field(description="Take the prompts, and their verifier, from a Python file.")
     path: PathText = Field(description="The Python file.")
-    max_turns: Count = Field(
-        1, description="Most turns of the model in an episode; more than 1 needs a function `step` in the file."
-    )
+    max_turns: Count = Field(1, description="Most turns of the model in an episode; above 1 the file needs `step`.")
 
     @property
     def turns(self) -> int:  # type: ignore[override] # other tasks have one
@@ -116,12 +108,3 @@ def with_usual_terms(tree: Any) -> Any:
     if tree["task"].get("kind") not in ("reasoning_gym", "python") or not isinstance(reward, dict):
         return tree
     return {**tree, "reward": {"terms": [{"kind": "verifier"}], **reward}}
-
-
-def misjudged(task: TaskConfig, reward: RewardConfig) -> Iterator[str]:
-    """A line for each way in which task and reward do not fit together."""
-    has_verifier = isinstance(task, ReasoningGymTask | PythonTask)
-    if any(isinstance(term, Verifier) for term in reward.terms) and not has_verifier:
-        yield "reward.terms of kind verifier need task.kind = reasoning_gym or python, which bring one"
-    if task.answer_extraction != "exact" and any(isinstance(term, FormatReward) for term in reward.terms):
-        yield "task.answer_extraction must be exact beside a reward term of kind format, which has its own"

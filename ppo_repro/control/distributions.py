@@ -7,7 +7,7 @@ before it is clipped to the action space. Log-probs and entropies are in nats.
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,28 +41,6 @@ def normals(count: int, *name: int | str) -> Tensor:
     return elementwise.sqrt(elementwise.log(u) * -2.0) * elementwise.cos_sin(v * (2.0 * math.pi))[0]
 
 
-class Distribution(Protocol):
-    """A family of distributions over actions, one for each row of the actor's output."""
-
-    outputs: int  # columns of the actor's output
-
-    def noise(self, steps: int, envs: int, *name: int | str) -> Tensor:
-        """The random numbers of an iteration, [steps, envs, ...]: for each step and environment those of one draw."""
-        ...
-
-    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
-        """Actions [n, A] from outputs [n, outputs] and the noise of the same rows."""
-        ...
-
-    def likeliest(self, outputs: Tensor) -> Tensor:
-        """The most probable action [n, A] of each row."""
-        ...
-
-    def statistics(self, outputs: Tensor, actions: Tensor, rows: Rows | None = None) -> tuple[Tensor, Tensor]:
-        """(log-probs or log-densities of the actions, entropies), float32 [n] each, differentiable; `rows` to train."""
-        ...
-
-
 class Categorical(nn.Module):
     """softmax(outputs) over a fixed number of actions, drawn by Gumbel-max."""
 
@@ -71,20 +49,23 @@ class Categorical(nn.Module):
         self.outputs, self.mode = actions, mode
 
     def noise(self, steps: int, envs: int, *name: int | str) -> Tensor:
+        """The random numbers of an iteration, [steps, envs, ...]: for each step and environment those of one draw."""
         return gumbels(steps * envs * self.outputs, *name).view(steps, envs, self.outputs)
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        """Actions [n, A] from outputs [n, outputs] and the noise of the same rows."""
         require_finite(outputs)
         # argmax of NumPy, which names the first of equal ones
         drawn = (outputs.detach().to(torch.float64) + noise).numpy().argmax(-1)
         return torch.from_numpy(drawn.astype(np.float32))[:, None]
 
     def likeliest(self, outputs: Tensor) -> Tensor:
+        """The most probable action [n, A] of each row."""
         require_finite(outputs)
         return torch.from_numpy(outputs.detach().numpy().argmax(-1).astype(np.float32))[:, None]
 
     def statistics(self, outputs: Tensor, actions: Tensor, rows: Rows | None = None) -> tuple[Tensor, Tensor]:
-        """log softmax(outputs)[action] and -sum p log p."""
+        """log softmax(outputs)[action] and -sum p log p, float32 [n] each, differentiable; `rows` to train."""
         return token_statistics(outputs, actions[:, 0].to(torch.int64), 1.0, None, self.mode)
 
 

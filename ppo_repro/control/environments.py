@@ -66,7 +66,11 @@ class Environments:
 
     def step(self, actions: NDArray[np.float32]) -> Transition:
         """Take actions [E, A]; a copy whose episode ended is reset to the start of the next one."""
-        count = len(self.slots)
+        count, space = len(self.slots), self.actions
+        if space.count:
+            taken: Any = (actions[:, 0].astype(np.int64) + space.start).tolist()
+        else:
+            taken = np.clip(actions, space.low, space.high)
         transition = Transition(
             np.empty_like(self.observations),
             np.empty(count, np.float32),
@@ -74,7 +78,7 @@ class Environments:
             np.empty(count, bool),
             np.empty(count),
         )
-        for i, (slot, action) in enumerate(zip(self.slots, _to_space(actions, self.actions), strict=True)):
+        for i, (slot, action) in enumerate(zip(self.slots, taken, strict=True)):
             observation, reward, terminated, truncated, _ = slot.env.step(action)
             slot.steps += 1
             slot.total += float(reward)
@@ -97,39 +101,27 @@ class Environments:
             slot.env.close()
 
 
-def _to_space(actions: NDArray[np.float32], space: ActionSpace) -> Any:
-    """What `env.step` takes, for each row: an index, or a vector clipped to the bounds."""
-    if space.count:
-        return (actions[:, 0].astype(np.int64) + space.start).tolist()
-    return np.clip(actions, space.low, space.high)
-
-
-def _make(identifier: str) -> Any:
+def make_environments(identifier: str, count: int, *name: int | str) -> Environments:
+    """`count` copies at the start of their first episodes, seeded by `name`; raises UserError if not supported."""
     try:
-        return gymnasium.make(identifier, disable_env_checker=True)
+        envs = [gymnasium.make(identifier, disable_env_checker=True) for _ in range(count)]
     except (gymnasium.error.Error, ImportError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"environment.id = {identifier!r}: gymnasium cannot make it ({reason})") from error
-
-
-def _action_space(identifier: str, space: Any) -> ActionSpace:
-    nothing = np.empty(0, np.float32)
-    if isinstance(space, Discrete):
-        return ActionSpace(int(space.n), int(space.start), nothing, nothing)
-    if isinstance(space, Box) and len(space.shape) == 1:
-        return ActionSpace(0, 0, space.low.astype(np.float32), space.high.astype(np.float32))
-    raise UserError(f"environment.id = {identifier!r}: its actions are {space}; must be Discrete or a Box of one axis")
-
-
-def make_environments(identifier: str, count: int, *name: int | str) -> Environments:
-    """`count` copies at the start of their first episodes, seeded by `name`; raises UserError if not supported."""
-    envs = [_make(identifier) for _ in range(count)]
     space = envs[0].observation_space
     if not isinstance(space, Box) or len(space.shape) != 1:
         raise UserError(f"environment.id = {identifier!r}: its observations are {space}; must be a Box of one axis")
     if envs[0].spec.max_episode_steps is None:
         raise UserError(f"environment.id = {identifier!r}: has no time limit; an evaluation might never end")
-    actions = _action_space(identifier, envs[0].action_space)
+    acted, nothing = envs[0].action_space, np.empty(0, np.float32)
+    if isinstance(acted, Discrete):
+        actions = ActionSpace(int(acted.n), int(acted.start), nothing, nothing)
+    elif isinstance(acted, Box) and len(acted.shape) == 1:
+        actions = ActionSpace(0, 0, acted.low.astype(np.float32), acted.high.astype(np.float32))
+    else:
+        raise UserError(
+            f"environment.id = {identifier!r}: its actions are {acted}; must be Discrete or a Box of one axis"
+        )
     environments = Environments(
         actions, np.empty((count, *space.shape), np.float32), name, [_Slot(env) for env in envs]
     )

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import pyarrow as pa
 
 from ppo_repro.clock import Clock
-from ppo_repro.config.control import ControlConfig, load_control_config
-from ppo_repro.config.kinds import CONTROL, Kind
+from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.files import CONTROL, Kind, load_control_config
 from ppo_repro.config.section import naming_learning_rates
 from ppo_repro.control.loop import ControlIteration, control_iterations, prepare
 from ppo_repro.control.stages import evaluate

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ppo_repro.config.control import NetworkConfig
-from ppo_repro.control.distributions import Categorical, DiagonalGaussian, Distribution
+from ppo_repro.control.distributions import Categorical, DiagonalGaussian
 from ppo_repro.control.environments import ActionSpace
 from ppo_repro.numerics.elementwise import differentiable_tanh
 from ppo_repro.numerics.linear import linear
@@ -60,7 +60,7 @@ class Agent(nn.Module):
     ) -> None:
         super().__init__()
         self.mode = mode
-        self.distribution: Distribution
+        self.distribution: Categorical | DiagonalGaussian
         if actions.count:
             self.distribution = Categorical(actions.count, mode)
         else:

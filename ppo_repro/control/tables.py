@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.clock import moment
-from ppo_repro.config.records import Level
+from ppo_repro.config.layout import Level
 from ppo_repro.control.buffers import MinibatchUpdate
 from ppo_repro.control.loop import ControlIteration
 from ppo_repro.numerics.sums import mean_of, run_sums
@@ -36,7 +36,8 @@ def iteration_tables(item: ControlIteration, level: Level) -> dict[str, pa.Table
         "iterations": _iteration(item),
     }
     if level != "lean":
-        columns["updates"] |= _full_updates(item)
+        full = ("policy_losses", "surrogates", "value_losses")
+        columns["updates"] |= {name: torch.cat([getattr(u, name) for u in item.updates]).numpy() for name in full}
         columns["steps"] |= {name: [getattr(u, name) for u in item.updates] for name in FULL_STEPS}
     if level == "deep":
         columns["steps"] |= gradient_columns("", [u.gradients for u in item.updates])
@@ -123,11 +124,6 @@ def _updates(item: ControlIteration) -> Columns:
         "value_clipped": cat(lambda u: u.value_clipped),
         "new_entropies": cat(lambda u: u.new_entropies),
     }
-
-
-def _full_updates(item: ControlIteration) -> Columns:
-    names = ("policy_losses", "surrogates", "value_losses")
-    return {name: torch.cat([getattr(u, name) for u in item.updates]).numpy() for name in names}
 
 
 def _steps(item: ControlIteration) -> Columns:

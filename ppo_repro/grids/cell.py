@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ppo_repro.config.kinds import LANGUAGE
+from ppo_repro.config.files import LANGUAGE
 from ppo_repro.errors import UserError
 from ppo_repro.files import atomic_write, has_writer
 from ppo_repro.interrupts import held
@@ -84,36 +84,27 @@ def without_code(environment: dict[str, Any]) -> dict[str, Any]:
     return {name: environment[name] for name in ("python", "packages", "machine", "cpu_capability", "torch_build")}
 
 
-def command_of(order: Order) -> list[str]:
-    """What runs or finishes the cell, as arguments of `ppo-repro`."""
-    folder = Path(order.folder)
-    run_dir = run_of(folder)
-    if run_dir is not None:
-        return ["resume", str(run_dir), "--json"]
-    # `run` itself clears what a process left that was killed before it had a manifest
-    name = "run" if order.kind == LANGUAGE else order.kind  # the command of control runs has the name of the kind
-    return [name, str(folder / "config.yaml"), "--out", str(folder), "--json"]
-
-
 def start_cell(order: Order) -> subprocess.Popen[bytes]:
     """Start the cell's process in its own session; it ends when the caller's end of its stdin closes."""
     forget_result(order)
-    with (Path(order.folder) / LOG).open("ab") as log, held():
+    launcher = {"WORLD_SIZE", "RANK", "LOCAL_RANK"}  # a cell is none of the processes of torchrun
+    numbers = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(order.threads))
+    environment = {name: value for name, value in os.environ.items() if name not in launcher} | numbers
+    folder = Path(order.folder)
+    run_dir = run_of(folder)
+    # `run` itself clears what a process left that was killed before it had a manifest; other kinds name their command
+    name = "run" if order.kind == LANGUAGE else order.kind
+    begin = [name, str(folder / "config.yaml"), "--out", str(folder), "--json"]
+    command = begin if run_dir is None else ["resume", str(run_dir), "--json"]
+    with (folder / LOG).open("ab") as log, held():
         return subprocess.Popen(
-            [sys.executable, "-m", "ppo_repro.grids.cell_process", *command_of(order)],
+            [sys.executable, "-m", "ppo_repro.grids.cell_process", *command],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            env=cell_environment(order.threads),
+            env=environment,
             start_new_session=True,
         )
-
-
-def cell_environment(threads: int) -> dict[str, str]:
-    """The environment of a cell's process, which is none of the processes of torchrun."""
-    launcher = {"WORLD_SIZE", "RANK", "LOCAL_RANK"}
-    numbers = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
-    return {name: value for name, value in os.environ.items() if name not in launcher} | numbers
 
 
 def finish_cell(order: Order, exit_code: int, seconds: float) -> Result:

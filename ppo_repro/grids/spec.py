@@ -16,8 +16,16 @@ from pydantic import Field
 
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.files import from_folder, read_tree, read_tree_for, set_field, validated
-from ppo_repro.config.kinds import LANGUAGE, Kind, build_config_of
+from ppo_repro.config.files import (
+    LANGUAGE,
+    Kind,
+    build_config_of,
+    from_folder,
+    read_tree,
+    read_tree_for,
+    set_field,
+    validated,
+)
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import PathText, Section
 from ppo_repro.config.yaml_text import describe_value
@@ -97,14 +105,6 @@ def _cell_name(choices: tuple[Choice, ...], seed: int) -> str:
     return re.sub(r"[^A-Za-z0-9._=,+-]", "_", ",".join([*labels, f"seed={seed}"]))[:200]
 
 
-def _set(tree: dict[str, Any], fields: Mapping[str, Any], source: str) -> None:
-    for path, value in fields.items():
-        try:
-            set_field(tree, path, value)
-        except UserError as error:
-            raise UserError(f"{source}: {path}: {error}") from error
-
-
 def _cells(path: Path, file: GridFile, axes: Sequence[Sequence[Choice]], base: dict[str, Any]) -> Iterator[Cell]:
     for choices in itertools.product(*axes):
         for seed in file.seeds:
@@ -112,7 +112,11 @@ def _cells(path: Path, file: GridFile, axes: Sequence[Sequence[Choice]], base: d
             name = _cell_name(choices, seed)
             source = f"{path}: cell {name}"
             for fields in (file.set, *(choice.fields for choice in choices), {"seed": seed}):
-                _set(tree, fields, source)
+                for field, value in fields.items():
+                    try:
+                        set_field(tree, field, value)
+                    except UserError as error:
+                        raise UserError(f"{source}: {field}: {error}") from error
             from_folder(tree, path.parent)
             labels = {choice.axis: choice.label for choice in choices}
             yield Cell(name, labels, seed, build_config_of(file.kind, tree, source))
@@ -127,30 +131,6 @@ def _check_fields(path: Path, file: GridFile, axes: Sequence[Sequence[Choice]]) 
     for (earlier, above), (source, field) in itertools.combinations(sources, 2):
         if f"{field}.".startswith(f"{above}.") or f"{above}.".startswith(f"{field}."):
             raise UserError(f"{path}: {earlier} and {source} both set {field}; keep one")
-
-
-def _check_effects(path: Path, file: GridFile, base: dict[str, Any], cells: Sequence[Cell]) -> None:
-    """Raise UserError for a `set` that changes nothing, and for two cells that are equal."""
-    before = build_config_of(file.kind, base, str(path))
-    for field, value in file.set.items():
-        tree = copy.deepcopy(base)
-        _set(tree, {field: value}, str(path))
-        from_folder(tree, path.parent)
-        try:
-            same = build_config_of(file.kind, tree, str(path)) == before
-        except UserError:  # valid only together with other fields
-            same = False
-        if same:
-            raise UserError(f"{path}: set.{field} = {describe_value(value)}: the base has this value too; remove it")
-    by_config: dict[str, str] = {}
-    names: set[str] = set()
-    for cell in cells:
-        other = by_config.setdefault(cell.config.canonical_json(), cell.name)
-        if other != cell.name:
-            raise UserError(f"{path}: cells {other} and {cell.name} are the same run; an axis has no effect")
-        if cell.name in names:
-            raise UserError(f"{path}: two cells would be called {cell.name}; choose other labels")
-        names.add(cell.name)
 
 
 def load_grid(path: Path) -> Grid:
@@ -172,5 +152,13 @@ def load_grid(path: Path) -> Grid:
         raise UserError(f"{path}: {error}") from error
     _check_fields(path, file, axes)
     cells = tuple(_cells(path, file, axes, base))
-    _check_effects(path, file, base, cells)
+    by_config: dict[str, str] = {}
+    names: set[str] = set()
+    for cell in cells:
+        other = by_config.setdefault(cell.config.canonical_json(), cell.name)
+        if other != cell.name:
+            raise UserError(f"{path}: cells {other} and {cell.name} are the same run; an axis has no effect")
+        if cell.name in names:
+            raise UserError(f"{path}: two cells would be called {cell.name}; choose other labels")
+        names.add(cell.name)
     return Grid(name, file, cells)

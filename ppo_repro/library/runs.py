@@ -15,9 +15,9 @@ from ppo_repro.errors import UserError
 from ppo_repro.library.checks import folder_of
 from ppo_repro.records import manifest
 from ppo_repro.records.config_file import load_config_of
+from ppo_repro.records.diff import Difference, first_difference
 from ppo_repro.records.manifest import Head
 from ppo_repro.records.reader import TableReader
-from ppo_repro.runs.diff import Difference, first_difference
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ppo_repro.commands.kinds import kind_of
 from ppo_repro.commands.memory import within_memory, within_recorded
 from ppo_repro.commands.run_folders import MANIFEST
-from ppo_repro.config.files import absolute_paths, apply_overrides, build_config, load_config
+from ppo_repro.config.files import apply_overrides, build_config, load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import run_folder
 from ppo_repro.errors import UserError
@@ -112,7 +112,7 @@ def train(
     if reward is not None:
         tree = checked.model_dump(mode="json")
         term = {"kind": "function", "path": reward_path(reward, folder / "rewards")}
-        checked = absolute_paths(build_config({**tree, "reward": {**tree["reward"], "terms": [term]}}, "train"))
+        checked = build_config({**tree, "reward": {**tree["reward"], "terms": [term]}}, "train")
     run_dir = run_folder(checked, folder)
     with (
         _saying_how_to_go_on(run_dir),
@@ -130,7 +130,7 @@ def _checked(config: RunConfig | Mapping[str, Any] | Path | str, overrides: Over
         raise UserError(f"config is of type {type(config).__name__}; must be a YAML file, or a dict of its fields")
     tree = config.model_dump(mode="json") if isinstance(config, RunConfig) else copy.deepcopy(dict(config))
     apply_overrides(tree, override_lines(overrides))
-    return absolute_paths(build_config(tree, "train"))
+    return build_config(tree, "train")
 
 
 def resume(

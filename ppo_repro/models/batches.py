@@ -28,11 +28,6 @@ class TokenBatch:
         """The sequence and the position of each predictor."""
         return self.sequences.rows.at(self.predictors)
 
-    @property
-    def real_tokens(self) -> int:
-        """The number of inputs."""
-        return len(self.sequences.ids)
-
 
 def lay_out(
     prompts: Sequence[Sequence[int]],

@@ -10,7 +10,6 @@ A policy has nothing but adapters to train. A value model also has its head, whi
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,25 +22,14 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.errors import UserError
 from ppo_repro.models.networks import ValueModel
-from ppo_repro.numerics import library
+from ppo_repro.numerics.linear import PackedMatrix, product
 from ppo_repro.numerics.network import Network, is_deterministic, network_of
-from ppo_repro.numerics.structs import MatrixStruct, address
 from ppo_repro.seeding import words
 
 _UNIFORM_BITS = 24
 TRUNK = "trunk."  # where a value model has its trunk
 
 Adaptable = PreTrainedModel | ValueModel
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """[M, N], [N, K] -> sum_n a[m, n] b[n, k] [M, K] by the kernels: blocks of 128 terms, each a chain of fma."""
-    a, b = a.contiguous(), b.contiguous()
-    out = torch.empty(len(a), b.shape[1])
-    matrix = MatrixStruct(w=address(b), n=len(b), k=b.shape[1], grad=-1, bias_grad=-1)
-    (terms, columns), rows = b.shape, len(a)
-    library.load().linear_backward_input(ctypes.byref(matrix), address(a), terms, rows, address(out), columns)
-    return out
 
 
 @dataclass(frozen=True)
@@ -84,7 +72,8 @@ class Lora:
         return {**self.factors(), **self.whole}
 
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
-        return product(a, b) if self.deterministic else a @ b
+        """[M, N], [N, K] -> sum_n a[m, n] b[n, k] [M, K], in deterministic numerics by the rule of linear layers."""
+        return product(a, PackedMatrix([b.contiguous()], transposed=True)) if self.deterministic else a @ b
 
     @torch.no_grad()
     def merge(self) -> None:
@@ -128,16 +117,12 @@ def choose_layers(model: Adaptable, target_modules: Sequence[str], section: str 
     if not target_modules:
         return layers
     for target in target_modules:
-        if not any(_ends_in(name, target) for name in layers):
-            choices = ", ".join(_ends(layers))
+        if not any(f".{name}".endswith(f".{target}") for name in layers):
             raise UserError(
-                f"{section}.target_modules: {target!r} names no layer that can be adapted; choose from {choices}"
+                f"{section}.target_modules: {target!r} names no layer that can be adapted; "
+                f"choose from {', '.join(_ends(layers))}"
             )
-    return {n: layer for n, layer in layers.items() if any(_ends_in(n, target) for target in target_modules)}
-
-
-def _ends_in(name: str, target: str) -> bool:
-    return name == target or name.endswith("." + target)
+    return {n: layer for n, layer in layers.items() if any(f".{n}".endswith(f".{t}") for t in target_modules)}
 
 
 def _ends(names: Iterable[str]) -> tuple[str, ...]:

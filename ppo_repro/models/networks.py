@@ -65,11 +65,16 @@ def make_value_model(source: PreTrainedModel, mode: str, max_context: int, seed:
 def make_value_head(size: int, seed: int) -> nn.Linear:
     """A scalar head on hidden states of `size` H: weights bell-shaped, std 0.1 / sqrt(H), bias 0."""
     head = nn.Linear(size, 1)
-    draws = bell(size, "value head", seed) * (0.1 / math.sqrt(size))
-    with torch.no_grad():
-        head.weight.copy_(torch.from_numpy(draws)[None, :])
-        head.bias.zero_()
+    draw_head(head.weight, "value head", seed)
+    nn.init.zeros_(head.bias)
     return head
+
+
+@torch.no_grad()
+def draw_head(weight: Tensor, name: str, seed: int) -> None:
+    """Fill the weights [1, H] of a scalar head: bell-shaped, std 0.1 / sqrt(H), a function of name and seed."""
+    size = weight.shape[1]
+    weight.copy_(torch.from_numpy(bell(size, name, seed) * (0.1 / math.sqrt(size)))[None, :])
 
 
 def checkpoint_gradients(trunk: PreTrainedModel) -> None:

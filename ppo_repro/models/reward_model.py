@@ -6,23 +6,15 @@ In deterministic numerics a score depends on its own sequence alone, whatever el
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppo_repro.errors import UserError
-from ppo_repro.models.networks import ValueModel, make_policy, sequence_scores
+from ppo_repro.models.networks import ValueModel, draw_head, make_policy, sequence_scores
 from ppo_repro.numerics.families import CLASSIFIER_OF, trunk_of
-from ppo_repro.seeding import bell
-
-
-def _head_of(classifier: PreTrainedModel) -> nn.Linear:
-    """The scalar head: weight [1, H], no bias in any family."""
-    return cast(nn.Linear, classifier.score)
 
 
 def make_reward_model(source: PreTrainedModel, mode: str, max_context: int, seed: int) -> PreTrainedModel:
@@ -37,10 +29,7 @@ def make_reward_model(source: PreTrainedModel, mode: str, max_context: int, seed
     config.num_labels = 1
     model = CLASSIFIER_OF[type(source)](config)
     trunk_of(model).load_state_dict(trunk_of(source).state_dict())
-    size = source.config.hidden_size
-    draws = bell(size, "reward head", seed) * (0.1 / math.sqrt(size))
-    with torch.no_grad():
-        _head_of(model).weight.copy_(torch.from_numpy(draws)[None, :])
+    draw_head(model.get_parameter("score.weight"), "reward head", seed)
     return make_policy(model, mode, max_context)
 
 
@@ -64,10 +53,9 @@ def value_model_from(reward_model: PreTrainedModel, mode: str, max_context: int)
     """
     stock = type(reward_model)(copy.deepcopy(reward_model.config))
     stock.load_state_dict(reward_model.state_dict())
-    weight = _head_of(stock).weight
+    weight = stock.get_parameter("score.weight")
     head = nn.Linear(weight.shape[1], 1)
     with torch.no_grad():
         head.weight.copy_(weight)
         head.bias.zero_()
-    trunk = make_policy(trunk_of(stock), mode, max_context)
-    return ValueModel(trunk, head)
+    return ValueModel(make_policy(trunk_of(stock), mode, max_context), head)

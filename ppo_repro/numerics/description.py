@@ -88,12 +88,6 @@ class Description:
     last_norm: NormParts
     numbers: dict[str, float]
 
-    @property
-    def norm_names(self) -> list[str]:
-        """The names of the norms in the order of a forward pass."""
-        of_layers = [layer.norms[name].name for layer in self.layers for name in ("norm1", "norm2")]
-        return [*of_layers, self.last_norm.name]
-
 
 def activation_of(config: PretrainedConfig) -> tuple[str, Any]:
     """The field of a configuration that names the activation, and its value."""

@@ -161,12 +161,10 @@ class GradientSums:
 
     def use(self, label: str, *parameters: Tensor) -> SlotSums:
         """The sums of one use of some parameters. Uses of one parameter differ in their labels."""
-        return self._use(label, tuple(self._names[id(p)] for p in parameters))
-
-    def _use(self, label: str, names: tuple[str, ...]) -> SlotSums:
-        if (label, names) not in self._uses:
-            self._uses[label, names] = self._made([self._all[name] for name in names])
-        return self._uses[label, names]
+        key = label, tuple(self._names[id(p)] for p in parameters)
+        if key not in self._uses:
+            self._uses[key] = self._made(parameters)
+        return self._uses[key]
 
     def _made(self, parameters: Sequence[Tensor]) -> SlotSums:
         return SlotSums(parameters, self.slots)
@@ -189,8 +187,8 @@ class GradientSums:
         # a rank without sequences has no uses of its own
         keys = sorted({key for of_rank in ranks.everyone(list(self._uses)) for key in of_rank})
         gradients: dict[str, Tensor] = {}
-        for key in keys:
-            use = self._use(*key)
+        for label, names in keys:
+            use = self.use(label, *(self._all[name] for name in names))
             total = use.total()
             if ranks.size > 1:
                 ranks.exchange_sum(total)

@@ -36,7 +36,6 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "forget_workers": (None, ()),
     "free_scratch": (None, ()),
     "trim_heap": (None, ()),
-    "linear_backward_input": (None, (_P, _P, _LONG, _INT, _P, _LONG)),
     "join_sums": (None, (_P, _LONG)),
     "gradient_squares": (_DOUBLE, (_P, _INT)),
     "adamw": (None, (_P, _INT, _P)),
@@ -150,14 +149,9 @@ def use_threads(count: int) -> None:
     set_threads(count)
 
 
-def flushes_denormals(library: ctypes.PyDLL | None = None) -> bool:
-    """Whether the calling thread rounds denormal numbers to zero."""
-    return bool((library or load()).denormal_product() != _DENORMAL)
-
-
 def check_denormals(library: ctypes.PyDLL | None = None) -> None:
     """UserError if the calling thread rounds denormal numbers to zero, which would change results."""
-    if flushes_denormals(library):
+    if (library or load()).denormal_product() != _DENORMAL:
         raise UserError(
             "denormal numbers are flushed to zero here, by torch.set_flush_denormal or a library that was built with "
             "-ffast-math; call torch.set_flush_denormal(False) first"

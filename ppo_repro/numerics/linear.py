@@ -77,15 +77,11 @@ class PackedMatrix:
 
     def prepare(self) -> MatrixStruct:
         """The struct, with panels of the weights as they are now."""
-        state = state_of((*self.weights, *self.biases))
-        if state != self._state:
-            self.fuse()
-            self._pack()
-            self._state = state_of((*self.weights, *self.biases))
-        return self.struct
-
-    def _pack(self) -> None:
         struct, kernels = self.struct, library.load()
+        if state_of((*self.weights, *self.biases)) == self._state:
+            return struct
+        self.fuse()
+        self._state = state_of((*self.weights, *self.biases))
         if self._panels is None:
             self._panels = torch.empty(kernels.panel_floats(struct.n, struct.k))
         struct.w, struct.bias = address(self.weights[0]), address(self.biases[0]) if self.biases else None
@@ -97,6 +93,7 @@ class PackedMatrix:
             self._rounded, struct.bias = (*self._rounded, biases), address(biases)
         struct.panels = address(self._panels)
         kernels.pack(ctypes.byref(struct))
+        return struct
 
     def collect(self, sums: SlotSums | None) -> None:
         """Send gradients to these sums; None: nowhere."""

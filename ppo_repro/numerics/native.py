@@ -49,11 +49,6 @@ class SlotCache:
         stores = self.keys[layer_idx], self.values[layer_idx]
         return stores[0][self._slots, :, : self._width], stores[1][self._slots, :, : self._width]
 
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Give slot `target` the first `length` positions of slot `source`."""
-        for store in (*self.keys, *self.values):
-            store[target, :, :length] = store[source, :, :length]
-
 
 def _visible(first: Tensor, last: Tensor, window: int | None, keys: int) -> Tensor:
     """bool [R, 1, L, keys]: query i of row r sees keys first..last [R, L], at most the last `window` of them."""
@@ -78,7 +73,9 @@ class NativeNetwork:
         return SlotCache(self.trunk.config, slots, positions, self.trunk.device, self.trunk.dtype)
 
     def copy_prefix(self, cache: SlotCache, source: int, target: int, positions: int) -> None:
-        cache.copy_prefix(source, target, positions)
+        """Copy the keys and values of the first positions of a slot to another one."""
+        for store in (*cache.keys, *cache.values):
+            store[target, :, :positions] = store[source, :, :positions]
 
     @torch.no_grad()
     def over_cache(

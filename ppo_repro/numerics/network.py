@@ -131,10 +131,6 @@ class Network:
     def _norm(self, norm: NormParts) -> NormStruct:
         return NormStruct(self._weight(norm.weight), self._weight(norm.bias), -1, -1)
 
-    def is_of(self, trunk: PreTrainedModel) -> bool:
-        """Whether the parameters of a trunk are still the objects that this network knows."""
-        return all(p is self.parameters.get(name) for name, p in trunk.named_parameters())
-
     def prepare(self) -> None:
         """Before a pass: point to the weights, and pack those that have changed."""
         library.check_denormals()
@@ -227,8 +223,11 @@ class Network:
             ctypes.byref(self.struct), ctypes.byref(call), address(kept), keep, address(hidden)
         )
         if place:
-            name = self.description.norm_names[place - 1]
-            raise NumericsError(f"the input of {name} is not finite; lower the learning rate or check the weights")
+            d = self.description
+            norms = [*(layer.norms[name] for layer in d.layers for name in ("norm1", "norm2")), d.last_norm]
+            raise NumericsError(
+                f"the input of {norms[place - 1].name} is not finite; lower the learning rate or check the weights"
+            )
         return hidden
 
     def _memory(self, tokens: int, keep: int) -> Tensor:
@@ -382,7 +381,8 @@ def network_of(model: PreTrainedModel) -> Network | NativeNetwork:
     if lowered is None:
         return NativeNetwork(trunk)
     network = _NETWORKS.get(trunk)
-    if network is None or network.lowered != lowered or not network.is_of(trunk):
+    known = {} if network is None or network.lowered != lowered else network.parameters
+    if network is None or any(p is not known.get(name) for name, p in trunk.named_parameters()):
         network = _NETWORKS[trunk] = Network(trunk, lowered)
     return network
 

@@ -109,9 +109,8 @@ def power(base: float, exponent: int) -> float:
 
 def step_constants(s: AdamWSettings, norm: float, steps: int) -> _Step:
     """The constants of step number `steps`, in float64 from settings and counts, each rounded once to float32."""
-    largest = s.max_grad_norm or math.inf
     return _Step(
-        clip=min(1.0, largest / (ctypes.c_float(norm).value + _CLIP_EPS)),
+        clip=min(1.0, (s.max_grad_norm or math.inf) / (ctypes.c_float(norm).value + _CLIP_EPS)),
         beta1=s.beta1,
         rest1=1.0 - s.beta1,
         beta2=s.beta2,

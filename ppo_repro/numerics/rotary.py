@@ -35,20 +35,15 @@ def inverse_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:
     if kind == "linear":
         return frequencies / rope["factor"], 1.0
     if kind == "llama3":
-        return _llama3(frequencies, rope), 1.0
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        turns = rope["original_max_position_embeddings"] / (2 * math.pi / frequencies)
+        smooth = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        return frequencies * smooth + (frequencies / rope["factor"]) * (1.0 - smooth), 1.0
     if kind == "yarn":
         return _yarn(frequencies, dim, rope, config.max_position_embeddings)
     raise UserError(
         f"model config rope_type = '{kind}': must be default, linear, llama3 or yarn in deterministic numerics"
     )
-
-
-def _llama3(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    wavelengths = 2 * math.pi / frequencies
-    turns = rope["original_max_position_embeddings"] / wavelengths
-    smooth = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return frequencies * smooth + (frequencies / rope["factor"]) * (1.0 - smooth)
 
 
 def _ln(x: float) -> float:

@@ -15,9 +15,9 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from ppo_repro.buffers import Coefficients, Iteration, MinibatchUpdate, PolicyUpdate, Rewards, ValueUpdate
+from ppo_repro.buffers import Coefficients, Iteration, MinibatchUpdate, PolicyUpdate, ValueUpdate
 from ppo_repro.config.algorithm import KLInLoss, KLInReward
-from ppo_repro.config.records import RecordsConfig
+from ppo_repro.config.layout import RecordsConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.faults.trainer import with_loss_mask
@@ -28,8 +28,8 @@ from ppo_repro.recompute.recorded import Records
 from ppo_repro.records import manifest, reader, schema
 from ppo_repro.records.columns import iteration_tables
 from ppo_repro.records.config_file import load_recorded_config
+from ppo_repro.records.diff import Difference, first_table_difference
 from ppo_repro.records.manifest import Manifest
-from ppo_repro.runs.diff import Difference, first_table_difference
 from ppo_repro.stages.advantages import compute_advantages
 from ppo_repro.stages.coefficients import first_coefficients, next_coefficients
 from ppo_repro.stages.forward import kl_terms_of
@@ -147,29 +147,23 @@ def lines(recomputed: Recomputed) -> list[str]:
     return described
 
 
-def _needs(config: RunConfig) -> Iterator[tuple[Stage, str, str]]:
-    """Stage, table and column of what the stages of a configuration need beyond level `lean`."""
-    kl = config.kl
-    if isinstance(kl, KLInReward) and kl.estimator == "exact" and kl.direction == "reference_policy":
-        yield "rewards", "tokens", "reverse_ref_kl"
-    if _has_exact_kl(config):
-        yield "losses", "updates", "kl_terms"
-
-
 def _has_exact_kl(config: RunConfig) -> bool:
     """Whether the loss has a KL over the whole vocabulary, which no record holds."""
     return isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact"
 
 
 def _require_columns(run_dir: Path, config: RunConfig, records: Records, stages: Collection[Stage]) -> None:
-    """Raise UserError for the first stage that needs a column which was not recorded."""
-    needs = list(_needs(config))
-    for stage, table, column in needs:
+    """Raise UserError for the first stage that needs a column above level `lean` which was not recorded."""
+    kl, needs = config.kl, dict[str, tuple[str, str]]()
+    if isinstance(kl, KLInReward) and kl.estimator == "exact" and kl.direction == "reference_policy":
+        needs["rewards"] = "tokens", "reverse_ref_kl"
+    if _has_exact_kl(config):
+        needs["losses"] = "updates", "kl_terms"
+    for stage, (table, column) in needs.items():
         if stage in stages and not records.has(table, column):
-            others = ", ".join(name for name in STAGES if name not in {needy for needy, *_ in needs})
             raise UserError(
-                f"{run_dir}: stage {stage} needs column {column} of table {table}, which level lean "
-                f"and earlier versions do not record; record at records.level = full, or replay one of {others}"
+                f"{run_dir}: stage {stage} needs column {column} of table {table}, which level lean does not record; "
+                f"record at records.level = full, or replay one of {', '.join(s for s in STAGES if s not in needs)}"
             )
 
 
@@ -199,18 +193,14 @@ def _again(config: RunConfig, item: Iteration, stages: Collection[Stage]) -> Ite
     """The iteration with rewards and advantages computed again, each from what was recorded before it."""
     rewards, advantages = item.rewards, item.advantages
     if "rewards" in stages:
-        rewards = _rewards(config, item)
+        # the values of the reward terms, which the task's verifier gave, are recorded
+        finished = [reason == "stop" for reason in item.rollout.finish_reasons]
+        scores = weighted_scores(config.reward, rewards.score_parts, finished)
+        judged = Judgement(scores, [list(parts) for parts in rewards.score_parts], rewards.is_correct.tolist())
+        rewards = rewards_from(config, judged, item.rollout, item.forward, item.coefficients.kl_coef)
     if "advantages" in stages:
         advantages = compute_advantages(config, item.rollout, item.forward, item.rewards)
     return replace(item, rewards=rewards, advantages=advantages)
-
-
-def _rewards(config: RunConfig, item: Iteration) -> Rewards:
-    """From the values of the reward terms, which the task's verifier gave, and from the log-probs."""
-    judged, finished = item.rewards, [reason == "stop" for reason in item.rollout.finish_reasons]
-    scores = weighted_scores(config.reward, judged.score_parts, finished)
-    judgement = Judgement(scores, [list(parts) for parts in judged.score_parts], judged.is_correct.tolist())
-    return rewards_from(config, judgement, item.rollout, item.forward, item.coefficients.kl_coef)
 
 
 def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Iterator[MinibatchUpdate]:

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from ppo_repro.errors import UserError
 from ppo_repro.files import atomic_write
-from ppo_repro.records import arrow, reader
+from ppo_repro.records import arrow
 from ppo_repro.records.schema import Column, Table
 
 _MODE = Column("mode", "string", "", "Numerics: deterministic or native.")
@@ -73,21 +71,3 @@ def write(folder: Path, columns: Mapping[str, Mapping[str, Any]]) -> None:
     for table in TABLES:
         data = arrow.to_arrow(table, columns[table.name])
         atomic_write(folder / f"{table.name}.parquet", arrow.to_parquet(data))
-
-
-def read_table(folder: Path | str, name: str) -> pd.DataFrame:
-    """`mismatch_op` or `mismatch_ladder`; UserError where it is missing or was changed."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    tables = {table.name: table for table in TABLES}
-    if name not in tables:
-        raise UserError(f"no table '{name}'; there are {', '.join(tables)}")
-    path = Path(folder) / f"{name}.parquet"
-    try:
-        data = pq.ParquetFile(pa.BufferReader(path.read_bytes()), page_checksum_verification=True).read()
-    except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())}); run `ppo-repro bisect`") from error
-    if data.schema != arrow.arrow_schema(tables[name]):
-        raise UserError(f"{path}: has columns {', '.join(data.column_names)}; write it again with `ppo-repro bisect`")
-    return reader.to_frame(tables[name].columns, [data])

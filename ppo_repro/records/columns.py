@@ -5,7 +5,7 @@ The only module of records/ that knows tensors and stages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,21 +41,18 @@ def unequal_bits(a: Tensor, b: Tensor) -> int:
     return int(differing(a, b).sum())
 
 
-def iteration_tables(item: Iteration, config: RunConfig, speed: Mapping[str, Any] | None = None) -> dict[str, pa.Table]:
-    """The five tables of one iteration, and the held-out responses where there are some.
-
-    `speed`: more columns of `iterations`, which are no results.
-    """
+def iteration_tables(item: Iteration, config: RunConfig) -> dict[str, pa.Table]:
+    """The five tables of one iteration, and the held-out responses where there are some."""
     columns = {
         "sequences": _sequences(item),
         "tokens": _tokens(item),
         "updates": _updates(item),
         "steps": _steps(item, config),
-        "iterations": _iteration(item, config) | {name: [value] for name, value in (speed or {}).items()},
+        "iterations": _iteration(item, config),
     }
     level = config.records.level
     if level != "lean":
-        columns["sequences"] |= _full_sequences(item)
+        columns["sequences"] |= {"server": list(item.rollout.servers), "latency": list(item.rollout.latencies)}
         columns["tokens"] |= _full_tokens(item)
         columns["updates"] |= _full_updates(item)
         losses = ("surrogate_loss", "penalty_loss", "entropy_loss", "kl_loss")
@@ -143,13 +140,6 @@ def _episode_columns(episodes: Sequence[Episode] | None) -> Columns:
         return {}
     forced = [[int(put_in) for put_in in episode.is_forced] for episode in episodes]
     return {"episode_ids": [episode.ids for episode in episodes], "is_forced": forced}
-
-
-def _full_sequences(item: Iteration) -> Columns:
-    return {
-        "server": list(item.rollout.servers),
-        "latency": list(item.rollout.latencies),
-    }
 
 
 def _tokens(item: Iteration) -> Columns:

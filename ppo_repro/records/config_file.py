@@ -9,8 +9,7 @@ from typing import Any
 
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.files import absolute_paths, build_config, read_tree, read_tree_for
-from ppo_repro.config.kinds import build_config_of
+from ppo_repro.config.files import build_config, build_config_of, read_tree, read_tree_for
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
@@ -32,7 +31,7 @@ def load_recorded_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> 
     folder = Path(run_dir)
     check_config(folder, manifest.load_head(folder))
     path = folder / CONFIG_NAME
-    return absolute_paths(build_config(read_tree_for("run", path, overrides), str(path)))
+    return build_config(read_tree_for("run", path, overrides), str(path))
 
 
 def load_config_of(run_dir: Path, recorded: Head) -> RunConfig | ControlConfig | DPOConfig:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ppo_repro.config.kinds import CONTROL, DPO, LANGUAGE, Kind
+from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.errors import UserError
 from ppo_repro.files import OWN_DIGEST, atomic_write, is_whole, sealed
 from ppo_repro.records import control_schema, digests, dpo_schema, iteration_log, schema
@@ -146,14 +146,9 @@ def finished_fingerprint(last_link: str, final: Mapping[str, float | int | str])
     return digests.chain(last_link, {name: digests.scalar_digest(value) for name, value in final.items()})
 
 
-def to_json(head: Head) -> str:
-    """The text of the file; final results keep their type, floats their bits (a NaN stays a NaN)."""
-    return sealed(head_of(head).model_dump())
-
-
 def save(head: Head, run_dir: Path) -> None:
-    """Write manifest.json atomically; raises UserError where that fails."""
-    atomic_write(run_dir / FILE_NAME, to_json(head).encode())
+    """Write manifest.json atomically; final results keep their type, floats their bits. UserError if writing fails."""
+    atomic_write(run_dir / FILE_NAME, sealed(head_of(head).model_dump()).encode())
 
 
 def load_head(run_dir: Path) -> Head:

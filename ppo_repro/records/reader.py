@@ -32,19 +32,8 @@ def open_manifest(run_dir: Path | str, allow_incomplete: bool = False) -> Manife
     return recorded
 
 
-def read_arrow(run_dir: Path | str, table_name: str, iteration: int, verify: bool = True) -> pa.Table:
-    """One recorded table of an iteration; raises UserError where it is missing or damaged."""
-    folder = Path(run_dir)
-    recorded = manifest.load(folder)
-    _checked_iterations(folder, recorded, (iteration,))
-    for found in manifest.recorded_at(recorded, iteration):
-        if found.table.name == table_name:
-            return read_file(found.path(folder), found.table, found.entry, verify)
-    raise _no_table(folder, recorded, table_name)
-
-
 def read_moment(run_dir: Path, recorded: Manifest, iteration: int | None, verify: bool = True) -> dict[str, pa.Table]:
-    """Every table of an iteration by name; None: of what came before the first one. UserError as `read_arrow`."""
+    """Every table of an iteration by name; None: of what came before the first one. UserError for a damaged one."""
     return {
         found.table.name: read_file(found.path(run_dir), found.table, found.entry, verify)
         for found in manifest.recorded_at(recorded, iteration)
@@ -145,23 +134,16 @@ def stream(
     if table is None:
         raise _no_table(folder, recorded, table_name)
     chosen = checked_columns(folder, table, columns)
-    wanted = range(recorded.num_iterations) if iterations is None else iterations
-    return _batches(folder, recorded, table, chosen, _checked_iterations(folder, recorded, wanted), rows)
+    wanted = range(recorded.num_iterations) if iterations is None else _checked_iterations(folder, recorded, iterations)
 
+    def frames() -> Iterator[pd.DataFrame]:
+        for iteration in wanted:
+            path, entry = manifest.table_path(folder, table_name, iteration), recorded.iterations[iteration]
+            data = read_file(path, table, entry.tables[table_name], verify=True).select([c.name for c in chosen])
+            for start in range(0, data.num_rows, rows):
+                yield to_frame(chosen, [data.slice(start, rows)])
 
-def _batches(
-    run_dir: Path,
-    recorded: Manifest,
-    table: schema.Table,
-    columns: tuple[schema.Column, ...],
-    iterations: tuple[int, ...],
-    rows: int,
-) -> Iterator[pd.DataFrame]:
-    for iteration in iterations:
-        path, entry = manifest.table_path(run_dir, table.name, iteration), recorded.iterations[iteration]
-        data = read_file(path, table, entry.tables[table.name], verify=True).select([c.name for c in columns])
-        for start in range(0, data.num_rows, rows):
-            yield to_frame(columns, [data.slice(start, rows)])
+    return frames()
 
 
 def _no_table(run_dir: Path, recorded: Manifest, name: str) -> UserError:

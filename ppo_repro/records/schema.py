@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ppo_repro.config.records import Level
+from ppo_repro.config.layout import Level
 
 SCHEMA_VERSION = 2
 
@@ -246,11 +246,6 @@ ITERATIONS = Table(
         Column("seconds_evaluation", "float64", "s", "Wall time of the evaluation.", in_fingerprint=False),
         Column("seconds_digests", "float64", "s", "Wall time of the digests of weights after the steps.", nullable=True, in_fingerprint=False),
         Column("seconds_other", "float64", "s", "The rest of the iteration's wall time, so that the seconds add up to it.", nullable=True, in_fingerprint=False),
-        Column("tokens_per_second", "float64", "tokens/s", "Sampled tokens over the wall time of rollout, forward and update.", nullable=True, in_fingerprint=False),
-        Column("memory_peak", "float64", "bytes", "Most memory the process has held so far.", nullable=True, in_fingerprint=False),
-        Column("peak_fraction_rollout", "float64", "", "Multiply-accumulates per second of sampling over what a large product reached at the start; null without --profile.", nullable=True, in_fingerprint=False),
-        Column("peak_fraction_forward", "float64", "", "The same of the scoring forwards.", nullable=True, in_fingerprint=False),
-        Column("peak_fraction_update", "float64", "", "The same of the update.", nullable=True, in_fingerprint=False),
         Column("ended_at", "float64", "s", "When the iteration ended, in seconds since 1970, UTC.", nullable=True, in_fingerprint=False),
     ),
 )

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
-from ppo_repro.config.kinds import Kind
+from ppo_repro.config.files import Kind
 from ppo_repro.errors import UserError
 from ppo_repro.files import atomic_write, require_new, sync
 from ppo_repro.records import arrow, digests, iteration_log, manifest, schema
@@ -94,24 +93,13 @@ class RunWriter:
         self._save(preparation=self._written(None, tables))
 
     def append(self, iteration: int, tables: Mapping[str, pa.Table]) -> None:
-        """Record the next iteration: its tables, then its line of the log, then the manifest that counts it.
-
-        ValueError on tables or an iteration that do not belong here.
-        """
-        head = self.head
-        if (head.status, head.num_iterations) != ("running", iteration):
-            raise ValueError(
-                f"iteration {iteration} cannot follow {head.num_iterations} of a run that is {head.status}"
-            )
-        names = {table.name for table in manifest.tables_of(head)}
-        if missing := names - tables.keys():
-            raise ValueError(f"iteration {iteration}: has no table {', '.join(sorted(missing))}")
-        entries = self._written(iteration, tables)
-        results = {name: entry for name, entry in entries.items() if name in names}
-        beside = {name: entry for name, entry in entries.items() if name not in names}
+        """Record the next iteration: its tables, then its line of the log, then the manifest that counts it."""
+        head, entries = self.head, self._written(iteration, tables)
+        assert head.status == "running" and head.num_iterations == iteration
+        results = {table.name: entries.pop(table.name) for table in manifest.tables_of(head)}
         # while a run is not complete its fingerprint is the last link of the chain
         link = next_link(head.fingerprint, results)
-        line = iteration_log.to_line(IterationEntry(iteration, results, link, beside))
+        line = iteration_log.to_line(IterationEntry(iteration, results, link, entries))
         iteration_log.cut(self.run_dir, head.log_bytes, line)
         self._save(
             num_iterations=iteration + 1,
@@ -133,8 +121,6 @@ class RunWriter:
 
     def mark(self, status: Status) -> None:
         """Say that the run is running, interrupted or failed."""
-        if status == "complete":
-            raise ValueError("a run becomes complete by finish(), which needs its final results")
         self._save(status=status)
 
     def finish(self, final: Mapping[str, float | int | str], tables: Mapping[str, pa.Table]) -> None:
@@ -148,14 +134,10 @@ class RunWriter:
         self._save(status="complete", final=dict(final), fingerprint=fingerprint, ending=ending)
 
     def _written(self, iteration: int | None, tables: Mapping[str, pa.Table]) -> dict[str, TableEntry]:
-        """Write one file of each table; ValueError on a table that this kind of run has not."""
+        """Write one file of each table."""
         known = {t.name: t for t in (*manifest.tables_of(self.head), *manifest.side_tables_of(self.head))}
         entries = {}
         for name, data in tables.items():
-            if name not in known:
-                raise ValueError(f"has table {name}, expected only {', '.join(known)}")
-            if iteration is not None and (data.column("iteration").to_numpy() != np.int32(iteration)).any():
-                raise ValueError(f"table {name}: has rows that are not of iteration {iteration}")
             content, path = arrow.to_parquet(data), manifest.table_path(self.run_dir, name, iteration)
             digest = digests.table_digest(known[name], data)
             try:
@@ -167,8 +149,7 @@ class RunWriter:
         return entries
 
     def _save(self, **changes: Any) -> None:
-        if self.head.status == "complete":
-            raise ValueError("the run is complete; nothing can be added to it")
+        assert self.head.status != "complete"
         # constructed, not copied, so that every field is validated
         changed = Head(**{**dict(self.head), **changes})
         manifest.save(changed, self.run_dir)

@@ -81,11 +81,6 @@ def biased(logits: Tensor, seed: int, temperature: float, size: float) -> Tensor
     return (logits.to(torch.float64) + z * (temperature * size)).to(torch.float32)
 
 
-def cut(scaled: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
-    """`cut_tokens` of logits / temperature with the limits of `sampling`."""
-    return cut_tokens(scaled, sampling.top_k, sampling.top_p)
-
-
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling, mode: str) -> Sample:
     """One token per row: argmax over eligible v of log p_v + gumbel(seed, position, column_v).
 
@@ -101,7 +96,7 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling,
     kept, log_kept_mass = None, torch.zeros(len(logits))
     packed = torch.empty(len(logits), 0, dtype=torch.uint8)
     if sampling.cuts:
-        eligible, rank, log_kept_mass = cut(logits / temperature, sampling)
+        eligible, rank, log_kept_mass = cut_tokens(logits / temperature, sampling.top_k, sampling.top_p)
         kept, packed = (eligible, rank), pack_bits(eligible)
     if sampling.greedy:
         require_finite(logits)

@@ -149,15 +149,9 @@ class TorchEngine:
     ) -> list[Completion]:
         for request in requests:
             check_request(request, sampling, self.policy.config.vocab_size, self.max_context)
-        if sampling.routes and routers(self.policy):
-            self._routes = SlotRoutes(min(self.slots, len(requests)), self.max_context)
-        try:
-            return self._generate(requests, sampling, dialogue)
-        finally:
-            self._routes = None
-
-    def _generate(self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None) -> list[Completion]:
         slots = min(self.slots, len(requests))
+        has_routes = sampling.routes and bool(routers(self.policy))
+        self._routes = SlotRoutes(slots, self.max_context) if has_routes else None
         self._network = network_of(trunk_of(self.policy))
         self._network.prepare()
         cache = self._network.make_cache(slots, self.max_context)
@@ -170,7 +164,8 @@ class TorchEngine:
         while waiting or active or answered:
             if answered:
                 turn, answered = answered, []
-                found = self._read_on(cache, turn)
+                logits_of = dict((item.index, row) for item, row in self._chunks(cache, turn))
+                found = torch.stack([logits_of[item.index] for item in turn])
                 active += turn
             elif waiting and free:
                 turn = [_Active(*waiting.popleft(), free.pop()) for _ in range(min(len(free), len(waiting)))]
@@ -181,9 +176,7 @@ class TorchEngine:
                 found = self._decode(cache, turn)
             self._sample(turn, found, sampling)
             for item in turn:
-                reason = self._finish_reason(item, sampling)
-                if dialogue is not None:
-                    reason = self._after_dialogue(item, reason, sampling, dialogue)
+                reason = self._finish_reason(item, sampling, dialogue)
                 if item.forced[-1]:
                     answered.append(item)
                 elif reason:
@@ -193,9 +186,11 @@ class TorchEngine:
             active = [item for item in active if item.index not in done and not item.forced[-1]]
         return [done[index] for index in range(len(requests))]
 
-    def _after_dialogue(self, item: _Active, reason: str, sampling: Sampling, dialogue: Dialogue) -> str:
+    def _finish_reason(self, item: _Active, sampling: Sampling, dialogue: Dialogue | None) -> str:
         """Why the completion ends, empty where it does not; what the environment says is put in where there is room."""
-        if reason != "stop" and not dialogue.ends(item.turns[-1]):
+        at_limit = len(item.tokens) == sampling.max_response_tokens
+        reason = "stop" if item.tokens[-1] in self.stop_ids else "length" if at_limit else ""
+        if dialogue is None or (reason != "stop" and not dialogue.ends(item.turns[-1])):
             return reason
         reply = dialogue.reply(item.index, item.turns)
         if reply is None:
@@ -206,11 +201,6 @@ class TorchEngine:
         item.known = item.last_position if self.prefix_cache else 0
         item.put_in(reply)
         return ""
-
-    def _read_on(self, cache: Cache | SlotCache, turn: list[_Active]) -> Tensor:
-        """Compute the tokens that the slots do not have yet; logits [len(turn), V] after the last one."""
-        logits_of = dict((item.index, row) for item, row in self._chunks(cache, turn))
-        return torch.stack([logits_of[item.index] for item in turn])
 
     def _admit(self, cache: Cache | SlotCache, prefixes: PrefixIndex, turn: list[_Active]) -> list[list[_Active]]:
         """Copy known prefixes of the prompts into their slots; returns the prompts to prefill, then copies of them."""
@@ -286,11 +276,6 @@ class TorchEngine:
         for row, (item, token) in enumerate(zip(turn, samples.tokens.tolist(), strict=True)):
             item.add(token, drawn, row)
 
-    def _finish_reason(self, item: _Active, sampling: Sampling) -> str:
-        if item.tokens[-1] in self.stop_ids:
-            return "stop"
-        return "length" if len(item.tokens) == sampling.max_response_tokens else ""
-
 
 def _completion(item: _Active, reason: str, routes: SlotRoutes | None) -> Completion:
     return Completion(
@@ -329,18 +314,8 @@ class StockEngine(TorchEngine):
     The copy takes the weights of `live`, rounded to its dtype, before each call. Log-probs are those of its logits.
     """
 
-    def __init__(
-        self,
-        copy: PreTrainedModel,
-        live: PreTrainedModel,
-        stop_ids: frozenset[int],
-        mode: str,
-        max_context: int,
-        slots: int,
-        prefill_chunk: int,
-        prefix_cache: bool,
-    ) -> None:
-        super().__init__(copy, stop_ids, mode, max_context, slots, prefill_chunk, prefix_cache)
+    def __init__(self, copy: PreTrainedModel, live: PreTrainedModel, *about: Any) -> None:
+        super().__init__(copy, *about)
         self._live = live
 
     @torch.no_grad()

@@ -52,20 +52,15 @@ def code_digest() -> str:
     return hashlib.sha256("\n".join(sums).encode()).hexdigest()
 
 
-def _of_task(config: RunConfig | ControlConfig | DPOConfig) -> tuple[str, ...]:
-    """The package that makes the prompts, if one does and is there."""
-    if not isinstance(config, RunConfig) or not isinstance(config.task, ReasoningGymTask):
-        return ()
-    return ("reasoning-gym",) if find_spec("reasoning_gym") else ()
-
-
 def describe_environment(config: RunConfig | ControlConfig | DPOConfig, processes: int) -> dict[str, Any]:
     """Everything needed to understand why two runs might differ."""
-    status = _git("status", "--porcelain")
+    status, packages = _git("status", "--porcelain"), list(PACKAGES)
+    if isinstance(config, RunConfig) and isinstance(config.task, ReasoningGymTask) and find_spec("reasoning_gym"):
+        packages.append("reasoning-gym")
     return {
         "ppo_repro": __version__,
         "python": sys.version.split()[0],
-        "packages": {name: metadata.version(name) for name in (*PACKAGES, *_of_task(config))},
+        "packages": {name: metadata.version(name) for name in packages},
         "platform": platform.platform(),
         "machine": platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

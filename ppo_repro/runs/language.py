@@ -13,21 +13,19 @@ import pyarrow as pa
 from ppo_repro.accuracy import policy_accuracy
 from ppo_repro.buffers import Iteration, Rollout
 from ppo_repro.clock import Clock
-from ppo_repro.config.files import load_config
-from ppo_repro.config.kinds import LANGUAGE, Kind
+from ppo_repro.config.files import LANGUAGE, Kind, load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import naming_learning_rates
-from ppo_repro.errors import UserError
 from ppo_repro.faults.sampler import disturbed
 from ppo_repro.faults.trainer import received
 from ppo_repro.loop import ppo_iterations
-from ppo_repro.numerics.optimizer import SLOTS, weights_digest
+from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records.accuracy import FILE_NAME as ACCURACY_NAME
 from ppo_repro.records.accuracy import Accuracy, sentence
 from ppo_repro.records.columns import evaluation_table, iteration_tables, preparation_tables
-from ppo_repro.records.contents import reference_folder
+from ppo_repro.records.contents import REFERENCE
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.rollout.engine import Engine
 from ppo_repro.runs.checkpoint import Checkpoint
@@ -36,7 +34,6 @@ from ppo_repro.runs.kind import Ending, Execution, Final, Resumption, Store
 from ppo_repro.runs.models_kept import ModelStore, go_on_from, load_newest, quick_collections, task_digest
 from ppo_repro.runs.open_engine import require_same_sampler, rollout_engine
 from ppo_repro.runs.prepare import Prepared, prepare
-from ppo_repro.runs.profiling import Peak, measure_peak, speed
 from ppo_repro.stages.coefficients import last_kl
 from ppo_repro.stages.evaluation import evaluate
 from ppo_repro.watcher import Watcher
@@ -51,7 +48,6 @@ class LanguageExecution:
     engine: Engine
     ranks: Ranks
     store: Store | None
-    peak: Peak | None
     accuracy: Accuracy | None  # None where it is not measured, as in a resumed run
 
     @property
@@ -78,7 +74,7 @@ class LanguageExecution:
         return preparation_tables(prepared.warm_start, prepared.reward_training, prepared.task.tokenizer)
 
     def tables(self, item: Iteration) -> dict[str, pa.Table]:
-        return iteration_tables(item, self.config, speed(item, self.peak))
+        return iteration_tables(item, self.config)
 
     def progress(self, item: Iteration) -> str:
         score, accuracy = mean_of(item.rewards.scores), mean_of(item.rewards.is_correct)
@@ -106,14 +102,10 @@ class LanguageExecution:
 
 @dataclass(frozen=True)
 class LanguageKind:
-    """Language runs as this process, one of `ranks`, computes them.
-
-    `profile`: measure what the machine can do first, and record which share of it every iteration reached.
-    """
+    """Language runs as this process, one of `ranks`, computes them."""
 
     watcher: Watcher
     ranks: Ranks = ALONE
-    profile: bool = False
     name: ClassVar[Kind] = LANGUAGE
     changeable: ClassVar[Sequence[str]] = ("layout", "rollout.engine", "records")
 
@@ -126,24 +118,16 @@ class LanguageKind:
     def environment(self, config: RunConfig) -> dict[str, Any]:
         return describe_environment(config, self.ranks.size)
 
-    def _check_processes(self) -> None:
-        """UserError where the processes cannot each have the same number of slots of a minibatch."""
-        if SLOTS % self.ranks.size:
-            raise UserError(
-                f"{self.ranks.size} processes were started; start 1, 2, 4 or 8 with torchrun --nproc-per-node: the "
-                f"gradients of a minibatch are sums of {SLOTS} slots, which the processes divide among them"
-            )
-
     def begin(self, config: RunConfig, run_dir: Path | None) -> AbstractContextManager[Execution[Iteration]]:
-        self._check_processes()
         return self._open(config, run_dir, None, measured=run_dir is not None)
 
     def resume(self, config: RunConfig, run_dir: Path, recorded: Manifest) -> Resumption[Iteration]:
         """From the newest checkpoint, or from the beginning where there is none."""
-        self._check_processes()
         require_same_sampler(load_config(run_dir / "config.yaml"), config)
         start = load_newest(run_dir, recorded)
-        _check_inputs(recorded, config, start)
+        # a checkpoint has the model, whose files are then not needed
+        needed = recorded.inputs.keys() if start is None else {str(path.resolve()) for path in task_inputs(config)}
+        check_inputs({path: digest for path, digest in recorded.inputs.items() if path in needed})
         opened = self._open(config, run_dir, start)
         return Resumption(0 if start is None else start.iteration, opened)
 
@@ -156,8 +140,11 @@ class LanguageKind:
         `run_dir`: where the first rank keeps something; the others only read there what they go on from.
         """
         with naming_learning_rates(config):
-            reference = None if run_dir is None or start is None else reference_folder(run_dir)
-            prepared = self._prepare(config, reference)
+            reference = None if run_dir is None or start is None else run_dir / REFERENCE
+            prepared = prepare(config, self.watcher.warm_start, reference, share=True, ranks=self.ranks)
+            networks = prepared.state.policy, prepared.state.own_value_module
+            digests = [weights_digest(module.named_parameters()) for module in networks]
+            self.ranks.require_same("initial weights", digests)
             accuracy = self._accuracy(config, prepared) if measured else None
             if start is not None:
                 go_on_from(start, prepared)
@@ -165,11 +152,9 @@ class LanguageKind:
             if run_dir is not None and self.ranks.is_first:
                 store = ModelStore(run_dir, config, prepared, task_digest(prepared))
             del start  # as large as weights and moments together
-            records = run_dir is not None and self.ranks.is_first
-            peak = measure_peak(config, prepared.state) if self.profile and records else None
             logs = None if run_dir is None else run_dir / "sglang"
             with quick_collections(), rollout_engine(config, prepared.engine, logs, self.watcher, self.ranks) as engine:
-                yield LanguageExecution(config, prepared, engine, self.ranks, store, peak, accuracy)
+                yield LanguageExecution(config, prepared, engine, self.ranks, store, accuracy)
 
     def _accuracy(self, config: RunConfig, prepared: Prepared) -> Accuracy | None:
         """How accurate the policy is before its first step; the watcher hears of it where that is too little."""
@@ -178,22 +163,3 @@ class LanguageKind:
         if accuracy is not None and accuracy.is_low:
             self.watcher.warning(sentence(accuracy))
         return accuracy
-
-    def _prepare(self, config: RunConfig, start_folder: Path | None) -> Prepared:
-        def warm_start(step: int, total: int, loss: float) -> None:
-            self.watcher.warm_start(step, total, loss)
-
-        prepared = prepare(config, warm_start, start_folder, share=True, ranks=self.ranks)
-        networks = prepared.state.policy, prepared.state.own_value_module
-        digests = [weights_digest(module.named_parameters()) for module in networks]
-        self.ranks.require_same("initial weights", digests)
-        return prepared
-
-
-def _check_inputs(recorded: Manifest, config: RunConfig, start: Checkpoint | None) -> None:
-    """The model's files are needed only where there is no checkpoint, which has its own."""
-    if start is None:
-        check_inputs(recorded.inputs)
-    else:
-        needed = {str(path.resolve()) for path in task_inputs(config)}
-        check_inputs({path: digest for path, digest in recorded.inputs.items() if path in needed})

@@ -29,12 +29,12 @@ from ppo_repro.models.folders import (
 )
 from ppo_repro.records.contents import (
     CHECKPOINT,
+    CHECKPOINTS_NAME,
+    FINAL,
+    FINAL_STATE,
+    REFERENCE,
+    VALUE_MODEL,
     checkpoint_file,
-    checkpoints_folder,
-    final_folder,
-    final_state_file,
-    reference_folder,
-    value_folder,
 )
 from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.runs import checkpoint
@@ -96,11 +96,11 @@ class ModelStore:
 
     def begin(self, files: Mapping[str, str]) -> dict[str, str]:
         """Keep the reference, which no step changes, once for all checkpoints."""
-        folder = reference_folder(self.run_dir)
+        folder = self.run_dir / REFERENCE
         if not self.config.checkpoints.every:
             return dict(files)
         if not folder.exists():
-            self._save(self.prepared.state.reference, folder)
+            save_model(self.prepared.state.reference, self.prepared.task.tokenizer, folder)
         return {**files, **listed(self.run_dir, folder)}
 
     def is_due(self, iteration: int) -> bool:
@@ -128,13 +128,13 @@ class ModelStore:
 
         And the optimizers' state, where no checkpoint of the last iteration has it.
         """
-        prepared, state, folder = self.prepared, self.prepared.state, final_folder(self.run_dir)
+        prepared, state, folder = self.prepared, self.prepared.state, self.run_dir / FINAL
         made = [folder]
-        self._save(state.policy, folder)
+        save_model(state.policy, prepared.task.tokenizer, folder)
         policy_base, value_base = self._bases()
         adapted = [b for b, lora in ((policy_base, prepared.lora), (value_base, prepared.value_lora)) if lora]
         if not isinstance(self.config.model, ModelFolder) and policy_base in adapted:
-            self._save(state.reference, policy_base)
+            save_model(state.reference, prepared.task.tokenizer, policy_base)
             made.append(policy_base)
         if prepared.lora is not None:
             made.append(folder.with_name("adapter"))
@@ -150,23 +150,20 @@ class ModelStore:
             made.append(folder.with_name("reward_model"))
             save_reward_model(prepared.task.reward_model, prepared.task.tokenizer, made[-1])
         if state.value_model is not None:
-            made.append(value_folder(self.run_dir))
+            made.append(self.run_dir / VALUE_MODEL)
             config = None if state.value_optimizer is None else state.value_model.trunk.config
             save_value_model(named_weights(state.own_value_module), config, made[-1])
         found = {**files, **listed(self.run_dir, *made)}
         if self.config.checkpoints.final_state and not self.is_due(state.iteration):
-            path = final_state_file(self.run_dir)
+            path = self.run_dir / FINAL_STATE
             saved = replace(checkpoint.take(state, link, self.task), policy={}, value_model={})
             found[path.relative_to(self.run_dir).as_posix()] = checkpoint.save(saved, path)
         return found
 
-    def _save(self, model: PreTrainedModel, folder: Path) -> None:
-        save_model(model, self.prepared.task.tokenizer, folder)
-
     def _bases(self) -> tuple[Path, Path]:
         """Folders of the models that policy and value model started as."""
         model, value, term = self.config.model, self.config.value, self.config.reward.model
-        beside = checkpoints_folder(self.run_dir)
+        beside = self.run_dir / CHECKPOINTS_NAME
         policy = Path(model.path) if isinstance(model, ModelFolder) else beside / "base"
         if not isinstance(value, SeparateValue) or value.init == "policy":
             return policy, policy
@@ -186,7 +183,7 @@ def load_newest(run_dir: Path, recorded: Manifest) -> Checkpoint | None:
     otherwise = f"resume from iteration {max(before)}" if before else "start from the beginning"
     try:
         saved = checkpoint.load(run_dir / there[newest], recorded.files[there[newest]])
-        check_sums(reference_folder(run_dir))
+        check_sums(run_dir / REFERENCE)
     except UserError as error:
         raise UserError(f"{error}; or remove {run_dir / there[newest]} to {otherwise}") from error
     if saved.chain != recorded.iterations[newest - 1].chain:
@@ -199,10 +196,10 @@ def load_final(run_dir: Path, recorded: Manifest) -> Checkpoint:
     path = checkpoint_file(run_dir, recorded.num_iterations)
     if (name := path.relative_to(run_dir).as_posix()) in recorded.files:
         return checkpoint.load(path, recorded.files[name])
-    path = final_state_file(run_dir)
+    path = run_dir / FINAL_STATE
     if (name := path.relative_to(run_dir).as_posix()) not in recorded.files:
         raise UserError(f"{path}: is not there; only runs with checkpoints.final_state that are finished have it")
-    policy, value = final_folder(run_dir), value_folder(run_dir)
+    policy, value = run_dir / FINAL, run_dir / VALUE_MODEL
     check_sums(policy)
     weights = {n: t for file in sorted(policy.glob("*.safetensors")) for n, t in load_file(file).items()}
     value_model = load_value_parameters(value) if value.is_dir() else {}

@@ -50,8 +50,6 @@ from ppo_repro.tasks.tokenizer import spelled_tokens
 from ppo_repro.tasks.user_code import UserProcess
 
 WarmStartProgress = Callable[[int, int, float], None]  # step, last step, loss
-
-
 EVAL_PAIRS = 256  # from held-out prompts, without label noise, to judge a reward model by
 
 
@@ -88,20 +86,6 @@ def _source(config: RunConfig, problems: Split) -> tuple[PreTrainedModel, PreTra
     return _moved(model, config), tokenizer
 
 
-def _checked_prompts(
-    config: RunConfig, problems: Split, tokenizer: PreTrainedTokenizerBase, source: PreTrainedModel
-) -> dict[str, tuple[int, ...]]:
-    """Token ids of every prompt by key; UserError where a prompt or a setting does not go with the model."""
-    encode = encoder(tokenizer, config.task)
-    model = source.config
-    ids = encode_all([*problems.train, *problems.held_out], encode, config, model.vocab_size)
-    check_training_prompts(config, tokenizer, ids)
-    check_routes(config, source)
-    if config.rollout.top_k > model.vocab_size:
-        raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {model.vocab_size} tokens")
-    return ids
-
-
 def _reward_model(
     config: RunConfig,
     problems: Split,
@@ -136,91 +120,60 @@ def _reward_model(
     return freeze(model), training
 
 
-def _adamw(config: RunConfig, learning_rate: float) -> AdamWSettings:
-    ppo = config.ppo
-    return AdamWSettings(learning_rate, 0.9, ppo.adam_beta2, ppo.adam_eps, ppo.weight_decay, ppo.max_grad_norm)
-
-
-@dataclass(frozen=True)
-class _Adapters:
-    """The adapters of a run, None where all weights are trained."""
-
-    policy: Lora | None
-    value: Lora | None
-
-
-@dataclass(frozen=True)
-class _Networks:
-    """The networks of a run before its first iteration."""
-
-    state: TrainState
-    sampled: PreTrainedModel  # the policy as the sampler has it
-    adapters: _Adapters
-
-
-def _networks(config: RunConfig, source: PreTrainedModel, task: Task, share: bool, ranks: Ranks) -> _Networks:
-    """Policy, value model and reference before the first step, their optimizers, and their adapters.
+def _networks(
+    config: RunConfig, source: PreTrainedModel, reward_model: PreTrainedModel | None, share: bool, ranks: Ranks
+) -> tuple[TrainState, PreTrainedModel, Lora | None, Lora | None]:
+    """The state before the first step, the policy as the sampler has it, and adapters of policy and value model.
 
     `share`: adapted models use the weights of frozen ones where they do not train.
     """
-    mode, max_context = config.numerics.mode, config.numerics.max_context
+    mode, max_context, ppo = config.numerics.mode, config.numerics.max_context, config.ppo
     policy = make_policy(source, mode, max_context)
     reference = freeze(make_policy(source, mode, max_context))
     lora = _adapted(policy, config.lora, config.seed, reference if share else None)
-    value_model = _value_model(config, source, policy, task.reward_model)
-    value_lora = None
-    if isinstance(config.value, SeparateValue) and value_model is not None:
-        begun_as = task.reward_model if config.value.init == "reward_model" else reference
-        base = trunk_of(begun_as) if share and begun_as is not None else None
-        value_lora = _adapted(value_model, config.value.lora, config.seed, base)
+    value_model = _value_model(config, source, policy, reward_model)
     sampled = rounded_view(policy, precision_of(config.mismatch.sampler.precision))
     if config.layout.gradient_checkpointing:
         checkpoint_gradients(trunk_of(policy))
-        if isinstance(config.value, SeparateValue) and value_model is not None:
-            checkpoint_gradients(value_model.trunk)
+
+    def optimizer(module: nn.Module, adapters: Lora | None, learning_rate: float) -> Optimizer:
+        rates = learning_rate, 0.9, ppo.adam_beta2, ppo.adam_eps, ppo.weight_decay, ppo.max_grad_norm
+        return Optimizer(module, AdamWSettings(*rates), mode, SLOTS // ranks.size, adapters)
+
     trained: nn.Module = policy
+    value_lora = value_optimizer = None
     if isinstance(config.value, ValueHead) and value_model is not None:
         trained = nn.ModuleDict({"policy": policy, "value_head": value_model.head})
-    policy_optimizer = _optimizer(config, trained, lora, config.ppo.learning_rate, ranks)
-    value_optimizer = None
-    if isinstance(config.value, SeparateValue) and value_model is not None:
-        value_optimizer = _optimizer(config, value_model, value_lora, config.value.learning_rate, ranks)
+    elif isinstance(config.value, SeparateValue) and value_model is not None:
+        begun_as = reward_model if config.value.init == "reward_model" else reference
+        base = trunk_of(begun_as) if share and begun_as is not None else None
+        value_lora = _adapted(value_model, config.value.lora, config.seed, base)
+        if config.layout.gradient_checkpointing:
+            checkpoint_gradients(value_model.trunk)
+        value_optimizer = optimizer(value_model, value_lora, config.value.learning_rate)
+    lag, versions = config.mismatch.sampler.lag, None
+    if lag:
+        parameters = dict(policy.named_parameters())
+        versions = Versions(parameters, lag) if lora is None else Versions(lora.trained(), lag, lora.merge)
     state = TrainState(
         policy=policy,
         value_model=value_model,
         reference=reference,
-        policy_optimizer=policy_optimizer,
+        policy_optimizer=optimizer(trained, lora, ppo.learning_rate),
         value_optimizer=value_optimizer,
         coefficients=first_coefficients(config),
-        versions=_versions(config, policy, lora),
+        versions=versions,
         hidden_hook=dropout(config.mismatch.trainer.dropout, config.seed),
     )
-    return _Networks(state, sampled, _Adapters(lora, value_lora))
-
-
-def _versions(config: RunConfig, policy: PreTrainedModel, lora: Lora | None) -> Versions | None:
-    """Room for the versions of the policy that a sampler which is behind needs."""
-    lag = config.mismatch.sampler.lag
-    if not lag:
-        return None
-    if lora is None:
-        return Versions(dict(policy.named_parameters()), lag)
-    return Versions(lora.trained(), lag, lora.merge)
+    return state, sampled, lora, value_lora
 
 
 def _adapted(model: Adaptable, config: LoraConfig | None, seed: int, base: PreTrainedModel | None) -> Lora | None:
-    """Adapters of a model where the configuration has some, over the weights of `base` where there is one."""
+    """Adapters of a model if the configuration has some, over the weights of `base` unless it is None."""
     if config is None:
         return None
     lora = add_lora(model, config.rank, config.alpha, config.target_modules, seed)
     return lora if base is None else share_frozen(model, base, lora)
-
-
-def _optimizer(
-    config: RunConfig, module: nn.Module, lora: Lora | None, learning_rate: float, ranks: Ranks
-) -> Optimizer:
-    settings, mode, slots = _adamw(config, learning_rate), config.numerics.mode, SLOTS // ranks.size
-    return Optimizer(module, settings, mode, slots, lora)
 
 
 def _value_model(
@@ -267,15 +220,20 @@ def prepare(
     else:
         source, tokenizer = load_folder(start_folder)
         _moved(source, config)
-    ids = _checked_prompts(config, problems, tokenizer, source)  # before the minutes that a warm start takes
+    # before the minutes that a warm start takes
+    vocab_size, encode = source.config.vocab_size, encoder(tokenizer, config.task)
+    ids = encode_all([*problems.train, *problems.held_out], encode, config, vocab_size)
+    check_training_prompts(config, tokenizer, ids)
+    check_routes(config, source)
+    if config.rollout.top_k > vocab_size:
+        raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {vocab_size} tokens")
     steps: tuple[WarmStartStep, ...] = ()
     if start_folder is None and isinstance(config.model, TinyModel):
         steps = warm_start(source, tokenizer, problems.train, config.model, numerics, config.seed, progress)
     reward_model, reward_training = _reward_model(config, problems, ids, tokenizer, source, progress)
     spelled = spelled_tokens(tokenizer, [*judge.asked_texts, *config.rollout.stop])
     task = Task(problems, ids, judge, reward_model, tokenizer, brought.environment, spelled)
-    networks = _networks(config, source, task, share, ranks)
-    engine = built_in_engine(config, source, networks.sampled, stop_ids(source, tokenizer))
-    networks.state.sampler = engine.policy if engine.policy is not networks.state.policy else None
-    adapters = networks.adapters
-    return Prepared(task, networks.state, engine, steps, reward_training, adapters.policy, adapters.value)
+    state, sampled, lora, value_lora = _networks(config, source, reward_model, share, ranks)
+    engine = built_in_engine(config, source, sampled, stop_ids(source, tokenizer))
+    state.sampler = engine.policy if engine.policy is not state.policy else None
+    return Prepared(task, state, engine, steps, reward_training, lora, value_lora)

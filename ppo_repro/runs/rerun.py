@@ -10,12 +10,12 @@ import pyarrow as pa
 
 from ppo_repro.clock import Clock
 from ppo_repro.records import digests, manifest, reader
+from ppo_repro.records.diff import Difference, first_final_difference, from_recorded
 from ppo_repro.records.manifest import Manifest
-from ppo_repro.runs.diff import Difference, first_final_difference, from_recorded
 from ppo_repro.runs.environment import check_inputs
 from ppo_repro.runs.kind import Config, Item, RunKind
-from ppo_repro.runs.processes import require_same_start
 from ppo_repro.runs.resume import recorded_config
+from ppo_repro.runs.run import require_same_start
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,12 @@ from ppo_repro.errors import UserError
 from ppo_repro.files import only_writer
 from ppo_repro.records import manifest
 from ppo_repro.records.config_file import CONFIG_NAME, check_config, resumed_notes
-from ppo_repro.records.contents import CHECKPOINT, CHECKPOINTS_NAME, UNEQUAL_NAME
+from ppo_repro.records.contents import CHECKPOINT, CHECKPOINTS_NAME, UNEQUAL
 from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.records.times import STARTED
 from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs.kind import Config, Item, RunKind
-from ppo_repro.runs.processes import require_same_start, work_along
-from ppo_repro.runs.run import execute, mark_ended
+from ppo_repro.runs.run import execute, mark_ended, require_same_start, work_along
 from ppo_repro.runs.verify import check_contents, remove_unfinished
 
 
@@ -88,7 +87,7 @@ def _files_to_go_on_with(run_dir: Path, recorded: Head, start: int) -> dict[str,
 
     Without any checkpoint or model where the run begins again.
     """
-    dropped = PurePath(CHECKPOINTS_NAME) if start == 0 else PurePath(CHECKPOINTS_NAME, UNEQUAL_NAME)
+    dropped = PurePath(CHECKPOINTS_NAME if start == 0 else UNEQUAL)
     return {
         name: digest
         for name, digest in recorded.files.items()

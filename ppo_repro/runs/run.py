@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 from ppo_repro.clock import OTHER, Clock, as_text
+from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import dump_yaml
+from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import run_folder
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.files import SUMS_NAME, file_digest, only_writer, remove_folder
+from ppo_repro.ranks import Ranks
 from ppo_repro.records import manifest, times, writer
-from ppo_repro.records.contents import checkpoints_folder, unequal_folder
+from ppo_repro.records.contents import CHECKPOINTS_NAME, UNEQUAL
+from ppo_repro.records.diff import Difference, from_recorded
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.records.times import STARTED
 from ppo_repro.records.writer import RunWriter
-from ppo_repro.runs.diff import Difference, from_recorded
 from ppo_repro.runs.environment import file_digests
 from ppo_repro.runs.kind import Config, Execution, Item, RunKind
-from ppo_repro.runs.processes import require_same_start, work_along
 from ppo_repro.runs.unequal import keeping_unequal
 from ppo_repro.stages.agreement import UnequalBits
 
@@ -51,6 +54,20 @@ def run(
         clock.lap("records")
         execute(kind, config, run_dir, execution, clock)
     return run_dir, clock.with_total()
+
+
+def require_same_start(ranks: Ranks, config: RunConfig | ControlConfig | DPOConfig, inputs: Mapping[str, str]) -> None:
+    """Raise PromiseBroken, naming the process, where configuration or input files differ."""
+    ranks.require_same("configuration", config.digest())
+    ranks.require_same("input files", sorted(inputs.values()))
+
+
+def work_along(opened: AbstractContextManager[Execution[Item]]) -> None:
+    """Compute everything and record nothing, as every process of a run but the first one does."""
+    with opened as execution:
+        for _ in execution.iterations():
+            pass
+        execution.ending(Clock())
 
 
 @contextmanager
@@ -83,7 +100,7 @@ def mark_ended(run_dir: Path, error: BaseException) -> None:
         # from the disk: the error may have come after the file was written and before our copy was updated
         ended = RunWriter(run_dir)
         if ended.head.status != "complete":
-            sums = unequal_folder(run_dir) / SUMS_NAME
+            sums = run_dir / UNEQUAL / SUMS_NAME
             if sums.exists():
                 ended.list_files({**ended.head.files, sums.relative_to(run_dir).as_posix(): file_digest(sums)})
             ended.mark("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
@@ -195,7 +212,7 @@ def _remove_unlisted(run_dir: Path, before: dict[str, str], now: dict[str, str])
         try:
             (run_dir / name).unlink()
         except OSError as error:
-            raise UserError(f"{checkpoints_folder(run_dir)}: cannot be changed ({error.strerror})") from error
+            raise UserError(f"{run_dir / CHECKPOINTS_NAME}: cannot be changed ({error.strerror})") from error
 
 
 def require_none(difference: Difference | None) -> None:

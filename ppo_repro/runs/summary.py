@@ -195,36 +195,6 @@ LANGUAGE_RUNS = SummaryKind(
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Profile:
-    """What a profiled run made of its machine, over all iterations."""
-
-    tokens_per_second: float  # sampled tokens over rollout, forward and update
-    peak_fraction: dict[str, float]  # by phase, and `all` three together
-    memory_peak: float  # bytes
-
-
-def profile(run_dir: Path) -> Profile:
-    """From the records of a run with --profile; shares are means weighted by time, NaN where none was measured."""
-    rows = reader.read_iterations(run_dir)
-    seconds = {phase: rows[f"seconds_{phase}"] for phase in PHASES}
-    work = {phase: rows[f"peak_fraction_{phase}"] * seconds[phase] for phase in PHASES}
-    fractions = {phase: float(work[phase].sum(skipna=False) / seconds[phase].sum()) for phase in PHASES}
-    total = float(sum(s.sum() for s in seconds.values()))
-    fractions["all"] = float(sum(w.sum(skipna=False) for w in work.values())) / total
-    return Profile(float(rows["tokens"].sum()) / total, fractions, float(rows["memory_peak"].max()))
-
-
-def profile_lines(profile: Profile) -> list[str]:
-    """The profile in words."""
-    shares = ", ".join(f"{phase} {share:.1%}" for phase, share in profile.peak_fraction.items())
-    return [
-        f"of the peak   {shares}",
-        f"tokens/s    {profile.tokens_per_second:8,.0f} over rollout, forward and update",
-        f"memory      {profile.memory_peak / 2**20:8,.0f} MiB at most",
-    ]
-
-
 def sample_lines(run_dir: Path, iteration: int, count: int) -> list[str]:
     """The first `count` responses of an iteration, one per line."""
     columns = ["prompt", "response", "answer", "scores", "finish_reason"]

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from ppo_repro.errors import UserError
 from ppo_repro.files import check_sums, whole_folder, write_sums
-from ppo_repro.records.contents import unequal_folder
+from ppo_repro.records.contents import UNEQUAL
 from ppo_repro.runs.kind import Store
 from ppo_repro.stages.agreement import Unequal, UnequalBits
 
@@ -25,7 +25,7 @@ def keeping_unequal(run_dir: Path, store: Store | None) -> Iterator[None]:
     try:
         yield
     except UnequalBits as error:
-        folder = unequal_folder(run_dir)
+        folder = run_dir / UNEQUAL
         try:
             with whole_folder(folder) as temporary:
                 pq.write_table(_table(error.found), temporary / UNEQUAL_TOKENS)
@@ -57,7 +57,7 @@ class Response:
 
 def first_unequal(run_dir: Path) -> Response | None:
     """The first response with unequal bits, None where a run has none; UserError where the file is damaged."""
-    path = unequal_folder(run_dir) / UNEQUAL_TOKENS
+    path = run_dir / UNEQUAL / UNEQUAL_TOKENS
     if not path.is_file():
         return None
     check_sums(path.parent)

@@ -31,22 +31,11 @@ class NoAttention(AttentionBackend):
 
 def make_backend(runner: Any) -> NoAttention:
     """The backend of a model runner whose model is ready; UserError names the first wrong setting of the server."""
-    for field, actual, required in _requirements(runner):
-        if actual != required:
-            raise UserError(f"deterministic numerics in SGLang: {field} is {actual}; must be {required}")
-    model = runner.model
-    table, width = runner.req_to_token_pool.req_to_token, runner.model_config.context_len
-    model.cache = PoolCache(model.network, table, runner.token_to_kv_pool, width)
-    return NoAttention()
-
-
-def _requirements(runner: Any) -> list[tuple[str, object, object]]:
-    """(setting, actual value, required value)."""
     from sglang.srt.mem_cache import allocation
     from sglang.srt.model_executor import forward_batch_info
 
     arguments, pool = runner.server_args, runner.token_to_kv_pool
-    return [
+    required: list[tuple[str, object, object]] = [
         ("the model class", type(runner.model).__name__, ARCHITECTURE),
         ("the model", isinstance(runner.model, PpoReproForCausalLM), True),
         ("the sampler", type(runner.sampler).__name__, DeterministicSampler.__name__),
@@ -65,3 +54,9 @@ def _requirements(runner: Any) -> list[tuple[str, object, object]]:
         ("Triton in positions", forward_batch_info.support_triton(ATTENTION_BACKEND), False),
         ("the batch-invariant mode", hasattr(type(runner).maybe_enable_batch_invariant_mode, "__wrapped__"), True),
     ]
+    for field, actual, wanted in required:
+        if actual != wanted:
+            raise UserError(f"deterministic numerics in SGLang: {field} is {actual}; must be {wanted}")
+    model, table = runner.model, runner.req_to_token_pool.req_to_token
+    model.cache = PoolCache(model.network, table, pool, runner.model_config.context_len)
+    return NoAttention()

@@ -52,23 +52,12 @@ class DeterministicSampler(Sampler):
             logits_output.customized_info = {KEPT: kept}
         if return_logprob:
             logits_output.next_token_logprobs = logprobs
-            self._more_logprobs(logits_output, sampling_info, top_logprobs_nums, token_ids_logprobs, tokens)
+            if any(top_logprobs_nums) or any(ids is not None for ids in token_ids_logprobs):  # a request asks for more
+                everything = log_softmax(logits / sampling_info.temperatures.view(-1, 1))
+                self.output_logprob_processor.compute_logprobs(
+                    everything, top_logprobs_nums, token_ids_logprobs, tokens
+                ).write_output_to(logits_output)
         return tokens
-
-    def _more_logprobs(
-        self,
-        output: LogitsProcessorOutput,
-        info: SamplingBatchInfo,
-        top_logprobs_nums: list[int],
-        token_ids_logprobs: list[list[int]],
-        tokens: Tensor,
-    ) -> None:
-        """Log-probs of other tokens, where a request asks for them."""
-        if any(top_logprobs_nums) or any(ids is not None for ids in token_ids_logprobs):
-            everything = log_softmax(output.next_token_logits / info.temperatures.view(-1, 1))
-            self.output_logprob_processor.compute_logprobs(
-                everything, top_logprobs_nums, token_ids_logprobs, tokens
-            ).write_output_to(output)
 
 
 def _refuse(info: SamplingBatchInfo) -> None:

@@ -18,15 +18,15 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from decimal import Decimal
 from importlib.util import module_from_spec, spec_from_file_location
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ppo_repro.errors import UserError
 from ppo_repro.output import shown
-from ppo_repro.tasks.transcripts import Turn, make_transcript
 
 FLOAT32_MAX = 3.4028234663852886e38
 _BY_NAME = ("fields", "turns", "full_text")  # what a function gets only if it has a parameter of this name
@@ -34,6 +34,46 @@ _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 Row = Mapping[str, Any]
 _functions: dict[tuple[str, str], Callable[..., Any]] = {}  # by field of the configuration and name
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn."""
+
+    role: Literal["model", "environment"]
+    text: str
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """A prompt and all turns that followed; they alternate, and the model's is the first."""
+
+    key: str  # of the prompt
+    prompt: str
+    answer: str  # the expected one; empty if the prompt has none
+    fields: dict[str, Any]  # the prompt's other fields, a copy
+    turns: tuple[Turn, ...]
+
+    @property
+    def last(self) -> str:
+        """The text of the last turn."""
+        return self.turns[-1].text
+
+    @property
+    def text(self) -> str:
+        """The text of all turns, one after the other."""
+        return "".join(turn.text for turn in self.turns)
+
+    @property
+    def own(self) -> str:
+        """The model's own words: the text of its turns, one after the other."""
+        return "".join(turn.text for turn in self.turns if turn.role == "model")
+
+
+def make_transcript(key: str, prompt: str, answer: str, fields: str, turns: list[str]) -> Transcript:
+    """A transcript of `turns` that begin with the model's; `fields` is a JSON object."""
+    of = tuple(Turn("environment" if i % 2 else "model", text) for i, text in enumerate(turns))
+    return Transcript(key, prompt, answer, json.loads(fields), of)
 
 
 class RefusedError(Exception):
@@ -88,13 +128,10 @@ def _text(value: object) -> str | None:
 
 def _plain(function: Callable[..., Any], row: Row, options: Row) -> float:
     """`function(prompt, response, answer)`, and by name what else it asks for."""
-    more = {name: value for name, value in _by_name(row).items() if name in _parameters(function)}
-    return number(function(row["prompt"], row["response"], row["answer"], **more))
-
-
-def _by_name(row: Row) -> dict[str, Any]:
     turns = [Turn("environment" if index % 2 else "model", text) for index, text in enumerate(row["turns"])]
-    return {"fields": json.loads(row["fields"]), "turns": turns, "full_text": row["full_text"]}
+    by_name = {"fields": json.loads(row["fields"]), "turns": turns, "full_text": row["full_text"]}
+    more = {name: value for name, value in by_name.items() if name in _parameters(function)}
+    return number(function(row["prompt"], row["response"], row["answer"], **more))
 
 
 def _trl(function: Callable[..., Any], row: Row, options: Row) -> float:
@@ -145,14 +182,13 @@ def _scores(function: Callable[..., Any], row: Row, options: Row) -> list[float]
     values = _list(function(transcripts), "one number for each transcript")
     if len(values) != len(transcripts):
         raise RefusedError(f"returned {len(values)} numbers for {len(transcripts)} transcripts")
-    return [_of(transcript.key, value) for transcript, value in zip(transcripts, values, strict=True)]
-
-
-def _of(key: str, value: object) -> float:
-    try:
-        return number(value)
-    except RefusedError as error:
-        raise RefusedError(f"{error}; prompt key '{shown(key)}'") from None
+    numbers = []
+    for transcript, value in zip(transcripts, values, strict=True):
+        try:
+            numbers.append(number(value))
+        except RefusedError as error:
+            raise RefusedError(f"{error}; prompt key '{shown(transcript.key)}'") from None
+    return numbers
 
 
 _CALLS: dict[str, Callable[[Callable[..., Any], Row, Row], object]] = {
@@ -192,20 +228,14 @@ def _load(field: str, file: str, names: list[str], folder: str, call: str) -> di
             raise RefusedError(f"{name} is no function; make it one or rename it")
         code = getattr(inspect.unwrap(function), "__code__", None)
         lines[name] = code.co_firstlineno if code is not None and code.co_filename == file else 0
-        if call == "function":
-            _require_three(name, function)
+        if call == "function" and (parameters := _parameters(function)):
+            more = {parameter: None for parameter in _BY_NAME if parameter in parameters}
+            try:
+                inspect.signature(function).bind("prompt", "response", "answer", **more)
+            except TypeError as error:
+                raise RefusedError(f"{name} cannot be called with prompt, response, answer ({error})") from None
         _functions[field, name] = function
     return lines
-
-
-def _require_three(name: str, function: Callable[..., Any]) -> None:
-    names = _parameters(function)
-    try:
-        if names:
-            more = {parameter: None for parameter in _BY_NAME if parameter in names}
-            inspect.signature(function).bind("prompt", "response", "answer", **more)
-    except TypeError as error:
-        raise RefusedError(f"{name} cannot be called with prompt, response, answer ({error})") from None
 
 
 def seed_generators(seed: int) -> None:
@@ -225,15 +255,12 @@ def _reply(file: str, compute: Callable[[], object]) -> dict[str, object]:
     except UserError as error:  # of a file of this package
         return {"wrong": str(error)}
     except BaseException as error:  # SystemExit and KeyboardInterrupt of the user's code included
-        return {"raised": described(error), "line": _line_of(error, file)}
-
-
-def _line_of(error: BaseException, file: str) -> int:
-    """The last line of the file that the error went through; 0 if it went through none."""
-    if isinstance(error, SyntaxError) and error.filename == file:
-        return error.lineno or 0
-    frames = traceback.extract_tb(error.__traceback__)
-    return next((frame.lineno or 0 for frame in reversed(frames) if frame.filename == file), 0)
+        # the last line of the file that the error went through; 0 if it went through none
+        frames = traceback.extract_tb(error.__traceback__)
+        line = next((frame.lineno or 0 for frame in reversed(frames) if frame.filename == file), 0)
+        if isinstance(error, SyntaxError) and error.filename == file:
+            line = error.lineno or 0
+        return {"raised": described(error), "line": line}
 
 
 def described(error: BaseException) -> str:

@@ -69,7 +69,9 @@ class Conversations:
             return None
         problem, said = self.problems[index], self.said.setdefault(index, [])
         where, of_prompt = self.environment.step.where, f"prompt key '{shown(problem.key)}'"
-        texts = self._texts(turns, said)
+        spoken = [decode(self.tokenizer, turn, self.spelled) for turn in turns]
+        # alternating, the model's first and last
+        texts = [text for pair in zip(spoken, [*said, ""], strict=True) for text in pair][:-1]
         text = self.environment.next_turn(transcript_of(problem, texts))
         if text is None:
             return None
@@ -81,7 +83,10 @@ class Conversations:
             )
         refuse_control_tokens(self.tokenizer, task, f"{where}: step returned a text for {of_prompt} that", text)
         said.append(text)
-        ids = self._tokens(text, turns[-1][-1])
+        before, after = self._around
+        ids = tuple(self.tokenizer(f"{before}{text}{after}", add_special_tokens=False)["input_ids"])
+        if before and ids[:1] == (turns[-1][-1],):  # what ends the model's turn, if the model has sampled it
+            ids = ids[1:]
         if len(ids) >= longest:
             raise UserError(
                 f"{where}: step returned a text of {len(ids)} tokens for {of_prompt}, which "
@@ -95,17 +100,6 @@ class Conversations:
             episode = [token for pair in zip(turns, put, strict=True) for ids_ in pair for token in ids_]
             self._compare(problem, episode, [*texts, text])
         return ids
-
-    def _texts(self, turns: Sequence[Sequence[int]], said: Sequence[str]) -> list[str]:
-        """The texts of all turns so far, the model's and the environment's alternating; the last is the model's."""
-        spoken = [decode(self.tokenizer, turn, self.spelled) for turn in turns]
-        return [text for pair in zip(spoken, [*said, ""], strict=True) for text in pair][:-1]
-
-    def _tokens(self, text: str, last: int) -> tuple[int, ...]:
-        """A text as the template puts it; what ends the model's turn is left out if the model has sampled it."""
-        before, after = self._around
-        ids = tuple(self.tokenizer(f"{before}{text}{after}", add_special_tokens=False)["input_ids"])
-        return ids[1:] if before and ids[:1] == (last,) else ids
 
     def _compare(self, problem: Problem, episode: Sequence[int], texts: Sequence[str]) -> None:
         """Say once, with both texts, if the template renders the turns so far otherwise than their tokens read.

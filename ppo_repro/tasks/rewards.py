@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from ppo_repro.config.reward import (
     CalledReward,
@@ -19,18 +20,49 @@ from ppo_repro.config.reward import (
 from ppo_repro.config.tasks import AnswerExtraction
 from ppo_repro.errors import UserError
 from ppo_repro.output import shown
-from ppo_repro.tasks.answers import extracted, is_answer, matches
 from ppo_repro.tasks.child import FLOAT32_MAX
 from ppo_repro.tasks.problems import Problem
 from ppo_repro.tasks.sources import GymVerifier, PythonFile, Source, transcript_of
 from ppo_repro.tasks.user_code import Texts, UserFunction, UserProcess, check_repeats, load_function, numbers
 
+# a minus sign belongs to a number unless it stands behind a letter, a digit or a bracket: 3-2 ends with 2
+_NUMBER = re.compile(r"(?:(?<![\w)\]])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
+_TAGS = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.S)
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 # thoughts, then the answer, each in its own tags and nothing outside them. DeepSeek-AI, 2025, table 1.
 _FORMAT = re.compile(
     r"\s*<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>((?:(?!</?answer>).)*)</answer>\s*", re.S
 )
+
+
+def extracted(response: str, extraction: AnswerExtraction) -> str | None:
+    """The answer in a response: all of it, its last number without commas, or the text in its last answer tags.
+
+    None where there is no such thing.
+    """
+    if extraction == "exact":
+        return response
+    found = (_NUMBER if extraction == "last_number" else _TAGS).findall(response)
+    if not found:
+        return None
+    return str(found[-1]).replace(",", "") if extraction == "last_number" else str(found[-1])
+
+
+def matches(response: str, answer: str) -> bool:
+    """Whether the response equals the answer; surrounding white space does not count."""
+    return response.strip() == answer.strip()
+
+
+def is_answer(response: str, answer: str, extraction: AnswerExtraction) -> bool:
+    """Whether the answer in a response is the expected one; of numbers their value counts, so that 85.0 is 85."""
+    found = extracted(response, extraction)
+    if found is None:
+        return False
+    if extraction != "last_number":
+        return matches(found, answer)
+    expected = _NUMBER.fullmatch(answer.strip())
+    return expected is not None and Fraction(found) == Fraction(expected.group().replace(",", ""))
 
 
 @dataclass(frozen=True)
@@ -114,20 +146,6 @@ def for_source(judge: Judge, source: Source, extraction: AnswerExtraction) -> Ju
     return replace(judge, extraction=extraction, verifier=verifier)
 
 
-def _verified(judge: Judge, samples: Sequence[Sample]) -> list[float]:
-    """What the task's verifier says of every response."""
-    if isinstance(judge.verifier, GymVerifier):
-        answers = [extracted(sample.response, judge.extraction) for sample in samples]
-        return judge.verifier.scores([sample.problem.key for sample in samples], answers)
-    assert judge.verifier is not None
-    return judge.verifier.scores([transcript_of(sample.problem, sample.turns) for sample in samples])
-
-
-def _format_value(response: str, answer: str) -> float:
-    inner = formatted_answer(response)
-    return 0.0 if inner is None else 1.0 + matches(inner, answer)
-
-
 def _values(
     index: int, term: RewardTerm, judge: Judge, samples: Sequence[Sample], model_scores: Sequence[float]
 ) -> list[float]:
@@ -136,11 +154,17 @@ def _values(
     if isinstance(term, ExactMatch):
         return [float(s.finished and is_answer(s.response, s.problem.answer, judge.extraction)) for s in samples]
     if isinstance(term, FormatReward):
-        return [_format_value(sample.response, sample.problem.answer) for sample in samples]
+        inner = [formatted_answer(sample.response) for sample in samples]
+        pairs = zip(inner, samples, strict=True)
+        return [0.0 if text is None else 1.0 + matches(text, sample.problem.answer) for text, sample in pairs]
     if isinstance(term, LengthReward):
         return [-abs(sample.length - term.target) / term.target for sample in samples]
     if isinstance(term, Verifier):
-        return _verified(judge, samples)
+        if isinstance(judge.verifier, GymVerifier):
+            answers = [extracted(sample.response, judge.extraction) for sample in samples]
+            return judge.verifier.scores([sample.problem.key for sample in samples], answers)
+        assert judge.verifier is not None
+        return judge.verifier.scores([transcript_of(sample.problem, sample.turns) for sample in samples])
     if function is not None:
         return numbers(function, [sample.texts for sample in samples])
     return list(model_scores)
@@ -159,14 +183,6 @@ def _correct(judge: Judge, samples: Sequence[Sample], columns: Sequence[Sequence
             yield matches(inner, sample.problem.answer)
         else:
             yield is_answer(sample.response, sample.problem.answer, judge.extraction)
-
-
-def _weighted(config: RewardConfig, values: Sequence[float]) -> float:
-    """The weighted sum; infinite where float64 cannot hold it."""
-    try:
-        return math.fsum(term.weight * value for term, value in zip(config.terms, values, strict=True))
-    except (OverflowError, ValueError):
-        return math.inf
 
 
 def judge_samples(judge: Judge, samples: Sequence[Sample], model_scores: Sequence[float]) -> Judgement:
@@ -194,11 +210,17 @@ def judge_samples(judge: Judge, samples: Sequence[Sample], model_scores: Sequenc
 def weighted_scores(
     config: RewardConfig, term_values: Sequence[Sequence[float]], finished: Sequence[bool]
 ) -> list[float]:
-    """Sum of weight times value over the reward terms, then the rules for responses that did not end by themselves."""
-    scores = [_weighted(config, row) for row in term_values]
-    for index, done in enumerate(finished):
-        if not done:
-            scores[index] -= config.missing_eos_penalty
+    """Sum of weight times value over the reward terms, less the penalty of responses that did not end by themselves.
+
+    Infinite where float64 cannot hold the sum.
+    """
+    scores = []
+    for values, done in zip(term_values, finished, strict=True):
+        try:
+            score = math.fsum(term.weight * value for term, value in zip(config.terms, values, strict=True))
+        except (OverflowError, ValueError):
+            score = math.inf
+        scores.append(score if done else score - config.missing_eos_penalty)
     return scores
 
 

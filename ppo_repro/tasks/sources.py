@@ -11,7 +11,7 @@ from ppo_repro.config.tasks import ArithmeticTask, JsonlTask, PythonTask, Reason
 from ppo_repro.errors import UserError
 from ppo_repro.output import shown
 from ppo_repro.tasks.problems import Problem, Split, all_different, arithmetic, make_problem, read_jsonl, split
-from ppo_repro.tasks.user_code import CALL_SECONDS, UserFunction, UserProcess, load, twice
+from ppo_repro.tasks.user_code import CALL_SECONDS, UserFunction, UserProcess, load, require_repeats
 
 FIELD = "task.path"
 _SECONDS_PER_TRANSCRIPT = 30.0  # at least CALL_SECONDS for a call of `score`
@@ -137,25 +137,13 @@ def _read_prompts(of: PythonFile, chat_template: bool) -> list[Problem]:
 
 
 def check_source(source: Source, problems: Sequence[Problem]) -> None:
-    """Call `score` and `step` of a Python task twice on the same few transcripts; UserError if they answer differently.
-
-    The second time in the opposite order and with other seeds of the global generators.
-    """
+    """Call `score` and `step` of a Python task twice on a few transcripts; UserError if they answer differently."""
     of = source.verifier
     if not isinstance(of, PythonFile):
         return
     rows = [transcript_of(problem, [turn]) for problem in problems[:2] for turn in (problem.answer, "")]
+    described = [f"prompt key '{shown(row['key'])}', last turn '{shown(row['turns'][-1])}'" for row in rows]
     if of.score is not None:
-        _require_same(of.score, twice(rows, of.scores))
+        require_repeats(of.score, rows, described, of.scores)
     if of.step is not None:
-        _require_same(of.step, twice(rows, lambda some, seed: [of.next_turn(row, seed) for row in some]))
-
-
-def _require_same(function: UserFunction, answers: Sequence[tuple[Mapping[str, Any], object, object]]) -> None:
-    for row, one, other in answers:
-        if one != other:
-            raise UserError(
-                f"{function.where}: {function.name} returned {shown(repr(one))} and then {shown(repr(other))} for "
-                f"the same transcript (prompt key '{shown(row['key'])}', last turn '{shown(row['turns'][-1])}'); "
-                "it must follow from the transcript alone"
-            )
+        require_repeats(of.step, rows, described, lambda some, seed: [of.next_turn(row, seed) for row in some])

@@ -237,36 +237,31 @@ def load_function(process: UserProcess, field: str, path: str, term: CalledRewar
 
 def numbers(function: UserFunction, rows: Sequence[Texts], seed: int = 0) -> list[float]:
     """The function's number for each row, in this order; UserError as `UserFunction` says."""
-    return function([_row(texts) for texts in rows], [_of_prompt(texts.key) for texts in rows], seed)
-
-
-def _row(texts: Texts) -> dict[str, Any]:
-    return {name: value for name, value in vars(texts).items() if name != "key"}
-
-
-def _of_prompt(key: str) -> str:
-    return f"; prompt key '{shown(key)}'"
+    arguments = [{name: value for name, value in vars(texts).items() if name != "key"} for texts in rows]
+    return function(arguments, [f"; prompt key '{shown(texts.key)}'" for texts in rows], seed)
 
 
 def check_repeats(function: UserFunction, rows: Sequence[Texts]) -> None:
-    """Call the function twice for each row; UserError if the scores differ.
+    """Call the function of a reward twice for each row; UserError as `require_repeats`."""
+    described = [f"prompt key '{shown(texts.key)}', response '{shown(texts.response)}'" for texts in rows]
+    require_repeats(function, rows, described, lambda some, seed: numbers(function, some, seed))
 
-    The second time in the opposite order and with other seeds of the global generators, so that neither state
-    between calls nor an unseeded draw gives the same scores by chance.
+
+def require_repeats(
+    function: UserFunction, rows: Sequence[T], of: Sequence[str], compute: Callable[[Sequence[T], int], Sequence[Any]]
+) -> None:
+    """UserError, with the row as `of` describes it, if two calls give it different results.
+
+    The second call has the opposite order and other seeds of the global generators, so that neither state between
+    calls nor an unseeded draw gives the same results by chance.
     """
-    for texts, one, other in twice(rows, lambda some, seed: numbers(function, some, seed)):
+    first, second = compute(rows, 1), compute(rows[::-1], 2)[::-1]
+    for row, one, other in zip(of, first, second, strict=True):
         if one != other:
             raise UserError(
-                f"{function.where}: the function returned {one!r} and then {other!r} for the same "
-                f"input (prompt key '{shown(texts.key)}', response '{shown(texts.response)}'); "
-                "a score must follow from prompt, response and answer alone"
+                f"{function.where}: {function.name} returned {shown(repr(one))} and then {shown(repr(other))} for the "
+                f"same input ({row}); it must follow from its input alone"
             )
-
-
-def twice(rows: Sequence[T], compute: Callable[[Sequence[T], int], Sequence[Any]]) -> list[tuple[T, Any, Any]]:
-    """Each row with its results of two calls, in opposite orders and with other seeds."""
-    first, second = compute(rows, 1), compute(rows[::-1], 2)[::-1]
-    return list(zip(rows, first, second, strict=True))
 
 
 def function_paths(config: RewardConfig) -> list[tuple[str, str]]:

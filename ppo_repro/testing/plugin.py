@@ -71,7 +71,7 @@ def assert_same_run(a: Path | str, b: Path | str) -> None:
     """
     __tracebackhide__ = True
     from ppo_repro.records import reader
-    from ppo_repro.runs.diff import first_difference
+    from ppo_repro.records.diff import first_difference
 
     for run in (a, b):
         reader.open_manifest(run)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from ppo_repro.config.kinds import CONTROL, DPO, LANGUAGE, Kind
+from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.control.summary import CONTROL_RUNS
 from ppo_repro.preferences.dpo.summary import DPO_RUNS
 from ppo_repro.records import accuracy, manifest, reader, times

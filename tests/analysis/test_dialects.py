@@ -1,7 +1,6 @@
 """Each framework's keys against its published formula, written again slowly on padded matrices in NumPy."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -12,12 +11,12 @@ from hypothesis import strategies as st
 from analysis.clipping.flags import token_flags
 from analysis.clipping.update_rows import IterationRows, load_iterations
 from analysis.dialects.formulas import Bounds, evaluate
-from analysis.dialects.report import definitions, long_table, main
+from analysis.dialects.report import definitions, long_table
 from analysis.dialects.table import KEYS
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
-from tests.support.cases.clip_rows import RULE, make_item
-from tests.support.cases.padded_rows import Padded, close, few, padded_rollout, padded_steps, random_item, seeds
+from tests.analysis.clipping.rows import RULE, make_item
+from tests.analysis.padded_rows import Padded, close, few, padded_rollout, padded_steps, random_item, seeds
 
 PLACES = ["epoch", "minibatch"]
 
@@ -306,15 +305,6 @@ def test_the_same_tokens_have_many_clip_fractions() -> None:
     assert steps(item, "TRL")[0]["clip_ratio/high_mean"] == pytest.approx(1 / 3)
 
 
-def test_what_nemo_calls_the_policys_kl_is_another_divergence() -> None:
-    # exact expectations under the sampler g: chi2(g || p) - KL(g || p), far from KL(p || g)
-    g, p = np.array([0.6, 0.3, 0.1]), np.array([0.3, 0.3, 0.4])
-    x = np.log(p / g)
-    reported = (g * (np.exp(-x) - 1 + x)).sum()
-    assert reported == pytest.approx(((g**2 / p).sum() - 1) - (g * np.log(g / p)).sum())
-    assert reported < 0.25 < 0.34 < (p * x).sum()
-
-
 def test_an_asymmetric_band_is_nothing_to_frameworks_without_one() -> None:
     item = random_item(0, replace(RULE, high=0.3))
     assert np.isnan(of(item, "CleanRL")["losses/clipfrac"])
@@ -360,14 +350,3 @@ def test_on_a_recorded_run_the_dialects_agree_with_each_other_and_with_training(
     assert table["CleanRL", "losses/clipfrac"].iloc[0] == pytest.approx(whole.mean())
     equal = bool((table["slime", "train/train_rollout_logprob_abs_diff"] == 0).all())
     assert equal == (name == "deterministic_run")
-
-
-def test_the_command(deterministic_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(deterministic_run)]) == 0
-    assert "actor/pg_clipfrac_lower" in capsys.readouterr().out
-    assert main(["--definitions"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.count("\n") == len(definitions()) + 1
-    assert main([str(deterministic_run), "--clip-range", "2", "0.2"]) == 2
-    assert main([str(deterministic_run / "missing")]) == 2
-    assert main([]) == 2

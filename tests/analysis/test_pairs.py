@@ -56,13 +56,6 @@ def changed_run(run: Path, table: str, columns: dict[str, pa.Array]) -> Path:
     return run
 
 
-def test_tokens_of_steps_that_were_not_taken_are_no_pairs(tmp_path: Path) -> None:
-    flags = ["none", None, "clip_high", None]
-    columns = {"clip_flag": pa.array(flags, pa.string()), "epoch": pa.array([0, 0, 0, 1], pa.int32())}
-    found = joined(run_pairs(changed_run(tmp_path / "a", "updates", columns), "old_vs_first_new"))
-    assert found["sequence"].tolist() == [0, 2]
-
-
 def test_a_run_against_itself_and_against_another(deterministic_run: Path, native_run: Path) -> None:
     same = joined(two_run_pairs(deterministic_run, deterministic_run))
     assert bits(same["logprobs_a"].to_numpy()) == bits(same["logprobs_b"].to_numpy())

@@ -42,7 +42,7 @@ from tests.audit.material import (
     old,
 )
 from tests.support.html_page import check
-from tests.support.small_models import CONTEXT, VOCAB, gpt2_config, qwen3_config, seeded, small_model
+from tests.support.models import CONTEXT, VOCAB, gpt2_config, qwen3_config, seeded, small_model
 
 GIVEN = Settings(Sampling(TEMPERATURE, 1.0, 8))
 

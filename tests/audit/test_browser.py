@@ -15,7 +15,7 @@ from ppo_repro.audit.page import page
 from ppo_repro.audit.search import Tried
 from tests.support.browser import find, look, opened
 from tests.support.html_page import tags, tree
-from tests.support.small_models import seeded
+from tests.support.models import seeded
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 HOSTILE = "<script>document.title='ran'</script>"

@@ -12,7 +12,7 @@ import torch
 from ppo_repro.audit.page_file import PAGE
 from ppo_repro.files import check_replaceable
 from ppo_repro.records import reader
-from ppo_repro.records.contents import final_folder, reference_folder
+from ppo_repro.records.contents import FINAL, REFERENCE
 from ppo_repro.watcher import Silent
 from tests.support import sglang_dumps
 from tests.support.cli import Cli, one_line
@@ -35,7 +35,7 @@ def dumped(folder: Path, *overrides: str) -> tuple[Path, Path]:
             row = {"prompt_ids": list(map(int, prompt)), "response_ids": of["token_id"].tolist()}
             row |= {name: of[name].astype(float).tolist() for name in ("rollout_logprobs", "old_logprobs")}
             file.write(json.dumps(row) + "\n")
-    return path, reference_folder(run_dir)
+    return path, run_dir / REFERENCE
 
 
 def test_log_probs_of_a_run_are_right(cli: Cli, dump: tuple[Path, Path], tmp_path: Path) -> None:
@@ -74,12 +74,12 @@ def test_a_run_with_cuts_is_right(cli: Cli, tmp_path: Path, sampling: tuple[str,
 
 @pytest.mark.slow
 def test_a_folder_that_is_not_the_one_is_refused(cli: Cli, dump: tuple[Path, Path]) -> None:
-    code, out, err = cli("audit", dump[0], "--model", final_folder(dump[1].parents[1]))
+    code, out, err = cli("audit", dump[0], "--model", dump[1].parents[1] / FINAL)
     assert (code, out) == (2, "") and "give the folder of the weights that the dump was made with" in one_line(err)
 
 
 def test_other_weights_are_wrong_and_named_where_they_are_given(cli: Cli, dump: tuple[Path, Path]) -> None:
-    later = final_folder(dump[1].parents[1])
+    later = dump[1].parents[1] / FINAL
     code, out, _ = cli("audit", dump[0], "--model", later, "--also", dump[1], "--json")
     assert code == 1 and json.loads(out)["sampler"]["cause"] == f"weights of {dump[1]}"
 
@@ -134,7 +134,7 @@ QUICK = "float32", "float32_trainer_without_temperature"
     "name", [pytest.param(d.name, marks=[pytest.mark.slow] * (d.name not in QUICK)) for d in sglang_dumps.DUMPS]
 )
 def test_dumps_of_the_real_sglang(cli: Cli, dump: tuple[Path, Path], name: str) -> None:
-    reference, later = dump[1], final_folder(dump[1].parents[1])
+    reference, later = dump[1], dump[1].parents[1] / FINAL
     models = ["--model", later, "--also", reference] if name == "float32_stale" else ["--model", reference]
     path = Path(__file__).parent / "sglang" / f"{name}.jsonl"
     code, out, err = cli("audit", path, *models, "--temperature", "0.8", "--json")

@@ -78,8 +78,6 @@ def test_run_takes_a_file_for_control_runs(cli: Cli, tmp_path: Path) -> None:
     assert code == 0 and "seed 5: " in err
     summary = json.loads(out)
     assert manifest.load_head(Path(summary["run_dir"])).kind == "control" and "/seed5-" in summary["run_dir"]
-    code, _, err = cli("run", SMALL_CONTROL, "--out", tmp_path / "other", "--profile")
-    assert code == 2 and "--profile: " in one_line(err) and "no such option" in err
 
 
 @pytest.fixture

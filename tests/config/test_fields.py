@@ -12,7 +12,6 @@ from types import NoneType
 from typing import Any, get_args
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -22,7 +21,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import LARGEST
 from ppo_repro.config.yaml_text import parse_yaml
 from ppo_repro.errors import UserError
-from tests.support.cases.config_trees import (
+from tests.config.trees import (
     FOLDER,
     TREES,
     Key,
@@ -73,28 +72,15 @@ def test_numbers_that_are_not_finite_are_refused(name: str) -> None:
             build_config(with_value(full.model_dump(mode="json"), path, value), "file")
 
 
-@every_tree
-def test_a_mistake_in_any_section_is_named_as_it_is_written(name: str) -> None:
-    full = config_of(name)
-    for there in held(full):
-        if there.section is not None:
-            path = (*there.path, "colour")
-            with pytest.raises(UserError) as caught:
-                build_config(with_value(full.model_dump(mode="json"), path, "red"), "file")
-            assert str(caught.value) == f"file: {written(path)}: unknown field; remove it or correct its name"
-
-
-def test_the_order_of_fields_in_the_file_does_not_show() -> None:
+def test_the_digest_sees_no_order_and_no_empty_section() -> None:
     def backwards(node: Any) -> Any:
         return {key: backwards(node[key]) for key in reversed(node)} if isinstance(node, dict) else node
 
-    text = yaml.safe_dump(backwards(tree()), sort_keys=False)
-    assert list(parse_yaml(text)) == list(tree())[::-1]
-    config = build_config(parse_yaml(text), "file")
-    assert config.canonical_json() == small_config().canonical_json() and config.digest() == small_config().digest()
-    found = json.loads(config.canonical_json())
-    assert config.canonical_json() == json.dumps(found, sort_keys=True, separators=(",", ":"))
-    assert {**found, "records": {"level": "full"}} == config.model_dump(mode="json")
+    plain = small_config()
+    assert build_config(backwards(tree()), "file").canonical_json() == plain.canonical_json()
+    assert {**json.loads(plain.canonical_json()), "records": {"level": "full"}} == plain.model_dump(mode="json")
+    for same in ("mismatch={}", "mismatch.sampler={}"):
+        assert small_config(same).digest() == plain.digest() and dump_yaml(small_config(same)) == dump_yaml(plain)
 
 
 def neighbours(leaf: Leaf) -> list[Any]:
@@ -175,11 +161,6 @@ def test_any_text_and_any_number_read_back_equal(path: str, rate: float, seed: i
 
 
 def test_a_configuration_cannot_be_changed() -> None:
-    config = small_config()
-    for section, name in [(config, "seed"), (config.ppo, "epochs"), (config.model, "kind"), (config, "colour")]:
-        with pytest.raises(ValidationError, match="frozen"):
-            setattr(section, name, 3)
-    assert config == small_config()
     for there in (there for name in TREES for there in held(config_of(name))):
         for name in [] if there.section is None else type(there.section).model_fields:
             with pytest.raises(ValidationError, match="frozen"):

@@ -81,10 +81,6 @@ STATED: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-def test_there_is_a_preset_for_every_document() -> None:
-    assert [path.stem for path in PRESETS] == sorted(STATED)
-
-
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)
 def test_a_preset_says_what_its_document_says(path: Path) -> None:
     config = load_config(path)

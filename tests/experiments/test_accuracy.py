@@ -6,16 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.accuracy.__main__ import main, text_of_file
-from ppo_repro.errors import UserError
+from experiments.accuracy.__main__ import main
 from tests.support.models import source_model
-
-
-def test_the_text_is_cut_into_rows_of_prompt_and_response() -> None:
-    text = text_of_file(list(range(12)), 2, 2, 3)
-    assert text.prompts == [[0, 1], [5, 6]] and text.responses == [[2, 3, 4], [7, 8, 9]]
-    with pytest.raises(UserError, match="12 tokens; 3 rows of 2 \\+ 3 need 15"):
-        text_of_file(list(range(12)), 3, 2, 3)
 
 
 def test_a_folder_is_measured_on_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,15 +11,11 @@ import pandas as pd
 import pytest
 
 from experiments.mismatch_lab import topics
-from experiments.mismatch_lab.answers import MEASURES, RATE, differences, of_run, rows
-from experiments.mismatch_lab.answers import main as answers_main
-from ppo_repro.config.run import RunConfig
-from ppo_repro.grids.spec import load_grid
+from experiments.mismatch_lab.answers import MEASURES, RATE, of_run, rows
 from ppo_repro.records import reader
 from tests.support.paths import ROOT
 
 FOLDER = ROOT / "experiments" / "mismatch_lab"
-GRIDS = ("dose", "noise", "lag", "routes")
 
 
 def test_the_reward_by_hand() -> None:
@@ -41,15 +37,6 @@ def test_the_prompts_are_those_the_command_writes_and_their_answers_are_long() -
     assert 0.3 < np.mean(scores) < 0.7, "a policy that gives such answers has something to learn"
 
 
-@pytest.mark.parametrize("name", GRIDS)
-def test_every_grid_has_five_seeds_an_expectation_and_responses_of_20_tokens(name: str) -> None:
-    grid = load_grid(FOLDER / f"{name}.yaml")
-    assert len(grid.file.seeds) == 5 and grid.file.question.endswith("?") and len(grid.file.expectation) > 100
-    for cell in grid.cells:
-        assert isinstance(cell.config, RunConfig) and cell.config.numerics.mode == "deterministic"
-        assert cell.config.rollout.max_response_tokens > topics.LENGTH >= 20
-
-
 def cells_of(values: dict[str, list[float]], rate: str = "1") -> pd.DataFrame:
     """Cells with these scores of seeds 1, 2, ..; every other measure is 0, and no routes."""
     made = []
@@ -60,16 +47,6 @@ def cells_of(values: dict[str, list[float]], rate: str = "1") -> pd.DataFrame:
             )
             made.append({"point": point, RATE: rate, "seed": seed, **other, "first": 0.2, "score": score})
     return pd.DataFrame(made)
-
-
-def test_differences_are_paired_by_seed_within_a_learning_rate() -> None:
-    low = cells_of({"1, none": [0.1, 0.2, 0.3], "1, bf16": [0.2, 0.4, 0.6]})
-    high = cells_of({"2, none": [0.9, 0.9, 0.9], "2, bf16": [0.5, 0.6, 0.7]}, "2")
-    table = differences(pd.concat([low, high], ignore_index=True), "score")
-    assert table["point"].tolist() == ["1, bf16", "2, bf16"]
-    # differences 0.1, 0.2, 0.3: mean 0.2, standard error 0.1 / sqrt 3, t of 2 degrees of freedom 4.3027
-    assert table.iloc[0, 1] == "+0.200 [-0.048, +0.448]"
-    assert table.iloc[1, 1].startswith("-0.300 ")
 
 
 def test_a_run_collapsed_if_it_ends_below_its_beginning() -> None:
@@ -91,8 +68,3 @@ def test_the_measures_are_those_of_the_records(deterministic_run: Path, native_r
     last = evaluations[evaluations["iteration"] == len(recorded)]["scores"]
     assert own["greedy"] == pytest.approx(last.sum() / len(last)) and len(last) > 1
     assert math.isnan(own["flipped"]), "a dense model has no routes"
-
-
-def test_a_folder_without_a_grid_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert answers_main([str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1

@@ -12,12 +12,10 @@ from experiments.tokenization.real_tokenizers import (
     Cutter,
     border,
     from_json,
-    main,
     of_borders,
     of_cuts,
     of_number,
     of_text,
-    table,
 )
 
 DRAWN = 1000
@@ -72,24 +70,3 @@ def test_a_merge_over_a_border_gives_other_ids(tmp_path: Path) -> None:
     other = [cutter.encode(TEXT[:i]) + cutter.encode(TEXT[i:]) != cutter.encode(TEXT) for i in at]
     assert found["after a space"] == pytest.approx(sum(other) / len(other), abs=0.15)  # of 200 borders drawn
     assert 0 < found["within a number"] < 1, "1|2 merges, 3|4 does not"
-
-
-def test_a_cut_that_encoding_joins_again_has_other_ids(tmp_path: Path) -> None:
-    cutter = made(tmp_path, WORDS)
-    apart = Cutter("apart", lambda text: [i for c in text for i in cutter.encode(c)], cutter.decode, cutter.ids)
-    assert of_cuts(cutter, TEXT, DRAWN)["other ids"] == 0
-    sampled = Cutter(
-        "sampled", lambda text: (apart if text == TEXT else cutter).encode(text), cutter.decode, cutter.ids
-    )
-    assert of_cuts(sampled, TEXT, DRAWN)["other ids"] > 0.99
-
-
-def test_a_row_for_each_tokenizer(tmp_path: Path) -> None:
-    found = table([made(tmp_path, []), made(tmp_path, [("1", "2"), ("12", "3")], "digits")], TEXT, 50)
-    assert found["tokenizer"].tolist() == ["made", "digits"] and found["number"].iloc[1] == "123 4 5 6 7"
-
-
-def test_what_is_missing_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--smollm2", str(tmp_path)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"error: --smollm2 {tmp_path}: holds no tokenizer.json; `ppo-repro fetch smollm2` writes it"

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from experiments.tokenization import measures
-from experiments.tokenization.answers import Family, compared, joined, main, paired, report, seed_spread, slopes
+from experiments.tokenization.answers import Family, compared, paired, report, slopes
 from experiments.tokenization.measures import MEASURES, of_run
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
@@ -40,14 +40,6 @@ def made(points: list[str], rng: np.random.Generator) -> pd.DataFrame:
     return cells({point: {name: rng.uniform(1, 2, 5).tolist() for name in MEASURES} for point in points})
 
 
-def test_pairs_are_taken_by_seed() -> None:
-    found = cells({"a": {"kl": [1.0, 2.0]}, "b": {"kl": [2.0, 8.0]}}).iloc[::-1]
-    assert paired(found, "b", "a", "kl", False).tolist() == [1.0, 6.0]
-    assert paired(found, "b", "a", "kl", True) == pytest.approx([math.log(2), math.log(4)])
-    # variances 0.5 and 18
-    assert seed_spread(found, "kl") == pytest.approx(math.sqrt(9.25))
-
-
 def test_a_ratio_by_hand() -> None:
     found = cells({"a": {"kl": [1.0, 1.0, 1.0]}, "b": {"kl": [math.e, math.e**2, math.e**3]}, "c": {"kl": [1.01] * 3}})
     table = compared(found, Family("", "kl", [("b", "a"), ("c", "a")], ratio=True))
@@ -64,13 +56,6 @@ def test_the_slope_of_a_power_law_is_its_exponent() -> None:
     lengths = {"a": [4.0, 5.0], "b": [8.0, 6.0], "c": [16.0, 20.0]}
     found = cells({p: {"tokens": n, "kl_token": [3.0 / n[0], 2.0 / n[1] ** 2]} for p, n in lengths.items()})
     assert slopes(found, "tokens", "kl_token") == pytest.approx([-1.0, -2.0])
-
-
-def test_cells_of_another_study_are_points_under_their_name_here() -> None:
-    base = cells({"words": {"gain": [0.1]}, "bpe-256": {"gain": [0.2]}})
-    both = joined(cells({"words-0.95": {"gain": [0.3]}}), base, {"words": "words-1.0"})
-    assert both["point"].tolist() == ["words-0.95", "words-1.0"] and both["gain"].tolist() == [0.3, 0.1]
-    assert base["point"].tolist() == ["words", "bpe-256"]
 
 
 def test_what_cannot_be_compared_is_one_line() -> None:
@@ -113,17 +98,3 @@ def test_the_measures_are_those_of_the_records(native_run: Path, monkeypatch: py
     assert 0 < found["abs_ratio_words"] <= found["abs_ratio"], "terms of a word cancel"
     x, y = rows["ref_kl_per_sequence"], rows["score_mean"] - rows["score_mean"][0]
     assert found["gain_per_nat"] == pytest.approx(float(np.linalg.lstsq(x.to_numpy()[:, None], y)[0][0]))
-
-
-def test_the_command(
-    native_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(measures, "LAST", 1)
-    assert main([str(tmp_path)]) == 2 and "has no grid of these studies" in capsys.readouterr().err
-    row = {"state": "complete", "fingerprint": "f", "run_dir": str(native_run)}
-    points = [{**row, "seed": seed, "axis.digits": point} for point in POINTS["e7_digits"] for seed in (0, 1)]
-    (tmp_path / "e7_digits").mkdir()
-    pd.DataFrame(points).to_parquet(tmp_path / "e7_digits" / "cells.parquet")
-    assert main([str(tmp_path), "--only", "e7_digits"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("## e7_digits\n\n| point | seeds | accuracy |") and "H10: gain" in said

@@ -11,10 +11,7 @@ import pytest
 
 from analysis.tokenization.tables import run_drift
 from analysis.tokenization.tokenizer import load_tokenizer, recorded_tokenizer, token_bytes
-from experiments.tokenization import reencode
-from experiments.tokenization.reencode import compared, counts, kind_of_drift, main, of_run, response_table, verdict
-from ppo_repro.errors import UserError
-from ppo_repro.grids.spec import load_grid
+from experiments.tokenization.reencode import compared, counts, kind_of_drift, main, response_table, verdict
 from ppo_repro.tasks.tokenizer import train_tokenizer
 
 
@@ -77,23 +74,3 @@ def test_the_verdict_can_fail() -> None:
     assert verdict(equal, False)[1] and not verdict(unequal, False)[1]
     assert verdict(unequal, True)[1] and not verdict(equal, True)[1]
     assert not verdict(equal[:0], False)[1], "nothing was compared"
-
-
-def test_other_starting_weights_are_refused(deterministic_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reencode, "weights_digest", lambda parameters: "other")
-    with pytest.raises(UserError, match=r"started from weights [0-9a-f]{16}, made again they are other; native"):
-        of_run(deterministic_run)
-
-
-def test_the_grid_is_the_first_iteration_of_e2_and_e6_in_deterministic_numerics() -> None:
-    folder = Path(reencode.__file__).parent
-    grid = load_grid(folder / "reencode.yaml")
-    assert grid.file.read_with == f"{of_run.__module__}.{of_run.__name__}"
-    there = [cell.config for name in ("e2_ppo", "e6_drift") for cell in load_grid(folder / f"{name}.yaml").cells]
-    changed = {"numerics": {"mode": "deterministic"}, "ppo": {"iterations": 1}}
-    wanted = [
-        config.model_copy(update={part: getattr(config, part).model_copy(update=to) for part, to in changed.items()})
-        for config in there
-    ]
-    assert {config.digest() for config in wanted} == {cell.config.digest() for cell in grid.cells}
-    assert len(grid.cells) == len(there) == 30

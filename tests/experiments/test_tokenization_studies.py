@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 
 import pytest
 
-from analysis.tokenization.credit import char_matched_lambda
 from experiments.tokenization import oracle, topics
-from ppo_repro.config.run import RunConfig, TinyModel
+from ppo_repro.config.run import RunConfig
 from ppo_repro.grids.spec import load_grid
-from ppo_repro.models.tiny import make_tokenizer
-from ppo_repro.tasks.sources import load_source
 from tests.support.paths import ROOT
 
 FOLDER = ROOT / "experiments" / "tokenization"
@@ -36,36 +32,6 @@ def test_every_study_is_a_grid_with_a_reader(name: str) -> None:
     assert callable(getattr(importlib.import_module(module), function))
 
 
-def test_the_page_tells_of_every_study_and_hypothesis() -> None:
-    assert [name[:2].upper() for name in STUDIES] == [f"E{i}" for i in range(1, 8)]
-    named = {h for name in STUDIES for h in re.findall(r"H\d+", load_grid(FOLDER / f"{name}.yaml").file.expectation)}
-    assert named == {f"H{i}" for i in range(1, 11)}
-    for name in STUDIES:
-        assert f"`{name}.yaml`" in README
-    for number in range(1, 11):
-        assert f"| H{number} |" in README
-
-
-def test_the_tokenizers_of_the_language_fit_and_the_matched_lambdas_are_those_of_their_fertility(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(ROOT)
-    fertility, given = {}, {}
-    for config in configs("e4_credit"):
-        assert isinstance(config.model, TinyModel) and config.advantages.kind == "gae"
-        kind = config.model.tokenizer, config.model.vocab_size
-        if kind not in fertility:
-            train = load_source(config.task, 0).problems.train
-            answers = [problem.answer for problem in train]
-            ids = make_tokenizer(train, kind[1], kind[0])(answers)["input_ids"]
-            fertility[kind] = sum(len(row) + 1 for row in ids) / sum(map(len, answers))
-        given.setdefault(kind, set()).add(config.advantages.gae_lambda)
-    coarsest = fertility["words", 1024]
-    assert min(fertility.values()) == coarsest and len(fertility) == 2
-    for kind, found in fertility.items():
-        assert {0.95, round(char_matched_lambda(1.0, 0.95, coarsest, found), 4)} == given[kind]
-
-
 def test_the_prompts_are_those_the_command_writes() -> None:
     lines = (FOLDER / "topics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == topics.entries() and len(lines) == topics.PROMPTS
@@ -80,13 +46,6 @@ def test_the_reward_by_hand() -> None:
     assert topics.score(prompt, f" {b} {c} {d}", "") == topics.score(prompt, f" {b} {c} {d} {e} {a}", "") == 0.0
     assert topics.score(prompt, " qq qq qq qq", "") == 0.0
     assert len(topics.TOPIC_OF) == topics.TOPICS * topics.WORDS, "no word is of two topics"
-
-
-def test_ranks_are_drawn_by_zipf() -> None:
-    weights = [840_000_000 // (rank + 1) for rank in range(topics.WORDS)]
-    assert [topics.zipf_rank(draw) for draw in (0, weights[0] - 1, weights[0], sum(weights) - 1, sum(weights))] == [
-        *(0, 0, 1, topics.WORDS - 1, 0)
-    ]
 
 
 def test_the_exact_table_holds_and_a_broken_one_is_named() -> None:

@@ -18,10 +18,10 @@ from ppo_repro.grids.progress import ConsoleGrid
 from ppo_repro.grids.ray_tasks import Ray
 from ppo_repro.grids.slurm import Slurm
 from ppo_repro.grids.spec import load_grid
-from tests.support.grids import fingerprints, grid_file, held_grid_file, resumed
-from tests.support.ray_nodes import ray_cluster
+from tests.grids.ray_nodes import ray_cluster
+from tests.grids.slurm import Cluster, cluster, free_ports
+from tests.grids.small_grids import fingerprints, grid_file, held_grid_file, resumed
 from tests.support.runs import recorded_iterations
-from tests.support.slurm import Cluster, cluster, free_ports
 
 slow = pytest.mark.slow
 pytestmark = pytest.mark.timeout(400)

@@ -74,21 +74,13 @@ def test_a_label_cannot_leave_the_folder(tmp_path: Path) -> None:
         ({"axes": {"ppo.epochs": []}}, "axes.ppo.epochs: is empty; give it at least one value or remove it"),
         ({"axes": {"x": {"a": {"seed": 2}}}}, "axes.x and seeds both set seed; keep one"),
         ({"axes": {"x": {"a": {"ppo.epochs": 2}, "b": {}}}}, "cells x=a,seed=1 and x=b,seed=1 are the same run"),
-        ({"axes": {"x": {0.1: {"ppo.epochs": 2}}}}, "axes.x.0.1: must be a text label with a mapping of fields"),
         ({"axes": {"x": {"a": 3}}}, "axes.x.a: must be a text label with a mapping of fields"),
         ({"axes": {"ppo.epochs": 2}}, "axes.ppo.epochs = 2: must be a list of values or a mapping of labels"),
-        ({"axes": {"seed": [1, 2]}}, "axes.seed and seeds both set seed; keep one"),
         ({"axes": {"ppo.epochs": [1]}, "set": {"ppo.epochs": 3}}, "set.ppo.epochs and axes.ppo.epochs both set"),
         ({"axes": {"ppo.epochs": [1, 2]}, "set": {"ppo": {}}}, "set.ppo and axes.ppo.epochs both set ppo.epochs"),
-        ({"set": {"ppo.epochs": 2}}, "set.ppo.epochs = 2: the base has this value too; remove it"),
-        ({"set": {"seed.x": 2}}, "set.seed.x and seeds both set seed"),
         ({"set": {"experiment.x": 2}}, "experiment.x: 'experiment' is a value, not a group of fields"),
-        ({"seeds": []}, "seeds"),
         ({"seeds": [1, 1]}, "two cells would be called seed=1"),
-        ({"seeds": [-1]}, "seeds.0 = -1"),
-        ({"question": None}, "question: missing; add it"),
         ({"axis": {}}, "axis: unknown field"),
-        ({"base": "nowhere.yaml"}, "nowhere.yaml: cannot be read"),
         ({"kind": "control"}, "cell seed=1: environment: missing"),
     ],
 )  # fmt: skip
@@ -111,7 +103,3 @@ SHIPPED = [path for path in sorted(ROOT.glob("experiments/**/*.yaml")) if "\naxe
 def test_every_grid_that_ships_expands(path: Path) -> None:
     grid = load_grid(path)
     assert len(grid.cells) > len(grid.file.seeds) and grid.file.read_with
-
-
-def test_the_grids_that_ship_are_found() -> None:
-    assert {"clip", "kl", "details", "e1_units"} <= {path.stem for path in SHIPPED}

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,17 +19,16 @@ import pytest
 from ppo_repro.commands.cli import _run
 from ppo_repro.errors import UserError
 from ppo_repro.files import has_writer, only_writer
-from ppo_repro.grids import engines
 from ppo_repro.grids import grid as grid_module
-from ppo_repro.grids.cell import LOG, Order, finish_cell, run_of, start_cell, state_of
-from ppo_repro.grids.engines import Engine, ForkedCell, Processes
+from ppo_repro.grids.cell import Order, finish_cell, run_of, start_cell, state_of
+from ppo_repro.grids.engines import Engine, Processes
 from ppo_repro.grids.grid import Outcome, run_grid
 from ppo_repro.grids.progress import ConsoleGrid
 from ppo_repro.grids.ray_tasks import Ray
 from ppo_repro.grids.results import settings_table
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.records import manifest, reader
-from tests.support.grids import fingerprints, grid_file
+from tests.grids.small_grids import fingerprints, grid_file
 from tests.support.interrupts import hearing_ctrl_c
 from tests.support.paths import ROOT
 from tests.support.runs import recorded_iterations
@@ -174,34 +171,12 @@ def laid_out(folder: Path, **fields: object) -> Order:
     return Order(cell.name, str(folder / "cell"), "language", 1)
 
 
-def test_a_server_of_other_code_forks_no_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    digests = iter(["before", "before", "changed meanwhile"])
-    started: list[str] = []
-
-    class Ended:
-        stdin = None
-
-        def poll(self) -> int:
-            return 0
-
-    monkeypatch.setattr(engines, "code_digest", lambda: next(digests))
-    monkeypatch.setattr(engines, "ForkedCell", lambda order: started.append("forked") or Ended())
-    monkeypatch.setattr(engines, "start_cell", lambda order: started.append("from nothing") or Ended())
-    orders = [Order(f"seed={k}", str(tmp_path), "language", 1) for k in (1, 2)]
-    assert len([result for result in Processes(1).run(orders) if result is not None]) == 2
-    assert started == ["forked", "from nothing"]
-
-
 @slow
-@pytest.mark.parametrize("start", [start_cell, ForkedCell])
-def test_ctrl_c_at_the_first_instant_of_a_cell_interrupts_it(tmp_path: Path, start: Callable[[Order], Any]) -> None:
+def test_ctrl_c_at_the_first_instant_of_a_cell_interrupts_it(tmp_path: Path) -> None:
     order = laid_out(tmp_path)
-    with hearing_ctrl_c():
-        cell = start(order)
-    cell.send_signal(signal.SIGINT)
-    code = cell.wait(200)
-    if cell.stdin is not None:
-        cell.stdin.close()
+    with hearing_ctrl_c(), start_cell(order) as cell:
+        cell.send_signal(signal.SIGINT)
+        code = cell.wait(200)
     assert code == 130 and finish_cell(order, code, 0.0).message == "interrupted"
     assert state_of(Path(order.folder)) == "interrupted"
 
@@ -247,18 +222,6 @@ def test_a_wrong_option_is_one_line(
 ) -> None:
     assert _run(["grid", str(grid_file(tmp_path, {}, [1])), "--out", str(tmp_path / "out"), *arguments]) == 2
     assert f"error: {said}" in capsys.readouterr().err.splitlines()[-1] and not (tmp_path / "out").exists()
-
-
-def test_a_cell_without_its_manifest_is_left_as_it_is(tmp_path: Path, deterministic_run: Path) -> None:
-    folder = tmp_path / "cell"
-    run_dir = Path(shutil.copytree(deterministic_run, folder / deterministic_run.parent.name / deterministic_run.name))
-    shutil.copy(deterministic_run / "config.yaml", folder / "config.yaml")
-    (run_dir / manifest.FILE_NAME).rename(tmp_path / "manifest.json")
-    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
-    with start_cell(Order("cell", str(folder), "language", 1)) as process:
-        assert process.wait(200) == 2
-    assert "exists without manifest.json, and nothing in it is removed" in (folder / LOG).read_text()
-    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
 
 
 def test_the_settings_by_hand() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import ppo_repro
-from tests.support.small_models import CONFIGS, small_model
+from tests.support.models import CONFIGS, small_model
 
 IDS = torch.tensor([[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]])
 Change = Callable[[PreTrainedModel], object]

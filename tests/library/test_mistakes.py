@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 import ppo_repro
+from tests.support.models import CONFIGS, small_model
 from tests.support.paths import TINY
-from tests.support.small_models import CONFIGS, small_model
 
 IDS = torch.tensor([[1, 2, 3]])
 SAMPLING = ppo_repro.Sampling(max_response_tokens=2)

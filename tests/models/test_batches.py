@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.buffers import Prompts, Rollout
-from ppo_repro.models.batches import TokenBatch, lay_out, micro_batches
+from ppo_repro.buffers import Rollout
+from ppo_repro.models.batches import lay_out, micro_batches
 from ppo_repro.numerics.rows import slots_of
+from tests.support.bare import bare_rollout
 
 tokens = st.lists(st.integers(1, 99), min_size=1, max_size=6)
 pairs = st.lists(st.tuples(tokens, tokens), min_size=1, max_size=6)
-
-
-def laid_out(batch: list[tuple[list[int], list[int]]]) -> TokenBatch:
-    return lay_out([p for p, _ in batch], [r for _, r in batch])
-
-
-def test_two_sequences_by_hand() -> None:
-    batch = laid_out([([5, 6], [7, 8]), ([9], [4])])
-    assert batch.sequences.ids.tolist() == [5, 6, 7, 9] and batch.sequences.start.tolist() == [0, 3, 4]
-    rows = batch.sequences.rows
-    assert rows.position.tolist() == [0, 1, 2, 0] and rows.sequence.tolist() == [0, 0, 0, 1]
-    assert batch.predictors.tolist() == [1, 2, 3] and batch.targets.tolist() == [7, 8, 4]
-    assert batch.rows.position.tolist() == [1, 2, 0] and batch.rows.sequence.tolist() == [0, 0, 1]
-    assert batch.real_tokens == 4
 
 
 def test_forced_tokens_are_inputs_and_not_targets() -> None:
     prompts, responses = [[1, 2], [9]], [[3, 4, 5, 6], [7, 8]]
     batch = lay_out(prompts, responses, is_forced=[[False, True, True, False], [False, False]])
     free = lay_out(prompts, responses)
-    assert batch.sequences.ids.tolist() == free.sequences.ids.tolist() and batch.real_tokens == free.real_tokens == 7
+    assert batch.sequences.ids.tolist() == free.sequences.ids.tolist() and len(batch.sequences.ids) == 7
     # the 6 is predicted from the forced 5 before it
     assert batch.targets.tolist() == [3, 6, 7, 8]
     assert batch.predictors.tolist() == free.predictors[[0, 3, 4, 5]].tolist()
@@ -43,7 +32,7 @@ def test_forced_tokens_are_inputs_and_not_targets() -> None:
 def test_each_response_token_has_one_predictor_after_what_came_before(
     sequences: list[tuple[list[int], list[int]]],
 ) -> None:
-    batch = laid_out(sequences)
+    batch = lay_out([p for p, _ in sequences], [r for _, r in sequences])
     ids, start, rows = batch.sequences.ids, batch.sequences.start, batch.sequences.rows
     assert batch.targets.tolist() == [token for _, response in sequences for token in response]
     wanted = [[*prompt, *response[:k]] for prompt, response in sequences for k in range(len(response))]
@@ -54,23 +43,9 @@ def test_each_response_token_has_one_predictor_after_what_came_before(
 
 
 def rollout_of(sequences: list[tuple[list[int], list[int]]]) -> Rollout:
-    count, ids = len(sequences), [token for _, response in sequences for token in response]
-    words, numbers, nothing = ("",) * count, (0,) * count, torch.zeros(len(ids))
-    return Rollout(
-        prompts=Prompts(words, numbers, numbers, words, words, tuple(tuple(prompt) for prompt, _ in sequences)),
-        response_ids=torch.tensor(ids),
-        lengths=torch.tensor([len(response) for _, response in sequences]),
-        rollout_logprobs=nothing,
-        log_kept_mass=nothing,
-        kept_tokens=torch.zeros(len(ids), 0, dtype=torch.uint8),
-        top_ids=torch.zeros(len(ids), 0, dtype=torch.int32),
-        top_logits=torch.zeros(len(ids), 0),
-        finish_reasons=words,
-        servers=words,
-        latencies=(None,) * count,
-        responses=words,
-        spans=(),
-    )
+    rollout = bare_rollout(torch.tensor([len(response) for _, response in sequences]))
+    prompts = replace(rollout.prompts, prompt_ids=tuple(tuple(prompt) for prompt, _ in sequences))
+    return replace(rollout, prompts=prompts, response_ids=torch.tensor([i for _, r in sequences for i in r]))
 
 
 @given(sequences=pairs, size=st.integers(0, 7), data=st.data())
@@ -82,7 +57,9 @@ def test_micro_batches_hold_the_chosen_sequences_and_their_tokens_are_counted(
     indices = torch.tensor(chosen, dtype=torch.int64)
     slots = slots_of(range(len(chosen)), len(chosen), 8)
     parts = micro_batches(rollout, indices, size, "right", slots=slots)
-    assert sum(m.batch.real_tokens for m in parts) == sum(len(sequences[i][0] + sequences[i][1]) - 1 for i in chosen)
+    assert sum(len(m.batch.sequences.ids) for m in parts) == sum(
+        len(sequences[i][0] + sequences[i][1]) - 1 for i in chosen
+    )
     assert [slot for m in parts for slot in m.batch.rows.slots.tolist()[:-1]] == slots.tolist()[:-1]
     after = [m.batch.rows.slots.tolist()[0] for m in parts[1:]] + [8]
     assert [m.batch.rows.slots.tolist()[-1] for m in parts] == after[: len(parts)]

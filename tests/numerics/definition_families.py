@@ -16,16 +16,8 @@ from tests.numerics.definition import Layer, Matrix, Model, NormWeights, rotary_
 NORMS, QK_NORMS = ("rms", "rms_offset", "layer"), ("none", "head", "whole")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gelu_quick")
 SAME = (
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "eps",
-    "embedding_scale",
-    "gated",
-    "parallel",
-    "padding",
-    "chosen",
-    "normalised",
+    *("heads", "kv_heads", "head_dim", "eps", "embedding_scale", "gated", "parallel"),
+    *("padding", "chosen", "normalised"),
 )
 PLACES = ("q_at", "q_step", "k_at", "k_step", "v_at", "v_step")
 

@@ -13,8 +13,8 @@ from transformers import CohereConfig, CohereForCausalLM, PretrainedConfig, PreT
 
 from ppo_repro.errors import NumericsError, UserError
 from ppo_repro.models.batches import lay_out
-from ppo_repro.models.networks import make_policy, policy_logits, sequence_scores
-from ppo_repro.numerics.families import CLASSIFIER_OF, trunk_of
+from ppo_repro.models.networks import make_policy, policy_logits
+from ppo_repro.numerics.families import trunk_of
 from ppo_repro.numerics.network import Lowered, lower, network_of
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.rotary import tables
@@ -23,14 +23,11 @@ from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from tests.support.models import (
     CLASSES,
-    CONFIGS,
     CONTEXT,
     EVERY_FAMILY,
-    FAMILIES,
     LLAMA3_ROPE,
     VARIANTS,
     YARN,
-    fill,
     gemma_config,
     gpt2_config,
     llama_config,
@@ -173,44 +170,6 @@ def test_what_is_not_finite_is_named() -> None:
 
 
 # ------------------------------------------------------------------------------------------ heads, dropout, positions
-
-
-def classifier(architecture: str, labels: int) -> PreTrainedModel:
-    config = CONFIGS[architecture]()
-    config.num_labels = labels
-    model = CLASSIFIER_OF[type(source_model(architecture))](config).eval()
-    fill(model, 3)
-    return model
-
-
-@pytest.mark.parametrize("architecture", FAMILIES)
-def test_classification_scores_are_those_of_the_unmodified_model_at_the_last_token(architecture: str) -> None:
-    source, (sequences, _) = classifier(architecture, 1), ragged(7, 4, prompt=25)
-    sequences = [[*s, 5] for s in sequences]  # the stock forward cannot see a last token that is its padding
-    wide = copy.deepcopy(source).double()
-    with torch.no_grad():
-        expected = torch.cat([wide(input_ids=torch.tensor([s]), use_cache=False).logits[:, 0] for s in sequences])
-        for mode in MODES:
-            model = make_policy(source, mode, CONTEXT)
-            for padding in ("right", "left", "none"):
-                found = sequence_scores(model, sequences, padding)
-                assert float((found - expected).norm() / expected.norm()) < TOLERANCE
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_dropout_of_the_configuration_does_not_act(mode: str) -> None:
-    source, batch = source_model("gpt2"), lay_out(*ragged(4, 1))
-    assert max(m.p for m in source.modules() if isinstance(m, nn.Dropout)) == 0.1
-    for module in source.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    with torch.no_grad():
-        got = policy_logits(policy("gpt2", mode), batch)
-        assert unequal(policy_logits(make_policy(source, mode, CONTEXT), batch), got) == 0
-        # the check can fail: in training mode the stock dropouts do act
-        stock, ids = source_model("gpt2").train(), torch.arange(10)[None]
-        first: Tensor = stock(ids).logits
-        assert unequal(first, stock(ids).logits) > 0
 
 
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ppo_repro.errors import PromiseBroken
-from ppo_repro.library.gradients import RunningSums
 from ppo_repro.numerics import library
-from ppo_repro.numerics.gradient_sums import GradientSums, SlotSums, layout
+from ppo_repro.numerics.gradient_sums import GradientSums, SlotSums
 from ppo_repro.numerics.structs import MatrixStruct
 from tests.numerics import definition
 from tests.numerics.definition_elementary import Array, F
@@ -147,30 +146,6 @@ def test_another_order_of_the_sums_shows() -> None:
         assert np.allclose(other, gradient, rtol=1e-4, atol=1e-3), name
 
 
-def test_a_whole_minibatch_needs_one_array_and_micro_batches_four() -> None:
-    of, weight = drawn([2] * 16), nn.Parameter(torch.zeros(N, K))
-    for cuts, arrays in (([], 1), (range(1, 16), 4)):
-        sums = GradientSums([("w", weight)], SLOTS)
-        collected(of, list(cuts), sums, weight)
-        (use,) = sums._uses.values()
-        assert sum(array is not None for array in use._arrays) == arrays
-        sums.release()
-        assert not any(array is not None for array in use._arrays)
-
-
-def test_slots_that_no_later_pass_fills_are_joined() -> None:
-    of, weight = drawn([3] * 13), nn.Parameter(torch.zeros(N, K))
-    for after in range(14):
-        sums = GradientSums([("w", weight)], SLOTS)
-        for i in range(after):
-            add(sums.use("linear", weight), weight, of, i, i + 1, slots_of(13, i, i + 1))
-        addends = [definition.weight_addends(dy, x, np.arange(3)) for dy, x in zip(of.dy, of.x, strict=True)]
-        expected = definition.join_slots(
-            definition.slot_sums((N, K), [a if i < after else [] for i, a in enumerate(addends)], SLOTS)
-        )
-        assert bits(sums.finish()["w"]) == bits(expected), after
-
-
 def test_two_uses_of_a_weight_have_two_sums_that_are_added_at_the_end() -> None:
     first, second, weight = drawn([4] * 11, 1), drawn([3] * 11, 2), nn.Parameter(torch.zeros(N, K))
     for cuts in ([], [4, 5], range(1, 11)):
@@ -190,77 +165,4 @@ def test_sequences_out_of_order_are_refused() -> None:
         add(use, weight, of, 3, 4, slots_of(8, 3, 4))
 
 
-def test_gradients_lie_as_the_parameters_of_one_storage_do() -> None:
-    storage = torch.zeros(40)
-    query, key, value = (nn.Parameter(storage[a:b].view(-1, 2)) for a, b in ((0, 10), (10, 16), (16, 40)))
-    alone, frozen = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(100), requires_grad=False)
-    offsets, size = layout([alone, frozen, value, query, key])
-    assert [offsets[id(p)] for p in (alone, query, key, value)] == [0, 16, 26, 32]
-    assert id(frozen) not in offsets and size == 64
-    use = SlotSums([alone, frozen, query, key, value], SLOTS)
-    assert use.offset(query, key, value) == 16 and use.offset(frozen) == -1
-    key.requires_grad_(False)
-    use = SlotSums([alone, frozen, query, key, value], SLOTS)
-    assert use.offset(query, key, value) == 16 and use.offset(key) == -1  # a gap keeps the distances
-    assert use.view(value).shape == value.shape and use.view(value).data_ptr() % 64 == 0
-
-
 # ------------------------------------------------------------------------------------------------- in `grad`
-
-
-def run(sums: GradientSums, weight: Tensor, of: Sequences, batches: Sequence[int], label: str = "linear") -> None:
-    first = 0
-    for size in batches:
-        add(sums.use(label, weight), weight, of, first, first + size, [0] * size + [0])
-        first += size
-
-
-def test_eight_batches_of_one_are_a_batch_of_eight() -> None:
-    of, found = drawn([3, 130, 1, 5, 2, 2, 7, 4]), set()
-    for batches in ([8], [1] * 8, [3, 5]):
-        weight = nn.Parameter(torch.zeros(N, K))
-        sums = RunningSums([("w", weight)])
-        run(sums, weight, of, batches)
-        assert weight.grad is not None
-        found.add(bits(weight.grad))
-    assert found == {bits(defined(of, 1))}
-    assert found != {bits(defined(of))}
-
-
-@pytest.mark.parametrize("to_none", [True, False])
-def test_gradients_begin_anew_after_zero_grad(to_none: bool) -> None:
-    of, weight, bias = drawn([3] * 4), nn.Parameter(torch.zeros(N, K)), nn.Parameter(torch.zeros(N))
-    sums = RunningSums([("w", weight), ("b", bias)])
-    held = []
-    for _ in range(3):
-        if to_none:
-            weight.grad = None
-        elif weight.grad is not None:
-            weight.grad.zero_()
-        run(sums, weight, of, [1, 3])
-        assert weight.grad is not None and bits(weight.grad) == bits(defined(of, 1))
-        held.append(weight.grad)
-    if to_none:  # a gradient that was taken away is not overwritten
-        assert len({g.data_ptr() for g in held}) == 3
-
-
-def test_sums_go_on_from_what_the_user_makes_of_a_gradient() -> None:
-    of, weight = drawn([3] * 2), nn.Parameter(torch.zeros(N, K))
-    (first, second), sums = (
-        (Sequences([dy], [x]) for dy, x in zip(of.dy, of.x, strict=True)),
-        RunningSums([("w", weight)]),
-    )
-    run(sums, weight, first, [1])
-    assert weight.grad is not None
-    weight.grad.mul_(0.5)
-    run(sums, weight, second, [1])
-    assert bits(weight.grad) == bits(defined(first, 1) * F(0.5) + defined(second, 1))
-    weight.grad = torch.ones(N, K)
-    run(sums, weight, second, [1])
-    assert bits(weight.grad) == bits(1 + defined(second, 1))
-
-
-def test_running_sums_have_no_slots() -> None:
-    of, weight = drawn([3] * 2), nn.Parameter(torch.zeros(N, K))
-    with pytest.raises(ValueError, match="one slot"):
-        add(RunningSums([("w", weight)]).use("linear", weight), weight, of, 0, 2, [3, 7, 8])

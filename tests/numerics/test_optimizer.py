@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
@@ -19,10 +17,6 @@ from ppo_repro.numerics import library, optimizer
 from ppo_repro.numerics.optimizer import (
     AdamW,
     AdamWSettings,
-    NativeGradients,
-    Optimizer,
-    tensor_gradients,
-    weights_digest,
 )
 from ppo_repro.numerics.sums import mean_of, run_sums
 from tests.numerics.definition_elementary import Array, F
@@ -134,73 +128,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(bad: float) 
     assert not any(m.any() for m in (*adam.first.values(), *adam.second.values()))
 
 
-def test_the_gradients_of_tensors_are_measured() -> None:
-    gradients = {"a": torch.tensor([3.0, 0.0, -4.0, 0.0]), "b": torch.zeros(2, 2), "c": torch.tensor([[-2.0]])}
-    found = [(g.name, g.norm, g.max_abs, g.zeros) for g in tensor_gradients(gradients)]
-    assert found == [("a", 5.0, 4.0, 0.5), ("b", 0.0, 0.0, 1.0), ("c", 2.0, 2.0, 0.0)]
-
-
 # --------------------------------------------------------------------------------------------------- optimizers
-
-
-def module() -> nn.Linear:
-    model = nn.Linear(3, 2)
-    with torch.no_grad():
-        model.weight.copy_(torch.arange(6).view(2, 3) / 8)
-        model.bias.copy_(torch.tensor([0.5, -0.25]))
-    return model
-
-
-def backward_of(made: optimizer.Optimizer, model: nn.Linear, factor: float) -> Callable[[], None]:
-    """A stand-in of a backward pass of one sequence: the gradient is `factor` times fixed numbers."""
-    numbers = {"weight": torch.arange(6.0).view(2, 3) * factor, "bias": torch.tensor([1.0, -1.0]) * factor}
-
-    def backward() -> None:
-        if isinstance(made.sums, NativeGradients):
-            for name, p in model.named_parameters():
-                p.grad = numbers[name].clone()
-            return
-        use = made.sums.use("linear", model.weight, model.bias)
-        with use.adding([7, 8]) as c_sums:
-            for p, values in ((model.weight, numbers["weight"]), (model.bias, numbers["bias"])):
-                address = c_sums.level[0] + 4 * use.offset(p)
-                (ctypes.c_float * p.numel()).from_address(address)[:] = values.flatten().tolist()
-
-    return backward
-
-
-@pytest.mark.parametrize("mode", ["deterministic", "native"])
-def test_a_run_goes_on_from_the_state(mode: str) -> None:
-    digests = []
-    for cut in (False, True):
-        model = module()
-        made = Optimizer(model, SETTINGS, mode)
-        for t in range(4):
-            if cut and t == 2:
-                state = made.state()
-                restored = nn.Linear(3, 2)
-                restored.load_state_dict(model.state_dict())
-                model, made = restored, Optimizer(restored, SETTINGS, mode)
-                made.load(state)
-                assert made.state().steps == {"weight": 2, "bias": 2}
-            made.step(backward_of(made, model, t + 1.0))
-            made.rest()
-        digests.append(weights_digest(model.named_parameters()))
-    assert digests[0] == digests[1]
-    without = module()
-    made = Optimizer(without, SETTINGS, mode)
-    for t in range(2, 4):
-        made.step(backward_of(made, without, t + 1.0))
-    assert weights_digest(without.named_parameters()) != digests[0]
-
-
-def test_the_state_of_another_module_is_refused() -> None:
-    made, other = Optimizer(module(), SETTINGS, "deterministic"), nn.Linear(3, 2, bias=False)
-    for mode in ("deterministic", "native"):
-        with pytest.raises(ValueError, match=f"not of this module in {mode} numerics"):
-            Optimizer(other, SETTINGS, mode).load(made.state())
-    with pytest.raises(ValueError, match=r"tensor bias is torch.float32 \[2\], expected torch.float32 \[4\]"):
-        Optimizer(nn.Linear(3, 4), SETTINGS, "deterministic").load(made.state())
 
 
 # ----------------------------------------------------------------------------------------- adapters and means

@@ -13,7 +13,7 @@ from torch import Tensor
 from ppo_repro.ppo import kl
 from ppo_repro.ppo.objective import Objective
 from ppo_repro.ppo.penalty import Penalty
-from tests.support.cases.enumerated import (
+from tests.ppo.enumerated import (
     CONTEXTS,
     RESPONSES,
     Response,

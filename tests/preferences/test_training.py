@@ -19,7 +19,6 @@ from ppo_repro.preferences.training import (
     Schedule,
     dpo_losses_of,
     pair_logprobs,
-    pairs_at_once,
     preference_steps,
 )
 from ppo_repro.rollout.engine import Request
@@ -50,13 +49,6 @@ def stock_logprobs(model: PreTrainedModel, pairs: list[Preference], temperature:
             rows.append(logprobs.gather(-1, torch.tensor(ids(pair))[:, None]).sum())
         sums.append(torch.stack(rows))
     return sums
-
-
-def test_the_seed_orders_the_pairs_and_a_micro_batch_never_parts_one() -> None:
-    one, other = (Schedule(16, 0, seed).minibatches(60, 0) for seed in (5, 6))
-    assert sorted(i for part in one for i in part) == list(range(60)) and one != other
-    assert one != Schedule(16, 0, 5).minibatches(60, 1)
-    assert [pairs_at_once(n) for n in (0, 1, 2, 3, 4, 9)] == [0, 1, 1, 1, 2, 4]
 
 
 def test_pair_log_probs_are_those_of_the_unmodified_model() -> None:

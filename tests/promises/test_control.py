@@ -19,7 +19,7 @@ from ppo_repro.control import loop
 from ppo_repro.control.buffers import MinibatchUpdate, Rollout
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
-from ppo_repro.runs.diff import first_difference
+from ppo_repro.records.diff import first_difference
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.stages.agreement import UnequalBits
 from ppo_repro.watcher import Silent

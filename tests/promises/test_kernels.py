@@ -33,7 +33,7 @@ from tests.numerics import definition
 from tests.numerics.definition import Array, F, Matrix, parameters
 from tests.numerics.definition_families import array, model_from
 from tests.numerics.definition_rounding import Rounding
-from tests.support.small_models import CONFIGS, MIXTURES, small_model
+from tests.support.models import CONFIGS, MIXTURES, small_model
 from tests.support.variants import ABLE, FASTEST
 
 FAMILIES = {**CONFIGS, **MIXTURES}

@@ -14,12 +14,7 @@ from tests.support.runs import small_config
 LAYOUTS = [
     ("layout.rollout_slots=3", "layout.prefill_chunk=2", "layout.forward_micro_batch=1"),
     ("layout.rollout_slots=16", "layout.padding=none", "layout.update_micro_batch=5"),
-    ("layout.threads=2", "layout.padding=left", "layout.prefix_cache=false"),
-]
-MORE = [
-    ("layout.rollout_slots=1", "layout.padding=left"),
-    ("layout.forward_micro_batch=3", "layout.update_micro_batch=1"),
-    ("layout.gradient_checkpointing=true",),
+    ("layout.threads=2", "layout.padding=left", "layout.prefix_cache=false", "layout.gradient_checkpointing=true"),
 ]
 
 
@@ -27,7 +22,7 @@ def fingerprint(out: Path, *overrides: str) -> str:
     return manifest.load(run(small_config(*overrides), out, Silent())[0]).fingerprint
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(layout, marks=pytest.mark.slow) for layout in MORE)])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_layout_changes_the_fingerprint(deterministic_run: Path, tmp_path: Path, layout: tuple[str, ...]) -> None:
     assert fingerprint(tmp_path, *layout) == manifest.load(deterministic_run).fingerprint
 

@@ -23,9 +23,9 @@ from ppo_repro.numerics.rows import slots_of, slots_of_rank
 from ppo_repro.ranks import Ranks
 from ppo_repro.records import manifest, reader
 from ppo_repro.watcher import Silent
+from tests.promises.exchanges import summand
 from tests.support.language import run
 from tests.support.paths import ROOT, SMALL, TINY
-from tests.support.processes.exchanges import summand
 from tests.support.ranks import Ended, cli_ranks, end, start_ranks
 
 slow = pytest.mark.slow
@@ -47,7 +47,7 @@ def test_ranks_divide_sequences_in_order_and_have_whole_slots(count: int, size: 
 
 def test_two_processes_add_and_gather_in_the_order_of_ranks(tmp_path: Path) -> None:
     size = 2
-    ended = end(start_ranks(*[["-m", "tests.support.processes.exchanges", str(tmp_path)]] * size), 500)
+    ended = end(start_ranks(*[["-m", "tests.promises.exchanges", str(tmp_path)]] * size), 500)
     assert [e.code for e in ended] == [0] * size, ended
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
     assert found == [found[0]] * size
@@ -108,7 +108,7 @@ def test_native_numerics_and_gradients_that_are_not_added_up_are_noticed(native_
     assert [e.code for e in ended] == [1, 1]
     assert ended[0].out.startswith("different: table ") and ended[1].out == ended[1].err == ""
     arguments = ("run", TINY, "--out", tmp_path, "--set", QUICK[0])
-    done = torchrun(2, *arguments, module="tests.support.processes.without_sums")
+    done = torchrun(2, *arguments, module="tests.promises.without_sums")
     assert done.returncode == 1 and "promise broken: weights after an update: rank 1 has " in done.stderr
     assert not list(tmp_path.rglob("iteration=000000.parquet"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,6 @@ from ppo_repro.watcher import Silent
 from tests.support.cli import Cli
 from tests.support.language import run
 from tests.support.paths import TINY
-from tests.support.replay import require_replayed
 from tests.support.synthetic_run import rewrite_cell
 
 # without a final state, which names the chain of records that it follows
@@ -28,6 +28,15 @@ ADAPTIVE = "{kind: adaptive, target_kl: 0.5}"
 
 def record(out: Path, *more: str) -> Path:
     return run(load_config(TINY, [*SMALLEST, *more]), out, Silent())[0]
+
+
+def require_replayed(run_dir: Path, stages: Sequence[Stage] = STAGES) -> None:
+    found = recompute(run_dir, stages)
+    assert found.difference is None, lines(found)
+    assert set(found.compared) == set(stages)
+    # at least one coefficient or learning rate in each iteration
+    assert all(count >= 2 for count in found.compared.values()), found.compared
+    assert lines(found) == [f"{stage}: {found.compared[stage]:,} values identical in 2 iterations" for stage in stages]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +77,7 @@ def test_so_does_a_native_lean_run_and_no_model_is_needed(tmp_path: Path) -> Non
 
 def flip(run_dir: Path, table: str, column: str, row: int = 3, bit: int = 0) -> int:
     """Change one bit of a value, and every digest that knew it, so that `verify` finds nothing; returns the row."""
-    row = min(row, reader.read_arrow(run_dir, table, 1, verify=False).num_rows - 1)
+    row = min(row, reader.read_moment(run_dir, manifest.load(run_dir), 1, verify=False)[table].num_rows - 1)
 
     def change(values: np.ndarray) -> np.ndarray:
         values.view(f"u{values.dtype.itemsize}")[row] ^= 1 << bit

@@ -11,7 +11,7 @@ import pytest
 
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
-from ppo_repro.runs.diff import first_difference
+from ppo_repro.records.diff import first_difference
 from ppo_repro.watcher import Silent
 from tests.support.language import rerun, run
 from tests.support.runs import small_config

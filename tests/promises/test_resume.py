@@ -121,10 +121,10 @@ def test_a_record_that_differs_is_named_and_kept(recorded: Recorded, tmp_path: P
         return values
 
     rewrite_cell(run_dir, "tokens", 2, "advantages", raised)
-    before = reader.read_arrow(run_dir, "tokens", 2)
+    before = reader.read_moment(run_dir, manifest.load(run_dir), 2)["tokens"]
     with pytest.raises(PromiseBroken, match=r"^table tokens, iteration 2, column advantages, row 11 \("):
         resume(run_dir, Silent())
-    assert reader.read_arrow(run_dir, "tokens", 2).equals(before)
+    assert reader.read_moment(run_dir, manifest.load(run_dir), 2)["tokens"].equals(before)
 
 
 def test_what_cannot_go_on_is_one_line_and_changes_nothing(recorded: Recorded, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from tests.support.models import (
     unequal,
     value_model,
 )
-from tests.support.rollout import STOPS, requests_of
+from tests.support.sampler import STOPS, requests_of
 
 PLAIN = Sampling(1.0, 0, 1.0, 12)
 SAMPLINGS = (PLAIN, Sampling(0.7, 0, 1.0, 12), Sampling(1.0, 9, 1.0, 12), Sampling(1.3, 0, 0.8, 12))

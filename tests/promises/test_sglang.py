@@ -179,12 +179,6 @@ def test_a_hook_that_does_not_take_keeps_the_server_from_starting(
     assert said in said_by_log
 
 
-def test_without_the_plugin_no_server_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_PLUGINS", "somebody_elses")
-    with pytest.raises(UserError, match=r"invalid choice: 'ppo_repro'"), subject(tmp_path):
-        pass
-
-
 def test_a_request_the_sampler_does_not_know_is_not_answered_otherwise(tmp_path: Path) -> None:
     with subject(tmp_path) as found:
         url, log = found.engine.fleet.servers[0].url, tmp_path / "server-0.log"

@@ -20,7 +20,7 @@ from ppo_repro.config.section import run_folder
 from ppo_repro.errors import UserError
 from ppo_repro.files import SUMS_NAME
 from ppo_repro.records import manifest, reader
-from ppo_repro.records.contents import unequal_folder
+from ppo_repro.records.contents import UNEQUAL
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.unequal import UNEQUAL_TOKENS, Response, first_unequal
 from ppo_repro.runs.verify import verify
@@ -74,7 +74,7 @@ def test_complete_iterations_are_kept_and_the_token_can_be_looked_at(failed: tup
     recorded = manifest.load(run_dir)
     assert recorded.status == "failed"
     assert recorded.iterations == manifest.load(whole_run).iterations[:1]
-    found = pd.read_parquet(unequal_folder(run_dir) / UNEQUAL_TOKENS)
+    found = pd.read_parquet(run_dir / UNEQUAL / UNEQUAL_TOKENS)
     assert found[["iteration", "sequence", "position"]].values.tolist() == [[1, 3, 0]]
     assert found["rollout_logprobs"].item() != found["old_logprobs"].item()
     whole = verify(run_dir)
@@ -85,7 +85,7 @@ def test_complete_iterations_are_kept_and_the_token_can_be_looked_at(failed: tup
 @pytest.mark.parametrize("name", [UNEQUAL_TOKENS, "model.safetensors", SUMS_NAME])
 def test_a_flipped_bit_of_what_is_kept_is_found(failed: tuple[Path, str], tmp_path: Path, name: str) -> None:
     run_dir = Path(shutil.copytree(failed[0], tmp_path / "copy"))
-    path = unequal_folder(run_dir) / name
+    path = run_dir / UNEQUAL / name
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -96,7 +96,7 @@ def test_a_flipped_bit_of_what_is_kept_is_found(failed: tuple[Path, str], tmp_pa
 def test_bisect_samples_that_response_from_the_policy_as_it_was(failed: tuple[Path, str], whole_run: Path) -> None:
     run_dir, _ = failed
     assert first_unequal(run_dir) == Response(1, 3) and first_unequal(whole_run) is None
-    subject = make_subject(load_config(TINY, QUICK), "deterministic", unequal_folder(run_dir), Response(1, 3))
+    subject = make_subject(load_config(TINY, QUICK), "deterministic", run_dir / UNEQUAL, Response(1, 3))
     rows = reader.read_sequences(whole_run, iterations=[1], columns=["sequence", "response_ids"])
     sampled = [tuple(ids) for ids in rows["response_ids"]]
     # fewer than bisect takes, so that after the last one it goes on with the first
@@ -136,7 +136,7 @@ def test_from_a_checkpoint_it_goes_on_and_what_was_kept_is_gone(
     assert verify(run_dir).model_folders == 2  # and the reference
     assert resume(run_dir, Silent()) == Resumed(1, 1)
     assert manifest.load(run_dir).fingerprint == manifest.load(whole_run).fingerprint
-    assert not unequal_folder(run_dir).exists() and verify(run_dir).uncovered == ()
+    assert not (run_dir / UNEQUAL).exists() and verify(run_dir).uncovered == ()
 
 
 def test_a_rerun_ends_there_too_and_writes_nothing(whole_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_a_disk_that_is_full_does_not_hide_the_error(tmp_path: Path, monkeypatch
     monkeypatch.setattr("ppo_repro.runs.unequal.write_sums", full)
     run_dir, error = ended(tmp_path)
     assert error.endswith("unequal: cannot be written (No space left on device); make room there")
-    assert error.startswith("iteration 0, response 3, token 0: ") and not unequal_folder(run_dir).exists()
+    assert error.startswith("iteration 0, response 3, token 0: ") and not (run_dir / UNEQUAL).exists()
 
 
 def test_the_command_says_it_on_one_line_with_exit_code_1(

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ppo_repro.errors import UserError
 from ppo_repro.rollout.engine import Request, Sampling
-from ppo_repro.rollout.torch_engine import PrefixIndex, TorchEngine
+from ppo_repro.rollout.torch_engine import TorchEngine
 from tests.support.models import CONTEXT, VOCAB, policy
-from tests.support.rollout import STOPS, requests_of
+from tests.support.sampler import STOPS, requests_of
 
 PLAIN = Sampling(1.0, 0, 1.0, 12)
 
@@ -60,12 +60,6 @@ def test_a_response_ends_at_its_first_stop_token_or_at_the_limit() -> None:
     assert min(reasons.values()) > 5
 
 
-def test_a_stop_token_at_the_limit_counts_as_a_stop() -> None:
-    completions = engine().generate(requests_of(60, 6), Sampling(1.0, 0, 1.0, 1))
-    assert all((c.finish_reason == "stop") == (c.response_ids[0] in STOPS) for c in completions)
-    assert {c.finish_reason for c in completions} == {"stop", "length"}
-
-
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -78,22 +72,3 @@ def test_a_stop_token_at_the_limit_counts_as_a_stop() -> None:
 def test_requests_that_cannot_be_served_are_refused(prompt: tuple[int, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         engine().generate([Request((1, 2), 0), Request(prompt, 0)], PLAIN)
-
-
-def test_no_request_gives_no_completion() -> None:
-    assert engine().generate([], PLAIN) == []
-
-
-def test_a_prefix_is_the_longest_that_a_slot_still_holds() -> None:
-    index = PrefixIndex()
-    assert index.longest([1, 2]) == (0, 0)
-    index.note(3, [1, 2, 3, 4])
-    index.note(5, [1, 2, 9])
-    assert index.longest([1, 2, 3, 7]) == (3, 3)
-    assert index.longest([1, 2, 9, 9]) == (5, 3)
-    assert index.longest([2, 1]) == (0, 0)
-    index.note(3, [8])
-    assert index.longest([1, 2, 3, 7]) == (5, 2)
-    # an empty entry is a slot about to be overwritten
-    index.note(5, ())
-    assert index.longest([1, 2, 3]) == (0, 0)

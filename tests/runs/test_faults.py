@@ -43,23 +43,15 @@ RANDOM = ("model.warm_start_steps=0", "model.vocab_size=40", f"rollout.max_respo
 LAG = "mismatch.sampler.lag"
 TRAINER = "mismatch.trainer"
 CASES: dict[str, tuple[str, ...]] = {
-    "lag of 1": (f"{LAG}=1",),
     "lag of 2": (f"{LAG}=2",),
     "lag with adapters": ("lora={rank: 2, alpha: 4.0}", f"{LAG}=1"),
     "top-p of 0.9": ("rollout.top_p=0.9", f"{TRAINER}.top_p_scored=false"),
-    "top-k of 3": ("rollout.top_k=3", f"{TRAINER}.top_p_scored=false"),
     "temperature of 0.7": ("rollout.temperature=0.7", f"{TRAINER}.temperature_scored=false"),
-    "temperature of 1.5": ("rollout.temperature=1.5", f"{TRAINER}.temperature_scored=false"),
-    "text before": (f"{TRAINER}.prompt_before='<eos>'",),
     "text around": (f"{TRAINER}.prompt_before='1+'", f"{TRAINER}.prompt_after='<eos>='"),
-    "padding to 5": (f"{TRAINER}.padding_leak=5",),
     "padding to 6": (f"{TRAINER}.padding_leak=6",),
-    "all encoded again": (*RANDOM, f"{TRAINER}.retokenize=1"),
     "half encoded again": (*RANDOM, f"{TRAINER}.retokenize=0.5"),
     "dropout of 0.1": (f"{TRAINER}.dropout=0.1",),
-    "dropout of 0.4": (f"{TRAINER}.dropout=0.4",),
     "end tokens left out": (f"{TRAINER}.eos_in_loss=false",),
-    "token bias of 0.1": ("mismatch.sampler.token_bias=0.1",),
     "token bias of 0.5": ("mismatch.sampler.token_bias=0.5",),
 }
 CAUSES = {
@@ -68,7 +60,6 @@ CAUSES = {
     "temperature": "temperature",
     "text": "other_prompt",
     "padding": "padding_leak",
-    "all": "retokenization",
     "half": "retokenization",
     "dropout": "dropout",
     "end": "none",
@@ -99,7 +90,8 @@ class Case:
         folder = self.folder / "checkpoints"
         model = AutoModelForCausalLM.from_pretrained(folder / "reference", dtype="float32")
         if version:
-            weights = load_file(folder / f"iteration-{version:06d}" / "policy.safetensors")
+            tensors = load_file(folder / f"iteration-{version:06d}.safetensors")
+            weights = {name.removeprefix("policy:"): t for name, t in tensors.items() if name.startswith("policy:")}
             model.load_state_dict(weights, strict=False)
         return model.eval()
 
@@ -146,7 +138,7 @@ def stock(case: Case, iteration: int, side: str) -> np.ndarray:
 
 def require_both_sides_are_those_of_stock_torch(case: Case) -> None:
     tokens = case.tokens
-    sampler_differs = case.name.startswith(("top", "temperature", "token", "all", "half"))
+    sampler_differs = case.name.startswith(("top", "temperature", "token", "half"))
     for iteration in (0, 2):
         if "adapters" in case.name and iteration:
             continue  # a checkpoint has their merged weights too, but those of older ones are not there
@@ -197,7 +189,7 @@ def require_the_mismatch_is_what_its_definition_says(case: Case) -> None:
             again = tokenizer(tokenizer.decode(sampled, skip_special_tokens=True))["input_ids"]
             expected = [*again, *(sampled[-1:] if ended else [])]
             fits = bool(again) and len(expected) <= MOST
-            assert list(row.response_ids) in ([expected] if fits and name.startswith("all") else [expected, sampled])
+            assert list(row.response_ids) in ([expected, sampled] if fits else [sampled])
             assert kept == all(row.is_as_sampled)
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from ppo_repro.config.files import load_config
 from ppo_repro.records import manifest, reader, schema
+from ppo_repro.records.diff import first_difference
 from ppo_repro.records.schema import LEVELS
-from ppo_repro.runs.diff import first_difference
 from ppo_repro.watcher import Silent
 from tests.support.language import rerun, resume, run
 from tests.support.paths import TINY

@@ -14,17 +14,21 @@ from analysis.mismatch.tables import measure, whole
 from analysis.pairs.places import ROUTE, ROUTES
 from analysis.pairs.runs import run_pairs
 from analysis.report.figures import bucket_figure
+from ppo_repro.config.files import load_config
+from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.models.tiny import make_model
 from ppo_repro.plan import plan_run
 from ppo_repro.recompute.recompute import STAGES, recompute
 from ppo_repro.records import reader
-from ppo_repro.runs.diff import first_difference
+from ppo_repro.records.diff import first_difference
 from ppo_repro.runs.open_engine import check_routes
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.runs.summary import summarise
-from tests.support.mixtures import LAYOUT, config_of, record
-from tests.support.small_models import MIXTURES, small_model
+from ppo_repro.watcher import Silent
+from tests.support.language import run
+from tests.support.models import MIXTURES, small_model
+from tests.support.paths import TINY
 
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe")
 every_family = pytest.mark.parametrize(
@@ -32,6 +36,23 @@ every_family = pytest.mark.parametrize(
 )
 BFLOAT16 = "mismatch.sampler.precision={weights: bfloat16, activations: bfloat16}"
 ONE_STEP = ("ppo.epochs=1", "ppo.minibatch_size=15")
+
+LAYOUT = (
+    *("layout.rollout_slots=4", "layout.prefix_cache=false", "layout.prefill_chunk=2", "layout.padding=none"),
+    *("layout.forward_micro_batch=4", "layout.update_micro_batch=1", "layout.gradient_checkpointing=true"),
+    "layout.threads=2",
+)
+
+
+def config_of(family: str, *more: str) -> RunConfig:
+    """`tiny.yaml` with two layers of 2 of 5 experts, shorter."""
+    experts = f"model.experts={{family: {family}, count: 5, per_token: 2}}"
+    small = ("model.intermediate_size=12", "model.num_layers=2", "model.warm_start_steps=10", "ppo.learning_rate=2e-2")
+    return load_config(TINY, [experts, *small, "numerics.accuracy_sequences=2", *more])
+
+
+def record(out: Path, family: str, *more: str) -> Path:
+    return run(config_of(family, *more), out, Silent())[0]
 
 
 def routes(folder: Path, column: str) -> np.ndarray:

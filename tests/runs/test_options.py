@@ -1,4 +1,4 @@
-"""The promises of the loop hold for every option: over configurations in which every two options meet."""
+"""Parity, replay and independence of the layout hold under the options that users combine most."""
 
 from __future__ import annotations
 
@@ -9,72 +9,78 @@ import pytest
 from analysis.mismatch.parity import parity
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
+from ppo_repro.recompute.recompute import STAGES, lines, recompute
 from ppo_repro.records import reader
 from ppo_repro.watcher import Silent
-from tests.support.cases.options import FACTORS, NAMES, Choice, overrides, pairwise
 from tests.support.language import run
 from tests.support.paths import TINY
-from tests.support.replay import require_replayed
+from tests.support.runs import REWARD_MODEL
 
-CASES = pairwise()
 # the same work cut up in another way
 OTHER_LAYOUT = (
-    *(
-        "layout.rollout_slots=2",
-        "layout.prefill_chunk=2",
-        "layout.forward_micro_batch=2",
-        "layout.update_micro_batch=1",
-    ),
-    *("layout.padding=left", "layout.threads=2", "layout.prefix_cache=false"),
+    *("layout.rollout_slots=2", "layout.prefill_chunk=2", "layout.forward_micro_batch=2"),
+    *("layout.update_micro_batch=1", "layout.padding=left", "layout.threads=2", "layout.prefix_cache=false"),
 )
+RECIPES: dict[str, tuple[str, ...]] = {
+    "ppo": (
+        "value={learning_rate: 1e-3, epochs: 3, clip_range: null, normalize_returns: true}",
+        *("advantages.gae_lambda=1", "advantages.whiten=scale", "reward.whiten=full", "ppo.schedule=cosine"),
+        "kl={charge: word, estimator: k3, direction: reference_policy}",
+        *("rollout.temperature=0.7", "rollout.top_p=0.9", "layout.gradient_checkpointing=true"),
+    ),
+    "grpo": (
+        *("value={kind: none}", "advantages={kind: group}", "kl={placement: loss, estimator: k2}"),
+        *("ppo.objective={clip_range: 0.1, clip_range_high: 0.3, dual_clip: 2.0}", "ppo.aggregation=sequence_mean"),
+        *("ppo.ratio_anchor=old", "ppo.importance_weights={kind: truncated}", "rollout.top_k=4"),
+    ),
+    "gspo": (
+        *("value={kind: none}", "advantages={kind: group, scale: false}", "kl={placement: none}"),
+        *("ppo.objective={kind: sequence_clip, clip_range: 0.01}", "ppo.ratio_anchor=old"),
+        *("ppo.importance_weights={kind: masked, level: sequence}", "reward.missing_eos_penalty=0.5"),
+        "lora={rank: 2, alpha: 4.0}",
+    ),
+    "head": (
+        *("value={kind: head, value_coef: 0.5}", "kl={placement: loss, estimator: exact}"),
+        *("ppo.objective={kind: kl_cov, share: 0.2}", "ppo.aggregation=sequence_sum", "ppo.warmup_iterations=1"),
+        "ppo.rejection=[{kind: ratio, low: 0.5, high: 2}, {kind: veto}, {kind: divergence, above: 1}]",
+        *("ppo.rejected_tokens=left_out", "layout.gradient_checkpointing=true"),
+    ),
+    "reward model": (
+        f"reward.terms=[{REWARD_MODEL}]",
+        *("value={init: reward_model, learning_rate: 1e-3, lora: {rank: 2, alpha: 4.0}}", "lora={rank: 2, alpha: 4.0}"),
+        *("ppo.objective={kind: adaptive_clip, target_kl: 0.01}", "ppo.early_stop_kl=1e-9"),
+        "kl={charge: last_mean, estimator: exact, controller: {kind: adaptive, target_kl: 0.5}}",
+    ),
+}
 
 
-def name_of(choice: Choice) -> str:
-    return "-".join(f"{name}{option}" for name, option in zip(NAMES, choice, strict=True) if option) or "usual"
-
-
-def recorded(choice: Choice, out: Path, *more: str) -> tuple[RunConfig, Path]:
-    config = load_config(TINY, [*overrides(choice), *more])
+def recorded(name: str, out: Path, *more: str) -> tuple[RunConfig, Path]:
+    config = load_config(TINY, [*RECIPES[name], *more])
     return config, run(config, out, Silent())[0]
 
 
-def check(choice: Choice, tmp_path: Path) -> None:
-    config, run_dir = recorded(choice, tmp_path / "first")
+@pytest.mark.parametrize("name", ["ppo", *(pytest.param(n, marks=pytest.mark.slow) for n in RECIPES if n != "ppo")])
+def test_parity_replay_and_layout_hold(name: str, tmp_path: Path) -> None:
+    config, run_dir = recorded(name, tmp_path / "first")
     found = parity(run_dir)
     assert found.tokens > 30 and found.first_minibatch_tokens > 3
     assert (found.unequal_old_rollout_logprobs, found.unequal_first_ratios, found.unequal_values) == (0, 0, 0)
-    require_replayed(run_dir)
-    _, again = recorded(choice, tmp_path / "again", *OTHER_LAYOUT)
+    replayed = recompute(run_dir, STAGES)
+    assert replayed.difference is None and min(replayed.compared.values()) >= 2, lines(replayed)
+    _, again = recorded(name, tmp_path / "again", *OTHER_LAYOUT)
     assert reader.open_manifest(again).fingerprint == reader.open_manifest(run_dir).fingerprint
     steps = reader.read_steps(run_dir)
     assert steps["policy_digest"].nunique() > 1, "the policy learnt nothing, so nothing was compared"
     assert (steps["value_digest"].isna().all()) == (config.value.kind == "none")
 
 
-def test_every_option_is_in_some_case() -> None:
-    met = {(name, option) for choice in CASES for name, option in zip(NAMES, choice, strict=True)}
-    assert met == {(name, option) for name, options in FACTORS.items() for option in range(len(options))}
-    assert len(CASES) < 110
-
-
-# the first five meet most options; all of them are in the slow tier
-@pytest.mark.parametrize("choice", CASES[:2], ids=name_of)
-def test_parity_and_rerun_hold_for_a_sample_of_options(choice: Choice, tmp_path: Path) -> None:
-    check(choice, tmp_path)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("choice", CASES[2:], ids=name_of)
-def test_parity_and_rerun_hold_for_every_two_options(choice: Choice, tmp_path: Path) -> None:
-    check(choice, tmp_path)
-
-
 @pytest.mark.usefixtures("row_noise")
 def test_native_numerics_break_these_promises(tmp_path: Path) -> None:
     """The same comparison must find differences."""
     fingerprints = set()
     for layout, more in (("first", ()), ("again", OTHER_LAYOUT)):
-        _, run_dir = recorded(CASES[0], tmp_path / layout, "numerics.mode=native", *more)
+        _, run_dir = recorded("ppo", tmp_path / layout, "numerics.mode=native", *more)
         assert parity(run_dir).unequal_old_rollout_logprobs > 0
         fingerprints.add(reader.open_manifest(run_dir).fingerprint)
     assert len(fingerprints) == 2, "every layout gave the same bits"

@@ -11,10 +11,10 @@ from ppo_repro.config.files import load_config
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
 from ppo_repro.watcher import Silent
-from tests.support.cases.options import REWARD_MODEL
 from tests.support.cli import Cli, one_line
 from tests.support.language import rerun, run
 from tests.support.paths import TINY
+from tests.support.runs import REWARD_MODEL
 
 
 @pytest.fixture

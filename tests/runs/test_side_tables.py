@@ -12,13 +12,13 @@ import pytest
 from ppo_repro.config.files import load_config
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.records import digests, manifest, reader
-from ppo_repro.runs.diff import first_difference
+from ppo_repro.records.diff import first_difference
 from ppo_repro.runs.verify import verify
 from ppo_repro.watcher import Silent
-from tests.support.cases.options import REWARD_MODEL
 from tests.support.language import rerun, resume, run
 from tests.support.paths import TINY
 from tests.support.resume import Recorded, record
+from tests.support.runs import REWARD_MODEL
 from tests.support.synthetic_run import accept, damage_cell, rewrite_cell
 
 

@@ -12,7 +12,7 @@ import pytest
 from ppo_repro import clock as clocks
 from ppo_repro.clock import OTHER, Clock
 from ppo_repro.commands.cli import _run
-from ppo_repro.config.control import load_control_config
+from ppo_repro.config.files import load_control_config
 from ppo_repro.control.kind import ControlKind
 from ppo_repro.records import manifest, reader, times
 from ppo_repro.runs.language import LanguageKind

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.errors import UserError
-from ppo_repro.numerics.families import mixture_layers
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.sampler import sample
 from ppo_repro.rollout.sglang.messages import (
@@ -23,10 +22,8 @@ from ppo_repro.rollout.sglang.messages import (
     generate_body,
     read_completions,
     read_routes,
-    routed_layers,
 )
 from ppo_repro.sglang_plugin import kept_tokens
-from tests.support.models import MIXTURES, source_model
 
 VOCAB, CONTEXT, STOPS = 20, 32, frozenset({1, 7})
 PLAIN = Sampling(0.7, 0, 1.0, 4)
@@ -113,17 +110,6 @@ def test_an_answer_by_hand() -> None:
     assert second.finish_reason == "length"
 
 
-def test_a_stop_token_at_the_length_limit_is_a_stop_as_in_the_built_in_engine() -> None:
-    assert read(item([9, 9, 9, 7], [-0.5] * 4, "length"))[0].finish_reason == "stop"
-
-
-@given(st.lists(st.floats(-(2.0**100), 0, width=32), min_size=1, max_size=4))
-def test_every_float32_comes_through_with_its_bits(logprobs: list[float]) -> None:
-    tokens = [9] * (len(logprobs) - 1) + [7]
-    found = read(item(tokens, logprobs, "stop"))[0].logprobs.numpy()
-    assert found.tobytes() == np.array(logprobs, dtype=np.float32).tobytes()
-
-
 def broken() -> dict[str, tuple[dict[str, Any], str]]:
     """Answers with one thing wrong, and what is said of it."""
     good = item([9, 7], [-0.5, -1.25], "stop")
@@ -163,12 +149,6 @@ def test_an_answer_with_one_thing_wrong_is_refused(name: str) -> None:
     with pytest.raises(UserError, match=f"^{URL}: .*{message}") as caught:
         read(answer)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("answer", [[], {}, None, "x"])
-def test_as_many_answers_as_requests(answer: Any) -> None:
-    with pytest.raises(UserError, match="must be one answer each"):
-        read_completions(answer, REQUESTS, PLAIN, STOPS, VOCAB, "w", URL)
 
 
 json_values = st.recursive(
@@ -223,14 +203,6 @@ def test_what_is_no_route_is_refused(sent: Any, message: str) -> None:
         read_routes(sent, 2, SHAPE)
 
 
-@pytest.mark.parametrize("family", MIXTURES)
-def test_the_shape_of_a_models_routes(family: str) -> None:
-    model = source_model(family)
-    found = routed_layers(model)
-    assert found.mixtures == tuple(mixture_layers(model)) and 0 < len(found.mixtures) <= found.layers
-    assert 0 < found.per_token <= found.experts
-
-
 @given(st.integers(0, 2**32), st.integers(0, 20).filter(lambda k: k != 1), st.sampled_from([0.3, 0.75, 0.999]))
 def test_what_a_cut_kept_is_read_with_its_bits(seed: int, top_k: int, top_p: float) -> None:
     logits = 3.0 * torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(seed))
@@ -264,8 +236,3 @@ def test_kept_tokens_that_no_sampler_writes_are_refused(sent: Any, said: str) ->
     kept_tokens.read(entries(), [2], 7)
     with pytest.raises(ValueError, match=said):
         kept_tokens.read(sent, [2], 7)
-
-
-@pytest.mark.parametrize("top_p", [0.9, 0.123456, 1.0])
-def test_top_p_comes_back_from_a_float32_as_it_was_given(top_p: float) -> None:
-    assert kept_tokens.shortest(torch.tensor([top_p]).tolist()[0]) == top_p

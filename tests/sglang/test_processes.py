@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,10 +19,10 @@ from ppo_repro.errors import UserError
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.sglang import server
 from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine
+from tests.sglang.fake_sglang import fake_python, serving
 from tests.support.interrupts import hearing_ctrl_c
 from tests.support.models import source_model
 from tests.support.paths import ROOT, SMALL
-from tests.support.processes.fake_sglang import fake_python, serving
 from tests.support.runs import small_config
 
 PACKAGE = ROOT / "ppo_repro"
@@ -111,14 +110,6 @@ def test_a_server_that_never_gets_ready(policy: PreTrainedModel, tmp_path: Path)
     ):
         pass
     assert gone(int((tmp_path / "serving").read_text()))
-
-
-def test_a_port_that_is_taken(policy: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(server, "reserve_port", lambda: taken)
-        with pytest.raises(UserError, match="Address already in use"), started(tmp_path, policy, timeout=2):
-            pass
 
 
 def test_a_port_on_which_another_server_answers(

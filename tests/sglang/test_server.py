@@ -5,11 +5,8 @@ Two deterministic servers and a stock one are started once; what kills or replac
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,21 +17,17 @@ import pytest
 import torch
 
 from ppo_repro.config.run import RunConfig
-from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
 from ppo_repro.rollout.engine import Completion, Request, Sampling
-from ppo_repro.rollout.sglang.client import post
-from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine
 from ppo_repro.runs.prepare import Prepared
 from ppo_repro.watcher import Silent
-from tests.support.interrupts import hearing_ctrl_c
 from tests.support.language import rerun, run
 from tests.support.models import unequal
-from tests.support.paths import ROOT, SMALL
+from tests.support.paths import SMALL
 from tests.support.ranks import cli_ranks
 from tests.support.row_dependent import NOISE, row_dependent_linear
 from tests.support.runs import small_config
-from tests.support.sglang import PYTHON, WARM, Subject, members, settings_of, subject
+from tests.support.sglang import PYTHON, WARM, Subject, members, subject
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 PLAIN = Sampling(1.0, 0, 1.0, 6)
@@ -72,37 +65,6 @@ def differing(a: Sequence[Completion], b: Sequence[Completion]) -> int:
     return unequal(torch.cat([c.logprobs for c in a]), torch.cat([c.logprobs for c in b]))
 
 
-@contextlib.contextmanager
-def moved(found: Subject, seed: int) -> Iterator[None]:
-    """Other weights for a while."""
-    parameters = list(found.prepared.state.policy.parameters())
-    before = [p.detach().clone() for p in parameters]
-    generator = torch.Generator().manual_seed(seed)
-    try:
-        with torch.no_grad():
-            for p in parameters:
-                p += 0.05 * torch.randn(p.shape, generator=generator)
-        yield
-    finally:
-        with torch.no_grad():
-            for p, old in zip(parameters, before, strict=True):
-                p.copy_(old)
-
-
-def one_by_one(engine: SGLangEngine, requests: Sequence[Request]) -> list[Completion]:
-    """Alone in every batch: stock numerics depend on what is beside."""
-    return [engine.generate([request], PLAIN)[0] for request in requests]
-
-
-def test_deterministic_servers_sample_the_bits_of_the_built_in_engine(deterministic: Subject) -> None:
-    requests = requests_of(deterministic.config, deterministic.prepared, 24)
-    for sampling in (PLAIN, Sampling(0.7, 0, 1.0, 40), Sampling(1.0, 0, 1.0, 40, greedy=True)):
-        expected = deterministic.prepared.engine.generate(requests, sampling)
-        assert same(deterministic.engine.generate(requests, sampling), expected)
-        assert same(deterministic.engine.generate(requests[:1], sampling), expected[:1])
-        assert same(deterministic.engine.generate(requests[::-1], sampling), expected[::-1])
-
-
 def test_stock_servers_do_not_and_repeat_their_tokens_by_seed(stock: Subject) -> None:
     requests = requests_of(stock.config, stock.prepared, 24)
     first, again = (stock.engine.generate(requests, Sampling(0.9, 0, 1.0, 40)) for _ in range(2))
@@ -117,33 +79,6 @@ def test_stock_servers_do_not_and_repeat_their_tokens_by_seed(stock: Subject) ->
     )
     alike = [Request(requests[0].prompt_ids, seed) for seed in range(8)]
     assert len({c.response_ids for c in stock.engine.generate(alike, Sampling(1.0, 0, 1.0, 40))}) > 4
-
-
-def test_deterministic_servers_hold_what_they_are_given(deterministic: Subject) -> None:
-    requests = requests_of(deterministic.config, deterministic.prepared, 10)
-    before = deterministic.prepared.engine.generate(requests, PLAIN)
-    with deterministic.told() as engine:
-        for seed in (1, 2):
-            with moved(deterministic, seed):
-                expected = deterministic.prepared.engine.generate(requests, PLAIN)
-                assert not same(expected, before)
-                assert same(engine.generate(requests, PLAIN), expected)
-        assert same(engine.generate(requests, PLAIN), before)
-
-
-def test_stock_servers_are_as_if_freshly_started_after_an_update(stock: Subject, tmp_path: Path) -> None:
-    requests = requests_of(stock.config, stock.prepared, 6)
-    first = one_by_one(stock.engine, requests)
-    with moved(stock, 3):
-        policy, stops = stock.prepared.state.policy, stock.prepared.engine.stop_ids
-        settings = settings_of(stock.config)
-        with sglang_engine(stock.config, settings, policy, stops, tmp_path, lambda seconds: None) as fresh:
-            expected = one_by_one(fresh, requests)
-    assert not same(first, expected)
-    with stock.told() as engine:
-        with moved(stock, 3):
-            assert same(one_by_one(engine, requests), expected)
-        assert same(one_by_one(engine, requests), first)
 
 
 def test_a_run_on_two_deterministic_servers_is_the_run_of_the_built_in_engine(
@@ -217,17 +152,6 @@ def test_a_run_on_a_stock_server_shows_its_mismatch(stock: Subject, mode: str, t
     assert (tokens.rollout_logprobs - tokens.old_logprobs).abs().max() < 1e-4  # float32 in another order
 
 
-def test_a_server_that_somebody_else_updates_is_noticed(stock: Subject) -> None:
-    requests = requests_of(stock.config, stock.prepared, 2)
-    url = stock.engine.fleet.servers[0].url
-    one_by_one(stock.engine, requests)
-    post(url, "/update_weight_version", {"new_version": "other", "abort_all_requests": False}, 60)
-    with pytest.raises(UserError, match="sampled with weights 'other', must be"):
-        stock.engine.generate(requests, PLAIN)
-    stock.forget()
-    assert len(stock.engine.generate(requests, PLAIN)) == 2
-
-
 def test_a_deterministic_server_killed_in_the_middle_is_replaced_and_no_bit_changes(deterministic: Subject) -> None:
     requests = requests_of(deterministic.config, deterministic.prepared, 400)
     sampling = Sampling(1.0, 0, 1.0, 100)
@@ -248,46 +172,3 @@ def test_a_deterministic_server_killed_in_the_middle_is_replaced_and_no_bit_chan
     killer.join()
     assert deterministic.engine.fleet.servers[1].process is not hit and not members(hit.group)
     assert same(found, expected)
-
-
-def command(out: Path, *overrides: str) -> list[str]:
-    sets = [word for override in overrides for word in ("--set", override)]
-    return [sys.executable, "-m", "ppo_repro", "run", str(SMALL), "--out", str(out), *sets]
-
-
-def test_a_command_line_that_sglang_refuses_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    sets = "rollout.engine.numerics=stock", "rollout.engine.arguments=[--no-such-flag]"
-    with (
-        pytest.raises(UserError, match=r"SGLang ended with exit code 2 .*unrecognized arguments: --no-such-flag"),
-        subject(tmp_path, *sets),
-    ):
-        pass
-    assert "--no-such-flag" in capfd.readouterr().err
-
-
-def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
-    sets = "rollout.engine.kind=sglang", f"rollout.engine.python={PYTHON}", "rollout.engine.numerics=stock"
-    sets += "ppo.iterations=5000", "numerics.mode=native"
-    with hearing_ctrl_c():
-        process = subprocess.Popen(command(tmp_path, *sets), cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    logs: list[Path] = []
-    try:
-        until = time.monotonic() + 300
-        while not (logs and "POST /generate" in logs[0].read_text()):
-            assert process.poll() is None and time.monotonic() < until
-            time.sleep(0.5)
-            logs = list(tmp_path.glob("small/*/sglang/server-0.log"))
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 130 and "interrupted" in said
-    started = [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in _text(p)]
-    assert not started
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""

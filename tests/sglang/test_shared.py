@@ -12,8 +12,8 @@ from ppo_repro.models.networks import make_policy
 from ppo_repro.ranks import Ranks
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.sglang.engine import SharedEngine, sglang_engine
+from tests.sglang.fake_sglang import FakeServer, serving
 from tests.support.models import source_model
-from tests.support.processes.fake_sglang import FakeServer, serving
 from tests.support.runs import small_config
 from tests.support.thread_ranks import in_threads
 

@@ -1,59 +1,52 @@
-"""Processes that run or resume, and are killed after some time or at a chosen change of a file."""
+"""Processes that run or resume, and are killed after some time.
+
+As a program it imports everything, then forks a child for each line `SECONDS run CONFIG OUT` or `SECONDS resume RUN`,
+kills it after so many seconds (inf: never), and prints its exit code.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
+import time
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
-SOURCE = Path(__file__).with_name("processes") / "writes.c"
+from ppo_repro.config.files import load_config
+from ppo_repro.errors import UserError
+from ppo_repro.watcher import Silent
+from tests.support.language import resume, run
 
 
 @dataclass
 class Worker:
-    """`kill_worker` with its imports done; what it forks lives for a second or less."""
+    """The program with its imports done; what it forks lives for a second or less."""
 
     process: subprocess.Popen[str]
-
-    def say(self, *words: str | Path) -> None:
-        assert self.process.stdin is not None
-        print(*words, file=self.process.stdin, flush=True)
 
     def hear(self) -> str:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
-    def killed(self, after: float | str, *command: str | Path) -> bool:
-        """Fork a child for the command and kill it after so many seconds, or `at:N`; whether it was still alive."""
-        self.say(str(after), *command)
+    def killed(self, after: float, *command: str | Path) -> bool:
+        """Fork a child for the command and kill it after so many seconds; whether it was still alive."""
+        print(after, *command, file=self.process.stdin, flush=True)
         code = int(self.hear())
         assert code in (0, -signal.SIGKILL), f"{command} ended with {code}"
         return code != 0
 
-    def changes(self, *command: str | Path) -> int:
-        """How many changes of files the whole command makes."""
-        self.say("count", *command)
-        count = int(self.hear())
-        assert self.hear() == "0"
-        return count
 
-
-@contextmanager
-def working(first: str, library: Path | None = None) -> Iterator[Worker]:
-    """A worker that has executed the command `first`; `library` counts its changes."""
-    command = [sys.executable, "-m", "tests.support.processes.kill_worker", first]
-    preloaded = {} if library is None else {"LD_PRELOAD": str(library)}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **preloaded}
-    ) as process:
+@contextlib.contextmanager
+def working(first: str) -> Iterator[Worker]:
+    """A worker that has executed the command `first`."""
+    command = [sys.executable, "-m", "tests.support.killing", first]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         made = Worker(process)
         assert made.hear() == "ready"
         yield made
@@ -61,11 +54,35 @@ def working(first: str, library: Path | None = None) -> Iterator[Worker]:
         process.stdin.close()
 
 
-def counting_library(folder: Path) -> Path:
-    """`writes.c` compiled into `folder`; skips the test where there is no compiler."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler to end a process at a chosen change of a file")
-    library = folder / "writes.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True)
-    return library
+def work(line: str) -> int:
+    """The exit code of one command."""
+    command, *arguments = line.split()
+    try:
+        if command == "run":
+            run(load_config(Path(arguments[0])), Path(arguments[1]), Silent())
+        else:
+            resume(Path(arguments[0]), Silent())
+    except UserError as error:
+        print(error, file=sys.stderr, flush=True)
+        return 2
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    work(sys.argv[1])  # so that everything is imported
+    print("ready", flush=True)
+    for line in sys.stdin:
+        seconds, command = line.split(maxsplit=1)
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                os._exit(work(command))
+            os._exit(1)
+        if math.isfinite(float(seconds)):
+            time.sleep(float(seconds))
+            os.kill(child, signal.SIGKILL)  # not reaped yet, so the number is still this child's
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)

@@ -2,43 +2,211 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
 from functools import cache
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import ValueModel, make_policy, make_value_model
 from ppo_repro.numerics.structs import Ints
-from tests.support.small_models import (
-    CLASSES,
-    CONFIGS,
-    CONTEXT,
-    LLAMA3_ROPE,
-    MIXTURES,
-    SLIDING,
-    VOCAB,
-    fill,
-    gemma_config,
-    gpt2_config,
-    gpt_neox_config,
-    llama_config,
-    mistral_config,
-    mixtral_config,
-    olmoe_config,
-    qwen2_config,
-    qwen3_config,
-    qwen3_moe_config,
-    seeded,
-    small_model,
-)
 
-__all__ = ["CLASSES", "LLAMA3_ROPE"]  # the package's, for tests that take them from here
+CONTEXT = 64
+VOCAB = 89  # not a multiple of 8, so that a bit set has spare bits
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "dtype": "float32",
+}
+LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def qwen3_config(**changes: Any) -> Qwen3Config:
+    """Heads wider than hidden_size / heads, tied embeddings."""
+    return Qwen3Config(**{**SHAPE, "head_dim": 16, "tie_word_embeddings": True, **changes})
+
+
+def qwen2_config(**changes: Any) -> Qwen2Config:
+    """Biases on q, k and v, untied embeddings."""
+    return Qwen2Config(**{**SHAPE, "tie_word_embeddings": False, **changes})
+
+
+def llama_config(**changes: Any) -> LlamaConfig:
+    """Rotary frequencies of Llama 3."""
+    return LlamaConfig(**{**SHAPE, "tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE, **changes})
+
+
+def mistral_config(**changes: Any) -> MistralConfig:
+    """A window of 6 keys in every layer."""
+    return MistralConfig(**{**SHAPE, "tie_word_embeddings": False, "sliding_window": 6, **changes})
+
+
+def gemma_config(**changes: Any) -> GemmaConfig:
+    """One key/value head, heads wider than hidden_size / heads, GELU by tanh, scaled and tied embeddings."""
+    return GemmaConfig(**{**SHAPE, "head_dim": 16, "num_key_value_heads": 1, **changes})
+
+
+def gpt2_config(**changes: Any) -> GPT2Config:
+    """Learned positions, layer norms, transposed linear layers, tied embeddings, dropout that must not act."""
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "n_embd": 48,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": CONTEXT,
+        "n_inner": 72,
+    }
+    tokens: dict[str, Any] = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "dtype": "float32"}
+    return GPT2Config(**{**shape, **tokens, **changes})
+
+
+def gpt_neox_config(**changes: Any) -> GPTNeoXConfig:
+    """Half of each head rotates, parallel residual, GELU by erf, biases, untied, dropout that must not act."""
+    dropout: dict[str, Any] = {"rotary_pct": 0.5, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+    shape = {name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}
+    return GPTNeoXConfig(**{**shape, "tie_word_embeddings": False, **dropout, **changes})
+
+
+# the class's own code: torch's grouped products take no float64
+OWN_EXPERTS: dict[str, Any] = {"experts_implementation": "eager"}
+
+
+def qwen3_moe_config(**changes: Any) -> Qwen3MoeConfig:
+    """A dense layer and a mixture, 3 of 6 experts with renormalised weights."""
+    experts = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True}
+    return Qwen3MoeConfig(**{**SHAPE, "head_dim": 16, "mlp_only_layers": [0], **experts, **OWN_EXPERTS, **changes})
+
+
+def mixtral_config(**changes: Any) -> MixtralConfig:
+    """2 of 4 experts in every layer, whose weights are always renormalised, and a window of 6 keys."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 28}
+    return MixtralConfig(**{**SHAPE, "sliding_window": 6, **experts, **OWN_EXPERTS, **changes})
+
+
+def olmoe_config(**changes: Any) -> OlmoeConfig:
+    """3 of 8 experts in every layer with weights as the softmax gives them; queries and keys normed whole."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 16}
+    return OlmoeConfig(**{**SHAPE, "tie_word_embeddings": False, **experts, **OWN_EXPERTS, **changes})
+
+
+SLIDING: dict[str, Any] = {
+    "use_sliding_window": True,
+    "sliding_window": 5,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
+CLASSES: dict[type[PretrainedConfig], type[PreTrainedModel]] = {
+    Qwen3Config: Qwen3ForCausalLM,
+    Qwen2Config: Qwen2ForCausalLM,
+    LlamaConfig: LlamaForCausalLM,
+    MistralConfig: MistralForCausalLM,
+    GemmaConfig: GemmaForCausalLM,
+    GPT2Config: GPT2LMHeadModel,
+    GPTNeoXConfig: GPTNeoXForCausalLM,
+    Qwen3MoeConfig: Qwen3MoeForCausalLM,
+    MixtralConfig: MixtralForCausalLM,
+    OlmoeConfig: OlmoeForCausalLM,
+}
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "qwen3": qwen3_config,
+    "qwen2": qwen2_config,
+    "llama": llama_config,
+    "mistral": mistral_config,
+    "gemma": gemma_config,
+    "gpt2": gpt2_config,
+    "gpt_neox": gpt_neox_config,
+    "qwen2 sliding": lambda: qwen2_config(**SLIDING),
+}
+# mixtures of experts
+MIXTURES: dict[str, Callable[[], PretrainedConfig]] = {
+    "qwen3_moe": qwen3_moe_config,
+    "mixtral": mixtral_config,
+    "olmoe": olmoe_config,
+}
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def fill(model: torch.nn.Module, seed: int) -> None:
+    """Random weights: factors of norms near 1, biases near 0, matrices by fan-in, embeddings for peaked logits."""
+    generator = seeded(seed)
+    config = getattr(model, "config", None)
+    offset = 0.0 if isinstance(config, GemmaConfig) else 1.0  # Gemma's factors are 1 + weight
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1 and name.endswith("weight"):
+                parameter.copy_(offset + 0.1 * noise)
+            elif parameter.dim() == 1:
+                parameter.copy_(0.2 * noise)
+            elif any(part in name for part in ("embed_tokens", "embed_in", "wte", "wpe")):
+                parameter.copy_(0.3 * noise)
+            else:
+                # GPT-2 stores [in, out]
+                fan_in = parameter.shape[0 if isinstance(config, GPT2Config) and ".c_" in name else -1]
+                parameter.copy_(noise * (1.5 / math.sqrt(fan_in)))
+
+
+def small_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
+    """The unmodified class of `config` with random weights, in evaluation mode."""
+    model = CLASSES[type(config)](config).eval()
+    fill(model, seed)
+    return model
+
+
+def random_sequences(seed: int, count: int, response: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts of 1..count tokens and as many responses of `response` tokens each, for models of `CONFIGS`."""
+    generator = seeded(seed)
+
+    def tokens(length: int) -> list[int]:
+        return torch.randint(0, VOCAB, (length,), generator=generator).tolist()
+
+    return [tokens(i + 1) for i in range(count)], [tokens(response) for _ in range(count)]
+
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 ARCHITECTURES = tuple(CONFIGS)
@@ -77,13 +245,6 @@ VARIANTS: dict[str, Callable[[], PretrainedConfig]] = {
 def source_model(architecture: str, seed: int = 0) -> PreTrainedModel:
     """An unmodified transformers model with random weights, in evaluation mode."""
     return small_model({**CONFIGS, **MIXTURES, **VARIANTS}[architecture](), seed)
-
-
-def without_window(architecture: str) -> PreTrainedModel:
-    """`source_model` with a window that reaches as far as the context."""
-    config = CONFIGS[architecture]()
-    config.sliding_window = CONTEXT
-    return small_model(config, 0)
 
 
 @cache
@@ -137,25 +298,6 @@ def scored(
 def bits(x: Tensor) -> Tensor:
     """The bit patterns: unlike `==` they tell -0.0 from 0.0, and equal NaNs are equal."""
     return x.detach().contiguous().view({4: torch.int32, 8: torch.int64}[x.element_size()])
-
-
-def kept_bytes(hidden: Tensor) -> int:
-    """Bytes of all that a pass without modules keeps for its backward, each array once."""
-    found: dict[int, int] = {}
-
-    def walk(x: object) -> None:
-        if isinstance(x, Tensor):
-            walk(x.numpy())
-        elif isinstance(x, np.ndarray):
-            found[x.ctypes.data] = x.nbytes
-        elif isinstance(x, (list, tuple)):
-            for part in x:
-                walk(part)
-        elif is_dataclass(x):
-            walk([getattr(x, field.name) for field in fields(x)])
-
-    walk(hidden.grad_fn.kept)  # type: ignore[union-attr]
-    return sum(found.values())
 
 
 def unequal(a: Tensor, b: Tensor) -> int:

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +11,6 @@ from ppo_repro.config.section import run_folder
 from ppo_repro.records import manifest
 from ppo_repro.watcher import Silent
 from tests.support.language import run
-from tests.support.paths import SMALL
-from tests.support.runs import small_config
-
-OTHER_LAYOUT = ["layout.padding=left", "layout.rollout_slots=20", "layout.update_micro_batch=9"]
-THREADS = ["layout.threads=2", "layout.forward_micro_batch=20", "layout.prefill_chunk=2"]
 
 
 class Snapshots(Silent):
@@ -68,36 +58,6 @@ def record(config: RunConfig, folder: Path) -> Recorded:
 
 def newest(run_dir: Path) -> Path:
     return sorted((run_dir / "checkpoints").glob("iteration-*"))[-1]
-
-
-def launch(command: str, *arguments: str | Path, before: str = "") -> subprocess.Popen[str]:
-    """`ppo-repro` in a process of its own, after the Python statements `before`."""
-    program = f"{before}\nfrom ppo_repro.commands.cli import main\nmain()"
-    return subprocess.Popen(
-        [sys.executable, "-c", program, command, *map(str, arguments)], stderr=subprocess.PIPE, text=True
-    )
-
-
-def launch_run(out: Path, *overrides: str, before: str = "") -> tuple[subprocess.Popen[str], Path]:
-    sets = [part for override in overrides for part in ("--set", override)]
-    return launch("run", SMALL, "--out", out, *sets, before=before), run_folder(small_config(*overrides), out)
-
-
-def wait_until(process: subprocess.Popen[str], reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not reached():
-        assert time.monotonic() < deadline and process.poll() is None, "the run did not get that far"
-        time.sleep(0.01)
-
-
-def recorded_iterations(run_dir: Path) -> int:
-    return len(list((run_dir / "records" / "iterations").glob("*.parquet")))
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL, "it ended before it could be killed"
 
 
 def require_as_uninterrupted(run_dir: Path, expected: Path) -> None:

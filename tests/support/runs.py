@@ -7,6 +7,8 @@ from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from tests.support.paths import SMALL
 
+REWARD_MODEL = "{kind: trained_model, num_pairs: 24, minibatch_size: 8, learning_rate: 1e-3}"
+
 
 def small_config(*overrides: str) -> RunConfig:
     """`small.yaml` with some fields changed."""

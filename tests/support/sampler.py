@@ -1,4 +1,4 @@
-"""MurmurHash3 by its definition, and samples drawn from it."""
+"""Requests for rollouts, MurmurHash3 by its definition, and random logits with seeds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import struct
 import torch
 from torch import Tensor
 
-from tests.support.models import seeded
+from ppo_repro.rollout.engine import Request
+from tests.support.models import ragged, seeded
+
+MASK = 0xFFFFFFFF
 
 
 def murmur3(data: bytes, seed: int = 0) -> int:
@@ -32,4 +35,10 @@ def drawn_case(n: int, v: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return logits, seeds, torch.randint(0, 4096, (n,), generator=generator)
 
 
-MASK = 0xFFFFFFFF
+STOPS = frozenset({3, 17, 40, 41, 42, 60})
+
+
+def requests_of(count: int, seed: int, longest: int = 14) -> list[Request]:
+    prompts, _ = ragged(count, seed, prompt=longest)
+    seeds = torch.randint(0, 2**62, (count,), generator=seeded(seed + 1)).tolist()
+    return [Request(tuple(p), s) for p, s in zip(prompts, seeds, strict=True)]

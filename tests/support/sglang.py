@@ -15,11 +15,7 @@ from ppo_repro.runs.prepare import Prepared, prepare
 from tests.support.runs import small_config
 
 CONTEXT = 600  # the servers' and of every deterministic run on them
-
-
 PYTHON = os.environ.get("PPO_REPRO_SGLANG_PYTHON", "")
-
-
 WARM = "model.warm_start_steps=0", f"numerics.max_context={CONTEXT}"
 
 
@@ -49,16 +45,6 @@ class Subject:
     def forget(self) -> None:
         """Somebody else has used the servers: bring weights again."""
         self.engine._server_digests.update({found.url: "" for found in self.engine.fleet.servers})
-
-    @contextlib.contextmanager
-    def told(self, **changes: object) -> Iterator[SGLangEngine]:
-        """The engine with other settings for a while."""
-        before = self.engine.fleet.engine
-        self.engine.fleet.engine = before.model_copy(update=changes)
-        try:
-            yield self.engine
-        finally:
-            self.engine.fleet.engine = before
 
 
 @contextlib.contextmanager

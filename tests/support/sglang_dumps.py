@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppo_repro.records.contents import final_folder, reference_folder
+from ppo_repro.records.contents import FINAL, REFERENCE
 from ppo_repro.rollout.sglang import server
 from ppo_repro.rollout.sglang.command import server_environment
 from ppo_repro.watcher import Silent
@@ -88,7 +88,7 @@ def dump(url: str, model: Path, out: Path, options: Sequence[str]) -> None:
 def models(folder: Path) -> tuple[Path, Path]:
     """The reference of the small run, which all dumps are of, and its weights after an iteration."""
     run_dir, _ = run(small_config("ppo.iterations=1", "checkpoints.every=1"), folder, Silent())
-    return reference_folder(run_dir), final_folder(run_dir)
+    return run_dir / REFERENCE, run_dir / FINAL
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.config.files import load_config
-from ppo_repro.config.tasks import ArithmeticTask, JsonlTask, PythonTask
+from ppo_repro.config.tasks import JsonlTask, PythonTask
 from ppo_repro.errors import UserError
 from ppo_repro.tasks.dialogue import around_reply
 from ppo_repro.tasks.problems import Problem, arithmetic, choose, encode_all, encoder, read_jsonl, split
@@ -75,15 +75,6 @@ def test_epochs_and_seeds_have_their_own_order() -> None:
     assert len({tuple(choose(pool, 20, seed, epoch)) for seed in range(5) for epoch in range(5)}) == 25
 
 
-def test_problems_of_a_section(tmp_path: Path) -> None:
-    task = ArithmeticTask(kind="arithmetic", max_operand=4, num_eval_prompts=5)
-    assert load_source(task, 3).problems == split(arithmetic(4), 5, 3)
-    path = jsonl(tmp_path, *({"prompt": p.prompt, "answer": p.answer, "key": p.key} for p in numbered(6)))
-    assert load_source(JsonlTask(kind="jsonl", path=str(path), num_eval_prompts=2), 3).problems == split(
-        numbered(6), 2, 3
-    )
-
-
 def test_jsonl_keeps_texts_and_uses_the_prompt_as_key(tmp_path: Path) -> None:
     path = jsonl(tmp_path, {"prompt": "a b", "answer": ""}, "  ", {"prompt": "é", "answer": "1", "key": "k", "more": 3})
     assert read_jsonl(path) == [Problem("a b", "a b", ""), Problem("k", "é", "1", '{"more": 3}')]
@@ -102,20 +93,14 @@ def test_jsonl_reads_any_text(tmp_path_factory: pytest.TempPathFactory, text: st
     ("line", "message"),
     [
         ("{", "not valid JSON"),
-        ("[1]", "must be an object, is list"),
         ('{"prompt": "x"}', "field 'answer' is missing, and other lines have one; give all lines one, or none"),
-        ('{"answer": "x"}', "field 'prompt' is missing or null; must be a text"),
         ('{"prompt": "x", "answer": 3}', "field 'answer' = 3; must be a text"),
-        ('{"prompt": "", "answer": "x"}', "field 'prompt' is empty"),
-        ('{"prompt": "x", "answer": "x", "key": ""}', "field 'key' is empty"),
         ('{"prompt": "x\\ud800", "answer": "x"}', "field 'prompt' has half of a surrogate pair (\\ud800) at"),
         ('{"prompt": "x", "answer": "a\\u0000"}', "field 'answer' has the character NUL (\\u0000) at character 2"),
         ('{"prompt": "x", "answer": "x", "other": NaN}', "NaN is no JSON"),
         ('{"prompt": "fine", "answer": "x", "key": "k"}', "prompt 'fine' is also that of line 1"),
         ('{"prompt": "x", "answer": "x", "key": "fine"}', "key 'fine' is also that of line 1"),
-        ('{"prompt": [], "answer": ""}', "field 'prompt' must end with a message of the user or a tool"),
         ('{"prompt": ["x"], "answer": ""}', "field 'prompt': a message must be an object with 'role' and 'content'"),
-        ('{"prompt": [{"role": "user", "content": 3}], "answer": ""}', "field 'content' = 3; must be a text"),
         (
             '{"prompt": [{"role": "assistant", "content": "x"}], "answer": ""}',
             "field 'prompt' has the roles assist",
@@ -217,7 +202,6 @@ def python_task(folder: Path, text: str) -> PythonTask:
     [
         ("def prompts():\n    return [{'prompt': 'a'}, 3]\n", "entry 1 of prompts.*is a int; must be a dict"),
         ("def prompts():\n    return [{'prompt': 'a'}, {'prompt': 'a'}]\n", "key 'a' is also that of entry 0"),
-        ("def prompts():\n    return [{'answer': 'a'}]\n", "field 'prompt' is missing or null"),
         ("def prompts():\n    return [{'prompt': 'a', 'of': {1, 2}}]\n", "has a value that JSON does not have"),
         ("def prompts():\n    return 'abc'\n", "prompts returned a str; must be a list, with a dict for each prompt"),
         ("def prompts():\n    return 1 / 0\n", "task.py:2: prompts raised ZeroDivisionError"),
@@ -235,7 +219,7 @@ def test_a_score_that_depends_on_the_order_of_the_batch_is_refused(tmp_path: Pat
     assert isinstance(source.verifier, PythonFile)
     rows = [transcript_of(problem, ["x"]) for problem in source.problems.train]
     assert source.verifier.scores(rows) == [0, 1, 2, 3]
-    with pytest.raises(UserError, match=r"task\.py:3: score returned 0\.0 and then 3\.0 for the same transcript"):
+    with pytest.raises(UserError, match=r"task\.py:3: score returned 0\.0 and then 3\.0 for the same input"):
         check_source(source, source.problems.train)
 
 

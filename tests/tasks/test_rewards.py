@@ -16,20 +16,20 @@ from ppo_repro.config.tasks import PythonTask
 from ppo_repro.errors import UserError
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.stages.rewards import sample_of
-from ppo_repro.tasks.answers import extracted, is_answer
 from ppo_repro.tasks.problems import Problem, Split
 from ppo_repro.tasks.rewards import (
     Judge,
     Judgement,
     Sample,
+    extracted,
     for_source,
     formatted_answer,
+    is_answer,
     judge_samples,
     load_judge,
 )
 from ppo_repro.tasks.sources import Source, load_source
 from ppo_repro.tasks.tokenizer import spelled_tokens, train_bpe
-from ppo_repro.tasks.user_code import reward_files
 from tests.support.runs import small_config
 from tests.support.turns import turns_config
 
@@ -89,9 +89,42 @@ def test_a_number_after_any_text_and_a_space_is_the_last_one(text: str, number: 
     assert is_answer(f"{text}<answer>{number}</answer>", str(number), "answer_tags")
 
 
-def test_exact_match_needs_the_answer_and_an_end() -> None:
-    found = judged(load_judge(config_of()), [("12", "12", True), ("12", "12", False), ("13", "12", True)])
-    assert found == Judgement([1.0, 0.0, 0.0], [[1.0], [0.0], [0.0]], [True, False, False])
+GOOD = "<think>7+5</think> <answer>12</answer>"
+EXACT, FORMAT, LENGTH = {"kind": "exact_match"}, {"kind": "format"}, {"kind": "length", "target": 4}
+
+
+@pytest.mark.parametrize(
+    ("terms", "penalty", "rows", "values", "scores", "correct"),
+    [
+        ([EXACT], 0.0, [("12", True), ("12", False), ("13", True)], [[1], [0], [0]], [1, 0, 0], [True, False, False]),
+        # exact 1, format 0; length -|2 - 4| / 4; 2 * 1 + 3 * 0 - 10 * 0.5
+        (
+            [{**EXACT, "weight": 2.0}, {**FORMAT, "weight": 3.0}, {**LENGTH, "weight": 10.0}],
+            0.0, [("12", True)], [[1, 0, -0.5]], [-3], [True],
+        ),
+        # the form, and the answer in it; without the form the response itself is compared
+        (
+            [FORMAT], 0.0, [(GOOD, True), (GOOD.replace("12", "13"), True), ("12", True)],
+            [[2], [1], [0]], [2, 1, 0], [True, False, True],
+        ),
+        ([LENGTH], 2.0, [("12", False), ("12", True)], [[-0.5], [-0.5]], [-2.5, -0.5], [False, True]),
+        (
+            [{"kind": "model", "path": "m", "weight": 0.5}, EXACT],
+            0.0, [("12", True), ("1", True)], [[4, 1], [-2, 0]], [3, -1], [True, False],
+        ),
+    ],
+)  # fmt: skip
+def test_scores_by_hand(
+    terms: list[dict[str, Any]],
+    penalty: float,
+    rows: list[tuple[str, bool]],
+    values: list[list[float]],
+    scores: list[float],
+    correct: list[bool],
+) -> None:
+    judge = load_judge(config_of(*terms, missing_eos_penalty=penalty))
+    found = judged(judge, [(response, "12", done) for response, done in rows], [4.0, -2.0])
+    assert found == Judgement(scores, values, correct)
 
 
 @pytest.mark.parametrize("weights", [[1e39], [1e308, 1e308], [-1e39]])
@@ -100,17 +133,6 @@ def test_a_score_beyond_float32_is_the_users_mistake(weights: list[float]) -> No
     assert judged(judge, [("r", "a", True)]).scores == [0.0]
     with pytest.raises(UserError, match=r"reward: the score .* for prompt key 'p' is beyond float32 \(3\.4e\+38\)"):
         judged(judge, [("a", "a", True)])
-
-
-def test_terms_are_weighted_and_recorded_unweighted() -> None:
-    # exact 1, format 0; length |2 - 4| / 4 = 0.5; 2 * 1 + 3 * 0 - 10 * 0.5
-    terms = ({"kind": "exact_match", "weight": 2.0}, {"kind": "format", "weight": 3.0})
-    judge = load_judge(config_of(*terms, {"kind": "length", "weight": 10.0, "target": 4}))
-    found = judged(judge, [("12", "12", True)])
-    assert found.scores == [-3.0] and found.term_values == [[1.0, 0.0, -0.5]]
-
-
-GOOD = "<think>7+5</think> <answer>12</answer>"
 
 
 @pytest.mark.parametrize(
@@ -129,35 +151,6 @@ GOOD = "<think>7+5</think> <answer>12</answer>"
 )
 def test_the_format_is_thoughts_then_answer_and_nothing_else(response: str, inner: str | None) -> None:
     assert formatted_answer(response) == inner
-
-
-def test_a_format_pays_for_the_form_and_for_the_answer_in_it() -> None:
-    judge = load_judge(config_of({"kind": "format"}))
-    found = judged(judge, [(GOOD, "12", True), (GOOD.replace("12", "13"), "12", True), ("12", "12", True)])
-    assert found.scores == [2.0, 1.0, 0.0]
-    assert found.correct == [True, False, True], "without the form the response itself is compared"
-
-
-def test_responses_without_an_end_are_charged() -> None:
-    rows = [("12", "12", False), ("12", "12", True)]
-    term = {"kind": "length", "target": 4}
-    assert judged(load_judge(config_of(term)), rows).scores == [-0.5, -0.5]
-    assert judged(load_judge(config_of(term, missing_eos_penalty=2.0)), rows).scores == [-2.5, -0.5]
-
-
-def test_a_reward_model_is_one_term_among_others() -> None:
-    judge = load_judge(config_of({"kind": "model", "path": "m", "weight": 0.5}, {"kind": "exact_match"}))
-    found = judged(judge, [("12", "12", True), ("1", "12", True)], [4.0, -2.0])
-    assert found.scores == [3.0, -1.0] and found.term_values == [[4.0, 1.0], [-2.0, 0.0]]
-
-
-def test_functions_are_called_with_prompt_response_and_answer(tmp_path: Path) -> None:
-    text = "def f(prompt, response, answer):\n    return len(prompt) + 10 * len(response) - len(answer)"
-    (tmp_path / "r.py").write_text(text)
-    judge = load_judge(config_of({"kind": "function", "path": f"{tmp_path}/r.py:f"}))
-    assert reward_files(judge.config) == [tmp_path / "r.py"] and reward_files(config_of()) == []
-    found = judged(judge, [("", "xyz", True), ("x", "x", True)])
-    assert found.scores == [-2.0, 10.0] and found.correct == [False, True], "correct is a match, whatever a reward says"
 
 
 def test_a_verifier_gets_all_responses_in_one_call(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from ppo_repro.errors import UserError
 from ppo_repro.ranks import ALONE
 from ppo_repro.runs import prepare
 from ppo_repro.stages.rollout import choose_prompts, roll_out
-from ppo_repro.tasks import user_code
 from ppo_repro.tasks.dialogue import Conversations
 from ppo_repro.tasks.problems import Problem
 from ppo_repro.tasks.tokenizer import spelled_tokens, train_bpe
@@ -31,19 +30,12 @@ BAD = {
     "for ever": ("    return '1'", r"task\.max_turns = 3: .*task\.py:10: step wants another turn for prompt key '"),
     "too much": ("    return '1' * 50", r"no room in rollout\.max_response_tokens = 14; return less, or raise it"),
     "chance": ("    import random\n    return str(random.random())", r"step returned '0\.\d+' and then '0\.\d+' for"),
-    "hangs": (
-        "    while True:\n        pass",
-        r"task\.py:10: step gave no answer within 0\.5 s; make it end; prompt key '",
-    ),
-    "exits": ("    raise SystemExit(0)", r"step raised SystemExit: 0; prompt key '"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_step_that_is_wrong_is_one_line(name: str, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_wrong_is_one_line(name: str, tmp_path: Path, cli: Cli) -> None:
     body, message = BAD[name]
-    if name == "hangs":
-        monkeypatch.setattr(user_code, "CALL_SECONDS", 0.5)
     before, _, rest = TASK.partition("def step(transcript):\n")
     task = f"{before}def step(transcript):\n{body}\n\n\ndef score{rest.partition('def score')[2]}"
     config = turns_config(
@@ -60,7 +52,6 @@ def test_a_step_that_is_wrong_is_one_line(name: str, tmp_path: Path, cli: Cli, m
         (TASK, 1, "task.max_turns = 1: .*task.py has a function step, which needs at least 2 turns; raise it"),
         (TASK.replace("def step", "def stop"), 2, "task.max_turns = 2: .*task.py has no function step"),
         (TASK.replace("def score", "def rate"), 3, "task.path: .*task.py has no function score"),
-        (TASK.replace("def prompts", "def asked"), 3, "task.path: .*task.py has no function prompts"),
         (
             TASK.replace("return [(t", "return [None for t in transcripts] or [(t"),
             3,

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from decimal import Decimal
 from fractions import Fraction
@@ -71,9 +70,7 @@ def evaluating(tmp_path_factory: pytest.TempPathFactory) -> UserFunction:
         (2**53, 2.0**53),
         (Fraction(1, 4), 0.25),
         (Decimal("0.5"), 0.5),
-        (np.bool_(True), 1.0),
         (np.float32(0.1), 0.10000000149011612),
-        (np.longdouble("0.5"), 0.5),
         (np.array(2.5), 2.5),
         (torch.tensor(True), 1.0),
         (torch.tensor(1.5, dtype=torch.bfloat16, requires_grad=True), 1.5),
@@ -95,7 +92,6 @@ def test_every_finite_float32_arrives_bit_for_bit(evaluating: UserFunction, valu
     ("value", "shown"),
     [
         ("None", "None"),
-        ("'1'", "'1' of type str"),
         ("float('nan')", "nan of type float"),
         ("1e39", "1e+39 of type float"),
         ("10**400", "an int of 1329 bits"),
@@ -103,9 +99,7 @@ def test_every_finite_float32_arrives_bit_for_bit(evaluating: UserFunction, valu
         ("Decimal('sNaN')", "Decimal('sNaN') of type Decimal"),
         ("[1.0]", "[1.0] of type list"),
         ("np.array([1.0])", "a ndarray of shape (1,)"),
-        ("torch.tensor(float('nan'))", "tensor(nan) of type Tensor"),
         ("'x' * 300", "'" + "x" * 99 + "... (302 characters) of type str"),
-        ("'\\x1b[2J'", "'\\x1b[2J' of type str"),
         ("later()", "a coroutine, as `async def` does"),
     ],
 )
@@ -119,7 +113,6 @@ def test_everything_else_is_refused_by_value_and_type(evaluating: UserFunction, 
     [
         ("{'a': 1.0}[prompt]", "KeyError: 'p'"),
         ("sys.exit(0)", "SystemExit: 0"),
-        ("(_ for _ in ()).throw(KeyboardInterrupt)", "KeyboardInterrupt"),
         ("(_ for _ in ()).throw(ValueError('one\\ntwo \\x1b[31mred'))", r"ValueError: one two \x1b[31mred"),
         ("bytearray(1 << 60)", "MemoryError"),
     ],
@@ -142,7 +135,6 @@ def test_whatever_a_function_raises_is_named_with_file_line_and_prompt(
         ),
         ("time.sleep(1000)", "gave no answer within 1 s; make it end"),
         ("re.match('(a+)+b', 'a' * 64)", "gave no answer within 1 s; make it end"),
-        ("os.closerange(3, 64); time.sleep(1000)", "closed the connection to the run"),
     ],
 )
 def test_a_crash_an_exit_and_a_hang_are_one_line_and_the_run_goes_on(
@@ -211,24 +203,13 @@ def test_what_is_printed_goes_to_stderr(tmp_path: Path, capfd: pytest.CaptureFix
         assert part in err
 
 
-def test_the_process_is_light_and_another_thread_can_call(tmp_path: Path) -> None:
-    text = f"import sys\n{SIGNATURE}return sum(name in sys.modules for name in ('torch', 'numpy', 'pydantic'))"
-    function, found = loaded(tmp_path, text), []
-    thread = threading.Thread(target=lambda: found.extend(numbers(function, ROWS)))
-    thread.start()
-    thread.join()
-    assert found == [0.0, 0.0]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("x = 1\nimport no_such_module_anywhere", ":2 fails to load (ModuleNotFoundError: No module named"),
         ("x = 1\n\ndef f(:", ":3 fails to load (SyntaxError in Python 3."),
-        ("import sys\nsys.exit(0)", ":2 fails to load (SystemExit: 0)"),
         ("import os\nos._exit(0)", " fails to load (it ended its process (exit status 0)"),
         ("# a\ndef f(prompt): return 1.0", ": f cannot be called with prompt, response, answer (too many positional"),
-        ("def f(a, b, c, d): return 1.0", ": f cannot be called with prompt, response, answer (missing a required"),
         ("f = 3", ": f is no function; make it one or rename it"),
     ],
 )
@@ -283,18 +264,10 @@ def test_a_function_with_two_scores_for_one_input_is_refused(tmp_path: Path, hea
         check_repeats(loaded(tmp_path, f"{header}\n{SIGNATURE}{body}\n"), ROWS)
 
 
-@pytest.mark.parametrize(
-    ("header", "body"),
-    [
-        ("", "return len(response)"),
-        ("import random", "return random.Random(prompt).random()"),
-        ("import torch", "torch.manual_seed(0); return torch.rand(())"),
-        ("known = {}", "return known.setdefault(response, len(prompt))"),
-        ("", "return int(str({prompt, response, answer}) == str({answer, response, prompt}))"),
-    ],
-)
-def test_a_function_of_its_input_is_not_refused(tmp_path: Path, header: str, body: str) -> None:
-    check_repeats(loaded(tmp_path, f"{header}\n{SIGNATURE}{body}\n"), ROWS)
+def test_a_function_of_its_input_is_not_refused(tmp_path: Path) -> None:
+    drawn = "torch.manual_seed(0); drawn = torch.rand(()) + random.Random(prompt).random()"
+    body = f"{drawn}; return drawn + known.setdefault(response, 1)"
+    check_repeats(loaded(tmp_path, f"import random, torch\nknown = {{}}\n{SIGNATURE}{body}\n"), ROWS)
 
 
 def test_the_order_of_a_set_is_the_same_in_every_process(tmp_path: Path) -> None:

@@ -20,8 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_repro.buffers import Prompts
 from ppo_repro.clock import OTHER, Clock, moment
 from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.files import build_config, load_dpo_config
-from ppo_repro.config.kinds import DPO, Kind
+from ppo_repro.config.files import DPO, Kind, build_config, load_dpo_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import naming_learning_rates
 from ppo_repro.config.tasks import JsonlTask
@@ -47,7 +46,7 @@ from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records import dpo_schema, manifest, reader
 from ppo_repro.records.arrow import to_arrow
 from ppo_repro.records.config_file import load_recorded_config
-from ppo_repro.records.contents import final_folder, reference_folder
+from ppo_repro.records.contents import FINAL, REFERENCE
 from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.runs.environment import check_inputs, describe_environment
 from ppo_repro.runs.kind import Ending, Execution, Final, Resumption
@@ -112,7 +111,7 @@ class _Policy:
         save_model(self.start.policy, self.start.tokenizer, folder)
 
     def finish(self, files: Mapping[str, str], link: str) -> dict[str, str]:
-        folder = final_folder(self.run_dir)
+        folder = self.run_dir / FINAL
         self.put_policy(folder)
         return {**files, **listed(self.run_dir, folder)}
 
@@ -292,7 +291,7 @@ def _start_of_run(config: DPOConfig, run_dir: Path, watcher: Watcher) -> tuple[R
     PromiseBroken if they are not what the manifest says.
     """
     recorded, run_config = _recorded(config, run_dir)
-    reference = reference_folder(run_dir)
+    reference = run_dir / REFERENCE
     prepared = prepare(run_config, watcher.warm_start, reference if reference.is_dir() else None)
     digest = weights_digest(prepared.state.reference.named_parameters())
     expected = recorded.final["initial_policy_digest"]

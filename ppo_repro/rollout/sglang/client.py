@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,14 +16,6 @@ class ServerGone(UserError):
 
 class ServerSilent(UserError):
     """The server accepted the request and did not answer in time."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """The answer of a server."""
-
-    status: int
-    text: str
 
 
 class Call:
@@ -46,11 +37,11 @@ class Call:
             self.close()
             raise ServerGone(f"{url}: no SGLang server answers there ({error})") from error
 
-    def reply(self) -> Reply:
-        """Wait for the answer."""
+    def reply(self) -> tuple[int, str]:
+        """Wait for the answer: its status and its text."""
         try:
             response = self._connection.getresponse()
-            return Reply(response.status, response.read().decode("utf-8", "replace"))
+            return response.status, response.read().decode("utf-8", "replace")
         except TimeoutError as error:
             raise self._silent() from error
         except (OSError, http.client.HTTPException) as error:
@@ -60,12 +51,11 @@ class Call:
 
     def json(self) -> Any:
         """Wait for the answer and parse it; UserError where the server refuses or the answer is not JSON."""
-        reply = self.reply()
-        if reply.status != 200:
-            reason = " ".join(reply.text.split())[:300]
-            raise UserError(f"{self.url}{self.path}: refused with status {reply.status}: {reason}")
+        status, text = self.reply()
+        if status != 200:
+            raise UserError(f"{self.url}{self.path}: refused with status {status}: {' '.join(text.split())[:300]}")
         try:
-            return json.loads(reply.text)
+            return json.loads(text)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{self.url}{self.path}: the answer is not JSON; is this an SGLang server?") from error
 
@@ -78,11 +68,6 @@ class Call:
             f"{self.url}{self.path}: no answer within rollout.engine.timeout_s = {self.timeout:g}; "
             "the server hangs, or needs more time"
         )
-
-
-def ask(url: str, method: str, path: str, body: Any, timeout: float) -> Reply:
-    """Send a request and wait for the answer."""
-    return Call(url, method, path, body, timeout).reply()
 
 
 def get(url: str, path: str, timeout: float) -> dict[str, Any]:

@@ -110,24 +110,19 @@ def server_arguments(
     if "--max-total-tokens" not in configured:
         # the default is a share of all memory, which SGLang fills with zeros before the first request
         pairs.append(("--max-total-tokens", str(layout.rollout_slots * (context + SPARE_CONTEXT))))
-    pairs += _numerics_arguments(config, engine, configured)
+    if engine.numerics == "deterministic":
+        architectures = json.dumps({"architectures": [ARCHITECTURE]})
+        pairs += [("--attention-backend", ATTENTION_BACKEND), ("--dtype", "float32")]
+        pairs += [("--json-model-override-args", architectures)]
+    else:
+        defaults = [("--dtype", "float32"), ("--attention-backend", "torch_native")]
+        pairs += [(name, value) for name, value in defaults if name not in configured]
     flags = ["--enable-deterministic-inference", "--skip-tokenizer-init", "--sleep-on-idle"]
     if not layout.prefix_cache:
         flags.append("--disable-radix-cache")
     if routes:
         flags.append(RETURN_ROUTES)
     return [*(word for pair in pairs for word in pair), *flags, *engine.arguments]
-
-
-def _numerics_arguments(config: RunConfig, engine: SGLangServers, configured: set[str]) -> list[tuple[str, str]]:
-    if engine.numerics == "stock":
-        defaults = [("--dtype", "float32"), ("--attention-backend", "torch_native")]
-        return [(name, value) for name, value in defaults if name not in configured]
-    return [
-        ("--attention-backend", ATTENTION_BACKEND),
-        ("--dtype", "float32"),
-        ("--json-model-override-args", json.dumps({"architectures": [ARCHITECTURE]})),
-    ]
 
 
 def server_environment(outside: Mapping[str, str], threads: int) -> dict[str, str]:

@@ -48,12 +48,6 @@ def write_folder(policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path
         (temporary / "generation_config.json").unlink(missing_ok=True)  # it may have other end tokens
 
 
-def from_disk(url: str, folder: Path, version: str, timeout: float) -> None:
-    """Let the server load a folder, which must have the same path for the server."""
-    body = {"model_path": str(folder), "weight_version": version, "flush_cache": True}
-    post(url, "/update_weights_from_disk", body, timeout)
-
-
 def confirm(url: str, digest: str, deterministic: bool, timeout: float) -> None:
     """Raise UserError unless the server has this weight version; in deterministic numerics also compare its own digest.
 
@@ -62,18 +56,15 @@ def confirm(url: str, digest: str, deterministic: bool, timeout: float) -> None:
     version = get(url, "/model_info", timeout).get("weight_version")
     if version != digest:
         raise UserError(f"{url}: has weights {version!r} after an update to {digest!r}; somebody else updates it")
-    if deterministic:
-        server_digest = _server_digest(url, timeout)
-        if server_digest != digest:
-            raise PromiseBroken(f"{url}: has weights of digest {server_digest} after an update to {digest}")
-
-
-def _server_digest(url: str, timeout: float) -> str:
+    if not deterministic:
+        return
     answer = Call(url, "POST", "/get_weights_by_name", {"name": DIGEST}, timeout).json()
     try:
-        return bytes(int(code) for code in answer).decode("ascii")
+        server_digest = bytes(int(code) for code in answer).decode("ascii")
     except (TypeError, ValueError) as error:
         raise UserError(f"{url}: its digest of the weights is {answer!r}; is it a server of this package?") from error
+    if server_digest != digest:
+        raise PromiseBroken(f"{url}: has weights of digest {server_digest} after an update to {digest}")
 
 
 class SGLangEngine:
@@ -87,18 +78,6 @@ class SGLangEngine:
         self._routed = routed_layers(policy) if fleet.routes else None
         self._folder_digest = ""  # of the weights in the model folder
         self._server_digests: dict[str, str] = {}  # of the weights each server is known to have, by URL
-
-    def open(self) -> None:
-        """Start the servers, or check those that run already."""
-        digest = weights_digest(self.policy.named_parameters())
-        if not self.fleet.engine.urls:
-            self._write(digest)
-        self.fleet.open(digest)
-
-    def close(self) -> None:
-        """End the servers started by the run, and remove the weights written for them."""
-        self.fleet.end()
-        shutil.rmtree(self.fleet.model_folder, ignore_errors=True)
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
@@ -163,10 +142,11 @@ class SGLangEngine:
             raise reason
         say(f"{reason}; starting another one, which changes no result")
         self._server_digests.pop(lost.url, None)
-        self._write(digest)
+        self.write(digest)
         self.fleet.replace(index, digest)
 
-    def _write(self, digest: str) -> None:
+    def write(self, digest: str) -> None:
+        """Write the model folder for servers unless it has the weights of this digest."""
         if self._folder_digest != digest:
             write_folder(
                 self.policy, self.stop_ids, self.fleet.model_folder, self.fleet.engine.numerics == "deterministic"
@@ -177,13 +157,14 @@ class SGLangEngine:
         server, engine = self.fleet.servers[index], self.fleet.engine
         if self._server_digests.get(server.url) == digest:
             return
-        timeout = engine.timeout_s
         first = server.url not in self._server_digests
         self._server_digests[server.url] = ""
         if not (first and server.started_with == digest):  # else the server has loaded them at its start
-            self._write(digest)
-            from_disk(server.url, self.fleet.model_folder, digest, timeout)
-        confirm(server.url, digest, engine.numerics == "deterministic", timeout)
+            self.write(digest)
+            # the folder must have the same path for the server
+            body = {"model_path": str(self.fleet.model_folder), "weight_version": digest, "flush_cache": True}
+            post(server.url, "/update_weights_from_disk", body, engine.timeout_s)
+        confirm(server.url, digest, engine.numerics == "deterministic", engine.timeout_s)
         self._server_digests[server.url] = digest
 
 
@@ -202,10 +183,14 @@ def sglang_engine(
     fleet = Fleet(config, engine, folder, waiting, routes)
     opened = SGLangEngine(policy, stop_ids, config.numerics.max_context, fleet)
     try:
-        opened.open()
+        digest = weights_digest(policy.named_parameters())
+        if not engine.urls:
+            opened.write(digest)
+        fleet.open(digest)
         yield opened
     finally:
-        opened.close()
+        fleet.end()
+        shutil.rmtree(fleet.model_folder, ignore_errors=True)
 
 
 class SharedEngine:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -133,17 +132,13 @@ class Fleet:
             version = get(started.url, "/model_info", timeout).get("weight_version")
             if version != started.started_with:  # another server answers
                 raise UserError(f"{started.url}: another program took this port; start the run again")
-        self._record(started, check_server(started.url, self.engine, self.config.numerics, timeout, self.routes))
-
-    def _record(self, checked: Server, settings: dict[str, Any]) -> None:
         path = self.folder / NOTES
         before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-        interpreter = None if self._interpreter is None else asdict(self._interpreter)
         entry = {
-            "url": checked.url,
-            "started_with": checked.started_with,
-            "server": settings,
-            "interpreter": interpreter,
+            "url": started.url,
+            "started_with": started.started_with,
+            "server": check_server(started.url, self.engine, self.config.numerics, timeout, self.routes),
+            "interpreter": None if self._interpreter is None else asdict(self._interpreter),
         }
         text = json.dumps([*before, entry], indent=1, sort_keys=True, ensure_ascii=False) + "\n"
         atomic_write(path, text.encode())
@@ -166,16 +161,12 @@ class Fleet:
         self._wait_and_check(self.servers[index])
 
     def end(self) -> None:
-        """End every server that the run has started."""
-        end_all([each.process for each in self.servers if each.process is not None])
-
-
-def end_all(processes: Sequence[Process]) -> None:
-    """End servers. A second Ctrl-C meanwhile kills them all at once."""
-    try:
-        for process in processes:
-            server.end(process)
-    except BaseException:
-        for process in processes:
-            server.kill_now(process)
-        raise
+        """End every server that the run has started. A second Ctrl-C meanwhile kills them all at once."""
+        processes = [each.process for each in self.servers if each.process is not None]
+        try:
+            for process in processes:
+                server.end(process)
+        except BaseException:
+            for process in processes:
+                server.kill_now(process)
+            raise

@@ -22,12 +22,6 @@ PR_SET_CHILD_SUBREAPER = 36
 REAP_SECONDS = 5.0
 
 
-def _adopt_orphans() -> None:
-    """Become the parent of the server's orphans, to see when a killed process group is gone (Linux only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
 def kill_group(group: int) -> None:
     """Send SIGKILL to every process of a group; it may be gone already."""
     with contextlib.suppress(ProcessLookupError):
@@ -59,7 +53,8 @@ def main(command: Sequence[str]) -> int:
     """Run the command until it or the run ends; returns its exit code, or 128 + signal."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _ignore)  # the server would inherit SIG_IGN
-    _adopt_orphans()
+    if sys.platform == "linux":  # adopt the server's orphans, to see when a killed process group is gone
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # a short prefix, because the path of a socket is limited to 107 characters
     with tempfile.TemporaryDirectory(prefix="ppo-sglang-", ignore_cleanup_errors=True) as folder:
         server = subprocess.Popen(

@@ -127,71 +127,55 @@ def read_completions(
     """
     if not isinstance(answer, list) or len(answer) != len(requests):
         raise UserError(f"{url}: answered {_shown(answer)} to {len(requests)} requests; must be one answer each")
-    completions = []
-    for item, request in zip(answer, requests, strict=True):
-        try:
-            completions.append(_completion(item, request, sampling, stop_ids, vocab_size, version, url, routed))
-        except ValueError as error:
-            raise UserError(f"{url}: {error}") from error
-    return completions
 
+    def completion(item: Any, request: Request) -> Completion:
+        meta = _field(item, "meta_info", dict)
+        _check_version(meta, version)
+        if meta.get("prompt_tokens") != len(request.prompt_ids):
+            raise ValueError(
+                f"read a prompt of {len(request.prompt_ids)} tokens as {_shown(meta.get('prompt_tokens'))}"
+            )
+        tokens = [_token(token, vocab_size) for token in _field(item, "output_ids", list)]
+        rows = _field(meta, "output_token_logprobs", list)
+        if any(not isinstance(row, list) or len(row) < 2 for row in rows) or [row[1] for row in rows] != tokens:
+            raise ValueError("returned log-probs of other tokens than those of the response")
+        reason = _finish_reason(meta, tokens, sampling.max_response_tokens, stop_ids)
+        latency, inputs = _field(meta, "e2e_latency", float), len(request.prompt_ids) + len(tokens) - 1
+        if not math.isfinite(latency):
+            raise ValueError(f"returned {latency!r} as e2e_latency; must be a finite number of seconds")
+        logprobs = torch.tensor([_float32(row[0]) for row in rows], dtype=torch.float32)
+        mass, kept = torch.zeros(len(tokens)), torch.empty(len(tokens), 0, dtype=torch.uint8)
+        if sampling.cuts:
+            logprobs, mass, kept = kept_tokens.read(meta.get(kept_tokens.KEPT), tokens, vocab_size)
+        return Completion(
+            response_ids=tuple(tokens),
+            logprobs=logprobs,
+            log_kept_mass=mass,
+            kept_tokens=kept,
+            top_ids=torch.empty(len(tokens), 0, dtype=torch.int32),
+            top_logits=torch.empty(len(tokens), 0),
+            finish_reason=reason,
+            server=url,
+            latency=latency,
+            routes=None if routed is None else read_routes(meta.get("routed_experts"), inputs, routed),
+        )
 
-def _completion(
-    item: Any,
-    request: Request,
-    sampling: Sampling,
-    stop_ids: frozenset[int],
-    vocab_size: int,
-    version: str,
-    url: str,
-    routed: RoutedLayers | None,
-) -> Completion:
-    meta = _field(item, "meta_info", dict)
-    _check_version(meta, version)
-    if meta.get("prompt_tokens") != len(request.prompt_ids):
-        raise ValueError(f"read a prompt of {len(request.prompt_ids)} tokens as {_shown(meta.get('prompt_tokens'))}")
-    tokens = [_token(token, vocab_size) for token in _field(item, "output_ids", list)]
-    rows = _field(meta, "output_token_logprobs", list)
-    if any(not isinstance(row, list) or len(row) < 2 for row in rows) or [row[1] for row in rows] != tokens:
-        raise ValueError("returned log-probs of other tokens than those of the response")
-    reason = _finish_reason(meta, tokens, sampling.max_response_tokens, stop_ids)
-    inputs = len(request.prompt_ids) + len(tokens) - 1
-    logprobs = torch.tensor([_float32(row[0]) for row in rows], dtype=torch.float32)
-    mass, kept = torch.zeros(len(tokens)), torch.empty(len(tokens), 0, dtype=torch.uint8)
-    if sampling.cuts:
-        logprobs, mass, kept = kept_tokens.read(meta.get(kept_tokens.KEPT), tokens, vocab_size)
-    return Completion(
-        response_ids=tuple(tokens),
-        logprobs=logprobs,
-        log_kept_mass=mass,
-        kept_tokens=kept,
-        top_ids=torch.empty(len(tokens), 0, dtype=torch.int32),
-        top_logits=torch.empty(len(tokens), 0),
-        finish_reason=reason,
-        server=url,
-        latency=_seconds(_field(meta, "e2e_latency", float)),
-        routes=None if routed is None else read_routes(meta.get("routed_experts"), inputs, routed),
-    )
-
-
-def _seconds(value: float) -> float:
-    if not math.isfinite(value):
-        raise ValueError(f"returned {value!r} as e2e_latency; must be a finite number of seconds")
-    return value
+    try:
+        return [completion(item, request) for item, request in zip(answer, requests, strict=True)]
+    except ValueError as error:
+        raise UserError(f"{url}: {error}") from error
 
 
 def _check_version(meta: dict[str, Any], version: str) -> None:
     spans = meta.get("weight_versions")
-    versions = {str(meta.get("weight_version")), *(_versions_of(spans) if isinstance(spans, list) else ())}
+    versions = {str(meta.get("weight_version"))}
+    if isinstance(spans, list):
+        versions |= {str(span.get("version") if isinstance(span, dict) else span) for span in spans}
     if versions != {version}:
         others = ", ".join(sorted(versions - {version}))
         raise ValueError(
             f"sampled with weights {others!r}, must be {version!r}: it was restarted, or somebody else updates it"
         )
-
-
-def _versions_of(spans: list[Any]) -> list[str]:
-    return [str(span.get("version") if isinstance(span, dict) else span) for span in spans]
 
 
 def _finish_reason(meta: dict[str, Any], tokens: list[int], longest: int, stop_ids: frozenset[int]) -> str:

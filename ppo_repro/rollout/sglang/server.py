@@ -14,7 +14,7 @@ from pathlib import Path
 from ppo_repro.errors import UserError
 from ppo_repro.output import say
 from ppo_repro.rollout.sglang import guard
-from ppo_repro.rollout.sglang.client import ServerGone, ServerSilent, ask
+from ppo_repro.rollout.sglang.client import Call, ServerGone, ServerSilent
 
 LAST_LINES = 20  # of the log of a server that died
 POLL_SECONDS = 0.25
@@ -86,17 +86,12 @@ def kill_now(process: Process) -> None:
         guard.kill_group(process.group)
 
 
-def is_running(process: Process) -> bool:
-    """Whether the server has not ended."""
-    return process.guard.poll() is None
-
-
 def wait_until_ready(url: str, process: Process, timeout_s: int, waiting: Waiting) -> None:
     """Wait until the server is healthy; UserError where it ends before or takes too long."""
     started, reported = time.monotonic(), 0
     while not _is_healthy(url):
         waited = time.monotonic() - started
-        if not is_running(process):
+        if process.guard.poll() is not None:
             raise UserError(f"{death(process)}; it did not start")
         if any("address already in use" in line for line in _last_lines(process.log)):  # SGLang does not end then
             raise UserError(f"{url}: another program took this port; start the run again")
@@ -114,7 +109,7 @@ def wait_until_ready(url: str, process: Process, timeout_s: int, waiting: Waitin
 def _is_healthy(url: str) -> bool:
     try:
         # a healthy server needs a second for this, because it generates a token
-        return ask(url, "GET", "/health", None, timeout=5).status == 200
+        return Call(url, "GET", "/health", None, timeout=5).reply()[0] == 200
     except (ServerGone, ServerSilent):
         return False
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.clipping.flags import (
@@ -16,11 +16,11 @@ from analysis.clipping.flags import (
     token_flags,
     value_flags,
 )
-from analysis.clipping.update_rows import ClipRule, IterationRows, clip_rule, join_tokens, load_iterations, policy_rows
+from analysis.clipping.update_rows import ClipRule, clip_rule, load_iterations, policy_rows
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.watcher import Silent
-from tests.support.cases.clip_rows import RULE, items, make_item, rules, single
+from tests.analysis.clipping.rows import RULE, make_item, rules, single
 from tests.support.language import run
 from tests.support.runs import small_config
 
@@ -65,12 +65,6 @@ def test_the_value_flags_by_hand() -> None:
     assert value_flags(even.rows, replace(RULE, value_range=0.25)).iloc[0].tolist() == [True, False]
 
 
-def test_what_is_not_a_number_is_in_no_class() -> None:
-    flags = flags_of_ratios(np.array([np.nan, np.inf, 0.0]), np.array([1.0, 1.0, -1.0]), RULE)
-    assert [bool(flag[0]) for flag in flags.values()] == [False] * len(flags)
-    assert flags["clip_high"].tolist() == [False, True, False] and flags["clip_low"].tolist() == [False, False, True]
-
-
 def slow_flags(ratio: float, advantage: float, rule: ClipRule) -> dict[str, bool]:
     """One token at a time, from the losses L1 = -r A and L2 = -clip(r) A where a definition uses them."""
     bounded = min(max(ratio, 1.0 - rule.low), 1.0 + rule.high)
@@ -99,19 +93,6 @@ def test_the_flags_are_those_of_the_losses(rule: ClipRule, tokens: list[tuple[fl
         near = min(abs(ratio - b) for b in (1 - rule.low, 1 + rule.high, rule.dual or np.inf)) < 1e-12
         if not near:
             assert {name: bool(flag[index]) for name, flag in flags.items()} == slow_flags(ratio, advantage, rule)
-
-
-@settings(max_examples=10)  # each example builds data frames
-@given(items(), st.floats(0.0, 0.05))
-def test_a_wider_band_clips_less_and_each_side_on_its_own(item: IterationRows, more: float) -> None:
-    rule = replace(item.rule, dual=None)
-    flags = token_flags(item.rows, rule)
-    wider = token_flags(item.rows, replace(rule, low=rule.low + more, high=rule.high + more))
-    for name in ("band_out", "grad_zero"):
-        assert (wider[name] <= flags[name]).all()
-    higher = token_flags(item.rows, replace(rule, high=rule.high + more))
-    for name in ("clip_low", "wrong_low"):
-        assert (higher[name] == flags[name]).all()
 
 
 def objective(ratio: float, advantage: float, rule: ClipRule) -> float:
@@ -204,10 +185,3 @@ def test_an_objective_without_a_clip_is_refused_by_name(kind: str) -> None:
     for band in ((0.0, 0.2), (1.0, 0.2), (0.2, np.inf), (np.nan, 0.2)):
         with pytest.raises(UserError, match="clip range"):
             clip_rule("run", config, row, band)
-
-
-def test_rows_without_a_token_are_refused() -> None:
-    item = make_item([2], np.zeros((1, 2)), np.ones(2))
-    updates = item.rows[["epoch", "minibatch", "sequence", "position", "new_logprobs"]]
-    with pytest.raises(UserError, match="1 rows of updates have no row in tokens"):
-        join_tokens(item.tokens.iloc[:1], updates, "old")

@@ -1,26 +1,19 @@
 """The tables of the clip analysis: by hand, against definitions, and on recorded runs."""
 
 from dataclasses import fields, replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
 
 from analysis.clipping.bucket import clip_bucket, clip_vocab, lift_interval, merged_vocab
-from analysis.clipping.dynamics import band_transitions, early_stop, overshoot_survival, update_quality
-from analysis.clipping.flags import FLAGS, token_flags
+from analysis.clipping.dynamics import band_transitions, early_stop, update_quality
 from analysis.clipping.step import clip_step, effective_samples, kl_estimates, overshoot
-from analysis.clipping.tables import clip_tables, main
-from analysis.clipping.update_rows import IterationRows
+from analysis.clipping.tables import clip_tables
 from analysis.clipping.weights import loss_weights
-from analysis.dialects.report import long_table
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
-from ppo_repro.watcher import Silent
-from tests.support.cases.clip_rows import RULE, items, make_item, single
-from tests.support.language import run
+from tests.analysis.clipping.rows import RULE, make_item, single
 from tests.support.runs import small_config
 
 CONFIG = small_config()
@@ -66,28 +59,6 @@ def test_the_floor_is_what_the_mismatch_alone_clips() -> None:
     assert whole(clip_step(with_old, CONFIG)).iloc[0]["clip_floor"] == 0.0
 
 
-@settings(max_examples=8)  # each example builds data frames
-@given(items(with_mismatch=True))
-def test_rates_are_means_of_flags_and_parts_add_up(item: IterationRows) -> None:
-    table, flags = clip_step(item, CONFIG), token_flags(item.rows, item.rule)
-    by_step = flags.groupby([item.rows["epoch"], item.rows["minibatch"]])[list(FLAGS)].mean()
-    np.testing.assert_allclose(whole(table)[list(FLAGS)].to_numpy(float), by_step.to_numpy(float), rtol=1e-12)
-    counts = table.pivot_table(index="step", columns="subset", values="n_tok", aggfunc="sum")
-    zero = whole(table).set_index("step")["n_adv_zero"]
-    assert (counts["adv_pos"] + counts["adv_neg"] + zero == counts["all"]).all()
-    assert (counts["word_start"] + counts["continuation"] == counts["all"]).all()
-    survival = overshoot_survival(item)
-    # at a bound, r > 1 + high and r - (1 + high) > 0 are the same
-    assert survival[survival["beyond"] == 0]["count"].sum() == flags["band_out"].sum()
-    buckets = clip_bucket(item)
-    for _, part in buckets[buckets["adv_sign"] == "all"].groupby("kind"):
-        assert part["n"].sum() == len(item.rows) and part["n_grad_zero"].sum() == flags["grad_zero"].sum()
-        if flags["grad_zero"].any():
-            assert (part["lift"] * part["n"]).sum() / len(item.rows) == pytest.approx(1.0)
-    pos_neg = buckets[(buckets["kind"] == "epoch") & (buckets["adv_sign"] != "all")]
-    assert pos_neg["n"].sum() == (item.rows["advantages"] != 0).sum()
-
-
 def test_loss_weights_by_hand() -> None:
     item = make_item([1, 3], np.zeros((1, 4)), np.ones(4), delta=np.array([0.0, 1.0, -1.0, 0.0]))
     old = "ppo.ratio_anchor=old"
@@ -99,19 +70,6 @@ def test_loss_weights_by_hand() -> None:
         ((old, "ppo.importance_weights={kind: truncated, cap: 2.0, level: sequence}"), [0.25] * 4),
     ):
         assert loss_weights(item.rows, small_config(*options), item.tokens) == pytest.approx(expected)
-
-
-def test_bucket_limits_hold_their_tokens() -> None:
-    generator = np.random.default_rng(0)
-    old = -generator.exponential(1.0, 60)
-    item = make_item([20] * 3, generator.normal(0, 0.3, (2, 60)), generator.normal(size=60), old_logprobs=old)
-    table = clip_bucket(item)
-    places = {"p_anchor": np.exp(old), "position": np.tile(np.arange(20), 3), "entropy_decile": -old}
-    for kind, values in places.items():
-        part = table[(table["kind"] == kind) & (table["adv_sign"] == "all")]
-        counts = [((values >= lo) & (values < hi)).sum() * 2 for lo, hi in zip(part["lo"], part["hi"], strict=True)]
-        last = (values == part["hi"].iloc[-1]).sum() * 2
-        assert part["n"].tolist() == [*counts[:-1], counts[-1] + last]
 
 
 def test_lifts_by_hand() -> None:
@@ -126,26 +84,6 @@ def test_lifts_by_hand() -> None:
     part = clip_bucket(item).query("kind == 'p_anchor' and adv_sign == 'all' and n > 0")
     assert part["lift"].tolist() == [2.0, 0.0]
     assert part["lift_eligible"].iloc[0] == 1.0 and np.isnan(part["lift_eligible"].iloc[1])
-
-
-def test_the_interval_is_that_of_a_bootstrap_over_responses() -> None:
-    generator = np.random.default_rng(5)
-    responses, length = 300, 6
-    sequences = np.repeat(np.arange(responses), length)
-    codes = generator.integers(0, 2, len(sequences))
-    # responses differ in how often they are clipped, so tokens are not independent
-    chance = np.repeat(generator.beta(0.5, 2.0, responses), length) * np.where(codes == 0, 1.0, 0.5)
-    cut = generator.random(len(sequences)) < chance
-    _, low, high = lift_interval(codes, 2, sequences, cut)
-
-    def once() -> float:
-        drawn = generator.integers(0, responses, responses)
-        rows = (drawn[:, None] * length + np.arange(length)).ravel()
-        return float(cut[rows][codes[rows] == 0].mean() / cut[rows].mean())
-
-    logs = np.log([once() for _ in range(2000)])
-    # a standard deviation from 2000 draws is known to 1.6 %, linearisation adds about as much
-    assert (np.log(high[0]) - np.log(low[0])) / (2 * 1.96) == pytest.approx(logs.std(), rel=0.1)
 
 
 def test_vocabulary_by_hand_and_merged() -> None:
@@ -198,43 +136,3 @@ def test_tables_of_a_run_agree_with_what_training_recorded(name: str, request: p
         assert (getattr(tables, field.name)["run_id"] == tables.clip_step["run_id"].iloc[0]).all()
     alone = clip_tables(run_dir, iterations=[1], band=(0.1, 0.1))
     assert not len(alone.flag_differences) and set(alone.clip_step["iteration"]) == {1}
-
-
-def test_an_early_stop_is_found_where_it_happened(tmp_path: Path) -> None:
-    target = 0.003
-    config = small_config("numerics.mode=native", "ppo.iterations=2", f"ppo.early_stop_kl={target}", "value.epochs=3")
-    run_dir = run(config, tmp_path, Silent())[0]
-    tables = clip_tables(run_dir)
-    taken = early_stop(tables.clip_step, target).query("estimate == 'k3'")
-    recorded = reader.read_iterations(run_dir)["policy_steps"].tolist()
-    assert taken["steps_taken"].tolist() == recorded
-    assert taken["stopped"].all() and max(recorded) < 6
-    # the value model went on: its steps are in the table, without policy rates
-    resting = whole(tables.clip_step).query("n_tok == 0")
-    assert len(resting) and resting["grad_zero"].isna().all() and (resting["n_value_tok"] > 0).all()
-
-
-def test_a_run_without_a_value_model_has_no_value_rates(tmp_path: Path) -> None:
-    overrides = ("advantages={kind: group}", "value={kind: none}", "kl={placement: none}")
-    config = small_config("numerics.mode=native", "ppo.iterations=1", *overrides, "ppo.objective.dual_clip=1.5")
-    run_dir = run(config, tmp_path, Silent())[0]
-    tables = clip_tables(run_dir)
-    assert tables.clip_step["vf_grad_zero"].isna().all() and not tables.clip_step["n_value_tok"].any()
-    assert tables.flag_differences["unexplained"].sum() == 0
-    # responses whose group agrees have no advantage
-    assert (whole(tables.clip_step)["n_adv_zero"] > 0).any()
-    words = long_table(run_dir).set_index("key")["value"]
-    assert words[["critic/vf_clipfrac", "train/value_clipfrac", "losses/explained_variance"]].isna().all()
-
-
-def test_the_command(deterministic_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(deterministic_run), "--out", str(tmp_path / "tables"), "--early-stop-kl", "0.01"]) == 0
-    assert "early stop at 0.01 by k3" in capsys.readouterr().out
-    written = pd.read_parquet(tmp_path / "tables" / "clip_step.parquet")
-    pd.testing.assert_frame_equal(written, clip_tables(deterministic_run).clip_step)
-    config = small_config("numerics.mode=native", "ppo.iterations=1", "ppo.objective={kind: unclipped}")
-    run_dir = run(config, tmp_path, Silent())[0]
-    assert main([str(run_dir)]) == 2
-    assert "ppo.objective.kind = unclipped clips nothing" in capsys.readouterr().err
-    assert main([str(run_dir), "--clip-range", "0.1", "0.1"]) == 0
-    assert "recorded flags" not in capsys.readouterr().out

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -80,14 +79,6 @@ def test_holm_over_metrics_and_few_seeds() -> None:
     assert one.iloc[0]["p_value"] == 1.0 and math.isnan(stat(one, "other.detectable"))
 
 
-def test_rows_of_iterations_are_averaged() -> None:
-    parts = [GRID.drop(columns="state").assign(iteration=i, score=GRID["final.score"] + i) for i in range(3)]
-    table = compare_groups(pd.concat(parts), "x", "p", "q", "score", rng())
-    assert table.iloc[0]["stat"] == pytest.approx(7.5 / 6) and table.iloc[0]["n_units"] == 6
-    shuffled = pd.concat(parts).sample(frac=1, random_state=1)
-    pd.testing.assert_frame_equal(compare_groups(shuffled, "x", "p", "q", "score", rng()), table)
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -104,18 +95,6 @@ def test_wrong_input(change: dict[str, object], said: str) -> None:
     given = {"axis": "x", "a": "p", "b": "q", "metric": "final.score", "margin": None, "alpha": 0.05, **change}
     with pytest.raises(UserError, match=said):
         compare_groups(GRID, rng=rng(), **given)  # type: ignore[arg-type]
-
-
-def test_cells_that_cannot_be_compared() -> None:
-    for frame, said in (
-        (GRID.assign(state=np.where(GRID.index == 3, "failed", "complete")), "cells not complete: p,1,4; finish them"),
-        (GRID.assign(**{"final.score": np.where(GRID.index == 3, math.nan, 1.0)}), "not finite in some cells"),
-        (pd.concat([GRID, GRID]), "seed 1 occurs twice"),
-        (GRID[(GRID["axis.x"] != "q") | (GRID["axis.z"] != "2")], "not run with the same settings"),
-        (GRID[GRID.index != 3], "different seeds"),
-    ):
-        with pytest.raises(UserError, match=said):
-            compare_groups(frame, "x", "p", "q", "final.score", rng())
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

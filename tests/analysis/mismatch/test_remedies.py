@@ -14,7 +14,6 @@ from analysis.mismatch.tables import main
 from analysis.pairs.runs import run_pairs
 from ppo_repro.config.files import load_config
 from ppo_repro.config.objectives import ImportanceWeights
-from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.watcher import Silent
 from tests.support.language import run
@@ -59,24 +58,6 @@ def test_remedies_by_hand() -> None:
     )
     veto = row("veto", remedy_table([pairs([1.0, 1e-5], [1.0])]))
     assert (veto["tokens_weightless"], veto["responses_weightless"]) == (pytest.approx(2 / 3), 0.5)
-
-
-def test_chunks_do_not_show_and_equal_policies_lose_nothing() -> None:
-    later = CHUNK.assign(iteration=1)
-    whole = remedy_table([pd.concat([CHUNK, later], ignore_index=True)])
-    pd.testing.assert_frame_equal(whole, remedy_table([CHUNK, later]), check_exact=True)
-    same = remedy_table([pairs([1.0, 1.0], [1.0])])
-    numbers = same.drop(columns=["remedy", "bounds"])
-    assert (numbers[["weight_mean", "ess_frac"]] == 1.0).all(axis=None)
-    assert (numbers.drop(columns=["weight_mean", "ess_frac"]) == 0.0).all(axis=None)
-
-
-def test_a_response_with_a_token_that_is_not_finite_does_not_count() -> None:
-    broken = pairs([1.0, 1.0], [4.0])
-    broken.loc[0, "logprobs_b"] = -np.inf
-    assert row("TIS", remedy_table([broken]))["tokens_changed"] == 1.0
-    with pytest.raises(UserError, match="no token"):
-        remedy_table([])
 
 
 def test_a_run_with_the_remedy_recorded_these_shares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

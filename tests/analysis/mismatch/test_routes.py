@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -11,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.mismatch.routes import flips, route_table, table_of
-from ppo_repro.errors import UserError
+from analysis.mismatch.routes import flips, table_of
 
 FIELDS = ["iteration", "sequence", "position", "rollout_logprobs", "old_logprobs", "rollout_routes", "policy_routes"]
 
@@ -42,12 +40,6 @@ def test_a_case_by_hand() -> None:
     assert found["max_abs_delta"].tolist() == [0.5, 0.25, 1.0, 1.0]
 
 
-def test_without_a_flip_there_is_no_difference_to_give() -> None:
-    found = table_of(frame([(0, 0, 0, -1.0, -1.25, [3], [3])]))
-    assert found.loc["flipped", "tokens"] == 0 and math.isnan(found.loc["flipped", "rms_delta"])
-    assert found.loc["same", "rms_delta"] == found.loc["all", "rms_delta"] == 0.25
-
-
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2), st.booleans()), min_size=1, max_size=12), st.randoms())
 def test_routes_are_those_of_the_definition_in_any_order_of_the_rows(
     made: list[tuple[int, int, bool]], random: object
@@ -63,8 +55,3 @@ def test_routes_are_those_of_the_definition_in_any_order_of_the_rows(
     assert table_of(tokens)["tokens"].tolist()[:3] == [
         expected.count(r) for r in ("same", "same after a flip", "flipped")
     ]
-
-
-def test_a_run_without_routes_is_refused(deterministic_run: Path) -> None:
-    with pytest.raises(UserError, match="has no routes of its tokens; record a mixture"):
-        route_table(deterministic_run)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import http.server
 import json
-import re
 import shutil
-import threading
-import time
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import pytest
 
 from analysis.report import build
 from ppo_repro.watcher import Silent
+from tests.analysis.report.hostile_run import HOSTILE, make_hostile_run
 from tests.support.browser import find, look, opened
-from tests.support.cases.hostile_run import HOSTILE, LONG, make_hostile_run
 from tests.support.control import run as control_run
 from tests.support.control import small_control
 from tests.support.html_page import embedded, tags, tree
@@ -97,47 +91,6 @@ def test_a_page_opens_without_a_word_on_the_console_and_loads_nothing(
     assert browser.execute_script(script, text) == tags(tree(text))
 
 
-class Server(http.server.ThreadingHTTPServer):
-    """Serves a folder to this machine and remembers what it was asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.asked: list[str] = []
-        super().__init__(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
-
-
-class Handler(http.server.SimpleHTTPRequestHandler):
-    def log_request(self, code: object = "-", size: object = "-") -> None:
-        assert isinstance(self.server, Server)
-        self.server.asked.append(self.path)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing on stderr."""
-
-
-BARE = "<!DOCTYPE html><title>t</title><link rel='icon' href='data:,'><p>no policy</p>"
-ATTACK = """
-  window.ran = 0;
-  const [name, done] = arguments, script = document.createElement("script"), image = new Image();
-  script.textContent = "window.ran = 1";
-  image.onload = image.onerror = () => done(window.ran);
-  image.src = "/" + name;
-  document.body.append(script, image)"""
-
-
-def test_the_policy_stops_what_a_text_might_smuggle_in(browser: Any, pages: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "bare.html").write_text(BARE)
-    shutil.copy(pages["native"], tmp_path / "page.html")
-    with Server(tmp_path) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        ran = {}
-        for name in ("bare", "page"):
-            browser.get(f"http://127.0.0.1:{server.server_port}/{name}.html")
-            ran[name] = browser.execute_async_script(ATTACK, f"{name}.png")
-        server.shutdown()
-    assert ran == {"bare": 1, "page": 0}, "the page without a policy is the control"
-    assert server.asked == ["/bare.html", "/bare.png", "/page.html"]
-
-
 def test_tokens_by_pointer(browser: Any, pages: dict[str, Path]) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
 
@@ -174,7 +127,7 @@ def test_tokens_by_key(browser: Any, pages: dict[str, Path]) -> None:
 
     opened(browser, pages["hostile"])
     shown = show(browser, 0, 0)
-    one(browser, "#tv-words").send_keys("")
+    one(browser, "#tv-next").send_keys("")
     for _ in range(20):
         if browser.switch_to.active_element.get_attribute("role") == "option":
             break
@@ -203,7 +156,7 @@ def test_tokens_by_key(browser: Any, pages: dict[str, Path]) -> None:
     assert "iteration 0, sequence 0;" in one(browser, "#tv-about").text
 
 
-def test_colours_follow_the_column_and_words_add_up(browser: Any, pages: dict[str, Path]) -> None:
+def test_colours_follow_the_column(browser: Any, pages: dict[str, Path]) -> None:
     opened(browser, pages["hostile"])
     shown = show(browser, 0, 2)
     classes = {}
@@ -214,15 +167,6 @@ def test_colours_follow_the_column_and_words_add_up(browser: Any, pages: dict[st
     assert len({tuple(found) for found in classes.values()}) == 5
     for flag, name in zip(shown["columns"]["flag_1"], classes["flag_1"], strict=True):
         assert (f"f-{flag}" in name) == (flag != "none")
-    choose(browser, "#tv-column", "delta")
-    one(browser, "#tv-words").click()
-    assert len(find(browser, "#tv-tokens .word")) == len(set(shown["words"]))
-    find(browser, "#tv-tokens [role=option]")[0].click()
-    first = [i for i, word in enumerate(shown["words"]) if word == 0]
-    assert len(first) == 2 and values(browser)["tokens"] == "0 to 1"
-    total = sum(shown["columns"]["delta"][i] for i in first)
-    # the panel has six digits, and what it adds up has six as well
-    assert float(values(browser)["mismatch, old - rollout log-prob (sum) [nats]"]) == pytest.approx(total, rel=1e-5)
 
 
 def test_hostile_texts_are_shown_and_do_nothing(browser: Any, pages: dict[str, Path]) -> None:
@@ -244,66 +188,6 @@ def test_hostile_texts_are_shown_and_do_nothing(browser: Any, pages: dict[str, P
     assert browser.get_log("browser") == []
 
 
-def test_ten_thousand_tokens_are_quick(browser: Any, pages: dict[str, Path]) -> None:
-    opened(browser, pages["hostile"])
-    show(browser, 1, 0)
-    long = one(browser, "#tv-sequence option:last-child").get_attribute("value")
-    script = """
-      const [key, value] = arguments, box = document.getElementById(key), start = performance.now();
-      box.value = value; box.dispatchEvent(new Event("change")); document.body.offsetHeight;
-      return performance.now() - start"""
-    drawn = browser.execute_script(script, "tv-sequence", long)
-    assert len(find(browser, "#tv-tokens [role=option]")) == LONG
-    painted = browser.execute_script(script, "tv-column", "entropies")
-    # a machine with other work to do may be ten times slower than an idle one; quadratic code would take minutes
-    assert drawn < 5000 and painted < 5000
-
-
-def luminance(colour: list[float]) -> float:
-    parts = [c / 255 for c in colour[:3]]
-    r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b
-
-
-def over(colour: list[float], ground: list[float]) -> list[float]:
-    alpha = colour[3] if len(colour) > 3 else 1.0
-    return [c * alpha + g * (1 - alpha) for c, g in zip(colour[:3], ground[:3], strict=True)]
-
-
-def contrast(text: list[float], ground: list[float]) -> float:
-    a, b = sorted((luminance(text), luminance(ground)))
-    return (b + 0.05) / (a + 0.05)
-
-
-def rgb(text: str) -> list[float]:
-    return [float(part) for part in re.findall(r"[\d.]+", text)]
-
-
-CLASSES = [*(f"{k}{i}" for k in "pnq" for i in range(1, 5)), "f-clip_high", "f-clip_low", "f-clip_dual", "special"]
-CLASSES += [f"special {name}" for name in ("p1", "p4", "n2", "n4", "q2", "f-clip_high", "f-wrong_high", "f-wrong_low")]
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_can_be_read_in_light_and_in_dark(browser: Any, pages: dict[str, Path], scheme: str) -> None:
-    opened(browser, pages["native"])
-    look(browser, scheme)
-    style = "const s = getComputedStyle(arguments[0]); return [s.color, s.backgroundColor, s.fill]"
-    body = [rgb(c) for c in browser.execute_script(style, one(browser, "body"))]
-    ground = body[1]
-    assert (luminance(ground) > 0.8) == (scheme == "light") and contrast(body[0], ground) > 7
-    token = find(browser, "#tv-tokens [role=option]")[0]
-    for name in CLASSES:
-        browser.execute_script("arguments[0].className = 'token ' + arguments[1]", token, name)
-        text, back, _ = (rgb(c) for c in browser.execute_script(style, token))
-        assert contrast(text, over(back, ground)) >= 4.5, f"{name} in {scheme}"
-    card = rgb(browser.execute_script(style, find(browser, "figure")[0])[1])
-    for selector in (".chart .label", "figcaption", ".quiet", "nav a", "dt"):
-        node = find(browser, selector)[0]
-        colours = browser.execute_script(style, node)
-        text = rgb(colours[2]) if selector.startswith(".chart") else rgb(colours[0])
-        assert contrast(text, card) >= 4.5, f"{selector} in {scheme}"
-
-
 CUT = """
   const box = (node) => node.getBoundingClientRect();
   const within = (a, b) => a.left > b.left - 1 && a.right < b.right + 1 && a.top > b.top - 1 && a.bottom < b.bottom + 1;
@@ -321,38 +205,6 @@ def test_the_page_is_never_wider_than_the_window(browser: Any, pages: dict[str, 
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     texts, cut = browser.execute_script(CUT)
     assert texts > 20 and cut == [], "a label of a chart is cut"
-
-
-BROKEN = """
-  const found = [], walker = document.createTreeWalker(document.querySelector(arguments[0]), NodeFilter.SHOW_TEXT);
-  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
-    if (node.parentElement.closest("code, svg, .unseen, details:not([open])")) continue;
-    for (const word of node.data.matchAll(/\\S+/g)) {
-      const range = document.createRange();
-      range.setStart(node, word.index);
-      range.setEnd(node, word.index + word[0].length);
-      const lines = new Set([...range.getClientRects()].map((box) => box.top)).size;
-      if (lines > 1 && !/[-/]/.test(word[0])) found.push(word[0]);
-    }
-  }
-  return found"""
-
-
-@pytest.mark.parametrize("name", ["deterministic", "native", "control"])
-def test_no_word_is_broken_on_a_wide_screen(browser: Any, pages: dict[str, Path], name: str) -> None:
-    opened(browser, pages[name])
-    look(browser, width=1400)
-    assert [browser.execute_script(BROKEN, section) for section in ("#summary", "#numbers")] == [[], []]
-    browser.execute_script("document.querySelector('.answer').style.cssText = 'width: 60px; overflow-wrap: anywhere'")
-    assert browser.execute_script(BROKEN, "#summary"), "the check finds a word that is broken"
-    questions = [node for node in find(browser, ".answer h2") if node.location["y"] < 800]
-    assert len(questions) == 4, "the first screen has all four answers"
-
-
-def test_a_label_that_is_cut_would_be_found(browser: Any, pages: dict[str, Path]) -> None:
-    opened(browser, pages["native"])
-    browser.execute_script("document.querySelector('svg.chart text').setAttribute('x', '-30')")
-    assert len(browser.execute_script(CUT)[1]) == 1
 
 
 def test_a_chart_says_its_values_where_the_pointer_is(browser: Any, pages: dict[str, Path]) -> None:
@@ -379,25 +231,3 @@ def test_a_chart_says_its_values_where_the_pointer_is(browser: Any, pages: dict[
     assert shown[: len(said)] == said
     press(browser, Keys.ESCAPE)
     assert not find(browser, ".tip")[0].is_displayed() and browser.get_log("browser") == []
-
-
-def test_the_numbers_of_a_chart_are_saved_as_csv(browser: Any, pages: dict[str, Path], tmp_path: Path) -> None:
-    opened(browser, pages["native"])
-    browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
-    link = find(browser, "a.csv")[0]
-    browser.execute_script("arguments[0].click()", link)
-    path = tmp_path / str(link.get_attribute("download"))
-    for _ in range(100):
-        if path.exists():
-            break
-        time.sleep(0.1)
-    text = unquote(str(link.get_attribute("href")).partition(",")[2])
-    assert path.read_text() == text and text.startswith("iteration,value,low,high\n")
-
-
-def test_on_paper_there_are_no_coefficients(browser: Any, pages: dict[str, Path]) -> None:
-    opened(browser, pages["native"])
-    assert one(browser, "#tv-next").is_displayed()
-    look(browser, media="print")
-    assert not one(browser, "#tv-next").is_displayed() and one(browser, "#summary").is_displayed()
-    assert len(browser.execute_cdp_cmd("Page.printToPDF", {})["data"]) > 10_000

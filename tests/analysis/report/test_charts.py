@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.report.charts import (
-    CHARACTER,
     LEFT,
     PLOT_HEIGHT,
     RIGHT,
@@ -32,7 +31,7 @@ from analysis.report.charts import (
     line_chart,
     ticks,
 )
-from analysis.report.markup import element, escape, number, share, spread, table
+from analysis.report.markup import element, escape, number, share, table
 from analysis.report.page import csv_link
 
 FINITE = st.floats(-1e12, 1e12)
@@ -154,13 +153,6 @@ def test_a_share_is_never_rounded_to_all_or_nothing(part: int, whole: int, said:
     assert share(part, whole) == said
 
 
-@given(st.integers(1, 5000), st.integers(2, 200))
-def test_spread_rows_hold_the_first_and_the_last(count: int, limit: int) -> None:
-    rows = spread(count, limit)
-    assert rows[0] == 0 and rows[-1] == count - 1 and len(rows) == min(count, limit)
-    assert (np.diff(rows) > 0).all()
-
-
 def test_a_table_says_how_many_of_its_rows_it_shows() -> None:
     frame = pd.DataFrame({"n": range(500), "text": ["<b>"] * 500})
     found = ET.fromstring(table(frame, "numbers", limit=50))
@@ -183,35 +175,6 @@ def test_the_pointer_finds_the_values_of_lines_bars_and_cells() -> None:
     assert found["xe"] == [LEFT, pytest.approx(LEFT + (WIDTH - LEFT - RIGHT) / 3, abs=0.05), WIDTH - RIGHT]
     bars = hovered(bar_chart(edges, [("n", np.array([4.0, 0.0]))], p, Axis("n", 0.0, 4.0), ""))
     assert [text for _, text in bars["at"]] == ["p 0 to 1\nn: 4", "p 1 to 3\nn: 0"]
-
-
-@given(st.lists(st.integers(0, 10**4), min_size=1, max_size=20))
-def test_iterations_have_ticks_without_fractions(values: list[int]) -> None:
-    places = [value for value, _ in ticks(axis_for("iteration", [np.array(values)]))]
-    assert places and all(value == round(value) for value in places)
-
-
-@pytest.mark.parametrize(
-    ("hi", "power", "last"), [(0.5, 0, "0.5"), (99999.0, 0, "80000"), (3e-4, -6, "300"), (2e6, 6, "2"), (5e-9, -9, "5")]
-)
-def test_labels_of_ticks_stay_short(hi: float, power: int, last: str) -> None:
-    axis = Axis("loss", 0.0, hi)
-    assert axis.power == power and ticks(axis)[-1][1] == last
-    said = "".join(parsed(line_chart([], axis, axis, "")).itertext())
-    assert ("loss" if power == 0 else f"loss × 1e{power}") in said
-
-
-@given(st.lists(st.text("abcdef=.,_ ", min_size=1, max_size=200), min_size=2, max_size=6))
-def test_a_legend_stays_inside_the_picture(names: list[str]) -> None:
-    none = np.zeros(0)
-    x, y = Axis("x", 0.0, 1.0), Axis("y", 0.0, 1.0)
-    chart = parsed(line_chart([Line(name, none, none) for name in names], x, y, ""))
-    texts = [text for group in chart if group.get("class") == "legend" for text in group.iter("text")]
-    ends = [float(t.get("x", "0")) + CHARACTER * len(t.text or "") for t in texts]
-    plot = min(
-        float((p.get("d") or "").split(" ")[1].split("V")[0]) for p in chart.iter("path") if "V" in p.get("d", "M0 0V")
-    )
-    assert max(ends) <= WIDTH and max(float(t.get("y", "0")) for t in texts) < plot
 
 
 FRAMES = st.lists(

@@ -85,10 +85,8 @@ def test_a_scan_agrees_with_what_training_recorded(deterministic_run: Path) -> N
     assert scan.flags["token_updates"].sum() == scan.ratios["count"].sum() == scan.quadrants.sum() == visits
     tokens = reader.read_tokens(deterministic_run)
     assert scan.probabilities.sum() == np.trace(scan.probabilities) == scan.deltas.sum() == len(tokens)
-    parts = [f"tokens_{part}" for part in figures.PARTS]
-    assert (scan.text[parts].sum(axis=1) == scan.text["tokens"]).all() and scan.text["tokens"].sum() == len(tokens)
-    kl = scan.text[[f"kl_{part}" for part in figures.PARTS]].to_numpy().sum()
-    assert kl == pytest.approx(tokens["ref_kl"].astype(np.float64).sum(), rel=1e-9)
+    assert scan.text["tokens"].sum() == len(tokens)
+    assert scan.text["kl"].sum() == pytest.approx(tokens["ref_kl"].astype(np.float64).sum(), rel=1e-9)
 
 
 def test_updates_find_their_tokens_in_any_order(native_run: Path) -> None:
@@ -202,16 +200,11 @@ def test_clipping_figures() -> None:
 
 
 def test_figures_of_text_and_scores() -> None:
-    row = {"sequences": 2, "tokens": 8, "words": 4, "characters": 16, "bytes": 32}
-    for part, kl, tokens in (("first", 3.0, 4), ("continuation", 1.0, 2), ("special", 0.0, 2)):
-        row |= {f"kl_{part}": kl, f"tokens_{part}": tokens}
+    row = {"kl": 4.0, "sequences": 2, "tokens": 8, "words": 4, "characters": 16, "bytes": 32}
     sums = pd.DataFrame([{"iteration": i, **row} for i in range(2)])
     figure = figures.unit_figure(sums)
     assert figure.numbers.iloc[-1].tolist() == [1, 2.0, 1.0, 0.5, 0.25, 0.125], "one sum divided by five counts"
     assert "2 per response, 1 per word, 0.5 per token" in drawn(figure)[1]
-    figure = figures.kl_share_figure(sums)
-    assert figure.numbers["first tokens of words"].tolist() == [0.75, 0.75]
-    assert "50 % first tokens of words, 25 % later tokens, 25 % special tokens" in drawn(figure)[1]
     values = {0: np.array([0.0, 0.0, 0.0, 1.0]), 1: np.array([1.0]), 2: np.array([1.0, np.nan, 0.0, 1.0, 1.0])}
     (figure,) = figures.change_figures(values, "score", "responses")
     assert figure.numbers.to_dict("list") == {"score": ["0", "1"], "iteration 0": [3, 1], "iteration 2": [1, 3]}

@@ -17,7 +17,7 @@ from analysis.tokenization.kl import METRICS, estimators, sequence_table, token_
 from analysis.tokenization.summary import summary_table
 from analysis.tokenization.words import BOUNDARIES, Boundary
 from ppo_repro.errors import UserError
-from tests.support.cases.tokens import Cuts, cuts, frames
+from tests.analysis.tokenization.cut_texts import Cuts, cuts, frames
 
 boundaries = st.sampled_from(BOUNDARIES)
 # sums of a few dozen float64 of ordinary size in another order
@@ -72,20 +72,6 @@ def test_units_by_hand() -> None:
     assert value(summary, "kl_k1", "sequence", "seq_mean_token_sum")["se"] == 0.5
     # token mean 3.5: residuals 10 - 14 and 11 - 7, sqrt(2/1 x 32) / 6
     assert value(summary, "kl_k1", "token")["se"] == pytest.approx(8 / 6)
-
-
-def test_clusters_are_responses_or_prompts() -> None:
-    """k1 of four responses of one token is 0, 2, 4, 10; prompts are pairs of them."""
-    k1 = np.array([0.0, 2.0, 4.0, 10.0])
-    tokens, sequences = frames([["a"]] * 4, ended=False)
-    table = token_table(tokens.assign(old_logprobs=k1, ref_logprobs=0.0), sequences, boundary="leading")
-    words, by_sequence = word_table(table, sequences), sequence_table(table, sequences)
-    # residuals -4, -2, 0, 6; of prompts -6 and 6
-    for cluster, se in (("sequence", math.sqrt(4 / 3 * 56) / 4), ("prompt", math.sqrt(2 * 72) / 4)):
-        found = summary_table(by_sequence, words, cluster=cluster)  # type: ignore[arg-type]
-        assert value(found, "kl_k1", "token")["se"] == pytest.approx(se)
-    with pytest.raises(UserError, match=r"^cluster = 'token': must be one of sequence, prompt"):
-        summary_table(by_sequence, words, cluster="token")  # type: ignore[arg-type]
 
 
 def test_what_has_no_value_is_nan_and_counted() -> None:

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pandas as pd
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.tokenization.kl import token_table, word_table
-from analysis.tokenization.words import BOUNDARIES, Boundary, find_words, sequence_starts, text_of
-from ppo_repro.errors import UserError
-from tests.support.cases.tokens import Cuts, cuts, frames
+from analysis.tokenization.words import BOUNDARIES, Boundary, find_words, text_of
+from tests.analysis.tokenization.cut_texts import Cuts, cuts, frames
 
 boundaries = st.sampled_from(BOUNDARIES)
-
-
-def words_of(pieces: list[str], boundary: Boundary, ended: bool = True) -> list[str]:
-    """The texts of the words of one response."""
-    tokens, sequences = frames([pieces], ended)
-    table = token_table(tokens, sequences, boundary=boundary)
-    return list(word_table(table, sequences)["text"])
 
 
 def slow_words(pieces: list[str], boundary: Boundary) -> list[int]:
@@ -43,23 +33,6 @@ def slow_words(pieces: list[str], boundary: Boundary) -> list[int]:
         previous, place = of_character[chosen], place + len(piece)
         found.append(word)
     return found
-
-
-def test_white_space_goes_where_the_convention_says() -> None:
-    letters = [*"at  on\nx "]
-    assert words_of(letters, "leading") == ["at", "  on", "\nx", " ", ""]
-    assert words_of(letters, "trailing") == ["at  ", "on\n", "x ", ""]
-    assert words_of([*" a"], "leading", ended=False) == [" a"]
-    assert words_of([*" a"], "trailing", ended=False) == [" ", "a"]
-
-
-def test_a_token_with_its_space_cannot_be_divided_and_is_counted() -> None:
-    tokens, sequences = frames([["the", " cat", " sat"]])
-    for boundary, straddling in (("leading", 0), ("trailing", 2)):
-        words = find_words(tokens, text_of(sequences), boundary)
-        assert words.straddles.sum() == straddling and words.word_id.tolist() == [0, 1, 2, 3]
-    assert words_of(["the", " cat", " sat"], "trailing") == ["the", " cat", " sat", ""]
-    assert words_of(["the ", "cat ", "sat"], "trailing") == ["the ", "cat ", "sat", ""]
 
 
 def test_the_end_token_is_a_word_of_its_own_and_a_part_of_a_character_is_not() -> None:
@@ -95,27 +68,3 @@ def test_words_are_those_of_the_definition(pieces: Cuts, boundary: Boundary, end
     lengths = [len(list(group)) for ids in whole for _, group in itertools.groupby(ids)]
     assert words.sub_len.tolist() == [n for n in lengths for _ in range(n)]
     assert words.sub_idx.tolist() == [i for n in lengths for i in range(n)]
-
-
-@given(cuts(), boundaries)
-def test_words_partition_the_text(pieces: Cuts, boundary: Boundary) -> None:
-    tokens, sequences = frames(pieces)
-    table = token_table(tokens, sequences, boundary=boundary)
-    words = word_table(table, sequences)
-    assert words.groupby("sequence")["text"].agg("".join).tolist() == sequences["response"].tolist()
-    assert words["n_char"].tolist() == words["text"].str.len().tolist()
-    assert words["n_byte"].tolist() == [len(text.encode()) for text in words["text"]]
-    assert words["n_tok"].sum() == len(tokens)
-
-
-def test_rows_of_several_iterations_or_out_of_order_are_refused() -> None:
-    tokens, _ = frames([["a", "b"], ["c"]])
-    for wrong in (tokens.iloc[::-1], tokens.iloc[1:], tokens.assign(iteration=np.arange(len(tokens)))):
-        with pytest.raises(ValueError, match="one iteration"):
-            sequence_starts(wrong)
-
-
-def test_another_convention_is_refused_in_one_line() -> None:
-    tokens, sequences = frames([["a"]])
-    with pytest.raises(UserError, match=r"^boundary = 'middle': must be one of leading, trailing$"):
-        find_words(tokens, text_of(sequences), "middle")  # type: ignore[arg-type]

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.slurm import free_ports
+from tests.grids.slurm import descendants, free_ports, kill
 
 START_SECONDS = 120.0
 OFF = {
@@ -45,22 +44,9 @@ class RayCluster:
         _kill(self.nodes[1])
 
 
-def _session(process: subprocess.Popen[bytes]) -> list[int]:
-    """The processes that a node has started, which all stay in its tree."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-    found = [process.pid]
-    for ancestor in found:
-        found += [child for child, parent in parents.items() if parent == ancestor]
-    return found
-
-
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    for pid in _session(process):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    for pid in (process.pid, *descendants(process.pid)):
+        kill(pid)
     process.wait()
 
 

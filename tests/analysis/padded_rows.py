@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from analysis.clipping.update_rows import ClipRule, IterationRows
-from tests.support.cases.clip_rows import RULE, make_item
+from tests.analysis.clipping.rows import RULE, make_item
 
 PAD = np.nan  # a formula that forgets its mask gives NaN
 

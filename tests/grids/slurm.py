@@ -80,8 +80,8 @@ class Cluster:
     def lose(self, node: str) -> None:
         """Kill everything that runs on a node, as a power cut does."""
         slurmd = self.slurmds[node]
-        for pid in [*_children(slurmd.pid), *_steps(self.folder, node), slurmd.pid]:
-            _kill(pid)
+        for pid in [*descendants(slurmd.pid), *_steps(self.folder, node), slurmd.pid]:
+            kill(pid)
         slurmd.wait()
 
 
@@ -95,7 +95,7 @@ def _parents() -> dict[int, int]:
     return found
 
 
-def _children(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     """All descendants of a process."""
     parents, found = _parents(), [pid]
     for ancestor in found:
@@ -126,7 +126,7 @@ def _is_keeper(pid: int) -> bool:
         return False
 
 
-def _kill(pid: int) -> None:
+def kill(pid: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
@@ -214,4 +214,4 @@ def cluster(folder: Path) -> Iterator[Cluster]:
             subprocess.run(["scancel", "--user", user], capture_output=True, timeout=60, check=False)
             for node in NODES:
                 for pid in _steps(folder, node):
-                    _kill(pid)
+                    kill(pid)

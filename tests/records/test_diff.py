@@ -15,8 +15,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pytest
 
-from ppo_repro.records import arrow, digests, reader, schema
-from ppo_repro.runs.diff import Difference, first_difference, first_table_difference
+from ppo_repro.records import arrow, digests, manifest, reader, schema
+from ppo_repro.records.diff import Difference, first_difference, first_table_difference
 from tests.support import synthetic_run
 
 CELLS = [(table, column) for table in schema.TABLES for column in table.columns]
@@ -63,7 +63,8 @@ _flip = _flip_at(ROW)
 
 
 def _cell(run_dir: Path, table: str, iteration: int, column: str, row: int) -> Any:
-    return reader.read_arrow(run_dir, table, iteration, verify=False).column(column)[row].as_py()
+    tables = reader.read_moment(run_dir, manifest.load(run_dir), iteration, verify=False)
+    return tables[table].column(column)[row].as_py()
 
 
 def _same(left: Any, right: Any) -> bool:
@@ -76,7 +77,8 @@ def _same(left: Any, right: Any) -> bool:
 
 def _row_with_a_value(run_dir: Path, table: schema.Table, column: schema.Column) -> int:
     """ROW, or the first one after it that is not null."""
-    valid = reader.read_arrow(run_dir, table.name, 1).column(column.name).is_valid().to_pylist()
+    tables = reader.read_moment(run_dir, manifest.load(run_dir), 1)
+    valid = tables[table.name].column(column.name).is_valid().to_pylist()
     return next(row for row in range(ROW, len(valid)) if valid[row])
 
 
@@ -183,7 +185,7 @@ def test_long_texts_are_shown_where_they_differ() -> None:
 
 def test_reader_and_diff_do_not_import_torch() -> None:
     code = (
-        "import sys, json, ppo_repro.records.reader, ppo_repro.runs.diff;"
+        "import sys, json, ppo_repro.records.reader, ppo_repro.records.diff;"
         "print(json.dumps([m for m in ('torch', 'transformers') if m in sys.modules]))"
     )
     root = Path(digests.__file__).parents[2]

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ppo_repro.config.files import dump_yaml
-from ppo_repro.config.kinds import LANGUAGE
+from ppo_repro.config.files import LANGUAGE, dump_yaml
 from ppo_repro.records import arrow, schema
 from ppo_repro.records.arrow import AllNull, WithNulls
 from ppo_repro.records.writer import RunWriter

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,14 @@ class Difference:
     table: str
     iteration: int
     column: str
-    row: int
-    key: dict[str, Any]
-    left: Any
-    right: Any
-    left_bits: str
-    right_bits: str
-    unequal_in_column: int
-    rows: int
+    row: int = 0
+    key: dict[str, Any] = field(default_factory=dict)
+    left: Any = None
+    right: Any = None
+    left_bits: str = ""
+    right_bits: str = ""
+    unequal_in_column: int = 1
+    rows: int = 1
 
     def describe(self) -> str:
         """One readable line."""
@@ -96,21 +96,12 @@ def from_recorded(
 
     `iteration`: None before the first one, the number of iterations after the last one.
     """
-    tables = (*manifest.side_tables_of(recorded), *manifest.tables_of(recorded))
-    return first_of_tables(tables, reader.read_moment(run_dir, recorded, iteration), computed, iteration)
-
-
-def first_of_tables(
-    tables: Sequence[schema.Table], left: Mapping[str, pa.Table], right: Mapping[str, pa.Table], iteration: int | None
-) -> Difference | None:
-    """The first difference of some tables that both sides have, None where every bit is equal.
-
-    A table that only one side has is no result: which side tables are recorded is configuration.
-    """
-    for table in tables:
-        if table.name in left and table.name in right:
-            moment = BEFORE if iteration is None else iteration
-            if difference := first_table_difference(table, left[table.name], right[table.name], moment):
+    left, moment = reader.read_moment(run_dir, recorded, iteration), BEFORE if iteration is None else iteration
+    for table in (*manifest.side_tables_of(recorded), *manifest.tables_of(recorded)):
+        # a table that only one side has is no result: which side tables are recorded is configuration
+        if table.name in left and table.name in computed:
+            difference = first_table_difference(table, left[table.name], computed[table.name], moment)
+            if difference is not None:
                 return difference
     return None
 
@@ -125,8 +116,7 @@ def first_table_difference(table: schema.Table, left: pa.Table, right: pa.Table,
     for column in table.columns:
         if not column.is_compared or not (_has(left, column) and _has(right, column)):
             continue
-        left_column = digests.plain(column.kind, _column(left, column))
-        right_column = digests.plain(column.kind, _column(right, column))
+        left_column, right_column = _column(left, column), _column(right, column)
         rows = np.flatnonzero(_unequal(column.kind, left_column, right_column))
         if rows.size == 0:
             continue
@@ -154,53 +144,28 @@ def _has(data: pa.Table, column: schema.Column) -> bool:
     return column.name in data.column_names and data.column(column.name).null_count < data.num_rows
 
 
-def _column(data: pa.Table, column: schema.Column) -> pa.ChunkedArray | pa.Array:
-    """The values of a column; null in every row where a run lacks it."""
+def _column(data: pa.Table, column: schema.Column) -> pa.ChunkedArray:
+    """The values of a column; null in every row if a run lacks it."""
     if column.name in data.column_names:
-        return data.column(column.name)
-    return pa.nulls(data.num_rows, digests.ARROW_TYPES[column.kind])
+        return digests.plain(column.kind, data.column(column.name))
+    return digests.plain(column.kind, pa.nulls(data.num_rows, digests.ARROW_TYPES[column.kind]))
 
 
 def _count_difference(table: str, iteration: int, column: str, counts: tuple[int, int]) -> Difference:
+    unequal, (left, right) = abs(counts[0] - counts[1]), counts
     return Difference(
-        table=table,
-        iteration=iteration,
-        column=column,
-        row=min(counts),
-        key={},
-        left=counts[0],
-        right=counts[1],
-        left_bits="",
-        right_bits="",
-        unequal_in_column=abs(counts[0] - counts[1]),
-        rows=max(counts),
+        table, iteration, column, min(counts), left=left, right=right, unequal_in_column=unequal, rows=max(counts)
     )
 
 
 def first_final_difference(left: Final, right: Final) -> Difference | None:
     """The first result after the last iteration whose bits differ, in the order in which they were computed."""
-    names = list(dict.fromkeys([*left, *right]))
-    unequal = [name for name in names if _final_digest(left, name) != _final_digest(right, name)]
-    if not unequal:
-        return None
-    values = left.get(unequal[0]), right.get(unequal[0])
-    return Difference(
-        table=FINAL,
-        iteration=-1,
-        column=unequal[0],
-        row=0,
-        key={},
-        left=values[0],
-        right=values[1],
-        left_bits=_scalar_bits(values[0]),
-        right_bits=_scalar_bits(values[1]),
-        unequal_in_column=1,
-        rows=1,
-    )
-
-
-def _final_digest(final: Final, name: str) -> str | None:
-    return digests.scalar_digest(final[name]) if name in final else None
+    for name in dict.fromkeys([*left, *right]):
+        a, b = left.get(name), right.get(name)
+        if a is None or b is None or digests.scalar_digest(a) != digests.scalar_digest(b):
+            bits = _scalar_bits(a), _scalar_bits(b)
+            return Difference(FINAL, -1, name, left=a, right=b, left_bits=bits[0], right_bits=bits[1])
+    return None
 
 
 def _unequal(kind: str, left: pa.ChunkedArray, right: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
@@ -249,15 +214,11 @@ def _shown(value: Any, bits: str) -> str:
     return f"{value!r} (bits {bits})" if bits and isinstance(value, float) else repr(value)
 
 
-def _is_other(left: Any, right: Any) -> bool:
-    # as numbers 0.0 and -0.0 are equal, and a NaN is no NaN
-    return _scalar_bits(left) != _scalar_bits(right) if isinstance(left, float) else bool(left != right)
-
-
 def _around_difference(left: str | list[Any], right: str | list[Any]) -> tuple[str, str]:
     # two long texts in full would hide the one position at which they differ
     pairs = enumerate(zip(left, right, strict=False))
-    first = next((index for index, (a, b) in pairs if _is_other(a, b)), min(len(left), len(right)))
+    # as numbers 0.0 and -0.0 are equal, and a NaN is no NaN
+    first = next((index for index, (a, b) in pairs if repr(a) != repr(b)), min(len(left), len(right)))
     start = max(0, first - _CONTEXT)
     windows = []
     for value in (left, right):

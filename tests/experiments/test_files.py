@@ -1,0 +1,26 @@
+"""Every configuration and every grid of the experiments can be loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ppo_repro.config.files import load_config, load_control_config, load_dpo_config
+from ppo_repro.grids.spec import load_grid
+from tests.support.paths import ROOT
+
+FILES = sorted(path for path in (ROOT / "experiments").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_file_loads(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    if "\naxes:" in text:
+        assert len(load_grid(path).cells) > 1
+    elif "\nenvironment:" in text:
+        load_control_config(path)
+    elif path.stem == "dpo":
+        load_dpo_config(path, ["run=RUN"])
+    else:
+        load_config(path)

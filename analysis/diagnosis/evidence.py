@@ -83,6 +83,8 @@ def _plain(a32: npt.NDArray[np.float32], b32: npt.NDArray[np.float32], delta: Fl
     # float32 bit patterns of one sign are ordered like their values; near 0, units in the last place mean nothing
     steps = np.abs(a32.view(np.int32).astype(np.int64) - b32.view(np.int32).astype(np.int64))
     steps = steps[np.maximum(np.abs(a), np.abs(b)) > 1e-2]
+    with np.errstate(over="ignore"):  # beyond 709 nats it is infinite
+        k3 = _total(np.expm1(delta) - delta)
     return {
         "tokens": float(len(delta)),
         "unequal": _total(a32.view(np.int32) != b32.view(np.int32)),
@@ -91,7 +93,7 @@ def _plain(a32: npt.NDArray[np.float32], b32: npt.NDArray[np.float32], delta: Fl
         "delta": _total(delta),
         "delta_abs": _total(np.abs(delta)),
         "delta_sq": _total(delta**2),
-        "k3": _total(np.expm1(delta) - delta),
+        "k3": k3,
         "a": _total(a),
         "b": _total(b),
         "a_sq": _total(a**2),

@@ -194,14 +194,9 @@ def test_a_temperature_is_measured(value: float) -> None:
 def test_what_is_given_narrows_what_is_named() -> None:
     pairs = rounded(torch.bfloat16)
     alone = pairs[list(NEEDED)]
-    assert (
-        diagnose(alone.assign(steps_since_sync=0)).verdict
-        == f"reduced_precision or dropout or {NOT_RULED_OUT}"
-    )
+    assert diagnose(alone.assign(steps_since_sync=0)).verdict == f"reduced_precision or dropout or {NOT_RULED_OUT}"
     again = alone.assign(logprobs_b_again=pairs["logprobs_b_again"])
-    assert (
-        diagnose(again).verdict == f"reduced_precision or stale_weights or {NOT_RULED_OUT}"
-    )
+    assert diagnose(again).verdict == f"reduced_precision or stale_weights or {NOT_RULED_OUT}"
     assert "steps_since_sync" in diagnose(again).needed and "logprobs_b_again" not in diagnose(again).needed
 
 
@@ -296,8 +291,9 @@ def test_signs_alone_name_nothing(change: Callable[[np.ndarray], np.ndarray]) ->
     b = -generator.exponential(1.5, 500)
     pairs = made(change(b).tolist(), b.tolist(), [5] * 100).assign(token_id=generator.integers(3, 60, 500))
     assert diagnose(pairs).verdict.endswith("unknown")
-    others = {"log_kept_mass": 0.0, "steps_since_sync": 0, "entropies": 1.5, "prob_sq_sums": 0.4}
-    assert diagnose(pairs.assign(**others, logprobs_b_again=pairs["logprobs_b"])).verdict == "unknown"
+    others = {"log_kept_mass": 0.0, "steps_since_sync": 0, "pad_length": 0, "entropies": 1.5, "prob_sq_sums": 0.4}
+    others |= {"logprobs_b_again": pairs["logprobs_b"], "token_id_b": pairs["token_id"]}
+    assert diagnose(pairs.assign(**others)).verdict == "unknown"
 
 
 def test_all_zeros_may_be_greedy_sampling() -> None:

@@ -1,4 +1,4 @@
-"""Pages of the public names and of all configuration fields: `python .ci/docs.py FOLDER`. Needs the extra [docs], no network."""
+"""Pages of the public names and of all configuration fields: `python .ci/docs.py FOLDER`. Needs the extra [docs]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first line on the screen, and what is checked before torch is imported, which takes seconds."""
+"""What is checked before torch is imported, which takes seconds."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from ppo_repro.errors import Mistakes, UserError
 from ppo_repro.output import say
 
 if TYPE_CHECKING:
-    from ppo_repro.config.control import ControlConfig
-    from ppo_repro.config.dpo import DPOConfig
     from ppo_repro.config.run import RunConfig
 
 
@@ -22,11 +20,6 @@ def overrides(arguments: argparse.Namespace) -> list[str]:
     if any(override.partition("=")[0].strip() == "seed" for override in arguments.set):
         raise UserError(f"--seed {arguments.seed}: --set seed=... gives the seed too; keep one")
     return [*arguments.set, f"seed={arguments.seed}"]
-
-
-def say_first(config: RunConfig | ControlConfig | DPOConfig, run_dir: Path) -> None:
-    """What is about to happen, in one line."""
-    say(f"{config.experiment}, seed {config.seed}: {config.iterations} iterations into {run_dir}")
 
 
 def check_files(config: RunConfig) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppo_repro.config.files import CONTROL, DPO
+from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
 from ppo_repro.runs.summary import LANGUAGE_RUNS, SummaryKind
@@ -22,41 +21,37 @@ if TYPE_CHECKING:
 class RecordedKind:
     """What commands need of a kind: how its runs are summed up, and how they are executed, which imports torch."""
 
-    summary: SummaryKind[Any]
-    executed_by: Callable[[Watcher, Ranks], RunKind[Any, Any]]
+    name: Kind
+
+    @property
+    def summary(self) -> SummaryKind[Any]:
+        if self.name == CONTROL:
+            from ppo_repro.control.summary import CONTROL_RUNS
+
+            return CONTROL_RUNS
+        if self.name == DPO:
+            from ppo_repro.preferences.dpo.summary import DPO_RUNS
+
+            return DPO_RUNS
+        return LANGUAGE_RUNS
+
+    def executed_by(self, watcher: Watcher, ranks: Ranks) -> RunKind[Any, Any]:
+        """How such a run is executed; UserError for several processes where the kind works in one."""
+        if self.name == LANGUAGE:
+            from ppo_repro.runs.language import LanguageKind
+
+            return LanguageKind(watcher, ranks)
+        if ranks.size > 1:
+            raise UserError(f"a {self.name} run works in one process; start this command without torchrun")
+        if self.name == CONTROL:
+            from ppo_repro.control.kind import ControlKind  # gymnasium, which not everybody has
+
+            return ControlKind(watcher)
+        from ppo_repro.preferences.dpo.execution import DPOKind
+
+        return DPOKind(watcher)
 
 
 def kind_of(run_dir: Path) -> RecordedKind:
     """The kind of a recorded run, from its manifest; UserError where there is none."""
-    kind = manifest.load_head(run_dir).kind
-    if kind == CONTROL:
-        from ppo_repro.control.summary import CONTROL_RUNS
-
-        return RecordedKind(CONTROL_RUNS, _control)
-    if kind == DPO:
-        from ppo_repro.preferences.dpo.summary import DPO_RUNS
-
-        return RecordedKind(DPO_RUNS, _dpo)
-    return RecordedKind(LANGUAGE_RUNS, _language)
-
-
-def _language(watcher: Watcher, ranks: Ranks) -> RunKind[Any, Any]:
-    from ppo_repro.runs.language import LanguageKind
-
-    return LanguageKind(watcher, ranks)
-
-
-def _control(watcher: Watcher, ranks: Ranks) -> RunKind[Any, Any]:
-    if ranks.size > 1:
-        raise UserError("a control run works in one process; start this command without torchrun")
-    from ppo_repro.control.kind import ControlKind  # gymnasium, which not everybody has
-
-    return ControlKind(watcher)
-
-
-def _dpo(watcher: Watcher, ranks: Ranks) -> RunKind[Any, Any]:
-    if ranks.size > 1:
-        raise UserError("a DPO run works in one process; start this command without torchrun")
-    from ppo_repro.preferences.dpo.execution import DPOKind
-
-    return DPOKind(watcher)
+    return RecordedKind(manifest.load_head(run_dir).kind)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ppo_repro.clock import OTHER, Clock
-from ppo_repro.commands.first_look import check_files, overrides, say_first
+from ppo_repro.commands.first_look import check_files, overrides
 from ppo_repro.commands.memory import within_memory, within_recorded
 from ppo_repro.commands.recorded import report_difference
 from ppo_repro.commands.run_folders import MANIFEST
@@ -22,30 +22,28 @@ from ppo_repro.tracking.copies import require_tensorboard
 if TYPE_CHECKING:
     from ppo_repro.config.control import ControlConfig
     from ppo_repro.config.dpo import DPOConfig
+    from ppo_repro.config.files import Kind
     from ppo_repro.config.run import RunConfig
     from ppo_repro.ranks import Ranks
-    from ppo_repro.runs.kind import RunKind
     from ppo_repro.tracking.follower import Followers
     from ppo_repro.watcher import Watcher
 
 SIZES = (1, 2, 4, 8)  # numbers of processes whose sums are whole subtrees of a minibatch's sum
 
 
-def _environment_count(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not text.isdecimal():
-        raise UserError(f"environment variable {name} = {text!r}: must be a count, as torchrun sets it")
-    return int(text)
-
-
 def processes() -> tuple[int, int]:
     """(rank, number of processes) as torchrun sets them; (0, 1) without it. UserError for a number not in SIZES."""
-    size = _environment_count("WORLD_SIZE", 1)
+    counts = {}
+    for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        text = os.environ.get(name, default)
+        if not text.isdecimal():
+            raise UserError(f"environment variable {name} = {text!r}: must be a count, as torchrun sets it")
+        counts[name] = int(text)
+    rank, size = counts["RANK"], counts["WORLD_SIZE"]
     if size <= 1:
         return 0, 1
     if size not in SIZES:
         raise UserError(f"torchrun --nproc-per-node: {size} processes were started; a run takes 1, 2, 4 or 8")
-    rank = _environment_count("RANK", 0)
     if rank >= size:
         raise UserError(f"environment variable RANK = {rank}: must be below WORLD_SIZE = {size}, as torchrun sets it")
     return rank, size
@@ -83,7 +81,6 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Run PPO, record every buffer, print a summary."""
     from ppo_repro.config.files import load_config, read_tree
     from ppo_repro.config.mistakes import command_of
-    from ppo_repro.config.section import run_folder
 
     set_fields = overrides(arguments)
     require_tensorboard(arguments.tensorboard)
@@ -92,8 +89,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     if other in ("control", "dpo"):
         return control_command(arguments) if other == "control" else dpo_command(arguments)
     config = load_config(arguments.config, set_fields)
-    folder = run_folder(config, arguments.out)
-    _look(config, folder)
+    folder = _begin(config, arguments.out)
+    check_files(config)
     with _saying_how_to_go_on(folder), _working_together() as (ranks, watcher):
         from ppo_repro.runs.language import LanguageKind
         from ppo_repro.runs.run import run
@@ -109,64 +106,44 @@ def run_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _look(config: RunConfig, run_dir: Path) -> None:
-    """Say what begins, and check what can be checked before torch is imported."""
-    say_first(config, run_dir)
+def _begin(config: RunConfig | ControlConfig | DPOConfig, out: Path) -> Path:
+    """The folder of a run that is about to begin, which is said; UserError if the run exists."""
+    from ppo_repro.config.section import run_folder
     from ppo_repro.files import require_new
 
-    require_new(run_dir, MANIFEST)
-    check_files(config)
+    folder = run_folder(config, out)
+    say(f"{config.experiment}, seed {config.seed}: {config.iterations} iterations into {folder}")
+    require_new(folder, MANIFEST)
+    return folder
 
 
 def control_command(arguments: argparse.Namespace) -> int:
     """Run PPO on a Gymnasium environment, record every buffer, print a summary."""
-    from ppo_repro.config.files import load_control_config
+    from ppo_repro.config.files import CONTROL, load_control_config
 
-    config = load_control_config(arguments.config, overrides(arguments))
-
-    def kind(watcher: Watcher) -> RunKind[Any, Any]:
-        from ppo_repro.control.kind import ControlKind  # gymnasium, which not everybody has
-
-        return ControlKind(watcher)
-
-    return _run_alone(arguments, config, kind)
+    return _run_alone(arguments, load_control_config(arguments.config, overrides(arguments)), CONTROL)
 
 
 def dpo_command(arguments: argparse.Namespace) -> int:
     """Train by DPO on preference pairs, of a recorded run or of a file."""
-    from ppo_repro.config.files import load_dpo_config
+    from ppo_repro.config.files import DPO, load_dpo_config
 
-    config = load_dpo_config(arguments.config, overrides(arguments))
-
-    def kind(watcher: Watcher) -> RunKind[Any, Any]:
-        from ppo_repro.preferences.dpo.execution import DPOKind
-
-        return DPOKind(watcher)
-
-    return _run_alone(arguments, config, kind)
+    return _run_alone(arguments, load_dpo_config(arguments.config, overrides(arguments)), DPO)
 
 
-def _run_alone(
-    arguments: argparse.Namespace, config: ControlConfig | DPOConfig, kind: Callable[[Watcher], RunKind[Any, Any]]
-) -> int:
+def _run_alone(arguments: argparse.Namespace, config: ControlConfig | DPOConfig, kind: Kind) -> int:
     """A run of a kind that works in one process."""
-    if processes()[1] > 1:
-        raise UserError("such a run works in one process; start this command without torchrun")
     require_tensorboard(arguments.tensorboard)
-    from ppo_repro.config.section import run_folder
-
-    folder = run_folder(config, arguments.out)
-    say_first(config, folder)
-    from ppo_repro.files import require_new
-
-    require_new(folder, MANIFEST)
+    folder = _begin(config, arguments.out)
+    from ppo_repro.commands.kinds import RecordedKind
     from ppo_repro.commands.progress import ConsoleProgress
+    from ppo_repro.ranks import ALONE
     from ppo_repro.runs.run import run
     from ppo_repro.tracking.follower import followed
 
     copied = followed(folder, arguments.track, arguments.tensorboard)
     with _saying_how_to_go_on(folder), ConsoleProgress() as watcher, copied as copies:
-        run_dir, seconds = run(kind(watcher), config, arguments.out)
+        run_dir, seconds = run(RecordedKind(kind).executed_by(watcher, ALONE), config, arguments.out)
     _report_run(run_dir, seconds, arguments.json, copies=copies)
     return 0
 

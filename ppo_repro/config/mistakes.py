@@ -114,7 +114,8 @@ def _written(tree: Any, details: ErrorDetails) -> list[int | str]:
 
 def _meant(model: type[BaseModel], tree: Any, steps: list[int | str]) -> str:
     """What may have been meant by an unknown field: one of another kind, of the same group, or elsewhere."""
-    own, sections, name = model, (model,), str(steps[-1])
+    own, name = model, str(steps[-1])
+    sections: tuple[type[BaseModel], ...] = (model,)
     for step in steps[:-1]:
         tree = tree[step]
         if isinstance(step, str):

@@ -19,20 +19,13 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch.optim.AdamW calls them
 
 
 class AdamW(Optimizer):
-    """AdamW with decoupled weight decay for `deterministic(model)`, with the same bits on every machine.
+    """Train `deterministic(model)` by AdamW with decoupled weight decay, with the same bits on every machine.
 
-    theta <- theta (1 - lr wd) - lr m' / (sqrt(v') + eps), m' and v' the bias-corrected moments of the gradient. It
-    reads `.grad`, follows learning rate schedulers, saves its state as torch does, and goes into the `Trainer` of
-    transformers as `optimizers=(AdamW(model, lr), None)`. torch.optim.AdamW trains with these gradients too: its steps
-    do not depend on the batch layout either, but their last bits depend on the processor.
+    theta <- theta (1 - lr wd) - lr m' / (sqrt(v') + eps), m' and v' the bias-corrected moments of the gradient, which
+    is scaled down to the global norm `max_grad_norm` (0: never; turn other clipping off). It follows learning rate
+    schedulers, saves its state as torch does, and goes into transformers' Trainer as `optimizers=(AdamW(...), None)`.
 
-    Args:
-        model: a result of `deterministic`; the parameters with `requires_grad` are trained.
-        lr, betas, eps, weight_decay: as in torch.optim.AdamW; lr per step.
-        max_grad_norm: the gradient is scaled down to this global norm; 0: never. Turn other clipping off then
-            (`Trainer`: `max_grad_norm=0`).
-
-    Raises UserError for a model that is not deterministic, without a parameter to train, or for numbers out of range.
+    Raises UserError for a model that is not deterministic or has no parameter to train, and for numbers out of range.
 
     Source: Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101.
 

@@ -30,32 +30,17 @@ MOST_THREADS, MOST_CONTEXT = 1024, 32768  # as in a configuration
 def deterministic(
     model: PreTrainedModel, *, threads: int | None = None, max_context: int | None = None
 ) -> PreTrainedModel:
-    """A copy of a causal model that is used like `model` and gives the same bits in every batch layout.
+    """Copy an unmodified float32 causal model of transformers; no batch layout changes a bit of the copy's results.
 
-    Log-probs and gradients of a token do not depend on padding, on other rows, on micro-batches, packing or threads.
-    The copy keeps class, parameter names, `state_dict` and `save_pretrained`.
+    Call the copy as before: `model(input_ids, attention_mask, position_ids=, labels=, logits_to_keep=)`, all int64
+    [R, L], padding before or after the tokens of a row. `position_ids` are needed for packing only: they count from 0
+    in each sequence. `.logits` are float32 [R, L, V], 0 at padding; `.loss` is the mean of -log p(label) in nats over
+    the labels that count, or the sum over `num_items_in_batch`. `backward()` adds to `.grad`, sequence after
+    sequence. `threads` (of the whole process) is by default torch's number, `max_context` the model's, at most 32768.
 
-    Args:
-        model: an unmodified causal model of transformers in float32; ppo_repro/library/README.md lists families.
-        threads: of the kernels, in the whole process; by default as many as torch has.
-        max_context: the most tokens in a sequence; by default the model's number of positions, at most 32768.
+    Raises UserError for models, shapes, ids and options that are not supported.
 
-    Call the copy as before: `model(input_ids, attention_mask, position_ids=, labels=, logits_to_keep=)`.
-
-    - `input_ids` int64 [R, L]; `attention_mask` [R, L] of 0 and 1, padding before or after the tokens of a row.
-      Positions count from 0 at the first token of each row, on either side of padding. `position_ids` [R, L] are
-      needed for packing only: they count from 0 in each sequence, and a row may hold several sequences.
-    - `.logits` float32 [R, L, V], zeros at padding.
-    - with `labels` int64 [R, L], -100 where nothing counts: `.loss`, the mean of -log p(label) in nats over all labels
-      that follow a token of their sequence, or their sum over `num_items_in_batch`. The sum is rounded once.
-    - `loss.backward()` adds to `.grad`, one sequence after the other. So the gradients of a batch are the gradients of
-      its micro-batches in the same order, if each token's loss has the same weight.
-
-    Raises UserError in one line for a model, a setting or a type that is not supported, and in the forward pass for
-    wrong shapes, ids outside the vocabulary, holes in the mask, hooks inside the model and options that the kernels do
-    not have (caches, `inputs_embeds`, attention weights). Dropout is off. Generate with `ppo_repro.generate`.
-
-    Source: the order of each sum is described in ppo_repro/numerics/README.md.
+    Source: ppo_repro/numerics/README.md has the order of each sum.
 
     >>> import torch, ppo_repro
     >>> from transformers import LlamaConfig, LlamaForCausalLM

@@ -43,20 +43,15 @@ def logprobs(
     position_ids: Tensor | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """log p(token | the tokens before it), nats, float32 [R, L] at the places of the tokens.
+    """Compute log softmax(logits / temperature) of each token, nats, float32 [R, L]; differentiable.
 
-    log softmax(logits / temperature). 0 at padding and at the first token of each sequence, which nothing predicts.
-    Differentiable: `(-logprobs(...) * weights).sum().backward()` adds to `.grad`. With a deterministic model every
-    number has the same bits in every layout, and equals the number of `generate` if top-k and top-p cut nothing.
-
-    Args:
-        model: a result of `deterministic`, or a stock causal model, whose numbers depend on the layout.
-        input_ids, attention_mask, position_ids: [R, L] as in `deterministic`.
-        temperature: above 0.
+    The arguments are as in `deterministic`. 0 at padding and at the first token of a sequence, which nothing predicts.
+    With a deterministic model every number has the same bits in every layout, and equals `generate`'s number if top-k
+    and top-p cut nothing.
 
     Raises UserError for wrong shapes, ids outside the vocabulary, holes in the mask, and a temperature of 0 or less.
 
-    Source: the order of each sum is described in ppo_repro/numerics/README.md.
+    Source: ppo_repro/numerics/README.md has the order of each sum.
 
     >>> import torch, ppo_repro
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -79,9 +74,7 @@ def logprobs(
     if not len(rows):
         return full.view(layout.real.shape)
     logits = logits_at(model, layout, rows) if is_deterministic(model) else _stock_logits(model, layout)[rows]
-    found, _ = token_statistics(
-        logits, flat[rows + 1], temperature, None, "deterministic" if is_deterministic(model) else "native"
-    )
+    found, _ = token_statistics(logits, flat[rows + 1], temperature, None, _mode(model))
     return full.index_copy(0, rows + 1, found).view(layout.real.shape)
 
 
@@ -107,23 +100,16 @@ def generate(
     seed: int = 0,
     slots: int = 64,
 ) -> list[Response]:
-    """One response to each prompt, in their order, by cached decoding.
+    """Sample one response to each prompt, in their order, by cached decoding.
 
-    A token is a function of logits, seed and position alone (Gumbel-max with hash noise, as in SGLang's seeded
-    sampler). So a response of a deterministic model depends on its prompt, its place in `prompts` and `seed`, but not
-    on `slots` or the other prompts, and `logprobs` gives the same log-probs bit for bit.
+    A token follows from logits, seed and position alone (Gumbel-max with hash noise, as in SGLang's seeded sampler). A
+    deterministic model's response depends on its prompt, its index in `prompts` and `seed`, not on `slots`, the number
+    of sequences that are decoded at once. `prompts` are texts, for which `tokenizer` is needed, or lists of token ids;
+    `stop` are ids of end tokens, by default the ends of the tokenizer and of the model's generation config.
 
-    Args:
-        model: a result of `deterministic`, or a stock model of the same families.
-        prompts: texts, for which `tokenizer` is needed, or lists of token ids.
-        sampling: `ppo_repro.Sampling(temperature=, top_k=, top_p=, max_response_tokens=, greedy=)`.
-        stop: ids of end tokens; by default those of the tokenizer and of the model's generation config.
-        slots: sequences that are decoded at once; more are faster and need more memory.
+    Raises UserError for an empty or too long prompt, ids outside the vocabulary, and if no end token is known.
 
-    Raises UserError for an empty prompt, ids outside the vocabulary, a prompt that is too long with its response, and
-    where no end token is known.
-
-    Source: Gumbel-max; the noise is described in ppo_repro/rollout/sampler.py.
+    Source: Gumbel-max; ppo_repro/rollout/sampler.py describes the noise.
 
     >>> import torch, ppo_repro
     >>> from transformers import LlamaConfig, LlamaForCausalLM

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ppo_repro.commands.kinds import kind_of
 from ppo_repro.commands.memory import within_memory, within_recorded
@@ -18,43 +17,16 @@ from ppo_repro.config.section import run_folder
 from ppo_repro.errors import UserError
 from ppo_repro.interrupts import heard
 from ppo_repro.library.checks import Overrides, folder_of, override_lines
-from ppo_repro.library.progress import NotebookProgress
+from ppo_repro.library.progress import LibraryProgress, OnIteration
 from ppo_repro.library.reward_file import Reward, reward_path
 from ppo_repro.library.runs import Run, RunOrPath, open_run
 from ppo_repro.ranks import ALONE
-from ppo_repro.records import reader
 from ppo_repro.runs import rerun as rerunner
 from ppo_repro.runs import resume as resumer
 from ppo_repro.runs import run as runner
 from ppo_repro.runs.language import LanguageKind
 from ppo_repro.runs.rerun import Rerun
 from ppo_repro.watcher import Silent
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-OnIteration = Callable[["pd.Series"], object]
-
-
-class _Telling(NotebookProgress):
-    """Shows progress if it is to, and tells a function of each iteration, with its row of the table `iterations`."""
-
-    def __init__(self, run_dir: Path, on_iteration: OnIteration | None, progress: bool) -> None:
-        super().__init__()
-        self._run_dir, self._on_iteration, self._progress = run_dir, on_iteration, progress
-
-    def _show(self, name: str, done: int, total: int, note: str) -> None:
-        if self._progress:
-            super()._show(name, done, total, note)
-
-    def iteration(self, done: int, total: int, figures: str) -> None:
-        super().iteration(done, total, figures)
-        if self._on_iteration is not None:
-            rows = reader.read_iterations(self._run_dir, iterations=[done - 1], allow_incomplete=True)
-            self._on_iteration(rows.iloc[0])
-
-    def warning(self, text: str) -> None:
-        warnings.warn(text, stacklevel=2)
 
 
 @contextmanager
@@ -82,20 +54,15 @@ def train(
 ) -> Run:
     """Run PPO as `ppo-repro run` does, record every buffer, and return the run.
 
-    Args:
-        config: a YAML file, or the same tree as a dict; fields are described in ppo_repro/config/README.md.
-        reward: `reward(prompt, response, answer) -> number`, in place of the terms of the configuration's reward. It
-            must follow from its three texts alone. A function of a notebook is written to OUT/rewards/ with the modules
-            and plain constants that it uses, so that the run can be executed again; or 'FILE.py:FUNCTION'.
-        on_iteration: called after each iteration is on disk, with its row of the table `iterations`. What it raises
-            ends the run; complete iterations are kept, and `resume` goes on. Likewise for an interrupt, which says so.
-        overrides: fields to change, as `{"ppo.epochs": 2}` or, as after --set, `["ppo.epochs=2"]`.
-        out: the run is recorded in OUT/<experiment>/seed<seed>-<digest of the configuration>.
-        progress: show how far it is: in a notebook one line for each phase, elsewhere as `ppo-repro run` does.
+    `config` is a YAML file or its tree as a dict; `overrides` changes fields, as `{"ppo.epochs": 2}` or as after
+    --set. `reward(prompt, response, answer)`, a function or 'FILE.py:FUNCTION', replaces the terms of the reward; a
+    function of a notebook is written to OUT/rewards/ with the modules and constants that it uses. `on_iteration` is
+    called with the row of the table `iterations` after each iteration; its errors end the run, and `resume` continues
+    the run.
 
-    Raises UserError in one line for whatever has to be corrected: the configuration, the reward, a run that exists.
+    Raises UserError in one line for a wrong configuration or reward, and for a run that exists.
 
-    Source: the loop is ppo_repro/loop.py; the papers behind each option are named in ppo_repro/config/README.md.
+    Source: the loop is ppo_repro/loop.py; ppo_repro/config/README.md names papers.
 
     >>> import ppo_repro
     >>> def reward(prompt, response, answer):
@@ -116,7 +83,7 @@ def train(
     run_dir = run_folder(checked, folder)
     with (
         _saying_how_to_go_on(run_dir),
-        _Telling(run_dir, on_iteration, progress) as watcher,
+        LibraryProgress(run_dir, on_iteration, progress) as watcher,
         within_memory(checked, 1),
     ):
         runner.run(LanguageKind(watcher, ALONE), checked, folder)
@@ -166,7 +133,7 @@ def resume(
     path = open_run(run).path
     with (
         _saying_how_to_go_on(path),
-        _Telling(path, on_iteration, progress) as watcher,
+        LibraryProgress(path, on_iteration, progress) as watcher,
         within_recorded(path, lines),
     ):
         resumer.resume(kind_of(path).executed_by(watcher, ALONE), path, lines)

@@ -118,7 +118,8 @@ def check_advantages(
 ) -> list[AdvantageDrift]:
     """An estimator beside its definition on drawn responses, in every layout; one entry for each layout.
 
-    tolerance: relative to the largest advantage, if the estimator adds a small number to a denominator.
+    tolerance: relative to the largest advantage, if the estimator adds a small number to a denominator. Raises what the
+    estimator raises, and ValueError for a result with another number of rows.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -155,8 +156,7 @@ def check_advantages(
 def assert_advantages_conform(
     estimator: Estimator, kind: Kind, *, gamma: float = 1.0, lam: float = 0.95, seed: int = 0, tolerance: float = 0.0
 ) -> None:
-    """Assert that an estimator follows its definition in every layout; AssertionError has a line for each that it does
-    not.
+    """Assert that an estimator follows its definition in every layout; AssertionError has a line for each failure.
 
     >>> from ppo_repro.testing.advantages import assert_advantages_conform
     >>> def to_go(batch):

@@ -37,7 +37,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Names:
-    """The columns of a dump. None: there is no such column. Any column but the log-probs may be missing in a file."""
+    """The columns of a dump; None: no such column. A file may lack any but the log-probs, which are in nats."""
 
     sampler: str
     trainer: str

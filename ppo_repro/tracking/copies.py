@@ -8,7 +8,6 @@ from typing import Any
 
 from ppo_repro.errors import UserError
 from ppo_repro.output import say
-from ppo_repro.records.reader import open_manifest
 
 Said = tuple[list[str], dict[str, Any]]  # lines for people, fields for JSON
 
@@ -47,5 +46,9 @@ def require_tensorboard(events: Path | None) -> None:
 
 def _require_recorded(folder: Path) -> None:
     """UserError unless there is something to copy, before MLflow is imported."""
+    from ppo_repro.records.reader import open_manifest  # NumPy, which `track` needs only now
+
     if not (folder / "cells.parquet").exists():
+        from ppo_repro.records.reader import open_manifest
+
         open_manifest(folder, allow_incomplete=True)

@@ -15,7 +15,7 @@ from analysis.pairs.files import imported_pairs, iteration_of, masked_tokens
 from analysis.pairs.runs import REQUIRED, run_pairs
 from ppo_repro.errors import UserError
 from ppo_repro.testing import Names
-from tests.audit.test_dump import ROWS
+from tests.audit.rows import ROWS
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:

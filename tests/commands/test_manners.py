@@ -12,23 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.commands.progress import ConsoleProgress
 from ppo_repro.commands.run_folders import latest_run
-from ppo_repro.config.files import load_config
-from ppo_repro.config.section import run_folder
 from ppo_repro.files import only_writer
 from ppo_repro.records import manifest
 from tests.support.cli import Cli, one_line
-from tests.support.paths import ROOT, SMALL, SMALL_CONTROL, TINY
+from tests.support.paths import ROOT, SMALL_CONTROL, TINY
 
 
 def errors(err: str) -> list[str]:
     return [line for line in err.splitlines() if line.startswith("error: ")]
-
-
-def test_without_a_command_there_is_help(cli: Cli) -> None:
-    code, out, err = cli()
-    assert code == 0 and err == "" and out == cli("--help")[1] and "resume" in out
 
 
 @pytest.mark.parametrize(
@@ -45,15 +37,6 @@ def test_without_a_command_there_is_help(cli: Cli) -> None:
 def test_the_word_that_was_meant(cli: Cli, arguments: list[str], said: str) -> None:
     code, out, err = cli(*arguments)
     assert code == 2 and out == "" and said in one_line(err)
-
-
-def test_all_mistakes_of_a_file_have_lines(cli: Cli, tmp_path: Path) -> None:
-    text = TINY.read_text().replace("seed:", "sed:").replace("epochs:", "epoch:")
-    (tmp_path / "c.yaml").write_text(text)
-    code, _, err = cli("plan", tmp_path / "c.yaml", "--set", "numerics.mode=nativ")
-    assert code == 2 and len(errors(err)) == 5 and err.count(str(tmp_path / "c.yaml")) == 5
-    for meant in ("did you mean seed?", "did you mean ppo.epochs?", "did you mean native?"):
-        assert meant in err
 
 
 def test_a_file_full_of_mistakes_fills_no_screen(cli: Cli, tmp_path: Path) -> None:
@@ -134,12 +117,6 @@ def test_ls_tells_a_killed_run_from_one_that_is_written(cli: Cli, runs: Path) ->
         pass  # looking left no lock
 
 
-def test_ls_of_nothing(cli: Cli, tmp_path: Path) -> None:
-    assert cli("ls", tmp_path)[:2] == (0, f"no run in {tmp_path}\n")
-    code, _, err = cli("ls", tmp_path / "absent")
-    assert code == 2 and "no such folder; give the one that runs went to" in one_line(err)
-
-
 def test_latest_is_the_run_that_was_written_last(cli: Cli, runs: Path) -> None:
     shutil.rmtree(runs / "a" / "b")
     assert latest_run() == Path("runs/a/one")
@@ -159,29 +136,6 @@ def test_latest_without_a_run(cli: Cli, tmp_path: Path, monkeypatch: pytest.Monk
         assert code == 2 and out == "" and "there is no run in runs; give the folder of a run" in one_line(err)
     (tmp_path / "latest").mkdir()
     assert "latest: holds no manifest.json" in cli("show", "latest")[2], "a folder of that name is what is meant"
-
-
-def test_progress_says_how_long_the_rest_takes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    with ConsoleProgress() as watcher:
-        for done in range(1, 21):
-            watcher.iteration(done, 20, "x")
-            clock[0] += 30.0
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "PPO 2/20: x  about 9 min left" and lines[-1] == "PPO 20/20: x"
-    assert "PPO 18/20: x  about 60 s left" in lines
-
-
-def test_the_headline_of_a_reward_of_ones_own_is_its_score(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "r.py").write_text("def r(prompt, response, answer):\n    return -float(len(response))\n")
-    own = f"reward.terms=[{{kind: function, path: '{tmp_path}/r.py:r'}}]"
-    code, out, _ = cli("run", SMALL, "--out", tmp_path, "--set", own, "--set", "ppo.iterations=1")
-    assert code == 0 and out.startswith("held-out score ") and out.splitlines()[1].startswith("held-out accuracy ")
-    summary = json.loads(cli("show", run_folder(load_config(SMALL, [own, "ppo.iterations=1"]), tmp_path), "--json")[1])
-    assert summary["score_before"] < 0 and f" to {summary['score_after']:.3f} (greedy)" in out.splitlines()[0]
 
 
 def completions(line: str, shell: str = "bash", cwd: Path = ROOT) -> set[str]:
@@ -214,9 +168,3 @@ def test_the_script_for_a_shell(cli: Cli, shell: str) -> None:
     assert code == 0 and "ppo-repro" in out and "_ARGCOMPLETE" in out
     if shutil.which(shell):
         assert subprocess.run([shell, "-n"], input=out, text=True, check=False).returncode == 0
-
-
-def test_completion_without_its_package(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "argcomplete", None)
-    code, _, err = cli("completion", "bash")
-    assert code == 2 and "install it: pip install argcomplete" in one_line(err)

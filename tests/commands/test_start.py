@@ -55,12 +55,6 @@ def test_nothing_is_overwritten(cli: Cli, tmp_path: Path, name: str) -> None:
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(name, "mine")]
 
 
-def test_a_file_in_the_way(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    code, _, err = cli("init", tmp_path / "file" / "in")
-    assert code == 2 and "cannot be made (Not a directory); choose another folder" in one_line(err)
-
-
 def test_the_real_model_is_taken_where_it_was_fetched(
     cli: Cli, tmp_path: Path, deterministic_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,46 +134,36 @@ def answer(folder: Path, name: str, script: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "sinfo", "said"),
+    ("option", "missing", "said"),
     [
-        ("--slurm slurm_partition=cpu", "echo no route >&2; exit 1", "the cluster does not answer (no route); wait"),
-        ("--slurm slurm_partitoin=cpu", "exit 0", "jobs cannot be submitted (Unknown argument 'partitoin'"),
-        (
-            f"--ray 127.0.0.1:{FREE}",
-            "",
-            "cannot be reached ([Errno 111] Connection refused); start it",
-        ),
+        ("--slurm slurm_partition=cpu", "answer", "the cluster does not answer (no route); wait"),
+        ("--slurm slurm_partitoin=cpu", "", "jobs cannot be submitted (Unknown argument 'partitoin'"),
+        (f"--ray 127.0.0.1:{FREE}", "", "cannot be reached ([Errno 111] Connection refused); start it"),
+        ("--ray local", "package", "--ray: needs ray"),
+        ("--slurm a=b", "package", "--slurm: needs submitit"),
+        ("--slurm a=b", "sbatch", "--slurm: sbatch is not installed here"),
     ],
 )
 def test_what_a_cluster_cannot_do_is_said_before_anything_is_written(
-    commands: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, sinfo: str, said: str
-) -> None:
-    answer(commands, "sinfo", sinfo)
-    path = grid_file(tmp_path, {}, [1])
-    assert _run(["grid", str(path), "--out", str(tmp_path / "out"), *option.split()]) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and said in lines[0] and not (tmp_path / "out").exists(), lines
-
-
-@pytest.mark.parametrize(
-    ("option", "missing"),
-    [("--ray local", "needs ray"), ("--slurm a=b", "needs submitit"), ("--slurm a=b", "sbatch is")],
-)
-def test_what_is_not_installed_is_one_line(
     commands: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     option: str,
     missing: str,
+    said: str,
 ) -> None:
-    if missing == "sbatch is":
+    if missing == "answer":
+        answer(commands, "sinfo", "echo no route >&2; exit 1")
+    if missing == "sbatch":
         monkeypatch.setenv("PATH", str(tmp_path))
-    for module in ("ray_tasks", "slurm"):
-        monkeypatch.setattr(f"ppo_repro.grids.{module}.find_spec", lambda name: None)
-    assert _run(["grid", str(grid_file(tmp_path, {}, [1])), "--out", str(tmp_path / "out"), *option.split()]) == 2
-    assert f"error: {option.split()[0]}: {missing}" in capsys.readouterr().err.splitlines()[-1]
-    assert not (tmp_path / "out").exists()
+    if missing == "package":
+        for module in ("ray_tasks", "slurm"):
+            monkeypatch.setattr(f"ppo_repro.grids.{module}.find_spec", lambda name: None)
+    path = grid_file(tmp_path, {}, [1])
+    assert _run(["grid", str(path), "--out", str(tmp_path / "out"), *option.split()]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and said in lines[0] and not (tmp_path / "out").exists(), lines
 
 
 def test_a_job_that_vanished_is_lost_and_one_of_a_silent_cluster_is_not(

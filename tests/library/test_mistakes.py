@@ -101,9 +101,3 @@ def test_a_mistake_is_one_line(
         call(model)
     assert "\n" not in str(error.value) and len(str(error.value)) < 300
     assert list(tmp_path.iterdir()) == [] and torch.get_num_threads() == before
-
-
-def test_tensors_are_prompts_too(model: PreTrainedModel) -> None:
-    (listed,) = ppo_repro.generate(model, [[1, 2]], SAMPLING, stop=[0])
-    (given,) = ppo_repro.generate(model, [torch.tensor([1, 2])], SAMPLING, stop=torch.tensor([0]))  # type: ignore[list-item, arg-type]
-    assert given.response_ids == listed.response_ids

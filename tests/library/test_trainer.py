@@ -113,14 +113,6 @@ def test_weights_of_a_loop_of_ones_own_do_not_depend_on_the_layout() -> None:
     assert len(digests) == 2
 
 
-def test_weights_of_a_loop_with_stock_torch_depend_on_it(row_dependent: None) -> None:
-    digests = set()
-    for layout in LAYOUTS:
-        model = source_model("llama")
-        digests.add(trained_by_hand(model, *layout, torch.optim.AdamW(model.parameters(), lr=1e-2)))
-    assert len(digests) == len(LAYOUTS)
-
-
 def test_an_optimizer_goes_on_from_its_saved_state() -> None:
     model = deterministic_model()
     optimizer = ppo_repro.AdamW(model, 1e-2, weight_decay=0.1)

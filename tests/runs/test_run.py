@@ -7,6 +7,7 @@ import pandas as pd
 import torch
 
 from ppo_repro.records import manifest, reader
+from ppo_repro.runs.models_kept import load_final
 
 
 def test_the_saved_policy_is_the_trained_one(deterministic_run: Path) -> None:
@@ -15,7 +16,13 @@ def test_the_saved_policy_is_the_trained_one(deterministic_run: Path) -> None:
     from ppo_repro.numerics.optimizer import weights_digest
 
     model = AutoModelForCausalLM.from_pretrained(deterministic_run / "checkpoints" / "final", dtype=torch.float32)
-    assert weights_digest(model.named_parameters()) == manifest.load(deterministic_run).final["policy_digest"]
+    recorded = manifest.load(deterministic_run)
+    assert weights_digest(model.named_parameters()) == recorded.final["policy_digest"]
+    state = load_final(deterministic_run, recorded)
+    assert state.iteration == 3
+    assert set(state.policy_optimizer.steps.values()) == {len(reader.read_steps(deterministic_run))}
+    of_state = ((name, state.policy[name]) for name, _ in model.named_parameters())
+    assert weights_digest(of_state) == recorded.final["policy_digest"]
 
 
 def test_text_spans_cut_the_response_into_its_tokens(deterministic_run: Path) -> None:

@@ -6,7 +6,6 @@ Sums of iterations can be added (`added`). `has_*` is 1 where an optional column
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -81,10 +80,11 @@ def _total(values: npt.ArrayLike) -> float:
 
 def _plain(a32: npt.NDArray[np.float32], b32: npt.NDArray[np.float32], delta: Floats) -> dict[str, float]:
     a, b = a32.astype(np.float64), b32.astype(np.float64)
-    size = math.sqrt(_total(delta**2) / max(1, len(delta)))
     # float32 bit patterns of one sign are ordered like their values; near 0, units in the last place mean nothing
     steps = np.abs(a32.view(np.int32).astype(np.int64) - b32.view(np.int32).astype(np.int64))
     steps = steps[np.maximum(np.abs(a), np.abs(b)) > 1e-2]
+    with np.errstate(over="ignore"):  # beyond 709 nats it is infinite
+        k3 = _total(np.expm1(delta) - delta)
     return {
         "tokens": float(len(delta)),
         "unequal": _total(a32.view(np.int32) != b32.view(np.int32)),
@@ -93,15 +93,12 @@ def _plain(a32: npt.NDArray[np.float32], b32: npt.NDArray[np.float32], delta: Fl
         "delta": _total(delta),
         "delta_abs": _total(np.abs(delta)),
         "delta_sq": _total(delta**2),
-        "k3": _total(np.expm1(delta) - delta),
+        "k3": k3,
         "a": _total(a),
         "b": _total(b),
         "a_sq": _total(a**2),
         "b_sq": _total(b**2),
         "ab": _total(a * b),
-        # above and below a tenth of the root mean square
-        "positive": _total(delta > 0.1 * size),
-        "negative": _total(delta < -0.1 * size),
         "sorted_sq": _total((np.sort(a) - np.sort(b)) ** 2),
     }
 
@@ -144,6 +141,7 @@ def _positions(
     zero = (a == 0.0) != (b == 0.0)
     same = owner[1:] == owner[:-1]
     last = np.append(~same, True)[: len(owner)]
+    noise = 1e-4 * np.max(delta**2, initial=0.0)
     # neighbours in the response, not just in the frame
     same &= np.diff(tokens["position"].to_numpy()) == 1
     return {
@@ -151,6 +149,7 @@ def _positions(
         "at_zeros": _total(delta[zero] ** 2),
         "last": _total(last),
         "at_last": _total(delta[last] ** 2),
+        "largest_last_ids": float(len(np.unique(tokens["token_id"].to_numpy()[last & (delta**2 > noise)]))),
         "at_last_4": _total(delta[last] ** 4),
         "neighbours": _total(same),
         "next_sq": _total((b[:-1] - a[1:])[same] ** 2),

@@ -118,8 +118,7 @@ def ulps(a: Tensor, b: Tensor) -> Tensor:
     return (left - right).abs()
 
 
-def same_bits(a: Tensor, b: Tensor) -> Tensor:
-    """Where two tensors of one type have the same bits."""
+def _same_bits(a: Tensor, b: Tensor) -> Tensor:
     return a.contiguous().view(torch.int32) == b.contiguous().view(torch.int32)
 
 
@@ -138,7 +137,7 @@ def _rel_l2(a: Tensor, b: Tensor) -> float:
 def _compare(s: Subject, name: str, order: int, inputs: tuple[Tensor, Tensor], outputs: tuple[Tensor, Tensor]) -> Op:
     """One operation: its inputs and its outputs on the decoding path and in the training forward."""
     a, b = (x.to(torch.float64) for x in outputs)
-    difference, equal, inputs_equal = (a - b).abs(), same_bits(*outputs), bool(same_bits(*inputs).all())
+    difference, equal, inputs_equal = (a - b).abs(), _same_bits(*outputs), bool(_same_bits(*inputs).all())
     norms = float(a.norm()) * float(b.norm())
     input_difference = 0.0 if inputs_equal else _rel_l2(*inputs)
     layer, op = _layer_and_op(name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -35,9 +36,11 @@ from ppo_repro.stages.rollout import require_undisturbed, sampling_of
 SEQUENCES = 24
 MICRO_BATCHES = (1, 5)
 Mode = Literal["deterministic", "native"]
+MODES: tuple[Mode, ...] = ("deterministic", "native")
 CONTROL = "decode = full forward"
 Progress = Callable[[str, int, int], None]  # what was done, how much of it, how much there is
-Check = tuple[str, str, int, int]  # promise, condition, numbers compared, numbers that differ in any bit
+# promise, condition, and how many numbers are compared, how many differ in any bit
+Check = tuple[str, str, Callable[[], tuple[int, int]]]
 
 
 @dataclass(frozen=True)
@@ -177,55 +180,44 @@ def _with_two_threads(compute: Callable[[], Tensor]) -> Tensor:
         library.use_threads(1)
 
 
-def _rollout_checks(s: _Subject) -> Iterator[Check]:
-    n = len(s.logprobs)
+def _checks(s: _Subject) -> list[Check]:
+    """Every promise, in the order in which they have to be computed: the last one changes the policy."""
+    forward, weights, values = _forward(s, SEQUENCES), _weights_after_step(s, SEQUENCES), _values(s, SEQUENCES)
 
-    def resample(slots: int, chunk: int, prefix_cache: bool = True) -> int:
-        return _differing(s.completions, _generate(s.config, s.prepared, s.requests, slots, chunk, prefix_cache))
+    def resampled(slots: int, chunk: int = 0, prefix_cache: bool = True, step: int = 1) -> tuple[int, int]:
+        again = _generate(s.config, s.prepared, s.requests[::step], slots, chunk, prefix_cache)[::step]
+        return len(s.logprobs), _differing(s.completions, again)
 
-    for slots in (1, 3, 16):
-        yield "rollout slots", str(slots), n, resample(slots, 0)
-    for chunk in (1, 3):
-        yield "prefill chunk", str(chunk), n, resample(SEQUENCES, chunk)
-    yield "prefix cache", "off", n, resample(SEQUENCES, 0, False)
-    yield "prefix cache", "warm, 2 slots", n, resample(2, 0)
-    reversed_back = _generate(s.config, s.prepared, s.requests[::-1], 5, 0, True)[::-1]
-    yield "request order", "reversed, 5 slots", n, _differing(s.completions, reversed_back)
+    def compared(expected: Tensor, compute: Callable[[], Tensor]) -> tuple[int, int]:
+        return len(expected), unequal_bits(expected, compute())
 
+    def checkpointed() -> Tensor:
+        checkpoint_gradients(trunk_of(s.prepared.state.policy))
+        return _weights_after_step(s, SEQUENCES)
 
-def _checks(s: _Subject) -> Iterator[Check]:
-    """(promise, condition, compared, unequal) of every promise."""
-    n, forward = len(s.logprobs), _forward(s, SEQUENCES)
-    yield CONTROL, "all at once", n, unequal_bits(s.logprobs, forward)
-    yield from _rollout_checks(s)
-    for size in MICRO_BATCHES:
-        yield "forward", f"{size} a batch", n, unequal_bits(forward, _forward(s, size))
-    values = _values(s, SEQUENCES)
-    for size in MICRO_BATCHES if len(values) else ():
-        yield "values", f"{size} a batch", n, unequal_bits(values, _values(s, size))
-    weights = _weights_after_step(s, SEQUENCES)
-    for size in MICRO_BATCHES:
-        changed = _weights_after_step(s, size)
-        yield "optimizer step", f"{size} a micro-batch", len(weights), unequal_bits(weights, changed)
-    other = _with_two_threads(lambda: _forward(s, SEQUENCES))
-    yield "forward", "2 threads", n, unequal_bits(forward, other)
-    other = _with_two_threads(lambda: _weights_after_step(s, SEQUENCES))
-    yield "optimizer step", "2 threads", len(weights), unequal_bits(weights, other)
-    checkpoint_gradients(trunk_of(s.prepared.state.policy))
-    other = _weights_after_step(s, SEQUENCES)
-    yield "optimizer step", "gradient checkpointing", len(weights), unequal_bits(weights, other)
-
-
-def _count(s: _Subject) -> int:
-    """How many rows `_checks` yields."""
-    kinds = 2 if s.prepared.state.value_model is None else 3
-    return 1 + 8 + kinds * len(MICRO_BATCHES) + 3
-
-
-def _told(checks: Iterator[Check], mode: Mode, before: int, total: int, progress: Progress) -> Iterator[Check]:
-    for done, check in enumerate(checks, before + 1):
-        progress(f"{mode}: {check[0]}, {check[1]}", done, total)
-        yield check
+    whole = partial(_forward, s, SEQUENCES)
+    step = partial(_weights_after_step, s, SEQUENCES)
+    return [
+        (CONTROL, "all at once", lambda: compared(s.logprobs, lambda: forward)),
+        *(("rollout slots", str(n), partial(resampled, n)) for n in (1, 3, 16)),
+        *(("prefill chunk", str(n), partial(resampled, SEQUENCES, n)) for n in (1, 3)),
+        ("prefix cache", "off", lambda: resampled(SEQUENCES, prefix_cache=False)),
+        ("prefix cache", "warm, 2 slots", lambda: resampled(2)),
+        ("request order", "reversed, 5 slots", lambda: resampled(5, step=-1)),
+        *(("forward", f"{n} a batch", partial(compared, forward, partial(_forward, s, n))) for n in MICRO_BATCHES),
+        *(
+            ("values", f"{n} a batch", partial(compared, values, partial(_values, s, n)))
+            for n in MICRO_BATCHES
+            if len(values)
+        ),
+        *(
+            ("optimizer step", f"{n} a micro-batch", partial(compared, weights, partial(_weights_after_step, s, n)))
+            for n in MICRO_BATCHES
+        ),
+        ("forward", "2 threads", lambda: compared(forward, partial(_with_two_threads, whole))),
+        ("optimizer step", "2 threads", lambda: compared(weights, partial(_with_two_threads, step))),
+        ("optimizer step", "gradient checkpointing", lambda: compared(weights, checkpointed)),
+    ]
 
 
 def probe(config: RunConfig, progress: Progress) -> Probed:
@@ -234,12 +226,19 @@ def probe(config: RunConfig, progress: Progress) -> Probed:
     `progress` is told of every check that is done: which one, its number from 1, how many there are.
     """
     require_undisturbed(config)
-    subject = _subject(config, "deterministic")
-    count = _count(subject)
-    accuracy = policy_accuracy(subject.config, subject.prepared.task.prompt_ids, subject.prepared.state.policy)
-    found = list(_told(_checks(subject), "deterministic", 0, 2 * count, progress))
-    native = list(_told(_checks(_subject(config, "native")), "native", count, 2 * count, progress))
-    return Probed([Row(*row, control[3]) for row, control in zip(found, native, strict=True)], accuracy)
+    found: dict[str, list[tuple[str, str, int, int]]] = {}
+    accuracy = None
+    for before, mode in enumerate(MODES):
+        subject = _subject(config, mode)
+        if mode == "deterministic":
+            policy = subject.prepared.state.policy
+            accuracy = policy_accuracy(subject.config, subject.prepared.task.prompt_ids, policy)
+        checks, found[mode] = _checks(subject), []
+        for done, (promise, condition, count) in enumerate(checks, before * len(checks) + 1):
+            found[mode].append((promise, condition, *count()))
+            progress(f"{mode}: {promise}, {condition}", done, len(MODES) * len(checks))
+    pairs = zip(found["deterministic"], found["native"], strict=True)
+    return Probed([Row(*row, control[3]) for row, control in pairs], accuracy)
 
 
 def failures(rows: Sequence[Row]) -> list[str]:

@@ -69,7 +69,7 @@ class Drift:
         elif not math.isfinite(self.value):
             parts.append(f"the value is {self.value:g}")
         elif self.factor is not None:
-            parts.append(f"differs by the factor {self.factor:.6g} everywhere")
+            parts.append(f"differs by the factor {self.factor:.6g} everywhere" if self.factor else "is 0 everywhere")
         else:
             if not self.value_drift <= self.tolerance:
                 parts.append(f"value {self.value:.9g} instead of {self.expected:.9g}")
@@ -98,12 +98,6 @@ class Conformance:
     def lines(self) -> list[str]:
         """One line for each layout, dtype and extreme."""
         return [drift.describe() for drift in self.drifts]
-
-    def frame(self) -> pd.DataFrame:
-        """One row for each layout, dtype and extreme."""
-        import pandas as pd
-
-        return pd.DataFrame([vars(drift) for drift in self.drifts])
 
 
 def _rollout(rollout: LossRollout | pd.DataFrame) -> LossRollout:

@@ -137,13 +137,14 @@ def retokenized() -> pd.DataFrame:
     return pairs.assign(token_id_b=s.ids[:, 0].numpy().astype(np.int32), logprobs_b=s.of_ids(s.logits).numpy())
 
 
-UNSHAPED = "stale_weights or dropout or temperature"
-SOME_ROWS = "padding_leak or retokenization or stale_weights"
+NOT_RULED_OUT = "temperature or truncated_sampling or unknown"
+UNSHAPED = f"stale_weights or dropout or {NOT_RULED_OUT}"
+SOME_ROWS = "padding_leak or retokenization or stale_weights or unknown"
 # how it is made, cause with every column, causes from ids, positions and log-probs alone
 FAULTS: dict[str, tuple[Callable[[], pd.DataFrame], str, str]] = {
     "temperature 0.9": (lambda: Sampled(8, 0.9).pairs(), "temperature", UNSHAPED),
     "temperature 2": (lambda: Sampled(9, 2.0).pairs(), "temperature", UNSHAPED),
-    "top-k 5": (lambda: Sampled(10, top_k=5).pairs(), "truncated_sampling", "truncated_sampling"),
+    "top-k 5": (lambda: Sampled(10, top_k=5).pairs(), "truncated_sampling", UNSHAPED),
     "rolled on": (lambda: moved(lambda a, _: np.roll(a, 1)), "off_by_one", "off_by_one"),
     "rolled back": (lambda: moved(lambda a, _: np.roll(a, -1)), "off_by_one", "off_by_one"),
     "shuffled": (lambda: moved(shuffled), "shuffled", "shuffled"),
@@ -193,9 +194,9 @@ def test_a_temperature_is_measured(value: float) -> None:
 def test_what_is_given_narrows_what_is_named() -> None:
     pairs = rounded(torch.bfloat16)
     alone = pairs[list(NEEDED)]
-    assert diagnose(alone.assign(steps_since_sync=0)).verdict == "reduced_precision or dropout or temperature"
+    assert diagnose(alone.assign(steps_since_sync=0)).verdict == f"reduced_precision or dropout or {NOT_RULED_OUT}"
     again = alone.assign(logprobs_b_again=pairs["logprobs_b_again"])
-    assert diagnose(again).verdict == "reduced_precision or stale_weights or temperature"
+    assert diagnose(again).verdict == f"reduced_precision or stale_weights or {NOT_RULED_OUT}"
     assert "steps_since_sync" in diagnose(again).needed and "logprobs_b_again" not in diagnose(again).needed
 
 
@@ -272,6 +273,27 @@ def test_what_is_not_a_frame_of_pairs_is_refused() -> None:
         diagnose(pairs.astype({"logprobs_b": np.float64}))
     with pytest.raises(UserError, match="iteration 0, sequence 0, position 1 twice"):
         diagnose(pd.concat([pairs, pairs.iloc[1:]]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda b: b / math.log(2),
+        np.cumsum,
+        lambda b: np.maximum(b, -2.0),
+        lambda b: b - 0.3,
+        lambda b: np.where(np.arange(len(b)) % 5 == 4, b - 1.0, b),  # the last tokens, of several ids
+    ],
+)
+def test_signs_alone_name_nothing(change: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Every log-prob is on one side of the other, as after a cut, but not by the mass that a cut keeps."""
+    generator = np.random.default_rng(5)
+    b = -generator.exponential(1.5, 500)
+    pairs = made(change(b).tolist(), b.tolist(), [5] * 100).assign(token_id=generator.integers(3, 60, 500))
+    assert diagnose(pairs).verdict.endswith("unknown")
+    others = {"log_kept_mass": 0.0, "steps_since_sync": 0, "pad_length": 0, "entropies": 1.5, "prob_sq_sums": 0.4}
+    others |= {"logprobs_b_again": pairs["logprobs_b"], "token_id_b": pairs["token_id"]}
+    assert diagnose(pairs.assign(**others)).verdict == "unknown"
 
 
 def test_all_zeros_may_be_greedy_sampling() -> None:

@@ -188,25 +188,15 @@ def noise(size: float, seed: int = 3) -> Callable[[Tensor], Tensor]:
     return lambda v: v + size * torch.randn(len(v), generator=generator)
 
 
-def neighbour(k: int) -> Callable[[Material], Values]:
-    """The log-prob of the token k on, by the logits of this one."""
+def paired(token: int = 0, logits: int = 0) -> Callable[[Material], Values]:
+    """The log-prob of the token so many places on, by the logits so many places on."""
 
     def fault(m: Material) -> Values:
         found = []
         for i, r in enumerate(m.responses):
-            row = m.matrix(i)
-            found.append(torch.tensor([row[t, r[t + k]] if 0 <= t + k < len(r) else -3.0 for t in range(len(r))]))
-        return found
-
-    return fault
-
-
-def other_logits(k: int) -> Callable[[Material], Values]:
-    def fault(m: Material) -> Values:
-        found = []
-        for i, r in enumerate(m.responses):
-            row = m.matrix(i)
-            found.append(torch.tensor([row[t + k, r[t]] if 0 <= t + k < len(r) else -3.0 for t in range(len(r))]))
+            row, n = m.matrix(i), len(r)
+            inside = [0 <= t + token < n and 0 <= t + logits < n for t in range(n)]
+            found.append(torch.tensor([row[t + logits, r[t + token]] if x else -3.0 for t, x in enumerate(inside)]))
         return found
 
     return fault
@@ -292,8 +282,8 @@ FAULTS: dict[str, tuple[Callable[[Material], Values], str]] = {
     "greedy": (quantity(lambda x: x.max(-1)), "log-prob of the likeliest token"),
     "entropy": (quantity(lambda x: (np.exp(x) * x).sum(-1)), "minus the entropy"),
     "pad token": (quantity(lambda x: x[:, PAD_ID]), "log-prob of token id 0 at every position"),
-    "labels not shifted": (neighbour(-1), "log-prob of the token -1 places on, by the right logits"),
-    "logits not shifted": (other_logits(1), "log-prob of the right token, by the logits +1 places on"),
+    "labels not shifted": (paired(token=-1), "log-prob of the token -1 places on, by the right logits"),
+    "logits not shifted": (paired(logits=1), "log-prob of the right token, by the logits +1 places on"),
     "top-k 8": (cut("top-k", 8), "normalised over the tokens that top-k keeps"),
     "top-k 20": (cut("top-k", 20), "normalised over the tokens that top-k keeps (try --top-k 20)"),
     "top-p": (cut("top-p", 0.97), "normalised over the tokens that top-p keeps (try --top-p "),

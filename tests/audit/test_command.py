@@ -44,10 +44,7 @@ def test_log_probs_of_a_run_are_right(cli: Cli, dump: tuple[Path, Path], tmp_pat
     assert code == 0 and "error: " not in err
     assert out.splitlines()[-2:] == ["verdict: both sides are right", f"page    {page}"]
     assert "sampler is right" in page.read_text()
-    generator = '<meta name="generator" content="ppo-repro audit"/>'
-    for earlier in (page.read_text(), page.read_text().replace(generator, "")):  # of today, and of older versions
-        page.write_text(earlier)
-        check_replaceable(page, PAGE)
+    check_replaceable(page, PAGE)
 
 
 @pytest.mark.parametrize("there", ["words", "<!DOCTYPE html>\n<html><body>mine</body></html>", None])
@@ -133,7 +130,9 @@ OF_SGLANG = {
 QUICK = "float32", "float32_trainer_without_temperature"
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in OF_SGLANG])
+@pytest.mark.parametrize(
+    "name", [pytest.param(d.name, marks=[pytest.mark.slow] * (d.name not in QUICK)) for d in sglang_dumps.DUMPS]
+)
 def test_dumps_of_the_real_sglang(cli: Cli, dump: tuple[Path, Path], name: str) -> None:
     reference, later = dump[1], dump[1].parents[1] / FINAL
     models = ["--model", later, "--also", reference] if name == "float32_stale" else ["--model", reference]
@@ -153,10 +152,6 @@ def test_a_dump_of_a_server_that_runs_now(cli: Cli, dump: tuple[Path, Path], tmp
     found = json.loads(out)
     assert code == int(dtype == "bfloat16") and found["tokens"] == 12 * len(sglang_dumps.PROMPTS)
     assert says(found, *OF_SGLANG[dtype])
-
-
-def test_every_dump_of_sglang_has_a_verdict_here() -> None:
-    assert OF_SGLANG.keys() == {made.name for made in sglang_dumps.DUMPS}
 
 
 @pytest.mark.parametrize(
@@ -202,27 +197,11 @@ def test_a_side_without_log_probs_has_no_distance(cli: Cli, dump: tuple[Path, Pa
     assert code == 1 and f"sampler is wrong: {count} of {count} tokens have no log-prob or a 0\n" in out
 
 
-def test_tokens_that_the_model_has_not_are_refused(cli: Cli, dump: tuple[Path, Path], tmp_path: Path) -> None:
-    row = json.loads(dump[0].read_text().splitlines()[0])
-    row["response_ids"][0] = 10**6
-    (tmp_path / "dump.jsonl").write_text(json.dumps(row) + "\n")
-    code, _, err = cli("audit", tmp_path / "dump.jsonl", "--model", dump[1])
-    assert code == 2 and "token 1000000 is not in the model's vocabulary" in one_line(err)
-
-
 ATTACKS: list[tuple[str, str, bytes, str]] = [
     ("words", "x.jsonl", b"hello\n", "not valid JSON"),
-    ("a list", "x.jsonl", b"[1, 2]\n", "must be an object, is list"),
-    ("cut off", "x.jsonl", b'{"prompt_ids": [1, 2], "response_ids": [3', "not valid JSON"),
     ("binary", "x.jsonl", bytes(range(256)), "x.jsonl:1: "),
     ("not Parquet", "x.parquet", b"PAR1" + bytes(60), "give a whole Parquet file"),
     ("not a tensor file", "x.pt", b"\x80\x04 nothing", "cannot be read without running code from it"),
-    (
-        "no log-probs",
-        "x.jsonl",
-        b'{"prompt_ids": [1], "response_ids": [2]}\n',
-        "must have the two log-probs of one stack",
-    ),
 ]
 
 
@@ -236,13 +215,9 @@ def test_files_that_are_no_dump_are_one_line(
 
 
 ROW = {"prompt_ids": [5, 6], "response_ids": [7, 8], "rollout_logprobs": [-1.0, -2.0], "old_logprobs": [-1.0, -2.0]}
-ROWS: list[tuple[dict[str, object], str]] = [
-    ({"response_ids": []}, "row 1: rollout_logprobs has 2 entries for 0 response tokens"),
+ROWS: list[tuple[dict[str, object], str]] = [  # what one reader refuses for all is in test_dump
     ({"response_ids": [], "rollout_logprobs": [], "old_logprobs": []}, "has no response with a token that counts"),
     ({"prompt_ids": []}, "row 1: has no prompt token"),
-    ({"old_logprobs": [-1.0]}, "row 1: old_logprobs has 1 entries for 2 response tokens"),
-    ({"old_logprobs": [[-1.0], [-2.0]]}, "row 1: old_logprobs = [[-1.0], [-2.0]]: must be a list of log-probs"),
-    ({"response_ids": [7.0, 8.0]}, "row 1: response_ids = [7.0, 8.0]: must be a list of token ids"),
     ({"response_ids": [7, 999]}, "row 1: token 999 is not in the model's vocabulary"),
     ({"turns": ["a", "b"]}, "row 1: turns = ['a', 'b']: must be a list of turns, whole numbers"),
 ]

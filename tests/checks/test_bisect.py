@@ -15,9 +15,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ppo_repro.checks.bisect import Op, compare_ops, first_divergent_op, ulps
-from ppo_repro.checks.capture import Subject, decoded, trained
-from ppo_repro.checks.conditions import ladder, toggles
-from ppo_repro.checks.replay import Replay
+from ppo_repro.checks.capture import Replay, Subject, decoded, trained
+from ppo_repro.checks.conditions import TOGGLES, ladder
 from ppo_repro.commands.cli import main
 from ppo_repro.rollout.engine import Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
@@ -131,7 +130,7 @@ def test_units_in_the_last_place_by_hand() -> None:
 @pytest.mark.parametrize("mode", ["deterministic", "native"])
 def test_the_ladder(mode: str) -> None:
     s = subject("qwen3", mode)
-    steps, names = ladder(s), toggles(mode)
+    steps, names = ladder(s), TOGGLES[mode]
     assert len(names) == {"deterministic": 4, "native": 6}[mode]
     assert [(x.way, x.toggle) for x in steps] == (
         [("one", name) for name in names] + [("but_one", name) for name in ("all", *names)]

@@ -123,5 +123,5 @@ def test_a_function_that_draws_is_refused_before_anything_is_computed(cli: Cli, 
     text = "import random\n\n\ndef score(prompt, response, answer):\n    return random.random()\n"
     code, out, err = cli(*with_function(tmp_path / "random", text))
     assert code == 2 and out == "" and "warm start" not in err
-    assert f"error: reward.terms.0.path: {tmp_path}/random/r.py:4: the function returned 0." in one_line(err)
+    assert f"error: reward.terms.0.path: {tmp_path}/random/r.py:4: score returned 0." in one_line(err)
     assert not list(tmp_path.rglob("manifest.json"))

@@ -56,6 +56,7 @@ def read_facts(run_dir: Path) -> Facts:
         advice = f"go on with `ppo-repro resume {run_dir}`"
         raise UserError(f"{run_dir}: the run is {manifest.status} and has no complete iteration to report; {advice}")
     environment, config = read_note(run_dir, manifest, ENVIRONMENT_NAME), load_config_of(run_dir, manifest)
+    assert not isinstance(config, DPOConfig), "a DPO run has a page of its own"
     text = (run_dir / CONFIG_NAME).read_text(encoding="utf-8")
     name = f"{config.experiment}/{run_dir.resolve().name}"
     measured = None if isinstance(config, ControlConfig) else accuracy.read(run_dir, manifest)

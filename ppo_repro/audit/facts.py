@@ -88,7 +88,8 @@ def _by_probability(ideal: Tensor, bad: Tensor) -> list[str]:
 
 def _how(ideal: Tensor, off: Tensor, bad: Tensor, tolerance: float) -> list[str]:
     """What kind of distance it is: constant, a factor, of one sign."""
-    found, wrong = [], off[bad]
+    found: list[str] = []
+    wrong = off[bad]
     if len(wrong) < 3:
         return found
     mean = float(wrong.mean())

@@ -20,9 +20,10 @@ from rich.progress import (
 
 from ppo_repro.clock import duration
 from ppo_repro.output import say_anyway
+from ppo_repro.watcher import Watcher
 
 
-class ConsoleProgress(AbstractContextManager["ConsoleProgress"]):
+class ConsoleProgress(Watcher, AbstractContextManager["ConsoleProgress"]):
     """Progress bars; where stderr is no terminal, a line after the first iteration and every tenth of the work."""
 
     def __init__(self) -> None:

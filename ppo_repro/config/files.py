@@ -50,6 +50,7 @@ def build_config(tree: Any, source: str) -> RunConfig:
 
 def build_config_of(kind: Kind, tree: Any, source: str) -> RunConfig | ControlConfig | DPOConfig:
     """The configuration of a run of some kind from a parsed tree; raises UserError as `validated` does."""
+    models: dict[Kind, type[RunConfig | ControlConfig | DPOConfig]]
     models = {LANGUAGE: RunConfig, CONTROL: ControlConfig, DPO: DPOConfig}
     return validated(models[kind], tree, source)
 

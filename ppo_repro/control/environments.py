@@ -111,7 +111,7 @@ def make_environments(identifier: str, count: int, *name: int | str) -> Environm
     space = envs[0].observation_space
     if not isinstance(space, Box) or len(space.shape) != 1:
         raise UserError(f"environment.id = {identifier!r}: its observations are {space}; must be a Box of one axis")
-    if envs[0].spec.max_episode_steps is None:
+    if envs[0].spec is None or envs[0].spec.max_episode_steps is None:
         raise UserError(f"environment.id = {identifier!r}: has no time limit; an evaluation might never end")
     acted, nothing = envs[0].action_space, np.empty(0, np.float32)
     if isinstance(acted, Discrete):

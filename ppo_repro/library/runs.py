@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ppo_repro.commands import run_folders
 from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.library.checks import folder_of
@@ -63,7 +64,7 @@ class Run:
         return self._head.final
 
     @property
-    def config(self) -> RunConfig | ControlConfig:
+    def config(self) -> RunConfig | ControlConfig | DPOConfig:
         """The configuration that the run was started with."""
         return load_config_of(self.path, self._head)
 

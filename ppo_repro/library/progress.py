@@ -7,15 +7,12 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ppo_repro.commands.progress import ConsoleProgress
 from ppo_repro.records import reader
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-OnIteration = Callable[["pd.Series"], object]
+OnIteration = Callable[[Any], object]  # takes a row of the table `iterations`, a pandas Series
 SECONDS = 0.2  # between two updates of a line
 
 

@@ -57,13 +57,14 @@ def _check(options: argparse.Namespace) -> None:
 
 def audit_command(options: argparse.Namespace) -> int:
     """Say which side of another stack's dump is wrong, by the model in float64, and why; exit 1 if one is."""
+    _check(options)
+    say(f"{options.dump}: both sides beside the model of {options.model} in float64")
+
     from itertools import islice
 
     from ppo_repro.models.folder_files import check_config, check_weights
     from ppo_repro.testing.dumps import read_dump
 
-    _check(options)
-    say(f"{options.dump}: both sides beside the model of {options.model} in float64")
     for option, folder in (("--model", options.model), *(("--also", folder) for folder in options.also)):
         check_config(folder, f"{option} {folder}")
         check_weights(folder, f"{option} {folder}")

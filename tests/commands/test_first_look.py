@@ -73,7 +73,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / "r.py").write_text("def scores(): pass"),
         "has no function score; did you",
     ),
-    "no Python": (lambda f: (f / "r.py").write_text("def score()"), "r.py:1 fails to load (SyntaxError: expected ':')"),
+    "no Python": (lambda f: (f / "r.py").write_text("def score()"), "r.py:1 fails to load (SyntaxError in Python "),
     "no model": (
         lambda f: (f / "model").rename(f / "elsewhere"),
         "there is no such folder; give the folder of a model",

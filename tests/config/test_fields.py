@@ -8,6 +8,7 @@ import math
 import re
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
 
@@ -116,7 +117,8 @@ def digests_beside(name: str) -> Iterator[tuple[Key, str]]:
             except UserError:
                 continue
             found = changed.model_dump(mode="json")
-            assert not has(found, leaf.path) or at(found, leaf.path) == candidate
+            absolute = str(Path.cwd() / candidate) if isinstance(candidate, str) else candidate  # paths become absolute
+            assert not has(found, leaf.path) or at(found, leaf.path) in (candidate, absolute)
             yield leaf.key, changed.digest()
 
 

@@ -25,6 +25,7 @@ JSONL = {"kind": "jsonl", "path": "some.jsonl", "num_eval_prompts": 3}
 EVALUATED = {"num_eval_prompts": 3}
 GYM = {"kind": "reasoning_gym", "dataset": "chain_sum", "size": 9, **EVALUATED}
 TRAINED = {"kind": "trained_model", "num_pairs": 8, "minibatch_size": 4, "learning_rate": 1e-3}
+OWN_PAIRS = {"kind": "trained_model", "pairs": "pairs.jsonl", "minibatch_size": 4, "learning_rate": 1e-3}
 ADAPTIVE = {"kind": "adaptive", "target_kl": 0.5}
 WEIGHTS = {"kind": "truncated", "level": "sequence"}
 REJECTION = [{"kind": "ratio", "low": 0.25, "high": 4.0}, {"kind": "divergence", "above": 1.0}, {"kind": "veto"}]
@@ -45,6 +46,7 @@ TREES: dict[str, dict[str, Any]] = {
     "term verl": {"reward": {"terms": [{"kind": "verl", "path": "rewards.py:i", "data_source": "openai/gsm8k"}]}},
     "term model": {"reward": {"terms": [{"kind": "model", "path": "some/reward_model"}]}},
     "term trained model": {"reward": {"terms": [TRAINED]}},
+    "pairs of one's own": {"reward": {"terms": [OWN_PAIRS]}},
     "kl in reward, adaptive": {"kl": {"controller": ADAPTIVE}},
     "kl in loss": {"kl": {"placement": "loss"}},
     "no kl": {"kl": {"placement": "none"}},

@@ -28,7 +28,7 @@ test-long:  ## the tests marked long, and every Hypothesis test with newly drawn
 	$(PYTEST) --dist worksteal -m "long or (hypothesis and not slow)" --hypothesis-profile=new $(ARGS)
 
 SGLANG_VENV ?= .venv-sglang
-test-sglang:  ## the tests that start real SGLang servers, on the CPU: eight minutes and 2.8 GB
+test-sglang:  ## the tests that start real SGLang servers, on the CPU: ten minutes and 2.8 GB
 	@.ci/setup.sh test
 	@.ci/sglang.sh $(SGLANG_VENV)
 	OMP_NUM_THREADS=1 PPO_REPRO_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python \

@@ -13,8 +13,8 @@ from analysis.report.verdicts import on_purpose
 from ppo_repro.accuracy import Text, reference_scores, stock_scores
 from ppo_repro.checks.bisect import bisect
 from ppo_repro.config.files import load_config
+from ppo_repro.config.inputs import run_folder
 from ppo_repro.config.run import RunConfig
-from ppo_repro.config.section import run_folder
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import load_folder
 from ppo_repro.records import manifest, reader

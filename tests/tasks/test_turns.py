@@ -9,13 +9,9 @@ import pytest
 
 from ppo_repro.config.files import dump_yaml, load_config
 from ppo_repro.errors import UserError
-from ppo_repro.ranks import ALONE
 from ppo_repro.runs import prepare
-from ppo_repro.stages.rollout import choose_prompts, roll_out
-from ppo_repro.watcher import Silent
 from tests.support.cli import Cli, one_line
-from tests.support.language import run
-from tests.support.paths import ROOT, TINY
+from tests.support.paths import TINY
 from tests.support.turns import TASK, turns_config
 
 BAD = {
@@ -66,20 +62,3 @@ def test_sglang_refuses_turns_and_stop_texts_by_name(tmp_path: Path) -> None:
         turns_config(tmp_path, "rollout.engine.kind=sglang", "rollout.stop=[]")
     with pytest.raises(UserError, match=r"rollout\.stop needs rollout\.engine\.kind = torch"):
         load_config(TINY, ["rollout.engine.kind=sglang", "rollout.stop=['=']"])
-
-
-def test_a_turn_that_has_no_room_left_ends_the_episode_as_the_limit_does(tmp_path: Path) -> None:
-    """The environment's text is not put in where no token could follow it."""
-    config = turns_config(tmp_path, "rollout.max_response_tokens=5", "numerics.max_context=16")
-    prepared = prepare.prepare(config, lambda step, total, loss: None)
-    rollout = roll_out(config, prepared.task, prepared.engine, choose_prompts(config, prepared.task, 0), ALONE)
-    assert rollout.episodes is not None
-    assert all(len(e.ids) <= 5 and not e.is_forced[-1] for e in rollout.episodes)
-    cut = [e for e, reason in zip(rollout.episodes, rollout.finish_reasons, strict=True) if reason == "length"]
-    assert any(len(e.ids) < 5 and prepared.task.tokenizer.decode(e.ids[-1:]) == "1" for e in cut)
-
-
-def test_dpo_refuses_episodes_of_several_turns(tmp_path: Path, cli: Cli) -> None:
-    run_dir = run(turns_config(tmp_path, "ppo.iterations=1"), tmp_path, Silent())[0]
-    code, _, err = cli("dpo", ROOT / "experiments" / "dpo.yaml", "--set", f"run={run_dir}", "--out", tmp_path)
-    assert code == 2 and "its episodes have several turns" in one_line(err)

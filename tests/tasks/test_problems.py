@@ -160,14 +160,6 @@ def test_a_template_that_is_missing_or_leaves_something_out_is_refused() -> None
         encoder(tokenizer, of_file(chat_template=True))
 
 
-def test_control_tokens_in_a_prompt_are_refused_unless_they_are_allowed() -> None:
-    tokenizer = chat_tokenizer()
-    for chat in (False, True):
-        with pytest.raises(UserError, match=r"^prompt 'k' contains '<eos>', which the tokenizer reads as a control"):
-            encoder(tokenizer, of_file(chat_template=chat))(Problem("k", "ab<eos>", ""))
-    assert encoder(tokenizer, of_file(control_tokens="allow"))(Problem("k", "<eos>", "")) == (1,)
-
-
 PROMPTS = "def prompts():\n    return [{'prompt': f'p{i}', 'answer': f'a{i}', 'level': i} for i in range(6)]\n"
 
 

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tokenizers import AddedToken
 
 from ppo_repro.config.files import dump_yaml, load_config
 from ppo_repro.errors import UserError
 from ppo_repro.runs import prepare
-from ppo_repro.tasks.dialogue import Conversations
-from ppo_repro.tasks.problems import Problem
-from ppo_repro.tasks.tokenizer import spelled_tokens, train_bpe
 from tests.support.cli import Cli, one_line
 from tests.support.paths import TINY
 from tests.support.turns import TASK, turns_config
@@ -67,54 +62,3 @@ def test_sglang_refuses_turns_and_stop_texts_by_name(tmp_path: Path) -> None:
         turns_config(tmp_path, "rollout.engine.kind=sglang", "rollout.stop=[]")
     with pytest.raises(UserError, match=r"rollout\.stop needs rollout\.engine\.kind = torch"):
         load_config(TINY, ["rollout.engine.kind=sglang", "rollout.stop=['=']"])
-
-
-class Said:
-    """An environment that answers every turn with one text."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.step = self
-        self.where = "task.path: task.py:1"
-
-    def next_turn(self, transcript: dict[str, Any]) -> str:
-        return self.text
-
-
-def conversations(text: str, folder: Path, *overrides: str, spelled: tuple[str, ...] = ()) -> Conversations:
-    """One conversation with a tokenizer whose template trims what is said, as that of Llama 3 does."""
-    tokenizer = train_bpe(["ab1 <>|/;usaS"], 40)
-    tokenizer.add_tokens([AddedToken("<tool>", special=True)])
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m['role'][0] }}|{{ m['content'] | trim }}>{% endfor %}"
-        "{% if add_generation_prompt %}<a|{% endif %}"
-    )
-    config = turns_config(folder, *overrides)
-    config = config.model_copy(update={"task": config.task.model_copy(update={"chat_template": True})})
-    problems = [Problem("k", "ab", "")]
-    return Conversations(config, tokenizer, spelled_tokens(tokenizer, spelled), Said(text), problems)  # type: ignore[arg-type]
-
-
-def test_a_template_that_trims_a_text_is_named_once_with_both_texts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for text, lines in ((" b ", 1), ("b", 0)):
-        talk = conversations(text, tmp_path)
-        turn = talk.tokenizer("a1", add_special_tokens=False)["input_ids"]
-        assert talk.reply(0, [turn]) and talk.reply(0, [turn, turn])
-        said = capsys.readouterr().err
-        assert said.count("warning: task.chat_template: for prompt key 'k' the tokens of the episode read") == lines
-        assert not lines or ("'a1><u| b ><a|' where" in said and "has 'a1><u|b><a|'" in said)
-
-
-def test_control_tokens_in_what_an_environment_says_are_refused_unless_they_are_allowed(tmp_path: Path) -> None:
-    turn = [5]
-    with pytest.raises(UserError, match=r"step returned a text for prompt key 'k' that contains '<tool>', which the"):
-        conversations("a<tool>", tmp_path).reply(0, [turn])
-    assert conversations("a<tool>", tmp_path, "task.control_tokens=allow").reply(0, [turn])
-
-
-def test_a_stop_text_that_is_a_special_token_ends_a_turn(tmp_path: Path) -> None:
-    for spelled, ends in (("<tool>",), True), ((), False):
-        talk = conversations("a", tmp_path, "rollout.stop=['<tool>']", spelled=spelled)
-        assert talk.ends([5, talk.tokenizer.convert_tokens_to_ids("<tool>")]) is ends

@@ -87,6 +87,7 @@ def test_the_cause_is_named_or_unknown_and_never_another(made: Material, subject
     assert lines(found)[-1] == f"verdict: the {wrong.name} is wrong"
 
 
+@pytest.mark.slow
 def test_a_single_wrong_token_among_many_is_seen(made: Material, subject: Subject) -> None:
     good = made.logprobs()
     bad = [v.clone() for v in good]

@@ -47,7 +47,7 @@ def test_log_probs_of_a_run_are_right(cli: Cli, dump: tuple[Path, Path], tmp_pat
 
 
 def test_the_wrong_temperature_is_wrong(cli: Cli, dump: tuple[Path, Path]) -> None:
-    code, out, _ = cli("audit", dump[0], "--model", dump[1], "--temperature", "0.5", "--json")
+    code, out, _ = cli("audit", dump[0], "--model", dump[1], "--temperature", "0.5", "--responses", "6", "--json")
     found = json.loads(out)
     assert code == 1 and found["trainer"]["cause"] == found["sampler"]["cause"] == "temperature 1 instead of 0.5"
 
@@ -60,7 +60,7 @@ def test_a_folder_that_is_not_the_one_is_refused(cli: Cli, dump: tuple[Path, Pat
 
 def test_other_weights_are_wrong_and_named_where_they_are_given(cli: Cli, dump: tuple[Path, Path]) -> None:
     later = dump[1].parents[1] / FINAL
-    code, out, _ = cli("audit", dump[0], "--model", later, "--also", dump[1], "--json")
+    code, out, _ = cli("audit", dump[0], "--model", later, "--also", dump[1], "--responses", "6", "--json")
     assert code == 1 and json.loads(out)["sampler"]["cause"] == f"weights of {dump[1]}"
 
 

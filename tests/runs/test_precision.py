@@ -66,9 +66,7 @@ def check(tmp_path: Path, overrides: tuple[str, ...]) -> Parity:
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) for n in SIDES]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in SIDES])
 def test_a_rounded_side_is_a_mismatch_of_its_own_that_no_layout_changes(name: str, tmp_path: Path) -> None:
     found = check(tmp_path, SIDES[name])
     assert found.unequal_old_rollout_logprobs > found.tokens / 2

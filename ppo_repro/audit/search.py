@@ -31,7 +31,7 @@ HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 LEFT_OF_HALF = (
     0.5  # of the distance of 16 bits may be left by computing in 16 bits: the order of additions is not known
 )
-LEFT_OF_ROUNDED = 0.25  # of the whole distance may be left by rounding the logits of the right model
+LEFT_OF_ROUNDED = 0.4  # of the whole distance may be left by rounding the logits of the right model
 LIKE = 0.3  # correlation with our own 16-bit errors from which errors of their size are called 16-bit rounding
 TRIED_TOKENS, FIRST_TOKENS = 256, 24  # response tokens that causes are tried on, and screened on
 LEAST_TOKENS = 8  # on fewer no cause is named for a part of the tokens
@@ -232,8 +232,10 @@ class Search:
     def _ordered(self, tried: Sequence[Tried]) -> list[Tried]:
         """The best first, each once. Of those that explain, only those with the fewest deviations do."""
         once: dict[str, Tried] = {}
-        for t in sorted(tried, key=lambda t: (not t.explains, t.deviations, t.left)):
-            once.setdefault(t.words, t)
+        for t in sorted(tried, key=lambda t: (t.deviations, not t.explains, t.left)):
+            # another cause beside one that leaves the same is not another explanation
+            if t.explains or not any(math.isclose(t.left, other.left, rel_tol=1e-3) for other in once.values()):
+                once.setdefault(t.words, t)
         fewest = min((t.deviations for t in tried if t.explains), default=0.0)
         found = [replace(t, explains=t.explains and t.deviations == fewest) for t in once.values()]
         return sorted(found, key=lambda t: (not t.explains, t.left))

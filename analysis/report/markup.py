@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import html
 import math
+import re
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +60,17 @@ def share(count: int, whole: int) -> str:
     if percent < 10:
         return f"{percent:.2g} %"
     return f"{percent:.0f} %" if percent < 99 else f"{min(percent, 99.99):.2f} %"
+
+
+def differences(a: str, b: str) -> list[tuple[Literal["=", "-", "+"], str]]:
+    """The parts of two texts by words: in both (=), in `a` alone (-), in `b` alone (+)."""
+    words = [re.findall(r"\w+|\s+|[^\w\s]", text) for text in (a, b)]
+    parts: list[tuple[Literal["=", "-", "+"], str]] = []
+    for _, a0, a1, b0, b1 in difflib.SequenceMatcher(None, *words, autojunk=False).get_opcodes():
+        before, after = "".join(words[0][a0:a1]), "".join(words[1][b0:b1])
+        found = [("=", before)] if before == after else [("-", before), ("+", after)]
+        parts += [part for part in found if part[1]]  # type: ignore[misc]
+    return parts
 
 
 def spread(count: int, limit: int) -> npt.NDArray[np.int64]:

@@ -64,13 +64,12 @@ def share(count: int, whole: int) -> str:
 
 def differences(a: str, b: str) -> list[tuple[Literal["=", "-", "+"], str]]:
     """The parts of two texts by words: in both (=), in `a` alone (-), in `b` alone (+)."""
-    words = [re.findall(r"\w+|\s+|[^\w\s]", text) for text in (a, b)]
+    before, after = (re.findall(r"\s*(?:\w+|[^\w\s])|\s+", text) for text in (a, b))
     parts: list[tuple[Literal["=", "-", "+"], str]] = []
-    for _, a0, a1, b0, b1 in difflib.SequenceMatcher(None, *words, autojunk=False).get_opcodes():
-        before, after = "".join(words[0][a0:a1]), "".join(words[1][b0:b1])
-        found = [("=", before)] if before == after else [("-", before), ("+", after)]
-        parts += [part for part in found if part[1]]  # type: ignore[misc]
-    return parts
+    for kind, a0, a1, b0, b1 in difflib.SequenceMatcher(None, before, after).get_opcodes():
+        removed, added = "".join(before[a0:a1]), "".join(after[b0:b1])
+        parts += [("=", removed)] if kind == "equal" else [("-", removed), ("+", added)]
+    return [part for part in parts if part[1]]
 
 
 def spread(count: int, limit: int) -> npt.NDArray[np.int64]:

@@ -41,8 +41,6 @@ CREATE = """create table responses (
     run integer, iteration integer, sequence integer, prompt_key varchar, sample_index integer, prompt varchar,
     response varchar, answer varchar, score double, correct boolean, length integer, finish varchar, mismatch double,
     advantage double, clipped bigint)"""
-# of one response, for the token view; `{}` is the file
-SEQUENCE = "select * from {} where sequence = ?"
 # never from the network, and nothing of another session
 CONFIG: dict[str, str | bool | int | float | list[str]] = {
     "autoinstall_known_extensions": False,
@@ -206,16 +204,18 @@ class Index:
 
     def tokens_of(self, run: Run, row: Mapping[str, Any]) -> dict[str, Any]:
         """The data of the token view, of one response of the table; UserError where its files cannot be read."""
-        frames = []
-        for name in ("sequences", "tokens", "updates"):
+        about = {"sequence": row["sequence"], "max_abs_delta": row["mismatch"], "clipped": row["clipped"], "why": []}
+
+        def rows_of(name: str) -> pd.DataFrame:
             file = source([pattern(manifest.table_path(run.folder, name, row["iteration"]))])
             try:
-                frames.append(self.frame(SEQUENCE.format(file), [row["sequence"]]))
+                return self.frame(f"select * from {file} where sequence = ?", [row["sequence"]])
             except duckdb.Error as error:
                 raise UserError(f"{run.name}: {str(error).splitlines()[0]}; the file was changed or damaged") from error
-        about = {"sequence": row["sequence"], "max_abs_delta": row["mismatch"], "clipped": row["clipped"], "why": []}
+
+        tables = rows_of("sequences"), rows_of("tokens"), rows_of("updates")
         where = f"{run.name}: iteration {row['iteration']}"
-        return tokens.described(tokens.responses_of(*frames, pd.DataFrame([about]), where))
+        return tokens.described(tokens.responses_of(*tables, pd.DataFrame([about]), where))
 
     def rendered(self, run: Run, iteration: int, sequence: int) -> str | None:
         """The prompt as its tokens say it, with special tokens; None where the run has no tokenizer yet."""

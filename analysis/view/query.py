@@ -1,4 +1,4 @@
-"""What the page asks, as parametrised SQL over the table of `index`: filters, order, page, and the same as a snippet."""
+"""What the page asks, as parametrised SQL over the table of `index`: filters, order, page, a snippet of the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXTS = {
     "prompt_key": "prompt_key = ?",
     "finish": "finish = ?",
 }
-CHOICES = {"correct": {"yes": True, "no": False}, "order": {"up": "asc", "down": "desc"}}
+CHOICES: dict[str, dict[str, Any]] = {"correct": {"yes": True, "no": False}, "order": {"asc": "asc", "desc": "desc"}}
 _NAMES = {*TEXTS, *CHOICES, *(f"{name}_{end}" for name in NUMBERS for end in ("min", "max"))}
 _NAMES |= {"run", "sort", "offset", "limit", "token"}
 
@@ -42,15 +42,16 @@ class Query:
 
     def page(self) -> str:
         """SQL: rowid of the page in order, and on each row the count, mean score and share of right ones of all."""
+        sort, order = self.order.split(maxsplit=1)
+        ordered = f"order by sorted_by {order}, run, iteration, sequence"
         # few columns are sorted; those of the page are read by rowid
         return f"""with matched as materialized (
-                select rowid as id, run, iteration, sequence, score, correct, {self.order.split()[0]} as sorted_by
+                select rowid as id, run, iteration, sequence, score, correct, {sort} as sorted_by
                 from responses where {self.where}),
-            whole as (select count(*) as total, avg(score) as score, avg(correct::int) as correct from matched)
-            select id, total, whole.score, whole.correct from whole left join (
-                select id, row_number() over () as place from (
-                    select id from matched order by sorted_by {self.order.split(maxsplit=1)[1]}, run, iteration, sequence
-                    limit {self.limit} offset {self.offset})) on true order by place"""
+            whole as (select count(*) as total, avg(score) as score, avg(correct::int) as correct from matched),
+            page as (select id, run, iteration, sequence, sorted_by from matched {ordered}
+                limit {self.limit} offset {self.offset})
+            select id, total, score, correct from whole left join page on true {ordered}"""
 
     def everything(self) -> str:
         """SQL: all rows in order."""
@@ -139,4 +140,6 @@ def snippet(query: Query, runs: Sequence[Run]) -> str:
     sql = f"with responses as (\n{table}\n)\nselect * from responses\nwhere {where}\n"
     sql += f"order by {query.order}, run, iteration, sequence"
     text = sql.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
-    return f'import duckdb\n\nfound = duckdb.execute(\n    """\n{text}\n""",\n    {values!r},\n).df()  # a pandas frame\n'
+    return (
+        f'import duckdb\n\nfound = duckdb.execute(\n    """\n{text}\n""",\n    {values!r},\n).df()  # a pandas frame\n'
+    )

@@ -99,7 +99,9 @@ def application(index: Index, token: str) -> Starlette:
         row = one(dict(request.query_params))
         run = index.runs[row["run"]]
         where = "run = ? and iteration = ? and prompt_key = ?"
-        sql = f"select {', '.join(COLUMNS)} from responses where {where} order by sample_index, sequence limit {SAMPLES}"
+        sql = (
+            f"select {', '.join(COLUMNS)} from responses where {where} order by sample_index, sequence limit {SAMPLES}"
+        )
         samples = index.rows(sql, [row["run"], row["iteration"], row["prompt_key"]])
         rendered = index.rendered(run, row["iteration"], row["sequence"])
         return JSONResponse(
@@ -161,11 +163,12 @@ class Server:
         for target in targets:
             if not target.is_dir():
                 raise UserError(f"{target}: no such folder; give the folder of a run, or one with runs in it")
+        if port > 65535:
+            raise UserError(f"--port {port}: cannot be used (above 65535); leave it out for a free one")
         try:
             self.socket = socket.create_server(("127.0.0.1", port))
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise UserError(f"--port {port}: cannot be used ({reason}); leave it out for a free one") from error
+        except OSError as error:
+            raise UserError(f"--port {port}: cannot be used ({error.strerror}); leave it out for a free one") from error
         self.token = secrets.token_urlsafe(16)
         self.index = Index(targets)
         app = application(self.index, self.token)

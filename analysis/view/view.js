@@ -2,9 +2,10 @@
 (() => {
   const RANGES = { score: "Score", length: "Tokens", mismatch: "Mismatch, nats", clipped: "Clipped", advantage: "Advantage", iteration: "Iteration" };
   const LIST = [
-    ["run", "Run", "short"], ["iteration", "Iteration", "short number"], ["prompt", "Prompt", "text"], ["response", "Response", "text"],
-    ["score", "Score", "short number"], ["correct", "Right", "short"], ["length", "Tokens", "short number"], ["finish", "Ended", "short"],
-    ["mismatch", "Mismatch", "short number"], ["clipped", "Clipped", "short number"], ["advantage", "Advantage", "short number"],
+    ["prompt", "Prompt", ""], ["response", "Response", ""], ["correct", "Right", "short"], ["score", "Score", "short number"],
+    ["length", "Tokens", "short number"], ["finish", "Ended", "short"], ["mismatch", "Mismatch", "short number"],
+    ["clipped", "Clipped", "short number"], ["advantage", "Advantage", "short number"], ["iteration", "Iteration", "short number"],
+    ["run", "Run", "short"],
   ];
   const EACH = 50;
   const LOOK_MS = 1500;
@@ -113,10 +114,10 @@
     document.querySelector("#list thead tr").replaceChildren(...LIST.map(([name, label, kind]) => {
       const head = make("th", undefined, kind);
       head.scope = "col";
-      const button = make("button", label + (state.sort === name ? (state.order === "up" ? " ▲" : " ▼") : ""));
+      const button = make("button", label + (state.sort === name ? (state.order === "asc" ? " ▲" : " ▼") : ""));
       button.type = "button";
       button.dataset.sort = name;
-      if (state.sort === name) head.setAttribute("aria-sort", state.order === "up" ? "ascending" : "descending");
+      if (state.sort === name) head.setAttribute("aria-sort", state.order === "asc" ? "ascending" : "descending");
       head.append(button);
       return head;
     }));
@@ -186,7 +187,7 @@
       const read = found.runs.reduce((sum, run) => sum + run.read, 0);
       const all = found.runs.reduce((sum, run) => sum + run.iterations, 0);
       const states = [...new Set(found.runs.map((run) => run.state))].map((name) => found.runs.filter((run) => run.state === name).length + " " + name);
-      at("runs").textContent = found.runs.length + " runs (" + states.join(", ") + "), " + read.toLocaleString("en") + " of " + all.toLocaleString("en") + " iterations read" +
+      at("runs").textContent = found.runs.length + (found.runs.length === 1 ? " run (" : " runs (") + states.join(", ") + "), " + read.toLocaleString("en") + " of " + all.toLocaleString("en") + " iterations read" +
         (works ? "; following" : "") + (found.others ? "; " + found.others + " other folders have no responses" : "") +
         (found.damaged.length ? "; not readable: " + found.damaged.map(visible).join("; ") : "");
       if (found.version !== state.version) {
@@ -251,6 +252,7 @@
     return group;
   }));
   for (const [name, value] of asked) if (form.elements[name] && form.elements[name].tagName === "INPUT") form.elements[name].value = value;
+  at("more").open = window.innerWidth > 800 || Object.keys(RANGES).some((name) => asked.has(name + "_min") || asked.has(name + "_max"));
   form.elements.correct.value = asked.get("correct") || "";
   form.addEventListener("input", soon);
   form.addEventListener("submit", (event) => { event.preventDefault(); again(); });
@@ -259,7 +261,7 @@
   document.querySelector("#list thead").addEventListener("click", (event) => {
     const name = event.target.dataset.sort;
     if (!name) return;
-    state.order = state.sort === name && state.order === "down" ? "up" : "down";
+    state.order = state.sort === name && state.order === "desc" ? "asc" : "desc";
     state.sort = name;
     heads();
     document.querySelector("#list [data-sort='" + name + "']").focus();

@@ -91,7 +91,9 @@ def report_command(arguments: argparse.Namespace) -> int:
 
 def view_command(arguments: argparse.Namespace) -> int:
     """Serve a page on this machine over all responses of runs: search, filters, tokens; Ctrl-C ends it."""
-    server = view_server(arguments.folders or [RUNS], arguments.port)
+    folders = arguments.folders or [RUNS]
+    say(f"{' and '.join(map(str, folders))}: a page over the responses")
+    server = view_server(folders, arguments.port)
     lines = [f"view        {server.address}", "only this machine reaches it, and only with the token; Ctrl-C ends it"]
     print_result(arguments.json, {"view": server.address}, lines)
     server.serve()

@@ -41,7 +41,9 @@ def ls_command(arguments: argparse.Namespace) -> int:
     """List the runs of a folder, the newest first: state, iterations, fingerprint, age."""
     if not arguments.folder.is_dir():
         raise UserError(f"{arguments.folder}: no such folder; give the one that runs went to")
-    found = sorted((_listed(run_dir) for run_dir in folders_with(arguments.folder, MANIFEST)), key=lambda run: run.age_seconds)
+    found = sorted(
+        (_listed(run_dir) for run_dir in folders_with(arguments.folder, MANIFEST)), key=lambda run: run.age_seconds
+    )
     print_result(arguments.json, {"runs": [asdict(run) for run in found]}, _lines(found, arguments.folder))
     return 0
 

@@ -28,7 +28,7 @@ from tests.support.paths import TINY
 
 __all__ = ["cli"]
 
-DAMAGES = int(os.environ.get("DAMAGES", "40"))
+DAMAGES = int(os.environ.get("DAMAGES", "24"))
 
 
 KINDS = ("flipped", "truncated", "zeroed", "appended", "emptied", "deleted", "swapped", "duplicated")

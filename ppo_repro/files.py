@@ -165,6 +165,16 @@ def only_writer(run_dir: Path) -> Iterator[None]:
         yield
 
 
+def folders_with(root: Path, name: str) -> Iterator[Path]:
+    """Every folder with a file `name` in and below `root`, in no order; nothing inside them is looked at, no link
+    followed, nor what a killed process left."""
+    for folder, subfolders, files in os.walk(root):
+        if name in files:
+            subfolders.clear()
+            yield Path(folder)
+        subfolders[:] = [below for below in subfolders if not below.endswith((".tmp", ".removed"))]
+
+
 def has_writer(run_dir: Path) -> bool:
     """Whether a process of this machine is writing the run; False where the lock cannot be read."""
     try:

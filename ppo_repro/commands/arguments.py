@@ -18,6 +18,7 @@ from ppo_repro.commands.recorded import (
     show_command,
     track_command,
     verify_command,
+    view_command,
 )
 from ppo_repro.commands.run_folders import LATEST, RUNS, latest_run, ls_command
 from ppo_repro.commands.runs import (
@@ -156,6 +157,11 @@ def _add_recorded(add: _Adder) -> None:
     _add_run(compared, "a", "A")
     _add_run(compared, "b", "B", f"folder of another, or `{LATEST}`")
     _add_report(add(report_command))
+    viewed = add(view_command)
+    about = f"folders of runs, or with runs in them; default {RUNS}"
+    folders = viewed.add_argument("folders", metavar="RUN_OR_FOLDER", type=_run_folder, nargs="*", help=about)
+    folders.completer = run_names  # type: ignore[attr-defined]
+    viewed.add_argument("--port", metavar="N", type=_count, default=0, help="of 127.0.0.1; default a free one")
 
 
 def _add_others(add: _Adder) -> None:

@@ -71,7 +71,7 @@ def test_training_from_a_notebook_is_recorded_and_can_be_executed_again(tmp_path
     assert ppo_repro.rerun(run, ["layout.threads=2"]).difference is None
     assert ppo_repro.latest_run(tmp_path) == run
     written.write_text(written.read_text().replace("0.5", "0.75"))
-    with pytest.raises(UserError, match="has another SHA-256 .* `ppo-repro fork"):
+    with pytest.raises(UserError, match=r"has another SHA-256 .* `ppo-repro fork"):
         ppo_repro.rerun(run)
 
 

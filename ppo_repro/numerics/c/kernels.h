@@ -50,6 +50,19 @@ INLINE float fma32(float a, float b, float c) {
 }
 #endif
 
+// 16 columns of a tile. A vector type, because clang turns some loops over arrays of this size into gathers.
+typedef float Wide __attribute__((ext_vector_type(COLS), aligned(4)));
+
+INLINE Wide wide_at(const float *x) { return *(const Wide *)x; }
+INLINE Wide fma_wide(Wide a, Wide b, Wide c) {
+#if defined(__FMA__) || defined(__aarch64__)
+  return __builtin_elementwise_fma(a, b, c);
+#else
+  for (int j = 0; j < COLS; j++) c[j] = fma32(a[j], b[j], c[j]);
+  return c;
+#endif
+}
+
 // A sum of float64 lanes: halves are added until one lane is left. Lane l has summed elements l, l + 16, ...
 INLINE double join_lanes(double *lane) {
   for (int width = LANES / 2; width; width /= 2)

@@ -14,13 +14,15 @@ enum { CHUNK_ROWS = 192, GROUP_PANELS = 16, NEAR_ROWS = 200, PACKED = 96, STRIP_
 // One block: y[i][j] (+)= sum_k x[i, k] w[k, j]
 INLINE void tile(const float *restrict x, long x_row, long x_step, const float *restrict w, long w_step, int terms,
                  float *restrict y, long y_row, int first, const int rows) {
-  float acc[ROWS][COLS] = {{0}};
-  for (int k = 0; k < terms; k++)
-    for (int i = 0; i < rows; i++)
-      for (int j = 0; j < COLS; j++)
-        acc[i][j] = fma32(x[i * x_row + TERM(k, terms) * x_step], w[TERM(k, terms) * w_step + j], acc[i][j]);
-  for (int i = 0; i < rows; i++)
-    for (int j = 0; j < COLS; j++) y[i * y_row + j] = first ? 0.0f + acc[i][j] : y[i * y_row + j] + acc[i][j];
+  Wide acc[ROWS] = {0};
+  for (int k = 0; k < terms; k++) {
+    Wide column = wide_at(w + TERM(k, terms) * w_step);
+    for (int i = 0; i < rows; i++) acc[i] = fma_wide((Wide)x[i * x_row + TERM(k, terms) * x_step], column, acc[i]);
+  }
+  for (int i = 0; i < rows; i++) {
+    Wide *out = (Wide *)(y + i * y_row);
+    *out = (first ? (Wide)0.0f : *out) + acc[i];
+  }
 }
 
 #define TILE_CASE(r, x_step, w_step) \
@@ -300,20 +302,16 @@ static void pack_operands_task(void *argument, int index) {
 // A block's sum joins its slot's in part 0, which is empty if the slot `begins` with it. If the slot ends with it, the sum
 // joins the subtrees before the slot, as in close_slots.
 INLINE void chain_block(const float *restrict d, const float *restrict x, int terms, float *restrict part, int begins, int ends, int slot) {
-  enum { TILE = ROWS * COLS };
-  float acc[TILE] = {0};
-  for (int t = 0; t < terms; t++)
-    for (int i = 0; i < ROWS; i++)
-      for (int j = 0; j < COLS; j++)
-        acc[i * COLS + j] = fma32(d[TERM(t, terms) * ROWS + i], x[TERM(t, terms) * COLS + j], acc[i * COLS + j]);
-  if (begins)
-    for (int i = 0; i < TILE; i++) acc[i] = 0.0f + acc[i];
-  else
-    for (int i = 0; i < TILE; i++) acc[i] = part[i] + acc[i];
+  Wide acc[ROWS] = {0}, *sum = (Wide *)part;
+  for (int t = 0; t < terms; t++) {
+    Wide row = wide_at(x + TERM(t, terms) * COLS);
+    for (int i = 0; i < ROWS; i++) acc[i] = fma_wide((Wide)d[TERM(t, terms) * ROWS + i], row, acc[i]);
+  }
+  for (int i = 0; i < ROWS; i++) acc[i] = (begins ? (Wide)0.0f : sum[i]) + acc[i];
   if (ends)
-    for (part += TILE; slot & 1; slot >>= 1, part += TILE)
-      for (int i = 0; i < TILE; i++) acc[i] = part[i] + acc[i];
-  for (int i = 0; i < TILE; i++) part[i] = acc[i];
+    for (sum += ROWS; slot & 1; slot >>= 1, sum += ROWS)
+      for (int i = 0; i < ROWS; i++) acc[i] = sum[i] + acc[i];
+  for (int i = 0; i < ROWS; i++) sum[i] = acc[i];
 }
 
 // The slot of block i begins or ends with it.

@@ -20,9 +20,9 @@
 enum { BLOCK = BLOCK_TERMS, LANES = LANE_COUNT };  // the law: terms of a chain, lanes of a row sum
 enum { COLS = 16 };                                // columns of a panel: free, as are all sizes below
 #if defined(__AVX512F__)
-enum { ROWS = 12 };
+enum { ROWS = 12, PANELS = 2 };
 #else
-enum { ROWS = 6 };
+enum { ROWS = 6, PANELS = 1 };
 #endif
 enum { MAX_LEVELS = 8 };  // arrays of partial sums of gradients: at most 2^7 slots
 

@@ -25,15 +25,22 @@ from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records.accuracy import FILE_NAME as ACCURACY_NAME
 from ppo_repro.records.accuracy import Accuracy, sentence
 from ppo_repro.records.columns import evaluation_table, iteration_tables, preparation_tables
-from ppo_repro.records.contents import REFERENCE
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.rollout.engine import Engine
-from ppo_repro.runs.checkpoint import Checkpoint
-from ppo_repro.runs.environment import check_inputs, describe_environment, run_inputs, task_inputs
+from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.kind import Ending, Execution, Final, Resumption, Store
-from ppo_repro.runs.models_kept import ModelStore, go_on_from, load_newest, quick_collections, task_digest
+from ppo_repro.runs.models_kept import (
+    ModelStore,
+    Start,
+    forked_start,
+    go_on_from,
+    load_newest,
+    quick_collections,
+    task_digest,
+)
 from ppo_repro.runs.open_engine import require_same_sampler, rollout_engine
 from ppo_repro.runs.prepare import Prepared, prepare
+from ppo_repro.runs.summary import MANY_CUT, cut_at_the_limit
 from ppo_repro.stages.coefficients import last_kl
 from ppo_repro.stages.evaluation import evaluate
 from ppo_repro.watcher import Watcher
@@ -48,6 +55,7 @@ class LanguageExecution:
     engine: Engine
     ranks: Ranks
     store: Store | None
+    watcher: Watcher
     accuracy: Accuracy | None  # None where it is not measured, as in a resumed run
 
     @property
@@ -61,7 +69,13 @@ class LanguageExecution:
         def receive(rollout: Rollout) -> Rollout:
             return received(config.mismatch.trainer, rollout, task.tokenizer)
 
-        return ppo_iterations(config, task, state, engine, self.ranks, receive)
+        was_said = False
+        for item in ppo_iterations(config, task, state, engine, self.ranks, receive):
+            cut = item.rollout.finish_reasons.count("length") / len(item.rollout.finish_reasons)
+            if cut > MANY_CUT and not was_said:
+                self.watcher.warning(f"iteration {item.index}: {cut_at_the_limit(cut)}")
+                was_said = True
+            yield item
 
     @property
     def _records_side_tables(self) -> bool:
@@ -109,52 +123,57 @@ class LanguageKind:
     name: ClassVar[Kind] = LANGUAGE
     changeable: ClassVar[Sequence[str]] = ("layout", "rollout.engine", "records")
 
-    def load_config(self, path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-        return load_config(path, overrides)
-
-    def input_files(self, config: RunConfig) -> Sequence[Path]:
-        return run_inputs(config)
-
     def environment(self, config: RunConfig) -> dict[str, Any]:
         return describe_environment(config, self.ranks.size)
 
     def begin(self, config: RunConfig, run_dir: Path | None) -> AbstractContextManager[Execution[Iteration]]:
         return self._open(config, run_dir, None, measured=run_dir is not None)
 
+    def fork(
+        self, config: RunConfig, run_dir: Path | None, start: Start
+    ) -> AbstractContextManager[Execution[Iteration]]:
+        """As `begin`, from a checkpoint of another run."""
+        return self._open(config, run_dir, start)
+
+    def again(
+        self, config: RunConfig, run_dir: Path, recorded: Manifest
+    ) -> AbstractContextManager[Execution[Iteration]]:
+        return self._open(config, None, None if recorded.origin is None else forked_start(run_dir, recorded))
+
     def resume(self, config: RunConfig, run_dir: Path, recorded: Manifest) -> Resumption[Iteration]:
         """From the newest checkpoint, or from the beginning where there is none."""
         require_same_sampler(load_config(run_dir / "config.yaml"), config)
         start = load_newest(run_dir, recorded)
-        # a checkpoint has the model, whose files are then not needed
-        needed = recorded.inputs.keys() if start is None else {str(path.resolve()) for path in task_inputs(config)}
-        check_inputs({path: digest for path, digest in recorded.inputs.items() if path in needed})
-        opened = self._open(config, run_dir, start)
-        return Resumption(0 if start is None else start.iteration, opened)
+        return Resumption(0 if start is None else start.checkpoint.iteration, self._open(config, run_dir, start))
 
     @contextmanager
     def _open(
-        self, config: RunConfig, run_dir: Path | None, start: Checkpoint | None, measured: bool = False
+        self, config: RunConfig, run_dir: Path | None, start: Start | None, measured: bool = False
     ) -> Iterator[LanguageExecution]:
         """PromiseBroken where a rank begins with other weights than the first one.
 
-        `run_dir`: where the first rank keeps something; the others only read there what they go on from.
+        `run_dir`: where the first rank keeps something.
         """
         with naming_learning_rates(config):
-            reference = None if run_dir is None or start is None else run_dir / REFERENCE
+            reference = None if start is None else start.reference
             prepared = prepare(config, self.watcher.warm_start, reference, share=True, ranks=self.ranks)
+            asked, prompts = config.rollout.prompts_per_iteration, len(prepared.task.problems.train)
+            if asked > prompts:
+                again = f"there are {prompts} prompts to train on; an iteration asks some of them again"
+                self.watcher.warning(f"rollout.prompts_per_iteration = {asked}: {again}")
             networks = prepared.state.policy, prepared.state.own_value_module
             digests = [weights_digest(module.named_parameters()) for module in networks]
             self.ranks.require_same("initial weights", digests)
             accuracy = self._accuracy(config, prepared) if measured else None
             if start is not None:
-                go_on_from(start, prepared)
+                go_on_from(start.checkpoint, prepared)
             store: Store | None = None
             if run_dir is not None and self.ranks.is_first:
                 store = ModelStore(run_dir, config, prepared, task_digest(prepared))
             del start  # as large as weights and moments together
             logs = None if run_dir is None else run_dir / "sglang"
             with quick_collections(), rollout_engine(config, prepared.engine, logs, self.watcher, self.ranks) as engine:
-                yield LanguageExecution(config, prepared, engine, self.ranks, store, accuracy)
+                yield LanguageExecution(config, prepared, engine, self.ranks, store, self.watcher, accuracy)
 
     def _accuracy(self, config: RunConfig, prepared: Prepared) -> Accuracy | None:
         """How accurate the policy is before its first step; the watcher hears of it where that is too little."""

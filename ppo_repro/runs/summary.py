@@ -21,6 +21,7 @@ from ppo_repro.records.manifest import Manifest
 PHASES = ("rollout", "forward", "update")  # those that handle tokens
 
 SHOWN = 0.05  # seconds; a shorter phase rounds to 0.0
+MANY_CUT = 0.5  # share of the responses cut at the limit from which a person hears of it
 
 
 @dataclass(frozen=True)
@@ -149,15 +150,21 @@ def summarise(run_dir: Path, seconds: dict[str, float] | None = None) -> Languag
         score_before=float(rows["eval_score"].iloc[0]),
         score_after=float(manifest.final["eval_score"]),
         cut_fraction=float((rows["truncated_fraction"] * rows["sequences"]).sum() / rows["sequences"].sum()),
-        has_answers=_has_answers(run_dir),
+        has_answers=has_answers(run_dir),
         numerical_accuracy=read_accuracy(run_dir, manifest),
     )
 
 
-def _has_answers(run_dir: Path) -> bool:
+def has_answers(run_dir: Path) -> bool:
+    """Whether a response of a language run can be right: its prompts have answers, or the task a verifier."""
     terms = load_recorded_config(run_dir).reward.terms
-    answers = reader.read_sequences(run_dir, columns=["answer"], iterations=[0])["answer"]
+    answers = reader.read_sequences(run_dir, columns=["answer"], iterations=[0], allow_incomplete=True)["answer"]
     return any(isinstance(term, Verifier) for term in terms) or bool((answers != "").any())
+
+
+def cut_at_the_limit(fraction: float) -> str:
+    """That many responses were cut, in words."""
+    return f"{fraction:.0%} of the responses were cut at rollout.max_response_tokens; raise it"
 
 
 def _change(what: str, before: float, after: float) -> str:
@@ -172,12 +179,11 @@ def _verdicts(summary: LanguageSummary) -> list[str]:
     # a reward of the user's own is what was trained, and its responses need not be equal to an answer
     own = not summary.has_answers or any(not isinstance(term, ExactMatch) for term in config.reward.terms)
     penalty = ", KL penalty included," if isinstance(config.kl, KLInReward) and config.kl.kl_coef else ""
-    cut = f"{summary.cut_fraction:.0%} of the responses were cut at rollout.max_response_tokens; raise it"
     return [
         *([score] if own else []),
         *([accuracy] if summary.has_answers else []),
         f"mean reward per response{penalty} {summary.reward_first:.3f} -> {summary.reward_last:.3f}",
-        *([cut] if summary.cut_fraction > 0.5 else []),
+        *([cut_at_the_limit(summary.cut_fraction)] if summary.cut_fraction > MANY_CUT else []),
         f"{summary.iterations} iterations, {summary.tokens:,} response tokens",
         *agreement(summary, config.ppo.ratio_anchor, config.value.kind != "none"),
         *([] if summary.numerical_accuracy is None else [sentence(summary.numerical_accuracy)]),

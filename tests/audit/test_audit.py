@@ -27,10 +27,10 @@ from ppo_repro.audit.judge import Audit, Settings, audit
 from ppo_repro.audit.page import page
 from ppo_repro.audit.search import Subject
 from ppo_repro.audit.ways import Special
-from ppo_repro.audit.words import fields, lines
-from ppo_repro.errors import UserError
+from ppo_repro.audit.words import lines
 from tests.audit.material import (
     BOS_ID,
+    EOS_ID,
     FAULTS,
     KNOWN,
     PAD_ID,
@@ -41,8 +41,9 @@ from tests.audit.material import (
     material,
     old,
 )
+from tests.audit.outsider import OF_OUTSIDER, OUTSIDER
 from tests.support.html_page import check
-from tests.support.models import CONTEXT, VOCAB, gpt2_config, qwen3_config, seeded, small_model
+from tests.support.models import CONTEXT, VOCAB, qwen3_config, seeded, small_model
 
 GIVEN = Settings(Sampling(TEMPERATURE, 1.0, 8))
 
@@ -54,7 +55,7 @@ def made() -> Material:
 
 @pytest.fixture(scope="module")
 def subject(made: Material) -> Subject:
-    return Subject(made.model, {"weights of old": old()}, Special(BOS_ID, PAD_ID, None, CONTEXT))
+    return Subject(made.model, {"weights of old": old()}, Special(BOS_ID, EOS_ID, PAD_ID, None, CONTEXT))
 
 
 def judged(made: Material, subject: Subject, sampler: Values, trainer: Values) -> Audit:
@@ -68,20 +69,21 @@ def test_stock_float32_is_right_on_both_sides(made: Material, subject: Subject) 
     assert 0 < found.sampler.rms < 2e-6 and lines(found)[-1] == "verdict: both sides are right"
 
 
-QUICK = {"base 2", "moved left by 5", "BOS"}
+QUICK = {"base 2", "moved left by 5", "BOS", "logits cast to bfloat16", "EOS banned", "ceiling"}
+EVERY = FAULTS | OUTSIDER
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FAULTS])
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in EVERY])
 def test_the_cause_is_named_or_unknown_and_never_another(made: Material, subject: Subject, name: str) -> None:
-    fault, cause = FAULTS[name]
+    fault, cause = EVERY[name]
     bad, good = fault(made), made.logprobs()
     is_sampler = len(name) % 2 == 0  # either side may be the wrong one
     found = judged(made, subject, *((bad, good) if is_sampler else (good, bad)))
     wrong, right = (found.sampler, found.trainer) if is_sampler else (found.trainer, found.sampler)
     assert right.is_right and right.cause == "" and not wrong.is_right
     assert wrong.cause.startswith(cause), wrong.cause
-    assert KNOWN.get(name, "") in "; ".join(wrong.known)
-    if wrong.cause != "unknown":
+    assert (KNOWN | OF_OUTSIDER).get(name, "") in "; ".join(wrong.known)
+    if wrong.tried and wrong.cause != "unknown":
         assert wrong.left <= 0.5 * wrong.rms and wrong.tried[0].explains and wrong.advice
         assert all(a.left <= b.left for a, b in pairwise(wrong.tried) if a.explains == b.explains)
     assert len({t.words for t in wrong.tried}) == len(wrong.tried)
@@ -90,7 +92,7 @@ def test_the_cause_is_named_or_unknown_and_never_another(made: Material, subject
 
 def test_every_entry_of_the_table_has_a_fault_that_it_names(made: Material) -> None:
     """A cause that nothing here shows is not tested: these few are shown in tests of their own."""
-    expected = " | ".join(cause for _, cause in FAULTS.values())
+    expected = " | ".join(cause for _, cause in EVERY.values())
     shown = {c.name.partition("{")[0].strip() for c in CAUSES}
     missing = {name for name in shown if name not in expected}
     assert missing <= {
@@ -104,29 +106,16 @@ def test_every_entry_of_the_table_has_a_fault_that_it_names(made: Material) -> N
         "sums of the tokens before",
         "without the entries between turns",
         "in the opposite order",
+        "normalised over the tokens that the cuts keep of logits not divided by the temperature",
     }
 
 
 @pytest.mark.slow
-def test_both_sides_may_be_wrong_each_in_its_own_way(made: Material, subject: Subject) -> None:
-    (bad, cause), (other, second) = FAULTS["bfloat16"], FAULTS["BOS, no temperature"]
-    found = judged(made, subject, bad(made), other(made))
-    assert (found.sampler.cause, found.trainer.cause) == (cause, second)
-    assert lines(found)[-1] == "verdict: both sides are wrong"
-
-
 def test_a_single_wrong_token_among_many_is_seen(made: Material, subject: Subject) -> None:
     good = made.logprobs()
     bad = [v.clone() for v in good]
     bad[3][7] -= 2e-4  # of the rms it is 2e-5
     assert not judged(made, subject, bad, good).sampler.is_right
-
-
-@pytest.mark.slow
-def test_sides_that_agree_on_another_model_are_refused(made: Material, subject: Subject) -> None:
-    other = made.logprobs(made.logits(small_model(qwen3_config(), 6)))
-    with pytest.raises(UserError, match="give the folder of the weights that the dump was made with"):
-        judged(made, subject, other, other)
 
 
 def test_zeros_and_missing_entries_are_counted_and_judge_nothing_else(made: Material, subject: Subject) -> None:
@@ -171,7 +160,7 @@ def test_log_probs_of_the_processed_distribution_are_right_if_both_sides_have_th
     mask = [(~v.isnan()).tolist() for v in values]
     found = audit(subject, made.dump(values, values, mask), Settings(sampling))
     assert found.sampler.is_right and found.trainer.is_right
-    assert (found.sampler.definition == "processed") == sampling.cuts
+    assert (found.sampler.definition == "processed") == (sampling.cuts > 0)
 
 
 @pytest.mark.slow
@@ -239,27 +228,13 @@ def test_an_architecture_that_the_kernels_do_not_know(name: str) -> None:
             if parameter.dim() > 1:
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
     other = material(model, ((6, 9), (4, 12), (5, 10)))
-    alone = Subject(model, {}, Special(BOS_ID, PAD_ID, None, CONTEXT))
+    alone = Subject(model, {}, Special(BOS_ID, EOS_ID, PAD_ID, None, CONTEXT))
     good = other.logprobs()
     assert judged(other, alone, good, good).sampler.is_right
     with_bos = other.logprobs(other.logits(prompt=lambda i: [BOS_ID, *other.prompts[i]]))
     found = judged(other, alone, with_bos, other.logprobs(temperature=1.0))
     assert found.sampler.cause == "prompt with a BOS token before it"
     assert found.trainer.cause == "temperature 1 instead of 0.8"
-
-
-@pytest.mark.slow
-def test_an_offset_of_learned_positions_is_found(made: Material) -> None:
-    model = small_model(gpt2_config(), 4)
-    gpt2 = Material(model, made.prompts, made.responses)
-
-    def counted(i: int, count: int) -> list[int]:
-        by = max(map(len, made.prompts)) - len(made.prompts[i])
-        return list(range(by, by + count))
-
-    good, bad = gpt2.logprobs(), gpt2.logprobs(gpt2.logits(positions=counted))
-    found = judged(gpt2, Subject(model, {}, Special(None, PAD_ID, None, CONTEXT)), bad, good)
-    assert found.sampler.cause == "positions that count the padding before the prompt" and found.trainer.is_right
 
 
 # what is shown
@@ -275,9 +250,3 @@ def test_the_page_says_what_the_lines_say_and_loads_nothing(made: Material, subj
     assert "src=" not in html and "<script" not in html and "\u202e" not in html
     # what was tried for the sampler, probability, position, token, response, worst tokens; one turn has no table
     assert html.count("<table>") == 6 and "By turn" not in html
-
-
-def test_json_of_an_audit_can_be_read(made: Material, subject: Subject) -> None:
-    found = fields(judged(made, subject, FAULTS["base 2"][0](made), made.logprobs()))
-    assert found["verdict"] == "the sampler is wrong" and found["sampler"]["cause"] == FAULTS["base 2"][1]
-    assert found["tokens"] == sum(map(len, made.responses)) and found["sampler"]["tried"][0]["left"] > 0

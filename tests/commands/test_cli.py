@@ -45,7 +45,8 @@ def test_run_show_rerun_diff_in_json(cli: Cli, tmp_path: Path) -> None:
 
 def test_diff_of_different_runs_is_exit_one(cli: Cli, deterministic_run: Path, native_run: Path) -> None:
     code, out, _ = cli("diff", deterministic_run, native_run)
-    assert code == 1 and out.startswith("different: table ") and len(out.splitlines()) == 1
+    assert code == 1 and out.splitlines()[1] == "  numerics.mode: deterministic -> native"
+    assert out.splitlines()[-1].startswith("different: table ")
     code, out, _ = cli("diff", deterministic_run, native_run, "--json")
     # the warm start comes first, and native numerics train another policy
     assert code == 1 and json.loads(out)["first_difference"]["table"] == "warm_start_steps"
@@ -87,7 +88,7 @@ def test_real_input_with_a_reward_of_ones_own(
     monkeypatch.chdir(tmp_path)
     reward = tmp_path / "reward.py"
     reward.write_text("def shorter(prompt, response, answer):\n    return -float(len(response))\n")
-    prompts = write_prompts(tmp_path / "p.jsonl", *PROMPTS)
+    write_prompts(tmp_path / "p.jsonl", *PROMPTS)
     config = folder_config(tmp_path / "c.yaml", policy_folder, Path("p.jsonl"), "reward.py:shorter")
     code, out, _ = cli("run", config, "--out", tmp_path, "--json")
     assert code == 0
@@ -96,29 +97,11 @@ def test_real_input_with_a_reward_of_ones_own(
     run_dir = Path(summary["run_dir"])
     sequences = reader.read_sequences(run_dir)
     assert (sequences["scores"] == -sequences["response"].str.len()).all()
-    assert str(reward) in manifest.load(run_dir).inputs and str(prompts) in manifest.load(run_dir).inputs
+    assert (run_dir / "inputs" / "reward.py").read_bytes() == reward.read_bytes()
+    assert {"inputs/reward.py", "inputs/p.jsonl"} <= manifest.load(run_dir).files.keys()
     assert cli("rerun", run_dir)[0] == 0
     monkeypatch.chdir(tmp_path / "real")  # relative paths were those of the run, not of the rerun
     assert cli("rerun", run_dir)[0] == 0
-    reward.write_text("def shorter(prompt, response, answer):\n    return 0.0\n")
-    code, _, err = cli("rerun", run_dir)
-    assert code == 2 and "changed since the run was recorded" in one_line(err)
-
-
-def test_a_reward_that_fails_later_keeps_what_was_complete(cli: Cli, tmp_path: Path, policy_folder: Path) -> None:
-    # 8 calls show that it repeats itself, then 2 held-out prompts and 8 responses are scored in each iteration
-    (tmp_path / "r.py").write_text(
-        "left = [20]\n\n\ndef r(prompt, response, answer):\n    left[0] -= 1\n    return 1 / max(left[0], 0) and 1.0\n"
-    )
-    prompts = write_prompts(tmp_path / "p.jsonl", *PROMPTS)
-    config = folder_config(tmp_path / "c.yaml", policy_folder, prompts, f"{tmp_path}/r.py:r")
-    code, _, err = cli("run", config, "--out", tmp_path)
-    assert code == 2 and "ZeroDivisionError" in one_line(err)
-    run_dir = next(tmp_path.rglob("manifest.json")).parent
-    assert manifest.load(run_dir).status == "failed"
-    with pytest.raises(UserError, match="the run is failed"):
-        reader.read_tokens(run_dir)
-    assert len(reader.read_iterations(run_dir, allow_incomplete=True)) == 1
 
 
 def start(out: Path, *overrides: str) -> subprocess.Popen[str]:

@@ -45,6 +45,7 @@ def test_ranks_divide_sequences_in_order_and_have_whole_slots(count: int, size: 
     assert found == slots_of(range(count), count, slots).tolist()[:-1]
 
 
+@slow
 def test_two_processes_add_and_gather_in_the_order_of_ranks(tmp_path: Path) -> None:
     size = 2
     ended = end(start_ranks(*[["-m", "tests.promises.exchanges", str(tmp_path)]] * size), 500)
@@ -111,13 +112,6 @@ def test_native_numerics_and_gradients_that_are_not_added_up_are_noticed(native_
     done = torchrun(2, *arguments, module="tests.promises.without_sums")
     assert done.returncode == 1 and "promise broken: weights after an update: rank 1 has " in done.stderr
     assert not list(tmp_path.rglob("iteration=000000.parquet"))
-
-
-@slow
-def test_a_rerun_in_two_processes(tiny_run: Path) -> None:
-    done = torchrun(2, "rerun", tiny_run)
-    assert done.returncode == 0 and len(done.stdout.splitlines()) == 1, done.stderr
-    assert done.stdout.startswith("identical: 2 iterations, fingerprint ")
 
 
 @slow

@@ -131,7 +131,7 @@ def _clipping(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, scan:
     title = "Ratios and clipping"
     if not len(scan.ratios):
         return Section("clipping", title, ("The policy took no step, so there are no ratios.",))
-    bounds = clip_bounds(facts.config, iterations, steps)
+    bounds = clip_bounds(facts.ppo, iterations, steps)
     drawn = [figures.ratio_figure(scan.ratios, bounds)]
     if bounds is not None or scan.flags[list(counts.FLAGS)].to_numpy().any():
         drawn.append(figures.flag_figure(scan.flags))

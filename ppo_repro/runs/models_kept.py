@@ -170,8 +170,8 @@ class ModelStore:
         return policy, Path(term.path) if isinstance(term, RewardModelFolder) else beside / "reward_model"
 
 
-def load_newest(run_dir: Path, recorded: Manifest) -> Checkpoint | None:
-    """The newest checkpoint that is there, None without one; UserError where it or the reference is damaged.
+def load_newest(run_dir: Path, recorded: Manifest, reference: bool = True) -> Checkpoint | None:
+    """The newest checkpoint that is there, None without one; UserError where it or a needed reference is damaged.
 
     An older one is not taken instead: the user decides that, by removing what the message names.
     """
@@ -183,7 +183,8 @@ def load_newest(run_dir: Path, recorded: Manifest) -> Checkpoint | None:
     otherwise = f"resume from iteration {max(before)}" if before else "start from the beginning"
     try:
         saved = checkpoint.load(run_dir / there[newest], recorded.files[there[newest]])
-        check_sums(run_dir / REFERENCE)
+        if reference:
+            check_sums(run_dir / REFERENCE)
     except UserError as error:
         raise UserError(f"{error}; or remove {run_dir / there[newest]} to {otherwise}") from error
     if saved.chain != recorded.iterations[newest - 1].chain:

@@ -39,9 +39,10 @@ def run_names(
     prefix: str, action: argparse.Action, parser: argparse.ArgumentParser, parsed_args: argparse.Namespace
 ) -> Iterable[str]:
     """`latest` and the recorded runs under runs/, then what else begins so."""
-    from ppo_repro.commands.run_folders import LATEST, RUNS, run_folders
+    from ppo_repro.commands.run_folders import LATEST, MANIFEST, RUNS
+    from ppo_repro.files import folders_with
 
-    runs = [str(run_dir) for run_dir in run_folders(RUNS)]
+    runs = [str(run_dir) for run_dir in folders_with(RUNS, MANIFEST)]
     return [name for name in (LATEST, *runs) if name.startswith(prefix)] or _files(prefix)
 
 

@@ -21,7 +21,7 @@ from tests.support.cli import Cli, one_line
 from tests.support.paths import ROOT, TINY
 
 CONFIGURED = ("run", "control", "probe", "plan", "dpo", "grid", "bisect")
-RECORDED = ("resume", "rerun", "verify", "show", "track", "report")
+RECORDED = ("resume", "rerun", "verify", "show", "track", "report", "view")
 LOGIN = "http://user:secret@127.0.0.1:9/x"
 
 # what a file may hold, and what is said of it

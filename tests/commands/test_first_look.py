@@ -47,6 +47,7 @@ FIRST_LINES = {
     "resume": (["nowhere"], "going on after"),
     "replay": (["nowhere"], "from the records alone"),
     "report": (["nowhere"], "writing a page"),
+    "view": (["nowhere"], "a page over the responses"),
     "track": (["nowhere"], "copying it into"),
     "bisect": ([TINY], "looking for the operation"),
     "verify": (["nowhere"], "every byte"),

@@ -130,7 +130,7 @@ def test_pairs_of_ones_own_train_a_model_folder_and_a_reward_model(source: Path,
     term = f"{{kind: trained_model, pairs: '{tmp_path}/pairs.jsonl', minibatch_size: 8, learning_rate: 1e-3}}"
     config = small_config(f"reward.terms=[{term}]", "ppo.iterations=1", "model.warm_start_steps=0")
     run_dir = language_run(config, tmp_path / "reward", Silent())[0]
-    assert str(tmp_path / "pairs.jsonl") in manifest.load(run_dir).inputs
+    assert (run_dir / "inputs" / "pairs.jsonl").read_bytes() == (tmp_path / "pairs.jsonl").read_bytes()
     assert 0.0 <= float(manifest.load(run_dir).final["reward_model_pair_accuracy"]) <= 1.0
 
 

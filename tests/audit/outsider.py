@@ -203,7 +203,10 @@ OUTSIDER: dict[str, tuple[Fault, str]] = {
     "ceiling": (of_tokens(lambda v: v.clamp(max=-0.5)), UNKNOWN),
     "8-bit codes": (of_tokens(lambda v: (v * 25.5).round() / 25.5), UNKNOWN),
     "sums of two neighbours": (of_tokens(lambda v: v + before(v)), UNKNOWN),
-    "first token 0": (of_tokens(lambda v: before(v) * 0 + v * (before(v) != 0)), "8 of 109 tokens have no log-prob or a 0"),
+    "first token 0": (
+        of_tokens(lambda v: torch.cat([v.new_zeros(1), v[1:]])),
+        "8 of 109 tokens have no log-prob or a 0",
+    ),
     "top-a": (kept(lambda p: p >= 0.3 * p.max(-1, keepdim=True).values ** 2), UNKNOWN),
     "epsilon cut": (kept(lambda p: p >= 0.004), UNKNOWN),
     "top-p of undivided logits": (kept(top_p, 1.0), UNKNOWN),

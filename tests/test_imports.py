@@ -43,6 +43,7 @@ ANALYSIS = """
     mismatch dialects
     compare grids
     report
+    view
 """
 
 

@@ -25,6 +25,7 @@ from analysis.report.scan import run_curves, summary_tables
 from analysis.words import terms
 from ppo_repro.config.files import DPO, read_tree
 from ppo_repro.errors import UserError
+from ppo_repro.files import folders_with
 from ppo_repro.records import manifest
 from ppo_repro.records.diff import RUN, first_difference
 
@@ -32,8 +33,6 @@ NAMES = ("A", "B")
 PROMPTS = 12
 MAX_LINES = 8
 KEYS = ("sequence", "position", "epoch", "minibatch")
-# GRID/cells/<cell>/<experiment>/<run>, RUNS/<experiment>/<run>, or the runs themselves
-DEPTHS = ("*", "*/*", "*/*/*", "*/*/*/*")
 # what settings are compared by: title, name of the final result
 MEASURES = {
     "language": {"held-out accuracy": "eval_accuracy", "held-out score": "eval_score"},
@@ -191,9 +190,8 @@ def _responses(facts: Sequence[Facts]) -> list[Section]:
 
 
 def runs_below(folder: Path) -> list[Path]:
-    """The runs in a folder, up to four levels down, sorted; raises UserError if there is none."""
-    folders = {path.parent for depth in DEPTHS for path in folder.glob(f"{depth}/{manifest.FILE_NAME}")}
-    runs = sorted(path for path in folders if (path / "records").is_dir())
+    """The runs below a folder, sorted; raises UserError if there is none."""
+    runs = sorted(path for path in folders_with(folder, manifest.FILE_NAME) if (path / "records").is_dir())
     if not runs:
         raise UserError(f"{folder}: has no run; give the folder of a run, or one with runs in it")
     return runs

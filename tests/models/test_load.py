@@ -133,8 +133,6 @@ OF_CONFIG: dict[str, tuple[Damage, str]] = {
     "absurd width": (config(hidden_size=10**30), "hidden_size = 10+; must be an integer from 1 to 1048576"),
     "width of heads": (config(hidden_size=50, head_dim=...), "hidden size of 50; must be a multiple of its 4 heads"),
     "odd heads": (config(head_dim=15), "head_dim = 15; must be even"),
-    "negative epsilon": (config(rms_norm_eps=-1.0), r"rms_norm_eps = -1\.0; must be a number above 0"),
-    "no frequency": (config(rope_parameters={"rope_type": "default", "rope_theta": 0}), "rope_theta = 0; must be"),
     "positions": (config(rope_parameters=[]), "cannot be loaded .*rope_parameters"),
     "layer types": (config(layer_types=["full_attention"]), "cannot be loaded .*layer_types"),
     "activation": (config(hidden_act="wobble"), "hidden_act = 'wobble' is not known"),

@@ -5,11 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -29,19 +27,7 @@ from tests.support.cli import Cli, one_line
 from tests.support.html_page import tree
 from tests.support.runs import small_config
 from tests.support.synthetic_run import ENVIRONMENT, create_run
-
-
-@contextmanager
-def served(*targets: Path) -> Iterator[Server]:
-    server = Server(targets, 0)
-    thread = threading.Thread(target=server.serve, daemon=True)
-    server.index.look()
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.stop()
-        thread.join(20)
+from tests.support.view import served
 
 
 def get(server: Server, path: str, asked: Mapping[str, Any] | None = None, **headers: str) -> tuple[int, str, Any]:

@@ -83,7 +83,9 @@ def test_search_filter_tokens_and_diff_by_keyboard_alone(browser: Any, native_ru
         assert browser.switch_to.active_element.text.startswith("⟨end")
         (score,) = find(browser, "[name=score_max]")
         score.send_keys("0")
-        until(lambda: "wrong" in text(browser, "#list tbody") and "right" not in text(browser, "#list tbody"), "a filter")
+        until(
+            lambda: "wrong" in text(browser, "#list tbody") and "right" not in text(browser, "#list tbody"), "a filter"
+        )
         score.send_keys("x")
         until(lambda: "score_max = 0x: must be a number" in text(browser, "#said"), "one line about a mistake")
         assert "score_max" in browser.current_url, "the address holds the query"
@@ -92,13 +94,15 @@ def test_search_filter_tokens_and_diff_by_keyboard_alone(browser: Any, native_ru
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_hostile_texts_do_nothing_and_the_page_fits(browser: Any, tmp_path: Path, scheme: str) -> None:
-    with served(make_hostile_run(tmp_path / "run")) as server:
+def test_hostile_texts_do_nothing_and_the_page_fits(
+    browser: Any, native_run: Path, tmp_path: Path, scheme: str
+) -> None:
+    with served(make_hostile_run(native_run, tmp_path / "run")) as server:
         look(browser, scheme, 390)
         browser.get_log("browser")
         browser.get(server.address)
-        rows = until(lambda: len(shown(browser)), "responses")
-        for i in range(rows):
+        until(lambda: len(shown(browser)), "responses")
+        for i in range(8):
             before = text(browser, "#title")
             browser.execute_script("document.querySelectorAll('#list tbody tr')[arguments[0]].click()", i)
             until(lambda before=before: text(browser, "#title") != before, "a response")  # type: ignore[misc]

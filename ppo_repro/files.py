@@ -196,7 +196,7 @@ def require_new(run_dir: Path, manifest: str) -> None:
         )
     if run_dir.is_dir():
         raise UserError(
-            f"{run_dir}: exists already; choose another --out, "
+            f"{run_dir}: exists already, with this configuration and these inputs; choose another --out, "
             f"or use `ppo-repro show {run_dir}`, `ppo-repro rerun {run_dir}` or `ppo-repro resume {run_dir}`"
         )
     if os.path.lexists(run_dir):

@@ -24,6 +24,7 @@ from ppo_repro.commands.run_folders import LATEST, RUNS, latest_run, ls_command
 from ppo_repro.commands.runs import (
     control_command,
     dpo_command,
+    fork_command,
     grid_command,
     rerun_command,
     resume_command,
@@ -49,6 +50,10 @@ def _add_run(parser: argparse.ArgumentParser, name: str = "run", metavar: str = 
 
 def _add_out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", type=_path, default=RUNS, help="where results go")
+
+
+def _add_inputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--inputs", metavar="DIR", type=_path, help="where to look for a model that has been moved")
 
 
 def _path(text: str) -> Path:
@@ -127,11 +132,18 @@ def _add_recorded(add: _Adder) -> None:
         _add_run(recorded)
         if command in (resume_command, rerun_command):
             _add_set(recorded, "another layout field or rollout engine, such as layout.threads=2; may be repeated")
+            _add_inputs(recorded)
         elif command is track_command:
             recorded.add_argument("--uri", help="MLflow tracking store; default sqlite:///mlflow.db")
             _add_tensorboard(recorded)
         elif command is show_command:
             recorded.add_argument("--samples", metavar="N", type=_count, default=5, help="last responses to print")
+    forked = add(fork_command)
+    _add_run(forked)
+    forked.add_argument("--at", metavar="ITERATION", type=_count, help="after so many iterations; default the newest")
+    _add_set(forked, "change one field, such as reward.terms.0.path=reward.py:score; may be repeated")
+    _add_inputs(forked)
+    _add_out(forked)
     replayed = add(replay_command)
     _add_run(replayed)
     replayed.add_argument(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ppo_repro.commands.run_folders import RUNS
@@ -45,6 +47,10 @@ def show_command(arguments: argparse.Namespace) -> int:
     recorded = manifest.load(run_dir)
     if not arguments.json:
         tell(f"{run_dir}: {recorded.status}, {len(recorded.iterations)} iterations, fingerprint {recorded.fingerprint}")
+        if recorded.origin is not None:
+            from ppo_repro.records.fork import origin_lines
+
+            tell("\n".join(origin_lines(recorded.origin)))
     from ppo_repro.commands.kinds import kind_of
     from ppo_repro.runs.summary import iteration_lines, sample_lines, speeds
 
@@ -64,18 +70,27 @@ def show_command(arguments: argparse.Namespace) -> int:
 
 
 def diff_command(arguments: argparse.Namespace) -> int:
-    """Compare two recorded runs bit by bit; exit 1 at a difference."""
+    """Compare configurations and inputs of two recorded runs, then every bit; exit 1 at a different bit."""
     say(f"{arguments.a} beside {arguments.b}, bit by bit")
-    from ppo_repro.records.diff import first_difference
+    from ppo_repro.records.diff import first_difference, setup_changes
+    from ppo_repro.records.inputs import change_lines
 
-    return report_difference(first_difference(arguments.a, arguments.b), arguments.json, "identical")
+    changed = setup_changes(arguments.a, arguments.b)
+    difference = first_difference(arguments.a, arguments.b)
+    if changed and not arguments.json:
+        tell("\n".join(["configuration and inputs, A -> B:", *(f"  {line}" for line in change_lines(changed))]))
+    elif difference is not None and not arguments.json:
+        tell("configuration and inputs: the same")
+    return report_difference(difference, arguments.json, "identical", {"setup": changed})
 
 
-def report_difference(difference: Difference | None, as_json: bool, identical: str) -> int:
-    """Print what a comparison found; the exit code."""
+def report_difference(
+    difference: Difference | None, as_json: bool, identical: str, more: Mapping[str, Any] = MappingProxyType({})
+) -> int:
+    """Print what a comparison found, as JSON with `more` fields; the exit code."""
     fields = None if difference is None else dataclasses.asdict(difference)
     line = identical if difference is None else f"different: {difference.describe()}"
-    print_result(as_json, {"identical": difference is None, "first_difference": fields}, [line])
+    print_result(as_json, {"identical": difference is None, "first_difference": fields, **more}, [line])
     return 0 if difference is None else 1
 
 

@@ -71,6 +71,21 @@ def state(run_dir: Path, status: str) -> str:
     return "killed" if status == "running" and not has_writer(run_dir) else status
 
 
+def how_to_go_on(run_dir: Path, resume: str) -> str:
+    """What an ended process left: from which iteration `resume`, a command, goes on, and what it computes again."""
+    if not (run_dir / MANIFEST).exists():
+        return "nothing was recorded; start it again"
+    from ppo_repro.records import manifest
+    from ppo_repro.records.contents import starts_of
+
+    head = manifest.load_head(run_dir)
+    start, done = max(starts_of(run_dir, head), default=0), head.num_iterations
+    if not start:
+        return f"{done} iterations are recorded, without a checkpoint: {resume} computes all of them again"
+    again = f"computes {done - start} again" if done > start else "computes none again"
+    return f"{done} iterations are recorded; {resume} goes on after iteration {start} and {again}"
+
+
 def _lines(found: list[Listed], root: Path) -> list[str]:
     if not found:
         return [f"no run in {root}"]

@@ -10,10 +10,10 @@ from typing import Any
 
 from ppo_repro.commands.kinds import kind_of
 from ppo_repro.commands.memory import within_memory, within_recorded
-from ppo_repro.commands.run_folders import MANIFEST
+from ppo_repro.commands.run_folders import how_to_go_on
 from ppo_repro.config.files import apply_overrides, build_config, load_config
+from ppo_repro.config.inputs import run_folder
 from ppo_repro.config.run import RunConfig
-from ppo_repro.config.section import run_folder
 from ppo_repro.errors import UserError
 from ppo_repro.interrupts import heard
 from ppo_repro.library.checks import Overrides, folder_of, override_lines
@@ -31,16 +31,13 @@ from ppo_repro.watcher import Silent
 
 @contextmanager
 def _saying_how_to_go_on(run_dir: Path) -> Iterator[None]:
-    """Let an interrupt say what is kept, in place of where it came."""
+    """Let an interrupt say what is kept, in place of where it came from."""
     try:
         with heard():
             yield
     except KeyboardInterrupt as error:
-        kept = "nothing was recorded; start it again"
-        if (run_dir / MANIFEST).exists():
-            name = str(run_dir)
-            kept = f"complete iterations are kept; go on with ppo_repro.resume({name!r}) or `ppo-repro resume {name}`"
-        raise type(error)(kept) from None
+        command = f"ppo_repro.resume({str(run_dir)!r}) or `ppo-repro resume {run_dir}`"
+        raise type(error)(how_to_go_on(run_dir, command)) from None
 
 
 def train(

@@ -20,7 +20,7 @@ from analysis.mismatch.tables import measure, whole
 from analysis.pairs.run_evidence import run_evidence
 from analysis.pairs.runs import run_pairs
 from ppo_repro.config.files import load_config
-from ppo_repro.config.section import run_folder
+from ppo_repro.config.inputs import run_folder
 from ppo_repro.recompute.recompute import recompute, stages_of
 from ppo_repro.records import manifest, reader
 from ppo_repro.seeding import words

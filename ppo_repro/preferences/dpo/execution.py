@@ -16,13 +16,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_repro.buffers import Coefficients, Prompts, ReturnStatistics
 from ppo_repro.clock import OTHER, Clock, moment
 from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.files import DPO, Kind, build_config, load_dpo_config
+from ppo_repro.config.files import DPO, Kind, build_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import naming_learning_rates
 from ppo_repro.config.tasks import JsonlTask
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.models.folders import named_weights
-from ppo_repro.models.load import input_files, load_folder
+from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import freeze, make_policy
 from ppo_repro.numerics import library
 from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, copy_named, weights_digest
@@ -40,14 +40,15 @@ from ppo_repro.preferences.training import (
     preference_steps,
 )
 from ppo_repro.ranks import ALONE, Ranks
-from ppo_repro.records import dpo_schema, manifest, reader
+from ppo_repro.records import dpo_schema, reader
 from ppo_repro.records.arrow import to_arrow
-from ppo_repro.records.config_file import load_recorded_config
+from ppo_repro.records.config_file import CONFIG_NAME, load_recorded_config
 from ppo_repro.records.contents import CHECKPOINT, FINAL, REFERENCE, checkpoint_file
+from ppo_repro.records.inputs import located_tree
 from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.checkpoint import Checkpoint
-from ppo_repro.runs.environment import check_inputs, describe_environment
+from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.kind import Ending, Execution, Final, Resumption
 from ppo_repro.runs.models_kept import listed, load_newest, save_model
 from ppo_repro.runs.prepare import Prepared, prepare
@@ -291,10 +292,9 @@ def sequence_kl(run_config: RunConfig, prepared: Prepared, seed: int) -> float:
 def _recorded(config: DPOConfig, run_dir: Path) -> tuple[Manifest, RunConfig]:
     """The run, and its configuration with the numerics and layout of this one."""
     recorded = reader.open_manifest(run_dir)
-    of_run = load_recorded_config(run_dir).model_dump(mode="json")
+    of_run = build_config(located_tree(run_dir, recorded), str(run_dir / CONFIG_NAME)).model_dump(mode="json")
     if of_run["task"].get("max_turns", 1) > 1:
         raise UserError(f"run = {run_dir}: its episodes have several turns; DPO here compares responses of one turn")
-    check_inputs(recorded.inputs)
     ours = {"numerics": config.numerics.model_dump(mode="json"), "layout": config.layout.model_dump(mode="json")}
     # the recorded engine may not allow `ours`
     built_in = {"rollout": {**of_run["rollout"], "engine": {"kind": "torch"}}}
@@ -374,24 +374,17 @@ class DPOKind:
     name: ClassVar[Kind] = DPO
     changeable: ClassVar[Sequence[str]] = ("layout",)
 
-    def load_config(self, path: Path, overrides: Sequence[str] = ()) -> DPOConfig:
-        return load_dpo_config(path, overrides)
-
-    def input_files(self, config: DPOConfig) -> Sequence[Path]:
-        files = [] if config.pairs is None else [Path(config.pairs)]
-        if config.run is not None:
-            reader.open_manifest(config.run)  # UserError if it is damaged or incomplete
-            files.append(Path(config.run) / manifest.FILE_NAME)
-        return [*files, *([] if config.model is None else input_files(Path(config.model.path)))]
-
     def environment(self, config: DPOConfig) -> dict[str, Any]:
         return describe_environment(config, self.ranks.size)
 
     def begin(self, config: DPOConfig, run_dir: Path | None) -> AbstractContextManager[Execution[Epoch]]:
         return _open(config, run_dir, self.watcher)
 
+    def again(self, config: DPOConfig, run_dir: Path, recorded: Manifest) -> AbstractContextManager[Execution[Epoch]]:
+        return _open(config, None, self.watcher)
+
     def resume(self, config: DPOConfig, run_dir: Path, recorded: Manifest) -> Resumption[Epoch]:
         """From the checkpoint, or from the beginning where there is none."""
-        check_inputs(recorded.inputs)
-        saved = load_newest(run_dir, recorded, reference=False)
+        start = load_newest(run_dir, recorded)
+        saved = None if start is None else start.checkpoint
         return Resumption(0 if saved is None else saved.iteration, _open(config, run_dir, self.watcher, saved))

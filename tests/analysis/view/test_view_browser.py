@@ -1,4 +1,4 @@
-"""The view in a real browser: search, filters and tokens by keyboard, hostile texts, a run that is killed and resumed."""
+"""The view in a real browser: search, filters, tokens by keyboard, hostile texts, a run that is killed and resumed."""
 
 from __future__ import annotations
 

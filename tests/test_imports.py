@@ -42,6 +42,7 @@ ANALYSIS = """
     clipping notebooks tokenization
     mismatch dialects
     compare grids
+    figures
     report
     view
 """

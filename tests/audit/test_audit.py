@@ -37,7 +37,6 @@ from tests.audit.material import (
     TEMPERATURE,
     Material,
     Values,
-    cut,
     material,
     old,
 )
@@ -161,16 +160,6 @@ def test_log_probs_of_the_processed_distribution_are_right_if_both_sides_have_th
     found = audit(subject, made.dump(values, values, mask), Settings(sampling))
     assert found.sampler.is_right and found.trainer.is_right
     assert (found.sampler.definition == "processed") == (sampling.cuts > 0)
-
-
-@pytest.mark.slow
-def test_each_side_is_judged_by_the_distribution_that_it_is_said_to_have(made: Material, subject: Subject) -> None:
-    raw, tempered, kept = made.logprobs(temperature=1.0), made.logprobs(), cut("top-k", 8)(made)
-    dump = made.dump(raw, tempered)
-    said = Settings(GIVEN.sampling, "raw", "tempered")
-    assert audit(subject, dump, said).sampler.is_right and not audit(subject, dump, GIVEN).sampler.is_right
-    found = audit(subject, made.dump(kept, tempered), Settings(GIVEN.sampling, "processed", "processed"))
-    assert found.sampler.is_right and found.trainer.cause == "of all tokens, not of the processed distribution"
 
 
 # turns

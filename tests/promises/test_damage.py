@@ -185,15 +185,6 @@ def test_what_a_kill_leaves_is_told_apart(tmp_path: Path) -> None:
     assert found.unfinished_line > 0 and len(frames_of_incomplete(run_dir)) == 24
 
 
-@pytest.mark.parametrize("name", ["records/tokens/mine.parquet", "checkpoints/mine.safetensors", "mine.tmp"])
-def test_a_file_of_the_user_is_never_taken_for_a_half_written_one(tmp_path: Path, name: str) -> None:
-    run_dir = synthetic_run.make_run(tmp_path / "a", iterations=3)
-    synthetic_run.cut_back(run_dir, 2, "running")
-    (run_dir / name).parent.mkdir(exist_ok=True)
-    (run_dir / name).write_text("mine")
-    assert f"{run_dir / name}: is no file of this run" in refusal(run_dir)
-
-
 def frames_of_incomplete(run_dir: Path) -> pd.DataFrame:
     with pytest.raises(UserError, match="the run is running after 2 recorded iterations"):
         reader.read_tokens(run_dir)

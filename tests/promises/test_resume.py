@@ -59,16 +59,6 @@ def test_a_resumed_run_is_the_uninterrupted_run(
     assert verify(run_dir).status == "complete"
 
 
-def test_checkpoints_change_no_result_and_only_the_newest_stay(recorded: Recorded, deterministic_run: Path) -> None:
-    assert manifest.load(deterministic_run).iterations == manifest.load(recorded.whole).iterations[:3]
-    there = {n: sorted(p.name for p in (recorded.parts / str(n) / "checkpoints").iterdir()) for n in (1, 3, 5)}
-    assert there == {
-        1: ["reference"],
-        3: ["iteration-000002.safetensors", "reference"],
-        5: ["iteration-000004.safetensors", "reference"],
-    }
-
-
 def altered(run_dir: Path, change: Callable[[Checkpoint], Checkpoint]) -> None:
     """Change the newest checkpoint, its digest right."""
     path, written = newest(run_dir), RunWriter(run_dir)

@@ -14,11 +14,16 @@ import pytest
 
 from analysis.report import build
 from analysis.report.page import embedded_json
+from ppo_repro.config.files import load_config
 from ppo_repro.errors import UserError
 from ppo_repro.records import accuracy, reader
+from ppo_repro.watcher import Silent
 from tests.analysis.report.hostile_run import make_hostile_run, pieces_of
 from tests.support.cli import Cli
 from tests.support.html_page import check, embedded
+from tests.support.language import fork
+from tests.support.language import run as record
+from tests.support.paths import TINY
 from tests.support.synthetic_run import cut_back, start_run
 
 
@@ -220,3 +225,14 @@ def test_the_last_evaluation_is_among_the_samples(deterministic_run: Path) -> No
             if cells[0] == "at the end":
                 shown["".join(next(card.iter("bdi")).itertext())] = cells[1]
     assert len(shown) == 6 and all(last[prompt] == response for prompt, response in shown.items())
+
+
+def test_the_page_of_a_fork_marks_where_it_began_and_shows_the_reward(tmp_path: Path) -> None:
+    config = load_config(TINY, ["model.warm_start_steps=3", "ppo.iterations=2", "checkpoints.every=1"])
+    origin, _ = record(config, tmp_path, Silent())
+    (tmp_path / "reward.py").write_text("def score(prompt, response, answer):\n    return 0.25  # mended\n")
+    term = f"{{kind: function, path: '{tmp_path}/reward.py:score'}}"
+    forked = fork(origin, tmp_path, 1, f"reward.terms=[{term}]", "ppo.iterations=3")
+    pages = [build.page_of(folder, 0) for folder in (forked, origin)]
+    for text in ("forked here", f"A fork of {origin.name}", "return 0.25  # mended", "inputs/reward.py: none -&gt; "):
+        assert [text in page for page in pages] == [True, False], text

@@ -16,6 +16,8 @@ from urllib.parse import urlencode, urlsplit
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from analysis.view import index as index_module
@@ -24,7 +26,7 @@ from ppo_repro.config.files import LANGUAGE, dump_yaml
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.writer import RunWriter
-from tests.analysis.report.hostile_run import HOSTILE, iteration_tables, make_hostile_run
+from tests.analysis.report.hostile_run import make_hostile_run
 from tests.support.cli import Cli, one_line
 from tests.support.html_page import tree
 from tests.support.runs import small_config
@@ -62,8 +64,8 @@ def api(server: Server, name: str, **asked: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with served(make_hostile_run(tmp_path_factory.mktemp("it's [1]") / "run *")) as server:
+def hostile(native_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with served(make_hostile_run(native_run, tmp_path_factory.mktemp("it's [1]") / "run *")) as server:
         yield server
 
 
@@ -87,11 +89,11 @@ def test_hostile_texts_stay_text(hostile: Server) -> None:
     assert code == 200 and "connect-src 'self'" in policy and "unsafe" not in policy
     assert "innerHTML" not in page and not {"src", "onclick"} & {name for n in root.iter() for name in n.attrib}
     found = api(hostile, "responses", text="<SCRIPT>", sort="sequence", order="asc")["rows"]
-    assert {row["response"] for row in found} == {"".join(HOSTILE[0]), "".join(HOSTILE[1])}
+    assert found and all("<script>" in row["response"] for row in found)
     headers = get(hostile, "/api/responses", {"token": hostile.token, "text": "<script>"})[2]
     assert headers["Content-Type"] == "application/json" and headers["X-Content-Type-Options"] == "nosniff"
-    one = api(hostile, "response", run=0, iteration=0, sequence=1)
-    assert one["tokens"]["responses"][0]["texts"] == [*HOSTILE[1], ""] and one["rendered"] is None
+    one = api(hostile, "response", run=0, iteration=found[0]["iteration"], sequence=found[0]["sequence"])
+    assert "".join(one["tokens"]["responses"][0]["texts"]) == found[0]["response"]
 
 
 @pytest.mark.parametrize(
@@ -188,19 +190,25 @@ def test_a_query_that_takes_too_long_is_ended(hostile: Server, monkeypatch: pyte
     monkeypatch.setattr(index_module, "TIMEOUT_SECONDS", 0.2)
     with pytest.raises(index_module.Slow):
         hostile.index.rows("select sum(a.range * b.range) from range(10000000) a, range(10000000) b")
-    assert api(hostile, "responses")["total"] == 15, "the next one is answered"
+    assert api(hostile, "responses")["total"] > 0, "the next one is answered"
 
 
-def test_a_run_that_works_is_followed_and_partial_files_are_passed_over(tmp_path: Path) -> None:
+def test_a_run_that_works_is_followed_and_partial_files_are_passed_over(native_run: Path, tmp_path: Path) -> None:
     config = small_config("experiment=live")
     run = create_run(tmp_path / "a" / "run", LANGUAGE, dump_yaml(config), config.digest(), ENVIRONMENT)
-    writer, generator = RunWriter(tmp_path / "a" / "run"), np.random.default_rng(0)
+    writer = RunWriter(tmp_path / "a" / "run")
+    each = len(reader.read_sequences(native_run, iterations=[0]))
     del run
     server = Server([tmp_path], 0)
     look = server.index.look
 
     def write(iteration: int) -> None:
-        writer.append(iteration, iteration_tables(iteration, list(HOSTILE), generator, False))
+        tables = {}
+        for name in manifest.load(native_run).iterations[0].tables:
+            table = pq.ParquetFile(manifest.table_path(native_run, name, 0)).read()
+            column = pa.array([iteration] * table.num_rows, pa.int32())
+            tables[name] = table.set_column(table.column_names.index("iteration"), table.field("iteration"), column)
+        writer.append(iteration, tables)
 
     def counts() -> tuple[int, int]:
         return server.index.rows("select count(*) as n from responses")[0]["n"], len(server.index.runs[0].damaged)
@@ -214,21 +222,21 @@ def test_a_run_that_works_is_followed_and_partial_files_are_passed_over(tmp_path
     (folder / "records" / "updates" / "iteration=000001.parquet.tmp").write_bytes(b"")
     (tmp_path / "b.tmp").mkdir()
     look()
-    assert counts() == (7, 0)
+    assert counts() == (each, 0)
     version = server.index.version
     write(1)  # resumed
     look()
     look()
-    assert counts() == (14, 0) and server.index.version > version
+    assert counts() == (2 * each, 0) and server.index.version > version
     write(2)
     (folder / "records" / "tokens" / "iteration=000002.parquet").write_bytes(b"PAR1 rubbish")
     write(3)
     look()
-    assert counts() == (21, 1) and "iteration 2" in server.index.runs[0].damaged[0]
+    assert counts() == (3 * each, 1) and "iteration 2" in server.index.runs[0].damaged[0]
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / manifest.FILE_NAME).write_text("{")
     look()
-    assert server.index.others == 1 and counts()[0] == 21
+    assert server.index.others == 1 and counts()[0] == 3 * each
     server.index.close()
     server.socket.close()
 

@@ -7,6 +7,7 @@
     ["clipped", "Clipped", "short number"], ["advantage", "Advantage", "short number"], ["iteration", "Iteration", "short number"],
     ["run", "Run", "short"],
   ];
+  const MARKS = { right: "✓ right", wrong: "✗ wrong", unjudged: "–" };
   const EACH = 50;
   const LOOK_MS = 1500;
   const form = at("query");
@@ -45,7 +46,7 @@
   const place = (row) => ({ run: row.run, iteration: row.iteration, sequence: row.sequence });
   const same = (a, b) => a && b && a.run === b.run && a.iteration === b.iteration && a.sequence === b.sequence;
   const runName = (row) => (state.runs[row.run] ? state.runs[row.run].name : String(row.run));
-  const judged = (row) => (row.correct ? "right" : "wrong");
+  const judged = (row) => (row.correct ? "right" : row.answer === "" ? "unjudged" : "wrong");
 
   // the text, with what was searched for marked
   function put(node, text, needle, around) {
@@ -101,7 +102,7 @@
         const cell = make("td", undefined, kind + (name === "correct" ? " " + judged(row) : ""));
         if (name === "response") put(cell, row.response, text, 40);
         else if (name === "prompt") put(cell, row.prompt, form.elements.prompt.value, 40);
-        else cell.textContent = name === "run" ? runName(row) : name === "correct" ? (row.correct ? "✓ right" : "✗ wrong") : visible(say(row[name], 4));
+        else cell.textContent = name === "run" ? runName(row) : name === "correct" ? MARKS[judged(row)] : visible(say(row[name], 4));
         if (name === "run") cell.title = runName(row);
         line.append(cell);
       }
@@ -152,7 +153,7 @@
   function card(sample, row) {
     const box = make("div", undefined, "card " + judged(sample) + (same(sample, row) ? " this" : ""));
     const head = make("div", undefined, judged(sample));
-    head.textContent = (sample.correct ? "✓" : "✗") + " score " + say(sample.score, 4) + ", " + sample.length + " tokens, " + sample.finish + ", advantage " + say(sample.advantage, 3) + " ";
+    head.textContent = MARKS[judged(sample)] + ", score " + say(sample.score, 4) + ", " + sample.length + " tokens, " + sample.finish + ", advantage " + say(sample.advantage, 3) + " ";
     if (!same(sample, row)) {
       const button = make("button", "Open");
       button.type = "button";

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import pytest
 from ppo_repro.commands.run_folders import latest_run
 from ppo_repro.records import manifest
 from tests.support.cli import Cli, one_line
-from tests.support.paths import ROOT, SMALL_CONTROL, TINY
+from tests.support.paths import SMALL_CONTROL, TINY
 
 
 @pytest.mark.parametrize(
@@ -104,25 +102,3 @@ def test_latest_is_the_run_that_was_written_last(cli: Cli, runs: Path) -> None:
     assert cli("diff", "latest", runs / "two")[0] == 1
     os.utime(runs / "two" / manifest.FILE_NAME)
     assert cli("diff", "latest", runs / "two")[0] == 0
-
-
-def completions(line: str, shell: str = "bash", cwd: Path = ROOT) -> set[str]:
-    """What a shell is offered for a line that the cursor stands behind."""
-    environment = {
-        **os.environ, "_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line)),
-        "_ARGCOMPLETE_SHELL": shell, "_ARGCOMPLETE_STDOUT_FILENAME": "/dev/stdout", "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
-    command = [sys.executable, "-m", "ppo_repro"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, check=False)
-    assert done.returncode == 0, done.stderr
-    return {word.strip() for word in done.stdout.split("\n")}
-
-
-@pytest.mark.slow
-def test_a_shell_completes_commands_options_fields_and_runs(tmp_path: Path, runs: Path) -> None:
-    pytest.importorskip("argcomplete")
-    assert completions("ppo-repro re") >= {"resume", "rerun", "report", "replay"}
-    assert "--seed" in completions("ppo-repro run --s") and "--set" in completions("ppo-repro run --s")
-    assert "ppo.objective.clip_range=" in completions("ppo-repro run x.yaml --set ppo.objective.cl")
-    assert completions("ppo-repro show lat", cwd=tmp_path) == {"latest"}
-    assert "runs/two" in completions("ppo-repro show runs/t", cwd=tmp_path)

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.grids.figure import main as figure_main
+from analysis.figures import main as figure_main
 from analysis.grids.outcomes import MEASURES, measures_of, outcomes
 from analysis.grids.table import comparisons, rank_correlation
 from analysis.grids.table import main as table_main
@@ -93,9 +93,9 @@ def test_the_commands(grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "| native | 7 | 1 | 1 | 1 |" in capsys.readouterr().out
     assert table_main([str(grid), "--distinct-by", "x"]) == 2
     assert capsys.readouterr().err == "error: --distinct-by x: is no axis of this grid; there are numerics.mode\n"
-    for more in ([], ["--across", "outside"]):
+    for kind, folder in (("settings", grid), ("across", grid), ("differences", grid)):
         for _ in range(2):  # over nothing, and over an earlier figure
-            assert figure_main([str(grid), str(tmp_path / "f.svg"), *more]) == 0
+            assert figure_main([kind, str(tmp_path / "f.svg"), str(folder)]) == 0
         said = " ".join(ElementTree.fromstring((tmp_path / "f.svg").read_text()).itertext())
         assert "deterministic" in said and "native" in said
     pd.read_parquet(grid / "cells.parquet").query("state == 'failed'").to_parquet(grid / "cells.parquet")

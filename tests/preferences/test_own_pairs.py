@@ -88,14 +88,18 @@ def test_an_interrupted_dpo_run_goes_on_to_the_same_fingerprint(
     assert cli("diff", ended, finished)[0] == 0
 
 
-def test_a_changed_file_of_pairs_is_refused(finished: Path, folder: Path, tmp_path: Path, cli: Cli) -> None:
+def test_a_rerun_takes_the_pairs_that_the_run_has(finished: Path, folder: Path, tmp_path: Path, cli: Cli) -> None:
+    assert (finished / "inputs" / "pairs.jsonl").is_file()
     before = (folder / "pairs.jsonl").read_text()
     try:
         (folder / "pairs.jsonl").write_text(before.replace("120", "121"))
-        code, _, err = cli("rerun", finished)
+        assert cli("rerun", finished)[0] == 0
+        code, _, err = cli("dpo", folder / "dpo.yaml", "--out", tmp_path)
+        assert code == 0, err
     finally:
         (folder / "pairs.jsonl").write_text(before)
-    assert code == 2 and "pairs.jsonl" in one_line(err)
+    (edited,) = (path.parent for path in tmp_path.rglob("manifest.json"))
+    assert cli("diff", edited, finished)[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -149,11 +153,20 @@ def test_a_grid_of_dpo_runs(folder: Path, finished: Path, tmp_path: Path, cli: C
 
 
 def test_a_reward_model_is_trained_on_pairs_of_ones_own(folder: Path, tmp_path: Path, cli: Cli) -> None:
-    term = f"{{kind: trained_model, pairs: '{folder}/pairs.jsonl', minibatch_size: 8, learning_rate: 1e-3}}"
-    small = ("--set", "ppo.iterations=1", "--set", "model.vocab_size=18")
-    code, out, err = cli("run", TINY, "--out", tmp_path, "--set", f"reward.terms=[{term}]", *small, "--json")
+    """For prompts of one's own that have no answers."""
+    prompts = [{"prompt": p.prompt} for p in arithmetic(9)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    task = f"task={{kind: jsonl, path: '{tmp_path}/p.jsonl', num_eval_prompts: 7}}"
+    term = "{kind: trained_model, %sminibatch_size: 8, learning_rate: 1e-3}"
+    model = f"model={json.dumps(yaml.safe_load((folder / 'dpo.yaml').read_text())['model'])}"
+    sets = [word for field in (task, model, "ppo.iterations=1") for word in ("--set", field)]
+    terms = f"reward.terms=[{term % f'pairs: {folder}/pairs.jsonl, '}]"
+    code, out, err = cli("run", TINY, "--out", tmp_path, *sets, "--set", terms, "--json")
     assert code == 0, err
+    made = f"reward.terms=[{term % 'num_pairs: 30, '}]"
+    code, _, err = cli("run", TINY, "--out", tmp_path, *sets, "--set", made)
+    assert code == 2 and "need pairs, or task.kind = arithmetic" in one_line(err)
     run_dir = Path(json.loads(out)["run_dir"])
-    assert str(folder / "pairs.jsonl") in manifest.load(run_dir).inputs
+    assert "inputs/pairs.jsonl" in manifest.load(run_dir).inputs
     assert 0.0 <= float(manifest.load(run_dir).final["reward_model_pair_accuracy"]) <= 1.0
     assert cli("rerun", run_dir, "--set", "layout.forward_micro_batch=3")[0] == 0

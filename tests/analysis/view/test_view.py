@@ -5,45 +5,27 @@ from __future__ import annotations
 import csv
 import io
 import json
-import threading
+import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from analysis.view import index as index_module
 from analysis.view.server import Server
-from ppo_repro.config.files import LANGUAGE, dump_yaml
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
-from ppo_repro.records.writer import RunWriter
 from tests.analysis.report.hostile_run import make_hostile_run
 from tests.support.cli import Cli, one_line
 from tests.support.html_page import tree
-from tests.support.runs import small_config
-from tests.support.synthetic_run import ENVIRONMENT, create_run
-
-
-@contextmanager
-def served(*targets: Path) -> Iterator[Server]:
-    server = Server(targets, 0)
-    thread = threading.Thread(target=server.serve, daemon=True)
-    server.index.look()
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.stop()
-        thread.join(20)
+from tests.support.synthetic_run import cut_back
+from tests.support.view import served
 
 
 def get(server: Server, path: str, asked: Mapping[str, Any] | None = None, **headers: str) -> tuple[int, str, Any]:
@@ -92,8 +74,9 @@ def test_hostile_texts_stay_text(hostile: Server) -> None:
     assert found and all("<script>" in row["response"] for row in found)
     headers = get(hostile, "/api/responses", {"token": hostile.token, "text": "<script>"})[2]
     assert headers["Content-Type"] == "application/json" and headers["X-Content-Type-Options"] == "nosniff"
-    one = api(hostile, "response", run=0, iteration=found[0]["iteration"], sequence=found[0]["sequence"])
-    assert "".join(one["tokens"]["responses"][0]["texts"]) == found[0]["response"]
+    row = found[0]
+    one = api(hostile, "response", run=0, iteration=row["iteration"], sequence=row["sequence"])
+    assert "".join(one["tokens"]["responses"][0]["texts"]) == row["response"]
 
 
 @pytest.mark.parametrize(
@@ -194,49 +177,47 @@ def test_a_query_that_takes_too_long_is_ended(hostile: Server, monkeypatch: pyte
 
 
 def test_a_run_that_works_is_followed_and_partial_files_are_passed_over(native_run: Path, tmp_path: Path) -> None:
-    config = small_config("experiment=live")
-    run = create_run(tmp_path / "a" / "run", LANGUAGE, dump_yaml(config), config.digest(), ENVIRONMENT)
-    writer = RunWriter(tmp_path / "a" / "run")
-    each = len(reader.read_sequences(native_run, iterations=[0]))
-    del run
-    server = Server([tmp_path], 0)
-    look = server.index.look
+    run = tmp_path / "a" / "run"
 
-    def write(iteration: int) -> None:
-        tables = {}
-        for name in manifest.load(native_run).iterations[0].tables:
-            table = pq.ParquetFile(manifest.table_path(native_run, name, 0)).read()
-            column = pa.array([iteration] * table.num_rows, pa.int32())
-            tables[name] = table.set_column(table.column_names.index("iteration"), table.field("iteration"), column)
-        writer.append(iteration, tables)
+    def become(iterations: int) -> None:
+        """The run after so many iterations, whatever was there."""
+        shutil.copytree(native_run, run, dirs_exist_ok=True)
+        if iterations < 3:
+            cut_back(run, iterations, "running")
 
     def counts() -> tuple[int, int]:
         return server.index.rows("select count(*) as n from responses")[0]["n"], len(server.index.runs[0].damaged)
 
+    def file(table: str, iteration: int) -> Path:
+        return manifest.table_path(run, table, iteration)
+
+    each = len(reader.read_sequences(native_run, iterations=[0]))
+    become(0)
+    server = Server([tmp_path], 0)
+    look = server.index.look
     look()
     assert counts() == (0, 0) and server.index.runs[0].state == "killed", "no process has its lock"
-    write(0)
-    folder = tmp_path / "a" / "run"
-    for name in ("sequences", "tokens"):  # a process was killed while it wrote the next iteration
-        (folder / "records" / name / "iteration=000001.parquet").write_bytes(b"PAR1 half")
-    (folder / "records" / "updates" / "iteration=000001.parquet.tmp").write_bytes(b"")
-    (tmp_path / "b.tmp").mkdir()
+    become(1)
+    for table in ("sequences", "tokens"):  # a process was killed while it wrote the next iteration
+        file(table, 1).write_bytes(b"PAR1 half")
+    file("updates", 1).with_suffix(".tmp").write_bytes(b"")
     look()
     assert counts() == (each, 0)
     version = server.index.version
-    write(1)  # resumed
+    become(2)  # resumed
     look()
     look()
     assert counts() == (2 * each, 0) and server.index.version > version
-    write(2)
-    (folder / "records" / "tokens" / "iteration=000002.parquet").write_bytes(b"PAR1 rubbish")
-    write(3)
-    look()
-    assert counts() == (3 * each, 1) and "iteration 2" in server.index.runs[0].damaged[0]
+    become(3)
+    file("tokens", 2).write_bytes(b"PAR1 rubbish")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / manifest.FILE_NAME).write_text("{")
     look()
-    assert server.index.others == 1 and counts()[0] == 3 * each
+    assert counts() == (2 * each, 1) and "iteration 2" in server.index.runs[0].damaged[0]
+    assert server.index.others == 1
+    become(1)  # another run has the folder now
+    look()
+    assert counts() == (each, 0)
     server.index.close()
     server.socket.close()
 

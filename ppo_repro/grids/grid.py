@@ -10,6 +10,7 @@ from typing import Literal
 import pandas as pd
 
 from ppo_repro.config.files import dump_yaml
+from ppo_repro.config.inputs import run_folder
 from ppo_repro.errors import UserError
 from ppo_repro.files import atomic_write, only_writer, remove_folder
 from ppo_repro.grids.cell import Order, environment_of, run_of, state_of, without_code
@@ -83,13 +84,15 @@ def lay_out(cell: Cell, folder: Path) -> None:
 
 
 def _check_unchanged(cell: Cell, folder: Path, changed: Changed) -> None:
-    """Refuse, keep or remove a run that other code or another environment computed."""
-    recorded = environment_of(folder)
-    if not recorded or changed == "keep":
+    """Refuse, keep or remove a run that other code, input files or another environment computed."""
+    recorded, run_dir = environment_of(folder), run_of(folder)
+    if run_dir is None or changed == "keep":
         return
     now = describe_environment(cell.config, 1)
     parts = [name for name, value in without_code(now).items() if recorded[name] != value]
     what = "code" if set(recorded["code_digest"]) != {now["code_digest"]} else ", ".join(parts)
+    if run_folder(cell.config, folder) != run_dir:  # its name follows the inputs
+        what = "input file"
     if not what:
         return
     if changed == "refuse":
@@ -97,7 +100,5 @@ def _check_unchanged(cell: Cell, folder: Path, changed: Changed) -> None:
             f"{folder}: was computed with another {what} than now; "
             "--changed keep leaves such cells as they are (the tables say so), --changed redo runs them again"
         )
-    run_dir = run_of(folder)
-    assert run_dir is not None
     with only_writer(run_dir):
         remove_folder(run_dir)

@@ -55,6 +55,21 @@ def test_names_are_stable_distinct_and_safe(
     assert set(names) <= {cell.name for cell in others}
 
 
+def test_relative_paths_follow_the_file_that_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = yaml.safe_load(TINY.read_text())
+    tree["task"] = {"kind": "jsonl", "path": "../prompts.jsonl", "num_eval_prompts": 1}
+    (tmp_path / "bases").mkdir()
+    (tmp_path / "bases" / "base.yaml").write_text(yaml.safe_dump(tree))
+    (tmp_path / "grids").mkdir()
+    labels = {name: {"reward.terms": [{"kind": "function", "path": f"{name}.py:score"}]} for name in ("a", "b")}
+    path = grid_file(tmp_path / "grids", base="../bases/base.yaml", axes={"reward": labels})
+    monkeypatch.chdir("/")
+    for cell, name in zip(load_grid(path).cells, labels, strict=True):
+        config = cell.config.model_dump()
+        assert config["task"]["path"] == str(tmp_path / "prompts.jsonl")
+        assert config["reward"]["terms"][0]["path"] == str(tmp_path / "grids" / f"{name}.py:score")
+
+
 def test_a_label_cannot_leave_the_folder(tmp_path: Path) -> None:
     labels = {"../../x": {"ppo.epochs": 1}, "/etc": {"ppo.epochs": 2}}
     names = [cell.name for cell in load_grid(grid_file(tmp_path, axes={"a": labels})).cells]

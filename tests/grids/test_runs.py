@@ -149,6 +149,20 @@ def test_cells_of_other_code_are_not_mixed_in_silence(tmp_path: Path, monkeypatc
         finished(path, tmp_path)
 
 
+@slow
+def test_a_cell_whose_reward_was_edited_is_refused_or_run_again(tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("def score(prompt, response, answer):\n    return float(len(response))\n")
+    terms = [{"kind": "function", "path": "reward.py:score"}]
+    path = grid_file(tmp_path, {}, [1], **{"reward.terms": terms})
+    before = fingerprints(finished(path, tmp_path / "out"))
+    assert finished(path, tmp_path / "out").ran == ()
+    reward.write_text(reward.read_text().replace("float(", "-float("))
+    with pytest.raises(UserError, match="another input file than now"):
+        finished(path, tmp_path / "out")
+    assert fingerprints(finished(path, tmp_path / "out", changed="redo")) != before
+
+
 def laid_out(folder: Path, **fields: object) -> Order:
     """The order of the one cell of a grid, with its configuration in its folder."""
     cell = load_grid(grid_file(folder, {}, [1], **fields)).cells[0]

@@ -6,15 +6,18 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count as count_from
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import TaskConfig
 from ppo_repro.errors import UserError
 from ppo_repro.json_lines import read_lines, text_field
 from ppo_repro.output import shown
-from ppo_repro.seeding import permutation
+from ppo_repro.seeding import permutation, words
 
 if TYPE_CHECKING:  # the prompts of a file are checked before anything is imported that takes seconds
     from transformers import PreTrainedTokenizerBase
@@ -29,6 +32,12 @@ class Problem:
     answer: str  # empty if it has none
     fields: str = "{}"  # its other fields, for functions that ask for them: a JSON object with sorted names
     messages: str | None = None  # the prompt as a JSON list of chat messages, if it was given as one
+    steps: tuple[str, ...] = ()  # what stands before the answer in a worked solution
+
+    @property
+    def solution(self) -> str:
+        """The steps, if there are any, and the answer: what warm start teaches."""
+        return " ".join((*self.steps, self.answer))
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,30 @@ def arithmetic(max_operand: int) -> list[Problem]:
     return [
         Problem(f"{a}+{b}", f"{a}+{b}=", str(a + b)) for a in range(max_operand + 1) for b in range(max_operand + 1)
     ]
+
+
+def column_addition(digits: int, base: int, size: int) -> list[Problem]:
+    """`size` different additions of numbers of `digits` digits in base `base`, a step for each column from the right.
+
+    A step is `a+b=s`, or `a+b+1=s` after a carry. The prompts are the same for every seed.
+    """
+    low, count = base ** (digits - 1), (base - 1) * base ** (digits - 1)
+    drawn: dict[tuple[int, int], None] = {}
+    for chunk in count_from(0):
+        for a, b in words(2 * size, "column addition", digits, base, chunk).reshape(-1, 2).tolist():
+            drawn[low + a % count, low + b % count] = None
+            if len(drawn) == size:
+                return [_in_columns(a, b, base) for a, b in drawn]
+    raise AssertionError
+
+
+def _in_columns(a: int, b: int, base: int) -> Problem:
+    left, right, steps, carry = np.base_repr(a, base), np.base_repr(b, base), [], 0
+    for x, y in zip(reversed(left), reversed(right), strict=True):
+        total = int(x) + int(y) + carry
+        steps.append(f"{x}+{y}{'+1' * carry}={np.base_repr(total, base)}")
+        carry = total // base
+    return Problem(f"{left}+{right}", f"{left}+{right}=", np.base_repr(a + b, base), steps=tuple(steps))
 
 
 def make_problem(where: str, fields: Mapping[str, object], chat_template: bool = False) -> Problem:

@@ -15,6 +15,7 @@ from ppo_repro.config.reward import (
     LengthReward,
     RewardConfig,
     RewardTerm,
+    StepsReward,
     Verifier,
 )
 from ppo_repro.config.tasks import AnswerExtraction
@@ -63,6 +64,11 @@ def is_answer(response: str, answer: str, extraction: AnswerExtraction) -> bool:
         return matches(found, answer)
     expected = _NUMBER.fullmatch(answer.strip())
     return expected is not None and Fraction(found) == Fraction(expected.group().replace(",", ""))
+
+
+def right_steps(response: str, steps: Sequence[str]) -> float:
+    """The share of `steps` that the response has as its words of the same number."""
+    return sum(word == step for word, step in zip(response.split(" "), steps, strict=False)) / len(steps)
 
 
 @dataclass(frozen=True)
@@ -153,6 +159,8 @@ def _values(
     function = judge.functions[index]
     if isinstance(term, ExactMatch):
         return [float(s.finished and is_answer(s.response, s.problem.answer, judge.extraction)) for s in samples]
+    if isinstance(term, StepsReward):
+        return [right_steps(sample.response, sample.problem.steps) for sample in samples]
     if isinstance(term, FormatReward):
         inner = [formatted_answer(sample.response) for sample in samples]
         pairs = zip(inner, samples, strict=True)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppo_repro.errors import Mistakes, UserError
-from ppo_repro.output import say
 
 if TYPE_CHECKING:
     from ppo_repro.config.run import RunConfig
@@ -47,10 +46,7 @@ def _prompts(config: RunConfig) -> None:
         from ppo_repro.tasks.problems import read_jsonl, split
 
         problems = read_jsonl(Path(config.task.path), config.task.chat_template)
-        train = len(split(problems, config.task.num_eval_prompts, config.seed).train)
-        asked = config.rollout.prompts_per_iteration
-        if asked > train:
-            say(f"rollout.prompts_per_iteration = {asked}: there are {train} prompts to train on; some are asked again")
+        split(problems, config.task.num_eval_prompts, config.seed)
 
 
 def _functions(config: RunConfig) -> None:

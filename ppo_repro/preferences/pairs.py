@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ppo_repro.errors import UserError
 from ppo_repro.json_lines import read_lines, text_field
+from ppo_repro.output import shown
 from ppo_repro.seeding import permutation, words
 from ppo_repro.tasks.problems import Problem, make_problem
 from ppo_repro.tasks.tokenizer import decode
@@ -38,7 +39,7 @@ def check_pairs(pairs: Sequence[Preference], vocab_size: int, max_context: int) 
     """Raise UserError for the first pair that a model of this vocabulary and context cannot read."""
     for pair in pairs:
         for ids in sequences_of([pair]):
-            where = f"preference pair of prompt {pair.prompt_key!r}"
+            where = f"preference pair of prompt '{shown(pair.prompt_key)}'"
             if len(ids) > max_context:
                 raise UserError(f"{where}: has {len(ids)} tokens; numerics.max_context = {max_context}; raise it")
             if not 0 <= min(ids) <= max(ids) < vocab_size:
@@ -67,8 +68,8 @@ def _digits_of(problems: Sequence[Problem]) -> str:
     for problem in problems:
         if not (problem.answer.isascii() and problem.answer.isdecimal()):
             raise UserError(
-                f"prompt {problem.key!r}: its answer {problem.answer!r} is not a number; the rule for wrong answers "
-                "needs digits; use pairs of a recorded run"
+                f"prompt '{shown(problem.key)}': its answer '{shown(problem.answer)}' is not a number; wrong "
+                "answers are made for numbers only; give pairs in a file"
             )
     digits = "".join(sorted({digit for problem in problems for digit in problem.answer}))
     if len(digits) < 2:
@@ -80,7 +81,9 @@ def _response(tokenizer: PreTrainedTokenizerBase, text: str, where: str = "") ->
     """The tokens of a response with an end token; UserError if the tokenizer cannot spell it."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if decode(tokenizer, ids) != text or tokenizer.eos_token_id is None:
-        raise UserError(f"{where}the tokenizer cannot spell the response {text!r} with an end token; use another model")
+        raise UserError(
+            f"{where}the tokenizer cannot spell the response '{shown(text)}' with an end token; use another model"
+        )
     return (*ids, tokenizer.eos_token_id)
 
 

@@ -34,6 +34,7 @@ from ppo_repro.runs.kind import Ending, Execution, Final, Resumption, Store
 from ppo_repro.runs.models_kept import ModelStore, go_on_from, load_newest, quick_collections, task_digest
 from ppo_repro.runs.open_engine import require_same_sampler, rollout_engine
 from ppo_repro.runs.prepare import Prepared, prepare
+from ppo_repro.runs.summary import MANY_CUT, cut_at_the_limit
 from ppo_repro.stages.coefficients import last_kl
 from ppo_repro.stages.evaluation import evaluate
 from ppo_repro.watcher import Watcher
@@ -48,6 +49,7 @@ class LanguageExecution:
     engine: Engine
     ranks: Ranks
     store: Store | None
+    watcher: Watcher
     accuracy: Accuracy | None  # None where it is not measured, as in a resumed run
 
     @property
@@ -61,7 +63,13 @@ class LanguageExecution:
         def receive(rollout: Rollout) -> Rollout:
             return received(config.mismatch.trainer, rollout, task.tokenizer)
 
-        return ppo_iterations(config, task, state, engine, self.ranks, receive)
+        was_said = False
+        for item in ppo_iterations(config, task, state, engine, self.ranks, receive):
+            cut = item.rollout.finish_reasons.count("length") / len(item.rollout.finish_reasons)
+            if cut > MANY_CUT and not was_said:
+                self.watcher.warning(f"iteration {item.index}: {cut_at_the_limit(cut)}")
+                was_said = True
+            yield item
 
     @property
     def _records_side_tables(self) -> bool:
@@ -142,6 +150,10 @@ class LanguageKind:
         with naming_learning_rates(config):
             reference = None if run_dir is None or start is None else run_dir / REFERENCE
             prepared = prepare(config, self.watcher.warm_start, reference, share=True, ranks=self.ranks)
+            asked, prompts = config.rollout.prompts_per_iteration, len(prepared.task.problems.train)
+            if asked > prompts:
+                again = f"there are {prompts} prompts to train on; an iteration asks some of them again"
+                self.watcher.warning(f"rollout.prompts_per_iteration = {asked}: {again}")
             networks = prepared.state.policy, prepared.state.own_value_module
             digests = [weights_digest(module.named_parameters()) for module in networks]
             self.ranks.require_same("initial weights", digests)
@@ -154,7 +166,7 @@ class LanguageKind:
             del start  # as large as weights and moments together
             logs = None if run_dir is None else run_dir / "sglang"
             with quick_collections(), rollout_engine(config, prepared.engine, logs, self.watcher, self.ranks) as engine:
-                yield LanguageExecution(config, prepared, engine, self.ranks, store, accuracy)
+                yield LanguageExecution(config, prepared, engine, self.ranks, store, self.watcher, accuracy)
 
     def _accuracy(self, config: RunConfig, prepared: Prepared) -> Accuracy | None:
         """How accurate the policy is before its first step; the watcher hears of it where that is too little."""

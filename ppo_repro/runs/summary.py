@@ -21,6 +21,7 @@ from ppo_repro.records.manifest import Manifest
 PHASES = ("rollout", "forward", "update")  # those that handle tokens
 
 SHOWN = 0.05  # seconds; a shorter phase rounds to 0.0
+MANY_CUT = 0.5  # share of the responses cut at the limit from which a person hears of it
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,11 @@ def _has_answers(run_dir: Path) -> bool:
     return any(isinstance(term, Verifier) for term in terms) or bool((answers != "").any())
 
 
+def cut_at_the_limit(fraction: float) -> str:
+    """That many responses were cut, in words."""
+    return f"{fraction:.0%} of the responses were cut at rollout.max_response_tokens; raise it"
+
+
 def _change(what: str, before: float, after: float) -> str:
     direction = "rose" if after > before else "fell" if after < before else "stayed"
     return f"{what} {direction} from {before:.3f} to {after:.3f} (greedy)"
@@ -172,12 +178,11 @@ def _verdicts(summary: LanguageSummary) -> list[str]:
     # a reward of the user's own is what was trained, and its responses need not be equal to an answer
     own = not summary.has_answers or any(not isinstance(term, ExactMatch) for term in config.reward.terms)
     penalty = ", KL penalty included," if isinstance(config.kl, KLInReward) and config.kl.kl_coef else ""
-    cut = f"{summary.cut_fraction:.0%} of the responses were cut at rollout.max_response_tokens; raise it"
     return [
         *([score] if own else []),
         *([accuracy] if summary.has_answers else []),
         f"mean reward per response{penalty} {summary.reward_first:.3f} -> {summary.reward_last:.3f}",
-        *([cut] if summary.cut_fraction > 0.5 else []),
+        *([cut_at_the_limit(summary.cut_fraction)] if summary.cut_fraction > MANY_CUT else []),
         f"{summary.iterations} iterations, {summary.tokens:,} response tokens",
         *agreement(summary, config.ppo.ratio_anchor, config.value.kind != "none"),
         *([] if summary.numerical_accuracy is None else [sentence(summary.numerical_accuracy)]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import compress
 from typing import TypeVar
 
@@ -37,6 +37,7 @@ class Task:
     tokenizer: PreTrainedTokenizerBase
     environment: PythonFile | None = None  # None if every episode is one turn of the model
     spelled: frozenset[int] = frozenset()  # special tokens that rewards and stop texts see as text
+    warned: set[str] = field(default_factory=set)  # of what a person has heard
 
 
 def choose_prompts(config: RunConfig, task: Task, iteration: int) -> Prompts:
@@ -117,7 +118,7 @@ def generate(
     if task.environment is None and not config.rollout.stop:
         return ranks.gather([Answered(c, _text(task, c), None) for c in engine.generate(requests, sampling)])
     own = [problems[i] for i in mine]
-    conversations = Conversations(config, task.tokenizer, task.spelled, task.environment, own)
+    conversations = Conversations(config, task.tokenizer, task.spelled, task.environment, own, task.warned)
     answers = []
     for index, c in enumerate(engine.generate(requests, sampling, conversations)):
         if task.environment is None:

@@ -39,7 +39,10 @@ def around_reply(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
 
 class Conversations:
-    """The environment's side of some requests. `said` is all it has said to each of them, by index."""
+    """The environment's side of some requests. `said` is all it has said to each of them, by index.
+
+    `warned`: of what a person has heard in this run, and need not hear again.
+    """
 
     def __init__(
         self,
@@ -48,12 +51,13 @@ class Conversations:
         spelled: frozenset[int],
         environment: PythonFile | None,
         problems: Sequence[Problem],
+        warned: set[str],
     ) -> None:
         self.config, self.tokenizer, self.spelled = config, tokenizer, spelled
         self.environment, self.problems = environment, problems
         has_template = config.task.chat_template and environment is not None
         self._around = around_reply(tokenizer) if has_template else ("", "")
-        self._differs = not has_template  # whether a difference from the template needs no line any more
+        self._has_template, self._warned = has_template, warned
         self.said: dict[int, list[str]] = {}
         self._put: dict[int, list[tuple[int, ...]]] = {}  # the tokens of what was said
 
@@ -96,7 +100,7 @@ class Conversations:
             raise UserError(f"{where}: step returned {text!r}, which has no tokens; return None to end it")
         put = self._put.setdefault(index, [])
         put.append(ids)
-        if not self._differs:
+        if self._has_template and "template" not in self._warned:
             episode = [token for pair in zip(turns, put, strict=True) for ids_ in pair for token in ids_]
             self._compare(problem, episode, [*texts, text])
         return ids
@@ -112,7 +116,7 @@ class Conversations:
         ours, theirs = full_text(self.tokenizer, episode), whole.removeprefix(before)
         if ours == theirs:
             return
-        self._differs = True
+        self._warned.add("template")
         same = next(i for i, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b)
         parts = [repr(text[max(0, same - 20) : same + 20]) for text in (ours, theirs)]
         say(

@@ -71,24 +71,6 @@ def test_a_notebook_is_executed_and_its_outputs_are_of_its_code(name: str) -> No
     assert sources_digest(changed) != sources_digest(notebook)
 
 
-def test_faults_are_found() -> None:
-    """The control: a notebook with one fault of each kind."""
-    text = {"output_type": "stream", "name": "stderr", "text": ["careful\n"]}
-    path = {"output_type": "execute_result", "data": {"text/plain": ["'/home/me/runs'"]}}
-    error = {"output_type": "error", "ename": "KeyError"}
-    cells = [{"cell_type": "code", "execution_count": 2, "outputs": [text, path, error], "source": []}]
-    found = faults({"cells": cells})
-    kinds = (
-        "not executed",
-        "a warning: careful",
-        "a path of a machine: '/home/me",
-        "an error: KeyError",
-        "fewer than two",
-    )
-    assert len(found) == len(kinds) and all(any(f.startswith(kind) for f in found) for kind in kinds)
-    assert not MACHINE.search("../../runs/notebooks/deterministic, and/or, 1/tmp")
-
-
 def grid_of(runs: dict[tuple[float, int], Path], folder: Path) -> Path:
     """The tables that `ppo-repro grid` writes, of runs at hand by clip range and seed."""
     cells, results = [], []

@@ -56,15 +56,6 @@ def changed_run(run: Path, table: str, columns: dict[str, pa.Array]) -> Path:
     return run
 
 
-def test_a_run_against_itself_and_against_another(deterministic_run: Path, native_run: Path) -> None:
-    same = joined(two_run_pairs(deterministic_run, deterministic_run))
-    assert bits(same["logprobs_a"].to_numpy()) == bits(same["logprobs_b"].to_numpy())
-    first = joined(two_run_pairs(deterministic_run, native_run, iterations=[0], column="ref_logprobs"))
-    for side, run in (("logprobs_a", deterministic_run), ("logprobs_b", native_run)):
-        expected = reader.read_tokens(run, iterations=[0])["ref_logprobs"]
-        assert bits(first[side].to_numpy()) == bits(expected.to_numpy())
-
-
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
@@ -78,17 +69,6 @@ def test_other_tokens_are_refused_by_name(tmp_path: Path, ids: list[list[int]], 
     for pair in ((one, other), (other, one)):
         with pytest.raises(UserError, match=message if pair[0] == one else "only one has|against"):
             list(two_run_pairs(*pair))
-
-
-def test_wrong_arguments(tmp_path: Path) -> None:
-    run = synthetic_run.make_run(tmp_path / "a", iterations=3)
-    longer = synthetic_run.make_run(tmp_path / "b", iterations=4)
-    with pytest.raises(UserError, match="pair = 'x': must be rollout_vs_old or old_vs_first_new"):
-        run_pairs(run, "x")
-    with pytest.raises(UserError, match="column = 'values': must be rollout_logprobs"):
-        list(two_run_pairs(run, run, column="values"))
-    with pytest.raises(UserError, match=r"has 3 iterations, .* has 4; name the iterations"):
-        list(two_run_pairs(run, longer))
 
 
 @given(st.lists(st.booleans(), max_size=12))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from analysis import program
 from tests.support.cli import one_line
 from tests.support.paths import ROOT
 
@@ -90,28 +89,6 @@ def test_a_folder_that_is_none_is_one_line(ask: Ask, command: str, tmp_path: Pat
 def test_a_wrong_value_is_one_line(ask: Ask, command: str, arguments: Sequence[str], message: str | None) -> None:
     code, out, err = ask(command, *arguments)
     assert code == 2 and not out and (message or "did you mean --remedies?") in one_line(err) and err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "said"),
-    [
-        (KeyboardInterrupt(), 130, "interrupted\n"),
-        (
-            MemoryError(),
-            2,
-            "error: memory: too little for this; close other programs, or take a smaller run\n",
-        ),
-        (PermissionError(13, "Permission denied", "x"), 2, "error: x: cannot be used (Permission denied); "),
-        (SystemExit(0), 0, ""),
-    ],
-)
-def test_what_ends_an_analysis(error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    def work(argv: Sequence[str] | None) -> None:
-        raise error
-
-    assert program.program(work)() == code
-    err = capsys.readouterr().err
-    assert err.startswith(said) and err.count("\n") == (1 if said else 0)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import torch
 from ppo_repro.audit.judge import Audit, Scored, Side
 from ppo_repro.audit.page import page
 from ppo_repro.audit.search import Tried
-from tests.support.browser import find, look, opened
-from tests.support.html_page import tags, tree
+from tests.support.browser import look, opened
 from tests.support.models import seeded
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -59,19 +58,3 @@ def test_nothing_is_loaded_run_or_cut(browser: Any, shown: Path, scheme: str, wi
         sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in browser.execute_script(f"return {colours}")
     )
     assert abs(text - ground) > 400 and (text > ground) == (scheme == "dark")
-
-
-def test_every_table_has_its_rows_and_the_parser_mends_nothing(browser: Any, shown: Path) -> None:
-    opened(browser, shown)
-    assert [c.text for c in find(browser, "caption") if c.text] == [
-        "By probability in float64",
-        "By position in the response",
-        "By turn",
-        "By token: the 20 of 97 with most of the distance",
-        "By response (row of the file): the 20 of 40 with most of the distance",
-        "Log-probs in nats",
-    ]
-    assert len(find(browser, ".tables tbody tr")) == 6 + 8 + 3 + 20 + 20 and len(find(browser, "svg rect")) == 2
-    mended = "new DOMParser().parseFromString(arguments[0], 'text/html')"
-    script = f"return [...{mended}.querySelectorAll('*')].map(n => n.localName)"
-    assert browser.execute_script(script, shown.read_text()) == tags(tree(shown.read_text()))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ppo_repro.audit.page_file import PAGE
 from ppo_repro.files import check_replaceable
@@ -47,29 +46,10 @@ def test_log_probs_of_a_run_are_right(cli: Cli, dump: tuple[Path, Path], tmp_pat
     check_replaceable(page, PAGE)
 
 
-@pytest.mark.parametrize("there", ["words", "<!DOCTYPE html>\n<html><body>mine</body></html>", None])
-def test_a_page_never_costs_another_file(cli: Cli, dump: tuple[Path, Path], tmp_path: Path, there: str | None) -> None:
-    page = tmp_path / "page.html"
-    page.mkdir() if there is None else page.write_text(there)
-    code, out, err = cli("audit", dump[0], "--model", dump[1], "--out", page)
-    said = "must be a new file or an earlier page of an audit; choose another --out"
-    assert (code, out) == (2, "") and f"--out {page}: is " in one_line(err) and said in err
-    assert page.is_dir() if there is None else page.read_text() == there
-
-
 def test_the_wrong_temperature_is_wrong(cli: Cli, dump: tuple[Path, Path]) -> None:
     code, out, _ = cli("audit", dump[0], "--model", dump[1], "--temperature", "0.5", "--json")
     found = json.loads(out)
     assert code == 1 and found["trainer"]["cause"] == found["sampler"]["cause"] == "temperature 1 instead of 0.5"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampling", [("rollout.temperature=0.8", "rollout.top_k=5"), ("rollout.top_p=0.9",)])
-def test_a_run_with_cuts_is_right(cli: Cli, tmp_path: Path, sampling: tuple[str, ...]) -> None:
-    path, model = dumped(tmp_path, *sampling)
-    options = [x for s in sampling for x in (f"--{s.partition('=')[0][8:].replace('_', '-')}", s.partition("=")[2])]
-    code, out, _ = cli("audit", path, "--model", model, *options)
-    assert code == 0 and "log-probs judged as processed" in out
 
 
 @pytest.mark.slow
@@ -186,60 +166,3 @@ def test_rows_as_long_as_the_model_has_positions_and_longer_ones(
         code, _, err = cli("audit", tmp_path / "dump.jsonl", "--model", dump[1])
         assert code == 2 and ("positions" in err) == (more == 1)  # other prompts than those that were sampled
     assert f"row 1: {positions + 1} tokens; the model has {positions} positions" in one_line(err)
-
-
-def test_a_side_without_log_probs_has_no_distance(cli: Cli, dump: tuple[Path, Path], tmp_path: Path) -> None:
-    row = json.loads(dump[0].read_text().splitlines()[0])
-    row["rollout_logprobs"] = [None] * len(row["response_ids"])
-    (tmp_path / "dump.jsonl").write_text(json.dumps(row) + "\n")
-    code, out, _ = cli("audit", tmp_path / "dump.jsonl", "--model", dump[1])
-    count = len(row["response_ids"])
-    assert code == 1 and f"sampler is wrong: {count} of {count} tokens have no log-prob or a 0\n" in out
-
-
-ATTACKS: list[tuple[str, str, bytes, str]] = [
-    ("words", "x.jsonl", b"hello\n", "not valid JSON"),
-    ("binary", "x.jsonl", bytes(range(256)), "x.jsonl:1: "),
-    ("not Parquet", "x.parquet", b"PAR1" + bytes(60), "give a whole Parquet file"),
-    ("not a tensor file", "x.pt", b"\x80\x04 nothing", "cannot be read without running code from it"),
-]
-
-
-@pytest.mark.parametrize(("name", "content", "message"), [a[1:] for a in ATTACKS], ids=[a[0] for a in ATTACKS])
-def test_files_that_are_no_dump_are_one_line(
-    cli: Cli, dump: tuple[Path, Path], tmp_path: Path, name: str, content: bytes, message: str
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    code, out, err = cli("audit", tmp_path / name, "--model", dump[1])
-    assert (code, out) == (2, "") and message in one_line(err)
-
-
-ROW = {"prompt_ids": [5, 6], "response_ids": [7, 8], "rollout_logprobs": [-1.0, -2.0], "old_logprobs": [-1.0, -2.0]}
-ROWS: list[tuple[dict[str, object], str]] = [  # what one reader refuses for all is in test_dump
-    ({"response_ids": [], "rollout_logprobs": [], "old_logprobs": []}, "has no response with a token that counts"),
-    ({"prompt_ids": []}, "row 1: has no prompt token"),
-    ({"response_ids": [7, 999]}, "row 1: token 999 is not in the model's vocabulary"),
-    ({"turns": ["a", "b"]}, "row 1: turns = ['a', 'b']: must be a list of turns, whole numbers"),
-]
-
-
-@pytest.mark.parametrize(("changed", "message"), ROWS, ids=[message for _, message in ROWS])
-def test_rows_that_do_not_fit_are_one_line(
-    cli: Cli, dump: tuple[Path, Path], tmp_path: Path, changed: dict[str, object], message: str
-) -> None:
-    (tmp_path / "x.jsonl").write_text(json.dumps({**ROW, **changed}) + "\n")
-    code, out, err = cli("audit", tmp_path / "x.jsonl", "--model", dump[1])
-    assert (code, out) == (2, "") and message in one_line(err)
-
-
-@pytest.mark.slow
-def test_log_probs_that_are_no_numbers_are_a_verdict(cli: Cli, dump: tuple[Path, Path], tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in dump[0].read_text().splitlines()]
-    for row in rows:
-        row["old_logprobs"][0], row["old_logprobs"][-1] = float("nan"), float("-inf")
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    torch.save(columns, tmp_path / "x.pt")
-    said = [cli("audit", tmp_path / name, "--model", dump[1])[:2] for name in ("x.jsonl", "x.pt")]
-    assert said[0] == said[1] and said[0][0] == 1
-    assert "tokens have no log-prob or a 0\n" in said[0][1] and said[0][1].endswith("verdict: the trainer is wrong\n")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ppo_repro.errors import UserError
-from ppo_repro.testing.dumps import FORMATS, Response, read_dump
+from ppo_repro.testing.dumps import Response, read_dump
 from tests.audit.rows import ROWS
 
 
@@ -68,16 +68,6 @@ def test_the_two_files_of_slime(tmp_path: Path) -> None:
         assert same(read(tmp_path / name, "slime"), expected)
 
 
-def test_areal_after_its_advantages_and_as_a_list_of_batches(tmp_path: Path) -> None:
-    row = ROWS["areal"]
-    expected = read(write(tmp_path / "x.jsonl", [row] * 2), "areal")
-    after = {name: [*row[name][1:], 0] if name in ("logprobs", "loss_mask") else row[name] for name in row}
-    after["advantages"] = [0.0] * 6
-    batch = {name: torch.tensor([after[name]]) for name in after}
-    torch.save([batch, batch], tmp_path / "after.pt")
-    assert same(read(tmp_path / "after.pt", "areal"), expected)
-
-
 def test_what_does_not_count_at_the_end_is_left_out_and_so_are_rows_without_a_token_that_counts(tmp_path: Path) -> None:
     rows = [
         changed(response_mask=[0, 0, 0]),
@@ -87,15 +77,6 @@ def test_what_does_not_count_at_the_end_is_left_out_and_so_are_rows_without_a_to
     ]
     found = read(write(tmp_path / "x.jsonl", rows), "verl")
     assert [(r.row, r.response_ids) for r in found] == [(2, (7,)), (4, (7, 8, 9))]
-
-
-def test_turns_of_a_column_come_before_those_of_the_mask(tmp_path: Path) -> None:
-    path = write(tmp_path / "x.jsonl", [{**ROWS["ppo_repro"], "turns": [4, 4, 5]}])
-    assert read(path, "ppo_repro")[0].turns.tolist() == [4, 4, 5]
-
-
-def test_every_format_has_a_row_here() -> None:
-    assert ROWS.keys() == FORMATS.keys()
 
 
 def changed(**fields: Any) -> dict[str, Any]:

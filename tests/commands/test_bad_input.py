@@ -165,17 +165,6 @@ def test_a_full_disk_behind_stdout_is_one_line() -> None:
     assert done.returncode == 2 and "stdout: cannot be written (No space left on device)" in one_line(done.stderr)
 
 
-@pytest.mark.slow
-def test_a_closed_stdout_is_one_line_and_a_closed_pipe_is_silent() -> None:
-    closed = program("--version", shell_end=">&-")
-    assert closed.returncode == 2 and "stdout is closed" in one_line(closed.stderr)
-    piped = subprocess.run(
-        ["bash", "-c", f"{sys.executable} -m ppo_repro --help | true; exit ${{PIPESTATUS[0]}}"],
-        capture_output=True, text=True, cwd=ROOT, check=False,
-    )  # fmt: skip
-    assert (piped.returncode, piped.stderr) == (0, "")
-
-
 def test_a_learning_rate_without_measure_is_the_users_mistake(cli: Cli, tmp_path: Path) -> None:
     code, _, err = cli("run", TINY, "--out", tmp_path, "--set", "ppo.learning_rate=1e30")
     assert code == 2 and "is not finite" in one_line(err) and "ppo.learning_rate = 1e+30" in err

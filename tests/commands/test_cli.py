@@ -105,22 +105,6 @@ def test_real_input_with_a_reward_of_ones_own(
     assert code == 2 and "changed since the run was recorded" in one_line(err)
 
 
-def test_a_reward_that_fails_later_keeps_what_was_complete(cli: Cli, tmp_path: Path, policy_folder: Path) -> None:
-    # 8 calls show that it repeats itself, then 2 held-out prompts and 8 responses are scored in each iteration
-    (tmp_path / "r.py").write_text(
-        "left = [20]\n\n\ndef r(prompt, response, answer):\n    left[0] -= 1\n    return 1 / max(left[0], 0) and 1.0\n"
-    )
-    prompts = write_prompts(tmp_path / "p.jsonl", *PROMPTS)
-    config = folder_config(tmp_path / "c.yaml", policy_folder, prompts, f"{tmp_path}/r.py:r")
-    code, _, err = cli("run", config, "--out", tmp_path)
-    assert code == 2 and "ZeroDivisionError" in one_line(err)
-    run_dir = next(tmp_path.rglob("manifest.json")).parent
-    assert manifest.load(run_dir).status == "failed"
-    with pytest.raises(UserError, match="the run is failed"):
-        reader.read_tokens(run_dir)
-    assert len(reader.read_iterations(run_dir, allow_incomplete=True)) == 1
-
-
 def start(out: Path, *overrides: str) -> subprocess.Popen[str]:
     sets = [part for o in overrides for part in ("--set", o)]
     command = [sys.executable, "-m", "ppo_repro", "run", str(SMALL), "--out", str(out), *sets]

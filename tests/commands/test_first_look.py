@@ -120,21 +120,3 @@ def test_mistakes_in_several_files_have_a_line_each(inputs: Path) -> None:
         MISTAKES[mistake][0](inputs)
     code, err = until("torch,transformers", "run", inputs / "c.yaml")
     assert code == 2 and err.count("error: ") == 3
-
-
-@pytest.mark.slow
-def test_a_model_of_the_hub_is_to_be_downloaded_first(inputs: Path) -> None:
-    override = "model={kind: folder, path: Qwen/Qwen3-0.6B}"
-    code, err = until("torch,transformers", "run", inputs / "c.yaml", "--set", override, cwd=inputs)
-    assert code == 2 and "`hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B`, then give models/" in err
-
-
-@pytest.mark.slow
-def test_a_run_folder_without_its_manifest_is_left_alone(inputs: Path) -> None:
-    code, err = until("torch,transformers", "run", inputs / "c.yaml", "--out", inputs / "out")
-    run_dir = inputs / err.partition(" into ")[2].splitlines()[0]
-    run_dir.mkdir(parents=True)
-    (run_dir / "notes.txt").write_text("mine")
-    code, err = until("torch,transformers", "run", inputs / "c.yaml", "--out", inputs / "out")
-    assert code == 2 and "exists without manifest.json, and nothing in it is removed; restore that file" in err
-    assert (run_dir / "notes.txt").read_text() == "mine"

@@ -158,13 +158,3 @@ def test_a_shell_completes_commands_options_fields_and_runs(tmp_path: Path, runs
     assert "ppo.objective.clip_range=" in completions("ppo-repro run x.yaml --set ppo.objective.cl")
     assert completions("ppo-repro show lat", cwd=tmp_path) == {"latest"}
     assert "runs/two" in completions("ppo-repro show runs/t", cwd=tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_for_a_shell(cli: Cli, shell: str) -> None:
-    pytest.importorskip("argcomplete")
-    code, out, _ = cli("completion", shell)
-    assert code == 0 and "ppo-repro" in out and "_ARGCOMPLETE" in out
-    if shutil.which(shell):
-        assert subprocess.run([shell, "-n"], input=out, text=True, check=False).returncode == 0

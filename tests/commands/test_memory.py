@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -88,30 +86,3 @@ def test_what_cannot_fit_is_refused_before_it_begins(
         monkeypatch.setattr(memory, "memory_limit", lambda: plan.certain)
         with within_memory(small_config(), 2):
             pass
-
-
-LIMITED = """
-import resource, sys
-import ppo_repro.runs.language, ppo_repro.runs.run, ppo_repro.plan, ppo_repro.tracking.follower
-from ppo_repro.commands.cli import _run
-used = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmSize"))
-resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
-sys.exit(_run(sys.argv[1:]))
-"""
-
-
-@pytest.mark.slow
-def test_a_process_with_a_limit_ends_with_one_line(tmp_path: Path) -> None:
-    sets = [
-        "numerics.mode=native",
-        "model.hidden_size=512",
-        "model.num_attention_heads=8",
-        "model.intermediate_size=2048",
-    ]
-    arguments = ["run", str(SMALL), "--out", str(tmp_path), *(part for s in sets for part in ("--set", s))]
-    done = subprocess.run([sys.executable, "-c", LIMITED, *arguments], capture_output=True, text=True)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
-    assert line.startswith("error: out of memory; the plan needs up to about ") and "smaller model" in line
-    assert not list(tmp_path.rglob("manifest.json")) and not list(tmp_path.rglob("seed*"))

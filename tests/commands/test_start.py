@@ -39,14 +39,6 @@ def test_a_folder_to_start_from(cli: Cli, tmp_path: Path, monkeypatch: pytest.Mo
     assert done.returncode == 0 and "2 passed" in done.stdout
 
 
-def test_the_current_directory_is_what_is_meant_without_a_folder(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    code, out, _ = cli("init", "--json")
-    assert code == 0 and sorted(json.loads(out)["files"]) == sorted(p.name for p in tmp_path.iterdir()) == FILES
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_nothing_is_overwritten(cli: Cli, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine")

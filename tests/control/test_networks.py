@@ -12,8 +12,6 @@ import torch
 from ppo_repro.config.control import NetworkConfig
 from ppo_repro.control.environments import ActionSpace
 from ppo_repro.control.networks import Agent, orthogonal
-from ppo_repro.numerics import library
-from tests.support.float32 import bits
 
 NOTHING = np.empty(0, np.float32)
 DISCRETE = ActionSpace(3, 0, NOTHING, NOTHING)
@@ -37,27 +35,3 @@ def test_weights_are_orthogonal_with_their_gains_and_biases_zero() -> None:
             [gain] * min(parameters[f"{name}.weight"].shape), rel=1e-5
         )
     assert all(not p.any() for name, p in parameters.items() if name.endswith("bias"))
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_forward_pass_does_not_depend_on_the_batch(threads: int) -> None:
-    agent = Agent(4, DISCRETE, NetworkConfig(), "deterministic", 0)
-    x = torch.sin(torch.arange(200.0)).view(50, 4)
-    with torch.no_grad():
-        expected = bits(agent.policy(x)), bits(agent.values(x))
-        library.use_threads(threads)
-        for size in (1, 3, 50):
-            parts = x.split(size)
-            assert bits(torch.cat([agent.policy(part) for part in parts])) == expected[0]
-            assert bits(torch.cat([agent.values(part) for part in parts])) == expected[1]
-
-
-@pytest.mark.usefixtures("row_dependent")
-def test_a_native_forward_pass_does() -> None:
-    """The negative control: another route for few rows than for many."""
-    agent = Agent(4, DISCRETE, NetworkConfig(), "native", 0)
-    x = torch.sin(torch.arange(8000.0)).view(2000, 4)
-    with torch.no_grad():
-        whole = bits(agent.policy(x))
-        parts = [bits(torch.cat([agent.policy(part) for part in x.split(size)])) for size in (1, 4, 64)]
-    assert all(part != whole for part in parts)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.files import dump_yaml, load_control_config
 from ppo_repro.control.environments import make_environments
 from ppo_repro.control.loop import prepare
 from ppo_repro.control.stages import compute_advantages, evaluate, forward_pass, roll_out
 from ppo_repro.control.update import ControlState
 from ppo_repro.errors import UserError
-from tests.support.control import PRESETS, small_control
+from tests.support.control import small_control
 
 
 def prepared(name: str, *overrides: str) -> tuple[ControlConfig, ControlState]:
@@ -133,15 +130,6 @@ def test_environments_that_are_refused(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         make_environments(name, 1, "training", 0)
     assert "environment.id" in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)
-def test_presets_are_read_and_written(path: Path, tmp_path: Path) -> None:
-    config = load_control_config(path)
-    assert config.experiment == path.stem
-    copy = tmp_path / "config.yaml"
-    copy.write_text(dump_yaml(config))
-    assert load_control_config(copy) == config and load_control_config(copy).digest() == config.digest()
 
 
 @pytest.mark.parametrize(

@@ -10,20 +10,10 @@ import pandas as pd
 import pytest
 
 from experiments.tokenization import measures
-from experiments.tokenization.answers import Family, compared, paired, report, slopes
+from experiments.tokenization.answers import Family, compared
 from experiments.tokenization.measures import MEASURES, of_run
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
-
-POINTS = {
-    "e1_units": ["characters", "bpe-256", "words"],
-    "e2_ppo": ["characters", "bpe-256", "words"],
-    "e3_kl_unit": [f"{name}, {charge}" for name in ("characters", "words") for charge in ("last_sum", "last_mean")],
-    "e4_credit": ["characters-0.95", "characters-0.9849", "words-0.95"],
-    "e5_clip": ["characters, 0.1", "words, 0.1"],
-    "e6_drift": ["characters, 1.5", "bpe-256, 1.5", "words, 1.5"],
-    "e7_digits": ["words", "bpe", "bpe_single_digits"],
-}
 
 
 def cells(points: dict[str, dict[str, list[float]]]) -> pd.DataFrame:
@@ -36,10 +26,6 @@ def cells(points: dict[str, dict[str, list[float]]]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def made(points: list[str], rng: np.random.Generator) -> pd.DataFrame:
-    return cells({point: {name: rng.uniform(1, 2, 5).tolist() for name in MEASURES} for point in points})
-
-
 def test_a_ratio_by_hand() -> None:
     found = cells({"a": {"kl": [1.0, 1.0, 1.0]}, "b": {"kl": [math.e, math.e**2, math.e**3]}, "c": {"kl": [1.01] * 3}})
     table = compared(found, Family("", "kl", [("b", "a"), ("c", "a")], ratio=True))
@@ -50,38 +36,6 @@ def test_a_ratio_by_hand() -> None:
     assert table["p, Holm"].tolist() == ["0.074", "nan"]
     # t = (2 - log 1.1) sqrt 3 = 3.2990, whose distribution function is 1/2 + t / (2 sqrt(2 + t^2)) = 0.9596
     assert table["p of within 10 %, Holm"].tolist() == ["0.960", "0.000"]
-
-
-def test_the_slope_of_a_power_law_is_its_exponent() -> None:
-    lengths = {"a": [4.0, 5.0], "b": [8.0, 6.0], "c": [16.0, 20.0]}
-    found = cells({p: {"tokens": n, "kl_token": [3.0 / n[0], 2.0 / n[1] ** 2]} for p, n in lengths.items()})
-    assert slopes(found, "tokens", "kl_token") == pytest.approx([-1.0, -2.0])
-
-
-def test_what_cannot_be_compared_is_one_line() -> None:
-    found = cells({"a": {"kl": [1.0, 2.0]}, "b": {"kl": [1.0]}, "c": {"kl": [0.0, 1.0]}})
-    refusals = (("a", "b", "different seeds"), ("a", "c", "not positive"), ("a", "d", "point d: has no complete"))
-    for a, b, said in refusals:
-        with pytest.raises(UserError, match=said):
-            paired(found, a, b, "kl", True)
-    with pytest.raises(UserError, match="e4_credit: is compared with cells of e2_ppo"):
-        list(report({"e4_credit": found}, ["e4_credit"]))
-
-
-def test_every_study_has_its_tables() -> None:
-    rng = np.random.default_rng(0)
-    grids = {name: made(points, rng) for name, points in POINTS.items()}
-    said = "\n\n".join(report(grids, list(grids)))
-    assert [line[3:] for line in said.splitlines() if line.startswith("## ")] == list(POINTS)
-    for number in range(1, 11):
-        assert f"\nH{number}" in said
-    for name, points in POINTS.items():
-        for point in points:
-            assert f"| {point} | 5 |" in said, (name, point)
-    # the first family of E3 by hand
-    e3 = grids["e3_kl_unit"].set_index(["point", "seed"])["kl"]
-    gaps = np.log(e3["characters, last_mean"]) - np.log(e3["characters, last_sum"])
-    assert f"| characters, last_mean / characters, last_sum | {math.exp(gaps.mean()):.2f} [" in said
 
 
 def test_the_measures_are_those_of_the_records(native_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,39 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-
-import pytest
-
 from experiments.tokenization import oracle, topics
-from ppo_repro.config.run import RunConfig
-from ppo_repro.grids.spec import load_grid
-from tests.support.paths import ROOT
-
-FOLDER = ROOT / "experiments" / "tokenization"
-STUDIES = sorted(path.stem for path in FOLDER.glob("e*.yaml"))
-README = (FOLDER / "README.md").read_text(encoding="utf-8")
-
-
-def configs(name: str) -> list[RunConfig]:
-    """The cells of a study, first seed alone."""
-    grid = load_grid(FOLDER / f"{name}.yaml")
-    return [cell.config for cell in grid.cells if cell.seed == 0 and isinstance(cell.config, RunConfig)]
-
-
-@pytest.mark.parametrize("name", STUDIES)
-def test_every_study_is_a_grid_with_a_reader(name: str) -> None:
-    grid = load_grid(FOLDER / f"{name}.yaml")
-    assert len(grid.file.seeds) >= 5 and grid.file.question.endswith("?")
-    assert len(grid.cells) == len(configs(name)) * len(grid.file.seeds) > len(grid.file.seeds)
-    module, _, function = grid.file.read_with.rpartition(".")
-    assert callable(getattr(importlib.import_module(module), function))
-
-
-def test_the_prompts_are_those_the_command_writes() -> None:
-    lines = (FOLDER / "topics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line) for line in lines] == topics.entries() and len(lines) == topics.PROMPTS
 
 
 def test_the_reward_by_hand() -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -15,56 +13,14 @@ from hypothesis import strategies as st
 
 from ppo_repro.config.mismatch import TrainerFaults
 from ppo_repro.errors import UserError
-from ppo_repro.faults.lagging import LaggingEngine
 from ppo_repro.faults.retokenizing import chosen, encode_again
 from ppo_repro.faults.trainer import dropout, received
-from ppo_repro.models.state import Versions
-from ppo_repro.rollout.engine import Completion, Dialogue, Request, Sampling
 from ppo_repro.rollout.sampler import biased
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.seeding import words
-from ppo_repro.tasks.tokenizer import decode, spans, train_bpe
+from ppo_repro.tasks.tokenizer import spans, train_bpe
 from tests.support.bare import bare_rollout
 from tests.support.runs import small_config
-
-
-class Telling:
-    """An engine whose tokens are the weight that it has; every second response ends early."""
-
-    def __init__(self, live: dict[str, torch.Tensor]) -> None:
-        self.live = live
-
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
-    ) -> list[Completion]:
-        weight = int(self.live["w"][0])
-        return [self._completion(r, weight, sampling.max_response_tokens) for r in requests]
-
-    def _completion(self, request: Request, weight: int, size: int) -> Completion:
-        ends = request.seed % 2 == 1
-        ids, x = (weight,) * (1 if ends else size), torch.zeros(1 if ends else size)
-        return Completion(ids, x, x, x[:, None][:, :0], x[:, None][:, :0], x[:, None][:, :0],
-                          "stop" if ends else "length", None, None)  # fmt: skip
-
-
-class State:
-    def __init__(self, versions: Versions) -> None:
-        self.versions, self.iteration = versions, 0
-
-
-def test_a_lagging_engine_samples_with_the_weights_it_says() -> None:
-    live = {"w": torch.zeros(1)}
-    state = State(Versions(live, 2))
-    engine = LaggingEngine(Telling(live), cast(Any, state), 2)
-    requests = [Request((1,), seed) for seed in range(4)]
-    for iteration, version in enumerate((0, 0, 0, 1, 2)):
-        live["w"].fill_(iteration)
-        state.iteration = iteration
-        for completion in engine.generate(requests, Sampling(max_response_tokens=5)):
-            assert completion.response_ids == completion.policy_versions == (version,) * len(completion.response_ids)
-        greedy = engine.generate(requests[:1], Sampling(max_response_tokens=1, greedy=True))
-        assert greedy[0].response_ids == (iteration,) and float(live["w"]) == iteration
-    assert sorted(state.versions.kept) == [3, 4], "older weights are forgotten"
 
 
 def test_what_the_trainer_receives() -> None:
@@ -118,22 +74,6 @@ def test_an_encoding_by_hand() -> None:
     assert encode_again(tokenizer, [0, 0], spans(tokenizer, [0, 0], ""), 6, False) is None, "no text"
     assert [sum(chosen(share, range(2000))) for share in (0.0, 1.0)] == [0, 2000]
     assert abs(sum(chosen(0.25, range(2000))) - 500) < 5 * math.sqrt(2000 * 0.25 * 0.75)
-
-
-@given(st.lists(st.integers(0, 11), min_size=1, max_size=9))
-def test_an_encoding_conserves_text_and_log_prob(drawn: list[int]) -> None:
-    tokenizer = train_bpe(["12 12 12 3 é"], 12)
-    ids = [token % len(tokenizer) for token in drawn]
-    text, ended = decode(tokenizer, ids), ids[-1] == tokenizer.eos_token_id
-    found = encode_again(tokenizer, ids, spans(tokenizer, ids, text), 40, ended)
-    if found is None:
-        return
-    logprobs = -torch.arange(1.0, len(ids) + 1)
-    assert float(found.summed(logprobs).sum()) == float(logprobs.sum())
-    assert found.ids[: len(found.ids) - ended] == tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert found.owners == sorted(found.owners) and all(0 <= source < len(ids) for source in found.sources)
-    if found.ids == ids:
-        assert all(found.as_sampled)
 
 
 REFUSED = {

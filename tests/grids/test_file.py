@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.grids.spec import load_grid
-from tests.support.paths import ROOT, TINY, TINY_GRID
+from tests.support.paths import TINY, TINY_GRID
 
 
 def grid_file(folder: Path, **changes: Any) -> Path:
@@ -39,10 +39,6 @@ def test_the_product_of_axes_and_seeds() -> None:
     assert seen == {(r, e, k, s) for r in (1e-3, 3e-3) for e in (1, 2) for k in ("reward", "loss") for s in (1, 2, 3)}
     assert all(c.config.seed == c.seed for c in grid.cells)
     assert load_grid(TINY_GRID) == grid
-
-
-def test_without_axes_a_grid_is_its_seeds(tmp_path: Path) -> None:
-    assert [cell.name for cell in load_grid(grid_file(tmp_path, seeds=[3, 1])).cells] == ["seed=3", "seed=1"]
 
 
 @given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=4, unique=True), st.sets(st.integers(0, 99), min_size=1))
@@ -94,12 +90,3 @@ def test_a_file_name_that_is_no_name(tmp_path: Path) -> None:
     path = grid_file(tmp_path).rename(tmp_path / "my grid.yaml")
     with pytest.raises(UserError, match="the file name is the grid"):
         load_grid(path)
-
-
-SHIPPED = [path for path in sorted(ROOT.glob("experiments/**/*.yaml")) if "\naxes:" in path.read_text(encoding="utf-8")]
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
-def test_every_grid_that_ships_expands(path: Path) -> None:
-    grid = load_grid(path)
-    assert len(grid.cells) > len(grid.file.seeds) and grid.file.read_with

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 
 import pytest
@@ -92,23 +90,3 @@ def test_weights_that_change_before_the_backward_pass_are_refused(change: Change
     with pytest.raises(RuntimeError, match="a weight was changed between the forward pass and its backward"):
         loss.backward()
     model(IDS, labels=IDS).loss.backward()
-
-
-def test_a_forked_process_computes_the_same_bits_with_threads_of_its_own() -> None:
-    model, ids = deterministic(threads=2), torch.randint(1, 50, (64, 30), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        expected = model(ids).logits
-        child = os.fork()
-        if child == 0:
-            signal.alarm(60)
-            os._exit(0 if torch.equal(model(ids).logits, expected) else 3)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_a_process_that_flushes_denormals_is_refused() -> None:
-    torch.set_flush_denormal(True)
-    try:
-        with pytest.raises(ppo_repro.UserError, match=r"call torch.set_flush_denormal\(False\) first"):
-            deterministic()
-    finally:
-        torch.set_flush_denormal(False)

@@ -11,14 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import CohereConfig, CohereForCausalLM, PretrainedConfig, PreTrainedModel
 
-from ppo_repro.errors import NumericsError, UserError
+from ppo_repro.errors import UserError
 from ppo_repro.models.batches import lay_out
-from ppo_repro.models.networks import make_policy, policy_logits
-from ppo_repro.numerics.families import trunk_of
+from ppo_repro.models.networks import policy_logits
 from ppo_repro.numerics.network import Lowered, lower, network_of
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.rotary import tables
-from ppo_repro.numerics.rows import ragged as rows_of
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from tests.support.models import (
@@ -37,7 +35,6 @@ from tests.support.models import (
     qwen2_config,
     qwen3_config,
     ragged,
-    seeded,
     small_model,
     source_model,
     unequal,
@@ -119,54 +116,6 @@ def test_a_lowered_model_keeps_modules_parameters_and_what_its_class_computes(
 
 
 # ------------------------------------------------------------------------------------------ mixtures of experts
-
-
-def routes_in_float64(source: PreTrainedModel, ids: list[int]) -> tuple[Tensor, Tensor]:
-    """Experts [L, M, k] of each token, rising, and how far the last chosen logit is above the next one [L, M]."""
-    wide, chosen, gaps = copy.deepcopy(source).double(), [], []
-
-    def note(module: nn.Module, _: object, out: tuple[Tensor, ...]) -> None:
-        top = out[0].topk(module.top_k + 1, -1)
-        chosen.append(top.indices[:, :-1].sort(-1).values)
-        gaps.append(top.values[:, -2] - top.values[:, -1])
-
-    for name, module in wide.named_modules():
-        if name.endswith("mlp.gate"):
-            module.register_forward_hook(note)
-    stock_logits(wide, ids)
-    return torch.stack(chosen, 1), torch.stack(gaps, 1)
-
-
-@pytest.mark.parametrize(
-    "architecture", ["qwen3_moe", *(pytest.param(a, marks=pytest.mark.slow) for a in ("mixtral", "olmoe"))]
-)
-def test_routes_are_those_of_float64_where_float32_can_tell(architecture: str) -> None:
-    source, ids = source_model(architecture, 1), torch.randint(0, 89, (60,), generator=seeded(2))
-    expected, gaps = routes_in_float64(source, ids.tolist())
-    network = network_of(trunk_of(make_policy(source, "deterministic", CONTEXT)))
-    with torch.no_grad():
-        _, seen = network.over_batch(rows_of([ids.tolist()]), torch.arange(60).numpy(), seen=True)
-    found, clear = torch.from_numpy(seen).view(expected.shape), gaps > 1e-4
-    assert torch.equal(found[clear], expected[clear].to(found.dtype)) and int(clear.sum()) > 0.9 * clear.numel()
-    assert not torch.equal(found.flip(0)[clear], found[clear])
-
-
-def test_of_experts_with_equal_logits_those_of_lower_index_are_chosen() -> None:
-    source = source_model("mixtral")
-    for layer in source.model.layers:
-        layer.mlp.gate.weight.data[:] = layer.mlp.gate.weight.data[0]
-    network = network_of(trunk_of(make_policy(source, "deterministic", CONTEXT)))
-    with torch.no_grad():
-        _, seen = network.over_batch(rows_of([[1, 2, 3], [4]]), torch.arange(4).numpy(), seen=True)
-    assert seen is not None and seen.reshape(4, 2, 2).tolist() == [[[0, 1]] * 2] * 4
-
-
-def test_what_is_not_finite_is_named() -> None:
-    source = source_model("mixtral")
-    with torch.no_grad():
-        source.model.layers[0].mlp.experts.gate_up_proj[:, 0, 0] = torch.inf
-        with pytest.raises(NumericsError, match="not finite"):
-            policy_logits(make_policy(source, "deterministic", CONTEXT), lay_out([[1, 2]], [[3, 4]]))
 
 
 # ------------------------------------------------------------------------------------------ heads, dropout, positions

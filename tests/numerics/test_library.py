@@ -53,14 +53,3 @@ def test_kernels_that_cannot_be_used_are_refused(case: str, tmp_path: Path) -> N
     with pytest.raises(UserError) as error:
         use(tmp_path)
     assert message in str(error.value)
-
-
-def test_the_compiler_needs_no_home_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ZIG_GLOBAL_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    assert Path(build.compiler_environment(tmp_path / "spare")["ZIG_GLOBAL_CACHE_DIR"]).is_relative_to(
-        tmp_path / "home"
-    )
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # a folder cannot be made there
-    assert build.compiler_environment(tmp_path / "spare")["ZIG_GLOBAL_CACHE_DIR"] == str(tmp_path / "spare")

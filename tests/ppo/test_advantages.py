@@ -56,16 +56,6 @@ def test_gae_is_its_definition(batch: Sequences, finals: list[float], gamma: flo
         assert [Fraction(x) for x in found.tolist()] == definition(sequence, final, gamma, lam)
 
 
-@given(sequences, st.floats(0, 1), st.floats(0, 1))
-def test_gae_is_its_definition_up_to_float32_rounding(batch: Sequences, gamma: float, lam: float) -> None:
-    for sequence, found in zip(batch, run(batch, gamma, lam), strict=True):
-        magnitude = math.fsum(abs(r) + 2 * abs(v) for r, v in sequence)
-        # a term passes at most 4 roundings per step, each 2^-24 of it; tiny products may also underflow
-        tolerance = 4 * (len(sequence) + 1) * 2.0**-24 * magnitude + 1e-40
-        for x, exact in zip(found.tolist(), definition(sequence, 0.0, gamma, lam), strict=True):
-            assert abs(x - float(exact)) <= tolerance
-
-
 @given(sequences, st.floats(0, 1), st.floats(0, 1), st.randoms(use_true_random=False))
 def test_a_response_does_not_see_the_batch_it_is_in(batch: Sequences, gamma: float, lam: float, random) -> None:
     together = run(batch, gamma, lam)
@@ -138,14 +128,6 @@ def test_whitening_is_its_definition(whole_numbers: list[int]) -> None:
 def test_whitening_does_not_see_the_order(values: list[float], random) -> None:
     order = random.sample(range(len(values)), len(values))
     assert bits(whiten(tensor(values))[order]) == bits(whiten(tensor([values[i] for i in order])))
-
-
-def test_the_usual_whitening_does_see_the_order() -> None:
-    x = tensor([1e8, 1.0, -1e8, 3.0])
-    order = [0, 2, 1, 3]
-    usual = [((y - ((y[0] + y[1]) + y[2] + y[3]) / 4) / (y.std() + 1e-8)) for y in (x, x[order])]
-    assert bits(usual[0][order]) != bits(usual[1])
-    assert bits(whiten(x)[order]) == bits(whiten(x[order]))
 
 
 def test_explained_variance_by_hand() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 from statistics import fmean, pstdev
 
 import pytest
@@ -14,7 +13,6 @@ from ppo_repro.buffers import ReturnStatistics
 from ppo_repro.ppo.controllers import adaptive_clip_range, adaptive_kl_coef, adaptive_penalty_coef
 from ppo_repro.ppo.schedules import rate_factor
 
-positive = st.floats(1e-6, 1e6)
 KLS = (0.0, 0.0199, 0.0201, 0.0449, 0.0451)  # around 0.03 / 1.5 and 0.03 * 1.5
 
 
@@ -25,15 +23,6 @@ def test_the_rules_by_hand() -> None:
     assert adaptive_kl_coef(2.0, 0.0, 6.0, 10**6, 1) == pytest.approx(1.6), "not below 0"
     assert [adaptive_penalty_coef(1.0, kl, 0.03, 1.0) for kl in KLS] == [0.5, 0.5, 1, 1, 2]
     assert [adaptive_clip_range(0.2, kl, 0.03, 0.05, 0.5) for kl in KLS] == [0.4, 0.4, 0.2, 0.2, 0.1]
-
-
-@given(positive, st.floats(0, 1e6), positive, st.integers(1, 10**6), st.integers(1, 10**6))
-def test_the_kl_coefficient_moves_against_the_error_and_slowly(
-    coef: float, kl: float, target: float, sequences: int, horizon: int
-) -> None:
-    found = adaptive_kl_coef(coef, kl, target, sequences, horizon)
-    assert (found > coef) <= (kl > target) and (found < coef) <= (kl < target)
-    assert abs(found / coef - 1) <= 0.2 * min(sequences / horizon, 1) * (1 + 1e-9) + 1e-15
 
 
 @given(st.lists(st.floats(0, 1), max_size=60), st.floats(1e-3, 1e3))
@@ -78,12 +67,3 @@ def test_schedules_by_hand() -> None:
     cosine = [rate_factor("cosine", i, 4, 0) for i in range(4)]
     assert cosine == pytest.approx([1.0, (1 + root) / 2, 0.5, (1 - root) / 2], abs=1e-15)
     assert [rate_factor("linear", i, 6, 2) for i in range(6)] == pytest.approx([1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25])
-
-
-@given(st.sampled_from(["constant", "linear", "cosine"]), st.integers(2, 50), st.data())
-def test_rates_rise_then_never_rise_again(schedule: str, iterations: int, data) -> None:
-    warmup = data.draw(st.integers(0, iterations - 1))
-    found = [rate_factor(schedule, i, iterations, warmup) for i in range(iterations)]
-    assert found[:warmup] == [float(Fraction(i + 1, warmup + 1)) for i in range(warmup)]
-    assert found[warmup] == 1.0 and all(0 < x <= 1 for x in found)
-    assert all(a >= b for a, b in zip(found[warmup:], found[warmup + 1 :], strict=False))

@@ -206,11 +206,3 @@ def test_what_is_no_manifest_is_one_line(tmp_path: Path, content: bytes) -> None
     with pytest.raises(UserError, match=r"manifest\.json: is (not valid JSON|not the manifest of a run)") as caught:
         manifest.load(tmp_path)
     assert "\n" not in str(caught.value)
-
-
-def test_a_run_of_an_earlier_version_is_refused_by_name(tmp_path: Path) -> None:
-    run_dir = synthetic_run.make_run(tmp_path / "a")
-    path = run_dir / manifest.FILE_NAME
-    path.write_text(path.read_text().replace(f'"manifest_version": {manifest.VERSION}', '"manifest_version": 3'))
-    with pytest.raises(UserError, match="manifest_version = 3: this ppo_repro reads 4; read the run with the version"):
-        manifest.load(run_dir)

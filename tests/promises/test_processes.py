@@ -114,13 +114,6 @@ def test_native_numerics_and_gradients_that_are_not_added_up_are_noticed(native_
 
 
 @slow
-def test_a_rerun_in_two_processes(tiny_run: Path) -> None:
-    done = torchrun(2, "rerun", tiny_run)
-    assert done.returncode == 0 and len(done.stdout.splitlines()) == 1, done.stderr
-    assert done.stdout.startswith("identical: 2 iterations, fingerprint ")
-
-
-@slow
 def test_a_mistake_is_said_once_with_the_number_of_its_rank(tiny_run: Path, tmp_path: Path) -> None:
     done = torchrun(2, "run", TINY, "--out", tmp_path, "--set", "ppo.epochs=two")
     assert done.returncode != 0 and done.stdout == "" and done.stderr.count("exitcode  : 2") >= 1

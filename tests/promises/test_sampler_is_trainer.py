@@ -183,38 +183,6 @@ def test_values_do_not_depend_on_the_layout_and_native_ones_do(architecture: str
     assert sum(unequal(values, native[0]) for values in native) > 0.3 * len(native[0])
 
 
-def sweep(mode: str, tokens: int) -> tuple[int, int]:
-    """Tokens compared and tokens unequal, over architectures, schedules, layouts and samplings in turn."""
-    compared = differing = turn = 0
-    long = [Sampling(s.temperature, s.top_k, s.top_p, 40) for s in SAMPLINGS]
-    while compared < tokens:
-        architecture, sampling = ARCHITECTURES[turn % len(ARCHITECTURES)], long[turn % 4]
-        slots, chunk, padding, micro = (16, 7, 48)[turn % 3], (0, 3, 5)[turn // 3 % 3], PADDINGS[turn // 2 % 3], 8
-        rolling = TorchEngine(policy(architecture, mode, turn % 5), frozenset({1}), mode, CONTEXT, slots, chunk)
-        requests = requests_of(96, turn)
-        completions = rolling.generate(requests, sampling)
-        model = policy(architecture, mode, turn % 5)
-        got = forward_logprobs(model, mode, requests, completions, sampling, padding, micro)
-        compared, differing = compared + len(got), differing + unequal(got, joined(completions))
-        turn += 1
-    return compared, differing
-
-
-# of whole runs test_machines.py compares a hundred thousand
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_twenty_thousand_sampled_tokens_have_no_unequal_bit() -> None:
-    compared, differing = sweep("deterministic", 20_000)
-    assert compared >= 20_000 and differing == 0, f"{differing} of {compared} tokens differ"
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("row_dependent")
-def test_native_differs_over_five_thousand_sampled_tokens() -> None:
-    compared, differing = sweep("native", 5_000)
-    assert compared >= 5_000 and differing > 0.3 * compared, f"{differing} of {compared} tokens differ"
-
-
 def related_requests() -> list[Request]:
     """Several samples of some prompts, prompts that begin like others, and one that continues another's response."""
     prompts, _ = ragged(4, 11, prompt=14)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from ppo_repro.errors import UserError
-from ppo_repro.records import arrow, iteration_log, manifest, reader, schema, writer
+from ppo_repro.records import arrow, iteration_log, manifest, reader, writer
 from ppo_repro.records.writer import RunWriter
 from tests.support import synthetic_run
 from tests.support.synthetic_run import one_column
@@ -53,35 +51,6 @@ BAD_COLUMNS: list[tuple[str, bool, Any]] = [
 def test_nothing_is_cast_in_silence(kind: str, nullable: bool, values: Any) -> None:
     with pytest.raises(ValueError, match=r"^table t, column c: "):
         arrow.to_arrow(one_column(kind, nullable), {"c": values})
-
-
-def test_exactly_the_columns_of_the_schema() -> None:
-    table = dataclasses.replace(schema.SEQUENCES, columns=schema.SEQUENCES.columns[:2])
-    with pytest.raises(ValueError, match="table sequences, column sequence: missing"):
-        arrow.to_arrow(table, {"iteration": [1]})
-    with pytest.raises(ValueError, match="table sequences, column more: not in the schema"):
-        arrow.to_arrow(table, {"iteration": [1], "sequence": [1], "more": [1]})
-    with pytest.raises(ValueError, match="column sequence: has 1 rows, iteration has 2"):
-        arrow.to_arrow(table, {"iteration": [1, 2], "sequence": [1]})
-
-
-def test_the_record_does_not_share_memory() -> None:
-    values, present, elements = np.arange(6, dtype=np.float32)[::2], np.array([True, False, True]), np.arange(5)
-    elements = elements.astype(np.int32)
-    built = arrow.to_arrow(one_column("float32"), {"c": values})
-    nullable = arrow.to_arrow(one_column("float32", nullable=True), {"c": arrow.WithNulls(values, present)})
-    lists = arrow.to_arrow(one_column("list<int32>"), {"c": arrow.Lists(elements, np.array([2, 0, 3]))})
-    values[:], present[:], elements[:] = 9, True, 9
-    assert built.column("c").to_pylist() == [0.0, 2.0, 4.0]
-    assert nullable.column("c").to_pylist() == [0.0, None, 4.0]
-    assert lists.column("c").to_pylist() == [[0, 1], [], [2, 3, 4]]
-
-
-def test_units_and_descriptions_are_in_the_file(run: Path) -> None:
-    found = pq.read_schema(manifest.table_path(run, "tokens", 0))
-    assert found.field("ref_kl").metadata[b"unit"] == b"nats"
-    assert b"whole distribution" in found.field("ref_kl").metadata[b"description"]
-    assert found.metadata[b"grain"] == b"one row per response token"
 
 
 def test_columns_and_iterations_are_chosen(run: Path) -> None:

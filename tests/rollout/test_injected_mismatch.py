@@ -14,19 +14,15 @@ from hypothesis import strategies as st
 from analysis.mismatch.metrics import update_table
 from analysis.mismatch.tables import measure, whole
 from analysis.pairs.runs import run_pairs
-from ppo_repro.checks.bisect import bisect
-from ppo_repro.checks.probe import probe
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
-from ppo_repro.numerics.token_statistics import kl_divergence, normal_noise, prob_sq_sum, token_statistics
-from ppo_repro.records import manifest, reader
+from ppo_repro.numerics.token_statistics import kl_divergence, normal_noise, prob_sq_sum
+from ppo_repro.records import reader
 from ppo_repro.rollout.engine import Sampling
 from ppo_repro.rollout.sampler import disturbed, sample
-from ppo_repro.stages.rollout import sampling_of
 from ppo_repro.watcher import Silent
 from tests.support.language import run
 from tests.support.models import unequal
-from tests.support.paths import SMALL
 from tests.support.runs import small_config
 from tests.support.sampler import drawn_case, murmur3
 
@@ -134,39 +130,7 @@ def test_the_mismatch_of_a_run_is_the_chosen_one(disturbed_run: Path) -> None:
     assert counted == (deltas != 0).sum()
 
 
-def test_no_layout_shows_in_a_disturbed_run(disturbed_run: Path, config: RunConfig, tmp_path: Path) -> None:
-    layout = {"rollout_slots": 5, "prefill_chunk": 2, "padding": "left", "update_micro_batch": 3}
-    other = config.model_copy(update={"layout": config.layout.model_copy(update=layout)})
-    found = manifest.load(run(other, tmp_path, Silent())[0]).fingerprint
-    assert found == manifest.load(disturbed_run).fingerprint
-
-
-def test_only_the_rollout_is_disturbed(disturbed_run: Path, deterministic_run: Path, config: RunConfig) -> None:
-    rows, undisturbed = (reader.read_iterations(r).iloc[0] for r in (disturbed_run, deterministic_run))
-    for name in ("eval_accuracy", "eval_score"):
-        assert rows[name] == undisturbed[name], "greedy decoding is that of the model"
-    assert sampling_of(config, greedy=True).mismatch_sigma == 0.0 and sampling_of(config).mismatch_sigma == SIGMA
-    tokens = reader.read_tokens(disturbed_run, iterations=[0])
-    assert not tokens["rollout_logprobs"].equals(tokens["old_logprobs"])
-    recorded = manifest.load(disturbed_run)
-    assert recorded.config_digest != manifest.load(deterministic_run).config_digest
-
-
-def test_without_it_the_log_probs_are_those_of_the_model() -> None:
-    logits, seeds, positions = drawn_case(40, 30, 3)
-    got = sample(logits, seeds, positions, sampling_of(small_config("rollout.mismatch_sigma=null")), "deterministic")
-    assert unequal(got.logprobs, token_statistics(logits, got.tokens, 1.0, None, "deterministic")[0]) == 0
-
-
 @pytest.mark.parametrize("sigma", ["0", "-0.1", ".nan", ".inf"])
 def test_a_mismatch_that_is_none_is_refused(sigma: str) -> None:
     with pytest.raises(UserError, match=r"rollout\.mismatch_sigma = "):
         small_config(f"rollout.mismatch_sigma={sigma}")
-
-
-def test_where_sampler_and_trainer_are_compared_it_is_refused(config: RunConfig, tmp_path: Path) -> None:
-    message = r"^rollout\.mismatch_sigma = 0\.1: must be null here, where sampler and trainer are compared; remove it$"
-    with pytest.raises(UserError, match=message):
-        probe(config, lambda what, done, total: None)
-    with pytest.raises(UserError, match=message):
-        bisect(SMALL, [f"rollout.mismatch_sigma={SIGMA}"], tmp_path)

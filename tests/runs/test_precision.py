@@ -14,14 +14,12 @@ from ppo_repro.accuracy import Text, reference_scores, stock_scores
 from ppo_repro.checks.bisect import bisect
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
-from ppo_repro.config.section import run_folder
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import load_folder
-from ppo_repro.records import manifest, reader
-from ppo_repro.rollout.torch_engine import StockEngine, in_dtype
-from ppo_repro.runs.prepare import Prepared, prepare
+from ppo_repro.records import reader
+from ppo_repro.rollout.torch_engine import in_dtype
 from ppo_repro.watcher import Silent
-from tests.support.language import rerun, resume, run
+from tests.support.language import run
 from tests.support.paths import TINY
 
 # the same work cut up in another way
@@ -82,48 +80,6 @@ def test_a_rounded_side_is_a_mismatch_of_its_own_that_no_layout_changes(name: st
 
 
 @pytest.mark.slow
-def test_another_precision_is_another_run(tmp_path: Path) -> None:
-    """The control: one field of the sampler shows in the fingerprint."""
-    runs = ((), *SIDES.values())
-    found = {fingerprint(recorded(tmp_path / str(i), *overrides)) for i, overrides in enumerate(runs)}
-    assert len(found) == len(runs)
-
-
-def prepared(*overrides: str) -> Prepared:
-    return prepare(tiny(*overrides, "model.warm_start_steps=0"), lambda step, total, loss: None)
-
-
-def test_without_a_cause_sampler_and_trainer_are_one_object() -> None:
-    plain = prepared()
-    assert plain.engine.policy is plain.state.policy
-    assert type(plain.engine) is not StockEngine
-    rounds = prepared(SIDES["sampler bfloat16"][0])
-    assert rounds.engine.policy is not rounds.state.policy
-    assert [id(p) for p in rounds.engine.policy.parameters()] == [id(p) for p in rounds.state.policy.parameters()]
-    assert {type(m) for m in rounds.state.policy.modules()} == {type(m) for m in plain.state.policy.modules()}
-
-
-class Stopped(Silent):
-    """Ends a run after its first iteration."""
-
-    def iteration(self, done: int, total: int, figures: str) -> None:
-        raise KeyboardInterrupt
-
-
-@pytest.mark.slow
-def test_a_resumed_and_a_repeated_run_are_the_same_run(tmp_path: Path) -> None:
-    overrides = (*SIDES["sampler w8a8"], "checkpoints.every=1")
-    whole = recorded(tmp_path / "whole", *overrides)
-    config = tiny(*overrides)
-    with pytest.raises(KeyboardInterrupt):
-        run(config, tmp_path / "part", Stopped())
-    part = run_folder(config, tmp_path / "part")
-    resume(part, Silent(), list(OTHER_LAYOUT))
-    assert manifest.load(part).fingerprint == fingerprint(whole)
-    assert rerun(whole, Silent(), ["layout.padding=none"]).difference is None
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_stock_torch_samples_with_the_error_of_its_dtype(dtype: str, tmp_path: Path) -> None:
     """The mismatch of the first iteration beside the model in float64 and in that dtype, each response by itself."""
@@ -144,16 +100,6 @@ def test_stock_torch_samples_with_the_error_of_its_dtype(dtype: str, tmp_path: P
     assert 0.5 < rms(delta) / rms(expected) < 2
     low, high = (4e-3, 4e-2) if dtype == "bfloat16" else (5e-4, 4e-3)  # spacing of numbers: a factor of 8
     assert low < rms(expected) < high, "one dtype would pass for the other"
-
-
-@pytest.mark.slow
-def test_stock_torch_samples_in_its_own_numbers(tmp_path: Path) -> None:
-    first = prepared("mismatch.sampler.stock=float16")
-    assert isinstance(first.engine, StockEngine) and {p.dtype for p in first.engine.policy.parameters()} == {
-        first.engine.policy.dtype
-    }
-    native = parity(recorded(tmp_path / "native", "mismatch.sampler.stock=bfloat16", "numerics.mode=native"))
-    assert native.unequal_old_rollout_logprobs > native.tokens / 2
 
 
 def test_the_verdicts_say_that_it_was_on_purpose(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -41,49 +40,11 @@ def test_a_reward_model_made_in_one_run_judges_another_from_its_folder(tmp_path:
         rerun(taken, Silent(), [])
 
 
-def test_a_reward_model_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"reward model .*nowhere: there is no such folder; give the folder of a model"):
-        recorded(tmp_path, f"reward.terms=[{{kind: model, path: '{tmp_path}/nowhere'}}]")
-    assert not list(tmp_path.rglob("manifest.json"))
-
-
-CLEAN = "def score(prompt, response, answer):\n    return float(response == answer)\n"
-HOSTILE = """
-import os, random, sys, torch
-print("{an object?}")
-torch.set_default_dtype(torch.float64)
-torch.set_num_threads(3)
-torch.manual_seed(1)
-def score(prompt, response, answer):
-    print("one more line")
-    os.system("echo of a program")
-    os.chdir("/")
-    os.environ.clear()
-    random.seed(0)
-    torch.use_deterministic_algorithms(True)
-    torch.set_grad_enabled(False)
-    torch.set_default_device("meta")
-    torch.set_flush_denormal(True)
-    return response == answer
-"""
-
-
 def with_function(folder: Path, text: str) -> tuple[str | Path, ...]:
     folder.mkdir()
     (folder / "r.py").write_text(text)
     term = f"reward.terms=[{{kind: function, path: '{folder}/r.py:score'}}]"
     return "run", TINY, "--out", folder / "out", "--set", term, "--json"
-
-
-def test_a_function_that_changes_the_process_changes_no_bit_of_the_run(cli: Cli, tmp_path: Path) -> None:
-    found = {}
-    for name, text in (("clean", CLEAN), ("hostile", HOSTILE), ("other", CLEAN.replace("float(", "1 - float("))):
-        code, out, err = cli(*with_function(tmp_path / name, text))
-        assert code == 0, err
-        frame = reader.read_tokens(json.loads(out)["run_dir"])  # stdout is one JSON object
-        found[name] = frame
-    assert found["hostile"].equals(found["clean"])
-    assert not found["other"].equals(found["clean"])
 
 
 LATER = """
@@ -117,11 +78,3 @@ def test_a_function_that_fails_later_is_one_line_and_keeps_iterations(
     run_dir = next(tmp_path.rglob("manifest.json")).parent
     recorded = manifest.load(run_dir)
     assert recorded.status == "failed" and len(recorded.iterations) == 1
-
-
-def test_a_function_that_draws_is_refused_before_anything_is_computed(cli: Cli, tmp_path: Path) -> None:
-    text = "import random\n\n\ndef score(prompt, response, answer):\n    return random.random()\n"
-    code, out, err = cli(*with_function(tmp_path / "random", text))
-    assert code == 2 and out == "" and "warm start" not in err
-    assert f"error: reward.terms.0.path: {tmp_path}/random/r.py:4: score returned 0." in one_line(err)
-    assert not list(tmp_path.rglob("manifest.json"))

@@ -14,16 +14,8 @@ from ppo_repro.runs import language
 from ppo_repro.runs.summary import LANGUAGE_RUNS, summarise
 from ppo_repro.runs.verify import verify
 from ppo_repro.watcher import Silent
-from tests.support.language import rerun, resume, run
+from tests.support.language import resume, run
 from tests.support.runs import small_config
-
-
-class Warned(Silent):
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def warning(self, text: str) -> None:
-        self.texts.append(text)
 
 
 class Interrupted(Silent):
@@ -62,11 +54,6 @@ def test_measuring_changes_no_bit(deterministic_run: Path, tmp_path: Path) -> No
     assert not any("float64" in line for line in LANGUAGE_RUNS.verdicts(summarise(quiet)))
 
 
-@pytest.mark.usefixtures("no_measurement")
-def test_a_rerun_does_not_measure_again(deterministic_run: Path) -> None:
-    assert rerun(deterministic_run, Silent()).difference is None
-
-
 def test_a_resumed_run_keeps_what_is_recorded(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     config = small_config("ppo.iterations=2")
     with suppress(KeyboardInterrupt):
@@ -77,14 +64,6 @@ def test_a_resumed_run_keeps_what_is_recorded(tmp_path: Path, request: pytest.Fi
     resume(run_dir, Silent())
     assert (run_dir / accuracy.FILE_NAME).read_bytes() == before
     assert verify(run_dir).status == "complete"
-
-
-def test_low_accuracy_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accuracy, "LARGEST_RATIO", 0.0)
-    watcher = Warned()
-    run_dir, _ = run(small_config("ppo.iterations=1"), tmp_path, watcher)
-    assert watcher.texts == [accuracy.sentence(measured(run_dir))] and watcher.texts[0].endswith("above 0")
-    assert rerun(run_dir, watcher).difference is None and len(watcher.texts) == 1
 
 
 def test_the_merged_weights_of_an_adapter_are_measured(deterministic_run: Path, tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from ppo_repro.config.files import load_config
-from ppo_repro.errors import PromiseBroken, UserError
-from ppo_repro.records import digests, manifest, reader
+from ppo_repro.errors import UserError
+from ppo_repro.records import manifest, reader
 from ppo_repro.records.diff import first_difference
 from ppo_repro.runs.verify import verify
 from ppo_repro.watcher import Silent
-from tests.support.language import rerun, resume, run
+from tests.support.language import rerun, run
 from tests.support.paths import TINY
 from tests.support.resume import Recorded, record
 from tests.support.runs import REWARD_MODEL
@@ -74,15 +74,6 @@ def test_the_training_before_ppo_is_recorded(recorded: Recorded) -> None:
     assert of_steps["reward_digest"].nunique() == len(of_steps)
 
 
-def test_the_fingerprint_does_not_contain_them(recorded: Recorded) -> None:
-    whole, link = manifest.load(recorded.whole), digests.FINGERPRINT_SEED
-    for entry in whole.iterations:
-        assert set(entry.tables) == {"sequences", "tokens", "updates", "steps", "iterations"}
-        link = digests.chain(link, {name: table.digest for name, table in entry.tables.items()})
-    assert manifest.finished_fingerprint(link, whole.final) == whole.fingerprint
-    assert {"evaluations"} == set(whole.iterations[0].beside) == set(whole.ending) and not whole.iterations[1].beside
-
-
 CELLS = (
     ("warm_start_steps", "loss", "table warm_start_steps, column loss, row 39"),
     ("pairs", "margin_after", "table pairs, column margin_after, row 279"),
@@ -130,20 +121,6 @@ def test_rerun_compares_them(recorded: Recorded, copy: Path) -> None:
     damage_cell(copy, "pairs", None, "margin_after", flip_last_bit)
     with pytest.raises(UserError, match=r"pairs/preparation\.parquet: has another SHA-256 than when it was written"):
         rerun(copy, Silent())
-
-
-def test_a_run_begun_again_has_the_same_tables(recorded: Recorded, tmp_path: Path) -> None:
-    resumed = recorded.copy(1, tmp_path)
-    resume(resumed, Silent())
-    recorded.require_same(resumed)
-    assert verify(resumed).tables == verify(recorded.whole).tables
-
-
-def test_a_run_begun_again_with_other_training_is_refused(recorded: Recorded, tmp_path: Path) -> None:
-    broken = recorded.copy(1, tmp_path)
-    rewrite_cell(broken, "pairs", None, "margin_before", flip_last_bit)
-    with pytest.raises(PromiseBroken, match="table pairs, column margin_before"):
-        resume(broken, Silent())
 
 
 def test_a_table_that_the_run_has_not_is_refused_in_one_line(tmp_path: Path) -> None:

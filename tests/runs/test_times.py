@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from types import FrameType
@@ -11,15 +10,10 @@ import pytest
 
 from ppo_repro import clock as clocks
 from ppo_repro.clock import OTHER, Clock
-from ppo_repro.commands.cli import _run
-from ppo_repro.config.files import load_control_config
-from ppo_repro.control.kind import ControlKind
 from ppo_repro.records import manifest, reader, times
 from ppo_repro.runs.language import LanguageKind
 from ppo_repro.runs.run import run
-from ppo_repro.runs.summary import SHOWN
 from ppo_repro.watcher import Silent
-from tests.support.paths import SMALL, SMALL_CONTROL
 from tests.support.runs import small_config
 
 OF_ITERATIONS = {"evaluation", "rollout", "forward", "update", "digests", OTHER}
@@ -78,27 +72,3 @@ def test_the_phases_of_a_run_add_up_and_little_has_no_name(tmp_path: Path, monke
     # what is left is the writing of the times themselves
     assert 0 < seconds["total"] - found["total"] < MUCH * seconds["total"]
     assert times.read(run_dir, recorded).iterations == 3  # type: ignore[union-attr]
-
-
-def test_the_phases_of_a_control_run_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Ticks(monkeypatch):
-        _, seconds = run(ControlKind(Silent()), load_control_config(SMALL_CONTROL), tmp_path)
-    assert seconds["total"] == sum(spent for phase, spent in seconds.items() if phase != "total")
-    assert 0 <= seconds[OTHER] < MUCH * seconds["total"]
-
-
-def test_times_are_shown_checked_and_in_no_fingerprint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--set", "model.warm_start_steps=2", "--json"]
-    assert _run(["run", str(SMALL), "--out", str(tmp_path), *arguments]) == 0
-    told = json.loads(capsys.readouterr().out)
-    run_dir = Path(told["run_dir"])
-    assert {"start", "preparation", "models", OTHER, "total"} <= set(told["seconds"])
-    assert _run(["show", str(run_dir)]) == 0
-    shown = capsys.readouterr().out
-    always, long = ("rollout", "update", "total"), [p for p, spent in told["seconds"].items() if spent >= SHOWN]
-    assert all(f"\n{phase} " in shown for phase in (*always, *long))
-    recorded = manifest.load(run_dir)
-    assert times.FILE_NAME in recorded.notes
-    # of a resumed run the phases of iterations are those of all its iterations
-    later = recorded.model_copy(update={"num_iterations": 4})
-    assert times.by_phase(run_dir, later, {"rollout": 3.0})["rollout"] == 3.0

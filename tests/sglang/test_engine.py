@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from ppo_repro.errors import PromiseBroken, UserError
-from ppo_repro.models.state import Versions
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.sglang.client import ServerGone, ServerSilent
@@ -106,22 +105,6 @@ def test_new_weights_are_brought_once_and_before_the_next_response(policy: PreTr
     assert not (tmp_path / "model").exists(), "the weights are not left behind"
 
 
-def test_a_sampler_that_is_behind_sends_the_weights_it_samples_with(policy: PreTrainedModel, tmp_path: Path) -> None:
-    versions = Versions(dict(policy.named_parameters()), 2)
-    digests = []
-    for version in range(2):
-        with torch.no_grad():
-            next(iter(policy.parameters()))[0, 0] += 1.0
-        versions.keep(version)
-        digests.append(digest(policy))
-    with serving() as server, engine_on([server], policy, tmp_path) as engine:
-        with versions.at(0):
-            engine.generate(REQUESTS, PLAIN)
-            assert server.version == digests[0]
-        engine.generate(REQUESTS, PLAIN)
-        assert server.version == digests[1] != digests[0]
-
-
 def test_deterministic_servers_prove_what_they_hold(policy: PreTrainedModel, tmp_path: Path) -> None:
     with serving(deterministic=True) as server, engine_on([server], policy, tmp_path) as engine:
         assert len(engine.generate(REQUESTS, PLAIN)) == 7
@@ -206,13 +189,3 @@ def test_a_server_that_is_not_what_the_run_needs_is_refused_at_the_start(
         plain.info |= {"attention_backend": "ppo_repro"}
         with pytest.raises(UserError, match="needs the plugin"), engine_on([plain], policy, tmp_path, config):
             pass
-
-
-def test_what_a_server_is_stands_in_the_notes(policy: PreTrainedModel, tmp_path: Path) -> None:
-    with serving() as server, engine_on([server], policy, tmp_path):
-        pass
-    with serving() as other, engine_on([other], policy, tmp_path):
-        pass
-    notes = json.loads((tmp_path / "servers.json").read_text())
-    assert [note["url"] for note in notes] == [server.url, other.url], "a resumed run adds to them"
-    assert notes[0]["server"]["version"] == "0.5.21" and notes[0]["interpreter"] is None

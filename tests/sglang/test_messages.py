@@ -151,24 +151,6 @@ def test_an_answer_with_one_thing_wrong_is_refused(name: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=5,
-)
-
-
-@given(st.sampled_from(["output_ids", "meta_info", *item([9, 7], [-0.5, -0.5], "stop")["meta_info"]]), json_values)
-def test_no_answer_does_more_than_end_in_one_line(field: str, value: Any) -> None:
-    answer = item([9, 7], [-0.5, -1.25], "stop")
-    (answer if field in answer else answer["meta_info"])[field] = value
-    try:
-        found = read(answer)[0]
-    except UserError:
-        return
-    assert found.response_ids == (9, 7) and found.logprobs.tolist() == [-0.5, -1.25]
-
-
 # ------------------------------------------------------------------------------------- routes, and what a cut kept
 
 # three layers of which the second is dense, 2 of 4 experts, two tokens
@@ -211,28 +193,3 @@ def test_what_a_cut_kept_is_read_with_its_bits(seed: int, top_k: int, top_p: flo
     logprobs, mass, tokens = kept_tokens.read(sent, found.tokens.tolist(), VOCAB)
     assert torch.equal(logprobs, found.logprobs) and torch.equal(mass, found.log_kept_mass)
     assert torch.equal(tokens, found.kept_tokens)
-
-
-def entries(**change: Any) -> list[Any]:
-    """Three tokens of eight, of which the third was sampled, with one thing changed."""
-    usual = {"bits": base64.b64encode(b"\xe0").decode(), "logprob": -0.5, "mass": -0.25}
-    return [list({**usual, **change}.values())]
-
-
-@pytest.mark.parametrize(
-    ("sent", "said"),
-    [
-        (None, "returned no kept tokens"),
-        ([None], "in another form"),
-        (entries(bits="?"), "no base64"),
-        (entries(bits=base64.b64encode(b"\xe0\x00").decode()), "returned 2 bytes"),
-        (entries(bits=base64.b64encode(b"\xc0").decode()), "without token 2"),
-        (entries(bits=base64.b64encode(b"\xe1").decode()), "unknown ones"),
-        (entries(logprob=-0.1), "not float32"),
-        (entries(mass=float("-inf")), "not float32"),
-    ],
-)
-def test_kept_tokens_that_no_sampler_writes_are_refused(sent: Any, said: str) -> None:
-    kept_tokens.read(entries(), [2], 7)
-    with pytest.raises(ValueError, match=said):
-        kept_tokens.read(sent, [2], 7)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from transformers import PreTrainedModel
@@ -19,7 +18,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.sglang import server
 from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine
-from tests.sglang.fake_sglang import fake_python, serving
+from tests.sglang.fake_sglang import fake_python
 from tests.support.interrupts import hearing_ctrl_c
 from tests.support.models import source_model
 from tests.support.paths import ROOT, SMALL
@@ -112,17 +111,6 @@ def test_a_server_that_never_gets_ready(policy: PreTrainedModel, tmp_path: Path)
     assert gone(int((tmp_path / "serving").read_text()))
 
 
-def test_a_port_on_which_another_server_answers(
-    policy: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with serving() as other:
-        port = SimpleNamespace(getsockname=lambda: other.server_address, close=lambda: None)
-        monkeypatch.setattr(server, "reserve_port", lambda: port)
-        with pytest.raises(UserError, match="another program took this port"), started(tmp_path, policy):
-            pass
-    assert not any(path == "/generate" for path, _ in other.asked)
-
-
 def test_deterministic_servers_that_die_are_replaced_once_and_nothing_changes(
     policy: PreTrainedModel, tmp_path: Path
 ) -> None:
@@ -146,15 +134,6 @@ def test_stock_servers_that_die_are_not_replaced(policy: PreTrainedModel, tmp_pa
         started(tmp_path, policy, "dies once in generate", numerics="stock") as engine,
     ):
         engine.generate(REQUESTS, PLAIN)
-
-
-def test_a_server_that_hangs_is_ended(policy: PreTrainedModel, tmp_path: Path) -> None:
-    with (
-        pytest.raises(UserError, match=r"no answer within rollout.engine.timeout_s = 2"),
-        started(tmp_path, policy, "hangs in generate", timeout=2) as engine,
-    ):
-        engine.generate(REQUESTS, PLAIN)
-    assert gone(int((tmp_path / "serving").read_text()))
 
 
 @pytest.mark.slow

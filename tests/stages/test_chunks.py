@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from experiments.benchmarks import peak
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
-from ppo_repro.records import manifest, reader
+from ppo_repro.records import manifest
 from ppo_repro.stages import chunks, forward
 from ppo_repro.watcher import Silent
-from tests.support.language import rerun, run
+from tests.support.language import run
 from tests.support.paths import TINY
 
 
@@ -51,28 +50,3 @@ def test_logits_in_chunks_change_no_bit(
     found, fewer = fingerprint(config, tmp_path / "chunks", monkeypatch, 3)
     # a sequence of up to 4 tokens is never cut
     assert fewer <= 4 < most and (found == whole) == (config.numerics.mode == "deterministic")
-
-
-LONG = (
-    *("rollout.max_response_tokens=256", "numerics.max_context=264", "numerics.accuracy_sequences=0"),
-    *("ppo.iterations=1", "task.num_eval_prompts=1", "layout.update_micro_batch=0", "layout.forward_micro_batch=0"),
-)
-
-
-@pytest.mark.slow
-def test_long_answers_are_the_same_in_every_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that seldom ends a response, whole and in chunks of 100 logits; prompts have two samples each."""
-    folder = tmp_path / "model"
-    peak.make_folder(folder, layers=2, vocab_size=2048, hidden=128)
-    run_dir = run(load_config(peak.CONFIG, [*LONG, f"model.path={folder}"]), tmp_path, Silent())[0]
-    tokens = reader.read_tokens(run_dir, columns=["sequence"])
-    assert (tokens.groupby("sequence").size() > 200).any()
-    assert rerun(run_dir, Silent(), ["layout.padding=none", "layout.threads=2"]).difference is None
-    monkeypatch.setattr(chunks, "LOGITS_AT_ONCE", 100 * 2048)
-    slots = (
-        "layout.prefix_cache=false",
-        "layout.rollout_slots=3",
-        "layout.padding=left",
-        "layout.update_micro_batch=1",
-    )
-    assert rerun(run_dir, Silent(), slots).difference is None

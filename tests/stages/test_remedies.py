@@ -258,13 +258,3 @@ def test_recorded_weights_are_the_analyses_and_recomputed(tmp_path: Path) -> Non
         np.testing.assert_allclose(together, loss_weights(item.rows, config, item.tokens), rtol=1e-5)
     found = recompute(run_dir, STAGES)
     assert found.difference is None, lines(found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["clip_cov, covariance_low: 0, covariance_high: 50", "kl_cov"])
-def test_no_layout_shows_in_which_tokens_are_chosen(kind: str, tmp_path: Path) -> None:
-    options = (f"ppo.objective={{kind: {kind}, share: 0.1}}", "ppo.minibatch_size=15")
-    whole, cut = (recorded(tmp_path / str(n), *options, f"layout.update_micro_batch={n}") for n in (0, 2))
-    flags = reader.read_updates(whole, columns=["clip_flag"])["clip_flag"]
-    assert (flags == kind[: kind.find("_cov") + 4]).any()
-    assert fingerprint(whole) == fingerprint(cut)

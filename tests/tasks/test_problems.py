@@ -36,14 +36,6 @@ def of_file(**more: Any) -> JsonlTask:
     return JsonlTask(kind="jsonl", path="p.jsonl", num_eval_prompts=1, **more)
 
 
-def test_arithmetic_is_every_addition_once() -> None:
-    found = arithmetic(30)
-    assert len(found) == len({p.key for p in found}) == 31 * 31
-    for problem in found:
-        a, b = problem.prompt.removesuffix("=").split("+")
-        assert int(a) + int(b) == int(problem.answer)
-
-
 @given(st.integers(2, 40), st.integers(0, 2**63 - 1), st.randoms(use_true_random=False), st.data())
 def test_a_split_is_disjoint_complete_and_blind_to_order_and_texts(count: int, seed: int, random, data) -> None:
     problems = numbered(count)
@@ -68,11 +60,6 @@ def test_every_problem_comes_once_per_epoch(problems: int, count: int, seed: int
     flat = [p for i in range(-(-3 * problems // count)) for p in choose(pool, count, seed, i)]
     for epoch in range(3):
         assert Counter(flat[epoch * problems : (epoch + 1) * problems]) == Counter(pool)
-
-
-def test_epochs_and_seeds_have_their_own_order() -> None:
-    pool = tuple(numbered(20))
-    assert len({tuple(choose(pool, 20, seed, epoch)) for seed in range(5) for epoch in range(5)}) == 25
 
 
 def test_jsonl_keeps_texts_and_uses_the_prompt_as_key(tmp_path: Path) -> None:
@@ -112,14 +99,6 @@ def test_a_mistake_in_jsonl_is_named_with_its_line(tmp_path: Path, line: str, me
     with pytest.raises(UserError) as caught:
         read_jsonl(path, chat_template=True)
     assert str(caught.value).startswith(f"{path}:3: {message}")
-
-
-def test_a_jsonl_file_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"task.path = .*absent: cannot be read \(No such file or directory\)"):
-        read_jsonl(tmp_path / "absent")
-    (tmp_path / "empty").write_bytes(b"\xef\xbb\xbf\n \n")
-    with pytest.raises(UserError, match=r"task\.path = .*empty: is empty; give one JSON object per line"):
-        read_jsonl(tmp_path / "empty")
 
 
 def test_prompts_become_ids_and_the_unservable_one_is_named() -> None:
@@ -179,14 +158,6 @@ def test_a_template_that_is_missing_or_leaves_something_out_is_refused() -> None
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="this tokenizer has no chat template; set it to false"):
         encoder(tokenizer, of_file(chat_template=True))
-
-
-def test_control_tokens_in_a_prompt_are_refused_unless_they_are_allowed() -> None:
-    tokenizer = chat_tokenizer()
-    for chat in (False, True):
-        with pytest.raises(UserError, match=r"^prompt 'k' contains '<eos>', which the tokenizer reads as a control"):
-            encoder(tokenizer, of_file(chat_template=chat))(Problem("k", "ab<eos>", ""))
-    assert encoder(tokenizer, of_file(control_tokens="allow"))(Problem("k", "<eos>", "")) == (1,)
 
 
 PROMPTS = "def prompts():\n    return [{'prompt': f'p{i}', 'answer': f'a{i}', 'level': i} for i in range(6)]\n"

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken
 
 from ppo_repro.config.reward import RewardConfig
 from ppo_repro.config.tasks import PythonTask
 from ppo_repro.errors import UserError
-from ppo_repro.runs.prepare import prepare
-from ppo_repro.stages.rewards import sample_of
 from ppo_repro.tasks.problems import Problem, Split
 from ppo_repro.tasks.rewards import (
     Judge,
@@ -29,9 +25,6 @@ from ppo_repro.tasks.rewards import (
     load_judge,
 )
 from ppo_repro.tasks.sources import Source, load_source
-from ppo_repro.tasks.tokenizer import spelled_tokens, train_bpe
-from tests.support.runs import small_config
-from tests.support.turns import turns_config
 
 
 def config_of(*terms: dict[str, Any], **other: Any) -> RewardConfig:
@@ -161,65 +154,6 @@ def test_a_verifier_gets_all_responses_in_one_call(tmp_path: Path) -> None:
     judge = for_source(load_judge(config_of({"kind": "verifier", "weight": 0.5})), source, "exact")
     samples = [Sample(source.problems.by_key[f"p{i}"], "x", True, 1, ("x",)) for i in range(6)]
     assert judge_samples(judge, samples, []).term_values == [[60.0 + i] for i in range(6)]
-
-
-RIGHT = "<answer>RIGHT</answer>"
-ENVIRONMENT = f"""
-def prompts(): return [{{"prompt": ":" * i, "answer": "RIGHT", "key": str(i)}} for i in range(1, 9)]
-def step(transcript): return "{RIGHT}" if len(transcript.turns) == 1 else None
-def score(transcripts): return [float("RIGHT" in t.own) for t in transcripts]
-"""
-OTHERS = """
-def own(prompt, response, answer): return float("RIGHT" in response)
-def trl(completions, **_): return [float("RIGHT" in c) for c in completions]
-def verl(data_source, solution_str, ground_truth, extra_info): return float("RIGHT" in solution_str)
-def whole(prompt, response, answer, turns): return float(any("RIGHT" in t.text for t in turns))
-"""
-
-
-def test_no_reward_judges_what_the_environment_says(tmp_path: Path) -> None:
-    """A random model, and an environment that gives the answer away; the control asks for the environment's turn."""
-    (tmp_path / "r.py").write_text(OTHERS)
-    config = turns_config(
-        tmp_path,
-        "task.answer_extraction=answer_tags",
-        "model.warm_start_steps=0",
-        "model.vocab_size=60",
-        "rollout.stop=['I', 'R', ':']",
-        "rollout.max_response_tokens=40",
-        "numerics.max_context=64",
-        f"reward.terms=[{{kind: exact_match}}, {{kind: verifier}}, {{kind: function, path: '{tmp_path}/r.py:own'}}, "
-        f"{{kind: trl, path: '{tmp_path}/r.py:trl'}}, {{kind: verl, path: '{tmp_path}/r.py:verl'}}, "
-        f"{{kind: function, path: '{tmp_path}/r.py:whole'}}]",
-        task=ENVIRONMENT,
-    )
-    task = prepare(config, lambda step, total, loss: None).task
-    tokenizer = task.tokenizer
-    ids = tokenizer("::", add_special_tokens=False)["input_ids"]
-    sample = sample_of(task, "1", ids, ("::", RIGHT, "G"), "stop", is_episode=True)
-    assert sample.response == "::G"
-    found = judge_samples(task.judge, [sample], [])
-    assert found.term_values == [[0.0, 0.0, 0.0, 0.0, 0.0, 1.0]] and found.correct == [False]
-
-
-def test_special_tokens_are_text_where_a_reward_or_a_stop_text_asks_for_them() -> None:
-    tokenizer = train_bpe(["12 RIGHT<>/answer"], 40)
-    tokenizer.add_tokens([AddedToken(text, special=True) for text in ("<answer>", "</answer>", "<end>")])
-    ids = tokenizer(f"{RIGHT}<end>")["input_ids"] + [1]
-    assert len(set(ids) & set(tokenizer.added_tokens_decoder)) == 4
-    problem, judge = Problem("k", "p", "RIGHT"), load_judge(config_of())
-    config = prepare(small_config(), lambda step, total, loss: None).task
-    for extraction, stop, text, right in (
-        ("exact", (), "RIGHT", True),
-        ("answer_tags", (), RIGHT, True),
-        ("answer_tags", ("<end>",), f"{RIGHT}<end>", True),
-    ):
-        asking = replace(judge, extraction=extraction)
-        spelled = spelled_tokens(tokenizer, [*asking.asked_texts, *stop])
-        task = replace(config, judge=asking, spelled=spelled, tokenizer=tokenizer, problems=Split((problem,), ()))
-        sample = sample_of(task, "k", ids, ("RIGHT",), "stop", is_episode=False)
-        assert sample.response == text and judge_samples(asking, [sample], []).correct == [right]
-    assert not is_answer("RIGHT", "RIGHT", "answer_tags"), "what was seen before"
 
 
 def test_without_answers_an_exact_match_is_refused() -> None:

@@ -14,7 +14,6 @@ from ppo_repro.errors import UserError
 from ppo_repro.models.tiny import check_spelling, make_tokenizer
 from ppo_repro.tasks.problems import Problem, arithmetic
 from ppo_repro.tasks.tokenizer import Spans, decode, spans, train_bpe, train_tokenizer
-from tests.support.runs import small_config
 
 EOS = 1
 CORPUS = ["the cat sat on the mat", "café café naïve", "世界 世", "😀 x", "12 + 7 = 19\n", "\ufffd a"]
@@ -85,21 +84,6 @@ def test_spans_are_those_of_decoding_every_prefix(tokenizer: PreTrainedTokenizer
 
 
 @TOKENIZERS
-@given(data=st.data())
-def test_spans_partition_the_text_in_order(tokenizer: PreTrainedTokenizerFast, data: st.DataObject) -> None:
-    ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=30))
-    found, text = spans_of(tokenizer, ids)
-    rows = list(zip(found.char_start, found.char_end, strict=True))
-    assert all(start <= end for start, end in rows)
-    assert "".join(text[start:end] for start, end in rows) == text
-    raw = text.encode()
-    for (start, end), byte_start, byte_end in zip(rows, found.byte_start, found.byte_end, strict=True):
-        assert raw[byte_start:byte_end] == text[start:end].encode()
-    for token, (start, end) in zip(ids, rows, strict=True):
-        assert token not in (0, EOS) or start == end, "a special token has no text"
-
-
-@TOKENIZERS
 @given(st.lists(st.sampled_from(["the", " cat", " ", "12", "\n", " sat on"]), min_size=1, max_size=8), st.booleans())
 def test_words_are_cut_at_white_space(tokenizer: PreTrainedTokenizerFast, pieces: list[str], ended: bool) -> None:
     ids = encode(tokenizer, "".join(pieces)) + [EOS] * ended
@@ -143,15 +127,6 @@ def test_what_was_cut_reads_as_it_was(kind: str, text: str) -> None:
     assert decode(MADE[kind], ids) == text
     found = spans(MADE[kind], ids, text)
     assert "".join(text[a:b] for a, b in zip(found.char_start, found.char_end, strict=True)) == text
-
-
-def test_the_default_is_the_tokenizer_there_was() -> None:
-    config = small_config()
-    assert isinstance(config.model, TinyModel) and config.model.tokenizer == "bpe"
-    default = make_tokenizer(arithmetic(12), 20)
-    # ids of the tokenizer before there was a choice; every recorded run of `small.yaml` has them
-    assert default("12+7=")["input_ids"] == make_tokenizer(arithmetic(12), 20, "bpe")("12+7=")["input_ids"]
-    assert [decode(default, [i]) for i in range(2, 20)] == [*"+0123456789=", "12", "11", "10", "13", "14", "15"]
 
 
 @pytest.mark.parametrize(

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tokenizers import AddedToken
 
 from ppo_repro.config.files import dump_yaml, load_config
 from ppo_repro.errors import UserError
-from ppo_repro.ranks import ALONE
 from ppo_repro.runs import prepare
-from ppo_repro.stages.rollout import choose_prompts, roll_out
-from ppo_repro.tasks.dialogue import Conversations
-from ppo_repro.tasks.problems import Problem
-from ppo_repro.tasks.tokenizer import spelled_tokens, train_bpe
-from ppo_repro.watcher import Silent
 from tests.support.cli import Cli, one_line
-from tests.support.language import run
-from tests.support.paths import ROOT, TINY
+from tests.support.paths import TINY
 from tests.support.turns import TASK, turns_config
 
 BAD = {
@@ -71,71 +62,3 @@ def test_sglang_refuses_turns_and_stop_texts_by_name(tmp_path: Path) -> None:
         turns_config(tmp_path, "rollout.engine.kind=sglang", "rollout.stop=[]")
     with pytest.raises(UserError, match=r"rollout\.stop needs rollout\.engine\.kind = torch"):
         load_config(TINY, ["rollout.engine.kind=sglang", "rollout.stop=['=']"])
-
-
-def test_a_turn_that_has_no_room_left_ends_the_episode_as_the_limit_does(tmp_path: Path) -> None:
-    """The environment's text is not put in where no token could follow it."""
-    config = turns_config(tmp_path, "rollout.max_response_tokens=5", "numerics.max_context=16")
-    prepared = prepare.prepare(config, lambda step, total, loss: None)
-    rollout = roll_out(config, prepared.task, prepared.engine, choose_prompts(config, prepared.task, 0), ALONE)
-    assert rollout.episodes is not None
-    assert all(len(e.ids) <= 5 and not e.is_forced[-1] for e in rollout.episodes)
-    cut = [e for e, reason in zip(rollout.episodes, rollout.finish_reasons, strict=True) if reason == "length"]
-    assert any(len(e.ids) < 5 and prepared.task.tokenizer.decode(e.ids[-1:]) == "1" for e in cut)
-
-
-class Said:
-    """An environment that answers every turn with one text."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.step = self
-        self.where = "task.path: task.py:1"
-
-    def next_turn(self, transcript: dict[str, Any]) -> str:
-        return self.text
-
-
-def conversations(text: str, folder: Path, *overrides: str, spelled: tuple[str, ...] = ()) -> Conversations:
-    """One conversation with a tokenizer whose template trims what is said, as that of Llama 3 does."""
-    tokenizer = train_bpe(["ab1 <>|/;usaS"], 40)
-    tokenizer.add_tokens([AddedToken("<tool>", special=True)])
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m['role'][0] }}|{{ m['content'] | trim }}>{% endfor %}"
-        "{% if add_generation_prompt %}<a|{% endif %}"
-    )
-    config = turns_config(folder, *overrides)
-    config = config.model_copy(update={"task": config.task.model_copy(update={"chat_template": True})})
-    problems = [Problem("k", "ab", "")]
-    return Conversations(config, tokenizer, spelled_tokens(tokenizer, spelled), Said(text), problems)  # type: ignore[arg-type]
-
-
-def test_a_template_that_trims_a_text_is_named_once_with_both_texts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for text, lines in ((" b ", 1), ("b", 0)):
-        talk = conversations(text, tmp_path)
-        turn = talk.tokenizer("a1", add_special_tokens=False)["input_ids"]
-        assert talk.reply(0, [turn]) and talk.reply(0, [turn, turn])
-        said = capsys.readouterr().err
-        assert said.count("warning: task.chat_template: for prompt key 'k' the tokens of the episode read") == lines
-        assert not lines or ("'a1><u| b ><a|' where" in said and "has 'a1><u|b><a|'" in said)
-
-
-def test_control_tokens_in_what_an_environment_says_are_refused_unless_they_are_allowed(tmp_path: Path) -> None:
-    turn = [5]
-    with pytest.raises(UserError, match=r"step returned a text for prompt key 'k' that contains '<tool>', which the"):
-        conversations("a<tool>", tmp_path).reply(0, [turn])
-    assert conversations("a<tool>", tmp_path, "task.control_tokens=allow").reply(0, [turn])
-
-
-def test_a_stop_text_that_is_a_special_token_ends_a_turn(tmp_path: Path) -> None:
-    for spelled, ends in (("<tool>",), True), ((), False):
-        talk = conversations("a", tmp_path, "rollout.stop=['<tool>']", spelled=spelled)
-        assert talk.ends([5, talk.tokenizer.convert_tokens_to_ids("<tool>")]) is ends
-
-
-def test_dpo_refuses_episodes_of_several_turns(tmp_path: Path, cli: Cli) -> None:
-    run_dir = run(turns_config(tmp_path, "ppo.iterations=1"), tmp_path, Silent())[0]
-    code, _, err = cli("dpo", ROOT / "experiments" / "dpo.yaml", "--set", f"run={run_dir}", "--out", tmp_path)
-    assert code == 2 and "its episodes have several turns" in one_line(err)

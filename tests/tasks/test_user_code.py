@@ -219,34 +219,11 @@ def test_a_file_that_cannot_be_used_is_refused_where_it_is_loaded(tmp_path: Path
     assert str(caught.value).startswith(f"{FIELD}: {tmp_path}/r.py{message}") and str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize("path", ["exact", "r.py", "r.py:", "r.txt:f", "r.py:1f", ":f", "absent.py:f"])
-def test_a_path_of_another_form_is_refused(path: str) -> None:
-    for use in (lambda: load_function(UserProcess(), FIELD, path), lambda: check_function(FIELD, path)):
-        with pytest.raises(UserError, match=rf"^{FIELD} = '{path}': (must be FILE\.py:FUNCTION|there is no file)"):
-            use()
-
-
 def test_a_look_at_a_file_finds_a_wrong_name_without_executing_it(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("raise SystemExit\ndef score(*_): return 1.0")
     check_function(FIELD, f"{tmp_path}/r.py:score")
     with pytest.raises(UserError, match=r"has no function scor; did you mean score\?$"):
         check_function(FIELD, f"{tmp_path}/r.py:scor")
-
-
-def test_the_present_text_of_a_file_is_executed_not_a_compiled_one(tmp_path: Path) -> None:
-    for value in ("1.0", "2.0"):
-        assert numbers(loaded(tmp_path, f"{SIGNATURE}return {value}"), ROWS) == [float(value)] * 2
-        os.utime(tmp_path / "r.py", (1e9, 1e9))  # two texts of one size and one time
-    assert not list(tmp_path.rglob("*.pyc"))
-
-
-def test_one_process_serves_two_files_of_one_name(tmp_path: Path) -> None:
-    process, found = UserProcess(), []
-    for name, value in (("a", 1.0), ("b", 2.0)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "r.py").write_text(f"def f(*_): return {value}")
-        found.append(load_function(process, f"reward.terms.{value:.0f}.path", f"{tmp_path}/{name}/r.py:f"))
-    assert [numbers(function, ROWS[:1]) for function in found] == [[1.0], [2.0]]
 
 
 @pytest.mark.parametrize(
@@ -268,11 +245,6 @@ def test_a_function_of_its_input_is_not_refused(tmp_path: Path) -> None:
     drawn = "torch.manual_seed(0); drawn = torch.rand(()) + random.Random(prompt).random()"
     body = f"{drawn}; return drawn + known.setdefault(response, 1)"
     check_repeats(loaded(tmp_path, f"import random, torch\nknown = {{}}\n{SIGNATURE}{body}\n"), ROWS)
-
-
-def test_the_order_of_a_set_is_the_same_in_every_process(tmp_path: Path) -> None:
-    text = f"{SIGNATURE}return hash('a text') % 1000003"
-    assert numbers(loaded(tmp_path, text), ROWS) == numbers(loaded(tmp_path, text), ROWS)
 
 
 def test_a_function_gets_by_name_what_it_asks_for(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from ppo_repro.commands.cli import _run
 from ppo_repro.records import accuracy, manifest, reader, times
 from ppo_repro.tracking import mlflow_copy
 from ppo_repro.tracking.mlflow_copy import Place
-from tests.support import synthetic_run
 from tests.support.cli import one_line
 from tests.support.paths import TINY, TINY_GRID
 from tests.support.ranks import free_port
@@ -166,20 +165,6 @@ def test_without_the_library_event_files_are_refused(
 
 
 @slow
-def test_a_control_run_is_copied_too(store: str, tmp_path: Path) -> None:
-    from ppo_repro.watcher import Silent
-    from tests.support.control import run, small_control
-
-    run_dir = run(small_control("ppo.iterations=2"), tmp_path, Silent())[0]
-    assert _run(["track", str(run_dir), "--uri", store]) == 0
-    client = mlflow_client(store)
-    (found,) = runs_of(client, "small_control")
-    history = client.get_metric_history(found.info.run_id, "iteration/episode_return_mean")
-    assert found.data.params["environment.id"] == "CartPole-v1"
-    assert [m.value for m in history] == reader.read_iterations(run_dir)["episode_return_mean"].tolist()
-
-
-@slow
 def test_a_run_is_followed_and_the_copy_is_what_track_makes(
     store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,41 +178,6 @@ def test_a_run_is_followed_and_the_copy_is_what_track_makes(
     assert _run(["track", said["run_dir"], "--uri", store]) == 0
     (again,) = runs_of(client, "tiny")
     assert again.data.metrics == found.data.metrics and again.info.run_id != found.info.run_id
-
-
-@slow
-@pytest.mark.parametrize("in_grid", [False, True])
-def test_what_is_followed_is_logged_as_it_comes(
-    deterministic_run: Path, store: str, tmp_path: Path, in_grid: bool
-) -> None:
-    folder = tmp_path / "growing"
-    run_dir = folder / "cells" / "a=1,seed=7" / "small" / "run" if in_grid else folder
-    shutil.copytree(deterministic_run, run_dir)
-    if in_grid:
-        row = {"cell": "a=1,seed=7", "axis.a": "1", "seed": 7, "state": "running", "run_dir": ""}
-        pd.DataFrame([row]).to_parquet(folder / "cells.parquet")
-        tree = {"question": "q?", "expectation": "", "base": "", "seeds": [7], "read_with": "", "axes": {"a": [1]}}
-        (folder / "grid.yaml").write_text(json.dumps(tree))
-    whole = manifest.load(run_dir)
-    states = [0, 0, 1, 1, 3]  # iterations committed at each look
-    client, seen = mlflow_client(store), list[int]()
-    experiment = "growing" if in_grid else "small"
-
-    def is_over(seconds: float) -> bool:
-        logged = [client.get_metric_history(r.info.run_id, "iteration/tokens") for r in runs_of(client, experiment)]
-        seen.append(sum(map(len, logged)))
-        then: tuple[int, manifest.Status] = (states.pop(0), "running") if states else (3, "interrupted")
-        manifest.save(synthetic_run.head_at(whole, *then), run_dir)
-        return not states
-
-    manifest.save(synthetic_run.head_at(whole, 0, "running"), run_dir)
-    assert mlflow_copy.copy(folder, store, is_over) is not None
-    assert seen == [0, 0, 0, 1, 1], "nothing twice, nothing late"
-    (run,) = (run for run in runs_of(client, experiment) if run.data.tags["kind"] != "grid")
-    history = client.get_metric_history(run.info.run_id, "iteration/tokens")
-    tokens = reader.read_iterations(deterministic_run)["tokens"].tolist()
-    assert [(m.step, m.value) for m in history] == list(enumerate(tokens))
-    assert run.info.status == "KILLED", "it is over, and not complete"
 
 
 @slow
@@ -293,21 +243,3 @@ def test_a_uri_that_cannot_be_used_is_one_line(
     assert _run(["track", str(deterministic_run), "--uri", uri.format(here=tmp_path)]) == 2
     err = one_line(capsys.readouterr().err)
     assert said in err and "secret" not in err and (tmp_path / "x.db").read_text() == "words\n" * 1000
-
-
-@slow
-def test_a_database_appears_with_all_of_its_tables_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(*arguments: Any) -> None:
-        raise KeyboardInterrupt
-
-    path = tmp_path / "missing" / "x.db"
-    with monkeypatch.context() as patched:
-        patched.setattr(mlflow_copy.os, "link", killed)  # the last instant before it appears
-        with pytest.raises(KeyboardInterrupt), mlflow_copy.answering(f"sqlite:///{path}"):
-            pass
-    assert not path.exists()
-    with mlflow_copy.answering(f"sqlite:///{path}") as client:
-        client.create_experiment("x")
-    assert [entry.name for entry in path.parent.iterdir()] == ["x.db"]

@@ -6,12 +6,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.clipping.bucket import clip_bucket, clip_vocab, lift_interval, merged_vocab
-from analysis.clipping.dynamics import band_transitions, early_stop, update_quality
+from analysis.clipping.bucket import clip_bucket, lift_interval
+from analysis.clipping.dynamics import band_transitions, update_quality
 from analysis.clipping.step import clip_step, effective_samples, kl_estimates, overshoot
 from analysis.clipping.tables import clip_tables
 from analysis.clipping.weights import loss_weights
-from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from tests.analysis.clipping.rows import RULE, make_item, single
 from tests.support.runs import small_config
@@ -86,15 +85,6 @@ def test_lifts_by_hand() -> None:
     assert part["lift_eligible"].iloc[0] == 1.0 and np.isnan(part["lift_eligible"].iloc[1])
 
 
-def test_vocabulary_by_hand_and_merged() -> None:
-    item = make_item([3, 3], np.array([[1.0, 0.0, 0.0, 0.0, 0.0, 1.0]]), np.array([1, 1, 1, 1, 1, -1.0]))
-    counted = clip_vocab(item).set_index("token_id")  # ids 0 1 2 3 4 0
-    assert counted.loc[0, ["n", "n_clip_high", "text"]].tolist() == [2, 1, "a"]
-    merged = merged_vocab([clip_vocab(item), clip_vocab(item)])
-    assert merged["n"].sum() == 12 and merged["token_id"].iloc[0] == 0
-    assert merged["lift"].iloc[0] == pytest.approx((2 / 4) / (2 / 12))
-
-
 def test_transitions_and_gains_by_hand() -> None:
     # three outside, of whom two come back; the fourth stays inside
     item = make_item([4], np.array([[UP, UP, UP, 0.0], [UP, 0.0, 0.0, 0.0]]), np.ones(4))
@@ -106,18 +96,6 @@ def test_transitions_and_gains_by_hand() -> None:
     # variances of the means 2 / 2 and 0.5 / 2
     assert gains["score_gain"].iloc[0] == -0.5 and gains["score_gain_se"].iloc[0] == pytest.approx(np.sqrt(1.25))
     assert gains["score_gain"].isna().tolist() == [False, True]
-
-
-def test_early_stops_by_hand() -> None:
-    table = pd.DataFrame({"iteration": 0, "step": range(3), "subset": "all", "n_tok": 10})
-    table = table.assign(kl_k1=[0.0, -0.01, 0.05], kl_k3=[0.0, 0.03, 0.05])
-    found = early_stop(table, 0.02).set_index("estimate")
-    assert found["steps_taken"].to_dict() == {"k1": 3, "k3": 2, "mean_new_minus_old": 3}
-    assert found["stopped"].to_dict() == {"k1": True, "k3": True, "mean_new_minus_old": False}
-    assert early_stop(table, 0.02, 1.5).set_index("estimate").loc["k3", "steps_taken"] == 3
-    for bad in (0.0, np.nan):
-        with pytest.raises(UserError, match="target_kl"):
-            early_stop(table, bad)
 
 
 @pytest.mark.parametrize("name", ["deterministic_run", "native_run"])

@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 
 from analysis.compare import bitwise, paired, verdicts
-from analysis.compare.distribution import distribution_rows, responses_of
 from analysis.compare.rows import Row, run_compare
 from ppo_repro.errors import UserError
 from ppo_repro.records import diff, manifest, reader
@@ -121,15 +120,6 @@ def test_numeric_rows_by_hand() -> None:
     assert set(numeric(parted)["metric"]) == {"same_responses", "nonfinite", "divergence_hazard"}
 
 
-def test_growth_by_hand() -> None:
-    # mean |delta| 1, e^2, e^4 nats in iterations 0, 1, 2: 2 per iteration
-    frame = responses([2.0, 2 * math.e**2, 2 * math.e**4], [0, 1, 2])
-    growth = paired.error_growth(frame)
-    assert growth["abs_mean"].tolist() == pytest.approx([1, math.e**2, math.e**4])
-    parted = paired.error_growth(frame.assign(diverged=[False, True, False]))
-    assert parted["same"].tolist() == [1.0, 0.0, 1.0] and math.isnan(parted["abs_mean"][1])
-
-
 def test_holm_is_within_a_level() -> None:
     rows = [
         Row("numeric", "x", 0.0, 1, "", "difference", 0.04),
@@ -142,17 +132,6 @@ def test_holm_is_within_a_level() -> None:
     assert table["p_holm"].tolist() == pytest.approx([0.04, 0.04, 0.02, math.nan, math.nan], nan_ok=True)
     expected = ["no difference found", "no difference found", "different", "not shown", "too little to say"]
     assert table["verdict"].tolist() == expected
-
-
-def test_other_prompts_are_compared_without_pairs(deterministic_run: Path) -> None:
-    a = responses_of(deterministic_run, None)
-    moved = a.assign(sequence=a["sequence"] + 1000)
-    rows = distribution_rows(a, moved, rng(), 99)
-    assert all("99 shuffles" in row.method and row.p_value > 0.05 for row in rows)
-    swapped = a.assign(response_ids=[np.array([9, 9, 9], np.int32)] * len(a), scores=a["scores"] + 1)
-    found = distribution_rows(a, swapped.assign(sequence=moved["sequence"]), rng(), 99)
-    assert [row.p_value for row in found] == [0.01, 0.01, 1.0]
-    assert all("swaps" in row.method for row in distribution_rows(a, swapped, rng(), 99))
 
 
 def test_wrong_input(deterministic_run: Path, tmp_path: Path) -> None:

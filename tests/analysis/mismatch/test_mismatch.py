@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from analysis.mismatch.bucket import bucket_of, bucket_sums, bucket_table
 from analysis.mismatch.metrics import merged, sums_of, update_table
@@ -106,37 +104,6 @@ def test_means_and_the_correlation_are_those_of_the_definitions(frame: pd.DataFr
     if len(a) > 1 and min(a.std(), b.std()) > 1e-3:
         # numpy loses eps / (share of the variance in the mean square)
         assert found["pearson_prob_gap", "token"] == pytest.approx(1 - np.corrcoef(a, b)[0, 1], abs=1e-9)
-
-
-@SOME
-@given(CHUNKS, CHUNKS, st.randoms(use_true_random=False))
-def test_no_order_of_responses_and_iterations_changes_a_bit(a: pd.DataFrame, b: pd.DataFrame, random: Any) -> None:
-    order = list(a["sequence"].unique())
-    random.shuffle(order)
-    shuffled = pd.concat([a[a["sequence"] == sequence] for sequence in order], ignore_index=True)
-    assert measured(b, shuffled).equals(measured(a, b))
-
-
-@SOME
-@given(st.integers(2, 8), st.integers(0, 1000), st.floats(0.01, 3.0))
-def test_expectations_over_a_whole_distribution(size: int, seed: int, scale: float) -> None:
-    # repeat each token in proportion to g, so that a plain mean over the rows is the expectation under g
-    generator = np.random.default_rng(seed)
-    parts = generator.integers(1, 6, size)
-    g = parts / parts.sum()
-    logits = generator.standard_normal(size) * scale
-    p = np.exp(logits) / np.exp(logits).sum()
-    a, b = np.repeat(np.log(g), parts), np.repeat(np.log(p), parts)
-    found = measured(chunk(a.tolist(), b.tolist(), [1] * len(a)))
-    kl, reverse = float((g * np.log(g / p)).sum()), float((p * np.log(p / g)).sum())
-    chi2 = float((p * p / g).sum()) - 1
-    expected = {"k1": kl, "k3": kl, "kl_pg": reverse, "kl_pg_nonneg": reverse, "rho_mean": 1.0}
-    expected["tv"] = float(np.abs(g - p).sum()) / 2
-    for metric, value in expected.items():
-        # log-probs are rounded to float32, each by up to 6e-8 of its size
-        assert found[metric, "token_mean"] == pytest.approx(value, rel=1e-5, abs=2e-6)
-    assert found["chi2_token", "token"] == pytest.approx(chi2, rel=1e-5, abs=2e-6)
-    assert found["ess_frac", "token"] == pytest.approx(1 / (1 + chi2), rel=1e-5)
 
 
 def test_what_is_not_finite_is_counted_and_left_out() -> None:

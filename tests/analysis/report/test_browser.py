@@ -156,19 +156,6 @@ def test_tokens_by_key(browser: Any, pages: dict[str, Path]) -> None:
     assert "iteration 0, sequence 0;" in one(browser, "#tv-about").text
 
 
-def test_colours_follow_the_column(browser: Any, pages: dict[str, Path]) -> None:
-    opened(browser, pages["hostile"])
-    shown = show(browser, 0, 2)
-    classes = {}
-    for key in ("delta", "flag_1", "old_logprobs", "ratio_1", "values"):
-        choose(browser, "#tv-column", key)
-        classes[key] = [t.get_attribute("class") for t in find(browser, "#tv-tokens [role=option]")]
-        assert len(find(browser, "#tv-legend li")) >= 5
-    assert len({tuple(found) for found in classes.values()}) == 5
-    for flag, name in zip(shown["columns"]["flag_1"], classes["flag_1"], strict=True):
-        assert (f"f-{flag}" in name) == (flag != "none")
-
-
 def test_hostile_texts_are_shown_and_do_nothing(browser: Any, pages: dict[str, Path]) -> None:
     opened(browser, pages["hostile"])
     for sequence in range(len(HOSTILE)):

@@ -17,9 +17,8 @@ from analysis.report import counts, curves, figures
 from analysis.report.facts import read_facts
 from analysis.report.figures import ClipBounds
 from analysis.report.page import Figure, figure_html
-from analysis.report.scan import iterations_of, scan_run, summary_tables, token_rows
+from analysis.report.scan import scan_run, summary_tables
 from analysis.report.tokens import REASONS, select, token_data
-from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 
 ANY_FLOAT = st.one_of(st.floats(-50, 50), st.just(math.nan), st.just(math.inf), st.just(-math.inf))
@@ -89,28 +88,8 @@ def test_a_scan_agrees_with_what_training_recorded(deterministic_run: Path) -> N
     assert scan.text["kl"].sum() == pytest.approx(tokens["ref_kl"].astype(np.float64).sum(), rel=1e-9)
 
 
-def test_updates_find_their_tokens_in_any_order(native_run: Path) -> None:
-    first = next(iterations_of(read_facts(native_run)))
-    shuffled = first.tokens.sample(frac=1.0, random_state=3).reset_index(drop=True)
-    rows, keys = token_rows(shuffled, first.updates, "here"), ["sequence", "position"]
-    assert (shuffled.loc[rows, keys].to_numpy() == first.updates[keys].to_numpy()).all()
-    with pytest.raises(UserError, match="here: the updates name tokens"):
-        token_rows(first.tokens.iloc[1:], first.updates, "here")
-
-
 def summary_frame(rows: list[tuple[int, int, int, float, float, int]]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["iteration", "sequence", "tokens", "score", "max_abs_delta", "clipped"])
-
-
-def test_the_selection_by_hand() -> None:
-    rows = [(0, 0, 5, 0.0, 0.0, 0), (0, 1, 5, 0.5, 9.0, 0), (0, 2, 5, 0.0, 0.0, 7), (1, 0, 5, 1.0, 0.0, 0)]
-    rows += [(1, 1, 5, -1.0, 0.0, 0), (1, 2, 5, 0.0, 0.0, 0)]
-    why = {(r.iteration, r.sequence): r.why for r in select(summary_frame(rows), 6).itertuples()}
-    assert "mismatch" in why[0, 1] and why[0, 2][0] == "clipped"
-    assert why[1, 0][:2] == ["best", "last"] and "worst" in why[1, 1] and "first" in why[0, 0]
-    assert len(select(summary_frame(rows), 2)) == 2
-    assert select(summary_frame(rows), 6, max_tokens=11)["tokens"].sum() == 10
-    assert len(select(summary_frame(rows), 6, max_tokens=1)) == 1, "one is shown however long it is"
 
 
 @given(st.integers(1, 40), st.integers(1, 60), st.integers(0, 3))
@@ -154,25 +133,6 @@ def count(chart: ET.Element, name: str) -> int:
     return sum(path.get("d", "").count("M") for path in chart.iter("path") if name in (path.get("class") or "").split())
 
 
-def test_mismatch_figures() -> None:
-    grid = np.zeros((36, 36), np.int64)
-    grid[35, 35], grid[3, 3], grid[3, 4] = 60, 30, 10
-    chart, said = drawn(figures.probability_figure(grid))
-    assert "90 % of 100 tokens are in the same bin" in said and sum(count(chart, f"heat{k}") for k in range(1, 10)) == 3
-    deltas = counts.histogram(np.array([0.0, 0.0, 3e-6, -3e-6, -2e-4]), counts.DELTA_EDGES)
-    chart, said = drawn(figures.delta_figure(deltas))
-    assert "40 % of 5 tokens are within 1e-9" in said and count(chart, "bar") == 4 and "-1e-4" in said
-    rows = [("prob", 0.0, 0.1, 5, 2e-6, 4e-6, 5e-6), ("prob", 0.1, 1.0, 50, 1e-7, 3e-7, 4e-7)]
-    rows += [("position", 0.0, 1.0, 10, 1e-7, 2e-7, 3e-7), ("prob", 0.05, 0.1, 0, np.nan, np.nan, np.nan)]
-    buckets = pd.DataFrame(rows, columns=["kind", "lo", "hi", "n", "abs_mean", "abs_p99", "abs_max"])
-    chart, said = drawn(figures.bucket_figure(buckets, "prob"))
-    assert count(chart, "bar") == 6 and "2e-06 nats in the first bucket, 1e-07 in the last" in said
-    kinds = (("k1", -1e-8), ("k2", 1e-12), ("k3", 0.0))
-    found = pd.DataFrame([(i, kind, value, 1e-9) for i in range(3) for kind, value in kinds])
-    chart, said = drawn(figures.divergence_figure(found.set_axis(["iteration", "metric", "value", "se"], axis=1)))
-    assert "|k1| 1e-08, k2 1e-12" in said and count(chart, "line") == 2, "zeros have no logarithm"
-
-
 def test_clipping_figures() -> None:
     updates = pd.DataFrame(
         {"epoch": [0, 0, 1, 1], "minibatch": [0, 0, 0, 0], "ratios": np.array([1.0, 1.0, 1.0, 2.0], np.float32)}
@@ -197,24 +157,3 @@ def test_clipping_figures() -> None:
     figure = figures.definition_figure(steps)
     assert figure.numbers["band_out"].tolist() == pytest.approx([0.35, 0.1]), "weighted by tokens"
     assert "outside the band 22.5 %, gradient removed 15 %, without any step 0 %" in drawn(figure)[1]
-
-
-def test_figures_of_text_and_scores() -> None:
-    row = {"kl": 4.0, "sequences": 2, "tokens": 8, "words": 4, "characters": 16, "bytes": 32}
-    sums = pd.DataFrame([{"iteration": i, **row} for i in range(2)])
-    figure = figures.unit_figure(sums)
-    assert figure.numbers.iloc[-1].tolist() == [1, 2.0, 1.0, 0.5, 0.25, 0.125], "one sum divided by five counts"
-    assert "2 per response, 1 per word, 0.5 per token" in drawn(figure)[1]
-    values = {0: np.array([0.0, 0.0, 0.0, 1.0]), 1: np.array([1.0]), 2: np.array([1.0, np.nan, 0.0, 1.0, 1.0])}
-    (figure,) = figures.change_figures(values, "score", "responses")
-    assert figure.numbers.to_dict("list") == {"score": ["0", "1"], "iteration 0": [3, 1], "iteration 2": [1, 3]}
-    assert count(drawn(figure)[0], "bar") == 4 and figures.change_figures({0: np.array([np.nan])}, "s", "r") == []
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60))
-def test_every_value_is_in_one_bin(values: list[float]) -> None:
-    figure = figures.distribution_figure("t", {"g": np.array(values)}, "score", "responses", "")
-    few = len(set(values)) <= figures.MAX_VALUES
-    assert figure.numbers["g"].sum() == len(values) and len(figure.numbers) == (
-        len(set(values)) if few else figures.BINS
-    )

@@ -14,11 +14,10 @@ import pytest
 
 from analysis.report import build
 from analysis.report.page import embedded_json
-from analysis.report.several_pages import setting_labels
 from ppo_repro.errors import UserError
 from ppo_repro.records import accuracy, reader
 from tests.analysis.report.hostile_run import HOSTILE, LONG, make_hostile_run
-from tests.support.cli import Cli, one_line
+from tests.support.cli import Cli
 from tests.support.html_page import check, embedded
 from tests.support.synthetic_run import cut_back, start_run
 
@@ -129,17 +128,6 @@ def test_the_command_writes_the_page_and_says_where(native_run: Path, tmp_path: 
     assert not list(tmp_path.rglob("*.tmp")) and cli("diff", run, native_run)[0] == 0, "a report is no record"
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "checkpoints/final/model.safetensors", "report.html"])
-def test_out_never_costs_a_file(cli: Cli, native_run: Path, tmp_path: Path, name: str) -> None:
-    copy = Path(shutil.copytree(native_run, tmp_path / "run"))
-    (copy / "report.html").write_text('<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8" /><title>mine')
-    before = (copy / name).read_bytes()
-    for runs in ([copy], [copy, copy], [tmp_path]):
-        code, out, err = cli("report", *runs, "--out", copy / name)
-        said = f"--out {copy / name}: is not an earlier report; must be a new file or an earlier report"
-        assert (code, out) == (2, "") and said in one_line(err) and (copy / name).read_bytes() == before
-
-
 def test_mistakes_are_one_line(tmp_path: Path, hostile_run: Path) -> None:
     start_run(tmp_path / "empty" / "run")
     (tmp_path / "bare").mkdir()
@@ -154,12 +142,6 @@ def test_mistakes_are_one_line(tmp_path: Path, hostile_run: Path) -> None:
     ):
         with pytest.raises(UserError, match=said):
             build.write_report(targets, out, responses)
-
-
-def test_without_the_analyses_the_command_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
-    monkeypatch.setattr("ppo_repro.tracking.analysis_home.find_spec", lambda name: None)
-    code, _, err = cli("report", tmp_path)
-    assert code == 2 and "`analysis` is not beside this package; install the wheel, or a checkout" in one_line(err)
 
 
 def grid_of(folder: Path, native_run: Path, deterministic_run: Path) -> Path:
@@ -195,31 +177,6 @@ def test_a_grid_has_its_question_its_settings_and_links(
     (folder / "cells" / "c" / "run" / "records").mkdir(exist_ok=True)
     said = text_of(build.write_report([folder], None, None)[0].read_text())
     assert "Not complete and not in this page: cells/c/run (running)." in said and "grid: 4 runs" in said
-
-
-def test_the_page_of_a_grid_agrees_with_its_table() -> None:
-    from analysis.grids.table import comparisons, interval
-    from analysis.report.several_pages import _answer, _means
-
-    values = {"x": [0.0, 0.1, 0.2, 0.1], "y": [0.5, 0.61, 0.7, 0.6], "z": [0.1, 0.0, 0.2, 0.2]}
-    rows = [(point, seed, value) for point, found in values.items() for seed, value in enumerate(found)]
-    finals = pd.DataFrame(rows, columns=["point", "seed", "accuracy"])
-    said, shown = _answer(finals, "accuracy")
-    compared = comparisons(finals, "accuracy", "x").set_index("point")
-    assert said[0].text.startswith("1 of 2 settings differ from `x` in accuracy") and len(said) == 2
-    assert said[1].text.startswith(f"y: {compared.loc['y', 'difference']:+.3f} [{compared.loc['y', 'low']:+.3f}, ")
-    assert shown["p, Holm"].tolist() == [f"{p:.3g}" for p in compared["Holm"]]
-    assert _means(finals, ["accuracy"])["accuracy"].tolist()[0] == interval(pd.Series(values["x"]))
-    uneven, table = _answer(finals.iloc[1:], "accuracy")
-    assert "need the same seeds" in uneven[0].text and table.empty
-
-
-def test_settings_are_what_differs_but_for_the_seed() -> None:
-    base = {"seed": 0, "ppo": {"lr": 1.0, "kind": "clip"}}
-    other = {"seed": 1, "ppo": {"lr": 2.0, "kind": "clip"}}
-    assert setting_labels([base, {**base, "seed": 5}]) == ["all runs", "all runs"]
-    assert setting_labels([base, other, {**other, "seed": 2}]) == ["ppo.lr=1.0", "ppo.lr=2.0", "ppo.lr=2.0"]
-    assert setting_labels([base, {"seed": 0, "ppo": {"lr": 1.0}}]) == ["ppo.kind=clip", "ppo.kind=null"]
 
 
 def test_a_control_run_has_a_page(tmp_path: Path) -> None:

@@ -11,12 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.tokenization.clip import clip_table, word_ratios
-from analysis.tokenization.credit import char_matched_lambda, half_life_tokens
 from analysis.tokenization.digits import digit_table
 from analysis.tokenization.kl import METRICS, estimators, sequence_table, token_table, word_table
 from analysis.tokenization.summary import summary_table
 from analysis.tokenization.words import BOUNDARIES, Boundary
-from ppo_repro.errors import UserError
 from tests.analysis.tokenization.cut_texts import Cuts, cuts, frames
 
 boundaries = st.sampled_from(BOUNDARIES)
@@ -123,42 +121,6 @@ def test_the_clip_band_in_words_by_hand() -> None:
     found = clip_table(words)
     assert found["token_out"].tolist() == [0.25, 0.5] and found["word_out"].tolist() == [0.5, 0.5]
     assert found["max_word_ratio"].tolist() == pytest.approx([1.3225, 1.69])
-
-
-@given(cuts(), boundaries, st.floats(0.05, 0.5), st.integers(0, 9))
-def test_a_word_is_outside_its_own_band_only_with_a_token_outside(
-    pieces: Cuts, boundary: Boundary, width: float, seed: int
-) -> None:
-    tokens, sequences = frames(pieces)
-    table = token_table(tokens, sequences, boundary=boundary)
-    new = tokens["old_logprobs"] + np.random.default_rng(seed).normal(0, width, len(tokens))
-    updates = tokens[["iteration", "sequence", "position"]].assign(
-        epoch=0, minibatch=0, new_logprobs=new, clip_flag="none"
-    )
-    words = word_ratios(table, tokens["old_logprobs"], updates, clip_low=width, clip_high=width)
-    inside = words[words["n_out"] == 0]
-    n = inside["n_tok"]
-    assert (
-        (inside["log_ratio"] >= n * np.log1p(-width) - CLOSE) & (inside["log_ratio"] <= n * np.log1p(width) + CLOSE)
-    ).all()
-    assert len(words) == (table["sub_idx"] == 0).sum()
-    single = words[words["n_tok"] == 1]
-    assert (single["word_out"] == (single["n_out"] == 1)).all()
-
-
-@given(st.floats(0.5, 1), st.floats(0.2, 4), st.floats(0.2, 4), st.integers(1, 200))
-def test_a_matched_lambda_fades_as_much_per_character(gae_lambda: float, f: float, other: float, chars: int) -> None:
-    matched = char_matched_lambda(1.0, gae_lambda, f, other)
-    assert matched ** (other * chars) == pytest.approx(gae_lambda ** (f * chars), rel=1e-6, abs=1e-12)
-
-
-def test_credit_by_hand() -> None:
-    assert half_life_tokens(1.0, 0.5) == 1.0 and half_life_tokens(1.0, 1.0) == math.inf
-    assert half_life_tokens(0.0, 1.0) == 0.0
-    with pytest.raises(UserError, match="lambda 0 to 1"):
-        char_matched_lambda(1.0, 1.5, 0.1, 1.0)
-    with pytest.raises(UserError, match=r"^gamma = 0.9: alone decays faster"):
-        char_matched_lambda(0.9, 1.0, 0.1, 1.0)
 
 
 def test_numbers_by_hand() -> None:

@@ -55,13 +55,6 @@ def test_drift_by_hand(tokenizers: dict[str, RecordedTokenizer]) -> None:
     }
 
 
-def test_a_special_token_inside_a_response_is_drift(tokenizers: dict[str, RecordedTokenizer]) -> None:
-    tokenizer = tokenizers["characters"]
-    (a,) = tokenizer.encode(["a"])[0]
-    found = retokenization(responses(tokenizer, [[a, 0, a], [a, a]], False), tokenizer)
-    assert found["drifted"].tolist() == [True, False] and found["first_drift_pos"][0] == 1
-
-
 def test_what_is_not_the_runs_tokenizer_is_refused(tokenizers: dict[str, RecordedTokenizer], tmp_path: Path) -> None:
     table = responses(tokenizers["bpe"], tokenizers["bpe"].encode(["ab ab"]), True)
     with pytest.raises(UserError, match=r"^tokenizer: decodes response 0 as .*, recorded is 'ab ab'; restore"):

@@ -1,0 +1,84 @@
+"""What a run says on a terminal about its work, and about what a user most likely did not mean."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ppo_repro.records import manifest, reader
+from tests.support.cli import Cli, folder_config, one_line, write_prompts
+from tests.support.paths import TINY
+
+
+@pytest.fixture(scope="module")
+def policy_folder(deterministic_run: Path) -> Path:
+    return deterministic_run / "checkpoints" / "final"
+
+
+def test_many_cut_responses_and_too_few_prompts_are_named_and_steps_are_counted(cli: Cli, tmp_path: Path) -> None:
+    few = ("rollout.prompts_per_iteration=40", "ppo.minibatch_size=20")
+    for fields, warned in ((("rollout.max_response_tokens=1", *few), True), ((), False)):
+        sets = [word for field in fields for word in ("--set", field)]
+        code, out, err = cli("run", TINY, "--out", tmp_path, *sets)
+        assert code == 0, err
+        cut = re.compile(r"(\d+)% of the responses were cut at rollout\.max_response_tokens; raise it")
+        while_running = [line for line in err.splitlines() if line.startswith("warning: iteration ")]
+        assert len(while_running) == warned and all(cut.search(line) for line in while_running)
+        assert (cut.search(out) is not None) is warned
+        asked = "rollout.prompts_per_iteration = 40: there are 29 prompts to train on; an iteration asks some of them"
+        assert (asked in err) is warned
+        run_dir = Path("/" + out.split("\nrecords     /")[1].splitlines()[0])
+        last = [line for line in err.splitlines() if line.startswith("warm start ")][-1]
+        steps = len(reader.TableReader("warm_start_steps")(run_dir))
+        assert last.startswith(f"warm start {steps}/{steps}: "), "optimizer steps, as in the table"
+        assert "mean reward per response, KL penalty included, " in out
+
+
+def test_a_long_prompt_is_named_by_its_key_and_length(cli: Cli, tmp_path: Path, policy_folder: Path) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", *[f"{n}+1=" for n in range(8)], "1+" * 3000)
+    code, _, err = cli("run", folder_config(tmp_path / "c.yaml", policy_folder, prompts), "--out", tmp_path)
+    line = one_line(err)
+    assert code == 2 and re.search(
+        r"prompt 'p8': prompt of \d{4} tokens: with rollout\.max_response_tokens = 4 it", line
+    )
+    assert len(line) < 250
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def score(prompt, response, answer):\n    return 1.0 +\n", "r.py:2 fails to load (SyntaxError in Python 3."),
+        ("async def score(prompt, response, answer):\n    return 1.0\n", "returned a coroutine, as `async def` does"),
+    ],
+)
+def test_a_reward_that_is_no_function_is_one_line_also_of_its_own_process(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "r.py").write_text(text)
+    terms = f"reward.terms=[{{kind: function, path: '{tmp_path}/r.py:score'}}]"
+    command = [sys.executable, "-m", "ppo_repro", "run", TINY, "--out", tmp_path, "--set", terms]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    begins, *errors = done.stderr.splitlines()
+    assert done.returncode == 2 and "iterations into" in begins
+    assert len(errors) == 1 and message in errors[0]
+
+
+@pytest.mark.parametrize(("reward", "moves"), [("-100.1", False), ("-100.1 - (response == answer)", True)])
+def test_equal_scores_move_nothing(reward: str, moves: bool, cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text(f"def score(prompt, response, answer):\n    return {reward}\n")
+    fields = (
+        "advantages={kind: group}", "value={kind: none}", "kl={placement: loss, kl_coef: 0}", "ppo.entropy_coef=0",
+        "rollout.samples_per_prompt=3", f"reward.terms=[{{kind: function, path: '{tmp_path}/r.py:score'}}]",
+    )  # fmt: skip
+    sets = [word for field in fields for word in ("--set", field)]
+    code, out, err = cli("run", TINY, "--out", tmp_path, "--json", *sets)
+    assert code == 0, err
+    run_dir = Path(json.loads(out)["run_dir"])
+    final = manifest.load(run_dir).final
+    assert (final["policy_digest"] != final["initial_policy_digest"]) is moves
+    assert (reader.read_tokens(run_dir)["advantages"] != 0.0).any() == moves

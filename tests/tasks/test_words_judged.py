@@ -1,0 +1,159 @@
+"""What a reward judges, seen in recorded runs: the model's own words, special tokens where a reward asks for them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
+
+from ppo_repro.config.files import dump_yaml
+from ppo_repro.records import reader
+from ppo_repro.tasks.tokenizer import train_bpe
+from tests.support.cli import Cli, one_line
+from tests.support.models import gpt2_config, small_model
+from tests.support.turns import turns_config
+
+RIGHT = "<answer>RIGHT</answer>"
+ENVIRONMENT = f"""
+def prompts(): return [{{"prompt": "</answer>" + ":" * i, "answer": "RIGHT", "key": str(i)}} for i in range(1, 9)]
+def step(transcript): return "{RIGHT}" if len(transcript.turns) == 1 else None
+def score(transcripts): return [float("<answer>RIGHT" in t.own) for t in transcripts]
+"""
+REWARDS = """
+def own(prompt, response, answer): return float("<answer>RIGHT" in response)
+def trl(completions, **_): return [float("<answer>RIGHT" in c) for c in completions]
+def verl(data_source, solution_str, ground_truth, extra_info): return float("<answer>RIGHT" in solution_str)
+def whole(prompt, response, answer, turns): return float(any("<answer>RIGHT" in t.text for t in turns))
+def tagged(prompt, response, answer): return float("<answer>" in response)
+"""
+TERMS = (("verifier", ""), ("function", "own"), ("trl", "trl"), ("verl", "verl"), ("function", "whole"))
+
+
+def test_no_reward_judges_what_the_environment_says(tmp_path: Path, cli: Cli) -> None:
+    """A random model, and an environment that gives the answer away; the control asks for the environment's turn."""
+    (tmp_path / "r.py").write_text(REWARDS)
+    terms = ["{kind: exact_match}"]
+    terms += [f"{{kind: {kind}{f', path: {tmp_path}/r.py:{name}' if name else ''}}}" for kind, name in TERMS]
+    overrides = (
+        "task.answer_extraction=answer_tags", "model.warm_start_steps=0", "model.vocab_size=60", "ppo.iterations=1",
+        "model.tokenizer=characters",
+        "rollout.stop=['I', 'R', ':']", "rollout.max_response_tokens=40", "numerics.max_context=64",
+        f"reward.terms=[{', '.join(terms)}]",
+    )  # fmt: skip
+    (tmp_path / "run.yaml").write_text(dump_yaml(turns_config(tmp_path, *overrides, task=ENVIRONMENT)))
+    code, out, err = cli("run", tmp_path / "run.yaml", "--out", tmp_path, "--json")
+    assert code == 0, err
+    summary = json.loads(out)
+    assert summary["accuracy_before"] == summary["accuracy_after"] == 0.0
+    rows = reader.read_sequences(summary["run_dir"])
+    spoke = rows["is_forced"].map(max) > 0
+    assert spoke.sum() > 5
+    assert not rows["is_correct"].any()
+    parts = [list(row) for row in rows["score_parts"]]
+    assert parts == [[0.0] * 5 + [float(forced)] for forced in spoke]
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of ten tokens; `<answer>` and `<end>` are special, and the chat template trims, as Llama 3's."""
+    folder = tmp_path_factory.mktemp("chat")
+    tokenizer = train_bpe(["ab ", "us"], 9)
+    tokenizer.add_tokens([AddedToken(text, special=True) for text in ("<answer>", "<end>")])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] | trim }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}a{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    model: Any = small_model(gpt2_config(vocab_size=len(tokenizer), tie_word_embeddings=False), 0)
+    with torch.no_grad():  # hidden state 0 is always 5, and makes `<pad>` impossible
+        model.transformer.ln_f.weight[0], model.transformer.ln_f.bias[0] = 0.0, 5.0
+        model.lm_head.weight[:, 0] = torch.tensor([-20.0] + [0.0] * (len(tokenizer) - 1))
+    model.save_pretrained(folder)
+    return folder
+
+
+def chat_config(folder: Path, model: Path, task: dict[str, Any], **rollout: Any) -> Path:
+    """A run of one iteration whose reward is whether a response has `<answer>`."""
+    (folder / "r.py").write_text(REWARDS)
+    tree: dict[str, Any] = {
+        "experiment": "chat",
+        "seed": 1,
+        "model": {"kind": "folder", "path": str(model)},
+        "task": {"num_eval_prompts": 2, "chat_template": True, **task},
+        "rollout": {"prompts_per_iteration": 6, "samples_per_prompt": 4, "max_response_tokens": 12, **rollout},
+        "reward": {"terms": [{"kind": "function", "path": "r.py:tagged"}]},
+        "value": {"learning_rate": 1e-4},
+        "ppo": {"iterations": 1, "epochs": 1, "minibatch_size": 8, "learning_rate": 1e-4},
+        "numerics": {"max_context": 40, "accuracy_sequences": 0},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
+    return folder / "run.yaml"
+
+
+def messages(folder: Path) -> dict[str, Any]:
+    """Prompts as lists of messages, without answers."""
+    chats = [[{"role": "user", "content": "ab" * n}] for n in range(1, 9)]
+    (folder / "p.jsonl").write_text("".join(json.dumps({"prompt": chat}) + "\n" for chat in chats))
+    return {"kind": "jsonl", "path": "p.jsonl"}
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_special_tokens_are_text_where_a_reward_or_a_stop_text_asks_for_them(
+    asked: bool, chat_folder: Path, tmp_path: Path, cli: Cli
+) -> None:
+    """Prompts are messages without answers, so that no line speaks of accuracy; the control asks for nothing."""
+    task = {**messages(tmp_path), **({"answer_extraction": "answer_tags"} if asked else {})}
+    config = chat_config(tmp_path, chat_folder, task, **({"stop": ["<end>"]} if asked else {}))
+    code, out, err = cli("run", config, "--out", tmp_path)
+    assert code == 0, err
+    assert "held-out score" in out and "accuracy" not in out.replace("accuracy.", "") and "accuracy" not in err
+    rows = reader.read_sequences(next(tmp_path.rglob("manifest.json")).parent)
+    tokenizer = AutoTokenizer.from_pretrained(chat_folder)
+    answer, end = tokenizer.convert_tokens_to_ids(["<answer>", "<end>"])
+    has_answer = [answer in ids for ids in rows["response_ids"]]
+    assert 0 < sum(has_answer) < len(rows)
+    assert rows["scores"].tolist() == [float(asked and has) for has in has_answer]
+    ended = [end in ids[:-1] for ids in rows["response_ids"]]
+    assert any(ended) is not asked, "no token follows a stop text"
+
+
+CHAT = """
+def prompts(): return [{"prompt": "ab" * i, "key": str(i)} for i in range(1, 9)]
+def step(transcript): return " b " if len(transcript.turns) == 1 else None
+"""
+
+
+def test_a_template_that_trims_is_named_once_with_both_texts(chat_folder: Path, tmp_path: Path, cli: Cli) -> None:
+    for text, lines in (("' b '", 1), ("'b'", 0)):
+        (tmp_path / "task.py").write_text(CHAT.replace('" b "', text))
+        task = {"kind": "python", "path": "task.py", "max_turns": 2, "answer_extraction": "answer_tags"}
+        config = chat_config(tmp_path, chat_folder, task, stop=["<end>"])
+        code, _, err = cli("run", config, "--out", tmp_path / str(lines))
+        assert code == 0, err
+        said = [line for line in err.splitlines() if line.startswith("warning: task.chat_template: for prompt key '")]
+        assert len(said) == lines, err
+        assert all("the tokens of the episode read" in line and "the tokenizer's template has" in line for line in said)
+
+
+def test_control_tokens_in_prompts_and_turns_are_refused_unless_they_are_allowed(
+    chat_folder: Path, tmp_path: Path, cli: Cli
+) -> None:
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"a<end>{'b' * n}"}) + "\n" for n in range(9)))
+    config = chat_config(tmp_path, chat_folder, {"kind": "jsonl", "path": "p.jsonl"})
+    code, _, err = cli("run", config, "--out", tmp_path)
+    assert code == 2 and "contains '<end>', which the tokenizer reads as a control token" in one_line(err)
+    code, _, err = cli("run", config, "--out", tmp_path, "--set", "task.control_tokens=allow")
+    assert code == 0, err
+    (tmp_path / "task.py").write_text(CHAT.replace('" b "', '"<end>"'))
+    task = {"kind": "python", "path": "task.py", "max_turns": 2}
+    code, _, err = cli("run", chat_config(tmp_path, chat_folder, task), "--out", tmp_path / "turns")
+    assert code == 2 and re.search(
+        r"task\.py:3: step returned a text for .* that contains '<end>', which", one_line(err)
+    )

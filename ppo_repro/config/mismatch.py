@@ -80,11 +80,14 @@ class SamplerPrecision(Section):
 class SamplerFaults(Section):
     """What makes the sampler another policy than the one that is trained."""
 
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"lag", "token_bias", "precision", "stock"})
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"lag", "token_bias", "precision", "stock", "flip"})
 
     lag: Index = Field(0, description="Iterations that the sampler's weights are behind, fewer at first; 0: none.")
     token_bias: Positive | None = Field(
         None, description="The sampler sees logits / temperature plus an error of this size for each token; null: none."
+    )
+    flip: Literal["bit", "token"] | None = Field(
+        None, description="Change the first token of the run: the last bit of its log-prob, or its id; null: nothing."
     )
     precision: SamplerPrecision = SamplerPrecision()
     stock: Wide | None = Field(

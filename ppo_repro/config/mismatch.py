@@ -80,14 +80,11 @@ class SamplerPrecision(Section):
 class SamplerFaults(Section):
     """What makes the sampler another policy than the one that is trained."""
 
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"lag", "token_bias", "precision", "stock", "flip"})
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"lag", "token_bias", "precision", "stock"})
 
     lag: Index = Field(0, description="Iterations that the sampler's weights are behind, fewer at first; 0: none.")
     token_bias: Positive | None = Field(
         None, description="The sampler sees logits / temperature plus an error of this size for each token; null: none."
-    )
-    flip: Literal["bit", "token"] | None = Field(
-        None, description="Change the first token of the run: the last bit of its log-prob, or its id; null: nothing."
     )
     precision: SamplerPrecision = SamplerPrecision()
     stock: Wide | None = Field(
@@ -105,10 +102,13 @@ class MismatchConfig(Section):
     """What is made to differ between sampler and trainer; nothing by default. Every cause is part of the run."""
 
     # a configuration without a cause is written down, and named, as one of an exact run
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"sampler", "trainer"})
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"sampler", "trainer", "flip"})
 
     sampler: SamplerFaults = SamplerFaults()
     trainer: TrainerFaults = TrainerFaults()
+    flip: Literal["bit", "token"] | None = Field(
+        None, description="For twins of a run: the last bit of a weight, or its first token, is another; null: nothing."
+    )
 
     @property
     def bound(self) -> str:

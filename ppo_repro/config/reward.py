@@ -24,7 +24,12 @@ class ExactMatch(Term):
 class StepsReward(Term):
     """The share of the task's intermediate steps that a response has, each at its place; 1 if all are right."""
 
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"placement"})
+
     kind: Literal["steps"] = Field(description="Compare the steps before the answer.")
+    placement: Literal["score", "step_ends"] = Field(
+        "score", description="As part of the score, or each step's part on the last token of the step."
+    )
 
 
 class FormatReward(Term):

@@ -79,11 +79,10 @@ def sampler_is_exact(config: RunConfig) -> bool:
     """Whether the sampler's log-probs are promised to be the trainer's; otherwise their difference is measured."""
     engine, sampler = config.rollout.engine, config.mismatch.sampler
     is_stock = isinstance(engine, SGLangServers) and engine.numerics == "stock"
-    disturbances = config.rollout.mismatch_sigma, sampler.token_bias, sampler.flip
-    is_disturbed = any(disturbance is not None for disturbance in disturbances)
-    is_older = sampler.lag > 0
+    is_disturbed = config.rollout.mismatch_sigma is not None or sampler.token_bias is not None
+    is_older, is_flipped = sampler.lag > 0, config.mismatch.flip == "token"
     same = config.mismatch.same_precision and not config.mismatch.trainer.scores_otherwise
-    return config.numerics.mode == "deterministic" and same and not (is_stock or is_disturbed or is_older)
+    return config.numerics.mode == "deterministic" and same and not (is_stock or is_disturbed or is_older or is_flipped)
 
 
 def require_sampler_agrees(config: RunConfig, iteration: int, rollout: Rollout, forward: ForwardPass) -> None:

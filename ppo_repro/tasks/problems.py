@@ -81,12 +81,19 @@ def column_addition(digits: int, base: int, size: int) -> list[Problem]:
 
 
 def _in_columns(a: int, b: int, base: int) -> Problem:
-    left, right, steps, carry = np.base_repr(a, base), np.base_repr(b, base), [], 0
+    key = f"{np.base_repr(a, base)}+{np.base_repr(b, base)}"
+    return Problem(key, f"{key}=", np.base_repr(a + b, base), steps=column_steps(f"{key}=", base))
+
+
+def column_steps(prompt: str, base: int) -> tuple[str, ...]:
+    """The steps of an addition `a+b=` of numbers with equally many digits, from the right."""
+    left, right = prompt.removesuffix("=").split("+")
+    steps, carry = [], 0
     for x, y in zip(reversed(left), reversed(right), strict=True):
         total = int(x) + int(y) + carry
         steps.append(f"{x}+{y}{'+1' * carry}={np.base_repr(total, base)}")
         carry = total // base
-    return Problem(f"{left}+{right}", f"{left}+{right}=", np.base_repr(a + b, base), steps=tuple(steps))
+    return tuple(steps)
 
 
 def make_problem(where: str, fields: Mapping[str, object], chat_template: bool = False) -> Problem:

@@ -66,9 +66,14 @@ def is_answer(response: str, answer: str, extraction: AnswerExtraction) -> bool:
     return expected is not None and Fraction(found) == Fraction(expected.group().replace(",", ""))
 
 
-def right_steps(response: str, steps: Sequence[str]) -> float:
-    """The share of `steps` that the response has as its words of the same number."""
-    return sum(word == step for word, step in zip(response.split(" "), steps, strict=False)) / len(steps)
+def right_steps(response: str, steps: Sequence[str]) -> list[int]:
+    """Where in the response each right step ends, in characters: a word that is the step of the same number."""
+    ends, end = [], -1
+    for word, step in zip(response.split(" "), steps, strict=False):
+        end += 1 + len(word)
+        if word == step:
+            ends.append(end)
+    return ends
 
 
 @dataclass(frozen=True)
@@ -160,7 +165,7 @@ def _values(
     if isinstance(term, ExactMatch):
         return [float(s.finished and is_answer(s.response, s.problem.answer, judge.extraction)) for s in samples]
     if isinstance(term, StepsReward):
-        return [right_steps(sample.response, sample.problem.steps) for sample in samples]
+        return [len(right_steps(s.response, s.problem.steps)) / len(s.problem.steps) for s in samples]
     if isinstance(term, FormatReward):
         inner = [formatted_answer(sample.response) for sample in samples]
         pairs = zip(inner, samples, strict=True)

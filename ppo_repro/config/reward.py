@@ -115,7 +115,14 @@ class TrainedRewardModel(RewardModelTraining, Term):
 
 
 RewardTerm = Annotated[
-    ExactMatch | StepsReward | FormatReward | LengthReward | CalledReward | Verifier | RewardModelFolder | TrainedRewardModel,
+    ExactMatch
+    | StepsReward
+    | FormatReward
+    | LengthReward
+    | CalledReward
+    | Verifier
+    | RewardModelFolder
+    | TrainedRewardModel,
     Field(discriminator="kind"),
 ]
 

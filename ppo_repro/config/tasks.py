@@ -26,10 +26,10 @@ class ArithmeticTask(Section):
 
 
 class ColumnAdditionTask(Section):
-    """Additions worked out column by column: `47+38=` is answered by `7+8=15 4+3+1=8 85`."""
+    """Additions worked out column by column: `47+38=` is answered by `7+8=15 5 4+3+1=8 85`."""
 
     kind: Literal["column_addition"] = Field(description="Generate prompts and their intermediate steps here.")
-    digits: Annotated[int, Field(ge=2, le=9)] = Field(description="Digits of each operand; a step for each.")
+    digits: Annotated[int, Field(ge=2, le=9)] = Field(description="Digits of each operand.")
     base: Annotated[int, Field(ge=2, le=10)] = Field(10, description="Base of the numbers; a smaller one is easier.")
     size: Annotated[int, Field(ge=2, le=1_000_000)] = Field(description="Prompts to draw, all different.")
     num_eval_prompts: Count = Field(description="Prompts held out of training and used for evaluation.")

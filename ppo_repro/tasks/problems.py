@@ -66,9 +66,9 @@ def arithmetic(max_operand: int) -> list[Problem]:
 
 
 def column_addition(digits: int, base: int, size: int) -> list[Problem]:
-    """`size` different additions of numbers of `digits` digits in base `base`, a step for each column from the right.
+    """`size` different additions of numbers of `digits` digits in base `base`, with their steps.
 
-    A step is `a+b=s`, or `a+b+1=s` after a carry. The prompts are the same for every seed.
+    The prompts are the same for every seed.
     """
     low, count = base ** (digits - 1), (base - 1) * base ** (digits - 1)
     drawn: dict[tuple[int, int], None] = {}
@@ -86,14 +86,20 @@ def _in_columns(a: int, b: int, base: int) -> Problem:
 
 
 def column_steps(prompt: str, base: int) -> tuple[str, ...]:
-    """The steps of an addition `a+b=` of numbers with equally many digits, from the right."""
+    """The steps of an addition `a+b=` of numbers with equally many digits, column by column from the right.
+
+    A column has two steps: its sum, `a+b=s`, or `a+b+1=s` after a carry, and the digits of the result so far. The last
+    column has only the first one; the answer follows.
+    """
     left, right = prompt.removesuffix("=").split("+")
-    steps, carry = [], 0
+    steps, carry, digits = [], 0, ""
     for x, y in zip(reversed(left), reversed(right), strict=True):
         total = int(x) + int(y) + carry
         steps.append(f"{x}+{y}{'+1' * carry}={np.base_repr(total, base)}")
         carry = total // base
-    return tuple(steps)
+        digits = steps[-1][-1] + digits
+        steps.append(digits)
+    return tuple(steps[:-1])
 
 
 def make_problem(where: str, fields: Mapping[str, object], chat_template: bool = False) -> Problem:

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppo_repro.config.tasks import ArithmeticTask, ColumnAdditionTask, JsonlTask, PythonTask, ReasoningGymTask, TaskConfig
+from ppo_repro.config.tasks import (
+    ArithmeticTask,
+    ColumnAdditionTask,
+    JsonlTask,
+    PythonTask,
+    ReasoningGymTask,
+    TaskConfig,
+)
 from ppo_repro.errors import UserError
 from ppo_repro.output import shown
 from ppo_repro.tasks.problems import (

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.grids.study import chosen_cells, read_results
 from ppo_repro.grids.spec import load_grid
+from ppo_repro.grids.study import chosen_cells, read_results
 from tests.support.cli import Cli, one_line
 from tests.support.paths import ROOT
 

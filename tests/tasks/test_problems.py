@@ -56,13 +56,14 @@ def test_column_additions_are_different_and_every_step_of_their_solutions_is_rig
         left, right = problem.prompt.removesuffix("=").split("+")
         assert len(left) == len(right) == digits and "0" not in (left[0], right[0])
         assert int(left, base) + int(right, base) == int(problem.answer, base)
-        totals = [step.split("=") for step in problem.steps]
+        totals = [step.split("=") for step in problem.steps[::2]]
         assert all(sum(int(x) for x in terms.split("+")) == int(total, base) for terms, total in totals)
         # the digits of a column, and 1 where the step before has a carry
         carries = [False, *(len(total) == 2 for _, total in totals)]
         columns = zip(reversed(left), reversed(right), carries, strict=False)
         assert [terms for terms, _ in totals] == [f"{x}+{y}{'+1' if carry else ''}" for x, y, carry in columns]
-        assert problem.answer == totals[-1][1] + "".join(total[-1] for _, total in totals[-2::-1])
+        results = ["".join(total[-1] for _, total in totals[k::-1]) for k in range(digits)]
+        assert results[:-1] == list(problem.steps[1::2]) and problem.answer.endswith(results[-1])
         assert problem.solution == " ".join([*problem.steps, problem.answer])
 
 

@@ -50,7 +50,7 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         analysis = Path(self.root) / "analysis"
         for path in sorted(analysis.rglob("*")):
             inside = path.relative_to(analysis)
-            if path.suffix not in {".py", ".css", ".js"} or inside.parts[0] == "notebooks":
+            if path.suffix not in {".py", ".css", ".js", ".html"} or inside.parts[0] == "notebooks":
                 continue
             target = folder / inside
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from transformers.models.gemma.modeling_gemma import GemmaTextScaledWordEmbedding
 
@@ -59,14 +58,16 @@ class _Widening(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         def wider(x: Any) -> Any:
-            if isinstance(x, Tensor) and x.dtype == torch.float32:
-                return x.double()
+            if isinstance(x, Tensor):
+                return x.double() if x.dtype == torch.float32 else x
+            if type(x) in (list, tuple):
+                return type(x)(map(wider, x))
             return torch.float64 if x is torch.float32 else x
 
         call = Tensor.double if func is Tensor.float else func
         if getattr(func, "__name__", "") in ("__get__", "__set__"):  # attributes are of the tensor itself
             return call(*args, **(kwargs or {}))
-        result = call(*tree_map(wider, tuple(args)), **tree_map(wider, dict(kwargs or {})))
+        result = call(*map(wider, args), **{name: wider(x) for name, x in (kwargs or {}).items()})
         if isinstance(result, Tensor) and result.dtype == torch.float32:
             raise TypeError(f"{getattr(func, '__name__', func)} gave float32 inside a float64 model")
         return result

@@ -165,6 +165,16 @@ def only_writer(run_dir: Path) -> Iterator[None]:
         yield
 
 
+def folders_with(root: Path, name: str) -> Iterator[Path]:
+    """Every folder with a file `name` in and below `root`, in no order; nothing inside them is looked at, no link
+    followed, nor what a killed process left."""
+    for folder, subfolders, files in os.walk(root):
+        if name in files:
+            subfolders.clear()
+            yield Path(folder)
+        subfolders[:] = [below for below in subfolders if not below.endswith((".tmp", ".removed"))]
+
+
 def has_writer(run_dir: Path) -> bool:
     """Whether a process of this machine is writing the run; False where the lock cannot be read."""
     try:
@@ -186,7 +196,7 @@ def require_new(run_dir: Path, manifest: str) -> None:
         )
     if run_dir.is_dir():
         raise UserError(
-            f"{run_dir}: exists already; choose another --out, "
+            f"{run_dir}: exists already, with this configuration and these inputs; choose another --out, "
             f"or use `ppo-repro show {run_dir}`, `ppo-repro rerun {run_dir}` or `ppo-repro resume {run_dir}`"
         )
     if os.path.lexists(run_dir):

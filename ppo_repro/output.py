@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
 
 def print_json(value: dict[str, Any]) -> None:
     """One object on one line; NaN and infinities as words."""
-    tell(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False))
+    tell(json.dumps(finite(value), ensure_ascii=False, allow_nan=False))
 
 
 def print_result(as_json: bool, value: dict[str, Any], lines: Sequence[str]) -> None:
@@ -88,12 +88,12 @@ def shown(text: str) -> str:
     return printable(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """The value with NaN and infinities as words: JSON has no numbers for them."""
     if isinstance(value, dict):
-        return {key: _finite(child) for key, child in value.items()}
+        return {key: finite(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(child) for child in value]
+        return [finite(child) for child in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -42,7 +42,9 @@ ANALYSIS = """
     clipping notebooks tokenization
     mismatch dialects
     compare grids
+    figures
     report
+    view
 """
 
 
@@ -165,6 +167,7 @@ def test_analyses_read_records_only() -> None:
         "ppo_repro.errors",
         "ppo_repro.config",
         "ppo_repro.preferences.dpo.summary",
+        "ppo_repro.runs.summary",
         "ppo_repro.testing.dumps",  # the audit's reader of dumps
     )
     allowed += ("ppo_repro.output",)  # their commands speak as the program does

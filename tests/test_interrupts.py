@@ -13,13 +13,11 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from pydantic_core import PydanticSerializationError
 
 from ppo_repro import interrupts
-from ppo_repro.config.files import load_config
 from ppo_repro.errors import Terminated
 from tests.support.interrupts import hearing_ctrl_c
-from tests.support.paths import ROOT, TINY
+from tests.support.paths import ROOT
 
 # the signal comes while torch imports NumPy
 IN_AN_IMPORT = """
@@ -77,46 +75,6 @@ def test_a_signal_is_raised_at_once(number: int, expected: type[BaseException]) 
     with pytest.raises(expected) as at_once:
         signal.raise_signal(number)
     assert at_once.type is expected
-
-
-def signal_in_call(name: str, action: Callable[[], object]) -> tuple[BaseException | None, bool]:
-    """What `action` raises when SIGINT comes at the first call of a function of that name, and whether it came."""
-    came = False
-
-    def trace(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal came
-        if frame.f_code.co_name == name and not came:
-            came = True
-            signal.raise_signal(signal.SIGINT)
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        action()
-    except BaseException as error:
-        return error, came
-    finally:
-        sys.settrace(before)
-    return None, came
-
-
-def digest_of_a_config() -> object:
-    return load_config(TINY).digest()
-
-
-@pytest.mark.usefixtures("installed")
-def test_a_signal_waits_for_pydantic_which_would_make_another_error_of_it() -> None:
-    finished = []
-
-    def with_time_for_the_next() -> None:
-        finished.append(digest_of_a_config())
-        time.sleep(60)
-
-    error, came = signal_in_call("_without_absent", with_time_for_the_next)
-    assert came and type(error) is KeyboardInterrupt and finished
-    with hearing_ctrl_c():  # the control: the default handler
-        error, came = signal_in_call("_without_absent", digest_of_a_config)
-    assert came and type(error) is PydanticSerializationError
 
 
 def signal_at_event(event_number: int, action: Callable[[], None]) -> tuple[BaseException | None, bool]:

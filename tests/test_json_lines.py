@@ -49,11 +49,6 @@ def test_whatever_json_writes_comes_back(
         assert fields(written(tmp_path_factory.mktemp("lines"), mark + content)) == rows
 
 
-def test_lines_are_numbered_as_an_editor_does(tmp_path: Path) -> None:
-    path = written(tmp_path, b'\xef\xbb\xbf{"a": "\xe2\x80\xa8"}\r\n\n  \n{"b": 1}')
-    assert [(line.number, line.where) for line in read_lines("file", path)] == [(1, f"{path}:1"), (4, f"{path}:4")]
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -104,11 +99,6 @@ def test_a_file_that_cannot_be_read_is_named_with_its_field(tmp_path: Path) -> N
         fields(tmp_path / "absent")
     with pytest.raises(UserError, match=r"cannot be read \(Is a directory\)"):
         fields(tmp_path)
-
-
-@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")))
-def test_other_texts_are_carried(text: str) -> None:
-    assert text_field("f:1", "a", text) == text
 
 
 @pytest.mark.parametrize("character", ["\0", "\ud800", "\udbff", "\udc00", "\udfff"])

@@ -108,8 +108,3 @@ def test_what_cannot_be_planned_is_refused_in_one_line(tmp_path: Path) -> None:
 def test_smaller_passes_need_less_and_the_same_stays(override: str, phase: str) -> None:
     usual, found = plan_run(small_config()), plan_run(small_config(override))
     assert found.rows["moments"] == usual.rows["moments"] and found.total(phase) < usual.total(phase)
-
-
-def test_of_two_processes_each_needs_less_for_its_sequences_and_the_same_for_the_models() -> None:
-    one, two = plan_run(small_config()), plan_run(small_config(), 2)
-    assert two.certain == one.certain and two.rows["activations"]["update"] < one.rows["activations"]["update"]

@@ -109,7 +109,18 @@ CONTROL_OPTIMISATION: tuple[Metric, ...] = (
     Metric("learning_rate", "Learning rate", "", "Learning rate of actor and critic."),
     Metric("clip_range", "Clip range", "", "Clip range of the ratio."),
 )  # fmt: skip
+DPO_LEARNING: tuple[Metric, ...] = (
+    Metric("eval_pair_accuracy", "Held-out pairs in the right order", "", "After each epoch."),
+    Metric("eval_margin", "Margin of held-out pairs", "reward", "Mean after each epoch."),
+    Metric("margin", "Margin of training pairs", "reward", "Mean after each epoch."),
+    Metric("eval_accuracy", "Accuracy, held out", "", "Greedy accuracy on held-out prompts, before and after."),
+)
+DPO_OPTIMISATION: tuple[Metric, ...] = (
+    Metric("loss", "Loss", "nats", f"DPO loss of a minibatch's pairs; {_STEPS}."),
+    Metric("grad_norm", "Gradient norm", "", f"Global norm before clipping; {_STEPS}."),
+)
 LANGUAGE, CONTROL = (LEARNING, OPTIMISATION), (CONTROL_LEARNING, CONTROL_OPTIMISATION)
+BY_KIND = {"language": LANGUAGE, "control": CONTROL, "dpo": (DPO_LEARNING, DPO_OPTIMISATION)}
 # metrics that are columns of `iterations` and of `steps`
 OF_ITERATIONS = ("eval_accuracy", "eval_score", "explained_variance")
 OF_STEPS = tuple(metric.key for metric in OPTIMISATION)

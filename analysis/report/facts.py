@@ -23,12 +23,12 @@ from ppo_repro.records.manifest import Manifest
 
 @dataclass(frozen=True)
 class Facts:
-    """A recorded run of PPO; `name` is experiment/folder, so that no path of the machine gets into the page."""
+    """A recorded run; `name` is experiment/folder, so that no path of the machine gets into the page."""
 
     run_dir: Path
     name: str
     manifest: Manifest
-    config: RunConfig | ControlConfig
+    config: RunConfig | ControlConfig | DPOConfig
     config_text: str
     environment: Mapping[str, Any]
     accuracy: Accuracy | None  # of the log-probs at the start; None if it was not measured
@@ -37,6 +37,12 @@ class Facts:
     def iterations(self) -> range:
         """The complete iterations at the time of reading; a run that works still may have more by now."""
         return range(self.manifest.num_iterations)
+
+    @property
+    def ppo(self) -> RunConfig | ControlConfig:
+        """The configuration of a run of PPO; a DPO run has a page of its own."""
+        assert not isinstance(self.config, DPOConfig)
+        return self.config
 
     @property
     def is_control(self) -> bool:
@@ -56,10 +62,9 @@ def read_facts(run_dir: Path) -> Facts:
         advice = f"go on with `ppo-repro resume {run_dir}`"
         raise UserError(f"{run_dir}: the run is {manifest.status} and has no complete iteration to report; {advice}")
     environment, config = read_note(run_dir, manifest, ENVIRONMENT_NAME), load_config_of(run_dir, manifest)
-    assert not isinstance(config, DPOConfig), "a DPO run has a page of its own"
     text = (run_dir / CONFIG_NAME).read_text(encoding="utf-8")
     name = f"{config.experiment}/{run_dir.resolve().name}"
-    measured = None if isinstance(config, ControlConfig) else accuracy.read(run_dir, manifest)
+    measured = accuracy.read(run_dir, manifest) if isinstance(config, RunConfig) else None
     return Facts(run_dir, name, manifest, config, text, environment, measured)
 
 

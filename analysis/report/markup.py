@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import html
 import math
+import re
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +60,16 @@ def share(count: int, whole: int) -> str:
     if percent < 10:
         return f"{percent:.2g} %"
     return f"{percent:.0f} %" if percent < 99 else f"{min(percent, 99.99):.2f} %"
+
+
+def differences(a: str, b: str) -> list[tuple[Literal["=", "-", "+"], str]]:
+    """The parts of two texts by words: in both (=), in `a` alone (-), in `b` alone (+)."""
+    before, after = (re.findall(r"\s*(?:\w+|[^\w\s])|\s+", text) for text in (a, b))
+    parts: list[tuple[Literal["=", "-", "+"], str]] = []
+    for kind, a0, a1, b0, b1 in difflib.SequenceMatcher(None, before, after).get_opcodes():
+        removed, added = "".join(before[a0:a1]), "".join(after[b0:b1])
+        parts += [("=", removed)] if kind == "equal" else [("-", removed), ("+", added)]
+    return [part for part in parts if part[1]]
 
 
 def spread(count: int, limit: int) -> npt.NDArray[np.int64]:

@@ -16,6 +16,7 @@ import pandas as pd
 
 from analysis.report.markup import element, escape, table
 
+HERE = Path(__file__).parent
 _START = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8" />'
 BEGINNING = f'{_START}<meta name="generator" content="ppo-repro report" />'  # of every page
 _MARKS = {"holds": "✓", "differs": "≠", "fact": "•"}
@@ -126,32 +127,37 @@ def embedded_json(value: dict[str, Any]) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def page(title: str, cards: Sequence[Card], sections: Sequence[Section], data: dict[str, Any] | None = None) -> str:
-    """The HTML document; `data` is what token_view.js fills the section of tokens from."""
-
-    def asset(name: str) -> str:
-        return (Path(__file__).parent / name).read_text(encoding="utf-8")
+def document(
+    title: str, body: str, styles: Sequence[Path], scripts: Sequence[Path], header: str = "", connect: str = "'none'"
+) -> str:
+    """An HTML document with its styles and scripts inside; its policy allows them and requests to `connect` alone."""
 
     def known(text: str) -> str:
         return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
-    style, script = asset("style.css"), asset("charts.js") + ("" if data is None else asset("token_view.js"))
+    style, script = ("".join(path.read_text(encoding="utf-8") for path in paths) for paths in (styles, scripts))
     policy = (
         f"default-src 'none'; style-src {known(style)}; script-src {known(script)}; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
+        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
-    links = [("summary", "Summary"), *((section.key, section.title) for section in sections)]
-    nav = element("nav", "".join(element("a", escape(t), href=f"#{k}") for k, t in links), aria_label="Sections")
-    answers = element("div", "".join(map(_card, cards)), class_="answers")
-    body = element("section", answers, id="summary", aria_label="Summary") + "".join(map(_section, sections))
-    if data is not None:
-        body += f'<script type="application/json" id="token-data">{embedded_json(data)}</script>'
-    body += f"<script>{script}</script>"
     head = (
         f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}" />'
         '<meta name="viewport" content="width=device-width, initial-scale=1" />'
         '<meta name="color-scheme" content="light dark" />'
         f'<title>{escape(title)}</title><link rel="icon" href="data:," /><style>{style}</style>'
     )
-    header = element("header", element("h1", escape(title)) + nav)
-    return f"{BEGINNING}{head}</head>\n<body>{header}\n{element('main', body)}</body></html>\n"
+    main = element("header", element("h1", escape(title)) + header) + "\n" + element("main", body)
+    return f"{BEGINNING}{head}</head>\n<body>{main}<script>{script}</script></body></html>\n"
+
+
+def page(title: str, cards: Sequence[Card], sections: Sequence[Section], data: dict[str, Any] | None = None) -> str:
+    """The HTML document of a report; `data` is what token_view.js fills the section of tokens from."""
+    links = [("summary", "Summary"), *((section.key, section.title) for section in sections)]
+    nav = element("nav", "".join(element("a", escape(t), href=f"#{k}") for k, t in links), aria_label="Sections")
+    answers = element("div", "".join(map(_card, cards)), class_="answers")
+    body = element("section", answers, id="summary", aria_label="Summary") + "".join(map(_section, sections))
+    scripts = [HERE / "charts.js"]
+    if data is not None:
+        body += f'<script type="application/json" id="token-data">{embedded_json(data)}</script>'
+        scripts.append(HERE / "token_view.js")
+    return document(title, body, [HERE / "style.css"], scripts, nav)

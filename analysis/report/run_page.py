@@ -111,7 +111,9 @@ def _cause(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
     update, buckets = tables(measured).update, bucket_table(whole(measured).buckets)
     divergences = update[update["metric"].isin(["k1", "k2", "k3"]) & (update["reduction"] == "token_mean")]
     cause = diagnose_chunks(run_evidence(facts.run_dir, facts.iterations, allow_incomplete=True))
-    text = f"Cause of the difference: {cause.verdict.replace('_', ' ')} (tier {cause.tier}). {cause.advice}"
+    possible = f"; possible: {', '.join(cause.possible)}" if cause.possible else ""
+    text = f"Cause of the difference: {cause.verdict}{possible} (tier {cause.tier}).".replace("_", " ")
+    text = f"{text} {cause.advice}"
     drawn = [figures.bucket_figure(buckets, kind) for kind in figures.BUCKETS if (buckets["kind"] == kind).any()]
     divergence = figures.divergence_figure(divergences[["iteration", "metric", "value", "se"]])
     return [Verdict("fact", text)], [*drawn, divergence]
@@ -131,7 +133,7 @@ def _clipping(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, scan:
     title = "Ratios and clipping"
     if not len(scan.ratios):
         return Section("clipping", title, ("The policy took no step, so there are no ratios.",))
-    bounds = clip_bounds(facts.config, iterations, steps)
+    bounds = clip_bounds(facts.ppo, iterations, steps)
     drawn = [figures.ratio_figure(scan.ratios, bounds)]
     if bounds is not None or scan.flags[list(counts.FLAGS)].to_numpy().any():
         drawn.append(figures.flag_figure(scan.flags))

@@ -12,6 +12,7 @@ import pandas as pd
 
 from analysis.report import counts, curves
 from analysis.report.facts import Facts
+from ppo_repro.config.files import DPO
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 
@@ -90,6 +91,9 @@ def run_curves(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> p
     """iteration, metric, value, low, high of every curve of a run, without the other counts of its page."""
     if facts.is_control:
         return curves.control_curves(iterations, steps, facts.manifest.final, returns_of(facts))
+    if facts.manifest.kind == DPO:
+        names = [[metric.key for metric in metrics] for metrics in curves.BY_KIND[DPO]]
+        return curves.recorded_rows(iterations, steps, facts.manifest.final, *names)
     rows: list[dict[str, float | str]] = []
     for one in iterations_of(facts):
         assert one.sequences is not None

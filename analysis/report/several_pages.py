@@ -23,8 +23,9 @@ from analysis.report.run_page import CONTROL_MAIN, MAIN, first_and_last
 from analysis.report.samples import card, evaluations, shortened
 from analysis.report.scan import run_curves, summary_tables
 from analysis.words import terms
-from ppo_repro.config.files import read_tree
+from ppo_repro.config.files import DPO, read_tree
 from ppo_repro.errors import UserError
+from ppo_repro.files import folders_with
 from ppo_repro.records import manifest
 from ppo_repro.records.diff import RUN, first_difference
 
@@ -32,11 +33,24 @@ NAMES = ("A", "B")
 PROMPTS = 12
 MAX_LINES = 8
 KEYS = ("sequence", "position", "epoch", "minibatch")
-# GRID/cells/<cell>/<experiment>/<run>, RUNS/<experiment>/<run>, or the runs themselves
-DEPTHS = ("*", "*/*", "*/*/*", "*/*/*/*")
 # what settings are compared by: title, name of the final result
-LANGUAGE_MEASURES = {"held-out accuracy": "eval_accuracy", "held-out score": "eval_score"}
-CONTROL_MEASURES = {"return, likeliest actions": "eval_return", "return, last 100 episodes": "last_100_return"}
+MEASURES = {
+    "language": {"held-out accuracy": "eval_accuracy", "held-out score": "eval_score"},
+    "control": {"return, likeliest actions": "eval_return", "return, last 100 episodes": "last_100_return"},
+    "dpo": {"held-out accuracy": "eval_accuracy"},
+}
+# where a run has none of these: title, column of the last iteration
+LAST = {
+    "language": ("last score", "score_mean"),
+    "control": ("last return", "episode_return_mean"),
+    "dpo": ("held-out pairs in order", "eval_pair_accuracy"),
+}
+# what the chart shows: metric, unit; the first that was recorded
+CHARTS = {
+    "language": (*((key, "score, held out" if key == "eval_score" else "score") for key in MAIN.values()),),
+    "control": (*((key, "return") for key in CONTROL_MAIN.values()),),
+    "dpo": (("eval_pair_accuracy", "pairs in order"),),
+}
 
 
 @dataclass(frozen=True)
@@ -68,10 +82,9 @@ def read_run(run_dir: Path) -> OneRun:
 
 def _main_chart(facts: Facts, lines: Sequence[tuple[str, pd.DataFrame]]) -> str:
     """The evaluated curve of every line, or the sampled one if nothing was evaluated."""
-    for key in (CONTROL_MAIN if facts.is_control else MAIN).values():
+    for key, unit in CHARTS[facts.manifest.kind]:
         found = [(name, rows) for name, frame in lines if len(rows := frame[frame["metric"] == key])]
         if found:
-            unit = "return" if facts.is_control else "score, held out" if key == "eval_score" else "score"
             return curves.curve_chart(unit.capitalize(), unit, found)
     return ""
 
@@ -79,7 +92,7 @@ def _main_chart(facts: Facts, lines: Sequence[tuple[str, pd.DataFrame]]) -> str:
 def _curve_sections(
     facts: Facts, lines: Sequence[tuple[str, pd.DataFrame]], notes: Sequence[str], band: str
 ) -> list[Section]:
-    learning, optimisation = curves.CONTROL if facts.is_control else curves.LANGUAGE
+    learning, optimisation = curves.BY_KIND[facts.manifest.kind]
     return [
         Section("learning", "Learning", notes, curves.metric_figures(learning, lines, band)),
         Section("optimisation", "Optimisation", notes, curves.metric_figures(optimisation, lines, band)),
@@ -177,9 +190,8 @@ def _responses(facts: Sequence[Facts]) -> list[Section]:
 
 
 def runs_below(folder: Path) -> list[Path]:
-    """The runs in a folder, up to four levels down, sorted; raises UserError if there is none."""
-    folders = {path.parent for depth in DEPTHS for path in folder.glob(f"{depth}/{manifest.FILE_NAME}")}
-    runs = sorted(path for path in folders if (path / "records").is_dir())
+    """The runs below a folder, sorted; raises UserError if there is none."""
+    runs = sorted(path for path in folders_with(folder, manifest.FILE_NAME) if (path / "records").is_dir())
     if not runs:
         raise UserError(f"{folder}: has no run; give the folder of a run, or one with runs in it")
     return runs
@@ -211,13 +223,15 @@ def grid_page(folder: Path, linked_from: Path | None) -> str:
     some = f"The {MAX_LINES} of {len(settings)} settings with the highest {measure}; the table has all."
     notes = (some,) if len(settings) > MAX_LINES else ()
     missing = [f"{run.relative_to(folder)} ({state})" for run, state in states.items() if state != "complete"]
+    unfinished = f"Not complete and not in this page: {', '.join(missing)}."
     cards = [
         *_question(folder),
         Card("What is the answer?", answer, [_main_chart(runs[0].facts, lines)]),
         Card(f"{measure.capitalize()} of each setting", (), [scrolled(table(_means(finals, measures), SPREAD))]),
         *([Card("Differences, paired by seed", (), [scrolled(table(compared, "Holm over all settings"))])]
           if len(compared) else []),
-        Card("Are the runs on-policy?", _verdicts(runs, missing)),
+        Card("Are the runs on-policy?", _verdicts(runs)),
+        *([Card("Which runs are missing?", [Verdict("differs", unfinished)])] if missing else []),
     ]  # fmt: skip
     cells = [
         element("tr", element("td", escape(label)) + element("td", str(run.facts.config.seed), class_="number")
@@ -276,15 +290,14 @@ def flat(value: Any, path: str) -> dict[str, Any]:
 
 def _finals(runs: Sequence[OneRun], labels: Sequence[str]) -> pd.DataFrame:
     """point, seed, and the final results that all runs have, else the mean score or return of the last iteration."""
-    is_control = runs[0].facts.is_control
-    named = CONTROL_MEASURES if is_control else LANGUAGE_MEASURES
+    kind = runs[0].facts.manifest.kind
     found = {
         name: [float(run.facts.manifest.final[key]) for run in runs]
-        for name, key in named.items()
+        for name, key in MEASURES[kind].items()
         if all(key in run.facts.manifest.final for run in runs)
     }
     if not found:
-        name, column = ("last return", "episode_return_mean") if is_control else ("last score", "score_mean")
+        name, column = LAST[kind]
         found = {name: [float(run.iterations[column].iloc[-1]) for run in runs]}
     return pd.DataFrame({"point": labels, "seed": [run.facts.config.seed for run in runs], **found})
 
@@ -348,7 +361,9 @@ def _link(run_dir: Path, folder: Path, linked_from: Path | None) -> str:
     return element("a", name, href=Path(os.path.relpath(target, linked_from)).as_posix())
 
 
-def _verdicts(runs: Sequence[OneRun], missing: Sequence[str]) -> list[Verdict]:
+def _verdicts(runs: Sequence[OneRun]) -> list[Verdict]:
+    if runs[0].facts.manifest.kind == DPO:
+        return [Verdict("fact", "DPO trains on pairs that are given; nothing is sampled.")]
     equal = [run for run in runs if not run.unequal]
     found = []
     if equal:
@@ -360,6 +375,4 @@ def _verdicts(runs: Sequence[OneRun], missing: Sequence[str]) -> list[Verdict]:
         where = f"in the other {len(runs) - len(equal)}" if equal else f"in all {len(runs)} runs"
         text = f"{share(unequal, tokens)} of log-probs differ {where} ({unequal:,} of {tokens:,} tokens)."
         found.append(Verdict("differs", text))
-    if missing:
-        found.append(Verdict("differs", f"Not complete and not in this page: {', '.join(missing)}."))
     return found

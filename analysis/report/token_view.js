@@ -1,31 +1,49 @@
 "use strict";
-// The token view: everything it shows comes from the JSON beside it and enters the page as text, never as markup.
-(() => {
+// Everything shown enters the page as text, never as markup.
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b\u200e\u200f\u2028-\u202e\u2060\u2066-\u2069\ufeff\ufffe\uffff]/g;
+const at = (id) => document.getElementById(id);
+
+function make(tag, text, name) {
+  const node = document.createElement(tag);
+  if (text !== undefined) node.textContent = text;
+  if (name) node.className = name;
+  return node;
+}
+
+// what a reader could not see gets a visible name
+function visible(text) {
+  const named = text.replace(HIDDEN, (c) => "⟨U+" + c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0") + "⟩");
+  return /^\p{M}/u.test(named) ? "◌" + named : named;
+}
+
+function say(value, digits = 6) {
+  if (value === null || value === undefined) return "–";
+  if (typeof value !== "number") return String(value);
+  const rounded = Number(value.toPrecision(digits));
+  return rounded !== 0 && Math.abs(rounded) < 1e-3 ? rounded.toExponential() : String(rounded);
+}
+
+function fill(select, options, chosen) {
+  select.replaceChildren(...options.map(([key, label]) => {
+    const option = make("option", label);
+    option.value = key;
+    option.selected = String(key) === String(chosen);
+    return option;
+  }));
+}
+
+// The token view of the responses in `data`, which `load` sets.
+const tokenView = (() => {
   const LEVELS = 4;
   const ONE_SIDED = { sequential: 1, negative: -1 };
-  const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b\u200e\u200f\u2028-\u202e\u2060\u2066-\u2069\ufeff\ufffe\uffff]/g;
   const FLAGS = ["none", "clip_high", "clip_low", "clip_dual", "wrong_high", "wrong_low"];
-  const at = (id) => document.getElementById(id);
-  const data = JSON.parse(at("token-data").textContent);
+  let data = null;
   const view = {
     root: at("token-view"), column: at("tv-column"), iteration: at("tv-iteration"),
     sequence: at("tv-sequence"), about: at("tv-about"), prompt: at("tv-prompt"), answer: at("tv-answer"),
     legend: at("tv-legend"), tokens: at("tv-tokens"), detail: at("tv-detail"), jumps: at("tv-jumps"),
   };
   const state = { response: 0, token: 0, spans: [] };
-
-  function make(tag, text, name) {
-    const node = document.createElement(tag);
-    if (text !== undefined) node.textContent = text;
-    if (name) node.className = name;
-    return node;
-  }
-
-  // what a reader could not see gets a visible name
-  function visible(text) {
-    const named = text.replace(HIDDEN, (c) => "⟨U+" + c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0") + "⟩");
-    return /^\p{M}/u.test(named) ? "◌" + named : named;
-  }
 
   function shown(response, i) {
     const text = response.texts[i];
@@ -35,13 +53,6 @@
     }
     if (text === "") return "⟨part " + response.ids[i] + "⟩";
     return visible(text).replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/ /g, "␣");
-  }
-
-  function say(value, digits = 6) {
-    if (value === null || value === undefined) return "–";
-    if (typeof value !== "number") return String(value);
-    const rounded = Number(value.toPrecision(digits));
-    return rounded !== 0 && Math.abs(rounded) < 1e-3 ? rounded.toExponential() : String(rounded);
   }
 
   function levelName(column, level) {
@@ -156,15 +167,6 @@
     focusable(state.token);
   }
 
-  function fill(select, options, chosen) {
-    select.replaceChildren(...options.map(([key, label]) => {
-      const option = make("option", label);
-      option.value = key;
-      option.selected = String(key) === String(chosen);
-      return option;
-    }));
-  }
-
   function reasons(response) {
     return response.why.map((key) => data.reasons[key]).join(", ");
   }
@@ -178,10 +180,10 @@
     const same = data.responses.map((r, i) => [r, i]).filter(([r]) => r.iteration === response.iteration);
     fill(view.sequence, same.map(([r, i]) => [i, r.sequence + " (" + reasons(r) + ")"]), index);
     view.about.textContent =
-      "Response " + (index + 1) + " of " + data.responses.length + " shown here: iteration " + response.iteration +
+      (data.responses.length > 1 ? "Response " + (index + 1) + " of " + data.responses.length + " shown here: i" : "I") + "teration " + response.iteration +
       ", sequence " + response.sequence + "; " + response.texts.length + " tokens, score " + say(response.score) +
       ", ended by " + response.finish + ", largest mismatch " + say(response.max_abs_delta) + " nats, " +
-      response.clipped + " clipped token updates; chosen as " + reasons(response) + ".";
+      response.clipped + " clipped token updates" + (response.why.length ? "; chosen as " + reasons(response) : "") + ".";
     view.prompt.textContent = visible(response.prompt);
     view.answer.textContent = visible(response.answer);
     draw();
@@ -222,24 +224,13 @@
 
   const tokenAt = (event) => event.target.closest("[data-i]");
 
-  function start() {
-    // where sampler and trainer agree there is no mismatch to show
-    const limit = (key) => (data.columns.find((c) => c.key === key) || { limit: 0 }).limit;
-    const first = limit("delta") === 0 && limit("advantages") > 0 ? "advantages" : data.columns[0].key;
-    fill(view.column, data.columns.map((c) => [c.key, c.label]), first);
+  function listen() {
     view.column.addEventListener("change", paint);
     view.iteration.addEventListener("change", () =>
       show(data.responses.findIndex((r) => String(r.iteration) === view.iteration.value)));
     view.sequence.addEventListener("change", () => show(Number(view.sequence.value)));
     at("tv-previous").addEventListener("click", () => step(-1));
     at("tv-next").addEventListener("click", () => step(1));
-    for (const [key, label] of Object.entries(data.reasons)) {
-      const button = make("button", label[0].toUpperCase() + label.slice(1));
-      button.type = "button";
-      button.disabled = !data.responses.some((r) => r.why.includes(key));
-      button.addEventListener("click", () => best(key));
-      view.jumps.append(button);
-    }
     view.tokens.addEventListener("keydown", onKey);
     view.tokens.addEventListener("mouseover", (event) => tokenAt(event) && detail(Number(tokenAt(event).dataset.i)));
     view.tokens.addEventListener("mouseleave", () => detail(state.token));
@@ -248,10 +239,33 @@
       focusable(Number(tokenAt(event).dataset.i));
       state.spans[state.token].focus();
     });
-    const opening = ["mismatch", "best", ...Object.keys(data.reasons)];
-    best(opening.find((key) => data.responses.some((r) => r.why.includes(key))));
-    view.root.hidden = false;
   }
 
-  start();
+  // `chosen`: the column to colour by, if the data has it
+  function load(found, chosen) {
+    data = found;
+    // where sampler and trainer agree there is no mismatch to show
+    const limit = (key) => (data.columns.find((c) => c.key === key) || { limit: 0 }).limit;
+    const first = limit("delta") === 0 && limit("advantages") > 0 ? "advantages" : data.columns[0].key;
+    fill(view.column, data.columns.map((c) => [c.key, c.label]), data.columns.some((c) => c.key === chosen) ? chosen : first);
+    const jumps = Object.entries(data.reasons).map(([key, label]) => {
+      const button = make("button", label[0].toUpperCase() + label.slice(1));
+      button.type = "button";
+      button.disabled = !data.responses.some((r) => r.why.includes(key));
+      button.addEventListener("click", () => best(key));
+      return button;
+    });
+    view.jumps.replaceChildren(...jumps);
+    const opening = ["mismatch", "best", ...Object.keys(data.reasons)];
+    const reason = opening.find((key) => data.responses.some((r) => r.why.includes(key)));
+    for (const node of document.querySelectorAll(".tv-many")) node.hidden = data.responses.length < 2;
+    view.root.hidden = false;
+    if (reason) best(reason);
+    else show(0);
+  }
+
+  if (view.root) listen();
+  return { load, column: () => (data ? view.column.value : undefined) };
 })();
+
+if (at("token-data")) tokenView.load(JSON.parse(at("token-data").textContent));

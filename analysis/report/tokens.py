@@ -105,34 +105,46 @@ def _in_turn(ranked: dict[str, npt.NDArray[np.int64]]) -> Iterator[tuple[int, st
 def token_data(run_dir: Path, selected: pd.DataFrame) -> dict[str, Any]:
     """The data that the page embeds: columns with their scales, and the selected responses token by token."""
     responses: list[dict[str, Any]] = []
+    names = ["iteration", "epoch", "sequence", "position", "ratios", "clip_flag"]
     for iteration, rows in selected.groupby("iteration", sort=True):
-        responses += _of_iteration(run_dir, int(str(iteration)), rows)
+        which: dict[str, Any] = {"iterations": [int(str(iteration))], "allow_incomplete": True}
+        sequences = reader.read_sequences(run_dir, columns=_READ_SEQUENCES, **which)
+        tokens = reader.read_tokens(run_dir, columns=_READ, **which)
+        updates = reader.read_updates(run_dir, columns=names, **which)
+        responses += responses_of(sequences, tokens, updates, rows, f"{run_dir}: iteration {iteration}")
+    return described(responses)
+
+
+def described(responses: list[dict[str, Any]]) -> dict[str, Any]:
+    """What token_view.js reads: columns with their scales, over all of these responses of `responses_of`."""
     epochs = max((response.pop("epochs") for response in responses), default=0)
     columns = [*TOKEN_COLUMNS]
     for epoch in range(epochs):
         columns.append(TokenColumn(f"ratio_{epoch}", f"ratio, epoch {epoch}", "", "ratio"))
         columns.append(TokenColumn(f"flag_{epoch}", f"clip flag, epoch {epoch}", "", "category"))
-    described = []
+    found = []
     for column in columns:
         values = [value for response in responses for value in response["columns"].get(column.key, [])]
         if any(value is not None for value in values):
             about = {"key": column.key, "label": column.label, "unit": column.unit, "scale": column.scale}
-            described.append({**about, "limit": _limit(column.scale, values)})
-    return {"columns": described, "reasons": REASONS, "responses": responses}
+            found.append({**about, "limit": _limit(column.scale, values)})
+    return {"columns": found, "reasons": REASONS, "responses": responses}
 
 
-def _of_iteration(run_dir: Path, iteration: int, rows: pd.DataFrame) -> list[dict[str, Any]]:
-    only = [iteration]
-    sequences = reader.read_sequences(run_dir, iterations=only, columns=_READ_SEQUENCES, allow_incomplete=True)
-    about = {row["sequence"]: row for row in sequences[sequences["sequence"].isin(rows["sequence"])].to_dict("records")}
-    tokens = reader.read_tokens(run_dir, iterations=only, columns=_READ, allow_incomplete=True)
-    names = ["iteration", "epoch", "sequence", "position", "ratios", "clip_flag"]
-    updates = reader.read_updates(run_dir, iterations=only, columns=names, allow_incomplete=True)
-    tokens = tokens.join(_by_epoch(tokens, updates, f"{run_dir}: iteration {iteration}"))
+def responses_of(
+    sequences: pd.DataFrame, tokens: pd.DataFrame, updates: pd.DataFrame, summary: pd.DataFrame, where: str
+) -> list[dict[str, Any]]:
+    """The responses of `summary` (sequence, why, max_abs_delta, clipped), all of one iteration, token by token.
+
+    UserError that names `where` if the tables do not belong together.
+    """
+    chosen = sequences[sequences["sequence"].isin(summary["sequence"])]
+    about = {row["sequence"]: row for row in chosen.to_dict("records")}
+    tokens = tokens.join(_by_epoch(tokens, updates, where))
     tokens = tokens.assign(delta=deltas(tokens), special=special_tokens(tokens))
     epochs = int(updates["epoch"].max()) + 1 if len(updates) else 0
-    reasons = dict(zip(rows["sequence"], rows.to_dict("records"), strict=True))
-    groups = tokens[tokens["sequence"].isin(rows["sequence"])].groupby("sequence", sort=True)
+    reasons = {row["sequence"]: row for row in summary.to_dict("records")}
+    groups = tokens[tokens["sequence"].isin(summary["sequence"])].groupby("sequence", sort=True)
     return [
         {**_response({**about[key], **reasons[key]}, own.sort_values("position")), "epochs": epochs}
         for key, own in groups
@@ -196,17 +208,16 @@ def _limit(scale: str, values: list[Any]) -> float:
     return float(f"{full:.3g}")
 
 
-def token_section(view: dict[str, Any], recorded: int) -> Section:
-    """Controls, token area and the values of one token.
-
-    `recorded` is how many responses the run has.
-    """
-    controls = (
-        _labelled("Colour by", "tv-column") + _labelled("Iteration", "tv-iteration")
-        + _labelled("Sequence", "tv-sequence")
+def token_area() -> str:
+    """Controls, token area and the values of one token, hidden until token_view.js fills them."""
+    many = element(
+        "span",
+        _labelled("Iteration", "tv-iteration") + _labelled("Sequence", "tv-sequence")
         + element("button", "◀ Previous", type="button", id="tv-previous")
-        + element("button", "Next ▶", type="button", id="tv-next")
+        + element("button", "Next ▶", type="button", id="tv-next"),
+        class_="controls tv-many",
     )  # fmt: skip
+    controls = _labelled("Colour by", "tv-column") + many
     texts = element("dt", "Prompt") + element("dd", element("bdi", id="tv-prompt", dir="auto"))
     texts += element("dt", "Answer") + element("dd", element("bdi", id="tv-answer", dir="auto"))
     box = {"role": "listbox", "aria_label": "Tokens of the response", "aria_orientation": "horizontal"}
@@ -215,18 +226,22 @@ def token_section(view: dict[str, Any], recorded: int) -> Section:
         "Point at a token, or tab to the tokens and use the arrow keys, Home and End; Page Up and Page Down change the "
         "response. Numbers are rounded to six significant digits; the records have every bit."
     )
-    area = element(
+    return element(
         "div",
         element("div", controls, class_="controls")
-        + element("div", "", class_="controls", id="tv-jumps", role="group", aria_label="Jump to a response")
+        + element("div", "", class_="controls tv-many", id="tv-jumps", role="group", aria_label="Jump to a response")
         + element("p", "", id="tv-about", aria_live="polite")
-        + element("dl", texts, class_="texts")
+        + element("dl", texts, class_="texts tv-many")
         + element("ul", "", id="tv-legend", class_="swatches", aria_label="Colours")
         + element("div", element("div", "", id="tv-tokens", **box) + scrolled(detail, "detail"), class_="reading")
         + element("p", keys, class_="quiet"),
         id="token-view",
         hidden=True,
     )
+
+
+def token_section(view: dict[str, Any], recorded: int) -> Section:
+    """The token view of the responses in `view`; `recorded` is how many responses the run has."""
     needs = element("noscript", element("p", "The token view needs the script inside this page."))
     shown = number(len(view["responses"]))
     note = (
@@ -235,7 +250,7 @@ def token_section(view: dict[str, Any], recorded: int) -> Section:
         f"responses of the first and of the last iteration; at most {number(MAX_TOKENS)} tokens. --responses N "
         "chooses another number."
     )
-    return Section("tokens", "Tokens", (note,), (), (needs, area))
+    return Section("tokens", "Tokens", (note,), (), (needs, token_area()))
 
 
 def _labelled(text: str, target: str) -> str:

@@ -13,6 +13,8 @@ from analysis.report.page import Verdict
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.mismatch import SamplerFaults, TrainerFaults
 from ppo_repro.config.run import RunConfig
+from ppo_repro.records.config_file import load_recorded_config
+from ppo_repro.runs.summary import has_answers
 
 
 def learning(facts: Facts, iterations: pd.DataFrame) -> list[Verdict]:
@@ -27,8 +29,9 @@ def learning(facts: Facts, iterations: pd.DataFrame) -> list[Verdict]:
             ends = f"{number(float(means.iloc[0]), 4)} at first, {number(float(means.iloc[-1]), 4)} at last"
             found.append(Verdict("fact", f"Mean return of the training episodes that ended: {ends}."))
         return found
-    measured = [("eval_accuracy", "Held-out accuracy")]
-    if any(term.kind != "exact_match" for term in facts.config.reward.terms):
+    terms = load_recorded_config(facts.run_dir).reward.terms
+    measured = [("eval_accuracy", "Held-out accuracy")] if has_answers(facts.run_dir) else []
+    if not measured or any(term.kind != "exact_match" for term in terms):
         measured.insert(0, ("eval_score", "Held-out score"))
     first, last = (number(float(iterations["score_mean"].iloc[i]), 3) for i in (0, -1))
     kl = number(float(iterations["ref_kl_per_sequence"].iloc[-1]), 3)
@@ -56,7 +59,7 @@ def _evaluated(facts: Facts, iterations: pd.DataFrame, column: str, name: str, h
 
 def on_policy(facts: Facts, counted: Parity) -> list[Verdict]:
     """Whether sampler and trainer agree; without a sentence on ratios or values that do not exist."""
-    config, unit = facts.config, facts.unit
+    config, unit = facts.ppo, facts.unit
     anchor = "rollout" if isinstance(config, ControlConfig) else config.ppo.ratio_anchor
     has_ratios = isinstance(config, ControlConfig) or config.ppo.objective.kind != "policy_gradient"
     has_values = isinstance(config, ControlConfig) or config.value.kind != "none"

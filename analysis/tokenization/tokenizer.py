@@ -16,10 +16,11 @@ PATHS = ("checkpoints/final/tokenizer.json", "checkpoints/reference/tokenizer.js
 
 @dataclass(frozen=True)
 class RecordedTokenizer:
-    """encode (adds no special tokens) and decode (skips them), for lists of texts or of ids."""
+    """encode (adds no special tokens) and decode (skips them), for lists of texts or of ids; decode_all skips none."""
 
     encode: Callable[[Sequence[str]], list[list[int]]]
     decode: Callable[[Sequence[Sequence[int]]], list[str]]
+    decode_all: Callable[[Sequence[int]], str]
     special_ids: frozenset[int]
     tree: dict[str, Any]  # tokenizer.json
 
@@ -51,7 +52,10 @@ def load_tokenizer(path: Path) -> RecordedTokenizer:
     def decode(ids: Sequence[Sequence[int]]) -> list[str]:
         return list(backend.decode_batch([list(some) for some in ids], skip_special_tokens=True))
 
-    return RecordedTokenizer(encode, decode, special, tree)
+    def decode_all(ids: Sequence[int]) -> str:
+        return str(backend.decode(list(ids), skip_special_tokens=False))
+
+    return RecordedTokenizer(encode, decode, decode_all, special, tree)
 
 
 def token_bytes(tokenizer: RecordedTokenizer) -> dict[int, bytes]:

@@ -20,6 +20,7 @@ from experiments.benchmarks.timing import Cost, Measured
 from experiments.benchmarks.workload import SIZES, USUAL, Work
 from ppo_repro.buffers import Iteration
 from ppo_repro.config.files import LANGUAGE, load_config
+from ppo_repro.config.inputs import gather
 from ppo_repro.config.run import RunConfig
 from ppo_repro.loop import ppo_iterations
 from ppo_repro.numerics import library
@@ -91,7 +92,7 @@ def own(folder: Path, mode: str, work: Work = USUAL) -> Own:
     config = config_of(folder, mode, work)
     prepared = without_stop(config, prepare(config, lambda step, total, loss: None))
     run_dir = folder / f"run-{mode}"
-    writer.publish_run(writer.lay_out_run(run_dir, "", {}, config.digest(), {}, LANGUAGE), run_dir)
+    writer.publish_run(writer.lay_out_run(run_dir, gather(config), {}, config.digest(), LANGUAGE), run_dir)
     iterations = ppo_iterations(config, prepared.task, prepared.state, prepared.engine, ALONE)
     return Own(config, iterations, run_dir, work)
 

@@ -15,7 +15,7 @@ from experiments.answers import Labels, interval, outcome, study
 from ppo_repro.records import reader
 
 LARGE = 1e-2  # nats, rms: from here on the log-probs of the twins are visibly different
-NEVER = 999
+
 
 
 def distance(run_dir: Path, twin: Path, iteration: int) -> tuple[float, bool, bool]:
@@ -37,8 +37,8 @@ def distance(run_dir: Path, twin: Path, iteration: int) -> tuple[float, bool, bo
 
 
 def first(flags: Sequence[bool]) -> int:
-    """The first iteration with a flag; NEVER without one."""
-    return next((i for i, flag in enumerate(flags) if flag), NEVER)
+    """The first iteration with a flag; the number of iterations without one."""
+    return next((i for i, flag in enumerate(flags) if flag), len(flags))
 
 
 def measures(run_dir: Path, twin: Path | None) -> dict[str, float]:

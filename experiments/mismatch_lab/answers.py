@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analysis.grids.figure import by_point
+from analysis import figures
 from analysis.grids.outcomes import complete_cells
 from analysis.grids.table import comparisons, interval, markdown
 from analysis.mismatch.routes import ROUTED, flips, table_of
@@ -141,8 +141,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = cells.drop(columns="point").to_csv(index=False, float_format="%.6g")
             write_csv_over_earlier(arguments.csv, text, "--csv")
         if arguments.figure is not None:
-            figure = by_point(cells, arguments.drawn, MEASURES[arguments.drawn])
-            write_over_earlier(arguments.figure, PICTURE, figure.encode(), "--figure")
+            axes = figures.settings(cells, arguments.drawn)
+            axes.set_xlabel(MEASURES[arguments.drawn])
+            write_over_earlier(arguments.figure, PICTURE, figures.svg(axes).encode(), "--figure")
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -32,7 +32,6 @@ from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.contents import REFERENCE
-from ppo_repro.runs.environment import check_inputs
 from ppo_repro.runs.prepare import prepare
 
 DRIFTS = {
@@ -61,10 +60,9 @@ def checked_config(run_dir: Path, control: bool) -> RunConfig:
 def start_model(run_dir: Path, config: RunConfig) -> PreTrainedModel:
     """The policy before its first step: made again, or the reference of the run's checkpoints.
 
-    UserError where inputs changed, or where the weights have another digest than the manifest says.
+    UserError where the weights have another digest than the manifest says.
     """
     manifest = reader.open_manifest(run_dir)
-    check_inputs(manifest.inputs)
     folder = run_dir / REFERENCE
     state = prepare(config, lambda step, total, loss: None, folder if folder.is_dir() else None).state
     digest, recorded = weights_digest(state.reference.named_parameters()), manifest.final.get("initial_policy_digest")

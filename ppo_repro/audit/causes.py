@@ -15,11 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+VARIED = 6  # numbers above a floor, without which it would explain any constant
+HEAD = 1024  # tokens that top-p is looked for in, before all are sorted
 Stage = Literal["weights", "input", "distribution", "quantity", "unit"]
 
 
@@ -34,9 +37,9 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     @property
-    def cuts(self) -> bool:
-        """Whether anything but the temperature changes the distribution."""
-        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0 or self.repetition_penalty != 1.0
+    def cuts(self) -> int:
+        """How many options beside the temperature change the distribution."""
+        return (self.top_p < 1.0) + (self.top_k > 0) + (self.min_p > 0.0) + (self.repetition_penalty != 1.0)
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,25 @@ class Row:
     usable: Tensor  # [n] bool: finite, and judged
     counts: Tensor  # [n] bool
     reference: Tensor  # [n] the log-probs of the model as they should be
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """How often each token occurs before each target, in prompt and response, [m + n, V]."""
+        before = torch.tensor(self.context, dtype=torch.long, device=self.logits.device)
+        counts = self._counted(0)
+        return counts + torch.bincount(before, minlength=counts.shape[-1]).to(counts)
+
+    @cached_property
+    def seen_in_response(self) -> Tensor:
+        """How often each token occurs before each target in the response, [m + n, V]."""
+        return self._counted(self.start)
+
+    def _counted(self, first: int) -> Tensor:
+        counts = torch.zeros_like(self.logits)
+        for i in range(first + 1, len(counts)):
+            counts[i] = counts[i - 1]
+            counts[i, self.targets[i - 1]] += 1
+        return counts
 
 
 Distribution = Callable[[Row, Sampling, float], Tensor]  # logits whose softmax it is
@@ -81,34 +103,30 @@ class Cause:
 
 def cut(scaled: Tensor, top_k: int, top_p: float, min_p: float, in_turn: bool = False) -> Tensor:
     """Scaled logits [n, V], -inf where a cut drops a token. in_turn: top-p of what top-k has left, renormalised."""
-    if top_k <= 0 and top_p >= 1.0 and min_p <= 0.0:
-        return scaled
-    ranked, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
-    rank = torch.arange(scaled.shape[-1], device=scaled.device)
-    dropped = (rank >= top_k) & bool(top_k > 0)
-    p = (ranked.masked_fill(dropped, -math.inf) if in_turn else ranked).softmax(-1)
-    dropped = dropped | ((p.cumsum(-1) - p > top_p) & (rank > 0)) | (p < min_p * p[:, :1])
-    return scaled.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -math.inf)
-
-
-def seen(row: Row, response_only: bool = False) -> Tensor:
-    """How often each token occurs before each target, [m + n, V]."""
-    counts = torch.zeros_like(row.logits)
-    now = torch.zeros(row.logits.shape[-1], dtype=row.logits.dtype, device=row.logits.device)
-    if not response_only:
-        now += torch.bincount(torch.tensor(row.context or [0]), minlength=len(now)).to(now) * bool(row.context)
-    for i, token in enumerate(row.targets.tolist()):
-        counts[i] = now
-        if i >= row.start or not response_only:
-            now[token] += 1
-    return counts
+    vocabulary, kept, limit = scaled.shape[-1], scaled, scaled.new_full((len(scaled), 1), -math.inf)
+    if top_k > 0:
+        limit = scaled.topk(min(top_k, vocabulary)).values[:, -1:]
+        kept = scaled.masked_fill(scaled < limit, -math.inf) if in_turn else scaled
+    if top_p < 1.0:
+        total, size = kept.logsumexp(-1, keepdim=True), min(HEAD, vocabulary)
+        while True:
+            ranked = kept.topk(size).values
+            p = (ranked - total).exp()
+            count = (p.cumsum(-1) - p <= top_p).sum(-1, keepdim=True).clamp_min(1)
+            if size == vocabulary or bool((count < size).all()):
+                break
+            size = vocabulary
+        limit = torch.maximum(limit, ranked.gather(-1, count - 1))
+    if min_p > 0.0:
+        limit = torch.maximum(limit, scaled.amax(-1, keepdim=True) + math.log(min_p))
+    return scaled.masked_fill(scaled < limit, -math.inf)
 
 
 def penalised(row: Row, penalty: float, response_only: bool = False) -> Tensor:
     """Logits of tokens seen before, divided by the penalty, or multiplied where they are below 0 (Keskar et al.,
     2019)."""
-    x = row.logits
-    return torch.where(seen(row, response_only) > 0, torch.where(x > 0, x / penalty, x * penalty), x)
+    x, counts = row.logits, row.seen_in_response if response_only else row.seen
+    return torch.where(counts > 0, torch.where(x > 0, x / penalty, x * penalty), x)
 
 
 def tempered(row: Row, sampling: Sampling, x: float = 0.0) -> Tensor:
@@ -140,32 +158,26 @@ def _limits(rows: Sequence[Row], sampling: Sampling, given: Literal["top_k", "to
 
     recorded - log p = -log(mass that is kept), so the mass of every token must be the sum of the largest probabilities.
     """
-    for temperature in dict.fromkeys((sampling.temperature, 1.0)):
-        low, high = -math.inf, math.inf
-        for row in rows:
-            scaled = (row.logits[row.start :] / temperature).log_softmax(-1)
-            own = scaled.gather(-1, row.targets[row.start :, None])[:, 0]
-            mass = (own - row.wanted).exp()
-            p = scaled.exp().sort(-1, descending=True).values
-            sums = p.cumsum(-1)
-            for i in row.usable.nonzero()[:, 0].tolist():
-                tolerance = 3e-5 * float(mass[i]) + 1e-12
-                fits = ((sums[i] - mass[i]).abs() <= tolerance).nonzero()[:, 0]
-                if not len(fits):
-                    low, high = 1.0, 0.0
-                    break
-                first, last = int(fits[0]), int(fits[-1])
-                tail = float(p[i, last + 1]) if last + 1 < p.shape[-1] else 0.0
-                bounds = {
-                    "top_k": (first + 1, last + 1),
-                    "top_p": (float(sums[i, first] - p[i, first]), float(sums[i, last])),
-                    "min_p": (tail / float(p[i, 0]), float(p[i, first] / p[i, 0])),
-                }[given]
-                low, high = max(low, bounds[0]), min(high, bounds[1])
-            if low > high:
-                break
-        if low <= high and math.isfinite(low):
-            yield float(_round_between(low, min(high, 1e9)))
+    low, high = -math.inf, math.inf
+    for row in rows:
+        scaled = (row.logits[row.start :] / sampling.temperature).log_softmax(-1)
+        mass = (scaled.gather(-1, row.targets[row.start :, None])[:, 0] - row.wanted).exp()
+        p = scaled.exp().sort(-1, descending=True).values
+        sums = p.cumsum(-1)
+        for i in row.usable.nonzero()[:, 0].tolist():
+            fits = ((sums[i] - mass[i]).abs() <= 3e-5 * float(mass[i]) + 1e-12).nonzero()[:, 0]
+            if not len(fits):
+                return
+            first, last = int(fits[0]), int(fits[-1])
+            tail = float(p[i, last + 1]) if last + 1 < p.shape[-1] else 0.0
+            bounds = {
+                "top_k": (first + 1, last + 1),
+                "top_p": (float(sums[i, first] - p[i, first]), float(sums[i, last])),
+                "min_p": (tail / float(p[i, 0]), float(p[i, first] / p[i, 0])),
+            }[given]
+            low, high = max(low, bounds[0]), min(high, bounds[1])
+    if low <= high and math.isfinite(low):
+        yield float(_round_between(low, min(high, 1e9)))
 
 
 def _round_between(low: float, high: float) -> float:
@@ -177,12 +189,41 @@ def _round_between(low: float, high: float) -> float:
     return (low + high) / 2
 
 
+def _without_token(rows: Sequence[Row], sampling: Sampling) -> Iterable[float]:
+    """The token whose probability is what recorded - log p = -log(1 - p of that token) says."""
+    left, off = [], []
+    for row in rows:
+        logp = (row.logits[row.start :] / sampling.temperature).log_softmax(-1)[row.usable]
+        left.append((-logp.exp()).log1p())
+        off.append(logp.gather(-1, row.targets[row.start :][row.usable][:, None])[:, 0] - row.wanted[row.usable])
+    return [float((torch.cat(left) - torch.cat(off)[:, None]).abs().nan_to_num(math.inf).sum(0).argmin())]
+
+
+def _added_zeros(rows: Sequence[Row], sampling: Sampling) -> Iterable[float]:
+    """How many logits of 0 more lower every log-prob by log(1 + count / sum exp(logits))."""
+    counts = []
+    for row in rows:
+        scaled = (row.logits / sampling.temperature)[row.start :]
+        counts.append(((own(row, scaled) - row.wanted).expm1() * scaled.logsumexp(-1).exp())[row.usable])
+    count = float(torch.cat(counts).median().round())
+    return [count] if 1.0 <= count < 1e6 else []
+
+
+def _added_probability(rows: Sequence[Row], sampling: Sampling) -> Iterable[float]:
+    added = torch.cat([
+        (row.wanted.exp() - own(row, (row.logits / sampling.temperature)[row.start :]).exp())[row.usable]
+        for row in rows
+    ])  # fmt: skip
+    return [float(added.median())] if float(added.median()) > 0.0 else []
+
+
 # quantities
 
 
-def own(row: Row, logp: Tensor, x: float = 0.0) -> Tensor:
-    """The log-prob of the sampled token."""
-    return logp.gather(-1, row.targets[:, None])[:, 0]
+def own(row: Row, logits: Tensor) -> Tensor:
+    """The log-prob of each target, or of the last ones, of logits whose softmax it is."""
+    targets = row.targets[len(row.targets) - len(logits) :]
+    return logits.gather(-1, targets[:, None])[:, 0] - logits.logsumexp(-1)
 
 
 def _moved(x: Tensor, by: int) -> Tensor:
@@ -212,7 +253,7 @@ def _of_neighbour(row: Row, logp: Tensor, x: float) -> Tensor:
 
 def _of_other_logits(row: Row, logp: Tensor, x: float) -> Tensor:
     rows = _within(row, torch.arange(len(logp), device=logp.device), int(x))
-    values = own(row, logp[rows.nan_to_num(0.0).long()])
+    values = logp[rows.nan_to_num(0.0).long(), row.targets]
     return values.masked_fill(rows.isnan(), torch.nan)
 
 
@@ -260,7 +301,7 @@ def _shifts(rows: Sequence[Row], sampling: Sampling) -> Iterable[float]:
 def _floor(rows: Sequence[Row], sampling: Sampling) -> Iterable[float]:
     values = torch.cat([r.wanted[r.usable] for r in rows])
     low = values.min() if len(values) else torch.tensor(0.0)
-    return [float(low)] if int((values == low).sum()) >= 2 else []
+    return [float(low)] if int((values == low).sum()) >= 2 and int((values > low).sum()) >= VARIED else []
 
 
 def _packed(row: Row, x: Tensor, sampling: Sampling, unused: float) -> Tensor:
@@ -285,6 +326,7 @@ SAME_CUTS = "ask the sampler for log-probs of all tokens, or keep the same token
 PENALTY = "a penalty changes what is sampled: leave it out, or apply it on both sides"
 SAMPLED = "gather the sampled id from the log-softmax"
 OWN = "record each token's own log-prob, in nats"
+CAP = "cap the logits on both sides, as the configuration of the model says (final_logit_softcapping)"
 FACTORS = (0.8, 0.95, 1.05, 1.2, 1.5, 2.0)
 TERMS = (-0.5, 0.2, 0.5, 1.0)
 STEPS = (1, -1, 2, -2, 3, -3)
@@ -334,13 +376,21 @@ CAUSES: tuple[Cause, ...] = (
         lambda r, s, x: cut(r.logits / s.temperature, 0, 1.0, s.min_p),
         lambda s: s.min_p > 0.0,
     ),
-    _distribution("of the processed distribution, not of all tokens", SAME_CUTS, processed, lambda s: s.cuts),
-    _distribution("of all tokens, not of the processed distribution", SAME_CUTS, tempered, lambda s: s.cuts),
+    _distribution(
+        "normalised over the tokens that the cuts keep of logits not divided by the temperature",
+        SAME_CUTS,
+        lambda r, s, x: (r.logits / s.temperature).masked_fill(
+            cut(r.logits, s.top_k, s.top_p, s.min_p).isinf(), -math.inf
+        ),
+        lambda s: s.temperature != 1.0 and (s.top_p < 1.0 or s.min_p > 0.0),
+    ),
+    _distribution("of the processed distribution, not of all tokens", SAME_CUTS, processed, lambda s: s.cuts > 1),
+    _distribution("of all tokens, not of the processed distribution", SAME_CUTS, tempered, lambda s: s.cuts > 0),
     _distribution(
         "temperature 1 and normalised over the tokens that the cuts keep",
         SAME_CUTS,
         lambda r, s, x: cut(r.logits, s.top_k, s.top_p, s.min_p),
-        lambda s: s.temperature != 1.0 and s.cuts,
+        lambda s: s.temperature != 1.0 and s.cuts > 0,
     ),
     *(
         Cause(
@@ -373,14 +423,49 @@ CAUSES: tuple[Cause, ...] = (
     _fitted(
         "presence penalty {x:.4g}",
         PENALTY,
-        lambda r, s, x: (r.logits - x * (seen(r, response_only=True) > 0)) / s.temperature,
+        lambda r, s, x: (r.logits - x * (r.seen_in_response > 0)) / s.temperature,
         TERMS,
     ),
     _fitted(
         "frequency penalty {x:.4g}",
         PENALTY,
-        lambda r, s, x: (r.logits - x * seen(r, response_only=True)) / s.temperature,
+        lambda r, s, x: (r.logits - x * r.seen_in_response) / s.temperature,
         TERMS,
+    ),
+    *(
+        _distribution(f"logits rounded to {name}", "take the softmax of float32 logits", predict)
+        for name, predict in (
+            ("bfloat16", lambda r, s, x: r.logits.bfloat16().to(r.logits) / s.temperature),
+            ("float16", lambda r, s, x: r.logits.half().to(r.logits) / s.temperature),
+        )
+    ),
+    _fitted(
+        "logits capped by {x:.4g} tanh(logit / {x:.4g})",
+        CAP,
+        lambda r, s, x: max(x, 1e-3) * (r.logits / max(x, 1e-3)).tanh() / s.temperature,
+        (5.0, 15.0, 30.0, 50.0),
+    ),
+    _fitted(
+        "logits without their cap, {x:.4g} atanh(logit / {x:.4g})",
+        CAP,
+        lambda r, s, x: max(x, 1e-3) * (r.logits / max(x, 1e-3)).clamp(-1 + 1e-9, 1 - 1e-9).atanh() / s.temperature,
+        (15.0, 30.0, 50.0),
+    ),
+    Cause(
+        "normalised over {x:.0f} more tokens with a logit of 0",
+        "distribution",
+        "leave the padding of the vocabulary out of the softmax",
+        lambda r, s, x: torch.cat([r.logits / s.temperature, torch.full_like(r.logits[:, :1], math.log(x))], -1),
+        _added_zeros,
+    ),
+    Cause(
+        "normalised without token id {x:.0f}",
+        "distribution",
+        "a banned token, as the end token before a minimum length, changes what is sampled: ban it on both sides",
+        lambda r, s, x: (r.logits / s.temperature).index_fill(
+            -1, torch.tensor([int(x)], device=r.logits.device), -math.inf
+        ),
+        _without_token,
     ),
     Cause("log-prob of the likeliest token", "quantity", SAMPLED, lambda row, logp, x: logp.max(-1).values),
     Cause("minus the entropy", "quantity", SAMPLED, lambda row, logp, x: -_entropy(logp)),
@@ -453,6 +538,14 @@ CAUSES: tuple[Cause, ...] = (
         lambda row, v, s, x: _response(row, v).clamp(min=x),
         _floor,
         in_pairs=1,
+    ),
+    Cause(
+        "the logarithm of the probability + {x:.3g}",
+        "unit",
+        "use log_softmax, not log(softmax + epsilon)",
+        lambda row, v, s, x: (_response(row, v).exp() + x).log(),
+        _added_probability,
+        refine=True,
     ),
     Cause("without the entries between turns", "unit", "keep one entry for each token", _packed),
 )

@@ -52,18 +52,19 @@ def _where(
     starts = {int(entries.usable[i].nonzero()[first[i], 0]) for i in wrong}
     ends = {int(entries.usable[i].nonzero()[last[i], 0]) for i in wrong}
     turns = {int(responses[i].turns[int(entries.usable[i].nonzero()[first[i], 0])]) for i in wrong}
+    before = {len(responses[i].prompt_ids) + int(entries.usable[i].nonzero()[first[i], 0]) for i in wrong}
     several = any(r.turns.max() > 1 for r in responses)
     if clean["last"] and len(wrong) > 1:
         return ["wrong at the last token of the response alone"]
     if clean["after"]:
         if several and len(turns) == 1 and min(turns) > 1:
             return [f"right up to turn {min(turns) - 1}, then not"]
-        upto = (
-            f"token {min(starts)} of each response"
-            if len(starts) == 1
-            else f"some token of each response ({min(starts)} to {max(starts)})"
-        )
-        return [f"right up to {upto}, then not"]
+        upto = f"up to some token of each response ({min(starts)} to {max(starts)})"
+        if len(starts) == 1:
+            upto = f"up to token {min(starts)} of each response"
+        elif len(before) == 1:
+            upto = f"where at most {min(before) - 1} tokens come before"
+        return [f"right {upto}, then not"]
     if clean["before"]:
         upto = f"token {min(ends) + 1}" if len(ends) == 1 else "some token"
         return [f"wrong up to {upto} of each response, then right"]

@@ -141,20 +141,20 @@ def _references(subject: Subject, responses: Sequence[Response], settings: Setti
     sampling, model, asked = settings.sampling, subject.model, {settings.sampler, settings.trainer}
     wanted = {
         "tempered": True,
-        "processed": sampling.cuts or "processed" in asked,
+        "processed": sampling.cuts > 0 or "processed" in asked,
         IN_TURN: (sampling.top_k > 0 and sampling.top_p < 1.0) or IN_TURN in asked,
         "raw": "raw" in asked,
     }
     pairs: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name, is_wanted in wanted.items() if is_wanted}
     for r in responses:
-        one, none = fed(r.prompt_ids, r.response_ids), torch.zeros(0)
-        stock = logits_of(model, one)
+        one, none = [fed(r.prompt_ids, r.response_ids)], torch.zeros(0)
+        (stock,) = logits_of(model, one)
         with float64(model):
-            wide = logits_of(model, one)
+            (wide,) = logits_of(model, one)
         ids = torch.tensor(r.response_ids, device=model.device)
-        rows = [Row(x, ids, r.prompt_ids, 0, none, none, none, none) for x in (wide, stock)]
+        rows = [Row(x, ids, r.prompt_ids, 0, none, none, none, none) for x in (wide, stock.double())]
         for name, found in pairs.items():
-            a, b = (own(row, DEFINITIONS[name](row, sampling, 0.0).log_softmax(-1)).cpu() for row in rows)
+            a, b = (own(row, DEFINITIONS[name](row, sampling, 0.0)).cpu() for row in rows)
             found.append((a, b))
     counts = [torch.tensor(r.counts) for r in responses]
     references = {}
@@ -252,10 +252,10 @@ def _side(
         known = [fact for fact in known if "number is a" in fact]
     else:
         cause, advice, left = UNKNOWN, "", side.rms
-        known += [why] if why else []
+        known = [*filter(None, [side.cause or why]), *known]
     return replace(
         side,
-        cause=" and ".join(filter(None, [side.cause, cause])),
+        cause=" and ".join(filter(None, [side.cause, cause])) if cause != UNKNOWN else UNKNOWN,
         advice="; ".join(filter(None, [side.advice, advice])),
         left=left,
         known=tuple(known),

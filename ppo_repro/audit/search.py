@@ -10,6 +10,7 @@ import copy
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -30,10 +31,14 @@ HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 LEFT_OF_HALF = (
     0.5  # of the distance of 16 bits may be left by computing in 16 bits: the order of additions is not known
 )
+LEFT_OF_ROUNDED = 0.4  # of the whole distance may be left by rounding the logits of the right model
 LIKE = 0.3  # correlation with our own 16-bit errors from which errors of their size are called 16-bit rounding
 TRIED_TOKENS, FIRST_TOKENS = 256, 24  # response tokens that causes are tried on, and screened on
 LEAST_TOKENS = 8  # on fewer no cause is named for a part of the tokens
 LEAD = 1 << 22  # so many logits of the prompt are computed too, to see log-probs that moved
+KEPT = 1 << 26  # so many logits stay in memory
+IMPROVES = 0.97  # a step of a fit that leaves more than this of the distance is the last
+LATER = ("distribution", "quantity", "unit")
 ON_ALL = 12  # explanations of each level that are computed on all tokens that are tried
 
 
@@ -97,20 +102,20 @@ def rms(x: Tensor) -> float:
     return float(x.square().mean().sqrt()) if x.numel() else 0.0
 
 
-def logits_of(model: PreTrainedModel, one: Fed, lead: int = 0) -> Tensor:
-    """Logits that predict the targets of a pass, after those of `lead` tokens before; by the model's own forward."""
+def logits_of(model: PreTrainedModel, passes: Sequence[Fed], lead: int = 0) -> list[Tensor]:
+    """Logits that predict the targets of passes of one length, after those of `lead` tokens before; the model's own
+    forward."""
     accepted = inspect.signature(model.forward).parameters
-    ids = torch.tensor([one.ids], device=model.device)
+    ids = torch.tensor([one.ids for one in passes], device=model.device)
     given: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
-    if one.positions is not None:
-        given["position_ids"] = torch.tensor([one.positions], device=model.device)
-    first = min(one.at) - lead
+    if passes[0].positions is not None:
+        given["position_ids"] = torch.tensor([one.positions for one in passes], device=model.device)
+    first = min(min(one.at) for one in passes) - lead
     if "logits_to_keep" in accepted:
-        given["logits_to_keep"] = len(one.ids) - first
+        given["logits_to_keep"] = ids.shape[1] - first
     stock: Any = model
-    logits = stock(**given).logits[0]
-    # of the last positions, whichever were computed
-    return torch.as_tensor(logits[first - len(one.ids) :][[*range(lead), *(a - first for a in one.at)]]).double()
+    logits = stock(**given).logits[:, first - ids.shape[1] :]  # of the last positions, whichever were computed
+    return [x[[*range(lead), *(a - first for a in one.at)]] for x, one in zip(logits, passes, strict=True)]
 
 
 def stored_as(values: Tensor) -> Stored:
@@ -146,7 +151,8 @@ class Search:
         has_positions = "position_ids" in inspect.signature(subject.model.forward).parameters
         self.ways = ways(responses, subject.special, has_positions)
         self.made: tuple[str, PreTrainedModel] = ("", subject.model)  # one other model at a time is in memory
-        self.kept: dict[tuple[str, str, int], list[Row]] = {}
+        self.rows: dict[tuple[str, str, bool], dict[int, Row]] = {}  # by weights, input, whether of the few; response
+        self.own: dict[tuple[str, str, str, float, int, bool], Tensor] = {}  # log-probs of sampled tokens, all in nats
         # errors of computing in 16 bits, and of rounding the weights alone, of the usable tokens
         self.halves: dict[str, Tensor] = {}
         self.rounded: dict[str, Tensor] = {}
@@ -155,14 +161,15 @@ class Search:
             *(Cause(f"weights rounded to {name}", "weights", "send float32 weights") for name in HALF),
             *(Cause(name, "weights", "send the sampler the last weights") for name in subject.others),
             *(Cause(words, "input", "give both sides the same ids, positions and masks") for words in self.ways),
-            *(c for c in CAUSES if c.matters(sampling)),
+            *(c for c in CAUSES if c.matters(sampling) and c.predict is not definition),
         ]
         self._restrict(self.entries.usable)
         every = torch.cat([entries.values[i][entries.usable[i]] for i in wrong])
         ideal = torch.cat([reference.logprobs[i][entries.usable[i]] for i in wrong])
         self.stored = stored_as(every)
-        scale = max(1.0, rms(every) / max(rms(ideal), 1e-9))  # sums of many log-probs round more
-        self.tolerance = RIGHT * reference.floor * scale + 2.0**-22 * rms(every)
+        self.scale = max(1.0, rms(every) / max(rms(ideal), 1e-9))  # sums of many log-probs round more
+        self.tolerance = RIGHT * reference.floor * self.scale + 2.0**-22 * rms(every)
+        self.near: set[str] = set()  # causes that leave little on a few tokens
 
     def explain(self) -> list[Tried]:
         """Explanations, the best first; if none explains all tokens that are tried, of the wrong ones alone."""
@@ -184,7 +191,9 @@ class Search:
         return whole
 
     def _restrict(self, usable: Sequence[Tensor]) -> None:
-        self.usable, self.kept = list(usable), {}
+        self.usable = list(usable)
+        for rows in self.rows.values():
+            rows.update({i: replace(row, usable=self.usable[i].to(row.usable.device)) for i, row in rows.items()})
         self.some = self._first(self.wrong, TRIED_TOKENS)
         self.few = self._first(self.some, FIRST_TOKENS)
         self.tokens = sum(int(self.usable[i].sum()) for i in self.some)
@@ -211,18 +220,22 @@ class Search:
         if not any(t.explains for t in tried):
             tried += self._as_half((), (), plain)
         if not any(t.explains for t in tried):
-            pairs_ = [p for p in combinations(self.causes, 2) if p[0].stage != p[1].stage]
-            fitted = ([c for c in p if c.candidates is not None] for p in pairs_)
-            tried += self._level(
-                [p for p, f in zip(pairs_, fitted, strict=True) if not f or (len(f) == 1 and f[0].in_pairs)]
-            )
+            tried += self._level([p for p in combinations(self.causes, 2) if self._is_pair(*p)])
         return tried
+
+    def _is_pair(self, a: Cause, b: Cause) -> bool:
+        """Whether to try both together; what 16 bits do is so small that the other one is near by itself."""
+        fitted = [c for c in (a, b) if c.candidates is not None]
+        is_far = a.name.rpartition(" ")[2] in HALF and a.stage == "weights" and b.name not in self.near
+        return a.stage != b.stage and not is_far and (not fitted or (len(fitted) == 1 and fitted[0].in_pairs > 0))
 
     def _ordered(self, tried: Sequence[Tried]) -> list[Tried]:
         """The best first, each once. Of those that explain, only those with the fewest deviations do."""
         once: dict[str, Tried] = {}
-        for t in sorted(tried, key=lambda t: (not t.explains, t.deviations, t.left)):
-            once.setdefault(t.words, t)
+        for t in sorted(tried, key=lambda t: (t.deviations, not t.explains, t.left)):
+            # another cause beside one that leaves the same is not another explanation
+            if t.explains or not any(math.isclose(t.left, other.left, rel_tol=1e-3) for other in once.values()):
+                once.setdefault(t.words, t)
         fewest = min((t.deviations for t in tried if t.explains), default=0.0)
         found = [replace(t, explains=t.explains and t.deviations == fewest) for t in once.values()]
         return sorted(found, key=lambda t: (not t.explains, t.left))
@@ -230,14 +243,16 @@ class Search:
     def _level(self, combos: Sequence[tuple[Cause, ...]]) -> list[Tried]:
         """Each combination with its best parameters: on a few tokens, and those that leave little on all."""
         screened: list[tuple[float, tuple[Cause, ...], tuple[float, ...]]] = []
-        # in this order the logits of each input are computed once
-        for combo in sorted(combos, key=lambda combo: [c.name for c in combo if c.stage in ("weights", "input")]):
+        # in this order logits and their softmax are computed once
+        stages = "weights", "input", "distribution"
+        for combo in sorted(combos, key=lambda combo: [[c.name for c in combo if c.stage == s] for s in stages]):
             for parameters in self._parameters(combo):
                 left = self._left(combo, parameters, self.few)
                 if left is not None:
                     screened.append((rms(left), combo, parameters))
         screened.sort(key=lambda item: item[0])
-        passing = max(30 * self.tolerance, *(3 * rms(errors) for errors in self.halves.values()))
+        passing = max(30 * self.tolerance, *(3 * self.scale * rms(errors) for errors in self.halves.values()))
+        self.near |= {combo[0].name for left, combo, _ in screened if left <= passing and len(combo) == 1}
         tried = []
         for _, combo, parameters in [item for item in screened[:ON_ALL] if item[0] <= passing] or screened[:3]:
             parameters = self._refined(combo, parameters, self.some)
@@ -251,7 +266,8 @@ class Search:
         fitted = next((c for c in combo if c.candidates is not None), None)
         if fitted is None or fitted.candidates is None:
             return [(0.0,) * len(combo)]
-        rows = self._rows(combo, self.few)
+        of = {c.stage: c.name for c in combo}
+        rows = self._rows(of.get("weights", ""), of.get("input", ""), self.few)
         values = list(fitted.candidates(rows, self.sampling))
         if len(combo) > 1:
             values = values[: fitted.in_pairs]
@@ -271,13 +287,13 @@ class Search:
         def at(x: float) -> tuple[float, ...]:
             return (*parameters[:index], x, *parameters[index + 1 :])
 
-        x = parameters[index]
-        for _ in range(10):
+        x, before = parameters[index], math.inf
+        for _ in range(12):
             step = 1e-4 * max(abs(x), 0.1)
-            here, high, low = (self._left(combo, at(v), some) for v in (x, x + step, x - step))
-            if here is None or high is None or low is None:
+            here, moved = self._left(combo, at(x), some), self._left(combo, at(x + step), some)
+            if here is None or moved is None or not rms(here) < IMPROVES * before:
                 break
-            slope = (high - low) / (2 * step)
+            before, slope = rms(here), (moved - here) / step
             change = -float(slope @ here / slope.square().sum().clamp_min(1e-300))
             if not math.isfinite(change):
                 break
@@ -290,14 +306,22 @@ class Search:
     def _predicted(
         self, combo: tuple[Cause, ...], parameters: tuple[float, ...], some: Sequence[int]
     ) -> list[tuple[Tensor, Row]]:
-        stages: dict[str, tuple[Any, float]] = {c.stage: (c.predict, x) for c, x in zip(combo, parameters, strict=True)}
-        distribution, x = stages.get("distribution", (self.definition, 0.0))
-        quantity, y = stages.get("quantity", (own, 0.0))
-        unit, z = stages.get("unit", (None, 0.0))
+        of = {c.stage: (c, x) for c, x in zip(combo, parameters, strict=True)}
+        weights, way = (of[stage][0].name if stage in of else "" for stage in ("weights", "input"))
+        (distribution, x), (quantity, y), (unit, z) = (of.get(s, (None, 0.0)) for s in LATER)
+        name = distribution.name if distribution else ""
+        predict: Any = distribution.predict if distribution else self.definition
         found = []
-        for row in self._rows(combo, some):
-            values = quantity(row, distribution(row, self.sampling, x).log_softmax(-1), y)
-            found.append((values[row.start :] if unit is None else unit(row, values, self.sampling, z), row))
+        for row, i in zip(self._rows(weights, way, some), some, strict=True):
+            key = (weights, way, name, x, i, some is self.few)
+            if quantity is not None and quantity.predict is not None:
+                values = quantity.predict(row, predict(row, self.sampling, x).log_softmax(-1), y).double()
+            elif key not in self.own:
+                self.own[key] = values = own(row, predict(row, self.sampling, x)).double()
+            else:
+                values = self.own[key]
+            is_unit = unit is not None and unit.predict is not None
+            found.append((unit.predict(row, values, self.sampling, z) if is_unit else values[row.start :], row))
         return found
 
     def _left(self, combo: tuple[Cause, ...], parameters: tuple[float, ...], some: Sequence[int]) -> Tensor | None:
@@ -323,6 +347,9 @@ class Search:
         for name, errors in self.halves.items():
             if f"computed in {name}" in words and len(errors):
                 explains = explains or rms(left) <= LEFT_OF_HALF * rms(errors)
+        if len(combo) == 1 and combo[0].name.startswith("logits rounded"):  # a few logits may round the other way
+            plain = self._left((), (), self.some)
+            explains = explains or (plain is not None and rms(left) <= LEFT_OF_ROUNDED * rms(plain))
         advice = "; ".join(dict.fromkeys(c.advice for c in combo)) or "record them in float32"
         deviations = len(combo) + 0.5 * sum(c.candidates is not None for c in combo)
         zeros = explains and all(
@@ -377,32 +404,35 @@ class Search:
             found.append("the right numbers in another order within the response")
         return [Tried(words, "check how tokens and log-probs are joined", 0.0, True, 1.5) for words in found]
 
-    def _rows(self, combo: tuple[Cause, ...], some: Sequence[int]) -> list[Row]:
-        stage = {c.stage: c.name for c in combo}
-        weights, way = stage.get("weights", ""), stage.get("input", "")
-        key = (weights, way, len(some))
-        if key not in self.kept:  # logits are the most of the memory: the plain ones stay, and one other
-            self.kept = {k: v for k, v in self.kept.items() if k[:2] == ("", "")}
-            self.kept[key] = [self._row(weights, way, i) for i in some]
-        return self.kept[key]
+    def _rows(self, weights: str, way: str, some: Sequence[int]) -> list[Row]:
+        """Of the plain model and for a verdict in float64; float32 is enough to see what comes near on a few tokens."""
+        is_stock = some is self.few and bool(weights or way)
+        key = (weights, way, is_stock)
+        rows = self.rows.setdefault(key, {})
+        missing = [i for i in some if i not in rows]
+        rows.update({i: self._row(weights, way, i, is_stock) for i in missing})
+        total = sum(x.logits.numel() for of in self.rows.values() for x in of.values()) if missing else 0
+        for other in [k for k in self.rows if any(k[:2]) and k != key]:
+            if total > KEPT:  # logits are the most of the memory
+                total -= sum(row.logits.numel() for row in self.rows.pop(other).values())
+        return [rows[i] for i in some]
 
-    def _row(self, weights: str, way: str, i: int) -> Row:
+    def _row(self, weights: str, way: str, i: int, is_stock: bool) -> Row:
         r, model = self.responses[i], self._model(weights)
         passes = self.ways[way][i] if way else [fed(r.prompt_ids, r.response_ids)]
         vocabulary, n, device = int(model.config.get_text_config().vocab_size), len(r.response_ids), model.device
         before = passes[0].ids[: passes[0].at[0] + 1]
-        is_whole = len(passes) == 1 and passes[0].tokens == tuple(range(n))
-        lead = min(len(before) - 1, LEAD // vocabulary) if is_whole else 0
+        lead = 0 if weights or way else min(len(before) - 1, LEAD // vocabulary)
         logits, targets = None, torch.tensor([*before[len(before) - lead :], *r.response_ids], device=device)
-        for one in passes:
-            if weights.startswith("computed in"):
-                values = logits_of(model, one, lead)
-            else:
-                with float64(model):
-                    values = logits_of(model, one, lead)
+        as_wide = nullcontext(model) if is_stock or weights.startswith("computed in") else float64(model)
+        alike = [passes] if len({len(one.ids) for one in passes}) == 1 else [[one] for one in passes]
+        with as_wide:
+            found = [x for some in alike for x in logits_of(model, some, lead)]
+        for one, x in zip(passes, found, strict=True):
             if logits is None:
-                logits = torch.full((lead + n, values.shape[-1]), math.nan, dtype=torch.float64, device=device)
-            logits[torch.tensor([*range(lead), *(lead + t for t in one.tokens)], device=device)] = values
+                dtype = torch.float32 if is_stock else torch.float64
+                logits = torch.full((lead + n, x.shape[-1]), math.nan, dtype=dtype, device=device)
+            logits[torch.tensor([*range(lead), *(lead + t for t in one.tokens)], device=device)] = x.to(logits)
             targets[lead + torch.tensor(one.tokens, device=device)] = torch.tensor(one.targets, device=device)
         assert logits is not None
         columns = (self.entries.values[i], self.usable[i], torch.tensor(r.counts), self.reference.logprobs[i])

@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from ppo_repro.testing.dumps import Response, turns_of
 
 WITHOUT_FIRST, WITHOUT_LAST = "prompt without its first token", "prompt without its last token"
-WITH_BOS = "prompt with a BOS token before it"
+WITH_BOS, WITH_EOS = "prompt with a BOS token before it", "prompt with an EOS token after it"
 TEMPLATED, BARE = "prompt in the chat template", "prompt without the chat template"
 CUED, UNCUED = "prompt with the generation prompt after it", "prompt without the generation prompt"
 PADDED = "attention to the padding before the prompt"
@@ -49,6 +49,7 @@ class Special:
     """What prompts may have been changed with."""
 
     bos_token_id: int | None
+    eos_token_id: int | None
     pad_token_id: int | None
     tokenizer: Any  # of transformers; None: without the ways that need one
     positions: int | None  # how many the model has; None: any number
@@ -111,6 +112,8 @@ def _all(responses: Sequence[Response], special: Special, has_positions: bool) -
     ]
     if (bos := special.bos_token_id) is not None:
         found.append((WITH_BOS, with_prompt(lambda i: (bos, *prompts[i]))))
+    if (eos := special.eos_token_id) is not None:
+        found.append((WITH_EOS, with_prompt(lambda i: (*prompts[i], eos))))
     found += [
         (NO_PROMPT, lambda i: [fed((), answers[i])] if len(answers[i]) > 1 else None),
         (PADDED, with_prompt(lambda i: (*padding[i], *prompts[i]))),

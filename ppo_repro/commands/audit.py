@@ -91,7 +91,8 @@ def audit_command(options: argparse.Namespace) -> int:
     if tokenizer is not None:
         padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     positions = getattr(model.config, "max_position_embeddings", None)
-    special = Special(getattr(tokenizer, "bos_token_id", None), padding, tokenizer, positions)
+    begin, end = (getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id"))
+    special = Special(begin, end, padding, tokenizer, positions)
     others = {f"weights of {folder}": load_model("--also", folder, options.device) for folder in options.also}
     cuts = options.top_p, options.top_k, options.min_p, options.repetition_penalty
     settings = Settings(Sampling(options.temperature, *cuts), options.sampler_logprobs, options.trainer_logprobs)

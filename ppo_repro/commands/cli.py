@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from ppo_repro import interrupts
 from ppo_repro.commands.arguments import build_parser
-from ppo_repro.commands.completion import complete
 from ppo_repro.commands.memory import out_of_memory
-from ppo_repro.commands.runs import processes, rerun_command, resume_command, run_command
+from ppo_repro.commands.runs import fork_command, processes, rerun_command, resume_command, run_command
 from ppo_repro.errors import Mistakes, PromiseBroken, RankLost, Terminated, UserError, is_out_of_memory
 from ppo_repro.output import one_line, prepare_streams, say
 
@@ -26,13 +25,13 @@ def _run(argv: Sequence[str]) -> int:
         if sys.stdout is None:
             raise UserError("stdout is closed; use `> /dev/null` where no output is wanted")
         try:
-            parser = build_parser()
-            complete(parser)
-            arguments = parser.parse_args(argv or ["--help"])
+            arguments = build_parser().parse_args(argv or ["--help"])
         except SystemExit:  # after --help and --version
             return 0
-        if processes()[1] > 1 and arguments.command not in (run_command, rerun_command, resume_command):
-            raise UserError("only run, rerun and resume work in several processes; start this command without torchrun")
+        if processes()[1] > 1 and arguments.command not in (run_command, fork_command, rerun_command, resume_command):
+            raise UserError(
+                "only run, fork, rerun and resume work in several processes; start this command without torchrun"
+            )
         return int(arguments.command(arguments))
     except UserError as error:
         _say_mistakes(error)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from ppo_repro.commands.run_folders import RUNS
 from ppo_repro.errors import UserError
 from ppo_repro.output import print_json, print_result, say, tell
 from ppo_repro.tracking import copies as tracked
-from ppo_repro.tracking.analysis_home import report_writer
+from ppo_repro.tracking.analysis_home import report_writer, view_server
 
 if TYPE_CHECKING:
     from ppo_repro.records.diff import Difference
@@ -44,6 +47,10 @@ def show_command(arguments: argparse.Namespace) -> int:
     recorded = manifest.load(run_dir)
     if not arguments.json:
         tell(f"{run_dir}: {recorded.status}, {len(recorded.iterations)} iterations, fingerprint {recorded.fingerprint}")
+        if recorded.origin is not None:
+            from ppo_repro.records.fork import origin_lines
+
+            tell("\n".join(origin_lines(recorded.origin)))
     from ppo_repro.commands.kinds import kind_of
     from ppo_repro.runs.summary import iteration_lines, sample_lines, speeds
 
@@ -63,18 +70,27 @@ def show_command(arguments: argparse.Namespace) -> int:
 
 
 def diff_command(arguments: argparse.Namespace) -> int:
-    """Compare two recorded runs bit by bit; exit 1 at a difference."""
+    """Compare configurations and inputs of two recorded runs, then every bit; exit 1 at a different bit."""
     say(f"{arguments.a} beside {arguments.b}, bit by bit")
-    from ppo_repro.records.diff import first_difference
+    from ppo_repro.records.diff import first_difference, setup_changes
+    from ppo_repro.records.inputs import change_lines
 
-    return report_difference(first_difference(arguments.a, arguments.b), arguments.json, "identical")
+    changed = setup_changes(arguments.a, arguments.b)
+    difference = first_difference(arguments.a, arguments.b)
+    if changed and not arguments.json:
+        tell("\n".join(["configuration and inputs, A -> B:", *(f"  {line}" for line in change_lines(changed))]))
+    elif difference is not None and not arguments.json:
+        tell("configuration and inputs: the same")
+    return report_difference(difference, arguments.json, "identical", {"setup": changed})
 
 
-def report_difference(difference: Difference | None, as_json: bool, identical: str) -> int:
-    """Print what a comparison found; the exit code."""
+def report_difference(
+    difference: Difference | None, as_json: bool, identical: str, more: Mapping[str, Any] = MappingProxyType({})
+) -> int:
+    """Print what a comparison found, as JSON with `more` fields; the exit code."""
     fields = None if difference is None else dataclasses.asdict(difference)
     line = identical if difference is None else f"different: {difference.describe()}"
-    print_result(as_json, {"identical": difference is None, "first_difference": fields}, [line])
+    print_result(as_json, {"identical": difference is None, "first_difference": fields, **more}, [line])
     return 0 if difference is None else 1
 
 
@@ -85,6 +101,17 @@ def report_command(arguments: argparse.Namespace) -> int:
     say(f"{' and '.join(map(str, arguments.runs))}: writing a page")
     path, size = report_writer()(arguments.runs, arguments.out, arguments.responses)
     print_result(arguments.json, {"report": str(path), "bytes": size}, [f"report      {path} ({size / 1e6:.2f} MB)"])
+    return 0
+
+
+def view_command(arguments: argparse.Namespace) -> int:
+    """Serve a page on this machine over all responses of runs: search, filters, tokens; Ctrl-C ends it."""
+    folders = arguments.folders or [RUNS]
+    say(f"{' and '.join(map(str, folders))}: a page over the responses")
+    server = view_server(folders, arguments.port)
+    lines = [f"view        {server.address}", "only this machine reaches it, and only with the token; Ctrl-C ends it"]
+    print_result(arguments.json, {"view": server.address}, lines)
+    server.serve()
     return 0
 
 

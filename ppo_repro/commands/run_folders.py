@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ppo_repro.clock import duration
 from ppo_repro.errors import UserError
+from ppo_repro.files import folders_with, has_writer
 from ppo_repro.output import print_result
 
 RUNS = Path("runs")  # where commands put runs unless --out says otherwise
 LATEST = "latest"  # what stands for the newest of them
 MANIFEST = "manifest.json"
-_UNFINISHED = (".tmp", ".removed")  # folders that a killed process left
 
 
 @dataclass(frozen=True)
@@ -31,18 +29,9 @@ class Listed:
     age_seconds: float  # since the manifest was written
 
 
-def run_folders(root: Path) -> Iterator[Path]:
-    """Every folder with a manifest below `root`, in no order; nothing inside them is looked at, no link followed."""
-    for folder, subfolders, files in os.walk(root):
-        if MANIFEST in files:
-            subfolders.clear()
-            yield Path(folder)
-        subfolders[:] = [name for name in subfolders if not name.endswith(_UNFINISHED)]
-
-
 def latest_run(root: Path = RUNS) -> Path:
     """The run below `root` that was written last; UserError where there is none."""
-    found = list(run_folders(root))
+    found = list(folders_with(root, MANIFEST))
     if not found:
         raise UserError(f"{LATEST}: there is no run in {root}; give the folder of a run, or go to where {root} is")
     return max(found, key=lambda run_dir: (_written(run_dir), str(run_dir)))
@@ -52,7 +41,9 @@ def ls_command(arguments: argparse.Namespace) -> int:
     """List the runs of a folder, the newest first: state, iterations, fingerprint, age."""
     if not arguments.folder.is_dir():
         raise UserError(f"{arguments.folder}: no such folder; give the one that runs went to")
-    found = sorted((_listed(run_dir) for run_dir in run_folders(arguments.folder)), key=lambda run: run.age_seconds)
+    found = sorted(
+        (_listed(run_dir) for run_dir in folders_with(arguments.folder, MANIFEST)), key=lambda run: run.age_seconds
+    )
     print_result(arguments.json, {"runs": [asdict(run) for run in found]}, _lines(found, arguments.folder))
     return 0
 
@@ -77,9 +68,22 @@ def _listed(run_dir: Path) -> Listed:
 
 def state(run_dir: Path, status: str) -> str:
     """The status of a manifest; `killed` if it is `running` and no process of this machine writes the run."""
-    from ppo_repro.files import has_writer
-
     return "killed" if status == "running" and not has_writer(run_dir) else status
+
+
+def how_to_go_on(run_dir: Path, resume: str) -> str:
+    """What an ended process left: from which iteration `resume`, a command, goes on, and what it computes again."""
+    if not (run_dir / MANIFEST).exists():
+        return "nothing was recorded; start it again"
+    from ppo_repro.records import manifest
+    from ppo_repro.records.contents import starts_of
+
+    head = manifest.load_head(run_dir)
+    start, done = max(starts_of(run_dir, head), default=0), head.num_iterations
+    if not start:
+        return f"{done} iterations are recorded, without a checkpoint: {resume} computes all of them again"
+    again = f"computes {done - start} again" if done > start else "computes none again"
+    return f"{done} iterations are recorded; {resume} goes on after iteration {start} and {again}"
 
 
 def _lines(found: list[Listed], root: Path) -> list[str]:

@@ -14,7 +14,7 @@ from ppo_repro.clock import OTHER, Clock
 from ppo_repro.commands.first_look import check_files, overrides
 from ppo_repro.commands.memory import within_memory, within_recorded
 from ppo_repro.commands.recorded import report_difference
-from ppo_repro.commands.run_folders import MANIFEST
+from ppo_repro.commands.run_folders import MANIFEST, how_to_go_on
 from ppo_repro.errors import UserError
 from ppo_repro.output import print_json, say, tell
 from ppo_repro.tracking.copies import require_tensorboard
@@ -66,14 +66,11 @@ def _working_together() -> Iterator[tuple[Ranks, Watcher]]:
 
 @contextmanager
 def _saying_how_to_go_on(run_dir: Path) -> Iterator[None]:
-    """Add to Ctrl-C, SIGTERM and RankLost what is kept in the run folder."""
+    """Add to Ctrl-C, SIGTERM and RankLost what `resume` will do."""
     try:
         yield
     except KeyboardInterrupt as error:
-        if (run_dir / MANIFEST).exists():
-            kept = f"complete iterations are kept; go on with `ppo-repro resume {run_dir}`"
-        else:
-            kept = "nothing was recorded; start it again"
+        kept = how_to_go_on(run_dir, f"`ppo-repro resume {run_dir}`")
         raise type(error)(f"{error}; {kept}" if str(error) else kept) from error
 
 
@@ -108,7 +105,7 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 def _begin(config: RunConfig | ControlConfig | DPOConfig, out: Path) -> Path:
     """The folder of a run that is about to begin, which is said; UserError if the run exists."""
-    from ppo_repro.config.section import run_folder
+    from ppo_repro.config.inputs import run_folder
     from ppo_repro.files import require_new
 
     folder = run_folder(config, out)
@@ -158,12 +155,36 @@ def resume_command(arguments: argparse.Namespace) -> int:
         from ppo_repro.runs.resume import resume
 
         with within_recorded(arguments.run, arguments.set, ranks.size):
-            resumed = resume(kind.executed_by(watcher, ranks), arguments.run, arguments.set)
+            resumed = resume(kind.executed_by(watcher, ranks), arguments.run, arguments.set, arguments.inputs)
     if not ranks.is_first:
         return 0
     where = f"resumed after iteration {resumed.start}" if resumed.start else "computed again from the beginning"
     say(f"{where}; {resumed.recorded - resumed.start} recorded iterations came out identical")
     _report_run(arguments.run, None, arguments.json)
+    return 0
+
+
+def fork_command(arguments: argparse.Namespace) -> int:
+    """Start a new run from a checkpoint of a recorded one, with changed fields or another reward."""
+    say(f"{arguments.run}: a new run from one of its checkpoints")
+    from ppo_repro.files import require_new
+    from ppo_repro.records.fork import plan_fork
+
+    clock = Clock()
+    plan = plan_fork(arguments.run, arguments.at, arguments.set, arguments.out, arguments.inputs)
+    config, origin = plan.config, plan.origin
+    check_files(config)
+    say(f"iterations {origin.iteration} to {config.iterations - 1} of {config.iterations} into {plan.folder}")
+    require_new(plan.folder, MANIFEST)
+    with _saying_how_to_go_on(plan.folder), _working_together() as (ranks, watcher):
+        from ppo_repro.runs.fork import fork
+        from ppo_repro.runs.language import LanguageKind
+
+        with within_memory(config, ranks.size):
+            clock.lap("start")
+            seconds = fork(LanguageKind(watcher, ranks), plan, clock)
+    if ranks.is_first:
+        _report_run(plan.folder, seconds, arguments.json)
     return 0
 
 
@@ -203,7 +224,7 @@ def rerun_command(arguments: argparse.Namespace) -> int:
         from ppo_repro.runs.rerun import rerun
 
         with within_recorded(arguments.run, arguments.set, ranks.size):
-            report = rerun(kind.executed_by(watcher, ranks), arguments.run, arguments.set)
+            report = rerun(kind.executed_by(watcher, ranks), arguments.run, arguments.set, arguments.inputs)
     if not ranks.is_first:
         return 0 if report.difference is None else 1
     identical = f"identical: {report.iterations} iterations, fingerprint {report.fingerprint}"

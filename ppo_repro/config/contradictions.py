@@ -81,8 +81,9 @@ def _value(config: RunConfig) -> Iterator[str]:
         yield "value.kind = head needs the whole trunk to be trained; remove lora or take kind separate"
     if isinstance(value, SeparateValue) and value.init == "reward_model" and model is None:
         yield "value.init = reward_model needs a term of kind model or trained_model in reward.terms"
-    if isinstance(model, TrainedRewardModel) and not isinstance(config.task, ArithmeticTask):
-        yield "reward.terms of kind trained_model need task.kind = arithmetic, whose wrong answers are known"
+    makes_pairs = isinstance(model, TrainedRewardModel) and model.pairs is None
+    if makes_pairs and not isinstance(config.task, ArithmeticTask):
+        yield "reward.terms of kind trained_model need pairs, or task.kind = arithmetic, for which pairs are made"
     if group and config.rollout.samples_per_prompt == 1:
         yield "advantages.kind = group needs rollout.samples_per_prompt of at least 2"
     if group and config.reward.placement != "last":

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from ppo_repro.config.layout import LayoutConfig, not_on_device
 from ppo_repro.config.run import ModelFolder, NumericsConfig
-from ppo_repro.config.section import Count, Experiment, NonNegative, PathText, Positive, Section
+from ppo_repro.config.section import Count, Experiment, Index, NonNegative, PathText, Positive, Section
 
 
 class DPOUpdate(Section):
@@ -20,13 +20,19 @@ class DPOUpdate(Section):
     learning_rate: NonNegative = Field(description="AdamW learning rate of the policy.")
 
 
+class DPOCheckpoints(Section):
+    """Where an ended run can be resumed. Changes no result."""
+
+    every: Index = Field(1, description="Write a checkpoint after every n-th epoch but the last; 0 for none.")
+
+
 class DPOConfig(Experiment):
     """DPO of the policy that a recorded run started from, or of a model folder, on preference pairs.
 
     Micro-batches of the layout count sequences, of which a pair has two; pairs are never parted.
     """
 
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"pairs", "model", "chat_template"})
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"pairs", "model", "chat_template", "checkpoints"})
 
     run: PathText | None = Field(None, description="Folder of the recorded run; null: `model` and `pairs`.")
     pairs: PathText | None = Field(
@@ -38,6 +44,7 @@ class DPOConfig(Experiment):
     dpo: DPOUpdate
     numerics: NumericsConfig
     layout: LayoutConfig = LayoutConfig()
+    checkpoints: DPOCheckpoints = DPOCheckpoints()
 
     @model_validator(mode="after")
     def _one_policy(self) -> Self:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
@@ -25,6 +25,7 @@ DPO: Final = "dpo"  # DPO on preference pairs
 Model = TypeVar("Model", bound=BaseModel)
 SHIPPED = ("quickstart",)
 ENGINE_KIND = "rollout.engine.kind"
+PYTHON = "rollout.engine.python"  # a program, and no input
 _PACKAGE = Path(__file__).parent.parent
 
 
@@ -102,8 +103,8 @@ def found(path: Path) -> Path:
     return installed if installed.is_file() else _PACKAGE.parent / "experiments" / f"{path}.yaml"
 
 
-def from_folder(tree: Any, folder: Path) -> None:
-    """Let the relative paths in a parsed configuration start at a folder."""
+def path_fields(tree: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Every field of a parsed configuration that holds a path: its dotted name, its section, its name there."""
 
     def group(name: str, of: Any = tree) -> Any:
         child = of.get(name) if isinstance(of, dict) else None
@@ -111,14 +112,22 @@ def from_folder(tree: Any, folder: Path) -> None:
 
     terms = group("reward").get("terms")
     engine = group("engine", group("rollout"))
-    fields = [(group("model"), "path"), (group("task"), "path"), (tree, "run"), (tree, "pairs")]
-    fields += [(term, name) for term in (terms if isinstance(terms, list) else ()) for name in ("path", "pairs")]
+    sections = [("model.", group("model"), "path"), ("task.", group("task"), "path"), ("", tree, "run")]
+    sections.append(("", tree, "pairs"))
+    for index, term in enumerate(terms if isinstance(terms, list) else ()):
+        sections += [(f"reward.terms.{index}.", term, name) for name in ("path", "pairs")]
     if "/" in str(engine.get("python")):  # else a name that is looked up on PATH
-        fields.append((engine, "python"))
-    for section, name in fields:
+        sections.append((PYTHON.removesuffix("python"), engine, "python"))
+    for prefix, section, name in sections:
         value = section.get(name) if isinstance(section, dict) else None
         if isinstance(value, str) and value and "://" not in value:
-            section[name] = os.path.abspath(folder / value)
+            yield f"{prefix}{name}", section, name
+
+
+def from_folder(tree: Any, folder: Path) -> None:
+    """Let the relative paths in a parsed configuration start at a folder."""
+    for _, section, name in path_fields(tree):
+        section[name] = os.path.abspath(folder / section[name])
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
@@ -149,16 +158,27 @@ def _of_kind(tree: dict[str, Any], kind: Any) -> dict[str, Any]:
 
 def set_field(tree: dict[str, Any], path: str, value: Any) -> None:
     """Put `value` at the dotted `path` of a parsed tree; raises UserError where a value is in the way."""
-    node = tree
+    node: Any = tree
     *parents, leaf = path.split(".")
     if not leaf or not all(parents) or len(parents) >= MAX_DEPTH:
         raise UserError(f"a field is up to {MAX_DEPTH} names with a dot between them")
     for name in parents:
-        child = node.setdefault(name, {})
-        if not isinstance(child, dict):
+        child = _entry(node, name) if isinstance(node, list) else node.setdefault(name, {})
+        if not isinstance(child, dict | list):
             raise UserError(f"'{name}' is a value, not a group of fields")
         node = child
-    node[leaf] = value
+    if isinstance(node, list):
+        _entry(node, leaf)
+        node[int(leaf)] = value
+    else:
+        node[leaf] = value
+
+
+def _entry(values: list[Any], index: str) -> Any:
+    """An entry of a list by its number from 0; UserError if there is none."""
+    if not index.isdecimal() or int(index) >= len(values):
+        raise UserError(f"'{index}' must be the number of an entry, from 0 to {len(values) - 1}")
+    return values[int(index)]
 
 
 def dump_yaml(config: Section) -> str:

@@ -28,7 +28,7 @@ class LayoutConfig(Section):
     )
     threads: Threads = Field(1, description="CPU threads, in each process.")
     device: Literal["cpu", "cuda"] = Field(
-        "cpu", description="What the models compute on; `cuda` is for native numerics and was never run on a card."
+        "cpu", description="What the models compute on; `cuda` is for native numerics."
     )
     gradient_checkpointing: bool = Field(
         False, description="Compute activations of decoder layers again in the backward pass."
@@ -53,7 +53,11 @@ class RecordsConfig(Section):
 class CheckpointConfig(Section):
     """Where an ended run can be resumed. Changes no result."""
 
-    every: Index = Field(0, description="Write a checkpoint after every n-th iteration; 0 for none.")
+    every: Index | Literal["auto"] = Field(
+        "auto",
+        description="Write a checkpoint after every n-th iteration; 0 for none; `auto`: 10 for a policy of at most "
+        "10 million parameters, 0 for a larger one.",
+    )
     keep: Count = Field(2, description="Newest checkpoints kept; older ones are removed.")
     final_state: bool = Field(True, description="Keep the optimizers' moments at the end, 8 bytes a trained weight.")
 

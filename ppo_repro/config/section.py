@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
@@ -66,17 +65,24 @@ class Experiment(Section):
 
     def canonical_json(self) -> str:
         """Sorted, compact JSON without `records`: configurations of the same run give equal text."""
-        tree = {name: value for name, value in self.model_dump(mode="json").items() if name != "records"}
-        return json.dumps(tree, sort_keys=True, separators=(",", ":"))
+        return canonical_json(self.model_dump(mode="json"))
 
     def digest(self) -> str:
         """First 12 hex digits of the SHA-256 of the canonical JSON."""
-        return hashlib.sha256(self.canonical_json().encode()).hexdigest()[:12]
+        return short_digest(self.canonical_json())
 
 
-def run_folder(config: Experiment, out: Path) -> Path:
-    """OUT/<experiment>/seed<seed>-<config digest>."""
-    return out / config.experiment / f"seed{config.seed}-{config.digest()}"
+def canonical_json(tree: Mapping[str, Any]) -> str:
+    """Sorted, compact JSON of a configuration's tree, without `records`."""
+    tree = {name: value for name, value in tree.items() if name != "records"}
+    if tree.get("checkpoints", {}).get("every") == "auto":
+        tree["checkpoints"] = {**tree["checkpoints"], "every": 0}  # as the default once was: names of runs stay
+    return json.dumps(tree, sort_keys=True, separators=(",", ":"))
+
+
+def short_digest(text: str) -> str:
+    """First 12 hex digits of the SHA-256."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def with_usual(tree: Any, usual: Sequence[tuple[str, str, str]]) -> Any:

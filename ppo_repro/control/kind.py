@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from ppo_repro.clock import Clock
 from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.files import CONTROL, Kind, load_control_config
+from ppo_repro.config.files import CONTROL, Kind
 from ppo_repro.config.section import naming_learning_rates
 from ppo_repro.control.loop import ControlIteration, control_iterations, prepare
 from ppo_repro.control.stages import evaluate
@@ -100,17 +100,16 @@ class ControlKind:
     name: ClassVar[Kind] = CONTROL
     changeable: ClassVar[Sequence[str]] = ("layout", "records")
 
-    def load_config(self, path: Path, overrides: Sequence[str] = ()) -> ControlConfig:
-        return load_control_config(path, overrides)
-
-    def input_files(self, config: ControlConfig) -> Sequence[Path]:
-        return ()
-
     def environment(self, config: ControlConfig) -> dict[str, Any]:
         environment = describe_environment(config, self.ranks.size)
         return {**environment, "packages": {**environment["packages"], "gymnasium": metadata.version("gymnasium")}}
 
     def begin(self, config: ControlConfig, run_dir: Path | None) -> AbstractContextManager[Execution[ControlIteration]]:
+        return _open(config)
+
+    def again(
+        self, config: ControlConfig, run_dir: Path, recorded: Manifest
+    ) -> AbstractContextManager[Execution[ControlIteration]]:
         return _open(config)
 
     def resume(self, config: ControlConfig, run_dir: Path, recorded: Manifest) -> Resumption[ControlIteration]:

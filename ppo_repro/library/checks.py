@@ -34,12 +34,6 @@ def check_number(name: str, value: object, least: float, most: float = LARGEST) 
         raise UserError(f"{name} = {_shown(value)}: must be a number in {least:g}..{most:g}")
 
 
-def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
-    """UserError unless `value` is one of the words allowed."""
-    if value not in allowed:
-        raise UserError(f"{name} = {_shown(value)}: must be one of {', '.join(allowed)}")
-
-
 Overrides = Mapping[str, Any] | Sequence[str]
 
 

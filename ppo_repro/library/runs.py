@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,16 +27,13 @@ if TYPE_CHECKING:
 class Run:
     """A recorded run; what it says is read from its folder each time, so that a run in progress can be looked at.
 
-    At a prompt or in a notebook it shows its folder, state, results and fingerprint.
+    At a prompt it shows its folder, state, results and fingerprint.
     """
 
     path: Path
 
     def __repr__(self) -> str:
-        return _as_line(self.path)
-
-    def _repr_html_(self) -> str:
-        return _as_html(self.path)
+        return f"<{'; '.join(f'{name} {value}' for name, value in _facts(self.path).items())}>"
 
     @property
     def _head(self) -> Head:
@@ -155,21 +151,7 @@ def _facts(run_dir: Path) -> dict[str, str]:
         config = load_config_of(run_dir, head)
         lines["experiment"] = f"{config.experiment}, seed {config.seed}, {config.numerics.mode} numerics"
         lines |= {name: f"{value:.4g}" for name, value in head.final.items() if not isinstance(value, str)}
-        lines["fingerprint"] = head.fingerprint
+        lines["fingerprint"] = head.fingerprint[:12]
     except UserError as error:
         lines["cannot be read"] = str(error)
     return lines
-
-
-def _as_line(run_dir: Path) -> str:
-    """The facts on one line, the fingerprint cut."""
-    found = _facts(run_dir)
-    if "fingerprint" in found:
-        found["fingerprint"] = found["fingerprint"][:12]
-    return f"<{'; '.join(f'{name} {value}' for name, value in found.items())}>"
-
-
-def _as_html(run_dir: Path) -> str:
-    """The facts as a table."""
-    rows = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in _facts(run_dir).items())
-    return f"<table>{''.join(rows)}</table>"

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ppo_repro.commands.kinds import kind_of
 from ppo_repro.commands.memory import within_memory, within_recorded
-from ppo_repro.commands.run_folders import MANIFEST
+from ppo_repro.commands.progress import ConsoleProgress
+from ppo_repro.commands.run_folders import how_to_go_on
 from ppo_repro.config.files import apply_overrides, build_config, load_config
+from ppo_repro.config.inputs import run_folder
 from ppo_repro.config.run import RunConfig
-from ppo_repro.config.section import run_folder
 from ppo_repro.errors import UserError
 from ppo_repro.interrupts import heard
 from ppo_repro.library.checks import Overrides, folder_of, override_lines
-from ppo_repro.library.progress import LibraryProgress, OnIteration
 from ppo_repro.library.reward_file import Reward, reward_path
 from ppo_repro.library.runs import Run, RunOrPath, open_run
 from ppo_repro.ranks import ALONE
+from ppo_repro.records import reader
 from ppo_repro.runs import rerun as rerunner
 from ppo_repro.runs import resume as resumer
 from ppo_repro.runs import run as runner
@@ -28,19 +29,36 @@ from ppo_repro.runs.language import LanguageKind
 from ppo_repro.runs.rerun import Rerun
 from ppo_repro.watcher import Silent
 
+OnIteration = Callable[[Any], object]  # takes a row of the table `iterations`, a pandas Series
+
+
+class _Progress(ConsoleProgress):
+    """What `ppo-repro run` shows, or nothing, and a function that is told of each iteration."""
+
+    def __init__(self, run_dir: Path, on_iteration: OnIteration | None, shows: bool) -> None:
+        super().__init__()
+        self._run_dir, self._on_iteration, self._shows = run_dir, on_iteration, shows
+
+    def _show(self, name: str, done: int, total: int, note: str) -> None:
+        if self._shows:
+            super()._show(name, done, total, note)
+
+    def iteration(self, done: int, total: int, figures: str) -> None:
+        super().iteration(done, total, figures)
+        if self._on_iteration is not None:
+            rows = reader.read_iterations(self._run_dir, iterations=[done - 1], allow_incomplete=True)
+            self._on_iteration(rows.iloc[0])
+
 
 @contextmanager
 def _saying_how_to_go_on(run_dir: Path) -> Iterator[None]:
-    """Let an interrupt say what is kept, in place of where it came."""
+    """Let an interrupt say what is kept, in place of where it came from."""
     try:
         with heard():
             yield
     except KeyboardInterrupt as error:
-        kept = "nothing was recorded; start it again"
-        if (run_dir / MANIFEST).exists():
-            name = str(run_dir)
-            kept = f"complete iterations are kept; go on with ppo_repro.resume({name!r}) or `ppo-repro resume {name}`"
-        raise type(error)(kept) from None
+        command = f"ppo_repro.resume({str(run_dir)!r}) or `ppo-repro resume {run_dir}`"
+        raise type(error)(how_to_go_on(run_dir, command)) from None
 
 
 def train(
@@ -83,7 +101,7 @@ def train(
     run_dir = run_folder(checked, folder)
     with (
         _saying_how_to_go_on(run_dir),
-        LibraryProgress(run_dir, on_iteration, progress) as watcher,
+        _Progress(run_dir, on_iteration, progress) as watcher,
         within_memory(checked, 1),
     ):
         runner.run(LanguageKind(watcher, ALONE), checked, folder)
@@ -133,7 +151,7 @@ def resume(
     path = open_run(run).path
     with (
         _saying_how_to_go_on(path),
-        LibraryProgress(path, on_iteration, progress) as watcher,
+        _Progress(path, on_iteration, progress) as watcher,
         within_recorded(path, lines),
     ):
         resumer.resume(kind_of(path).executed_by(watcher, ALONE), path, lines)

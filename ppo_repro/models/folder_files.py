@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ _SIZES = {
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions"), 2**31),
 }
 _MAY_BE_NULL = {"head_dim", "n_inner", "num_key_value_heads"}
-_POSITIVE = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta")
 _ATTENTION = (None, "eager", "sdpa")
 _DTYPES = {"F32", "F16", "BF16"}
 # masks and frequencies that older versions saved; they are computed today
@@ -115,23 +113,6 @@ def _check_sizes(config: dict[str, Any], where: str) -> None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             raise UserError(f"{where}: config.json has {name} = {_short(value)}; must be an integer from 1 to {most}")
-    rope = config.get("rope_parameters")
-    for name in _POSITIVE:
-        value = (rope if isinstance(rope, dict) and name in rope else config).get(name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not (number and 0 < value < math.inf):
-            raise UserError(f"{where}: config.json has {name} = {_short(value)}; must be a number above 0")
-    hidden = config.get("hidden_size", config.get("n_embd"))
-    heads = config.get("num_attention_heads", config.get("n_head"))
-    if hidden and heads and config.get("head_dim") is None and hidden % heads:
-        raise UserError(f"{where}: config.json has a hidden size of {hidden}; must be a multiple of its {heads} heads")
-    shared = config.get("num_key_value_heads")
-    if heads and shared and heads % shared:
-        raise UserError(f"{where}: config.json has {heads} heads; must be a multiple of num_key_value_heads = {shared}")
-    if (config.get("head_dim") or 2) % 2:
-        raise UserError(
-            f"{where}: config.json has head_dim = {config['head_dim']}; must be even, positions rotate pairs"
-        )
 
 
 def _check_index(folder: Path, where: str) -> None:

@@ -15,8 +15,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
-    AutoModel,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
@@ -139,23 +137,6 @@ def load_value_parameters(folder: Path) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{folder / VALUE_TENSORS}: cannot be read ({reason}); restore it") from error
-
-
-def load_value_model(folder: Path, mode: str, max_context: int) -> ValueModel:
-    """A value model with a trunk of its own, ready for use in the given numerics.
-
-    UserError where the folder is damaged or holds a head on the policy's trunk, which is no model by itself.
-    """
-    parameters = load_value_parameters(folder)
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder}: holds a head on the policy's trunk; put it on the policy of checkpoints/final")
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    trunk = AutoModel.from_config(config, trust_remote_code=False).float()
-    weight = parameters["head.weight"]
-    head = nn.Linear(weight.shape[1], 1)
-    stock = ValueModel(trunk, head)
-    stock.load_state_dict(parameters)
-    return ValueModel(make_policy(trunk, mode, max_context), head)
 
 
 def load_reward_model(folder: Path, mode: str, max_context: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -162,10 +162,3 @@ def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> froz
     if not end_tokens:
         raise UserError("the model has no end token: set eos_token_id in its tokenizer or generation config")
     return end_tokens
-
-
-def input_files(path: Path) -> list[Path]:
-    """The files of a model folder that decide what is loaded; none if there is no folder, which loading refuses."""
-    if not path.is_dir():
-        return []
-    return sorted(p for p in path.iterdir() if p.suffix in {".json", ".safetensors", ".jinja", ".model", ".txt"})

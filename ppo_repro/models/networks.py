@@ -110,13 +110,13 @@ def seen_states(
 
 
 def policy_logits(policy: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """Logits [n, V] float32 at the positions that predict the response tokens."""
-    return logits(policy, hidden_states(trunk_of(policy), batch), batch.rows)
+    """Logits [n, V] float32 on the CPU, at the positions that predict the response tokens."""
+    return logits(policy, hidden_states(trunk_of(policy), batch), batch.rows).cpu()
 
 
 def scalar(head: nn.Linear, hidden: Tensor, rows: Rows, deterministic: bool) -> Tensor:
-    """A head's output [n] for hidden states [n, H]."""
-    return (linear(hidden, head, rows) if deterministic else head(hidden))[:, 0]
+    """A head's output [n] on the CPU for hidden states [n, H]."""
+    return (linear(hidden, head, rows) if deterministic else head(hidden))[:, 0].cpu()
 
 
 def sequence_scores(

@@ -41,7 +41,7 @@ class Platform(NamedTuple):
 _V3 = frozenset(["avx2", "fma", "bmi1", "bmi2", "f16c", "abm", "movbe"])
 _V4 = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 _X86_64 = (
-    Variant("x86_64_v4", ("-mcpu=x86_64_v4", "-mprefer-vector-width=512"), _V4),
+    Variant("x86_64_v4", ("-mcpu=x86_64_v4+prefer_no_gather+prefer_no_scatter", "-mprefer-vector-width=512"), _V4),
     Variant("x86_64_v3", ("-mcpu=x86_64_v3",), _V3),
     Variant("x86_64", ("-mcpu=x86_64",)),
 )

@@ -195,7 +195,7 @@ def _pair_logprobs(
     responses = [response for p in pairs for response in (p.chosen_ids, p.rejected_ids)]
     batch = lay_out([p.prompt_ids for p in pairs for _ in range(2)], responses, padding, slots=slots)
     logprobs, _ = token_statistics(policy_logits(policy, batch), batch.targets, temperature, None, mode)
-    sums = sequence_logprobs(logprobs.cpu(), torch.tensor([len(response) for response in responses]))
+    sums = sequence_logprobs(logprobs, torch.tensor([len(response) for response in responses]))
     return PairLogprobs(sums[0::2], sums[1::2])
 
 

@@ -11,6 +11,7 @@ from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import build_config, build_config_of, read_tree, read_tree_for
 from ppo_repro.config.run import RunConfig
+from ppo_repro.config.yaml_text import read_yaml
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
 from ppo_repro.records.manifest import Head
@@ -32,6 +33,13 @@ def load_recorded_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> 
     check_config(folder, manifest.load_head(folder))
     path = folder / CONFIG_NAME
     return build_config(read_tree_for("run", path, overrides), str(path))
+
+
+def recorded_tree(run_dir: Path, recorded: Head) -> dict[str, Any]:
+    """config.yaml as it is written, its paths not resolved; UserError where it is missing or damaged."""
+    check_config(run_dir, recorded)
+    tree: dict[str, Any] = read_yaml(run_dir / CONFIG_NAME)
+    return tree
 
 
 def load_config_of(run_dir: Path, recorded: Head) -> RunConfig | ControlConfig | DPOConfig:

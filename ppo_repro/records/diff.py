@@ -15,6 +15,8 @@ import pyarrow.compute as pc
 
 from ppo_repro.errors import UserError
 from ppo_repro.records import digests, manifest, reader, schema
+from ppo_repro.records.config_file import recorded_tree
+from ppo_repro.records.inputs import changes, flat
 from ppo_repro.records.manifest import Manifest
 
 ROWS = "(rows)"
@@ -67,6 +69,18 @@ class Difference:
             f"table {self.table}{iteration}, column {self.column}, {where}: {values}; "
             f"{self.unequal_in_column} of {self.rows} rows differ in this column"
         )
+
+
+def setup_changes(left_dir: Path, right_dir: Path) -> dict[str, list[Any]]:
+    """[left, right] of each field, input's SHA-256 and origin in which two runs differ; UserError if one is damaged."""
+    setups = []
+    for run_dir in (left_dir, right_dir):
+        head = manifest.load_head(run_dir)
+        setup = {**flat(recorded_tree(run_dir, head)), **head.inputs}
+        if head.origin is not None:
+            setup["origin"] = f"{head.origin.run} after iteration {head.origin.iteration}"
+        setups.append(setup)
+    return changes(*setups)
 
 
 def first_difference(left_dir: Path | str, right_dir: Path | str) -> Difference | None:

@@ -36,6 +36,17 @@ _SIDE_TABLES: dict[Kind, tuple[schema.Table, ...]] = {
 }
 
 
+class Origin(BaseModel):
+    """Where a forked run comes from: the iterations before `iteration` are those of the other run."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    run: str  # its folder when the fork was made
+    iteration: Annotated[int, Field(ge=1)]  # the first one that the fork computed
+    fingerprint: str  # of the other run up to there
+    changed: dict[str, list[Any]]  # [before, after] of each field and of each input's SHA-256
+
+
 class Head(BaseModel):
     """The content of manifest.json without its own digest; all that a process keeps in memory, however long the run.
 
@@ -49,7 +60,8 @@ class Head(BaseModel):
     kind: Kind = LANGUAGE  # which tables there are: of responses and tokens, or of episodes and their steps
     status: Status
     config_digest: str
-    inputs: dict[str, str]
+    inputs: dict[str, str]  # SHA-256 of copies by name below the run folder, of other inputs by FIELD/FILE
+    origin: Origin | None = None  # None unless the run is a fork
     notes: dict[str, str] = Field(default_factory=dict)  # SHA-256 of environment.json and the other notes
     files: dict[str, str] = Field(default_factory=dict)  # SHA-256 of config.yaml, checkpoints, SHA256SUMS of models
     num_iterations: Annotated[int, Field(ge=0)]

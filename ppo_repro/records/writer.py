@@ -11,6 +11,8 @@ from typing import Any
 import pyarrow as pa
 
 from ppo_repro.config.files import Kind
+from ppo_repro.config.inputs import Inputs
+from ppo_repro.config.yaml_text import write_yaml
 from ppo_repro.errors import UserError
 from ppo_repro.files import atomic_write, require_new, sync
 from ppo_repro.records import arrow, digests, iteration_log, manifest, schema
@@ -21,25 +23,25 @@ from ppo_repro.records.manifest import Head, Status
 
 def lay_out_run(
     run_dir: Path,
-    config_yaml: str,
+    inputs: Inputs,
     environment: Mapping[str, Any],
     config_digest: str,
-    inputs: Mapping[str, str],
     kind: Kind,
 ) -> Path:
     """Make a run folder with an empty manifest under a temporary name, which is returned. UserError where it cannot.
 
     `publish_run` gives it its name, so that it appears whole or not at all.
     """
-    note, config = manifest.note_content(environment), config_yaml.encode()
+    read_from = {"inputs": {name: str(path) for name, path in inputs.copies.items()}} if inputs.copies else {}
+    note, config = manifest.note_content({**environment, **read_from}), write_yaml(inputs.tree).encode()
     head = Head(
         schema_version=schema.SCHEMA_VERSION,
         kind=kind,
         status="running",
         config_digest=config_digest,
-        inputs=dict(sorted(inputs.items())),
+        inputs=dict(sorted(inputs.digests.items())),
         notes={ENVIRONMENT_NAME: manifest.content_digest(note)},
-        files={CONFIG_NAME: manifest.content_digest(config)},
+        files={CONFIG_NAME: manifest.content_digest(config), **{name: inputs.digests[name] for name in inputs.copies}},
         num_iterations=0,
         log_bytes=0,
         final={},
@@ -54,6 +56,12 @@ def lay_out_run(
         for table in manifest.tables_of(head):
             (temporary / "records" / table.name).mkdir(parents=True)
         sync(temporary / "records")
+        for name, path in inputs.copies.items():
+            (temporary / name).parent.mkdir(exist_ok=True)
+            content = path.read_bytes()
+            if manifest.content_digest(content) != inputs.digests[name]:
+                raise UserError(f"{path}: changed while the run began; start it again")
+            atomic_write(temporary / name, content)
         atomic_write(temporary / CONFIG_NAME, config)
         atomic_write(temporary / ENVIRONMENT_NAME, note)
         atomic_write(temporary / iteration_log.FILE_NAME, b"")
@@ -90,7 +98,7 @@ class RunWriter:
 
     def prepare(self, tables: Mapping[str, pa.Table]) -> None:
         """Record the tables of what came before the first iteration."""
-        self._save(preparation=self._written(None, tables))
+        self._save(preparation={**self.head.preparation, **self._written(None, tables)})
 
     def append(self, iteration: int, tables: Mapping[str, pa.Table]) -> None:
         """Record the next iteration: its tables, then its line of the log, then the manifest that counts it."""

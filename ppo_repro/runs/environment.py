@@ -1,4 +1,4 @@
-"""What a run was computed with and from: versions, processor, threads, code, input files. Not in the fingerprint."""
+"""What a run was computed with and from: versions, processor, threads, code. Not in the fingerprint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,13 +17,9 @@ import torch
 from ppo_repro import __version__
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.reward import RewardModelFolder, TrainedRewardModel
-from ppo_repro.config.run import ModelFolder, RunConfig
-from ppo_repro.config.tasks import JsonlTask, PythonTask, ReasoningGymTask
-from ppo_repro.errors import UserError
-from ppo_repro.models.load import input_files
+from ppo_repro.config.run import RunConfig
+from ppo_repro.config.tasks import ReasoningGymTask
 from ppo_repro.numerics import library
-from ppo_repro.tasks.user_code import reward_files
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pandas", "pyarrow", "pydantic")
 
@@ -74,37 +69,3 @@ def describe_environment(config: RunConfig | ControlConfig | DPOConfig, processe
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(status),
     }
-
-
-def file_digests(paths: Iterable[Path]) -> dict[str, str]:
-    """SHA-256 of each input file by absolute path; UserError where one cannot be read."""
-    digests = {}
-    for path in paths:
-        try:
-            with path.open("rb") as file:
-                digests[str(path.resolve())] = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    return digests
-
-
-def check_inputs(inputs: Mapping[str, str]) -> None:
-    """Raise UserError if an input file of a run is gone or has changed; SHA-256 by path."""
-    for path, digest in inputs.items():
-        if file_digests([Path(path)])[str(Path(path).resolve())] != digest:
-            raise UserError(f"{path}: changed since the run was recorded; restore it")
-
-
-def run_inputs(config: RunConfig) -> list[Path]:
-    """The files outside the run folder that the configuration names; not what a reward's file imports or opens."""
-    files = input_files(Path(config.model.path)) if isinstance(config.model, ModelFolder) else []
-    return [*files, *task_inputs(config)]
-
-
-def task_inputs(config: RunConfig) -> list[Path]:
-    """The input files that are not the model's: prompts and reward, a reward model's folder included."""
-    files = [Path(config.task.path)] if isinstance(config.task, JsonlTask | PythonTask) else []
-    model = config.reward.model
-    folder = input_files(Path(model.path)) if isinstance(model, RewardModelFolder) else []
-    pairs = [Path(model.pairs)] if isinstance(model, TrainedRewardModel) and model.pairs is not None else []
-    return [*files, *reward_files(config.reward), *folder, *pairs]

@@ -20,6 +20,7 @@ from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.watcher import Watcher
 
 Config = TypeVar("Config", RunConfig, ControlConfig, DPOConfig)
+Config_contra = TypeVar("Config_contra", RunConfig, ControlConfig, DPOConfig, contravariant=True)
 Final = dict[str, float | int | str]
 
 
@@ -86,7 +87,7 @@ class Resumption(Generic[Item]):
     execution: AbstractContextManager[Execution[Item]]
 
 
-class RunKind(Protocol[Config, Item]):
+class RunKind(Protocol[Config_contra, Item]):
     """One kind of run, and how this process takes part in it."""
 
     @property
@@ -101,19 +102,21 @@ class RunKind(Protocol[Config, Item]):
     @property
     def ranks(self) -> Ranks: ...
 
-    def load_config(self, path: Path, overrides: Sequence[str] = ()) -> Config: ...  # raises UserError
+    def environment(self, config: Config_contra) -> dict[str, Any]: ...  # the content of environment.json
 
-    def input_files(self, config: Config) -> Sequence[Path]: ...  # all that the configuration names outside the run
-
-    def environment(self, config: Config) -> dict[str, Any]: ...  # the content of environment.json
-
-    def begin(self, config: Config, run_dir: Path | None) -> AbstractContextManager[Execution[Item]]:
+    def begin(self, config: Config_contra, run_dir: Path | None) -> AbstractContextManager[Execution[Item]]:
         """An execution from the first iteration, prepared on entry; without `run_dir` it keeps nothing.
 
         UserError at once where these processes cannot compute the configuration.
         """
         ...
 
-    def resume(self, config: Config, run_dir: Path, recorded: Manifest) -> Resumption[Item]:
+    def again(
+        self, config: Config_contra, run_dir: Path, recorded: Manifest
+    ) -> AbstractContextManager[Execution[Item]]:
+        """An execution of what a run computed, a fork from where it began; it keeps nothing. UserError as for begin."""
+        ...
+
+    def resume(self, config: Config_contra, run_dir: Path, recorded: Manifest) -> Resumption[Item]:
         """An execution that goes on with a recorded run; UserError where it cannot. Changes nothing before entry."""
         ...

@@ -25,13 +25,19 @@ from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records.accuracy import FILE_NAME as ACCURACY_NAME
 from ppo_repro.records.accuracy import Accuracy, sentence
 from ppo_repro.records.columns import evaluation_table, iteration_tables, preparation_tables
-from ppo_repro.records.contents import REFERENCE
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.rollout.engine import Engine
-from ppo_repro.runs.checkpoint import Checkpoint
-from ppo_repro.runs.environment import check_inputs, describe_environment, run_inputs, task_inputs
+from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.kind import Ending, Execution, Final, Resumption, Store
-from ppo_repro.runs.models_kept import ModelStore, go_on_from, load_newest, quick_collections, task_digest
+from ppo_repro.runs.models_kept import (
+    ModelStore,
+    Start,
+    forked_start,
+    go_on_from,
+    load_newest,
+    quick_collections,
+    task_digest,
+)
 from ppo_repro.runs.open_engine import require_same_sampler, rollout_engine
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.runs.summary import MANY_CUT, cut_at_the_limit
@@ -117,38 +123,39 @@ class LanguageKind:
     name: ClassVar[Kind] = LANGUAGE
     changeable: ClassVar[Sequence[str]] = ("layout", "rollout.engine", "records")
 
-    def load_config(self, path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-        return load_config(path, overrides)
-
-    def input_files(self, config: RunConfig) -> Sequence[Path]:
-        return run_inputs(config)
-
     def environment(self, config: RunConfig) -> dict[str, Any]:
         return describe_environment(config, self.ranks.size)
 
     def begin(self, config: RunConfig, run_dir: Path | None) -> AbstractContextManager[Execution[Iteration]]:
         return self._open(config, run_dir, None, measured=run_dir is not None)
 
+    def fork(
+        self, config: RunConfig, run_dir: Path | None, start: Start
+    ) -> AbstractContextManager[Execution[Iteration]]:
+        """As `begin`, from a checkpoint of another run."""
+        return self._open(config, run_dir, start)
+
+    def again(
+        self, config: RunConfig, run_dir: Path, recorded: Manifest
+    ) -> AbstractContextManager[Execution[Iteration]]:
+        return self._open(config, None, None if recorded.origin is None else forked_start(run_dir, recorded))
+
     def resume(self, config: RunConfig, run_dir: Path, recorded: Manifest) -> Resumption[Iteration]:
         """From the newest checkpoint, or from the beginning where there is none."""
         require_same_sampler(load_config(run_dir / "config.yaml"), config)
         start = load_newest(run_dir, recorded)
-        # a checkpoint has the model, whose files are then not needed
-        needed = recorded.inputs.keys() if start is None else {str(path.resolve()) for path in task_inputs(config)}
-        check_inputs({path: digest for path, digest in recorded.inputs.items() if path in needed})
-        opened = self._open(config, run_dir, start)
-        return Resumption(0 if start is None else start.iteration, opened)
+        return Resumption(0 if start is None else start.checkpoint.iteration, self._open(config, run_dir, start))
 
     @contextmanager
     def _open(
-        self, config: RunConfig, run_dir: Path | None, start: Checkpoint | None, measured: bool = False
+        self, config: RunConfig, run_dir: Path | None, start: Start | None, measured: bool = False
     ) -> Iterator[LanguageExecution]:
         """PromiseBroken where a rank begins with other weights than the first one.
 
-        `run_dir`: where the first rank keeps something; the others only read there what they go on from.
+        `run_dir`: where the first rank keeps something.
         """
         with naming_learning_rates(config):
-            reference = None if run_dir is None or start is None else run_dir / REFERENCE
+            reference = None if start is None else start.reference
             prepared = prepare(config, self.watcher.warm_start, reference, share=True, ranks=self.ranks)
             asked, prompts = config.rollout.prompts_per_iteration, len(prepared.task.problems.train)
             if asked > prompts:
@@ -159,7 +166,7 @@ class LanguageKind:
             self.ranks.require_same("initial weights", digests)
             accuracy = self._accuracy(config, prepared) if measured else None
             if start is not None:
-                go_on_from(start, prepared)
+                go_on_from(start.checkpoint, prepared)
             store: Store | None = None
             if run_dir is not None and self.ranks.is_first:
                 store = ModelStore(run_dir, config, prepared, task_digest(prepared))

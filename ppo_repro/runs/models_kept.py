@@ -28,18 +28,23 @@ from ppo_repro.models.folders import (
     write_model,
 )
 from ppo_repro.records.contents import (
-    CHECKPOINT,
     CHECKPOINTS_NAME,
     FINAL,
     FINAL_STATE,
+    FORKED_FROM,
     REFERENCE,
     VALUE_MODEL,
     checkpoint_file,
+    checkpoints_of,
+    starts_of,
 )
 from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.prepare import Prepared
+
+SMALL = 10_000_000  # parameters of a policy whose checkpoints cost less than an iteration
+AUTO = 10  # iterations from one of its checkpoints to the next
 
 
 @contextmanager
@@ -79,10 +84,12 @@ def listed(run_dir: Path, *folders: Path) -> dict[str, str]:
     return {path.relative_to(run_dir).as_posix(): file_digest(path) for path in sums}
 
 
-def checkpoints_of(head: Head) -> dict[int, str]:
-    """The checkpoints that the manifest lists: path below the run folder by iteration, oldest first."""
-    named = [(CHECKPOINT.fullmatch(name), name) for name in sorted(head.files)]
-    return {int(match[1]): name for match, name in named if match}
+@dataclass(frozen=True)
+class Start:
+    """What a run goes on from."""
+
+    checkpoint: Checkpoint
+    reference: Path | None  # the model that the run started as; None if its configuration makes or loads it
 
 
 @dataclass(frozen=True)
@@ -97,16 +104,24 @@ class ModelStore:
     def begin(self, files: Mapping[str, str]) -> dict[str, str]:
         """Keep the reference, which no step changes, once for all checkpoints."""
         folder = self.run_dir / REFERENCE
-        if not self.config.checkpoints.every:
+        if not self.every:
             return dict(files)
         if not folder.exists():
             save_model(self.prepared.state.reference, self.prepared.task.tokenizer, folder)
         return {**files, **listed(self.run_dir, folder)}
 
+    @property
+    def every(self) -> int:
+        """Iterations from one checkpoint to the next; 0 for none."""
+        every = self.config.checkpoints.every
+        if every != "auto":
+            return every
+        is_small = sum(weights.numel() for weights in self.prepared.state.policy.parameters()) <= SMALL
+        return AUTO if is_small and self.config.iterations > AUTO else 0
+
     def is_due(self, iteration: int) -> bool:
         """Whether `save` is to be called after `iteration` iterations."""
-        every = self.config.checkpoints.every
-        return every > 0 and iteration % every == 0
+        return self.every > 0 and iteration % self.every == 0
 
     def save(self, head: Head, link: str) -> dict[str, str]:
         """Write a checkpoint; `link` is the last one in the chain. Only the newest ones are listed then."""
@@ -170,25 +185,43 @@ class ModelStore:
         return policy, Path(term.path) if isinstance(term, RewardModelFolder) else beside / "reward_model"
 
 
-def load_newest(run_dir: Path, recorded: Manifest) -> Checkpoint | None:
+def load_newest(run_dir: Path, recorded: Manifest) -> Start | None:
     """The newest checkpoint that is there, None without one; UserError where it or the reference is damaged.
 
     An older one is not taken instead: the user decides that, by removing what the message names.
     """
-    there = {number: name for number, name in checkpoints_of(recorded).items() if (run_dir / name).exists()}
+    there = starts_of(run_dir, recorded)
     if not there:
         return None
     newest = max(there)
     before = [number for number in there if number < newest]
     otherwise = f"resume from iteration {max(before)}" if before else "start from the beginning"
     try:
-        saved = checkpoint.load(run_dir / there[newest], recorded.files[there[newest]])
-        check_sums(run_dir / REFERENCE)
+        start = load_start(run_dir, recorded, newest)
     except UserError as error:
         raise UserError(f"{error}; or remove {run_dir / there[newest]} to {otherwise}") from error
-    if saved.chain != recorded.iterations[newest - 1].chain:
+    if start.checkpoint.chain != recorded.iterations[newest - 1].chain:
         raise UserError(f"{run_dir / there[newest]}: is not of this run; remove it to {otherwise}")
-    return saved
+    return start
+
+
+def load_start(run_dir: Path, recorded: Manifest, iteration: int) -> Start:
+    """The checkpoint after `iteration` iterations, or the final state; UserError where a file of it is damaged."""
+    name = starts_of(run_dir, recorded).get(iteration)
+    return _start(run_dir, recorded, name)
+
+
+def forked_start(run_dir: Path, recorded: Manifest) -> Start:
+    """What a forked run began with; UserError as in `load_start`."""
+    return _start(run_dir, recorded, FORKED_FROM)
+
+
+def _start(run_dir: Path, recorded: Manifest, name: str | None) -> Start:
+    saved = load_final(run_dir, recorded) if name is None else checkpoint.load(run_dir / name, recorded.files[name])
+    kept = f"{REFERENCE}/{SUMS_NAME}" in recorded.files
+    if kept:
+        check_sums(run_dir / REFERENCE)
+    return Start(saved, run_dir / REFERENCE if kept else None)
 
 
 def load_final(run_dir: Path, recorded: Manifest) -> Checkpoint:
@@ -208,7 +241,7 @@ def load_final(run_dir: Path, recorded: Manifest) -> Checkpoint:
 
 def go_on_from(start: Checkpoint, prepared: Prepared) -> None:
     """Bring the state of a run prepared from the reference folder to where `start` is; UserError if it does not fit."""
-    if task_digest(prepared) != start.task:
+    if start.task not in ("", task_digest(prepared)):  # a fork may have other prompts
         raise UserError("prompts, answers or end tokens are not what they were when the run started; restore them")
     try:
         checkpoint.restore(start, prepared.state)

@@ -12,7 +12,6 @@ from ppo_repro.clock import Clock
 from ppo_repro.records import digests, manifest, reader
 from ppo_repro.records.diff import Difference, first_final_difference, from_recorded
 from ppo_repro.records.manifest import Manifest
-from ppo_repro.runs.environment import check_inputs
 from ppo_repro.runs.kind import Config, Item, RunKind
 from ppo_repro.runs.resume import recorded_config
 from ppo_repro.runs.run import require_same_start
@@ -24,22 +23,25 @@ class Rerun:
 
     difference: Difference | None
     fingerprint: str  # of the new execution, as far as it went
-    iterations: int
+    iterations: int  # computed again
 
 
-def rerun(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] = ()) -> Rerun:
+def rerun(
+    kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] = (), elsewhere: Path | None = None
+) -> Rerun:
     """Execute a recorded configuration again, in memory, and compare every buffer with the files.
 
-    `overrides` may change what must not change a bit. Stops at the first difference. UserError if the run is
-    incomplete or damaged, its configuration or inputs have changed or an override could change a result. Of several
-    processes the first one compares; all return the same.
+    `overrides` may change what must not change a bit. `elsewhere`: where models may lie by now. Of a fork only its own
+    iterations are computed. Stops at the first difference. UserError if the run is incomplete or damaged, an input is
+    nowhere or an override could change a result. Of several processes the first one compares; all return the same.
     """
     recorded = reader.open_manifest(run_dir)
-    config = recorded_config(kind, run_dir, recorded, overrides)
-    opened = kind.begin(config, None)
-    check_inputs(recorded.inputs)
+    config = recorded_config(kind, run_dir, recorded, overrides, elsewhere)
+    opened = kind.again(config, run_dir, recorded)
     require_same_start(kind.ranks, config, recorded.inputs)
-    fingerprint, first = digests.FINGERPRINT_SEED, kind.ranks.first
+    begun = 0 if recorded.origin is None else recorded.origin.iteration
+    fingerprint = digests.FINGERPRINT_SEED if recorded.origin is None else recorded.origin.fingerprint
+    first = kind.ranks.first
     with opened as execution:
         difference = first(from_recorded, run_dir, recorded, None, execution.preparation_tables())
         if difference is not None:
@@ -49,12 +51,12 @@ def rerun(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] =
             difference = first(from_recorded, run_dir, recorded, item.index, tables)
             fingerprint = first(_next_link, recorded, tables, fingerprint)
             if difference is not None:
-                return Rerun(difference, fingerprint, item.index + 1)
+                return Rerun(difference, fingerprint, item.index + 1 - begun)
             kind.watcher.iteration(item.index + 1, config.iterations, execution.progress(item))
         ending = execution.ending(Clock())
     difference = first(from_recorded, run_dir, recorded, recorded.num_iterations, ending.tables)
     difference = difference or first_final_difference(recorded.final, ending.results)
-    return Rerun(difference, manifest.finished_fingerprint(fingerprint, ending.results), config.iterations)
+    return Rerun(difference, manifest.finished_fingerprint(fingerprint, ending.results), config.iterations - begun)
 
 
 def _next_link(recorded: Manifest, tables: Mapping[str, pa.Table], fingerprint: str) -> str:

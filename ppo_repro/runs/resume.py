@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from ppo_repro.clock import Clock, as_text
+from ppo_repro.config.files import apply_overrides, build_config_of
 from ppo_repro.errors import UserError
-from ppo_repro.files import only_writer
+from ppo_repro.files import SUMS_NAME, only_writer
 from ppo_repro.records import manifest
-from ppo_repro.records.config_file import CONFIG_NAME, check_config, resumed_notes
-from ppo_repro.records.contents import CHECKPOINT, CHECKPOINTS_NAME, UNEQUAL
+from ppo_repro.records.config_file import CONFIG_NAME, resumed_notes
+from ppo_repro.records.contents import CHECKPOINT, CHECKPOINTS_NAME, REFERENCE, UNEQUAL, starts_of
+from ppo_repro.records.inputs import located_tree
 from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.records.times import STARTED
 from ppo_repro.records.writer import RunWriter
@@ -29,11 +31,14 @@ class Resumed:
     recorded: int  # iterations recorded by then; those from `start` on were computed again and compared
 
 
-def resume(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] = ()) -> Resumed:
+def resume(
+    kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] = (), elsewhere: Path | None = None
+) -> Resumed:
     """Continue a run from its newest checkpoint, or from the beginning, until it is complete.
 
-    `overrides` may change what must not change a bit. UserError if another process writes the run, it is finished,
-    a file of it is damaged, its inputs have changed or an override could change a result; then nothing has changed.
+    `overrides` may change what must not change a bit. `elsewhere`: where models may lie by now. UserError if another
+    process writes the run, it is finished, a file of it is damaged, an input is nowhere or an override could change a
+    result; then nothing has changed.
     PromiseBroken if an iteration computed again differs from its record. Of several processes the first one records.
     """
     clock, ranks = Clock(), kind.ranks
@@ -42,7 +47,9 @@ def resume(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] 
         recorded = manifest.load(run_dir)
         if recorded.status == "complete":
             raise UserError(f"{run_dir}: the run is finished; look at it with `ppo-repro show {run_dir}`")
-        config = recorded_config(kind, run_dir, recorded, overrides)
+        # a checkpoint has the model
+        model_too = not starts_of(run_dir, recorded) or f"{REFERENCE}/{SUMS_NAME}" not in recorded.files
+        config = recorded_config(kind, run_dir, recorded, overrides, elsewhere, model_too)
         resumption = kind.resume(config, run_dir, recorded)
         require_same_start(ranks, config, recorded.inputs)
         ranks.require_same("iterations to go on from", (resumption.start, recorded.num_iterations))
@@ -69,17 +76,29 @@ def resume(kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] 
     return resumed
 
 
-def recorded_config(kind: RunKind[Config, Item], run_dir: Path, recorded: Manifest, overrides: Sequence[str]) -> Config:
-    """The configuration of a recorded run with `overrides`; UserError for one that could change a result."""
+def recorded_config(
+    kind: RunKind[Config, Item],
+    run_dir: Path,
+    recorded: Manifest,
+    overrides: Sequence[str],
+    elsewhere: Path | None,
+    model_too: bool = True,
+) -> Config:
+    """The configuration of a recorded run with `overrides`, its inputs found; UserError for what could change a result.
+
+    `model_too`: the model of the policy has to be there.
+    """
     groups = " and ".join(kind.changeable)
     for override in overrides:
         if not override.startswith(tuple(f"{group}{end}" for group in kind.changeable for end in ".=")):
             raise UserError(
-                f"--set {override}: a recorded run may change fields of {groups} only; "
-                "for another field start a run of its own"
+                f"--set {override}: a recorded run may change fields of {groups} only; for another field "
+                f"start a run of its own, or go on from a checkpoint with `ppo-repro fork {run_dir}`"
             )
-    check_config(run_dir, recorded)
-    return kind.load_config(run_dir / CONFIG_NAME, overrides)
+    tree = located_tree(run_dir, recorded, elsewhere, model_too)
+    apply_overrides(tree, overrides)
+    config: Config = build_config_of(kind.name, tree, str(run_dir / CONFIG_NAME))  # type: ignore[assignment]
+    return config
 
 
 def _files_to_go_on_with(run_dir: Path, recorded: Head, start: int) -> dict[str, str]:

@@ -12,9 +12,8 @@ from pathlib import Path
 from ppo_repro.clock import OTHER, Clock, as_text
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.files import dump_yaml
+from ppo_repro.config.inputs import gather, run_digest, run_folder
 from ppo_repro.config.run import RunConfig
-from ppo_repro.config.section import run_folder
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.files import SUMS_NAME, file_digest, only_writer, remove_folder
 from ppo_repro.ranks import Ranks
@@ -24,7 +23,6 @@ from ppo_repro.records.diff import Difference, from_recorded
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.records.times import STARTED
 from ppo_repro.records.writer import RunWriter
-from ppo_repro.runs.environment import file_digests
 from ppo_repro.runs.kind import Config, Execution, Item, RunKind
 from ppo_repro.runs.unequal import keeping_unequal
 from ppo_repro.stages.agreement import UnequalBits
@@ -39,18 +37,18 @@ def run(
     Of several processes the first one records. `clock`: one that runs already, whose phases count too.
     """
     clock = Clock() if clock is None else clock
-    run_dir, ranks = run_folder(config, out), kind.ranks
+    inputs, ranks = gather(config), kind.ranks
+    run_dir = run_folder(config, out)
     execution = kind.begin(config, run_dir if ranks.is_first else None)
-    inputs = file_digests(kind.input_files(config))
     clock.lap("inputs")
     if not ranks.is_first:
-        require_same_start(ranks, config, inputs)
+        require_same_start(ranks, config, inputs.digests)
         work_along(execution)
         return run_dir, {}
     environment = {**kind.environment(config), STARTED: as_text(clock.started)}
-    temporary = writer.lay_out_run(run_dir, dump_yaml(config), environment, config.digest(), inputs, kind.name)
-    with _new_run(temporary, run_dir):
-        require_same_start(ranks, config, inputs)
+    temporary = writer.lay_out_run(run_dir, inputs, environment, run_digest(inputs), kind.name)
+    with new_run(temporary, run_dir):
+        require_same_start(ranks, config, inputs.digests)
         clock.lap("records")
         execute(kind, config, run_dir, execution, clock)
     return run_dir, clock.with_total()
@@ -71,11 +69,11 @@ def work_along(opened: AbstractContextManager[Execution[Item]]) -> None:
 
 
 @contextmanager
-def _new_run(temporary: Path, run_dir: Path) -> Iterator[None]:
+def new_run(temporary: Path, run_dir: Path, begun: int = 0) -> Iterator[None]:
     """Give a folder that was laid out its name; this process is its only writer until the block ends.
 
-    An exception may come at any instant, as Ctrl-C does: no folder is left that says "running". A run without a
-    complete iteration is removed, unless its bits were unequal, which is to be looked at.
+    An exception may come at any instant, as Ctrl-C does: no folder is left that says "running". A run with no complete
+    iteration after the first `begun` is removed, unless its bits were unequal, which is to be looked at.
     """
     with only_writer(temporary):  # the lock belongs to the file, whichever folder it is in later
         try:
@@ -84,7 +82,7 @@ def _new_run(temporary: Path, run_dir: Path) -> Iterator[None]:
         except BaseException as error:
             if temporary.exists():  # it has not been renamed yet
                 shutil.rmtree(temporary, ignore_errors=True)
-            elif manifest.load_head(run_dir).num_iterations or isinstance(error, UnequalBits):
+            elif manifest.load_head(run_dir).num_iterations > begun or isinstance(error, UnequalBits):
                 mark_ended(run_dir, error)
             else:
                 remove_folder(run_dir)
@@ -201,10 +199,9 @@ def _begin(recorded: Manifest, written: RunWriter, execution: Execution[Item]) -
     if execution.store is not None:
         written.list_files(execution.store.begin(written.head.files))
     tables = execution.preparation_tables()
-    if recorded.preparation:
-        require_none(from_recorded(written.run_dir, recorded, None, tables))
-    elif tables:
-        written.prepare(tables)
+    require_none(from_recorded(written.run_dir, recorded, None, tables))
+    if new := {name: table for name, table in tables.items() if name not in recorded.preparation}:
+        written.prepare(new)
 
 
 def _remove_unlisted(run_dir: Path, before: dict[str, str], now: dict[str, str]) -> None:

@@ -150,14 +150,15 @@ def summarise(run_dir: Path, seconds: dict[str, float] | None = None) -> Languag
         score_before=float(rows["eval_score"].iloc[0]),
         score_after=float(manifest.final["eval_score"]),
         cut_fraction=float((rows["truncated_fraction"] * rows["sequences"]).sum() / rows["sequences"].sum()),
-        has_answers=_has_answers(run_dir),
+        has_answers=has_answers(run_dir),
         numerical_accuracy=read_accuracy(run_dir, manifest),
     )
 
 
-def _has_answers(run_dir: Path) -> bool:
+def has_answers(run_dir: Path) -> bool:
+    """Whether a response of a language run can be right: its prompts have answers, or the task a verifier."""
     terms = load_recorded_config(run_dir).reward.terms
-    answers = reader.read_sequences(run_dir, columns=["answer"], iterations=[0])["answer"]
+    answers = reader.read_sequences(run_dir, columns=["answer"], iterations=[0], allow_incomplete=True)["answer"]
     return any(isinstance(term, Verifier) for term in terms) or bool((answers != "").any())
 
 

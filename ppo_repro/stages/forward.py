@@ -79,7 +79,7 @@ def _in_reward_units(predictions: Tensor, returns: ReturnStatistics) -> Tensor:
 def values_in_reward_units(state: TrainState, hidden: Tensor, m: MicroBatch) -> Tensor:
     """Return V [n] float32 before each token from the hidden states [n, H] of the value model's trunk."""
     assert state.value_model is not None
-    return _in_reward_units(values_of(state.value_model, hidden, m.batch).cpu(), state.coefficients.returns)
+    return _in_reward_units(values_of(state.value_model, hidden, m.batch), state.coefficients.returns)
 
 
 def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ from analysis.dialects.formulas import Bounds, evaluate
 from analysis.dialects.report import long_table
 from analysis.dialects.table import KEYS
 from ppo_repro.records import reader
-from tests.analysis.clipping.rows import RULE, make_item
+from tests.analysis.clipping.rows import RULE
 from tests.analysis.padded_rows import Padded, close, few, padded_rollout, padded_steps, random_item, seeds
 
 PLACES = ["epoch", "minibatch"]
@@ -85,16 +85,6 @@ def test_trl_means_over_padding_as_it_does(seed: int) -> None:
         "objective/entropy": (-g).sum(1).mean(),
     }
     close(of(item, "TRL"), expected)
-
-
-def test_trl_padding_by_hand() -> None:
-    # responses of 1 and 3 tokens, width 3: two padded cells
-    moved = np.array([[1.0, 0.0, 0.0, 0.0]])
-    item = make_item([1, 3], moved, np.ones(4), replace(RULE, anchor="rollout"), old_logprobs=np.full(4, -2.0))
-    row = of(item, "TRL")
-    assert row["policy/approxkl_avg"] == pytest.approx(0.5 / 6) and row["val/ratio"] == pytest.approx((np.e + 5) / 6)
-    # 2 - 1 - 1 for the short response, 6 for the long one
-    assert row["objective/entropy"] == 3.0
 
 
 @few
@@ -293,15 +283,6 @@ def test_prime_rl(seed: int) -> None:
             "is_masked_low": s.mean((s.A < 0) & (delta < -0.05)),
         }
         close(row, expected)
-
-
-def test_the_same_tokens_have_many_clip_fractions() -> None:
-    # up and wanted, up and unwanted, inside: one response of three tokens
-    up = np.log(1.5)
-    item = make_item([3], np.array([[up, up, 0.0]]), np.array([1.0, -1.0, 1.0]))
-    assert of(item, "CleanRL")["losses/clipfrac"] == pytest.approx(2 / 3)
-    assert of(item, "verl")["actor/pg_clipfrac"] == pytest.approx(1 / 3)
-    assert steps(item, "TRL")[0]["clip_ratio/high_mean"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("name", ["deterministic_run", "native_run"])

@@ -21,8 +21,7 @@ COMMANDS = {
     "analysis.tokenization": ("analysis.tokenization.tables", ["RUN", "--boundary", "leading"]),
     "analysis.dialects.report": ("analysis.dialects.report", ["RUN"]),
     "analysis.grids.table": ("analysis.grids.table", ["RUN"]),
-    "analysis.grids.figure": ("analysis.grids.figure", ["RUN", "x.svg"]),
-    "analysis.report.readme_figure": ("analysis.report.readme_figure", ["RUN", "--out", "x.svg"]),
+    "analysis.figures": ("analysis.figures", ["learning", "x.svg", "RUN"]),
 }
 Ask = Callable[..., tuple[int, str, str]]
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ppo_repro.testing.dumps import Response, turns_of
 from tests.support.models import VOCAB, qwen3_config, seeded, small_model
 
-TEMPERATURE, BOS_ID, PAD_ID = 0.8, 1, 0
+TEMPERATURE, BOS_ID, EOS_ID, PAD_ID = 0.8, 1, 2, 0
 SHAPE = ((6, 9), (4, 17), (5, 12), (7, 20), (3, 15), (6, 11), (5, 8), (4, 17))  # tokens of prompt and response
 Values = list[Tensor]
 

@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ppo_repro.audit.causes import Sampling
+from ppo_repro.audit.causes import CAUSES, Sampling
 from ppo_repro.audit.judge import Audit, Settings, audit
 from ppo_repro.audit.page import page
 from ppo_repro.audit.search import Subject
@@ -30,16 +30,17 @@ from ppo_repro.audit.ways import Special
 from ppo_repro.audit.words import lines
 from tests.audit.material import (
     BOS_ID,
+    EOS_ID,
     FAULTS,
     KNOWN,
     PAD_ID,
     TEMPERATURE,
     Material,
     Values,
-    cut,
     material,
     old,
 )
+from tests.audit.outsider import OF_OUTSIDER, OUTSIDER
 from tests.support.html_page import check
 from tests.support.models import CONTEXT, VOCAB, qwen3_config, seeded, small_model
 
@@ -53,7 +54,7 @@ def made() -> Material:
 
 @pytest.fixture(scope="module")
 def subject(made: Material) -> Subject:
-    return Subject(made.model, {"weights of old": old()}, Special(BOS_ID, PAD_ID, None, CONTEXT))
+    return Subject(made.model, {"weights of old": old()}, Special(BOS_ID, EOS_ID, PAD_ID, None, CONTEXT))
 
 
 def judged(made: Material, subject: Subject, sampler: Values, trainer: Values) -> Audit:
@@ -67,26 +68,48 @@ def test_stock_float32_is_right_on_both_sides(made: Material, subject: Subject) 
     assert 0 < found.sampler.rms < 2e-6 and lines(found)[-1] == "verdict: both sides are right"
 
 
-QUICK = {"base 2", "moved left by 5", "BOS"}
+QUICK = {"base 2", "moved left by 5", "BOS", "logits cast to bfloat16", "EOS banned", "ceiling"}
+EVERY = FAULTS | OUTSIDER
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FAULTS])
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in EVERY])
 def test_the_cause_is_named_or_unknown_and_never_another(made: Material, subject: Subject, name: str) -> None:
-    fault, cause = FAULTS[name]
+    fault, cause = EVERY[name]
     bad, good = fault(made), made.logprobs()
     is_sampler = len(name) % 2 == 0  # either side may be the wrong one
     found = judged(made, subject, *((bad, good) if is_sampler else (good, bad)))
     wrong, right = (found.sampler, found.trainer) if is_sampler else (found.trainer, found.sampler)
     assert right.is_right and right.cause == "" and not wrong.is_right
     assert wrong.cause.startswith(cause), wrong.cause
-    assert KNOWN.get(name, "") in "; ".join(wrong.known)
-    if wrong.cause != "unknown":
+    assert (KNOWN | OF_OUTSIDER).get(name, "") in "; ".join(wrong.known)
+    if wrong.tried and wrong.cause != "unknown":
         assert wrong.left <= 0.5 * wrong.rms and wrong.tried[0].explains and wrong.advice
         assert all(a.left <= b.left for a, b in pairwise(wrong.tried) if a.explains == b.explains)
     assert len({t.words for t in wrong.tried}) == len(wrong.tried)
     assert lines(found)[-1] == f"verdict: the {wrong.name} is wrong"
 
 
+def test_every_entry_of_the_table_has_a_fault_that_it_names(made: Material) -> None:
+    """A cause that nothing here shows is not tested: these few are shown in tests of their own."""
+    expected = " | ".join(cause for _, cause in EVERY.values())
+    shown = {c.name.partition("{")[0].strip() for c in CAUSES}
+    missing = {name for name in shown if name not in expected}
+    assert missing <= {
+        "normalised over the tokens that top-p keeps",
+        "normalised over the tokens that min-p keeps",
+        "of the processed distribution, not of all tokens",
+        "of all tokens, not of the processed distribution",
+        "the entropy",
+        "the logit, not normalised",
+        "multiplied by the temperature",
+        "sums of the tokens before",
+        "without the entries between turns",
+        "in the opposite order",
+        "normalised over the tokens that the cuts keep of logits not divided by the temperature",
+    }
+
+
+@pytest.mark.slow
 def test_a_single_wrong_token_among_many_is_seen(made: Material, subject: Subject) -> None:
     good = made.logprobs()
     bad = [v.clone() for v in good]
@@ -136,17 +159,7 @@ def test_log_probs_of_the_processed_distribution_are_right_if_both_sides_have_th
     mask = [(~v.isnan()).tolist() for v in values]
     found = audit(subject, made.dump(values, values, mask), Settings(sampling))
     assert found.sampler.is_right and found.trainer.is_right
-    assert (found.sampler.definition == "processed") == sampling.cuts
-
-
-@pytest.mark.slow
-def test_each_side_is_judged_by_the_distribution_that_it_is_said_to_have(made: Material, subject: Subject) -> None:
-    raw, tempered, kept = made.logprobs(temperature=1.0), made.logprobs(), cut("top-k", 8)(made)
-    dump = made.dump(raw, tempered)
-    said = Settings(GIVEN.sampling, "raw", "tempered")
-    assert audit(subject, dump, said).sampler.is_right and not audit(subject, dump, GIVEN).sampler.is_right
-    found = audit(subject, made.dump(kept, tempered), Settings(GIVEN.sampling, "processed", "processed"))
-    assert found.sampler.is_right and found.trainer.cause == "of all tokens, not of the processed distribution"
+    assert (found.sampler.definition == "processed") == (sampling.cuts > 0)
 
 
 # turns
@@ -204,7 +217,7 @@ def test_an_architecture_that_the_kernels_do_not_know(name: str) -> None:
             if parameter.dim() > 1:
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
     other = material(model, ((6, 9), (4, 12), (5, 10)))
-    alone = Subject(model, {}, Special(BOS_ID, PAD_ID, None, CONTEXT))
+    alone = Subject(model, {}, Special(BOS_ID, EOS_ID, PAD_ID, None, CONTEXT))
     good = other.logprobs()
     assert judged(other, alone, good, good).sampler.is_right
     with_bos = other.logprobs(other.logits(prompt=lambda i: [BOS_ID, *other.prompts[i]]))

@@ -36,7 +36,7 @@ def tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerBase:
 def prompts(of: PreTrainedTokenizerBase, text: str) -> dict[str, str]:
     """By the words of a way, the text that it makes of a prompt."""
     one = response(tuple(of(text).input_ids), (3,))
-    found = ways.ways([one], Special(None, None, of, None))
+    found = ways.ways([one], Special(None, None, None, of, None))
     return {words: of.decode(list(fed[0][0].ids)) for words, fed in found.items() if fed[0][0].positions is None}
 
 

@@ -21,7 +21,7 @@ from tests.support.cli import Cli, one_line
 from tests.support.paths import ROOT, TINY
 
 CONFIGURED = ("run", "control", "probe", "plan", "dpo", "grid", "bisect")
-RECORDED = ("resume", "rerun", "verify", "show", "track", "report")
+RECORDED = ("resume", "rerun", "verify", "show", "track", "report", "view")
 LOGIN = "http://user:secret@127.0.0.1:9/x"
 
 # what a file may hold, and what is said of it
@@ -93,16 +93,6 @@ def test_an_override_that_is_no_value(cli: Cli, override: str, said: str) -> Non
     assert code == 2 and out == "" and said in one_line(err) and len(err) < 1100 and "secret" not in err
 
 
-def test_a_grid_of_a_million_cells_is_counted_and_not_made(cli: Cli, tmp_path: Path) -> None:
-    numbers = list(range(1, 101))
-    axes = {"ppo.epochs": numbers, "ppo.iterations": numbers, "evaluation.every": numbers}
-    tree = {"question": "q?", "expectation": "e.", "base": str(TINY), "axes": axes, "seeds": [1]}
-    (tmp_path / "g.yaml").write_text(json.dumps(tree))
-    code, out, err = cli("grid", tmp_path / "g.yaml", "--out", tmp_path / "out")
-    assert code == 2 and out == "" and not (tmp_path / "out").exists()
-    assert "100 x 100 x 100 x 1 (axes x seeds) = 1000000 cells; at most 10000" in one_line(err)
-
-
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -145,14 +135,6 @@ def test_a_password_is_masked(text: str, shown: str, capsys: pytest.CaptureFixtu
     output.say(text)
     output.tell(text)
     assert capsys.readouterr() == (shown + "\n", shown + "\n")
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["http://host:5000/a@b", "sqlite:////home/me@work/x.db", "a@b: c", "s3://bucket/x@y", "--max-total-tokens 9"],
-)
-def test_what_is_no_password_stays(text: str) -> None:
-    assert masked(text) == text and not has_password(text)
 
 
 def program(*arguments: str, shell_end: str) -> subprocess.CompletedProcess[str]:

@@ -5,22 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from ppo_repro.commands.run_folders import latest_run
-from ppo_repro.files import only_writer
 from ppo_repro.records import manifest
 from tests.support.cli import Cli, one_line
-from tests.support.paths import ROOT, SMALL_CONTROL, TINY
-
-
-def errors(err: str) -> list[str]:
-    return [line for line in err.splitlines() if line.startswith("error: ")]
+from tests.support.paths import SMALL_CONTROL, TINY
 
 
 @pytest.mark.parametrize(
@@ -37,12 +30,6 @@ def errors(err: str) -> list[str]:
 def test_the_word_that_was_meant(cli: Cli, arguments: list[str], said: str) -> None:
     code, out, err = cli(*arguments)
     assert code == 2 and out == "" and said in one_line(err)
-
-
-def test_a_file_full_of_mistakes_fills_no_screen(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("".join(f"field{index}: 1\n" for index in range(1000)))
-    code, _, err = cli("plan", tmp_path / "c.yaml")
-    assert code == 2 and len(errors(err)) == 31 and errors(err)[-1].endswith("more mistakes; correct these first")
 
 
 def test_the_seed_of_the_command_line(cli: Cli) -> None:
@@ -105,18 +92,6 @@ def test_ls_lists_runs_the_newest_first(cli: Cli, runs: Path, deterministic_run:
     ]
 
 
-def test_ls_tells_a_killed_run_from_one_that_is_written(cli: Cli, runs: Path) -> None:
-    run_dir = runs / "a" / "one"
-    head = manifest.load_head(run_dir)
-    running = head.model_copy(update={"status": "running", "final": {}, "fingerprint": "0" * 64, "ending": {}})
-    manifest.save(running, run_dir)
-    with only_writer(run_dir):
-        assert json.loads(cli("ls", runs / "a", "--json")[1])["runs"][0]["state"] == "running"
-    assert json.loads(cli("ls", runs / "a", "--json")[1])["runs"][0]["state"] == "killed"
-    with only_writer(run_dir):
-        pass  # looking left no lock
-
-
 def test_latest_is_the_run_that_was_written_last(cli: Cli, runs: Path) -> None:
     shutil.rmtree(runs / "a" / "b")
     assert latest_run() == Path("runs/a/one")
@@ -127,34 +102,3 @@ def test_latest_is_the_run_that_was_written_last(cli: Cli, runs: Path) -> None:
     assert cli("diff", "latest", runs / "two")[0] == 1
     os.utime(runs / "two" / manifest.FILE_NAME)
     assert cli("diff", "latest", runs / "two")[0] == 0
-
-
-def test_latest_without_a_run(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for command in ("show", "resume", "rerun", "verify", "track", "report", "replay", "bisect"):
-        code, out, err = cli(command, "latest")
-        assert code == 2 and out == "" and "there is no run in runs; give the folder of a run" in one_line(err)
-    (tmp_path / "latest").mkdir()
-    assert "latest: holds no manifest.json" in cli("show", "latest")[2], "a folder of that name is what is meant"
-
-
-def completions(line: str, shell: str = "bash", cwd: Path = ROOT) -> set[str]:
-    """What a shell is offered for a line that the cursor stands behind."""
-    environment = {
-        **os.environ, "_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line)),
-        "_ARGCOMPLETE_SHELL": shell, "_ARGCOMPLETE_STDOUT_FILENAME": "/dev/stdout", "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
-    command = [sys.executable, "-m", "ppo_repro"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, check=False)
-    assert done.returncode == 0, done.stderr
-    return {word.strip() for word in done.stdout.split("\n")}
-
-
-@pytest.mark.slow
-def test_a_shell_completes_commands_options_fields_and_runs(tmp_path: Path, runs: Path) -> None:
-    pytest.importorskip("argcomplete")
-    assert completions("ppo-repro re") >= {"resume", "rerun", "report", "replay"}
-    assert "--seed" in completions("ppo-repro run --s") and "--set" in completions("ppo-repro run --s")
-    assert "ppo.objective.clip_range=" in completions("ppo-repro run x.yaml --set ppo.objective.cl")
-    assert completions("ppo-repro show lat", cwd=tmp_path) == {"latest"}
-    assert "runs/two" in completions("ppo-repro show runs/t", cwd=tmp_path)

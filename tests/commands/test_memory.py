@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from ppo_repro.commands import memory
 from ppo_repro.commands.cli import _run
 from ppo_repro.commands.memory import within_memory
-from ppo_repro.errors import UserError, is_out_of_memory
+from ppo_repro.errors import UserError
 from ppo_repro.plan import in_words, plan_run
 from ppo_repro.runs import run as runner
 from tests.support.cli import Cli, one_line
@@ -54,15 +54,6 @@ def test_every_kind_of_failed_allocation_is_one_line(
     plan = in_words(plan_run(small_config()), True)
     assert code == 2 and one_line(err) == f"error: out of memory; {plan}" and plan.startswith("the plan needs up to")
     assert [path for path in tmp_path.rglob("*") if path.is_file() or path.name.startswith("seed")] == []
-
-
-@pytest.mark.parametrize(
-    "error", [RuntimeError("mat1 and mat2"), OSError(errno.ENOSPC, "No space"), UserError("out of memory")], ids=repr
-)
-def test_other_errors_are_not_taken_for_it(error: Exception) -> None:
-    assert not is_out_of_memory(error)
-    with pytest.raises(type(error)), within_memory(small_config()):
-        raise error
 
 
 def test_what_cannot_fit_is_refused_before_it_begins(

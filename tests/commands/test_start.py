@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 
 from ppo_repro.commands.first_look import check_files
 from ppo_repro.config.files import load_config
-from ppo_repro.config.run import ModelFolder
 from tests.support.cli import Cli, one_line
 from tests.support.paths import ROOT
 
@@ -45,20 +43,6 @@ def test_nothing_is_overwritten(cli: Cli, tmp_path: Path, name: str) -> None:
     code, out, err = cli("init", tmp_path)
     assert code == 2 and out == "" and f"{tmp_path / name}: exists already; nothing was written" in one_line(err)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(name, "mine")]
-
-
-def test_the_real_model_is_taken_where_it_was_fetched(
-    cli: Cli, tmp_path: Path, deterministic_run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    model = tmp_path / "models" / "smollm2"
-    shutil.copytree(deterministic_run / "checkpoints" / "final", model)
-    code, out, _ = cli("init", "new")
-    assert code == 0 and "SmolLM2 in models/smollm2" in out
-    monkeypatch.chdir(tmp_path / "new")
-    config = load_config(Path("run.yaml"))
-    assert isinstance(config.model, ModelFolder) and Path(config.model.path) == model
-    check_files(config)
 
 
 @pytest.mark.slow

@@ -13,17 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ppo_repro.control.distributions import Categorical, DiagonalGaussian, gumbels, normals
-from ppo_repro.errors import NumericsError
 from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.rows import alone, slots_of
 from tests.support.float32 import bits, finite, tensor
 
 MODES = ["deterministic", "native"]
 sizes = st.integers(1, 4)
-
-
-def action_size(family: Categorical | DiagonalGaussian) -> int:
-    return 1 if isinstance(family, Categorical) else family.outputs
 
 
 def gaussian(log_std: list[float], mode: str = "deterministic") -> DiagonalGaussian:
@@ -120,26 +115,3 @@ def test_draws_have_their_distributions() -> None:
         assert distance < 1.95 / math.sqrt(n), name
     wrong = np.array([NormalDist(0.05).cdf(float(x)) for x in cases["normal"][0]])
     assert np.abs(wrong - ranks).max() > 1.95 / math.sqrt(n), "a mean of 0.05 must not pass"
-
-
-@pytest.mark.parametrize("family", [Categorical(4, "deterministic"), gaussian([0.1, -0.7])])
-def test_a_draw_depends_on_its_own_row_and_noise_alone(family: Categorical | DiagonalGaussian) -> None:
-    outputs = torch.linspace(-2.0, 2.0, 9 * family.outputs).view(9, family.outputs)
-    noise = family.noise(1, 9, "rows", 5)[0]
-    whole = family.sample(outputs, noise)
-    alone = torch.cat([family.sample(outputs[i : i + 1], noise[i : i + 1]) for i in range(9)])
-    assert whole.shape == (9, action_size(family)) and bits(whole) == bits(alone)
-    assert bits(family.noise(1, 9, "rows", 5)[0]) == bits(noise) != bits(family.noise(1, 9, "rows", 6)[0])
-
-
-@pytest.mark.parametrize("family", [Categorical(2, "deterministic"), gaussian([0.0, 0.0])])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_is_refused(family: Categorical | DiagonalGaussian, bad: float) -> None:
-    outputs = torch.tensor([[0.0, bad]])
-    for attempt in (
-        lambda: family.sample(outputs, family.noise(1, 1, "x")[0]),
-        lambda: family.likeliest(outputs),
-        lambda: family.statistics(outputs, torch.zeros(1, action_size(family))),
-    ):
-        with pytest.raises(NumericsError, match="not finite"):
-            attempt()

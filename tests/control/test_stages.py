@@ -10,7 +10,7 @@ from torch import Tensor
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.control.environments import make_environments
 from ppo_repro.control.loop import prepare
-from ppo_repro.control.stages import compute_advantages, evaluate, forward_pass, roll_out
+from ppo_repro.control.stages import compute_advantages, forward_pass, roll_out
 from ppo_repro.control.update import ControlState
 from ppo_repro.errors import UserError
 from tests.support.control import small_control
@@ -86,21 +86,6 @@ def test_advantages_of_every_fragment_by_definition(name: str, bootstrap: str) -
         follows = 0.0 if nothing else state.agent.values(rollout.final_observations[i : i + 1]).item()
         assert raw == pytest.approx(by_hand(rewards, values, follows, 0.9, 0.95), rel=1e-5, abs=1e-5)
     assert found.returns.tolist() == (found.raw_advantages + forward.values).tolist()
-
-
-def test_episodes_are_named_by_run_copy_and_number() -> None:
-    one, other = (make_environments("CartPole-v1", 3, "training", seed) for seed in (1, 2))
-    again = make_environments("CartPole-v1", 2, "training", 1)
-    assert again.observations.tolist() == one.observations[:2].tolist(), "copies do not depend on their number"
-    assert len({tuple(row) for e in (one, other) for row in e.observations.tolist()}) == 6
-
-
-def test_evaluation_plays_each_episode_once_to_its_end() -> None:
-    config, state = prepared("tests/Ending-v0", "evaluation.episodes=3")
-    assert evaluate(config, state.agent) == 6.0
-    config, state = prepared("CartPole-v1", "evaluation.episodes=3")
-    found = evaluate(config, state.agent)
-    assert found == evaluate(config, state.agent) and 8 <= found <= 500
 
 
 def test_actions_are_clipped_to_their_space_and_recorded_as_drawn() -> None:

@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.grids.figure import main as figure_main
-from analysis.grids.outcomes import MEASURES, measures_of, mismatch, outcomes
-from analysis.grids.table import comparisons, interval, rank_correlation, results_by_seed
+from analysis.figures import main as figure_main
+from analysis.grids.outcomes import MEASURES, measures_of, outcomes
+from analysis.grids.table import comparisons, rank_correlation
 from analysis.grids.table import main as table_main
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
@@ -27,12 +27,6 @@ def grid_of(values: dict[str, list[float]], **others: dict[str, list[float]]) ->
             row |= {name: of[point][seed - 1] for name, of in others.items()}
             made.append({"point": point, "axis.a.b": point, "seed": seed, "fingerprint": f"{point}{seed}", **row})
     return pd.DataFrame(made)
-
-
-def test_an_interval_by_hand() -> None:
-    # mean 2, standard error 1 / sqrt 3, t of 2 degrees of freedom at 97.5 % 4.3027
-    assert interval(pd.Series([1.0, 2.0, 3.0])) == "2.000 ± 2.484"
-    assert interval(pd.Series([2.0])) == interval(pd.Series([2.0, 2.0])) == "2.000"
 
 
 def test_comparisons_are_paired_by_seed_and_corrected() -> None:
@@ -92,33 +86,6 @@ def test_the_measures_are_those_of_the_records(grid: Path, deterministic_run: Pa
         assert made["score"] == pytest.approx(iterations["score_mean"].tail(5).mean())
 
 
-def test_the_clip_floor_is_what_mismatch_alone_removes(
-    deterministic_run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokens = reader.read_tokens(deterministic_run)
-    moved = tokens.assign(rollout_logprobs=tokens["old_logprobs"] + tokens["iteration"].map({0: 0.3, 1: -0.3, 2: 0.0}))
-    monkeypatch.setattr(reader, "read_tokens", lambda run_dir, columns: moved[columns])
-    k3, floor = mismatch(deterministic_run)
-    # a ratio of e^-0.3 = 0.74 is below 0.8: removed where A < 0; one of e^0.3 = 1.35 is above 1.2: where A > 0
-    first, second = tokens["iteration"] == 0, tokens["iteration"] == 1
-    removed = (first & (tokens["advantages"] < 0)) | (second & (tokens["advantages"] > 0))
-    assert floor == removed.mean() and 0.2 < floor < 0.5
-    expected = first.mean() * (math.expm1(-0.3) + 0.3) + second.mean() * (math.expm1(0.3) - 0.3)
-    assert k3 == pytest.approx(expected, rel=1e-5)  # log-probs are float32
-
-
-def test_results_are_counted_within_a_seed() -> None:
-    rows = [("deterministic", 1, "8", "a"), ("deterministic", 1, "16", "a"), ("native", 1, "8", "b")]
-    rows += [("native", 1, "16", "c"), ("deterministic", 2, "8", "d"), ("deterministic", 2, "16", "")]
-    cells = pd.DataFrame(rows, columns=["axis.numerics.mode", "seed", "axis.layout.rollout_slots", "fingerprint"])
-    cells["state"] = ["complete"] * 5 + ["failed"]
-    assert results_by_seed(cells, "numerics.mode").to_numpy().tolist() == [
-        ["deterministic", 1, 2, 2, 1],
-        ["native", 1, 2, 2, 2],
-        ["deterministic", 2, 2, 1, 1],
-    ]
-
-
 def test_the_commands(grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert table_main([str(grid)]) == 0
     assert capsys.readouterr().out.startswith("| mode | seeds | accuracy, mean ± half")
@@ -126,9 +93,9 @@ def test_the_commands(grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "| native | 7 | 1 | 1 | 1 |" in capsys.readouterr().out
     assert table_main([str(grid), "--distinct-by", "x"]) == 2
     assert capsys.readouterr().err == "error: --distinct-by x: is no axis of this grid; there are numerics.mode\n"
-    for more in ([], ["--across", "outside"]):
+    for kind, folder in (("settings", grid), ("across", grid), ("differences", grid)):
         for _ in range(2):  # over nothing, and over an earlier figure
-            assert figure_main([str(grid), str(tmp_path / "f.svg"), *more]) == 0
+            assert figure_main([kind, str(tmp_path / "f.svg"), str(folder)]) == 0
         said = " ".join(ElementTree.fromstring((tmp_path / "f.svg").read_text()).itertext())
         assert "deterministic" in said and "native" in said
     pd.read_parquet(grid / "cells.parquet").query("state == 'failed'").to_parquet(grid / "cells.parquet")

@@ -11,7 +11,7 @@ import pytest
 
 from analysis.tokenization.tables import run_drift
 from analysis.tokenization.tokenizer import load_tokenizer, recorded_tokenizer, token_bytes
-from experiments.tokenization.reencode import compared, counts, kind_of_drift, main, response_table, verdict
+from experiments.tokenization.reencode import compared, counts, kind_of_drift, main, response_table
 from ppo_repro.tasks.tokenizer import train_tokenizer
 
 
@@ -67,10 +67,3 @@ def test_the_control_finds_differences_and_is_asked_for(
         assert "give deterministic runs, or native ones with --control" in capsys.readouterr().err
     assert main(["--control", str(native_run)]) == 0
     assert "a control must have some" in capsys.readouterr().out
-
-
-def test_the_verdict_can_fail() -> None:
-    equal, unequal = (pd.DataFrame({"same_tokens": [2], "unequal": [n]}) for n in (0, 1))
-    assert verdict(equal, False)[1] and not verdict(unequal, False)[1]
-    assert verdict(unequal, True)[1] and not verdict(equal, True)[1]
-    assert not verdict(equal[:0], False)[1], "nothing was compared"

@@ -15,10 +15,8 @@ from ppo_repro.grids.cell import LOG, LOST, Order, Result, finish_cell, last_res
 from ppo_repro.grids.engines import Processes
 from ppo_repro.grids.grid import run_grid
 from ppo_repro.grids.progress import ConsoleGrid
-from ppo_repro.grids.ray_tasks import Ray
 from ppo_repro.grids.slurm import Slurm
 from ppo_repro.grids.spec import load_grid
-from tests.grids.ray_nodes import ray_cluster
 from tests.grids.slurm import Cluster, cluster
 from tests.grids.small_grids import fingerprints, grid_file, held_grid_file, resumed
 from tests.support.runs import recorded_iterations
@@ -98,19 +96,6 @@ def test_a_slurm_cell_that_is_cancelled_ends_and_is_finished_later(two_nodes: Cl
     hold.unlink()
     again = run_grid(load_grid(path), out, Processes(1), ConsoleGrid())
     assert (again.table["state"] == "complete").all() and resumed(out, "seed=1") == 1
-
-
-@slow
-def test_a_ray_node_that_is_killed_costs_no_cell(tmp_path: Path) -> None:
-    path, hold = held_grid_file(tmp_path, {}, [1, 2])
-    out = tmp_path / "out"
-    with ray_cluster() as nodes:
-        watcher = Acting(lambda: recorded_iterations(out) == 4, nodes.lose_the_second, hold.unlink)
-        outcome = run_grid(load_grid(path), out, Ray(nodes.address, 1), watcher)
-    assert not hold.exists()
-    assert sorted(resumed(out, cell) for cell in outcome.table["cell"]) == [0, 1]  # the cell of the other node went on
-    alone = run_grid(load_grid(path), tmp_path / "alone", Processes(1), ConsoleGrid())
-    assert fingerprints(outcome) == fingerprints(alone) and len(set(fingerprints(alone).values())) == 2
 
 
 @pytest.fixture

@@ -66,12 +66,12 @@ def test_training_from_a_notebook_is_recorded_and_can_be_executed_again(tmp_path
         assert row["scores"] == reward("", row["response"], answer)
     (term,) = run.config.reward.terms  # type: ignore[union-attr]
     written = Path(term.path.rpartition(":")[0])
-    assert written.parent == tmp_path / "rewards"
+    assert written.parent == run.path / "inputs"
     assert written.read_text().startswith("BONUS = 0.5\nimport math as math\n")
     assert ppo_repro.rerun(run, ["layout.threads=2"]).difference is None
     assert ppo_repro.latest_run(tmp_path) == run
     written.write_text(written.read_text().replace("0.5", "0.75"))
-    with pytest.raises(UserError, match="changed since the run was recorded"):
+    with pytest.raises(UserError, match=r"has another SHA-256 .* `ppo-repro fork"):
         ppo_repro.rerun(run)
 
 

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ppo_repro.errors import NumericsError
-from ppo_repro.numerics import library, optimizer
+from ppo_repro.numerics import library
 from ppo_repro.numerics.optimizer import (
     AdamW,
     AdamWSettings,
 )
 from ppo_repro.numerics.sums import mean_of, run_sums
 from tests.numerics.definition_elementary import Array, F
-from tests.numerics.definition_sums import Moments, adamw, norm, power, square
+from tests.numerics.definition_sums import Moments, adamw, norm, square
 
 SETTINGS = AdamWSettings(1e-2, 0.9, 0.95, 1e-8, 0.1, 1.0)
 hard = st.sampled_from([0.0, -0.0, 1e-45, -1e-40, 1.2e-38, 3e-20, 1.0, -1.5, 1e15, 3.4e38]) | st.floats(
@@ -86,16 +86,6 @@ def test_another_order_shows_in_the_norm() -> None:
     assert [square(g[:, ::-1]) for g in gradients] != [square(g) for g in gradients]
     halves = {"a": gradients[0][:1], "b": gradients[0][1:]}
     assert stepped(halves, [halves], SETTINGS)[1] == [norm(list(halves.values()))]
-
-
-@given(st.floats(0.5, 0.9999), st.integers(1, 100_000))
-def test_powers_are_right_and_need_no_library(base: float, exponent: int) -> None:
-    assert optimizer.power(base, exponent) == power(base, exponent)
-    if exponent < 2000:
-        exact = Fraction(base) ** exponent
-        assert abs(Fraction(power(base, exponent)) - exact) <= exact * exponent * Fraction(1, 2**52) + Fraction(
-            1, 2**1000
-        )
 
 
 def test_steps_are_near_those_of_torch() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +16,6 @@ from ppo_repro.preferences.pairs import Preference, hold_out, pairs_by_rule, wro
 from ppo_repro.records import reader
 from ppo_repro.tasks.problems import Problem, arithmetic
 from ppo_repro.tasks.tokenizer import decode
-from ppo_repro.watcher import Silent
-from tests.support.language import run
-from tests.support.runs import small_config
 
 PROBLEMS = arithmetic(12)
 ANSWERS = {p.key: p.answer for p in PROBLEMS}
@@ -35,14 +30,6 @@ def by_rule(count: int = 500, label_noise: float = 0.0, seed: int = 3, problems:
 
 def texts(pair: Preference) -> tuple[str, str]:
     return decode(TOKENIZER, pair.chosen_ids), decode(TOKENIZER, pair.rejected_ids)
-
-
-@pytest.mark.parametrize(
-    ("draws", "wrong"),
-    [((0, 0, 0), "07"), ((0, 1, 7), "48"), ((0, 1, 6), "46"), ((1, 0, 0), "4"), ((2, 0, 9), "479"), ((3, 5, 0), "40")],
-)
-def test_wrong_answers_by_hand(draws: tuple[int, ...], wrong: str) -> None:
-    assert wrong_answer("47", "0123456789", draws) == wrong
 
 
 @given(st.integers(0, 10**6), st.tuples(word, word, word), st.sampled_from(["01", "0123456789", "39"]))
@@ -80,15 +67,6 @@ def test_pairs_are_a_function_of_seed_prompt_and_turn() -> None:
     assert next(p for p in by_rule(len(few), problems=few) if p.prompt_key == key) == first
 
 
-def test_label_noise_turns_round_its_share_of_pairs_and_changes_nothing_else() -> None:
-    clean, noisy = by_rule(1000), by_rule(1000, 0.25)
-    turned = [replace(p, chosen_ids=p.rejected_ids, rejected_ids=p.chosen_ids) for p in clean]
-    flips = [n == t for n, t in zip(noisy, turned, strict=True)]
-    assert all(n in (c, t) for n, c, t in zip(noisy, clean, turned, strict=True))
-    # six standard deviations of 1000 draws
-    assert abs(sum(flips) - 250) < 6 * math.sqrt(1000 * 0.25 * 0.75)
-
-
 def test_pairs_of_a_run_are_all_two_responses_of_different_score(deterministic_run: Path) -> None:
     rows = reader.read_sequences(deterministic_run)
     expected = set()
@@ -102,13 +80,6 @@ def test_pairs_of_a_run_are_all_two_responses_of_different_score(deterministic_r
     prompts = {row.prompt_key: tuple(row.prompt_ids) for row in rows.itertuples()}
     assert all(p.prompt_ids == prompts[p.prompt_key] for p in pairs)
     assert pairs == pairs_of_run(deterministic_run)
-
-
-def test_runs_without_pairs_are_refused(deterministic_run: Path, tmp_path: Path) -> None:
-    alone = run(small_config("rollout.samples_per_prompt=1", "ppo.minibatch_size=8", "ppo.iterations=1",
-                             "model.warm_start_steps=0"), tmp_path, Silent())[0]  # fmt: skip
-    with pytest.raises(UserError, match="samples_per_prompt of 2 or more"):
-        pairs_of_run(alone)
 
 
 def test_held_out_prompts_share_no_pair_with_training() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ import numpy as np
 import pytest
 
 from analysis.mismatch.parity import parity
-from ppo_repro.config.section import run_folder
+from ppo_repro.config.inputs import run_folder
 from ppo_repro.control import loop
-from ppo_repro.control.buffers import MinibatchUpdate, Rollout
+from ppo_repro.control.buffers import Rollout
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.diff import first_difference
@@ -100,12 +99,6 @@ def test_no_layout_changes_a_bit(which: str, layout: tuple[str, ...], request: p
     found = rerun(run_dir, Silent(), layout)
     assert found.difference is None, found.difference.describe()
     assert found.fingerprint == manifest.load(run_dir).fingerprint
-
-
-def test_a_native_run_repeats_under_its_own_layout_only(native: Path) -> None:
-    with row_dependent_linear():
-        assert rerun(native, Silent()).difference is None
-        assert rerun(native, Silent(), ["layout.update_micro_batch=7"]).difference is not None
 
 
 def test_a_flipped_bit_is_named_by_rerun_diff_and_reader(copy: Path, deterministic: Path) -> None:
@@ -209,19 +202,3 @@ def test_an_action_whose_log_prob_is_another_one_ends_the_run(tmp_path: Path, mo
     assert resume(run_dir, Silent()) == Resumed(0, 1)
     without, _ = run(config, tmp_path / "without", Silent())
     assert manifest.load(run_dir).fingerprint == manifest.load(without).fingerprint
-
-
-@pytest.mark.parametrize(("column", "says"), [("ratios", "ratios"), ("new_values", "values")])
-def test_a_ratio_or_a_value_of_the_first_minibatch_ends_the_run(
-    column: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = loop.update
-
-    def other(*arguments: Any) -> Iterator[MinibatchUpdate]:
-        first, *others = real(*arguments)
-        yield dataclasses.replace(first, **{column: flipped(getattr(first, column), 0)})
-        yield from others
-
-    monkeypatch.setattr(loop, "update", other)
-    with pytest.raises(UnequalBits, match=rf"^iteration 0, response \d+, token \d+: {says} "):
-        run(small_control(), tmp_path, Silent())

@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 
 from ppo_repro.config.files import load_config
-from ppo_repro.config.section import run_folder
+from ppo_repro.config.inputs import run_folder
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader, schema
 from ppo_repro.records.diff import first_difference
@@ -28,7 +28,7 @@ from tests.support.paths import TINY
 
 __all__ = ["cli"]
 
-DAMAGES = int(os.environ.get("DAMAGES", "40"))
+DAMAGES = int(os.environ.get("DAMAGES", "24"))
 
 
 KINDS = ("flipped", "truncated", "zeroed", "appended", "emptied", "deleted", "swapped", "duplicated")
@@ -183,15 +183,6 @@ def test_what_a_kill_leaves_is_told_apart(tmp_path: Path) -> None:
     found = verify(run_dir)
     assert found.unfinished == ("manifest.json.tmp", "records/tokens/iteration=000002.parquet")
     assert found.unfinished_line > 0 and len(frames_of_incomplete(run_dir)) == 24
-
-
-@pytest.mark.parametrize("name", ["records/tokens/mine.parquet", "checkpoints/mine.safetensors", "mine.tmp"])
-def test_a_file_of_the_user_is_never_taken_for_a_half_written_one(tmp_path: Path, name: str) -> None:
-    run_dir = synthetic_run.make_run(tmp_path / "a", iterations=3)
-    synthetic_run.cut_back(run_dir, 2, "running")
-    (run_dir / name).parent.mkdir(exist_ok=True)
-    (run_dir / name).write_text("mine")
-    assert f"{run_dir / name}: is no file of this run" in refusal(run_dir)
 
 
 def frames_of_incomplete(run_dir: Path) -> pd.DataFrame:

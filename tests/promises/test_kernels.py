@@ -33,7 +33,7 @@ from tests.numerics import definition
 from tests.numerics.definition import Array, F, Matrix, parameters
 from tests.numerics.definition_families import array, model_from
 from tests.numerics.definition_rounding import Rounding
-from tests.support.models import CONFIGS, MIXTURES, small_model
+from tests.support.models import CONFIGS, EVERY_FAMILY, MIXTURES, small_model
 from tests.support.variants import ABLE, FASTEST
 
 FAMILIES = {**CONFIGS, **MIXTURES}
@@ -181,7 +181,7 @@ def test_kernels_compute_the_definition_of_many_models(**case: Any) -> None:
     assert_any_case(**case)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_micro_batches_threads_recomputation_and_the_cache_compute_the_definition(family: str) -> None:
     case = case_of(family)
     for each, threads, recompute in ((4, 1, False), (1, 2, False), (3, 3, True)):
@@ -291,7 +291,7 @@ def kernels_of_another_order(folder: Path, flag: str) -> ctypes.PyDLL:
         return library.open_library(path)
 
 
-@pytest.mark.parametrize("flag", ["-DBLOCK_TERMS=64", "-DFALLING_TERMS"])
+@pytest.mark.parametrize("flag", ["-DBLOCK_TERMS=64", pytest.param("-DFALLING_TERMS", marks=pytest.mark.slow)])
 def test_chains_of_another_order_give_other_bits(flag: str, tmp_path: Path) -> None:
     """Control: chains of 64 terms, and chains by falling index."""
     with using(kernels_of_another_order(tmp_path, flag)):
@@ -301,6 +301,7 @@ def test_chains_of_another_order_give_other_bits(flag: str, tmp_path: Path) -> N
     assert any(not np.array_equal(found_gradients[name], x) for name, x in gradients.items())
 
 
+@pytest.mark.slow
 def test_row_sums_of_other_lanes_give_other_bits(tmp_path: Path) -> None:
     """Control: 8 lanes. Only sums that are not rounded to float32 yet can tell."""
     kernels = kernels_of_another_order(tmp_path, "-DLANE_COUNT=8")

@@ -14,10 +14,9 @@ from ppo_repro.models.reward_model import make_reward_model
 from ppo_repro.models.tiny import make_model, make_tokenizer
 from ppo_repro.numerics import library
 from ppo_repro.preferences.dpo.execution import DPOKind
-from ppo_repro.preferences.dpo.summary import DPO_RUNS
 from ppo_repro.preferences.pairs import pairs_by_rule
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
-from ppo_repro.records import manifest, reader
+from ppo_repro.records import manifest
 from ppo_repro.runs.rerun import rerun
 from ppo_repro.runs.resume import resume
 from ppo_repro.runs.run import run
@@ -97,21 +96,6 @@ def test_a_dpo_run_that_was_ended_goes_on_to_the_same_fingerprint(
     assert fingerprint(ended) == fingerprint(trained) and (ended / "checkpoints" / "final").is_dir()
 
 
-def test_a_dpo_run_learns_its_pairs(trained: Path, source: Path, tmp_path: Path) -> None:
-    summary, rows = DPO_RUNS.summarise(trained, None), reader.read_iterations(trained)
-    assert summary.loss_first == pytest.approx(0.6931471805599453, rel=1e-12)
-    assert summary.loss_last < summary.loss_first
-    assert rows["margin"].is_monotonic_increasing and rows["margin"].iloc[0] > 0
-    assert summary.ref_kl_per_sequence is not None and summary.ref_kl_per_sequence > 0.0
-    still = train(source, tmp_path, "dpo.learning_rate=0", "dpo.epochs=1")
-    margins = reader.TableReader("margins")(still)
-    assert (margins["margins"] == 0.0).all() and DPO_RUNS.summarise(still, None).ref_kl_per_sequence == 0.0
-    final = manifest.load(still).final
-    assert (
-        final["policy_digest"] == final["initial_policy_digest"] == manifest.load(source).final["initial_policy_digest"]
-    )
-
-
 def test_the_commands_of_runs_take_a_dpo_run(trained: Path, source: Path, tmp_path: Path, cli: Cli) -> None:
     for command in ("show", "verify", "report"):
         assert cli(command, trained)[0] == 0, command
@@ -146,7 +130,7 @@ def test_pairs_of_ones_own_train_a_model_folder_and_a_reward_model(source: Path,
     term = f"{{kind: trained_model, pairs: '{tmp_path}/pairs.jsonl', minibatch_size: 8, learning_rate: 1e-3}}"
     config = small_config(f"reward.terms=[{term}]", "ppo.iterations=1", "model.warm_start_steps=0")
     run_dir = language_run(config, tmp_path / "reward", Silent())[0]
-    assert str(tmp_path / "pairs.jsonl") in manifest.load(run_dir).inputs
+    assert (run_dir / "inputs" / "pairs.jsonl").read_bytes() == (tmp_path / "pairs.jsonl").read_bytes()
     assert 0.0 <= float(manifest.load(run_dir).final["reward_model_pair_accuracy"]) <= 1.0
 
 

@@ -45,6 +45,7 @@ def test_ranks_divide_sequences_in_order_and_have_whole_slots(count: int, size: 
     assert found == slots_of(range(count), count, slots).tolist()[:-1]
 
 
+@slow
 def test_two_processes_add_and_gather_in_the_order_of_ranks(tmp_path: Path) -> None:
     size = 2
     ended = end(start_ranks(*[["-m", "tests.promises.exchanges", str(tmp_path)]] * size), 500)

@@ -148,23 +148,6 @@ def test_native_rollout_differs_from_the_training_forward_and_between_schedules(
     assert not same(engine(architecture, "native", 3, 3).generate(requests, PLAIN), reference)
 
 
-def test_greedy_decoding_equals_the_training_forward() -> None:
-    requests, sampling = requests_of(10, 2), Sampling(1.0, 0, 1.0, 8, greedy=True)
-    completions = engine("qwen3", "deterministic", 3, 2).generate(requests, sampling)
-    reseeded = [Request(r.prompt_ids, r.seed + 1) for r in requests]
-    assert same(engine("qwen3", "deterministic").generate(reseeded, sampling), completions)
-    got = forward_logprobs(
-        policy("qwen3", "deterministic"), "deterministic", requests, completions, sampling, "left", 3
-    )
-    assert unequal(got, joined(completions)) == 0
-
-
-def test_a_prompt_sampled_with_another_seed_gives_another_response() -> None:
-    request = requests_of(1, 3)[0]
-    completions = engine("qwen3", "deterministic").generate([Request(request.prompt_ids, s) for s in range(10)], PLAIN)
-    assert len({c.response_ids for c in completions}) >= 9
-
-
 @torch.no_grad()
 def values_of(architecture: str, mode: str, padding: str, micro_batch: int) -> Tensor:
     model = value_model(architecture, mode)

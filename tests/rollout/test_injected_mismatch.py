@@ -42,28 +42,6 @@ def test_the_noise_is_that_of_its_definition(seed: int, position: int) -> None:
     assert got == pytest.approx([z_of(seed, position, c) for c in range(7)], rel=0, abs=1e-13)
 
 
-def test_the_noise_is_standard_normal_and_independent_of_its_neighbours() -> None:
-    seeds, positions = torch.arange(400).repeat_interleave(20), torch.arange(20).repeat(400)
-    z = normal_noise(seeds, positions, 50)
-    flat, n = z.flatten(), z.numel()
-    assert n == 400_000
-    # standard errors of the first four moments of n normal numbers; five of them are met once in 1.7 million
-    for power, expected, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
-        assert abs(float((flat**power).mean()) - expected) < 5 * math.sqrt(variance / n), power
-    # Kolmogorov's distance to the normal distribution; 1.95 / sqrt(n) is exceeded once in 1000
-    steps = torch.arange(1, n + 1, dtype=torch.float64) / n
-    assert float((torch.special.ndtr(flat.sort().values) - steps).abs().max()) < 1.95 / math.sqrt(n)
-    by_place = z.reshape(400, 20, 50)
-    pairs = {
-        "column": (by_place[:, :, 1:], by_place[:, :, :-1]),
-        "position": (by_place[:, 1:], by_place[:, :-1]),
-        "seed": (by_place[1:], by_place[:-1]),
-    }
-    for name, (a, b) in pairs.items():
-        r = float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])
-        assert abs(r) < 5 / math.sqrt(a.numel()), name
-
-
 def test_the_sampler_sees_the_disturbed_logits_and_reports_their_log_probs() -> None:
     logits, seeds, positions = drawn_case(40, 30, 3)
     for mode, sampling in (

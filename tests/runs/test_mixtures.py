@@ -37,7 +37,6 @@ ONE_STEP = ("ppo.epochs=1", "ppo.minibatch_size=15")
 LAYOUT = (
     *("layout.rollout_slots=4", "layout.prefix_cache=false", "layout.prefill_chunk=2", "layout.padding=none"),
     *("layout.forward_micro_batch=4", "layout.update_micro_batch=1", "layout.gradient_checkpointing=true"),
-    "layout.threads=2",
 )
 
 

@@ -19,7 +19,7 @@ from tests.support.runs import REWARD_MODEL
 # the same work cut up in another way
 OTHER_LAYOUT = (
     *("layout.rollout_slots=2", "layout.prefill_chunk=2", "layout.forward_micro_batch=2"),
-    *("layout.update_micro_batch=1", "layout.padding=left", "layout.threads=2", "layout.prefix_cache=false"),
+    *("layout.update_micro_batch=1", "layout.padding=left", "layout.prefix_cache=false"),
 )
 RECIPES: dict[str, tuple[str, ...]] = {
     "ppo": (

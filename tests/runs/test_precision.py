@@ -25,7 +25,7 @@ from tests.support.paths import TINY
 # the same work cut up in another way
 OTHER_LAYOUT = (
     *("layout.rollout_slots=2", "layout.prefill_chunk=2", "layout.prefix_cache=false", "layout.forward_micro_batch=2"),
-    *("layout.update_micro_batch=1", "layout.padding=left", "layout.threads=2"),
+    *("layout.update_micro_batch=1", "layout.padding=left"),
 )
 BFLOAT16 = "{weights: bfloat16, activations: bfloat16, logits: bfloat16}"
 W8A8 = "{weights: float8_e4m3, activations: float8_e4m3, rest: bfloat16, kv_cache: float8_e4m3}"
@@ -66,9 +66,7 @@ def check(tmp_path: Path, overrides: tuple[str, ...]) -> Parity:
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if i == 0 else pytest.mark.slow) for i, n in enumerate(SIDES)]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in SIDES])
 def test_a_rounded_side_is_a_mismatch_of_its_own_that_no_layout_changes(name: str, tmp_path: Path) -> None:
     found = check(tmp_path, SIDES[name])
     assert found.unequal_old_rollout_logprobs > found.tokens / 2

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.config.section import run_folder
+from ppo_repro.config.inputs import run_folder
 from ppo_repro.records import accuracy, manifest
 from ppo_repro.records.accuracy import Accuracy
 from ppo_repro.runs import language

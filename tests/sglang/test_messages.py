@@ -65,21 +65,6 @@ def test_a_request_that_would_be_refused_or_kill_the_server_is_not_sent(request_
         body(REQUESTS[0], request_)
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(1.0, 1, 1.0, 4),
-        Sampling(1.0, 0, 0.912345678, 4),
-        Sampling(0.5, 0, 1.0, 4, True),
-        Sampling(1e-7, 0, 1.0, 4),
-    ],
-    ids=["top-k 1", "top-p beyond float32", "greedy at another temperature", "a temperature taken for greedy"],
-)
-def test_distributions_sglang_does_not_give_log_probs_of_are_refused(sampling: Sampling) -> None:
-    with pytest.raises(UserError, match=r"sglang|SGLang"):
-        body(REQUESTS[0], sampling=sampling)
-
-
 def item(tokens: list[int], logprobs: list[float], reason: str, prompt: int = 3, version: str = "w") -> dict[str, Any]:
     return {
         "output_ids": tokens,

@@ -13,6 +13,8 @@ import pyarrow.parquet as pq
 from hypothesis import strategies as st
 
 from ppo_repro.config.files import CONTROL, LANGUAGE, Kind
+from ppo_repro.config.inputs import Inputs
+from ppo_repro.config.yaml_text import parse_yaml
 from ppo_repro.records import arrow, control_schema, digests, iteration_log, manifest, schema, writer
 from ppo_repro.records.iteration_log import IterationEntry, TableEntry
 from ppo_repro.records.writer import RunWriter
@@ -141,7 +143,8 @@ def create_run(
     environment: Mapping[str, str] = ENVIRONMENT,
 ) -> None:
     """A run folder without iterations."""
-    laid_out = writer.lay_out_run(run_dir, config_yaml, environment, digest, {"data.jsonl": "00"}, kind)
+    inputs = Inputs(parse_yaml(config_yaml), {}, {"data.jsonl": "00"})
+    laid_out = writer.lay_out_run(run_dir, inputs, environment, digest, kind)
     writer.publish_run(laid_out, run_dir)
 
 

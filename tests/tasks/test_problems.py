@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.config.files import load_config
 from ppo_repro.config.tasks import JsonlTask, PythonTask
 from ppo_repro.errors import UserError
 from ppo_repro.tasks.dialogue import around_reply
@@ -25,9 +24,8 @@ from ppo_repro.tasks.problems import (
     read_jsonl,
     split,
 )
-from ppo_repro.tasks.sources import PythonFile, check_source, load_source, transcript_of
+from ppo_repro.tasks.sources import load_source
 from ppo_repro.tasks.tokenizer import train_bpe
-from tests.support.paths import TINY
 from tests.support.runs import small_config
 
 
@@ -191,9 +189,6 @@ def test_a_template_that_is_missing_or_leaves_something_out_is_refused() -> None
         encoder(tokenizer, of_file(chat_template=True))
 
 
-PROMPTS = "def prompts():\n    return [{'prompt': f'p{i}', 'answer': f'a{i}', 'level': i} for i in range(6)]\n"
-
-
 def python_task(folder: Path, text: str) -> PythonTask:
     (folder / "task.py").write_text(text)
     return PythonTask(kind="python", path=str(folder / "task.py"), num_eval_prompts=2)
@@ -214,20 +209,3 @@ def python_task(folder: Path, text: str) -> PythonTask:
 def test_prompts_of_a_python_task_that_are_wrong_are_named(prompts: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"^task\\.path: .*{message}"):
         load_source(python_task(tmp_path, prompts), 0)
-
-
-def test_a_score_that_depends_on_the_order_of_the_batch_is_refused(tmp_path: Path) -> None:
-    source = load_source(python_task(tmp_path, PROMPTS + "def score(ts):\n    return list(range(len(ts)))\n"), 0)
-    assert isinstance(source.verifier, PythonFile)
-    rows = [transcript_of(problem, ["x"]) for problem in source.problems.train]
-    assert source.verifier.scores(rows) == [0, 1, 2, 3]
-    with pytest.raises(UserError, match=r"task\.py:3: score returned 0\.0 and then 3\.0 for the same input"):
-        check_source(source, source.problems.train)
-
-
-def test_the_usual_term_of_a_task_with_a_verifier_is_the_verifier(tmp_path: Path) -> None:
-    python_task(tmp_path, PROMPTS)
-    section = f"task={{kind: python, path: '{tmp_path}/task.py', num_eval_prompts: 2}}"
-    assert [term.kind for term in load_config(TINY, [section]).reward.terms] == ["verifier"]
-    with pytest.raises(UserError, match=r"kind verifier need task\.kind = reasoning_gym or python"):
-        load_config(TINY, ["reward.terms=[{kind: verifier}]"])

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.config.files import dump_yaml, load_config
+from ppo_repro.config.files import dump_yaml
 from ppo_repro.errors import UserError
 from ppo_repro.runs import prepare
 from tests.support.cli import Cli, one_line
-from tests.support.paths import TINY
 from tests.support.turns import TASK, turns_config
 
 BAD = {
@@ -55,10 +54,3 @@ def test_a_file_that_is_wrong_is_named(task: str, max_turns: int, message: str, 
     config = turns_config(tmp_path, task=task, max_turns=max_turns)
     with pytest.raises(UserError, match=message):
         prepare.prepare(config, lambda step, total, loss: None)
-
-
-def test_sglang_refuses_turns_and_stop_texts_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"task\.max_turns greater than 1 needs rollout\.engine\.kind = torch"):
-        turns_config(tmp_path, "rollout.engine.kind=sglang", "rollout.stop=[]")
-    with pytest.raises(UserError, match=r"rollout\.stop needs rollout\.engine\.kind = torch"):
-        load_config(TINY, ["rollout.engine.kind=sglang", "rollout.stop=['=']"])

@@ -114,7 +114,9 @@ def test_special_tokens_are_text_where_a_reward_or_a_stop_text_asks_for_them(
     code, out, err = cli("run", config, "--out", tmp_path)
     assert code == 0, err
     assert "held-out score" in out and "accuracy" not in out.replace("accuracy.", "") and "accuracy" not in err
-    rows = reader.read_sequences(next(tmp_path.rglob("manifest.json")).parent)
+    run_dir = next(tmp_path.rglob("manifest.json")).parent
+    assert cli("report", run_dir)[0] == 0 and "Held-out accuracy" not in (run_dir / "report.html").read_text()
+    rows = reader.read_sequences(run_dir)
     tokenizer = AutoTokenizer.from_pretrained(chat_folder)
     answer, end = tokenizer.convert_tokens_to_ids(["<answer>", "<end>"])
     has_answer = [answer in ids for ids in rows["response_ids"]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import warnings
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +17,7 @@ from ppo_repro.records import accuracy, manifest, reader, times
 from ppo_repro.tracking import mlflow_copy
 from ppo_repro.tracking.mlflow_copy import Place
 from tests.support.cli import one_line
-from tests.support.paths import TINY, TINY_GRID
+from tests.support.paths import TINY
 from tests.support.ranks import free_port
 
 slow = pytest.mark.slow
@@ -147,21 +146,6 @@ def test_event_files_have_what_was_recorded(deterministic_run: Path, tmp_path: P
     assert tokens == [(k, float(n), at) for k, (n, at) in enumerate(zip(rows["tokens"], rows["ended_at"], strict=True))]
     losses = [value for _, tag, value, _ in values if tag == "step/policy_loss"]
     assert losses == pytest.approx(steps["policy_loss"].tolist(), rel=1e-6)  # float32 in the file
-
-
-def test_without_the_library_event_files_are_refused(
-    deterministic_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    monkeypatch.setattr("ppo_repro.tracking.copies.find_spec", lambda name: None)
-    for command in (
-        ["track", str(deterministic_run)],
-        ["run", str(TINY), "--out", str(tmp_path)],
-        ["grid", str(TINY_GRID), "--out", str(tmp_path)],
-    ):
-        assert _run([*command, "--tensorboard", str(tmp_path / "tb")]) == 2
-        assert "install it with `pip install 'ppo_repro[tensorboard]'`" in one_line(capsys.readouterr().err)
-    assert not list(tmp_path.iterdir()), "nothing was begun"
 
 
 @slow

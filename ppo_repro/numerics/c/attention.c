@@ -37,9 +37,9 @@ INLINE int first_seen(const Heads *h, int position) {
 
 // y[i, j] = sum_d x[i, d] key[j, d] for the positions j in [begin, end); begin is a multiple of 16
 static void scores_of(const float *x, long x_row, int rows, const float *panels, int d, int begin, int end, float *y, long ld) {
-  for (int j = begin; j < end; j += COLS)
-    for (int k = 0; k < d; k += BLOCK)
-      panel_tile(x + k, x_row, panels + (long)j * d + (long)k * COLS, least(BLOCK, d - k), y + j, ld, k == 0, rows, COLS);
+  for (int k = 0; k < d; k += BLOCK)
+    panels_tile(x + k, x_row, panels + (long)begin * d + (long)k * COLS, (long)d * COLS, least(BLOCK, d - k), y + begin, ld,
+                k == 0, rows, (int)round16(end - begin));
 }
 
 // y[i, d] = sum over positions j in [begin, end) of x[i, j] value[j, d]; begin is a multiple of BLOCK

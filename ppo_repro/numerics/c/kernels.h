@@ -20,9 +20,9 @@
 enum { BLOCK = BLOCK_TERMS, LANES = LANE_COUNT };  // the law: terms of a chain, lanes of a row sum
 enum { COLS = 16 };                                // columns of a panel: free, as are all sizes below
 #if defined(__AVX512F__)
-enum { ROWS = 12 };
+enum { ROWS = 12, PANELS = 2 };
 #else
-enum { ROWS = 6 };
+enum { ROWS = 6, PANELS = 1 };
 #endif
 enum { MAX_LEVELS = 8 };  // arrays of partial sums of gradients: at most 2^7 slots
 
@@ -49,6 +49,19 @@ INLINE float fma32(float a, float b, float c) {
   return (float)as_double(bits);
 }
 #endif
+
+// 16 columns of a tile. A vector type, because clang turns some loops over arrays of this size into gathers.
+typedef float Wide __attribute__((ext_vector_type(COLS), aligned(4)));
+
+INLINE Wide wide_at(const float *x) { return *(const Wide *)x; }
+INLINE Wide fma_wide(Wide a, Wide b, Wide c) {
+#if defined(__FMA__) || defined(__aarch64__)
+  return __builtin_elementwise_fma(a, b, c);
+#else
+  for (int j = 0; j < COLS; j++) c[j] = fma32(a[j], b[j], c[j]);
+  return c;
+#endif
+}
 
 // A sum of float64 lanes: halves are added until one lane is left. Lane l has summed elements l, l + 16, ...
 INLINE double join_lanes(double *lane) {

@@ -11,41 +11,49 @@ enum { CHUNK_ROWS = 192, GROUP_PANELS = 16, NEAR_ROWS = 200, PACKED = 96, STRIP_
 
 // ------------------------------------------------------------------------------------------------------------ tiles
 
-// One block: y[i][j] (+)= sum_k x[i, k] w[k, j]
-INLINE void tile(const float *restrict x, long x_row, long x_step, const float *restrict w, long w_step, int terms,
-                 float *restrict y, long y_row, int first, const int rows) {
-  float acc[ROWS][COLS] = {{0}};
-  for (int k = 0; k < terms; k++)
+// One block: y[i][j] (+)= sum_k x[i, k] w[k, j] for one panel or two, `w_panel` apart
+INLINE void tile(const float *restrict x, long x_row, long x_step, const float *restrict w, long w_panel, long w_step,
+                 int terms, float *restrict y, long y_row, int first, const int rows, const int panels) {
+  Wide acc[ROWS][PANELS] = {0}, column[PANELS];
+  for (int k = 0; k < terms; k++) {
+    for (int p = 0; p < panels; p++) column[p] = wide_at(w + p * w_panel + TERM(k, terms) * w_step);
+#pragma clang loop unroll(full)  // or the sums do not stay in registers
     for (int i = 0; i < rows; i++)
-      for (int j = 0; j < COLS; j++)
-        acc[i][j] = fma32(x[i * x_row + TERM(k, terms) * x_step], w[TERM(k, terms) * w_step + j], acc[i][j]);
+      for (int p = 0; p < panels; p++)
+        acc[i][p] = fma_wide((Wide)x[i * x_row + TERM(k, terms) * x_step], column[p], acc[i][p]);
+  }
   for (int i = 0; i < rows; i++)
-    for (int j = 0; j < COLS; j++) y[i * y_row + j] = first ? 0.0f + acc[i][j] : y[i * y_row + j] + acc[i][j];
+    for (int p = 0; p < panels; p++) {
+      Wide *out = (Wide *)(y + i * y_row + p * COLS);
+      *out = (first ? (Wide)0.0f : *out) + acc[i][p];
+    }
 }
 
-#define TILE_CASE(r, x_step, w_step) \
-  case r: tile(x, x_row, x_step, w, w_step, terms, y, y_row, first, r); break;
+#define TILE_CASE(r, x_step, w_step, panels) \
+  case r: tile(x, x_row, x_step, w, w_panel, w_step, terms, y, y_row, first, r, panels); break;
 #if defined(__AVX512F__)
-#define TALLER(x_step, w_step) \
-  TILE_CASE(7, x_step, w_step) TILE_CASE(8, x_step, w_step) TILE_CASE(9, x_step, w_step) \
-  TILE_CASE(10, x_step, w_step) TILE_CASE(11, x_step, w_step) TILE_CASE(12, x_step, w_step)
+#define TALLER(x_step, w_step, panels) \
+  TILE_CASE(7, x_step, w_step, panels) TILE_CASE(8, x_step, w_step, panels) TILE_CASE(9, x_step, w_step, panels) \
+  TILE_CASE(10, x_step, w_step, panels) TILE_CASE(11, x_step, w_step, panels) TILE_CASE(12, x_step, w_step, panels)
 #else
-#define TALLER(x_step, w_step)
+#define TALLER(x_step, w_step, panels)
 #endif
-#define TILE_OF_ROWS(x_step, w_step)                                                                          \
-  switch (rows) {                                                                                             \
-    TILE_CASE(1, x_step, w_step) TILE_CASE(2, x_step, w_step) TILE_CASE(3, x_step, w_step)                    \
-    TILE_CASE(4, x_step, w_step) TILE_CASE(5, x_step, w_step) TILE_CASE(6, x_step, w_step) TALLER(x_step, w_step) \
+#define TILE_OF_ROWS(x_step, w_step, panels)                                                                       \
+  switch (rows) {                                                                                                  \
+    TILE_CASE(1, x_step, w_step, panels) TILE_CASE(2, x_step, w_step, panels) TILE_CASE(3, x_step, w_step, panels) \
+    TILE_CASE(4, x_step, w_step, panels) TILE_CASE(5, x_step, w_step, panels) TILE_CASE(6, x_step, w_step, panels) \
+    TALLER(x_step, w_step, panels)                                                                                 \
   }
 
-static void whole_panel_tile(const float *x, long x_row, const float *w, int terms, float *y, long y_row, int first,
-                             int rows) {
-  TILE_OF_ROWS(1, COLS)
+static void whole_panels_tile(const float *x, long x_row, const float *w, long w_panel, int terms, float *y, long y_row,
+                              int first, int rows) {
+  TILE_OF_ROWS(1, COLS, PANELS)
 }
 
 static void whole_tile(const float *x, long x_row, long x_step, const float *w, long w_step, int terms, float *y,
                        long y_row, int first, int rows) {
-  TILE_OF_ROWS(x_step, w_step)
+  const long w_panel = 0;
+  TILE_OF_ROWS(x_step, w_step, 1)
 }
 
 // The same where y has only `cols` < 16 columns, but w has 16
@@ -58,11 +66,14 @@ static void ragged_tile(const float *x, long x_row, long x_step, const float *w,
   for (int i = 0; i < rows; i++) memcpy(y + i * y_row, wide + i * COLS, sizeof(float) * (size_t)cols);
 }
 
-// w is a panel [terms][16], y may have fewer columns
-static void panel_tile(const float *x, long x_row, const float *w, int terms, float *y, long y_row, int first, int rows,
-                       int cols) {
-  if (cols >= COLS) whole_panel_tile(x, x_row, w, terms, y, y_row, first, rows);
-  else ragged_tile(x, x_row, 1, w, COLS, terms, y, y_row, first, rows, cols);
+// `cols` columns of y. w has a panel [terms][16] for each 16 of them, `w_panel` apart.
+static void panels_tile(const float *x, long x_row, const float *w, long w_panel, int terms, float *y, long y_row,
+                        int first, int rows, int cols) {
+  for (; cols >= PANELS * COLS; cols -= PANELS * COLS, w += PANELS * w_panel, y += PANELS * COLS)
+    whole_panels_tile(x, x_row, w, w_panel, terms, y, y_row, first, rows);
+  for (; cols >= COLS; cols -= COLS, w += w_panel, y += COLS)
+    whole_tile(x, x_row, 1, w, COLS, terms, y, y_row, first, rows);
+  if (cols > 0) ragged_tile(x, x_row, 1, w, COLS, terms, y, y_row, first, rows, cols);
 }
 
 // Any strides; a ragged last part of w is copied, so that nothing is read beyond its columns.
@@ -126,22 +137,23 @@ static void finish_linear(const Product *l, int m0, int m1, int n0, int n1) {
   }
 }
 
-INLINE void linear_tile(const Product *l, int p, int k0, int a, int b) {
+// Rows [a, b) and panels [p0, p1)
+INLINE void linear_tile(const Product *l, int k0, int a, int b, int p0, int p1) {
   const Matrix *w = l->w;
-  panel_tile(l->x + a * l->ldx + k0, l->ldx, w->panels + ((long)p * w->k + k0) * COLS, least(BLOCK, w->k - k0),
-             l->y + a * l->ldy + p * COLS, l->ldy, k0 == 0, b - a, w->n - p * COLS);
+  panels_tile(l->x + a * l->ldx + k0, l->ldx, w->panels + ((long)p0 * w->k + k0) * COLS, (long)w->k * COLS,
+              least(BLOCK, w->k - k0), l->y + a * l->ldy + p0 * COLS, l->ldy, k0 == 0, b - a,
+              least(w->n, p1 * COLS) - p0 * COLS);
 }
 
 static void linear_block(const Product *l, int m0, int m1, int p0, int p1) {
   int strips = strips_of(m1 - m0), terms = l->w->k;
   if (strips == 1) {  // a panel is read once, from its beginning to its end
-    for (int p = p0; p < p1; p++)
-      for (int k0 = 0; k0 < terms; k0 += BLOCK) linear_tile(l, p, k0, m0, m1);
-  } else {
+    for (int p = p0; p < p1; p += PANELS)
+      for (int k0 = 0; k0 < terms; k0 += BLOCK) linear_tile(l, k0, m0, m1, p, least(p1, p + PANELS));
+  } else {  // a strip stays in the first-level cache, a block of the panels in the second
     for (int k0 = 0; k0 < terms; k0 += BLOCK)
-      for (int p = p0; p < p1; p++)
-        for (int s = 0; s < strips; s++)
-          linear_tile(l, p, k0, m0 + strip_row(m1 - m0, s, strips), m0 + strip_row(m1 - m0, s + 1, strips));
+      for (int s = 0; s < strips; s++)
+        linear_tile(l, k0, m0 + strip_row(m1 - m0, s, strips), m0 + strip_row(m1 - m0, s + 1, strips), p0, p1);
   }
   finish_linear(l, m0, m1, p0 * COLS, least(l->w->n, p1 * COLS));
 }
@@ -161,17 +173,16 @@ static void input_panel(const Matrix *w, int n0, int terms, int p, float *panel)
 static void input_gradient_block(const Product *l, int m0, int m1, int p0, int p1) {
   const Matrix *w = l->w;
   int strips = strips_of(m1 - m0);
-  float panel[BLOCK * COLS];
-  for (int n0 = 0; n0 < w->n; n0 += BLOCK)
-    for (int p = p0; p < p1; p++) {
-      int terms = least(BLOCK, w->n - n0);
-      input_panel(w, n0, terms, p, panel);
-      for (int s = 0; s < strips; s++) {
-        int a = m0 + strip_row(m1 - m0, s, strips), b = m0 + strip_row(m1 - m0, s + 1, strips);
-        panel_tile(l->x + a * l->ldx + n0, l->ldx, panel, terms, l->y + a * l->ldy + p * COLS, l->ldy,
-                   n0 == 0, b - a, w->k - p * COLS);
-      }
+  float *panels = scratch((size_t)(p1 - p0) * BLOCK * COLS);
+  for (int n0 = 0; n0 < w->n; n0 += BLOCK) {
+    int terms = least(BLOCK, w->n - n0);
+    for (int p = p0; p < p1; p++) input_panel(w, n0, terms, p, panels + (p - p0) * BLOCK * COLS);
+    for (int s = 0; s < strips; s++) {
+      int a = m0 + strip_row(m1 - m0, s, strips), b = m0 + strip_row(m1 - m0, s + 1, strips);
+      panels_tile(l->x + a * l->ldx + n0, l->ldx, panels, BLOCK * COLS, terms, l->y + a * l->ldy + p0 * COLS, l->ldy,
+                  n0 == 0, b - a, least(w->k, p1 * COLS) - p0 * COLS);
     }
+  }
 }
 
 static void product_task(void *argument, int index) {
@@ -300,20 +311,16 @@ static void pack_operands_task(void *argument, int index) {
 // A block's sum joins its slot's in part 0, which is empty if the slot `begins` with it. If the slot ends with it, the sum
 // joins the subtrees before the slot, as in close_slots.
 INLINE void chain_block(const float *restrict d, const float *restrict x, int terms, float *restrict part, int begins, int ends, int slot) {
-  enum { TILE = ROWS * COLS };
-  float acc[TILE] = {0};
-  for (int t = 0; t < terms; t++)
-    for (int i = 0; i < ROWS; i++)
-      for (int j = 0; j < COLS; j++)
-        acc[i * COLS + j] = fma32(d[TERM(t, terms) * ROWS + i], x[TERM(t, terms) * COLS + j], acc[i * COLS + j]);
-  if (begins)
-    for (int i = 0; i < TILE; i++) acc[i] = 0.0f + acc[i];
-  else
-    for (int i = 0; i < TILE; i++) acc[i] = part[i] + acc[i];
+  Wide acc[ROWS] = {0}, *sum = (Wide *)part;
+  for (int t = 0; t < terms; t++) {
+    Wide row = wide_at(x + TERM(t, terms) * COLS);
+    for (int i = 0; i < ROWS; i++) acc[i] = fma_wide((Wide)d[TERM(t, terms) * ROWS + i], row, acc[i]);
+  }
+  for (int i = 0; i < ROWS; i++) acc[i] = (begins ? (Wide)0.0f : sum[i]) + acc[i];
   if (ends)
-    for (part += TILE; slot & 1; slot >>= 1, part += TILE)
-      for (int i = 0; i < TILE; i++) acc[i] = part[i] + acc[i];
-  for (int i = 0; i < TILE; i++) part[i] = acc[i];
+    for (sum += ROWS; slot & 1; slot >>= 1, sum += ROWS)
+      for (int i = 0; i < ROWS; i++) acc[i] = sum[i] + acc[i];
+  for (int i = 0; i < ROWS; i++) sum[i] = acc[i];
 }
 
 // The slot of block i begins or ends with it.

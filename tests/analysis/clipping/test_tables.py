@@ -7,7 +7,6 @@ import pandas as pd
 import pytest
 
 from analysis.clipping.bucket import clip_bucket, lift_interval
-from analysis.clipping.dynamics import band_transitions, update_quality
 from analysis.clipping.step import clip_step, effective_samples, kl_estimates, overshoot
 from analysis.clipping.tables import clip_tables
 from analysis.clipping.weights import loss_weights
@@ -83,19 +82,6 @@ def test_lifts_by_hand() -> None:
     part = clip_bucket(item).query("kind == 'p_anchor' and adv_sign == 'all' and n > 0")
     assert part["lift"].tolist() == [2.0, 0.0]
     assert part["lift_eligible"].iloc[0] == 1.0 and np.isnan(part["lift_eligible"].iloc[1])
-
-
-def test_transitions_and_gains_by_hand() -> None:
-    # three outside, of whom two come back; the fourth stays inside
-    item = make_item([4], np.array([[UP, UP, UP, 0.0], [UP, 0.0, 0.0, 0.0]]), np.ones(4))
-    row = band_transitions(item).iloc[0]
-    assert (row["epoch"], row["n_out"], row["return_rate"], row["leave_rate"]) == (0, 3, 2 / 3, 0.0)
-    assert row["still_clipped_rate"] == 1 / 3
-    assert not len(band_transitions(make_item([2], np.zeros((1, 2)), np.ones(2))))
-    gains = update_quality([(0, pd.Series([0.0, 2.0])), (1, pd.Series([0.0, 1.0]))])
-    # variances of the means 2 / 2 and 0.5 / 2
-    assert gains["score_gain"].iloc[0] == -0.5 and gains["score_gain_se"].iloc[0] == pytest.approx(np.sqrt(1.25))
-    assert gains["score_gain"].isna().tolist() == [False, True]
 
 
 @pytest.mark.parametrize("name", ["deterministic_run", "native_run"])

@@ -9,11 +9,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.compare import bitwise, paired, verdicts
-from analysis.compare.rows import Row, run_compare
+from analysis.compare import paired, verdicts
+from analysis.compare.rows import run_compare
 from ppo_repro.errors import UserError
-from ppo_repro.records import diff, manifest, reader
-from tests.support import synthetic_run
+from ppo_repro.records import diff, reader
 from tests.support.statistics import rng
 
 
@@ -120,20 +119,6 @@ def test_numeric_rows_by_hand() -> None:
     assert set(numeric(parted)["metric"]) == {"same_responses", "nonfinite", "divergence_hazard"}
 
 
-def test_holm_is_within_a_level() -> None:
-    rows = [
-        Row("numeric", "x", 0.0, 1, "", "difference", 0.04),
-        Row("distribution", "y", 0.0, 1, "", "difference", 0.04),
-        Row("distribution", "z", 0.0, 1, "", "difference", 0.01),
-        Row("distribution", "e", 0.0, 1, "", "equivalence", 0.04),
-        Row("distribution", "n", 0.0, 1, "", "difference"),
-    ]
-    table = run_compare("a", "b", rows, 0.03)
-    assert table["p_holm"].tolist() == pytest.approx([0.04, 0.04, 0.02, math.nan, math.nan], nan_ok=True)
-    expected = ["no difference found", "no difference found", "different", "not shown", "too little to say"]
-    assert table["verdict"].tolist() == expected
-
-
 def test_wrong_input(deterministic_run: Path, tmp_path: Path) -> None:
     for change, said in (
         ({"margin": 0.0}, "margin is positive"),
@@ -147,15 +132,3 @@ def test_wrong_input(deterministic_run: Path, tmp_path: Path) -> None:
             verdicts.compare_runs(deterministic_run, deterministic_run, rng(), **change)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="no such folder"):
         verdicts.compare_runs(deterministic_run, tmp_path / "none", rng())
-
-
-@pytest.mark.parametrize("kind", ["language", "control"])
-def test_the_share_of_equal_iterations_is_counted_by_table(kind: manifest.Kind, tmp_path: Path) -> None:
-    base, other = (synthetic_run.make_run(tmp_path / name, kind=kind) for name in ("base", "other"))
-    synthetic_run.rewrite_cell(other, "steps", 1, "policy_loss", lambda values: values + 1.0)
-    rows = {row.metric: row for row in bitwise.bitwise_rows(base, other)}
-    assert rows["steps"].stat == 0.5 and rows["iterations"].stat == rows["final"].stat == 1.0
-    assert (
-        rows["fingerprint"].stat == 0.0
-        and "table steps, iteration 1, column policy_loss" in rows["fingerprint"].verdict
-    )

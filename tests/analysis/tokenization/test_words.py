@@ -8,7 +8,7 @@ import pandas as pd
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.tokenization.kl import token_table, word_table
+from analysis.tokenization.kl import token_table
 from analysis.tokenization.words import BOUNDARIES, Boundary, find_words, text_of
 from tests.analysis.tokenization.cut_texts import Cuts, cuts, frames
 
@@ -47,14 +47,6 @@ def test_the_end_token_is_a_word_of_its_own_and_a_part_of_a_character_is_not() -
     assert words.word_id.tolist() == [0, 0, 0, 1, 2, 0] and words.sub_idx.tolist() == [0, 1, 2, 0, 0, 0]
     table = token_table(split, sequences, boundary="leading")
     assert table["text_class"].tolist() == ["alpha", "empty", "alpha", "alpha", "special", "special"]
-
-
-def test_classes_by_hand() -> None:
-    tokens, sequences = frames([["ab", " ab", "12", ",", " \n", "a1", "é", "世", " 1"]])
-    table = token_table(tokens, sequences, boundary="leading")
-    expected = ["alpha", "alpha", "digit", "punct", "space", "mixed", "alpha", "alpha", "digit", "special"]
-    assert table["text_class"].tolist() == expected
-    assert word_table(table, sequences)["text_class"].tolist() == ["alpha", "mixed", "mixed", "digit", "special"]
 
 
 @given(cuts(), boundaries, st.booleans())

@@ -1,0 +1,208 @@
+"""Figures for papers, in one style: each function draws a run, runs or a grid into matplotlib axes and returns them.
+
+    from analysis import figures
+    figures.use_style()
+    axes = figures.learning([RUN_1, RUN_2])
+    axes.figure.savefig("learning.pdf")
+
+`python -m analysis.figures KIND FILE.svg RUN_OR_GRID...` writes one: `learning` and `agreement` of runs, `readme` both
+side by side, `settings`, `differences` and `across` of a grid.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from analysis.grids.outcomes import MEASURES, outcomes
+from analysis.grids.table import comparisons, rank_correlation
+from analysis.program import program
+from analysis.stats.significance import one_sample, t_interval
+from ppo_repro.errors import UserError
+from ppo_repro.files import PICTURE, check_replaceable, write_over_earlier
+from ppo_repro.output import Parser
+from ppo_repro.records import reader
+from ppo_repro.records.config_file import load_recorded_config
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+GOOD = (0.1, 0.4)  # shares of clipped tokens that are called good
+RUN, MEAN, SHADE = "#0072b2", "#d55e00", "#00835f"
+STYLE: dict[str, Any] = {
+    "figure.figsize": (9, 3.3), "figure.dpi": 80, "figure.constrained_layout.use": True, "figure.facecolor": "white",
+    "font.family": "DejaVu Sans", "font.size": 9.5, "axes.titlesize": 10.5, "axes.titlelocation": "left",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,
+    "axes.prop_cycle": "cycler('color', ['0072b2', 'd55e00', '009e73', 'cc79a7', 'e69f00', '56b4e9'])",
+    "grid.color": "#e3e6ea", "grid.linewidth": 0.7, "lines.linewidth": 1.6, "lines.markersize": 4,
+    "legend.frameon": False, "legend.fontsize": 9, "svg.fonttype": "none", "svg.hashsalt": "ppo_repro",
+}  # fmt: skip
+
+
+def use_style() -> None:
+    """Draw everything from now on in this style; UserError without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UserError("figures need matplotlib; install it with pip install 'ppo_repro[notebook]'") from error
+    matplotlib.rcParams.update(STYLE)
+
+
+def new_axes(width: float = 4.5, height: float = 3.3, columns: int = 1) -> list[Axes]:
+    """Empty axes side by side in a figure of this size in inches, which no window shows."""
+    use_style()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height))
+    return [figure.add_subplot(1, columns, k + 1) for k in range(columns)]
+
+
+def curves_of(runs: Sequence[Path]) -> pd.DataFrame:
+    """mode, run, iteration, accuracy (greedy, held out), tokens and unequal (tokens) of every iteration of every run.
+
+    The last evaluation of a complete run, after its last update, is a row of its own without tokens. UserError on
+    records that are missing or damaged.
+    """
+    columns = ["iteration", "tokens", "unequal_old_rollout_logprobs", "eval_accuracy"]
+    parts = []
+    for folder in runs:
+        rows = reader.read_iterations(folder, columns=columns)
+        last = {"iteration": len(rows), "eval_accuracy": float(reader.open_manifest(folder).final["eval_accuracy"])}
+        found = pd.concat([rows, pd.DataFrame([last])], ignore_index=True)
+        parts.append(found.assign(mode=load_recorded_config(folder).numerics.mode, run=str(folder)))
+    renamed = {"unequal_old_rollout_logprobs": "unequal", "eval_accuracy": "accuracy"}
+    return pd.concat(parts, ignore_index=True).rename(columns=renamed)
+
+
+def band(rows: pd.DataFrame, measure: str, axes: Axes, label: str) -> None:
+    """A line of the mean over runs by iteration, and their range; `rows` has columns iteration and `measure`."""
+    line = rows[rows[measure].notna()].groupby("iteration")[measure].agg(["mean", "min", "max"])
+    (drawn,) = axes.plot(line.index, line["mean"], label=label)
+    axes.fill_between(line.index, line["min"], line["max"], color=drawn.get_color(), alpha=0.2, linewidth=0)
+
+
+def learning(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
+    """Greedy accuracy on held-out prompts by iteration: for each numerics the mean over runs and their range."""
+    (axes,) = [axes] if axes is not None else new_axes()
+    for mode, rows in curves_of(runs).groupby("mode"):
+        band(rows, "accuracy", axes, f"{mode}, {rows['run'].nunique()} runs")
+    axes.set(title="Learning: mean and range", xlabel="iteration", ylabel="greedy accuracy, held out")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    return axes
+
+
+def agreement(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
+    """Share of tokens whose log-prob the trainer computes otherwise than the sampler did, by iteration."""
+    (axes,) = [axes] if axes is not None else new_axes()
+    for mode, rows in curves_of(runs).groupby("mode"):
+        total, unequal = int(rows["tokens"].sum()), int(rows["unequal"].sum())
+        label = f"{mode}: {unequal:,} of {total:,}"
+        band(rows.assign(percent=100 * rows["unequal"] / rows["tokens"]), "percent", axes, label)
+    title = "Tokens whose log-probs differ in any bit"
+    axes.set(title=title, xlabel="iteration", ylabel="sampler ≠ trainer, %")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    return axes
+
+
+def settings(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> Axes:
+    """A row per setting of `outcomes`: a dot per seed, the mean with its 95 % Student interval.
+
+    Values that are not finite are not drawn but counted.
+    """
+    groups = list(cells.groupby("point", sort=False))
+    (axes,) = [axes] if axes is not None else new_axes(8.0, 0.8 + 0.3 * len(groups))
+    names = []
+    for row, (point, group) in enumerate(groups):
+        values = group[measure].to_numpy(np.float64)
+        finite = values[np.isfinite(values)]
+        names.append(str(point) if len(finite) == len(values) else f"{point} ({len(values) - len(finite)} not finite)")
+        axes.plot(finite, np.full(len(finite), row), "o", color=RUN, alpha=0.55, markersize=5)
+        if len(finite) > 1:
+            estimate = one_sample(finite)
+            axes.plot(t_interval(estimate, 0.95), (row, row), color=MEAN, linewidth=2)
+            axes.plot([estimate.mean], [row], "|", color=MEAN, markersize=11, markeredgewidth=2.5)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlabel(MEASURES.get(measure, measure))
+    return axes
+
+
+def differences(cells: pd.DataFrame, measure: str, against: str | None = None, axes: Axes | None = None) -> Axes:
+    """The measure of each setting minus that of `against` (the first), paired by seed, with 95 % intervals."""
+    against = against or str(cells["point"].iloc[0])
+    compared = comparisons(cells, measure, against)
+    (axes,) = [axes] if axes is not None else new_axes(8.0, 1.0 + 0.3 * len(compared))
+    reach = np.abs(compared[["low", "high"]].to_numpy().T - compared["difference"].to_numpy())
+    axes.errorbar(compared["difference"], compared["point"], xerr=reach, fmt="o", capsize=3)
+    axes.axvline(0, color="0.4", linewidth=1)
+    axes.invert_yaxis()
+    axes.set(title=f"{measure} minus that of {against}, 95 % intervals", xlabel="difference")
+    return axes
+
+
+def across(cells: pd.DataFrame, share: str, measure: str, axes: Axes | None = None) -> Axes:
+    """The measure of every run against its clipped share, `removed` or `outside`; the range called good is shaded."""
+    (axes,) = [axes] if axes is not None else new_axes(8.0, 4.2)
+    axes.axvspan(*GOOD, color=SHADE, alpha=0.12)
+    axes.plot(cells[share], cells[measure], "o", color=RUN, alpha=0.55, markersize=5)
+    for point, mean in cells.groupby("point", sort=False)[[share, measure]].mean().iterrows():
+        axes.plot([mean[share]], [mean[measure]], "_", color=MEAN, markersize=11, markeredgewidth=2.5)
+        axes.annotate(str(point), (mean[share], mean[measure]), xytext=(7, -3), textcoords="offset points")
+    rank, low, high = rank_correlation(cells, share, measure, np.random.default_rng(0))
+    title = f"rank correlation {rank:.2f} [{low:.2f}, {high:.2f}]"
+    axes.set(title=title, xlabel=MEASURES[share], ylabel=measure)
+    return axes
+
+
+def svg(axes: Axes) -> str:
+    """The figure of the axes as SVG; the same figure gives the same text."""
+    figure, buffer = axes.get_figure(root=True), io.StringIO()
+    assert figure is not None
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    width, height = (72 * inches for inches in figure.get_size_inches())
+    names = 'xmlns="http://www.w3.org/2000/svg"', 'xmlns:xlink="http://www.w3.org/1999/xlink"'
+    inside = buffer.getvalue().partition("<svg ")[2].partition(">")[2]
+    return f'<svg {names[0]} viewBox="0 0 {width:g} {height:g}" {names[1]} width="{width:g}">{inside}'
+
+
+@program
+def main(argv: Sequence[str] | None) -> None:
+    """Write one figure; exit code 2 and one line on a user error."""
+    parser = Parser(prog="python -m analysis.figures", description="a figure of runs or of a grid")
+    kinds = ("learning", "agreement", "readme", "settings", "differences", "across")
+    parser.add_argument("kind", choices=kinds, help="what is drawn")
+    parser.add_argument("out", metavar="FILE.svg", type=Path, help="the SVG file to write")
+    parser.add_argument("folders", metavar="RUN_OR_GRID", type=Path, nargs="+", help="runs, or one grid")
+    parser.add_argument("--measure", choices=MEASURES, default="accuracy", help="of a grid")
+    parser.add_argument("--share", choices=("removed", "outside"), default="removed", help="for `across`")
+    arguments = parser.parse_args(argv)
+    check_replaceable(arguments.out, PICTURE, "FILE.svg")
+    kind, folders, measure = arguments.kind, arguments.folders, arguments.measure
+    if kind in ("learning", "agreement"):
+        axes = learning(folders) if kind == "learning" else agreement(folders)
+    elif kind == "readme":
+        left, axes = new_axes(9.5, 3.6, 2)
+        deterministic = [run for run in folders if load_recorded_config(run).numerics.mode == "deterministic"]
+        learning(deterministic or folders, left)
+        agreement(folders, axes)
+    else:
+        if len(folders) > 1:
+            raise UserError(f"{kind}: {len(folders)} folders; give one grid")
+        cells = outcomes(folders[0])
+        if kind == "settings":
+            axes = settings(cells, measure)
+        else:
+            axes = differences(cells, measure) if kind == "differences" else across(cells, arguments.share, measure)
+    write_over_earlier(arguments.out, PICTURE, svg(axes).encode(), "FILE.svg")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

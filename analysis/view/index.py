@@ -1,0 +1,227 @@
+"""Every response of the runs as one DuckDB table, filled from their Parquet files as these come.
+
+The table lies in a temporary file: texts and what filters ask for, one row per response. Tokens stay in their files.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import duckdb
+import pandas as pd
+
+from analysis.report import tokens
+from analysis.tokenization.tokenizer import PATHS, load_tokenizer
+from ppo_repro.errors import UserError
+from ppo_repro.files import folders_with, has_writer
+from ppo_repro.records import manifest
+from ppo_repro.records.manifest import Head
+
+BATCH = 64  # iterations read at once
+LOOK_SECONDS = 1.0  # between two looks at the runs
+TIMEOUT_SECONDS = 10.0
+# one row per response; `mismatch` in nats, `advantage` the mean over the tokens, `clipped` in token updates
+RESPONSES = """select s.iteration, s.sequence, s.prompt_key, s.sample_index, s.prompt, s.response, s.answer,
+       s.scores as score, s.is_correct as correct, s.response_length as length, s.finish_reason as finish,
+       t.mismatch, t.advantage, coalesce(u.clipped, 0) as clipped
+from {sequences} as s
+left join (select iteration, sequence, avg(advantages) as advantage,
+                  max(abs(old_logprobs::double - rollout_logprobs::double)) as mismatch
+           from {tokens} group by iteration, sequence) as t using (iteration, sequence)
+left join (select iteration, sequence, count(*) filter (where starts_with(clip_flag, 'clip_')) as clipped
+           from {updates} group by iteration, sequence) as u using (iteration, sequence)"""
+CREATE = """create table responses (
+    run integer, iteration integer, sequence integer, prompt_key varchar, sample_index integer, prompt varchar,
+    response varchar, answer varchar, score double, correct boolean, length integer, finish varchar, mismatch double,
+    advantage double, clipped bigint)"""
+# never from the network, and nothing of another session
+CONFIG: dict[str, str | bool | int | float | list[str]] = {
+    "autoinstall_known_extensions": False,
+    "autoload_known_extensions": False,
+}
+
+
+class Slow(Exception):
+    """A query took longer than TIMEOUT_SECONDS."""
+
+
+@dataclass
+class Run:
+    """One run: how many of its iterations are in the table, and what of it could not be read."""
+
+    folder: Path
+    name: str
+    head: Head
+    state: str
+    read: int = 0
+    damaged: list[str] = field(default_factory=list)
+
+
+def literal(text: str) -> str:
+    """A text as SQL."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def source(paths: Sequence[str]) -> str:
+    """The rows of Parquet files as SQL."""
+    return f"read_parquet([{', '.join(map(literal, paths))}], union_by_name = true, hive_partitioning = false)"
+
+
+def pattern(path: Path) -> str:
+    """A path in which nothing is a wildcard."""
+    return re.sub(r"([*?\[])", r"[\1]", str(path))
+
+
+def responses_of(run_dir: Path, iterations: Sequence[int]) -> str:
+    """The SQL of the responses of these iterations."""
+    files = {
+        name: source([pattern(manifest.table_path(run_dir, name, iteration)) for iteration in iterations])
+        for name in ("sequences", "tokens", "updates")
+    }
+    return RESPONSES.format(**files)
+
+
+class Index:
+    """The responses of all language runs in and below `targets`; `version` changes whenever the table does."""
+
+    def __init__(self, targets: Sequence[Path]) -> None:
+        self.targets, self.runs, self.version, self.others = targets, list[Run](), 0, 0
+        self._folder = TemporaryDirectory(prefix="ppo-repro-view-")
+        self._database = duckdb.connect(str(Path(self._folder.name) / "responses.duckdb"), config=CONFIG)
+        self._database.execute(CREATE)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+
+    def start(self) -> None:
+        """Read what there is, and then what comes, in a thread of its own."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and remove the table."""
+        self._ended.set()
+        self._database.interrupt()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._database.close()
+        self._folder.cleanup()
+
+    def _follow(self) -> None:
+        while not self._ended.is_set():
+            self.look()
+            self._ended.wait(LOOK_SECONDS)
+
+    def look(self) -> None:
+        """Read the iterations that are complete and not in the table; what cannot be read is noted and passed over."""
+        known = {run.folder: run for run in self.runs}
+        self.others = 0
+        for folder in self._folders():
+            try:
+                head = manifest.load_head(folder)
+            except UserError:  # just being made, or damaged: `ppo-repro verify` says which
+                self.others += 1
+                continue
+            if not manifest.has_responses(head):
+                self.others += 1
+                continue
+            state = "killed" if head.status == "running" and not has_writer(folder) else head.status
+            if (run := known.get(folder)) is None:
+                run = Run(folder, self._name(folder), head, state)
+                self.runs.append(run)
+            elif head.config_digest != run.head.config_digest or head.num_iterations < run.read:
+                self._forget(run)  # another run has the folder now
+            if (run.state, run.head.num_iterations) != (state, head.num_iterations):
+                self.version += 1
+            run.head, run.state = head, state
+            self._read(run)
+
+    def _folders(self) -> Iterator[Path]:
+        for target in self.targets:
+            yield from sorted(folders_with(target, manifest.FILE_NAME))
+
+    def _name(self, folder: Path) -> str:
+        base = next(target for target in self.targets if folder.is_relative_to(target))
+        return folder.name if folder == base else str(folder.relative_to(base))
+
+    def _forget(self, run: Run) -> None:
+        self._database.cursor().execute("delete from responses where run = ?", [self.runs.index(run)])
+        run.read, run.damaged = 0, []
+        self.version += 1
+
+    def _read(self, run: Run) -> None:
+        while run.read < run.head.num_iterations and not self._ended.is_set():
+            batch = range(run.read, min(run.read + BATCH, run.head.num_iterations))
+            try:
+                self._insert(run, batch)
+            except duckdb.Error:
+                for iteration in batch:  # all but those that cannot be read
+                    try:
+                        self._insert(run, [iteration])
+                    except duckdb.Error as error:
+                        run.damaged.append(f"{run.name}: iteration {iteration}: {str(error).splitlines()[0]}")
+            run.read = batch[-1] + 1
+            self.version += 1
+
+    def _insert(self, run: Run, iterations: Sequence[int]) -> None:
+        query = f"insert into responses select ?, * from ({responses_of(run.folder, iterations)})"
+        self._database.cursor().execute(query, [self.runs.index(run)])
+
+    @contextmanager
+    def _cursor(self) -> Iterator[Any]:
+        """A cursor whose query is ended after TIMEOUT_SECONDS; raises Slow then."""
+        cursor = self._database.cursor()
+        timer = threading.Timer(TIMEOUT_SECONDS, cursor.interrupt)
+        timer.start()
+        try:
+            yield cursor
+        except duckdb.InterruptException as error:
+            raise Slow from error
+        finally:
+            timer.cancel()
+            cursor.close()
+
+    def cursor(self) -> Any:
+        """A cursor without a time limit."""
+        return self._database.cursor()
+
+    def rows(self, query: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
+        """The rows of a query by column."""
+        with self._cursor() as cursor:
+            cursor.execute(query, list(values))
+            names = [column[0] for column in cursor.description]
+            return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+
+    def frame(self, query: str, values: Sequence[Any] = ()) -> pd.DataFrame:
+        """The rows of a query as a pandas frame."""
+        with self._cursor() as cursor:
+            return pd.DataFrame(cursor.execute(query, list(values)).df())
+
+    def tokens_of(self, run: Run, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The data of the token view, of one response of the table; UserError where its files cannot be read."""
+        about = {"sequence": row["sequence"], "max_abs_delta": row["mismatch"], "clipped": row["clipped"], "why": []}
+
+        def rows_of(name: str) -> pd.DataFrame:
+            file = source([pattern(manifest.table_path(run.folder, name, row["iteration"]))])
+            try:
+                return self.frame(f"select * from {file} where sequence = ?", [row["sequence"]])
+            except duckdb.Error as error:
+                raise UserError(f"{run.name}: {str(error).splitlines()[0]}; the file was changed or damaged") from error
+
+        tables = rows_of("sequences"), rows_of("tokens"), rows_of("updates")
+        where = f"{run.name}: iteration {row['iteration']}"
+        return tokens.described(tokens.responses_of(*tables, pd.DataFrame([about]), where))
+
+    def rendered(self, run: Run, iteration: int, sequence: int) -> str | None:
+        """The prompt as its tokens say it, with special tokens; None where the run has no tokenizer yet."""
+        path = next((run.folder / name for name in PATHS if (run.folder / name).is_file()), None)
+        file = source([pattern(manifest.table_path(run.folder, "sequences", iteration))])
+        found = self.rows(f"select prompt_ids from {file} where sequence = ?", [sequence])
+        if path is None or not found:
+            return None
+        return load_tokenizer(path).decode_all(found[0]["prompt_ids"])

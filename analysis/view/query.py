@@ -1,0 +1,145 @@
+"""What the page asks, as parametrised SQL over the table of `index`: filters, order, page, a snippet of the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from analysis.view.index import RESPONSES, Run, literal, pattern, source
+from ppo_repro.errors import UserError
+
+PAGE = 50  # responses
+LARGEST_PAGE = 1000
+NUMBERS = ("score", "length", "mismatch", "clipped", "advantage", "iteration")
+COLUMNS = (
+    "run", "iteration", "sequence", "prompt_key", "sample_index", "prompt", "response", "answer", "score", "correct",
+    "length", "finish", "mismatch", "advantage", "clipped",
+)  # fmt: skip
+# by name of the parameter: what has to hold
+TEXTS = {
+    "text": "contains(lower(response), lower(?))",
+    "prompt": "contains(lower(prompt), lower(?))",
+    "prompt_key": "prompt_key = ?",
+    "finish": "finish = ?",
+}
+CHOICES: dict[str, dict[str, Any]] = {"correct": {"yes": True, "no": False}, "order": {"asc": "asc", "desc": "desc"}}
+_NAMES = {*TEXTS, *CHOICES, *(f"{name}_{end}" for name in NUMBERS for end in ("min", "max"))}
+_NAMES |= {"run", "sort", "offset", "limit", "token"}
+
+
+@dataclass(frozen=True)
+class Query:
+    """`where` has a `?` for each of `values`; `run` is a number or None for all."""
+
+    where: str
+    values: tuple[Any, ...]
+    order: str
+    offset: int
+    limit: int
+    run: int | None
+
+    def page(self) -> str:
+        """SQL: rowid of the page in order, and on each row the count, mean score and share of right ones of all."""
+        sort, order = self.order.split(maxsplit=1)
+        ordered = f"order by sorted_by {order}, run, iteration, sequence"
+        # few columns are sorted; those of the page are read by rowid
+        return f"""with matched as materialized (
+                select rowid as id, run, iteration, sequence, score, correct, {sort} as sorted_by
+                from responses where {self.where}),
+            whole as (select count(*) as total, avg(score) as score, avg(correct::int) as correct from matched),
+            page as (select id, run, iteration, sequence, sorted_by from matched {ordered}
+                limit {self.limit} offset {self.offset})
+            select id, total, score, correct from whole left join page on true {ordered}"""
+
+    def everything(self) -> str:
+        """SQL: all rows in order."""
+        return (
+            f"select {', '.join(COLUMNS)} from responses where {self.where} order by {self.order}, "
+            "run, iteration, sequence"
+        )
+
+
+def parsed(asked: Mapping[str, str], runs: int) -> Query:
+    """The query in the parameters of a request; UserError names the first that is wrong."""
+    for name in asked:
+        if name not in _NAMES:
+            raise UserError(f"{name}: is no filter; there are {', '.join(sorted(_NAMES - {'token'}))}")
+    found = {name: value for name, value in asked.items() if value != ""}
+    conditions: list[tuple[str, Any]] = [(sql, found[name]) for name, sql in TEXTS.items() if name in found]
+    for name in NUMBERS:
+        for end, sign in (("min", ">="), ("max", "<=")):
+            if f"{name}_{end}" in found:
+                conditions.append((f"{name} {sign} ?", _number(f"{name}_{end}", found[f"{name}_{end}"])))
+    if "correct" in found:
+        conditions.append(("correct = ?", _choice(found, "correct")))
+    run = _count(found, "run", 0, runs - 1) if "run" in found else None
+    if run is not None:
+        conditions.append(("run = ?", run))
+    sort = found.get("sort", "iteration")
+    if sort not in COLUMNS:
+        raise UserError(f"sort = {sort}: must be one of {', '.join(COLUMNS)}")
+    order = _choice(found, "order") if "order" in found else "desc"
+    return Query(
+        " and ".join(sql for sql, _ in conditions) or "true",
+        tuple(value for _, value in conditions),
+        f"{sort} {order} nulls last",
+        _count(found, "offset", 0, 10**9) if "offset" in found else 0,
+        _count(found, "limit", 1, LARGEST_PAGE) if "limit" in found else PAGE,
+        run,
+    )
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isnan(value):
+        raise UserError(f"{name} = {text[:100]}: must be a number")
+    return value
+
+
+def _count(found: Mapping[str, str], name: str, least: int, most: int) -> int:
+    text = found[name]
+    if not (text.isascii() and text.isdecimal() and len(text) < 12 and least <= int(text) <= most):
+        raise UserError(f"{name} = {text[:100]}: must be a whole number from {least} to {most}")
+    return int(text)
+
+
+def _choice(found: Mapping[str, str], name: str) -> Any:
+    if found[name] not in CHOICES[name]:
+        raise UserError(f"{name} = {found[name][:100]}: must be {' or '.join(CHOICES[name])}")
+    return CHOICES[name][found[name]]
+
+
+def place(asked: Mapping[str, str], runs: int) -> tuple[int, int, int]:
+    """run, iteration and sequence in the parameters of a request; UserError unless they are numbers."""
+    names = {"run": runs - 1, "iteration": 2**31 - 1, "sequence": 2**31 - 1}
+    run, iteration, sequence = (_count({name: asked.get(name, "")}, name, 0, most) for name, most in names.items())
+    return run, iteration, sequence
+
+
+def snippet(query: Query, runs: Sequence[Run]) -> str:
+    """Python that finds the same responses in the Parquet files, with duckdb and pandas alone."""
+    parts = []
+    for run in runs if query.run is None else [runs[query.run]]:
+        records = run.folder.resolve() / "records"
+        files = {
+            name: source([f"{pattern(records / name)}/iteration=*.parquet"])
+            for name in ("sequences", "tokens", "updates")
+        }
+        table = RESPONSES.format(**files)
+        parts.append(f"select {literal(run.name)} as run, * from (\n{table}\n) where iteration < {run.read}")
+    values = list(query.values)
+    where = query.where.replace("run = ?", "true")
+    if query.run is not None:
+        values.remove(query.run)
+    table = "\nunion all\n".join(parts)
+    sql = f"with responses as (\n{table}\n)\nselect * from responses\nwhere {where}\n"
+    sql += f"order by {query.order}, run, iteration, sequence"
+    text = sql.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
+    return (
+        f'import duckdb\n\nfound = duckdb.execute(\n    """\n{text}\n""",\n    {values!r},\n).df()  # a pandas frame\n'
+    )

@@ -1,0 +1,195 @@
+"""The server of the page: 127.0.0.1 alone, nothing without the token in the address, answers as JSON and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import secrets
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from analysis.report.markup import differences
+from analysis.report.page import document
+from analysis.report.tokens import token_area
+from analysis.view.index import TIMEOUT_SECONDS, Index, Slow
+from analysis.view.query import COLUMNS, parsed, place, snippet
+from ppo_repro.errors import UserError
+from ppo_repro.output import finite, one_line
+
+HERE = Path(__file__).parent
+REPORT = HERE.parent / "report"
+HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
+SAMPLES = 64  # of one prompt side by side
+LONGEST_DIFF = 100_000  # characters of both together
+
+
+class Guard:
+    """Answers 403 to every request whose address does not have the token, and adds our headers to every answer."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self.app, self.token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in HEADERS.items())]
+            await send(message)
+
+        given = Request(scope).query_params.get("token", "")
+        allowed = secrets.compare_digest(given.encode(), self.token.encode())
+        refused = PlainTextResponse("403: open the address that `ppo-repro view` printed, with its token\n", 403)
+        await (self.app if allowed else refused)(scope, receive, with_headers)
+
+
+def application(index: Index, token: str) -> Starlette:
+    """The page and what it asks for. Query errors are one line of JSON."""
+    assets = ([REPORT / "style.css", HERE / "view.css"], [REPORT / "token_view.js", HERE / "view.js"])
+    body = (HERE / "view.html").read_text(encoding="utf-8").replace("<!-- tokens -->", token_area())
+    html = document("ppo-repro view", body, *assets, connect="'self'")
+
+    def page(request: Request) -> Response:
+        return Response(html, media_type="text/html")
+
+    def state(request: Request) -> Response:
+        runs = [
+            {"name": run.name, "state": run.state, "iterations": run.head.num_iterations, "read": run.read}
+            for run in index.runs
+        ]
+        finishes = [row["finish"] for row in index.rows("select distinct finish from responses order by finish")]
+        damaged = [line for run in index.runs for line in run.damaged]
+        others = index.others
+        return JSONResponse(
+            {"version": index.version, "runs": runs, "finishes": finishes, "damaged": damaged, "others": others}
+        )
+
+    def responses(request: Request) -> Response:
+        query = parsed(request.query_params, len(index.runs))
+        found = index.rows(query.page(), query.values)
+        ids = [row["id"] for row in found if row["id"] is not None]
+        sql = f"select rowid as id, {', '.join(COLUMNS)} from responses where rowid in (select unnest(?::bigint[]))"
+        rows = index.rows(sql, [ids])
+        by_id = {row.pop("id"): row for row in rows}
+        whole = {name: found[0][name] for name in ("total", "score", "correct")}
+        return JSONResponse(finite({**whole, "offset": query.offset, "rows": [by_id[i] for i in ids if i in by_id]}))
+
+    def one(asked: dict[str, str]) -> dict[str, Any]:
+        values = place(asked, len(index.runs))
+        where = "run = ? and iteration = ? and sequence = ?"
+        found = index.rows(f"select {', '.join(COLUMNS)} from responses where {where}", values)
+        if not found:
+            raise UserError(f"run {values[0]}: has no response {values[2]} in iteration {values[1]}")
+        return found[0]
+
+    def response(request: Request) -> Response:
+        row = one(dict(request.query_params))
+        run = index.runs[row["run"]]
+        where = "run = ? and iteration = ? and prompt_key = ?"
+        sql = (
+            f"select {', '.join(COLUMNS)} from responses where {where} order by sample_index, sequence limit {SAMPLES}"
+        )
+        samples = index.rows(sql, [row["run"], row["iteration"], row["prompt_key"]])
+        rendered = index.rendered(run, row["iteration"], row["sequence"])
+        return JSONResponse(
+            finite({"row": row, "samples": samples, "rendered": rendered, "tokens": index.tokens_of(run, row)})
+        )
+
+    def diff(request: Request) -> Response:
+        asked = dict(request.query_params)
+        a = one(asked)["response"]
+        b = one({name: asked.get(f"other_{name}", "") for name in ("run", "iteration", "sequence")})["response"]
+        if len(a) + len(b) > LONGEST_DIFF:
+            raise UserError(f"diff: the two have {len(a) + len(b):,} characters; at most {LONGEST_DIFF:,} are compared")
+        return JSONResponse({"parts": differences(a, b)})
+
+    def as_csv(request: Request) -> Response:
+        query = parsed(request.query_params, len(index.runs))
+        headers = {"Content-Disposition": 'attachment; filename="responses.csv"'}
+        return StreamingResponse(rows_as_csv(index, query.everything(), query.values), 200, headers, "text/csv")
+
+    def as_snippet(request: Request) -> Response:
+        query = parsed(request.query_params, len(index.runs))
+        return JSONResponse({"snippet": snippet(query, index.runs)})
+
+    def mistake(request: Request, error: Exception) -> Response:
+        return JSONResponse({"error": one_line(error)}, 400)
+
+    def slow(request: Request, error: Exception) -> Response:
+        return JSONResponse({"error": f"the query took more than {TIMEOUT_SECONDS:g} s; ask for less"}, 503)
+
+    api = {"state": state, "responses": responses, "response": response, "diff": diff, "csv": as_csv}
+    api["snippet"] = as_snippet
+    return Starlette(
+        routes=[Route("/", page), *(Route(f"/api/{name}", answer) for name, answer in api.items())],
+        middleware=[
+            Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"]),
+            Middleware(Guard, token=token),
+        ],
+        exception_handlers={UserError: mistake, Slow: slow},
+    )
+
+
+def rows_as_csv(index: Index, query: str, values: Sequence[Any]) -> Iterator[str]:
+    """All rows of a query as CSV, in chunks, with the names of the runs."""
+    cursor = index.cursor()
+    cursor.execute(query, list(values))
+    rows: list[Sequence[Any]] = [COLUMNS]
+    while rows:
+        buffer = io.StringIO()
+        csv.writer(buffer).writerows(rows)
+        yield buffer.getvalue()
+        rows = [(index.runs[row[0]].name, *row[1:]) for row in cursor.fetchmany(10_000)]
+    cursor.close()
+
+
+class Server:
+    """The page over `targets` on a port of 127.0.0.1, 0 for a free one; UserError if the port is taken."""
+
+    def __init__(self, targets: Sequence[Path], port: int) -> None:
+        for target in targets:
+            if not target.is_dir():
+                raise UserError(f"{target}: no such folder; give the folder of a run, or one with runs in it")
+        if port > 65535:
+            raise UserError(f"--port {port}: cannot be used (above 65535); leave it out for a free one")
+        try:
+            self.socket = socket.create_server(("127.0.0.1", port))
+        except OSError as error:
+            raise UserError(f"--port {port}: cannot be used ({error.strerror}); leave it out for a free one") from error
+        self.token = secrets.token_urlsafe(16)
+        self.index = Index(targets)
+        app = application(self.index, self.token)
+        self._uvicorn = uvicorn.Server(
+            uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1)
+        )
+
+    @property
+    def address(self) -> str:
+        """Where the page is; it holds the token."""
+        return f"http://127.0.0.1:{self.socket.getsockname()[1]}/?token={self.token}"
+
+    def serve(self) -> None:
+        """Answer until a signal or `stop` comes."""
+        self.index.start()
+        try:
+            self._uvicorn.run(sockets=[self.socket])
+        finally:
+            self.index.close()
+            self.socket.close()
+
+    def stop(self) -> None:
+        """End `serve`, from another thread."""
+        self._uvicorn.should_exit = True

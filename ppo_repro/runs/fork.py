@@ -1,0 +1,107 @@
+"""A new run that goes on from a checkpoint of another one: its records begin with those of its origin."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from ppo_repro.clock import Clock, as_text
+from ppo_repro.config.inputs import gather, run_digest
+from ppo_repro.errors import UserError
+from ppo_repro.files import SUMS_NAME, atomic_write
+from ppo_repro.records import accuracy, iteration_log, manifest, writer
+from ppo_repro.records.contents import FORKED_FROM, REFERENCE
+from ppo_repro.records.fork import Fork
+from ppo_repro.records.times import STARTED
+from ppo_repro.runs import checkpoint
+from ppo_repro.runs.language import LanguageKind
+from ppo_repro.runs.models_kept import Start, load_start
+from ppo_repro.runs.run import execute, new_run, require_same_start, work_along
+from ppo_repro.runs.verify import check_contents
+from ppo_repro.stages.coefficients import first_coefficients
+
+WARM_START = "warm_start_steps"  # the only preparation that a fork does not repeat
+
+
+def fork(kind: LanguageKind, plan: Fork, clock: Clock) -> dict[str, float]:
+    """Make the run of a plan and compute it to its end; returns wall seconds by phase and in total.
+
+    UserError if a file of the origin is damaged. Of several processes the first one records.
+    """
+    config, folder, ranks = plan.config, plan.folder, kind.ranks
+    check_contents(plan.source, plan.recorded)
+    start, inputs = _start(plan), gather(config)
+    execution = kind.fork(config, folder if ranks.is_first else None, start)
+    clock.lap("inputs")
+    require_same_start(ranks, config, inputs.digests)
+    if not ranks.is_first:
+        work_along(execution)
+        return {}
+    environment = {**kind.environment(config), STARTED: as_text(clock.started)}
+    temporary = writer.lay_out_run(folder, inputs, environment, run_digest(inputs, plan.origin.fingerprint), kind.name)
+    _take_over(plan, start, temporary)
+    with new_run(temporary, folder, plan.origin.iteration):
+        clock.lap("records")
+        execute(kind, config, folder, execution, clock)
+    return clock.with_total()
+
+
+def _start(plan: Fork) -> Start:
+    """The origin's checkpoint; coefficients whose fields were changed begin anew, and prompts may be others."""
+    start, first = load_start(plan.source, plan.recorded, plan.origin.iteration), first_coefficients(plan.config)
+    coefficients = start.checkpoint.coefficients
+    if any(field.startswith("kl.") for field in plan.origin.changed):
+        coefficients = replace(coefficients, kl_coef=first.kl_coef)
+    if any(field.startswith("ppo.objective") for field in plan.origin.changed):
+        coefficients = replace(coefficients, clip_range=first.clip_range, penalty_coef=first.penalty_coef)
+    return replace(start, checkpoint=replace(start.checkpoint, coefficients=coefficients, task=""))
+
+
+def _take_over(plan: Fork, start: Start, folder: Path) -> None:
+    """Put the checkpoint, the reference and the records of the origin into a folder that was laid out."""
+    recorded, source, at = plan.recorded, plan.source, plan.origin.iteration
+    before = [table for i in range(at) for table in manifest.recorded_at(recorded, i)]
+    before += [table for table in manifest.recorded_at(recorded, None) if table.table.name == WARM_START]
+    names = [table.path(Path()) for table in before]
+    reference = Path(REFERENCE)
+    if start.reference is not None:
+        names += [reference / path.name for path in sorted(start.reference.iterdir())]
+    notes = {accuracy.FILE_NAME} & recorded.notes.keys()
+    names += map(Path, notes)
+    try:
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            _same_file(source / name, folder / name)
+        (folder / FORKED_FROM).parent.mkdir(exist_ok=True)
+        lines = (source / iteration_log.FILE_NAME).read_bytes()[: recorded.log_bytes].splitlines(keepends=True)[:at]
+    except OSError as error:
+        raise UserError(f"{plan.folder}: cannot be made ({error.strerror}); choose another --out") from error
+    atomic_write(folder / iteration_log.FILE_NAME, b"".join(lines))
+    digest = ""
+    for line in lines:
+        digest = iteration_log.extended(digest, line)
+    head = manifest.load_head(folder)
+    files = {**head.files, FORKED_FROM: checkpoint.save(start.checkpoint, folder / FORKED_FROM)}
+    if start.reference is not None:
+        files[f"{REFERENCE}/{SUMS_NAME}"] = recorded.files[f"{REFERENCE}/{SUMS_NAME}"]
+    changes = {
+        "origin": plan.origin,
+        "files": files,
+        "notes": {**head.notes, **{name: recorded.notes[name] for name in notes}},
+        "preparation": {name: entry for name, entry in recorded.preparation.items() if name == WARM_START},
+        "num_iterations": at,
+        "log_bytes": sum(map(len, lines)),
+        "log_digest": digest,
+        "fingerprint": plan.origin.fingerprint,
+    }
+    manifest.save(head.model_copy(update=changes), folder)
+
+
+def _same_file(source: Path, target: Path) -> None:
+    """Link a file, which no run changes in place, or copy it where a file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

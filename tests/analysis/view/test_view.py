@@ -1,0 +1,237 @@
+"""`ppo-repro view`: nothing without the token, texts stay texts, queries as in the files, a run that still works."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from analysis.view import index as index_module
+from analysis.view.server import Server
+from ppo_repro.errors import UserError
+from ppo_repro.records import manifest, reader
+from tests.analysis.report.hostile_run import make_hostile_run
+from tests.support.cli import Cli, one_line
+from tests.support.html_page import tree
+from tests.support.synthetic_run import cut_back
+from tests.support.view import served
+
+
+def get(server: Server, path: str, asked: Mapping[str, Any] | None = None, **headers: str) -> tuple[int, str, Any]:
+    """Status, text and headers; the token is in `asked`."""
+    base = f"http://{urlsplit(server.address).netloc}"
+    request = urllib.request.Request(f"{base}{path}?{urlencode(asked or {})}", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as reply:
+            return reply.status, reply.read().decode(), reply.headers
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(), error.headers
+
+
+def api(server: Server, name: str, **asked: Any) -> Any:
+    code, text, _ = get(server, f"/api/{name}", {"token": server.token, **asked})
+    assert code == 200, text
+    return json.loads(text)
+
+
+@pytest.fixture(scope="module")
+def hostile(native_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with served(make_hostile_run(native_run, tmp_path_factory.mktemp("it's [1]") / "run *")) as server:
+        yield server
+
+
+PATHS = ["/", "/api/state", "/api/responses", "/api/response", "/api/diff", "/api/csv", "/api/snippet", "/elsewhere"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_nothing_is_answered_without_the_token_or_under_another_host(hostile: Server, path: str) -> None:
+    whole = {"token": hostile.token, "run": 0, "iteration": 0, "sequence": 0}
+    for wrong in ({}, {"token": ""}, {"token": hostile.token[:-1]}, {"token": "ä"}):
+        code, text, headers = get(hostile, path, {**whole, "token": "", **wrong})
+        assert code == 403 and len(text) < 100 and headers["Referrer-Policy"] == "no-referrer"
+    assert get(hostile, path, whole, Host="example.org")[0] == 400
+    assert hostile.socket.getsockname()[0] == "127.0.0.1"
+
+
+def test_hostile_texts_stay_text(hostile: Server) -> None:
+    code, page, _ = get(hostile, "/", {"token": hostile.token})
+    root = tree(page)
+    policy = next(n.get("content", "") for n in root.iter("meta") if n.get("http-equiv"))
+    assert code == 200 and "connect-src 'self'" in policy and "unsafe" not in policy
+    assert "innerHTML" not in page and not {"src", "onclick"} & {name for n in root.iter() for name in n.attrib}
+    found = api(hostile, "responses", text="<SCRIPT>", sort="sequence", order="asc")["rows"]
+    assert found and all("<script>" in row["response"] for row in found)
+    headers = get(hostile, "/api/responses", {"token": hostile.token, "text": "<script>"})[2]
+    assert headers["Content-Type"] == "application/json" and headers["X-Content-Type-Options"] == "nosniff"
+    row = found[0]
+    one = api(hostile, "response", run=0, iteration=row["iteration"], sequence=row["sequence"])
+    assert "".join(one["tokens"]["responses"][0]["texts"]) == row["response"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"score_min": "1; drop table responses"}, "score_min = 1; drop table responses: must be a number"),
+        ({"advantage_max": "nan"}, "advantage_max = nan: must be a number"),
+        ({"sort": "score desc, (select 1)"}, "sort = score desc, (select 1): must be one of run, iteration"),
+        ({"order": "sideways"}, "order = sideways: must be asc or desc"),
+        ({"run": "7"}, "run = 7: must be a whole number from 0 to 0"),
+        ({"limit": "1000000"}, "limit = 1000000: must be a whole number from 1 to 1000"),
+        ({"where": "1=1"}, "where: is no filter; there are"),
+    ],
+)
+def test_a_bad_query_is_one_line(hostile: Server, asked: dict[str, str], said: str) -> None:
+    for name in ("responses", "csv", "snippet"):
+        code, text, _ = get(hostile, f"/api/{name}", {"token": hostile.token, **asked})
+        found = json.loads(text)["error"]
+        assert code == 400 and found.startswith(said) and "\n" not in found
+    code, text, _ = get(hostile, "/api/response", {"token": hostile.token, "run": 0, "iteration": 99, "sequence": 0})
+    assert (code, json.loads(text)["error"]) == (400, "run 0: has no response 0 in iteration 99")
+
+
+QUERIES: list[tuple[dict[str, str], str]] = [
+    ({}, "score == score"),
+    ({"text": "6", "correct": "no"}, "response.str.contains('6') and not is_correct"),
+    (
+        {"score_min": "0.5", "finish": "stop", "iteration_max": "1"},
+        "score >= 0.5 and finish == 'stop' and iteration <= 1",
+    ),
+    ({"mismatch_min": "1e-9", "clipped_min": "1", "sort": "mismatch"}, "mismatch >= 1e-9 and clipped >= 1"),
+    (
+        {"advantage_max": "0", "length_min": "2", "prompt": "1+"},
+        "advantage <= 0 and length >= 2 and prompt.str.contains('1+', regex=False)",
+    ),
+]
+
+
+def expected(run: Path) -> pd.DataFrame:
+    """The responses computed from the records another way."""
+    rows, tokens, updates = reader.read_sequences(run), reader.read_tokens(run), reader.read_updates(run)
+    delta = tokens["old_logprobs"].astype(np.float64) - tokens["rollout_logprobs"].astype(np.float64)
+    key = ["iteration", "sequence"]
+    tokens = tokens.assign(mismatch=delta.abs(), advantage=tokens["advantages"].astype(np.float64))
+    by_token = tokens.groupby(key).agg(mismatch=("mismatch", "max"), advantage=("advantage", "mean"))
+    clipped = updates["clip_flag"].isin(["clip_high", "clip_low", "clip_dual", "clip_cov"])
+    by_update = updates.assign(clipped=clipped).groupby(key)["clipped"].sum()
+    found = rows.set_index(key).join(by_token).join(by_update)
+    return found.rename(columns={"scores": "score", "response_length": "length", "finish_reason": "finish"})
+
+
+def test_queries_find_what_the_files_hold_and_the_snippet_and_the_csv_find_the_same(native_run: Path) -> None:
+    whole = expected(native_run)
+    with served(native_run) as server:
+        for asked, condition in QUERIES:
+            wanted = whole.reset_index().query(condition, engine="python").set_index(["iteration", "sequence"])
+            found = api(server, "responses", **asked, limit=1000)
+            rows = pd.DataFrame(found["rows"])
+            assert found["total"] == len(rows) == len(wanted) > 0, asked
+            ordered = wanted.loc[list(zip(rows["iteration"], rows["sequence"], strict=True))]
+            for name in ("score", "mismatch", "advantage", "clipped", "length"):
+                np.testing.assert_allclose(rows[name].astype(float), ordered[name].astype(float), rtol=1e-12)
+            assert rows["response"].tolist() == ordered["response"].tolist()
+            by = rows[asked.get("sort", "iteration")]
+            assert by.is_monotonic_decreasing
+            space: dict[str, Any] = {}
+            exec(api(server, "snippet", **asked)["snippet"], space)
+            pd.testing.assert_frame_equal(space["found"][rows.columns[1:]], rows[rows.columns[1:]], check_dtype=False)
+            _, text, headers = get(server, "/api/csv", {"token": server.token, **asked})
+            lines = list(csv.DictReader(io.StringIO(text)))
+            assert [line["response"] for line in lines] == rows["response"].tolist()
+            assert headers["Content-Disposition"].startswith("attachment")
+        pages = [api(server, "responses", sort="score", limit=5, offset=k)["rows"] for k in (0, 5)]
+        both = api(server, "responses", sort="score", limit=10)["rows"]
+        assert pages[0] + pages[1] == both
+        first = both[0]
+        one = api(server, "response", run=0, iteration=first["iteration"], sequence=first["sequence"])
+        assert one["row"] == first and first in one["samples"] and first["prompt"] in one["rendered"]
+        assert {s["prompt_key"] for s in one["samples"]} == {first["prompt_key"]}
+        other = {f"other_{name}": both[-1][name] for name in ("run", "iteration", "sequence")}
+        parts = api(server, "diff", run=0, iteration=first["iteration"], sequence=first["sequence"], **other)["parts"]
+        assert "".join(text for kind, text in parts if kind != "+") == first["response"]
+        assert "".join(text for kind, text in parts if kind != "-") == both[-1]["response"]
+
+
+def test_a_snippet_survives_any_path_and_text(hostile: Server) -> None:
+    for text in ('"""\\', "'; drop", "\u202e", "\n\n"):
+        space: dict[str, Any] = {}
+        exec(api(hostile, "snippet", text=text, run=0)["snippet"], space)
+        assert len(space["found"]) == api(hostile, "responses", text=text, run=0)["total"]
+
+
+def test_a_query_that_takes_too_long_is_ended(hostile: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "TIMEOUT_SECONDS", 0.2)
+    with pytest.raises(index_module.Slow):
+        hostile.index.rows("select sum(a.range * b.range) from range(10000000) a, range(10000000) b")
+    assert api(hostile, "responses")["total"] > 0, "the next one is answered"
+
+
+def test_a_run_that_works_is_followed_and_partial_files_are_passed_over(native_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "a" / "run"
+
+    def become(iterations: int) -> None:
+        """The run after so many iterations, whatever was there."""
+        shutil.copytree(native_run, run, dirs_exist_ok=True)
+        if iterations < 3:
+            cut_back(run, iterations, "running")
+
+    def counts() -> tuple[int, int]:
+        return server.index.rows("select count(*) as n from responses")[0]["n"], len(server.index.runs[0].damaged)
+
+    def file(table: str, iteration: int) -> Path:
+        return manifest.table_path(run, table, iteration)
+
+    each = len(reader.read_sequences(native_run, iterations=[0]))
+    become(0)
+    server = Server([tmp_path], 0)
+    look = server.index.look
+    look()
+    assert counts() == (0, 0) and server.index.runs[0].state == "killed", "no process has its lock"
+    become(1)
+    for table in ("sequences", "tokens"):  # a process was killed while it wrote the next iteration
+        file(table, 1).write_bytes(b"PAR1 half")
+    file("updates", 1).with_suffix(".tmp").write_bytes(b"")
+    look()
+    assert counts() == (each, 0)
+    version = server.index.version
+    become(2)  # resumed
+    look()
+    look()
+    assert counts() == (2 * each, 0) and server.index.version > version
+    become(3)
+    file("tokens", 2).write_bytes(b"PAR1 rubbish")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / manifest.FILE_NAME).write_text("{")
+    look()
+    assert counts() == (2 * each, 1) and "iteration 2" in server.index.runs[0].damaged[0]
+    assert server.index.others == 1
+    become(1)  # another run has the folder now
+    look()
+    assert counts() == (each, 0)
+    server.index.close()
+    server.socket.close()
+
+
+def test_mistakes_of_the_command_are_one_line(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, err = cli("view", tmp_path / "nowhere")
+    assert code == 2 and "no such folder" in one_line(err)
+    with served(tmp_path) as server:
+        port = server.socket.getsockname()[1]
+        code, _, err = cli("view", tmp_path, "--port", str(port))
+        assert code == 2 and f"--port {port}: cannot be used" in one_line(err)
+        assert api(server, "responses") == {"total": 0, "score": None, "correct": None, "offset": 0, "rows": []}
+    with pytest.raises(UserError, match="--port 99999: cannot be used"):
+        Server([tmp_path], 99999)
+    monkeypatch.setattr("ppo_repro.tracking.analysis_home.find_spec", lambda name: None if name == "duckdb" else 1)
+    code, _, err = cli("view", tmp_path)
+    assert code == 2 and "needs duckdb; install it with pip install 'ppo_repro[view]'" in one_line(err)

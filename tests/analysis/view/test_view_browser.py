@@ -1,0 +1,146 @@
+"""The view in a real browser: search, filters, tokens by keyboard, hostile texts, a run that is killed and resumed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_repro.records import manifest
+from tests.analysis.report.hostile_run import make_hostile_run
+from tests.support.browser import find, look
+from tests.support.paths import ROOT, TINY
+from tests.support.view import served
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        if found := condition():
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"did not come: {what}")
+
+
+def text(browser: Any, selector: str) -> str:
+    return str(browser.execute_script("return document.querySelector(arguments[0]).textContent", selector))
+
+
+def press(browser: Any, *keys: str) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    for key in keys:
+        ActionChains(browser).send_keys(key).perform()
+
+
+def shown(browser: Any) -> list[str]:
+    script = "return [...document.querySelectorAll('#list tbody tr')].map(r => r.cells[1].textContent)"
+    return list(browser.execute_script(script))
+
+
+def test_search_filter_tokens_and_diff_by_keyboard_alone(browser: Any, native_run: Path) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    with served(native_run) as server:
+        look(browser)
+        browser.get_log("browser")
+        browser.get(server.address)
+        until(lambda: len(shown(browser)) > 5, "responses")
+        whole = text(browser, "#found")
+        press(browser, "/", "1")
+        until(lambda: text(browser, "#found") != whole, "the search")
+        assert all("1" in response for response in shown(browser))
+        assert find(browser, "#list mark"), "what was searched for is marked"
+        press(browser, Keys.ESCAPE)
+        assert browser.switch_to.active_element.tag_name == "tr"
+        press(browser, Keys.ARROW_DOWN)
+        until(lambda: find(browser, "#one:not([hidden]) [role=option]"), "the tokens")
+        first = text(browser, "#title")
+        press(browser, "m", "j")
+        until(lambda: text(browser, "#title") != first, "the next response")
+        press(browser, Keys.ENTER)
+        until(lambda: browser.switch_to.active_element.get_attribute("id") == "title", "the response")
+        for _ in range(12):
+            press(browser, Keys.TAB)
+            if browser.switch_to.active_element.get_attribute("id") == "diff":
+                break
+        press(browser, Keys.ENTER)
+        until(lambda: find(browser, "#difference:not([hidden]) span, #difference:not([hidden]) ins"), "the diff")
+        for _ in range(20):
+            press(browser, Keys.TAB)
+            if browser.switch_to.active_element.get_attribute("role") == "option":
+                break
+        press(browser, Keys.END)
+        assert browser.switch_to.active_element.text.startswith("⟨end")
+        (score,) = find(browser, "[name=score_max]")
+        score.send_keys("0")
+        until(
+            lambda: "wrong" in text(browser, "#list tbody") and "right" not in text(browser, "#list tbody"), "a filter"
+        )
+        score.send_keys("x")
+        until(lambda: "score_max = 0x: must be a number" in text(browser, "#said"), "one line about a mistake")
+        assert "score_max" in browser.current_url, "the address holds the query"
+        found = [entry for entry in browser.get_log("browser") if "status of 400" not in entry["message"]]
+        assert found == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_hostile_texts_do_nothing_and_the_page_fits(
+    browser: Any, native_run: Path, tmp_path: Path, scheme: str
+) -> None:
+    with served(make_hostile_run(native_run, tmp_path / "run")) as server:
+        look(browser, scheme, 390)
+        browser.get_log("browser")
+        browser.get(server.address)
+        until(lambda: len(shown(browser)), "responses")
+        for i in range(8):
+            before = text(browser, "#title")
+            browser.execute_script("document.querySelectorAll('#list tbody tr')[arguments[0]].click()", i)
+            until(lambda before=before: text(browser, "#title") != before, "a response")  # type: ignore[misc]
+        assert browser.execute_script("return window.hacked") is None
+        assert find(browser, "main img, main b, main script, #one script") == []
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+        addresses = "return performance.getEntriesByType('resource').map(e => new URL(e.name).hostname)"
+        assert set(browser.execute_script(addresses)) == {"127.0.0.1"}
+        assert browser.get_log("browser") == []
+
+
+def test_a_run_is_followed_through_its_death_and_its_second_life(browser: Any, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def start(*arguments: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "ppo_repro", *arguments]
+        return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    with served(tmp_path) as server:
+        look(browser)
+        browser.get(server.address)
+        until(lambda: "No response matches" in text(browser, "#found"), "an empty page")
+        process = start("run", str(TINY), "--set", "ppo.iterations=40", "--out", str(tmp_path))
+        try:
+            until(lambda: " of " in text(browser, "#found"), "the first responses", 120)
+            assert "running" in text(browser, "#runs")
+            before = text(browser, "#found")
+            until(lambda: text(browser, "#found") != before, "more of them")
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+        until(lambda: "1 killed" in text(browser, "#runs"), "that nobody writes the run")
+        (run,) = (path.parent for path in tmp_path.glob("*/*/manifest.json"))
+        assert manifest.load_head(run).num_iterations < 40, "it was killed in time"
+        resumed = start("resume", str(run))
+        out = resumed.communicate(timeout=200)[0]
+        assert resumed.returncode == 0, out.decode()
+        until(lambda: "1 complete" in text(browser, "#runs") and "40 of 40" in text(browser, "#runs"), "the rest")
+        total = manifest.load(run).iterations
+        responses = sum(entry.tables["sequences"].rows for entry in total)
+        assert f" of {responses:,} responses" in text(browser, "#found")

@@ -1,0 +1,172 @@
+"""Preference pairs of one's own, by commands alone: DPO is a run like the others, and a reward model takes the file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ppo_repro.commands.cli import main
+from ppo_repro.records import manifest, reader
+from ppo_repro.runs.models_kept import checkpoints_of
+from ppo_repro.tasks.problems import arithmetic
+from tests.support.cli import Cli, one_line
+from tests.support.paths import TINY
+
+Run = Callable[..., tuple[int, str]]
+
+
+def tree(model: Path) -> dict[str, Any]:
+    return {
+        "experiment": "own",
+        "seed": 3,
+        "model": {"kind": "folder", "path": str(model)},
+        "pairs": "pairs.jsonl",
+        "num_eval_prompts": 6,
+        "dpo": {"epochs": 3, "minibatch_size": 16, "learning_rate": 2e-3},
+        "numerics": {"max_context": 24},
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(deterministic_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration and its pairs, a grid of two seeds, and one finished run."""
+    folder = tmp_path_factory.mktemp("own")
+    rows = [{"prompt": p.prompt, "chosen": p.answer, "rejected": f"{p.answer}0"} for p in arithmetic(6)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "dpo.yaml").write_text(yaml.safe_dump(tree(deterministic_run / "checkpoints" / "final")))
+    grid = {"question": "?", "expectation": "none", "kind": "dpo", "base": "dpo.yaml", "seeds": [3, 4]}
+    (folder / "seeds.yaml").write_text(yaml.safe_dump(grid))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path) -> Path:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(sys, "argv", ["ppo-repro", "run", f"{folder}/dpo.yaml", "--out", f"{folder}/runs"])
+        main()
+    (found,) = (path.parent for path in (folder / "runs").rglob("manifest.json"))
+    assert manifest.load(found).status == "complete"
+    return found
+
+
+def test_a_dpo_run_is_shown_verified_rerun_and_reported(finished: Path, cli: Cli) -> None:
+    assert list(checkpoints_of(manifest.load_head(finished))) == [2], "the newest one before the last epoch"
+    code, out, _ = cli("show", finished)
+    assert code == 0 and "held-out pairs in the right order" in out
+    for command in (("verify",), ("rerun", "--set", "layout.update_micro_batch=4"), ("report",)):
+        code, out, err = cli(command[0], finished, *command[1:])
+        assert code == 0, err
+    assert "own" in (finished / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_an_interrupted_dpo_run_goes_on_to_the_same_fingerprint(
+    checkpoint: bool, finished: Path, folder: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ppo_repro.commands.progress import ConsoleProgress
+
+    def interrupted(self: ConsoleProgress, done: int, total: int, figures: str) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    fields = () if checkpoint else ("--set", "checkpoints.every=0")
+    with monkeypatch.context() as patch:
+        patch.setattr(ConsoleProgress, "iteration", interrupted)
+        assert cli("dpo", folder / "dpo.yaml", "--out", tmp_path, *fields)[0] == 130
+    (ended,) = (path.parent for path in tmp_path.rglob("manifest.json"))
+    code, _, err = cli("resume", ended)
+    start = "resumed after iteration 2; 0 recorded" if checkpoint else "computed again from the beginning; 2 recorded"
+    assert code == 0 and start in err
+    assert manifest.load(ended).fingerprint == manifest.load(finished).fingerprint
+    assert cli("diff", ended, finished)[0] == 0
+
+
+def test_a_rerun_takes_the_pairs_that_the_run_has(finished: Path, folder: Path, tmp_path: Path, cli: Cli) -> None:
+    assert (finished / "inputs" / "pairs.jsonl").is_file()
+    before = (folder / "pairs.jsonl").read_text()
+    try:
+        (folder / "pairs.jsonl").write_text(before.replace("120", "121"))
+        assert cli("rerun", finished)[0] == 0
+        code, _, err = cli("dpo", folder / "dpo.yaml", "--out", tmp_path)
+        assert code == 0, err
+    finally:
+        (folder / "pairs.jsonl").write_text(before)
+    (edited,) = (path.parent for path in tmp_path.rglob("manifest.json"))
+    assert cli("diff", edited, finished)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"chosen": "12"}, "field 'rejected' is missing"),
+        ({"chosen": "12", "rejected": "12"}, "'chosen' and 'rejected' are the same response"),
+        ({"chosen": "12", "rejected": "x" * 500}, "field 'rejected': the tokenizer cannot spell the response 'xxx"),
+        ({"chosen": "12", "rejected": "1" * 500}, "preference pair of prompt '9+9=': has "),
+        ({"prompt": [{"role": "user", "content": "a"}], "chosen": "1", "rejected": "2"}, "set task.chat_template"),
+    ],
+)
+def test_a_line_that_is_no_pair_is_named(
+    line: dict[str, Any], message: str, folder: Path, tmp_path: Path, cli: Cli
+) -> None:
+    shutil.copy(folder / "dpo.yaml", tmp_path)
+    text = (folder / "pairs.jsonl").read_text() + json.dumps({"prompt": "9+9=", **line}) + "\n"
+    (tmp_path / "pairs.jsonl").write_text(text)
+    code, _, err = cli("dpo", tmp_path / "dpo.yaml", "--out", tmp_path)
+    said = one_line(err)
+    assert code == 2 and message in said and len(said) < 400
+    assert "preference pair" in said or "pairs.jsonl:50: " in said
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_dpo_run_is_copied_to_tensorboard_and_mlflow(
+    finished: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli("track", finished, "--tensorboard", tmp_path / "tb")[0] == 0
+    assert list((tmp_path / "tb").rglob("events.out*"))
+    code, out, err = cli("track", finished, "--uri", f"sqlite:///{tmp_path}/mlflow.db", "--json")
+    assert code == 0, err
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    copied = client.get_run(json.loads(out)["run_id"])
+    assert copied.data.tags["fingerprint"] == manifest.load(finished).fingerprint
+    margins = client.get_metric_history(copied.info.run_id, "iteration/margin")
+    assert [m.value for m in margins] == reader.read_iterations(finished)["margin"].tolist()
+
+
+@pytest.mark.slow
+def test_a_grid_of_dpo_runs(folder: Path, finished: Path, tmp_path: Path, cli: Cli) -> None:
+    code, _, err = cli("grid", folder / "seeds.yaml", "--out", tmp_path)
+    assert code == 0, err
+    runs = sorted(path.parent for path in tmp_path.rglob("manifest.json"))
+    assert manifest.load(runs[0]).fingerprint == manifest.load(finished).fingerprint
+    assert len(runs) == 2 and cli("report", tmp_path / "seeds")[0] == 0
+    assert "held-out pairs in order" in (tmp_path / "seeds" / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_reward_model_is_trained_on_pairs_of_ones_own(folder: Path, tmp_path: Path, cli: Cli) -> None:
+    """For prompts of one's own that have no answers."""
+    prompts = [{"prompt": p.prompt} for p in arithmetic(9)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    task = f"task={{kind: jsonl, path: '{tmp_path}/p.jsonl', num_eval_prompts: 7}}"
+    term = "{kind: trained_model, %sminibatch_size: 8, learning_rate: 1e-3}"
+    model = f"model={json.dumps(yaml.safe_load((folder / 'dpo.yaml').read_text())['model'])}"
+    sets = [word for field in (task, model, "ppo.iterations=1") for word in ("--set", field)]
+    terms = f"reward.terms=[{term % f'pairs: {folder}/pairs.jsonl, '}]"
+    code, out, err = cli("run", TINY, "--out", tmp_path, *sets, "--set", terms, "--json")
+    assert code == 0, err
+    made = f"reward.terms=[{term % 'num_pairs: 30, '}]"
+    code, _, err = cli("run", TINY, "--out", tmp_path, *sets, "--set", made)
+    assert code == 2 and "need pairs, or task.kind = arithmetic" in one_line(err)
+    run_dir = Path(json.loads(out)["run_dir"])
+    assert "inputs/pairs.jsonl" in manifest.load(run_dir).inputs
+    assert 0.0 <= float(manifest.load(run_dir).final["reward_model_pair_accuracy"]) <= 1.0
+    assert cli("rerun", run_dir, "--set", "layout.forward_micro_batch=3")[0] == 0

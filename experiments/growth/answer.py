@@ -8,14 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-
 from analysis.grids.figure import new_figure, svg
+
 from analysis.program import program
 from experiments.answers import Labels, interval, outcome, study
 from ppo_repro.records import reader
 
 LARGE = 1e-2  # nats, rms: from here on the log-probs of the twins are visibly different
-
 
 
 def distance(run_dir: Path, twin: Path, iteration: int) -> tuple[float, bool, bool]:

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.config.files import load_config
-from ppo_repro.errors import UserError
+from ppo_repro.recompute.recompute import STAGES, recompute
 from ppo_repro.records import manifest
 from ppo_repro.records.diff import first_difference, setup_changes
-from ppo_repro.recompute.recompute import STAGES, recompute
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.verify import verify
 from ppo_repro.watcher import Silent

@@ -150,7 +150,9 @@ def test_ctrl_c_without_a_checkpoint_says_that_all_is_computed_again(tmp_path: P
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert re.search(r"; \d+ iterations are recorded, without a checkpoint: `ppo-repro resume .*` computes all of ", err)
+    assert re.search(
+        r"; \d+ iterations are recorded, without a checkpoint: `ppo-repro resume .*` computes all of ", err
+    )
 
 
 @pytest.mark.slow

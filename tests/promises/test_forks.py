@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.config.files import load_config
-from ppo_repro.errors import UserError
+from ppo_repro.recompute.recompute import STAGES, recompute
 from ppo_repro.records import manifest
 from ppo_repro.records.diff import first_difference, setup_changes
-from ppo_repro.recompute.recompute import STAGES, recompute
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.verify import verify
 from ppo_repro.watcher import Silent
@@ -45,7 +44,11 @@ def test_a_finished_run_goes_on_as_if_it_had_been_longer(origin: Path, tmp_path:
 
 @pytest.mark.parametrize(
     ("change", "column"),
-    [("kl.kl_coef=0.5", "kl_penalty_sum"), ("ppo.learning_rate=1e-2", "new_logprobs"), ("rollout.temperature=0.5", "response")],
+    [
+        ("kl.kl_coef=0.5", "kl_penalty_sum"),
+        ("ppo.learning_rate=1e-2", "new_logprobs"),
+        ("rollout.temperature=0.5", "response"),
+    ],
 )
 def test_a_change_is_in_force_from_the_first_iteration_of_a_fork_on(
     origin: Path, tmp_path: Path, change: str, column: str

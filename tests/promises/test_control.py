@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,7 @@ from ppo_repro.runs.resume import Resumed
 from ppo_repro.stages.agreement import UnequalBits
 from ppo_repro.watcher import Silent
 from tests.support import synthetic_run
-from tests.support.cli import Cli, one_line
 from tests.support.control import rerun, resume, run, small_control
-from tests.support.paths import SMALL_CONTROL
 from tests.support.row_dependent import row_dependent_linear
 from tests.support.unequal import flipped
 
@@ -158,29 +155,6 @@ def test_a_killed_run_is_completed_and_compared(copy: Path, deterministic: Path)
     assert set(resumed.notes) == {"environment.json", "resumed-001.json", "times.json"}
     with pytest.raises(UserError, match="the run is finished"):
         resume(copy, Silent())
-
-
-def test_commands(cli: Cli, tmp_path: Path) -> None:
-    code, out, _ = cli("control", SMALL_CONTROL, "--set", "ppo.iterations=2", "--out", tmp_path, "--json")
-    found = json.loads(out)
-    assert code == 0 and found["tokens"] == 480 and found["unequal_first_ratios"] == 0
-    run_dir = found["run_dir"]
-    code, out, _ = cli("rerun", run_dir, "--set", "layout.update_micro_batch=7")
-    assert code == 0 and out == f"identical: 2 iterations, fingerprint {found['fingerprint']}\n"
-    code, out, _ = cli("diff", run_dir, run_dir)
-    assert (code, out) == (0, "identical\n")
-    code, out, _ = cli("show", run_dir)
-    assert code == 0 and "complete, 2 iterations" in out and "0 of 480 training log-probs differ" in out
-    assert json.loads(cli("show", run_dir, "--json")[1])["fingerprint"] == found["fingerprint"]
-    code, _, err = cli("control", SMALL_CONTROL, "--set", "ppo.iterations=2", "--out", tmp_path)
-    assert code == 2 and "exists already" in one_line(err)
-    code, _, err = cli("rerun", run_dir, "--set", "seed=3")
-    assert code == 2 and "may change fields of layout and records only" in one_line(err)
-    code, _, err = cli("resume", run_dir)
-    assert code == 2 and "the run is finished" in one_line(err)
-    code, _, err = cli("control", SMALL_CONTROL, "--set", "environment.id=Nothing-v0", "--out", tmp_path)
-    assert code == 2 and "environment.id" in one_line(err)
-    assert sorted(p.name for p in (tmp_path / "small_control").iterdir()) == [Path(run_dir).name], "nothing is left"
 
 
 def test_an_action_whose_log_prob_is_another_one_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ppo_repro.config.tasks import JsonlTask, PythonTask
 from ppo_repro.errors import UserError
 from ppo_repro.tasks.dialogue import around_reply
-from ppo_repro.tasks.problems import Problem, arithmetic, choose, encode_all, encoder, read_jsonl, split
+from ppo_repro.tasks.problems import Problem, arithmetic, encode_all, encoder, read_jsonl, split
 from ppo_repro.tasks.sources import load_source
 from ppo_repro.tasks.tokenizer import train_bpe
 from tests.support.runs import small_config
@@ -50,21 +50,6 @@ def test_a_split_depends_on_the_seed_and_leaves_something_to_train_on() -> None:
     assert len({tuple(p.key for p in split(numbered(50), 10, seed).held_out) for seed in range(20)}) == 20
     with pytest.raises(UserError, match=r"task.num_eval_prompts = 4: there are 4 prompts; leave some to train on"):
         split(numbered(4), 4, 0)
-
-
-@given(st.integers(1, 12), st.integers(1, 30), st.integers(0, 2**63 - 1))
-def test_every_problem_comes_once_per_epoch(problems: int, count: int, seed: int) -> None:
-    pool = tuple(numbered(problems))
-    flat = [p for i in range(-(-3 * problems // count)) for p in choose(pool, count, seed, i)]
-    for epoch in range(3):
-        assert Counter(flat[epoch * problems : (epoch + 1) * problems]) == Counter(pool)
-
-
-def test_jsonl_keeps_texts_and_uses_the_prompt_as_key(tmp_path: Path) -> None:
-    path = jsonl(tmp_path, {"prompt": "a b", "answer": ""}, "  ", {"prompt": "é", "answer": "1", "key": "k", "more": 3})
-    assert read_jsonl(path) == [Problem("a b", "a b", ""), Problem("k", "é", "1", '{"more": 3}')]
-    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
-    assert [p.key for p in read_jsonl(path)] == ["a b", "k"]
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1), st.booleans())

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.config.files import load_config
-from ppo_repro.errors import UserError
+from ppo_repro.recompute.recompute import STAGES, recompute
 from ppo_repro.records import manifest
 from ppo_repro.records.diff import first_difference, setup_changes
-from ppo_repro.recompute.recompute import STAGES, recompute
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.verify import verify
 from ppo_repro.watcher import Silent
@@ -100,7 +99,7 @@ def test_a_fork_can_be_forked(origin: Path, tmp_path: Path) -> None:
     [
         (("--set", "model.hidden_size=32"), "--set model.hidden_size: a fork goes on with the weights"),
         (("--set", "seed=8"), "--set seed: a fork goes on with"),
-        (("--set", "lora={rank: 2, alpha: 2}"), "--set lora: a fork goes on with"),
+        (("--set", "lora={rank: 2, alpha: 2}"), "--set lora.rank: a fork goes on with"),
         (("--at", "3"), "--at 3: .* has no checkpoint of this iteration; choose one of 2, 4"),
         (("--at", "4"), "ppo.iterations = 4: leaves nothing to compute after iteration 4"),
         (("--set", "reward.terms.1.weight=2"), "'1' must be the number of an entry, from 0 to 0"),

@@ -14,11 +14,16 @@ import pytest
 
 from analysis.report import build
 from analysis.report.page import embedded_json
+from ppo_repro.config.files import load_config
 from ppo_repro.errors import UserError
 from ppo_repro.records import accuracy, reader
+from ppo_repro.watcher import Silent
 from tests.analysis.report.hostile_run import make_hostile_run, pieces_of
 from tests.support.cli import Cli
 from tests.support.html_page import check, embedded
+from tests.support.language import fork
+from tests.support.language import run as record
+from tests.support.paths import TINY
 from tests.support.synthetic_run import cut_back, start_run
 
 
@@ -198,3 +203,14 @@ def test_two_runs_side_by_side(deterministic_run: Path, native_run: Path, tmp_pa
     assert "A: sampler and trainer agree on every bit" in said and "B: " in said and "of log-probs differ" in said
     assert pages[0] == pages[1] and str(deterministic_run.parent) not in pages[0]
     assert "A and B have the same fingerprint" in same and "first differ:" not in same
+
+
+def test_the_page_of_a_fork_marks_where_it_began_and_shows_the_reward(tmp_path: Path) -> None:
+    config = load_config(TINY, ["model.warm_start_steps=3", "ppo.iterations=2", "checkpoints.every=1"])
+    origin, _ = record(config, tmp_path, Silent())
+    (tmp_path / "reward.py").write_text("def score(prompt, response, answer):\n    return 0.25  # mended\n")
+    term = f"{{kind: function, path: '{tmp_path}/reward.py:score'}}"
+    forked = fork(origin, tmp_path, 1, f"reward.terms=[{term}]", "ppo.iterations=3")
+    pages = [build.page_of(folder, 0) for folder in (forked, origin)]
+    for text in ("forked here", f"A fork of {origin.name}", "return 0.25  # mended", "inputs/reward.py: none -&gt; "):
+        assert [text in page for page in pages] == [True, False], text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +77,6 @@ def test_a_mistake_names_its_line(tmp_path: Path, line: bytes, message: str) -> 
     with pytest.raises(UserError) as caught:
         fields(path)
     assert str(caught.value).startswith(f"{path}:3: {message}") and len(str(caught.value)) < 300
-
-
-def test_constants_are_numbers_only_where_the_reader_says_so(tmp_path: Path) -> None:
-    path = written(tmp_path, b'{"a": [NaN, Infinity, -Infinity]}')
-    (row,) = fields(path, constants=True)
-    assert math.isnan(row["a"][0]) and row["a"][1:] == [math.inf, -math.inf]
-    with pytest.raises(UserError, match="NaN is no JSON"):
-        fields(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b" \r\n\n", b"\xef\xbb\xbf"])

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from ppo_repro.errors import UserError
+from ppo_repro.testing.dumps import ROUNDING
 
 KEY = ("iteration", "sequence", "position")
 NEEDED = (*KEY, "token_id", "logprobs_a", "logprobs_b")
@@ -33,9 +34,7 @@ def measure(pairs: pd.DataFrame) -> Sums:
     finite = np.isfinite(pairs["logprobs_a"].to_numpy()) & np.isfinite(pairs["logprobs_b"].to_numpy())
     sums = {"nonfinite": _total(~finite)}
     if "token_id_b" in pairs.columns:
-        sums |= {"has_ids": 1.0, "other_ids": _total(pairs["token_id"].to_numpy() != pairs["token_id_b"].to_numpy())}
-    if "prompt_differs" in pairs.columns:
-        sums["other_prompts"] = _total(pairs["prompt_differs"].to_numpy() != 0)
+        pairs["id_differs"] = pairs["token_id"] != pairs["token_id_b"]
     tokens = pairs[finite]
     a32, b32 = tokens["logprobs_a"].to_numpy(), tokens["logprobs_b"].to_numpy()
     a, b = a32.astype(np.float64), b32.astype(np.float64)
@@ -87,6 +86,7 @@ def _plain(a32: npt.NDArray[np.float32], b32: npt.NDArray[np.float32], delta: Fl
         k3 = _total(np.expm1(delta) - delta)
     return {
         "tokens": float(len(delta)),
+        "above_0": _total((a > ROUNDING) | (b > ROUNDING)),
         "unequal": _total(a32.view(np.int32) != b32.view(np.int32)),
         "largest_ulp": float(steps.max(initial=0)),
         "largest_delta": float(np.abs(delta).max(initial=0.0)),
@@ -113,10 +113,6 @@ def _clusters(delta: Floats, b: Floats, owner: npt.NDArray[np.int64]) -> dict[st
         "ss": _total(s**2),
         "sn": _total(s * n),
         "nn": _total(n**2),
-        "uncertainty": _total(u),
-        "abs_abs": _total(absolute**2),
-        "abs_u": _total(absolute * u),
-        "u_u": _total(u**2),
         "clean_sequences": clean,
         "dirty_sequences": dirty,
     }
@@ -209,6 +205,8 @@ def _groups(tokens: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -
     for column, has, without, with_ in (
         ("pad_length", "has_padding", "unpadded", "padded"),
         ("steps_since_sync", "has_steps", "fresh", "behind"),
+        ("id_differs", "has_ids", "same_ids", "other_ids"),
+        ("prompt_differs", "has_prompts", "same_prompt", "other_prompt"),
     ):
         if column not in tokens:
             continue

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.report.charts import Line, axis_for, line_chart
+from analysis.report.charts import Line, Rule, axis_for, line_chart
 from analysis.report.markup import number
 from analysis.report.page import Figure
 from analysis.stats.significance import one_sample, t_interval
@@ -233,9 +233,15 @@ def _says_something(metric: str, curves: Sequence[tuple[str, pd.DataFrame]]) -> 
 
 
 def metric_figures(
-    wanted: Sequence[Metric], curves: Sequence[tuple[str, pd.DataFrame]], band: str = ""
+    wanted: Sequence[Metric],
+    curves: Sequence[tuple[str, pd.DataFrame]],
+    band: str = "",
+    forked_at: int | None = None,
 ) -> list[Figure]:
-    """One figure per metric, one line per named curve (a run, or a setting of a grid); `band` says what bands are."""
+    """One figure per metric, one line per named curve (a run, or a setting of a grid); `band` says what bands are.
+
+    `forked_at`: the iteration that a dotted line marks.
+    """
     figures = []
     for metric in wanted:
         if not _says_something(metric.key, curves):
@@ -245,11 +251,13 @@ def metric_figures(
             caption = f"{metric.caption.partition(';')[0].rstrip('.')}; {band}" if band else metric.caption
             numbers = pd.concat([frame.drop(columns="metric").assign(line=name) for name, frame in found])
             numbers = numbers.reset_index(drop=True) if len(found) > 1 else numbers.drop(columns="line")
-            figures.append(Figure(metric.title, curve_chart(metric.title, metric.unit, found), caption, numbers))
+            figures.append(
+                Figure(metric.title, curve_chart(metric.title, metric.unit, found, forked_at), caption, numbers)
+            )
     return figures
 
 
-def curve_chart(title: str, unit: str, curves: Sequence[tuple[str, pd.DataFrame]]) -> str:
+def curve_chart(title: str, unit: str, curves: Sequence[tuple[str, pd.DataFrame]], forked_at: int | None = None) -> str:
     """Frames of one metric each as lines of one chart."""
     lines = [
         Line(name, *(frame[column].to_numpy(np.float64) for column in ("iteration", "value", "low", "high")))
@@ -258,4 +266,5 @@ def curve_chart(title: str, unit: str, curves: Sequence[tuple[str, pd.DataFrame]
     ends = "; ".join(f"{line.name}: {number(float(line.y[0]))} to {number(float(line.y[-1]))}" for line in lines)
     ranges = [values for line in lines for values in (line.y, line.low, line.high)]
     x = axis_for("iteration", [line.x for line in lines])
-    return line_chart(lines, x, axis_for(unit, ranges), f"{title} by iteration. {ends}.")
+    rules = () if forked_at is None else (Rule(forked_at, "forked here", along="x"),)
+    return line_chart(lines, x, axis_for(unit, ranges), f"{title} by iteration. {ends}.", rules)

@@ -14,10 +14,13 @@ from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.objectives import AdaptiveClipObjective, ClipObjective
 from ppo_repro.config.run import RunConfig
+from ppo_repro.config.yaml_text import parse_yaml
 from ppo_repro.errors import UserError
 from ppo_repro.records import accuracy, reader, times
 from ppo_repro.records.accuracy import Accuracy
-from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, load_config_of, read_note
+from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, load_config_of, read_checked, read_note
+from ppo_repro.records.fork import forked_from
+from ppo_repro.records.inputs import change_lines
 from ppo_repro.records.manifest import Manifest
 
 
@@ -37,6 +40,30 @@ class Facts:
     def iterations(self) -> range:
         """The complete iterations at the time of reading; a run that works still may have more by now."""
         return range(self.manifest.num_iterations)
+
+    @property
+    def own_iterations(self) -> range:
+        """Those that the run itself computed: of a fork the iterations from its origin's checkpoint on."""
+        return range(self.forked_at or 0, self.manifest.num_iterations)
+
+    @property
+    def forked_at(self) -> int | None:
+        """The first iteration that a fork computed; None for other runs."""
+        return None if self.manifest.origin is None else self.manifest.origin.iteration
+
+    @property
+    def code(self) -> dict[str, str]:
+        """The user's Python files that the run kept, by name."""
+        names = [name for name in sorted(self.manifest.inputs) if name.startswith("inputs/") and name.endswith(".py")]
+        return {
+            name: read_checked(self.run_dir, name, self.manifest.files[name]).decode(errors="replace") for name in names
+        }
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """The configuration as it is written, with the names of copied inputs."""
+        tree: dict[str, Any] = parse_yaml(self.config_text)
+        return tree
 
     @property
     def ppo(self) -> RunConfig | ControlConfig:
@@ -90,9 +117,15 @@ def repeating(
     versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "transformers", "numpy") if name in packages)
     commit = str(environment.get("git_commit") or "no commit")[:12]
     dirty = " with changes" if environment.get("git_dirty") else ""
+    origin = manifest.origin
+    forked = []
+    if origin is not None:
+        changed = "; ".join(change_lines(origin.changed)) or "nothing"
+        forked = [("forked from", forked_from(origin, Path(origin.run).name)), ("changed", changed)]
     return [
         ("run again", f"ppo-repro rerun RUN, where RUN is the folder {run_dir.resolve().name}"),
         ("fingerprint", manifest.fingerprint),
+        *forked,
         ("configuration", manifest.config_digest),
         ("numerics", f"{config.numerics.mode}, seed {config.seed}"),
         ("code", f"ppo_repro {environment.get('ppo_repro', 'not recorded')}, {commit}{dirty}"),

@@ -67,7 +67,11 @@ def run_page(facts: Facts, responses: int) -> str:
     nonfinite = int(scan.extremes["nonfinite_ratios"].sum())
     again = repeating(facts.run_dir, facts.manifest, facts.environment, facts.config)
     cards = (
-        Card("Did it learn?", verdicts.learning(facts, iterations), [_main_chart(facts, scan)]),
+        Card(
+            "Did it learn?",
+            [*verdicts.origin(facts), *verdicts.learning(facts, iterations)],
+            [_main_chart(facts, scan)],
+        ),
         Card("Is it on-policy?", [*verdicts.on_policy(facts, counted), *cause]),
         Card("What went wrong?", verdicts.troubles(facts, nonfinite, scan.nonfinite_deltas)),
         Card(
@@ -76,13 +80,15 @@ def run_page(facts: Facts, responses: int) -> str:
             [facts_html(again)],
         ),
     )
-    named = [("this run", scan.curves)]
+    named, forked = [("this run", scan.curves)], facts.forked_at
     learning, optimisation = curves.CONTROL if facts.is_control else curves.LANGUAGE
     of = ("return", "episodes") if facts.is_control else ("score", "responses")
     distributions = figures.change_figures(scan.values, *of)
     sections = [
-        Section("learning", "Learning", (), [*curves.metric_figures(learning, named), *distributions]),
-        Section("optimisation", "Optimisation", (), curves.metric_figures(optimisation, named)),
+        Section(
+            "learning", "Learning", (), [*curves.metric_figures(learning, named, forked_at=forked), *distributions]
+        ),
+        Section("optimisation", "Optimisation", (), curves.metric_figures(optimisation, named, forked_at=forked)),
         _mismatch(facts, scan, counted, found),
         _clipping(facts, iterations, steps, scan),
     ]
@@ -102,7 +108,7 @@ def _main_chart(facts: Facts, scan: Scan) -> str:
     found = [(name, scan.curves[scan.curves["metric"] == key]) for name, key in main.items()]
     found = [(name, frame) for name, frame in found if len(frame)]
     unit = "return" if facts.is_control else "score"
-    return curves.curve_chart(unit.capitalize(), unit, found) if found else ""
+    return curves.curve_chart(unit.capitalize(), unit, found, facts.forked_at) if found else ""
 
 
 def _cause(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
@@ -111,7 +117,9 @@ def _cause(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
     update, buckets = tables(measured).update, bucket_table(whole(measured).buckets)
     divergences = update[update["metric"].isin(["k1", "k2", "k3"]) & (update["reduction"] == "token_mean")]
     cause = diagnose_chunks(run_evidence(facts.run_dir, facts.iterations, allow_incomplete=True))
-    text = f"Cause of the difference: {cause.verdict.replace('_', ' ')} (tier {cause.tier}). {cause.advice}"
+    possible = f"; possible: {', '.join(cause.possible)}" if cause.possible else ""
+    text = f"Cause of the difference: {cause.verdict}{possible} (tier {cause.tier}).".replace("_", " ")
+    text = f"{text} {cause.advice}"
     drawn = [figures.bucket_figure(buckets, kind) for kind in figures.BUCKETS if (buckets["kind"] == kind).any()]
     divergence = figures.divergence_figure(divergences[["iteration", "metric", "value", "se"]])
     return [Verdict("fact", text)], [*drawn, divergence]
@@ -138,7 +146,7 @@ def _clipping(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, scan:
     drawn += [figures.quadrant_figure(scan.quadrants, bounds), figures.extremes_figure(scan.extremes, bounds)]
     notes: tuple[str, ...] = ()
     if isinstance(facts.config, RunConfig) and bounds is not None:
-        read = load_iterations(facts.run_dir, iterations=facts.iterations, allow_incomplete=True)
+        read = load_iterations(facts.run_dir, iterations=facts.own_iterations, allow_incomplete=True)
         by_step = pd.concat([clip_step(item, facts.config) for item in read], ignore_index=True)
         drawn.append(figures.definition_figure(by_step[by_step["subset"] == "all"]))
     elif isinstance(facts.config, RunConfig):
@@ -191,6 +199,7 @@ def _numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, counte
     folded = (
         folded_table("Where the time went", seconds),
         folded_text("Configuration", facts.config_text),
+        *(folded_text(f"Code of the reward: {name}", text) for name, text in facts.code.items()),
         folded_table("Configuration, field by field in words", config_in_words(facts.config)),
         folded_table("Terms in words", terms()),
     )

@@ -27,7 +27,8 @@ from ppo_repro.config.files import DPO, read_tree
 from ppo_repro.errors import UserError
 from ppo_repro.files import folders_with
 from ppo_repro.records import manifest
-from ppo_repro.records.diff import RUN, first_difference
+from ppo_repro.records.diff import RUN, first_difference, setup_changes
+from ppo_repro.records.inputs import flat
 
 NAMES = ("A", "B")
 PROMPTS = 12
@@ -111,7 +112,7 @@ def pair_page(a: Path, b: Path) -> str:
     again = (repeating(one.run_dir, one.manifest, one.environment, one.config) for one in facts)
     rows = [(name, x, y) for (name, x), (_, y) in zip(*again, strict=True) if name != "run again"]
     about = pd.DataFrame(rows, columns=["fact", *NAMES])
-    changed = scrolled(table(_different(facts), "Configuration, where it differs"))
+    changed = scrolled(table(_different(facts), "Configuration and inputs, where they differ"))
     cards = (
         Card("Where do they first differ?", [_first(facts)], [changed]),
         Card("Which learned more?", [Verdict("fact", alone)], [_main_chart(facts[0], lines)]),
@@ -155,13 +156,9 @@ def _agreement(name: str, run: OneRun) -> list[Verdict]:
 
 
 def _different(facts: Sequence[Facts]) -> pd.DataFrame:
-    """field, A, B: the fields in which two configurations differ."""
-    a, b = (flat(one.config.model_dump(mode="json"), "") for one in facts)
-    rows = [
-        (name, *("not there" if name not in one else str(one[name]) for one in (a, b)))
-        for name in sorted({*a, *b})
-        if name not in a or name not in b or a[name] != b[name]
-    ]
+    """field, A, B: the fields, inputs by their SHA-256, and origins of forks in which two runs differ."""
+    changed = setup_changes(facts[0].run_dir, facts[1].run_dir)
+    rows = [(name, *("not there" if v is None else str(v) for v in values)) for name, values in sorted(changed.items())]
     return pd.DataFrame(rows or [("no field", "the same", "the same")], columns=["field", *NAMES])
 
 
@@ -263,7 +260,7 @@ def grid_page(folder: Path, linked_from: Path | None) -> str:
 
 def _settings(folder: Path, runs: Sequence[OneRun]) -> dict[str, list[OneRun]]:
     """The runs of each setting: by the labels of the grid's axes, or by the fields in which configurations differ."""
-    found = setting_labels([run.facts.config.model_dump(mode="json") for run in runs])
+    found = setting_labels([run.facts.tree for run in runs])
     if (folder / "cells.parquet").exists():
         cells = pd.read_parquet(folder / "cells.parquet")
         axes = [name for name in cells.columns if name.startswith("axis.")]
@@ -281,19 +278,12 @@ def _settings(folder: Path, runs: Sequence[OneRun]) -> dict[str, list[OneRun]]:
 
 def setting_labels(configs: Sequence[dict[str, Any]]) -> list[str]:
     """For each configuration the fields in which it differs from some other, except the seed; else `all runs`."""
-    fields = [flat(config, "") for config in configs]
+    fields = [flat(config) for config in configs]
     names = sorted({name for config in fields for name in config} - {"seed"})
     differing = [name for name in names if len({json.dumps(config.get(name)) for config in fields}) > 1]
     shown = [{name: config.get(name) for name in differing} for config in fields]
     words = [[f"{n}={v if isinstance(v, str) else json.dumps(v)}" for n, v in config.items()] for config in shown]
     return [", ".join(each) or "all runs" for each in words]
-
-
-def flat(value: Any, path: str) -> dict[str, Any]:
-    """The values of a nested configuration by dotted path."""
-    if not isinstance(value, dict):
-        return {path: value}
-    return {n: v for name, child in value.items() for n, v in flat(child, f"{path}.{name}" if path else name).items()}
 
 
 def _finals(runs: Sequence[OneRun], labels: Sequence[str]) -> pd.DataFrame:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pandas as pd
 
@@ -15,6 +16,16 @@ from ppo_repro.config.mismatch import SamplerFaults, TrainerFaults
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.runs.summary import has_answers
+
+
+def origin(facts: Facts) -> list[Verdict]:
+    """A sentence about a fork."""
+    found = facts.manifest.origin
+    if found is None:
+        return []
+    name = Path(found.run).name
+    text = f"A fork of {name}: iterations 0 to {found.iteration - 1} are its origin's, and every curve continues there."
+    return [Verdict("fact", text)]
 
 
 def learning(facts: Facts, iterations: pd.DataFrame) -> list[Verdict]:

@@ -28,7 +28,7 @@ class LayoutConfig(Section):
     )
     threads: Threads = Field(1, description="CPU threads, in each process.")
     device: Literal["cpu", "cuda"] = Field(
-        "cpu", description="What the models compute on; `cuda` is for native numerics and was never run on a card."
+        "cpu", description="What the models compute on; `cuda` is for native numerics."
     )
     gradient_checkpointing: bool = Field(
         False, description="Compute activations of decoder layers again in the backward pass."

@@ -28,8 +28,10 @@ from ppo_repro.recompute.recorded import Records
 from ppo_repro.records import manifest, reader, schema
 from ppo_repro.records.columns import iteration_tables
 from ppo_repro.records.config_file import load_recorded_config
+from ppo_repro.records.contents import FORKED_FROM
 from ppo_repro.records.diff import Difference, first_table_difference
 from ppo_repro.records.manifest import Manifest
+from ppo_repro.runs import checkpoint
 from ppo_repro.stages.advantages import compute_advantages
 from ppo_repro.stages.coefficients import first_coefficients, next_coefficients
 from ppo_repro.stages.forward import kl_terms_of
@@ -104,6 +106,7 @@ def stages_of(name: str) -> tuple[Stage, ...]:
 def recompute(run_dir: Path, stages: Sequence[Stage]) -> Recomputed:
     """Compute stages of a recorded language run again, from its records and config.yaml alone; no model is loaded.
 
+    Of a fork those iterations that are its own.
     The first difference is in the stage that is named. Digests are not verified, so that a changed value is named.
     UserError if the run cannot be computed again.
     """
@@ -115,11 +118,14 @@ def recompute(run_dir: Path, stages: Sequence[Stage]) -> Recomputed:
     config = load_recorded_config(run_dir)
     # all columns that follow from records, whatever the run recorded
     at_full = config.model_copy(update={"records": RecordsConfig(level="full")})
-    coefficients = first_coefficients(config)
+    coefficients, start = first_coefficients(config), 0
+    if recorded.origin is not None:  # the iterations before are those of another configuration
+        start, path = recorded.origin.iteration, run_dir / FORKED_FROM
+        coefficients = checkpoint.load(path, recorded.files[FORKED_FROM]).coefficients
     compared: dict[Stage, int] = dict.fromkeys(stages, 0)
-    for iteration in range(recorded.num_iterations):
+    for iteration in range(start, recorded.num_iterations):
         records = records_of.read(run_dir, recorded, iteration)
-        if iteration == 0:
+        if iteration == start:
             _require_columns(run_dir, config, records, stages)
         item = _recorded_iteration(config, records, coefficients)
         tables = iteration_tables(_again(config, item, stages), at_full)
@@ -127,11 +133,11 @@ def recompute(run_dir: Path, stages: Sequence[Stage]) -> Recomputed:
             count, difference = _compare(config, recorded, records, tables, stage)
             compared[stage] += count
             if difference is not None:
-                return Recomputed(iteration + 1, compared, stage, difference)
+                return Recomputed(iteration + 1 - start, compared, stage, difference)
         coefficients = next_coefficients(
             config, coefficients, item.forward, item.advantages, item.updates, len(item.rollout.lengths)
         )
-    return Recomputed(recorded.num_iterations, compared, None, None)
+    return Recomputed(recorded.num_iterations - start, compared, None, None)
 
 
 def lines(recomputed: Recomputed) -> list[str]:

@@ -78,7 +78,7 @@ def setup_changes(left_dir: Path, right_dir: Path) -> dict[str, list[Any]]:
         head = manifest.load_head(run_dir)
         setup = {**flat(recorded_tree(run_dir, head)), **head.inputs}
         if head.origin is not None:
-            setup["origin"] = f"{head.origin.run} after iteration {head.origin.iteration}"
+            setup["origin"] = f"{Path(head.origin.run).name} after iteration {head.origin.iteration}"
         setups.append(setup)
     return changes(*setups)
 

@@ -84,7 +84,11 @@ def _start(source: Path, recorded: Manifest, at: int | None, iterations: int) ->
     return max(left) if at is None else at
 
 
+def forked_from(origin: Origin, name: str) -> str:
+    """The origin of a fork in words; `name`: what its folder is called."""
+    return f"{name} after iteration {origin.iteration}, fingerprint {origin.fingerprint[:12]}..."
+
+
 def origin_lines(origin: Origin) -> list[str]:
     """Where a fork comes from and what it changed, in words."""
-    from_run = f"forked from {origin.run} after iteration {origin.iteration}, fingerprint {origin.fingerprint[:12]}..."
-    return [from_run, *(f"  {line}" for line in change_lines(origin.changed))]
+    return [f"forked from {forked_from(origin, origin.run)}", *(f"  {line}" for line in change_lines(origin.changed))]

@@ -220,6 +220,8 @@ def prepare(
     else:
         source, tokenizer = load_folder(start_folder)
         _moved(source, config)
+        if isinstance(config.model, TinyModel):  # a fork may have other prompts
+            check_spelling(tokenizer, [*problems.train, *problems.held_out])
     # before the minutes that a warm start takes
     vocab_size, encode = source.config.vocab_size, encoder(tokenizer, config.task)
     ids = encode_all([*problems.train, *problems.held_out], encode, config, vocab_size)

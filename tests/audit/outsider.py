@@ -204,7 +204,7 @@ OUTSIDER: dict[str, tuple[Fault, str]] = {
     "8-bit codes": (of_tokens(lambda v: (v * 25.5).round() / 25.5), UNKNOWN),
     "sums of two neighbours": (of_tokens(lambda v: v + before(v)), UNKNOWN),
     "first token 0": (
-        of_tokens(lambda v: before(v) * 0 + v * (before(v) != 0)),
+        of_tokens(lambda v: torch.cat([v.new_zeros(1), v[1:]])),
         "8 of 109 tokens have no log-prob or a 0",
     ),
     "top-a": (kept(lambda p: p >= 0.3 * p.max(-1, keepdim=True).values ** 2), UNKNOWN),

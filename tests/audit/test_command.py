@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from analysis.diagnosis.diagnose import diagnose_chunks
+from analysis.pairs.files import imported_pairs
 from ppo_repro.audit.page_file import PAGE
 from ppo_repro.files import check_replaceable
 from ppo_repro.records import reader
 from ppo_repro.records.contents import FINAL, REFERENCE
+from ppo_repro.testing import assert_mismatch_below
 from ppo_repro.watcher import Silent
 from tests.support import sglang_dumps
 from tests.support.cli import Cli, one_line
@@ -53,6 +60,22 @@ def test_the_wrong_temperature_is_wrong(cli: Cli, dump: tuple[Path, Path]) -> No
 
 
 @pytest.mark.slow
+def test_a_tokenizer_that_does_not_load_is_said(cli: Cli, dump: tuple[Path, Path], tmp_path: Path) -> None:
+    model = shutil.copytree(dump[1], tmp_path / "model")
+    (model / "tokenizer.json").write_text("{")
+    code, _, err = cli("audit", dump[0], "--model", model, "--responses", "6")
+    assert code == 0 and f"--model {model}: its tokenizer does not load (" in err and "Traceback" not in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [("temperature=0.8", "top_k=5"), ("top_p=0.9",)])
+def test_a_run_with_cuts_is_right(cli: Cli, tmp_path: Path, sampling: tuple[str, ...]) -> None:
+    path, model = dumped(tmp_path, *(f"rollout.{s}" for s in sampling))
+    options = [x for s in sampling for x in (f"--{s.partition('=')[0].replace('_', '-')}", s.partition("=")[2])]
+    code, out, _ = cli("audit", path, "--model", model, *options)
+    assert code == 0 and "log-probs judged as processed" in out
+
+
 def test_a_folder_that_is_not_the_one_is_refused(cli: Cli, dump: tuple[Path, Path]) -> None:
     code, out, err = cli("audit", dump[0], "--model", dump[1].parents[1] / FINAL)
     assert (code, out) == (2, "") and "give the folder of the weights that the dump was made with" in one_line(err)
@@ -166,3 +189,41 @@ def test_rows_as_long_as_the_model_has_positions_and_longer_ones(
         code, _, err = cli("audit", tmp_path / "dump.jsonl", "--model", dump[1])
         assert code == 2 and ("positions" in err) == (more == 1)  # other prompts than those that were sampled
     assert f"row 1: {positions + 1} tokens; the model has {positions} positions" in one_line(err)
+
+
+@pytest.mark.parametrize(
+    ("change", "cause", "verdicts", "guard"),
+    [
+        (lambda v: v, "", {"none", "floating_point_noise"}, None),
+        (lambda v: v / math.log(2), "in base 2, not in nats", {"unknown"}, "mean_abs is"),
+        (lambda v: [*v[1:], -3.0], "each entry is of the token +1 places on", {"off_by_one"}, "mean_abs is"),
+        (lambda v: 0.0 * v, "numbers are exactly 0; nothing was recorded", {"unknown"}, "nothing was recorded"),
+        (lambda v: -v, "minus the log-prob (a loss)", {"unknown"}, "numbers are above 0"),
+    ],
+)
+def test_audit_diagnosis_and_guard_agree_about_a_dump(
+    cli: Cli,
+    dump: tuple[Path, Path],
+    tmp_path: Path,
+    change: Callable[[np.ndarray], Sequence[float]],
+    cause: str,
+    verdicts: set[str],
+    guard: str | None,
+) -> None:
+    """One file, three readers: none names what another one contradicts."""
+    rows = [json.loads(line) for line in dump[0].read_text().splitlines()]
+    for row in rows:
+        row["rollout_logprobs"] = list(change(np.array(row["rollout_logprobs"])))
+    path = tmp_path / "dump.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, out, _ = cli("audit", path, "--model", dump[1], "--json")
+    found = json.loads(out)
+    assert code == int(bool(cause)) and cause in found["sampler"]["cause"] and found["trainer"]["is_right"]
+    of_pairs = diagnose_chunks(imported_pairs(path))
+    assert of_pairs.verdict in verdicts
+    assert of_pairs.evidence["tokens"] == found["tokens"]
+    if guard is None:
+        assert_mismatch_below(path, mean_abs=1e-5)
+    else:
+        with pytest.raises(AssertionError, match=guard):
+            assert_mismatch_below(path, mean_abs=1e-5)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -122,13 +123,16 @@ def wait_for(found: object, seconds: float = 120.0) -> None:
 @pytest.mark.slow
 def test_ctrl_c_keeps_complete_iterations_and_no_half_ones(tmp_path: Path) -> None:
     process = start(tmp_path, "ppo.iterations=2000")
-    wait_for(lambda: recorded_iterations(tmp_path) > 1)
+    wait_for(lambda: recorded_iterations(tmp_path) > 11)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     run_dir = next(tmp_path.rglob("manifest.json")).parent
+    done = manifest.load(run_dir).num_iterations
+    assert done > 10 and (run_dir / "checkpoints" / f"iteration-{done // 10 * 10:06d}.safetensors").exists()
     assert err.rstrip().splitlines()[-1] == (
-        f"interrupted; complete iterations are kept; go on with `ppo-repro resume {run_dir}`"
+        f"interrupted; {done} iterations are recorded; `ppo-repro resume {run_dir}` goes on after iteration "
+        f"{done // 10 * 10} and computes {done % 10 or 'none'} again"
     )
     assert "Traceback" not in err
     assert manifest.load(run_dir).status == "interrupted"
@@ -137,6 +141,18 @@ def test_ctrl_c_keeps_complete_iterations_and_no_half_ones(tmp_path: Path) -> No
     rows = reader.read_iterations(run_dir, allow_incomplete=True)
     assert rows["iteration"].tolist() == list(range(len(rows))) and len(rows) >= 1
     assert len(reader.read_tokens(run_dir, allow_incomplete=True)) == rows["tokens"].sum()
+
+
+@pytest.mark.slow
+def test_ctrl_c_without_a_checkpoint_says_that_all_is_computed_again(tmp_path: Path) -> None:
+    process = start(tmp_path, "ppo.iterations=2000", "checkpoints.every=0")
+    wait_for(lambda: recorded_iterations(tmp_path) > 1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert re.search(
+        r"; \d+ iterations are recorded, without a checkpoint: `ppo-repro resume .*` computes all of ", err
+    )
 
 
 @pytest.mark.slow

@@ -44,19 +44,6 @@ def test_a_rollout_whose_every_step_is_known(name: str, reason: str) -> None:
     assert second.episode_returns[0] == 6.0, "the return of the whole episode, not of the fragment"
 
 
-@pytest.mark.parametrize(
-    ("name", "bootstrap", "follows"),
-    [("Ending", True, [0, 1]), ("Ending", False, [0, 1]), ("Limited", True, [1, 1]), ("Limited", False, [0, 1])],
-)
-def test_what_follows_a_fragment(name: str, bootstrap: bool, follows: list[int]) -> None:
-    config, state = prepared(f"tests/{name}-v0", f"ppo.bootstrap_truncated={str(bootstrap).lower()}")
-    rollout = roll_out(config, state.agent, state.environments, 0)
-    forward = forward_pass(config, state.agent, rollout)
-    after = state.agent.values(rollout.final_observations).detach()
-    assert after.abs().min() > 0, "or the test shows nothing"
-    assert forward.final_values.tolist() == (after * torch.tensor(follows * 2)).tolist()
-
-
 def by_hand(rewards: list[float], values: list[float], follows: float, gamma: float, decay: float) -> list[float]:
     """A_t = sum_k (gamma lambda)^k (r_{t+k} + gamma V_{t+k+1} - V_{t+k}), summed as it is written."""
     following = [*values[1:], follows]

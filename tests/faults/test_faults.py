@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from ppo_repro.config.mismatch import TrainerFaults
 from ppo_repro.errors import UserError
-from ppo_repro.faults.retokenizing import chosen, encode_again
 from ppo_repro.faults.trainer import dropout, received
 from ppo_repro.rollout.sampler import biased
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.seeding import words
-from ppo_repro.tasks.tokenizer import spans, train_bpe
+from ppo_repro.tasks.tokenizer import train_bpe
 from tests.support.bare import bare_rollout
 from tests.support.runs import small_config
 
@@ -60,20 +59,6 @@ def test_a_biased_token_is_biased_everywhere() -> None:
     # 5 standard errors of the standard deviation of 400 normal numbers
     assert abs(float(offsets.mean(0).std()) / 0.6 - 1) < 5 / math.sqrt(800)
     assert not torch.equal(biased(logits, 7, 2.0, 0.3), biased(logits, 8, 2.0, 0.3))
-
-
-def test_an_encoding_by_hand() -> None:
-    tokenizer = train_bpe(["12 12 12 3"], 8)
-    one, two, both, end = (tokenizer.convert_tokens_to_ids(t) for t in ("1", "2", "12", "<eos>"))
-    ids = [one, two, both, end]
-    found = encode_again(tokenizer, ids, spans(tokenizer, ids, "1212"), 6, True)
-    assert found is not None and found.ids == [both, both, end]
-    assert (found.owners, found.sources, found.as_sampled) == ([0, 0, 1, 2], [1, 2, 3], [False, True, True])
-    assert found.summed(torch.tensor([-1.0, -2.0, -4.0, -8.0])).tolist() == [-3.0, -4.0, -8.0]
-    assert encode_again(tokenizer, ids, spans(tokenizer, ids, "1212"), 2, True) is None, "no room"
-    assert encode_again(tokenizer, [0, 0], spans(tokenizer, [0, 0], ""), 6, False) is None, "no text"
-    assert [sum(chosen(share, range(2000))) for share in (0.0, 1.0)] == [0, 2000]
-    assert abs(sum(chosen(0.25, range(2000))) - 500) < 5 * math.sqrt(2000 * 0.25 * 0.75)
 
 
 REFUSED = {

@@ -78,26 +78,6 @@ def test_slurm_cells_that_are_preempted_or_lose_their_node_go_on(two_nodes: Clus
     assert [resumed(tmp_path / "alone", cell) for cell in alone.table["cell"]] == [0, 0]
 
 
-@slow
-def test_a_slurm_cell_that_is_cancelled_ends_and_is_finished_later(two_nodes: Cluster, tmp_path: Path) -> None:
-    path, hold = held_grid_file(tmp_path, {}, [1])
-    out = tmp_path / "out"
-
-    def cancel() -> bool:
-        if recorded_iterations(out) < 2:
-            return False
-        return bool([two_nodes.ask("scancel", job) for job in two_nodes.jobs()])
-
-    watcher = Acting(cancel)
-    engine = Slurm(tmp_path / "jobs", 1, {"slurm_partition": "cells", "slurm_nodelist": "n1"})  # n2 may be lost by now
-    outcome = run_grid(load_grid(path), out, engine, watcher)
-    assert outcome.table["state"].tolist() == ["interrupted"] and len(watcher.results) == 1
-    assert watcher.results[0].exit_code == 143 and watcher.results[0].message.startswith("terminated; complete")
-    hold.unlink()
-    again = run_grid(load_grid(path), out, Processes(1), ConsoleGrid())
-    assert (again.table["state"] == "complete").all() and resumed(out, "seed=1") == 1
-
-
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of scripts in place of Slurm's commands; they fail until `answer` gives them something to say."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -12,7 +11,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -25,7 +23,6 @@ from ppo_repro.grids.engines import Engine, Processes
 from ppo_repro.grids.grid import Outcome, run_grid
 from ppo_repro.grids.progress import ConsoleGrid
 from ppo_repro.grids.ray_tasks import Ray
-from ppo_repro.grids.results import settings_table
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.records import manifest, reader
 from tests.grids.small_grids import fingerprints, grid_file
@@ -84,18 +81,6 @@ def test_a_second_call_repeats_nothing_and_the_tables_are_the_records(four: Grid
         written = reader.read_iterations(folder / row["run_dir"])
         pd.testing.assert_frame_equal(mine[written.columns], written)
         assert row["final.eval_score"] == manifest.load(folder / row["run_dir"]).final["eval_score"]
-
-
-@slow
-def test_more_seeds_run_only_what_is_new(four: Grid, tmp_path: Path) -> None:
-    axes: dict[str, object] = {"ppo.learning_rate": [1e-3]}
-    assert finished(grid_file(tmp_path, axes, [1]), tmp_path).ran == ("learning_rate=0.001,seed=1",)
-    outcome = finished(grid_file(tmp_path, axes, [2, 1]), tmp_path)
-    assert outcome.ran == ("learning_rate=0.001,seed=2",) and fingerprints(outcome).items() <= four[1].items()
-    fewer = finished(grid_file(tmp_path, axes, [2]), tmp_path)
-    assert fewer.strangers == ("learning_rate=0.001,seed=1",) and len(fewer.table) == 1
-    with pytest.raises(UserError, match="was made from another configuration than the grid file has now"):
-        finished(grid_file(tmp_path, axes, [2], **{"ppo.epochs": 1}), tmp_path)
 
 
 @slow
@@ -222,17 +207,3 @@ def test_a_wrong_option_is_one_line(
 ) -> None:
     assert _run(["grid", str(grid_file(tmp_path, {}, [1])), "--out", str(tmp_path / "out"), *arguments]) == 2
     assert f"error: {said}" in capsys.readouterr().err.splitlines()[-1] and not (tmp_path / "out").exists()
-
-
-def test_the_settings_by_hand() -> None:
-    cells = pd.DataFrame(
-        {
-            "axis.a": ["x", "x", "x", "y"], "axis.b": ["1"] * 4, "state": ["complete"] * 4,
-            "final.eval_score": [1.0, 2.0, 3.0, 5.0],
-        }
-    )  # fmt: skip
-    cells.loc[4] = ["y", "1", "failed", np.nan]
-    first, second = settings_table(cells).itertuples(index=False)
-    # standard error 1 / sqrt 3; t of 2 degrees of freedom at 97.5 % is 4.3027
-    assert first[:4] == ("x, 1", "eval_score", 3, 2.0) and first[4] == pytest.approx(4.3027 / math.sqrt(3), abs=1e-4)
-    assert second[:4] == ("y, 1", "eval_score", 1, 5.0) and math.isnan(second[4])

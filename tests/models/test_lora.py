@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -31,7 +30,6 @@ from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, weight
 from ppo_repro.numerics.rows import slots_of
 from ppo_repro.numerics.structs import Ints
 from ppo_repro.numerics.token_statistics import token_statistics
-from tests.numerics import definition
 from tests.support.models import CONTEXT, ragged, scored, seeded, source_model, unequal
 
 SETTINGS = AdamWSettings(2e-2, 0.9, 0.95, 1e-8, 0.01, 1.0)
@@ -140,22 +138,6 @@ def test_targets_and_the_head_of_a_value_model_change_and_nothing_else(kind: str
     whole = fresh(kind, architecture, mode)
     learn(whole, Optimizer(whole, SETTINGS, mode), mode, 3)
     assert all(unequal(p, before[name]) > 0 for name, p in whole.named_parameters())
-
-
-def test_merging_and_gradients_of_factors_are_products_of_the_definition() -> None:
-    s = Subject.of("policy", "gpt2", "deterministic").learn(2)
-    for name, layer in s.lora.layers.items():
-        added = definition.product(layer.b.numpy(), layer.a.numpy().T) * np.float32(s.lora.scale)
-        merged = layer.weight.detach().t() if layer.transposed else layer.weight.detach()
-        assert np.array_equal(merged.numpy(), layer.base.numpy() + added), name
-    collected = {f"{n}.weight": torch.randn(of.weight.shape, generator=seeded(1)) for n, of in s.lora.layers.items()}
-    found = s.lora.gradients(collected)
-    for name, layer in s.lora.layers.items():
-        gradient = collected[f"{name}.weight"].t() if layer.transposed else collected[f"{name}.weight"]
-        d_a, d_b = (found[f"{name}.lora_{which}.weight"].numpy() for which in "AB")
-        scale, of = np.float32(s.lora.scale), gradient.numpy()
-        assert np.array_equal(d_a, definition.product(layer.b.numpy().T, of.T) * scale)
-        assert np.array_equal(d_b, definition.product(of, layer.a.numpy()) * scale)
 
 
 # ------------------------------------------------------------------------------------------ weights that are shared

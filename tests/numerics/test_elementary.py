@@ -9,12 +9,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from ppo_repro.numerics import build, elementwise, library
+from ppo_repro.numerics import build, library
 from tests.numerics import definition_elementary as definition
 from tests.numerics import definition_tokens as wide
-from tests.support.models import seeded
 from tests.support.variants import ABLE
 
 F, D = np.float32, np.float64
@@ -98,20 +96,3 @@ def test_float32_functions_are_as_near_the_truth_as_is_said(
 ) -> None:
     x = arguments(low, high, F)
     assert 0.5 < ulps(mapped(library.load(), name, x), truth(x.astype(D))) <= bound
-
-
-@pytest.mark.parametrize(
-    ("function", "truth"),
-    [
-        (elementwise.differentiable_exp, torch.exp),
-        (elementwise.differentiable_softplus, torch.nn.functional.softplus),
-        (elementwise.differentiable_tanh, torch.tanh),
-    ],
-)
-def test_derivatives(function: Callable[[Tensor], Tensor], truth: Callable[[Tensor], Tensor]) -> None:
-    x = (torch.randn(200, generator=seeded(0)) * 3).requires_grad_()
-    exact = x.detach().to(torch.float64).requires_grad_()
-    function(x).sum().backward()
-    truth(exact).sum().backward()
-    assert x.grad is not None and exact.grad is not None
-    assert torch.allclose(x.grad.to(torch.float64), exact.grad, rtol=1e-6, atol=1e-7)

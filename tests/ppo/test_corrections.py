@@ -15,7 +15,6 @@ from ppo_repro.errors import NumericsError
 from ppo_repro.ppo.corrections import (
     Correction,
     beyond_divergence,
-    correction_names,
     importance_ratios,
     masked_weights,
     normalized_weights,
@@ -45,27 +44,6 @@ def deltas(rows: Rows) -> list[np.ndarray]:
 def away_from(values: np.ndarray, *bounds: float) -> np.ndarray:
     """Where float32 and float64 cannot be on two sides of a bound."""
     return np.all([np.abs(values / bound - 1.0) > 1e-5 for bound in bounds], axis=0)
-
-
-def test_ratios_and_weights_by_hand() -> None:
-    two, half = math.log(2.0), math.log(0.5)
-    rows = [[(0.0, 0.0), (0.0, -two)], [(half, 0.0), (0.0, -3 * two)]]
-    token, root = importance_ratios(*tensors(rows), "token"), math.sqrt(2.0)
-    assert token.tolist() == pytest.approx([1.0, 2.0, 0.5, 8.0], rel=1e-6)
-    assert importance_ratios(*tensors(rows), "sequence").tolist() == pytest.approx([2, 2, 4, 4], rel=1e-6)
-    assert importance_ratios(*tensors(rows), "geometric").tolist() == pytest.approx([root, root, 2, 2], rel=1e-6)
-    weights, changes = truncated_weights(token, 0.75, 4.0)
-    assert weights.tolist() == pytest.approx([1.0, 2.0, 0.75, 4.0], rel=1e-6)
-    assert correction_names(changes) == ["none", "none", "truncated_low", "truncated_high"]
-    weights, changes = masked_weights(token, 0.75, 4.0)
-    assert weights.tolist() == pytest.approx([1.0, 2.0, 0.0, 0.0], rel=1e-6)
-    assert correction_names(changes) == ["none", "none", "masked_low", "masked_high"]
-    assert outside_ratio(token, 0.5 - 1e-6, 4.0).tolist() == [False, False, False, True]
-    assert vetoed(token, torch.tensor([2, 2]), 0.6).tolist() == [False, False, True, True]
-    weights, lengths = tensor([2.0, 2.0, 2.0, 6.0]), torch.tensor([3, 1])
-    assert normalized_weights(weights, lengths, by_response=False).tolist() == pytest.approx([2 / 3] * 3 + [2.0])
-    assert normalized_weights(weights, lengths, by_response=True).tolist() == [0.5, 0.5, 0.5, 1.5]
-    assert normalized_weights(torch.zeros(4), lengths, by_response=False).tolist() == [0.0] * 4
 
 
 @given(responses, st.sampled_from(LEVELS), st.sampled_from([(0.5, 2.0), (0.0, 1.5), (0.9, 10.0)]))

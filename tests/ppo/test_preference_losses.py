@@ -15,7 +15,6 @@ from ppo_repro.ppo.preferences import (
     bradley_terry_losses,
     dpo_losses,
     dpo_margins,
-    preference_accuracy,
     sequence_logprobs,
 )
 from tests.support.float32 import bits, finite, tensor
@@ -99,8 +98,3 @@ def test_a_response_log_prob_is_the_correctly_rounded_sum_and_its_gradient_reach
     seeds = torch.arange(1, len(responses) + 1, dtype=torch.float64)
     found = torch.autograd.grad(sums, leaf, seeds)[0]
     assert bits(found) == bits(torch.repeat_interleave(seeds, lengths).to(torch.float32))
-
-
-def test_accuracy_counts_ties_one_half() -> None:
-    assert preference_accuracy(wide(1.0, -1.0, 0.0, -0.0)) == 0.5
-    assert preference_accuracy(wide(1e-300, 2.0)) == 1.0 and preference_accuracy(wide(-1.0)) == 0.0

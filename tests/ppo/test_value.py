@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ppo_repro.ppo.value import value_losses
-from tests.support.float32 import bits, finite, tensor
+from tests.support.float32 import finite, tensor
 
 eighths = st.integers(-32, 32).map(lambda n: n / 8)
-wide = finite(-1e15, 1e15)
 
 
 def computed(rows: list[tuple[float, float, float]], clip_range: float | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,14 +34,6 @@ def test_the_loss_is_its_definition_exactly(rows: list[tuple[float, float, float
         assert Fraction(losses[i].item()) == max(plain, limited) / 2
         assert Fraction(slopes[i].item()) == (0 if limited > plain else v - target)
         assert clipped[i].item() == (limited > plain)
-
-
-@given(st.lists(st.tuples(wide, wide, wide), min_size=1, max_size=30), st.floats(1e-3, 10))
-def test_the_loss_is_never_below_the_plain_one(rows: list[tuple[float, float, float]], clip_range: float) -> None:
-    losses, clipped, slopes = computed(rows, clip_range)
-    plain, never, errors = computed(rows, None)
-    assert not never.any() and bool((losses >= plain).all()) and bits(losses[~clipped]) == bits(plain[~clipped])
-    assert bits(slopes) == bits(torch.where(clipped, 0.0, errors))
 
 
 @given(st.lists(st.tuples(finite(-4, 4), finite(-4, 4), finite(-4, 4)), min_size=1, max_size=30))

@@ -18,11 +18,9 @@ from ppo_repro.preferences.pairs import pairs_by_rule
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
 from ppo_repro.records import manifest
 from ppo_repro.runs.rerun import rerun
-from ppo_repro.runs.resume import resume
 from ppo_repro.runs.run import run
 from ppo_repro.tasks.problems import arithmetic, encoder, split
 from ppo_repro.watcher import Silent
-from tests.support.cli import Cli, one_line
 from tests.support.language import run as language_run
 from tests.support.runs import small_config
 
@@ -78,60 +76,6 @@ def test_no_layout_changes_a_dpo_run(trained: Path) -> None:
 def test_in_native_numerics_the_layout_shows(source: Path, tmp_path: Path) -> None:
     native = train(source, tmp_path, "numerics.mode=native", "dpo.epochs=1")
     assert rerun(DPOKind(Silent()), native, ["layout.update_micro_batch=4"]).difference is not None
-
-
-def test_a_dpo_run_that_was_ended_goes_on_to_the_same_fingerprint(
-    trained: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Interrupting(Silent):
-        def iteration(self, done: int, total: int, figures: str) -> None:
-            raise KeyboardInterrupt
-
-    config = load_dpo_config(write_config(source, tmp_path))
-    with pytest.raises(KeyboardInterrupt):
-        run(DPOKind(Interrupting()), config, tmp_path)
-    (ended,) = (path.parent for path in tmp_path.rglob("manifest.json"))
-    assert manifest.load(ended).status == "interrupted" and manifest.load(ended).num_iterations == 1
-    resume(DPOKind(Silent()), ended)
-    assert fingerprint(ended) == fingerprint(trained) and (ended / "checkpoints" / "final").is_dir()
-
-
-def test_the_commands_of_runs_take_a_dpo_run(trained: Path, source: Path, tmp_path: Path, cli: Cli) -> None:
-    for command in ("show", "verify", "report"):
-        assert cli(command, trained)[0] == 0, command
-    assert cli("diff", trained, trained)[0] == 0
-    code, out, _ = cli("dpo", write_config(source, tmp_path), "--set", "dpo.epochs=1", "--out", tmp_path, "--json")
-    assert code == 0 and json.loads(out)["eval_pairs"] > 0
-    code, _, err = cli("dpo", tmp_path / "dpo.yaml", "--set", "num_eval_prompts=10000", "--out", tmp_path / "more")
-    assert code == 2 and "leave some to train on" in one_line(err)
-    assert not list((tmp_path / "more").rglob("manifest.json"))
-    code, _, err = cli("report", trained, trained)
-    assert code == 2 and "a page about two runs" in one_line(err)
-    code, _, err = cli("recompute", trained)
-    assert code == 2 and one_line(err)
-
-
-def test_pairs_of_ones_own_train_a_model_folder_and_a_reward_model(source: Path, tmp_path: Path, cli: Cli) -> None:
-    lines = [{"prompt": p.prompt, "chosen": p.answer, "rejected": f"{p.answer}0"} for p in arithmetic(6)]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    text = TEXT.replace("run: {run}\n", "model: {{kind: folder, path: {model}}}\npairs: pairs.jsonl\n")
-    model = json.dumps(str(source / "checkpoints" / "reference"))
-    (tmp_path / "own.yaml").write_text(text.format(model=model))
-    code, out, err = cli("dpo", tmp_path / "own.yaml", "--out", tmp_path, "--json")
-    assert code == 0, err
-    summary = json.loads(out)
-    assert summary["loss_last"] < summary["loss_first"] and summary["accuracy_after"] is None
-    lines[7]["rejected"] = lines[7]["chosen"]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    code, _, err = cli("dpo", tmp_path / "own.yaml", "--out", tmp_path / "again")
-    assert code == 2 and "pairs.jsonl:8: 'chosen' and 'rejected' are the same response" in one_line(err)
-    lines[7]["rejected"] = "0"
-    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    term = f"{{kind: trained_model, pairs: '{tmp_path}/pairs.jsonl', minibatch_size: 8, learning_rate: 1e-3}}"
-    config = small_config(f"reward.terms=[{term}]", "ppo.iterations=1", "model.warm_start_steps=0")
-    run_dir = language_run(config, tmp_path / "reward", Silent())[0]
-    assert (run_dir / "inputs" / "pairs.jsonl").read_bytes() == (tmp_path / "pairs.jsonl").read_bytes()
-    assert 0.0 <= float(manifest.load(run_dir).final["reward_model_pair_accuracy"]) <= 1.0
 
 
 ROWS = (  # forward and update micro-batches in sequences, padding, threads

@@ -37,7 +37,7 @@ from tests.support.runs import small_config
 from tests.support.synthetic_run import rewrite_cell
 
 OTHER_LAYOUT = ("layout.padding=left", "layout.rollout_slots=20", "layout.update_micro_batch=9")
-KILLS = int(os.environ.get("KILLS", "25"))
+KILLS = int(os.environ.get("KILLS", "50"))
 
 
 @pytest.fixture(scope="module")
@@ -148,35 +148,40 @@ def test_a_link_out_of_the_folder_is_refused(recorded: Recorded, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_run_killed_at_any_instant_is_resumed(tmp_path: Path) -> None:
-    """Chains of kills: each run is killed, resumed and killed again until one resumption gets to the end."""
+def test_runs_and_forks_killed_at_any_instant_are_resumed(tmp_path: Path) -> None:
+    """Chains of kills: a run or a fork is killed, resumed and killed again until one resumption gets to the end."""
     config = load_config(TINY, ["ppo.iterations=4", "checkpoints.every=1", "model.warm_start_steps=3"])
     path, generator, seen, kills, chain = tmp_path / "config.yaml", random.Random(11), Counter[str](), 0, 0
     path.write_text(dump_yaml(config))
-    whole = run_folder(config, tmp_path / "whole")
+    run_dir, longer = run_folder(config, tmp_path / "whole"), "ppo.iterations=7"
     with working(f"run {path} {tmp_path / 'whole'}") as forks:
-        expected, started = manifest.load(whole), time.perf_counter()
+        assert not forks.killed(math.inf, "fork", run_dir, tmp_path / "longer", longer)
+        fork_dir = next(path.parent for path in (tmp_path / "longer").rglob(manifest.FILE_NAME))
+        begun = {"run": ((path,), run_dir, ()), "fork": ((run_dir,), fork_dir, (longer,))}
+        started = time.perf_counter()
         assert not forks.killed(math.inf, "run", path, tmp_path / "timed")
         seconds = time.perf_counter() - started
         while kills < KILLS:
             chain += 1
-            out = tmp_path / f"chain{chain}"
-            run_dir, is_complete = out / whole.relative_to(tmp_path / "whole"), False
+            command = ("run", "fork")[chain % 2]
+            (first, whole, more), out = begun[command], tmp_path / f"chain{chain}"
+            expected, killed_dir, is_complete = manifest.load(whole), out / whole.relative_to(whole.parents[1]), False
             while not is_complete:
-                words = ("resume", run_dir) if run_dir.exists() else ("run", path, out)
+                words = ("resume", killed_dir) if killed_dir.exists() else (command, *first, out, *more)
                 after = generator.uniform(0.0, seconds) if kills < KILLS else math.inf
                 kills += forks.killed(after, *words)
-                if not run_dir.exists():
-                    seen["no folder yet"] += 1
+                if not killed_dir.exists():
+                    seen[f"{command}: no folder yet"] += 1
                     continue
                 # everything that is there is of the uninterrupted run
-                found = manifest.load(run_dir)
+                found = manifest.load(killed_dir)
                 assert found.iterations == expected.iterations[: found.num_iterations]
-                half = "" if not verify(run_dir).unfinished else ", while it wrote"
-                seen[f"{found.num_iterations} recorded{half}"] += 1
+                half = "" if not verify(killed_dir).unfinished else ", while it wrote"
+                seen[f"{command}: {found.num_iterations} recorded{half}"] += 1
                 is_complete = found.status == "complete"
-            require_as_uninterrupted(run_dir, whole)
-            assert verify(run_dir).unfinished == ()
+            require_as_uninterrupted(killed_dir, whole)
+            assert verify(killed_dir).unfinished == ()
             shutil.rmtree(out)
-    print(f"\n{kills} kills in {chain} runs of {seconds:.2f} s; found: {dict(sorted(seen.items()))}")
-    assert kills >= KILLS and len(seen) > 2
+        assert verify(run_dir).status == "complete", "a fork shares files with its origin"
+    print(f"\n{kills} kills in {chain} runs and forks of {seconds:.2f} s; found: {dict(sorted(seen.items()))}")
+    assert kills >= KILLS and len(seen) > 4

@@ -147,17 +147,6 @@ def test_bits_and_nulls_decide(left: list[Any], right: list[Any], row: int | Non
         assert found.column == "(rows)" or "bits" in found.describe()
 
 
-def test_number_of_iterations_comes_after_the_cells(run: Path, tmp_path: Path) -> None:
-    shorter = synthetic_run.make_run(tmp_path / "shorter", iterations=1)
-    found = first_difference(run, shorter)
-    assert found is not None
-    assert (found.table, found.column, found.left, found.right) == ("(run)", "(iterations)", 2, 1)
-    assert found.describe() == "number of iterations: 2 on the left, 1 on the right"
-    synthetic_run.rewrite_cell(shorter, "iterations", 0, "accuracy", _flip)
-    found = first_difference(run, shorter)
-    assert found is not None and found.table == "iterations"
-
-
 @pytest.mark.parametrize("value", [0.5, 1, "0.625", None])
 def test_final_results(run: Path, tmp_path: Path, value: float | int | str | None) -> None:
     other = tmp_path / "other"

@@ -16,7 +16,7 @@ from analysis.mismatch.tables import measure, whole
 from analysis.pairs.runs import run_pairs
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
-from ppo_repro.numerics.token_statistics import kl_divergence, normal_noise, prob_sq_sum
+from ppo_repro.numerics.token_statistics import normal_noise
 from ppo_repro.records import reader
 from ppo_repro.rollout.engine import Sampling
 from ppo_repro.rollout.sampler import disturbed, sample
@@ -64,21 +64,6 @@ def test_the_sampler_sees_the_disturbed_logits_and_reports_their_log_probs() -> 
         assert torch.equal(got.tokens, expected.tokens) and unequal(got.logprobs, expected.logprobs) == 0
         assert torch.equal(got.kept_tokens, expected.kept_tokens)
         assert not torch.equal(got.tokens, sample(logits, seeds, positions, plain, mode).tokens)
-
-
-@pytest.mark.parametrize("sigma", [0.01, 0.1])
-def test_the_divergence_is_what_the_first_order_says(sigma: float) -> None:
-    rows, draws = 20, 2000
-    logits, _, _ = drawn_case(rows, 24, 5)
-    expected = float((sigma**2 / 2 * (1 - prob_sq_sum(logits, 1.0, None).double())).mean())
-    many = logits.repeat(draws, 1)
-    seen = disturbed(many, torch.arange(rows * draws), torch.zeros(rows * draws, dtype=torch.int64), 1.0, sigma)
-    for p, q in ((seen, many), (many, seen)):
-        found = kl_divergence(p, q, 1.0, None).double().reshape(draws, rows).mean(1)
-        error = float(found.std()) / math.sqrt(draws)
-        # the next order is about sigma^2 smaller
-        assert abs(float(found.mean()) - expected) < 4 * error + sigma**2 * expected
-        assert error < 0.01 * expected, "the check can fail"
 
 
 @pytest.fixture(scope="module")

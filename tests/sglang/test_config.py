@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,10 +9,7 @@ import pytest
 from ppo_repro.config.engine import DETERMINISTIC_ARGUMENTS, OWN_ARGUMENTS, SGLangServers
 from ppo_repro.errors import UserError
 from ppo_repro.rollout.sglang.command import (
-    RETURN_ROUTES,
-    SPARE_CONTEXT,
     look_into,
-    server_arguments,
 )
 from ppo_repro.runs.open_engine import require_same_sampler
 from tests.sglang.fake_sglang import fake_python
@@ -84,36 +79,10 @@ def test_what_sglang_cannot_do_is_refused_in_one_line(overrides: tuple[str, ...]
     assert REFUSED[overrides] in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["h:1", "https://h:1", "http://h", "http://h:1/v1", "http://h:x", "http://h:1?a", ""])
-def test_a_url_is_host_and_port(url: str) -> None:
-    with pytest.raises(UserError, match="must be http://HOST:PORT"):
-        small_config(SGLANG, f"rollout.engine.urls=['{url}']")
-
-
 @pytest.mark.parametrize("name", [*OWN_ARGUMENTS, *DETERMINISTIC_ARGUMENTS, "--port=1", "--mod", "--weight-v"])
 def test_arguments_the_run_sets_itself_are_refused_by_name(name: str) -> None:
     with pytest.raises(UserError, match=r"is set by the run|an option with one, which records would keep"):
         small_config(SGLANG, f"rollout.engine.arguments=['{name}', '1']")
-
-
-def test_the_command_line_follows_from_the_configuration() -> None:
-    config = small_config(SGLANG, "layout.prefill_chunk=5", "layout.prefix_cache=false", "layout.threads=2")
-    engine = config.rollout.engine
-    assert isinstance(engine, SGLangServers)
-    arguments = server_arguments(config, engine, Path("/m"), 31000, "abc")
-    value = dict(pairwise(arguments))
-    assert value["--model-path"] == "/m" and value["--port"] == "31000" and value["--weight-version"] == "abc"
-    assert value["--context-length"] == str(24 + SPARE_CONTEXT) and value["--max-running-requests"] == "48"
-    assert value["--chunked-prefill-size"] == "5" and "--disable-radix-cache" in arguments
-    assert value["--max-total-tokens"] == str(48 * (24 + SPARE_CONTEXT))
-    assert value["--attention-backend"] == "ppo_repro" and value["--dtype"] == "float32"
-    assert json.loads(value["--json-model-override-args"]) == {"architectures": ["PpoReproForCausalLM"]}
-    routes = [RETURN_ROUTES in server_arguments(config, engine, Path("m"), 1, "v", asked) for asked in (False, True)]
-    assert routes == [False, True]
-    small = engine_of("rollout.engine.arguments=[--max-total-tokens, '99']")
-    assert server_arguments(config, small, Path("/m"), 1, "abc").count("--max-total-tokens") == 1
-    taken = {word for word in server_arguments(config, engine, Path("m"), 1, "v", True) if word.startswith("--")}
-    assert taken <= {*OWN_ARGUMENTS, *DETERMINISTIC_ARGUMENTS, "--max-total-tokens"}, "nobody may set a flag twice"
 
 
 def test_the_interpreter_is_looked_into_before_it_is_used(tmp_path: Path) -> None:

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import base64
 import copy
-import json
 import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ppo_repro.errors import UserError
 from ppo_repro.rollout.engine import Completion, Request, Sampling
-from ppo_repro.rollout.sampler import sample
 from ppo_repro.rollout.sglang.messages import (
     RoutedLayers,
     generate_body,
     read_completions,
     read_routes,
 )
-from ppo_repro.sglang_plugin import kept_tokens
 
 VOCAB, CONTEXT, STOPS = 20, 32, frozenset({1, 7})
 PLAIN = Sampling(0.7, 0, 1.0, 4)
@@ -33,20 +28,6 @@ URL = "http://127.0.0.1:1"
 
 def body(*requests: Request, sampling: Sampling = PLAIN) -> dict[str, Any]:
     return generate_body(requests, sampling, STOPS, VOCAB, CONTEXT)
-
-
-def test_a_request_by_hand() -> None:
-    shared = {"max_new_tokens": 4, "temperature": 0.7, "stop_token_ids": [1, 7]}
-    assert body(*REQUESTS) == {
-        "input_ids": [[2, 3, 4], [5]],
-        "sampling_params": [{**shared, "sampling_seed": 11}, {**shared, "sampling_seed": -(2**63)}],
-        "return_logprob": True,
-        "stream": False,
-    }
-    greedy = body(Request((2,), 0), sampling=Sampling(1.0, 0, 1.0, 4, greedy=True))
-    assert greedy["sampling_params"][0]["temperature"] == 0.0
-    cut = body(Request((2,), 0), sampling=Sampling(0.5, 0, 0.9, 4))["sampling_params"][0]
-    assert (cut["top_k"], cut["top_p"], cut["temperature"]) == (-1, 0.9, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -168,13 +149,3 @@ def test_routes_by_hand() -> None:
 def test_what_is_no_route_is_refused(sent: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_routes(sent, 2, SHAPE)
-
-
-@given(st.integers(0, 2**32), st.integers(0, 20).filter(lambda k: k != 1), st.sampled_from([0.3, 0.75, 0.999]))
-def test_what_a_cut_kept_is_read_with_its_bits(seed: int, top_k: int, top_p: float) -> None:
-    logits = 3.0 * torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(seed))
-    found = sample(logits, torch.arange(5), torch.arange(5), Sampling(0.7, top_k, top_p, 4), "deterministic")
-    sent = json.loads(json.dumps(kept_tokens.written(found)))
-    logprobs, mass, tokens = kept_tokens.read(sent, found.tokens.tolist(), VOCAB)
-    assert torch.equal(logprobs, found.logprobs) and torch.equal(mass, found.log_kept_mass)
-    assert torch.equal(tokens, found.kept_tokens)

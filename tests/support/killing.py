@@ -1,6 +1,7 @@
 """Processes that run or resume, and are killed after some time.
 
-As a program it imports everything, then forks a child for each line `SECONDS run CONFIG OUT` or `SECONDS resume RUN`,
+As a program it imports everything, then forks a child for each line `SECONDS run CONFIG OUT`, `SECONDS resume RUN` or
+`SECONDS fork RUN OUT FIELD=VALUE`,
 kills it after so many seconds (inf: never), and prints its exit code.
 """
 
@@ -21,7 +22,7 @@ from pathlib import Path
 from ppo_repro.config.files import load_config
 from ppo_repro.errors import UserError
 from ppo_repro.watcher import Silent
-from tests.support.language import resume, run
+from tests.support.language import fork, resume, run
 
 
 @dataclass
@@ -60,6 +61,8 @@ def work(line: str) -> int:
     try:
         if command == "run":
             run(load_config(Path(arguments[0])), Path(arguments[1]), Silent())
+        elif command == "fork":
+            fork(Path(arguments[0]), Path(arguments[1]), None, *arguments[2:])
         else:
             resume(Path(arguments[0]), Silent())
     except UserError as error:

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ppo_repro.clock import Clock
 from ppo_repro.config.run import RunConfig
 from ppo_repro.ranks import ALONE, Ranks
+from ppo_repro.records.fork import plan_fork
+from ppo_repro.runs import fork as forks
 from ppo_repro.runs import rerun as rerunner
 from ppo_repro.runs import resume as resumer
 from ppo_repro.runs import run as runner
 from ppo_repro.runs.language import LanguageKind
-from ppo_repro.watcher import Watcher
+from ppo_repro.watcher import Silent, Watcher
+
+SILENT = Silent()
 
 
 def run(config: RunConfig, out: Path, watcher: Watcher, ranks: Ranks = ALONE) -> tuple[Path, dict[str, float]]:
@@ -24,3 +29,9 @@ def rerun(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = (), ranks:
 
 def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> resumer.Resumed:
     return resumer.resume(LanguageKind(watcher), run_dir, overrides)
+
+
+def fork(run_dir: Path, out: Path, at: int | None, *overrides: str, watcher: Watcher = SILENT) -> Path:
+    plan = plan_fork(run_dir, at, overrides, out, None)
+    forks.fork(LanguageKind(watcher), plan, Clock())
+    return plan.folder

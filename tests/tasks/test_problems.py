@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from ppo_repro.config.tasks import JsonlTask, PythonTask
 from ppo_repro.errors import UserError
 from ppo_repro.tasks.dialogue import around_reply
-from ppo_repro.tasks.problems import Problem, arithmetic, choose, encode_all, encoder, read_jsonl, split
+from ppo_repro.tasks.problems import (
+    Problem,
+    arithmetic,
+    column_addition,
+    encode_all,
+    encoder,
+    read_jsonl,
+    split,
+)
 from ppo_repro.tasks.sources import load_source
 from ppo_repro.tasks.tokenizer import train_bpe
 from tests.support.runs import small_config
@@ -34,6 +42,28 @@ def of_file(**more: Any) -> JsonlTask:
     return JsonlTask(kind="jsonl", path="p.jsonl", num_eval_prompts=1, **more)
 
 
+@given(st.integers(2, 4), st.integers(2, 10), st.integers(1, 100))
+def test_column_additions_are_different_and_every_step_of_their_solutions_is_right(
+    digits: int, base: int, percent: int
+) -> None:
+    pairs = ((base - 1) * base ** (digits - 1)) ** 2
+    found = column_addition(digits, base, size := max(1, min(300, pairs) * percent // 100))
+    assert len({p.prompt for p in found}) == size and found == column_addition(digits, base, size)
+    for problem in found:
+        left, right = problem.prompt.removesuffix("=").split("+")
+        assert len(left) == len(right) == digits and "0" not in (left[0], right[0])
+        assert int(left, base) + int(right, base) == int(problem.answer, base)
+        totals = [step.split("=") for step in problem.steps[::2]]
+        assert all(sum(int(x) for x in terms.split("+")) == int(total, base) for terms, total in totals)
+        # the digits of a column, and 1 where the step before has a carry
+        carries = [False, *(len(total) == 2 for _, total in totals)]
+        columns = zip(reversed(left), reversed(right), carries, strict=False)
+        assert [terms for terms, _ in totals] == [f"{x}+{y}{'+1' if carry else ''}" for x, y, carry in columns]
+        results = ["".join(total[-1] for _, total in totals[k::-1]) for k in range(digits)]
+        assert results[:-1] == list(problem.steps[1::2]) and problem.answer.endswith(results[-1])
+        assert problem.solution == " ".join([*problem.steps, problem.answer])
+
+
 @given(st.integers(2, 40), st.integers(0, 2**63 - 1), st.randoms(use_true_random=False), st.data())
 def test_a_split_is_disjoint_complete_and_blind_to_order_and_texts(count: int, seed: int, random, data) -> None:
     problems = numbered(count)
@@ -50,21 +80,6 @@ def test_a_split_depends_on_the_seed_and_leaves_something_to_train_on() -> None:
     assert len({tuple(p.key for p in split(numbered(50), 10, seed).held_out) for seed in range(20)}) == 20
     with pytest.raises(UserError, match=r"task.num_eval_prompts = 4: there are 4 prompts; leave some to train on"):
         split(numbered(4), 4, 0)
-
-
-@given(st.integers(1, 12), st.integers(1, 30), st.integers(0, 2**63 - 1))
-def test_every_problem_comes_once_per_epoch(problems: int, count: int, seed: int) -> None:
-    pool = tuple(numbered(problems))
-    flat = [p for i in range(-(-3 * problems // count)) for p in choose(pool, count, seed, i)]
-    for epoch in range(3):
-        assert Counter(flat[epoch * problems : (epoch + 1) * problems]) == Counter(pool)
-
-
-def test_jsonl_keeps_texts_and_uses_the_prompt_as_key(tmp_path: Path) -> None:
-    path = jsonl(tmp_path, {"prompt": "a b", "answer": ""}, "  ", {"prompt": "é", "answer": "1", "key": "k", "more": 3})
-    assert read_jsonl(path) == [Problem("a b", "a b", ""), Problem("k", "é", "1", '{"more": 3}')]
-    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
-    assert [p.key for p in read_jsonl(path)] == ["a b", "k"]
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1), st.booleans())

@@ -45,25 +45,6 @@ def slow_ends(tokenizer: PreTrainedTokenizerFast, ids: list[int], text: str) -> 
     return [len(text) if with_text and i >= with_text[-1] else end for i, end in enumerate(ends)]
 
 
-def test_spans_by_hand() -> None:
-    ids = [*encode(SPLIT, "at é"), EOS]  # é is two bytes, each a token
-    assert len(ids) == 6
-    found, text = spans_of(SPLIT, ids)
-    assert text == "at é"
-    assert found.char_start == [0, 1, 2, 3, 3, 4] and found.char_end == [1, 2, 3, 3, 4, 4]
-    assert found.byte_start == [0, 1, 2, 3, 3, 5] and found.byte_end == [1, 2, 3, 3, 5, 5]
-    assert found.word_id == [0, 0, 1, 2, 2, 3], "a character split over tokens stays in its word"
-
-
-def test_words_by_hand() -> None:
-    ids = [*encode(SPLIT, "at  on\nx"), EOS]
-    found, text = spans_of(SPLIT, ids)
-    assert [text[a:b] for a, b in zip(found.char_start, found.char_end, strict=True)] == [*"at  on\nx", ""]
-    # a word begins with white space, after white space, and at the end token
-    assert found.word_id == [0, 0, 1, 2, 3, 3, 4, 5, 6]
-    assert found.sub_idx == [0, 1, 0, 0, 0, 1, 0, 0, 0]
-
-
 @TOKENIZERS
 @given(data=st.data())
 def test_spans_are_those_of_decoding_every_prefix(tokenizer: PreTrainedTokenizerFast, data: st.DataObject) -> None:

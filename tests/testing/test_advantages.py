@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.testing import AdvantageBatch, assert_advantages_conform, check_advantages
-from ppo_repro.testing.advantages import Kind, definition
+from ppo_repro.testing.advantages import Kind
 
 
 def gae(batch: AdvantageBatch) -> Tensor:
@@ -44,17 +44,6 @@ RIGHT: list[tuple[Kind, object, float]] = [
 @pytest.mark.parametrize(("kind", "estimator", "gamma"), RIGHT)
 def test_right_estimators_conform(kind: Kind, estimator: object, gamma: float) -> None:
     assert_advantages_conform(estimator, kind, gamma=gamma)  # type: ignore[arg-type]
-
-
-def test_definitions_by_hand() -> None:
-    one = [([1.0, 0.0, 2.0], [0.5, 1.0, 0.25])]
-    assert definition("rewards_to_go", one, [0], 0.5, 1.0) == [[1.5, 1.0, 2.0]]
-    # last: 2 - 0.25; then 0 + 0.5 * 0.25 - 1 + 0.25 * 1.75; then 1 + 0.5 * 1 - 0.5 + 0.25 * A_1
-    last, middle = 1.75, 0.125 - 1.0 + 0.25 * 1.75
-    assert definition("gae", one, [0], 0.5, 0.5) == [[1.0 + 0.25 * middle, middle, last]]
-    scores = [([1.0], [0.0]), ([2.0, 1.0], [0.0, 0.0]), ([4.0], [0.0])]
-    assert definition("group_mean", scores, [0, 0, 1], 1.0, 1.0) == [[-1.0], [1.0, 1.0], [0.0]]
-    assert definition("group_normalised", scores, [0, 0, 1], 1.0, 1.0)[0][0] == pytest.approx(-(0.5**0.5))
 
 
 def test_rewards_to_go_that_reset_at_tool_tokens_are_found() -> None:

@@ -9,7 +9,6 @@ import pytest
 from analysis.clipping.bucket import clip_bucket, lift_interval
 from analysis.clipping.step import clip_step, effective_samples, kl_estimates, overshoot
 from analysis.clipping.tables import clip_tables
-from analysis.clipping.weights import loss_weights
 from ppo_repro.records import reader
 from tests.analysis.clipping.rows import RULE, make_item, single
 from tests.support.runs import small_config
@@ -55,19 +54,6 @@ def test_the_floor_is_what_the_mismatch_alone_clips() -> None:
     assert row["var_share_mismatch"] == pytest.approx(1.0)
     with_old = replace(item, rule=RULE, rows=item.rows.assign(anchor_logprobs=item.rows["old_logprobs"]))
     assert whole(clip_step(with_old, CONFIG)).iloc[0]["clip_floor"] == 0.0
-
-
-def test_loss_weights_by_hand() -> None:
-    item = make_item([1, 3], np.zeros((1, 4)), np.ones(4), delta=np.array([0.0, 1.0, -1.0, 0.0]))
-    old = "ppo.ratio_anchor=old"
-    for options, expected in (
-        (("ppo.aggregation=sequence_mean",), [0.5, 1 / 6, 1 / 6, 1 / 6]),
-        (("ppo.aggregation=sequence_sum",), [0.5] * 4),
-        ((old, "ppo.importance_weights={kind: masked, cap: 2.0}"), [0.25, 0, 0, 0.25]),
-        ((old, "ppo.importance_weights={kind: truncated, cap: 2.0}"), [0.25, 0.5, np.exp(-1) / 4, 0.25]),
-        ((old, "ppo.importance_weights={kind: truncated, cap: 2.0, level: sequence}"), [0.25] * 4),
-    ):
-        assert loss_weights(item.rows, small_config(*options), item.tokens) == pytest.approx(expected)
 
 
 def test_lifts_by_hand() -> None:

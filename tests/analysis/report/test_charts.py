@@ -24,7 +24,7 @@ from analysis.report.charts import (
     line_chart,
     ticks,
 )
-from analysis.report.markup import element, escape, share, table
+from analysis.report.markup import element, escape, share
 from analysis.report.page import csv_link
 
 FINITE = st.floats(-1e12, 1e12)
@@ -94,13 +94,6 @@ SHARES = [
 @pytest.mark.parametrize(("part", "whole", "said"), SHARES)
 def test_a_share_is_never_rounded_to_all_or_nothing(part: int, whole: int, said: str) -> None:
     assert share(part, whole) == said
-
-
-def test_a_table_says_how_many_of_its_rows_it_shows() -> None:
-    frame = pd.DataFrame({"n": range(500), "text": ["<b>"] * 500})
-    found = ET.fromstring(table(frame, "numbers", limit=50))
-    assert len(list(found.iter("tr"))) == 51 and found.findtext("caption") == "numbers (50 of 500 rows, evenly spread)"
-    assert next(found.iter("bdi")).text == "<b>"
 
 
 FRAMES = st.lists(

@@ -18,7 +18,7 @@ from analysis.report.facts import read_facts
 from analysis.report.figures import ClipBounds
 from analysis.report.page import Figure, figure_html
 from analysis.report.scan import scan_run, summary_tables
-from analysis.report.tokens import REASONS, select, token_data
+from analysis.report.tokens import select, token_data
 from ppo_repro.records import reader
 
 ANY_FLOAT = st.one_of(st.floats(-50, 50), st.just(math.nan), st.just(math.inf), st.just(-math.inf))
@@ -86,20 +86,6 @@ def test_a_scan_agrees_with_what_training_recorded(deterministic_run: Path) -> N
     assert scan.probabilities.sum() == np.trace(scan.probabilities) == scan.deltas.sum() == len(tokens)
     assert scan.text["tokens"].sum() == len(tokens)
     assert scan.text["kl"].sum() == pytest.approx(tokens["ref_kl"].astype(np.float64).sum(), rel=1e-9)
-
-
-def summary_frame(rows: list[tuple[int, int, int, float, float, int]]) -> pd.DataFrame:
-    return pd.DataFrame(rows, columns=["iteration", "sequence", "tokens", "score", "max_abs_delta", "clipped"])
-
-
-@given(st.integers(1, 40), st.integers(1, 60), st.integers(0, 3))
-def test_a_selection_has_the_number_asked_for(count: int, there: int, seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    rows = [(k // 7, k % 7, 3, float(generator.integers(0, 3)), float(generator.random()), 1) for k in range(there)]
-    found = select(summary_frame(rows), count)
-    assert len(found) == min(count, there) and not found.duplicated(["iteration", "sequence"]).any()
-    assert all(why and set(why) <= set(REASONS) for why in found["why"])
-    assert found["max_abs_delta"].max() == summary_frame(rows)["max_abs_delta"].max()
 
 
 def test_the_token_view_has_what_the_records_have(native_run: Path) -> None:

@@ -14,11 +14,16 @@ import pytest
 
 from analysis.report import build
 from analysis.report.page import embedded_json
+from ppo_repro.config.files import load_config
 from ppo_repro.errors import UserError
 from ppo_repro.records import accuracy, reader
+from ppo_repro.watcher import Silent
 from tests.analysis.report.hostile_run import make_hostile_run, pieces_of
 from tests.support.cli import Cli
 from tests.support.html_page import check, embedded
+from tests.support.language import fork
+from tests.support.language import run as record
+from tests.support.paths import TINY
 from tests.support.synthetic_run import cut_back, start_run
 
 
@@ -108,15 +113,6 @@ def test_what_is_not_finite_is_counted_and_shown_as_it_is(native_run: Path, host
     assert sum(column.count("inf") for column in ratios) == 3
     assert [r["columns"]["delta"][0] for r in shown] == ["nan"] * 3
     assert "Not finite" not in text_of(build.page_of(hostile_run, 3))
-
-
-@pytest.mark.parametrize(("asked", "shown"), [(0, None), (7, 7)])
-def test_as_many_responses_as_asked_for(hostile_run: Path, asked: int, shown: int | None) -> None:
-    page = build.page_of(hostile_run, asked)
-    if shown is None:
-        assert "token-data" not in page and page.count("<script") == 1, "the charts have one"
-    else:
-        assert len(embedded(page)["responses"]) == shown and f"{shown} of 144 responses" in text_of(page)
 
 
 def test_the_command_writes_the_page_and_says_where(native_run: Path, tmp_path: Path, cli: Cli) -> None:
@@ -209,14 +205,12 @@ def test_two_runs_side_by_side(deterministic_run: Path, native_run: Path, tmp_pa
     assert "A and B have the same fingerprint" in same and "first differ:" not in same
 
 
-def test_the_last_evaluation_is_among_the_samples(deterministic_run: Path) -> None:
-    cards = [n for n in check(build.page_of(deterministic_run, 1)).iter("div") if n.get("class") == "card scroll"]
-    found = reader.read_evaluations(deterministic_run)
-    last = found[found["iteration"] == found["iteration"].max()].set_index("prompt")["response"]
-    shown = {}
-    for card in cards:
-        for row in card.iter("tr"):
-            cells = ["".join(cell.itertext()) for cell in row]
-            if cells[0] == "at the end":
-                shown["".join(next(card.iter("bdi")).itertext())] = cells[1]
-    assert len(shown) == 6 and all(last[prompt] == response for prompt, response in shown.items())
+def test_the_page_of_a_fork_marks_where_it_began_and_shows_the_reward(tmp_path: Path) -> None:
+    config = load_config(TINY, ["model.warm_start_steps=3", "ppo.iterations=2", "checkpoints.every=1"])
+    origin, _ = record(config, tmp_path, Silent())
+    (tmp_path / "reward.py").write_text("def score(prompt, response, answer):\n    return 0.25  # mended\n")
+    term = f"{{kind: function, path: '{tmp_path}/reward.py:score'}}"
+    forked = fork(origin, tmp_path, 1, f"reward.terms=[{term}]", "ppo.iterations=3")
+    pages = [build.page_of(folder, 0) for folder in (forked, origin)]
+    for text in ("forked here", f"A fork of {origin.name}", "return 0.25  # mended", "inputs/reward.py: none -&gt; "):
+        assert [text in page for page in pages] == [True, False], text

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.tokenization.clip import clip_table, word_ratios
-from analysis.tokenization.digits import digit_table
 from analysis.tokenization.kl import METRICS, estimators, sequence_table, token_table, word_table
 from analysis.tokenization.summary import summary_table
 from analysis.tokenization.words import BOUNDARIES, Boundary
@@ -121,22 +120,3 @@ def test_the_clip_band_in_words_by_hand() -> None:
     found = clip_table(words)
     assert found["token_out"].tolist() == [0.25, 0.5] and found["word_out"].tolist() == [0.5, 0.5]
     assert found["max_word_ratio"].tolist() == pytest.approx([1.3225, 1.69])
-
-
-def test_numbers_by_hand() -> None:
-    pieces = [["20", "24", " a", " 7"], ["2", "024"], ["1,", "2"], ["20", "24"], ["5 6"]]
-    table, _, _ = tables(pieces, "leading")
-    _, sequences = frames(pieces)
-    found, mixed = digit_table(table, sequences)
-    assert found[["number", "segmentation", "n_tok", "n"]].to_numpy().tolist() == [
-        ["2024", "20|24", 2, 2],
-        ["2", "2", 1, 1],
-        ["2024", "2|024", 2, 1],
-        ["7", "7", 1, 1],
-    ]
-    assert mixed == 3, "`1` with a comma in its token, 5 and 6 in one token"
-    rows = table.query("(sequence == 0 and position < 2) or (sequence == 3 and position < 2)")
-    assert found["kl_k1"][0] == pytest.approx(rows["kl_k1"].sum() / 2)
-    assert found["kl_k1_per_digit"][0] == pytest.approx(rows["kl_k1"].sum() / 8)
-    none, count = digit_table(tables([["ab"]], "leading")[0], frames([["ab"]])[1])
-    assert len(none) == count == 0

@@ -1,0 +1,114 @@
+"""A fork is its origin up to a checkpoint and a run of its own from there; it keeps what it began with."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ppo_repro.config.files import load_config
+from ppo_repro.recompute.recompute import STAGES, recompute
+from ppo_repro.records import manifest
+from ppo_repro.records.diff import first_difference, setup_changes
+from ppo_repro.runs.resume import Resumed
+from ppo_repro.runs.verify import verify
+from ppo_repro.watcher import Silent
+from tests.support.cli import Cli, one_line
+from tests.support.language import fork, rerun, resume, run
+from tests.support.paths import TINY
+from tests.support.resume import Snapshots, require_as_uninterrupted
+
+USUAL = ("model.warm_start_steps=5", "ppo.iterations=4", "checkpoints.every=2", "checkpoints.keep=1")
+OTHER_LAYOUT = ("layout.padding=left", "layout.rollout_slots=4", "layout.threads=2")
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four iterations; of its checkpoints after 2 and 4 the second is the state that it ended with."""
+    config = load_config(TINY, [*USUAL, "checkpoints.keep=2"])
+    return run(config, tmp_path_factory.mktemp("origin"), Silent())[0]
+
+
+def test_a_fork_that_changes_nothing_is_its_origin(origin: Path, tmp_path: Path) -> None:
+    forked = fork(origin, tmp_path, 2)
+    require_as_uninterrupted(forked, origin)
+    assert first_difference(origin, forked) is None and forked.name != origin.name
+
+
+def test_a_finished_run_goes_on_as_if_it_had_been_longer(origin: Path, tmp_path: Path) -> None:
+    longer, _ = run(load_config(TINY, [*USUAL, "ppo.iterations=6"]), tmp_path / "longer", Silent())
+    require_as_uninterrupted(fork(origin, tmp_path, None, "ppo.iterations=6"), longer)
+
+
+@pytest.mark.parametrize(
+    ("change", "column"),
+    [
+        ("kl.kl_coef=0.5", "kl_penalty_sum"),
+        ("ppo.learning_rate=1e-2", "new_logprobs"),
+        ("rollout.temperature=0.5", "response"),
+    ],
+)
+def test_a_change_is_in_force_from_the_first_iteration_of_a_fork_on(
+    origin: Path, tmp_path: Path, change: str, column: str
+) -> None:
+    """The control of the tests before: what was changed shows at once, and only then."""
+    forked = fork(origin, tmp_path, 2, change)
+    difference = first_difference(origin, forked)
+    assert difference is not None and (difference.iteration, difference.column) == (2, column)
+    assert recompute(forked, STAGES).difference is None
+    field = change.partition("=")[0]
+    found = manifest.load(forked).origin
+    assert found is not None and (found.iteration, list(found.changed)) == (2, [field])
+    assert list(setup_changes(origin, forked)) == [field, "origin"]
+
+
+def test_a_fork_resumes_and_reruns_without_its_origin(origin: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(origin, tmp_path / "source"))
+    (tmp_path / "reward.py").write_text("def score(prompt, response, answer):\n    return len(response) / 8\n")
+    changes = (f"reward.terms=[{{kind: function, path: '{tmp_path}/reward.py:score'}}]", "ppo.iterations=5")
+    folder = tmp_path / "forks"
+    forked = fork(source, folder, 2, *changes, "checkpoints.every=0")
+    parts = Snapshots(forked, tmp_path / "parts")
+    shutil.rmtree(forked)
+    assert fork(source, folder, 2, *changes, "checkpoints.every=0", watcher=parts) == forked
+    shutil.rmtree(source)
+    (tmp_path / "reward.py").unlink()
+    assert verify(forked).iterations == 5
+    found = rerun(forked, Silent(), OTHER_LAYOUT)
+    assert (found.difference, found.iterations) == (None, 3)
+    assert found.fingerprint == manifest.load(forked).fingerprint
+    partial = tmp_path / "parts" / "4"
+    assert resume(partial, Silent(), OTHER_LAYOUT) == Resumed(2, 4)
+    require_as_uninterrupted(partial, forked)
+    assert rerun(partial, Silent()).difference is None
+
+
+@pytest.mark.slow
+def test_a_fork_can_be_forked(origin: Path, tmp_path: Path) -> None:
+    first = fork(origin, tmp_path, 2, "kl.kl_coef=0.5", "ppo.iterations=6")
+    second = fork(first, tmp_path, 4, "ppo.epochs=1")
+    assert manifest.load(second).iterations[:4] == manifest.load(first).iterations[:4]
+    assert manifest.load(second).iterations[4] != manifest.load(first).iterations[4]
+    assert rerun(second, Silent()).difference is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--set", "model.hidden_size=32"), "--set model.hidden_size: a fork goes on with the weights"),
+        (("--set", "seed=8"), "--set seed: a fork goes on with"),
+        (("--set", "lora={rank: 2, alpha: 2}"), "--set lora.rank: a fork goes on with"),
+        (("--at", "3"), "--at 3: .* has no checkpoint of this iteration; choose one of 2, 4"),
+        (("--at", "4"), "ppo.iterations = 4: leaves nothing to compute after iteration 4"),
+        (("--set", "reward.terms.1.weight=2"), "'1' must be the number of an entry, from 0 to 0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_what_cannot_be_forked_is_one_line(
+    cli: Cli, origin: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    code, _, err = cli("fork", origin, *arguments, "--out", tmp_path)
+    assert code == 2 and re.search(message, one_line(err))
+    assert not list(tmp_path.iterdir())

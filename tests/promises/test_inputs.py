@@ -1,0 +1,90 @@
+"""A run keeps its inputs: its folder reruns wherever it lies, and an edited input is another run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ppo_repro.records import manifest
+from tests.support.cli import PROMPTS, Cli, folder_config, one_line, write_prompts
+
+REWARD = "def shorter(prompt, response, answer):\n    return -float(len(response))\n"
+
+
+@pytest.fixture
+def project(tmp_path: Path, deterministic_run: Path) -> Path:
+    """A folder with everything that a run needs, the model too; its configuration has relative paths."""
+    folder = tmp_path / "project"
+    shutil.copytree(deterministic_run / "checkpoints" / "final", folder / "models" / "policy")
+    (folder / "reward.py").write_text(REWARD)
+    write_prompts(folder / "prompts.jsonl", *PROMPTS)
+    folder_config(folder / "run.yaml", Path("models/policy"), Path("prompts.jsonl"), "reward.py:shorter")
+    return folder
+
+
+def ran(cli: Cli, project: Path) -> Path:
+    code, out, err = cli("run", project / "run.yaml", "--out", project / "runs", "--json")
+    assert code == 0, err
+    return Path(json.loads(out)["run_dir"])
+
+
+def test_a_run_folder_reruns_at_another_path_without_its_originals(
+    cli: Cli, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_dir = ran(cli, project)
+    moved = Path(shutil.move(project, tmp_path / "elsewhere" / "moved"))
+    run_dir = moved / run_dir.relative_to(project)
+    for name in ("reward.py", "prompts.jsonl", "run.yaml"):
+        (moved / name).unlink()
+    assert cli("rerun", run_dir)[0] == 0, "the model lies beside the run as it did"
+    model = shutil.move(moved / "models" / "policy", tmp_path / "somewhere" / "else")
+    code, _, err = cli("rerun", run_dir)
+    assert code == 2 and "model.path = " in one_line(err) and "say with --inputs DIR where it is" in err
+    assert cli("rerun", run_dir, "--inputs", tmp_path / "somewhere")[0] == 0
+    # the control: files of these names with other bytes are not the inputs
+    weights = Path(model) / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    code, _, err = cli("rerun", run_dir, "--inputs", tmp_path / "somewhere")
+    assert code == 2 and "nor is it below" in one_line(err)
+
+
+def test_an_edited_input_is_another_run_and_an_unchanged_one_is_not(cli: Cli, project: Path) -> None:
+    run_dir = ran(cli, project)
+    assert (run_dir / "inputs" / "reward.py").read_text() == REWARD
+    assert manifest.load(run_dir).files.keys() > {"inputs/reward.py", "inputs/prompts.jsonl"}
+    code, _, err = cli("run", project / "run.yaml", "--out", project / "runs")
+    assert code == 2 and "exists already, with this configuration and these inputs" in one_line(err)
+    (project / "reward.py").write_text(REWARD.replace("float", "2.0 * float"))
+    other = ran(cli, project)
+    assert other.parent == run_dir.parent and other != run_dir
+    code, out, _ = cli("diff", run_dir, other)
+    changed, first = out.splitlines()[1:]
+    assert code == 1 and changed.startswith("  inputs/reward.py: ") and first.startswith("different: table ")
+    assert cli("rerun", run_dir)[0] == 0, "a rerun uses the copy"
+    (project / "reward.py").write_text(REWARD)
+    code, _, err = cli("run", project / "run.yaml", "--out", project / "runs")
+    assert code == 2 and f"{run_dir}: exists already" in one_line(err)
+
+
+def test_an_edited_copy_is_refused(cli: Cli, project: Path) -> None:
+    run_dir = ran(cli, project)
+    (run_dir / "inputs" / "reward.py").write_text(REWARD.replace("float", "2.0 * float"))
+    for command in ("rerun", "verify", "fork"):
+        code, _, err = cli(command, run_dir)
+        assert code == 2 and "inputs/reward.py: has another SHA-256" in one_line(err)
+
+
+def test_two_files_of_one_name_are_both_kept(cli: Cli, project: Path) -> None:
+    (project / "more").mkdir()
+    (project / "more" / "reward.py").write_text(REWARD.replace("shorter", "longer").replace("-float", "float"))
+    text = (project / "run.yaml").read_text()
+    term = '{kind: function, path: "reward.py:shorter"}'
+    (project / "run.yaml").write_text(text.replace(term, f'{term}, {{kind: function, path: "more/reward.py:longer"}}'))
+    run_dir = ran(cli, project)
+    assert sorted(path.name for path in (run_dir / "inputs").iterdir()) == ["prompts.jsonl", "reward-2.py", "reward.py"]
+    assert cli("rerun", run_dir)[0] == 0

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from ppo_repro.errors import UserError, is_out_of_memory
-from ppo_repro.models.folder_files import check_config, check_weights
+from ppo_repro.models.folder_files import check_config, check_weights, has_tokenizer
+from ppo_repro.output import say
 
 
 def load_model(option: str, folder: Path, device: str) -> PreTrainedModel:
@@ -32,8 +33,9 @@ def load_model(option: str, folder: Path, device: str) -> PreTrainedModel:
     except Exception as error:  # configurations and files fail in many ways
         if is_out_of_memory(error):
             raise
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{where}: transformers cannot load it ({reason}); save it with save_pretrained") from error
+        raise UserError(
+            f"{where}: transformers cannot load it ({_described(error)}); save it with save_pretrained"
+        ) from error
     for name in sorted(report["missing_keys"]):  # transformers fills them with random numbers
         raise UserError(f"{where}: has no tensor {name}; save the model again")
     for name, parameter in model.named_parameters():
@@ -44,14 +46,25 @@ def load_model(option: str, folder: Path, device: str) -> PreTrainedModel:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a folder; None if it has none that loads: then the causes that need one are left out."""
+    """The tokenizer of a folder; None if it has none that loads: then the causes that need one are left out.
+
+    One that is there and does not load is said on stderr.
+    """
     _quiet()
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except MemoryError:
         raise
-    except Exception:  # no class for a tokenizer that is missing
+    except Exception as error:  # no class for a tokenizer that is missing
+        if has_tokenizer(folder):
+            say(
+                f"--model {folder}: its tokenizer does not load ({_described(error)}); causes that need it are left out"
+            )
         return None
+
+
+def _described(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def _quiet() -> None:

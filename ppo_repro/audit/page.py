@@ -39,7 +39,7 @@ def page(found: Audit, title: str, decode: Decode, skipped: int = 0) -> str:
     parts = [
         f"<h1>{_text(title)}</h1><p>{_text(lines(found, skipped)[0])}.</p>",
         f'<p class="verdict">{_text(verdict(found).capitalize())}.</p><ul class="sides">{said}</ul>',
-        *(_tried(side) for side in sides if side.tried),
+        *(_tried(side) for side in sides if len(side.tried) > 1),
         '<h2>Where</h2><p>Distances from the model in float64 in nats, rms.</p><div class="tables">',
         _binned("By probability in float64", scored, scored.reference.exp(), PROBABILITIES),
         _binned("By position in the response", scored, scored.position.double(), _powers(scored)),
@@ -92,17 +92,18 @@ def _tried(side: Side) -> str:
     rows = [
         (
             f"<b>{_text(t.words)}</b>" if t.explains else _text(t.words),
-            f"{t.left:.2e}",
+            f"{t.left:.3g}",
             _bar(t.left / whole, f"{t.left / whole:.0%} of the longest bar"),
         )
         for t in side.tried
     ]
     about = (
-        f"<p>The rms distance of {side.tried_tokens:,} tokens from each explanation, the best first. In bold: what is "
-        "left is rounding.</p>"
+        f"<p>The rms distance of {side.tried_tokens:,} tokens from each explanation, the best first. In bold: it "
+        "leaves rounding.</p>"
     )
     table = _table("", ("the model, but", "left, nats rms", ""), rows)
-    return f"<h2>What explains the {side.name}</h2>{about}{table}"
+    title = f"What explains the {side.name}" if side.tried[0].explains else f"Nothing explains the {side.name}"
+    return f"<h2>{title}</h2>{about}{table}"
 
 
 def _bar(share: float, label: str) -> str:

@@ -11,15 +11,18 @@ from ppo_repro.audit.judge import UNKNOWN, Audit, Side
 def sentence(side: Side, responses: int) -> str:
     """The verdict about one side."""
     definition = "" if side.definition == "tempered" else f" (log-probs judged as {side.definition})"
-    where = f", in {side.wrong_responses} of {responses} responses" if 0 < side.wrong_responses < responses else ""
+    is_unknown = side.cause == UNKNOWN
+    some = 0 < side.wrong_responses < responses and not is_unknown
+    where = f", in {side.wrong_responses} of {responses} responses" if some else ""
     distance = f"{side.rms:.2g} nats (rms) from the model in float64{where}{definition}"
     if side.is_right:
         return f"{side.name} is right: {distance}"
     if not side.tokens:
         return f"{side.name} is wrong: {side.cause}"
-    known = f": {'; '.join(side.known)}" if side.known and UNKNOWN in side.cause else ""
-    left = f"; that leaves {side.left:.2g} nats" if side.tried and UNKNOWN not in side.cause else ""
-    return f"{side.name} is wrong: {distance}; {side.cause}{known}{left}"
+    if is_unknown:
+        return f"{side.name} is wrong: {distance}; the cause is unknown{': ' * bool(side.known)}{'; '.join(side.known)}"
+    left = f"; that leaves {side.left:.2g} nats" if side.tried else ""
+    return f"{side.name} is wrong: {distance}; {side.cause}{left}"
 
 
 def verdict(found: Audit) -> str:

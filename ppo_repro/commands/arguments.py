@@ -25,6 +25,7 @@ from ppo_repro.commands.runs import (
     dpo_command,
     fork_command,
     grid_command,
+    reproduce_command,
     rerun_command,
     resume_command,
     run_command,
@@ -97,6 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_starting(add)
     _add_recorded(add)
     _add_grid(add(grid_command))
+    _add_reproduce(add(reproduce_command))
     _add_others(add)
     return parser
 
@@ -188,6 +190,14 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--responses", metavar="N", type=_count, help="responses in the token view of a run; default 60, 0 for none"
     )
+
+
+def _add_reproduce(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("study", metavar="STUDY", type=_path, help="folder of a study, such as experiments/growth")
+    parser.add_argument("--cells", metavar="N", type=_count, default=1, help="how many cells; default 1")
+    parser.add_argument("--seed", metavar="N", type=_count, default=0, help="chooses the cells; default 0")
+    parser.add_argument("--workers", metavar="N", type=_count, default=1, help="cells side by side")
+    _add_out(parser)
 
 
 def _add_grid(parser: argparse.ArgumentParser) -> None:

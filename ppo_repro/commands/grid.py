@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,22 @@ def run(arguments: argparse.Namespace) -> int:
     about = (grid, folder, outcome.table, outcome.ran, outcome.strangers)
     print_result(arguments.json, results.fields(*about) | copies.fields, [*results.lines(*about), *copies.lines])
     return 0 if (outcome.table["state"] == "complete").all() else 1
+
+
+def reproduce(arguments: argparse.Namespace) -> int:
+    """Run cells of a study again and compare; exit code 1 at a difference."""
+    if arguments.workers < 1:
+        raise UserError(f"--workers {arguments.workers}: must be at least 1")
+    from ppo_repro.grids import study
+    from ppo_repro.grids.progress import ConsoleGrid
+
+    with ConsoleGrid() as watcher:
+        found = study.reproduce(
+            arguments.study, arguments.cells, arguments.seed, arguments.out, arguments.workers, watcher
+        )
+    verdict = found.difference or f"identical: {len(found.cells)} cells and the tables of {study.PAGE}"
+    print_result(arguments.json, asdict(found), [*found.cells, f"records     {found.folder}", verdict])
+    return 1 if found.difference else 0
 
 
 def _engine(arguments: argparse.Namespace, folder: Path) -> Engine:

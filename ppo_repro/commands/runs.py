@@ -237,3 +237,11 @@ def grid_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.commands import grid
 
     return grid.run(arguments)
+
+
+def reproduce_command(arguments: argparse.Namespace) -> int:
+    """Run some cells of a study again and compare them with its committed results; exit 1 at a difference."""
+    say(f"{arguments.study}: running {arguments.cells} of its cells again")
+    from ppo_repro.commands import grid
+
+    return grid.reproduce(arguments)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from ppo_repro.config.algorithm import KLInReward, SeparateValue
 from ppo_repro.config.layout import not_on_device
 from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective
-from ppo_repro.config.reward import FormatReward, TrainedRewardModel, Verifier
-from ppo_repro.config.tasks import ArithmeticTask, PythonTask, ReasoningGymTask
+from ppo_repro.config.reward import FormatReward, StepsReward, TrainedRewardModel, Verifier
+from ppo_repro.config.tasks import ArithmeticTask, ColumnAdditionTask, PythonTask, ReasoningGymTask
 
 if TYPE_CHECKING:
     from ppo_repro.config.run import RunConfig
@@ -100,6 +100,8 @@ def _task(config: RunConfig) -> Iterator[str]:
         yield "task.chat_template needs model.kind = folder: the tiny tokenizer has no template"
     if any(isinstance(t, Verifier) for t in terms) and not isinstance(task, ReasoningGymTask | PythonTask):
         yield "reward.terms of kind verifier need task.kind = reasoning_gym or python, which bring one"
+    if any(isinstance(t, StepsReward) for t in terms) and not isinstance(task, ColumnAdditionTask):
+        yield "reward.terms of kind steps need task.kind = column_addition, whose steps are known"
     if task.answer_extraction != "exact" and any(isinstance(term, FormatReward) for term in terms):
         yield "task.answer_extraction must be exact beside a reward term of kind format, which has its own"
     if sglang and task.turns > 1:

@@ -56,7 +56,7 @@ class CheckpointConfig(Section):
     every: Index | Literal["auto"] = Field(
         "auto",
         description="Write a checkpoint after every n-th iteration; 0 for none; `auto`: 10 for a policy of at most "
-        "5 million parameters, 0 for a larger one.",
+        "10 million parameters, 0 for a larger one.",
     )
     keep: Count = Field(2, description="Newest checkpoints kept; older ones are removed.")
     final_state: bool = Field(True, description="Keep the optimizers' moments at the end, 8 bytes a trained weight.")

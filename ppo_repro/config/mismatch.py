@@ -102,10 +102,13 @@ class MismatchConfig(Section):
     """What is made to differ between sampler and trainer; nothing by default. Every cause is part of the run."""
 
     # a configuration without a cause is written down, and named, as one of an exact run
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"sampler", "trainer"})
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"sampler", "trainer", "flip"})
 
     sampler: SamplerFaults = SamplerFaults()
     trainer: TrainerFaults = TrainerFaults()
+    flip: Literal["bit", "token"] | None = Field(
+        None, description="For twins of a run: the last bit of a weight, or its first token, is another; null: nothing."
+    )
 
     @property
     def bound(self) -> str:

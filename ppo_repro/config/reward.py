@@ -21,6 +21,17 @@ class ExactMatch(Term):
     kind: Literal["exact_match"] = Field("exact_match", description="Compare the response with the answer.")
 
 
+class StepsReward(Term):
+    """The share of the task's intermediate steps that a response has, each at its place; 1 if all are right."""
+
+    absent_at_default: ClassVar[frozenset[str]] = frozenset({"placement"})
+
+    kind: Literal["steps"] = Field(description="Compare the steps before the answer.")
+    placement: Literal["score", "step_ends"] = Field(
+        "score", description="As part of the score, or each step's part on the last token of the step."
+    )
+
+
 class FormatReward(Term):
     """1 for the form of R1, `<think>...</think><answer>...</answer>`, and 1 more if the answer is right."""
 
@@ -104,7 +115,14 @@ class TrainedRewardModel(RewardModelTraining, Term):
 
 
 RewardTerm = Annotated[
-    ExactMatch | FormatReward | LengthReward | CalledReward | Verifier | RewardModelFolder | TrainedRewardModel,
+    ExactMatch
+    | StepsReward
+    | FormatReward
+    | LengthReward
+    | CalledReward
+    | Verifier
+    | RewardModelFolder
+    | TrainedRewardModel,
     Field(discriminator="kind"),
 ]
 

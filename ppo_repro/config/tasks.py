@@ -25,6 +25,29 @@ class ArithmeticTask(Section):
     turns: ClassVar[int] = 1
 
 
+class ColumnAdditionTask(Section):
+    """Additions worked out column by column: `47+38=` is answered by `7+8=15 5 4+3+1=8 85`."""
+
+    kind: Literal["column_addition"] = Field(description="Generate prompts and their intermediate steps here.")
+    digits: Annotated[int, Field(ge=2, le=9)] = Field(description="Digits of each operand.")
+    base: Annotated[int, Field(ge=2, le=10)] = Field(10, description="Base of the numbers; a smaller one is easier.")
+    size: Annotated[int, Field(ge=2, le=1_000_000)] = Field(description="Prompts to draw, all different.")
+    num_eval_prompts: Count = Field(description="Prompts held out of training and used for evaluation.")
+
+    chat_template: ClassVar[bool] = False
+    system_prompt: ClassVar[str | None] = None
+    answer_extraction: ClassVar[AnswerExtraction] = "last_number"
+    control_tokens: ClassVar[str] = "refuse"
+    turns: ClassVar[int] = 1
+
+    @model_validator(mode="after")
+    def _enough_pairs(self) -> Self:
+        pairs = ((self.base - 1) * self.base ** (self.digits - 1)) ** 2
+        if self.size > pairs:
+            raise ValueError(f"size = {self.size} must be at most {pairs}, the pairs of such numbers")
+        return self
+
+
 class TextTask(Section):
     """What every task of somebody else's prompts has."""
 
@@ -97,7 +120,7 @@ class PythonTask(TextTask):
         return self.max_turns
 
 
-TaskConfig = ArithmeticTask | JsonlTask | ReasoningGymTask | PythonTask
+TaskConfig = ArithmeticTask | ColumnAdditionTask | JsonlTask | ReasoningGymTask | PythonTask
 
 
 def with_usual_terms(tree: Any) -> Any:

@@ -63,6 +63,10 @@ def _how_to_get(folder: Path) -> str:
     )
 
 
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _TOKENIZERS)
+
+
 def check_tokenizer(folder: Path, where: str) -> None:
     """Raise UserError, beginning with `where`, for a tokenizer that is missing, is no JSON or wants code."""
     for name in _OBJECTS:
@@ -70,7 +74,7 @@ def check_tokenizer(folder: Path, where: str) -> None:
             content = _read_object(folder / name, where)
             if name == "tokenizer_config.json":
                 _refuse_code(content, name, where)
-    if not any((folder / name).is_file() for name in _TOKENIZERS):
+    if not has_tokenizer(folder):
         raise UserError(f"{where}: has no tokenizer ({', '.join(_TOKENIZERS)}); save the model's own beside it")
 
 

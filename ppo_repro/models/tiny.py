@@ -26,11 +26,11 @@ from ppo_repro.tasks.tokenizer import decode, train_tokenizer
 
 
 def make_tokenizer(problems: Sequence[Problem], vocab_size: int, kind: str = "bpe") -> PreTrainedTokenizerBase:
-    """A tokenizer trained on prompt + answer of the training problems, in the order of their keys.
+    """A tokenizer trained on prompt and solution of the training problems, in the order of their keys.
 
     `kind` as in `model.tokenizer`. UserError where it needs more than `vocab_size` tokens.
     """
-    corpus = [p.prompt + p.answer for p in sorted(problems, key=lambda p: p.key)]
+    corpus = [p.prompt + p.solution for p in sorted(problems, key=lambda p: p.key)]
     tokenizer = train_tokenizer(kind, corpus, vocab_size)
     if len(tokenizer) > vocab_size:
         needed_by = "words and characters" if kind == "words" else "characters alone"

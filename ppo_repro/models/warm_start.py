@@ -87,7 +87,7 @@ def warm_start(
     settings = AdamWSettings(config.warm_start_learning_rate, 0.9, 0.98, 1e-8, 0.01, 1.0)
     optimizer = Optimizer(policy, settings, numerics.mode)
     pairs: list[Pair] = [
-        (tokenizer(p.prompt)["input_ids"], [*tokenizer(p.answer)["input_ids"], tokenizer.eos_token_id])
+        (tokenizer(p.prompt)["input_ids"], [*tokenizer(p.solution)["input_ids"], tokenizer.eos_token_id])
         for p in problems
     ]
     stop = frozenset([tokenizer.eos_token_id])

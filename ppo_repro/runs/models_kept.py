@@ -43,7 +43,7 @@ from ppo_repro.runs import checkpoint
 from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.prepare import Prepared
 
-SMALL = 5_000_000  # parameters of a policy; a checkpoint is 24 bytes for each of them, 0.4 s and 120 MB at most
+SMALL = 10_000_000  # parameters of a policy; a checkpoint is 24 bytes for each of them, 1 s and 240 MB at most
 AUTO = 10  # iterations from one of its checkpoints to the next
 
 

@@ -105,6 +105,8 @@ def iteration_lines(run_dir: Path, columns: tuple[str, ...], count: int) -> pd.D
 
     Below them, of a complete run, those that it ended with: the evaluation after the last iteration.
     """
+    if "accuracy" in columns and not has_answers(run_dir):
+        columns = tuple(name for name in columns if "accuracy" not in name)
     rows = reader.read_iterations(run_dir, columns=columns, allow_incomplete=True)
     final = reader.open_manifest(run_dir, allow_incomplete=True).final
     ending = {name: final[name] for name in columns if name in final}
@@ -192,7 +194,7 @@ def _verdicts(summary: LanguageSummary) -> list[str]:
 
 LANGUAGE_RUNS = SummaryKind(
     columns=(
-        "iteration", "tokens", "reward_mean", "accuracy", "entropy", "ref_kl_per_token",
+        "iteration", "tokens", "score_mean", "reward_mean", "accuracy", "entropy", "ref_kl_per_token",
         "explained_variance", "unequal_old_rollout_logprobs", "eval_accuracy",
     ),
     unit="tokens",

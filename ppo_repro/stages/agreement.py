@@ -80,9 +80,9 @@ def sampler_is_exact(config: RunConfig) -> bool:
     engine, sampler = config.rollout.engine, config.mismatch.sampler
     is_stock = isinstance(engine, SGLangServers) and engine.numerics == "stock"
     is_disturbed = config.rollout.mismatch_sigma is not None or sampler.token_bias is not None
-    is_older = sampler.lag > 0
+    is_older, is_flipped = sampler.lag > 0, config.mismatch.flip == "token"
     same = config.mismatch.same_precision and not config.mismatch.trainer.scores_otherwise
-    return config.numerics.mode == "deterministic" and same and not (is_stock or is_disturbed or is_older)
+    return config.numerics.mode == "deterministic" and same and not (is_stock or is_disturbed or is_older or is_flipped)
 
 
 def require_sampler_agrees(config: RunConfig, iteration: int, rollout: Rollout, forward: ForwardPass) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor
 
 from ppo_repro.buffers import ForwardPass, Rewards, Rollout
 from ppo_repro.config.algorithm import KLInReward
+from ppo_repro.config.reward import StepsReward
 from ppo_repro.config.run import RunConfig
+from ppo_repro.config.tasks import ColumnAdditionTask
 from ppo_repro.models.reward_model import reward_scores
 from ppo_repro.numerics.network import forget_packed
 from ppo_repro.ppo import kl
@@ -17,7 +20,8 @@ from ppo_repro.ppo.advantages import whiten
 from ppo_repro.ppo.rewards import charge_penalties, place_scores, token_rewards
 from ppo_repro.ranks import Ranks
 from ppo_repro.stages.rollout import Task
-from ppo_repro.tasks.rewards import Judgement, Sample, judge_samples
+from ppo_repro.tasks.problems import column_steps
+from ppo_repro.tasks.rewards import Judgement, Sample, judge_samples, right_steps
 from ppo_repro.tasks.tokenizer import decode, full_text
 
 
@@ -81,7 +85,9 @@ def rewards_from(
     """The rewards that follow from a judgement."""
     scores = torch.tensor(judged.scores, dtype=torch.float64)
     penalties = _kl_penalties(config, rollout, forward, kl_coef)
-    placed = place_scores(scores, rollout.lengths, rollout.word_ids(), config.reward.placement)
+    at_steps = _step_rewards(config, rollout)
+    rest = scores - torch.zeros_like(scores).index_add_(0, rollout.sequence_of_token(), at_steps)
+    placed = place_scores(rest, rollout.lengths, rollout.word_ids(), config.reward.placement) + at_steps
     raw = token_rewards(placed, penalties)
     whitening = config.reward.whiten
     return Rewards(
@@ -93,6 +99,20 @@ def rewards_from(
         raw_rewards=raw,
         rewards=raw if whitening == "none" else whiten(raw, shift=whitening == "full"),
     )
+
+
+def _step_rewards(config: RunConfig, rollout: Rollout) -> Tensor:
+    """[N] float64, the parts of scores that are given at the ends of steps."""
+    rewards = torch.zeros(len(rollout.response_ids), dtype=torch.float64)
+    weight = sum(t.weight for t in config.reward.terms if isinstance(t, StepsReward) and t.placement == "step_ends")
+    if not weight or not isinstance(config.task, ColumnAdditionTask):
+        return rewards
+    texts = zip(rollout.starts().tolist(), rollout.prompts.texts, rollout.responses, rollout.spans, strict=True)
+    for start, prompt, response, spans in texts:
+        steps = column_steps(prompt, config.task.base)
+        for end in right_steps(response, steps):
+            rewards[start + bisect_left(spans.char_end, end)] += weight / len(steps)
+    return rewards
 
 
 def _kl_penalties(config: RunConfig, rollout: Rollout, forward: ForwardPass, kl_coef: float) -> Tensor:

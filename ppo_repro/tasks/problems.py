@@ -6,15 +6,18 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count as count_from
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import TaskConfig
 from ppo_repro.errors import UserError
 from ppo_repro.json_lines import read_lines, text_field
 from ppo_repro.output import shown
-from ppo_repro.seeding import permutation
+from ppo_repro.seeding import permutation, words
 
 if TYPE_CHECKING:  # the prompts of a file are checked before anything is imported that takes seconds
     from transformers import PreTrainedTokenizerBase
@@ -29,6 +32,12 @@ class Problem:
     answer: str  # empty if it has none
     fields: str = "{}"  # its other fields, for functions that ask for them: a JSON object with sorted names
     messages: str | None = None  # the prompt as a JSON list of chat messages, if it was given as one
+    steps: tuple[str, ...] = ()  # what stands before the answer in a worked solution
+
+    @property
+    def solution(self) -> str:
+        """The steps, if there are any, and the answer: what warm start teaches."""
+        return " ".join((*self.steps, self.answer))
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,43 @@ def arithmetic(max_operand: int) -> list[Problem]:
     return [
         Problem(f"{a}+{b}", f"{a}+{b}=", str(a + b)) for a in range(max_operand + 1) for b in range(max_operand + 1)
     ]
+
+
+def column_addition(digits: int, base: int, size: int) -> list[Problem]:
+    """`size` different additions of numbers of `digits` digits in base `base`, with their steps.
+
+    The prompts are the same for every seed.
+    """
+    low, count = base ** (digits - 1), (base - 1) * base ** (digits - 1)
+    drawn: dict[tuple[int, int], None] = {}
+    for chunk in count_from(0):
+        for a, b in words(2 * size, "column addition", digits, base, chunk).reshape(-1, 2).tolist():
+            drawn[low + a % count, low + b % count] = None
+            if len(drawn) == size:
+                return [_in_columns(a, b, base) for a, b in drawn]
+    raise AssertionError
+
+
+def _in_columns(a: int, b: int, base: int) -> Problem:
+    key = f"{np.base_repr(a, base)}+{np.base_repr(b, base)}"
+    return Problem(key, f"{key}=", np.base_repr(a + b, base), steps=column_steps(f"{key}=", base))
+
+
+def column_steps(prompt: str, base: int) -> tuple[str, ...]:
+    """The steps of an addition `a+b=` of numbers with equally many digits, column by column from the right.
+
+    A column has two steps: its sum, `a+b=s`, or `a+b+1=s` after a carry, and the digits of the result so far. The last
+    column has only the first one; the answer follows.
+    """
+    left, right = prompt.removesuffix("=").split("+")
+    steps, carry, digits = [], 0, ""
+    for x, y in zip(reversed(left), reversed(right), strict=True):
+        total = int(x) + int(y) + carry
+        steps.append(f"{x}+{y}{'+1' * carry}={np.base_repr(total, base)}")
+        carry = total // base
+        digits = steps[-1][-1] + digits
+        steps.append(digits)
+    return tuple(steps[:-1])
 
 
 def make_problem(where: str, fields: Mapping[str, object], chat_template: bool = False) -> Problem:

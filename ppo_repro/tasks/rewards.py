@@ -15,6 +15,7 @@ from ppo_repro.config.reward import (
     LengthReward,
     RewardConfig,
     RewardTerm,
+    StepsReward,
     Verifier,
 )
 from ppo_repro.config.tasks import AnswerExtraction
@@ -63,6 +64,16 @@ def is_answer(response: str, answer: str, extraction: AnswerExtraction) -> bool:
         return matches(found, answer)
     expected = _NUMBER.fullmatch(answer.strip())
     return expected is not None and Fraction(found) == Fraction(expected.group().replace(",", ""))
+
+
+def right_steps(response: str, steps: Sequence[str]) -> list[int]:
+    """Where in the response each right step ends, in characters: a word that is the step of the same number."""
+    ends, end = [], -1
+    for word, step in zip(response.split(" "), steps, strict=False):
+        end += 1 + len(word)
+        if word == step:
+            ends.append(end)
+    return ends
 
 
 @dataclass(frozen=True)
@@ -153,6 +164,8 @@ def _values(
     function = judge.functions[index]
     if isinstance(term, ExactMatch):
         return [float(s.finished and is_answer(s.response, s.problem.answer, judge.extraction)) for s in samples]
+    if isinstance(term, StepsReward):
+        return [len(right_steps(s.response, s.problem.steps)) / len(s.problem.steps) for s in samples]
     if isinstance(term, FormatReward):
         inner = [formatted_answer(sample.response) for sample in samples]
         pairs = zip(inner, samples, strict=True)

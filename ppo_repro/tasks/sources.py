@@ -7,10 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppo_repro.config.tasks import ArithmeticTask, JsonlTask, PythonTask, ReasoningGymTask, TaskConfig
+from ppo_repro.config.tasks import (
+    ArithmeticTask,
+    ColumnAdditionTask,
+    JsonlTask,
+    PythonTask,
+    ReasoningGymTask,
+    TaskConfig,
+)
 from ppo_repro.errors import UserError
 from ppo_repro.output import shown
-from ppo_repro.tasks.problems import Problem, Split, all_different, arithmetic, make_problem, read_jsonl, split
+from ppo_repro.tasks.problems import (
+    Problem,
+    Split,
+    all_different,
+    arithmetic,
+    column_addition,
+    make_problem,
+    read_jsonl,
+    split,
+)
 from ppo_repro.tasks.user_code import CALL_SECONDS, UserFunction, UserProcess, load, require_repeats
 
 FIELD = "task.path"
@@ -85,6 +101,8 @@ def load_source(task: TaskConfig, seed: int, process: UserProcess | None = None)
     verifier: GymVerifier | PythonFile | None = None
     if isinstance(task, ArithmeticTask):
         problems = arithmetic(task.max_operand)
+    elif isinstance(task, ColumnAdditionTask):
+        problems = column_addition(task.digits, task.base, task.size)
     elif isinstance(task, JsonlTask):
         problems = read_jsonl(Path(task.path), task.chat_template)
     elif isinstance(task, PythonTask):

@@ -20,6 +20,7 @@ MIXTURE |= {"warm_start_learning_rate": 1e-3, "experts": {"family": "mixtral", "
 JSONL = {"kind": "jsonl", "path": "some.jsonl", "num_eval_prompts": 3}
 EVALUATED = {"num_eval_prompts": 3}
 GYM = {"kind": "reasoning_gym", "dataset": "chain_sum", "size": 9, **EVALUATED}
+STEPS = {"kind": "steps", "weight": 2.0}
 TRAINED = {"kind": "trained_model", "num_pairs": 8, "minibatch_size": 4, "learning_rate": 1e-3}
 OWN_PAIRS = {"kind": "trained_model", "pairs": "pairs.jsonl", "minibatch_size": 4, "learning_rate": 1e-3}
 ADAPTIVE = {"kind": "adaptive", "target_kl": 0.5}
@@ -36,6 +37,7 @@ TREES: dict[str, dict[str, Any]] = {
     "task reasoning_gym": {"model": FOLDER, "task": {**GYM, "chat_template": True}},
     "task python": {"model": FOLDER, "task": {"kind": "python", "path": "task.py", "chat_template": True} | EVALUATED},
     "term format": {"reward": {"terms": [{"kind": "format"}]}},
+    "steps": {"task": {"kind": "column_addition", "digits": 2, "size": 9} | EVALUATED, "reward": {"terms": [STEPS]}},
     "term length": {"reward": {"terms": [{"kind": "exact_match"}, {"kind": "length", "target": 3}]}},
     "term function": {"reward": {"terms": [{"kind": "function", "path": "rewards.py:g"}]}},
     "term trl": {"reward": {"terms": [{"kind": "trl", "path": "rewards.py:h", "conversational": True}]}},

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from ppo_repro.config.tasks import JsonlTask, PythonTask
 from ppo_repro.errors import UserError
 from ppo_repro.tasks.dialogue import around_reply
-from ppo_repro.tasks.problems import Problem, arithmetic, encode_all, encoder, read_jsonl, split
+from ppo_repro.tasks.problems import (
+    Problem,
+    arithmetic,
+    column_addition,
+    encode_all,
+    encoder,
+    read_jsonl,
+    split,
+)
 from ppo_repro.tasks.sources import load_source
 from ppo_repro.tasks.tokenizer import train_bpe
 from tests.support.runs import small_config
@@ -32,6 +40,28 @@ def jsonl(folder: Path, *lines: Any) -> Path:
 
 def of_file(**more: Any) -> JsonlTask:
     return JsonlTask(kind="jsonl", path="p.jsonl", num_eval_prompts=1, **more)
+
+
+@given(st.integers(2, 4), st.integers(2, 10), st.integers(1, 100))
+def test_column_additions_are_different_and_every_step_of_their_solutions_is_right(
+    digits: int, base: int, percent: int
+) -> None:
+    pairs = ((base - 1) * base ** (digits - 1)) ** 2
+    found = column_addition(digits, base, size := max(1, min(300, pairs) * percent // 100))
+    assert len({p.prompt for p in found}) == size and found == column_addition(digits, base, size)
+    for problem in found:
+        left, right = problem.prompt.removesuffix("=").split("+")
+        assert len(left) == len(right) == digits and "0" not in (left[0], right[0])
+        assert int(left, base) + int(right, base) == int(problem.answer, base)
+        totals = [step.split("=") for step in problem.steps[::2]]
+        assert all(sum(int(x) for x in terms.split("+")) == int(total, base) for terms, total in totals)
+        # the digits of a column, and 1 where the step before has a carry
+        carries = [False, *(len(total) == 2 for _, total in totals)]
+        columns = zip(reversed(left), reversed(right), carries, strict=False)
+        assert [terms for terms, _ in totals] == [f"{x}+{y}{'+1' if carry else ''}" for x, y, carry in columns]
+        results = ["".join(total[-1] for _, total in totals[k::-1]) for k in range(digits)]
+        assert results[:-1] == list(problem.steps[1::2]) and problem.answer.endswith(results[-1])
+        assert problem.solution == " ".join([*problem.steps, problem.answer])
 
 
 @given(st.integers(2, 40), st.integers(0, 2**63 - 1), st.randoms(use_true_random=False), st.data())

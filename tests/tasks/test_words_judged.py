@@ -115,6 +115,8 @@ def test_special_tokens_are_text_where_a_reward_or_a_stop_text_asks_for_them(
     assert code == 0, err
     assert "held-out score" in out and "accuracy" not in out.replace("accuracy.", "") and "accuracy" not in err
     run_dir = next(tmp_path.rglob("manifest.json")).parent
+    code, out, _ = cli("show", run_dir)
+    assert code == 0 and "score_mean" in out and "accuracy" not in out.replace("accuracy.", "")
     assert cli("report", run_dir)[0] == 0 and "Held-out accuracy" not in (run_dir / "report.html").read_text()
     rows = reader.read_sequences(run_dir)
     tokenizer = AutoTokenizer.from_pretrained(chat_folder)

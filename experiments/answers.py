@@ -1,0 +1,126 @@
+"""What the programs of all studies share: `python -m experiments.STUDY.answer [GRID]`.
+
+With the folder of a grid it reads the runs of its complete cells, writes `results.csv` and draws `answer.svg` in the
+study's folder; then, or without a folder, it prints the tables of the page from `results.csv`. `--csv FILE` writes only
+the rows, to another file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from analysis.grids.outcomes import complete_cells
+from analysis.grids.table import comparisons, markdown
+from analysis.stats.significance import one_sample, t_interval
+from ppo_repro.errors import UserError
+from ppo_repro.files import PICTURE, write_csv_over_earlier, write_over_earlier
+from ppo_repro.grids.study import BESIDE, RESULTS
+from ppo_repro.output import Parser, tell
+from ppo_repro.records import reader
+
+FIGURE = "answer.svg"
+LAST = 5  # iterations whose mean is the end of a run
+
+Labels = dict[str, str]
+
+
+def outcome(run_dir: Path) -> dict[str, float]:
+    """What every study reports of a run.
+
+    accuracy: of greedy responses to held-out prompts after training; start: before; mean_accuracy: over all evaluations
+    but the first. score, KL (policy to reference, nats a response), entropy (nats a token), length (tokens a response):
+    of sampled responses, mean of the last iterations. k3: KL(sampler || trainer), nats a token, all iterations.
+    """
+    rows = reader.read_iterations(run_dir).tail(LAST)
+    held_out = reader.read_evaluations(run_dir, columns=["iteration", "is_correct"])
+    accuracy = held_out.groupby("iteration")["is_correct"].mean()
+    tokens = reader.read_tokens(run_dir, columns=["old_logprobs", "rollout_logprobs"]).astype(np.float64)
+    delta = tokens["old_logprobs"] - tokens["rollout_logprobs"]
+    return {
+        "accuracy": float(accuracy.iloc[-1]),
+        "start": float(accuracy.iloc[0]),
+        "mean_accuracy": float(accuracy.iloc[1:].mean()),
+        "score": float(rows["score_mean"].mean()),
+        "KL": float(rows["ref_kl_per_sequence"].mean()),
+        "entropy": float(rows["entropy"].mean()),
+        "length": float(rows["response_length_mean"].mean()),
+        "tokens": float(len(tokens)),
+        "k3": float((np.expm1(delta) - delta).mean()),
+    }
+
+
+def results_of(
+    grid: Path,
+    measures: Callable[[Path, Path | None], dict[str, float]],
+    beside: Callable[[Labels], Labels | None],
+) -> pd.DataFrame:
+    """One row per complete cell: cell, axes, seed, fingerprint, the cell beside it, its measures.
+
+    `beside` names the labels of the cell with the same seed that the measures compare a cell with, or None.
+    """
+    cells = complete_cells(grid)
+    axes = [name for name in cells.columns if name.startswith("axis.")]
+    rows = []
+    for row in cells.to_dict("records"):
+        labels = {axis.removeprefix("axis."): str(row[axis]) for axis in axes}
+        other, name = beside(labels), ""
+        run_dir, other_dir = grid / str(row["run_dir"]), None
+        if other is not None:
+            same = cells["seed"] == row["seed"]
+            for axis, label in other.items():
+                same &= cells[f"axis.{axis}"].astype(str) == label
+            if not same.any():
+                raise UserError(f"{row['cell']}: the cell beside it, {other}, is not complete; run it first")
+            found = cells[same].iloc[0]
+            name, other_dir = str(found["cell"]), grid / str(found["run_dir"])
+        about = {"cell": row["cell"], **labels, "seed": row["seed"], "fingerprint": row["fingerprint"], BESIDE: name}
+        rows.append({**about, **measures(run_dir, other_dir)})
+    return pd.DataFrame(rows)
+
+
+def interval(values: Sequence[float] | pd.Series, form: str = "{:.3f}") -> str:
+    """Mean and 95 % Student interval over seeds."""
+    estimate = one_sample(np.asarray(values, np.float64))
+    low, high = t_interval(estimate, 0.95)
+    return form.format(estimate.mean) + ("" if np.isnan(low) else f" [{form.format(low)}, {form.format(high)}]")
+
+
+def differences(results: pd.DataFrame, points: pd.Series, measure: str, against: str) -> pd.DataFrame:
+    """Each point minus `against`, paired by seed: `point`, `difference` with its interval as text, `p` after Holm."""
+    frame = pd.DataFrame({"point": points, "seed": results["seed"], measure: results[measure]})
+    table = comparisons(frame, measure, against)
+    shown = [f"{row.difference:+.3f} [{row.low:+.3f}, {row.high:+.3f}]" for row in table.itertuples()]
+    return pd.DataFrame({"point": table["point"], "difference": shown, "p": [f"{p:.3f}" for p in table["Holm"]]})
+
+
+def nothing(labels: Labels) -> None:
+    """No cell stands beside another."""
+
+
+def study(
+    folder: Path,
+    tables: Callable[[pd.DataFrame], Sequence[pd.DataFrame]],
+    figure: Callable[[pd.DataFrame], str],
+    measures: Callable[[Path, Path | None], dict[str, float]] = lambda run_dir, _: outcome(run_dir),
+    beside: Callable[[Labels], Labels | None] = nothing,
+    argv: Sequence[str] | None = None,
+) -> None:
+    """The program of the study in `folder`."""
+    parser = Parser(prog=f"python -m experiments.{folder.name}.answer", description="the answer of a study")
+    parser.add_argument("grid", type=Path, nargs="?", help="folder of the grid; default: the committed results")
+    parser.add_argument("--csv", type=Path, help="write the rows of the grid's cells to this file, and nothing else")
+    arguments = parser.parse_args(argv)
+    results = folder / RESULTS
+    if arguments.grid is not None:
+        text = results_of(arguments.grid, measures, beside).to_csv(index=False, float_format="%.6g")
+        write_csv_over_earlier(arguments.csv or results, text, "--csv")
+        if arguments.csv is not None:
+            return
+    rows = pd.read_csv(results, keep_default_na=False, na_values=["", "nan"])
+    if arguments.grid is not None:
+        write_over_earlier(folder / FIGURE, PICTURE, figure(rows).encode(), FIGURE)
+    tell("\n\n".join(markdown(table) for table in tables(rows)))

@@ -1,0 +1,100 @@
+"""How fast does one flipped bit grow? `python -m experiments.growth.answer [GRID]`; see `experiments/answers.py`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from analysis.grids.figure import new_figure, svg
+
+from analysis.program import program
+from experiments.answers import Labels, interval, outcome, study
+from ppo_repro.records import reader
+
+LARGE = 1e-2  # nats, rms: from here on the log-probs of the twins are visibly different
+
+
+def distance(run_dir: Path, twin: Path, iteration: int) -> tuple[float, bool, bool]:
+    """(rms difference of log-probs in nats, whether a token differs, whether a score differs) in one iteration.
+
+    The rms is over the tokens that both twins sampled after the same tokens. Half of its square estimates the KL
+    between the twins, a little low: tokens at which the twins part are not among them.
+    """
+    keys = ["sequence", "position"]
+    names = [*keys, "token_id", "old_logprobs"]
+    a, b = (reader.read_tokens(run, iterations=[iteration], columns=names) for run in (run_dir, twin))
+    both = a.merge(b, on=keys, how="outer", suffixes=("", "_twin")).sort_values(keys)
+    parted = (both["token_id"] != both["token_id_twin"]).groupby(both["sequence"]).cummax()
+    delta = (both["old_logprobs"].astype(float) - both["old_logprobs_twin"].astype(float))[~parted]
+    scores = [
+        reader.read_sequences(run, iterations=[iteration], columns=["scores"])["scores"] for run in (run_dir, twin)
+    ]
+    return float(np.sqrt((delta**2).mean())), bool(parted.any()), not scores[0].equals(scores[1])
+
+
+def first(flags: Sequence[bool]) -> int:
+    """The first iteration with a flag; the number of iterations without one."""
+    return next((i for i, flag in enumerate(flags) if flag), len(flags))
+
+
+def measures(run_dir: Path, twin: Path | None) -> dict[str, float]:
+    """Distances of a run to its twin without a flip, and its outcome."""
+    found = outcome(run_dir)
+    if twin is None:
+        return found
+    iterations = len(reader.read_iterations(run_dir))
+    rows = [distance(run_dir, twin, i) for i in range(iterations)]
+    rms = [row[0] for row in rows]
+    found["first_token"], found["first_score"] = first([row[1] for row in rows]), first([row[2] for row in rows])
+    found["large"] = first([value > LARGE for value in rms])
+    found["accuracy_apart"] = abs(found["accuracy"] - outcome(twin)["accuracy"])
+    return found | {f"rms_{i:02d}": value for i, value in enumerate(rms)}
+
+
+def beside(labels: Labels) -> Labels | None:
+    """The twin of a flipped run is the run without a flip."""
+    return None if labels["flip"] == "none" else {**labels, "flip": "none"}
+
+
+def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
+    rows = []
+    for (setting, flip), group in results[results["flip"] != "none"].groupby(["setting", "flip"], sort=False):
+        row = {"setting": setting, "flipped": flip}
+        for name, title in (("first_token", "first other token"), ("first_score", "first other score")):
+            row[f"{title}, iteration"] = interval(group[name], "{:.1f}")
+        row["rms, iteration 1, nats"] = f"{group['rms_01'].median():.0e}"
+        row[f"above {LARGE:g} nats, iteration"] = interval(group["large"], "{:.1f}")
+        row["accuracy apart at the end"] = interval(group["accuracy_apart"])
+        rows.append(row)
+    return [pd.DataFrame(rows)]
+
+
+def figure(results: pd.DataFrame) -> str:
+    names = sorted(name for name in results.columns if name.startswith("rms_"))
+    settings = list(dict.fromkeys(results["setting"]))
+    drawn, axes = new_figure(3.2 * len(settings), 3.2, len(settings))
+    for setting, axis in zip(settings, axes, strict=True):
+        for flip, color in (("bit", "#0072b2"), ("token", "#d55e00")):
+            group = results[(results["setting"] == setting) & (results["flip"] == flip)]
+            for values in group[names].to_numpy(np.float64):
+                axis.semilogy(np.where(values > 0, values, np.nan), color=color, alpha=0.3)
+            axis.semilogy(group[names].median().replace(0, np.nan).to_numpy(), color=color, linewidth=2, label=flip)
+        axis.set_title(setting)
+        axis.set_xlabel("iteration")
+        axis.set_ylim(1e-9, 10)
+    axes[0].set_ylabel("rms difference of log-probs, nats")
+    axes[0].legend(title="flipped")
+    return svg(drawn)
+
+
+@program
+def main(argv: Sequence[str] | None) -> None:
+    """Print the tables; exit code 2 and one line on a user error."""
+    study(Path(__file__).parent, tables, figure, measures, beside, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""A study: a grid, the results of its cells as they were committed, the program that reads them from runs, a page.
+
+`STUDY/NAME.yaml` is the grid, `results.csv` has one row per cell, `python -m FOLDER.NAME.answer` makes that file from
+runs and prints the tables of `README.md`.
+"""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ppo_repro.errors import UserError
+from ppo_repro.grids.engines import Processes
+from ppo_repro.grids.grid import run_grid
+from ppo_repro.grids.progress import ConsoleGrid
+from ppo_repro.grids.spec import Cell, Grid, load_grid
+from ppo_repro.seeding import permutation
+
+RESULTS, PAGE = "results.csv", "README.md"
+BESIDE = "beside"  # column of results: another cell that the measures of this one compare it with
+
+Row = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """What running some cells again showed."""
+
+    cells: tuple[str, ...]
+    difference: str  # the first one, of a fingerprint, a measure or a table; empty if there is none
+    folder: str  # of the new runs
+
+
+def reproduce(study: Path, count: int, seed: int, out: Path, workers: int, watcher: ConsoleGrid) -> Reproduction:
+    """Run `count` cells of a study again, chosen by `seed`; compare fingerprints, measures and tables with the files.
+
+    Cells in native numerics are never chosen: their bits belong to a machine. UserError if the study is not whole.
+    """
+    study = study.absolute()
+    grid, committed = load_grid(study / f"{study.name}.yaml"), read_results(study / RESULTS)
+    if missing := [cell.name for cell in grid.cells if cell.name not in committed]:
+        raise UserError(f"{study / RESULTS}: has no row for cell {missing[0]} of the grid; make it from runs again")
+    cells = chosen_cells(grid, committed, count, seed)
+    out.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{study.name}-", dir=out))
+    outcome = run_grid(replace(grid, cells=cells), folder, Processes(workers), watcher)
+    runs, names = folder / grid.name, tuple(cell.name for cell in cells)
+    for row in outcome.table.to_dict("records"):
+        if row["state"] != "complete":
+            return Reproduction(names, f"{row['cell']}: {row['message']}", str(runs))
+    _answer(study, str(runs), "--csv", str(runs / RESULTS))
+    difference = first_difference(committed, read_results(runs / RESULTS))
+    if not difference:
+        page = (study / PAGE).read_text(encoding="utf-8").splitlines()
+        absent = next((line for line in _answer(study).splitlines() if line and line not in page), None)
+        difference = "" if absent is None else f"{PAGE}: lacks this line of the tables that {RESULTS} gives: {absent}"
+    return Reproduction(names, difference, str(runs))
+
+
+def read_results(path: Path) -> dict[str, Row]:
+    """The rows of a study's results by the name of their cell; UserError without such a file."""
+    if not path.is_file():
+        raise UserError(f"{path}: there is no such file; `python -m FOLDER.STUDY.answer RUNS` makes it from runs")
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    if not rows or not {"cell", "fingerprint"} <= set(rows[0]):
+        raise UserError(f"{path}: must have columns cell and fingerprint, and a row for each cell")
+    return {row["cell"]: row for row in rows}
+
+
+def chosen_cells(grid: Grid, committed: Mapping[str, Row], count: int, seed: int) -> tuple[Cell, ...]:
+    """`count` cells in deterministic numerics, chosen by `seed`, and the cells that stand beside them."""
+    exact = [cell for cell in grid.cells if not getattr(cell.config, "is_native", False)]
+    if not 1 <= count <= len(exact):
+        raise UserError(f"--cells {count}: must be from 1 to {len(exact)}, the cells in deterministic numerics")
+    names = {exact[i].name for i in permutation(len(exact), "reproduce", seed)[:count]}
+    names |= {committed[name].get(BESIDE, "") for name in names}
+    return tuple(cell for cell in grid.cells if cell.name in names)
+
+
+def first_difference(committed: Mapping[str, Row], now: Mapping[str, Row]) -> str:
+    """The first value of `now` that is not the committed one, in words; empty if all are."""
+    for cell, row in now.items():
+        for column, value in row.items():
+            if value != (before := committed[cell].get(column)):
+                return f"{cell}: {column} is {value}, and {before} in {RESULTS}"
+    return ""
+
+
+def _answer(study: Path, *arguments: str) -> str:
+    """What a study's program prints; UserError with its last line where it fails."""
+    command: Sequence[str] = (sys.executable, "-m", f"{study.parent.name}.{study.name}.answer", *arguments)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=study.parent.parent, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        raise UserError(f"{study}: `python -m {command[2]}` failed ({last}); start it from {study.parent.parent}")
+    return done.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -37,10 +38,11 @@ from tests.audit.material import (
     TEMPERATURE,
     Material,
     Values,
+    cut,
     material,
     old,
 )
-from tests.audit.outsider import OF_OUTSIDER, OUTSIDER
+from tests.audit.outsider import OF_OUTSIDER, OUTSIDER, top_p
 from tests.support.html_page import check
 from tests.support.models import CONTEXT, VOCAB, qwen3_config, seeded, small_model
 
@@ -160,6 +162,28 @@ def test_log_probs_of_the_processed_distribution_are_right_if_both_sides_have_th
     found = audit(subject, made.dump(values, values, mask), Settings(sampling))
     assert found.sampler.is_right and found.trainer.is_right
     assert (found.sampler.definition == "processed") == (sampling.cuts > 0)
+
+
+@pytest.mark.slow
+def test_each_side_is_judged_by_the_distribution_that_it_is_said_to_have(made: Material, subject: Subject) -> None:
+    raw, tempered, kept = made.logprobs(temperature=1.0), made.logprobs(), cut("top-k", 8)(made)
+    dump, said = made.dump(raw, tempered), Settings(GIVEN.sampling, "raw", "tempered")
+    assert audit(subject, dump, said).sampler.is_right and not audit(subject, dump, GIVEN).sampler.is_right
+    found = audit(subject, made.dump(kept, tempered), Settings(GIVEN.sampling, "processed", "processed"))
+    assert found.sampler.is_right and found.trainer.cause == "of all tokens, not of the processed distribution"
+
+
+@pytest.mark.slow
+def test_a_cut_before_the_temperature_divides_is_named(made: Material, subject: Subject) -> None:
+    sampling = Sampling(TEMPERATURE, top_p=0.9)
+    dump = made.dump(OUTSIDER["top-p of undivided logits"][0](made), made.logprobs())
+    inside = [top_p(x.double().softmax(-1))[range(len(r)), r] for x, r in zip(made.plain, made.responses, strict=True)]
+    counted = [replace(r, counts=i.numpy() & (r.sampler < 0)) for r, i in zip(dump, inside, strict=True)]
+    found = audit(subject, counted, Settings(sampling))
+    assert found.sampler.cause == (
+        "normalised over the tokens that the cuts keep of logits not divided by the temperature"
+    )
+    assert found.trainer.is_right
 
 
 # turns

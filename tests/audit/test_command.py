@@ -67,6 +67,15 @@ def test_a_tokenizer_that_does_not_load_is_said(cli: Cli, dump: tuple[Path, Path
     assert code == 0 and f"--model {model}: its tokenizer does not load (" in err and "Traceback" not in err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [("temperature=0.8", "top_k=5"), ("top_p=0.9",)])
+def test_a_run_with_cuts_is_right(cli: Cli, tmp_path: Path, sampling: tuple[str, ...]) -> None:
+    path, model = dumped(tmp_path, *(f"rollout.{s}" for s in sampling))
+    options = [x for s in sampling for x in (f"--{s.partition('=')[0].replace('_', '-')}", s.partition("=")[2])]
+    code, out, _ = cli("audit", path, "--model", model, *options)
+    assert code == 0 and "log-probs judged as processed" in out
+
+
 def test_a_folder_that_is_not_the_one_is_refused(cli: Cli, dump: tuple[Path, Path]) -> None:
     code, out, err = cli("audit", dump[0], "--model", dump[1].parents[1] / FINAL)
     assert (code, out) == (2, "") and "give the folder of the weights that the dump was made with" in one_line(err)

@@ -104,6 +104,13 @@ def test_the_mismatch_of_a_file_by_hand(tmp_path: Path) -> None:
     assert_mismatch_below(path, max_abs=0.5, mean_abs=0.25, k3=0.06, nonfinite=1)
 
 
+def test_other_names_are_given_by_what_the_message_says(tmp_path: Path) -> None:
+    path = dump(tmp_path / "a.jsonl", [{"mine": [-1.0, -2.0], "yours": [-1.0, 9.0], "counts": [True, False]}])
+    with pytest.raises(UserError, match=r"names=ppo_repro\.testing\.Names"):
+        assert_mismatch_below(path, frac_unequal=0.0)
+    assert_mismatch_below(path, frac_unequal=0.0, names=Names("mine", "yours", "counts"))
+
+
 GUARD = """
 from pathlib import Path
 

@@ -143,6 +143,38 @@ def test_overflow_in_float32_is_named_at_its_token(loss: Callable[[LossBatch], T
     )
 
 
+def test_one_token_that_overflows_in_float64_too_is_blamed_and_no_layout() -> None:
+    new, old = EXAMPLE.new_logprobs.clone(), EXAMPLE.columns["old_logprobs"].clone()
+    new[6], old[6] = 0.0, -800.0
+    rollout = replace(EXAMPLE, new_logprobs=new, columns={**EXAMPLE.columns, "old_logprobs": old})
+    found = check_loss(ratio_behind_a_mask, rollout, combine="sum")
+    assert found.lines() == ["all at once, padded right: not finite at sequence 2, position 0"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_right_loss_passes_in_narrow_dtypes_with_every_extreme(dtype: torch.dtype) -> None:
+    assert check_loss(examples.step_token_mean, EXAMPLE, combine="sum", dtypes=(dtype,)).conforms
+
+
+def test_tool_tokens_inside_a_response_have_junk_of_their_own_in_each_column() -> None:
+    rollout = replace(EXAMPLE, mask=torch.tensor([True, False, False, True, True, True, True, False]))
+    assert changed(examples.step_token_mean, "sum", rollout) == {}
+
+    def counts_them(batch: LossBatch) -> Tensor:
+        apart = batch.new_logprobs - batch.columns["old_logprobs"]  # 0 if one number filled every column
+        return apart.masked_fill(batch.sequences < 0, 0.0).square().sum() / batch.step_tokens
+
+    assert {"extra 1, junk finite", "inserted 1, junk not finite"} <= set(changed(counts_them, "sum", rollout))
+
+
+def test_a_constant_factor_is_said_as_such() -> None:
+    def half(batch: LossBatch) -> Tensor:
+        return examples.step_token_mean(replace(batch, step_tokens=2 * batch.step_tokens))
+
+    described = loss_drift(half, examples.step_token_mean, EXAMPLE).describe()
+    assert described == "step_token_mean: differs by the factor 0.5 everywhere"
+
+
 @pytest.mark.parametrize("name", ["conformance", "strategies"])
 def test_the_examples_run(name: str) -> None:
     found = doctest.testmod(import_module(f"ppo_repro.testing.{name}"), optionflags=doctest.NORMALIZE_WHITESPACE)

@@ -69,6 +69,15 @@ def deterministic_run(deterministic_config: RunConfig, tmp_path_factory: pytest.
 
 
 @pytest.fixture(scope="session")
+def control_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A control run in deterministic numerics; tests must not change it."""
+    from ppo_repro.watcher import Silent
+    from tests.support.control import run, small_control
+
+    return run(small_control(), tmp_path_factory.mktemp("control"), Silent())[0]
+
+
+@pytest.fixture(scope="session")
 def native_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run in native numerics: the negative control. What computes it again needs `row_noise`."""
     from ppo_repro.watcher import Silent

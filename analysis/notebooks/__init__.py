@@ -1,1 +1,33 @@
 """Executed notebooks, one for each question, and the command that executes them: `python -m analysis.notebooks`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ppo_repro.errors import UserError
+
+# what a notebook reads, by the variable that names another folder: where `python -m analysis.notebooks` records it
+RECORDED = {"PPO_RUN": "deterministic", "PPO_OTHER_RUN": "native", "PPO_GRID": "clip"}
+_RUNS = Path(__file__).resolve().parents[2] / "runs" / "notebooks"
+
+
+def folder_of(variable: str) -> Path:
+    """The folder that an environment variable names, else the recorded one; UserError if there is neither."""
+    if os.environ.get(variable):
+        return Path(os.environ[variable])
+    recorded = _RUNS / RECORDED[variable]
+    if variable != "PPO_GRID":
+        recorded = next((path.parent for path in sorted(recorded.glob("*/*/manifest.json"))), recorded)
+    if not recorded.is_dir():
+        what = "grid" if variable == "PPO_GRID" else "run"
+        raise UserError(f"{variable}: set it to the folder of a {what}, or record one: python -m analysis.notebooks")
+    return recorded
+
+
+def opened(variable: str) -> Any:
+    """The run of `folder_of`, as `ppo_repro.open_run` gives it."""
+    import ppo_repro
+
+    return ppo_repro.open_run(folder_of(variable))

@@ -219,6 +219,19 @@ def over_seeds(curves: Sequence[pd.DataFrame]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["iteration", "metric", "value", "low", "high", "seeds"])
 
 
+# metrics that say nothing more where they equal another one, or never change
+TWINS = {"accuracy": "score", "eval_accuracy": "eval_score"}
+SETTINGS = ("learning_rate", "clip_range")
+
+
+def _says_something(metric: str, curves: Sequence[tuple[str, pd.DataFrame]]) -> bool:
+    values = [frame.loc[frame["metric"] == metric, "value"].to_numpy(np.float64) for _, frame in curves]
+    if metric in SETTINGS:
+        return len(np.unique(np.concatenate(values))) > 1
+    twins = [frame.loc[frame["metric"] == TWINS.get(metric), "value"].to_numpy(np.float64) for _, frame in curves]
+    return not all(map(np.array_equal, values, twins))
+
+
 def metric_figures(
     wanted: Sequence[Metric],
     curves: Sequence[tuple[str, pd.DataFrame]],
@@ -231,6 +244,8 @@ def metric_figures(
     """
     figures = []
     for metric in wanted:
+        if not _says_something(metric.key, curves):
+            continue
         found = [(name, frame[frame["metric"] == metric.key].sort_values("iteration")) for name, frame in curves]
         if found := [(name, frame) for name, frame in found if len(frame)]:
             caption = f"{metric.caption.partition(';')[0].rstrip('.')}; {band}" if band else metric.caption

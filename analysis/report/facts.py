@@ -115,7 +115,7 @@ def repeating(
     """(name, value) of everything that identifies a run and its machine."""
     packages = environment.get("packages", {})
     versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "transformers", "numpy") if name in packages)
-    commit = environment.get("git_commit") or "no commit"
+    commit = str(environment.get("git_commit") or "no commit")[:12]
     dirty = " with changes" if environment.get("git_dirty") else ""
     origin = manifest.origin
     forked = []
@@ -131,6 +131,6 @@ def repeating(
         ("code", f"ppo_repro {environment.get('ppo_repro', 'not recorded')}, {commit}{dirty}"),
         ("versions", f"Python {environment.get('python', 'not recorded')}, {versions}"),
         ("machine", f"{environment.get('platform', 'not recorded')}, {environment.get('cpu_capability', '')}"),
-        ("layout", f"{environment.get('threads', '?')} threads, {environment.get('processes', '?')} processes"),
+        ("layout", f"threads {environment.get('threads', '?')}, processes {environment.get('processes', '?')}"),
         ("began", str(environment.get(times.STARTED, "not recorded"))),
     ]

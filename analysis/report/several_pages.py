@@ -17,7 +17,7 @@ import pandas as pd
 from analysis.grids.table import SPREAD, comparisons, interval
 from analysis.report import curves, verdicts
 from analysis.report.facts import Facts, read_facts, repeating
-from analysis.report.markup import element, escape, number, share, table
+from analysis.report.markup import differences, element, escape, number, share, table
 from analysis.report.page import Card, Section, Verdict, folded_table, folded_text, page, scrolled
 from analysis.report.run_page import CONTROL_MAIN, MAIN, first_and_last
 from analysis.report.samples import card, evaluations, shortened
@@ -175,8 +175,9 @@ def _responses(facts: Sequence[Facts]) -> list[Section]:
     different = sum(x["response"] != y["response"] for x, y in pairs)
     cards = []
     for x, y in pairs[:PROMPTS]:
-        shown = [(escape(shortened(str(row["response"]))), float(row["scores"])) for row in (x, y)]
-        lines = [(n, text, score) for n, (text, score) in zip(NAMES, shown, strict=True)]
+        parts = differences(*(shortened(str(row["response"])) for row in (x, y)))
+        sides = (_side(parts, "-", "del"), float(x["scores"])), (_side(parts, "+", "ins"), float(y["scores"]))
+        lines = [(name, text, score) for name, (text, score) in zip(NAMES, sides, strict=True)]
         cards.append(card(str(x["prompt"]), str(x["answer"]), ("run", "response", "score"), lines))
     moments = " and ".join(f"{n} before iteration {r['iteration'].max()}" for n, r in zip(NAMES, found, strict=True))
     note = (
@@ -184,6 +185,13 @@ def _responses(facts: Sequence[Facts]) -> list[Section]:
         f"prompts have different ones. {len(cards)} are shown, different ones first."
     )
     return [Section("samples", "Last responses", (note,), (), (element("div", "".join(cards), class_="cards"),))]
+
+
+def _side(parts: Sequence[tuple[str, str]], kind: str, tag: str) -> str:
+    """One of two texts as HTML; what the other one does not have is in an element `tag`."""
+    return "".join(
+        element(tag, escape(text)) if found == kind else escape(text) for found, text in parts if found in ("=", kind)
+    )
 
 
 def runs_below(folder: Path) -> list[Path]:
@@ -289,6 +297,9 @@ def _finals(runs: Sequence[OneRun], labels: Sequence[str]) -> pd.DataFrame:
     if not found:
         name, column = LAST[kind]
         found = {name: [float(run.iterations[column].iloc[-1]) for run in runs]}
+    # scores that are 1 for right answers and 0 for others are accuracies
+    first = next(iter(found))
+    found = {name: values for name, values in found.items() if name == first or values != found[first]}
     return pd.DataFrame({"point": labels, "seed": [run.facts.config.seed for run in runs], **found})
 
 
@@ -298,8 +309,10 @@ def _question(folder: Path) -> list[Card]:
     if not path.exists():
         return []
     tree = read_tree(path)
-    return [Card("What was the question?", [Verdict("fact", str(tree["question"])),
-                                            Verdict("fact", f"Expected: {tree['expectation']}")])]  # fmt: skip
+    said = [str(tree["question"]), f"Expected: {tree['expectation']}"]
+    if tree.get("axes"):
+        said.append(f"Settings are named by {', '.join(tree['axes'])}.")
+    return [Card("What was the question?", [Verdict("fact", text) for text in said])]
 
 
 def _answer(finals: pd.DataFrame, measure: str) -> tuple[list[Verdict], pd.DataFrame]:

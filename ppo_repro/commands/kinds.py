@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
+from ppo_repro.config.files import CONTROL, LANGUAGE, Kind
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
-from ppo_repro.runs.summary import LANGUAGE_RUNS, SummaryKind
+from ppo_repro.runs.summary import SummaryKind
+from ppo_repro.tracking.numbers import SUMMARIES
 
 if TYPE_CHECKING:
     from ppo_repro.ranks import Ranks
@@ -25,15 +26,7 @@ class RecordedKind:
 
     @property
     def summary(self) -> SummaryKind[Any]:
-        if self.name == CONTROL:
-            from ppo_repro.control.summary import CONTROL_RUNS
-
-            return CONTROL_RUNS
-        if self.name == DPO:
-            from ppo_repro.preferences.dpo.summary import DPO_RUNS
-
-            return DPO_RUNS
-        return LANGUAGE_RUNS
+        return SUMMARIES[self.name]
 
     def executed_by(self, watcher: Watcher, ranks: Ranks) -> RunKind[Any, Any]:
         """How such a run is executed; UserError for several processes where the kind works in one."""

@@ -22,32 +22,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def deterministic(folder: Path) -> Path:
-    return run(small_control(), folder, Silent())[0]
-
-
-@pytest.fixture(scope="module")
 def limited(folder: Path) -> Path:
     return run(small_control(*LIMITED), folder, Silent())[0]
 
 
-def test_results_follow_from_the_records(deterministic: Path) -> None:
-    sequences = reader.read_sequences(deterministic)
+def test_results_follow_from_the_records(control_run: Path) -> None:
+    sequences = reader.read_sequences(control_run)
     ended = sequences.dropna(subset=["episode_return"]).sort_values(["iteration", "last_step", "environment"])
-    final = reader.open_manifest(deterministic).final
+    final = reader.open_manifest(control_run).final
     assert final["episodes"] == len(ended)
     assert final["last_100_return"] == math.fsum(ended["episode_return"].tail(100)) / min(100, len(ended))
     assert (ended["episode_return"] == ended["first_step"] + ended["fragment_length"]).all(), "CartPole pays 1 a step"
     by_iteration = ended.groupby("iteration")["episode_return"].mean().to_dict()
-    logged = reader.read_iterations(deterministic).set_index("iteration")["episode_return_mean"].dropna().to_dict()
+    logged = reader.read_iterations(control_run).set_index("iteration")["episode_return_mean"].dropna().to_dict()
     assert by_iteration == logged, "sums of whole numbers, so the means are exact in pandas too"
 
 
-def test_updates_hold_what_the_losses_used(deterministic: Path) -> None:
+def test_updates_hold_what_the_losses_used(control_run: Path) -> None:
     tokens, updates, steps = (
-        reader.read_tokens(deterministic),
-        reader.read_updates(deterministic),
-        reader.read_steps(deterministic),
+        reader.read_tokens(control_run),
+        reader.read_updates(control_run),
+        reader.read_steps(control_run),
     )
     key = ["iteration", "sequence", "position"]
     joined = updates.merge(tokens, on=key, validate="many_to_one")

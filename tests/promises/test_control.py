@@ -30,20 +30,11 @@ REAL = (
     "environment.id=Pendulum-v1", "environment.num_envs=3", "environment.steps_per_env=120", "ppo.minibatch_size=72",
     "ppo.value_clip_range=null", "ppo.iterations=2", "evaluation.episodes=1",
 )  # fmt: skip
-LAYOUTS = [
-    ("layout.update_micro_batch=7",),
-    ("layout.update_micro_batch=25", "layout.threads=2"),
-]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("control")
-
-
-@pytest.fixture(scope="module")
-def deterministic(folder: Path) -> Path:
-    return run(small_control(), folder, Silent())[0]
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +50,11 @@ def native(folder: Path) -> Path:
 
 
 @pytest.fixture
-def copy(deterministic: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(deterministic, tmp_path / "copy"))
+def copy(control_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(control_run, tmp_path / "copy"))
 
 
-@pytest.mark.parametrize("which", ["deterministic", "real"])
+@pytest.mark.parametrize("which", ["control_run", "real"])
 def test_the_ratio_is_one_before_the_first_step_of_every_iteration(which: str, request: pytest.FixtureRequest) -> None:
     found = parity(request.getfixturevalue(which))
     assert found.tokens >= 720 and found.first_minibatch_tokens >= 144
@@ -89,42 +80,41 @@ def test_native_numerics_fail_the_same_check(native: Path) -> None:
     assert found.unequal_first_ratios > 0 and found.unequal_values > 0
 
 
-@pytest.mark.parametrize("which", ["deterministic", "real"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=[" ".join(layout) for layout in LAYOUTS])
-def test_no_layout_changes_a_bit(which: str, layout: tuple[str, ...], request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("which", ["control_run", "real"])
+def test_no_layout_changes_a_bit(which: str, request: pytest.FixtureRequest) -> None:
     run_dir = request.getfixturevalue(which)
-    found = rerun(run_dir, Silent(), layout)
+    found = rerun(run_dir, Silent(), ("layout.update_micro_batch=7",))
     assert found.difference is None, found.difference.describe()
     assert found.fingerprint == manifest.load(run_dir).fingerprint
 
 
-def test_a_flipped_bit_is_named_by_rerun_diff_and_reader(copy: Path, deterministic: Path) -> None:
+def test_a_flipped_bit_is_named_by_rerun_diff_and_reader(copy: Path, control_run: Path) -> None:
     def flip(rows: list[list[float]]) -> list[list[float]]:
         rows[5][1] = float(np.nextafter(np.float32(rows[5][1]), np.float32(9)))
         return rows
 
     synthetic_run.damage_cell(copy, "tokens", 2, "observations", flip)
     for call in (
-        lambda: first_difference(deterministic, copy),
+        lambda: first_difference(control_run, copy),
         lambda: rerun(copy, Silent()),
         lambda: reader.read_tokens(copy),
     ):
         with pytest.raises(UserError, match=r"tokens/iteration=000002\.parquet: has another SHA-256"):
             call()
     synthetic_run.accept(copy, "tokens", 2)
-    for found in (first_difference(deterministic, copy), rerun(copy, Silent()).difference):
+    for found in (first_difference(control_run, copy), rerun(copy, Silent()).difference):
         assert found is not None
         assert (found.table, found.iteration, found.column, found.row) == ("tokens", 2, "observations", 5)
         assert found.unequal_in_column == 1 and "observations" in found.describe()
 
 
-@pytest.mark.parametrize("which", ["deterministic", "real"])
+@pytest.mark.parametrize("which", ["control_run", "real"])
 def test_an_episode_can_be_played_again_from_its_seed_and_actions(which: str, request: pytest.FixtureRequest) -> None:
     """Gymnasium alone, without our environments, goes through the recorded observations and rewards."""
     run_dir = request.getfixturevalue(which)
     sequences, tokens = reader.read_sequences(run_dir), reader.read_tokens(run_dir)
     steps = tokens.merge(sequences, on=["iteration", "sequence"])
-    env = gymnasium.make("CartPole-v1" if which == "deterministic" else "Pendulum-v1")
+    env = gymnasium.make("CartPole-v1" if which == "control_run" else "Pendulum-v1")
     ended = 0
     for _, part in steps.groupby(["environment", "episode"]):
         part = part.sort_values(["iteration", "position"])
@@ -132,7 +122,7 @@ def test_an_episode_can_be_played_again_from_its_seed_and_actions(which: str, re
         total = 0.0
         for row in part.itertuples():
             assert row.observations.tolist() == observation.tolist()
-            action = int(row.actions[0]) if which == "deterministic" else np.clip(row.actions, -2, 2)
+            action = int(row.actions[0]) if which == "control_run" else np.clip(row.actions, -2, 2)
             observation, reward, terminated, truncated, _ = env.step(action)
             total += float(reward)
             assert np.float32(reward) == np.float32(row.rewards)
@@ -144,8 +134,8 @@ def test_an_episode_can_be_played_again_from_its_seed_and_actions(which: str, re
     assert ended >= 3
 
 
-def test_a_killed_run_is_completed_and_compared(copy: Path, deterministic: Path) -> None:
-    complete = manifest.load(deterministic)
+def test_a_killed_run_is_completed_and_compared(copy: Path, control_run: Path) -> None:
+    complete = manifest.load(control_run)
     synthetic_run.cut_back(copy, 2, "interrupted")
     with pytest.raises(UserError, match="the run is interrupted"):
         rerun(copy, Silent())

@@ -5,14 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
-from analysis.grids.figure import new_figure, svg
 
+from analysis import figures
 from analysis.program import program
 from experiments.answers import Labels, interval, outcome, study
 from ppo_repro.records import reader
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 LARGE = 1e-2  # nats, rms: from here on the log-probs of the twins are visibly different
 
@@ -72,10 +76,10 @@ def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
     return [pd.DataFrame(rows)]
 
 
-def figure(results: pd.DataFrame) -> str:
+def figure(results: pd.DataFrame) -> Axes:
     names = sorted(name for name in results.columns if name.startswith("rms_"))
     settings = list(dict.fromkeys(results["setting"]))
-    drawn, axes = new_figure(3.2 * len(settings), 3.2, len(settings))
+    axes = figures.new_axes(4.5 * len(settings), 3.3, len(settings))
     for setting, axis in zip(settings, axes, strict=True):
         for flip, color in (("bit", "#0072b2"), ("token", "#d55e00")):
             group = results[(results["setting"] == setting) & (results["flip"] == flip)]
@@ -87,7 +91,7 @@ def figure(results: pd.DataFrame) -> str:
         axis.set_ylim(1e-9, 10)
     axes[0].set_ylabel("rms difference of log-probs, nats")
     axes[0].legend(title="flipped")
-    return svg(drawn)
+    return axes[0]
 
 
 @program

@@ -18,6 +18,7 @@ from ppo_repro.records import reader
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+SMALL = 1e-3  # nats, rms: below, the growth is exponential, and its rate is fitted
 LARGE = 1e-2  # nats, rms: from here on the log-probs of the twins are visibly different
 
 
@@ -63,12 +64,21 @@ def beside(labels: Labels) -> Labels | None:
     return None if labels["flip"] == "none" else {**labels, "flip": "none"}
 
 
+def iterations_per_decade(row: pd.Series) -> float:
+    """Iterations in which the distance grows tenfold, by least squares below SMALL; NaN for fewer than 3 of them."""
+    rms = row[[name for name in row.index if name.startswith("rms_")]].to_numpy(np.float64)
+    fitted = np.flatnonzero((rms > 0) & (rms < SMALL))
+    return 1.0 / float(np.polyfit(fitted, np.log10(rms[fitted]), 1)[0]) if len(fitted) >= 3 else np.nan
+
+
 def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
     rows = []
     for (setting, flip), group in results[results["flip"] != "none"].groupby(["setting", "flip"], sort=False):
         row = {"setting": setting, "flipped": flip}
         for name, title in (("first_token", "first other token"), ("first_score", "first other score")):
             row[f"{title}, iteration"] = interval(group[name], "{:.1f}")
+        decades = group.apply(iterations_per_decade, axis=1).dropna()
+        row["iterations for a factor of 10"] = interval(decades, "{:.1f}") if len(decades) else ""
         row["rms, iteration 1, nats"] = f"{group['rms_01'].median():.0e}"
         row[f"above {LARGE:g} nats, iteration"] = interval(group["large"], "{:.1f}")
         row["accuracy apart at the end"] = interval(group["accuracy_apart"])

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 GOOD = (0.1, 0.4)  # shares of clipped tokens that are called good
 RUN, MEAN, SHADE = "#0072b2", "#d55e00", "#00835f"
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "figure.figsize": (9, 3.3), "figure.dpi": 80, "figure.constrained_layout.use": True, "figure.facecolor": "white",
     "font.family": "DejaVu Sans", "font.size": 9.5, "axes.titlesize": 10.5, "axes.titlelocation": "left",
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True,

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
+from analysis.figures import svg
 from analysis.grids.outcomes import complete_cells
 from analysis.grids.table import comparisons, markdown
 from analysis.stats.significance import one_sample, t_interval
@@ -21,6 +23,9 @@ from ppo_repro.files import PICTURE, write_csv_over_earlier, write_over_earlier
 from ppo_repro.grids.study import BESIDE, RESULTS
 from ppo_repro.output import Parser, tell
 from ppo_repro.records import reader
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 FIGURE = "answer.svg"
 LAST = 5  # iterations whose mean is the end of a run
@@ -104,7 +109,7 @@ def nothing(labels: Labels) -> None:
 def study(
     folder: Path,
     tables: Callable[[pd.DataFrame], Sequence[pd.DataFrame]],
-    figure: Callable[[pd.DataFrame], str],
+    figure: Callable[[pd.DataFrame], Axes],
     measures: Callable[[Path, Path | None], dict[str, float]] = lambda run_dir, _: outcome(run_dir),
     beside: Callable[[Labels], Labels | None] = nothing,
     argv: Sequence[str] | None = None,
@@ -122,5 +127,5 @@ def study(
             return
     rows = pd.read_csv(results, keep_default_na=False, na_values=["", "nan"])
     if arguments.grid is not None:
-        write_over_earlier(folder / FIGURE, PICTURE, figure(rows).encode(), FIGURE)
+        write_over_earlier(folder / FIGURE, PICTURE, svg(figure(rows)).encode(), FIGURE)
     tell("\n\n".join(markdown(table) for table in tables(rows)))

@@ -91,19 +91,6 @@ def extremes_row(iteration: int, updates: pd.DataFrame) -> dict[str, float]:
     return {"iteration": iteration, "min_ratio": least, "max_ratio": most, "nonfinite_ratios": broken}
 
 
-def text_row(iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame) -> dict[str, float]:
-    """Sums of one iteration for the units of text: exact KL(policy || reference) in nats, and counts."""
-    return {
-        "iteration": iteration,
-        "kl": float(tokens["ref_kl"].to_numpy(np.float64).sum()),
-        "sequences": len(sequences),
-        "tokens": len(tokens),
-        "words": int(((tokens["sub_idx"].to_numpy() == 0) & ~special_tokens(tokens)).sum()),
-        "characters": int(sequences["response"].str.len().sum()),
-        "bytes": sum(len(text.encode()) for text in sequences["response"]),
-    }
-
-
 def special_tokens(tokens: pd.DataFrame) -> npt.NDArray[np.bool_]:
     """Tokens without text that are alone in their word: end tokens and the like, not bytes of a character."""
     empty = (tokens["char_start"] == tokens["char_end"]).to_numpy()

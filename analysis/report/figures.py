@@ -26,7 +26,6 @@ FLAG_WORDS = {
     "clip_cov": "drawn by Clip-Cov", "wrong_high": "wrong side, high", "wrong_low": "wrong side, low",
     "bound_high": "weight bounded above", "bound_low": "weight bounded below", "kl_cov": "penalised by KL-Cov",
 }  # fmt: skip
-UNITS = {"response": "sequences", "word": "words", "token": "tokens", "character": "characters", "byte": "bytes"}
 MAX_VALUES = 12  # up to so many different values each has a bar of its own
 BINS = 24
 
@@ -224,30 +223,6 @@ def flag_figure(flags: pd.DataFrame) -> Figure:
     return Figure("Clip flags by iteration", chart, caption, flags)
 
 
-def definition_figure(steps: pd.DataFrame) -> Figure:
-    """Clip fraction by three definitions, token mean over the steps of each iteration.
-
-    `steps` has columns iteration, n_tok, band_out, grad_zero, clip_floor (shares of the n_tok tokens of a step).
-    """
-    names = {"outside the band": "band_out", "gradient removed": "grad_zero", "without any step": "clip_floor"}
-    stepped = steps[steps["n_tok"] > 0]
-    weights = stepped["n_tok"].to_numpy(np.float64)
-    weighted = stepped[[*names.values()]].mul(weights, axis=0).assign(iteration=stepped["iteration"], n_tok=weights)
-    sums = weighted.groupby("iteration").sum()
-    rates = sums[[*names.values()]].div(sums["n_tok"], axis=0)
-    at = rates.index.to_numpy(np.float64)
-    lines = [Line(name, at, rates[column].to_numpy(np.float64)) for name, column in names.items()]
-    whole = sums[[*names.values()]].sum() / sums["n_tok"].sum()
-    summary = ", ".join(f"{name} {number(100 * float(whole[column]), 3)} %" for name, column in names.items())
-    y = axis_for("share of token updates", [line.y for line in lines])
-    chart = line_chart(lines, axis_for("iteration", [at]), y, f"Clip fraction by three definitions: {summary}.")
-    caption = (
-        f"Whole run: {summary}. Outside the band counts both signs of the advantage, as some dashboards do; without "
-        "any step is what the mismatch alone would clip."
-    )
-    return Figure("Clip fraction, by definition", chart, caption, rates.reset_index())
-
-
 def quadrant_figure(grid: Counts, bounds: ClipBounds | None) -> Figure:
     """Ratio against advantage, the two regions without gradient shaded; `grid` from `counts.quadrant_grid`."""
     x_edges, y_edges = counts.ADVANTAGE_EDGES, counts.RATIO_EDGES
@@ -283,31 +258,6 @@ def extremes_figure(extremes: pd.DataFrame, bounds: ClipBounds | None) -> Figure
         f"{summary} Clipping removes a token's gradient; it does not bound its ratio, which other tokens still move."
     )
     return Figure("Extreme ratios", chart, caption, extremes)
-
-
-def unit_figure(sums: pd.DataFrame) -> Figure:
-    """KL to the reference per response, word, token, character and byte, by iteration.
-
-    `sums` has rows of `counts.text_row`: sums of one iteration in nats, and the counts of units.
-    """
-    at = sums["iteration"].to_numpy(np.float64)
-    total = sums["kl"].to_numpy(np.float64)
-    lines, numbers = [], pd.DataFrame({"iteration": sums["iteration"]})
-    for unit, column in UNITS.items():
-        size = sums[column].to_numpy(np.float64)
-        value = np.divide(total, size, out=np.full(len(total), np.nan), where=size > 0)
-        numbers[f"nats per {unit}"] = value
-        positive = value > 0  # a logarithmic scale has no zero
-        lines.append(Line(f"per {unit}", at[positive], value[positive]))
-    drawn = [line for line in lines if len(line.x)]
-    y = axis_for("KL(policy || reference) (nats)", [line.y for line in drawn], log=True)
-    last = ", ".join(f"{number(line.y[-1], 3)} {line.name}" for line in drawn)
-    chart = line_chart(drawn, axis_for("iteration", [at]), y, f"KL to the reference in five units; at the end {last}.")
-    caption = (
-        "One sum over the iteration, exact over the vocabulary, divided by five counts; equal counts give one line. "
-        "Nats per response can be compared between tokenizers, nats per token cannot."
-    )
-    return Figure("KL in five units", chart, caption, numbers)
 
 
 def distribution_figure(title: str, groups: Mapping[str, Floats], name: str, of: str, caption: str) -> Figure:

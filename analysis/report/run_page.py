@@ -7,8 +7,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analysis.clipping.step import clip_step
-from analysis.clipping.update_rows import load_iterations
 from analysis.diagnosis.diagnose import diagnose_chunks
 from analysis.mismatch.bucket import bucket_table
 from analysis.mismatch.parity import Parity, parity
@@ -22,7 +20,7 @@ from analysis.report.markup import element, number, table
 from analysis.report.page import Card, Figure, Section, Verdict, facts_html, folded_table, folded_text, page, scrolled
 from analysis.report.samples import samples_section
 from analysis.report.scan import Scan, scan_run, summary_tables
-from analysis.words import config_in_words, terms
+from analysis.words import terms
 from ppo_repro.config.files import load_dpo_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.preferences.dpo.summary import DPO_RUNS
@@ -94,7 +92,7 @@ def run_page(facts: Facts, responses: int) -> str:
     ]
     data = None
     if not facts.is_control:
-        sections += [_text(scan), *samples_section(facts)]
+        sections += samples_section(facts)
     sections.append(_numbers(facts, iterations, steps, counted))
     if responses and not facts.is_control:
         selected = tokens.select(scan.responses, responses)
@@ -145,20 +143,9 @@ def _clipping(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, scan:
         drawn.append(figures.flag_figure(scan.flags))
     drawn += [figures.quadrant_figure(scan.quadrants, bounds), figures.extremes_figure(scan.extremes, bounds)]
     notes: tuple[str, ...] = ()
-    if isinstance(facts.config, RunConfig) and bounds is not None:
-        read = load_iterations(facts.run_dir, iterations=facts.own_iterations, allow_incomplete=True)
-        by_step = pd.concat([clip_step(item, facts.config) for item in read], ignore_index=True)
-        drawn.append(figures.definition_figure(by_step[by_step["subset"] == "all"]))
-    elif isinstance(facts.config, RunConfig):
+    if isinstance(facts.config, RunConfig) and bounds is None:
         notes = (f"The objective {facts.config.ppo.objective.kind} does not clip by a token's ratio.",)
     return Section("clipping", title, notes, drawn)
-
-
-def _text(scan: Scan) -> Section:
-    """KL in several units."""
-    if not (scan.text["kl"] > 0).any():
-        return Section("text", "Text and tokens", ("The policy is the reference throughout: KL is 0.",))
-    return Section("text", "Text and tokens", (), [figures.unit_figure(scan.text)])
 
 
 def first_and_last(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
@@ -200,7 +187,6 @@ def _numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, counte
         folded_table("Where the time went", seconds),
         folded_text("Configuration", facts.config_text),
         *(folded_text(f"Code of the reward: {name}", text) for name, text in facts.code.items()),
-        folded_table("Configuration, field by field in words", config_in_words(facts.config)),
         folded_table("Terms in words", terms()),
     )
     side_by_side = element("div", "".join(scrolled(table(frame, name)) for name, frame in found), class_="tables")
@@ -233,7 +219,6 @@ def dpo_page(folder: Path) -> str:
     blocks = (
         scrolled(table(pd.DataFrame(rows, columns=["quantity", "value"]), "Whole run")),
         folded_text("Configuration", text),
-        folded_table("Configuration, field by field in words", config_in_words(config)),
         folded_table("Terms in words", terms()),
     )
     sections = (

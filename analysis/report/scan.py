@@ -19,7 +19,6 @@ from ppo_repro.records import reader
 SEQUENCES = ["iteration", "sequence", "response", "response_length", "scores", "is_correct"]
 TOKENS = [
     "iteration", "sequence", "position", "rollout_logprobs", "old_logprobs", "entropies", "ref_kl", "advantages",
-    "word_id", "sub_idx", "char_start", "char_end",
 ]  # fmt: skip
 UPDATES = ["iteration", "epoch", "minibatch", "sequence", "position", "ratios", "clip_flag"]
 CONTROL_UPDATES = ["iteration", "epoch", "minibatch", "advantages", "ratios", "clip_flag"]
@@ -28,7 +27,7 @@ LOGPROBS = ["iteration", "rollout_logprobs", "old_logprobs"]
 
 @dataclass(frozen=True)
 class Scan:
-    """What a run's page shows, see `counts`; the last three only of language runs."""
+    """What a run's page shows, see `counts`; the last two only of language runs."""
 
     curves: pd.DataFrame
     deltas: counts.Counts
@@ -39,7 +38,6 @@ class Scan:
     extremes: pd.DataFrame
     values: dict[int, counts.Floats]  # scores, or returns of the episodes that ended, by iteration
     probabilities: counts.Counts
-    text: pd.DataFrame
     responses: pd.DataFrame  # rows of `response_summary`
 
 
@@ -113,7 +111,7 @@ def returns_of(facts: Facts) -> dict[int, counts.Floats]:
 def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Scan:
     """The pass over all iterations."""
     sampled = list[dict[str, float | str]]()
-    flags, extremes, text = list[dict[str, float]](), list[dict[str, float]](), list[dict[str, float]]()
+    flags, extremes = list[dict[str, float]](), list[dict[str, float]]()
     ratios, responses = list[pd.DataFrame](), list[pd.DataFrame]()
     values: dict[int, counts.Floats] = returns_of(facts) if facts.is_control else {}
     probability = len(counts.PROBABILITY_EDGES) - 1
@@ -132,7 +130,6 @@ def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Sca
         if one.sequences is not None:
             probabilities += counts.probability_grid(one.tokens)
             sampled += curves.sampled_rows(one.iteration, one.sequences, one.tokens)
-            text.append(counts.text_row(one.iteration, one.sequences, one.tokens))
             responses.append(response_summary(one.iteration, one.sequences, one.tokens, one.updates))
             values[one.iteration] = one.sequences["scores"].to_numpy(np.float64)
     if facts.is_control:
@@ -142,7 +139,7 @@ def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Sca
     by_bin = pd.concat(ratios, ignore_index=True).groupby(["epoch", "minibatch", "bin_lo", "bin_hi"], as_index=False)
     return Scan(
         found, deltas, nonfinite, by_bin.sum(), quadrants, pd.DataFrame(flags), pd.DataFrame(extremes), values,
-        probabilities, pd.DataFrame(text), pd.concat(responses, ignore_index=True) if responses else pd.DataFrame(),
+        probabilities, pd.concat(responses, ignore_index=True) if responses else pd.DataFrame(),
     )  # fmt: skip
 
 

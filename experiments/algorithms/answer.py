@@ -7,14 +7,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from analysis.grids.figure import by_point
+from analysis import figures
 from analysis.program import program
 from experiments.answers import differences, interval, study
 
 MEASURE = "mean_accuracy"
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
@@ -38,8 +43,8 @@ def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
     return [pd.DataFrame(rows)]
 
 
-def figure(results: pd.DataFrame) -> str:
-    return by_point(results.assign(point=results["algorithm"]), MEASURE, "held-out accuracy, mean over training")
+def figure(results: pd.DataFrame) -> Axes:
+    return figures.settings(results.assign(point=results["algorithm"]), MEASURE)
 
 
 @program

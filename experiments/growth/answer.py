@@ -5,15 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
-from analysis.grids.figure import new_figure, svg
 
+from analysis import figures
 from analysis.program import program
 from experiments.answers import Labels, interval, outcome, study
 from ppo_repro.records import reader
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SMALL = 1e-3  # nats, rms: below, the growth is exponential, and its rate is fitted
 LARGE = 1e-2  # nats, rms: from here on the log-probs of the twins are visibly different
 
 
@@ -59,12 +64,21 @@ def beside(labels: Labels) -> Labels | None:
     return None if labels["flip"] == "none" else {**labels, "flip": "none"}
 
 
+def iterations_per_decade(row: pd.Series) -> float:
+    """Iterations in which the distance grows tenfold, by least squares below SMALL; NaN for fewer than 3 of them."""
+    rms = row[[name for name in row.index if name.startswith("rms_")]].to_numpy(np.float64)
+    fitted = np.flatnonzero((rms > 0) & (rms < SMALL))
+    return 1.0 / float(np.polyfit(fitted, np.log10(rms[fitted]), 1)[0]) if len(fitted) >= 3 else np.nan
+
+
 def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
     rows = []
     for (setting, flip), group in results[results["flip"] != "none"].groupby(["setting", "flip"], sort=False):
         row = {"setting": setting, "flipped": flip}
         for name, title in (("first_token", "first other token"), ("first_score", "first other score")):
             row[f"{title}, iteration"] = interval(group[name], "{:.1f}")
+        decades = group.apply(iterations_per_decade, axis=1).dropna()
+        row["iterations for a factor of 10"] = interval(decades, "{:.1f}") if len(decades) else ""
         row["rms, iteration 1, nats"] = f"{group['rms_01'].median():.0e}"
         row[f"above {LARGE:g} nats, iteration"] = interval(group["large"], "{:.1f}")
         row["accuracy apart at the end"] = interval(group["accuracy_apart"])
@@ -72,10 +86,10 @@ def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
     return [pd.DataFrame(rows)]
 
 
-def figure(results: pd.DataFrame) -> str:
+def figure(results: pd.DataFrame) -> Axes:
     names = sorted(name for name in results.columns if name.startswith("rms_"))
     settings = list(dict.fromkeys(results["setting"]))
-    drawn, axes = new_figure(3.2 * len(settings), 3.2, len(settings))
+    axes = figures.new_axes(4.5 * len(settings), 3.3, len(settings))
     for setting, axis in zip(settings, axes, strict=True):
         for flip, color in (("bit", "#0072b2"), ("token", "#d55e00")):
             group = results[(results["setting"] == setting) & (results["flip"] == flip)]
@@ -87,7 +101,7 @@ def figure(results: pd.DataFrame) -> str:
         axis.set_ylim(1e-9, 10)
     axes[0].set_ylabel("rms difference of log-probs, nats")
     axes[0].legend(title="flipped")
-    return svg(drawn)
+    return axes[0]
 
 
 @program

@@ -7,11 +7,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
-from analysis.grids.figure import by_point
+from analysis import figures
 from analysis.program import program
 from analysis.stats.significance import detectable, one_sample, t_interval, tost
 from experiments.answers import interval, study
@@ -19,6 +20,10 @@ from experiments.answers import interval, study
 MEASURES = {"mean_accuracy": "accuracy, mean over training", "accuracy": "accuracy at the end", "score": "score"}
 MARGIN = 0.05  # a smaller difference counts as none
 SAME, OTHER = "deterministic", "native"
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
@@ -43,8 +48,8 @@ def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
     return [pd.DataFrame(rows)]
 
 
-def figure(results: pd.DataFrame) -> str:
-    return by_point(results.assign(point=results["numerics"]), "mean_accuracy", MEASURES["mean_accuracy"])
+def figure(results: pd.DataFrame) -> Axes:
+    return figures.settings(results.assign(point=results["numerics"]), "mean_accuracy")
 
 
 @program

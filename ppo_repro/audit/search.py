@@ -10,7 +10,7 @@ import copy
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -320,8 +320,10 @@ class Search:
                 self.own[key] = values = own(row, predict(row, self.sampling, x)).double()
             else:
                 values = self.own[key]
-            is_unit = unit is not None and unit.predict is not None
-            found.append((unit.predict(row, values, self.sampling, z) if is_unit else values[row.start :], row))
+            if unit is not None and unit.predict is not None:
+                found.append((unit.predict(row, values, self.sampling, z), row))
+            else:
+                found.append((values[row.start :], row))
         return found
 
     def _left(self, combo: tuple[Cause, ...], parameters: tuple[float, ...], some: Sequence[int]) -> Tensor | None:
@@ -424,7 +426,8 @@ class Search:
         before = passes[0].ids[: passes[0].at[0] + 1]
         lead = 0 if weights or way else min(len(before) - 1, LEAD // vocabulary)
         logits, targets = None, torch.tensor([*before[len(before) - lead :], *r.response_ids], device=device)
-        as_wide = nullcontext(model) if is_stock or weights.startswith("computed in") else float64(model)
+        is_narrow = is_stock or weights.startswith("computed in")
+        as_wide: AbstractContextManager[Any] = nullcontext() if is_narrow else float64(model)
         alike = [passes] if len({len(one.ids) for one in passes}) == 1 else [[one] for one in passes]
         with as_wide:
             found = [x for some in alike for x in logits_of(model, some, lead)]

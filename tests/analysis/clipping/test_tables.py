@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from analysis.clipping.bucket import clip_bucket, lift_interval
+from analysis.clipping.dynamics import early_stop
 from analysis.clipping.step import clip_step, effective_samples, kl_estimates, overshoot
 from analysis.clipping.tables import clip_tables
 from ppo_repro.records import reader
@@ -86,3 +87,14 @@ def test_tables_of_a_run_agree_with_what_training_recorded(name: str, request: p
         assert (getattr(tables, field.name)["run_id"] == tables.clip_step["run_id"].iloc[0]).all()
     alone = clip_tables(run_dir, iterations=[1], band=(0.1, 0.1))
     assert not len(alone.flag_differences) and set(alone.clip_step["iteration"]) == {1}
+
+
+def test_an_early_stop_by_hand() -> None:
+    step = {"subset": "all", "n_tok": 5, "iteration": [0, 0, 0, 1, 1], "step": [0, 1, 2, 3, 4]}
+    kl = {"kl_k1": [0.01, 0.03, 0.05, -0.03, 0.02], "kl_k3": [0.0, 0.01, 0.02, 0.01, 0.05]}
+    found = early_stop(pd.DataFrame({**step, **kl}), 0.02).set_index(["iteration", "estimate"])
+    assert found["steps_taken"].to_dict() == {
+        (0, "k1"): 2, (0, "k3"): 3, (0, "mean_new_minus_old"): 3,
+        (1, "k1"): 2, (1, "k3"): 2, (1, "mean_new_minus_old"): 1,
+    }  # fmt: skip
+    assert found["stopped"].tolist() == [True, False, False, False, True, True]

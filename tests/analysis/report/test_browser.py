@@ -197,6 +197,50 @@ def test_the_page_is_never_wider_than_the_window(browser: Any, pages: dict[str, 
     assert texts > 20 and cut == [], "a label of a chart is cut"
 
 
+# words of letters alone that stand on two lines, and texts whose contrast with their background is below 4.5
+BROKEN = """
+  const walk = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);
+  const found = [];
+  while (walk.nextNode()) {
+    const node = walk.currentNode;
+    if (node.parentElement.closest("code, pre, svg, script, style, bdi, .unseen")) continue;
+    for (const word of node.data.matchAll(/[A-Za-z]{3,30}/g)) {
+      const range = document.createRange();
+      range.setStart(node, word.index);
+      range.setEnd(node, word.index + word[0].length);
+      if (range.getClientRects().length > 1) found.push(word[0]);
+    }
+  }
+  return found"""
+FAINT = """
+  const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const light = (c) => [0.2126, 0.7152, 0.0722].reduce((sum, w, i) =>
+    sum + w * (c[i] / 255 <= 0.04045 ? c[i] / 255 / 12.92 : ((c[i] / 255 + 0.055) / 1.055) ** 2.4), 0);
+  const ground = (node) => {
+    const colour = parts(getComputedStyle(node).backgroundColor);
+    return colour.length < 4 || colour[3] === 1 || !node.parentElement ? colour : ground(node.parentElement);
+  };
+  const found = [];
+  const texts = "main p, main li, th, td, dt, dd, h2, h3, figcaption, summary, a, button";
+  for (const node of document.querySelectorAll(texts)) {
+    if (!node.getClientRects().length || node.disabled) continue;
+    const both = [light(parts(getComputedStyle(node).color)), light(ground(node))].sort((a, b) => b - a);
+    if ((both[0] + 0.05) / (both[1] + 0.05) < 4.5) found.push(node.tagName + " " + node.textContent.slice(0, 40));
+  }
+  return found"""
+
+
+@pytest.mark.parametrize("name", ["native", "grid", "pair"])
+def test_no_word_is_broken_and_no_text_is_faint(browser: Any, pages: dict[str, Path], name: str) -> None:
+    opened(browser, pages[name])
+    for width, scheme in ((1400, "light"), (390, "dark")):
+        look(browser, scheme, width)
+        assert browser.execute_script(BROKEN) == [] and browser.execute_script(FAINT) == [], (width, scheme)
+    browser.execute_script("document.querySelector('main h2').style.cssText = 'width: 20px; overflow-wrap: anywhere'")
+    browser.execute_script("document.querySelector('main h2').style.color = '#666'")
+    assert browser.execute_script(BROKEN) and browser.execute_script(FAINT), "the control"
+
+
 def test_a_chart_says_its_values_where_the_pointer_is(browser: Any, pages: dict[str, Path]) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys

@@ -308,7 +308,9 @@ class Search:
     ) -> list[tuple[Tensor, Row]]:
         of: dict[str, tuple[Cause | None, float]]
         of = {c.stage: (c, x) for c, x in zip(combo, parameters, strict=True)}
-        weights, way = (cause.name if (cause := of.get(stage, (None, 0.0))[0]) else "" for stage in ("weights", "input"))
+        weights, way = (
+            cause.name if (cause := of.get(stage, (None, 0.0))[0]) else "" for stage in ("weights", "input")
+        )
         (distribution, x), (quantity, y), (unit, z) = (of.get(s, (None, 0.0)) for s in LATER)
         name = distribution.name if distribution else ""
         predict: Any = distribution.predict if distribution else self.definition

@@ -24,8 +24,8 @@ class Ended:
 
     @property
     def errors(self) -> list[str]:
-        """What was said, without the first line and progress."""
-        progress = re.compile("warm start |PPO |.* iterations into |.*: computing everything again, ")
+        """What was said, without the first line, progress and warnings."""
+        progress = re.compile("warm start |PPO |warning: |.* iterations into |.*: computing everything again, ")
         return [line for line in self.err.splitlines() if not progress.match(line)]
 
 

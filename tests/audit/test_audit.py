@@ -4,6 +4,7 @@ unknown."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -82,7 +83,8 @@ def test_the_cause_is_named_or_unknown_and_never_another(made: Material, subject
     found = judged(made, subject, *((bad, good) if is_sampler else (good, bad)))
     wrong, right = (found.sampler, found.trainer) if is_sampler else (found.trainer, found.sampler)
     assert right.is_right and right.cause == "" and not wrong.is_right
-    assert wrong.cause.startswith(cause), wrong.cause
+    # where token id 2 is unlikely, its ban is smaller than rounding
+    assert re.sub(r"at \d+ of", "at some of", wrong.cause).startswith(cause), wrong.cause
     assert (KNOWN | OF_OUTSIDER).get(name, "") in "; ".join(wrong.known)
     if wrong.tried and wrong.cause != "unknown":
         assert wrong.left <= 0.5 * wrong.rms and wrong.tried[0].explains and wrong.advice

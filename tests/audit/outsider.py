@@ -191,7 +191,7 @@ OUTSIDER: dict[str, tuple[Fault, str]] = {
     "EOS after the prompt": (of_context(lambda p, r: [*p, EOS_ID, *r]), "prompt with an EOS token after it"),
     "another second token": (of_context(lambda p, r: [p[0], 7, *p[2:], *r]), UNKNOWN),
     "mixture of weights": (mixed, UNKNOWN),
-    "old weights up to token 6": (old_first, "at 48 of 109 tokens weights of old"),
+    "old weights up to token 6": (old_first, "at some of 109 tokens weights of old"),
     "two faults in turn": (in_turn, UNKNOWN),
     "temperature by row": (by_row, UNKNOWN),
     "temperature annealed": (annealed, UNKNOWN),

@@ -119,8 +119,9 @@ def start_grid(path: Path, out: Path) -> subprocess.Popen[str]:
 def test_a_grid_killed_twice_and_then_interrupted_is_finished_as_if_nothing_was(four: Grid, tmp_path: Path) -> None:
     path = grid_file(tmp_path, {"ppo.learning_rate": [1e-3, 3e-3]}, [1])
     for iterations, number in ((1, signal.SIGKILL), (2, signal.SIGKILL), (3, signal.SIGINT)):  # of the 4 there are
+        so_far = max(iterations, recorded_iterations(tmp_path) + 1)  # one more: the new process listens to signals
         process = start_grid(path, tmp_path)
-        until(lambda so_far=iterations: recorded_iterations(tmp_path) >= so_far)  # type: ignore[misc]
+        until(lambda p=process, n=so_far: p.poll() is not None or recorded_iterations(tmp_path) >= n)  # type: ignore[misc]
         process.send_signal(number)
         _, err = process.communicate(timeout=120)
         runs = [run for cell in (tmp_path / "g" / "cells").iterdir() if (run := run_of(cell))]

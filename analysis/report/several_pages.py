@@ -28,7 +28,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.files import folders_with
 from ppo_repro.records import manifest
 from ppo_repro.records.diff import RUN, first_difference, setup_changes
-from ppo_repro.records.inputs import flat
+from ppo_repro.records.inputs import flat, shown
 
 NAMES = ("A", "B")
 PROMPTS = 12
@@ -108,7 +108,7 @@ def pair_page(a: Path, b: Path) -> str:
         raise UserError(f"{a} is a {kinds[0]} run, {b} a {kinds[1]} run; put runs of one kind side by side")
     facts = [run.facts for run in runs]
     lines = [(name, run.curves) for name, run in zip(NAMES, runs, strict=True)]
-    alone = "One run each says nothing about the methods: compare several seeds (`python -m analysis.compare`)."
+    alone = "One run each says nothing about the methods: compare several seeds by python -m analysis.compare."
     again = (repeating(one.run_dir, one.manifest, one.environment, one.config) for one in facts)
     rows = [(name, x, y) for (name, x), (_, y) in zip(*again, strict=True) if name != "run again"]
     about = pd.DataFrame(rows, columns=["fact", *NAMES])
@@ -158,7 +158,7 @@ def _agreement(name: str, run: OneRun) -> list[Verdict]:
 def _different(facts: Sequence[Facts]) -> pd.DataFrame:
     """field, A, B: the fields, inputs by their SHA-256, and origins of forks in which two runs differ."""
     changed = setup_changes(facts[0].run_dir, facts[1].run_dir)
-    rows = [(name, *("not there" if v is None else str(v) for v in values)) for name, values in sorted(changed.items())]
+    rows = [(name, *map(shown, values)) for name, values in sorted(changed.items())]
     return pd.DataFrame(rows or [("no field", "the same", "the same")], columns=["field", *NAMES])
 
 

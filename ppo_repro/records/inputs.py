@@ -86,10 +86,11 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, li
 
 def change_lines(changed: Mapping[str, list[Any]]) -> list[str]:
     """Each change in words, digests cut."""
-    return [f"{name}: {_shown(before)} -> {_shown(after)}" for name, (before, after) in changed.items()]
+    return [f"{name}: {shown(before)} -> {shown(after)}" for name, (before, after) in changed.items()]
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value in words; of a digest the beginning."""
     if value is None:
         return "none"
     return f"{value[:12]}..." if isinstance(value, str) and len(value) == 64 else str(value)

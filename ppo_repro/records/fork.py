@@ -20,7 +20,8 @@ from ppo_repro.records.manifest import Manifest, Origin
 # what decides the weights, the tokens and which prompts are held out
 FIXED = (
     *("seed", "model", "lora", "value.kind", "value.init", "value.lora", "numerics.mode", "mismatch.sampler.lag"),
-    *("task.kind", "task.num_eval_prompts", "task.max_operand", "task.dataset", "task.settings", "task.size"),
+    *("task.kind", "task.num_eval_prompts", "task.max_operand", "task.dataset", "task.settings"),
+    *("task.size", "task.digits", "task.base"),
 )
 
 

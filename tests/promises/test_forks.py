@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.config.files import load_config
+from ppo_repro.config.tasks import ArithmeticTask, ColumnAdditionTask
 from ppo_repro.recompute.recompute import STAGES, recompute
 from ppo_repro.records import manifest
 from ppo_repro.records.diff import first_difference, setup_changes
+from ppo_repro.records.fork import FIXED
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.verify import verify
 from ppo_repro.watcher import Silent
@@ -112,3 +114,8 @@ def test_what_cannot_be_forked_is_one_line(
     code, _, err = cli("fork", origin, *arguments, "--out", tmp_path)
     assert code == 2 and re.search(message, one_line(err))
     assert not list(tmp_path.iterdir())
+
+
+def test_no_field_of_generated_prompts_can_be_changed() -> None:
+    fields = {f"task.{name}" for task in (ArithmeticTask, ColumnAdditionTask) for name in task.model_fields}
+    assert fields <= set(FIXED)

@@ -21,7 +21,10 @@ USUAL, DOUBLED = "usual", "doubled learning rate"
 
 
 def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
-    columns: dict[str, tuple[str, str | None]] = {"at the end": ("accuracy", None), "k3, nats a token": ("k3", "{:.1e}")}
+    columns: dict[str, tuple[str, str | None]] = {
+        "at the end": ("accuracy", None),
+        "k3, nats a token": ("k3", "{:.1e}"),
+    }
     doubled = results["sampler"].str.startswith(DOUBLED)
     title = "accuracy, mean over training"
     return [

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ppo_repro import interrupts
 from ppo_repro.commands.arguments import build_parser
-from ppo_repro.commands.memory import out_of_memory
+from ppo_repro.commands.memory import OUT_OF_MEMORY
 from ppo_repro.commands.runs import fork_command, processes, rerun_command, resume_command, run_command
 from ppo_repro.errors import Mistakes, PromiseBroken, RankLost, Terminated, UserError, is_out_of_memory
 from ppo_repro.output import one_line, prepare_streams, say
@@ -38,7 +38,7 @@ def _run(argv: Sequence[str]) -> int:
         return 2
     except (MemoryError, RuntimeError, OSError) as error:
         if is_out_of_memory(error):
-            say(f"error: {one_line(out_of_memory())}")
+            say(f"error: {OUT_OF_MEMORY}")
         elif isinstance(error, OSError) and isinstance(error.filename, str):
             say(f"error: {one_line(UserError(f'{error.filename}: cannot be used ({error.strerror})'))}")
         else:

@@ -46,7 +46,7 @@ def _path(text: str) -> Path:
 
 def _run_folder(text: str) -> Path:
     """The folder of a run; `latest` is the newest one, unless something here has that name."""
-    return latest_RUN if text == LATEST and not os.path.lexists(text) else _path(text)
+    return latest_run() if text == LATEST and not os.path.lexists(text) else _path(text)
 
 
 def _count(text: str) -> int:

@@ -8,7 +8,6 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from ppo_repro.config.section import Count, Index, PathText, Positive, Section
-from ppo_repro.output import is_secret_option
 
 # flags of a server that follow from the rest of the configuration, or that its checks rely on
 OWN_ARGUMENTS = (
@@ -69,8 +68,6 @@ class SGLangServers(Section):
                 raise ValueError(f"{name} is for servers the run starts; remove it, or remove urls")
         taken = (*OWN_ARGUMENTS, *(DETERMINISTIC_ARGUMENTS if self.numerics == "deterministic" else ()))
         for name in (argument.partition("=")[0] for argument in self.arguments):
-            if is_secret_option(name):
-                raise ValueError(f"arguments: {name} has a secret, which records would keep; remove it")
             # argparse takes every beginning of a name that is not ambiguous for the name
             hit = [own for own in taken if len(name) > 2 and own.startswith(name)] if name.startswith("--") else []
             if hit:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -83,8 +83,6 @@ StopText = Annotated[str, Field(min_length=1, max_length=100)]
 
 class RolloutConfig(Section):
     """What is sampled in one iteration, and from which distribution."""
-
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"stop"})
 
     prompts_per_iteration: Count = Field(description="Prompts per iteration; a task with fewer gives some again.")
     samples_per_prompt: Count = Field(description="Responses sampled for each prompt.")

@@ -14,7 +14,7 @@ from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.mistakes import command_of, mistakes
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import Section
-from ppo_repro.config.yaml_text import MAX_DEPTH, parse_yaml, read_yaml, write_yaml
+from ppo_repro.config.yaml_text import parse_yaml, read_yaml, write_yaml
 from ppo_repro.errors import Mistakes, UserError
 
 Kind = Literal["language", "control", "dpo"]
@@ -172,8 +172,8 @@ def set_field(tree: dict[str, Any], path: str, value: Any) -> None:
     """Put `value` at the dotted `path` of a parsed tree; raises UserError where a value is in the way."""
     node: Any = tree
     *parents, leaf = path.split(".")
-    if not leaf or not all(parents) or len(parents) >= MAX_DEPTH:
-        raise UserError(f"a field is up to {MAX_DEPTH} names with a dot between them")
+    if not leaf or not all(parents):
+        raise UserError("a field is a name, or names with a dot between them")
     for name in parents:
         child = _entry(node, name) if isinstance(node, list) else node.setdefault(name, {})
         if not isinstance(child, dict | list):

@@ -6,9 +6,9 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ppo_repro.config.mistakes import check_path
 from ppo_repro.errors import NumericsError, UserError
@@ -34,16 +34,6 @@ class Section(BaseModel):
     """A frozen group of fields; an unknown field or a value of another type is refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-    # fields that are written down only where they say something: configurations without them keep their digest
-    absent_at_default: ClassVar[frozenset[str]] = frozenset()
-
-    @model_serializer(mode="wrap")
-    def _without_absent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        tree: dict[str, Any] = serialize(self)
-        for name in self.absent_at_default:
-            if getattr(self, name) == type(self).model_fields[name].default:
-                tree.pop(name, None)
-        return tree
 
 
 class NumericsMode(Section):
@@ -75,8 +65,6 @@ class Experiment(Section):
 def canonical_json(tree: Mapping[str, Any]) -> str:
     """Sorted, compact JSON of a configuration's tree, without `records`."""
     tree = {name: value for name, value in tree.items() if name != "records"}
-    if tree.get("checkpoints", {}).get("every") == "auto":
-        tree["checkpoints"] = {**tree["checkpoints"], "every": 0}  # as the default once was: names of runs stay
     return json.dumps(tree, sort_keys=True, separators=(",", ":"))
 
 

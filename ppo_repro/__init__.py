@@ -32,7 +32,17 @@ _HOMES = {
 }
 
 __all__ = [
-    "AdamW", "Run", "Sampling", "UserError", "deterministic", "diff", "generate", "latest_run", "logprobs", "open_run", "train"
+    "AdamW",
+    "Run",
+    "Sampling",
+    "UserError",
+    "deterministic",
+    "diff",
+    "generate",
+    "latest_run",
+    "logprobs",
+    "open_run",
+    "train",
 ]
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ppo_repro.config.mistakes import check_path
-from ppo_repro.errors import NumericsError, UserError
 
 MOST = 2**31 - 1  # of anything that is counted
 LARGEST = 1e30  # of numbers that meet others in float32
@@ -82,22 +80,3 @@ def with_usual(tree: Any, usual: Sequence[tuple[str, str, str]]) -> Any:
         if isinstance(tree.get(group), dict):
             tree[group] = {field: value, **tree[group]}
     return tree
-
-
-@contextmanager
-def naming_learning_rates(config: Section) -> Iterator[None]:
-    """Add every learning rate of the configuration, the highest first, to a NumericsError; it becomes a UserError."""
-    try:
-        yield
-    except NumericsError as error:
-        rates = sorted(_learning_rates("", config.model_dump(mode="json")), key=lambda rate: -rate[1])
-        named = ", ".join(f"{path} = {rate:g}" for path, rate in rates)
-        raise UserError(f"{error}; lower the highest of {named}") from error
-
-
-def _learning_rates(path: str, value: Any) -> Iterator[tuple[str, float]]:
-    if isinstance(value, dict | list):
-        for name, child in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _learning_rates(f"{path}.{name}" if path else str(name), child)
-    elif path.endswith("learning_rate") and isinstance(value, int | float):
-        yield path, float(value)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -31,7 +31,7 @@ def _at(mark: Any, text: str) -> UserError:
 class _Loader(yaml.SafeLoader):
     """YAML 1.2 scalars: `1e-3` is a number, `no` and `on` are words, a repeated key is an error."""
 
-    yaml_implicit_resolvers: dict[str, Any] = {}
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()

@@ -76,7 +76,9 @@ def make_layout(
     """
     whole = isinstance(input_ids, Tensor) and input_ids.dtype in (torch.int64, torch.int32)
     if not whole or input_ids.dim() != 2 or not input_ids.numel():
-        raise UserError(f"input_ids: is {_described(input_ids)}; must be an int64 tensor [rows, length], neither of them 0")
+        raise UserError(
+            f"input_ids: is {_described(input_ids)}; must be an int64 tensor [rows, length], neither of them 0"
+        )
     ids = input_ids.to(torch.int64)
     mask = torch.ones_like(ids) if attention_mask is None else _same_shape("attention_mask", attention_mask, ids)
     real = mask != 0

@@ -101,6 +101,24 @@ def differences(results: pd.DataFrame, points: pd.Series, measure: str, against:
     return pd.DataFrame({"point": table["point"], "difference": shown, "p": [f"{p:.3f}" for p in table["Holm"]]})
 
 
+def settings_table(
+    results: pd.DataFrame, axis: str, measure: str, title: str, against: str, columns: dict[str, tuple[str, str | None]]
+) -> pd.DataFrame:
+    """One row per setting of the axis: the measure, its difference from the setting `against`, means of other columns.
+
+    `columns`: title of a column of the table -> (name of a measure, format of its mean; None: mean with interval).
+    """
+    compared = differences(results, results[axis], measure, against).set_index("point")
+    rows = []
+    for point, cells in results.groupby(axis, sort=False):
+        row = {axis: point, title: interval(cells[measure])}
+        row |= {f"minus {against}": compared["difference"].get(point, ""), "p, Holm": compared["p"].get(point, "")}
+        for shown, (name, form) in columns.items():
+            row[shown] = interval(cells[name]) if form is None else form.format(cells[name].mean())
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
 def nothing(labels: Labels) -> None:
     """No cell stands beside another."""
 

@@ -39,7 +39,6 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "join_sums": (None, (_P, _LONG)),
     "gradient_squares": (_DOUBLE, (_P, _INT)),
     "adamw": (None, (_P, _INT, _P)),
-    "fingerprint": (ctypes.c_uint64, (_P, _LONG)),
     **{f"{name}_float32": _MAP for name in ("exp", "sigmoid", "tanh", "erf", "sqrt")},
     **{f"{name}_float64": _MAP for name in ("exp", "log", "sigmoid", "softplus", "sqrt")},
     "sin_cos_float64": (None, (_P, _P, _P, _LONG)),

@@ -19,7 +19,6 @@ from analysis.grids.outcomes import complete_cells
 from analysis.grids.table import comparisons, markdown
 from analysis.stats.significance import one_sample, t_interval
 from ppo_repro.errors import UserError
-from ppo_repro.files import PICTURE, write_csv_over_earlier, write_over_earlier
 from ppo_repro.grids.study import BESIDE, RESULTS
 from ppo_repro.output import Parser, tell
 from ppo_repro.records import reader
@@ -140,10 +139,10 @@ def study(
     results = folder / RESULTS
     if arguments.grid is not None:
         text = results_of(arguments.grid, measures, beside).to_csv(index=False, float_format="%.6g")
-        write_csv_over_earlier(arguments.csv or results, text, "--csv")
+        (arguments.csv or results).write_text(text, encoding="utf-8")
         if arguments.csv is not None:
             return
     rows = pd.read_csv(results, keep_default_na=False, na_values=["", "nan"])
     if arguments.grid is not None:
-        write_over_earlier(folder / FIGURE, PICTURE, svg(figure(rows)).encode(), FIGURE)
+        (folder / FIGURE).write_text(svg(figure(rows)), encoding="utf-8")
     tell("\n\n".join(markdown(table) for table in tables(rows)))

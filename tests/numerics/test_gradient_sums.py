@@ -163,6 +163,3 @@ def test_sequences_out_of_order_are_refused() -> None:
     add(use, weight, of, 4, 6, slots_of(8, 4, 6))
     with pytest.raises(PromiseBroken, match="a sequence of slot 3 comes after those of slot 6"):
         add(use, weight, of, 3, 4, slots_of(8, 3, 4))
-
-
-# ------------------------------------------------------------------------------------------------- in `grad`

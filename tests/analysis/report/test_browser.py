@@ -11,7 +11,7 @@ import pytest
 
 from analysis.report import build
 from ppo_repro.watcher import Silent
-from tests.analysis.report.hostile_run import HOSTILE, make_hostile_run
+from tests.analysis.report.hostile_run import make_hostile_run
 from tests.support.browser import find, look, opened
 from tests.support.control import run as control_run
 from tests.support.control import small_control
@@ -82,7 +82,7 @@ def test_a_page_opens_without_a_word_on_the_console_and_loads_nothing(
     browser: Any, pages: dict[str, Path], name: str
 ) -> None:
     opened(browser, pages[name])
-    assert browser.get_log("browser") == []
+    assert browser.get_log("browser") == [] and browser.execute_script("return window.hacked") is None
     assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
     # a parser that had to mend something would have moved, added or dropped a tag
     text = pages[name].read_text()
@@ -156,26 +156,6 @@ def test_tokens_by_key(browser: Any, pages: dict[str, Path]) -> None:
     assert f"iteration 0, sequence {first + 1};" in one(browser, "#tv-about").text and at() == 0
     press(browser, Keys.PAGE_UP)
     assert f"iteration 0, sequence {first};" in one(browser, "#tv-about").text
-
-
-def test_hostile_texts_are_shown_and_do_nothing(browser: Any, pages: dict[str, Path]) -> None:
-    opened(browser, pages["hostile"])
-    for sequence in range(len(HOSTILE)):
-        show(browser, 0, sequence)
-        options = find(browser, "#tv-tokens [role=option]")
-        assert all(o.tag_name == "bdi" and o.get_attribute("dir") == "auto" for o in options)
-        ended = options[-1].get_attribute("textContent") == "⟨end 1⟩"
-        breaks = find(browser, "#tv-tokens br")
-        pieces = HOSTILE[sequence][: len(options) - ended]
-        assert len(breaks) == sum(piece.count("\n") for piece in pieces)
-        for option, piece in zip(options, pieces, strict=False):
-            shown = option.get_attribute("textContent")
-            plain = all(c.isascii() and c.isprintable() and c != " " for c in piece)
-            assert shown == piece if plain else shown.strip()
-            assert not set("\x01\x1b\x7f\x85\u2028\u2029\u202e\u2066\ufeff") & set(shown)
-    assert browser.execute_script("return window.hacked") is None
-    assert find(browser, "#tv-tokens img, #tv-tokens script, #tv-tokens b") == []
-    assert browser.get_log("browser") == []
 
 
 CUT = """

@@ -43,7 +43,6 @@ def test_by_hand() -> None:
         ("k1", "seq_mean_token_mean"): (LOG2 / 2 - LOG2) / 2,
         ("k2", "token_mean"): LOG2**2 / 3,
         ("k3", "token_mean"): 0.5 / 3,
-        ("kl_pg", "token_mean"): 1.5 * LOG2 / 3,
         ("kl_pg_nonneg", "token_mean"): (1.5 * LOG2 - 0.5) / 3,
         ("tv", "token_mean"): 1.5 / 6,
         ("chi2_token", "token"): 5.25 / 3 - 1,
@@ -51,11 +50,10 @@ def test_by_hand() -> None:
         # probabilities 1/4 against 1/4, 1/8, 1/2
         ("prob_abs_mean", "token_mean"): 0.375 / 3,
         ("prob_abs_max", "token"): 0.25,
-        # products 1/2 and 2, geometric means sqrt(1/2) and 2
+        # products 1/2 and 2
         ("chi2_seq", "seq"): (0.25 + 4) / 2 - 1,
         ("ess_seq", "seq"): 2.5**2 / (2 * 4.25),
-        ("rho_geo", "seq_mean"): (math.sqrt(0.5) + 2) / 2,
-        ("log_ppl_diff", "seq_mean"): (LOG2 / 2 - LOG2) / 2,
+        ("log_ppl_abs_diff", "seq_mean"): (LOG2 / 2 + LOG2) / 2,
         ("frac_diverged", "seq"): 1.0,
         ("n_tokens", "count"): 3.0,
         ("n_sequences", "count"): 2.0,
@@ -76,7 +74,7 @@ def test_what_is_not_finite_is_counted_and_left_out() -> None:
     assert tokens["bitwise_equal"].tolist() == [False, False, True, True] and tokens["ulp"].tolist()[1::2] == [-1, -1]
     assert found["n_nonfinite", "count"] == 2 and found["n_incomplete_sequences", "count"] == 2
     assert found["abs_mean", "token_mean"] == 0.25
-    assert found["rho_geo", "seq_mean"] == 1.0, "of responses only the one without a gap"
+    assert found["log_ppl_abs_diff", "seq_mean"] == 0.0, "of responses only the one without a gap"
     far = measured(chunk([-1e4, -1.0], [-1.0, -1.0]))
     assert far["rho_max", "token"] == far["rho_mean", "token_mean"] == math.inf
     assert math.isnan(far["ess_frac", "token"])

@@ -186,7 +186,7 @@ def test_a_control_run_has_a_page(tmp_path: Path) -> None:
     page = build.page_of(run_dir, None)
     assert page == build.page_of(run_dir, None)
     titles = [n.text for n in check(page).iter("h3")]
-    assert {"Return of training episodes", "Loss of the critic", "Learning rate", "Extreme ratios"} <= set(titles)
+    assert {"Return of training episodes", "Loss of the value model", "Learning rate", "Extreme ratios"} <= set(titles)
     steps = int(reader.read_iterations(run_dir)["tokens"].sum())
     assert f"agree on every bit of {steps:,} environment steps." in text_of(page)
     with pytest.raises(UserError, match="--responses 3: a control run has no token view"):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
-from hypothesis import strategies as st
 
 from analysis.clipping.update_rows import ClipRule, IterationRows, join_tokens
 
@@ -77,11 +76,3 @@ def make_item(
 def single(log_ratios: Sequence[float], advantages: Sequence[float], rule: ClipRule = RULE) -> IterationRows:
     """One response, one step."""
     return make_item([len(log_ratios)], np.array([log_ratios]), np.array(advantages), rule)
-
-
-@st.composite
-def rules(draw: st.DrawFn, anchor: str = "old") -> ClipRule:
-    """Any clip, asymmetric and dual ones among them."""
-    low, high = draw(st.floats(0.01, 0.9)), draw(st.floats(0.01, 3.0))
-    dual = draw(st.one_of(st.none(), st.floats(0.01, 3.0).map(lambda more: 1.0 + high + more)))
-    return ClipRule(anchor, low, high, dual, 0.2, True)

@@ -46,10 +46,6 @@ def one(browser: Any, selector: str) -> Any:
     return found
 
 
-def choose(browser: Any, selector: str, value: str) -> None:
-    one(browser, f"{selector} option[value='{value}']").click()
-
-
 def values(browser: Any) -> dict[str, str]:
     """The panel beside the tokens."""
     rows = "[...document.querySelectorAll('#tv-detail tr')]"
@@ -62,16 +58,6 @@ def press(browser: Any, *keys: str) -> None:
 
     for key in keys:
         ActionChains(browser).send_keys(key).perform()
-
-
-def show(browser: Any, iteration: int, sequence: int) -> dict[str, Any]:
-    """Choose a response by its numbers; what the page holds of it."""
-    data = embedded(Path(browser.current_url.removeprefix("file://")).read_text())
-    choose(browser, "#tv-iteration", str(iteration))
-    index, found = next((i, r) for i, r in enumerate(data["responses"])
-                        if (r["iteration"], r["sequence"]) == (iteration, sequence))  # fmt: skip
-    choose(browser, "#tv-sequence", str(index))
-    return dict(found)
 
 
 NAMES = ["deterministic", "native", "hostile", "grid", "cut", "control", "pair"]
@@ -120,42 +106,6 @@ def test_tokens_by_pointer(browser: Any, pages: dict[str, Path]) -> None:
         button.click()
         assert button.text.lower() in one(browser, "#tv-about").text
     assert browser.get_log("browser") == []
-
-
-def test_tokens_by_key(browser: Any, pages: dict[str, Path]) -> None:
-    from selenium.webdriver.common.keys import Keys
-
-    opened(browser, pages["hostile"])
-    data = embedded(pages["hostile"].read_text())["responses"]
-    first = next(r["sequence"] for r in data if r["iteration"] == 0 and len(r["ids"]) > 2)
-    shown = show(browser, 0, first)
-    one(browser, "#tv-next").send_keys("")
-    for _ in range(20):
-        if browser.switch_to.active_element.get_attribute("role") == "option":
-            break
-        press(browser, Keys.TAB)
-    assert browser.switch_to.active_element.get_attribute("role") == "option", "Tab has to lead to the tokens"
-    outline = "const s = getComputedStyle(document.activeElement); return [s.outlineStyle, parseFloat(s.outlineWidth)]"
-    style, width = browser.execute_script(outline)
-    assert style == "solid" and width >= 2
-
-    def at() -> int:
-        return int(browser.switch_to.active_element.get_attribute("data-i"))
-
-    press(browser, Keys.HOME)
-    assert at() == 0
-    press(browser, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    assert at() == 2 and values(browser)["token id"] == str(shown["ids"][2])
-    press(browser, Keys.ARROW_LEFT)
-    assert at() == 1
-    press(browser, Keys.END, Keys.ARROW_RIGHT)
-    assert at() == len(shown["ids"]) - 1
-    ring = "return getComputedStyle(document.activeElement).boxShadow"
-    assert "inset" in browser.execute_script(ring), "the chosen token is marked, a special one too"
-    press(browser, Keys.PAGE_DOWN)
-    assert f"iteration 0, sequence {first + 1};" in one(browser, "#tv-about").text and at() == 0
-    press(browser, Keys.PAGE_UP)
-    assert f"iteration 0, sequence {first};" in one(browser, "#tv-about").text
 
 
 CUT = """

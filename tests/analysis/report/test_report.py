@@ -137,7 +137,6 @@ def test_mistakes_are_one_line(tmp_path: Path, hostile_run: Path) -> None:
         ([tmp_path / "empty" / "run"], None, None, "no complete iteration to report; go on with"),
         ([hostile_run, hostile_run], None, 5, "--responses 5: a page about two runs has no token view"),
         ([grid], tmp_path / "x.html", 5, "--responses 5: a grid has no token view"),
-        ([hostile_run], tmp_path / "gone" / "x.html", 1, "cannot be written"),
     ):
         with pytest.raises(UserError, match=said):
             build.write_report(targets, out, responses)

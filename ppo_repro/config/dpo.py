@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -32,12 +32,8 @@ class DPOConfig(Experiment):
     Micro-batches of the layout count sequences, of which a pair has two; pairs are never parted.
     """
 
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"pairs", "model", "chat_template", "checkpoints"})
-
     run: PathText | None = Field(None, description="Folder of the recorded run; null: `model` and `pairs`.")
-    pairs: PathText | None = Field(
-        None, description="Lines with `prompt`, `chosen`, `rejected`; null: the run's responses."
-    )
+    pairs: PathText | None = Field(None, description="Lines with `prompt`, `chosen`, `rejected`; null: of the run.")
     model: ModelFolder | None = Field(None, description="The model to train, where there is no run.")
     chat_template: bool = Field(False, description="Render the prompts of `pairs` with the tokenizer's chat template.")
     num_eval_prompts: Count = Field(description="Prompts whose pairs are held out, to measure the margins on.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -16,8 +16,6 @@ TOP_LOGITS = 16  # of each token at level deep
 class LayoutConfig(Section):
     """How the work is cut up. In deterministic numerics nothing here can change a result."""
 
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"device"})
-
     rollout_slots: Count = Field(64, description="Sequences decoded side by side, in each process.")
     prefix_cache: bool = Field(True, description="Prompts take over the keys and values of a prefix they share.")
     prefill_chunk: Index = Field(0, description="Prompt tokens per prefill pass; 0 takes prompts whole.")
@@ -27,12 +25,8 @@ class LayoutConfig(Section):
         "right", description="Native numerics: where short rows are padded; `none` packs sequences into one row."
     )
     threads: Threads = Field(1, description="CPU threads, in each process.")
-    device: Literal["cpu", "cuda"] = Field(
-        "cpu", description="What the models compute on; `cuda` is for native numerics."
-    )
-    gradient_checkpointing: bool = Field(
-        False, description="Compute activations of decoder layers again in the backward pass."
-    )
+    device: Literal["cpu", "cuda"] = Field("cpu", description="Where models compute; `cuda`: native numerics only.")
+    gradient_checkpointing: bool = Field(False, description="Compute activations again in the backward pass.")
 
 
 class RecordsConfig(Section):

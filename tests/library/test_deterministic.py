@@ -186,8 +186,9 @@ def test_generate_and_logprobs_agree_on_every_bit_and_no_slot_shows() -> None:
     assert [r.response_ids for r in ppo_repro.generate(model, ROWS, sampling, seed=1)] != [
         r.response_ids for r in responses
     ]
-    stock = ppo_repro.logprobs(source_model("qwen3"), tensors["input_ids"], tensors["attention_mask"], temperature=0.7)
-    assert torch.allclose(stock, found, atol=1e-4)  # float32 sums in another order, nats
+    row = torch.tensor([rows[0]])
+    stock = (source_model("qwen3")(row).logits[0, :-1] / 0.7).log_softmax(-1).gather(-1, row[0, 1:, None])[:, 0]
+    assert torch.allclose(stock, found[0][-len(stock) :], atol=1e-4)  # float32 sums in another order, nats
 
 
 def ids(*shape: int) -> Tensor:
@@ -197,13 +198,10 @@ def ids(*shape: int) -> Tensor:
 HOLE, ROW = torch.tensor([[1, 0, 1]]), torch.tensor([[3, 4, 5]])
 MISTAKES = {
     "float ids": (dict(input_ids=torch.ones(1, 3)), "input_ids: is torch.float32 .1, 3.; must be an int64"),
-    "one row without its dimension": (dict(input_ids=ids(3)), "must be an int64 tensor .rows, length."),
-    "no tokens": (dict(input_ids=ids(1, 0)), "neither of them 0"),
     "a list": (dict(input_ids=[[1, 2]]), "of type list"),
     "outside": (dict(input_ids=ids(1, 3) * VOCAB), f"input_ids.0, 0. = {VOCAB}: must be in 0..{VOCAB - 1}"),
     "mask of another shape": (dict(input_ids=ROW, attention_mask=ids(1, 2)), r"attention_mask: .* \[1, 3\]"),
     "a hole": (dict(input_ids=ROW, attention_mask=HOLE), "padding between its tokens"),
-    "a number in the mask": (dict(input_ids=ROW, attention_mask=HOLE * 2), "must hold 0 and 1 only"),
     "padding alone": (dict(input_ids=ROW, attention_mask=ROW * 0), "every position is padding"),
     "positions": (dict(input_ids=ROW, position_ids=ROW), r"position_ids\[0, 0\] = 3: must be one more"),
     "too long": (
@@ -214,12 +212,8 @@ MISTAKES = {
         dict(input_ids=ROW, attention_mask=torch.tensor([[1, 1, 0]]), labels=ROW),
         r"labels\[0, 2\] = 5: is at padding; must be -100",
     ),
-    "labels outside": (dict(input_ids=ROW, labels=ROW + VOCAB), "must be -100 or in"),
-    "labels of another shape": (dict(input_ids=ROW, labels=ids(1, 2)), r"labels: must be whole numbers \[1, 3\]"),
     "no label counts": (dict(input_ids=ROW, labels=ids(1, 3) * -100), "none of them counts"),
     "a cache": (dict(input_ids=ROW, use_cache=True), "use_cache is not supported"),
-    "embeddings": (dict(input_ids=ROW, inputs_embeds=torch.ones(1, 3, 4)), "inputs_embeds is not supported"),
-    "attention weights": (dict(input_ids=ROW, output_attentions=True), "output_attentions is not supported"),
     "kept and labelled": (dict(input_ids=ROW, labels=ROW, logits_to_keep=1), "logits_to_keep = 1"),
 }
 

@@ -142,9 +142,12 @@ def set_threads(count: int) -> None:
         raise UserError(f"threads = {count}: the system starts no more threads; use fewer")
 
 
-def use_threads(count: int) -> None:
-    """Let the kernels and torch use `count` threads in this process."""
-    torch.set_num_threads(count)
+def use_threads(count: int, torch_computes: bool = False) -> None:
+    """Let the kernels use `count` threads in this process; torch too where it computes, else one.
+
+    Threads of torch that have nothing to do spin: beside the kernels they would take the processors of their threads.
+    """
+    torch.set_num_threads(count if torch_computes else 1)
     set_threads(count)
 
 

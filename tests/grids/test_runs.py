@@ -211,7 +211,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--workers", "0"], "--workers 0: must be at least 1"),
+        (["--workers", "0"], "argument --workers: must be at least 1"),
         (["--ray", "local", "--slurm", "a=b"], "--ray and --slurm: choose one"),
         (["--slurm", "a"], "--slurm a: must be NAME=VALUE, for example --slurm slurm_partition=cpu"),
         (["--slurm", "a=["], "--slurm a=[: line 1: not valid YAML"),

@@ -325,7 +325,7 @@ def _start_of_run(config: DPOConfig, run_dir: Path, watcher: Watcher) -> tuple[R
 
 def _start(config: DPOConfig, watcher: Watcher) -> Start:
     numerics = config.numerics
-    library.use_threads(config.layout.threads)
+    library.use_threads(config.layout.threads, numerics.mode == "native")
     run: tuple[RunConfig, Prepared] | None = None
     if config.run is not None:
         run = _start_of_run(config, Path(config.run), watcher)

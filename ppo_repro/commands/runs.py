@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ppo_repro.clock import OTHER, Clock
 from ppo_repro.commands.recorded import report_difference
@@ -18,7 +18,9 @@ from ppo_repro.output import print_json, say, tell
 from ppo_repro.tracking.copies import require_tensorboard
 
 if TYPE_CHECKING:
+    from ppo_repro.config.files import Kind
     from ppo_repro.ranks import Ranks
+    from ppo_repro.runs.kind import RunKind
     from ppo_repro.tracking.follower import Followers
     from ppo_repro.watcher import Watcher
 
@@ -59,6 +61,23 @@ def _working_together(begun: Path | None = None) -> Iterator[tuple[Ranks, Watche
         raise type(error)(f"{error}; {kept}" if str(error) else kept) from error
 
 
+def _executed_by(kind: Kind, watcher: Watcher, ranks: Ranks) -> RunKind[Any, Any]:
+    """How a run of this kind is executed; UserError for several processes if the kind works in one."""
+    if kind == "language":
+        from ppo_repro.runs.language import LanguageKind
+
+        return LanguageKind(watcher, ranks)
+    if ranks.size > 1:
+        raise UserError(f"a {kind} run works in one process; start this command without torchrun")
+    if kind == "control":
+        from ppo_repro.control.kind import ControlKind  # gymnasium, which not everybody has
+
+        return ControlKind(watcher)
+    from ppo_repro.preferences.dpo.execution import DPOKind
+
+    return DPOKind(watcher)
+
+
 def run_command(arguments: argparse.Namespace) -> int:
     """Run PPO, record every buffer, print a summary."""
     return _run(arguments, "run")
@@ -86,7 +105,6 @@ def _run(arguments: argparse.Namespace, command: str) -> int:
     say(f"{config.experiment}, seed {config.seed}: {config.iterations} iterations into {folder}")
     require_new(folder, MANIFEST)
     with _working_together(folder) as (ranks, watcher):
-        from ppo_repro.commands.kinds import executed_by
         from ppo_repro.commands.memory import require_memory
         from ppo_repro.runs.run import run
         from ppo_repro.tracking.follower import followed
@@ -95,7 +113,7 @@ def _run(arguments: argparse.Namespace, command: str) -> int:
         uri, events = (arguments.track, arguments.tensorboard) if ranks.is_first else (None, None)
         with followed(folder, uri, events) as copies:
             clock.lap("start")
-            run(executed_by(kind, watcher, ranks), config, arguments.out, clock)
+            run(_executed_by(kind, watcher, ranks), config, arguments.out, clock)
         clock.lap("tracking" if arguments.track or arguments.tensorboard else OTHER)
     if ranks.is_first:
         _report_run(folder, clock.with_total(), arguments.json, copies)
@@ -109,10 +127,9 @@ def resume_command(arguments: argparse.Namespace) -> int:
 
     kind = load_head(arguments.run).kind  # what is no run is said before the seconds that torch takes
     with _working_together(arguments.run) as (ranks, watcher):
-        from ppo_repro.commands.kinds import executed_by
         from ppo_repro.runs.resume import resume
 
-        resumed = resume(executed_by(kind, watcher, ranks), arguments.run, arguments.set, arguments.inputs)
+        resumed = resume(_executed_by(kind, watcher, ranks), arguments.run, arguments.set, arguments.inputs)
     if not ranks.is_first:
         return 0
     where = f"resumed after iteration {resumed.start}" if resumed.start else "computed again from the beginning"
@@ -173,10 +190,9 @@ def rerun_command(arguments: argparse.Namespace) -> int:
 
     kind = load_head(arguments.run).kind
     with _working_together() as (ranks, watcher):
-        from ppo_repro.commands.kinds import executed_by
         from ppo_repro.runs.rerun import rerun
 
-        report = rerun(executed_by(kind, watcher, ranks), arguments.run, arguments.set, arguments.inputs)
+        report = rerun(_executed_by(kind, watcher, ranks), arguments.run, arguments.set, arguments.inputs)
     if not ranks.is_first:
         return 0 if report.difference is None else 1
     identical = f"identical: {report.iterations} iterations, fingerprint {report.fingerprint}"

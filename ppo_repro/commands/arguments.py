@@ -210,9 +210,5 @@ def _add_grid(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--slurm", metavar="NAME=VALUE", action="append", help="run them as a Slurm array; may be repeated"
     )
-    parser.add_argument(
-        "--changed",
-        choices=("refuse", "keep", "redo"),
-        default="refuse",
-        help="what to do with cells that other code computed",
-    )
+    kept = "leave complete cells that other code, packages or input files computed as they are"
+    parser.add_argument("--keep-changed", action="store_true", help=kept)

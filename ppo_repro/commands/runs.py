@@ -17,7 +17,7 @@ from ppo_repro.commands.recorded import report_difference
 from ppo_repro.commands.run_folders import MANIFEST, how_to_go_on
 from ppo_repro.errors import UserError
 from ppo_repro.output import print_json, say, tell
-from ppo_repro.tracking.copies import require_tensorboard
+from ppo_repro.tracking.follower import require_tensorboard
 
 if TYPE_CHECKING:
     from ppo_repro.config.control import ControlConfig
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ppo_repro.config.files import Kind
     from ppo_repro.config.run import RunConfig
     from ppo_repro.ranks import Ranks
-    from ppo_repro.tracking.follower import Followers
+    from ppo_repro.tracking.follower import Copies
     from ppo_repro.watcher import Watcher
 
 SIZES = (1, 2, 4, 8)  # numbers of processes whose sums are whole subtrees of a minibatch's sum
@@ -192,7 +192,7 @@ def _report_run(
     run_dir: Path,
     seconds: dict[str, float] | None,
     as_json: bool,
-    copies: Followers | None = None,
+    copies: Copies | None = None,
 ) -> None:
     """Print what a complete run did; `seconds` by phase where they are known better than from the records."""
     from ppo_repro.commands.kinds import kind_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,6 @@ from ppo_repro.grids import grid as grid_module
 from ppo_repro.grids.cell import Order, finish_cell, run_of, start_cell, state_of
 from ppo_repro.grids.engines import Engine, Processes
 from ppo_repro.grids.grid import Outcome, run_grid
-from ppo_repro.grids.progress import ConsoleGrid
 from ppo_repro.grids.ray_tasks import Ray
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.records import manifest, reader
@@ -36,8 +36,8 @@ TWO_WORKERS = Processes(2)
 Grid = tuple[Path, dict[str, str], Path]
 
 
-def finished(path: Path, out: Path, engine: Engine = TWO_WORKERS, changed: grid_module.Changed = "refuse") -> Outcome:
-    return run_grid(load_grid(path), out, engine, ConsoleGrid(), changed)
+def finished(path: Path, out: Path, engine: Engine = TWO_WORKERS, keep_changed: bool = False) -> Outcome:
+    return run_grid(load_grid(path), out, engine, keep_changed)
 
 
 def until(is_true: Callable[[], bool], seconds: float = 300.0) -> None:
@@ -139,12 +139,10 @@ def test_cells_of_other_code_are_not_mixed_in_silence(tmp_path: Path, monkeypatc
     found = fingerprints(finished(path, tmp_path))
     real = grid_module.describe_environment
     monkeypatch.setattr(grid_module, "describe_environment", lambda *a: {**real(*a), "code_digest": "other"})
-    with pytest.raises(UserError, match=r"seed=1: was computed with another code than now; --changed keep"):
+    with pytest.raises(UserError, match=r"seed=1: was computed with another code_digest than now; --keep-changed"):
         finished(path, tmp_path)
-    kept = finished(path, tmp_path, changed="keep")
+    kept = finished(path, tmp_path, keep_changed=True)
     assert kept.ran == () and fingerprints(kept) == found
-    redone = finished(path, tmp_path, changed="redo")
-    assert redone.ran == ("seed=1",) and fingerprints(redone) == found  # the code is the same after all
     monkeypatch.setattr(grid_module, "describe_environment", lambda *a: {**real(*a), "machine": "other"})
     with pytest.raises(UserError, match="another machine than now"):
         finished(path, tmp_path)
@@ -161,7 +159,9 @@ def test_a_cell_whose_reward_was_edited_is_refused_or_run_again(tmp_path: Path) 
     reward.write_text(reward.read_text().replace("float(", "-float("))
     with pytest.raises(UserError, match="another input file than now"):
         finished(path, tmp_path / "out")
-    assert fingerprints(finished(path, tmp_path / "out", changed="redo")) != before
+    (run_dir,) = (tmp_path / "out/g/cells/seed=1").glob("*/seed*")
+    shutil.rmtree(run_dir)
+    assert fingerprints(finished(path, tmp_path / "out")) != before
 
 
 def laid_out(folder: Path, **fields: object) -> Order:

@@ -65,12 +65,12 @@ def run_grid(grid: Grid, out: Path, engine: Engine, keep_changed: bool = False) 
             if state_of(folder) != "complete":
                 orders.append(Order(cell.name, str(folder.absolute()), grid.file.kind, cell.config.layout.threads))
         write_tables(grid_dir, grid.cells)  # who copies the grid while it works reads the labels there
-        ended = len(grid.cells) - len(orders)
-        say_anyway(f"{ended} of {len(grid.cells)} cells are complete already")
+        complete = len(grid.cells) - len(orders)
+        say_anyway(f"{complete} of {len(grid.cells)} cells are complete already")
         try:
             if orders:
                 with closing(engine.run(orders)) as results:
-                    for ended, result in enumerate(results, ended + 1):
+                    for ended, result in enumerate(results, complete + 1):
                         outcome = f"ended with {result.exit_code}: {result.message}" if result.exit_code else "done"
                         say_anyway(f"{ended}/{len(grid.cells)} {result.name}: {outcome} ({result.seconds:.1f} s)")
         finally:

@@ -34,7 +34,9 @@ def arrow_schema(table: schema.Table, names: Sequence[str] | None = None) -> pa.
     return pa.schema(fields, metadata=about)
 
 
-def to_arrow(table: schema.Table, columns: Mapping[str, npt.NDArray[Any] | Sequence[Any] | pa.Array | None]) -> pa.Table:
+def to_arrow(
+    table: schema.Table, columns: Mapping[str, npt.NDArray[Any] | Sequence[Any] | pa.Array | None]
+) -> pa.Table:
     """Build a table from a copy of its columns; None is null in every row. ValueError naming table and column.
 
     A column that a level or a feature brings may be left out. No value is cast where that could change a bit.

@@ -127,7 +127,7 @@ def test_a_job_that_vanished_is_lost_and_one_of_a_silent_cluster_is_not(
     order = Order("seed=1", str(tmp_path / "cell"), "language", 1)
     (tmp_path / "cell").mkdir()
     # silent, then in the queue, then gone
-    script = f'echo x >> {tmp_path}/n; case $(wc -l < {tmp_path}/n) in ?) exit 1;; 1?) echo 7_0;; esac'
+    script = f"echo x >> {tmp_path}/n; case $(wc -l < {tmp_path}/n) in ?) exit 1;; 1?) echo 7_0;; esac"
     answer(commands, "squeue", script)
     (lost,) = slurm._until_ended({"7_0": order}, tmp_path)
     assert len((tmp_path / "n").read_text().split()) > 19

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from ppo_repro.config.files import load_config
-from ppo_repro.errors import UserError
 from ppo_repro.recompute.recompute import STAGES, Stage, lines, recompute
 from ppo_repro.records import manifest, reader
 from ppo_repro.runs.verify import verify
@@ -123,20 +122,6 @@ def test_a_changed_input_is_found_in_the_first_stage_that_reads_it(
     flip(copy, "tokens", column, row=0, bit=bit)
     found = recompute(copy, STAGES)
     assert found.difference is not None and found.stage == stage, lines(found)
-
-
-LEAN = {
-    "rewards": ("reverse_ref_kl", "kl={estimator: exact, direction: reference_policy}"),
-    "losses": ("kl_terms", "kl={placement: loss, estimator: exact}"),
-}
-
-
-@pytest.mark.parametrize(("stage", "column", "override"), [(k, *v) for k, v in LEAN.items()], ids=LEAN)
-def test_a_lean_run_says_what_a_stage_lacks(tmp_path: Path, stage: Stage, column: str, override: str) -> None:
-    run_dir = record(tmp_path, "records.level=lean", override)
-    with pytest.raises(UserError, match=f"stage {stage} needs column {column} of table .* records.level = full"):
-        recompute(run_dir, (stage,))
-    require_replayed(run_dir, [other for other in STAGES if other != stage])
 
 
 def test_the_command_line(cli: Cli, recorded: Path, copy: Path) -> None:

@@ -27,7 +27,6 @@ from ppo_repro.seeding import words
 from ppo_repro.watcher import Silent
 from tests.support.language import resume, run
 from tests.support.paths import TINY
-from tests.support.turns import turns_config
 
 COMMON = (
     *("ppo.iterations=3", "checkpoints.every=1", "checkpoints.keep=3", "checkpoints.final_state=false"),
@@ -247,22 +246,3 @@ def test_a_cause_is_what_it_says_under_every_layout(name: str, tmp_path: Path) -
     require_the_records_suffice_and_the_cause_is_named(case)
     require_the_mismatch_by_lag(case)
     require_no_layout_shows_and_no_interruption(case, tmp_path / "again")
-
-
-@pytest.mark.slow
-def test_an_environment_speaks_to_older_weights_too(tmp_path: Path) -> None:
-    faults = (f"{LAG}=1", f"{TRAINER}.padding_leak=9", f"{TRAINER}.dropout=0.1")
-    found = []
-    for layout in ([], LAYOUT[:-1]):
-        options = ["ppo.iterations=3", "numerics.max_context=30", *faults, *layout]
-        folder, _ = run(turns_config(tmp_path, *options), tmp_path / str(len(layout)), Silent())
-        found.append(manifest.load(folder).fingerprint)
-    sequences = reader.read_sequences(folder)
-    assert any(any(forced) for forced in sequences["is_forced"]) and found[0] == found[1]
-    assert [len(v) for v in sequences["rollout_policy_versions"]] == sequences["response_length"].tolist()
-    assert len({version for row in sequences["rollout_policy_versions"] for version in row}) == 2
-    buckets = bucket_table(whole(measure(run_pairs(folder))).buckets)
-    assert (
-        buckets.groupby("kind")["n"].sum()[["turn", "policy_lag"]].tolist() == [sequences["response_length"].sum()] * 2
-    )
-    assert (buckets["kind"] == "turn").sum() > 1

@@ -46,9 +46,7 @@ def read_file(path: Path, table: schema.Table, entry: TableEntry, verify: bool) 
     `verify`: first the bytes of the file, then its values, against their digests. A column that the file lacks is null.
     """
     try:
-        content = path.read_bytes()
-        if verify and manifest.content_digest(content) != entry.file_digest:
-            raise UserError(f"{path}: {_OTHER_BYTES}")
+        content = read_checked(path, entry.file_digest) if verify else path.read_bytes()
         loaded = pq.ParquetFile(pa.BufferReader(content)).read()
         loaded.validate(full=True)
         if verify and (loaded.num_rows != entry.rows or digests.table_digest(table, loaded) != entry.digest):
@@ -148,6 +146,17 @@ def _checked_iterations(run_dir: Path, recorded: Manifest, iterations: Sequence[
         if iteration in iterations[:index]:
             raise UserError(f"{run_dir}: iteration {iteration} is asked for twice; name it once")
     return tuple(int(iteration) for iteration in iterations)
+
+
+def read_checked(path: Path, digest: str) -> bytes:
+    """The content of a recorded file; UserError unless its bytes have this SHA-256."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if manifest.content_digest(content) != digest:
+        raise UserError(f"{path}: {_OTHER_BYTES}")
+    return content
 
 
 def check_file(path: Path, digest: str) -> None:

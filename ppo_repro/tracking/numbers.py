@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class RunNumbers:
         measured, spent = accuracy.read(self._run_dir, recorded), times.read(self._run_dir, recorded)
         groups = {
             "final": final,
-            "accuracy": {} if measured is None else measured.numbers(),
+            "accuracy": {} if measured is None else asdict(measured),
             "seconds": {} if spent is None else spent.seconds,
         }
         return [

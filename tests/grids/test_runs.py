@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -172,16 +171,6 @@ def laid_out(folder: Path, **fields: object) -> Order:
 
 
 @slow
-def test_ctrl_c_at_the_first_instant_of_a_cell_interrupts_it(tmp_path: Path) -> None:
-    order = laid_out(tmp_path)
-    with hearing_ctrl_c(), start_cell(order) as cell:
-        cell.send_signal(signal.SIGINT)
-        code = cell.wait(200)
-    assert code == 130 and finish_cell(order, code, 0.0).message == "interrupted"
-    assert state_of(Path(order.folder)) == "interrupted"
-
-
-@slow
 def test_a_cell_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     order = laid_out(tmp_path, **{"ppo.iterations": 5000})
     process = start_cell(order)
@@ -196,16 +185,6 @@ def test_two_calls_on_one_folder(tmp_path: Path) -> None:
     (tmp_path / "g").mkdir()
     with only_writer(tmp_path / "g"), pytest.raises(UserError, match="another process is writing"):
         finished(grid_file(tmp_path, {}, [1]), tmp_path)
-
-
-@slow
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = grid_file(tmp_path, {}, [1])
-    assert _run(["grid", str(path), "--out", str(tmp_path / "out"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["complete"] == 1 and found["ran"] == ["seed=1"]
-    (cell,) = found["cells"]
-    assert cell["fingerprint"] == manifest.load(tmp_path / "out/g" / cell["run_dir"]).fingerprint
 
 
 @pytest.mark.parametrize(

@@ -61,18 +61,6 @@ def test_the_ratio_is_one_before_the_first_step_of_every_iteration(which: str, r
     assert found.unequal_ratios > found.update_rows // 2, "the weights must have moved, or a constant would pass"
 
 
-def test_without_learning_every_ratio_of_every_epoch_is_one(tmp_path: Path) -> None:
-    still = ("ppo.learning_rate=0", "ppo.iterations=10")
-    deterministic = parity(run(small_control(*still), tmp_path, Silent())[0])
-    with row_dependent_linear():
-        native = parity(run(small_control(*still, "numerics.mode=native"), tmp_path, Silent())[0])
-    assert (
-        deterministic.update_rows == 2 * deterministic.tokens
-        and deterministic.unequal_ratios == deterministic.unequal_update_values == 0
-    )
-    assert native.unequal_ratios > native.update_rows // 20 and native.unequal_update_values > native.update_rows // 2
-
-
 def test_native_numerics_fail_the_same_check(native: Path) -> None:
     found = parity(native)
     assert found.unequal_old_rollout_logprobs > found.tokens // 50

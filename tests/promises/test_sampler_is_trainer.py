@@ -198,15 +198,3 @@ def test_a_prefix_taken_from_the_cache_changes_no_bit_and_saves_work(slots: int,
 @pytest.mark.usefixtures("row_dependent")
 def test_a_prefix_taken_from_the_cache_shows_in_native_numerics() -> None:
     assert not any(same(generated("native", n, 0, False)[0], generated("native", n, 0, True)[0]) for n in (21, 5))
-
-
-def test_the_context_may_be_filled_to_the_last_token() -> None:
-    request = Request(tuple(range(CONTEXT - 5)), 0)
-    sampling = Sampling(1.0, 0, 1.0, 5)
-    never = TorchEngine(policy("qwen3", "deterministic"), frozenset(), "deterministic", CONTEXT, 1, 7)
-    completions = never.generate([request], sampling)
-    assert len(completions[0].response_ids) == 5
-    got = forward_logprobs(
-        policy("qwen3", "deterministic"), "deterministic", [request], completions, sampling, "none", 0
-    )
-    assert unequal(got, joined(completions)) == 0

@@ -15,10 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from analysis.diagnosis.diagnose import diagnose_chunks
-from analysis.mismatch.bucket import bucket_table
-from analysis.mismatch.tables import measure, whole
 from analysis.pairs.run_evidence import run_evidence
-from analysis.pairs.runs import run_pairs
 from ppo_repro.config.files import load_config
 from ppo_repro.config.inputs import run_folder
 from ppo_repro.recompute.recompute import recompute, stages_of
@@ -220,22 +217,6 @@ def require_the_records_suffice_and_the_cause_is_named(case: Case) -> None:
         assert known or expected in found.possible
 
 
-def require_the_mismatch_by_lag(case: Case) -> None:
-    buckets = bucket_table(whole(measure(run_pairs(case.folder))).buckets)
-    by_lag = buckets[buckets["kind"] == "policy_lag"]
-    versions = case.sequences["rollout_policy_versions"]
-    if "lag" not in case.name:
-        assert by_lag.empty and versions.isna().all()
-        return
-    lags = case.tokens["iteration"].to_numpy() - np.concatenate(versions.to_list())
-    assert {int(lo): int(n) for lo, n in zip(by_lag["lo"], by_lag["n"], strict=True)} == {
-        lag: int((lags == lag).sum()) for lag in set(lags.tolist())
-    }
-    fresh = by_lag[by_lag["lo"] == 0].iloc[0]
-    assert fresh["abs_max"] == 0.0, "without a lag there is no mismatch"
-    assert (by_lag[by_lag["lo"] > 0]["k3"] > 0).all()
-
-
 # one test a cause: all of them read one recorded run
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
@@ -244,5 +225,4 @@ def test_a_cause_is_what_it_says_under_every_layout(name: str, tmp_path: Path) -
     require_both_sides_are_those_of_stock_torch(case)
     require_the_mismatch_is_what_its_definition_says(case)
     require_the_records_suffice_and_the_cause_is_named(case)
-    require_the_mismatch_by_lag(case)
     require_no_layout_shows_and_no_interruption(case, tmp_path / "again")

@@ -25,7 +25,6 @@ from analysis.grids.table import comparisons, rank_correlation
 from analysis.program import program
 from analysis.stats.significance import one_sample, t_interval
 from ppo_repro.errors import UserError
-from ppo_repro.files import PICTURE, check_replaceable, write_over_earlier
 from ppo_repro.output import Parser
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
@@ -184,7 +183,6 @@ def main(argv: Sequence[str] | None) -> None:
     parser.add_argument("--measure", choices=MEASURES, default="accuracy", help="of a grid")
     parser.add_argument("--share", choices=("removed", "outside"), default="removed", help="for `across`")
     arguments = parser.parse_args(argv)
-    check_replaceable(arguments.out, PICTURE, "FILE.svg")
     kind, folders, measure = arguments.kind, arguments.folders, arguments.measure
     if kind in ("learning", "agreement"):
         axes = learning(folders) if kind == "learning" else agreement(folders)
@@ -201,7 +199,7 @@ def main(argv: Sequence[str] | None) -> None:
             axes = settings(cells, measure)
         else:
             axes = differences(cells, measure) if kind == "differences" else across(cells, arguments.share, measure)
-    write_over_earlier(arguments.out, PICTURE, svg(axes).encode(), "FILE.svg")
+    arguments.out.write_text(svg(axes), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pandas as pd
 
 TERMS = {
@@ -32,9 +30,3 @@ TERMS = {
 def terms() -> pd.DataFrame:
     """term, in words."""
     return pd.DataFrame(list(TERMS.items()), columns=["term", "in words"])
-
-
-def explained(text: str) -> str:
-    """The terms that occur in a text, with their meaning; empty where none does."""
-    found = [term for term in TERMS if re.search(rf"(?<![\w-]){re.escape(term)}(?![\w-])", text)]
-    return "; ".join(f"{term}: {TERMS[term]}" for term in found)

@@ -19,7 +19,6 @@ from analysis.grids.outcomes import complete_cells
 from analysis.grids.table import comparisons, markdown
 from analysis.stats.significance import one_sample, t_interval
 from ppo_repro.errors import UserError
-from ppo_repro.files import PICTURE, write_csv_over_earlier, write_over_earlier
 from ppo_repro.grids.study import BESIDE, RESULTS
 from ppo_repro.output import Parser, tell
 from ppo_repro.records import reader
@@ -102,6 +101,24 @@ def differences(results: pd.DataFrame, points: pd.Series, measure: str, against:
     return pd.DataFrame({"point": table["point"], "difference": shown, "p": [f"{p:.3f}" for p in table["Holm"]]})
 
 
+def settings_table(
+    results: pd.DataFrame, axis: str, measure: str, title: str, against: str, columns: dict[str, tuple[str, str | None]]
+) -> pd.DataFrame:
+    """One row per setting of the axis: the measure, its difference from the setting `against`, means of other columns.
+
+    `columns`: title of a column of the table -> (name of a measure, format of its mean; None: mean with interval).
+    """
+    compared = differences(results, results[axis], measure, against).set_index("point")
+    rows = []
+    for point, cells in results.groupby(axis, sort=False):
+        row = {axis: point, title: interval(cells[measure])}
+        row |= {f"minus {against}": compared["difference"].get(point, ""), "p, Holm": compared["p"].get(point, "")}
+        for shown, (name, form) in columns.items():
+            row[shown] = interval(cells[name]) if form is None else form.format(cells[name].mean())
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
 def nothing(labels: Labels) -> None:
     """No cell stands beside another."""
 
@@ -122,10 +139,10 @@ def study(
     results = folder / RESULTS
     if arguments.grid is not None:
         text = results_of(arguments.grid, measures, beside).to_csv(index=False, float_format="%.6g")
-        write_csv_over_earlier(arguments.csv or results, text, "--csv")
+        (arguments.csv or results).write_text(text, encoding="utf-8")
         if arguments.csv is not None:
             return
     rows = pd.read_csv(results, keep_default_na=False, na_values=["", "nan"])
     if arguments.grid is not None:
-        write_over_earlier(folder / FIGURE, PICTURE, svg(figure(rows)).encode(), FIGURE)
+        (folder / FIGURE).write_text(svg(figure(rows)), encoding="utf-8")
     tell("\n\n".join(markdown(table) for table in tables(rows)))

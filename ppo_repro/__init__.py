@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from ppo_repro.errors import UserError
     from ppo_repro.library.adamw import AdamW
     from ppo_repro.library.model import deterministic
-    from ppo_repro.library.runs import Run, diff, fingerprint, latest_run, open_run
+    from ppo_repro.library.runs import Run, diff, latest_run, open_run
     from ppo_repro.library.text import generate, logprobs
-    from ppo_repro.library.training import rerun, resume, train
+    from ppo_repro.library.training import train
     from ppo_repro.rollout.engine import Sampling
 
 __version__ = "0.3.0"
@@ -24,13 +24,10 @@ _HOMES = {
     "UserError": "errors",
     "deterministic": "library.model",
     "diff": "library.runs",
-    "fingerprint": "library.runs",
     "generate": "library.text",
     "latest_run": "library.runs",
     "logprobs": "library.text",
     "open_run": "library.runs",
-    "rerun": "library.training",
-    "resume": "library.training",
     "train": "library.training",
 }
 
@@ -41,13 +38,10 @@ __all__ = [
     "UserError",
     "deterministic",
     "diff",
-    "fingerprint",
     "generate",
     "latest_run",
     "logprobs",
     "open_run",
-    "rerun",
-    "resume",
     "train",
 ]
 

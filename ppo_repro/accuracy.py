@@ -22,7 +22,7 @@ from transformers.models.gemma.modeling_gemma import GemmaTextScaledWordEmbeddin
 
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import lay_out
-from ppo_repro.models.networks import make_policy, policy_logits
+from ppo_repro.models.networks import policy_logits
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.records.accuracy import Accuracy
 
@@ -148,54 +148,9 @@ def policy_scores(policy: PreTrainedModel, text: Text) -> Scores:
     return Scores(logits, token_statistics(logits, batch.targets, 1.0, None, "deterministic")[0])
 
 
-def deterministic_scores(model: PreTrainedModel, text: Text, max_context: int) -> Scores:
-    """Scores of an unmodified model by the kernels."""
-    return policy_scores(make_policy(model, "deterministic", max_context), text)
-
-
-@dataclass(frozen=True)
-class Error:
-    """Absolute distances from the reference over some numbers, in their unit."""
-
-    largest: float
-    rms: float
-    mean: float
-
-
-@dataclass(frozen=True)
-class Errors:
-    """Errors of the same numbers. `resolution` is what rounding the reference itself to float32 would cost."""
-
-    deterministic: Error
-    stock: Error
-    resolution: Error
-
-    def ratio(self, kind: str) -> float:
-        """Deterministic / stock of the `largest`, `rms` or `mean` error.
-
-        Stock counts as no better than the resolution: a result in float32 can be closer by luck only.
-        """
-        stock = max(getattr(self.stock, kind), getattr(self.resolution, kind))
-        return float(getattr(self.deterministic, kind)) / stock if stock else float("nan")
-
-
-def error(found: Tensor, reference: Tensor) -> Error:
-    """The error of numbers of any shape; the reference is float64."""
-    distance = (found.to(torch.float64) - reference).abs()
-    return Error(float(distance.max()), float(distance.square().mean().sqrt()), float(distance.mean()))
-
-
 def spacing(x: Tensor) -> Tensor:
     """Distance of neighbouring float32 numbers at each x, float64."""
     return torch.from_numpy(np.spacing(x.abs().to(torch.float32).numpy()).astype(np.float64))
-
-
-def errors(deterministic: Tensor, stock: Tensor, reference: Tensor) -> Errors:
-    """The errors of the same numbers by two kinds of numerics."""
-    gaps = spacing(reference)
-    # rounding is off by half a spacing at most, by spacing / sqrt(12) in the rms and spacing / 4 in the mean
-    resolution = Error(float(gaps.max()) / 2, float(gaps.square().mean().sqrt()) / 12**0.5, float(gaps.mean()) / 4)
-    return Errors(error(deterministic, reference), error(stock, reference), resolution)
 
 
 def text_of(prompt_ids: Mapping[str, Sequence[int]], sequences: int, max_context: int) -> Text:
@@ -236,12 +191,19 @@ def measure(policy: PreTrainedModel, text: Text) -> Accuracy:
         one = Text([prompt], [response])
         scores = policy_scores(policy, one), stock_scores(stock, one), reference_scores(stock, one)
         columns.append([s.logprobs for s in scores])
-    found = errors(*(torch.cat(column) for column in zip(*columns, strict=True)))
+    found, usual, reference = (torch.cat(column) for column in zip(*columns, strict=True))
+    ours, theirs = (found - reference).abs(), (usual - reference).abs()
+    # rounding the reference itself to float32 is off by spacing / sqrt(12) in the rms
+    stock_rms = max(_rms(theirs), _rms(spacing(reference)) / 12**0.5)
     return Accuracy(
         tokens=text.tokens(),
-        deterministic_rms=found.deterministic.rms,
-        deterministic_max=found.deterministic.largest,
-        stock_rms=found.stock.rms,
-        stock_max=found.stock.largest,
-        ratio=found.ratio("rms"),
+        deterministic_rms=_rms(ours),
+        deterministic_max=float(ours.max()),
+        stock_rms=_rms(theirs),
+        stock_max=float(theirs.max()),
+        ratio=_rms(ours) / stock_rms if stock_rms else float("nan"),
     )
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.square().mean().sqrt())

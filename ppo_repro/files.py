@@ -10,7 +10,6 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -208,49 +207,3 @@ def check_links(run_dir: Path) -> None:
     for path in sorted(run_dir.rglob("*")):
         if path.is_symlink():
             raise UserError(f"{path}: is a symbolic link; put what it points to in its place")
-
-
-@dataclass(frozen=True)
-class OwnKind:
-    """A kind of file that a command writes to a name the user gives, and may write again."""
-
-    what: str  # as in `an earlier report`
-    beginnings: tuple[bytes, ...]  # a file of this kind begins with one of them
-
-
-# as every drawing of ours begins
-PICTURE = OwnKind("picture", (b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ',))
-
-
-def check_replaceable(path: Path, kind: OwnKind, option: str = "--out") -> None:
-    """Raise UserError unless `path` is free, or a file of this kind: a slip in `option` must not cost a file."""
-    if not os.path.lexists(path):
-        return
-    problem = f"is not an earlier {kind.what}"
-    if path.is_dir():
-        problem = "is a folder"
-    elif path.is_symlink():
-        problem = "is a symbolic link"
-    elif not path.is_file():
-        problem = "is no regular file"
-    else:
-        try:
-            with path.open("rb") as file:
-                if file.read(max(map(len, kind.beginnings))).startswith(kind.beginnings):
-                    return
-        except OSError as error:
-            problem = f"cannot be read ({error.strerror})"
-    allowed = f"must be a new file or an earlier {kind.what}"
-    raise UserError(f"{option} {path}: {problem}; {allowed}; choose another {option}")
-
-
-def write_over_earlier(path: Path, kind: OwnKind, data: bytes, option: str = "--out") -> None:
-    """Write a file atomically where `check_replaceable` allows it; UserError, and nothing written, where not."""
-    check_replaceable(path, kind, option)
-    atomic_write(path, data)
-
-
-def write_csv_over_earlier(path: Path, text: str, option: str) -> None:
-    """`write_over_earlier` of a CSV file: one with the same columns is an earlier one."""
-    header = text.partition("\n")[0] + "\n"
-    write_over_earlier(path, OwnKind("table with these columns", (header.encode(),)), text.encode(), option)

@@ -53,26 +53,10 @@ def _parsed(where: str, content: bytes, constants: bool) -> dict[str, Any]:
             raise UserError(f"{where}: {literal} is no JSON; write a number or null")
         return _CONSTANTS[literal]
 
-    def checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        fields = dict(pairs)
-        if len(fields) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise UserError(f"{where}: field '{shown(twice)}' appears twice; keep one")
-        return fields
-
     try:
-        text = content.decode("utf-8").rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not UTF-8 text (byte {error.start + 1} of the line); save the file in it") from error
-    try:
-        fields = json.loads(text, parse_constant=constant, object_pairs_hook=checked)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not valid JSON ({error.msg}, column {error.colno}); write one object") from error
-    except RecursionError as error:
-        raise UserError(f"{where}: nested too deeply to read; write a flat object") from error
-    except ValueError as error:  # a whole number of thousands of digits
-        raise UserError(f"{where}: not a JSON that can be read ({error})") from error
+        fields = json.loads(content.decode().rstrip("\r\n"), parse_constant=constant)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not valid JSON in UTF-8 ({error}); write one object") from error
     if not isinstance(fields, dict):
         raise UserError(f"{where}: must be an object, is {type(fields).__name__}")
     return fields

@@ -42,23 +42,7 @@ class Parser(argparse.ArgumentParser):
     """Reports a wrong command line as one line, like every other mistake."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}{self._meant(message)}; try {self.prog} --help")
-
-    def _meant(self, message: str) -> str:
-        """The command, option or word that was probably meant."""
-        choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)$", message, re.S)
-        if choice is not None:
-            return did_you_mean(choice[1][:100], re.findall(r"[\w-]+", choice[2]))
-        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
-        return "" if unknown is None else did_you_mean(unknown[1][:100], sorted(self.options()))
-
-    def options(self) -> set[str]:
-        """Every option of this parser and of its commands."""
-        found = {name for name in self._option_string_actions if name.startswith("--")}
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                found |= {name for command in action.choices.values() for name in command.options()}
-        return found
+        raise UserError(f"{message}; try {self.prog} --help")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         tell(message, end="")  # argparse itself is silent where the help cannot be written
@@ -162,11 +146,6 @@ def closest(word: str, allowed: Sequence[str]) -> str | None:
 def has_password(text: str) -> bool:
     """Whether the text contains a URI that logs in, or an option whose value is a secret."""
     return masked(text) != text
-
-
-def is_secret_option(word: str) -> bool:
-    """Whether a word of a command line is an option whose value is a secret, with the value or before it."""
-    return re.fullmatch(_OPTION_NAME, word.partition("=")[0], re.IGNORECASE) is not None
 
 
 def masked(text: str) -> str:

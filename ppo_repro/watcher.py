@@ -8,9 +8,6 @@ class Watcher:
 
     def warm_start(self, step: int, total: int, loss: float) -> None: ...
 
-    def begins(self) -> None:
-        """The preparation is done, and the first iteration begins."""
-
     def iteration(self, done: int, total: int, figures: str) -> None: ...
 
     def servers(self, waited: int, limit: int) -> None: ...

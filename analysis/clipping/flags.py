@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
-from analysis.clipping.update_rows import Bool, ClipRule, Float64, IterationRows, column, policy_rows
+from analysis.clipping.update_rows import Bool, ClipRule, Float64, column
 
 # five flags that never overlap and together are band_out
 DISJOINT = ("clip_high", "clip_low", "wrong_high", "wrong_low", "out_without_advantage")
 FLAGS = ("band_out", *DISJOINT, "dual_zero", "grad_zero")
-RECORDED = ("none", "clip_high", "clip_low", "wrong_high", "wrong_low", "clip_dual")
 
 
 def ratios_of(log_ratios: Float64) -> Float64:
@@ -60,39 +58,3 @@ def value_flags(rows: pd.DataFrame, rule: ClipRule) -> pd.DataFrame:
     outside = np.abs(moved) > reach
     farther = (old + np.clip(moved, -reach, reach) - returns) ** 2 > (new - returns) ** 2
     return pd.DataFrame({"vf_band_out": outside, "vf_grad_zero": outside & farther}, index=rows.index)
-
-
-def _classes(ratios: Float64, advantages: Float64, low: float, high: float, dual: float) -> npt.NDArray[np.int64]:
-    """Index into RECORDED of each token, for these bounds without rounding."""
-    classes = np.zeros(len(ratios), dtype=np.int64)
-    above, below, up, down = ratios > high, ratios < low, advantages > 0, advantages < 0
-    for index, where in enumerate((above & up, below & down, above & down, below & up, (ratios > dual) & down), 1):
-        classes[where] = index
-    return classes
-
-
-def recorded_against_float64(item: IterationRows) -> pd.DataFrame:
-    """One row: how many recorded clip flags (float32, as in the loss) differ from the float64 ones, and why.
-
-    bound_rounding: the float32 ratio lies between the bound and the bound rounded to float32.
-    ratio_rounding: rounding to float32 moved the ratio to the other side of the bound.
-    unexplained: the recorded flag does not follow from the recorded float32 ratio and float32 bounds; must be 0.
-    """
-    rows, rule = policy_rows(item), item.rule
-    advantages, ratio32 = column(rows, "advantages"), rows["ratios"].to_numpy(np.float32)
-    recorded = pd.Index(RECORDED).get_indexer(pd.Index(rows["clip_flag"]))
-    bounds = (1.0 - rule.low, 1.0 + rule.high, np.inf if rule.dual is None else rule.dual)
-    rounded = tuple(float(np.float32(bound)) for bound in bounds)
-    wide = ratio32.astype(np.float64)
-    exact = _classes(ratios_of(column(rows, "log_ratios")), advantages, *bounds)
-    differ = recorded != exact
-    only_bounds = _classes(wide, advantages, *bounds) == exact
-    counts = {
-        "iteration": item.iteration,
-        "n_tok": len(rows),
-        "differ": int(differ.sum()),
-        "bound_rounding": int((differ & only_bounds).sum()),
-        "ratio_rounding": int((differ & ~only_bounds).sum()),
-        "unexplained": int((recorded != _classes(wide, advantages, *rounded)).sum()),
-    }
-    return pd.DataFrame([counts])

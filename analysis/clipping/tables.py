@@ -1,41 +1,30 @@
-"""What did the clip do in a run? All tables, with one iteration in memory at a time.
-
-`python -m analysis.clipping RUN` prints an overview; `--out DIR` writes every table as Parquet.
-"""
+"""What did the clip do in a run? `python -m analysis.clipping RUN` prints it; one iteration is in memory at a time."""
 
 from __future__ import annotations
 
-import argparse
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from analysis.clipping.bucket import clip_bucket, clip_vocab, merged_vocab
-from analysis.clipping.dynamics import band_transitions, early_stop, overshoot_survival, update_quality
-from analysis.clipping.flags import recorded_against_float64
-from analysis.clipping.step import clip_step
+from analysis.clipping.step import clip_bucket, clip_step
 from analysis.clipping.update_rows import load_iterations, recorded_config
-from analysis.program import program, unwritable
+from analysis.program import program
 from ppo_repro.errors import UserError
 from ppo_repro.output import Parser, tell
-from ppo_repro.records import reader
+
+# name -> (column of clip_step, sign); the third is what lecture code calls kl = mean(new - old)
+ESTIMATES = {"k1": ("kl_k1", 1.0), "k3": ("kl_k3", 1.0), "mean_new_minus_old": ("kl_k1", -1.0)}
 
 
 @dataclass(frozen=True)
 class ClipTables:
-    """Every table of the clip analysis; the first column is run_id, the start of the run's fingerprint."""
+    """The tables of the clip analysis, see `clip_step` and `clip_bucket`."""
 
-    clip_step: pd.DataFrame  # iteration, step, subset
-    clip_bucket: pd.DataFrame  # iteration, kind, adv_sign, bin
-    overshoot_survival: pd.DataFrame  # iteration, epoch, threshold
-    clip_vocab: pd.DataFrame  # token id, over the iterations read
-    band_transitions: pd.DataFrame  # iteration, epoch
-    update_quality: pd.DataFrame  # iteration
-    flag_differences: pd.DataFrame  # iteration; empty for a clip range other than the run's own
+    clip_step: pd.DataFrame
+    clip_bucket: pd.DataFrame
 
 
 def clip_tables(
@@ -45,30 +34,41 @@ def clip_tables(
 
     Raises UserError where records are missing, or where the run clips nothing and there is no band.
     """
-    config, parts, scores = recorded_config(run_dir), defaultdict(list), []
+    config, steps, buckets = recorded_config(run_dir), [], []
     for item in load_iterations(run_dir, iterations=iterations, band=band):
-        parts["clip_step"].append(clip_step(item, config))
-        for table_of in (clip_bucket, overshoot_survival, clip_vocab, band_transitions):
-            parts[table_of.__name__].append(table_of(item))
-        parts["flag_differences"].append(recorded_against_float64(item) if item.rule.is_recorded else pd.DataFrame())
-        scores.append((item.iteration, item.sequences["scores"]))
-    tables = {name: pd.concat(some, ignore_index=True) for name, some in parts.items()}
-    tables["clip_vocab"] = merged_vocab(parts["clip_vocab"])
-    tables["update_quality"] = update_quality(scores)
-    run_id = reader.open_manifest(run_dir).fingerprint[:12]
-    for table in tables.values():
-        table.insert(0, "run_id", run_id)
-    return ClipTables(**tables)
+        steps.append(clip_step(item, config))
+        buckets.append(clip_bucket(item))
+    return ClipTables(pd.concat(steps, ignore_index=True), pd.concat(buckets, ignore_index=True))
 
 
-def overview(tables: ClipTables, early_stop_kl: float | None) -> list[str]:
+def early_stop(clip_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
+    """Where an early stop would have ended each iteration: after the first step whose estimate > target_kl.
+
+    One row per iteration and estimate, from the rows `all` of `clip_step`: k1 = mean(old - new), k3, and
+    mean_new_minus_old, whose expectation is -KL, so that it hardly ever stops. steps_taken includes the step that
+    measured the estimate; it is all recorded steps where nothing stops. The records say when a stop would have come,
+    not what would have followed. Raises UserError for a target that is not positive.
+    """
+    if not 0.0 < target_kl < np.inf:
+        raise UserError(f"target_kl = {target_kl:g}: must be a positive number (nats per token)")
+    whole = clip_step[(clip_step["subset"] == "all") & (clip_step["n_tok"] > 0)]
+    table = []
+    for iteration, group in whole.sort_values("step").groupby("iteration", sort=True):
+        for estimate, (name, sign) in ESTIMATES.items():
+            above = np.flatnonzero(sign * group[name].to_numpy() > target_kl)
+            taken = int(above[0]) + 1 if len(above) else len(group)
+            row = {"stopped": bool(len(above)), "steps_taken": taken, "steps": len(group)}
+            table.append({"iteration": iteration, "estimate": estimate, **row})
+    return pd.DataFrame(table)
+
+
+def overview(tables: ClipTables, early_stop_kl: float | None = None) -> list[str]:
     """The run in a few lines."""
     steps = tables.clip_step[(tables.clip_step["subset"] == "all") & (tables.clip_step["n_tok"] > 0)]
 
     def mean(name: str) -> float:
         return float(np.average(steps[name], weights=steps["n_tok"]))
 
-    fell = tables.update_quality["score_gain"].dropna() < 0
     lines = [
         f"token visits {steps['n_tok'].sum():,} in {len(steps)} steps of {steps['iteration'].nunique()} iterations",
         f"outside the band {mean('band_out'):.3%} = clip_high {mean('clip_high'):.3%} + clip_low {mean('clip_low'):.3%}"
@@ -78,19 +78,9 @@ def overview(tables: ClipTables, early_stop_kl: float | None) -> list[str]:
         f"{steps['grad_zero'].max():.1%}; without any step taken (clip_floor) {mean('clip_floor'):.3%}",
         f"gradient removed: {np.nanmean(steps['gm_clip']):.1%} of the surrogate mass (mean of steps)",
         f"largest ratio {steps['r_max'].max():.3g}, smallest {steps['r_min'].min():.3g}; beyond twice the range "
-        f"{mean('overshoot_beyond_range'):.3%}",
-        f"back in the band at the next visit {tables.band_transitions['return_rate'].mean():.1%}, still clipped "
-        f"{tables.band_transitions['still_clipped_rate'].mean():.1%} (mean)",
+        f"{mean('beyond_twice'):.3%}",
         f"KL(anchor || new) of a step, token mean: k1 {mean('kl_k1'):.2e}, k3 {mean('kl_k3'):.2e} nats",
-        f"mean score of the next iteration lower in {fell.sum()} of {len(fell)}",
     ]
-    if len(tables.flag_differences):
-        difference = tables.flag_differences.drop(columns=["run_id", "iteration"]).sum()
-        lines.append(
-            f"recorded flags that float64 decides otherwise {difference['differ']} of {difference['n_tok']:,} "
-            f"({difference['bound_rounding']} by the bound's rounding, {difference['ratio_rounding']} by the ratio's; "
-            f"{difference['unexplained']} unexplained)"
-        )
     if early_stop_kl is not None:
         for estimate, group in early_stop(tables.clip_step, early_stop_kl).groupby("estimate", sort=False):
             lines.append(
@@ -100,33 +90,13 @@ def overview(tables: ClipTables, early_stop_kl: float | None) -> list[str]:
     return lines
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+@program
+def main(argv: Sequence[str] | None) -> None:
+    """Print the overview; exit code 2 and one line on a user error."""
     parser = Parser(prog="python -m analysis.clipping", description="What did the clip do in a run?")
     parser.add_argument("run", type=Path, help="folder of a run")
     parser.add_argument("--clip-range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="in place of the run's own")
     parser.add_argument("--early-stop-kl", type=float, help="where this target would have stopped, nats per token")
-    parser.add_argument("--out", type=Path, help="write every table as Parquet into this folder")
-    return parser.parse_args(argv)
-
-
-@program
-def main(argv: Sequence[str] | None) -> None:
-    """Print the overview; exit code 2 and one line on a user error."""
-    arguments = _arguments(argv)
-    if arguments.out is not None and arguments.out.exists() and not arguments.out.is_dir():
-        raise UserError(f"--out {arguments.out}: must be a folder, new or not; it is a file, choose another name")
+    arguments = parser.parse_args(argv)
     band = None if arguments.clip_range is None else (arguments.clip_range[0], arguments.clip_range[1])
-    tables = clip_tables(arguments.run, band=band)
-    lines = overview(tables, arguments.early_stop_kl)
-    if arguments.out is not None:
-        _write(tables, arguments.out)
-    tell("\n".join(lines))
-
-
-def _write(tables: ClipTables, out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for field in fields(tables):
-            getattr(tables, field.name).to_parquet(out / f"{field.name}.parquet", index=False)
-    except OSError as error:
-        raise unwritable(out, error) from error
+    tell("\n".join(overview(clip_tables(arguments.run, band=band), arguments.early_stop_kl)))

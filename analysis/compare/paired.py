@@ -1,4 +1,4 @@
-"""The same tokens in two runs: how far apart are their log-probs, and how long do the runs sample the same tokens?
+"""Two runs, response by response: log-probs of the same tokens, how long tokens stay the same, scores and lengths.
 
 Responses to the same prompt at the same place of an iteration are paired. delta = log-prob of b - log-prob of a, over
 the responses whose tokens are all the same. Once runs have diverged those are the likely responses, so the numbers do
@@ -12,21 +12,29 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
+from scipy import stats
 
-from analysis.compare.bitwise import manifests
 from analysis.compare.rows import Row
 from analysis.mismatch.token import of_sequences, unequal_bits
 from analysis.pairs.runs import common_iterations
-from analysis.stats.resampling import cluster_bootstrap
-from analysis.stats.significance import Floats, one_sample, sign_flip, t_interval, tost
-from analysis.stats.survival import hazard
+from analysis.stats.clusters import ratio_of_sums
+from analysis.stats.significance import Estimate, Floats, one_sample, sign_flip, t_interval, t_test, tost, welch
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
-from ppo_repro.records.manifest import has_responses
+from ppo_repro.records.manifest import Manifest, has_responses
 
 COLUMNS = ("old_logprobs", "rollout_logprobs", "ref_logprobs")
 _KEY = ["sequence", "position"]
+
+
+def manifests(run_a: Path | str, run_b: Path | str) -> tuple[Manifest, Manifest]:
+    """Both manifests; raises UserError if a run is incomplete or damaged, or if the kinds differ."""
+    a, b = (reader.open_manifest(run) for run in (run_a, run_b))
+    if a.kind != b.kind:
+        raise UserError(f"{run_a} is a {a.kind} run, {run_b} a {b.kind} run; compare runs of one kind")
+    return a, b
 
 
 def paired_responses(
@@ -106,6 +114,16 @@ def error_growth(responses: pd.DataFrame) -> pd.DataFrame:
     return growth.reset_index()
 
 
+def hazard(compared: npt.NDArray[np.int64], diverged: npt.NDArray[np.bool_]) -> tuple[float, float, float]:
+    """(h, low, high): first differences per token compared, with the exact 95 % Poisson interval.
+
+    With h constant over positions, a response of T tokens is identical with probability about exp(-h T).
+    """
+    exposure, count = int(compared.sum()), int(diverged.sum())
+    low = float(stats.chi2.ppf(0.025, 2 * count)) / 2 if count else 0.0
+    return count / exposure, low / exposure, float(stats.chi2.isf(0.025, 2 * (count + 1))) / 2 / exposure
+
+
 def numeric_rows(
     responses: pd.DataFrame, rng: np.random.Generator, *, column: str, margin: float, alpha: float, draws: int
 ) -> list[Row]:
@@ -131,8 +149,9 @@ def numeric_rows(
     low, high = t_interval(size, 1 - 2 * alpha)
 
     def token_mean(name: str, sums: Floats) -> Row:
-        lowest, highest = cluster_bootstrap(sums, lengths, rng, level=1 - alpha, draws=draws)
-        value, how = sums.sum() / lengths.sum(), "token mean; bootstrap of responses"
+        value, se = ratio_of_sums(sums, lengths.astype(np.float64))
+        lowest, highest = t_interval(Estimate(value, se, len(compared) - 1), 1 - alpha)
+        how = "token mean; clustered by response"
         return Row("numeric", f"{column}.{name}", value, len(compared), how, ci_lo=lowest, ci_hi=highest)
 
     flips = f"mean of responses; {test.relabellings} sign changes{' (all)' if test.exact else ''}"
@@ -148,3 +167,30 @@ def numeric_rows(
         ),
         token_mean("abs_delta", absolute),
     ]
+
+
+def distribution_rows(
+    run_a: Path | str, run_b: Path | str, iterations: Sequence[int] | None, rng: np.random.Generator, draws: int
+) -> list[Row]:
+    """Scores and lengths of all responses, b - a: sign changes of pairs of one request, or Welch's t without pairs.
+
+    A pair is two responses to one prompt at the same place of the same iteration.
+    """
+    names = ["iteration", "sequence", "prompt_key", "scores", "response_length"]
+    a, b = (reader.read_sequences(run, iterations=iterations, columns=names) for run in (run_a, run_b))
+    pairs, rows = a.merge(b, on=names[:3], suffixes=("_a", "_b"), validate="one_to_one"), []
+    for name in names[3:]:
+        frames = (pairs[f"{name}_a"], pairs[f"{name}_b"]) if len(pairs) else (a[name], b[name])
+        x, y = (values.to_numpy(np.float64) for values in frames)
+        if not (np.isfinite(x).all() and np.isfinite(y).all()):
+            # without them the test would compare other responses than were sampled
+            rows.append(Row("distribution", name, math.nan, len(x) + len(y), "values are not finite", "difference"))
+        elif len(pairs):
+            test = sign_flip(y - x, rng, draws)
+            how = f"mean of pairs; {test.relabellings} sign changes"
+            rows.append(Row("distribution", name, test.stat, test.n_units, how, "difference", test.p_value))
+        else:
+            found = welch(x, y)
+            p_value = t_test(found)
+            rows.append(Row("distribution", name, found.mean, len(x) + len(y), "Welch's t", "difference", p_value))
+    return rows

@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 
 from analysis.compare.rows import Row, run_compare
-from analysis.stats.resampling import iqm_difference, probability_of_improvement, stratified_bootstrap
 from analysis.stats.significance import (
     DRAWS,
     Floats,
@@ -45,9 +44,8 @@ def compare_groups(
 
     frame: a grid's cells.parquet, or its results.parquet, averaged over the iterations of each cell. Units are seeds:
     differences are averaged over the settings of the other axes first. pairing "seed": sign changes of the
-    differences of equal seeds, Student's interval; "none": Welch's t. For each metric also the difference of
-    interquartile means and the probability of improvement with bootstrap intervals over seeds, and the smallest
-    detectable effect. `margin`: also TOST. Holm's correction is over the metrics.
+    differences of equal seeds, Student's interval; "none": Welch's t. For each metric also the smallest detectable
+    effect. `margin`: also TOST. Holm's correction is over the metrics.
 
     Raises UserError on unknown axes, labels and metrics, missing or incomplete cells, and values that are not finite.
     """
@@ -133,9 +131,6 @@ def _rows(
         low, high = t_interval(estimate, 1 - 2 * alpha)
         p_value = tost(estimate, margin)
         rows.append(Row("outcome", metric, estimate.mean, n, "TOST", "equivalence", p_value, low, high, margin=margin))
-    for name, statistic in (("iqm", iqm_difference), ("p_improvement", probability_of_improvement)):
-        value, low, high = stratified_bootstrap(*groups, statistic, rng, paired=paired, level=level, draws=draws)
-        rows.append(Row("outcome", f"{metric}.{name}", value, n, "bootstrap of seeds", ci_lo=low, ci_hi=high))
     smaller, sd = min(len(a), len(b)), math.nan
     if smaller > 1:
         sd = float((b - a).std(ddof=1)) if paired else math.sqrt((float(a.var(ddof=1)) + float(b.var(ddof=1))) / 2)

@@ -3,8 +3,8 @@
     python -m analysis.compare A B --seed 0                                    two runs
     python -m analysis.compare GRID --axis NAME --a LABEL --b LABEL --seed 0   two settings of a grid
 
-bitwise: every recorded bit (`bitwise`); numeric: log-probs of the same tokens (`paired`); distribution: the answers
-(`distribution`); outcome: what is learnt, over seeds (`seeds`).
+bitwise: every recorded bit; numeric: log-probs of the same tokens; distribution: scores and lengths (`paired`);
+outcome: what is learnt, over seeds (`seeds`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analysis.compare.bitwise import bitwise_rows, manifests
-from analysis.compare.distribution import distribution_rows, responses_of
-from analysis.compare.paired import COLUMNS, numeric_rows, paired_responses
+from analysis.compare.paired import COLUMNS, distribution_rows, manifests, numeric_rows, paired_responses
 from analysis.compare.rows import Row, run_compare
 from analysis.compare.seeds import compare_groups
 from analysis.program import program, read_table
 from analysis.stats.significance import DRAWS
 from ppo_repro.errors import UserError
 from ppo_repro.output import Parser, tell
+from ppo_repro.records.diff import first_difference
 
 CELLS = "cells.parquet"
 RESULTS = "results.parquet"
@@ -59,12 +58,23 @@ def compare_runs(
         )
     responses = paired_responses(run_a, run_b, column=column, iterations=iterations)
     rows = [
-        *bitwise_rows(run_a, run_b),
+        _bitwise_row(run_a, run_b),
         *numeric_rows(responses, rng, column=column, margin=margin, alpha=alpha, draws=draws),
-        *distribution_rows(responses_of(run_a, iterations), responses_of(run_b, iterations), rng, draws),
+        *distribution_rows(run_a, run_b, iterations, rng, draws),
         *_final_rows(run_a, run_b),
     ]
     return run_compare(str(run_a), str(run_b), rows, alpha)
+
+
+def _bitwise_row(run_a: Path | str, run_b: Path | str) -> Row:
+    """The fingerprints; where they differ, the first difference."""
+    a, b = manifests(run_a, run_b)
+    same, verdict = a.fingerprint == b.fingerprint, "identical"
+    if not same:
+        first = first_difference(run_a, run_b)
+        verdict = f"different: {first.describe()}" if first else "different"
+    iterations = max(len(a.iterations), len(b.iterations))
+    return Row("bitwise", "fingerprint", float(same), iterations, "SHA-256 of all values", verdict=verdict)
 
 
 def _final_rows(run_a: Path | str, run_b: Path | str) -> list[Row]:
@@ -108,7 +118,7 @@ def compare_grid(
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m analysis.compare", description="are two runs the same?")
     parser.add_argument("paths", nargs="+", type=Path, help="two runs, or one grid with --axis")
-    parser.add_argument("--seed", type=int, required=True, help="seed of the permutations and bootstraps")
+    parser.add_argument("--seed", type=int, required=True, help="seed of the sign changes")
     parser.add_argument("--alpha", type=float, default=0.05)
     parser.add_argument("--margin", type=float, help=f"what counts as equal: nats of mean |delta| (runs: {MARGIN})")
     runs = parser.add_argument_group("two runs")

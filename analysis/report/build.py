@@ -6,28 +6,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from analysis.report.facts import read_facts
-from analysis.report.page import BEGINNING
 from analysis.report.run_page import dpo_page, run_page
 from analysis.report.several_pages import grid_page, pair_page
 from ppo_repro.config.files import DPO
 from ppo_repro.errors import UserError
-from ppo_repro.files import OwnKind, check_replaceable, write_over_earlier
 from ppo_repro.records import manifest
 
 DEFAULT_RESPONSES = 60
 COMPARISON_NAME = "comparison.html"
-REPORT = OwnKind("report", (BEGINNING.encode(),))
 
 
 def write_report(targets: Sequence[Path], out: Path | None, responses: int | None) -> tuple[Path, int]:
     """Write the report of one or two runs, or of a folder of runs; return its path and its size in bytes.
 
-    UserError if something is missing or damaged, an option has no meaning for the page, or the file at `out` is no
-    earlier report.
+    UserError if something is missing or damaged, or an option has no meaning for the page.
     """
     usual = Path(COMPARISON_NAME) if len(targets) == 2 else targets[0] / "report.html"
     path = usual if out is None else out
-    check_replaceable(path, REPORT)  # before the page, which takes seconds
     if len(targets) == 2:
         _require_no_tokens(responses, "a page about two runs")
         for run_dir in targets:
@@ -40,7 +35,7 @@ def write_report(targets: Sequence[Path], out: Path | None, responses: int | Non
         _require_no_tokens(responses, "a grid")
         text = grid_page(targets[0], path.parent if out is None else None)
     data = text.encode()
-    write_over_earlier(path, REPORT, data)
+    path.write_bytes(data)
     return path, len(data)
 
 

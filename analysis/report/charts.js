@@ -12,14 +12,6 @@
     return Math.abs(places[low][0] - x) <= Math.abs(places[high][0] - x) ? low : high;
   }
 
-  // the bin that x lies in, or -1; edges may rise or fall
-  function bin(edges, x) {
-    for (let k = 0; k + 1 < edges.length; k += 1) {
-      if (x >= Math.min(edges[k], edges[k + 1]) && x < Math.max(edges[k], edges[k + 1])) return k;
-    }
-    return -1;
-  }
-
   function prepare(chart) {
     const data = JSON.parse(chart.dataset.hover);
     const [, , width, height] = chart.getAttribute("viewBox").split(" ").map(Number);
@@ -33,19 +25,6 @@
     chart.after(tip);
     const at = { place: -1 };
 
-    function show(x, y, text, path) {
-      const box = chart.getBoundingClientRect();
-      const scale = box.width / width;
-      tip.textContent = text;
-      tip.hidden = false;
-      const left = chart.offsetLeft + x * scale + 12;
-      const room = chart.offsetLeft + box.width - tip.offsetWidth;
-      tip.style.left = Math.max(chart.offsetLeft, Math.min(left, room)) + "px";
-      const above = chart.offsetTop + y * scale - tip.offsetHeight - 14;
-      tip.style.top = (above < 0 ? chart.offsetTop + y * scale + 18 : above) + "px";
-      cursor.setAttribute("d", path);
-    }
-
     function hide() {
       tip.hidden = true;
       cursor.setAttribute("d", "");
@@ -53,34 +32,31 @@
     }
 
     function place(k, y) {
-      at.place = k;
       const [x, text] = data.at[k];
-      show(x, y, text, "M" + x + " 0V" + (height - 46));
+      const box = chart.getBoundingClientRect();
+      const scale = box.width / width;
+      at.place = k;
+      tip.textContent = text;
+      tip.hidden = false;
+      const left = chart.offsetLeft + x * scale + 12;
+      const room = chart.offsetLeft + box.width - tip.offsetWidth;
+      tip.style.left = Math.max(chart.offsetLeft, Math.min(left, room)) + "px";
+      const above = chart.offsetTop + y * scale - tip.offsetHeight - 14;
+      tip.style.top = (above < 0 ? chart.offsetTop + y * scale + 18 : above) + "px";
+      cursor.setAttribute("d", "M" + x + " 0V" + (height - 46));
     }
 
     function move(event) {
       const box = chart.getBoundingClientRect();
       const x = ((event.clientX - box.left) / box.width) * width;
       const y = ((event.clientY - box.top) / box.height) * height;
-      if (data.at) {
-        if (data.at.length) place(nearest(data.at, x), y);
-        return;
-      }
-      const i = bin(data.xe, x);
-      const j = bin(data.ye, y);
-      if (i < 0 || j < 0) {
-        hide();
-        return;
-      }
-      const [x0, x1, y0, y1] = [data.xe[i], data.xe[i + 1], data.ye[j], data.ye[j + 1]];
-      const text = data.xn[i] + "\n" + data.yn[j] + "\n" + (data.cells[i + "," + j] || "0") + " " + data.what;
-      show(x, y, text, "M" + x0 + " " + y0 + "H" + x1 + "V" + y1 + "H" + x0 + "Z");
+      if (data.at.length) place(nearest(data.at, x), y);
     }
 
     function key(event) {
       const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
       if (event.key === "Escape") hide();
-      if (!by || !data.at || !data.at.length) return;
+      if (!by || !data.at.length) return;
       place(Math.max(0, Math.min(data.at.length - 1, at.place + by)), height / 3);
       event.preventDefault();
     }

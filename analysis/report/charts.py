@@ -1,8 +1,7 @@
-"""Charts as inline SVG: lines with bands, stacked areas, bars, heat maps. Colours are classes of style.css.
+"""Charts as inline SVG: lines with bands, and bars. Colours are classes of style.css.
 
-Drawn here and not by a library because a page has thirty charts that must open without a network, in light and dark, at
-the width of a phone, with the values under the pointer: SVG of matplotlib has fixed colours and no values and would be
-ten times as large, and the scripts of plotly or vega weigh one to four megabytes.
+A page has thirty charts that open without a network, in light and dark, at the width of a phone, with the values under
+the pointer. SVG of matplotlib has fixed colours and no values; the scripts of plotly or vega weigh megabytes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ LEGEND_ROW = 19.0
 CHARACTER = 7.9  # an upper bound of the width of a character at the size of the legend
 PLAIN = (1e-2, 1e5)  # magnitudes that ticks show as they are; others are divided by a power of 1000
 COLOURS = 8
-HEAT_LEVELS = 9
 FEW_POINTS = 30  # a line with at most this many points also shows each point
 PLACES = 320  # the plot is about this wide in pixels, so that more values could not be told apart
 DIGITS = 6
@@ -151,16 +149,6 @@ def line_chart(lines: Sequence[Line], x: Axis, y: Axis, about: str, rules: Seque
     return plot.picture(content, rules, about, _values(plot, lines))
 
 
-def area_chart(at: Floats, layers: Sequence[tuple[str, Floats]], x: Axis, y: Axis, about: str) -> str:
-    """Layers stacked from the bottom, in their order."""
-    plot, base, content = _plot(x, y, [name for name, _ in layers]), np.zeros(len(at)), []
-    for i, (_, height) in enumerate(layers):
-        d = _closed(plot.across(at), plot.down(base), plot.down(base + height))
-        content.append(f'<path class="area fill{i % COLOURS}" d="{d}"></path>')
-        base = base + height
-    return plot.picture(content, (), about, _values(plot, [Line(name, at, height) for name, height in layers]))
-
-
 def bar_chart(
     edges: Floats, groups: Sequence[tuple[str, Floats]], x: Axis, y: Axis, about: str, names: Sequence[str] = ()
 ) -> str:
@@ -181,49 +169,6 @@ def bar_chart(
         for k, name in enumerate(names or _between(x.label, edges))
     ]
     return plot.picture(content, (), about, {"at": places})
-
-
-def heat_map(
-    x_edges: Floats, y_edges: Floats, counts: npt.NDArray[np.number], x: Axis, y: Axis, about: str,
-    rules: Sequence[Rule] = (), under: Sequence[tuple[float, float, float, float]] = (), diagonal: bool = False,
-    what: str = "tokens", x_names: Sequence[str] = (),
-) -> str:  # fmt: skip
-    """Counts of `what`, [x bins, y bins], as shades on a log scale; `under` are boxes (x lo, x hi, y lo, y hi)."""
-    plot = _plot(x, y, (), rules)
-    across, down, level = plot.across(x_edges), plot.down(y_edges), heat_levels(counts)
-    content = []
-    for x_lo, x_hi, y_lo, y_hi in under:
-        (left, right), (low, high) = plot.across(np.array([x_lo, x_hi])), plot.down(np.array([y_lo, y_hi]))
-        content.append(f'<path class="shade" d="M{left:.1f} {low:.1f}V{high:.1f}H{right:.1f}V{low:.1f}Z"></path>')
-    for shade in range(1, HEAT_LEVELS + 1):
-        d = "".join(
-            f"M{across[i]:.1f} {down[j]:.1f}V{down[j + 1]:.1f}H{across[i + 1]:.1f}V{down[j]:.1f}Z"
-            for i, j in np.argwhere(level == shade).tolist()
-        )
-        content += [f'<path class="heat{shade}" d="{d}"></path>'] if d else []
-    if diagonal:
-        ends = np.array([max(x.lo, y.lo), min(x.hi, y.hi)])
-        content.append(f'<path class="rule" d="{_open(plot.across(ends), plot.down(ends))}"></path>')
-    hover: dict[str, object] = {
-        "xe": [round(float(v), 1) for v in across], "ye": [round(float(v), 1) for v in down],
-        "xn": [*(x_names or _between(x.label, x_edges))], "yn": _between(y.label, y_edges),
-        "cells": {f"{i},{j}": number(float(counts[i, j]), DIGITS) for i, j in np.argwhere(counts).tolist()},
-        "what": what,
-    }  # fmt: skip
-    return plot.picture(content, rules, about, hover)
-
-
-def heat_levels(counts: npt.NDArray[np.number]) -> npt.NDArray[np.int64]:
-    """0 for a count of 0, else 1 to 9 by the logarithm of the count, 9 for the largest."""
-    values = np.asarray(counts, dtype=np.float64)
-    filled = values > 0
-    if not filled.any():
-        return np.zeros(values.shape, dtype=np.int64)
-    least, most = float(values[filled].min()), float(values.max())
-    if most == least:
-        return np.where(filled, HEAT_LEVELS, 0)
-    fraction = np.log(np.where(filled, values, least) / least) / np.log(most / least)
-    return np.where(filled, 1 + np.minimum((fraction * HEAT_LEVELS).astype(np.int64), HEAT_LEVELS - 1), 0)
 
 
 def _plot(x: Axis, y: Axis, names: Sequence[str], rules: Sequence[Rule] = ()) -> Plot:

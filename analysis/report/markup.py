@@ -6,7 +6,6 @@ import difflib
 import html
 import math
 import re
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -79,6 +78,10 @@ def spread(count: int, limit: int) -> npt.NDArray[np.int64]:
     return np.unique(np.linspace(0, count - 1, limit).round().astype(np.int64))
 
 
+class Html(str):
+    """HTML of a cell of `table`, not escaped again. Its column needs dtype object, or pandas makes it a str."""
+
+
 def table(frame: pd.DataFrame, caption: str, limit: int = MAX_ROWS) -> str:
     """A frame as an HTML table; if it has more than `limit` rows, evenly spread ones, and the caption says so."""
     rows = spread(len(frame), limit)
@@ -88,18 +91,14 @@ def table(frame: pd.DataFrame, caption: str, limit: int = MAX_ROWS) -> str:
     head = "".join(
         element("th", escape(name), scope="col", class_="" if name in words else "number") for name in frame.columns
     )
-    body = [_row([frame.iat[int(i), column] for column in range(frame.shape[1])]) for i in rows]
+    body = [element("tr", "".join(_cell(frame.iat[int(i), column]) for column in range(frame.shape[1]))) for i in rows]
     return element(
         "table",
         element("caption", escape(caption)) + element("thead", element("tr", head)) + element("tbody", "".join(body)),
     )
 
 
-def _row(cells: Sequence[object]) -> str:
-    elements = []
-    for cell in cells:
-        if isinstance(cell, str):
-            elements.append(element("td", element("bdi", escape(cell), dir="auto")))
-        else:
-            elements.append(element("td", escape(number(cell)), class_="number"))
-    return element("tr", "".join(elements))
+def _cell(value: object) -> str:
+    if isinstance(value, str):
+        return element("td", element("bdi", value if isinstance(value, Html) else escape(value), dir="auto"))
+    return element("td", escape(number(value)), class_="number")

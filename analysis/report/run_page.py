@@ -13,13 +13,13 @@ from analysis.mismatch.parity import Parity, parity
 from analysis.mismatch.tables import measure, tables, whole
 from analysis.pairs.run_evidence import run_evidence
 from analysis.pairs.runs import run_pairs
-from analysis.report import counts, curves, figures, tokens, verdicts
+from analysis.report import curves, figures, tokens, verdicts
 from analysis.report.charts import Line, axis_for, line_chart
 from analysis.report.facts import Facts, clip_bounds, repeating
 from analysis.report.markup import element, number, table
 from analysis.report.page import Card, Figure, Section, Verdict, facts_html, folded_table, folded_text, page, scrolled
 from analysis.report.samples import samples_section
-from analysis.report.scan import Scan, scan_run, summary_tables
+from analysis.report.scan import DELTA_EDGES, FLAGS, Scan, scan_run, summary_tables
 from analysis.words import terms
 from ppo_repro.config.files import load_dpo_config
 from ppo_repro.config.run import RunConfig
@@ -30,23 +30,6 @@ from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, read_no
 # the two curves of the first screen, by what the chart calls them
 MAIN = {"held out, greedy": "eval_score", "sampled": "score"}
 CONTROL_MAIN = {"likeliest actions": "eval_return", "training episodes": "episode_return"}
-# name, column of `iterations`, unit
-LANGUAGE_NUMBERS = (
-    ("score, mean", "score_mean", ""), ("accuracy, sampled", "accuracy", ""),
-    ("reward per response", "reward_mean", ""),
-    ("KL(policy || reference), exact", "ref_kl_per_sequence", "nats/response"),
-    ("KL(policy || reference), exact", "ref_kl_per_token", "nats/token"),
-    ("entropy", "entropy", "nats/token"), ("response length", "response_length_mean", "tokens"),
-    ("cut at the length limit", "truncated_fraction", "share"),
-    ("explained variance", "explained_variance", ""), ("kl_coef", "kl_coef", ""),
-)  # fmt: skip
-CONTROL_NUMBERS = (
-    ("return of the episodes that ended, mean", "episode_return_mean", "reward"),
-    ("episodes that ended", "episodes", ""), ("entropy", "entropy", "nats/step"),
-    ("explained variance", "explained_variance", ""),
-)  # fmt: skip
-# name, column of `steps`, unit; means of the steps
-STEP_NUMBERS = (("clip fraction", "clip_fraction", "share"), ("KL(anchor || new), k3", "approx_kl", "nats"))
 # column of steps -> title, unit, caption
 DPO_STEPS = {
     "loss": ("Loss", "nats", "DPO loss before each step, mean over the pairs of a minibatch; log 2 = 0.693 at first."),
@@ -62,7 +45,6 @@ def run_page(facts: Facts, responses: int) -> str:
     scan = scan_run(facts, iterations, steps)
     counted = parity(facts.run_dir, iterations=facts.iterations, allow_incomplete=True)
     cause, found = _cause(facts) if counted.unequal_old_rollout_logprobs and not facts.is_control else ([], [])
-    nonfinite = int(scan.extremes["nonfinite_ratios"].sum())
     again = repeating(facts.run_dir, facts.manifest, facts.environment, facts.config)
     cards = (
         Card(
@@ -71,12 +53,8 @@ def run_page(facts: Facts, responses: int) -> str:
             [_main_chart(facts, scan)],
         ),
         Card("Is it on-policy?", [*verdicts.on_policy(facts, counted), *cause]),
-        Card("What went wrong?", verdicts.troubles(facts, nonfinite, scan.nonfinite_deltas)),
-        Card(
-            "How to repeat it",
-            (),
-            [facts_html(again)],
-        ),
+        Card("What went wrong?", verdicts.troubles(facts, scan.nonfinite_ratios, scan.nonfinite_deltas)),
+        Card("How to repeat it", (), [facts_html(again)]),
     )
     named, forked = [("this run", scan.curves)], facts.forked_at
     learning, optimisation = curves.CONTROL if facts.is_control else curves.LANGUAGE
@@ -93,7 +71,7 @@ def run_page(facts: Facts, responses: int) -> str:
     data = None
     if not facts.is_control:
         sections += samples_section(facts)
-    sections.append(_numbers(facts, iterations, steps, counted))
+    sections.append(_numbers(facts, iterations, steps, counted, scan.curves))
     if responses and not facts.is_control:
         selected = tokens.select(scan.responses, responses)
         data = tokens.token_data(facts.run_dir, selected)
@@ -113,7 +91,7 @@ def _cause(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
     """Why and where sampler and trainer differ: by probability, position, lag, turn and route, over the iterations."""
     measured = list(measure(run_pairs(facts.run_dir, iterations=facts.iterations, allow_incomplete=True)))
     update, buckets = tables(measured).update, bucket_table(whole(measured).buckets)
-    divergences = update[update["metric"].isin(["k1", "k2", "k3"]) & (update["reduction"] == "token_mean")]
+    divergences = update[update["metric"].isin(["k1", "k3"]) & (update["reduction"] == "token_mean")]
     cause = diagnose_chunks(run_evidence(facts.run_dir, facts.iterations, allow_incomplete=True))
     possible = f"; possible: {', '.join(cause.possible)}" if cause.possible else ""
     text = f"Cause of the difference: {cause.verdict}{possible} (tier {cause.tier}).".replace("_", " ")
@@ -124,12 +102,13 @@ def _cause(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
 
 
 def _mismatch(facts: Facts, scan: Scan, counted: Parity, found: list[Figure]) -> Section:
-    """The mismatch between sampler and trainer; if every bit agrees, a sentence replaces most figures."""
-    grid = [] if facts.is_control else [figures.probability_figure(scan.probabilities)]
+    """The mismatch between sampler and trainer; if every bit agrees, a sentence replaces the figures."""
     if counted.unequal_old_rollout_logprobs == 0:
         note = f"All {counted.tokens:,} differences are exactly 0, so there is no distribution of them to draw."
-        return Section("mismatch", "Sampler and trainer", (note,), grid)
-    return Section("mismatch", "Sampler and trainer", (), [*grid, figures.delta_figure(scan.deltas), *found])
+        return Section("mismatch", "Sampler and trainer", (note,))
+    equal = counted.tokens - int(scan.deltas.sum()) - scan.nonfinite_deltas
+    delta = figures.delta_figure(scan.deltas, DELTA_EDGES, equal)
+    return Section("mismatch", "Sampler and trainer", (), [delta, *found])
 
 
 def _clipping(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, scan: Scan) -> Section:
@@ -138,30 +117,26 @@ def _clipping(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, scan:
     if not len(scan.ratios):
         return Section("clipping", title, ("The policy took no step, so there are no ratios.",))
     bounds = clip_bounds(facts.ppo, iterations, steps)
-    drawn = [figures.ratio_figure(scan.ratios, bounds)]
-    if bounds is not None or scan.flags[list(counts.FLAGS)].to_numpy().any():
+    drawn = figures.ratio_figures(scan.ratios, bounds)
+    if scan.flags[list(FLAGS)].to_numpy().any():
         drawn.append(figures.flag_figure(scan.flags))
-    drawn += [figures.quadrant_figure(scan.quadrants, bounds), figures.extremes_figure(scan.extremes, bounds)]
     notes: tuple[str, ...] = ()
     if isinstance(facts.config, RunConfig) and bounds is None:
         notes = (f"The objective {facts.config.ppo.objective.kind} does not clip by a token's ratio.",)
     return Section("clipping", title, notes, drawn)
 
 
-def first_and_last(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """quantity, first, last, unit: recorded values of the first and of the last iteration."""
-    norm = ("gradient norm", "joint_grad_norm" if facts.is_control else "grad_norm", "")
-    by_step = steps.groupby("iteration")[[column for _, column, _ in (*STEP_NUMBERS, norm)]].mean()
-    named = ((iterations, CONTROL_NUMBERS if facts.is_control else LANGUAGE_NUMBERS), (by_step, (*STEP_NUMBERS, norm)))
-    rows = [
-        (name, float(frame[column].iloc[0]), float(frame[column].iloc[-1]), unit)
-        for frame, columns in named
-        for name, column, unit in columns
-    ]
+def first_and_last(facts: Facts, found: pd.DataFrame) -> pd.DataFrame:
+    """quantity, first, last, unit: both ends of every curve."""
+    metrics = [metric for metrics in curves.BY_KIND[facts.manifest.kind] for metric in metrics]
+    ends = found.sort_values("iteration").groupby("metric")["value"].agg(["first", "last"])
+    rows = [(m.title, *map(float, ends.loc[m.key]), m.unit) for m in metrics if m.key in ends.index]
     return pd.DataFrame(rows, columns=["quantity", "first", "last", "unit"])
 
 
-def _numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, counted: Parity) -> Section:
+def _numbers(
+    facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, counted: Parity, found_curves: pd.DataFrame
+) -> Section:
     """Key numbers as tables; times, configuration and terms folded."""
     parts = {"environment steps": "tokens", "episodes that ended": "episodes"}
     if not facts.is_control:
@@ -174,7 +149,7 @@ def _numbers(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, counte
         ("largest |old - rollout|, nats", counted.max_abs_old_rollout),
     ]
     found = [("Whole run", pd.DataFrame(rows, columns=["quantity", "value"]))]
-    found.append(("First and last iteration", first_and_last(facts, iterations, steps)))
+    found.append(("First and last value", first_and_last(facts, found_curves)))
     measured = facts.accuracy
     if measured is not None:
         both = (("deterministic", measured.deterministic_rms, measured.deterministic_max),

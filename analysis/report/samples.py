@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from analysis.report.facts import Facts
-from analysis.report.markup import element, escape, number, spread
-from analysis.report.page import Section
+from analysis.report.markup import element, number, spread, table
+from analysis.report.page import Section, scrolled
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.manifest import Manifest
 
@@ -53,33 +52,18 @@ def _chosen(found: pd.DataFrame, count: int) -> list[pd.DataFrame]:
 def _held_out(rows: pd.DataFrame, facts: Facts) -> str:
     shown = rows.iloc[spread(len(rows), MOMENTS)]
     last = len(facts.iterations) if facts.manifest.status == "complete" else -1  # not an iteration
-    lines = [
-        (
-            "at the end" if int(row["iteration"]) == last else f"iteration {row['iteration']}",
-            escape(shortened(row["response"])),
-            score,
-        )
-        for row, score in zip(shown.to_dict("records"), shown["scores"].tolist(), strict=True)
-    ]
-    return card(str(rows["prompt"].iloc[0]), str(rows["answer"].iloc[0]), ("when", "response", "score"), lines)
+    moments = {
+        "when": ["at the end" if i == last else f"iteration {i}" for i in shown["iteration"].tolist()],
+        "response": [shortened(text) for text in shown["response"]],
+        "score": shown["scores"].astype("float64").tolist(),
+    }
+    return card(str(rows["prompt"].iloc[0]), str(rows["answer"].iloc[0]), pd.DataFrame(moments))
 
 
-def card(prompt: str, answer: str, heads: Sequence[str], lines: Sequence[tuple[str, str, float]]) -> str:
-    """A prompt with its answer, and below it moments (or runs) with their response, as HTML, and score."""
+def card(prompt: str, answer: str, moments: pd.DataFrame) -> str:
+    """A prompt with its answer, and below it moments (or runs) with their response and score."""
     wanted = f" → {shortened(answer)}" if answer else ""
-    title = element("caption", element("bdi", escape(shortened(prompt)), dir="auto") + escape(wanted))
-    head = "".join(element("th", name, scope="col", class_="number" if "score" in name else "") for name in heads)
-    body = "".join(
-        element(
-            "tr",
-            element("th", escape(when), scope="row")
-            + element("td", element("bdi", response, dir="auto"))
-            + element("td", escape(number(float(score))), class_="number"),
-        )
-        for when, response, score in lines
-    )
-    inside = element("table", title + element("thead", element("tr", head)) + element("tbody", body))
-    return element("div", inside, class_="card scroll", tabindex="0")
+    return scrolled(table(moments, f"{shortened(prompt)}{wanted}"), "card")
 
 
 def shortened(text: str) -> str:

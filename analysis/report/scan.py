@@ -1,4 +1,7 @@
-"""One pass over the iterations of a run, one in memory at a time: the counts and rows that its page shows."""
+"""One pass over the iterations of a run, one in memory at a time: the counts and rows that its page shows.
+
+Everything is float64 from the recorded columns. Values that are not finite are counted separately.
+"""
 
 from __future__ import annotations
 
@@ -10,46 +13,48 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.report import counts, curves
+from analysis.report import curves
 from analysis.report.facts import Facts
 from ppo_repro.config.files import DPO
-from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 
+Floats = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+
+DELTA_EDGES: Floats = 10.0 ** np.linspace(-9.0, 1.0, 31)  # of |old - rollout|, nats
+QUANTILES = (0.0, 0.01, 0.5, 0.99, 1.0)
+FLAGS = (
+    *("clip_high", "clip_low", "clip_dual", "clip_cov", "wrong_high", "wrong_low"),
+    *("bound_high", "bound_low", "kl_cov"),
+)
 SEQUENCES = ["iteration", "sequence", "response", "response_length", "scores", "is_correct"]
-TOKENS = [
-    "iteration", "sequence", "position", "rollout_logprobs", "old_logprobs", "entropies", "ref_kl", "advantages",
-]  # fmt: skip
-UPDATES = ["iteration", "epoch", "minibatch", "sequence", "position", "ratios", "clip_flag"]
-CONTROL_UPDATES = ["iteration", "epoch", "minibatch", "advantages", "ratios", "clip_flag"]
+TOKENS = ["iteration", "sequence", "position", "rollout_logprobs", "old_logprobs", "entropies", "ref_kl"]
+UPDATES = ["iteration", "epoch", "minibatch", "ratios", "clip_flag"]
 LOGPROBS = ["iteration", "rollout_logprobs", "old_logprobs"]
 
 
 @dataclass(frozen=True)
 class Scan:
-    """What a run's page shows, see `counts`; the last two only of language runs."""
+    """What a run's page shows; `responses` only of language runs."""
 
     curves: pd.DataFrame
-    deltas: counts.Counts
+    deltas: Counts  # of `delta_counts`
     nonfinite_deltas: int
-    ratios: pd.DataFrame
-    quadrants: counts.Counts
-    flags: pd.DataFrame
-    extremes: pd.DataFrame
-    values: dict[int, counts.Floats]  # scores, or returns of the episodes that ended, by iteration
-    probabilities: counts.Counts
-    responses: pd.DataFrame  # rows of `response_summary`
+    nonfinite_ratios: int
+    ratios: pd.DataFrame  # of `ratio_quantiles`
+    flags: pd.DataFrame  # iteration, token_updates and FLAGS: counts
+    values: dict[int, Floats]  # scores, or returns of the episodes that ended, by iteration
+    responses: pd.DataFrame  # of `response_summary`
 
 
 @dataclass(frozen=True)
 class IterationRecords:
-    """One iteration; `advantages[i]` belongs to row i of `updates`; sequences are None in control runs."""
+    """The recorded tables of one iteration; sequences are None in control runs."""
 
     iteration: int
     sequences: pd.DataFrame | None
     tokens: pd.DataFrame
     updates: pd.DataFrame
-    advantages: counts.Floats
 
 
 def summary_tables(facts: Facts) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -62,27 +67,64 @@ def summary_tables(facts: Facts) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 def iterations_of(facts: Facts) -> Iterator[IterationRecords]:
     """The iterations of a run, one at a time; raises UserError on anything missing or damaged."""
+    language = not facts.is_control
+    names = [*UPDATES, "sequence"] if language else UPDATES
     for iteration in facts.iterations:
         which: dict[str, Any] = {"iterations": [iteration], "allow_incomplete": True}
-        if facts.is_control:
-            updates = reader.read_updates(facts.run_dir, columns=CONTROL_UPDATES, **which)
-            tokens = reader.read_tokens(facts.run_dir, columns=LOGPROBS, **which)
-            yield IterationRecords(iteration, None, tokens, updates, updates["advantages"].to_numpy(np.float64))
-            continue
-        sequences = reader.read_sequences(facts.run_dir, columns=SEQUENCES, **which)
-        tokens = reader.read_tokens(facts.run_dir, columns=TOKENS, **which)
-        updates = reader.read_updates(facts.run_dir, columns=UPDATES, **which)
-        rows = token_rows(tokens, updates, f"{facts.run_dir}: iteration {iteration}")
-        yield IterationRecords(iteration, sequences, tokens, updates, tokens["advantages"].to_numpy(np.float64)[rows])
+        yield IterationRecords(
+            iteration,
+            reader.read_sequences(facts.run_dir, columns=SEQUENCES, **which) if language else None,
+            reader.read_tokens(facts.run_dir, columns=TOKENS if language else LOGPROBS, **which),
+            reader.read_updates(facts.run_dir, columns=names, **which),
+        )
 
 
-def token_rows(tokens: pd.DataFrame, updates: pd.DataFrame, where: str) -> npt.NDArray[np.int64]:
-    """The row of `tokens` for every row of `updates`; raises UserError if there is none."""
-    keys = ["sequence", "position"]
-    rows = pd.MultiIndex.from_frame(tokens[keys]).get_indexer(pd.MultiIndex.from_frame(updates[keys]))
-    if (rows < 0).any():
-        raise UserError(f"{where}: the updates name tokens that are not in the tokens table; the records are damaged")
-    return np.asarray(rows, dtype=np.int64)
+def deltas(tokens: pd.DataFrame) -> Floats:
+    """old_logprobs - rollout_logprobs in nats, float64."""
+    return tokens["old_logprobs"].to_numpy(np.float64) - tokens["rollout_logprobs"].to_numpy(np.float64)
+
+
+def delta_counts(delta: Floats) -> Counts:
+    """Tokens by |delta|, [2, bins of DELTA_EDGES]: delta > 0, delta < 0; the outer bins have what lies beyond."""
+    inside = np.clip(np.abs(delta), DELTA_EDGES[0], DELTA_EDGES[-1])
+    return np.array([np.histogram(inside[where], DELTA_EDGES)[0] for where in (delta > 0, delta < 0)])
+
+
+def ratio_quantiles(iteration: int, updates: pd.DataFrame) -> pd.DataFrame:
+    """iteration, epoch, minibatch and QUANTILES of the finite ratios of each step."""
+    finite = updates[np.isfinite(updates["ratios"].to_numpy(np.float64))].astype({"ratios": "float64"})
+    table = finite.groupby(["epoch", "minibatch"])["ratios"].quantile(list(QUANTILES)).unstack()
+    return table.reindex(columns=QUANTILES).reset_index().assign(iteration=iteration)
+
+
+def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Scan:
+    """The pass over all iterations."""
+    sampled, flags = list[dict[str, float | str]](), list[dict[str, int]]()
+    ratios, responses = list[pd.DataFrame](), list[pd.DataFrame]()
+    values: dict[int, Floats] = returns_of(facts) if facts.is_control else {}
+    counted, nonfinite_deltas, nonfinite_ratios = np.zeros((2, len(DELTA_EDGES) - 1), np.int64), 0, 0
+    for one in iterations_of(facts):
+        delta, flag = deltas(one.tokens), one.updates["clip_flag"]
+        nonfinite_deltas += int(np.count_nonzero(~np.isfinite(delta)))
+        # null reads as NaN; only the flag says whether there was a step
+        broken = ~np.isfinite(one.updates["ratios"].to_numpy(np.float64)) & flag.notna().to_numpy()
+        nonfinite_ratios += int(broken.sum())
+        counted += delta_counts(delta)
+        ratios.append(ratio_quantiles(one.iteration, one.updates))
+        counts = flag.value_counts()
+        counts_of = {name: int(counts.get(name, 0)) for name in FLAGS}
+        flags.append({"iteration": one.iteration, "token_updates": int(counts.sum()), **counts_of})
+        if one.sequences is not None:
+            sampled += curves.sampled_rows(one.iteration, one.sequences, one.tokens)
+            responses.append(response_summary(one.iteration, one.sequences, one.tokens, one.updates))
+            values[one.iteration] = one.sequences["scores"].to_numpy(np.float64)
+    if facts.is_control:
+        found = curves.control_curves(iterations, steps, facts.manifest.final, values)
+    else:
+        found = pd.concat([pd.DataFrame(sampled), curves.recorded_rows(iterations, steps, facts.manifest.final)])
+    of_responses = pd.concat(responses, ignore_index=True) if responses else pd.DataFrame()
+    together = pd.concat(ratios, ignore_index=True)
+    return Scan(found, counted, nonfinite_deltas, nonfinite_ratios, together, pd.DataFrame(flags), values, of_responses)
 
 
 def run_curves(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
@@ -99,7 +141,7 @@ def run_curves(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> p
     return pd.concat([pd.DataFrame(rows), curves.recorded_rows(iterations, steps, facts.manifest.final)])
 
 
-def returns_of(facts: Facts) -> dict[int, counts.Floats]:
+def returns_of(facts: Facts) -> dict[int, Floats]:
     """The returns of the episodes of a control run that ended, by iteration."""
     names = ["iteration", "episode_return"]
     found = reader.read_sequences(facts.run_dir, iterations=facts.iterations, columns=names, allow_incomplete=True)
@@ -108,46 +150,11 @@ def returns_of(facts: Facts) -> dict[int, counts.Floats]:
     return {int(str(iteration)): values.to_numpy(np.float64) for iteration, values in groups}
 
 
-def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Scan:
-    """The pass over all iterations."""
-    sampled = list[dict[str, float | str]]()
-    flags, extremes = list[dict[str, float]](), list[dict[str, float]]()
-    ratios, responses = list[pd.DataFrame](), list[pd.DataFrame]()
-    values: dict[int, counts.Floats] = returns_of(facts) if facts.is_control else {}
-    probability = len(counts.PROBABILITY_EDGES) - 1
-    probabilities = np.zeros((probability, probability), dtype=np.int64)
-    deltas = np.zeros(len(counts.DELTA_EDGES) - 1, dtype=np.int64)
-    quadrants = np.zeros((len(counts.ADVANTAGE_EDGES) - 1, len(counts.RATIO_EDGES) - 1), dtype=np.int64)
-    nonfinite = 0
-    for one in iterations_of(facts):
-        delta = counts.deltas(one.tokens)
-        nonfinite += int(np.count_nonzero(~np.isfinite(delta)))
-        deltas += counts.histogram(delta, counts.DELTA_EDGES)
-        quadrants += counts.quadrant_grid(one.advantages, one.updates)
-        ratios.append(counts.ratio_histogram(one.updates))
-        flags.append(counts.flag_row(one.iteration, one.updates))
-        extremes.append(counts.extremes_row(one.iteration, one.updates))
-        if one.sequences is not None:
-            probabilities += counts.probability_grid(one.tokens)
-            sampled += curves.sampled_rows(one.iteration, one.sequences, one.tokens)
-            responses.append(response_summary(one.iteration, one.sequences, one.tokens, one.updates))
-            values[one.iteration] = one.sequences["scores"].to_numpy(np.float64)
-    if facts.is_control:
-        found = curves.control_curves(iterations, steps, facts.manifest.final, values)
-    else:
-        found = pd.concat([pd.DataFrame(sampled), curves.recorded_rows(iterations, steps, facts.manifest.final)])
-    by_bin = pd.concat(ratios, ignore_index=True).groupby(["epoch", "minibatch", "bin_lo", "bin_hi"], as_index=False)
-    return Scan(
-        found, deltas, nonfinite, by_bin.sum(), quadrants, pd.DataFrame(flags), pd.DataFrame(extremes), values,
-        probabilities, pd.concat(responses, ignore_index=True) if responses else pd.DataFrame(),
-    )  # fmt: skip
-
-
 def response_summary(
     iteration: int, sequences: pd.DataFrame, tokens: pd.DataFrame, updates: pd.DataFrame
 ) -> pd.DataFrame:
     """iteration, sequence, tokens, score, max_abs_delta (nats), clipped (token updates)."""
-    delta = np.abs(counts.deltas(tokens))
+    delta = np.abs(deltas(tokens))
     largest = np.zeros(len(sequences))
     # NaN would win every comparison; the page reports what is not finite elsewhere
     np.maximum.at(largest, tokens["sequence"].to_numpy(np.int64), np.where(np.isfinite(delta), delta, 0.0))

@@ -17,7 +17,7 @@ import pandas as pd
 from analysis.grids.table import SPREAD, comparisons, interval
 from analysis.report import curves, verdicts
 from analysis.report.facts import Facts, read_facts, repeating
-from analysis.report.markup import differences, element, escape, number, share, table
+from analysis.report.markup import Html, differences, element, escape, number, share, table
 from analysis.report.page import Card, Section, Verdict, folded_table, folded_text, page, scrolled
 from analysis.report.run_page import CONTROL_MAIN, MAIN, first_and_last
 from analysis.report.samples import card, evaluations, shortened
@@ -119,10 +119,8 @@ def pair_page(a: Path, b: Path) -> str:
         Card("Are they on-policy?", [v for name, run in zip(NAMES, runs, strict=True) for v in _agreement(name, run)]),
         Card("How to repeat them", (), [scrolled(table(about, "The runs"), "words")]),
     )
-    last = [first_and_last(run.facts, run.iterations, run.steps) for run in runs]
-    numbers = pd.DataFrame(
-        {"quantity": last[0]["quantity"], "A": last[0]["last"], "B": last[1]["last"], "unit": last[0]["unit"]}
-    )
+    last = [first_and_last(run.facts, run.curves).set_index(["quantity", "unit"])["last"] for run in runs]
+    numbers = pd.DataFrame(dict(zip(NAMES, last, strict=True))).reset_index()[["quantity", *NAMES, "unit"]]
     folded = [folded_text(f"Configuration of {name}", f.config_text) for name, f in zip(NAMES, facts, strict=True)]
     blocks = [scrolled(table(numbers, "Last complete iteration")), *folded, folded_table("Terms in words", terms())]
     sections = [
@@ -176,9 +174,9 @@ def _responses(facts: Sequence[Facts]) -> list[Section]:
     cards = []
     for x, y in pairs[:PROMPTS]:
         parts = differences(*(shortened(str(row["response"])) for row in (x, y)))
-        sides = (_side(parts, "-", "del"), float(x["scores"])), (_side(parts, "+", "ins"), float(y["scores"]))
-        lines = [(name, text, score) for name, (text, score) in zip(NAMES, sides, strict=True)]
-        cards.append(card(str(x["prompt"]), str(x["answer"]), ("run", "response", "score"), lines))
+        both = {"run": NAMES, "response": [_side(parts, "-", "del"), _side(parts, "+", "ins")]}
+        both["score"] = [float(row["scores"]) for row in (x, y)]
+        cards.append(card(str(x["prompt"]), str(x["answer"]), pd.DataFrame(both, dtype=object)))
     moments = " and ".join(f"{n} before iteration {r['iteration'].max()}" for n, r in zip(NAMES, found, strict=True))
     note = (
         f"Greedy responses of the last evaluation ({moments}): {number(different)} of {number(len(pairs))} held-out "
@@ -187,10 +185,10 @@ def _responses(facts: Sequence[Facts]) -> list[Section]:
     return [Section("samples", "Last responses", (note,), (), (element("div", "".join(cards), class_="cards"),))]
 
 
-def _side(parts: Sequence[tuple[str, str]], kind: str, tag: str) -> str:
+def _side(parts: Sequence[tuple[str, str]], kind: str, tag: str) -> Html:
     """One of two texts as HTML; what the other one does not have is in an element `tag`."""
-    return "".join(
-        element(tag, escape(text)) if found == kind else escape(text) for found, text in parts if found in ("=", kind)
+    return Html(
+        "".join(element(tag if found == kind else "span", escape(t)) for found, t in parts if found in ("=", kind))
     )
 
 
@@ -238,17 +236,9 @@ def grid_page(folder: Path, linked_from: Path | None) -> str:
         Card("Are the runs on-policy?", _verdicts(runs)),
         *([Card("Which runs are missing?", [Verdict("differs", unfinished)])] if missing else []),
     ]  # fmt: skip
-    cells = [
-        element("tr", element("td", escape(label)) + element("td", str(run.facts.config.seed), class_="number")
-                + element("td", _link(run.facts.run_dir, folder, linked_from)))
-        for label, run in zip(labels, ordered, strict=True)
-    ]  # fmt: skip
-    head = "".join(
-        element("th", name, scope="col", class_="number" if name == "seed" else "")
-        for name in ("setting", "seed", "run")
-    )
-    rows = element("thead", element("tr", head)) + element("tbody", "".join(cells))
-    listed = element("table", element("caption", "Each cell: a setting with a seed, one run") + rows)
+    links = [_link(run.facts.run_dir, folder, linked_from) for run in ordered]
+    cells = pd.DataFrame({"setting": labels, "seed": finals["seed"], "run": links}, dtype=object)
+    listed = table(cells, "Each cell: a setting with a seed, one run", limit=len(cells))
     band = "mean over the seeds of a setting, band: 95 % Student interval (none for a single seed)."
     sections = [
         Section("runs", "Runs", (), (), (scrolled(listed, "words"),)),
@@ -355,13 +345,13 @@ def _means(finals: pd.DataFrame, measures: Sequence[str]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _link(run_dir: Path, folder: Path, linked_from: Path | None) -> str:
+def _link(run_dir: Path, folder: Path, linked_from: Path | None) -> Html:
     """The run's page, or its folder if it has no page; a path if the page about the grid lies elsewhere."""
     name = escape(run_dir.relative_to(folder))
     if linked_from is None:
-        return element("code", name)
+        return Html(element("code", name))
     target = run_dir / "report.html" if (run_dir / "report.html").exists() else run_dir
-    return element("a", name, href=Path(os.path.relpath(target, linked_from)).as_posix())
+    return Html(element("a", name, href=Path(os.path.relpath(target, linked_from)).as_posix()))
 
 
 def _verdicts(runs: Sequence[OneRun]) -> list[Verdict]:

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.report.counts import deltas, special_tokens
 from analysis.report.markup import element, number
 from analysis.report.page import Section, scrolled
-from analysis.report.scan import token_rows
+from analysis.report.scan import deltas
+from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 
 # above this the page would be slow to open
@@ -151,9 +151,19 @@ def responses_of(
     ]
 
 
+def special_tokens(tokens: pd.DataFrame) -> npt.NDArray[np.bool_]:
+    """Tokens without text that are alone in their word: end tokens and the like, not bytes of a character."""
+    empty = (tokens["char_start"] == tokens["char_end"]).to_numpy()
+    words = tokens.groupby(["iteration", "sequence", "word_id"])["position"].transform("size").to_numpy()
+    return np.asarray(empty & (words == 1), dtype=np.bool_)
+
+
 def _by_epoch(tokens: pd.DataFrame, updates: pd.DataFrame, where: str) -> pd.DataFrame:
     """ratio_e and flag_e per token for each epoch e; empty where the epoch did not reach the token."""
-    rows = token_rows(tokens, updates, where)
+    keys = ["sequence", "position"]
+    rows = pd.MultiIndex.from_frame(tokens[keys]).get_indexer(pd.MultiIndex.from_frame(updates[keys]))
+    if (rows < 0).any():
+        raise UserError(f"{where}: the updates name tokens that are not in the tokens table; the records are damaged")
     columns: dict[str, Any] = {}
     for epoch in np.unique(updates["epoch"].to_numpy()).tolist():
         in_epoch = (updates["epoch"] == epoch).to_numpy()

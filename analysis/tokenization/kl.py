@@ -1,6 +1,6 @@
 """KL(policy || reference) and entropy of one iteration by token, word and response, from the recorded columns.
 
-Per token, with x = old_logprobs - ref_logprobs in nats and float64: k1 = x, k2 = x^2 / 2, k3 = expm1(-x) + x
+Per token, with x = old_logprobs - ref_logprobs in nats and float64: k1 = x, k3 = expm1(-x) + x
 (Schulman, 2020), |k1|, and the recorded divergence over the whole distribution, `exact`. The sum of k1 over the tokens
 of a word is log p(word) / q(word), whatever its segmentation; sums of the others depend on it.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.stats.clusters import Floats
-from analysis.tokenization.words import Boundary, find_words, span_classes, span_texts, text_of
+from analysis.tokenization.words import Boundary, find_words, text_of
 
 KEY = ["iteration", "sequence", "position"]
 OFFSETS = ["char_start", "char_end", "byte_start", "byte_end"]
@@ -19,31 +19,28 @@ TOKEN_COLUMNS = [
     *(*KEY, "token_id", *OFFSETS, "sub_idx"),
     *("rollout_logprobs", "old_logprobs", "ref_logprobs", "entropies", "ref_kl"),
 ]
-SEQUENCE_COLUMNS = ["iteration", "sequence", "prompt_key", "response", "scores"]
+SEQUENCE_COLUMNS = ["iteration", "sequence", "response"]
 # summed over tokens, in nats
-METRICS = ["kl_k1", "kl_k2", "kl_k3", "kl_abs_k1", "kl_exact", "entropy"]
+METRICS = ["kl_k1", "kl_k3", "kl_abs_k1", "kl_exact", "entropy"]
 
 
 def estimators(old_logprobs: Floats, ref_logprobs: Floats) -> dict[str, Floats]:
-    """k1, k2, k3 and |k1| of KL(policy || reference) per token, nats, float64; tokens drawn from the policy."""
+    """k1, k3 and |k1| of KL(policy || reference) per token, nats, float64; tokens drawn from the policy."""
     x = np.asarray(old_logprobs, dtype=np.float64) - np.asarray(ref_logprobs, dtype=np.float64)
-    return {"kl_k1": x, "kl_k2": 0.5 * x * x, "kl_k3": np.expm1(-x) + x, "kl_abs_k1": np.abs(x)}
+    return {"kl_k1": x, "kl_k3": np.expm1(-x) + x, "kl_abs_k1": np.abs(x)}
 
 
 def token_table(tokens: pd.DataFrame, sequences: pd.DataFrame, *, boundary: Boundary) -> pd.DataFrame:
     """`tok_token`: one row per token of one iteration; METRICS in nats, float64.
 
     `tokens` has TOKEN_COLUMNS, `sequences` SEQUENCE_COLUMNS. word_id, sub_idx and sub_len follow `boundary`, not the
-    recorded words; text_class as `span_classes`.
+    recorded words.
     """
     text = text_of(sequences)
     words = find_words(tokens, text, boundary)
-    first = text.starts[tokens["sequence"].to_numpy(np.int64)]
-    start, end = (first + tokens[name].to_numpy(np.int64) for name in ("char_start", "char_end"))
     columns = {
         **{name: tokens[name].to_numpy() for name in [*KEY, "token_id", *OFFSETS]},
         **{name: getattr(words, name) for name in ("word_id", "sub_idx", "sub_len", "is_special", "straddles")},
-        "text_class": span_classes(text, start, end, words.is_special),
         **estimators(tokens["old_logprobs"].to_numpy(), tokens["ref_logprobs"].to_numpy()),
         "kl_exact": tokens["ref_kl"].to_numpy(np.float64),
         "entropy": tokens["entropies"].to_numpy(np.float64),
@@ -51,7 +48,7 @@ def token_table(tokens: pd.DataFrame, sequences: pd.DataFrame, *, boundary: Boun
     return pd.DataFrame(columns)
 
 
-def word_table(table: pd.DataFrame, sequences: pd.DataFrame) -> pd.DataFrame:
+def word_table(table: pd.DataFrame) -> pd.DataFrame:
     """`tok_word`: one row per word of a `token_table`; METRICS are sums over the word's tokens, nats.
 
     `<metric>_first` is that of the word's first token; the other tokens have the difference. `kl_k1` is
@@ -59,11 +56,7 @@ def word_table(table: pd.DataFrame, sequences: pd.DataFrame) -> pd.DataFrame:
     """
     starts = np.flatnonzero(table["sub_idx"].to_numpy() == 0)
     first, last = table.iloc[starts], table.iloc[np.append(starts, len(table))[1:] - 1]
-    text, sequence = text_of(sequences), first["sequence"].to_numpy(np.int64)
     words = first[["iteration", "sequence", "word_id", "is_special"]].reset_index(drop=True)
-    words["text"] = span_texts(text, text.byte_starts[sequence] + first["byte_start"].to_numpy(np.int64))
-    begin, end = (text.starts[sequence] + rows.to_numpy(np.int64) for rows in (first["char_start"], last["char_end"]))
-    words["text_class"] = span_classes(text, begin, end, first["is_special"].to_numpy())
     words["n_tok"] = first["sub_len"].to_numpy()
     for name in ("char", "byte"):
         words[f"n_{name}"] = last[f"{name}_end"].to_numpy() - first[f"{name}_start"].to_numpy()
@@ -81,11 +74,11 @@ def sequence_table(table: pd.DataFrame, sequences: pd.DataFrame) -> pd.DataFrame
     """
     starts = np.flatnonzero(table["position"].to_numpy() == 0)
     text = text_of(sequences)
-    by_sequence = sequences[["iteration", "sequence", "prompt_key", "scores"]].reset_index(drop=True)
+    by_sequence = sequences[["iteration", "sequence"]].reset_index(drop=True)
     by_sequence["n_tok"] = np.diff(np.append(starts, len(table)))
     is_word = ((table["sub_idx"] == 0) & ~table["is_special"]).to_numpy()
     by_sequence["n_word"] = sums(is_word.astype(np.float64), starts).astype(np.int64)
-    by_sequence["n_char"], by_sequence["n_byte"] = np.diff(text.starts), np.diff(text.byte_starts)
+    by_sequence["n_char"], by_sequence["n_byte"] = np.diff(text.starts), text.byte_lengths
     for name in METRICS:
         by_sequence[name] = sums(table[name].to_numpy(), starts)
         for unit in ("tok", "word", "char", "byte"):

@@ -1,33 +1,21 @@
-"""KL and entropy of one iteration in every unit, averaged in both ways, with cluster standard errors."""
+"""KL and entropy of one iteration in every unit, averaged in both ways, with standard errors by response."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 import numpy as np
 import pandas as pd
 
 from analysis.stats.clusters import Floats, ratio_of_sums
 from analysis.tokenization.kl import METRICS
-from ppo_repro.errors import UserError
 
-Cluster = Literal["sequence", "prompt"]
 UNITS = {"token": "n_tok", "word": "n_word", "char": "n_char", "byte": "n_byte"}
 SUMMARY_COLUMNS = ["metric", "unit", "reduction", "value", "se", "n_units", "n_sequences", "n_undefined", "n_nonfinite"]
 
 
-def cluster_codes(sequence_table: pd.DataFrame, cluster: Cluster) -> np.ndarray:
-    """The cluster of each response, 0..G-1: the response itself, or its prompt. UserError on another cluster."""
-    if cluster not in ("sequence", "prompt"):
-        raise UserError(
-            f"cluster = {cluster!r}: must be one of sequence, prompt; tokens of a response are not independent"
-        )
-    name = "sequence" if cluster == "sequence" else "prompt_key"
-    return np.asarray(np.unique(sequence_table[name].astype(str), return_inverse=True)[1])
+def summary_table(table: pd.DataFrame, word_table: pd.DataFrame) -> pd.DataFrame:
+    """`tok_summary` of one iteration, from its tables by response and by word.
 
-
-def summary_table(sequence_table: pd.DataFrame, word_table: pd.DataFrame, *, cluster: Cluster) -> pd.DataFrame:
-    """`tok_summary` of one iteration: METRICS in nats per sequence, token, word, char and byte; shares; fertility.
+    METRICS in nats per sequence, token, word, char and byte; shares; tokens per word and character.
 
     reduction: `seq_mean_token_sum` for unit sequence; `ratio_of_sums` is the sum over all responses / the number of
     units (for tokens: token_mean); `mean_of_ratios` is the mean of that ratio per response (for tokens:
@@ -35,9 +23,8 @@ def summary_table(sequence_table: pd.DataFrame, word_table: pd.DataFrame, *, clu
     are included; `n_nonfinite` counts the responses that have them.
 
     `<metric>_first_share` is the share of the first tokens of words in the sum over all words of text; for k1, whose
-    terms cancel, it is NaN where the sum is below 3 standard errors. UserError on another cluster.
+    terms cancel, it is NaN where the sum is below 3 standard errors.
     """
-    codes, table = cluster_codes(sequence_table, cluster), sequence_table
     words = word_table[~word_table["is_special"].to_numpy(bool)]
     without_words = int((table["n_word"] == 0).sum())
     rows: list[tuple[object, ...]] = []
@@ -50,8 +37,8 @@ def summary_table(sequence_table: pd.DataFrame, word_table: pd.DataFrame, *, clu
 
     def add(metric: str, unit: str, reduction: str, y: Floats, x: Floats, undefined: int, where: object = None) -> None:
         chosen = np.ones(len(y), bool) if where is None else np.asarray(where)
-        y, x, groups = y[chosen], x[chosen], np.unique(codes[chosen], return_inverse=True)[1]
-        estimate = ratio_of_sums(*(np.asarray(np.bincount(groups, v), np.float64) for v in (y, x)))
+        y, x = y[chosen], x[chosen]
+        estimate = ratio_of_sums(y, x)
         units = len(y) if unit == "share" else int(x.sum())
         rows.append((metric, unit, reduction, *estimate, units, len(y), undefined, int((~np.isfinite(y)).sum())))
 
@@ -67,7 +54,7 @@ def summary_table(sequence_table: pd.DataFrame, word_table: pd.DataFrame, *, clu
     for name in METRICS:
         first, total = by_response(words[f"{name}_first"]), by_response(words[name])
         if name == "kl_k1":
-            mean, se = ratio_of_sums(*(np.asarray(np.bincount(codes, v), np.float64) for v in (total, ones)))
+            mean, se = ratio_of_sums(total, ones)
             first = first if abs(mean) >= 3.0 * se else np.full(len(first), np.nan)
         add(f"{name}_first_share", "share", "ratio_of_sums", first, total, without_words)
     for label, column, unit in (("tokens", "n_tok", "char"), ("tokens", "n_tok", "word"), ("chars", "n_char", "word")):

@@ -11,7 +11,7 @@ Unlike the recorded `word_id`, words here depend on the text and the convention,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,6 @@ from ppo_repro.errors import UserError
 
 Boundary = Literal["leading", "trailing"]
 BOUNDARIES: tuple[Boundary, ...] = ("leading", "trailing")
-CLASSES = ("alpha", "digit", "punct", "space", "mixed", "empty", "special")
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
@@ -32,8 +31,7 @@ class Text:
 
     codes: npt.NDArray[np.uint32]  # [C] code points
     starts: Ints  # [B + 1] where each response starts, characters
-    utf8: bytes
-    byte_starts: Ints  # [B + 1] where each response starts, bytes
+    byte_lengths: Ints  # [B] of each response in UTF-8
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,9 @@ class Words:
 def text_of(sequences: pd.DataFrame) -> Text:
     """The text of one iteration's `sequences` (column response)."""
     responses = list(sequences["response"])
-    utf8 = [response.encode() for response in responses]
+    octets = np.array([len(response.encode()) for response in responses], dtype=np.int64)
     codes = np.frombuffer("".join(responses).encode("utf-32-le"), dtype="<u4")
-    return Text(codes, _offsets([len(r) for r in responses]), b"".join(utf8), _offsets([len(r) for r in utf8]))
+    return Text(codes, _offsets([len(r) for r in responses]), octets)
 
 
 def sequence_starts(tokens: pd.DataFrame) -> Ints:
@@ -93,53 +91,10 @@ def find_words(tokens: pd.DataFrame, text: Text, boundary: Boundary) -> Words:
     return _numbered(begins, first_tokens, special, straddles)
 
 
-def span_classes(text: Text, start: Ints, end: Ints, is_special: Bools) -> Any:
-    """The kind of text in each span [start, end) of characters; white space beside other text does not count.
-
-    alpha, digit, punct (any other character) or space where all characters are of one kind, else mixed; without text:
-    special, or empty for a token that ends inside a character.
-    """
-    unique, inverse = np.unique(text.codes, return_inverse=True)
-    kinds = np.array([_kind(chr(code)) for code in unique], dtype=np.int64)[inverse] if len(unique) else unique
-    counts = np.zeros((4, len(start)), dtype=np.int64)
-    for kind in range(4):
-        total = np.concatenate([[0], np.cumsum(kinds == kind)])
-        counts[kind] = total[end] - total[start]
-    other = counts[:3].sum(axis=0)
-    classes = np.where(counts[:3].max(axis=0) == other, counts[:3].argmax(axis=0), CLASSES.index("mixed"))
-    classes = np.where(other == 0, CLASSES.index("space"), classes)
-    classes = np.where(start == end, np.where(is_special, CLASSES.index("special"), CLASSES.index("empty")), classes)
-    codes = np.asarray(classes, dtype=np.int64)
-    return pd.Categorical.from_codes(codes, categories=pd.Index(CLASSES))
-
-
-def span_texts(text: Text, first_bytes: Ints) -> list[str]:
-    """The texts of consecutive spans that together are all of the text; `first_bytes` [W] ascending."""
-    ends = [*first_bytes[1:].tolist(), len(text.utf8)]
-    return [text.utf8[a:b].decode() for a, b in zip(first_bytes.tolist(), ends, strict=True)]
-
-
 def is_space(text: Text) -> Bools:
     """Which characters are white space (`str.isspace`)."""
-    return _by_character(text, str.isspace)
-
-
-def is_digit(text: Text) -> Bools:
-    """Which characters are the digits 0 to 9."""
-    return _by_character(text, lambda character: character in "0123456789")
-
-
-def _by_character(text: Text, test: Any) -> Bools:
     unique, inverse = np.unique(text.codes, return_inverse=True)
-    return np.array([test(chr(code)) for code in unique], dtype=bool)[inverse] if len(unique) else np.zeros(0, bool)
-
-
-def _kind(character: str) -> int:
-    if character.isspace():
-        return CLASSES.index("space")
-    if character.isdigit():
-        return CLASSES.index("digit")
-    return CLASSES.index("alpha") if character.isalpha() else CLASSES.index("punct")
+    return np.array([chr(code).isspace() for code in unique], dtype=bool)[inverse] if len(unique) else np.zeros(0, bool)
 
 
 def _offsets(lengths: list[int]) -> Ints:

@@ -51,7 +51,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-gradients", action="store_true", help="leave out the gradients")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(given)
-    library.use_threads(options.threads)
+    library.use_threads(options.threads, torch_computes=True)
     model, tokenizer = load_folder(options.model)
     ids = tokenizer(options.text.read_text(encoding="utf-8"))["input_ids"]
     text = text_of_file(ids, options.rows, options.prompt, options.response)

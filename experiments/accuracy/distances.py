@@ -11,19 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.accuracy import (
-    Error,
-    Errors,
-    Scores,
-    Text,
-    deterministic_scores,
-    error,
-    errors,
-    float64,
-    reference_scores,
-    spacing,
-    stock_scores,
-)
+from ppo_repro.accuracy import Scores, Text, float64, policy_scores, reference_scores, spacing, stock_scores
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics.gradient_sums import GradientSums
@@ -32,6 +20,51 @@ from ppo_repro.numerics.rows import slots_of
 from ppo_repro.numerics.token_statistics import token_statistics
 
 GRADIENT_RESOLUTION = 2.0**-24  # rounding a tensor's largest gradient to float32 may cost this share of it
+
+
+def deterministic_scores(model: PreTrainedModel, text: Text, max_context: int) -> Scores:
+    """Scores of an unmodified model by the kernels."""
+    return policy_scores(make_policy(model, "deterministic", max_context), text)
+
+
+@dataclass(frozen=True)
+class Error:
+    """Absolute distances from the reference over some numbers, in their unit."""
+
+    largest: float
+    rms: float
+    mean: float
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Errors of the same numbers. `resolution` is what rounding the reference itself to float32 would cost."""
+
+    deterministic: Error
+    stock: Error
+    resolution: Error
+
+    def ratio(self, kind: str) -> float:
+        """Deterministic / stock of the `largest`, `rms` or `mean` error.
+
+        Stock counts as no better than the resolution: a result in float32 can be closer by luck only.
+        """
+        stock = max(getattr(self.stock, kind), getattr(self.resolution, kind))
+        return float(getattr(self.deterministic, kind)) / stock if stock else float("nan")
+
+
+def error(found: Tensor, reference: Tensor) -> Error:
+    """The error of numbers of any shape; the reference is float64."""
+    distance = (found.to(torch.float64) - reference).abs()
+    return Error(float(distance.max()), float(distance.square().mean().sqrt()), float(distance.mean()))
+
+
+def errors(deterministic: Tensor, stock: Tensor, reference: Tensor) -> Errors:
+    """The errors of the same numbers by two kinds of numerics."""
+    gaps = spacing(reference)
+    # rounding is off by half a spacing at most, by spacing / sqrt(12) in the rms and spacing / 4 in the mean
+    resolution = Error(float(gaps.max()) / 2, float(gaps.square().mean().sqrt()) / 12**0.5, float(gaps.mean()) / 4)
+    return Errors(error(deterministic, reference), error(stock, reference), resolution)
 
 
 def stock_gradients(model: PreTrainedModel, text: Text) -> dict[str, Tensor]:

@@ -13,34 +13,23 @@ import pandas as pd
 
 from analysis import figures
 from analysis.program import program
-from experiments.answers import differences, interval, study
+from experiments.answers import settings_table, study
 
 MEASURE = "mean_accuracy"
-
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
 def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
-    points = results["algorithm"]
-    against = differences(results, points, MEASURE, "PPO").set_index("point")
-    rows = []
-    for point, cells in results.groupby("algorithm", sort=False):
-        rows.append(
-            {
-                "algorithm": point,
-                "accuracy, mean over training": interval(cells[MEASURE]),
-                "minus PPO": against["difference"].get(point, ""),
-                "p, Holm": against["p"].get(point, ""),
-                "at the end": interval(cells["accuracy"]),
-                "KL, nats a response": f"{cells['KL'].mean():.2f}",
-                "entropy, nats a token": f"{cells['entropy'].mean():.3f}",
-                "length, tokens": f"{cells['length'].mean():.1f}",
-                "sampled tokens": f"{cells['tokens'].mean():,.0f}",
-            }
-        )
-    return [pd.DataFrame(rows)]
+    columns: dict[str, tuple[str, str | None]] = {
+        "at the end": ("accuracy", None),
+        "KL, nats a response": ("KL", "{:.2f}"),
+        "entropy, nats a token": ("entropy", "{:.3f}"),
+        "length, tokens": ("length", "{:.1f}"),
+        "sampled tokens": ("tokens", "{:,.0f}"),
+    }
+    return [settings_table(results, "algorithm", MEASURE, "accuracy, mean over training", "PPO", columns)]
 
 
 def figure(results: pd.DataFrame) -> Axes:

@@ -125,7 +125,7 @@ def candidates(model: Callable[[], PreTrainedModel], size: Size, phase: str, thr
         work = {"scoring": side.score, "forward and backward": side.forward_backward, "optimizer step": side.step}
 
         def run() -> Cost:
-            library.use_threads(threads)
+            library.use_threads(threads, torch_computes=side is peer)
             return timing.cost_of(work[phase])
 
         return run

@@ -78,7 +78,7 @@ class Own:
 
     def step(self, threads: int) -> Cost:
         """One iteration with all its records on disk."""
-        library.use_threads(threads)
+        library.use_threads(threads, self.config.numerics.mode == "native")
         return timing.cost_of(self._step)
 
     def _step(self) -> None:

@@ -46,7 +46,7 @@ def engine(
         assert sum(len(c.response_ids) for c in completions) == sequences * RESPONSE
 
     def run() -> Cost:
-        library.use_threads(threads)
+        library.use_threads(threads, mode == "native")
         return timing.cost_of(work)
 
     return run
@@ -73,7 +73,7 @@ def stock(model: PreTrainedModel, size: Size, threads: int, sequences: int = SEQ
         assert out.shape == (sequences, CONTEXT)
 
     def run() -> Cost:
-        library.use_threads(threads)
+        torch.set_num_threads(threads)
         return timing.cost_of(work)
 
     return run

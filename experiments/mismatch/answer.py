@@ -11,34 +11,30 @@ import pandas as pd
 
 from analysis import figures
 from analysis.program import program
-from experiments.answers import differences, interval, study
-
-MEASURE = "mean_accuracy"  # over all evaluations: one accuracy at the end varies more between seeds
-EXACT = "float32, sampler as anchor"
-
+from experiments.answers import settings_table, study
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+MEASURE = "mean_accuracy"  # over all evaluations: one accuracy at the end varies more between seeds
+USUAL, DOUBLED = "usual", "doubled learning rate"
+
 
 def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
-    made = []
-    for rate, group in results.groupby("learning rate", sort=False):
-        against = differences(group, group["case"], MEASURE, EXACT).set_index("point")
-        rows = []
-        for point, cells in group.groupby("case", sort=False):
-            row = {f"sampler, remedy; learning rate {rate}": point, "k3, nats a token": f"{cells['k3'].mean():.1e}"}
-            row["accuracy, mean over training"] = interval(cells[MEASURE])
-            row |= {"minus float32": against["difference"].get(point, ""), "p, Holm": against["p"].get(point, "")}
-            row["at the end"] = f"{cells['accuracy'].mean():.3f}"
-            rows.append(row)
-        made.append(pd.DataFrame(rows))
-    return made
+    columns: dict[str, tuple[str, str | None]] = {
+        "at the end": ("accuracy", None),
+        "k3, nats a token": ("k3", "{:.1e}"),
+    }
+    doubled = results["sampler"].str.startswith(DOUBLED)
+    title = "accuracy, mean over training"
+    return [
+        settings_table(results[~doubled], "sampler", MEASURE, title, USUAL, columns),
+        settings_table(results[doubled], "sampler", MEASURE, title, DOUBLED, columns),
+    ]
 
 
 def figure(results: pd.DataFrame) -> Axes:
-    usual = results[results["learning rate"] == "usual"]  # the doubled one is in the tables
-    return figures.differences(usual.assign(point=usual["case"]), MEASURE, EXACT)
+    return figures.settings(results.assign(point=results["sampler"]), MEASURE)
 
 
 @program

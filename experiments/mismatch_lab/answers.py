@@ -21,7 +21,6 @@ from analysis.grids.outcomes import complete_cells
 from analysis.grids.table import comparisons, interval, markdown
 from analysis.mismatch.routes import ROUTED, flips, table_of
 from ppo_repro.errors import UserError
-from ppo_repro.files import PICTURE, write_csv_over_earlier, write_over_earlier
 from ppo_repro.records import reader
 
 LAST = 3  # iterations whose mean is the end of a run
@@ -138,12 +137,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         cells = of_grid(arguments.grid)
         print(markdown(rows(cells)), *(markdown(differences(cells, m)) for m in ("score", "greedy")), sep="\n\n")
         if arguments.csv is not None:
-            text = cells.drop(columns="point").to_csv(index=False, float_format="%.6g")
-            write_csv_over_earlier(arguments.csv, text, "--csv")
+            cells.drop(columns="point").to_csv(arguments.csv, index=False, float_format="%.6g")
         if arguments.figure is not None:
             axes = figures.settings(cells, arguments.drawn)
             axes.set_xlabel(MEASURES[arguments.drawn])
-            write_over_earlier(arguments.figure, PICTURE, figures.svg(axes).encode(), "--figure")
+            arguments.figure.write_text(figures.svg(axes), encoding="utf-8")
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

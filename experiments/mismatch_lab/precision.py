@@ -100,7 +100,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="also write the errors of all tokens to this Parquet file")
     arguments = parser.parse_args(given)
-    library.use_threads(arguments.threads)
+    library.use_threads(arguments.threads, torch_computes=True)
     model, tokenizer = load_folder(arguments.model)
     ids = tokenizer(arguments.text.read_text(encoding="utf-8"))["input_ids"]
     text = text_of_file(ids, arguments.rows, arguments.prompt, arguments.response)

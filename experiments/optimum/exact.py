@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.config.algorithm import KLInReward
+from ppo_repro.config.algorithm import NoKL
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.load import load_folder
@@ -127,7 +127,7 @@ def read(run_dir: Path, beta: float | None = None) -> list[Distance]:
     prepared = prepare(config, lambda step, total, loss: None)
     source, _ = load_folder(run_dir / FINAL)
     policy = make_policy(source, config.numerics.mode, config.numerics.max_context)
-    assert isinstance(config.kl, KLInReward)
+    assert not isinstance(config.kl, NoKL)
     return distances(config, prepared, policy, config.kl.kl_coef if beta is None else beta)
 
 

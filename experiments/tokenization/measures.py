@@ -57,7 +57,7 @@ def of_run(run_dir: Path) -> dict[str, float]:
     if len(rows) <= LAST:
         raise UserError(f"{run_dir}: has {len(rows)} iterations; the measures need at least {LAST + 1}")
     end, final = rows.tail(LAST), len(rows) - 1
-    tables = {b: iteration_tables(run_dir, final, boundary=b, cluster="sequence") for b in BOUNDARIES}
+    tables = {b: iteration_tables(run_dir, final, boundary=b) for b in BOUNDARIES}
     summary, clip = tables["leading"].tok_summary, tables["leading"].tok_clip
     if clip is None:
         raise UserError(f"{run_dir}: its objective has no clip band; the studies need `clip`")

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from ppo_repro.audit.judge import Audit, Scored, Side
-from ppo_repro.audit.page_file import BEGINNING
 from ppo_repro.audit.words import lines, sentence, verdict
 from ppo_repro.output import printable
 
+BEGINNING = (
+    '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><meta name="generator" content="ppo-repro audit"/>'
+)
 WORST = 20  # rows of the tables that begin with the farthest
 PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0)
 BAR = 120  # pixels

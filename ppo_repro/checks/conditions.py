@@ -72,7 +72,7 @@ def ladder(s: Subject) -> list[Step]:
     def logprobs(conditions: Collection[str]) -> Tensor:
         # transformers' own eager attention expects other masks, so the same call gets another kernel
         kernel = sdpa_kernel(SDPBackend.MATH) if "other_kernels" in conditions else nullcontext()
-        library.use_threads(2 if "two_threads" in conditions else 1)
+        library.use_threads(2 if "two_threads" in conditions else 1, torch_computes=True)
         try:
             with kernel:
                 return _logprobs(s, coarse if "bfloat16_weights" in conditions else s.policy, conditions)

@@ -173,7 +173,7 @@ def _weights_after_step(s: _Subject, size: int) -> Tensor:
 
 
 def _with_two_threads(compute: Callable[[], Tensor]) -> Tensor:
-    library.use_threads(2)
+    library.use_threads(2, torch_computes=True)
     try:
         return compute()
     finally:

@@ -6,9 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from ppo_repro.audit.page_file import PAGE
 from ppo_repro.errors import UserError
-from ppo_repro.files import check_replaceable, write_over_earlier
 from ppo_repro.output import print_result, say
 
 FORMATS = "ppo_repro, verl, trl, slime, prime-rl or areal (default: told from the columns)"
@@ -51,8 +49,6 @@ def _check(options: argparse.Namespace) -> None:
             raise UserError(f"{name} {value}: must be {allowed}")
     if options.out is not None and not options.out.parent.is_dir():
         raise UserError(f"--out {options.out}: there is no folder {options.out.parent}; make it")
-    if options.out is not None:
-        check_replaceable(options.out, PAGE)
 
 
 def audit_command(options: argparse.Namespace) -> int:
@@ -104,7 +100,7 @@ def audit_command(options: argparse.Namespace) -> int:
             return "" if tokenizer is None else str(tokenizer.decode([token]))
 
         html = page(found, f"Audit of {options.dump.name}", decode, skipped)
-        write_over_earlier(options.out, PAGE, html.encode())
+        options.out.write_text(html, encoding="utf-8")
         said.append(f"page    {options.out}")
     print_result(options.json, fields(found, skipped), said)
     return 0 if found.sampler.is_right and found.trainer.is_right else 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from ppo_repro.commands.first_look import check_files, overrides
 from ppo_repro.output import print_json, print_result, say, tell
 
 
@@ -13,9 +12,8 @@ def probe_command(arguments: argparse.Namespace) -> int:
     """Check every invariance on this machine, with a negative control; exit 1 if one fails."""
     from ppo_repro.config.files import load_config
 
-    config = load_config(arguments.config, overrides(arguments))
+    config = load_config(arguments.config, arguments.set)
     say(f"{config.experiment}: every invariance on this machine, in deterministic and in native numerics")
-    check_files(config)
     from ppo_repro.checks.probe import failures, probe, render
     from ppo_repro.commands.progress import ConsoleProgress
     from ppo_repro.records.accuracy import sentence
@@ -50,7 +48,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
     """Work out how much memory a configuration needs, without loading a weight."""
     from ppo_repro.config.files import load_config
 
-    config = load_config(arguments.config, overrides(arguments))
+    config = load_config(arguments.config, arguments.set)
     say(f"{config.experiment}: memory of its models, without a weight")
     from ppo_repro.plan import as_json, lines, plan_run
 

@@ -7,59 +7,61 @@ from collections.abc import Sequence
 
 from ppo_repro import interrupts
 from ppo_repro.commands.arguments import build_parser
-from ppo_repro.commands.memory import out_of_memory
+from ppo_repro.commands.memory import OUT_OF_MEMORY
 from ppo_repro.commands.runs import fork_command, processes, rerun_command, resume_command, run_command
 from ppo_repro.errors import Mistakes, PromiseBroken, RankLost, Terminated, UserError, is_out_of_memory
 from ppo_repro.output import one_line, prepare_streams, say
 
 
-def _say_mistakes(error: UserError) -> None:
-    lines = error.lines if isinstance(error, Mistakes) else (str(error),)
-    for line in lines:
-        say(f"error: {one_line(UserError(line))}")
-
-
 def _run(argv: Sequence[str]) -> int:
     try:
         interrupts.install()
-        if sys.stdout is None:
-            raise UserError("stdout is closed; use `> /dev/null` where no output is wanted")
-        try:
-            arguments = build_parser().parse_args(argv or ["--help"])
-        except SystemExit:  # after --help and --version
-            return 0
-        if processes()[1] > 1 and arguments.command not in (run_command, fork_command, rerun_command, resume_command):
-            raise UserError(
-                "only run, fork, rerun and resume work in several processes; start this command without torchrun"
-            )
-        return int(arguments.command(arguments))
-    except UserError as error:
-        _say_mistakes(error)
-        return 2
-    except (MemoryError, RuntimeError, OSError) as error:
-        if is_out_of_memory(error):
-            say(f"error: {one_line(out_of_memory())}")
-        elif isinstance(error, OSError) and isinstance(error.filename, str):
-            say(f"error: {one_line(UserError(f'{error.filename}: cannot be used ({error.strerror})'))}")
-        else:
-            raise
-        return 2
-    except RankLost as error:
-        say(f"stopped: {one_line(error)}")
-        return 3
-    except PromiseBroken as error:
+        return _command(argv)
+    except KeyboardInterrupt as error:
+        return _interrupted(error)
+    except Exception as error:
+        interrupt = interrupts.was_heard()
+        return _failed(error) if interrupt is None else _interrupted(interrupt)
+
+
+def _command(argv: Sequence[str]) -> int:
+    if sys.stdout is None:
+        raise UserError("stdout is closed; use `> /dev/null` if no output is wanted")
+    try:
+        arguments = build_parser().parse_args(argv or ["--help"])
+    except SystemExit:  # after --help and --version
+        return 0
+    if processes()[1] > 1 and arguments.command not in (run_command, fork_command, rerun_command, resume_command):
+        raise UserError("only run, fork, rerun and resume work in several processes; start this without torchrun")
+    return int(arguments.command(arguments))
+
+
+def _failed(error: Exception) -> int:
+    """Say what went wrong, with a line for each mistake; the exit code. Raises `error` if it is a fault of ours."""
+    if isinstance(error, PromiseBroken):
         say(f"promise broken: {one_line(error)}")
         return 1
-    except Terminated as error:
-        say(f"terminated{_what_is_kept(error)}")
-        return 143
-    except KeyboardInterrupt as error:
-        say(f"interrupted{_what_is_kept(error)}")
-        return 130
+    if isinstance(error, UserError):
+        lines = error.lines if isinstance(error, Mistakes) else (str(error),)
+    elif is_out_of_memory(error):
+        lines = (OUT_OF_MEMORY,)
+    elif isinstance(error, OSError) and isinstance(error.filename, str):
+        lines = (f"{error.filename}: cannot be used ({error.strerror})",)
+    else:
+        raise error
+    for line in lines:
+        say(f"error: {one_line(UserError(line))}")
+    return 2
 
 
-def _what_is_kept(error: KeyboardInterrupt) -> str:
-    return f"; {one_line(error)}" if str(error) else ""
+def _interrupted(error: KeyboardInterrupt) -> int:
+    """Say what ended the command, and what is kept; the exit code."""
+    if isinstance(error, RankLost):
+        say(f"stopped: {one_line(error)}")
+        return 3
+    is_terminated = isinstance(error, Terminated)
+    say(f"{'terminated' if is_terminated else 'interrupted'}{f'; {one_line(error)}' if str(error) else ''}")
+    return 143 if is_terminated else 130
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self
@@ -18,7 +17,6 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ppo_repro.clock import duration
 from ppo_repro.output import say_anyway
 from ppo_repro.watcher import Watcher
 
@@ -40,8 +38,6 @@ class ConsoleProgress(Watcher, AbstractContextManager["ConsoleProgress"]):
             disable=not self._console.is_terminal,
         )
         self._tasks: dict[str, TaskID] = {}
-        self._first: dict[str, tuple[int, float]] = {}  # the step from which a bar's time counts, and when, seconds
-        self._began: float | None = None  # when the iterations began, until one of them is seen
 
     def __enter__(self) -> Self:
         self._bars.start()
@@ -56,30 +52,14 @@ class ConsoleProgress(Watcher, AbstractContextManager["ConsoleProgress"]):
         is_new = name not in self._tasks
         if is_new:
             self._tasks[name] = self._bars.add_task(name, total=total, note="")
-            self._first.setdefault(name, (done, time.monotonic()))
-        left = self._left(name, done, total)
-        # the bars' own estimate takes two steps
-        self._bars.update(self._tasks[name], completed=done, total=total, note=f"{note}{left}" if is_new else note)
-        if not self._console.is_terminal and (done * 10 // total != (done - 1) * 10 // total or (is_new and left)):
-            say_anyway(f"{name} {done}/{total}: {note}{left}")
-
-    def _left(self, name: str, done: int, total: int) -> str:
-        """How long the rest takes if its steps take as long as those seen, in words; nothing where none is timed."""
-        first, began = self._first[name]
-        if done == first:
-            return ""
-        seconds = (time.monotonic() - began) / (done - first) * (total - done)
-        return f"  about {duration(seconds)} left" if seconds >= 1 else ""
+        self._bars.update(self._tasks[name], completed=done, total=total, note=note)
+        if not self._console.is_terminal and (is_new or done * 10 // total != (done - 1) * 10 // total):
+            say_anyway(f"{name} {done}/{total}: {note}")
 
     def warm_start(self, step: int, total: int, loss: float) -> None:
         self._show("warm start", step, total, f"loss {loss:.3f} nats/token")
 
-    def begins(self) -> None:
-        self._began = time.monotonic()
-
     def iteration(self, done: int, total: int, figures: str) -> None:
-        if self._began is not None:
-            self._first["PPO"], self._began = (done - 1, self._began), None
         self._show("PPO", done, total, figures)
 
     def servers(self, waited: int, limit: int) -> None:

@@ -5,7 +5,7 @@ Where methods differ in their fields, `kind` chooses one, so that no field is wi
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -154,8 +154,6 @@ KLConfig = Annotated[KLInReward | KLInLoss | NoKL, Field(discriminator="placemen
 
 class PPOConfig(Section):
     """The PPO update."""
-
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"rejection", "rejected_tokens", "replay_routes"})
 
     iterations: Count = Field(description="Rollout-update cycles.")
     epochs: Count = Field(description="Passes over each rollout.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -31,8 +31,6 @@ class DPOConfig(Experiment):
 
     Micro-batches of the layout count sequences, of which a pair has two; pairs are never parted.
     """
-
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"pairs", "model", "chat_template", "checkpoints"})
 
     run: PathText | None = Field(None, description="Folder of the recorded run; null: `model` and `pairs`.")
     pairs: PathText | None = Field(

@@ -14,7 +14,7 @@ from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.mistakes import command_of, mistakes
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import Section
-from ppo_repro.config.yaml_text import MAX_DEPTH, parse_yaml, read_yaml, write_yaml
+from ppo_repro.config.yaml_text import parse_yaml, read_yaml, write_yaml
 from ppo_repro.errors import Mistakes, UserError
 
 Kind = Literal["language", "control", "dpo"]
@@ -30,27 +30,36 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML configuration and apply `a.b=c` overrides; raises UserError on anything wrong."""
+    """Read a YAML configuration of PPO and apply `a.b=c` overrides; UserError if anything is wrong."""
     return build_config(read_tree_for("run", path, overrides), str(path))
 
 
 def load_control_config(path: Path, overrides: Sequence[str] = ()) -> ControlConfig:
     """`load_config` for a control configuration."""
-    return validated(ControlConfig, read_tree_for("control", path, overrides), str(path))
+    return validated(ControlConfig, read_tree_for(CONTROL, path, overrides), str(path))
 
 
 def load_dpo_config(path: Path, overrides: Sequence[str] = ()) -> DPOConfig:
     """`load_config` for a DPO configuration."""
-    return validated(DPOConfig, read_tree_for("dpo", path, overrides), str(path))
+    return validated(DPOConfig, read_tree_for(DPO, path, overrides), str(path))
+
+
+def load_any(path: Path, overrides: Sequence[str], command: str) -> tuple[Kind, RunConfig | ControlConfig | DPOConfig]:
+    """The configuration that a command takes, with its kind: `run` takes every kind. UserError as `load_config`."""
+    tree = read_tree(path, overrides)
+    if command == "run":
+        command = other if (other := command_of(tree)) in (CONTROL, DPO) else command
+    kind: Kind = CONTROL if command == CONTROL else DPO if command == DPO else LANGUAGE
+    return kind, build_config_of(kind, _meant_for(command, path, tree), str(path))
 
 
 def build_config(tree: Any, source: str) -> RunConfig:
-    """The configuration of a run from a parsed tree; raises UserError as `validated` does."""
+    """The configuration of PPO from a parsed tree; UserError as `validated`."""
     return validated(RunConfig, tree, source)
 
 
 def build_config_of(kind: Kind, tree: Any, source: str) -> RunConfig | ControlConfig | DPOConfig:
-    """The configuration of a run of some kind from a parsed tree; raises UserError as `validated` does."""
+    """The configuration of a kind of run from a parsed tree; UserError as `validated`."""
     models: dict[Kind, type[RunConfig | ControlConfig | DPOConfig]]
     models = {LANGUAGE: RunConfig, CONTROL: ControlConfig, DPO: DPOConfig}
     return validated(models[kind], tree, source)
@@ -72,7 +81,10 @@ def validated(model: type[Model], tree: Any, source: str) -> Model:
 
 def read_tree_for(command: str, path: Path, overrides: Sequence[str] = ()) -> Any:
     """`read_tree` of a file that a command takes; UserError for a file of another command."""
-    tree = read_tree(path, overrides)
+    return _meant_for(command, path, read_tree(path, overrides))
+
+
+def _meant_for(command: str, path: Path, tree: Any) -> Any:
     other = command_of(tree)
     if other not in (None, command):
         raise UserError(f"{path}: is a file for `ppo-repro {other}`; give it to that command")
@@ -160,8 +172,8 @@ def set_field(tree: dict[str, Any], path: str, value: Any) -> None:
     """Put `value` at the dotted `path` of a parsed tree; raises UserError where a value is in the way."""
     node: Any = tree
     *parents, leaf = path.split(".")
-    if not leaf or not all(parents) or len(parents) >= MAX_DEPTH:
-        raise UserError(f"a field is up to {MAX_DEPTH} names with a dot between them")
+    if not leaf or not all(parents):
+        raise UserError("a field is a name, or names with a dot between them")
     for name in parents:
         child = _entry(node, name) if isinstance(node, list) else node.setdefault(name, {})
         if not isinstance(child, dict | list):

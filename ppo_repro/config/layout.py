@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -15,8 +15,6 @@ TOP_LOGITS = 16  # of each token at level deep
 
 class LayoutConfig(Section):
     """How the work is cut up. In deterministic numerics nothing here can change a result."""
-
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"device"})
 
     rollout_slots: Count = Field(64, description="Sequences decoded side by side, in each process.")
     prefix_cache: bool = Field(True, description="Prompts take over the keys and values of a prefix they share.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -16,19 +16,6 @@ AddedText = Annotated[str, Field(max_length=1000)]
 
 class TrainerFaults(Section):
     """What the trainer takes otherwise than the sampler did."""
-
-    absent_at_default: ClassVar[frozenset[str]] = frozenset(
-        [
-            "top_p_scored",
-            "temperature_scored",
-            "prompt_before",
-            "prompt_after",
-            "padding_leak",
-            "retokenize",
-            "eos_in_loss",
-            "dropout",
-        ]
-    )
 
     top_p_scored: bool = Field(True, description="Renormalise over the tokens that top-k and top-p kept.")
     temperature_scored: bool = Field(True, description="Divide logits by the temperature, as the sampler does.")
@@ -80,8 +67,6 @@ class SamplerPrecision(Section):
 class SamplerFaults(Section):
     """What makes the sampler another policy than the one that is trained."""
 
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"lag", "token_bias", "precision", "stock"})
-
     lag: Index = Field(0, description="Iterations that the sampler's weights are behind, fewer at first; 0: none.")
     token_bias: Positive | None = Field(
         None, description="The sampler sees logits / temperature plus an error of this size for each token; null: none."
@@ -100,9 +85,6 @@ class SamplerFaults(Section):
 
 class MismatchConfig(Section):
     """What is made to differ between sampler and trainer; nothing by default. Every cause is part of the run."""
-
-    # a configuration without a cause is written down, and named, as one of an exact run
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"sampler", "trainer", "flip"})
 
     sampler: SamplerFaults = SamplerFaults()
     trainer: TrainerFaults = TrainerFaults()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
@@ -13,8 +13,6 @@ if TYPE_CHECKING:  # the command line looks for words that were meant, and does 
     from pydantic_core import ErrorDetails
 
 MOST = 30  # mistakes that are told; a screen holds no more
-LONGEST_PATH = 3000  # bytes, which leaves room for the files of a run below what systems allow
-LONGEST_NAME = 255  # bytes
 # of each kind of file a field that no other kind has, and the command that takes the file
 COMMANDS = {"rollout": "run", "environment": "control", "dpo": "dpo", "axes": "grid", "base": "grid"}
 
@@ -27,19 +25,9 @@ def mistakes(model: type[BaseModel], tree: dict[str, Any], error: ValidationErro
 
 
 def check_path(text: str) -> str:
-    """The text; ValueError if no file of this machine can have this path."""
-    if "\0" in text:
-        raise ValueError("must be a path; no path has a NUL character")
-    if "://" in text:
-        raise ValueError("must be a path on this machine, not a URI")
-    try:
-        path = os.path.abspath(text).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("must be a path in UTF-8") from error
-    if len(path) > LONGEST_PATH or max(map(len, path.split(b"/"))) > LONGEST_NAME:
-        raise ValueError(
-            f"must be a shorter path: at most {LONGEST_PATH} bytes as an absolute path, {LONGEST_NAME} for a name in it"
-        )
+    """The text; ValueError if it cannot be a path of this machine."""
+    if "://" in text or re.search("[\0\ud800-\udfff]", text):
+        raise ValueError("must be a path on this machine, in UTF-8")
     return text
 
 
@@ -53,7 +41,7 @@ def field_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """The dotted path of every field that holds a value, once; of a group with several kinds the fields of all."""
     paths = dict[str, None]()
     for name, field in model.model_fields.items():
-        below = () if get_origin(field.annotation) is tuple else sections_of(field.annotation)
+        below = sections_of(field.annotation)
         for section in below:
             paths |= dict.fromkeys(field_paths(section, f"{prefix}{name}."))
         if not below:
@@ -87,7 +75,7 @@ def _lines(model: type[BaseModel], tree: dict[str, Any], details: ErrorDetails) 
         case "union_tag_not_found":
             return [f"{path}.{chooser}: missing; add it"]
         case "extra_forbidden":
-            return [f"{path}: unknown field; remove it or correct its name{_meant(model, tree, steps)}"]
+            return [f"{path}: unknown field; remove it or correct its name{_meant(model, path)}"]
         case "union_tag_invalid":
             tag, allowed = str(context["tag"]), context["expected_tags"]
             meant = did_you_mean(tag, allowed.replace("'", "").split(", "))
@@ -112,23 +100,14 @@ def _written(tree: Any, details: ErrorDetails) -> list[int | str]:
     return steps
 
 
-def _meant(model: type[BaseModel], tree: Any, steps: list[int | str]) -> str:
-    """What may have been meant by an unknown field: one of another kind, of the same group, or elsewhere."""
-    own, name = model, str(steps[-1])
-    sections: tuple[type[BaseModel], ...] = (model,)
-    for step in steps[:-1]:
-        tree = tree[step]
-        if isinstance(step, str):
-            sections = sections_of(own.model_fields[step].annotation)
-        if isinstance(tree, dict):
-            own = next((section for section in sections if tag_of(section) in tree.values()), sections[0])
-    tags = [str(tag_of(section)) for section in sections if name in section.model_fields]
-    if tags:
-        return f"; it belongs to kind {' or '.join(tags)}, and this is {tag_of(own)}"
-    close = closest(name, list(own.model_fields))
-    if close is not None:
-        return f"; did you mean {'.'.join(map(str, [*steps[:-1], close]))}?"
-    paths = list(field_paths(model))
-    last = closest(name, [path.rpartition(".")[2] for path in paths])
-    elsewhere = [path for path in paths if path.rpartition(".")[2] == last]
-    return f"; did you mean {' or '.join(elsewhere[:3])}?" if elsewhere else ""
+def _meant(model: type[BaseModel], path: str) -> str:
+    """What may have been meant by an unknown field: a field of another kind, or a similar one of the file."""
+    plain = re.sub(r"\.\d+", "", path)
+    group, _, name = plain.rpartition(".")
+    known = list(field_paths(model))
+    if any(f"{other}.".startswith(f"{plain}.") for other in known):
+        return f"; it belongs to another {group}.kind"
+    last = closest(name, [other.rpartition(".")[2] for other in known])
+    similar = [other for other in known if other.rpartition(".")[2] == last]
+    own = f"{group}.{last}"
+    return f"; did you mean {own if own in similar else ' or '.join(similar[:3])}?" if similar else ""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -146,8 +146,6 @@ Level = Literal["token", "sequence", "geometric"]
 
 class ImportanceWeights(Section):
     """Correction of a sampler that is not the policy that is trained: w on every token's surrogate."""
-
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"floor", "normalize"})
 
     kind: Literal["truncated", "masked"] = Field(description="Clip w to [floor, cap], or set w outside to 0.")
     level: Level = Field(

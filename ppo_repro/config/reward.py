@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -23,8 +23,6 @@ class ExactMatch(Term):
 
 class StepsReward(Term):
     """The share of the task's intermediate steps that a response has, each at its place; 1 if all are right."""
-
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"placement"})
 
     kind: Literal["steps"] = Field(description="Compare the steps before the answer.")
     placement: Literal["score", "step_ends"] = Field(
@@ -87,8 +85,6 @@ class RewardModelFolder(Term):
 
 class RewardModelTraining(Section):
     """Pairs of a file, or made by a rule from the task, and the Bradley-Terry training of a reward model on them."""
-
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"pairs"})
 
     num_pairs: Count | None = Field(None, description="Preference pairs to make from training prompts.")
     pairs: PathText | None = Field(None, description="Lines with `prompt`, `chosen`, `rejected`; a tenth is held out.")

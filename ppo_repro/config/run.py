@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -16,7 +16,7 @@ from ppo_repro.config.algorithm import (
     PPOConfig,
     ValueConfig,
 )
-from ppo_repro.config.contradictions import USUAL_ACCURACY_SEQUENCES, contradictions
+from ppo_repro.config.contradictions import contradictions
 from ppo_repro.config.engine import RolloutConfig
 from ppo_repro.config.layout import CheckpointConfig, LayoutConfig, RecordsConfig
 from ppo_repro.config.mismatch import MismatchConfig
@@ -42,8 +42,6 @@ USUAL = (("kl", "placement", "reward"), ("advantages", "kind", "gae"), ("value",
 
 class TinyModel(Section):
     """A small Qwen3 made from nothing, with its own tokenizer, warm-started on the task by supervision."""
-
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"experts"})
 
     kind: Literal["tiny"] = Field(description="Make the policy here instead of loading one.")
     hidden_size: Width = Field(description="Width of the residual stream.")
@@ -95,15 +93,13 @@ class RunNumericsConfig(NumericsConfig):
     """How numbers are computed, and whether a run measures how accurate they are."""
 
     accuracy_sequences: Index = Field(
-        USUAL_ACCURACY_SEQUENCES,
+        4,
         description="At its start an exact run compares the log-probs of this many sequences with float64; 0 for none.",
     )
 
 
 class RunConfig(Experiment):
     """One run."""
-
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"mismatch"})
 
     model: TinyModel | ModelFolder = Field(discriminator="kind")
     task: TaskConfig = Field(discriminator="kind")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ppo_repro.config.mistakes import check_path
-from ppo_repro.errors import NumericsError, UserError
 
 MOST = 2**31 - 1  # of anything that is counted
 LARGEST = 1e30  # of numbers that meet others in float32
@@ -34,16 +32,6 @@ class Section(BaseModel):
     """A frozen group of fields; an unknown field or a value of another type is refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-    # fields that are written down only where they say something: configurations without them keep their digest
-    absent_at_default: ClassVar[frozenset[str]] = frozenset()
-
-    @model_serializer(mode="wrap")
-    def _without_absent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        tree: dict[str, Any] = serialize(self)
-        for name in self.absent_at_default:
-            if getattr(self, name) == type(self).model_fields[name].default:
-                tree.pop(name, None)
-        return tree
 
 
 class NumericsMode(Section):
@@ -75,8 +63,6 @@ class Experiment(Section):
 def canonical_json(tree: Mapping[str, Any]) -> str:
     """Sorted, compact JSON of a configuration's tree, without `records`."""
     tree = {name: value for name, value in tree.items() if name != "records"}
-    if tree.get("checkpoints", {}).get("every") == "auto":
-        tree["checkpoints"] = {**tree["checkpoints"], "every": 0}  # as the default once was: names of runs stay
     return json.dumps(tree, sort_keys=True, separators=(",", ":"))
 
 
@@ -94,22 +80,3 @@ def with_usual(tree: Any, usual: Sequence[tuple[str, str, str]]) -> Any:
         if isinstance(tree.get(group), dict):
             tree[group] = {field: value, **tree[group]}
     return tree
-
-
-@contextmanager
-def naming_learning_rates(config: Section) -> Iterator[None]:
-    """Add every learning rate of the configuration, the highest first, to a NumericsError; it becomes a UserError."""
-    try:
-        yield
-    except NumericsError as error:
-        rates = sorted(_learning_rates("", config.model_dump(mode="json")), key=lambda rate: -rate[1])
-        named = ", ".join(f"{path} = {rate:g}" for path, rate in rates)
-        raise UserError(f"{error}; lower the highest of {named}") from error
-
-
-def _learning_rates(path: str, value: Any) -> Iterator[tuple[str, float]]:
-    if isinstance(value, dict | list):
-        for name, child in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _learning_rates(f"{path}.{name}" if path else str(name), child)
-    elif path.endswith("learning_rate") and isinstance(value, int | float):
-        yield path, float(value)

@@ -11,11 +11,9 @@ from ppo_repro.config.section import Count, PathText, Section
 AnswerExtraction = Literal["exact", "last_number", "answer_tags"]
 
 
-class ArithmeticTask(Section):
-    """Additions such as `47+38=`; the answer is verifiable and its length in tokens varies."""
+class GeneratedTask(Section):
+    """Problems made here, for models that read plain text and answer in one turn."""
 
-    kind: Literal["arithmetic"] = Field(description="Generate the prompts here.")
-    max_operand: Count = Field(description="Operands are drawn from 0 to this number, both included.")
     num_eval_prompts: Count = Field(description="Prompts held out of training and used for evaluation.")
 
     chat_template: ClassVar[bool] = False
@@ -25,20 +23,22 @@ class ArithmeticTask(Section):
     turns: ClassVar[int] = 1
 
 
-class ColumnAdditionTask(Section):
+class ArithmeticTask(GeneratedTask):
+    """Additions such as `47+38=`; the answer is verifiable and its length in tokens varies."""
+
+    kind: Literal["arithmetic"] = Field(description="Generate the prompts here.")
+    max_operand: Count = Field(description="Operands are drawn from 0 to this number, both included.")
+
+
+class ColumnAdditionTask(GeneratedTask):
     """Additions worked out column by column: `47+38=` is answered by `7+8=15 5 4+3+1=8 85`."""
 
     kind: Literal["column_addition"] = Field(description="Generate prompts and their intermediate steps here.")
     digits: Annotated[int, Field(ge=2, le=9)] = Field(description="Digits of each operand.")
     base: Annotated[int, Field(ge=2, le=10)] = Field(10, description="Base of the numbers; a smaller one is easier.")
     size: Annotated[int, Field(ge=2, le=1_000_000)] = Field(description="Prompts to draw, all different.")
-    num_eval_prompts: Count = Field(description="Prompts held out of training and used for evaluation.")
 
-    chat_template: ClassVar[bool] = False
-    system_prompt: ClassVar[str | None] = None
     answer_extraction: ClassVar[AnswerExtraction] = "last_number"
-    control_tokens: ClassVar[str] = "refuse"
-    turns: ClassVar[int] = 1
 
     @model_validator(mode="after")
     def _enough_pairs(self) -> Self:
@@ -52,8 +52,6 @@ class TextTask(Section):
     """What every task of somebody else's prompts has."""
 
     turns: ClassVar[int] = 1
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"control_tokens"})
-
     num_eval_prompts: Count = Field(description="Prompts held out of training and used for evaluation.")
     chat_template: bool = Field(False, description="Render each prompt as a user's turn of the chat template.")
     system_prompt: str | None = Field(
@@ -76,8 +74,6 @@ class TextTask(Section):
 
 class JsonlTask(TextTask):
     """One JSON object per line with `prompt` and optionally `answer` and `key`."""
-
-    absent_at_default: ClassVar[frozenset[str]] = frozenset({"system_prompt", "answer_extraction", "control_tokens"})
 
     kind: Literal["jsonl"] = Field(description="Read the prompts from a file.")
     path: PathText = Field(description="The JSON Lines file.")

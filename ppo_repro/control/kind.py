@@ -19,7 +19,6 @@ import pyarrow as pa
 from ppo_repro.clock import Clock
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.files import CONTROL, Kind
-from ppo_repro.config.section import naming_learning_rates
 from ppo_repro.control.loop import ControlIteration, control_iterations, prepare
 from ppo_repro.control.stages import evaluate
 from ppo_repro.control.tables import finished_returns, iteration_tables
@@ -85,8 +84,7 @@ class ControlExecution:
 def _open(config: ControlConfig) -> Iterator[ControlExecution]:
     state = prepare(config)
     try:
-        with naming_learning_rates(config):
-            yield ControlExecution(config, state, weights_digest(state.agent.policy_parameters()))
+        yield ControlExecution(config, state, weights_digest(state.agent.policy_parameters()))
     finally:
         state.environments.close()
 

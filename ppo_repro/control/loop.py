@@ -35,7 +35,7 @@ class ControlIteration:
 def prepare(config: ControlConfig) -> ControlState:
     """Environments, networks and optimizer before the first iteration; UserError for what the user must correct."""
     ppo = config.ppo
-    library.use_threads(config.layout.threads)
+    library.use_threads(config.layout.threads, config.numerics.mode == "native")
     environments = make_environments(config.environment.id, config.environment.num_envs, "training", config.seed)
     size = environments.observations.shape[1]
     agent = Agent(size, environments.actions, config.network, config.numerics.mode, config.seed)

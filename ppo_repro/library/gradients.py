@@ -1,7 +1,6 @@
 """What a deterministic model checks around each of its passes, and its gradients in `.grad`.
 
-Weights may change in ways that torch does not count: through `.data`, NumPy, or another library that has their memory.
-So the bits of all weights are looked at before each pass, and again before its backward pass.
+Each pass packs the weights anew, so that it sees every change: through `.data`, NumPy, or another library too.
 Gradients go to the `grad` of parameters. One slot stays open, so a gradient is one chain over all sequences since
 `zero_grad`: a batch of eight sequences and eight batches of one give the same bits.
 """
@@ -22,7 +21,6 @@ from ppo_repro.errors import UserError
 from ppo_repro.numerics import library
 from ppo_repro.numerics.gradient_sums import GradientSums, Slots, SlotSums, Sums
 from ppo_repro.numerics.network import forget_packed
-from ppo_repro.numerics.structs import address
 
 AGAIN = "make a new model with ppo_repro.deterministic"
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -40,7 +38,6 @@ class Passes:
 
     def __init__(self, modules: Modules) -> None:
         self._modules = modules
-        self._weights: tuple[int, ...] = ()  # fingerprints
         self._trained: dict[str, nn.Parameter] = {}
         self._sums: RunningSums | None = None
 
@@ -52,17 +49,14 @@ class Passes:
         self._check_modules(model)
         _check_weights(model)
         library.check_denormals()
-        weights = fingerprints(model)
-        if weights != self._weights:
-            forget_packed(model)
-            self._weights = weights
+        forget_packed(model)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if self._trained.keys() != trained.keys() or any(p is not self._trained[n] for n, p in trained.items()):
             self._trained, self._sums = trained, RunningSums(model.named_parameters())
 
     def watched(self, model: PreTrainedModel, logits: Tensor) -> Tensor:
         """The logits of the pass that has begun; RuntimeError in its backward pass if a weight has changed by then."""
-        return _Watched.apply(logits, model, self._weights) if logits.requires_grad else logits
+        return _Watched.apply(logits, model) if logits.requires_grad else logits
 
     def _check_modules(self, model: PreTrainedModel) -> None:
         found = modules_of(model)
@@ -94,28 +88,27 @@ def _check_weights(model: PreTrainedModel) -> None:
             raise UserError(f"model parameter '{name}' has a hook, which would not be called; remove it")
 
 
-def fingerprints(model: PreTrainedModel) -> tuple[int, ...]:
-    """A number for each parameter that follows from its bits."""
-    kernels = library.load()
-    return tuple(kernels.fingerprint(address(p), p.numel()) for p in model.parameters())
+def _versions(model: PreTrainedModel) -> list[int]:
+    """How often each parameter was changed in place, as torch counts it."""
+    return [p._version for p in model.parameters()]
 
 
 class _Watched(Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, model: PreTrainedModel, weights: tuple[int, ...]) -> Tensor:
-        ctx.model, ctx.weights, ctx.is_done = model, weights, False
+    def forward(ctx: Any, logits: Tensor, model: PreTrainedModel) -> Tensor:
+        ctx.model, ctx.versions, ctx.is_done = model, _versions(model), False
         ctx.mark_dirty(logits)  # not a view, so that the caller may change it in place as that of a stock model
         return logits
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         if ctx.is_done:
             raise RuntimeError("a second backward through one pass; run the forward pass again")
-        if ctx.weights != fingerprints(ctx.model):
+        if ctx.versions != _versions(ctx.model):
             raise RuntimeError("a weight was changed between the forward pass and its backward; run the forward again")
         ctx.is_done = True
-        return grad, None, None
+        return grad, None
 
 
 class RunningSums(GradientSums):

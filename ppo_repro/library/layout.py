@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ppo_repro.config.section import LARGEST
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.rows import Ragged, ragged
 from ppo_repro.numerics.structs import Ints, ints
@@ -42,11 +44,16 @@ class Layout:
         return torch.cat([next_goes_on, torch.zeros_like(self.real[:, :1])], 1)
 
 
-def check_ids(name: str, ids: Tensor) -> Tensor:
-    """`ids` as int64; UserError unless they are whole numbers [R, L]."""
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or ids.dim() != 2 or not ids.numel():
-        raise UserError(f"{name}: is {_described(ids)}; must be an int64 tensor [rows, length], neither of them 0")
-    return ids.to(torch.int64)
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number, Python's or NumPy's."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_number(name: str, value: object, least: float, most: float = LARGEST, whole: bool = False) -> None:
+    """UserError unless `value` is a number in least..most, and a whole one if `whole`."""
+    if isinstance(value, bool) or not isinstance(value, Integral if whole else Real) or not least <= value <= most:  # type: ignore[operator]
+        shown = " ".join(f"{value!r:.60}".split())
+        raise UserError(f"{name} = {shown}: must be a {'whole ' if whole else ''}number in {least:g}..{most:g}")
 
 
 def _described(x: object) -> str:
@@ -67,7 +74,12 @@ def make_layout(
     attention_mask [R, L] is 1 for tokens and 0 for padding, which lies before or after the tokens of a row; none: no
     padding. position_ids [R, L] count from 0 in every sequence, where a row may hold several; none: one in each row.
     """
-    ids = check_ids("input_ids", input_ids)
+    whole = isinstance(input_ids, Tensor) and input_ids.dtype in (torch.int64, torch.int32)
+    if not whole or input_ids.dim() != 2 or not input_ids.numel():
+        raise UserError(
+            f"input_ids: is {_described(input_ids)}; must be an int64 tensor [rows, length], neither of them 0"
+        )
+    ids = input_ids.to(torch.int64)
     mask = torch.ones_like(ids) if attention_mask is None else _same_shape("attention_mask", attention_mask, ids)
     real = mask != 0
     if bool((real & (mask != 1)).any()):

@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from ppo_repro.errors import UserError
-from ppo_repro.library.checks import check_count, check_number
 from ppo_repro.library.gradients import Passes, modules_of
-from ppo_repro.library.layout import Layout, make_layout
+from ppo_repro.library.layout import Layout, check_number, make_layout
 from ppo_repro.numerics import library, network
 from ppo_repro.numerics.families import CAUSAL_MODELS, NAMES, trunk_of
 from ppo_repro.numerics.network import Lowered, Network, is_deterministic, lower, lowered_of, network_of
@@ -54,9 +53,9 @@ def deterministic(
     if type(model) not in CAUSAL_MODELS or is_deterministic(model):
         raise UserError(f"deterministic: cannot take {type(model).__name__}; give an unmodified {NAMES} causal model")
     if threads is not None:
-        check_count("deterministic: threads", threads, 1, MOST_THREADS)
+        check_number("deterministic: threads", threads, 1, MOST_THREADS, whole=True)
     if max_context is not None:
-        check_count("deterministic: max_context", max_context, 1, MOST_CONTEXT)
+        check_number("deterministic: max_context", max_context, 1, MOST_CONTEXT, whole=True)
     if getattr(model.config, "output_router_logits", False):
         raise UserError("deterministic: output_router_logits adds a loss of the routers, which is not supported")
     copied: Any = copy.deepcopy(model)

@@ -12,7 +12,6 @@ from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
-from ppo_repro.library.checks import folder_of
 from ppo_repro.records import manifest
 from ppo_repro.records.config_file import load_config_of
 from ppo_repro.records.diff import Difference, first_difference
@@ -98,7 +97,7 @@ def open_run(path: RunOrPath) -> Run:
     >>> bool((tokens["rollout_logprobs"] == tokens["old_logprobs"]).all())
     True
     """
-    found = path if isinstance(path, Run) else Run(folder_of("run", path))
+    found = path if isinstance(path, Run) else Run(Path(path))
     manifest.load_head(found.path)
     return found
 
@@ -110,7 +109,7 @@ def latest_run(root: Path | str = "runs") -> Run:
     >>> ppo_repro.latest_run(EXAMPLE_RUN.parent.parent).path == EXAMPLE_RUN
     True
     """
-    return open_run(run_folders.latest_run(folder_of("root", root)))
+    return open_run(run_folders.latest_run(Path(root)))
 
 
 def diff(a: RunOrPath, b: RunOrPath) -> Difference | None:
@@ -126,20 +125,6 @@ def diff(a: RunOrPath, b: RunOrPath) -> Difference | None:
     None
     """
     return first_difference(open_run(a).path, open_run(b).path)
-
-
-def fingerprint(run: RunOrPath) -> str:
-    """The fingerprint of a run: 64 hexadecimal digits, equal exactly where every recorded bit is.
-
-    UserError where there is no run.
-
-    Source: a chain of SHA-256, ppo_repro/records/README.md.
-
-    >>> import ppo_repro
-    >>> len(ppo_repro.fingerprint(EXAMPLE_RUN))
-    64
-    """
-    return open_run(run).fingerprint
 
 
 def _facts(run_dir: Path) -> dict[str, str]:

@@ -1,10 +1,9 @@
-"""Sampling from a model, and log-probs of tokens under it: the same numbers from both if it is deterministic."""
+"""Sampling from a deterministic model, and log-probs of tokens under it: the same numbers from both."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,11 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_repro.config.engine import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from ppo_repro.config.section import LARGEST, MOST
 from ppo_repro.errors import UserError
-from ppo_repro.library.checks import check_count, check_number, is_whole
-from ppo_repro.library.layout import Layout, make_layout
+from ppo_repro.library.layout import check_number, is_whole
 from ppo_repro.library.model import begin_pass, layout_of, logits_at, max_context
 from ppo_repro.models.load import stop_ids
-from ppo_repro.numerics.network import is_deterministic
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
@@ -28,7 +25,7 @@ from ppo_repro.seeding import sample_seed
 class Response:
     """One sampled response of T tokens."""
 
-    text: str | None  # without special tokens; None if prompts were token ids and no tokenizer was given
+    text: str | None  # without special tokens; None if no tokenizer was given
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]  # [T], the end token included
     logprobs: Tensor  # [T] float32, nats, under the distribution sampled from
@@ -46,10 +43,10 @@ def logprobs(
     """Compute log softmax(logits / temperature) of each token, nats, float32 [R, L]; differentiable.
 
     The arguments are as in `deterministic`. 0 at padding and at the first token of a sequence, which nothing predicts.
-    With a deterministic model every number has the same bits in every layout, and equals `generate`'s number if top-k
-    and top-p cut nothing.
+    Every number has the same bits in every layout, and equals `generate`'s number if top-k and top-p cut nothing.
 
-    Raises UserError for wrong shapes, ids outside the vocabulary, holes in the mask, and a temperature of 0 or less.
+    Raises UserError for a stock model, wrong shapes, ids outside the vocabulary, holes in the mask, and a temperature
+    of 0 or less.
 
     Source: ppo_repro/numerics/README.md has the order of each sum.
 
@@ -60,34 +57,16 @@ def logprobs(
     >>> ppo_repro.logprobs(model, torch.tensor([[1, 2, 3]])).shape
     torch.Size([1, 3])
     """
-    _check_model("logprobs", model)
     check_number("logprobs: temperature", temperature, LEAST_TEMPERATURE, MOST_TEMPERATURE)
-    if is_deterministic(model):
-        layout = layout_of(model, input_ids, attention_mask, position_ids)
-    else:
-        context = int(model.config.max_position_embeddings)
-        layout = make_layout(input_ids, attention_mask, position_ids, model.config.vocab_size, context)
-    predicting = layout.follows().reshape(-1)
-    rows = torch.nonzero(predicting)[:, 0]
+    layout = layout_of(model, input_ids, attention_mask, position_ids)
+    rows = torch.nonzero(layout.follows().reshape(-1))[:, 0]
     flat = layout.input_ids.reshape(-1)
-    full = torch.zeros(flat.shape, device=flat.device)
-    if not len(rows):
-        return full.view(layout.real.shape)
-    logits = logits_at(model, layout, rows) if is_deterministic(model) else _stock_logits(model, layout)[rows]
-    found, _ = token_statistics(logits, flat[rows + 1], temperature, None, _mode(model))
-    return full.index_copy(0, rows + 1, found).view(layout.real.shape)
-
-
-def _mode(model: PreTrainedModel) -> str:
-    return "deterministic" if is_deterministic(model) else "native"
-
-
-def _stock_logits(model: PreTrainedModel, layout: Layout) -> Tensor:
-    if bool((layout.begins.sum(1) > 1).any()):
-        raise UserError("logprobs: several sequences in a row; a stock model sees across them, give each a row")
-    mask = layout.real.to(torch.int64)
-    logits = model(input_ids=layout.input_ids, attention_mask=mask, position_ids=layout.position_ids).logits
-    return cast(Tensor, logits).to(torch.float32).flatten(0, 1)
+    full = torch.zeros(flat.shape)
+    if len(rows):
+        logits = logits_at(model, layout, rows)
+        scored, _ = token_statistics(logits, flat[rows + 1], temperature, None, "deterministic")
+        full = full.index_copy(0, rows + 1, scored)
+    return full.view(layout.real.shape)
 
 
 def generate(
@@ -100,14 +79,15 @@ def generate(
     seed: int = 0,
     slots: int = 64,
 ) -> list[Response]:
-    """Sample one response to each prompt, in their order, by cached decoding.
+    """Sample one response to each prompt from a deterministic model, in their order, by cached decoding.
 
-    A token follows from logits, seed and position alone (Gumbel-max with hash noise, as in SGLang's seeded sampler). A
-    deterministic model's response depends on its prompt, its index in `prompts` and `seed`, not on `slots`, the number
-    of sequences that are decoded at once. `prompts` are texts, for which `tokenizer` is needed, or lists of token ids;
-    `stop` are ids of end tokens, by default the ends of the tokenizer and of the model's generation config.
+    A token follows from logits, seed and position alone (Gumbel-max with hash noise, as in SGLang's seeded sampler), so
+    a response depends on its prompt, its index in `prompts` and `seed`, not on `slots`, the number of sequences that
+    are decoded at once. `prompts` are texts, for which `tokenizer` is needed, or lists of token ids; `stop` are ids of
+    end tokens, by default the ends of the tokenizer and of the model's generation config.
 
-    Raises UserError for an empty or too long prompt, ids outside the vocabulary, and if no end token is known.
+    Raises UserError for a stock model, an empty or too long prompt, ids outside the vocabulary, and if no end token is
+    known.
 
     Source: Gumbel-max; ppo_repro/rollout/sampler.py describes the noise.
 
@@ -122,64 +102,30 @@ def generate(
     >>> bool((again == first.logprobs).all())
     True
     """
-    _check_model("generate", model)
-    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise UserError(f"generate: tokenizer is of type {type(tokenizer).__name__}; must be a transformers tokenizer")
-    check_count("generate: slots", slots, 1, MOST)
-    check_count("generate: seed", seed, 0, 2**63 - 1)
-    ids = _prompts(model, prompts, sampling, tokenizer)
-    ends = _ends(model, tokenizer) if stop is None else frozenset(_token_ids("stop", stop, model))
-    context = max(len(prompt) for prompt in ids) + sampling.max_response_tokens
-    engine = TorchEngine(model, ends, _mode(model), context, slots, 0)
-    requests = [Request(prompt, sample_seed(seed, 0, "generate", index)) for index, prompt in enumerate(ids)]
-    completions = zip(requests, engine.generate(requests, sampling), strict=True)
-    return [
-        Response(_text(c.response_ids, tokenizer), r.prompt_ids, c.response_ids, c.logprobs, c.finish_reason)
-        for r, c in completions
-    ]
-
-
-def _text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> str | None:
-    return None if tokenizer is None else str(tokenizer.decode(list(ids), skip_special_tokens=True))
-
-
-def _prompts(
-    model: PreTrainedModel,
-    prompts: Sequence[str] | Sequence[Sequence[int]],
-    sampling: Sampling,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> list[tuple[int, ...]]:
-    """Token ids of the prompts; UserError where one does not fit the model, or the sampling is out of range."""
+    check_number("generate: slots", slots, 1, MOST, whole=True)
+    check_number("generate: seed", seed, 0, 2**63 - 1, whole=True)
+    check_number("generate: sampling.temperature", sampling.temperature, LEAST_TEMPERATURE, MOST_TEMPERATURE)
+    check_number("generate: sampling.top_k", sampling.top_k, 0, MOST, whole=True)
+    check_number("generate: sampling.top_p", sampling.top_p, 1 / LARGEST, 1.0)
+    check_number("generate: sampling.max_response_tokens", sampling.max_response_tokens, 1, MOST, whole=True)
+    begin_pass(model)
     if isinstance(prompts, str) or not len(prompts):
         raise UserError("generate: prompts must be a list of texts or of lists of token ids, with at least one")
-    _check(sampling)
     ids = [_encoded(prompt, tokenizer, model) for prompt in prompts]
-    longest = max(len(prompt) for prompt in ids)
-    limit = model.config.max_position_embeddings
-    if is_deterministic(model):
-        begin_pass(model)
-        limit = max_context(model)
-    if longest + sampling.max_response_tokens > limit:
+    context, limit = max(map(len, ids)) + sampling.max_response_tokens, max_context(model)
+    if context > limit:
         raise UserError(
-            f"generate: a prompt of {longest} tokens and max_response_tokens = {sampling.max_response_tokens} are "
-            f"together more than {limit}, the model's context; shorten one of them"
+            f"generate: the longest prompt and max_response_tokens = {sampling.max_response_tokens} are together "
+            f"{context} tokens, more than {limit}, the model's context; shorten one of them"
         )
-    return ids
-
-
-def _check_model(name: str, model: object) -> None:
-    if not isinstance(model, PreTrainedModel):
-        raise UserError(f"{name}: model is of type {type(model).__name__}; must be a causal model of transformers")
-
-
-def _token_ids(name: str, ids: Sequence[int], model: PreTrainedModel) -> tuple[int, ...]:
-    """Whole numbers of the vocabulary; UserError for others."""
-    vocab_size = model.config.vocab_size
-    values = ids.tolist() if isinstance(ids, Tensor) else ids
-    is_list = not isinstance(values, str) and isinstance(values, Collection)
-    if not is_list or not all(is_whole(i) and 0 <= i < vocab_size for i in values):
-        raise UserError(f"generate: {name} = {values!r:.60}: must be a list of token ids in 0..{vocab_size - 1}")
-    return tuple(int(i) for i in values)
+    ends = _ends(model, tokenizer) if stop is None else frozenset(_token_ids("stop", stop, model))
+    engine = TorchEngine(model, ends, "deterministic", context, slots, 0)
+    requests = [Request(prompt, sample_seed(seed, 0, "generate", index)) for index, prompt in enumerate(ids)]
+    responses = []
+    for request, c in zip(requests, engine.generate(requests, sampling), strict=True):
+        text = tokenizer and str(tokenizer.decode(list(c.response_ids), skip_special_tokens=True))
+        responses.append(Response(text, request.prompt_ids, c.response_ids, c.logprobs, c.finish_reason))
+    return responses
 
 
 def _encoded(
@@ -192,16 +138,13 @@ def _encoded(
     return tuple(tokenizer(prompt)["input_ids"])
 
 
-def _check(sampling: Sampling) -> None:
-    """UserError for numbers that no configuration of a run could have."""
-    if not isinstance(sampling, Sampling):
-        raise UserError(f"generate: sampling is of type {type(sampling).__name__}; must be a ppo_repro.Sampling(...)")
-    check_number("generate: sampling.temperature", sampling.temperature, LEAST_TEMPERATURE, MOST_TEMPERATURE)
-    check_count("generate: sampling.top_k", sampling.top_k, 0, MOST)
-    check_number("generate: sampling.top_p", sampling.top_p, 1 / LARGEST, 1.0)
-    check_count("generate: sampling.max_response_tokens", sampling.max_response_tokens, 1, MOST)
-    if not isinstance(sampling.greedy, bool):
-        raise UserError(f"generate: sampling.greedy = {sampling.greedy!r}: must be True or False")
+def _token_ids(name: str, ids: Sequence[int], model: PreTrainedModel) -> tuple[int, ...]:
+    """Whole numbers of the vocabulary; UserError for others."""
+    vocab_size = model.config.vocab_size
+    values = ids.tolist() if isinstance(ids, Tensor) else ids
+    if not isinstance(values, Collection) or not all(is_whole(i) and 0 <= i < vocab_size for i in values):
+        raise UserError(f"generate: {name} = {values!r:.60}: must be a list of token ids in 0..{vocab_size - 1}")
+    return tuple(int(i) for i in values)
 
 
 def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

@@ -39,7 +39,6 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "join_sums": (None, (_P, _LONG)),
     "gradient_squares": (_DOUBLE, (_P, _INT)),
     "adamw": (None, (_P, _INT, _P)),
-    "fingerprint": (ctypes.c_uint64, (_P, _LONG)),
     **{f"{name}_float32": _MAP for name in ("exp", "sigmoid", "tanh", "erf", "sqrt")},
     **{f"{name}_float64": _MAP for name in ("exp", "log", "sigmoid", "softplus", "sqrt")},
     "sin_cos_float64": (None, (_P, _P, _P, _LONG)),
@@ -143,9 +142,12 @@ def set_threads(count: int) -> None:
         raise UserError(f"threads = {count}: the system starts no more threads; use fewer")
 
 
-def use_threads(count: int) -> None:
-    """Let the kernels and torch use `count` threads in this process."""
-    torch.set_num_threads(count)
+def use_threads(count: int, torch_computes: bool = False) -> None:
+    """Let the kernels use `count` threads in this process; torch too where it computes, else one.
+
+    Threads of torch that have nothing to do spin: beside the kernels they would take the processors of their threads.
+    """
+    torch.set_num_threads(count if torch_computes else 1)
     set_threads(count)
 
 

@@ -15,7 +15,6 @@ from ppo_repro.buffers import Iteration, Rollout
 from ppo_repro.clock import Clock
 from ppo_repro.config.files import LANGUAGE, Kind, load_config
 from ppo_repro.config.run import RunConfig
-from ppo_repro.config.section import naming_learning_rates
 from ppo_repro.faults.sampler import disturbed
 from ppo_repro.faults.trainer import received
 from ppo_repro.loop import ppo_iterations
@@ -154,26 +153,25 @@ class LanguageKind:
 
         `run_dir`: where the first rank keeps something.
         """
-        with naming_learning_rates(config):
-            reference = None if start is None else start.reference
-            prepared = prepare(config, self.watcher.warm_start, reference, share=True, ranks=self.ranks)
-            asked, prompts = config.rollout.prompts_per_iteration, len(prepared.task.problems.train)
-            if asked > prompts:
-                again = f"there are {prompts} prompts to train on; an iteration asks some of them again"
-                self.watcher.warning(f"rollout.prompts_per_iteration = {asked}: {again}")
-            networks = prepared.state.policy, prepared.state.own_value_module
-            digests = [weights_digest(module.named_parameters()) for module in networks]
-            self.ranks.require_same("initial weights", digests)
-            accuracy = self._accuracy(config, prepared) if measured else None
-            if start is not None:
-                go_on_from(start.checkpoint, prepared)
-            store: Store | None = None
-            if run_dir is not None and self.ranks.is_first:
-                store = ModelStore(run_dir, config, prepared, task_digest(prepared))
-            del start  # as large as weights and moments together
-            logs = None if run_dir is None else run_dir / "sglang"
-            with quick_collections(), rollout_engine(config, prepared.engine, logs, self.watcher, self.ranks) as engine:
-                yield LanguageExecution(config, prepared, engine, self.ranks, store, self.watcher, accuracy)
+        reference = None if start is None else start.reference
+        prepared = prepare(config, self.watcher.warm_start, reference, share=True, ranks=self.ranks)
+        asked, prompts = config.rollout.prompts_per_iteration, len(prepared.task.problems.train)
+        if asked > prompts:
+            again = f"there are {prompts} prompts to train on; an iteration asks some of them again"
+            self.watcher.warning(f"rollout.prompts_per_iteration = {asked}: {again}")
+        networks = prepared.state.policy, prepared.state.own_value_module
+        digests = [weights_digest(module.named_parameters()) for module in networks]
+        self.ranks.require_same("initial weights", digests)
+        accuracy = self._accuracy(config, prepared) if measured else None
+        if start is not None:
+            go_on_from(start.checkpoint, prepared)
+        store: Store | None = None
+        if run_dir is not None and self.ranks.is_first:
+            store = ModelStore(run_dir, config, prepared, task_digest(prepared))
+        del start  # as large as weights and moments together
+        logs = None if run_dir is None else run_dir / "sglang"
+        with quick_collections(), rollout_engine(config, prepared.engine, logs, self.watcher, self.ranks) as engine:
+            yield LanguageExecution(config, prepared, engine, self.ranks, store, self.watcher, accuracy)
 
     def _accuracy(self, config: RunConfig, prepared: Prepared) -> Accuracy | None:
         """How accurate the policy is before its first step; the watcher hears of it where that is too little."""

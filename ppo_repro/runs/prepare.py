@@ -206,7 +206,7 @@ def prepare(
     left it; it replaces the model of the configuration and its warm start. `ranks`: the processes of the run.
     """
     numerics = config.numerics
-    library.use_threads(config.layout.threads)
+    library.use_threads(config.layout.threads, numerics.mode == "native" or config.mismatch.sampler.stock is not None)
     disable_progress_bar()  # the run shows its own
     process = UserProcess()
     judge = load_judge(config.reward, process)

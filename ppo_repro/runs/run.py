@@ -130,7 +130,6 @@ def execute(
         store = execution.store
         _begin(recorded, written, execution)
         clock.lap("preparation")
-        kind.watcher.begins()
         for item in execution.iterations():
             clock.divide(item.seconds)
             computed, tables = computed + 1, execution.tables(item)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import select
@@ -16,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ppo_repro.config.reward import CalledReward, RewardConfig, TrlReward, VerlReward
+from ppo_repro.config.reward import CalledReward, TrlReward, VerlReward
 from ppo_repro.errors import UserError
-from ppo_repro.output import did_you_mean, shown
-from ppo_repro.tasks.child import described
+from ppo_repro.output import shown
 
 T = TypeVar("T")
 
@@ -264,16 +262,6 @@ def require_repeats(
             )
 
 
-def function_paths(config: RewardConfig) -> list[tuple[str, str]]:
-    """(field, FILE.py:FUNCTION) of every function in a reward."""
-    return [(f"reward.terms.{i}.path", t.path) for i, t in enumerate(config.terms) if isinstance(t, CalledReward)]
-
-
-def reward_files(config: RewardConfig) -> list[Path]:
-    """The Python files of a reward; UserError as for `parse`."""
-    return [parse(field, function)[0] for field, function in function_paths(config)]
-
-
 def parse(field: str, function: str) -> tuple[Path, str]:
     """File and function of `FILE.py:FUNCTION`; UserError if it has another form or there is no such file."""
     file, colon, name = function.rpartition(":")
@@ -282,32 +270,3 @@ def parse(field: str, function: str) -> tuple[Path, str]:
     if not Path(file).is_file():
         raise UserError(f"{field} = {function!r}: there is no file {file}")
     return Path(file), name
-
-
-def check_function(field: str, function: str) -> None:
-    """Read the file without executing it; UserError as `parse`, for no Python, and for a name that it cannot have."""
-    file, name = parse(field, function)
-    try:
-        tree = ast.parse(file.read_bytes(), str(file))
-    except SyntaxError as error:
-        raise UserError(f"{field}: {file}:{error.lineno or 1} fails to load ({described(error)})") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{field}: {file} cannot be read ({' '.join(str(error).split())}); restore it") from error
-    names = _names(tree)
-    if names is not None and name not in names:
-        meant = did_you_mean(name, sorted(names))
-        raise UserError(f"{field} = {function!r}: {file} has no function {name}{meant}")
-
-
-def _names(tree: ast.Module) -> set[str] | None:
-    """Every name that the file binds anywhere; None if it may bind others: by `import *`, `globals` or `exec`."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.alias):
-            names.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.Name):
-            names.add(node.id)
-    open_ended = {"*", "globals", "vars", "exec", "setattr", "__getattr__"}
-    return None if names & open_ended else names

@@ -2,9 +2,6 @@
 
 import numpy as np
 import pandas as pd
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from analysis.clipping.update_rows import ClipRule, IterationRows
 from tests.analysis.clipping.rows import RULE, make_item
@@ -55,13 +52,3 @@ def random_item(seed: int, rule: ClipRule = RULE, scale: float = 0.4) -> Iterati
     values = generator.normal(size=count), generator.normal(size=(2, count)), generator.normal(size=count)
     advantages = generator.normal(size=count) * (generator.random(count) < 0.8)
     return make_item(list(lengths), log_ratios, advantages, rule, 2, old, generator.normal(0, 0.2, count), values)
-
-
-def close(found: dict[str, float] | pd.Series, expected: dict[str, float]) -> None:
-    for key, value in expected.items():
-        # float64 sums in another order
-        assert found[key] == pytest.approx(value, rel=1e-9, abs=1e-12), key
-
-
-seeds = given(st.integers(0, 2**32 - 1))
-few = settings(max_examples=15)  # each example builds data frames

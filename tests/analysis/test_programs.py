@@ -19,7 +19,7 @@ COMMANDS = {
     "analysis.compare": ("analysis.compare.verdicts", ["RUN", "RUN", "--seed", "0"]),
     "analysis.clipping": ("analysis.clipping.tables", ["RUN"]),
     "analysis.tokenization": ("analysis.tokenization.tables", ["RUN", "--boundary", "leading"]),
-    "analysis.dialects.report": ("analysis.dialects.report", ["RUN"]),
+    "analysis.dialects": ("analysis.dialects", ["RUN"]),
     "analysis.grids.table": ("analysis.grids.table", ["RUN"]),
     "analysis.figures": ("analysis.figures", ["learning", "x.svg", "RUN"]),
 }
@@ -76,12 +76,11 @@ def test_a_folder_that_is_none_is_one_line(ask: Ask, command: str, tmp_path: Pat
     [
         ("analysis.compare", ["RUN", "RUN", "--seed", "-1"], "--seed -1: must be 0 or more"),
         ("analysis.compare", ["RUN", "RUN", "--seed", "0", "--iterations", "0", "9" * 30], "which both runs have"),
-        ("analysis.clipping", ["RUN", "--out", __file__], f"--out {__file__}: must be a folder, new or not"),
         ("analysis.clipping", ["RUN", "--clip-range", "nan", "1"], "clip range = nan, 1"),
         ("analysis.mismatch", ["RUN", "RUN", "--pair", "old_vs_first_new"], "--pair old_vs_first_new: is for one run"),
         ("analysis.mismatch", ["x.jsonl", "--columns", "verl", "--pair", "rollout_vs_old"], "is for recorded runs"),
         ("analysis.mismatch", ["RUN", "--remedy"], None),  # an abbreviation that is none
-        ("analysis.dialects.report", ["RUN", "--definitions"], "give either a run or --definitions"),
+        ("analysis.dialects", ["RUN", "--definitions"], "give either a run or --definitions"),
         ("analysis.tokenization", ["RUN", "--boundary", "leading", "--iteration", "-1"], "no iteration -1"),
     ],
 )

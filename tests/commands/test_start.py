@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.commands.first_look import check_files
 from ppo_repro.config.files import load_config
 from tests.support.cli import Cli, one_line
 from tests.support.paths import ROOT
@@ -31,7 +30,6 @@ def test_a_folder_to_start_from(cli: Cli, tmp_path: Path, monkeypatch: pytest.Mo
     assert "cd new/one && ppo-repro run run.yaml" in out and "fetch smollm2" in out
     monkeypatch.chdir(tmp_path / "new" / "one")
     config = load_config(Path("run.yaml"))
-    check_files(config)
     assert config.model.kind == "tiny" and len(Path("prompts.jsonl").read_text().splitlines()) == 400
     done = pytest_in(tmp_path / "new" / "one", "-k", "not one_iteration")
     assert done.returncode == 0 and "2 passed" in done.stdout

@@ -43,7 +43,7 @@ def test_the_digest_sees_no_order_and_no_empty_section() -> None:
     plain = small_config()
     assert build_config(backwards(tree()), "file").canonical_json() == plain.canonical_json()
     for same in ("mismatch={}", "mismatch.sampler={}"):
-        assert small_config(same).digest() == plain.digest() and dump_yaml(small_config(same)) == dump_yaml(plain)
+        assert small_config(same).digest() == plain.digest()
 
 
 def read_back(config: RunConfig) -> RunConfig:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.accuracy import Text, deterministic_scores, policy_scores, reference_scores, stock_scores
+from experiments.accuracy.distances import deterministic_scores
+from ppo_repro.accuracy import Text, policy_scores, reference_scores, stock_scores
 from ppo_repro.models.networks import make_policy, policy_logits, rounded_view
 from ppo_repro.numerics import library
 from ppo_repro.numerics.network import Lowered, lower

@@ -9,6 +9,5 @@
 #include "elementwise.c"
 #include "rounding.c"
 #include "optimizer.c"
-#include "fingerprint.c"
 #include "model.c"
 #include "checks.c"

@@ -18,7 +18,6 @@ from ppo_repro.clock import OTHER, Clock, moment
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import DPO, Kind, build_config
 from ppo_repro.config.run import RunConfig
-from ppo_repro.config.section import naming_learning_rates
 from ppo_repro.config.tasks import JsonlTask
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.models.folders import named_weights
@@ -326,7 +325,7 @@ def _start_of_run(config: DPOConfig, run_dir: Path, watcher: Watcher) -> tuple[R
 
 def _start(config: DPOConfig, watcher: Watcher) -> Start:
     numerics = config.numerics
-    library.use_threads(config.layout.threads)
+    library.use_threads(config.layout.threads, numerics.mode == "native")
     run: tuple[RunConfig, Prepared] | None = None
     if config.run is not None:
         run = _start_of_run(config, Path(config.run), watcher)
@@ -351,18 +350,17 @@ def _start(config: DPOConfig, watcher: Watcher) -> Start:
 def _open(
     config: DPOConfig, run_dir: Path | None, watcher: Watcher, saved: Checkpoint | None = None
 ) -> Iterator[DPOExecution]:
-    with naming_learning_rates(config):
-        start, mode = _start(config, watcher), config.numerics.mode
-        reference = pair_logprobs(start.reference, start.pairs, start.temperature, mode, config.layout)
-        digest = weights_digest(start.policy.named_parameters())
-        settings = AdamWSettings(config.dpo.learning_rate, 0.9, 0.95, 1e-8, 0.0, 1.0)
-        training = Training(start.policy, Optimizer(start.policy, settings, mode))
-        if saved is not None:
-            copy_named(named_weights(training.policy), saved.policy)
-            training.optimizer.load(saved.policy_optimizer)
-            training.epoch = saved.iteration
-        store = None if run_dir is None else _Store(run_dir, config, start.tokenizer, training)
-        yield DPOExecution(config, start, training, reference, digest, store, watcher)
+    start, mode = _start(config, watcher), config.numerics.mode
+    reference = pair_logprobs(start.reference, start.pairs, start.temperature, mode, config.layout)
+    digest = weights_digest(start.policy.named_parameters())
+    settings = AdamWSettings(config.dpo.learning_rate, 0.9, 0.95, 1e-8, 0.0, 1.0)
+    training = Training(start.policy, Optimizer(start.policy, settings, mode))
+    if saved is not None:
+        copy_named(named_weights(training.policy), saved.policy)
+        training.optimizer.load(saved.policy_optimizer)
+        training.epoch = saved.iteration
+    store = None if run_dir is None else _Store(run_dir, config, start.tokenizer, training)
+    yield DPOExecution(config, start, training, reference, digest, store, watcher)
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.clipping.flags import (
-    flags_of_ratios,
-    recorded_against_float64,
-    token_flags,
-    value_flags,
-)
+from analysis.clipping.flags import flags_of_ratios, token_flags, value_flags
 from analysis.clipping.update_rows import ClipRule, clip_rule, load_iterations, policy_rows
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
@@ -94,34 +89,18 @@ def test_the_flags_are_those_of_the_losses(rule: ClipRule, tokens: list[tuple[fl
             assert {name: bool(flag[index]) for name, flag in flags.items()} == slow_flags(ratio, advantage, rule)
 
 
-def objective(ratio: float, advantage: float, rule: ClipRule) -> float:
-    """min(r A, clip(r) A), and with a dual clip c at least c A where A < 0."""
-    lower = min(ratio * advantage, min(max(ratio, 1.0 - rule.low), 1.0 + rule.high) * advantage)
-    return lower if rule.dual is None or advantage > 0 else max(lower, rule.dual * advantage)
-
-
-def test_float32_flags_that_float64_decides_otherwise_are_counted_with_their_cause() -> None:
-    # 1.2 rounds up to float32(1.2) = 1.2000000477: between the two lies a ratio that float64 calls outside
-    between = np.log(1.2 + 2e-8)
-    item = single([between, np.log(1.3), 0.0], [1.0, 1.0, 1.0])
-    item.rows["clip_flag"] = ["none", "clip_high", "none"]
-    found = recorded_against_float64(item).iloc[0]
-    assert (found["differ"], found["ratio_rounding"] + found["bound_rounding"], found["unexplained"]) == (1, 1, 0)
-    item.rows["clip_flag"] = ["none", "none", "none"]
-    assert recorded_against_float64(item).iloc[0]["unexplained"] == 1
-
-
 def assert_agrees_with_records(run_dir: Path) -> None:
     """Our flags of a recorded run against the flags and step metrics that training wrote."""
     steps = reader.read_steps(run_dir)
     seen = 0
     for item in load_iterations(run_dir):
-        counts = recorded_against_float64(item).iloc[0]
-        assert counts["unexplained"] == 0
-        rows = policy_rows(item)
-        flags = token_flags(rows, item.rule)
+        rows, rule = policy_rows(item), item.rule
+        flags = token_flags(rows, rule)
         recorded = rows["clip_flag"].str.startswith("clip_")
-        assert int((flags["grad_zero"] != recorded).sum()) <= counts["differ"]
+        # float32 against float64: only a ratio within rounding of a bound may differ
+        bounds = np.array([1.0 - rule.low, 1.0 + rule.high, rule.dual or np.inf])
+        near = (np.abs(flags["ratio"].to_numpy()[:, None] - bounds) < 1e-5).any(axis=1)
+        assert (flags["grad_zero"] == recorded)[~near].all() and near.mean() < 0.01
         by_step = recorded.groupby([rows["epoch"], rows["minibatch"]]).mean()
         own = steps[(steps["iteration"] == item.iteration) & steps["clip_fraction"].notna()]
         np.testing.assert_array_equal(by_step.to_numpy(), own["clip_fraction"].to_numpy())

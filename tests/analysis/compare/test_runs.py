@@ -46,6 +46,8 @@ def test_exact_against_native(both: pd.DataFrame, deterministic_run: Path, nativ
     assert first is not None and first.iteration == diff.BEFORE and first.table == "warm_start_steps"
     assert row(both, "bitwise", "fingerprint")["verdict"] == f"different: {first.describe()}"
     assert row(both, "numeric", "old_logprobs.bitwise")["stat"] < 1.0
+    scores = [reader.read_sequences(run)["scores"].mean() for run in (deterministic_run, native_run)]
+    assert row(both, "distribution", "scores")["stat"] == pytest.approx(scores[1] - scores[0])
     absolute = row(both, "numeric", "old_logprobs.abs_delta", "TOST")
     assert absolute["stat"] > 0 and absolute["margin"] == 1e-3
     low, high = absolute["ci_lo"], absolute["ci_hi"]
@@ -117,6 +119,13 @@ def test_numeric_rows_by_hand() -> None:
     # without a response in common only shares are left
     parted = responses([1.0]).assign(diverged=True, delta_sum=math.nan, abs_sum=math.nan)
     assert set(numeric(parted)["metric"]) == {"same_responses", "nonfinite", "divergence_hazard"}
+
+
+def test_the_hazard_by_hand() -> None:
+    # one event in five tokens: exp(-m) = 0.975, and (1 + m) exp(-m) = 0.025 at m = 5.5716
+    found = paired.hazard(np.array([2, 3]), np.array([True, False]))
+    assert found == pytest.approx((0.2, -math.log(0.975) / 5, 5.5716434 / 5))
+    assert paired.hazard(np.array([4]), np.array([False]))[:2] == (0.0, 0.0)
 
 
 def test_wrong_input(deterministic_run: Path, tmp_path: Path) -> None:

@@ -36,10 +36,6 @@ GRID = cells(
 )
 
 
-def stat(table: pd.DataFrame, metric: str, column: str = "stat") -> float:
-    return float(table[table["metric"] == metric][column].iloc[0])
-
-
 def test_paired_by_hand() -> None:
     table = compare_groups(GRID, "x", "p", "q", "final.score", rng(), margin=9.0)
     first = table.iloc[0]
@@ -48,11 +44,6 @@ def test_paired_by_hand() -> None:
     assert (first["verdict"], first["run_a"], first["run_b"]) == ("different", "x=p", "x=q")
     equivalent = table.iloc[1]
     assert equivalent["method"] == "TOST" and equivalent["verdict"] == "equivalent" and equivalent["margin"] == 9.0
-    # p: 0 0 0 | 0 0 0 1 2 3 | 4 5 6; q: 1 1 1 | 1 1 2 3 3 4 | 5 6 8
-    assert stat(table, "final.score.iqm") == pytest.approx(14 / 6 - 1)
-    # z=2: always better; z=1: the pairs of 1..6 and 2 3 4 5 6 8 that are larger, and half of the equal ones
-    pairs = [(y > x) + 0.5 * (y == x) for x in range(1, 7) for y in (2, 3, 4, 5, 6, 8)]
-    assert stat(table, "final.score.p_improvement") == pytest.approx((1 + sum(pairs) / 36) / 2)
     turned = compare_groups(GRID, "x", "q", "p", "final.score", rng())
     assert turned.iloc[0]["stat"] == -first["stat"] and turned.iloc[0]["p_value"] == first["p_value"]
 

@@ -21,7 +21,6 @@ from analysis.report.charts import (
     Axis,
     Line,
     axis_for,
-    heat_levels,
     line_chart,
     ticks,
 )
@@ -113,8 +112,3 @@ def test_a_saved_table_has_every_bit_of_the_numbers(rows: list[tuple[int, float,
     assert found[0] == ["n", "x", "t"] and [row[0] for row in found[1:]] == [str(r[0]) for r in rows]
     again = np.array([float(row[1] or "nan") for row in found[1:]], dtype=np.float64)
     assert np.array_equal(again, frame["x"].to_numpy(np.float64), equal_nan=True)
-
-
-def test_heat_by_hand() -> None:
-    assert heat_levels(np.array([[0, 1], [10, 100]])).tolist() == [[0, 1], [5, 9]]
-    assert heat_levels(np.array([0, 3, 3])).tolist() == [0, 9, 9] and heat_levels(np.zeros(2)).tolist() == [0, 0]

@@ -9,41 +9,25 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 
-from analysis.report import counts, curves, figures
+from analysis.report import curves, figures
 from analysis.report.facts import read_facts
 from analysis.report.figures import ClipBounds
 from analysis.report.page import Figure, figure_html
-from analysis.report.scan import scan_run, summary_tables
+from analysis.report.scan import FLAGS, delta_counts, ratio_quantiles, scan_run, summary_tables
 from analysis.report.tokens import select, token_data
 from ppo_repro.records import reader
 
-ANY_FLOAT = st.one_of(st.floats(-50, 50), st.just(math.nan), st.just(math.inf), st.just(-math.inf))
 BOUNDS = ClipBounds(0.8, 1.2)
 
 
-@given(arrays.arrays(np.float64, st.integers(0, 60), elements=ANY_FLOAT))
-def test_histograms_are_what_their_definition_says(values: np.ndarray) -> None:
-    edges = counts.LOG_RATIO_EDGES
-    slow = np.zeros(len(edges) - 1, dtype=np.int64)
-    for value in values[np.isfinite(values)]:  # the outer bins reach to infinity
-        slow[next((k for k in range(len(edges) - 1) if value < edges[k + 1]), len(edges) - 2)] += 1
-    assert (counts.histogram(values, edges) == slow).all()
-
-
-def test_two_dimensions_flags_and_extremes_by_hand() -> None:
-    edges = np.array([0.0, 1.0, 2.0])
-    x, y = np.array([0.5, 0.5, 1.5, 9.0, math.nan]), np.array([0.5, 1.5, 0.2, -3.0, 0.5])
-    assert counts.histogram_2d(x, y, edges, edges).tolist() == [[1, 1], [2, 0]]
+def test_differences_and_ratios_are_counted_by_hand() -> None:
+    counted = delta_counts(np.array([3e-9, -3e-9, -3e-9, 50.0, 1e-12, 0.0, math.nan]))
+    assert counted.sum(axis=1).tolist() == [3, 2], "neither 0 nor NaN"
+    assert counted[0, 0] == counted[0, -1] == 1, "what lies beyond is in the outer bins"
     ratios = np.array([1.0, 1.5, 0.5, 3.0, math.inf, math.nan], np.float32)
-    updates = pd.DataFrame({"ratios": ratios, "clip_flag": ["none"] * 4 + ["clip_high", None]})
-    flags, extremes = counts.flag_row(4, updates), counts.extremes_row(4, updates)
-    assert flags["clip_high"] == 1 and flags["token_updates"] == 5
-    assert (extremes["min_ratio"], extremes["max_ratio"]) == (0.5, 3.0)
-    assert extremes["nonfinite_ratios"] == 1, "infinity is broken, null is none at all"
+    row = ratio_quantiles(4, pd.DataFrame({"epoch": 0, "minibatch": 0, "ratios": ratios})).iloc[0]
+    assert (row["iteration"], row[0.0], row[0.5], row[1.0]) == (4, 0.5, 1.25, 3.0)
 
 
 def test_standard_errors_and_intervals_by_hand() -> None:
@@ -81,9 +65,9 @@ def test_a_scan_agrees_with_what_training_recorded(deterministic_run: Path) -> N
     weighted = (steps["clip_fraction"] * steps["tokens"]).groupby(steps["iteration"]).sum().to_numpy()
     assert scan.flags[["clip_high", "clip_low", "clip_dual"]].sum(axis=1).to_numpy() == pytest.approx(weighted)
     visits = int(steps["tokens"].sum())
-    assert scan.flags["token_updates"].sum() == scan.ratios["count"].sum() == scan.quadrants.sum() == visits
-    tokens = reader.read_tokens(deterministic_run)
-    assert scan.probabilities.sum() == np.trace(scan.probabilities) == scan.deltas.sum() == len(tokens)
+    assert scan.flags["token_updates"].sum() == visits and scan.deltas.sum() == 0
+    updates = reader.read_updates(deterministic_run)
+    assert scan.ratios[1.0].max() == updates["ratios"].max() and scan.ratios[0.0].min() == updates["ratios"].min()
 
 
 def test_the_token_view_has_what_the_records_have(native_run: Path) -> None:
@@ -119,18 +103,13 @@ def count(chart: ET.Element, name: str) -> int:
 
 def test_clipping_figures() -> None:
     updates = pd.DataFrame(
-        {"epoch": [0, 0, 1, 1], "minibatch": [0, 0, 0, 0], "ratios": np.array([1.0, 1.0, 1.0, 2.0], np.float32)}
+        {"epoch": [0, 0, 1, 1], "minibatch": 0, "ratios": np.array([1.0, 1.0, 1.0, 7.25], np.float32)}
     )
-    chart, said = drawn(figures.ratio_figure(counts.ratio_histogram(updates), BOUNDS))
-    assert "About 25 % lie outside the bounds." in said and "bounds 0.8 and 1.2" in said and "epoch 1" in said
-    assert sum(count(chart, f"heat{k}") for k in range(1, 10)) == 3
-    assert "no clip bounds" in drawn(figures.ratio_figure(counts.ratio_histogram(updates), None))[1]
-    flags = pd.DataFrame([{"iteration": i, **dict.fromkeys(counts.FLAGS, 0), "token_updates": 100} for i in range(2)])
+    within, extremes = (drawn(figure) for figure in figures.ratio_figures(ratio_quantiles(0, updates), BOUNDS))
+    assert "bounds 0.8 and 1.2" in within[1] and "the median ratio is 4.125" in within[1]
+    assert "Largest ratio of all: 7.25." in extremes[1] and count(extremes[0], "rule") == 3, "two, and the legend's"
+    flags = pd.DataFrame([{"iteration": i, **dict.fromkeys(FLAGS, 0), "token_updates": 100} for i in range(2)])
     flags["clip_high"], flags["wrong_low"] = [10, 20], [0, 5]
     chart, said = drawn(figures.flag_figure(flags))
     assert "Of 200 token updates the clip removed the gradient of 15 %; 2.5 % were outside" in said
-    assert count(chart, "area") == 2, "flags that never occur have no layer"
-    grid = counts.histogram_2d(np.array([1.0]), np.array([1.5]), counts.ADVANTAGE_EDGES, counts.RATIO_EDGES)
-    assert [count(drawn(figures.quadrant_figure(grid, b))[0], "shade") for b in (BOUNDS, None)] == [2, 0]
-    extremes = pd.DataFrame({"iteration": [0, 1], "min_ratio": [0.5, 0.1], "max_ratio": [1.5, 7.25]})
-    assert "Largest ratio of all: 7.25." in drawn(figures.extremes_figure(extremes, BOUNDS))[1]
+    assert count(chart, "line") == 2, "flags that never occur have no line"

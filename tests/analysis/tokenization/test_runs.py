@@ -26,7 +26,7 @@ def one(summary: pd.DataFrame, metric: str, unit: str, reduction: str) -> np.nda
 @pytest.mark.parametrize("fixture", ["deterministic_run", "native_run"])
 def test_the_units_agree_with_the_recorded_iterations(fixture: str, request: pytest.FixtureRequest) -> None:
     run_dir = request.getfixturevalue(fixture)
-    summary = run_summary(run_dir, boundary="leading", cluster="prompt", iterations=None)
+    summary = run_summary(run_dir, boundary="leading", iterations=None)
     assert list(summary) == ["iteration", *SUMMARY_COLUMNS]
     recorded = reader.read_iterations(run_dir)
     for metric, unit, reduction, column in (
@@ -42,7 +42,7 @@ def test_the_units_agree_with_the_recorded_iterations(fixture: str, request: pyt
 def test_the_clip_band_agrees_with_the_recorded_steps(deterministic_run: Path) -> None:
     steps = reader.read_steps(deterministic_run)
     for iteration in (0, 2):
-        found = iteration_tables(deterministic_run, iteration, boundary="leading", cluster="sequence").tok_clip
+        found = iteration_tables(deterministic_run, iteration, boundary="leading").tok_clip
         assert found is not None
         part = steps[steps["iteration"] == iteration]
         clipped = (part["clip_fraction"] * part["tokens"]).groupby(part["epoch"]).sum()
@@ -56,8 +56,7 @@ def test_the_clip_band_agrees_with_the_recorded_steps(deterministic_run: Path) -
 def test_the_recorded_tokenizer_spells_what_was_recorded(deterministic_run: Path) -> None:
     drift = run_drift(deterministic_run, recorded_tokenizer(deterministic_run))
     assert len(drift) == 3 and drift["drift_seq_frac"].between(0, 1).all()
-    lines = report(deterministic_run, None, "trailing", "prompt")
-    assert "iteration 2, boundary trailing, nats, standard errors by prompt" in lines[0]
-    assert lines[-1].startswith("credit: gamma 1, lambda 0.95: half life 13.51 tokens")
+    lines = report(deterministic_run, None, "trailing")
+    assert "iteration 2, boundary trailing, nats, standard errors by response" in lines[0]
     with pytest.raises(UserError, match="no iteration 3"):
-        iteration_tables(deterministic_run, 3, boundary="leading", cluster="sequence")
+        iteration_tables(deterministic_run, 3, boundary="leading")

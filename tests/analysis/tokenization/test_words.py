@@ -8,7 +8,6 @@ import pandas as pd
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.tokenization.kl import token_table
 from analysis.tokenization.words import BOUNDARIES, Boundary, find_words, text_of
 from tests.analysis.tokenization.cut_texts import Cuts, cuts, frames
 
@@ -45,8 +44,6 @@ def test_the_end_token_is_a_word_of_its_own_and_a_part_of_a_character_is_not() -
     words = find_words(split, text_of(sequences), "leading")
     assert words.is_special.tolist() == [False, False, False, False, True, True]
     assert words.word_id.tolist() == [0, 0, 0, 1, 2, 0] and words.sub_idx.tolist() == [0, 1, 2, 0, 0, 0]
-    table = token_table(split, sequences, boundary="leading")
-    assert table["text_class"].tolist() == ["alpha", "empty", "alpha", "alpha", "special", "special"]
 
 
 @given(cuts(), boundaries, st.booleans())

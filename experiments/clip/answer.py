@@ -1,0 +1,53 @@
+"""What is the share clipped worth? `python -m experiments.clip.answer [GRID]`; see
+`experiments/answers.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from analysis import figures
+from analysis.grids.outcomes import clip_shares
+from analysis.program import program
+from experiments.answers import outcome, settings_table, study
+from ppo_repro.records import reader
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MEASURE, USUAL = "mean_accuracy", "usual"
+
+
+def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
+    """The outcome, and the shares of token visits without gradient and outside the band."""
+    removed, outside = clip_shares(run_dir, len(reader.read_iterations(run_dir)))
+    return outcome(run_dir) | {"removed": removed, "outside": outside}
+
+
+def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
+    columns: dict[str, tuple[str, str | None]] = {
+        "at the end": ("accuracy", None),
+        "KL, nats a response": ("KL", "{:.2f}"),
+        "gradient removed": ("removed", "{:.1%}"),
+        "outside the band": ("outside", "{:.1%}"),
+    }
+    return [settings_table(results, "setting", MEASURE, "accuracy, mean over training", USUAL, columns)]
+
+
+def figure(results: pd.DataFrame) -> Axes:
+    return figures.across(results.assign(point=results["setting"]), "removed", MEASURE)
+
+
+@program
+def main(argv: Sequence[str] | None) -> None:
+    """Print the tables; exit code 2 and one line on a user error."""
+    study(Path(__file__).parent, tables, figure, measures, argv=argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

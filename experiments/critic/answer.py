@@ -1,0 +1,65 @@
+"""What does the critic need? `python -m experiments.critic.answer [GRID]`; see
+`experiments/answers.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from analysis import figures
+from analysis.program import program
+from experiments.answers import LAST, outcome, settings_table, study
+from ppo_repro.records import reader
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MEASURE, USUAL = "mean_accuracy", "usual"
+
+
+def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
+    """The outcome; of the last iterations explained = 1 - Var(G - V) / Var(G) and rms(G - V) by third of the response.
+
+    G is the reward to go, the sum of the rewards from the token on: unlike `returns` it does not depend on lambda.
+    """
+    count = len(reader.read_iterations(run_dir))
+    names = ["iteration", "sequence", "position", "values", "rewards"]
+    tokens = reader.read_tokens(run_dir, iterations=range(max(0, count - LAST), count), columns=names)
+    rewards = tokens["rewards"].astype(np.float64)
+    response = [tokens["iteration"], tokens["sequence"]]
+    to_go = rewards[::-1].groupby([key[::-1] for key in response]).cumsum()[::-1]
+    error = to_go - tokens["values"]
+    third = 3 * tokens["position"] // tokens.groupby(["iteration", "sequence"])["position"].transform("size")
+    errors = {f"error_{i}": float(np.sqrt((error[third == i] ** 2).mean())) for i in range(3)}
+    return outcome(run_dir) | {"explained": 1.0 - float(error.var() / to_go.var())} | errors
+
+
+def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
+    columns: dict[str, tuple[str, str | None]] = {
+        "at the end": ("accuracy", None),
+        "explained variance": ("explained", None),
+        "error, first third": ("error_0", "{:.3f}"),
+        "error, second third": ("error_1", "{:.3f}"),
+        "error, last third": ("error_2", "{:.3f}"),
+    }
+    return [settings_table(results, "critic", MEASURE, "accuracy, mean over training", USUAL, columns)]
+
+
+def figure(results: pd.DataFrame) -> Axes:
+    return figures.settings(results.assign(point=results["critic"]), MEASURE)
+
+
+@program
+def main(argv: Sequence[str] | None) -> None:
+    """Print the tables; exit code 2 and one line on a user error."""
+    study(Path(__file__).parent, tables, figure, measures, argv=argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

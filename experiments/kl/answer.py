@@ -1,0 +1,65 @@
+"""Where does each KL penalty end beside the optimum? `python -m experiments.kl.answer [GRID]`; see
+`experiments/answers.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from analysis import figures
+from analysis.program import program
+from experiments.answers import settings_table, study
+from experiments.optimum.exact import read
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+USUAL = "k1 in the reward"
+
+
+def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
+    """Exact sums over all responses, means over prompts, for the run's coefficient beta.
+
+    gap: what E[R] - beta KL falls short of its maximum, relative to that; of the reference too. KL in nats a response.
+    """
+    found = read(run_dir)
+    best, policy, reference = (
+        float(np.mean([getattr(d, name) for d in found])) for name in ("optimum", "policy", "reference")
+    )
+    return {
+        "gap": 1.0 - policy / best,
+        "reference_gap": 1.0 - reference / best,
+        "reward": float(np.mean([d.expected_reward for d in found])),
+        "KL": float(np.mean([d.kl for d in found])),
+    }
+
+
+def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
+    columns: dict[str, tuple[str, str | None]] = {
+        "gap of the reference": ("reference_gap", "{:.3f}"),
+        "expected reward": ("reward", "{:.3f}"),
+        "KL, nats a response": ("KL", "{:.3f}"),
+    }
+    return [settings_table(results, "penalty", "gap", "gap to the optimum", USUAL, columns)]
+
+
+def figure(results: pd.DataFrame) -> Axes:
+    axes = figures.settings(results.assign(point=results["penalty"]), "gap")
+    axes.set_xlabel("what the objective falls short of the optimum, relative to it; 0 is the optimum")
+    return axes
+
+
+@program
+def main(argv: Sequence[str] | None) -> None:
+    """Print the tables; exit code 2 and one line on a user error."""
+    study(Path(__file__).parent, tables, figure, measures, argv=argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

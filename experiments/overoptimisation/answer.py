@@ -1,0 +1,73 @@
+"""Where does a learned reward stop helping? `python -m experiments.overoptimisation.answer [GRID]`; see
+`experiments/answers.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from analysis import figures
+from analysis.program import program
+from experiments.answers import LAST, outcome, settings_table, study
+from ppo_repro.records import reader
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MEASURE, USUAL = "change", "coefficient 0.05"
+
+
+def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
+    """The outcome, change = accuracy after minus before training, the best accuracy and KL there, and curves.
+
+    score_gain: mean learned score of the last minus that of the first iterations. accuracy_I, KL_I: at iteration I.
+    """
+    rows = reader.read_iterations(run_dir, columns=["score_mean", "ref_kl_per_sequence"])
+    held_out = reader.read_evaluations(run_dir, columns=["iteration", "is_correct"])
+    accuracy = held_out.groupby("iteration")["is_correct"].mean()
+    found = outcome(run_dir)
+    found["change"] = found["accuracy"] - found["start"]
+    found["score_gain"] = float(rows["score_mean"].tail(LAST).mean() - rows["score_mean"].head(LAST).mean())
+    found["best"], found["best_at"] = float(accuracy.max()), float(accuracy.idxmax())
+    for iteration, value in accuracy.items():  # the last evaluation comes after the last rollout
+        found[f"accuracy_{iteration:02d}"] = float(value)
+        found[f"KL_{iteration:02d}"] = float(rows["ref_kl_per_sequence"].iloc[min(int(iteration), len(rows) - 1)])
+    return found
+
+
+def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
+    columns: dict[str, tuple[str, str | None]] = {
+        "learned score, gain": ("score_gain", None),
+        "best accuracy": ("best", "{:.3f}"),
+        "at iteration": ("best_at", "{:.0f}"),
+        "KL at the end, nats a response": ("KL", "{:.2f}"),
+        "entropy, nats a token": ("entropy", "{:.3f}"),
+        "length, tokens": ("length", "{:.2f}"),
+    }
+    return [settings_table(results, "setting", MEASURE, "accuracy, end minus start", USUAL, columns)]
+
+
+def figure(results: pd.DataFrame) -> Axes:
+    (axes,) = figures.new_axes(8.0, 3.6)
+    names = sorted(name for name in results.columns if name.startswith("accuracy_"))
+    for setting, group in results.groupby("setting", sort=False):
+        moved = group[[name.replace("accuracy", "KL") for name in names]].mean()
+        axes.plot(moved.to_numpy(), group[names].mean().to_numpy(), "o-", label=str(setting))
+    axes.set(xlabel="KL(policy || reference), nats a response", ylabel="accuracy by the verifier, held out")
+    axes.legend()
+    return axes
+
+
+@program
+def main(argv: Sequence[str] | None) -> None:
+    """Print the tables; exit code 2 and one line on a user error."""
+    study(Path(__file__).parent, tables, figure, measures, argv=argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

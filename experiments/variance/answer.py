@@ -1,0 +1,72 @@
+"""How much of the variance over seeds is numerics? `python -m experiments.variance.answer [GRID]`; see
+`experiments/answers.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+from scipy import stats
+
+from analysis import figures
+from analysis.program import program
+from experiments.answers import interval, study
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MEASURES = {"mean_accuracy": "accuracy, mean over training", "accuracy": "accuracy at the end", "score": "score"}
+
+
+def numerics_part(values: npt.NDArray[np.float64]) -> tuple[float, float, float]:
+    """(part, low, high) of the variance of [seeds, 2 layouts] that is between layouts of a seed, with a 95 % interval.
+
+    1 - ICC = 2 / (F + 1), F = MS of seeds / MS of layouts within seeds, F scaled by quantiles of its distribution.
+    """
+    seeds = len(values)
+    within = float((values.var(axis=1, ddof=1)).mean())
+    if within == 0:
+        return 0.0, 0.0, 0.0
+    ratio = 2 * float(values.mean(axis=1).var(ddof=1)) / within
+    low, high = stats.f.ppf([0.025, 0.975], seeds - 1, seeds)
+    part, least, most = (min(1.0, 2 / (f + 1)) for f in (ratio, ratio / low, ratio / high))
+    return part, least, most
+
+
+def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
+    rows = []
+    for mode in ("deterministic", "native"):
+        usual, other = (
+            results[results["setting"] == name].set_index("seed") for name in (mode, f"{mode}, other layout")
+        )
+        for measure, title in MEASURES.items():
+            values = np.stack([usual[measure], other[measure]], axis=1)
+            part, low, high = numerics_part(values)
+            row = {"numerics": mode, "measure": title, "mean": interval(usual[measure])}
+            row["other layout minus usual"] = interval(other[measure] - usual[measure], "{:+.3f}")
+            row["sd over seeds"] = f"{usual[measure].std():.3f}"
+            row["sd over layouts of a seed"] = f"{np.sqrt(values.var(axis=1, ddof=1).mean()):.3f}"
+            row["part of numerics"] = f"{part:.2f} [{low:.2f}, {high:.2f}]"
+            row["same fingerprint, seeds"] = int((usual["fingerprint"] == other["fingerprint"]).sum())
+            rows.append(row)
+    return [pd.DataFrame(rows)]
+
+
+def figure(results: pd.DataFrame) -> Axes:
+    return figures.settings(results.assign(point=results["setting"]), "mean_accuracy")
+
+
+@program
+def main(argv: Sequence[str] | None) -> None:
+    """Print the tables; exit code 2 and one line on a user error."""
+    study(Path(__file__).parent, tables, figure, argv=argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -144,9 +144,7 @@ def fork_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _report_run(
-    run_dir: Path, seconds: dict[str, float] | None, as_json: bool, copies: Copies | None = None
-) -> None:
+def _report_run(run_dir: Path, seconds: dict[str, float] | None, as_json: bool, copies: Copies | None = None) -> None:
     """Print what a complete run did; `seconds` by phase if they are known better than from the records."""
     from ppo_repro.commands.kinds import kind_of
     from ppo_repro.runs.summary import speeds

@@ -74,7 +74,6 @@ class Plan:
 
     models: tuple[Model, ...]
     rows: dict[str, dict[str, int]]
-    processes: int
 
     def total(self, phase: str, rows: tuple[str, ...] | None = None) -> int:
         """What a phase needs, of some rows or of all, without the process itself."""
@@ -232,7 +231,7 @@ def plan_run(config: RunConfig, processes: int = 1) -> Plan:
             "update": of_logits[1] * several,  # with gradients
         },
     }
-    return Plan(models, {name: row for name, row in rows.items() if any(row.values())}, processes)
+    return Plan(models, {name: row for name, row in rows.items() if any(row.values())})
 
 
 def size(count: int) -> str:
@@ -270,6 +269,4 @@ def lines(plan: Plan) -> list[str]:
     table["together"] = tuple(size(plan.total(phase)) for phase in PHASES)
     out += ["", *(f"{label:<16}" + "".join(f"{cell:>12}" for cell in cells) for label, cells in table.items())]
     out.append(f"peak, up to about {size(plan.peak)}: the largest phase, and {size(PROCESS)} of the process itself")
-    if plan.processes > 1:
-        out.append(f"This is the memory of each of the {plan.processes} processes.")
     return out

@@ -57,14 +57,12 @@ def run_page(facts: Facts, responses: int) -> str:
         Card("How to repeat it", (), [facts_html(again)]),
     )
     named, forked = [("this run", scan.curves)], facts.forked_at
-    learning, optimisation = curves.CONTROL if facts.is_control else curves.LANGUAGE
     of = ("return", "episodes") if facts.is_control else ("score", "responses")
     distributions = figures.change_figures(scan.values, *of)
+    learning, optimisation = (curves.metric_figures(of, named, forked_at=forked) for of in curves.PPO)
     sections = [
-        Section(
-            "learning", "Learning", (), [*curves.metric_figures(learning, named, forked_at=forked), *distributions]
-        ),
-        Section("optimisation", "Optimisation", (), curves.metric_figures(optimisation, named, forked_at=forked)),
+        Section("learning", "Learning", (), [*learning, *distributions]),
+        Section("optimisation", "Optimisation", (), optimisation),
         _mismatch(facts, scan, counted, found),
         _clipping(facts, iterations, steps, scan),
     ]

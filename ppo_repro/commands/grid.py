@@ -1,4 +1,4 @@
-"""What the command line does with grids."""
+"""Commands on grids and studies. Heavy imports wait until they run, so that --help is quick."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppo_repro.config.yaml_text import parse_yaml
 from ppo_repro.errors import UserError
-from ppo_repro.grids.spec import load_grid
-from ppo_repro.output import print_result
+from ppo_repro.output import print_result, say
 
 if TYPE_CHECKING:
     from ppo_repro.grids.engines import Engine
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run what is missing of a grid and print its table; exit code 1 if a cell is not complete at the end."""
-    grid = load_grid(arguments.grid)
+def grid_command(arguments: argparse.Namespace) -> int:
+    """Run every cell of a grid file that is not complete; exit 1 if one is not complete at the end."""
+    say(f"{arguments.grid}: running what is missing of it in {arguments.out}")
     from ppo_repro.grids.grid import lines, run_grid
+    from ppo_repro.grids.spec import load_grid
     from ppo_repro.tracking.follower import followed, require_tensorboard
 
+    grid = load_grid(arguments.grid)
     folder = arguments.out / grid.name
     require_tensorboard(arguments.tensorboard)
     engine = _engine(arguments, folder)
@@ -39,10 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if is_complete.all() else 1
 
 
-def reproduce(arguments: argparse.Namespace) -> int:
-    """Run cells of a study again and compare; exit code 1 at a difference."""
-    if arguments.workers < 1:
-        raise UserError(f"--workers {arguments.workers}: must be at least 1")
+def reproduce_command(arguments: argparse.Namespace) -> int:
+    """Run some cells of a study again and compare them with its committed results; exit 1 at a difference."""
+    say(f"{arguments.study}: running {arguments.cells} of its cells again")
     from ppo_repro.grids import study
 
     found = study.reproduce(arguments.study, arguments.cells, arguments.seed, arguments.out, arguments.workers)
@@ -52,12 +51,11 @@ def reproduce(arguments: argparse.Namespace) -> int:
 
 
 def _engine(arguments: argparse.Namespace, folder: Path) -> Engine:
+    from ppo_repro.config.yaml_text import parse_yaml
     from ppo_repro.grids.engines import Processes
     from ppo_repro.grids.ray_tasks import Ray
     from ppo_repro.grids.slurm import Slurm
 
-    if arguments.workers < 1:
-        raise UserError(f"--workers {arguments.workers}: must be at least 1")
     if arguments.ray is not None and arguments.slurm is not None:
         raise UserError("--ray and --slurm: choose one")
     if arguments.ray is not None:

@@ -50,10 +50,10 @@ def show_command(arguments: argparse.Namespace) -> int:
             from ppo_repro.records.fork import origin_lines
 
             tell("\n".join(origin_lines(recorded.origin)))
-    from ppo_repro.commands.kinds import kind_of
     from ppo_repro.runs.summary import iteration_lines, sample_lines, speeds
+    from ppo_repro.tracking.numbers import SUMMARIES
 
-    kind = kind_of(run_dir).summary
+    kind = SUMMARIES[recorded.kind]
     if arguments.json:
         print_json(dataclasses.asdict(kind.summarise(run_dir, None)))
         return 0

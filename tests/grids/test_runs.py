@@ -190,7 +190,7 @@ def test_two_calls_on_one_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--workers", "0"], "--workers 0: must be at least 1"),
+        (["--workers", "0"], "argument --workers: must be at least 1"),
         (["--ray", "local", "--slurm", "a=b"], "--ray and --slurm: choose one"),
         (["--slurm", "a"], "--slurm a: must be NAME=VALUE, for example --slurm slurm_partition=cpu"),
         (["--slurm", "a=["], "--slurm a=[: line 1: not valid YAML"),

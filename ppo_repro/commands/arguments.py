@@ -10,6 +10,7 @@ from pathlib import Path
 from ppo_repro import __version__
 from ppo_repro.commands import audit
 from ppo_repro.commands.checks import bisect_command, fields_command, plan_command, probe_command
+from ppo_repro.commands.grid import grid_command, reproduce_command
 from ppo_repro.commands.recorded import (
     diff_command,
     replay_command,
@@ -24,8 +25,6 @@ from ppo_repro.commands.runs import (
     control_command,
     dpo_command,
     fork_command,
-    grid_command,
-    reproduce_command,
     rerun_command,
     resume_command,
     run_command,
@@ -55,6 +54,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _positive(text: str) -> int:
+    if not _count(text):
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return int(text)
+
+
 def _seed(text: str) -> str:
     return f"seed={_count(text)}"
 
@@ -77,7 +82,7 @@ def _set(about: str) -> argparse.ArgumentParser:
 _RUN = _shared("run", f"folder of a recorded run, or `{LATEST}` for the newest in {RUNS}", "RUN", _run_folder)
 _OUT = _shared("--out", "where results go", "DIR", _path, RUNS)
 _INPUTS = _shared("--inputs", "where to look for a model that has been moved", "DIR", _path)
-_WORKERS = _shared("--workers", "cells side by side", "N", _count, 1)
+_WORKERS = _shared("--workers", "cells side by side", "N", _positive, 1)
 _TRACK = _shared("--track", "copy the records into this MLflow store as they come", "URI", str)
 _TENSORBOARD = _shared("--tensorboard", "write TensorBoard event files below DIR", "DIR", _path)
 _FIELD, _LAYOUT = _set("change one field"), _set("another layout field or rollout engine, such as layout.threads=2")
@@ -162,8 +167,8 @@ def _add_grids(add: _Adder) -> None:
     gridded.add_argument("--ray", metavar="ADDRESS", help="run the cells on this Ray; `local` starts one here")
     about = "run them as a Slurm array; may be repeated"
     gridded.add_argument("--slurm", metavar="NAME=VALUE", action="append", help=about)
-    about = "what to do with cells that other code computed"
-    gridded.add_argument("--changed", choices=("refuse", "keep", "redo"), default="refuse", help=about)
+    about = "leave complete cells that other code, packages or input files computed as they are"
+    gridded.add_argument("--keep-changed", action="store_true", help=about)
     reproduced = add(reproduce_command, _OUT, _WORKERS)
     reproduced.add_argument("study", metavar="STUDY", type=_path, help="folder of a study, such as experiments/growth")
     reproduced.add_argument("--cells", metavar="N", type=_count, default=1, help="how many cells; default 1")

@@ -1,4 +1,4 @@
-"""What the command line does with grids."""
+"""Commands on grids and studies. Heavy imports wait until they run, so that --help is quick."""
 
 from __future__ import annotations
 
@@ -7,57 +7,55 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppo_repro.config.yaml_text import parse_yaml
 from ppo_repro.errors import UserError
-from ppo_repro.grids.spec import load_grid
-from ppo_repro.output import print_result
-from ppo_repro.tracking.copies import require_tensorboard
+from ppo_repro.output import print_result, say
 
 if TYPE_CHECKING:
     from ppo_repro.grids.engines import Engine
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run what is missing of a grid and print its table; exit code 1 if a cell is not complete at the end."""
-    grid = load_grid(arguments.grid)
-    from ppo_repro.grids import results
-    from ppo_repro.grids.grid import run_grid
-    from ppo_repro.grids.progress import ConsoleGrid
-    from ppo_repro.tracking.follower import followed
+def grid_command(arguments: argparse.Namespace) -> int:
+    """Run every cell of a grid file that is not complete; exit 1 if one is not complete at the end."""
+    say(f"{arguments.grid}: running what is missing of it in {arguments.out}")
+    from ppo_repro.grids.grid import lines, run_grid
+    from ppo_repro.grids.spec import load_grid
+    from ppo_repro.tracking.follower import followed, require_tensorboard
 
+    grid = load_grid(arguments.grid)
     folder = arguments.out / grid.name
     require_tensorboard(arguments.tensorboard)
     engine = _engine(arguments, folder)
-    with followed(folder, arguments.track, arguments.tensorboard) as copies, ConsoleGrid() as watcher:
-        outcome = run_grid(grid, arguments.out, engine, watcher, arguments.changed)
-    about = (grid, folder, outcome.table, outcome.ran, outcome.strangers)
-    print_result(arguments.json, results.fields(*about) | copies.fields, [*results.lines(*about), *copies.lines])
-    return 0 if (outcome.table["state"] == "complete").all() else 1
+    with followed(folder, arguments.track, arguments.tensorboard) as copies:
+        outcome = run_grid(grid, arguments.out, engine, arguments.keep_changed)
+    is_complete = outcome.table["state"] == "complete"
+    fields = {
+        "grid": grid.name,
+        "folder": str(folder),
+        "complete": int(is_complete.sum()),
+        "ran": list(outcome.ran),
+        "cells": outcome.table[["cell", "state", "fingerprint", "message", "run_dir"]].to_dict("records"),
+    }
+    print_result(arguments.json, fields | copies.fields, [*lines(grid, folder, outcome), *copies.lines])
+    return 0 if is_complete.all() else 1
 
 
-def reproduce(arguments: argparse.Namespace) -> int:
-    """Run cells of a study again and compare; exit code 1 at a difference."""
-    if arguments.workers < 1:
-        raise UserError(f"--workers {arguments.workers}: must be at least 1")
+def reproduce_command(arguments: argparse.Namespace) -> int:
+    """Run some cells of a study again and compare them with its committed results; exit 1 at a difference."""
+    say(f"{arguments.study}: running {arguments.cells} of its cells again")
     from ppo_repro.grids import study
-    from ppo_repro.grids.progress import ConsoleGrid
 
-    with ConsoleGrid() as watcher:
-        found = study.reproduce(
-            arguments.study, arguments.cells, arguments.seed, arguments.out, arguments.workers, watcher
-        )
+    found = study.reproduce(arguments.study, arguments.cells, arguments.seed, arguments.out, arguments.workers)
     verdict = found.difference or f"identical: {len(found.cells)} cells and the tables of {study.PAGE}"
     print_result(arguments.json, asdict(found), [*found.cells, f"records     {found.folder}", verdict])
     return 1 if found.difference else 0
 
 
 def _engine(arguments: argparse.Namespace, folder: Path) -> Engine:
+    from ppo_repro.config.yaml_text import parse_yaml
     from ppo_repro.grids.engines import Processes
     from ppo_repro.grids.ray_tasks import Ray
     from ppo_repro.grids.slurm import Slurm
 
-    if arguments.workers < 1:
-        raise UserError(f"--workers {arguments.workers}: must be at least 1")
     if arguments.ray is not None and arguments.slurm is not None:
         raise UserError("--ray and --slurm: choose one")
     if arguments.ray is not None:

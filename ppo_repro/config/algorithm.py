@@ -15,8 +15,10 @@ from ppo_repro.config.section import (
     Count,
     Fraction,
     Index,
+    Many,
     NonNegative,
     Positive,
+    Schedule,
     Section,
     Whitening,
     with_usual,
@@ -61,9 +63,7 @@ class LoraConfig(Section):
 
     rank: Count = Field(description="Rank r of the update.")
     alpha: Positive = Field(description="The update is scaled by alpha / r.")
-    target_modules: Annotated[tuple[str, ...], Field(strict=False)] = Field(
-        (), description="Last names of the linear layers that get one; [] for all of attention and MLP."
-    )
+    target_modules: Many[str] = Field((), description="Last names of the adapted linear layers; [] for all.")
 
 
 class PredictedValue(Section):
@@ -116,6 +116,10 @@ class AdaptiveController(Section):
 Controller = Annotated[FixedController | AdaptiveController, Field(discriminator="kind")]
 
 
+KLDirection = Literal["policy_reference", "reference_policy"]
+KLCharge = Literal["token", "word", "length_normalized", "last_sum", "last_mean"]
+
+
 class KLInReward(Section):
     """KL between policy and reference, estimated before the update and subtracted from the rewards."""
 
@@ -124,12 +128,8 @@ class KLInReward(Section):
     estimator: Literal["k1", "k2", "k3", "exact"] = Field(
         "k1", description="From the sampled token, or `exact` over the whole distribution at its position."
     )
-    direction: Literal["policy_reference", "reference_policy"] = Field(
-        "policy_reference", description="KL(policy || reference) or KL(reference || policy)."
-    )
-    charge: Literal["token", "word", "length_normalized", "last_sum", "last_mean"] = Field(
-        "token", description="Every token its own; a word on its last token; token / length; all on the last token."
-    )
+    direction: KLDirection = Field("policy_reference", description="KL(policy || reference), or the reverse.")
+    charge: KLCharge = Field("token", description="On the token, on its word's end, by length, or on the last token.")
     controller: Controller = Field(FixedController(), description="How kl_coef moves between iterations.")
 
 
@@ -162,31 +162,22 @@ class PPOConfig(Section):
         "rollout", description="Denominator of the ratio: the sampler's log-probs or the recomputed ones."
     )
     objective: Objective = Field(ClipObjective(), description="What is maximised.")
-    importance_weights: ImportanceWeights | None = Field(
-        None, description="Weights against a sampler's mismatch; null: none."
-    )
-    rejection: Annotated[tuple[Rejection, ...], Field(strict=False)] = Field(
-        (), description="Tokens and responses that get weight 0: those that any entry rejects. [] for none."
-    )
+    importance_weights: ImportanceWeights | None = Field(None, description="Against a sampler's mismatch; null: none.")
+    rejection: Many[Rejection] = Field((), description="Tokens and responses that get weight 0; [] for none.")
     rejected_tokens: Literal["counted", "left_out"] = Field(
         "counted", description="A token of weight 0 stays in means and its other losses, or is left out of every loss."
     )
-    replay_routes: bool = Field(
-        False, description="Train with the experts that the sampler's routers chose, in every step."
-    )
+    replay_routes: bool = Field(False, description="Train with the experts that the sampler's routers chose.")
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = Field(
         "token_mean",
         description="Mean over the tokens of a minibatch; mean over its sequences of their means, or of their sums.",
     )
     early_stop_kl: Positive | None = Field(
-        None,
-        description="After a minibatch with more KL(anchor || new), k3, nats per token, the policy rests; null: never.",
+        None, description="KL (k3), nats/token, that ends the policy's epochs; null: none."
     )
     entropy_coef: NonNegative = Field(0.0, description="Weight of the entropy bonus, nats.")
     learning_rate: NonNegative = Field(description="AdamW learning rate of the policy.")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="How learning rates fall, to 0 after the last iteration."
-    )
+    schedule: Schedule = Field("constant", description="How learning rates fall, to 0 after the last iteration.")
     warmup_iterations: Index = Field(0, description="Iterations over which learning rates rise at the start.")
     adam_beta2: BelowOne = Field(0.95, description="AdamW second-moment decay.")
     adam_eps: Positive = Field(1e-8, description="AdamW denominator offset.")

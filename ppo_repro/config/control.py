@@ -15,12 +15,11 @@ from ppo_repro.config.section import (
     NonNegative,
     NumericsMode,
     Positive,
+    Schedule,
     Section,
     Threads,
     Width,
 )
-
-Schedule = Literal["constant", "linear", "cosine"]
 
 
 class EnvironmentConfig(Section):
@@ -45,16 +44,12 @@ class ControlPPOConfig(Section):
     minibatch_size: Count = Field(description="Environment steps per optimizer step; divides the rollout.")
     clip_range: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="Clip range epsilon of the policy ratio.")
     clip_range_schedule: Schedule = Field("constant", description="Factor on clip_range by iteration.")
-    value_clip_range: Positive | None = Field(
-        None, description="Clip range of the value around its old prediction; null leaves the squared error alone."
-    )
+    value_clip_range: Positive | None = Field(None, description="Around the old prediction; null: squared error.")
     value_coef: Positive = Field(0.5, description="Weight of the value loss, half a squared error.")
     entropy_coef: NonNegative = Field(0.0, description="Weight of the entropy bonus, nats.")
     gamma: Fraction = Field(0.99, description="Discount per step.")
     gae_lambda: Fraction = Field(0.95, description="GAE trace decay.")
-    bootstrap_truncated: bool = Field(
-        True, description="Add the last state's value where a time limit ended an episode."
-    )
+    bootstrap_truncated: bool = Field(True, description="Add the last state's value if a time limit ended an episode.")
     whiten_advantages: Literal["minibatch", "iteration", "none"] = Field(
         "minibatch", description="Over which steps advantages are shifted and scaled to mean 0, variance 1."
     )

@@ -33,9 +33,7 @@ class DPOConfig(Experiment):
     """
 
     run: PathText | None = Field(None, description="Folder of the recorded run; null: `model` and `pairs`.")
-    pairs: PathText | None = Field(
-        None, description="Lines with `prompt`, `chosen`, `rejected`; null: the run's responses."
-    )
+    pairs: PathText | None = Field(None, description="Lines with `prompt`, `chosen`, `rejected`; null: of the run.")
     model: ModelFolder | None = Field(None, description="The model to train, where there is no run.")
     chat_template: bool = Field(False, description="Render the prompts of `pairs` with the tokenizer's chat template.")
     num_eval_prompts: Count = Field(description="Prompts whose pairs are held out, to measure the margins on.")

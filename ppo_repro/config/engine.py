@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ppo_repro.config.section import Count, Index, PathText, Positive, Section
+from ppo_repro.config.section import Count, Index, Many, PathText, Positive, Section
 
 # flags of a server that follow from the rest of the configuration, or that its checks rely on
 OWN_ARGUMENTS = (
@@ -37,16 +37,10 @@ class SGLangServers(Section):
         "deterministic",
         description="`deterministic`: this package's plugin computes inside SGLang; `stock`: SGLang as it comes.",
     )
-    urls: Annotated[tuple[ServerUrl, ...], Field(strict=False)] = Field(
-        (), description="Servers that run already, such as http://127.0.0.1:30000; [] to start them here."
-    )
+    urls: Many[ServerUrl] = Field((), description="Running servers, http://HOST:PORT; [] to start them here.")
     python: PathText | None = Field(None, description="Interpreter of SGLang's environment; null: this one.")
-    servers: Count = Field(
-        1, description="Servers to start; which one answers changes no bit of deterministic numerics."
-    )
-    arguments: Annotated[tuple[str, ...], Field(strict=False)] = Field(
-        (), description="More arguments for started servers, as on the command line of sglang.launch_server."
-    )
+    servers: Count = Field(1, description="Servers to start; in deterministic numerics it changes no bit.")
+    arguments: Many[str] = Field((), description="More arguments of sglang.launch_server for started servers.")
     timeout_s: Count = Field(600, description="Longest wait for a server to start, or to answer one request, seconds.")
 
     @model_validator(mode="after")
@@ -65,6 +59,7 @@ class SGLangServers(Section):
 # logits divided by it stay numbers of float32
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e6
 Temperature = Annotated[float, Field(ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE)]
+TopP = Annotated[float, Field(gt=0, le=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=100)]
 
 
@@ -76,15 +71,9 @@ class RolloutConfig(Section):
     max_response_tokens: Count = Field(description="A response without an end token stops here.")
     temperature: Temperature = Field(1.0, description="Logits are divided by this, in sampling and in scoring.")
     top_k: Index = Field(0, description="Keep only the k likeliest tokens; 0 keeps all.")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="Keep the likeliest tokens of this mass; 1: all."
-    )
-    stop: Annotated[tuple[StopText, ...], Field(strict=False)] = Field(
-        (), description="Texts that end a turn of the model like an end token; they stay part of it. [] for none."
-    )
-    mismatch_sigma: Positive | None = Field(
-        None, description="For studies: the sampler alone sees logits / temperature plus noise of this deviation."
-    )
+    top_p: TopP = Field(1.0, description="Keep the likeliest tokens of this mass; 1: all.")
+    stop: Many[StopText] = Field((), description="Texts that end a turn like an end token, and stay part of it.")
+    mismatch_sigma: Positive | None = Field(None, description="Deviation of noise on the sampler's logits; null: none.")
     engine: BuiltInEngine | SGLangServers = Field(BuiltInEngine(), discriminator="kind")
 
     @model_validator(mode="after")

@@ -25,12 +25,8 @@ class LayoutConfig(Section):
         "right", description="Native numerics: where short rows are padded; `none` packs sequences into one row."
     )
     threads: Threads = Field(1, description="CPU threads, in each process.")
-    device: Literal["cpu", "cuda"] = Field(
-        "cpu", description="What the models compute on; `cuda` is for native numerics."
-    )
-    gradient_checkpointing: bool = Field(
-        False, description="Compute activations of decoder layers again in the backward pass."
-    )
+    device: Literal["cpu", "cuda"] = Field("cpu", description="Where models compute; `cuda`: native numerics only.")
+    gradient_checkpointing: bool = Field(False, description="Compute activations again in the backward pass.")
 
 
 class RecordsConfig(Section):

@@ -21,12 +21,8 @@ class TrainerFaults(Section):
     temperature_scored: bool = Field(True, description="Divide logits by the temperature, as the sampler does.")
     prompt_before: AddedText = Field("", description="Text before each prompt that only the trainer has; a second BOS.")
     prompt_after: AddedText = Field("", description="The same after each prompt; a second chat template is both.")
-    padding_leak: Index = Field(
-        0, description="Pad shorter prompts to so many tokens on the left, without a mask; 0: none."
-    )
-    retokenize: Fraction = Field(
-        0.0, description="Share of responses decoded and encoded again before training; 0: none."
-    )
+    padding_leak: Index = Field(0, description="Pad shorter prompts on the left to so many tokens, without a mask.")
+    retokenize: Fraction = Field(0.0, description="Share of responses decoded and encoded again before training.")
     eos_in_loss: bool = Field(True, description="End tokens have a loss like any other token.")
     dropout: BelowOne = Field(0.0, description="Probability of dropping a number of the policy's last hidden states.")
 
@@ -44,9 +40,7 @@ class TrainerFaults(Section):
 class SamplerPrecision(Section):
     """The formats that the sampler rounds numbers to, as a stack of that precision does. Products stay exact."""
 
-    weights: Format = Field(
-        "float32", description="Of weights; 8 bits: only of the linear layers of attention and MLP."
-    )
+    weights: Format = Field("float32", description="Of weights; 8 bits: of linear layers of attention and MLP only.")
     activations: Format = Field("float32", description="Of activations; 8 bits: only of the inputs of these layers.")
     rest: Wide = Field("float32", description="Of the weights and activations that formats of 8 bits leave alone.")
     kv_cache: Format = Field("float32", description="Of keys and values as attention reads them.")
@@ -68,13 +62,9 @@ class SamplerFaults(Section):
     """What makes the sampler another policy than the one that is trained."""
 
     lag: Index = Field(0, description="Iterations that the sampler's weights are behind, fewer at first; 0: none.")
-    token_bias: Positive | None = Field(
-        None, description="The sampler sees logits / temperature plus an error of this size for each token; null: none."
-    )
+    token_bias: Positive | None = Field(None, description="Size of an error of each token's logit; null: none.")
     precision: SamplerPrecision = SamplerPrecision()
-    stock: Wide | None = Field(
-        None, description="Sample by torch's forward pass in this dtype, bits not promised; null: do not."
-    )
+    stock: Wide | None = Field(None, description="Sample by torch in this dtype, bits not promised; null: do not.")
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
@@ -88,9 +78,7 @@ class MismatchConfig(Section):
 
     sampler: SamplerFaults = SamplerFaults()
     trainer: TrainerFaults = TrainerFaults()
-    flip: Literal["bit", "token"] | None = Field(
-        None, description="For twins of a run: the last bit of a weight, or its first token, is another; null: nothing."
-    )
+    flip: Literal["bit", "token"] | None = Field(None, description="What differs in this twin of a run; null: nothing.")
 
     @property
     def bound(self) -> str:

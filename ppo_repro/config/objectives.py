@@ -21,9 +21,7 @@ class Clipped(Section):
     """A ratio between 1 - clip_range and 1 + clip_range_high."""
 
     clip_range: ClipBound = Field(0.2, description="Ratios below 1 - clip_range are not pushed further down.")
-    clip_range_high: Positive | None = Field(
-        None, description="Ratios above 1 + clip_range_high are not pushed further up; null: the same as clip_range."
-    )
+    clip_range_high: Positive | None = Field(None, description="The same above 1; null: clip_range.")
 
     @property
     def high(self) -> float:
@@ -35,9 +33,7 @@ class ClipObjective(Clipped):
     """The clipped surrogate of PPO, with clip-higher and dual clip."""
 
     kind: Literal["clip"] = Field("clip", description="Clip the ratio within fixed bounds.")
-    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = Field(
-        None, description="Ratios above this keep no gradient where the advantage is negative; null: no dual clip."
-    )
+    dual_clip: WeightCap | None = Field(None, description="Largest ratio with a gradient if A < 0; null: no dual clip.")
 
     @model_validator(mode="after")
     def _dual_is_outside(self) -> Self:
@@ -61,9 +57,7 @@ class PenaltyObjective(Section):
 
     kind: Literal["kl_penalty"] = Field(description="Penalise the KL instead of clipping.")
     penalty_coef: Positive = Field(1.0, description="Weight beta of the first iteration.")
-    target_kl: Positive | None = Field(
-        None, description="Halve beta below this / 1.5, double above 1.5 times; nats/token; null: fixed."
-    )
+    target_kl: Positive | None = Field(None, description="Beta follows this, nats per token; null: fixed.")
 
 
 class SequenceClipObjective(Clipped):
@@ -91,9 +85,6 @@ class ClipCovObjective(Clipped):
     covariance_high: Finite = Field(5.0, description="Only tokens with less covariance than this are drawn.")
     clip_range: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="The ratio is clipped below 1 - clip_range besides; 1 for no bound below."
-    )
-    clip_range_high: Positive | None = Field(
-        None, description="The ratio is clipped above 1 + clip_range_high besides; null: the same as clip_range."
     )
 
     @model_validator(mode="after")

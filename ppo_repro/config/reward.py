@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ppo_repro.config.section import Count, Finite, NonNegative, PathText, Positive, Section, Whitening
+from ppo_repro.config.section import Count, Finite, Many, NonNegative, PathText, Positive, Section, Whitening
 
 
 class Term(Section):
@@ -83,14 +83,15 @@ class RewardModelFolder(Term):
     path: PathText = Field(description="Folder with config.json and safetensors.")
 
 
+LabelNoise = Annotated[float, Field(ge=0, lt=0.5)]
+
+
 class RewardModelTraining(Section):
     """Pairs of a file, or made by a rule from the task, and the Bradley-Terry training of a reward model on them."""
 
     num_pairs: Count | None = Field(None, description="Preference pairs to make from training prompts.")
     pairs: PathText | None = Field(None, description="Lines with `prompt`, `chosen`, `rejected`; a tenth is held out.")
-    label_noise: Annotated[float, Field(ge=0, lt=0.5)] = Field(
-        0.0, description="Probability that a training pair prefers the wrong answer."
-    )
+    label_noise: LabelNoise = Field(0.0, description="Probability that a training pair prefers the wrong answer.")
     epochs: Count = Field(1, description="Passes over the pairs.")
     minibatch_size: Count = Field(description="Pairs per optimizer step; the last step of an epoch may have fewer.")
     learning_rate: Positive = Field(description="AdamW learning rate.")
@@ -126,16 +127,12 @@ RewardTerm = Annotated[
 class RewardConfig(Section):
     """What a response is worth, and on which of its tokens."""
 
-    terms: Annotated[tuple[RewardTerm, ...], Field(strict=False)] = Field(
-        (ExactMatch(),), description="The score is the weighted sum of these."
-    )
+    terms: Many[RewardTerm] = Field((ExactMatch(),), description="The score is the weighted sum of these.")
     placement: Literal["last", "word_ends"] = Field(
         "last", description="The score on the last token, or in equal parts at the ends of words."
     )
     missing_eos_penalty: NonNegative = Field(0.0, description="Subtracted from scores of responses cut at the limit.")
-    whiten: Whitening = Field(
-        "none", description="Per-token rewards with KL: `scale` to variance 1, `full` also to mean 0."
-    )
+    whiten: Whitening = Field("none", description="Rewards with KL: `scale` to variance 1, `full` to mean 0 too.")
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Self:

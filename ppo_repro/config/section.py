@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -25,6 +25,9 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Whitening = Literal["none", "scale", "full"]
+Schedule = Literal["constant", "linear", "cosine"]
+T = TypeVar("T")
+Many = Annotated[tuple[T, ...], Field(strict=False)]
 PathText = Annotated[str, Field(min_length=1), AfterValidator(check_path)]
 
 

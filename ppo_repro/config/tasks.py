@@ -54,9 +54,7 @@ class TextTask(Section):
     turns: ClassVar[int] = 1
     num_eval_prompts: Count = Field(description="Prompts held out of training and used for evaluation.")
     chat_template: bool = Field(False, description="Render each prompt as a user's turn of the chat template.")
-    system_prompt: str | None = Field(
-        None, min_length=1, description="The system's turn of the chat template; null: none."
-    )
+    system_prompt: str | None = Field(None, min_length=1, description="System turn of the template; null: none.")
     answer_extraction: AnswerExtraction = Field(
         "exact",
         description="What of a response is the answer: all of it, its last number, or the text in answer tags.",

@@ -32,7 +32,13 @@ class Run:
     path: Path
 
     def __repr__(self) -> str:
-        return f"<{'; '.join(f'{name} {value}' for name, value in _facts(self.path).items())}>"
+        try:
+            head = self._head
+        except UserError as error:
+            return f"<run {self.path}; {error}>"
+        state = f"{run_folders.state(self.path, head.status)}, {head.num_iterations} iterations"
+        results = [f"{name} {value:.4g}" for name, value in head.final.items() if not isinstance(value, str)]
+        return f"<run {'; '.join([str(self.path), state, *results, f'fingerprint {head.fingerprint[:12]}'])}>"
 
     @property
     def _head(self) -> Head:
@@ -125,18 +131,3 @@ def diff(a: RunOrPath, b: RunOrPath) -> Difference | None:
     None
     """
     return first_difference(open_run(a).path, open_run(b).path)
-
-
-def _facts(run_dir: Path) -> dict[str, str]:
-    """Name and value of each line; of a folder without a readable manifest, why. Raises nothing that it can say."""
-    lines = {"run": str(run_dir)}
-    try:
-        head = manifest.load_head(run_dir)
-        lines["state"] = f"{run_folders.state(run_dir, head.status)}, {head.num_iterations} iterations"
-        config = load_config_of(run_dir, head)
-        lines["experiment"] = f"{config.experiment}, seed {config.seed}, {config.numerics.mode} numerics"
-        lines |= {name: f"{value:.4g}" for name, value in head.final.items() if not isinstance(value, str)}
-        lines["fingerprint"] = head.fingerprint[:12]
-    except UserError as error:
-        lines["cannot be read"] = str(error)
-    return lines

@@ -37,6 +37,8 @@ def processes() -> tuple[int, int]:
         return 0, 1
     if size not in SIZES:
         raise UserError(f"torchrun --nproc-per-node: {size} processes were started; a run takes 1, 2, 4 or 8")
+    if rank >= size:
+        raise UserError(f"RANK, WORLD_SIZE = {rank}, {size}: the first must be smaller, as torchrun sets them")
     return rank, size
 
 

@@ -156,10 +156,10 @@ def test_a_process_that_ends_ends_the_run_and_complete_iterations_stay(number: i
 
 
 REFUSED = {
-    ("2", "0", "show", "."): "only run, fork, rerun and resume work in several processes; start this command",
+    ("2", "0", "show", "."): "only run, fork, rerun and resume work in several processes; start this without",
     ("3", "0", "run", str(TINY)): "torchrun --nproc-per-node: 3 processes were started; a run takes 1, 2, 4 or 8",
-    ("two", "0", "run", str(TINY)): "environment variable WORLD_SIZE = 'two': must be a count, as torchrun sets it",
-    ("2", "2", "run", str(TINY)): "environment variable RANK = 2: must be below WORLD_SIZE = 2, as torchrun sets it",
+    ("two", "0", "run", str(TINY)): "RANK, WORLD_SIZE = 0, two: must be counts, as torchrun sets them",
+    ("2", "2", "run", str(TINY)): "RANK, WORLD_SIZE = 2, 2: the first must be smaller, as torchrun sets them",
 }
 
 

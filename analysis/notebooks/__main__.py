@@ -44,7 +44,7 @@ def _complete(out: Path) -> Path | None:
 def _grid() -> Path:
     """The grid of clip.yaml; what is missing of it is run."""
     workers = str(os.cpu_count() or 1)
-    _command("grid", str(HERE / "clip.yaml"), "--workers", workers, "--changed", "redo", "--out", str(RUNS))
+    _command("grid", str(HERE / "clip.yaml"), "--workers", workers, "--keep-changed", "--out", str(RUNS))
     return RUNS / "clip"
 
 

@@ -15,13 +15,13 @@ from ppo_repro.commands.recorded import report_difference
 from ppo_repro.commands.run_folders import MANIFEST, how_to_go_on
 from ppo_repro.errors import UserError
 from ppo_repro.output import print_json, say, tell
-from ppo_repro.tracking.copies import require_tensorboard
+from ppo_repro.tracking.follower import require_tensorboard
 
 if TYPE_CHECKING:
     from ppo_repro.config.files import Kind
     from ppo_repro.ranks import Ranks
     from ppo_repro.runs.kind import RunKind
-    from ppo_repro.tracking.follower import Followers
+    from ppo_repro.tracking.follower import Copies
     from ppo_repro.watcher import Watcher
 
 SIZES = (1, 2, 4, 8)  # numbers of processes whose sums are whole subtrees of a minibatch's sum
@@ -37,6 +37,8 @@ def processes() -> tuple[int, int]:
         return 0, 1
     if size not in SIZES:
         raise UserError(f"torchrun --nproc-per-node: {size} processes were started; a run takes 1, 2, 4 or 8")
+    if rank >= size:
+        raise UserError(f"RANK, WORLD_SIZE = {rank}, {size}: the first must be smaller, as torchrun sets them")
     return rank, size
 
 
@@ -162,9 +164,7 @@ def fork_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _report_run(
-    run_dir: Path, seconds: dict[str, float] | None, as_json: bool, copies: Followers | None = None
-) -> None:
+def _report_run(run_dir: Path, seconds: dict[str, float] | None, as_json: bool, copies: Copies | None = None) -> None:
     """Print what a complete run did; `seconds` by phase if they are known better than from the records."""
     from ppo_repro.records.manifest import load_head
     from ppo_repro.runs.summary import speeds

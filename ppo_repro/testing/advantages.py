@@ -91,13 +91,17 @@ def check_advantages(
         batch, places = lay_out(rollout, order, layout)
         scores = torch.tensor([math.fsum(rewards[i]) for i in order], dtype=layout.dtype)
         groups = torch.tensor([GROUPS[i] for i in order])
-        result = estimator(AdvantageBatch(batch.columns["rewards"], batch.columns["values"], batch.mask, scores, groups))
+        result = estimator(
+            AdvantageBatch(batch.columns["rewards"], batch.columns["values"], batch.mask, scores, groups)
+        )
         found = torch.empty_like(expected)
         found[places[batch.mask]] = result[batch.mask].double()
         limit = max(TOLERANCE[layout.dtype], tolerance) * float(expected.abs().max())
         for i in (~((found - expected).abs() <= limit)).nonzero()[:1, 0].tolist():
             first = rollout.place(i)
-            change = f"{float(found[i]):.6g} instead of {float(expected[i]):.6g} at response {first[0]}, token {first[1]}"
+            change = (
+                f"{float(found[i]):.6g} instead of {float(expected[i]):.6g} at response {first[0]}, token {first[1]}"
+            )
             changes.append(Finding(layout.describe(), change, first))
     return changes
 

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -248,7 +249,7 @@ def lay_out(rollout: LossRollout, sequences: Sequence[int], layout: LossLayout) 
         indices.append(row)
         owners.append([s] * len(row))
     if layout.padding == "packed":
-        indices, owners = [sum(indices, [])], [sum(owners, [])]
+        indices, owners = [list(chain(*indices))], [list(chain(*owners))]
     width = max(map(len, indices)) + layout.extra
 
     def padded(row: list[int]) -> list[int]:

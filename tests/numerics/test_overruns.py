@@ -26,7 +26,7 @@ from ppo_repro.numerics.rows import ragged, slots_of
 from ppo_repro.numerics.structs import ints
 from tests.support.models import CONFIGS, MIXTURES, small_model
 
-PAGE, SLOTS, CONTEXT, LENGTHS = mmap.PAGESIZE, 8, 150, (17, 133, 1, 40)
+PAGE, SLOTS, CONTEXT, LENGTHS = mmap.PAGESIZE, 8, 180, (17, 1, 40, 165)
 MADE_BY = {torch: ("empty", "zeros", "empty_like", "zeros_like", "cat", "randn"), np: ("empty", "ascontiguousarray")}
 
 
@@ -57,8 +57,8 @@ def run_kernels(side: str) -> None:
             torch.autograd.backward((*found, tokens.kl_divergence(z, q, 1.0, kept)), [torch.randn(n)] * 3)
             tokens.sample_tokens(z, targets, targets, 0.7, None if kept is None else (kept, rank))
         tokens.normal_noise(targets, targets, v)
-    for family in ("qwen3", "gpt2", "qwen3_moe"):
-        config = (CONFIGS | MIXTURES)[family]()
+    for family, options in (("qwen3", {}), ("gpt2", {}), ("qwen3_moe", {}), ("mistral", {"sliding_window": 20})):
+        config = (CONFIGS | MIXTURES)[family](**options)
         config.max_position_embeddings = CONTEXT
         trunk = small_model(config, 1).base_model
         for parameter in trunk.parameters():

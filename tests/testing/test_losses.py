@@ -119,7 +119,7 @@ def test_a_finding_by_hand() -> None:
     losses = (-EXAMPLE.columns["advantages"] * ratios).split([5, 1, 2])
     value, whole = float(sum(part.mean() for part in losses)) / 3, float(torch.cat(losses).mean())
     # one response of five tokens has a third of the weight instead of five eighths: every token changes
-    assert str(found).startswith(f"micro batch 1: value {value:.9g} instead of {whole:.9g}; gradient differs at 8 tokens")
+    assert found.change.startswith(f"value {value:.9g} instead of {whole:.9g}; gradient differs at 8 tokens")
     assert found.first == (0, 0) and changed(kl_cov)["micro batch 1"].first == (0, 2)
     assert changed(unmasked)["extra 3"].change.endswith("16 positions under the mask have a gradient")
     with pytest.raises(AssertionError, match=r"extra 3: .*positions under the mask have a gradient"):
@@ -133,7 +133,7 @@ def test_distance_from_another_loss_and_from_a_saved_result(tmp_path: Path) -> N
     saved.save(tmp_path / "loss.json")
     assert LossResult.load(tmp_path / "loss.json") == saved
     below(kl_cov, tmp_path / "loss.json", EXAMPLE, limit=0.0)
-    with pytest.raises(AssertionError, match=r"gradient differs at 2 tokens, by 0\.56, first at sequence 1, position 0"):
+    with pytest.raises(AssertionError, match=r"differs at 2 tokens, by 0\.56, first at sequence 1, position 0"):
         below(step_mean, tmp_path / "loss.json", EXAMPLE, limit=0.1)
     below(step_mean, tmp_path / "loss.json", EXAMPLE, limit=0.6)
     (tmp_path / "loss.json").write_text("[]")

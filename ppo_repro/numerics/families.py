@@ -46,7 +46,6 @@ _CAUSAL, _CLASSIFIERS = _classes("ForCausalLM", "LMHeadModel"), _classes("ForSeq
 CAUSAL_MODELS: tuple[type[PreTrainedModel], ...] = tuple(_CAUSAL.values())
 CLASSIFIERS: tuple[type[PreTrainedModel], ...] = tuple(_CLASSIFIERS.values())
 CLASSIFIER_OF = {_CAUSAL[family]: kind for family, kind in _CLASSIFIERS.items()}  # OLMoE has none
-ROTARIES: tuple[type[nn.Module], ...] = tuple(_classes("RotaryEmbedding").values())
 TRUNKS: tuple[type[PreTrainedModel], ...] = tuple(_classes("Model").values())
 MIXTURES: tuple[type[nn.Module], ...] = tuple(_classes("SparseMoeBlock").values())  # a router and its experts
 

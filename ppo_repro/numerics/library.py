@@ -10,7 +10,6 @@ import functools
 import os
 import platform
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -53,13 +52,6 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "copy_prefix": (None, (_P, _P, _P, _LONG, _LONG, _LONG, _INT)),
     "round_tensor": (None, (_INT, _INT, _P, _LONG, _LONG)),
 }
-
-
-class Kernels(NamedTuple):
-    """The kernels of this process, for the manifest of a run; the digest is of their sources."""
-
-    variant: str
-    digest: str
 
 
 def cpu_words(key: str) -> list[str]:
@@ -154,9 +146,9 @@ def check_denormals(library: ctypes.PyDLL | None = None) -> None:
         )
 
 
-def in_use() -> Kernels:
-    """The kernels of this process."""
-    return Kernels(_variant().name, build.digest())
+def in_use() -> dict[str, str]:
+    """The kernels of this process, for the manifest of a run; the digest is of their sources."""
+    return {"variant": _variant().name, "digest": build.digest()}
 
 
 def _variant() -> Variant:

@@ -73,9 +73,6 @@ class _Layer:
         experts = {name: ctypes.addressof(array) for name, array in self.arrays.items()}
         self.struct = Layer(window=parts.window, scale=parts.scale, **structs, **experts)
 
-    def all_matrices(self) -> list[PackedMatrix]:
-        return [*self.matrices.values(), *(matrix for of in self.experts.values() for matrix in of)]
-
 
 # a batch, the inputs of its layers and the output of the last one [layers + 1, n, H], and the hidden states [n, H]
 Watch = Callable[[Ragged, Tensor, Tensor], None]
@@ -91,6 +88,8 @@ class Network:
         self.description = describe(trunk)
         self.lowered = lowered
         self.layers = [_Layer(parts, lowered.precision) for parts in self.description.layers]
+        dense = [matrix for layer in self.layers for matrix in layer.matrices.values()]
+        self.matrices = dense + [m for layer in self.layers for of in layer.experts.values() for m in of]
         self._layer_structs = (Layer * len(self.layers))(*(layer.struct for layer in self.layers))
         self._rounded: dict[int, tuple[tuple[int, ...], Tensor]] = {}  # other weights by id: their state, and rounded
         rotary = self.description.positions is None
@@ -144,19 +143,17 @@ class Network:
     def packed_bytes(self) -> int:
         """The packed copies of the weights."""
         floats = library.load().panel_floats
-        return sum(4 * floats(m.struct.n, m.struct.k) for layer in self.layers for m in layer.all_matrices())
+        return sum(4 * floats(m.struct.n, m.struct.k) for m in self.matrices)
 
     def fuse(self) -> None:
         """Let the parameters of each matrix lie one after the other, as a pass does."""
-        for layer in self.layers:
-            for matrix in layer.all_matrices():
-                matrix.fuse()
+        for matrix in self.matrices:
+            matrix.fuse()
 
     def forget(self) -> None:
         """Free the packed copies of the weights until the next pass."""
-        for layer in self.layers:
-            for matrix in layer.all_matrices():
-                matrix.forget()
+        for matrix in self.matrices:
+            matrix.forget()
         self._rounded = {}
 
     def give_back(self, kept: Tensor | None) -> None:

@@ -70,7 +70,9 @@ def _mask(eligible: Tensor | None) -> int | None:
     return None if eligible is None else at(eligible, torch.bool)
 
 
-def _arguments(logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, rows: Tensor) -> _Statistics:
+def _arguments(
+    logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, rows: Tensor
+) -> _Statistics:
     about = temperature, _mask(eligible), at(targets, torch.int64), at(rows, torch.float64)
     return _Statistics(*at_rows(logits), *logits.shape, *about)
 

@@ -92,8 +92,8 @@ class TableReader:
         files = [f for i in moments for f in manifest.recorded_at(recorded, i) if f.table.name == self.table_name]
         table = next((t for t in manifest.tables_of(recorded) if t.name == self.table_name), None)
         if table is None and not files:
-            names = dict.fromkeys(found.table.name for found in manifest.recorded_tables(recorded))
-            raise UserError(f"{folder}: no table '{self.table_name}'; there are {', '.join(names)}")
+            there = dict.fromkeys(found.table.name for found in manifest.recorded_tables(recorded))
+            raise UserError(f"{folder}: no table '{self.table_name}'; there are {', '.join(there)}")
         chosen = checked_columns(folder, table or files[0].table, columns)
         names = [column.name for column in chosen]
         return to_frame(chosen, [read_file(f.path(folder), f.table, f.entry, verify).select(names) for f in files])

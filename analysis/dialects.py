@@ -36,7 +36,6 @@ DUAL_CLIP = 3.0  # verl: it always applies one
 LOG_RATIO_LIMIT = 20.0  # verl, before exp
 THRESHOLD = 2.0  # verl: C of rollout_corr
 TIS_BOUNDS = (0.0, 2.0)  # slime
-CISPO_HIGH = 5.0  # TRL: on the ratio itself
 CAP = 2.0  # TRL: on importance ratios
 MASK = 0.2  # prime-rl: on differences of probabilities, either way
 INVALID_LOGPROB = 1.0  # what TRL writes at padding, in old and new log-probs alike
@@ -196,8 +195,6 @@ KEYS: tuple[Key, ...] = (
     *_keys("CleanRL", "vwxyzjn/cleanrl cleanrl/ppo.py 020cf0e5",
         ("losses/approx_kl", "last step", "mean((r - 1) - log r), r to rollout", "k3, of the last minibatch alone",
          lambda x: mean(x.r_rollout - 1.0 - (x.n - x.g))),
-        ("losses/old_approx_kl", "last step", "mean(-log r), r to rollout", "k1, of the last minibatch alone",
-         lambda x: mean(x.g - x.n)),
         ("losses/clipfrac", "steps", "mean(|r - 1| > clip_coef), r to rollout", BAND,
          symmetric(lambda x: mean(np.abs(x.r_rollout - 1.0) > x.rule.low))),
         ("losses/entropy", "last step", "mean(entropy)", "of the last minibatch alone", lambda x: mean(x.H)),
@@ -209,8 +206,6 @@ KEYS: tuple[Key, ...] = (
          lambda x: 0.5 * x.padded((x.n - x.g) ** 2)),
         ("policy/clipfrac_avg", "steps", "mean(-clip(r) A > -r A), r to rollout", "NaN if the range is asymmetric",
          symmetric(lambda x: mean(removed(x, x.r_rollout)))),
-        ("val/ratio", "steps", "mean(r), r to rollout", "padding counts as ratio 1",
-         lambda x: 1.0 + x.padded(x.r_rollout - 1.0)),
         ("objective/kl", "rollout", "mean over responses of sum_t(g - ref)", "k1 of KL(policy || reference)",
          lambda x: mean(x.sums(x.g - x.ref))),
         ("objective/entropy", "rollout", "mean over responses of sum_t(-g)", "minus 1 for every padded position",
@@ -223,8 +218,6 @@ KEYS: tuple[Key, ...] = (
          lambda x: mean((x.r > 1 + x.rule.high) & (x.A > 0))),
         ("clip_ratio/region_mean", "steps", "mean(either)", "grad_zero without dual clip",
          lambda x: mean(removed(x, x.r))),
-        ("cispo_clip_ratio", "steps", f"mean(r > {CISPO_HIGH:g} and A > 0)", "a bound on r itself",
-         lambda x: mean((x.r > CISPO_HIGH) & (x.A > 0))),
         ("sampling/sampling_logp_difference/mean", "rollout", "mean |p - g|", "nats",
          lambda x: mean(np.abs(x.p - x.g))),
         ("sampling/sampling_logp_difference/max", "rollout", "max |p - g|", "nats",
@@ -254,8 +247,6 @@ KEYS: tuple[Key, ...] = (
          lambda x: mean(x.w - (x.p - x.g) - 1.0)),
         ("rollout_corr/training_ppl", "rollout", "mean over responses of exp(-mean_t p)", "mean of perplexities",
          lambda x: mean(exp(-x.means(x.p)))),
-        ("rollout_corr/rollout_ppl", "rollout", "mean over responses of exp(-mean_t g)", "mean of perplexities",
-         lambda x: mean(exp(-x.means(x.g)))),
         ("rollout_corr/log_ppl_abs_diff", "rollout", "mean over responses of |mean_t(g - p)|",
          "errors cancel within a response", lambda x: mean(np.abs(x.means(x.g - x.p)))),
         ("rollout_corr/chi2_token", "rollout", "mean(w^2) - 1, w = exp(p - g)", "may be negative in a sample",
@@ -273,7 +264,6 @@ KEYS: tuple[Key, ...] = (
         ("train/pg_clipfrac", "steps", "mean(-clip(r) A > -r A)", f"grad_zero; {UNEVEN}",
          lambda x: mean(x.means(removed(x, x.r)))),
         ("train/ppo_kl", "steps", "mean(p - n)", f"{SIGNED}; {UNEVEN}", lambda x: mean(x.means(x.p - x.n))),
-        ("train/entropy_loss", "steps", "mean(entropy)", UNEVEN, lambda x: mean(x.means(x.H))),
         ("train/train_rollout_logprob_abs_diff", "steps", "mean |p - g|", f"nats; {UNEVEN}",
          lambda x: mean(x.means(np.abs(x.p - x.g)))),
         ("train/tis", "steps", "mean(exp(p - g))", f"before truncation; {UNEVEN}", lambda x: mean(x.means(x.w))),
@@ -300,16 +290,12 @@ KEYS: tuple[Key, ...] = (
          lambda x: nemo_mean(exp(x.g - x.p) - 1.0 + (x.p - x.g))),
         ("js_divergence_error", "steps", "mean of k3 to the mixture", "no divergence: only the sampler's tokens",
          mixture),
-        ("approx_entropy", "steps", "-mean(exp(n - g) n)", "from sampled tokens; ours is over the vocabulary",
-         lambda x: -nemo_mean(x.r_rollout * x.n)),
     ),
     *_keys("tinker-cookbook", "thinking-machines-lab/tinker-cookbook tinker_cookbook/rl/metrics.py 1f656115",
         ("optim/kl_sample_train_v1", "first epoch", "mean(g - n)", "k1 of mismatch and movement together",
          lambda x: mean(x.g - x.n)),
         ("optim/kl_sample_train_v2", "first epoch", "0.5 mean((g - n)^2)", "k2 of the same",
          lambda x: 0.5 * mean((x.g - x.n) ** 2)),
-        ("optim/entropy", "first epoch", "-mean(g)", "from sampled tokens; ours is over the vocabulary",
-         lambda x: -mean(x.g)),
     ),
     *_keys("prime-rl", "PrimeIntellect-ai/prime-rl src/prime_rl/trainer/rl/loss.py 008468c1",
         ("mismatch_kl", "steps", "mean(exp(x) - x - 1), x = n - g", "includes the update's movement",

@@ -1,6 +1,6 @@
 """An analysis as a program: what goes wrong is one line on stderr and an exit code, as with `ppo-repro`.
 
-Also the files it reads and writes, where a recorded run's own reader is not the one that tells what is wrong.
+Also the tables it reads, where a recorded run's own reader is not the one that tells what is wrong.
 """
 
 from __future__ import annotations
@@ -65,16 +65,3 @@ def read_table(path: Path) -> pd.DataFrame:
     except (OSError, pa.ArrowException) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UserError(f"{path}: cannot be read ({reason}); give a whole Parquet file") from error
-
-
-def unwritable(path: Path, error: OSError) -> UserError:
-    """What is said where a result cannot be written."""
-    return UserError(f"{path}: cannot be written ({error.strerror or error}); make room there, or choose another place")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file in UTF-8; UserError where that fails."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise unwritable(path, error) from error

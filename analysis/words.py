@@ -1,4 +1,4 @@
-"""Terms of configurations, reductions and other frameworks in plain words."""
+"""The terms of the pages in plain words."""
 
 from __future__ import annotations
 
@@ -6,18 +6,9 @@ import pandas as pd
 
 TERMS = {
     "token_mean": "averaged over all tokens alike, whatever response they are in",
-    "seq_mean_token_sum": "summed over the tokens of each response, then averaged over the responses",
-    "seq_mean_token_mean": "averaged over the tokens of each response, then over the responses",
-    "seq_mean": "one number for each response, averaged over the responses",
-    "ratio_of_sums": "the sum over everything, divided by the number of units in everything",
     "k1": "mean of -log r: unbiased, noisy, can be negative",
     "k2": "mean of (log r)^2 / 2: never negative, slightly biased",
     "k3": "mean of r - 1 - log r: never negative and unbiased",
-    "grad_zero": "share of tokens whose gradient the clip removed",
-    "band_out": "share of tokens whose ratio is outside the clip bounds, whether or not that changes the gradient",
-    "dual_zero": "share of tokens whose gradient only the dual clip removed",
-    "vf_grad_zero": "share of tokens whose value gradient the value clip removed",
-    "clip_floor": "share that would be clipped before any step, by the mismatch of sampler and trainer alone",
     "anchor": "the log-probs that a ratio is measured against: the sampler's (rollout) or the trainer's (old)",
     "ratio": "exp(new log-prob - anchor): how much likelier the policy now makes a token than when it was sampled",
     "advantage": "how much better a token turned out than was expected",

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ppo_repro.errors import UserError
-    from ppo_repro.library.adamw import AdamW
     from ppo_repro.library.model import deterministic
     from ppo_repro.library.runs import Run, diff, latest_run, open_run
     from ppo_repro.library.text import generate, logprobs
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 __version__ = "0.3.0"
 
 _HOMES = {
-    "AdamW": "library.adamw",
     "Run": "library.runs",
     "Sampling": "rollout.engine",
     "UserError": "errors",
@@ -32,7 +30,6 @@ _HOMES = {
 }
 
 __all__ = [
-    "AdamW",
     "Run",
     "Sampling",
     "UserError",

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Sequence
 
-# how torch says it: its CPU allocator raises RuntimeError, with these words and the number of bytes
-_TORCH_WORDS = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
-_SYSTEM_WORDS = "cannot allocate memory"  # safetensors passes on what the system said
+# in the words of torch's CPU allocator, C++ and the system
+_OUT_OF_MEMORY = ("allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
 
 
 class UserError(Exception):
@@ -40,17 +38,9 @@ class RankLost(KeyboardInterrupt):
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an allocation failed: in Python, NumPy, Arrow, torch or the system, also where another error hides it."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        text = str(error).lower()
-        if isinstance(error, MemoryError):  # also NumPy's _ArrayMemoryError and Arrow's ArrowMemoryError
+    while error is not None:
+        said = any(words in str(error).lower() for words in _OUT_OF_MEMORY)
+        if isinstance(error, MemoryError) or (said and not isinstance(error, UserError)):
             return True
-        if isinstance(error, RuntimeError) and any(words in text for words in _TORCH_WORDS):
-            return True
-        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-            return True
-        if _SYSTEM_WORDS in text and not isinstance(error, UserError):  # those of a user error are in its cause
-            return True
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        error = error.__cause__
     return False

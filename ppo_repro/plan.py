@@ -38,22 +38,10 @@ PROCESS = 700_000_000
 FLOAT = 4
 MOMENTS = 2 * FLOAT
 
-_LARGE_MODEL = "set lora, or take a smaller model"
-_ADVICE = {
-    "weights": "take a smaller model",
-    "moments": _LARGE_MODEL,
-    "older policies": "lower mismatch.sampler.lag, or set lora",
-    "copies": "take float32 weights in mismatch, or a smaller model",
-    "packed weights": "take a smaller model",
-    "gradients": _LARGE_MODEL,
-    "KV cache": "lower layout.rollout_slots or numerics.max_context",
-}
-_SMALLER_PASSES = {
-    "loading": "take a smaller model",
-    "rollout": "lower layout.rollout_slots",
-    "scoring": "lower layout.forward_micro_batch (0 takes all sequences)",
-    "update": "lower layout.update_micro_batch (0 takes the minibatch), or set layout.gradient_checkpointing = true",
-}
+ADVICE = (
+    "set lora or layout.gradient_checkpointing, lower layout.rollout_slots, forward_micro_batch or update_micro_batch "
+    "(0 takes all), or take a smaller model"
+)
 
 
 @dataclass(frozen=True)
@@ -241,17 +229,12 @@ def size(count: int) -> str:
     return f"{count} B"
 
 
-def in_words(plan: Plan, has_value_model: bool) -> str:
-    """The largest part with its size and what to change."""
+def in_words(plan: Plan) -> str:
+    """The largest part with its size, and what to change."""
     phase = plan.largest_phase
     name = max(plan.rows, key=lambda row: plan.rows[row].get(phase, 0))
-    advice = _ADVICE.get(name, _SMALLER_PASSES[phase])
-    if name in ("weights", "moments") and has_value_model:
-        advice += ", or value.kind = head"
-    return (
-        f"the plan needs up to about {size(plan.peak)}, most of it for {name} in {phase}: "
-        f"{size(plan.rows[name][phase])}; {advice}; see `ppo-repro plan`"
-    )
+    largest = f"most of it for {name} in {phase}: {size(plan.rows[name][phase])}"
+    return f"the plan needs up to about {size(plan.peak)}, {largest}; {ADVICE}; see `ppo-repro plan`"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def clip_bucket(item: IterationRows) -> pd.DataFrame:
             groups = flags[where].groupby(codes[where])
             table = groups.mean()
             places = table.index.to_numpy(np.int64)
-            key = {"iteration": item.iteration, "kind": kind, "adv_sign": sign, "lo": edges[places]}
-            tables.append(table.assign(**key, hi=edges[places + 1], n=groups.size()))
+            table = table.assign(iteration=item.iteration, kind=kind, adv_sign=sign, n=groups.size())
+            tables.append(table.assign(lo=edges[places], hi=edges[places + 1]))
     names = ["iteration", "kind", "adv_sign", "lo", "hi", "n", *FLAGS]
     return pd.concat(tables, ignore_index=True)[names]

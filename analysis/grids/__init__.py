@@ -1,1 +1,1 @@
-"""What did a grid of runs find? Its table over seeds, its figure, and how many distinct results one seed has."""
+"""What did a grid of runs find? The outcome of each cell, and its table over seeds."""

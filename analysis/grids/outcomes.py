@@ -79,23 +79,17 @@ def measures_of(run_dir: Path) -> dict[str, float]:
     }
 
 
-def cells_of(grid: Path, needed: Sequence[str]) -> pd.DataFrame:
-    """The table of a grid's cells; UserError where there is none, no whole one, or one without a needed column."""
+def complete_cells(grid: Path, needed: Sequence[str] = ()) -> pd.DataFrame:
+    """The complete cells of a grid's table, with `point`, the labels of all axes together.
+
+    UserError without a table, a complete cell, or a `needed` column.
+    """
     path = grid / "cells.parquet"
     if not path.is_file():
         raise UserError(f"{grid}: has no cells.parquet; run `ppo-repro grid` on its file first")
     table = read_table(path)
-    if missing := [name for name in needed if name not in table]:
+    if missing := [name for name in ("state", "run_dir", "seed", "fingerprint", *needed) if name not in table]:
         raise UserError(f"{path}: has no column {', '.join(missing)}; give a grid of runs on language models")
-    return table
-
-
-def complete_cells(grid: Path, needed: Sequence[str] = ()) -> pd.DataFrame:
-    """The complete cells of a grid's table, with `point`, the labels of all axes together; UserError without any.
-
-    UserError also where the table lacks a `needed` column.
-    """
-    table = cells_of(grid, ("state", "run_dir", "seed", "fingerprint", *needed))
     cells = table[table["state"] == "complete"].reset_index(drop=True)
     if cells.empty:
         raise UserError(f"{grid}: has no complete cell; run `ppo-repro grid` on its file first")

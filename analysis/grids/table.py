@@ -4,8 +4,7 @@ A setting is one combination of the axes' labels; a cell is a setting with a see
 setting: mean and 95 % Student interval over seeds of the measure (`--measure`, else the accuracy), means of the other
 measures (described in `outcomes.MEASURES`), and the number of fingerprints. Then the measure of each setting minus the
 measure of one setting (`--against`, else the first), paired by seed, with Holm's correction. Then the rank correlation
-of the clipped shares and the measure. `--distinct-by AXIS` prints instead how many fingerprints each seed has: where
-the other axes must not change a result, that number is one.
+of the clipped shares and the measure.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import spearmanr
 
-from analysis.grids.outcomes import MEASURES, cells_of, outcomes
+from analysis.grids.outcomes import MEASURES, outcomes
 from analysis.program import program
 from analysis.stats.significance import holm, one_sample, t_interval, t_test
 from ppo_repro.errors import UserError
@@ -133,19 +132,6 @@ def report(cells: pd.DataFrame, measure: str, against: str) -> str:
     return "\n\n".join(paragraphs)
 
 
-def results_by_seed(cells: pd.DataFrame, by: str) -> pd.DataFrame:
-    """One row per label of axis `by` and seed: cells, complete cells and fingerprints; UserError for another axis."""
-    axes = [name.removeprefix("axis.") for name in cells.columns if name.startswith("axis.")]
-    if by not in axes:
-        raise UserError(f"--distinct-by {by}: is no axis of this grid; there are {', '.join(axes) or 'none'}")
-    rows = []
-    for (label, seed), group in cells.groupby([f"axis.{by}", "seed"], sort=False):
-        complete = group[group["state"] == "complete"]
-        results = complete["fingerprint"].nunique()
-        rows.append({by: label, "seed": seed, "cells": len(group), "complete": len(complete), "results": results})
-    return pd.DataFrame(rows)
-
-
 @program
 def main(argv: Sequence[str] | None) -> None:
     """Print the report; exit code 2 and one line on a user error."""
@@ -153,12 +139,7 @@ def main(argv: Sequence[str] | None) -> None:
     parser.add_argument("grid", type=Path, help="folder of a grid")
     parser.add_argument("--measure", choices=MEASURES, default="accuracy", help="what is compared")
     parser.add_argument("--against", help="the setting that the others are compared with, its labels joined by ', '")
-    parser.add_argument("--distinct-by", metavar="AXIS", help="count the different results of each seed, by this axis")
     arguments = parser.parse_args(argv)
-    if arguments.distinct_by is not None:
-        cells = cells_of(arguments.grid, ("seed", "state", "fingerprint"))
-        tell(markdown(results_by_seed(cells, arguments.distinct_by)))
-        return
     cells = outcomes(arguments.grid)
     tell(report(cells, arguments.measure, arguments.against or str(cells["point"].iloc[0])))
 

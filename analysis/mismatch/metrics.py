@@ -16,7 +16,7 @@ UPDATE_COLUMNS = ["metric", "reduction", "value", "se", "tokens", "sequences"]
 # token means with a standard error clustered by response
 TOKEN_MEANS = (
     *("frac_bitwise_equal", "abs_mean", "prob_abs_mean", "mult_err", "k1", "k2", "k3"),
-    *("kl_pg", "kl_pg_nonneg", "tv", "rho_mean"),
+    *("kl_pg_nonneg", "tv", "rho_mean"),
 )
 BY_SEQUENCE = ("abs_mean", "k1", "k2", "k3")
 QUANTILES = {"p50": 0.5, "p99": 0.99}
@@ -47,8 +47,6 @@ def sums_of(tokens: pd.DataFrame, masked: int = 0) -> Sums:
     a, b = (tokens[name].to_numpy().astype(np.float64) for name in ("logprobs_a", "logprobs_b"))
     rows = {"length": np.diff(np.append(starts, len(tokens))), "finite": of_sequences(finite.astype(float), starts)}
     rows["diverged"] = of_sequences((~tokens["bitwise_equal"].to_numpy()).astype(float), starts) > 0
-    for side, values in (("a", a), ("b", b)):
-        rows[f"zero_{side}"] = of_sequences((values == 0).astype(float), starts)
     with np.errstate(over="ignore", invalid="ignore"):
         for name, values in _summed(tokens, a).items():
             rows[name] = of_sequences(np.where(finite, values, 0.0), starts)
@@ -78,7 +76,6 @@ def _summed(tokens: pd.DataFrame, a: Floats) -> dict[str, Floats]:
         "k1": -delta,
         "k2": tokens["k2"].to_numpy(),
         "k3": tokens["k3"].to_numpy(),
-        "kl_pg": rho * delta,
         # rho delta - (rho - 1) in a form that is never negative
         "kl_pg_nonneg": rho * (np.expm1(-delta) + delta),
         "tv": 0.5 * np.abs(x),
@@ -113,8 +110,8 @@ def update_table(sums: Sums) -> pd.DataFrame:
     responses of a quantity of the response; token and seq, functions of moments, quantiles (relative error 2**-8)
     and extremes, without se; count. With delta = logprobs_b - logprobs_a, rho = exp(delta) and tokens drawn from a:
 
-    k1 = E[-delta] and k3 = E[rho - 1 - delta] estimate KL(a || b), kl_pg = E[rho delta] and kl_pg_nonneg =
-    E[rho delta - rho + 1] KL(b || a), tv = E|rho - 1| / 2 the total variation, chi2_token = E[rho^2] - 1
+    k1 = E[-delta] and k3 = E[rho - 1 - delta] estimate KL(a || b), kl_pg_nonneg = E[rho delta - rho + 1]
+    KL(b || a), tv = E|rho - 1| / 2 the total variation, chi2_token = E[rho^2] - 1
     chi^2(b || a), all without bias (chi2_token may be negative in a sample); ess_frac = 1 / (1 + Var(rho) / E[rho]^2),
     pearson_prob_gap = 1 - the correlation of probabilities, NaN where these do not vary. Tokens that are not finite are
     counted in n_nonfinite and left out; responses that have one are left out of seq_mean and seq.
@@ -126,7 +123,6 @@ def update_table(sums: Sums) -> pd.DataFrame:
     log_rho = -whole["k1"].to_numpy()
     with np.errstate(over="ignore"):
         x_seq = np.expm1(log_rho)
-        geometric = np.exp(log_rho / whole["length"])
     rows: list[tuple[str, str, float, float]] = []
     for metric in TOKEN_MEANS:
         values = some["x" if metric == "rho_mean" else metric].to_numpy()
@@ -149,7 +145,6 @@ def update_table(sums: Sums) -> pd.DataFrame:
         plain[f"abs_{label}"] = min(quantile(sums.abs_counts, q), largest["abs"])
         plain[f"ulp_{label}"] = float(np.floor(quantile(sums.ulp_counts, q)))
     rows += [(metric, "token", value, math.nan) for metric, value in plain.items()]
-    rows += [("rho_geo", "seq_mean", *mean(geometric)), ("log_ppl_diff", "seq_mean", *mean(-log_rho / whole["length"]))]
     rows.append(("log_ppl_abs_diff", "seq_mean", *mean(np.abs(log_rho) / whole["length"])))
     by_response = {"chi2_seq": chi2_seq, "ess_seq": ess_seq, "frac_diverged": mean(seq["diverged"].to_numpy(float))[0]}
     rows += [(metric, "seq", value, math.nan) for metric, value in by_response.items()]
@@ -159,8 +154,6 @@ def update_table(sums: Sums) -> pd.DataFrame:
         "n_masked": sums.masked,
         "n_nonfinite": (seq["length"] - seq["finite"]).sum(),
         "n_incomplete_sequences": len(seq) - len(whole),
-        "n_exact_zero_logp_a": seq["zero_a"].sum(),
-        "n_exact_zero_logp_b": seq["zero_b"].sum(),
     }
     rows += [(metric, "count", float(count), math.nan) for metric, count in counts.items()]
     table = pd.DataFrame(rows, columns=UPDATE_COLUMNS[:4])

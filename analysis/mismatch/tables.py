@@ -17,7 +17,7 @@ from analysis.mismatch.metrics import Sums, merged, sums_of, update_table
 from analysis.mismatch.remedies import NO_TOKEN, remedy_table
 from analysis.mismatch.token import mismatch_token
 from analysis.pairs.files import PRESETS, imported_pairs, iteration_of, masked_tokens
-from analysis.pairs.runs import PAIRS, run_pairs, two_run_pairs
+from analysis.pairs.runs import PAIRS, run_pairs
 from analysis.program import program
 from ppo_repro.errors import UserError
 from ppo_repro.output import Parser, tell
@@ -130,7 +130,7 @@ def summary_of(pairs: Iterable[pd.DataFrame]) -> pd.DataFrame:
 def main(argv: Sequence[str] | None) -> None:
     """Print the summary; exit code 2 and one line where the arguments or the records are wrong."""
     parser = Parser(prog="python -m analysis.mismatch", description="Do two log-probs agree?")
-    parser.add_argument("paths", nargs="+", type=Path, help="a run, two runs, or files with --columns")
+    parser.add_argument("paths", nargs="+", type=Path, help="a run, or files with --columns")
     parser.add_argument("--pair", choices=PAIRS, help=f"which log-probs of one run ({PAIRS[0]})")
     parser.add_argument("--columns", choices=PRESETS, help="the stack whose column names the files have")
     parser.add_argument("--remedies", action="store_true", help="what each published remedy would have done instead")
@@ -146,10 +146,6 @@ def _chosen_pairs(paths: Sequence[Path], pair: str | None, columns: str | None) 
         if pair is not None:
             raise UserError(f"--pair {pair}: is for recorded runs, --columns for files of other stacks; leave one out")
         return imported_pairs(paths, columns)
-    if len(paths) > 2:
-        raise UserError(f"{len(paths)} paths: one run or two, or files with --columns")
-    if len(paths) == 2:
-        if pair is not None:
-            raise UserError(f"--pair {pair}: is for one run; two are compared by their old_logprobs; leave it out")
-        return two_run_pairs(paths[0], paths[1])
+    if len(paths) > 1:
+        raise UserError(f"{len(paths)} paths: one run, or files with --columns; analysis.compare compares two runs")
     return run_pairs(paths[0], pair or PAIRS[0])

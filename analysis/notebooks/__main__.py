@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from analysis.notebooks.execute import executed, text_of
-from analysis.program import program, write_text
+from analysis.program import program
 from ppo_repro.errors import UserError
 from ppo_repro.output import Parser, tell
 from ppo_repro.records import manifest
@@ -44,7 +44,7 @@ def _complete(out: Path) -> Path | None:
 def _grid() -> Path:
     """The grid of clip.yaml; what is missing of it is run."""
     workers = str(os.cpu_count() or 1)
-    _command("grid", str(HERE / "clip.yaml"), "--workers", workers, "--changed", "redo", "--out", str(RUNS))
+    _command("grid", str(HERE / "clip.yaml"), "--workers", workers, "--keep-changed", "--out", str(RUNS))
     return RUNS / "clip"
 
 
@@ -85,7 +85,8 @@ def main(argv: Sequence[str] | None) -> None:
             raise UserError(f"{name}: is no notebook; there are {', '.join(NAMES)}")
     for name in names:
         path = HERE / f"{name}.ipynb"
-        write_text(path, text_of(executed(path, _variables(path.read_text(encoding="utf-8")))))
+        text = text_of(executed(path, _variables(path.read_text(encoding="utf-8"))))
+        path.write_text(text, encoding="utf-8")
         tell(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1000:.0f} kB")
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from analysis.pairs.places import PLACES_OF_SEQUENCES, ROUTE_COLUMNS, with_places
@@ -81,40 +80,9 @@ def _old_and_first_new(run_dir: Path | str, iteration: int, allow_incomplete: bo
     return renamed[[*REQUIRED, *OPTIONAL]]
 
 
-def two_run_pairs(
-    run_a: Path | str, run_b: Path | str, *, column: str = "old_logprobs", iterations: Sequence[int] | None = None
-) -> Iterator[pd.DataFrame]:
-    """The same log-prob column of two runs that sampled the same tokens, with the entropies of the first.
-
-    Raises UserError that names the first token that differs, on different numbers of iterations unless `iterations`
-    names some, and on anything wrong with the records.
-    """
-    if column not in ("rollout_logprobs", "old_logprobs", "ref_logprobs"):
-        raise UserError(f"column = {column!r}: must be rollout_logprobs, old_logprobs or ref_logprobs")
-    for iteration in common_iterations(run_a, run_b, iterations):
-        columns = [*KEY, "token_id", column, "entropies", "log_kept_mass"]
-        a, b = (reader.read_tokens(run, iterations=[iteration], columns=columns) for run in (run_a, run_b))
-        _check_same_tokens(a[[*KEY, "token_id"]].to_numpy(), b[[*KEY, "token_id"]].to_numpy(), f"{run_a} and {run_b}")
-        yield a.rename(columns={column: "logprobs_a"}).assign(logprobs_b=b[column])[[*REQUIRED, *OPTIONAL[:2]]]
-
-
 def common_iterations(run_a: Path | str, run_b: Path | str, iterations: Sequence[int] | None) -> Sequence[int]:
     """These iterations, or (None) all of two runs; UserError if None and the runs do not have equally many."""
     a, b = (len(chosen_iterations(run, None)) for run in (run_a, run_b))
     if iterations is None and a != b:
         raise UserError(f"{run_a} has {a} iterations, {run_b} has {b}; name the iterations to compare")
     return range(a) if iterations is None else iterations
-
-
-def _check_same_tokens(a: np.ndarray, b: np.ndarray, runs: str) -> None:
-    rows = min(len(a), len(b))
-    different = np.flatnonzero((a[:rows] != b[:rows]).any(axis=1))
-    if different.size:
-        row_a, row_b = a[different[0]], b[different[0]]
-        raise UserError(f"{runs}: the first differing token is {_named(row_a)} against {_named(row_b)}")
-    if len(a) != len(b):
-        raise UserError(f"{runs}: only one has {_named((a if len(a) > rows else b)[rows])}")
-
-
-def _named(row: np.ndarray) -> str:
-    return f"iteration {row[0]}, sequence {row[1]}, position {row[2]}: token {row[3]}"

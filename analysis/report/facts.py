@@ -18,7 +18,7 @@ from ppo_repro.config.yaml_text import parse_yaml
 from ppo_repro.errors import UserError
 from ppo_repro.records import accuracy, reader, times
 from ppo_repro.records.accuracy import Accuracy
-from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, load_config_of, read_checked, read_note
+from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, load_config_of, read_note
 from ppo_repro.records.fork import forked_from
 from ppo_repro.records.inputs import change_lines
 from ppo_repro.records.manifest import Manifest
@@ -55,9 +55,8 @@ class Facts:
     def code(self) -> dict[str, str]:
         """The user's Python files that the run kept, by name."""
         names = [name for name in sorted(self.manifest.inputs) if name.startswith("inputs/") and name.endswith(".py")]
-        return {
-            name: read_checked(self.run_dir, name, self.manifest.files[name]).decode(errors="replace") for name in names
-        }
+        files = {name: reader.read_checked(self.run_dir / name, self.manifest.files[name]) for name in names}
+        return {name: content.decode(errors="replace") for name, content in files.items()}
 
     @property
     def tree(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from ppo_repro.config.files import load_dpo_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.preferences.dpo.summary import DPO_RUNS
 from ppo_repro.records import reader, times
-from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, read_checked, read_note
+from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, read_note
 
 # the two curves of the first screen, by what the chart calls them
 MAIN = {"held out, greedy": "eval_score", "sampled": "score"}
@@ -57,14 +57,12 @@ def run_page(facts: Facts, responses: int) -> str:
         Card("How to repeat it", (), [facts_html(again)]),
     )
     named, forked = [("this run", scan.curves)], facts.forked_at
-    learning, optimisation = curves.CONTROL if facts.is_control else curves.LANGUAGE
     of = ("return", "episodes") if facts.is_control else ("score", "responses")
     distributions = figures.change_figures(scan.values, *of)
+    learning, optimisation = (curves.metric_figures(of, named, forked_at=forked) for of in curves.PPO)
     sections = [
-        Section(
-            "learning", "Learning", (), [*curves.metric_figures(learning, named, forked_at=forked), *distributions]
-        ),
-        Section("optimisation", "Optimisation", (), curves.metric_figures(optimisation, named, forked_at=forked)),
+        Section("learning", "Learning", (), [*learning, *distributions]),
+        Section("optimisation", "Optimisation", (), optimisation),
         _mismatch(facts, scan, counted, found),
         _clipping(facts, iterations, steps, scan),
     ]
@@ -171,7 +169,7 @@ def _numbers(
 def dpo_page(folder: Path) -> str:
     """The report of one DPO run as HTML; the same records give the same bytes."""
     recorded = reader.open_manifest(folder)
-    text = read_checked(folder, CONFIG_NAME, recorded.files[CONFIG_NAME]).decode()
+    text = reader.read_checked(folder / CONFIG_NAME, recorded.files[CONFIG_NAME]).decode()
     config, environment = load_dpo_config(folder / CONFIG_NAME), read_note(folder, recorded, ENVIRONMENT_NAME)
     steps, last = reader.read_steps(folder), [recorded.num_iterations - 1]
     pairs = reader.TableReader("margins")(folder, iterations=last, columns=["held_out", "margins"])

@@ -174,7 +174,7 @@ def _responses(facts: Sequence[Facts]) -> list[Section]:
     cards = []
     for x, y in pairs[:PROMPTS]:
         parts = differences(*(shortened(str(row["response"])) for row in (x, y)))
-        both = {"run": NAMES, "response": [_side(parts, "-", "del"), _side(parts, "+", "ins")]}
+        both: dict[str, Any] = {"run": NAMES, "response": [_side(parts, "-", "del"), _side(parts, "+", "ins")]}
         both["score"] = [float(row["scores"]) for row in (x, y)]
         cards.append(card(str(x["prompt"]), str(x["answer"]), pd.DataFrame(both, dtype=object)))
     moments = " and ".join(f"{n} before iteration {r['iteration'].max()}" for n, r in zip(NAMES, found, strict=True))

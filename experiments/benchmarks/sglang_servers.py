@@ -23,7 +23,7 @@ from ppo_repro.config.engine import SGLangServers
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.rollout.engine import Completion, Request, Sampling
-from ppo_repro.rollout.sglang.client import ask
+from ppo_repro.rollout.sglang.client import Call
 from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine
 from ppo_repro.runs.prepare import prepare
 
@@ -73,13 +73,13 @@ def server(config: RunConfig, requests: Sequence[Request], folder: Path) -> Iter
     assert isinstance(settings, SGLangServers)
     policy, stops = prepared.state.policy, prepared.engine.stop_ids
     with sglang_engine(config, settings, policy, stops, folder, lambda seconds: None) as engine:
-        group = next(one.process.group for one in engine.fleet.servers if one.process)
+        group = next(one.process.pid for one in engine.servers if one.process)
         yield lambda: turn_of(engine, requests, group)
 
 
 def turn_of(engine: SGLangEngine, requests: Sequence[Request], group: int) -> Cost:
     """Wall seconds, and CPU seconds of server and client."""
-    ask(engine.fleet.servers[0].url, "POST", "/flush_cache", {}, 60)
+    Call(engine.servers[0].url, "/flush_cache", 60, {})
     before, clock, own = processor_seconds(group), time.perf_counter(), time.process_time()
     engine.generate(requests, SAMPLING)
     wall, own = time.perf_counter() - clock, time.process_time() - own

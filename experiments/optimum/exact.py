@@ -2,7 +2,7 @@
 
 The objective J(pi) = E[R(x, y)] - beta KL(pi || reference), with KL over whole responses, has its maximum
 beta log Z(x), Z(x) = sum_y pi_ref(y|x) exp(R(x, y) / beta), at pi*(y|x) = pi_ref(y|x) exp(R / beta) / Z, and
-J(pi) = beta log Z - beta KL(pi || pi*). README.md explains why this is the fixed point of PPO.
+J(pi) = beta log Z - beta KL(pi || pi*). `experiments/kl/README.md` explains why this is the fixed point of PPO.
 
 `python -m experiments.optimum.exact RUN` prints both for every prompt of a recorded run.
 """

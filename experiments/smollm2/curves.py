@@ -1,7 +1,6 @@
-"""Small tables of recorded runs: `python -m experiments.smollm2.curves RUN... --out DIR`.
+"""Tables of recorded runs: `python -m experiments.smollm2.curves RUN... --out DIR`.
 
-`curves.csv` has a row for each iteration of each run, `answers.csv` the held-out responses before the first and after
-the last update.
+`curves.csv` has a row for each iteration of each run. The program prints a row for each run, from that file.
 """
 
 from __future__ import annotations
@@ -13,65 +12,54 @@ from pathlib import Path
 
 import pandas as pd
 
+from analysis.grids.table import markdown
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
 
 COLUMNS = [
-    *("iteration", "tokens", "accuracy", "entropy", "ref_kl_per_sequence", "explained_variance"),
-    *("unequal_old_rollout_logprobs", "max_abs_old_rollout", "unequal_first_ratios", "unequal_values", "eval_accuracy"),
+    *("iteration", "tokens", "accuracy", "entropy", "ref_kl_per_sequence"),
+    *("unequal_old_rollout_logprobs", "unequal_first_ratios", "unequal_values", "eval_accuracy"),
 ]
 
 
 def curve(run_dir: Path) -> pd.DataFrame:
-    """A row for each iteration, with numerics, seed and fingerprint of the run; the last has the final evaluation only.
+    """A row for each iteration, with experiment, seed and fingerprint; the last has the final evaluation only.
 
-    `sampler` is what the sampler's weights are rounded to.
-
-    Accuracy is that of the sampled responses, eval_accuracy the greedy one on held-out prompts; entropy in nats per
+    accuracy is that of the sampled responses, eval_accuracy the greedy one on held-out prompts; entropy in nats per
     token, ref_kl_per_sequence is k1 of KL(policy || reference), in nats per response. UserError for damaged records.
     """
     config, recorded = load_recorded_config(run_dir), reader.open_manifest(run_dir)
     rows = reader.read_iterations(run_dir, columns=COLUMNS)
     last = {"iteration": len(rows), "eval_accuracy": recorded.final["eval_accuracy"]}
     rows = pd.concat([rows, pd.DataFrame([last])], ignore_index=True)
-    about = {
-        "numerics": config.numerics.mode,
-        "sampler": config.mismatch.sampler.precision.weights,
-        "seed": config.seed,
-        "fingerprint": recorded.fingerprint,
-    }
+    about = {"experiment": config.experiment, "seed": config.seed, "fingerprint": recorded.fingerprint}
     return rows.assign(**about)
 
 
-def answers(run_dir: Path) -> pd.DataFrame:
-    """The responses of the first and of the last evaluation, side by side: prompt, answer, before, after."""
-    columns = ["iteration", "prompt_key", "response", "answer", "is_correct"]
-    found = reader.read_evaluations(run_dir, columns=columns)
-    first, last = (found[found["iteration"] == i].set_index("prompt_key") for i in (0, found["iteration"].max()))
-    return pd.DataFrame(
-        {
-            "sum": first["answer"],
-            "before": first["response"].str.strip(),
-            "after": last["response"].str.strip(),
-            "right_before": first["is_correct"],
-            "right_after": last["is_correct"],
-        }
-    ).rename_axis("prompt")
+def summary(curves: pd.DataFrame) -> pd.DataFrame:
+    """A row for each run: held-out accuracy before, largest, after; entropy and KL of its last five iterations."""
+    rows = []
+    for (experiment, seed), run in curves.groupby(["experiment", "seed"], sort=False):
+        held_out, end = run["eval_accuracy"].dropna(), run.dropna(subset="tokens").tail(5)
+        unequal = run[["unequal_old_rollout_logprobs", "unequal_first_ratios", "unequal_values"]].sum().sum()
+        row = {"run": f"{experiment}, seed {seed}", "before": f"{held_out.iloc[0]:.1%}"}
+        row |= {"highest": f"{held_out.max():.1%}", "after": f"{held_out.iloc[-1]:.1%}"}
+        row |= {"entropy": f"{end['entropy'].mean():.2f}", "KL": f"{end['ref_kl_per_sequence'].mean():.2f}"}
+        row |= {"unequal of tokens": f"{unequal:.0f} of {run['tokens'].sum():,.0f}"}
+        rows.append(row | {"fingerprint": run["fingerprint"].iloc[0][:12]})
+    return pd.DataFrame(rows)
 
 
 def main(run_dirs: Sequence[Path], out: Path) -> int:
     try:
         curves = pd.concat([curve(run_dir) for run_dir in run_dirs], ignore_index=True)
-        shown = answers(run_dirs[0])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     out.mkdir(parents=True, exist_ok=True)
     curves.to_csv(out / "curves.csv", index=False, float_format="%.6g")
-    shown.to_csv(out / "answers.csv")
-    print(curves.drop(columns="fingerprint").to_string(index=False, float_format="%.4g", na_rep=""))
-    print(shown.head(12).to_string())
+    print(markdown(summary(curves)))
     return 0
 
 

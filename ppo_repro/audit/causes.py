@@ -338,8 +338,36 @@ def _distribution(
     return Cause(name, "distribution", advice, predict, matters=matters)
 
 
-def _fitted(name: str, advice: str, predict: Distribution, first: Sequence[float], in_pairs: int = 0) -> Cause:
-    return Cause(name, "distribution", advice, predict, lambda rows, s: first, refine=True, in_pairs=in_pairs)
+def _fitted(name: str, advice: str, change: Callable[[Row, float], Tensor], first: Sequence[float]) -> Cause:
+    """`change` of the logits, before the temperature divides them."""
+    return Cause(name, "distribution", advice, lambda r, s, x: change(r, x) / s.temperature, lambda *_: first, True)
+
+
+def _cuts(name: str, option: Literal["top_k", "top_p", "min_p"]) -> tuple[Cause, Cause]:
+    """Log-probs over the tokens of one cut: the one that was given, and another one that fits."""
+    none = Sampling()
+
+    def over(r: Row, s: Sampling, limit: float) -> Tensor:
+        one = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, option: type(getattr(none, option))(limit)}
+        return cut(r.logits / s.temperature, **one)  # type: ignore[arg-type]
+
+    words = f"normalised over the tokens that {name} keeps"
+    return (
+        _distribution(
+            words,
+            SAME_CUTS,
+            lambda r, s, x: over(r, s, getattr(s, option)),
+            lambda s: getattr(s, option) != getattr(none, option),
+        ),
+        Cause(
+            f"{words} (try --{name} {{x:.4g}})", "distribution", SAME_CUTS, over,
+            lambda rows, s: _limits(rows, s, option),
+        ),
+    )  # fmt: skip
+
+
+def _quantity(name: str, predict: Quantity) -> Cause:
+    return Cause(name, "quantity", SAMPLED, predict)
 
 
 def _unit(name: str, change: Callable[[Tensor], Tensor], advice: str = OWN) -> Cause:
@@ -347,41 +375,24 @@ def _unit(name: str, change: Callable[[Tensor], Tensor], advice: str = OWN) -> C
     return Cause(name, "unit", advice, lambda row, v, s, x: _counted(row, v, change))
 
 
+def _least(x: float) -> float:
+    return max(x, 1e-3)
+
+
 CAUSES: tuple[Cause, ...] = (
-    _distribution("temperature 1 instead of {given}", TEMPERATURE, raw, _is_tempered),
-    _distribution(
-        "temperature {given} applied twice", TEMPERATURE, lambda r, s, x: r.logits / s.temperature**2, _is_tempered
+    *(
+        _distribution(words, TEMPERATURE, predict, _is_tempered)
+        for words, predict in (
+            ("temperature 1 instead of {given}", raw),
+            ("temperature {given} applied twice", lambda r, s, x: r.logits / s.temperature**2),
+            ("logits multiplied by the temperature {given}", lambda r, s, x: r.logits * s.temperature),
+        )
     ),
-    _distribution(
-        "logits multiplied by the temperature {given}",
-        TEMPERATURE,
-        lambda r, s, x: r.logits * s.temperature,
-        _is_tempered,
-    ),
-    _distribution(
-        "normalised over the tokens that top-p keeps",
-        SAME_CUTS,
-        lambda r, s, x: cut(r.logits / s.temperature, 0, s.top_p, 0.0),
-        lambda s: s.top_p < 1.0,
-    ),
-    _distribution(
-        "normalised over the tokens that top-k keeps",
-        SAME_CUTS,
-        lambda r, s, x: cut(r.logits / s.temperature, s.top_k, 1.0, 0.0),
-        lambda s: s.top_k > 0,
-    ),
-    _distribution(
-        "normalised over the tokens that min-p keeps",
-        SAME_CUTS,
-        lambda r, s, x: cut(r.logits / s.temperature, 0, 1.0, s.min_p),
-        lambda s: s.min_p > 0.0,
-    ),
+    *(cause for option in ("top_k", "top_p", "min_p") for cause in _cuts(option.replace("_", "-"), option)),  # type: ignore[arg-type]
     _distribution(
         "normalised over the tokens that the cuts keep of logits not divided by the temperature",
         SAME_CUTS,
-        lambda r, s, x: (r.logits / s.temperature).masked_fill(
-            cut(r.logits, s.top_k, s.top_p, s.min_p).isinf(), -math.inf
-        ),
+        lambda r, s, x: tempered(r, s).masked_fill(cut(r.logits, s.top_k, s.top_p, s.min_p).isinf(), -math.inf),
         lambda s: s.temperature != 1.0 and (s.top_p < 1.0 or s.min_p > 0.0),
     ),
     _distribution("of the processed distribution, not of all tokens", SAME_CUTS, processed, lambda s: s.cuts > 1),
@@ -392,63 +403,42 @@ CAUSES: tuple[Cause, ...] = (
         lambda r, s, x: cut(r.logits, s.top_k, s.top_p, s.min_p),
         lambda s: s.temperature != 1.0 and s.cuts > 0,
     ),
-    *(
-        Cause(
-            f"normalised over the tokens that {name} keeps (try --{name} {{x:.4g}})",
-            "distribution",
-            SAME_CUTS,
-            predict,
-            lambda rows, s, limit=limit: _limits(rows, s, limit),  # type: ignore[misc]
-        )
-        for name, limit, predict in (
-            ("top-k", "top_k", lambda r, s, x: cut(r.logits / s.temperature, int(x), 1.0, 0.0)),
-            ("top-p", "top_p", lambda r, s, x: cut(r.logits / s.temperature, 0, x, 0.0)),
-            ("min-p", "min_p", lambda r, s, x: cut(r.logits / s.temperature, 0, 1.0, x)),
-        )
-    ),
-    _fitted(
+    Cause(
         "temperature {x:.4g} instead of {given}",
+        "distribution",
         TEMPERATURE,
-        lambda r, s, x: r.logits / max(x, 1e-3),
-        (1.0, 0.25, 0.5, 0.7, 1.4, 2.0, 4.0),
+        lambda r, s, x: r.logits / _least(x),
+        lambda *_: (1.0, 0.25, 0.5, 0.7, 1.4, 2.0, 4.0),
+        refine=True,
         in_pairs=1,
     ),
-    _fitted("repetition penalty {x:.4g}", PENALTY, lambda r, s, x: penalised(r, max(x, 1e-3)) / s.temperature, FACTORS),
+    _fitted("repetition penalty {x:.4g}", PENALTY, lambda r, x: penalised(r, _least(x)), FACTORS),
     _fitted(
         "repetition penalty {x:.4g} on response tokens alone",
         PENALTY,
-        lambda r, s, x: penalised(r, max(x, 1e-3), response_only=True) / s.temperature,
+        lambda r, x: penalised(r, _least(x), response_only=True),
         FACTORS,
     ),
-    _fitted(
-        "presence penalty {x:.4g}",
-        PENALTY,
-        lambda r, s, x: (r.logits - x * (r.seen_in_response > 0)) / s.temperature,
-        TERMS,
-    ),
-    _fitted(
-        "frequency penalty {x:.4g}",
-        PENALTY,
-        lambda r, s, x: (r.logits - x * r.seen_in_response) / s.temperature,
-        TERMS,
-    ),
+    _fitted("presence penalty {x:.4g}", PENALTY, lambda r, x: r.logits - x * (r.seen_in_response > 0), TERMS),
+    _fitted("frequency penalty {x:.4g}", PENALTY, lambda r, x: r.logits - x * r.seen_in_response, TERMS),
     *(
-        _distribution(f"logits rounded to {name}", "take the softmax of float32 logits", predict)
-        for name, predict in (
-            ("bfloat16", lambda r, s, x: r.logits.bfloat16().to(r.logits) / s.temperature),
-            ("float16", lambda r, s, x: r.logits.half().to(r.logits) / s.temperature),
+        _distribution(
+            f"logits rounded to {name}",
+            "take the softmax of float32 logits",
+            lambda r, s, x, dtype=dtype: r.logits.to(dtype).to(r.logits) / s.temperature,  # type: ignore[misc]
         )
+        for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16))
     ),
     _fitted(
         "logits capped by {x:.4g} tanh(logit / {x:.4g})",
         CAP,
-        lambda r, s, x: max(x, 1e-3) * (r.logits / max(x, 1e-3)).tanh() / s.temperature,
+        lambda r, x: _least(x) * (r.logits / _least(x)).tanh(),
         (5.0, 15.0, 30.0, 50.0),
     ),
     _fitted(
         "logits without their cap, {x:.4g} atanh(logit / {x:.4g})",
         CAP,
-        lambda r, s, x: max(x, 1e-3) * (r.logits / max(x, 1e-3)).clamp(-1 + 1e-9, 1 - 1e-9).atanh() / s.temperature,
+        lambda r, x: _least(x) * (r.logits / _least(x)).clamp(-1 + 1e-9, 1 - 1e-9).atanh(),
         (15.0, 30.0, 50.0),
     ),
     Cause(
@@ -467,10 +457,10 @@ CAUSES: tuple[Cause, ...] = (
         ),
         _without_token,
     ),
-    Cause("log-prob of the likeliest token", "quantity", SAMPLED, lambda row, logp, x: logp.max(-1).values),
-    Cause("minus the entropy", "quantity", SAMPLED, lambda row, logp, x: -_entropy(logp)),
-    Cause("the entropy", "quantity", SAMPLED, lambda row, logp, x: _entropy(logp)),
-    Cause("the logit, not normalised", "quantity", SAMPLED, _logit),
+    _quantity("log-prob of the likeliest token", lambda row, logp, x: logp.max(-1).values),
+    _quantity("minus the entropy", lambda row, logp, x: -_entropy(logp)),
+    _quantity("the entropy", lambda row, logp, x: _entropy(logp)),
+    _quantity("the logit, not normalised", _logit),
     Cause(
         "log-prob of token id {x:.0f} at every position",
         "quantity",
@@ -478,39 +468,25 @@ CAUSES: tuple[Cause, ...] = (
         lambda row, logp, x: logp[:, int(x)],
         _fixed_tokens,
     ),
-    Cause(
-        "log-prob of the token {x:+.0f} places on, by the right logits",
-        "quantity",
-        PAIRING,
-        _of_neighbour,
-        lambda rows, s: STEPS,
-        in_pairs=2,
-    ),
-    Cause(
-        "log-prob of the right token, by the logits {x:+.0f} places on",
-        "quantity",
-        PAIRING,
-        _of_other_logits,
-        lambda rows, s: STEPS,
-        in_pairs=2,
+    *(
+        Cause(name, "quantity", PAIRING, predict, lambda rows, s: STEPS, in_pairs=2)
+        for name, predict in (
+            ("log-prob of the token {x:+.0f} places on, by the right logits", _of_neighbour),
+            ("log-prob of the right token, by the logits {x:+.0f} places on", _of_other_logits),
+        )
     ),
     _unit("in base 2, not in nats", lambda y: y / math.log(2)),
     _unit("in base 10, not in nats", lambda y: y / math.log(10)),
     _unit("minus the log-prob (a loss)", lambda y: -y),
     _unit("the probability, not its logarithm", torch.exp),
-    Cause(
-        "divided by the temperature {given} after the softmax",
-        "unit",
-        TEMPERATURE,
-        lambda row, v, s, x: _response(row, v) / s.temperature,
-        matters=_is_tempered,
-    ),
-    Cause(
-        "multiplied by the temperature {given} after the softmax",
-        "unit",
-        TEMPERATURE,
-        lambda row, v, s, x: _response(row, v) * s.temperature,
-        matters=_is_tempered,
+    *(
+        Cause(
+            f"{words} the temperature {{given}} after the softmax", "unit", TEMPERATURE, predict, matters=_is_tempered
+        )
+        for words, predict in (
+            ("divided by", lambda row, v, s, x: _response(row, v) / s.temperature),
+            ("multiplied by", lambda row, v, s, x: _response(row, v) * s.temperature),
+        )
     ),
     *(
         Cause(

@@ -5,25 +5,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import math
-from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
+import pandas as pd
 
-from ppo_repro.audit.judge import Audit, Scored, Side
+from ppo_repro.audit.judge import Audit, Side
 from ppo_repro.audit.words import lines, sentence, verdict
 from ppo_repro.output import printable
 
-BEGINNING = (
-    '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><meta name="generator" content="ppo-repro audit"/>'
-)
 WORST = 20  # rows of the tables that begin with the farthest
 PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0)
-BAR = 120  # pixels
-DISTANCES = ("tokens", "sampler", "trainer")
+SIDES = ["sampler", "trainer"]
 Decode = Callable[[int], str]
 
 
@@ -32,24 +26,25 @@ def page(found: Audit, title: str, decode: Decode, skipped: int = 0) -> str:
     style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     sides = (found.sampler, found.trainer)
-    said = "".join(
-        f'<li class="{"right" if s.is_right else "wrong"}">{_mark(s)}{_text(sentence(s, found.responses))}'
-        f"{_advice(s)}</li>"
-        for s in sides
-    )
-    scored = found.scored
+    tokens = pd.DataFrame({name: x.cpu().numpy() for name, x in vars(found.scored).items()})
+    tokens["token"] = [f"{i} {_quoted(decode(i))}" for i in tokens["token_id"]]
+    powers = [2**k - 1 for k in range(int(tokens["position"].max()).bit_length() + 1)]
+    tables = {
+        "By probability in float64": pd.cut(np.exp(tokens["reference"]), PROBABILITIES, include_lowest=True),
+        "By position in the response": pd.cut(tokens["position"], [-1, *powers]),
+        "By turn": tokens["turn"],
+        "By token": tokens["token"],
+        "By response (row of the file)": tokens["row"],
+    }
     parts = [
         f"<h1>{_text(title)}</h1><p>{_text(lines(found, skipped)[0])}.</p>",
-        f'<p class="verdict">{_text(verdict(found).capitalize())}.</p><ul class="sides">{said}</ul>',
-        *(_tried(side) for side in sides if len(side.tried) > 1),
+        f'<p class="verdict">{_text(verdict(found).capitalize())}.</p>',
+        f'<ul class="sides">{"".join(_verdict_of(side, found.responses) for side in sides)}</ul>',
+        *(_explanations(side) for side in sides if len(side.tried) > 1),
         '<h2>Where</h2><p>Distances from the model in float64 in nats, rms.</p><div class="tables">',
-        _binned("By probability in float64", scored, scored.reference.exp(), PROBABILITIES),
-        _binned("By position in the response", scored, scored.position.double(), _powers(scored)),
-        _by("By turn", scored, scored.turn, str) if scored.turn.unique().numel() > 1 else "",
-        _by("By token", scored, scored.token_id, lambda i: f"{i} {_quoted(decode(i))}"),
-        _by("By response (row of the file)", scored, scored.row, str) if found.responses > 1 else "",
+        *(_distances(caption, tokens, key) for caption, key in tables.items() if key.nunique() > 1),
         "</div>",
-        _worst(scored, decode),
+        _worst(tokens),
     ]
     head = (
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
@@ -57,7 +52,7 @@ def page(found: Audit, title: str, decode: Decode, skipped: int = 0) -> str:
         f'img-src data:"/><link rel="icon" href="data:,"/><title>{_text(title)}</title><style>{style}</style>'
     )
     body = f'<main id="audit">{"".join(parts)}</main>'
-    return f"{BEGINNING}{head}</head><body>{body}</body></html>\n"
+    return f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>{head}</head><body>{body}</body></html>\n'
 
 
 def _text(words: str) -> str:
@@ -65,106 +60,54 @@ def _text(words: str) -> str:
 
 
 def _quoted(words: str) -> str:
-    spelled = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
-    return f"“{spelled}”"
+    return f"“{''.join(c if c.isprintable() else c.encode('unicode_escape').decode() for c in words)}”"
 
 
-def _mark(side: Side) -> str:
-    return f'<span class="mark" aria-hidden="true">{"✓" if side.is_right else "✗"}</span>'
+def _verdict_of(side: Side, responses: int) -> str:
+    kind, mark = ("right", "✓") if side.is_right else ("wrong", "✗")
+    advice = f'<p class="advice">To do: {_text(side.advice)}.</p>' if side.advice else ""
+    words = _text(sentence(side, responses))
+    return f'<li class="{kind}"><span class="mark" aria-hidden="true">{mark}</span>{words}{advice}</li>'
 
 
-def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are HTML; the first column is words."""
-
-    def row(cells: Sequence[str]) -> str:
-        return f'<tr><th scope="row">{cells[0]}</th>{"".join(f"<td>{cell}</td>" for cell in cells[1:])}</tr>'
-
-    columns = "".join(f'<th scope="col">{cell}</th>' for cell in head)
-    body = "".join(map(row, rows))
-    table = f"<table><caption>{_text(caption)}</caption><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<div class="scroll" tabindex="0">{table}</div>'
-
-
-def _advice(side: Side) -> str:
-    return f'<p class="advice">To do: {_text(side.advice)}.</p>' if side.advice else ""
-
-
-def _tried(side: Side) -> str:
-    whole = max(t.left for t in side.tried) or 1.0
-    rows = [
-        (
-            f"<b>{_text(t.words)}</b>" if t.explains else _text(t.words),
-            f"{t.left:.3g}",
-            _bar(t.left / whole, f"{t.left / whole:.0%} of the longest bar"),
-        )
-        for t in side.tried
-    ]
-    about = (
-        f"<p>The rms distance of {side.tried_tokens:,} tokens from each explanation, the best first. In bold: it "
-        "leaves rounding.</p>"
+def _table(caption: str, frame: pd.DataFrame) -> str:
+    """A frame of numbers and words; the first column heads its rows."""
+    columns = "".join(f'<th scope="col">{_text(name)}</th>' for name in frame.columns)
+    rows = "".join(
+        f'<tr><th scope="row">{_text(str(first))}</th>{"".join(f"<td>{_number(x)}</td>" for x in others)}</tr>'
+        for first, *others in frame.itertuples(index=False)
     )
-    table = _table("", ("the model, but", "left, nats rms", ""), rows)
+    head = f"<caption>{_text(caption)}</caption><thead><tr>{columns}</tr></thead>"
+    return f'<div class="scroll" tabindex="0"><table>{head}<tbody>{rows}</tbody></table></div>'
+
+
+def _number(x: float) -> str:
+    return ("none" if np.isnan(x) else f"{x:.4g}") if isinstance(x, float) else f"{x:,}"
+
+
+def _explanations(side: Side) -> str:
+    tried = [(t.words, t.left, t.left / max(side.rms, 1e-300)) for t in side.tried]
     title = f"What explains the {side.name}" if side.tried[0].explains else f"Nothing explains the {side.name}"
-    return f"<h2>{title}</h2>{about}{table}"
+    caption = f"The rms distance of {side.tried_tokens:,} tokens from each explanation, the best first"
+    table = _table(caption, pd.DataFrame(tried, columns=["the model, but", "left, nats rms", "of the distance"]))
+    return f"<h2>{title}</h2>{table}"
 
 
-def _bar(share: float, label: str) -> str:
-    inside = f'<rect width="{max(1.0, BAR * share):.1f}" height="10"/>'
-    return f'<svg class="bar" width="{BAR}" height="10" role="img" aria-label="{label}">{inside}</svg>'
-
-
-def _powers(scored: Scored) -> tuple[float, ...]:
-    return (0.0, *(2.0**k for k in range(int(scored.position.max()).bit_length() + 1)))
-
-
-def _binned(caption: str, scored: Scored, key: Tensor, edges: Sequence[float]) -> str:
-    rows = []
-    for low, high in pairwise(edges):
-        within = (key >= low) & ((key < high) | ((high == edges[-1]) & (key <= high)))
-        if within.any():
-            last = high - 1 if edges[-1] > 1.0 else high  # positions are whole numbers
-            rows.append([f"{low:g}" if last == low else f"{low:g} to {last:g}", *_distances(scored, within)])
-    return _table(caption, ("", *DISTANCES), rows)
-
-
-def _by(caption: str, scored: Scored, key: Tensor, name: Callable[[int], str]) -> str:
+def _distances(caption: str, tokens: pd.DataFrame, key: pd.Series) -> str:
     """A row for each value of `key`: all of them in order, or those with the most of the squared distance first."""
-    values, of = key.unique(return_inverse=True)
-    order = torch.arange(len(values))
-    if len(values) > WORST:
-        caption = f"{caption}: the {WORST} of {len(values):,} with most of the distance"
-        summed = torch.zeros(len(values), dtype=torch.float64)
-        for side in DISTANCES[1:]:
-            summed.index_add_(0, of, _distance(scored, side).nan_to_num(0.0, 0.0, 0.0).square())
-        order = summed.argsort(descending=True, stable=True)[:WORST]
-    rows = [[_text(name(int(values[i]))), *_distances(scored, of == i)] for i in order.tolist()]
-    return _table(caption, ("", *DISTANCES), rows)
+    squares = tokens[SIDES].sub(tokens["reference"], axis=0).replace([np.inf, -np.inf], np.nan) ** 2
+    groups = squares.groupby(key, observed=True)
+    found = groups.mean() ** 0.5
+    found.insert(0, "tokens", groups.size())
+    if len(found) > WORST:
+        caption = f"{caption}: the {WORST} of {len(found):,} with most of the distance"
+        found = found.loc[groups.sum().sum(axis=1).sort_values(ascending=False, kind="stable").index[:WORST]]
+    return _table(caption, found.rename_axis("").reset_index())
 
 
-def _distance(scored: Scored, side: str) -> Tensor:
-    values: Tensor = getattr(scored, side)
-    return values - scored.reference
-
-
-def _distances(scored: Scored, within: Tensor) -> list[str]:
-    found = [f"{int(within.sum()):,}"]
-    for side in DISTANCES[1:]:
-        distance = _distance(scored, side)[within]
-        finite = distance[distance.isfinite()]
-        found.append(f"{float(finite.square().mean().sqrt()):.2e}" if len(finite) else "none")
-    return found
-
-
-def _worst(scored: Scored, decode: Decode) -> str:
-    far = torch.maximum(*(_distance(scored, side).abs().nan_to_num(math.inf, math.inf) for side in DISTANCES[1:]))
-    order = far.argsort(descending=True, stable=True)[:WORST].tolist()
-    columns = (scored.row, scored.position, scored.token_id, scored.reference, scored.sampler, scored.trainer)
-    rows = []
-    for i in order:
-        row, position, token, *logps = (column[i].item() for column in columns)
-        text = _text(f"{token} {_quoted(decode(int(token)))}")
-        rows.append([text, str(row), str(position), *(f"{v:.6g}" if math.isfinite(v) else "none" for v in logps)])
-    head = ("token", "row", "position", "float64", "sampler", "trainer")
-    return (
-        f"<h2>The {len(rows)} tokens farthest from the model in float64</h2>{_table('Log-probs in nats', head, rows)}"
-    )
+def _worst(tokens: pd.DataFrame) -> str:
+    far = tokens[SIDES].sub(tokens["reference"], axis=0).abs().fillna(np.inf).max(axis=1)
+    columns = ["token", "row", "position", "reference", *SIDES]
+    frame = tokens.loc[far.sort_values(ascending=False, kind="stable").index[:WORST], columns]
+    table = _table("Log-probs in nats", frame.rename(columns={"reference": "float64"}))
+    return f"<h2>The {len(frame)} tokens farthest from the model in float64</h2>{table}"

@@ -1,4 +1,4 @@
-"""The operation and the condition that make sampler and trainer differ, for the model, prompts and sampling of a run.
+"""The operation that makes sampler and trainer differ, for the model, prompts and sampling of a run.
 
 Both paths compute the same token ids. The origin of a difference is the first operation, in the order of execution,
 whose inputs have equal bits on both paths and whose outputs have not: all later ones only pass a difference on.
@@ -11,14 +11,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.checks.capture import Captured, Subject, decoded, patched, scored, trained
-from ppo_repro.checks.conditions import Step, ladder
 from ppo_repro.config.files import load_config
 from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.run import RunConfig, TinyModel
@@ -69,7 +68,6 @@ class Bisection:
     folder: str
     first_divergent_op: dict[str, str]
     ops: tuple[Op, ...]
-    ladder: tuple[Step, ...]
 
 
 def _settings(config: RunConfig, mode: Mode) -> RunConfig:
@@ -213,33 +211,27 @@ def _source(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Path | Non
 
 
 def bisect(path: Path, overrides: Sequence[str], out: Path) -> Bisection:
-    """Compare both paths of a configuration's policy, or of a run's final one, in both modes, and write the tables.
+    """Compare both paths of a configuration's policy, or of a run's final one, in both modes, and write the table.
 
     Of a run that ended because bits were unequal it is the policy as it was then, with the responses beside that token.
-    The tables go to OUT/<experiment>/<config digest> and replace those of an earlier call.
+    The table goes to OUT/<experiment>/<config digest> and replaces that of an earlier call.
     """
     config, folder, response = _source(path, overrides)
     require_undisturbed(config)
     ops: list[Op] = []
-    steps: list[Step] = []
     first: dict[str, str] = {}
     for mode in MODES:
         subject = make_subject(config, mode, folder, response)
         ops_of_mode = list(compare_ops(subject, subject.policy))
         first[mode] = first_divergent_op(ops_of_mode)
         ops += ops_of_mode
-        steps += ladder(subject)
     target = out / config.experiment / config.digest()
-    write(target, {"mismatch_op": _columns(ops), "mismatch_ladder": _columns(steps)})
-    return Bisection(str(target), first, tuple(ops), tuple(steps))
-
-
-def _columns(rows: Sequence[Op] | Sequence[Step]) -> dict[str, list[Any]]:
-    return {name: [getattr(row, name) for row in rows] for name in asdict(rows[0])}
+    write(target, {name: [getattr(op, name) for op in ops] for name in asdict(ops[0])})
+    return Bisection(str(target), first, tuple(ops))
 
 
 def lines(bisection: Bisection) -> list[str]:
-    """The result as text: the ops whose outputs differ, the ladder, the origin."""
+    """The result as text: the ops whose outputs differ, the origin."""
     shown = [
         f"{'mode':<14}{'layer':>5}  {'op':<26}{'in':>4}{'equal bits':>12}{'max_abs':>11}{'rel_l2':>11}{'explained':>11}"
     ]
@@ -251,13 +243,7 @@ def lines(bisection: Bisection) -> list[str]:
                 f"{op.mode:<14}{layer:>5}  {op.op:<26}{equal:>4}{op.frac_bitwise_equal:>12.1%}"
                 f"{op.max_abs:>11.1e}{op.rel_l2:>11.1e}{explained:>11}"
             )
-    shown.append(f"{'mode':<14}{'way':<9}{'toggle':<18}{'unequal':>9}{'mean_abs':>11}{'max_abs':>11}{'change':>11}")
-    shown += [
-        f"{step.mode:<14}{step.way:<9}{step.toggle:<18}{step.frac_unequal:>9.1%}"
-        f"{step.mean_abs:>11.1e}{step.max_abs:>11.1e}{step.change:>11.1e}"
-        for step in bisection.ladder
-    ]
     for mode, origin in bisection.first_divergent_op.items():
         verdict = f"the paths first differ at {origin}" if origin else "no op gives other bits for equal inputs"
         shown.append(f"{mode}: {verdict}")
-    return [*shown, f"tables  {bisection.folder}"]
+    return [*shown, f"table   {bisection.folder}"]

@@ -190,7 +190,7 @@ def _captured(s: Subject, recorded: dict[str, Rows], logits: Tensor, logprobs: T
     for name, rows in recorded.items():
         order = torch.cat(rows.keys).argsort()
         inputs[name], outputs[name] = torch.cat(rows.inputs)[order], torch.cat(rows.outputs)[order]
-    hidden = list(outputs.values())[-1][index(batch_of(s.requests, s.completions).predictors)]
+    hidden = list(outputs.values())[-1][index(batch_of(s).predictors)]
     return Captured(inputs, outputs, hidden, logits.cpu(), logprobs)
 
 
@@ -203,9 +203,9 @@ def decoded(s: Subject) -> Captured:
     return _captured(s, recorded, torch.stack([row for rows in engine.logits for row in rows]), logprobs)
 
 
-def batch_of(requests: Sequence[Request], completions: Sequence[Completion], padding: str = "right") -> TokenBatch:
+def batch_of(s: Subject) -> TokenBatch:
     """The sequences laid out for a training forward."""
-    return lay_out([r.prompt_ids for r in requests], [c.response_ids for c in completions], padding)
+    return lay_out([r.prompt_ids for r in s.requests], [c.response_ids for c in s.completions])
 
 
 def scored(logits: Tensor, mode: str, completions: Sequence[Completion], temperature: float) -> Tensor:
@@ -227,7 +227,7 @@ def token_grid(s: Subject) -> tuple[Tensor, Tensor]:
 def trained(s: Subject, trainer: PreTrainedModel) -> Captured:
     """The trainer's path, computed by `trainer`: one forward over all sequences, padded on the right."""
     with recording(trainer, lambda: token_grid(s)) as recorded:
-        logits = policy_logits(trainer, batch_of(s.requests, s.completions))
+        logits = policy_logits(trainer, batch_of(s))
     return _captured(s, recorded, logits, scored(logits, s.mode, s.completions, s.sampling.temperature))
 
 
@@ -248,7 +248,7 @@ def patched(s: Subject, trainer: PreTrainedModel, name: str, rows: Tensor) -> Te
 
     handle = modules_of(trainer)[name].register_forward_hook(replace)
     try:
-        logits = policy_logits(trainer, batch_of(s.requests, s.completions))
+        logits = policy_logits(trainer, batch_of(s))
         return scored(logits, s.mode, s.completions, s.sampling.temperature)
     finally:
         handle.remove()

@@ -167,8 +167,8 @@ def _add_grids(add: _Adder) -> None:
     gridded.add_argument("--ray", metavar="ADDRESS", help="run the cells on this Ray; `local` starts one here")
     about = "run them as a Slurm array; may be repeated"
     gridded.add_argument("--slurm", metavar="NAME=VALUE", action="append", help=about)
-    about = "what to do with cells that other code computed"
-    gridded.add_argument("--changed", choices=("refuse", "keep", "redo"), default="refuse", help=about)
+    about = "leave complete cells that other code, packages or input files computed as they are"
+    gridded.add_argument("--keep-changed", action="store_true", help=about)
     reproduced = add(reproduce_command, _OUT, _WORKERS)
     reproduced.add_argument("study", metavar="STUDY", type=_path, help="folder of a study, such as experiments/growth")
     reproduced.add_argument("--cells", metavar="N", type=_count, default=1, help="how many cells; default 1")

@@ -34,7 +34,7 @@ def probe_command(arguments: argparse.Namespace) -> int:
 
 
 def bisect_command(arguments: argparse.Namespace) -> int:
-    """Find the operation and the condition from which sampler and trainer differ."""
+    """Find the operation from which sampler and trainer differ."""
     say(f"{arguments.source}: looking for the operation at which sampler and trainer part")
     from ppo_repro.checks.bisect import bisect, lines
 

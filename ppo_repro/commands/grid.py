@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from ppo_repro.errors import UserError
 from ppo_repro.output import print_result, say
-from ppo_repro.tracking.copies import require_tensorboard
 
 if TYPE_CHECKING:
     from ppo_repro.grids.engines import Engine
@@ -18,33 +17,34 @@ if TYPE_CHECKING:
 def grid_command(arguments: argparse.Namespace) -> int:
     """Run every cell of a grid file that is not complete; exit 1 if one is not complete at the end."""
     say(f"{arguments.grid}: running what is missing of it in {arguments.out}")
-    from ppo_repro.grids import results
-    from ppo_repro.grids.grid import run_grid
-    from ppo_repro.grids.progress import ConsoleGrid
+    from ppo_repro.grids.grid import lines, run_grid
     from ppo_repro.grids.spec import load_grid
-    from ppo_repro.tracking.follower import followed
+    from ppo_repro.tracking.follower import followed, require_tensorboard
 
     grid = load_grid(arguments.grid)
     folder = arguments.out / grid.name
     require_tensorboard(arguments.tensorboard)
     engine = _engine(arguments, folder)
-    with followed(folder, arguments.track, arguments.tensorboard) as copies, ConsoleGrid() as watcher:
-        outcome = run_grid(grid, arguments.out, engine, watcher, arguments.changed)
-    about = (grid, folder, outcome.table, outcome.ran, outcome.strangers)
-    print_result(arguments.json, results.fields(*about) | copies.fields, [*results.lines(*about), *copies.lines])
-    return 0 if (outcome.table["state"] == "complete").all() else 1
+    with followed(folder, arguments.track, arguments.tensorboard) as copies:
+        outcome = run_grid(grid, arguments.out, engine, arguments.keep_changed)
+    is_complete = outcome.table["state"] == "complete"
+    fields = {
+        "grid": grid.name,
+        "folder": str(folder),
+        "complete": int(is_complete.sum()),
+        "ran": list(outcome.ran),
+        "cells": outcome.table[["cell", "state", "fingerprint", "message", "run_dir"]].to_dict("records"),
+    }
+    print_result(arguments.json, fields | copies.fields, [*lines(grid, folder, outcome), *copies.lines])
+    return 0 if is_complete.all() else 1
 
 
 def reproduce_command(arguments: argparse.Namespace) -> int:
     """Run some cells of a study again and compare them with its committed results; exit 1 at a difference."""
     say(f"{arguments.study}: running {arguments.cells} of its cells again")
     from ppo_repro.grids import study
-    from ppo_repro.grids.progress import ConsoleGrid
 
-    with ConsoleGrid() as watcher:
-        found = study.reproduce(
-            arguments.study, arguments.cells, arguments.seed, arguments.out, arguments.workers, watcher
-        )
+    found = study.reproduce(arguments.study, arguments.cells, arguments.seed, arguments.out, arguments.workers)
     verdict = found.difference or f"identical: {len(found.cells)} cells and the tables of {study.PAGE}"
     print_result(arguments.json, asdict(found), [*found.cells, f"records     {found.folder}", verdict])
     return 1 if found.difference else 0

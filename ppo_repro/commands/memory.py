@@ -39,7 +39,7 @@ def require_memory(config: RunConfig | ControlConfig | DPOConfig, processes: int
         return
     plan = plan_run(config, processes)
     each = f" in each of {processes} processes" if processes > 1 else ""
-    words = f"{size(limit)} at most, and {in_words(plan, config.value.kind == 'separate')}{each}"
+    words = f"{size(limit)} at most, and {in_words(plan)}{each}"
     if processes * plan.certain > limit:
         raise UserError(f"not enough memory: {words}")
     if processes * plan.peak > limit:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from ppo_repro.commands.run_folders import RUNS
 from ppo_repro.errors import UserError
 from ppo_repro.output import print_json, print_result, say, tell
-from ppo_repro.tracking import copies as tracked
 from ppo_repro.tracking.analysis_home import report_writer, view_server
 
 if TYPE_CHECKING:
@@ -117,19 +116,21 @@ def view_command(arguments: argparse.Namespace) -> int:
 
 def track_command(arguments: argparse.Namespace) -> int:
     """Copy a recorded run or grid into MLflow, or with --tensorboard into event files."""
-    uri = arguments.uri
-    if uri is None and arguments.tensorboard is None:
-        uri = "sqlite:///mlflow.db"
-    said, fields = list[str](), dict[str, Any]()
-    if arguments.tensorboard is not None:
-        say(f"{arguments.run}: writing event files below {arguments.tensorboard}")
-        lines, written = tracked.into_tensorboard(arguments.run, arguments.tensorboard)
-        said += lines
-        fields |= written
-    if uri is not None:
-        say(f"{arguments.run}: copying it into {uri}")
-        lines, copied = tracked.into_mlflow(arguments.run, uri)
-        said += lines
-        fields |= copied
-    print_result(arguments.json, fields, said)
+    from ppo_repro.records.reader import open_manifest
+    from ppo_repro.tracking.follower import MLFLOW, TENSORBOARD, copy, require_tensorboard
+
+    require_tensorboard(arguments.tensorboard)
+    if not (arguments.run / "cells.parquet").exists():  # before the seconds that MLflow takes to import
+        open_manifest(arguments.run, allow_incomplete=True)
+    targets = {MLFLOW: arguments.uri, TENSORBOARD: arguments.tensorboard and str(arguments.tensorboard)}
+    if targets == {MLFLOW: None, TENSORBOARD: None}:
+        targets[MLFLOW] = "sqlite:///mlflow.db"
+    lines, fields = list[str](), dict[str, Any]()
+    for kind, target in targets.items():
+        if target is not None:
+            say(f"{arguments.run}: copying it into {target}")
+            copies = copy(arguments.run, kind, target)
+            lines += copies.lines
+            fields |= copies.fields
+    print_result(arguments.json, fields, lines)
     return 0

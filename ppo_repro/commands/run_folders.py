@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ppo_repro.clock import duration
 from ppo_repro.errors import UserError
@@ -15,18 +15,6 @@ from ppo_repro.output import print_result
 RUNS = Path("runs")  # where commands put runs unless --out says otherwise
 LATEST = "latest"  # what stands for the newest of them
 MANIFEST = "manifest.json"
-
-
-@dataclass(frozen=True)
-class Listed:
-    """One run folder."""
-
-    folder: str
-    kind: str
-    state: str  # as in its manifest; `killed` where that says running and nobody writes it; `damaged`
-    iterations: int
-    fingerprint: str
-    age_seconds: float  # since the manifest was written
 
 
 def latest_run(root: Path = RUNS) -> Path:
@@ -41,10 +29,8 @@ def ls_command(arguments: argparse.Namespace) -> int:
     """List the runs of a folder, the newest first: state, iterations, fingerprint, age."""
     if not arguments.folder.is_dir():
         raise UserError(f"{arguments.folder}: no such folder; give the one that runs went to")
-    found = sorted(
-        (_listed(run_dir) for run_dir in folders_with(arguments.folder, MANIFEST)), key=lambda run: run.age_seconds
-    )
-    print_result(arguments.json, {"runs": [asdict(run) for run in found]}, _lines(found, arguments.folder))
+    runs = sorted(map(_listed, folders_with(arguments.folder, MANIFEST)), key=lambda run: float(run["age_seconds"]))
+    print_result(arguments.json, {"runs": runs}, _lines(runs, arguments.folder))
     return 0
 
 
@@ -55,15 +41,18 @@ def _written(run_dir: Path) -> float:
         return 0.0
 
 
-def _listed(run_dir: Path) -> Listed:
+def _listed(run_dir: Path) -> dict[str, Any]:
+    """One run folder; its state is `damaged` if the manifest cannot be read."""
     from ppo_repro.records import manifest
 
-    age = max(time.time() - _written(run_dir), 0.0)
+    listed = {"folder": str(run_dir), "kind": "-", "state": "damaged", "iterations": 0, "fingerprint": "-"}
     try:
         head = manifest.load_head(run_dir)
+        listed |= {"kind": head.kind, "state": state(run_dir, head.status), "iterations": head.num_iterations}
+        listed["fingerprint"] = head.fingerprint
     except UserError:
-        return Listed(str(run_dir), "-", "damaged", 0, "-", age)
-    return Listed(str(run_dir), head.kind, state(run_dir, head.status), head.num_iterations, head.fingerprint, age)
+        pass
+    return {**listed, "age_seconds": max(time.time() - _written(run_dir), 0.0)}  # since the manifest was written
 
 
 def state(run_dir: Path, status: str) -> str:
@@ -86,13 +75,12 @@ def how_to_go_on(run_dir: Path, resume: str) -> str:
     return f"{done} iterations are recorded; {resume} goes on after iteration {start} and {again}"
 
 
-def _lines(found: list[Listed], root: Path) -> list[str]:
-    if not found:
+def _lines(runs: list[dict[str, Any]], root: Path) -> list[str]:
+    if not runs:
         return [f"no run in {root}"]
-    width = max(len(run.folder) for run in found)
-    lines = [f"{'run':<{width}}  {'kind':<9}{'state':<12}{'iterations':>10}  {'fingerprint':<13}age"]
-    return lines + [
-        f"{run.folder:<{width}}  {run.kind:<9}{run.state:<12}{run.iterations:>10}  {run.fingerprint[:12]:<13}"
-        f"{duration(run.age_seconds)}"
-        for run in found
+    row = f"{{folder:<{max(len(run['folder']) for run in runs)}}}  {{kind:<9}}{{state:<12}}{{iterations:>10}}  "
+    head = row.format(folder="run", kind="kind", state="state", iterations="iterations") + f"{'fingerprint':<13}age"
+    return [
+        head,
+        *(row.format(**run) + f"{run['fingerprint'][:12]:<13}{duration(run['age_seconds'])}" for run in runs),
     ]

@@ -23,7 +23,6 @@ CONTROL: Final = "control"  # PPO on Gymnasium environments
 DPO: Final = "dpo"  # DPO on preference pairs
 
 Model = TypeVar("Model", bound=BaseModel)
-SHIPPED = ("quickstart",)
 ENGINE_KIND = "rollout.engine.kind"
 PYTHON = "rollout.engine.python"  # a program, and no input
 _PACKAGE = Path(__file__).parent.parent
@@ -104,36 +103,24 @@ def read_tree(path: Path, overrides: Sequence[str] = ()) -> Any:
 
 
 def found(path: Path) -> Path:
-    """The file of a configuration that comes with the package, such as `quickstart`; any other path as it is.
-
-    A file or folder of that name in the current directory comes first.
-    """
-    if str(path) not in SHIPPED or path.exists():
+    """The configuration `quickstart` of the package unless there is one here; any other path as it is."""
+    if str(path) != "quickstart" or path.exists():
         return path
-    # the wheel has them below the package, a checkout in experiments
+    # the wheel has it below the package, a checkout in experiments
     installed = _PACKAGE / "configurations" / f"{path}.yaml"
     return installed if installed.is_file() else _PACKAGE.parent / "experiments" / f"{path}.yaml"
 
 
-def path_fields(tree: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Every field of a parsed configuration that holds a path: its dotted name, its section, its name there."""
-
-    def group(name: str, of: Any = tree) -> Any:
-        child = of.get(name) if isinstance(of, dict) else None
-        return child if isinstance(child, dict) else {}
-
-    terms = group("reward").get("terms")
-    engine = group("engine", group("rollout"))
-    sections = [("model.", group("model"), "path"), ("task.", group("task"), "path"), ("", tree, "run")]
-    sections.append(("", tree, "pairs"))
-    for index, term in enumerate(terms if isinstance(terms, list) else ()):
-        sections += [(f"reward.terms.{index}.", term, name) for name in ("path", "pairs")]
-    if "/" in str(engine.get("python")):  # else a name that is looked up on PATH
-        sections.append((PYTHON.removesuffix("python"), engine, "python"))
-    for prefix, section, name in sections:
-        value = section.get(name) if isinstance(section, dict) else None
-        if isinstance(value, str) and value and "://" not in value:
-            yield f"{prefix}{name}", section, name
+def path_fields(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Every field of a parsed configuration that has a path: its dotted name, its section, its name there."""
+    children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for name, value in children:
+        # an interpreter without a slash is looked up on PATH
+        is_path = name in ("path", "pairs", "run") or (name == "python" and "/" in str(value))
+        if is_path and isinstance(value, str) and value and "://" not in value:
+            yield f"{prefix}{name}", tree, name
+        elif name != "settings":  # of another library's data set
+            yield from path_fields(value, f"{prefix}{name}.")
 
 
 def from_folder(tree: Any, folder: Path) -> None:
@@ -172,8 +159,8 @@ def set_field(tree: dict[str, Any], path: str, value: Any) -> None:
     """Put `value` at the dotted `path` of a parsed tree; raises UserError where a value is in the way."""
     node: Any = tree
     *parents, leaf = path.split(".")
-    if not leaf or not all(parents):
-        raise UserError("a field is a name, or names with a dot between them")
+    if not leaf or not all(parents) or len(parents) > 20:
+        raise UserError("a field is up to 20 names with a dot between them")
     for name in parents:
         child = _entry(node, name) if isinstance(node, list) else node.setdefault(name, {})
         if not isinstance(child, dict | list):

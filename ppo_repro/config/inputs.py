@@ -18,13 +18,6 @@ FOLDER = "inputs"  # of a run folder
 LARGEST_COPY = 64_000_000  # bytes
 
 
-def model_files(path: Path) -> list[Path]:
-    """The files of a model folder that decide what is loaded; none if there is no folder, which loading refuses."""
-    if not path.is_dir():
-        return []
-    return sorted(p for p in path.iterdir() if p.suffix in {".json", ".safetensors", ".jinja", ".model", ".txt"})
-
-
 @dataclass(frozen=True)
 class Inputs:
     """The files that a configuration names."""
@@ -62,9 +55,11 @@ def _parts(value: str) -> tuple[Path, str]:
 
 
 def _decisive(folder: Path) -> list[Path]:
-    """The files that say what a folder is: those of a model, or the manifest of a recorded run."""
+    """The files that say what a folder is: the manifest of a recorded run, or all of a model that is loaded."""
     recorded = folder / "manifest.json"
-    return [recorded] if recorded.is_file() else model_files(folder)
+    if recorded.is_file() or not folder.is_dir():  # loading refuses what is no folder
+        return [recorded] if recorded.is_file() else []
+    return sorted(p for p in folder.iterdir() if p.suffix in {".json", ".safetensors", ".jinja", ".model", ".txt"})
 
 
 def digest_of(path: Path) -> str:

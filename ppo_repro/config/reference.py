@@ -25,23 +25,13 @@ WORDS = {bool: "true, false", int: "whole number", float: "number", str: "text",
 
 
 @dataclass(frozen=True)
-class Row:
-    """One field: its name, allowed values, default (empty if the field must be given), and meaning."""
-
-    name: str
-    allowed: str
-    default: str
-    meaning: str
-
-
-@dataclass(frozen=True)
 class Group:
     """The fields of one section, or of one kind of a section with several kinds."""
 
     path: str  # as after --set; empty for the top level of a file for `run`
     kind: str  # `kind: clip`; empty for a section with one kind
     meaning: str
-    fields: tuple[Row, ...]
+    fields: tuple[dict[str, str], ...]  # name, allowed values, default (empty if it must be given), meaning
 
 
 def groups(section: str | None = None) -> list[Group]:
@@ -62,7 +52,7 @@ def groups(section: str | None = None) -> list[Group]:
 
 def _groups(model: type[BaseModel], path: str, meaning: str) -> Iterator[Group]:
     tag, below = tag_of(model), []
-    rows, kind = list[Row](), ""
+    rows, kind = list[dict[str, str]](), ""
     for name, info in model.model_fields.items():
         if sections := sections_of(info.annotation):
             below += [(section, f"{path}.{name}".lstrip(".")) for section in sections]
@@ -71,7 +61,8 @@ def _groups(model: type[BaseModel], path: str, meaning: str) -> Iterator[Group]:
         else:
             value = list(info.default) if isinstance(info.default, tuple) else info.default
             default = "" if value is PydanticUndefined else describe_value(value)
-            rows.append(Row(name, _allowed(info.annotation, info.metadata), default, str(info.description)))
+            allowed = _allowed(info.annotation, info.metadata)
+            rows.append({"name": name, "allowed": allowed, "default": default, "meaning": str(info.description)})
     if rows or kind:
         yield Group(path, kind, meaning, tuple(rows))
     for section, where in below:
@@ -102,6 +93,6 @@ def text(section: str | None = None) -> list[str]:
     for group in groups(section):
         lines += ["", ", ".join(filter(None, (group.path or "run", group.kind))), f"  {group.meaning}"]
         for field in group.fields:
-            default = f"default {field.default}" if field.default else "must be given"
-            lines += [f"  {field.name}: {field.allowed}; {default}", f"      {field.meaning}"]
+            default = f"default {field['default']}" if field["default"] else "must be given"
+            lines += [f"  {field['name']}: {field['allowed']}; {default}", f"      {field['meaning']}"]
     return lines[1:]

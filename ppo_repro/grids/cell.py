@@ -9,18 +9,16 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ppo_repro.config.files import LANGUAGE
 from ppo_repro.errors import UserError
 from ppo_repro.files import atomic_write, has_writer
 from ppo_repro.interrupts import held
 from ppo_repro.records import manifest
-from ppo_repro.records.config_file import read_environments
 
 RESULT = "result.json"
 LOG = "log.txt"
-MESSAGE_LINES = 200  # of the end of the log, searched for the error
 LOST = 3  # exit code of a cell whose end nobody could see
 WRITER_SECONDS = 60.0  # how long another process may still be writing the cell's run
 
@@ -69,21 +67,6 @@ def state_of(folder: Path) -> State:
     return "failed" if last.exit_code in (1, 2) else "interrupted"
 
 
-def environment_of(folder: Path) -> dict[str, Any]:
-    """The environments in which the cell's run was started and resumed; empty before it starts."""
-    run_dir = run_of(folder)
-    if run_dir is None:
-        return {}
-    environments = read_environments(run_dir, manifest.load_head(run_dir))
-    codes = [environment["code_digest"] for environment in environments]
-    return {"code_digest": codes, **without_code(environments[0])}
-
-
-def without_code(environment: dict[str, Any]) -> dict[str, Any]:
-    """The parts of an environment that can change native results: versions and processor, not the layout."""
-    return {name: environment[name] for name in ("python", "packages", "machine", "cpu_capability", "torch_build")}
-
-
 def start_cell(order: Order) -> subprocess.Popen[bytes]:
     """Start the cell's process in its own session; it ends when the caller's end of its stdin closes."""
     forget_result(order)
@@ -111,25 +94,26 @@ def finish_cell(order: Order, exit_code: int, seconds: float) -> Result:
     """Record how the cell's process ended; the message is the last error line of its log."""
     message = ""
     if exit_code:
-        lines = (Path(order.folder) / LOG).read_text(errors="replace").splitlines()[-MESSAGE_LINES:]
+        lines = (Path(order.folder) / LOG).read_text(errors="replace").splitlines()
         starts = ("error: ", "promise broken: ", "terminated", "interrupted")
         message = ([line for line in lines if line.startswith(starts)] or lines or [""])[-1]
-    return _record(Path(order.folder), Result(order.name, exit_code, round(seconds, 3), message))
+    return _record(order, exit_code, round(seconds, 3), message)
 
 
 def lost_cell(order: Order, message: str) -> Result:
     """Record that nobody could say how the cell ended: a machine is gone, or what ran it there."""
-    return _record(Path(order.folder), Result(order.name, LOST, 0.0, message))
+    return _record(order, LOST, 0.0, message)
 
 
 def forget_result(order: Order) -> None:
-    """Remove what the attempt before this one left."""
+    """Remove the result of the attempt before this one."""
     (Path(order.folder) / RESULT).unlink(missing_ok=True)
 
 
-def _record(folder: Path, result: Result) -> Result:
+def _record(order: Order, exit_code: int, seconds: float, message: str) -> Result:
+    result = Result(order.name, exit_code, seconds, message)
     text = json.dumps(asdict(result), indent=1, ensure_ascii=False) + "\n"
-    atomic_write(folder / RESULT, text.encode())
+    atomic_write(Path(order.folder) / RESULT, text.encode())
     return result
 
 
@@ -140,12 +124,8 @@ def run_cell(order: Order) -> Result:
     # a cluster may still be ending the attempt before this one
     while run_dir is not None and has_writer(run_dir) and time.perf_counter() - started < WRITER_SECONDS:
         time.sleep(0.1)
-    process = start_cell(order)
-    try:
+    with start_cell(order) as process:  # closes its stdin
         code = process.wait()
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
     return finish_cell(order, code, time.perf_counter() - started)
 
 

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,8 @@ from ppo_repro.grids.cell import Order, Result, finish_cell, start_cell
 
 POLL_SECONDS = 0.02
 END_SECONDS = 60.0  # how long an interrupted cell has to record that it was interrupted
+
+Results = Generator[Result, None, None]
 
 
 class Engine(Protocol):
@@ -23,23 +25,9 @@ class Engine(Protocol):
         """UserError if no cell could run; nothing has been written by then."""
         ...
 
-    def run(self, orders: Sequence[Order]) -> Iterator[Result | None]:
-        """Yield each result when its cell ends, and None in between so that the caller can show progress."""
+    def run(self, orders: Sequence[Order]) -> Results:
+        """Yield each result when its cell ends; ends the cells when it is closed."""
         ...
-
-
-@dataclass(frozen=True)
-class _Live:
-    """A cell that runs."""
-
-    order: Order
-    process: subprocess.Popen[bytes]
-    started: float
-
-    def finish(self, code: int) -> Result:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        return finish_cell(self.order, code, time.perf_counter() - self.started)
 
 
 @dataclass(frozen=True)
@@ -51,33 +39,31 @@ class Processes:
     def check(self) -> None:
         """Nothing can be missing."""
 
-    def run(self, orders: Sequence[Order]) -> Iterator[Result | None]:
-        waiting, live = deque(orders), list[_Live]()
+    def run(self, orders: Sequence[Order]) -> Results:
+        waiting, live = deque(orders), dict[Order, tuple[subprocess.Popen[bytes], float]]()
         try:
             while waiting or live:
                 while waiting and len(live) < self.workers:
                     order = waiting.popleft()
-                    live.append(_Live(order, start_cell(order), time.perf_counter()))
-                for cell in list(live):
-                    ended = cell.process.poll()
-                    if ended is not None:
-                        live.remove(cell)
-                        yield cell.finish(ended)
-                yield None
+                    live[order] = start_cell(order), time.perf_counter()
+                for order, (process, started) in list(live.items()):
+                    if process.poll() is not None:
+                        del live[order]
+                        yield _finish(order, process, started)
                 time.sleep(POLL_SECONDS)
         finally:
-            _interrupt(live)
+            for process, _ in live.values():
+                process.send_signal(signal.SIGINT)  # so that it can record that it was interrupted
+            deadline = time.monotonic() + END_SECONDS
+            for order, (process, started) in live.items():
+                try:
+                    process.wait(max(0.1, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                _finish(order, process, started)
 
 
-def _interrupt(live: Sequence[_Live]) -> None:
-    """Interrupt every cell so that it can record that, then make sure that its process is gone."""
-    for cell in live:
-        cell.process.send_signal(signal.SIGINT)
-    deadline = time.monotonic() + END_SECONDS
-    for cell in live:
-        try:
-            code = cell.process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            cell.process.kill()
-            code = cell.process.wait(END_SECONDS)
-        cell.finish(code)
+def _finish(order: Order, process: subprocess.Popen[bytes], started: float) -> Result:
+    with process:  # closes its stdin
+        code = process.wait()
+    return finish_cell(order, code, time.perf_counter() - started)

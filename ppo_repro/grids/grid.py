@@ -1,26 +1,36 @@
-"""Running a grid: lay out its cells, run the cells that are not complete, write the tables."""
+"""Running a grid: lay out its cells, run the cells that are not complete, write the tables.
+
+`cells.parquet`: one row per cell in any state. `results.parquet`: one row per iteration of each complete cell, the
+columns of the `iterations` table after the columns of the cell.
+"""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import pandas as pd
 
 from ppo_repro.config.files import dump_yaml
 from ppo_repro.config.inputs import run_folder
 from ppo_repro.errors import UserError
-from ppo_repro.files import atomic_write, only_writer, remove_folder
-from ppo_repro.grids.cell import Order, environment_of, run_of, state_of, without_code
+from ppo_repro.files import atomic_write, only_writer
+from ppo_repro.grids.cell import Order, last_result, run_of, state_of
 from ppo_repro.grids.engines import Engine
-from ppo_repro.grids.progress import ConsoleGrid
-from ppo_repro.grids.results import write_tables
 from ppo_repro.grids.spec import Cell, Grid
+from ppo_repro.output import say_anyway
+from ppo_repro.records import manifest, reader
+from ppo_repro.records.config_file import read_environments
 from ppo_repro.runs.environment import describe_environment
 
-Changed = Literal["refuse", "keep", "redo"]
+CELLS = "cells.parquet"
+RESULTS = "results.parquet"
+SHOWN = ("final.eval_accuracy", "final.eval_score")  # columns of the printed table
+# of an environment: what can change native results
+CHANGING = ("code_digest", "python", "packages", "machine", "cpu_capability", "torch_build")
 
 
 @dataclass(frozen=True)
@@ -29,15 +39,14 @@ class Outcome:
 
     table: pd.DataFrame  # cells.parquet
     ran: tuple[str, ...]  # cells that this call started
-    strangers: tuple[str, ...]  # cells in the folder that are not in the grid file any more
 
 
-def run_grid(grid: Grid, out: Path, engine: Engine, watcher: ConsoleGrid, changed: Changed = "refuse") -> Outcome:
+def run_grid(grid: Grid, out: Path, engine: Engine, keep_changed: bool = False) -> Outcome:
     """Run every cell that is not complete, and write the tables in OUT/<name of the grid file>.
 
     A second call runs only what is missing. A cell that fails or is killed is recorded and does not stop the others.
     UserError if the engine cannot run cells, another call works on the same folder, a cell's configuration has
-    changed, or other code computed a cell (see `changed`).
+    changed, or, unless `keep_changed`, other code, packages or input files computed a cell.
     """
     engine.check()
     grid_dir = out / grid.name
@@ -47,27 +56,26 @@ def run_grid(grid: Grid, out: Path, engine: Engine, watcher: ConsoleGrid, change
         raise UserError(f"{grid_dir}: cannot be written ({error.strerror}); choose another --out") from error
     with only_writer(grid_dir):
         atomic_write(grid_dir / "grid.yaml", dump_yaml(grid.file).encode())
+        orders = []
         for cell in grid.cells:
-            lay_out(cell, grid_dir / "cells" / cell.name)
-        for cell in grid.cells:
-            _check_unchanged(cell, grid_dir / "cells" / cell.name, changed)
+            folder = grid_dir / "cells" / cell.name
+            lay_out(cell, folder)
+            if not keep_changed:
+                _check_unchanged(cell, folder)
+            if state_of(folder) != "complete":
+                orders.append(Order(cell.name, str(folder.absolute()), grid.file.kind, cell.config.layout.threads))
         write_tables(grid_dir, grid.cells)  # who copies the grid while it works reads the labels there
-        folders = {cell.name: grid_dir / "cells" / cell.name for cell in grid.cells}
-        orders = [
-            Order(cell.name, str(folders[cell.name].absolute()), grid.file.kind, cell.config.layout.threads)
-            for cell in grid.cells
-            if state_of(folders[cell.name]) != "complete"
-        ]
-        watcher.begin(orders, len(grid.cells))
+        complete = len(grid.cells) - len(orders)
+        say_anyway(f"{complete} of {len(grid.cells)} cells are complete already")
         try:
             if orders:
-                with closing(engine.run(orders)) as results:  # type: ignore[type-var]
-                    for result in results:
-                        watcher.look() if result is None else watcher.ended(result)
+                with closing(engine.run(orders)) as results:
+                    for ended, result in enumerate(results, complete + 1):
+                        outcome = f"ended with {result.exit_code}: {result.message}" if result.exit_code else "done"
+                        say_anyway(f"{ended}/{len(grid.cells)} {result.name}: {outcome} ({result.seconds:.1f} s)")
         finally:
             table = write_tables(grid_dir, grid.cells)
-    strangers = sorted(path.name for path in (grid_dir / "cells").iterdir() if path.name not in folders)
-    return Outcome(table, tuple(order.name for order in orders), tuple(strangers))
+    return Outcome(table, tuple(order.name for order in orders))
 
 
 def lay_out(cell: Cell, folder: Path) -> None:
@@ -83,22 +91,81 @@ def lay_out(cell: Cell, folder: Path) -> None:
         )
 
 
-def _check_unchanged(cell: Cell, folder: Path, changed: Changed) -> None:
-    """Refuse, keep or remove a run that other code, input files or another environment computed."""
-    recorded, run_dir = environment_of(folder), run_of(folder)
-    if run_dir is None or changed == "keep":
+def _check_unchanged(cell: Cell, folder: Path) -> None:
+    """UserError if other code or packages, another machine or other input files computed the run of a cell."""
+    run_dir = run_of(folder)
+    if run_dir is None:
         return
-    now = describe_environment(cell.config, 1)
-    parts = [name for name, value in without_code(now).items() if recorded[name] != value]
-    what = "code" if set(recorded["code_digest"]) != {now["code_digest"]} else ", ".join(parts)
+    before, now = read_environments(run_dir, manifest.load_head(run_dir)), describe_environment(cell.config, 1)
+    what = [name for name in CHANGING if any(environment[name] != now[name] for environment in before)]
     if run_folder(cell.config, folder) != run_dir:  # its name follows the inputs
-        what = "input file"
-    if not what:
-        return
-    if changed == "refuse":
+        what = ["input file"]
+    if what:
         raise UserError(
-            f"{folder}: was computed with another {what} than now; "
-            "--changed keep leaves such cells as they are (the tables say so), --changed redo runs them again"
+            f"{folder}: was computed with another {', '.join(what)} than now; --keep-changed leaves such cells as "
+            f"they are (the tables say so), and without {run_dir} the cell is run again"
         )
-    with only_writer(run_dir):
-        remove_folder(run_dir)
+
+
+def write_tables(grid_dir: Path, cells: Sequence[Cell]) -> pd.DataFrame:
+    """Write both tables, each completely or not at all; returns the table of cells. UserError on damaged records."""
+    table = pd.DataFrame([_cell_row(grid_dir, cell) for cell in cells])
+    for name, frame in ((CELLS, table), (RESULTS, _results_table(grid_dir, table))):
+        buffer = io.BytesIO()
+        frame.to_parquet(buffer, index=False, compression="zstd")
+        atomic_write(grid_dir / name, buffer.getvalue())
+    return table
+
+
+def _cell_row(grid_dir: Path, cell: Cell) -> dict[str, object]:
+    folder = grid_dir / "cells" / cell.name
+    run_dir, last, state = run_of(folder), last_result(folder), state_of(folder)
+    recorded = None if run_dir is None else manifest.load_head(run_dir)
+    codes: set[str] = set()  # of the start and of every resume
+    if run_dir is not None and recorded is not None:
+        codes = {environment["code_digest"] for environment in read_environments(run_dir, recorded)}
+    return {
+        "cell": cell.name,
+        **{f"axis.{axis}": label for axis, label in cell.labels.items()},
+        "seed": cell.seed,
+        "state": state,
+        "iterations": recorded.num_iterations if recorded else 0,
+        "fingerprint": recorded.fingerprint if recorded and state == "complete" else "",
+        "config_digest": cell.config.digest(),
+        "code_digest": ",".join(sorted(codes)),
+        "message": last.message if last and state != "complete" else "",
+        "run_dir": str(run_dir.relative_to(grid_dir)) if run_dir else "",
+        **{f"final.{k}": v for k, v in (recorded.final.items() if recorded else ()) if not isinstance(v, str)},
+    }
+
+
+def _results_table(grid_dir: Path, table: pd.DataFrame) -> pd.DataFrame:
+    """One row per iteration of each complete cell; raises UserError on damaged records."""
+    of_cell = ["cell", *(c for c in table.columns if c.startswith("axis.")), "seed", "fingerprint", "code_digest"]
+    frames = []
+    for row in table[table["state"] == "complete"].to_dict("records"):
+        frame = reader.read_iterations(grid_dir / str(row["run_dir"]))
+        for position, name in enumerate(of_cell):
+            frame.insert(position, name, row[name])
+        frames.append(frame)
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=of_cell)
+
+
+def lines(grid: Grid, folder: Path, outcome: Outcome) -> list[str]:
+    """Question, one line per cell, and the paths of the tables."""
+    table = outcome.table
+    columns = ["cell", "state", "iterations", *(name for name in SHOWN if name in table.columns)]
+    shown = table[columns].rename(columns=lambda name: name.removeprefix("final."))
+    shown["fingerprint"] = table["fingerprint"].str[:12]
+    codes = {code for codes in table["code_digest"] for code in codes.split(",") if code}
+    return [
+        f"question     {grid.file.question}",
+        f"expectation  {grid.file.expectation}",
+        shown.to_string(index=False, float_format=lambda x: f"{x:.4g}"),
+        *(f"{row['cell']}: {row['message']}" for row in table[table["message"] != ""].to_dict("records")),
+        *([f"computed by {len(codes)} versions of the code; see column code_digest"] if len(codes) > 1 else []),
+        f"{(table['state'] == 'complete').sum()} of {len(table)} cells complete; {len(outcome.ran)} run now",
+        f"tables       {folder / CELLS}, {folder / RESULTS}",
+        *([f"read with    {grid.file.read_with}"] if grid.file.read_with else []),
+        f"page         ppo-repro report {folder}",
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,9 +11,10 @@ from typing import Any
 
 from ppo_repro.errors import UserError
 from ppo_repro.grids.cell import Order, Result, forget_result, lost_cell, run_cell, state_of
+from ppo_repro.grids.engines import Results
 
-LOOK_SECONDS = 0.1
 ANSWER_SECONDS = 10.0
+LOOK_SECONDS = 0.1  # so that Ctrl-C is heard
 # of a cell whose node dies; what ends a cell in any other way is its result
 MORE_NODES = 3
 
@@ -32,11 +33,11 @@ class Ray:
         if "/" in host or not (colon and port.isdecimal()):
             return  # `local`, `auto` and the addresses of Ray's clients are for Ray to judge
         try:
-            socket.create_connection((host, int(port)), ANSWER_SECONDS).close()
+            socket.create_connection((host, int(port)), ANSWER_SECONDS).close()  # Ray itself would wait for minutes
         except (OSError, OverflowError) as error:
             raise UserError(f"--ray {self.address}: cannot be reached ({error}); start it with `ray start`") from error
 
-    def run(self, orders: Sequence[Order]) -> Iterator[Result | None]:
+    def run(self, orders: Sequence[Order]) -> Results:
         import ray
 
         for order in orders:
@@ -61,7 +62,6 @@ class Ray:
                         yield ray.get(reference)
                     except ray.exceptions.RayError as error:
                         yield lost_cell(order, " ".join(str(error).split())[:300])
-                yield None
         finally:
             ray.shutdown()
             for order in pending.values():

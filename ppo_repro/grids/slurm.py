@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from ppo_repro.errors import UserError
 from ppo_repro.grids.cell import Order, Result, forget_result, last_result, lost_cell, run_cell, state_of
+from ppo_repro.grids.engines import Results
 
 if TYPE_CHECKING:
     from submitit.core.utils import DelayedSubmission
 
-POLL_SECONDS = 1.0
-LONGEST_POLL_SECONDS = 30.0  # between two questions to the cluster's controller, which all users share
+POLL_SECONDS = 5.0  # between two questions to the cluster's controller, which all users share
 TIMEOUT_MINUTES = 24 * 60  # of a job, unless slurm_time or timeout_min is given
 ANSWER_SECONDS = 60.0  # for one command of Slurm's
 SETTLE_SECONDS = 15.0  # until a file written on another machine is seen here
@@ -57,12 +57,9 @@ class Slurm:
             raise UserError(f"--slurm: {missing[0]} is not installed here; start this on a machine that submits jobs")
         if find_spec("submitit") is None:
             raise UserError("--slurm: needs submitit; install it with pip install 'ppo_repro[grid]'")
-        code, _, said = _ask("sinfo", "--noheader")
-        if code:
-            raise UserError(f"--slurm: the cluster does not answer ({said}); wait for it, or give no --slurm")
         self._submit(())
 
-    def run(self, orders: Sequence[Order]) -> Iterator[Result | None]:
+    def run(self, orders: Sequence[Order]) -> Results:
         for order in orders:
             forget_result(order)
         jobs = self._submit(orders)
@@ -89,66 +86,56 @@ class Slurm:
         return {job.job_id: order for job, order in zip(jobs, orders, strict=True)}
 
 
-def _ask(*command: str) -> tuple[int, str, str]:
-    """Exit code, output and error of a command of Slurm's."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return 1, "", f"{command[0]} took longer than {ANSWER_SECONDS:.0f} s"
-    return done.returncode, done.stdout, " ".join(done.stderr.split())[:200]
+def _ask(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The answer of a command of Slurm's; a command that takes too long has failed."""
+    limited = ["timeout", str(ANSWER_SECONDS), command, *arguments]
+    return subprocess.run(limited, capture_output=True, text=True, check=False)
 
 
-def _arrays(jobs: Jobs) -> str:
-    return ",".join(sorted({job.partition("_")[0] for job in jobs}))
+def _arrays(jobs: Jobs) -> list[str]:
+    return sorted({job.partition("_")[0] for job in jobs})
 
 
 def _queued(jobs: Jobs) -> set[str] | None:
     """The jobs that wait, run or are being ended; None where the cluster does not answer at the moment."""
-    code, out, said = _ask("squeue", "--noheader", "--array", f"--jobs={_arrays(jobs)}", "--format=%i")
-    if code:
-        return set() if "Invalid job id" in said else None
-    return set(out.split())
+    answer = _ask("squeue", "--noheader", "--array", f"--jobs={','.join(_arrays(jobs))}", "--format=%i")
+    if answer.returncode:
+        return set() if "Invalid job id" in answer.stderr else None
+    return set(answer.stdout.split())
 
 
-def _until_ended(jobs: Jobs, log_folder: Path) -> Iterator[Result | None]:
-    """Take each job that has ended out of `jobs` and yield its result; None again and again meanwhile.
+def _until_ended(jobs: Jobs, log_folder: Path) -> Results:
+    """Take each job that has ended out of `jobs` and yield its result.
 
     A job that Slurm has put back into the queue has not ended.
     """
-    started = time.monotonic()
-    asked, gone_since = started, dict[str, float]()
+    gone_since = dict[str, float]()
     while jobs:
-        yield None
         time.sleep(POLL_SECONDS)
-        now = time.monotonic()
-        if now - asked < min(LONGEST_POLL_SECONDS, (now - started) / 20):
-            continue
-        asked, queued = now, _queued(jobs)
-        if queued is None:
-            continue
+        queued, now = _queued(jobs), time.monotonic()
         for job, order in list(jobs.items()):
-            if job in queued:
+            if queued is None or job in queued:
                 gone_since.pop(job, None)
                 continue
             result = last_result(Path(order.folder))
-            if result is None and now - gone_since.setdefault(job, now) < SETTLE_SECONDS:
-                continue
-            del jobs[job]
-            yield result or lost_cell(order, _lost(job, log_folder))
+            if result is not None or now - gone_since.setdefault(job, now) >= SETTLE_SECONDS:
+                del jobs[job]
+                yield result or _lost(order, job, log_folder)
 
 
-def _lost(job: str, log_folder: Path) -> str:
-    return f"job {job} ended without a word; see {log_folder}/{job}_0_log.err and the cell's log.txt"
+def _lost(order: Order, job: str, log_folder: Path) -> Result:
+    logs = f"see {log_folder}/{job}_0_log.err and the cell's log.txt"
+    return lost_cell(order, f"job {job} ended without a word; {logs}")
 
 
 def _cancel(jobs: Jobs, log_folder: Path) -> None:
     """End what still waits or runs, wait until it is gone, and record what could not record its end itself."""
     if not jobs:
         return
-    _ask("scancel", *_arrays(jobs).split(","))
+    _ask("scancel", *_arrays(jobs))
     deadline = time.monotonic() + END_SECONDS
     while _queued(jobs) != set() and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
+        time.sleep(1.0)
     for job, order in jobs.items():
         if state_of(Path(order.folder)) == "running":
-            lost_cell(order, _lost(job, log_folder))
+            _lost(order, job, log_folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +31,6 @@ from ppo_repro.config.yaml_text import describe_value
 from ppo_repro.errors import UserError
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-MAX_CELLS = 10_000
 Config = RunConfig | ControlConfig | DPOConfig
 
 
@@ -136,16 +134,11 @@ def _check_fields(path: Path, file: GridFile, axes: Sequence[Sequence[Choice]]) 
 def load_grid(path: Path) -> Grid:
     """Read a grid file and expand it; raises UserError for any mistake, before anything runs."""
     file = validated(GridFile, read_tree_for("grid", path), str(path))
-    name = path.stem
-    if not NAME.match(name):
+    if not NAME.match(path.stem):
         raise UserError(f"{path}: the file name is the grid's name; use letters, digits, '.', '_' and '-'")
     base = read_tree(path.parent / file.base)
     if not isinstance(base, dict):
         raise UserError(f"{path.parent / file.base}: must be a mapping of fields, found {type(base).__name__}")
-    sizes = [*(len(values) for values in file.axes.values() if isinstance(values, list | dict)), len(file.seeds)]
-    if math.prod(sizes) > MAX_CELLS:
-        product = f"{' x '.join(map(str, sizes))} (axes x seeds) = {math.prod(sizes)} cells"
-        raise UserError(f"{path}: {product}; at most {MAX_CELLS} make a grid: take fewer values")
     try:
         axes = [_choices(axis, values) for axis, values in file.axes.items()]
     except UserError as error:
@@ -153,12 +146,11 @@ def load_grid(path: Path) -> Grid:
     _check_fields(path, file, axes)
     cells = tuple(_cells(path, file, axes, base))
     by_config: dict[str, str] = {}
-    names: set[str] = set()
     for cell in cells:
         other = by_config.setdefault(cell.config.canonical_json(), cell.name)
         if other != cell.name:
             raise UserError(f"{path}: cells {other} and {cell.name} are the same run; an axis has no effect")
-        if cell.name in names:
-            raise UserError(f"{path}: two cells would be called {cell.name}; choose other labels")
-        names.add(cell.name)
-    return Grid(name, file, cells)
+    (name, times), *_ = Counter(cell.name for cell in cells).most_common(1)
+    if times > 1:
+        raise UserError(f"{path}: two cells would be called {name}; choose other labels")
+    return Grid(path.stem, file, cells)

@@ -17,7 +17,6 @@ from pathlib import Path
 from ppo_repro.errors import UserError
 from ppo_repro.grids.engines import Processes
 from ppo_repro.grids.grid import run_grid
-from ppo_repro.grids.progress import ConsoleGrid
 from ppo_repro.grids.spec import Cell, Grid, load_grid
 from ppo_repro.seeding import permutation
 
@@ -36,7 +35,7 @@ class Reproduction:
     folder: str  # of the new runs
 
 
-def reproduce(study: Path, count: int, seed: int, out: Path, workers: int, watcher: ConsoleGrid) -> Reproduction:
+def reproduce(study: Path, count: int, seed: int, out: Path, workers: int) -> Reproduction:
     """Run `count` cells of a study again, chosen by `seed`; compare fingerprints, measures and tables with the files.
 
     Cells in native numerics are never chosen: their bits belong to a machine. UserError if the study is not whole.
@@ -48,7 +47,7 @@ def reproduce(study: Path, count: int, seed: int, out: Path, workers: int, watch
     cells = chosen_cells(grid, committed, count, seed)
     out.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{study.name}-", dir=out))
-    outcome = run_grid(replace(grid, cells=cells), folder, Processes(workers), watcher)
+    outcome = run_grid(replace(grid, cells=cells), folder, Processes(workers))
     runs, names = folder / grid.name, tuple(cell.name for cell in cells)
     for row in outcome.table.to_dict("records"):
         if row["state"] != "complete":

@@ -123,7 +123,7 @@ def generate(
     requests = [Request(prompt, sample_seed(seed, 0, "generate", index)) for index, prompt in enumerate(ids)]
     responses = []
     for request, c in zip(requests, engine.generate(requests, sampling), strict=True):
-        text = tokenizer and str(tokenizer.decode(list(c.response_ids), skip_special_tokens=True))
+        text = None if tokenizer is None else str(tokenizer.decode(list(c.response_ids), skip_special_tokens=True))
         responses.append(Response(text, request.prompt_ids, c.response_ids, c.logprobs, c.finish_reason))
     return responses
 

@@ -26,15 +26,11 @@ OnIteration = Callable[[Any], object]  # takes a row of the table `iterations`, 
 
 
 class _Progress(ConsoleProgress):
-    """What `ppo-repro run` shows, or nothing, and a function that is told of each iteration."""
+    """What `ppo-repro run` shows, and a function that is told of each iteration."""
 
-    def __init__(self, run_dir: Path, on_iteration: OnIteration | None, shows: bool) -> None:
+    def __init__(self, run_dir: Path, on_iteration: OnIteration | None) -> None:
         super().__init__()
-        self._run_dir, self._on_iteration, self._shows = run_dir, on_iteration, shows
-
-    def _show(self, name: str, done: int, total: int, note: str) -> None:
-        if self._shows:
-            super()._show(name, done, total, note)
+        self._run_dir, self._on_iteration = run_dir, on_iteration
 
     def iteration(self, done: int, total: int, figures: str) -> None:
         super().iteration(done, total, figures)
@@ -50,7 +46,6 @@ def train(
     on_iteration: OnIteration | None = None,
     overrides: Mapping[str, Any] | Sequence[str] = (),
     out: Path | str = "runs",
-    progress: bool = True,
 ) -> Run:
     """Run PPO as `ppo-repro run` does, record every buffer, and return the run.
 
@@ -82,7 +77,7 @@ def train(
     require_memory(checked, 1)
     run_dir = run_folder(checked, folder)
     try:
-        with _Progress(run_dir, on_iteration, progress) as watcher:
+        with _Progress(run_dir, on_iteration) as watcher:
             runner.run(LanguageKind(watcher, ALONE), checked, folder)
     except KeyboardInterrupt as error:
         raise type(error)(how_to_go_on(run_dir, f"`ppo-repro resume {run_dir}`")) from None

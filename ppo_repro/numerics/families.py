@@ -63,11 +63,6 @@ def head_of(model: PreTrainedModel) -> nn.Module:
     return cast(nn.Module, model.get_output_embeddings())
 
 
-def token_head_name(config: PretrainedConfig) -> str:
-    """What transformers' token classification model of a family calls its head."""
-    return "classifier" if config.model_type in {"gpt2", "gpt_neox"} else "score"
-
-
 def head_dim(config: PretrainedConfig) -> int:
     """Width of an attention head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

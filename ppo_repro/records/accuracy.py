@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from ppo_repro.records.config_file import read_note
@@ -27,10 +27,6 @@ class Accuracy:
     def is_low(self) -> bool:
         """Whether the log-probs are farther from float64 than they should be."""
         return not self.ratio <= LARGEST_RATIO  # nor may the ratio be NaN
-
-    def numbers(self) -> dict[str, float | int]:
-        """The fields that are numbers, by name."""
-        return asdict(self)
 
 
 def read(run_dir: Path, recorded: Head) -> Accuracy | None:

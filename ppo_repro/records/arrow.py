@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,29 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ppo_repro.records import digests, schema
-
-
-@dataclass(frozen=True)
-class WithNulls:
-    """An array of a nullable column: its values, and which of them are present."""
-
-    values: npt.NDArray[Any]
-    present: npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
-class Lists:
-    """A list column in two arrays: the elements of all lists one after the other, and the length of each list."""
-
-    elements: npt.NDArray[Any]
-    lengths: npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class AllNull:
-    """A nullable column without a value."""
-
-    rows: int
 
 
 def arrow_schema(table: schema.Table, names: Sequence[str] | None = None) -> pa.Schema:
@@ -59,15 +35,14 @@ def arrow_schema(table: schema.Table, names: Sequence[str] | None = None) -> pa.
 
 
 def to_arrow(
-    table: schema.Table, columns: Mapping[str, npt.NDArray[Any] | Sequence[Any] | WithNulls | Lists | AllNull]
+    table: schema.Table, columns: Mapping[str, npt.NDArray[Any] | Sequence[Any] | pa.Array | None]
 ) -> pa.Table:
-    """Build a table from a copy of its columns; raises ValueError naming table and column.
+    """Build a table from a copy of its columns; None is null in every row. ValueError naming table and column.
 
     A column that a level or a feature brings may be left out. No value is cast where that could change a bit.
     """
-    strangers = columns.keys() - {column.name for column in table.columns}
-    if strangers:
-        raise ValueError(f"table {table.name}, column {min(strangers)}: not in the schema")
+    if unknown := columns.keys() - {column.name for column in table.columns}:
+        raise ValueError(f"table {table.name}, column {min(unknown)}: not in the schema")
     arrays: list[pa.Array] = []
     for column in table.columns:
         if column.name not in columns:
@@ -75,7 +50,7 @@ def to_arrow(
                 raise ValueError(f"table {table.name}, column {column.name}: missing")
             continue
         try:
-            array = _to_array(column, columns[column.name])
+            array = _to_array(column, columns[column.name], len(arrays[0]) if arrays else 0)
             if array.null_count and not column.nullable:
                 raise ValueError("is not nullable")
             if arrays and len(array) != len(arrays[0]):
@@ -107,31 +82,18 @@ def to_parquet(data: pa.Table) -> memoryview:
     return memoryview(sink.getvalue())
 
 
-def _to_array(column: schema.Column, values: Any) -> pa.Array:
-    kind, element = digests.ARROW_TYPES[column.kind], digests.ELEMENTS.get(column.kind)
-    if isinstance(values, AllNull):
-        return pa.nulls(values.rows, kind)
-    if isinstance(values, WithNulls):
-        return pa.array(_exact(column.kind, values.values), kind, mask=~values.present, from_pandas=False)
-    if isinstance(values, Lists) and element is not None:
-        offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(values.lengths)])
-        if offsets[-1] != len(values.elements):
-            raise ValueError(f"holds {len(values.elements)} elements in lists of {offsets[-1]}")
-        return pa.LargeListArray.from_arrays(offsets, _exact(element, values.elements)).cast(kind)
-    if isinstance(values, np.ndarray):
-        return pa.array(_exact(column.kind, values), kind, from_pandas=False)
-    # Arrow would round or cut them silently
-    there = [value for value in values if value is not None]
-    if "float32" in column.kind and any(getattr(value, "dtype", None) != np.float32 for value in there):
-        raise ValueError("holds other values than float32")
-    rows = there if column.kind == "list<int32>" else [there] if "int" in column.kind else []
-    if any(len(row) and np.asarray(row).dtype.kind not in "iu" for row in rows):
-        raise ValueError("holds other values than whole numbers")
-    return pa.array(values, kind)
-
-
-def _exact(kind: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A copy, whose memory no later write can change; ValueError unless it is one column of this type."""
-    if type(values) is not np.ndarray or values.dtype != np.dtype(kind) or values.ndim != 1:
-        raise ValueError(f"is a {type(values).__name__} of {values.dtype}, shape {values.shape}; expected {kind}")
-    return np.array(values, order="C", copy=True)
+def _to_array(column: schema.Column, values: Any, rows: int) -> pa.Array:
+    """An array of the column's type, whose memory no later write can change; ValueError for values of another type."""
+    expected = digests.ARROW_TYPES[column.kind]
+    if values is None:
+        return pa.nulls(rows, expected)
+    if type(values) is np.ndarray:
+        values = values.copy()
+    array = values if isinstance(values, pa.Array) else pa.array(values)
+    element, wanted = array.type, expected
+    if pa.types.is_list(element) and pa.types.is_list(wanted):
+        element, wanted = element.value_type, wanted.value_type
+    whole = pa.types.is_integer(element) and (pa.types.is_integer(wanted) or wanted == pa.float64())
+    if element != wanted and not whole and not pa.types.is_null(element):
+        raise ValueError(f"holds {array.type}, expected {column.kind}")
+    return array.cast(expected)  # of whole numbers it refuses what it would change

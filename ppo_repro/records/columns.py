@@ -26,7 +26,7 @@ from ppo_repro.ppo.corrections import correction_names
 from ppo_repro.ppo.objective import flag_names
 from ppo_repro.preferences.training import PreferenceStep, RewardTraining
 from ppo_repro.records import schema
-from ppo_repro.records.arrow import AllNull, Lists, WithNulls, to_arrow
+from ppo_repro.records.arrow import to_arrow
 from ppo_repro.stages.agreement import differing
 from ppo_repro.stages.coefficients import learning_rates
 from ppo_repro.tasks.tokenizer import decode
@@ -71,8 +71,10 @@ def _int32(values: Any) -> np.ndarray:
     return np.asarray(values, dtype=np.int32)
 
 
-def _or_null(values: Tensor | None, count: int) -> np.ndarray | AllNull:
-    return AllNull(count) if values is None else values.numpy()
+def _fields(stage: Any, *names: str) -> Columns:
+    """The columns that are fields of a stage by the same name."""
+    values = {name: getattr(stage, name) for name in names}
+    return {name: value.numpy() if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
 def _of_step(update: MinibatchUpdate, model: str, name: str) -> Any:
@@ -85,11 +87,11 @@ def _by_step(item: Iteration, model: str, name: str) -> list[Any]:
     return [_of_step(u, model, name) for u in item.updates]
 
 
-def _by_token(item: Iteration, model: str, name: str) -> WithNulls:
+def _by_token(item: Iteration, model: str, name: str) -> pa.Array:
     """A per-token column of the policy's or the value model's steps; null where there was none."""
     columns, sizes = _by_step(item, model, name), [len(u.tokens) for u in item.updates]
     values = torch.cat([torch.zeros(n) if c is None else c for n, c in zip(sizes, columns, strict=True)])
-    return WithNulls(values.numpy(), np.repeat([column is not None for column in columns], sizes))
+    return pa.array(values.numpy(), mask=np.repeat([column is None for column in columns], sizes))
 
 
 def _of_minibatches(item: Iteration, name: str) -> np.ndarray:
@@ -119,9 +121,7 @@ def _sequences(item: Iteration) -> Columns:
         "prompt_length": _int32([len(ids) for ids in prompts.prompt_ids]),
         "response_length": _int32(lengths),
         "finish_reason": list(rollout.finish_reasons),
-        "scores": rewards.scores.numpy(),
-        "score_parts": [np.array(parts) for parts in rewards.score_parts],
-        "is_correct": rewards.is_correct.numpy(),
+        **_fields(rewards, "scores", "score_parts", "is_correct"),
         "kl_penalty_sum": run_sums(rewards.kl_penalties, lengths).numpy(),
         "reward_sum": run_sums(rewards.rewards, lengths).numpy(),
         **_episode_columns(rollout.episodes),
@@ -152,42 +152,32 @@ def _tokens(item: Iteration) -> Columns:
         "position": _int32(_positions(rollout.lengths)),
         "token_id": _int32(rollout.response_ids),
         **spans,
-        "rollout_logprobs": rollout.rollout_logprobs.numpy(),
-        "old_logprobs": forward.old_logprobs.numpy(),
-        "ref_logprobs": forward.ref_logprobs.numpy(),
-        "log_kept_mass": rollout.log_kept_mass.numpy(),
-        "entropies": forward.entropies.numpy(),
-        "prob_sq_sums": forward.prob_sq_sums.numpy(),
-        "ref_kl": forward.ref_kl.numpy(),
-        "values": _or_null(forward.values, count),
-        "kl_penalties": rewards.kl_penalties.numpy(),
-        "rewards": rewards.rewards.numpy(),
-        "raw_advantages": advantages.raw_advantages.numpy(),
-        "advantages": advantages.advantages.numpy(),
-        "returns": _or_null(advantages.returns, count),
+        **_fields(rollout, "rollout_logprobs", "log_kept_mass"),
+        **_fields(forward, "old_logprobs", "ref_logprobs", "entropies", "prob_sq_sums", "ref_kl", "values"),
+        **_fields(rewards, "kl_penalties", "rewards"),
+        **_fields(advantages, "raw_advantages", "advantages", "returns"),
     }
 
 
 def _full_tokens(item: Iteration) -> Columns:
-    rewards, count = item.rewards, len(item.rollout.response_ids)
     return {
         "kept_tokens": _kept(item.rollout.kept_tokens.numpy()),
-        "reverse_ref_kl": _or_null(item.forward.reverse_ref_kl, count),
-        "placed_scores": rewards.placed_scores.numpy(),
-        "raw_rewards": rewards.raw_rewards.numpy(),
+        **_fields(item.forward, "reverse_ref_kl"),
+        **_fields(item.rewards, "placed_scores", "raw_rewards"),
     }
 
 
-def _kept(bits: np.ndarray) -> Lists | AllNull:
+def _kept(bits: np.ndarray) -> pa.Array | None:
     """Bit sets [N, W] uint8 as lists of ids; null where they have no width."""
     if bits.shape[1] == 0:
-        return AllNull(len(bits))
+        return None
     ids, counts = [], []
     for start in range(0, len(bits), _ROWS_AT_ONCE):
         kept = np.unpackbits(bits[start : start + _ROWS_AT_ONCE], axis=1)
         ids.append(np.nonzero(kept)[1].astype(np.int32))
-        counts.append(kept.sum(1, dtype=np.int64))
-    return Lists(np.concatenate(ids), np.concatenate(counts))
+        counts.append(kept.sum(1, dtype=np.int32))
+    offsets = np.cumsum(np.concatenate([np.zeros(1, np.int32), *counts]), dtype=np.int32)
+    return pa.ListArray.from_arrays(offsets, np.concatenate(ids))
 
 
 def _deep_tokens(item: Iteration) -> Columns:
@@ -205,10 +195,9 @@ def _deep_tokens(item: Iteration) -> Columns:
     return {name: _lists(values) for name, values in rows.items()}
 
 
-def _lists(rows: Tensor) -> Lists | AllNull:
+def _lists(rows: Tensor) -> list[np.ndarray] | None:
     """Rows [N, K] as lists of K; null for K = 0."""
-    count, width = rows.shape
-    return Lists(rows.numpy().reshape(-1), np.full(count, width, np.int64)) if width else AllNull(count)
+    return list(rows.numpy()) if rows.shape[1] else None
 
 
 def _updates(item: Iteration) -> Columns:
@@ -354,13 +343,9 @@ def evaluation_table(evaluation: Evaluation, iteration: int) -> dict[str, pa.Tab
         "prompt": evaluation.texts,
         "response": evaluation.responses,
         "answer": evaluation.answers,
-        "prompt_ids": evaluation.prompt_ids,
-        "response_ids": evaluation.response_ids,
         "response_length": [len(ids) for ids in evaluation.response_ids],
         "finish_reason": evaluation.finish_reasons,
-        "scores": evaluation.scores,
-        "score_parts": evaluation.score_parts,
-        "is_correct": evaluation.is_correct,
+        **_fields(evaluation, "prompt_ids", "response_ids", "scores", "score_parts", "is_correct"),
         **_episode_columns(evaluation.episodes),
     }
     return {schema.EVALUATIONS.name: to_arrow(schema.EVALUATIONS, columns)}
@@ -388,8 +373,8 @@ def _pairs(training: RewardTraining, tokenizer: PreTrainedTokenizerBase) -> Colu
     pairs, trained = [*training.pairs, *training.eval_pairs], len(training.pairs)
     held_out = np.arange(len(pairs)) >= trained
 
-    def margins(of_held_out: Sequence[float]) -> WithNulls:
-        return WithNulls(np.array([*[0.0] * trained, *of_held_out], dtype=np.float32), held_out)
+    def margins(of_held_out: Sequence[float]) -> pa.Array:
+        return pa.array([*[None] * trained, *of_held_out], pa.float32())
 
     return {
         "pair": np.arange(len(pairs), dtype=np.int32),
@@ -397,9 +382,7 @@ def _pairs(training: RewardTraining, tokenizer: PreTrainedTokenizerBase) -> Colu
         "prompt_key": [pair.prompt_key for pair in pairs],
         "chosen": [decode(tokenizer, pair.chosen_ids) for pair in pairs],
         "rejected": [decode(tokenizer, pair.rejected_ids) for pair in pairs],
-        "prompt_ids": [pair.prompt_ids for pair in pairs],
-        "chosen_ids": [pair.chosen_ids for pair in pairs],
-        "rejected_ids": [pair.rejected_ids for pair in pairs],
+        **{name: [getattr(pair, name) for pair in pairs] for name in ("prompt_ids", "chosen_ids", "rejected_ids")},
         "margin_before": margins(training.margins_before),
         "margin_after": margins(training.margins_after),
     }

@@ -12,9 +12,9 @@ from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import build_config, build_config_of, read_tree, read_tree_for
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.yaml_text import read_yaml
-from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
 from ppo_repro.records.manifest import Head
+from ppo_repro.records.reader import read_checked
 
 CONFIG_NAME = "config.yaml"
 ENVIRONMENT_NAME = "environment.json"
@@ -23,8 +23,7 @@ RESUMED = "resumed-*.json"
 
 def check_config(run_dir: Path, recorded: Head) -> None:
     """Raise UserError unless config.yaml is what was written when the run was started."""
-    if manifest.content_digest(read_checked(run_dir, CONFIG_NAME, None)) != recorded.files[CONFIG_NAME]:
-        raise UserError(f"{run_dir / CONFIG_NAME}: is not the configuration the run was started with; restore it")
+    read_checked(run_dir / CONFIG_NAME, recorded.files[CONFIG_NAME])
 
 
 def load_recorded_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -49,24 +48,9 @@ def load_config_of(run_dir: Path, recorded: Head) -> RunConfig | ControlConfig |
     return build_config_of(recorded.kind, read_tree(path), str(path))
 
 
-def read_checked(run_dir: Path, name: str, digest: str | None) -> bytes:
-    """The content of a file with this SHA-256; UserError where it is missing or not what was written.
-
-    None: the file is only read.
-    """
-    path = run_dir / name
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); restore it") from error
-    if digest is not None and manifest.content_digest(content) != digest:
-        raise UserError(f"{path}: has another SHA-256 than the manifest says; restore it")
-    return content
-
-
 def read_note(run_dir: Path, recorded: Head, name: str) -> dict[str, Any]:
     """A JSON file of a run folder, checked against the manifest; UserError where it is missing or damaged."""
-    tree: dict[str, Any] = json.loads(read_checked(run_dir, name, recorded.notes[name]))
+    tree: dict[str, Any] = json.loads(read_checked(run_dir / name, recorded.notes[name]))
     return tree
 
 

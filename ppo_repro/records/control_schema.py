@@ -5,7 +5,7 @@ A sequence is a fragment: the part of one episode that lies in one iteration. A 
 
 from __future__ import annotations
 
-from ppo_repro.records.schema import EPOCH, ITERATION, MINIBATCH, Column, Table, deep, full
+from ppo_repro.records.schema import EPOCH, ITERATION, MINIBATCH, Column, Table, full, gradients
 
 _SEQUENCE = Column("sequence", "int32", "index", "Fragment within the iteration, from 0, by environment and time.")
 _POSITION = Column("position", "int32", "index", "Step within the fragment, from 0.")
@@ -96,10 +96,7 @@ STEPS = Table(
         Column("value_digest", "string", "", "Digest of the critic weights after the step."),
         full("surrogate_loss", "float64", "", "Mean of surrogates."),
         full("entropy_loss", "float64", "", "Minus entropy_coef times the mean of new_entropies."),
-        deep("tensors", "string", "", "Names of the trained tensors of both networks, separated by spaces."),
-        deep("tensor_grad_norms", "list<float64>", "", "Gradient norm of each of them before clipping."),
-        deep("tensor_grad_max_abs", "list<float64>", "", "Largest magnitude in its gradient."),
-        deep("tensor_grad_zeros", "list<float64>", "", "Share of its gradient's elements that are zero."),
+        *gradients("", "the trained tensors of both networks"),
     ),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ppo_repro.records import schema
 from ppo_repro.records.schema import ITERATION, MINIBATCH, Column, Table
 
 _PAIR = Column("pair", "int32", "index", "Training pairs first, then held-out ones.")
@@ -13,12 +14,7 @@ PAIRS = Table(
     (
         _PAIR,
         Column("held_out", "bool", "", "Not trained on."),
-        Column("prompt_key", "string", "", "Stable name of the prompt."),
-        Column("chosen", "string", "", "Text of the preferred response."),
-        Column("rejected", "string", "", "Text of the other response."),
-        Column("prompt_ids", "list<int32>", "token id", "Prompt tokens."),
-        Column("chosen_ids", "list<int32>", "token id", "Preferred response, end token included."),
-        Column("rejected_ids", "list<int32>", "token id", "The other response."),
+        *schema.PAIRS.named("prompt_key", "chosen", "rejected", "prompt_ids", "chosen_ids", "rejected_ids"),
         Column("ref_chosen_logprobs", "float64", "nats", "Log-prob of the preferred response under the reference."),
         Column("ref_rejected_logprobs", "float64", "nats", "The same of the other response."),
     ),

@@ -35,8 +35,6 @@ def located_tree(
             except UserError as error:
                 use = f"edit a file of your own and `ppo-repro fork {run_dir}` with it"
                 raise UserError(f"{error}; restore it, or {use}") from error
-        elif os.path.isabs(name):
-            raise UserError(f"{run_dir}: was recorded without its inputs, by an earlier ppo_repro; run it anew")
     for field, section, name in path_fields(tree):
         wanted = {
             PurePath(known).name: digest for known, digest in recorded.inputs.items() if known.startswith(f"{field}/")

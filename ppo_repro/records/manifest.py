@@ -24,15 +24,11 @@ FILE_NAME = "manifest.json"
 VERSION = 4  # of this file; versions 1 to 3 were written by ppo_repro 0.2 and earlier
 _DAMAGED = "the manifest was changed or damaged"
 Status = Literal["running", "interrupted", "failed", "complete"]
-_TABLES: dict[Kind, tuple[schema.Table, ...]] = {
-    LANGUAGE: schema.TABLES,
-    CONTROL: control_schema.TABLES,
-    DPO: dpo_schema.TABLES,
-}
-_SIDE_TABLES: dict[Kind, tuple[schema.Table, ...]] = {
-    LANGUAGE: schema.SIDE_TABLES,
-    CONTROL: (),
-    DPO: dpo_schema.SIDE_TABLES,
+# the tables of the fingerprint, and side tables
+_TABLES: dict[Kind, tuple[tuple[schema.Table, ...], tuple[schema.Table, ...]]] = {
+    LANGUAGE: (schema.TABLES, schema.SIDE_TABLES),
+    CONTROL: (control_schema.TABLES, ()),
+    DPO: (dpo_schema.TABLES, dpo_schema.SIDE_TABLES),
 }
 
 
@@ -91,12 +87,12 @@ def content_digest(content: bytes | memoryview) -> str:
 
 def tables_of(head: Head) -> tuple[schema.Table, ...]:
     """The tables of a run, in the order in which their data is computed."""
-    return _TABLES[head.kind]
+    return _TABLES[head.kind][0]
 
 
 def side_tables_of(head: Head) -> tuple[schema.Table, ...]:
     """The tables outside the fingerprint that a run of this kind may have, in the order in which they are computed."""
-    return _SIDE_TABLES[head.kind]
+    return _TABLES[head.kind][1]
 
 
 def has_responses(head: Head) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,7 @@ def read_file(path: Path, table: schema.Table, entry: TableEntry, verify: bool) 
     `verify`: first the bytes of the file, then its values, against their digests. A column that the file lacks is null.
     """
     try:
-        content = path.read_bytes()
-        if verify and manifest.content_digest(content) != entry.file_digest:
-            raise UserError(f"{path}: {_OTHER_BYTES}")
+        content = read_checked(path, entry.file_digest) if verify else path.read_bytes()
         loaded = pq.ParquetFile(pa.BufferReader(content)).read()
         loaded.validate(full=True)
         if verify and (loaded.num_rows != entry.rows or digests.table_digest(table, loaded) != entry.digest):
@@ -94,7 +92,8 @@ class TableReader:
         files = [f for i in moments for f in manifest.recorded_at(recorded, i) if f.table.name == self.table_name]
         table = next((t for t in manifest.tables_of(recorded) if t.name == self.table_name), None)
         if table is None and not files:
-            raise _no_table(folder, recorded, self.table_name)
+            there = dict.fromkeys(found.table.name for found in manifest.recorded_tables(recorded))
+            raise UserError(f"{folder}: no table '{self.table_name}'; there are {', '.join(there)}")
         chosen = checked_columns(folder, table or files[0].table, columns)
         names = [column.name for column in chosen]
         return to_frame(chosen, [read_file(f.path(folder), f.table, f.entry, verify).select(names) for f in files])
@@ -110,45 +109,6 @@ read_warm_start_steps = TableReader("warm_start_steps")  # one row per supervise
 read_pairs = TableReader("pairs")  # one row per preference pair
 read_pair_updates = TableReader("pair_updates")  # one row per training pair and epoch
 read_pair_steps = TableReader("pair_steps")  # one row per optimizer step of the reward model
-
-
-def stream(
-    run_dir: Path | str,
-    table_name: str,
-    *,
-    columns: Sequence[str],
-    iterations: Sequence[int] | None = None,
-    rows: int = 1 << 18,
-    allow_incomplete: bool = False,
-) -> Iterator[pd.DataFrame]:
-    """The rows in their order, at most `rows` at a time and of one iteration each: memory is that of one iteration.
-
-    Every file is compared with its digests. Raises UserError on anything missing, unknown or damaged; what needs no
-    row is checked before the first one.
-    """
-    folder = Path(run_dir)
-    if rows < 1:
-        raise UserError(f"{run_dir}: rows = {rows}: must be at least 1")
-    recorded = open_manifest(folder, allow_incomplete)
-    table = next((table for table in manifest.tables_of(recorded) if table.name == table_name), None)
-    if table is None:
-        raise _no_table(folder, recorded, table_name)
-    chosen = checked_columns(folder, table, columns)
-    wanted = range(recorded.num_iterations) if iterations is None else _checked_iterations(folder, recorded, iterations)
-
-    def frames() -> Iterator[pd.DataFrame]:
-        for iteration in wanted:
-            path, entry = manifest.table_path(folder, table_name, iteration), recorded.iterations[iteration]
-            data = read_file(path, table, entry.tables[table_name], verify=True).select([c.name for c in chosen])
-            for start in range(0, data.num_rows, rows):
-                yield to_frame(chosen, [data.slice(start, rows)])
-
-    return frames()
-
-
-def _no_table(run_dir: Path, recorded: Manifest, name: str) -> UserError:
-    names = dict.fromkeys(found.table.name for found in manifest.recorded_tables(recorded))
-    return UserError(f"{run_dir}: no table '{name}'; there are {', '.join(names)}")
 
 
 def _to_series(column: schema.Column, tables: Sequence[pa.Table]) -> Any:
@@ -186,6 +146,17 @@ def _checked_iterations(run_dir: Path, recorded: Manifest, iterations: Sequence[
         if iteration in iterations[:index]:
             raise UserError(f"{run_dir}: iteration {iteration} is asked for twice; name it once")
     return tuple(int(iteration) for iteration in iterations)
+
+
+def read_checked(path: Path, digest: str) -> bytes:
+    """The content of a recorded file; UserError unless its bytes have this SHA-256."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if manifest.content_digest(content) != digest:
+        raise UserError(f"{path}: {_OTHER_BYTES}")
+    return content
 
 
 def check_file(path: Path, digest: str) -> None:

@@ -55,6 +55,16 @@ def deep(name: str, kind: str, unit: str, description: str) -> Column:
     return replace(full(name, kind, unit, description), level="deep")
 
 
+def gradients(prefix: str, tensors: str) -> tuple[Column, ...]:
+    """The four columns of the gradients of a step, by tensor."""
+    return (
+        deep(f"{prefix}tensors", "string", "", f"Names of {tensors}, separated by spaces."),
+        deep(f"{prefix}tensor_grad_norms", "list<float64>", "", "Gradient norm of each of these tensors before clipping."),
+        deep(f"{prefix}tensor_grad_max_abs", "list<float64>", "", "Largest magnitude in its gradient."),
+        deep(f"{prefix}tensor_grad_zeros", "list<float64>", "", "Share of its gradient's elements that are zero."),
+    )
+
+
 @dataclass(frozen=True)
 class Table:
     """One table; `key` names the columns that identify a row."""
@@ -63,6 +73,10 @@ class Table:
     grain: str
     key: tuple[str, ...]
     columns: tuple[Column, ...]
+
+    def named(self, *names: str) -> tuple[Column, ...]:
+        """The columns with these names, for a table that has them too."""
+        return tuple(column for column in self.columns if column.name in names)
 
 
 ITERATION = Column("iteration", "int32", "count", "Rollout-update cycle, from 0.")
@@ -199,14 +213,8 @@ STEPS = Table(
         full("penalty_loss", "float64", "", "The same of penalty_terms; null for other objectives than PPO-Penalty and KL-Cov."),
         full("entropy_loss", "float64", "", "Minus entropy_coef times new_entropies, aggregated likewise; null without a step."),
         full("kl_loss", "float64", "", "The same of kl_terms; null unless the loss has them."),
-        deep("policy_tensors", "string", "", "Names of the policy's trained tensors, and of a value head's on its trunk, separated by spaces; null without a step."),
-        deep("policy_tensor_grad_norms", "list<float64>", "", "Gradient norm of each of these tensors before clipping."),
-        deep("policy_tensor_grad_max_abs", "list<float64>", "", "Largest magnitude in its gradient."),
-        deep("policy_tensor_grad_zeros", "list<float64>", "", "Share of its gradient's elements that are zero."),
-        deep("value_tensors", "string", "", "Names of the trained tensors of a value model of its own, separated by spaces; null without a step of it."),
-        deep("value_tensor_grad_norms", "list<float64>", "", "As for the policy."),
-        deep("value_tensor_grad_max_abs", "list<float64>", "", "As for the policy."),
-        deep("value_tensor_grad_zeros", "list<float64>", "", "As for the policy."),
+        *gradients("policy_", "the policy's trained tensors, and a value head's on its trunk"),
+        *gradients("value_", "the trained tensors of a value model of its own"),
     ),
 )
 
@@ -266,19 +274,8 @@ EVALUATIONS = Table(
     (
         Column("iteration", "int32", "count", "Before the update of this iteration; of the last one, the number of iterations."),
         Column("sequence", "int32", "index", "Held-out prompt, from 0, in the order of the task."),
-        Column("prompt_key", "string", "", "Stable name of the prompt in its task."),
-        Column("prompt", "string", "", "Prompt text."),
-        Column("response", "string", "", "Greedy response without special tokens."),
-        Column("answer", "string", "", "What the verifier expects."),
-        Column("prompt_ids", "list<int32>", "token id", "Prompt tokens."),
-        Column("response_ids", "list<int32>", "token id", "Response tokens, end token included."),
-        Column("response_length", "int32", "tokens", "Length of response_ids."),
-        Column("finish_reason", "string", "", "`stop` after an end token, `length` at the limit."),
-        Column("scores", "float64", "", "Weighted sum of the reward terms, after the rule for a missing end token."),
-        Column("score_parts", "list<float64>", "", "Unweighted value of each reward term, in the order of the configuration."),
-        Column("is_correct", "bool", "", "Response equals the answer and ended by itself."),
-        Column("episode_ids", "list<int32>", "token id", "All tokens after the prompt, as in `sequences`.", nullable=True, only_with="turns"),
-        Column("is_forced", "list<int32>", "", "Which of them the environment put in, as in `sequences`.", nullable=True, only_with="turns"),
+        *SEQUENCES.named("prompt_key", "prompt", "response", "answer", "prompt_ids", "response_ids", "response_length"),
+        *SEQUENCES.named("finish_reason", "scores", "score_parts", "is_correct", "episode_ids", "is_forced"),
     ),
 )
 

@@ -7,18 +7,17 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from ppo_repro.clock import Clock, as_text
+from ppo_repro.clock import Clock
 from ppo_repro.config.inputs import gather, run_digest
 from ppo_repro.errors import UserError
 from ppo_repro.files import SUMS_NAME, atomic_write
-from ppo_repro.records import accuracy, iteration_log, manifest, writer
+from ppo_repro.records import accuracy, iteration_log, manifest
 from ppo_repro.records.contents import FORKED_FROM, REFERENCE
 from ppo_repro.records.fork import Fork
-from ppo_repro.records.times import STARTED
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.language import LanguageKind
 from ppo_repro.runs.models_kept import Start, load_start
-from ppo_repro.runs.run import execute, new_run, require_same_start, work_along
+from ppo_repro.runs.run import execute, make_folder, new_run, work_along
 from ppo_repro.runs.verify import check_contents
 from ppo_repro.stages.coefficients import first_coefficients
 
@@ -30,21 +29,18 @@ def fork(kind: LanguageKind, plan: Fork, clock: Clock) -> dict[str, float]:
 
     UserError if a file of the origin is damaged. Of several processes the first one records.
     """
-    config, folder, ranks = plan.config, plan.folder, kind.ranks
+    config, folder = plan.config, plan.folder
     check_contents(plan.source, plan.recorded)
     start, inputs = _start(plan), gather(config)
-    execution = kind.fork(config, folder if ranks.is_first else None, start)
-    clock.lap("inputs")
-    require_same_start(ranks, config, inputs.digests)
-    if not ranks.is_first:
-        work_along(execution)
-        return {}
-    environment = {**kind.environment(config), STARTED: as_text(clock.started)}
-    temporary = writer.lay_out_run(folder, inputs, environment, run_digest(inputs, plan.origin.fingerprint), kind.name)
-    _take_over(plan, start, temporary)
-    with new_run(temporary, folder, plan.origin.iteration):
-        clock.lap("records")
-        execute(kind, config, folder, execution, clock)
+    opened = kind.fork(config, folder if kind.ranks.is_first else None, start)
+    temporary = make_folder(kind, config, folder, inputs, run_digest(inputs, plan.origin.fingerprint), clock)
+    if temporary is None:
+        work_along(opened)
+    else:
+        _take_over(plan, start, temporary)
+        with new_run(temporary, folder, plan.origin.iteration):
+            clock.lap("records")
+            execute(kind, config, folder, opened, clock)
     return clock.with_total()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from ppo_repro.clock import OTHER, Clock, as_text
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.inputs import gather, run_digest, run_folder
+from ppo_repro.config.inputs import Inputs, gather, run_digest, run_folder
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.files import SUMS_NAME, file_digest, only_writer, remove_folder
@@ -36,22 +36,31 @@ def run(
     UserError for anything the user has to correct; a run that fails midway keeps its complete iterations.
     Of several processes the first one records. `clock`: one that runs already, whose phases count too.
     """
-    clock = Clock() if clock is None else clock
-    inputs, ranks = gather(config), kind.ranks
-    run_dir = run_folder(config, out)
-    execution = kind.begin(config, run_dir if ranks.is_first else None)
-    clock.lap("inputs")
-    if not ranks.is_first:
-        require_same_start(ranks, config, inputs.digests)
-        work_along(execution)
-        return run_dir, {}
-    environment = {**kind.environment(config), STARTED: as_text(clock.started)}
-    temporary = writer.lay_out_run(run_dir, inputs, environment, run_digest(inputs), kind.name)
-    with new_run(temporary, run_dir):
-        require_same_start(ranks, config, inputs.digests)
-        clock.lap("records")
-        execute(kind, config, run_dir, execution, clock)
+    clock, inputs, run_dir = clock or Clock(), gather(config), run_folder(config, out)
+    opened = kind.begin(config, run_dir if kind.ranks.is_first else None)
+    temporary = make_folder(kind, config, run_dir, inputs, run_digest(inputs), clock)
+    if temporary is None:
+        work_along(opened)
+    else:
+        with new_run(temporary, run_dir):
+            clock.lap("records")
+            execute(kind, config, run_dir, opened, clock)
     return run_dir, clock.with_total()
+
+
+def make_folder(
+    kind: RunKind[Config, Item], config: Config, run_dir: Path, inputs: Inputs, digest: str, clock: Clock
+) -> Path | None:
+    """Lay a run out under a temporary name, which is returned; None on every process but the first one.
+
+    PromiseBroken, naming the process, where configuration or input files differ.
+    """
+    clock.lap("inputs")
+    require_same_start(kind.ranks, config, inputs.digests)
+    if not kind.ranks.is_first:
+        return None
+    environment = {**kind.environment(config), STARTED: as_text(clock.started)}
+    return writer.lay_out_run(run_dir, inputs, environment, digest, kind.name)
 
 
 def require_same_start(ranks: Ranks, config: RunConfig | ControlConfig | DPOConfig, inputs: Mapping[str, str]) -> None:

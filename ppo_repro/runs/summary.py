@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,27 +100,11 @@ def speeds(counts: Counts, unit: str) -> list[str]:
 
 
 def iteration_lines(run_dir: Path, columns: tuple[str, ...], count: int) -> pd.DataFrame:
-    """Some columns of up to `count` iterations, evenly spread, the first and last included.
-
-    Below them, of a complete run, those that it ended with: the evaluation after the last iteration.
-    """
+    """Some columns of up to `count` iterations, evenly spread, the first and last included."""
     if "accuracy" in columns and not has_answers(run_dir):
         columns = tuple(name for name in columns if "accuracy" not in name)
     rows = reader.read_iterations(run_dir, columns=columns, allow_incomplete=True)
-    final = reader.open_manifest(run_dir, allow_incomplete=True).final
-    ending = {name: final[name] for name in columns if name in final}
-    shown = rows
-    if len(rows) > count:
-        shown = rows.iloc[sorted({round(i * (len(rows) - 1) / (count - 1)) for i in range(count)})]
-    if not ending:
-        return shown
-    # whole numbers as text: the last row has no tokens, and as floats 12345 would show as 1.234e+04
-    counted = [name for name in columns if pd.api.types.is_integer_dtype(rows[name])]
-    ended = {name: str(value) if name in counted else value for name, value in ending.items()}
-    last = {**dict.fromkeys(counted, "-"), "iteration": str(len(rows)), **ended}
-    lines = shown.astype(dict.fromkeys(counted, str))
-    lines.loc[len(rows)] = [last.get(name, math.nan) for name in columns]
-    return lines
+    return rows.iloc[sorted({round(i * (len(rows) - 1) / (count - 1)) for i in range(count)})]
 
 
 @dataclass(frozen=True)

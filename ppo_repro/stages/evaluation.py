@@ -21,14 +21,9 @@ def evaluate(config: RunConfig, task: Task, engine: Engine, ranks: Ranks) -> Eva
     episodes = known([answer.episode for answer in answers])
     samples = [
         sample_of(
-            task,
-            problem.key,
-            answer.completion.response_ids,
-            (answer.text,) if answer.episode is None else answer.episode.turns,
-            answer.completion.finish_reason,
-            answer.episode is not None,
+            task, p.key, answer.completion.response_ids, answer.text, answer.completion.finish_reason, answer.episode
         )
-        for problem, answer in zip(problems, answers, strict=True)
+        for p, answer in zip(problems, answers, strict=True)
     ]
     prompt_ids = tuple(task.prompt_ids[p.key] for p in problems)
     judged = judge(config, task, prompt_ids, [answer.ids for answer in answers], samples, ranks)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ppo_repro.buffers import ForwardPass, Rewards, Rollout
+from ppo_repro.buffers import Episode, ForwardPass, Rewards, Rollout
 from ppo_repro.config.algorithm import KLInReward
 from ppo_repro.config.reward import StepsReward
 from ppo_repro.config.run import RunConfig
@@ -50,29 +50,24 @@ def compute_rewards(
 ) -> Rewards:
     """Judge the responses, place the scores on tokens, charge the KL penalty, whiten."""
     ids = [rollout.whole(sequence) for sequence in range(len(rollout.lengths))]
-    samples = [
-        sample_of(
-            task,
-            rollout.prompts.keys[i],
-            sampled,
-            (rollout.responses[i],) if rollout.episodes is None else rollout.episodes[i].turns,
-            rollout.finish_reasons[i],
-            rollout.episodes is not None,
-        )
-        for i, sampled in enumerate(rollout.sampled())
-    ]
+    episodes = rollout.episodes or [None] * len(ids)
+    of_each = zip(
+        rollout.prompts.keys, rollout.sampled(), rollout.responses, rollout.finish_reasons, episodes, strict=True
+    )
+    samples = [sample_of(task, *of_one) for of_one in of_each]
     judged = judge(config, task, rollout.prompts.prompt_ids, ids, samples, ranks)
     return rewards_from(config, judged, rollout, forward, kl_coef)
 
 
 def sample_of(
-    task: Task, key: str, ids: Sequence[int], turns: Sequence[str], finish_reason: str, is_episode: bool
+    task: Task, key: str, ids: Sequence[int], text: str, finish_reason: str, episode: Episode | None
 ) -> Sample:
     """What is judged of a response: the model's own words, with the special tokens that rewards ask for as text.
 
-    `ids`: the sampled tokens; `turns`: the text of every turn.
+    `ids`: the sampled tokens; `text`: of all tokens; `episode`: None if the response is one turn.
     """
-    if not is_episode and not task.spelled.isdisjoint(ids):
+    turns: Sequence[str] = (text,) if episode is None else episode.turns
+    if episode is None and not task.spelled.isdisjoint(ids):
         turns = (decode(task.tokenizer, ids, task.spelled),)
     own = "".join(turns[::2])  # without the environment's
     whole = full_text(task.tokenizer, ids) if any(task.judge.functions) else ""

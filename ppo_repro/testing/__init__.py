@@ -20,13 +20,34 @@ from ppo_repro.testing.plugin import (
 
 if TYPE_CHECKING:
     from ppo_repro.testing.advantages import AdvantageBatch, assert_advantages_conform, check_advantages
-    from ppo_repro.testing.conformance import assert_loss_conforms, assert_loss_drift_below, check_loss, loss_drift
     from ppo_repro.testing.dumps import Names
-    from ppo_repro.testing.losses import LossBatch, LossLayout, LossResult, LossRollout, evaluate_loss, rollout_of
+    from ppo_repro.testing.losses import (
+        Finding,
+        LossBatch,
+        LossLayout,
+        LossResult,
+        LossRollout,
+        assert_loss_conforms,
+        assert_loss_drift_below,
+        check_loss,
+        evaluate_loss,
+        rollout_of,
+    )
     from ppo_repro.testing.strategies import rollouts
 
+_LOSSES = (
+    *("Finding", "LossBatch", "LossLayout", "LossResult", "LossRollout", "assert_loss_conforms"),
+    *("assert_loss_drift_below", "check_loss", "evaluate_loss", "rollout_of"),
+)
+_HOMES = {
+    **dict.fromkeys(("AdvantageBatch", "assert_advantages_conform", "check_advantages"), "advantages"),
+    **dict.fromkeys(_LOSSES, "losses"),
+    "Names": "dumps",
+    "rollouts": "strategies",
+}
 __all__ = [
     "AdvantageBatch",
+    "Finding",
     "GoldenCheck",
     "LossBatch",
     "LossLayout",
@@ -44,24 +65,14 @@ __all__ = [
     "check_loss",
     "evaluate_loss",
     "golden_run",
-    "loss_drift",
     "pytest_addoption",
     "pytest_terminal_summary",
     "rollout_of",
     "rollouts",
 ]
 
-_HOMES = {
-    "advantages": ("AdvantageBatch", "assert_advantages_conform", "check_advantages"),
-    "dumps": ("Names",),
-    "conformance": ("assert_loss_conforms", "assert_loss_drift_below", "check_loss", "loss_drift"),
-    "losses": ("LossBatch", "LossLayout", "LossResult", "LossRollout", "evaluate_loss", "rollout_of"),
-    "strategies": ("rollouts",),
-}
-
 
 def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{home}"), name)
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ppo_repro.seeding import permutation
-from ppo_repro.testing.losses import Junk
+from ppo_repro.testing.losses import ROWS, WHOLE, Finding, LossLayout, LossRollout, lay_out, ordered
 
 Kind = Literal["gae", "rewards_to_go", "group_mean", "group_normalised"]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative to the largest advantage
+LAYOUTS = (WHOLE, *ROWS, LossLayout(inserted=1, dtype=torch.float32))
+LENGTHS, GROUPS = (5, 1, 4, 6, 2, 3), (0, 0, 1, 1, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -37,26 +38,6 @@ class AdvantageBatch:
 
 
 Estimator = Callable[[AdvantageBatch], Tensor]  # [R, L]; what it gives under the mask is ignored
-
-
-@dataclass(frozen=True)
-class AdvantageDrift:
-    """How far an estimator is from the definition in one layout, relative to the largest advantage."""
-
-    what: str
-    drift: float
-    first: tuple[int, int] | None  # response and position, among those that count, of the first that differs
-    found: float
-    expected: float
-
-    def describe(self) -> str:
-        """One line."""
-        if self.first is None:
-            return f"{self.what}: the same"
-        where = f"response {self.first[0]}, token {self.first[1]}"
-        if not math.isfinite(self.found):
-            return f"{self.what}: not finite at {where}"
-        return f"{self.what}: {self.found:.6g} instead of {self.expected:.6g} at {where}"
 
 
 def definition(
@@ -90,67 +71,39 @@ def definition(
     return found
 
 
-@dataclass(frozen=True)
-class _Layout:
-    what: str
-    inserted: int = 0  # tokens that do not count after each second token
-    extra: int = 0  # columns of padding more than are needed
-    is_left: bool = False
-    junk: Junk = ""
-    is_shuffled: bool = False
-    dtype: torch.dtype = torch.float64
-
-
-_LAYOUTS = (
-    _Layout("padded right"),
-    _Layout("padded left", is_left=True),
-    _Layout("more padding", extra=3),
-    _Layout("tokens that do not count between turns", inserted=2),
-    _Layout("finite junk under the mask", inserted=1, extra=1, junk="finite"),
-    _Layout("NaN and infinities under the mask", inserted=1, extra=1, junk="not finite"),
-    _Layout("responses in another order", is_shuffled=True),
-    _Layout("float32", inserted=1, dtype=torch.float32),
-)
-
-
 def check_advantages(
     estimator: Estimator, kind: Kind, *, gamma: float = 1.0, lam: float = 0.95, seed: int = 0, tolerance: float = 0.0
-) -> list[AdvantageDrift]:
-    """An estimator beside its definition on drawn responses, in every layout; one entry for each layout.
+) -> list[Finding]:
+    """The layouts in which an estimator differs from its definition on drawn responses. An empty list: it conforms.
 
     tolerance: relative to the largest advantage, if the estimator adds a small number to a denominator. Raises what the
-    estimator raises, and ValueError for a result with another number of rows.
+    estimator raises.
     """
     generator = torch.Generator().manual_seed(seed)
-
-    def numbers(count: int) -> list[float]:
-        return torch.randn(count, generator=generator, dtype=torch.float64).float().tolist()
-
-    lengths, groups = (5, 1, 4, 6, 2, 3), (0, 0, 1, 1, 1, 2)
-    responses = [(numbers(n), numbers(n)) for n in lengths]
-    expected = definition(kind, responses, groups, gamma, lam)
-    largest = max(abs(a) for row in expected for a in row) or 1.0
-    found = []
-    for layout in _LAYOUTS:
-        order = permutation(len(lengths), "advantage layout") if layout.is_shuffled else list(range(len(lengths)))
-        batch = _lay_out([responses[i] for i in order], [groups[i] for i in order], layout)
-        rows = estimator(batch)
-        limit = max(TOLERANCE[layout.dtype], tolerance)
-        drift = AdvantageDrift(layout.what, 0.0, None, 0.0, 0.0)
-        for i, row, mask in zip(order, rows, batch.mask, strict=True):
-            for t, (a, b) in enumerate(zip(row[mask].tolist(), expected[i], strict=True)):
-                apart = abs(a - b) / largest if math.isfinite(a) else math.inf
-                first = (i, t) if drift.first is None and not apart <= limit else drift.first
-                is_first = first != drift.first
-                drift = replace(
-                    drift,
-                    drift=max(drift.drift, apart),
-                    first=first,
-                    found=a if is_first else drift.found,
-                    expected=b if is_first else drift.expected,
-                )
-        found.append(drift)
-    return found
+    numbers = torch.randn(2, sum(LENGTHS), generator=generator, dtype=torch.float64).float().double()
+    rewards, values = ([part.tolist() for part in row.split(LENGTHS)] for row in numbers)
+    by_definition = definition(kind, list(zip(rewards, values, strict=True)), GROUPS, gamma, lam)
+    expected = torch.tensor([advantage for row in by_definition for advantage in row], dtype=torch.float64)
+    rollout = LossRollout(LENGTHS, torch.zeros(sum(LENGTHS)).double(), {"rewards": numbers[0], "values": numbers[1]})
+    changes = []
+    for layout in LAYOUTS:
+        order = ordered(len(LENGTHS), layout)
+        batch, places = lay_out(rollout, order, layout)
+        scores = torch.tensor([math.fsum(rewards[i]) for i in order], dtype=layout.dtype)
+        groups = torch.tensor([GROUPS[i] for i in order])
+        result = estimator(
+            AdvantageBatch(batch.columns["rewards"], batch.columns["values"], batch.mask, scores, groups)
+        )
+        found = torch.empty_like(expected)
+        found[places[batch.mask]] = result[batch.mask].double()
+        limit = max(TOLERANCE[layout.dtype], tolerance) * float(expected.abs().max())
+        for i in (~((found - expected).abs() <= limit)).nonzero()[:1, 0].tolist():
+            first = rollout.place(i)
+            change = (
+                f"{float(found[i]):.6g} instead of {float(expected[i]):.6g} at response {first[0]}, token {first[1]}"
+            )
+            changes.append(Finding(layout.describe(), change, first))
+    return changes
 
 
 def assert_advantages_conform(
@@ -166,31 +119,5 @@ def assert_advantages_conform(
     """
     __tracebackhide__ = True
     found = check_advantages(estimator, kind, gamma=gamma, lam=lam, seed=seed, tolerance=tolerance)
-    lines = [drift.describe() for drift in found if drift.first is not None]
-    if lines:
-        raise AssertionError(f"the estimator is not {kind} of the tokens that count:\n" + "\n".join(lines))
-
-
-def _lay_out(
-    responses: Sequence[tuple[list[float], list[float]]], groups: Sequence[int], layout: _Layout
-) -> AdvantageBatch:
-    rows: list[list[int]] = []  # indices of tokens, -1 at tokens that do not count
-    for rewards, _ in responses:
-        row: list[int] = []
-        for t in range(len(rewards)):
-            row += [t, *([-1] * layout.inserted if t % 2 and t + 1 < len(rewards) else [])]
-        rows.append(row)
-    width = max(map(len, rows)) + layout.extra
-    columns: list[list[list[float]]] = [[], []]
-    mask = []
-    junk = {"": [0.0], "finite": [77.0, -1e4, 3e3], "not finite": [math.nan, math.inf, -math.inf]}[layout.junk]
-    for number, (row, pair) in enumerate(zip(rows, responses, strict=True)):
-        padding = [-1] * (width - len(row))
-        whole = [*padding, *row] if layout.is_left else [*row, *padding]
-        mask.append([t >= 0 for t in whole])
-        for k, (column, values) in enumerate(zip(columns, pair, strict=True)):
-            filled = [values[t] if t >= 0 else junk[(i + k + number) % len(junk)] for i, t in enumerate(whole)]
-            column.append(filled)
-    reward_rows, value_rows = (torch.tensor(column, dtype=layout.dtype) for column in columns)
-    scores = torch.tensor([math.fsum(r) for r, _ in responses], dtype=layout.dtype)
-    return AdvantageBatch(reward_rows, value_rows, torch.tensor(mask), scores, torch.tensor(groups))
+    if found:
+        raise AssertionError("\n".join([f"the estimator is not {kind} of the tokens that count:", *map(str, found)]))

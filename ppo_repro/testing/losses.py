@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +27,11 @@ if TYPE_CHECKING:
 Combine = Literal["mean", "sum"]
 Junk = Literal["", "finite", "not finite"]
 NOT_FINITE = (math.nan, math.inf, -math.inf)
+# relative; float64 sums of a million terms stay below 1e-10, changes of meaning are far above
+TOLERANCE = 1e-9
+# of a log-ratio of 800 float32 keeps 1e-4; a right loss in float32 stays below
+TOLERANCES = {torch.float64: TOLERANCE, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+LOG_RATIOS = (1e-8, -1e-8, 20.0, -20.0, 100.0, -100.0, 800.0, -800.0)
 
 
 @dataclass(frozen=True)
@@ -45,13 +52,11 @@ class LossRollout:
         count = sum(self.lengths)
         if not self.lengths or min(self.lengths) < 1:
             raise UserError("loss rollout: needs at least one response, and a token in each")
-        for name, column in {"new_logprobs": self.new_logprobs, **self.columns}.items():
-            if column.shape != (count,) or column.dtype != torch.float64:
-                raise UserError(
-                    f"loss rollout: {name} is {column.dtype} {list(column.shape)}; must be torch.float64 [{count}]"
-                )
-        if self.mask is not None and (self.mask.shape != (count,) or self.mask.dtype != torch.bool):
-            raise UserError(f"loss rollout: mask is {self.mask.dtype} {list(self.mask.shape)}; must be bool [{count}]")
+        for name, column in {"new_logprobs": self.new_logprobs, **self.columns, "mask": self.counts}.items():
+            dtype = torch.bool if name == "mask" else torch.float64
+            if column.shape != (count,) or column.dtype != dtype:
+                found = f"{column.dtype} {list(column.shape)}"
+                raise UserError(f"loss rollout: {name} is {found}; must be {dtype} [{count}]")
         if not all(bool(part.any()) for part in self.counts.split(self.lengths)):
             raise UserError("loss rollout: a response has no token that counts; leave it out")
 
@@ -62,11 +67,9 @@ class LossRollout:
 
     def place(self, index: int) -> tuple[int, int]:
         """Sequence and position of a token."""
-        sequence = 0
-        while index >= self.lengths[sequence]:
-            index -= self.lengths[sequence]
-            sequence += 1
-        return sequence, index
+        ends = np.cumsum(self.lengths)
+        sequence = int(np.searchsorted(ends, index, side="right"))
+        return sequence, index - int(ends[sequence] - self.lengths[sequence])
 
 
 @dataclass(frozen=True)
@@ -111,29 +114,42 @@ class LossLayout:
 
     def describe(self) -> str:
         """The fields that are not the default."""
-        plain = LossLayout()
-        fields = {name: value for name, value in vars(self).items() if value != getattr(plain, name)}
+        fields = {name: value for name, value in vars(self).items() if value != getattr(WHOLE, name)}
         words = (f"{name.replace('_', ' ')} {str(value).removeprefix('torch.')}" for name, value in fields.items())
         return ", ".join(words) or "all at once, padded right"
 
 
-LAYOUTS = (
-    LossLayout(micro_batch=1),
-    LossLayout(micro_batch=2),
-    LossLayout(micro_batch=3),
+WHOLE = LossLayout()
+ROWS = (  # of one batch
     LossLayout(padding="left"),
     LossLayout(extra=3),
     LossLayout(extra=1, junk="finite"),
     LossLayout(extra=1, junk="not finite"),
-    LossLayout(padding="packed"),
     LossLayout(inserted=2),
     LossLayout(inserted=1, junk="not finite"),
-    LossLayout(order="reversed"),
     LossLayout(order="shuffled"),
+)
+LAYOUTS = (
+    *(LossLayout(micro_batch=n) for n in (1, 2, 3)),
+    *ROWS,
+    LossLayout(padding="packed"),
+    LossLayout(order="reversed"),
     LossLayout(ranks=2),
     LossLayout(ranks=3),
     LossLayout(micro_batch=1, padding="packed", order="shuffled", ranks=2),
 )
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a layout, a dtype or an extreme token changes, and the sequence and position of the first token changed."""
+
+    layout: str
+    change: str
+    first: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.layout}: {self.change}"
 
 
 @dataclass(frozen=True)
@@ -172,8 +188,7 @@ def rollout_of(frame: pd.DataFrame) -> LossRollout:
     for name in ("sequence", "new_logprobs"):
         if name not in frame.columns:
             raise UserError(f"loss rollout: the frame has no column '{name}'; there are {', '.join(map(str, frame))}")
-    by = ["sequence", *(["position"] if "position" in frame.columns else [])]
-    ordered = frame.sort_values(by, kind="stable")
+    ordered = frame.sort_values([n for n in ("sequence", "position") if n in frame.columns], kind="stable")
     lengths = tuple(int(n) for n in ordered.groupby("sequence", sort=True).size())
     columns = {str(n): _numbers(str(n), ordered[n]) for n in ordered.columns if n not in ("sequence", "position")}
     mask = columns.pop("mask") != 0 if "mask" in columns else None
@@ -190,13 +205,16 @@ def _numbers(name: str, column: pd.Series[Any]) -> Tensor:
     return values
 
 
-def evaluate_loss(loss: Loss, rollout: LossRollout, layout: LossLayout, combine: Combine) -> LossResult:
+def evaluate_loss(
+    loss: Loss, rollout: LossRollout, layout: LossLayout = WHOLE, *, combine: Combine = "sum"
+) -> LossResult:
     """Value and gradient of one optimizer step under a layout.
 
     combine: what the trainer does with the losses of micro-batches, and with those of ranks: their `mean`, as gradient
     accumulation in transformers and DDP have it, or their `sum`. UserError where the loss returns no scalar.
     """
-    ranks = _by_rank(rollout, layout)
+    order = ordered(len(rollout.lengths), layout)
+    ranks = [sequences for rank in range(layout.ranks) if (sequences := order[rank :: layout.ranks])]
     value, padding, gradients = 0.0, 0, torch.zeros(sum(rollout.lengths), dtype=torch.float64)
     for sequences in ranks:
         size = layout.micro_batch or len(sequences)
@@ -214,14 +232,11 @@ def evaluate_loss(loss: Loss, rollout: LossRollout, layout: LossLayout, combine:
     return LossResult(value, tuple(gradients.tolist()), padding)
 
 
-def _by_rank(rollout: LossRollout, layout: LossLayout) -> list[list[int]]:
-    """The sequences of each rank that has any."""
-    order = list(range(len(rollout.lengths)))
-    if layout.order == "reversed":
-        order.reverse()
-    elif layout.order == "shuffled":
-        order = [order[i] for i in permutation(len(order), "loss layout")]
-    return [sequences for rank in range(layout.ranks) if (sequences := order[rank :: layout.ranks])]
+def ordered(count: int, layout: LossLayout) -> list[int]:
+    """The sequences in the order of a layout."""
+    if layout.order == "shuffled":
+        return permutation(count, "loss layout").tolist()
+    return list(range(count))[:: -1 if layout.order == "reversed" else 1]
 
 
 def lay_out(rollout: LossRollout, sequences: Sequence[int], layout: LossLayout) -> tuple[LossBatch, Tensor]:
@@ -234,9 +249,14 @@ def lay_out(rollout: LossRollout, sequences: Sequence[int], layout: LossLayout) 
         indices.append(row)
         owners.append([s] * len(row))
     if layout.padding == "packed":
-        indices, owners = [[i for row in indices for i in row]], [[s for row in owners for s in row]]
+        indices, owners = [list(chain(*indices))], [list(chain(*owners))]
     width = max(map(len, indices)) + layout.extra
-    places = torch.tensor([_padded(row, width, layout) for row in indices])
+
+    def padded(row: list[int]) -> list[int]:
+        padding = [-1] * (width - len(row))
+        return [*padding, *row] if layout.padding == "left" else [*row, *padding]
+
+    places = torch.tensor([padded(row) for row in indices])
     there = places >= 0
     mask = there & rollout.counts[places.clamp(min=0)]
 
@@ -249,7 +269,7 @@ def lay_out(rollout: LossRollout, sequences: Sequence[int], layout: LossLayout) 
         new_logprobs=new.requires_grad_(),
         columns={name: column(values, i) for i, (name, values) in enumerate(rollout.columns.items(), 1)},
         mask=mask,
-        sequences=torch.tensor([_padded(row, width, layout) for row in owners]).clamp_min(-1),
+        sequences=torch.tensor([padded(row) for row in owners]),
         step_tokens=int(rollout.counts.sum()),
         step_sequences=len(rollout.lengths),
     )
@@ -269,21 +289,12 @@ def _junk(kind: Junk, number: int, otherwise: Tensor) -> Tensor:
     return torch.tensor(NOT_FINITE, dtype=torch.float64)[(index.long() + number) % 3]
 
 
-def _padded(row: list[int], width: int, layout: LossLayout) -> list[int]:
-    padding = [-1] * (width - len(row))
-    return [*padding, *row] if layout.padding == "left" else [*row, *padding]
-
-
-LOG_RATIOS = (1e-8, -1e-8, 20.0, -20.0, 100.0, -100.0, 800.0, -800.0)
-
-
-def extremes(rollout: LossRollout, log_ratios: Sequence[float] = LOG_RATIOS) -> list[tuple[str, int, LossRollout]]:
-    """What it is, the token, and the rollout with one extreme token: large and tiny log-ratios, advantages of 0.
+def _extremes(rollout: LossRollout, log_ratios: Sequence[float]) -> Iterator[tuple[str, LossRollout]]:
+    """The rollout with one extreme token, and what it is: large and tiny log-ratios, advantages of 0.
 
     Columns that end in `_logprobs` are new - log-ratio there; where the advantage is 0, columns `is_...` are 0 as well.
     """
     token = int(rollout.counts.nonzero()[:, 0][int(rollout.counts.sum()) // 2])
-    found = []
     for x in log_ratios:
         for sign, words in ((1.0, ""), (-1.0, ", advantage of the other sign"), (0.0, ", advantage 0")):
             new, columns = rollout.new_logprobs.clone(), {n: v.clone() for n, v in rollout.columns.items()}
@@ -295,5 +306,136 @@ def extremes(rollout: LossRollout, log_ratios: Sequence[float] = LOG_RATIOS) -> 
                     values[token] *= sign
                 elif name.startswith("is_") and sign == 0.0:
                     values[token] = 0.0
-            found.append((f"log-ratio {x:g}{words}", token, replace(rollout, new_logprobs=new, columns=columns)))
-    return found
+            yield f"log-ratio {x:g}{words}", replace(rollout, new_logprobs=new, columns=columns)
+
+
+def _compared(
+    layout: str, found: LossResult, expected: LossResult, rollout: LossRollout, tolerance: float
+) -> list[Finding]:
+    """What differs by more than the tolerance, relative to the value or the largest gradient, if anything does."""
+    a, b = np.array(found.gradients), np.array(expected.gradients)
+    if a.shape != b.shape:
+        raise UserError(f"{layout}: the baseline has {b.size} tokens, the rollout {a.size}; compare the same rollout")
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(a - b) / (np.abs(b).max(initial=0.0) or 1.0)
+    wrong, lost = np.flatnonzero(~(apart <= tolerance)), np.flatnonzero(~np.isfinite(a))
+    # a value near 0 is a sum that cancels: the gradients say how large its terms are
+    distance = abs(found.value - expected.value) / (max(abs(expected.value), float(np.abs(b).sum())) or 1.0)
+    first = rollout.place(int((lost if lost.size else wrong)[0])) if wrong.size or lost.size else None
+    where = f"sequence {first[0]}, position {first[1]}" if first else ""
+    changes = []
+    if lost.size:
+        changes.append(f"not finite at {where}" + f" and {lost.size - 1} more" * (lost.size > 1))
+    else:
+        if not distance <= tolerance:
+            changes.append(f"value {found.value:.9g} instead of {expected.value:.9g}")
+        if wrong.size:
+            changes.append(f"gradient differs at {wrong.size} tokens, by {apart.max():.2g}, first at {where}")
+    if found.padding_gradients:
+        changes.append(f"{found.padding_gradients} positions under the mask have a gradient")
+    return [Finding(layout, "; ".join(changes), first)] if changes else []
+
+
+def check_loss(
+    loss: Loss,
+    rollout: LossRollout | pd.DataFrame,
+    *,
+    combine: Combine,
+    layouts: Sequence[LossLayout] = LAYOUTS,
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+    log_ratios: Sequence[float] = LOG_RATIOS,
+    tolerance: float = TOLERANCE,
+) -> list[Finding]:
+    """What changes value or gradient of `loss`: layouts, dtypes, extreme tokens. An empty list: the loss conforms.
+
+    Args:
+        loss: a function of `LossBatch` that returns a scalar; nats and units are its own.
+        rollout: a `LossRollout`, or a data frame with one row per token, see `rollout_of`.
+        combine: `mean` or `sum` of the losses of micro-batches and ranks, as the trainer does it.
+        dtypes: beside float64; each is compared with float64 of the same numbers.
+        log_ratios: of one token that is made extreme, also with an advantage of 0 and of the other sign.
+        tolerance: relative, of the value and of the largest gradient, in float64.
+
+    A loss that is not finite on the rollout itself has that one finding, and no layout is blamed. Raises UserError for
+    a rollout or a loss that cannot be used.
+
+    >>> import torch
+    >>> from ppo_repro.testing import LossRollout, check_loss
+    >>> rollout = LossRollout((2, 1), torch.tensor([-1.0, -2.0, -0.5]).double(), {})
+    >>> check_loss(lambda b: b.new_logprobs.masked_fill(~b.mask, 0).sum() / b.step_tokens, rollout, combine="sum")
+    []
+    >>> print(check_loss(lambda b: b.new_logprobs[b.mask].mean(), rollout, combine="mean")[0])
+    micro batch 1: value -1 instead of -1.16666667; gradient differs at 3 tokens, by 0.5, first at sequence 0, \
+position 0
+    """
+    checked = rollout if isinstance(rollout, LossRollout) else rollout_of(rollout)
+    whole = evaluate_loss(loss, checked, combine=combine)
+    plain = _compared(WHOLE.describe(), whole, whole, checked, tolerance)
+    if not math.isfinite(whole.value) or not np.isfinite(whole.gradients).all():
+        return plain or [Finding(WHOLE.describe(), f"the value is {whole.value:g}")]
+    found = []
+    for layout in layouts:
+        result = evaluate_loss(loss, checked, layout, combine=combine)
+        found += _compared(layout.describe(), result, whole, checked, tolerance)
+    failed: set[str] = set()  # in float64: not said again of narrower numbers
+    for dtype in (torch.float64, *dtypes):
+        name = str(dtype).removeprefix("torch.")
+        for what, case in [("", checked), *_extremes(checked, log_ratios)]:
+            rounded = _rounded(case, dtype)  # so that only what the loss computes is compared
+            wide = evaluate_loss(loss, rounded, combine=combine)
+            result = evaluate_loss(loss, rounded, replace(WHOLE, dtype=dtype), combine=combine)
+            words = ", ".join(filter(None, [name, what]))
+            more = [] if what in failed else _compared(words, result, wide, rounded, TOLERANCES.get(dtype, 0.1))
+            failed |= {what} if more else set()
+            found += more
+    return found + plain
+
+
+def _rounded(rollout: LossRollout, dtype: torch.dtype) -> LossRollout:
+    columns = {name: x.to(dtype).double() for name, x in rollout.columns.items()}
+    return replace(rollout, new_logprobs=rollout.new_logprobs.to(dtype).double(), columns=columns)
+
+
+def assert_loss_conforms(
+    loss: Loss,
+    rollout: LossRollout | pd.DataFrame,
+    *,
+    combine: Combine,
+    layouts: Sequence[LossLayout] = LAYOUTS,
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+    log_ratios: Sequence[float] = LOG_RATIOS,
+    tolerance: float = TOLERANCE,
+) -> None:
+    """Assert that no layout or dtype changes a loss, and that it is finite; arguments as of `check_loss`.
+
+    AssertionError has one line for each that does, with the first token; UserError as `check_loss`.
+    """
+    __tracebackhide__ = True
+    options = {"layouts": layouts, "dtypes": dtypes, "log_ratios": log_ratios}
+    found = check_loss(loss, rollout, combine=combine, tolerance=tolerance, **options)  # type: ignore[arg-type]
+    if found:
+        raise AssertionError("\n".join(["the loss does not follow from the tokens that count:", *map(str, found)]))
+
+
+def assert_loss_drift_below(
+    loss: Loss,
+    baseline: Loss | LossResult | Path | str,
+    rollout: LossRollout | pd.DataFrame,
+    *,
+    limit: float,
+    combine: Combine = "sum",
+) -> None:
+    """Assert that value and gradient are within `limit` of another loss, or of a result that was saved before.
+
+    The limit is of |a - b| / max(|b|, sum of |gradients|) of the value and |a - b| / max |b| of the gradients [N].
+    AssertionError says how far they are and names the first token; UserError where the baseline is of other tokens, or
+    a file is no saved result.
+    """
+    __tracebackhide__ = True
+    checked = rollout if isinstance(rollout, LossRollout) else rollout_of(rollout)
+    if callable(baseline):
+        baseline = evaluate_loss(baseline, checked, combine=combine)
+    elif not isinstance(baseline, LossResult):
+        baseline = LossResult.load(baseline)
+    for finding in _compared("drift", evaluate_loss(loss, checked, combine=combine), baseline, checked, limit):
+        raise AssertionError(str(finding))

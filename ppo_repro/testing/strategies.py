@@ -5,13 +5,9 @@ from collections.abc import Sequence
 
 import torch
 from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn, SearchStrategy
+from hypothesis.strategies import DrawFn
 
 from ppo_repro.testing.losses import LossRollout
-
-
-def _numbers(low: float, high: float, count: int) -> SearchStrategy[list[float]]:
-    return st.lists(st.floats(low, high, width=32), min_size=count, max_size=count)
 
 
 @st.composite
@@ -36,18 +32,17 @@ def rollouts(
     """
     lengths = tuple(draw(st.lists(st.integers(1, max_tokens), min_size=1, max_size=max_sequences)))
     count = sum(lengths)
-    new = torch.tensor(draw(_numbers(-12.0, 0.0, count)), dtype=torch.float64)
-    found = {}
+
+    def drawn(numbers: st.SearchStrategy[float]) -> torch.Tensor:
+        return torch.tensor(draw(st.lists(numbers, min_size=count, max_size=count)), dtype=torch.float64)
+
+    new, found = drawn(st.floats(-12.0, 0.0, width=32)), {}
     for name in columns:
         if name.endswith("_logprobs"):
-            found[name] = (new + torch.tensor(draw(_numbers(-1.0, 1.0, count)), dtype=torch.float64)).clamp(max=0.0)
-        elif name.startswith("is_"):
-            bits = draw(st.lists(st.integers(0, 1), min_size=count, max_size=count))
-            found[name] = torch.tensor(bits, dtype=torch.float64)
+            found[name] = (new + drawn(st.floats(-1.0, 1.0, width=32))).clamp(max=0.0)
         else:
             bound = 3.0 if name == "advantages" else 10.0
-            found[name] = torch.tensor(draw(_numbers(-bound, bound, count)), dtype=torch.float64)
-    bits = draw(st.lists(st.booleans(), min_size=count, max_size=count))
-    mask, starts = torch.tensor(bits), torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
-    mask[starts] = True  # a token of each response counts
+            found[name] = drawn(st.integers(0, 1) if name.startswith("is_") else st.floats(-bound, bound, width=32))
+    mask = drawn(st.integers(0, 1)) > 0
+    mask[torch.tensor((0, *lengths[:-1])).cumsum(0)] = True  # a token of each response counts
     return LossRollout(lengths, new, found, mask)

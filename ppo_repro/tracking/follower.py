@@ -1,4 +1,7 @@
-"""A process beside a run or grid that copies its records elsewhere, so that no server can slow or break the run."""
+"""Copies of a run or grid elsewhere: of what is recorded already, or by a process beside a run that works.
+
+The process keeps a slow or dead server from stopping or breaking the run.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +23,54 @@ from ppo_repro.output import masked, say
 END_SECONDS = 60.0  # how long the command waits for the copies after a run
 GRID_END_SECONDS = 600.0  # after a grid, whose page reads all of its runs
 MLFLOW, TENSORBOARD = "mlflow", "tensorboard"
+OPTIONS = {MLFLOW: "--uri", TENSORBOARD: "--tensorboard"}  # of `ppo-repro track`
 
 
 @dataclass
-class Followers:
-    """What the processes beside a run said at its end: lines for people, and the same as fields for JSON."""
+class Copies:
+    """Where the copies are: lines for people, and the same as fields for JSON."""
 
     lines: list[str] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)
 
 
+def require_tensorboard(events: Path | None) -> None:
+    """UserError if event files are asked for and cannot be written, before a run begins."""
+    if events is not None and find_spec("tensorboardX") is None:
+        raise UserError(
+            "--tensorboard: needs the package tensorboardX; install it with `pip install 'ppo_repro[tensorboard]'`"
+        )
+
+
+def copy(folder: Path, kind: str, target: str, is_over: Callable[[float], bool] = lambda seconds: True) -> Copies:
+    """Copy a run or grid until it is over; without lines if nothing was recorded.
+
+    `is_over` waits at most so many seconds, and says whether the process that writes has ended. UserError if records
+    are damaged or the target cannot be written.
+    """
+    if kind == MLFLOW:
+        from ppo_repro.tracking import mlflow_copy  # MLflow takes seconds to import
+
+        place = mlflow_copy.copy(folder, target, is_over)
+        return Copies() if place is None else Copies(place.lines(target), {kind: place.fields(target)})
+    from ppo_repro.tracking import tensorboard_copy
+
+    if not tensorboard_copy.copy(folder, Path(target), is_over):
+        return Copies()
+    return Copies(tensorboard_copy.lines(Path(target)), {kind: target})
+
+
 @contextmanager
-def followed(folder: Path, uri: str | None, tensorboard: Path | None = None) -> Iterator[Followers]:
+def followed(folder: Path, uri: str | None, tensorboard: Path | None = None) -> Iterator[Copies]:
     """Copy the run or grid made in this block by processes beside it. A failure is reported, not raised."""
     targets = {MLFLOW: uri, TENSORBOARD: None if tensorboard is None else str(tensorboard)}
     processes = [(kind, target, _start(folder, kind, target)) for kind, target in targets.items() if target is not None]
-    said = Followers()
+    copies = Copies()
     try:
-        yield said
+        yield copies
     finally:
         for kind, target, process in processes:
-            _wait(process, folder, kind, target, said)
+            _wait(process, folder, kind, target, copies)
 
 
 def _start(folder: Path, kind: str, target: str) -> subprocess.Popen[str]:
@@ -53,32 +84,25 @@ def _start(folder: Path, kind: str, target: str) -> subprocess.Popen[str]:
     )
 
 
-def _wait(process: subprocess.Popen[str], folder: Path, kind: str, target: str, said: Followers) -> None:
-    option = "--uri" if kind == MLFLOW else "--tensorboard"
-    later = f"the records are complete; copy them later with `ppo-repro track {folder} {option} {masked(target)}`"
+def _wait(process: subprocess.Popen[str], folder: Path, kind: str, target: str, copies: Copies) -> None:
     patience = GRID_END_SECONDS if (folder / "grid.yaml").exists() else END_SECONDS
-    late = False
+    problem = ""
     try:
         out, _ = process.communicate(timeout=patience)  # closes its stdin, which tells it that the run is over
+        *_, last = ["", *out.splitlines()]  # MLflow's client prints too
+        if process.returncode:
+            problem = f"tracking failed: {last or f'its process ended with {process.returncode}'}"
     except subprocess.TimeoutExpired:
         process.kill()
-        out, _ = process.communicate()
-        late = True
-    *_, last = ["", *out.splitlines()]
-    if out.startswith("{"):  # the copy is there; what is late, or has failed, is the page about the run
-        copied = json.loads(out.splitlines()[0])
-        said.lines += copied["lines"]
-        said.fields |= copied["fields"]
-        if late or process.returncode != 0:
-            say(f"tracking: the report page is not in the copy ({'it took too long' if late else last}); {later}")
-    elif late:
-        say(f"tracking did not finish within {patience:.0f} s after the run; {later}")
-    elif process.returncode != 0:
-        say(f"tracking failed: {last or f'its process ended with {process.returncode}'}; {later}")
-
-
-def _say_copied(lines: Sequence[str], fields: dict[str, Any]) -> None:
-    print(json.dumps({"lines": lines, "fields": fields}), flush=True)
+        process.communicate()
+        problem = f"tracking did not finish within {patience:.0f} s after the run"
+    if problem:
+        later = f"`ppo-repro track {folder} {OPTIONS[kind]} {masked(target)}`"
+        say(f"{problem}; the records are complete; copy them later with {later}")
+        return
+    found = json.loads(last)
+    copies.lines += found["lines"]
+    copies.fields |= found["fields"]
 
 
 def main(folder: Path, kind: str, target: str) -> None:
@@ -91,21 +115,11 @@ def main(folder: Path, kind: str, target: str) -> None:
 
     threading.Thread(target=wait, daemon=True).start()
     try:
-        if kind == MLFLOW:
-            from ppo_repro.tracking import mlflow_copy
-
-            place = mlflow_copy.copy(folder, target, ended.wait)
-            if place is not None:
-                _say_copied(place.lines(target), {kind: place.fields(target)})
-                mlflow_copy.add_report(folder, target, place)
-        else:
-            from ppo_repro.tracking import tensorboard_copy
-
-            if tensorboard_copy.copy(folder, Path(target), ended.wait):
-                _say_copied(tensorboard_copy.lines(Path(target)), {kind: target})
+        copies = copy(folder, kind, target, ended.wait)
     except UserError as error:
         print(error)
         sys.exit(1)
+    print(json.dumps({"lines": copies.lines, "fields": copies.fields}))
 
 
 if __name__ == "__main__":

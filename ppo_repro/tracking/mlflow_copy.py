@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 import pandas as pd
 from mlflow.entities import Metric, Param, RunTag, ViewType
@@ -27,19 +25,17 @@ from sqlalchemy.exc import SQLAlchemyError
 from ppo_repro.config.files import read_tree
 from ppo_repro.errors import UserError
 from ppo_repro.grids.cell import run_of
-from ppo_repro.grids.results import CELLS, RESULTS, settings_table
-from ppo_repro.output import masked
+from ppo_repro.grids.grid import CELLS, RESULTS
+from ppo_repro.output import masked, say
 from ppo_repro.records import accuracy, iteration_log, manifest, times
 from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, load_config_of, read_note
 from ppo_repro.records.contents import REPORT_NAME
 from ppo_repro.tracking.analysis_home import report_writer
-from ppo_repro.tracking.numbers import RunNumbers, Scalar, promises, sentences
+from ppo_repro.tracking.numbers import RunNumbers, Scalar, sentences
 
 # MLflow's defaults retry for minutes; the user's environment wins
 PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
-LOCAL_PAGES = "http://127.0.0.1:5000"  # where `mlflow ui` shows them unless told otherwise
-WORKFLOW = "?workflowType=machine_learning"  # else MLflow 3 takes runs for evaluations of prompts
 METRICS_PER_CALL, PARAMS_PER_CALL, VALUE_CHARACTERS = 1000, 100, 6000  # MLflow's limits
 FOLDER_TAG = "ppo_repro.folder"  # finds the earlier copy of a folder
 NOTES = (ENVIRONMENT_NAME, accuracy.FILE_NAME, times.FILE_NAME)
@@ -47,43 +43,30 @@ ARTIFACTS = (manifest.FILE_NAME, iteration_log.FILE_NAME, CONFIG_NAME, *NOTES)
 ENDED = {"complete": "FINISHED", "interrupted": "KILLED", "failed": "FAILED", "running": "KILLED"}
 POLL_SECONDS = 1.0
 
-IsOver = Callable[[float], bool]  # waits at most so many seconds; whether the process that writes has ended
+IsOver = Callable[[float], bool]  # as in `follower.copy`
 
 
 @dataclass(frozen=True)
 class Place:
-    """A run in an MLflow store; `is_grid` if it is the parent of cells."""
+    """A run in an MLflow store."""
 
     experiment_id: str
     run_id: str
-    is_grid: bool = False
 
     def lines(self, uri: str) -> list[str]:
-        """How to look at it: its address, and the command that serves it if the URI names no server."""
-        if uri.startswith("databricks"):
-            return [f"MLflow      run {self.run_id} of experiment {self.experiment_id} in {masked(uri)}"]
-        runs = f"{self._pages(uri)}/#/experiments/{self.experiment_id}/runs{WORKFLOW}"
-        said = [f"MLflow      {self._address(uri)}", *([f"its cells   {runs}"] if self.is_grid else [])]
+        """How to look at it: its address, or its id and the command that serves its pages."""
         if uri.startswith(("http://", "https://")):
+            # without the second parameter MLflow 3 takes runs for evaluations of prompts
+            pages = f"{masked(uri).rstrip('/')}/#/experiments/{self.experiment_id}"
+            return [f"MLflow      {pages}/runs/{self.run_id}?workflowType=machine_learning"]
+        said = [f"MLflow      run {self.run_id} of experiment {self.experiment_id}"]
+        if uri.startswith("databricks"):
             return said
-        path = uri.removeprefix("sqlite:///")
-        anywhere = f"sqlite:///{Path(path).absolute()}" if path != uri and not path.startswith("/") else uri
-        return [*said, f"served by   mlflow ui --backend-store-uri {shlex.quote(masked(anywhere))}"]
+        return [*said, f"served by   mlflow ui --backend-store-uri {shlex.quote(masked(uri))}"]
 
     def fields(self, uri: str) -> dict[str, str]:
         """The same for JSON."""
-        url = "" if uri.startswith("databricks") else self._address(uri)
-        return {"uri": masked(uri), "experiment_id": self.experiment_id, "run_id": self.run_id, "url": url}
-
-    def _address(self, uri: str) -> str:
-        return f"{self._pages(uri)}/#/experiments/{self.experiment_id}/runs/{self.run_id}{WORKFLOW}"
-
-    def _pages(self, uri: str) -> str:
-        """The server that the URI names, without a password, or the one that `mlflow ui` starts."""
-        if not uri.startswith(("http://", "https://")):
-            return LOCAL_PAGES
-        parts = urlsplit(uri)
-        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path.rstrip("/"), "", ""))
+        return {"uri": masked(uri), "experiment_id": self.experiment_id, "run_id": self.run_id}
 
 
 @contextmanager
@@ -99,7 +82,8 @@ def answering(uri: str) -> Iterator[MlflowClient]:
     if scheme == "sqlite" and not path.removeprefix("/"):
         raise UserError(f"--uri {uri}: keeps nothing; name a file, such as sqlite:///mlflow.db")
     try:
-        client = _client(uri)
+        client = MlflowClient(uri)
+        client.search_experiments(max_results=1)
     except Exception as error:  # MLflow's, SQLAlchemy's, requests', of a missing driver: all mean no first contact
         raise _unwritable(uri, error) from error
     try:
@@ -108,30 +92,16 @@ def answering(uri: str) -> Iterator[MlflowClient]:
         raise _unwritable(uri, error) from error
 
 
-def _client(uri: str) -> MlflowClient:
-    """A client whose store has answered. A new SQLite database appears with all of its tables or not at all."""
-    path = Path(uri.removeprefix("sqlite:///"))
-    if uri.startswith("sqlite:///") and "?" not in uri and not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f"{path.name}.", dir=path.parent) as folder:
-            MlflowClient(f"sqlite:///{folder}/new.db").search_experiments(max_results=1)
-            with suppress(FileExistsError):  # another process was quicker
-                os.link(Path(folder) / "new.db", path)
-    client = MlflowClient(uri)
-    client.search_experiments(max_results=1)
-    return client
-
-
 def _unwritable(uri: str, error: Exception) -> UserError:
     reason = masked(" ".join(str(error).split()))[:200]
     text = f"--uri {masked(uri)}: cannot be written ({reason}); the records are not affected"
-    if uri.startswith("sqlite:") and not isinstance(error, OSError):
+    if uri.startswith("sqlite:"):
         text += "; a database that is damaged, or of another kind, has to be moved away first"
     return UserError(text)
 
 
-def copy(folder: Path, uri: str, is_over: IsOver = lambda seconds: True) -> Place | None:
-    """Copy a run or a grid until it is over; None if nothing was recorded.
+def copy(folder: Path, uri: str, is_over: IsOver) -> Place | None:
+    """Copy a run or a grid, and the page about it, until it is over; None if nothing was recorded.
 
     An earlier copy is replaced. UserError if the records are damaged or the store does not answer.
     """
@@ -143,18 +113,20 @@ def copy(folder: Path, uri: str, is_over: IsOver = lambda seconds: True) -> Plac
     still = (lambda seconds: True) if over else is_over
     with answering(uri) as client:
         if (folder / CELLS).exists():
-            return _copy_grid(client, folder, still)
-        run = _RunCopy(client, folder)
-        while not run.ended:
-            run.catch_up(still(POLL_SECONDS))  # asked before reading, so that the last iterations are read too
-    return run.place
-
-
-def add_report(folder: Path, uri: str, place: Place) -> None:
-    """Write the page about a run or a grid and add it to the copy; UserError if there is nothing to report yet."""
-    with tempfile.TemporaryDirectory() as temporary, answering(uri) as client:
-        page, _ = report_writer()([folder], Path(temporary) / REPORT_NAME, None)
-        client.log_artifact(place.run_id, str(page))
+            place = _copy_grid(client, folder, still)
+        else:
+            run = _RunCopy(client, folder)
+            while not run.ended:
+                run.catch_up(still(POLL_SECONDS))  # asked before reading, so that the last iterations are read too
+            place = run.place
+        with tempfile.TemporaryDirectory() as temporary:
+            try:
+                page, _ = report_writer()([folder], Path(temporary) / REPORT_NAME, None)
+            except UserError as error:  # such as a run without iterations, which is copied all the same
+                say(f"the report page is not in the copy: {error}")
+            else:
+                client.log_artifact(place.run_id, str(page))
+    return place
 
 
 class _RunCopy:
@@ -177,26 +149,22 @@ class _RunCopy:
         if self.ended:
             return
         recorded = manifest.load_head(self.run_dir)
-        _log(self._client, self.place.run_id, self._numbers.new())
+        _log(self._client, self.place, self._numbers.new())
         self.ended = is_over or recorded.status == "complete"
         if self.ended:
-            _log(self._client, self.place.run_id, self._numbers.ending())
-            tags = {f"verdict.{name}": found for name, found in promises(self.run_dir, recorded).items()}
-            tags |= {"fingerprint": recorded.fingerprint, "config_digest": recorded.config_digest}
+            _log(self._client, self.place, self._numbers.ending())
+            tags = {"fingerprint": recorded.fingerprint, "config_digest": recorded.config_digest}
+            tags[MLFLOW_RUN_NOTE] = "\n".join(f"* {sentence}" for sentence in sentences(self.run_dir))
             files = [self.run_dir / name for name in ARTIFACTS]
             ended = times.ended(self.run_dir, recorded)
-            _end(
-                self._client, self.place, tags, _bullets(sentences(self.run_dir)), files, ENDED[recorded.status], ended
-            )
+            _end(self._client, self.place, tags, files, ENDED[recorded.status], ended)
 
 
 def _copy_grid(client: MlflowClient, grid_dir: Path, is_over: IsOver) -> Place:
-    """A parent run with the question and the mean of each setting, and a child for each cell that began."""
+    """A parent run with the question, and a child for each cell that began."""
     tree = read_tree(grid_dir / "grid.yaml")
     params = {name: tree[name] for name in ("question", "expectation", "base", "seeds", "read_with", "axes")}
-    begun = [run for folder in (grid_dir / "cells").iterdir() if (run := run_of(folder))]
-    spans = [times.started(run, manifest.load_head(run)) for run in begun]
-    started = min(spans, default=(grid_dir / "grid.yaml").stat().st_mtime)
+    started = (grid_dir / "grid.yaml").stat().st_mtime
     experiment = _experiment(client, grid_dir.name)
     parent = _begin(client, experiment, grid_dir, grid_dir.name, params, {"kind": "grid"}, started)
     copies: dict[int, _RunCopy] = {}  # by the number of the run's folder, which a cell that is run again changes
@@ -215,28 +183,11 @@ def _copy_grid(client: MlflowClient, grid_dir: Path, is_over: IsOver) -> Place:
                 copies[number] = _RunCopy(client, run_dir, parent, cell, cell=cell, **labels)
             copies[number].catch_up(over)
     ends = [times.ended(copy.run_dir, manifest.load_head(copy.run_dir)) for copy in copies.values()]
-    settings, ended = settings_table(cells), max(ends, default=started)
-    means = [
-        Scalar(f"{row['measure']}/{kind}/{re.sub(r'[^A-Za-z0-9_. :/-]', '_', row['setting'])}", row[column], 0, ended)
-        for row in settings.to_dict("records")
-        for kind, column in (("mean", "mean"), ("half_width_95", "half_width"))
-        if pd.notna(row[column])
-    ]
-    _log(client, parent.run_id, [*means, Scalar("cells", len(cells), 0, ended)])
     status = "FINISHED" if (cells["state"] == "complete").all() else "FAILED"
     files = [grid_dir / name for name in ("grid.yaml", CELLS, RESULTS)]
-    _end(client, parent, {}, _grid_note(tree, settings), files, status, ended)
-    return Place(parent.experiment_id, parent.run_id, is_grid=True)
-
-
-def _grid_note(tree: Mapping[str, Any], settings: pd.DataFrame) -> str:
-    """Question, expectation, and the mean of each setting, in Markdown."""
-    rows = [
-        f"| {row.setting} | {row.measure} | {row.seeds} | {row.mean:.4g} ± {row.half_width:.2g} |"
-        for row in settings.itertuples()
-    ]
-    head = ["| setting | measure | seeds | mean ± half of the 95 % Student interval |", "|---|---|---|---|"]
-    return "\n".join([f"**{tree['question']}**", "", f"Expected: {tree['expectation']}", "", *head, *rows])
+    tags = {MLFLOW_RUN_NOTE: f"**{tree['question']}**\n\nExpected: {tree['expectation']}"}
+    _end(client, parent, tags, files, status, max(ends, default=started))
+    return parent
 
 
 def _environment_tags(environment: Mapping[str, Any]) -> dict[str, str]:
@@ -274,26 +225,20 @@ def _begin(
     return Place(experiment, str(created.info.run_id))
 
 
-def _log(client: MlflowClient, run_id: str, found: Sequence[Scalar]) -> None:
+def _log(client: MlflowClient, place: Place, found: Sequence[Scalar]) -> None:
     metrics = [Metric(s.name, s.value, _milliseconds(s.moment), s.step) for s in found]
     for start in range(0, len(metrics), METRICS_PER_CALL):
-        client.log_batch(run_id, metrics=metrics[start : start + METRICS_PER_CALL])
+        client.log_batch(place.run_id, metrics=metrics[start : start + METRICS_PER_CALL])
 
 
 def _end(
-    client: MlflowClient, place: Place, tags: Mapping[str, str], note: str, files: Sequence[Path], status: str,
-    moment: float,
-) -> None:  # fmt: skip
-    described = {**tags, MLFLOW_RUN_NOTE: note}
-    client.log_batch(place.run_id, tags=[RunTag(name, value) for name, value in described.items()])
+    client: MlflowClient, place: Place, tags: Mapping[str, str], files: Sequence[Path], status: str, moment: float
+) -> None:
+    client.log_batch(place.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
     for path in files:
         if path.exists():
             client.log_artifact(place.run_id, str(path))
     client.set_terminated(place.run_id, status, _milliseconds(moment))
-
-
-def _bullets(said: Sequence[str]) -> str:
-    return "\n".join(f"* {sentence}" for sentence in said)
 
 
 def _milliseconds(moment: float) -> int:

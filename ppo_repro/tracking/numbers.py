@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,10 @@ from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.control.summary import CONTROL_RUNS
 from ppo_repro.preferences.dpo.summary import DPO_RUNS
 from ppo_repro.records import accuracy, manifest, reader, times
-from ppo_repro.records.manifest import Head
 from ppo_repro.runs.summary import LANGUAGE_RUNS, SummaryKind
 
 SUMMARIES: dict[Kind, SummaryKind[Any]] = {LANGUAGE: LANGUAGE_RUNS, CONTROL: CONTROL_RUNS, DPO: DPO_RUNS}
 KEYS = ["iteration", "epoch", "minibatch", "ended_at"]
-# a column of `iterations` that counts disagreements -> the name of the promise
-PROMISES = {
-    "unequal_old_rollout_logprobs": "sampler_and_trainer_agree",
-    "unequal_first_ratios": "first_ratios_are_one",
-    "unequal_values": "values_agree",
-}
 
 
 @dataclass(frozen=True)
@@ -65,7 +58,7 @@ class RunNumbers:
         measured, spent = accuracy.read(self._run_dir, recorded), times.read(self._run_dir, recorded)
         groups = {
             "final": final,
-            "accuracy": {} if measured is None else measured.numbers(),
+            "accuracy": {} if measured is None else asdict(measured),
             "seconds": {} if spent is None else spent.seconds,
         }
         return [
@@ -97,11 +90,3 @@ def sentences(run_dir: Path) -> list[str]:
         kind = SUMMARIES[recorded.kind]
         said = kind.verdicts(kind.summarise(run_dir, None))
     return [*said, f"fingerprint {recorded.fingerprint}"]
-
-
-def promises(run_dir: Path, recorded: Head) -> dict[str, str]:
-    """`holds` or `differs` by promise, over the complete iterations; empty before the first one and for DPO."""
-    if not recorded.num_iterations or recorded.kind == DPO:
-        return {}
-    counted = reader.read_iterations(run_dir, columns=[*PROMISES], allow_incomplete=True)
-    return {name: "differs" if counted[column].any() else "holds" for column, name in PROMISES.items()}

@@ -12,7 +12,7 @@ import pandas as pd
 
 from ppo_repro.config.files import read_tree
 from ppo_repro.errors import UserError
-from ppo_repro.grids.results import CELLS
+from ppo_repro.grids.grid import CELLS
 from ppo_repro.records import manifest, times
 from ppo_repro.records.config_file import CONFIG_NAME, check_config
 from ppo_repro.tracking.numbers import RunNumbers, Scalar, sentences
@@ -32,10 +32,10 @@ def lines(events: Path) -> list[str]:
     ]
 
 
-def copy(folder: Path, events: Path, is_over: Callable[[float], bool] = lambda seconds: True) -> bool:
+def copy(folder: Path, events: Path, is_over: Callable[[float], bool]) -> bool:
     """Write EVENTS/<experiment>/<run>, of a grid EVENTS/<grid>/<cell>, until it is over; False if nothing is recorded.
 
-    Earlier files of ours are replaced. `is_over` as in `mlflow_copy`. UserError if records are damaged or the folder
+    Earlier files of ours are replaced. `is_over` as in `follower.copy`. UserError if records are damaged or the folder
     cannot be written. The cells of a grid are written when the grid is over.
     """
     over = False

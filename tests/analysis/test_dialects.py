@@ -55,18 +55,15 @@ STEPS: dict[tuple[str, str], Callable[[Padded], float]] = {
     ("CleanRL", "losses/clipfrac"): lambda s: s.mean(np.abs(np.exp(s.n - s.g) - 1.0) > 0.2),
     ("TRL PPO", "policy/approxkl_avg"): lambda s: 0.5 * cells(s, (s.n - s.g) ** 2),
     ("TRL PPO", "policy/clipfrac_avg"): lambda s: s.mean(removed(s, np.exp(s.n - s.g))),
-    ("TRL PPO", "val/ratio"): lambda s: float(np.where(s.mask, np.exp(s.n - s.g), 1.0).mean()),
     ("TRL GRPO", "clip_ratio/low_mean"): lambda s: s.mean((np.exp(s.n - s.p) < 0.8) & (s.A < 0)),
     ("TRL GRPO", "clip_ratio/high_mean"): lambda s: s.mean((np.exp(s.n - s.p) > 1.2) & (s.A > 0)),
     ("TRL GRPO", "clip_ratio/region_mean"): lambda s: s.mean(removed(s, np.exp(s.n - s.p))),
-    ("TRL GRPO", "cispo_clip_ratio"): lambda s: s.mean((np.exp(s.n - s.p) > 5.0) & (s.A > 0)),
     ("verl", "actor/pg_clipfrac"): lambda s: s.mean(removed(s, np.exp(s.n - s.p))),
     ("verl", "actor/pg_clipfrac_lower"): lower,
     ("verl", "actor/ppo_kl"): lambda s: s.mean(s.p - s.n),
     ("verl", "critic/vf_clipfrac"): value_clip,
     ("slime", "train/pg_clipfrac"): lambda s: s.rows(removed(s, np.exp(s.n - s.p))).mean(),
     ("slime", "train/ppo_kl"): lambda s: s.rows(s.p - s.n).mean(),
-    ("slime", "train/entropy_loss"): lambda s: s.rows(s.H).mean(),
     ("slime", "train/train_rollout_logprob_abs_diff"): lambda s: s.rows(np.abs(s.p - s.g)).mean(),
     ("slime", "train/tis"): lambda s: s.rows(np.exp(s.p - s.g)).mean(),
     ("slime", "train/tis_clipfrac"): lambda s: s.rows(np.exp(s.p - s.g) > 2.0).mean(),
@@ -79,7 +76,6 @@ STEPS: dict[tuple[str, str], Callable[[Padded], float]] = {
     ("NeMo-RL", "gen_kl_error"): lambda s: s.mean(np.exp(s.p - s.g) - 1 - (s.p - s.g)),
     ("NeMo-RL", "policy_kl_error"): lambda s: s.mean(np.exp(s.g - s.p) - 1 - (s.g - s.p)),
     ("NeMo-RL", "js_divergence_error"): jsd,
-    ("NeMo-RL", "approx_entropy"): lambda s: -s.mean(np.exp(s.n - s.g) * s.n),
     ("prime-rl", "mismatch_kl"): lambda s: s.mean(np.exp(s.n - s.g) - (s.n - s.g) - 1),
     ("prime-rl", "importance_ratio"): lambda s: s.mean(np.exp(s.n - s.g)),
     ("prime-rl", "prob_delta"): lambda s: s.mean(np.exp(s.n) - np.exp(s.g)),
@@ -101,7 +97,6 @@ ROLLOUT: dict[tuple[str, str], Callable[[Padded], float]] = {
     ("verl", "rollout_corr/kl"): lambda b: b.mean(b.g - b.p),
     ("verl", "rollout_corr/k3_kl"): lambda b: b.mean(np.exp(b.p - b.g) - (b.p - b.g) - 1),
     ("verl", "rollout_corr/training_ppl"): lambda b: np.exp(-b.rows(b.p)).mean(),
-    ("verl", "rollout_corr/rollout_ppl"): lambda b: np.exp(-b.rows(b.g)).mean(),
     ("verl", "rollout_corr/log_ppl_abs_diff"): lambda b: np.abs(b.rows(b.g) - b.rows(b.p)).mean(),
     ("verl", "rollout_corr/chi2_token"): lambda b: b.mean(np.exp(b.p - b.g) ** 2) - 1,
     ("verl", "rollout_corr/chi2_seq"): lambda b: np.exp(2 * row_sums(b, b.p - b.g)).mean() - 1,
@@ -111,13 +106,11 @@ ROLLOUT: dict[tuple[str, str], Callable[[Padded], float]] = {
 }
 LAST: dict[tuple[str, str], Callable[[Padded], float]] = {
     ("CleanRL", "losses/approx_kl"): lambda s: s.mean(np.exp(s.n - s.g) - 1 - (s.n - s.g)),
-    ("CleanRL", "losses/old_approx_kl"): lambda s: s.mean(s.g - s.n),
     ("CleanRL", "losses/entropy"): lambda s: s.mean(s.H),
 }
 FIRST_EPOCH: dict[tuple[str, str], Callable[[Padded], float]] = {
     ("tinker-cookbook", "optim/kl_sample_train_v1"): lambda s: s.mean(s.g - s.n),
     ("tinker-cookbook", "optim/kl_sample_train_v2"): lambda s: 0.5 * s.mean((s.g - s.n) ** 2),
-    ("tinker-cookbook", "optim/entropy"): lambda s: -s.mean(s.g),
 }
 
 

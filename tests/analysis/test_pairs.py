@@ -6,17 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import pyarrow as pa
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from analysis.pairs import runs
 from analysis.pairs.places import PLACES, routes_of, turns_of, with_places
-from analysis.pairs.runs import run_pairs, two_run_pairs
-from ppo_repro.errors import UserError
+from analysis.pairs.runs import run_pairs
 from ppo_repro.records import reader
-from tests.support import synthetic_run
 from tests.support.synthetic_run import bits
 
 
@@ -41,34 +37,6 @@ def test_the_first_new_log_probs_of_a_run(native_run: Path) -> None:
     assert len(found) == len(first) == len(reader.read_tokens(native_run, iterations=[1, 2]))
     assert bits(found["logprobs_b"].to_numpy()) == bits(first.loc[found.index, "new_logprobs"].to_numpy())
     assert found.index.is_monotonic_increasing
-
-
-def changed_run(run: Path, table: str, columns: dict[str, pa.Array]) -> Path:
-    """A run of one iteration of random values, some columns of one table set."""
-    rows = len(next(iter(columns.values())))
-    written = synthetic_run.start_run(run)
-    tables = synthetic_run.random_tables(0, rows)
-    for name, values in columns.items():
-        place = tables[table].column_names.index(name)
-        tables[table] = tables[table].set_column(place, tables[table].schema.field(place), values)
-    written.append(0, tables)
-    written.finish({}, {})
-    return run
-
-
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        ([[5, 6, 7], [5, 6, 8]], r"first differing token is iteration 0, sequence 2, position 2: token 7 against .* 8"),
-        ([[5, 6, 7], [5, 6]], "only one has iteration 0, sequence 2, position 2: token 7"),
-    ],
-)
-def test_other_tokens_are_refused_by_name(tmp_path: Path, ids: list[list[int]], message: str) -> None:
-    columns = [{"token_id": pa.array(values, pa.int32())} for values in ids]
-    one, other = (changed_run(tmp_path / str(index), "tokens", found) for index, found in enumerate(columns))
-    for pair in ((one, other), (other, one)):
-        with pytest.raises(UserError, match=message if pair[0] == one else "only one has|against"):
-            list(two_run_pairs(*pair))
 
 
 @given(st.lists(st.booleans(), max_size=12))

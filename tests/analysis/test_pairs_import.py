@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 
-from analysis.mismatch.tables import summary_of
 from analysis.pairs.files import imported_pairs, iteration_of, masked_tokens
-from analysis.pairs.runs import REQUIRED, run_pairs
+from analysis.pairs.runs import REQUIRED
 from ppo_repro.errors import UserError
 from ppo_repro.testing import Names
 from tests.audit.rows import ROWS
@@ -32,14 +30,6 @@ def test_every_format_of_the_audit_gives_the_frame_of_a_run(form: str, tmp_path:
         assert chunk["sequence"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and chunk["position"].tolist() == [0, 2] * 4
         assert chunk["token_id"].tolist() == [7, 9] * 4 and chunk["logprobs_a"].dtype == np.float32
         assert masked_tokens(chunk) >= 4 and iteration_of(chunk) == 0
-
-
-def test_a_run_read_from_its_own_table_gives_the_same_summary(native_run: Path, tmp_path: Path) -> None:
-    chunks = list(run_pairs(native_run, iterations=[0]))
-    tokens = pd.concat(chunks).rename(columns={"logprobs_a": "rollout_logprobs", "logprobs_b": "old_logprobs"})
-    tokens.to_parquet(tmp_path / "tokens.parquet")
-    found, expected = summary_of(imported_pairs(tmp_path / "tokens.parquet")), summary_of(iter(chunks))
-    assert found["value"].to_numpy() == pytest.approx(expected["value"].to_numpy(), nan_ok=True)
 
 
 def test_iterations_are_chunks_and_other_columns_come_along(tmp_path: Path) -> None:

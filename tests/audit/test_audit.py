@@ -260,7 +260,7 @@ def test_the_page_says_what_the_lines_say_and_loads_nothing(made: Material, subj
     html = page(found, "<dump>", lambda i: f"<{i}>\u202e")
     check(html)
     assert (
-        "<h1>&lt;dump&gt;</h1>" in html and "sampler is wrong" in html and "<b>temperature 1 instead of 0.8</b>" in html
+        "<h1>&lt;dump&gt;</h1>" in html and "sampler is wrong" in html and ">temperature 1 instead of 0.8</th>" in html
     )
     assert "src=" not in html and "<script" not in html and "\u202e" not in html
     # what was tried for the sampler, probability, position, token, response, worst tokens; one turn has no table

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -141,18 +140,6 @@ def test_ctrl_c_keeps_complete_iterations_and_no_half_ones(tmp_path: Path) -> No
     rows = reader.read_iterations(run_dir, allow_incomplete=True)
     assert rows["iteration"].tolist() == list(range(len(rows))) and len(rows) >= 1
     assert len(reader.read_tokens(run_dir, allow_incomplete=True)) == rows["tokens"].sum()
-
-
-@pytest.mark.slow
-def test_ctrl_c_without_a_checkpoint_says_that_all_is_computed_again(tmp_path: Path) -> None:
-    process = start(tmp_path, "ppo.iterations=2000", "checkpoints.every=0")
-    wait_for(lambda: recorded_iterations(tmp_path) > 1)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert re.search(
-        r"; \d+ iterations are recorded, without a checkpoint: `ppo-repro resume .*` computes all of ", err
-    )
 
 
 @pytest.mark.slow

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from ppo_repro.commands.cli import _run
 from ppo_repro.grids import slurm
-from ppo_repro.grids.cell import LOG, LOST, Order, Result, finish_cell, last_result, state_of
+from ppo_repro.grids.cell import LOG, LOST, Order, finish_cell, last_result, state_of
 from ppo_repro.grids.engines import Processes
 from ppo_repro.grids.grid import run_grid
-from ppo_repro.grids.progress import ConsoleGrid
 from ppo_repro.grids.slurm import Slurm
 from ppo_repro.grids.spec import load_grid
 from tests.grids.slurm import Cluster, cluster
@@ -32,21 +32,13 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield found
 
 
-class Acting(ConsoleGrid):
-    """Acts while the grid waits: each action once, as soon as it returns something else than False."""
-
-    def __init__(self, *actions: Callable[[], object]) -> None:
-        super().__init__()
-        self._actions, self.results = list(actions), list[Result]()
-        self._deadline = time.monotonic() + LOOK_SECONDS
-
-    def look(self) -> None:
-        assert time.monotonic() < self._deadline, "the cluster does not get there"
-        if self._actions and self._actions[0]() is not False:
-            del self._actions[0]
-
-    def ended(self, result: Result) -> None:
-        self.results.append(result)
+def act(*actions: Callable[[], object]) -> None:
+    """Do each action until it returns something else than False, one after the other."""
+    deadline = time.monotonic() + LOOK_SECONDS
+    for action in actions:
+        while action() is False:
+            assert time.monotonic() < deadline, "the cluster does not get there"
+            time.sleep(0.2)
 
 
 @slow
@@ -61,7 +53,7 @@ def test_slurm_cells_that_are_preempted_or_lose_their_node_go_on(two_nodes: Clus
     def waits(node: str) -> bool:
         return two_nodes.jobs()[running[node]][0] == "PENDING"
 
-    watcher = Acting(
+    actions = (
         both_hold,
         lambda: two_nodes.ask("sbatch", "--partition=urgent", "--nodelist=n1", "--wrap=sleep 1", "--output=/dev/null"),
         lambda: waits("n1"),
@@ -70,10 +62,13 @@ def test_slurm_cells_that_are_preempted_or_lose_their_node_go_on(two_nodes: Clus
         hold.unlink,
     )
     engine = Slurm(tmp_path / "jobs", 2, {"slurm_partition": "cells"})
-    outcome = run_grid(load_grid(path), tmp_path / "out", engine, watcher)
-    assert set(running) == {"n1", "n2"} and [result.exit_code for result in watcher.results] == [0, 0]
+    with ThreadPoolExecutor(1) as thread:
+        acting = thread.submit(act, *actions)
+        outcome = run_grid(load_grid(path), tmp_path / "out", engine)
+        acting.result()
+    assert set(running) == {"n1", "n2"}
     assert [resumed(tmp_path / "out", cell) for cell in outcome.table["cell"]] == [1, 1]  # each went on once
-    alone = run_grid(load_grid(path), tmp_path / "alone", Processes(1), ConsoleGrid())
+    alone = run_grid(load_grid(path), tmp_path / "alone", Processes(1))
     assert fingerprints(outcome) == fingerprints(alone)
     assert [resumed(tmp_path / "alone", cell) for cell in alone.table["cell"]] == [0, 0]
 
@@ -85,7 +80,6 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     for name in slurm.COMMANDS:
         answer(folder, name, "exit 1")
-    answer(folder, "sinfo", "exit 0")
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return folder
 
@@ -98,7 +92,6 @@ def answer(folder: Path, name: str, script: str) -> None:
 @pytest.mark.parametrize(
     ("option", "missing", "said"),
     [
-        ("--slurm slurm_partition=cpu", "answer", "the cluster does not answer (no route); wait"),
         ("--slurm slurm_partitoin=cpu", "", "jobs cannot be submitted (Unknown argument 'partitoin'"),
         ("--ray 127.0.0.1:1", "", "cannot be reached ([Errno 111] Connection refused); start it"),
         ("--ray local", "package", "--ray: needs ray"),
@@ -115,8 +108,6 @@ def test_what_a_cluster_cannot_do_is_said_before_anything_is_written(
     missing: str,
     said: str,
 ) -> None:
-    if missing == "answer":
-        answer(commands, "sinfo", "echo no route >&2; exit 1")
     if missing == "sbatch":
         monkeypatch.setenv("PATH", str(tmp_path))
     if missing == "package":
@@ -135,21 +126,21 @@ def test_a_job_that_vanished_is_lost_and_one_of_a_silent_cluster_is_not(
     monkeypatch.setattr(slurm, "SETTLE_SECONDS", 0.1)
     order = Order("seed=1", str(tmp_path / "cell"), "language", 1)
     (tmp_path / "cell").mkdir()
-    answer(commands, "squeue", "echo down for the moment >&2; exit 1")
-    results = slurm._until_ended({"7_0": order}, tmp_path)
-    assert [next(results) for _ in range(5)] == [None] * 5
-    answer(commands, "squeue", "echo 7_0")
-    assert [next(results) for _ in range(5)] == [None] * 5
-    answer(commands, "squeue", "exit 0")
-    (lost,) = [result for result in results if result is not None]
+    # silent, then in the queue, then gone
+    script = f"echo x >> {tmp_path}/n; case $(wc -l < {tmp_path}/n) in ?) exit 1;; 1?) echo 7_0;; esac"
+    answer(commands, "squeue", script)
+    (lost,) = slurm._until_ended({"7_0": order}, tmp_path)
+    assert len((tmp_path / "n").read_text().split()) > 19
     assert lost.exit_code == LOST and "job 7_0 ended without a word" in lost.message
     assert last_result(tmp_path / "cell") == lost and state_of(tmp_path / "cell") == "interrupted"
 
 
-def test_a_job_that_is_gone_has_the_result_of_its_cell(commands: Path, tmp_path: Path) -> None:
+def test_a_job_that_is_gone_has_the_result_of_its_cell(
+    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "POLL_SECONDS", 0.01)
     order = Order("seed=1", str(tmp_path), "language", 1)
     (tmp_path / LOG).write_text("error: no such thing\n")
     answer(commands, "squeue", "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1")
     expected = finish_cell(order, 2, 1.0)
-    results = [result for result in slurm._until_ended({"7": order}, tmp_path) if result is not None]
-    assert results == [expected] and expected.message == "error: no such thing"
+    assert list(slurm._until_ended({"7": order}, tmp_path)) == [expected] and expected.message == "error: no such thing"

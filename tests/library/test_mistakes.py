@@ -34,7 +34,6 @@ CALLS: dict[str, Callable[[PreTrainedModel], object]] = {
     "give their tokenizer": lambda model: generate(model, prompts=["a"]),
     "cannot take LlamaForCausalLM": lambda model: ppo_repro.deterministic(model),
     "sample with ppo_repro.generate": lambda model: model.generate(IDS),
-    "lr = -1: out of range": lambda model: ppo_repro.AdamW(model, -1),
     r"did you mean ppo.epochs\?": lambda _: ppo_repro.train(TINY, overrides={"ppo.epoch": 2}),
     "LlamaForCausalLM is not deterministic": lambda _: ppo_repro.logprobs(stock(), IDS),
 }

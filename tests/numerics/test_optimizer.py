@@ -118,12 +118,6 @@ def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(bad: float) 
     assert not any(m.any() for m in (*adam.first.values(), *adam.second.values()))
 
 
-# --------------------------------------------------------------------------------------------------- optimizers
-
-
-# ----------------------------------------------------------------------------------------- adapters and means
-
-
 @given(st.lists(st.floats(-1e6, 1e6), max_size=30), st.randoms())
 def test_means_and_sums_are_rounded_once(values: list[float], order: object) -> None:
     exact = sum(map(Fraction, values))

@@ -1,4 +1,7 @@
-"""Rounding on purpose: numbers as in torch, rows as in the definition, errors of the expected size, one set of bits."""
+"""Rounding on purpose: numbers as in torch, rows as in the definition, errors of the expected size.
+
+`tests/promises/test_kernels.py` compares models that round with the definition.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,15 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from experiments.accuracy.distances import deterministic_scores
 from ppo_repro.accuracy import Text, policy_scores, reference_scores, stock_scores
-from ppo_repro.models.networks import make_policy, policy_logits, rounded_view
-from ppo_repro.numerics import library
-from ppo_repro.numerics.network import Lowered, lower
+from ppo_repro.models.networks import make_policy, rounded_view
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.precision import FORMATS, NARROW, Precision, round_rows
-from ppo_repro.rollout.engine import Request, Sampling
-from ppo_repro.rollout.torch_engine import TorchEngine
 from tests.numerics.definition_rounding import rounded as rounded_by_definition
 from tests.support.float32 import LARGEST, bits, tensor
-from tests.support.models import CONTEXT, EVERY_FAMILY, ragged, scored, seeded, source_model, unequal
+from tests.support.models import CONTEXT, EVERY_FAMILY, ragged, seeded, source_model, unequal
 
 TORCH = {
     "bfloat16": torch.bfloat16,
@@ -67,61 +65,13 @@ def test_rows_are_those_of_the_definition_and_do_not_see_each_other(name: str) -
     assert bits(found) == bits(torch.cat([round_rows(row[None], name) for row in x]))
 
 
-# ------------------------------------------------------------------------------------------ models that round
-
 BFLOAT16 = Precision("bfloat16", "bfloat16", "float32", "bfloat16", "float32", "bfloat16")
-# weights alone, then weights and activations; each format of a cache and of logits once
-PRECISIONS = {
-    "bfloat16 weights": Precision("bfloat16", "bfloat16"),
-    "bfloat16": BFLOAT16,
-    "float16 weights": Precision("float16", "float16", logits="float16"),
-    "float16": Precision("float16", "float16", "float32", "float16", "float8_e5m2", "float16"),
-    "e4m3 weights": Precision("float8_e4m3", "bfloat16"),
-    "e4m3": Precision("float8_e4m3", "bfloat16", "float8_e4m3", "bfloat16", "float8_e4m3"),
-    "e5m2 weights": Precision("float8_e5m2"),
-    "e5m2": Precision("float8_e5m2", "float32", "float8_e5m2", "float32", "int8"),
-    "int8 weights": Precision("int8"),
-    "int8": Precision("int8", "float32", "int8", "float32", "float32", "int8"),
-    "cache": Precision(kv_cache="bfloat16"),
-    "logits": Precision(logits="float8_e4m3"),
-}
-every_precision = pytest.mark.parametrize(
-    "precision",
-    [pytest.param(p, id=n, marks=[] if n in ("bfloat16", "e4m3") else pytest.mark.slow) for n, p in PRECISIONS.items()],
-)
 PROMPTS, RESPONSES = ragged(5, 3)
 TEXT = Text(PROMPTS, RESPONSES)
 
 
-def rounded(precision: Precision, architecture: str = "qwen3", recompute: bool = False) -> PreTrainedModel:
-    policy = make_policy(source_model(architecture), "deterministic", CONTEXT)
-    return lower(policy, Lowered(CONTEXT, precision, recompute))
-
-
 def rms(x: Tensor) -> float:
     return float(x.double().square().mean().sqrt())
-
-
-@every_precision
-def test_neither_the_batch_nor_threads_nor_the_cache_change_a_bit(precision: Precision) -> None:
-    def logits(of: Precision, threads: int, micro_batch: int) -> Tensor:
-        library.use_threads(threads)
-        policy = rounded(of)
-        with torch.no_grad():
-            return scored(PROMPTS, RESPONSES, "none", micro_batch, lambda batch, *_: policy_logits(policy, batch))
-
-    first = logits(precision, 1, 0)
-    assert unequal(logits(precision, 2, 2), first) == 0 and unequal(logits(precision, 1, 1), first) == 0
-    assert unequal(logits(Precision(), 1, 0), first) > 0, "any precision would pass"
-    policy = rounded(precision)
-    requests = [Request(tuple(prompt), seed) for seed, prompt in enumerate(PROMPTS)]
-    expected = None
-    for slots, chunk, prefix_cache in ((5, 0, True), (2, 3, False)):
-        engine = TorchEngine(policy, frozenset([1]), "deterministic", CONTEXT, slots, chunk, prefix_cache)
-        found = engine.generate(requests, Sampling(1.0, 0, 1.0, 7))
-        text = Text(PROMPTS, [list(c.response_ids) for c in found])
-        expected = policy_scores(policy, text).logprobs if expected is None else expected
-        assert unequal(torch.cat([c.logprobs for c in found]), expected) == 0
 
 
 @pytest.mark.parametrize("architecture", EVERY_FAMILY)

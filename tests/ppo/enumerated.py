@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 
 import torch
@@ -64,7 +63,3 @@ def visits(p: Tensor) -> Tensor:
         steps = [log_p[ROW[context[:t]], token] for t, token in enumerate(context)]
         found.append(torch.stack(steps).sum().exp() if steps else torch.ones((), dtype=torch.float64))
     return torch.stack(found)
-
-
-def total(terms: Tensor) -> float:
-    return math.fsum(terms.detach().reshape(-1).tolist())

@@ -8,11 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from functools import reduce
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,8 +21,7 @@ from ppo_repro.numerics.rows import slots_of, slots_of_rank
 from ppo_repro.ranks import Ranks
 from ppo_repro.records import manifest, reader
 from ppo_repro.watcher import Silent
-from tests.promises.exchanges import summand
-from tests.support.language import run
+from tests.support.language import fork, run
 from tests.support.paths import ROOT, SMALL, TINY
 from tests.support.ranks import Ended, cli_ranks, end, start_ranks
 
@@ -43,21 +40,6 @@ def test_ranks_divide_sequences_in_order_and_have_whole_slots(count: int, size: 
         assert len(own) == len(rank.mine(count)) and last == each and all(0 <= slot < each for slot in own)
         found += [slot + rank.rank * each for slot in own]
     assert found == slots_of(range(count), count, slots).tolist()[:-1]
-
-
-@slow
-def test_two_processes_add_and_gather_in_the_order_of_ranks(tmp_path: Path) -> None:
-    size = 2
-    ended = end(start_ranks(*[["-m", "tests.promises.exchanges", str(tmp_path)]] * size), 500)
-    assert [e.code for e in ended] == [0] * size, ended
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
-    assert found == [found[0]] * size
-    mine, summands = found[0], [summand(rank) for rank in range(size)]
-    assert mine["gather"] == [[r, [10 * i, 10 * i + 1, 10 * i + 2]] for r in range(size) for i in range(r)]
-    assert mine["everyone"] == [10_000 * (rank + 1) for rank in range(size)]
-    assert mine["first"] == "rank 0" and mine["same"] == "nothing"
-    assert mine["not same"] == "thing: rank 1 has 2, rank 0 has 0"
-    assert mine["numbers"] == reduce(torch.add, summands).view(torch.int32).tolist()
 
 
 def torchrun(processes: int, *arguments: str | Path, module: str = "ppo_repro") -> subprocess.CompletedProcess[str]:
@@ -99,6 +81,16 @@ def test_two_processes_do_what_one_does(config: Path, overrides: tuple[str, ...]
     alone, _ = run(load_config(config, overrides), tmp_path / "alone", Silent())
     layout = ("layout.padding=left", "layout.rollout_slots=5")
     assert fingerprint(2, config, tmp_path / "two", *overrides, *layout) == manifest.load(alone).fingerprint
+
+
+@slow
+def test_two_processes_fork_as_one_does(tiny_run: Path, tmp_path: Path) -> None:
+    folder, changed = tmp_path / "two", "ppo.iterations=4"
+    done = torchrun(2, "fork", tiny_run, "--out", folder, "--json", "--set", changed, "--set", "kl.kl_coef=0.5")
+    assert done.returncode == 0, done.stderr
+    alone = fork(tiny_run, tmp_path / "one", None, changed, "kl.kl_coef=0.5")
+    assert json.loads(done.stdout)["fingerprint"] == manifest.load(alone).fingerprint
+    assert torchrun(2, "rerun", next(folder.glob("*/*"))).returncode == 0
 
 
 @slow
@@ -164,10 +156,10 @@ def test_a_process_that_ends_ends_the_run_and_complete_iterations_stay(number: i
 
 
 REFUSED = {
-    ("2", "0", "show", "."): "only run, fork, rerun and resume work in several processes; start this command",
+    ("2", "0", "show", "."): "only run, fork, rerun and resume work in several processes; start this without",
     ("3", "0", "run", str(TINY)): "torchrun --nproc-per-node: 3 processes were started; a run takes 1, 2, 4 or 8",
-    ("two", "0", "run", str(TINY)): "environment variable WORLD_SIZE = 'two': must be a count, as torchrun sets it",
-    ("2", "2", "run", str(TINY)): "environment variable RANK = 2: must be below WORLD_SIZE = 2, as torchrun sets it",
+    ("two", "0", "run", str(TINY)): "RANK, WORLD_SIZE = 0, two: must be counts, as torchrun sets them",
+    ("2", "2", "run", str(TINY)): "RANK, WORLD_SIZE = 2, 2: the first must be smaller, as torchrun sets them",
 }
 
 

@@ -64,8 +64,3 @@ def test_a_flipped_bit_is_named(deterministic_run: Path, tmp_path: Path) -> None
         assert found is not None
         assert (found.table, found.iteration, found.column, found.row) == ("tokens", 1, "advantages", 11)
         assert (found.left, found.right, found.unequal_in_column) == (left, right, 1)
-
-
-def test_a_rerun_refuses_to_change_a_result(deterministic_run: Path) -> None:
-    with pytest.raises(UserError, match=r"may change fields of layout and rollout\.engine "):
-        rerun(deterministic_run, Silent(), ["ppo.objective.clip_range=0.1"])

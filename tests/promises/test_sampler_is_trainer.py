@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.models.batches import TokenBatch
-from ppo_repro.models.networks import make_policy, policy_logits, value_predictions
+from ppo_repro.models.networks import policy_logits, value_predictions
 from ppo_repro.numerics.native import NativeNetwork
 from ppo_repro.numerics.network import Network
 from ppo_repro.numerics.rows import Ragged
@@ -31,7 +31,6 @@ from tests.support.models import (
     ragged,
     scored,
     seeded,
-    source_model,
     unequal,
     value_model,
 )
@@ -199,27 +198,3 @@ def test_a_prefix_taken_from_the_cache_changes_no_bit_and_saves_work(slots: int,
 @pytest.mark.usefixtures("row_dependent")
 def test_a_prefix_taken_from_the_cache_shows_in_native_numerics() -> None:
     assert not any(same(generated("native", n, 0, False)[0], generated("native", n, 0, True)[0]) for n in (21, 5))
-
-
-def test_the_context_may_be_filled_to_the_last_token() -> None:
-    request = Request(tuple(range(CONTEXT - 5)), 0)
-    sampling = Sampling(1.0, 0, 1.0, 5)
-    never = TorchEngine(policy("qwen3", "deterministic"), frozenset(), "deterministic", CONTEXT, 1, 7)
-    completions = never.generate([request], sampling)
-    assert len(completions[0].response_ids) == 5
-    got = forward_logprobs(
-        policy("qwen3", "deterministic"), "deterministic", [request], completions, sampling, "none", 0
-    )
-    assert unequal(got, joined(completions)) == 0
-
-
-def test_the_engine_samples_from_the_live_weights() -> None:
-    model = make_policy(source_model("qwen3"), "deterministic", CONTEXT)
-    live = TorchEngine(model, STOPS, "deterministic", CONTEXT, 3, 0)
-    requests = requests_of(6, 0)
-    before = live.generate(requests, PLAIN)
-    with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
-    after = live.generate(requests, PLAIN)
-    assert not same(before, after)
-    assert unequal(forward_logprobs(model, "deterministic", requests, after, PLAIN, "right", 0), joined(after)) == 0

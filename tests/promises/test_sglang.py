@@ -19,7 +19,7 @@ import ppo_repro
 from ppo_repro.errors import UserError
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.sglang import command
-from ppo_repro.rollout.sglang.client import Call, post
+from ppo_repro.rollout.sglang.client import Call, ask
 from ppo_repro.rollout.torch_engine import TorchEngine
 from tests.support.models import unequal
 from tests.support.sglang import Subject, subject
@@ -68,7 +68,7 @@ def on_server(found: Subject, requests: Sequence[Request], sampling: Sampling) -
         "sampling_params": [{**common, "sampling_seed": r.seed} for r in requests],
         "return_logprob": True,
     }
-    answers = Call(found.engine.fleet.servers[0].url, "POST", "/generate", body, 300).json()
+    answers = Call(found.engine.servers[0].url, "/generate", 300, body).json()
     tokens = [answer["meta_info"]["output_token_logprobs"] for answer in answers]
     return [Sampled([entry[1] for entry in some], torch.tensor([entry[0] for entry in some])) for some in tokens]
 
@@ -98,7 +98,7 @@ def test_batches_chunks_evictions_and_retractions_change_no_bit(crowded: Subject
         for start in range(0, count, size):
             found += on_server(crowded, requests[start : start + size], LONG)
         assert differing(found, expected[:count]) == 0, size
-    log = (crowded.engine.fleet.folder / "server-0.log").read_text()
+    log = (crowded.engine.folder / "server-0.log").read_text()
     assert "Retract requests" in log, "the pool had room for all: this shows nothing about retraction"
     assert sum("Prefill batch" in line for line in log.splitlines()) > 100  # so prompts came in pieces
     cached = [int(line.split("#cached-token: ")[1].split(",")[0]) for line in log.splitlines() if "#cached-tok" in line]
@@ -122,7 +122,7 @@ def test_sglang_scores_a_response_with_the_bits_it_was_sampled_with(crowded: Sub
         "return_logprob": True,
         "logprob_start_len": 0,
     }
-    answers = Call(crowded.engine.fleet.servers[0].url, "POST", "/generate", body, 300).json()
+    answers = Call(crowded.engine.servers[0].url, "/generate", 300, body).json()
     scores = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
     scored = [
         Sampled(c.ids, torch.tensor([entry[0] for entry in some[len(r.prompt_ids) :]]))
@@ -172,7 +172,7 @@ def test_a_hook_that_does_not_take_keeps_the_server_from_starting(
         found = real(*arguments)  # type: ignore[arg-type]
         return {**found, "PYTHONPATH": os.pathsep.join([str(altered), found["PYTHONPATH"]])}
 
-    monkeypatch.setattr("ppo_repro.rollout.sglang.fleet.server_environment", environment)
+    monkeypatch.setattr("ppo_repro.rollout.sglang.engine.server_environment", environment)
     with pytest.raises(UserError, match="SGLang ended with"), subject(tmp_path / "servers"):
         pass
     said_by_log = (tmp_path / "servers" / "server-0.log").read_text()
@@ -181,8 +181,8 @@ def test_a_hook_that_does_not_take_keeps_the_server_from_starting(
 
 def test_a_request_the_sampler_does_not_know_is_not_answered_otherwise(tmp_path: Path) -> None:
     with subject(tmp_path) as found:
-        url, log = found.engine.fleet.servers[0].url, tmp_path / "server-0.log"
+        url, log = found.engine.servers[0].url, tmp_path / "server-0.log"
         body = {"input_ids": [1, 2], "sampling_params": {"min_p": 0.1, "max_new_tokens": 2}}
         with pytest.raises(UserError):
-            post(url, "/generate", body, 60)
+            ask(url, "/generate", 60, body)
         assert "min_p" in log.read_text()

@@ -9,22 +9,18 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from transformers import AutoTokenizer
 
 from ppo_repro.buffers import Episode
-from ppo_repro.config.files import dump_yaml
 from ppo_repro.ranks import ALONE
 from ppo_repro.records import manifest, reader
 from ppo_repro.runs import prepare
-from ppo_repro.runs.verify import verify
 from ppo_repro.stages.agreement import UnequalBits, require_sampler_agrees
 from ppo_repro.stages.forward import score_rollout
 from ppo_repro.stages.rollout import choose_prompts, roll_out
 from ppo_repro.watcher import Silent
-from tests.support.cli import Cli, one_line
 from tests.support.language import rerun, resume
 from tests.support.resume import Recorded, record
-from tests.support.turns import TASK, turns_config
+from tests.support.turns import turns_config
 
 GAE = ("advantages.gamma=0.9", "advantages.gae_lambda=0.8", "advantages.whiten=none")
 
@@ -121,19 +117,6 @@ def test_advantages_pass_over_forced_tokens(recorded: Recorded) -> None:
     assert others == sum(max(forced) for forced in sequences["is_forced"]) > 5
 
 
-def test_ids_are_never_made_again_from_text(recorded: Recorded) -> None:
-    """Each text in which the environment speaks has another encoding (see TASK), and none of them was taken."""
-    tokenizer = AutoTokenizer.from_pretrained(recorded.whole / "checkpoints" / "final")
-    differing = 0
-    for row in sequences_of(recorded).itertuples():
-        again = tokenizer(row.response)["input_ids"]
-        ids = [token for token in row.episode_ids if token not in tokenizer.all_special_ids]
-        assert tokenizer.decode(again) == tokenizer.decode(ids) == row.response
-        assert again != ids or not max(row.is_forced)
-        differing += max(row.is_forced)
-    assert differing > 5, "nothing was shown"
-
-
 def test_an_episode_that_was_encoded_again_breaks_parity(tmp_path: Path) -> None:
     """The control of the promise above: the same text and the same sampled tokens, forced tokens encoded otherwise."""
     config = turns_config(tmp_path)
@@ -159,22 +142,3 @@ def test_an_episode_that_was_encoded_again_breaks_parity(tmp_path: Path) -> None
         else:
             with pytest.raises(UnequalBits, match="rollout_logprobs"):
                 require_sampler_agrees(config, 0, found, forward)
-
-
-def test_iterations_before_a_step_that_raises_stay(recorded: Recorded, tmp_path: Path, cli: Cli) -> None:
-    """A step that raises for one prompt, in whose episode an environment first speaks in the second iteration."""
-    rows, held_out = sequences_of(recorded), reader.read_evaluations(recorded.whole, columns=["prompt_key"])
-    before = {*rows[rows["iteration"] == 0]["prompt_key"], *held_out["prompt_key"]}
-    later = rows[(rows["iteration"] == 1) & rows["is_forced"].map(any)]
-    # not the last turn of an episode alone, with which a file is tried before the run
-    key = [key for key in later["prompt_key"] if key not in before][-1]
-    raising = TASK.replace(
-        "def step(transcript):\n",
-        f"def step(transcript):\n    if transcript.key == {key!r}:\n        raise OSError('gone')\n",
-    )
-    config = turns_config(tmp_path, *GAE, "checkpoints.every=1", task=raising)
-    (tmp_path / "run.yaml").write_text(dump_yaml(config))
-    code, _, err = cli("run", tmp_path / "run.yaml", "--out", tmp_path / "out")
-    assert code == 2 and f"step raised OSError: gone; prompt key '{key}'" in one_line(err)
-    (run_dir,) = (path.parent for path in (tmp_path / "out").rglob("manifest.json"))
-    assert manifest.load(run_dir).status == "failed" and verify(run_dir).iterations == 1

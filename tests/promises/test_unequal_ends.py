@@ -146,18 +146,6 @@ def test_where_it_is_measured_nothing_changes(override: str, tmp_path: Path, mon
     assert counted["unequal_old_rollout_logprobs"] > 0 and counted["unequal_first_ratios"] > 0
 
 
-def test_a_disk_that_is_full_does_not_hide_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler_differs(monkeypatch, 0, 3, 0)
-
-    def full(path: Path, *arguments: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("ppo_repro.runs.unequal.write_sums", full)
-    run_dir, error = ended(tmp_path)
-    assert error.endswith("unequal: cannot be written (No space left on device); make room there")
-    assert error.startswith("iteration 0, response 3, token 0: ") and not (run_dir / UNEQUAL).exists()
-
-
 def test_the_command_says_it_on_one_line_with_exit_code_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:

@@ -145,17 +145,3 @@ def test_bits_and_nulls_decide(left: list[Any], right: list[Any], row: int | Non
     if found is not None:
         assert (found.column, found.iteration) == ("(rows)" if len(left) != len(right) else "eval_score", 3)
         assert found.column == "(rows)" or "bits" in found.describe()
-
-
-@pytest.mark.parametrize("value", [0.5, 1, "0.625", None])
-def test_final_results(run: Path, tmp_path: Path, value: float | int | str | None) -> None:
-    other = tmp_path / "other"
-    written = synthetic_run.start_run(other)
-    for iteration in range(2):
-        written.append(iteration, synthetic_run.random_tables(iteration, 12))
-    final = {**synthetic_run.FINAL, "eval_accuracy": value}
-    written.finish({name: item for name, item in final.items() if item is not None}, {})
-    found = first_difference(run, other)
-    assert found is not None
-    assert (found.table, found.column, found.left, found.right) == ("(final)", "eval_accuracy", 0.625, value)
-    assert found.describe().startswith("final result eval_accuracy: 0.625 ")

@@ -15,10 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from analysis.diagnosis.diagnose import diagnose_chunks
-from analysis.mismatch.bucket import bucket_table
-from analysis.mismatch.tables import measure, whole
 from analysis.pairs.run_evidence import run_evidence
-from analysis.pairs.runs import run_pairs
 from ppo_repro.config.files import load_config
 from ppo_repro.config.inputs import run_folder
 from ppo_repro.recompute.recompute import recompute, stages_of
@@ -27,7 +24,6 @@ from ppo_repro.seeding import words
 from ppo_repro.watcher import Silent
 from tests.support.language import resume, run
 from tests.support.paths import TINY
-from tests.support.turns import turns_config
 
 COMMON = (
     *("ppo.iterations=3", "checkpoints.every=1", "checkpoints.keep=3", "checkpoints.final_state=false"),
@@ -221,22 +217,6 @@ def require_the_records_suffice_and_the_cause_is_named(case: Case) -> None:
         assert known or expected in found.possible
 
 
-def require_the_mismatch_by_lag(case: Case) -> None:
-    buckets = bucket_table(whole(measure(run_pairs(case.folder))).buckets)
-    by_lag = buckets[buckets["kind"] == "policy_lag"]
-    versions = case.sequences["rollout_policy_versions"]
-    if "lag" not in case.name:
-        assert by_lag.empty and versions.isna().all()
-        return
-    lags = case.tokens["iteration"].to_numpy() - np.concatenate(versions.to_list())
-    assert {int(lo): int(n) for lo, n in zip(by_lag["lo"], by_lag["n"], strict=True)} == {
-        lag: int((lags == lag).sum()) for lag in set(lags.tolist())
-    }
-    fresh = by_lag[by_lag["lo"] == 0].iloc[0]
-    assert fresh["abs_max"] == 0.0, "without a lag there is no mismatch"
-    assert (by_lag[by_lag["lo"] > 0]["k3"] > 0).all()
-
-
 # one test a cause: all of them read one recorded run
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
@@ -245,24 +225,4 @@ def test_a_cause_is_what_it_says_under_every_layout(name: str, tmp_path: Path) -
     require_both_sides_are_those_of_stock_torch(case)
     require_the_mismatch_is_what_its_definition_says(case)
     require_the_records_suffice_and_the_cause_is_named(case)
-    require_the_mismatch_by_lag(case)
     require_no_layout_shows_and_no_interruption(case, tmp_path / "again")
-
-
-@pytest.mark.slow
-def test_an_environment_speaks_to_older_weights_too(tmp_path: Path) -> None:
-    faults = (f"{LAG}=1", f"{TRAINER}.padding_leak=9", f"{TRAINER}.dropout=0.1")
-    found = []
-    for layout in ([], LAYOUT[:-1]):
-        options = ["ppo.iterations=3", "numerics.max_context=30", *faults, *layout]
-        folder, _ = run(turns_config(tmp_path, *options), tmp_path / str(len(layout)), Silent())
-        found.append(manifest.load(folder).fingerprint)
-    sequences = reader.read_sequences(folder)
-    assert any(any(forced) for forced in sequences["is_forced"]) and found[0] == found[1]
-    assert [len(v) for v in sequences["rollout_policy_versions"]] == sequences["response_length"].tolist()
-    assert len({version for row in sequences["rollout_policy_versions"] for version in row}) == 2
-    buckets = bucket_table(whole(measure(run_pairs(folder))).buckets)
-    assert (
-        buckets.groupby("kind")["n"].sum()[["turn", "policy_lag"]].tolist() == [sequences["response_length"].sum()] * 2
-    )
-    assert (buckets["kind"] == "turn").sum() > 1

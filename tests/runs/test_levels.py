@@ -74,10 +74,3 @@ def test_a_run_is_resumed_at_another_level(runs: dict[str, Path], tmp_path: Path
     assert frame["policy_top_logits"].notna().equals(is_deep)
     whole = recorded(tmp_path / "whole", "ppo.iterations=3")
     assert first_difference(run_dir, whole) is None and results(run_dir)[0] == results(whole)[0]
-
-
-def test_level_deep_records_the_largest_logits(tmp_path: Path) -> None:
-    run_dir = recorded(tmp_path, "records.level=deep", "ppo.iterations=1")
-    tokens = reader.read_tokens(run_dir)
-    assert len({len(ids) for ids in tokens["rollout_top_ids"]}) == 1
-    assert [x.tobytes() for x in tokens["rollout_top_logits"]] == [x.tobytes() for x in tokens["policy_top_logits"]]

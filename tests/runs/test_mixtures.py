@@ -17,11 +17,9 @@ from analysis.report.figures import bucket_figure
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
-from ppo_repro.plan import plan_run
 from ppo_repro.recompute.recompute import STAGES, recompute
 from ppo_repro.records import reader
 from ppo_repro.records.diff import first_difference
-from ppo_repro.runs.prepare import prepare
 from ppo_repro.runs.summary import summarise
 from ppo_repro.watcher import Silent
 from tests.support.language import run
@@ -135,15 +133,3 @@ def test_replayed_routes_bring_a_rounded_sampler_and_the_trainer_nearer(tmp_path
 def test_a_run_without_routes_to_replay_is_refused(more: list[str], message: str) -> None:
     with pytest.raises(UserError, match=rf"ppo\.replay_routes = true {message}"):
         config_of("mixtral", "ppo.replay_routes=true", *more)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_plan_of_a_mixture_counts_its_experts_and_what_is_made_of_them(family: str) -> None:
-    config = config_of(family, "model.warm_start_steps=0")
-    policy = prepare(config, lambda step, total, loss: None).state.policy
-    planned = plan_run(config_of(family, f"model.vocab_size={policy.config.vocab_size}"))
-    assert 4 * planned.models[0].weights == sum(p.nbytes for p in policy.parameters())
-    fewer = plan_run(config_of(family, "model.experts.per_token=1"))
-    more = plan_run(config_of(family, "model.experts.per_token=5"))
-    assert fewer.rows["activations"]["update"] < more.rows["activations"]["update"]
-    assert fewer.certain == more.certain

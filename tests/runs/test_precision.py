@@ -9,12 +9,9 @@ import pytest
 import torch
 
 from analysis.mismatch.parity import Parity, parity
-from analysis.report.verdicts import on_purpose
 from ppo_repro.accuracy import Text, reference_scores, stock_scores
-from ppo_repro.checks.bisect import bisect
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
-from ppo_repro.errors import UserError
 from ppo_repro.models.load import load_folder
 from ppo_repro.records import reader
 from ppo_repro.rollout.torch_engine import in_dtype
@@ -98,17 +95,3 @@ def test_stock_torch_samples_with_the_error_of_its_dtype(dtype: str, tmp_path: P
     assert 0.5 < rms(delta) / rms(expected) < 2
     low, high = (4e-3, 4e-2) if dtype == "bfloat16" else (5e-4, 4e-3)  # spacing of numbers: a factor of 8
     assert low < rms(expected) < high, "one dtype would pass for the other"
-
-
-def test_the_verdicts_say_that_it_was_on_purpose(tmp_path: Path) -> None:
-    def texts(*overrides: str) -> list[str]:
-        return [verdict.text for verdict in on_purpose(tiny(*overrides))]
-
-    assert texts(SIDES["sampler w8a8"][0])[0] == (
-        "The sampler was rounded on purpose: mismatch.sampler.precision = weights float8_e4m3, activations "
-        "float8_e4m3, rest bfloat16, kv_cache float8_e4m3."
-    )
-    assert texts("mismatch.sampler.stock=float16")[0].endswith("on purpose: mismatch.sampler.stock = float16.")
-    assert not any("on purpose" in text for text in texts())
-    with pytest.raises(UserError, match=r"^mismatch: must be empty here, where sampler and trainer are compared; "):
-        bisect(TINY, ["mismatch.sampler.precision.logits=int8"], tmp_path)

@@ -145,7 +145,7 @@ def serving(**changes: Any) -> Iterator[FakeServer]:
 def fake_python(folder: Path, numerics_of: Path, *misbehave: str) -> Path:
     """An executable that answers what an interpreter with SGLang would, and starts this file for the server.
 
-    misbehave: `no sglang`, `no plugin`, `dies`, `dies once in generate`, `never ready`, `has a child`.
+    misbehave: `no sglang`, `no plugin`, `dies`, `dies in generate`, `never ready`, `has a child`.
     """
     has = {
         "python": "3.11.7",
@@ -179,13 +179,11 @@ def main(arguments: list[str]) -> None:
         server.faults["/health"] = lambda *_: (503, "")
 
     def die(*_: object) -> None:
-        if not (folder / "died").exists():
-            (folder / "died").touch()
-            print("Fatal error: killed in generate", flush=True)
-            os._exit(9)
+        print("Fatal error: killed in generate", flush=True)
+        os._exit(9)
 
-    if "dies once in generate" in misbehave:
-        server.faults["/generate"] = lambda a, b, usual: die() or usual
+    if "dies in generate" in misbehave:
+        server.faults["/generate"] = die
     if "hangs in generate" in misbehave:
         server.faults["/generate"] = lambda *_: time.sleep(600)
     (folder / "serving").write_text(str(os.getpid()))

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.rollout.engine import Request, Sampling
-from ppo_repro.rollout.sglang.client import ServerGone, ServerSilent
 from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine
 from tests.sglang.fake_sglang import FakeServer, serving, token_of
 from tests.support.models import VOCAB, source_model
@@ -149,12 +148,11 @@ def test_a_server_that_misbehaves_ends_the_rollout_in_one_line(
 def test_a_server_that_goes_and_one_that_hangs(policy: PreTrainedModel, tmp_path: Path) -> None:
     with serving() as server, engine_on([server], policy, tmp_path) as engine:
         server.faults["/generate"] = lambda *_: None
-        with pytest.raises(ServerGone, match="closed the connection during /generate"):
+        with pytest.raises(UserError, match="/generate: no SGLang server answers there"):
             engine.generate(REQUESTS, PLAIN)
-        assert paths(server).count("/generate") == 1, "a server that is not ours is not asked again"
     with serving() as server, engine_on([server], policy, tmp_path) as engine:
         server.faults["/generate"] = lambda s, p, a: pause(a)
-        with pytest.raises(ServerSilent, match=r"no answer within rollout.engine.timeout_s = 1"):
+        with pytest.raises(UserError, match=r"no answer within rollout.engine.timeout_s = 1"):
             engine.generate(REQUESTS, PLAIN)
 
 

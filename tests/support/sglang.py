@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,11 +41,11 @@ class Subject:
 
     @property
     def urls(self) -> str:
-        return "rollout.engine.urls=[" + ",".join(found.url for found in self.engine.fleet.servers) + "]"
+        return "rollout.engine.urls=[" + ",".join(found.url for found in self.engine.servers) + "]"
 
     def forget(self) -> None:
         """Somebody else has used the servers: bring weights again."""
-        self.engine._server_digests.update({found.url: "" for found in self.engine.fleet.servers})
+        self.engine._server_digests.update({found.url: "" for found in self.engine.servers})
 
 
 @contextlib.contextmanager
@@ -53,8 +54,11 @@ def subject(folder: Path, *overrides: str) -> Iterator[Subject]:
     prepared = prepare(config, lambda step, total, loss: None)
     policy, stops = prepared.state.policy, prepared.engine.stop_ids
     with sglang_engine(config, settings_of(config), policy, stops, folder, lambda seconds: None) as engine:
-        groups = [found.process.group for found in engine.fleet.servers if found.process]
+        groups = [found.process.pid for found in engine.servers if found.process]
         yield Subject(config, prepared, engine)
+    until = time.monotonic() + 10
+    while any(members(group) for group in groups) and time.monotonic() < until:
+        time.sleep(0.05)
     assert groups and not any(members(group) for group in groups)
 
 

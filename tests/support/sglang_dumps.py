@@ -60,19 +60,17 @@ DUMPS = (
 @contextlib.contextmanager
 def stock_server(model: Path, folder: Path, dtype: str, raw: bool) -> Iterator[str]:
     """A server with SGLang as it comes, on the CPU; its address."""
-    reserved = server.reserve_port()
-    port = reserved.getsockname()[1]
+    port = server.free_port()
     words = f"--device cpu --attention-backend torch_native --dtype {dtype} --host 127.0.0.1 --port {port}"
     words += " --max-total-tokens 4096 --max-running-requests 4 --skip-tokenizer-init --sleep-on-idle"
     environment = {**server_environment(os.environ, 1), **(RAW if raw else {})}
     command = [PYTHON, "-m", "sglang.launch_server", "--model-path", str(model), *words.split()]
-    process = server.start(command, environment, folder / f"{dtype}{'_raw' * raw}.log", reserved)
-    url = f"http://127.0.0.1:{port}"
+    started = server.start(command, environment, folder / f"{dtype}{'_raw' * raw}.log", port)
     try:
-        server.wait_until_ready(url, process, 600, lambda seconds: None)
-        yield url
+        server.wait_until_ready(started, 600, lambda seconds: None)
+        yield started.url
     finally:
-        server.end(process)
+        server.end(started)
 
 
 def dump(url: str, model: Path, out: Path, options: Sequence[str]) -> None:

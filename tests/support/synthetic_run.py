@@ -106,7 +106,7 @@ def with_nulls(kind: str, values: Any, present: npt.NDArray[np.bool_]) -> Any:
     """Values of a nullable column, where `present` says so, as `to_arrow` takes them."""
     if kind == "string" or kind in digests.ELEMENTS:
         return [value if there else None for value, there in zip(values, present, strict=True)]
-    return arrow.WithNulls(values, present)
+    return pa.array(values, mask=~present)
 
 
 def random_column(column: schema.Column, rows: int, generator: np.random.Generator) -> Any:

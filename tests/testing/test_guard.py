@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ppo_repro.errors import UserError
+from ppo_repro.records import reader
 from ppo_repro.testing import (
     Names,
     assert_matches_golden,
@@ -109,6 +110,14 @@ def test_other_names_are_given_by_what_the_message_says(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"names=ppo_repro\.testing\.Names"):
         assert_mismatch_below(path, frac_unequal=0.0)
     assert_mismatch_below(path, frac_unequal=0.0, names=Names("mine", "yours", "counts"))
+
+
+def test_a_frame_is_a_dump(deterministic_run: Path, native_run: Path) -> None:
+    assert_mismatch_below(reader.read_tokens(deterministic_run), frac_unequal=0.0)
+    with pytest.raises(
+        AssertionError, match=r"the frame: of \d+ tokens frac_unequal is .* \(first at iteration 0, seq"
+    ):
+        assert_mismatch_below(reader.read_tokens(native_run), frac_unequal=0.0)
 
 
 GUARD = """

@@ -14,7 +14,6 @@ import pytest
 
 from ppo_repro.commands.cli import _run
 from ppo_repro.records import accuracy, manifest, reader, times
-from ppo_repro.tracking import mlflow_copy
 from ppo_repro.tracking.mlflow_copy import Place
 from tests.support.cli import one_line
 from tests.support.paths import TINY
@@ -54,7 +53,7 @@ def runs_of(client: Any, experiment: str) -> list[Any]:
 
 @slow
 def test_a_copy_has_what_the_run_recorded(
-    deterministic_run: Path, native_run: Path, store: str, capsys: pytest.CaptureFixture[str]
+    deterministic_run: Path, store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _run(["track", str(deterministic_run), "--uri", store]) == 0
     client, recorded = mlflow_client(store), manifest.load(deterministic_run)
@@ -85,39 +84,27 @@ def test_a_copy_has_what_the_run_recorded(
     moment = datetime.fromisoformat(started).timestamp()
     assert found.info.start_time == round(moment * 1000)
     assert found.info.end_time == round((moment + sum(spent.seconds.values())) * 1000)
-    assert {v for n, v in found.data.tags.items() if n.startswith("verdict.")} == {"holds"}
     assert "0 of" in found.data.tags["mlflow.note.content"]
     assert _run(["track", str(deterministic_run), "--uri", store]) == 0
     (again,) = runs_of(client, "small")
     assert again.info.run_id != run_id, "a second copy takes the place of the first"
     assert again.data.metrics == found.data.metrics and again.data.params == found.data.params
-    native = mlflow_copy.copy(native_run, store)
-    assert native is not None
-    assert client.get_run(native.run_id).data.tags["verdict.sampler_and_trainer_agree"] == "differs"
 
 
 @pytest.mark.parametrize(
-    ("uri", "address", "command"),
+    ("uri", "said"),
     [
-        ("http://host:5000/", "http://host:5000/#/experiments/3/runs/ab", None),
-        ("https://me:secret@host/mlflow", "https://host/mlflow/#/experiments/3/runs/ab", None),
-        ("sqlite:////x y/m.db", "http://127.0.0.1:5000/#/experiments/3/runs/ab", "'sqlite:////x y/m.db'"),
-        ("sqlite:///m.db", "http://127.0.0.1:5000/#/experiments/3/runs/ab", "sqlite:///{here}/m.db"),
-        ("postgresql://me:secret@h/x", "http://127.0.0.1:5000/#/experiments/3/runs/ab", "'postgresql://***@h/x'"),
-        ("databricks", "", None),
+        ("http://host:5000/", "http://host:5000/#/experiments/3/runs/ab?workflowType=machine_learning"),
+        ("https://me:secret@host/mlflow", "https://***@host/mlflow/#/experiments/3/runs/ab?"),
+        ("sqlite:////x y/m.db", "mlflow ui --backend-store-uri 'sqlite:////x y/m.db'"),
+        ("postgresql://me:secret@h/x", "mlflow ui --backend-store-uri 'postgresql://***@h/x'"),
+        ("databricks", "run ab of experiment 3"),
     ],
 )
-def test_the_link_leads_to_the_run_and_tells_no_password(
-    uri: str, address: str, command: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_where_the_copy_is_tells_no_password(uri: str, said: str) -> None:
     place = Place("3", "ab")
-    said, fields = "\n".join(place.lines(uri)), place.fields(uri)
-    assert "secret" not in said and "secret" not in json.dumps(fields)
-    address = f"{address}?workflowType=machine_learning" if address else ""
-    assert fields["url"] == address and (address or "run ab of experiment 3") in said
-    served = "" if command is None else f"mlflow ui --backend-store-uri {command.format(here=tmp_path)}"
-    assert served in said if served else "mlflow ui" not in said
+    lines = "\n".join(place.lines(uri))
+    assert said in lines and "secret" not in lines and "secret" not in json.dumps(place.fields(uri))
 
 
 def records_of(path: Path) -> list[Any]:
@@ -192,14 +179,11 @@ def test_a_grid_is_a_parent_with_its_settings_and_its_cells(
     by_name = {run.info.run_name: run for run in runs_of(client, "g")}
     assert set(by_name) == {"g", *cells.index}
     parent = by_name.pop("g")
-    assert f"runs/{parent.info.run_id}?" in said.out and "its cells" in said.out
+    assert parent.info.run_id in said.out
     assert parent.data.params["question"] == "q?"
     names = {a.path for a in client.list_artifacts(parent.info.run_id)}
     assert names == {"grid.yaml", "cells.parquet", "results.parquet", "report.html"}
     assert parent.info.end_time == max(run.info.end_time for run in by_name.values())
-    mean = cells[cells["axis.ppo.epochs"] == "2"]["final.eval_accuracy"].mean()
-    assert parent.data.metrics["eval_accuracy/mean/2"] == pytest.approx(mean)
-    assert f"| 2 | eval_accuracy | 2 | {mean:.4g} ± " in parent.data.tags["mlflow.note.content"]
     for name, run in by_name.items():
         assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id and run.info.status == "FINISHED"
         assert run.data.tags["fingerprint"] == cells["fingerprint"][name]

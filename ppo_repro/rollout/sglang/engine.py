@@ -8,9 +8,13 @@ tensor whose name it does not know.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,20 +22,67 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ppo_repro.config.engine import SGLangServers
-from ppo_repro.config.run import RunConfig
+from ppo_repro.config.run import NumericsConfig, RunConfig
 from ppo_repro.errors import PromiseBroken, UserError
-from ppo_repro.files import whole_folder
+from ppo_repro.files import atomic_write, whole_folder
 from ppo_repro.models.folders import write_model
 from ppo_repro.numerics.families import routers
 from ppo_repro.numerics.optimizer import weights_digest
-from ppo_repro.output import say
 from ppo_repro.ranks import Ranks
 from ppo_repro.rollout.engine import Completion, Dialogue, Request, Sampling
-from ppo_repro.rollout.sglang.client import Call, ServerGone, get, post
-from ppo_repro.rollout.sglang.fleet import Fleet
+from ppo_repro.rollout.sglang.client import Call, ask
+from ppo_repro.rollout.sglang.command import (
+    RETURN_ROUTES,
+    SPARE_CONTEXT,
+    look_into,
+    server_arguments,
+    server_environment,
+)
 from ppo_repro.rollout.sglang.messages import generate_body, read_completions, routed_layers
-from ppo_repro.rollout.sglang.server import Waiting
-from ppo_repro.sglang_plugin.names import DIGEST
+from ppo_repro.rollout.sglang.server import Server, Waiting, death, end, free_port, start, wait_until_ready
+from ppo_repro.sglang_plugin.names import ARCHITECTURE, ATTENTION_BACKEND, DIGEST
+
+NOTES = "servers.json"
+# recorded of a server: everything that can change a number or explain a speed
+RECORDED = (
+    *("version", "launch_command", "attention_backend", "sampling_backend", "dtype", "kv_cache_dtype", "quantization"),
+    *("enable_deterministic_inference", "rl_on_policy_target", "device", "tp_size", "context_length", "page_size"),
+    *("max_total_num_tokens", "max_running_requests", "chunked_prefill_size", "disable_radix_cache"),
+    *("disable_overlap_schedule", "speculative_algorithm", "json_model_override_args"),
+)
+
+
+def check_server(url: str, engine: SGLangServers, numerics: NumericsConfig, routes: bool) -> dict[str, Any]:
+    """The server's settings to record; UserError where it would not sample as the run needs it."""
+    info, model = ask(url, "/server_info", engine.timeout_s), ask(url, "/model_info", engine.timeout_s)
+    if "version" not in info or "is_generation" not in model:
+        raise UserError(f"{url}: does not answer like an SGLang server")
+    if info.get("enable_deterministic_inference") is not True:
+        raise UserError(
+            f"{url}: runs without --enable-deterministic-inference, so SGLang ignores every seed; start it with that"
+        )
+    if routes and info.get("enable_return_routed_experts") is not True:
+        raise UserError(
+            f"{url}: runs without {RETURN_ROUTES}, and records.level = deep and ppo.replay_routes need the routes of a "
+            "mixture of experts; start it with that"
+        )
+    required: dict[str, Any] = {"sampling_backend": "pytorch", "speculative_algorithm": None}
+    if engine.numerics == "deterministic":
+        required |= {"attention_backend": ATTENTION_BACKEND, "dtype": "float32"}
+        if model.get("architectures") != [ARCHITECTURE]:
+            raise UserError(
+                f"{url}: serves {model.get('architectures')}; rollout.engine.numerics = deterministic needs the plugin"
+            )
+    for name, value in required.items():
+        if info.get(name) != value:
+            raise UserError(f"{url}: has {name} = {info.get(name)!r}; must be {value!r}")
+    context, least = info.get("context_length"), numerics.max_context + SPARE_CONTEXT
+    if isinstance(context, int) and context < least:
+        raise UserError(
+            f"{url}: has --context-length {context}; must be at least numerics.max_context + {SPARE_CONTEXT} "
+            f"= {least}, because SGLang reserves some of it"
+        )
+    return {name: info.get(name) for name in RECORDED} | {"architectures": model.get("architectures")}
 
 
 def write_folder(policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path, deterministic: bool) -> None:
@@ -53,12 +104,12 @@ def confirm(url: str, digest: str, deterministic: bool, timeout: float) -> None:
 
     PromiseBroken where the server's weights have another digest.
     """
-    version = get(url, "/model_info", timeout).get("weight_version")
+    version = ask(url, "/model_info", timeout).get("weight_version")
     if version != digest:
         raise UserError(f"{url}: has weights {version!r} after an update to {digest!r}; somebody else updates it")
     if not deterministic:
         return
-    answer = Call(url, "POST", "/get_weights_by_name", {"name": DIGEST}, timeout).json()
+    answer = Call(url, "/get_weights_by_name", timeout, {"name": DIGEST}).json()
     try:
         server_digest = bytes(int(code) for code in answer).decode("ascii")
     except (TypeError, ValueError) as error:
@@ -73,11 +124,61 @@ class SGLangEngine:
     Each server gets a range of consecutive requests, so that the samples of a prompt share its cache.
     """
 
-    def __init__(self, policy: PreTrainedModel, stop_ids: frozenset[int], max_context: int, fleet: Fleet) -> None:
-        self.policy, self.stop_ids, self.max_context, self.fleet = policy, stop_ids, max_context, fleet
-        self._routed = routed_layers(policy) if fleet.routes else None
+    def __init__(
+        self,
+        config: RunConfig,
+        settings: SGLangServers,
+        policy: PreTrainedModel,
+        stop_ids: frozenset[int],
+        folder: Path,
+    ) -> None:
+        self.config, self.settings, self.policy, self.stop_ids, self.folder = config, settings, policy, stop_ids, folder
+        routes = config.asks_for_routes and bool(routers(policy))
+        self._routed = routed_layers(policy) if routes else None
+        self.servers: list[Server] = []
         self._folder_digest = ""  # of the weights in the model folder
         self._server_digests: dict[str, str] = {}  # of the weights each server is known to have, by URL
+
+    @property
+    def model_folder(self) -> Path:
+        """The folder with the weights for servers."""
+        return self.folder / "model"
+
+    @property
+    def _is_deterministic(self) -> bool:
+        return self.settings.numerics == "deterministic"
+
+    def open(self, waiting: Waiting, temporary: Path) -> None:
+        """Start the servers on the policy's weights, or find those given by URL; check and note their settings.
+
+        UserError where one does not start or does not have the settings that the run needs.
+        """
+        interpreter = None
+        if self.settings.urls:
+            self.servers = [Server(url.rstrip("/")) for url in self.settings.urls]
+        else:
+            interpreter = look_into(self.settings)
+            digest = weights_digest(self.policy.named_parameters())
+            self._write(digest)
+            for index in range(self.settings.servers):
+                self.servers.append(self._start(index, digest, temporary))
+        notes = []
+        for server in self.servers:
+            if server.process is not None:
+                wait_until_ready(server, self.settings.timeout_s, waiting)
+            has = check_server(server.url, self.settings, self.config.numerics, self._routed is not None)
+            notes.append({"url": server.url, "server": has, "interpreter": interpreter and asdict(interpreter)})
+        text = json.dumps(notes, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+        atomic_write(self.folder / NOTES, text.encode())
+
+    def _start(self, index: int, digest: str, temporary: Path) -> Server:
+        port, settings = free_port(), self.settings
+        arguments = server_arguments(
+            self.config, settings, self.model_folder, port, digest, routes=self._routed is not None
+        )
+        environment = {**server_environment(os.environ, self.config.layout.threads), "TMPDIR": str(temporary)}
+        command = [settings.python or sys.executable, "-m", "sglang.launch_server", *arguments]
+        return start(command, environment, self.folder / f"server-{index}.log", port)
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
@@ -85,93 +186,64 @@ class SGLangEngine:
         if dialogue is not None:
             raise UserError("rollout.engine.kind = sglang: samples one turn, which an end token ends; take kind torch")
         digest = weights_digest(self.policy.named_parameters())
-        count = len(self.fleet.servers)
-        edges = [server * len(requests) // count for server in range(count + 1)]
-        shares = {i: requests[start:end] for i, (start, end) in enumerate(pairwise(edges)) if start < end}
-        vocab_size = self.policy.config.vocab_size
-        routed = self._routed if sampling.routes and self.fleet.routes else None
-        bodies = {
-            index: generate_body(share, sampling, self.stop_ids, vocab_size, self.max_context, routed is not None)
-            for index, share in shares.items()
-        }
-        answers, gone = self._ask(bodies, digest)
-        if gone:
-            for index, error in gone.items():
-                self._replace(index, error, digest)
-            more, still_gone = self._ask({index: bodies[index] for index in gone}, digest)
-            for index, error in still_gone.items():
-                raise self.fleet.explain(index, error)
-            answers |= more
-        urls = {index: self.fleet.servers[index].url for index in shares}
+        edges = [index * len(requests) // len(self.servers) for index in range(len(self.servers) + 1)]
+        batches = [requests[start:end] for start, end in pairwise(edges)]
+        work = [(server, batch) for server, batch in zip(self.servers, batches, strict=True) if batch]
+        vocab_size, max_context = self.policy.config.vocab_size, self.config.numerics.max_context
+        routed = self._routed if sampling.routes else None
+        bodies = [
+            generate_body(batch, sampling, self.stop_ids, vocab_size, max_context, routed is not None)
+            for _, batch in work
+        ]
+        answers = self._ask([server for server, _ in work], bodies, digest)
         return [
             completion
-            for index, share in shares.items()
+            for (server, batch), answer in zip(work, answers, strict=True)
             for completion in read_completions(
-                answers[index], share, sampling, self.stop_ids, vocab_size, digest, urls[index], routed
+                answer, batch, sampling, self.stop_ids, vocab_size, digest, server.url, routed
             )
         ]
 
-    def _ask(self, bodies: Mapping[int, dict[str, Any]], digest: str) -> tuple[dict[int, Any], dict[int, ServerGone]]:
-        """(answers, errors of servers that are gone), each by server. All servers work at the same time."""
-        calls: dict[int, Call] = {}
-        answers: dict[int, Any] = {}
-        gone: dict[int, ServerGone] = {}
+    def _ask(self, servers: Sequence[Server], bodies: Sequence[Mapping[str, Any]], digest: str) -> list[Any]:
+        """The answer of each server to its requests. All servers work at the same time."""
+        calls: list[Call] = []
+        answers: list[Any] = []
         try:
-            for index, body in bodies.items():
-                try:
-                    self._send_weights(index, digest)
-                    url = self.fleet.servers[index].url
-                    calls[index] = Call(url, "POST", "/generate", body, self.fleet.engine.timeout_s)
-                except ServerGone as error:
-                    gone[index] = error
-            for index, call in calls.items():
-                try:
-                    answers[index] = call.json()
-                except ServerGone as error:
-                    gone[index] = error
+            for asked, body in zip(servers, bodies, strict=True):
+                self._send_weights(asked, digest)
+                calls.append(Call(asked.url, "/generate", self.settings.timeout_s, body))
+            for call in calls:
+                answers.append(call.json())
+        except UserError as error:
+            lost = servers[len(answers) if len(calls) == len(servers) else len(calls)]
+            raise UserError(death(lost) or str(error)) from error
         finally:
-            for call in calls.values():
+            for call in calls:
                 call.close()
-        return answers, gone
+        return answers
 
-    def _replace(self, index: int, error: ServerGone, digest: str) -> None:
-        """Replace a server that is gone, where that changes no bit: one started here, in deterministic numerics."""
-        lost = self.fleet.servers[index]
-        reason = self.fleet.explain(index, error)
-        if self.fleet.engine.numerics != "deterministic" or lost.process is None:
-            raise reason
-        say(f"{reason}; starting another one, which changes no result")
-        self._server_digests.pop(lost.url, None)
-        self.write(digest)
-        self.fleet.replace(index, digest)
-
-    def write(self, digest: str) -> None:
+    def _write(self, digest: str) -> None:
         """Write the model folder for servers unless it has the weights of this digest."""
         if self._folder_digest != digest:
-            write_folder(
-                self.policy, self.stop_ids, self.fleet.model_folder, self.fleet.engine.numerics == "deterministic"
-            )
+            write_folder(self.policy, self.stop_ids, self.model_folder, self._is_deterministic)
             self._folder_digest = digest
 
-    def _send_weights(self, index: int, digest: str) -> None:
-        server, engine = self.fleet.servers[index], self.fleet.engine
+    def _send_weights(self, server: Server, digest: str) -> None:
         if self._server_digests.get(server.url) == digest:
             return
-        first = server.url not in self._server_digests
         self._server_digests[server.url] = ""
-        if not (first and server.started_with == digest):  # else the server has loaded them at its start
-            self.write(digest)
-            # the folder must have the same path for the server
-            body = {"model_path": str(self.fleet.model_folder), "weight_version": digest, "flush_cache": True}
-            post(server.url, "/update_weights_from_disk", body, engine.timeout_s)
-        confirm(server.url, digest, engine.numerics == "deterministic", engine.timeout_s)
+        self._write(digest)
+        # the folder must have the same path for the server
+        body = {"model_path": str(self.model_folder), "weight_version": digest, "flush_cache": True}
+        ask(server.url, "/update_weights_from_disk", self.settings.timeout_s, body)
+        confirm(server.url, digest, self._is_deterministic, self.settings.timeout_s)
         self._server_digests[server.url] = digest
 
 
 @contextmanager
 def sglang_engine(
     config: RunConfig,
-    engine: SGLangServers,
+    settings: SGLangServers,
     policy: PreTrainedModel,
     stop_ids: frozenset[int],
     folder: Path,
@@ -179,18 +251,16 @@ def sglang_engine(
 ) -> Iterator[SGLangEngine]:
     """The engine with its servers, which end with the block. Logs, notes and weights go to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    routes = config.asks_for_routes and bool(routers(policy))
-    fleet = Fleet(config, engine, folder, waiting, routes)
-    opened = SGLangEngine(policy, stop_ids, config.numerics.max_context, fleet)
-    try:
-        digest = weights_digest(policy.named_parameters())
-        if not engine.urls:
-            opened.write(digest)
-        fleet.open(digest)
-        yield opened
-    finally:
-        fleet.end()
-        shutil.rmtree(fleet.model_folder, ignore_errors=True)
+    engine = SGLangEngine(config, settings, policy, stop_ids, folder)
+    # a short prefix, because the path of a socket is limited to 107 characters
+    with tempfile.TemporaryDirectory(prefix="ppo-sglang-", ignore_cleanup_errors=True) as temporary:
+        try:
+            engine.open(waiting, Path(temporary))
+            yield engine
+        finally:
+            for server in engine.servers:
+                end(server)
+            shutil.rmtree(engine.model_folder, ignore_errors=True)
 
 
 class SharedEngine:

@@ -60,25 +60,8 @@ def read_routes(text: Any, inputs: int, routed: RoutedLayers) -> Tensor:
     return torch.from_numpy(found.reshape(inputs, len(routed.mixtures) * routed.per_token).astype(np.int32))
 
 
-# below this SGLang takes the most likely token instead of sampling
-LEAST_TEMPERATURE = 1e-6
 ALL_TOKENS = -1  # SGLang's top_k that cuts nothing
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
-
-
-def check_sampling(sampling: Sampling) -> None:
-    """Raise UserError for a distribution whose log-probs SGLang cannot return."""
-    if sampling.top_k == 1:
-        raise UserError("rollout.top_k = 1: SGLang takes it for greedy decoding, which keeps no set; take 0 or 2")
-    if sampling.top_p != kept_tokens.shortest(sampling.top_p):
-        raise UserError(f"rollout.top_p = {sampling.top_p}: SGLang keeps a float32 of it; give it in up to 6 digits")
-    if sampling.greedy and sampling.temperature != 1.0:
-        raise UserError("rollout.engine.kind = sglang: greedy decoding returns log-probs at temperature 1 only")
-    if not sampling.greedy and sampling.temperature < LEAST_TEMPERATURE:
-        raise UserError(
-            f"rollout.temperature = {sampling.temperature}: must be at least {LEAST_TEMPERATURE} for SGLang, "
-            "which decodes greedily below it"
-        )
 
 
 def generate_body(
@@ -90,7 +73,10 @@ def generate_body(
     routes: bool = False,
 ) -> dict[str, Any]:
     """One request to `/generate` for all of `requests`; UserError where one of them cannot be served."""
-    check_sampling(sampling)
+    if sampling.top_p != kept_tokens.shortest(sampling.top_p):
+        raise UserError(f"rollout.top_p = {sampling.top_p}: SGLang keeps a float32 of it; give it in up to 6 digits")
+    if sampling.greedy and sampling.temperature != 1.0:
+        raise UserError("rollout.engine.kind = sglang: greedy decoding returns log-probs at temperature 1 only")
     for request in requests:
         check_request(request, sampling, vocab_size, max_context)
         if not -(2**63) <= request.seed < 2**63:

@@ -1,8 +1,11 @@
-"""Servers that the run starts: a free port, a process group that ends with the run, a log, and how they ended."""
+"""Servers that the run starts: processes that end with the run, their logs, and how they ended."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,91 +16,74 @@ from pathlib import Path
 
 from ppo_repro.errors import UserError
 from ppo_repro.output import say
-from ppo_repro.rollout.sglang import guard
-from ppo_repro.rollout.sglang.client import Call, ServerGone, ServerSilent
+from ppo_repro.rollout.sglang.client import Call
 
 LAST_LINES = 20  # of the log of a server that died
 POLL_SECONDS = 0.25
-END_SECONDS = 10.0
+DYING_SECONDS = 5.0  # how long a process may take to end after its connection broke
+_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 Waiting = Callable[[int], None]  # seconds waited so far
 
 
 @dataclass(frozen=True)
-class Process:
-    """A server with the guard around it."""
+class Server:
+    """One server."""
 
-    guard: subprocess.Popen[bytes]
-    group: int  # process group of the server
-    log: Path
-    reserved: socket.socket  # reserves its port
+    url: str
+    process: subprocess.Popen[bytes] | None = None  # leader of a process group; None for a server given by URL
+    log: Path = Path()
 
 
-def reserve_port() -> socket.socket:
-    """Bind a free loopback port, so that no other program gets it, while a server can still listen on it.
+def free_port() -> int:
+    """A free loopback port."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
-    SGLang needs half a minute until it listens. Linux lets two sockets bind one address if both set SO_REUSEADDR.
+
+def start(command: Sequence[str], environment: Mapping[str, str], log: Path, port: int) -> Server:
+    """Start a server that is killed when the run ends; its output goes to `log`. UserError if it cannot be run.
+
+    SGLang's own processes end with the server in the same way.
     """
-    reserved = socket.socket()
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(("127.0.0.1", 0))
-    return reserved
-
-
-def start(command: Sequence[str], environment: Mapping[str, str], log: Path, reserved: socket.socket) -> Process:
-    """Start a server; its output is appended to `log`. UserError where the command cannot be run."""
+    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else lambda *_: None
     with log.open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-I", guard.__file__, *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=output,
-            env=dict(environment),
-            start_new_session=True,  # Ctrl-C goes to the run alone, which then ends its servers
-        )
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        end_of_log = _last_lines(log)
-        end(Process(process, 0, log, reserved))
-        raise UserError(f"{command[0]}: cannot be started ({end_of_log[-1] if end_of_log else 'no reason given'})")
-    return Process(process, int(line), log, reserved)
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=dict(environment),
+                start_new_session=True,  # Ctrl-C goes to the run alone, which then ends its servers
+                preexec_fn=lambda: prctl(_DIES_WITH_PARENT, signal.SIGKILL),
+            )
+        except OSError as error:
+            raise UserError(f"{command[0]}: cannot be started ({error})") from error
+    return Server(f"http://127.0.0.1:{port}", process, log)
 
 
-def end(process: Process) -> None:
-    """Kill a server with everything it started, and wait until it is gone; it may be gone already."""
-    for pipe in (process.guard.stdin, process.guard.stdout):
-        if pipe is not None:
-            pipe.close()  # once its stdin is closed, the guard kills the server
-    try:
-        process.guard.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.guard.kill()
-        process.guard.wait()
-    if process.group:
-        guard.kill_group(process.group)  # needed only if the guard was killed
-    process.reserved.close()
+def end(server: Server) -> None:
+    """Kill a server that the run started, with all processes of its group; a server has nothing to save."""
+    if server.process is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.process.pid, signal.SIGKILL)
+        server.process.wait()
 
 
-def kill_now(process: Process) -> None:
-    """Kill a server without waiting until it is gone."""
-    process.guard.kill()
-    if process.group:
-        guard.kill_group(process.group)
-
-
-def wait_until_ready(url: str, process: Process, timeout_s: int, waiting: Waiting) -> None:
-    """Wait until the server is healthy; UserError where it ends before or takes too long."""
+def wait_until_ready(server: Server, timeout_s: int, waiting: Waiting) -> None:
+    """Wait until a server is healthy; UserError if it ends before or takes too long."""
     started, reported = time.monotonic(), 0
-    while not _is_healthy(url):
+    while not _is_healthy(server.url):
         waited = time.monotonic() - started
-        if process.guard.poll() is not None:
-            raise UserError(f"{death(process)}; it did not start")
-        if any("address already in use" in line for line in _last_lines(process.log)):  # SGLang does not end then
-            raise UserError(f"{url}: another program took this port; start the run again")
+        if server.process is not None and server.process.poll() is not None:
+            raise UserError(f"{death(server)}; it did not start")
+        if any("address already in use" in line for line in _last_lines(server.log)):  # SGLang does not end then
+            raise UserError(f"{server.url}: another program took this port; start the run again")
         if waited > timeout_s:
             raise UserError(
-                f"SGLang did not start within rollout.engine.timeout_s = {timeout_s}: see {process.log}, "
+                f"SGLang did not start within rollout.engine.timeout_s = {timeout_s}: see {server.log}, "
                 "or allow more time"
             )
         if int(waited) > reported:
@@ -108,22 +94,30 @@ def wait_until_ready(url: str, process: Process, timeout_s: int, waiting: Waitin
 
 def _is_healthy(url: str) -> bool:
     try:
-        # a healthy server needs a second for this, because it generates a token
-        return Call(url, "GET", "/health", None, timeout=5).reply()[0] == 200
-    except (ServerGone, ServerSilent):
+        Call(url, "/health", 5).json()  # a healthy server needs a second for this, because it generates a token
+    except UserError:
         return False
+    return True
 
 
-def death(process: Process) -> str:
-    """How a server ended, in one sentence; prints the last lines of its log."""
-    code = process.guard.wait(END_SECONDS)
-    lines = _last_lines(process.log)
-    say(f"the last lines of {process.log}:")
+def death(server: Server) -> str | None:
+    """How a server that the run started ended, in one sentence, and prints the last lines of its log.
+
+    None if it is a server given by URL, or has not ended.
+    """
+    if server.process is None:
+        return None
+    try:
+        code = server.process.wait(DYING_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
+    lines = _last_lines(server.log)
+    say(f"the last lines of {server.log}:")
     for line in lines:
         say(f"    {line}")
-    how = f"signal {code - 128}" if code > 128 else f"exit code {code}"
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
     reason = next((line for line in reversed(lines) if "Error" in line or "error" in line), "")
-    return f"SGLang ended with {how}{f' ({reason.strip()[:200]})' if reason else ''}, log {process.log}"
+    return f"SGLang ended with {how}{f' ({reason.strip()[:200]})' if reason else ''}, log {server.log}"
 
 
 def _last_lines(log: Path) -> list[str]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
-from hypothesis import strategies as st
 
 from analysis.clipping.update_rows import ClipRule, IterationRows, join_tokens
 
@@ -77,28 +76,3 @@ def make_item(
 def single(log_ratios: Sequence[float], advantages: Sequence[float], rule: ClipRule = RULE) -> IterationRows:
     """One response, one step."""
     return make_item([len(log_ratios)], np.array([log_ratios]), np.array(advantages), rule)
-
-
-@st.composite
-def rules(draw: st.DrawFn, anchor: str = "old") -> ClipRule:
-    """Any clip, asymmetric and dual ones among them."""
-    low, high = draw(st.floats(0.01, 0.9)), draw(st.floats(0.01, 3.0))
-    dual = draw(st.one_of(st.none(), st.floats(0.01, 3.0).map(lambda more: 1.0 + high + more)))
-    return ClipRule(anchor, low, high, dual, 0.2, True)
-
-
-@st.composite
-def items(draw: st.DrawFn, with_mismatch: bool = False) -> IterationRows:
-    """Random iterations of up to six responses, three epochs and two minibatches."""
-    lengths = draw(st.lists(st.integers(1, 6), min_size=2, max_size=6))
-    epochs, seed = draw(st.integers(1, 3)), draw(st.integers(0, 2**32 - 1))
-    generator = np.random.default_rng(seed)
-    count = sum(lengths)
-    log_ratios = generator.normal(0.0, draw(st.sampled_from([0.01, 0.2, 1.0])), (epochs, count))
-    log_ratios[0] *= generator.random(count) < 0.7
-    advantages = generator.normal(0.0, 1.0, count) * (generator.random(count) < 0.8)
-    delta = generator.normal(0.0, 0.3, count) if with_mismatch else None
-    old = -generator.exponential(1.0, count) - 1e-3
-    values = generator.normal(size=count), generator.normal(size=(epochs, count)), generator.normal(size=count)
-    rule = draw(rules("rollout" if with_mismatch else "old"))
-    return make_item(lengths, log_ratios, advantages, rule, 2, old, delta, values)

@@ -89,10 +89,6 @@ def test_the_measures_are_those_of_the_records(grid: Path, deterministic_run: Pa
 def test_the_commands(grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert table_main([str(grid)]) == 0
     assert capsys.readouterr().out.startswith("| mode | seeds | accuracy, mean ± half")
-    assert table_main([str(grid), "--distinct-by", "numerics.mode"]) == 0
-    assert "| native | 7 | 1 | 1 | 1 |" in capsys.readouterr().out
-    assert table_main([str(grid), "--distinct-by", "x"]) == 2
-    assert capsys.readouterr().err == "error: --distinct-by x: is no axis of this grid; there are numerics.mode\n"
     for kind, folder in (("settings", grid), ("across", grid), ("differences", grid)):
         for _ in range(2):  # over nothing, and over an earlier figure
             assert figure_main([kind, str(tmp_path / "f.svg"), str(folder)]) == 0

@@ -1,1 +1,0 @@
-"""Ablations: grid files, read with `analysis.grids`."""

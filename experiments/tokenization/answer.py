@@ -1,0 +1,65 @@
+"""What do tokenizer and unit of the KL change? `python -m experiments.tokenization.answer [GRID]`; see
+`experiments/answers.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from analysis import figures
+from analysis.grids.outcomes import clip_shares
+from analysis.program import program
+from analysis.tokenization.tables import run_drift
+from analysis.tokenization.tokenizer import recorded_tokenizer
+from experiments.answers import outcome, settings_table, study
+from ppo_repro.records import reader
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MEASURE, USUAL = "KL", "characters, per response"
+
+
+def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
+    """The outcome; KL a token; shares of the last iteration's responses with other ids, of visits outside the band."""
+    found, iterations = outcome(run_dir), len(reader.read_iterations(run_dir))
+    drift = run_drift(run_dir, recorded_tokenizer(run_dir), iterations=[iterations - 1])
+    found["KL_token"] = found["KL"] / found["length"]
+    found["drift"] = float(drift["drift_seq_frac"].iloc[0])
+    return found | {"outside": clip_shares(run_dir, iterations)[1]}
+
+
+def settings(results: pd.DataFrame) -> pd.DataFrame:
+    """The results with their two labels as one setting."""
+    return results.assign(setting=results["tokenizer"] + ", " + results["KL charged"])
+
+
+def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
+    columns: dict[str, tuple[str, str | None]] = {
+        "KL, nats a token": ("KL_token", "{:.3f}"),
+        "length, tokens": ("length", "{:.1f}"),
+        "accuracy at the start": ("start", "{:.3f}"),
+        "at the end": ("accuracy", None),
+        "ratio outside the band": ("outside", "{:.1%}"),
+        "responses with other ids": ("drift", "{:.1%}"),
+    }
+    return [settings_table(settings(results), "setting", MEASURE, "KL, nats a response", USUAL, columns)]
+
+
+def figure(results: pd.DataFrame) -> Axes:
+    return figures.settings(results.assign(point=settings(results)["setting"]), MEASURE)
+
+
+@program
+def main(argv: Sequence[str] | None) -> None:
+    """Print the tables; exit code 2 and one line on a user error."""
+    study(Path(__file__).parent, tables, figure, measures, argv=argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

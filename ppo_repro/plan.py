@@ -132,8 +132,7 @@ class Shape:
 
     def step(self, tokens: int, recompute: bool) -> int:
         """Bytes of a pass with gradients."""
-        layers = self.network.layers
-        widest = max(matrix.struct.n for layer in layers for matrix in layer.all_matrices())
+        widest = max(matrix.struct.n for matrix in self.network.matrices)
         backward = FLOAT * tokens * (6 * self.struct.hidden + 3 * widest)
         return self.network.kept_bytes(tokens, KEEP_INPUTS if recompute else KEEP_ALL) + self.cache(tokens) + backward
 

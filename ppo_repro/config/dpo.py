@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from ppo_repro.config.layout import LayoutConfig, not_on_device
 from ppo_repro.config.run import ModelFolder, NumericsConfig
-from ppo_repro.config.section import Count, Experiment, Index, NonNegative, PathText, Positive, Section
+from ppo_repro.config.section import Count, Experiment, NonNegative, PathText, Positive, Section
 
 
 class DPOUpdate(Section):
@@ -18,12 +18,6 @@ class DPOUpdate(Section):
     epochs: Count = Field(1, description="Passes over the pairs.")
     minibatch_size: Count = Field(description="Pairs per optimizer step; the last step of an epoch may have fewer.")
     learning_rate: NonNegative = Field(description="AdamW learning rate of the policy.")
-
-
-class DPOCheckpoints(Section):
-    """Where an ended run can be resumed. Changes no result."""
-
-    every: Index = Field(1, description="Write a checkpoint after every n-th epoch but the last; 0 for none.")
 
 
 class DPOConfig(Experiment):
@@ -40,7 +34,6 @@ class DPOConfig(Experiment):
     dpo: DPOUpdate
     numerics: NumericsConfig
     layout: LayoutConfig = LayoutConfig()
-    checkpoints: DPOCheckpoints = DPOCheckpoints()
 
     @model_validator(mode="after")
     def _one_policy(self) -> Self:

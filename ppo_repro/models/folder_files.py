@@ -15,15 +15,6 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER, GENERATION = "adapter_config.json", "generation_config.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _OBJECTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-# names of sizes over all families, and the most that is no mistake
-_SIZES = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer"), 2**12),
-    **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads"), 2**16),
-    **dict.fromkeys(("hidden_size", "n_embd", "intermediate_size", "n_inner", "head_dim"), 2**20),
-    **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions"), 2**31),
-}
-_MAY_BE_NULL = {"head_dim", "n_inner", "num_key_value_heads"}
-_ATTENTION = (None, "eager", "sdpa")
 _DTYPES = {"F32", "F16", "BF16"}
 # masks and frequencies that older versions saved; they are computed today
 _NOT_WEIGHTS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.rotary_emb\.inv_freq$|(^|\.)position_ids$")
@@ -42,13 +33,6 @@ def check_config(folder: Path, where: str) -> None:
         if config.get(name) is not None:
             raise UserError(f"{where}: config.json has {name}; save the model in float32, float16 or bfloat16")
     _refuse_code(config, "config.json", where)
-    for name in ("use_kernels", "kernel_config"):
-        if config.get(name):
-            raise UserError(f"{where}: config.json has {name}; code from elsewhere is never run, remove it")
-    for name in ("attn_implementation", "_attn_implementation"):
-        if config.get(name) not in _ATTENTION:
-            raise UserError(f"{where}: config.json has {name} = {config[name]!r}; must be eager or sdpa, or remove it")
-    _check_sizes(config, where)
 
 
 def _how_to_get(folder: Path) -> str:
@@ -108,15 +92,6 @@ def _read_object(path: Path, where: str) -> dict[str, Any]:
 def _refuse_code(content: dict[str, Any], name: str, where: str) -> None:
     if content.get("auto_map"):
         raise UserError(f"{where}: {name} has auto_map; code of a model folder is never run, take a model without")
-
-
-def _check_sizes(config: dict[str, Any], where: str) -> None:
-    for name, most in _SIZES.items():
-        value = config.get(name)
-        if name not in config or (value is None and name in _MAY_BE_NULL):
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise UserError(f"{where}: config.json has {name} = {_short(value)}; must be an integer from 1 to {most}")
 
 
 def _check_index(folder: Path, where: str) -> None:

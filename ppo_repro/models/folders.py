@@ -25,9 +25,9 @@ from ppo_repro.errors import UserError
 from ppo_repro.files import check_sums, whole_folder, write_sums
 from ppo_repro.models.folder_files import ADAPTER
 from ppo_repro.models.load import load_as
-from ppo_repro.models.lora import TRUNK, Lora
-from ppo_repro.models.networks import ValueModel, make_policy
-from ppo_repro.numerics.families import CLASSIFIERS, token_head_name
+from ppo_repro.models.lora import Lora
+from ppo_repro.models.networks import make_policy
+from ppo_repro.numerics.families import CLASSIFIERS
 
 VALUE_TENSORS, ADAPTER_TENSORS = "value_model.safetensors", "adapter_model.safetensors"
 FILE_BYTES = 5 * 10**9  # as the Hub takes them
@@ -76,41 +76,21 @@ def named_weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def save_adapter(lora: Lora, folder: Path, base_model: str) -> None:
-    """Write the factors into an existing folder; peft will load W from `base_model`. Raises OSError."""
-    _write_adapter(lora, folder, base_model, "CAUSAL_LM", [], lora.factors())
-
-
-def save_value_adapter(lora: Lora, value_model: ValueModel, folder: Path, base_model: str) -> None:
-    """Write the factors and the head of a value model into an existing folder. Raises OSError.
-
-    peft loads them over transformers' token classification model of one label, whose trunk is that of `base_model`
-    and whose logits before each token are then the value model's predictions.
-    """
-    trunk, head = value_model.trunk.base_model_prefix, token_head_name(value_model.trunk.config)
-    named = {f"{trunk}.{name.removeprefix(TRUNK)}": factor for name, factor in lora.factors().items()}
-    named |= {f"{head}.{name.removeprefix('head.')}": p.detach() for name, p in lora.whole.items()}
-    _write_adapter(lora, folder, base_model, "TOKEN_CLS", [head], named)
-
-
-def _write_adapter(
-    lora: Lora, folder: Path, base_model: str, task: str, whole: list[str], named: Mapping[str, Tensor]
-) -> None:
-    transposed = {layer.transposed for layer in lora.layers.values()}
+    """Write the factors in peft's format into a folder; peft will load W from `base_model`. Raises OSError."""
     config = {
         "peft_type": "LORA",
-        "task_type": task,
+        "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "target_modules": [target.removeprefix(TRUNK) for target in lora.target_modules],
-        "modules_to_save": whole or None,
+        "target_modules": list(lora.target_modules),
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": transposed == {True},
+        "fan_in_fan_out": all(layer.transposed for layer in lora.layers.values()),
         "inference_mode": True,
         "init_lora_weights": True,
     }
-    tensors = {f"base_model.model.{name}": tensor.cpu().contiguous() for name, tensor in named.items()}
+    tensors = {f"base_model.model.{name}": factor.cpu().contiguous() for name, factor in lora.factors().items()}
     (folder / ADAPTER).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     safetensors.torch.save_file(tensors, folder / ADAPTER_TENSORS, metadata=_FORMAT)
 

@@ -27,7 +27,6 @@ from ppo_repro.numerics.network import Network, is_deterministic, network_of
 from ppo_repro.seeding import words
 
 _UNIFORM_BITS = 24
-TRUNK = "trunk."  # where a value model has its trunk
 
 Adaptable = PreTrainedModel | ValueModel
 
@@ -179,7 +178,7 @@ def share_frozen(model: Adaptable, base: PreTrainedModel, lora: Lora) -> Lora:
     one. `base` is the reference of a policy; of a value model it is the trunk that it started as. Nobody may change a
     frozen parameter from here on. ValueError names a weight of which the two models have different bits.
     """
-    prefix = TRUNK if isinstance(model, ValueModel) else ""
+    prefix = "trunk." if isinstance(model, ValueModel) else ""
     own_trunk = model.trunk if isinstance(model, ValueModel) else model
     for each in (own_trunk, base):  # now: a weight that moves later would leave its old memory to the adapter
         network = network_of(each)

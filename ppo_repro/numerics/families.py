@@ -46,7 +46,6 @@ _CAUSAL, _CLASSIFIERS = _classes("ForCausalLM", "LMHeadModel"), _classes("ForSeq
 CAUSAL_MODELS: tuple[type[PreTrainedModel], ...] = tuple(_CAUSAL.values())
 CLASSIFIERS: tuple[type[PreTrainedModel], ...] = tuple(_CLASSIFIERS.values())
 CLASSIFIER_OF = {_CAUSAL[family]: kind for family, kind in _CLASSIFIERS.items()}  # OLMoE has none
-ROTARIES: tuple[type[nn.Module], ...] = tuple(_classes("RotaryEmbedding").values())
 TRUNKS: tuple[type[PreTrainedModel], ...] = tuple(_classes("Model").values())
 MIXTURES: tuple[type[nn.Module], ...] = tuple(_classes("SparseMoeBlock").values())  # a router and its experts
 
@@ -62,11 +61,6 @@ def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
 def head_of(model: PreTrainedModel) -> nn.Module:
     """The language-model head of a causal model: `lm_head`, `embed_out`."""
     return cast(nn.Module, model.get_output_embeddings())
-
-
-def token_head_name(config: PretrainedConfig) -> str:
-    """What transformers' token classification model of a family calls its head."""
-    return "classifier" if config.model_type in {"gpt2", "gpt_neox"} else "score"
 
 
 def head_dim(config: PretrainedConfig) -> int:

@@ -33,11 +33,7 @@ class Sums(ctypes.Structure):
 
     _fields_ = (
         ("level", ctypes.c_void_p * MOST_LEVELS),
-        ("levels", ctypes.c_int),
-        ("first", ctypes.c_int),
-        ("open", ctypes.c_int),
-        ("last", ctypes.c_int),
-        ("stays_open", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("levels", "first", "open", "last", "stays_open")),
     )
 
 

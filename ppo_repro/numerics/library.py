@@ -10,7 +10,6 @@ import functools
 import os
 import platform
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -24,9 +23,8 @@ KNOWN_ANSWER = 0x83E585B3D1D31E7D  # of known_answer() in C: a change of this nu
 _DENORMAL = 71362  # the bits of 1e-40
 _MEND = "run `make setup` or `pip install -e .` in a checkout, or install the wheel again"
 
-_P, _INT, _LONG, _FLOAT, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float, ctypes.c_double
+_P, _INT, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_double
 _MAP = (None, (_P, _P, _LONG))
-_ROWS, _SHAPE = (_P, _LONG), (_INT, _INT)  # logits and the distance of their rows; rows and tokens
 
 # the result and the arguments of each function in C
 _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
@@ -42,13 +40,8 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     **{f"{name}_float32": _MAP for name in ("exp", "sigmoid", "tanh", "erf", "sqrt")},
     **{f"{name}_float64": _MAP for name in ("exp", "log", "sigmoid", "softplus", "sqrt")},
     "sin_cos_float64": (None, (_P, _P, _P, _LONG)),
-    "token_statistics": (_INT, (*_ROWS, *_SHAPE, _FLOAT, *(_P,) * 6)),
-    "token_statistics_gradient": (None, (*_ROWS, *_SHAPE, _FLOAT, *(_P,) * 6)),
-    "kl_divergence": (_INT, (*_ROWS, *_ROWS, *_SHAPE, _FLOAT, *(_P,) * 4)),
-    "kl_divergence_gradient": (None, (*_ROWS, *_ROWS, *_SHAPE, _FLOAT, *(_P,) * 5)),
-    "cut_tokens": (_INT, (_P, _P, *_SHAPE, _INT, _DOUBLE, _P, _P, _P)),
-    "normal_noise": (None, (_P, _P, *_SHAPE, _P)),
-    "sample_tokens": (_INT, (*_ROWS, *_SHAPE, _FLOAT, *(_P,) * 7)),
+    **{name: (_INT, (_P,)) for name in ("token_statistics", "kl_divergence", "cut_tokens", "sample_tokens")},
+    **{name: (None, (_P,)) for name in ("token_statistics_gradient", "kl_divergence_gradient", "normal_noise")},
     "panel_floats": (_LONG, (_INT, _INT)),
     "pack": (None, (_P,)),
     "linear": (None, (_P, _P, _LONG, _INT, _P, _P, _LONG)),
@@ -59,13 +52,6 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "copy_prefix": (None, (_P, _P, _P, _LONG, _LONG, _LONG, _INT)),
     "round_tensor": (None, (_INT, _INT, _P, _LONG, _LONG)),
 }
-
-
-class Kernels(NamedTuple):
-    """The kernels of this process, for the manifest of a run; the digest is of their sources."""
-
-    variant: str
-    digest: str
 
 
 def cpu_words(key: str) -> list[str]:
@@ -160,9 +146,9 @@ def check_denormals(library: ctypes.PyDLL | None = None) -> None:
         )
 
 
-def in_use() -> Kernels:
-    """The kernels of this process."""
-    return Kernels(_variant().name, build.digest())
+def in_use() -> dict[str, str]:
+    """The kernels of this process, for the manifest of a run; the digest is of their sources."""
+    return {"variant": _variant().name, "digest": build.digest()}
 
 
 def _variant() -> Variant:

@@ -16,7 +16,7 @@ from ppo_repro.numerics import library
 from ppo_repro.numerics.gradient_sums import SlotSums, Sums, sums_of
 from ppo_repro.numerics.precision import round_rows
 from ppo_repro.numerics.rows import Rows
-from ppo_repro.numerics.structs import MatrixStruct, address, rows_of
+from ppo_repro.numerics.structs import Matrix, address, rows_of
 
 
 def fuse(tensors: Sequence[Tensor]) -> None:
@@ -59,7 +59,7 @@ class PackedMatrix:
         self.weights, self.biases = tuple(weights), tuple(biases)
         rows = sum(w.shape[0] for w in weights)
         n, k = (weights[0].shape[1], rows) if transposed else (rows, weights[0].shape[1])
-        self.struct = MatrixStruct(n=n, k=k, transposed=transposed, grad=-1, bias_grad=-1)
+        self.struct = Matrix(n=n, k=k, transposed=transposed, grad=-1, bias_grad=-1)
         self._form, self._bias_form = form, bias_form
         self._state: tuple[int, ...] = ()
         self._panels: Tensor | None = None
@@ -75,7 +75,7 @@ class PackedMatrix:
         if self.biases:
             fuse(self.biases)
 
-    def prepare(self) -> MatrixStruct:
+    def prepare(self) -> Matrix:
         """The struct, with panels of the weights as they are now."""
         struct, kernels = self.struct, library.load()
         if state_of((*self.weights, *self.biases)) == self._state:
@@ -186,7 +186,7 @@ def add_to_bias(bias: Tensor, grad: Tensor, rows: Rows) -> None:
     if sums is None:
         raise ValueError("nothing collects the gradient of this bias")
     use, grad = sums.use("bias", bias), rows_of(grad)
-    struct = MatrixStruct(n=len(bias), bias=address(bias), grad=-1, bias_grad=use.offset(bias))
+    struct = Matrix(n=len(bias), bias=address(bias), grad=-1, bias_grad=use.offset(bias))
     with use.adding(rows.slots) as c_sums:
         library.load().linear_backward(
             ctypes.byref(struct), address(grad), struct.n, None, 0, len(grad),

@@ -30,16 +30,7 @@ from ppo_repro.numerics.native import NativeNetwork
 from ppo_repro.numerics.precision import EXACT, Precision, number, round_rows
 from ppo_repro.numerics.rotary import tables
 from ppo_repro.numerics.rows import Ragged, Rows, index
-from ppo_repro.numerics.structs import (
-    BatchStruct,
-    Ints,
-    LayerStruct,
-    MatrixStruct,
-    ModelStruct,
-    NormStruct,
-    address,
-    ints,
-)
+from ppo_repro.numerics.structs import Batch, Ints, Layer, Matrix, Model, NormWeights, address, ints
 
 KEEP_NOTHING, KEEP_INPUTS, KEEP_ALL = range(3)  # of a forward pass: inputs of layers, or all that its backward needs
 
@@ -60,7 +51,7 @@ def _round16(n: int) -> int:
 class Cache:
     """Keys and values of some slots of `positions` tokens each."""
 
-    def __init__(self, model: ModelStruct, slots: int, positions: int) -> None:
+    def __init__(self, model: Model, slots: int, positions: int) -> None:
         self.each = _round16(positions)
         self.capacity = slots * self.each
         floats = model.layers * model.kv_heads * self.capacity * model.head_dim
@@ -77,12 +68,10 @@ class _Layer:
             self.matrices[name] = PackedMatrix(of.weights, of.biases, of.transposed, form, precision.other_weights)
         for name, stacked in parts.experts.items():
             self.experts[name] = [PackedMatrix([w], form=precision.weights) for w in stacked.detach()]
-        self.arrays = {n: (MatrixStruct * len(of))(*(m.struct for m in of)) for n, of in self.experts.items()}
-        of_matrices = {name: matrix.struct for name, matrix in self.matrices.items()}
-        self.struct = LayerStruct(window=parts.window, scale=parts.scale, **of_matrices, **self.arrays)
-
-    def all_matrices(self) -> list[PackedMatrix]:
-        return [*self.matrices.values(), *(matrix for of in self.experts.values() for matrix in of)]
+        self.arrays = {n: (Matrix * len(of))(*(m.struct for m in of)) for n, of in self.experts.items()}
+        structs = {name: matrix.struct for name, matrix in self.matrices.items()}
+        experts = {name: ctypes.addressof(array) for name, array in self.arrays.items()}
+        self.struct = Layer(window=parts.window, scale=parts.scale, **structs, **experts)
 
 
 # a batch, the inputs of its layers and the output of the last one [layers + 1, n, H], and the hidden states [n, H]
@@ -99,12 +88,14 @@ class Network:
         self.description = describe(trunk)
         self.lowered = lowered
         self.layers = [_Layer(parts, lowered.precision) for parts in self.description.layers]
-        self._layer_structs = (LayerStruct * len(self.layers))(*(layer.struct for layer in self.layers))
+        dense = [matrix for layer in self.layers for matrix in layer.matrices.values()]
+        self.matrices = dense + [m for layer in self.layers for of in layer.experts.values() for m in of]
+        self._layer_structs = (Layer * len(self.layers))(*(layer.struct for layer in self.layers))
         self._rounded: dict[int, tuple[tuple[int, ...], Tensor]] = {}  # other weights by id: their state, and rounded
         rotary = self.description.positions is None
         self._tables = tables(trunk.config, lowered.max_context) if rotary else (torch.zeros(1), torch.zeros(1))
         precision = lowered.precision
-        self.struct = ModelStruct(
+        self.struct = Model(
             **self.description.numbers,
             rotary=2 * self._tables[0].shape[1] if rotary else 0,
             round_activations=number(precision.activations),
@@ -114,7 +105,7 @@ class Network:
             positions_grad=-1,
             cosine=address(self._tables[0]),
             sine=address(self._tables[1]),
-            layer=self._layer_structs,
+            layer=ctypes.addressof(self._layer_structs),
         )
         self._spare: Tensor | None = None  # what the last backward pass was done with
 
@@ -128,8 +119,8 @@ class Network:
             self._rounded[id(tensor)] = state, round_rows(tensor, form, scaled)
         return address(self._rounded[id(tensor)][1])
 
-    def _norm(self, norm: NormParts) -> NormStruct:
-        return NormStruct(self._weight(norm.weight), self._weight(norm.bias), -1, -1)
+    def _norm(self, norm: NormParts) -> NormWeights:
+        return NormWeights(self._weight(norm.weight), self._weight(norm.bias), -1, -1)
 
     def prepare(self) -> None:
         """Before a pass: point to the weights, and pack those that have changed."""
@@ -152,19 +143,17 @@ class Network:
     def packed_bytes(self) -> int:
         """The packed copies of the weights."""
         floats = library.load().panel_floats
-        return sum(4 * floats(m.struct.n, m.struct.k) for layer in self.layers for m in layer.all_matrices())
+        return sum(4 * floats(m.struct.n, m.struct.k) for m in self.matrices)
 
     def fuse(self) -> None:
         """Let the parameters of each matrix lie one after the other, as a pass does."""
-        for layer in self.layers:
-            for matrix in layer.all_matrices():
-                matrix.fuse()
+        for matrix in self.matrices:
+            matrix.fuse()
 
     def forget(self) -> None:
         """Free the packed copies of the weights until the next pass."""
-        for layer in self.layers:
-            for matrix in layer.all_matrices():
-                matrix.forget()
+        for matrix in self.matrices:
+            matrix.forget()
         self._rounded = {}
 
     def give_back(self, kept: Tensor | None) -> None:
@@ -174,7 +163,7 @@ class Network:
     def _collect(self, sums: SlotSums) -> None:
         """Let the structs of a prepared network say where the gradients of all weights go."""
 
-        def norm(parts: NormParts, struct: NormStruct) -> None:
+        def norm(parts: NormParts, struct: NormWeights) -> None:
             struct.grad = sums.offset(parts.weight)
             struct.b_grad = -1 if parts.bias is None else sums.offset(parts.bias)
 
@@ -193,10 +182,10 @@ class Network:
         self.struct.positions_grad = -1 if d.positions is None else sums.offset(d.positions)
         norm(d.last_norm, self.struct.last_norm)
 
-    def _call(self, batch: Ragged, cache: Cache, base: Ints, seen: Ints | None) -> BatchStruct:
+    def _call(self, batch: Ragged, cache: Cache, base: Ints, seen: Ints | None) -> Batch:
         """A batch as the kernels take it; the struct keeps alive what it points to."""
         rows = batch.rows
-        struct = BatchStruct(
+        struct = Batch(
             tokens=len(batch.ids),
             sequences=len(batch.start) - 1,
             ids=address(batch.ids),
@@ -217,7 +206,7 @@ class Network:
     def _seen(self, batch: Ragged, wanted: bool) -> Ints | None:
         return np.empty((len(batch.ids), self.struct.mixtures * self.struct.chosen), np.int32) if wanted else None
 
-    def _forward(self, call: BatchStruct, kept: Tensor | None, keep: int) -> Tensor:
+    def _forward(self, call: Batch, kept: Tensor | None, keep: int) -> Tensor:
         hidden = torch.empty(call.tokens, self.struct.hidden)
         place = library.load().model_forward(
             ctypes.byref(self.struct), ctypes.byref(call), address(kept), keep, address(hidden)
@@ -236,7 +225,7 @@ class Network:
         spare, self._spare = self._spare, None  # fresh pages cost time
         return torch.empty(floats) if spare is None or spare.numel() < floats else spare
 
-    def _pass(self, call: BatchStruct) -> Tensor:
+    def _pass(self, call: Batch) -> Tensor:
         """Hidden states [n, H] of a pass without gradients."""
         if self.watch is None:
             return self._forward(call, None, KEEP_NOTHING)

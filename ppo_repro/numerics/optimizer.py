@@ -16,7 +16,7 @@ from ppo_repro.buffers import TensorGradient
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import library
 from ppo_repro.numerics.gradient_sums import GradientSums
-from ppo_repro.numerics.structs import address
+from ppo_repro.numerics.structs import address, fields
 from ppo_repro.ranks import ALONE, Ranks
 
 SLOTS = 8  # of a minibatch
@@ -76,24 +76,13 @@ def copy_named(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> N
 
 
 class _Trained(ctypes.Structure):
-    """`Trained` of optimizer.c."""
-
-    _fields_ = (
-        ("p", ctypes.c_void_p),
-        ("g", ctypes.c_void_p),
-        ("m", ctypes.c_void_p),
-        ("v", ctypes.c_void_p),
-        ("n", ctypes.c_long),
-        ("square", ctypes.c_double),
-    )
+    _fields_ = fields("Trained")
 
 
 class _Step(ctypes.Structure):
-    """`Step` of optimizer.c: assigning to a field rounds to float32."""
+    """Constants of a step; assigning to a field rounds to float32."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_float) for name in ("clip", "beta1", "rest1", "beta2", "rest2", "keep", "rate", "unroot", "eps")
-    )
+    _fields_ = fields("Step")
 
 
 def power(base: float, exponent: int) -> float:

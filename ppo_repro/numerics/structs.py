@@ -1,14 +1,18 @@
-"""Tensors and arrays as the C kernels take them: pointers to contiguous memory, and the structs of kernels.h."""
+"""Tensors and arrays as the C kernels take them: pointers to contiguous memory, and the structs of their sources."""
 
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from ppo_repro.numerics.build import SOURCES
 
 Ints = np.ndarray  # int32, contiguous
 
@@ -51,75 +55,45 @@ def rows_of(x: Tensor) -> Tensor:
     return x.detach().contiguous()
 
 
-class MatrixStruct(ctypes.Structure):
-    """`Matrix` of kernels.h."""
-
-    _fields_ = (
-        ("w", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("panels", ctypes.c_void_p),
-        ("grad", ctypes.c_long),
-        ("bias_grad", ctypes.c_long),
-        ("n", ctypes.c_int),
-        ("k", ctypes.c_int),
-        ("transposed", ctypes.c_int),
-        ("unused", ctypes.c_int),
-    )
+_KINDS = {"int": ctypes.c_int, "long": ctypes.c_long, "float": ctypes.c_float, "double": ctypes.c_double}
 
 
-class NormStruct(ctypes.Structure):
-    """`NormWeights` of kernels.h."""
-
-    _fields_ = (("w", ctypes.c_void_p), ("b", ctypes.c_void_p), ("grad", ctypes.c_long), ("b_grad", ctypes.c_long))
-
-
-class LayerStruct(ctypes.Structure):
-    """`Layer` of kernels.h."""
-
-    _fields_ = (
-        *((name, NormStruct) for name in ("norm1", "norm2", "q_norm", "k_norm")),
-        *((name, MatrixStruct) for name in ("qkv", "out", "up", "down", "router")),
-        ("expert_up", ctypes.POINTER(MatrixStruct)),
-        ("expert_down", ctypes.POINTER(MatrixStruct)),
-        ("window", ctypes.c_int),
-        ("scale", ctypes.c_float),
-    )
+@cache
+def _sources() -> str:
+    return re.sub(r"//.*", "", "".join(path.read_text() for path in sorted(SOURCES.glob("*.[ch]"))))
 
 
-class ModelStruct(ctypes.Structure):
-    """`Model` of kernels.h."""
-
-    _fields_ = (
-        *(
-            (name, ctypes.c_int)
-            for name in (
-                *("layers", "hidden", "heads", "kv_heads", "head_dim", "vocabulary"),
-                *("norm", "qk_norm", "rotary", "activation", "gated", "parallel"),
-                *("experts", "chosen", "normalised", "mixtures"),
-                *("q_at", "q_step", "k_at", "k_step", "v_at", "v_step"),
-                *("round_activations", "round_inputs", "round_cache"),
-                *("position_entries", "padding"),
-            )
-        ),
-        *((name, ctypes.c_float) for name in ("eps", "embedding_scale")),
-        *((name, ctypes.c_void_p) for name in ("cosine", "sine", "embedding", "positions")),
-        *((name, ctypes.c_long) for name in ("embedding_grad", "positions_grad")),
-        ("last_norm", NormStruct),
-        ("layer", ctypes.POINTER(LayerStruct)),
-    )
+def fields(name: str, *inner: type[ctypes.Structure]) -> list[tuple[str, Any]]:
+    """The fields of a struct as the C sources declare it; pointers are addresses, `inner` the structs inside it."""
+    kinds = _KINDS | {struct.__name__: struct for struct in inner}
+    (body,) = re.findall(rf"typedef struct \{{([^}}]*)\}} {name};", _sources())
+    found: list[tuple[str, Any]] = []
+    for declaration in body.split(";"):
+        kind, *names = re.findall(r"[*\w]+", declaration.replace("const ", "")) or [""]
+        found += [(n.lstrip("*"), ctypes.c_void_p if n[0] == "*" else kinds[kind]) for n in names]
+    return found
 
 
-class BatchStruct(ctypes.Structure):
-    """`Batch` of kernels.h."""
+class Matrix(ctypes.Structure):
+    _fields_ = fields("Matrix")
+
+
+class NormWeights(ctypes.Structure):
+    _fields_ = fields("NormWeights")
+
+
+class Layer(ctypes.Structure):
+    _fields_ = fields("Layer", NormWeights, Matrix)
+
+
+class Model(ctypes.Structure):
+    _fields_ = fields("Model", NormWeights)
+
+
+class Batch(ctypes.Structure):
+    """`alive` keeps the arrays that it points to."""
 
     batch: Any
     alive: Any
 
-    _fields_ = (
-        *((name, ctypes.c_int) for name in ("tokens", "sequences")),
-        *((name, ctypes.c_void_p) for name in ("ids", "position", "sequence", "start", "base", "slots")),
-        *((name, ctypes.c_void_p) for name in ("keys", "values")),
-        ("capacity", ctypes.c_long),
-        ("routes", ctypes.c_void_p),
-        ("seen", ctypes.c_void_p),
-    )
+    _fields_ = fields("Batch")

@@ -6,6 +6,7 @@ top-k and top-p every token is eligible. Mode `deterministic` uses the C kernels
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.autograd import Function
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import library
-from ppo_repro.numerics.structs import at, at_rows
+from ppo_repro.numerics.structs import at, at_rows, fields
 
 NOT_FINITE = (
     "the model's logits are not finite, or further apart than float32 reaches; "
@@ -30,13 +31,33 @@ def require_finite(logits: Tensor) -> None:
         raise NumericsError(NOT_FINITE)
 
 
-def check_rows(finite: int) -> None:
-    """Raise NumericsError if a kernel met a row of logits that is not finite."""
-    if not finite:
+class _Statistics(ctypes.Structure):
+    _fields_ = fields("Statistics")
+
+
+class _KL(ctypes.Structure):
+    _fields_ = fields("Divergence")
+
+
+class _Cut(ctypes.Structure):
+    _fields_ = fields("Cut")
+
+
+class _Noise(ctypes.Structure):
+    _fields_ = fields("Noise")
+
+
+class _Sampling(ctypes.Structure):
+    _fields_ = fields("Sampling")
+
+
+def _run(function: str, arguments: ctypes.Structure) -> None:
+    """Call a kernel; NumericsError if it met a row of logits that is not finite."""
+    if not getattr(library.load(), function)(ctypes.byref(arguments)):
         raise NumericsError(NOT_FINITE)
 
 
-def softmax_rows(n: int) -> Tensor:
+def _softmax_rows(n: int) -> Tensor:
     """Memory for `Softmax` of tokens.c of n rows: largest logit / temperature, sum of exp, its ln, a mean."""
     return torch.empty(n, 4, dtype=torch.float64)
 
@@ -49,17 +70,24 @@ def _mask(eligible: Tensor | None) -> int | None:
     return None if eligible is None else at(eligible, torch.bool)
 
 
+def _arguments(
+    logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, rows: Tensor
+) -> _Statistics:
+    about = temperature, _mask(eligible), at(targets, torch.int64), at(rows, torch.float64)
+    return _Statistics(*at_rows(logits), *logits.shape, *about)
+
+
 def _statistics(
     logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(log p(target), entropy, sum p^2, `softmax_rows`); IndexError if a target is no column."""
+    """(log p(target), entropy, sum p^2, `_softmax_rows`); IndexError if a target is no column."""
     n, v = logits.shape
     if n and not 0 <= int(targets.min()) <= int(targets.max()) < v:
         raise IndexError(f"a target is outside the {v} columns of the logits")
-    logprobs, entropies, squares, rows = torch.empty(n), torch.empty(n), torch.empty(n), softmax_rows(n)
-    arguments = (*at_rows(logits), n, v, temperature, _mask(eligible), at(targets, torch.int64))
-    out = (at(logprobs), at(entropies), at(squares), at(rows, torch.float64))
-    check_rows(library.load().token_statistics(*arguments, *out))
+    logprobs, entropies, squares, rows = torch.empty(n), torch.empty(n), torch.empty(n), _softmax_rows(n)
+    a = _arguments(logits, targets, temperature, eligible, rows)
+    a.logprobs, a.entropies, a.squares = at(logprobs), at(entropies), at(squares)
+    _run("token_statistics", a)
     return logprobs, entropies, squares, rows
 
 
@@ -74,13 +102,12 @@ class _TokenStatistics(Function):
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, d_logprob: Tensor, d_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_logprobs: Tensor, d_entropies: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, eligible, rows = ctx.saved_tensors
-        n, v = logits.shape
-        gradient, d_logprob, d_entropy = torch.empty(n, v), d_logprob.contiguous(), d_entropy.contiguous()
-        arguments = (*at_rows(logits), n, v, ctx.temperature, _mask(eligible), at(targets, torch.int64))
-        seeds = (at(rows, torch.float64), at(d_logprob), at(d_entropy))
-        library.load().token_statistics_gradient(*arguments, *seeds, at(gradient))
+        gradient, d_logprobs, d_entropies = torch.empty(logits.shape), d_logprobs.contiguous(), d_entropies.contiguous()
+        a = _arguments(logits, targets, ctx.temperature, eligible, rows)
+        a.d_logprobs, a.d_entropies, a.gradient = at(d_logprobs), at(d_entropies), at(gradient)
+        library.load().token_statistics_gradient(ctypes.byref(a))
         return gradient, None, None, None
 
 
@@ -125,16 +152,23 @@ def log_softmax(logits: Tensor) -> Tensor:
     return (shifted.to(torch.float64) - rows[:, 2:3]).to(torch.float32)
 
 
+def _two_rows(
+    p_logits: Tensor, q_logits: Tensor, temperature: float, eligible: Tensor | None, p: Tensor, q: Tensor
+) -> _KL:
+    about = temperature, _mask(eligible), at(p, torch.float64), at(q, torch.float64)
+    return _KL(*at_rows(p_logits), *at_rows(q_logits), *p_logits.shape, *about)
+
+
 class _Divergence(Function):
     """KL(p || q) with its derivative in the logits of p: p_v (log p_v - log q_v - KL) / temperature."""
 
     @staticmethod
     def forward(ctx: Any, p_logits: Tensor, q_logits: Tensor, temperature: float, eligible: Tensor | None) -> Tensor:
-        n, v = p_logits.shape
-        p, q, out = softmax_rows(n), softmax_rows(n), torch.empty(n)
-        arguments = (*at_rows(p_logits), *at_rows(q_logits), n, v, temperature, _mask(eligible))
-        results = (at(out), at(p, torch.float64), at(q, torch.float64))
-        check_rows(library.load().kl_divergence(*arguments, *results))
+        n = len(p_logits)
+        p, q, out = _softmax_rows(n), _softmax_rows(n), torch.empty(n)
+        a = _two_rows(p_logits, q_logits, temperature, eligible, p, q)
+        a.out = at(out)
+        _run("kl_divergence", a)
         ctx.save_for_backward(p_logits, q_logits, eligible, p, q)
         ctx.temperature = temperature
         return out
@@ -142,11 +176,10 @@ class _Divergence(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         p_logits, q_logits, eligible, p, q = ctx.saved_tensors
-        n, v = p_logits.shape
-        gradient, grad = torch.empty(n, v), grad.contiguous()
-        arguments = (*at_rows(p_logits), *at_rows(q_logits), n, v, ctx.temperature, _mask(eligible))
-        rows = (at(p, torch.float64), at(q, torch.float64))
-        library.load().kl_divergence_gradient(*arguments, *rows, at(grad), at(gradient))
+        gradient, grad = torch.empty(p_logits.shape), grad.contiguous()
+        a = _two_rows(p_logits, q_logits, ctx.temperature, eligible, p, q)
+        a.seed, a.gradient = at(grad), at(gradient)
+        library.load().kl_divergence_gradient(ctypes.byref(a))
         return gradient, None, None, None
 
 
@@ -224,7 +257,7 @@ def normal_noise(seeds: Tensor, positions: Tensor, columns: int) -> Tensor:
     out = torch.empty(len(seeds), columns, dtype=torch.float64)
     seeds, positions = seeds.contiguous(), positions.contiguous()
     addresses = at(seeds, torch.int64), at(positions, torch.int64)
-    library.load().normal_noise(*addresses, len(seeds), columns, at(out, torch.float64))
+    library.load().normal_noise(ctypes.byref(_Noise(*addresses, len(seeds), columns, at(out, torch.float64))))
     return out
 
 
@@ -240,7 +273,7 @@ def cut_tokens(scaled: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor
     order = torch.argsort(scaled, dim=-1, descending=True, stable=True)
     eligible, rank, log_kept = torch.empty(n, v, dtype=torch.bool), torch.empty(n, v, dtype=torch.int32), torch.empty(n)
     results = at(eligible, torch.bool), at(rank, torch.int32), at(log_kept)
-    check_rows(library.load().cut_tokens(at(scaled), at(order, torch.int64), n, v, top_k, top_p, *results))
+    _run("cut_tokens", _Cut(at(scaled), at(order, torch.int64), n, v, top_k, top_p, *results))
     return eligible, rank, log_kept
 
 
@@ -253,11 +286,11 @@ def sample_tokens(
     rounded to float32. `cut`: which tokens are eligible, bool [n, V], and the column of each, int32 [n, V]; without it
     all tokens are eligible and the column is the token's id. Raises NumericsError if logits are not finite.
     """
-    n, v = logits.shape
-    logits = _dense(logits.detach())
-    seeds, positions = seeds.contiguous(), positions.contiguous()
-    tokens, logprobs, rows = torch.empty(n, dtype=torch.int64), torch.empty(n), softmax_rows(n)
+    n = len(logits)
+    logits, seeds, positions = _dense(logits.detach()), seeds.contiguous(), positions.contiguous()
+    tokens, logprobs, rows = torch.empty(n, dtype=torch.int64), torch.empty(n), _softmax_rows(n)
+    noise = at(seeds, torch.int64), at(positions, torch.int64)
     kept = (None, None) if cut is None else (at(cut[0], torch.bool), at(cut[1], torch.int32))
-    arguments = (*at_rows(logits), n, v, temperature, at(seeds, torch.int64), at(positions, torch.int64), *kept)
-    check_rows(library.load().sample_tokens(*arguments, at(tokens, torch.int64), at(logprobs), at(rows, torch.float64)))
+    results = at(tokens, torch.int64), at(logprobs), at(rows, torch.float64)
+    _run("sample_tokens", _Sampling(*at_rows(logits), *logits.shape, temperature, *noise, *kept, *results))
     return tokens, logprobs

@@ -60,7 +60,7 @@ def describe_environment(config: RunConfig | ControlConfig | DPOConfig, processe
         "machine": platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "torch_build": " ".join(torch.__config__.show().split())[:1000],
-        "kernels": library.in_use()._asdict(),
+        "kernels": library.in_use(),
         "threads": config.layout.threads,
         "processes": processes,
         "cores": os.cpu_count(),

@@ -13,8 +13,6 @@ from pathlib import Path
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_repro.config.algorithm import SeparateValue
-from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.files import SUMS_NAME, check_sums, file_digest, whole_folder, write_sums
@@ -23,12 +21,10 @@ from ppo_repro.models.folders import (
     named_weights,
     save_adapter,
     save_reward_model,
-    save_value_adapter,
     save_value_model,
     write_model,
 )
 from ppo_repro.records.contents import (
-    CHECKPOINTS_NAME,
     FINAL,
     FINAL_STATE,
     FORKED_FROM,
@@ -139,27 +135,23 @@ class ModelStore:
         self.prepared.task.tokenizer.save_pretrained(folder)
 
     def finish(self, files: Mapping[str, str], link: str) -> dict[str, str]:
-        """The trained policy and value model, adapters in peft's format, a reward model that was made here.
+        """The trained policy and value model, the policy's adapter in peft's format, a reward model that was made here.
 
         And the optimizers' state, where no checkpoint of the last iteration has it.
         """
         prepared, state, folder = self.prepared, self.prepared.state, self.run_dir / FINAL
         made = [folder]
         save_model(state.policy, prepared.task.tokenizer, folder)
-        policy_base, value_base = self._bases()
-        adapted = [b for b, lora in ((policy_base, prepared.lora), (value_base, prepared.value_lora)) if lora]
-        if not isinstance(self.config.model, ModelFolder) and policy_base in adapted:
-            save_model(state.reference, prepared.task.tokenizer, policy_base)
-            made.append(policy_base)
         if prepared.lora is not None:
+            base = folder.with_name("base")
+            if isinstance(self.config.model, ModelFolder):
+                base = Path(self.config.model.path)
+            else:
+                save_model(state.reference, prepared.task.tokenizer, base)
+                made.append(base)
             made.append(folder.with_name("adapter"))
             with whole_folder(made[-1]) as temporary:
-                save_adapter(prepared.lora, temporary, str(policy_base))
-                write_sums(temporary)
-        if prepared.value_lora is not None and state.value_model is not None:
-            made.append(folder.with_name("value_adapter"))
-            with whole_folder(made[-1]) as temporary:
-                save_value_adapter(prepared.value_lora, state.value_model, temporary, str(value_base))
+                save_adapter(prepared.lora, temporary, str(base))
                 write_sums(temporary)
         if prepared.reward_training is not None and prepared.task.reward_model is not None:
             made.append(folder.with_name("reward_model"))
@@ -174,15 +166,6 @@ class ModelStore:
             saved = replace(checkpoint.take(state, link, self.task), policy={}, value_model={})
             found[path.relative_to(self.run_dir).as_posix()] = checkpoint.save(saved, path)
         return found
-
-    def _bases(self) -> tuple[Path, Path]:
-        """Folders of the models that policy and value model started as."""
-        model, value, term = self.config.model, self.config.value, self.config.reward.model
-        beside = self.run_dir / CHECKPOINTS_NAME
-        policy = Path(model.path) if isinstance(model, ModelFolder) else beside / "base"
-        if not isinstance(value, SeparateValue) or value.init == "policy":
-            return policy, policy
-        return policy, Path(term.path) if isinstance(term, RewardModelFolder) else beside / "reward_model"
 
 
 def load_newest(run_dir: Path, recorded: Manifest) -> Start | None:

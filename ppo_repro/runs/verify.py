@@ -12,7 +12,7 @@ from ppo_repro.records import iteration_log, manifest, reader
 from ppo_repro.records.contents import CHECKPOINT, CHECKPOINTS_NAME, REPORT_NAME, SERVERS_NAME
 from ppo_repro.records.manifest import Manifest
 
-_MODELS = r"checkpoints/(reference|final|value_model|base|adapter|value_adapter|reward_model|unequal)(\.tmp|\.removed)?"
+_MODELS = r"checkpoints/(reference|final|value_model|base|adapter|reward_model|unequal)(\.tmp|\.removed)?"
 # what a process writes before the manifest lists it; a file with another name belongs to the user
 _UNFINISHED = re.compile(
     r"(manifest\.json|iterations\.jsonl|report\.html)\.tmp"

@@ -75,6 +75,7 @@ def run_kernels(side: str) -> None:
             network.over_cache(ragged(parts, starts), cache, range(len(parts)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["before", "after"])
 @pytest.mark.parametrize("what", ["kernels", "control"])
 def test_no_kernel_leaves_its_buffers(what: str, side: str) -> None:

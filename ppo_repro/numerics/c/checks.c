@@ -116,12 +116,14 @@ static uint64_t answer_of(int other, uint64_t hash) {
 
   model_forward(&m, &b, kept, KEEP_ALL, hidden);
   linear(&head, hidden, WIDTH, WORDS, NULL, logits, KINDS);
-  sample_tokens(logits, KINDS, WORDS, KINDS, 0.8f, targets, where, NULL, NULL, tokens, out, rows);
+  sample_tokens(&(Sampling){logits, KINDS, WORDS, KINDS, 0.8f, targets, where, NULL, NULL, tokens, out, rows});
   hash = hashed(hashed(hashed(hash, logits, WORDS * KINDS), out, WORDS), tokens, 2 * WORDS);
-  token_statistics(logits, KINDS, WORDS, KINDS, 0.8f, NULL, targets, out, out + WORDS, out + 2 * WORDS, rows);
+  Statistics of = {logits, KINDS, WORDS, KINDS, 0.8f, NULL, targets, rows, out, out + WORDS, out + 2 * WORDS,
+                   seeds, seeds + WORDS, d_logits};
+  token_statistics(&of);
   hash = hashed(hash, out, 3 * WORDS);
 
-  token_statistics_gradient(logits, KINDS, WORDS, KINDS, 0.8f, NULL, targets, rows, seeds, seeds + WORDS, d_logits);
+  token_statistics_gradient(&of);
   linear_backward(&head, d_logits, KINDS, hidden, WIDTH, WORDS, sequence, position, slots, &sums, d_hidden, WIDTH);
   model_backward(&m, &b, kept, KEEP_ALL, d_hidden, &sums);
   Trained all = {plan.parameters, gradient, first, second, plan.count, 0.0};

@@ -86,7 +86,7 @@ typedef struct {
   const float *w, *bias;
   float *panels;
   long grad, bias_grad;
-  int n, k, transposed, unused;
+  int n, k, transposed;
 } Matrix;
 
 // Where gradients go. A minibatch has `2^levels` slots of sequences; sums of slots are joined as a binary tree. After

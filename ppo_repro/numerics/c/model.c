@@ -122,7 +122,7 @@ static Heads heads_of(const Model *m, const Batch *b, int index, Saved s) {
 
 // One head of a row as it goes to attention: rotated, rounded
 INLINE void turn(const Model *m, const float *x, const float *c, const float *s, float *y) {
-  if (m->rotary) rotate(x, c, s, m->rotary / 2, y);
+  if (m->rotary) rotate(x, c, s, 1.0f, m->rotary / 2, y);
   if (x != y) memcpy(y + m->rotary, x + m->rotary, sizeof(float) * (size_t)(m->head_dim - m->rotary));
   round_row(m->round_activations, 0, y, m->head_dim);
 }
@@ -168,12 +168,12 @@ static void place_backward_row(const void *argument, int t) {
   for (int i = 0; i < m->heads; i++) {
     const float *dq = h->dq + (long)t * q_width(m) + i * d;
     float *out = row + m->q_at + i * m->q_step;
-    if (m->rotary) rotate_back(dq, c, s, m->rotary / 2, out);
+    if (m->rotary) rotate(dq, c, s, -1.0f, m->rotary / 2, out);
     memcpy(out + m->rotary, dq + m->rotary, sizeof(float) * (size_t)(d - m->rotary));
   }
   for (int i = 0; i < m->kv_heads; i++) {
     float *out = row + m->k_at + i * m->k_step;
-    if (m->rotary) rotate_back(out, c, s, m->rotary / 2, out);
+    if (m->rotary) rotate(out, c, s, -1.0f, m->rotary / 2, out);
   }
 }
 

@@ -4,20 +4,23 @@
 enum { NORM_BLOCK = 4096 };        // the law: elements of a block of the norm
 enum { PIECE = 4 * NORM_BLOCK };   // elements of a task: free
 
+INLINE int pieces_in(long n) { return (int)((n + PIECE - 1) / PIECE); }
+INLINE long piece_length(long n, long at) { return n - at < PIECE ? n - at : PIECE; }
+
 // -------------------------------------------------------------------------------------------------- sums of slots
 
 typedef struct { float *a; const float *b; long n; } Addition;
 
 static void add_task(void *argument, int index) {
   const Addition *s = argument;
-  long at = (long)index * PIECE, left = s->n - at;
-  add_vector(s->a + at, s->b + at, left < PIECE ? left : PIECE);
+  long at = (long)index * PIECE;
+  add_vector(s->a + at, s->b + at, piece_length(s->n, at));
 }
 
 // a = a + b
 static void add_to(float *a, const float *b, long n) {
   Addition s = {a, b, n};
-  parallel_for((int)((n + PIECE - 1) / PIECE), add_task, &s);
+  parallel_for(pieces_in(n), add_task, &s);
 }
 
 typedef struct { const Sums *sums; long n; } Join;
@@ -25,7 +28,7 @@ typedef struct { const Sums *sums; long n; } Join;
 static void join_task(void *argument, int index) {
   const Join *j = argument;
   const Sums *s = j->sums;
-  long at = (long)index * PIECE, left = j->n - at, n = left < PIECE ? left : PIECE;
+  long at = (long)index * PIECE, n = piece_length(j->n, at);
   float *total = s->level[0] + at;
   if (!s->open) memset(total, 0, sizeof(float) * (size_t)n);
   for (int i = 0; i < s->levels; i++)
@@ -37,7 +40,7 @@ static void join_task(void *argument, int index) {
 EXPORT void join_sums(const Sums *sums, long n) {
   if (sums->first == 1 << sums->levels) return;
   Join j = {sums, n};
-  parallel_for((int)((n + PIECE - 1) / PIECE), join_task, &j);
+  parallel_for(pieces_in(n), join_task, &j);
 }
 
 // ------------------------------------------------------------------------------------------- tensors of an optimizer
@@ -45,55 +48,26 @@ EXPORT void join_sums(const Sums *sums, long n) {
 // A parameter, its gradient, its moments, and the sum of the squares of its gradient
 typedef struct { float *p; const float *g; float *m, *v; long n; double square; } Trained;
 
-typedef struct { int tensor; long at, block; } Piece;  // `block`: its first block among the blocks of all tensors
-
-INLINE long pieces_in(long n) { return (n + PIECE - 1) / PIECE; }
-
-static Piece *make_pieces(const Trained *tensors, int count, int *total) {
-  long all = 0, block = 0;
-  for (int t = 0; t < count; t++) all += pieces_in(tensors[t].n);
-  Piece *pieces = malloc(sizeof(Piece) * (size_t)(all + 1));
-  if (!pieces) abort();
-  *total = 0;
-  for (int t = 0; t < count; t++)
-    for (long at = 0; at < tensors[t].n; at += PIECE) {
-      pieces[(*total)++] = (Piece){t, at, block};
-      long left = tensors[t].n - at;
-      block += ((left < PIECE ? left : PIECE) + NORM_BLOCK - 1) / NORM_BLOCK;
-    }
-  return pieces;
-}
-
-// ------------------------------------------------------------------------------------------------ norm of gradients
-
-typedef struct { const Trained *tensors; const Piece *pieces; double *blocks; } Squares;
+typedef struct { const float *g; long n; double *blocks; } Squares;
 
 static void squares_task(void *argument, int index) {
   const Squares *s = argument;
-  const Piece *piece = s->pieces + index;
-  const Trained *t = s->tensors + piece->tensor;
-  long end = piece->at + PIECE < t->n ? piece->at + PIECE : t->n, block = piece->block;
-  for (long at = piece->at; at < end; at += NORM_BLOCK)
-    s->blocks[block++] = dot_rows(t->g + at, t->g + at, least(NORM_BLOCK, (int)(end - at)));
+  long end = (long)index * PIECE + piece_length(s->n, (long)index * PIECE);
+  for (long at = (long)index * PIECE; at < end; at += NORM_BLOCK)
+    s->blocks[at / NORM_BLOCK] = dot_rows(s->g + at, s->g + at, least(NORM_BLOCK, (int)(end - at)));
 }
 
 // square = sum g^2 of each tensor: blocks of 4,096 elements, their results added in order from +0. Returns the sum of
 // `square` of all tensors in order from +0. It is NaN or infinite if and only if a gradient is: none overflows float64.
 EXPORT double gradient_squares(Trained *tensors, int count) {
-  int total;
-  Piece *pieces = make_pieces(tensors, count, &total);
-  double *blocks = malloc(sizeof(double) * (PIECE / NORM_BLOCK) * (size_t)(total + 1)), sum = 0.0;
-  if (!blocks) abort();
-  Squares s = {tensors, pieces, blocks};
-  parallel_for(total, squares_task, &s);
-  const double *block = blocks;
-  for (int t = 0; t < count; t++) {
-    tensors[t].square = 0.0;
-    for (long at = 0; at < tensors[t].n; at += NORM_BLOCK) tensors[t].square += *block++;
-    sum += tensors[t].square;
+  double sum = 0.0;
+  for (Trained *t = tensors; t < tensors + count; t++) {
+    Squares s = {t->g, t->n, (double *)shared_scratch(5, 2 * (size_t)(t->n / NORM_BLOCK + 1))};
+    parallel_for(pieces_in(t->n), squares_task, &s);
+    t->square = 0.0;
+    for (long at = 0; at < t->n; at += NORM_BLOCK) t->square += s.blocks[at / NORM_BLOCK];
+    sum += t->square;
   }
-  free(blocks);
-  free(pieces);
   return sum;
 }
 
@@ -115,19 +89,15 @@ static void adamw_piece(float *restrict p, const float *restrict g, float *restr
   }
 }
 
-typedef struct { const Trained *tensors; const Piece *pieces; const Step *step; } Adamw;
+typedef struct { const Trained *tensor; const Step *step; } Adamw;
 
 static void adamw_task(void *argument, int index) {
   const Adamw *a = argument;
-  const Trained *t = a->tensors + a->pieces[index].tensor;
-  long at = a->pieces[index].at, left = t->n - at;
-  adamw_piece(t->p + at, t->g + at, t->m + at, t->v + at, left < PIECE ? (int)left : PIECE, *a->step);
+  const Trained *t = a->tensor;
+  long at = (long)index * PIECE;
+  adamw_piece(t->p + at, t->g + at, t->m + at, t->v + at, (int)piece_length(t->n, at), *a->step);
 }
 
 EXPORT void adamw(const Trained *tensors, int count, const Step *step) {
-  int total;
-  Piece *pieces = make_pieces(tensors, count, &total);
-  Adamw a = {tensors, pieces, step};
-  parallel_for(total, adamw_task, &a);
-  free(pieces);
+  for (int t = 0; t < count; t++) parallel_for(pieces_in(tensors[t].n), adamw_task, &(Adamw){tensors + t, step});
 }

@@ -35,7 +35,6 @@ static double sum_row(const float *restrict a, int n) {
 
 // For the tests, which look at sums before they are rounded
 EXPORT double row_dot(const float *a, const float *b, int n) { return dot_rows(a, b, n); }
-EXPORT double row_sum(const float *a, int n) { return sum_row(a, n); }
 
 // The largest element; no order matters
 static float largest(const float *a, int n) {
@@ -119,20 +118,12 @@ static void norm_backward_row(const void *argument, int t) {
 
 // -------------------------------------------------------------------------------------------------------- rotations
 
-// (a, b) -> (a c - b s, b c + a s) of the pairs (i, i + half); y may be x
-static void rotate(const float *x, const float *c, const float *s, int half, float *y) {
+// (a, b) -> (a c - b s, b c + a s) of the pairs (i, i + half), s times `way`: 1, or -1 to turn back; y may be x
+INLINE void rotate(const float *x, const float *c, const float *s, const float way, int half, float *y) {
   for (int i = 0; i < half; i++) {
-    float a = x[i], b = x[i + half];
-    y[i] = a * c[i] - b * s[i];
-    y[i + half] = b * c[i] + a * s[i];
-  }
-}
-
-static void rotate_back(const float *x, const float *c, const float *s, int half, float *y) {
-  for (int i = 0; i < half; i++) {
-    float a = x[i], b = x[i + half];
-    y[i] = a * c[i] + b * s[i];
-    y[i + half] = b * c[i] - a * s[i];
+    float a = x[i], b = x[i + half], sine = way * s[i];
+    y[i] = a * c[i] - b * sine;
+    y[i + half] = b * c[i] + a * sine;
   }
 }
 

@@ -72,14 +72,14 @@ static int all_finite(const Softmax *rows, int n) {
 
 // ---------------------------------------------------------------------------------------- statistics of a token
 typedef struct {
-  const float *logits;
-  long ld;
-  int v;
+  const float *logits; long ld;  // n rows at distance ld
+  int n, v;
   float temperature;
   const uint8_t *eligible;
   const int64_t *targets;
-  float *logprobs, *entropies, *squares;
   Softmax *rows;
+  float *logprobs, *entropies, *squares;                // results [n]
+  const float *d_logprobs, *d_entropies; float *gradient;  // of the backward pass: [n], [n], [n][v]
 } Statistics;
 
 static void statistics_row(const void *argument, int r) {
@@ -94,62 +94,49 @@ static void statistics_row(const void *argument, int r) {
   a->rows[r] = s;
 }
 
-// Of each of n rows of logits at distance ld: log p of the target, the entropy log_total - mean, the sum of p^2
-EXPORT int token_statistics(const float *logits, long ld, int n, int v, float temperature, const uint8_t *eligible,
-                            const int64_t *targets, float *logprobs, float *entropies, float *squares, Softmax *rows) {
-  for_rows(n, statistics_row,
-           &(Statistics){logits, ld, v, temperature, eligible, targets, logprobs, entropies, squares, rows});
-  return all_finite(rows, n);
+// Of each row log p of the target, the entropy log_total - mean, the sum of p^2
+EXPORT int token_statistics(const Statistics *a) {
+  for_rows(a->n, statistics_row, a);
+  return all_finite(a->rows, a->n);
 }
-
-typedef struct {
-  Statistics of;
-  const float *d_logprob, *d_entropy;
-  float *gradient;
-} StatisticsGradient;
 
 // d log p_t / d z_i = ([i = t] - p_i) / temperature, d entropy / d z_i = -p_i (shifted_i - mean) / temperature
 static void statistics_gradient_row(const void *argument, int r) {
-  const StatisticsGradient *a = argument;
-  const float *z = a->of.logits + r * a->of.ld, temperature = a->of.temperature;
-  const uint8_t *eligible = a->of.eligible ? a->of.eligible + (long)r * a->of.v : NULL;
-  Softmax s = a->of.rows[r];
-  float *out = a->gradient + (long)r * a->of.v, top = (float)s.top, inverse = (float)(1.0 / s.total);
-  float mean = (float)s.mean, dl = a->d_logprob[r], de = a->d_entropy[r];
+  const Statistics *a = argument;
+  const float *z = a->logits + r * a->ld, temperature = a->temperature;
+  const uint8_t *eligible = a->eligible ? a->eligible + (long)r * a->v : NULL;
+  Softmax s = a->rows[r];
+  float *out = a->gradient + (long)r * a->v, top = (float)s.top, inverse = (float)(1.0 / s.total);
+  float mean = (float)s.mean, dl = a->d_logprobs[r], de = a->d_entropies[r];
   if (dl == 0 && de == 0) {
-    memset(out, 0, sizeof(float) * (size_t)a->of.v);
+    memset(out, 0, sizeof(float) * (size_t)a->v);
     return;
   }
-  for (int i = 0; i < a->of.v; i++) {
+  for (int i = 0; i < a->v; i++) {
     float shifted = shift(z[i], temperature, top), p = exp32(shifted) * inverse;
     out[i] = (0.0f - p * fma32(de, shifted - mean, dl)) / temperature;
   }
   if (eligible)
-    for (int i = 0; i < a->of.v; i++) out[i] = eligible[i] ? out[i] : 0.0f;
-  int64_t t = a->of.targets[r];
+    for (int i = 0; i < a->v; i++) out[i] = eligible[i] ? out[i] : 0.0f;
+  int64_t t = a->targets[r];
   float shifted = shift(z[t], temperature, top);
   float p = eligible && !eligible[t] ? 0.0f : exp32(shifted) * inverse;
   out[t] = (dl - p * fma32(de, shifted - mean, dl)) / temperature;
 }
 
-// gradient [n][v]; `rows` are those of token_statistics
-EXPORT void token_statistics_gradient(const float *logits, long ld, int n, int v, float temperature,
-                                      const uint8_t *eligible, const int64_t *targets, Softmax *rows,
-                                      const float *d_logprob, const float *d_entropy, float *gradient) {
-  Statistics of = {logits, ld, v, temperature, eligible, targets, NULL, NULL, NULL, rows};
-  for_rows(n, statistics_gradient_row, &(StatisticsGradient){of, d_logprob, d_entropy, gradient});
-}
+// `rows` are those of token_statistics
+EXPORT void token_statistics_gradient(const Statistics *a) { for_rows(a->n, statistics_gradient_row, a); }
 
 // ---------------------------------------------------------------------------------------- Kullback-Leibler divergence
 typedef struct {
-  const float *p_logits, *q_logits;
-  long p_ld, q_ld;
-  int v;
+  const float *p_logits; long p_ld;
+  const float *q_logits; long q_ld;
+  int n, v;
   float temperature;
   const uint8_t *eligible;
-  float *out;
-  Softmax *p, *q;  // of p the mean is that of shifted_p - shifted_q
-  const float *seed;
+  Softmax *p, *q;                   // of p the mean is that of shifted_p - shifted_q
+  float *out;                       // the result [n]
+  const float *seed; float *gradient;  // of the backward pass: [n], [n][v] in the logits of p
 } Divergence;
 
 INLINE double mean_difference(const float *zp, const float *zq, const uint8_t *eligible, int v, float temperature,
@@ -182,19 +169,17 @@ static void divergence_row(const void *argument, int r) {
   else divergence(a, r, NULL);
 }
 
-// out [n]: sum p (log p - log q) = mean + log_total_q - log_total_p
-EXPORT int kl_divergence(const float *p_logits, long p_ld, const float *q_logits, long q_ld, int n, int v,
-                         float temperature, const uint8_t *eligible, float *out, Softmax *p, Softmax *q) {
-  for_rows(n, divergence_row,
-           &(Divergence){p_logits, q_logits, p_ld, q_ld, v, temperature, eligible, out, p, q, NULL});
-  return all_finite(p, n) && all_finite(q, n);
+// sum p (log p - log q) = mean + log_total_q - log_total_p
+EXPORT int kl_divergence(const Divergence *a) {
+  for_rows(a->n, divergence_row, a);
+  return all_finite(a->p, a->n) && all_finite(a->q, a->n);
 }
 
 // d KL / d zp_i = p_i ((shifted_p_i - shifted_q_i) - mean) / temperature, times the row's seed
 static void divergence_gradient_row(const void *argument, int r) {
   const Divergence *a = argument;
   const float *zp = a->p_logits + r * a->p_ld, *zq = a->q_logits + r * a->q_ld, temperature = a->temperature;
-  float *out = a->out + (long)r * a->v, p_top = (float)a->p[r].top, q_top = (float)a->q[r].top;
+  float *out = a->gradient + (long)r * a->v, p_top = (float)a->p[r].top, q_top = (float)a->q[r].top;
   float inverse = (float)(1.0 / a->p[r].total), seed = a->seed[r];
   double mean = a->p[r].mean;
   for (int i = 0; i < a->v; i++) {
@@ -205,23 +190,18 @@ static void divergence_gradient_row(const void *argument, int r) {
     for (int i = 0; i < a->v; i++) out[i] = a->eligible[(long)r * a->v + i] ? out[i] : 0.0f;
 }
 
-// gradient [n][v] in the logits of p; p and q are those of kl_divergence
-EXPORT void kl_divergence_gradient(const float *p_logits, long p_ld, const float *q_logits, long q_ld, int n, int v,
-                                   float temperature, const uint8_t *eligible, Softmax *p, Softmax *q,
-                                   const float *seed, float *gradient) {
-  for_rows(n, divergence_gradient_row,
-           &(Divergence){p_logits, q_logits, p_ld, q_ld, v, temperature, eligible, gradient, p, q, seed});
-}
+// p and q are those of kl_divergence
+EXPORT void kl_divergence_gradient(const Divergence *a) { for_rows(a->n, divergence_gradient_row, a); }
 
 // ---------------------------------------------------------------------------------------- tokens that are kept
 typedef struct {
   const float *scaled;
-  const int64_t *order;
-  int v, top_k;
+  const int64_t *order;  // [n][v], tokens by falling logit
+  int n, v, top_k;
   double top_p;
   uint8_t *eligible;
   int *rank;
-  float *log_kept;
+  float *log_kept;  // ln of the kept mass
 } Cut;
 
 static void cut_row(const void *argument, int r) {
@@ -245,12 +225,11 @@ static void cut_row(const void *argument, int r) {
 }
 
 // A token is kept while its rank is below top_k (0: no limit) and the mass of the tokens before it, added one by one by
-// rank, is at most top_p of the sum of all. order [n][v]: tokens by falling logit. log_kept: ln of the kept mass.
-EXPORT int cut_tokens(const float *scaled, const int64_t *order, int n, int v, int top_k, double top_p,
-                      uint8_t *eligible, int *rank, float *log_kept) {
-  for_rows(n, cut_row, &(Cut){scaled, order, v, top_k, top_p, eligible, rank, log_kept});
-  for (int r = 0; r < n; r++)
-    if (log_kept[r] != log_kept[r]) return 0;
+// rank, is at most top_p of the sum of all.
+EXPORT int cut_tokens(const Cut *a) {
+  for_rows(a->n, cut_row, a);
+  for (int r = 0; r < a->n; r++)
+    if (a->log_kept[r] != a->log_kept[r]) return 0;
   return 1;
 }
 
@@ -289,8 +268,8 @@ INLINE float gumbel_bound(uint32_t h) {
 
 typedef struct {
   const int64_t *seeds, *positions;
-  int columns, unused;
-  double *out;
+  int n, columns;
+  double *out;  // [n][columns]
 } Noise;
 
 // Box and Muller, 1958: sqrt(-2 ln u) cos(2 pi w), u and w = (h + 1/2) / 2^32 of hashes whose first words are 1 and 2
@@ -307,16 +286,12 @@ static void normal_row(const void *argument, int r) {
   }
 }
 
-// out [n][columns]
-EXPORT void normal_noise(const int64_t *seeds, const int64_t *positions, int n, int columns, double *out) {
-  for_rows(n, normal_row, &(Noise){seeds, positions, columns, 0, out});
-}
+EXPORT void normal_noise(const Noise *a) { for_rows(a->n, normal_row, a); }
 
 // ---------------------------------------------------------------------------------------- sampling
 typedef struct {
-  const float *logits;
-  long ld;
-  int v;
+  const float *logits; long ld;  // n rows at distance ld
+  int n, v;
   float temperature;
   const int64_t *seeds, *positions;
   const uint8_t *eligible;
@@ -375,10 +350,7 @@ static void sample_row(const void *argument, int r) {
 
 // tokens and their log p [n]. Where tokens are cut, `eligible` [n][v] says which are left and `columns` [n][v] which
 // column of the noise each takes; else both are NULL, and a token takes its own. p is that of all tokens.
-EXPORT int sample_tokens(const float *logits, long ld, int n, int v, float temperature, const int64_t *seeds,
-                         const int64_t *positions, const uint8_t *eligible, const int *columns, int64_t *tokens,
-                         float *logprobs, Softmax *rows) {
-  for_rows(n, sample_row,
-           &(Sampling){logits, ld, v, temperature, seeds, positions, eligible, columns, tokens, logprobs, rows});
-  return all_finite(rows, n);
+EXPORT int sample_tokens(const Sampling *a) {
+  for_rows(a->n, sample_row, a);
+  return all_finite(a->rows, a->n);
 }

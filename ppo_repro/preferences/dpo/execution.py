@@ -13,18 +13,17 @@ import pyarrow as pa
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_repro.buffers import Coefficients, Prompts, ReturnStatistics
+from ppo_repro.buffers import Prompts
 from ppo_repro.clock import OTHER, Clock, moment
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import DPO, Kind, build_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import JsonlTask
 from ppo_repro.errors import PromiseBroken, UserError
-from ppo_repro.models.folders import named_weights
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import freeze, make_policy
 from ppo_repro.numerics import library
-from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, copy_named, weights_digest
+from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, weights_digest
 from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.preferences import preference_accuracy
 from ppo_repro.preferences.pairs import Preference, check_pairs, hold_out, pairs_of_file
@@ -42,14 +41,12 @@ from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records import dpo_schema, reader
 from ppo_repro.records.arrow import to_arrow
 from ppo_repro.records.config_file import CONFIG_NAME, load_recorded_config
-from ppo_repro.records.contents import CHECKPOINT, FINAL, REFERENCE, checkpoint_file
+from ppo_repro.records.contents import FINAL, REFERENCE
 from ppo_repro.records.inputs import located_tree
 from ppo_repro.records.manifest import Head, Manifest
-from ppo_repro.runs import checkpoint
-from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.kind import Ending, Execution, Final, Resumption
-from ppo_repro.runs.models_kept import listed, load_newest, save_model
+from ppo_repro.runs.models_kept import listed, save_model
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.seeding import sample_seed
 from ppo_repro.stages.evaluation import evaluate
@@ -90,42 +87,24 @@ class Start:
         return [*self.train, *self.held_out]
 
 
-@dataclass
-class Training:
-    """What the epochs change."""
-
-    policy: PreTrainedModel
-    optimizer: Optimizer
-    epoch: int = 0  # done so far
-
-
 @dataclass(frozen=True)
 class _Store:
-    """Checkpoints of a run, of which the newest is kept, and the trained policy at the end."""
+    """The trained policy at the end; there are no checkpoints."""
 
     run_dir: Path
-    config: DPOConfig
-    tokenizer: PreTrainedTokenizerBase
-    training: Training
+    start: Start
 
     def begin(self, files: Mapping[str, str]) -> dict[str, str]:
         return dict(files)
 
     def is_due(self, iteration: int) -> bool:
-        every = self.config.checkpoints.every
-        return every > 0 and iteration % every == 0 and iteration < self.config.dpo.epochs
+        return False
 
     def save(self, head: Head, link: str) -> dict[str, str]:
-        training = self.training
-        nothing = Coefficients(0.0, 0.0, 0.0, ReturnStatistics())
-        weights, moments = named_weights(training.policy), training.optimizer.state()
-        saved = Checkpoint(training.epoch, link, "", weights, {}, moments, checkpoint.NOTHING, nothing)
-        path = checkpoint_file(self.run_dir, training.epoch)
-        others = {name: digest for name, digest in head.files.items() if not CHECKPOINT.fullmatch(name)}
-        return {**others, path.relative_to(self.run_dir).as_posix(): checkpoint.save(saved, path)}
+        return dict(head.files)
 
     def put_policy(self, folder: Path) -> None:
-        save_model(self.training.policy, self.tokenizer, folder)
+        save_model(self.start.policy, self.start.tokenizer, folder)
 
     def finish(self, files: Mapping[str, str], link: str) -> dict[str, str]:
         folder = self.run_dir / FINAL
@@ -139,7 +118,7 @@ class DPOExecution:
 
     config: DPOConfig
     start: Start
-    training: Training
+    optimizer: Optimizer
     reference: PairLogprobs  # of all pairs, computed once
     initial_digest: str
     store: _Store | None
@@ -148,26 +127,25 @@ class DPOExecution:
 
     def iterations(self) -> Iterator[Epoch]:
         """Train the policy in place; yields after each epoch. Log-probs are of the whole distribution."""
-        config, start, training, trained = self.config, self.start, self.training, range(len(self.start.train))
-        dpo, layout, mode, optimizer = config.dpo, config.layout, config.numerics.mode, training.optimizer
+        config, start, trained = self.config, self.start, len(self.start.train)
+        dpo, layout, mode = config.dpo, config.layout, config.numerics.mode
         schedule = Schedule(dpo.minibatch_size, pairs_at_once(layout.update_micro_batch), config.seed)
         losses_of = dpo_losses_of(
             start.policy, start.pairs, self.reference, dpo.beta, start.temperature, mode, layout.padding
         )
-        per_epoch = schedule.steps(len(trained))
-        for epoch in range(training.epoch, dpo.epochs):
+        per_epoch = schedule.steps(trained)
+        for epoch in range(dpo.epochs):
             clock = Clock()
             accuracy = self._accuracy() if epoch == 0 else None
             clock.lap("evaluation")
             steps: list[PreferenceStep] = []
-            for step in preference_steps(start.policy, optimizer, len(trained), schedule, epoch, losses_of):
+            for step in preference_steps(start.policy, self.optimizer, trained, schedule, epoch, losses_of):
                 steps.append(step)
                 self.watcher.preferences("DPO", epoch * per_epoch + len(steps), dpo.epochs * per_epoch, step.loss)
             clock.lap("update")
             logprobs = pair_logprobs(start.policy, start.pairs, start.temperature, mode, layout)
             clock.lap("forward")
             margins = margins_of(logprobs, self.reference, dpo.beta)
-            training.epoch = epoch + 1
             clock.lap(OTHER)
             yield Epoch(epoch, accuracy, tuple(steps), logprobs, margins, clock.seconds)
 
@@ -347,20 +325,13 @@ def _start(config: DPOConfig, watcher: Watcher) -> Start:
 
 
 @contextmanager
-def _open(
-    config: DPOConfig, run_dir: Path | None, watcher: Watcher, saved: Checkpoint | None = None
-) -> Iterator[DPOExecution]:
+def _open(config: DPOConfig, run_dir: Path | None, watcher: Watcher) -> Iterator[DPOExecution]:
     start, mode = _start(config, watcher), config.numerics.mode
     reference = pair_logprobs(start.reference, start.pairs, start.temperature, mode, config.layout)
     digest = weights_digest(start.policy.named_parameters())
-    settings = AdamWSettings(config.dpo.learning_rate, 0.9, 0.95, 1e-8, 0.0, 1.0)
-    training = Training(start.policy, Optimizer(start.policy, settings, mode))
-    if saved is not None:
-        copy_named(named_weights(training.policy), saved.policy)
-        training.optimizer.load(saved.policy_optimizer)
-        training.epoch = saved.iteration
-    store = None if run_dir is None else _Store(run_dir, config, start.tokenizer, training)
-    yield DPOExecution(config, start, training, reference, digest, store, watcher)
+    optimizer = Optimizer(start.policy, AdamWSettings(config.dpo.learning_rate, 0.9, 0.95, 1e-8, 0.0, 1.0), mode)
+    store = None if run_dir is None else _Store(run_dir, start)
+    yield DPOExecution(config, start, optimizer, reference, digest, store, watcher)
 
 
 @dataclass(frozen=True)
@@ -382,7 +353,5 @@ class DPOKind:
         return _open(config, None, self.watcher)
 
     def resume(self, config: DPOConfig, run_dir: Path, recorded: Manifest) -> Resumption[Epoch]:
-        """From the checkpoint, or from the beginning where there is none."""
-        start = load_newest(run_dir, recorded)
-        saved = None if start is None else start.checkpoint
-        return Resumption(0 if saved is None else saved.iteration, _open(config, run_dir, self.watcher, saved))
+        """From the beginning."""
+        return Resumption(0, _open(config, run_dir, self.watcher))

@@ -208,16 +208,15 @@ class SGLangEngine:
         """The answer of each server to its requests. All servers work at the same time."""
         calls: list[Call] = []
         answers: list[Any] = []
-        server = None
         try:
-            for server, body in zip(servers, bodies, strict=True):
-                self._send_weights(server, digest)
-                calls.append(Call(server.url, "/generate", self.settings.timeout_s, body))
-            for server, call in zip(servers, calls, strict=True):
+            for asked, body in zip(servers, bodies, strict=True):
+                self._send_weights(asked, digest)
+                calls.append(Call(asked.url, "/generate", self.settings.timeout_s, body))
+            for call in calls:
                 answers.append(call.json())
         except UserError as error:
-            assert server is not None
-            raise UserError(death(server) or str(error)) from error
+            lost = servers[len(answers) if len(calls) == len(servers) else len(calls)]
+            raise UserError(death(lost) or str(error)) from error
         finally:
             for call in calls:
                 call.close()

@@ -349,7 +349,7 @@ def _cuts(name: str, option: Literal["top_k", "top_p", "min_p"]) -> tuple[Cause,
 
     def over(r: Row, s: Sampling, limit: float) -> Tensor:
         one = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, option: type(getattr(none, option))(limit)}
-        return cut(r.logits / s.temperature, **one)  # type: ignore[arg-type]
+        return cut(r.logits / s.temperature, **one)
 
     words = f"normalised over the tokens that {name} keeps"
     return (
@@ -388,7 +388,7 @@ CAUSES: tuple[Cause, ...] = (
             ("logits multiplied by the temperature {given}", lambda r, s, x: r.logits * s.temperature),
         )
     ),
-    *(cause for option in ("top_k", "top_p", "min_p") for cause in _cuts(option.replace("_", "-"), option)),  # type: ignore[arg-type]
+    *(cause for option in ("top_k", "top_p", "min_p") for cause in _cuts(option.replace("_", "-"), option)),
     _distribution(
         "normalised over the tokens that the cuts keep of logits not divided by the temperature",
         SAME_CUTS,

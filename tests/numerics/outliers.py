@@ -149,6 +149,18 @@ def key_bias(model: PreTrainedModel, size: float) -> None:
         heads[:, heads.shape[1] // 2 - 1] = size
 
 
+def loud_column(model: PreTrainedModel, size: float) -> None:
+    """Weights near `size` on a channel that every norm silences."""
+    for norm, readers in norms_and_readers(model):
+        factor = torch.ones_like(norm.weight.data)  # type: ignore[arg-type]
+        factor[CHANNEL] = SILENT
+        scale_factors(norm, factor)
+        if isinstance(norm, nn.LayerNorm):
+            norm.bias.data[CHANNEL] = 0.0
+        for weight in readers:
+            weight[:, CHANNEL] *= size / float(weight[:, CHANNEL].abs().max())
+
+
 @dataclass(frozen=True)
 class Case:
     """What is done to a random model."""
@@ -163,6 +175,7 @@ CASES = {
     "residual channel 1e4": Case(residual_channel, 1e4, True),
     "MLP unit 1e4": Case(unit, 1e4, False),
     "key bias 300": Case(key_bias, KEY_BIAS, False),
+    "weight 1e4 on a silent channel": Case(loud_column, 1e4, True),
 }
 
 

@@ -1,4 +1,4 @@
-"""Elementary functions in C: bit for bit those of the definition."""
+"""Elementary functions in C: bit for bit those of the definition, and how far they are from the truth."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 
 from ppo_repro.numerics import build, library
 from tests.numerics import definition_elementary as definition
@@ -73,3 +74,25 @@ def test_sine_and_cosine_are_the_definition_bit_for_bit(variant: build.Variant) 
     kernels.sin_cos_float64(x.ctypes.data, sine.ctypes.data, cosine.ctypes.data, x.size)
     # + 0.0: the definition multiplies a zero by its sign
     assert [y.tobytes() for y in (sine + 0.0, cosine)] == [(y + 0.0).tobytes() for y in definition.sin_cos64(x)]
+
+
+def ulps(found: Array, expected: Array) -> float:
+    """The largest error in units in the last place of the float32 that is expected."""
+    _, exponent = np.frexp(expected)
+    return float((np.abs(found.astype(D) - expected) / 2.0 ** (np.maximum(exponent, -125) - 24)).max())
+
+
+@pytest.mark.parametrize(
+    ("name", "truth", "low", "high", "bound"),
+    [
+        ("exp_float32", np.exp, -103.0, 88.7, 1.01),
+        ("sigmoid_float32", lambda x: 1 / (1 + np.exp(-x)), -88.0, 100.0, 2.5),
+        ("tanh_float32", np.tanh, -100.0, 100.0, 1.4),
+        ("erf_float32", lambda x: torch.erf(torch.from_numpy(x)).numpy(), -100.0, 100.0, 1.2),
+    ],
+)
+def test_float32_functions_are_as_near_the_truth_as_is_said(
+    name: str, truth: Callable[[Array], Array], low: float, high: float, bound: float
+) -> None:
+    x = arguments(low, high, F)
+    assert 0.5 < ulps(mapped(library.load(), name, x), truth(x.astype(D))) <= bound

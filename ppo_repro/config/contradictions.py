@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ppo_repro.config.algorithm import KLInReward, SeparateValue
 from ppo_repro.config.layout import not_on_device
+from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective
 from ppo_repro.config.reward import FormatReward, StepsReward, TrainedRewardModel, Verifier
 from ppo_repro.config.tasks import ColumnAdditionTask, PythonTask, ReasoningGymTask
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 def contradictions(config: RunConfig) -> list[str]:
     """A line for each contradiction of a run."""
-    checks = (_sizes(config), _sampler(config), _trainer(config), _value(config), _task(config))
+    checks = (f(config) for f in (_sizes, _sampler, _trainer, _algorithm, _value, _task))
     return [*not_on_device(config.layout, config.numerics.mode), *(line for check in checks for line in check)]
 
 
@@ -52,6 +53,8 @@ def _sampler(config: RunConfig) -> Iterator[str]:
         yield f"{field}.stock {built_in}; SGLang has engine.numerics = stock"
     if sglang and sampler.token_bias is not None:
         yield f"{field}.token_bias {built_in}, whose sampler adds the error"
+    if sampler.lag > 0 and config.ppo.iterations == 1:
+        yield f"{field}.lag needs ppo.iterations of at least 2: the first one has no older weights"
     if sglang and config.task.turns > 1:
         yield f"task.max_turns greater than 1 {built_in}: SGLang samples one turn"
     if sglang and config.rollout.stop:
@@ -63,6 +66,10 @@ def _trainer(config: RunConfig) -> Iterator[str]:
     field, cuts = "mismatch.trainer.retokenize", rollout.top_k > 0 or rollout.top_p < 1.0
     dense = config.model.kind == "tiny" and config.model.experts is None
     other_tokens = trainer.retokenize > 0 or trainer.prompts_differ
+    if not (trainer.top_p_scored or cuts):
+        yield "mismatch.trainer.top_p_scored = false needs rollout.top_k or rollout.top_p, whose cut it forgets"
+    if not trainer.temperature_scored and rollout.temperature == 1.0:
+        yield "mismatch.trainer.temperature_scored = false needs a rollout.temperature other than 1"
     if ppo.importance_weights is not None and ppo.ratio_anchor != "old":
         yield "ppo.importance_weights needs ppo.ratio_anchor = old: with rollout the ratio corrects already"
     if ppo.replay_routes and (dense or config.is_native or other_tokens):
@@ -77,6 +84,15 @@ def _trainer(config: RunConfig) -> Iterator[str]:
         )
     if trainer.retokenize > 0 and config.task.turns > 1:
         yield f"{field} needs task.max_turns = 1: an environment's tokens are not encoded again"
+
+
+def _algorithm(config: RunConfig) -> Iterator[str]:
+    ppo, kl = config.ppo, config.kl
+    adaptive = isinstance(ppo.objective, AdaptiveClipObjective | PenaltyObjective) and ppo.objective.target_kl
+    if ppo.epochs == 1 and ppo.minibatch_size == config.sequences_per_iteration and (adaptive or ppo.early_stop_kl):
+        yield "ppo.objective.target_kl and ppo.early_stop_kl need more than one step per iteration to see a KL"
+    if isinstance(kl, KLInReward) and kl.controller.kind == "adaptive" and not kl.kl_coef:
+        yield "kl.controller.kind = adaptive needs a kl.kl_coef above 0: it multiplies it"
 
 
 def _value(config: RunConfig) -> Iterator[str]:

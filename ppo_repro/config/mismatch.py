@@ -78,7 +78,10 @@ class MismatchConfig(Section):
 
     sampler: SamplerFaults = SamplerFaults()
     trainer: TrainerFaults = TrainerFaults()
-    flip: Literal["bit", "token"] | None = Field(None, description="What differs in this twin of a run; null: nothing.")
+    flip: Literal["bit", "token"] | None = Field(
+        None,
+        description="In this twin of a run the last bit of a weight, or the first token, is another; null: nothing.",
+    )
 
     @property
     def bound(self) -> str:

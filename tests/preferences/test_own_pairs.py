@@ -131,7 +131,7 @@ def test_a_dpo_run_is_copied_to_tensorboard_and_mlflow(
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    copied = client.get_run(json.loads(out)["run_id"])
+    copied = client.get_run(json.loads(out)["mlflow"]["run_id"])
     assert copied.data.tags["fingerprint"] == manifest.load(finished).fingerprint
     margins = client.get_metric_history(copied.info.run_id, "iteration/margin")
     assert [m.value for m in margins] == reader.read_iterations(finished)["margin"].tolist()

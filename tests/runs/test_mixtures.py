@@ -122,14 +122,14 @@ def test_replayed_routes_bring_a_rounded_sampler_and_the_trainer_nearer(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    "more",
     [
-        (["model.experts=null"], "needs a mixture of experts"),
-        (["numerics.mode=native", "numerics.accuracy_sequences=0"], "needs numerics.mode = deterministic"),
-        (["mismatch.trainer.retokenize=0.5"], "needs mismatch.trainer.retokenize = 0"),
-        (["mismatch.trainer.prompt_before=a"], "needs the sampler's prompts"),
+        ["model.experts=null"],
+        ["numerics.mode=native", "numerics.accuracy_sequences=0"],
+        ["mismatch.trainer.retokenize=0.5"],
+        ["mismatch.trainer.prompt_before=a"],
     ],
 )
-def test_a_run_without_routes_to_replay_is_refused(more: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=rf"ppo\.replay_routes = true {message}"):
+def test_a_run_without_routes_to_replay_is_refused(more: list[str]) -> None:
+    with pytest.raises(UserError, match=r"ppo\.replay_routes = true needs a mixture of experts"):
         config_of("mixtral", "ppo.replay_routes=true", *more)

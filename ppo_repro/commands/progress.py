@@ -60,7 +60,7 @@ class ConsoleProgress(Watcher, AbstractContextManager["ConsoleProgress"]):
         self._show("warm start", step, total, f"loss {loss:.3f} nats/token")
 
     def iteration(self, done: int, total: int, figures: str) -> None:
-        self._show("PPO", done, total, figures)
+        self._show("iteration", done, total, figures)
 
     def servers(self, waited: int, limit: int) -> None:
         self._show("SGLang", waited, limit, "seconds of the longest wait for a server to start")

@@ -21,4 +21,4 @@ def test_a_run_says_what_it_is_at_a_prompt(deterministic_run: Path, tmp_path: Pa
 def test_progress_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tree = small_config("ppo.iterations=1", "ppo.epochs=1", "model.warm_start_steps=10").model_dump(mode="json")
     ppo_repro.train({**tree, "seed": 2}, out=tmp_path)
-    assert "PPO 1/1: score" in capsys.readouterr().err
+    assert "iteration 1/1: score" in capsys.readouterr().err

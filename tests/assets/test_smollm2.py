@@ -75,7 +75,7 @@ def test_the_real_model_is_exact_and_as_accurate_as_float32(folder: Path) -> Non
 @pytest.mark.timeout(900)
 def test_the_experiment_keeps_the_promise_on_the_real_model(folder: Path, tmp_path: Path, cli: Cli) -> None:
     fields = (
-        *("task.num_eval_prompts=1", "rollout.prompts_per_iteration=4", "rollout.top_p=0.95", "ppo.minibatch_size=8"),
+        *("task.num_eval_prompts=1", "rollout.prompts_per_iteration=8", "rollout.top_p=0.95", "ppo.minibatch_size=8"),
         *("ppo.iterations=1", f"model.path={folder}"),
     )
     sets = [word for field in fields for word in ("--set", field)]

@@ -47,6 +47,9 @@ class Measured:
     cpu_speedup: Spread  # the same of CPU seconds
 
 
+REST = 0.05  # seconds before a candidate: threads of the one before it spin for milliseconds after their work
+
+
 def cost_of(work: Callable[[], object]) -> Cost:
     """Execute once and measure."""
     wall, cpu = time.perf_counter(), time.process_time()
@@ -64,6 +67,7 @@ def interleaved(candidates: Mapping[str, Callable[[], Cost]], rounds: int, warm_
     costs: dict[str, list[Cost]] = {name: [] for name in candidates}
     for index in range(warm_ups + rounds):
         for name, run in candidates.items():
+            time.sleep(REST)
             cost = run()
             if index >= warm_ups:
                 costs[name].append(cost)

@@ -13,8 +13,10 @@ enum { MOST_WORKERS = 255, SPINS = 20000, SHARED = 8 };
 static struct {
   pthread_t workers[MOST_WORKERS];
   int count;  // workers besides the caller
-  atomic_int generation, next, running, sleepers, stop;
-  int total;
+  // tasks of the job << 24 | the next of them: one number, so that a worker that wakes late takes no task of a job that
+  // is over for one of the next job
+  atomic_ullong ticket;
+  atomic_int job, done, sleepers, stop;
   Task task;
   void *argument;
   pthread_mutex_t lock;
@@ -29,24 +31,32 @@ INLINE void relax(void) {
 #endif
 }
 
+enum { TASK_BITS = 24 };
+#define TASK_MASK ((1ULL << TASK_BITS) - 1)
+
 static void take_tasks(void) {
-  for (int i; (i = atomic_fetch_add(&pool.next, 1)) < pool.total;) pool.task(pool.argument, i);
+  for (;;) {
+    uint64_t ticket = atomic_fetch_add(&pool.ticket, 1), index = ticket & TASK_MASK;
+    if (index >= ticket >> TASK_BITS) return;
+    pool.task(pool.argument, (int)index);  // of this job, which is not over before this task is
+    atomic_fetch_add(&pool.done, 1);
+  }
 }
 
-static void await_generation(int seen) {
+static void await_job(int seen) {
   for (int spin = 0; spin < SPINS; spin++) {
-    if (atomic_load(&pool.generation) != seen) return;
+    if (atomic_load(&pool.job) != seen) return;
     relax();
   }
   pthread_mutex_lock(&pool.lock);
   atomic_fetch_add(&pool.sleepers, 1);
-  while (atomic_load(&pool.generation) == seen) pthread_cond_wait(&pool.wake, &pool.lock);
+  while (atomic_load(&pool.job) == seen) pthread_cond_wait(&pool.wake, &pool.lock);
   atomic_fetch_sub(&pool.sleepers, 1);
   pthread_mutex_unlock(&pool.lock);
 }
 
-static void next_generation(void) {
-  atomic_fetch_add(&pool.generation, 1);
+static void next_job(void) {
+  atomic_fetch_add(&pool.job, 1);
   if (!atomic_load(&pool.sleepers)) return;
   pthread_mutex_lock(&pool.lock);
   pthread_cond_broadcast(&pool.wake);
@@ -54,25 +64,26 @@ static void next_generation(void) {
 }
 
 static void *work(void *seen) {
-  for (int generation = (int)(intptr_t)seen;; generation++) {
-    await_generation(generation);
+  for (int job = (int)(intptr_t)seen;;) {
+    await_job(job);
+    job = atomic_load(&pool.job);
     if (atomic_load(&pool.stop)) return NULL;
     take_tasks();
-    atomic_fetch_sub(&pool.running, 1);
   }
 }
 
+// Waits for the tasks, not for the workers: one that sleeps wakes after milliseconds, when others have done its part.
 static void parallel_for(int total, Task task, void *argument) {
-  if (!pool.count || total < 2) {
+  if (!pool.count || total < 2 || total > (int)TASK_MASK) {
     for (int i = 0; i < total; i++) task(argument, i);
     return;
   }
-  pool.total = total, pool.task = task, pool.argument = argument;
-  atomic_store(&pool.next, 0);
-  atomic_store(&pool.running, pool.count);
-  next_generation();
+  pool.task = task, pool.argument = argument;
+  atomic_store(&pool.done, 0);
+  atomic_store(&pool.ticket, (uint64_t)total << TASK_BITS);
+  next_job();
   take_tasks();
-  for (int spin = 0; atomic_load(&pool.running); spin++) spin < SPINS ? relax() : (void)sched_yield();
+  for (int spin = 0; atomic_load(&pool.done) < total; spin++) spin < SPINS ? relax() : (void)sched_yield();
 }
 
 // 0, or -1 where the system gives no more threads; then there is one.
@@ -80,10 +91,10 @@ EXPORT int set_threads(int threads) {
   int wanted = threads - 1 < MOST_WORKERS ? threads - 1 : MOST_WORKERS;
   if (wanted == pool.count) return 0;
   atomic_store(&pool.stop, 1);
-  next_generation();
+  next_job();
   for (int i = 0; i < pool.count; i++) pthread_join(pool.workers[i], NULL);
   atomic_store(&pool.stop, 0);
-  intptr_t seen = atomic_load(&pool.generation);
+  intptr_t seen = atomic_load(&pool.job);
   for (pool.count = 0; pool.count < wanted; pool.count++)
     if (pthread_create(&pool.workers[pool.count], NULL, work, (void *)seen)) {
       set_threads(1);

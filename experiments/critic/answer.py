@@ -26,7 +26,8 @@ MEASURE, USUAL = "mean_accuracy", "usual"
 def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
     """The outcome; of the last iterations explained = 1 - Var(G - V) / Var(G) and rms(G - V) by third of the response.
 
-    G is the reward to go, the sum of the rewards from the token on: unlike `returns` it does not depend on lambda.
+    G is the reward to go, the sum of the rewards from the token on: unlike `returns` it does not depend on lambda. If no
+    reward differs there is no variance to explain, and means are over the other seeds.
     """
     count = len(reader.read_iterations(run_dir))
     names = ["iteration", "sequence", "position", "values", "rewards"]
@@ -37,13 +38,14 @@ def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
     error = to_go - tokens["values"]
     third = 3 * tokens["position"] // tokens.groupby(["iteration", "sequence"])["position"].transform("size")
     errors = {f"error_{i}": float(np.sqrt((error[third == i] ** 2).mean())) for i in range(3)}
-    return outcome(run_dir) | {"explained": 1.0 - float(error.var() / to_go.var())} | errors
+    explained = 1.0 - float(error.var()) / float(to_go.var()) if to_go.nunique() > 1 else np.nan
+    return outcome(run_dir) | {"explained": explained} | errors
 
 
 def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
     columns: dict[str, tuple[str, str | None]] = {
         "at the end": ("accuracy", None),
-        "explained variance": ("explained", None),
+        "explained variance": ("explained", "{:.2f}"),
         "error, first third": ("error_0", "{:.3f}"),
         "error, second third": ("error_1", "{:.3f}"),
         "error, last third": ("error_2", "{:.3f}"),

@@ -26,8 +26,8 @@ MEASURE, USUAL = "mean_accuracy", "usual"
 def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
     """The outcome; of the last iterations explained = 1 - Var(G - V) / Var(G) and rms(G - V) by third of the response.
 
-    G is the reward to go, the sum of the rewards from the token on: unlike `returns` it does not depend on lambda. If no
-    reward differs there is no variance to explain, and means are over the other seeds.
+    G is the reward to go, the sum of the rewards from the token on: unlike `returns` it does not depend on lambda.
+    If no reward differs there is no variance to explain, and means are over the other seeds.
     """
     count = len(reader.read_iterations(run_dir))
     names = ["iteration", "sequence", "position", "values", "rewards"]

@@ -53,8 +53,15 @@ def _parsed(where: str, content: bytes, constants: bool) -> dict[str, Any]:
             raise UserError(f"{where}: {literal} is no JSON; write a number or null")
         return _CONSTANTS[literal]
 
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise UserError(f"{where}: field '{shown(twice)}' appears twice; keep one")
+        return dict(pairs)
+
     try:
-        fields = json.loads(content.decode().rstrip("\r\n"), parse_constant=constant)
+        text = content.decode().rstrip("\r\n")
+        fields = json.loads(text, parse_constant=constant, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON in UTF-8 ({error}); write one object") from error
     if not isinstance(fields, dict):

@@ -59,6 +59,7 @@ def test_whatever_json_writes_comes_back(
         (b"null", "must be an object, is NoneType"),
         (b'["a"]', "must be an object, is list"),
         (b'{"a": [1, -Infinity]}', "-Infinity is no JSON"),
+        (b'{"a": 1, "a": 2}', "field 'a' appears twice"),
         (b'{"a":' + b"[" * 100_000, "not valid JSON in UTF-8 (maximum recursion depth"),
         (b'{"a": ' + b"1" * 5000 + b"}", "not valid JSON in UTF-8 (Exceeds the limit"),
     ],

@@ -81,7 +81,7 @@ def finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _speaks() -> bool:
+def speaks() -> bool:
     """Whether this is the first process of a run, or none of several: a launcher has not numbered it as one."""
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     return not (rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size))
@@ -89,7 +89,7 @@ def _speaks() -> bool:
 
 def say(line: str) -> None:
     """One line on stderr; of several processes only the first one speaks."""
-    if _speaks():
+    if speaks():
         say_anyway(line)
 
 

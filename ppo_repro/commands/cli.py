@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 
 from ppo_repro import interrupts
@@ -10,7 +11,9 @@ from ppo_repro.commands.arguments import build_parser
 from ppo_repro.commands.memory import OUT_OF_MEMORY
 from ppo_repro.commands.runs import fork_command, processes, rerun_command, resume_command, run_command
 from ppo_repro.errors import Mistakes, PromiseBroken, RankLost, Terminated, UserError, is_out_of_memory
-from ppo_repro.output import one_line, prepare_streams, say
+from ppo_repro.output import one_line, prepare_streams, say, speaks
+
+SECONDS_TO_SPEAK = 2  # a launcher ends all processes with the first one that ends; the speaking one comes first
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -69,6 +72,8 @@ def main() -> None:
     lost, 130 Ctrl-C, 143 SIGTERM."""
     prepare_streams()
     code = _run(sys.argv[1:])
+    if code == 2 and not speaks():
+        time.sleep(SECONDS_TO_SPEAK)
     if "ppo_repro.ranks" in sys.modules:  # only commands that imported torch have it
         from ppo_repro.ranks import end_process
 

@@ -25,6 +25,7 @@ from analysis.grids.table import comparisons, rank_correlation
 from analysis.program import program
 from analysis.stats.significance import one_sample, t_interval
 from ppo_repro.errors import UserError
+from ppo_repro.files import atomic_write, require_ours
 from ppo_repro.output import Parser
 from ppo_repro.records import reader
 from ppo_repro.records.config_file import load_recorded_config
@@ -167,7 +168,10 @@ def svg(axes: Axes) -> str:
     assert figure is not None
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     width, height = (72 * inches for inches in figure.get_size_inches())
-    names = 'xmlns="http://www.w3.org/2000/svg"', 'xmlns:xlink="http://www.w3.org/1999/xlink"'
+    names = (
+        'xmlns="http://www.w3.org/2000/svg" data-generator="ppo-repro"',
+        'xmlns:xlink="http://www.w3.org/1999/xlink"',
+    )
     inside = buffer.getvalue().partition("<svg ")[2].partition(">")[2]
     return f'<svg {names[0]} viewBox="0 0 {width:g} {height:g}" {names[1]} width="{width:g}">{inside}'
 
@@ -178,12 +182,15 @@ def main(argv: Sequence[str] | None) -> None:
     parser = Parser(prog="python -m analysis.figures", description="a figure of runs or of a grid")
     kinds = ("learning", "agreement", "readme", "settings", "differences", "across")
     parser.add_argument("kind", choices=kinds, help="what is drawn")
-    parser.add_argument("out", metavar="FILE.svg", type=Path, help="the SVG file to write")
+    parser.add_argument(
+        "out", metavar="FILE.svg", type=Path, help="the SVG file to write; replaces only a file that ppo-repro wrote"
+    )
     parser.add_argument("folders", metavar="RUN_OR_GRID", type=Path, nargs="+", help="runs, or one grid")
     parser.add_argument("--measure", choices=MEASURES, default="accuracy", help="of a grid")
     parser.add_argument("--share", choices=("removed", "outside"), default="removed", help="for `across`")
     arguments = parser.parse_args(argv)
     kind, folders, measure = arguments.kind, arguments.folders, arguments.measure
+    require_ours(arguments.out)
     if kind in ("learning", "agreement"):
         axes = learning(folders) if kind == "learning" else agreement(folders)
     elif kind == "readme":
@@ -199,7 +206,7 @@ def main(argv: Sequence[str] | None) -> None:
             axes = settings(cells, measure)
         else:
             axes = differences(cells, measure) if kind == "differences" else across(cells, arguments.share, measure)
-    arguments.out.write_text(svg(axes), encoding="utf-8")
+    atomic_write(arguments.out, svg(axes).encode())
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from analysis.grids.outcomes import complete_cells
 from analysis.grids.table import comparisons, markdown
 from analysis.stats.significance import one_sample, t_interval
 from ppo_repro.errors import UserError
+from ppo_repro.files import atomic_write, require_ours
 from ppo_repro.grids.study import BESIDE, RESULTS
 from ppo_repro.output import Parser, tell
 from ppo_repro.records import reader
@@ -134,12 +135,18 @@ def study(
     """The program of the study in `folder`."""
     parser = Parser(prog=f"python -m experiments.{folder.name}.answer", description="the answer of a study")
     parser.add_argument("grid", type=Path, nargs="?", help="folder of the grid; default: the committed results")
-    parser.add_argument("--csv", type=Path, help="write the rows of the grid's cells to this file, and nothing else")
+    parser.add_argument(
+        "--csv",
+        type=Path,
+        help="write the rows of the grid's cells to this file only; replaces only a file of such rows",
+    )
     arguments = parser.parse_args(argv)
     results = folder / RESULTS
     if arguments.grid is not None:
         text = results_of(arguments.grid, measures, beside).to_csv(index=False, float_format="%.6g")
-        (arguments.csv or results).write_text(text, encoding="utf-8")
+        if arguments.csv is not None:
+            require_ours(arguments.csv, text.partition("\n")[0])
+        atomic_write(arguments.csv or results, text.encode())
         if arguments.csv is not None:
             return
     rows = pd.read_csv(results, keep_default_na=False, na_values=["", "nan"])

@@ -41,6 +41,21 @@ def atomic_write(path: Path, data: bytes | memoryview) -> None:
         ) from error
 
 
+def require_ours(path: Path, mark: str = '="ppo-repro') -> None:
+    """UserError unless a file of ours can be written to `path`: nothing is there, or a file that begins with `mark`."""
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: there is no folder {path.parent}; make it, or choose another file")
+    try:
+        with path.open("rb") as file:
+            is_ours = mark.encode() in file.read(300)
+    except FileNotFoundError:
+        return
+    except OSError:
+        is_ours = False
+    if not is_ours:
+        raise UserError(f"{path}: exists, and was not written by ppo-repro; choose another file, or remove it")
+
+
 def sync(path: Path) -> None:
     """Make a file, or the renames inside a folder, survive a power cut; raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)

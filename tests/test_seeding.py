@@ -46,13 +46,6 @@ def test_every_part_of_a_name_and_its_type_counts(name: list[int | str], data: s
         assert words(2, *other).tolist() != words(2, *name).tolist()
 
 
-@given(names, st.integers(0, 40), st.integers(0, 40))
-def test_a_longer_draw_begins_with_the_shorter_one(name: list[int | str], count: int, more: int) -> None:
-    drawn = words(count + more, *name)
-    assert drawn.dtype == np.uint64 and len(drawn) == count + more
-    assert drawn[:count].tolist() == words(count, *name).tolist()
-
-
 @given(st.integers(0, 300), names)
 def test_a_permutation_holds_every_index_once_in_the_order_of_its_words(size: int, name: list[int | str]) -> None:
     found = permutation(size, *name)

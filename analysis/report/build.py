@@ -10,6 +10,7 @@ from analysis.report.run_page import dpo_page, run_page
 from analysis.report.several_pages import grid_page, pair_page
 from ppo_repro.config.files import DPO
 from ppo_repro.errors import UserError
+from ppo_repro.files import atomic_write, require_ours
 from ppo_repro.records import manifest
 
 DEFAULT_RESPONSES = 60
@@ -19,10 +20,13 @@ COMPARISON_NAME = "comparison.html"
 def write_report(targets: Sequence[Path], out: Path | None, responses: int | None) -> tuple[Path, int]:
     """Write the report of one or two runs, or of a folder of runs; return its path and its size in bytes.
 
-    UserError if something is missing or damaged, or an option has no meaning for the page.
+    UserError if something is missing or damaged, an option has no meaning for the page, or `out` is a file of another
+    program.
     """
     usual = Path(COMPARISON_NAME) if len(targets) == 2 else targets[0] / "report.html"
     path = usual if out is None else out
+    if targets[0].is_dir():
+        require_ours(path)
     if len(targets) == 2:
         _require_no_tokens(responses, "a page about two runs")
         for run_dir in targets:
@@ -35,7 +39,7 @@ def write_report(targets: Sequence[Path], out: Path | None, responses: int | Non
         _require_no_tokens(responses, "a grid")
         text = grid_page(targets[0], path.parent if out is None else None)
     data = text.encode()
-    path.write_bytes(data)
+    atomic_write(path, data)
     return path, len(data)
 
 

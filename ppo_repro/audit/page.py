@@ -47,6 +47,7 @@ def page(found: Audit, title: str, decode: Decode, skipped: int = 0) -> str:
         _worst(tokens),
     ]
     head = (
+        '<meta name="generator" content="ppo-repro audit"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
         f"<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'sha256-{digest}'; "
         f'img-src data:"/><link rel="icon" href="data:,"/><title>{_text(title)}</title><style>{style}</style>'

@@ -151,7 +151,10 @@ def _add_recorded(add: _Adder) -> None:
     reported = add(report_command)
     about = f"folder of a run, a folder of runs, or `{LATEST}`; two runs are put side by side"
     reported.add_argument("runs", metavar="RUN_OR_GRID", type=_run_folder, nargs="+", help=about)
-    about = "the page; default report.html in that folder, of two runs comparison.html here"
+    about = (
+        "the page; default report.html in that folder, of two runs comparison.html here; replaces only a page that "
+        "ppo-repro wrote"
+    )
     reported.add_argument("--out", metavar="FILE", type=_path, help=about)
     about = "responses in the token view of a run; default 60, 0 for none"
     reported.add_argument("--responses", metavar="N", type=_count, help=about)

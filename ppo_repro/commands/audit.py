@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ppo_repro.errors import UserError
+from ppo_repro.files import atomic_write, require_ours
 from ppo_repro.output import print_result, say
 
 FORMATS = "ppo_repro, verl, trl, slime, prime-rl or areal (default: told from the columns)"
@@ -31,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser, path: Callable[[str], Path]) ->
     add("--responses", type=int, default=64, help="how many, from the first on (default 64)")
     add("--threads", type=int, default=1, help="of the processor (default 1)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the model computes (default cpu)")
-    add("--out", metavar="PAGE", type=path, help="write an HTML page")
+    add("--out", metavar="PAGE", type=path, help="write an HTML page; replaces only a file that ppo-repro wrote")
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -47,8 +48,8 @@ def _check(options: argparse.Namespace) -> None:
     for name, value, is_good, allowed in ranges:
         if not is_good:
             raise UserError(f"{name} {value}: must be {allowed}")
-    if options.out is not None and not options.out.parent.is_dir():
-        raise UserError(f"--out {options.out}: there is no folder {options.out.parent}; make it")
+    if options.out is not None:
+        require_ours(options.out)
 
 
 def audit_command(options: argparse.Namespace) -> int:
@@ -100,7 +101,7 @@ def audit_command(options: argparse.Namespace) -> int:
             return "" if tokenizer is None else str(tokenizer.decode([token]))
 
         html = page(found, f"Audit of {options.dump.name}", decode, skipped)
-        options.out.write_text(html, encoding="utf-8")
+        atomic_write(options.out, html.encode())
         said.append(f"page    {options.out}")
     print_result(options.json, fields(found, skipped), said)
     return 0 if found.sampler.is_right and found.trainer.is_right else 1

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Self
-
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -21,12 +17,12 @@ from ppo_repro.output import say_anyway
 from ppo_repro.watcher import Watcher
 
 
-class ConsoleProgress(Watcher, AbstractContextManager["ConsoleProgress"]):
+class ConsoleProgress(Progress, Watcher):
     """Progress bars; where stderr is no terminal, a line after the first iteration and every tenth of the work."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True)
-        self._bars = Progress(
+        console = Console(stderr=True)
+        super().__init__(
             TextColumn("{task.description:<12}"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -34,26 +30,17 @@ class ConsoleProgress(Watcher, AbstractContextManager["ConsoleProgress"]):
             TextColumn("left"),
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
-            console=self._console,
-            disable=not self._console.is_terminal,
+            console=console,
+            disable=not console.is_terminal,
         )
-        self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> Self:
-        self._bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bars.stop()
+        self._bars: dict[str, TaskID] = {}
 
     def _show(self, name: str, done: int, total: int, note: str) -> None:
-        is_new = name not in self._tasks
+        is_new = name not in self._bars
         if is_new:
-            self._tasks[name] = self._bars.add_task(name, total=total, note="")
-        self._bars.update(self._tasks[name], completed=done, total=total, note=note)
-        if not self._console.is_terminal and (is_new or done * 10 // total != (done - 1) * 10 // total):
+            self._bars[name] = self.add_task(name, total=total, note="")
+        self.update(self._bars[name], completed=done, total=total, note=note)
+        if not self.console.is_terminal and (is_new or done * 10 // total != (done - 1) * 10 // total):
             say_anyway(f"{name} {done}/{total}: {note}")
 
     def warm_start(self, step: int, total: int, loss: float) -> None:
@@ -73,4 +60,4 @@ class ConsoleProgress(Watcher, AbstractContextManager["ConsoleProgress"]):
         self._show("checks", done, total, what)
 
     def warning(self, text: str) -> None:
-        self._console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True)
+        self.console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ppo_repro.commands.run_folders import RUNS
 from ppo_repro.errors import UserError
 from ppo_repro.output import print_json, print_result, say, tell
-from ppo_repro.tracking.analysis_home import report_writer, view_server
+from ppo_repro.tracking.analysis_home import analysis
 
 if TYPE_CHECKING:
     from ppo_repro.records.diff import Difference
@@ -98,7 +98,7 @@ def report_command(arguments: argparse.Namespace) -> int:
     if len(arguments.runs) > 2:
         raise UserError(f"report: {len(arguments.runs)} folders; give one, or two runs, or the folder of many")
     say(f"{' and '.join(map(str, arguments.runs))}: writing a page")
-    path, size = report_writer()(arguments.runs, arguments.out, arguments.responses)
+    path, size = analysis("report.build").write_report(arguments.runs, arguments.out, arguments.responses)
     print_result(arguments.json, {"report": str(path), "bytes": size}, [f"report      {path} ({size / 1e6:.2f} MB)"])
     return 0
 
@@ -107,7 +107,7 @@ def view_command(arguments: argparse.Namespace) -> int:
     """Serve a page on this machine over all responses of runs: search, filters, tokens; Ctrl-C ends it."""
     folders = arguments.folders or [RUNS]
     say(f"{' and '.join(map(str, folders))}: a page over the responses")
-    server = view_server(folders, arguments.port)
+    server = analysis("view.server", "duckdb", "starlette", "uvicorn").Server(folders, arguments.port)
     lines = [f"view        {server.address}", "only this machine reaches it, and only with the token; Ctrl-C ends it"]
     print_result(arguments.json, {"view": server.address}, lines)
     server.serve()

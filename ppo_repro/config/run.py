@@ -50,9 +50,7 @@ class TinyModel(Section):
     num_key_value_heads: Width = Field(description="Number of key/value heads; divides num_attention_heads.")
     intermediate_size: Width = Field(description="Width of the MLP, or of each expert.")
     experts: ExpertsConfig | None = Field(None, description="Make a mixture of experts; null: a dense Qwen3.")
-    tokenizer: Literal["bpe", "bpe_single_digits", "bpe_three_digits", "characters", "words"] = Field(
-        "bpe", description="BPE, digits merged like letters, single or in groups of three; characters; whole words."
-    )
+    tokenizer: Literal["bpe", "characters", "words"] = Field("bpe", description="Byte-level BPE, or one kind of token.")
     vocab_size: Width = Field(description="Largest number of tokens the tokenizer may have.")
     warm_start_steps: Index = Field(description="At most this many supervised steps before PPO; 0 for none.")
     warm_start_accuracy: Fraction = Field(1.0, description="Greedy training accuracy at which supervised steps end.")

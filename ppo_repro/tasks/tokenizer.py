@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ppo_repro.buffers import Spans
@@ -12,16 +12,10 @@ from ppo_repro.buffers import Spans
 PAD, EOS = "<pad>", "<eos>"
 
 
-def train_bpe(corpus: Iterable[str], vocab_size: int, digits: str = "merged") -> PreTrainedTokenizerFast:
-    """Byte-level BPE over the characters of `corpus`; tokens <pad> = 0 and <eos> = 1 come first.
-
-    digits: `merged` like letters; `single`, one token each; `three`, in groups of three from the left that no token
-    crosses, as in the tokenizers of GPT-4 and Llama 3.
-    """
+def train_bpe(corpus: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE over the characters of `corpus`, digits like letters; <pad> = 0 and <eos> = 1 come first."""
     tokenizer = Tokenizer(models.BPE())
-    digit_split = {"merged": [], "single": [_isolated(r"\p{N}")], "three": [_isolated(r"\p{N}{1,3}")]}[digits]
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digit_split, byte_level]) if digit_split else byte_level
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[PAD, EOS], initial_alphabet=[], show_progress=False
@@ -58,12 +52,7 @@ def train_tokenizer(kind: str, corpus: Iterable[str], vocab_size: int) -> PreTra
         return character_tokenizer(corpus)
     if kind == "words":
         return word_tokenizer(corpus)
-    digits = {"bpe": "merged", "bpe_single_digits": "single", "bpe_three_digits": "three"}[kind]
-    return train_bpe(corpus, vocab_size, digits)
-
-
-def _isolated(pattern: str) -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Split(Regex(pattern), "isolated")
+    return train_bpe(corpus, vocab_size)
 
 
 def _without_merges(tokens: Sequence[str]) -> Tokenizer:

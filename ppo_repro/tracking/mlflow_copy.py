@@ -30,7 +30,7 @@ from ppo_repro.output import masked, say
 from ppo_repro.records import accuracy, iteration_log, manifest, times
 from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, load_config_of, read_note
 from ppo_repro.records.contents import REPORT_NAME
-from ppo_repro.tracking.analysis_home import report_writer
+from ppo_repro.tracking.analysis_home import analysis
 from ppo_repro.tracking.numbers import RunNumbers, Scalar, sentences
 
 # MLflow's defaults retry for minutes; the user's environment wins
@@ -121,7 +121,7 @@ def copy(folder: Path, uri: str, is_over: IsOver) -> Place | None:
             place = run.place
         with tempfile.TemporaryDirectory() as temporary:
             try:
-                page, _ = report_writer()([folder], Path(temporary) / REPORT_NAME, None)
+                page, _ = analysis("report.build").write_report([folder], Path(temporary) / REPORT_NAME, None)
             except UserError as error:  # such as a run without iterations, which is copied all the same
                 say(f"the report page is not in the copy: {error}")
             else:

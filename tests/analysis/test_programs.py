@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cli import one_line
+from analysis.report.build import write_report
+from ppo_repro.errors import UserError
+from tests.support.cli import Cli, one_line
 from tests.support.paths import ROOT
 
 # the module with `main`, and the shortest command line that is complete; RUN is a recorded run
@@ -86,6 +88,29 @@ def test_a_folder_that_is_none_is_one_line(ask: Ask, command: str, tmp_path: Pat
 def test_a_wrong_value_is_one_line(ask: Ask, command: str, arguments: Sequence[str], message: str) -> None:
     code, out, err = ask(command, *arguments)
     assert code == 2 and not out and message in one_line(err) and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["report", "figure", "in Python"])
+def test_only_a_file_of_ours_is_written_over(
+    kind: str, deterministic_run: Path, tmp_path: Path, cli: Cli, ask: Ask
+) -> None:
+    def write(path: Path) -> tuple[int, str]:
+        if kind == "in Python":
+            try:
+                return 0 * write_report([deterministic_run], path, 1)[1], ""
+            except UserError as error:
+                return 2, str(error)
+        if kind == "report":
+            return cli("report", deterministic_run, "--out", path)[::2]
+        return ask("analysis.figures", "learning", str(path), "RUN")[::2]
+
+    for _ in range(2):  # over nothing, and over what was written before
+        assert write(tmp_path / "ours")[0] == 0
+    (tmp_path / "notes").write_text("of mine")
+    for name, message in (("notes", "was not written by ppo-repro"), ("no/x", "no; make it"), ("", "was not written")):
+        code, said = write(tmp_path / name)
+        assert code == 2 and message in said.splitlines()[-1]
+    assert (tmp_path / "notes").read_text() == "of mine" and len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,14 +47,6 @@ def test_a_file_that_is_no_configuration(cli: Cli, tmp_path: Path, text: str) ->
         code, out, err = cli(command, path)
         assert code == 2 and out == "" and said in one_line(err) and len(err) < 1100, command
         assert str(path) in err and "secret" not in err
-
-
-def test_what_is_no_file(cli: Cli, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.yaml")
-    for command in CONFIGURED:
-        for path in (tmp_path / "pipe.yaml", Path("/dev/zero")):
-            code, out, err = cli(command, path)
-            assert code == 2 and out == "" and "is no regular file" in one_line(err), command
 
 
 def test_a_path_that_is_no_path(cli: Cli) -> None:

@@ -12,15 +12,10 @@ import pytest
 
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
-from tests.support.cli import PROMPTS, Cli, folder_config, one_line, write_prompts
+from tests.support.cli import Cli, one_line
 from tests.support.interrupts import hearing_ctrl_c
 from tests.support.paths import ROOT, SMALL
 from tests.support.runs import recorded_iterations
-
-
-@pytest.fixture(scope="session")
-def policy_folder(deterministic_run: Path) -> Path:
-    return deterministic_run / "checkpoints" / "final"
 
 
 def test_run_show_rerun_diff_in_json(cli: Cli, tmp_path: Path) -> None:
@@ -80,28 +75,6 @@ def test_an_existing_run_is_left_alone(cli: Cli, deterministic_run: Path) -> Non
     code, _, err = cli("run", SMALL, "--out", deterministic_run.parents[1])
     assert code == 2 and "exists already" in one_line(err)
     assert (deterministic_run / "manifest.json").read_bytes() == before
-
-
-def test_real_input_with_a_reward_of_ones_own(
-    cli: Cli, tmp_path: Path, policy_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    reward = tmp_path / "reward.py"
-    reward.write_text("def shorter(prompt, response, answer):\n    return -float(len(response))\n")
-    write_prompts(tmp_path / "p.jsonl", *PROMPTS)
-    config = folder_config(tmp_path / "c.yaml", policy_folder, Path("p.jsonl"), "reward.py:shorter")
-    code, out, _ = cli("run", config, "--out", tmp_path, "--json")
-    assert code == 0
-    summary = json.loads(out)
-    assert summary["unequal_old_rollout_logprobs"] == 0
-    run_dir = Path(summary["run_dir"])
-    sequences = reader.read_sequences(run_dir)
-    assert (sequences["scores"] == -sequences["response"].str.len()).all()
-    assert (run_dir / "inputs" / "reward.py").read_bytes() == reward.read_bytes()
-    assert {"inputs/reward.py", "inputs/p.jsonl"} <= manifest.load(run_dir).files.keys()
-    assert cli("rerun", run_dir)[0] == 0
-    monkeypatch.chdir(tmp_path / "real")  # relative paths were those of the run, not of the rerun
-    assert cli("rerun", run_dir)[0] == 0
 
 
 def start(out: Path, *overrides: str) -> subprocess.Popen[str]:

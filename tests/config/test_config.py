@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ppo_repro.config.files import build_config, load_config
-from ppo_repro.config.yaml_text import parse_yaml
+from ppo_repro.config.files import build_config, found, load_config
+from ppo_repro.config.yaml_text import parse_yaml, write_yaml
 from ppo_repro.errors import Mistakes, UserError
-from tests.config.trees import FOLDER, JSONL, tree
+from ppo_repro.grids.spec import load_grid
 from tests.support.paths import ROOT, SMALL, SMALL_CONTROL, TINY_GRID
 from tests.support.runs import small_config
 
+FOLDER = {"kind": "folder", "path": "some/model"}
+JSONL = {"kind": "jsonl", "path": "some.jsonl", "num_eval_prompts": 3}
+
 ROUNDED, STOCK, SGLANG = "mismatch.sampler.precision.weights=int8", "mismatch.sampler.stock=float32", "{kind: sglang}"
+
+
+def tree() -> dict[str, Any]:
+    """`small.yaml`, parsed."""
+    found: dict[str, Any] = parse_yaml(SMALL.read_text(encoding="utf-8"))
+    return found
 
 
 def mistakes(*overrides: str) -> list[str]:
@@ -118,3 +128,32 @@ def test_overrides_apply_in_order_and_reach_sections_that_the_file_leaves_out() 
     config = small_config("seed=1", "layout.padding=left", "seed=2")
     assert (config.seed, config.layout.padding) == (2, "left")
     assert config == build_config({**tree(), "seed": 2, "layout": {"rollout_slots": 48, "padding": "left"}}, "file")
+
+
+def test_a_name_is_a_file_of_the_package_unless_there_is_one_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert found(Path("quickstart")) == ROOT / "experiments" / "quickstart.yaml"
+    assert found(Path("sub/quickstart")) == Path("sub/quickstart")
+    (tmp_path / "quickstart").write_text("experiment: mine")
+    assert found(Path("quickstart")) == Path("quickstart")
+
+
+def test_relative_paths_follow_the_file_and_paths_of_overrides_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, elsewhere = tmp_path / "mine", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    terms = [{"kind": "function", "path": "reward.py:score"}]
+    (folder / "c.yaml").write_text(write_yaml({**tree(), "task": {**JSONL, "path": "p"}, "reward": {"terms": terms}}))
+    (folder / "g.yaml").write_text(
+        "question: q\nexpectation: e\nbase: c.yaml\nseeds: [1]\naxes: {task.path: [a.jsonl, b.jsonl]}\nread_with: r\n"
+    )
+    monkeypatch.chdir(elsewhere)
+    config = load_config(Path("../mine/c.yaml"))
+    assert (config.task.path, config.reward.terms[0].path) == (str(folder / "p"), str(folder / "reward.py:score"))
+    assert load_config(Path("../mine/c.yaml"), ["task.path=p"]).task.path == str(elsewhere / "p")
+    paths = [cell.config.task.path for cell in load_grid(Path("../mine/g.yaml")).cells]
+    assert paths == [str(folder / "a.jsonl"), str(folder / "b.jsonl")]

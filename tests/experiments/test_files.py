@@ -1,4 +1,4 @@
-"""Every configuration and every grid of the experiments can be loaded."""
+"""Every configuration and every grid of the experiments can be loaded; a configuration is written and reads back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.config.files import load_config, load_control_config, load_dpo_config
+from ppo_repro.config.files import build_config, dump_yaml, load_config, load_control_config, load_dpo_config
+from ppo_repro.config.yaml_text import parse_yaml
 from ppo_repro.grids.spec import load_grid
 from tests.support.paths import ROOT
 
@@ -23,4 +24,5 @@ def test_a_file_loads(path: Path) -> None:
     elif path.stem == "dpo":
         load_dpo_config(path, ["run=RUN"])
     else:
-        load_config(path)
+        config = load_config(path)
+        assert build_config(parse_yaml(dump_yaml(config)), "file") == config

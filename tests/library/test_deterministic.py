@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -189,6 +189,38 @@ def test_generate_and_logprobs_agree_on_every_bit_and_no_slot_shows() -> None:
     row = torch.tensor([rows[0]])
     stock = (source_model("qwen3")(row).logits[0, :-1] / 0.7).log_softmax(-1).gather(-1, row[0, 1:, None])[:, 0]
     assert torch.allclose(stock, found[0][-len(stock) :], atol=1e-4)  # float32 sums in another order, nats
+
+
+def through_data(model: PreTrainedModel) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(1.5)
+
+
+def through_numpy(model: PreTrainedModel) -> None:
+    for parameter in model.parameters():
+        values = parameter.detach().numpy()
+        values *= 1.5
+
+
+@pytest.mark.parametrize("change", [through_data, through_numpy])
+def test_a_model_computes_with_the_weights_that_it_has(change: Callable[[PreTrainedModel], None]) -> None:
+    """Also after changes that torch does not count."""
+    model, stock = ppo_repro.deterministic(source_model("llama")), source_model("llama")
+    before = model(ROW).logits
+    change(model)
+    stock.load_state_dict(model.state_dict())
+    after = model(ROW).logits
+    assert unequal(after, ppo_repro.deterministic(stock)(ROW).logits) == 0 and unequal(after, before) > 0
+
+
+def test_a_step_before_the_backward_pass_is_refused() -> None:
+    model = ppo_repro.deterministic(source_model("llama"))
+    loss = model(ROW, labels=ROW).loss
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+    with pytest.raises(RuntimeError, match="a weight was changed between the forward pass and its backward"):
+        loss.backward()
+    model(ROW, labels=ROW).loss.backward()
 
 
 def ids(*shape: int) -> Tensor:

@@ -57,10 +57,20 @@ def test_a_run_opened_in_python_is_what_the_records_say(deterministic_run: Path)
             call()
 
 
-def test_training_from_a_notebook_is_recorded_and_can_be_executed_again(tmp_path: Path) -> None:
+def test_a_run_says_what_it_is_at_a_prompt(deterministic_run: Path, tmp_path: Path) -> None:
+    run = ppo_repro.open_run(deterministic_run)
+    assert repr(run).startswith(f"<run {deterministic_run}; complete, 3 iterations; ")
+    assert f"fingerprint {run.fingerprint[:12]}>" in repr(run)
+    assert "no such folder" in repr(ppo_repro.Run(tmp_path / "nowhere"))
+
+
+def test_training_from_a_notebook_is_shown_and_recorded_and_can_be_executed_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows: list[pd.Series[Any]] = []
     reward = of_a_notebook(CELL, "graded", math=math, BONUS=BONUS)
     run = ppo_repro.train(TREE, reward=reward, on_iteration=rows.append, out=tmp_path)
+    assert "iteration 2/2: score" in capsys.readouterr().err
     assert [row["iteration"] for row in rows] == [0, 1]
     assert rows[-1]["score_mean"] == run.table("iterations")["score_mean"].iloc[-1]
     sequences = run.table("sequences")
@@ -73,9 +83,6 @@ def test_training_from_a_notebook_is_recorded_and_can_be_executed_again(tmp_path
     assert written.read_text().startswith("BONUS = 0.5\nimport math as math\n")
     assert ppo_repro.latest_run(tmp_path) == run
     assert rerun(LanguageKind(Silent(), ALONE), run.path, ["layout.threads=2"]).difference is None
-
-
-USES = "def uses(prompt, response, answer):\n    return score(prompt, response, answer)\n"
 
 
 def test_overrides_are_a_dict_or_texts_for_a_file_and_for_a_tree(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.records import manifest
+from ppo_repro.records import manifest, reader
 from tests.support.cli import PROMPTS, Cli, folder_config, one_line, write_prompts
 
 REWARD = "def shorter(prompt, response, answer):\n    return -float(len(response))\n"
@@ -55,6 +55,8 @@ def test_a_run_folder_reruns_at_another_path_without_its_originals(
 
 def test_an_edited_input_is_another_run_and_an_unchanged_one_is_not(cli: Cli, project: Path) -> None:
     run_dir = ran(cli, project)
+    sequences = reader.read_sequences(run_dir)
+    assert (sequences["scores"] == -sequences["response"].str.len()).all()
     assert (run_dir / "inputs" / "reward.py").read_text() == REWARD
     assert manifest.load(run_dir).files.keys() > {"inputs/reward.py", "inputs/prompts.jsonl"}
     code, _, err = cli("run", project / "run.yaml", "--out", project / "runs")

@@ -90,8 +90,6 @@ def rollout_of(records: Records) -> Rollout:
         rollout_logprobs=records.tensor("tokens", "rollout_logprobs"),
         log_kept_mass=records.tensor("tokens", "log_kept_mass"),
         kept_tokens=torch.empty(count, 0, dtype=torch.uint8),
-        top_ids=torch.empty(count, 0, dtype=torch.int32),
-        top_logits=torch.empty(count, 0),
         finish_reasons=of("finish_reason"),
         servers=(None,) * len(lengths),
         latencies=(None,) * len(lengths),
@@ -119,10 +117,6 @@ def forward_of(records: Records) -> ForwardPass:
     return ForwardPass(
         **{name: records.tensor("tokens", name) for name in names},
         reverse_ref_kl=records.tensor_or_none("tokens", "reverse_ref_kl"),
-        top_ids=ids,
-        top_logits=ids.to(torch.float32),
-        ref_top_ids=ids,
-        ref_top_logits=ids.to(torch.float32),
         routes=ids,
         values=records.tensor_or_none("tokens", "values"),
     )

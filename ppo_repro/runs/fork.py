@@ -15,8 +15,9 @@ from ppo_repro.records import accuracy, iteration_log, manifest
 from ppo_repro.records.contents import FORKED_FROM, REFERENCE
 from ppo_repro.records.fork import Fork
 from ppo_repro.runs import checkpoint
+from ppo_repro.runs.kind import Start
 from ppo_repro.runs.language import LanguageKind
-from ppo_repro.runs.models_kept import Start, load_start
+from ppo_repro.runs.models_kept import load_start
 from ppo_repro.runs.run import execute, make_folder, new_run, work_along
 from ppo_repro.runs.verify import check_contents
 from ppo_repro.stages.coefficients import first_coefficients
@@ -32,7 +33,7 @@ def fork(kind: LanguageKind, plan: Fork, clock: Clock) -> dict[str, float]:
     config, folder = plan.config, plan.folder
     check_contents(plan.source, plan.recorded)
     start, inputs = _start(plan), gather(config)
-    opened = kind.fork(config, folder if kind.ranks.is_first else None, start)
+    opened = kind.open(config, folder if kind.ranks.is_first else None, start)
     temporary = make_folder(kind, config, folder, inputs, run_digest(inputs, plan.origin.fingerprint), clock)
     if temporary is None:
         work_along(opened)

@@ -37,6 +37,7 @@ from ppo_repro.records.contents import (
 from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.checkpoint import Checkpoint
+from ppo_repro.runs.kind import Start, Store
 from ppo_repro.runs.prepare import Prepared
 
 SMALL = 10_000_000  # parameters of a policy; a checkpoint is 24 bytes for each of them, 1 s and 240 MB at most
@@ -81,15 +82,7 @@ def listed(run_dir: Path, *folders: Path) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Start:
-    """What a run goes on from."""
-
-    checkpoint: Checkpoint
-    reference: Path | None  # the model that the run started as; None if its configuration makes or loads it
-
-
-@dataclass(frozen=True)
-class ModelStore:
+class ModelStore(Store):
     """Keeps models and checkpoints of one run; every method returns what the manifest then lists."""
 
     run_dir: Path
@@ -116,7 +109,6 @@ class ModelStore:
         return AUTO if is_small and self.config.iterations > AUTO else 0
 
     def is_due(self, iteration: int) -> bool:
-        """Whether `save` is to be called after `iteration` iterations."""
         return self.every > 0 and iteration % self.every == 0
 
     def save(self, head: Head, link: str) -> dict[str, str]:
@@ -129,10 +121,10 @@ class ModelStore:
         old = sorted(numbered)[: -self.config.checkpoints.keep]
         return {name: of for name, of in files.items() if name not in {numbered[n] for n in old}}
 
-    def put_policy(self, folder: Path) -> None:
-        """Put the policy as it is now into a folder, to be loaded from there."""
+    def put_policy(self, folder: Path) -> bool:
         write_model(self.prepared.state.policy, folder)
         self.prepared.task.tokenizer.save_pretrained(folder)
+        return True
 
     def finish(self, files: Mapping[str, str], link: str) -> dict[str, str]:
         """The trained policy and value model, the policy's adapter in peft's format, a reward model that was made here.

@@ -166,7 +166,6 @@ def test_analyses_read_records_only() -> None:
         "ppo_repro.json_lines",
         "ppo_repro.errors",
         "ppo_repro.config",
-        "ppo_repro.preferences.dpo.summary",
         "ppo_repro.runs.summary",
         "ppo_repro.testing.dumps",  # the audit's reader of dumps
     )

@@ -210,4 +210,4 @@ def test_a_buffer_with_another_bit_is_noticed(recorded: Recorded) -> None:
                 found = unequal(dataclasses.replace(item, **{stage: changed}), tables)
                 assert found == {f"{type(held).__name__}.{field.name}"}
                 checked += 1
-    assert checked >= 19
+    assert checked >= 18

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_repro.buffers import Prompts
@@ -24,17 +25,14 @@ from ppo_repro.models.networks import freeze, make_policy
 from ppo_repro.numerics import library
 from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, weights_digest
 from ppo_repro.numerics.sums import mean_of, run_sums
-from ppo_repro.ppo.preferences import preference_accuracy
+from ppo_repro.ppo.preferences import dpo_margins, preference_accuracy
 from ppo_repro.preferences.pairs import Preference, check_pairs, hold_out, pairs_of_file
 from ppo_repro.preferences.training import (
-    PairLogprobs,
     PreferenceStep,
-    Schedule,
     dpo_losses_of,
-    margins_of,
     pair_logprobs,
-    pairs_at_once,
     preference_steps,
+    steps_of,
 )
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records import dpo_schema, reader
@@ -62,8 +60,8 @@ class Epoch:
     index: int
     eval_accuracy: float | None  # before the first epoch only; None if there is no run with a task
     steps: tuple[PreferenceStep, ...]
-    logprobs: PairLogprobs  # of all pairs, after the epoch
-    margins: torch.Tensor  # [P] float64, likewise
+    logprobs: Tensor  # [2, P] float64 of all pairs, after the epoch
+    margins: Tensor  # [P] float64, likewise
     seconds: dict[str, float]  # wall time by phase: evaluation, update, forward, other
 
 
@@ -105,7 +103,7 @@ class DPOExecution:
     config: DPOConfig
     start: PreparedDPO
     optimizer: Optimizer
-    reference: PairLogprobs  # of all pairs, computed once
+    reference: Tensor  # [2, P] float64, log-probs of all pairs, computed once
     initial_digest: str
     store: Store
     watcher: Watcher
@@ -115,23 +113,23 @@ class DPOExecution:
         """Train the policy in place; yields after each epoch. Log-probs are of the whole distribution."""
         config, start, trained = self.config, self.start, len(self.start.train)
         dpo, layout, mode = config.dpo, config.layout, config.numerics.mode
-        schedule = Schedule(dpo.minibatch_size, pairs_at_once(layout.update_micro_batch), config.seed)
         losses_of = dpo_losses_of(
             start.policy, start.pairs, self.reference, dpo.beta, start.temperature, mode, layout.padding
         )
-        per_epoch = schedule.steps(trained)
+        per_epoch = steps_of(trained, dpo.minibatch_size)
+        about = trained, dpo.minibatch_size, layout.update_micro_batch, config.seed
         for epoch in range(dpo.epochs):
             clock = Clock()
             accuracy = self._accuracy() if epoch == 0 else None
             clock.lap("evaluation")
             steps: list[PreferenceStep] = []
-            for step in preference_steps(start.policy, self.optimizer, trained, schedule, epoch, losses_of):
+            for step in preference_steps(start.policy, self.optimizer, *about, epoch, losses_of):
                 steps.append(step)
                 self.watcher.preferences("DPO", epoch * per_epoch + len(steps), dpo.epochs * per_epoch, step.loss)
             clock.lap("update")
             logprobs = pair_logprobs(start.policy, start.pairs, start.temperature, mode, layout)
             clock.lap("forward")
-            margins = margins_of(logprobs, self.reference, dpo.beta)
+            margins = dpo_margins(*logprobs, *self.reference, dpo.beta)
             clock.lap(OTHER)
             yield Epoch(epoch, accuracy, tuple(steps), logprobs, margins, clock.seconds)
 
@@ -139,8 +137,8 @@ class DPOExecution:
         start = self.start
         columns = {
             **pair_columns(start.pairs, len(start.train), start.tokenizer),
-            "ref_chosen_logprobs": self.reference.chosen.numpy(),
-            "ref_rejected_logprobs": self.reference.rejected.numpy(),
+            "ref_chosen_logprobs": self.reference[0].numpy(),
+            "ref_rejected_logprobs": self.reference[1].numpy(),
         }
         return {"pairs": to_arrow(dpo_schema.PAIRS, columns)}
 
@@ -152,8 +150,8 @@ class DPOExecution:
                 "iteration": np.full(len(item.margins), item.index, np.int32),
                 "pair": int32(range(len(item.margins))),
                 "held_out": np.arange(len(item.margins)) >= trained,
-                "chosen_logprobs": item.logprobs.chosen.numpy(),
-                "rejected_logprobs": item.logprobs.rejected.numpy(),
+                "chosen_logprobs": item.logprobs[0].numpy(),
+                "rejected_logprobs": item.logprobs[1].numpy(),
                 "margins": item.margins.numpy(),
             },
             "steps": {

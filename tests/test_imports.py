@@ -177,7 +177,7 @@ def test_analyses_read_records_only() -> None:
 
 
 def test_only_the_update_takes_optimizer_steps() -> None:
-    trainers = {"loop.py", "control/update.py", "models/warm_start.py", "preferences/training.py"}
+    trainers = {"loop.py", "control/loop.py", "models/warm_start.py", "preferences/training.py"}
     trainers |= {"checks/probe.py"}
     for path in files("ppo_repro/**/*.py"):
         name = path.relative_to(ROOT / "ppo_repro").as_posix()

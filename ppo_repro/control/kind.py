@@ -16,10 +16,9 @@ from typing import Any, ClassVar
 from ppo_repro.clock import Clock
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.files import CONTROL, Kind
-from ppo_repro.control.loop import ControlIteration, control_iterations, prepare
+from ppo_repro.control.loop import ControlIteration, ControlState, control_iterations, prepare
 from ppo_repro.control.stages import evaluate
 from ppo_repro.control.tables import finished_returns, iteration_tables
-from ppo_repro.control.update import ControlState
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.runs.kind import Final, Start, Store, Tables

@@ -215,7 +215,7 @@ def dpo_losses_of(
 
     def losses_of(chunk: list[int], slots: Ints) -> tuple[Tensor, Tensor]:
         logprobs = _pair_logprobs(policy, [pairs[i] for i in chunk], temperature, mode, padding, slots)
-        margins = dpo_margins(*logprobs, *reference[:, chunk], beta)
+        margins = dpo_margins(logprobs[0], logprobs[1], reference[0, chunk], reference[1, chunk], beta)
         return dpo_losses(margins), margins
 
     return losses_of

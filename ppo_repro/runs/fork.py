@@ -12,7 +12,7 @@ from ppo_repro.config.inputs import gather, run_digest
 from ppo_repro.errors import UserError
 from ppo_repro.files import SUMS_NAME, atomic_write
 from ppo_repro.records import accuracy, iteration_log, manifest
-from ppo_repro.records.contents import FORKED_FROM, REFERENCE
+from ppo_repro.records.contents import FORKED_FROM, REFERENCE, starts_of
 from ppo_repro.records.fork import Fork
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.kind import Start
@@ -47,7 +47,8 @@ def fork(kind: LanguageKind, plan: Fork, clock: Clock) -> dict[str, float]:
 
 def _start(plan: Fork) -> Start:
     """The origin's checkpoint; coefficients whose fields were changed begin anew, and prompts may be others."""
-    start, first = load_start(plan.source, plan.recorded, plan.origin.iteration), first_coefficients(plan.config)
+    name, first = starts_of(plan.source, plan.recorded).get(plan.origin.iteration), first_coefficients(plan.config)
+    start = load_start(plan.source, plan.recorded, name)
     coefficients = start.checkpoint.coefficients
     if any(field.startswith("kl.") for field in plan.origin.changed):
         coefficients = replace(coefficients, kl_coef=first.kl_coef)

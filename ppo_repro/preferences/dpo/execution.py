@@ -129,7 +129,7 @@ class DPOExecution:
             clock.lap("update")
             logprobs = pair_logprobs(start.policy, start.pairs, start.temperature, mode, layout)
             clock.lap("forward")
-            margins = dpo_margins(*logprobs, *self.reference, dpo.beta)
+            margins = dpo_margins(logprobs[0], logprobs[1], self.reference[0], self.reference[1], dpo.beta)
             clock.lap(OTHER)
             yield Epoch(epoch, accuracy, tuple(steps), logprobs, margins, clock.seconds)
 

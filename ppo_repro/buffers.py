@@ -1,7 +1,7 @@
 """One frozen type per stage of an iteration. A value of a type exists only once its stage has run.
 
-Letters: B sequences (responses), N response tokens of all sequences one after the other without padding, V vocabulary,
-K largest logits. Log-probabilities and entropies are in nats. The comment of a field says when it is None.
+Letters: B sequences (responses), N response tokens of all sequences one after the other without padding, V vocabulary.
+Log-probabilities and entropies are in nats. The comment of a field says when it is None.
 """
 
 from __future__ import annotations

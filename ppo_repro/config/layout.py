@@ -33,8 +33,8 @@ class RecordsConfig(Section):
 
     level: Level = Field(
         "full",
-        description="`lean`: what reruns and published metrics need; `full`: every tensor of the loop; `deep`: "
-        "the experts of each token too.",
+        description="`lean`: what reruns and published metrics need; `full`: every tensor of the loop; `deep`: the "
+        "experts of each token too.",
     )
 
 

@@ -112,12 +112,11 @@ def _episodes(records: Records, table: str) -> tuple[Episode, ...] | None:
 
 def forward_of(records: Records) -> ForwardPass:
     """Return what the networks gave before the update."""
-    ids = torch.empty(records.tables["tokens"].num_rows, 0, dtype=torch.int32)
     names = ("old_logprobs", "ref_logprobs", "ref_kl", "entropies", "prob_sq_sums")
     return ForwardPass(
         **{name: records.tensor("tokens", name) for name in names},
         reverse_ref_kl=records.tensor_or_none("tokens", "reverse_ref_kl"),
-        routes=ids,
+        routes=torch.empty(records.tables["tokens"].num_rows, 0, dtype=torch.int32),
         values=records.tensor_or_none("tokens", "values"),
     )
 

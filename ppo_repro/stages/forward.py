@@ -17,12 +17,7 @@ from ppo_repro.models.state import Stream, TrainState
 from ppo_repro.numerics.families import routers, trunk_of
 from ppo_repro.numerics.network import forget_packed, logits
 from ppo_repro.numerics.rows import Rows
-from ppo_repro.numerics.token_statistics import (
-    expand_kept,
-    kl_divergence,
-    score,
-    token_statistics,
-)
+from ppo_repro.numerics.token_statistics import expand_kept, kl_divergence, score, token_statistics
 from ppo_repro.ppo import kl
 from ppo_repro.ranks import Ranks
 from ppo_repro.stages.chunks import in_chunks

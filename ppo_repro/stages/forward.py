@@ -20,7 +20,7 @@ from ppo_repro.numerics.rows import Rows
 from ppo_repro.numerics.token_statistics import (
     expand_kept,
     kl_divergence,
-    score,
+    prob_sq_sum,
     token_statistics,
     top_logits,
 )
@@ -101,7 +101,8 @@ def _distributions(
 ) -> tuple[Tensor, ...]:
     """Old log-probs, ref log-probs, KL(policy || ref), entropies, sums of squares, KL(ref || policy), [n] each.
 
-    The last one is empty unless the reward charges it. Then `top_logits` of the policy and of the reference.
+    The last one is empty unless the reward charges it. Then `top_logits` of the policy and of the reference. The C
+    kernels compute KLs and sums of squares in both numerics.
     """
     mode, temperature, policy, reference = config.numerics.mode, rollout.temperature, state.policy, state.reference
     ref_hidden = hidden_states(trunk_of(reference), batch)
@@ -110,12 +111,15 @@ def _distributions(
         own = logits(policy, hidden).cpu()
         other = logits(reference, ref_hidden[rows]).cpu()
         eligible = expand_kept(rollout.kept_tokens[tokens[rows]], own.shape[-1])
-        s = score(own, other, batch.targets[rows], temperature, eligible, mode)
+        logprobs, entropies = token_statistics(own, batch.targets[rows], temperature, eligible, mode)
+        ref_logprobs, _ = token_statistics(other, batch.targets[rows], temperature, eligible, mode)
+        ref_kl = kl_divergence(own, other, temperature, eligible)
+        squares = prob_sq_sum(own, temperature, eligible)
         reverse = torch.empty(0)
         if _charges_reverse(config):
             reverse = kl_divergence(other, own, temperature, eligible)
         top = [top_logits(x, temperature, config.records.top_logits) for x in (own, other)]
-        return s.logprobs, s.ref_logprobs, s.ref_kl, s.entropies, s.prob_sq_sums, reverse, *top[0], *top[1]
+        return logprobs, ref_logprobs, ref_kl, entropies, squares, reverse, *top[0], *top[1]
 
     return in_chunks(of_rows, hidden, batch.rows, policy.config.vocab_size)
 

@@ -17,7 +17,7 @@ from ppo_repro.models.state import Stream, TrainState
 from ppo_repro.numerics.families import routers, trunk_of
 from ppo_repro.numerics.network import forget_packed, logits
 from ppo_repro.numerics.rows import Rows
-from ppo_repro.numerics.token_statistics import expand_kept, kl_divergence, score, token_statistics
+from ppo_repro.numerics.token_statistics import expand_kept, kl_divergence, prob_sq_sum, token_statistics
 from ppo_repro.ppo import kl
 from ppo_repro.ranks import Ranks
 from ppo_repro.stages.chunks import in_chunks
@@ -91,7 +91,7 @@ def _distributions(
 ) -> tuple[Tensor, ...]:
     """Old log-probs, ref log-probs, KL(policy || ref), entropies, sums of squares, KL(ref || policy), [n] each.
 
-    The last one is empty unless the reward charges it.
+    The last one is empty unless the reward charges it. The C kernels compute KLs and sums of squares in both numerics.
     """
     mode, temperature, policy, reference = config.numerics.mode, rollout.temperature, state.policy, state.reference
     ref_hidden = hidden_states(trunk_of(reference), batch)
@@ -100,11 +100,14 @@ def _distributions(
         own = logits(policy, hidden).cpu()
         other = logits(reference, ref_hidden[rows]).cpu()
         eligible = expand_kept(rollout.kept_tokens[tokens[rows]], own.shape[-1])
-        s = score(own, other, batch.targets[rows], temperature, eligible, mode)
+        logprobs, entropies = token_statistics(own, batch.targets[rows], temperature, eligible, mode)
+        ref_logprobs, _ = token_statistics(other, batch.targets[rows], temperature, eligible, mode)
+        ref_kl = kl_divergence(own, other, temperature, eligible)
+        squares = prob_sq_sum(own, temperature, eligible)
         reverse = torch.empty(0)
         if _charges_reverse(config):
             reverse = kl_divergence(other, own, temperature, eligible)
-        return s.logprobs, s.ref_logprobs, s.ref_kl, s.entropies, s.prob_sq_sums, reverse
+        return logprobs, ref_logprobs, ref_kl, entropies, squares, reverse
 
     return in_chunks(of_rows, hidden, batch.rows, policy.config.vocab_size)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ppo_repro.errors import PromiseBroken
 from ppo_repro.numerics import library
 from ppo_repro.numerics.gradient_sums import GradientSums, SlotSums
-from ppo_repro.numerics.structs import Matrix
+from ppo_repro.numerics.structs import struct
 from tests.numerics import definition
 from tests.numerics.definition_elementary import Array, F
 from tests.support.thread_ranks import in_threads
@@ -57,14 +57,13 @@ def add(use: SlotSums, weight: Tensor, of: Sequences, first: int, after: int, sl
     dy, x = (np.concatenate([*rows[first:after], np.zeros((0, c), F)]) for rows, c in ((of.dy, N), (of.x, K)))
     index = np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
     position = np.concatenate([np.zeros(0), *(np.arange(t) for t in lengths)]).astype(np.int32)
-    matrix = Matrix(w=weight.data_ptr(), n=N, k=K, grad=use.offset(weight), bias_grad=-1)
+    matrix = struct("Matrix")(w=weight.data_ptr(), n=N, k=K, grad=use.offset(weight), bias_grad=-1)
     of_sequences = np.array(slots, np.int32)
     with use.adding(slots) as sums:
         pointers = [ctypes.c_void_p(a.ctypes.data) for a in (dy, x, index, position, of_sequences)]
         library.load().linear_backward(
             ctypes.byref(matrix),
-            *(pointers[0], ctypes.c_long(N), pointers[1], ctypes.c_long(K), len(x), *pointers[2:]),
-            *(ctypes.byref(sums), None, ctypes.c_long(0)),
+            *(pointers[0], pointers[1], len(x), *pointers[2:], ctypes.byref(sums), None),
         )
 
 

@@ -78,7 +78,7 @@ def update(
                 columns = (policy_loss, value_loss, logprobs, ratios, entropies, values, clipped, surrogates)
                 by_chunk.append(tuple(column.detach() for column in columns))
 
-        report = state.optimizer.step(backward)
+        grad_norm = state.optimizer.step(backward)
         policy_losses, losses, new_logprobs, ratios, entropies, new_values, value_clipped, surrogates = (
             torch.cat(column) for column in zip(*by_chunk, strict=True)
         )
@@ -103,7 +103,7 @@ def update(
             approx_kl=mean_of(kl.k3(rollout.rollout_logprobs[tokens] - new_logprobs)),
             learning_rate=learning_rate,
             clip_range=clip_range,
-            joint_grad_norm=report.grad_norm,
+            joint_grad_norm=grad_norm,
             policy_digest=weights_digest(agent.policy_parameters()),
             value_digest=weights_digest(agent.value_parameters()),
         )

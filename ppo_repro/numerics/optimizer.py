@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -42,11 +42,6 @@ class OptimizerState:
     second: Mapping[str, Tensor]  # second moments
     steps: Mapping[str, int]  # that each parameter has taken
     factors: Mapping[str, Tensor] = field(default_factory=dict)  # of low-rank adapters
-
-
-@dataclass(frozen=True)
-class StepReport:
-    grad_norm: float  # before clipping
 
 
 def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
@@ -102,18 +97,6 @@ def step_constants(s: AdamWSettings, norm: float, steps: int) -> ctypes.Structur
     )
 
 
-def _measure(names: Sequence[str], tensors: ctypes.Array[ctypes.Structure]) -> float:
-    """The norm of all gradients, float64, and the sum of squares of each in `square`.
-
-    A sum of squares adds 16 float64 lanes within blocks of 4,096 elements, then the blocks in order, then the tensors.
-    """
-    total = library.load().gradient_squares(tensors, len(tensors))
-    for name, tensor in zip(names, tensors, strict=True):
-        if not math.isfinite(tensor.square):
-            raise NumericsError(f"the gradient of {name} is not finite; lower the learning rate")
-    return math.sqrt(total)
-
-
 class AdamW:
     """Clipping and AdamW by the C kernels on named float32 parameters, with their moments."""
 
@@ -133,7 +116,10 @@ class AdamW:
                 for name, p in self.parameters.items()
             )
         )
-        norm = _measure(list(self.parameters), tensors)
+        norm = math.sqrt(library.load().gradient_squares(tensors, len(tensors)))
+        for name, tensor in zip(self.parameters, tensors, strict=True):
+            if not math.isfinite(tensor.square):
+                raise NumericsError(f"the gradient of {name} is not finite; lower the learning rate")
         self.steps += 1
         library.load().adamw(tensors, len(tensors), ctypes.byref(step_constants(settings, norm, self.steps)))
         # packed copies of weights are outdated when these counters change
@@ -248,8 +234,8 @@ class Optimizer:
         trained = self.sums.trained if adapter is None else adapter.trained()
         self.adamw = AdamW(trained) if mode == "deterministic" else NativeAdamW(trained, settings)
 
-    def step(self, backward: Callable[[], None], ranks: Ranks = ALONE) -> StepReport:
-        """Run `backward` over a minibatch and apply one step.
+    def step(self, backward: Callable[[], None], ranks: Ranks = ALONE) -> float:
+        """Run `backward` over a minibatch and apply one step; returns the global gradient norm before clipping.
 
         `backward` must be a pure function of the weights. With several ranks it covers the sequences of this rank, and
         every rank takes the same step. NumericsError names a gradient that is not finite.
@@ -262,7 +248,7 @@ class Optimizer:
         norm = self.adamw.apply(self.settings, gradients)
         if self._adapter is not None:
             self._adapter.merge()
-        return StepReport(norm)
+        return norm
 
     def rest(self) -> None:
         """Free the memory that only steps need, until the next one."""

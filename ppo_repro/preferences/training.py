@@ -96,7 +96,7 @@ def preference_steps(
                 torch.autograd.backward(losses, torch.full_like(losses, 1.0 / len(indices)))
                 by_chunk.append((losses.detach(), margins.detach()))
 
-        report = optimizer.step(backward)
+        grad_norm = optimizer.step(backward)
         losses, margins = (torch.cat(column) for column in zip(*by_chunk, strict=True))
         yield PreferenceStep(
             epoch=epoch,
@@ -105,7 +105,7 @@ def preference_steps(
             loss=mean_of(losses),
             margin=mean_of(margins),
             accuracy=preference_accuracy(margins),
-            grad_norm=report.grad_norm,
+            grad_norm=grad_norm,
             digest=weights_digest(model.named_parameters()),
             indices=tuple(indices),
             losses=tuple(losses.tolist()),

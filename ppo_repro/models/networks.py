@@ -34,13 +34,6 @@ class ValueModel(nn.Module):
         self.trunk, self.head = trunk, head
 
 
-def freeze(model: PreTrainedModel) -> PreTrainedModel:
-    """Take the parameters out of autograd."""
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    return model
-
-
 def make_policy(source: PreTrainedModel, mode: str, max_context: int) -> PreTrainedModel:
     """A copy of `source` ready for training in the given numerics; dropout is off, whatever the model's config says.
 
@@ -130,11 +123,6 @@ def sequence_scores(
     batch = lay_out(sequences, [(0,)] * len(sequences), padding, slots=slots)
     hidden = hidden_states(trunk_of(classifier), batch)
     return scalar(cast(nn.Linear, classifier.score), hidden, batch.rows, is_deterministic(classifier))
-
-
-def value_predictions(value_model: ValueModel, batch: TokenBatch) -> Tensor:
-    """Values [n] float32 before each response token."""
-    return values_of(value_model, hidden_states(value_model.trunk, batch), batch)
 
 
 def values_of(value_model: ValueModel, hidden: Tensor, batch: TokenBatch) -> Tensor:

@@ -128,14 +128,6 @@ def prob_sq_sum(logits: Tensor, temperature: float, eligible: Tensor | None) -> 
     return _statistics(_dense(logits.detach()), targets, temperature, _mask(eligible))[2]
 
 
-def log_softmax(logits: Tensor) -> Tensor:
-    """Log-probs of all tokens at temperature 1, float32 [n, V]; NumericsError if a logit is not finite."""
-    targets = torch.zeros(len(logits), dtype=torch.int64)
-    rows = _statistics(_dense(logits.detach()), targets, 1.0, None)[3]
-    shifted = logits - rows[:, :1].to(torch.float32)
-    return (shifted.to(torch.float64) - rows[:, 2:3]).to(torch.float32)
-
-
 def _two_rows(
     p_logits: Tensor, q_logits: Tensor, temperature: float, eligible: Tensor | None, p: Tensor, q: Tensor
 ) -> ctypes.Structure:

@@ -22,7 +22,6 @@ from ppo_repro.models.lora import Adaptable, Lora, add_lora, share_frozen
 from ppo_repro.models.networks import (
     ValueModel,
     checkpoint_gradients,
-    freeze,
     make_policy,
     make_value_head,
     make_value_model,
@@ -100,7 +99,7 @@ def _reward_model(
     if isinstance(term, RewardModelFolder):
         loaded, its_tokenizer = load_reward_model(Path(term.path), numerics.mode, numerics.max_context)
         require_same_tokens(tokenizer, its_tokenizer)
-        return freeze(_moved(loaded, config)), None
+        return _moved(loaded, config).requires_grad_(False), None
     model = make_reward_model(source, numerics.mode, numerics.max_context, config.seed)
     if term.pairs is not None:
         encode = encoder(tokenizer, config.task)
@@ -117,7 +116,7 @@ def _reward_model(
             )
         )
     training = train_reward_model(model, pairs, eval_pairs, term, numerics, config.layout, config.seed, progress)
-    return freeze(model), training
+    return model.requires_grad_(False), training
 
 
 def _networks(
@@ -129,7 +128,7 @@ def _networks(
     """
     mode, max_context, ppo = config.numerics.mode, config.numerics.max_context, config.ppo
     policy = make_policy(source, mode, max_context)
-    reference = freeze(make_policy(source, mode, max_context))
+    reference = make_policy(source, mode, max_context).requires_grad_(False)
     lora = _adapted(policy, config.lora, config.seed, reference if share else None)
     value_model = _value_model(config, source, policy, reward_model)
     sampled = rounded_view(policy, precision_of(config.mismatch.sampler.precision))

@@ -18,11 +18,11 @@ from ppo_repro.models.folders import ADAPTER_TENSORS, save_adapter
 from ppo_repro.models.lora import Lora, add_lora, share_frozen
 from ppo_repro.models.networks import (
     ValueModel,
-    freeze,
+    hidden_states,
     make_policy,
     make_value_model,
     policy_logits,
-    value_predictions,
+    values_of,
 )
 from ppo_repro.numerics import library
 from ppo_repro.numerics.families import trunk_of
@@ -88,7 +88,7 @@ def learn(
 
     def loss(batch: TokenBatch, first: int, last: int) -> Tensor:
         if isinstance(model, ValueModel):
-            losses = (value_predictions(model, batch) - by_token[first:last]) ** 2
+            losses = (values_of(model, hidden_states(model.trunk, batch), batch) - by_token[first:last]) ** 2
         else:
             logprobs, entropies = token_statistics(policy_logits(model, batch), batch.targets, 0.9, None, mode)
             losses = -logprobs * by_token[first:last] - 0.01 * entropies
@@ -159,7 +159,7 @@ def test_shared_or_copied_the_same_bits_are_trained(kind: str, architecture: str
     for shared in (False, True):
         model, reference = (
             fresh(kind, architecture, mode),
-            freeze(make_policy(source_model(architecture), mode, CONTEXT)),
+            make_policy(source_model(architecture), mode, CONTEXT).requires_grad_(False),
         )
         before = weights_digest(reference.named_parameters())
         lora = add_lora(model, RANK, ALPHA, TARGETS[architecture], seed=5)

@@ -113,24 +113,6 @@ def test_a_response_goes_on_from_the_cache_of_its_own_beginning(crowded: Subject
     assert differing(found, [Sampled(c.ids[40:], c.logprobs[40:]) for c in expected]) == 0
 
 
-def test_sglang_scores_a_response_with_the_bits_it_was_sampled_with(crowded: Subject) -> None:
-    requests = requests_of(crowded, 8)
-    sampled = on_server(crowded, requests, LONG)
-    body = {
-        "input_ids": [[*r.prompt_ids, *c.ids] for r, c in zip(requests, sampled, strict=True)],
-        "sampling_params": [{"max_new_tokens": 0, "temperature": 1.0}] * len(requests),
-        "return_logprob": True,
-        "logprob_start_len": 0,
-    }
-    answers = Call(crowded.engine.servers[0].url, "/generate", 300, body).json()
-    scores = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
-    scored = [
-        Sampled(c.ids, torch.tensor([entry[0] for entry in some[len(r.prompt_ids) :]]))
-        for r, c, some in zip(requests, sampled, scores, strict=True)
-    ]
-    assert differing(scored, sampled) == 0
-
-
 @pytest.mark.parametrize("sampling", [Sampling(0.7, 0, 1.0, 80), Sampling(0.8, 12, 0.9, 80)])
 def test_temperatures_and_cuts_draw_the_tokens_of_the_built_in_sampler(crowded: Subject, sampling: Sampling) -> None:
     requests = requests_of(crowded, 6)

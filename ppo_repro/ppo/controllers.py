@@ -1,4 +1,4 @@
-"""Coefficients and learning rates by iteration: pure functions of the old value and the measured KL, or of the count."""
+"""Coefficients that the measured KL changes between iterations, and learning-rate factors by iteration."""
 
 from __future__ import annotations
 

@@ -114,14 +114,14 @@ class Network:
         self._norm_names = [names[id(norm)] for norm in norms]
         self._spare: Tensor | None = None  # what the last backward pass was done with
 
-    def _weight(self, tensor: Tensor | None, scaled: bool = True) -> int | None:
+    def _weight(self, tensor: Tensor | None) -> int | None:
         """The address of a parameter that is no matrix, or of its rounded copy."""
         form = self.lowered.precision.other_weights
         if tensor is None or form == "float32":
             return address(tensor)
         state = state_of((tensor,))
         if id(tensor) not in self._rounded or self._rounded[id(tensor)][0] != state:
-            self._rounded[id(tensor)] = state, round_rows(tensor, form, scaled)
+            self._rounded[id(tensor)] = state, round_rows(tensor, form)
         return address(self._rounded[id(tensor)][1])
 
     def _norm(self, norm: Any) -> ctypes.Structure:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ppo_repro.buffers import ForwardPass, ReturnStatistics, Rollout
+from ppo_repro.buffers import ForwardPass, Rollout
 from ppo_repro.config.algorithm import KLInLoss, KLInReward
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch, TokenBatch, micro_batches
@@ -61,15 +61,14 @@ def _charges_reverse(config: RunConfig) -> bool:
     return isinstance(kl, KLInReward) and kl.estimator == "exact" and kl.direction == "reference_policy"
 
 
-def _in_reward_units(predictions: Tensor, returns: ReturnStatistics) -> Tensor:
-    """V = mean + scale times the value model's prediction, float32; the prediction itself without statistics."""
-    return predictions * returns.scale + returns.mean if returns.count else predictions
-
-
 def values_in_reward_units(state: TrainState, hidden: Tensor, m: MicroBatch) -> Tensor:
-    """Return V [n] float32 before each token from the hidden states [n, H] of the value model's trunk."""
+    """Return V [n] float32 before each token from the hidden states [n, H] of the value model's trunk.
+
+    V = mean + scale times the value model's prediction; the prediction itself without statistics of returns.
+    """
     assert state.value_model is not None
-    return _in_reward_units(values_of(state.value_model, hidden, m.batch), state.coefficients.returns)
+    predictions, returns = values_of(state.value_model, hidden, m.batch), state.coefficients.returns
+    return predictions * returns.scale + returns.mean if returns.count else predictions
 
 
 def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig) -> tuple[Tensor, ...]:

@@ -160,13 +160,24 @@ def test_a_hook_that_does_not_take_keeps_the_server_from_starting(
     assert said in said_by_log
 
 
-def test_a_request_the_sampler_does_not_know_is_not_answered_otherwise(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sampling", "more"),
+    [({"min_p": 0.1}, {}), ({"sampling_seed": 1}, {"return_logprob": True, "logprob_start_len": 0})],
+    ids=["min_p", "logprob_start_len"],
+)
+def test_a_request_the_plugin_does_not_know_is_not_answered_otherwise(
+    sampling: dict[str, float], more: dict[str, object], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     with subject(tmp_path) as found:
         url, log = found.engine.servers[0].url, tmp_path / "server-0.log"
-        body = {"input_ids": [1, 2], "sampling_params": {"min_p": 0.1, "max_new_tokens": 2}}
         with pytest.raises(UserError):
-            ask(url, "/generate", 60, body)
-        assert "min_p" in log.read_text()
+            ask(
+                url,
+                "/generate",
+                60,
+                {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2, **sampling}, **more},
+            )
+        assert f"a request with {request.node.callspec.id} is not supported" in log.read_text()
 
 
 @pytest.fixture(scope="module")

@@ -125,6 +125,11 @@ def sequence_scores(
     return scalar(cast(nn.Linear, classifier.score), hidden, batch.rows, is_deterministic(classifier))
 
 
+def value_predictions(value_model: ValueModel, batch: TokenBatch) -> Tensor:
+    """Values [n] float32 before each response token."""
+    return values_of(value_model, hidden_states(value_model.trunk, batch), batch)
+
+
 def values_of(value_model: ValueModel, hidden: Tensor, batch: TokenBatch) -> Tensor:
     """Values [n] float32 from the trunk's hidden states [n, H] of a batch."""
     return scalar(value_model.head, hidden, batch.rows, is_deterministic(value_model.trunk))

@@ -18,11 +18,10 @@ from ppo_repro.models.folders import ADAPTER_TENSORS, save_adapter
 from ppo_repro.models.lora import Lora, add_lora, share_frozen
 from ppo_repro.models.networks import (
     ValueModel,
-    hidden_states,
     make_policy,
     make_value_model,
     policy_logits,
-    values_of,
+    value_predictions,
 )
 from ppo_repro.numerics import library
 from ppo_repro.numerics.families import trunk_of
@@ -88,7 +87,7 @@ def learn(
 
     def loss(batch: TokenBatch, first: int, last: int) -> Tensor:
         if isinstance(model, ValueModel):
-            losses = (values_of(model, hidden_states(model.trunk, batch), batch) - by_token[first:last]) ** 2
+            losses = (value_predictions(model, batch) - by_token[first:last]) ** 2
         else:
             logprobs, entropies = token_statistics(policy_logits(model, batch), batch.targets, 0.9, None, mode)
             losses = -logprobs * by_token[first:last] - 0.01 * entropies

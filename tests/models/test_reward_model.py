@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.folders import load_reward_model, save_reward_model
-from ppo_repro.models.networks import hidden_states, make_policy, values_of
+from ppo_repro.models.networks import make_policy, value_predictions
 from ppo_repro.models.reward_model import reward_scores, value_model_from
 from ppo_repro.models.tiny import make_tokenizer
 from ppo_repro.numerics.families import CLASSIFIER_OF, trunk_of
@@ -70,7 +70,7 @@ def test_a_value_model_made_from_it_starts_with_its_score_after_the_last_token(a
     prompts, responses = ragged(9, 2)
     batch = lay_out(prompts, [[*r, 0] for r in responses], "right")  # the added token is predicted, not read
     with torch.no_grad():
-        values = values_of(value_model, hidden_states(value_model.trunk, batch), batch)
+        values = value_predictions(value_model, batch)
     last = torch.tensor([len(r) + 1 for r in responses]).cumsum(0) - 1
     expected = scores(model, ("right", 0), [p + r for p, r in zip(prompts, responses, strict=True)])
     if mode == "deterministic":

@@ -160,7 +160,7 @@ def policy_step(
         of_value = value_loss(batch, m.tokens, values_in_reward_units(state, hidden, m))
         return of_policy.losses + of_value.losses * config.value.value_coef, Columns(of_policy, of_value)
 
-    grad_norm, columns = optimizer_step(config, state.policy_optimizer, minibatch, ranks, losses_of)
+    grad_norm, columns = optimizer_step(state.policy_optimizer, minibatch, ranks, losses_of)
     assert columns.policy is not None
     of_value = None if columns.value is None else value_update(minibatch, columns.value, None)
     return policy_update(config, batch, minibatch, columns.policy, chosen, grad_norm), of_value
@@ -208,7 +208,7 @@ def value_step(
         of_value = value_loss(batch, m.tokens, values_in_reward_units(state, hidden, m))
         return of_value.losses, Columns(value=of_value)
 
-    grad_norm, columns = optimizer_step(config, optimizer, minibatch, ranks, losses_of)
+    grad_norm, columns = optimizer_step(optimizer, minibatch, ranks, losses_of)
     assert columns.value is not None
     return value_update(minibatch, columns.value, grad_norm)
 
@@ -224,13 +224,12 @@ def value_loss(batch: TrainingBatch, tokens: Tensor, new_values: Tensor) -> Valu
 
 
 def optimizer_step(
-    config: RunConfig,
     optimizer: Optimizer,
     minibatch: Minibatch,
     ranks: Ranks,
     losses_of: Callable[[MicroBatch], tuple[Tensor, Columns]],
 ) -> tuple[float, Columns]:
-    """Take one AdamW step on the weighted sum of a minibatch's losses; returns the columns of all its tokens.
+    """Take one AdamW step on the weighted sum of a minibatch's losses; returns gradient norm and columns of all tokens.
 
     Losses are not reduced in autograd: the backward pass of each token starts from its weight.
     """

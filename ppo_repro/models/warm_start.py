@@ -42,7 +42,7 @@ class WarmStartStep:
 def _cross_entropy_step(
     policy: PreTrainedModel, optimizer: Optimizer, batch: TokenBatch, mode: str
 ) -> tuple[float, float]:
-    """One step on -log p(answer token), token mean; returns the loss before it in nats, and the gradient norm."""
+    """One step on -log p(answer token), token mean; returns the loss before it and the gradient norm."""
     losses: list[torch.Tensor] = []
 
     def backward() -> None:

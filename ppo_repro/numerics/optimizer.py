@@ -235,7 +235,7 @@ class Optimizer:
         self.adamw = AdamW(trained) if mode == "deterministic" else NativeAdamW(trained, settings)
 
     def step(self, backward: Callable[[], None], ranks: Ranks = ALONE) -> float:
-        """Run `backward` over a minibatch and apply one step; returns the global gradient norm before clipping.
+        """Run `backward` over a minibatch and apply one step; returns the gradient norm before clipping.
 
         `backward` must be a pure function of the weights. With several ranks it covers the sequences of this rank, and
         every rank takes the same step. NumericsError names a gradient that is not finite.

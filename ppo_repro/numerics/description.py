@@ -50,7 +50,7 @@ _GPT_NEOX = _Names(
 class LayerParts:
     """The parameters of a decoder layer by the fields of the C struct `Layer`."""
 
-    norms: dict[str, nn.Module]
+    norms: dict[str, Any]  # modules
     matrices: dict[str, tuple[nn.Module, ...]]  # linear layers whose outputs follow one another; `up`: gates, then ups
     experts: dict[str, Tensor]  # expert_up [E, 2 I, H], expert_down [E, H, I]; empty without experts
     window: int  # keys that a query sees; 0: all

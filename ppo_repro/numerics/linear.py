@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +18,7 @@ from ppo_repro.numerics import library
 from ppo_repro.numerics.gradient_sums import SlotSums, sums_of
 from ppo_repro.numerics.precision import round_rows
 from ppo_repro.numerics.rows import Rows
-from ppo_repro.numerics.structs import address, struct
+from ppo_repro.numerics.structs import Ints, address, struct
 
 
 def fuse(tensors: Sequence[Tensor]) -> None:
@@ -158,9 +158,9 @@ def _backward(
     matrix: ctypes.Structure, grad: Tensor, x: Tensor | None, rows: Rows | None, use: SlotSums | None, dx: Tensor | None
 ) -> None:
     """Gradients of a layer's inputs, into dx, and of its weights, into the sums of a use; None for none."""
-    if use is None or rows is None:
-        of_rows, adding = (None, None, None), nullcontext()
-    else:
+    of_rows: tuple[Ints | None, ...] = (None, None, None)
+    adding: AbstractContextManager[ctypes.Structure | None] = nullcontext()
+    if use is not None and rows is not None:
         of_rows, adding = (rows.sequence, rows.position, rows.slots), use.adding(rows.slots)
     with adding as sums:
         into = None if sums is None else ctypes.byref(sums)

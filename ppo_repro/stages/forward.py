@@ -100,7 +100,7 @@ def _distributions(
         other = logits(reference, ref_hidden[rows]).cpu()
         eligible = expand_kept(rollout.kept_tokens[tokens[rows]], own.shape[-1])
         logprobs, entropies = token_statistics(own, batch.targets[rows], temperature, eligible, mode)
-        ref_logprobs, _ = token_statistics(other, batch.targets[rows], temperature, eligible, mode)
+        ref_logprobs = token_statistics(other, batch.targets[rows], temperature, eligible, mode)[0]
         ref_kl = kl_divergence(own, other, temperature, eligible)
         squares = prob_sq_sum(own, temperature, eligible)
         reverse = torch.empty(0)

@@ -47,12 +47,12 @@ class Columns(NamedTuple):
 
 def joined(columns: Sequence[Columns]) -> Columns:
     """Join the columns of micro-batches."""
-    return tree_map(lambda *parts: None if parts[0] is None else torch.cat(parts), *columns)  # type: ignore[no-any-return]
+    return tree_map(lambda *parts: None if parts[0] is None else torch.cat(parts), *columns)
 
 
 def detached(columns: Columns) -> Columns:
     """Take columns out of autograd."""
-    return tree_map(lambda column: None if column is None else column.detach(), columns)  # type: ignore[no-any-return]
+    return tree_map(lambda column: None if column is None else column.detach(), columns)
 
 
 def policy_update(

@@ -24,7 +24,6 @@ from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.run import RunConfig, TinyModel
 from ppo_repro.errors import UserError
 from ppo_repro.files import atomic_write
-from ppo_repro.models.networks import freeze
 from ppo_repro.numerics.families import head_of
 from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.contents import FINAL, UNEQUAL
@@ -97,7 +96,9 @@ def make_subject(
     requests = _first_requests(config, prepared.task) if response is None else _around(config, prepared.task, response)
     policy, context, sampling = prepared.state.policy, config.numerics.max_context, sampling_of(config)
     engine = TorchEngine(policy, prepared.engine.stop_ids, mode, context, len(requests), 0, False)
-    return Subject(freeze(policy), mode, context, requests, tuple(engine.generate(requests, sampling)), sampling)
+    return Subject(
+        policy.requires_grad_(False), mode, context, requests, tuple(engine.generate(requests, sampling)), sampling
+    )
 
 
 def _first_requests(config: RunConfig, task: Task) -> tuple[Request, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from ppo_repro.testing.dumps import Response, turns_of
+from ppo_repro.testing.dumps import Response
 
 WITHOUT_FIRST, WITHOUT_LAST = "prompt without its first token", "prompt without its last token"
 WITH_BOS, WITH_EOS = "prompt with a BOS token before it", "prompt with an EOS token after it"
@@ -178,7 +178,7 @@ def _of_turns(responses: Sequence[Response]) -> list[tuple[str, Way]]:
         def way(i: int) -> Sequence[Fed] | None:
             r, passes = responses[i], []
             # a token between two turns leads to the second
-            turn = [int(t) + (not c) for t, c in zip(turns_of(r.counts), r.counts, strict=True)]
+            turn = [int(t) + (not c) for t, c in zip(r.turns, r.counts, strict=True)]
             if len(set(turn)) < 2:
                 return None
             for now in sorted({t for t, c in zip(turn, r.counts, strict=True) if c}):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.testing.dumps import Response, turns_of
+from ppo_repro.testing.dumps import Response
 from tests.support.models import VOCAB, qwen3_config, seeded, small_model
 
 TEMPERATURE, BOS_ID, EOS_ID, PAD_ID = 0.8, 1, 2, 0
@@ -68,7 +68,7 @@ class Material:
         for i, (p, r, s, t) in enumerate(zip(self.prompts, self.responses, sampler, trainer, strict=True)):
             counts = np.ones(len(r), bool) if mask is None else np.array(mask[i])
             sides = [np.array(x.tolist(), np.float32) for x in (s, t)]
-            found.append(Response(i + 1, tuple(p), tuple(r), *sides, counts, turns_of(counts)))
+            found.append(Response(i + 1, tuple(p), tuple(r), *sides, counts))
         return found
 
 

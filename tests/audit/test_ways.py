@@ -18,7 +18,7 @@ TEMPLATE = (
 
 def response(prompt: tuple[int, ...], ids: tuple[int, ...], padding: tuple[int, ...] = ()) -> Response:
     values, counts = np.zeros(len(ids), np.float32), np.ones(len(ids), bool)
-    return Response(1, prompt, ids, values, values, counts, counts.astype(np.int64), padding)
+    return Response(1, prompt, ids, values, values, counts, padding)
 
 
 def one(before: tuple[int, ...], ids: tuple[int, ...], positions: tuple[int, ...] | None = None) -> list[Fed]:

@@ -26,8 +26,7 @@ def page(found: Audit, title: str, decode: Decode, skipped: int = 0) -> str:
     style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     sides = (found.sampler, found.trainer)
-    tokens = pd.DataFrame({name: x.cpu().numpy() for name, x in vars(found.scored).items()})
-    tokens["token"] = [f"{i} {_quoted(decode(i))}" for i in tokens["token_id"]]
+    tokens = found.tokens.assign(token=[f"{i} {_quoted(decode(i))}" for i in found.tokens["token_id"]])
     powers = [2**k - 1 for k in range(int(tokens["position"].max()).bit_length() + 1)]
     tables = {
         "By probability in float64": pd.cut(np.exp(tokens["reference"]), PROBABILITIES, include_lowest=True),

@@ -75,8 +75,7 @@ def audit_command(options: argparse.Namespace) -> int:
     from ppo_repro.audit.judge import Settings, audit
     from ppo_repro.audit.load import load_model, load_tokenizer
     from ppo_repro.audit.page import page
-    from ppo_repro.audit.search import Subject
-    from ppo_repro.audit.ways import Special
+    from ppo_repro.audit.ways import Subject
     from ppo_repro.audit.words import fields, lines
 
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -86,13 +85,12 @@ def audit_command(options: argparse.Namespace) -> int:
     padding = None
     if tokenizer is not None:
         padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    positions = getattr(model.config, "max_position_embeddings", None)
     begin, end = (getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id"))
-    special = Special(begin, end, padding, tokenizer, positions)
     others = {f"weights of {folder}": load_model("--also", folder, options.device) for folder in options.also}
+    subject = Subject(model, others, begin, end, padding, tokenizer)
     cuts = options.top_p, options.top_k, options.min_p, options.repetition_penalty
     settings = Settings(Sampling(options.temperature, *cuts), options.sampler_logprobs, options.trainer_logprobs)
-    found = audit(Subject(model, others, special), responses, settings)
+    found = audit(subject, responses, settings)
     said = lines(found, skipped)
     if options.out is not None:
 

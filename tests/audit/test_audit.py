@@ -27,8 +27,7 @@ from transformers import (
 from ppo_repro.audit.causes import CAUSES, Sampling
 from ppo_repro.audit.judge import Audit, Settings, audit
 from ppo_repro.audit.page import page
-from ppo_repro.audit.search import Subject
-from ppo_repro.audit.ways import Special
+from ppo_repro.audit.ways import Subject
 from ppo_repro.audit.words import lines
 from tests.audit.material import (
     BOS_ID,
@@ -57,7 +56,7 @@ def made() -> Material:
 
 @pytest.fixture(scope="module")
 def subject(made: Material) -> Subject:
-    return Subject(made.model, {"weights of old": old()}, Special(BOS_ID, EOS_ID, PAD_ID, None, CONTEXT))
+    return Subject(made.model, {"weights of old": old()}, BOS_ID, EOS_ID, PAD_ID)
 
 
 def judged(made: Material, subject: Subject, sampler: Values, trainer: Values) -> Audit:
@@ -163,7 +162,7 @@ def test_log_probs_of_the_processed_distribution_are_right_if_both_sides_have_th
     mask = [(~v.isnan()).tolist() for v in values]
     found = audit(subject, made.dump(values, values, mask), Settings(sampling))
     assert found.sampler.is_right and found.trainer.is_right
-    assert (found.sampler.definition == "processed") == (sampling.cuts > 0)
+    assert (found.sampler.definition == "processed") == sampling.is_cut
 
 
 @pytest.mark.slow
@@ -243,7 +242,7 @@ def test_an_architecture_that_the_kernels_do_not_know(name: str) -> None:
             if parameter.dim() > 1:
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
     other = material(model, ((6, 9), (4, 12), (5, 10)))
-    alone = Subject(model, {}, Special(BOS_ID, EOS_ID, PAD_ID, None, CONTEXT))
+    alone = Subject(model, {}, BOS_ID, EOS_ID, PAD_ID)
     good = other.logprobs()
     assert judged(other, alone, good, good).sampler.is_right
     with_bos = other.logprobs(other.logits(prompt=lambda i: [BOS_ID, *other.prompts[i]]))

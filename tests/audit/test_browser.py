@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
-from ppo_repro.audit.judge import Audit, Scored, Side
+from ppo_repro.audit.judge import Audit, Side
 from ppo_repro.audit.page import page
 from ppo_repro.audit.search import Tried
 from tests.support.browser import look, opened
@@ -28,14 +29,16 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sampler = reference + 0.2 * torch.randn(n, generator=generator)
     sampler[5] = torch.nan
     index = torch.arange(n)
-    scored = Scored(index // 75, index % 75 // 25 + 1, index % 75, index % 97, reference, sampler, reference + 1e-7)
+    columns = {"row": index // 75, "turn": index % 75 // 25 + 1, "position": index % 75, "token_id": index % 97}
+    columns |= {"reference": reference, "sampler": sampler, "trainer": reference + 1e-7}
+    tokens = pd.DataFrame({name: x.numpy() for name, x in columns.items()})
     words = (f"weights of /checkpoints/{'deep/' * 30}step_100 and top-p", "as it is")
     tried = tuple(Tried(w, "", 0.1 * (i + 1), i == 0, 1) for i, w in enumerate(words))
     numbers = ("tempered", n - 1, 1, 0.2, 0.9, 0.01, 40, False)
     wrong = Side("sampler", *numbers, "unknown", "do something", 0.2, ("right up to token 3",), tried, 512)
     right = replace(wrong, name="trainer", empty=0, wrong_responses=0, is_right=True, cause="", advice="", tried=())
     path = tmp_path_factory.mktemp("audit") / "page.html"
-    path.write_text(page(Audit(40, 1e-6, wrong, right, scored), f"Audit of {'x' * 200}", lambda i: HOSTILE))
+    path.write_text(page(Audit(40, 1e-6, wrong, right, tokens), f"Audit of {'x' * 200}", lambda i: HOSTILE))
     return path
 
 

@@ -320,9 +320,7 @@ CAUSES: tuple[Cause, ...] = (
         refine=True,
         in_pairs=1,
     ),
-    _distribution(
-        "of the processed distribution, not of all tokens", SAME_CUTS, processed, lambda s: s.is_cut
-    ),
+    _distribution("of the processed distribution, not of all tokens", SAME_CUTS, processed, lambda s: s.is_cut),
     _distribution("of all tokens, not of the processed distribution", SAME_CUTS, tempered, lambda s: s.is_cut),
     _distribution(
         "temperature 1 and normalised over the tokens that the cuts keep",

@@ -221,7 +221,9 @@ class Search:
         screened: list[tuple[float, Steps]] = []
         # in this order logits and their softmax are computed once
         stages = "weights", "input", "distribution"
-        for causes in sorted(combinations_, key=lambda causes: [[c.name for c in causes if c.stage == s] for s in stages]):
+        for causes in sorted(
+            combinations_, key=lambda causes: [[c.name for c in causes if c.stage == s] for s in stages]
+        ):
             steps = self._with_parameters(causes)
             left = None if steps is None else self._left(steps, self.few)
             if steps is not None and left is not None:

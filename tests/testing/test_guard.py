@@ -113,9 +113,7 @@ def test_other_names_are_given_by_what_the_message_says(tmp_path: Path) -> None:
 
 def test_a_frame_is_a_dump(deterministic_run: Path, native_run: Path) -> None:
     assert_mismatch_below(reader.read_tokens(deterministic_run), frac_unequal=0.0)
-    with pytest.raises(
-        AssertionError, match=r"the frame: of \d+ tokens frac_unequal is .* \(as at iteration 0, seq"
-    ):
+    with pytest.raises(AssertionError, match=r"the frame: of \d+ tokens frac_unequal is .* \(as at iteration 0, seq"):
         assert_mismatch_below(reader.read_tokens(native_run), frac_unequal=0.0)
 
 

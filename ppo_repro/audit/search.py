@@ -216,14 +216,12 @@ class Search:
         found = [replace(t, explains=t.explains and t.deviations == fewest) for t in once.values()]
         return sorted(found, key=lambda t: (not t.explains, t.left))
 
-    def _level(self, combinations_: Sequence[tuple[Cause, ...]]) -> list[Tried]:
+    def _level(self, level: Sequence[tuple[Cause, ...]]) -> list[Tried]:
         """Each combination with its best parameters: on a few tokens, and those that leave little on all."""
         screened: list[tuple[float, Steps]] = []
         # in this order logits and their softmax are computed once
-        stages = "weights", "input", "distribution"
-        for causes in sorted(
-            combinations_, key=lambda causes: [[c.name for c in causes if c.stage == s] for s in stages]
-        ):
+        order = "weights", "input", "distribution"
+        for causes in sorted(level, key=lambda causes: [[c.name for c in causes if c.stage == s] for s in order]):
             steps = self._with_parameters(causes)
             left = None if steps is None else self._left(steps, self.few)
             if steps is not None and left is not None:

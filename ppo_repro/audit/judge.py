@@ -26,8 +26,8 @@ from ppo_repro.testing.dumps import Response, impossible
 
 FAR = 100.0  # times stock float32's rms distance: a single token this far is no rounding
 SURE = 0.99  # a token of this probability may have a log-prob that rounds to 0
-SHOWN = 8  # explanations that a page lists
-MENTIONED = 0.5  # of the distance may be left by an explanation that a page lists
+SHOWN = 8  # explanations that are listed
+MENTIONED = 0.5  # of the distance may be left by an explanation that is listed
 NAMED = 3  # so many explanations that are equally good are named; with more the cause is unknown
 AGREE = 0.1  # sides that are nearer to each other than this part of their distance say the same
 UNKNOWN = "unknown"

@@ -39,6 +39,7 @@ def lines(found: Audit, skipped: int = 0) -> list[str]:
         f"{len(found.tokens):,} tokens of {found.responses:,} responses{left_out}; stock float32 is "
         f"{found.floor:.2g} nats (rms) from the model in float64",
         *(sentence(side, found.responses) for side in sides),
+        *(f"{side.name}: {t.left:.2g} nats (rms) are left by: {t.words}" for side in sides for t in side.tried),
         *(f"{side.name}: {side.advice}" for side in sides if side.advice),
         f"verdict: {verdict(found)}",
     ]

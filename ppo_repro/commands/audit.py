@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser, path: Callable[[str], Path]) ->
     add("--responses", type=int, default=64, help="how many, from the first on (default 64)")
     add("--threads", type=int, default=1, help="of the processor (default 1)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the model computes (default cpu)")
-    add("--out", metavar="PAGE", type=path, help="write an HTML page")
+    add("--out", metavar="PARQUET", type=path, help="write the tokens, with the log-probs of the model in float64")
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -74,7 +74,6 @@ def audit_command(options: argparse.Namespace) -> int:
     from ppo_repro.audit.causes import Sampling
     from ppo_repro.audit.judge import Settings, audit
     from ppo_repro.audit.load import load_model, load_tokenizer
-    from ppo_repro.audit.page import page
     from ppo_repro.audit.ways import Subject
     from ppo_repro.audit.words import fields, lines
 
@@ -93,12 +92,7 @@ def audit_command(options: argparse.Namespace) -> int:
     found = audit(subject, responses, settings)
     said = lines(found, skipped)
     if options.out is not None:
-
-        def decode(token: int) -> str:
-            return "" if tokenizer is None else str(tokenizer.decode([token]))
-
-        html = page(found, f"Audit of {options.dump.name}", decode, skipped)
-        options.out.write_text(html, encoding="utf-8")
-        said.append(f"page    {options.out}")
+        found.tokens.to_parquet(options.out)
+        said.append(f"tokens  {options.out}")
     print_result(options.json, fields(found, skipped), said)
     return 0 if found.sampler.is_right and found.trainer.is_right else 1

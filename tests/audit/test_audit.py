@@ -26,7 +26,6 @@ from transformers import (
 
 from ppo_repro.audit.causes import CAUSES, Sampling
 from ppo_repro.audit.judge import Audit, Settings, audit
-from ppo_repro.audit.page import page
 from ppo_repro.audit.ways import Subject
 from ppo_repro.audit.words import lines
 from tests.audit.material import (
@@ -43,7 +42,6 @@ from tests.audit.material import (
     old,
 )
 from tests.audit.outsider import OF_OUTSIDER, OUTSIDER, top_p
-from tests.support.html_page import check
 from tests.support.models import CONTEXT, VOCAB, qwen3_config, seeded, small_model
 
 GIVEN = Settings(Sampling(TEMPERATURE, 1.0, 8))
@@ -251,16 +249,11 @@ def test_an_architecture_that_the_kernels_do_not_know(name: str) -> None:
     assert found.trainer.cause == "temperature 1 instead of 0.8"
 
 
-# what is shown
-
-
-def test_the_page_says_what_the_lines_say_and_loads_nothing(made: Material, subject: Subject) -> None:
+def test_the_lines_list_each_explanation_once_the_best_first(made: Material, subject: Subject) -> None:
     found = judged(made, subject, FAULTS["no temperature"][0](made), made.logprobs())
-    html = page(found, "<dump>", lambda i: f"<{i}>\u202e")
-    check(html)
-    assert (
-        "<h1>&lt;dump&gt;</h1>" in html and "sampler is wrong" in html and ">temperature 1 instead of 0.8</th>" in html
-    )
-    assert "src=" not in html and "<script" not in html and "\u202e" not in html
-    # what was tried for the sampler, probability, position, token, response, worst tokens; one turn has no table
-    assert html.count("<table>") == 6 and "By turn" not in html
+    said = lines(found)
+    assert said[1].startswith("sampler is wrong") and "temperature 1 instead of 0.8" in said[1]
+    left = [line.partition(" are left by: ") for line in said if " are left by: " in line]
+    assert left[0][2] == "temperature 1 instead of 0.8" and "as it is" in [words for _, _, words in left]
+    assert len({words for _, _, words in left}) == len(left) > 1
+    assert len(found.tokens) == 109 and (found.tokens["trainer"] - found.tokens["reference"]).abs().max() < 1e-5

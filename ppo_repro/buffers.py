@@ -1,7 +1,7 @@
 """One frozen type per stage of an iteration. A value of a type exists only once its stage has run.
 
-Letters: B sequences (responses), N response tokens of all sequences one after the other without padding, V vocabulary,
-K largest logits. Log-probabilities and entropies are in nats. The comment of a field says when it is None.
+Letters: B sequences (responses), N response tokens of all sequences one after the other without padding, V vocabulary.
+Log-probabilities and entropies are in nats. The comment of a field says when it is None.
 """
 
 from __future__ import annotations
@@ -61,8 +61,6 @@ class Rollout:
     rollout_logprobs: Tensor  # [N] float32, temperature and top-k/top-p included
     log_kept_mass: Tensor  # [N] float32, log of the probability mass that top-k/top-p keep; 0 without them
     kept_tokens: Tensor  # [N, ceil(V/8)] uint8 bit set of eligible tokens; [N, 0] without top-k and top-p
-    top_ids: Tensor  # [N, K] int32, tokens of the K largest logits, which fall; [N, 0] below level deep and for SGLang
-    top_logits: Tensor  # [N, K] float32, these logits over the temperature, before top-k and top-p
     finish_reasons: tuple[str, ...]  # [B] "stop" or "length"
     servers: tuple[str | None, ...]  # [B] URL of the SGLang server; None for the built-in engine
     latencies: tuple[float | None, ...]  # [B] seconds from the server's receipt of the request to its last token
@@ -129,10 +127,6 @@ class ForwardPass:
     reverse_ref_kl: Tensor | None  # [N] float32, KL(reference || policy) likewise; None unless the reward charges it
     entropies: Tensor  # [N] float32
     prob_sq_sums: Tensor  # [N] float32, sum over the vocabulary of the squared probabilities
-    top_ids: Tensor  # [N, K] int32, of the policy, as in Rollout; [N, 0] below level deep
-    top_logits: Tensor  # [N, K] float32
-    ref_top_ids: Tensor  # [N, K] int32, of the reference
-    ref_top_logits: Tensor  # [N, K] float32
     routes: Tensor  # [N, M k] int32, of the policy, as `Rollout.token_routes`; [N, 0] below level deep
     values: Tensor | None  # [N] float32, expected return before the token; None without a value model
 
@@ -160,16 +154,6 @@ class Advantages:
 
 
 @dataclass(frozen=True)
-class TensorGradient:
-    """The gradient of one parameter tensor in one optimizer step, before clipping."""
-
-    name: str
-    norm: float
-    max_abs: float
-    zeros: float  # share of elements that are zero
-
-
-@dataclass(frozen=True)
 class PolicyUpdate:
     """One optimizer step of the policy, and its losses before the step. M tokens in the minibatch."""
 
@@ -192,7 +176,6 @@ class PolicyUpdate:
     approx_kl: float  # KL(anchor || new), k3, token mean
     clip_fraction: float  # share of tokens whose policy gradient the clip removed
     grad_norm: float
-    gradients: tuple[TensorGradient, ...]  # of every trained tensor; empty below level deep
 
 
 @dataclass(frozen=True)
@@ -205,7 +188,6 @@ class ValueUpdate:
     loss: float
     clip_fraction: float
     grad_norm: float | None  # None where the value head shares the policy's step
-    gradients: tuple[TensorGradient, ...]  # empty below level deep, and where the head shares the policy's step
 
 
 @dataclass(frozen=True)

@@ -242,5 +242,5 @@ def optimizer_step(
             torch.autograd.backward(loss, minibatch.loss_weights[m.tokens])
             columns.append(detached(of_tokens))
 
-    report = optimizer.step(backward, ranks, by_tensor=config.records.level == "deep")
+    report = optimizer.step(backward, ranks)
     return report, joined(ranks.gather(columns))

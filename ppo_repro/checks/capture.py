@@ -24,7 +24,7 @@ from ppo_repro.numerics.families import MIXTURES, trunk_of
 from ppo_repro.numerics.native import NativeNetwork, SlotCache
 from ppo_repro.numerics.network import Cache, network_of
 from ppo_repro.numerics.rows import Ragged, index
-from ppo_repro.numerics.token_statistics import expand_kept, token_statistics, top_logits
+from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
 from ppo_repro.rollout.engine import Completion, Dialogue, Request, Sampling
 from ppo_repro.rollout.torch_engine import Drawn, PrefixIndex, TorchEngine, _Active
 
@@ -172,8 +172,7 @@ class Replay(TorchEngine):
         eligible = expand_kept(kept_tokens, found.shape[-1])
         logprobs, _ = token_statistics(found, tokens, sampling.temperature, eligible, self.mode)
         mass = torch.stack([c.log_kept_mass[position] for c, position in next_tokens])
-        top_ids, top = top_logits(found, sampling.temperature, sampling.top_logits)
-        drawn = Drawn(*(x.numpy() for x in (logprobs, mass, kept_tokens, top_ids, top)))
+        drawn = Drawn(*(x.numpy() for x in (logprobs, mass, kept_tokens)))
         for row, (item, token) in enumerate(zip(turn, tokens.tolist(), strict=True)):
             item.add(token, drawn, row)
             self.logits[item.index].append(found[row])

@@ -10,7 +10,6 @@ from pydantic import Field
 from ppo_repro.config.section import Count, Index, Section, Threads
 
 Level = Literal["lean", "full", "deep"]
-TOP_LOGITS = 16  # of each token at level deep
 
 
 class LayoutConfig(Section):
@@ -34,14 +33,9 @@ class RecordsConfig(Section):
 
     level: Level = Field(
         "full",
-        description="`lean`: what reruns and published metrics need; `full`: every tensor of the loop; `deep`: largest "
-        "logits and gradient norms by tensor too.",
+        description="`lean`: what reruns and published metrics need; `full`: every tensor of the loop; `deep`: the "
+        "experts of each token too.",
     )
-
-    @property
-    def top_logits(self) -> int:
-        """How many logits of each token are recorded; 0 below level deep."""
-        return TOP_LOGITS if self.level == "deep" else 0
 
 
 class CheckpointConfig(Section):

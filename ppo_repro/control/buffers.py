@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ppo_repro.buffers import TensorGradient
-
 
 @dataclass(frozen=True)
 class Rollout:
@@ -77,6 +75,5 @@ class MinibatchUpdate:
     learning_rate: float
     clip_range: float
     joint_grad_norm: float  # over both networks, before clipping
-    gradients: tuple[TensorGradient, ...]  # of every trained tensor; empty below level deep
     policy_digest: str  # weights after the step
     value_digest: str

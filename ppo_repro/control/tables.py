@@ -20,7 +20,7 @@ from ppo_repro.ppo.advantages import explained_variance
 from ppo_repro.ppo.objective import flag_names, removes_gradient
 from ppo_repro.records import control_schema
 from ppo_repro.records.arrow import to_arrow
-from ppo_repro.records.columns import gradient_columns, unequal_bits
+from ppo_repro.records.columns import unequal_bits
 
 Columns = dict[str, Any]
 FULL_STEPS = ("surrogate_loss", "entropy_loss")
@@ -39,8 +39,6 @@ def iteration_tables(item: ControlIteration, level: Level) -> dict[str, pa.Table
         full = ("policy_losses", "surrogates", "value_losses")
         columns["updates"] |= {name: torch.cat([getattr(u, name) for u in item.updates]).numpy() for name in full}
         columns["steps"] |= {name: [getattr(u, name) for u in item.updates] for name in FULL_STEPS}
-    if level == "deep":
-        columns["steps"] |= gradient_columns("", [u.gradients for u in item.updates])
     return {table.name: to_arrow(table, columns[table.name]) for table in control_schema.TABLES}
 
 

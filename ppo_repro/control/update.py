@@ -78,7 +78,7 @@ def update(
                 columns = (policy_loss, value_loss, logprobs, ratios, entropies, values, clipped, surrogates)
                 by_chunk.append(tuple(column.detach() for column in columns))
 
-        report = state.optimizer.step(backward, by_tensor=config.records.level == "deep")
+        report = state.optimizer.step(backward)
         policy_losses, losses, new_logprobs, ratios, entropies, new_values, value_clipped, surrogates = (
             torch.cat(column) for column in zip(*by_chunk, strict=True)
         )
@@ -104,7 +104,6 @@ def update(
             learning_rate=learning_rate,
             clip_range=clip_range,
             joint_grad_norm=report.grad_norm,
-            gradients=report.gradients,
             policy_digest=weights_digest(agent.policy_parameters()),
             value_digest=weights_digest(agent.value_parameters()),
         )

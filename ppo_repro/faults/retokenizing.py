@@ -81,7 +81,7 @@ class RetokenizingEngine:
     """An engine some of whose sampled responses become the same texts as other tokens.
 
     A token's `logprobs` and `log_kept_mass` are then the sums over the sampled tokens that end in its text, so that a
-    response keeps its log-prob; a token in which none ends has 0. Largest logits, routes and kept sets are dropped.
+    response keeps its log-prob; a token in which none ends has 0. Routes and kept sets are dropped.
     Greedy evaluation is as it was.
     """
 
@@ -114,8 +114,6 @@ class RetokenizingEngine:
             logprobs=new.summed(c.logprobs),
             log_kept_mass=new.summed(c.log_kept_mass),
             kept_tokens=torch.empty(count, 0, dtype=torch.uint8),
-            top_ids=torch.empty(count, 0, dtype=torch.int32),
-            top_logits=torch.empty(count, 0),
             policy_versions=None if versions is None else tuple(versions[source] for source in new.sources),
             text=text,
             sampled_ids=c.response_ids,

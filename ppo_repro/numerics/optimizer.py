@@ -12,7 +12,6 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ppo_repro.buffers import TensorGradient
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import library
 from ppo_repro.numerics.gradient_sums import GradientSums
@@ -48,7 +47,6 @@ class OptimizerState:
 @dataclass(frozen=True)
 class StepReport:
     grad_norm: float  # before clipping
-    gradients: tuple[TensorGradient, ...]  # of each tensor, if they were asked for
 
 
 def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
@@ -121,17 +119,6 @@ def _measure(names: Sequence[str], tensors: ctypes.Array[_Trained]) -> float:
         if not math.isfinite(tensor.square):
             raise NumericsError(f"the gradient of {name} is not finite; lower the learning rate")
     return math.sqrt(total)
-
-
-def tensor_gradients(gradients: Mapping[str, Tensor]) -> tuple[TensorGradient, ...]:
-    """Norm, largest magnitude and share of zeros of each gradient. NumericsError names one that is not finite."""
-    flat = {name: gradient.detach().to(torch.float32).contiguous() for name, gradient in gradients.items()}
-    tensors = (_Trained * len(flat))(*(_Trained(g=address(g), n=g.numel()) for g in flat.values()))
-    _measure(list(flat), tensors)
-    return tuple(
-        TensorGradient(name, math.sqrt(tensor.square), float(g.abs().amax()), int((g == 0).sum()) / g.numel())
-        for (name, g), tensor in zip(flat.items(), tensors, strict=True)
-    )
 
 
 class AdamW:
@@ -277,23 +264,21 @@ class Optimizer:
         trained = self.sums.trained if adapter is None else adapter.trained()
         self.adamw = AdamW(trained) if mode == "deterministic" else NativeAdamW(trained, settings)
 
-    def step(self, backward: Callable[[], None], ranks: Ranks = ALONE, by_tensor: bool = False) -> StepReport:
+    def step(self, backward: Callable[[], None], ranks: Ranks = ALONE) -> StepReport:
         """Run `backward` over a minibatch and apply one step.
 
         `backward` must be a pure function of the weights. With several ranks it covers the sequences of this rank, and
-        every rank takes the same step. `by_tensor`: report the gradient of each tensor, which changes no bit.
-        NumericsError names a gradient that is not finite.
+        every rank takes the same step. NumericsError names a gradient that is not finite.
         """
         self.sums.begin()
         backward()
         gradients = self.sums.finish(ranks)
         if self._adapter is not None:
             gradients = self._adapter.gradients(gradients)
-        measured = tensor_gradients(gradients) if by_tensor else ()
         norm = self.adamw.apply(self.settings, gradients)
         if self._adapter is not None:
             self._adapter.merge()
-        return StepReport(norm, measured)
+        return StepReport(norm)
 
     def rest(self) -> None:
         """Free the memory that only steps need, until the next one."""

@@ -221,21 +221,6 @@ def score(
     return Scores(logprobs, entropies, prob_sq_sum(logits, temperature, eligible), ref_logprobs, ref_kl)
 
 
-def top_logits(logits: Tensor, temperature: float, count: int) -> tuple[Tensor, Tensor]:
-    """(ids int32, logits / temperature float32) of the `count` largest, [n, K] each, by falling logit, then rising id.
-
-    logits float32 [n, V]; K = min(count, V). 0.0 comes before -0.0.
-    """
-    if count == 0:
-        return torch.empty(len(logits), 0, dtype=torch.int32), torch.empty(len(logits), 0)
-    scaled = logits / temperature
-    # integers in the order of the floats; with the id below them no two are equal, so that topk has one answer
-    bits = scaled.view(torch.int32).to(torch.int64)
-    order = torch.where(bits < 0, -(bits & 0x7FFFFFFF) - 1, bits)
-    ids = ((order << 32) | (0xFFFFFFFF - torch.arange(scaled.shape[-1]))).topk(min(count, scaled.shape[-1])).indices
-    return ids.to(torch.int32), scaled.gather(-1, ids)
-
-
 def expand_kept(kept_tokens: Tensor, vocab_size: int) -> Tensor | None:
     """Bit sets [n, ceil(V/8)] uint8 -> bool [n, V]; None for bit sets of width 0: all tokens are eligible."""
     if kept_tokens.shape[1] == 0:

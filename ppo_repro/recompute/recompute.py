@@ -262,14 +262,14 @@ def _policy(
             kl_terms = torch.zeros_like(logprobs)
     chosen = chosen_tokens(config, batch, minibatch, logprobs) if batch.objective.chooses_tokens else None
     columns = policy_loss(config, batch, tokens, logprobs, entropies, kl_terms, chosen)
-    return policy_update(config, batch, minibatch, columns, chosen, StepReport(grad_norm, ()))
+    return policy_update(config, batch, minibatch, columns, chosen, StepReport(grad_norm))
 
 
 def _value(batch: TrainingBatch, minibatch: Minibatch, rows: _Rows, grad_norm: float | None) -> ValueUpdate | None:
     new_values = rows.column("new_values")
     if batch.returns is None or new_values is None:
         return None
-    report = None if grad_norm is None else StepReport(grad_norm, ())
+    report = None if grad_norm is None else StepReport(grad_norm)
     return value_update(minibatch, value_loss(batch, minibatch.tokens, new_values), report)
 
 

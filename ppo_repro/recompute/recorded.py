@@ -90,8 +90,6 @@ def rollout_of(records: Records) -> Rollout:
         rollout_logprobs=records.tensor("tokens", "rollout_logprobs"),
         log_kept_mass=records.tensor("tokens", "log_kept_mass"),
         kept_tokens=torch.empty(count, 0, dtype=torch.uint8),
-        top_ids=torch.empty(count, 0, dtype=torch.int32),
-        top_logits=torch.empty(count, 0),
         finish_reasons=of("finish_reason"),
         servers=(None,) * len(lengths),
         latencies=(None,) * len(lengths),
@@ -114,16 +112,11 @@ def _episodes(records: Records, table: str) -> tuple[Episode, ...] | None:
 
 def forward_of(records: Records) -> ForwardPass:
     """Return what the networks gave before the update."""
-    ids = torch.empty(records.tables["tokens"].num_rows, 0, dtype=torch.int32)
     names = ("old_logprobs", "ref_logprobs", "ref_kl", "entropies", "prob_sq_sums")
     return ForwardPass(
         **{name: records.tensor("tokens", name) for name in names},
         reverse_ref_kl=records.tensor_or_none("tokens", "reverse_ref_kl"),
-        top_ids=ids,
-        top_logits=ids.to(torch.float32),
-        ref_top_ids=ids,
-        ref_top_logits=ids.to(torch.float32),
-        routes=ids,
+        routes=torch.empty(records.tables["tokens"].num_rows, 0, dtype=torch.int32),
         values=records.tensor_or_none("tokens", "values"),
     )
 

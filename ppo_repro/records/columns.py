@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ppo_repro.buffers import Episode, Evaluation, Iteration, MinibatchUpdate, TensorGradient
+from ppo_repro.buffers import Episode, Evaluation, Iteration, MinibatchUpdate
 from ppo_repro.clock import moment
 from ppo_repro.config.algorithm import NoValue
 from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective
@@ -58,9 +58,8 @@ def iteration_tables(item: Iteration, config: RunConfig) -> dict[str, pa.Table]:
         losses = ("surrogate_loss", "penalty_loss", "entropy_loss", "kl_loss")
         columns["steps"] |= {name: _by_step(item, "policy", name) for name in losses}
     if level == "deep":
-        columns["tokens"] |= _deep_tokens(item)
-        for model in ("policy", "value"):
-            columns["steps"] |= gradient_columns(f"{model}_", _by_step(item, model, "gradients"))
+        routes = {"rollout_routes": item.rollout.token_routes(), "policy_routes": item.forward.routes}
+        columns["tokens"] |= {name: _lists(rows) for name, rows in routes.items()}
     tables = {table.name: to_arrow(table, columns[table.name]) for table in schema.TABLES}
     if item.evaluation is not None and level != "lean":
         tables |= evaluation_table(item.evaluation, item.index)
@@ -180,21 +179,6 @@ def _kept(bits: np.ndarray) -> pa.Array | None:
     return pa.ListArray.from_arrays(offsets, np.concatenate(ids))
 
 
-def _deep_tokens(item: Iteration) -> Columns:
-    rollout, forward = item.rollout, item.forward
-    rows = {
-        "rollout_top_ids": rollout.top_ids,
-        "rollout_top_logits": rollout.top_logits,
-        "policy_top_ids": forward.top_ids,
-        "policy_top_logits": forward.top_logits,
-        "ref_top_ids": forward.ref_top_ids,
-        "ref_top_logits": forward.ref_top_logits,
-        "rollout_routes": rollout.token_routes(),
-        "policy_routes": forward.routes,
-    }
-    return {name: _lists(values) for name, values in rows.items()}
-
-
 def _lists(rows: Tensor) -> list[np.ndarray] | None:
     """Rows [N, K] as lists of K; null for K = 0."""
     return list(rows.numpy()) if rows.shape[1] else None
@@ -255,20 +239,6 @@ def _steps(item: Iteration, config: RunConfig) -> Columns:
         "value_learning_rate": [value_learning_rate] * count,
         "policy_digest": [u.policy_digest for u in item.updates],
         "value_digest": [u.value_digest for u in item.updates],
-    }
-
-
-def gradient_columns(prefix: str, steps: Sequence[tuple[TensorGradient, ...] | None]) -> Columns:
-    """The four columns of gradients by tensor; null for steps without any."""
-
-    def column(name: str) -> list[list[float] | None]:
-        return [[getattr(g, name) for g in step] if step else None for step in steps]
-
-    return {
-        f"{prefix}tensors": [" ".join(g.name for g in step) if step else None for step in steps],
-        f"{prefix}tensor_grad_norms": column("norm"),
-        f"{prefix}tensor_grad_max_abs": column("max_abs"),
-        f"{prefix}tensor_grad_zeros": column("zeros"),
     }
 
 

@@ -5,7 +5,7 @@ A sequence is a fragment: the part of one episode that lies in one iteration. A 
 
 from __future__ import annotations
 
-from ppo_repro.records.schema import EPOCH, ITERATION, MINIBATCH, Column, Table, full, gradients
+from ppo_repro.records.schema import EPOCH, ITERATION, MINIBATCH, Column, Table, full
 
 _SEQUENCE = Column("sequence", "int32", "index", "Fragment within the iteration, from 0, by environment and time.")
 _POSITION = Column("position", "int32", "index", "Step within the fragment, from 0.")
@@ -96,7 +96,6 @@ STEPS = Table(
         Column("value_digest", "string", "", "Digest of the critic weights after the step."),
         full("surrogate_loss", "float64", "", "Mean of surrogates."),
         full("entropy_loss", "float64", "", "Minus entropy_coef times the mean of new_entropies."),
-        *gradients("", "the trained tensors of both networks"),
     ),
 )
 

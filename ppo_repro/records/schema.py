@@ -55,16 +55,6 @@ def deep(name: str, kind: str, unit: str, description: str) -> Column:
     return replace(full(name, kind, unit, description), level="deep")
 
 
-def gradients(prefix: str, tensors: str) -> tuple[Column, ...]:
-    """The four columns of the gradients of a step, by tensor."""
-    return (
-        deep(f"{prefix}tensors", "string", "", f"Names of {tensors}, separated by spaces."),
-        deep(f"{prefix}tensor_grad_norms", "list<float64>", "", "Gradient norm of each of these tensors before clipping."),
-        deep(f"{prefix}tensor_grad_max_abs", "list<float64>", "", "Largest magnitude in its gradient."),
-        deep(f"{prefix}tensor_grad_zeros", "list<float64>", "", "Share of its gradient's elements that are zero."),
-    )
-
-
 @dataclass(frozen=True)
 class Table:
     """One table; `key` names the columns that identify a row."""
@@ -150,12 +140,6 @@ TOKENS = Table(
         full("reverse_ref_kl", "float32", "nats", "KL(reference || policy) over the whole distribution; null unless the reward charges it."),
         full("placed_scores", "float64", "reward", "The score where its placement puts it."),
         full("raw_rewards", "float32", "reward", "placed_scores minus kl_penalties, before whitening."),
-        deep("rollout_top_ids", "list<int32>", "token id", "The likeliest tokens under the sampler, by falling logit, then by rising id; null where an SGLang server sampled, which returns no logits."),
-        deep("rollout_top_logits", "list<float32>", "nats", "Their logits over the temperature, before top-k and top-p; null likewise."),
-        deep("policy_top_ids", "list<int32>", "token id", "The same under the policy in the training forward before any update."),
-        deep("policy_top_logits", "list<float32>", "nats", "Their logits over the temperature."),
-        deep("ref_top_ids", "list<int32>", "token id", "The same under the frozen reference."),
-        deep("ref_top_logits", "list<float32>", "nats", "Their logits over the temperature."),
         deep("rollout_routes", "list<int32>", "index", "Experts that computed the sampler's distribution of the token: for each layer with a mixture of experts, in order, the chosen ones by rising index; null for dense models, an SGLang server, and tokens encoded again."),
         deep("policy_routes", "list<int32>", "index", "The same in the training forward before any update; null for dense models."),
     ),
@@ -213,8 +197,6 @@ STEPS = Table(
         full("penalty_loss", "float64", "", "The same of penalty_terms; null for other objectives than PPO-Penalty and KL-Cov."),
         full("entropy_loss", "float64", "", "Minus entropy_coef times new_entropies, aggregated likewise; null without a step."),
         full("kl_loss", "float64", "", "The same of kl_terms; null unless the loss has them."),
-        *gradients("policy_", "the policy's trained tensors, and a value head's on its trunk"),
-        *gradients("value_", "the trained tensors of a value model of its own"),
     ),
 )
 

@@ -32,7 +32,6 @@ class Sampling:
     token_bias: float = 0.0  # standard deviation of an error of each token, added likewise
     bias_seed: int = 0  # which errors these are
     routes: bool = False  # whether the built-in engine returns routes through mixtures of experts; changes no token
-    top_logits: int = 0  # how many of the largest logits the built-in engine returns; changes no token
 
     @property
     def cuts(self) -> bool:
@@ -67,8 +66,6 @@ class Completion:
     logprobs: Tensor  # [T] float32
     log_kept_mass: Tensor  # [T] float32
     kept_tokens: Tensor  # [T, ceil(V/8)] uint8, or [T, 0]
-    top_ids: Tensor  # [T, K] int32
-    top_logits: Tensor  # [T, K] float32
     finish_reason: str  # "stop" or "length"
     server: str | None
     latency: float | None

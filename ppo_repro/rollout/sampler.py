@@ -18,7 +18,6 @@ from ppo_repro.numerics.token_statistics import (
     require_finite,
     sample_tokens,
     token_statistics,
-    top_logits,
 )
 from ppo_repro.rollout.engine import Sampling
 
@@ -34,8 +33,6 @@ class Sample:
     logprobs: Tensor  # [n] float32, under the distribution sampled from
     log_kept_mass: Tensor  # [n] float32
     kept_tokens: Tensor  # [n, ceil(V/8)] uint8 or [n, 0]
-    top_ids: Tensor  # [n, K] int32
-    top_logits: Tensor  # [n, K] float32
 
 
 def _rotate(x: Tensor, bits: int) -> Tensor:
@@ -105,8 +102,7 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling,
         tokens, logprobs = sample_tokens(logits, seeds, positions, temperature, kept)
     if sampling.greedy or kept or mode == "native":
         logprobs, _ = token_statistics(logits, tokens, temperature, kept and kept[0], mode)
-    top = top_logits(logits, temperature, sampling.top_logits)
-    return Sample(tokens, logprobs, log_kept_mass, packed, *top)
+    return Sample(tokens, logprobs, log_kept_mass, packed)
 
 
 def first_argmax(x: Tensor) -> Tensor:

@@ -82,8 +82,6 @@ class Drawn:
     logprobs: np.ndarray
     log_kept_mass: np.ndarray
     kept_tokens: np.ndarray
-    top_ids: np.ndarray
-    top_logits: np.ndarray
 
 
 @dataclass
@@ -283,8 +281,6 @@ def _completion(item: _Active, reason: str, routes: SlotRoutes | None) -> Comple
         logprobs=torch.from_numpy(np.array([drawn.logprobs[row] for drawn, row in item.samples])),
         log_kept_mass=torch.from_numpy(np.array([drawn.log_kept_mass[row] for drawn, row in item.samples])),
         kept_tokens=_stacked([drawn.kept_tokens for drawn, _ in item.samples], item),
-        top_ids=_stacked([drawn.top_ids for drawn, _ in item.samples], item),
-        top_logits=_stacked([drawn.top_logits for drawn, _ in item.samples], item),
         finish_reason=reason,
         server=None,
         latency=None,

@@ -17,13 +17,7 @@ from ppo_repro.models.state import Stream, TrainState
 from ppo_repro.numerics.families import routers, trunk_of
 from ppo_repro.numerics.network import forget_packed, logits
 from ppo_repro.numerics.rows import Rows
-from ppo_repro.numerics.token_statistics import (
-    expand_kept,
-    kl_divergence,
-    score,
-    token_statistics,
-    top_logits,
-)
+from ppo_repro.numerics.token_statistics import expand_kept, kl_divergence, score, token_statistics
 from ppo_repro.ppo import kl
 from ppo_repro.ranks import Ranks
 from ppo_repro.stages.chunks import in_chunks
@@ -41,7 +35,7 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
     layout = config.layout
     work = micro_batches(rollout, mine, layout.forward_micro_batch, layout.padding, config.ppo.replay_routes)
     scored = ranks.gather([_score(state, m, rollout, config) for m in work])
-    old, ref, ref_kl, entropies, prob_sq_sums, reverse, *top, routes, values = (
+    old, ref, ref_kl, entropies, prob_sq_sums, reverse, routes, values = (
         torch.cat(column) for column in zip(*scored, strict=True)
     )
     forget_packed(state.reference)
@@ -57,10 +51,6 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
         reverse_ref_kl=reverse if _charges_reverse(config) else None,
         entropies=entropies,
         prob_sq_sums=prob_sq_sums,
-        top_ids=top[0],
-        top_logits=top[1],
-        ref_top_ids=top[2],
-        ref_top_logits=top[3],
         routes=routes,
         values=None if state.value_model is None else values,
     )
@@ -101,7 +91,7 @@ def _distributions(
 ) -> tuple[Tensor, ...]:
     """Old log-probs, ref log-probs, KL(policy || ref), entropies, sums of squares, KL(ref || policy), [n] each.
 
-    The last one is empty unless the reward charges it. Then `top_logits` of the policy and of the reference.
+    The last one is empty unless the reward charges it.
     """
     mode, temperature, policy, reference = config.numerics.mode, rollout.temperature, state.policy, state.reference
     ref_hidden = hidden_states(trunk_of(reference), batch)
@@ -114,8 +104,7 @@ def _distributions(
         reverse = torch.empty(0)
         if _charges_reverse(config):
             reverse = kl_divergence(other, own, temperature, eligible)
-        top = [top_logits(x, temperature, config.records.top_logits) for x in (own, other)]
-        return s.logprobs, s.ref_logprobs, s.ref_kl, s.entropies, s.prob_sq_sums, reverse, *top[0], *top[1]
+        return s.logprobs, s.ref_logprobs, s.ref_kl, s.entropies, s.prob_sq_sums, reverse
 
     return in_chunks(of_rows, hidden, batch.rows, policy.config.vocab_size)
 

@@ -74,7 +74,6 @@ def sampling_of(config: RunConfig, greedy: bool = False) -> Sampling:
         token_bias=config.mismatch.sampler.token_bias or 0.0,
         bias_seed=config.seed,
         routes=config.asks_for_routes,
-        top_logits=config.records.top_logits,
     )
 
 
@@ -151,8 +150,6 @@ def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ra
         rollout_logprobs=torch.cat([c.logprobs for c in completions]),
         log_kept_mass=torch.cat([c.log_kept_mass for c in completions]),
         kept_tokens=torch.cat([c.kept_tokens for c in completions]),
-        top_ids=torch.cat([c.top_ids for c in completions]),
-        top_logits=torch.cat([c.top_logits for c in completions]),
         finish_reasons=tuple(c.finish_reason for c in completions),
         servers=tuple(c.server for c in completions),
         latencies=tuple(c.latency for c in completions),

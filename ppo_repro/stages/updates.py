@@ -103,7 +103,6 @@ def policy_update(
         approx_kl=mean_of(kl.k3(batch.anchor_logprobs[tokens] - columns.new_logprobs)),
         clip_fraction=mean_of(removes_gradient(flags)),
         grad_norm=report.grad_norm,
-        gradients=report.gradients,
     )
 
 
@@ -116,7 +115,6 @@ def value_update(minibatch: Minibatch, columns: ValueColumns, report: StepReport
         loss=_total(columns.losses, minibatch.weights),
         clip_fraction=mean_of(columns.clipped),
         grad_norm=None if report is None else report.grad_norm,
-        gradients=() if report is None else report.gradients,
     )
 
 

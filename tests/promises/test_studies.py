@@ -37,6 +37,8 @@ def test_a_study_has_a_row_for_each_cell(study: Path) -> None:
 @pytest.mark.timeout(1200)
 @every_study
 def test_a_cell_of_a_study_is_reproduced(study: Path, tmp_path: Path, cli: Cli) -> None:
+    if study.name == "smollm2" and not (ROOT / "models" / "smollm2").is_dir():
+        pytest.skip("needs `ppo-repro fetch smollm2`")
     code, out, _ = cli("reproduce", study, "--out", tmp_path)
     assert (code, out.splitlines()[-1].split(":")[0]) == (0, "identical"), out
 

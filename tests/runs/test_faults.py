@@ -27,7 +27,7 @@ from tests.support.paths import TINY
 
 COMMON = (
     *("ppo.iterations=3", "checkpoints.every=1", "checkpoints.keep=3", "checkpoints.final_state=false"),
-    *("numerics.max_context=24", "records.level=deep", "task.num_eval_prompts=2"),
+    *("numerics.max_context=24", "task.num_eval_prompts=2"),
     *("ppo.ratio_anchor=old", "ppo.minibatch_size=5", "task.max_operand=12", "model.warm_start_steps=60"),
 )
 LAYOUT = [
@@ -94,11 +94,11 @@ class Case:
 
 @torch.no_grad()
 def stock_logprobs(
-    model: PreTrainedModel, prompt: list[int], response: list[int], kept: Tensor | None = None
+    model: PreTrainedModel, prompt: list[int], response: list[int], kept: Tensor | None, temperature: float
 ) -> Tensor:
     """Log-probs [T] of a response in stock float32; `kept` [T, H] multiplies the last hidden states."""
     hidden = model.model(torch.tensor([[*prompt, *response]])).last_hidden_state[0, len(prompt) - 1 : -1]
-    logits = model.lm_head(hidden if kept is None else hidden * kept)
+    logits = model.lm_head(hidden if kept is None else hidden * kept) / temperature
     return torch.log_softmax(logits, -1)[torch.arange(len(response)), torch.tensor(response)]
 
 
@@ -110,6 +110,7 @@ def stock(case: Case, iteration: int, side: str) -> np.ndarray:
     options = dict(option.partition("=")[::2] for option in CASES[case.name])
     before, after = (options.get(f"{TRAINER}.prompt_{at}", "").strip("'") for at in ("before", "after"))
     p = float(options.get(f"{TRAINER}.dropout", 0))
+    temperature = 1.0 if trains else float(options.get("rollout.temperature", 1))
     found, token = [], 0
     models = {version: case.policy(version) for version in range(iteration + 1)}
     for row in rows.itertuples():
@@ -126,7 +127,7 @@ def stock(case: Case, iteration: int, side: str) -> np.ndarray:
                 kept = torch.tensor(np.array([row / 2**64 >= p for row in drawn]) / (1 - p), dtype=torch.float32)
         elif row.rollout_policy_versions is not None:
             versions = list(row.rollout_policy_versions)
-        by_version = {v: stock_logprobs(models[v], prompt, response, kept) for v in set(versions)}
+        by_version = {v: stock_logprobs(models[v], prompt, response, kept, temperature) for v in set(versions)}
         found += [float(by_version[v][t]) for t, v in enumerate(versions)]
         token += len(response)
     return np.array(found)
@@ -134,7 +135,7 @@ def stock(case: Case, iteration: int, side: str) -> np.ndarray:
 
 def require_both_sides_are_those_of_stock_torch(case: Case) -> None:
     tokens = case.tokens
-    sampler_differs = case.name.startswith(("top", "temperature", "token", "half"))
+    sampler_differs = case.name.startswith(("top", "token", "half"))
     for iteration in (0, 2):
         if "adapters" in case.name and iteration:
             continue  # a checkpoint has their merged weights too, but those of older ones are not there
@@ -156,22 +157,6 @@ def require_the_mismatch_is_what_its_definition_says(case: Case) -> None:
         assert ends.any() and ((rows["loss_weights"] == 0) == ends).all()
     if name.startswith("top"):
         np.testing.assert_allclose(delta, case.of("log_kept_mass"), atol=2e-6)
-    if name.startswith("temperature"):
-        temperature = float(name.rpartition(" ")[2])
-        for row, expected in zip(tokens.itertuples(), case.of("old_logprobs"), strict=True):
-            logits = dict(zip(row.rollout_top_ids, np.array(row.rollout_top_logits, float) * temperature, strict=True))
-            total = np.log(np.sum(np.exp(list(logits.values()))))
-            assert abs(logits[row.token_id] - total - expected) < 1e-5
-    if name.startswith("token bias"):
-        size = float(name.rpartition(" ")[2])
-        rows = []
-        for row in tokens.itertuples():
-            sampler = pd.Series(np.array(row.rollout_top_logits, float), row.rollout_top_ids)
-            rows.append(sampler - pd.Series(np.array(row.policy_top_logits, float), row.policy_top_ids))
-        by_token = pd.DataFrame(rows)
-        assert by_token.shape[1] > 10 and by_token.std().max() < 1e-5, "one error for each token, everywhere"
-        # of 12 normal numbers or more; a ratio outside has a probability below 1e-4
-        assert 0.3 < by_token.mean().std() / size < 2
     if name.endswith("again"):
         tokenizer = AutoTokenizer.from_pretrained(case.folder / "checkpoints" / "reference")
         sums = tokens.groupby(["iteration", "sequence"])["rollout_logprobs"].sum()

@@ -62,15 +62,15 @@ def test_a_run_is_resumed_at_another_level(runs: dict[str, Path], tmp_path: Path
         def iteration(self, done: int, total: int, figures: str) -> None:
             raise KeyboardInterrupt
 
-    config = load_config(TINY, [*CUT, "records.level=deep", "ppo.iterations=3"])
+    config = load_config(TINY, [*CUT, "records.level=full", "ppo.iterations=3"])
     with pytest.raises(KeyboardInterrupt):
         run(config, tmp_path, Stopped())
     (run_dir,) = tmp_path.glob("tiny/*")
     before = reader.open_manifest(run_dir, allow_incomplete=True).num_iterations
     resume(run_dir, Silent(), ["records.level=lean"])
     frame = reader.read_tokens(run_dir)
-    is_deep = frame["iteration"] < before
-    assert 0 < before < 3 and is_deep.any() and not is_deep.all()
-    assert frame["policy_top_logits"].notna().equals(is_deep)
+    is_full = frame["iteration"] < before
+    assert 0 < before < 3 and is_full.any() and not is_full.all()
+    assert frame["raw_rewards"].notna().equals(is_full)
     whole = recorded(tmp_path / "whole", "ppo.iterations=3")
     assert first_difference(run_dir, whole) is None and results(run_dir)[0] == results(whole)[0]

@@ -23,8 +23,6 @@ def bare_rollout(lengths: Tensor, logprobs: Tensor | None = None, reasons: Seque
         rollout_logprobs=nothing if logprobs is None else logprobs,
         log_kept_mass=nothing,
         kept_tokens=torch.ones(tokens, 3, dtype=torch.uint8),
-        top_ids=torch.empty(tokens, 0, dtype=torch.int32),
-        top_logits=torch.empty(tokens, 0),
         finish_reasons=tuple(reasons or ("stop",) * count),
         servers=(None,) * count,
         latencies=(None,) * count,

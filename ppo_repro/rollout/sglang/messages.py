@@ -138,8 +138,6 @@ def read_completions(
             logprobs=logprobs,
             log_kept_mass=mass,
             kept_tokens=kept,
-            top_ids=torch.empty(len(tokens), 0, dtype=torch.int32),
-            top_logits=torch.empty(len(tokens), 0),
             finish_reason=reason,
             server=url,
             latency=latency,

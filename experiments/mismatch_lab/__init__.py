@@ -1,1 +1,0 @@
-"""A mismatch between sampler and trainer of one known cause at a time."""

@@ -1,0 +1,63 @@
+"""Does a real model learn, and what does a bfloat16 sampler cost it? `python -m experiments.smollm2.answer [GRID]`; see
+`experiments/answers.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from analysis import figures
+from analysis.program import program
+from experiments.answers import outcome, settings_table, study
+from ppo_repro.records import reader
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+USUAL = "deterministic"
+
+
+def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
+    """The outcome, the part of tokens whose log-prob differs between sampler and trainer, and sampled_I: accuracy of
+    the sampled responses in iteration I."""
+    tokens = reader.read_tokens(run_dir, columns=["old_logprobs", "rollout_logprobs"])
+    found = outcome(run_dir)
+    found["unequal"] = float((tokens["old_logprobs"] != tokens["rollout_logprobs"]).mean())
+    sampled = reader.read_iterations(run_dir, columns=["accuracy"])["accuracy"]
+    return found | {f"sampled_{i:02d}": float(value) for i, value in enumerate(sampled)}
+
+
+def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
+    columns: dict[str, tuple[str, str | None]] = {
+        "before": ("start", "{:.3f}"),
+        "KL, nats a response": ("KL", "{:.2f}"),
+        "entropy, nats a token": ("entropy", "{:.2f}"),
+        "k3, nats a token": ("k3", "{:.1e}"),
+        "unequal log-probs": ("unequal", "{:.1%}"),
+    }
+    return [settings_table(results, "sampler", "accuracy", "accuracy at the end", USUAL, columns)]
+
+
+def figure(results: pd.DataFrame) -> Axes:
+    (axes,) = figures.new_axes(8.0, 3.6)
+    names = sorted(name for name in results.columns if name.startswith("sampled_"))
+    for sampler, group in results.groupby("sampler", sort=False):
+        axes.plot(range(1, len(names) + 1), group[names].mean().to_numpy(), "o-", label=str(sampler))
+    axes.set(xlabel="iteration", ylabel="accuracy of sampled responses")
+    axes.legend()
+    return axes
+
+
+@program
+def main(argv: Sequence[str] | None) -> None:
+    """Print the tables; exit code 2 and one line on a user error."""
+    study(Path(__file__).parent, tables, figure, measures, argv=argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import pandas as pd
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -113,11 +114,8 @@ def _rel_l2(a: Tensor, b: Tensor) -> float:
 def _compare(s: Subject, name: str, order: int, inputs: tuple[Tensor, Tensor], outputs: tuple[Tensor, Tensor]) -> Op:
     """One operation: its inputs and its outputs on the decoding path and in the training forward."""
     a, b = (x.to(torch.float64) for x in outputs)
-    difference, equal, inputs_equal = (
-        (a - b).abs(),
-        _bits(outputs[0]) == _bits(outputs[1]),
-        torch.equal(*map(_bits, inputs)),
-    )
+    difference, equal = (a - b).abs(), _bits(outputs[0]) == _bits(outputs[1])
+    inputs_equal = torch.equal(*map(_bits, inputs))
     norms = float(a.norm()) * float(b.norm())
     input_difference = 0.0 if inputs_equal else _rel_l2(*inputs)
     layer, op = _layer_and_op(name)
@@ -214,18 +212,11 @@ def bisect(path: Path, overrides: Sequence[str], out: Path) -> Bisection:
 
 def lines(bisection: Bisection) -> list[str]:
     """The result as text: the ops whose outputs differ, the origin."""
-    shown = [
-        f"{'mode':<14}{'layer':>5}  {'op':<26}{'in':>4}{'equal bits':>12}{'max_abs':>11}{'rel_l2':>11}{'explained':>11}"
-    ]
-    for op in bisection.ops:
-        if not op.outputs_equal:
-            explained = "" if op.explained is None else f"{op.explained:.2f}"
-            equal, layer = "=" if op.inputs_equal else "", "" if op.layer < 0 else str(op.layer)
-            shown.append(
-                f"{op.mode:<14}{layer:>5}  {op.op:<26}{equal:>4}{op.frac_bitwise_equal:>12.1%}"
-                f"{op.max_abs:>11.1e}{op.rel_l2:>11.1e}{explained:>11}"
-            )
-    for mode, origin in bisection.first_divergent_op.items():
-        verdict = f"the paths first differ at {origin}" if origin else "no op gives other bits for equal inputs"
-        shown.append(f"{mode}: {verdict}")
-    return [*shown, f"table   {bisection.folder}"]
+    ops = pd.DataFrame(bisection.ops)
+    columns = ["mode", "layer", "op", "inputs_equal", "frac_bitwise_equal", "max_abs", "rel_l2", "explained"]
+    table = ops.loc[~ops["outputs_equal"], columns].to_string(index=False, float_format="{:.2g}".format)
+    origins = (
+        f"{mode}: " + (f"the paths first differ at {op}" if op else "no op gives other bits for equal inputs")
+        for mode, op in bisection.first_divergent_op.items()
+    )
+    return [*str(table).splitlines(), *origins, f"table   {bisection.folder}"]

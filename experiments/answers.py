@@ -7,9 +7,10 @@ the rows, to another file.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import pandas as pd
@@ -17,6 +18,7 @@ import pandas as pd
 from analysis.figures import svg
 from analysis.grids.outcomes import complete_cells
 from analysis.grids.table import comparisons, markdown
+from analysis.program import program
 from analysis.stats.significance import one_sample, t_interval
 from ppo_repro.errors import UserError
 from ppo_repro.grids.study import BESIDE, RESULTS
@@ -124,25 +126,30 @@ def nothing(labels: Labels) -> None:
 
 
 def study(
-    folder: Path,
+    file: str,
     tables: Callable[[pd.DataFrame], Sequence[pd.DataFrame]],
     figure: Callable[[pd.DataFrame], Axes],
     measures: Callable[[Path, Path | None], dict[str, float]] = lambda run_dir, _: outcome(run_dir),
     beside: Callable[[Labels], Labels | None] = nothing,
-    argv: Sequence[str] | None = None,
-) -> None:
-    """The program of the study in `folder`."""
-    parser = Parser(prog=f"python -m experiments.{folder.name}.answer", description="the answer of a study")
-    parser.add_argument("grid", type=Path, nargs="?", help="folder of the grid; default: the committed results")
-    parser.add_argument("--csv", type=Path, help="write the rows of the grid's cells to this file, and nothing else")
-    arguments = parser.parse_args(argv)
-    results = folder / RESULTS
-    if arguments.grid is not None:
-        text = results_of(arguments.grid, measures, beside).to_csv(index=False, float_format="%.6g")
-        (arguments.csv or results).write_text(text, encoding="utf-8")
-        if arguments.csv is not None:
-            return
-    rows = pd.read_csv(results, keep_default_na=False, na_values=["", "nan"])
-    if arguments.grid is not None:
-        (folder / FIGURE).write_text(svg(figure(rows)), encoding="utf-8")
-    tell("\n\n".join(markdown(table) for table in tables(rows)))
+) -> NoReturn:
+    """The program of the study with this `answer.py`: ends the process; 2 and one line on a user error."""
+    folder = Path(file).parent
+
+    @program
+    def main(argv: Sequence[str] | None) -> None:
+        parser = Parser(prog=f"python -m experiments.{folder.name}.answer", description="the answer of a study")
+        parser.add_argument("grid", type=Path, nargs="?", help="folder of the grid; default: the committed results")
+        parser.add_argument("--csv", type=Path, help="write only the rows of the cells, to this file")
+        arguments = parser.parse_args(argv)
+        results = folder / RESULTS
+        if arguments.grid is not None:
+            text = results_of(arguments.grid, measures, beside).to_csv(index=False, float_format="%.6g")
+            (arguments.csv or results).write_text(text, encoding="utf-8")
+            if arguments.csv is not None:
+                return
+        rows = pd.read_csv(results, keep_default_na=False, na_values=["", "nan"])
+        if arguments.grid is not None:
+            (folder / FIGURE).write_text(svg(figure(rows)), encoding="utf-8")
+        tell("\n\n".join(markdown(table) for table in tables(rows)))
+
+    sys.exit(main())

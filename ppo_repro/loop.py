@@ -18,7 +18,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch
 from ppo_repro.models.networks import hidden_states
 from ppo_repro.models.state import TrainState
-from ppo_repro.numerics.optimizer import Optimizer, StepReport
+from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.ppo.value import value_losses
 from ppo_repro.ranks import Ranks
 from ppo_repro.rollout.engine import Engine
@@ -160,10 +160,10 @@ def policy_step(
         of_value = value_loss(batch, m.tokens, values_in_reward_units(state, hidden, m))
         return of_policy.losses + of_value.losses * config.value.value_coef, Columns(of_policy, of_value)
 
-    report, columns = optimizer_step(config, state.policy_optimizer, minibatch, ranks, losses_of)
+    grad_norm, columns = optimizer_step(state.policy_optimizer, minibatch, ranks, losses_of)
     assert columns.policy is not None
     of_value = None if columns.value is None else value_update(minibatch, columns.value, None)
-    return policy_update(config, batch, minibatch, columns.policy, chosen, report), of_value
+    return policy_update(config, batch, minibatch, columns.policy, chosen, grad_norm), of_value
 
 
 def policy_loss(
@@ -208,9 +208,9 @@ def value_step(
         of_value = value_loss(batch, m.tokens, values_in_reward_units(state, hidden, m))
         return of_value.losses, Columns(value=of_value)
 
-    report, columns = optimizer_step(config, optimizer, minibatch, ranks, losses_of)
+    grad_norm, columns = optimizer_step(optimizer, minibatch, ranks, losses_of)
     assert columns.value is not None
-    return value_update(minibatch, columns.value, report)
+    return value_update(minibatch, columns.value, grad_norm)
 
 
 def value_loss(batch: TrainingBatch, tokens: Tensor, new_values: Tensor) -> ValueColumns:
@@ -224,13 +224,12 @@ def value_loss(batch: TrainingBatch, tokens: Tensor, new_values: Tensor) -> Valu
 
 
 def optimizer_step(
-    config: RunConfig,
     optimizer: Optimizer,
     minibatch: Minibatch,
     ranks: Ranks,
     losses_of: Callable[[MicroBatch], tuple[Tensor, Columns]],
-) -> tuple[StepReport, Columns]:
-    """Take one AdamW step on the weighted sum of a minibatch's losses; returns the columns of all its tokens.
+) -> tuple[float, Columns]:
+    """Take one AdamW step on the weighted sum of a minibatch's losses; returns gradient norm and columns of all tokens.
 
     Losses are not reduced in autograd: the backward pass of each token starts from its weight.
     """
@@ -242,5 +241,5 @@ def optimizer_step(
             torch.autograd.backward(loss, minibatch.loss_weights[m.tokens])
             columns.append(detached(of_tokens))
 
-    report = optimizer.step(backward, ranks)
-    return report, joined(ranks.gather(columns))
+    grad_norm = optimizer.step(backward, ranks)
+    return grad_norm, joined(ranks.gather(columns))

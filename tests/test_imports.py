@@ -166,7 +166,6 @@ def test_analyses_read_records_only() -> None:
         "ppo_repro.json_lines",
         "ppo_repro.errors",
         "ppo_repro.config",
-        "ppo_repro.preferences.dpo.summary",
         "ppo_repro.runs.summary",
         "ppo_repro.testing.dumps",  # the audit's reader of dumps
     )
@@ -178,7 +177,7 @@ def test_analyses_read_records_only() -> None:
 
 
 def test_only_the_update_takes_optimizer_steps() -> None:
-    trainers = {"loop.py", "control/update.py", "models/warm_start.py", "preferences/training.py"}
+    trainers = {"loop.py", "control/loop.py", "models/warm_start.py", "preferences/training.py"}
     trainers |= {"checks/probe.py"}
     for path in files("ppo_repro/**/*.py"):
         name = path.relative_to(ROOT / "ppo_repro").as_posix()

@@ -23,9 +23,9 @@ from analysis.report.scan import DELTA_EDGES, FLAGS, Scan, scan_run, summary_tab
 from analysis.words import terms
 from ppo_repro.config.files import load_dpo_config
 from ppo_repro.config.run import RunConfig
-from ppo_repro.preferences.dpo.summary import DPO_RUNS
 from ppo_repro.records import reader, times
 from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, read_note
+from ppo_repro.runs.summary import summarise
 
 # the two curves of the first screen, by what the chart calls them
 MAIN = {"held out, greedy": "eval_score", "sampled": "score"}
@@ -180,7 +180,7 @@ def dpo_page(folder: Path) -> str:
         ("optimizer steps", len(steps)),
         *((key, value) for key, value in recorded.final.items() if not isinstance(value, str)),
     ]
-    said = DPO_RUNS.verdicts(DPO_RUNS.summarise(folder, None))
+    said = summarise(folder).sentences
     learnt = [Verdict("fact", f"{line[0].upper()}{line[1:]}.") for line in said]
     drawn = [_dpo_curve(steps, column) for column in DPO_STEPS]
     again = repeating(folder, recorded, environment, config)

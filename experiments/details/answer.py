@@ -4,15 +4,12 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from analysis import figures
-from analysis.program import program
 from experiments.answers import LAST, outcome, settings_table, study
 from ppo_repro.records import reader
 
@@ -42,11 +39,5 @@ def figure(results: pd.DataFrame) -> Axes:
     return figures.settings(results.assign(point=results["detail"]), MEASURE)
 
 
-@program
-def main(argv: Sequence[str] | None) -> None:
-    """Print the tables; exit code 2 and one line on a user error."""
-    study(Path(__file__).parent, tables, figure, measures, argv=argv)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    study(__file__, tables, figure, measures)

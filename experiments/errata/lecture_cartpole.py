@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +27,9 @@ from ppo_repro.config.files import load_control_config
 from ppo_repro.control.environments import make_environments
 from ppo_repro.control.kind import ControlKind
 from ppo_repro.control.networks import Agent
-from ppo_repro.control.summary import ControlSummary, summarise
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.runs.run import run
+from ppo_repro.runs.summary import summarise
 from ppo_repro.watcher import Watcher
 
 HERE = Path(__file__).resolve().parent
@@ -85,10 +86,10 @@ def run_as_printed(seed: int = 0, episodes: int = 300, max_steps: int = 500, upd
     return Printed(steps, updates, fmean(returns[-50:]), learned)
 
 
-def run_config(path: Path, out: Path) -> ControlSummary:
+def run_config(path: Path, out: Path) -> dict[str, Any]:
     """Run one of our configurations."""
     run_dir, seconds = run(ControlKind(Watcher()), load_control_config(path), out)
-    return summarise(run_dir, seconds)
+    return summarise(run_dir, seconds).figures
 
 
 def main() -> None:
@@ -102,12 +103,13 @@ def main() -> None:
         for name, path in (("its settings, correct loop", SETTINGS), ("corrected", CORRECTED)):
             summary = run_config(path, Path(folder))
             print(
-                f"{name}: {summary.tokens:,} environment steps, mean return of the last 100 training episodes "
-                f"{summary.last_100_return:.2f}, of 100 episodes with the likeliest actions {summary.eval_after:.2f}",
+                f"{name}: {summary['tokens']:,} environment steps, mean return of the last 100 training episodes "
+                f"{summary['last_100_return']:.2f}, "
+                f"of 100 episodes with the likeliest actions {summary['eval_after']:.2f}",
                 flush=True,
             )
     as_said = (printed.env_steps, printed.updates, printed.last_50_return, printed.learned) == (500, 0, 0.0, False)
-    sys.exit(0 if as_said and summary.last_100_return >= SOLVED else 1)
+    sys.exit(0 if as_said and summary["last_100_return"] >= SOLVED else 1)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +10,6 @@ import numpy as np
 import pandas as pd
 
 from analysis import figures
-from analysis.program import program
 from experiments.answers import Labels, interval, outcome, study
 from ppo_repro.records import reader
 
@@ -104,11 +102,5 @@ def figure(results: pd.DataFrame) -> Axes:
     return axes[0]
 
 
-@program
-def main(argv: Sequence[str] | None) -> None:
-    """Print the tables; exit code 2 and one line on a user error."""
-    study(Path(__file__).parent, tables, figure, measures, beside, argv)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    study(__file__, tables, figure, measures, beside)

@@ -4,16 +4,12 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
 from analysis import figures
-from analysis.program import program
 from analysis.stats.significance import detectable, one_sample, t_interval, tost
 from experiments.answers import interval, study
 
@@ -52,11 +48,5 @@ def figure(results: pd.DataFrame) -> Axes:
     return figures.settings(results.assign(point=results["numerics"]), "mean_accuracy")
 
 
-@program
-def main(argv: Sequence[str] | None) -> None:
-    """Print the tables; exit code 2 and one line on a user error."""
-    study(Path(__file__).parent, tables, figure, argv=argv)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    study(__file__, tables, figure)

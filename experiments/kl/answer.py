@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +11,6 @@ import numpy as np
 import pandas as pd
 
 from analysis import figures
-from analysis.program import program
 from experiments.answers import settings_table, study
 from experiments.optimum.exact import read
 
@@ -55,11 +52,5 @@ def figure(results: pd.DataFrame) -> Axes:
     return axes
 
 
-@program
-def main(argv: Sequence[str] | None) -> None:
-    """Print the tables; exit code 2 and one line on a user error."""
-    study(Path(__file__).parent, tables, figure, measures, argv=argv)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    study(__file__, tables, figure, measures)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from analysis import figures
-from analysis.program import program
 from experiments.answers import settings_table, study
 
 if TYPE_CHECKING:
@@ -37,11 +33,5 @@ def figure(results: pd.DataFrame) -> Axes:
     return figures.settings(results.assign(point=results["sampler"]), MEASURE)
 
 
-@program
-def main(argv: Sequence[str] | None) -> None:
-    """Print the tables; exit code 2 and one line on a user error."""
-    study(Path(__file__).parent, tables, figure, argv=argv)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    study(__file__, tables, figure)

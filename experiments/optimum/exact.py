@@ -29,8 +29,8 @@ from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.contents import FINAL
 from ppo_repro.runs.prepare import Prepared, prepare
+from ppo_repro.tasks.problems import row_of
 from ppo_repro.tasks.tokenizer import decode
-from ppo_repro.tasks.user_code import Texts, numbers
 
 Response = tuple[int, ...]
 
@@ -96,7 +96,7 @@ def distances(config: RunConfig, prepared: Prepared, policy: PreTrainedModel, be
     texts = [decode(task.tokenizer, y) for y in responses]
     results = []
     for problem in sorted(task.problems.train, key=lambda p: p.key):
-        rewards = numbers(reward, [Texts(problem.key, problem.prompt, text, problem.answer) for text in texts])
+        rewards = reward([row_of(problem, [text], text) for text in texts])
         ids = task.prompt_ids[problem.key]
         log_p, log_ref = (response_logprobs(m, ids, responses, config) for m in (policy, prepared.state.reference))
         results.append(

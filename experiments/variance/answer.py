@@ -4,9 +4,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +12,6 @@ import pandas as pd
 from scipy import stats
 
 from analysis import figures
-from analysis.program import program
 from experiments.answers import interval, study
 
 if TYPE_CHECKING:
@@ -62,11 +58,5 @@ def figure(results: pd.DataFrame) -> Axes:
     return figures.settings(results.assign(point=results["setting"]), "mean_accuracy")
 
 
-@program
-def main(argv: Sequence[str] | None) -> None:
-    """Print the tables; exit code 2 and one line on a user error."""
-    study(Path(__file__).parent, tables, figure, argv=argv)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    study(__file__, tables, figure)

@@ -21,9 +21,9 @@ from ppo_repro.checks.capture import MODES, Captured, Mode, Subject, decoded, pa
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
+from ppo_repro.files import atomic_write
 from ppo_repro.models.networks import freeze
 from ppo_repro.numerics.families import head_of
-from ppo_repro.records.bisect import write
 from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.contents import FINAL, UNEQUAL
 from ppo_repro.rollout.engine import Request
@@ -39,22 +39,24 @@ LOG_PROBS = "log_probs"
 
 @dataclass(frozen=True)
 class Op:
-    """One row of `mismatch_op`."""
+    """One row of `mismatch_op.parquet`: an operation of the policy in one mode, on both paths."""
 
-    mode: str
-    order: int
-    layer: int
-    op: str
-    tokens: int
-    max_abs: float
+    mode: str  # of numerics: deterministic or native
+    order: int  # position in the order of execution, from 0
+    layer: int  # decoder layer, -1 outside of them
+    op: str  # native: module within the layer; deterministic: embeddings, layer, last_norm, head; then log_probs
+    tokens: int  # positions compared
+    max_abs: float  # largest |cached decode - training forward| of its output
     mean_abs: float
-    rel_l2: float
-    cos: float
-    ulp_p99: float
-    frac_bitwise_equal: float
-    inputs_equal: bool
-    outputs_equal: bool
-    amplification: float | None
+    rel_l2: float  # norm of the difference over the norm of the training forward's output
+    cos: float  # cosine of the two outputs
+    ulp_p99: float  # 99th percentile of the distance in float32 units in the last place
+    frac_bitwise_equal: float  # share of the output's numbers with the same bits
+    inputs_equal: bool  # both paths gave the operation the same bits
+    outputs_equal: bool  # the operation gave the same bits
+    amplification: float | None  # rel_l2 of output over input; None for equal inputs
+    # share of mean |delta| of the log-probs that goes away if the training forward is given the decoded output of this
+    # operation; None where no log-prob differs, and before the head in deterministic numerics
     explained: float | None
 
 
@@ -206,7 +208,12 @@ def bisect(path: Path, overrides: Sequence[str], out: Path) -> Bisection:
         first[mode] = first_divergent_op(ops_of_mode)
         ops += ops_of_mode
     target = out / config.experiment / config.digest()
-    write(target, {name: [getattr(op, name) for op in ops] for name in asdict(ops[0])})
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{target}: cannot be made ({error.strerror}); choose another --out") from error
+    table: bytes = pd.DataFrame([asdict(op) for op in ops]).to_parquet(index=False)
+    atomic_write(target / "mismatch_op.parquet", table)
     return Bisection(str(target), first, tuple(ops))
 
 

@@ -50,21 +50,19 @@ def show_command(arguments: argparse.Namespace) -> int:
             from ppo_repro.records.fork import origin_lines
 
             tell("\n".join(origin_lines(recorded.origin)))
-    from ppo_repro.runs.summary import iteration_lines, sample_lines, speeds
-    from ppo_repro.tracking.numbers import SUMMARIES
+    from ppo_repro.runs.summary import iteration_lines, sample_lines, summarise
 
-    kind = SUMMARIES[recorded.kind]
     if arguments.json:
-        print_json(dataclasses.asdict(kind.summarise(run_dir, None)))
+        print_json(summarise(run_dir).figures)
         return 0
     if recorded.iterations:
-        lines = iteration_lines(run_dir, kind.columns, 12)
+        lines = iteration_lines(run_dir, recorded.kind, 12)
         tell(lines.to_string(index=False, float_format=lambda x: f"{x:.4g}", na_rep="-"))
     if recorded.iterations and manifest.has_responses(recorded):
         tell("\n".join(sample_lines(run_dir, len(recorded.iterations) - 1, arguments.samples)))
     if recorded.status == "complete":
-        summary = kind.summarise(run_dir, None)
-        tell("\n".join([*kind.verdicts(summary), *speeds(summary, kind.unit)]))
+        summary = summarise(run_dir)
+        tell("\n".join([*summary.sentences, *summary.speeds]))
     return 0
 
 

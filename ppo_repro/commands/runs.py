@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -166,16 +165,13 @@ def fork_command(arguments: argparse.Namespace) -> int:
 
 def _report_run(run_dir: Path, seconds: dict[str, float] | None, as_json: bool, copies: Copies | None = None) -> None:
     """Print what a complete run did; `seconds` by phase if they are known better than from the records."""
-    from ppo_repro.records.manifest import load_head
-    from ppo_repro.runs.summary import speeds
-    from ppo_repro.tracking.numbers import SUMMARIES
+    from ppo_repro.runs.summary import summarise
 
-    kind = SUMMARIES[load_head(run_dir).kind]
-    summary = kind.summarise(run_dir, seconds)
+    summary = summarise(run_dir, seconds)
     if as_json:
-        print_json({**dataclasses.asdict(summary), **(copies.fields if copies else {})})
+        print_json({**summary.figures, **(copies.fields if copies else {})})
         return
-    lines = [*kind.verdicts(summary), *speeds(summary, kind.unit), f"fingerprint {summary.fingerprint}"]
+    lines = [*summary.sentences, *summary.speeds, f"fingerprint {summary.figures['fingerprint']}"]
     lines.append(f"records     {run_dir}")
     policy = run_dir / "checkpoints" / "final"
     if policy.is_dir():

@@ -8,26 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
-
-import pyarrow as pa
 
 from ppo_repro.clock import Clock
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.files import CONTROL, Kind
-from ppo_repro.control.loop import ControlIteration, control_iterations, prepare
+from ppo_repro.control.loop import ControlIteration, ControlState, control_iterations, prepare
 from ppo_repro.control.stages import evaluate
 from ppo_repro.control.tables import finished_returns, iteration_tables
-from ppo_repro.control.update import ControlState
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.ranks import ALONE, Ranks
-from ppo_repro.records.manifest import Manifest
-from ppo_repro.runs.environment import describe_environment
-from ppo_repro.runs.kind import Ending, Execution, Final, Resumption
+from ppo_repro.runs.kind import Final, Start, Store, Tables
 from ppo_repro.watcher import Watcher
 
 LAST = 100  # training episodes in the mean that CleanRL reports
@@ -41,7 +35,7 @@ class ControlExecution:
     state: ControlState
     initial_digest: str
     returns: list[float] = field(default_factory=list)
-    store: ClassVar[None] = None
+    store: ClassVar[Store] = Store()
     notes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def iterations(self) -> Iterator[ControlIteration]:
@@ -49,10 +43,10 @@ class ControlExecution:
             self.returns.extend(finished_returns(item))
             yield item
 
-    def preparation_tables(self) -> dict[str, pa.Table]:
+    def preparation_tables(self) -> Tables:
         return {}
 
-    def tables(self, item: ControlIteration) -> dict[str, pa.Table]:
+    def tables(self, item: ControlIteration) -> Tables:
         return iteration_tables(item, self.config.records.level)
 
     def progress(self, item: ControlIteration) -> str:
@@ -62,7 +56,7 @@ class ControlExecution:
         last = self.returns[-LAST:]
         return math.fsum(last) / len(last) if last else math.nan
 
-    def ending(self, clock: Clock) -> Ending:
+    def ending(self, clock: Clock) -> tuple[Final, Tables]:
         agent = self.state.agent
         eval_return = evaluate(self.config, agent)
         clock.lap("evaluation")
@@ -77,16 +71,7 @@ class ControlExecution:
             "policy_digest": policy_digest,
             "value_digest": value_digest,
         }
-        return Ending(results, {})
-
-
-@contextmanager
-def _open(config: ControlConfig) -> Iterator[ControlExecution]:
-    state = prepare(config)
-    try:
-        yield ControlExecution(config, state, weights_digest(state.agent.policy_parameters()))
-    finally:
-        state.environments.close()
+        return results, {}
 
 
 @dataclass(frozen=True)
@@ -98,18 +83,12 @@ class ControlKind:
     name: ClassVar[Kind] = CONTROL
     changeable: ClassVar[Sequence[str]] = ("layout", "records")
 
-    def environment(self, config: ControlConfig) -> dict[str, Any]:
-        environment = describe_environment(config, self.ranks.size)
-        return {**environment, "packages": {**environment["packages"], "gymnasium": metadata.version("gymnasium")}}
-
-    def begin(self, config: ControlConfig, run_dir: Path | None) -> AbstractContextManager[Execution[ControlIteration]]:
-        return _open(config)
-
-    def again(
-        self, config: ControlConfig, run_dir: Path, recorded: Manifest
-    ) -> AbstractContextManager[Execution[ControlIteration]]:
-        return _open(config)
-
-    def resume(self, config: ControlConfig, run_dir: Path, recorded: Manifest) -> Resumption[ControlIteration]:
-        """From the beginning."""
-        return Resumption(0, _open(config))
+    @contextmanager
+    def open(
+        self, config: ControlConfig, run_dir: Path | None, start: Start | None = None
+    ) -> Iterator[ControlExecution]:
+        state = prepare(config)
+        try:
+            yield ControlExecution(config, state, weights_digest(state.agent.policy_parameters()))
+        finally:
+            state.environments.close()

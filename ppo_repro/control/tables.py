@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,17 +12,15 @@ from torch import Tensor
 
 from ppo_repro.clock import moment
 from ppo_repro.config.layout import Level
-from ppo_repro.control.buffers import MinibatchUpdate
 from ppo_repro.control.loop import ControlIteration
 from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.advantages import explained_variance
 from ppo_repro.ppo.objective import flag_names, removes_gradient
 from ppo_repro.records import control_schema
 from ppo_repro.records.arrow import to_arrow
-from ppo_repro.records.columns import unequal_bits
+from ppo_repro.records.columns import fields_of, int32, of_minibatches, rows_of, unequal_bits
 
 Columns = dict[str, Any]
-FULL_STEPS = ("surrogate_loss", "entropy_loss")
 
 
 def iteration_tables(item: ControlIteration, level: Level) -> dict[str, pa.Table]:
@@ -35,11 +32,7 @@ def iteration_tables(item: ControlIteration, level: Level) -> dict[str, pa.Table
         "steps": _steps(item),
         "iterations": _iteration(item),
     }
-    if level != "lean":
-        full = ("policy_losses", "surrogates", "value_losses")
-        columns["updates"] |= {name: torch.cat([getattr(u, name) for u in item.updates]).numpy() for name in full}
-        columns["steps"] |= {name: [getattr(u, name) for u in item.updates] for name in FULL_STEPS}
-    return {table.name: to_arrow(table, columns[table.name]) for table in control_schema.TABLES}
+    return {table.name: to_arrow(table, columns[table.name], level) for table in control_schema.TABLES}
 
 
 def finished_returns(item: ControlIteration) -> list[float]:
@@ -50,15 +43,11 @@ def finished_returns(item: ControlIteration) -> list[float]:
     return [rollout.episode_returns[i] for i in ended]
 
 
-def _int32(values: Any) -> np.ndarray:
-    return np.asarray(values, dtype=np.int32)
-
-
 def _positions(lengths: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """(fragment, position in it) of every step."""
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     starts = torch.cumsum(lengths, 0) - lengths
-    return _int32(sequence), _int32(torch.arange(len(sequence)) - starts[sequence])
+    return int32(sequence), int32(torch.arange(len(sequence)) - starts[sequence])
 
 
 def _sequences(item: ControlIteration) -> Columns:
@@ -67,12 +56,12 @@ def _sequences(item: ControlIteration) -> Columns:
     return {
         "iteration": np.full(len(rollout.lengths), item.index, np.int32),
         "sequence": np.arange(len(rollout.lengths), dtype=np.int32),
-        "environment": _int32(rollout.environments),
-        "episode": _int32(rollout.episodes),
+        "environment": int32(rollout.environments),
+        "episode": int32(rollout.episodes),
         "seed": np.asarray(rollout.seeds, dtype=np.int64),
-        "first_step": _int32(rollout.first_steps),
-        "last_step": _int32(rollout.last_steps),
-        "fragment_length": _int32(rollout.lengths),
+        "first_step": int32(rollout.first_steps),
+        "last_step": int32(rollout.last_steps),
+        "fragment_length": int32(rollout.lengths),
         "end_reason": list(rollout.end_reasons),
         "final_observations": list(rollout.final_observations.numpy()),
         "final_values": item.forward.final_values.numpy(),
@@ -82,61 +71,40 @@ def _sequences(item: ControlIteration) -> Columns:
 
 
 def _tokens(item: ControlIteration) -> Columns:
-    rollout, forward, advantages = item.rollout, item.forward, item.advantages
+    rollout = item.rollout
     sequence, position = _positions(rollout.lengths)
     return {
+        **fields_of(control_schema.TOKENS, rollout, item.forward, item.advantages),
         "iteration": np.full(len(sequence), item.index, np.int32),
         "sequence": sequence,
         "position": position,
         "observations": list(rollout.observations.numpy()),
         "actions": list(rollout.actions.numpy()),
-        "rollout_logprobs": rollout.rollout_logprobs.numpy(),
-        "old_logprobs": forward.old_logprobs.numpy(),
-        "entropies": forward.entropies.numpy(),
-        "values": forward.values.numpy(),
-        "rewards": rollout.rewards.numpy(),
-        "raw_advantages": advantages.raw_advantages.numpy(),
-        "returns": advantages.returns.numpy(),
     }
 
 
 def _updates(item: ControlIteration) -> Columns:
     sequence, position = _positions(item.rollout.lengths)
-
-    def cat(column: Callable[[MinibatchUpdate], Tensor]) -> np.ndarray:
-        return torch.cat([column(u) for u in item.updates]).numpy()
-
-    tokens = cat(lambda u: u.tokens)
-    sizes = [len(u.tokens) for u in item.updates]
+    tokens = torch.cat([u.tokens for u in item.updates]).numpy()
+    by_step = rows_of(control_schema.UPDATES, item.updates)
     return {
+        **{name: torch.cat(v).numpy() for name, v in by_step.items() if isinstance(v[0], Tensor)},
         "iteration": np.full(len(tokens), item.index, np.int32),
-        "epoch": np.repeat(_int32([u.epoch for u in item.updates]), sizes),
-        "minibatch": np.repeat(_int32([u.minibatch for u in item.updates]), sizes),
+        **{name: of_minibatches(item.updates, name) for name in ("epoch", "minibatch")},
         "sequence": sequence[tokens],
         "position": position[tokens],
-        "advantages": cat(lambda u: u.advantages),
-        "new_logprobs": cat(lambda u: u.new_logprobs),
-        "ratios": cat(lambda u: u.ratios),
         "clip_flag": flag_names(torch.cat([u.clip_flags for u in item.updates])),
-        "new_values": cat(lambda u: u.new_values),
-        "value_clipped": cat(lambda u: u.value_clipped),
-        "new_entropies": cat(lambda u: u.new_entropies),
     }
 
 
 def _steps(item: ControlIteration) -> Columns:
-    def column(name: str) -> list[Any]:
-        return [getattr(u, name) for u in item.updates]
-
-    copied = ("policy_loss", "value_loss", "approx_kl", "joint_grad_norm", "learning_rate", "clip_range")
     return {
+        **rows_of(control_schema.STEPS, item.updates),
         "iteration": np.full(len(item.updates), item.index, np.int32),
-        "tokens": _int32([len(u.tokens) for u in item.updates]),
+        "tokens": int32([len(u.tokens) for u in item.updates]),
         "entropy": [mean_of(u.new_entropies) for u in item.updates],
         "clip_fraction": [mean_of(removes_gradient(u.clip_flags)) for u in item.updates],
         "value_clip_fraction": [mean_of(u.value_clipped) for u in item.updates],
-        **{name: column(name) for name in (*copied, "policy_digest", "value_digest")},
-        **{name: _int32(column(name)) for name in ("epoch", "minibatch")},
     }
 
 
@@ -157,9 +125,9 @@ def _iteration(item: ControlIteration) -> Columns:
         "ended_at": moment(),
     }
     return {
-        "iteration": _int32([item.index]),
-        "sequences": _int32([len(rollout.lengths)]),
-        "tokens": _int32([len(rollout.rewards)]),
-        "episodes": _int32([len(ended)]),
+        "iteration": int32([item.index]),
+        "sequences": int32([len(rollout.lengths)]),
+        "tokens": int32([len(rollout.rewards)]),
+        "episodes": int32([len(ended)]),
         **{name: [value] for name, value in row.items()},
     }

@@ -90,19 +90,21 @@ def start_cell(order: Order) -> subprocess.Popen[bytes]:
         )
 
 
-def finish_cell(order: Order, exit_code: int, seconds: float) -> Result:
-    """Record how the cell's process ended; the message is the last error line of its log."""
+def finish_cell(order: Order, process: subprocess.Popen[bytes], started: float) -> Result:
+    """Wait for the cell's process and record how it ended; the message is the last error line of its log."""
+    with process:  # closes its stdin
+        exit_code = process.wait()
     message = ""
     if exit_code:
         lines = (Path(order.folder) / LOG).read_text(errors="replace").splitlines()
         starts = ("error: ", "promise broken: ", "terminated", "interrupted")
         message = ([line for line in lines if line.startswith(starts)] or lines or [""])[-1]
-    return _record(order, exit_code, round(seconds, 3), message)
+    return record_result(order, exit_code, round(time.perf_counter() - started, 3), message)
 
 
 def lost_cell(order: Order, message: str) -> Result:
     """Record that nobody could say how the cell ended: a machine is gone, or what ran it there."""
-    return _record(order, LOST, 0.0, message)
+    return record_result(order, LOST, 0.0, message)
 
 
 def forget_result(order: Order) -> None:
@@ -110,7 +112,8 @@ def forget_result(order: Order) -> None:
     (Path(order.folder) / RESULT).unlink(missing_ok=True)
 
 
-def _record(order: Order, exit_code: int, seconds: float, message: str) -> Result:
+def record_result(order: Order, exit_code: int, seconds: float, message: str) -> Result:
+    """Write down how the cell ended."""
     result = Result(order.name, exit_code, seconds, message)
     text = json.dumps(asdict(result), indent=1, ensure_ascii=False) + "\n"
     atomic_write(Path(order.folder) / RESULT, text.encode())
@@ -124,9 +127,7 @@ def run_cell(order: Order) -> Result:
     # a cluster may still be ending the attempt before this one
     while run_dir is not None and has_writer(run_dir) and time.perf_counter() - started < WRITER_SECONDS:
         time.sleep(0.1)
-    with start_cell(order) as process:  # closes its stdin
-        code = process.wait()
-    return finish_cell(order, code, time.perf_counter() - started)
+    return finish_cell(order, start_cell(order), started)
 
 
 def last_result(folder: Path) -> Result | None:

@@ -49,7 +49,7 @@ class Processes:
                 for order, (process, started) in list(live.items()):
                     if process.poll() is not None:
                         del live[order]
-                        yield _finish(order, process, started)
+                        yield finish_cell(order, process, started)
                 time.sleep(POLL_SECONDS)
         finally:
             for process, _ in live.values():
@@ -60,10 +60,4 @@ class Processes:
                     process.wait(max(0.1, deadline - time.monotonic()))
                 except subprocess.TimeoutExpired:
                     process.kill()
-                _finish(order, process, started)
-
-
-def _finish(order: Order, process: subprocess.Popen[bytes], started: float) -> Result:
-    with process:  # closes its stdin
-        code = process.wait()
-    return finish_cell(order, code, time.perf_counter() - started)
+                finish_cell(order, process, started)

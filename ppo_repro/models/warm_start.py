@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_repro.config.run import NumericsConfig, TinyModel
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
-from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, StepReport
+from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer
 from ppo_repro.numerics.rows import slots_of
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.numerics.token_statistics import token_statistics
@@ -41,8 +41,8 @@ class WarmStartStep:
 
 def _cross_entropy_step(
     policy: PreTrainedModel, optimizer: Optimizer, batch: TokenBatch, mode: str
-) -> tuple[float, StepReport]:
-    """One step on -log p(answer token), token mean; returns the loss before it, nats per token."""
+) -> tuple[float, float]:
+    """One step on -log p(answer token), token mean; returns the loss before it and the gradient norm."""
     losses: list[torch.Tensor] = []
 
     def backward() -> None:
@@ -50,8 +50,8 @@ def _cross_entropy_step(
         losses.append(-logprobs.detach())
         torch.autograd.backward(-logprobs, torch.full_like(logprobs, 1.0 / len(logprobs)))
 
-    report = optimizer.step(backward)
-    return mean_of(losses[0]), report
+    grad_norm = optimizer.step(backward)
+    return mean_of(losses[0]), grad_norm
 
 
 def _accuracy(engine: TorchEngine, pairs: Sequence[Pair]) -> float:
@@ -104,14 +104,14 @@ def warm_start(
         optimizer.settings = replace(settings, learning_rate=settings.learning_rate * scale)
         slots = slots_of(range(len(minibatch)), len(minibatch), SLOTS)
         batch = lay_out([p for p, _ in minibatch], [a for _, a in minibatch], slots=slots)
-        loss, report = _cross_entropy_step(policy, optimizer, batch, numerics.mode)
+        loss, grad_norm = _cross_entropy_step(policy, optimizer, batch, numerics.mode)
         step += 1
         due = step % CHECK_EVERY == 0 and step + COOL_DOWN < end
         accuracy = _accuracy(engine, pairs[:CHECK_PROMPTS]) if due else None
         if accuracy is not None and accuracy >= config.warm_start_accuracy:
             end = step + COOL_DOWN
         rate, sizes = optimizer.settings.learning_rate, (epoch - 1, len(minibatch), len(batch.targets))
-        steps.append(WarmStartStep(*sizes, loss, rate, report.grad_norm, accuracy))
+        steps.append(WarmStartStep(*sizes, loss, rate, grad_norm, accuracy))
         progress(step, end, loss)
     source.load_state_dict(policy.state_dict())
     return tuple(steps)

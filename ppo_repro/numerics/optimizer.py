@@ -44,11 +44,6 @@ class OptimizerState:
     factors: Mapping[str, Tensor] = field(default_factory=dict)  # of low-rank adapters
 
 
-@dataclass(frozen=True)
-class StepReport:
-    grad_norm: float  # before clipping
-
-
 def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
     """First 16 hex digits of the SHA-256 over names and raw bits of the parameters, in the given order."""
     digest = hashlib.sha256()
@@ -264,8 +259,8 @@ class Optimizer:
         trained = self.sums.trained if adapter is None else adapter.trained()
         self.adamw = AdamW(trained) if mode == "deterministic" else NativeAdamW(trained, settings)
 
-    def step(self, backward: Callable[[], None], ranks: Ranks = ALONE) -> StepReport:
-        """Run `backward` over a minibatch and apply one step.
+    def step(self, backward: Callable[[], None], ranks: Ranks = ALONE) -> float:
+        """Run `backward` over a minibatch and apply one step; returns the gradient norm before clipping.
 
         `backward` must be a pure function of the weights. With several ranks it covers the sequences of this rank, and
         every rank takes the same step. NumericsError names a gradient that is not finite.
@@ -278,7 +273,7 @@ class Optimizer:
         norm = self.adamw.apply(self.settings, gradients)
         if self._adapter is not None:
             self._adapter.merge()
-        return StepReport(norm)
+        return norm
 
     def rest(self) -> None:
         """Free the memory that only steps need, until the next one."""

@@ -36,24 +36,6 @@ LossesOf = Callable[[list[int], Ints], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """How many pairs are used at once."""
-
-    minibatch_size: int  # pairs per optimizer step; the last one of an epoch may have fewer
-    micro_batch: int  # pairs per backward pass, 0 for the minibatch; changes no result in deterministic numerics
-    seed: int
-
-    def minibatches(self, count: int, epoch: int) -> list[list[int]]:
-        """A shuffle of 0..count-1 cut into minibatches. Every epoch has its own shuffle."""
-        order = permutation(count, "preference minibatches", self.seed, epoch).tolist()
-        return chunks(order, self.minibatch_size)
-
-    def steps(self, count: int) -> int:
-        """Optimizer steps of one epoch."""
-        return -(-count // self.minibatch_size)
-
-
-@dataclass(frozen=True)
 class PreferenceStep:
     """One optimizer step, and losses and margins before it."""
 
@@ -70,33 +52,47 @@ class PreferenceStep:
     margins: tuple[float, ...]  # [P]
 
 
-def pairs_at_once(sequences: int) -> int:
-    """The pairs in a micro-batch of `sequences`, two per pair, at least one; 0 stays 0."""
-    return max(1, sequences // 2) if sequences else 0
-
-
 def chunks(items: Sequence[int], size: int) -> list[list[int]]:
     """The items in their order, at most `size` in each chunk; 0: all in one."""
     return [list(items[i : i + (size or len(items))]) for i in range(0, len(items), size or len(items))]
 
 
+def pairs_at_once(sequences: int) -> int:
+    """The pairs in a micro-batch of `sequences`, two per pair, at least one; 0 stays 0."""
+    return max(1, sequences // 2) if sequences else 0
+
+
+def steps_of(count: int, minibatch_size: int) -> int:
+    """Optimizer steps of an epoch over `count` pairs."""
+    return -(-count // minibatch_size)
+
+
 def preference_steps(
-    model: PreTrainedModel, optimizer: Optimizer, count: int, schedule: Schedule, epoch: int, losses_of: LossesOf
+    model: PreTrainedModel,
+    optimizer: Optimizer,
+    count: int,
+    minibatch_size: int,
+    micro_batch: int,
+    seed: int,
+    epoch: int,
+    losses_of: LossesOf,
 ) -> Iterator[PreferenceStep]:
-    """Train `model` in place for one epoch, on the mean loss of each minibatch of `count` pairs.
+    """Train `model` in place for one epoch, on the mean loss of each minibatch of `count` pairs, shuffled by seed.
 
     Losses are not reduced in autograd: the backward pass of each pair starts from 1 / P, P the pairs of the minibatch.
+    `micro_batch`: sequences per backward pass, 0 for the minibatch; changes no result in deterministic numerics.
     """
-    for number, indices in enumerate(schedule.minibatches(count, epoch)):
+    order = permutation(count, "preference minibatches", seed, epoch).tolist()
+    for number, indices in enumerate(chunks(order, minibatch_size)):
         by_chunk: list[tuple[Tensor, Tensor]] = []
 
         def backward(indices: list[int] = indices, by_chunk: list[tuple[Tensor, Tensor]] = by_chunk) -> None:
-            for chunk in chunks(range(len(indices)), schedule.micro_batch):
+            for chunk in chunks(range(len(indices)), pairs_at_once(micro_batch)):
                 losses, margins = losses_of([indices[i] for i in chunk], _pair_slots(chunk, len(indices)))
                 torch.autograd.backward(losses, torch.full_like(losses, 1.0 / len(indices)))
                 by_chunk.append((losses.detach(), margins.detach()))
 
-        report = optimizer.step(backward)
+        grad_norm = optimizer.step(backward)
         losses, margins = (torch.cat(column) for column in zip(*by_chunk, strict=True))
         yield PreferenceStep(
             epoch=epoch,
@@ -105,7 +101,7 @@ def preference_steps(
             loss=mean_of(losses),
             margin=mean_of(margins),
             accuracy=preference_accuracy(margins),
-            grad_norm=report.grad_norm,
+            grad_norm=grad_norm,
             digest=weights_digest(model.named_parameters()),
             indices=tuple(indices),
             losses=tuple(losses.tolist()),
@@ -158,7 +154,8 @@ def train_reward_model(
     """
     check_pairs([*pairs, *eval_pairs], model.config.vocab_size, numerics.max_context)
     optimizer = Optimizer(model, AdamWSettings(settings.learning_rate, 0.9, 0.98, 1e-8, 0.0, 1.0), numerics.mode)
-    schedule = Schedule(settings.minibatch_size, pairs_at_once(layout.update_micro_batch), seed)
+    last = settings.epochs * steps_of(len(pairs), settings.minibatch_size)
+    about = len(pairs), settings.minibatch_size, layout.update_micro_batch, seed
 
     def losses_of(chunk: list[int], slots: Ints) -> tuple[Tensor, Tensor]:
         scores = sequence_scores(model, sequences_of([pairs[i] for i in chunk]), layout.padding, slots)
@@ -168,19 +165,11 @@ def train_reward_model(
     before = tuple(reward_margins(model, eval_pairs, layout).tolist())
     steps: list[PreferenceStep] = []
     for epoch in range(settings.epochs):
-        for step in preference_steps(model, optimizer, len(pairs), schedule, epoch, losses_of):
+        for step in preference_steps(model, optimizer, *about, epoch, losses_of):
             steps.append(step)
-            progress(len(steps), settings.epochs * schedule.steps(len(pairs)), step.loss)
+            progress(len(steps), last, step.loss)
     after = tuple(reward_margins(model, eval_pairs, layout).tolist())
     return RewardTraining(tuple(pairs), tuple(eval_pairs), before, after, tuple(steps))
-
-
-@dataclass(frozen=True)
-class PairLogprobs:
-    """log pi(y | x) of both responses of each pair, nats, float64 [P] each."""
-
-    chosen: Tensor
-    rejected: Tensor
 
 
 def _pair_logprobs(
@@ -190,47 +179,43 @@ def _pair_logprobs(
     mode: str,
     padding: str,
     slots: Ints | None = None,
-) -> PairLogprobs:
-    """Differentiable, in one forward pass; under the whole distribution softmax(logits / temperature)."""
+) -> Tensor:
+    """As `pair_logprobs`, differentiable, in one forward pass."""
     responses = [response for p in pairs for response in (p.chosen_ids, p.rejected_ids)]
     batch = lay_out([p.prompt_ids for p in pairs for _ in range(2)], responses, padding, slots=slots)
     logprobs, _ = token_statistics(policy_logits(policy, batch), batch.targets, temperature, None, mode)
-    sums = sequence_logprobs(logprobs, torch.tensor([len(response) for response in responses]))
-    return PairLogprobs(sums[0::2], sums[1::2])
+    return sequence_logprobs(logprobs, torch.tensor([len(response) for response in responses])).view(-1, 2).T
 
 
 @torch.no_grad()
 def pair_logprobs(
     policy: PreTrainedModel, pairs: Sequence[Preference], temperature: float, mode: str, layout: LayoutConfig
-) -> PairLogprobs:
-    """Log-probs of all pairs, in micro-batches."""
+) -> Tensor:
+    """log pi(y | x) of the preferred and of the other response of each pair, nats, float64 [2, P].
+
+    Under the whole distribution softmax(logits / temperature), in micro-batches.
+    """
     by_chunk = [
         _pair_logprobs(policy, [pairs[i] for i in chunk], temperature, mode, layout.padding)
         for chunk in chunks(range(len(pairs)), pairs_at_once(layout.forward_micro_batch))
     ]
-    return PairLogprobs(torch.cat([p.chosen for p in by_chunk]), torch.cat([p.rejected for p in by_chunk]))
-
-
-def margins_of(policy: PairLogprobs, reference: PairLogprobs, beta: float) -> Tensor:
-    """DPO margins, float64 [P]; positive if the log-prob of the preferred response rose more."""
-    return dpo_margins(policy.chosen, policy.rejected, reference.chosen, reference.rejected, beta)
+    return torch.cat(by_chunk, 1)
 
 
 def dpo_losses_of(
     policy: PreTrainedModel,
     pairs: Sequence[Preference],
-    reference: PairLogprobs,
+    reference: Tensor,
     beta: float,
     temperature: float,
     mode: str,
     padding: str,
 ) -> LossesOf:
-    """The DPO losses of some pairs; `reference` are the frozen model's log-probs of all `pairs`, computed once."""
+    """The DPO losses of some pairs; `reference` [2, P] are the frozen model's log-probs of all, computed once."""
 
     def losses_of(chunk: list[int], slots: Ints) -> tuple[Tensor, Tensor]:
         logprobs = _pair_logprobs(policy, [pairs[i] for i in chunk], temperature, mode, padding, slots)
-        index = torch.tensor(chunk, dtype=torch.int64)
-        margins = margins_of(logprobs, PairLogprobs(reference.chosen[index], reference.rejected[index]), beta)
+        margins = dpo_margins(logprobs[0], logprobs[1], reference[0, chunk], reference[1, chunk], beta)
         return dpo_losses(margins), margins
 
     return losses_of

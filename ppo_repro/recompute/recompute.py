@@ -22,7 +22,6 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.faults.trainer import with_loss_mask
 from ppo_repro.loop import policy_loss, value_loss
-from ppo_repro.numerics.optimizer import StepReport
 from ppo_repro.recompute import recorded as records_of
 from ppo_repro.recompute.recorded import Records
 from ppo_repro.records import manifest, reader, schema
@@ -262,15 +261,14 @@ def _policy(
             kl_terms = torch.zeros_like(logprobs)
     chosen = chosen_tokens(config, batch, minibatch, logprobs) if batch.objective.chooses_tokens else None
     columns = policy_loss(config, batch, tokens, logprobs, entropies, kl_terms, chosen)
-    return policy_update(config, batch, minibatch, columns, chosen, StepReport(grad_norm))
+    return policy_update(config, batch, minibatch, columns, chosen, grad_norm)
 
 
 def _value(batch: TrainingBatch, minibatch: Minibatch, rows: _Rows, grad_norm: float | None) -> ValueUpdate | None:
     new_values = rows.column("new_values")
     if batch.returns is None or new_values is None:
         return None
-    report = None if grad_norm is None else StepReport(grad_norm)
-    return value_update(minibatch, value_loss(batch, minibatch.tokens, new_values), report)
+    return value_update(minibatch, value_loss(batch, minibatch.tokens, new_values), grad_norm)
 
 
 def _compare(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,10 +10,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ppo_repro.config.layout import Level
 from ppo_repro.records import digests, schema
+from ppo_repro.records.schema import LEVELS
 
 
-def arrow_schema(table: schema.Table, names: Sequence[str] | None = None) -> pa.Schema:
+def arrow_schema(table: schema.Table, names: Collection[str] | None = None) -> pa.Schema:
     """The Arrow schema of a table, or of the columns with these names; units and descriptions in the metadata."""
     fields = [
         pa.field(
@@ -35,18 +37,23 @@ def arrow_schema(table: schema.Table, names: Sequence[str] | None = None) -> pa.
 
 
 def to_arrow(
-    table: schema.Table, columns: Mapping[str, npt.NDArray[Any] | Sequence[Any] | pa.Array | None]
+    table: schema.Table,
+    columns: Mapping[str, npt.NDArray[Any] | Sequence[Any] | pa.Array | None],
+    level: Level = "deep",
 ) -> pa.Table:
     """Build a table from a copy of its columns; None is null in every row. ValueError naming table and column.
 
-    A column that a level or a feature brings may be left out. No value is cast where that could change a bit.
+    Columns above `level` are left out; those of a level or a feature may be missing. No value is cast where that could
+    change a bit.
     """
     if unknown := columns.keys() - {column.name for column in table.columns}:
         raise ValueError(f"table {table.name}, column {min(unknown)}: not in the schema")
+    above = {column.name for column in table.columns if LEVELS.index(column.level) > LEVELS.index(level)}
+    names = columns.keys() - above
     arrays: list[pa.Array] = []
     for column in table.columns:
-        if column.name not in columns:
-            if not column.may_be_missing:
+        if column.name not in names:
+            if not (column.may_be_missing or column.name in above):
                 raise ValueError(f"table {table.name}, column {column.name}: missing")
             continue
         try:
@@ -58,7 +65,7 @@ def to_arrow(
         except (ValueError, TypeError, OverflowError, pa.ArrowException) as error:
             raise ValueError(f"table {table.name}, column {column.name}: {error}") from error
         arrays.append(array)
-    result = pa.Table.from_arrays(arrays, schema=arrow_schema(table, list(columns)))
+    result = pa.Table.from_arrays(arrays, schema=arrow_schema(table, names))
     result.validate(full=True)
     return result
 

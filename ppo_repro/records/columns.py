@@ -5,7 +5,7 @@ The only module of records/ that knows tensors and stages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ppo_repro.buffers import Episode, Evaluation, Iteration, MinibatchUpdate
+from ppo_repro.buffers import Episode, Evaluation, Iteration
 from ppo_repro.clock import moment
 from ppo_repro.config.algorithm import NoValue
 from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective
@@ -24,6 +24,7 @@ from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.advantages import explained_variance
 from ppo_repro.ppo.corrections import correction_names
 from ppo_repro.ppo.objective import flag_names
+from ppo_repro.preferences.pairs import Preference
 from ppo_repro.preferences.training import PreferenceStep, RewardTraining
 from ppo_repro.records import schema
 from ppo_repro.records.arrow import to_arrow
@@ -43,47 +44,40 @@ def unequal_bits(a: Tensor, b: Tensor) -> int:
 
 def iteration_tables(item: Iteration, config: RunConfig) -> dict[str, pa.Table]:
     """The five tables of one iteration, and the held-out responses where there are some."""
+    level = config.records.level
     columns = {
         "sequences": _sequences(item),
-        "tokens": _tokens(item),
+        "tokens": _tokens(item, with_kept=level != "lean"),
         "updates": _updates(item),
         "steps": _steps(item, config),
         "iterations": _iteration(item, config),
     }
-    level = config.records.level
-    if level != "lean":
-        columns["sequences"] |= {"server": list(item.rollout.servers), "latency": list(item.rollout.latencies)}
-        columns["tokens"] |= _full_tokens(item)
-        columns["updates"] |= _full_updates(item)
-        losses = ("surrogate_loss", "penalty_loss", "entropy_loss", "kl_loss")
-        columns["steps"] |= {name: _by_step(item, "policy", name) for name in losses}
-    if level == "deep":
-        routes = {"rollout_routes": item.rollout.token_routes(), "policy_routes": item.forward.routes}
-        columns["tokens"] |= {name: _lists(rows) for name, rows in routes.items()}
-    tables = {table.name: to_arrow(table, columns[table.name]) for table in schema.TABLES}
+    tables = {table.name: to_arrow(table, columns[table.name], level) for table in schema.TABLES}
     if item.evaluation is not None and level != "lean":
         tables |= evaluation_table(item.evaluation, item.index)
     return tables
 
 
-def _int32(values: Any) -> np.ndarray:
+def int32(values: Any) -> np.ndarray:
+    """The values as an int32 array."""
     return np.asarray(values, dtype=np.int32)
 
 
-def _fields(stage: Any, *names: str) -> Columns:
+def fields_of(table: schema.Table, *stages: Any) -> Columns:
     """The columns that are fields of a stage by the same name."""
-    values = {name: getattr(stage, name) for name in names}
-    return {name: value.numpy() if isinstance(value, Tensor) else value for name, value in values.items()}
+    found = {c.name: getattr(stage, c.name) for stage in stages for c in table.columns if hasattr(stage, c.name)}
+    return {name: value.numpy() if isinstance(value, Tensor) else value for name, value in found.items()}
 
 
-def _of_step(update: MinibatchUpdate, model: str, name: str) -> Any:
-    """A field of the policy's or the value model's step; None without a step."""
-    step = getattr(update, model)
-    return None if step is None else getattr(step, name)
+def rows_of(table: schema.Table, items: Sequence[Any]) -> Columns:
+    """The columns that are fields of the items by the same name; an item is a row."""
+    return {c.name: [getattr(i, c.name) for i in items] for c in table.columns if hasattr(items[0], c.name)}
 
 
 def _by_step(item: Iteration, model: str, name: str) -> list[Any]:
-    return [_of_step(u, model, name) for u in item.updates]
+    """A field of the policy's or the value model's step of each minibatch; None without a step."""
+    steps = [getattr(u, model) for u in item.updates]
+    return [None if step is None else getattr(step, name) for step in steps]
 
 
 def _by_token(item: Iteration, model: str, name: str) -> pa.Array:
@@ -93,8 +87,15 @@ def _by_token(item: Iteration, model: str, name: str) -> pa.Array:
     return pa.array(values.numpy(), mask=np.repeat([column is None for column in columns], sizes))
 
 
-def _of_minibatches(item: Iteration, name: str) -> np.ndarray:
-    return np.repeat(_int32([getattr(u, name) for u in item.updates]), [len(u.tokens) for u in item.updates])
+def _in_words(item: Iteration, name: str, words: Callable[[Tensor], list[str]]) -> list[str | None]:
+    """A per-token column of codes of the policy's steps in words; null where there was none."""
+    columns = zip(item.updates, _by_step(item, "policy", name), strict=True)
+    return [word for u, codes in columns for word in ([None] * len(u.tokens) if codes is None else words(codes))]
+
+
+def of_minibatches(updates: Sequence[Any], name: str) -> np.ndarray:
+    """A field of each minibatch for each of its tokens."""
+    return np.repeat(int32([getattr(u, name) for u in updates]), [len(u.tokens) for u in updates])
 
 
 def _positions(lengths: Tensor) -> Tensor:
@@ -110,19 +111,21 @@ def _sequences(item: Iteration) -> Columns:
         "iteration": np.full(count, item.index, np.int32),
         "sequence": np.arange(count, dtype=np.int32),
         "prompt_key": list(prompts.keys),
-        "sample_index": _int32(prompts.sample_indices),
+        "sample_index": int32(prompts.sample_indices),
         "seed": np.asarray(prompts.seeds, dtype=np.int64),
         "prompt": list(prompts.texts),
         "response": list(rollout.responses),
         "answer": list(prompts.answers),
-        "prompt_ids": [_int32(ids) for ids in prompts.prompt_ids],
-        "response_ids": [_int32(ids) for ids in torch.split(rollout.response_ids, lengths.tolist())],
-        "prompt_length": _int32([len(ids) for ids in prompts.prompt_ids]),
-        "response_length": _int32(lengths),
+        "prompt_ids": [int32(ids) for ids in prompts.prompt_ids],
+        "response_ids": [int32(ids) for ids in torch.split(rollout.response_ids, lengths.tolist())],
+        "prompt_length": int32([len(ids) for ids in prompts.prompt_ids]),
+        "response_length": int32(lengths),
         "finish_reason": list(rollout.finish_reasons),
-        **_fields(rewards, "scores", "score_parts", "is_correct"),
+        **fields_of(schema.SEQUENCES, rewards),
         "kl_penalty_sum": run_sums(rewards.kl_penalties, lengths).numpy(),
         "reward_sum": run_sums(rewards.rewards, lengths).numpy(),
+        "server": list(rollout.servers),
+        "latency": list(rollout.latencies),
         **_episode_columns(rollout.episodes),
     }
     if rollout.policy_versions is not None:
@@ -141,28 +144,18 @@ def _episode_columns(episodes: Sequence[Episode] | None) -> Columns:
     return {"episode_ids": [episode.ids for episode in episodes], "is_forced": forced}
 
 
-def _tokens(item: Iteration) -> Columns:
-    rollout, forward, rewards, advantages = item.rollout, item.forward, item.rewards, item.advantages
-    count = len(rollout.response_ids)
-    spans = {name: _int32([value for s in rollout.spans for value in getattr(s, name)]) for name in _SPANS}
+def _tokens(item: Iteration, with_kept: bool) -> Columns:
+    rollout, forward = item.rollout, item.forward
     return {
-        "iteration": np.full(count, item.index, np.int32),
-        "sequence": _int32(rollout.sequence_of_token()),
-        "position": _int32(_positions(rollout.lengths)),
-        "token_id": _int32(rollout.response_ids),
-        **spans,
-        **_fields(rollout, "rollout_logprobs", "log_kept_mass"),
-        **_fields(forward, "old_logprobs", "ref_logprobs", "entropies", "prob_sq_sums", "ref_kl", "values"),
-        **_fields(rewards, "kl_penalties", "rewards"),
-        **_fields(advantages, "raw_advantages", "advantages", "returns"),
-    }
-
-
-def _full_tokens(item: Iteration) -> Columns:
-    return {
-        "kept_tokens": _kept(item.rollout.kept_tokens.numpy()),
-        **_fields(item.forward, "reverse_ref_kl"),
-        **_fields(item.rewards, "placed_scores", "raw_rewards"),
+        **fields_of(schema.TOKENS, rollout, forward, item.rewards, item.advantages),
+        "iteration": np.full(len(rollout.response_ids), item.index, np.int32),
+        "sequence": int32(rollout.sequence_of_token()),
+        "position": int32(_positions(rollout.lengths)),
+        "token_id": int32(rollout.response_ids),
+        **{name: int32([value for s in rollout.spans for value in getattr(s, name)]) for name in _SPANS},
+        "kept_tokens": _kept(rollout.kept_tokens.numpy()) if with_kept else None,
+        "rollout_routes": _lists(rollout.token_routes()),
+        "policy_routes": _lists(forward.routes),
     }
 
 
@@ -186,59 +179,45 @@ def _lists(rows: Tensor) -> list[np.ndarray] | None:
 
 def _updates(item: Iteration) -> Columns:
     tokens = torch.cat([u.tokens for u in item.updates])
-    flags: list[str | None] = []
-    for u in item.updates:
-        flags += [None] * len(u.tokens) if u.policy is None else flag_names(u.policy.clip_flags)
-    no_clip = [torch.zeros(len(u.tokens), dtype=torch.bool) for u in item.updates]
-    clipped = [none if u.value is None else u.value.clipped for u, none in zip(item.updates, no_clip, strict=True)]
+    of_policy = (
+        *("new_logprobs", "ratios", "new_entropies", "surrogates"),
+        *("penalty_terms", "importance_weights", "kl_terms"),
+    )
+    clipped = [torch.zeros(len(u.tokens)).bool() if u.value is None else u.value.clipped for u in item.updates]
     return {
         "iteration": np.full(len(tokens), item.index, np.int32),
-        "epoch": _of_minibatches(item, "epoch"),
-        "minibatch": _of_minibatches(item, "minibatch"),
-        "sequence": _int32(item.rollout.sequence_of_token()[tokens]),
-        "position": _int32(_positions(item.rollout.lengths)[tokens]),
-        "new_logprobs": _by_token(item, "policy", "new_logprobs"),
-        "ratios": _by_token(item, "policy", "ratios"),
-        "clip_flag": flags,
+        "epoch": of_minibatches(item.updates, "epoch"),
+        "minibatch": of_minibatches(item.updates, "minibatch"),
+        "sequence": int32(item.rollout.sequence_of_token()[tokens]),
+        "position": int32(_positions(item.rollout.lengths)[tokens]),
+        **{name: _by_token(item, "policy", name) for name in of_policy},
+        "policy_losses": _by_token(item, "policy", "losses"),
+        "clip_flag": _in_words(item, "clip_flags", flag_names),
+        "correction": _in_words(item, "corrections", correction_names),
         "new_values": _by_token(item, "value", "new_values"),
         "value_clipped": torch.cat(clipped).numpy(),
-        "new_entropies": _by_token(item, "policy", "new_entropies"),
-    }
-
-
-def _full_updates(item: Iteration) -> Columns:
-    corrections: list[str | None] = []
-    for u in item.updates:
-        changes = _of_step(u, "policy", "corrections")
-        corrections += [None] * len(u.tokens) if changes is None else correction_names(changes)
-    of_policy = ("surrogates", "penalty_terms", "importance_weights", "kl_terms")
-    return {
-        "loss_weights": torch.cat([u.loss_weights for u in item.updates]).numpy(),
-        "policy_losses": _by_token(item, "policy", "losses"),
-        **{name: _by_token(item, "policy", name) for name in of_policy},
-        "correction": corrections,
         "value_losses": _by_token(item, "value", "losses"),
+        "loss_weights": torch.cat([u.loss_weights for u in item.updates]).numpy(),
     }
 
 
 def _steps(item: Iteration, config: RunConfig) -> Columns:
     count = len(item.updates)
     learning_rate, value_learning_rate = learning_rates(config, item.index)
-    of_policy = ("entropy", "approx_kl", "clip_fraction", "grad_norm")
+    of_policy = (
+        *("entropy", "approx_kl", "clip_fraction", "grad_norm"),
+        *("surrogate_loss", "penalty_loss", "entropy_loss", "kl_loss"),
+    )
     return {
+        **rows_of(schema.STEPS, item.updates),
         "iteration": np.full(count, item.index, np.int32),
-        "epoch": _int32([u.epoch for u in item.updates]),
-        "minibatch": _int32([u.minibatch for u in item.updates]),
-        "tokens": _int32([len(u.tokens) for u in item.updates]),
-        "policy_loss": _by_step(item, "policy", "loss"),
-        "value_loss": _by_step(item, "value", "loss"),
+        "tokens": int32([len(u.tokens) for u in item.updates]),
         **{name: _by_step(item, "policy", name) for name in of_policy},
+        **{f"{model}_loss": _by_step(item, model, "loss") for model in ("policy", "value")},
         "value_clip_fraction": _by_step(item, "value", "clip_fraction"),
         "value_grad_norm": _by_step(item, "value", "grad_norm"),
         "learning_rate": [learning_rate] * count,
         "value_learning_rate": [value_learning_rate] * count,
-        "policy_digest": [u.policy_digest for u in item.updates],
-        "value_digest": [u.value_digest for u in item.updates],
     }
 
 
@@ -315,7 +294,7 @@ def evaluation_table(evaluation: Evaluation, iteration: int) -> dict[str, pa.Tab
         "answer": evaluation.answers,
         "response_length": [len(ids) for ids in evaluation.response_ids],
         "finish_reason": evaluation.finish_reasons,
-        **_fields(evaluation, "prompt_ids", "response_ids", "scores", "score_parts", "is_correct"),
+        **fields_of(schema.EVALUATIONS, evaluation),
         **_episode_columns(evaluation.episodes),
     }
     return {schema.EVALUATIONS.name: to_arrow(schema.EVALUATIONS, columns)}
@@ -327,42 +306,37 @@ def preparation_tables(
     """The tables of what was trained before PPO, by name; none of a training that did not take place."""
     columns: dict[str, Columns] = {}
     if warm_start:
-        names = ("epoch", "examples", "tokens", "loss", "learning_rate", "grad_norm", "accuracy")
-        by_step = {name: [getattr(step, name) for step in warm_start] for name in names}
-        columns["warm_start_steps"] = {"step": list(range(len(warm_start))), **by_step}
+        steps = rows_of(schema.WARM_START_STEPS, warm_start)
+        columns["warm_start_steps"] = {"step": list(range(len(warm_start))), **steps}
     if training is not None:
-        columns["pairs"] = _pairs(training, tokenizer)
+        trained, none = len(training.pairs), [None] * len(training.pairs)
+        columns["pairs"] = {
+            **pair_columns([*training.pairs, *training.eval_pairs], trained, tokenizer),
+            "margin_before": pa.array([*none, *training.margins_before], pa.float32()),
+            "margin_after": pa.array([*none, *training.margins_after], pa.float32()),
+        }
         columns["pair_updates"] = _pair_updates(training.steps)
-        names = ("epoch", "minibatch", "pairs", "loss", "margin", "accuracy", "grad_norm")
-        by_step = {name: [getattr(step, name) for step in training.steps] for name in names}
-        columns["pair_steps"] = {**by_step, "reward_digest": [step.digest for step in training.steps]}
+        digests = [step.digest for step in training.steps]
+        columns["pair_steps"] = {**rows_of(schema.PAIR_STEPS, training.steps), "reward_digest": digests}
     return {t.name: to_arrow(t, columns[t.name]) for t in schema.PREPARATION if t.name in columns}
 
 
-def _pairs(training: RewardTraining, tokenizer: PreTrainedTokenizerBase) -> Columns:
-    pairs, trained = [*training.pairs, *training.eval_pairs], len(training.pairs)
-    held_out = np.arange(len(pairs)) >= trained
-
-    def margins(of_held_out: Sequence[float]) -> pa.Array:
-        return pa.array([*[None] * trained, *of_held_out], pa.float32())
-
+def pair_columns(pairs: Sequence[Preference], trained: int, tokenizer: PreTrainedTokenizerBase) -> Columns:
+    """The columns of preference pairs, of which the first `trained` are trained on."""
     return {
+        **rows_of(schema.PAIRS, pairs),
         "pair": np.arange(len(pairs), dtype=np.int32),
-        "held_out": held_out,
-        "prompt_key": [pair.prompt_key for pair in pairs],
+        "held_out": np.arange(len(pairs)) >= trained,
         "chosen": [decode(tokenizer, pair.chosen_ids) for pair in pairs],
         "rejected": [decode(tokenizer, pair.rejected_ids) for pair in pairs],
-        **{name: [getattr(pair, name) for pair in pairs] for name in ("prompt_ids", "chosen_ids", "rejected_ids")},
-        "margin_before": margins(training.margins_before),
-        "margin_after": margins(training.margins_after),
     }
 
 
 def _pair_updates(steps: Sequence[PreferenceStep]) -> Columns:
     sizes = [step.pairs for step in steps]
     return {
-        "epoch": np.repeat(_int32([step.epoch for step in steps]), sizes),
-        "minibatch": np.repeat(_int32([step.minibatch for step in steps]), sizes),
+        "epoch": np.repeat(int32([step.epoch for step in steps]), sizes),
+        "minibatch": np.repeat(int32([step.minibatch for step in steps]), sizes),
         "pair": [index for step in steps for index in step.indices],
         "margins": np.array([margin for step in steps for margin in step.margins], dtype=np.float32),
         "losses": np.array([loss for step in steps for loss in step.losses], dtype=np.float32),

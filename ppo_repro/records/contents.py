@@ -29,8 +29,3 @@ def starts_of(run_dir: Path, head: Head) -> dict[int, str]:
     """What a run can go on from: the checkpoints that are there, and the one that a fork began with."""
     forked = {} if head.origin is None else {head.origin.iteration: FORKED_FROM}
     return {number: name for number, name in (forked | checkpoints_of(head)).items() if (run_dir / name).exists()}
-
-
-def checkpoint_file(run_dir: Path, iteration: int) -> Path:
-    """The checkpoint after `iteration` iterations."""
-    return run_dir / CHECKPOINTS_NAME / f"iteration-{iteration:06d}.safetensors"

@@ -52,6 +52,8 @@ def describe_environment(config: RunConfig | ControlConfig | DPOConfig, processe
     status, packages = _git("status", "--porcelain"), list(PACKAGES)
     if isinstance(config, RunConfig) and isinstance(config.task, ReasoningGymTask) and find_spec("reasoning_gym"):
         packages.append("reasoning-gym")
+    if isinstance(config, ControlConfig):
+        packages.append("gymnasium")
     return {
         "ppo_repro": __version__,
         "python": sys.version.split()[0],

@@ -12,11 +12,12 @@ from ppo_repro.config.inputs import gather, run_digest
 from ppo_repro.errors import UserError
 from ppo_repro.files import SUMS_NAME, atomic_write
 from ppo_repro.records import accuracy, iteration_log, manifest
-from ppo_repro.records.contents import FORKED_FROM, REFERENCE
+from ppo_repro.records.contents import FORKED_FROM, REFERENCE, starts_of
 from ppo_repro.records.fork import Fork
 from ppo_repro.runs import checkpoint
+from ppo_repro.runs.kind import Start
 from ppo_repro.runs.language import LanguageKind
-from ppo_repro.runs.models_kept import Start, load_start
+from ppo_repro.runs.models_kept import load_start
 from ppo_repro.runs.run import execute, make_folder, new_run, work_along
 from ppo_repro.runs.verify import check_contents
 from ppo_repro.stages.coefficients import first_coefficients
@@ -32,7 +33,7 @@ def fork(kind: LanguageKind, plan: Fork, clock: Clock) -> dict[str, float]:
     config, folder = plan.config, plan.folder
     check_contents(plan.source, plan.recorded)
     start, inputs = _start(plan), gather(config)
-    opened = kind.fork(config, folder if kind.ranks.is_first else None, start)
+    opened = kind.open(config, folder if kind.ranks.is_first else None, start)
     temporary = make_folder(kind, config, folder, inputs, run_digest(inputs, plan.origin.fingerprint), clock)
     if temporary is None:
         work_along(opened)
@@ -46,7 +47,8 @@ def fork(kind: LanguageKind, plan: Fork, clock: Clock) -> dict[str, float]:
 
 def _start(plan: Fork) -> Start:
     """The origin's checkpoint; coefficients whose fields were changed begin anew, and prompts may be others."""
-    start, first = load_start(plan.source, plan.recorded, plan.origin.iteration), first_coefficients(plan.config)
+    name, first = starts_of(plan.source, plan.recorded).get(plan.origin.iteration), first_coefficients(plan.config)
+    start = load_start(plan.source, plan.recorded, name)
     coefficients = start.checkpoint.coefficients
     if any(field.startswith("kl.") for field in plan.origin.changed):
         coefficients = replace(coefficients, kl_coef=first.kl_coef)

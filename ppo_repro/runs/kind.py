@@ -1,4 +1,4 @@
-"""What a kind of run gives the runner: `runs.language` and `control.kind` do."""
+"""What a kind of run gives the runner: `runs.language`, `control.kind` and `preferences.dpo` do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
 
@@ -16,12 +16,14 @@ from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import Kind
 from ppo_repro.config.run import RunConfig
 from ppo_repro.ranks import Ranks
-from ppo_repro.records.manifest import Head, Manifest
+from ppo_repro.records.manifest import Head
+from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.watcher import Watcher
 
 Config = TypeVar("Config", RunConfig, ControlConfig, DPOConfig)
 Config_contra = TypeVar("Config_contra", RunConfig, ControlConfig, DPOConfig, contravariant=True)
 Final = dict[str, float | int | str]
+Tables = dict[str, pa.Table]  # by name
 
 
 class Computed(Protocol):
@@ -38,53 +40,58 @@ Item = TypeVar("Item", bound=Computed)
 
 
 @dataclass(frozen=True)
-class Ending:
-    """What a run ends with."""
+class Start:
+    """What a run goes on from."""
 
-    results: Final
-    tables: dict[str, pa.Table]  # side tables after the last iteration, by name
+    checkpoint: Checkpoint
+    reference: Path | None  # the model that the run started as; None if its configuration makes or loads it
 
 
-class Store(Protocol):
-    """Models and checkpoints of a run; each list of files has the SHA-256 of each, as the manifest lists them."""
+class Store:
+    """Models and checkpoints of a run; this one keeps none.
 
-    def begin(self, files: Mapping[str, str]) -> dict[str, str]: ...  # before the first iteration
+    Each list of files has the SHA-256 of each by its path below the run folder, as the manifest lists them.
+    """
 
-    def is_due(self, iteration: int) -> bool: ...  # whether `save` comes after `iteration` iterations
+    def begin(self, files: Mapping[str, str]) -> dict[str, str]:
+        """Before the first iteration."""
+        return dict(files)
 
-    def save(self, head: Head, link: str) -> dict[str, str]: ...  # the state now; `link`: the last of the chain
+    def is_due(self, iteration: int) -> bool:
+        """Whether `save` comes after `iteration` iterations."""
+        return False
 
-    def put_policy(self, folder: Path) -> None: ...  # the policy as it is now
+    def save(self, head: Head, link: str) -> dict[str, str]:
+        """Keep the state as it is now; `link`: the last one of the chain."""
+        return dict(head.files)
 
-    def finish(self, files: Mapping[str, str], link: str) -> dict[str, str]: ...  # what was trained
+    def put_policy(self, folder: Path) -> bool:
+        """Put the policy as it is now into a folder; False if there is none that could be loaded from there."""
+        return False
+
+    def finish(self, files: Mapping[str, str], link: str) -> dict[str, str]:
+        """Keep what was trained."""
+        return dict(files)
 
 
 class Execution(Protocol[Item]):
     """A run that is prepared: it computes its iterations one by one, and then its final results."""
 
     @property
-    def store(self) -> Store | None: ...
+    def store(self) -> Store: ...
 
     @property
     def notes(self) -> Mapping[str, Mapping[str, Any]]: ...  # JSON files by name, outside the fingerprint
 
     def iterations(self) -> Iterator[Item]: ...
 
-    def preparation_tables(self) -> dict[str, pa.Table]: ...  # empty where a resumed run did not prepare again
+    def preparation_tables(self) -> Tables: ...  # empty where a resumed run did not prepare again
 
-    def tables(self, item: Item) -> dict[str, pa.Table]: ...  # side tables included
+    def tables(self, item: Item) -> Tables: ...  # side tables included
 
     def progress(self, item: Item) -> str: ...  # what a person sees of an iteration
 
-    def ending(self, clock: Clock) -> Ending: ...  # `clock` gets the phases it takes
-
-
-@dataclass(frozen=True)
-class Resumption(Generic[Item]):
-    """How a run goes on: the execution computes the iterations from `start`."""
-
-    start: int
-    execution: AbstractContextManager[Execution[Item]]
+    def ending(self, clock: Clock) -> tuple[Final, Tables]: ...  # with side tables; `clock` gets the phases it takes
 
 
 class RunKind(Protocol[Config_contra, Item]):
@@ -102,21 +109,11 @@ class RunKind(Protocol[Config_contra, Item]):
     @property
     def ranks(self) -> Ranks: ...
 
-    def environment(self, config: Config_contra) -> dict[str, Any]: ...  # the content of environment.json
-
-    def begin(self, config: Config_contra, run_dir: Path | None) -> AbstractContextManager[Execution[Item]]:
-        """An execution from the first iteration, prepared on entry; without `run_dir` it keeps nothing.
-
-        UserError at once where these processes cannot compute the configuration.
-        """
-        ...
-
-    def again(
-        self, config: Config_contra, run_dir: Path, recorded: Manifest
+    def open(
+        self, config: Config_contra, run_dir: Path | None, start: Start | None = None
     ) -> AbstractContextManager[Execution[Item]]:
-        """An execution of what a run computed, a fork from where it began; it keeps nothing. UserError as for begin."""
-        ...
+        """An execution from `start`, None: from the first iteration, prepared on entry.
 
-    def resume(self, config: Config_contra, run_dir: Path, recorded: Manifest) -> Resumption[Item]:
-        """An execution that goes on with a recorded run; UserError where it cannot. Changes nothing before entry."""
+        Without `run_dir`, as in every process but the first, it keeps nothing.
+        """
         ...

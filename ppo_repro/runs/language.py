@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pyarrow as pa
-
 from ppo_repro.accuracy import policy_accuracy
 from ppo_repro.buffers import Iteration, Rollout
 from ppo_repro.clock import Clock
-from ppo_repro.config.files import LANGUAGE, Kind, load_config
+from ppo_repro.config.files import LANGUAGE, Kind
 from ppo_repro.config.run import RunConfig
 from ppo_repro.faults.sampler import disturbed
 from ppo_repro.faults.trainer import received
@@ -24,20 +22,10 @@ from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records.accuracy import FILE_NAME as ACCURACY_NAME
 from ppo_repro.records.accuracy import Accuracy, sentence
 from ppo_repro.records.columns import evaluation_table, iteration_tables, preparation_tables
-from ppo_repro.records.manifest import Manifest
 from ppo_repro.rollout.engine import Engine
-from ppo_repro.runs.environment import describe_environment
-from ppo_repro.runs.kind import Ending, Execution, Final, Resumption, Store
-from ppo_repro.runs.models_kept import (
-    ModelStore,
-    Start,
-    forked_start,
-    go_on_from,
-    load_newest,
-    quick_collections,
-    task_digest,
-)
-from ppo_repro.runs.open_engine import require_same_sampler, rollout_engine
+from ppo_repro.runs.kind import Final, Start, Store, Tables
+from ppo_repro.runs.models_kept import ModelStore, go_on_from, quick_collections, task_digest
+from ppo_repro.runs.open_engine import rollout_engine
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.runs.summary import MANY_CUT, cut_at_the_limit
 from ppo_repro.stages.coefficients import last_kl
@@ -53,7 +41,7 @@ class LanguageExecution:
     prepared: Prepared
     engine: Engine
     ranks: Ranks
-    store: Store | None
+    store: Store
     watcher: Watcher
     accuracy: Accuracy | None  # None where it is not measured, as in a resumed run
 
@@ -80,13 +68,13 @@ class LanguageExecution:
     def _records_side_tables(self) -> bool:
         return self.config.records.level != "lean"
 
-    def preparation_tables(self) -> dict[str, pa.Table]:
+    def preparation_tables(self) -> Tables:
         if not self._records_side_tables:
             return {}
         prepared = self.prepared
         return preparation_tables(prepared.warm_start, prepared.reward_training, prepared.task.tokenizer)
 
-    def tables(self, item: Iteration) -> dict[str, pa.Table]:
+    def tables(self, item: Iteration) -> Tables:
         return iteration_tables(item, self.config)
 
     def progress(self, item: Iteration) -> str:
@@ -96,7 +84,7 @@ class LanguageExecution:
         right = f"accuracy {accuracy:.3f}  " if has_answers else ""
         return f"score {score:.3f}  {right}KL {last_kl(item.updates):.4f}"
 
-    def ending(self, clock: Clock) -> Ending:
+    def ending(self, clock: Clock) -> tuple[Final, Tables]:
         evaluation = evaluate(self.config, self.prepared.task, self.engine, self.ranks)
         clock.lap("evaluation")
         state, training = self.prepared.state, self.prepared.reward_training
@@ -110,7 +98,7 @@ class LanguageExecution:
         clock.lap("digests")
         results: Final = {**judged, "eval_accuracy": evaluation.accuracy, "eval_score": evaluation.score, **digests}
         tables = evaluation_table(evaluation, state.iteration) if self._records_side_tables else {}
-        return Ending(results, tables)
+        return results, tables
 
 
 @dataclass(frozen=True)
@@ -122,37 +110,9 @@ class LanguageKind:
     name: ClassVar[Kind] = LANGUAGE
     changeable: ClassVar[Sequence[str]] = ("layout", "rollout.engine", "records")
 
-    def environment(self, config: RunConfig) -> dict[str, Any]:
-        return describe_environment(config, self.ranks.size)
-
-    def begin(self, config: RunConfig, run_dir: Path | None) -> AbstractContextManager[Execution[Iteration]]:
-        return self._open(config, run_dir, None, measured=run_dir is not None)
-
-    def fork(
-        self, config: RunConfig, run_dir: Path | None, start: Start
-    ) -> AbstractContextManager[Execution[Iteration]]:
-        """As `begin`, from a checkpoint of another run."""
-        return self._open(config, run_dir, start)
-
-    def again(
-        self, config: RunConfig, run_dir: Path, recorded: Manifest
-    ) -> AbstractContextManager[Execution[Iteration]]:
-        return self._open(config, None, None if recorded.origin is None else forked_start(run_dir, recorded))
-
-    def resume(self, config: RunConfig, run_dir: Path, recorded: Manifest) -> Resumption[Iteration]:
-        """From the newest checkpoint, or from the beginning where there is none."""
-        require_same_sampler(load_config(run_dir / "config.yaml"), config)
-        start = load_newest(run_dir, recorded)
-        return Resumption(0 if start is None else start.checkpoint.iteration, self._open(config, run_dir, start))
-
     @contextmanager
-    def _open(
-        self, config: RunConfig, run_dir: Path | None, start: Start | None, measured: bool = False
-    ) -> Iterator[LanguageExecution]:
-        """PromiseBroken where a rank begins with other weights than the first one.
-
-        `run_dir`: where the first rank keeps something.
-        """
+    def open(self, config: RunConfig, run_dir: Path | None, start: Start | None = None) -> Iterator[LanguageExecution]:
+        """PromiseBroken where a rank begins with other weights than the first one."""
         reference = None if start is None else start.reference
         prepared = prepare(config, self.watcher.warm_start, reference, share=True, ranks=self.ranks)
         asked, prompts = config.rollout.prompts_per_iteration, len(prepared.task.problems.train)
@@ -162,12 +122,10 @@ class LanguageKind:
         networks = prepared.state.policy, prepared.state.own_value_module
         digests = [weights_digest(module.named_parameters()) for module in networks]
         self.ranks.require_same("initial weights", digests)
-        accuracy = self._accuracy(config, prepared) if measured else None
+        accuracy = self._accuracy(config, prepared) if run_dir is not None and start is None else None
         if start is not None:
             go_on_from(start.checkpoint, prepared)
-        store: Store | None = None
-        if run_dir is not None and self.ranks.is_first:
-            store = ModelStore(run_dir, config, prepared, task_digest(prepared))
+        store = Store() if run_dir is None else ModelStore(run_dir, config, prepared, task_digest(prepared))
         del start  # as large as weights and moments together
         logs = None if run_dir is None else run_dir / "sglang"
         with quick_collections(), rollout_engine(config, prepared.engine, logs, self.watcher, self.ranks) as engine:

@@ -25,18 +25,18 @@ from ppo_repro.models.folders import (
     write_model,
 )
 from ppo_repro.records.contents import (
+    CHECKPOINTS_NAME,
     FINAL,
     FINAL_STATE,
-    FORKED_FROM,
     REFERENCE,
     VALUE_MODEL,
-    checkpoint_file,
     checkpoints_of,
     starts_of,
 )
 from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.checkpoint import Checkpoint
+from ppo_repro.runs.kind import Start, Store
 from ppo_repro.runs.prepare import Prepared
 
 SMALL = 10_000_000  # parameters of a policy; a checkpoint is 24 bytes for each of them, 1 s and 240 MB at most
@@ -81,15 +81,7 @@ def listed(run_dir: Path, *folders: Path) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Start:
-    """What a run goes on from."""
-
-    checkpoint: Checkpoint
-    reference: Path | None  # the model that the run started as; None if its configuration makes or loads it
-
-
-@dataclass(frozen=True)
-class ModelStore:
+class ModelStore(Store):
     """Keeps models and checkpoints of one run; every method returns what the manifest then lists."""
 
     run_dir: Path
@@ -116,23 +108,23 @@ class ModelStore:
         return AUTO if is_small and self.config.iterations > AUTO else 0
 
     def is_due(self, iteration: int) -> bool:
-        """Whether `save` is to be called after `iteration` iterations."""
         return self.every > 0 and iteration % self.every == 0
 
     def save(self, head: Head, link: str) -> dict[str, str]:
         """Write a checkpoint; `link` is the last one in the chain. Only the newest ones are listed then."""
-        path = checkpoint_file(self.run_dir, self.prepared.state.iteration)
-        digest = checkpoint.save(checkpoint.take(self.prepared.state, link, self.task), path)
+        state = self.prepared.state
+        name = f"{CHECKPOINTS_NAME}/iteration-{state.iteration:06d}.safetensors"
+        digest = checkpoint.save(checkpoint.take(state, link, self.task), self.run_dir / name)
         gc.collect()  # see quick_collections
-        files = {**head.files, path.relative_to(self.run_dir).as_posix(): digest}
+        files = {**head.files, name: digest}
         numbered = checkpoints_of(head.model_copy(update={"files": files}))
         old = sorted(numbered)[: -self.config.checkpoints.keep]
         return {name: of for name, of in files.items() if name not in {numbered[n] for n in old}}
 
-    def put_policy(self, folder: Path) -> None:
-        """Put the policy as it is now into a folder, to be loaded from there."""
+    def put_policy(self, folder: Path) -> bool:
         write_model(self.prepared.state.policy, folder)
         self.prepared.task.tokenizer.save_pretrained(folder)
+        return True
 
     def finish(self, files: Mapping[str, str], link: str) -> dict[str, str]:
         """The trained policy and value model, the policy's adapter in peft's format, a reward model that was made here.
@@ -162,9 +154,8 @@ class ModelStore:
             save_value_model(named_weights(state.own_value_module), config, made[-1])
         found = {**files, **listed(self.run_dir, *made)}
         if self.config.checkpoints.final_state and not self.is_due(state.iteration):
-            path = self.run_dir / FINAL_STATE
             saved = replace(checkpoint.take(state, link, self.task), policy={}, value_model={})
-            found[path.relative_to(self.run_dir).as_posix()] = checkpoint.save(saved, path)
+            found[FINAL_STATE] = checkpoint.save(saved, self.run_dir / FINAL_STATE)
         return found
 
 
@@ -180,7 +171,7 @@ def load_newest(run_dir: Path, recorded: Manifest) -> Start | None:
     before = [number for number in there if number < newest]
     otherwise = f"resume from iteration {max(before)}" if before else "start from the beginning"
     try:
-        start = load_start(run_dir, recorded, newest)
+        start = load_start(run_dir, recorded, there[newest])
     except UserError as error:
         raise UserError(f"{error}; or remove {run_dir / there[newest]} to {otherwise}") from error
     if start.checkpoint.chain != recorded.iterations[newest - 1].chain:
@@ -188,38 +179,27 @@ def load_newest(run_dir: Path, recorded: Manifest) -> Start | None:
     return start
 
 
-def load_start(run_dir: Path, recorded: Manifest, iteration: int) -> Start:
-    """The checkpoint after `iteration` iterations, or the final state; UserError where a file of it is damaged."""
-    name = starts_of(run_dir, recorded).get(iteration)
-    return _start(run_dir, recorded, name)
+def load_start(run_dir: Path, recorded: Manifest, name: str | None) -> Start:
+    """What the checkpoint of this name below the run folder holds, None: what the run ended with.
 
-
-def forked_start(run_dir: Path, recorded: Manifest) -> Start:
-    """What a forked run began with; UserError as in `load_start`."""
-    return _start(run_dir, recorded, FORKED_FROM)
-
-
-def _start(run_dir: Path, recorded: Manifest, name: str | None) -> Start:
-    saved = load_final(run_dir, recorded) if name is None else checkpoint.load(run_dir / name, recorded.files[name])
+    UserError where a file of it is damaged, or the end was not kept.
+    """
+    saved = _load_end(run_dir, recorded) if name is None else checkpoint.load(run_dir / name, recorded.files[name])
     kept = f"{REFERENCE}/{SUMS_NAME}" in recorded.files
     if kept:
         check_sums(run_dir / REFERENCE)
     return Start(saved, run_dir / REFERENCE if kept else None)
 
 
-def load_final(run_dir: Path, recorded: Manifest) -> Checkpoint:
-    """The state a finished run ended with, as a checkpoint; UserError where it is damaged or was not kept."""
-    path = checkpoint_file(run_dir, recorded.num_iterations)
-    if (name := path.relative_to(run_dir).as_posix()) in recorded.files:
-        return checkpoint.load(path, recorded.files[name])
-    path = run_dir / FINAL_STATE
-    if (name := path.relative_to(run_dir).as_posix()) not in recorded.files:
+def _load_end(run_dir: Path, recorded: Manifest) -> Checkpoint:
+    """The final state with the weights of the trained models."""
+    path, policy, value = (run_dir / name for name in (FINAL_STATE, FINAL, VALUE_MODEL))
+    if FINAL_STATE not in recorded.files:
         raise UserError(f"{path}: is not there; only runs with checkpoints.final_state that are finished have it")
-    policy, value = run_dir / FINAL, run_dir / VALUE_MODEL
     check_sums(policy)
     weights = {n: t for file in sorted(policy.glob("*.safetensors")) for n, t in load_file(file).items()}
     value_model = load_value_parameters(value) if value.is_dir() else {}
-    return replace(checkpoint.load(path, recorded.files[name]), policy=weights, value_model=value_model)
+    return replace(checkpoint.load(path, recorded.files[FINAL_STATE]), policy=weights, value_model=value_model)
 
 
 def go_on_from(start: Checkpoint, prepared: Prepared) -> None:

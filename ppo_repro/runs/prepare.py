@@ -45,7 +45,7 @@ from ppo_repro.stages.coefficients import first_coefficients
 from ppo_repro.stages.rollout import Task
 from ppo_repro.tasks.problems import Split, encode_all, encoder
 from ppo_repro.tasks.rewards import check_functions, for_source, load_judge
-from ppo_repro.tasks.sources import check_source, load_source
+from ppo_repro.tasks.sources import load_source
 from ppo_repro.tasks.tokenizer import spelled_tokens
 from ppo_repro.tasks.user_code import UserProcess
 
@@ -212,9 +212,8 @@ def prepare(
     judge = load_judge(config.reward, process)
     brought = load_source(config.task, config.seed, process)
     problems = brought.problems
-    judge = for_source(judge, brought, config.task.answer_extraction)
-    check_functions(judge, problems.train)
-    check_source(brought, problems.train)
+    judge = for_source(judge, brought, config.task)
+    check_functions(judge, brought, problems.train)
     if start_folder is None:
         source, tokenizer = _source(config, problems)
     else:
@@ -234,7 +233,7 @@ def prepare(
         steps = warm_start(source, tokenizer, problems.train, config.model, numerics, config.seed, progress)
     reward_model, reward_training = _reward_model(config, problems, ids, tokenizer, source, progress)
     spelled = spelled_tokens(tokenizer, [*judge.asked_texts, *config.rollout.stop])
-    task = Task(problems, ids, judge, reward_model, tokenizer, brought.environment, spelled)
+    task = Task(problems, ids, judge, reward_model, tokenizer, brought.step, spelled)
     state, sampled, lora, value_lora = _networks(config, source, reward_model, share, ranks)
     engine = built_in_engine(config, source, sampled, stop_ids(source, tokenizer))
     state.sampler = engine.policy if engine.policy is not state.policy else None

@@ -10,9 +10,11 @@ import pyarrow as pa
 
 from ppo_repro.clock import Clock
 from ppo_repro.records import digests, manifest, reader
+from ppo_repro.records.contents import FORKED_FROM
 from ppo_repro.records.diff import Difference, first_final_difference, from_recorded
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs.kind import Config, Item, RunKind
+from ppo_repro.runs.models_kept import load_start
 from ppo_repro.runs.resume import recorded_config
 from ppo_repro.runs.run import require_same_start
 
@@ -37,7 +39,9 @@ def rerun(
     """
     recorded = reader.open_manifest(run_dir)
     config = recorded_config(kind, run_dir, recorded, overrides, elsewhere)
-    opened = kind.again(config, run_dir, recorded)
+    start = None if recorded.origin is None else load_start(run_dir, recorded, FORKED_FROM)
+    opened = kind.open(config, None, start)
+    del start  # as large as weights and moments together
     require_same_start(kind.ranks, config, recorded.inputs)
     begun = 0 if recorded.origin is None else recorded.origin.iteration
     fingerprint = digests.FINGERPRINT_SEED if recorded.origin is None else recorded.origin.fingerprint
@@ -53,10 +57,10 @@ def rerun(
             if difference is not None:
                 return Rerun(difference, fingerprint, item.index + 1 - begun)
             kind.watcher.iteration(item.index + 1, config.iterations, execution.progress(item))
-        ending = execution.ending(Clock())
-    difference = first(from_recorded, run_dir, recorded, recorded.num_iterations, ending.tables)
-    difference = difference or first_final_difference(recorded.final, ending.results)
-    return Rerun(difference, manifest.finished_fingerprint(fingerprint, ending.results), config.iterations - begun)
+        results, side_tables = execution.ending(Clock())
+    difference = first(from_recorded, run_dir, recorded, recorded.num_iterations, side_tables)
+    difference = difference or first_final_difference(recorded.final, results)
+    return Rerun(difference, manifest.finished_fingerprint(fingerprint, results), config.iterations - begun)
 
 
 def _next_link(recorded: Manifest, tables: Mapping[str, pa.Table], fingerprint: str) -> str:

@@ -9,16 +9,20 @@ from pathlib import Path, PurePath
 
 from ppo_repro.clock import Clock, as_text
 from ppo_repro.config.files import apply_overrides, build_config_of
+from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.files import SUMS_NAME, only_writer
 from ppo_repro.records import manifest
-from ppo_repro.records.config_file import CONFIG_NAME, resumed_notes
+from ppo_repro.records.config_file import CONFIG_NAME, load_recorded_config, resumed_notes
 from ppo_repro.records.contents import CHECKPOINT, CHECKPOINTS_NAME, REFERENCE, UNEQUAL, starts_of
 from ppo_repro.records.inputs import located_tree
 from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.records.times import STARTED
 from ppo_repro.records.writer import RunWriter
+from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.kind import Config, Item, RunKind
+from ppo_repro.runs.models_kept import load_newest
+from ppo_repro.runs.open_engine import require_same_sampler
 from ppo_repro.runs.run import execute, mark_ended, require_same_start, work_along
 from ppo_repro.runs.verify import check_contents, remove_unfinished
 
@@ -50,18 +54,22 @@ def resume(
         # a checkpoint has the model
         model_too = not starts_of(run_dir, recorded) or f"{REFERENCE}/{SUMS_NAME}" not in recorded.files
         config = recorded_config(kind, run_dir, recorded, overrides, elsewhere, model_too)
-        resumption = kind.resume(config, run_dir, recorded)
+        if isinstance(config, RunConfig):
+            require_same_sampler(load_recorded_config(run_dir), config)
+        start = load_newest(run_dir, recorded)
+        resumed = Resumed(0 if start is None else start.checkpoint.iteration, recorded.num_iterations)
+        opened = kind.open(config, run_dir if ranks.is_first else None, start)
+        del start  # as large as weights and moments together
         require_same_start(ranks, config, recorded.inputs)
-        ranks.require_same("iterations to go on from", (resumption.start, recorded.num_iterations))
-        resumed = Resumed(resumption.start, recorded.num_iterations)
+        ranks.require_same("iterations to go on from", (resumed.start, resumed.recorded))
         if not ranks.is_first:
-            work_along(resumption.execution)
+            work_along(opened)
             return resumed
-        files = _files_to_go_on_with(run_dir, recorded, resumption.start)
+        files = _files_to_go_on_with(run_dir, recorded, resumed.start)
         contents = check_contents(run_dir, recorded.model_copy(update={"files": files}))
         clock.lap("inputs")
-        environment = {**kind.environment(config), STARTED: as_text(clock.started)}
-        tree = {"iteration": resumption.start, "overrides": list(overrides), "environment": environment}
+        environment = {**describe_environment(config, ranks.size), STARTED: as_text(clock.started)}
+        tree = {"iteration": resumed.start, "overrides": list(overrides), "environment": environment}
         try:
             written = RunWriter(run_dir)
             written.list_files(files)
@@ -69,7 +77,7 @@ def resume(
             remove_unfinished(run_dir, recorded, contents)
             written.note(f"resumed-{len(resumed_notes(recorded)) + 1:03d}.json", tree)
             clock.lap("records")
-            execute(kind, config, run_dir, resumption.execution, clock)
+            execute(kind, config, run_dir, opened, clock)
         except BaseException as error:
             mark_ended(run_dir, error)
             raise

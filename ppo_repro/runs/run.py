@@ -23,6 +23,7 @@ from ppo_repro.records.diff import Difference, from_recorded
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.records.times import STARTED
 from ppo_repro.records.writer import RunWriter
+from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.kind import Config, Execution, Item, RunKind
 from ppo_repro.runs.unequal import keeping_unequal
 from ppo_repro.stages.agreement import UnequalBits
@@ -37,7 +38,7 @@ def run(
     Of several processes the first one records. `clock`: one that runs already, whose phases count too.
     """
     clock, inputs, run_dir = clock or Clock(), gather(config), run_folder(config, out)
-    opened = kind.begin(config, run_dir if kind.ranks.is_first else None)
+    opened = kind.open(config, run_dir if kind.ranks.is_first else None)
     temporary = make_folder(kind, config, run_dir, inputs, run_digest(inputs), clock)
     if temporary is None:
         work_along(opened)
@@ -59,7 +60,7 @@ def make_folder(
     require_same_start(kind.ranks, config, inputs.digests)
     if not kind.ranks.is_first:
         return None
-    environment = {**kind.environment(config), STARTED: as_text(clock.started)}
+    environment = {**describe_environment(config, kind.ranks.size), STARTED: as_text(clock.started)}
     return writer.lay_out_run(run_dir, inputs, environment, digest, kind.name)
 
 
@@ -136,7 +137,7 @@ def execute(
             behind.settle()
             clock.lap("records")
             tell = partial(kind.watcher.iteration, item.index + 1, config.iterations, execution.progress(item))
-            is_due = store is not None and store.is_due(item.index + 1)
+            is_due = store.is_due(item.index + 1)
             is_recorded = item.index < recorded.num_iterations
             if is_recorded:
                 require_none(from_recorded(run_dir, recorded, item.index, tables))
@@ -146,7 +147,7 @@ def execute(
             if is_due:
                 behind.wait()
             clock.lap("records")
-            if store is not None and is_due:
+            if is_due:
                 # of a run that is not complete the fingerprint is the last link
                 link = recorded.iterations[item.index].chain if is_recorded else written.head.fingerprint
                 before = written.head.files
@@ -159,14 +160,13 @@ def execute(
         clock.lap(OTHER)
         behind.settle()
         clock.lap("records")
-        ending = execution.ending(clock)
-        if store is not None:
-            clock.lap(OTHER)
-            written.list_files(store.finish(written.head.files, written.head.fingerprint))
-            clock.lap("models")
+        results, side_tables = execution.ending(clock)
+        clock.lap(OTHER)
+        written.list_files(store.finish(written.head.files, written.head.fingerprint))
+        clock.lap("models")
     clock.lap("closing")
     written.note(times.FILE_NAME, {"iterations": computed, "seconds": clock.seconds})
-    written.finish(ending.results, ending.tables)
+    written.finish(results, side_tables)
     clock.lap("records")
 
 
@@ -204,8 +204,7 @@ def _begin(recorded: Manifest, written: RunWriter, execution: Execution[Item]) -
     """Record what came before the first iteration; what is recorded already is compared instead."""
     for name, tree in execution.notes.items():
         written.note(name, tree)
-    if execution.store is not None:
-        written.list_files(execution.store.begin(written.head.files))
+    written.list_files(execution.store.begin(written.head.files))
     tables = execution.preparation_tables()
     require_none(from_recorded(written.run_dir, recorded, None, tables))
     if new := {name: table for name, table in tables.items() if name not in recorded.preparation}:

@@ -1,143 +1,144 @@
-"""What a finished run says about itself, computed from its records alone; never imports torch."""
+"""What a finished run of any kind says about itself, computed from its records alone; never imports torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import pandas as pd
 
 from ppo_repro.config.algorithm import KLInReward
+from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.config.reward import ExactMatch, Verifier
-from ppo_repro.records import reader, times
-from ppo_repro.records.accuracy import Accuracy, sentence
-from ppo_repro.records.accuracy import read as read_accuracy
+from ppo_repro.records import accuracy, reader, times
 from ppo_repro.records.config_file import load_recorded_config
-from ppo_repro.records.manifest import Manifest
 
 PHASES = ("rollout", "forward", "update")  # those that handle tokens
-
 SHOWN = 0.05  # seconds; a shorter phase rounds to 0.0
 MANY_CUT = 0.5  # share of the responses cut at the limit from which a person hears of it
+UNITS: Mapping[Kind, str] = {LANGUAGE: "tokens", CONTROL: "steps", DPO: "pairs"}  # what tokens are
+# of the table `iterations`, worth a glance
+COLUMNS: Mapping[Kind, tuple[str, ...]] = {
+    LANGUAGE: (
+        "iteration", "tokens", "score_mean", "reward_mean", "accuracy", "entropy", "ref_kl_per_token",
+        "explained_variance", "unequal_old_rollout_logprobs", "eval_accuracy",
+    ),
+    CONTROL: (
+        "iteration", "tokens", "episodes", "episode_return_mean", "entropy", "explained_variance",
+        "unequal_old_rollout_logprobs", "unequal_first_ratios",
+    ),
+    DPO: ("iteration", "pairs", "loss", "margin", "eval_margin", "eval_pair_accuracy", "eval_accuracy"),
+}  # fmt: skip
+
+Figures = dict[str, Any]
+Numbers = Mapping[str, float | int | str]
 
 
 @dataclass(frozen=True)
-class Counts:
-    """The figures of one run of any kind; the counts are over all its iterations."""
+class Summary:
+    """A complete run in figures by name, which `--json` prints, and in words, one sentence per line."""
 
-    run_dir: str
-    fingerprint: str
-    status: str
-    iterations: int
-    tokens: int
-    unequal_old_rollout_logprobs: int
-    max_abs_old_rollout: float
-    first_minibatch_tokens: int
-    unequal_values: int
-    unequal_first_ratios: int
-    seconds: dict[str, float]  # by phase
+    figures: Figures
+    sentences: list[str]
+    unit: str
 
-
-Summary = TypeVar("Summary")
-
-
-@dataclass(frozen=True)
-class SummaryKind(Generic[Summary]):
-    """How the runs of one kind are summed up."""
-
-    columns: tuple[str, ...]  # of the table `iterations`, worth a glance
-    unit: str  # what tokens are
-    summarise: Callable[[Path, dict[str, float] | None], Summary]
-    verdicts: Callable[[Summary], list[str]]  # the summary in words, one sentence per line
+    @property
+    def speeds(self) -> list[str]:
+        """Seconds by phase, with tokens per second where a phase handles tokens; without phases that show 0.0 s."""
+        lines = []
+        for phase, seconds in self.figures["seconds"].items():
+            if seconds < SHOWN and phase not in PHASES:
+                continue
+            speed = f"{self.figures['tokens'] / seconds:,.0f} {self.unit}/s" if phase in PHASES and seconds else ""
+            lines.append(f"{phase:<12}{seconds:8.1f} s  {speed}".rstrip())
+        return lines
 
 
-def counts(run_dir: Path, manifest: Manifest, rows: pd.DataFrame, seconds: dict[str, float] | None) -> dict[str, Any]:
-    """The fields of `Counts` from the table `iterations`; `seconds` replaces the phases found there."""
-    totals = ("tokens", "unequal_old_rollout_logprobs", "first_minibatch_tokens", "unequal_values")
-    if seconds is None:
-        seconds = times.by_phase(run_dir, manifest, times.phases_of(rows))
-    return {
+def summarise(run_dir: Path, seconds: dict[str, float] | None = None) -> Summary:
+    """Summary of a complete run; `seconds` by phase replace those in the records."""
+    recorded, rows = reader.open_manifest(run_dir), reader.read_iterations(run_dir)
+    figures: Figures = {
         "run_dir": str(run_dir),
-        "fingerprint": manifest.fingerprint,
-        "status": manifest.status,
+        "fingerprint": recorded.fingerprint,
+        "status": recorded.status,
         "iterations": len(rows),
-        **{name: int(rows[name].sum()) for name in (*totals, "unequal_first_ratios")},
-        "max_abs_old_rollout": float(rows["max_abs_old_rollout"].max()),
-        "seconds": seconds,
+        "tokens": int(rows["pairs" if recorded.kind == DPO else "tokens"].sum()),
+        "seconds": times.by_phase(run_dir, recorded, times.phases_of(rows)) if seconds is None else seconds,
     }
+    if recorded.kind == DPO:
+        sentences = _dpo(run_dir, recorded.final, rows, figures)
+    else:
+        for name in (
+            "unequal_old_rollout_logprobs",
+            "first_minibatch_tokens",
+            "unequal_values",
+            "unequal_first_ratios",
+        ):
+            figures[name] = int(rows[name].sum())
+        figures["max_abs_old_rollout"] = float(rows["max_abs_old_rollout"].max())
+        if recorded.kind == CONTROL:
+            sentences = _control(recorded.final, rows, figures)
+        else:
+            measured = accuracy.read(run_dir, recorded)
+            sentences = _language(run_dir, recorded.final, rows, figures, measured)
+    return Summary(figures, sentences, UNITS[recorded.kind])
 
 
-def agreement(counts: Counts, anchor: str, has_value_model: bool) -> list[str]:
-    """How far sampler and trainer agree, in words; nothing is said of values where there is no value model."""
-    compared = [
-        (counts.unequal_old_rollout_logprobs, counts.tokens, "training log-probs differ from the sampler's"),
-        (
-            counts.unequal_first_ratios,
-            counts.first_minibatch_tokens,
-            f"first ratios (anchor {anchor}) are not exactly 1",
-        ),
-    ]
-    if has_value_model:
-        values = "recomputed values differ from the recorded ones"
-        compared.append((counts.unequal_values, counts.first_minibatch_tokens, values))
+def _agreement(figures: Figures, anchor: str, has_value_model: bool) -> list[str]:
+    """How far sampler and trainer agree; nothing is said of values where there is no value model."""
+    first = f"of {figures['first_minibatch_tokens']:,}"
+    differ = f"{figures['unequal_old_rollout_logprobs']:,} of {figures['tokens']:,} training log-probs differ"
+    values = f"{figures['unequal_values']:,} {first} recomputed values differ from the recorded ones"
     return [
-        *(f"{unequal:,} of {total:,} {what}" for unequal, total, what in compared),
-        f"largest |old - rollout| log-prob difference {counts.max_abs_old_rollout:.3g} nats",
+        f"{differ} from the sampler's",
+        f"{figures['unequal_first_ratios']:,} {first} first ratios (anchor {anchor}) are not exactly 1",
+        *([values] if has_value_model else []),
+        f"largest |old - rollout| log-prob difference {figures['max_abs_old_rollout']:.3g} nats",
     ]
 
 
-def speeds(counts: Counts, unit: str) -> list[str]:
-    """Seconds by phase, with tokens per second where a phase handles tokens; without phases that would show 0.0 s."""
-    lines = []
-    for phase, seconds in counts.seconds.items():
-        if seconds < SHOWN and phase not in PHASES:
-            continue
-        rate = f"  {counts.tokens / seconds:,.0f} {unit}/s" if phase in PHASES and seconds > 0 else ""
-        lines.append(f"{phase:<12}{seconds:8.1f} s{rate}")
-    return lines
+def _language(
+    run_dir: Path, final: Numbers, rows: pd.DataFrame, figures: Figures, measured: accuracy.Accuracy | None
+) -> list[str]:
+    config, judged = load_recorded_config(run_dir), has_answers(run_dir)
+    cut = float((rows["truncated_fraction"] * rows["sequences"]).sum() / rows["sequences"].sum())
+    figures |= {
+        "reward_first": float(rows["reward_mean"].iloc[0]),
+        "reward_last": float(rows["reward_mean"].iloc[-1]),
+        "accuracy_before": float(rows["eval_accuracy"].iloc[0]),  # greedy, of held-out prompts
+        "accuracy_after": float(final["eval_accuracy"]),
+        "score_before": float(rows["eval_score"].iloc[0]),  # mean score of the same responses
+        "score_after": float(final["eval_score"]),
+        "cut_fraction": cut,  # of all responses, cut at rollout.max_response_tokens
+        "has_answers": judged,  # without answers and without a verifier no response is right or wrong
+        "numerical_accuracy": None if measured is None else asdict(measured),  # of the log-probs at the start
+    }
+    # a reward of the user's own is what was trained, and its responses need not be equal to an answer
+    own = not judged or any(not isinstance(term, ExactMatch) for term in config.reward.terms)
+    penalty = ", KL penalty included," if isinstance(config.kl, KLInReward) and config.kl.kl_coef else ""
+    return [
+        *([_change("score", figures)] if own else []),
+        *([_change("accuracy", figures)] if judged else []),
+        f"mean reward per response{penalty} {figures['reward_first']:.3f} -> {figures['reward_last']:.3f}",
+        *([cut_at_the_limit(cut)] if cut > MANY_CUT else []),
+        f"{figures['iterations']} iterations, {figures['tokens']:,} response tokens",
+        *_agreement(figures, config.ppo.ratio_anchor, config.value.kind != "none"),
+        *([] if measured is None else [accuracy.sentence(measured)]),
+    ]
 
 
-def iteration_lines(run_dir: Path, columns: tuple[str, ...], count: int) -> pd.DataFrame:
-    """Some columns of up to `count` iterations, evenly spread, the first and last included."""
-    if "accuracy" in columns and not has_answers(run_dir):
-        columns = tuple(name for name in columns if "accuracy" not in name)
-    rows = reader.read_iterations(run_dir, columns=columns, allow_incomplete=True)
-    return rows.iloc[sorted({round(i * (len(rows) - 1) / (count - 1)) for i in range(count)})]
+def _change(what: str, figures: Figures) -> str:
+    before, after = figures[f"{what}_before"], figures[f"{what}_after"]
+    direction = "rose" if after > before else "fell" if after < before else "stayed"
+    return f"held-out {what} {direction} from {before:.3f} to {after:.3f} (greedy)"
 
 
-@dataclass(frozen=True)
-class LanguageSummary(Counts):
-    """The figures of one language run."""
-
-    reward_first: float
-    reward_last: float
-    accuracy_before: float
-    accuracy_after: float
-    score_before: float  # mean score of the held-out responses, greedy
-    score_after: float
-    cut_fraction: float  # of all responses, cut at rollout.max_response_tokens
-    has_answers: bool  # without answers and without a verifier no response is right or wrong
-    numerical_accuracy: Accuracy | None  # of the log-probs at the start; None where it was not measured
-
-
-def summarise(run_dir: Path, seconds: dict[str, float] | None = None) -> LanguageSummary:
-    """Summary of a complete language run; `seconds` replaces the phases found in the records."""
-    manifest = reader.open_manifest(run_dir)
-    rows = reader.read_iterations(run_dir)
-    return LanguageSummary(
-        **counts(run_dir, manifest, rows, seconds),
-        reward_first=float(rows["reward_mean"].iloc[0]),
-        reward_last=float(rows["reward_mean"].iloc[-1]),
-        accuracy_before=float(rows["eval_accuracy"].iloc[0]),
-        accuracy_after=float(manifest.final["eval_accuracy"]),
-        score_before=float(rows["eval_score"].iloc[0]),
-        score_after=float(manifest.final["eval_score"]),
-        cut_fraction=float((rows["truncated_fraction"] * rows["sequences"]).sum() / rows["sequences"].sum()),
-        has_answers=has_answers(run_dir),
-        numerical_accuracy=read_accuracy(run_dir, manifest),
-    )
+def cut_at_the_limit(fraction: float) -> str:
+    """That many responses were cut, in words."""
+    return f"{fraction:.0%} of the responses were cut at rollout.max_response_tokens; raise it"
 
 
 def has_answers(run_dir: Path) -> bool:
@@ -147,43 +148,57 @@ def has_answers(run_dir: Path) -> bool:
     return any(isinstance(term, Verifier) for term in terms) or bool((answers != "").any())
 
 
-def cut_at_the_limit(fraction: float) -> str:
-    """That many responses were cut, in words."""
-    return f"{fraction:.0%} of the responses were cut at rollout.max_response_tokens; raise it"
-
-
-def _change(what: str, before: float, after: float) -> str:
-    direction = "rose" if after > before else "fell" if after < before else "stayed"
-    return f"{what} {direction} from {before:.3f} to {after:.3f} (greedy)"
-
-
-def _verdicts(summary: LanguageSummary) -> list[str]:
-    config = load_recorded_config(summary.run_dir)
-    accuracy = _change("held-out accuracy", summary.accuracy_before, summary.accuracy_after)
-    score = _change("held-out score", summary.score_before, summary.score_after)
-    # a reward of the user's own is what was trained, and its responses need not be equal to an answer
-    own = not summary.has_answers or any(not isinstance(term, ExactMatch) for term in config.reward.terms)
-    penalty = ", KL penalty included," if isinstance(config.kl, KLInReward) and config.kl.kl_coef else ""
+def _control(final: Numbers, rows: pd.DataFrame, figures: Figures) -> list[str]:
+    """Tokens are environment steps; returns are undiscounted."""
+    before, after = float(rows["eval_return"].iloc[0]), float(final["eval_return"])
+    figures |= {
+        "episodes": int(rows["episodes"].sum()),
+        "last_100_return": float(final["last_100_return"]),  # of training episodes; of all where there are fewer
+        "eval_before": before,  # likeliest actions; NaN where no episodes are configured
+        "eval_after": after,
+    }
     return [
-        *([score] if own else []),
-        *([accuracy] if summary.has_answers else []),
-        f"mean reward per response{penalty} {summary.reward_first:.3f} -> {summary.reward_last:.3f}",
-        *([cut_at_the_limit(summary.cut_fraction)] if summary.cut_fraction > MANY_CUT else []),
-        f"{summary.iterations} iterations, {summary.tokens:,} response tokens",
-        *agreement(summary, config.ppo.ratio_anchor, config.value.kind != "none"),
-        *([] if summary.numerical_accuracy is None else [sentence(summary.numerical_accuracy)]),
+        f"mean return of the last 100 training episodes {figures['last_100_return']:.2f}",
+        *([] if math.isnan(after) else [f"likeliest actions: return {before:.2f} -> {after:.2f}"]),
+        f"{len(rows)} iterations, {figures['tokens']:,} environment steps, {figures['episodes']:,} episodes",
+        *_agreement(figures, "rollout", has_value_model=True),
     ]
 
 
-LANGUAGE_RUNS = SummaryKind(
-    columns=(
-        "iteration", "tokens", "score_mean", "reward_mean", "accuracy", "entropy", "ref_kl_per_token",
-        "explained_variance", "unequal_old_rollout_logprobs", "eval_accuracy",
-    ),
-    unit="tokens",
-    summarise=summarise,
-    verdicts=_verdicts,
-)  # fmt: skip
+def _dpo(run_dir: Path, final: Numbers, rows: pd.DataFrame, figures: Figures) -> list[str]:
+    """Tokens are the pairs of all epochs."""
+    loss = reader.read_steps(run_dir, columns=["loss"])["loss"]
+    held_out = reader.TableReader("margins")(run_dir, iterations=[0], columns=["held_out"])["held_out"]
+    has_task = "eval_accuracy" in final
+    figures |= {
+        "steps": len(loss),
+        "loss_first": float(loss.iloc[0]),  # nats, mean over the pairs of a minibatch
+        "loss_last": float(loss.iloc[-1]),
+        "eval_pairs": int(held_out.sum()),
+        "eval_pair_accuracy": float(rows["eval_pair_accuracy"].iloc[-1]),
+        "accuracy_before": float(rows["eval_accuracy"].iloc[0]) if has_task else None,  # greedy
+        "accuracy_after": float(final["eval_accuracy"]) if has_task else None,
+        "ref_kl_per_sequence": float(final["ref_kl_per_sequence"]) if has_task else None,  # nats
+    }
+    f, epochs = figures, len(rows)
+    lines = [
+        f"held-out pairs in the right order 0.500 -> {f['eval_pair_accuracy']:.3f} ({f['eval_pairs']:,} pairs)",
+        f"loss {f['loss_first']:.4f} -> {f['loss_last']:.4f} nats, {f['tokens'] // epochs:,} pairs, {epochs} epochs, "
+        f"{f['steps']} steps",
+    ]
+    if has_task:
+        lines.insert(0, f"held-out accuracy {f['accuracy_before']:.3f} -> {f['accuracy_after']:.3f} (greedy)")
+        lines.append(f"KL(policy || reference) {f['ref_kl_per_sequence']:.4f} nats per response")
+    return lines
+
+
+def iteration_lines(run_dir: Path, kind: Kind, count: int) -> pd.DataFrame:
+    """The telling columns of up to `count` iterations, evenly spread, the first and last included."""
+    columns = COLUMNS[kind]
+    if kind == LANGUAGE and not has_answers(run_dir):
+        columns = tuple(name for name in columns if "accuracy" not in name)
+    rows = reader.read_iterations(run_dir, columns=columns, allow_incomplete=True)
+    return rows.iloc[sorted({round(i * (len(rows) - 1) / (count - 1)) for i in range(count)})]
 
 
 def sample_lines(run_dir: Path, iteration: int, count: int) -> list[str]:

@@ -20,7 +20,7 @@ UNEQUAL_TOKENS = "unequal.parquet"
 
 
 @contextmanager
-def keeping_unequal(run_dir: Path, store: Store | None) -> Iterator[None]:
+def keeping_unequal(run_dir: Path, store: Store) -> Iterator[None]:
     """Where bits are unequal in this block, keep tokens and policy, and let the error say where they are."""
     try:
         yield
@@ -29,14 +29,13 @@ def keeping_unequal(run_dir: Path, store: Store | None) -> Iterator[None]:
         try:
             with whole_folder(folder) as temporary:
                 pq.write_table(_table(error.found), temporary / UNEQUAL_TOKENS)
-                if store is not None:
-                    store.put_policy(temporary)
+                has_policy = store.put_policy(temporary)
                 write_sums(temporary)
         except UserError as failure:
             hint = str(failure)
         else:
             hint = f"all of them: {folder / UNEQUAL_TOKENS}"
-            if store is not None:
+            if has_policy:
                 hint = f"find the module with `ppo-repro bisect {run_dir}`; {hint}"
         raise UnequalBits(f"{error}; {hint}", error.found) from error
 

@@ -20,8 +20,8 @@ from ppo_repro.seeding import sample_seed
 from ppo_repro.tasks.dialogue import Conversations
 from ppo_repro.tasks.problems import Problem, Split, choose
 from ppo_repro.tasks.rewards import Judge
-from ppo_repro.tasks.sources import PythonFile
 from ppo_repro.tasks.tokenizer import decode, spans
+from ppo_repro.tasks.user_code import UserFunction
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class Task:
     judge: Judge
     reward_model: PreTrainedModel | None  # frozen; None if no reward term is a model
     tokenizer: PreTrainedTokenizerBase
-    environment: PythonFile | None = None  # None if every episode is one turn of the model
+    step: UserFunction | None = None  # None if every episode is one turn of the model
     spelled: frozenset[int] = frozenset()  # special tokens that rewards and stop texts see as text
     warned: set[str] = field(default_factory=set)  # of what a person has heard
 
@@ -114,13 +114,13 @@ def generate(
     """Generate one answer to each problem, in their order; each rank generates its own, with the turns between."""
     mine = ranks.mine(len(problems))
     requests = [Request(task.prompt_ids[problems[i].key], seeds[i]) for i in mine]
-    if task.environment is None and not config.rollout.stop:
+    if task.step is None and not config.rollout.stop:
         return ranks.gather([Answered(c, _text(task, c), None) for c in engine.generate(requests, sampling)])
     own = [problems[i] for i in mine]
-    conversations = Conversations(config, task.tokenizer, task.spelled, task.environment, own, task.warned)
+    conversations = Conversations(config, task.tokenizer, task.spelled, task.step, own, task.warned)
     answers = []
     for index, c in enumerate(engine.generate(requests, sampling, conversations)):
-        if task.environment is None:
+        if task.step is None:
             answers.append(Answered(c, _text(task, c), None))
         else:
             episode = Episode(c.episode_ids, c.is_forced, conversations.turns_of(index, c))

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ppo_repro.buffers import PolicyUpdate, ValueUpdate
 from ppo_repro.config.run import RunConfig
-from ppo_repro.numerics.optimizer import StepReport
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.ppo import kl
 from ppo_repro.ppo.objective import removes_gradient
@@ -73,7 +72,7 @@ def policy_update(
     minibatch: Minibatch,
     columns: PolicyColumns,
     chosen: Tensor | None,
-    report: StepReport,
+    grad_norm: float,
 ) -> PolicyUpdate:
     """Sum the columns [M] of a step of the policy up, by the weights of its minibatch."""
     tokens, weights, corrected = minibatch.tokens, minibatch.weights, batch.corrections
@@ -102,19 +101,19 @@ def policy_update(
         entropy=mean_of(columns.new_entropies),
         approx_kl=mean_of(kl.k3(batch.anchor_logprobs[tokens] - columns.new_logprobs)),
         clip_fraction=mean_of(removes_gradient(flags)),
-        grad_norm=report.grad_norm,
+        grad_norm=grad_norm,
     )
 
 
-def value_update(minibatch: Minibatch, columns: ValueColumns, report: StepReport | None) -> ValueUpdate:
-    """Sum the columns [M] of the value model up; `report` is None if its head shares the policy's step."""
+def value_update(minibatch: Minibatch, columns: ValueColumns, grad_norm: float | None) -> ValueUpdate:
+    """Sum the columns [M] of the value model up; `grad_norm` is None if its head shares the policy's step."""
     return ValueUpdate(
         new_values=columns.new_values,
         clipped=columns.clipped,
         losses=columns.losses,
         loss=_total(columns.losses, minibatch.weights),
         clip_fraction=mean_of(columns.clipped),
-        grad_norm=None if report is None else report.grad_norm,
+        grad_norm=grad_norm,
     )
 
 

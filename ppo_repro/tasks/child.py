@@ -29,7 +29,6 @@ from ppo_repro.errors import UserError
 from ppo_repro.output import shown
 
 FLOAT32_MAX = 3.4028234663852886e38
-_BY_NAME = ("fields", "turns", "full_text")  # what a function gets only if it has a parameter of this name
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 Row = Mapping[str, Any]
@@ -70,10 +69,10 @@ class Transcript:
         return "".join(turn.text for turn in self.turns if turn.role == "model")
 
 
-def make_transcript(key: str, prompt: str, answer: str, fields: str, turns: list[str]) -> Transcript:
-    """A transcript of `turns` that begin with the model's; `fields` is a JSON object."""
-    of = tuple(Turn("environment" if i % 2 else "model", text) for i, text in enumerate(turns))
-    return Transcript(key, prompt, answer, json.loads(fields), of)
+def make_transcript(row: Row) -> Transcript:
+    """The transcript in a row of `problems.row_of`."""
+    turns = tuple(Turn("environment" if i % 2 else "model", text) for i, text in enumerate(row["turns"]))
+    return Transcript(row["key"], row["prompt"], row["answer"], json.loads(row["fields"]), turns)
 
 
 class RefusedError(Exception):
@@ -128,9 +127,13 @@ def _text(value: object) -> str | None:
 
 def _plain(function: Callable[..., Any], row: Row, options: Row) -> float:
     """`function(prompt, response, answer)`, and by name what else it asks for."""
-    turns = [Turn("environment" if index % 2 else "model", text) for index, text in enumerate(row["turns"])]
-    by_name = {"fields": json.loads(row["fields"]), "turns": turns, "full_text": row["full_text"]}
-    more = {name: value for name, value in by_name.items() if name in _parameters(function)}
+    transcript = make_transcript(row)
+    by_name = {"fields": transcript.fields, "turns": list(transcript.turns), "full_text": row["full_text"]}
+    try:
+        parameters: Iterable[str] = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some built-in functions
+        parameters = ()
+    more = {name: by_name[name] for name in parameters if name in by_name}
     return number(function(row["prompt"], row["response"], row["answer"], **more))
 
 
@@ -178,7 +181,7 @@ def _prompts(function: Callable[..., Any], row: Row, options: Row) -> list[Any]:
 
 
 def _scores(function: Callable[..., Any], row: Row, options: Row) -> list[float]:
-    transcripts = [make_transcript(**one) for one in row["transcripts"]]
+    transcripts = [make_transcript(one) for one in row["transcripts"]]
     values = _list(function(transcripts), "one number for each transcript")
     if len(values) != len(transcripts):
         raise RefusedError(f"returned {len(values)} numbers for {len(transcripts)} transcripts")
@@ -197,19 +200,12 @@ _CALLS: dict[str, Callable[[Callable[..., Any], Row, Row], object]] = {
     "verl": _verl,
     "prompts": _prompts,
     "scores": _scores,
-    "step": lambda function, row, options: _text(function(make_transcript(**row))),
+    "step": lambda function, row, options: _text(function(make_transcript(row))),
     "keywords": lambda function, row, options: number(function(**row)),
 }
 
 
-def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some built-in functions
-        return {}
-
-
-def _load(field: str, file: str, names: list[str], folder: str, call: str) -> dict[str, int | None]:
+def _load(field: str, file: str, names: list[str], folder: str) -> dict[str, int | None]:
     """Execute the file as it is now; returns the line of each function, 0 if unknown, None if it is absent."""
     os.chdir(folder)  # another file may have left it
     name = "ppo_repro_user_" + re.sub(r"\W", "_", field)
@@ -228,12 +224,6 @@ def _load(field: str, file: str, names: list[str], folder: str, call: str) -> di
             raise RefusedError(f"{name} is no function; make it one or rename it")
         code = getattr(inspect.unwrap(function), "__code__", None)
         lines[name] = code.co_firstlineno if code is not None and code.co_filename == file else 0
-        if call == "function" and (parameters := _parameters(function)):
-            more = {parameter: None for parameter in _BY_NAME if parameter in parameters}
-            try:
-                inspect.signature(function).bind("prompt", "response", "answer", **more)
-            except TypeError as error:
-                raise RefusedError(f"{name} cannot be called with prompt, response, answer ({error})") from None
         _functions[field, name] = function
     return lines
 

@@ -11,9 +11,9 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.output import say, shown
 from ppo_repro.rollout.engine import Completion
-from ppo_repro.tasks.problems import Problem, chat_of, refuse_control_tokens, rendered
-from ppo_repro.tasks.sources import PythonFile, transcript_of
+from ppo_repro.tasks.problems import Problem, chat_of, refuse_control_tokens, rendered, row_of
 from ppo_repro.tasks.tokenizer import decode, full_text
+from ppo_repro.tasks.user_code import UserFunction
 
 _MARK = "ppo7repro7mark"  # stands for the model's turn while a chat template is taken apart
 
@@ -49,13 +49,13 @@ class Conversations:
         config: RunConfig,
         tokenizer: PreTrainedTokenizerBase,
         spelled: frozenset[int],
-        environment: PythonFile | None,
+        step: UserFunction | None,
         problems: Sequence[Problem],
         warned: set[str],
     ) -> None:
         self.config, self.tokenizer, self.spelled = config, tokenizer, spelled
-        self.environment, self.problems = environment, problems
-        has_template = config.task.chat_template and environment is not None
+        self.step, self.problems = step, problems
+        has_template = config.task.chat_template and step is not None
         self._around = around_reply(tokenizer) if has_template else ("", "")
         self._has_template, self._warned = has_template, warned
         self.said: dict[int, list[str]] = {}
@@ -69,14 +69,14 @@ class Conversations:
 
     def reply(self, index: int, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
         """The tokens of what `step` says; UserError if it raises, goes on for too long, or says too much."""
-        if self.environment is None or self.environment.step is None:
+        if self.step is None:
             return None
         problem, said = self.problems[index], self.said.setdefault(index, [])
-        where, of_prompt = self.environment.step.where, f"prompt key '{shown(problem.key)}'"
+        where, of_prompt = self.step.where, f"prompt key '{shown(problem.key)}'"
         spoken = [decode(self.tokenizer, turn, self.spelled) for turn in turns]
         # alternating, the model's first and last
         texts = [text for pair in zip(spoken, [*said, ""], strict=True) for text in pair][:-1]
-        text = self.environment.next_turn(transcript_of(problem, texts))
+        (text,) = self.step([row_of(problem, texts)])
         if text is None:
             return None
         task, longest = self.config.task, self.config.rollout.max_response_tokens

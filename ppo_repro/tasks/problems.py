@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count as count_from
@@ -38,6 +38,16 @@ class Problem:
     def solution(self) -> str:
         """The steps, if there are any, and the answer: what warm start teaches."""
         return " ".join((*self.steps, self.answer))
+
+
+def row_of(problem: Problem, turns: Sequence[str], response: str = "", full_text: str = "") -> dict[str, Any]:
+    """What a function of the user's judges or answers to, as its process gets it.
+
+    `turns` begin with the model's. `response`: the model's own words; `full_text`: with all special tokens spelled out.
+    """
+    names = ("key", "prompt", "answer", "fields", "messages")
+    row = {name: getattr(problem, name) for name in names}
+    return {**row, "turns": list(turns), "response": response, "full_text": full_text}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 from ppo_repro.config.reward import (
     CalledReward,
@@ -18,13 +19,13 @@ from ppo_repro.config.reward import (
     StepsReward,
     Verifier,
 )
-from ppo_repro.config.tasks import AnswerExtraction
+from ppo_repro.config.tasks import AnswerExtraction, PythonTask, TaskConfig
 from ppo_repro.errors import UserError
 from ppo_repro.output import shown
 from ppo_repro.tasks.child import FLOAT32_MAX
-from ppo_repro.tasks.problems import Problem
-from ppo_repro.tasks.sources import GymVerifier, PythonFile, Source, transcript_of
-from ppo_repro.tasks.user_code import Texts, UserFunction, UserProcess, check_repeats, load_function, numbers
+from ppo_repro.tasks.problems import Problem, row_of
+from ppo_repro.tasks.sources import Source
+from ppo_repro.tasks.user_code import UserFunction, UserProcess, check_repeats, load_function
 
 # a minus sign belongs to a number unless it stands behind a letter, a digit or a bracket: 3-2 ends with 2
 _NUMBER = re.compile(r"(?:(?<![\w)\]])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
@@ -88,11 +89,9 @@ class Sample:
     full_text: str = ""  # the model's own words with every special token spelled out
 
     @property
-    def texts(self) -> Texts:
+    def row(self) -> dict[str, Any]:
         """What a user's function judges."""
-        of = self.problem
-        turns, full = self.turns, self.full_text
-        return Texts(of.key, of.prompt, self.response, of.answer, of.fields, of.messages, turns, full)
+        return row_of(self.problem, self.turns, self.response, self.full_text)
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class Judge:
     config: RewardConfig
     functions: tuple[UserFunction | None, ...]  # one entry per term
     extraction: AnswerExtraction = "exact"
-    verifier: GymVerifier | PythonFile | None = None  # the task's own
+    verifier: UserFunction | None = None  # the task's own
 
     @property
     def asked_texts(self) -> tuple[str, ...]:
@@ -139,22 +138,20 @@ def load_judge(config: RewardConfig, process: UserProcess | None = None) -> Judg
     return Judge(config, functions)
 
 
-def for_source(judge: Judge, source: Source, extraction: AnswerExtraction) -> Judge:
+def for_source(judge: Judge, source: Source, task: TaskConfig) -> Judge:
     """The judge with what a task brings; UserError if a term needs a verifier or answers that the task lacks."""
-    verifier = source.verifier
-    if isinstance(verifier, PythonFile) and verifier.score is None:
-        if any(isinstance(term, Verifier) for term in judge.config.terms):
-            raise UserError(
-                f"task.path: {verifier.prompts.file} has no function score, which the reward term of kind verifier "
-                "calls; add it, or give other reward.terms"
-            )
-        verifier = None
+    asks_verifier = any(isinstance(term, Verifier) for term in judge.config.terms)
+    if isinstance(task, PythonTask) and source.verifier is None and asks_verifier:
+        raise UserError(
+            f"task.path: {task.path} has no function score, which the reward term of kind verifier calls; add it, or "
+            "give other reward.terms"
+        )
     if any(isinstance(term, ExactMatch) for term in judge.config.terms) and not source.problems.has_answers:
         raise UserError(
             "reward.terms: exact_match compares responses with answers, and no prompt of the task has one; "
             "give the prompts answers, or other reward.terms"
         )
-    return replace(judge, extraction=extraction, verifier=verifier)
+    return replace(judge, extraction=task.answer_extraction, verifier=source.verifier)
 
 
 def _values(
@@ -173,13 +170,14 @@ def _values(
     if isinstance(term, LengthReward):
         return [-abs(sample.length - term.target) / term.target for sample in samples]
     if isinstance(term, Verifier):
-        if isinstance(judge.verifier, GymVerifier):
-            answers = [extracted(sample.response, judge.extraction) for sample in samples]
-            return judge.verifier.scores([sample.problem.key for sample in samples], answers)
         assert judge.verifier is not None
-        return judge.verifier.scores([transcript_of(sample.problem, sample.turns) for sample in samples])
+        if judge.verifier.call == "scores":
+            return judge.verifier([sample.row for sample in samples])
+        return judge.verifier(
+            [{"key": s.problem.key, "answer": extracted(s.response, judge.extraction)} for s in samples]
+        )
     if function is not None:
-        return numbers(function, [sample.texts for sample in samples])
+        return function([sample.row for sample in samples])
     return list(model_scores)
 
 
@@ -237,13 +235,9 @@ def weighted_scores(
     return scores
 
 
-def check_functions(judge: Judge, problems: Sequence[Problem]) -> None:
-    """UserError if a user's function gives two scores for one input: the answer, and nothing, to two prompts."""
-    rows = [
-        Sample(problem, response, True, 1, (response,), response).texts
-        for problem in problems[:2]
-        for response in (problem.answer, "")
-    ]
-    for function in judge.functions:
-        if function is not None:
+def check_functions(judge: Judge, source: Source, problems: Sequence[Problem]) -> None:
+    """UserError if a user's function gives two results for one input: the answer, and nothing, to two prompts."""
+    rows = [row_of(p, [text], text, text) for p in problems[:2] for text in (p.answer, "")]
+    for function in (*judge.functions, source.verifier, source.step):
+        if function is not None and function.call != "keywords":
             check_repeats(function, rows)

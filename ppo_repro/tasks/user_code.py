@@ -13,15 +13,14 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ppo_repro.config.reward import CalledReward, TrlReward, VerlReward
 from ppo_repro.errors import UserError
 from ppo_repro.output import shown
 
-T = TypeVar("T")
-
 CALL_SECONDS = 300.0  # of wall time for one prompt; a function that needs more has most likely no end
+_SECONDS_PER_TRANSCRIPT = 30.0  # of a call for all responses
 ENDING_SECONDS = 5.0  # to see how a child ended that has closed its pipe
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from ppo_repro.tasks.child import main; main()"
 
@@ -122,20 +121,6 @@ def _how_ended(child: subprocess.Popen[bytes]) -> str:
 
 
 @dataclass(frozen=True)
-class Texts:
-    """What a function judges; the key names the prompt."""
-
-    key: str
-    prompt: str
-    response: str  # the model's own words
-    answer: str
-    fields: str = "{}"  # the prompt's other fields, a JSON object
-    messages: str | None = None  # the prompt as a JSON list of messages, if it is one
-    turns: tuple[str, ...] = ()  # of the whole episode, the model's first
-    full_text: str = ""  # the model's own words with every special token spelled out
-
-
-@dataclass(frozen=True)
 class UserFunction:
     """A function of the user's file, as the child has it."""
 
@@ -156,51 +141,46 @@ class UserFunction:
         """Field, file and a line of it."""
         return f"{self.field}: {self.file}{f':{line or self.line}' if line or self.line else ''}"
 
-    def __call__(
-        self, rows: Sequence[Mapping[str, Any]], of: Sequence[str], seed: int = 0, seconds: float | None = None
-    ) -> list[Any]:
-        """What the function returns for each row of arguments; `of` names each row for messages, a prompt most often.
+    def __call__(self, rows: Sequence[Mapping[str, Any]], seed: int = 0) -> list[Any]:
+        """What the function returns for each row of arguments; functions of the convention `scores` get all at once.
 
-        `seed`: of the global generators before each row. UserError names field, file, line and row if the function
-        raises, returns what it must not, needs more than `seconds` (None: CALL_SECONDS) for a row, or ends its process.
+        `seed`: of the global generators before each call. UserError names field, file, line and prompt if the function
+        raises, returns what it must not, takes too long, or ends its process.
         """
-        request = {
-            "field": self.field,
-            "file": str(self.file),
-            "name": self.name,
-            "call": self.call,
-            "options": dict(self.options),
-            "seed": seed,
-            "rows": list(rows),
-        }
+        if self.call == "scores":
+            seconds = max(CALL_SECONDS, _SECONDS_PER_TRANSCRIPT * len(rows))
+            (scores,) = self._ask([{"transcripts": list(rows)}], seed, seconds)
+            return list(scores)
+        return self._ask(rows, seed, CALL_SECONDS)
+
+    def _ask(self, rows: Sequence[Mapping[str, Any]], seed: int, seconds: float) -> list[Any]:
+        def of(row: int) -> str:
+            return f"; prompt key '{shown(rows[row]['key'])}'" if "key" in rows[row] else ""
+
+        about = {"field": self.field, "file": str(self.file), "name": self.name, "call": self.call}
+        request = {**about, "options": dict(self.options), "seed": seed, "rows": list(rows)}
         replies = self.process.ask(
-            request, len(rows), seconds or CALL_SECONDS, lambda row, how: f"{self.where}: {self.name} {how}{of[row]}"
+            request, len(rows), seconds, lambda row, how: f"{self.where}: {self.name} {how}{of(row)}"
         )
         last: dict[str, Any] = replies[-1] if replies else {"value": None}
         what = self.name if self.call in ("prompts", "scores", "step") else "the function"
         if "wrong" in last:
             raise UserError(last["wrong"])
         if "refused" in last:
-            raise UserError(f"{self.where}: {what} {last['refused']}{of[len(replies) - 1]}")
+            raise UserError(f"{self.where}: {what} {last['refused']}{of(len(replies) - 1)}")
         if "raised" in last:
-            raise UserError(f"{self.at(last['line'])}: {what} raised {last['raised']}{of[len(replies) - 1]}")
+            raise UserError(f"{self.at(last['line'])}: {what} raised {last['raised']}{of(len(replies) - 1)}")
         return [reply["value"] for reply in replies]
 
 
 def load(
-    process: UserProcess,
-    field: str,
-    file: Path,
-    names: Sequence[str],
-    call: Mapping[str, str],
-    options: Mapping[str, Any] | None = None,
+    process: UserProcess, field: str, file: Path, calls: Mapping[str, str], options: Mapping[str, Any] | None = None
 ) -> dict[str, UserFunction]:
-    """Execute a file in the child and return the functions of `names` that it has; UserError if it fails to load.
+    """Execute a file in the child and return the functions of `calls` that it has; UserError if it fails to load.
 
-    `call`: the convention of each function by name.
+    `calls`: the convention of each function by name.
     """
-    of_all = call[names[0]]
-    request = {"field": field, "file": str(file), "names": list(names), "folder": os.getcwd(), "call": of_all}
+    request = {"field": field, "file": str(file), "names": list(calls), "folder": os.getcwd()}
 
     def lost(row: int, how: str) -> str:
         return f"{field}: {file} fails to load (it {how})"
@@ -212,7 +192,7 @@ def load(
         line = f":{reply['line']}" if reply["line"] else ""
         raise UserError(f"{field}: {file}{line} fails to load ({reply['raised']})")
     return {
-        name: UserFunction(process, field, file, name, line, call[name], options or {})
+        name: UserFunction(process, field, file, name, line, calls[name], options or {})
         for name, line in reply["value"].items()
         if line is not None
     }
@@ -220,53 +200,34 @@ def load(
 
 def load_function(process: UserProcess, field: str, path: str, term: CalledReward | None = None) -> UserFunction:
     """The function of `FILE.py:FUNCTION`, called as `term` says; UserError names what is wrong with it."""
-    file, name = parse(field, path)
-    call = "function"
+    file, colon, name = path.rpartition(":")
+    if not colon or not file.endswith(".py") or not name.isidentifier():
+        raise UserError(f"{field} = {path!r}: must be FILE.py:FUNCTION")
+    if not Path(file).is_file():
+        raise UserError(f"{field} = {path!r}: there is no file {file}")
+    call = "function" if term is None else term.kind
     options: dict[str, Any] = {}
     if isinstance(term, TrlReward):
-        call, options = "trl", {"conversational": term.conversational}
+        options = {"conversational": term.conversational}
     elif isinstance(term, VerlReward):
-        call, options = "verl", {"data_source": term.data_source}
-    found = load(process, field, file, [name], {name: call}, options)
+        options = {"data_source": term.data_source}
+    found = load(process, field, Path(file), {name: call}, options)
     if name not in found:
         raise UserError(f"{field} = {path!r}: {file} has no function {name}")
     return found[name]
 
 
-def numbers(function: UserFunction, rows: Sequence[Texts], seed: int = 0) -> list[float]:
-    """The function's number for each row, in this order; UserError as `UserFunction` says."""
-    arguments = [{name: value for name, value in vars(texts).items() if name != "key"} for texts in rows]
-    return function(arguments, [f"; prompt key '{shown(texts.key)}'" for texts in rows], seed)
-
-
-def check_repeats(function: UserFunction, rows: Sequence[Texts]) -> None:
-    """Call the function of a reward twice for each row; UserError as `require_repeats`."""
-    described = [f"prompt key '{shown(texts.key)}', response '{shown(texts.response)}'" for texts in rows]
-    require_repeats(function, rows, described, lambda some, seed: numbers(function, some, seed))
-
-
-def require_repeats(
-    function: UserFunction, rows: Sequence[T], of: Sequence[str], compute: Callable[[Sequence[T], int], Sequence[Any]]
-) -> None:
-    """UserError, with the row as `of` describes it, if two calls give it different results.
+def check_repeats(function: UserFunction, rows: Sequence[Mapping[str, Any]]) -> None:
+    """UserError, with the prompt and the last text, if two calls give different results.
 
     The second call has the opposite order and other seeds of the global generators, so that neither state between
     calls nor an unseeded draw gives the same results by chance.
     """
-    first, second = compute(rows, 1), compute(rows[::-1], 2)[::-1]
-    for row, one, other in zip(of, first, second, strict=True):
+    first, second = function(rows, 1), function(rows[::-1], 2)[::-1]
+    for row, one, other in zip(rows, first, second, strict=True):
         if one != other:
             raise UserError(
                 f"{function.where}: {function.name} returned {shown(repr(one))} and then {shown(repr(other))} for the "
-                f"same input ({row}); it must follow from its input alone"
+                f"same input (prompt key '{shown(row['key'])}', text '{shown(row['turns'][-1])}'); it must follow from "
+                "its input alone"
             )
-
-
-def parse(field: str, function: str) -> tuple[Path, str]:
-    """File and function of `FILE.py:FUNCTION`; UserError if it has another form or there is no such file."""
-    file, colon, name = function.rpartition(":")
-    if not colon or not file.endswith(".py") or not name.isidentifier():
-        raise UserError(f"{field} = {function!r}: must be FILE.py:FUNCTION")
-    if not Path(file).is_file():
-        raise UserError(f"{field} = {function!r}: there is no file {file}")
-    return Path(file), name

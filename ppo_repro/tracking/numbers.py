@@ -6,17 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
-from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
-from ppo_repro.control.summary import CONTROL_RUNS
-from ppo_repro.preferences.dpo.summary import DPO_RUNS
 from ppo_repro.records import accuracy, manifest, reader, times
-from ppo_repro.runs.summary import LANGUAGE_RUNS, SummaryKind
+from ppo_repro.runs.summary import summarise
 
-SUMMARIES: dict[Kind, SummaryKind[Any]] = {LANGUAGE: LANGUAGE_RUNS, CONTROL: CONTROL_RUNS, DPO: DPO_RUNS}
 KEYS = ["iteration", "epoch", "minibatch", "ended_at"]
 
 
@@ -87,6 +82,5 @@ def sentences(run_dir: Path) -> list[str]:
     recorded = manifest.load_head(run_dir)
     said = [f"{recorded.status} after {recorded.num_iterations} complete iterations"]
     if recorded.status == "complete":
-        kind = SUMMARIES[recorded.kind]
-        said = kind.verdicts(kind.summarise(run_dir, None))
+        said = summarise(run_dir).sentences
     return [*said, f"fingerprint {recorded.fingerprint}"]

@@ -8,7 +8,8 @@ import pytest
 
 from ppo_repro.config.files import load_config
 from ppo_repro.records import manifest, reader
-from ppo_repro.tasks.sources import PythonFile, load_source, transcript_of
+from ppo_repro.tasks.problems import row_of
+from ppo_repro.tasks.sources import load_source
 from ppo_repro.watcher import Silent
 from tests.support.language import rerun, run
 from tests.support.paths import ROOT
@@ -24,18 +25,18 @@ def checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_calculator_answers_products_and_nothing_else() -> None:
     task = load_config(CONFIG).task
     source = load_source(task, 0)
-    of, prompt = source.verifier, source.problems.by_key["7*11"]
-    assert isinstance(of, PythonFile)
+    score, step, prompt = source.verifier, source.step, source.problems.by_key["7*11"]
+    assert score is not None and step is not None
 
-    def said(*turns: str) -> str | None:
-        return of.next_turn(transcript_of(prompt, turns))
+    def said(*turns: str) -> object:
+        return step([row_of(prompt, turns)])[0]
 
     assert [said("7*11="), said("12*0="), said("7*11"), said("="), said("7+11="), said("7*11=", "77", "=")] == [
         *("77", "0"),
         *(None, None, None, None),
     ]
     turns = (("7*11=", "77", ""), ("7*1=", "7", ""), ("7*11=77",), ("7*11=", "77", "0"))
-    assert of.scores([transcript_of(prompt, texts) for texts in turns]) == [1.0, 0.2, 0.0, 0.2]
+    assert score([row_of(prompt, texts) for texts in turns]) == [1.0, 0.2, 0.0, 0.2]
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ppo_repro.config.files import load_config
-from ppo_repro.tasks.sources import PythonFile, load_source, transcript_of
+from ppo_repro.tasks.problems import row_of
+from ppo_repro.tasks.sources import load_source
 from tests.support.paths import ROOT
 
 CONFIG = ROOT / "experiments" / "smollm2" / "sums.yaml"
@@ -15,11 +16,11 @@ def test_a_sum_is_right_if_the_line_holds_it_and_nothing_else(monkeypatch: pytes
     monkeypatch.chdir(ROOT)
     task = load_config(CONFIG).task
     source = load_source(task, 0)
-    assert isinstance(source.verifier, PythonFile)
+    assert source.verifier is not None
     prompts = source.problems.by_key
     assert len(prompts) == 90 * 90 - 1
     prompt = prompts["47+38"]
     assert prompt.prompt == "12 + 25 = 37\n47 + 38 =" and prompt.answer == "85"
     texts = (" 85\n", "85", " 85", " 84\n", " 85.", " 8\n5", "", " 085\n")
-    rows = [transcript_of(prompt, (text,)) for text in texts]
-    assert source.verifier.scores(rows) == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    rows = [row_of(prompt, (text,)) for text in texts]
+    assert source.verifier(rows) == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]

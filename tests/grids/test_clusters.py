@@ -12,7 +12,7 @@ import pytest
 
 from ppo_repro.commands.cli import _run
 from ppo_repro.grids import slurm
-from ppo_repro.grids.cell import LOG, LOST, Order, finish_cell, last_result, state_of
+from ppo_repro.grids.cell import LOST, Order, last_result, record_result, state_of
 from ppo_repro.grids.engines import Processes
 from ppo_repro.grids.grid import run_grid
 from ppo_repro.grids.slurm import Slurm
@@ -141,7 +141,6 @@ def test_a_job_that_is_gone_has_the_result_of_its_cell(
 ) -> None:
     monkeypatch.setattr(slurm, "POLL_SECONDS", 0.01)
     order = Order("seed=1", str(tmp_path), "language", 1)
-    (tmp_path / LOG).write_text("error: no such thing\n")
     answer(commands, "squeue", "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1")
-    expected = finish_cell(order, 2, 1.0)
-    assert list(slurm._until_ended({"7": order}, tmp_path)) == [expected] and expected.message == "error: no such thing"
+    expected = record_result(order, 2, 1.0, "error: no such thing")
+    assert list(slurm._until_ended({"7": order}, tmp_path)) == [expected]

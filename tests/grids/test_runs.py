@@ -18,7 +18,7 @@ from ppo_repro.commands.cli import _run
 from ppo_repro.errors import UserError
 from ppo_repro.files import has_writer, only_writer
 from ppo_repro.grids import grid as grid_module
-from ppo_repro.grids.cell import Order, finish_cell, run_of, start_cell, state_of
+from ppo_repro.grids.cell import Order, record_result, run_of, start_cell, state_of
 from ppo_repro.grids.engines import Engine, Processes
 from ppo_repro.grids.grid import Outcome, run_grid
 from ppo_repro.grids.ray_tasks import Ray
@@ -178,7 +178,7 @@ def test_a_cell_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     assert process.stdin is not None and state_of(Path(order.folder)) == "running"
     process.stdin.close()
     assert process.wait(timeout=30) == 1 and state_of(Path(order.folder)) == "running"  # as after a kill
-    assert finish_cell(order, 1, 0.0).exit_code == 1 and state_of(Path(order.folder)) == "interrupted"
+    assert record_result(order, 1, 0.0, "").exit_code == 1 and state_of(Path(order.folder)) == "interrupted"
 
 
 def test_two_calls_on_one_folder(tmp_path: Path) -> None:

@@ -15,8 +15,6 @@ from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer
 from ppo_repro.preferences.dpo.execution import sequence_kl
 from ppo_repro.preferences.pairs import Preference
 from ppo_repro.preferences.training import (
-    PairLogprobs,
-    Schedule,
     dpo_losses_of,
     pair_logprobs,
     preference_steps,
@@ -57,8 +55,7 @@ def test_pair_log_probs_are_those_of_the_unmodified_model() -> None:
     with torch.no_grad():
         chosen, rejected = stock_logprobs(source_model("gpt2").double(), pairs, 0.9)
     # a sum of up to 7 log-probs, each good to about 1e-5
-    assert torch.allclose(found.chosen, chosen, rtol=0, atol=1e-4)
-    assert torch.allclose(found.rejected, rejected, rtol=0, atol=1e-4)
+    assert torch.allclose(found, torch.stack([chosen, rejected]), rtol=0, atol=1e-4)
 
 
 def test_loss_and_gradient_norm_are_those_of_autograd_in_float64() -> None:
@@ -69,9 +66,9 @@ def test_loss_and_gradient_norm_are_those_of_autograd_in_float64() -> None:
     expected = torch.stack([p.grad.norm() for p in wide.parameters() if p.grad is not None]).norm().item()
     policy = make_policy(source_model("qwen3"), "deterministic", CONTEXT)
     optimizer = Optimizer(policy, AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.0, 1.0), "deterministic")
-    nothing = PairLogprobs(*torch.zeros(2, 6, dtype=torch.float64))
+    nothing = torch.zeros(2, 6, dtype=torch.float64)
     losses_of = dpo_losses_of(policy, pairs, nothing, 0.1, 1.0, "deterministic", "right")
-    (step,) = islice(preference_steps(policy, optimizer, 6, Schedule(6, 2, 0), 0, losses_of), 1)
+    (step,) = islice(preference_steps(policy, optimizer, 6, 6, 4, 0, 0, losses_of), 1)
     assert step.grad_norm == pytest.approx(expected, rel=1e-6)
     assert step.loss == pytest.approx(loss.item(), rel=1e-5)
 

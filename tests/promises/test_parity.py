@@ -20,7 +20,7 @@ from ppo_repro.runs.summary import summarise
 @pytest.mark.parametrize("which", ["deterministic_run", "native_run"])
 def test_the_run_counted_what_the_records_hold(which: str, request: pytest.FixtureRequest) -> None:
     run_dir = request.getfixturevalue(which)
-    again, logged = dataclasses.asdict(parity(run_dir)), dataclasses.asdict(summarise(run_dir))
+    again, logged = dataclasses.asdict(parity(run_dir)), summarise(run_dir).figures
     shared = set(again) & set(logged)
     assert len(shared) >= 6
     assert {name: again[name] for name in shared} == {name: logged[name] for name in shared}

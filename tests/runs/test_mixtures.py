@@ -18,9 +18,8 @@ from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.recompute.recompute import STAGES, recompute
-from ppo_repro.records import reader
+from ppo_repro.records import manifest, reader
 from ppo_repro.records.diff import first_difference
-from ppo_repro.runs.summary import summarise
 from ppo_repro.watcher import Silent
 from tests.support.language import run
 from tests.support.paths import TINY
@@ -66,7 +65,7 @@ def test_sampler_and_trainer_agree_on_every_bit_in_every_layout(family: str, tmp
     assert found.tokens > 50 and found.unequal_old_rollout_logprobs == 0
     assert found.unequal_first_ratios == 0 and found.unequal_values == 0
     assert found.unequal_ratios > 0, "the weights must have moved, or a constant would pass this test"
-    assert summarise(one).fingerprint == summarise(other).fingerprint
+    assert manifest.load(one).fingerprint == manifest.load(other).fingerprint
     assert first_difference(one, other) is None
 
 
@@ -79,7 +78,7 @@ def test_native_numerics_fail_the_same_check(tmp_path: Path) -> None:
 
 def test_routes_are_recorded_at_level_deep_and_change_no_fingerprint(deep_run: Path, tmp_path: Path) -> None:
     lean = record(tmp_path, "qwen3_moe")
-    assert summarise(lean).fingerprint == summarise(deep_run).fingerprint
+    assert manifest.load(lean).fingerprint == manifest.load(deep_run).fingerprint
     sampled, trained = routes(deep_run, "rollout_routes"), routes(deep_run, "policy_routes")
     assert sampled.shape[1] == 4 and (sampled == trained).all()
     pairs = sampled.reshape(-1, 2, 2)
@@ -105,7 +104,7 @@ def test_replayed_routes_bring_a_rounded_sampler_and_the_trainer_nearer(tmp_path
     again = record(tmp_path / "again", "olmoe", *more, "ppo.replay_routes=true", *LAYOUT)
     assert (routes(own, "rollout_routes") == routes(replayed, "rollout_routes")).all()
     assert (routes(own, "policy_routes") != routes(own, "rollout_routes")).any()
-    assert summarise(replayed).fingerprint == summarise(again).fingerprint != summarise(own).fingerprint
+    assert manifest.load(replayed).fingerprint == manifest.load(again).fingerprint != manifest.load(own).fingerprint
     assert (routes(replayed, "policy_routes") == routes(replayed, "rollout_routes")).all()
     assert rms(replayed) < rms(own)
     table = route_table(own)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 from ppo_repro.records import accuracy, manifest
 from ppo_repro.records.accuracy import Accuracy
-from ppo_repro.runs.summary import LANGUAGE_RUNS, summarise
+from ppo_repro.runs.summary import summarise
 from ppo_repro.watcher import Silent
 from tests.support.language import run
 from tests.support.runs import small_config
@@ -23,13 +24,14 @@ def test_a_run_records_and_tells_it(deterministic_run: Path) -> None:
     assert found.tokens == 4 * (small_config().numerics.max_context - 1)
     assert 0 < found.deterministic_rms < found.deterministic_max < 1e-4 and not found.is_low
     summary = summarise(deterministic_run)
-    assert summary.numerical_accuracy == found
-    assert accuracy.sentence(found) in LANGUAGE_RUNS.verdicts(summary)
+    assert summary.figures["numerical_accuracy"] == asdict(found)
+    assert accuracy.sentence(found) in summary.sentences
     assert accuracy.FILE_NAME in manifest.load(deterministic_run).notes
 
 
 def test_measuring_changes_no_bit(deterministic_run: Path, tmp_path: Path) -> None:
     quiet, _ = run(small_config("numerics.accuracy_sequences=0"), tmp_path, Silent())
-    assert summarise(quiet).fingerprint == summarise(deterministic_run).fingerprint
-    assert summarise(quiet).numerical_accuracy is None and not (quiet / accuracy.FILE_NAME).exists()
-    assert not any("float64" in line for line in LANGUAGE_RUNS.verdicts(summarise(quiet)))
+    summary = summarise(quiet)
+    assert summary.figures["fingerprint"] == manifest.load(deterministic_run).fingerprint
+    assert summary.figures["numerical_accuracy"] is None and not (quiet / accuracy.FILE_NAME).exists()
+    assert not any("float64" in line for line in summary.sentences)

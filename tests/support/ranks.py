@@ -25,7 +25,9 @@ class Ended:
     @property
     def errors(self) -> list[str]:
         """What was said, without the first line, progress and warnings."""
-        progress = re.compile(r"warm start |iteration \d+/|warning: |.* iterations into |.*: computing everything again, ")
+        progress = re.compile(
+            r"warm start |iteration \d+/|warning: |.* iterations into |.*: computing everything again, "
+        )
         return [line for line in self.err.splitlines() if not progress.match(line)]
 
 

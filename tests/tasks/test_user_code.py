@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,18 +20,24 @@ from hypothesis import strategies as st
 from ppo_repro.config.reward import CalledReward, TrlReward, VerlReward
 from ppo_repro.errors import UserError
 from ppo_repro.tasks import user_code
+from ppo_repro.tasks.problems import Problem, row_of
 from ppo_repro.tasks.user_code import (
-    Texts,
     UserFunction,
     UserProcess,
     check_repeats,
     load_function,
-    numbers,
 )
 from tests.support.paths import ROOT
 
 FIELD = "reward.terms.0.path"
-ROWS = [Texts("k1", "p1", "r1", "a1"), Texts("k2", "p2", "r2", "a2")]
+
+
+def row(key: str, prompt: str, response: str, answer: str, fields: str = "{}", **more: Any) -> dict[str, Any]:
+    problem = Problem(key, prompt, answer, fields)
+    return row_of(problem, more.get("turns", [response]), response, more.get("full_text", ""))
+
+
+ROWS = [row("k1", "p1", "r1", "a1"), row("k2", "p2", "r2", "a2")]
 SIGNATURE = "def f(prompt, response, answer):\n    "
 
 
@@ -39,10 +46,10 @@ def loaded(folder: Path, text: str, term: CalledReward | None = None, name: str 
     return load_function(UserProcess(), FIELD, f"{folder / 'r.py'}:{name}", term)
 
 
-def refusal(function: UserFunction, rows: list[Texts] = ROWS) -> str:
+def refusal(function: UserFunction, rows: list[dict[str, Any]] = ROWS) -> str:
     """The UserError of a call, without field and file."""
     with pytest.raises(UserError) as caught:
-        numbers(function, rows)
+        function(rows)
     message, start = str(caught.value), f"{FIELD}: {function.file}:"
     assert message.startswith(start) and message.isprintable()
     return message.removeprefix(start)
@@ -58,7 +65,7 @@ def evaluating(tmp_path_factory: pytest.TempPathFactory) -> UserFunction:
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=1))
 def test_every_finite_float32_arrives_bit_for_bit(evaluating: UserFunction, values: list[float]) -> None:
-    found = numbers(evaluating, [Texts("k", "p", repr(value), "a") for value in values])
+    found = evaluating([row("k", "p", repr(value), "a") for value in values])
     assert np.array_equal(np.array(found).view(np.int64), np.array(values).view(np.int64))
 
 
@@ -79,7 +86,7 @@ def test_every_finite_float32_arrives_bit_for_bit(evaluating: UserFunction, valu
 )
 def test_everything_else_is_refused_by_value_and_type(evaluating: UserFunction, value: str, shown: str) -> None:
     expected = f"the function returned {shown}; must be a finite number within float32 (3.4e+38); prompt key 'k'"
-    assert refusal(evaluating, [Texts("k", "p", value, "a")]) == f"8: {expected}"
+    assert refusal(evaluating, [row("k", "p", value, "a")]) == f"8: {expected}"
 
 
 @pytest.mark.parametrize(
@@ -94,8 +101,8 @@ def test_everything_else_is_refused_by_value_and_type(evaluating: UserFunction, 
 def test_whatever_a_function_raises_is_named_with_file_line_and_prompt(
     evaluating: UserFunction, call: str, reason: str
 ) -> None:
-    assert refusal(evaluating, [Texts("k", "p", call, "a")]) == f"9: the function raised {reason}; prompt key 'k'"
-    assert numbers(evaluating, [Texts("k", "p", "1.5", "a")]) == [1.5], "the process goes on"
+    assert refusal(evaluating, [row("k", "p", call, "a")]) == f"9: the function raised {reason}; prompt key 'k'"
+    assert evaluating([row("k", "p", "1.5", "a")]) == [1.5], "the process goes on"
 
 
 @pytest.mark.parametrize(
@@ -124,7 +131,7 @@ def test_the_process_ends_with_the_run_also_where_that_is_killed(tmp_path: Path)
     """A function in an endless search holds every lock of Python."""
     (tmp_path / "r.py").write_text(f"import os, re\n{SIGNATURE}print(os.getpid()); re.match('(a+)+b', 'a' * 64)")
     program = "import sys; from ppo_repro.tasks.user_code import *\n"
-    program += f"numbers(load_function(UserProcess(), 'f', {str(tmp_path / 'r.py:f')!r}), [Texts('k', 'p', 'r', 'a')])"
+    program += f"load_function(UserProcess(), 'f', {str(tmp_path / 'r.py:f')!r})({[row('k', 'p', 'r', 'a')]})"
     run = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, cwd=ROOT)
     assert run.stderr is not None
     child = int(run.stderr.readline())
@@ -145,7 +152,7 @@ def test_ctrl_c_gets_out_of_a_function_that_catches_everything(tmp_path: Path) -
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            numbers(function, ROWS)
+            function(ROWS)
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -155,15 +162,13 @@ def test_a_function_leaves_no_trace_in_the_run_and_keeps_the_state_that_its_file
     body = "return torch.tensor(0.1) + int(os.environ['PPO_REPRO_X']) + (os.getcwd() == '/')"
     before = os.getcwd(), dict(os.environ), torch.get_default_dtype(), random.getstate()
     function = loaded(tmp_path, f"import os, random, torch\nrandom.seed(1)\n{change}\n{SIGNATURE}{body}")
-    assert numbers(function, ROWS) == [4.1, 4.1]
+    assert function(ROWS) == [4.1, 4.1]
     assert (os.getcwd(), dict(os.environ), torch.get_default_dtype(), random.getstate()) == before
 
 
 def test_what_is_printed_goes_to_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     said = "print('{0} print'); os.write(1, b'{0} raw '); os.system('echo {0} program')"
-    numbers(
-        loaded(tmp_path, f"import os\n{said.format('file')}\n{SIGNATURE}{said.format('call')}; return 1.0"), ROWS[:1]
-    )
+    loaded(tmp_path, f"import os\n{said.format('file')}\n{SIGNATURE}{said.format('call')}; return 1.0")(ROWS[:1])
     out, err = capfd.readouterr()
     assert out == ""
     for part in ("file print", "file raw", "file program", "call print", "call program"):
@@ -176,7 +181,6 @@ def test_what_is_printed_goes_to_stderr(tmp_path: Path, capfd: pytest.CaptureFix
         ("x = 1\nimport no_such_module_anywhere", ":2 fails to load (ModuleNotFoundError: No module named"),
         ("x = 1\n\ndef f(:", ":3 fails to load (SyntaxError in Python 3."),
         ("import os\nos._exit(0)", " fails to load (it ended its process (exit status 0)"),
-        ("# a\ndef f(prompt): return 1.0", ": f cannot be called with prompt, response, answer (too many positional"),
         ("f = 3", ": f is no function; make it one or rename it"),
     ],
 )
@@ -204,9 +208,9 @@ def test_a_function_with_two_scores_for_one_input_is_refused(tmp_path: Path, hea
 def test_a_function_gets_by_name_what_it_asks_for(tmp_path: Path) -> None:
     text = "def f(prompt, response, answer, turns, fields, full_text):\n    fields['n'] += 1\n"
     text += "    return fields['n'] + 10 * [t.role for t in turns].count('environment') + 100 * full_text.count('<s>')"
-    row = Texts("k", "p", "ab", "x", '{"n": 3}', turns=("a", "tool", "b"), full_text="a<s>b<s>")
+    own = row("k", "p", "ab", "x", '{"n": 3}', turns=("a", "tool", "b"), full_text="a<s>b<s>")
     for _ in range(2):  # what it changes in them is lost
-        assert numbers(loaded(tmp_path, text), [row, row]) == [214.0, 214.0]
+        assert loaded(tmp_path, text)([own, own]) == [214.0, 214.0]
 
 
 # as in the documentation of TRL and verl
@@ -236,7 +240,7 @@ def nameless(data_source, solution_str, ground_truth, extra_info): return {"acc"
 """
 OF_TRL = TrlReward(kind="trl", path="r.py:f")
 OF_VERL = VerlReward(kind="verl", path="r.py:f", data_source="openai/gsm8k")
-FOUR = Texts("2", "2+2=", "four", "4", '{"level": 3, "data_source": "own", "completions": "not mine"}')
+FOUR = row("2", "2+2=", "four", "4", '{"level": 3, "data_source": "own", "completions": "not mine"}')
 
 
 @pytest.mark.parametrize(
@@ -252,8 +256,8 @@ def test_rewards_of_trl_and_verl_work_as_they_are(
     tmp_path: Path, term: CalledReward, name: str, expected: list[float]
 ) -> None:
     fields = '{"level": 3}' if isinstance(term, TrlReward) else "{}"
-    rows = [Texts("1", "1+1=", "2", "2", fields), FOUR]
-    assert numbers(loaded(tmp_path, TRL + VERL, term, name), rows) == expected
+    rows = [row("1", "1+1=", "2", "2", fields), FOUR]
+    assert loaded(tmp_path, TRL + VERL, term, name)(rows) == expected
 
 
 @pytest.mark.parametrize(

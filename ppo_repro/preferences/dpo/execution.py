@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import pyarrow as pa
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_repro.buffers import Prompts
@@ -25,27 +25,24 @@ from ppo_repro.models.networks import freeze, make_policy
 from ppo_repro.numerics import library
 from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, weights_digest
 from ppo_repro.numerics.sums import mean_of, run_sums
-from ppo_repro.ppo.preferences import preference_accuracy
+from ppo_repro.ppo.preferences import dpo_margins, preference_accuracy
 from ppo_repro.preferences.pairs import Preference, check_pairs, hold_out, pairs_of_file
 from ppo_repro.preferences.training import (
-    PairLogprobs,
     PreferenceStep,
-    Schedule,
     dpo_losses_of,
-    margins_of,
     pair_logprobs,
-    pairs_at_once,
     preference_steps,
+    steps_of,
 )
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records import dpo_schema, reader
 from ppo_repro.records.arrow import to_arrow
+from ppo_repro.records.columns import int32, pair_columns, rows_of
 from ppo_repro.records.config_file import CONFIG_NAME, load_recorded_config
 from ppo_repro.records.contents import FINAL, REFERENCE
 from ppo_repro.records.inputs import located_tree
-from ppo_repro.records.manifest import Head, Manifest
-from ppo_repro.runs.environment import describe_environment
-from ppo_repro.runs.kind import Ending, Execution, Final, Resumption
+from ppo_repro.records.manifest import Manifest
+from ppo_repro.runs.kind import Final, Start, Store, Tables
 from ppo_repro.runs.models_kept import listed, save_model
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.seeding import sample_seed
@@ -53,7 +50,6 @@ from ppo_repro.stages.evaluation import evaluate
 from ppo_repro.stages.forward import score_rollout
 from ppo_repro.stages.rollout import roll_out
 from ppo_repro.tasks.problems import encoder
-from ppo_repro.tasks.tokenizer import decode
 from ppo_repro.watcher import Watcher
 
 
@@ -64,13 +60,13 @@ class Epoch:
     index: int
     eval_accuracy: float | None  # before the first epoch only; None if there is no run with a task
     steps: tuple[PreferenceStep, ...]
-    logprobs: PairLogprobs  # of all pairs, after the epoch
-    margins: torch.Tensor  # [P] float64, likewise
+    logprobs: Tensor  # [2, P] float64 of all pairs, after the epoch
+    margins: Tensor  # [P] float64, likewise
     seconds: dict[str, float]  # wall time by phase: evaluation, update, forward, other
 
 
 @dataclass(frozen=True)
-class Start:
+class PreparedDPO:
     """Policy, reference and pairs before the first step."""
 
     policy: PreTrainedModel
@@ -88,27 +84,15 @@ class Start:
 
 
 @dataclass(frozen=True)
-class _Store:
-    """The trained policy at the end; there are no checkpoints."""
+class _Store(Store):
+    """The trained policy at the end."""
 
     run_dir: Path
-    start: Start
-
-    def begin(self, files: Mapping[str, str]) -> dict[str, str]:
-        return dict(files)
-
-    def is_due(self, iteration: int) -> bool:
-        return False
-
-    def save(self, head: Head, link: str) -> dict[str, str]:
-        return dict(head.files)
-
-    def put_policy(self, folder: Path) -> None:
-        save_model(self.start.policy, self.start.tokenizer, folder)
+    start: PreparedDPO
 
     def finish(self, files: Mapping[str, str], link: str) -> dict[str, str]:
         folder = self.run_dir / FINAL
-        self.put_policy(folder)
+        save_model(self.start.policy, self.start.tokenizer, folder)
         return {**files, **listed(self.run_dir, folder)}
 
 
@@ -117,11 +101,11 @@ class DPOExecution:
     """A DPO run that is prepared."""
 
     config: DPOConfig
-    start: Start
+    start: PreparedDPO
     optimizer: Optimizer
-    reference: PairLogprobs  # of all pairs, computed once
+    reference: Tensor  # [2, P] float64, log-probs of all pairs, computed once
     initial_digest: str
-    store: _Store | None
+    store: Store
     watcher: Watcher
     notes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
@@ -129,55 +113,50 @@ class DPOExecution:
         """Train the policy in place; yields after each epoch. Log-probs are of the whole distribution."""
         config, start, trained = self.config, self.start, len(self.start.train)
         dpo, layout, mode = config.dpo, config.layout, config.numerics.mode
-        schedule = Schedule(dpo.minibatch_size, pairs_at_once(layout.update_micro_batch), config.seed)
         losses_of = dpo_losses_of(
             start.policy, start.pairs, self.reference, dpo.beta, start.temperature, mode, layout.padding
         )
-        per_epoch = schedule.steps(trained)
+        per_epoch = steps_of(trained, dpo.minibatch_size)
+        about = trained, dpo.minibatch_size, layout.update_micro_batch, config.seed
         for epoch in range(dpo.epochs):
             clock = Clock()
             accuracy = self._accuracy() if epoch == 0 else None
             clock.lap("evaluation")
             steps: list[PreferenceStep] = []
-            for step in preference_steps(start.policy, self.optimizer, trained, schedule, epoch, losses_of):
+            for step in preference_steps(start.policy, self.optimizer, *about, epoch, losses_of):
                 steps.append(step)
                 self.watcher.preferences("DPO", epoch * per_epoch + len(steps), dpo.epochs * per_epoch, step.loss)
             clock.lap("update")
             logprobs = pair_logprobs(start.policy, start.pairs, start.temperature, mode, layout)
             clock.lap("forward")
-            margins = margins_of(logprobs, self.reference, dpo.beta)
+            margins = dpo_margins(logprobs[0], logprobs[1], self.reference[0], self.reference[1], dpo.beta)
             clock.lap(OTHER)
             yield Epoch(epoch, accuracy, tuple(steps), logprobs, margins, clock.seconds)
 
-    def preparation_tables(self) -> dict[str, pa.Table]:
-        pairs, tokenizer = self.start.pairs, self.start.tokenizer
-        columns: dict[str, Any] = {
-            **_pair_columns(self.start),
-            "prompt_key": [pair.prompt_key for pair in pairs],
-            "chosen": [decode(tokenizer, pair.chosen_ids) for pair in pairs],
-            "rejected": [decode(tokenizer, pair.rejected_ids) for pair in pairs],
-            "ref_chosen_logprobs": self.reference.chosen.numpy(),
-            "ref_rejected_logprobs": self.reference.rejected.numpy(),
+    def preparation_tables(self) -> Tables:
+        start = self.start
+        columns = {
+            **pair_columns(start.pairs, len(start.train), start.tokenizer),
+            "ref_chosen_logprobs": self.reference[0].numpy(),
+            "ref_rejected_logprobs": self.reference[1].numpy(),
         }
-        for name in ("prompt_ids", "chosen_ids", "rejected_ids"):
-            columns[name] = [np.asarray(getattr(pair, name), np.int32) for pair in pairs]
         return {"pairs": to_arrow(dpo_schema.PAIRS, columns)}
 
-    def tables(self, item: Epoch) -> dict[str, pa.Table]:
+    def tables(self, item: Epoch) -> Tables:
         steps, trained = item.steps, len(self.start.train)
-        names = ("minibatch", "pairs", "loss", "margin", "accuracy", "grad_norm")
         held_out = item.margins[trained:]
         columns: dict[str, dict[str, Any]] = {
             "margins": {
                 "iteration": np.full(len(item.margins), item.index, np.int32),
-                **_pair_columns(self.start),
-                "chosen_logprobs": item.logprobs.chosen.numpy(),
-                "rejected_logprobs": item.logprobs.rejected.numpy(),
+                "pair": int32(range(len(item.margins))),
+                "held_out": np.arange(len(item.margins)) >= trained,
+                "chosen_logprobs": item.logprobs[0].numpy(),
+                "rejected_logprobs": item.logprobs[1].numpy(),
                 "margins": item.margins.numpy(),
             },
             "steps": {
                 "iteration": np.full(len(steps), item.index, np.int32),
-                **{name: [getattr(step, name) for step in steps] for name in names},
+                **rows_of(dpo_schema.STEPS, steps),
                 "policy_digest": [step.digest for step in steps],
             },
             "iterations": {
@@ -198,7 +177,7 @@ class DPOExecution:
         held_out = item.margins[len(self.start.train) :]
         return f"loss {item.steps[-1].loss:.4f}  held-out pairs in order {preference_accuracy(held_out):.3f}"
 
-    def ending(self, clock: Clock) -> Ending:
+    def ending(self, clock: Clock) -> tuple[Final, Tables]:
         results: Final = {"initial_policy_digest": self.initial_digest}
         if self.start.run is not None:
             accuracy = self._accuracy()
@@ -208,18 +187,13 @@ class DPOExecution:
         clock.lap("evaluation")
         results["policy_digest"] = weights_digest(self.start.policy.named_parameters())
         clock.lap("digests")
-        return Ending(results, {})
+        return results, {}
 
     def _accuracy(self) -> float | None:
         if self.start.run is None:
             return None
         config, prepared = self.start.run
         return evaluate(config, prepared.task, prepared.engine, ALONE).accuracy
-
-
-def _pair_columns(start: Start) -> dict[str, Any]:
-    count = len(start.pairs)
-    return {"pair": np.arange(count, dtype=np.int32), "held_out": np.arange(count) >= len(start.train)}
 
 
 def pairs_of_run(run_dir: Path) -> list[Preference]:
@@ -301,7 +275,7 @@ def _start_of_run(config: DPOConfig, run_dir: Path, watcher: Watcher) -> tuple[R
     return run_config, prepared
 
 
-def _start(config: DPOConfig, watcher: Watcher) -> Start:
+def _prepare(config: DPOConfig, watcher: Watcher) -> PreparedDPO:
     numerics = config.numerics
     library.use_threads(config.layout.threads, numerics.mode == "native")
     run: tuple[RunConfig, Prepared] | None = None
@@ -321,37 +295,24 @@ def _start(config: DPOConfig, watcher: Watcher) -> Start:
         pairs = pairs_of_file(Path(config.pairs), "pairs", tokenizer, encoder(tokenizer, task), config.chat_template)
     train, held_out = hold_out(pairs, config.num_eval_prompts, config.seed)
     check_pairs(pairs, policy.config.vocab_size, numerics.max_context)
-    return Start(policy, reference, tokenizer, temperature, train, held_out, run)
-
-
-@contextmanager
-def _open(config: DPOConfig, run_dir: Path | None, watcher: Watcher) -> Iterator[DPOExecution]:
-    start, mode = _start(config, watcher), config.numerics.mode
-    reference = pair_logprobs(start.reference, start.pairs, start.temperature, mode, config.layout)
-    digest = weights_digest(start.policy.named_parameters())
-    optimizer = Optimizer(start.policy, AdamWSettings(config.dpo.learning_rate, 0.9, 0.95, 1e-8, 0.0, 1.0), mode)
-    store = None if run_dir is None else _Store(run_dir, start)
-    yield DPOExecution(config, start, optimizer, reference, digest, store, watcher)
+    return PreparedDPO(policy, reference, tokenizer, temperature, train, held_out, run)
 
 
 @dataclass(frozen=True)
 class DPOKind:
-    """DPO runs: one process."""
+    """DPO runs: one process. There are no checkpoints: a resumed run is computed again from its beginning."""
 
     watcher: Watcher
     ranks: ClassVar[Ranks] = ALONE
     name: ClassVar[Kind] = DPO
     changeable: ClassVar[Sequence[str]] = ("layout",)
 
-    def environment(self, config: DPOConfig) -> dict[str, Any]:
-        return describe_environment(config, self.ranks.size)
-
-    def begin(self, config: DPOConfig, run_dir: Path | None) -> AbstractContextManager[Execution[Epoch]]:
-        return _open(config, run_dir, self.watcher)
-
-    def again(self, config: DPOConfig, run_dir: Path, recorded: Manifest) -> AbstractContextManager[Execution[Epoch]]:
-        return _open(config, None, self.watcher)
-
-    def resume(self, config: DPOConfig, run_dir: Path, recorded: Manifest) -> Resumption[Epoch]:
-        """From the beginning."""
-        return Resumption(0, _open(config, run_dir, self.watcher))
+    @contextmanager
+    def open(self, config: DPOConfig, run_dir: Path | None, start: Start | None = None) -> Iterator[DPOExecution]:
+        prepared, mode = _prepare(config, self.watcher), config.numerics.mode
+        policy, pairs = prepared.policy, prepared.pairs
+        reference = pair_logprobs(prepared.reference, pairs, prepared.temperature, mode, config.layout)
+        digest = weights_digest(policy.named_parameters())
+        optimizer = Optimizer(policy, AdamWSettings(config.dpo.learning_rate, 0.9, 0.95, 1e-8, 0.0, 1.0), mode)
+        store = Store() if run_dir is None else _Store(run_dir, prepared)
+        yield DPOExecution(config, prepared, optimizer, reference, digest, store, self.watcher)

@@ -265,6 +265,7 @@ PENALTY = "a penalty changes what is sampled: leave it out, or apply it on both 
 SAMPLED = "gather the sampled id from the log-softmax"
 OWN = "record each token's own log-prob, in nats"
 CAP = "cap the logits on both sides, as the configuration of the model says (final_logit_softcapping)"
+OPTIONS: dict[str, Option] = {"top-k": "top_k", "top-p": "top_p", "min-p": "min_p"}
 FACTORS = (0.8, 0.95, 1.05, 1.2, 1.5, 2.0)
 TERMS = (-0.5, 0.2, 0.5, 1.0)
 STEPS = (1, -1, 2, -2, 3, -3)
@@ -342,7 +343,7 @@ CAUSES: tuple[Cause, ...] = (
             _over(option),
             _limits(option),
         )
-        for name, option in (("top-k", "top_k"), ("top-p", "top_p"), ("min-p", "min_p"))
+        for name, option in OPTIONS.items()
     ),
     _fitted("repetition penalty {x:.4g}", PENALTY, lambda r, x: penalised(r.logits, r.seen, _least(x)), FACTORS),
     _fitted(

@@ -36,7 +36,7 @@ def facts(
     if len(wrong) < len(responses):
         found.append(f"wrong in {len(wrong)} of {len(responses)} responses, right in the others")
     found += _where([(len(r.prompt_ids), positions, bad) for r, positions, _, _, bad in wrong])
-    ideal, off, bad = (torch.cat([item[k] for item in wrong]) for k in (2, 3, 4))
+    ideal, off, bad = (torch.cat(parts) for parts in list(zip(*wrong, strict=True))[2:])
     if min(int(bad.sum()), int((~bad).sum())) >= 3:  # a threshold of the log-prob tells right from wrong
         if float(ideal[bad].max()) < float(ideal[~bad].min()):
             found.append(f"wrong where the log-prob should be below {float(ideal[~bad].min()):.3g}, right above")

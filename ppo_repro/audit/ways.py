@@ -103,8 +103,8 @@ def _all(responses: Sequence[Response], subject: Subject) -> dict[str, Way]:
         changes[f"prompt cut to its first {n} tokens"] = lambda i, n=n: prompts[i][:n]  # type: ignore[misc]
     if subject.tokenizer is not None:
         for words, change in _templates(subject.tokenizer).items():
-            ids = [change(p) for p in prompts]
-            changes[words] = lambda i, ids=ids: ids[i]  # type: ignore[misc]
+            changed = [change(p) for p in prompts]
+            changes[words] = lambda i, changed=changed: changed[i]  # type: ignore[misc]
     found: dict[str, Way] = {
         words: lambda i, change=change: [fed(ids, answers[i])] if (ids := change(i)) else None  # type: ignore[misc]
         for words, change in changes.items()

@@ -78,11 +78,10 @@ def run_pairs(run_dir: Path | str) -> pd.DataFrame:
 
 def dump_pairs(source: Path | str | pd.DataFrame, names: Names | str | None = None) -> pd.DataFrame:
     """The tokens of a dump that count; the sequence is the row of the response, from 0. UserError names the row."""
-    columns: list[list[npt.NDArray[np.generic]]] = [[] for _ in COLUMNS]
+    frames = [pd.DataFrame(columns=COLUMNS, dtype=np.float32)]
     for r in read_dump(source, names):
         positions = np.flatnonzero(r.counts)
-        ones = np.ones(len(positions), np.int64)
-        row = (ones * r.iteration, ones * (r.row - 1), positions, r.sampler[positions], r.trainer[positions])
-        for column, values in zip(columns, row, strict=True):
-            column.append(values)
-    return pd.DataFrame({n: np.concatenate(c) if c else [] for n, c in zip(COLUMNS, columns, strict=True)})
+        sides = {"sampler": r.sampler[positions], "trainer": r.trainer[positions]}
+        numbers = {"iteration": r.iteration, "sequence": r.row - 1, "position": positions}
+        frames.append(pd.DataFrame(numbers | sides))
+    return pd.concat(frames[1:] or frames, ignore_index=True)

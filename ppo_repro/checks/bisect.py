@@ -22,7 +22,6 @@ from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.files import atomic_write
-from ppo_repro.models.networks import freeze
 from ppo_repro.numerics.families import head_of
 from ppo_repro.records.config_file import load_recorded_config
 from ppo_repro.records.contents import FINAL, UNEQUAL
@@ -87,8 +86,9 @@ def make_subject(config: RunConfig, mode: Mode, start_folder: Path | None, respo
         requests = [*requests[response.sequence :], *requests[: response.sequence]][:SEQUENCES]
     policy, context, sampling = prepared.state.policy, config.numerics.max_context, sampling_of(config)
     engine = TorchEngine(policy, prepared.engine.stop_ids, mode, context, len(requests), 0, False)
+    policy.requires_grad_(False)
     completions = engine.generate(requests, sampling)
-    return Subject(freeze(policy), mode, context, tuple(requests), tuple(completions), sampling)
+    return Subject(policy, mode, context, tuple(requests), tuple(completions), sampling)
 
 
 def _bits(x: Tensor) -> Tensor:

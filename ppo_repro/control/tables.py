@@ -18,7 +18,7 @@ from ppo_repro.ppo.advantages import explained_variance
 from ppo_repro.ppo.objective import flag_names, removes_gradient
 from ppo_repro.records import control_schema
 from ppo_repro.records.arrow import to_arrow
-from ppo_repro.records.columns import fields_of, int32, of_minibatches, rows_of, unequal_bits
+from ppo_repro.records.columns import cells_of, fields_of, int32, of_minibatches, rows_of, unequal_bits
 
 Columns = dict[str, Any]
 
@@ -43,13 +43,6 @@ def finished_returns(item: ControlIteration) -> list[float]:
     return [rollout.episode_returns[i] for i in ended]
 
 
-def _positions(lengths: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """(fragment, position in it) of every step."""
-    sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    starts = torch.cumsum(lengths, 0) - lengths
-    return int32(sequence), int32(torch.arange(len(sequence)) - starts[sequence])
-
-
 def _sequences(item: ControlIteration) -> Columns:
     rollout = item.rollout
     pairs = zip(rollout.end_reasons, rollout.episode_returns, strict=True)
@@ -72,7 +65,7 @@ def _sequences(item: ControlIteration) -> Columns:
 
 def _tokens(item: ControlIteration) -> Columns:
     rollout = item.rollout
-    sequence, position = _positions(rollout.lengths)
+    sequence, position = cells_of(rollout.lengths)
     return {
         **fields_of(control_schema.TOKENS, rollout, item.forward, item.advantages),
         "iteration": np.full(len(sequence), item.index, np.int32),
@@ -84,7 +77,7 @@ def _tokens(item: ControlIteration) -> Columns:
 
 
 def _updates(item: ControlIteration) -> Columns:
-    sequence, position = _positions(item.rollout.lengths)
+    sequence, position = cells_of(item.rollout.lengths)
     tokens = torch.cat([u.tokens for u in item.updates]).numpy()
     by_step = rows_of(control_schema.UPDATES, item.updates)
     return {

@@ -82,14 +82,9 @@ def micro_batches(
         own = None if slots is None else slots[start : start + len(chunk) + 1]
         start += len(chunk)
         tokens = rollout.tokens_of(chunk)
-        prompts = [rollout.prompts.prompt_ids[i] for i in chunk.tolist()]
-        routes = None if not replay or rollout.routes is None else [rollout.routes[i] for i in chunk.tolist()]
-        if rollout.episodes is None:
-            parts = torch.split(rollout.response_ids[tokens], rollout.lengths[chunk].tolist())
-            responses: Sequence[Sequence[int]] = [r.tolist() for r in parts]
-            forced = None
-        else:
-            episodes = [rollout.episodes[i] for i in chunk.tolist()]
-            responses, forced = [e.ids for e in episodes], [e.is_forced for e in episodes]
+        chosen = chunk.tolist()
+        prompts, responses = [rollout.prompts.prompt_ids[i] for i in chosen], [rollout.whole(i) for i in chosen]
+        routes = None if not replay or rollout.routes is None else [rollout.routes[i] for i in chosen]
+        forced = None if rollout.episodes is None else [rollout.episodes[i].is_forced for i in chosen]
         micro.append(MicroBatch(lay_out(prompts, responses, padding, forced, routes, own), tokens))
     return micro

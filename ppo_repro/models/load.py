@@ -23,6 +23,7 @@ from transformers.utils import logging
 from ppo_repro.errors import UserError
 from ppo_repro.files import check_sums
 from ppo_repro.models.folder_files import check_config, check_tokenizer, check_weights
+from ppo_repro.numerics.description import activation_of
 from ppo_repro.numerics.families import CAUSAL_MODELS
 
 _EXACT_IN_FLOAT32 = (torch.float32, torch.float16, torch.bfloat16)
@@ -138,9 +139,9 @@ def read_model_config(folder: Path, classes: Sequence[type[PreTrainedModel]], wh
         raise UserError(f"{where}: dtype = float64 in its config.json would be rounded; save the model in float32")
     if config.dtype not in (None, *_EXACT_IN_FLOAT32):
         raise UserError(f"{where}: dtype = {config.dtype} in its config.json; must be float32, float16 or bfloat16")
-    activation = "activation_function" if hasattr(config, "activation_function") else "hidden_act"
-    if getattr(config, activation) not in ACT2FN:
-        raise UserError(f"{where}: {activation} = {getattr(config, activation)!r} is not known to transformers")
+    field, activation = activation_of(config)
+    if activation not in ACT2FN:
+        raise UserError(f"{where}: {field} = {activation!r} is not known to transformers")
     return config
 
 

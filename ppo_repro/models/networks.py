@@ -34,13 +34,6 @@ class ValueModel(nn.Module):
         self.trunk, self.head = trunk, head
 
 
-def freeze(model: PreTrainedModel) -> PreTrainedModel:
-    """Take the parameters out of autograd."""
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    return model
-
-
 def make_policy(source: PreTrainedModel, mode: str, max_context: int) -> PreTrainedModel:
     """A copy of `source` ready for training in the given numerics; dropout is off, whatever the model's config says.
 

@@ -120,7 +120,3 @@ class TrainState:
         policy = weights_digest(self.policy.named_parameters())
         value = None if self.value_model is None else weights_digest(self.own_value_module.named_parameters())
         return policy, value
-
-    def value_parameters(self) -> dict[str, Tensor]:
-        """The parameters of `own_value_module`."""
-        return dict(self.own_value_module.named_parameters())

@@ -6,21 +6,18 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from ppo_repro.errors import UserError
-from ppo_repro.numerics.families import MIXTURES, check_visibility, head_dim, key_value_heads, windows_of
+from ppo_repro.numerics.families import MIXTURES, check_visibility, head_dim, key_value_heads, refuse, windows_of
 
 RMS, RMS_OFFSET, LAYER = range(3)  # kinds of norms in kernels.h
 NO_NORM, OF_HEADS, WHOLE = range(3)  # norms of queries and keys
-SILU, GELU, GELU_TANH, GELU_QUICK = range(4)
+SILU, GELU, GELU_TANH = range(3)
 ACTIVATIONS = {
     **dict.fromkeys(("silu", "swish"), SILU),
     **dict.fromkeys(("gelu", "gelu_python"), GELU),
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"), GELU_TANH),
-    "quick_gelu": GELU_QUICK,
 }
 
 
@@ -50,29 +47,11 @@ _GPT_NEOX = _Names(
 
 
 @dataclass(frozen=True)
-class NormParts:
-    """A norm and its name in the model."""
-
-    name: str
-    weight: Tensor
-    bias: Tensor | None
-
-
-@dataclass(frozen=True)
-class MatrixParts:
-    """The parameters of a matrix [N, K], which belong one after the other; `transposed`: one parameter [K, N]."""
-
-    weights: tuple[Tensor, ...]
-    biases: tuple[Tensor, ...]
-    transposed: bool
-
-
-@dataclass(frozen=True)
 class LayerParts:
     """The parameters of a decoder layer by the fields of the C struct `Layer`."""
 
-    norms: dict[str, NormParts]
-    matrices: dict[str, MatrixParts]  # `up`: gates first, then ups
+    norms: dict[str, Any]  # modules
+    matrices: dict[str, tuple[nn.Module, ...]]  # linear layers whose outputs follow one another; `up`: gates, then ups
     experts: dict[str, Tensor]  # expert_up [E, 2 I, H], expert_down [E, H, I]; empty without experts
     window: int  # keys that a query sees; 0: all
     scale: float  # of scores
@@ -85,7 +64,7 @@ class Description:
     embedding: Tensor
     positions: Tensor | None  # learned; None with rotary positions
     layers: tuple[LayerParts, ...]
-    last_norm: NormParts
+    last_norm: nn.Module
     numbers: dict[str, float]
 
 
@@ -104,36 +83,25 @@ def check_config(config: PretrainedConfig, max_context: int) -> None:
         "clip_qkv": getattr(config, "clip_qkv", None) is not None,
         "pretraining_tp": getattr(config, "pretraining_tp", 1) not in (None, 1),
     }
-    for name, refused in refusals.items():
-        if refused:
-            raise UserError(
-                f"model config {name} = {getattr(config, name)!r}: deterministic numerics do not support it; "
-                "choose another model or numerics.mode = native"
-            )
+    refuse(
+        config,
+        refusals,
+        "deterministic numerics do not support it; choose another model or numerics.mode = native",
+    )
 
 
-def _norm(names: dict[int, str], module: Any) -> NormParts:
-    return NormParts(names[id(module)], module.weight, getattr(module, "bias", None))
-
-
-def _matrix(parent: Any, *names: str) -> MatrixParts:
-    modules = [getattr(parent, name) for name in names]
-    biases = tuple(m.bias for m in modules if getattr(m, "bias", None) is not None)
-    return MatrixParts(tuple(m.weight for m in modules), biases, isinstance(modules[0], Conv1D))
-
-
-def _layer(names: _Names, by_module: dict[int, str], layer: Any, window: int) -> LayerParts:
+def _layer(names: _Names, layer: Any, window: int) -> LayerParts:
     attention, mlp = getattr(layer, names.attention), layer.mlp
-    norms = {name: _norm(by_module, getattr(layer, getattr(names, name))) for name in ("norm1", "norm2")}
-    norms |= {n: _norm(by_module, getattr(attention, n)) for n in ("q_norm", "k_norm") if hasattr(attention, n)}
-    matrices = {"qkv": _matrix(attention, *names.qkv), "out": _matrix(attention, names.out)}
+    norms = {name: getattr(layer, getattr(names, name)) for name in ("norm1", "norm2")}
+    norms |= {name: getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)}
+    matrices = {"qkv": tuple(getattr(attention, name) for name in names.qkv), "out": (getattr(attention, names.out),)}
     experts = {}
     if isinstance(mlp, MIXTURES):
         mixture = cast(Any, mlp)
-        matrices["router"] = _matrix(mixture, "gate")
+        matrices["router"] = (mixture.gate,)
         experts = {"expert_up": mixture.experts.gate_up_proj, "expert_down": mixture.experts.down_proj}
     else:
-        matrices |= {"up": _matrix(mlp, *names.up), "down": _matrix(mlp, names.down)}
+        matrices |= {"up": tuple(getattr(mlp, name) for name in names.up), "down": (getattr(mlp, names.down),)}
     return LayerParts(norms, matrices, experts, window, float(attention.scaling))
 
 
@@ -142,9 +110,8 @@ def describe(trunk: PreTrainedModel) -> Description:
     parts, config = cast(Any, trunk), trunk.config
     family = config.model_type
     names = {"gpt2": _GPT2, "gpt_neox": _GPT_NEOX}.get(family, _Names())
-    by_module = {id(module): name for name, module in trunk.named_modules()}
     modules = zip(getattr(parts, names.layers), windows_of(config), strict=True)
-    layers = tuple(_layer(names, by_module, layer, window) for layer, window in modules)
+    layers = tuple(_layer(names, layer, window) for layer, window in modules)
     table = getattr(parts, names.embedding)
     positions = parts.wpe.weight if family == "gpt2" else None
     layer_norms = family in ("gpt2", "gpt_neox")
@@ -175,5 +142,4 @@ def describe(trunk: PreTrainedModel) -> Description:
         eps=float(getattr(config, names.eps)),
         embedding_scale=math.sqrt(config.hidden_size) if family == "gemma" else 1.0,
     )
-    last_norm = _norm(by_module, getattr(parts, names.last_norm))
-    return Description(table.weight, positions, layers, last_norm, numbers | in_row)
+    return Description(table.weight, positions, layers, getattr(parts, names.last_norm), numbers | in_row)

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from ppo_repro.numerics import library
-from ppo_repro.numerics.structs import at
+from ppo_repro.numerics.structs import address
 
 _NAMES = {torch.float32: "float32", torch.float64: "float64"}
 EXP_MIN, EXP_MAX = -87.0, 88.0  # e^x is a normal float32
@@ -25,7 +26,7 @@ _LEAST = {torch.float32: EXP_MIN, torch.float64: -708.0}
 def _mapped(function: str, x: Tensor) -> Tensor:
     x = x.detach().contiguous()
     y = torch.empty_like(x)
-    getattr(library.load(), f"{function}_{_NAMES[x.dtype]}")(at(x, x.dtype), at(y, x.dtype), x.numel())
+    getattr(library.load(), f"{function}_{_NAMES[x.dtype]}")(address(x, x.dtype), address(y, x.dtype), x.numel())
     return y
 
 
@@ -54,21 +55,16 @@ def log(x: Tensor) -> Tensor:
     return _mapped("log", x.to(torch.float64))
 
 
-def power(base: float, exponents: Tensor) -> Tensor:
-    """base^exponents in float64 as exp(exponent ln(base)); base > 0, for results well inside the range."""
-    return exp64(exponents.to(torch.float64) * log(torch.tensor([base])))
-
-
 def sqrt(x: Tensor) -> Tensor:
-    """Correctly rounded square root of float32 or float64."""
-    return _mapped("sqrt", x)
+    """Correctly rounded square root of float32 or float64: NumPy's, because torch's may be that of another library."""
+    return torch.from_numpy(np.sqrt(x.detach().numpy()))
 
 
 def cos_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine of float64 angles in radians, 0 <= angle < 2^20, absolute error below 2e-16."""
     angle = angle.detach().to(torch.float64).contiguous()
     cosine, sine = torch.empty_like(angle), torch.empty_like(angle)
-    addresses = (at(x, torch.float64) for x in (angle, sine, cosine))
+    addresses = (address(x, torch.float64) for x in (angle, sine, cosine))
     library.load().sin_cos_float64(*addresses, angle.numel())
     return cosine, sine
 

@@ -3,51 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
+import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.gemma import modeling_gemma
-from transformers.models.gpt2 import modeling_gpt2
-from transformers.models.gpt_neox import modeling_gpt_neox
-from transformers.models.llama import modeling_llama
-from transformers.models.mistral import modeling_mistral
-from transformers.models.mixtral import modeling_mixtral
-from transformers.models.olmoe import modeling_olmoe
-from transformers.models.qwen2 import modeling_qwen2
-from transformers.models.qwen3 import modeling_qwen3
-from transformers.models.qwen3_moe import modeling_qwen3_moe
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from ppo_repro.errors import UserError
 
 NAMES = "Llama, Qwen2, Qwen3, Mistral, Gemma, GPT-2, GPT-NeoX, Qwen3-MoE, Mixtral or OLMoE"
-_MODULES: dict[str, Any] = {
-    "Llama": modeling_llama,
-    "Qwen2": modeling_qwen2,
-    "Qwen3": modeling_qwen3,
-    "Mistral": modeling_mistral,
-    "Gemma": modeling_gemma,
-    "GPT2": modeling_gpt2,
-    "GPTNeoX": modeling_gpt_neox,
-    "Qwen3Moe": modeling_qwen3_moe,
-    "Mixtral": modeling_mixtral,
-    "Olmoe": modeling_olmoe,
-}
+_FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "GPT2", "GPTNeoX", "Qwen3Moe", "Mixtral", "Olmoe")
 
 
-def _classes(*ends: str) -> dict[str, Any]:
+def _classes(*ends: str) -> dict[str, type[PreTrainedModel]]:
     """By family the class whose name is the family's and one of the ends; families without one are left out."""
-    found = ((family, getattr(m, family + end, None)) for family, m in _MODULES.items() for end in ends)
+    found = ((family, getattr(transformers, family + end, None)) for family in _FAMILIES for end in ends)
     return {family: kind for family, kind in found if kind is not None}
 
 
 _CAUSAL, _CLASSIFIERS = _classes("ForCausalLM", "LMHeadModel"), _classes("ForSequenceClassification")
-CAUSAL_MODELS: tuple[type[PreTrainedModel], ...] = tuple(_CAUSAL.values())
-CLASSIFIERS: tuple[type[PreTrainedModel], ...] = tuple(_CLASSIFIERS.values())
+CAUSAL_MODELS, CLASSIFIERS = tuple(_CAUSAL.values()), tuple(_CLASSIFIERS.values())
 CLASSIFIER_OF = {_CAUSAL[family]: kind for family, kind in _CLASSIFIERS.items()}  # OLMoE has none
-TRUNKS: tuple[type[PreTrainedModel], ...] = tuple(_classes("Model").values())
-MIXTURES: tuple[type[nn.Module], ...] = tuple(_classes("SparseMoeBlock").values())  # a router and its experts
+TRUNKS = tuple(_classes("Model").values())
+MIXTURES = (Qwen3MoeSparseMoeBlock, MixtralSparseMoeBlock, OlmoeSparseMoeBlock)  # a router and its experts
 
 _WINDOWED = {"mistral", "mixtral", "qwen3_moe"}  # families with one window for all layers
 _TYPED_LAYERS = {"qwen2", "qwen3"}  # families whose `layer_types` say which layers have a sliding window
@@ -88,6 +70,13 @@ def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
+def refuse(config: PretrainedConfig, refusals: dict[str, bool], reason: str) -> None:
+    """UserError naming the first refused setting of a model, with the reason and what to do."""
+    for name, refused in refusals.items():
+        if refused:
+            raise UserError(f"model config {name} = {getattr(config, name)!r}: {reason}")
+
+
 def check_visibility(config: PretrainedConfig, max_context: int) -> None:
     """Raise UserError unless each query sees only its own past, all of it or a window, up to `max_context` tokens.
 
@@ -102,12 +91,7 @@ def check_visibility(config: PretrainedConfig, max_context: int) -> None:
         "use_bidirectional_attention": bool(getattr(config, "use_bidirectional_attention", False)),
         "add_cross_attention": bool(getattr(config, "add_cross_attention", False)),
     }
-    for field, refused in refusals.items():
-        if refused:
-            raise UserError(
-                f"model config {field} = {getattr(config, field)!r}: not supported; choose a model whose tokens see "
-                "only their own past"
-            )
+    refuse(config, refusals, "not supported; choose a model whose tokens see only their own past")
     if max_context > config.max_position_embeddings:
         raise UserError(
             f"numerics.max_context = {max_context}: the model has {config.max_position_embeddings} positions; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.numerics import library
-from ppo_repro.numerics.gradient_sums import SlotSums, Sums, sums_of
+from ppo_repro.numerics.gradient_sums import SlotSums, sums_of
 from ppo_repro.numerics.precision import round_rows
 from ppo_repro.numerics.rows import Rows
-from ppo_repro.numerics.structs import Matrix, address, rows_of
+from ppo_repro.numerics.structs import Ints, address, struct
 
 
 def fuse(tensors: Sequence[Tensor]) -> None:
@@ -59,7 +61,7 @@ class PackedMatrix:
         self.weights, self.biases = tuple(weights), tuple(biases)
         rows = sum(w.shape[0] for w in weights)
         n, k = (weights[0].shape[1], rows) if transposed else (rows, weights[0].shape[1])
-        self.struct = Matrix(n=n, k=k, transposed=transposed, grad=-1, bias_grad=-1)
+        self.struct = struct("Matrix")(n=n, k=k, transposed=transposed, grad=-1, bias_grad=-1)
         self._form, self._bias_form = form, bias_form
         self._state: tuple[int, ...] = ()
         self._panels: Tensor | None = None
@@ -75,25 +77,25 @@ class PackedMatrix:
         if self.biases:
             fuse(self.biases)
 
-    def prepare(self) -> Matrix:
+    def prepare(self) -> ctypes.Structure:
         """The struct, with panels of the weights as they are now."""
-        struct, kernels = self.struct, library.load()
+        matrix, kernels = self.struct, library.load()
         if state_of((*self.weights, *self.biases)) == self._state:
-            return struct
+            return matrix
         self.fuse()
         self._state = state_of((*self.weights, *self.biases))
         if self._panels is None:
-            self._panels = torch.empty(kernels.panel_floats(struct.n, struct.k))
-        struct.w, struct.bias = address(self.weights[0]), address(self.biases[0]) if self.biases else None
+            self._panels = torch.empty(kernels.panel_floats(matrix.n, matrix.k))
+        matrix.w, matrix.bias = address(self.weights[0]), address(self.biases[0]) if self.biases else None
         if self._form != "float32":
             self._rounded = (torch.cat([round_rows(w, self._form) for w in self.weights]),)
-            struct.w = address(self._rounded[0])
+            matrix.w = address(self._rounded[0])
         if self.biases and self._bias_form != "float32":
             biases = torch.cat([round_rows(b, self._bias_form, scaled=False) for b in self.biases])
-            self._rounded, struct.bias = (*self._rounded, biases), address(biases)
-        struct.panels = address(self._panels)
-        kernels.pack(ctypes.byref(struct))
-        return struct
+            self._rounded, matrix.bias = (*self._rounded, biases), address(biases)
+        matrix.panels = address(self._panels)
+        kernels.pack(ctypes.byref(matrix))
+        return matrix
 
     def collect(self, sums: SlotSums | None) -> None:
         """Send gradients to these sums; None: nowhere."""
@@ -101,31 +103,29 @@ class PackedMatrix:
         self.struct.bias_grad = -1 if sums is None or not self.biases else sums.offset(*self.biases)
 
 
-_PACKED: WeakKeyDictionary[nn.Module, PackedMatrix] = WeakKeyDictionary()
+def matrix_of(layers: Sequence[Any], form: str, bias_form: str) -> PackedMatrix:
+    """The weights of some linear layers, whose outputs follow one another."""
+    biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
+    weights = [layer.weight for layer in layers]
+    return PackedMatrix(weights, biases, isinstance(layers[0], Conv1D), form, bias_form)
+
+
+PACKED: WeakKeyDictionary[nn.Module, PackedMatrix] = WeakKeyDictionary()
 
 
 def packed(module: nn.Module, form: str = "float32") -> PackedMatrix:
     """The packed weights of an nn.Linear that stands alone: a head, or a layer of a control network."""
-    found = _PACKED.get(module)
-    weight, bias = module.get_parameter("weight"), module.bias
-    if found is None or found.weights[0] is not weight:
-        biases = [] if bias is None else [module.get_parameter("bias")]
-        found = _PACKED[module] = PackedMatrix([weight], biases, form=form, bias_form=form)
+    found = PACKED.get(module)
+    if found is None or found.weights[0] is not module.weight:
+        found = PACKED[module] = matrix_of((module,), form, form)
     return found
-
-
-def forget(module: nn.Module) -> None:
-    """Free the packed copies of the layers that stand alone in a module, until they are needed again."""
-    for layer in module.modules():
-        if layer in _PACKED:
-            _PACKED[layer].forget()
 
 
 def product(x: Tensor, matrix: PackedMatrix) -> Tensor:
     """x W^T + b, [n, N] float32 without a gradient; x [n, K] float32."""
-    x, struct = rows_of(x), matrix.prepare()
-    y = torch.empty(len(x), struct.n)
-    library.load().linear(ctypes.byref(struct), address(x), struct.k, len(x), None, address(y), struct.n)
+    x, packed_matrix = x.detach().contiguous(), matrix.prepare()
+    y = torch.empty(len(x), packed_matrix.n)
+    library.load().linear(ctypes.byref(packed_matrix), address(x), len(x), None, address(y))
     return y
 
 
@@ -139,34 +139,33 @@ class _Linear(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        (x,), matrix, rows = ctx.saved_tensors, ctx.matrix, ctx.rows
+        (x,), matrix, parameters = ctx.saved_tensors, ctx.matrix, (*ctx.matrix.weights, *ctx.matrix.biases)
         matrix.prepare()
-        grad, x = rows_of(grad), rows_of(x)
+        grad, x = grad.contiguous(), x.contiguous()
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        parameters = (*matrix.weights, *matrix.biases)
-        if not any(p.requires_grad for p in parameters):
-            matrix.collect(None)
-            _backward(matrix, grad, x, None, None, dx)
-            return dx, None, None, None
-        sums = sums_of(*parameters)
-        if sums is None or rows is None:
-            raise ValueError("nothing collects the gradients of this layer, or its rows are not known")
-        use = sums.use("linear", *parameters)
+        use = None
+        if any(p.requires_grad for p in parameters):
+            sums = sums_of(*parameters)
+            if sums is None or ctx.rows is None:
+                raise ValueError("nothing collects the gradients of this layer, or its rows are not known")
+            use = sums.use("linear", *parameters)
         matrix.collect(use)
-        with use.adding(rows.slots) as c_sums:
-            _backward(matrix, grad, x, rows, c_sums, dx)
+        _backward(matrix.struct, grad, x, ctx.rows, use, dx)
         return dx, None, None, None
 
 
 def _backward(
-    matrix: PackedMatrix, grad: Tensor, x: Tensor, rows: Rows | None, sums: Sums | None, dx: Tensor | None
+    matrix: ctypes.Structure, grad: Tensor, x: Tensor | None, rows: Rows | None, use: SlotSums | None, dx: Tensor | None
 ) -> None:
-    """Gradients of a layer's inputs, into dx, and of its weights, into sums; None for none."""
-    struct = matrix.struct
-    of_rows = (None, None, None) if rows is None else map(address, (rows.sequence, rows.position, rows.slots))
-    into = None if sums is None else ctypes.byref(sums)
-    products = ctypes.byref(struct), address(grad), struct.n, address(x), struct.k, len(x)
-    library.load().linear_backward(*products, *of_rows, into, address(dx), struct.k)
+    """Gradients of a layer's inputs, into dx, and of its weights, into the sums of a use; None for none."""
+    of_rows: tuple[Ints | None, ...] = (None, None, None)
+    adding: AbstractContextManager[ctypes.Structure | None] = nullcontext()
+    if use is not None and rows is not None:
+        of_rows, adding = (rows.sequence, rows.position, rows.slots), use.adding(rows.slots)
+    with adding as sums:
+        into = None if sums is None else ctypes.byref(sums)
+        products = ctypes.byref(matrix), address(grad), address(x), len(grad)
+        library.load().linear_backward(*products, *map(address, of_rows), into, address(dx))
 
 
 def linear(x: Tensor, layer: nn.Module, rows: Rows | None = None) -> Tensor:
@@ -185,10 +184,6 @@ def add_to_bias(bias: Tensor, grad: Tensor, rows: Rows) -> None:
     sums = sums_of(bias)
     if sums is None:
         raise ValueError("nothing collects the gradient of this bias")
-    use, grad = sums.use("bias", bias), rows_of(grad)
-    struct = Matrix(n=len(bias), bias=address(bias), grad=-1, bias_grad=use.offset(bias))
-    with use.adding(rows.slots) as c_sums:
-        library.load().linear_backward(
-            ctypes.byref(struct), address(grad), struct.n, None, 0, len(grad),
-            address(rows.sequence), address(rows.position), address(rows.slots), ctypes.byref(c_sums), None, 0,
-        )  # fmt: skip
+    use = sums.use("bias", bias)
+    matrix = struct("Matrix")(n=len(bias), bias=address(bias), grad=-1, bias_grad=use.offset(bias))
+    _backward(matrix, grad.detach().contiguous(), None, rows, use, None)

@@ -57,6 +57,21 @@ def _visible(first: Tensor, last: Tensor, window: int | None, keys: int) -> Tens
     return ((columns >= begin[..., None]) & (columns <= last[..., None]))[:, None]
 
 
+def _laid_out(batch: Ragged, padding: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids and positions [R, L], 0 where padded, and the flat position [n] of each row of the batch.
+
+    `right` and `left`: a row for each sequence; `none`: all sequences in one row.
+    """
+    lengths, count = batch.lengths, len(batch.lengths)
+    shape = (1, int(lengths.sum())) if padding == "none" else (count, int(lengths.max()))
+    rows = np.arange(count) * shape[1]
+    begin = {"none": batch.start[:-1], "right": rows, "left": rows + shape[1] - lengths}[padding]
+    place = np.repeat(begin - batch.start[:-1], lengths) + np.arange(len(batch.ids))
+    ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    ids.flat[place], positions.flat[place] = batch.ids, batch.rows.position
+    return torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(place)
+
+
 class NativeNetwork:
     """The interface of `network.Network` by stock torch."""
 
@@ -82,24 +97,18 @@ class NativeNetwork:
         self, batch: Ragged, cache: SlotCache, slots: Sequence[int], seen: bool = False
     ) -> tuple[Tensor, Ints | None]:
         """Hidden states [n, H] of tokens whose past is in slots of the cache, and the routes seen [n, M k]."""
-        lengths = batch.lengths
-        columns = np.arange(lengths.max())
-        valid = columns < lengths[:, None]
+        ids, positions, place = _laid_out(batch, "right")
+        valid = torch.zeros(ids.shape, dtype=torch.bool)
+        valid.view(-1)[place] = True
         # a padded query sits at position 0, where it sees one key; its result is not used
-        positions = np.where(valid, batch.rows.position[batch.start[:-1]][:, None] + columns, 0)
-        ids = np.zeros(valid.shape, np.int64)
-        ids[valid] = batch.ids
-        where = torch.from_numpy(positions)
-        cache.aim(torch.tensor(list(slots)), where, torch.from_numpy(valid))
-        device = self.trunk.device
-        position = where.to(device)
+        cache.aim(torch.tensor(list(slots)), positions, valid)
+        last = positions.to(self.trunk.device)
         masks = stock_masks(
             self.trunk.config,
-            lambda window: _visible(torch.zeros_like(position), position, window, int(positions.max()) + 1),
+            lambda window: _visible(torch.zeros_like(last), last, window, int(positions.max()) + 1),
         )
-        rows = torch.from_numpy(np.flatnonzero(valid))
         options: dict[str, Any] = {"attention_mask": masks, "past_key_values": cache}
-        return self._pass(torch.from_numpy(ids), where, rows, options, seen)
+        return self._pass(ids, positions, place, options, seen)
 
     def over_batch(
         self, batch: Ragged, rows: Ints, seen: bool = False, padding: str = "right"
@@ -110,24 +119,14 @@ class NativeNetwork:
         """
         if batch.routes is not None:
             raise UserError("ppo.replay_routes = true: needs numerics.mode = deterministic; remove it")
-        lengths, count = batch.lengths, len(batch.lengths)
-        width = int(lengths.sum() if padding == "none" else lengths.max())
-        row = np.zeros(count, np.int64) if padding == "none" else np.arange(count)
-        first = {"none": batch.start[:-1], "right": np.zeros(count, np.int64), "left": width - lengths}[padding]
-        height = 1 if padding == "none" else count
-        place = np.repeat(row * width + first - batch.start[:-1], lengths) + np.arange(len(batch.ids))
-        ids, positions = np.zeros(height * width, np.int64), np.zeros(height * width, np.int64)
-        first_key = np.tile(np.arange(width), height)  # padding sees only itself
-        ids[place], positions[place] = batch.ids, batch.rows.position
-        first_key[place] = np.repeat(first, lengths)
-        shape, device = (height, width), self.trunk.device
-        begin = torch.from_numpy(first_key.reshape(shape)).to(device)
-        end = torch.arange(width, device=device).expand_as(begin)
-        masks = stock_masks(self.trunk.config, lambda window: _visible(begin, end, window, width))
-        where = torch.from_numpy(positions.reshape(shape))
-        options = {"attention_mask": masks}
-        hidden, routes = self._pass(torch.from_numpy(ids.reshape(shape)), where, torch.from_numpy(place), options, seen)
-        return hidden[index(rows).to(device)], routes
+        ids, positions, place = _laid_out(batch, padding)
+        last = torch.arange(ids.shape[1]).expand_as(ids)
+        first = last.clone()  # padding sees only itself
+        first.view(-1)[place] = last.reshape(-1)[place] - torch.from_numpy(batch.rows.position)
+        first, last = (x.to(self.trunk.device) for x in (first, last))
+        masks = stock_masks(self.trunk.config, lambda window: _visible(first, last, window, ids.shape[1]))
+        hidden, routes = self._pass(ids, positions, place, {"attention_mask": masks}, seen)
+        return hidden[index(rows).to(self.trunk.device)], routes
 
     def _pass(
         self, ids: Tensor, positions: Tensor, rows: Tensor, options: dict[str, Any], seen: bool

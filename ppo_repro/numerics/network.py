@@ -10,6 +10,7 @@ import copy
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -22,15 +23,15 @@ from transformers import PreTrainedModel
 
 from ppo_repro.errors import NumericsError, UserError
 from ppo_repro.numerics import library
-from ppo_repro.numerics.description import LayerParts, NormParts, check_config, describe
+from ppo_repro.numerics.description import LayerParts, check_config, describe
 from ppo_repro.numerics.families import NAMES, TRUNKS, head_of, trunk_of
 from ppo_repro.numerics.gradient_sums import SlotSums, sums_of
-from ppo_repro.numerics.linear import PackedMatrix, forget, linear, packed, product, state_of
+from ppo_repro.numerics.linear import PACKED, PackedMatrix, linear, matrix_of, packed, product, state_of
 from ppo_repro.numerics.native import NativeNetwork
-from ppo_repro.numerics.precision import EXACT, Precision, number, round_rows
+from ppo_repro.numerics.precision import EXACT, FORMATS, Precision, round_rows
 from ppo_repro.numerics.rotary import tables
 from ppo_repro.numerics.rows import Ragged, Rows, index
-from ppo_repro.numerics.structs import Batch, Ints, Layer, Matrix, Model, NormWeights, address, ints
+from ppo_repro.numerics.structs import Ints, address, ints, struct
 
 KEEP_NOTHING, KEEP_INPUTS, KEEP_ALL = range(3)  # of a forward pass: inputs of layers, or all that its backward needs
 
@@ -51,7 +52,7 @@ def _round16(n: int) -> int:
 class Cache:
     """Keys and values of some slots of `positions` tokens each."""
 
-    def __init__(self, model: Model, slots: int, positions: int) -> None:
+    def __init__(self, model: ctypes.Structure, slots: int, positions: int) -> None:
         self.each = _round16(positions)
         self.capacity = slots * self.each
         floats = model.layers * model.kv_heads * self.capacity * model.head_dim
@@ -61,17 +62,17 @@ class Cache:
 class _Layer:
     """The packed matrices of one layer by the fields of its struct."""
 
-    def __init__(self, parts: LayerParts, precision: Precision) -> None:
+    def __init__(self, parts: LayerParts, mixture: int, precision: Precision) -> None:
         self.parts, self.matrices, self.experts = parts, {}, {}
-        for name, of in parts.matrices.items():
+        for name, layers in parts.matrices.items():
             form = precision.other_weights if name == "router" else precision.weights
-            self.matrices[name] = PackedMatrix(of.weights, of.biases, of.transposed, form, precision.other_weights)
+            self.matrices[name] = matrix_of(layers, form, precision.other_weights)
         for name, stacked in parts.experts.items():
             self.experts[name] = [PackedMatrix([w], form=precision.weights) for w in stacked.detach()]
-        self.arrays = {n: (Matrix * len(of))(*(m.struct for m in of)) for n, of in self.experts.items()}
+        self.arrays = {n: (struct("Matrix") * len(of))(*(m.struct for m in of)) for n, of in self.experts.items()}
         structs = {name: matrix.struct for name, matrix in self.matrices.items()}
         experts = {name: ctypes.addressof(array) for name, array in self.arrays.items()}
-        self.struct = Layer(window=parts.window, scale=parts.scale, **structs, **experts)
+        self.struct = struct("Layer")(window=parts.window, mixture=mixture, scale=parts.scale, **structs, **experts)
 
 
 # a batch, the inputs of its layers and the output of the last one [layers + 1, n, H], and the hidden states [n, H]
@@ -87,49 +88,54 @@ class Network:
         self.parameters = dict(trunk.named_parameters())
         self.description = describe(trunk)
         self.lowered = lowered
-        self.layers = [_Layer(parts, lowered.precision) for parts in self.description.layers]
+        mixtures = accumulate((bool(parts.experts) for parts in self.description.layers), initial=0)
+        self.layers = [_Layer(p, m, lowered.precision) for p, m in zip(self.description.layers, mixtures, strict=False)]
         dense = [matrix for layer in self.layers for matrix in layer.matrices.values()]
         self.matrices = dense + [m for layer in self.layers for of in layer.experts.values() for m in of]
-        self._layer_structs = (Layer * len(self.layers))(*(layer.struct for layer in self.layers))
+        self._layer_structs = (struct("Layer") * len(self.layers))(*(layer.struct for layer in self.layers))
         self._rounded: dict[int, tuple[tuple[int, ...], Tensor]] = {}  # other weights by id: their state, and rounded
         rotary = self.description.positions is None
         self._tables = tables(trunk.config, lowered.max_context) if rotary else (torch.zeros(1), torch.zeros(1))
         precision = lowered.precision
-        self.struct = Model(
+        self.struct = struct("Model")(
             **self.description.numbers,
             rotary=2 * self._tables[0].shape[1] if rotary else 0,
-            round_activations=number(precision.activations),
-            round_inputs=number(precision.linear_inputs),
-            round_cache=number(precision.kv_cache),
+            round_activations=FORMATS.index(precision.activations),
+            round_inputs=FORMATS.index(precision.linear_inputs),
+            round_cache=FORMATS.index(precision.kv_cache),
             embedding_grad=-1,
             positions_grad=-1,
             cosine=address(self._tables[0]),
             sine=address(self._tables[1]),
             layer=ctypes.addressof(self._layer_structs),
         )
+        d, names = self.description, {id(module): name for name, module in trunk.named_modules()}
+        norms = [*(layer.norms[name] for layer in d.layers for name in ("norm1", "norm2")), d.last_norm]
+        self._norm_names = [names[id(norm)] for norm in norms]
         self._spare: Tensor | None = None  # what the last backward pass was done with
 
-    def _weight(self, tensor: Tensor | None, scaled: bool = True) -> int | None:
+    def _weight(self, tensor: Tensor | None) -> int | None:
         """The address of a parameter that is no matrix, or of its rounded copy."""
         form = self.lowered.precision.other_weights
         if tensor is None or form == "float32":
             return address(tensor)
         state = state_of((tensor,))
         if id(tensor) not in self._rounded or self._rounded[id(tensor)][0] != state:
-            self._rounded[id(tensor)] = state, round_rows(tensor, form, scaled)
+            self._rounded[id(tensor)] = state, round_rows(tensor, form)
         return address(self._rounded[id(tensor)][1])
 
-    def _norm(self, norm: NormParts) -> NormWeights:
-        return NormWeights(self._weight(norm.weight), self._weight(norm.bias), -1, -1)
+    def _norm(self, norm: Any) -> ctypes.Structure:
+        weight, bias = self._weight(norm.weight), self._weight(getattr(norm, "bias", None))
+        return struct("NormWeights")(weight, bias, -1, -1)
 
     def prepare(self) -> None:
         """Before a pass: point to the weights, and pack those that have changed."""
         library.check_denormals()
-        for struct, layer in zip(self._layer_structs, self.layers, strict=True):
+        for into, layer in zip(self._layer_structs, self.layers, strict=True):
             for name, norm in layer.parts.norms.items():
-                setattr(struct, name, self._norm(norm))
+                setattr(into, name, self._norm(norm))
             for name, matrix in layer.matrices.items():
-                setattr(struct, name, matrix.prepare())
+                setattr(into, name, matrix.prepare())
             for name, array in layer.arrays.items():
                 array[:] = [matrix.prepare() for matrix in layer.experts[name]]
         d = self.description
@@ -163,16 +169,16 @@ class Network:
     def _collect(self, sums: SlotSums) -> None:
         """Let the structs of a prepared network say where the gradients of all weights go."""
 
-        def norm(parts: NormParts, struct: NormWeights) -> None:
-            struct.grad = sums.offset(parts.weight)
-            struct.b_grad = -1 if parts.bias is None else sums.offset(parts.bias)
+        def norm(module: Any, struct: ctypes.Structure) -> None:
+            bias = getattr(module, "bias", None)
+            struct.grad, struct.b_grad = sums.offset(module.weight), -1 if bias is None else sums.offset(bias)
 
-        for struct, layer in zip(self._layer_structs, self.layers, strict=True):
-            for name, parts in layer.parts.norms.items():
-                norm(parts, getattr(struct, name))
+        for into, layer in zip(self._layer_structs, self.layers, strict=True):
+            for name, module in layer.parts.norms.items():
+                norm(module, getattr(into, name))
             for name, matrix in layer.matrices.items():
                 matrix.collect(sums)
-                setattr(struct, name, matrix.struct)
+                setattr(into, name, matrix.struct)
             for name, stacked in layer.parts.experts.items():
                 first = sums.offset(stacked)
                 for e, expert in enumerate(layer.arrays[name]):
@@ -182,10 +188,10 @@ class Network:
         self.struct.positions_grad = -1 if d.positions is None else sums.offset(d.positions)
         norm(d.last_norm, self.struct.last_norm)
 
-    def _call(self, batch: Ragged, cache: Cache, base: Ints, seen: Ints | None) -> Batch:
+    def _call(self, batch: Ragged, cache: Cache, base: Ints, seen: Ints | None) -> ctypes.Structure:
         """A batch as the kernels take it; the struct keeps alive what it points to."""
         rows = batch.rows
-        struct = Batch(
+        call = struct("Batch")(
             tokens=len(batch.ids),
             sequences=len(batch.start) - 1,
             ids=address(batch.ids),
@@ -200,23 +206,20 @@ class Network:
             routes=address(batch.routes),
             seen=address(seen),
         )
-        struct.batch, struct.alive = batch, (cache, base, seen)
-        return struct
+        call.batch, call.alive = batch, (cache, base, seen)
+        return call
 
     def _seen(self, batch: Ragged, wanted: bool) -> Ints | None:
         return np.empty((len(batch.ids), self.struct.mixtures * self.struct.chosen), np.int32) if wanted else None
 
-    def _forward(self, call: Batch, kept: Tensor | None, keep: int) -> Tensor:
+    def _forward(self, call: ctypes.Structure, kept: Tensor | None, keep: int) -> Tensor:
         hidden = torch.empty(call.tokens, self.struct.hidden)
         place = library.load().model_forward(
             ctypes.byref(self.struct), ctypes.byref(call), address(kept), keep, address(hidden)
         )
         if place:
-            d = self.description
-            norms = [*(layer.norms[name] for layer in d.layers for name in ("norm1", "norm2")), d.last_norm]
-            raise NumericsError(
-                f"the input of {norms[place - 1].name} is not finite; lower the learning rate or check the weights"
-            )
+            name = self._norm_names[place - 1]
+            raise NumericsError(f"the input of {name} is not finite; lower the learning rate or check the weights")
         return hidden
 
     def _memory(self, tokens: int, keep: int) -> Tensor:
@@ -225,7 +228,7 @@ class Network:
         spare, self._spare = self._spare, None  # fresh pages cost time
         return torch.empty(floats) if spare is None or spare.numel() < floats else spare
 
-    def _pass(self, call: Batch) -> Tensor:
+    def _pass(self, call: ctypes.Structure) -> Tensor:
         """Hidden states [n, H] of a pass without gradients."""
         if self.watch is None:
             return self._forward(call, None, KEEP_NOTHING)
@@ -378,10 +381,10 @@ def network_of(model: PreTrainedModel) -> Network | NativeNetwork:
 
 def forget_packed(model: nn.Module) -> None:
     """Free the packed copies of a module's weights until its next pass, for one that rests: they are as large."""
-    forget(model)
     for module in model.modules():
-        if module in _NETWORKS:
-            _NETWORKS[module].forget()
+        for holder in (_NETWORKS.get(module), PACKED.get(module)):
+            if holder is not None:
+                holder.forget()
     library.load().trim_heap()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import library
 from ppo_repro.numerics.gradient_sums import GradientSums
-from ppo_repro.numerics.structs import address, fields
+from ppo_repro.numerics.structs import address, struct
 from ppo_repro.ranks import ALONE, Ranks
 
 SLOTS = 8  # of a minibatch
@@ -68,14 +68,7 @@ def copy_named(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> N
             target.copy_(values[name])
 
 
-class _Trained(ctypes.Structure):
-    _fields_ = fields("Trained")
-
-
-class _Step(ctypes.Structure):
-    """Constants of a step; assigning to a field rounds to float32."""
-
-    _fields_ = fields("Step")
+_Trained = struct("Trained")
 
 
 def power(base: float, exponent: int) -> float:
@@ -89,9 +82,9 @@ def power(base: float, exponent: int) -> float:
     return result
 
 
-def step_constants(s: AdamWSettings, norm: float, steps: int) -> _Step:
+def step_constants(s: AdamWSettings, norm: float, steps: int) -> ctypes.Structure:
     """The constants of step number `steps`, in float64 from settings and counts, each rounded once to float32."""
-    return _Step(
+    return struct("Step")(
         clip=min(1.0, (s.max_grad_norm or math.inf) / (ctypes.c_float(norm).value + _CLIP_EPS)),
         beta1=s.beta1,
         rest1=1.0 - s.beta1,
@@ -102,18 +95,6 @@ def step_constants(s: AdamWSettings, norm: float, steps: int) -> _Step:
         unroot=1.0 / math.sqrt(1.0 - power(s.beta2, steps)),
         eps=s.eps,
     )
-
-
-def _measure(names: Sequence[str], tensors: ctypes.Array[_Trained]) -> float:
-    """The norm of all gradients, float64, and the sum of squares of each in `square`.
-
-    A sum of squares adds 16 float64 lanes within blocks of 4,096 elements, then the blocks in order, then the tensors.
-    """
-    total = library.load().gradient_squares(tensors, len(tensors))
-    for name, tensor in zip(names, tensors, strict=True):
-        if not math.isfinite(tensor.square):
-            raise NumericsError(f"the gradient of {name} is not finite; lower the learning rate")
-    return math.sqrt(total)
 
 
 class AdamW:
@@ -135,7 +116,10 @@ class AdamW:
                 for name, p in self.parameters.items()
             )
         )
-        norm = _measure(list(self.parameters), tensors)
+        norm = math.sqrt(library.load().gradient_squares(tensors, len(tensors)))
+        for name, tensor in zip(self.parameters, tensors, strict=True):
+            if not math.isfinite(tensor.square):
+                raise NumericsError(f"the gradient of {name} is not finite; lower the learning rate")
         self.steps += 1
         library.load().adamw(tensors, len(tensors), ctypes.byref(step_constants(settings, norm, self.steps)))
         # packed copies of weights are outdated when these counters change
@@ -223,19 +207,10 @@ class NativeGradients:
 class Adapter(Protocol):
     """Factors that are trained in place of the weights that they change: `models.lora.Lora`."""
 
-    def trained(self) -> dict[str, Tensor]:
-        """The factors, and parameters trained as they are, by name."""
-        ...
-
+    def trained(self) -> dict[str, Tensor]: ...
     def factors(self) -> dict[str, Tensor]: ...
-
-    def gradients(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The gradients of `trained` from the gradients of the module's parameters."""
-        ...
-
-    def merge(self) -> None:
-        """Put the factors into the module's weights."""
-        ...
+    def gradients(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+    def merge(self) -> None: ...
 
 
 class Optimizer:

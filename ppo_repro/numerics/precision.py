@@ -29,11 +29,6 @@ class Precision:
 EXACT = Precision()
 
 
-def number(form: str) -> int:
-    """The number of a format in the kernels; 0 for float32."""
-    return FORMATS.index(form)
-
-
 def round_rows(x: Tensor, form: str, scaled: bool = True) -> Tensor:
     """x [.., K] float32 rounded to a format, in new memory; with a scale for each row in formats of 8 bits.
 
@@ -43,5 +38,5 @@ def round_rows(x: Tensor, form: str, scaled: bool = True) -> Tensor:
     rounded = x.detach().to(torch.float32).clone(memory_format=torch.contiguous_format)
     if form != "float32" and rounded.numel():
         width = rounded.shape[-1]
-        library.load().round_tensor(number(form), scaled, address(rounded), rounded.numel() // width, width)
+        library.load().round_tensor(FORMATS.index(form), scaled, address(rounded), rounded.numel() // width, width)
     return rounded

@@ -7,7 +7,6 @@ top-k and top-p every token is eligible. Mode `deterministic` uses the C kernels
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch.autograd import Function
 
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import library
-from ppo_repro.numerics.structs import at, at_rows, fields
+from ppo_repro.numerics.structs import address, struct
 
 NOT_FINITE = (
     "the model's logits are not finite, or further apart than float32 reaches; "
@@ -29,26 +28,6 @@ def require_finite(logits: Tensor) -> None:
     """Raise NumericsError if any logit is infinite or NaN."""
     if not torch.isfinite(logits).all():
         raise NumericsError(NOT_FINITE)
-
-
-class _Statistics(ctypes.Structure):
-    _fields_ = fields("Statistics")
-
-
-class _KL(ctypes.Structure):
-    _fields_ = fields("Divergence")
-
-
-class _Cut(ctypes.Structure):
-    _fields_ = fields("Cut")
-
-
-class _Noise(ctypes.Structure):
-    _fields_ = fields("Noise")
-
-
-class _Sampling(ctypes.Structure):
-    _fields_ = fields("Sampling")
 
 
 def _run(function: str, arguments: ctypes.Structure) -> None:
@@ -66,15 +45,22 @@ def _dense(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
-def _mask(eligible: Tensor | None) -> int | None:
-    return None if eligible is None else at(eligible, torch.bool)
+def _rows(logits: Tensor) -> tuple[int, int]:
+    """The address of rows that lie in memory one number after the other, and the distance of two rows."""
+    if logits.dtype != torch.float32 or logits.device.type != "cpu":
+        raise ValueError(f"logits are {logits.dtype} on {logits.device}, where float32 on the CPU is due")
+    return logits.data_ptr(), logits.stride(0)
+
+
+def _mask(eligible: Tensor | None) -> Tensor | None:
+    return None if eligible is None else eligible.contiguous()
 
 
 def _arguments(
     logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, rows: Tensor
-) -> _Statistics:
-    about = temperature, _mask(eligible), at(targets, torch.int64), at(rows, torch.float64)
-    return _Statistics(*at_rows(logits), *logits.shape, *about)
+) -> ctypes.Structure:
+    about = temperature, address(eligible, torch.bool), address(targets, torch.int64), address(rows, torch.float64)
+    return struct("Statistics")(*_rows(logits), *logits.shape, *about)
 
 
 def _statistics(
@@ -86,7 +72,7 @@ def _statistics(
         raise IndexError(f"a target is outside the {v} columns of the logits")
     logprobs, entropies, squares, rows = torch.empty(n), torch.empty(n), torch.empty(n), _softmax_rows(n)
     a = _arguments(logits, targets, temperature, eligible, rows)
-    a.logprobs, a.entropies, a.squares = at(logprobs), at(entropies), at(squares)
+    a.logprobs, a.entropies, a.squares = address(logprobs), address(entropies), address(squares)
     _run("token_statistics", a)
     return logprobs, entropies, squares, rows
 
@@ -106,7 +92,7 @@ class _TokenStatistics(Function):
         logits, targets, eligible, rows = ctx.saved_tensors
         gradient, d_logprobs, d_entropies = torch.empty(logits.shape), d_logprobs.contiguous(), d_entropies.contiguous()
         a = _arguments(logits, targets, ctx.temperature, eligible, rows)
-        a.d_logprobs, a.d_entropies, a.gradient = at(d_logprobs), at(d_entropies), at(gradient)
+        a.d_logprobs, a.d_entropies, a.gradient = address(d_logprobs), address(d_entropies), address(gradient)
         library.load().token_statistics_gradient(ctypes.byref(a))
         return gradient, None, None, None
 
@@ -120,8 +106,7 @@ def token_statistics(
     finite.
     """
     if mode == "deterministic":
-        kept = None if eligible is None else eligible.contiguous()
-        return _TokenStatistics.apply(_dense(logits), targets.contiguous(), temperature, kept)
+        return _TokenStatistics.apply(_dense(logits), targets.contiguous(), temperature, _mask(eligible))
     require_finite(logits)
     log_p = _native_log_softmax(logits, temperature, eligible)
     # minus infinity times a gradient of zero would be NaN
@@ -140,23 +125,14 @@ def _native_log_softmax(logits: Tensor, temperature: float, eligible: Tensor | N
 def prob_sq_sum(logits: Tensor, temperature: float, eligible: Tensor | None) -> Tensor:
     """sum_v p_v^2, float32 [n]."""
     targets = torch.zeros(len(logits), dtype=torch.int64)
-    kept = None if eligible is None else eligible.contiguous()
-    return _statistics(_dense(logits.detach()), targets, temperature, kept)[2]
-
-
-def log_softmax(logits: Tensor) -> Tensor:
-    """Log-probs of all tokens at temperature 1, float32 [n, V]; NumericsError if a logit is not finite."""
-    targets = torch.zeros(len(logits), dtype=torch.int64)
-    rows = _statistics(_dense(logits.detach()), targets, 1.0, None)[3]
-    shifted = logits - rows[:, :1].to(torch.float32)
-    return (shifted.to(torch.float64) - rows[:, 2:3]).to(torch.float32)
+    return _statistics(_dense(logits.detach()), targets, temperature, _mask(eligible))[2]
 
 
 def _two_rows(
     p_logits: Tensor, q_logits: Tensor, temperature: float, eligible: Tensor | None, p: Tensor, q: Tensor
-) -> _KL:
-    about = temperature, _mask(eligible), at(p, torch.float64), at(q, torch.float64)
-    return _KL(*at_rows(p_logits), *at_rows(q_logits), *p_logits.shape, *about)
+) -> ctypes.Structure:
+    about = temperature, address(eligible, torch.bool), address(p, torch.float64), address(q, torch.float64)
+    return struct("Divergence")(*_rows(p_logits), *_rows(q_logits), *p_logits.shape, *about)
 
 
 class _Divergence(Function):
@@ -167,7 +143,7 @@ class _Divergence(Function):
         n = len(p_logits)
         p, q, out = _softmax_rows(n), _softmax_rows(n), torch.empty(n)
         a = _two_rows(p_logits, q_logits, temperature, eligible, p, q)
-        a.out = at(out)
+        a.out = address(out)
         _run("kl_divergence", a)
         ctx.save_for_backward(p_logits, q_logits, eligible, p, q)
         ctx.temperature = temperature
@@ -178,7 +154,7 @@ class _Divergence(Function):
         p_logits, q_logits, eligible, p, q = ctx.saved_tensors
         gradient, grad = torch.empty(p_logits.shape), grad.contiguous()
         a = _two_rows(p_logits, q_logits, ctx.temperature, eligible, p, q)
-        a.seed, a.gradient = at(grad), at(gradient)
+        a.seed, a.gradient = address(grad), address(gradient)
         library.load().kl_divergence_gradient(ctypes.byref(a))
         return gradient, None, None, None
 
@@ -188,37 +164,12 @@ def kl_divergence(
 ) -> Tensor:
     """KL(p || q) = sum_v p_v (log p_v - log q_v), float32 [n], nats, over the eligible tokens; differentiable in p."""
     if mode == "deterministic":
-        kept = None if eligible is None else eligible.contiguous()
-        return _Divergence.apply(_dense(p_logits), _dense(q_logits.detach()), temperature, kept)
+        return _Divergence.apply(_dense(p_logits), _dense(q_logits.detach()), temperature, _mask(eligible))
     log_p, log_q = (_native_log_softmax(logits, temperature, eligible) for logits in (p_logits, q_logits))
     difference = log_p - log_q
     if eligible is not None:  # both are minus infinity for the other tokens
         difference = log_p.masked_fill(~eligible, 0.0) - log_q.masked_fill(~eligible, 0.0)
     return (log_p.exp() * difference).sum(-1)
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Scores of n tokens under a policy, from which they were sampled, and a reference; float32 [n] each."""
-
-    logprobs: Tensor
-    entropies: Tensor
-    prob_sq_sums: Tensor
-    ref_logprobs: Tensor
-    ref_kl: Tensor  # KL(policy || reference)
-
-
-def score(
-    logits: Tensor, ref_logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, mode: str
-) -> Scores:
-    """The scores of each token that are recorded before the update. Shapes and errors as in `token_statistics`.
-
-    The divergence and the sum of squares come from the C kernels in both modes.
-    """
-    logprobs, entropies = token_statistics(logits, targets, temperature, eligible, mode)
-    ref_logprobs, _ = token_statistics(ref_logits, targets, temperature, eligible, mode)
-    ref_kl = kl_divergence(logits, ref_logits, temperature, eligible)
-    return Scores(logprobs, entropies, prob_sq_sum(logits, temperature, eligible), ref_logprobs, ref_kl)
 
 
 def expand_kept(kept_tokens: Tensor, vocab_size: int) -> Tensor | None:
@@ -241,8 +192,9 @@ def normal_noise(seeds: Tensor, positions: Tensor, columns: int) -> Tensor:
     """
     out = torch.empty(len(seeds), columns, dtype=torch.float64)
     seeds, positions = seeds.contiguous(), positions.contiguous()
-    addresses = at(seeds, torch.int64), at(positions, torch.int64)
-    library.load().normal_noise(ctypes.byref(_Noise(*addresses, len(seeds), columns, at(out, torch.float64))))
+    addresses = address(seeds, torch.int64), address(positions, torch.int64)
+    noise = struct("Noise")(*addresses, len(seeds), columns, address(out, torch.float64))
+    library.load().normal_noise(ctypes.byref(noise))
     return out
 
 
@@ -257,8 +209,8 @@ def cut_tokens(scaled: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor
     scaled = scaled.contiguous()
     order = torch.argsort(scaled, dim=-1, descending=True, stable=True)
     eligible, rank, log_kept = torch.empty(n, v, dtype=torch.bool), torch.empty(n, v, dtype=torch.int32), torch.empty(n)
-    results = at(eligible, torch.bool), at(rank, torch.int32), at(log_kept)
-    _run("cut_tokens", _Cut(at(scaled), at(order, torch.int64), n, v, top_k, top_p, *results))
+    results = address(eligible, torch.bool), address(rank, torch.int32), address(log_kept)
+    _run("cut_tokens", struct("Cut")(address(scaled), address(order, torch.int64), n, v, top_k, top_p, *results))
     return eligible, rank, log_kept
 
 
@@ -274,8 +226,8 @@ def sample_tokens(
     n = len(logits)
     logits, seeds, positions = _dense(logits.detach()), seeds.contiguous(), positions.contiguous()
     tokens, logprobs, rows = torch.empty(n, dtype=torch.int64), torch.empty(n), _softmax_rows(n)
-    noise = at(seeds, torch.int64), at(positions, torch.int64)
-    kept = (None, None) if cut is None else (at(cut[0], torch.bool), at(cut[1], torch.int32))
-    results = at(tokens, torch.int64), at(logprobs), at(rows, torch.float64)
-    _run("sample_tokens", _Sampling(*at_rows(logits), *logits.shape, temperature, *noise, *kept, *results))
+    noise = address(seeds, torch.int64), address(positions, torch.int64)
+    kept = (None, None) if cut is None else (address(cut[0], torch.bool), address(cut[1], torch.int32))
+    results = address(tokens, torch.int64), address(logprobs), address(rows, torch.float64)
+    _run("sample_tokens", struct("Sampling")(*_rows(logits), *logits.shape, temperature, *noise, *kept, *results))
     return tokens, logprobs

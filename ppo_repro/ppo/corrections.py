@@ -77,7 +77,6 @@ def truncated_weights(ratios: Tensor, floor: float, cap: float | None) -> tuple[
     decoupled PPO (Hilton et al., 2022, section 3; AReaL). With a floor slime's `tis_mode: clip` and TRL's
     `vllm_importance_sampling_clip_min`; verl and AReaL have none.
     """
-    _refuse_nan("the ratio", ratios)
     low, high = _bounds(floor, cap)
     changes = torch.full(ratios.shape, Correction.NONE, dtype=torch.uint8)
     changes[ratios > high] = Correction.TRUNCATED_HIGH
@@ -92,7 +91,6 @@ def masked_weights(ratios: Tensor, floor: float, cap: float | None) -> tuple[Ten
     Kills Stability". verl and slime bound both sides, by default with 1 / cap; AReaL and earlier TRL only above, which
     is a floor of 0.
     """
-    _refuse_nan("the ratio", ratios)
     low, high = _bounds(floor, cap)
     changes = torch.full(ratios.shape, Correction.NONE, dtype=torch.uint8)
     changes[ratios > high] = Correction.MASKED_HIGH
@@ -119,7 +117,6 @@ def outside_ratio(ratios: Tensor, low: float, high: float) -> Tensor:
     Rejection sampling of verl (`rollout_rs`) and slime (`use_rs`). The level geometric is Geo-RS. verl compares -log w
     with the logarithms of its bounds, so that its "0.6_1.4" is [1/1.4, 1/0.6] here.
     """
-    _refuse_nan("the ratio", ratios)
     lowest, highest = _bounds(low, high)
     return (ratios < lowest) | (ratios > highest)
 
@@ -147,6 +144,5 @@ def beyond_divergence(
 def vetoed(token_ratios: Tensor, lengths: Tensor, below: float) -> Tensor:
     """Where a response has a token with w < below, [N] bool. verl's and slime's veto, at 1e-4 there."""
     assert token_ratios.shape == (int(lengths.sum()),) and lengths.dim() == 1
-    _refuse_nan("the ratio", token_ratios)
     below_it = token_ratios < _bounds(below, None)[0]
     return torch.repeat_interleave(torch.stack([run.any() for run in below_it.split(lengths.tolist())]), lengths)

@@ -73,7 +73,7 @@ def read(run_dir: Path, recorded: Manifest, iteration: int) -> Records:
 
 
 def rollout_of(records: Records) -> Rollout:
-    """Return the sampled responses. Eligible tokens and largest logits stay empty: no later stage reads them."""
+    """Return the sampled responses. Eligible tokens stay empty: no later stage reads them."""
     count = records.tables["tokens"].num_rows
 
     def of(column: str) -> tuple[Any, ...]:

@@ -98,9 +98,11 @@ def of_minibatches(updates: Sequence[Any], name: str) -> np.ndarray:
     return np.repeat(int32([getattr(u, name) for u in updates]), [len(u.tokens) for u in updates])
 
 
-def _positions(lengths: Tensor) -> Tensor:
+def cells_of(lengths: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """(sequence, position in it) of every token of sequences of these lengths, int32."""
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     starts = torch.cumsum(lengths, 0) - lengths
-    return torch.arange(int(lengths.sum())) - torch.repeat_interleave(starts, lengths)
+    return int32(sequence), int32(torch.arange(len(sequence)) - starts[sequence])
 
 
 def _sequences(item: Iteration) -> Columns:
@@ -146,11 +148,12 @@ def _episode_columns(episodes: Sequence[Episode] | None) -> Columns:
 
 def _tokens(item: Iteration, with_kept: bool) -> Columns:
     rollout, forward = item.rollout, item.forward
+    sequence, position = cells_of(rollout.lengths)
     return {
         **fields_of(schema.TOKENS, rollout, forward, item.rewards, item.advantages),
         "iteration": np.full(len(rollout.response_ids), item.index, np.int32),
-        "sequence": int32(rollout.sequence_of_token()),
-        "position": int32(_positions(rollout.lengths)),
+        "sequence": sequence,
+        "position": position,
         "token_id": int32(rollout.response_ids),
         **{name: int32([value for s in rollout.spans for value in getattr(s, name)]) for name in _SPANS},
         "kept_tokens": _kept(rollout.kept_tokens.numpy()) if with_kept else None,
@@ -178,7 +181,8 @@ def _lists(rows: Tensor) -> list[np.ndarray] | None:
 
 
 def _updates(item: Iteration) -> Columns:
-    tokens = torch.cat([u.tokens for u in item.updates])
+    tokens = torch.cat([u.tokens for u in item.updates]).numpy()
+    sequence, position = cells_of(item.rollout.lengths)
     of_policy = (
         *("new_logprobs", "ratios", "new_entropies", "surrogates"),
         *("penalty_terms", "importance_weights", "kl_terms"),
@@ -188,8 +192,8 @@ def _updates(item: Iteration) -> Columns:
         "iteration": np.full(len(tokens), item.index, np.int32),
         "epoch": of_minibatches(item.updates, "epoch"),
         "minibatch": of_minibatches(item.updates, "minibatch"),
-        "sequence": int32(item.rollout.sequence_of_token()[tokens]),
-        "position": int32(_positions(item.rollout.lengths)[tokens]),
+        "sequence": sequence[tokens],
+        "position": position[tokens],
         **{name: _by_token(item, "policy", name) for name in of_policy},
         "policy_losses": _by_token(item, "policy", "losses"),
         "clip_flag": _in_words(item, "clip_flags", flag_names),

@@ -22,7 +22,6 @@ from ppo_repro.models.lora import Adaptable, Lora, add_lora, share_frozen
 from ppo_repro.models.networks import (
     ValueModel,
     checkpoint_gradients,
-    freeze,
     make_policy,
     make_value_head,
     make_value_model,
@@ -63,7 +62,6 @@ class Prepared:
     warm_start: tuple[WarmStartStep, ...]  # empty where no model was trained here before PPO
     reward_training: RewardTraining | None  # None unless a reward model was trained here
     lora: Lora | None  # None where all weights of the policy are trained
-    value_lora: Lora | None  # None without a value model of its own, and where all its weights are trained
 
 
 def _moved(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel:
@@ -100,7 +98,7 @@ def _reward_model(
     if isinstance(term, RewardModelFolder):
         loaded, its_tokenizer = load_reward_model(Path(term.path), numerics.mode, numerics.max_context)
         require_same_tokens(tokenizer, its_tokenizer)
-        return freeze(_moved(loaded, config)), None
+        return _moved(loaded, config).requires_grad_(False), None
     model = make_reward_model(source, numerics.mode, numerics.max_context, config.seed)
     if term.pairs is not None:
         encode = encoder(tokenizer, config.task)
@@ -117,19 +115,19 @@ def _reward_model(
             )
         )
     training = train_reward_model(model, pairs, eval_pairs, term, numerics, config.layout, config.seed, progress)
-    return freeze(model), training
+    return model.requires_grad_(False), training
 
 
 def _networks(
     config: RunConfig, source: PreTrainedModel, reward_model: PreTrainedModel | None, share: bool, ranks: Ranks
-) -> tuple[TrainState, PreTrainedModel, Lora | None, Lora | None]:
-    """The state before the first step, the policy as the sampler has it, and adapters of policy and value model.
+) -> tuple[TrainState, PreTrainedModel, Lora | None]:
+    """The state before the first step, the policy as the sampler has it, and its adapters.
 
     `share`: adapted models use the weights of frozen ones where they do not train.
     """
     mode, max_context, ppo = config.numerics.mode, config.numerics.max_context, config.ppo
     policy = make_policy(source, mode, max_context)
-    reference = freeze(make_policy(source, mode, max_context))
+    reference = make_policy(source, mode, max_context).requires_grad_(False)
     lora = _adapted(policy, config.lora, config.seed, reference if share else None)
     value_model = _value_model(config, source, policy, reward_model)
     sampled = rounded_view(policy, precision_of(config.mismatch.sampler.precision))
@@ -141,16 +139,16 @@ def _networks(
         return Optimizer(module, AdamWSettings(*rates), mode, SLOTS // ranks.size, adapters)
 
     trained: nn.Module = policy
-    value_lora = value_optimizer = None
+    value_optimizer = None
     if isinstance(config.value, ValueHead) and value_model is not None:
         trained = nn.ModuleDict({"policy": policy, "value_head": value_model.head})
     elif isinstance(config.value, SeparateValue) and value_model is not None:
         begun_as = reward_model if config.value.init == "reward_model" else reference
         base = trunk_of(begun_as) if share and begun_as is not None else None
-        value_lora = _adapted(value_model, config.value.lora, config.seed, base)
+        adapters = _adapted(value_model, config.value.lora, config.seed, base)
         if config.layout.gradient_checkpointing:
             checkpoint_gradients(value_model.trunk)
-        value_optimizer = optimizer(value_model, value_lora, config.value.learning_rate)
+        value_optimizer = optimizer(value_model, adapters, config.value.learning_rate)
     lag, versions = config.mismatch.sampler.lag, None
     if lag:
         parameters = dict(policy.named_parameters())
@@ -165,7 +163,7 @@ def _networks(
         versions=versions,
         hidden_hook=dropout(config.mismatch.trainer.dropout, config.seed),
     )
-    return state, sampled, lora, value_lora
+    return state, sampled, lora
 
 
 def _adapted(model: Adaptable, config: LoraConfig | None, seed: int, base: PreTrainedModel | None) -> Lora | None:
@@ -234,7 +232,7 @@ def prepare(
     reward_model, reward_training = _reward_model(config, problems, ids, tokenizer, source, progress)
     spelled = spelled_tokens(tokenizer, [*judge.asked_texts, *config.rollout.stop])
     task = Task(problems, ids, judge, reward_model, tokenizer, brought.step, spelled)
-    state, sampled, lora, value_lora = _networks(config, source, reward_model, share, ranks)
+    state, sampled, lora = _networks(config, source, reward_model, share, ranks)
     engine = built_in_engine(config, source, sampled, stop_ids(source, tokenizer))
     state.sampler = engine.policy if engine.policy is not state.policy else None
-    return Prepared(task, state, engine, steps, reward_training, lora, value_lora)
+    return Prepared(task, state, engine, steps, reward_training, lora)

@@ -11,7 +11,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from torch import Tensor
 
-from ppo_repro.numerics.token_statistics import log_softmax, token_statistics
+from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.rollout.engine import Sampling
 from ppo_repro.rollout.sampler import sample
 from ppo_repro.sglang_plugin.kept_tokens import KEPT, Entry, shortest, written
@@ -34,7 +34,8 @@ class DeterministicSampler(Sampler):
         positions: Tensor,
     ) -> Tensor:
         """One token per row, int64 [n]; RuntimeError for an option that this sampler does not support."""
-        _refuse(sampling_info)
+        asked = return_logprob and (any(top_logprobs_nums) or any(ids is not None for ids in token_ids_logprobs))
+        _refuse(sampling_info, asked)
         logits, seeds = logits_output.next_token_logits, sampling_info.sampling_seed
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         logprobs = torch.empty(len(logits), device=logits.device)
@@ -52,20 +53,16 @@ class DeterministicSampler(Sampler):
             logits_output.customized_info = {KEPT: kept}
         if return_logprob:
             logits_output.next_token_logprobs = logprobs
-            if any(top_logprobs_nums) or any(ids is not None for ids in token_ids_logprobs):  # a request asks for more
-                everything = log_softmax(logits / sampling_info.temperatures.view(-1, 1))
-                self.output_logprob_processor.compute_logprobs(
-                    everything, top_logprobs_nums, token_ids_logprobs, tokens
-                ).write_output_to(logits_output)
         return tokens
 
 
-def _refuse(info: SamplingBatchInfo) -> None:
+def _refuse(info: SamplingBatchInfo, other_logprobs: bool) -> None:
     requested: dict[str, Any] = {
         "min_p": info.need_min_p_sampling,
         "custom_logit_processor": info.has_custom_logit_processor,
         "return_sampling_mask": info.sampling_mask_batch_indices is not None,
         "no sampling_seed": info.sampling_seed is None,
+        "top_logprobs_num or token_ids_logprob": other_logprobs,
     }
     for name in (name for name, used in requested.items() if used):
         raise RuntimeError(f"deterministic numerics in SGLang: a request with {name} is not supported")

@@ -11,8 +11,7 @@ from ppo_repro.config.algorithm import AdaptiveController, KLInReward, NoKL, NoV
 from ppo_repro.config.objectives import CLIP_RANGE_MAX, CLIP_RANGE_MIN, AdaptiveClipObjective, PenaltyObjective
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.state import TrainState
-from ppo_repro.ppo.controllers import adaptive_clip_range, adaptive_kl_coef, adaptive_penalty_coef
-from ppo_repro.ppo.schedules import rate_factor
+from ppo_repro.ppo.controllers import adaptive_clip_range, adaptive_kl_coef, adaptive_penalty_coef, rate_factor
 
 
 def first_coefficients(config: RunConfig) -> Coefficients:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ppo_repro.buffers import ForwardPass, ReturnStatistics, Rollout
+from ppo_repro.buffers import ForwardPass, Rollout
 from ppo_repro.config.algorithm import KLInLoss, KLInReward
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch, TokenBatch, micro_batches
@@ -17,7 +17,7 @@ from ppo_repro.models.state import Stream, TrainState
 from ppo_repro.numerics.families import routers, trunk_of
 from ppo_repro.numerics.network import forget_packed, logits
 from ppo_repro.numerics.rows import Rows
-from ppo_repro.numerics.token_statistics import expand_kept, kl_divergence, score, token_statistics
+from ppo_repro.numerics.token_statistics import expand_kept, kl_divergence, prob_sq_sum, token_statistics
 from ppo_repro.ppo import kl
 from ppo_repro.ranks import Ranks
 from ppo_repro.stages.chunks import in_chunks
@@ -61,15 +61,14 @@ def _charges_reverse(config: RunConfig) -> bool:
     return isinstance(kl, KLInReward) and kl.estimator == "exact" and kl.direction == "reference_policy"
 
 
-def _in_reward_units(predictions: Tensor, returns: ReturnStatistics) -> Tensor:
-    """V = mean + scale times the value model's prediction, float32; the prediction itself without statistics."""
-    return predictions * returns.scale + returns.mean if returns.count else predictions
-
-
 def values_in_reward_units(state: TrainState, hidden: Tensor, m: MicroBatch) -> Tensor:
-    """Return V [n] float32 before each token from the hidden states [n, H] of the value model's trunk."""
+    """Return V [n] float32 before each token from the hidden states [n, H] of the value model's trunk.
+
+    V = mean + scale times the value model's prediction; the prediction itself without statistics of returns.
+    """
     assert state.value_model is not None
-    return _in_reward_units(values_of(state.value_model, hidden, m.batch), state.coefficients.returns)
+    predictions, returns = values_of(state.value_model, hidden, m.batch), state.coefficients.returns
+    return predictions * returns.scale + returns.mean if returns.count else predictions
 
 
 def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig) -> tuple[Tensor, ...]:
@@ -91,7 +90,7 @@ def _distributions(
 ) -> tuple[Tensor, ...]:
     """Old log-probs, ref log-probs, KL(policy || ref), entropies, sums of squares, KL(ref || policy), [n] each.
 
-    The last one is empty unless the reward charges it.
+    The last one is empty unless the reward charges it. The C kernels compute KLs and sums of squares in both numerics.
     """
     mode, temperature, policy, reference = config.numerics.mode, rollout.temperature, state.policy, state.reference
     ref_hidden = hidden_states(trunk_of(reference), batch)
@@ -100,11 +99,14 @@ def _distributions(
         own = logits(policy, hidden).cpu()
         other = logits(reference, ref_hidden[rows]).cpu()
         eligible = expand_kept(rollout.kept_tokens[tokens[rows]], own.shape[-1])
-        s = score(own, other, batch.targets[rows], temperature, eligible, mode)
+        logprobs, entropies = token_statistics(own, batch.targets[rows], temperature, eligible, mode)
+        ref_logprobs = token_statistics(other, batch.targets[rows], temperature, eligible, mode)[0]
+        ref_kl = kl_divergence(own, other, temperature, eligible)
+        squares = prob_sq_sum(own, temperature, eligible)
         reverse = torch.empty(0)
         if _charges_reverse(config):
             reverse = kl_divergence(other, own, temperature, eligible)
-        return s.logprobs, s.ref_logprobs, s.ref_kl, s.entropies, s.prob_sq_sums, reverse
+        return logprobs, ref_logprobs, ref_kl, entropies, squares, reverse
 
     return in_chunks(of_rows, hidden, batch.rows, policy.config.vocab_size)
 

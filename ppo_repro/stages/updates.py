@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from ppo_repro.buffers import PolicyUpdate, ValueUpdate
 from ppo_repro.config.run import RunConfig
@@ -44,26 +45,14 @@ class Columns(NamedTuple):
     value: ValueColumns | None = None
 
 
-def joined(columns: Iterable[Columns]) -> Columns:
+def joined(columns: Sequence[Columns]) -> Columns:
     """Join the columns of micro-batches."""
-    of_policy, of_value = zip(*columns, strict=True)
-
-    def join(parts: Iterable[tuple[Tensor | None, ...]]) -> list[Tensor | None]:
-        return [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
-
-    return Columns(
-        None if of_policy[0] is None else PolicyColumns(*join(of_policy)),  # type: ignore[arg-type]
-        None if of_value[0] is None else ValueColumns(*join(of_value)),  # type: ignore[arg-type]
-    )
+    return tree_map(lambda *parts: None if parts[0] is None else torch.cat(parts), *columns)
 
 
 def detached(columns: Columns) -> Columns:
     """Take columns out of autograd."""
-    policy, value = columns
-    return Columns(
-        policy and PolicyColumns(*(c if c is None else c.detach() for c in policy)),  # type: ignore[arg-type]
-        value and ValueColumns(*(c.detach() for c in value)),
-    )
+    return tree_map(lambda column: None if column is None else column.detach(), columns)
 
 
 def policy_update(

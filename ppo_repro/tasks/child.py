@@ -1,7 +1,7 @@
 """The program in which a user's functions run, one process beside a run.
 
-It reads requests from stdin and writes replies to stdout, one JSON object a line. It imports nothing that takes time;
-torch and NumPy come only with a file of the user's that imports them.
+Requests and replies are JSON objects on a connection to the run. It imports nothing that takes time; torch and NumPy
+come only with a file of the user's that imports them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from importlib.util import module_from_spec, spec_from_file_location
+from multiprocessing.connection import Connection
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
@@ -293,15 +294,14 @@ def _ready() -> None:
 
 
 def main() -> None:
-    """Answer requests until stdin ends; what the user's code prints goes to stderr."""
-    requests, replies = os.fdopen(os.dup(0), encoding="ascii"), os.fdopen(os.dup(1), "w", encoding="ascii")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
+    """Answer requests until the run closes the connection."""
+    connection = Connection(int(sys.argv.pop()))
+    os.set_inheritable(connection.fileno(), False)
     _ready()
-    for line in requests:
-        for reply in _answers(json.loads(line)):
-            for stream in (sys.stdout, sys.stderr):
-                with suppress(AttributeError, ValueError, OSError):
-                    stream.flush()
-            replies.write(json.dumps(reply) + "\n")
-            replies.flush()
+    with suppress(EOFError):
+        while True:
+            for reply in _answers(json.loads(connection.recv_bytes())):
+                for stream in (sys.stdout, sys.stderr):
+                    with suppress(AttributeError, ValueError, OSError):
+                        stream.flush()
+                connection.send_bytes(json.dumps(reply).encode())

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,11 @@ ENDING_SECONDS = 5.0  # to see how a child ended that has closed its pipe
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from ppo_repro.tasks.child import main; main()"
 
 
-class _Ended(Exception):
-    """The child gave no reply; the message says what became of it."""
-
-
 class UserProcess:
     """The child process of a run, started with the first file that is loaded; it ends with this object."""
 
     def __init__(self) -> None:
-        self._child: subprocess.Popen[bytes] | None = None
-        self._received = bytearray()
+        self._child: tuple[subprocess.Popen[bytes], Connection] | None = None
 
     def ask(
         self, request: Mapping[str, Any], replies: int, seconds: float, lost: Callable[[int, str], str]
@@ -45,68 +40,45 @@ class UserProcess:
         """
         if self._child is None:
             self._child = _start()
-            weakref.finalize(self, _stop, self._child)
+            weakref.finalize(self, _stop, *self._child)
+        child, connection = self._child
         found: list[dict[str, Any]] = []
         try:
-            self._send(json.dumps(request).encode() + b"\n")
+            connection.send_bytes(json.dumps(request).encode())
             while len(found) < replies and (not found or "value" in found[-1]):
-                found.append(json.loads(self._line(seconds)))
-        except _Ended as error:
-            self.close()
-            raise UserError(lost(len(found), str(error))) from error
+                if not connection.poll(seconds):
+                    raise TimeoutError
+                found.append(json.loads(connection.recv_bytes()))
+        except (EOFError, OSError) as error:
+            late = f"gave no answer within {seconds:g} s; make it end"
+            how = late if isinstance(error, TimeoutError) else _how_ended(child)
+            _stop(child, connection)  # it is not started again
+            raise UserError(lost(len(found), how)) from error
         except BaseException:  # Ctrl-C: the replies still to come belong to nobody
-            self.close()
+            _stop(child, connection)
             raise
         return found
 
-    def close(self) -> None:
-        """End the child; it is not started again."""
-        if self._child is not None:
-            _stop(self._child)
 
-    def _send(self, line: bytes) -> None:
-        assert self._child is not None and self._child.stdin is not None
-        try:
-            self._child.stdin.write(line)
-            self._child.stdin.flush()
-        except (OSError, ValueError):
-            raise _Ended(_how_ended(self._child)) from None
-
-    def _line(self, seconds: float) -> bytes:
-        assert self._child is not None and self._child.stdout is not None
-        pipe, end = self._child.stdout.fileno(), time.monotonic() + seconds
-        poll = select.poll()
-        poll.register(pipe, select.POLLIN)
-        while b"\n" not in self._received:
-            if not poll.poll(max(0.0, end - time.monotonic()) * 1000.0):
-                raise _Ended(f"gave no answer within {seconds:g} s; make it end")
-            part = os.read(pipe, 1 << 20)
-            if not part:
-                raise _Ended(_how_ended(self._child))
-            self._received += part
-        line, _, rest = self._received.partition(b"\n")
-        self._received = rest
-        return bytes(line)
-
-
-def _start() -> subprocess.Popen[bytes]:
+def _start() -> tuple[subprocess.Popen[bytes], Connection]:
+    ours, theirs = Pipe()
     # the texts that a hash orders come in one order in every process, and Ctrl-C in a terminal is for the run alone
-    return subprocess.Popen(
-        [sys.executable, "-c", _START, json.dumps(sys.path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        bufsize=0,
+    child = subprocess.Popen(
+        [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(sys.path)],
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # what the user's code prints goes to stderr
+        pass_fds=[theirs.fileno()],
         env={**os.environ, "PYTHONHASHSEED": "0"},
         start_new_session=True,
     )
+    theirs.close()
+    return child, ours
 
 
-def _stop(child: subprocess.Popen[bytes]) -> None:
+def _stop(child: subprocess.Popen[bytes], connection: Connection) -> None:
     child.kill()
     child.wait()
-    for pipe in (child.stdin, child.stdout):
-        if pipe is not None:
-            pipe.close()
+    connection.close()
 
 
 def _how_ended(child: subprocess.Popen[bytes]) -> str:

@@ -18,7 +18,6 @@ from ppo_repro.models.folders import ADAPTER_TENSORS, save_adapter
 from ppo_repro.models.lora import Lora, add_lora, share_frozen
 from ppo_repro.models.networks import (
     ValueModel,
-    freeze,
     make_policy,
     make_value_model,
     policy_logits,
@@ -159,7 +158,7 @@ def test_shared_or_copied_the_same_bits_are_trained(kind: str, architecture: str
     for shared in (False, True):
         model, reference = (
             fresh(kind, architecture, mode),
-            freeze(make_policy(source_model(architecture), mode, CONTEXT)),
+            make_policy(source_model(architecture), mode, CONTEXT).requires_grad_(False),
         )
         before = weights_digest(reference.named_parameters())
         lora = add_lora(model, RANK, ALPHA, TARGETS[architecture], seed=5)

@@ -177,7 +177,7 @@ class Model:
     embedding_scale: float = 1.0
     norm: Literal["rms", "rms_offset", "layer"] = "rms"
     qk_norm: Literal["none", "head", "whole"] = "none"
-    activation: Literal["silu", "gelu", "gelu_tanh", "gelu_quick"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     gated: bool = True
     parallel: bool = False
     cosine: Array = field(default_factory=lambda: np.zeros((0, 0), F))  # [positions, rotary / 2]; empty: no rotation
@@ -290,7 +290,7 @@ def rotate(x: Array, cosine: Array, sine: Array) -> Array:
 def activate(kind: str, x: Array) -> tuple[Array, Array]:
     """An activation and its derivative.
 
-    SiLU and quick GELU: x sigma(c x) with c = 1 or 1.702, and sigma fma(c x, 1 - sigma, 1).
+    SiLU: x sigma(x), and sigma fma(x, 1 - sigma, 1).
     GELU: (x / 2) (1 + erf(x / sqrt(2))). Its tanh form: (x / 2) (1 + t), t = tanh(sqrt(2 / pi) (x + 0.044715 x^3)).
     """
     half = F(0.5) * x
@@ -302,9 +302,8 @@ def activate(kind: str, x: Array) -> tuple[Array, Array]:
         t = tanh32(root * fma((cubic * x) * x, x, x))
         slope = root * fma((F(3) * cubic) * x, x, F(1))
         return half * (F(1) + t), fma(half * (F(1) - t * t), slope, F(0.5) * (F(1) + t))
-    scaled = x * F(1.702) if kind == "gelu_quick" else x
-    sigma = sigmoid32(scaled)
-    return x * sigma, sigma * fma(scaled, F(1) - sigma, F(1))
+    sigma = sigmoid32(x)
+    return x * sigma, sigma * fma(x, F(1) - sigma, F(1))
 
 
 # ------------------------------------------------------------------------------------------------------ attention
@@ -658,7 +657,7 @@ def gradients(
     }
 
 
-def rotary_tables(frequencies: Array, positions: int, factor: float = 1.0) -> tuple[Array, Array]:
-    """cos and sin of position x frequency, times `factor`: in float64, rounded once; float32 [positions, R / 2]."""
+def rotary_tables(frequencies: Array, positions: int) -> tuple[Array, Array]:
+    """cos and sin of position x frequency in float64, rounded once; float32 [positions, R / 2]."""
     sine, cosine = sin_cos64(np.arange(positions)[:, None] * np.asarray(frequencies, D))
-    return (cosine * factor).astype(F), (sine * factor).astype(F)
+    return cosine.astype(F), sine.astype(F)

@@ -5,16 +5,19 @@ Which parameter is which matrix comes from the package; `test_definition.py` com
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from ppo_repro.numerics.description import LayerParts, MatrixParts, NormParts, describe
+from ppo_repro.numerics.description import LayerParts, describe
 from ppo_repro.numerics.rotary import inverse_frequencies
 from tests.numerics.definition import Layer, Matrix, Model, NormWeights, rotary_tables
 
 NORMS, QK_NORMS = ("rms", "rms_offset", "layer"), ("none", "head", "whole")
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gelu_quick")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 SAME = (
     *("heads", "kv_heads", "head_dim", "eps", "embedding_scale", "gated", "parallel"),
     *("padding", "chosen", "normalised"),
@@ -27,21 +30,27 @@ def array(x: Tensor) -> np.ndarray:
     return x.detach().float().numpy().copy()
 
 
-def _norm(of: NormParts | None) -> NormWeights | None:
-    return None if of is None else NormWeights(array(of.weight), None if of.bias is None else array(of.bias))
+def _bias(module: Any) -> np.ndarray | None:
+    bias = getattr(module, "bias", None)
+    return None if bias is None else array(bias)
 
 
-def _matrix(of: MatrixParts | None) -> Matrix | None:
-    if of is None:
+def _norm(module: Any) -> NormWeights | None:
+    return None if module is None else NormWeights(array(module.weight), _bias(module))
+
+
+def _matrix(layers: tuple[Any, ...]) -> Matrix | None:
+    if not layers:
         return None
-    weights = [array(w).T if of.transposed else array(w) for w in of.weights]
-    return Matrix(np.concatenate(weights), np.concatenate([array(b) for b in of.biases]) if of.biases else None)
+    weights = [array(layer.weight).T if isinstance(layer, Conv1D) else array(layer.weight) for layer in layers]
+    biases = [bias for layer in layers if (bias := _bias(layer)) is not None]
+    return Matrix(np.concatenate(weights), np.concatenate(biases) if biases else None)
 
 
 def _layer(of: LayerParts) -> Layer:
     return Layer(
         **{name: _norm(of.norms.get(name)) for name in ("norm1", "norm2", "q_norm", "k_norm")},
-        **{name: _matrix(of.matrices.get(name)) for name in ("qkv", "out", "up", "down", "router")},
+        **{name: _matrix(of.matrices.get(name, ())) for name in ("qkv", "out", "up", "down", "router")},
         **{name: tuple(Matrix(array(w)) for w in of.experts.get(name, ())) for name in ("expert_up", "expert_down")},
         window=of.window,
         scale=of.scale,
@@ -54,8 +63,8 @@ def model_from(trunk: PreTrainedModel, positions: int) -> Model:
     numbers = {name: d.numbers[name] for name in (*SAME, *PLACES)}
     tables = {}
     if d.positions is None:
-        frequencies, factor = inverse_frequencies(trunk.config)
-        tables = dict(zip(("cosine", "sine"), rotary_tables(frequencies.numpy(), positions, factor), strict=True))
+        frequencies = inverse_frequencies(trunk.config).numpy()
+        tables = dict(zip(("cosine", "sine"), rotary_tables(frequencies, positions), strict=True))
     return Model(
         **numbers,
         **tables,

@@ -14,48 +14,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ppo_repro.numerics.description import describe
 from ppo_repro.numerics.families import decoder_layers, head_of, trunk_of
 from tests.support.models import CONFIGS, CONTEXT, small_model
 
 CHANNEL, OTHER, UNIT = 3, 11, 5  # a channel of the residual stream, its opposite where a mean is taken, a unit
 SILENT = 1e-6  # what silences an outlier of 1e4
 KEY_BIAS = 300.0
-
-
-@dataclass(frozen=True)
-class Names:
-    """Where a family keeps the parts of a decoder layer, and the last norm of its trunk."""
-
-    norms: dict[str, tuple[str, ...]]  # each norm, and the linear layers that read it
-    into_units: str  # gives the activation of an MLP unit, or its linear factor where there is a gate
-    out_of_units: str
-    last_norm: str
-
-
-LLAMA = Names(
-    {
-        "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-    },
-    "mlp.up_proj",
-    "mlp.down_proj",
-    "norm",
-)
-GPT2 = Names({"ln_1": ("attn.c_attn",), "ln_2": ("mlp.c_fc",)}, "mlp.c_fc", "mlp.c_proj", "ln_f")
-GPT_NEOX = Names(
-    {
-        "input_layernorm": ("attention.query_key_value",),
-        "post_attention_layernorm": ("mlp.dense_h_to_4h",),
-    },
-    "mlp.dense_h_to_4h",
-    "mlp.dense_4h_to_h",
-    "final_layer_norm",
-)
-
-
-def names_of(model: PreTrainedModel) -> Names:
-    """The names of a model's family."""
-    return {"gpt2": GPT2, "gpt_neox": GPT_NEOX}.get(model.config.model_type, LLAMA)
 
 
 def matrix(linear: nn.Module) -> Tensor:
@@ -67,13 +32,13 @@ def matrix(linear: nn.Module) -> Tensor:
 
 def norms_and_readers(model: PreTrainedModel) -> list[tuple[nn.Module, list[Tensor]]]:
     """Every norm over the residual stream, and the matrices [outputs, H] that read it."""
-    names = names_of(model)
+    trunk = describe(trunk_of(model))
     found = [
-        (layer.get_submodule(norm), [matrix(layer.get_submodule(reader)) for reader in readers])
-        for layer in decoder_layers(model)
-        for norm, readers in names.norms.items()
+        (layer.norms[norm], [matrix(reader) for reader in layer.matrices[readers]])
+        for layer in trunk.layers
+        for norm, readers in (("norm1", "qkv"), ("norm2", "up"))
     ]
-    return [*found, (trunk_of(model).get_submodule(names.last_norm), [matrix(head_of(model))])]
+    return [*found, (trunk.last_norm, [matrix(head_of(model))])]
 
 
 def linear_layers(model: PreTrainedModel) -> list[Tensor]:
@@ -131,19 +96,18 @@ def residual_channel(model: PreTrainedModel, size: float) -> None:
 
 def unit(model: PreTrainedModel, size: float) -> None:
     """An MLP unit in every layer near `size`, and its outgoing weights as much smaller."""
-    names = names_of(model)
-    for layer in decoder_layers(model):
-        into = layer.get_submodule(names.into_units)
+    for layer in describe(trunk_of(model)).layers:
+        into = layer.matrices["up"][-1]  # where there is a gate, its linear factor
         matrix(into)[UNIT] *= size
         if isinstance(into.bias, Tensor):
             into.bias.data[UNIT] *= size
-        matrix(layer.get_submodule(names.out_of_units))[:, UNIT] /= size
+        matrix(layer.matrices["down"][0])[:, UNIT] /= size
 
 
 def key_bias(model: PreTrainedModel, size: float) -> None:
     """A key bias of `size` in each head, on the channel that rotates slowest."""
-    for layer in decoder_layers(model):
-        bias = layer.get_submodule("self_attn.k_proj").bias
+    for layer in describe(trunk_of(model)).layers:
+        bias = layer.matrices["qkv"][1].bias
         assert isinstance(bias, Tensor)
         heads = bias.data.view(model.config.num_key_value_heads, -1)
         heads[:, heads.shape[1] // 2 - 1] = size

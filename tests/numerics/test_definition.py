@@ -31,9 +31,7 @@ VARIANTS = {
     "llama biases, gelu": lambda: llama_config(attention_bias=True, mlp_bias=True, hidden_act="gelu"),
     "gpt2 unscaled": lambda: gpt2_config(scale_attn_weights=False),
     "gpt2 scaled by layer": lambda: gpt2_config(scale_attn_by_inverse_layer_idx=True),
-    "gpt_neox sequential": lambda: gpt_neox_config(
-        use_parallel_residual=False, attention_bias=False, hidden_act="quick_gelu"
-    ),
+    "gpt_neox sequential": lambda: gpt_neox_config(use_parallel_residual=False, attention_bias=False),
     "qwen3_moe sparse": lambda: qwen3_moe_config(mlp_only_layers=[], norm_topk_prob=False, num_experts_per_tok=1),
     "olmoe normalised": lambda: olmoe_config(norm_topk_prob=True),
 }

@@ -23,7 +23,6 @@ from tests.support.models import (
     EVERY_FAMILY,
     LLAMA3_ROPE,
     VARIANTS,
-    YARN,
     gemma_config,
     llama_config,
     policy,
@@ -84,12 +83,9 @@ def test_a_lowered_model_keeps_modules_parameters_and_what_its_class_computes(
 
 
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
-SCALED_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 1.2, "beta_fast": 20, "beta_slow": 2, "truncate": False}
 
 
-@pytest.mark.parametrize(
-    "rope", [LINEAR_ROPE, LLAMA3_ROPE, YARN, SCALED_YARN], ids=["linear", "llama3", "yarn", "scaled"]
-)
+@pytest.mark.parametrize("rope", [LINEAR_ROPE, LLAMA3_ROPE], ids=["linear", "llama3"])
 def test_scaled_rotary_positions_are_those_of_the_unmodified_model(rope: dict[str, object]) -> None:
     config = llama_config(rope_parameters=rope)
     stock = small_model(config, 0).model.rotary_emb(torch.zeros(1, 1, 48), torch.arange(CONTEXT)[None])

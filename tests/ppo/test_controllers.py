@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.buffers import ReturnStatistics
-from ppo_repro.ppo.controllers import adaptive_clip_range, adaptive_kl_coef, adaptive_penalty_coef
-from ppo_repro.ppo.schedules import rate_factor
+from ppo_repro.ppo.controllers import adaptive_clip_range, adaptive_kl_coef, adaptive_penalty_coef, rate_factor
 
 KLS = (0.0, 0.0199, 0.0201, 0.0449, 0.0451)  # around 0.03 / 1.5 and 0.03 * 1.5
 

@@ -138,7 +138,7 @@ def trunks(draw: st.DrawFn) -> PreTrainedModel:
         hidden = heads * (d if family in ("gpt_neox", "olmoe") else draw(st.sampled_from((1, 3, 16, 17, 65))))
         shape = {"hidden_size": hidden, "num_attention_heads": heads, "num_hidden_layers": layers}
         shape |= {"moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size": width}
-        more = {"hidden_act": draw(st.sampled_from(("silu", "gelu", "gelu_pytorch_tanh", "quick_gelu")))}
+        more = {"hidden_act": draw(st.sampled_from(("silu", "gelu", "gelu_pytorch_tanh")))}
         if family == "gpt_neox":
             more |= {"use_parallel_residual": draw(st.booleans()), "attention_bias": draw(st.booleans())}
         else:

@@ -1,6 +1,6 @@
 """Deterministic numerics inside the real SGLang, under everything its scheduler does: `make test-sglang`.
 
-The plain server under the same eyes is in test_sglang_server.py.
+Without make: PPO_REPRO_SGLANG_PYTHON and `-m sglang`. Control: stock servers.
 """
 
 from __future__ import annotations
@@ -11,18 +11,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import ppo_repro
 from ppo_repro.errors import UserError
-from ppo_repro.rollout.engine import Request, Sampling
+from ppo_repro.records import manifest, reader
+from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.sglang import command
 from ppo_repro.rollout.sglang.client import Call, ask
 from ppo_repro.rollout.torch_engine import TorchEngine
+from ppo_repro.watcher import Silent
+from tests.support.language import rerun, run
 from tests.support.models import unequal
-from tests.support.sglang import Subject, subject
+from tests.support.paths import SMALL
+from tests.support.ranks import cli_ranks
+from tests.support.row_dependent import NOISE, row_dependent_linear
+from tests.support.runs import small_config
+from tests.support.sglang import PYTHON, WARM, Subject, subject
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 LONG = Sampling(1.0, 0, 1.0, 160)
@@ -50,7 +58,9 @@ def prompts(vocabulary: int, count: int) -> list[Request]:
 
 @dataclass(frozen=True)
 class Sampled:
-    ids: list[int]
+    """Of a completion what is compared."""
+
+    response_ids: tuple[int, ...]
     logprobs: Tensor
 
 
@@ -70,18 +80,18 @@ def on_server(found: Subject, requests: Sequence[Request], sampling: Sampling) -
     }
     answers = Call(found.engine.servers[0].url, "/generate", 300, body).json()
     tokens = [answer["meta_info"]["output_token_logprobs"] for answer in answers]
-    return [Sampled([entry[1] for entry in some], torch.tensor([entry[0] for entry in some])) for some in tokens]
+    return [Sampled(tuple(e[1] for e in some), torch.tensor([e[0] for e in some])) for some in tokens]
 
 
-def built_in(found: Subject, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
+def built_in(found: Subject, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
     prepared = found.prepared
     engine = TorchEngine(prepared.state.policy, frozenset(), "deterministic", found.config.numerics.max_context, 24, 0)
-    return [Sampled(list(c.response_ids), c.logprobs) for c in engine.generate(requests, sampling)]
+    return engine.generate(requests, sampling)
 
 
-def differing(a: Sequence[Sampled], b: Sequence[Sampled]) -> int:
+def differing(a: Sequence[Sampled | Completion], b: Sequence[Sampled | Completion]) -> int:
     """Log-probs of other bits; -1 where tokens are not the same."""
-    if [x.ids for x in a] != [x.ids for x in b]:
+    if [x.response_ids for x in a] != [x.response_ids for x in b]:
         return -1
     return unequal(torch.cat([x.logprobs for x in a]), torch.cat([x.logprobs for x in b]))
 
@@ -108,38 +118,9 @@ def test_batches_chunks_evictions_and_retractions_change_no_bit(crowded: Subject
 def test_a_response_goes_on_from_the_cache_of_its_own_beginning(crowded: Subject) -> None:
     requests = requests_of(crowded, 8)
     expected = built_in(crowded, requests, LONG)
-    later = [Request((*r.prompt_ids, *c.ids[:40]), r.seed) for r, c in zip(requests, expected, strict=True)]
+    later = [Request((*r.prompt_ids, *c.response_ids[:40]), r.seed) for r, c in zip(requests, expected, strict=True)]
     found = on_server(crowded, later, Sampling(1.0, 0, 1.0, 120))
-    assert differing(found, [Sampled(c.ids[40:], c.logprobs[40:]) for c in expected]) == 0
-
-
-def test_sglang_scores_a_response_with_the_bits_it_was_sampled_with(crowded: Subject) -> None:
-    requests = requests_of(crowded, 8)
-    sampled = on_server(crowded, requests, LONG)
-    body = {
-        "input_ids": [[*r.prompt_ids, *c.ids] for r, c in zip(requests, sampled, strict=True)],
-        "sampling_params": [{"max_new_tokens": 0, "temperature": 1.0}] * len(requests),
-        "return_logprob": True,
-        "logprob_start_len": 0,
-    }
-    answers = Call(crowded.engine.servers[0].url, "/generate", 300, body).json()
-    scores = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
-    scored = [
-        Sampled(c.ids, torch.tensor([entry[0] for entry in some[len(r.prompt_ids) :]]))
-        for r, c, some in zip(requests, sampled, scores, strict=True)
-    ]
-    assert differing(scored, sampled) == 0
-
-
-@pytest.mark.parametrize("sampling", [Sampling(0.7, 0, 1.0, 80), Sampling(0.8, 12, 0.9, 80)])
-def test_temperatures_and_cuts_draw_the_tokens_of_the_built_in_sampler(crowded: Subject, sampling: Sampling) -> None:
-    requests = requests_of(crowded, 6)
-    found, expected = on_server(crowded, requests, sampling), built_in(crowded, requests, sampling)
-    assert [c.ids for c in found] == [c.ids for c in expected]
-    if sampling.cuts:  # SGLang does not renormalise over what is kept
-        assert differing(found, expected) > 0
-    else:
-        assert differing(found, expected) == 0
+    assert differing(found, [Sampled(c.response_ids[40:], c.logprobs[40:]) for c in expected]) == 0
 
 
 def altered_package(folder: Path, old: str, new: str) -> Path:
@@ -179,10 +160,127 @@ def test_a_hook_that_does_not_take_keeps_the_server_from_starting(
     assert said in said_by_log
 
 
-def test_a_request_the_sampler_does_not_know_is_not_answered_otherwise(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sampling", "more"),
+    [({"min_p": 0.1}, {}), ({"sampling_seed": 1}, {"return_logprob": True, "logprob_start_len": 0})],
+    ids=["min_p", "logprob_start_len"],
+)
+def test_a_request_the_plugin_does_not_know_is_not_answered_otherwise(
+    sampling: dict[str, float], more: dict[str, object], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     with subject(tmp_path) as found:
         url, log = found.engine.servers[0].url, tmp_path / "server-0.log"
-        body = {"input_ids": [1, 2], "sampling_params": {"min_p": 0.1, "max_new_tokens": 2}}
         with pytest.raises(UserError):
-            ask(url, "/generate", 60, body)
-        assert "min_p" in log.read_text()
+            ask(
+                url,
+                "/generate",
+                60,
+                {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2, **sampling}, **more},
+            )
+        assert f"a request with {request.node.callspec.id} is not supported" in log.read_text()
+
+
+@pytest.fixture(scope="module")
+def deterministic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    with subject(tmp_path_factory.mktemp("deterministic"), "rollout.engine.servers=2") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    sets = "rollout.engine.numerics=stock", "numerics.mode=native"
+    with subject(tmp_path_factory.mktemp("stock"), *sets) as found:
+        yield found
+
+
+def task_requests(found: Subject, count: int = 24) -> list[Request]:
+    prompts = sorted(found.prepared.task.prompt_ids.values())
+    return [Request(prompts[i % len(prompts)], 2**62 + i) for i in range(count)]
+
+
+def test_stock_servers_do_not_and_repeat_their_tokens_by_seed(stock: Subject) -> None:
+    requests = task_requests(stock)
+    first, again = (stock.engine.generate(requests, Sampling(0.9, 0, 1.0, 40)) for _ in range(2))
+    assert [c.response_ids for c in first] == [c.response_ids for c in again]
+    with row_dependent_linear(NOISE):  # layers that differ from the servers' by construction
+        built_in = stock.prepared.engine.generate(requests, Sampling(0.9, 0, 1.0, 40))
+    equal = [(a, b) for a, b in zip(first, built_in, strict=True) if a.response_ids == b.response_ids]
+    assert len(equal) > 12 and differing(*zip(*equal, strict=True)) > 0
+    # float32 sums in another order, over forty tokens of a small model
+    torch.testing.assert_close(
+        *(torch.cat([c.logprobs for c in some]) for some in zip(*equal, strict=True)), atol=1e-4, rtol=0
+    )
+    alike = [Request(requests[0].prompt_ids, seed) for seed in range(8)]
+    assert len({c.response_ids for c in stock.engine.generate(alike, Sampling(1.0, 0, 1.0, 40))}) > 4
+
+
+def test_a_run_on_two_deterministic_servers_is_the_run_of_the_built_in_engine(
+    deterministic: Subject, tmp_path: Path
+) -> None:
+    sets = "rollout.engine.kind=sglang", deterministic.urls, *WARM
+    there, _ = run(small_config(*sets), tmp_path, Silent())
+    deterministic.forget()
+    here, _ = run(small_config(*WARM), tmp_path, Silent())
+    assert manifest.load(there).fingerprint == manifest.load(here).fingerprint
+    assert rerun(there, Silent(), ["rollout.engine.kind=torch"]).difference is None
+    tokens = reader.read_tokens(there, columns=["rollout_logprobs", "old_logprobs"])
+    assert len(tokens) > 300 and (tokens.rollout_logprobs == tokens.old_logprobs).all()
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.8, 12, 0.9, 40), Sampling(0.7, 0, 0.95, 40), Sampling(1.0, 3, 1.0, 40)]
+)
+def test_deterministic_servers_return_what_a_cut_kept(deterministic: Subject, sampling: Sampling) -> None:
+    requests = task_requests(deterministic)
+    expected = deterministic.prepared.engine.generate(requests, sampling)
+    found = deterministic.engine.generate(requests, sampling)
+    assert differing(found, expected) == 0
+    assert differing(deterministic.engine.generate(requests[::-1], sampling), expected[::-1]) == 0
+    for name in ("log_kept_mass", "kept_tokens"):
+        columns = (torch.cat([getattr(c, name) for c in some]) for some in (found, expected))
+        assert torch.equal(*columns), name
+    whole = deterministic.engine.generate(requests, Sampling(sampling.temperature, 0, 1.0, 40))
+    assert differing(found, whole) != 0, "the control: the same seeds without a cut"
+
+
+def test_two_processes_on_servers_are_one_process_on_the_built_in_engine(
+    deterministic: Subject, tmp_path: Path
+) -> None:
+    sets = *WARM, "rollout.top_p=0.9"
+    words = [word for each in (*sets, "rollout.engine.kind=sglang", deterministic.urls) for word in ("--set", each)]
+    ended = cli_ranks(2, "run", SMALL, "--out", tmp_path / "two", *words)
+    deterministic.forget()
+    assert [each.code for each in ended] == [0, 0], ended
+    (there,) = [path.parent for path in (tmp_path / "two").rglob("manifest.json")]
+    here, _ = run(small_config(*sets), tmp_path, Silent())
+    assert manifest.load(there).fingerprint == manifest.load(here).fingerprint
+
+
+def test_a_run_of_a_mixture_that_is_behind_is_the_run_of_the_built_in_engine(tmp_path: Path) -> None:
+    """The server is started with the first weights of all and gets others within each rollout."""
+    behind = "mismatch.sampler.lag=2"
+    experts = "model.experts={family: qwen3_moe, count: 5, per_token: 2}", "model.intermediate_size=12"
+    common = (*WARM, *experts, behind, "records.level=deep", "ppo.replay_routes=true")
+    sets = "rollout.engine.kind=sglang", f"rollout.engine.python={PYTHON}", *common
+    there, _ = run(small_config(*sets), tmp_path, Silent())
+    here, _ = run(small_config(*common), tmp_path, Silent())
+    chosen, _ = run(small_config(*common, "ppo.replay_routes=false"), tmp_path, Silent())
+    found = [manifest.load(folder).fingerprint for folder in (there, here, chosen)]
+    assert found[0] == found[1] != found[2], "the trainer's own choice differs where the sampler is behind"
+    columns = [reader.read_tokens(folder)[["rollout_routes", "policy_routes"]] for folder in (there, here, chosen)]
+    routes, same, own = ([np.stack(column.to_list()) for _, column in pair.items()] for pair in columns)
+    assert routes[0].shape == (len(columns[0]), 2 * 2) and len(np.unique(routes[0], axis=0)) > 5
+    assert np.array_equal(routes[0], same[0]), "the servers' routes are those of the built-in engine"
+    assert np.array_equal(routes[0], routes[1]) and not np.array_equal(own[0], own[1]), "replayed, or chosen anew"
+
+
+@pytest.mark.usefixtures("row_noise")
+@pytest.mark.parametrize("mode", ["native", "deterministic"])
+def test_a_run_on_a_stock_server_shows_its_mismatch(stock: Subject, mode: str, tmp_path: Path) -> None:
+    sets = "rollout.engine.kind=sglang", "rollout.engine.numerics=stock", stock.urls, f"numerics.mode={mode}", *WARM
+    folder, _ = run(small_config(*sets), tmp_path, Silent())
+    stock.forget()
+    tokens = reader.read_tokens(folder, columns=["rollout_logprobs", "old_logprobs"])
+    differ = (tokens.rollout_logprobs != tokens.old_logprobs).sum()
+    assert len(tokens) > 300 and differ > 0
+    assert (tokens.rollout_logprobs - tokens.old_logprobs).abs().max() < 1e-4  # float32 in another order

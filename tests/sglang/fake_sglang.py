@@ -40,7 +40,6 @@ class FakeServer(ThreadingHTTPServer):
         self.version, self.deterministic, self.vocab_size = version, deterministic, vocab_size
         self.faults: dict[str, Fault] = {}
         self.asked: list[tuple[str, Any]] = []
-        self.in_session = False
         self.info: dict[str, Any] = {
             "version": "0.5.21",
             "enable_deterministic_inference": True,
@@ -66,16 +65,7 @@ class FakeServer(ThreadingHTTPServer):
             return 200, list(self.version.encode())
         if path == "/generate":
             return 200, [self.sampled(*pair) for pair in zip(body["input_ids"], body["sampling_params"], strict=True)]
-        return self.update(path, body)
-
-    def update(self, path: str, body: Any) -> tuple[int, Any]:
-        if path in ("/begin_weight_update", "/end_weight_update"):
-            allowed = self.in_session == (path == "/end_weight_update")
-            self.in_session = path == "/begin_weight_update"
-            return (200 if allowed else 400), {"success": allowed, "message": "session"}
-        if path in ("/update_weights_from_tensor", "/update_weights_from_disk"):
-            if path.endswith("tensor") and not self.in_session:
-                return 400, {"success": False, "message": "must run between begin and end"}
+        if path == "/update_weights_from_disk":
             self.version = body.get("weight_version", self.version)
             return 200, {"success": True, "message": "Success"}
         return 404, {"detail": "Not Found"}

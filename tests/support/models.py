@@ -208,7 +208,6 @@ def random_sequences(seed: int, count: int, response: int) -> tuple[list[list[in
     return [tokens(i + 1) for i in range(count)], [tokens(response) for _ in range(count)]
 
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 ARCHITECTURES = tuple(CONFIGS)
 # for parametrize: RMS norms, layer norms, experts; all others wait for the slow tests
 QUICK = ("qwen3", "gpt2", "qwen3_moe")
@@ -221,7 +220,6 @@ VARIANTS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama tied, biases, gelu": lambda: llama_config(
         tie_word_embeddings=True, attention_bias=True, mlp_bias=True, hidden_act="gelu"
     ),
-    "llama yarn": lambda: llama_config(rope_parameters=YARN),
     "mistral without window, tied": lambda: mistral_config(sliding_window=None, tie_word_embeddings=True),
     "gemma untied, biases": lambda: gemma_config(tie_word_embeddings=False, attention_bias=True),
     "gpt2 untied, scaled by layer": lambda: gpt2_config(
@@ -229,7 +227,7 @@ VARIANTS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "gpt2 unscaled, gelu_fast": lambda: gpt2_config(scale_attn_weights=False, activation_function="gelu_fast"),
     "gpt_neox sequential, tied, no biases": lambda: gpt_neox_config(
-        use_parallel_residual=False, tie_word_embeddings=True, attention_bias=False, hidden_act="quick_gelu"
+        use_parallel_residual=False, tie_word_embeddings=True, attention_bias=False
     ),
     "qwen3_moe sparse, not renormalised, window": lambda: qwen3_moe_config(
         mlp_only_layers=[], norm_topk_prob=False, use_sliding_window=True, sliding_window=5, num_experts_per_tok=1

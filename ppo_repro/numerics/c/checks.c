@@ -115,7 +115,7 @@ static uint64_t answer_of(int other, uint64_t hash) {
   Sums sums = {.level = {gradient}, .levels = 2, .last = 4};
 
   model_forward(&m, &b, kept, KEEP_ALL, hidden);
-  linear(&head, hidden, WIDTH, WORDS, NULL, logits, KINDS);
+  linear(&head, hidden, WORDS, NULL, logits);
   sample_tokens(&(Sampling){logits, KINDS, WORDS, KINDS, 0.8f, targets, where, NULL, NULL, tokens, out, rows});
   hash = hashed(hashed(hashed(hash, logits, WORDS * KINDS), out, WORDS), tokens, 2 * WORDS);
   Statistics of = {logits, KINDS, WORDS, KINDS, 0.8f, NULL, targets, rows, out, out + WORDS, out + 2 * WORDS,
@@ -124,7 +124,7 @@ static uint64_t answer_of(int other, uint64_t hash) {
   hash = hashed(hash, out, 3 * WORDS);
 
   token_statistics_gradient(&of);
-  linear_backward(&head, d_logits, KINDS, hidden, WIDTH, WORDS, sequence, position, slots, &sums, d_hidden, WIDTH);
+  linear_backward(&head, d_logits, hidden, WORDS, sequence, position, slots, &sums, d_hidden);
   model_backward(&m, &b, kept, KEEP_ALL, d_hidden, &sums);
   Trained all = {plan.parameters, gradient, first, second, plan.count, 0.0};
   double square = gradient_squares(&all, 1);

@@ -15,19 +15,14 @@ INLINE double softplus64(double x) {
   return (x > 0 ? x : 0) + log1p64(exp64(-size));
 }
 
-INLINE double root64(double x) { return __builtin_sqrt(x); }
-INLINE float root32(float x) { return __builtin_sqrtf(x); }
-
 MAP(exp_float32, float, exp32)
 MAP(sigmoid_float32, float, sigmoid32)
 MAP(tanh_float32, float, tanh32)
 MAP(erf_float32, float, erf32)
-MAP(sqrt_float32, float, root32)
 MAP(exp_float64, double, exp64)
 MAP(log_float64, double, log64)
 MAP(sigmoid_float64, double, sigmoid64)
 MAP(softplus_float64, double, softplus64)
-MAP(sqrt_float64, double, root64)
 
 EXPORT void sin_cos_float64(const double *x, double *sine, double *cosine, long n) {
   for (long i = 0; i < n; i++) sin_cos64(x[i], sine + i, cosine + i);

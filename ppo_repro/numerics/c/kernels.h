@@ -108,13 +108,14 @@ typedef struct {
 // ---- model.c
 enum { NORM_RMS, NORM_RMS_OFFSET, NORM_LAYER };                // w x r; (1 + w) x r; w (x - mean) r + b
 enum { QK_NORM_NONE, QK_NORM_HEAD, QK_NORM_WHOLE };            // of queries and keys: of each head, of all heads
-enum { ACT_SILU, ACT_GELU, ACT_GELU_TANH, ACT_GELU_QUICK };
+enum { ACT_SILU, ACT_GELU, ACT_GELU_TANH };
 typedef struct { const float *w, *b; long grad, b_grad; } NormWeights;
 typedef struct {
   NormWeights norm1, norm2, q_norm, k_norm;
   Matrix qkv, out, up, down;        // up: [2 mlp] with gates first where `gated`
   Matrix router, *expert_up, *expert_down;  // where the model has experts and `expert_up` is not NULL
   int window;                       // keys that a query sees, itself included; 0: all
+  int mixture;                      // how many layers before it have experts
   float scale;                      // of scores
 } Layer;
 typedef struct {

@@ -81,13 +81,14 @@ static Saved saved_at(const Model *m, long tokens, float *kept, int index, int k
 
 // ------------------------------------------------------------------------------------------------------------ steps
 
-// y = x w^T + bias, rounded where activations are, + residual, rounded again
-static void layer_linear(const Model *m, const Matrix *w, const float *x, int rows, const float *residual, float *y) {
+// y = x w^T + bias with x rounded where inputs are, y rounded where activations are, + residual, rounded again
+static void layer_linear(const Model *m, const Matrix *w, float *x, int rows, const float *residual, float *y) {
   int format = m->round_activations;
-  linear(w, x, w->k, rows, format ? NULL : residual, y, w->n);
+  round_rows(m->round_inputs, x, rows, w->k);
+  linear(w, x, rows, format ? NULL : residual, y);
   round_rows(format, y, rows, w->n);
   if (!format || !residual) return;
-  add_to(y, residual, (long)rows * w->n);
+  add_vector(y, residual, (long)rows * w->n);
   round_rows(format, y, rows, w->n);
 }
 
@@ -107,8 +108,8 @@ static void layer_norm_backward(const Model *m, const NormWeights *w, const floa
 
 // dx of a linear layer, and the gradients of its weights
 static void layer_linear_backward(const Matrix *w, const float *dy, const float *x, const Blocks *blocks, float *dx) {
-  linear_backward_weight(w, dy, w->n, x, w->k, blocks);
-  linear_backward_input(w, dy, w->n, blocks->rows, dx, w->k);
+  linear_backward_weight(w, dy, x, blocks);
+  linear_backward_input(w, dy, blocks->rows, dx);
 }
 
 // ---------------------------------------------------------------------------------------------- queries, keys, values
@@ -205,13 +206,12 @@ static void qk_norm_gradient(const Model *m, const NormWeights *w, const Saved *
 // over its experts where normalised, else over all; out = chain of fma(p, y, out) over its experts by rising index.
 typedef struct { const Model *m; const Batch *b; int mixture; Saved s; const float *d; float *d_rows, *d_router; const int *place; float *to; } Mixture;
 
-INLINE float routing_weights(const float *z, const int *of, int n, float *p) {
+INLINE void routing_weights(const float *z, const int *of, int n, float *p) {
   float top = z[of ? of[0] : 0];
   for (int i = 0; i < n; i++) top = z[of ? of[i] : i] > top ? z[of ? of[i] : i] : top;
   for (int i = 0; i < n; i++) p[i] = exp32(z[of ? of[i] : i] - top);
   float total = (float)sum_row(p, n);
   for (int i = 0; i < n; i++) p[i] = p[i] / total;
-  return top;
 }
 
 static void choose(const float *z, int experts, int chosen, int *route) {
@@ -309,13 +309,12 @@ static Dispatch dispatch(const Model *m, const int *route, int tokens) {
   return d;
 }
 
-static void mixture_forward(const Model *m, const Batch *b, const Layer *l, int mixture, Saved s) {
+static void mixture_forward(const Model *m, const Batch *b, const Layer *l, Saved s) {
   int t = b->tokens, n = m->hidden, up = up_width(l), mlp = mlp_width(l), rows = t * m->chosen;
-  linear(&l->router, s.h2, n, t, NULL, s.router, m->experts);
+  linear(&l->router, s.h2, t, NULL, s.router);
   round_rows(m->round_activations, s.router, t, m->experts);
-  Mixture a = {m, b, mixture, s, NULL, NULL, NULL, NULL, s.next};
+  Mixture a = {m, b, l->mixture, s, NULL, NULL, NULL, NULL, s.next};
   for_rows(t, route_row, &a);
-  round_rows(m->round_inputs, s.h2, t, n);
   Dispatch d = dispatch(m, s.route, t);
   a.place = d.place;
   for (int i = 0; i < rows; i++) memcpy(s.rows + (long)i * n, s.h2 + (long)d.token[i] * n, sizeof(float) * (size_t)n);
@@ -323,7 +322,6 @@ static void mixture_forward(const Model *m, const Batch *b, const Layer *l, int 
     layer_linear(m, &l->expert_up[e], s.rows + (long)d.start[e] * n, d.start[e + 1] - d.start[e], NULL, s.up + (long)d.start[e] * up);
   for_rows(rows, activation_row, &(Activation){m->activation, m->gated, mlp, s.up, s.act, NULL, NULL});
   round_rows(m->round_activations, s.act, rows, mlp);
-  round_rows(m->round_inputs, s.act, rows, mlp);
   for (int e = 0; e < m->experts; e++)
     layer_linear(m, &l->expert_down[e], s.act + (long)d.start[e] * mlp, d.start[e + 1] - d.start[e], NULL, s.y + (long)d.start[e] * n);
   for_rows(t, combine_row, &a);
@@ -367,23 +365,15 @@ static void mixture_backward(const Model *m, const Batch *b, const Layer *l, Sav
 
 // ----------------------------------------------------------------------------------------------------------- layers
 
-static int mixtures_before(const Model *m, int index) {
-  int count = 0;
-  for (int i = 0; i < index; i++) count += has_experts(&m->layer[i]);
-  return count;
-}
-
-static void mlp_forward(const Model *m, const Batch *b, const Layer *l, int index, Saved s) {
+static void mlp_forward(const Model *m, const Batch *b, const Layer *l, Saved s) {
   int t = b->tokens, mlp = mlp_width(l);
   if (has_experts(l)) {
-    mixture_forward(m, b, l, mixtures_before(m, index), s);
+    mixture_forward(m, b, l, s);
     return;
   }
-  round_rows(m->round_inputs, s.h2, t, m->hidden);
   layer_linear(m, &l->up, s.h2, t, NULL, s.up);
   for_rows(t, activation_row, &(Activation){m->activation, m->gated, mlp, s.up, s.act, NULL, NULL});
   round_rows(m->round_activations, s.act, t, mlp);
-  round_rows(m->round_inputs, s.act, t, mlp);
   layer_linear(m, &l->down, s.act, t, s.x2, s.next);
 }
 
@@ -392,15 +382,13 @@ static void layer_forward(const Model *m, const Batch *b, int index, Saved s) {
   Place place = {heads_of(m, b, index, s), l, s};
   int t = b->tokens;
   layer_norm(m, &l->norm1, s.x, t, s.r1, s.m1, s.h1, 1 + 2 * index);
-  round_rows(m->round_inputs, s.h1, t, m->hidden);
   layer_linear(m, &l->qkv, s.h1, t, NULL, s.raw);
   for_rows(t, place_row, &place);
   attend(&place.h);
   round_rows(m->round_activations, s.mixed, t, q_width(m));
-  round_rows(m->round_inputs, s.mixed, t, q_width(m));
   layer_linear(m, &l->out, s.mixed, t, s.x, s.x2);
   layer_norm(m, &l->norm2, m->parallel ? s.x : s.x2, t, s.r2, s.m2, s.h2, 2 + 2 * index);
-  mlp_forward(m, b, l, index, s);
+  mlp_forward(m, b, l, s);
 }
 
 // Memory of a backward pass

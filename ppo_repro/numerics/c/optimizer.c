@@ -9,20 +9,6 @@ INLINE long piece_length(long n, long at) { return n - at < PIECE ? n - at : PIE
 
 // -------------------------------------------------------------------------------------------------- sums of slots
 
-typedef struct { float *a; const float *b; long n; } Addition;
-
-static void add_task(void *argument, int index) {
-  const Addition *s = argument;
-  long at = (long)index * PIECE;
-  add_vector(s->a + at, s->b + at, piece_length(s->n, at));
-}
-
-// a = a + b
-static void add_to(float *a, const float *b, long n) {
-  Addition s = {a, b, n};
-  parallel_for(pieces_in(n), add_task, &s);
-}
-
 typedef struct { const Sums *sums; long n; } Join;
 
 static void join_task(void *argument, int index) {

@@ -115,7 +115,7 @@ EXPORT long panel_floats(int n, int k) { return (long)panels_of(n) * COLS * k; }
 
 // ---------------------------------------------------------------------------------------------------------- forward
 
-// y = x w^T (+ bias) (+ residual), or, `backward`, y = x w; rows of x and y are ldx, ldy long
+// y = x w^T (+ bias) (+ residual), or, `backward`, y = x w; rows of x and y are ldx, ldy long, as those of w say
 typedef struct {
   const Matrix *w;
   const float *x; long ldx; int rows;
@@ -200,13 +200,13 @@ static void run_product(Product l) {
   parallel_for(l.chunks * ((panels + l.group - 1) / l.group), product_task, &l);
 }
 
-EXPORT void linear(const Matrix *w, const float *x, long ldx, int rows, const float *residual, float *y, long ldy) {
-  run_product((Product){w, x, ldx, rows, residual, y, ldy, 0, 0, 0});
+EXPORT void linear(const Matrix *w, const float *x, int rows, const float *residual, float *y) {
+  run_product((Product){w, x, w->k, rows, residual, y, w->n, 0, 0, 0});
 }
 
 // dx[m, k] = sum_n dy[m, n] w[n, k], the same law over n
-EXPORT void linear_backward_input(const Matrix *w, const float *dy, long ldd, int rows, float *dx, long ldx) {
-  run_product((Product){w, dy, ldd, rows, NULL, dx, ldx, 1, 0, 0});
+static void linear_backward_input(const Matrix *w, const float *dy, int rows, float *dx) {
+  run_product((Product){w, dy, w->n, rows, NULL, dx, w->k, 1, 0, 0});
 }
 
 // ------------------------------------------------------------------------------------------- sums of gradients
@@ -280,8 +280,8 @@ static void free_blocks(Blocks *b) { free(b->start); }
 
 // dw[n, k] = sum over blocks of rows t of (chain of dy[t, n] x[t, k])
 typedef struct {
-  const float *dy; long ldd; int n;
-  const float *x; long ldx; int k;
+  const float *dy; int n;
+  const float *x; int k;
   const Blocks *blocks;
   long grad;
   float *strips, *panels;  // dy as [n / ROWS][rows][ROWS], x as [k / 16][rows][16]
@@ -303,9 +303,9 @@ static void pack_operands_task(void *argument, int index) {
   int rows = g->blocks->rows, strip_columns = strips_of(g->n) * ROWS, panel_columns = panels_of(g->k) * COLS;
   int tasks = (strip_columns + PACKED - 1) / PACKED, n = index * PACKED, k = (index - tasks) * PACKED;
   if (index < tasks)
-    pack_columns(g->dy, g->ldd, rows, n, least(PACKED, strip_columns - n), g->n, ROWS, g->strips + (long)n * rows);
+    pack_columns(g->dy, g->n, rows, n, least(PACKED, strip_columns - n), g->n, ROWS, g->strips + (long)n * rows);
   else
-    pack_columns(g->x, g->ldx, rows, k, least(PACKED, panel_columns - k), g->k, COLS, g->panels + (long)k * rows);
+    pack_columns(g->x, g->k, rows, k, least(PACKED, panel_columns - k), g->k, COLS, g->panels + (long)k * rows);
 }
 
 // A block's sum joins its slot's in part 0, which is empty if the slot `begins` with it. If the slot ends with it, the sum
@@ -373,9 +373,9 @@ static void weight_gradient_task(void *argument, int index) {
   for (int p = p0; p < least(panels, p0 + g->panel_group); p++) weight_gradient_panel(g, p, s0, s1, parts);
 }
 
-static void weight_gradient(const float *dy, long ldd, int n, const float *x, long ldx, int k, const Blocks *blocks, long grad) {
+static void weight_gradient(const float *dy, int n, const float *x, int k, const Blocks *blocks, long grad) {
   if (grad < 0) return;
-  WeightGradient g = {dy, ldd, n, x, ldx, k, blocks, grad, NULL, NULL, 0, 0};
+  WeightGradient g = {dy, n, x, k, blocks, grad, NULL, NULL, 0, 0};
   int strips = strips_of(n), panels = panels_of(k), rows = blocks->rows;
   g.strips = shared_scratch(0, (size_t)strips * ROWS * (size_t)rows);
   g.panels = shared_scratch(1, (size_t)panels * COLS * (size_t)rows);
@@ -433,20 +433,19 @@ static void column_sums(ColumnSums a) {
   if (a.grad >= 0) parallel_for(panels_of(a.cols), column_sums_task, &a);
 }
 
-static void linear_backward_weight(const Matrix *w, const float *dy, long ldd, const float *x, long ldx, const Blocks *blocks) {
-  if (w->transposed) weight_gradient(x, ldx, w->k, dy, ldd, w->n, blocks, w->grad);
-  else weight_gradient(dy, ldd, w->n, x, ldx, w->k, blocks, w->grad);
-  if (w->bias) column_sums((ColumnSums){dy, ldd, NULL, 0, NULL, NULL, 0, 1, w->n, blocks, w->bias_grad});
+static void linear_backward_weight(const Matrix *w, const float *dy, const float *x, const Blocks *blocks) {
+  if (w->transposed) weight_gradient(x, w->k, dy, w->n, blocks, w->grad);
+  else weight_gradient(dy, w->n, x, w->k, blocks, w->grad);
+  if (w->bias) column_sums((ColumnSums){dy, w->n, NULL, 0, NULL, NULL, 0, 1, w->n, blocks, w->bias_grad});
 }
 
 // The backward pass of a linear layer that stands alone: rows [rows] of sequences, see Blocks. dx may be NULL.
-EXPORT void linear_backward(const Matrix *w, const float *dy, long ldd, const float *x, long ldx, int rows,
-                            const int *sequence, const int *position, const int *slots, const Sums *sums, float *dx,
-                            long lddx) {
-  if (dx) linear_backward_input(w, dy, ldd, rows, dx, lddx);
+EXPORT void linear_backward(const Matrix *w, const float *dy, const float *x, int rows, const int *sequence,
+                            const int *position, const int *slots, const Sums *sums, float *dx) {
+  if (dx) linear_backward_input(w, dy, rows, dx);
   if (w->grad < 0 && w->bias_grad < 0) return;
   Blocks blocks = make_blocks(rows, sequence, position, slots, sums);
-  linear_backward_weight(w, dy, ldd, x, ldx, &blocks);
+  linear_backward_weight(w, dy, x, &blocks);
   free_blocks(&blocks);
 }
 

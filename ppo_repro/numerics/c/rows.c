@@ -134,7 +134,6 @@ static const float ROOT_HALF = 0.707106781f, ROOT_2_PI = 0.797884561f, CUBIC = 0
 // The function, and its derivative
 INLINE float activation(int kind, float x) {
   if (kind == ACT_SILU) return x * sigmoid32(x);
-  if (kind == ACT_GELU_QUICK) return x * sigmoid32(1.702f * x);
   if (kind == ACT_GELU) return 0.5f * x * (1.0f + erf32(x * ROOT_HALF));
   return 0.5f * x * (1.0f + tanh32(ROOT_2_PI * fma32(CUBIC * x * x, x, x)));
 }
@@ -143,10 +142,6 @@ INLINE float activation_slope(int kind, float x) {
   if (kind == ACT_SILU) {
     float s = sigmoid32(x);
     return s * fma32(x, 1.0f - s, 1.0f);
-  }
-  if (kind == ACT_GELU_QUICK) {
-    float s = sigmoid32(1.702f * x);
-    return s * fma32(1.702f * x, 1.0f - s, 1.0f);
   }
   if (kind == ACT_GELU) return fma32(x * INVERSE_ROOT_2PI, exp32(-0.5f * x * x), 0.5f * (1.0f + erf32(x * ROOT_HALF)));
   float t = tanh32(ROOT_2_PI * fma32(CUBIC * x * x, x, x));
@@ -183,7 +178,6 @@ INLINE void act_backward_row(const Activation *a, long t, const int kind) {
     case ACT_SILU: function(a, t, ACT_SILU); break;                   \
     case ACT_GELU: function(a, t, ACT_GELU); break;                   \
     case ACT_GELU_TANH: function(a, t, ACT_GELU_TANH); break;         \
-    case ACT_GELU_QUICK: function(a, t, ACT_GELU_QUICK); break;       \
   }
 static void activation_row(const void *argument, int t) {
   const Activation *a = argument;

@@ -21,7 +21,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import JsonlTask
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.models.load import load_folder
-from ppo_repro.models.networks import freeze, make_policy
+from ppo_repro.models.networks import make_policy
 from ppo_repro.numerics import library
 from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, weights_digest
 from ppo_repro.numerics.sums import mean_of, run_sums
@@ -287,7 +287,7 @@ def _prepare(config: DPOConfig, watcher: Watcher) -> PreparedDPO:
         assert config.model is not None
         source, tokenizer = load_folder(Path(config.model.path))
         policy, reference = (make_policy(source, numerics.mode, numerics.max_context) for _ in range(2))
-        reference, temperature = freeze(reference), 1.0
+        reference, temperature = reference.requires_grad_(False), 1.0
     if config.pairs is None:
         pairs = pairs_of_run(Path(str(config.run)))
     else:

@@ -135,18 +135,10 @@ class SGLangEngine:
         self.config, self.settings, self.policy, self.stop_ids, self.folder = config, settings, policy, stop_ids, folder
         routes = config.asks_for_routes and bool(routers(policy))
         self._routed = routed_layers(policy) if routes else None
+        self.model_folder, self._is_deterministic = folder / "model", settings.numerics == "deterministic"
         self.servers: list[Server] = []
         self._folder_digest = ""  # of the weights in the model folder
         self._server_digests: dict[str, str] = {}  # of the weights each server is known to have, by URL
-
-    @property
-    def model_folder(self) -> Path:
-        """The folder with the weights for servers."""
-        return self.folder / "model"
-
-    @property
-    def _is_deterministic(self) -> bool:
-        return self.settings.numerics == "deterministic"
 
     def open(self, waiting: Waiting, temporary: Path) -> None:
         """Start the servers on the policy's weights, or find those given by URL; check and note their settings.

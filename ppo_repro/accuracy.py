@@ -115,23 +115,16 @@ def stock_model(policy: PreTrainedModel) -> PreTrainedModel:
     return model.eval()
 
 
-def _scored(model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int]) -> Scores:
-    """Scores of one sequence by the model's own forward; the softmax is in float32 at least."""
-    out = model(input_ids=torch.tensor([[*prompt, *response[:-1]]]), use_cache=False)
-    logits = out.logits[0][len(prompt) - 1 :]
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    targets = torch.tensor(response)
-    return Scores(logits, wide.log_softmax(-1).gather(-1, targets[:, None])[:, 0])
-
-
-def _joined(parts: Sequence[Scores]) -> Scores:
-    return Scores(torch.cat([s.logits for s in parts]), torch.cat([s.logprobs for s in parts]))
-
-
 @torch.no_grad()
 def stock_scores(model: PreTrainedModel, text: Text) -> Scores:
-    """Scores by the unmodified model in its dtype."""
-    return _joined([_scored(model, p, r) for p, r in zip(text.prompts, text.responses, strict=True)])
+    """Scores by the unmodified model in its dtype, each sequence alone; the softmax is in float32 at least."""
+    logits, logprobs = [], []
+    for prompt, response in zip(text.prompts, text.responses, strict=True):
+        ids = torch.tensor([[*prompt, *response[:-1]]])
+        logits.append(model(input_ids=ids, use_cache=False).logits[0][len(prompt) - 1 :])
+        wide = logits[-1].to(torch.promote_types(logits[-1].dtype, torch.float32))
+        logprobs.append(wide.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0])
+    return Scores(torch.cat(logits), torch.cat(logprobs))
 
 
 def reference_scores(model: PreTrainedModel, text: Text) -> Scores:
@@ -160,13 +153,11 @@ def text_of(prompt_ids: Mapping[str, Sequence[int]], sequences: int, max_context
     """
     length = min(LENGTH, max_context)
     prompts = cycle(prompt_ids[key] for key in sorted(prompt_ids))
-    found: list[list[int]] = []
-    for _ in range(sequences):
-        tokens: list[int] = []
+    texts: list[list[int]] = [[] for _ in range(sequences)]
+    for tokens in texts:
         while len(tokens) < length:
             tokens += next(prompts)
-        found.append(tokens[:length])
-    return Text([tokens[:1] for tokens in found], [tokens[1:] for tokens in found])
+    return Text([tokens[:1] for tokens in texts], [tokens[1:length] for tokens in texts])
 
 
 def policy_accuracy(

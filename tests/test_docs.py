@@ -18,7 +18,7 @@ from ppo_repro import testing
 from tests.support.paths import ROOT
 
 PAGES = {"ppo_repro": tuple(ppo_repro.__all__), "ppo_repro.testing": tuple(testing.__all__)}
-HOOKS = ("GoldenCheck", "pytest_addoption", "pytest_terminal_summary")  # pytest's, and a type
+HOOKS = ("pytest_addoption", "pytest_terminal_summary")  # pytest calls them
 
 
 def documented() -> dict[str, str]:

@@ -11,22 +11,23 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import pandas as pd
 import torch
 from torch import Tensor
 
 from ppo_repro.accuracy import float64
 from ppo_repro.audit.causes import DEFINITIONS, Row, Sampling, own
 from ppo_repro.audit.facts import facts
-from ppo_repro.audit.search import RIGHT, Entries, Reference, Search, Subject, Tried, logits_of, rms
-from ppo_repro.audit.ways import fed
+from ppo_repro.audit.search import RIGHT, Entries, Reference, Search, Tried, logits_of, rms
+from ppo_repro.audit.ways import Subject, fed
 from ppo_repro.errors import UserError
 from ppo_repro.output import say
 from ppo_repro.testing.dumps import Response, impossible
 
 FAR = 100.0  # times stock float32's rms distance: a single token this far is no rounding
 SURE = 0.99  # a token of this probability may have a log-prob that rounds to 0
-SHOWN = 8  # explanations that a page lists
-MENTIONED = 0.5  # of the distance may be left by an explanation that a page lists
+SHOWN = 8  # explanations that are listed
+MENTIONED = 0.5  # of the distance may be left by an explanation that is listed
 NAMED = 3  # so many explanations that are equally good are named; with more the cause is unknown
 AGREE = 0.1  # sides that are nearer to each other than this part of their distance say the same
 UNKNOWN = "unknown"
@@ -64,27 +65,18 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Scored:
-    """All tokens that count, one entry each, in order; log-probs float64, nats."""
-
-    row: Tensor
-    turn: Tensor
-    position: Tensor
-    token_id: Tensor
-    reference: Tensor
-    sampler: Tensor
-    trainer: Tensor
-
-
-@dataclass(frozen=True)
 class Audit:
-    """Both verdicts, and the tokens they are about."""
+    """Both verdicts, and the tokens that count.
+
+    `tokens` has a row for each, in order: row, turn, position, token_id, and the log-probs reference, sampler, trainer
+    (nats).
+    """
 
     responses: int
     floor: float  # rms distance of stock float32, nats
     sampler: Side
     trainer: Side
-    scored: Scored
+    tokens: pd.DataFrame
 
 
 @torch.no_grad()
@@ -100,12 +92,19 @@ def audit(subject: Subject, responses: Sequence[Response], settings: Settings) -
     }
     reference = references[definitions["sampler"]]
     _check_unexplained(sides, entries, reference.floor)
-    scored = _scored(responses, reference.logprobs)
-    return Audit(len(responses), reference.floor, sides["sampler"], sides["trainer"], scored)
+    frames = [
+        pd.DataFrame({
+            "row": r.row, "turn": r.turns, "position": range(len(r.response_ids)), "token_id": r.response_ids,
+            "reference": logprobs.numpy(), "sampler": r.sampler, "trainer": r.trainer,
+        })[r.counts]
+        for r, logprobs in zip(responses, reference.logprobs, strict=True)
+    ]  # fmt: skip
+    tokens = pd.concat(frames, ignore_index=True).astype({"sampler": "float64", "trainer": "float64"})
+    return Audit(len(responses), reference.floor, sides["sampler"], sides["trainer"], tokens)
 
 
 def _check(subject: Subject, responses: Sequence[Response]) -> None:
-    positions = subject.special.positions
+    positions = subject.positions
     vocabulary = int(subject.model.config.get_text_config().vocab_size)
     for r in responses:
         if not r.prompt_ids or not r.response_ids:
@@ -141,20 +140,20 @@ def _references(subject: Subject, responses: Sequence[Response], settings: Setti
     sampling, model, asked = settings.sampling, subject.model, {settings.sampler, settings.trainer}
     wanted = {
         "tempered": True,
-        "processed": sampling.cuts > 0 or "processed" in asked,
+        "processed": sampling.is_cut or "processed" in asked,
         IN_TURN: (sampling.top_k > 0 and sampling.top_p < 1.0) or IN_TURN in asked,
         "raw": "raw" in asked,
     }
     pairs: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name, is_wanted in wanted.items() if is_wanted}
     for r in responses:
-        one, none = [fed(r.prompt_ids, r.response_ids)], torch.zeros(0)
+        one, none = [fed(r.prompt_ids, r.response_ids)], torch.empty(0)
         (stock,) = logits_of(model, one)
         with float64(model):
             (wide,) = logits_of(model, one)
         ids = torch.tensor(r.response_ids, device=model.device)
-        rows = [Row(x, ids, r.prompt_ids, 0, none, none, none, none) for x in (wide, stock.double())]
+        rows = [Row(x, ids, r.prompt_ids, none, none, none, none) for x in (wide, stock.double())]
         for name, found in pairs.items():
-            a, b = (own(row, DEFINITIONS[name](row, sampling, 0.0)).cpu() for row in rows)
+            a, b = (own(row, DEFINITIONS[name](row, sampling, row.logits, 0.0)).cpu() for row in rows)
             found.append((a, b))
     counts = [torch.tensor(r.counts) for r in responses]
     references = {}
@@ -261,21 +260,4 @@ def _side(
         known=tuple(known),
         tried=tuple(shown[:SHOWN]),
         tried_tokens=search.tokens,
-    )
-
-
-def _scored(responses: Sequence[Response], reference: Sequence[Tensor]) -> Scored:
-    counts = [torch.tensor(r.counts) for r in responses]
-
-    def joined(parts: Sequence[Tensor]) -> Tensor:
-        return torch.cat([p[c] for p, c in zip(parts, counts, strict=True)])
-
-    return Scored(
-        joined([torch.full((len(r.response_ids),), r.row) for r in responses]),
-        joined([torch.tensor(r.turns) for r in responses]),
-        joined([torch.arange(len(r.response_ids)) for r in responses]),
-        joined([torch.tensor(r.response_ids) for r in responses]),
-        joined(reference),
-        joined([torch.tensor(r.sampler).double() for r in responses]),
-        joined([torch.tensor(r.trainer).double() for r in responses]),
     )

@@ -10,15 +10,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from ppo_repro.errors import UserError, is_out_of_memory
-from ppo_repro.models.folder_files import check_config, check_weights, has_tokenizer
+from ppo_repro.models.folder_files import has_tokenizer
 from ppo_repro.output import say
 
 
 def load_model(option: str, folder: Path, device: str) -> PreTrainedModel:
     """The model of a folder in evaluation mode. UserError says what is missing or damaged."""
     where = f"{option} {folder}"
-    check_config(folder, where)
-    check_weights(folder, where)
     _quiet()
     loaded: Any = AutoModelForCausalLM
     try:

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
+from transformers import PreTrainedModel
 
-from ppo_repro.testing.dumps import Response, turns_of
+from ppo_repro.testing.dumps import Response
 
-WITHOUT_FIRST, WITHOUT_LAST = "prompt without its first token", "prompt without its last token"
-WITH_BOS, WITH_EOS = "prompt with a BOS token before it", "prompt with an EOS token after it"
 TEMPLATED, BARE = "prompt in the chat template", "prompt without the chat template"
 CUED, UNCUED = "prompt with the generation prompt after it", "prompt without the generation prompt"
-PADDED = "attention to the padding before the prompt"
-PACKED = "attention to the response before it"
-NO_PROMPT = "no prompt"
-NEXT, PREVIOUS = "prompt of the response after it", "prompt of the response before it"
-AGAIN = "positions from 0 at the response"
-TOO_HIGH, TOO_LOW = "positions of the response one too high", "positions of the response one too low"
-COUNTED = "positions that count the padding before the prompt"
-NO_CACHE = "only the token before (no key/value cache)"
-NO_TOOLS = "context without the tokens between turns"
-OWN_TURN, NO_SAMPLED = "context without the earlier turns", "context without the sampled tokens of earlier turns"
-ENCODED = "ids that were decoded and encoded again"
-LAST_TOKENS = "prompt cut to its last {} tokens"
-FIRST_TOKENS = "prompt cut to its first {} tokens"
 _MARK = "ppo-repro-content"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model of an audit, other weights by name, and what its prompts may have been changed with."""
+
+    model: PreTrainedModel
+    others: Mapping[str, PreTrainedModel]
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+    tokenizer: Any = None  # of transformers; None: without the ways that need one
+
+    @property
+    def positions(self) -> int | None:
+        """How many the model has; None: any number."""
+        return getattr(self.model.config, "max_position_embeddings", None)
 
 
 @dataclass(frozen=True)
@@ -44,172 +48,126 @@ class Fed:
     positions: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True)
-class Special:
-    """What prompts may have been changed with."""
-
-    bos_token_id: int | None
-    eos_token_id: int | None
-    pad_token_id: int | None
-    tokenizer: Any  # of transformers; None: without the ways that need one
-    positions: int | None  # how many the model has; None: any number
-
-
 Way = Callable[[int], Sequence[Fed] | None]  # of the index of a response; None: there it changes nothing
+Ids = Sequence[int]
 
 
-def fed(before: Sequence[int], response: Sequence[int], positions: Sequence[int] | None = None) -> Fed:
+def fed(before: Ids, response: Ids, positions: Ids | None = None) -> Fed:
     """All response tokens after `before`, in one pass; without a token before, the first has no prediction."""
-    first = 0 if before else 1
-    tokens = tuple(range(first, len(response)))
+    tokens = tuple(range(0 if before else 1, len(response)))
     at = tuple(len(before) - 1 + t for t in tokens)
-    ids = (*before, *response[:-1])
-    return Fed(ids, tokens, at, tuple(response[first:]), None if positions is None else tuple(positions))
+    targets = tuple(response[t] for t in tokens)
+    return Fed((*before, *response[:-1]), tokens, at, targets, None if positions is None else tuple(positions))
 
 
-def ways(responses: Sequence[Response], special: Special, has_positions: bool = True) -> dict[str, list[list[Fed]]]:
+def ways(responses: Sequence[Response], subject: Subject) -> dict[str, list[list[Fed]]]:
     """By its words, each way that changes a response and that the model has positions for; Feds of each response."""
     plain = [[fed(r.prompt_ids, r.response_ids)] for r in responses]
     found: dict[str, list[list[Fed]]] = {}
-    for words, one in _all(responses, special, has_positions):
-        changed = [list(one(i) or plain[i]) for i in range(len(responses))]
-        fits = all(_fits(f, special.positions) for passes in changed for f in passes)
-        if fits and changed != plain and changed not in found.values():
+
+    def fits(one: Fed) -> bool:
+        most = subject.positions
+        return most is None or max(len(one.ids), 1 + max(one.positions or (0,))) <= most
+
+    for words, way in _all(responses, subject).items():
+        changed = [list(way(i) or plain[i]) for i in range(len(responses))]
+        if changed != plain and changed not in found.values() and all(fits(f) for passes in changed for f in passes):
             found[words] = changed
     return found
 
 
-def _fits(one: Fed, positions: int | None) -> bool:
-    return positions is None or max(len(one.ids), 1 + max(one.positions or (0,))) <= positions
-
-
-def _all(responses: Sequence[Response], special: Special, has_positions: bool) -> list[tuple[str, Way]]:
-    padding = _padding(responses, special)
+def _all(responses: Sequence[Response], subject: Subject) -> dict[str, Way]:
     prompts, answers = [r.prompt_ids for r in responses], [r.response_ids for r in responses]
+    lengths = sorted({len(p) for p in prompts})
+    padding = [r.padding for r in responses]  # as in the file; if it has none, to the longest prompt
+    if subject.pad_token_id is not None and not any(padding):
+        padding = [(subject.pad_token_id,) * (lengths[-1] - len(p)) for p in prompts]
+    bos, eos = ([] if x is None else [x] for x in (subject.bos_token_id, subject.eos_token_id))
 
-    def with_prompt(change: Callable[[int], Sequence[int] | None]) -> Way:
+    def other(i: int) -> Ids:
+        return prompts[i] if 0 <= i < len(prompts) else ()
+
+    changes: dict[str, Callable[[int], Ids]] = {  # of the prompt; nothing: it stays
+        "prompt without its first token": lambda i: prompts[i][1:],
+        "prompt without its last token": lambda i: prompts[i][:-1],
+        "prompt with a BOS token before it": lambda i: (*bos, *prompts[i]),
+        "prompt with an EOS token after it": lambda i: (*prompts[i], *eos),
+        "attention to the padding before the prompt": lambda i: (*padding[i], *prompts[i]),
+        "attention to the response before it": lambda i: (*prompts[i - 1], *answers[i - 1], *prompts[i]) if i else (),
+        "prompt of the response after it": lambda i: other(i + 1),
+        "prompt of the response before it": lambda i: other(i - 1),
+    }
+    sizes = sorted({1, 2, 3, 4, 6, 8, 12, 16, *(n - 1 for n in lengths), *lengths, *(2**k for k in range(5, 15))})
+    for n in [n for n in sizes if 0 < n < lengths[-1]][:12]:
+        changes[f"prompt cut to its last {n} tokens"] = lambda i, n=n: prompts[i][-n:]  # type: ignore[misc]
+        changes[f"prompt cut to its first {n} tokens"] = lambda i, n=n: prompts[i][:n]  # type: ignore[misc]
+    if subject.tokenizer is not None:
+        for words, change in _templates(subject.tokenizer).items():
+            changed = [change(p) for p in prompts]
+            changes[words] = lambda i, changed=changed: changed[i]  # type: ignore[misc]
+    found: dict[str, Way] = {
+        words: lambda i, change=change: [fed(ids, answers[i])] if (ids := change(i)) else None  # type: ignore[misc]
+        for words, change in changes.items()
+    }
+    found["no prompt"] = lambda i: [fed((), answers[i])] if len(answers[i]) > 1 else None
+    # a turn's tokens are a run of tokens that count; those between two turns lead to the second
+    found["context without the tokens between turns"] = _seeing(responses, lambda turn, now, counts: counts)
+    found["context without the earlier turns"] = _seeing(responses, lambda turn, now, counts: turn == now)
+    found["context without the sampled tokens of earlier turns"] = _seeing(
+        responses, lambda turn, now, counts: turn == now or not counts
+    )
+    has_positions = "position_ids" in inspect.signature(subject.model.forward).parameters
+    found["only the token before (no key/value cache)"] = lambda i: _one_by_one(responses[i], has_positions)
+
+    def moved(by: Callable[[int], int], is_whole: bool = False) -> Way:
         def way(i: int) -> Sequence[Fed] | None:
-            ids = change(i)
-            return None if ids is None else [fed(ids, answers[i])]
+            start = 0 if is_whole else len(prompts[i])
+            positions = [p + by(i) * (p >= start) for p in range(len(prompts[i]) + len(answers[i]) - 1)]
+            return [fed(prompts[i], answers[i], positions)] if by(i) and min(positions) >= 0 else None
 
         return way
 
-    def moved(by: Callable[[int], int], from_: Callable[[int], int]) -> Way:
-        def way(i: int) -> Sequence[Fed] | None:
-            count, start = len(prompts[i]) + len(answers[i]) - 1, from_(i)
-            positions = [p + by(i) * (p >= start) for p in range(count)]
-            is_usual = positions == list(range(count))
-            return None if is_usual or min(positions) < 0 else [fed(prompts[i], answers[i], positions)]
-
-        return way
-
-    def other(step: int) -> Way:
-        return with_prompt(lambda i: prompts[i + step] if 0 <= i + step < len(prompts) else None)
-
-    found: list[tuple[str, Way]] = [
-        (WITHOUT_FIRST, with_prompt(lambda i: prompts[i][1:] or None)),
-        (WITHOUT_LAST, with_prompt(lambda i: prompts[i][:-1] or None)),
-    ]
-    if (bos := special.bos_token_id) is not None:
-        found.append((WITH_BOS, with_prompt(lambda i: (bos, *prompts[i]))))
-    if (eos := special.eos_token_id) is not None:
-        found.append((WITH_EOS, with_prompt(lambda i: (*prompts[i], eos))))
-    found += [
-        (NO_PROMPT, lambda i: [fed((), answers[i])] if len(answers[i]) > 1 else None),
-        (PADDED, with_prompt(lambda i: (*padding[i], *prompts[i]))),
-        (PACKED, with_prompt(lambda i: (*prompts[i - 1], *answers[i - 1], *prompts[i]) if i else None)),
-        (NEXT, other(1)),
-        (PREVIOUS, other(-1)),
-        *_of_turns(responses),
-        (NO_CACHE, lambda i: _one_by_one(responses[i], positions=has_positions)),
-    ]
-    found += [(words, with_prompt(change)) for words, change in _cuts(prompts)]
     if has_positions:
-        found += [
-            (AGAIN, moved(lambda i: -len(prompts[i]), lambda i: len(prompts[i]))),
-            (TOO_HIGH, moved(lambda i: 1, lambda i: len(prompts[i]))),
-            (TOO_LOW, moved(lambda i: -1, lambda i: len(prompts[i]))),
-            (COUNTED, moved(lambda i: len(padding[i]), lambda i: 0)),
-        ]
-    if special.tokenizer is not None:
-        for words, change_ids in _templates(special.tokenizer):
-            ids = [change_ids(p) for p in prompts]
-            found.append((words, with_prompt(lambda i, ids=ids: ids[i] or None)))  # type: ignore[misc]
-        found.append((ENCODED, lambda i: _encoded_again(special.tokenizer, responses[i])))
+        found["positions from 0 at the response"] = moved(lambda i: -len(prompts[i]))
+        found["positions of the response one too high"] = moved(lambda i: 1)
+        found["positions of the response one too low"] = moved(lambda i: -1)
+        found["positions that count the padding before the prompt"] = moved(lambda i: len(padding[i]), True)
+    if subject.tokenizer is not None:
+        found["ids that were decoded and encoded again"] = lambda i: _encoded_again(subject.tokenizer, responses[i])
     return found
 
 
-def _padding(responses: Sequence[Response], special: Special) -> list[tuple[int, ...]]:
-    """As in the file; where it has none, to the longest prompt."""
-    if any(r.padding for r in responses) or special.pad_token_id is None:
-        return [r.padding for r in responses]
-    longest = max(len(r.prompt_ids) for r in responses)
-    return [(special.pad_token_id,) * (longest - len(r.prompt_ids)) for r in responses]
-
-
-def _cuts(prompts: Sequence[Sequence[int]]) -> list[tuple[str, Callable[[int], Sequence[int] | None]]]:
-    """Prompts cut to a length: every one that cuts some prompt, at most 12 of them."""
-    lengths = sorted({len(p) for p in prompts})
-    candidates = sorted({1, 2, 3, 4, 6, 8, 12, 16, *(n - 1 for n in lengths), *lengths, *(2**k for k in range(5, 15))})
-    sizes = [n for n in candidates if 0 < n < lengths[-1]][:12]
-    return [
-        *((LAST_TOKENS.format(n), lambda i, n=n: prompts[i][-n:]) for n in sizes),
-        *((FIRST_TOKENS.format(n), lambda i, n=n: prompts[i][:n]) for n in sizes),
-    ]
-
-
-def _one_by_one(r: Response, positions: bool) -> Sequence[Fed]:
-    whole = (*r.prompt_ids, *r.response_ids)
-    first = len(r.prompt_ids)
+def _one_by_one(r: Response, has_positions: bool) -> Sequence[Fed]:
+    whole, first = (*r.prompt_ids, *r.response_ids), len(r.prompt_ids)
     passes = [Fed(r.prompt_ids, (0,), (first - 1,), r.response_ids[:1])]
     for token in range(1, len(r.response_ids)):
         at = first + token - 1
-        place = (at,) if positions else None
-        passes.append(Fed(whole[at : at + 1], (token,), (0,), r.response_ids[token : token + 1], place))
+        positions = (at,) if has_positions else None
+        passes.append(Fed(whole[at : at + 1], (token,), (0,), r.response_ids[token : token + 1], positions))
     return passes
 
 
-def _of_turns(responses: Sequence[Response]) -> list[tuple[str, Way]]:
-    """Contexts in which tokens of earlier turns are missing. A turn's tokens are a run of tokens that count."""
+def _seeing(responses: Sequence[Response], keep: Callable[[int, int, bool], bool]) -> Way:
+    """keep(turn of a token, turn that is scored, whether it counts): whether it is in the context of that turn."""
 
-    def without(keep: Callable[[int, int, bool], bool]) -> Way:
-        """keep(turn of a token, turn that is scored, whether it counts): whether it stays in the context."""
+    def way(i: int) -> Sequence[Fed] | None:
+        r, passes = responses[i], []
+        tokens = list(zip(r.response_ids, (r.turns + ~r.counts).tolist(), r.counts.tolist(), strict=True))
+        turns = sorted({turn for _, turn, _ in tokens})
+        for now in turns:
+            ids, scored, at = list(r.prompt_ids), [], []
+            for k, (token, turn, counts) in enumerate(tokens):
+                if turn == now and counts:
+                    scored.append(k)
+                    at.append(len(ids) - 1)
+                if turn <= now and keep(turn, now, counts):
+                    ids.append(token)
+            if scored:
+                targets = tuple(r.response_ids[k] for k in scored)
+                passes.append(Fed(tuple(ids[: at[-1] + 1]), tuple(scored), tuple(at), targets))
+        return passes if len(turns) > 1 else None
 
-        def way(i: int) -> Sequence[Fed] | None:
-            r, passes = responses[i], []
-            # a token between two turns leads to the second
-            turn = [int(t) + (not c) for t, c in zip(turns_of(r.counts), r.counts, strict=True)]
-            if len(set(turn)) < 2:
-                return None
-            for now in sorted({t for t, c in zip(turn, r.counts, strict=True) if c}):
-                ids, at, tokens = list(r.prompt_ids), [], []
-                for k, (t, counts) in enumerate(zip(turn, r.counts, strict=True)):
-                    if t > now:
-                        break
-                    if t == now and counts:
-                        tokens.append(k)
-                        at.append(len(ids) - 1)
-                    if t == now or keep(t, now, bool(counts)):
-                        ids.append(r.response_ids[k])
-                targets = tuple(r.response_ids[k] for k in tokens)
-                passes.append(Fed(tuple(ids[:-1]), tuple(tokens), tuple(at), targets))
-            return passes
-
-        return way
-
-    def no_tools(i: int) -> Sequence[Fed] | None:
-        r = responses[i]
-        counted = [k for k, c in enumerate(r.counts) if c]
-        if len(counted) == len(r.counts):
-            return None
-        one = fed(r.prompt_ids, [r.response_ids[k] for k in counted])
-        return [Fed(one.ids, tuple(counted), one.at, one.targets)]
-
-    return [
-        (NO_TOOLS, no_tools),
-        (OWN_TURN, without(lambda turn, now, counts: False)),
-        (NO_SAMPLED, without(lambda turn, now, counts: not counts)),
-    ]
+    return way
 
 
 def _encoded_again(tokenizer: Any, r: Response) -> Sequence[Fed] | None:
@@ -220,48 +178,39 @@ def _encoded_again(tokenizer: Any, r: Response) -> Sequence[Fed] | None:
     )
     if (prompt, response) == (r.prompt_ids, r.response_ids) or not response:
         return None
-    one = fed(prompt, response[: len(r.response_ids)])
-    return [one]
+    return [fed(prompt, response[: len(r.response_ids)])]
 
 
-def _templates(tokenizer: Any) -> list[tuple[str, Callable[[Sequence[int]], tuple[int, ...]]]]:
-    """Changes of a prompt by the tokenizer's chat template; () where a prompt cannot have it."""
+def _templates(tokenizer: Any) -> dict[str, Callable[[Ids], Ids]]:
+    """Changes of a prompt by the tokenizer's chat template; () if a prompt cannot have it."""
     if not getattr(tokenizer, "chat_template", None):
-        return []
+        return {}
 
-    def text(content: str, cue: bool) -> str:
-        turn = [{"role": "user", "content": content}]
+    def text(cue: bool) -> str:
+        turn = [{"role": "user", "content": _MARK}]
         return str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=cue))
 
-    def encoded(content: str, special: bool) -> tuple[int, ...]:
-        return tuple(tokenizer(content, add_special_tokens=special).input_ids) if content else ()
-
-    def decoded(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
-
     try:
-        begin, mark, end = text(_MARK, True).partition(_MARK)
-        cue = text(_MARK, True).removeprefix(text(_MARK, False))
+        begin, mark, end = text(True).partition(_MARK)
+        cue = text(True).removeprefix(text(False))
     except (TemplateError, ValueError, TypeError, KeyError):  # a template may refuse such a conversation
-        return []
+        return {}
     if not mark:
-        return []
+        return {}
 
-    def bare(ids: Sequence[int]) -> tuple[int, ...]:
-        prompt = decoded(ids)
+    def bare(prompt: str) -> str:
         is_templated = prompt.startswith(begin) and prompt.endswith(end)
-        return encoded(prompt.removeprefix(begin).removesuffix(end), True) if is_templated else ()
+        return prompt.removeprefix(begin).removesuffix(end) if is_templated else ""
 
-    def uncued(ids: Sequence[int]) -> tuple[int, ...]:
-        prompt = decoded(ids)
-        return encoded(prompt.removesuffix(cue), False) if cue and prompt.endswith(cue) else ()
+    def changed(change: Callable[[str], str], special: bool = False) -> Callable[[Ids], Ids]:
+        def ids(prompt: Ids) -> Ids:
+            content = change(str(tokenizer.decode(list(prompt), skip_special_tokens=False)))
+            return tuple(tokenizer(content, add_special_tokens=special).input_ids) if content else ()
 
-    def cued(ids: Sequence[int]) -> tuple[int, ...]:
-        return encoded(decoded(ids) + cue, False) if cue else ()
+        return ids
 
-    return [
-        (TEMPLATED, lambda ids: encoded(text(decoded(ids), True), False)),
-        (BARE, bare),
-        (CUED, cued),
-        (UNCUED, uncued),
-    ]
+    found = {TEMPLATED: changed(lambda prompt: begin + prompt + end), BARE: changed(bare, special=True)}
+    if cue:
+        found[CUED] = changed(lambda prompt: prompt + cue)
+        found[UNCUED] = changed(lambda prompt: prompt.removesuffix(cue) if prompt.endswith(cue) else "")
+    return found

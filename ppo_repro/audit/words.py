@@ -36,9 +36,10 @@ def lines(found: Audit, skipped: int = 0) -> list[str]:
     left_out = f" ({skipped:,} without a token that counts left out)" if skipped else ""
     sides = (found.sampler, found.trainer)
     return [
-        f"{len(found.scored.reference):,} tokens of {found.responses:,} responses{left_out}; stock float32 is "
+        f"{len(found.tokens):,} tokens of {found.responses:,} responses{left_out}; stock float32 is "
         f"{found.floor:.2g} nats (rms) from the model in float64",
         *(sentence(side, found.responses) for side in sides),
+        *(f"{side.name}: {t.left:.2g} nats (rms) are left by: {t.words}" for side in sides for t in side.tried),
         *(f"{side.name}: {side.advice}" for side in sides if side.advice),
         f"verdict: {verdict(found)}",
     ]
@@ -50,7 +51,7 @@ def fields(found: Audit, skipped: int = 0) -> dict[str, Any]:
         "verdict": verdict(found),
         "responses": found.responses,
         "skipped": skipped,
-        "tokens": len(found.scored.reference),
+        "tokens": len(found.tokens),
         "float32_rms": found.floor,
         "sampler": asdict(found.sampler),
         "trainer": asdict(found.trainer),

@@ -11,17 +11,15 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import pandas as pd
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.checks.capture import Captured, Subject, decoded, patched, scored, trained
+from ppo_repro.checks.capture import MODES, Captured, Mode, Subject, decoded, patched, plain, scored, trained
 from ppo_repro.config.files import load_config
-from ppo_repro.config.layout import LayoutConfig
-from ppo_repro.config.run import RunConfig, TinyModel
+from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.files import atomic_write
 from ppo_repro.numerics.families import head_of
@@ -32,11 +30,9 @@ from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.runs.unequal import Response, first_unequal
 from ppo_repro.seeding import sample_seed
-from ppo_repro.stages.rollout import Task, choose_prompts, require_undisturbed, sampling_of
+from ppo_repro.stages.rollout import choose_prompts, require_undisturbed, sampling_of
 
 SEQUENCES = 16  # the outputs of every operation for all their tokens are in memory at once, for both paths
-Mode = Literal["deterministic", "native"]
-MODES: tuple[Mode, ...] = ("deterministic", "native")
 LOG_PROBS = "log_probs"
 
 
@@ -72,56 +68,37 @@ class Bisection:
     ops: tuple[Op, ...]
 
 
-def _settings(config: RunConfig, mode: Mode) -> RunConfig:
-    """The configuration in a mode, without a warm start and in the plainest layout."""
-    model = config.model
-    if isinstance(model, TinyModel):
-        model = model.model_copy(update={"warm_start_steps": 0})
-    numerics = config.numerics.model_copy(update={"mode": mode})
-    return config.model_copy(update={"model": model, "numerics": numerics, "layout": LayoutConfig()})
-
-
-def make_subject(
-    config: RunConfig,
-    mode: Mode,
-    start_folder: Path | None,
-    response: Response | None = None,
-) -> Subject:
+def make_subject(config: RunConfig, mode: Mode, start_folder: Path | None, response: Response | None = None) -> Subject:
     """The policy of a configuration, or of a folder where it was saved, with `SEQUENCES` responses.
 
-    With `response` it and others of its iteration, sampled as they were there.
+    With `response` it and those that follow it in its iteration, from the beginning again after the last, sampled as
+    they were there.
     """
-    config = _settings(config, mode)
+    config = plain(config, mode)
     prepared = prepare(config, lambda step, total, loss: None, start_folder)
-    requests = _first_requests(config, prepared.task) if response is None else _around(config, prepared.task, response)
+    if response is None:
+        task = prepared.task
+        keys = sorted(task.prompt_ids)[:SEQUENCES]
+        requests = [Request(task.prompt_ids[k], sample_seed(config.seed, 0, k, 0)) for k in keys]
+    else:
+        prompts = choose_prompts(config, prepared.task, response.iteration)
+        requests = [Request(ids, seed) for ids, seed in zip(prompts.prompt_ids, prompts.seeds, strict=True)]
+        requests = [*requests[response.sequence :], *requests[: response.sequence]][:SEQUENCES]
     policy, context, sampling = prepared.state.policy, config.numerics.max_context, sampling_of(config)
     engine = TorchEngine(policy, prepared.engine.stop_ids, mode, context, len(requests), 0, False)
-    return Subject(
-        policy.requires_grad_(False), mode, context, requests, tuple(engine.generate(requests, sampling)), sampling
-    )
+    policy.requires_grad_(False)
+    completions = engine.generate(requests, sampling)
+    return Subject(policy, mode, context, tuple(requests), tuple(completions), sampling)
 
 
-def _first_requests(config: RunConfig, task: Task) -> tuple[Request, ...]:
-    keys = sorted(task.prompt_ids)[:SEQUENCES]
-    return tuple(Request(task.prompt_ids[k], sample_seed(config.seed, 0, k, 0)) for k in keys)
-
-
-def _around(config: RunConfig, task: Task, response: Response) -> tuple[Request, ...]:
-    """The request of a response of a run, then those that follow it, from the beginning again after the last."""
-    prompts = choose_prompts(config, task, response.iteration)
-    requests = [Request(ids, seed) for ids, seed in zip(prompts.prompt_ids, prompts.seeds, strict=True)]
-    return tuple([*requests[response.sequence :], *requests[: response.sequence]][:SEQUENCES])
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int32)
 
 
 def ulps(a: Tensor, b: Tensor) -> Tensor:
     """Distances of float32 numbers in units in the last place, int64; 0.0 and -0.0 are equal here."""
-    bits = (x.contiguous().view(torch.int32).to(torch.int64) for x in (a, b))
-    left, right = (torch.where(x < 0, -(x & 0x7FFFFFFF), x) for x in bits)
+    left, right = (torch.where(x < 0, -(x & 0x7FFFFFFF), x) for x in (_bits(a).long(), _bits(b).long()))
     return (left - right).abs()
-
-
-def _same_bits(a: Tensor, b: Tensor) -> Tensor:
-    return a.contiguous().view(torch.int32) == b.contiguous().view(torch.int32)
 
 
 def _layer_and_op(name: str) -> tuple[int, str]:
@@ -139,7 +116,8 @@ def _rel_l2(a: Tensor, b: Tensor) -> float:
 def _compare(s: Subject, name: str, order: int, inputs: tuple[Tensor, Tensor], outputs: tuple[Tensor, Tensor]) -> Op:
     """One operation: its inputs and its outputs on the decoding path and in the training forward."""
     a, b = (x.to(torch.float64) for x in outputs)
-    difference, equal, inputs_equal = (a - b).abs(), _same_bits(*outputs), bool(_same_bits(*inputs).all())
+    difference, equal = (a - b).abs(), _bits(outputs[0]) == _bits(outputs[1])
+    inputs_equal = torch.equal(*map(_bits, inputs))
     norms = float(a.norm()) * float(b.norm())
     input_difference = 0.0 if inputs_equal else _rel_l2(*inputs)
     layer, op = _layer_and_op(name)
@@ -241,18 +219,11 @@ def bisect(path: Path, overrides: Sequence[str], out: Path) -> Bisection:
 
 def lines(bisection: Bisection) -> list[str]:
     """The result as text: the ops whose outputs differ, the origin."""
-    shown = [
-        f"{'mode':<14}{'layer':>5}  {'op':<26}{'in':>4}{'equal bits':>12}{'max_abs':>11}{'rel_l2':>11}{'explained':>11}"
-    ]
-    for op in bisection.ops:
-        if not op.outputs_equal:
-            explained = "" if op.explained is None else f"{op.explained:.2f}"
-            equal, layer = "=" if op.inputs_equal else "", "" if op.layer < 0 else str(op.layer)
-            shown.append(
-                f"{op.mode:<14}{layer:>5}  {op.op:<26}{equal:>4}{op.frac_bitwise_equal:>12.1%}"
-                f"{op.max_abs:>11.1e}{op.rel_l2:>11.1e}{explained:>11}"
-            )
-    for mode, origin in bisection.first_divergent_op.items():
-        verdict = f"the paths first differ at {origin}" if origin else "no op gives other bits for equal inputs"
-        shown.append(f"{mode}: {verdict}")
-    return [*shown, f"table   {bisection.folder}"]
+    ops = pd.DataFrame(bisection.ops)
+    columns = ["mode", "layer", "op", "inputs_equal", "frac_bitwise_equal", "max_abs", "rel_l2", "explained"]
+    table = ops.loc[~ops["outputs_equal"], columns].to_string(index=False, float_format="{:.2g}".format)
+    origins = (
+        f"{mode}: " + (f"the paths first differ at {op}" if op else "no op gives other bits for equal inputs")
+        for mode, op in bisection.first_divergent_op.items()
+    )
+    return [*str(table).splitlines(), *origins, f"table   {bisection.folder}"]

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ppo_repro.config.layout import LayoutConfig
+from ppo_repro.config.reward import TrainedRewardModel
+from ppo_repro.config.run import RunConfig, TinyModel
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import policy_logits
 from ppo_repro.numerics.families import MIXTURES, trunk_of
@@ -25,6 +28,8 @@ from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
 from ppo_repro.rollout.engine import Completion, Dialogue, Request, Sampling
 from ppo_repro.rollout.torch_engine import Drawn, PrefixIndex, TorchEngine, _Active
 
+Mode = Literal["deterministic", "native"]
+MODES: tuple[Mode, ...] = ("deterministic", "native")
 STRIDE = 1 << 32  # a token's key is sequence * STRIDE + position
 
 
@@ -40,19 +45,6 @@ class Subject:
     sampling: Sampling
 
 
-@dataclass
-class Rows:
-    """The rows [n, width] that one operation has computed so far."""
-
-    keys: list[Tensor] = field(default_factory=list)
-    inputs: list[Tensor] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
-
-    def add(self, keys: Tensor, inputs: Tensor, outputs: Tensor) -> None:
-        for rows, x in ((self.keys, keys), (self.inputs, inputs), (self.outputs, outputs)):
-            rows.append(x.detach().to("cpu", copy=True))
-
-
 @dataclass(frozen=True)
 class Captured:
     """Inputs and outputs [N, width] of each operation of the trunk in the order of execution, and what follows it."""
@@ -66,6 +58,20 @@ class Captured:
 
 # sequences and positions [R, L] of the pass in progress, position -1 for padding
 TokenGrid = Callable[[], tuple[Tensor, Tensor]]
+# by operation, for each pass: keys [n] of the tokens, inputs and outputs [n, width]
+Recorded = dict[str, list[tuple[Tensor, Tensor, Tensor]]]
+
+
+def plain(config: RunConfig, mode: Mode) -> RunConfig:
+    """The configuration in a mode and the plainest layout, without training before: promises hold for any weights."""
+    model = config.model
+    if isinstance(model, TinyModel):
+        model = model.model_copy(update={"warm_start_steps": 0})
+    small = {"num_pairs": 1, "pairs": None, "epochs": 1}
+    terms = (t.model_copy(update=small) if isinstance(t, TrainedRewardModel) else t for t in config.reward.terms)
+    reward = config.reward.model_copy(update={"terms": tuple(terms)})
+    numerics = config.numerics.model_copy(update={"mode": mode})
+    return config.model_copy(update={"model": model, "reward": reward, "numerics": numerics, "layout": LayoutConfig()})
 
 
 def modules_of(policy: PreTrainedModel) -> dict[str, nn.Module]:
@@ -75,11 +81,6 @@ def modules_of(policy: PreTrainedModel) -> dict[str, nn.Module]:
     named = {name: m for name, m in policy.named_modules() if id(m) in inside}
     mixtures = tuple(f"{n}." for n, m in named.items() if type(m) in MIXTURES)
     return {n: m for n, m in named.items() if not isinstance(m, nn.ModuleList) and not n.startswith(mixtures)}
-
-
-def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The first tensor among the arguments of a module."""
-    return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
 
 
 def _rows(x: Tensor, valid: Tensor) -> Tensor:
@@ -93,21 +94,23 @@ def tensors_of(out: Any) -> list[Tensor]:
 
 
 @contextmanager
-def recording(policy: PreTrainedModel, tokens: TokenGrid) -> Iterator[dict[str, Rows]]:
+def recording(policy: PreTrainedModel, tokens: TokenGrid) -> Iterator[Recorded]:
     """Record what the trunk computes while the body runs."""
-    recorded: dict[str, Rows] = {}
+    recorded: Recorded = {}
     network = network_of(trunk_of(policy))
 
-    def keys() -> tuple[Tensor, Tensor]:
+    def add(name: str, inputs: Tensor, outputs: Tensor) -> None:
         sequences, positions = tokens()
-        valid = positions >= 0
-        return (sequences * STRIDE + positions)[valid], valid
+        keys = (sequences * STRIDE + positions)[positions >= 0]
+        rows = (x.detach().to("cpu", copy=True) for x in (keys, inputs, outputs))
+        recorded.setdefault(name, []).append(tuple(rows))  # type: ignore[arg-type]
 
     def hook_of(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-            x, (own, valid) = _input(args, kwargs), keys()
+            x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+            valid = tokens()[1] >= 0
             outputs = torch.cat([_rows(y, valid) for y in tensors_of(out)], 1)
-            recorded.setdefault(name, Rows()).add(own, _rows(x if x.dim() > 1 else x[None], valid), outputs)
+            add(name, _rows(x if x.dim() > 1 else x[None], valid), outputs)
 
         return hook
 
@@ -115,7 +118,7 @@ def recording(policy: PreTrainedModel, tokens: TokenGrid) -> Iterator[dict[str, 
         inputs = torch.from_numpy(batch.ids)[:, None]
         names = ("embeddings", *(f"layers.{i}" for i in range(len(layers) - 1)), "last_norm")
         for name, outputs in zip(names, (*layers, hidden), strict=True):
-            recorded.setdefault(name, Rows()).add(keys()[0], inputs, outputs)
+            add(name, inputs, outputs)
             inputs = outputs
 
     if not isinstance(network, NativeNetwork):
@@ -146,10 +149,6 @@ class Replay(TorchEngine):
         self.sequences, self.positions = torch.empty(0), torch.empty(0)
         self.logits: list[list[Tensor]] = [[] for _ in completions]  # [V] of each token
         self._owner: dict[int, int] = {}
-
-    def logprobs(self, requests: Sequence[Request], sampling: Sampling) -> Tensor:
-        """Log-probs [n] float32 of the known tokens, decoded with the cache."""
-        return torch.cat([c.logprobs for c in self.generate(requests, sampling)])
 
     def _prefill(self, cache: Cache | SlotCache, prefixes: PrefixIndex, turn: list[_Active]) -> Tensor:
         self._owner.update({item.slot: item.index for item in turn})
@@ -183,12 +182,13 @@ class Replay(TorchEngine):
         return known.finish_reason if len(item.tokens) == len(known.response_ids) else ""
 
 
-def _captured(s: Subject, recorded: dict[str, Rows], logits: Tensor, logprobs: Tensor) -> Captured:
+def _captured(s: Subject, recorded: Recorded, logits: Tensor, logprobs: Tensor) -> Captured:
     """The rows in the order of tokens."""
     inputs, outputs = {}, {}
-    for name, rows in recorded.items():
-        order = torch.cat(rows.keys).argsort()
-        inputs[name], outputs[name] = torch.cat(rows.inputs)[order], torch.cat(rows.outputs)[order]
+    for name, passes in recorded.items():
+        keys, inputs[name], outputs[name] = (torch.cat(rows) for rows in zip(*passes, strict=True))
+        order = keys.argsort()
+        inputs[name], outputs[name] = inputs[name][order], outputs[name][order]
     hidden = list(outputs.values())[-1][index(batch_of(s).predictors)]
     return Captured(inputs, outputs, hidden, logits.cpu(), logprobs)
 
@@ -198,7 +198,7 @@ def decoded(s: Subject) -> Captured:
     """The sampler's path: prefill, then one token at a time with the cache."""
     engine = Replay(s.policy, s.mode, s.max_context, len(s.requests), s.completions)
     with recording(s.policy, lambda: (engine.sequences, engine.positions)) as recorded:
-        logprobs = engine.logprobs(s.requests, s.sampling)
+        logprobs = torch.cat([c.logprobs for c in engine.generate(s.requests, s.sampling)])
     return _captured(s, recorded, torch.stack([row for rows in engine.logits for row in rows]), logprobs)
 
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
+import pandas as pd
 import torch
 from torch import Tensor
 
 from ppo_repro.accuracy import policy_accuracy
-from ppo_repro.config.layout import LayoutConfig
-from ppo_repro.config.reward import TrainedRewardModel
-from ppo_repro.config.run import RunConfig, TinyModel
+from ppo_repro.checks.capture import MODES, Mode, plain
+from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import checkpoint_gradients, policy_logits, value_predictions
 from ppo_repro.numerics import library
@@ -35,8 +34,6 @@ from ppo_repro.stages.rollout import require_undisturbed, sampling_of
 
 SEQUENCES = 24
 MICRO_BATCHES = (1, 5)
-Mode = Literal["deterministic", "native"]
-MODES: tuple[Mode, ...] = ("deterministic", "native")
 CONTROL = "decode = full forward"
 Progress = Callable[[str, int, int], None]  # what was done, how much of it, how much there is
 # promise, condition, and how many numbers are compared, how many differ in any bit
@@ -76,22 +73,6 @@ class _Subject:
         return torch.cat([c.logprobs for c in self.completions])
 
 
-def _with(config: RunConfig, mode: Mode) -> RunConfig:
-    """The configuration in another mode, without a warm start: the promises hold for any weights."""
-    model = config.model
-    if isinstance(model, TinyModel):
-        model = model.model_copy(update={"warm_start_steps": 0})
-    terms = tuple(
-        term.model_copy(update={"num_pairs": 1, "pairs": None, "epochs": 1})
-        if isinstance(term, TrainedRewardModel)
-        else term
-        for term in config.reward.terms
-    )
-    reward = config.reward.model_copy(update={"terms": terms})
-    numerics = config.numerics.model_copy(update={"mode": mode})
-    return config.model_copy(update={"model": model, "reward": reward, "numerics": numerics, "layout": LayoutConfig()})
-
-
 def _generate(
     config: RunConfig, prepared: Prepared, requests: Sequence[Request], slots: int, chunk: int, prefix_cache: bool
 ) -> list[Completion]:
@@ -101,7 +82,7 @@ def _generate(
 
 
 def _subject(config: RunConfig, mode: Mode) -> _Subject:
-    config = _with(config, mode)
+    config = plain(config, mode)
     prepared = prepare(config, lambda step, total, loss: None)
     # two samples of each prompt, so that the prefix cache is used
     keys = sorted(prepared.task.prompt_ids)[: SEQUENCES // 2]
@@ -255,9 +236,5 @@ def failures(rows: Sequence[Row]) -> list[str]:
 
 def render(rows: Sequence[Row]) -> str:
     """The table as text."""
-    lines = [f"{'promise':<24}{'condition':<24}{'compared':>10}{'unequal, deterministic':>24}{'unequal, native':>17}"]
-    lines += [
-        f"{r.promise:<24}{r.condition:<24}{r.compared:>10,}{r.unequal_deterministic:>24,}{r.unequal_native:>17,}"
-        for r in rows
-    ]
-    return "\n".join(lines)
+    heads = {"unequal_deterministic": "unequal, deterministic", "unequal_native": "unequal, native"}
+    return str(pd.DataFrame(rows).rename(columns=heads).to_string(index=False))

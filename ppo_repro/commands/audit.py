@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ppo_repro.errors import UserError
-from ppo_repro.files import atomic_write, require_ours
 from ppo_repro.output import print_result, say
 
 FORMATS = "ppo_repro, verl, trl, slime, prime-rl or areal (default: told from the columns)"
@@ -32,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser, path: Callable[[str], Path]) ->
     add("--responses", type=int, default=64, help="how many, from the first on (default 64)")
     add("--threads", type=int, default=1, help="of the processor (default 1)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the model computes (default cpu)")
-    add("--out", metavar="PAGE", type=path, help="write an HTML page; replaces only a file that ppo-repro wrote")
+    add("--out", metavar="PARQUET", type=path, help="write the tokens, with the log-probs of the model in float64")
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -48,8 +47,8 @@ def _check(options: argparse.Namespace) -> None:
     for name, value, is_good, allowed in ranges:
         if not is_good:
             raise UserError(f"{name} {value}: must be {allowed}")
-    if options.out is not None:
-        require_ours(options.out)
+    if options.out is not None and not options.out.parent.is_dir():
+        raise UserError(f"--out {options.out}: there is no folder {options.out.parent}; make it")
 
 
 def audit_command(options: argparse.Namespace) -> int:
@@ -75,9 +74,7 @@ def audit_command(options: argparse.Namespace) -> int:
     from ppo_repro.audit.causes import Sampling
     from ppo_repro.audit.judge import Settings, audit
     from ppo_repro.audit.load import load_model, load_tokenizer
-    from ppo_repro.audit.page import page
-    from ppo_repro.audit.search import Subject
-    from ppo_repro.audit.ways import Special
+    from ppo_repro.audit.ways import Subject
     from ppo_repro.audit.words import fields, lines
 
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -87,21 +84,15 @@ def audit_command(options: argparse.Namespace) -> int:
     padding = None
     if tokenizer is not None:
         padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    positions = getattr(model.config, "max_position_embeddings", None)
     begin, end = (getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id"))
-    special = Special(begin, end, padding, tokenizer, positions)
     others = {f"weights of {folder}": load_model("--also", folder, options.device) for folder in options.also}
+    subject = Subject(model, others, begin, end, padding, tokenizer)
     cuts = options.top_p, options.top_k, options.min_p, options.repetition_penalty
     settings = Settings(Sampling(options.temperature, *cuts), options.sampler_logprobs, options.trainer_logprobs)
-    found = audit(Subject(model, others, special), responses, settings)
+    found = audit(subject, responses, settings)
     said = lines(found, skipped)
     if options.out is not None:
-
-        def decode(token: int) -> str:
-            return "" if tokenizer is None else str(tokenizer.decode([token]))
-
-        html = page(found, f"Audit of {options.dump.name}", decode, skipped)
-        atomic_write(options.out, html.encode())
-        said.append(f"page    {options.out}")
+        found.tokens.to_parquet(options.out)
+        said.append(f"tokens  {options.out}")
     print_result(options.json, fields(found, skipped), said)
     return 0 if found.sampler.is_right and found.trainer.is_right else 1

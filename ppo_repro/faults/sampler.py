@@ -1,15 +1,20 @@
-"""The engine of a run with what the configuration makes differ around it."""
+"""What the sampler does otherwise than the trainer: older weights, one flipped bit, another first token."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ppo_repro.config.run import RunConfig
-from ppo_repro.faults.flipping import FlippingEngine, flip_bit
-from ppo_repro.faults.lagging import LaggingEngine
 from ppo_repro.faults.retokenizing import RetokenizingEngine
 from ppo_repro.models.state import TrainState
-from ppo_repro.rollout.engine import Engine
+from ppo_repro.rollout.engine import Completion, Dialogue, Engine, Request, Sampling
+
+FIRST_TEXT_ID = 2  # of the tokenizers made here: the tokens before it are <pad> and <eos>
 
 
 def disturbed(config: RunConfig, engine: Engine, state: TrainState, tokenizer: PreTrainedTokenizerBase) -> Engine:
@@ -22,3 +27,52 @@ def disturbed(config: RunConfig, engine: Engine, state: TrainState, tokenizer: P
     if lag:
         engine = LaggingEngine(engine, state, lag)
     return RetokenizingEngine(engine, tokenizer, share) if share else engine
+
+
+def flip_bit(policy: nn.Module) -> None:
+    """Change the last bit of the first number of the first weight matrix after the embeddings."""
+    matrix = next(p for name, p in policy.named_parameters() if p.dim() == 2 and "embed" not in name)
+    with torch.no_grad():
+        matrix.view(torch.int32)[0, 0].bitwise_xor_(1)
+
+
+@dataclass(frozen=True)
+class FlippingEngine:
+    """An engine that reports another first token in iteration 0 than it sampled, with the log-prob of the sampled."""
+
+    engine: Engine
+    state: TrainState
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
+    ) -> list[Completion]:
+        first, *others = self.engine.generate(requests, sampling, dialogue)
+        if sampling.greedy or self.state.iteration:
+            return [first, *others]
+        token = first.response_ids[0]
+        token += -1 if token > FIRST_TEXT_ID else 1
+        return [replace(first, response_ids=(token, *first.response_ids[1:])), *others]
+
+
+@dataclass(frozen=True)
+class LaggingEngine:
+    """An engine whose policy is `lag` iterations behind when it samples. Greedy evaluation has the newest weights."""
+
+    engine: Engine
+    state: TrainState  # whose policy the engine has
+    lag: int
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
+    ) -> list[Completion]:
+        """Sample with the weights of `lag` iterations ago, or the first ones; afterwards the policy is what it was."""
+        if sampling.greedy:
+            return self.engine.generate(requests, sampling, dialogue)
+        versions, newest = self.state.versions, self.state.iteration
+        assert versions is not None
+        versions.keep(newest)
+        version = max(0, newest - self.lag)
+        with versions.at(version):
+            completions = self.engine.generate(requests, sampling, dialogue)
+        versions.forget(newest + 1)
+        return [replace(c, policy_versions=(version,) * len(c.response_ids)) for c in completions]

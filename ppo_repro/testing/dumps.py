@@ -7,11 +7,11 @@ needs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import chain, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,9 @@ EXTRA = {
     "advantages": ("advantages",),
 }
 Row = Mapping[str, Any]
+Array = npt.NDArray[Any]
+Kind = Literal["log-probs in nats", "token ids", "0 and 1"]
+_DTYPES = {"log-probs in nats": "fiu", "token ids": "iu", "0 and 1": "fiub"}  # kinds of NumPy
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,7 @@ class Names:
     prompt: str | None = None
     padding_mask: str | None = None  # 0 for padding, of the prompt or the whole sequence
     response_length: str | None = None  # how many entries at the end of `tokens` are the response
-    turns: str | None = "turns"  # the turn of each token; without it a run of tokens that count is a turn
-    iteration: str | None = "iteration"
-    sequence: str = "sequence"  # where a row is a token: the response of it
+    iteration: str = "iteration"
     ahead: tuple[str, ...] = ()  # columns whose entry i is about token i + 1
     all_ahead_with: str | None = None  # in a file with this column the mask and both log-probs are ahead
 
@@ -73,7 +74,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Response:
-    """One response of n tokens. `sampler`, `trainer`: float32 [n], nats; `counts`: bool [n]; `turns`: int64 [n]."""
+    """One response of n tokens. `sampler`, `trainer`: float32 [n], nats; `counts`: bool [n]."""
 
     row: int  # in the file, from 1
     prompt_ids: tuple[int, ...]
@@ -81,11 +82,15 @@ class Response:
     sampler: npt.NDArray[np.float32]
     trainer: npt.NDArray[np.float32]
     counts: npt.NDArray[np.bool_]
-    turns: npt.NDArray[np.int64]
     padding: tuple[int, ...] = ()  # before the prompt in the file
     iteration: int = 0
     masked: int = 0  # tokens of the row that do not count, those after the n too
     extra: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)  # [n] each, of EXTRA
+
+    @property
+    def turns(self) -> npt.NDArray[np.int64]:
+        """The turn of each token, from 1: how many runs of tokens that count have begun."""
+        return np.cumsum(np.diff(self.counts.astype(np.int64), prepend=0) == 1)
 
 
 def names_of(where: str, columns: Iterable[str], form: str | None = None) -> Names:
@@ -119,17 +124,12 @@ def read_dump(source: Path | str | pd.DataFrame, names: Names | str | None = Non
     if not isinstance(names, Names):
         names = names_of(where, first, names)
     every: Iterable[Row] = chain([first], rows)
-    if not _is_list(_column(f"{where}: row 1", first, names.sampler)):
+    if not isinstance(_column(f"{where}: row 1", first, names.sampler), list | tuple | np.ndarray):
         every = _responses_of_tokens(every, names)
-    for row, fields_ in enumerate(every, 1):
-        response = _response(f"{where}: row {row}", row, fields_, names)
+    for number, row in enumerate(every, 1):
+        response = _response(f"{where}: row {number}", number, row, names)
         if response is not None:
             yield response
-
-
-def turns_of(counts: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """The turn of each token, from 1: how many runs of tokens that count have begun. bool [n] -> int64 [n]."""
-    return np.cumsum(np.diff(counts.astype(np.int64), prepend=0) == 1)
 
 
 def impossible(values: npt.NDArray[np.float32]) -> str:
@@ -144,170 +144,116 @@ def impossible(values: npt.NDArray[np.float32]) -> str:
     return ""
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple | np.ndarray)
-
-
 def _responses_of_tokens(rows: Iterable[Row], names: Names) -> Iterator[Row]:
     """Rows that are tokens, joined to one row of lists for each run of the same iteration and sequence."""
-
-    def key(row: Row) -> tuple[Any, Any]:
-        return row.get(names.iteration or ""), row.get(names.sequence)
-
-    own = {"response_ids", "token_id"}  # the second is the name in a run's own table
-    for (iteration, sequence), group in groupby(rows, key):
+    for (iteration, _), group in groupby(rows, lambda row: (row.get(names.iteration), row.get("sequence"))):
         tokens = list(group)
         joined: dict[str, Any] = {name: [row.get(name) for row in tokens] for name in tokens[0]}
-        joined |= {"iteration": iteration, "sequence": sequence}
-        if names.tokens in own and "token_id" in joined:
+        if "token_id" in joined:  # the name in a run's own table
             joined["response_ids"] = joined["token_id"]
-        if names.iteration:
-            joined[names.iteration] = iteration
-        yield joined
+        yield joined | {names.iteration: iteration}
 
 
-def _response(where: str, row: int, fields_: Row, names: Names) -> Response | None:
-    lists: dict[str, list[Any]] = {
-        names.sampler: _numbers(where, names.sampler, _column(where, fields_, names.sampler)),
-        names.trainer: _numbers(where, names.trainer, _column(where, fields_, names.trainer)),
-    }
-    count = len(lists[names.sampler])
-    has_tokens = names.tokens is not None and fields_.get(names.tokens) is not None
-    tokens = _whole_numbers(where, names.tokens, fields_) if has_tokens else [-1] * count
-    prompt: list[int] = []
-    padding: tuple[int, ...] = ()
-    counts, turns = "mask", "turn of each token"
-    if names.prompt is not None and fields_.get(names.prompt) is not None:
-        prompt, padding = _prompt(where, fields_, names)
-    elif names.response_length is not None and has_tokens:
-        prompt, tokens = _split(where, names.response_length, fields_.get(names.response_length), tokens)
-    mask = None if names.mask is None else fields_.get(names.mask)
-    lists[counts] = [True] * len(tokens) if mask is None else _flags(where, str(names.mask), mask)
-    has_turns = names.turns is not None and fields_.get(names.turns) is not None
-    lists[turns] = _whole_numbers(where, names.turns, fields_) if has_turns else [0] * len(tokens)
-    for name, spelled in EXTRA.items():
-        values = next((fields_[n] for n in spelled if _is_list(fields_.get(n))), None)
-        if values is not None and len(values) == len(tokens):
-            lists[name] = _numbers(where, name, values)
+def _response(where: str, number: int, row: Row, names: Names) -> Response | None:
+    def array(name: str, kind: Kind) -> Array:
+        return _array(where, name, _column(where, row, name), kind)
+
+    def has(name: str | None) -> bool:
+        return name is not None and row.get(name) is not None
+
+    sides = {name: array(name, "log-probs in nats") for name in (names.sampler, names.trainer)}
+    has_tokens = has(names.tokens)
+    tokens = array(str(names.tokens), "token ids") if has_tokens else np.full(len(sides[names.sampler]), -1)
+    real = array(str(names.padding_mask), "0 and 1").astype(bool) if has(names.padding_mask) else None
+    prompt, padding = np.empty(0, np.int64), np.empty(0, np.int64)
+    is_whole = names.prompt is None and names.response_length is None and has_tokens
+    if has(names.prompt):
+        prompt = array(str(names.prompt), "token ids")
+        if real is not None:
+            if len(real) < len(prompt):
+                raise UserError(f"{where}: {names.padding_mask} is shorter than {names.prompt}")
+            real = real[: len(prompt)]
+            padding, prompt = prompt[: int(real.argmax()) if real.any() else len(prompt)], prompt[real]
+    elif has_tokens and names.response_length is not None:
+        length = row.get(names.response_length)
+        if not isinstance(length, int | np.integer) or isinstance(length, bool) or not 0 <= length < len(tokens):
+            raise UserError(
+                f"{where}: {names.response_length} = {shown(repr(length))}: must leave at least one of {len(tokens)} "
+                "tokens for the prompt"
+            )
+        prompt, tokens = tokens[: len(tokens) - length], tokens[len(tokens) - length :]
+    mask = str(names.mask)
+    lists = sides | {mask: array(mask, "0 and 1") if has(names.mask) else np.ones(len(tokens), np.int64)}
     for name, values in lists.items():
         if len(values) != len(tokens):
-            shown_name = names.mask if name == counts else name
-            raise UserError(f"{where}: {shown_name} has {len(values)} entries for {len(tokens)} response tokens")
-    if names.prompt is None and names.response_length is None and has_tokens:
-        prompt, tokens, lists = _whole(where, fields_, names, tokens, lists, counts)
-    end = max((i for i, counts_ in enumerate(lists[counts], 1) if counts_), default=0)
-    if not end:
+            raise UserError(f"{where}: {name} has {len(values)} entries for {len(tokens)} response tokens")
+    for name, spelled in EXTRA.items():
+        values = next((row[n] for n in spelled if isinstance(row.get(n), list | tuple | np.ndarray)), ())
+        if len(values) == len(tokens) > 0:
+            lists[name] = _array(where, name, values, "log-probs in nats")
+    if is_whole:  # the response begins with the first token that counts; nothing predicts the very first
+        ahead = lists.keys() if has(names.all_ahead_with) else names.ahead
+        lists = {name: np.roll(values, 1) if name in ahead else values for name, values in lists.items()}
+        if real is not None:
+            if len(real) != len(tokens):
+                raise UserError(f"{where}: {names.padding_mask} has {len(real)} entries for {len(tokens)} tokens")
+            tokens, lists = tokens[real], {name: values[real] for name, values in lists.items()}
+        start = 1 + int(np.argmax(lists[mask][1:])) if lists[mask][1:].any() else len(tokens)
+        prompt, tokens = tokens[:start], tokens[start:]
+        lists = {name: values[start:] for name, values in lists.items()}
+    counting = np.flatnonzero(lists[mask])
+    if not counting.size:
         return None
-    flags = np.array(lists[counts][:end], bool)
+    end = int(counting[-1]) + 1
     with np.errstate(over="ignore"):  # numbers beyond float32 become infinite
-        arrays = {n: np.array(v[:end], np.float64).astype(np.float32) for n, v in lists.items() if n != counts}
+        arrays = {name: values[:end].astype(np.float32) for name, values in lists.items()}
     return Response(
-        row=row,
-        prompt_ids=tuple(prompt),
-        response_ids=tuple(tokens[:end]) if has_tokens else (),
+        row=number,
+        prompt_ids=tuple(prompt.tolist()),
+        response_ids=tuple(tokens[:end].tolist()) if has_tokens else (),
         sampler=arrays[names.sampler],
         trainer=arrays[names.trainer],
-        counts=flags,
-        turns=arrays[turns].astype(np.int64) if has_turns else turns_of(flags),
-        padding=padding,
-        iteration=_iteration(where, names, fields_),
-        masked=len(lists[counts]) - int(flags.sum()),
+        counts=lists[mask][:end].astype(bool),
+        padding=tuple(padding.tolist()),
+        iteration=_iteration(where, names, row),
+        masked=len(lists[mask]) - counting.size,
         extra={name: arrays[name] for name in EXTRA if name in arrays},
     )
 
 
-def _column(where: str, fields_: Row, name: str) -> Any:
-    if fields_.get(name) is None:
-        raise _no_column(where, name, fields_)
-    return fields_[name]
+def _array(where: str, name: str, values: Any, kind: Kind) -> Array:
+    """A list of a row as float64, or int64; null becomes NaN in log-probs."""
+    is_float = kind == "log-probs in nats"
+    try:
+        array = np.array([np.nan if v is None else v for v in values] if is_float else values)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in _DTYPES[kind]):
+            raise ValueError(array.dtype)
+        array = array.astype(np.float64 if is_float else np.int64)
+        if not is_float and ((array < 0) | ((kind == "0 and 1") & (array > 1))).any():
+            raise ValueError(kind)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UserError(f"{where}: {name} = {shown(repr(values))}: must be a list of {kind}") from error
+    return array
 
 
-def _no_column(where: object, name: str, fields_: Row) -> UserError:
-    there = shown(", ".join(map(str, fields_)))
+def _column(where: str, row: Row, name: str) -> Any:
+    if row.get(name) is None:
+        raise _no_column(where, name, row)
+    return row[name]
+
+
+def _no_column(where: object, name: str, row: Mapping[Any, Any]) -> UserError:
+    there = shown(", ".join(map(str, row)))
     return UserError(f"{where}: no column {name!r}; there are {there}; choose --format or names=Names(...)")
 
 
-def _iteration(where: str, names: Names, fields_: Row) -> int:
-    value = fields_.get(names.iteration or "")
+def _iteration(where: str, names: Names, row: Row) -> int:
+    value = row.get(names.iteration)
     if value is None:
         return 0
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < 1 << 63:
         raise UserError(f"{where}: {names.iteration} = {shown(repr(value))}: must be a whole number from 0")
     return int(value)
-
-
-def _prompt(where: str, fields_: Row, names: Names) -> tuple[list[int], tuple[int, ...]]:
-    """The tokens of a prompt, and the padding before it."""
-    prompt = _whole_numbers(where, names.prompt, fields_)
-    mask = names.padding_mask
-    if mask is None or fields_.get(mask) is None:
-        return prompt, ()
-    real = _flags(where, mask, fields_[mask])
-    if len(real) < len(prompt):
-        raise UserError(f"{where}: {mask} is shorter than {names.prompt}")
-    first = real.index(True) if True in real else len(prompt)
-    return _only(prompt, real[: len(prompt)]), tuple(prompt[:first])
-
-
-def _split(where: str, name: str, length: Any, tokens: list[int]) -> tuple[list[int], list[int]]:
-    if not isinstance(length, int | np.integer) or isinstance(length, bool) or not 0 <= length < len(tokens):
-        raise UserError(
-            f"{where}: {name} = {shown(repr(length))}: must leave at least one of {len(tokens)} tokens for the prompt"
-        )
-    at = len(tokens) - int(length)
-    return tokens[:at], tokens[at:]
-
-
-def _whole(
-    where: str, fields_: Row, names: Names, tokens: list[int], lists: dict[str, list[Any]], counts: str
-) -> tuple[list[int], list[int], dict[str, list[Any]]]:
-    """Prompt and response of lists about a whole sequence: the response begins with the first token that counts."""
-    all_ahead = names.all_ahead_with is not None and names.all_ahead_with in fields_
-    ahead = lists.keys() if all_ahead else set(names.ahead)
-    lists = {name: values[-1:] + values[:-1] if name in ahead else values for name, values in lists.items()}
-    if names.padding_mask is not None and fields_.get(names.padding_mask) is not None:
-        real = _flags(where, names.padding_mask, fields_[names.padding_mask])
-        if len(real) != len(tokens):
-            raise UserError(f"{where}: {names.padding_mask} has {len(real)} entries for {len(tokens)} tokens")
-        tokens, lists = _only(tokens, real), {name: _only(values, real) for name, values in lists.items()}
-    # nothing predicts the first token
-    start = next((i for i, counts_ in enumerate(lists[counts]) if counts_ and i), len(tokens))
-    return tokens[:start], tokens[start:], {name: values[start:] for name, values in lists.items()}
-
-
-def _only(values: Sequence[Any], real: Sequence[bool]) -> list[Any]:
-    return [value for value, is_real in zip(values, real, strict=True) if is_real]
-
-
-def _whole_numbers(where: str, name: str | None, fields_: Row) -> list[int]:
-    values = _column(where, fields_, str(name))
-    good = _is_list(values) and all(isinstance(v, int | np.integer) and type(v) is not bool and v >= 0 for v in values)
-    if not good:
-        what = "turns, whole numbers" if name == "turns" else "token ids"
-        raise UserError(f"{where}: {name} = {shown(repr(values))}: must be a list of {what}")
-    return [int(v) for v in values]
-
-
-def _flags(where: str, name: str, values: Any) -> list[bool]:
-    if not _is_list(values) or not all(v in (0, 1) for v in values):
-        raise UserError(f"{where}: {name} = {shown(repr(values))}: must be a list of 0 and 1")
-    return [bool(v) for v in values]
-
-
-def _numbers(where: str, name: str, values: Any) -> list[float]:
-    good = _is_list(values) and all(
-        v is None or (isinstance(v, int | float | np.number) and type(v) is not bool) for v in values
-    )
-    if not good:
-        raise UserError(f"{where}: {name} = {shown(repr(values))}: must be a list of log-probs in nats")
-    return [float("nan") if v is None else _float(v) for v in values]
-
-
-def _float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # a whole number of hundreds of digits
-        return float("inf") if value > 0 else float("-inf")
 
 
 def _file_rows(path: Path, names: Names | str | None) -> Iterator[Row]:
@@ -334,25 +280,8 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 def _tensor_rows(path: Path, names: Names | str | None) -> Iterator[Row]:
     import torch
 
-    loaded = _loaded(path)
-    if isinstance(loaded, dict):
-        loaded = next((loaded[name] for name in INSIDE if isinstance(loaded.get(name), dict | list)), loaded)
-    parts = loaded if isinstance(loaded, list) else [loaded]
-    if not all(isinstance(part, dict) for part in parts):
-        raise UserError(f"{path}: holds {type(loaded).__name__}; must be a dict of columns or a list of rows")
-    for part in parts:
-        if isinstance(loaded, dict) or any(isinstance(v, torch.Tensor) and v.dim() > 1 for v in part.values()):
-            used = names if isinstance(names, Names) else names_of(str(path), map(str, part), names)
-            yield from _rows_of_columns(path, part, used)
-        else:
-            yield {str(name): _plain(value) for name, value in part.items()}
-
-
-def _loaded(path: Path) -> Any:
-    import torch
-
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give a file that torch.save wrote") from error
     except Exception as error:  # damaged files fail in many ways
@@ -362,23 +291,28 @@ def _loaded(path: Path) -> Any:
         advice = "save a dict of tensors and lists, or a list of such dicts, with torch.save"
         raise UserError(f"{path}: cannot be read without running code from it ({shown(reason)}); {advice}") from error
 
+    def plain(value: Any) -> Any:
+        return value.tolist() if isinstance(value, torch.Tensor) else value
 
-def _rows_of_columns(path: Path, part: Mapping[Any, Any], names: Names) -> Iterator[Row]:
-    whole = {str(name): values for name, values in part.items() if hasattr(values, "__len__")}
-    if names.sampler not in whole:
-        raise _no_column(path, names.sampler, part)
-    count = len(whole[names.sampler])
-    for name in {str(getattr(names, f.name)) for f in fields(Names)} & whole.keys():
-        if len(whole[name]) != count:
-            raise UserError(
-                f"{path}: {name} has {len(whole[name])} rows, {names.sampler} has {count}; all must have as many"
-            )
-    alike = {name: values for name, values in whole.items() if len(values) == count}
-    for row in zip(*alike.values(), strict=True):
-        yield {name: _plain(value) for name, value in zip(alike, row, strict=True)}
-
-
-def _plain(value: Any) -> Any:
-    import torch
-
-    return value.tolist() if isinstance(value, torch.Tensor) else value
+    if isinstance(loaded, dict):
+        loaded = next((loaded[name] for name in INSIDE if isinstance(loaded.get(name), dict | list)), loaded)
+    parts = loaded if isinstance(loaded, list) else [loaded]
+    if not all(isinstance(part, dict) for part in parts):
+        raise UserError(f"{path}: holds {type(loaded).__name__}; must be a dict of columns or a list of rows")
+    for part in parts:
+        if isinstance(loaded, list) and not any(isinstance(v, torch.Tensor) and v.dim() > 1 for v in part.values()):
+            yield {str(name): plain(value) for name, value in part.items()}
+            continue
+        used = names if isinstance(names, Names) else names_of(str(path), map(str, part), names)
+        columns = {str(name): values for name, values in part.items() if hasattr(values, "__len__")}
+        if used.sampler not in columns:
+            raise _no_column(path, used.sampler, part)
+        count = len(columns[used.sampler])
+        for name in {str(getattr(used, f.name)) for f in fields(Names)} & columns.keys():
+            if len(columns[name]) != count:
+                raise UserError(
+                    f"{path}: {name} has {len(columns[name])} rows, {used.sampler} has {count}; all must have as many"
+                )
+        columns = {name: values for name, values in columns.items() if len(values) == count}
+        for row in zip(*columns.values(), strict=True):
+            yield {name: plain(value) for name, value in zip(columns, row, strict=True)}

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ppo_repro.errors import UserError
 
-FORMAT = 1
 # whatever decides how numbers are rounded; no paths, no names of machines
-_ENVIRONMENT = (
-    *("ppo_repro", "python", "machine", "cpu_capability", "numerics_mode", "threads"),
-    "processes",
-)
+_ENVIRONMENT = ("ppo_repro", "python", "machine", "cpu_capability", "numerics_mode", "threads", "processes")
 
 
 class Golden(BaseModel):
@@ -30,7 +25,7 @@ class Golden(BaseModel):
 
 
 def golden_of(run_dir: Path) -> Golden:
-    """Digests of a complete run, checked against its files; UserError where the files have changed."""
+    """Digests of a complete run, checked against its files; UserError if the files have changed."""
     from ppo_repro.records import reader
     from ppo_repro.records.config_file import ENVIRONMENT_NAME, read_note
 
@@ -38,13 +33,10 @@ def golden_of(run_dir: Path) -> Golden:
     for index in range(len(recorded.iterations)):
         reader.read_moment(run_dir, recorded, index)
     tables = [{name: entry.digest for name, entry in item.tables.items()} for item in recorded.iterations]
-    environment = _environment(read_note(run_dir, recorded, ENVIRONMENT_NAME))
+    note = read_note(run_dir, recorded, ENVIRONMENT_NAME)
+    packages = {f"packages.{name}": str(version) for name, version in note.get("packages", {}).items()}
+    environment = {name: str(note.get(name)) for name in _ENVIRONMENT} | packages
     return Golden(format=1, fingerprint=recorded.fingerprint, tables=tables, environment=environment)
-
-
-def _environment(recorded: Mapping[str, Any]) -> dict[str, str]:
-    packages = {f"packages.{name}": str(version) for name, version in recorded.get("packages", {}).items()}
-    return {**{name: str(recorded.get(name)) for name in _ENVIRONMENT}, **packages}
 
 
 def load(path: Path) -> Golden:

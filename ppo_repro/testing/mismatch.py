@@ -1,57 +1,21 @@
 """The mismatch of sampler and trainer, from a recorded run or from a dump of another training stack.
 
-`delta = trainer - sampler` per token in nats; float64 arithmetic on float32 log-probs. Never imports torch.
+Tokens are the rows of a frame with the columns iteration, sequence, position, sampler and trainer: float32 log-probs in
+nats. Never imports torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 
-from ppo_repro.testing.dumps import Names, Response, impossible, read_dump
-
-if TYPE_CHECKING:
-    import pandas as pd
+from ppo_repro.testing.dumps import Names, impossible, read_dump
 
 ZEROS = 0.5  # of the tokens may have a log-prob of exactly 0 on both sides
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Tokens, one entry each in every array."""
-
-    iteration: npt.NDArray[np.int64]
-    sequence: npt.NDArray[np.int64]
-    position: npt.NDArray[np.int64]
-    sampler: npt.NDArray[np.float32]
-    trainer: npt.NDArray[np.float32]
-
-    def describe(self, index: int) -> str:
-        """Which token it is, both values and their float32 bits."""
-        sides = (("sampler", self.sampler[index]), ("trainer", self.trainer[index]))
-        values = ", ".join(f"{name} {float(value)!r} (bits {bits(value)})" for name, value in sides)
-        token = (self.iteration[index], self.sequence[index], self.position[index])
-        return "iteration {}, sequence {}, position {}: {}".format(*token, values)
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """Over the tokens with two finite log-probs; the tokens to show are indices."""
-
-    tokens: int
-    nonfinite: int  # tokens without two finite log-probs
-    mean_abs: float
-    max_abs: float
-    k3: float  # KL(sampler || trainer), expm1(delta) - delta, token mean (Schulman, 2020)
-    frac_unequal: float  # in any bit
-    worst: int
-    first_unequal: int
-    first_nonfinite: int
+COLUMNS = ["iteration", "sequence", "position", "sampler", "trainer"]
 
 
 def bits(value: float | np.float32) -> str:
@@ -59,59 +23,65 @@ def bits(value: float | np.float32) -> str:
     return f"{int(np.float32(value).view(np.uint32)):08x}"
 
 
-def unequal_bits(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
+def unequal_bits(a: npt.ArrayLike, b: npt.ArrayLike) -> npt.NDArray[np.bool_]:
     """Where two float32 arrays differ in any bit."""
-    return np.asarray(a.view(np.uint32) != b.view(np.uint32))
+    left, right = (np.ascontiguousarray(x, np.float32).view(np.uint32) for x in (a, b))
+    return np.asarray(left != right)
 
 
-def mismatch(pairs: Pairs) -> Mismatch:
-    """The mismatch of these tokens; NaN for means over none."""
-    finite = np.isfinite(pairs.sampler) & np.isfinite(pairs.trainer)
-    a, b = (np.where(finite, side, 0.0).astype(np.float64) for side in (pairs.sampler, pairs.trainer))
-    delta, count = b - a, int(finite.sum())
-    unequal = finite & unequal_bits(pairs.sampler, pairs.trainer)
-    size = np.abs(delta)
-    sums = (size.sum(), (np.expm1(delta) - delta).sum(), unequal.sum())
-    mean_abs, k3, frac_unequal = (float(total) / count if count else float("nan") for total in sums)
-    where = (int(x.argmax()) if len(x) else -1 for x in (np.where(finite, size, -1.0), unequal, ~finite))
-    return Mismatch(count, len(a) - count, mean_abs, float(size.max(initial=0.0)), k3, frac_unequal, *where)
+def token(pairs: pd.DataFrame, index: int) -> str:
+    """Which token a row is, both values and their float32 bits."""
+    iteration, sequence, position, *values = pairs.iloc[index][COLUMNS].tolist()
+    sides = zip(("sampler", "trainer"), values, strict=True)
+    both = ", ".join(f"{name} {float(value)!r} (bits {bits(value)})" for name, value in sides)
+    return f"iteration {iteration:.0f}, sequence {sequence:.0f}, position {position:.0f}: {both}"
 
 
-def suspicious(pairs: Pairs) -> str:
+def measures(pairs: pd.DataFrame) -> dict[str, tuple[float, int]]:
+    """Each measure of the tokens with two finite log-probs, and the row of a token to show; NaN for means of none.
+
+    With delta = trainer - sampler in float64: `mean_abs` and `max_abs` of |delta|, `k3` the mean of expm1(delta) -
+    delta (Schulman, 2020), `frac_unequal` the share of tokens that differ in any bit. `nonfinite` counts the tokens
+    without two finite log-probs.
+    """
+    finite = np.isfinite(pairs["sampler"]) & np.isfinite(pairs["trainer"])
+    delta = (pairs["trainer"].astype(np.float64) - pairs["sampler"])[finite]
+    unequal = unequal_bits(pairs["sampler"], pairs["trainer"]) & finite
+    worst = int(delta.abs().idxmax()) if len(delta) else -1
+    return {
+        "mean_abs": (float(delta.abs().mean()), worst),
+        "max_abs": (float(delta.abs().max()), worst),
+        "k3": (float((np.expm1(delta) - delta).mean()), worst),
+        "frac_unequal": (float(unequal[finite].mean()), int(np.argmax(unequal)) if len(pairs) else -1),
+        "nonfinite": (float((~finite).sum()), int(np.argmin(finite)) if len(pairs) else -1),
+    }
+
+
+def suspicious(pairs: pd.DataFrame) -> str:
     """Why these cannot be the log-probs of two sides, in words; "" if they can."""
-    for name, side in (("sampler", pairs.sampler), ("trainer", pairs.trainer)):
-        if why := impossible(side):
+    for name in ("sampler", "trainer"):
+        if why := impossible(pairs[name].to_numpy()):
             return f"{name}: {why}"
-    both = (pairs.sampler == 0) & (pairs.trainer == 0)
+    both = (pairs["sampler"] == 0) & (pairs["trainer"] == 0)
     if both.mean() > ZEROS:
         return f"both log-probs of {both.sum()} of {len(both)} tokens are exactly 0: is padding in it? name the mask"
     return ""
 
 
-def run_pairs(run_dir: Path | str) -> Pairs:
-    """`rollout_logprobs` and `old_logprobs` of a recorded run; UserError where it is damaged."""
+def run_pairs(run_dir: Path | str) -> pd.DataFrame:
+    """`rollout_logprobs` and `old_logprobs` of a recorded run; UserError if it is damaged."""
     from ppo_repro.records import reader
 
     columns = ["iteration", "sequence", "position", "rollout_logprobs", "old_logprobs"]
-    frame = reader.read_tokens(run_dir, columns=columns)
-    iteration, sequence, position = (frame[name].to_numpy().astype(np.int64) for name in columns[:3])
-    sampler, trainer = (np.ascontiguousarray(frame[name].to_numpy(), np.float32) for name in columns[3:])
-    return Pairs(iteration, sequence, position, sampler, trainer)
+    return reader.read_tokens(run_dir, columns=columns)[columns].set_axis(COLUMNS, axis=1).reset_index(drop=True)
 
 
-def dump_pairs(source: Path | pd.DataFrame, names: Names | str | None = None) -> Pairs:
+def dump_pairs(source: Path | str | pd.DataFrame, names: Names | str | None = None) -> pd.DataFrame:
     """The tokens of a dump that count; the sequence is the row of the response, from 0. UserError names the row."""
-    return joined(read_dump(source, names))
-
-
-def joined(responses: Iterable[Response]) -> Pairs:
-    """The tokens of responses that count."""
-    columns: list[list[Any]] = [[], [], [], [], []]
-    for r in responses:
+    frames = [pd.DataFrame(columns=COLUMNS, dtype=np.float32)]
+    for r in read_dump(source, names):
         positions = np.flatnonzero(r.counts)
-        ones = np.ones(len(positions), np.int64)
-        row = (ones * r.iteration, ones * (r.row - 1), positions, r.sampler[positions], r.trainer[positions])
-        for column, values in zip(columns, row, strict=True):
-            column.append(values)
-    types = (np.int64, np.int64, np.int64, np.float32, np.float32)
-    return Pairs(*(np.concatenate([np.empty(0, t), *c]).astype(t) for c, t in zip(columns, types, strict=True)))
+        sides = {"sampler": r.sampler[positions], "trainer": r.trainer[positions]}
+        numbers = {"iteration": r.iteration, "sequence": r.row - 1, "position": positions}
+        frames.append(pd.DataFrame(numbers | sides))
+    return pd.concat(frames[1:] or frames, ignore_index=True)

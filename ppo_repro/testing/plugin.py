@@ -25,35 +25,25 @@ def assert_on_policy(run: Path | str) -> None:
     AssertionError names the first token that differs; UserError where the run is incomplete or damaged.
     """
     __tracebackhide__ = True
-    from ppo_repro.testing import mismatch
-
-    pairs = mismatch.run_pairs(run)
-    total = mismatch.mismatch(pairs)
-    if total.nonfinite or total.frac_unequal:
-        bad = total.nonfinite + round(total.frac_unequal * total.tokens)
-        first = pairs.describe(total.first_nonfinite if total.nonfinite else total.first_unequal)
-        raise AssertionError(
-            f"{run}: {bad} of {total.tokens + total.nonfinite} tokens have other old_logprobs (trainer) than "
-            f"rollout_logprobs (sampler); the first is {first}; find the layer with `ppo-repro bisect {run}`, "
-            "or the cause with analysis.diagnosis.diagnose in a checkout"
-        )
-    _assert_first_ratios(run)
-
-
-def _assert_first_ratios(run: Path | str) -> None:
-    __tracebackhide__ = True
     import numpy as np
 
     from ppo_repro.records import reader
     from ppo_repro.testing import mismatch
 
+    pairs = mismatch.run_pairs(run)
+    wrong = np.flatnonzero(mismatch.unequal_bits(pairs["sampler"], pairs["trainer"]) | ~np.isfinite(pairs["sampler"]))
+    if wrong.size:
+        raise AssertionError(
+            f"{run}: {wrong.size} of {len(pairs)} tokens have other old_logprobs (trainer) than rollout_logprobs "
+            f"(sampler); the first is {mismatch.token(pairs, int(wrong[0]))}; find the layer with `ppo-repro bisect "
+            f"{run}`, or the cause with analysis.diagnosis.diagnose in a checkout"
+        )
     columns = ["epoch", "minibatch", "sequence", "position", "ratios"]
     for iteration in range(len(reader.open_manifest(run).iterations)):
         rows = reader.read_updates(run, iterations=[iteration], columns=columns)
         # null after the policy's last step
         rows = rows[(rows["epoch"] == 0) & (rows["minibatch"] == 0) & rows["ratios"].notna()]
-        ratios = np.ascontiguousarray(rows["ratios"].to_numpy(), np.float32)
-        wrong = np.flatnonzero(mismatch.unequal_bits(ratios, np.ones_like(ratios)))
+        wrong = np.flatnonzero(mismatch.unequal_bits(rows["ratios"], np.ones(len(rows))))
         if wrong.size:
             row = rows.iloc[wrong[0]]
             raise AssertionError(
@@ -112,33 +102,28 @@ def assert_mismatch_below(
     for name, limit in limits.items():
         if not limit >= 0:
             raise UserError(f"assert_mismatch_below: {name} = {limit!r}: must be 0 or more")
-    where: Path | str = "the frame"
-    if isinstance(run_or_file, Path | str):
-        where = Path(run_or_file)
-        if where.is_dir() and names is not None:
+    where: Path | str = run_or_file if isinstance(run_or_file, Path | str) else "the frame"
+    if isinstance(run_or_file, Path | str) and Path(run_or_file).is_dir():
+        if names is not None:
             raise UserError(f"{where}: is a run folder, whose names are fixed; leave names out")
-        pairs = mismatch.run_pairs(where) if where.is_dir() else mismatch.dump_pairs(where, names)
+        pairs = mismatch.run_pairs(run_or_file)
     else:
         pairs = mismatch.dump_pairs(run_or_file, names)
-    total = mismatch.mismatch(pairs)
-    if not total.tokens + total.nonfinite:
+    if not len(pairs):
         raise UserError(f"{where}: has no token that counts; there is nothing to compare")
     if why := mismatch.suspicious(pairs):
         raise AssertionError(f"{where}: {why}")
-    exceeded = []
-    for name, limit in limits.items():
-        value = getattr(total, name)
-        if not value <= limit:  # NaN exceeds every limit
-            which, token = ("first", total.first_unequal) if name == "frac_unequal" else ("largest", total.worst)
-            exceeded.append(f"{name} is {value:.6g}, above {limit:.6g} ({which} at {pairs.describe(token)})")
-    if total.nonfinite > nonfinite:
-        first = pairs.describe(total.first_nonfinite)
-        exceeded.append(f"{total.nonfinite} more have no two finite log-probs, above {nonfinite} (first at {first})")
+    limits["nonfinite"] = nonfinite
+    exceeded = [
+        f"{name} is {value:.6g}, above {limits[name]:.6g} (as at {mismatch.token(pairs, row)})"
+        for name, (value, row) in mismatch.measures(pairs).items()
+        if name in limits and not value <= limits[name]  # NaN exceeds every limit
+    ]
     if exceeded:
-        advice = (
-            "if this is new, see what changed (weights sync, dtype, temperature, padding, token ids): `ppo-repro audit`"
+        raise AssertionError(
+            f"{where}: of {len(pairs)} tokens {'; '.join(exceeded)}; if this is new, see what changed (weights sync, "
+            "dtype, temperature, padding, token ids): `ppo-repro audit`"
         )
-        raise AssertionError(f"{where}: of {total.tokens} tokens {'; '.join(exceeded)}; {advice}")
 
 
 def assert_matches_golden(run: Path | str, golden_path: Path | str) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.testing.dumps import Response, turns_of
+from ppo_repro.testing.dumps import Response
 from tests.support.models import VOCAB, qwen3_config, seeded, small_model
 
 TEMPERATURE, BOS_ID, EOS_ID, PAD_ID = 0.8, 1, 2, 0
@@ -68,7 +68,7 @@ class Material:
         for i, (p, r, s, t) in enumerate(zip(self.prompts, self.responses, sampler, trainer, strict=True)):
             counts = np.ones(len(r), bool) if mask is None else np.array(mask[i])
             sides = [np.array(x.tolist(), np.float32) for x in (s, t)]
-            found.append(Response(i + 1, tuple(p), tuple(r), *sides, counts, turns_of(counts)))
+            found.append(Response(i + 1, tuple(p), tuple(r), *sides, counts))
         return found
 
 
@@ -284,7 +284,7 @@ FAULTS: dict[str, tuple[Callable[[Material], Values], str]] = {
     "pad token": (quantity(lambda x: x[:, PAD_ID]), "log-prob of token id 0 at every position"),
     "labels not shifted": (paired(token=-1), "log-prob of the token -1 places on, by the right logits"),
     "logits not shifted": (paired(logits=1), "log-prob of the right token, by the logits +1 places on"),
-    "top-k 8": (cut("top-k", 8), "normalised over the tokens that top-k keeps"),
+    "top-k 8": (cut("top-k", 8), "of the processed distribution, not of all tokens"),
     "top-k 20": (cut("top-k", 20), "normalised over the tokens that top-k keeps (try --top-k 20)"),
     "top-p": (cut("top-p", 0.97), "normalised over the tokens that top-p keeps (try --top-p "),
     "min-p": (cut("min-p", 0.01), "normalised over the tokens that min-p keeps (try --min-p "),

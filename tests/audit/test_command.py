@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from analysis.diagnosis.diagnose import diagnose_chunks
@@ -43,11 +44,12 @@ def dumped(folder: Path, *overrides: str) -> tuple[Path, Path]:
 
 
 def test_log_probs_of_a_run_are_right(cli: Cli, dump: tuple[Path, Path], tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    code, out, err = cli("audit", dump[0], "--model", dump[1], "--out", page)
+    tokens = tmp_path / "tokens.parquet"
+    code, out, err = cli("audit", dump[0], "--model", dump[1], "--out", tokens)
     assert code == 0 and "error: " not in err
-    assert out.splitlines()[-2:] == ["verdict: both sides are right", f"page    {page}"]
-    assert "sampler is right" in page.read_text()
+    assert out.splitlines()[-2:] == ["verdict: both sides are right", f"tokens  {tokens}"]
+    frame = pd.read_parquet(tokens)
+    assert (frame["sampler"] - frame["reference"]).abs().max() < 1e-4
 
 
 def test_the_wrong_temperature_is_wrong(cli: Cli, dump: tuple[Path, Path]) -> None:
@@ -167,7 +169,7 @@ def test_a_dump_of_a_server_that_runs_now(cli: Cli, dump: tuple[Path, Path], tmp
         (["--min-p", "1"], "--min-p 1.0: must be at least 0 and below 1"),
         (["--device", "cuda"], "--device cuda: torch sees no CUDA device"),
         (["--model", "nowhere"], "nowhere"),
-        (["--out", "nowhere/page.html"], "nowhere/page.html: there is no folder nowhere; make it"),
+        (["--out", "nowhere/a.parquet"], "--out nowhere/a.parquet: there is no folder nowhere; make it"),
     ],
 )
 def test_mistakes_are_one_line(cli: Cli, dump: tuple[Path, Path], options: list[str], message: str) -> None:

@@ -6,9 +6,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ppo_repro.audit import ways
-from ppo_repro.audit.ways import Fed, Special
+from ppo_repro.audit.ways import Subject
 from ppo_repro.tasks.tokenizer import train_bpe
 from ppo_repro.testing.dumps import Response
+from tests.support.models import qwen3_config, small_model
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'][0] }}|{{ m['content'] }}>{% endfor %}"
@@ -18,13 +19,7 @@ TEMPLATE = (
 
 def response(prompt: tuple[int, ...], ids: tuple[int, ...], padding: tuple[int, ...] = ()) -> Response:
     values, counts = np.zeros(len(ids), np.float32), np.ones(len(ids), bool)
-    return Response(1, prompt, ids, values, values, counts, counts.astype(np.int64), padding)
-
-
-def one(before: tuple[int, ...], ids: tuple[int, ...], positions: tuple[int, ...] | None = None) -> list[Fed]:
-    """A response in one pass."""
-    tokens = tuple(range(len(ids)))
-    return [Fed((*before, *ids[:-1]), tokens, tuple(len(before) - 1 + t for t in tokens), ids, positions)]
+    return Response(1, prompt, ids, values, values, counts, padding)
 
 
 def tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerBase:
@@ -36,7 +31,7 @@ def tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerBase:
 def prompts(of: PreTrainedTokenizerBase, text: str) -> dict[str, str]:
     """By the words of a way, the text that it makes of a prompt."""
     one = response(tuple(of(text).input_ids), (3,))
-    found = ways.ways([one], Special(None, None, None, of, None))
+    found = ways.ways([one], Subject(small_model(qwen3_config(), 4), {}, tokenizer=of))
     return {words: of.decode(list(fed[0][0].ids)) for words, fed in found.items() if fed[0][0].positions is None}
 
 

@@ -43,12 +43,11 @@ def test_an_exact_run_is_on_policy_and_a_native_one_is_not(deterministic_run: Pa
         assert_on_policy(native_run)
     text = str(failure.value)
     pairs = mismatch.run_pairs(native_run)
-    index = int(np.flatnonzero(pairs.sampler.view(np.uint32) != pairs.trainer.view(np.uint32))[0])
-    place = f"iteration 0, sequence {pairs.sequence[index]}, position {pairs.position[index]}"
-    both = (
-        f"{side[index].item()!r} (bits {side[index].view(np.uint32):08x})" for side in (pairs.sampler, pairs.trainer)
-    )
-    for part in (str(native_run), place, *both, "ppo-repro bisect"):
+    sides = pairs["sampler"].to_numpy(), pairs["trainer"].to_numpy()
+    index = int(np.flatnonzero(sides[0].view(np.uint32) != sides[1].view(np.uint32))[0])
+    token = f"iteration 0, sequence {pairs['sequence'][index]}, position {pairs['position'][index]}"
+    both = (f"{side[index].item()!r} (bits {side[index].view(np.uint32):08x})" for side in sides)
+    for part in (str(native_run), token, *both, "ppo-repro bisect"):
         assert part in text
 
 
@@ -69,7 +68,7 @@ def test_a_run_is_the_same_as_its_copy_and_not_as_a_damaged_one(
 def test_the_mismatch_of_runs_has_limits(deterministic_run: Path, native_run: Path) -> None:
     assert_mismatch_below(deterministic_run, mean_abs=0.0, max_abs=0.0, k3=0.0, frac_unequal=0.0)
     assert_mismatch_below(native_run, mean_abs=5e-6, max_abs=1e-4, k3=1e-10)
-    with pytest.raises(AssertionError, match=r"frac_unequal is 0\.\d+, above 0 \(first at iteration 0, sequence \d+"):
+    with pytest.raises(AssertionError, match=r"frac_unequal is 0\.\d+, above 0 \(as at iteration 0, sequence \d+"):
         assert_mismatch_below(native_run, frac_unequal=0.0)
     with pytest.raises(UserError, match="no limit is given"):
         assert_mismatch_below(deterministic_run)
@@ -90,17 +89,17 @@ def test_the_mismatch_of_a_file_by_hand(tmp_path: Path) -> None:
         {"rollout_log_probs": [-1.0, -3.0], "old_log_probs": [-0.75, None], "response_mask": [1, 1]},
     ]
     path = dump(tmp_path / "a.jsonl", rows)
-    found = mismatch.mismatch(mismatch.dump_pairs(path))
-    # delta = -0.5, 0, 0.25 over three finite tokens
-    assert (found.tokens, found.nonfinite, found.max_abs, found.mean_abs) == (3, 1, 0.5, 0.25)
-    assert found.frac_unequal == 2 / 3
-    k3 = (np.expm1(-0.5) + 0.5 + np.expm1(0.25) - 0.25) / 3
-    assert found.k3 == pytest.approx(k3, rel=1e-15)  # the same sum in another order
+    pairs = mismatch.dump_pairs(path)
+    found = {name: value for name, (value, _) in mismatch.measures(pairs).items()}
+    # delta = -0.5, 0, 0.25 over three finite tokens; k3 is the same sum in another order
+    k3 = pytest.approx((np.expm1(-0.5) + 0.5 + np.expm1(0.25) - 0.25) / 3, rel=1e-15)
+    assert len(pairs) == 4
+    assert found == {"mean_abs": 0.25, "max_abs": 0.5, "k3": k3, "frac_unequal": 2 / 3, "nonfinite": 1.0}
     with pytest.raises(AssertionError) as failure:
         assert_mismatch_below(path, max_abs=0.4)
     worst = "iteration 0, sequence 0, position 0: sampler -1.0 (bits bf800000), trainer -1.5 (bits bfc00000)"
-    assert f"max_abs is 0.5, above 0.4 (largest at {worst})" in str(failure.value)
-    lost = "1 more have no two finite log-probs, above 0 (first at iteration 0, sequence 1, position 1"
+    assert f"max_abs is 0.5, above 0.4 (as at {worst}" in str(failure.value)
+    lost = "nonfinite is 1, above 0 (as at iteration 0, sequence 1, position 1"
     assert lost in str(failure.value)
     assert_mismatch_below(path, max_abs=0.5, mean_abs=0.25, k3=0.06, nonfinite=1)
 
@@ -114,9 +113,7 @@ def test_other_names_are_given_by_what_the_message_says(tmp_path: Path) -> None:
 
 def test_a_frame_is_a_dump(deterministic_run: Path, native_run: Path) -> None:
     assert_mismatch_below(reader.read_tokens(deterministic_run), frac_unequal=0.0)
-    with pytest.raises(
-        AssertionError, match=r"the frame: of \d+ tokens frac_unequal is .* \(first at iteration 0, seq"
-    ):
+    with pytest.raises(AssertionError, match=r"the frame: of \d+ tokens frac_unequal is .* \(as at iteration 0, seq"):
         assert_mismatch_below(reader.read_tokens(native_run), frac_unequal=0.0)
 
 

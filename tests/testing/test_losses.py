@@ -7,19 +7,17 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro import testing
 from ppo_repro.errors import UserError
-from ppo_repro.testing import AdvantageBatch, LossBatch, LossResult, LossRollout
-from ppo_repro.testing.advantages import Kind, check_advantages
-from ppo_repro.testing.losses import Combine, Finding, check_loss, evaluate_loss
-from ppo_repro.testing.strategies import rollouts
+from ppo_repro.testing import AdvantageBatch, LossBatch, LossRollout, check_advantages, check_loss
+from ppo_repro.testing.advantages import Kind
+from ppo_repro.testing.losses import Combine
 
 
 def column(*values: float) -> Tensor:
@@ -86,13 +84,18 @@ def k3_clipped_after_exp(batch: LossBatch) -> Tensor:
 
 def changed(
     loss: Callable[[LossBatch], Tensor], combine: Combine = "sum", rollout: LossRollout = EXAMPLE
-) -> dict[str, Finding]:
-    """What is found, by layout."""
-    return {finding.layout: finding for finding in check_loss(loss, rollout, combine=combine, log_ratios=())}
+) -> dict[str, str]:
+    return check_loss(loss, rollout, combine=combine, log_ratios=())
 
 
-@given(rollouts(columns=("old_logprobs", "advantages", "is_penalised")))
-def test_a_mean_over_the_step_and_tokens_chosen_before_it_conform(rollout: LossRollout) -> None:
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=6), st.integers(0, 1 << 32))
+def test_a_mean_over_the_step_and_tokens_chosen_before_it_conform(lengths: list[int], seed: int) -> None:
+    generator, count = torch.Generator().manual_seed(seed), sum(lengths)
+    new, moved, advantages, numbers = torch.randn(4, count, generator=generator).double()
+    mask = numbers > 0
+    mask[torch.tensor((0, *lengths[:-1])).cumsum(0)] = True  # a token of each response counts
+    columns = {"old_logprobs": -new.abs() + 0.5 * moved, "advantages": advantages, "is_penalised": (moved > 0).double()}
+    rollout = LossRollout(tuple(lengths), -new.abs(), columns, mask)
     assert changed(step_mean, rollout=rollout) == changed(chosen_before, rollout=rollout) == {}
 
 
@@ -119,28 +122,10 @@ def test_a_finding_by_hand() -> None:
     losses = (-EXAMPLE.columns["advantages"] * ratios).split([5, 1, 2])
     value, whole = float(sum(part.mean() for part in losses)) / 3, float(torch.cat(losses).mean())
     # one response of five tokens has a third of the weight instead of five eighths: every token changes
-    assert found.change.startswith(f"value {value:.9g} instead of {whole:.9g}; gradient differs at 8 tokens")
-    assert found.first == (0, 0) and changed(kl_cov)["micro batch 1"].first == (0, 2)
-    assert changed(unmasked)["extra 3"].change.endswith("16 positions under the mask have a gradient")
-    with pytest.raises(AssertionError, match=r"extra 3: .*positions under the mask have a gradient"):
-        testing.assert_loss_conforms(unmasked, EXAMPLE, combine="sum")
-
-
-def test_distance_from_another_loss_and_from_a_saved_result(tmp_path: Path) -> None:
-    below = testing.assert_loss_drift_below
-    below(step_mean, micro_batch_mean, EXAMPLE, limit=1e-9)  # at once they are equal
-    saved = evaluate_loss(kl_cov, EXAMPLE)
-    saved.save(tmp_path / "loss.json")
-    assert LossResult.load(tmp_path / "loss.json") == saved
-    below(kl_cov, tmp_path / "loss.json", EXAMPLE, limit=0.0)
-    with pytest.raises(AssertionError, match=r"differs at 2 tokens, by 0\.56, first at sequence 1, position 0"):
-        below(step_mean, tmp_path / "loss.json", EXAMPLE, limit=0.1)
-    below(step_mean, tmp_path / "loss.json", EXAMPLE, limit=0.6)
-    (tmp_path / "loss.json").write_text("[]")
-    with pytest.raises(UserError, match=r"loss\.json: is no saved result"):
-        below(kl_cov, tmp_path / "loss.json", EXAMPLE, limit=0.1)
-    with pytest.raises(UserError, match="the baseline has 3 tokens, the rollout 8"):
-        below(kl_cov, replace(saved, gradients=saved.gradients[:3]), EXAMPLE, limit=0.1)
+    assert found.startswith(f"value {value:.9g} instead of {whole:.9g}; gradient differs at 8 tokens")
+    assert found.endswith("first at sequence 0, position 0")
+    assert changed(kl_cov)["micro batch 1"].endswith("first at sequence 0, position 2")
+    assert changed(unmasked)["extra 3"].endswith("16 positions under the mask have a gradient")
 
 
 def test_what_is_no_loss_is_refused() -> None:
@@ -157,21 +142,20 @@ def test_overflow_in_float32_is_named_at_its_token(loss: Callable[[LossBatch], T
     assert math.isfinite(math.exp(log_ratio)) and log_ratio > math.log(3.4028235e38)  # finite in float64 alone
     found = check_loss(loss, EXAMPLE, combine="sum", log_ratios=(20.0, log_ratio))
     more = ("", ", advantage of the other sign", ", advantage 0")
-    expected = [f"float32, log-ratio {log_ratio:g}{words}: not finite at sequence 0, position 4" for words in more]
-    assert list(map(str, found)) == expected
+    assert found == {f"float32, log-ratio {log_ratio:g}{x}": "not finite at sequence 0, position 4" for x in more}
 
 
 def test_one_token_that_overflows_in_float64_too_is_blamed_and_no_layout() -> None:
     new, old = EXAMPLE.new_logprobs.clone(), EXAMPLE.columns["old_logprobs"].clone()
     new[6], old[6] = 0.0, -800.0
     rollout = replace(EXAMPLE, new_logprobs=new, columns={**EXAMPLE.columns, "old_logprobs": old})
-    (found,) = check_loss(unclamped, rollout, combine="sum")
-    assert str(found) == "all at once, padded right: not finite at sequence 2, position 0"
+    found = check_loss(unclamped, rollout, combine="sum")
+    assert found == {"all at once, padded right": "not finite at sequence 2, position 0"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_right_loss_passes_in_narrow_dtypes_with_every_extreme(dtype: torch.dtype) -> None:
-    assert check_loss(step_mean, EXAMPLE, combine="sum", dtypes=(dtype,)) == []
+    assert check_loss(step_mean, EXAMPLE, combine="sum", dtypes=(dtype,)) == {}
 
 
 def test_tool_tokens_inside_a_response_have_junk_of_their_own_in_each_column() -> None:
@@ -213,7 +197,7 @@ def group_mean(batch: AdvantageBatch) -> Tensor:
     ("kind", "estimator", "gamma"), [("gae", gae, 0.9), ("rewards_to_go", to_go, 1.0), ("group_mean", group_mean, 1.0)]
 )
 def test_right_estimators_conform(kind: Kind, estimator: Callable[[AdvantageBatch], Tensor], gamma: float) -> None:
-    assert check_advantages(estimator, kind, gamma=gamma) == []
+    assert check_advantages(estimator, kind, gamma=gamma) == {}
 
 
 def test_advantages_that_reset_at_tool_tokens_and_junk_are_found() -> None:
@@ -223,15 +207,13 @@ def test_advantages_that_reset_at_tool_tokens_and_junk_are_found() -> None:
             out[:, t] = after = (batch.rewards[:, t] + after) * batch.mask[:, t]
         return out
 
-    found = {finding.layout: finding for finding in check_advantages(resetting, "rewards_to_go")}
+    found = check_advantages(resetting, "rewards_to_go")
     assert not {"all at once, padded right", "padding left", "extra 3", "order shuffled"} & set(found)
-    assert found["inserted 2"].first == (0, 0)
-    assert str(found["inserted 1, junk not finite"]).startswith("inserted 1, junk not finite: nan instead of")
-    with pytest.raises(AssertionError, match=r"inserted 2: .* instead of .* at response 0, token 0"):
-        testing.assert_advantages_conform(resetting, "rewards_to_go")
+    assert found["inserted 2"].endswith("at sequence 0, position 0")
+    assert found["inserted 1, junk not finite"].startswith("nan instead of")
 
 
-@pytest.mark.parametrize("name", ["losses", "advantages", "strategies"])
+@pytest.mark.parametrize("name", ["losses", "advantages"])
 def test_the_examples_run(name: str) -> None:
     found = doctest.testmod(import_module(f"ppo_repro.testing.{name}"))
     assert found.attempted and not found.failed

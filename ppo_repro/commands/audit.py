@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ppo_repro.errors import UserError
+from ppo_repro.files import require_ours
 from ppo_repro.output import print_result, say
 
 FORMATS = "ppo_repro, verl, trl, slime, prime-rl or areal (default: told from the columns)"
@@ -47,8 +48,10 @@ def _check(options: argparse.Namespace) -> None:
     for name, value, is_good, allowed in ranges:
         if not is_good:
             raise UserError(f"{name} {value}: must be {allowed}")
-    if options.out is not None and not options.out.parent.is_dir():
-        raise UserError(f"--out {options.out}: there is no folder {options.out.parent}; make it")
+    if options.out is not None:
+        if options.out.resolve() == options.dump.resolve():
+            raise UserError(f"--out {options.out}: is the dump itself; choose another file")
+        require_ours(options.out, "PAR1")  # with which Parquet begins
 
 
 def audit_command(options: argparse.Namespace) -> int:

@@ -169,7 +169,7 @@ def test_a_dump_of_a_server_that_runs_now(cli: Cli, dump: tuple[Path, Path], tmp
         (["--min-p", "1"], "--min-p 1.0: must be at least 0 and below 1"),
         (["--device", "cuda"], "--device cuda: torch sees no CUDA device"),
         (["--model", "nowhere"], "nowhere"),
-        (["--out", "nowhere/a.parquet"], "--out nowhere/a.parquet: there is no folder nowhere; make it"),
+        (["--out", "nowhere/a.parquet"], "nowhere/a.parquet: there is no folder nowhere; make it"),
     ],
 )
 def test_mistakes_are_one_line(cli: Cli, dump: tuple[Path, Path], options: list[str], message: str) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from analysis import figures
-from analysis.grids.outcomes import clip_shares
 from analysis.tokenization.tables import run_drift
 from analysis.tokenization.tokenizer import recorded_tokenizer
 from experiments.answers import outcome, settings_table, study
@@ -23,12 +22,10 @@ MEASURE, USUAL = "KL", "characters, per response"
 
 
 def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
-    """The outcome; KL a token; shares of the last iteration's responses with other ids, of visits outside the band."""
-    found, iterations = outcome(run_dir), len(reader.read_iterations(run_dir))
-    drift = run_drift(run_dir, recorded_tokenizer(run_dir), iterations=[iterations - 1])
-    found["KL_token"] = found["KL"] / found["length"]
-    found["drift"] = float(drift["drift_seq_frac"].iloc[0])
-    return found | {"outside": clip_shares(run_dir, iterations)[1]}
+    """The outcome; KL a token; share of the last iteration's responses with other ids."""
+    found, last = outcome(run_dir), len(reader.read_iterations(run_dir)) - 1
+    drift = run_drift(run_dir, recorded_tokenizer(run_dir), iterations=[last])
+    return found | {"KL_token": found["KL"] / found["length"], "drift": float(drift["drift_seq_frac"].iloc[0])}
 
 
 def settings(results: pd.DataFrame) -> pd.DataFrame:
@@ -40,9 +37,7 @@ def tables(results: pd.DataFrame) -> list[pd.DataFrame]:
     columns: dict[str, tuple[str, str | None]] = {
         "KL, nats a token": ("KL_token", "{:.3f}"),
         "length, tokens": ("length", "{:.1f}"),
-        "accuracy at the start": ("start", "{:.3f}"),
-        "at the end": ("accuracy", None),
-        "ratio outside the band": ("outside", "{:.1%}"),
+        "accuracy": ("accuracy", None),
         "responses with other ids": ("drift", "{:.1%}"),
     }
     return [settings_table(settings(results), "setting", MEASURE, "KL, nats a response", USUAL, columns)]

@@ -1,14 +1,16 @@
-"""Logits of hidden states, for the tokens to sample."""
+"""Logits of hidden states, and log-probs of tokens that a request reads."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.logprob_processor import LogprobResult
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ppo_repro.numerics.network import logits
+from ppo_repro.numerics.token_statistics import token_statistics
 
 
 class Logits(LogitsProcessor):
@@ -17,14 +19,34 @@ class Logits(LogitsProcessor):
     def __init__(self, config: PretrainedConfig, policy: PreTrainedModel) -> None:
         super().__init__(config)
         self._policy = (policy,)  # in a tuple, so that it is no module of this one
-        self.input_logprob_processor = _NoPrompts()
+        self.input_logprob_processor = _InputLogprobs(policy)
 
     def _get_logits(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return logits(self._policy[0], hidden_states.contiguous())
 
 
-class _NoPrompts:
-    """What SGLang calls for a request that asks for log-probs of its prompt."""
+class _InputLogprobs:
+    """Log-probs of read tokens, at temperature 1: of prompts, and in batches that mix reading and sampling."""
 
-    def forward(self, *_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError("deterministic numerics in SGLang: a request with logprob_start_len is not supported")
+    def __init__(self, policy: PreTrainedModel) -> None:
+        self.policy = policy
+
+    def forward(
+        self,
+        pruned_states: Tensor,
+        sample_indices: Tensor,
+        input_logprob_indices: Tensor,
+        token_to_seq_idx: list[int],
+        lm_head: None,
+        get_logits_fn: Any,
+        logits_metadata: Any,
+        skip_chunking_for_dp_attn: bool = False,
+    ) -> tuple[LogprobResult, Tensor]:
+        """(log-probs of the read tokens, logits to sample from)."""
+        if logits_metadata.extend_return_top_logprob or logits_metadata.extend_token_ids_logprob:
+            raise RuntimeError("deterministic numerics in SGLang: log-probs of other tokens are not supported")
+        found = logits(self.policy, pruned_states.contiguous())
+        read = found[input_logprob_indices]
+        tokens = logits_metadata.extend_input_logprob_token_ids_gpu[: len(read)].long()
+        logprobs, _ = token_statistics(read, tokens, 1.0, None, "deterministic")
+        return LogprobResult(token_logprobs=logprobs), found[sample_indices]

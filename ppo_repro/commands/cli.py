@@ -13,7 +13,7 @@ from ppo_repro.commands.runs import fork_command, processes, rerun_command, resu
 from ppo_repro.errors import Mistakes, PromiseBroken, RankLost, Terminated, UserError, is_out_of_memory
 from ppo_repro.output import one_line, prepare_streams, say, speaks
 
-SECONDS_TO_SPEAK = 2  # a launcher ends all processes with the first one that ends; the speaking one comes first
+SECONDS_TO_SPEAK = 2  # a launcher ends all processes when one ends: the process that says the mistake must end first
 
 
 def _run(argv: Sequence[str]) -> int:

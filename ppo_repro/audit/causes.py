@@ -250,9 +250,7 @@ def _fitted(name: str, advice: str, change: Callable[[Row, float], Tensor], firs
 def _cut(option: str, limits: Sequence[float], keep: Callable[[Tensor, float], Tensor]) -> Cause:
     """The softmax over the tokens that one cut leaves, at usual limits."""
     name = f"normalised over the tokens that {option} keeps (try --{option} {{x:.4g}})"
-    return Cause(
-        name, "distribution", SAME_CUTS, lambda r, s, v, x: keep(v / s.temperature, x), lambda *_: limits
-    )
+    return Cause(name, "distribution", SAME_CUTS, lambda r, s, v, x: keep(v / s.temperature, x), lambda *_: limits)
 
 
 def _quantity(name: str, change: Callable[[Row, Tensor], Tensor]) -> Cause:

@@ -1,4 +1,4 @@
-"""Assertions that guard a training stack in pytest: on dumps of log-probs, recorded runs, a golden run; and `check_loss`.
+"""Assertions that guard a training stack in pytest: on dumps of log-probs and recorded runs; and `check_loss`.
 
 `LossBatch` and `check_loss` need torch, which is loaded when one of them is first used.
 """

@@ -140,7 +140,9 @@ def _step(loss: Loss, rollout: _Rollout, layout: _Layout, combine: str, dtype: t
             batch, indices = _lay_out(rollout, some, layout, dtype)
             result = loss(batch)
             if not isinstance(result, Tensor) or result.numel() != 1 or not result.requires_grad:
-                raise UserError("check_loss: the loss must return a tensor with one number that depends on new_logprobs")
+                raise UserError(
+                    "check_loss: the loss must return a tensor with one number that depends on new_logprobs"
+                )
             (grad,) = torch.autograd.grad(result.reshape(()), batch.new_logprobs)
             value += weight * float(result.detach())
             gradients[indices[batch.mask]] += weight * grad[batch.mask].double()

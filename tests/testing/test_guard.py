@@ -123,7 +123,7 @@ def test_a_golden_run_is_written_once_and_compared_from_then_on(
     with pytest.raises(AssertionError, match=r"golden\.json: there was no golden run, so .* was written to it"):
         assert_matches_golden(deterministic_run, path)
     assert_matches_golden(deterministic_run, path)
-    with pytest.raises(AssertionError, match="table .*, iteration 0.*numerics_mode native .golden deterministic.*del"):
+    with pytest.raises(AssertionError, match=r"table .*, iteration 0.*numerics_mode native .golden deterministic.*del"):
         assert_matches_golden(native_run, path)
 
 

@@ -107,7 +107,10 @@ def test_a_mean_over_the_step_and_tokens_chosen_before_it_conform(lengths: list[
     ],
 )
 def test_faults_of_training_stacks_are_found(
-    loss: Callable[[LossBatch], Tensor], combine: Literal["mean", "sum"], found: tuple[str, ...], not_found: tuple[str, ...]
+    loss: Callable[[LossBatch], Tensor],
+    combine: Literal["mean", "sum"],
+    found: tuple[str, ...],
+    not_found: tuple[str, ...],
 ) -> None:
     layouts = changed(loss, combine)
     assert set(found) <= set(layouts) and not set(not_found) & set(layouts)

@@ -18,7 +18,8 @@ FROM_DISK = {"local_files_only": True, "trust_remote_code": False}
 
 def load_model(option: str, folder: Path, device: str) -> PreTrainedModel:
     """The model of a folder in evaluation mode. UserError says what is missing or damaged."""
-    where, loaded = f"{option} {folder}", AutoModelForCausalLM
+    where = f"{option} {folder}"
+    loaded: Any = AutoModelForCausalLM
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:

@@ -194,7 +194,7 @@ def golden_of(run: Path | str) -> Golden:
     """Digests of a complete run, checked against its files; UserError if the files have changed."""
     recorded = reader.open_manifest(run)
     for index in range(len(recorded.iterations)):
-        reader.read_moment(run, recorded, index)
+        reader.read_moment(Path(run), recorded, index)
     note = read_note(Path(run), recorded, ENVIRONMENT_NAME)
     packages = {f"packages.{name}": str(version) for name, version in note.get("packages", {}).items()}
     return Golden(

@@ -50,9 +50,7 @@ class ControlPPOConfig(Section):
     gamma: Fraction = Field(0.99, description="Discount per step.")
     gae_lambda: Fraction = Field(0.95, description="GAE trace decay.")
     bootstrap_truncated: bool = Field(True, description="Add the last state's value if a time limit ended an episode.")
-    whiten_advantages: Literal["minibatch", "iteration", "none"] = Field(
-        "minibatch", description="Over which steps advantages are shifted and scaled to mean 0, variance 1."
-    )
+    whiten_advantages: Literal["minibatch", "iteration", "none"] = Field("minibatch", description="Over which steps.")
     learning_rate: NonNegative = Field(description="Adam learning rate.")
     learning_rate_schedule: Schedule = Field("constant", description="Factor on learning_rate by iteration.")
     adam_eps: Positive = Field(1e-5, description="Adam denominator offset.")

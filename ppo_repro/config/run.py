@@ -51,6 +51,8 @@ from ppo_repro.config.tasks import (
     with_usual_terms,
 )
 
+Context = Annotated[int, Field(ge=2, le=32768)]
+
 # what a group of fields is when it does not say: (group, field, value)
 USUAL = (("kl", "placement", "reward"), ("advantages", "kind", "gae"), ("value", "kind", "separate"))
 
@@ -97,17 +99,14 @@ class EvaluationConfig(Section):
 class NumericsConfig(NumericsMode):
     """How numbers are computed."""
 
-    max_context: Annotated[int, Field(ge=2, le=32768)] = Field(
-        description="Longest prompt plus response, tokens; more are refused, and it changes no number."
-    )
+    max_context: Context = Field(description="Longest prompt plus response, tokens; it changes no number.")
 
 
 class RunNumericsConfig(NumericsConfig):
     """How numbers are computed, and whether a run measures how accurate they are."""
 
     accuracy_sequences: Index = Field(
-        4,
-        description="At its start an exact run compares the log-probs of this many sequences with float64; 0 for none.",
+        4, description="At its start an exact run compares log-probs of so many sequences with float64; 0 for none."
     )
 
 

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_repro.config.control import ControlConfig, NetworkConfig
 from ppo_repro.config.files import read_tree, validated
+from ppo_repro.config.run import ControlConfig, NetworkConfig
 from ppo_repro.control.environments import make_environments
 from ppo_repro.control.kind import ControlKind
 from ppo_repro.control.networks import Agent

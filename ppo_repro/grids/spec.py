@@ -13,8 +13,6 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import (
     LANGUAGE,
     MODELS,
@@ -24,7 +22,7 @@ from ppo_repro.config.files import (
     set_field,
     validated,
 )
-from ppo_repro.config.run import RunConfig
+from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
 from ppo_repro.config.section import PathText, Section
 from ppo_repro.config.yaml_text import describe_value
 from ppo_repro.errors import UserError

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import MODELS, build_config, read_tree, validated
-from ppo_repro.config.run import RunConfig
+from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
 from ppo_repro.config.yaml_text import read_yaml
 from ppo_repro.records import manifest
 from ppo_repro.records.manifest import Head

@@ -10,8 +10,8 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
-from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.files import read_tree, validated
+from ppo_repro.config.run import ControlConfig
 from ppo_repro.control.kind import ControlKind
 from ppo_repro.runs import rerun as rerunner
 from ppo_repro.runs import resume as resumer

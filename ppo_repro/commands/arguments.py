@@ -9,7 +9,15 @@ from pathlib import Path
 
 from ppo_repro import __version__
 from ppo_repro.commands import audit
-from ppo_repro.commands.checks import bisect_command, fields_command, plan_command, probe_command
+from ppo_repro.commands.checks import (
+    FETCHED,
+    bisect_command,
+    fetch_command,
+    fields_command,
+    init_command,
+    plan_command,
+    probe_command,
+)
 from ppo_repro.commands.grid import grid_command, reproduce_command
 from ppo_repro.commands.recorded import (
     diff_command,
@@ -29,8 +37,7 @@ from ppo_repro.commands.runs import (
     resume_command,
     run_command,
 )
-from ppo_repro.commands.start import FETCHED, fetch_command, init_command
-from ppo_repro.config.mistakes import check_path
+from ppo_repro.files import check_path
 from ppo_repro.output import Parser
 
 Command = Callable[[argparse.Namespace], int]

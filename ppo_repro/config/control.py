@@ -6,7 +6,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ppo_repro.config.layout import RecordsConfig
 from ppo_repro.config.section import (
     Count,
     Experiment,
@@ -15,6 +14,7 @@ from ppo_repro.config.section import (
     NonNegative,
     NumericsMode,
     Positive,
+    RecordsConfig,
     Schedule,
     Section,
     Threads,

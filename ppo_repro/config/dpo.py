@@ -6,9 +6,17 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from ppo_repro.config.layout import LayoutConfig, not_on_device
 from ppo_repro.config.run import ModelFolder, NumericsConfig
-from ppo_repro.config.section import Count, Experiment, NonNegative, PathText, Positive, Section
+from ppo_repro.config.section import (
+    Count,
+    Experiment,
+    LayoutConfig,
+    NonNegative,
+    PathText,
+    Positive,
+    Section,
+    not_on_device,
+)
 
 
 class DPOUpdate(Section):

@@ -1,15 +1,15 @@
-"""The base of every group of configuration fields, and of a whole configuration with its digest."""
+"""The base of every group of configuration fields, of a whole configuration, and the groups that change no result."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from ppo_repro.config.mistakes import check_path
+from ppo_repro.files import check_path
 
 MOST = 2**31 - 1  # of anything that is counted
 LARGEST = 1e30  # of numbers that meet others in float32
@@ -83,3 +83,50 @@ def with_usual(tree: Any, usual: Sequence[tuple[str, str, str]]) -> Any:
         if isinstance(tree.get(group), dict):
             tree[group] = {field: value, **tree[group]}
     return tree
+
+
+Level = Literal["lean", "full", "deep"]
+
+
+class LayoutConfig(Section):
+    """How the work is cut up. In deterministic numerics nothing here can change a result."""
+
+    rollout_slots: Count = Field(64, description="Sequences decoded side by side, in each process.")
+    prefix_cache: bool = Field(True, description="Prompts take over the keys and values of a prefix they share.")
+    prefill_chunk: Index = Field(0, description="Prompt tokens per prefill pass; 0 takes prompts whole.")
+    forward_micro_batch: Index = Field(0, description="Sequences per scoring pass; 0 takes all.")
+    update_micro_batch: Index = Field(0, description="Sequences per backward pass; 0 takes the minibatch.")
+    padding: Literal["right", "left", "none"] = Field(
+        "right", description="Native numerics: where short rows are padded; `none` packs sequences into one row."
+    )
+    threads: Threads = Field(1, description="CPU threads, in each process.")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="Where models compute; `cuda`: native numerics only.")
+    gradient_checkpointing: bool = Field(False, description="Compute activations again in the backward pass.")
+
+
+class RecordsConfig(Section):
+    """How much of what a run computes is written down. Changes no result, no fingerprint and no digest."""
+
+    level: Level = Field(
+        "full",
+        description="`lean`: what reruns and published metrics need; `full`: every tensor of the loop; `deep`: the "
+        "experts of each token too.",
+    )
+
+
+class CheckpointConfig(Section):
+    """Where an ended run can be resumed. Changes no result."""
+
+    every: Index | Literal["auto"] = Field(
+        "auto",
+        description="Write a checkpoint after every n-th iteration; 0 for none; `auto`: 10 for a policy of at most "
+        "10 million parameters, 0 for a larger one.",
+    )
+    keep: Count = Field(2, description="Newest checkpoints kept; older ones are removed.")
+    final_state: bool = Field(True, description="Keep the optimizers' moments at the end, 8 bytes a trained weight.")
+
+
+def not_on_device(layout: LayoutConfig, mode: str) -> Iterator[str]:
+    """One line for a CUDA device without native numerics."""
+    if layout.device == "cuda" and mode != "native":
+        yield f"layout.device = cuda needs numerics.mode = native, and it is {mode}; take cpu"

@@ -30,7 +30,7 @@ from ppo_repro.output import masked, say
 from ppo_repro.records import accuracy, iteration_log, manifest, times
 from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, load_config_of, read_note
 from ppo_repro.records.contents import REPORT_NAME
-from ppo_repro.tracking.analysis_home import analysis
+from ppo_repro.tracking.follower import analysis
 from ppo_repro.tracking.numbers import RunNumbers, Scalar, sentences
 
 # MLflow's defaults retry for minutes; the user's environment wins

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.config.files import load_dpo_config
-from ppo_repro.config.reward import RewardModelTraining
 from ppo_repro.config.run import TinyModel
+from ppo_repro.config.tasks import RewardModelTraining
 from ppo_repro.models.reward_model import make_reward_model
 from ppo_repro.models.tiny import make_model, make_tokenizer
 from ppo_repro.numerics import library

@@ -180,24 +180,16 @@ def _forward(
     if not isinstance(logits_to_keep, int) or logits_to_keep < 0 or (logits_to_keep and labels is not None):
         raise UserError(f"logits_to_keep = {logits_to_keep!r}: must be a count from 0, and 0 with labels")
     layout = layout_of(self, input_ids, attention_mask, position_ids)
-    wanted = layout.real.clone()
-    width = min(logits_to_keep or wanted.shape[1], wanted.shape[1])
-    wanted[:, : wanted.shape[1] - width] = False
-    rows = torch.nonzero(wanted.reshape(-1))[:, 0]
+    wanted = layout.real[:, -logits_to_keep:]  # -0 keeps all
+    rows = torch.arange(layout.real.numel()).view_as(layout.real)[:, -logits_to_keep:][wanted]
     if not len(rows):
         raise UserError("attention_mask: there is no token to compute; every position is padding")
     logits = logits_at(self, layout, rows)
     loss = None if labels is None else _loss(layout, labels, logits, rows, num_items_in_batch)
-    return CausalLMOutput(loss=loss, logits=_among_padding(logits, wanted[:, -width:]))  # type: ignore[arg-type]
-
-
-def _among_padding(logits: Tensor, wanted: Tensor) -> Tensor:
-    """Logits [n, V] at the positions `wanted` [R, L], zeros at the others: [R, L, V]."""
-    if bool(wanted.all()):
-        return logits.view(*wanted.shape, -1)
-    places = torch.nonzero(wanted.reshape(-1))[:, 0]
-    full = logits.new_zeros(wanted.numel(), logits.shape[-1])
-    return full.index_copy(0, places, logits).view(*wanted.shape, -1)
+    if not bool(wanted.all()):  # zeros at padding
+        full = logits.new_zeros(wanted.numel(), logits.shape[-1])
+        logits = full.index_copy(0, torch.nonzero(wanted.reshape(-1))[:, 0], logits)
+    return CausalLMOutput(loss=loss, logits=logits.view(*wanted.shape, -1))  # type: ignore[arg-type]
 
 
 def _no_generate(self: PreTrainedModel, *_: object, **__: object) -> NoReturn:

@@ -15,11 +15,12 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from ppo_repro.errors import UserError
-from ppo_repro.library.gradients import Passes, modules_of
+from ppo_repro.library.gradients import Passes, Watched, modules_of
 from ppo_repro.library.layout import Layout, check_number, make_layout
 from ppo_repro.numerics import library, network
 from ppo_repro.numerics.families import CAUSAL_MODELS, NAMES, trunk_of
 from ppo_repro.numerics.network import Lowered, Network, is_deterministic, lower, lowered_of, network_of
+from ppo_repro.numerics.structs import ints
 from ppo_repro.numerics.token_statistics import token_statistics
 
 IGNORED = -100  # the label of a position that does not count, as in transformers
@@ -104,9 +105,10 @@ def layout_of(
 def logits_at(model: PreTrainedModel, layout: Layout, places: Tensor) -> Tensor:
     """Logits [n, V] float32 of a deterministic model at flat positions `places` [n] int64; differentiable."""
     begin_pass(model)
-    batch, tokens = layout.sequences(), layout.tokens_at(places)
+    batch, tokens = layout.sequences(), ints((layout.real.reshape(-1).cumsum(0) - 1)[places])
     hidden, _ = cast(Network, network_of(model)).over_batch(batch, tokens)
-    return passes_of(model).watched(model, network.logits(model, hidden, batch.rows.at(tokens)))
+    logits = network.logits(model, hidden, batch.rows.at(tokens))
+    return Watched.apply(logits, model) if logits.requires_grad else logits
 
 
 class _Sum(Function):

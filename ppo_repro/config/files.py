@@ -40,9 +40,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 def load_any(path: Path, overrides: Sequence[str], command: str) -> tuple[Kind, RunConfig | ControlConfig | DPOConfig]:
     """The configuration that a command takes, with its kind: `run` takes every kind. UserError as `load_config`."""
     tree = read_tree(path, overrides, ("run", CONTROL, DPO) if command == "run" else (command,))
-    kinds: dict[str, Kind] = {CONTROL: CONTROL, DPO: DPO}
-    kind = kinds.get(command_of(tree) or command, LANGUAGE)
+    kind = kind_of(tree, command)
     return kind, validated(MODELS[kind], tree, str(path))
+
+
+def kind_of(tree: object, command: str = "run") -> Kind:
+    """The kind of run that a parsed file is for, by its fields; if they do not say, what `command` runs."""
+    kinds: dict[str, Kind] = {CONTROL: CONTROL, DPO: DPO}
+    return kinds.get(command_of(tree) or command, LANGUAGE)
 
 
 def build_config(tree: Any, source: str) -> RunConfig:

@@ -19,9 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ppo_repro.config.algorithm import KLInLoss, SeparateValue
-from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.run import ModelFolder, RunConfig
+from ppo_repro.config.run import ControlConfig, DPOConfig, ModelFolder, RunConfig
 from ppo_repro.config.tasks import RewardModelFolder
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import read_model_config

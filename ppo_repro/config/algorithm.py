@@ -24,6 +24,15 @@ from ppo_repro.config.section import (
     with_usual,
 )
 
+# w = pi_old / pi_rollout below: of a token, of its whole response (the product over its tokens), or the geometric mean
+# of its response's. Everything that follows is a constant in the loss: no gradient flows through w.
+Level = Literal["token", "sequence", "geometric"]
+DivergenceLevel = Literal["token", "sum", "mean", "max"]
+KLEstimator = Literal["k1", "k2", "k3", "exact"]
+KLDirection = Literal["policy_reference", "reference_policy"]
+KLCharge = Literal["token", "word", "length_normalized", "last_sum", "last_mean"]
+Anchor = Literal["rollout", "old"]
+
 ClipBound = Annotated[float, Field(gt=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 CLIP_RANGE_MIN, CLIP_RANGE_MAX = 0.02, 0.5  # of the adaptive clip range
@@ -60,7 +69,7 @@ class AdaptiveClipObjective(Section):
 
     kind: Literal["adaptive_clip"] = Field(description="Clip the ratio within bounds that follow the KL.")
     clip_range: Annotated[float, Field(ge=CLIP_RANGE_MIN, le=CLIP_RANGE_MAX)] = Field(
-        0.2, description="Clip range of the first iteration, on both sides; it stays within 0.02 and 0.5."
+        0.2, description="Clip range of the first iteration, on both sides; stays within 0.02 and 0.5."
     )
     target_kl: Positive = Field(description="Halve above 1.5 times this, double below it / 1.5; nats per token.")
 
@@ -143,19 +152,11 @@ Objective = Annotated[
 ]
 
 
-# w = pi_old / pi_rollout below: of a token, of its whole response (the product over its tokens), or the geometric mean
-# of its response's. Everything that follows is a constant in the loss: no gradient flows through w.
-Level = Literal["token", "sequence", "geometric"]
-
-
 class ImportanceWeights(Section):
     """Correction of a sampler that is not the policy that is trained: w on every token's surrogate."""
 
     kind: Literal["truncated", "masked"] = Field(description="Clip w to [floor, cap], or set w outside to 0.")
-    level: Level = Field(
-        "token",
-        description="Ratio w of the token, of its whole response (the product), or its response's geometric mean.",
-    )
+    level: Level = Field("token", description="w of the token, or the product or geometric mean over its response.")
     cap: WeightCap | None = Field(2.0, description="Largest w; null: none, so that truncated weights are w itself.")
     floor: BelowOne | None = Field(None, description="Smallest w; null: none, or 1 / cap for masked weights.")
     normalize: bool = Field(False, description="Divide by the mean over the iteration's tokens, or its responses.")
@@ -188,9 +189,7 @@ class DivergenceRejection(Section):
 
     kind: Literal["divergence"] = Field(description="Reject by an estimate of the KL.")
     estimator: Literal["k2", "k3"] = Field("k3", description="Of KL(rollout || old), from the sampled token.")
-    level: Literal["token", "sum", "mean", "max"] = Field(
-        "token", description="Reject tokens by their own, or responses by sum, mean or maximum over their tokens."
-    )
+    level: DivergenceLevel = Field("token", description="Reject tokens, or responses by their sum, mean or maximum.")
     above: Positive = Field(description="Larger estimates are rejected, nats.")
 
 
@@ -295,18 +294,12 @@ class AdaptiveController(Section):
 Controller = Annotated[FixedController | AdaptiveController, Field(discriminator="kind")]
 
 
-KLDirection = Literal["policy_reference", "reference_policy"]
-KLCharge = Literal["token", "word", "length_normalized", "last_sum", "last_mean"]
-
-
 class KLInReward(Section):
     """KL between policy and reference, estimated before the update and subtracted from the rewards."""
 
     placement: Literal["reward"] = Field("reward", description="Charge the KL in the rewards.")
     kl_coef: NonNegative = Field(0.05, description="Weight of the penalty.")
-    estimator: Literal["k1", "k2", "k3", "exact"] = Field(
-        "k1", description="From the sampled token, or `exact` over the whole distribution at its position."
-    )
+    estimator: KLEstimator = Field("k1", description="From the sampled token, or `exact` over the vocabulary.")
     direction: KLDirection = Field("policy_reference", description="KL(policy || reference), or the reverse.")
     charge: KLCharge = Field("token", description="On the token, on its word's end, by length, or on the last token.")
     controller: Controller = Field(FixedController(), description="How kl_coef moves between iterations.")
@@ -317,9 +310,7 @@ class KLInLoss(Section):
 
     placement: Literal["loss"] = Field(description="Add the KL to the loss.")
     kl_coef: NonNegative = Field(0.05, description="Weight of the term.")
-    estimator: Literal["k1", "k2", "k3", "exact"] = Field(
-        "k3", description="Differentiated as written; k1 has no expected gradient; `exact` is over the vocabulary."
-    )
+    estimator: KLEstimator = Field("k3", description="Differentiated as written; k1 has no expected gradient.")
 
 
 class NoKL(Section):
@@ -337,9 +328,7 @@ class PPOConfig(Section):
     iterations: Count = Field(description="Rollout-update cycles.")
     epochs: Count = Field(description="Passes over each rollout.")
     minibatch_size: Count = Field(description="Sequences per optimizer step; divides the rollout.")
-    ratio_anchor: Literal["rollout", "old"] = Field(
-        "rollout", description="Denominator of the ratio: the sampler's log-probs or the recomputed ones."
-    )
+    ratio_anchor: Anchor = Field("rollout", description="The ratio is to the sampler's or the recomputed log-probs.")
     objective: Objective = Field(ClipObjective(), description="What is maximised.")
     importance_weights: ImportanceWeights | None = Field(None, description="Against a sampler's mismatch; null: none.")
     rejection: Many[Rejection] = Field((), description="Tokens and responses that get weight 0; [] for none.")
@@ -348,12 +337,9 @@ class PPOConfig(Section):
     )
     replay_routes: bool = Field(False, description="Train with the experts that the sampler's routers chose.")
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = Field(
-        "token_mean",
-        description="Mean over the tokens of a minibatch; mean over its sequences of their means, or of their sums.",
+        "token_mean", description="Mean over a minibatch's tokens, or over its sequences of their means or sums."
     )
-    early_stop_kl: Positive | None = Field(
-        None, description="KL (k3), nats/token, that ends the policy's epochs; null: none."
-    )
+    early_stop_kl: Positive | None = Field(None, description="KL (k3), nats/token, that ends epochs; null: none.")
     entropy_coef: NonNegative = Field(0.0, description="Weight of the entropy bonus, nats.")
     learning_rate: NonNegative = Field(description="AdamW learning rate of the policy.")
     schedule: Schedule = Field("constant", description="How learning rates fall, to 0 after the last iteration.")

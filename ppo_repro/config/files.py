@@ -12,10 +12,8 @@ from typing import Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.fields import command_of, mistakes
-from ppo_repro.config.run import RunConfig
+from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
 from ppo_repro.config.section import Experiment, Section, canonical_json, short_digest
 from ppo_repro.config.yaml_text import parse_yaml, read_yaml, write_yaml
 from ppo_repro.errors import Mistakes, UserError
@@ -27,6 +25,8 @@ CONTROL: Final = "control"  # PPO on Gymnasium environments
 DPO: Final = "dpo"  # DPO on preference pairs
 
 Model = TypeVar("Model", bound=BaseModel)
+MODELS: dict[Kind, type[RunConfig | ControlConfig | DPOConfig]]
+MODELS = {LANGUAGE: RunConfig, CONTROL: ControlConfig, DPO: DPOConfig}
 ENGINE_KIND = "rollout.engine.kind"
 PYTHON = "rollout.engine.python"  # a program, and no input
 _PACKAGE = Path(__file__).parent.parent
@@ -34,38 +34,20 @@ _PACKAGE = Path(__file__).parent.parent
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML configuration of PPO and apply `a.b=c` overrides; UserError if anything is wrong."""
-    return build_config(read_tree_for("run", path, overrides), str(path))
-
-
-def load_control_config(path: Path, overrides: Sequence[str] = ()) -> ControlConfig:
-    """`load_config` for a control configuration."""
-    return validated(ControlConfig, read_tree_for(CONTROL, path, overrides), str(path))
-
-
-def load_dpo_config(path: Path, overrides: Sequence[str] = ()) -> DPOConfig:
-    """`load_config` for a DPO configuration."""
-    return validated(DPOConfig, read_tree_for(DPO, path, overrides), str(path))
+    return build_config(read_tree(path, overrides, ("run",)), str(path))
 
 
 def load_any(path: Path, overrides: Sequence[str], command: str) -> tuple[Kind, RunConfig | ControlConfig | DPOConfig]:
     """The configuration that a command takes, with its kind: `run` takes every kind. UserError as `load_config`."""
-    tree = read_tree(path, overrides)
-    if command == "run":
-        command = other if (other := command_of(tree)) in (CONTROL, DPO) else command
-    kind: Kind = CONTROL if command == CONTROL else DPO if command == DPO else LANGUAGE
-    return kind, build_config_of(kind, _meant_for(command, path, tree), str(path))
+    tree = read_tree(path, overrides, ("run", CONTROL, DPO) if command == "run" else (command,))
+    kinds: dict[str, Kind] = {CONTROL: CONTROL, DPO: DPO}
+    kind = kinds.get(command_of(tree) or command, LANGUAGE)
+    return kind, validated(MODELS[kind], tree, str(path))
 
 
 def build_config(tree: Any, source: str) -> RunConfig:
     """The configuration of PPO from a parsed tree; UserError as `validated`."""
     return validated(RunConfig, tree, source)
-
-
-def build_config_of(kind: Kind, tree: Any, source: str) -> RunConfig | ControlConfig | DPOConfig:
-    """The configuration of a kind of run from a parsed tree; UserError as `validated`."""
-    models: dict[Kind, type[RunConfig | ControlConfig | DPOConfig]]
-    models = {LANGUAGE: RunConfig, CONTROL: ControlConfig, DPO: DPOConfig}
-    return validated(models[kind], tree, source)
 
 
 def validated(model: type[Model], tree: Any, source: str) -> Model:
@@ -82,27 +64,19 @@ def validated(model: type[Model], tree: Any, source: str) -> Model:
         raise Mistakes([f"{source}: {line}" for line in mistakes(model, tree, error)]) from error
 
 
-def read_tree_for(command: str, path: Path, overrides: Sequence[str] = ()) -> Any:
-    """`read_tree` of a file that a command takes; UserError for a file of another command."""
-    return _meant_for(command, path, read_tree(path, overrides))
+def read_tree(path: Path, overrides: Sequence[str] = (), commands: Sequence[str] = ()) -> Any:
+    """Parse a YAML file of one of `commands`, of any if there is none, and apply `a.b=c` overrides.
 
-
-def _meant_for(command: str, path: Path, tree: Any) -> Any:
-    other = command_of(tree)
-    if other not in (None, command):
-        raise UserError(f"{path}: is a file for `ppo-repro {other}`; give it to that command")
-    return tree
-
-
-def read_tree(path: Path, overrides: Sequence[str] = ()) -> Any:
-    """Parse a YAML file and apply `a.b=c` overrides; raises UserError on anything wrong.
-
-    Relative paths in the file start at its folder, paths in overrides at the current folder.
+    Relative paths in the file start at its folder, paths in overrides at the current folder. UserError if anything is
+    wrong.
     """
     tree = read_yaml(found(path))
     from_folder(tree, path.parent)
     if isinstance(tree, dict):
         apply_overrides(tree, overrides)
+    other = command_of(tree)
+    if commands and other not in (None, *commands):
+        raise UserError(f"{path}: is a file for `ppo-repro {other}`; give it to that command")
     return tree
 
 

@@ -8,6 +8,16 @@ from pydantic import Field, model_validator
 
 from ppo_repro.config.section import BelowOne, Count, Fraction, Index, Many, PathText, Positive, Section
 
+# logits divided by it stay numbers of float32
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e6
+Temperature = Annotated[float, Field(ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+StopText = Annotated[str, Field(min_length=1, max_length=100)]
+Wide = Literal["float32", "bfloat16", "float16"]
+Format = Literal["float32", "bfloat16", "float16", "float8_e4m3", "float8_e5m2", "int8"]
+FORMATS_OF_8_BITS = ("float8_e4m3", "float8_e5m2", "int8")
+AddedText = Annotated[str, Field(max_length=1000)]
+
 # flags of a server that follow from the rest of the configuration, or that its checks rely on
 OWN_ARGUMENTS = (
     *("--model-path", "--model", "--host", "--port", "--device", "--enable-deterministic-inference", "--config"),
@@ -34,8 +44,7 @@ class SGLangServers(Section):
 
     kind: Literal["sglang"] = Field(description="Sample with SGLang servers.")
     numerics: Literal["deterministic", "stock"] = Field(
-        "deterministic",
-        description="`deterministic`: this package's plugin computes inside SGLang; `stock`: SGLang as it comes.",
+        "deterministic", description="This package's plugin computes inside SGLang, or SGLang as it comes."
     )
     urls: Many[ServerUrl] = Field((), description="Running servers, http://HOST:PORT; [] to start them here.")
     python: PathText | None = Field(None, description="Interpreter of SGLang's environment; null: this one.")
@@ -54,13 +63,6 @@ class SGLangServers(Section):
             if len(name) > 2 and any(own.startswith(name) for own in taken):
                 raise ValueError(f"arguments: {name} is set by the run; remove it")
         return self
-
-
-# logits divided by it stay numbers of float32
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e6
-Temperature = Annotated[float, Field(ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE)]
-TopP = Annotated[float, Field(gt=0, le=1)]
-StopText = Annotated[str, Field(min_length=1, max_length=100)]
 
 
 class RolloutConfig(Section):
@@ -91,12 +93,6 @@ class RolloutConfig(Section):
         if self.mismatch_sigma is not None:
             raise ValueError("mismatch_sigma needs engine.kind = torch, whose sampler adds the noise")
         return self
-
-
-Wide = Literal["float32", "bfloat16", "float16"]
-Format = Literal["float32", "bfloat16", "float16", "float8_e4m3", "float8_e5m2", "int8"]
-FORMATS_OF_8_BITS = ("float8_e4m3", "float8_e5m2", "int8")
-AddedText = Annotated[str, Field(max_length=1000)]
 
 
 class TrainerFaults(Section):
@@ -164,8 +160,7 @@ class MismatchConfig(Section):
     sampler: SamplerFaults = SamplerFaults()
     trainer: TrainerFaults = TrainerFaults()
     flip: Literal["bit", "token"] | None = Field(
-        None,
-        description="In this twin of a run the last bit of a weight, or the first token, is another; null: nothing.",
+        None, description="The last bit of a weight, or the first token, is another in this run; null: nothing."
     )
 
     @property

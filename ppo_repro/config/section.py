@@ -28,6 +28,7 @@ Whitening = Literal["none", "scale", "full"]
 Schedule = Literal["constant", "linear", "cosine"]
 T = TypeVar("T")
 Many = Annotated[tuple[T, ...], Field(strict=False)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 PathText = Annotated[str, Field(min_length=1), AfterValidator(check_path)]
 
 
@@ -41,17 +42,14 @@ class NumericsMode(Section):
     """How numbers are computed."""
 
     mode: Literal["deterministic", "native"] = Field(
-        "deterministic",
-        description="`deterministic`: one written order for every sum, so layout cannot matter; `native`: stock torch.",
+        "deterministic", description="One written order for every sum, so layout cannot matter, or stock torch."
     )
 
 
 class Experiment(Section):
     """A whole configuration: what it is called, its seed, and a digest of all its fields but `records`."""
 
-    experiment: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(
-        description="Name of the experiment; the folder its results share."
-    )
+    experiment: Name = Field(description="Name of the experiment; the folder its results share.")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(description="Every random stream is derived from this.")
 
     def canonical_json(self) -> str:
@@ -108,9 +106,7 @@ class RecordsConfig(Section):
     """How much of what a run computes is written down. Changes no result, no fingerprint and no digest."""
 
     level: Level = Field(
-        "full",
-        description="`lean`: what reruns and published metrics need; `full`: every tensor of the loop; `deep`: the "
-        "experts of each token too.",
+        "full", description="What reruns and metrics need; every tensor of the loop; the experts of each token too."
     )
 
 
@@ -118,9 +114,7 @@ class CheckpointConfig(Section):
     """Where an ended run can be resumed. Changes no result."""
 
     every: Index | Literal["auto"] = Field(
-        "auto",
-        description="Write a checkpoint after every n-th iteration; 0 for none; `auto`: 10 for a policy of at most "
-        "10 million parameters, 0 for a larger one.",
+        "auto", description="After every n-th iteration; 0: never; `auto`: 10 up to 10 million parameters, else 0."
     )
     keep: Count = Field(2, description="Newest checkpoints kept; older ones are removed.")
     final_state: bool = Field(True, description="Keep the optimizers' moments at the end, 8 bytes a trained weight.")

@@ -8,6 +8,9 @@ from pydantic import Field, JsonValue, model_validator
 
 from ppo_repro.config.section import Count, Finite, Many, NonNegative, PathText, Positive, Section, Whitening
 
+LabelNoise = Annotated[float, Field(ge=0, lt=0.5)]
+AnswerExtraction = Literal["exact", "last_number", "answer_tags"]
+
 
 class Term(Section):
     """One summand of the score."""
@@ -83,9 +86,6 @@ class RewardModelFolder(Term):
     path: PathText = Field(description="Folder with config.json and safetensors.")
 
 
-LabelNoise = Annotated[float, Field(ge=0, lt=0.5)]
-
-
 class RewardModelTraining(Section):
     """Pairs of a file, or made by a rule from the task, and the Bradley-Terry training of a reward model on them."""
 
@@ -149,9 +149,6 @@ class RewardConfig(Section):
         return next((t for t in self.terms if isinstance(t, RewardModelFolder | TrainedRewardModel)), None)
 
 
-AnswerExtraction = Literal["exact", "last_number", "answer_tags"]
-
-
 class GeneratedTask(Section):
     """Problems made here, for models that read plain text and answer in one turn."""
 
@@ -197,8 +194,7 @@ class TextTask(Section):
     chat_template: bool = Field(False, description="Render each prompt as a user's turn of the chat template.")
     system_prompt: str | None = Field(None, min_length=1, description="System turn of the template; null: none.")
     answer_extraction: AnswerExtraction = Field(
-        "exact",
-        description="What of a response is the answer: all of it, its last number, or the text in answer tags.",
+        "exact", description="What of a response is the answer: all, its last number, or the text in answer tags."
     )
     control_tokens: Literal["refuse", "allow"] = Field(
         "refuse", description="Whether the text of prompts and of an environment may hold special tokens."

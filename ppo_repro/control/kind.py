@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ppo_repro.clock import Clock
-from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.files import CONTROL, Kind
+from ppo_repro.config.run import ControlConfig
 from ppo_repro.control.loop import ControlIteration, ControlState, control_iterations, prepare
 from ppo_repro.control.stages import evaluate
 from ppo_repro.control.tables import finished_returns, iteration_tables

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ppo_repro.config.control import NetworkConfig
+from ppo_repro.config.run import NetworkConfig
 from ppo_repro.control.distributions import Categorical, DiagonalGaussian
 from ppo_repro.control.environments import ActionSpace
 from ppo_repro.numerics.elementwise import differentiable_tanh

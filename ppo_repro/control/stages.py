@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.run import ControlConfig
 from ppo_repro.control.buffers import Advantages, ForwardPass, Rollout
 from ppo_repro.control.environments import Environments, Transition, make_environments
 from ppo_repro.control.networks import Agent

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.clock import moment
-from ppo_repro.config.layout import Level
+from ppo_repro.config.section import Level
 from ppo_repro.control.loop import ControlIteration
 from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.advantages import explained_variance

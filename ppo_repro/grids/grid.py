@@ -14,12 +14,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.config.files import dump_yaml
-from ppo_repro.config.inputs import run_folder
+from ppo_repro.config.files import dump_yaml, run_folder
 from ppo_repro.errors import UserError
 from ppo_repro.files import atomic_write, only_writer
-from ppo_repro.grids.cell import Order, last_result, run_of, state_of
-from ppo_repro.grids.engines import Engine
+from ppo_repro.grids.cell import Engine, Order, last_result, run_of, state_of
 from ppo_repro.grids.spec import Cell, Grid
 from ppo_repro.output import say_anyway
 from ppo_repro.records import manifest, reader
@@ -63,7 +61,7 @@ def run_grid(grid: Grid, out: Path, engine: Engine, keep_changed: bool = False) 
             if not keep_changed:
                 _check_unchanged(cell, folder)
             if state_of(folder) != "complete":
-                orders.append(Order(cell.name, str(folder.absolute()), grid.file.kind, cell.config.layout.threads))
+                orders.append(Order(cell.name, str(folder.absolute()), cell.config.layout.threads))
         write_tables(grid_dir, grid.cells)  # who copies the grid while it works reads the labels there
         complete = len(grid.cells) - len(orders)
         say_anyway(f"{complete} of {len(grid.cells)} cells are complete already")

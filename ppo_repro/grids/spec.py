@@ -13,19 +13,15 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import (
-    LANGUAGE,
-    Kind,
-    build_config_of,
+    MODELS,
     from_folder,
+    kind_of,
     read_tree,
-    read_tree_for,
     set_field,
     validated,
 )
-from ppo_repro.config.run import RunConfig
+from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
 from ppo_repro.config.section import PathText, Section
 from ppo_repro.config.yaml_text import describe_value
 from ppo_repro.errors import UserError
@@ -39,8 +35,7 @@ class GridFile(Section):
 
     question: str = Field(min_length=1, description="What the grid is to answer.")
     expectation: str = Field(min_length=1, description="The answer expected before anything ran.")
-    kind: Kind = Field(LANGUAGE, description="`language`: cells of `run`; `control`: of `control`; `dpo`: of `dpo`.")
-    base: PathText = Field(description="Configuration every cell starts from, relative to this file.")
+    base: PathText = Field(description="Configuration that every cell starts from, of any kind of run.")
     set: dict[str, Any] = Field({}, description="Fields that differ from the base in every cell, by dotted path.")
     axes: dict[str, Any] = Field(
         {}, description="By dotted field a list of values, or by a name of its own a mapping: label -> fields."
@@ -117,7 +112,7 @@ def _cells(path: Path, file: GridFile, axes: Sequence[Sequence[Choice]], base: d
                         raise UserError(f"{source}: {field}: {error}") from error
             from_folder(tree, path.parent)
             labels = {choice.axis: choice.label for choice in choices}
-            yield Cell(name, labels, seed, build_config_of(file.kind, tree, source))
+            yield Cell(name, labels, seed, validated(MODELS[kind_of(base)], tree, source))
 
 
 def _check_fields(path: Path, file: GridFile, axes: Sequence[Sequence[Choice]]) -> None:
@@ -133,7 +128,7 @@ def _check_fields(path: Path, file: GridFile, axes: Sequence[Sequence[Choice]]) 
 
 def load_grid(path: Path) -> Grid:
     """Read a grid file and expand it; raises UserError for any mistake, before anything runs."""
-    file = validated(GridFile, read_tree_for("grid", path), str(path))
+    file = validated(GridFile, read_tree(path, commands=("grid",)), str(path))
     if not NAME.match(path.stem):
         raise UserError(f"{path}: the file name is the grid's name; use letters, digits, '.', '_' and '-'")
     base = read_tree(path.parent / file.base)

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.files import build_config, build_config_of, read_tree, read_tree_for
-from ppo_repro.config.run import RunConfig
+from ppo_repro.config.files import MODELS, build_config, read_tree, validated
+from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
 from ppo_repro.config.yaml_text import read_yaml
 from ppo_repro.records import manifest
 from ppo_repro.records.manifest import Head
@@ -31,7 +29,7 @@ def load_recorded_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> 
     folder = Path(run_dir)
     check_config(folder, manifest.load_head(folder))
     path = folder / CONFIG_NAME
-    return build_config(read_tree_for("run", path, overrides), str(path))
+    return build_config(read_tree(path, overrides, ("run",)), str(path))
 
 
 def recorded_tree(run_dir: Path, recorded: Head) -> dict[str, Any]:
@@ -45,7 +43,7 @@ def load_config_of(run_dir: Path, recorded: Head) -> RunConfig | ControlConfig |
     """The configuration a run of any kind was started with; UserError where it is missing or damaged."""
     check_config(run_dir, recorded)
     path = run_dir / CONFIG_NAME
-    return build_config_of(recorded.kind, read_tree(path), str(path))
+    return validated(MODELS[recorded.kind], read_tree(path), str(path))
 
 
 def read_note(run_dir: Path, recorded: Head, name: str) -> dict[str, Any]:

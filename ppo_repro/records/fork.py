@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppo_repro.config.files import LANGUAGE, apply_overrides, build_config
-from ppo_repro.config.inputs import gather, run_folder
+from ppo_repro.config.files import LANGUAGE, apply_overrides, build_config, gather, run_folder
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
-from ppo_repro.config.files import path_fields, read_tree
-from ppo_repro.config.inputs import FOLDER, digest_of
+from ppo_repro.config.files import FOLDER, digest_of, path_fields, read_tree
 from ppo_repro.errors import UserError
 from ppo_repro.records.config_file import CONFIG_NAME, check_config
 from ppo_repro.records.manifest import Head

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ppo_repro.clock import Clock
-from ppo_repro.config.inputs import gather, run_digest
+from ppo_repro.config.files import gather, run_digest
 from ppo_repro.errors import UserError
 from ppo_repro.files import SUMS_NAME, atomic_write
 from ppo_repro.records import accuracy, iteration_log, manifest

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from ppo_repro.config.engine import SGLangServers
+from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.models.networks import make_policy

@@ -12,7 +12,7 @@ import pandas as pd
 
 from ppo_repro.config.algorithm import KLInReward
 from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
-from ppo_repro.config.reward import ExactMatch, Verifier
+from ppo_repro.config.tasks import ExactMatch, Verifier
 from ppo_repro.records import accuracy, reader, times
 from ppo_repro.records.config_file import load_recorded_config
 

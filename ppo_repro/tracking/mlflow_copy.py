@@ -30,7 +30,7 @@ from ppo_repro.output import masked, say
 from ppo_repro.records import accuracy, iteration_log, manifest, times
 from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, load_config_of, read_note
 from ppo_repro.records.contents import REPORT_NAME
-from ppo_repro.tracking.analysis_home import analysis
+from ppo_repro.tracking.follower import analysis
 from ppo_repro.tracking.numbers import RunNumbers, Scalar, sentences
 
 # MLflow's defaults retry for minutes; the user's environment wins
@@ -41,6 +41,7 @@ FOLDER_TAG = "ppo_repro.folder"  # finds the earlier copy of a folder
 NOTES = (ENVIRONMENT_NAME, accuracy.FILE_NAME, times.FILE_NAME)
 ARTIFACTS = (manifest.FILE_NAME, iteration_log.FILE_NAME, CONFIG_NAME, *NOTES)
 ENDED = {"complete": "FINISHED", "interrupted": "KILLED", "failed": "FAILED", "running": "KILLED"}
+OF_ENVIRONMENT = ("code_digest", "git_commit", "git_dirty", "python", "platform")  # tags
 POLL_SECONDS = 1.0
 
 IsOver = Callable[[float], bool]  # as in `follower.copy`
@@ -135,7 +136,9 @@ class _RunCopy:
     def __init__(self, client: MlflowClient, run_dir: Path, parent: Place | None = None, name: str = "", **tags: str):
         recorded = manifest.load_head(run_dir)
         config = load_config_of(run_dir, recorded)
-        tags |= {"kind": recorded.kind, **_environment_tags(read_note(run_dir, recorded, ENVIRONMENT_NAME))}
+        environment = read_note(run_dir, recorded, ENVIRONMENT_NAME)
+        tags |= {name: str(environment[name]) for name in OF_ENVIRONMENT} | {"kind": recorded.kind}
+        tags |= {f"package.{name}": str(version) for name, version in environment["packages"].items()}
         if parent is not None:
             tags[MLFLOW_PARENT_RUN_ID] = parent.run_id
         experiment = _experiment(client, config.experiment) if parent is None else parent.experiment_id
@@ -188,12 +191,6 @@ def _copy_grid(client: MlflowClient, grid_dir: Path, is_over: IsOver) -> Place:
     tags = {MLFLOW_RUN_NOTE: f"**{tree['question']}**\n\nExpected: {tree['expectation']}"}
     _end(client, parent, tags, files, status, max(ends, default=started))
     return parent
-
-
-def _environment_tags(environment: Mapping[str, Any]) -> dict[str, str]:
-    tags = {name: str(environment[name]) for name in ("code_digest", "git_commit", "git_dirty", "python", "platform")}
-    packages = {f"package.{name}": str(version) for name, version in environment["packages"].items()}
-    return {**tags, "numerics": str(environment["numerics_mode"]), **packages}
 
 
 def _leaves(prefix: str, value: object) -> list[Param]:

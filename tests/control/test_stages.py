@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.run import ControlConfig
 from ppo_repro.control.environments import make_environments
 from ppo_repro.control.loop import ControlState, prepare
 from ppo_repro.control.stages import compute_advantages, forward_pass, roll_out

@@ -23,8 +23,8 @@ from analysis.report.scan import DELTA_EDGES, FLAGS, Scan, scan_run, summary_tab
 from analysis.words import terms
 from ppo_repro.config.files import load_dpo_config
 from ppo_repro.config.run import RunConfig
-from ppo_repro.records import reader, times
-from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, read_note
+from ppo_repro.records import reader
+from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME, by_phase, phases_of, read_note
 from ppo_repro.runs.summary import summarise
 
 # the two curves of the first screen, by what the chart calls them
@@ -154,7 +154,7 @@ def _numbers(
                 ("stock float32", measured.stock_rms, measured.stock_max))  # fmt: skip
         title = f"Log-probs of {measured.tokens:,} tokens at the start, distance from float64"
         found.append((title, pd.DataFrame(both, columns=["numerics", "rms, nats", "largest, nats"])))
-    spent = times.by_phase(facts.run_dir, facts.manifest, times.phases_of(iterations))
+    spent = by_phase(facts.run_dir, facts.manifest, phases_of(iterations))
     seconds = pd.DataFrame([(phase, round(value, 1)) for phase, value in spent.items()], columns=["phase", "seconds"])
     folded = (
         folded_table("Where the time went", seconds),

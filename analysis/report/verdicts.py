@@ -14,7 +14,7 @@ from analysis.report.page import Verdict
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.mismatch import SamplerFaults, TrainerFaults
 from ppo_repro.config.run import RunConfig
-from ppo_repro.records.config_file import load_recorded_config
+from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.runs.summary import has_answers
 
 

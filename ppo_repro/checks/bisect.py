@@ -23,8 +23,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.files import atomic_write
 from ppo_repro.numerics.families import head_of
-from ppo_repro.records.config_file import load_recorded_config
-from ppo_repro.records.contents import FINAL, UNEQUAL
+from ppo_repro.records.folder import FINAL, UNEQUAL, load_recorded_config
 from ppo_repro.rollout.engine import Request
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.prepare import prepare

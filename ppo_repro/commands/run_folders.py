@@ -65,7 +65,7 @@ def how_to_go_on(run_dir: Path, resume: str) -> str:
     if not (run_dir / MANIFEST).exists():
         return "nothing was recorded; start it again"
     from ppo_repro.records import manifest
-    from ppo_repro.records.contents import starts_of
+    from ppo_repro.records.folder import starts_of
 
     head = manifest.load_head(run_dir)
     start, done = max(starts_of(run_dir, head), default=0), head.num_iterations

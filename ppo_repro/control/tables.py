@@ -16,7 +16,7 @@ from ppo_repro.control.loop import ControlIteration
 from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.advantages import explained_variance
 from ppo_repro.ppo.objective import flag_names, removes_gradient
-from ppo_repro.records import control_schema
+from ppo_repro.records import schema
 from ppo_repro.records.arrow import to_arrow
 from ppo_repro.records.columns import cells_of, fields_of, int32, of_minibatches, rows_of, unequal_bits
 
@@ -32,7 +32,7 @@ def iteration_tables(item: ControlIteration, level: Level) -> dict[str, pa.Table
         "steps": _steps(item),
         "iterations": _iteration(item),
     }
-    return {table.name: to_arrow(table, columns[table.name], level) for table in control_schema.TABLES}
+    return {table.name: to_arrow(table, columns[table.name], level) for table in schema.CONTROL_TABLES}
 
 
 def finished_returns(item: ControlIteration) -> list[float]:
@@ -67,7 +67,7 @@ def _tokens(item: ControlIteration) -> Columns:
     rollout = item.rollout
     sequence, position = cells_of(rollout.lengths)
     return {
-        **fields_of(control_schema.TOKENS, rollout, item.forward, item.advantages),
+        **fields_of(schema.CONTROL_TOKENS, rollout, item.forward, item.advantages),
         "iteration": np.full(len(sequence), item.index, np.int32),
         "sequence": sequence,
         "position": position,
@@ -79,7 +79,7 @@ def _tokens(item: ControlIteration) -> Columns:
 def _updates(item: ControlIteration) -> Columns:
     sequence, position = cells_of(item.rollout.lengths)
     tokens = torch.cat([u.tokens for u in item.updates]).numpy()
-    by_step = rows_of(control_schema.UPDATES, item.updates)
+    by_step = rows_of(schema.CONTROL_UPDATES, item.updates)
     return {
         **{name: torch.cat(v).numpy() for name, v in by_step.items() if isinstance(v[0], Tensor)},
         "iteration": np.full(len(tokens), item.index, np.int32),
@@ -92,7 +92,7 @@ def _updates(item: ControlIteration) -> Columns:
 
 def _steps(item: ControlIteration) -> Columns:
     return {
-        **rows_of(control_schema.STEPS, item.updates),
+        **rows_of(schema.CONTROL_STEPS, item.updates),
         "iteration": np.full(len(item.updates), item.index, np.int32),
         "tokens": int32([len(u.tokens) for u in item.updates]),
         "entropy": [mean_of(u.new_entropies) for u in item.updates],

@@ -13,8 +13,8 @@ from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
-from ppo_repro.records.config_file import load_config_of
 from ppo_repro.records.diff import Difference, first_difference
+from ppo_repro.records.folder import load_config_of
 from ppo_repro.records.manifest import Head
 from ppo_repro.records.reader import TableReader
 

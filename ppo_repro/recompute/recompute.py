@@ -26,9 +26,8 @@ from ppo_repro.recompute import recorded as records_of
 from ppo_repro.recompute.recorded import Records
 from ppo_repro.records import manifest, reader, schema
 from ppo_repro.records.columns import iteration_tables
-from ppo_repro.records.config_file import load_recorded_config
-from ppo_repro.records.contents import FORKED_FROM
 from ppo_repro.records.diff import Difference, first_table_difference
+from ppo_repro.records.folder import FORKED_FROM, load_recorded_config
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs import checkpoint
 from ppo_repro.stages.advantages import compute_advantages

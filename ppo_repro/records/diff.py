@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from ppo_repro.errors import UserError
 from ppo_repro.records import digests, manifest, reader, schema
-from ppo_repro.records.config_file import recorded_tree
+from ppo_repro.records.folder import recorded_tree
 from ppo_repro.records.inputs import changes, flat
 from ppo_repro.records.manifest import Manifest
 

@@ -12,8 +12,7 @@ from ppo_repro.config.inputs import gather, run_folder
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
-from ppo_repro.records.config_file import CONFIG_NAME
-from ppo_repro.records.contents import FINAL_STATE, starts_of
+from ppo_repro.records.folder import CONFIG_NAME, FINAL_STATE, starts_of
 from ppo_repro.records.inputs import change_lines, changes, flat, located_tree
 from ppo_repro.records.manifest import Manifest, Origin
 

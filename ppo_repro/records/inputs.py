@@ -13,7 +13,7 @@ from typing import Any
 from ppo_repro.config.files import path_fields, read_tree
 from ppo_repro.config.inputs import FOLDER, digest_of
 from ppo_repro.errors import UserError
-from ppo_repro.records.config_file import CONFIG_NAME, check_config
+from ppo_repro.records.folder import CONFIG_NAME, check_config
 from ppo_repro.records.manifest import Head
 from ppo_repro.records.reader import check_file
 

@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 from ppo_repro.errors import UserError
 from ppo_repro.files import file_digest
 from ppo_repro.records import digests, manifest, schema
-from ppo_repro.records.iteration_log import TableEntry
-from ppo_repro.records.manifest import Manifest
+from ppo_repro.records.manifest import Manifest, TableEntry
 
 _DAMAGED = "does not match the manifest; the file was changed or damaged"
 _OTHER_BYTES = "has another SHA-256 than when it was written; the file was changed or damaged"

@@ -65,8 +65,12 @@ class Table:
     columns: tuple[Column, ...]
 
     def named(self, *names: str) -> tuple[Column, ...]:
-        """The columns with these names, for a table that has them too."""
+        """The columns with these names in the order of this table, for a table that has them too."""
         return tuple(column for column in self.columns if column.name in names)
+
+    def always(self, *names: str) -> tuple[Column, ...]:
+        """The columns with these names, for a table in which they are never null."""
+        return tuple(replace(column, nullable=False) for column in self.named(*names))
 
 
 ITERATION = Column("iteration", "int32", "count", "Rollout-update cycle, from 0.")
@@ -316,8 +320,8 @@ PAIR_STEPS = Table(
         _PAIR_EPOCH,
         _PAIR_MINIBATCH,
         Column("pairs", "int32", "count", "Pairs in the minibatch."),
-        Column("loss", "float64", "nats", "Bradley-Terry loss before the step, mean over pairs."),
-        Column("margin", "float64", "reward", "Margin before the step, mean over pairs."),
+        Column("loss", "float64", "nats", "Loss before the step, Bradley-Terry or DPO, mean over pairs."),
+        Column("margin", "float64", "reward", "Difference of the two scores, or implicit rewards, before the step, mean over pairs."),
         Column("accuracy", "float64", "", "Share of pairs with a positive margin; one half for a margin of 0."),
         Column("grad_norm", "float64", "", "Global gradient norm before clipping."),
         Column("reward_digest", "string", "", "Digest of the reward model's weights after the step."),
@@ -327,3 +331,145 @@ PAIR_STEPS = Table(
 # in the order in which the data is computed: once before the first iteration; then at every evaluation
 PREPARATION = (WARM_START_STEPS, PAIRS, PAIR_UPDATES, PAIR_STEPS)
 SIDE_TABLES = (*PREPARATION, EVALUATIONS)
+
+# Control runs: a sequence is a fragment, the part of one episode that lies in one iteration; a token is a step of the
+# environment. Columns with the names of a language run mean the same; the anchor is the rollout, and no step is missing.
+_FRAGMENT = Column("sequence", "int32", "index", "Fragment within the iteration, from 0, by environment and time.")
+_STEP_OF_FRAGMENT = Column("position", "int32", "index", "Step within the fragment, from 0.")
+
+CONTROL_SEQUENCES = replace(
+    SEQUENCES,
+    grain="one row per fragment of an episode",
+    columns=(
+        ITERATION,
+        _FRAGMENT,
+        Column("environment", "int32", "index", "Which copy of the environment."),
+        Column("episode", "int32", "index", "Which episode of that copy, from 0."),
+        Column("seed", "int64", "", "What that episode was reset with."),
+        Column("first_step", "int32", "steps", "Step of the episode at which the fragment begins."),
+        Column("last_step", "int32", "steps", "Step of the iteration with which it ends."),
+        Column("fragment_length", "int32", "steps", "Steps of the fragment."),
+        Column("end_reason", "string", "", "`terminated` by the environment, `truncated` by its time limit, `cut` by the end of the iteration."),
+        Column("final_observations", "list<float32>", "", "Observation after the last action."),
+        Column("final_values", "float32", "reward", "What the return goes on with after the fragment; 0 where nothing follows."),
+        Column("reward_sum", "float64", "reward", "Sum of rewards over the fragment."),
+        Column("episode_return", "float64", "reward", "Sum of rewards over the episode; null where it has not ended.", nullable=True),
+    ),
+)
+
+CONTROL_TOKENS = replace(
+    TOKENS,
+    grain="one row per environment step",
+    columns=(
+        ITERATION,
+        _FRAGMENT,
+        _STEP_OF_FRAGMENT,
+        Column("observations", "list<float32>", "", "What the policy saw."),
+        Column("actions", "list<float32>", "", "What it drew: the index of a discrete action, or a real one before it is clipped to its space."),
+        *TOKENS.named("rollout_logprobs", "old_logprobs", "entropies"),
+        *TOKENS.always("values"),
+        Column("rewards", "float32", "reward", "What the environment returned."),
+        *TOKENS.named("raw_advantages"),
+        *TOKENS.always("returns"),
+    ),
+)
+
+CONTROL_UPDATES = replace(
+    UPDATES,
+    grain="one row per step, epoch and minibatch",
+    columns=(
+        ITERATION,
+        EPOCH,
+        MINIBATCH,
+        _FRAGMENT,
+        _STEP_OF_FRAGMENT,
+        Column("advantages", "float32", "", "Advantage used in the loss; whitening by minibatch gives each epoch its own."),
+        *UPDATES.always("new_logprobs", "ratios", "clip_flag", "new_values", "value_clipped", "new_entropies"),
+        *UPDATES.named("policy_losses", "surrogates", "value_losses"),
+    ),
+)
+
+CONTROL_STEPS = replace(
+    STEPS,
+    columns=(
+        *STEPS.named("iteration", "epoch", "minibatch", "tokens"),
+        *STEPS.always("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "value_clip_fraction"),
+        Column("joint_grad_norm", "float64", "", "Gradient norm over policy and critic together before clipping."),
+        *STEPS.named("learning_rate"),
+        Column("clip_range", "float64", "", "Clip range of the ratio in this step."),
+        *STEPS.always("policy_digest", "value_digest"),
+        *STEPS.named("surrogate_loss", "entropy_loss"),
+    ),
+)
+
+CONTROL_ITERATIONS = replace(
+    ITERATIONS,
+    columns=(
+        *ITERATIONS.named("iteration", "sequences", "tokens"),
+        Column("episodes", "int32", "count", "Episodes that ended."),
+        Column("episode_return_mean", "float64", "reward", "Mean return of these episodes; null where none ended.", nullable=True),
+        *ITERATIONS.named("entropy", "explained_variance", "unequal_old_rollout_logprobs", "max_abs_old_rollout"),
+        *ITERATIONS.named("first_minibatch_tokens", "unequal_first_ratios", "unequal_values"),
+        Column("eval_return", "float64", "reward", "Mean return of whole episodes with the likeliest action before this update; null where not evaluated.", nullable=True),
+        *ITERATIONS.named("seconds_rollout", "seconds_forward", "seconds_update", "seconds_evaluation"),
+        *ITERATIONS.named("seconds_other", "ended_at"),
+    ),
+)
+
+CONTROL_TABLES = (CONTROL_SEQUENCES, CONTROL_TOKENS, CONTROL_UPDATES, CONTROL_STEPS, CONTROL_ITERATIONS)
+
+# DPO runs: an iteration is an epoch over the training pairs
+DPO_PAIRS = Table(
+    "pairs",
+    "one row per preference pair",
+    ("pair",),
+    (
+        *PAIRS.named("pair", "held_out", "prompt_key", "chosen", "rejected", "prompt_ids", "chosen_ids", "rejected_ids"),
+        Column("ref_chosen_logprobs", "float64", "nats", "Log-prob of the preferred response under the reference."),
+        Column("ref_rejected_logprobs", "float64", "nats", "The same of the other response."),
+    ),
+)
+
+DPO_MARGINS = Table(
+    "margins",
+    "one row per pair and epoch",
+    ("iteration", "pair"),
+    (
+        ITERATION,
+        *PAIRS.named("pair", "held_out"),
+        Column("chosen_logprobs", "float64", "nats", "Log-prob of the preferred response after the epoch."),
+        Column("rejected_logprobs", "float64", "nats", "The same of the other response."),
+        Column("margins", "float64", "reward", "Difference of the implicit rewards after the epoch."),
+    ),
+)
+
+DPO_STEPS = Table(
+    "steps",
+    "one row per optimizer step",
+    ("iteration", "minibatch"),
+    (
+        ITERATION,
+        MINIBATCH,
+        *PAIR_STEPS.named("pairs", "loss", "margin", "accuracy", "grad_norm"),
+        *STEPS.named("policy_digest"),
+    ),
+)
+
+DPO_ITERATIONS = Table(
+    "iterations",
+    "one row per epoch",
+    ("iteration",),
+    (
+        ITERATION,
+        Column("pairs", "int32", "count", "Training pairs."),
+        Column("loss", "float64", "nats", "DPO loss of the epoch's steps, mean over pairs."),
+        Column("margin", "float64", "reward", "Margin of the training pairs after the epoch, mean."),
+        Column("eval_margin", "float64", "reward", "Margin of the held-out pairs after the epoch, mean."),
+        Column("eval_pair_accuracy", "float64", "", "Share of held-out pairs in the right order after the epoch."),
+        Column("eval_accuracy", "float64", "", "Greedy accuracy on held-out prompts before the epoch; null where not evaluated.", nullable=True),
+        *ITERATIONS.named("seconds_evaluation", "seconds_forward", "seconds_update", "ended_at"),
+    ),
+)
+
+DPO_TABLES = (DPO_MARGINS, DPO_STEPS, DPO_ITERATIONS)
+DPO_SIDE_TABLES = (DPO_PAIRS,)

@@ -11,8 +11,8 @@ from ppo_repro.clock import Clock
 from ppo_repro.config.inputs import gather, run_digest
 from ppo_repro.errors import UserError
 from ppo_repro.files import SUMS_NAME, atomic_write
-from ppo_repro.records import accuracy, iteration_log, manifest
-from ppo_repro.records.contents import FORKED_FROM, REFERENCE, starts_of
+from ppo_repro.records import manifest
+from ppo_repro.records.folder import ACCURACY_NAME, FORKED_FROM, REFERENCE, starts_of
 from ppo_repro.records.fork import Fork
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.kind import Start
@@ -66,20 +66,20 @@ def _take_over(plan: Fork, start: Start, folder: Path) -> None:
     reference = Path(REFERENCE)
     if start.reference is not None:
         names += [reference / path.name for path in sorted(start.reference.iterdir())]
-    notes = {accuracy.FILE_NAME} & recorded.notes.keys()
+    notes = {ACCURACY_NAME} & recorded.notes.keys()
     names += map(Path, notes)
     try:
         for name in names:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             _same_file(source / name, folder / name)
         (folder / FORKED_FROM).parent.mkdir(exist_ok=True)
-        lines = (source / iteration_log.FILE_NAME).read_bytes()[: recorded.log_bytes].splitlines(keepends=True)[:at]
+        lines = (source / manifest.LOG_NAME).read_bytes()[: recorded.log_bytes].splitlines(keepends=True)[:at]
     except OSError as error:
         raise UserError(f"{plan.folder}: cannot be made ({error.strerror}); choose another --out") from error
-    atomic_write(folder / iteration_log.FILE_NAME, b"".join(lines))
+    atomic_write(folder / manifest.LOG_NAME, b"".join(lines))
     digest = ""
     for line in lines:
-        digest = iteration_log.extended(digest, line)
+        digest = manifest.extended(digest, line)
     head = manifest.load_head(folder)
     files = {**head.files, FORKED_FROM: checkpoint.save(start.checkpoint, folder / FORKED_FROM)}
     if start.reference is not None:

@@ -19,9 +19,8 @@ from ppo_repro.loop import ppo_iterations
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.ranks import ALONE, Ranks
-from ppo_repro.records.accuracy import FILE_NAME as ACCURACY_NAME
-from ppo_repro.records.accuracy import Accuracy, sentence
 from ppo_repro.records.columns import evaluation_table, iteration_tables, preparation_tables
+from ppo_repro.records.folder import ACCURACY_NAME, Accuracy
 from ppo_repro.rollout.engine import Engine
 from ppo_repro.runs.kind import Final, Start, Store, Tables
 from ppo_repro.runs.models_kept import ModelStore, go_on_from, quick_collections, task_digest
@@ -136,5 +135,5 @@ class LanguageKind:
         accuracy = policy_accuracy(config, prepared.task.prompt_ids, prepared.state.policy)
         prepared.state.rest()
         if accuracy is not None and accuracy.is_low:
-            self.watcher.warning(sentence(accuracy))
+            self.watcher.warning(accuracy.sentence())
         return accuracy

@@ -24,7 +24,7 @@ from ppo_repro.models.folders import (
     save_value_model,
     write_model,
 )
-from ppo_repro.records.contents import (
+from ppo_repro.records.folder import (
     CHECKPOINTS_NAME,
     FINAL,
     FINAL_STATE,

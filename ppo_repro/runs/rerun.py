@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from ppo_repro.clock import Clock
 from ppo_repro.records import digests, manifest, reader
-from ppo_repro.records.contents import FORKED_FROM
 from ppo_repro.records.diff import Difference, first_final_difference, from_recorded
+from ppo_repro.records.folder import FORKED_FROM
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs.kind import Config, Item, RunKind
 from ppo_repro.runs.models_kept import load_start

@@ -13,11 +13,19 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.files import SUMS_NAME, only_writer
 from ppo_repro.records import manifest
-from ppo_repro.records.config_file import CONFIG_NAME, load_recorded_config, resumed_notes
-from ppo_repro.records.contents import CHECKPOINT, CHECKPOINTS_NAME, REFERENCE, UNEQUAL, starts_of
+from ppo_repro.records.folder import (
+    CHECKPOINT,
+    CHECKPOINTS_NAME,
+    CONFIG_NAME,
+    REFERENCE,
+    STARTED,
+    UNEQUAL,
+    load_recorded_config,
+    resumed_notes,
+    starts_of,
+)
 from ppo_repro.records.inputs import located_tree
 from ppo_repro.records.manifest import Head, Manifest
-from ppo_repro.records.times import STARTED
 from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.kind import Config, Item, RunKind

@@ -17,11 +17,10 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.files import SUMS_NAME, file_digest, only_writer, remove_folder
 from ppo_repro.ranks import Ranks
-from ppo_repro.records import manifest, times, writer
-from ppo_repro.records.contents import CHECKPOINTS_NAME, UNEQUAL
+from ppo_repro.records import manifest, writer
 from ppo_repro.records.diff import Difference, from_recorded
+from ppo_repro.records.folder import CHECKPOINTS_NAME, STARTED, TIMES_NAME, UNEQUAL
 from ppo_repro.records.manifest import Manifest
-from ppo_repro.records.times import STARTED
 from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.kind import Config, Execution, Item, RunKind
@@ -165,7 +164,7 @@ def execute(
         written.list_files(store.finish(written.head.files, written.head.fingerprint))
         clock.lap("models")
     clock.lap("closing")
-    written.note(times.FILE_NAME, {"iterations": computed, "seconds": clock.seconds})
+    written.note(TIMES_NAME, {"iterations": computed, "seconds": clock.seconds})
     written.finish(results, side_tables)
     clock.lap("records")
 

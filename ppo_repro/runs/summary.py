@@ -13,8 +13,8 @@ import pandas as pd
 from ppo_repro.config.algorithm import KLInReward
 from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.config.reward import ExactMatch, Verifier
-from ppo_repro.records import accuracy, reader, times
-from ppo_repro.records.config_file import load_recorded_config
+from ppo_repro.records import reader
+from ppo_repro.records.folder import Accuracy, by_phase, load_recorded_config, phases_of, read_accuracy
 
 PHASES = ("rollout", "forward", "update")  # those that handle tokens
 SHOWN = 0.05  # seconds; a shorter phase rounds to 0.0
@@ -66,7 +66,7 @@ def summarise(run_dir: Path, seconds: dict[str, float] | None = None) -> Summary
         "status": recorded.status,
         "iterations": len(rows),
         "tokens": int(rows["pairs" if recorded.kind == DPO else "tokens"].sum()),
-        "seconds": times.by_phase(run_dir, recorded, times.phases_of(rows)) if seconds is None else seconds,
+        "seconds": by_phase(run_dir, recorded, phases_of(rows)) if seconds is None else seconds,
     }
     if recorded.kind == DPO:
         sentences = _dpo(run_dir, recorded.final, rows, figures)
@@ -82,7 +82,7 @@ def summarise(run_dir: Path, seconds: dict[str, float] | None = None) -> Summary
         if recorded.kind == CONTROL:
             sentences = _control(recorded.final, rows, figures)
         else:
-            measured = accuracy.read(run_dir, recorded)
+            measured = read_accuracy(run_dir, recorded)
             sentences = _language(run_dir, recorded.final, rows, figures, measured)
     return Summary(figures, sentences, UNITS[recorded.kind])
 
@@ -101,7 +101,7 @@ def _agreement(figures: Figures, anchor: str, has_value_model: bool) -> list[str
 
 
 def _language(
-    run_dir: Path, final: Numbers, rows: pd.DataFrame, figures: Figures, measured: accuracy.Accuracy | None
+    run_dir: Path, final: Numbers, rows: pd.DataFrame, figures: Figures, measured: Accuracy | None
 ) -> list[str]:
     config, judged = load_recorded_config(run_dir), has_answers(run_dir)
     cut = float((rows["truncated_fraction"] * rows["sequences"]).sum() / rows["sequences"].sum())
@@ -126,7 +126,7 @@ def _language(
         *([cut_at_the_limit(cut)] if cut > MANY_CUT else []),
         f"{figures['iterations']} iterations, {figures['tokens']:,} response tokens",
         *_agreement(figures, config.ppo.ratio_anchor, config.value.kind != "none"),
-        *([] if measured is None else [accuracy.sentence(measured)]),
+        *([] if measured is None else [measured.sentence()]),
     ]
 
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from ppo_repro.errors import UserError
 from ppo_repro.files import check_sums, whole_folder, write_sums
-from ppo_repro.records.contents import UNEQUAL
+from ppo_repro.records.folder import UNEQUAL
 from ppo_repro.runs.kind import Store
 from ppo_repro.stages.agreement import Unequal, UnequalBits
 

@@ -27,7 +27,7 @@ class Golden(BaseModel):
 def golden_of(run_dir: Path) -> Golden:
     """Digests of a complete run, checked against its files; UserError if the files have changed."""
     from ppo_repro.records import reader
-    from ppo_repro.records.config_file import ENVIRONMENT_NAME, read_note
+    from ppo_repro.records.folder import ENVIRONMENT_NAME, read_note
 
     recorded = reader.open_manifest(run_dir)
     for index in range(len(recorded.iterations)):

@@ -19,7 +19,7 @@ from ppo_repro.config.files import load_config
 from ppo_repro.config.inputs import run_folder
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
-from ppo_repro.records.contents import UNEQUAL
+from ppo_repro.records.folder import UNEQUAL
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.unequal import UNEQUAL_TOKENS, Response, first_unequal
 from ppo_repro.runs.verify import verify

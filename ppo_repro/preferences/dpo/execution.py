@@ -35,11 +35,10 @@ from ppo_repro.preferences.training import (
     steps_of,
 )
 from ppo_repro.ranks import ALONE, Ranks
-from ppo_repro.records import dpo_schema, reader
+from ppo_repro.records import reader, schema
 from ppo_repro.records.arrow import to_arrow
 from ppo_repro.records.columns import int32, pair_columns, rows_of
-from ppo_repro.records.config_file import CONFIG_NAME, load_recorded_config
-from ppo_repro.records.contents import FINAL, REFERENCE
+from ppo_repro.records.folder import CONFIG_NAME, FINAL, REFERENCE, load_recorded_config
 from ppo_repro.records.inputs import located_tree
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs.kind import Final, Start, Store, Tables
@@ -140,7 +139,7 @@ class DPOExecution:
             "ref_chosen_logprobs": self.reference[0].numpy(),
             "ref_rejected_logprobs": self.reference[1].numpy(),
         }
-        return {"pairs": to_arrow(dpo_schema.PAIRS, columns)}
+        return {"pairs": to_arrow(schema.DPO_PAIRS, columns)}
 
     def tables(self, item: Epoch) -> Tables:
         steps, trained = item.steps, len(self.start.train)
@@ -156,7 +155,7 @@ class DPOExecution:
             },
             "steps": {
                 "iteration": np.full(len(steps), item.index, np.int32),
-                **rows_of(dpo_schema.STEPS, steps),
+                **rows_of(schema.DPO_STEPS, steps),
                 "policy_digest": [step.digest for step in steps],
             },
             "iterations": {
@@ -171,7 +170,7 @@ class DPOExecution:
                 "ended_at": [moment()],
             },
         }
-        return {table.name: to_arrow(table, columns[table.name]) for table in dpo_schema.TABLES}
+        return {table.name: to_arrow(table, columns[table.name]) for table in schema.DPO_TABLES}
 
     def progress(self, item: Epoch) -> str:
         held_out = item.margins[len(self.start.train) :]

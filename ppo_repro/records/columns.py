@@ -34,7 +34,7 @@ from ppo_repro.tasks.tokenizer import decode
 
 Columns = dict[str, Any]
 _ROWS_AT_ONCE = 1024  # of kept tokens, which are whole vocabularies while they are unpacked
-_SPANS = ("char_start", "char_end", "byte_start", "byte_end", "word_id", "sub_idx")
+SPANS = ("char_start", "char_end", "byte_start", "byte_end", "word_id", "sub_idx")
 
 
 def unequal_bits(a: Tensor, b: Tensor) -> int:
@@ -155,7 +155,7 @@ def _tokens(item: Iteration, with_kept: bool) -> Columns:
         "sequence": sequence,
         "position": position,
         "token_id": int32(rollout.response_ids),
-        **{name: int32([value for s in rollout.spans for value in getattr(s, name)]) for name in _SPANS},
+        **{name: int32([value for s in rollout.spans for value in getattr(s, name)]) for name in SPANS},
         "kept_tokens": _kept(rollout.kept_tokens.numpy()) if with_kept else None,
         "rollout_routes": _lists(rollout.token_routes()),
         "policy_routes": _lists(forward.routes),

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pandas as pd
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -21,18 +22,25 @@ from ppo_repro.checks.capture import MODES, Captured, Mode, Subject, decoded, pa
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
-from ppo_repro.files import atomic_write
+from ppo_repro.files import atomic_write, check_sums
 from ppo_repro.numerics.families import head_of
-from ppo_repro.records.folder import FINAL, UNEQUAL, load_recorded_config
+from ppo_repro.records.folder import FINAL, UNEQUAL, UNEQUAL_TOKENS, load_recorded_config
 from ppo_repro.rollout.engine import Request
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.prepare import prepare
-from ppo_repro.runs.unequal import Response, first_unequal
 from ppo_repro.seeding import sample_seed
 from ppo_repro.stages.rollout import choose_prompts, require_undisturbed, sampling_of
 
 SEQUENCES = 16  # the outputs of every operation for all their tokens are in memory at once, for both paths
 LOG_PROBS = "log_probs"
+
+
+@dataclass(frozen=True)
+class Response:
+    """A response of a run."""
+
+    iteration: int
+    sequence: int
 
 
 @dataclass(frozen=True)
@@ -174,6 +182,16 @@ def first_divergent_op(ops: Sequence[Op]) -> str:
         if op.inputs_equal and not op.outputs_equal:
             return f"layer {op.layer} {op.op}" if op.layer >= 0 else op.op
     return ""
+
+
+def first_unequal(run_dir: Path) -> Response | None:
+    """The first response with unequal bits, None where a run has none; UserError where the file is damaged."""
+    path = run_dir / UNEQUAL / UNEQUAL_TOKENS
+    if not path.is_file():
+        return None
+    check_sums(path.parent)
+    row = pq.read_table(path, columns=["iteration", "sequence"]).slice(0, 1).to_pylist()[0]
+    return Response(row["iteration"], row["sequence"])
 
 
 def _source(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Path | None, Response | None]:

@@ -186,7 +186,7 @@ def rerun_command(arguments: argparse.Namespace) -> int:
 
     kind = load_head(arguments.run).kind
     with _working_together() as (ranks, watcher):
-        from ppo_repro.runs.rerun import rerun
+        from ppo_repro.runs.resume import rerun
 
         report = rerun(_executed_by(kind, watcher, ranks), arguments.run, arguments.set, arguments.inputs)
     if not ranks.is_first:

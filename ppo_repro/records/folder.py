@@ -33,6 +33,7 @@ FINAL = "checkpoints/final"  # the trained policy
 VALUE_MODEL = "checkpoints/value_model"  # the trained value model, or its head on the policy's trunk
 FINAL_STATE = "checkpoints/final_state.safetensors"  # a checkpoint without the weights of the trained models
 UNEQUAL = "checkpoints/unequal"  # the policy when bits were unequal, and `unequal.parquet`; of control runs the latter
+UNEQUAL_TOKENS = "unequal.parquet"
 FORKED_FROM = "inputs/checkpoint.safetensors"  # what a fork began with
 REPORT_NAME = "report.html"
 SERVERS_NAME = "sglang"  # logs of the servers, and the weights they loaded

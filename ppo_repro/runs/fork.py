@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ppo_repro.clock import Clock
@@ -18,7 +19,7 @@ from ppo_repro.runs import checkpoint
 from ppo_repro.runs.kind import Start
 from ppo_repro.runs.language import LanguageKind
 from ppo_repro.runs.models_kept import load_start
-from ppo_repro.runs.run import execute, make_folder, new_run, work_along
+from ppo_repro.runs.run import compute_new
 from ppo_repro.runs.verify import check_contents
 from ppo_repro.stages.coefficients import first_coefficients
 
@@ -30,18 +31,10 @@ def fork(kind: LanguageKind, plan: Fork, clock: Clock) -> dict[str, float]:
 
     UserError if a file of the origin is damaged. Of several processes the first one records.
     """
-    config, folder = plan.config, plan.folder
     check_contents(plan.source, plan.recorded)
-    start, inputs = _start(plan), gather(config)
-    opened = kind.open(config, folder if kind.ranks.is_first else None, start)
-    temporary = make_folder(kind, config, folder, inputs, run_digest(inputs, plan.origin.fingerprint), clock)
-    if temporary is None:
-        work_along(opened)
-    else:
-        _take_over(plan, start, temporary)
-        with new_run(temporary, folder, plan.origin.iteration):
-            clock.lap("records")
-            execute(kind, config, folder, opened, clock)
+    start, inputs = _start(plan), gather(plan.config)
+    digest = run_digest(inputs, plan.origin.fingerprint)
+    compute_new(kind, plan.config, plan.folder, inputs, digest, clock, start, partial(_take_over, plan, start))
     return clock.with_total()
 
 
@@ -57,8 +50,8 @@ def _start(plan: Fork) -> Start:
     return replace(start, checkpoint=replace(start.checkpoint, coefficients=coefficients, task=""))
 
 
-def _take_over(plan: Fork, start: Start, folder: Path) -> None:
-    """Put the checkpoint, the reference and the records of the origin into a folder that was laid out."""
+def _take_over(plan: Fork, start: Start, folder: Path) -> int:
+    """Put checkpoint, reference and records of the origin into a folder that was laid out; how many iterations."""
     recorded, source, at = plan.recorded, plan.source, plan.origin.iteration
     before = [table for i in range(at) for table in manifest.recorded_at(recorded, i)]
     before += [table for table in manifest.recorded_at(recorded, None) if table.table.name == WARM_START]
@@ -95,6 +88,7 @@ def _take_over(plan: Fork, start: Start, folder: Path) -> None:
         "fingerprint": plan.origin.fingerprint,
     }
     manifest.save(head.model_copy(update=changes), folder)
+    return at
 
 
 def _same_file(source: Path, target: Path) -> None:

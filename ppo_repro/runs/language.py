@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 from ppo_repro.accuracy import policy_accuracy
 from ppo_repro.buffers import Iteration, Rollout
 from ppo_repro.clock import Clock
+from ppo_repro.config.engine import SGLangServers
 from ppo_repro.config.files import LANGUAGE, Kind
 from ppo_repro.config.run import RunConfig
 from ppo_repro.faults.sampler import disturbed
@@ -22,9 +24,9 @@ from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records.columns import evaluation_table, iteration_tables, preparation_tables
 from ppo_repro.records.folder import ACCURACY_NAME, Accuracy
 from ppo_repro.rollout.engine import Engine
+from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.kind import Final, Start, Store, Tables
 from ppo_repro.runs.models_kept import ModelStore, go_on_from, quick_collections, task_digest
-from ppo_repro.runs.open_engine import rollout_engine
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.runs.summary import MANY_CUT, cut_at_the_limit
 from ppo_repro.stages.coefficients import last_kl
@@ -127,7 +129,7 @@ class LanguageKind:
         store = Store() if run_dir is None else ModelStore(run_dir, config, prepared, task_digest(prepared))
         del start  # as large as weights and moments together
         logs = None if run_dir is None else run_dir / "sglang"
-        with quick_collections(), rollout_engine(config, prepared.engine, logs, self.watcher, self.ranks) as engine:
+        with quick_collections(), _rollout_engine(config, prepared.engine, logs, self.watcher, self.ranks) as engine:
             yield LanguageExecution(config, prepared, engine, self.ranks, store, self.watcher, accuracy)
 
     def _accuracy(self, config: RunConfig, prepared: Prepared) -> Accuracy | None:
@@ -137,3 +139,32 @@ class LanguageKind:
         if accuracy is not None and accuracy.is_low:
             self.watcher.warning(accuracy.sentence())
         return accuracy
+
+
+@contextmanager
+def _rollout_engine(
+    config: RunConfig, built_in: TorchEngine, folder: Path | None, watcher: Watcher, ranks: Ranks
+) -> Iterator[Engine]:
+    """`built_in`, or one of SGLang servers with its policy and end tokens; they end with the block.
+
+    The first of several processes has the servers. `folder` is for their logs and notes; None for a temporary one.
+    """
+    settings = config.rollout.engine
+    if not isinstance(settings, SGLangServers):
+        yield built_in
+        return
+    from ppo_repro.rollout.sglang.engine import SharedEngine, sglang_engine
+
+    if not ranks.is_first:
+        yield SharedEngine(ranks, None)
+        return
+    with ExitStack() as stack:
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ppo-sglang-")))
+
+        def waiting(seconds: int) -> None:
+            watcher.servers(seconds, settings.timeout_s)
+
+        about = config, settings, built_in.policy, built_in.stop_ids, folder, waiting
+        servers = stack.enter_context(sglang_engine(*about))
+        yield servers if ranks.size == 1 else SharedEngine(ranks, servers)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from ppo_repro.config.algorithm import LoraConfig, NoValue, SeparateValue, ValueHead
+from ppo_repro.config.engine import SGLangServers
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig, TinyModel
 from ppo_repro.errors import UserError
@@ -33,13 +34,12 @@ from ppo_repro.models.state import TrainState, Versions
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
 from ppo_repro.models.warm_start import WarmStartStep, warm_start
 from ppo_repro.numerics import library
-from ppo_repro.numerics.families import trunk_of
+from ppo_repro.numerics.families import routers, trunk_of
 from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer
 from ppo_repro.preferences.pairs import hold_out, pairs_by_rule, pairs_of_file
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
 from ppo_repro.ranks import ALONE, Ranks
-from ppo_repro.rollout.torch_engine import TorchEngine
-from ppo_repro.runs.open_engine import built_in_engine, check_routes
+from ppo_repro.rollout.torch_engine import StockEngine, TorchEngine, in_dtype
 from ppo_repro.stages.coefficients import first_coefficients
 from ppo_repro.stages.rollout import Task
 from ppo_repro.tasks.problems import Split, encode_all, encoder
@@ -189,6 +189,31 @@ def _value_model(
     return make_value_model(source, mode, max_context, config.seed)
 
 
+def _check_routes(config: RunConfig, source: PreTrainedModel) -> None:
+    """Raise UserError where a mixture of experts has stock servers, or a model without router is to replay routes."""
+    kind, mixture, engine = type(source).__name__, bool(routers(source)), config.rollout.engine
+    if mixture and isinstance(engine, SGLangServers) and engine.numerics == "stock":
+        raise UserError(
+            f"rollout.engine.numerics = stock: SGLang's own experts have not the weights of a {kind} here; set "
+            "deterministic, or rollout.engine.kind = torch"
+        )
+    if config.ppo.replay_routes and not mixture:
+        raise UserError(f"ppo.replay_routes = true: needs a mixture of experts, and {kind} has no router; remove it")
+
+
+def _engine(
+    config: RunConfig, source: PreTrainedModel, sampled: PreTrainedModel, end_tokens: frozenset[int]
+) -> TorchEngine:
+    """The built-in engine on the policy as the sampler has it, or on a stock copy of it."""
+    mode, max_context, layout = config.numerics.mode, config.numerics.max_context, config.layout
+    about = end_tokens, mode, max_context, layout.rollout_slots, layout.prefill_chunk, layout.prefix_cache
+    stock = config.mismatch.sampler.stock
+    if stock is None:
+        return TorchEngine(sampled, *about)
+    copy = in_dtype(make_policy(source, "native", max_context), getattr(torch, stock))
+    return StockEngine(copy, sampled, *about)
+
+
 def prepare(
     config: RunConfig,
     progress: WarmStartProgress,
@@ -223,7 +248,7 @@ def prepare(
     vocab_size, encode = source.config.vocab_size, encoder(tokenizer, config.task)
     ids = encode_all([*problems.train, *problems.held_out], encode, config, vocab_size)
     check_training_prompts(config, tokenizer, ids)
-    check_routes(config, source)
+    _check_routes(config, source)
     if config.rollout.top_k > vocab_size:
         raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {vocab_size} tokens")
     steps: tuple[WarmStartStep, ...] = ()
@@ -233,6 +258,6 @@ def prepare(
     spelled = spelled_tokens(tokenizer, [*judge.asked_texts, *config.rollout.stop])
     task = Task(problems, ids, judge, reward_model, tokenizer, brought.step, spelled)
     state, sampled, lora = _networks(config, source, reward_model, share, ranks)
-    engine = built_in_engine(config, source, sampled, stop_ids(source, tokenizer))
+    engine = _engine(config, source, sampled, stop_ids(source, tokenizer))
     state.sampler = engine.policy if engine.policy is not state.policy else None
     return Prepared(task, state, engine, steps, reward_training, lora)

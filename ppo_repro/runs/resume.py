@@ -1,22 +1,27 @@
-"""Going on with a run that was killed, interrupted or failed, to the fingerprint of the uninterrupted run."""
+"""A recorded run again: going on to the fingerprint of the uninterrupted run, and executing it anew to compare."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+import pyarrow as pa
+
 from ppo_repro.clock import Clock, as_text
+from ppo_repro.config.engine import SGLangServers
 from ppo_repro.config.files import apply_overrides, build_config_of
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.files import SUMS_NAME, only_writer
-from ppo_repro.records import manifest
+from ppo_repro.records import digests, manifest, reader
+from ppo_repro.records.diff import Difference, first_final_difference, from_recorded
 from ppo_repro.records.folder import (
     CHECKPOINT,
     CHECKPOINTS_NAME,
     CONFIG_NAME,
+    FORKED_FROM,
     REFERENCE,
     STARTED,
     UNEQUAL,
@@ -29,8 +34,7 @@ from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.kind import Config, Item, RunKind
-from ppo_repro.runs.models_kept import load_newest
-from ppo_repro.runs.open_engine import require_same_sampler
+from ppo_repro.runs.models_kept import load_newest, load_start
 from ppo_repro.runs.run import execute, mark_ended, require_same_start, work_along
 from ppo_repro.runs.verify import check_contents, remove_unfinished
 
@@ -129,3 +133,80 @@ def _files_to_go_on_with(run_dir: Path, recorded: Head, start: int) -> dict[str,
         if not PurePath(name).is_relative_to(dropped)
         and (CHECKPOINT.fullmatch(name) is None or (run_dir / name).exists())
     }
+
+
+def require_same_sampler(recorded: RunConfig, config: RunConfig) -> None:
+    """Raise UserError where the engine of `config` would sample other bits than the one of `recorded`.
+
+    In deterministic numerics both programs give the same bits. In others the program, its device, its arguments and
+    the number of servers that share its batches may each change a bit; addresses, transport and timeouts do not.
+    """
+    before, now = _sampler(recorded), _sampler(config)
+    if before != now:
+        raise UserError(
+            f"rollout.engine: would sample with {now}, and the run samples with {before}, which gives other bits; "
+            "leave rollout.engine as it is recorded, or use `ppo-repro run` for a run of its own"
+        )
+
+
+def _sampler(config: RunConfig) -> str:
+    """What decides which bits are sampled, in words."""
+    engine = config.rollout.engine
+    if not isinstance(engine, SGLangServers):
+        return f"{config.numerics.mode} numerics"
+    if engine.numerics == "deterministic":
+        return "deterministic numerics"
+    if engine.urls:
+        return f"SGLang's own numerics (servers that run already: {len(engine.urls)})"
+    arguments = " ".join(engine.arguments) or "none"
+    return f"SGLang's own numerics (servers: {engine.servers}, arguments: {arguments})"
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """What running again showed."""
+
+    difference: Difference | None
+    fingerprint: str  # of the new execution, as far as it went
+    iterations: int  # computed again
+
+
+def rerun(
+    kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] = (), elsewhere: Path | None = None
+) -> Rerun:
+    """Execute a recorded configuration again, in memory, and compare every buffer with the files.
+
+    `overrides` may change what must not change a bit. `elsewhere`: where models may lie by now. Of a fork only its own
+    iterations are computed. Stops at the first difference. UserError if the run is incomplete or damaged, an input is
+    nowhere or an override could change a result. Of several processes the first one compares; all return the same.
+    """
+    recorded = reader.open_manifest(run_dir)
+    config = recorded_config(kind, run_dir, recorded, overrides, elsewhere)
+    start = None if recorded.origin is None else load_start(run_dir, recorded, FORKED_FROM)
+    opened = kind.open(config, None, start)
+    del start  # as large as weights and moments together
+    require_same_start(kind.ranks, config, recorded.inputs)
+    begun = 0 if recorded.origin is None else recorded.origin.iteration
+    fingerprint = digests.FINGERPRINT_SEED if recorded.origin is None else recorded.origin.fingerprint
+    first = kind.ranks.first
+    with opened as execution:
+        difference = first(from_recorded, run_dir, recorded, None, execution.preparation_tables())
+        if difference is not None:
+            return Rerun(difference, fingerprint, 0)
+        for item in execution.iterations():
+            tables = execution.tables(item)
+            difference = first(from_recorded, run_dir, recorded, item.index, tables)
+            fingerprint = first(_next_link, recorded, tables, fingerprint)
+            if difference is not None:
+                return Rerun(difference, fingerprint, item.index + 1 - begun)
+            kind.watcher.iteration(item.index + 1, config.iterations, execution.progress(item))
+        results, side_tables = execution.ending(Clock())
+    difference = first(from_recorded, run_dir, recorded, recorded.num_iterations, side_tables)
+    difference = difference or first_final_difference(recorded.final, results)
+    return Rerun(difference, manifest.finished_fingerprint(fingerprint, results), config.iterations - begun)
+
+
+def _next_link(recorded: Manifest, tables: Mapping[str, pa.Table], fingerprint: str) -> str:
+    """The fingerprint with the tables of one more iteration."""
+    links = {t.name: digests.table_digest(t, tables[t.name]) for t in manifest.tables_of(recorded)}
+    return digests.chain(fingerprint, links)

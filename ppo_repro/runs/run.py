@@ -9,23 +9,25 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from ppo_repro.clock import OTHER, Clock, as_text
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.inputs import Inputs, gather, run_digest, run_folder
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import PromiseBroken, UserError
-from ppo_repro.files import SUMS_NAME, file_digest, only_writer, remove_folder
+from ppo_repro.files import SUMS_NAME, file_digest, only_writer, remove_folder, whole_folder, write_sums
 from ppo_repro.ranks import Ranks
 from ppo_repro.records import manifest, writer
 from ppo_repro.records.diff import Difference, from_recorded
-from ppo_repro.records.folder import CHECKPOINTS_NAME, STARTED, TIMES_NAME, UNEQUAL
+from ppo_repro.records.folder import CHECKPOINTS_NAME, STARTED, TIMES_NAME, UNEQUAL, UNEQUAL_TOKENS
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs.environment import describe_environment
-from ppo_repro.runs.kind import Config, Execution, Item, RunKind
-from ppo_repro.runs.unequal import keeping_unequal
-from ppo_repro.stages.agreement import UnequalBits
+from ppo_repro.runs.kind import Config, Execution, Item, RunKind, Start, Store
+from ppo_repro.stages.agreement import Unequal, UnequalBits
 
 
 def run(
@@ -37,30 +39,37 @@ def run(
     Of several processes the first one records. `clock`: one that runs already, whose phases count too.
     """
     clock, inputs, run_dir = clock or Clock(), gather(config), run_folder(config, out)
-    opened = kind.open(config, run_dir if kind.ranks.is_first else None)
-    temporary = make_folder(kind, config, run_dir, inputs, run_digest(inputs), clock)
-    if temporary is None:
-        work_along(opened)
-    else:
-        with new_run(temporary, run_dir):
-            clock.lap("records")
-            execute(kind, config, run_dir, opened, clock)
+    compute_new(kind, config, run_dir, inputs, run_digest(inputs), clock)
     return run_dir, clock.with_total()
 
 
-def make_folder(
-    kind: RunKind[Config, Item], config: Config, run_dir: Path, inputs: Inputs, digest: str, clock: Clock
-) -> Path | None:
-    """Lay a run out under a temporary name, which is returned; None on every process but the first one.
+def compute_new(
+    kind: RunKind[Config, Item],
+    config: Config,
+    run_dir: Path,
+    inputs: Inputs,
+    digest: str,
+    clock: Clock,
+    start: Start | None = None,
+    fill: Callable[[Path], int] = lambda folder: 0,
+) -> None:
+    """Lay a run out, execute it from `start`, and record it; every process but the first one only computes.
 
-    PromiseBroken, naming the process, where configuration or input files differ.
+    `fill` puts records of earlier iterations into the folder and returns their number. PromiseBroken, naming the
+    process, where configuration or input files differ.
     """
+    ranks = kind.ranks
+    opened = kind.open(config, run_dir if ranks.is_first else None, start)
     clock.lap("inputs")
-    require_same_start(kind.ranks, config, inputs.digests)
-    if not kind.ranks.is_first:
-        return None
-    environment = {**describe_environment(config, kind.ranks.size), STARTED: as_text(clock.started)}
-    return writer.lay_out_run(run_dir, inputs, environment, digest, kind.name)
+    require_same_start(ranks, config, inputs.digests)
+    if not ranks.is_first:
+        work_along(opened)
+        return
+    environment = {**describe_environment(config, ranks.size), STARTED: as_text(clock.started)}
+    temporary = writer.lay_out_run(run_dir, inputs, environment, digest, kind.name)
+    with _new_run(temporary, run_dir, fill(temporary)):
+        clock.lap("records")
+        execute(kind, config, run_dir, opened, clock)
 
 
 def require_same_start(ranks: Ranks, config: RunConfig | ControlConfig | DPOConfig, inputs: Mapping[str, str]) -> None:
@@ -78,7 +87,7 @@ def work_along(opened: AbstractContextManager[Execution[Item]]) -> None:
 
 
 @contextmanager
-def new_run(temporary: Path, run_dir: Path, begun: int = 0) -> Iterator[None]:
+def _new_run(temporary: Path, run_dir: Path, begun: int) -> Iterator[None]:
     """Give a folder that was laid out its name; this process is its only writer until the block ends.
 
     An exception may come at any instant, as Ctrl-C does: no folder is left that says "running". A run with no complete
@@ -126,7 +135,7 @@ def execute(
     UnequalBits where an iteration does not keep what deterministic numerics promise; it is not recorded.
     """
     recorded, written, computed = manifest.load(run_dir), RunWriter(run_dir), 0
-    with opened as execution, _recording() as behind, keeping_unequal(run_dir, execution.store):
+    with opened as execution, _recording() as behind, _keeping_unequal(run_dir, execution.store):
         store = execution.store
         _begin(recorded, written, execution)
         clock.lap("preparation")
@@ -222,3 +231,30 @@ def require_none(difference: Difference | None) -> None:
     """Raise PromiseBroken, which names the cell, where what was computed again differs from its record."""
     if difference is not None:
         raise PromiseBroken(f"{difference.describe()}; the left is recorded, the right was computed now")
+
+
+@contextmanager
+def _keeping_unequal(run_dir: Path, store: Store) -> Iterator[None]:
+    """Where bits are unequal in this block, keep tokens and policy, and let the error say where they are."""
+    try:
+        yield
+    except UnequalBits as error:
+        folder = run_dir / UNEQUAL
+        try:
+            with whole_folder(folder) as temporary:
+                pq.write_table(_unequal_table(error.found), temporary / UNEQUAL_TOKENS)
+                has_policy = store.put_policy(temporary)
+                write_sums(temporary)
+        except UserError as failure:
+            hint = str(failure)
+        else:
+            hint = f"all of them: {folder / UNEQUAL_TOKENS}"
+            if has_policy:
+                hint = f"find the module with `ppo-repro bisect {run_dir}`; {hint}"
+        raise UnequalBits(f"{error}; {hint}", error.found) from error
+
+
+def _unequal_table(found: Unequal) -> pa.Table:
+    columns = (("sequence", found.sequence), ("position", found.position), found.left, found.right)
+    named = {name: values.numpy() for name, values in columns}
+    return pa.table({"iteration": [found.iteration] * len(found.sequence), **named})

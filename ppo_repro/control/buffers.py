@@ -3,7 +3,7 @@
 A fragment is the part of one episode that lies in one iteration: it begins where the later of the two begins and ends
 where the first of them ends. Fragments stand for responses, environment steps for tokens. Letters: B fragments, N =
 num_envs x steps_per_env steps of all fragments one after the other, ordered by environment and time, O observation
-size, A action size, M steps of a minibatch. Nothing is ever None.
+size, A action size, M steps of a minibatch.
 """
 
 from __future__ import annotations
@@ -77,3 +77,22 @@ class MinibatchUpdate:
     joint_grad_norm: float  # over both networks, before clipping
     policy_digest: str  # weights after the step
     value_digest: str
+
+
+@dataclass(frozen=True)
+class ControlIteration:
+    """Everything one iteration produced."""
+
+    index: int
+    eval_return: float | None  # before the first iteration only; None where not evaluated
+    rollout: Rollout
+    forward: ForwardPass
+    advantages: Advantages
+    updates: tuple[MinibatchUpdate, ...]
+    seconds: dict[str, float]  # wall time by phase: evaluation, rollout, forward, update, other
+
+    def finished_returns(self) -> list[float]:
+        """Returns of the episodes that ended in this iteration, in the order in which they ended."""
+        r = self.rollout
+        ended = zip(r.end_reasons, r.last_steps, r.environments, r.episode_returns, strict=True)
+        return [episode_return for reason, *_, episode_return in sorted(ended, key=lambda e: e[1:3]) if reason != "cut"]

@@ -1,4 +1,4 @@
-"""Control runs, for the runner.
+"""Control runs, for the runner: execution, and the columns of the five tables.
 
 There are no checkpoints: the state inside an environment cannot be saved in general. A run that was ended is
 computed again from its beginning, which takes minutes, and compared as far as it is recorded.
@@ -13,14 +13,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ppo_repro.clock import Clock
+import numpy as np
+import torch
+from torch import Tensor
+
+from ppo_repro.clock import Clock, moment
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.files import CONTROL, Kind
-from ppo_repro.control.loop import ControlIteration, ControlState, control_iterations, prepare
-from ppo_repro.control.stages import evaluate
-from ppo_repro.control.tables import finished_returns, iteration_tables
+from ppo_repro.control.buffers import ControlIteration
+from ppo_repro.control.loop import ControlState, control_iterations, evaluate, prepare
 from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.numerics.sums import mean_of, run_sums
+from ppo_repro.ppo.advantages import explained_variance
+from ppo_repro.ppo.objective import flag_names, removes_gradient
 from ppo_repro.ranks import ALONE, Ranks
+from ppo_repro.records import schema
+from ppo_repro.records.arrow import to_arrow
+from ppo_repro.records.columns import Columns, agreement, cells_of, fields_of, int32, of_minibatches, rows_of
 from ppo_repro.runs.kind import Final, Start, Store, Tables
 from ppo_repro.watcher import Watcher
 
@@ -40,14 +49,22 @@ class ControlExecution:
 
     def iterations(self) -> Iterator[ControlIteration]:
         for item in control_iterations(self.config, self.state):
-            self.returns.extend(finished_returns(item))
+            self.returns.extend(item.finished_returns())
             yield item
 
     def preparation_tables(self) -> Tables:
         return {}
 
     def tables(self, item: ControlIteration) -> Tables:
-        return iteration_tables(item, self.config.records.level)
+        columns = {
+            "sequences": _sequences(item),
+            "tokens": _tokens(item),
+            "updates": _updates(item),
+            "steps": _steps(item),
+            "iterations": _iteration(item),
+        }
+        level = self.config.records.level
+        return {table.name: to_arrow(table, columns[table.name], level) for table in schema.CONTROL_TABLES}
 
     def progress(self, item: ControlIteration) -> str:
         return f"return {self._last_mean():.2f}  KL {item.updates[-1].approx_kl:.4f}"
@@ -92,3 +109,82 @@ class ControlKind:
             yield ControlExecution(config, state, weights_digest(state.agent.policy_parameters()))
         finally:
             state.environments.close()
+
+
+def _sequences(item: ControlIteration) -> Columns:
+    rollout = item.rollout
+    pairs = zip(rollout.end_reasons, rollout.episode_returns, strict=True)
+    return {
+        "iteration": np.full(len(rollout.lengths), item.index, np.int32),
+        "sequence": np.arange(len(rollout.lengths), dtype=np.int32),
+        "environment": int32(rollout.environments),
+        "episode": int32(rollout.episodes),
+        "seed": np.asarray(rollout.seeds, dtype=np.int64),
+        "first_step": int32(rollout.first_steps),
+        "last_step": int32(rollout.last_steps),
+        "fragment_length": int32(rollout.lengths),
+        "end_reason": list(rollout.end_reasons),
+        "final_observations": list(rollout.final_observations.numpy()),
+        "final_values": item.forward.final_values.numpy(),
+        "reward_sum": run_sums(rollout.rewards, rollout.lengths).numpy(),
+        "episode_return": [None if reason == "cut" else total for reason, total in pairs],
+    }
+
+
+def _tokens(item: ControlIteration) -> Columns:
+    rollout = item.rollout
+    sequence, position = cells_of(rollout.lengths)
+    return {
+        **fields_of(schema.CONTROL_TOKENS, rollout, item.forward, item.advantages),
+        "iteration": np.full(len(sequence), item.index, np.int32),
+        "sequence": sequence,
+        "position": position,
+        "observations": list(rollout.observations.numpy()),
+        "actions": list(rollout.actions.numpy()),
+    }
+
+
+def _updates(item: ControlIteration) -> Columns:
+    sequence, position = cells_of(item.rollout.lengths)
+    tokens = torch.cat([u.tokens for u in item.updates]).numpy()
+    by_step = rows_of(schema.CONTROL_UPDATES, item.updates)
+    return {
+        **{name: torch.cat(v).numpy() for name, v in by_step.items() if isinstance(v[0], Tensor)},
+        "iteration": np.full(len(tokens), item.index, np.int32),
+        **{name: of_minibatches(item.updates, name) for name in ("epoch", "minibatch")},
+        "sequence": sequence[tokens],
+        "position": position[tokens],
+        "clip_flag": flag_names(torch.cat([u.clip_flags for u in item.updates])),
+    }
+
+
+def _steps(item: ControlIteration) -> Columns:
+    return {
+        **rows_of(schema.CONTROL_STEPS, item.updates),
+        "iteration": np.full(len(item.updates), item.index, np.int32),
+        "tokens": int32([len(u.tokens) for u in item.updates]),
+        "entropy": [mean_of(u.new_entropies) for u in item.updates],
+        "clip_fraction": [mean_of(removes_gradient(u.clip_flags)) for u in item.updates],
+        "value_clip_fraction": [mean_of(u.value_clipped) for u in item.updates],
+    }
+
+
+def _iteration(item: ControlIteration) -> Columns:
+    rollout, forward, first = item.rollout, item.forward, item.updates[0]
+    ended = item.finished_returns()
+    row: dict[str, Any] = {
+        "episode_return_mean": math.fsum(ended) / len(ended) if ended else None,
+        "entropy": mean_of(forward.entropies),
+        "explained_variance": explained_variance(forward.values, item.advantages.returns),
+        **agreement(rollout, forward, first.tokens, first.ratios, first.new_values),
+        "eval_return": item.eval_return,
+        **{f"seconds_{phase}": seconds for phase, seconds in item.seconds.items()},
+        "ended_at": moment(),
+    }
+    return {
+        "iteration": int32([item.index]),
+        "sequences": int32([len(rollout.lengths)]),
+        "tokens": int32([len(rollout.rewards)]),
+        "episodes": int32([len(ended)]),
+        **{name: [value] for name, value in row.items()},
+    }

@@ -239,17 +239,18 @@ def _coefficients(item: Iteration, config: RunConfig) -> Columns:
     }
 
 
-def _first_minibatch(item: Iteration) -> Columns:
-    """Counts from the minibatch before any optimizer step, where nothing may differ from the forward pass."""
-    first, old_values = item.updates[0], item.forward.values
-    assert first.policy is not None
-    ratios, unequal = first.policy.ratios, 0
-    if old_values is not None and first.value is not None:
-        unequal = unequal_bits(first.value.new_values, old_values[first.tokens])
+def agreement(rollout: Any, forward: Any, tokens: Tensor, ratios: Tensor, new_values: Tensor | None) -> Columns:
+    """Counts of what may not differ: log-probs of sampler and trainer; ratios of the first minibatch and 1; values.
+
+    `tokens`, `ratios` and `new_values` are of that minibatch, before any optimizer step.
+    """
+    old, sampled, values = forward.old_logprobs, rollout.rollout_logprobs, forward.values
     return {
-        "first_minibatch_tokens": len(first.tokens),
+        "unequal_old_rollout_logprobs": unequal_bits(old, sampled),
+        "max_abs_old_rollout": float((old - sampled).abs().max()),
+        "first_minibatch_tokens": len(tokens),
         "unequal_first_ratios": unequal_bits(ratios, torch.ones_like(ratios)),
-        "unequal_values": unequal,
+        "unequal_values": 0 if values is None or new_values is None else unequal_bits(new_values, values[tokens]),
     }
 
 
@@ -257,7 +258,8 @@ def _iteration(item: Iteration, config: RunConfig) -> Columns:
     rollout, forward, rewards = item.rollout, item.forward, item.rewards
     evaluation, returns = item.evaluation, item.advantages.returns
     count, tokens = len(rollout.lengths), len(rollout.response_ids)
-    ref_kl, explained = mean_of(forward.ref_kl), None
+    first, ref_kl, explained = item.updates[0], mean_of(forward.ref_kl), None
+    assert first.policy is not None
     if forward.values is not None and returns is not None:
         explained = explained_variance(forward.values, returns)
     row: Columns = {
@@ -275,9 +277,7 @@ def _iteration(item: Iteration, config: RunConfig) -> Columns:
         "ref_kl_per_token": ref_kl,
         "ref_kl_per_sequence": ref_kl * tokens / count,
         "explained_variance": explained,
-        "unequal_old_rollout_logprobs": unequal_bits(forward.old_logprobs, rollout.rollout_logprobs),
-        "max_abs_old_rollout": float((forward.old_logprobs - rollout.rollout_logprobs).abs().max()),
-        **_first_minibatch(item),
+        **agreement(rollout, forward, first.tokens, first.policy.ratios, first.value and first.value.new_values),
         "eval_accuracy": evaluation.accuracy if evaluation else None,
         "eval_score": evaluation.score if evaluation else None,
         **{f"seconds_{phase}": seconds for phase, seconds in item.seconds.items()},

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.control.environments import make_environments
-from ppo_repro.control.loop import ControlState, prepare
-from ppo_repro.control.stages import compute_advantages, forward_pass, roll_out
+from ppo_repro.control.loop import ControlState, compute_advantages, forward_pass, prepare, roll_out
 from ppo_repro.errors import UserError
 from tests.support.control import small_control
 

@@ -7,11 +7,11 @@ computed again from its beginning, which takes minutes, and compared as far as i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,41 +19,35 @@ from torch import Tensor
 
 from ppo_repro.clock import Clock, moment
 from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.files import CONTROL, Kind
+from ppo_repro.config.files import CONTROL
 from ppo_repro.control.buffers import ControlIteration
 from ppo_repro.control.loop import ControlState, control_iterations, evaluate, prepare
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.advantages import explained_variance
 from ppo_repro.ppo.objective import flag_names, removes_gradient
-from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records import schema
 from ppo_repro.records.arrow import to_arrow
 from ppo_repro.records.columns import Columns, agreement, cells_of, fields_of, int32, of_minibatches, rows_of
-from ppo_repro.runs.kind import Final, Start, Store, Tables
-from ppo_repro.watcher import Watcher
+from ppo_repro.runs.checkpoint import Start
+from ppo_repro.runs.kind import Execution, Final, RunKind, Tables
 
 LAST = 100  # training episodes in the mean that CleanRL reports
 
 
 @dataclass(frozen=True)
-class ControlExecution:
+class ControlExecution(Execution[ControlIteration]):
     """A control run that is prepared, and the returns of its episodes so far, in the order in which they ended."""
 
     config: ControlConfig
     state: ControlState
     initial_digest: str
     returns: list[float] = field(default_factory=list)
-    store: ClassVar[Store] = Store()
-    notes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def iterations(self) -> Iterator[ControlIteration]:
         for item in control_iterations(self.config, self.state):
             self.returns.extend(item.finished_returns())
             yield item
-
-    def preparation_tables(self) -> Tables:
-        return {}
 
     def tables(self, item: ControlIteration) -> Tables:
         columns = {
@@ -92,13 +86,11 @@ class ControlExecution:
 
 
 @dataclass(frozen=True)
-class ControlKind:
+class ControlKind(RunKind[ControlConfig, ControlIteration]):
     """Control runs: one process, no input files."""
 
-    watcher: Watcher
-    ranks: ClassVar[Ranks] = ALONE
-    name: ClassVar[Kind] = CONTROL
-    changeable: ClassVar[Sequence[str]] = ("layout", "records")
+    name = CONTROL
+    changeable = ("layout", "records")
 
     @contextmanager
     def open(

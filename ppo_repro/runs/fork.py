@@ -16,9 +16,8 @@ from ppo_repro.records import manifest
 from ppo_repro.records.folder import ACCURACY_NAME, FORKED_FROM, REFERENCE, starts_of
 from ppo_repro.records.fork import Fork
 from ppo_repro.runs import checkpoint
-from ppo_repro.runs.kind import Start
+from ppo_repro.runs.checkpoint import Start, load_start
 from ppo_repro.runs.language import LanguageKind
-from ppo_repro.runs.models_kept import load_start
 from ppo_repro.runs.run import compute_new
 from ppo_repro.runs.verify import check_contents
 from ppo_repro.stages.coefficients import first_coefficients

@@ -32,9 +32,9 @@ from ppo_repro.records.folder import (
 from ppo_repro.records.inputs import located_tree
 from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.records.writer import RunWriter
+from ppo_repro.runs.checkpoint import load_newest, load_start
 from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.kind import Config, Item, RunKind
-from ppo_repro.runs.models_kept import load_newest, load_start
 from ppo_repro.runs.run import execute, mark_ended, require_same_start, work_along
 from ppo_repro.runs.verify import check_contents, remove_unfinished
 

@@ -25,9 +25,10 @@ from ppo_repro.records.diff import Difference, from_recorded
 from ppo_repro.records.folder import CHECKPOINTS_NAME, STARTED, TIMES_NAME, UNEQUAL, UNEQUAL_TOKENS
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.records.writer import RunWriter
+from ppo_repro.runs.checkpoint import Start
 from ppo_repro.runs.environment import describe_environment
-from ppo_repro.runs.kind import Config, Execution, Item, RunKind, Start, Store
-from ppo_repro.stages.agreement import Unequal, UnequalBits
+from ppo_repro.runs.kind import Config, Execution, Item, RunKind
+from ppo_repro.stages.agreement import UnequalBits
 
 
 def run(
@@ -135,42 +136,53 @@ def execute(
     UnequalBits where an iteration does not keep what deterministic numerics promise; it is not recorded.
     """
     recorded, written, computed = manifest.load(run_dir), RunWriter(run_dir), 0
-    with opened as execution, _recording() as behind, _keeping_unequal(run_dir, execution.store):
-        store = execution.store
+    behind: list[tuple[Future[None], Callable[[], None]]] = []  # the iteration that is written beside the next one
+
+    def settle() -> None:
+        """Wait until that iteration is on disk, and tell of it."""
+        while behind:
+            writing, tell = behind.pop()
+            writing.result()
+            tell()
+        clock.lap("records")
+
+    # where an error ends the block, the thread writes what it has begun
+    with opened as execution, ThreadPoolExecutor(1, "records") as thread, _keeping_unequal(run_dir, execution):
         _begin(recorded, written, execution)
         clock.lap("preparation")
         for item in execution.iterations():
             clock.divide(item.seconds)
             computed, tables = computed + 1, execution.tables(item)
-            behind.settle()
-            clock.lap("records")
+            settle()
             tell = partial(kind.watcher.iteration, item.index + 1, config.iterations, execution.progress(item))
-            is_due = store.is_due(item.index + 1)
+            is_due = execution.is_checkpoint_due(item.index + 1)
             is_recorded = item.index < recorded.num_iterations
             if is_recorded:
                 require_none(from_recorded(run_dir, recorded, item.index, tables))
                 tell()
             else:
-                behind.start(partial(written.append, item.index, tables), tell)
+                behind.append((thread.submit(written.append, item.index, tables), tell))
             if is_due:
-                behind.wait()
-            clock.lap("records")
-            if is_due:
+                for writing, _ in behind:
+                    writing.result()
+                clock.lap("records")
                 # of a run that is not complete the fingerprint is the last link
                 link = recorded.iterations[item.index].chain if is_recorded else written.head.fingerprint
                 before = written.head.files
-                written.list_files(store.save(written.head, link))
-                _remove_unlisted(run_dir, before, written.head.files)
+                written.list_files(execution.save_checkpoint(run_dir, written.head, link))
+                try:
+                    for name in before.keys() - written.head.files.keys():
+                        (run_dir / name).unlink()
+                except OSError as error:
+                    raise UserError(f"{run_dir / CHECKPOINTS_NAME}: cannot be changed ({error.strerror})") from error
                 clock.lap("checkpoints")
             if computed == 1 or is_due:  # from the first comes how long the others may take
-                behind.settle()
-                clock.lap("records")
+                settle()
         clock.lap(OTHER)
-        behind.settle()
-        clock.lap("records")
+        settle()
         results, side_tables = execution.ending(clock)
         clock.lap(OTHER)
-        written.list_files(store.finish(written.head.files, written.head.fingerprint))
+        written.list_files(execution.keep_models(run_dir, written.head.files, written.head.fingerprint))
         clock.lap("models")
     clock.lap("closing")
     written.note(TIMES_NAME, {"iterations": computed, "seconds": clock.seconds})
@@ -178,53 +190,15 @@ def execute(
     clock.lap("records")
 
 
-class _Behind:
-    """Records on a thread beside the next iteration, one iteration at a time; tells of each when it is on disk."""
-
-    def __init__(self, thread: ThreadPoolExecutor) -> None:
-        self._thread = thread
-        self._writing: tuple[Future[None], Callable[[], None]] | None = None
-
-    def start(self, write: Callable[[], None], tell: Callable[[], None]) -> None:
-        self._writing = self._thread.submit(write), tell
-
-    def wait(self) -> None:
-        """Wait until what was started is on disk; raises what writing raised."""
-        if self._writing is not None:
-            self._writing[0].result()
-
-    def settle(self) -> None:
-        """Wait, and tell of what is on disk."""
-        if self._writing is not None:
-            (written, tell), self._writing = self._writing, None
-            written.result()
-            tell()
-
-
-@contextmanager
-def _recording() -> Iterator[_Behind]:
-    """Where an error ends the block, what was started is written before."""
-    with ThreadPoolExecutor(1, "records") as thread:
-        yield _Behind(thread)
-
-
 def _begin(recorded: Manifest, written: RunWriter, execution: Execution[Item]) -> None:
     """Record what came before the first iteration; what is recorded already is compared instead."""
-    for name, tree in execution.notes.items():
+    for name, tree in execution.notes().items():
         written.note(name, tree)
-    written.list_files(execution.store.begin(written.head.files))
+    written.list_files(execution.keep_start(written.run_dir, written.head.files))
     tables = execution.preparation_tables()
     require_none(from_recorded(written.run_dir, recorded, None, tables))
     if new := {name: table for name, table in tables.items() if name not in recorded.preparation}:
         written.prepare(new)
-
-
-def _remove_unlisted(run_dir: Path, before: dict[str, str], now: dict[str, str]) -> None:
-    for name in before.keys() - now.keys():
-        try:
-            (run_dir / name).unlink()
-        except OSError as error:
-            raise UserError(f"{run_dir / CHECKPOINTS_NAME}: cannot be changed ({error.strerror})") from error
 
 
 def require_none(difference: Difference | None) -> None:
@@ -234,16 +208,19 @@ def require_none(difference: Difference | None) -> None:
 
 
 @contextmanager
-def _keeping_unequal(run_dir: Path, store: Store) -> Iterator[None]:
+def _keeping_unequal(run_dir: Path, execution: Execution[Item]) -> Iterator[None]:
     """Where bits are unequal in this block, keep tokens and policy, and let the error say where they are."""
     try:
         yield
     except UnequalBits as error:
-        folder = run_dir / UNEQUAL
+        folder, found = run_dir / UNEQUAL, error.found
+        columns = ("sequence", found.sequence), ("position", found.position), found.left, found.right
+        named = {name: values.numpy() for name, values in columns}
+        table = pa.table({"iteration": [found.iteration] * len(found.sequence), **named})
         try:
             with whole_folder(folder) as temporary:
-                pq.write_table(_unequal_table(error.found), temporary / UNEQUAL_TOKENS)
-                has_policy = store.put_policy(temporary)
+                pq.write_table(table, temporary / UNEQUAL_TOKENS)
+                has_policy = execution.put_policy(temporary)
                 write_sums(temporary)
         except UserError as failure:
             hint = str(failure)
@@ -251,10 +228,4 @@ def _keeping_unequal(run_dir: Path, store: Store) -> Iterator[None]:
             hint = f"all of them: {folder / UNEQUAL_TOKENS}"
             if has_policy:
                 hint = f"find the module with `ppo-repro bisect {run_dir}`; {hint}"
-        raise UnequalBits(f"{error}; {hint}", error.found) from error
-
-
-def _unequal_table(found: Unequal) -> pa.Table:
-    columns = (("sequence", found.sequence), ("position", found.position), found.left, found.right)
-    named = {name: values.numpy() for name, values in columns}
-    return pa.table({"iteration": [found.iteration] * len(found.sequence), **named})
+        raise UnequalBits(f"{error}; {hint}", found) from error

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_repro.buffers import Prompts
 from ppo_repro.clock import OTHER, Clock, moment
 from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.files import DPO, Kind, build_config
+from ppo_repro.config.files import DPO, build_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import JsonlTask
 from ppo_repro.errors import PromiseBroken, UserError
@@ -34,15 +34,15 @@ from ppo_repro.preferences.training import (
     preference_steps,
     steps_of,
 )
-from ppo_repro.ranks import ALONE, Ranks
+from ppo_repro.ranks import ALONE
 from ppo_repro.records import reader, schema
 from ppo_repro.records.arrow import to_arrow
 from ppo_repro.records.columns import int32, pair_columns, rows_of
 from ppo_repro.records.folder import CONFIG_NAME, FINAL, REFERENCE, load_recorded_config
 from ppo_repro.records.inputs import located_tree
 from ppo_repro.records.manifest import Manifest
-from ppo_repro.runs.kind import Final, Start, Store, Tables
-from ppo_repro.runs.models_kept import listed, save_model
+from ppo_repro.runs.checkpoint import Start, listed, save_model
+from ppo_repro.runs.kind import Execution, Files, Final, RunKind, Tables
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.seeding import sample_seed
 from ppo_repro.stages.evaluation import evaluate
@@ -83,20 +83,7 @@ class PreparedDPO:
 
 
 @dataclass(frozen=True)
-class _Store(Store):
-    """The trained policy at the end."""
-
-    run_dir: Path
-    start: PreparedDPO
-
-    def finish(self, files: Mapping[str, str], link: str) -> dict[str, str]:
-        folder = self.run_dir / FINAL
-        save_model(self.start.policy, self.start.tokenizer, folder)
-        return {**files, **listed(self.run_dir, folder)}
-
-
-@dataclass(frozen=True)
-class DPOExecution:
+class DPOExecution(Execution[Epoch]):
     """A DPO run that is prepared."""
 
     config: DPOConfig
@@ -104,9 +91,7 @@ class DPOExecution:
     optimizer: Optimizer
     reference: Tensor  # [2, P] float64, log-probs of all pairs, computed once
     initial_digest: str
-    store: Store
     watcher: Watcher
-    notes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def iterations(self) -> Iterator[Epoch]:
         """Train the policy in place; yields after each epoch. Log-probs are of the whole distribution."""
@@ -187,6 +172,10 @@ class DPOExecution:
         results["policy_digest"] = weights_digest(self.start.policy.named_parameters())
         clock.lap("digests")
         return results, {}
+
+    def keep_models(self, run_dir: Path, files: Mapping[str, str], link: str) -> Files:
+        save_model(self.start.policy, self.start.tokenizer, run_dir / FINAL)
+        return {**files, **listed(run_dir, run_dir / FINAL)}
 
     def _accuracy(self) -> float | None:
         if self.start.run is None:
@@ -298,13 +287,11 @@ def _prepare(config: DPOConfig, watcher: Watcher) -> PreparedDPO:
 
 
 @dataclass(frozen=True)
-class DPOKind:
+class DPOKind(RunKind[DPOConfig, Epoch]):
     """DPO runs: one process. There are no checkpoints: a resumed run is computed again from its beginning."""
 
-    watcher: Watcher
-    ranks: ClassVar[Ranks] = ALONE
-    name: ClassVar[Kind] = DPO
-    changeable: ClassVar[Sequence[str]] = ("layout",)
+    name = DPO
+    changeable = ("layout",)
 
     @contextmanager
     def open(self, config: DPOConfig, run_dir: Path | None, start: Start | None = None) -> Iterator[DPOExecution]:
@@ -313,5 +300,4 @@ class DPOKind:
         reference = pair_logprobs(prepared.reference, pairs, prepared.temperature, mode, config.layout)
         digest = weights_digest(policy.named_parameters())
         optimizer = Optimizer(policy, AdamWSettings(config.dpo.learning_rate, 0.9, 0.95, 1e-8, 0.0, 1.0), mode)
-        store = Store() if run_dir is None else _Store(run_dir, prepared)
-        yield DPOExecution(config, prepared, optimizer, reference, digest, store, self.watcher)
+        yield DPOExecution(config, prepared, optimizer, reference, digest, self.watcher)

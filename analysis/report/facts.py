@@ -26,8 +26,7 @@ from ppo_repro.records.folder import (
     read_accuracy,
     read_note,
 )
-from ppo_repro.records.fork import forked_from
-from ppo_repro.records.inputs import change_lines
+from ppo_repro.records.inputs import change_lines, forked_from
 from ppo_repro.records.manifest import Manifest
 
 

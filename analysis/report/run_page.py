@@ -172,7 +172,7 @@ def dpo_page(folder: Path) -> str:
     text = reader.read_checked(folder / CONFIG_NAME, recorded.files[CONFIG_NAME]).decode()
     config, environment = load_dpo_config(folder / CONFIG_NAME), read_note(folder, recorded, ENVIRONMENT_NAME)
     steps, last = reader.read_steps(folder), [recorded.num_iterations - 1]
-    pairs = reader.TableReader("margins")(folder, iterations=last, columns=["held_out", "margins"])
+    pairs = reader.read_table("margins", folder, iterations=last, columns=["held_out", "margins"])
     name = f"{config.experiment}/{folder.resolve().name}"
     rows = [
         ("training pairs", int((~pairs["held_out"]).sum())),

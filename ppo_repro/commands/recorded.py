@@ -47,7 +47,7 @@ def show_command(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         tell(f"{run_dir}: {recorded.status}, {len(recorded.iterations)} iterations, fingerprint {recorded.fingerprint}")
         if recorded.origin is not None:
-            from ppo_repro.records.fork import origin_lines
+            from ppo_repro.records.inputs import origin_lines
 
             tell("\n".join(origin_lines(recorded.origin)))
     from ppo_repro.runs.summary import iteration_lines, sample_lines, summarise

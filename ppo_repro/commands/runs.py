@@ -143,7 +143,7 @@ def fork_command(arguments: argparse.Namespace) -> int:
     """Start a new run from a checkpoint of a recorded one, with changed fields or another reward."""
     say(f"{arguments.run}: a new run from one of its checkpoints")
     from ppo_repro.files import require_new
-    from ppo_repro.records.fork import plan_fork
+    from ppo_repro.records.inputs import plan_fork
 
     clock = Clock()
     plan = plan_fork(arguments.run, arguments.at, arguments.set, arguments.out, arguments.inputs)

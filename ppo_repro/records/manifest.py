@@ -61,10 +61,8 @@ class IterationEntry:
 _ENTRY = TypeAdapter(IterationEntry)
 
 
-class Origin(BaseModel, frozen=True):
+class Origin(BaseModel, extra="forbid", strict=True, frozen=True):
     """Where a forked run comes from: the iterations before `iteration` are those of the other run."""
-
-    model_config = _CONFIG
 
     run: str  # its folder when the fork was made
     iteration: Annotated[int, Field(ge=1)]  # the first one that the fork computed
@@ -72,13 +70,11 @@ class Origin(BaseModel, frozen=True):
     changed: dict[str, list[Any]]  # [before, after] of each field and of each input's SHA-256
 
 
-class Head(BaseModel, frozen=True):
+class Head(BaseModel, extra="forbid", strict=True, frozen=True):
     """The content of manifest.json without its own digest; all that a process keeps in memory, however long the run.
 
     `fingerprint` is the last link of the chain; of a complete run the link over `final` that follows it.
     """
-
-    model_config = _CONFIG
 
     schema_version: int
     manifest_version: int = VERSION
@@ -167,10 +163,10 @@ def recorded_tables(recorded: Manifest) -> Iterator[RecordedTable]:
         yield from recorded_at(recorded, iteration)
 
 
-def side_files(recorded: Manifest) -> Iterator[RecordedTable]:
-    """Every recorded file of a side table, in the order in which they were computed."""
-    side = {table.name for table in side_tables_of(recorded)}
-    return (file for file in recorded_tables(recorded) if file.table.name in side)
+def table_names(recorded: Manifest) -> list[str]:
+    """The tables of a run, and the side tables that it recorded."""
+    names = [*(table.name for table in tables_of(recorded)), *(f.table.name for f in recorded_tables(recorded))]
+    return list(dict.fromkeys(names))
 
 
 def next_link(previous: str, tables: dict[str, TableEntry]) -> str:
@@ -226,11 +222,6 @@ def read_log(run_dir: Path, count: int, size: int, digest: str) -> tuple[Iterati
     return tuple(entries)
 
 
-def head_of(head: Head) -> Head:
-    """The manifest without its iterations."""
-    return Head(**{name: getattr(head, name) for name in Head.model_fields})
-
-
 def finished_fingerprint(last_link: str, final: Mapping[str, float | int | str]) -> str:
     """The fingerprint of a complete run: one more link, over the final results."""
     return digests.chain(last_link, {name: digests.scalar_digest(value) for name, value in final.items()})
@@ -238,7 +229,7 @@ def finished_fingerprint(last_link: str, final: Mapping[str, float | int | str])
 
 def save(head: Head, run_dir: Path) -> None:
     """Write manifest.json atomically; final results keep their type, floats their bits. UserError if writing fails."""
-    atomic_write(run_dir / FILE_NAME, sealed(head_of(head).model_dump()).encode())
+    atomic_write(run_dir / FILE_NAME, sealed(head.model_dump(exclude={"iterations"})).encode())
 
 
 def load_head(run_dir: Path) -> Head:

@@ -14,7 +14,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.files import SUMS_NAME, atomic_write
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import ACCURACY_NAME, FORKED_FROM, REFERENCE, starts_of
-from ppo_repro.records.fork import Fork
+from ppo_repro.records.inputs import Fork
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.checkpoint import Start, load_start
 from ppo_repro.runs.language import LanguageKind

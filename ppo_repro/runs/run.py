@@ -162,6 +162,7 @@ def execute(
                 tell()
             else:
                 behind.append((thread.submit(written.append, item.index, tables), tell))
+            clock.lap("records")
             if is_due:
                 for writing, _ in behind:
                     writing.result()

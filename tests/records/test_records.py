@@ -71,7 +71,7 @@ def test_what_is_not_there_is_refused(run: Path, arguments: dict[str, Any], mess
     with pytest.raises(UserError, match=message):
         reader.read_tokens(run, **arguments)
     with pytest.raises(UserError, match="no table 'token'; there are sequences, tokens"):
-        reader.TableReader("token")(run)
+        reader.read_table("token", run)
 
 
 @pytest.mark.parametrize("last", ["tokens", manifest.LOG_NAME, manifest.FILE_NAME])

@@ -8,7 +8,7 @@ from pathlib import Path
 from ppo_repro.clock import Clock
 from ppo_repro.config.run import RunConfig
 from ppo_repro.ranks import ALONE, Ranks
-from ppo_repro.records.fork import plan_fork
+from ppo_repro.records.inputs import plan_fork
 from ppo_repro.runs import fork as forks
 from ppo_repro.runs import resume as resumer
 from ppo_repro.runs import run as runner

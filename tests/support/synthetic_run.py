@@ -181,7 +181,7 @@ def head_at(whole: manifest.Manifest, iterations: int, status: manifest.Status) 
         "ending": {},
         "fingerprint": kept[-1].chain if kept else digests.FINGERPRINT_SEED,
     }
-    return manifest.head_of(whole).model_copy(update=then)
+    return whole.model_copy(update=then)
 
 
 def cut_back(run_dir: Path, iterations: int, status: manifest.Status) -> None:

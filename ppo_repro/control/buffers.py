@@ -23,13 +23,13 @@ class Rollout:
     rewards: Tensor  # [N] float32
     lengths: Tensor  # [B] int64, at least 1 each, sum N
     final_observations: Tensor  # [B, O] float32, after the last action of each fragment
-    end_reasons: tuple[str, ...]  # [B] terminated by itself, truncated by its time limit, or cut by the iteration's end
-    environments: tuple[int, ...]  # [B] which copy
-    episodes: tuple[int, ...]  # [B] which episode of that copy
-    seeds: tuple[int, ...]  # [B] what that episode was reset with
-    first_steps: tuple[int, ...]  # [B] step of the episode at which the fragment begins
-    last_steps: tuple[int, ...]  # [B] step of the iteration with which it ends
-    episode_returns: tuple[float, ...]  # [B] rewards of the episode up to the end of the fragment
+    end_reason: tuple[str, ...]  # [B] terminated by itself, truncated by its time limit, or cut by the iteration's end
+    environment: tuple[int, ...]  # [B] which copy
+    episode: tuple[int, ...]  # [B] which episode of that copy
+    seed: tuple[int, ...]  # [B] what that episode was reset with
+    first_step: tuple[int, ...]  # [B] step of the episode at which the fragment begins
+    last_step: tuple[int, ...]  # [B] step of the iteration with which it ends
+    episode_return: tuple[float, ...]  # [B] rewards of the episode up to the end of the fragment
 
 
 @dataclass(frozen=True)
@@ -94,5 +94,5 @@ class ControlIteration:
     def finished_returns(self) -> list[float]:
         """Returns of the episodes that ended in this iteration, in the order in which they ended."""
         r = self.rollout
-        ended = zip(r.end_reasons, r.last_steps, r.environments, r.episode_returns, strict=True)
+        ended = zip(r.end_reason, r.last_step, r.environment, r.episode_return, strict=True)
         return [episode_return for reason, *_, episode_return in sorted(ended, key=lambda e: e[1:3]) if reason != "cut"]

@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,8 +25,7 @@ from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.advantages import explained_variance
 from ppo_repro.ppo.objective import flag_names, removes_gradient
 from ppo_repro.records import schema
-from ppo_repro.records.arrow import to_arrow
-from ppo_repro.records.columns import Columns, agreement, cells_of, fields_of, int32, of_minibatches, rows_of
+from ppo_repro.records.columns import Columns, agreement, cells_of, fields_of, int32, of_minibatches, rows_of, tables_at
 from ppo_repro.runs.checkpoint import Start
 from ppo_repro.runs.kind import Execution, Final, RunKind, Tables
 
@@ -57,8 +54,7 @@ class ControlExecution(Execution[ControlIteration]):
             "steps": _steps(item),
             "iterations": _iteration(item),
         }
-        level = self.config.records.level
-        return {table.name: to_arrow(table, columns[table.name], level) for table in schema.CONTROL_TABLES}
+        return tables_at(item.index, schema.CONTROL_TABLES, columns, self.config.records.level)
 
     def progress(self, item: ControlIteration) -> str:
         return f"return {self._last_mean():.2f}  KL {item.updates[-1].approx_kl:.4f}"
@@ -105,35 +101,20 @@ class ControlKind(RunKind[ControlConfig, ControlIteration]):
 
 def _sequences(item: ControlIteration) -> Columns:
     rollout = item.rollout
-    pairs = zip(rollout.end_reasons, rollout.episode_returns, strict=True)
+    ends = zip(rollout.end_reason, rollout.episode_return, strict=True)
     return {
-        "iteration": np.full(len(rollout.lengths), item.index, np.int32),
-        "sequence": np.arange(len(rollout.lengths), dtype=np.int32),
-        "environment": int32(rollout.environments),
-        "episode": int32(rollout.episodes),
-        "seed": np.asarray(rollout.seeds, dtype=np.int64),
-        "first_step": int32(rollout.first_steps),
-        "last_step": int32(rollout.last_steps),
+        "sequence": range(len(rollout.lengths)),
+        **fields_of(schema.CONTROL_SEQUENCES, rollout, item.forward),
         "fragment_length": int32(rollout.lengths),
-        "end_reason": list(rollout.end_reasons),
-        "final_observations": list(rollout.final_observations.numpy()),
-        "final_values": item.forward.final_values.numpy(),
         "reward_sum": run_sums(rollout.rewards, rollout.lengths).numpy(),
-        "episode_return": [None if reason == "cut" else total for reason, total in pairs],
+        "episode_return": [None if reason == "cut" else total for reason, total in ends],
     }
 
 
 def _tokens(item: ControlIteration) -> Columns:
-    rollout = item.rollout
-    sequence, position = cells_of(rollout.lengths)
-    return {
-        **fields_of(schema.CONTROL_TOKENS, rollout, item.forward, item.advantages),
-        "iteration": np.full(len(sequence), item.index, np.int32),
-        "sequence": sequence,
-        "position": position,
-        "observations": list(rollout.observations.numpy()),
-        "actions": list(rollout.actions.numpy()),
-    }
+    sequence, position = cells_of(item.rollout.lengths)
+    columns = fields_of(schema.CONTROL_TOKENS, item.rollout, item.forward, item.advantages)
+    return {"sequence": sequence, "position": position, **columns}
 
 
 def _updates(item: ControlIteration) -> Columns:
@@ -142,7 +123,6 @@ def _updates(item: ControlIteration) -> Columns:
     by_step = rows_of(schema.CONTROL_UPDATES, item.updates)
     return {
         **{name: torch.cat(v).numpy() for name, v in by_step.items() if isinstance(v[0], Tensor)},
-        "iteration": np.full(len(tokens), item.index, np.int32),
         **{name: of_minibatches(item.updates, name) for name in ("epoch", "minibatch")},
         "sequence": sequence[tokens],
         "position": position[tokens],
@@ -153,7 +133,6 @@ def _updates(item: ControlIteration) -> Columns:
 def _steps(item: ControlIteration) -> Columns:
     return {
         **rows_of(schema.CONTROL_STEPS, item.updates),
-        "iteration": np.full(len(item.updates), item.index, np.int32),
         "tokens": int32([len(u.tokens) for u in item.updates]),
         "entropy": [mean_of(u.new_entropies) for u in item.updates],
         "clip_fraction": [mean_of(removes_gradient(u.clip_flags)) for u in item.updates],
@@ -164,7 +143,10 @@ def _steps(item: ControlIteration) -> Columns:
 def _iteration(item: ControlIteration) -> Columns:
     rollout, forward, first = item.rollout, item.forward, item.updates[0]
     ended = item.finished_returns()
-    row: dict[str, Any] = {
+    row: Columns = {
+        "sequences": len(rollout.lengths),
+        "tokens": len(rollout.rewards),
+        "episodes": len(ended),
         "episode_return_mean": math.fsum(ended) / len(ended) if ended else None,
         "entropy": mean_of(forward.entropies),
         "explained_variance": explained_variance(forward.values, item.advantages.returns),
@@ -173,10 +155,4 @@ def _iteration(item: ControlIteration) -> Columns:
         **{f"seconds_{phase}": seconds for phase, seconds in item.seconds.items()},
         "ended_at": moment(),
     }
-    return {
-        "iteration": int32([item.index]),
-        "sequences": int32([len(rollout.lengths)]),
-        "tokens": int32([len(rollout.rewards)]),
-        "episodes": int32([len(ended)]),
-        **{name: [value] for name, value in row.items()},
-    }
+    return {name: [value] for name, value in row.items()}

@@ -144,13 +144,13 @@ def roll_out(config: ControlConfig, agent: Agent, environments: Environments, it
         rewards=rewards,
         lengths=torch.tensor(lengths),
         final_observations=torch.from_numpy(np.stack(finals)),
-        end_reasons=reasons,
-        environments=copies,
-        episodes=episodes,
-        seeds=seeds,
-        first_steps=firsts,
-        last_steps=lasts,
-        episode_returns=returns,
+        end_reason=reasons,
+        environment=copies,
+        episode=episodes,
+        seed=seeds,
+        first_step=firsts,
+        last_step=lasts,
+        episode_return=returns,
     )
 
 
@@ -163,7 +163,7 @@ def forward_pass(config: ControlConfig, agent: Agent, rollout: Rollout) -> Forwa
     """
     old_logprobs, entropies = agent.distribution.statistics(agent.policy(rollout.observations), rollout.actions)
     goes_on = {"terminated": False, "truncated": config.ppo.bootstrap_truncated, "cut": True}
-    follows = torch.tensor([goes_on[reason] for reason in rollout.end_reasons])
+    follows = torch.tensor([goes_on[reason] for reason in rollout.end_reason])
     return ForwardPass(
         old_logprobs=old_logprobs,
         entropies=entropies,

@@ -5,7 +5,7 @@ The only module of records/ that knows tensors and stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from ppo_repro.buffers import Episode, Evaluation, Iteration
 from ppo_repro.clock import moment
 from ppo_repro.config.algorithm import NoValue
+from ppo_repro.config.layout import Level
 from ppo_repro.config.objectives import AdaptiveClipObjective, PenaltyObjective
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.warm_start import WarmStartStep
@@ -52,10 +53,21 @@ def iteration_tables(item: Iteration, config: RunConfig) -> dict[str, pa.Table]:
         "steps": _steps(item, config),
         "iterations": _iteration(item, config),
     }
-    tables = {table.name: to_arrow(table, columns[table.name], level) for table in schema.TABLES}
+    tables = tables_at(item.index, schema.TABLES, columns, level)
     if item.evaluation is not None and level != "lean":
         tables |= evaluation_table(item.evaluation, item.index)
     return tables
+
+
+def tables_at(
+    index: int, tables: Sequence[schema.Table], columns: Mapping[str, Columns], level: Level = "deep"
+) -> dict[str, pa.Table]:
+    """The tables of an iteration, by name; its index is in every row."""
+    made = {}
+    for table in tables:
+        rows = len(next(iter(columns[table.name].values())))
+        made[table.name] = to_arrow(table, {"iteration": np.full(rows, index), **columns[table.name]}, level)
+    return made
 
 
 def int32(values: Any) -> np.ndarray:
@@ -64,9 +76,10 @@ def int32(values: Any) -> np.ndarray:
 
 
 def fields_of(table: schema.Table, *stages: Any) -> Columns:
-    """The columns that are fields of a stage by the same name."""
+    """The columns that are fields of a stage by the same name; the rows of a matrix become lists."""
     found = {c.name: getattr(stage, c.name) for stage in stages for c in table.columns if hasattr(stage, c.name)}
-    return {name: value.numpy() if isinstance(value, Tensor) else value for name, value in found.items()}
+    arrays = {name: value.numpy() if isinstance(value, Tensor) else value for name, value in found.items()}
+    return {name: list(array) if np.ndim(array) == 2 else array for name, array in arrays.items()}
 
 
 def rows_of(table: schema.Table, items: Sequence[Any]) -> Columns:
@@ -110,7 +123,6 @@ def _sequences(item: Iteration) -> Columns:
     prompts, lengths = rollout.prompts, rollout.lengths
     count = len(lengths)
     columns: Columns = {
-        "iteration": np.full(count, item.index, np.int32),
         "sequence": np.arange(count, dtype=np.int32),
         "prompt_key": list(prompts.keys),
         "sample_index": int32(prompts.sample_indices),
@@ -151,7 +163,6 @@ def _tokens(item: Iteration, with_kept: bool) -> Columns:
     sequence, position = cells_of(rollout.lengths)
     return {
         **fields_of(schema.TOKENS, rollout, forward, item.rewards, item.advantages),
-        "iteration": np.full(len(rollout.response_ids), item.index, np.int32),
         "sequence": sequence,
         "position": position,
         "token_id": int32(rollout.response_ids),
@@ -189,7 +200,6 @@ def _updates(item: Iteration) -> Columns:
     )
     clipped = [torch.zeros(len(u.tokens)).bool() if u.value is None else u.value.clipped for u in item.updates]
     return {
-        "iteration": np.full(len(tokens), item.index, np.int32),
         "epoch": of_minibatches(item.updates, "epoch"),
         "minibatch": of_minibatches(item.updates, "minibatch"),
         "sequence": sequence[tokens],
@@ -214,7 +224,6 @@ def _steps(item: Iteration, config: RunConfig) -> Columns:
     )
     return {
         **rows_of(schema.STEPS, item.updates),
-        "iteration": np.full(count, item.index, np.int32),
         "tokens": int32([len(u.tokens) for u in item.updates]),
         **{name: _by_step(item, "policy", name) for name in of_policy},
         **{f"{model}_loss": _by_step(item, model, "loss") for model in ("policy", "value")},
@@ -263,7 +272,6 @@ def _iteration(item: Iteration, config: RunConfig) -> Columns:
     if forward.values is not None and returns is not None:
         explained = explained_variance(forward.values, returns)
     row: Columns = {
-        "iteration": item.index,
         "sequences": count,
         "tokens": tokens,
         "score_mean": mean_of(rewards.scores),
@@ -277,7 +285,9 @@ def _iteration(item: Iteration, config: RunConfig) -> Columns:
         "ref_kl_per_token": ref_kl,
         "ref_kl_per_sequence": ref_kl * tokens / count,
         "explained_variance": explained,
-        **agreement(rollout, forward, first.tokens, first.policy.ratios, first.value and first.value.new_values),
+        **agreement(
+            rollout, forward, first.tokens, first.policy.ratios, None if first.value is None else first.value.new_values
+        ),
         "eval_accuracy": evaluation.accuracy if evaluation else None,
         "eval_score": evaluation.score if evaluation else None,
         **{f"seconds_{phase}": seconds for phase, seconds in item.seconds.items()},
@@ -290,8 +300,7 @@ def evaluation_table(evaluation: Evaluation, iteration: int) -> dict[str, pa.Tab
     """The table `evaluations` of one evaluation, by name; `iteration` is the one it came before."""
     count = len(evaluation.keys)
     columns: Columns = {
-        "iteration": np.full(count, iteration, np.int32),
-        "sequence": np.arange(count, dtype=np.int32),
+        "sequence": range(count),
         "prompt_key": evaluation.keys,
         "prompt": evaluation.texts,
         "response": evaluation.responses,
@@ -301,7 +310,7 @@ def evaluation_table(evaluation: Evaluation, iteration: int) -> dict[str, pa.Tab
         **fields_of(schema.EVALUATIONS, evaluation),
         **_episode_columns(evaluation.episodes),
     }
-    return {schema.EVALUATIONS.name: to_arrow(schema.EVALUATIONS, columns)}
+    return tables_at(iteration, [schema.EVALUATIONS], {schema.EVALUATIONS.name: columns})
 
 
 def preparation_tables(

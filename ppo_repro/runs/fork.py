@@ -19,7 +19,7 @@ from ppo_repro.runs import checkpoint
 from ppo_repro.runs.checkpoint import Start, load_start
 from ppo_repro.runs.language import LanguageKind
 from ppo_repro.runs.run import compute_new
-from ppo_repro.runs.verify import check_contents
+from ppo_repro.runs.verify import verify
 from ppo_repro.stages.coefficients import first_coefficients
 
 WARM_START = "warm_start_steps"  # the only preparation that a fork does not repeat
@@ -30,7 +30,7 @@ def fork(kind: LanguageKind, plan: Fork, clock: Clock) -> dict[str, float]:
 
     UserError if a file of the origin is damaged. Of several processes the first one records.
     """
-    check_contents(plan.source, plan.recorded)
+    verify(plan.source, plan.recorded)
     start, inputs = _start(plan), gather(plan.config)
     digest = run_digest(inputs, plan.origin.fingerprint)
     compute_new(kind, plan.config, plan.folder, inputs, digest, clock, start, partial(_take_over, plan, start))

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from ppo_repro.config.algorithm import LoraConfig, NoValue, SeparateValue, ValueHead
+from ppo_repro.config.algorithm import LoraConfig, SeparateValue, ValueHead
 from ppo_repro.config.engine import SGLangServers
 from ppo_repro.config.reward import RewardModelFolder
 from ppo_repro.config.run import ModelFolder, RunConfig, TinyModel
@@ -64,24 +64,22 @@ class Prepared:
     lora: Lora | None  # None where all weights of the policy are trained
 
 
-def _moved(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel:
-    """The same model, with its parameters on `layout.device`; UserError if torch sees no such device."""
-    if config.layout.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("layout.device = cuda: torch sees no CUDA device here; take cpu")
-    nn.Module.to(model, config.layout.device)
-    return model
-
-
-def _source(config: RunConfig, problems: Split) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _source(
+    config: RunConfig, problems: Split, start_folder: Path | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model that policy, value model and reference are copies of at the start, before any warm start."""
-    if isinstance(config.model, ModelFolder):
-        source, tokenizer = load_folder(Path(config.model.path))
-        return _moved(source, config), tokenizer
-    assert isinstance(config.model, TinyModel)
-    tokenizer = make_tokenizer(problems.train, config.model.vocab_size, config.model.tokenizer)
-    check_spelling(tokenizer, [*problems.train, *problems.held_out])
-    model = make_model(config.model, len(tokenizer), config.numerics.max_context, tokenizer.eos_token_id, config.seed)
-    return _moved(model, config), tokenizer
+    model, max_context = config.model, config.numerics.max_context
+    if start_folder is not None:
+        source, tokenizer = load_folder(start_folder)
+    elif isinstance(model, ModelFolder):
+        source, tokenizer = load_folder(Path(model.path))
+    else:
+        tokenizer = make_tokenizer(problems.train, model.vocab_size, model.tokenizer)
+        source = make_model(model, len(tokenizer), max_context, tokenizer.eos_token_id, config.seed)
+    if isinstance(model, TinyModel):  # a fork may have other prompts
+        check_spelling(tokenizer, [*problems.train, *problems.held_out])
+    nn.Module.to(source, config.layout.device)
+    return source, tokenizer
 
 
 def _reward_model(
@@ -98,7 +96,8 @@ def _reward_model(
     if isinstance(term, RewardModelFolder):
         loaded, its_tokenizer = load_reward_model(Path(term.path), numerics.mode, numerics.max_context)
         require_same_tokens(tokenizer, its_tokenizer)
-        return _moved(loaded, config).requires_grad_(False), None
+        nn.Module.to(loaded, config.layout.device)
+        return loaded.requires_grad_(False), None
     model = make_reward_model(source, numerics.mode, numerics.max_context, config.seed)
     if term.pairs is not None:
         encode = encoder(tokenizer, config.task)
@@ -107,13 +106,9 @@ def _reward_model(
         prompts = len({pair.prompt_key for pair in given})
         pairs, eval_pairs = hold_out(given, max(1, prompts // 10), config.seed)
     else:
-        pairs, eval_pairs = (
-            pairs_by_rule(some, prompt_ids, tokenizer, count, noise, config.seed)
-            for some, count, noise in (
-                (problems.train, term.num_pairs or 0, term.label_noise),
-                (problems.held_out, EVAL_PAIRS, 0.0),
-            )
-        )
+        count, noise, seed = term.num_pairs or 0, term.label_noise, config.seed
+        pairs = pairs_by_rule(problems.train, prompt_ids, tokenizer, count, noise, seed)
+        eval_pairs = pairs_by_rule(problems.held_out, prompt_ids, tokenizer, EVAL_PAIRS, 0.0, seed)
     training = train_reward_model(model, pairs, eval_pairs, term, numerics, config.layout, config.seed, progress)
     return model.requires_grad_(False), training
 
@@ -129,7 +124,6 @@ def _networks(
     policy = make_policy(source, mode, max_context)
     reference = make_policy(source, mode, max_context).requires_grad_(False)
     lora = _adapted(policy, config.lora, config.seed, reference if share else None)
-    value_model = _value_model(config, source, policy, reward_model)
     sampled = rounded_view(policy, precision_of(config.mismatch.sampler.precision))
     if config.layout.gradient_checkpointing:
         checkpoint_gradients(trunk_of(policy))
@@ -139,13 +133,18 @@ def _networks(
         return Optimizer(module, AdamWSettings(*rates), mode, SLOTS // ranks.size, adapters)
 
     trained: nn.Module = policy
-    value_optimizer = None
-    if isinstance(config.value, ValueHead) and value_model is not None:
-        trained = nn.ModuleDict({"policy": policy, "value_head": value_model.head})
-    elif isinstance(config.value, SeparateValue) and value_model is not None:
-        begun_as = reward_model if config.value.init == "reward_model" else reference
-        base = trunk_of(begun_as) if share and begun_as is not None else None
-        adapters = _adapted(value_model, config.value.lora, config.seed, base)
+    value_model, value_optimizer = None, None
+    if isinstance(config.value, ValueHead):
+        head = make_value_head(source.config.hidden_size, config.seed).to(source.device)
+        value_model, trained = ValueModel(trunk_of(policy), head), nn.ModuleDict({"policy": policy, "value_head": head})
+    elif isinstance(config.value, SeparateValue):
+        base = reference
+        if config.value.init == "reward_model":
+            assert reward_model is not None
+            base, value_model = reward_model, value_model_from(reward_model, mode, max_context)
+        else:
+            value_model = make_value_model(source, mode, max_context, config.seed)
+        adapters = _adapted(value_model, config.value.lora, config.seed, trunk_of(base) if share else None)
         if config.layout.gradient_checkpointing:
             checkpoint_gradients(value_model.trunk)
         value_optimizer = optimizer(value_model, adapters, config.value.learning_rate)
@@ -172,21 +171,6 @@ def _adapted(model: Adaptable, config: LoraConfig | None, seed: int, base: PreTr
         return None
     lora = add_lora(model, config.rank, config.alpha, config.target_modules, seed)
     return lora if base is None else share_frozen(model, base, lora)
-
-
-def _value_model(
-    config: RunConfig, source: PreTrainedModel, policy: PreTrainedModel, reward_model: PreTrainedModel | None
-) -> ValueModel | None:
-    mode, max_context = config.numerics.mode, config.numerics.max_context
-    if isinstance(config.value, NoValue):
-        return None
-    if isinstance(config.value, ValueHead):
-        head = make_value_head(source.config.hidden_size, config.seed)
-        return ValueModel(trunk_of(policy), head.to(source.device))
-    if config.value.init == "reward_model":
-        assert reward_model is not None
-        return value_model_from(reward_model, mode, max_context)
-    return make_value_model(source, mode, max_context, config.seed)
 
 
 def _check_routes(config: RunConfig, source: PreTrainedModel) -> None:
@@ -230,6 +214,8 @@ def prepare(
     """
     numerics = config.numerics
     library.use_threads(config.layout.threads, numerics.mode == "native" or config.mismatch.sampler.stock is not None)
+    if config.layout.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("layout.device = cuda: torch sees no CUDA device here; take cpu")
     disable_progress_bar()  # the run shows its own
     process = UserProcess()
     judge = load_judge(config.reward, process)
@@ -237,13 +223,7 @@ def prepare(
     problems = brought.problems
     judge = for_source(judge, brought, config.task)
     check_functions(judge, brought, problems.train)
-    if start_folder is None:
-        source, tokenizer = _source(config, problems)
-    else:
-        source, tokenizer = load_folder(start_folder)
-        _moved(source, config)
-        if isinstance(config.model, TinyModel):  # a fork may have other prompts
-            check_spelling(tokenizer, [*problems.train, *problems.held_out])
+    source, tokenizer = _source(config, problems, start_folder)
     # before the minutes that a warm start takes
     vocab_size, encode = source.config.vocab_size, encoder(tokenizer, config.task)
     ids = encode_all([*problems.train, *problems.held_out], encode, config, vocab_size)

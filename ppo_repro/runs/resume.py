@@ -36,7 +36,7 @@ from ppo_repro.runs.checkpoint import load_newest, load_start
 from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.kind import Config, Item, RunKind
 from ppo_repro.runs.run import execute, mark_ended, require_same_start, work_along
-from ppo_repro.runs.verify import check_contents, remove_unfinished
+from ppo_repro.runs.verify import remove_unfinished, verify
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def resume(
             work_along(opened)
             return resumed
         files = _files_to_go_on_with(run_dir, recorded, resumed.start)
-        contents = check_contents(run_dir, recorded.model_copy(update={"files": files}))
+        contents = verify(run_dir, recorded.model_copy(update={"files": files}))
         clock.lap("inputs")
         environment = {**describe_environment(config, ranks.size), STARTED: as_text(clock.started)}
         tree = {"iteration": resumed.start, "overrides": list(overrides), "environment": environment}

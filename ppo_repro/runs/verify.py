@@ -53,16 +53,12 @@ class Verified:
         return lines
 
 
-def verify(run_dir: Path) -> Verified:
-    """Compare every recorded file of a run folder with its digest; UserError names the first damaged one.
+def verify(run_dir: Path, recorded: Manifest | None = None) -> Verified:
+    """Compare every file with its digest; UserError names the first one that is damaged, missing or not of the run.
 
-    Nothing is computed again; `rerun` does that.
+    Nothing is computed again; `rerun` does that. `recorded`: the manifest, None: as it is in the folder.
     """
-    return check_contents(run_dir, manifest.load(run_dir))
-
-
-def check_contents(run_dir: Path, recorded: Manifest) -> Verified:
-    """Compare every file with its digest; UserError names the first one that is damaged, missing or not of the run."""
+    recorded = recorded or manifest.load(run_dir)
     check_links(run_dir)
     tables = {file.path(Path()).as_posix(): file.entry.file_digest for file in manifest.recorded_tables(recorded)}
     digests = {**recorded.notes, **recorded.files, **tables}

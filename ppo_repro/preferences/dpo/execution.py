@@ -36,7 +36,7 @@ from ppo_repro.preferences.training import (
 from ppo_repro.ranks import ALONE
 from ppo_repro.records import reader, schema
 from ppo_repro.records.arrow import to_arrow
-from ppo_repro.records.columns import Columns, pair_columns, rows_of
+from ppo_repro.records.columns import Columns, pair_columns, rows_of, tables_at
 from ppo_repro.records.folder import CONFIG_NAME, FINAL, REFERENCE
 from ppo_repro.records.inputs import located_tree
 from ppo_repro.runs.checkpoint import Start, listed, save_model
@@ -112,7 +112,6 @@ class DPOExecution(Execution[Epoch]):
         steps, count, held_out = item.steps, len(item.margins), item.margins[self.trained :]
         columns: dict[str, Columns] = {
             "margins": {
-                "iteration": [item.index] * count,
                 "pair": range(count),
                 "held_out": np.arange(count) >= self.trained,
                 "chosen_logprobs": item.logprobs[0].numpy(),
@@ -120,12 +119,10 @@ class DPOExecution(Execution[Epoch]):
                 "margins": item.margins.numpy(),
             },
             "steps": {
-                "iteration": [item.index] * len(steps),
                 **rows_of(schema.DPO_STEPS, steps),
                 "policy_digest": [step.digest for step in steps],
             },
             "iterations": {
-                "iteration": [item.index],
                 "pairs": [self.trained],
                 "loss": [mean_of(torch.tensor([loss for step in steps for loss in step.losses], dtype=torch.float64))],
                 "margin": [mean_of(item.margins[: self.trained])],
@@ -136,7 +133,7 @@ class DPOExecution(Execution[Epoch]):
                 "ended_at": [moment()],
             },
         }
-        return {table.name: to_arrow(table, columns[table.name]) for table in schema.DPO_TABLES}
+        return tables_at(item.index, schema.DPO_TABLES, columns)
 
     def progress(self, item: Epoch) -> str:
         in_order = preference_accuracy(item.margins[self.trained :])

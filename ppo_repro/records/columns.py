@@ -78,8 +78,10 @@ def int32(values: Any) -> np.ndarray:
 def fields_of(table: schema.Table, *stages: Any) -> Columns:
     """The columns that are fields of a stage by the same name; the rows of a matrix become lists."""
     found = {c.name: getattr(stage, c.name) for stage in stages for c in table.columns if hasattr(stage, c.name)}
-    arrays = {name: value.numpy() if isinstance(value, Tensor) else value for name, value in found.items()}
-    return {name: list(array) if np.ndim(array) == 2 else array for name, array in arrays.items()}
+    for name, value in found.items():
+        if isinstance(value, Tensor):
+            found[name] = list(value.numpy()) if value.dim() == 2 else value.numpy()
+    return found
 
 
 def rows_of(table: schema.Table, items: Sequence[Any]) -> Columns:
@@ -269,6 +271,7 @@ def _iteration(item: Iteration, config: RunConfig) -> Columns:
     count, tokens = len(rollout.lengths), len(rollout.response_ids)
     first, ref_kl, explained = item.updates[0], mean_of(forward.ref_kl), None
     assert first.policy is not None
+    again = None if first.value is None else first.value.new_values
     if forward.values is not None and returns is not None:
         explained = explained_variance(forward.values, returns)
     row: Columns = {
@@ -285,9 +288,7 @@ def _iteration(item: Iteration, config: RunConfig) -> Columns:
         "ref_kl_per_token": ref_kl,
         "ref_kl_per_sequence": ref_kl * tokens / count,
         "explained_variance": explained,
-        **agreement(
-            rollout, forward, first.tokens, first.policy.ratios, None if first.value is None else first.value.new_values
-        ),
+        **agreement(rollout, forward, first.tokens, first.policy.ratios, again),
         "eval_accuracy": evaluation.accuracy if evaluation else None,
         "eval_score": evaluation.score if evaluation else None,
         **{f"seconds_{phase}": seconds for phase, seconds in item.seconds.items()},

@@ -19,7 +19,7 @@ from torch import Tensor
 from ppo_repro.clock import OTHER, Clock
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.control.buffers import Advantages, ControlIteration, ForwardPass, MinibatchUpdate, Rollout
-from ppo_repro.control.environments import Environments, make_environments
+from ppo_repro.control.environments import Environments
 from ppo_repro.control.networks import Agent
 from ppo_repro.numerics import library
 from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, weights_digest
@@ -49,7 +49,7 @@ def prepare(config: ControlConfig) -> ControlState:
     """Environments, networks and optimizer before the first iteration; UserError for what the user must correct."""
     ppo = config.ppo
     library.use_threads(config.layout.threads, config.numerics.mode == "native")
-    environments = make_environments(config.environment.id, config.environment.num_envs, "training", config.seed)
+    environments = Environments(config.environment.id, config.environment.num_envs, "training", config.seed)
     size = environments.observations.shape[1]
     agent = Agent(size, environments.actions, config.network, config.numerics.mode, config.seed)
     settings = AdamWSettings(ppo.learning_rate, 0.9, 0.999, ppo.adam_eps, 0.0, ppo.max_grad_norm)
@@ -97,7 +97,7 @@ def evaluate(config: ControlConfig, agent: Agent) -> float:
     count = config.evaluation.episodes
     if count == 0:
         return math.nan
-    environments = make_environments(config.environment.id, count, "evaluation", config.seed)
+    environments = Environments(config.environment.id, count, "evaluation", config.seed)
     returns: dict[int, float] = {}
     while len(returns) < count:
         outputs = agent.policy(torch.from_numpy(environments.observations.copy()))

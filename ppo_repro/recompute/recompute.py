@@ -35,7 +35,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.faults.trainer import with_loss_mask
 from ppo_repro.loop import policy_loss, value_loss
-from ppo_repro.records import manifest, reader, schema
+from ppo_repro.records import manifest, reader
 from ppo_repro.records.columns import SPANS, iteration_tables
 from ppo_repro.records.diff import Difference, first_table_difference
 from ppo_repro.records.folder import FORKED_FROM, load_recorded_config
@@ -387,28 +387,22 @@ def _compare(
     config: RunConfig, recorded: Manifest, records: Records, computed: Mapping[str, pa.Table], stage: Stage
 ) -> tuple[int, Difference | None]:
     """How many values of a stage were compared, and the first difference."""
+    skipped = {("updates", "kl_terms")} if _has_exact_kl(config) else set()
+    if "evaluations" not in records.tables:
+        skipped |= {("iterations", "eval_accuracy"), ("iterations", "eval_score")}
     count = 0
     for table in manifest.tables_of(recorded):
-        compared = _compared_columns(config, records, table, COMPUTED[stage].get(table.name, ()))
+        # those that were recorded; null in every row counts where level lean has them too
+        compared = tuple(
+            column
+            for column in table.columns
+            if column.name in COMPUTED[stage].get(table.name, ())
+            and (table.name, column.name) not in skipped
+            and (column.in_fingerprint or records.has(table.name, column.name))
+        )
         left, right = records.tables[table.name], computed[table.name]
         difference = first_table_difference(replace(table, columns=compared), left, right, records.iteration)
         if difference is not None:
             return count, difference
-        count += sum(int(np.count_nonzero(left.column(c.name).is_valid().to_numpy())) for c in compared)
+        count += sum(len(left) - left.column(column.name).null_count for column in compared)
     return count, None
-
-
-def _compared_columns(
-    config: RunConfig, records: Records, table: schema.Table, names: Collection[str]
-) -> tuple[schema.Column, ...]:
-    """The columns that were recorded and are computed here; null in every row counts where level lean has them too."""
-    inputs = {("updates", "kl_terms")} if _has_exact_kl(config) else set()
-    if "evaluations" not in records.tables:
-        inputs |= {("iterations", "eval_accuracy"), ("iterations", "eval_score")}
-    return tuple(
-        column
-        for column in table.columns
-        if column.name in names
-        and (table.name, column.name) not in inputs
-        and (column.in_fingerprint or records.has(table.name, column.name))
-    )

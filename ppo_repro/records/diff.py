@@ -13,9 +13,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ppo_repro.config.yaml_text import read_yaml
 from ppo_repro.errors import UserError
 from ppo_repro.records import digests, manifest, reader, schema
-from ppo_repro.records.folder import recorded_tree
+from ppo_repro.records.folder import check_config
 from ppo_repro.records.inputs import changes, flat
 from ppo_repro.records.manifest import Manifest
 
@@ -76,7 +77,7 @@ def setup_changes(left_dir: Path, right_dir: Path) -> dict[str, list[Any]]:
     setups = []
     for run_dir in (left_dir, right_dir):
         head = manifest.load_head(run_dir)
-        setup = {**flat(recorded_tree(run_dir, head)), **head.inputs}
+        setup = {**flat(read_yaml(check_config(run_dir, head))), **head.inputs}
         if head.origin is not None:
             setup["origin"] = f"{Path(head.origin.run).name} after iteration {head.origin.iteration}"
         setups.append(setup)

@@ -16,7 +16,6 @@ from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import build_config, build_config_of, read_tree, read_tree_for
 from ppo_repro.config.run import RunConfig
-from ppo_repro.config.yaml_text import read_yaml
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.manifest import Head
 
@@ -63,12 +62,6 @@ def load_recorded_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> 
     """The configuration a language run was started with; UserError where it or the manifest is missing or damaged."""
     path = check_config(Path(run_dir), manifest.load_head(Path(run_dir)))
     return build_config(read_tree_for("run", path, overrides), str(path))
-
-
-def recorded_tree(run_dir: Path, recorded: Head) -> dict[str, Any]:
-    """config.yaml as it is written, its paths not resolved; UserError where it is missing or damaged."""
-    tree: dict[str, Any] = read_yaml(check_config(run_dir, recorded))
-    return tree
 
 
 def load_config_of(run_dir: Path, recorded: Head) -> RunConfig | ControlConfig | DPOConfig:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.config.control import ControlConfig
-from ppo_repro.control.environments import make_environments
+from ppo_repro.control.environments import Environments
 from ppo_repro.control.loop import ControlState, compute_advantages, forward_pass, prepare, roll_out
 from ppo_repro.errors import UserError
 from tests.support.control import small_control
@@ -80,7 +80,7 @@ def test_actions_are_clipped_to_their_space_and_recorded_as_drawn() -> None:
     rollout = roll_out(config, state.agent, state.environments, 0)
     drawn = rollout.actions[:, 0]
     assert drawn.abs().max() > 2, "or nothing was clipped"
-    env = make_environments("Pendulum-v1", 2, "training", config.seed).slots[0].env
+    env = Environments("Pendulum-v1", 2, "training", config.seed).slots[0].env
     for t in range(5):
         observation, reward, *_ = env.step(np.clip(rollout.actions[t].numpy(), -2.0, 2.0))
         assert rollout.rewards[t].item() == np.float32(reward)
@@ -98,7 +98,7 @@ def test_actions_are_clipped_to_their_space_and_recorded_as_drawn() -> None:
 )
 def test_environments_that_are_refused(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        make_environments(name, 1, "training", 0)
+        Environments(name, 1, "training", 0)
     assert "environment.id" in str(caught.value) and "\n" not in str(caught.value)
 
 

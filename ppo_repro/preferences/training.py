@@ -88,7 +88,9 @@ def preference_steps(
 
         def backward(indices: list[int] = indices, by_chunk: list[tuple[Tensor, Tensor]] = by_chunk) -> None:
             for chunk in chunks(range(len(indices)), pairs_at_once(micro_batch)):
-                losses, margins = losses_of([indices[i] for i in chunk], _pair_slots(chunk, len(indices)))
+                *own, last = slots_of(chunk, len(indices), SLOTS)
+                slots = ints([*np.repeat(own, 2), last])  # both sequences of a pair are in one
+                losses, margins = losses_of([indices[i] for i in chunk], slots)
                 torch.autograd.backward(losses, torch.full_like(losses, 1.0 / len(indices)))
                 by_chunk.append((losses.detach(), margins.detach()))
 
@@ -107,12 +109,6 @@ def preference_steps(
             losses=tuple(losses.tolist()),
             margins=tuple(margins.tolist()),
         )
-
-
-def _pair_slots(pairs: Sequence[int], minibatch: int) -> Ints:
-    """Slots [2 m + 1] of both sequences of some pairs of a minibatch, as in `Rows`: a pair is in one slot."""
-    *own, last = slots_of(pairs, minibatch, SLOTS)
-    return ints([*np.repeat(own, 2), last])
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
@@ -100,11 +99,13 @@ def save(saved: Checkpoint, path: Path) -> str:
     groups = {"policy": saved.policy, "value_model": saved.value_model, "versions": saved.versions}
     for name, state in optimizers.items():
         groups |= {f"{name}.first": state.first, f"{name}.second": state.second, f"{name}.factors": state.factors}
+    now, returns = saved.coefficients, saved.coefficients.returns
+    numbers = now.kl_coef, now.clip_range, now.penalty_coef, returns.mean, returns.squares
     content = {
         "iteration": saved.iteration,
         "chain": saved.chain,
         "task": saved.task,
-        "coefficients": _coefficients_tree(saved.coefficients),
+        "coefficients": {"numbers": [number.hex() for number in numbers], "return_count": returns.count},
         "steps": {name: dict(state.steps) for name, state in optimizers.items()},
     }
     tensors = {f"{group}:{name}": tensor for group, named in groups.items() for name, tensor in named.items()}
@@ -138,6 +139,8 @@ def load(path: Path, digest: str) -> Checkpoint:
             found = f"{name} = {metadata[name]!r}, this ppo_repro has {expected!r}"
             raise UserError(f"{path}: {found}; resume with the version that wrote it")
     content = json.loads(metadata["checkpoint"])
+    *coefficients, mean, squares = map(float.fromhex, content["coefficients"]["numbers"])
+    returns = ReturnStatistics(content["coefficients"]["return_count"], mean, squares)
 
     def optimizer(name: str) -> OptimizerState:
         first, second, factors = (tensors.get(f"{name}.{of}", {}) for of in ("first", "second", "factors"))
@@ -151,7 +154,7 @@ def load(path: Path, digest: str) -> Checkpoint:
         value_model=tensors.get("value_model", {}),
         policy_optimizer=optimizer("policy_optimizer"),
         value_optimizer=optimizer("value_optimizer"),
-        coefficients=_coefficients(content["coefficients"]),
+        coefficients=Coefficients(*coefficients, returns),
         versions=tensors.get("versions", {}),
     )
 
@@ -179,24 +182,21 @@ def load_newest(run_dir: Path, recorded: Manifest) -> Start | None:
 def load_start(run_dir: Path, recorded: Manifest, name: str | None) -> Start:
     """What the checkpoint of this name below the run folder holds, None: what the run ended with.
 
-    UserError where a file of it is damaged, or the end was not kept.
+    UserError where a file of it is damaged.
     """
-    saved = _load_end(run_dir, recorded) if name is None else load(run_dir / name, recorded.files[name])
-    kept = f"{REFERENCE}/{SUMS_NAME}" in recorded.files
-    if kept:
+    if name is None:
+        check_sums(run_dir / FINAL)
+        files, value = sorted((run_dir / FINAL).glob("*.safetensors")), run_dir / VALUE_MODEL
+        policy = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        value_model = load_value_parameters(value) if value.is_dir() else {}
+        state = load(run_dir / FINAL_STATE, recorded.files[FINAL_STATE])
+        saved = replace(state, policy=policy, value_model=value_model)
+    else:
+        saved = load(run_dir / name, recorded.files[name])
+    is_kept = f"{REFERENCE}/{SUMS_NAME}" in recorded.files
+    if is_kept:
         check_sums(run_dir / REFERENCE)
-    return Start(saved, run_dir / REFERENCE if kept else None)
-
-
-def _load_end(run_dir: Path, recorded: Manifest) -> Checkpoint:
-    """The final state with the weights of the trained models."""
-    path, policy, value = (run_dir / name for name in (FINAL_STATE, FINAL, VALUE_MODEL))
-    if FINAL_STATE not in recorded.files:
-        raise UserError(f"{path}: is not there; only runs with checkpoints.final_state that are finished have it")
-    check_sums(policy)
-    weights = {n: t for file in sorted(policy.glob("*.safetensors")) for n, t in load_file(file).items()}
-    value_model = load_value_parameters(value) if value.is_dir() else {}
-    return replace(load(path, recorded.files[FINAL_STATE]), policy=weights, value_model=value_model)
+    return Start(saved, run_dir / REFERENCE if is_kept else None)
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -211,15 +211,3 @@ def listed(run_dir: Path, *folders: Path) -> dict[str, str]:
     """SHA-256 of the SHA256SUMS of folders by path below the run folder, as the manifest lists them."""
     sums = [folder / SUMS_NAME for folder in folders]
     return {path.relative_to(run_dir).as_posix(): file_digest(path) for path in sums}
-
-
-def _coefficients_tree(coefficients: Coefficients) -> dict[str, Any]:
-    """Numbers as float.hex."""
-    returns = coefficients.returns
-    numbers = (coefficients.kl_coef, coefficients.clip_range, coefficients.penalty_coef, returns.mean, returns.squares)
-    return {"numbers": [number.hex() for number in numbers], "return_count": returns.count}
-
-
-def _coefficients(tree: Mapping[str, Any]) -> Coefficients:
-    kl_coef, clip_range, penalty_coef, mean, squares = map(float.fromhex, tree["numbers"])
-    return Coefficients(kl_coef, clip_range, penalty_coef, ReturnStatistics(tree["return_count"], mean, squares))

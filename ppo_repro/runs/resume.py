@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-
-import pyarrow as pa
 
 from ppo_repro.clock import Clock, as_text
 from ppo_repro.config.engine import SGLangServers
@@ -196,17 +194,12 @@ def rerun(
         for item in execution.iterations():
             tables = execution.tables(item)
             difference = first(from_recorded, run_dir, recorded, item.index, tables)
-            fingerprint = first(_next_link, recorded, tables, fingerprint)
+            results = {t.name: digests.table_digest(t, tables[t.name]) for t in manifest.tables_of(recorded)}
+            fingerprint = digests.chain(fingerprint, results)
             if difference is not None:
                 return Rerun(difference, fingerprint, item.index + 1 - begun)
             kind.watcher.iteration(item.index + 1, config.iterations, execution.progress(item))
-        results, side_tables = execution.ending(Clock())
+        final, side_tables = execution.ending(Clock())
     difference = first(from_recorded, run_dir, recorded, recorded.num_iterations, side_tables)
-    difference = difference or first_final_difference(recorded.final, results)
-    return Rerun(difference, manifest.finished_fingerprint(fingerprint, results), config.iterations - begun)
-
-
-def _next_link(recorded: Manifest, tables: Mapping[str, pa.Table], fingerprint: str) -> str:
-    """The fingerprint with the tables of one more iteration."""
-    links = {t.name: digests.table_digest(t, tables[t.name]) for t in manifest.tables_of(recorded)}
-    return digests.chain(fingerprint, links)
+    difference = difference or first_final_difference(recorded.final, final)
+    return Rerun(difference, manifest.finished_fingerprint(fingerprint, final), config.iterations - begun)

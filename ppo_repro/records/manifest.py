@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -210,16 +211,9 @@ def read_log(run_dir: Path, count: int, size: int, digest: str) -> tuple[Iterati
             lines = file.read(size).splitlines(keepends=True)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); restore it") from error
-    found, entries = "", []
-    for number, line in enumerate(lines, 1):
-        found = extended(found, line)
-        try:
-            entries.append(_ENTRY.validate_json(line.rpartition(b',"sha256":')[0] + b"}"))
-        except ValueError as error:
-            raise UserError(f"{path}: line {number}: {str(error).splitlines()[0]}; {_LOG_DAMAGED}") from error
-    if found != digest or len(entries) != count:
+    if len(lines) != count or reduce(extended, lines, "") != digest:
         raise UserError(f"{path}: is not the {count} lines in {size} bytes that the manifest counts; {_LOG_DAMAGED}")
-    return tuple(entries)
+    return tuple(_ENTRY.validate_json(line.rpartition(b',"sha256":')[0] + b"}") for line in lines)
 
 
 def finished_fingerprint(last_link: str, final: Mapping[str, float | int | str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 from ppo_repro.clock import Clock
@@ -69,9 +69,6 @@ def _take_over(plan: Fork, start: Start, folder: Path) -> int:
     except OSError as error:
         raise UserError(f"{plan.folder}: cannot be made ({error.strerror}); choose another --out") from error
     atomic_write(folder / manifest.LOG_NAME, b"".join(lines))
-    digest = ""
-    for line in lines:
-        digest = manifest.extended(digest, line)
     head = manifest.load_head(folder)
     files = {**head.files, FORKED_FROM: checkpoint.save(start.checkpoint, folder / FORKED_FROM)}
     if start.reference is not None:
@@ -83,7 +80,7 @@ def _take_over(plan: Fork, start: Start, folder: Path) -> int:
         "preparation": {name: entry for name, entry in recorded.preparation.items() if name == WARM_START},
         "num_iterations": at,
         "log_bytes": sum(map(len, lines)),
-        "log_digest": digest,
+        "log_digest": reduce(manifest.extended, lines, ""),
         "fingerprint": plan.origin.fingerprint,
     }
     manifest.save(head.model_copy(update=changes), folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,10 +58,10 @@ def check_config(run_dir: Path, recorded: Head) -> Path:
     return run_dir / CONFIG_NAME
 
 
-def load_recorded_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+def load_recorded_config(run_dir: Path | str) -> RunConfig:
     """The configuration a language run was started with; UserError where it or the manifest is missing or damaged."""
     path = check_config(Path(run_dir), manifest.load_head(Path(run_dir)))
-    return build_config(read_tree_for("run", path, overrides), str(path))
+    return build_config(read_tree_for("run", path), str(path))
 
 
 def load_config_of(run_dir: Path, recorded: Head) -> RunConfig | ControlConfig | DPOConfig:

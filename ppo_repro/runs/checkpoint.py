@@ -139,7 +139,7 @@ def load(path: Path, digest: str) -> Checkpoint:
             found = f"{name} = {metadata[name]!r}, this ppo_repro has {expected!r}"
             raise UserError(f"{path}: {found}; resume with the version that wrote it")
     content = json.loads(metadata["checkpoint"])
-    *coefficients, mean, squares = map(float.fromhex, content["coefficients"]["numbers"])
+    kl_coef, clip_range, penalty_coef, mean, squares = map(float.fromhex, content["coefficients"]["numbers"])
     returns = ReturnStatistics(content["coefficients"]["return_count"], mean, squares)
 
     def optimizer(name: str) -> OptimizerState:
@@ -154,7 +154,7 @@ def load(path: Path, digest: str) -> Checkpoint:
         value_model=tensors.get("value_model", {}),
         policy_optimizer=optimizer("policy_optimizer"),
         value_optimizer=optimizer("value_optimizer"),
-        coefficients=Coefficients(*coefficients, returns),
+        coefficients=Coefficients(kl_coef, clip_range, penalty_coef, returns),
         versions=tensors.get("versions", {}),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +32,6 @@ from ppo_repro.preferences.training import (
     dpo_losses_of,
     pair_logprobs,
     preference_steps,
-    steps_of,
 )
 from ppo_repro.ranks import ALONE
 from ppo_repro.records import reader, schema
@@ -83,7 +83,7 @@ class DPOExecution(Execution[Epoch]):
         config, policy, pairs, trained = self.config, self.policy, self.pairs, self.trained
         dpo, layout, mode = config.dpo, config.layout, config.numerics.mode
         losses_of = dpo_losses_of(policy, pairs, self.reference, dpo.beta, self.temperature, mode, layout.padding)
-        per_epoch = steps_of(trained, dpo.minibatch_size)
+        per_epoch = math.ceil(trained / dpo.minibatch_size)
         about = trained, dpo.minibatch_size, layout.update_micro_batch, config.seed
         for epoch in range(dpo.epochs):
             clock = Clock()

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,13 @@ LOCK_NAME = "lock"
 SUMS_NAME = "SHA256SUMS"
 OWN_DIGEST = "sha256"  # the field of a JSON file that has the digest of the file without it
 _RESTORE = "restore it, or remove the sums if you changed the folder yourself"
+
+
+def check_path(text: str) -> str:
+    """The text; ValueError if it cannot be a path of this machine."""
+    if "://" in text or re.search("[\0\ud800-\udfff]", text):
+        raise ValueError("must be a path on this machine, in UTF-8")
+    return text
 
 
 def atomic_write(path: Path, data: bytes | memoryview) -> None:

@@ -7,7 +7,9 @@ allowed length, in native numerics from what the kernels would need.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
@@ -17,8 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ppo_repro.config.algorithm import KLInLoss, SeparateValue
-from ppo_repro.config.reward import RewardModelFolder
-from ppo_repro.config.run import ModelFolder, RunConfig
+from ppo_repro.config.run import ControlConfig, DPOConfig, ModelFolder, RunConfig
+from ppo_repro.config.tasks import RewardModelFolder
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import read_model_config
 from ppo_repro.models.lora import choose_layers, shape_of
@@ -28,6 +30,7 @@ from ppo_repro.numerics.description import activation_of, check_config
 from ppo_repro.numerics.families import CAUSAL_MODELS, CLASSIFIERS, check_visibility, head_of, trunk_of
 from ppo_repro.numerics.network import KEEP_ALL, KEEP_INPUTS, KEEP_NOTHING, Lowered, Network
 from ppo_repro.numerics.optimizer import SLOTS
+from ppo_repro.output import say
 from ppo_repro.stages.chunks import LOGITS_AT_ONCE
 
 PHASES = ("loading", "rollout", "scoring", "update")
@@ -252,3 +255,28 @@ def lines(plan: Plan) -> list[str]:
     out += ["", *(f"{label:<16}" + "".join(f"{cell:>12}" for cell in cells) for label, cells in table.items())]
     out.append(f"peak, up to about {size(plan.peak)}: the largest phase, and {size(PROCESS)} of the process itself")
     return out
+
+
+def memory_limit() -> int | None:
+    """Bytes of this machine, or of its control group if it has fewer; None if they are not known."""
+    limits = []
+    with suppress(OSError, ValueError):
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for name in ("memory/memory.limit_in_bytes", "memory.max"):
+        with suppress(OSError, ValueError):
+            limits.append(int((Path("/sys/fs/cgroup") / name).read_text()))
+    return min(limits, default=None)
+
+
+def require_memory(config: RunConfig | ControlConfig | DPOConfig, processes: int) -> None:
+    """UserError if a language run certainly needs more than there is; a warning if only the estimate is more."""
+    limit = memory_limit()
+    if limit is None or not isinstance(config, RunConfig) or config.layout.device != "cpu":
+        return
+    plan = plan_run(config, processes)
+    each = f" in each of {processes} processes" if processes > 1 else ""
+    words = f"{size(limit)} at most, and {in_words(plan)}{each}"
+    if processes * plan.certain > limit:
+        raise UserError(f"not enough memory: {words}")
+    if processes * plan.peak > limit:
+        say(f"memory may run out: {words}")

@@ -1,21 +1,30 @@
-"""The memory plan: what real models hold, and what a real run needs."""
+"""The memory plan: what real models hold, what a real run needs, and what is said where there is too little."""
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
+import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from experiments.benchmarks import peak
 from ppo_repro.commands.cli import _run
 from ppo_repro.config.files import load_config
-from ppo_repro.errors import UserError
-from ppo_repro.plan import FLOAT, PHASES, PROCESS, as_json, plan_run
+from ppo_repro.errors import OUT_OF_MEMORY, UserError
+from ppo_repro.plan import FLOAT, PHASES, PROCESS, as_json, plan_run, require_memory
+from ppo_repro.runs import run as runner
 from ppo_repro.runs.prepare import prepare
+from tests.support.cli import Cli, one_line
 from tests.support.models import CLASSES, CONFIGS
+from tests.support.paths import SMALL
 from tests.support.runs import small_config
 
 LORA = "{rank: 2, alpha: 4.0}"
@@ -108,3 +117,49 @@ def test_what_cannot_be_planned_is_refused_in_one_line(tmp_path: Path) -> None:
 def test_smaller_passes_need_less_and_the_same_stays(override: str, phase: str) -> None:
     usual, found = plan_run(small_config()), plan_run(small_config(override))
     assert found.rows["moments"] == usual.rows["moments"] and found.total(phase) < usual.total(phase)
+
+
+FAR_TOO_MUCH = 1 << 55
+ERRORS = (
+    pa.ArrowMemoryError("malloc of size 64 failed"),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    SafetensorError("I/O error: Cannot allocate memory (os error 12)"),
+)
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+FAILURES = [
+    lambda: torch.empty(FAR_TOO_MUCH, dtype=torch.uint8),
+    lambda: np.empty(FAR_TOO_MUCH, np.uint8),
+    lambda: bytearray(FAR_TOO_MUCH),
+    *(partial(fail, error) for error in ERRORS),
+]
+
+
+@pytest.mark.parametrize("number", range(len(FAILURES)))
+def test_every_kind_of_failed_allocation_is_one_line(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
+    monkeypatch.setattr(runner, "execute", lambda *arguments: FAILURES[number]())
+    code, _, err = cli("run", SMALL, "--out", tmp_path)
+    assert code == 2 and one_line(err) == f"error: {OUT_OF_MEMORY}"
+    assert [path for path in tmp_path.rglob("*") if path.is_file() or path.name.startswith("seed")] == []
+
+
+def test_what_cannot_fit_is_refused_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cli: Cli
+) -> None:
+    config, plan = small_config(), plan_run(small_config())
+    monkeypatch.setattr("ppo_repro.plan.memory_limit", lambda: plan.certain - 1)
+    code, _, err = cli("run", SMALL, "--out", tmp_path)
+    assert code == 2 and one_line(err).startswith("error: not enough memory: ") and not list(tmp_path.iterdir())
+    for limit, warned in ((plan.peak - 1, True), (plan.peak, False)):
+        monkeypatch.setattr("ppo_repro.plan.memory_limit", lambda limit=limit: limit)
+        require_memory(config, 1)
+        assert capsys.readouterr().err.startswith("memory may run out: ") is warned
+    monkeypatch.setattr("ppo_repro.plan.memory_limit", lambda: plan.certain)
+    with pytest.raises(UserError, match="in each of 2 processes"):
+        require_memory(config, 2)

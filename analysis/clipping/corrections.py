@@ -11,7 +11,7 @@ import pandas as pd
 
 from analysis.clipping.flags import ratios_of
 from analysis.clipping.update_rows import Bool, Float64, column
-from ppo_repro.config.objectives import ImportanceWeights, Rejection
+from ppo_repro.config.algorithm import ImportanceWeights, Rejection
 from ppo_repro.config.run import RunConfig
 
 WEIGHTLESS = ("masked_high", "masked_low", "rejected")  # the weight is 0

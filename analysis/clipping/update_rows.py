@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.config.algorithm import NoValue
-from ppo_repro.config.objectives import AdaptiveClipObjective, ClipObjective
+from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective, NoValue
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader

@@ -21,10 +21,9 @@ from analysis.report.page import Card, Figure, Section, Verdict, facts_html, fol
 from analysis.report.samples import samples_section
 from analysis.report.scan import DELTA_EDGES, FLAGS, Scan, scan_run, summary_tables
 from analysis.words import terms
-from ppo_repro.config.files import load_dpo_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
-from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME, by_phase, phases_of, read_note
+from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME, by_phase, load_config_of, phases_of, read_note
 from ppo_repro.runs.summary import summarise
 
 # the two curves of the first screen, by what the chart calls them
@@ -170,7 +169,7 @@ def dpo_page(folder: Path) -> str:
     """The report of one DPO run as HTML; the same records give the same bytes."""
     recorded = reader.open_manifest(folder)
     text = reader.read_checked(folder / CONFIG_NAME, recorded.files[CONFIG_NAME]).decode()
-    config, environment = load_dpo_config(folder / CONFIG_NAME), read_note(folder, recorded, ENVIRONMENT_NAME)
+    config, environment = load_config_of(folder, recorded), read_note(folder, recorded, ENVIRONMENT_NAME)
     steps, last = reader.read_steps(folder), [recorded.num_iterations - 1]
     pairs = reader.read_table("margins", folder, iterations=last, columns=["held_out", "margins"])
     name = f"{config.experiment}/{folder.resolve().name}"

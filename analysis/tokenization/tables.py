@@ -20,7 +20,7 @@ from analysis.tokenization.retokenize import AUDIT_COLUMNS, drift_summary, retok
 from analysis.tokenization.summary import summary_table
 from analysis.tokenization.tokenizer import RecordedTokenizer, recorded_tokenizer
 from analysis.tokenization.words import BOUNDARIES, Boundary
-from ppo_repro.config.objectives import AdaptiveClipObjective, ClipObjective
+from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.output import Parser, tell

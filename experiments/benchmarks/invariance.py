@@ -18,8 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppo_repro.config.files import load_config
-from ppo_repro.config.inputs import run_folder
+from ppo_repro.config.files import load_config, run_folder
 from ppo_repro.errors import PromiseBroken
 from ppo_repro.numerics import build, library
 from ppo_repro.records import reader

@@ -19,8 +19,7 @@ from experiments.benchmarks.peers import environment, process
 from experiments.benchmarks.timing import Cost, Measured
 from experiments.benchmarks.workload import SIZES, USUAL, Work
 from ppo_repro.buffers import Iteration
-from ppo_repro.config.files import LANGUAGE, load_config
-from ppo_repro.config.inputs import gather
+from ppo_repro.config.files import LANGUAGE, gather, load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.loop import ppo_iterations
 from ppo_repro.numerics import library

@@ -19,8 +19,8 @@ import torch
 
 from experiments.benchmarks import timing
 from experiments.benchmarks.timing import Cost, Measured
-from ppo_repro.config.engine import SGLangServers
 from ppo_repro.config.files import load_config
+from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import RunConfig
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.sglang.client import Call

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo_repro.config.control import NetworkConfig
-from ppo_repro.config.files import load_control_config
+from ppo_repro.config.files import read_tree, validated
+from ppo_repro.config.run import ControlConfig, NetworkConfig
 from ppo_repro.control.environments import Environments
 from ppo_repro.control.kind import ControlKind
 from ppo_repro.control.networks import Agent
@@ -88,7 +88,7 @@ def run_as_printed(seed: int = 0, episodes: int = 300, max_steps: int = 500, upd
 
 def run_config(path: Path, out: Path) -> dict[str, Any]:
     """Run one of our configurations."""
-    run_dir, seconds = run(ControlKind(Watcher()), load_control_config(path), out)
+    run_dir, seconds = run(ControlKind(Watcher()), validated(ControlConfig, read_tree(path), str(path)), out)
     return summarise(run_dir, seconds).figures
 
 

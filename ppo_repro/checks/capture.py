@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppo_repro.config.layout import LayoutConfig
-from ppo_repro.config.reward import TrainedRewardModel
 from ppo_repro.config.run import RunConfig, TinyModel
+from ppo_repro.config.section import LayoutConfig
+from ppo_repro.config.tasks import TrainedRewardModel
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import policy_logits
 from ppo_repro.numerics.families import MIXTURES, trunk_of

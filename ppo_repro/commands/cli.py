@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 from ppo_repro import interrupts
 from ppo_repro.commands.arguments import build_parser
-from ppo_repro.commands.memory import OUT_OF_MEMORY
 from ppo_repro.commands.runs import fork_command, processes, rerun_command, resume_command, run_command
-from ppo_repro.errors import Mistakes, PromiseBroken, RankLost, Terminated, UserError, is_out_of_memory
+from ppo_repro.errors import OUT_OF_MEMORY, Mistakes, PromiseBroken, RankLost, Terminated, UserError, is_out_of_memory
 from ppo_repro.output import one_line, prepare_streams, say, speaks
 
 SECONDS_TO_SPEAK = 2  # a launcher ends all processes when one ends: the process that says the mistake must end first

@@ -11,7 +11,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.output import print_result, say
 
 if TYPE_CHECKING:
-    from ppo_repro.grids.engines import Engine
+    from ppo_repro.grids.cell import Engine
 
 
 def grid_command(arguments: argparse.Namespace) -> int:
@@ -52,9 +52,8 @@ def reproduce_command(arguments: argparse.Namespace) -> int:
 
 def _engine(arguments: argparse.Namespace, folder: Path) -> Engine:
     from ppo_repro.config.yaml_text import parse_yaml
-    from ppo_repro.grids.engines import Processes
-    from ppo_repro.grids.ray_tasks import Ray
-    from ppo_repro.grids.slurm import Slurm
+    from ppo_repro.grids.cell import Processes
+    from ppo_repro.grids.clusters import Ray, Slurm
 
     if arguments.ray is not None and arguments.slurm is not None:
         raise UserError("--ray and --slurm: choose one")

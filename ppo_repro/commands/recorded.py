@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ppo_repro.commands.run_folders import RUNS
 from ppo_repro.errors import UserError
 from ppo_repro.output import print_json, print_result, say, tell
-from ppo_repro.tracking.analysis_home import analysis
+from ppo_repro.tracking.follower import analysis
 
 if TYPE_CHECKING:
     from ppo_repro.records.diff import Difference

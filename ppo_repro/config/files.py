@@ -1,21 +1,23 @@
-"""Configurations from YAML and to YAML: the three kinds of run, `--set`, paths that start at a file's folder."""
+"""Configurations from YAML and to YAML: the three kinds of run, `--set`, paths, and the files that they name."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.mistakes import command_of, mistakes
-from ppo_repro.config.run import RunConfig
-from ppo_repro.config.section import Section
+from ppo_repro.config.fields import command_of, mistakes
+from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
+from ppo_repro.config.section import Experiment, Section, canonical_json, short_digest
 from ppo_repro.config.yaml_text import parse_yaml, read_yaml, write_yaml
 from ppo_repro.errors import Mistakes, UserError
+from ppo_repro.files import file_digest
 
 Kind = Literal["language", "control", "dpo"]
 LANGUAGE: Final = "language"  # PPO on a language model
@@ -23,6 +25,8 @@ CONTROL: Final = "control"  # PPO on Gymnasium environments
 DPO: Final = "dpo"  # DPO on preference pairs
 
 Model = TypeVar("Model", bound=BaseModel)
+MODELS: dict[Kind, type[RunConfig | ControlConfig | DPOConfig]]
+MODELS = {LANGUAGE: RunConfig, CONTROL: ControlConfig, DPO: DPOConfig}
 ENGINE_KIND = "rollout.engine.kind"
 PYTHON = "rollout.engine.python"  # a program, and no input
 _PACKAGE = Path(__file__).parent.parent
@@ -30,38 +34,20 @@ _PACKAGE = Path(__file__).parent.parent
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML configuration of PPO and apply `a.b=c` overrides; UserError if anything is wrong."""
-    return build_config(read_tree_for("run", path, overrides), str(path))
-
-
-def load_control_config(path: Path, overrides: Sequence[str] = ()) -> ControlConfig:
-    """`load_config` for a control configuration."""
-    return validated(ControlConfig, read_tree_for(CONTROL, path, overrides), str(path))
-
-
-def load_dpo_config(path: Path, overrides: Sequence[str] = ()) -> DPOConfig:
-    """`load_config` for a DPO configuration."""
-    return validated(DPOConfig, read_tree_for(DPO, path, overrides), str(path))
+    return build_config(read_tree(path, overrides, ("run",)), str(path))
 
 
 def load_any(path: Path, overrides: Sequence[str], command: str) -> tuple[Kind, RunConfig | ControlConfig | DPOConfig]:
     """The configuration that a command takes, with its kind: `run` takes every kind. UserError as `load_config`."""
-    tree = read_tree(path, overrides)
-    if command == "run":
-        command = other if (other := command_of(tree)) in (CONTROL, DPO) else command
-    kind: Kind = CONTROL if command == CONTROL else DPO if command == DPO else LANGUAGE
-    return kind, build_config_of(kind, _meant_for(command, path, tree), str(path))
+    tree = read_tree(path, overrides, ("run", CONTROL, DPO) if command == "run" else (command,))
+    kinds: dict[str, Kind] = {CONTROL: CONTROL, DPO: DPO}
+    kind = kinds.get(command_of(tree) or command, LANGUAGE)
+    return kind, validated(MODELS[kind], tree, str(path))
 
 
 def build_config(tree: Any, source: str) -> RunConfig:
     """The configuration of PPO from a parsed tree; UserError as `validated`."""
     return validated(RunConfig, tree, source)
-
-
-def build_config_of(kind: Kind, tree: Any, source: str) -> RunConfig | ControlConfig | DPOConfig:
-    """The configuration of a kind of run from a parsed tree; UserError as `validated`."""
-    models: dict[Kind, type[RunConfig | ControlConfig | DPOConfig]]
-    models = {LANGUAGE: RunConfig, CONTROL: ControlConfig, DPO: DPOConfig}
-    return validated(models[kind], tree, source)
 
 
 def validated(model: type[Model], tree: Any, source: str) -> Model:
@@ -78,27 +64,19 @@ def validated(model: type[Model], tree: Any, source: str) -> Model:
         raise Mistakes([f"{source}: {line}" for line in mistakes(model, tree, error)]) from error
 
 
-def read_tree_for(command: str, path: Path, overrides: Sequence[str] = ()) -> Any:
-    """`read_tree` of a file that a command takes; UserError for a file of another command."""
-    return _meant_for(command, path, read_tree(path, overrides))
+def read_tree(path: Path, overrides: Sequence[str] = (), commands: Sequence[str] = ()) -> Any:
+    """Parse a YAML file of one of `commands`, of any if there is none, and apply `a.b=c` overrides.
 
-
-def _meant_for(command: str, path: Path, tree: Any) -> Any:
-    other = command_of(tree)
-    if other not in (None, command):
-        raise UserError(f"{path}: is a file for `ppo-repro {other}`; give it to that command")
-    return tree
-
-
-def read_tree(path: Path, overrides: Sequence[str] = ()) -> Any:
-    """Parse a YAML file and apply `a.b=c` overrides; raises UserError on anything wrong.
-
-    Relative paths in the file start at its folder, paths in overrides at the current folder.
+    Relative paths in the file start at its folder, paths in overrides at the current folder. UserError if anything is
+    wrong.
     """
     tree = read_yaml(found(path))
     from_folder(tree, path.parent)
     if isinstance(tree, dict):
         apply_overrides(tree, overrides)
+    other = command_of(tree)
+    if commands and other not in (None, *commands):
+        raise UserError(f"{path}: is a file for `ppo-repro {other}`; give it to that command")
     return tree
 
 
@@ -183,3 +161,87 @@ def _entry(values: list[Any], index: str) -> Any:
 def dump_yaml(config: Section) -> str:
     """The resolved configuration as YAML that reads back to an equal config."""
     return write_yaml(config.model_dump(mode="json"))
+
+
+FOLDER = "inputs"  # of a run folder
+LARGEST_COPY = 64_000_000  # bytes
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The files that a configuration names."""
+
+    tree: Mapping[str, Any]  # the configuration as config.yaml in the run folder has it
+    copies: Mapping[str, Path]  # by name below the run folder
+    digests: Mapping[str, str]  # SHA-256 of copies by that name, and of files that stay by FIELD/FILE
+
+
+def gather(config: Experiment) -> Inputs:
+    """Read the digest of every input; UserError if a file cannot be read. What is not there is refused elsewhere."""
+    tree, copies, digests = config.model_dump(mode="json"), dict[str, Path](), dict[str, str]()
+    for field, section, name in path_fields(tree):
+        if field == PYTHON:
+            continue
+        file, function = _parts(section[name])
+        if file.is_file() and file.stat().st_size <= LARGEST_COPY:
+            digest, copy = digest_of(file), f"{FOLDER}/{file.name}"
+            number = 1
+            while digests.get(copy, digest) != digest:  # another file of that name
+                number += 1
+                copy = f"{FOLDER}/{file.stem}-{number}{file.suffix}"
+            copies[copy], digests[copy] = file, digest
+            section[name] = copy + function
+        else:
+            for path in [file] if file.is_file() else _decisive(file):
+                digests[f"{field}/{path.name}"] = digest_of(path)
+    return Inputs(tree, copies, digests)
+
+
+def _parts(value: str) -> tuple[Path, str]:
+    """File and `:FUNCTION` of a path field."""
+    file, colon, function = value.rpartition(":")
+    return (Path(file), colon + function) if colon and file.endswith(".py") else (Path(value), "")
+
+
+def _decisive(folder: Path) -> list[Path]:
+    """The files that say what a folder is: the manifest of a recorded run, or all of a model that is loaded."""
+    recorded = folder / "manifest.json"
+    if recorded.is_file() or not folder.is_dir():  # loading refuses what is no folder
+        return [recorded] if recorded.is_file() else []
+    return sorted(p for p in folder.iterdir() if p.suffix in {".json", ".safetensors", ".jinja", ".model", ".txt"})
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file, read once while it does not change; UserError if it cannot be read."""
+    try:
+        about = path.stat()
+        return _digest(path.resolve(), about.st_mtime_ns, about.st_size)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+@cache
+def _digest(path: Path, modified: int, size: int) -> str:
+    return file_digest(path)
+
+
+def run_digest(inputs: Inputs, origin: str = "") -> str:
+    """12 hex digits over configuration, inputs and origin, the fingerprint from which a fork goes on.
+
+    Paths of inputs do not count, their bytes do. Without any it is the digest of the configuration.
+    """
+    if not inputs.digests and not origin:
+        return short_digest(canonical_json(inputs.tree))
+    tree = json.loads(canonical_json(inputs.tree))
+    for field, section, name in path_fields(tree):
+        if any(known.startswith(f"{field}/") for known in inputs.digests):
+            section[name] = field
+    tree["inputs"] = dict(inputs.digests)
+    if origin:
+        tree["origin"] = origin
+    return short_digest(json.dumps(tree, sort_keys=True, separators=(",", ":")))
+
+
+def run_folder(config: Experiment, out: Path, origin: str = "") -> Path:
+    """OUT/<experiment>/seed<seed>-<digest of configuration and inputs>."""
+    return out / config.experiment / f"seed{config.seed}-{run_digest(gather(config), origin)}"

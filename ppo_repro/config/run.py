@@ -1,40 +1,60 @@
-"""The whole configuration of a language run: frozen, strict, one sentence per field. `config.files` reads it."""
+"""The whole configurations of language, control and DPO runs: frozen, strict. `config.files` reads them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from ppo_repro.config.algorithm import (
+    AdaptiveClipObjective,
     AdvantagesConfig,
     ExpertsConfig,
     GaeAdvantages,
     KLConfig,
     KLInReward,
     LoraConfig,
+    PenaltyObjective,
     PPOConfig,
+    SeparateValue,
     ValueConfig,
 )
-from ppo_repro.config.contradictions import contradictions
-from ppo_repro.config.engine import RolloutConfig
-from ppo_repro.config.layout import CheckpointConfig, LayoutConfig, RecordsConfig
-from ppo_repro.config.mismatch import MismatchConfig
-from ppo_repro.config.reward import RewardConfig
+from ppo_repro.config.rollout import MismatchConfig, RolloutConfig
 from ppo_repro.config.section import (
+    CheckpointConfig,
     Count,
     Experiment,
     Fraction,
     Index,
     Layers,
+    LayoutConfig,
+    NonNegative,
     NumericsMode,
     PathText,
     Positive,
+    RecordsConfig,
+    Schedule,
     Section,
+    Threads,
     Width,
+    not_on_device,
     with_usual,
 )
-from ppo_repro.config.tasks import TaskConfig, with_usual_terms
+from ppo_repro.config.tasks import (
+    ColumnAdditionTask,
+    FormatReward,
+    PythonTask,
+    ReasoningGymTask,
+    RewardConfig,
+    StepsReward,
+    TaskConfig,
+    TrainedRewardModel,
+    Verifier,
+    with_usual_terms,
+)
+
+Context = Annotated[int, Field(ge=2, le=32768)]
 
 # what a group of fields is when it does not say: (group, field, value)
 USUAL = (("kl", "placement", "reward"), ("advantages", "kind", "gae"), ("value", "kind", "separate"))
@@ -82,17 +102,14 @@ class EvaluationConfig(Section):
 class NumericsConfig(NumericsMode):
     """How numbers are computed."""
 
-    max_context: Annotated[int, Field(ge=2, le=32768)] = Field(
-        description="Longest prompt plus response, tokens; more are refused, and it changes no number."
-    )
+    max_context: Context = Field(description="Longest prompt plus response, tokens; it changes no number.")
 
 
 class RunNumericsConfig(NumericsConfig):
     """How numbers are computed, and whether a run measures how accurate they are."""
 
     accuracy_sequences: Index = Field(
-        4,
-        description="At its start an exact run compares the log-probs of this many sequences with float64; 0 for none.",
+        4, description="At its start an exact run compares log-probs of so many sequences with float64; 0 for none."
     )
 
 
@@ -148,3 +165,233 @@ class RunConfig(Experiment):
         if wrong:
             raise ValueError("\n".join(wrong))
         return self
+
+
+def contradictions(config: RunConfig) -> list[str]:
+    """A line for each contradiction of a run."""
+    checks = (f(config) for f in (_sizes, _sampler, _trainer, _algorithm, _value, _task))
+    return [*not_on_device(config.layout, config.numerics.mode), *(line for check in checks for line in check)]
+
+
+def _sizes(config: RunConfig) -> Iterator[str]:
+    ppo, sequences, tokens = config.ppo, config.sequences_per_iteration, config.rollout.max_response_tokens
+    if sequences % ppo.minibatch_size:
+        yield (
+            f"ppo.minibatch_size = {ppo.minibatch_size} must divide the {sequences} sequences of an iteration "
+            "(rollout.prompts_per_iteration x rollout.samples_per_prompt)"
+        )
+    if ppo.warmup_iterations >= ppo.iterations:
+        yield f"ppo.warmup_iterations = {ppo.warmup_iterations} must be smaller than ppo.iterations = {ppo.iterations}"
+    if tokens >= config.numerics.max_context:
+        yield (
+            f"rollout.max_response_tokens = {tokens} must be smaller than "
+            f"numerics.max_context = {config.numerics.max_context}"
+        )
+
+
+def _sampler(config: RunConfig) -> Iterator[str]:
+    sampler, native, engine = config.mismatch.sampler, config.is_native, config.rollout.engine
+    sglang, field, built_in = engine.kind == "sglang", "mismatch.sampler", "needs rollout.engine.kind = torch"
+    exact = "needs numerics.mode = deterministic"
+    if engine.kind == "sglang" and engine.numerics == "deterministic" and native:
+        yield f"rollout.engine.numerics = deterministic {exact}; stock goes with both"
+    if native and sampler.precision.rounds:
+        yield f"{field}.precision {exact}, whose products it rounds"
+    if native and sampler.stock == "float32":
+        yield f"{field}.stock = float32 {exact}; native numerics sample so anyway"
+    if sglang and sampler.precision.rounds:
+        yield f"{field}.precision {built_in}; SGLang has --dtype in its arguments"
+    if sglang and sampler.stock is not None:
+        yield f"{field}.stock {built_in}; SGLang has engine.numerics = stock"
+    if sglang and sampler.token_bias is not None:
+        yield f"{field}.token_bias {built_in}, whose sampler adds the error"
+    if sampler.lag > 0 and config.ppo.iterations == 1:
+        yield f"{field}.lag needs ppo.iterations of at least 2: the first one has no older weights"
+    if sglang and config.task.turns > 1:
+        yield f"task.max_turns greater than 1 {built_in}: SGLang samples one turn"
+    if sglang and config.rollout.stop:
+        yield f"rollout.stop {built_in}: SGLang's servers here have no tokenizer"
+
+
+def _trainer(config: RunConfig) -> Iterator[str]:
+    trainer, rollout, ppo = config.mismatch.trainer, config.rollout, config.ppo
+    field, cuts = "mismatch.trainer.retokenize", rollout.top_k > 0 or rollout.top_p < 1.0
+    dense = config.model.kind == "tiny" and config.model.experts is None
+    other_tokens = trainer.retokenize > 0 or trainer.prompts_differ
+    if not (trainer.top_p_scored or cuts):
+        yield "mismatch.trainer.top_p_scored = false needs rollout.top_k or rollout.top_p, whose cut it forgets"
+    if not trainer.temperature_scored and rollout.temperature == 1.0:
+        yield "mismatch.trainer.temperature_scored = false needs a rollout.temperature other than 1"
+    if ppo.importance_weights is not None and ppo.ratio_anchor != "old":
+        yield "ppo.importance_weights needs ppo.ratio_anchor = old: with rollout the ratio corrects already"
+    if ppo.replay_routes and (dense or config.is_native or other_tokens):
+        yield (
+            "ppo.replay_routes = true needs a mixture of experts, which model.experts makes, numerics.mode = "
+            "deterministic, and a trainer that reads the sampler's tokens"
+        )
+    if trainer.retokenize > 0 and cuts and trainer.top_p_scored:
+        yield (
+            f"{field} needs rollout.top_k = 0 and rollout.top_p = 1, or mismatch.trainer.top_p_scored = false: tokens "
+            "that were not sampled have no kept set"
+        )
+    if trainer.retokenize > 0 and config.task.turns > 1:
+        yield f"{field} needs task.max_turns = 1: an environment's tokens are not encoded again"
+
+
+def _algorithm(config: RunConfig) -> Iterator[str]:
+    ppo, kl = config.ppo, config.kl
+    adaptive = isinstance(ppo.objective, AdaptiveClipObjective | PenaltyObjective) and ppo.objective.target_kl
+    if ppo.epochs == 1 and ppo.minibatch_size == config.sequences_per_iteration and (adaptive or ppo.early_stop_kl):
+        yield "ppo.objective.target_kl and ppo.early_stop_kl need more than one step per iteration to see a KL"
+    if isinstance(kl, KLInReward) and kl.controller.kind == "adaptive" and not kl.kl_coef:
+        yield "kl.controller.kind = adaptive needs a kl.kl_coef above 0: it multiplies it"
+
+
+def _value(config: RunConfig) -> Iterator[str]:
+    value, model, group = config.value, config.reward.model, config.advantages.kind == "group"
+    unused = "acts on per-token rewards, which advantages.kind = group does not use"
+    if group != (value.kind == "none"):
+        yield "advantages.kind = gae needs a value model, and group has no use for one: value.kind = none"
+    if value.kind == "head" and config.lora is not None:
+        yield "value.kind = head needs the whole trunk to be trained; remove lora or take kind separate"
+    if isinstance(value, SeparateValue) and value.init == "reward_model" and model is None:
+        yield "value.init = reward_model needs a term of kind model or trained_model in reward.terms"
+    if isinstance(model, TrainedRewardModel) and model.pairs is None and config.task.kind != "arithmetic":
+        yield "reward.terms of kind trained_model need pairs, or task.kind = arithmetic, for which pairs are made"
+    if group and config.rollout.samples_per_prompt == 1:
+        yield "advantages.kind = group needs rollout.samples_per_prompt of at least 2"
+    if group and config.reward.placement != "last":
+        yield f"reward.placement {unused}"
+    if group and config.reward.whiten != "none":
+        yield f"reward.whiten {unused}"
+    if group and isinstance(config.kl, KLInReward):
+        yield f"kl.placement = reward {unused}"
+
+
+def _task(config: RunConfig) -> Iterator[str]:
+    task, kinds = config.task, {type(term) for term in config.reward.terms}
+    if config.model.kind == "tiny" and task.chat_template:
+        yield "task.chat_template needs model.kind = folder: the tiny tokenizer has no template"
+    if Verifier in kinds and not isinstance(task, ReasoningGymTask | PythonTask):
+        yield "reward.terms of kind verifier need task.kind = reasoning_gym or python, which bring one"
+    if StepsReward in kinds and not isinstance(task, ColumnAdditionTask):
+        yield "reward.terms of kind steps need task.kind = column_addition, whose steps are known"
+    if FormatReward in kinds and task.answer_extraction != "exact":
+        yield "task.answer_extraction must be exact beside a reward term of kind format, which has its own"
+
+
+class EnvironmentConfig(Section):
+    """What is stepped, and how far in one iteration."""
+
+    id: str = Field(min_length=1, description="Gymnasium id, for example CartPole-v1.")
+    num_envs: Count = Field(description="Copies that are stepped side by side.")
+    steps_per_env: Count = Field(description="Steps of each copy per iteration; unfinished episodes go on in the next.")
+
+
+class NetworkConfig(Section):
+    """Actor and critic, two networks of the same shape with two hidden layers and tanh between them."""
+
+    hidden_size: Width = Field(64, description="Width of the hidden layers.")
+
+
+class ControlPPOConfig(Section):
+    """The PPO update: one loss, one optimizer and one gradient norm over actor and critic."""
+
+    iterations: Count = Field(description="Rollout-update cycles.")
+    epochs: Count = Field(description="Passes over each rollout.")
+    minibatch_size: Count = Field(description="Environment steps per optimizer step; divides the rollout.")
+    clip_range: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="Clip range epsilon of the policy ratio.")
+    clip_range_schedule: Schedule = Field("constant", description="Factor on clip_range by iteration.")
+    value_clip_range: Positive | None = Field(None, description="Around the old prediction; null: squared error.")
+    value_coef: Positive = Field(0.5, description="Weight of the value loss, half a squared error.")
+    entropy_coef: NonNegative = Field(0.0, description="Weight of the entropy bonus, nats.")
+    gamma: Fraction = Field(0.99, description="Discount per step.")
+    gae_lambda: Fraction = Field(0.95, description="GAE trace decay.")
+    bootstrap_truncated: bool = Field(True, description="Add the last state's value if a time limit ended an episode.")
+    whiten_advantages: Literal["minibatch", "iteration", "none"] = Field("minibatch", description="Over which steps.")
+    learning_rate: NonNegative = Field(description="Adam learning rate.")
+    learning_rate_schedule: Schedule = Field("constant", description="Factor on learning_rate by iteration.")
+    adam_eps: Positive = Field(1e-5, description="Adam denominator offset.")
+    max_grad_norm: Positive = Field(0.5, description="Gradients are scaled down to this norm over both networks.")
+
+
+class ControlEvaluationConfig(Section):
+    """Whole episodes with the likeliest action, before the first iteration and after the last one."""
+
+    episodes: Index = Field(20, description="Episodes played each time; 0 for none.")
+
+
+class ControlLayoutConfig(Section):
+    """How the work is cut up. In exact numerics nothing here can change a result."""
+
+    update_micro_batch: Index = Field(0, description="Steps per backward pass; 0 takes the minibatch.")
+    threads: Threads = Field(1, description="CPU threads.")
+
+
+class ControlConfig(Experiment):
+    """One control run."""
+
+    environment: EnvironmentConfig
+    network: NetworkConfig = NetworkConfig()
+    ppo: ControlPPOConfig
+    evaluation: ControlEvaluationConfig = ControlEvaluationConfig()
+    numerics: NumericsMode = NumericsMode()
+    layout: ControlLayoutConfig = ControlLayoutConfig()
+    records: RecordsConfig = RecordsConfig()
+
+    @property
+    def iterations(self) -> int:
+        return self.ppo.iterations
+
+    @property
+    def steps_per_iteration(self) -> int:
+        return self.environment.num_envs * self.environment.steps_per_env
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> Self:
+        if self.steps_per_iteration % self.ppo.minibatch_size:
+            raise ValueError(
+                f"ppo.minibatch_size = {self.ppo.minibatch_size} must divide the {self.steps_per_iteration} steps "
+                "of an iteration (environment.num_envs x environment.steps_per_env)"
+            )
+        return self
+
+
+class DPOUpdate(Section):
+    """The DPO update."""
+
+    beta: Positive = Field(0.1, description="Weight of the implicit KL penalty; large: close to the reference.")
+    epochs: Count = Field(1, description="Passes over the pairs.")
+    minibatch_size: Count = Field(description="Pairs per optimizer step; the last step of an epoch may have fewer.")
+    learning_rate: NonNegative = Field(description="AdamW learning rate of the policy.")
+
+
+class DPOConfig(Experiment):
+    """DPO of the policy that a recorded run started from, or of a model folder, on preference pairs.
+
+    Micro-batches of the layout count sequences, of which a pair has two; pairs are never parted.
+    """
+
+    run: PathText | None = Field(None, description="Folder of the recorded run; null: `model` and `pairs`.")
+    pairs: PathText | None = Field(None, description="Lines with `prompt`, `chosen`, `rejected`; null: of the run.")
+    model: ModelFolder | None = Field(None, description="The model to train, where there is no run.")
+    chat_template: bool = Field(False, description="Render the prompts of `pairs` with the tokenizer's chat template.")
+    num_eval_prompts: Count = Field(description="Prompts whose pairs are held out, to measure the margins on.")
+    dpo: DPOUpdate
+    numerics: NumericsConfig
+    layout: LayoutConfig = LayoutConfig()
+
+    @model_validator(mode="after")
+    def _one_policy(self) -> Self:
+        if (self.run is None) == (self.model is None):
+            raise ValueError("run, or model with pairs, must be given, and not both")
+        if self.model is not None and self.pairs is None:
+            raise ValueError("model needs pairs, a JSON Lines file with prompt, chosen and rejected")
+        for line in not_on_device(self.layout, self.numerics.mode):
+            raise ValueError(line)
+        return self
+
+    @property
+    def iterations(self) -> int:
+        """An iteration is an epoch."""
+        return self.dpo.epochs

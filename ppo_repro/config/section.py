@@ -1,15 +1,15 @@
-"""The base of every group of configuration fields, and of a whole configuration with its digest."""
+"""The base of every group of configuration fields, of a whole configuration, and the groups that change no result."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from ppo_repro.config.mistakes import check_path
+from ppo_repro.files import check_path
 
 MOST = 2**31 - 1  # of anything that is counted
 LARGEST = 1e30  # of numbers that meet others in float32
@@ -28,6 +28,7 @@ Whitening = Literal["none", "scale", "full"]
 Schedule = Literal["constant", "linear", "cosine"]
 T = TypeVar("T")
 Many = Annotated[tuple[T, ...], Field(strict=False)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 PathText = Annotated[str, Field(min_length=1), AfterValidator(check_path)]
 
 
@@ -41,17 +42,14 @@ class NumericsMode(Section):
     """How numbers are computed."""
 
     mode: Literal["deterministic", "native"] = Field(
-        "deterministic",
-        description="`deterministic`: one written order for every sum, so layout cannot matter; `native`: stock torch.",
+        "deterministic", description="One written order for every sum, so layout cannot matter, or stock torch."
     )
 
 
 class Experiment(Section):
     """A whole configuration: what it is called, its seed, and a digest of all its fields but `records`."""
 
-    experiment: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(
-        description="Name of the experiment; the folder its results share."
-    )
+    experiment: Name = Field(description="Name of the experiment; the folder its results share.")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(description="Every random stream is derived from this.")
 
     def canonical_json(self) -> str:
@@ -83,3 +81,46 @@ def with_usual(tree: Any, usual: Sequence[tuple[str, str, str]]) -> Any:
         if isinstance(tree.get(group), dict):
             tree[group] = {field: value, **tree[group]}
     return tree
+
+
+Level = Literal["lean", "full", "deep"]
+
+
+class LayoutConfig(Section):
+    """How the work is cut up. In deterministic numerics nothing here can change a result."""
+
+    rollout_slots: Count = Field(64, description="Sequences decoded side by side, in each process.")
+    prefix_cache: bool = Field(True, description="Prompts take over the keys and values of a prefix they share.")
+    prefill_chunk: Index = Field(0, description="Prompt tokens per prefill pass; 0 takes prompts whole.")
+    forward_micro_batch: Index = Field(0, description="Sequences per scoring pass; 0 takes all.")
+    update_micro_batch: Index = Field(0, description="Sequences per backward pass; 0 takes the minibatch.")
+    padding: Literal["right", "left", "none"] = Field(
+        "right", description="Native numerics: where short rows are padded; `none` packs sequences into one row."
+    )
+    threads: Threads = Field(1, description="CPU threads, in each process.")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="Where models compute; `cuda`: native numerics only.")
+    gradient_checkpointing: bool = Field(False, description="Compute activations again in the backward pass.")
+
+
+class RecordsConfig(Section):
+    """How much of what a run computes is written down. Changes no result, no fingerprint and no digest."""
+
+    level: Level = Field(
+        "full", description="What reruns and metrics need; every tensor of the loop; the experts of each token too."
+    )
+
+
+class CheckpointConfig(Section):
+    """Where an ended run can be resumed. Changes no result."""
+
+    every: Index | Literal["auto"] = Field(
+        "auto", description="After every n-th iteration; 0: never; `auto`: 10 up to 10 million parameters, else 0."
+    )
+    keep: Count = Field(2, description="Newest checkpoints kept; older ones are removed.")
+    final_state: bool = Field(True, description="Keep the optimizers' moments at the end, 8 bytes a trained weight.")
+
+
+def not_on_device(layout: LayoutConfig, mode: str) -> Iterator[str]:
+    """One line for a CUDA device without native numerics."""
+    if layout.device == "cuda" and mode != "native":
+        yield f"layout.device = cuda needs numerics.mode = native, and it is {mode}; take cpu"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ppo_repro import seeding
-from ppo_repro.config.control import NetworkConfig
+from ppo_repro.config.run import NetworkConfig
 from ppo_repro.control.environments import ActionSpace
 from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import elementwise

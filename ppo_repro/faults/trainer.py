@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ppo_repro.buffers import Rollout
-from ppo_repro.config.mismatch import TrainerFaults
+from ppo_repro.config.rollout import TrainerFaults
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.models.state import HiddenHook, Stream, unchanged

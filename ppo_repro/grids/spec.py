@@ -13,19 +13,16 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import (
     LANGUAGE,
+    MODELS,
     Kind,
-    build_config_of,
     from_folder,
     read_tree,
-    read_tree_for,
     set_field,
     validated,
 )
-from ppo_repro.config.run import RunConfig
+from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
 from ppo_repro.config.section import PathText, Section
 from ppo_repro.config.yaml_text import describe_value
 from ppo_repro.errors import UserError
@@ -117,7 +114,7 @@ def _cells(path: Path, file: GridFile, axes: Sequence[Sequence[Choice]], base: d
                         raise UserError(f"{source}: {field}: {error}") from error
             from_folder(tree, path.parent)
             labels = {choice.axis: choice.label for choice in choices}
-            yield Cell(name, labels, seed, build_config_of(file.kind, tree, source))
+            yield Cell(name, labels, seed, validated(MODELS[file.kind], tree, source))
 
 
 def _check_fields(path: Path, file: GridFile, axes: Sequence[Sequence[Choice]]) -> None:
@@ -133,7 +130,7 @@ def _check_fields(path: Path, file: GridFile, axes: Sequence[Sequence[Choice]]) 
 
 def load_grid(path: Path) -> Grid:
     """Read a grid file and expand it; raises UserError for any mistake, before anything runs."""
-    file = validated(GridFile, read_tree_for("grid", path), str(path))
+    file = validated(GridFile, read_tree(path, commands=("grid",)), str(path))
     if not NAME.match(path.stem):
         raise UserError(f"{path}: the file name is the grid's name; use letters, digits, '.', '_' and '-'")
     base = read_tree(path.parent / file.base)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ppo_repro.errors import UserError
-from ppo_repro.grids.engines import Processes
+from ppo_repro.grids.cell import Processes
 from ppo_repro.grids.grid import run_grid
 from ppo_repro.grids.spec import Cell, Grid, load_grid
 from ppo_repro.seeding import permutation

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppo_repro.commands import run_folders
-from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.run import RunConfig
+from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
 from ppo_repro.records.diff import Difference, first_difference

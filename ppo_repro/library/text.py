@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ppo_repro.config.engine import LEAST_TEMPERATURE, MOST_TEMPERATURE
+from ppo_repro.config.rollout import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from ppo_repro.config.section import LARGEST, MOST
 from ppo_repro.errors import UserError
 from ppo_repro.library.layout import check_number, is_whole

@@ -1,26 +1,69 @@
-"""`train`: a recorded run from a notebook."""
+"""A reward written in a notebook, as a file, and `train`: a recorded run from a notebook."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import inspect
+import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
-from ppo_repro.commands.memory import require_memory
 from ppo_repro.commands.progress import ConsoleProgress
 from ppo_repro.commands.run_folders import how_to_go_on
-from ppo_repro.config.files import apply_overrides, build_config, load_config
-from ppo_repro.config.inputs import run_folder
+from ppo_repro.config.files import apply_overrides, build_config, load_config, run_folder
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.yaml_text import describe_value
 from ppo_repro.errors import UserError
-from ppo_repro.library.reward_file import Reward, reward_path
+from ppo_repro.files import atomic_write
 from ppo_repro.library.runs import Run, open_run
+from ppo_repro.plan import require_memory
 from ppo_repro.ranks import ALONE
 from ppo_repro.records import reader
 from ppo_repro.runs import run as runner
 from ppo_repro.runs.language import LanguageKind
+
+Reward = Callable[[str, str, str], float]
+
+
+def reward_path(reward: Reward | str, folder: Path) -> str:
+    """`FILE.py:FUNCTION` of a reward: its own file, or for a notebook's function a new one in `folder`.
+
+    The new file has the function's source, imports of the modules it uses, and the plain constants it uses. UserError
+    for anything else that it needs, because the file would not compute the same.
+    """
+    if isinstance(reward, str):
+        return reward
+    if not isinstance(reward, FunctionType) or reward.__name__ == "<lambda>" or hasattr(reward, "__wrapped__"):
+        raise UserError("reward: must be a function made by `def`, without decorators, or 'FILE.py:FUNCTION'")
+    name, module = reward.__name__, sys.modules.get(reward.__module__)
+    file = getattr(module, "__file__", None)
+    if reward.__module__ != "__main__" and file and getattr(module, name, None) is reward:
+        return f"{file}:{name}"
+    used = inspect.getclosurevars(reward)
+    lines = []
+    for variable, value in sorted({**used.globals, **used.nonlocals}.items()):
+        if isinstance(value, ModuleType):
+            lines.append(f"import {value.__name__} as {variable}")
+        elif isinstance(value, bool | int | float | str | None) and variable not in used.nonlocals:
+            lines.append(f"{variable} = {value!r}")
+        elif value is not reward:
+            raise UserError(
+                f"reward: {name} uses '{variable}' of the notebook; put it inside the function, or write a file and "
+                "give reward='FILE.py:FUNCTION'"
+            )
+    try:
+        source = "\n".join([*lines, "", "", textwrap.dedent(inspect.getsource(reward))])
+    except (OSError, TypeError) as error:
+        raise UserError(f"reward: the source of {name} cannot be read; give reward='FILE.py:FUNCTION'") from error
+    path = folder / f"{name}-{hashlib.sha256(source.encode()).hexdigest()[:12]}.py"
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_write(path, source.encode())
+    return f"{path}:{name}"
+
 
 OnIteration = Callable[[Any], object]  # takes a row of the table `iterations`, a pandas Series
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ppo_repro.config.mismatch import SamplerPrecision
+from ppo_repro.config.rollout import SamplerPrecision
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.numerics.families import check_visibility, decoder_layers, routers, trunk_of
 from ppo_repro.numerics.linear import linear

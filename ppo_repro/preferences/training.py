@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.config.reward import RewardModelTraining
 from ppo_repro.config.run import LayoutConfig, NumericsConfig
+from ppo_repro.config.tasks import RewardModelTraining
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import policy_logits, sequence_scores
 from ppo_repro.models.reward_model import reward_scores

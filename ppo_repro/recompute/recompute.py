@@ -30,8 +30,8 @@ from ppo_repro.buffers import (
     Spans,
 )
 from ppo_repro.config.algorithm import KLInLoss, KLInReward
-from ppo_repro.config.layout import RecordsConfig
 from ppo_repro.config.run import RunConfig
+from ppo_repro.config.section import RecordsConfig
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.faults.trainer import with_loss_mask
 from ppo_repro.loop import policy_loss, value_loss

@@ -12,10 +12,8 @@ from typing import Any
 import pandas as pd
 
 from ppo_repro.clock import from_text
-from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.files import build_config, build_config_of, read_tree, read_tree_for
-from ppo_repro.config.run import RunConfig
+from ppo_repro.config.files import MODELS, build_config, read_tree, validated
+from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.manifest import Head
 
@@ -61,13 +59,13 @@ def check_config(run_dir: Path, recorded: Head) -> Path:
 def load_recorded_config(run_dir: Path | str) -> RunConfig:
     """The configuration a language run was started with; UserError where it or the manifest is missing or damaged."""
     path = check_config(Path(run_dir), manifest.load_head(Path(run_dir)))
-    return build_config(read_tree_for("run", path), str(path))
+    return build_config(read_tree(path, (), ("run",)), str(path))
 
 
 def load_config_of(run_dir: Path, recorded: Head) -> RunConfig | ControlConfig | DPOConfig:
     """The configuration a run of any kind was started with; UserError where it is missing or damaged."""
     path = check_config(run_dir, recorded)
-    return build_config_of(recorded.kind, read_tree(path), str(path))
+    return validated(MODELS[recorded.kind], read_tree(path), str(path))
 
 
 def read_note(run_dir: Path, recorded: Head, name: str) -> dict[str, Any]:

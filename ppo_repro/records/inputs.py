@@ -12,8 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from ppo_repro.config.files import LANGUAGE, apply_overrides, build_config, path_fields, read_tree
-from ppo_repro.config.inputs import FOLDER, digest_of, gather, run_folder
+from ppo_repro.config.files import (
+    FOLDER,
+    LANGUAGE,
+    apply_overrides,
+    build_config,
+    digest_of,
+    gather,
+    path_fields,
+    read_tree,
+    run_folder,
+)
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest

@@ -10,8 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ppo_repro.config.files import Kind
-from ppo_repro.config.inputs import Inputs
+from ppo_repro.config.files import Inputs, Kind
 from ppo_repro.config.yaml_text import write_yaml
 from ppo_repro.errors import UserError
 from ppo_repro.files import atomic_write, require_new, sync

@@ -9,7 +9,7 @@ from functools import partial, reduce
 from pathlib import Path
 
 from ppo_repro.clock import Clock
-from ppo_repro.config.inputs import gather, run_digest
+from ppo_repro.config.files import gather, run_digest
 from ppo_repro.errors import UserError
 from ppo_repro.files import SUMS_NAME, atomic_write
 from ppo_repro.records import manifest

@@ -12,10 +12,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import pyarrow as pa
 
 from ppo_repro.clock import Clock
-from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import Kind
-from ppo_repro.config.run import RunConfig
+from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
 from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records.manifest import Head
 from ppo_repro.runs.checkpoint import Start

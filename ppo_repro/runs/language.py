@@ -16,8 +16,8 @@ from typing import Any
 from ppo_repro.accuracy import policy_accuracy
 from ppo_repro.buffers import Iteration, Rollout
 from ppo_repro.clock import Clock
-from ppo_repro.config.engine import SGLangServers
 from ppo_repro.config.files import LANGUAGE
+from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.faults.sampler import disturbed
 from ppo_repro.faults.trainer import received

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from ppo_repro.config.algorithm import LoraConfig, SeparateValue, ValueHead
-from ppo_repro.config.engine import SGLangServers
-from ppo_repro.config.reward import RewardModelFolder
+from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import ModelFolder, RunConfig, TinyModel
+from ppo_repro.config.tasks import RewardModelFolder
 from ppo_repro.errors import UserError
 from ppo_repro.faults.trainer import check_training_prompts, dropout
 from ppo_repro.models.folders import load_reward_model, require_same_tokens

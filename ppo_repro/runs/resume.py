@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from ppo_repro.clock import Clock, as_text
-from ppo_repro.config.engine import SGLangServers
-from ppo_repro.config.files import apply_overrides, build_config_of
+from ppo_repro.config.files import MODELS, apply_overrides, validated
+from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.files import SUMS_NAME, only_writer
@@ -115,7 +115,7 @@ def recorded_config(
             )
     tree = located_tree(run_dir, recorded, elsewhere, model_too)
     apply_overrides(tree, overrides)
-    config: Config = build_config_of(kind.name, tree, str(run_dir / CONFIG_NAME))  # type: ignore[assignment]
+    config: Config = validated(MODELS[kind.name], tree, str(run_dir / CONFIG_NAME))  # type: ignore[assignment]
     return config
 
 

@@ -13,10 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ppo_repro.clock import OTHER, Clock, as_text
-from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.inputs import Inputs, gather, run_digest, run_folder
-from ppo_repro.config.run import RunConfig
+from ppo_repro.config.files import Inputs, gather, run_digest, run_folder
+from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.files import SUMS_NAME, file_digest, only_writer, remove_folder, whole_folder, write_sums
 from ppo_repro.ranks import Ranks

@@ -12,7 +12,7 @@ import pandas as pd
 
 from ppo_repro.config.algorithm import KLInReward
 from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
-from ppo_repro.config.reward import ExactMatch, Verifier
+from ppo_repro.config.tasks import ExactMatch, Verifier
 from ppo_repro.records import reader
 from ppo_repro.records.folder import by_phase, load_recorded_config, phases_of, read_accuracy
 from ppo_repro.records.manifest import Manifest

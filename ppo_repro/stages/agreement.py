@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.buffers import ForwardPass, MinibatchUpdate, Rollout
-from ppo_repro.config.engine import SGLangServers
+from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import PromiseBroken
 

@@ -7,8 +7,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ppo_repro.buffers import Advantages, Coefficients, ForwardPass, MinibatchUpdate, ReturnStatistics
-from ppo_repro.config.algorithm import AdaptiveController, KLInReward, NoKL, NoValue, SeparateValue
-from ppo_repro.config.objectives import CLIP_RANGE_MAX, CLIP_RANGE_MIN, AdaptiveClipObjective, PenaltyObjective
+from ppo_repro.config.algorithm import (
+    CLIP_RANGE_MAX,
+    CLIP_RANGE_MIN,
+    AdaptiveClipObjective,
+    AdaptiveController,
+    KLInReward,
+    NoKL,
+    NoValue,
+    PenaltyObjective,
+    SeparateValue,
+)
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.state import TrainState
 from ppo_repro.ppo.controllers import adaptive_clip_range, adaptive_kl_coef, adaptive_penalty_coef, rate_factor

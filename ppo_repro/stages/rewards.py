@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ppo_repro.buffers import Episode, ForwardPass, Rewards, Rollout
 from ppo_repro.config.algorithm import KLInReward
-from ppo_repro.config.reward import StepsReward
 from ppo_repro.config.run import RunConfig
-from ppo_repro.config.tasks import ColumnAdditionTask
+from ppo_repro.config.tasks import ColumnAdditionTask, StepsReward
 from ppo_repro.models.reward_model import reward_scores
 from ppo_repro.numerics.network import forget_packed
 from ppo_repro.ppo import kl

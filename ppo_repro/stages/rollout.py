@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_repro.buffers import Episode, Prompts, Rollout, Spans
-from ppo_repro.config.mismatch import MismatchConfig
+from ppo_repro.config.rollout import MismatchConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.ranks import Ranks

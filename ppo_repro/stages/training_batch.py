@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from ppo_repro.buffers import Advantages, Coefficients, ForwardPass, Rollout
-from ppo_repro.config.algorithm import NoValue
-from ppo_repro.config.objectives import (
+from ppo_repro.config.algorithm import (
     AdaptiveClipObjective,
     CispoObjective,
     ClipCovObjective,
     ClipObjective,
     DivergenceRejection,
     KLCovObjective,
+    NoValue,
     PenaltyObjective,
     PolicyGradientObjective,
     RatioRejection,

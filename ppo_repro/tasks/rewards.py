@@ -9,17 +9,19 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from ppo_repro.config.reward import (
+from ppo_repro.config.tasks import (
+    AnswerExtraction,
     CalledReward,
     ExactMatch,
     FormatReward,
     LengthReward,
+    PythonTask,
     RewardConfig,
     RewardTerm,
     StepsReward,
+    TaskConfig,
     Verifier,
 )
-from ppo_repro.config.tasks import AnswerExtraction, PythonTask, TaskConfig
 from ppo_repro.errors import UserError
 from ppo_repro.output import shown
 from ppo_repro.tasks.child import FLOAT32_MAX

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ppo_repro.config.reward import CalledReward, TrlReward, VerlReward
+from ppo_repro.config.tasks import CalledReward, TrlReward, VerlReward
 from ppo_repro.errors import UserError
 from ppo_repro.output import shown
 

@@ -39,7 +39,7 @@ from ppo_repro.records.folder import (
     read_note,
     start_time,
 )
-from ppo_repro.tracking.analysis_home import analysis
+from ppo_repro.tracking.follower import analysis
 from ppo_repro.tracking.numbers import RunNumbers, Scalar, sentences
 
 # MLflow's defaults retry for minutes; the user's environment wins

@@ -112,7 +112,7 @@ def says(found: dict[str, Any], sampler: str, trainer: str) -> bool:
     )
 
 
-# What stock SGLang 0.5.21 servers on the CPU sampled, with the log-probs of stock transformers: sglang/README.md.
+# What stock SGLang 0.5.21 servers on the CPU sampled: see tests/support/sglang_dumps.py.
 RAW = "temperature 1 instead of 0.8"
 OF_SGLANG = {
     "float32": ("", ""),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.config.files import build_config, dump_yaml, load_config, load_control_config, load_dpo_config
+from ppo_repro.config.files import build_config, dump_yaml, load_any, load_config
 from ppo_repro.config.yaml_text import parse_yaml
 from ppo_repro.grids.spec import load_grid
 from tests.support.paths import ROOT
@@ -20,9 +20,9 @@ def test_a_file_loads(path: Path) -> None:
     if "\naxes:" in text:
         assert len(load_grid(path).cells) > 1
     elif "\nenvironment:" in text:
-        load_control_config(path)
+        load_any(path, (), "control")
     elif path.stem == "dpo":
-        load_dpo_config(path, ["run=RUN"])
+        load_any(path, ["run=RUN"], "dpo")
     else:
         config = load_config(path)
         assert build_config(parse_yaml(dump_yaml(config)), "file") == config

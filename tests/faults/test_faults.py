@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppo_repro.config.mismatch import TrainerFaults
+from ppo_repro.config.rollout import TrainerFaults
 from ppo_repro.errors import UserError
 from ppo_repro.faults.trainer import dropout, received
 from ppo_repro.rollout.sampler import biased

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.commands.cli import _run
-from ppo_repro.grids import slurm
-from ppo_repro.grids.cell import LOST, Order, last_result, record_result, state_of
-from ppo_repro.grids.engines import Processes
+from ppo_repro.grids import clusters
+from ppo_repro.grids.cell import LOST, Order, Processes, last_result, record_result, state_of
+from ppo_repro.grids.clusters import Slurm
 from ppo_repro.grids.grid import run_grid
-from ppo_repro.grids.slurm import Slurm
 from ppo_repro.grids.spec import load_grid
 from tests.grids.slurm import Cluster, cluster
 from tests.grids.small_grids import fingerprints, grid_file, held_grid_file, resumed
@@ -79,7 +78,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of scripts in place of Slurm's commands; they fail until `answer` gives them something to say."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in slurm.COMMANDS:
+    for name in clusters.COMMANDS:
         answer(folder, name, "exit 1")
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return folder
@@ -112,8 +111,7 @@ def test_what_a_cluster_cannot_do_is_said_before_anything_is_written(
     if missing == "sbatch":
         monkeypatch.setenv("PATH", str(tmp_path))
     if missing == "package":
-        for module in ("ray_tasks", "slurm"):
-            monkeypatch.setattr(f"ppo_repro.grids.{module}.find_spec", lambda name: None)
+        monkeypatch.setattr(clusters, "find_spec", lambda name: None)
     path = grid_file(tmp_path, {}, [1])
     assert _run(["grid", str(path), "--out", str(tmp_path / "out"), *option.split()]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
@@ -123,14 +121,14 @@ def test_what_a_cluster_cannot_do_is_said_before_anything_is_written(
 def test_a_job_that_vanished_is_lost_and_one_of_a_silent_cluster_is_not(
     commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(slurm, "SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr(clusters, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(clusters, "SETTLE_SECONDS", 0.1)
     order = Order("seed=1", str(tmp_path / "cell"), "language", 1)
     (tmp_path / "cell").mkdir()
     # silent, then in the queue, then gone
     script = f"echo x >> {tmp_path}/n; case $(wc -l < {tmp_path}/n) in ?) exit 1;; 1?) echo 7_0;; esac"
     answer(commands, "squeue", script)
-    (lost,) = slurm._until_ended({"7_0": order}, tmp_path)
+    (lost,) = clusters._until_ended({"7_0": order}, tmp_path)
     assert len((tmp_path / "n").read_text().split()) > 19
     assert lost.exit_code == LOST and "job 7_0 ended without a word" in lost.message
     assert last_result(tmp_path / "cell") == lost and state_of(tmp_path / "cell") == "interrupted"
@@ -139,8 +137,8 @@ def test_a_job_that_vanished_is_lost_and_one_of_a_silent_cluster_is_not(
 def test_a_job_that_is_gone_has_the_result_of_its_cell(
     commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(clusters, "POLL_SECONDS", 0.01)
     order = Order("seed=1", str(tmp_path), "language", 1)
     answer(commands, "squeue", "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1")
     expected = record_result(order, 2, 1.0, "error: no such thing")
-    assert list(slurm._until_ended({"7": order}, tmp_path)) == [expected]
+    assert list(clusters._until_ended({"7": order}, tmp_path)) == [expected]

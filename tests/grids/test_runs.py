@@ -18,10 +18,9 @@ from ppo_repro.commands.cli import _run
 from ppo_repro.errors import UserError
 from ppo_repro.files import has_writer, only_writer
 from ppo_repro.grids import grid as grid_module
-from ppo_repro.grids.cell import Order, record_result, run_of, start_cell, state_of
-from ppo_repro.grids.engines import Engine, Processes
+from ppo_repro.grids.cell import Engine, Order, Processes, record_result, run_of, start_cell, state_of
+from ppo_repro.grids.clusters import Ray
 from ppo_repro.grids.grid import Outcome, run_grid
-from ppo_repro.grids.ray_tasks import Ray
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.records import manifest, reader
 from tests.grids.small_grids import fingerprints, grid_file

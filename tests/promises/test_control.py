@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from analysis.mismatch.parity import parity
-from ppo_repro.config.inputs import run_folder
+from ppo_repro.config.files import run_folder
 from ppo_repro.control import loop
 from ppo_repro.control.buffers import Rollout
 from ppo_repro.errors import UserError

@@ -14,8 +14,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from ppo_repro.config.files import load_config
-from ppo_repro.config.inputs import run_folder
+from ppo_repro.config.files import load_config, run_folder
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader, schema
 from ppo_repro.records.diff import first_difference

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.config.files import load_dpo_config
-from ppo_repro.config.reward import RewardModelTraining
-from ppo_repro.config.run import TinyModel
+from ppo_repro.config.files import read_tree, validated
+from ppo_repro.config.run import DPOConfig, TinyModel
+from ppo_repro.config.tasks import RewardModelTraining
 from ppo_repro.models.reward_model import make_reward_model
 from ppo_repro.models.tiny import make_model, make_tokenizer
 from ppo_repro.numerics import library
@@ -59,7 +59,8 @@ def write_config(source: Path, folder: Path) -> Path:
 
 
 def train(source: Path, folder: Path, *overrides: str) -> Path:
-    return run(DPOKind(Silent()), load_dpo_config(write_config(source, folder), overrides), folder)[0]
+    config = validated(DPOConfig, read_tree(write_config(source, folder), overrides), "dpo")
+    return run(DPOKind(Silent()), config, folder)[0]
 
 
 def fingerprint(run_dir: Path) -> str:

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.config.files import dump_yaml, load_config
-from ppo_repro.config.inputs import run_folder
+from ppo_repro.config.files import dump_yaml, load_config, run_folder
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.files import only_writer
 from ppo_repro.numerics.optimizer import OptimizerState

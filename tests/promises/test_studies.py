@@ -19,11 +19,11 @@ every_study = pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.na
 
 
 @pytest.mark.parametrize("study", WITH_PAGE, ids=lambda path: path.name)
-def test_a_page_says_what_was_expected_and_whether_the_grid_has_run(study: Path) -> None:
+def test_a_page_links_what_was_expected_and_says_what_held(study: Path) -> None:
     page = (study / "README.md").read_text(encoding="utf-8")
-    assert len(page.split()) <= 600 and "**Expected**" in page
+    assert len(page.split()) <= 600 and f"[`expectation`]({study.name}.yaml)" in page
     ran = study in STUDIES
-    assert ("answer.svg" in page, "Not run yet." in page) == (ran, not ran)
+    assert ("answer.svg" in page, "Held:" in page, "Not run yet." in page) == (ran, ran, not ran)
 
 
 @every_study

@@ -15,8 +15,7 @@ import pytest
 
 from ppo_repro.buffers import MinibatchUpdate
 from ppo_repro.checks.bisect import Response, first_unequal, make_subject
-from ppo_repro.config.files import load_config
-from ppo_repro.config.inputs import run_folder
+from ppo_repro.config.files import load_config, run_folder
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import UNEQUAL, UNEQUAL_TOKENS

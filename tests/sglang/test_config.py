@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.config.engine import DETERMINISTIC_ARGUMENTS, OWN_ARGUMENTS, SGLangServers
+from ppo_repro.config.rollout import DETERMINISTIC_ARGUMENTS, OWN_ARGUMENTS, SGLangServers
 from ppo_repro.errors import UserError
 from ppo_repro.rollout.sglang.command import (
     look_into,

@@ -10,8 +10,8 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
-from ppo_repro.config.control import ControlConfig
-from ppo_repro.config.files import load_control_config
+from ppo_repro.config.files import read_tree, validated
+from ppo_repro.config.run import ControlConfig
 from ppo_repro.control.kind import ControlKind
 from ppo_repro.runs import resume as resumer
 from ppo_repro.runs import run as runner
@@ -66,4 +66,4 @@ def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> re
 
 def small_control(*overrides: str) -> ControlConfig:
     """`small_control.yaml` with some fields changed."""
-    return load_control_config(SMALL_CONTROL, overrides)
+    return validated(ControlConfig, read_tree(SMALL_CONTROL, overrides), str(SMALL_CONTROL))

@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppo_repro.config.inputs import run_folder
+from ppo_repro.config.files import run_folder
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest
 from ppo_repro.watcher import Silent

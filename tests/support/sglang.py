@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppo_repro.config.engine import SGLangServers
+from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import RunConfig
 from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine
 from ppo_repro.runs.prepare import Prepared, prepare

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ppo_repro.config.reward import RewardConfig
+from ppo_repro.config.tasks import RewardConfig
 from ppo_repro.errors import UserError
 from ppo_repro.tasks.problems import Problem
 from ppo_repro.tasks.rewards import (

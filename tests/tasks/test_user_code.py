@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.config.reward import CalledReward, TrlReward, VerlReward
+from ppo_repro.config.tasks import CalledReward, TrlReward, VerlReward
 from ppo_repro.errors import UserError
 from ppo_repro.tasks import user_code
 from ppo_repro.tasks.problems import Problem, row_of

@@ -15,9 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_repro.buffers import Prompts
 from ppo_repro.clock import OTHER, Clock, moment
-from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import DPO, build_config
-from ppo_repro.config.run import RunConfig
+from ppo_repro.config.run import DPOConfig, RunConfig
 from ppo_repro.config.tasks import JsonlTask
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.models.load import load_folder

@@ -21,7 +21,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ppo_repro.config.engine import SGLangServers
+from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import NumericsConfig, RunConfig
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.files import atomic_write, whole_folder

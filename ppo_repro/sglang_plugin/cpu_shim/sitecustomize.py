@@ -1,4 +1,8 @@
-"""Python imports this at start-up: torchvision for CUDA beside a torch for CPUs. See README.md."""
+"""Python imports this at start-up of an SGLang server on a CPU, and never on a GPU.
+
+SGLang imports torchvision. PyPI builds torchvision for CUDA, and its operators do not load beside a CPU torch. So this
+file declares two operators, which a text model never calls.
+"""
 
 from __future__ import annotations
 

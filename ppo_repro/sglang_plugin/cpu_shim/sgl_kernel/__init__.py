@@ -1,4 +1,8 @@
-"""What SGLang's text models ask of its compiled CPU kernels, as far as they need it here. See ../README.md."""
+"""What SGLang's text models ask of its compiled CPU kernels, as far as they need it here.
+
+PyPI has no CPU build of these kernels. The hash of the seeded sampler works; any other function raises an error when it
+is called. `convert_weight_packed` is left out, so SGLang uses its PyTorch layers.
+"""
 
 from __future__ import annotations
 

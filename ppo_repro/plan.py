@@ -43,7 +43,7 @@ MOMENTS = 2 * FLOAT
 
 ADVICE = (
     "set lora or layout.gradient_checkpointing, lower layout.rollout_slots, forward_micro_batch or update_micro_batch "
-    "(0 takes all), or take a smaller model"
+    "(0 takes all), or take a smaller model; see `ppo-repro plan`"
 )
 
 
@@ -232,14 +232,6 @@ def size(count: int) -> str:
     return f"{count} B"
 
 
-def in_words(plan: Plan) -> str:
-    """The largest part with its size, and what to change."""
-    phase = plan.largest_phase
-    name = max(plan.rows, key=lambda row: plan.rows[row].get(phase, 0))
-    largest = f"most of it for {name} in {phase}: {size(plan.rows[name][phase])}"
-    return f"the plan needs up to about {size(plan.peak)}, {largest}; {ADVICE}; see `ppo-repro plan`"
-
-
 def as_json(plan: Plan) -> dict[str, Any]:
     """The plan in bytes, with totals."""
     return {**asdict(plan), "process": PROCESS, "peak": plan.peak, "certain": plan.certain}
@@ -274,8 +266,11 @@ def require_memory(config: RunConfig | ControlConfig | DPOConfig, processes: int
     if limit is None or not isinstance(config, RunConfig) or config.layout.device != "cpu":
         return
     plan = plan_run(config, processes)
+    phase = plan.largest_phase
+    name = max(plan.rows, key=lambda row: plan.rows[row].get(phase, 0))
+    largest = f"most of it for {name} in {phase}: {size(plan.rows[name][phase])}"
     each = f" in each of {processes} processes" if processes > 1 else ""
-    words = f"{size(limit)} at most, and {in_words(plan)}{each}"
+    words = f"{size(limit)} at most, and the plan needs up to about {size(plan.peak)}{each}, {largest}; {ADVICE}"
     if processes * plan.certain > limit:
         raise UserError(f"not enough memory: {words}")
     if processes * plan.peak > limit:

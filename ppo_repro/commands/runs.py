@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppo_repro.clock import OTHER, Clock
-from ppo_repro.commands.recorded import report_difference
-from ppo_repro.commands.run_folders import MANIFEST, how_to_go_on
+from ppo_repro.commands.recorded import MANIFEST, how_to_go_on, report_difference
 from ppo_repro.errors import UserError
 from ppo_repro.output import print_json, say, tell
 from ppo_repro.tracking.follower import require_tensorboard

@@ -49,13 +49,12 @@ def groups(section: str | None = None) -> list[Group]:
 
 
 def _groups(model: type[BaseModel], path: str, meaning: str) -> Iterator[Group]:
-    tag, below = tag_of(model), []
-    rows, kind = list[dict[str, str]](), ""
+    below, rows, kind = list[tuple[type[BaseModel], str]](), list[dict[str, str]](), ""
     for name, info in model.model_fields.items():
         if sections := sections_of(info.annotation):
             below += [(section, f"{path}.{name}".lstrip(".")) for section in sections]
-        elif tag is not None and get_args(info.annotation) == (tag,):
-            kind = f"{name}: {tag}"
+        elif get_origin(info.annotation) is Literal and len(get_args(info.annotation)) == 1:
+            kind = f"{name}: {get_args(info.annotation)[0]}"  # chooses this section among several
         else:
             value = list(info.default) if isinstance(info.default, tuple) else info.default
             default = "" if value is PydanticUndefined else describe_value(value)
@@ -131,12 +130,6 @@ def sections_of(annotation: Any) -> tuple[type[BaseModel], ...]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return (annotation,)
     return tuple(section for part in get_args(annotation) for section in sections_of(part))
-
-
-def tag_of(section: type[BaseModel]) -> str | None:
-    """The word that chooses this section among several; None for a group of one kind."""
-    fields = [field.annotation for field in section.model_fields.values()]
-    return next((get_args(a)[0] for a in fields if get_origin(a) is Literal and len(get_args(a)) == 1), None)
 
 
 def _lines(model: type[BaseModel], tree: dict[str, Any], details: ErrorDetails) -> list[str]:

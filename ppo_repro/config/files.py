@@ -40,9 +40,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 def load_any(path: Path, overrides: Sequence[str], command: str) -> tuple[Kind, RunConfig | ControlConfig | DPOConfig]:
     """The configuration that a command takes, with its kind: `run` takes every kind. UserError as `load_config`."""
     tree = read_tree(path, overrides, ("run", CONTROL, DPO) if command == "run" else (command,))
-    kinds: dict[str, Kind] = {CONTROL: CONTROL, DPO: DPO}
-    kind = kinds.get(command_of(tree) or command, LANGUAGE)
+    kind = kind_of(tree, command)
     return kind, validated(MODELS[kind], tree, str(path))
+
+
+def kind_of(tree: object, command: str = "run") -> Kind:
+    """The kind of run that a parsed file is for, by its fields; if they do not say, what `command` runs."""
+    kinds: dict[str, Kind] = {CONTROL: CONTROL, DPO: DPO}
+    return kinds.get(command_of(tree) or command, LANGUAGE)
 
 
 def build_config(tree: Any, source: str) -> RunConfig:
@@ -119,18 +124,15 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
             value = parse_yaml(text)
             if path == ENGINE_KIND:
                 # another engine has other fields, and a recorded run may be repeated with either
-                path, value = path.removesuffix(".kind"), _of_kind(tree, value)
+                rollout = tree.get("rollout")
+                engine = rollout.get("engine") if isinstance(rollout, dict) else None
+                is_same = isinstance(engine, dict) and engine.get("kind") == value
+                path, value = path.removesuffix(".kind"), engine if is_same else {"kind": value}
             set_field(tree, path, value)
         except UserError as error:
             wrong.append(f"--set {override}: {error}")
     if wrong:
         raise Mistakes(wrong)
-
-
-def _of_kind(tree: dict[str, Any], kind: Any) -> dict[str, Any]:
-    rollout = tree.get("rollout")
-    engine = rollout.get("engine") if isinstance(rollout, dict) else None
-    return {**engine, "kind": kind} if isinstance(engine, dict) and engine.get("kind") == kind else {"kind": kind}
 
 
 def set_field(tree: dict[str, Any], path: str, value: Any) -> None:
@@ -182,7 +184,9 @@ def gather(config: Experiment) -> Inputs:
     for field, section, name in path_fields(tree):
         if field == PYTHON:
             continue
-        file, function = _parts(section[name])
+        text, colon, function = section[name].rpartition(":")
+        is_function = colon and text.endswith(".py")
+        file = Path(text if is_function else section[name])
         if file.is_file() and file.stat().st_size <= LARGEST_COPY:
             digest, copy = digest_of(file), f"{FOLDER}/{file.name}"
             number = 1
@@ -190,17 +194,11 @@ def gather(config: Experiment) -> Inputs:
                 number += 1
                 copy = f"{FOLDER}/{file.stem}-{number}{file.suffix}"
             copies[copy], digests[copy] = file, digest
-            section[name] = copy + function
+            section[name] = f"{copy}:{function}" if is_function else copy
         else:
             for path in [file] if file.is_file() else _decisive(file):
                 digests[f"{field}/{path.name}"] = digest_of(path)
     return Inputs(tree, copies, digests)
-
-
-def _parts(value: str) -> tuple[Path, str]:
-    """File and `:FUNCTION` of a path field."""
-    file, colon, function = value.rpartition(":")
-    return (Path(file), colon + function) if colon and file.endswith(".py") else (Path(value), "")
 
 
 def _decisive(folder: Path) -> list[Path]:

@@ -161,20 +161,15 @@ class RunConfig(Experiment):
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
-        wrong = contradictions(self)
+        checks = (f(self) for f in (_update, _sampler, _trainer, _value, _task))
+        wrong = [*not_on_device(self.layout, self.numerics.mode), *(line for check in checks for line in check)]
         if wrong:
             raise ValueError("\n".join(wrong))
         return self
 
 
-def contradictions(config: RunConfig) -> list[str]:
-    """A line for each contradiction of a run."""
-    checks = (f(config) for f in (_sizes, _sampler, _trainer, _algorithm, _value, _task))
-    return [*not_on_device(config.layout, config.numerics.mode), *(line for check in checks for line in check)]
-
-
-def _sizes(config: RunConfig) -> Iterator[str]:
-    ppo, sequences, tokens = config.ppo, config.sequences_per_iteration, config.rollout.max_response_tokens
+def _update(config: RunConfig) -> Iterator[str]:
+    ppo, kl, sequences = config.ppo, config.kl, config.sequences_per_iteration
     if sequences % ppo.minibatch_size:
         yield (
             f"ppo.minibatch_size = {ppo.minibatch_size} must divide the {sequences} sequences of an iteration "
@@ -182,11 +177,14 @@ def _sizes(config: RunConfig) -> Iterator[str]:
         )
     if ppo.warmup_iterations >= ppo.iterations:
         yield f"ppo.warmup_iterations = {ppo.warmup_iterations} must be smaller than ppo.iterations = {ppo.iterations}"
-    if tokens >= config.numerics.max_context:
-        yield (
-            f"rollout.max_response_tokens = {tokens} must be smaller than "
-            f"numerics.max_context = {config.numerics.max_context}"
-        )
+    tokens, context = config.rollout.max_response_tokens, config.numerics.max_context
+    if tokens >= context:
+        yield f"rollout.max_response_tokens = {tokens} must be smaller than numerics.max_context = {context}"
+    adaptive = isinstance(ppo.objective, AdaptiveClipObjective | PenaltyObjective) and ppo.objective.target_kl
+    if ppo.epochs == 1 and ppo.minibatch_size == sequences and (adaptive or ppo.early_stop_kl):
+        yield "ppo.objective.target_kl and ppo.early_stop_kl need more than one step per iteration to see a KL"
+    if isinstance(kl, KLInReward) and kl.controller.kind == "adaptive" and not kl.kl_coef:
+        yield "kl.controller.kind = adaptive needs a kl.kl_coef above 0: it multiplies it"
 
 
 def _sampler(config: RunConfig) -> Iterator[str]:
@@ -236,15 +234,6 @@ def _trainer(config: RunConfig) -> Iterator[str]:
         )
     if trainer.retokenize > 0 and config.task.turns > 1:
         yield f"{field} needs task.max_turns = 1: an environment's tokens are not encoded again"
-
-
-def _algorithm(config: RunConfig) -> Iterator[str]:
-    ppo, kl = config.ppo, config.kl
-    adaptive = isinstance(ppo.objective, AdaptiveClipObjective | PenaltyObjective) and ppo.objective.target_kl
-    if ppo.epochs == 1 and ppo.minibatch_size == config.sequences_per_iteration and (adaptive or ppo.early_stop_kl):
-        yield "ppo.objective.target_kl and ppo.early_stop_kl need more than one step per iteration to see a KL"
-    if isinstance(kl, KLInReward) and kl.controller.kind == "adaptive" and not kl.kl_coef:
-        yield "kl.controller.kind = adaptive needs a kl.kl_coef above 0: it multiplies it"
 
 
 def _value(config: RunConfig) -> Iterator[str]:

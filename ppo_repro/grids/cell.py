@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from ppo_repro.config.files import LANGUAGE
 from ppo_repro.errors import UserError
 from ppo_repro.files import atomic_write, has_writer
 from ppo_repro.interrupts import held
@@ -34,7 +33,6 @@ class Order:
 
     name: str
     folder: str
-    kind: str
     threads: int
 
 
@@ -78,9 +76,8 @@ def start_cell(order: Order) -> subprocess.Popen[bytes]:
     environment = {name: value for name, value in os.environ.items() if name not in launcher} | numbers
     folder = Path(order.folder)
     run_dir = run_of(folder)
-    # `run` itself clears what a process left that was killed before it had a manifest; other kinds name their command
-    name = "run" if order.kind == LANGUAGE else order.kind
-    begin = [name, str(folder / "config.yaml"), "--out", str(folder), "--json"]
+    # `run` itself clears what a process left that was killed before it had a manifest
+    begin = ["run", str(folder / "config.yaml"), "--out", str(folder), "--json"]
     command = begin if run_dir is None else ["resume", str(run_dir), "--json"]
     with (folder / LOG).open("ab") as log, held():
         return subprocess.Popen(

@@ -61,7 +61,7 @@ def run_grid(grid: Grid, out: Path, engine: Engine, keep_changed: bool = False) 
             if not keep_changed:
                 _check_unchanged(cell, folder)
             if state_of(folder) != "complete":
-                orders.append(Order(cell.name, str(folder.absolute()), grid.file.kind, cell.config.layout.threads))
+                orders.append(Order(cell.name, str(folder.absolute()), cell.config.layout.threads))
         write_tables(grid_dir, grid.cells)  # who copies the grid while it works reads the labels there
         complete = len(grid.cells) - len(orders)
         say_anyway(f"{complete} of {len(grid.cells)} cells are complete already")

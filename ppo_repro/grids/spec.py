@@ -14,10 +14,9 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ppo_repro.config.files import (
-    LANGUAGE,
     MODELS,
-    Kind,
     from_folder,
+    kind_of,
     read_tree,
     set_field,
     validated,
@@ -36,8 +35,7 @@ class GridFile(Section):
 
     question: str = Field(min_length=1, description="What the grid is to answer.")
     expectation: str = Field(min_length=1, description="The answer expected before anything ran.")
-    kind: Kind = Field(LANGUAGE, description="`language`: cells of `run`; `control`: of `control`; `dpo`: of `dpo`.")
-    base: PathText = Field(description="Configuration every cell starts from, relative to this file.")
+    base: PathText = Field(description="Configuration that every cell starts from, of any kind of run.")
     set: dict[str, Any] = Field({}, description="Fields that differ from the base in every cell, by dotted path.")
     axes: dict[str, Any] = Field(
         {}, description="By dotted field a list of values, or by a name of its own a mapping: label -> fields."
@@ -114,7 +112,7 @@ def _cells(path: Path, file: GridFile, axes: Sequence[Sequence[Choice]], base: d
                         raise UserError(f"{source}: {field}: {error}") from error
             from_folder(tree, path.parent)
             labels = {choice.axis: choice.label for choice in choices}
-            yield Cell(name, labels, seed, validated(MODELS[file.kind], tree, source))
+            yield Cell(name, labels, seed, validated(MODELS[kind_of(base)], tree, source))
 
 
 def _check_fields(path: Path, file: GridFile, axes: Sequence[Sequence[Choice]]) -> None:

@@ -54,10 +54,6 @@ class Passes:
         if self._trained.keys() != trained.keys() or any(p is not self._trained[n] for n, p in trained.items()):
             self._trained, self._sums = trained, RunningSums(model.named_parameters())
 
-    def watched(self, model: PreTrainedModel, logits: Tensor) -> Tensor:
-        """The logits of the pass that has begun; RuntimeError in its backward pass if a weight has changed by then."""
-        return _Watched.apply(logits, model) if logits.requires_grad else logits
-
     def _check_modules(self, model: PreTrainedModel) -> None:
         found = modules_of(model)
         if found != self._modules:
@@ -93,7 +89,9 @@ def _versions(model: PreTrainedModel) -> list[int]:
     return [p._version for p in model.parameters()]
 
 
-class _Watched(Function):
+class Watched(Function):
+    """The logits of a pass; RuntimeError in its backward pass if a weight has changed by then, or at a second one."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, model: PreTrainedModel) -> Tensor:
         ctx.model, ctx.versions, ctx.is_done = model, _versions(model), False

@@ -12,7 +12,7 @@ from torch import Tensor
 from ppo_repro.config.section import LARGEST
 from ppo_repro.errors import UserError
 from ppo_repro.numerics.rows import Ragged, ragged
-from ppo_repro.numerics.structs import Ints, ints
+from ppo_repro.numerics.structs import ints
 
 
 @dataclass(frozen=True)
@@ -23,20 +23,11 @@ class Layout:
     position_ids: Tensor  # [R, L] int64, from 0 in each sequence
     real: Tensor  # [R, L] bool, False for padding
 
-    @property
-    def begins(self) -> Tensor:
-        """bool [R, L]: whether a sequence begins here."""
-        return self.real & (self.position_ids == 0)
-
     def sequences(self) -> Ragged:
         """The sequences, row after row; their gradients are one chain, which the next batch goes on with."""
-        starts = np.flatnonzero(self.begins[self.real].numpy())
+        starts = np.flatnonzero(self.position_ids[self.real].numpy() == 0)
         tokens = [part.tolist() for part in np.split(self.input_ids[self.real].numpy(), starts[1:])]
         return ragged(tokens, slots=ints(np.zeros(len(tokens) + 1)))
-
-    def tokens_at(self, places: Tensor) -> Ints:
-        """Which tokens of `sequences` lie at some flat positions [n] of real tokens."""
-        return ints((self.real.reshape(-1).cumsum(0) - 1)[places])
 
     def follows(self) -> Tensor:
         """bool [R, L]: whether the next position of the row goes on with the same sequence."""

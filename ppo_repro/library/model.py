@@ -15,11 +15,12 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from ppo_repro.errors import UserError
-from ppo_repro.library.gradients import Passes, modules_of
+from ppo_repro.library.gradients import Passes, Watched, modules_of
 from ppo_repro.library.layout import Layout, check_number, make_layout
 from ppo_repro.numerics import library, network
 from ppo_repro.numerics.families import CAUSAL_MODELS, NAMES, trunk_of
 from ppo_repro.numerics.network import Lowered, Network, is_deterministic, lower, lowered_of, network_of
+from ppo_repro.numerics.structs import ints
 from ppo_repro.numerics.token_statistics import token_statistics
 
 IGNORED = -100  # the label of a position that does not count, as in transformers
@@ -104,9 +105,10 @@ def layout_of(
 def logits_at(model: PreTrainedModel, layout: Layout, places: Tensor) -> Tensor:
     """Logits [n, V] float32 of a deterministic model at flat positions `places` [n] int64; differentiable."""
     begin_pass(model)
-    batch, tokens = layout.sequences(), layout.tokens_at(places)
+    batch, tokens = layout.sequences(), ints((layout.real.reshape(-1).cumsum(0) - 1)[places])
     hidden, _ = cast(Network, network_of(model)).over_batch(batch, tokens)
-    return passes_of(model).watched(model, network.logits(model, hidden, batch.rows.at(tokens)))
+    logits = network.logits(model, hidden, batch.rows.at(tokens))
+    return Watched.apply(logits, model) if logits.requires_grad else logits
 
 
 class _Sum(Function):
@@ -180,24 +182,16 @@ def _forward(
     if not isinstance(logits_to_keep, int) or logits_to_keep < 0 or (logits_to_keep and labels is not None):
         raise UserError(f"logits_to_keep = {logits_to_keep!r}: must be a count from 0, and 0 with labels")
     layout = layout_of(self, input_ids, attention_mask, position_ids)
-    wanted = layout.real.clone()
-    width = min(logits_to_keep or wanted.shape[1], wanted.shape[1])
-    wanted[:, : wanted.shape[1] - width] = False
-    rows = torch.nonzero(wanted.reshape(-1))[:, 0]
+    wanted = layout.real[:, -logits_to_keep:]  # -0 keeps all
+    rows = torch.arange(layout.real.numel()).view_as(layout.real)[:, -logits_to_keep:][wanted]
     if not len(rows):
         raise UserError("attention_mask: there is no token to compute; every position is padding")
     logits = logits_at(self, layout, rows)
     loss = None if labels is None else _loss(layout, labels, logits, rows, num_items_in_batch)
-    return CausalLMOutput(loss=loss, logits=_among_padding(logits, wanted[:, -width:]))  # type: ignore[arg-type]
-
-
-def _among_padding(logits: Tensor, wanted: Tensor) -> Tensor:
-    """Logits [n, V] at the positions `wanted` [R, L], zeros at the others: [R, L, V]."""
-    if bool(wanted.all()):
-        return logits.view(*wanted.shape, -1)
-    places = torch.nonzero(wanted.reshape(-1))[:, 0]
-    full = logits.new_zeros(wanted.numel(), logits.shape[-1])
-    return full.index_copy(0, places, logits).view(*wanted.shape, -1)
+    if not bool(wanted.all()):  # zeros at padding
+        full = logits.new_zeros(wanted.numel(), logits.shape[-1])
+        logits = full.index_copy(0, torch.nonzero(wanted.reshape(-1))[:, 0], logits)
+    return CausalLMOutput(loss=loss, logits=logits.view(*wanted.shape, -1))  # type: ignore[arg-type]
 
 
 def _no_generate(self: PreTrainedModel, *_: object, **__: object) -> NoReturn:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppo_repro.commands import run_folders
+from ppo_repro.commands.recorded import latest_run as newest
+from ppo_repro.commands.recorded import state
 from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
@@ -34,9 +35,9 @@ class Run:
             head = self._head
         except UserError as error:
             return f"<run {self.path}; {error}>"
-        state = f"{run_folders.state(self.path, head.status)}, {head.num_iterations} iterations"
+        so_far = f"{state(self.path, head.status)}, {head.num_iterations} iterations"
         results = [f"{name} {value:.4g}" for name, value in head.final.items() if not isinstance(value, str)]
-        return f"<run {'; '.join([str(self.path), state, *results, f'fingerprint {head.fingerprint[:12]}'])}>"
+        return f"<run {'; '.join([str(self.path), so_far, *results, f'fingerprint {head.fingerprint[:12]}'])}>"
 
     @property
     def _head(self) -> Head:
@@ -111,7 +112,7 @@ def latest_run(root: Path | str = "runs") -> Run:
     >>> ppo_repro.latest_run(EXAMPLE_RUN.parent.parent).path == EXAMPLE_RUN
     True
     """
-    return open_run(run_folders.latest_run(Path(root)))
+    return open_run(newest(Path(root)))
 
 
 def diff(a: RunOrPath, b: RunOrPath) -> Difference | None:

@@ -50,6 +50,7 @@ FOLDER_TAG = "ppo_repro.folder"  # finds the earlier copy of a folder
 NOTES = (ENVIRONMENT_NAME, ACCURACY_NAME, TIMES_NAME)
 ARTIFACTS = (manifest.FILE_NAME, manifest.LOG_NAME, CONFIG_NAME, *NOTES)
 ENDED = {"complete": "FINISHED", "interrupted": "KILLED", "failed": "FAILED", "running": "KILLED"}
+OF_ENVIRONMENT = ("code_digest", "git_commit", "git_dirty", "python", "platform")  # tags
 POLL_SECONDS = 1.0
 
 IsOver = Callable[[float], bool]  # as in `follower.copy`
@@ -144,7 +145,9 @@ class _RunCopy:
     def __init__(self, client: MlflowClient, run_dir: Path, parent: Place | None = None, name: str = "", **tags: str):
         recorded = manifest.load_head(run_dir)
         config = load_config_of(run_dir, recorded)
-        tags |= {"kind": recorded.kind, **_environment_tags(read_note(run_dir, recorded, ENVIRONMENT_NAME))}
+        environment = read_note(run_dir, recorded, ENVIRONMENT_NAME)
+        tags |= {name: str(environment[name]) for name in OF_ENVIRONMENT} | {"kind": recorded.kind}
+        tags |= {f"package.{name}": str(version) for name, version in environment["packages"].items()}
         if parent is not None:
             tags[MLFLOW_PARENT_RUN_ID] = parent.run_id
         experiment = _experiment(client, config.experiment) if parent is None else parent.experiment_id
@@ -197,12 +200,6 @@ def _copy_grid(client: MlflowClient, grid_dir: Path, is_over: IsOver) -> Place:
     tags = {MLFLOW_RUN_NOTE: f"**{tree['question']}**\n\nExpected: {tree['expectation']}"}
     _end(client, parent, tags, files, status, max(ends, default=started))
     return parent
-
-
-def _environment_tags(environment: Mapping[str, Any]) -> dict[str, str]:
-    tags = {name: str(environment[name]) for name in ("code_digest", "git_commit", "git_dirty", "python", "platform")}
-    packages = {f"package.{name}": str(version) for name, version in environment["packages"].items()}
-    return {**tags, "numerics": str(environment["numerics_mode"]), **packages}
 
 
 def _leaves(prefix: str, value: object) -> list[Param]:

@@ -123,7 +123,7 @@ def test_a_job_that_vanished_is_lost_and_one_of_a_silent_cluster_is_not(
 ) -> None:
     monkeypatch.setattr(clusters, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(clusters, "SETTLE_SECONDS", 0.1)
-    order = Order("seed=1", str(tmp_path / "cell"), "language", 1)
+    order = Order("seed=1", str(tmp_path / "cell"), 1)
     (tmp_path / "cell").mkdir()
     # silent, then in the queue, then gone
     script = f"echo x >> {tmp_path}/n; case $(wc -l < {tmp_path}/n) in ?) exit 1;; 1?) echo 7_0;; esac"
@@ -138,7 +138,7 @@ def test_a_job_that_is_gone_has_the_result_of_its_cell(
     commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clusters, "POLL_SECONDS", 0.01)
-    order = Order("seed=1", str(tmp_path), "language", 1)
+    order = Order("seed=1", str(tmp_path), 1)
     answer(commands, "squeue", "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1")
     expected = record_result(order, 2, 1.0, "error: no such thing")
     assert list(clusters._until_ended({"7": order}, tmp_path)) == [expected]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.grids.spec import load_grid
-from tests.support.paths import TINY, TINY_GRID
+from tests.support.paths import SMALL_CONTROL, TINY, TINY_GRID
 
 
 def grid_file(folder: Path, **changes: Any) -> Path:
@@ -92,7 +92,7 @@ def test_a_label_cannot_leave_the_folder(tmp_path: Path) -> None:
         ({"set": {"experiment.x": 2}}, "experiment.x: 'experiment' is a value, not a group of fields"),
         ({"seeds": [1, 1]}, "two cells would be called seed=1"),
         ({"axis": {}}, "axis: unknown field"),
-        ({"kind": "control"}, "cell seed=1: environment: missing"),
+        ({"base": str(SMALL_CONTROL), "set": {"lora": None}}, "cell seed=1: lora: unknown field"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_line(tmp_path: Path, changes: dict[str, Any], said: str) -> None:

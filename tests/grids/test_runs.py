@@ -166,7 +166,7 @@ def laid_out(folder: Path, **fields: object) -> Order:
     """The order of the one cell of a grid, with its configuration in its folder."""
     cell = load_grid(grid_file(folder, {}, [1], **fields)).cells[0]
     grid_module.lay_out(cell, folder / "cell")
-    return Order(cell.name, str(folder / "cell"), "language", 1)
+    return Order(cell.name, str(folder / "cell"), 1)
 
 
 @slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
@@ -34,19 +35,19 @@ class Clock:
 
     def __init__(self) -> None:
         self.started = moment()
-        self.seconds: dict[str, float] = {}
+        self.seconds = defaultdict[str, float](float)
         self._last = now()
 
     def lap(self, phase: str) -> None:
         """Add the time since the last lap to `phase`."""
-        self._add(phase, self._elapsed())
+        self.seconds[phase] += self._elapsed()
 
     def divide(self, parts: Mapping[str, float]) -> None:
         """Add the time since the last lap to the phases of another clock that ran meanwhile, the rest to OTHER."""
         elapsed = self._elapsed()
         for phase, spent in parts.items():
-            self._add(phase, spent)
-        self._add(OTHER, elapsed - sum(parts.values()))
+            self.seconds[phase] += spent
+        self.seconds[OTHER] += elapsed - sum(parts.values())
 
     def with_total(self) -> dict[str, float]:
         """The phases, OTHER behind those with a name, and their sum as `total`."""
@@ -57,9 +58,6 @@ class Clock:
     def _elapsed(self) -> float:
         before, self._last = self._last, now()
         return self._last - before
-
-    def _add(self, phase: str, spent: float) -> None:
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + spent
 
 
 def duration(seconds: float) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -26,7 +27,7 @@ from ppo_repro.checks.probe import MODES, Mode, plain
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
-from ppo_repro.files import atomic_write
+from ppo_repro.files import atomic_write, check_sums
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import policy_logits
 from ppo_repro.numerics.families import MIXTURES, head_of, trunk_of
@@ -34,12 +35,10 @@ from ppo_repro.numerics.native import NativeNetwork, SlotCache
 from ppo_repro.numerics.network import Cache, network_of
 from ppo_repro.numerics.rows import Ragged, index
 from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
-from ppo_repro.records.config_file import load_recorded_config
-from ppo_repro.records.contents import FINAL, UNEQUAL
+from ppo_repro.records.folder import FINAL, UNEQUAL, UNEQUAL_TOKENS, load_recorded_config
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.torch_engine import PrefixIndex, TorchEngine, _Active
 from ppo_repro.runs.prepare import prepare
-from ppo_repro.runs.unequal import Response, first_unequal
 from ppo_repro.seeding import sample_seed
 from ppo_repro.stages.rollout import choose_prompts, require_undisturbed, sampling_of
 
@@ -50,6 +49,14 @@ Captured = dict[str, tuple[Tensor, Tensor]]
 Recorded = dict[str, list[tuple[Tensor, Tensor, Tensor]]]  # for each pass: keys [n] of the tokens, inputs and outputs
 # sequences and positions [R, L] of the pass in progress, position -1 for padding
 TokenGrid = Callable[[], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Response:
+    """A response of a run."""
+
+    iteration: int
+    sequence: int
 
 
 @dataclass(frozen=True)
@@ -286,6 +293,16 @@ def make_subject(config: RunConfig, mode: Mode, start_folder: Path | None, respo
     policy, stop_ids, context = prepared.state.policy, prepared.engine.stop_ids, config.numerics.max_context
     policy.requires_grad_(False)
     return sample(policy, stop_ids, mode, context, requests, sampling_of(config))
+
+
+def first_unequal(run_dir: Path) -> Response | None:
+    """The first response with unequal bits, None where a run has none; UserError where the file is damaged."""
+    path = run_dir / UNEQUAL / UNEQUAL_TOKENS
+    if not path.is_file():
+        return None
+    check_sums(path.parent)
+    row = pq.read_table(path, columns=["iteration", "sequence"]).slice(0, 1).to_pylist()[0]
+    return Response(row["iteration"], row["sequence"])
 
 
 def _source(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Path | None, Response | None]:

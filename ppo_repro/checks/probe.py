@@ -26,8 +26,8 @@ from ppo_repro.numerics.families import trunk_of
 from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer
 from ppo_repro.numerics.rows import slots_of
 from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
-from ppo_repro.records.accuracy import Accuracy
 from ppo_repro.records.columns import unequal_bits
+from ppo_repro.records.folder import Accuracy
 from ppo_repro.rollout.engine import Completion, Request
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.prepare import Prepared, prepare

@@ -21,7 +21,11 @@ from ppo_repro.commands.checks import (
 )
 from ppo_repro.commands.grid import grid_command, reproduce_command
 from ppo_repro.commands.recorded import (
+    LATEST,
+    RUNS,
     diff_command,
+    latest_run,
+    ls_command,
     replay_command,
     report_command,
     show_command,
@@ -29,7 +33,6 @@ from ppo_repro.commands.recorded import (
     verify_command,
     view_command,
 )
-from ppo_repro.commands.run_folders import LATEST, RUNS, latest_run, ls_command
 from ppo_repro.commands.runs import (
     control_command,
     dpo_command,

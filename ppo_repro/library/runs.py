@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppo_repro.commands import run_folders
+from ppo_repro.commands.recorded import latest_run as newest
+from ppo_repro.commands.recorded import state
 from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
-from ppo_repro.records.config_file import load_config_of
 from ppo_repro.records.diff import Difference, first_difference
+from ppo_repro.records.folder import load_config_of
 from ppo_repro.records.manifest import Head
-from ppo_repro.records.reader import TableReader
+from ppo_repro.records.reader import read_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,9 +35,9 @@ class Run:
             head = self._head
         except UserError as error:
             return f"<run {self.path}; {error}>"
-        state = f"{run_folders.state(self.path, head.status)}, {head.num_iterations} iterations"
+        so_far = f"{state(self.path, head.status)}, {head.num_iterations} iterations"
         results = [f"{name} {value:.4g}" for name, value in head.final.items() if not isinstance(value, str)]
-        return f"<run {'; '.join([str(self.path), state, *results, f'fingerprint {head.fingerprint[:12]}'])}>"
+        return f"<run {'; '.join([str(self.path), so_far, *results, f'fingerprint {head.fingerprint[:12]}'])}>"
 
     @property
     def _head(self) -> Head:
@@ -70,9 +71,7 @@ class Run:
     @property
     def tables(self) -> tuple[str, ...]:
         """The names of the tables that `table` reads; their columns are described in ppo_repro/records/README.md."""
-        recorded = manifest.load(self.path)
-        side = dict.fromkeys(file.table.name for file in manifest.side_files(recorded))
-        return (*(table.name for table in manifest.tables_of(recorded)), *side)
+        return tuple(manifest.table_names(manifest.load(self.path)))
 
     def table(
         self, name: str, columns: Sequence[str] | None = None, iterations: Sequence[int] | None = None
@@ -82,7 +81,7 @@ class Run:
         Also of a run that is not complete. UserError for an unknown name, column or iteration, and where a file is
         damaged.
         """
-        return TableReader(name)(self.path, columns=columns, iterations=iterations, allow_incomplete=True)
+        return read_table(name, self.path, columns=columns, iterations=iterations, allow_incomplete=True)
 
 
 RunOrPath = Run | Path | str
@@ -113,7 +112,7 @@ def latest_run(root: Path | str = "runs") -> Run:
     >>> ppo_repro.latest_run(EXAMPLE_RUN.parent.parent).path == EXAMPLE_RUN
     True
     """
-    return open_run(run_folders.latest_run(Path(root)))
+    return open_run(newest(Path(root)))
 
 
 def diff(a: RunOrPath, b: RunOrPath) -> Difference | None:

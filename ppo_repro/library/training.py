@@ -13,7 +13,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from ppo_repro.commands.progress import ConsoleProgress
-from ppo_repro.commands.run_folders import how_to_go_on
+from ppo_repro.commands.recorded import how_to_go_on
 from ppo_repro.config.files import apply_overrides, build_config, load_config, run_folder
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.yaml_text import describe_value

@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ppo_repro.errors import UserError
 from ppo_repro.files import atomic_write
 from ppo_repro.records import reader
-from ppo_repro.records.config_file import ENVIRONMENT_NAME, read_note
 from ppo_repro.records.diff import first_difference
+from ppo_repro.records.folder import ENVIRONMENT_NAME, read_note
 from ppo_repro.testing.dumps import Names, impossible, read_dump
 
 ZEROS = 0.5  # of the tokens may have a log-prob of exactly 0 on both sides

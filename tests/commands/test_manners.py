@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.commands.run_folders import latest_run
+from ppo_repro.commands.recorded import latest_run
 from ppo_repro.records import manifest
 from tests.support.cli import Cli, one_line
 from tests.support.paths import SMALL_CONTROL, TINY

@@ -28,7 +28,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.files import atomic_write, require_ours
 from ppo_repro.output import Parser
 from ppo_repro.records import reader
-from ppo_repro.records.config_file import load_recorded_config
+from ppo_repro.records.folder import load_recorded_config
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

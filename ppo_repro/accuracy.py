@@ -24,7 +24,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import policy_logits
 from ppo_repro.numerics.token_statistics import token_statistics
-from ppo_repro.records.accuracy import Accuracy
+from ppo_repro.records.folder import Accuracy
 
 LENGTH = 64  # tokens of a sequence that a run measures
 

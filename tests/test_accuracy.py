@@ -9,7 +9,7 @@ from experiments.accuracy.distances import compare
 from ppo_repro.accuracy import LENGTH, Text, measure, text_of
 from ppo_repro.models.networks import make_policy, rounded_view
 from ppo_repro.numerics.precision import Precision
-from ppo_repro.records.accuracy import LARGEST_RATIO, sentence
+from ppo_repro.records.folder import LARGEST_RATIO
 from tests.support.models import CONTEXT, FAMILIES, VOCAB, source_model
 
 every_family = mark.parametrize("architecture", FAMILIES)
@@ -48,4 +48,4 @@ def test_a_model_that_rounds_is_low_accuracy() -> None:
     """The negative control: weights as bfloat16 has them."""
     policy = make_policy(source_model("qwen3"), "deterministic", CONTEXT)
     found = measure(rounded_view(policy, Precision(weights="bfloat16")), TEXT)
-    assert found.is_low and found.ratio > 10 * LARGEST_RATIO and sentence(found).endswith("above 4")
+    assert found.is_low and found.ratio > 10 * LARGEST_RATIO and found.sentence().endswith("above 4")

@@ -14,7 +14,7 @@ from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective, NoV
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
-from ppo_repro.records.config_file import load_recorded_config
+from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.manifest import has_responses
 
 Float64 = npt.NDArray[np.float64]

@@ -15,7 +15,7 @@ from analysis.program import read_table
 from ppo_repro.config.algorithm import ClipObjective
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
-from ppo_repro.records.config_file import load_recorded_config
+from ppo_repro.records.folder import load_recorded_config
 
 LAST = FIRST = 5  # iterations
 MEASURES = {

@@ -11,7 +11,7 @@ import pandas as pd
 
 from analysis.pairs.runs import KEY, chosen_iterations
 from ppo_repro.records import reader
-from ppo_repro.records.config_file import load_recorded_config
+from ppo_repro.records.folder import load_recorded_config
 
 _TOKENS = [*KEY, "token_id", "rollout_logprobs", "old_logprobs", "entropies", "prob_sq_sums", "log_kept_mass"]
 _SEQUENCES = ["sequence", "prompt_length", "response_length", "rollout_policy_versions", "is_as_sampled"]

@@ -14,11 +14,17 @@ from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective
 from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
 from ppo_repro.config.yaml_text import parse_yaml
 from ppo_repro.errors import UserError
-from ppo_repro.records import accuracy, reader, times
-from ppo_repro.records.accuracy import Accuracy
-from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, load_config_of, read_note
-from ppo_repro.records.fork import forked_from
-from ppo_repro.records.inputs import change_lines
+from ppo_repro.records import reader
+from ppo_repro.records.folder import (
+    CONFIG_NAME,
+    ENVIRONMENT_NAME,
+    STARTED,
+    Accuracy,
+    load_config_of,
+    read_accuracy,
+    read_note,
+)
+from ppo_repro.records.inputs import change_lines, forked_from
 from ppo_repro.records.manifest import Manifest
 
 
@@ -88,7 +94,7 @@ def read_facts(run_dir: Path) -> Facts:
     environment, config = read_note(run_dir, manifest, ENVIRONMENT_NAME), load_config_of(run_dir, manifest)
     text = (run_dir / CONFIG_NAME).read_text(encoding="utf-8")
     name = f"{config.experiment}/{run_dir.resolve().name}"
-    measured = accuracy.read(run_dir, manifest) if isinstance(config, RunConfig) else None
+    measured = read_accuracy(run_dir, manifest) if isinstance(config, RunConfig) else None
     return Facts(run_dir, name, manifest, config, text, environment, measured)
 
 
@@ -129,5 +135,5 @@ def repeating(
         ("versions", f"Python {environment.get('python', 'not recorded')}, {versions}"),
         ("machine", f"{environment.get('platform', 'not recorded')}, {environment.get('cpu_capability', '')}"),
         ("layout", f"threads {environment.get('threads', '?')}, processes {environment.get('processes', '?')}"),
-        ("began", str(environment.get(times.STARTED, "not recorded"))),
+        ("began", str(environment.get(STARTED, "not recorded"))),
     ]

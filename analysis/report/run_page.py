@@ -22,8 +22,8 @@ from analysis.report.samples import samples_section
 from analysis.report.scan import DELTA_EDGES, FLAGS, Scan, scan_run, summary_tables
 from analysis.words import terms
 from ppo_repro.config.run import RunConfig
-from ppo_repro.records import reader, times
-from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, load_config_of, read_note
+from ppo_repro.records import reader
+from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME, by_phase, load_config_of, phases_of, read_note
 from ppo_repro.runs.summary import summarise
 
 # the two curves of the first screen, by what the chart calls them
@@ -153,7 +153,7 @@ def _numbers(
                 ("stock float32", measured.stock_rms, measured.stock_max))  # fmt: skip
         title = f"Log-probs of {measured.tokens:,} tokens at the start, distance from float64"
         found.append((title, pd.DataFrame(both, columns=["numerics", "rms, nats", "largest, nats"])))
-    spent = times.by_phase(facts.run_dir, facts.manifest, times.phases_of(iterations))
+    spent = by_phase(facts.run_dir, facts.manifest, phases_of(iterations))
     seconds = pd.DataFrame([(phase, round(value, 1)) for phase, value in spent.items()], columns=["phase", "seconds"])
     folded = (
         folded_table("Where the time went", seconds),
@@ -171,7 +171,7 @@ def dpo_page(folder: Path) -> str:
     text = reader.read_checked(folder / CONFIG_NAME, recorded.files[CONFIG_NAME]).decode()
     config, environment = load_config_of(folder, recorded), read_note(folder, recorded, ENVIRONMENT_NAME)
     steps, last = reader.read_steps(folder), [recorded.num_iterations - 1]
-    pairs = reader.TableReader("margins")(folder, iterations=last, columns=["held_out", "margins"])
+    pairs = reader.read_table("margins", folder, iterations=last, columns=["held_out", "margins"])
     name = f"{config.experiment}/{folder.resolve().name}"
     rows = [
         ("training pairs", int((~pairs["held_out"]).sum())),

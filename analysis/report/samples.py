@@ -21,7 +21,7 @@ _EVALUATION = ["iteration", "prompt_key", "prompt", "response", "answer", "score
 
 def evaluations(run_dir: Path, recorded: Manifest) -> pd.DataFrame | None:
     """The held-out responses of every evaluation; None where the run recorded none."""
-    if all(file.table.name != "evaluations" for file in manifest.side_files(recorded)):
+    if "evaluations" not in manifest.table_names(recorded):
         return None
     return reader.read_evaluations(run_dir, columns=_EVALUATION, allow_incomplete=True)
 

@@ -13,7 +13,7 @@ from analysis.report.markup import number, share
 from analysis.report.page import Verdict
 from ppo_repro.config.rollout import SamplerFaults, TrainerFaults
 from ppo_repro.config.run import ControlConfig, RunConfig
-from ppo_repro.records.config_file import load_recorded_config
+from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.runs.summary import has_answers
 
 

@@ -25,7 +25,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.output import Parser, tell
 from ppo_repro.records import reader
-from ppo_repro.records.config_file import load_recorded_config
+from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.manifest import has_responses
 
 

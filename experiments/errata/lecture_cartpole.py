@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ppo_repro.config.files import read_tree, validated
 from ppo_repro.config.run import ControlConfig, NetworkConfig
-from ppo_repro.control.environments import make_environments
+from ppo_repro.control.environments import Environments
 from ppo_repro.control.kind import ControlKind
 from ppo_repro.control.networks import Agent
 from ppo_repro.numerics.optimizer import weights_digest
@@ -60,7 +60,7 @@ def update_ratios(new_logprobs: Tensor, stored: Sequence[Tensor]) -> Tensor:
 
 def run_as_printed(seed: int = 0, episodes: int = 300, max_steps: int = 500, update_every: int = 2048) -> Printed:
     """The training loop as printed; `max_steps` is meant for an episode and `steps` counts all of them."""
-    environments = make_environments("CartPole-v1", 1, "errata", seed)
+    environments = Environments("CartPole-v1", 1, "errata", seed)
     agent = Agent(4, environments.actions, NetworkConfig(), "native", seed)
     noise = agent.distribution.noise(max_steps, 1, "errata actions", seed)
     before = weights_digest(agent.named_parameters())

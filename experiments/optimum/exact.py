@@ -26,8 +26,7 @@ from ppo_repro.models.batches import lay_out
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics.token_statistics import token_statistics
-from ppo_repro.records.config_file import load_recorded_config
-from ppo_repro.records.contents import FINAL
+from ppo_repro.records.folder import FINAL, load_recorded_config
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.tasks.problems import row_of
 from ppo_repro.tasks.tokenizer import decode

@@ -24,18 +24,19 @@ from torch import Tensor
 VARIED = 6  # numbers above a floor, without which it would explain any constant
 HEAD = 1024  # tokens that top-p is looked for in, before all are sorted
 Stage = Literal["weights", "input", "distribution", "quantity", "unit"]
-Option = Literal["top_k", "top_p", "min_p"]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """What the stack says it sampled with."""
+    """What the stack says it sampled with, and what each side's log-probs are of ("auto": it is found)."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    sampler_logprobs: str = "auto"  # or one of DEFINITIONS
+    trainer_logprobs: str = "auto"
 
     @property
     def is_cut(self) -> bool:
@@ -148,44 +149,6 @@ def own(row: Row, logits: Tensor) -> Tensor:
     return logits.gather(-1, row.targets[:, None])[:, 0] - logits.logsumexp(-1)
 
 
-def _over(option: Option) -> Change:
-    """The softmax over the tokens that one cut at x leaves."""
-    none = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    return lambda r, s, v, x: cut(v / s.temperature, **{**none, option: int(x) if option == "top_k" else x})  # type: ignore[arg-type]
-
-
-def _limits(option: Option) -> Candidates:
-    """The limit under which the recorded numbers are log-probs over the likeliest tokens only, if there is one.
-
-    recorded - log p = -log(mass of these tokens), so each mass must be the sum of the largest probabilities.
-    """
-
-    def candidates(rows: Sequence[Row], sampling: Sampling) -> Sequence[float]:
-        low, high = -math.inf, 1e9
-        for row in rows:
-            scaled = (row.logits / sampling.temperature).log_softmax(-1)
-            mass = (own(row, scaled) - row.wanted).exp()
-            p = scaled.exp().sort(-1, descending=True).values
-            sums = p.cumsum(-1)
-            for i in row.usable.nonzero()[:, 0].tolist():
-                fits = ((sums[i] - mass[i]).abs() <= 3e-5 * float(mass[i]) + 1e-12).nonzero()[:, 0]
-                if not len(fits):
-                    return ()
-                first, last = int(fits[0]), int(fits[-1])
-                after = float(p[i, last + 1]) if last + 1 < p.shape[-1] else 0.0
-                bounds = {
-                    "top_k": (first + 1, last + 1),
-                    "top_p": (float(sums[i, first] - p[i, first]), float(sums[i, last])),
-                    "min_p": (after / float(p[i, 0]), float(p[i, first] / p[i, 0])),
-                }[option]
-                low, high = max(low, bounds[0]), min(high, bounds[1])
-        middle = (low + high) / 2  # with as few digits as can be
-        rounded = (round(middle, digits) for digits in range(7))
-        return [next((x for x in rounded if low < x < high or low == x == high), middle)] if low <= high else ()
-
-    return candidates
-
-
 def _without_token(rows: Sequence[Row], sampling: Sampling) -> Sequence[float]:
     """The token whose probability is what recorded - log p = -log(1 - p of that token) says."""
     left, off = [], []
@@ -265,7 +228,9 @@ PENALTY = "a penalty changes what is sampled: leave it out, or apply it on both 
 SAMPLED = "gather the sampled id from the log-softmax"
 OWN = "record each token's own log-prob, in nats"
 CAP = "cap the logits on both sides, as the configuration of the model says (final_logit_softcapping)"
-OPTIONS: dict[str, Option] = {"top-k": "top_k", "top-p": "top_p", "min-p": "min_p"}
+TOP_K = (1, 2, 3, 4, 5, 8, 10, 16, 20, 25, 30, 32, 40, 50, 64, 80, 100, 128, 200, 256, 500, 512, 1000, 1024)
+TOP_P = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.93, 0.95, 0.96, 0.97, 0.98, 0.99, 0.995, 0.999)
+MIN_P = (0.001, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.15, 0.2, 0.3)
 FACTORS = (0.8, 0.95, 1.05, 1.2, 1.5, 2.0)
 TERMS = (-0.5, 0.2, 0.5, 1.0)
 STEPS = (1, -1, 2, -2, 3, -3)
@@ -280,6 +245,12 @@ def _distribution(
 def _fitted(name: str, advice: str, change: Callable[[Row, float], Tensor], first: Sequence[float]) -> Cause:
     """`change` of the row's logits, before the temperature divides them; the parameter is refined."""
     return Cause(name, "distribution", advice, lambda r, s, v, x: change(r, x) / s.temperature, lambda *_: first, True)
+
+
+def _cut(option: str, limits: Sequence[float], keep: Callable[[Tensor, float], Tensor]) -> Cause:
+    """The softmax over the tokens that one cut leaves, at usual limits."""
+    name = f"normalised over the tokens that {option} keeps (try --{option} {{x:.4g}})"
+    return Cause(name, "distribution", SAME_CUTS, lambda r, s, v, x: keep(v / s.temperature, x), lambda *_: limits)
 
 
 def _quantity(name: str, change: Callable[[Row, Tensor], Tensor]) -> Cause:
@@ -329,22 +300,9 @@ CAUSES: tuple[Cause, ...] = (
         lambda r, s, v, x: cut(v, s.top_k, s.top_p, s.min_p),
         lambda s: s.temperature != 1.0 and s.is_cut,
     ),
-    _distribution(
-        "normalised over the tokens that the cuts keep of logits not divided by the temperature",
-        SAME_CUTS,
-        lambda r, s, v, x: tempered(r, s, v).masked_fill(cut(v, s.top_k, s.top_p, s.min_p).isinf(), -math.inf),
-        lambda s: s.temperature != 1.0 and (s.top_p < 1.0 or s.min_p > 0.0),
-    ),
-    *(
-        Cause(
-            f"normalised over the tokens that {name} keeps (try --{name} {{x:.4g}})",
-            "distribution",
-            SAME_CUTS,
-            _over(option),
-            _limits(option),
-        )
-        for name, option in OPTIONS.items()
-    ),
+    _cut("top-k", TOP_K, lambda scaled, x: cut(scaled, int(x), 1.0, 0.0)),
+    _cut("top-p", TOP_P, lambda scaled, x: cut(scaled, 0, x, 0.0)),
+    _cut("min-p", MIN_P, lambda scaled, x: cut(scaled, 0, 1.0, x)),
     _fitted("repetition penalty {x:.4g}", PENALTY, lambda r, x: penalised(r.logits, r.seen, _least(x)), FACTORS),
     _fitted(
         "repetition penalty {x:.4g} on response tokens alone",

@@ -35,15 +35,6 @@ IN_TURN = "processed, top-p of what top-k leaves"
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How the tokens were sampled, and which distribution each side's log-probs are of ("auto": it is found)."""
-
-    sampling: Sampling
-    sampler: str = "auto"  # or one of DEFINITIONS
-    trainer: str = "auto"
-
-
-@dataclass(frozen=True)
 class Side:
     """The verdict about sampler or trainer. Distances are |its log-prob - the model's in float64| in nats."""
 
@@ -53,7 +44,6 @@ class Side:
     empty: int  # not finite, or exactly 0 where the model's probability is below 0.99
     rms: float
     largest: float
-    mean: float  # signed
     wrong_responses: int
     is_right: bool
     cause: str = ""  # "" where it is right; UNKNOWN where nothing fits
@@ -61,7 +51,6 @@ class Side:
     left: float = 0.0  # rms of what the cause leaves, on the tokens that were tried
     known: tuple[str, ...] = ()  # of a cause that is unknown, and of the numbers themselves
     tried: tuple[Tried, ...] = ()  # the best first, each once
-    tried_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,14 +69,14 @@ class Audit:
 
 
 @torch.no_grad()
-def audit(subject: Subject, responses: Sequence[Response], settings: Settings) -> Audit:
+def audit(subject: Subject, responses: Sequence[Response], sampling: Sampling) -> Audit:
     """Judge both sides of a dump. UserError where the model cannot have been the one of the dump."""
     _check(subject, responses)
-    references = _references(subject, responses, settings)
-    definitions = _definitions(responses, references, settings)
+    references = _references(subject, responses, sampling)
+    definitions = _definitions(responses, references, sampling)
     entries = {name: _entries(name, responses, references[d]) for name, d in definitions.items()}
     sides = {
-        name: _side(name, subject, responses, settings, d, references[d], entries[name])
+        name: _side(name, subject, responses, sampling, d, references[d], entries[name])
         for name, d in definitions.items()
     }
     reference = references[definitions["sampler"]]
@@ -135,9 +124,9 @@ def _check_unexplained(sides: Mapping[str, Side], entries: Mapping[str, Entries]
         )
 
 
-def _references(subject: Subject, responses: Sequence[Response], settings: Settings) -> dict[str, Reference]:
+def _references(subject: Subject, responses: Sequence[Response], sampling: Sampling) -> dict[str, Reference]:
     """By each definition that the sampling tells apart, or that was asked for."""
-    sampling, model, asked = settings.sampling, subject.model, {settings.sampler, settings.trainer}
+    model, asked = subject.model, {sampling.sampler_logprobs, sampling.trainer_logprobs}
     wanted = {
         "tempered": True,
         "processed": sampling.is_cut or "processed" in asked,
@@ -178,14 +167,14 @@ def _distances(entries: Entries, reference: Reference) -> list[Tensor]:
 
 
 def _definitions(
-    responses: Sequence[Response], references: Mapping[str, Reference], settings: Settings
+    responses: Sequence[Response], references: Mapping[str, Reference], sampling: Sampling
 ) -> dict[str, str]:
     """Which distribution each side is judged by: the one it was said to have, or the one nearest to both sides.
 
     Both sides have to mean the same, and the tokens were sampled at the temperature: raw log-probs are right only where
     that was said.
     """
-    asked = {"sampler": settings.sampler, "trainer": settings.trainer}
+    asked = {"sampler": sampling.sampler_logprobs, "trainer": sampling.trainer_logprobs}
 
     def distance(definition: str) -> float:
         reference, total = references[definition], 0.1 * (definition != "tempered")
@@ -203,7 +192,7 @@ def _side(
     name: str,
     subject: Subject,
     responses: Sequence[Response],
-    settings: Settings,
+    sampling: Sampling,
     definition: str,
     reference: Reference,
     entries: Entries,
@@ -226,7 +215,6 @@ def _side(
         empty=missing,
         rms=rms(every),
         largest=largest,
-        mean=float(every.mean()) if len(every) else math.nan,
         wrong_responses=0 if is_right else len(wrong),
         is_right=is_right and not missing,
         cause=why if missing and "exactly 0" in why else empty,
@@ -236,7 +224,7 @@ def _side(
     if is_right or not wrong:
         return side
     say(f"audit: {name} is wrong; looks for the cause")
-    search = Search(subject, responses, settings.sampling, DEFINITIONS[definition], reference, entries, wrong)
+    search = Search(subject, responses, sampling, DEFINITIONS[definition], reference, entries, wrong)
     tried = search.explain()
     best = [t for t in tried if t.explains]
     plain = next(t.left for t in tried if not t.deviations)
@@ -259,5 +247,37 @@ def _side(
         left=left,
         known=tuple(known),
         tried=tuple(shown[:SHOWN]),
-        tried_tokens=search.tokens,
     )
+
+
+def verdict(found: Audit) -> str:
+    """Which side is wrong."""
+    wrong = [side.name for side in (found.sampler, found.trainer) if not side.is_right]
+    return {0: "both sides are right", 1: f"the {''.join(wrong)} is wrong", 2: "both sides are wrong"}[len(wrong)]
+
+
+def lines(found: Audit, skipped: int = 0) -> list[str]:
+    """The audit in words, the verdict last."""
+    left_out = f" ({skipped:,} without a token that counts left out)" if skipped else ""
+    sides = (found.sampler, found.trainer)
+    return [
+        f"{len(found.tokens):,} tokens of {found.responses:,} responses{left_out}; stock float32 is "
+        f"{found.floor:.2g} nats (rms) from the model in float64",
+        *(_sentence(side, found.responses) for side in sides),
+        *(f"{side.name}: {t.left:.2g} nats (rms) are left by: {t.words}" for side in sides for t in side.tried),
+        *(f"{side.name}: {side.advice}" for side in sides if side.advice),
+        f"verdict: {verdict(found)}",
+    ]
+
+
+def _sentence(side: Side, responses: int) -> str:
+    is_unknown, verb = side.cause == UNKNOWN, "right" if side.is_right else "wrong"
+    some = 0 < side.wrong_responses < responses and not is_unknown
+    where = f", in {side.wrong_responses} of {responses} responses" if some else ""
+    definition = "" if side.definition == "tempered" else f" (log-probs judged as {side.definition})"
+    parts = [f"{side.rms:.2g} nats (rms) from the model in float64{where}{definition}"] if side.tokens else []
+    if is_unknown:
+        parts.append(f"the cause is unknown{': ' * bool(side.known)}{'; '.join(side.known)}")
+    elif not side.is_right:
+        parts += [side.cause, *([f"that leaves {side.left:.2g} nats"] if side.tried else [])]
+    return f"{side.name} is {verb}: {'; '.join(parts)}"

@@ -11,28 +11,26 @@ from transformers.utils import logging
 
 from ppo_repro.errors import UserError, is_out_of_memory
 from ppo_repro.models.folder_files import has_tokenizer
-from ppo_repro.output import say
+from ppo_repro.output import say, shown
+
+FROM_DISK = {"local_files_only": True, "trust_remote_code": False}
 
 
 def load_model(option: str, folder: Path, device: str) -> PreTrainedModel:
     """The model of a folder in evaluation mode. UserError says what is missing or damaged."""
     where = f"{option} {folder}"
-    _quiet()
     loaded: Any = AutoModelForCausalLM
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         model, report = loaded.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
+            folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **FROM_DISK
         )
     except Exception as error:  # configurations and files fail in many ways
         if is_out_of_memory(error):
             raise
         raise UserError(
-            f"{where}: transformers cannot load it ({_described(error)}); save it with save_pretrained"
+            f"{where}: transformers cannot load it ({shown(str(error))}); save it with save_pretrained"
         ) from error
     for name in sorted(report["missing_keys"]):  # transformers fills them with random numbers
         raise UserError(f"{where}: has no tensor {name}; save the model again")
@@ -44,27 +42,13 @@ def load_model(option: str, folder: Path, device: str) -> PreTrainedModel:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a folder; None if it has none that loads: then the causes that need one are left out.
-
-    One that is there and does not load is said on stderr.
-    """
-    _quiet()
+    """The tokenizer of a folder; None if it has none that loads, and a line on stderr if there is one."""
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(folder, **FROM_DISK)
     except MemoryError:
         raise
     except Exception as error:  # no class for a tokenizer that is missing
         if has_tokenizer(folder):
-            say(
-                f"--model {folder}: its tokenizer does not load ({_described(error)}); causes that need it are left out"
-            )
+            why = shown(str(error))
+            say(f"--model {folder}: its tokenizer does not load ({why}); causes that need it are left out")
         return None
-
-
-def _described(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
-
-
-def _quiet() -> None:
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()

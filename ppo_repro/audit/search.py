@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from ppo_repro.accuracy import float64
-from ppo_repro.audit.causes import CAUSES, Cause, Change, Row, Sampling, own
+from ppo_repro.audit.causes import CAUSES, Cause, Change, Row, Sampling, own, tempered
 from ppo_repro.audit.ways import Fed, Subject, fed, ways
 from ppo_repro.testing.dumps import Response
 
@@ -309,7 +309,8 @@ class Search:
             if cause.name.startswith(COMPUTED):
                 explains = explains or rms(left) <= LEFT_OF_HALF * rms(self.halves[cause.name])
         if len(steps) == 1 and steps[0][0].name.startswith("logits rounded"):  # a few may round the other way
-            plain = self._left((), self.some)
+            unrounded: Steps = next((((c, 0.0),) for c in self.causes if c.change is tempered), ())
+            plain = self._left(unrounded, self.some)
             explains = explains or (plain is not None and rms(left) <= LEFT_OF_ROUNDED * rms(plain))
         advice = "; ".join(dict.fromkeys(c.advice for c, _ in steps)) or "record them in float32"
         deviations = len(steps) + 0.5 * sum(c.candidates is not None for c, _ in steps)

@@ -1,39 +1,62 @@
 """The operation that makes sampler and trainer differ, for the model, prompts and sampling of a run.
 
-Both paths compute the same token ids. The origin of a difference is the first operation, in the order of execution,
-whose inputs have equal bits on both paths and whose outputs have not: all later ones only pass a difference on.
+The sampler decodes with a cache, the trainer computes one forward; both compute the same token ids. The origin of a
+difference is the first operation whose inputs have equal bits on both paths and whose outputs have not: all later ones
+only pass a difference on. In native numerics an operation is a module of the trunk; in deterministic numerics it is the
+embeddings, a decoder layer (which the C kernels compute as one) or the last norm. Head and log-probs follow.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
+import pyarrow.parquet as pq
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppo_repro.checks.capture import MODES, Captured, Mode, Subject, decoded, patched, plain, scored, trained
+from ppo_repro.checks.probe import MODES, Mode, plain
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
-from ppo_repro.files import atomic_write
-from ppo_repro.numerics.families import head_of
-from ppo_repro.records.config_file import load_recorded_config
-from ppo_repro.records.contents import FINAL, UNEQUAL
-from ppo_repro.rollout.engine import Request
-from ppo_repro.rollout.torch_engine import TorchEngine
+from ppo_repro.files import atomic_write, check_sums
+from ppo_repro.models.batches import TokenBatch, lay_out
+from ppo_repro.models.networks import policy_logits
+from ppo_repro.numerics.families import MIXTURES, head_of, trunk_of
+from ppo_repro.numerics.native import NativeNetwork, SlotCache
+from ppo_repro.numerics.network import Cache, network_of
+from ppo_repro.numerics.rows import Ragged, index
+from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
+from ppo_repro.records.folder import FINAL, UNEQUAL, UNEQUAL_TOKENS, load_recorded_config
+from ppo_repro.rollout.engine import Completion, Request, Sampling
+from ppo_repro.rollout.torch_engine import PrefixIndex, TorchEngine, _Active
 from ppo_repro.runs.prepare import prepare
-from ppo_repro.runs.unequal import Response, first_unequal
 from ppo_repro.seeding import sample_seed
 from ppo_repro.stages.rollout import choose_prompts, require_undisturbed, sampling_of
 
 SEQUENCES = 16  # the outputs of every operation for all their tokens are in memory at once, for both paths
-LOG_PROBS = "log_probs"
+STRIDE = 1 << 32  # a token's key is sequence * STRIDE + position
+# by operation, in the order of execution: inputs and outputs [n, width]
+Captured = dict[str, tuple[Tensor, Tensor]]
+Recorded = dict[str, list[tuple[Tensor, Tensor, Tensor]]]  # for each pass: keys [n] of the tokens, inputs and outputs
+# sequences and positions [R, L] of the pass in progress, position -1 for padding
+TokenGrid = Callable[[], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Response:
+    """A response of a run."""
+
+    iteration: int
+    sequence: int
 
 
 @dataclass(frozen=True)
@@ -44,19 +67,11 @@ class Op:
     order: int  # position in the order of execution, from 0
     layer: int  # decoder layer, -1 outside of them
     op: str  # native: module within the layer; deterministic: embeddings, layer, last_norm, head; then log_probs
-    tokens: int  # positions compared
     max_abs: float  # largest |cached decode - training forward| of its output
-    mean_abs: float
     rel_l2: float  # norm of the difference over the norm of the training forward's output
-    cos: float  # cosine of the two outputs
-    ulp_p99: float  # 99th percentile of the distance in float32 units in the last place
     frac_bitwise_equal: float  # share of the output's numbers with the same bits
     inputs_equal: bool  # both paths gave the operation the same bits
     outputs_equal: bool  # the operation gave the same bits
-    amplification: float | None  # rel_l2 of output over input; None for equal inputs
-    # share of mean |delta| of the log-probs that goes away if the training forward is given the decoded output of this
-    # operation; None where no log-prob differs, and before the head in deterministic numerics
-    explained: float | None
 
 
 @dataclass(frozen=True)
@@ -66,6 +81,197 @@ class Bisection:
     folder: str
     first_divergent_op: dict[str, str]
     ops: tuple[Op, ...]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A policy in one mode, responses sampled from it, and what it computed meanwhile."""
+
+    policy: PreTrainedModel
+    mode: Mode
+    requests: Sequence[Request]
+    completions: Sequence[Completion]
+    sampling: Sampling
+    decoded: Captured
+
+
+class WatchedEngine(TorchEngine):
+    """Notes the tokens of the pass in progress, and the logits [V] of each sampled token by request."""
+
+    def __init__(
+        self, policy: PreTrainedModel, stop_ids: frozenset[int], mode: str, max_context: int, slots: int
+    ) -> None:
+        super().__init__(policy, stop_ids, mode, max_context, slots, prefill_chunk=0, prefix_cache=False)
+        self.grid = torch.empty(0), torch.empty(0)
+        self.logits: dict[int, list[Tensor]] = defaultdict(list)
+        self._owner: dict[int, int] = {}
+
+    def _prefill(self, cache: Cache | SlotCache, prefixes: PrefixIndex, turn: list[_Active]) -> Tensor:
+        self._owner.update({item.slot: item.index for item in turn})
+        return super()._prefill(cache, prefixes, turn)
+
+    def _forward(
+        self, cache: Cache | SlotCache, slots: list[int], pieces: Sequence[tuple[int, ...]], starts: list[int]
+    ) -> Tensor:
+        sequences = torch.tensor([self._owner[slot] for slot in slots])
+        self.grid = _grid(sequences, torch.tensor(starts), torch.tensor([len(piece) for piece in pieces]))
+        return super()._forward(cache, slots, pieces, starts)
+
+    def _sample(self, turn: list[_Active], found: Tensor, sampling: Sampling) -> None:
+        super()._sample(turn, found, sampling)
+        for item, row in zip(turn, found.to("cpu", torch.float32), strict=True):
+            self.logits[item.index].append(row)
+
+
+def _grid(sequences: Tensor, starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Sequences and positions [R, L] of right-padded rows, position -1 for padding."""
+    columns = torch.arange(int(lengths.max()))
+    positions = torch.where(columns < lengths[:, None], starts[:, None] + columns, -1)
+    return sequences[:, None].expand_as(positions), positions
+
+
+@contextmanager
+def recording(policy: PreTrainedModel, tokens: TokenGrid) -> Iterator[Recorded]:
+    """Record what the trunk computes while the body runs."""
+    recorded: Recorded = {}
+    network = network_of(trunk_of(policy))
+
+    def add(name: str, inputs: Tensor, outputs: Tensor) -> None:
+        sequences, positions = tokens()
+        keys = (sequences * STRIDE + positions)[positions >= 0]
+        rows = (x.detach().to("cpu", copy=True) for x in (keys, inputs, outputs))
+        recorded.setdefault(name, []).append(tuple(rows))  # type: ignore[arg-type]
+
+    def hook_of(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+            valid = tokens()[1] >= 0
+            outputs = [out] if isinstance(out, Tensor) else [y for y in out if isinstance(y, Tensor)]
+            add(name, _rows(x if x.dim() > 1 else x[None], valid), torch.cat([_rows(y, valid) for y in outputs], 1))
+
+        return hook
+
+    def watch(batch: Ragged, layers: Tensor, hidden: Tensor) -> None:
+        inputs = torch.from_numpy(batch.ids)[:, None]
+        names = ("embeddings", *(f"layers.{i}" for i in range(len(layers) - 1)), "last_norm")
+        for name, outputs in zip(names, (*layers, hidden), strict=True):
+            add(name, inputs, outputs)
+            inputs = outputs
+
+    handles = []
+    if isinstance(network, NativeNetwork):
+        modules = modules_of(policy).items()
+        handles = [module.register_forward_hook(hook_of(name), with_kwargs=True) for name, module in modules]
+    else:
+        network.watch = watch
+    try:
+        yield recorded
+    finally:
+        for handle in handles:
+            handle.remove()
+        if not isinstance(network, NativeNetwork):
+            network.watch = None
+
+
+def modules_of(policy: PreTrainedModel) -> dict[str, nn.Module]:
+    """Every module inside the trunk but the parts of a mixture of experts, whose rows are not tokens."""
+    trunk = trunk_of(policy)
+    inside = {id(module) for module in trunk.modules()} - {id(trunk)}
+    named = {name: m for name, m in policy.named_modules() if id(m) in inside}
+    mixtures = tuple(f"{n}." for n, m in named.items() if type(m) in MIXTURES)
+    return {n: m for n, m in named.items() if not isinstance(m, nn.ModuleList) and not n.startswith(mixtures)}
+
+
+def _rows(x: Tensor, valid: Tensor) -> Tensor:
+    """The valid rows [n, width] of a tensor [R, L, ..], or [1, L, ..] that holds for all R."""
+    return x.detach().expand(*valid.shape, *x.shape[2:])[valid].reshape(int(valid.sum()), -1)
+
+
+def _captured(
+    policy: PreTrainedModel, batch: TokenBatch, recorded: Recorded, logits: Tensor, logprobs: Tensor
+) -> Captured:
+    """The rows in the order of tokens; after the trunk the head of the n positions that predict response tokens."""
+    captured = {}
+    for name, passes in recorded.items():
+        keys, inputs, outputs = (torch.cat(rows) for rows in zip(*passes, strict=True))
+        order = keys.argsort()
+        captured[name] = inputs[order], outputs[order]
+    hidden = list(captured.values())[-1][1][index(batch.predictors)]
+    head = next(name for name, module in policy.named_modules() if module is head_of(policy))
+    return {**captured, head: (hidden, logits), "log_probs": (logits, logprobs[:, None])}
+
+
+def sample(
+    policy: PreTrainedModel,
+    stop_ids: frozenset[int],
+    mode: Mode,
+    max_context: int,
+    requests: Sequence[Request],
+    sampling: Sampling,
+) -> Subject:
+    """The sampler's path: prefill, then one token at a time with the cache."""
+    engine = WatchedEngine(policy, stop_ids, mode, max_context, len(requests))
+    with recording(policy, lambda: engine.grid) as recorded:
+        completions = engine.generate(requests, sampling)
+    logits = torch.stack([row for i in range(len(requests)) for row in engine.logits[i]])
+    batch, logprobs = _batch(requests, completions), torch.cat([c.logprobs for c in completions])
+    decoded = _captured(policy, batch, recorded, logits, logprobs)
+    return Subject(policy, mode, requests, completions, sampling, decoded)
+
+
+def _batch(requests: Sequence[Request], completions: Sequence[Completion]) -> TokenBatch:
+    return lay_out([r.prompt_ids for r in requests], [c.response_ids for c in completions])
+
+
+@torch.no_grad()
+def trained(s: Subject, trainer: PreTrainedModel) -> Captured:
+    """The trainer's path, computed by `trainer`: one forward over all sequences, padded on the right."""
+    pairs = zip(s.requests, s.completions, strict=True)
+    lengths = torch.tensor([len(r.prompt_ids) + len(c.response_ids) - 1 for r, c in pairs])
+    grid = _grid(torch.arange(len(lengths)), torch.zeros_like(lengths), lengths)
+    batch = _batch(s.requests, s.completions)
+    with recording(trainer, lambda: grid) as recorded:
+        logits = policy_logits(trainer, batch).cpu()
+    eligible = expand_kept(torch.cat([c.kept_tokens for c in s.completions]), logits.shape[-1])
+    logprobs, _ = token_statistics(logits, batch.targets.cpu(), s.sampling.temperature, eligible, s.mode)
+    return _captured(trainer, batch, recorded, logits, logprobs)
+
+
+def compare_ops(s: Subject, trainer: PreTrainedModel) -> list[Op]:
+    """Every operation on both paths; `trainer` computes the training forward."""
+    return [
+        _compare(s.mode, order, name, s.decoded[name], right)
+        for order, (name, right) in enumerate(trained(s, trainer).items())
+    ]
+
+
+def _compare(mode: str, order: int, name: str, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> Op:
+    (inputs, outputs), equal = zip(left, right, strict=True), _bits(left[1]) == _bits(right[1])
+    a, b = (x.to(torch.float64) for x in outputs)
+    layer = re.search(r"\.(\d+)(?:\.|$)", name)
+    return Op(
+        mode=mode,
+        order=order,
+        layer=int(layer.group(1)) if layer else -1,
+        op=name[layer.end() :] or "layer" if layer else name,
+        max_abs=float((a - b).abs().max()),
+        rel_l2=float((a - b).norm() / b.norm()) if b.norm() > 0 else math.nan,
+        frac_bitwise_equal=float(equal.to(torch.float64).mean()),
+        inputs_equal=torch.equal(*map(_bits, inputs)),
+        outputs_equal=bool(equal.all()),
+    )
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int32)
+
+
+def first_divergent_op(ops: Sequence[Op]) -> str:
+    """The first op with equal inputs and unequal outputs, as `layer 0 self_attn`; empty if there is none."""
+    for op in ops:
+        if op.inputs_equal and not op.outputs_equal:
+            return f"layer {op.layer} {op.op}" if op.layer >= 0 else op.op
+    return ""
 
 
 def make_subject(config: RunConfig, mode: Mode, start_folder: Path | None, response: Response | None = None) -> Subject:
@@ -84,97 +290,19 @@ def make_subject(config: RunConfig, mode: Mode, start_folder: Path | None, respo
         prompts = choose_prompts(config, prepared.task, response.iteration)
         requests = [Request(ids, seed) for ids, seed in zip(prompts.prompt_ids, prompts.seeds, strict=True)]
         requests = [*requests[response.sequence :], *requests[: response.sequence]][:SEQUENCES]
-    policy, context, sampling = prepared.state.policy, config.numerics.max_context, sampling_of(config)
-    engine = TorchEngine(policy, prepared.engine.stop_ids, mode, context, len(requests), 0, False)
+    policy, stop_ids, context = prepared.state.policy, prepared.engine.stop_ids, config.numerics.max_context
     policy.requires_grad_(False)
-    completions = engine.generate(requests, sampling)
-    return Subject(policy, mode, context, tuple(requests), tuple(completions), sampling)
+    return sample(policy, stop_ids, mode, context, requests, sampling_of(config))
 
 
-def _bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.int32)
-
-
-def ulps(a: Tensor, b: Tensor) -> Tensor:
-    """Distances of float32 numbers in units in the last place, int64; 0.0 and -0.0 are equal here."""
-    left, right = (torch.where(x < 0, -(x & 0x7FFFFFFF), x) for x in (_bits(a).long(), _bits(b).long()))
-    return (left - right).abs()
-
-
-def _layer_and_op(name: str) -> tuple[int, str]:
-    """The decoder layer of a module and its name within it; layer -1 outside of them."""
-    match = re.search(r"\.(\d+)(?:\.|$)", name)
-    return (int(match.group(1)), name[match.end() :] or "layer") if match else (-1, name)
-
-
-def _rel_l2(a: Tensor, b: Tensor) -> float:
-    wide, other = a.to(torch.float64), b.to(torch.float64)
-    norm = float(other.norm())
-    return float((wide - other).norm()) / norm if norm > 0 else math.nan
-
-
-def _compare(s: Subject, name: str, order: int, inputs: tuple[Tensor, Tensor], outputs: tuple[Tensor, Tensor]) -> Op:
-    """One operation: its inputs and its outputs on the decoding path and in the training forward."""
-    a, b = (x.to(torch.float64) for x in outputs)
-    difference, equal = (a - b).abs(), _bits(outputs[0]) == _bits(outputs[1])
-    inputs_equal = torch.equal(*map(_bits, inputs))
-    norms = float(a.norm()) * float(b.norm())
-    input_difference = 0.0 if inputs_equal else _rel_l2(*inputs)
-    layer, op = _layer_and_op(name)
-    return Op(
-        mode=s.mode,
-        order=order,
-        layer=layer,
-        op=op,
-        tokens=len(a),
-        max_abs=float(difference.max()),
-        mean_abs=float(difference.mean()),
-        rel_l2=_rel_l2(*outputs),
-        cos=float((a * b).sum()) / norms if norms > 0 else math.nan,
-        ulp_p99=float(torch.quantile(ulps(*outputs).flatten()[: 1 << 24].to(torch.float64), 0.99)),
-        frac_bitwise_equal=float(equal.to(torch.float64).mean()),
-        inputs_equal=inputs_equal,
-        outputs_equal=bool(equal.all()),
-        amplification=_rel_l2(*outputs) / input_difference if input_difference > 0 else None,
-        explained=None,
-    )
-
-
-def _explained(left: Captured, right: Captured, logprobs: Tensor) -> float | None:
-    """The share of the mean |difference| of log-probs that vanishes when the trainer's are `logprobs`."""
-    whole = float((left.logprobs.double() - right.logprobs.double()).abs().mean())
-    if whole == 0.0:
+def first_unequal(run_dir: Path) -> Response | None:
+    """The first response with unequal bits, None where a run has none; UserError where the file is damaged."""
+    path = run_dir / UNEQUAL / UNEQUAL_TOKENS
+    if not path.is_file():
         return None
-    return 1.0 - float((left.logprobs.double() - logprobs.double()).abs().mean()) / whole
-
-
-def compare_ops(s: Subject, trainer: PreTrainedModel) -> Iterator[Op]:
-    """Every operation on both paths; `trainer` computes the training forward.
-
-    In native numerics each module's output on the decoding path is also put in its place in the training forward.
-    """
-    left, right = decoded(s), trained(s, trainer)
-    for order, name in enumerate(right.outputs):
-        inputs, outputs = (left.inputs[name], right.inputs[name]), (left.outputs[name], right.outputs[name])
-        op = _compare(s, name, order, inputs, outputs)
-        if s.mode == "native":
-            op = replace(op, explained=_explained(left, right, patched(s, trainer, name, left.outputs[name])))
-        yield op
-    count = len(right.outputs)
-    head = next(name for name, module in trainer.named_modules() if module is head_of(trainer))
-    op = _compare(s, head, count, (left.hidden, right.hidden), (left.logits, right.logits))
-    exchanged = scored(left.logits, s.mode, s.completions, s.sampling.temperature)
-    yield replace(op, explained=_explained(left, right, exchanged))
-    logprobs = left.logprobs[:, None], right.logprobs[:, None]
-    yield _compare(s, LOG_PROBS, count + 1, (left.logits, right.logits), logprobs)
-
-
-def first_divergent_op(ops: Sequence[Op]) -> str:
-    """The first op with equal inputs and unequal outputs, as `layer 0 self_attn`; empty if there is none."""
-    for op in ops:
-        if op.inputs_equal and not op.outputs_equal:
-            return f"layer {op.layer} {op.op}" if op.layer >= 0 else op.op
-    return ""
+    check_sums(path.parent)
+    row = pq.read_table(path, columns=["iteration", "sequence"]).slice(0, 1).to_pylist()[0]
+    return Response(row["iteration"], row["sequence"])
 
 
 def _source(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Path | None, Response | None]:
@@ -204,7 +332,7 @@ def bisect(path: Path, overrides: Sequence[str], out: Path) -> Bisection:
     first: dict[str, str] = {}
     for mode in MODES:
         subject = make_subject(config, mode, folder, response)
-        ops_of_mode = list(compare_ops(subject, subject.policy))
+        ops_of_mode = compare_ops(subject, subject.policy)
         first[mode] = first_divergent_op(ops_of_mode)
         ops += ops_of_mode
     target = out / config.experiment / config.digest()
@@ -220,7 +348,7 @@ def bisect(path: Path, overrides: Sequence[str], out: Path) -> Bisection:
 def lines(bisection: Bisection) -> list[str]:
     """The result as text: the ops whose outputs differ, the origin."""
     ops = pd.DataFrame(bisection.ops)
-    columns = ["mode", "layer", "op", "inputs_equal", "frac_bitwise_equal", "max_abs", "rel_l2", "explained"]
+    columns = ["mode", "layer", "op", "inputs_equal", "frac_bitwise_equal", "max_abs", "rel_l2"]
     table = ops.loc[~ops["outputs_equal"], columns].to_string(index=False, float_format="{:.2g}".format)
     origins = (
         f"{mode}: " + (f"the paths first differ at {op}" if op else "no op gives other bits for equal inputs")

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import pandas as pd
 import torch
 from torch import Tensor
 
 from ppo_repro.accuracy import policy_accuracy
-from ppo_repro.checks.capture import MODES, Mode, plain
-from ppo_repro.config.run import RunConfig
+from ppo_repro.config.run import RunConfig, TinyModel
+from ppo_repro.config.section import LayoutConfig
+from ppo_repro.config.tasks import TrainedRewardModel
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import checkpoint_gradients, policy_logits, value_predictions
 from ppo_repro.numerics import library
@@ -24,20 +26,34 @@ from ppo_repro.numerics.families import trunk_of
 from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer
 from ppo_repro.numerics.rows import slots_of
 from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
-from ppo_repro.records.accuracy import Accuracy
 from ppo_repro.records.columns import unequal_bits
+from ppo_repro.records.folder import Accuracy
 from ppo_repro.rollout.engine import Completion, Request
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.seeding import sample_seed
 from ppo_repro.stages.rollout import require_undisturbed, sampling_of
 
+Mode = Literal["deterministic", "native"]
+MODES: tuple[Mode, ...] = ("deterministic", "native")
 SEQUENCES = 24
 MICRO_BATCHES = (1, 5)
 CONTROL = "decode = full forward"
 Progress = Callable[[str, int, int], None]  # what was done, how much of it, how much there is
 # promise, condition, and how many numbers are compared, how many differ in any bit
 Check = tuple[str, str, Callable[[], tuple[int, int]]]
+
+
+def plain(config: RunConfig, mode: Mode) -> RunConfig:
+    """The configuration in a mode and the plainest layout, without training before: promises hold for any weights."""
+    model = config.model
+    if isinstance(model, TinyModel):
+        model = model.model_copy(update={"warm_start_steps": 0})
+    small = {"num_pairs": 1, "pairs": None, "epochs": 1}
+    terms = (t.model_copy(update=small) if isinstance(t, TrainedRewardModel) else t for t in config.reward.terms)
+    reward = config.reward.model_copy(update={"terms": tuple(terms)})
+    numerics = config.numerics.model_copy(update={"mode": mode})
+    return config.model_copy(update={"model": model, "reward": reward, "numerics": numerics, "layout": LayoutConfig()})
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from ppo_repro.errors import UserError
@@ -74,10 +75,9 @@ def audit_command(options: argparse.Namespace) -> int:
     import torch
 
     from ppo_repro.audit.causes import Sampling
-    from ppo_repro.audit.judge import Settings, audit
+    from ppo_repro.audit.judge import audit, lines, verdict
     from ppo_repro.audit.load import load_model, load_tokenizer
     from ppo_repro.audit.ways import Subject
-    from ppo_repro.audit.words import fields, lines
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device here; take cpu")
@@ -90,11 +90,15 @@ def audit_command(options: argparse.Namespace) -> int:
     others = {f"weights of {folder}": load_model("--also", folder, options.device) for folder in options.also}
     subject = Subject(model, others, begin, end, padding, tokenizer)
     cuts = options.top_p, options.top_k, options.min_p, options.repetition_penalty
-    settings = Settings(Sampling(options.temperature, *cuts), options.sampler_logprobs, options.trainer_logprobs)
-    found = audit(subject, responses, settings)
+    sampling = Sampling(options.temperature, *cuts, options.sampler_logprobs, options.trainer_logprobs)
+    found = audit(subject, responses, sampling)
     said = lines(found, skipped)
     if options.out is not None:
         found.tokens.to_parquet(options.out)
         said.append(f"tokens  {options.out}")
-    print_result(options.json, fields(found, skipped), said)
+    fields = {
+        **{"verdict": verdict(found), "responses": found.responses, "skipped": skipped, "tokens": len(found.tokens)},
+        **{"float32_rms": found.floor, "sampler": asdict(found.sampler), "trainer": asdict(found.trainer)},
+    }
+    print_result(options.json, fields, said)
     return 0 if found.sampler.is_right and found.trainer.is_right else 1

@@ -22,19 +22,18 @@ def probe_command(arguments: argparse.Namespace) -> int:
     say(f"{config.experiment}: every invariance on this machine, in deterministic and in native numerics")
     from ppo_repro.checks.probe import failures, probe, render
     from ppo_repro.commands.progress import ConsoleProgress
-    from ppo_repro.records.accuracy import sentence
 
     with ConsoleProgress() as progress:
         found = probe(config, progress.check)
     failed, accuracy = failures(found.rows), found.accuracy
     if accuracy is not None and accuracy.is_low:
-        say(f"warning: {sentence(accuracy)}")
+        say(f"warning: {accuracy.sentence()}")
     if arguments.json:
         print_json({**dataclasses.asdict(found), "failures": failed})
     else:
         tell(render(found.rows))
         if accuracy is not None:
-            tell(sentence(accuracy))
+            tell(accuracy.sentence())
         tell("\n".join(failed) or "every promise holds, and the control finds the differences it must find")
     return 1 if failed else 0
 

@@ -72,7 +72,7 @@ def how_to_go_on(run_dir: Path, resume: str) -> str:
     if not (run_dir / MANIFEST).exists():
         return "nothing was recorded; start it again"
     from ppo_repro.records import manifest
-    from ppo_repro.records.contents import starts_of
+    from ppo_repro.records.folder import starts_of
 
     head = manifest.load_head(run_dir)
     start, done = max(starts_of(run_dir, head), default=0), head.num_iterations
@@ -123,7 +123,7 @@ def show_command(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         tell(f"{run_dir}: {recorded.status}, {len(recorded.iterations)} iterations, fingerprint {recorded.fingerprint}")
         if recorded.origin is not None:
-            from ppo_repro.records.fork import origin_lines
+            from ppo_repro.records.inputs import origin_lines
 
             tell("\n".join(origin_lines(recorded.origin)))
     from ppo_repro.runs.summary import iteration_lines, sample_lines, summarise

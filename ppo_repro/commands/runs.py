@@ -141,7 +141,7 @@ def fork_command(arguments: argparse.Namespace) -> int:
     """Start a new run from a checkpoint of a recorded one, with changed fields or another reward."""
     say(f"{arguments.run}: a new run from one of its checkpoints")
     from ppo_repro.files import require_new
-    from ppo_repro.records.fork import plan_fork
+    from ppo_repro.records.inputs import plan_fork
 
     clock = Clock()
     plan = plan_fork(arguments.run, arguments.at, arguments.set, arguments.out, arguments.inputs)
@@ -184,7 +184,7 @@ def rerun_command(arguments: argparse.Namespace) -> int:
 
     kind = load_head(arguments.run).kind
     with _working_together() as (ranks, watcher):
-        from ppo_repro.runs.rerun import rerun
+        from ppo_repro.runs.resume import rerun
 
         report = rerun(_executed_by(kind, watcher, ranks), arguments.run, arguments.set, arguments.inputs)
     if not ranks.is_first:

@@ -3,7 +3,7 @@
 A fragment is the part of one episode that lies in one iteration: it begins where the later of the two begins and ends
 where the first of them ends. Fragments stand for responses, environment steps for tokens. Letters: B fragments, N =
 num_envs x steps_per_env steps of all fragments one after the other, ordered by environment and time, O observation
-size, A action size, M steps of a minibatch. Nothing is ever None.
+size, A action size, M steps of a minibatch.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Rollout:
     rewards: Tensor  # [N] float32
     lengths: Tensor  # [B] int64, at least 1 each, sum N
     final_observations: Tensor  # [B, O] float32, after the last action of each fragment
-    end_reasons: tuple[str, ...]  # [B] terminated by itself, truncated by its time limit, or cut by the iteration's end
-    environments: tuple[int, ...]  # [B] which copy
-    episodes: tuple[int, ...]  # [B] which episode of that copy
-    seeds: tuple[int, ...]  # [B] what that episode was reset with
-    first_steps: tuple[int, ...]  # [B] step of the episode at which the fragment begins
-    last_steps: tuple[int, ...]  # [B] step of the iteration with which it ends
-    episode_returns: tuple[float, ...]  # [B] rewards of the episode up to the end of the fragment
+    end_reason: tuple[str, ...]  # [B] terminated by itself, truncated by its time limit, or cut by the iteration's end
+    environment: tuple[int, ...]  # [B] which copy
+    episode: tuple[int, ...]  # [B] which episode of that copy
+    seed: tuple[int, ...]  # [B] what that episode was reset with
+    first_step: tuple[int, ...]  # [B] step of the episode at which the fragment begins
+    last_step: tuple[int, ...]  # [B] step of the iteration with which it ends
+    episode_return: tuple[float, ...]  # [B] rewards of the episode up to the end of the fragment
 
 
 @dataclass(frozen=True)
@@ -77,3 +77,22 @@ class MinibatchUpdate:
     joint_grad_norm: float  # over both networks, before clipping
     policy_digest: str  # weights after the step
     value_digest: str
+
+
+@dataclass(frozen=True)
+class ControlIteration:
+    """Everything one iteration produced."""
+
+    index: int
+    eval_return: float | None  # before the first iteration only; None where not evaluated
+    rollout: Rollout
+    forward: ForwardPass
+    advantages: Advantages
+    updates: tuple[MinibatchUpdate, ...]
+    seconds: dict[str, float]  # wall time by phase: evaluation, rollout, forward, update, other
+
+    def finished_returns(self) -> list[float]:
+        """Returns of the episodes that ended in this iteration, in the order in which they ended."""
+        r = self.rollout
+        ended = zip(r.end_reason, r.last_step, r.environment, r.episode_return, strict=True)
+        return [episode_return for reason, *_, episode_return in sorted(ended, key=lambda e: e[1:3]) if reason != "cut"]

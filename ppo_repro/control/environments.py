@@ -7,7 +7,7 @@ the C library, whose last bits may differ between processors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -55,14 +55,29 @@ class _Slot:
     total: float = 0.0
 
 
-@dataclass
 class Environments:
     """The copies of one environment; `observations` [E, O] float32 is where they are now."""
 
-    actions: ActionSpace
-    observations: NDArray[np.float32]
-    name: tuple[int | str, ...]
-    slots: list[_Slot] = field(default_factory=list)
+    def __init__(self, identifier: str, count: int, *name: int | str) -> None:
+        """`count` copies at the start of their first episodes, seeded by `name`; UserError if not supported."""
+        where = f"environment.id = {identifier!r}"
+        try:
+            envs = [gymnasium.make(identifier, disable_env_checker=True) for _ in range(count)]
+        except (gymnasium.error.Error, ImportError) as error:
+            raise UserError(f"{where}: gymnasium cannot make it ({' '.join(str(error).split())})") from error
+        space, acted, nothing = envs[0].observation_space, envs[0].action_space, np.empty(0, np.float32)
+        if not isinstance(space, Box) or len(space.shape) != 1:
+            raise UserError(f"{where}: its observations are {space}; must be a Box of one axis")
+        if envs[0].spec is None or envs[0].spec.max_episode_steps is None:
+            raise UserError(f"{where}: has no time limit; an evaluation might never end")
+        if isinstance(acted, Discrete):
+            self.actions = ActionSpace(int(acted.n), int(acted.start), nothing, nothing)
+        elif isinstance(acted, Box) and len(acted.shape) == 1:
+            self.actions = ActionSpace(0, 0, acted.low.astype(np.float32), acted.high.astype(np.float32))
+        else:
+            raise UserError(f"{where}: its actions are {acted}; must be Discrete or a Box of one axis")
+        self.name, self.slots = name, [_Slot(env) for env in envs]
+        self.observations = np.stack([self._reset(i) for i in range(count)]).astype(np.float32)
 
     def step(self, actions: NDArray[np.float32]) -> Transition:
         """Take actions [E, A]; a copy whose episode ended is reset to the start of the next one."""
@@ -99,32 +114,3 @@ class Environments:
     def close(self) -> None:
         for slot in self.slots:
             slot.env.close()
-
-
-def make_environments(identifier: str, count: int, *name: int | str) -> Environments:
-    """`count` copies at the start of their first episodes, seeded by `name`; raises UserError if not supported."""
-    try:
-        envs = [gymnasium.make(identifier, disable_env_checker=True) for _ in range(count)]
-    except (gymnasium.error.Error, ImportError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"environment.id = {identifier!r}: gymnasium cannot make it ({reason})") from error
-    space = envs[0].observation_space
-    if not isinstance(space, Box) or len(space.shape) != 1:
-        raise UserError(f"environment.id = {identifier!r}: its observations are {space}; must be a Box of one axis")
-    if envs[0].spec is None or envs[0].spec.max_episode_steps is None:
-        raise UserError(f"environment.id = {identifier!r}: has no time limit; an evaluation might never end")
-    acted, nothing = envs[0].action_space, np.empty(0, np.float32)
-    if isinstance(acted, Discrete):
-        actions = ActionSpace(int(acted.n), int(acted.start), nothing, nothing)
-    elif isinstance(acted, Box) and len(acted.shape) == 1:
-        actions = ActionSpace(0, 0, acted.low.astype(np.float32), acted.high.astype(np.float32))
-    else:
-        raise UserError(
-            f"environment.id = {identifier!r}: its actions are {acted}; must be Discrete or a Box of one axis"
-        )
-    environments = Environments(
-        actions, np.empty((count, *space.shape), np.float32), name, [_Slot(env) for env in envs]
-    )
-    for i in range(count):
-        environments.observations[i] = environments._reset(i)
-    return environments

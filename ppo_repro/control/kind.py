@@ -1,4 +1,4 @@
-"""Control runs, for the runner.
+"""Control runs, for the runner: execution, and the columns of the five tables.
 
 There are no checkpoints: the state inside an environment cannot be saved in general. A run that was ended is
 computed again from its beginning, which takes minutes, and compared as far as it is recorded.
@@ -7,47 +7,54 @@ computed again from its beginning, which takes minutes, and compared as far as i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
 
-from ppo_repro.clock import Clock
-from ppo_repro.config.files import CONTROL, Kind
+import torch
+from torch import Tensor
+
+from ppo_repro.clock import Clock, moment
+from ppo_repro.config.files import CONTROL
 from ppo_repro.config.run import ControlConfig
-from ppo_repro.control.loop import ControlIteration, ControlState, control_iterations, prepare
-from ppo_repro.control.stages import evaluate
-from ppo_repro.control.tables import finished_returns, iteration_tables
+from ppo_repro.control.buffers import ControlIteration
+from ppo_repro.control.loop import ControlState, control_iterations, evaluate, prepare
 from ppo_repro.numerics.optimizer import weights_digest
-from ppo_repro.ranks import ALONE, Ranks
-from ppo_repro.runs.kind import Final, Start, Store, Tables
-from ppo_repro.watcher import Watcher
+from ppo_repro.numerics.sums import mean_of, run_sums
+from ppo_repro.ppo.advantages import explained_variance
+from ppo_repro.ppo.objective import flag_names, removes_gradient
+from ppo_repro.records import schema
+from ppo_repro.records.columns import Columns, agreement, cells_of, fields_of, int32, of_minibatches, rows_of, tables_at
+from ppo_repro.runs.checkpoint import Start
+from ppo_repro.runs.kind import Execution, Final, RunKind, Tables
 
 LAST = 100  # training episodes in the mean that CleanRL reports
 
 
 @dataclass(frozen=True)
-class ControlExecution:
+class ControlExecution(Execution[ControlIteration]):
     """A control run that is prepared, and the returns of its episodes so far, in the order in which they ended."""
 
     config: ControlConfig
     state: ControlState
     initial_digest: str
     returns: list[float] = field(default_factory=list)
-    store: ClassVar[Store] = Store()
-    notes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def iterations(self) -> Iterator[ControlIteration]:
         for item in control_iterations(self.config, self.state):
-            self.returns.extend(finished_returns(item))
+            self.returns.extend(item.finished_returns())
             yield item
 
-    def preparation_tables(self) -> Tables:
-        return {}
-
     def tables(self, item: ControlIteration) -> Tables:
-        return iteration_tables(item, self.config.records.level)
+        columns = {
+            "sequences": _sequences(item),
+            "tokens": _tokens(item),
+            "updates": _updates(item),
+            "steps": _steps(item),
+            "iterations": _iteration(item),
+        }
+        return tables_at(item.index, schema.CONTROL_TABLES, columns, self.config.records.level)
 
     def progress(self, item: ControlIteration) -> str:
         return f"return {self._last_mean():.2f}  KL {item.updates[-1].approx_kl:.4f}"
@@ -75,13 +82,11 @@ class ControlExecution:
 
 
 @dataclass(frozen=True)
-class ControlKind:
+class ControlKind(RunKind[ControlConfig, ControlIteration]):
     """Control runs: one process, no input files."""
 
-    watcher: Watcher
-    ranks: ClassVar[Ranks] = ALONE
-    name: ClassVar[Kind] = CONTROL
-    changeable: ClassVar[Sequence[str]] = ("layout", "records")
+    name = CONTROL
+    changeable = ("layout", "records")
 
     @contextmanager
     def open(
@@ -92,3 +97,62 @@ class ControlKind:
             yield ControlExecution(config, state, weights_digest(state.agent.policy_parameters()))
         finally:
             state.environments.close()
+
+
+def _sequences(item: ControlIteration) -> Columns:
+    rollout = item.rollout
+    ends = zip(rollout.end_reason, rollout.episode_return, strict=True)
+    return {
+        "sequence": range(len(rollout.lengths)),
+        **fields_of(schema.CONTROL_SEQUENCES, rollout, item.forward),
+        "fragment_length": int32(rollout.lengths),
+        "reward_sum": run_sums(rollout.rewards, rollout.lengths).numpy(),
+        "episode_return": [None if reason == "cut" else total for reason, total in ends],
+    }
+
+
+def _tokens(item: ControlIteration) -> Columns:
+    sequence, position = cells_of(item.rollout.lengths)
+    columns = fields_of(schema.CONTROL_TOKENS, item.rollout, item.forward, item.advantages)
+    return {"sequence": sequence, "position": position, **columns}
+
+
+def _updates(item: ControlIteration) -> Columns:
+    sequence, position = cells_of(item.rollout.lengths)
+    tokens = torch.cat([u.tokens for u in item.updates]).numpy()
+    by_step = rows_of(schema.CONTROL_UPDATES, item.updates)
+    return {
+        **{name: torch.cat(v).numpy() for name, v in by_step.items() if isinstance(v[0], Tensor)},
+        **{name: of_minibatches(item.updates, name) for name in ("epoch", "minibatch")},
+        "sequence": sequence[tokens],
+        "position": position[tokens],
+        "clip_flag": flag_names(torch.cat([u.clip_flags for u in item.updates])),
+    }
+
+
+def _steps(item: ControlIteration) -> Columns:
+    return {
+        **rows_of(schema.CONTROL_STEPS, item.updates),
+        "tokens": int32([len(u.tokens) for u in item.updates]),
+        "entropy": [mean_of(u.new_entropies) for u in item.updates],
+        "clip_fraction": [mean_of(removes_gradient(u.clip_flags)) for u in item.updates],
+        "value_clip_fraction": [mean_of(u.value_clipped) for u in item.updates],
+    }
+
+
+def _iteration(item: ControlIteration) -> Columns:
+    rollout, forward, first = item.rollout, item.forward, item.updates[0]
+    ended = item.finished_returns()
+    row: Columns = {
+        "sequences": len(rollout.lengths),
+        "tokens": len(rollout.rewards),
+        "episodes": len(ended),
+        "episode_return_mean": math.fsum(ended) / len(ended) if ended else None,
+        "entropy": mean_of(forward.entropies),
+        "explained_variance": explained_variance(forward.values, item.advantages.returns),
+        **agreement(rollout, forward, first.tokens, first.ratios, first.new_values),
+        "eval_return": item.eval_return,
+        **{f"seconds_{phase}": seconds for phase, seconds in item.seconds.items()},
+        "ended_at": moment(),
+    }
+    return {name: [value] for name, value in row.items()}

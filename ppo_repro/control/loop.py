@@ -1,4 +1,4 @@
-"""The PPO loop on environments. Read this first: each line of `control_iterations` is one stage.
+"""PPO on environments. Read `control_iterations` first: each of its lines is one stage; the stages follow it.
 
 Actor and critic share no parameter, so one optimizer over both differs from two only in the gradient norm that is
 clipped, which is over all parameters together, as in CleanRL and Stable-Baselines3.
@@ -6,24 +6,27 @@ clipped, which is over all parameters together, as in CleanRL and Stable-Baselin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ppo_repro.clock import OTHER, Clock
 from ppo_repro.config.run import ControlConfig
-from ppo_repro.control.buffers import Advantages, ForwardPass, MinibatchUpdate, Rollout
-from ppo_repro.control.environments import Environments, make_environments
+from ppo_repro.control.buffers import Advantages, ControlIteration, ForwardPass, MinibatchUpdate, Rollout
+from ppo_repro.control.environments import Environments
 from ppo_repro.control.networks import Agent
-from ppo_repro.control.stages import compute_advantages, evaluate, forward_pass, roll_out
 from ppo_repro.numerics import library
 from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, weights_digest
 from ppo_repro.numerics.rows import alone, slots_of
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.ppo import kl
-from ppo_repro.ppo.advantages import whiten
+from ppo_repro.ppo.advantages import gae, whiten
 from ppo_repro.ppo.clip import Clip
 from ppo_repro.ppo.controllers import rate_factor
 from ppo_repro.ppo.objective import probability_ratios
@@ -42,24 +45,11 @@ class ControlState:
     iteration: int = 0
 
 
-@dataclass(frozen=True)
-class ControlIteration:
-    """Everything one iteration produced."""
-
-    index: int
-    eval_return: float | None  # before the first iteration only; None where not evaluated
-    rollout: Rollout
-    forward: ForwardPass
-    advantages: Advantages
-    updates: tuple[MinibatchUpdate, ...]
-    seconds: dict[str, float]  # wall time by phase: evaluation, rollout, forward, update, other
-
-
 def prepare(config: ControlConfig) -> ControlState:
     """Environments, networks and optimizer before the first iteration; UserError for what the user must correct."""
     ppo = config.ppo
     library.use_threads(config.layout.threads, config.numerics.mode == "native")
-    environments = make_environments(config.environment.id, config.environment.num_envs, "training", config.seed)
+    environments = Environments(config.environment.id, config.environment.num_envs, "training", config.seed)
     size = environments.observations.shape[1]
     agent = Agent(size, environments.actions, config.network, config.numerics.mode, config.seed)
     settings = AdamWSettings(ppo.learning_rate, 0.9, 0.999, ppo.adam_eps, 0.0, ppo.max_grad_norm)
@@ -71,29 +61,122 @@ def control_iterations(config: ControlConfig, state: ControlState) -> Iterator[C
 
     UnequalBits where bits differ that deterministic numerics promise to be equal.
     """
+    is_exact = config.numerics.mode == "deterministic"
     while state.iteration < config.ppo.iterations:
         index, clock = state.iteration, Clock()
         due = index == 0 and config.evaluation.episodes > 0
         eval_return = evaluate(config, state.agent) if due else None
         clock.lap("evaluation")
+
         rollout = roll_out(config, state.agent, state.environments, index)
         clock.lap("rollout")
+
         forward = forward_pass(config, state.agent, rollout)
-        if config.numerics.mode == "deterministic":
+        if is_exact:
             drawn, scored = ("rollout_logprobs", rollout.rollout_logprobs), ("old_logprobs", forward.old_logprobs)
             require_same_bits(index, rollout.lengths, drawn, scored, torch.arange(len(rollout.rewards)))
         advantages = compute_advantages(config, rollout, forward)
         clock.lap("forward")
+
         updates = tuple(update(state, rollout, forward, advantages, config))
-        if config.numerics.mode == "deterministic":
-            tokens = updates[0].tokens
-            require_ratios_of_one(index, rollout.lengths, updates[0].ratios, tokens)
-            before, again = ("values", forward.values[tokens]), ("new_values", updates[0].new_values)
+        if is_exact:
+            first, tokens = updates[0], updates[0].tokens
+            require_ratios_of_one(index, rollout.lengths, first.ratios, tokens)
+            before, again = ("values", forward.values[tokens]), ("new_values", first.new_values)
             require_same_bits(index, rollout.lengths, before, again, tokens)
         clock.lap("update")
+
         state.iteration += 1
         clock.lap(OTHER)
         yield ControlIteration(index, eval_return, rollout, forward, advantages, updates, clock.seconds)
+
+
+@torch.no_grad()
+def evaluate(config: ControlConfig, agent: Agent) -> float:
+    """Mean return of whole episodes with the likeliest action; the same episodes every time. NaN for none."""
+    count = config.evaluation.episodes
+    if count == 0:
+        return math.nan
+    environments = Environments(config.environment.id, count, "evaluation", config.seed)
+    returns: dict[int, float] = {}
+    while len(returns) < count:
+        outputs = agent.policy(torch.from_numpy(environments.observations.copy()))
+        transition = environments.step(agent.distribution.likeliest(outputs).numpy())
+        for i in np.flatnonzero(transition.terminated | transition.truncated).tolist():
+            returns.setdefault(i, float(transition.episode_returns[i]))
+    environments.close()
+    return math.fsum(returns.values()) / count
+
+
+@torch.no_grad()
+def roll_out(config: ControlConfig, agent: Agent, environments: Environments, iteration: int) -> Rollout:
+    """Step every copy `steps_per_env` times, episodes going on from the iteration before."""
+    horizon, slots = config.environment.steps_per_env, environments.slots
+    noise = agent.distribution.noise(horizon, len(slots), "actions", config.seed, iteration)
+    steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    # of each copy: (its step of the iteration, episode, seed, step of the episode) with which its fragment begins
+    begun = [(0, slot.episode, slot.seed, slot.steps) for slot in slots]
+    fragments: list[list[tuple[Any, ...]]] = [[] for _ in slots]
+    for t in range(horizon):
+        observations = torch.from_numpy(environments.observations.copy())
+        outputs = agent.policy(observations)
+        actions = agent.distribution.sample(outputs, noise[t])
+        logprobs = agent.distribution.statistics(outputs, actions)[0]
+        after = environments.step(actions.numpy())
+        steps.append((observations, actions, logprobs, torch.from_numpy(after.rewards)))
+        for i, slot in enumerate(slots):
+            ended = after.terminated[i] or after.truncated[i]
+            if ended or t == horizon - 1:
+                reason = "terminated" if after.terminated[i] else "truncated" if ended else "cut"
+                first, *episode = begun[i]
+                end = t, t - first + 1, reason, float(after.episode_returns[i]), after.observations[i]
+                fragments[i].append((i, *episode, *end))
+                begun[i] = t + 1, slot.episode, slot.seed, 0
+    copies, episodes, seeds, firsts, lasts, lengths, reasons, returns, finals = zip(
+        *chain.from_iterable(fragments), strict=True
+    )
+    # [T, E, ...] of every column, environment by environment
+    observed, acted, logprobs, rewards = (torch.stack(column, 1).flatten(0, 1) for column in zip(*steps, strict=True))
+    return Rollout(
+        observations=observed,
+        actions=acted,
+        rollout_logprobs=logprobs,
+        rewards=rewards,
+        lengths=torch.tensor(lengths),
+        final_observations=torch.from_numpy(np.stack(finals)),
+        end_reason=reasons,
+        environment=copies,
+        episode=episodes,
+        seed=seeds,
+        first_step=firsts,
+        last_step=lasts,
+        episode_return=returns,
+    )
+
+
+@torch.no_grad()
+def forward_pass(config: ControlConfig, agent: Agent, rollout: Rollout) -> ForwardPass:
+    """Log-probs, entropies and values of the whole rollout, and the value that follows each fragment.
+
+    That is 0 where the episode terminated, the critic's value of the last observation where the fragment was cut, and
+    at a time limit one of the two, as `bootstrap_truncated` says.
+    """
+    old_logprobs, entropies = agent.distribution.statistics(agent.policy(rollout.observations), rollout.actions)
+    goes_on = {"terminated": False, "truncated": config.ppo.bootstrap_truncated, "cut": True}
+    follows = torch.tensor([goes_on[reason] for reason in rollout.end_reason])
+    return ForwardPass(
+        old_logprobs=old_logprobs,
+        entropies=entropies,
+        values=agent.values(rollout.observations),
+        final_values=torch.where(follows, agent.values(rollout.final_observations), 0.0),
+    )
+
+
+def compute_advantages(config: ControlConfig, rollout: Rollout, forward: ForwardPass) -> Advantages:
+    """GAE within each fragment, and value targets."""
+    ppo = config.ppo
+    raw = gae(rollout.rewards, forward.values, rollout.lengths, forward.final_values, ppo.gamma, ppo.gae_lambda)
+    return Advantages(raw_advantages=raw, returns=raw + forward.values)
 
 
 def update(

@@ -1,24 +1,136 @@
-"""Actor and critic: two networks that share nothing."""
+"""Actor and critic, two networks that share nothing, and what the actor draws from.
+
+That is a categorical over discrete actions, or a diagonal Gaussian over real ones. Actions are float32 [n, A] for both:
+the index of a discrete action (A = 1), or the components of a real one before it is clipped to the action space.
+Log-probs and entropies are in nats.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.autograd import Function
 
+from ppo_repro import seeding
 from ppo_repro.config.run import NetworkConfig
-from ppo_repro.control.distributions import Categorical, DiagonalGaussian
 from ppo_repro.control.environments import ActionSpace
-from ppo_repro.numerics.elementwise import differentiable_tanh
-from ppo_repro.numerics.linear import linear
+from ppo_repro.errors import NumericsError
+from ppo_repro.numerics import elementwise
+from ppo_repro.numerics.linear import add_to_bias, linear
 from ppo_repro.numerics.rows import Rows
-from ppo_repro.seeding import bell
+from ppo_repro.numerics.token_statistics import require_finite, token_statistics
 
 HIDDEN_GAIN, ACTOR_GAIN, CRITIC_GAIN = math.sqrt(2.0), 0.01, 1.0
+LOG_2PI = 1.8378770664093453
+
+
+def uniforms(count: int, *name: int | str) -> Tensor:
+    """`count` numbers of the named stream strictly between 0 and 1, each (k + 1/2) 2^-52. Float64."""
+    k = (seeding.words(count, *name) >> np.uint64(12)).astype(np.float64)
+    return torch.from_numpy((k + 0.5) * 2.0**-52)
+
+
+def gumbels(count: int, *name: int | str) -> Tensor:
+    """`count` draws of Gumbel(0, 1), -log(-log u). Float64."""
+    return -elementwise.log(-elementwise.log(uniforms(count, *name)))
+
+
+def normals(count: int, *name: int | str) -> Tensor:
+    """`count` draws of the standard normal, sqrt(-2 log u) cos(2 pi v). Float64. Box and Muller, 1958."""
+    u, v = uniforms(2 * count, *name).view(2, count)
+    return elementwise.sqrt(elementwise.log(u) * -2.0) * elementwise.cos_sin(v * (2.0 * math.pi))[0]
+
+
+class Categorical(nn.Module):
+    """softmax(outputs) over a fixed number of actions, drawn by Gumbel-max."""
+
+    def __init__(self, actions: int, mode: str) -> None:
+        super().__init__()
+        self.outputs, self.mode = actions, mode
+
+    def noise(self, steps: int, envs: int, *name: int | str) -> Tensor:
+        """The random numbers of an iteration, [steps, envs, ...]: for each step and environment those of one draw."""
+        return gumbels(steps * envs * self.outputs, *name).view(steps, envs, self.outputs)
+
+    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        """Actions [n, A] from outputs [n, outputs] and the noise of the same rows."""
+        require_finite(outputs)
+        # argmax of NumPy, which names the first of equal ones
+        drawn = (outputs.detach().to(torch.float64) + noise).numpy().argmax(-1)
+        return torch.from_numpy(drawn.astype(np.float32))[:, None]
+
+    def likeliest(self, outputs: Tensor) -> Tensor:
+        """The most probable action [n, A] of each row."""
+        require_finite(outputs)
+        return torch.from_numpy(outputs.detach().numpy().argmax(-1).astype(np.float32))[:, None]
+
+    def statistics(self, outputs: Tensor, actions: Tensor, rows: Rows | None = None) -> tuple[Tensor, Tensor]:
+        """log softmax(outputs)[action] and -sum p log p, float32 [n] each, differentiable; `rows` to train."""
+        return token_statistics(outputs, actions[:, 0].to(torch.int64), 1.0, None, self.mode)
+
+
+class _GaussianStatistics(Function):
+    """Float64 inside, one rounding to float32; components are added in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, means: Tensor, log_std: Tensor, actions: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
+        s = log_std.detach().to(torch.float64)
+        z = (actions.to(torch.float64) - means.to(torch.float64)) * elementwise.exp64(-s)
+        logprob, entropy = torch.zeros(len(z), dtype=torch.float64), torch.zeros(len(z), dtype=torch.float64)
+        for i in range(len(s)):
+            logprob = logprob - (z[:, i] * z[:, i] * 0.5 + s[i] + 0.5 * LOG_2PI)
+            entropy = entropy + (s[i] + 0.5 * (LOG_2PI + 1.0))
+        ctx.save_for_backward(z)
+        ctx.log_std, ctx.rows = log_std, rows
+        return logprob.to(torch.float32), entropy.to(torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, d_logprob: Tensor, d_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        (z,) = ctx.saved_tensors
+        gl, gh = d_logprob.to(torch.float64)[:, None], d_entropy.to(torch.float64)[:, None]
+        # d log p / d mean = z / sigma ;  d log p / d log sigma = z^2 - 1 ;  d entropy / d log sigma = 1
+        if ctx.rows is not None:
+            add_to_bias(ctx.log_std, ((z * z - 1.0) * gl + gh).to(torch.float32), ctx.rows)
+        d_means = gl * z * elementwise.exp64(-ctx.log_std.detach().to(torch.float64))
+        return d_means.to(torch.float32), None, None, None
+
+
+class DiagonalGaussian(nn.Module):
+    """Normal(outputs, exp(log_std)) in each component, the same log_std in all states. Williams, 1992."""
+
+    def __init__(self, size: int, mode: str) -> None:
+        super().__init__()
+        self.outputs, self.mode = size, mode
+        self.log_std = nn.Parameter(torch.zeros(size))
+
+    def noise(self, steps: int, envs: int, *name: int | str) -> Tensor:
+        return normals(steps * envs * self.outputs, *name).view(steps, envs, self.outputs)
+
+    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        require_finite(outputs)
+        deviation = elementwise.exp64(self.log_std.detach().to(torch.float64))
+        return (outputs.detach().to(torch.float64) + noise * deviation).to(torch.float32)
+
+    def likeliest(self, outputs: Tensor) -> Tensor:
+        require_finite(outputs)
+        return outputs.detach().clone()
+
+    def statistics(self, outputs: Tensor, actions: Tensor, rows: Rows | None = None) -> tuple[Tensor, Tensor]:
+        """log p = -sum_i [z_i^2 / 2 + log sigma_i + log(2 pi) / 2], z = (a - mean) / sigma; entropy = sum_i
+        [log sigma_i + log(2 pi e) / 2]. Raises NumericsError on means that are not finite.
+        """
+        if not torch.isfinite(outputs).all():
+            raise NumericsError("the policy's means are not finite; lower the learning rate")
+        if self.mode == "deterministic":
+            return _GaussianStatistics.apply(outputs, self.log_std, actions, rows)
+        normal = torch.distributions.Normal(outputs, self.log_std.exp().expand_as(outputs))
+        return normal.log_prob(actions).sum(-1), normal.entropy().sum(-1)
 
 
 def orthogonal(rows: int, columns: int, gain: float, *name: int | str) -> NDArray[np.float64]:
@@ -29,7 +141,7 @@ def orthogonal(rows: int, columns: int, gain: float, *name: int | str) -> NDArra
     """
     short, long = sorted((rows, columns))
     basis: list[NDArray[np.float64]] = []
-    for draw in bell(short * long, *name).reshape(short, long):
+    for draw in seeding.bell(short * long, *name).reshape(short, long):
         for other in basis:
             draw = draw - other * math.fsum((draw * other).tolist())
         basis.append(draw / math.sqrt(math.fsum((draw * draw).tolist())))
@@ -81,7 +193,7 @@ class Agent(nn.Module):
         if self.mode == "native":
             return network(x)
         for layer in network:
-            x = linear(x, layer, rows) if isinstance(layer, nn.Linear) else differentiable_tanh(x)
+            x = linear(x, layer, rows) if isinstance(layer, nn.Linear) else elementwise.differentiable_tanh(x)
         return x
 
     def policy_parameters(self) -> list[tuple[str, Tensor]]:

@@ -21,7 +21,7 @@ from ppo_repro.grids.cell import Engine, Order, last_result, run_of, state_of
 from ppo_repro.grids.spec import Cell, Grid
 from ppo_repro.output import say_anyway
 from ppo_repro.records import manifest, reader
-from ppo_repro.records.config_file import read_environments
+from ppo_repro.records.folder import read_environments
 from ppo_repro.runs.environment import describe_environment
 
 CELLS = "cells.parquet"

@@ -12,10 +12,10 @@ from ppo_repro.commands.recorded import state
 from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
-from ppo_repro.records.config_file import load_config_of
 from ppo_repro.records.diff import Difference, first_difference
+from ppo_repro.records.folder import load_config_of
 from ppo_repro.records.manifest import Head
-from ppo_repro.records.reader import TableReader
+from ppo_repro.records.reader import read_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,9 +71,7 @@ class Run:
     @property
     def tables(self) -> tuple[str, ...]:
         """The names of the tables that `table` reads; their columns are described in ppo_repro/records/README.md."""
-        recorded = manifest.load(self.path)
-        side = dict.fromkeys(file.table.name for file in manifest.side_files(recorded))
-        return (*(table.name for table in manifest.tables_of(recorded)), *side)
+        return tuple(manifest.table_names(manifest.load(self.path)))
 
     def table(
         self, name: str, columns: Sequence[str] | None = None, iterations: Sequence[int] | None = None
@@ -83,7 +81,7 @@ class Run:
         Also of a run that is not complete. UserError for an unknown name, column or iteration, and where a file is
         damaged.
         """
-        return TableReader(name)(self.path, columns=columns, iterations=iterations, allow_incomplete=True)
+        return read_table(name, self.path, columns=columns, iterations=iterations, allow_incomplete=True)
 
 
 RunOrPath = Run | Path | str

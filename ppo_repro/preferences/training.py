@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -52,19 +53,9 @@ class PreferenceStep:
     margins: tuple[float, ...]  # [P]
 
 
-def chunks(items: Sequence[int], size: int) -> list[list[int]]:
-    """The items in their order, at most `size` in each chunk; 0: all in one."""
-    return [list(items[i : i + (size or len(items))]) for i in range(0, len(items), size or len(items))]
-
-
-def pairs_at_once(sequences: int) -> int:
-    """The pairs in a micro-batch of `sequences`, two per pair, at least one; 0 stays 0."""
-    return max(1, sequences // 2) if sequences else 0
-
-
-def steps_of(count: int, minibatch_size: int) -> int:
-    """Optimizer steps of an epoch over `count` pairs."""
-    return -(-count // minibatch_size)
+def _pair_chunks(count: int, sequences: int) -> list[list[int]]:
+    """0..count-1 in chunks of at most `sequences` sequences, two a pair, but at least one pair; 0: all in one."""
+    return [chunk.tolist() for chunk in torch.arange(count).split(max(1, sequences // 2) if sequences else count)]
 
 
 def preference_steps(
@@ -82,13 +73,16 @@ def preference_steps(
     Losses are not reduced in autograd: the backward pass of each pair starts from 1 / P, P the pairs of the minibatch.
     `micro_batch`: sequences per backward pass, 0 for the minibatch; changes no result in deterministic numerics.
     """
-    order = permutation(count, "preference minibatches", seed, epoch).tolist()
-    for number, indices in enumerate(chunks(order, minibatch_size)):
+    order = torch.from_numpy(permutation(count, "preference minibatches", seed, epoch))
+    for number, minibatch in enumerate(order.split(minibatch_size)):
+        indices = minibatch.tolist()
         by_chunk: list[tuple[Tensor, Tensor]] = []
 
         def backward(indices: list[int] = indices, by_chunk: list[tuple[Tensor, Tensor]] = by_chunk) -> None:
-            for chunk in chunks(range(len(indices)), pairs_at_once(micro_batch)):
-                losses, margins = losses_of([indices[i] for i in chunk], _pair_slots(chunk, len(indices)))
+            for chunk in _pair_chunks(len(indices), micro_batch):
+                *own, last = slots_of(chunk, len(indices), SLOTS)
+                slots = ints([*np.repeat(own, 2), last])  # both sequences of a pair are in one
+                losses, margins = losses_of([indices[i] for i in chunk], slots)
                 torch.autograd.backward(losses, torch.full_like(losses, 1.0 / len(indices)))
                 by_chunk.append((losses.detach(), margins.detach()))
 
@@ -109,12 +103,6 @@ def preference_steps(
         )
 
 
-def _pair_slots(pairs: Sequence[int], minibatch: int) -> Ints:
-    """Slots [2 m + 1] of both sequences of some pairs of a minibatch, as in `Rows`: a pair is in one slot."""
-    *own, last = slots_of(pairs, minibatch, SLOTS)
-    return ints([*np.repeat(own, 2), last])
-
-
 @dataclass(frozen=True)
 class RewardTraining:
     """The training of a reward model; accuracies are on held-out pairs."""
@@ -129,12 +117,6 @@ class RewardTraining:
     def accuracy_after(self) -> float:
         """Share of held-out pairs in the right order after training."""
         return preference_accuracy(torch.tensor(self.margins_after))
-
-
-def reward_margins(model: PreTrainedModel, pairs: Sequence[Preference], layout: LayoutConfig) -> Tensor:
-    """Score of the preferred response minus score of the rejected one, float32 [P]."""
-    scores = reward_scores(model, sequences_of(pairs), layout.padding, layout.forward_micro_batch)
-    return scores[0::2] - scores[1::2]
 
 
 def train_reward_model(
@@ -154,7 +136,7 @@ def train_reward_model(
     """
     check_pairs([*pairs, *eval_pairs], model.config.vocab_size, numerics.max_context)
     optimizer = Optimizer(model, AdamWSettings(settings.learning_rate, 0.9, 0.98, 1e-8, 0.0, 1.0), numerics.mode)
-    last = settings.epochs * steps_of(len(pairs), settings.minibatch_size)
+    last = settings.epochs * math.ceil(len(pairs) / settings.minibatch_size)
     about = len(pairs), settings.minibatch_size, layout.update_micro_batch, seed
 
     def losses_of(chunk: list[int], slots: Ints) -> tuple[Tensor, Tensor]:
@@ -162,14 +144,17 @@ def train_reward_model(
         chosen, rejected = scores[0::2], scores[1::2]
         return bradley_terry_losses(chosen, rejected), chosen - rejected
 
-    before = tuple(reward_margins(model, eval_pairs, layout).tolist())
+    def held_out_margins() -> tuple[float, ...]:
+        scores = reward_scores(model, sequences_of(eval_pairs), layout.padding, layout.forward_micro_batch)
+        return tuple((scores[0::2] - scores[1::2]).tolist())
+
+    before = held_out_margins()
     steps: list[PreferenceStep] = []
     for epoch in range(settings.epochs):
         for step in preference_steps(model, optimizer, *about, epoch, losses_of):
             steps.append(step)
             progress(len(steps), last, step.loss)
-    after = tuple(reward_margins(model, eval_pairs, layout).tolist())
-    return RewardTraining(tuple(pairs), tuple(eval_pairs), before, after, tuple(steps))
+    return RewardTraining(tuple(pairs), tuple(eval_pairs), before, held_out_margins(), tuple(steps))
 
 
 def _pair_logprobs(
@@ -197,7 +182,7 @@ def pair_logprobs(
     """
     by_chunk = [
         _pair_logprobs(policy, [pairs[i] for i in chunk], temperature, mode, layout.padding)
-        for chunk in chunks(range(len(pairs)), pairs_at_once(layout.forward_micro_batch))
+        for chunk in _pair_chunks(len(pairs), layout.forward_micro_batch)
     ]
     return torch.cat(by_chunk, 1)
 

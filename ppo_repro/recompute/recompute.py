@@ -8,27 +8,24 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
 
-from ppo_repro.buffers import Coefficients, Iteration, MinibatchUpdate, PolicyUpdate, ValueUpdate
+from ppo_repro import buffers
 from ppo_repro.config.algorithm import KLInLoss, KLInReward
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import RecordsConfig
 from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.faults.trainer import with_loss_mask
 from ppo_repro.loop import policy_loss, value_loss
-from ppo_repro.recompute import recorded as records_of
-from ppo_repro.recompute.recorded import Records
-from ppo_repro.records import manifest, reader, schema
-from ppo_repro.records.columns import iteration_tables
-from ppo_repro.records.config_file import load_recorded_config
-from ppo_repro.records.contents import FORKED_FROM
+from ppo_repro.records import manifest, reader
+from ppo_repro.records.columns import SPANS, iteration_tables
 from ppo_repro.records.diff import Difference, first_table_difference
+from ppo_repro.records.folder import FORKED_FROM, load_recorded_config
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs import checkpoint
 from ppo_repro.stages.advantages import compute_advantages
@@ -85,6 +82,126 @@ COMPUTED: Mapping[Stage, Mapping[str, tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True)
+class Records:
+    """The tables of one iteration by name, as they are in the files."""
+
+    iteration: int
+    tables: Mapping[str, pa.Table]
+
+    def has(self, table: str, column: str) -> bool:
+        """Tell whether a column was recorded; one that a level leaves out reads as null in every row."""
+        values = self.tables[table].column(column)
+        return bool(values.null_count < len(values))
+
+    def tensor(self, table: str, column: str, rows: slice = slice(None)) -> Tensor:
+        """Read some rows of a column of fixed width without nulls."""
+        return torch.from_numpy(np.array(self.tables[table].column(column).to_numpy()[rows]))
+
+    def tensor_or_none(self, table: str, column: str, rows: slice = slice(None)) -> Tensor | None:
+        """Read some rows of a column as a tensor; None if one of them is null."""
+        is_there = self.tables[table].column(column).is_valid().to_numpy()[rows].all()
+        return self.tensor(table, column, rows) if is_there else None
+
+    def values(self, table: str, column: str) -> tuple[Any, ...]:
+        """Read a column as Python values; lists become tuples."""
+        values = self.tables[table].column(column).to_pylist()
+        return tuple(tuple(value) if isinstance(value, list) else value for value in values)
+
+    def values_or_none(self, table: str, column: str) -> tuple[Any, ...] | None:
+        return self.values(table, column) if self.has(table, column) else None
+
+
+def _read(run_dir: Path, recorded: Manifest, iteration: int) -> Records:
+    """Read the tables of an iteration, side tables included, without comparing digests.
+
+    UserError if they cannot be read or do not fit together.
+    """
+    tables = reader.read_moment(run_dir, recorded, iteration, verify=False)
+    records = Records(iteration, tables)
+    lengths = records.tensor("sequences", "response_length")
+    tokens = tables["tokens"].num_rows
+    if len(lengths) == 0 or lengths.min() < 1 or int(lengths.sum()) != tokens:
+        path = manifest.table_path(run_dir, "tokens", iteration)
+        raise UserError(f"{path}: has {tokens} rows; the responses have {int(lengths.sum())} tokens; restore the file")
+    return records
+
+
+def _rollout(records: Records) -> buffers.Rollout:
+    """Return the sampled responses. Eligible tokens stay empty: no later stage reads them."""
+    count = records.tables["tokens"].num_rows
+
+    def of(column: str) -> tuple[Any, ...]:
+        return records.values("sequences", column)
+
+    lengths = records.tensor("sequences", "response_length").to(torch.int64)
+    columns = [records.tensor("tokens", name).split(lengths.tolist()) for name in SPANS]
+    as_sampled = records.values_or_none("sequences", "is_as_sampled")
+    return buffers.Rollout(
+        prompts=buffers.Prompts(
+            of("prompt_key"), of("sample_index"), of("seed"), of("prompt"), of("answer"), of("prompt_ids")
+        ),
+        response_ids=records.tensor("tokens", "token_id").to(torch.int64),
+        lengths=lengths,
+        temperature=1.0,
+        rollout_logprobs=records.tensor("tokens", "rollout_logprobs"),
+        log_kept_mass=records.tensor("tokens", "log_kept_mass"),
+        kept_tokens=torch.empty(count, 0, dtype=torch.uint8),
+        finish_reasons=of("finish_reason"),
+        servers=(None,) * len(lengths),
+        latencies=(None,) * len(lengths),
+        responses=of("response"),
+        spans=tuple(buffers.Spans(*(part.tolist() for part in parts)) for parts in zip(*columns, strict=True)),
+        episodes=_episodes(records, "sequences"),
+        policy_versions=records.values_or_none("sequences", "rollout_policy_versions"),
+        sampled_ids=records.values_or_none("sequences", "sampled_ids"),
+        is_as_sampled=None if as_sampled is None else tuple(tuple(map(bool, row)) for row in as_sampled),
+    )
+
+
+def _episodes(records: Records, table: str) -> tuple[buffers.Episode, ...] | None:
+    """Return what the environment put in; None if it never speaks. The texts of turns are in no record."""
+    if not records.has(table, "episode_ids"):
+        return None
+    rows = zip(records.values(table, "episode_ids"), records.values(table, "is_forced"), strict=True)
+    return tuple(buffers.Episode(ids, tuple(map(bool, forced)), ()) for ids, forced in rows)
+
+
+def _forward(records: Records) -> buffers.ForwardPass:
+    """Return what the networks gave before the update."""
+    names = ("old_logprobs", "ref_logprobs", "ref_kl", "entropies", "prob_sq_sums")
+    return buffers.ForwardPass(
+        **{name: records.tensor("tokens", name) for name in names},
+        reverse_ref_kl=records.tensor_or_none("tokens", "reverse_ref_kl"),
+        routes=torch.empty(records.tables["tokens"].num_rows, 0, dtype=torch.int32),
+        values=records.tensor_or_none("tokens", "values"),
+    )
+
+
+def _rewards(records: Records) -> buffers.Rewards:
+    """Return scores and rewards; what a level leaves out is 0, and then it is not compared either."""
+    zeros = torch.zeros(records.tables["tokens"].num_rows)
+    placed, raw = (records.tensor_or_none("tokens", name) for name in ("placed_scores", "raw_rewards"))
+    return buffers.Rewards(
+        scores=records.tensor("sequences", "scores"),
+        score_parts=records.values("sequences", "score_parts"),
+        is_correct=torch.tensor(records.values("sequences", "is_correct")),
+        kl_penalties=records.tensor("tokens", "kl_penalties"),
+        placed_scores=zeros.to(torch.float64) if placed is None else placed,
+        raw_rewards=zeros if raw is None else raw,
+        rewards=records.tensor("tokens", "rewards"),
+    )
+
+
+def _evaluation(records: Records) -> buffers.Evaluation | None:
+    """Return the held-out responses; None if there was no evaluation, or its responses are not recorded."""
+    if "evaluations" not in records.tables:
+        return None
+    names = ("prompt_key", "prompt", "answer", "prompt_ids", "response_ids", "response", "finish_reason", "scores")
+    columns = [records.values("evaluations", name) for name in (*names, "score_parts", "is_correct")]
+    return buffers.Evaluation(*columns, episodes=_episodes(records, "evaluations"))  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
 class Recomputed:
     """What computing again showed."""
 
@@ -123,7 +240,7 @@ def recompute(run_dir: Path, stages: Sequence[Stage]) -> Recomputed:
         coefficients = checkpoint.load(path, recorded.files[FORKED_FROM]).coefficients
     compared: dict[Stage, int] = dict.fromkeys(stages, 0)
     for iteration in range(start, recorded.num_iterations):
-        records = records_of.read(run_dir, recorded, iteration)
+        records = _read(run_dir, recorded, iteration)
         if iteration == start:
             _require_columns(run_dir, config, records, stages)
         item = _recorded_iteration(config, records, coefficients)
@@ -172,29 +289,30 @@ def _require_columns(run_dir: Path, config: RunConfig, records: Records, stages:
             )
 
 
-def _recorded_iteration(config: RunConfig, records: Records, coefficients: Coefficients) -> Iteration:
+def _recorded_iteration(config: RunConfig, records: Records, coefficients: buffers.Coefficients) -> buffers.Iteration:
     """An iteration as it was recorded, with the losses that follow from it; `coefficients` are those in force."""
-    rollout, forward, advantages = (
-        records_of.rollout_of(records),
-        records_of.forward_of(records),
-        records_of.advantages_of(records),
+    rollout, forward = _rollout(records), _forward(records)
+    advantages = buffers.Advantages(
+        raw_advantages=records.tensor("tokens", "raw_advantages"),
+        advantages=records.tensor("tokens", "advantages"),
+        returns=records.tensor_or_none("tokens", "returns"),
     )
     received = with_loss_mask(config.mismatch.trainer, rollout)
     batch = training_batch(config, coefficients, received, forward, advantages)
-    return Iteration(
+    return buffers.Iteration(
         records.iteration,
-        records_of.evaluation_of(records),
+        _evaluation(records),
         coefficients,
         rollout,
         forward,
-        records_of.rewards_of(records),
+        _rewards(records),
         advantages,
         tuple(_updates(config, records, batch)),
         dict.fromkeys(SECONDS, 0.0),
     )
 
 
-def _again(config: RunConfig, item: Iteration, stages: Collection[Stage]) -> Iteration:
+def _again(config: RunConfig, item: buffers.Iteration, stages: Collection[Stage]) -> buffers.Iteration:
     """The iteration with rewards and advantages computed again, each from what was recorded before it."""
     rewards, advantages = item.rewards, item.advantages
     if "rewards" in stages:
@@ -208,7 +326,7 @@ def _again(config: RunConfig, item: Iteration, stages: Collection[Stage]) -> Ite
     return replace(item, rewards=rewards, advantages=advantages)
 
 
-def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Iterator[MinibatchUpdate]:
+def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Iterator[buffers.MinibatchUpdate]:
     """The minibatches of the recorded steps, in the order in which the seed shuffles them."""
     steps, count = records.tables["steps"].to_pylist(), records.tables["updates"].num_rows
     lengths = batch.rollout.lengths
@@ -223,40 +341,30 @@ def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Itera
                 f"table updates, iteration {records.iteration}: has {count} rows; "
                 f"the minibatches of the recorded steps have at least {end} tokens"
             )
-        rows = _Rows(records, slice(start, end))
-        policy = None
+        rows, policy = slice(start, end), None
         if epoch < config.ppo.epochs and not stopped:
-            policy = _policy(config, batch, minibatch, rows, step["grad_norm"])
-        value = _value(batch, minibatch, rows, step["value_grad_norm"])
+            policy = _policy(config, batch, minibatch, records, rows, step["grad_norm"])
+        value = None
+        new_values = records.tensor_or_none("updates", "new_values", rows)
+        if batch.returns is not None and new_values is not None:
+            columns = value_loss(batch, minibatch.tokens, new_values)
+            value = value_update(minibatch, columns, step["value_grad_norm"])
         if policy is not None and config.ppo.early_stop_kl is not None:
             stopped = policy.approx_kl > config.ppo.early_stop_kl
         digests = step["policy_digest"], step["value_digest"]
-        yield MinibatchUpdate(epoch, number, minibatch.tokens, minibatch.weights, policy, value, *digests)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The rows of one minibatch in the table `updates`."""
-
-    records: Records
-    rows: slice
-
-    def column(self, name: str) -> Tensor | None:
-        """A column of the minibatch; None if it is not recorded there."""
-        if not self.records.present("updates", name)[self.rows].all():
-            return None
-        return torch.from_numpy(self.records.array("updates", name)[self.rows])
+        yield buffers.MinibatchUpdate(epoch, number, minibatch.tokens, minibatch.weights, policy, value, *digests)
 
 
 def _policy(
-    config: RunConfig, batch: TrainingBatch, minibatch: Minibatch, rows: _Rows, grad_norm: float
-) -> PolicyUpdate | None:
-    tokens, logprobs, entropies = minibatch.tokens, rows.column("new_logprobs"), rows.column("new_entropies")
+    config: RunConfig, batch: TrainingBatch, minibatch: Minibatch, records: Records, rows: slice, grad_norm: float
+) -> buffers.PolicyUpdate | None:
+    tokens = minibatch.tokens
+    logprobs, entropies = (records.tensor_or_none("updates", n, rows) for n in ("new_logprobs", "new_entropies"))
     if logprobs is None or entropies is None:
         return None
     kl_terms = kl_terms_of(config, batch, tokens, logprobs, None)
     if _has_exact_kl(config):
-        kl_terms = rows.column("kl_terms")
+        kl_terms = records.tensor_or_none("updates", "kl_terms", rows)
         if kl_terms is None:  # then no loss is compared
             kl_terms = torch.zeros_like(logprobs)
     chosen = chosen_tokens(config, batch, minibatch, logprobs) if batch.objective.chooses_tokens else None
@@ -264,39 +372,26 @@ def _policy(
     return policy_update(config, batch, minibatch, columns, chosen, grad_norm)
 
 
-def _value(batch: TrainingBatch, minibatch: Minibatch, rows: _Rows, grad_norm: float | None) -> ValueUpdate | None:
-    new_values = rows.column("new_values")
-    if batch.returns is None or new_values is None:
-        return None
-    return value_update(minibatch, value_loss(batch, minibatch.tokens, new_values), grad_norm)
-
-
 def _compare(
     config: RunConfig, recorded: Manifest, records: Records, computed: Mapping[str, pa.Table], stage: Stage
 ) -> tuple[int, Difference | None]:
     """How many values of a stage were compared, and the first difference."""
+    skipped = {("updates", "kl_terms")} if _has_exact_kl(config) else set()
+    if "evaluations" not in records.tables:
+        skipped |= {("iterations", "eval_accuracy"), ("iterations", "eval_score")}
     count = 0
     for table in manifest.tables_of(recorded):
-        compared = _compared_columns(config, records, table, COMPUTED[stage].get(table.name, ()))
+        # those that were recorded; null in every row counts where level lean has them too
+        compared = tuple(
+            column
+            for column in table.columns
+            if column.name in COMPUTED[stage].get(table.name, ())
+            and (table.name, column.name) not in skipped
+            and (column.in_fingerprint or records.has(table.name, column.name))
+        )
         left, right = records.tables[table.name], computed[table.name]
         difference = first_table_difference(replace(table, columns=compared), left, right, records.iteration)
         if difference is not None:
             return count, difference
-        count += sum(int(np.count_nonzero(left.column(c.name).is_valid().to_numpy())) for c in compared)
+        count += sum(len(left) - left.column(column.name).null_count for column in compared)
     return count, None
-
-
-def _compared_columns(
-    config: RunConfig, records: Records, table: schema.Table, names: Collection[str]
-) -> tuple[schema.Column, ...]:
-    """The columns that were recorded and are computed here; null in every row counts where level lean has them too."""
-    inputs = {("updates", "kl_terms")} if _has_exact_kl(config) else set()
-    if "evaluations" not in records.tables:
-        inputs |= {("iterations", "eval_accuracy"), ("iterations", "eval_score")}
-    return tuple(
-        column
-        for column in table.columns
-        if column.name in names
-        and (table.name, column.name) not in inputs
-        and (column.in_fingerprint or records.has(table.name, column.name))
-    )

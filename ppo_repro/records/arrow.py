@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,27 +13,6 @@ import pyarrow.parquet as pq
 from ppo_repro.config.section import Level
 from ppo_repro.records import digests, schema
 from ppo_repro.records.schema import LEVELS
-
-
-def arrow_schema(table: schema.Table, names: Collection[str] | None = None) -> pa.Schema:
-    """The Arrow schema of a table, or of the columns with these names; units and descriptions in the metadata."""
-    fields = [
-        pa.field(
-            column.name,
-            digests.ARROW_TYPES[column.kind],
-            nullable=column.nullable,
-            metadata={"unit": column.unit, "description": column.description},
-        )
-        for column in table.columns
-        if names is None or column.name in names
-    ]
-    about = {
-        "table": table.name,
-        "grain": table.grain,
-        "key": ",".join(table.key),
-        "schema_version": str(schema.SCHEMA_VERSION),
-    }
-    return pa.schema(fields, metadata=about)
 
 
 def to_arrow(
@@ -65,7 +44,19 @@ def to_arrow(
         except (ValueError, TypeError, OverflowError, pa.ArrowException) as error:
             raise ValueError(f"table {table.name}, column {column.name}: {error}") from error
         arrays.append(array)
-    result = pa.Table.from_arrays(arrays, schema=arrow_schema(table, names))
+    fields = [
+        pa.field(
+            column.name,
+            digests.ARROW_TYPES[column.kind],
+            nullable=column.nullable,
+            metadata={"unit": column.unit, "description": column.description},
+        )
+        for column in table.columns
+        if column.name in names
+    ]
+    about = {"table": table.name, "grain": table.grain, "key": ",".join(table.key)}
+    about["schema_version"] = str(schema.SCHEMA_VERSION)
+    result = pa.Table.from_arrays(arrays, schema=pa.schema(fields, metadata=about))
     result.validate(full=True)
     return result
 

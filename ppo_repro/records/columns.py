@@ -5,7 +5,7 @@ The only module of records/ that knows tensors and stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from ppo_repro.buffers import Episode, Evaluation, Iteration
 from ppo_repro.clock import moment
 from ppo_repro.config.algorithm import AdaptiveClipObjective, NoValue, PenaltyObjective
 from ppo_repro.config.run import RunConfig
+from ppo_repro.config.section import Level
 from ppo_repro.models.warm_start import WarmStartStep
 from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.advantages import explained_variance
@@ -33,7 +34,7 @@ from ppo_repro.tasks.tokenizer import decode
 
 Columns = dict[str, Any]
 _ROWS_AT_ONCE = 1024  # of kept tokens, which are whole vocabularies while they are unpacked
-_SPANS = ("char_start", "char_end", "byte_start", "byte_end", "word_id", "sub_idx")
+SPANS = ("char_start", "char_end", "byte_start", "byte_end", "word_id", "sub_idx")
 
 
 def unequal_bits(a: Tensor, b: Tensor) -> int:
@@ -51,10 +52,21 @@ def iteration_tables(item: Iteration, config: RunConfig) -> dict[str, pa.Table]:
         "steps": _steps(item, config),
         "iterations": _iteration(item, config),
     }
-    tables = {table.name: to_arrow(table, columns[table.name], level) for table in schema.TABLES}
+    tables = tables_at(item.index, schema.TABLES, columns, level)
     if item.evaluation is not None and level != "lean":
         tables |= evaluation_table(item.evaluation, item.index)
     return tables
+
+
+def tables_at(
+    index: int, tables: Sequence[schema.Table], columns: Mapping[str, Columns], level: Level = "deep"
+) -> dict[str, pa.Table]:
+    """The tables of an iteration, by name; its index is in every row."""
+    made = {}
+    for table in tables:
+        rows = len(next(iter(columns[table.name].values())))
+        made[table.name] = to_arrow(table, {"iteration": np.full(rows, index), **columns[table.name]}, level)
+    return made
 
 
 def int32(values: Any) -> np.ndarray:
@@ -63,9 +75,12 @@ def int32(values: Any) -> np.ndarray:
 
 
 def fields_of(table: schema.Table, *stages: Any) -> Columns:
-    """The columns that are fields of a stage by the same name."""
+    """The columns that are fields of a stage by the same name; the rows of a matrix become lists."""
     found = {c.name: getattr(stage, c.name) for stage in stages for c in table.columns if hasattr(stage, c.name)}
-    return {name: value.numpy() if isinstance(value, Tensor) else value for name, value in found.items()}
+    for name, value in found.items():
+        if isinstance(value, Tensor):
+            found[name] = list(value.numpy()) if value.dim() == 2 else value.numpy()
+    return found
 
 
 def rows_of(table: schema.Table, items: Sequence[Any]) -> Columns:
@@ -109,7 +124,6 @@ def _sequences(item: Iteration) -> Columns:
     prompts, lengths = rollout.prompts, rollout.lengths
     count = len(lengths)
     columns: Columns = {
-        "iteration": np.full(count, item.index, np.int32),
         "sequence": np.arange(count, dtype=np.int32),
         "prompt_key": list(prompts.keys),
         "sample_index": int32(prompts.sample_indices),
@@ -150,11 +164,10 @@ def _tokens(item: Iteration, with_kept: bool) -> Columns:
     sequence, position = cells_of(rollout.lengths)
     return {
         **fields_of(schema.TOKENS, rollout, forward, item.rewards, item.advantages),
-        "iteration": np.full(len(rollout.response_ids), item.index, np.int32),
         "sequence": sequence,
         "position": position,
         "token_id": int32(rollout.response_ids),
-        **{name: int32([value for s in rollout.spans for value in getattr(s, name)]) for name in _SPANS},
+        **{name: int32([value for s in rollout.spans for value in getattr(s, name)]) for name in SPANS},
         "kept_tokens": _kept(rollout.kept_tokens.numpy()) if with_kept else None,
         "rollout_routes": _lists(rollout.token_routes()),
         "policy_routes": _lists(forward.routes),
@@ -188,7 +201,6 @@ def _updates(item: Iteration) -> Columns:
     )
     clipped = [torch.zeros(len(u.tokens)).bool() if u.value is None else u.value.clipped for u in item.updates]
     return {
-        "iteration": np.full(len(tokens), item.index, np.int32),
         "epoch": of_minibatches(item.updates, "epoch"),
         "minibatch": of_minibatches(item.updates, "minibatch"),
         "sequence": sequence[tokens],
@@ -213,7 +225,6 @@ def _steps(item: Iteration, config: RunConfig) -> Columns:
     )
     return {
         **rows_of(schema.STEPS, item.updates),
-        "iteration": np.full(count, item.index, np.int32),
         "tokens": int32([len(u.tokens) for u in item.updates]),
         **{name: _by_step(item, "policy", name) for name in of_policy},
         **{f"{model}_loss": _by_step(item, model, "loss") for model in ("policy", "value")},
@@ -224,43 +235,35 @@ def _steps(item: Iteration, config: RunConfig) -> Columns:
     }
 
 
-def _coefficients(item: Iteration, config: RunConfig) -> Columns:
-    """The coefficients in force; None where the configuration has none."""
-    coefficients, objective = item.coefficients, config.ppo.objective
-    normalised = not isinstance(config.value, NoValue) and config.value.normalize_returns
-    returns = coefficients.returns
-    return {
-        "kl_coef": coefficients.kl_coef,
-        "clip_range": coefficients.clip_range if isinstance(objective, AdaptiveClipObjective) else None,
-        "penalty_coef": coefficients.penalty_coef if isinstance(objective, PenaltyObjective) else None,
-        "return_mean": returns.mean if normalised else None,
-        "return_scale": returns.scale if normalised else None,
-    }
+def agreement(rollout: Any, forward: Any, tokens: Tensor, ratios: Tensor, new_values: Tensor | None) -> Columns:
+    """Counts of what may not differ: log-probs of sampler and trainer; ratios of the first minibatch and 1; values.
 
-
-def _first_minibatch(item: Iteration) -> Columns:
-    """Counts from the minibatch before any optimizer step, where nothing may differ from the forward pass."""
-    first, old_values = item.updates[0], item.forward.values
-    assert first.policy is not None
-    ratios, unequal = first.policy.ratios, 0
-    if old_values is not None and first.value is not None:
-        unequal = unequal_bits(first.value.new_values, old_values[first.tokens])
+    `tokens`, `ratios` and `new_values` are of that minibatch, before any optimizer step.
+    """
+    old, sampled, values = forward.old_logprobs, rollout.rollout_logprobs, forward.values
     return {
-        "first_minibatch_tokens": len(first.tokens),
+        "unequal_old_rollout_logprobs": unequal_bits(old, sampled),
+        "max_abs_old_rollout": float((old - sampled).abs().max()),
+        "first_minibatch_tokens": len(tokens),
         "unequal_first_ratios": unequal_bits(ratios, torch.ones_like(ratios)),
-        "unequal_values": unequal,
+        "unequal_values": 0 if values is None or new_values is None else unequal_bits(new_values, values[tokens]),
     }
 
 
 def _iteration(item: Iteration, config: RunConfig) -> Columns:
     rollout, forward, rewards = item.rollout, item.forward, item.rewards
-    evaluation, returns = item.evaluation, item.advantages.returns
+    evaluation, returns, objective = item.evaluation, item.advantages.returns, config.ppo.objective
+    in_force, is_normalised = (
+        item.coefficients,
+        not isinstance(config.value, NoValue) and config.value.normalize_returns,
+    )
     count, tokens = len(rollout.lengths), len(rollout.response_ids)
-    ref_kl, explained = mean_of(forward.ref_kl), None
+    first, ref_kl, explained = item.updates[0], mean_of(forward.ref_kl), None
+    assert first.policy is not None
+    again = None if first.value is None else first.value.new_values
     if forward.values is not None and returns is not None:
         explained = explained_variance(forward.values, returns)
     row: Columns = {
-        "iteration": item.index,
         "sequences": count,
         "tokens": tokens,
         "score_mean": mean_of(rewards.scores),
@@ -269,14 +272,16 @@ def _iteration(item: Iteration, config: RunConfig) -> Columns:
         "response_length_mean": tokens / count,
         "truncated_fraction": rollout.finish_reasons.count("length") / count,
         "entropy": mean_of(forward.entropies),
-        **_coefficients(item, config),
+        "kl_coef": in_force.kl_coef,
+        "clip_range": in_force.clip_range if isinstance(objective, AdaptiveClipObjective) else None,
+        "penalty_coef": in_force.penalty_coef if isinstance(objective, PenaltyObjective) else None,
+        "return_mean": in_force.returns.mean if is_normalised else None,
+        "return_scale": in_force.returns.scale if is_normalised else None,
         "policy_steps": sum(u.policy is not None for u in item.updates),
         "ref_kl_per_token": ref_kl,
         "ref_kl_per_sequence": ref_kl * tokens / count,
         "explained_variance": explained,
-        "unequal_old_rollout_logprobs": unequal_bits(forward.old_logprobs, rollout.rollout_logprobs),
-        "max_abs_old_rollout": float((forward.old_logprobs - rollout.rollout_logprobs).abs().max()),
-        **_first_minibatch(item),
+        **agreement(rollout, forward, first.tokens, first.policy.ratios, again),
         "eval_accuracy": evaluation.accuracy if evaluation else None,
         "eval_score": evaluation.score if evaluation else None,
         **{f"seconds_{phase}": seconds for phase, seconds in item.seconds.items()},
@@ -289,8 +294,7 @@ def evaluation_table(evaluation: Evaluation, iteration: int) -> dict[str, pa.Tab
     """The table `evaluations` of one evaluation, by name; `iteration` is the one it came before."""
     count = len(evaluation.keys)
     columns: Columns = {
-        "iteration": np.full(count, iteration, np.int32),
-        "sequence": np.arange(count, dtype=np.int32),
+        "sequence": range(count),
         "prompt_key": evaluation.keys,
         "prompt": evaluation.texts,
         "response": evaluation.responses,
@@ -300,7 +304,7 @@ def evaluation_table(evaluation: Evaluation, iteration: int) -> dict[str, pa.Tab
         **fields_of(schema.EVALUATIONS, evaluation),
         **_episode_columns(evaluation.episodes),
     }
-    return {schema.EVALUATIONS.name: to_arrow(schema.EVALUATIONS, columns)}
+    return tables_at(iteration, [schema.EVALUATIONS], {schema.EVALUATIONS.name: columns})
 
 
 def preparation_tables(

@@ -13,9 +13,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ppo_repro.config.yaml_text import read_yaml
 from ppo_repro.errors import UserError
 from ppo_repro.records import digests, manifest, reader, schema
-from ppo_repro.records.config_file import recorded_tree
+from ppo_repro.records.folder import check_config
 from ppo_repro.records.inputs import changes, flat
 from ppo_repro.records.manifest import Manifest
 
@@ -76,7 +77,7 @@ def setup_changes(left_dir: Path, right_dir: Path) -> dict[str, list[Any]]:
     setups = []
     for run_dir in (left_dir, right_dir):
         head = manifest.load_head(run_dir)
-        setup = {**flat(recorded_tree(run_dir, head)), **head.inputs}
+        setup = {**flat(read_yaml(check_config(run_dir, head))), **head.inputs}
         if head.origin is not None:
             setup["origin"] = f"{Path(head.origin.run).name} after iteration {head.origin.iteration}"
         setups.append(setup)
@@ -97,8 +98,8 @@ def first_difference(left_dir: Path | str, right_dir: Path | str) -> Difference 
         computed = reader.read_moment(right_root, right, iteration)
         if difference := from_recorded(left_root, left, iteration, computed):
             return difference
-    if counts[0] != counts[1]:
-        return _count_difference(RUN, min(counts), ITERATIONS, counts)
+    if difference := _count_difference(RUN, min(counts), ITERATIONS, *counts):
+        return difference
     ending = reader.read_moment(right_root, right, counts[1])
     return from_recorded(left_root, left, counts[0], ending) or first_final_difference(left.final, right.final)
 
@@ -111,13 +112,11 @@ def from_recorded(
     `iteration`: None before the first one, the number of iterations after the last one.
     """
     left, moment = reader.read_moment(run_dir, recorded, iteration), BEFORE if iteration is None else iteration
-    for table in (*manifest.side_tables_of(recorded), *manifest.tables_of(recorded)):
-        # a table that only one side has is no result: which side tables are recorded is configuration
-        if table.name in left and table.name in computed:
-            difference = first_table_difference(table, left[table.name], computed[table.name], moment)
-            if difference is not None:
-                return difference
-    return None
+    # a table that only one side has is no result: which side tables are recorded is configuration
+    order = (*manifest.side_tables_of(recorded), *manifest.tables_of(recorded))
+    tables = (table for table in order if table.name in left and table.name in computed)
+    differences = (first_table_difference(t, left[t.name], computed[t.name], moment) for t in tables)
+    return next(filter(None, differences), None)
 
 
 def first_table_difference(table: schema.Table, left: pa.Table, right: pa.Table, iteration: int) -> Difference | None:
@@ -125,12 +124,12 @@ def first_table_difference(table: schema.Table, left: pa.Table, right: pa.Table,
 
     Raises ValueError on values of another type.
     """
-    if left.num_rows != right.num_rows:
-        return _count_difference(table.name, iteration, ROWS, (left.num_rows, right.num_rows))
+    if difference := _count_difference(table.name, iteration, ROWS, left.num_rows, right.num_rows):
+        return difference
     for column in table.columns:
-        if not column.is_compared or not (_has(left, column) and _has(right, column)):
-            continue
         left_column, right_column = _column(left, column), _column(right, column)
+        if not column.is_compared or left_column is None or right_column is None:
+            continue
         rows = np.flatnonzero(_unequal(column.kind, left_column, right_column))
         if rows.size == 0:
             continue
@@ -151,25 +150,21 @@ def first_table_difference(table: schema.Table, left: pa.Table, right: pa.Table,
     return None
 
 
-def _has(data: pa.Table, column: schema.Column) -> bool:
-    """Whether a run recorded a column. What lies outside the fingerprint may be missing, or null in every row."""
-    if column.in_fingerprint:
-        return True
-    return column.name in data.column_names and data.column(column.name).null_count < data.num_rows
-
-
-def _column(data: pa.Table, column: schema.Column) -> pa.ChunkedArray:
-    """The values of a column; null in every row if a run lacks it."""
+def _column(data: pa.Table, column: schema.Column) -> pa.ChunkedArray | None:
+    """The values of a column, null in every row if it is missing; None if a run may leave it out, and did."""
     if column.name in data.column_names:
-        return digests.plain(column.kind, data.column(column.name))
-    return digests.plain(column.kind, pa.nulls(data.num_rows, digests.ARROW_TYPES[column.kind]))
+        values = digests.plain(column.kind, data.column(column.name))
+    else:
+        values = digests.plain(column.kind, pa.nulls(data.num_rows, digests.ARROW_TYPES[column.kind]))
+    # what lies outside the fingerprint may be missing, or null in every row
+    return values if column.in_fingerprint or values.null_count < data.num_rows else None
 
 
-def _count_difference(table: str, iteration: int, column: str, counts: tuple[int, int]) -> Difference:
-    unequal, (left, right) = abs(counts[0] - counts[1]), counts
-    return Difference(
-        table, iteration, column, min(counts), left=left, right=right, unequal_in_column=unequal, rows=max(counts)
-    )
+def _count_difference(table: str, iteration: int, column: str, left: int, right: int) -> Difference | None:
+    if left == right:
+        return None
+    row, rows, unequal = min(left, right), max(left, right), abs(left - right)
+    return Difference(table, iteration, column, row, left=left, right=right, unequal_in_column=unequal, rows=rows)
 
 
 def first_final_difference(left: Final, right: Final) -> Difference | None:
@@ -215,11 +210,7 @@ def _cell_bits(kind: str, column: pa.ChunkedArray, row: int) -> str:
 
 
 def _scalar_bits(value: float | int | str | None) -> str:
-    if isinstance(value, float):
-        return struct.pack(">d", value).hex()
-    if isinstance(value, int) and -(2**63) <= value < 2**63:
-        return struct.pack(">q", value).hex()
-    return ""
+    return struct.pack(">d", value).hex() if isinstance(value, float) else ""
 
 
 def _shown(value: Any, bits: str) -> str:

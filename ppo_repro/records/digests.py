@@ -136,11 +136,9 @@ def _bits(chunk: pa.Array) -> npt.NDArray[Any]:
 def _value_bytes(kind: str, column: pa.ChunkedArray) -> Iterator[Any]:
     if kind == "string":
         # all lengths before all text, so that borders of chunks do not matter
-        for chunk in column.chunks:
-            yield np.diff(_string_offsets(chunk)[0]).astype("<i8")
-        for chunk in column.chunks:
-            offsets, text = _string_offsets(chunk)
-            yield text[offsets[0] : offsets[-1]]
+        texts = [text.encode() for text in pc.fill_null(column, "").to_pylist()]
+        yield np.array([len(text) for text in texts], dtype="<i8")
+        yield b"".join(texts)
     elif kind in ELEMENTS:
         yield list_lengths(column).astype("<i8")
         for chunk in column.chunks:
@@ -151,12 +149,3 @@ def _value_bytes(kind: str, column: pa.ChunkedArray) -> Iterator[Any]:
     else:
         for chunk in column.chunks:
             yield _bits(chunk)
-
-
-def _string_offsets(chunk: pa.Array) -> tuple[npt.NDArray[np.int64], memoryview]:
-    large = chunk.fill_null("").cast(pa.large_string())
-    _, offsets, text = large.buffers()
-    if len(large) == 0 or offsets is None:
-        return np.zeros(1, dtype=np.int64), memoryview(b"")
-    window = np.frombuffer(offsets, dtype=np.int64)[large.offset : large.offset + len(large) + 1]
-    return window, memoryview(b"" if text is None else text)

@@ -1,41 +1,69 @@
 """The manifest of a run folder: status, rows and digests per table and iteration, fingerprint.
 
-manifest.json is small and replaced as a whole after every iteration; it says how much of iterations.jsonl counts.
+manifest.json is small and replaced as a whole after every iteration. It says how many lines, and how many bytes, of
+iterations.jsonl belong to the run: one line an iteration, appended and never changed. What follows them was written
+by a process that was killed; it is ignored and overwritten.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.errors import UserError
 from ppo_repro.files import OWN_DIGEST, atomic_write, is_whole, sealed
-from ppo_repro.records import control_schema, digests, dpo_schema, iteration_log, schema
-from ppo_repro.records.iteration_log import IterationEntry, TableEntry, next_link
+from ppo_repro.records import digests, schema
 
 FILE_NAME = "manifest.json"
+LOG_NAME = "iterations.jsonl"
 VERSION = 4  # of this file; versions 1 to 3 were written by ppo_repro 0.2 and earlier
 _DAMAGED = "the manifest was changed or damaged"
+_LOG_DAMAGED = "the file was changed or damaged"
 Status = Literal["running", "interrupted", "failed", "complete"]
 # the tables of the fingerprint, and side tables
 _TABLES: dict[Kind, tuple[tuple[schema.Table, ...], tuple[schema.Table, ...]]] = {
     LANGUAGE: (schema.TABLES, schema.SIDE_TABLES),
-    CONTROL: (control_schema.TABLES, ()),
-    DPO: (dpo_schema.TABLES, dpo_schema.SIDE_TABLES),
+    CONTROL: (schema.CONTROL_TABLES, ()),
+    DPO: (schema.DPO_TABLES, schema.DPO_SIDE_TABLES),
 }
+_CONFIG = ConfigDict(extra="forbid", strict=True)
 
 
-class Origin(BaseModel):
+# slots: readers keep one entry per table and iteration in memory, and a pydantic model takes 4 times the space
+@dataclass(frozen=True, slots=True, config=_CONFIG)
+class TableEntry:
+    """One recorded file. Entries are equal where the results are: the bytes of a file depend on timings too."""
+
+    rows: Annotated[int, Field(ge=0)]
+    digest: str  # of the values
+    file_digest: str = dataclasses.field(compare=False)  # of the bytes
+
+
+@dataclass(frozen=True, slots=True, config=_CONFIG)
+class IterationEntry:
+    """One recorded iteration; `chain` follows from the iteration before and the digests of `tables`."""
+
+    iteration: Annotated[int, Field(ge=0)]
+    tables: dict[str, TableEntry]
+    chain: str
+    beside: dict[str, TableEntry] = dataclasses.field(default_factory=dict)  # side tables, which are in no chain
+
+
+_ENTRY = TypeAdapter(IterationEntry)
+
+
+class Origin(BaseModel, extra="forbid", strict=True, frozen=True):
     """Where a forked run comes from: the iterations before `iteration` are those of the other run."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     run: str  # its folder when the fork was made
     iteration: Annotated[int, Field(ge=1)]  # the first one that the fork computed
@@ -43,13 +71,11 @@ class Origin(BaseModel):
     changed: dict[str, list[Any]]  # [before, after] of each field and of each input's SHA-256
 
 
-class Head(BaseModel):
+class Head(BaseModel, extra="forbid", strict=True, frozen=True):
     """The content of manifest.json without its own digest; all that a process keeps in memory, however long the run.
 
     `fingerprint` is the last link of the chain; of a complete run the link over `final` that follows it.
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     schema_version: int
     manifest_version: int = VERSION
@@ -62,7 +88,7 @@ class Head(BaseModel):
     files: dict[str, str] = Field(default_factory=dict)  # SHA-256 of config.yaml, checkpoints, SHA256SUMS of models
     num_iterations: Annotated[int, Field(ge=0)]
     log_bytes: Annotated[int, Field(ge=0)]  # of iterations.jsonl; what follows them does not count
-    log_digest: str = ""  # of these bytes, see `iteration_log.extended`
+    log_digest: str = ""  # of these bytes, see `extended`
     preparation: dict[str, TableEntry] = Field(default_factory=dict)  # side tables written before the first iteration
     ending: dict[str, TableEntry] = Field(default_factory=dict)  # and after the last one
     final: dict[str, float | int | str]
@@ -106,7 +132,7 @@ def table_path(run_dir: Path, table_name: str, iteration: int | None) -> Path:
     return run_dir / "records" / table_name / f"{moment}.parquet"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RecordedTable:
     """One recorded file of a table."""
 
@@ -138,15 +164,56 @@ def recorded_tables(recorded: Manifest) -> Iterator[RecordedTable]:
         yield from recorded_at(recorded, iteration)
 
 
-def side_files(recorded: Manifest) -> Iterator[RecordedTable]:
-    """Every recorded file of a side table, in the order in which they were computed."""
-    side = {table.name for table in side_tables_of(recorded)}
-    return (file for file in recorded_tables(recorded) if file.table.name in side)
+def table_names(recorded: Manifest) -> list[str]:
+    """The tables of a run, and the side tables that it recorded."""
+    names = [*(table.name for table in tables_of(recorded)), *(f.table.name for f in recorded_tables(recorded))]
+    return list(dict.fromkeys(names))
 
 
-def head_of(head: Head) -> Head:
-    """The manifest without its iterations."""
-    return Head(**{name: getattr(head, name) for name in Head.model_fields})
+def next_link(previous: str, tables: dict[str, TableEntry]) -> str:
+    """The chain link of an iteration that follows the link `previous`."""
+    return digests.chain(previous, {name: entry.digest for name, entry in tables.items()})
+
+
+def to_line(entry: IterationEntry) -> bytes:
+    """The line of an iteration: JSON whose last field is the SHA-256 of the JSON without that field."""
+    content = _ENTRY.dump_json(entry, exclude_defaults=True)
+    return content[:-1] + f',"sha256":"{hashlib.sha256(content).hexdigest()}"}}\n'.encode()
+
+
+def extended(digest: str, line: bytes) -> str:
+    """The digest of the log with one more line: SHA-256 over the digest before and the line; empty for no line."""
+    return hashlib.sha256(digest.encode() + line).hexdigest()
+
+
+def cut_log(run_dir: Path, size: int, data: bytes = b"") -> None:
+    """Cut the log to its first `size` bytes, append `data` and flush it to the disk; UserError where that fails.
+
+    The first `size` bytes are safe at any moment. The appended ones count only once the manifest says so.
+    """
+    path = run_dir / LOG_NAME
+    try:
+        with path.open("r+b") as file:
+            file.truncate(size)
+            file.seek(size)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); make room there") from error
+
+
+def read_log(run_dir: Path, count: int, size: int, digest: str) -> tuple[IterationEntry, ...]:
+    """The `count` iterations in the first `size` bytes, whose digest is `digest`; UserError where they are damaged."""
+    path = run_dir / LOG_NAME
+    try:
+        with path.open("rb") as file:
+            lines = file.read(size).splitlines(keepends=True)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); restore it") from error
+    if len(lines) != count or reduce(extended, lines, "") != digest:
+        raise UserError(f"{path}: is not the {count} lines in {size} bytes that the manifest counts; {_LOG_DAMAGED}")
+    return tuple(_ENTRY.validate_json(line.rpartition(b',"sha256":')[0] + b"}") for line in lines)
 
 
 def finished_fingerprint(last_link: str, final: Mapping[str, float | int | str]) -> str:
@@ -156,7 +223,7 @@ def finished_fingerprint(last_link: str, final: Mapping[str, float | int | str])
 
 def save(head: Head, run_dir: Path) -> None:
     """Write manifest.json atomically; final results keep their type, floats their bits. UserError if writing fails."""
-    atomic_write(run_dir / FILE_NAME, sealed(head_of(head).model_dump()).encode())
+    atomic_write(run_dir / FILE_NAME, sealed(head.model_dump(exclude={"iterations"})).encode())
 
 
 def load_head(run_dir: Path) -> Head:
@@ -195,13 +262,13 @@ def load_head(run_dir: Path) -> Head:
 def load(run_dir: Path) -> Manifest:
     """Read and check manifest and iterations; UserError where they are missing, damaged or of another version."""
     head = load_head(run_dir)
-    iterations = iteration_log.read(run_dir, head.num_iterations, head.log_bytes, head.log_digest)
+    iterations = read_log(run_dir, head.num_iterations, head.log_bytes, head.log_digest)
     link, names = digests.FINGERPRINT_SEED, {table.name for table in tables_of(head)}
     for index, entry in enumerate(iterations):
         link = next_link(link, entry.tables)
         if (entry.iteration, entry.chain, entry.tables.keys()) != (index, link, names):
-            path = run_dir / iteration_log.FILE_NAME
-            raise UserError(f"{path}: line {index + 1} does not follow from its digests; {iteration_log.DAMAGED}")
+            path = run_dir / LOG_NAME
+            raise UserError(f"{path}: line {index + 1} does not follow from its digests; {_LOG_DAMAGED}")
     if head.fingerprint != (finished_fingerprint(link, head.final) if head.status == "complete" else link):
         raise UserError(f"{run_dir / FILE_NAME}: fingerprint does not follow from the chain; {_DAMAGED}")
     return Manifest(**dict(head), iterations=iterations)

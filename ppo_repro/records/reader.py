@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 from ppo_repro.errors import UserError
 from ppo_repro.files import file_digest
 from ppo_repro.records import digests, manifest, schema
-from ppo_repro.records.iteration_log import TableEntry
-from ppo_repro.records.manifest import Manifest
+from ppo_repro.records.manifest import Manifest, TableEntry
 
 _DAMAGED = "does not match the manifest; the file was changed or damaged"
 _OTHER_BYTES = "has another SHA-256 than when it was written; the file was changed or damaged"
@@ -69,46 +68,42 @@ def to_frame(columns: Sequence[schema.Column], tables: Sequence[pa.Table]) -> pd
     return pd.DataFrame(series, index=pd.RangeIndex(rows), columns=[column.name for column in columns])
 
 
-@dataclass(frozen=True)
-class TableReader:
-    """Reads one table of a run; raises UserError on anything missing, unknown or damaged."""
+def read_table(
+    name: str,
+    run_dir: Path | str,
+    *,
+    iterations: Sequence[int] | None = None,
+    columns: Sequence[str] | None = None,
+    verify: bool = True,
+    allow_incomplete: bool = False,
+) -> pd.DataFrame:
+    """The rows of some iterations of one table, by default all that were recorded; `verify` compares digests.
 
-    table_name: str
-
-    def __call__(
-        self,
-        run_dir: Path | str,
-        *,
-        iterations: Sequence[int] | None = None,
-        columns: Sequence[str] | None = None,
-        verify: bool = True,
-        allow_incomplete: bool = False,
-    ) -> pd.DataFrame:
-        """The rows of some iterations, by default all that were recorded; `verify` compares them with the digests."""
-        folder = Path(run_dir)
-        recorded = open_manifest(folder, allow_incomplete)
-        wanted = None if iterations is None else _checked_iterations(folder, recorded, iterations)
-        moments = (None, *range(recorded.num_iterations + 1)) if wanted is None else wanted
-        files = [f for i in moments for f in manifest.recorded_at(recorded, i) if f.table.name == self.table_name]
-        table = next((t for t in manifest.tables_of(recorded) if t.name == self.table_name), None)
-        if table is None and not files:
-            there = dict.fromkeys(found.table.name for found in manifest.recorded_tables(recorded))
-            raise UserError(f"{folder}: no table '{self.table_name}'; there are {', '.join(there)}")
-        chosen = checked_columns(folder, table or files[0].table, columns)
-        names = [column.name for column in chosen]
-        return to_frame(chosen, [read_file(f.path(folder), f.table, f.entry, verify).select(names) for f in files])
+    UserError on anything missing, unknown or damaged.
+    """
+    folder = Path(run_dir)
+    recorded = open_manifest(folder, allow_incomplete)
+    wanted = None if iterations is None else _checked_iterations(folder, recorded, iterations)
+    moments = (None, *range(recorded.num_iterations + 1)) if wanted is None else wanted
+    files = [f for i in moments for f in manifest.recorded_at(recorded, i) if f.table.name == name]
+    table = next((t for t in manifest.tables_of(recorded) if t.name == name), None)
+    if table is None and not files:
+        raise UserError(f"{folder}: no table '{name}'; there are {', '.join(manifest.table_names(recorded))}")
+    chosen = _checked_columns(folder, table or files[0].table, columns)
+    names = [column.name for column in chosen]
+    return to_frame(chosen, [read_file(f.path(folder), f.table, f.entry, verify).select(names) for f in files])
 
 
-read_sequences = TableReader("sequences")  # one row per response or fragment of an episode
-read_tokens = TableReader("tokens")  # one row per response token or environment step
-read_updates = TableReader("updates")  # one row per token, epoch and minibatch
-read_steps = TableReader("steps")  # one row per optimizer step
-read_iterations = TableReader("iterations")  # one row per iteration
-read_evaluations = TableReader("evaluations")  # one row per held-out prompt and evaluation
-read_warm_start_steps = TableReader("warm_start_steps")  # one row per supervised step before PPO
-read_pairs = TableReader("pairs")  # one row per preference pair
-read_pair_updates = TableReader("pair_updates")  # one row per training pair and epoch
-read_pair_steps = TableReader("pair_steps")  # one row per optimizer step of the reward model
+read_sequences = partial(read_table, "sequences")  # one row per response or fragment of an episode
+read_tokens = partial(read_table, "tokens")  # one row per response token or environment step
+read_updates = partial(read_table, "updates")  # one row per token, epoch and minibatch
+read_steps = partial(read_table, "steps")  # one row per optimizer step
+read_iterations = partial(read_table, "iterations")  # one row per iteration
+read_evaluations = partial(read_table, "evaluations")  # one row per held-out prompt and evaluation
+read_warm_start_steps = partial(read_table, "warm_start_steps")  # one row per supervised step before PPO
+read_pairs = partial(read_table, "pairs")  # one row per preference pair
+read_pair_updates = partial(read_table, "pair_updates")  # one row per training pair and epoch
+read_pair_steps = partial(read_table, "pair_steps")  # one row per optimizer step of the reward model
 
 
 def _to_series(column: schema.Column, tables: Sequence[pa.Table]) -> Any:
@@ -121,7 +116,7 @@ def _to_series(column: schema.Column, tables: Sequence[pa.Table]) -> Any:
     return joined.to_numpy()
 
 
-def checked_columns(run_dir: Path, table: schema.Table, columns: Sequence[str] | None) -> tuple[schema.Column, ...]:
+def _checked_columns(run_dir: Path, table: schema.Table, columns: Sequence[str] | None) -> tuple[schema.Column, ...]:
     """The columns with these names, all by default; raises UserError on an unknown name."""
     if columns is None:
         return table.columns

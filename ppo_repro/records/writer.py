@@ -14,10 +14,9 @@ from ppo_repro.config.files import Inputs, Kind
 from ppo_repro.config.yaml_text import write_yaml
 from ppo_repro.errors import UserError
 from ppo_repro.files import atomic_write, require_new, sync
-from ppo_repro.records import arrow, digests, iteration_log, manifest, schema
-from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME
-from ppo_repro.records.iteration_log import IterationEntry, TableEntry, next_link
-from ppo_repro.records.manifest import Head, Status
+from ppo_repro.records import arrow, digests, manifest, schema
+from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME
+from ppo_repro.records.manifest import Head, IterationEntry, Status, TableEntry, next_link
 
 
 def lay_out_run(
@@ -63,7 +62,7 @@ def lay_out_run(
             atomic_write(temporary / name, content)
         atomic_write(temporary / CONFIG_NAME, config)
         atomic_write(temporary / ENVIRONMENT_NAME, note)
-        atomic_write(temporary / iteration_log.FILE_NAME, b"")
+        atomic_write(temporary / manifest.LOG_NAME, b"")
         manifest.save(head, temporary)
     except FileExistsError as error:
         raise UserError(f"{run_dir}: the file {error.filename} is in the way; choose another --out") from error
@@ -106,12 +105,12 @@ class RunWriter:
         results = {table.name: entries.pop(table.name) for table in manifest.tables_of(head)}
         # while a run is not complete its fingerprint is the last link of the chain
         link = next_link(head.fingerprint, results)
-        line = iteration_log.to_line(IterationEntry(iteration, results, link, entries))
-        iteration_log.cut(self.run_dir, head.log_bytes, line)
+        line = manifest.to_line(IterationEntry(iteration, results, link, entries))
+        manifest.cut_log(self.run_dir, head.log_bytes, line)
         self._save(
             num_iterations=iteration + 1,
             log_bytes=head.log_bytes + len(line),
-            log_digest=iteration_log.extended(head.log_digest, line),
+            log_digest=manifest.extended(head.log_digest, line),
             fingerprint=link,
         )
 

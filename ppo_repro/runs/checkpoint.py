@@ -1,4 +1,4 @@
-"""One checkpoint: a safetensors file with everything that decides the rest of a run, to the bit.
+"""Checkpoints: a safetensors file with everything that decides the rest of a run, to the bit; and saved models.
 
 The file appears whole or not at all, and the manifest lists its SHA-256. Random streams are functions of seed and
 iteration, so the iteration number is enough for them.
@@ -9,21 +9,24 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_repro import __version__
 from ppo_repro.buffers import Coefficients, ReturnStatistics
 from ppo_repro.errors import UserError
-from ppo_repro.files import sync
-from ppo_repro.models.folders import named_weights, write_tensors
+from ppo_repro.files import SUMS_NAME, check_sums, file_digest, sync, whole_folder, write_sums
+from ppo_repro.models.folders import load_value_parameters, named_weights, write_model, write_tensors
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.library import KNOWN_ANSWER
 from ppo_repro.numerics.optimizer import OptimizerState, copy_named
+from ppo_repro.records.folder import FINAL, FINAL_STATE, REFERENCE, VALUE_MODEL, starts_of
+from ppo_repro.records.manifest import Manifest
 from ppo_repro.records.reader import check_file
 
 # a checkpoint of another version, or of kernels with another known answer, would continue as another run
@@ -46,6 +49,14 @@ class Checkpoint:
     versions: Mapping[str, Tensor] = field(default_factory=dict)  # older policies that the sampler needs
 
 
+@dataclass(frozen=True)
+class Start:
+    """What a run goes on from."""
+
+    checkpoint: Checkpoint
+    reference: Path | None  # the model that the run started as; None if its configuration makes or loads it
+
+
 def take(state: TrainState, chain: str, task: str) -> Checkpoint:
     """The checkpoint of a state; its tensors are the live ones, so save it before the next step."""
     return Checkpoint(
@@ -61,21 +72,25 @@ def take(state: TrainState, chain: str, task: str) -> Checkpoint:
     )
 
 
-def restore(saved: Checkpoint, state: TrainState) -> None:
-    """Load a checkpoint into `state`, which was made from the same configuration; ValueError where it does not fit."""
-    copy_named(named_weights(state.policy), saved.policy)
-    copy_named(named_weights(state.own_value_module), saved.value_model)
-    state.policy_optimizer.load(saved.policy_optimizer)
-    if state.value_optimizer is not None:
-        state.value_optimizer.load(saved.value_optimizer)
-    elif saved.value_optimizer != NOTHING:
-        raise ValueError("it has an optimizer of a value model; the configuration has none")
-    if state.versions is not None:
-        state.versions.restore(saved.versions, saved.iteration)
-    elif saved.versions:
-        raise ValueError("it has older policies; the configuration has no lag")
-    state.coefficients = saved.coefficients
-    state.iteration = saved.iteration
+def restore(saved: Checkpoint, state: TrainState, task: str) -> None:
+    """Load a checkpoint into `state`, which was made from the same configuration; UserError where it does not fit."""
+    if saved.task not in ("", task):  # a fork may have other prompts
+        raise UserError("prompts, answers or end tokens are not what they were when the run started; restore them")
+    try:
+        copy_named(named_weights(state.policy), saved.policy)
+        copy_named(named_weights(state.own_value_module), saved.value_model)
+        state.policy_optimizer.load(saved.policy_optimizer)
+        if state.value_optimizer is not None:
+            state.value_optimizer.load(saved.value_optimizer)
+        elif saved.value_optimizer != NOTHING:
+            raise ValueError("it has an optimizer of a value model; the configuration has none")
+        if state.versions is not None:
+            state.versions.restore(saved.versions, saved.iteration)
+        elif saved.versions:
+            raise ValueError("it has older policies; the configuration has no lag")
+    except ValueError as error:
+        raise UserError(f"the checkpoint of iteration {saved.iteration} does not fit the model: {error}") from error
+    state.coefficients, state.iteration = saved.coefficients, saved.iteration
 
 
 def save(saved: Checkpoint, path: Path) -> str:
@@ -84,11 +99,13 @@ def save(saved: Checkpoint, path: Path) -> str:
     groups = {"policy": saved.policy, "value_model": saved.value_model, "versions": saved.versions}
     for name, state in optimizers.items():
         groups |= {f"{name}.first": state.first, f"{name}.second": state.second, f"{name}.factors": state.factors}
+    now, returns = saved.coefficients, saved.coefficients.returns
+    numbers = now.kl_coef, now.clip_range, now.penalty_coef, returns.mean, returns.squares
     content = {
         "iteration": saved.iteration,
         "chain": saved.chain,
         "task": saved.task,
-        "coefficients": _coefficients_tree(saved.coefficients),
+        "coefficients": {"numbers": [number.hex() for number in numbers], "return_count": returns.count},
         "steps": {name: dict(state.steps) for name, state in optimizers.items()},
     }
     tensors = {f"{group}:{name}": tensor for group, named in groups.items() for name, tensor in named.items()}
@@ -122,6 +139,8 @@ def load(path: Path, digest: str) -> Checkpoint:
             found = f"{name} = {metadata[name]!r}, this ppo_repro has {expected!r}"
             raise UserError(f"{path}: {found}; resume with the version that wrote it")
     content = json.loads(metadata["checkpoint"])
+    kl_coef, clip_range, penalty_coef, mean, squares = map(float.fromhex, content["coefficients"]["numbers"])
+    returns = ReturnStatistics(content["coefficients"]["return_count"], mean, squares)
 
     def optimizer(name: str) -> OptimizerState:
         first, second, factors = (tensors.get(f"{name}.{of}", {}) for of in ("first", "second", "factors"))
@@ -135,18 +154,60 @@ def load(path: Path, digest: str) -> Checkpoint:
         value_model=tensors.get("value_model", {}),
         policy_optimizer=optimizer("policy_optimizer"),
         value_optimizer=optimizer("value_optimizer"),
-        coefficients=_coefficients(content["coefficients"]),
+        coefficients=Coefficients(kl_coef, clip_range, penalty_coef, returns),
         versions=tensors.get("versions", {}),
     )
 
 
-def _coefficients_tree(coefficients: Coefficients) -> dict[str, Any]:
-    """Numbers as float.hex."""
-    returns = coefficients.returns
-    numbers = (coefficients.kl_coef, coefficients.clip_range, coefficients.penalty_coef, returns.mean, returns.squares)
-    return {"numbers": [number.hex() for number in numbers], "return_count": returns.count}
+def load_newest(run_dir: Path, recorded: Manifest) -> Start | None:
+    """The newest checkpoint that is there, None without one; UserError where it or the reference is damaged.
+
+    An older one is not taken instead: the user decides that, by removing what the message names.
+    """
+    there = starts_of(run_dir, recorded)
+    if not there:
+        return None
+    newest = max(there)
+    before = [number for number in there if number < newest]
+    otherwise = f"resume from iteration {max(before)}" if before else "start from the beginning"
+    try:
+        start = load_start(run_dir, recorded, there[newest])
+    except UserError as error:
+        raise UserError(f"{error}; or remove {run_dir / there[newest]} to {otherwise}") from error
+    if start.checkpoint.chain != recorded.iterations[newest - 1].chain:
+        raise UserError(f"{run_dir / there[newest]}: is not of this run; remove it to {otherwise}")
+    return start
 
 
-def _coefficients(tree: Mapping[str, Any]) -> Coefficients:
-    kl_coef, clip_range, penalty_coef, mean, squares = map(float.fromhex, tree["numbers"])
-    return Coefficients(kl_coef, clip_range, penalty_coef, ReturnStatistics(tree["return_count"], mean, squares))
+def load_start(run_dir: Path, recorded: Manifest, name: str | None) -> Start:
+    """What the checkpoint of this name below the run folder holds, None: what the run ended with.
+
+    UserError where a file of it is damaged.
+    """
+    if name is None:
+        check_sums(run_dir / FINAL)
+        files, value = sorted((run_dir / FINAL).glob("*.safetensors")), run_dir / VALUE_MODEL
+        policy = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        value_model = load_value_parameters(value) if value.is_dir() else {}
+        state = load(run_dir / FINAL_STATE, recorded.files[FINAL_STATE])
+        saved = replace(state, policy=policy, value_model=value_model)
+    else:
+        saved = load(run_dir / name, recorded.files[name])
+    is_kept = f"{REFERENCE}/{SUMS_NAME}" in recorded.files
+    if is_kept:
+        check_sums(run_dir / REFERENCE)
+    return Start(saved, run_dir / REFERENCE if is_kept else None)
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """A model and its tokenizer as a transformers folder; appears whole or not at all. UserError where that fails."""
+    with whole_folder(folder) as temporary:
+        write_model(model, temporary)
+        tokenizer.save_pretrained(temporary)
+        write_sums(temporary)
+
+
+def listed(run_dir: Path, *folders: Path) -> dict[str, str]:
+    """SHA-256 of the SHA256SUMS of folders by path below the run folder, as the manifest lists them."""
+    sums = [folder / SUMS_NAME for folder in folders]
+    return {path.relative_to(run_dir).as_posix(): file_digest(path) for path in sums}

@@ -5,21 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import replace
+from functools import partial, reduce
 from pathlib import Path
 
 from ppo_repro.clock import Clock
 from ppo_repro.config.files import gather, run_digest
 from ppo_repro.errors import UserError
 from ppo_repro.files import SUMS_NAME, atomic_write
-from ppo_repro.records import accuracy, iteration_log, manifest
-from ppo_repro.records.contents import FORKED_FROM, REFERENCE, starts_of
-from ppo_repro.records.fork import Fork
+from ppo_repro.records import manifest
+from ppo_repro.records.folder import ACCURACY_NAME, FORKED_FROM, REFERENCE, starts_of
+from ppo_repro.records.inputs import Fork
 from ppo_repro.runs import checkpoint
-from ppo_repro.runs.kind import Start
+from ppo_repro.runs.checkpoint import Start, load_start
 from ppo_repro.runs.language import LanguageKind
-from ppo_repro.runs.models_kept import load_start
-from ppo_repro.runs.run import execute, make_folder, new_run, work_along
-from ppo_repro.runs.verify import check_contents
+from ppo_repro.runs.run import compute_new
+from ppo_repro.runs.verify import verify
 from ppo_repro.stages.coefficients import first_coefficients
 
 WARM_START = "warm_start_steps"  # the only preparation that a fork does not repeat
@@ -30,18 +30,10 @@ def fork(kind: LanguageKind, plan: Fork, clock: Clock) -> dict[str, float]:
 
     UserError if a file of the origin is damaged. Of several processes the first one records.
     """
-    config, folder = plan.config, plan.folder
-    check_contents(plan.source, plan.recorded)
-    start, inputs = _start(plan), gather(config)
-    opened = kind.open(config, folder if kind.ranks.is_first else None, start)
-    temporary = make_folder(kind, config, folder, inputs, run_digest(inputs, plan.origin.fingerprint), clock)
-    if temporary is None:
-        work_along(opened)
-    else:
-        _take_over(plan, start, temporary)
-        with new_run(temporary, folder, plan.origin.iteration):
-            clock.lap("records")
-            execute(kind, config, folder, opened, clock)
+    verify(plan.source, plan.recorded)
+    start, inputs = _start(plan), gather(plan.config)
+    digest = run_digest(inputs, plan.origin.fingerprint)
+    compute_new(kind, plan.config, plan.folder, inputs, digest, clock, start, partial(_take_over, plan, start))
     return clock.with_total()
 
 
@@ -57,8 +49,8 @@ def _start(plan: Fork) -> Start:
     return replace(start, checkpoint=replace(start.checkpoint, coefficients=coefficients, task=""))
 
 
-def _take_over(plan: Fork, start: Start, folder: Path) -> None:
-    """Put the checkpoint, the reference and the records of the origin into a folder that was laid out."""
+def _take_over(plan: Fork, start: Start, folder: Path) -> int:
+    """Put checkpoint, reference and records of the origin into a folder that was laid out; how many iterations."""
     recorded, source, at = plan.recorded, plan.source, plan.origin.iteration
     before = [table for i in range(at) for table in manifest.recorded_at(recorded, i)]
     before += [table for table in manifest.recorded_at(recorded, None) if table.table.name == WARM_START]
@@ -66,20 +58,17 @@ def _take_over(plan: Fork, start: Start, folder: Path) -> None:
     reference = Path(REFERENCE)
     if start.reference is not None:
         names += [reference / path.name for path in sorted(start.reference.iterdir())]
-    notes = {accuracy.FILE_NAME} & recorded.notes.keys()
+    notes = {ACCURACY_NAME} & recorded.notes.keys()
     names += map(Path, notes)
     try:
         for name in names:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             _same_file(source / name, folder / name)
         (folder / FORKED_FROM).parent.mkdir(exist_ok=True)
-        lines = (source / iteration_log.FILE_NAME).read_bytes()[: recorded.log_bytes].splitlines(keepends=True)[:at]
+        lines = (source / manifest.LOG_NAME).read_bytes()[: recorded.log_bytes].splitlines(keepends=True)[:at]
     except OSError as error:
         raise UserError(f"{plan.folder}: cannot be made ({error.strerror}); choose another --out") from error
-    atomic_write(folder / iteration_log.FILE_NAME, b"".join(lines))
-    digest = ""
-    for line in lines:
-        digest = iteration_log.extended(digest, line)
+    atomic_write(folder / manifest.LOG_NAME, b"".join(lines))
     head = manifest.load_head(folder)
     files = {**head.files, FORKED_FROM: checkpoint.save(start.checkpoint, folder / FORKED_FROM)}
     if start.reference is not None:
@@ -91,10 +80,11 @@ def _take_over(plan: Fork, start: Start, folder: Path) -> None:
         "preparation": {name: entry for name, entry in recorded.preparation.items() if name == WARM_START},
         "num_iterations": at,
         "log_bytes": sum(map(len, lines)),
-        "log_digest": digest,
+        "log_digest": reduce(manifest.extended, lines, ""),
         "fingerprint": plan.origin.fingerprint,
     }
     manifest.save(head.model_copy(update=changes), folder)
+    return at
 
 
 def _same_file(source: Path, target: Path) -> None:

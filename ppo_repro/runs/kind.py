@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import pyarrow as pa
 
 from ppo_repro.clock import Clock
 from ppo_repro.config.files import Kind
 from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
-from ppo_repro.ranks import Ranks
+from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records.manifest import Head
-from ppo_repro.runs.checkpoint import Checkpoint
+from ppo_repro.runs.checkpoint import Start
 from ppo_repro.watcher import Watcher
 
 Config = TypeVar("Config", RunConfig, ControlConfig, DPOConfig)
-Config_contra = TypeVar("Config_contra", RunConfig, ControlConfig, DPOConfig, contravariant=True)
 Final = dict[str, float | int | str]
 Tables = dict[str, pa.Table]  # by name
+Files = dict[str, str]  # SHA-256 by path below the run folder, as the manifest lists them
 
 
 class Computed(Protocol):
@@ -37,29 +38,44 @@ class Computed(Protocol):
 Item = TypeVar("Item", bound=Computed)
 
 
-@dataclass(frozen=True)
-class Start:
-    """What a run goes on from."""
+class Execution(ABC, Generic[Item]):
+    """A run that is prepared: it computes its iterations one by one, and then its final results.
 
-    checkpoint: Checkpoint
-    reference: Path | None  # the model that the run started as; None if its configuration makes or loads it
-
-
-class Store:
-    """Models and checkpoints of a run; this one keeps none.
-
-    Each list of files has the SHA-256 of each by its path below the run folder, as the manifest lists them.
+    This one keeps no models in its run folder.
     """
 
-    def begin(self, files: Mapping[str, str]) -> dict[str, str]:
-        """Before the first iteration."""
+    @abstractmethod
+    def iterations(self) -> Iterator[Item]: ...
+
+    @abstractmethod
+    def tables(self, item: Item) -> Tables:
+        """The tables of an iteration, side tables included."""
+
+    @abstractmethod
+    def progress(self, item: Item) -> str:
+        """What a person sees of an iteration."""
+
+    @abstractmethod
+    def ending(self, clock: Clock) -> tuple[Final, Tables]:
+        """Final results and side tables; `clock` gets the phases it takes."""
+
+    def preparation_tables(self) -> Tables:
+        """The tables of what came before the first iteration; empty where a resumed run did not prepare again."""
+        return {}
+
+    def notes(self) -> Mapping[str, Mapping[str, Any]]:
+        """JSON files by name, outside the fingerprint."""
+        return {}
+
+    def keep_start(self, run_dir: Path, files: Mapping[str, str]) -> Files:
+        """Keep what no iteration changes; the files of the run then."""
         return dict(files)
 
-    def is_due(self, iteration: int) -> bool:
-        """Whether `save` comes after `iteration` iterations."""
+    def is_checkpoint_due(self, iteration: int) -> bool:
+        """Whether a checkpoint comes after `iteration` iterations."""
         return False
 
-    def save(self, head: Head, link: str) -> dict[str, str]:
+    def save_checkpoint(self, run_dir: Path, head: Head, link: str) -> Files:
         """Keep the state as it is now; `link`: the last one of the chain."""
         return dict(head.files)
 
@@ -67,51 +83,25 @@ class Store:
         """Put the policy as it is now into a folder; False if there is none that could be loaded from there."""
         return False
 
-    def finish(self, files: Mapping[str, str], link: str) -> dict[str, str]:
+    def keep_models(self, run_dir: Path, files: Mapping[str, str], link: str) -> Files:
         """Keep what was trained."""
         return dict(files)
 
 
-class Execution(Protocol[Item]):
-    """A run that is prepared: it computes its iterations one by one, and then its final results."""
-
-    @property
-    def store(self) -> Store: ...
-
-    @property
-    def notes(self) -> Mapping[str, Mapping[str, Any]]: ...  # JSON files by name, outside the fingerprint
-
-    def iterations(self) -> Iterator[Item]: ...
-
-    def preparation_tables(self) -> Tables: ...  # empty where a resumed run did not prepare again
-
-    def tables(self, item: Item) -> Tables: ...  # side tables included
-
-    def progress(self, item: Item) -> str: ...  # what a person sees of an iteration
-
-    def ending(self, clock: Clock) -> tuple[Final, Tables]: ...  # with side tables; `clock` gets the phases it takes
-
-
-class RunKind(Protocol[Config_contra, Item]):
+@dataclass(frozen=True)
+class RunKind(ABC, Generic[Config, Item]):
     """One kind of run, and how this process takes part in it."""
 
-    @property
-    def name(self) -> Kind: ...
+    watcher: Watcher
+    ranks: Ranks = ALONE
+    name: ClassVar[Kind]
+    changeable: ClassVar[Sequence[str]]  # groups of fields that a rerun or a resumed run may change
 
-    @property
-    def changeable(self) -> Sequence[str]: ...  # groups of fields that a rerun or a resumed run may change
-
-    @property
-    def watcher(self) -> Watcher: ...
-
-    @property
-    def ranks(self) -> Ranks: ...
-
+    @abstractmethod
     def open(
-        self, config: Config_contra, run_dir: Path | None, start: Start | None = None
+        self, config: Config, run_dir: Path | None, start: Start | None = None
     ) -> AbstractContextManager[Execution[Item]]:
         """An execution from `start`, None: from the first iteration, prepared on entry.
 
-        Without `run_dir`, as in every process but the first, it keeps nothing.
+        `run_dir` is None in every process that does not record.
         """
-        ...

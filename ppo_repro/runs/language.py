@@ -2,50 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+import gc
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from ppo_repro.accuracy import policy_accuracy
 from ppo_repro.buffers import Iteration, Rollout
 from ppo_repro.clock import Clock
-from ppo_repro.config.files import LANGUAGE, Kind
-from ppo_repro.config.run import RunConfig
+from ppo_repro.config.files import LANGUAGE
+from ppo_repro.config.rollout import SGLangServers
+from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.faults.sampler import disturbed
 from ppo_repro.faults.trainer import received
+from ppo_repro.files import whole_folder, write_sums
 from ppo_repro.loop import ppo_iterations
+from ppo_repro.models.folders import named_weights, save_adapter, save_reward_model, save_value_model, write_model
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.sums import mean_of
-from ppo_repro.ranks import ALONE, Ranks
-from ppo_repro.records.accuracy import FILE_NAME as ACCURACY_NAME
-from ppo_repro.records.accuracy import Accuracy, sentence
+from ppo_repro.ranks import Ranks
 from ppo_repro.records.columns import evaluation_table, iteration_tables, preparation_tables
+from ppo_repro.records.folder import (
+    ACCURACY_NAME,
+    CHECKPOINTS_NAME,
+    FINAL,
+    FINAL_STATE,
+    REFERENCE,
+    VALUE_MODEL,
+    Accuracy,
+    checkpoints_of,
+)
+from ppo_repro.records.manifest import Head
 from ppo_repro.rollout.engine import Engine
-from ppo_repro.runs.kind import Final, Start, Store, Tables
-from ppo_repro.runs.models_kept import ModelStore, go_on_from, quick_collections, task_digest
-from ppo_repro.runs.open_engine import rollout_engine
+from ppo_repro.rollout.torch_engine import TorchEngine
+from ppo_repro.runs import checkpoint
+from ppo_repro.runs.checkpoint import Start, listed, save_model
+from ppo_repro.runs.kind import Execution, Files, Final, RunKind, Tables
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.runs.summary import MANY_CUT, cut_at_the_limit
 from ppo_repro.stages.coefficients import last_kl
 from ppo_repro.stages.evaluation import evaluate
 from ppo_repro.watcher import Watcher
 
+SMALL = 10_000_000  # parameters of a policy; a checkpoint is 24 bytes for each of them, 1 s and 240 MB at most
+AUTO = 10  # iterations from one of its checkpoints to the next
+
 
 @dataclass(frozen=True)
-class LanguageExecution:
+class LanguageExecution(Execution[Iteration]):
     """A language run that is prepared."""
 
     config: RunConfig
     prepared: Prepared
     engine: Engine
     ranks: Ranks
-    store: Store
+    task: str  # its digest
     watcher: Watcher
     accuracy: Accuracy | None  # None where it is not measured, as in a resumed run
 
-    @property
     def notes(self) -> Mapping[str, Mapping[str, Any]]:
         return {} if self.accuracy is None else {ACCURACY_NAME: asdict(self.accuracy)}
 
@@ -64,12 +84,8 @@ class LanguageExecution:
                 was_said = True
             yield item
 
-    @property
-    def _records_side_tables(self) -> bool:
-        return self.config.records.level != "lean"
-
     def preparation_tables(self) -> Tables:
-        if not self._records_side_tables:
+        if self.config.records.level == "lean":
             return {}
         prepared = self.prepared
         return preparation_tables(prepared.warm_start, prepared.reward_training, prepared.task.tokenizer)
@@ -97,18 +113,86 @@ class LanguageExecution:
         }
         clock.lap("digests")
         results: Final = {**judged, "eval_accuracy": evaluation.accuracy, "eval_score": evaluation.score, **digests}
-        tables = evaluation_table(evaluation, state.iteration) if self._records_side_tables else {}
-        return results, tables
+        if self.config.records.level == "lean":
+            return results, {}
+        return results, evaluation_table(evaluation, state.iteration)
+
+    @cached_property
+    def _every(self) -> int:
+        """Iterations from one checkpoint to the next; 0 for none."""
+        every = self.config.checkpoints.every
+        if every != "auto":
+            return every
+        is_small = sum(weights.numel() for weights in self.prepared.state.policy.parameters()) <= SMALL
+        return AUTO if is_small and self.config.iterations > AUTO else 0
+
+    def keep_start(self, run_dir: Path, files: Mapping[str, str]) -> Files:
+        """Keep the reference, which no step changes, once for all checkpoints."""
+        folder = run_dir / REFERENCE
+        if not self._every:
+            return dict(files)
+        if not folder.exists():
+            save_model(self.prepared.state.reference, self.prepared.task.tokenizer, folder)
+        return {**files, **listed(run_dir, folder)}
+
+    def is_checkpoint_due(self, iteration: int) -> bool:
+        return self._every > 0 and iteration % self._every == 0
+
+    def save_checkpoint(self, run_dir: Path, head: Head, link: str) -> Files:
+        """Write a checkpoint; `link` is the last one in the chain. Only the newest ones are listed then."""
+        state = self.prepared.state
+        name = f"{CHECKPOINTS_NAME}/iteration-{state.iteration:06d}.safetensors"
+        digest = checkpoint.save(checkpoint.take(state, link, self.task), run_dir / name)
+        gc.collect()  # see quick_collections
+        files = {**head.files, name: digest}
+        numbered = checkpoints_of(head.model_copy(update={"files": files}))
+        old = sorted(numbered)[: -self.config.checkpoints.keep]
+        return {name: of for name, of in files.items() if name not in {numbered[n] for n in old}}
+
+    def put_policy(self, folder: Path) -> bool:
+        write_model(self.prepared.state.policy, folder)
+        self.prepared.task.tokenizer.save_pretrained(folder)
+        return True
+
+    def keep_models(self, run_dir: Path, files: Mapping[str, str], link: str) -> Files:
+        """The trained policy and value model, the policy's adapter in peft's format, a reward model that was made here.
+
+        And the optimizers' state, where no checkpoint of the last iteration has it.
+        """
+        prepared, state, folder = self.prepared, self.prepared.state, run_dir / FINAL
+        made = [folder]
+        save_model(state.policy, prepared.task.tokenizer, folder)
+        if prepared.lora is not None:
+            base = folder.with_name("base")
+            if isinstance(self.config.model, ModelFolder):
+                base = Path(self.config.model.path)
+            else:
+                save_model(state.reference, prepared.task.tokenizer, base)
+                made.append(base)
+            made.append(folder.with_name("adapter"))
+            with whole_folder(made[-1]) as temporary:
+                save_adapter(prepared.lora, temporary, str(base))
+                write_sums(temporary)
+        if prepared.reward_training is not None and prepared.task.reward_model is not None:
+            made.append(folder.with_name("reward_model"))
+            save_reward_model(prepared.task.reward_model, prepared.task.tokenizer, made[-1])
+        if state.value_model is not None:
+            made.append(run_dir / VALUE_MODEL)
+            config = None if state.value_optimizer is None else state.value_model.trunk.config
+            save_value_model(named_weights(state.own_value_module), config, made[-1])
+        found = {**files, **listed(run_dir, *made)}
+        if self.config.checkpoints.final_state and not self.is_checkpoint_due(state.iteration):
+            saved = replace(checkpoint.take(state, link, self.task), policy={}, value_model={})
+            found[FINAL_STATE] = checkpoint.save(saved, run_dir / FINAL_STATE)
+        return found
 
 
 @dataclass(frozen=True)
-class LanguageKind:
+class LanguageKind(RunKind[RunConfig, Iteration]):
     """Language runs as this process, one of `ranks`, computes them."""
 
-    watcher: Watcher
-    ranks: Ranks = ALONE
-    name: ClassVar[Kind] = LANGUAGE
-    changeable: ClassVar[Sequence[str]] = ("layout", "rollout.engine", "records")
+    name = LANGUAGE
+    changeable = ("layout", "rollout.engine", "records")
 
     @contextmanager
     def open(self, config: RunConfig, run_dir: Path | None, start: Start | None = None) -> Iterator[LanguageExecution]:
@@ -122,19 +206,68 @@ class LanguageKind:
         networks = prepared.state.policy, prepared.state.own_value_module
         digests = [weights_digest(module.named_parameters()) for module in networks]
         self.ranks.require_same("initial weights", digests)
-        accuracy = self._accuracy(config, prepared) if run_dir is not None and start is None else None
+        accuracy = None
+        if run_dir is not None and start is None:
+            accuracy = policy_accuracy(config, prepared.task.prompt_ids, prepared.state.policy)
+            prepared.state.rest()
+        if accuracy is not None and accuracy.is_low:
+            self.watcher.warning(accuracy.sentence())
+        task = _task_digest(prepared)
         if start is not None:
-            go_on_from(start.checkpoint, prepared)
-        store = Store() if run_dir is None else ModelStore(run_dir, config, prepared, task_digest(prepared))
+            checkpoint.restore(start.checkpoint, prepared.state, task)
         del start  # as large as weights and moments together
         logs = None if run_dir is None else run_dir / "sglang"
-        with quick_collections(), rollout_engine(config, prepared.engine, logs, self.watcher, self.ranks) as engine:
-            yield LanguageExecution(config, prepared, engine, self.ranks, store, self.watcher, accuracy)
+        with _quick_collections(), _rollout_engine(config, prepared.engine, logs, self.watcher, self.ranks) as engine:
+            yield LanguageExecution(config, prepared, engine, self.ranks, task, self.watcher, accuracy)
 
-    def _accuracy(self, config: RunConfig, prepared: Prepared) -> Accuracy | None:
-        """How accurate the policy is before its first step; the watcher hears of it where that is too little."""
-        accuracy = policy_accuracy(config, prepared.task.prompt_ids, prepared.state.policy)
-        prepared.state.rest()
-        if accuracy is not None and accuracy.is_low:
-            self.watcher.warning(sentence(accuracy))
-        return accuracy
+
+@contextmanager
+def _rollout_engine(
+    config: RunConfig, built_in: TorchEngine, folder: Path | None, watcher: Watcher, ranks: Ranks
+) -> Iterator[Engine]:
+    """`built_in`, or one of SGLang servers with its policy and end tokens; they end with the block.
+
+    The first of several processes has the servers. `folder` is for their logs and notes; None for a temporary one.
+    """
+    settings = config.rollout.engine
+    if not isinstance(settings, SGLangServers):
+        yield built_in
+        return
+    from ppo_repro.rollout.sglang.engine import SharedEngine, sglang_engine
+
+    if not ranks.is_first:
+        yield SharedEngine(ranks, None)
+        return
+    with ExitStack() as stack:
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ppo-sglang-")))
+
+        def waiting(seconds: int) -> None:
+            watcher.servers(seconds, settings.timeout_s)
+
+        about = config, settings, built_in.policy, built_in.stop_ids, folder, waiting
+        servers = stack.enter_context(sglang_engine(*about))
+        yield servers if ranks.size == 1 else SharedEngine(ranks, servers)
+
+
+@contextmanager
+def _quick_collections() -> Iterator[None]:
+    """Hide the objects that exist now from the garbage collector, so that `gc.collect` is quick inside the block.
+
+    safetensors and json leave cycles of objects behind with every checkpoint. The collector looks at all objects only
+    when there are a quarter more of them, or 70,000: thousands of iterations, over which memory would grow.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _task_digest(prepared: Prepared) -> str:
+    """SHA-256 of the whole task: problems in order, token ids of the prompts, the tokens that end a response."""
+    task = prepared.task
+    splits = task.problems.train, task.problems.held_out
+    asked = [[(p.key, p.prompt, p.answer, task.prompt_ids[p.key]) for p in problems] for problems in splits]
+    content = json.dumps([asked, sorted(prepared.engine.stop_ids)])
+    return hashlib.sha256(content.encode()).hexdigest()

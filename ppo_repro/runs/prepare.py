@@ -11,35 +11,27 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from ppo_repro.config.algorithm import LoraConfig, NoValue, SeparateValue, ValueHead
+from ppo_repro.config.algorithm import LoraConfig, SeparateValue, ValueHead
+from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import ModelFolder, RunConfig, TinyModel
 from ppo_repro.config.tasks import RewardModelFolder
 from ppo_repro.errors import UserError
 from ppo_repro.faults.trainer import check_training_prompts, dropout
+from ppo_repro.models import networks
 from ppo_repro.models.folders import load_reward_model, require_same_tokens
 from ppo_repro.models.load import load_folder, stop_ids
 from ppo_repro.models.lora import Adaptable, Lora, add_lora, share_frozen
-from ppo_repro.models.networks import (
-    ValueModel,
-    checkpoint_gradients,
-    make_policy,
-    make_value_head,
-    make_value_model,
-    precision_of,
-    rounded_view,
-)
 from ppo_repro.models.reward_model import make_reward_model, value_model_from
 from ppo_repro.models.state import TrainState, Versions
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
 from ppo_repro.models.warm_start import WarmStartStep, warm_start
 from ppo_repro.numerics import library
-from ppo_repro.numerics.families import trunk_of
+from ppo_repro.numerics.families import routers, trunk_of
 from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer
 from ppo_repro.preferences.pairs import hold_out, pairs_by_rule, pairs_of_file
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
 from ppo_repro.ranks import ALONE, Ranks
-from ppo_repro.rollout.torch_engine import TorchEngine
-from ppo_repro.runs.open_engine import built_in_engine, check_routes
+from ppo_repro.rollout.torch_engine import StockEngine, TorchEngine, in_dtype
 from ppo_repro.stages.coefficients import first_coefficients
 from ppo_repro.stages.rollout import Task
 from ppo_repro.tasks.problems import Split, encode_all, encoder
@@ -64,24 +56,22 @@ class Prepared:
     lora: Lora | None  # None where all weights of the policy are trained
 
 
-def _moved(model: PreTrainedModel, config: RunConfig) -> PreTrainedModel:
-    """The same model, with its parameters on `layout.device`; UserError if torch sees no such device."""
-    if config.layout.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("layout.device = cuda: torch sees no CUDA device here; take cpu")
-    nn.Module.to(model, config.layout.device)
-    return model
-
-
-def _source(config: RunConfig, problems: Split) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _source(
+    config: RunConfig, problems: Split, start_folder: Path | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model that policy, value model and reference are copies of at the start, before any warm start."""
-    if isinstance(config.model, ModelFolder):
-        source, tokenizer = load_folder(Path(config.model.path))
-        return _moved(source, config), tokenizer
-    assert isinstance(config.model, TinyModel)
-    tokenizer = make_tokenizer(problems.train, config.model.vocab_size, config.model.tokenizer)
-    check_spelling(tokenizer, [*problems.train, *problems.held_out])
-    model = make_model(config.model, len(tokenizer), config.numerics.max_context, tokenizer.eos_token_id, config.seed)
-    return _moved(model, config), tokenizer
+    model, max_context = config.model, config.numerics.max_context
+    if start_folder is not None:
+        source, tokenizer = load_folder(start_folder)
+    elif isinstance(model, ModelFolder):
+        source, tokenizer = load_folder(Path(model.path))
+    else:
+        tokenizer = make_tokenizer(problems.train, model.vocab_size, model.tokenizer)
+        source = make_model(model, len(tokenizer), max_context, tokenizer.eos_token_id, config.seed)
+    if isinstance(model, TinyModel):  # a fork may have other prompts
+        check_spelling(tokenizer, [*problems.train, *problems.held_out])
+    nn.Module.to(source, config.layout.device)
+    return source, tokenizer
 
 
 def _reward_model(
@@ -98,7 +88,8 @@ def _reward_model(
     if isinstance(term, RewardModelFolder):
         loaded, its_tokenizer = load_reward_model(Path(term.path), numerics.mode, numerics.max_context)
         require_same_tokens(tokenizer, its_tokenizer)
-        return _moved(loaded, config).requires_grad_(False), None
+        nn.Module.to(loaded, config.layout.device)
+        return loaded.requires_grad_(False), None
     model = make_reward_model(source, numerics.mode, numerics.max_context, config.seed)
     if term.pairs is not None:
         encode = encoder(tokenizer, config.task)
@@ -107,13 +98,9 @@ def _reward_model(
         prompts = len({pair.prompt_key for pair in given})
         pairs, eval_pairs = hold_out(given, max(1, prompts // 10), config.seed)
     else:
-        pairs, eval_pairs = (
-            pairs_by_rule(some, prompt_ids, tokenizer, count, noise, config.seed)
-            for some, count, noise in (
-                (problems.train, term.num_pairs or 0, term.label_noise),
-                (problems.held_out, EVAL_PAIRS, 0.0),
-            )
-        )
+        count, noise, seed = term.num_pairs or 0, term.label_noise, config.seed
+        pairs = pairs_by_rule(problems.train, prompt_ids, tokenizer, count, noise, seed)
+        eval_pairs = pairs_by_rule(problems.held_out, prompt_ids, tokenizer, EVAL_PAIRS, 0.0, seed)
     training = train_reward_model(model, pairs, eval_pairs, term, numerics, config.layout, config.seed, progress)
     return model.requires_grad_(False), training
 
@@ -126,28 +113,33 @@ def _networks(
     `share`: adapted models use the weights of frozen ones where they do not train.
     """
     mode, max_context, ppo = config.numerics.mode, config.numerics.max_context, config.ppo
-    policy = make_policy(source, mode, max_context)
-    reference = make_policy(source, mode, max_context).requires_grad_(False)
+    policy = networks.make_policy(source, mode, max_context)
+    reference = networks.make_policy(source, mode, max_context).requires_grad_(False)
     lora = _adapted(policy, config.lora, config.seed, reference if share else None)
-    value_model = _value_model(config, source, policy, reward_model)
-    sampled = rounded_view(policy, precision_of(config.mismatch.sampler.precision))
+    sampled = networks.rounded_view(policy, networks.precision_of(config.mismatch.sampler.precision))
     if config.layout.gradient_checkpointing:
-        checkpoint_gradients(trunk_of(policy))
+        networks.checkpoint_gradients(trunk_of(policy))
 
     def optimizer(module: nn.Module, adapters: Lora | None, learning_rate: float) -> Optimizer:
         rates = learning_rate, 0.9, ppo.adam_beta2, ppo.adam_eps, ppo.weight_decay, ppo.max_grad_norm
         return Optimizer(module, AdamWSettings(*rates), mode, SLOTS // ranks.size, adapters)
 
     trained: nn.Module = policy
-    value_optimizer = None
-    if isinstance(config.value, ValueHead) and value_model is not None:
-        trained = nn.ModuleDict({"policy": policy, "value_head": value_model.head})
-    elif isinstance(config.value, SeparateValue) and value_model is not None:
-        begun_as = reward_model if config.value.init == "reward_model" else reference
-        base = trunk_of(begun_as) if share and begun_as is not None else None
-        adapters = _adapted(value_model, config.value.lora, config.seed, base)
+    value_model, value_optimizer = None, None
+    if isinstance(config.value, ValueHead):
+        head = networks.make_value_head(source.config.hidden_size, config.seed).to(source.device)
+        value_model = networks.ValueModel(trunk_of(policy), head)
+        trained = nn.ModuleDict({"policy": policy, "value_head": head})
+    elif isinstance(config.value, SeparateValue):
+        base = reference
+        if config.value.init == "reward_model":
+            assert reward_model is not None
+            base, value_model = reward_model, value_model_from(reward_model, mode, max_context)
+        else:
+            value_model = networks.make_value_model(source, mode, max_context, config.seed)
+        adapters = _adapted(value_model, config.value.lora, config.seed, trunk_of(base) if share else None)
         if config.layout.gradient_checkpointing:
-            checkpoint_gradients(value_model.trunk)
+            networks.checkpoint_gradients(value_model.trunk)
         value_optimizer = optimizer(value_model, adapters, config.value.learning_rate)
     lag, versions = config.mismatch.sampler.lag, None
     if lag:
@@ -174,19 +166,29 @@ def _adapted(model: Adaptable, config: LoraConfig | None, seed: int, base: PreTr
     return lora if base is None else share_frozen(model, base, lora)
 
 
-def _value_model(
-    config: RunConfig, source: PreTrainedModel, policy: PreTrainedModel, reward_model: PreTrainedModel | None
-) -> ValueModel | None:
-    mode, max_context = config.numerics.mode, config.numerics.max_context
-    if isinstance(config.value, NoValue):
-        return None
-    if isinstance(config.value, ValueHead):
-        head = make_value_head(source.config.hidden_size, config.seed)
-        return ValueModel(trunk_of(policy), head.to(source.device))
-    if config.value.init == "reward_model":
-        assert reward_model is not None
-        return value_model_from(reward_model, mode, max_context)
-    return make_value_model(source, mode, max_context, config.seed)
+def _check_routes(config: RunConfig, source: PreTrainedModel) -> None:
+    """Raise UserError where a mixture of experts has stock servers, or a model without router is to replay routes."""
+    kind, mixture, engine = type(source).__name__, bool(routers(source)), config.rollout.engine
+    if mixture and isinstance(engine, SGLangServers) and engine.numerics == "stock":
+        raise UserError(
+            f"rollout.engine.numerics = stock: SGLang's own experts have not the weights of a {kind} here; set "
+            "deterministic, or rollout.engine.kind = torch"
+        )
+    if config.ppo.replay_routes and not mixture:
+        raise UserError(f"ppo.replay_routes = true: needs a mixture of experts, and {kind} has no router; remove it")
+
+
+def _engine(
+    config: RunConfig, source: PreTrainedModel, sampled: PreTrainedModel, end_tokens: frozenset[int]
+) -> TorchEngine:
+    """The built-in engine on the policy as the sampler has it, or on a stock copy of it."""
+    mode, max_context, layout = config.numerics.mode, config.numerics.max_context, config.layout
+    about = end_tokens, mode, max_context, layout.rollout_slots, layout.prefill_chunk, layout.prefix_cache
+    stock = config.mismatch.sampler.stock
+    if stock is None:
+        return TorchEngine(sampled, *about)
+    copy = in_dtype(networks.make_policy(source, "native", max_context), getattr(torch, stock))
+    return StockEngine(copy, sampled, *about)
 
 
 def prepare(
@@ -205,6 +207,8 @@ def prepare(
     """
     numerics = config.numerics
     library.use_threads(config.layout.threads, numerics.mode == "native" or config.mismatch.sampler.stock is not None)
+    if config.layout.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("layout.device = cuda: torch sees no CUDA device here; take cpu")
     disable_progress_bar()  # the run shows its own
     process = UserProcess()
     judge = load_judge(config.reward, process)
@@ -212,18 +216,12 @@ def prepare(
     problems = brought.problems
     judge = for_source(judge, brought, config.task)
     check_functions(judge, brought, problems.train)
-    if start_folder is None:
-        source, tokenizer = _source(config, problems)
-    else:
-        source, tokenizer = load_folder(start_folder)
-        _moved(source, config)
-        if isinstance(config.model, TinyModel):  # a fork may have other prompts
-            check_spelling(tokenizer, [*problems.train, *problems.held_out])
+    source, tokenizer = _source(config, problems, start_folder)
     # before the minutes that a warm start takes
     vocab_size, encode = source.config.vocab_size, encoder(tokenizer, config.task)
     ids = encode_all([*problems.train, *problems.held_out], encode, config, vocab_size)
     check_training_prompts(config, tokenizer, ids)
-    check_routes(config, source)
+    _check_routes(config, source)
     if config.rollout.top_k > vocab_size:
         raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {vocab_size} tokens")
     steps: tuple[WarmStartStep, ...] = ()
@@ -233,6 +231,6 @@ def prepare(
     spelled = spelled_tokens(tokenizer, [*judge.asked_texts, *config.rollout.stop])
     task = Task(problems, ids, judge, reward_model, tokenizer, brought.step, spelled)
     state, sampled, lora = _networks(config, source, reward_model, share, ranks)
-    engine = built_in_engine(config, source, sampled, stop_ids(source, tokenizer))
+    engine = _engine(config, source, sampled, stop_ids(source, tokenizer))
     state.sampler = engine.policy if engine.policy is not state.policy else None
     return Prepared(task, state, engine, steps, reward_training, lora)

@@ -1,4 +1,4 @@
-"""Going on with a run that was killed, interrupted or failed, to the fingerprint of the uninterrupted run."""
+"""A recorded run again: going on to the fingerprint of the uninterrupted run, and executing it anew to compare."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ from pathlib import Path, PurePath
 
 from ppo_repro.clock import Clock, as_text
 from ppo_repro.config.files import MODELS, apply_overrides, validated
+from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.files import SUMS_NAME, only_writer
-from ppo_repro.records import manifest
-from ppo_repro.records.config_file import CONFIG_NAME, load_recorded_config, resumed_notes
-from ppo_repro.records.contents import CHECKPOINT, CHECKPOINTS_NAME, REFERENCE, UNEQUAL, starts_of
+from ppo_repro.records import digests, folder, manifest, reader
+from ppo_repro.records.diff import Difference, first_final_difference, from_recorded
 from ppo_repro.records.inputs import located_tree
 from ppo_repro.records.manifest import Head, Manifest
-from ppo_repro.records.times import STARTED
 from ppo_repro.records.writer import RunWriter
+from ppo_repro.runs.checkpoint import load_newest, load_start
 from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.kind import Config, Item, RunKind
-from ppo_repro.runs.models_kept import load_newest
-from ppo_repro.runs.open_engine import require_same_sampler
 from ppo_repro.runs.run import execute, mark_ended, require_same_start, work_along
-from ppo_repro.runs.verify import check_contents, remove_unfinished
+from ppo_repro.runs.verify import remove_unfinished, verify
 
 
 @dataclass(frozen=True)
@@ -52,10 +50,10 @@ def resume(
         if recorded.status == "complete":
             raise UserError(f"{run_dir}: the run is finished; look at it with `ppo-repro show {run_dir}`")
         # a checkpoint has the model
-        model_too = not starts_of(run_dir, recorded) or f"{REFERENCE}/{SUMS_NAME}" not in recorded.files
+        model_too = not folder.starts_of(run_dir, recorded) or f"{folder.REFERENCE}/{SUMS_NAME}" not in recorded.files
         config = recorded_config(kind, run_dir, recorded, overrides, elsewhere, model_too)
         if isinstance(config, RunConfig):
-            require_same_sampler(load_recorded_config(run_dir), config)
+            require_same_sampler(folder.load_recorded_config(run_dir), config)
         start = load_newest(run_dir, recorded)
         resumed = Resumed(0 if start is None else start.checkpoint.iteration, recorded.num_iterations)
         opened = kind.open(config, run_dir if ranks.is_first else None, start)
@@ -66,16 +64,16 @@ def resume(
             work_along(opened)
             return resumed
         files = _files_to_go_on_with(run_dir, recorded, resumed.start)
-        contents = check_contents(run_dir, recorded.model_copy(update={"files": files}))
+        contents = verify(run_dir, recorded.model_copy(update={"files": files}))
         clock.lap("inputs")
-        environment = {**describe_environment(config, ranks.size), STARTED: as_text(clock.started)}
+        environment = {**describe_environment(config, ranks.size), folder.STARTED: as_text(clock.started)}
         tree = {"iteration": resumed.start, "overrides": list(overrides), "environment": environment}
         try:
             written = RunWriter(run_dir)
             written.list_files(files)
             written.mark("running")
             remove_unfinished(run_dir, recorded, contents)
-            written.note(f"resumed-{len(resumed_notes(recorded)) + 1:03d}.json", tree)
+            written.note(f"resumed-{len(folder.resumed_notes(recorded)) + 1:03d}.json", tree)
             clock.lap("records")
             execute(kind, config, run_dir, opened, clock)
         except BaseException as error:
@@ -105,7 +103,7 @@ def recorded_config(
             )
     tree = located_tree(run_dir, recorded, elsewhere, model_too)
     apply_overrides(tree, overrides)
-    config: Config = validated(MODELS[kind.name], tree, str(run_dir / CONFIG_NAME))  # type: ignore[assignment]
+    config: Config = validated(MODELS[kind.name], tree, str(run_dir / folder.CONFIG_NAME))  # type: ignore[assignment]
     return config
 
 
@@ -114,10 +112,82 @@ def _files_to_go_on_with(run_dir: Path, recorded: Head, start: int) -> dict[str,
 
     Without any checkpoint or model where the run begins again.
     """
-    dropped = PurePath(CHECKPOINTS_NAME if start == 0 else UNEQUAL)
+    dropped = PurePath(folder.CHECKPOINTS_NAME if start == 0 else folder.UNEQUAL)
     return {
         name: digest
         for name, digest in recorded.files.items()
         if not PurePath(name).is_relative_to(dropped)
-        and (CHECKPOINT.fullmatch(name) is None or (run_dir / name).exists())
+        and (folder.CHECKPOINT.fullmatch(name) is None or (run_dir / name).exists())
     }
+
+
+def require_same_sampler(recorded: RunConfig, config: RunConfig) -> None:
+    """Raise UserError where the engine of `config` would sample other bits than the one of `recorded`.
+
+    In deterministic numerics both programs give the same bits. In others the program, its device, its arguments and
+    the number of servers that share its batches may each change a bit; addresses, transport and timeouts do not.
+    """
+    before, now = _sampler(recorded), _sampler(config)
+    if before != now:
+        raise UserError(
+            f"rollout.engine: would sample with {now}, and the run samples with {before}, which gives other bits; "
+            "leave rollout.engine as it is recorded, or use `ppo-repro run` for a run of its own"
+        )
+
+
+def _sampler(config: RunConfig) -> str:
+    """What decides which bits are sampled, in words."""
+    engine = config.rollout.engine
+    if not isinstance(engine, SGLangServers):
+        return f"{config.numerics.mode} numerics"
+    if engine.numerics == "deterministic":
+        return "deterministic numerics"
+    if engine.urls:
+        return f"SGLang's own numerics (servers that run already: {len(engine.urls)})"
+    arguments = " ".join(engine.arguments) or "none"
+    return f"SGLang's own numerics (servers: {engine.servers}, arguments: {arguments})"
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """What running again showed."""
+
+    difference: Difference | None
+    fingerprint: str  # of the new execution, as far as it went
+    iterations: int  # computed again
+
+
+def rerun(
+    kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] = (), elsewhere: Path | None = None
+) -> Rerun:
+    """Execute a recorded configuration again, in memory, and compare every buffer with the files.
+
+    `overrides` may change what must not change a bit. `elsewhere`: where models may lie by now. Of a fork only its own
+    iterations are computed. Stops at the first difference. UserError if the run is incomplete or damaged, an input is
+    nowhere or an override could change a result. Of several processes the first one compares; all return the same.
+    """
+    recorded = reader.open_manifest(run_dir)
+    config = recorded_config(kind, run_dir, recorded, overrides, elsewhere)
+    start = None if recorded.origin is None else load_start(run_dir, recorded, folder.FORKED_FROM)
+    opened = kind.open(config, None, start)
+    del start  # as large as weights and moments together
+    require_same_start(kind.ranks, config, recorded.inputs)
+    begun = 0 if recorded.origin is None else recorded.origin.iteration
+    fingerprint = digests.FINGERPRINT_SEED if recorded.origin is None else recorded.origin.fingerprint
+    first = kind.ranks.first
+    with opened as execution:
+        difference = first(from_recorded, run_dir, recorded, None, execution.preparation_tables())
+        if difference is not None:
+            return Rerun(difference, fingerprint, 0)
+        for item in execution.iterations():
+            tables = execution.tables(item)
+            difference = first(from_recorded, run_dir, recorded, item.index, tables)
+            results = {t.name: digests.table_digest(t, tables[t.name]) for t in manifest.tables_of(recorded)}
+            fingerprint = digests.chain(fingerprint, results)
+            if difference is not None:
+                return Rerun(difference, fingerprint, item.index + 1 - begun)
+            kind.watcher.iteration(item.index + 1, config.iterations, execution.progress(item))
+        final, side_tables = execution.ending(Clock())
+    difference = first(from_recorded, run_dir, recorded, recorded.num_iterations, side_tables)
+    difference = difference or first_final_difference(recorded.final, final)
+    return Rerun(difference, manifest.finished_fingerprint(fingerprint, final), config.iterations - begun)

@@ -9,21 +9,23 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from ppo_repro.clock import OTHER, Clock, as_text
 from ppo_repro.config.files import Inputs, gather, run_digest, run_folder
 from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
 from ppo_repro.errors import PromiseBroken, UserError
-from ppo_repro.files import SUMS_NAME, file_digest, only_writer, remove_folder
+from ppo_repro.files import SUMS_NAME, file_digest, only_writer, remove_folder, whole_folder, write_sums
 from ppo_repro.ranks import Ranks
-from ppo_repro.records import manifest, times, writer
-from ppo_repro.records.contents import CHECKPOINTS_NAME, UNEQUAL
+from ppo_repro.records import manifest, writer
 from ppo_repro.records.diff import Difference, from_recorded
+from ppo_repro.records.folder import CHECKPOINTS_NAME, STARTED, TIMES_NAME, UNEQUAL, UNEQUAL_TOKENS
 from ppo_repro.records.manifest import Manifest
-from ppo_repro.records.times import STARTED
 from ppo_repro.records.writer import RunWriter
+from ppo_repro.runs.checkpoint import Start
 from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.kind import Config, Execution, Item, RunKind
-from ppo_repro.runs.unequal import keeping_unequal
 from ppo_repro.stages.agreement import UnequalBits
 
 
@@ -36,30 +38,37 @@ def run(
     Of several processes the first one records. `clock`: one that runs already, whose phases count too.
     """
     clock, inputs, run_dir = clock or Clock(), gather(config), run_folder(config, out)
-    opened = kind.open(config, run_dir if kind.ranks.is_first else None)
-    temporary = make_folder(kind, config, run_dir, inputs, run_digest(inputs), clock)
-    if temporary is None:
-        work_along(opened)
-    else:
-        with new_run(temporary, run_dir):
-            clock.lap("records")
-            execute(kind, config, run_dir, opened, clock)
+    compute_new(kind, config, run_dir, inputs, run_digest(inputs), clock)
     return run_dir, clock.with_total()
 
 
-def make_folder(
-    kind: RunKind[Config, Item], config: Config, run_dir: Path, inputs: Inputs, digest: str, clock: Clock
-) -> Path | None:
-    """Lay a run out under a temporary name, which is returned; None on every process but the first one.
+def compute_new(
+    kind: RunKind[Config, Item],
+    config: Config,
+    run_dir: Path,
+    inputs: Inputs,
+    digest: str,
+    clock: Clock,
+    start: Start | None = None,
+    fill: Callable[[Path], int] = lambda folder: 0,
+) -> None:
+    """Lay a run out, execute it from `start`, and record it; every process but the first one only computes.
 
-    PromiseBroken, naming the process, where configuration or input files differ.
+    `fill` puts records of earlier iterations into the folder and returns their number. PromiseBroken, naming the
+    process, where configuration or input files differ.
     """
+    ranks = kind.ranks
+    opened = kind.open(config, run_dir if ranks.is_first else None, start)
     clock.lap("inputs")
-    require_same_start(kind.ranks, config, inputs.digests)
-    if not kind.ranks.is_first:
-        return None
-    environment = {**describe_environment(config, kind.ranks.size), STARTED: as_text(clock.started)}
-    return writer.lay_out_run(run_dir, inputs, environment, digest, kind.name)
+    require_same_start(ranks, config, inputs.digests)
+    if not ranks.is_first:
+        work_along(opened)
+        return
+    environment = {**describe_environment(config, ranks.size), STARTED: as_text(clock.started)}
+    temporary = writer.lay_out_run(run_dir, inputs, environment, digest, kind.name)
+    with _new_run(temporary, run_dir, fill(temporary)):
+        clock.lap("records")
+        execute(kind, config, run_dir, opened, clock)
 
 
 def require_same_start(ranks: Ranks, config: RunConfig | ControlConfig | DPOConfig, inputs: Mapping[str, str]) -> None:
@@ -77,7 +86,7 @@ def work_along(opened: AbstractContextManager[Execution[Item]]) -> None:
 
 
 @contextmanager
-def new_run(temporary: Path, run_dir: Path, begun: int = 0) -> Iterator[None]:
+def _new_run(temporary: Path, run_dir: Path, begun: int) -> Iterator[None]:
     """Give a folder that was laid out its name; this process is its only writer until the block ends.
 
     An exception may come at any instant, as Ctrl-C does: no folder is left that says "running". A run with no complete
@@ -125,99 +134,97 @@ def execute(
     UnequalBits where an iteration does not keep what deterministic numerics promise; it is not recorded.
     """
     recorded, written, computed = manifest.load(run_dir), RunWriter(run_dir), 0
-    with opened as execution, _recording() as behind, keeping_unequal(run_dir, execution.store):
-        store = execution.store
+    behind: list[tuple[Future[None], Callable[[], None]]] = []  # the iteration that is written beside the next one
+
+    def settle() -> None:
+        """Wait until that iteration is on disk, and tell of it."""
+        while behind:
+            writing, tell = behind.pop()
+            writing.result()
+            tell()
+        clock.lap("records")
+
+    # where an error ends the block, the thread writes what it has begun
+    with opened as execution, ThreadPoolExecutor(1, "records") as thread, _keeping_unequal(run_dir, execution):
         _begin(recorded, written, execution)
         clock.lap("preparation")
         for item in execution.iterations():
             clock.divide(item.seconds)
             computed, tables = computed + 1, execution.tables(item)
-            behind.settle()
-            clock.lap("records")
+            settle()
             tell = partial(kind.watcher.iteration, item.index + 1, config.iterations, execution.progress(item))
-            is_due = store.is_due(item.index + 1)
+            is_due = execution.is_checkpoint_due(item.index + 1)
             is_recorded = item.index < recorded.num_iterations
             if is_recorded:
                 require_none(from_recorded(run_dir, recorded, item.index, tables))
                 tell()
             else:
-                behind.start(partial(written.append, item.index, tables), tell)
-            if is_due:
-                behind.wait()
+                behind.append((thread.submit(written.append, item.index, tables), tell))
             clock.lap("records")
             if is_due:
+                for writing, _ in behind:
+                    writing.result()
+                clock.lap("records")
                 # of a run that is not complete the fingerprint is the last link
                 link = recorded.iterations[item.index].chain if is_recorded else written.head.fingerprint
                 before = written.head.files
-                written.list_files(store.save(written.head, link))
-                _remove_unlisted(run_dir, before, written.head.files)
+                written.list_files(execution.save_checkpoint(run_dir, written.head, link))
+                try:
+                    for name in before.keys() - written.head.files.keys():
+                        (run_dir / name).unlink()
+                except OSError as error:
+                    raise UserError(f"{run_dir / CHECKPOINTS_NAME}: cannot be changed ({error.strerror})") from error
                 clock.lap("checkpoints")
             if computed == 1 or is_due:  # from the first comes how long the others may take
-                behind.settle()
-                clock.lap("records")
+                settle()
         clock.lap(OTHER)
-        behind.settle()
-        clock.lap("records")
+        settle()
         results, side_tables = execution.ending(clock)
         clock.lap(OTHER)
-        written.list_files(store.finish(written.head.files, written.head.fingerprint))
+        written.list_files(execution.keep_models(run_dir, written.head.files, written.head.fingerprint))
         clock.lap("models")
     clock.lap("closing")
-    written.note(times.FILE_NAME, {"iterations": computed, "seconds": clock.seconds})
+    written.note(TIMES_NAME, {"iterations": computed, "seconds": clock.seconds})
     written.finish(results, side_tables)
     clock.lap("records")
 
 
-class _Behind:
-    """Records on a thread beside the next iteration, one iteration at a time; tells of each when it is on disk."""
-
-    def __init__(self, thread: ThreadPoolExecutor) -> None:
-        self._thread = thread
-        self._writing: tuple[Future[None], Callable[[], None]] | None = None
-
-    def start(self, write: Callable[[], None], tell: Callable[[], None]) -> None:
-        self._writing = self._thread.submit(write), tell
-
-    def wait(self) -> None:
-        """Wait until what was started is on disk; raises what writing raised."""
-        if self._writing is not None:
-            self._writing[0].result()
-
-    def settle(self) -> None:
-        """Wait, and tell of what is on disk."""
-        if self._writing is not None:
-            (written, tell), self._writing = self._writing, None
-            written.result()
-            tell()
-
-
-@contextmanager
-def _recording() -> Iterator[_Behind]:
-    """Where an error ends the block, what was started is written before."""
-    with ThreadPoolExecutor(1, "records") as thread:
-        yield _Behind(thread)
-
-
 def _begin(recorded: Manifest, written: RunWriter, execution: Execution[Item]) -> None:
     """Record what came before the first iteration; what is recorded already is compared instead."""
-    for name, tree in execution.notes.items():
+    for name, tree in execution.notes().items():
         written.note(name, tree)
-    written.list_files(execution.store.begin(written.head.files))
+    written.list_files(execution.keep_start(written.run_dir, written.head.files))
     tables = execution.preparation_tables()
     require_none(from_recorded(written.run_dir, recorded, None, tables))
     if new := {name: table for name, table in tables.items() if name not in recorded.preparation}:
         written.prepare(new)
 
 
-def _remove_unlisted(run_dir: Path, before: dict[str, str], now: dict[str, str]) -> None:
-    for name in before.keys() - now.keys():
-        try:
-            (run_dir / name).unlink()
-        except OSError as error:
-            raise UserError(f"{run_dir / CHECKPOINTS_NAME}: cannot be changed ({error.strerror})") from error
-
-
 def require_none(difference: Difference | None) -> None:
     """Raise PromiseBroken, which names the cell, where what was computed again differs from its record."""
     if difference is not None:
         raise PromiseBroken(f"{difference.describe()}; the left is recorded, the right was computed now")
+
+
+@contextmanager
+def _keeping_unequal(run_dir: Path, execution: Execution[Item]) -> Iterator[None]:
+    """Where bits are unequal in this block, keep tokens and policy, and let the error say where they are."""
+    try:
+        yield
+    except UnequalBits as error:
+        folder, found = run_dir / UNEQUAL, error.found
+        columns = ("sequence", found.sequence), ("position", found.position), found.left, found.right
+        named = {name: values.numpy() for name, values in columns}
+        table = pa.table({"iteration": [found.iteration] * len(found.sequence), **named})
+        try:
+            with whole_folder(folder) as temporary:
+                pq.write_table(table, temporary / UNEQUAL_TOKENS)
+                has_policy = execution.put_policy(temporary)
+                write_sums(temporary)
+        except UserError as failure:
+            hint = str(failure)
+        else:
+            hint = f"all of them: {folder / UNEQUAL_TOKENS}"
+            if has_policy:
+                hint = f"find the module with `ppo-repro bisect {run_dir}`; {hint}"
+        raise UnequalBits(f"{error}; {hint}", found) from error

@@ -13,8 +13,9 @@ import pandas as pd
 from ppo_repro.config.algorithm import KLInReward
 from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.config.tasks import ExactMatch, Verifier
-from ppo_repro.records import accuracy, reader, times
-from ppo_repro.records.config_file import load_recorded_config
+from ppo_repro.records import reader
+from ppo_repro.records.folder import by_phase, load_recorded_config, phases_of, read_accuracy
+from ppo_repro.records.manifest import Manifest
 
 PHASES = ("rollout", "forward", "update")  # those that handle tokens
 SHOWN = 0.05  # seconds; a shorter phase rounds to 0.0
@@ -34,7 +35,6 @@ COLUMNS: Mapping[Kind, tuple[str, ...]] = {
 }  # fmt: skip
 
 Figures = dict[str, Any]
-Numbers = Mapping[str, float | int | str]
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,7 @@ class Summary:
 
     figures: Figures
     sentences: list[str]
-    unit: str
-
-    @property
-    def speeds(self) -> list[str]:
-        """Seconds by phase, with tokens per second where a phase handles tokens; without phases that show 0.0 s."""
-        lines = []
-        for phase, seconds in self.figures["seconds"].items():
-            if seconds < SHOWN and phase not in PHASES:
-                continue
-            speed = f"{self.figures['tokens'] / seconds:,.0f} {self.unit}/s" if phase in PHASES and seconds else ""
-            lines.append(f"{phase:<12}{seconds:8.1f} s  {speed}".rstrip())
-        return lines
+    speeds: list[str]
 
 
 def summarise(run_dir: Path, seconds: dict[str, float] | None = None) -> Summary:
@@ -66,29 +55,28 @@ def summarise(run_dir: Path, seconds: dict[str, float] | None = None) -> Summary
         "status": recorded.status,
         "iterations": len(rows),
         "tokens": int(rows["pairs" if recorded.kind == DPO else "tokens"].sum()),
-        "seconds": times.by_phase(run_dir, recorded, times.phases_of(rows)) if seconds is None else seconds,
+        "seconds": by_phase(run_dir, recorded, phases_of(rows)) if seconds is None else seconds,
     }
-    if recorded.kind == DPO:
-        sentences = _dpo(run_dir, recorded.final, rows, figures)
-    else:
-        for name in (
-            "unequal_old_rollout_logprobs",
-            "first_minibatch_tokens",
-            "unequal_values",
-            "unequal_first_ratios",
-        ):
-            figures[name] = int(rows[name].sum())
-        figures["max_abs_old_rollout"] = float(rows["max_abs_old_rollout"].max())
-        if recorded.kind == CONTROL:
-            sentences = _control(recorded.final, rows, figures)
-        else:
-            measured = accuracy.read(run_dir, recorded)
-            sentences = _language(run_dir, recorded.final, rows, figures, measured)
-    return Summary(figures, sentences, UNITS[recorded.kind])
+    describe = {LANGUAGE: _language, CONTROL: _control, DPO: _dpo}[recorded.kind]
+    sentences = describe(run_dir, recorded, rows, figures)
+    return Summary(figures, sentences, _speeds(figures, UNITS[recorded.kind]))
 
 
-def _agreement(figures: Figures, anchor: str, has_value_model: bool) -> list[str]:
+def _speeds(figures: Figures, unit: str) -> list[str]:
+    """Seconds by phase, with tokens per second where a phase handles tokens; without phases that show 0.0 s."""
+    lines = []
+    for phase, seconds in figures["seconds"].items():
+        if seconds >= SHOWN or phase in PHASES:
+            speed = f"{figures['tokens'] / seconds:,.0f} {unit}/s" if phase in PHASES and seconds else ""
+            lines.append(f"{phase:<12}{seconds:8.1f} s  {speed}".rstrip())
+    return lines
+
+
+def _agreement(rows: pd.DataFrame, figures: Figures, anchor: str, has_value_model: bool) -> list[str]:
     """How far sampler and trainer agree; nothing is said of values where there is no value model."""
+    for name in ("unequal_old_rollout_logprobs", "first_minibatch_tokens", "unequal_values", "unequal_first_ratios"):
+        figures[name] = int(rows[name].sum())
+    figures["max_abs_old_rollout"] = float(rows["max_abs_old_rollout"].max())
     first = f"of {figures['first_minibatch_tokens']:,}"
     differ = f"{figures['unequal_old_rollout_logprobs']:,} of {figures['tokens']:,} training log-probs differ"
     values = f"{figures['unequal_values']:,} {first} recomputed values differ from the recorded ones"
@@ -100,18 +88,17 @@ def _agreement(figures: Figures, anchor: str, has_value_model: bool) -> list[str
     ]
 
 
-def _language(
-    run_dir: Path, final: Numbers, rows: pd.DataFrame, figures: Figures, measured: accuracy.Accuracy | None
-) -> list[str]:
-    config, judged = load_recorded_config(run_dir), has_answers(run_dir)
+def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Figures) -> list[str]:
+    config, judged, measured = load_recorded_config(run_dir), has_answers(run_dir), read_accuracy(run_dir, recorded)
+    agreement = _agreement(rows, figures, config.ppo.ratio_anchor, config.value.kind != "none")
     cut = float((rows["truncated_fraction"] * rows["sequences"]).sum() / rows["sequences"].sum())
     figures |= {
         "reward_first": float(rows["reward_mean"].iloc[0]),
         "reward_last": float(rows["reward_mean"].iloc[-1]),
         "accuracy_before": float(rows["eval_accuracy"].iloc[0]),  # greedy, of held-out prompts
-        "accuracy_after": float(final["eval_accuracy"]),
+        "accuracy_after": float(recorded.final["eval_accuracy"]),
         "score_before": float(rows["eval_score"].iloc[0]),  # mean score of the same responses
-        "score_after": float(final["eval_score"]),
+        "score_after": float(recorded.final["eval_score"]),
         "cut_fraction": cut,  # of all responses, cut at rollout.max_response_tokens
         "has_answers": judged,  # without answers and without a verifier no response is right or wrong
         "numerical_accuracy": None if measured is None else asdict(measured),  # of the log-probs at the start
@@ -125,8 +112,8 @@ def _language(
         f"mean reward per response{penalty} {figures['reward_first']:.3f} -> {figures['reward_last']:.3f}",
         *([cut_at_the_limit(cut)] if cut > MANY_CUT else []),
         f"{figures['iterations']} iterations, {figures['tokens']:,} response tokens",
-        *_agreement(figures, config.ppo.ratio_anchor, config.value.kind != "none"),
-        *([] if measured is None else [accuracy.sentence(measured)]),
+        *agreement,
+        *([] if measured is None else [measured.sentence()]),
     ]
 
 
@@ -148,8 +135,9 @@ def has_answers(run_dir: Path) -> bool:
     return any(isinstance(term, Verifier) for term in terms) or bool((answers != "").any())
 
 
-def _control(final: Numbers, rows: pd.DataFrame, figures: Figures) -> list[str]:
+def _control(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Figures) -> list[str]:
     """Tokens are environment steps; returns are undiscounted."""
+    final, agreement = recorded.final, _agreement(rows, figures, "rollout", has_value_model=True)
     before, after = float(rows["eval_return"].iloc[0]), float(final["eval_return"])
     figures |= {
         "episodes": int(rows["episodes"].sum()),
@@ -161,14 +149,15 @@ def _control(final: Numbers, rows: pd.DataFrame, figures: Figures) -> list[str]:
         f"mean return of the last 100 training episodes {figures['last_100_return']:.2f}",
         *([] if math.isnan(after) else [f"likeliest actions: return {before:.2f} -> {after:.2f}"]),
         f"{len(rows)} iterations, {figures['tokens']:,} environment steps, {figures['episodes']:,} episodes",
-        *_agreement(figures, "rollout", has_value_model=True),
+        *agreement,
     ]
 
 
-def _dpo(run_dir: Path, final: Numbers, rows: pd.DataFrame, figures: Figures) -> list[str]:
+def _dpo(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Figures) -> list[str]:
     """Tokens are the pairs of all epochs."""
+    final = recorded.final
     loss = reader.read_steps(run_dir, columns=["loss"])["loss"]
-    held_out = reader.TableReader("margins")(run_dir, iterations=[0], columns=["held_out"])["held_out"]
+    held_out = reader.read_table("margins", run_dir, iterations=[0], columns=["held_out"])["held_out"]
     has_task = "eval_accuracy" in final
     figures |= {
         "steps": len(loss),

@@ -8,8 +8,8 @@ from pathlib import Path, PurePath
 
 from ppo_repro.errors import UserError
 from ppo_repro.files import LOCK_NAME, SUMS_NAME, check_links, check_sums
-from ppo_repro.records import iteration_log, manifest, reader
-from ppo_repro.records.contents import CHECKPOINT, CHECKPOINTS_NAME, REPORT_NAME, SERVERS_NAME
+from ppo_repro.records import manifest, reader
+from ppo_repro.records.folder import CHECKPOINT, CHECKPOINTS_NAME, REPORT_NAME, SERVERS_NAME
 from ppo_repro.records.manifest import Manifest
 
 _MODELS = r"checkpoints/(reference|final|value_model|base|adapter|reward_model|unequal)(\.tmp|\.removed)?"
@@ -45,7 +45,7 @@ class Verified:
         ]
         begun = list(self.unfinished)
         if self.unfinished_line:
-            begun.append(f"the last {self.unfinished_line} bytes of {iteration_log.FILE_NAME}")
+            begun.append(f"the last {self.unfinished_line} bytes of {manifest.LOG_NAME}")
         if begun:
             lines.append(f"begun by a process that was ended, and no part of the run: {', '.join(begun)}")
         if self.uncovered:
@@ -53,22 +53,18 @@ class Verified:
         return lines
 
 
-def verify(run_dir: Path) -> Verified:
-    """Compare every recorded file of a run folder with its digest; UserError names the first damaged one.
+def verify(run_dir: Path, recorded: Manifest | None = None) -> Verified:
+    """Compare every file with its digest; UserError names the first one that is damaged, missing or not of the run.
 
-    Nothing is computed again; `rerun` does that.
+    Nothing is computed again; `rerun` does that. `recorded`: the manifest, None: as it is in the folder.
     """
-    return check_contents(run_dir, manifest.load(run_dir))
-
-
-def check_contents(run_dir: Path, recorded: Manifest) -> Verified:
-    """Compare every file with its digest; UserError names the first one that is damaged, missing or not of the run."""
+    recorded = recorded or manifest.load(run_dir)
     check_links(run_dir)
     tables = {file.path(Path()).as_posix(): file.entry.file_digest for file in manifest.recorded_tables(recorded)}
     digests = {**recorded.notes, **recorded.files, **tables}
     for listed_name, digest in digests.items():
         reader.check_file(run_dir / listed_name, digest)
-    listed = {manifest.FILE_NAME, iteration_log.FILE_NAME, LOCK_NAME, *digests}
+    listed = {manifest.FILE_NAME, manifest.LOG_NAME, LOCK_NAME, *digests}
     models = [PurePath(name).parent for name in digests if PurePath(name).name == SUMS_NAME]
     for folder in models:
         listed |= {(folder / name).as_posix() for name in check_sums(run_dir / folder)}
@@ -86,7 +82,7 @@ def check_contents(run_dir: Path, recorded: Manifest) -> Verified:
             unfinished.append(name)
         else:
             raise UserError(f"{path}: is no file of this run: the manifest does not list it; move it away")
-    log = run_dir / iteration_log.FILE_NAME
+    log = run_dir / manifest.LOG_NAME
     behind = log.stat().st_size - recorded.log_bytes
     if behind and recorded.status == "complete":
         raise UserError(f"{log}: is longer than the {recorded.log_bytes} bytes of the manifest; cut it off there")
@@ -106,7 +102,7 @@ def check_contents(run_dir: Path, recorded: Manifest) -> Verified:
 def remove_unfinished(run_dir: Path, recorded: Manifest, contents: Verified) -> None:
     """Remove what ended processes had begun to write: a complete run lists all it has. UserError where that fails."""
     if contents.unfinished_line:
-        iteration_log.cut(run_dir, recorded.log_bytes)
+        manifest.cut_log(run_dir, recorded.log_bytes)
     try:
         for name in contents.unfinished:
             (run_dir / name).unlink(missing_ok=True)  # a manifest.json.tmp has become manifest.json

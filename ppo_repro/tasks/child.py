@@ -1,7 +1,7 @@
 """The program in which a user's functions run, one process beside a run.
 
-Requests and replies are JSON objects on a connection to the run. It imports nothing that takes time; torch and NumPy
-come only with a file of the user's that imports them.
+Requests and replies are JSON objects on a connection to the run; a reply has a `value`, or in `error` one line for the
+user. It imports nothing that takes time; torch and NumPy come only with a file of the user's that imports them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import json
+import math
 import os
 import random
 import re
@@ -30,10 +31,12 @@ from ppo_repro.errors import UserError
 from ppo_repro.output import shown
 
 FLOAT32_MAX = 3.4028234663852886e38
+BY_NAME = ("fields", "turns", "full_text")  # what a reward gets if it has a parameter of that name
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 Row = Mapping[str, Any]
-_functions: dict[tuple[str, str], Callable[..., Any]] = {}  # by field of the configuration and name
+Function = Callable[..., Any]
+_functions: dict[tuple[str, str], Function] = {}  # by field of the configuration and name
 
 
 @dataclass(frozen=True)
@@ -77,39 +80,29 @@ def make_transcript(row: Row) -> Transcript:
 
 
 class RefusedError(Exception):
-    """A value that a function must not return; the message says which, and what is allowed."""
+    """A value that a function must not return, or a wrong signature; the message says what is allowed."""
 
 
-def number(value: object) -> float:
-    """The float that is exactly `value`: a bool, int, float, Fraction or Decimal, a scalar of NumPy, a 0-d tensor.
+def number(value: Any) -> float:
+    """The float of a bool, a number, a scalar of NumPy or a 0-d tensor.
 
-    RefusedError for any other type, for NaN and infinities, for what no float is, and beyond float32.
+    RefusedError for any other type, for NaN and infinities, and beyond float32.
     """
-    plain: Any = value
-    if hasattr(plain, "item") and tuple(getattr(plain, "shape", (1,))) == ():
-        plain = plain.item()
+    plain = value.item() if hasattr(value, "item") and getattr(value, "shape", None) == () else value
     try:
-        converted = float(plain) if isinstance(plain, Real | Decimal) else None
+        converted = float(plain) if isinstance(plain, Real | Decimal) else math.nan
     except (OverflowError, ValueError):
-        converted = None
-    if converted is None or not abs(converted) <= FLOAT32_MAX or converted != plain:
-        exact = ", which no float64 is exactly" if converted is not None and abs(converted) <= FLOAT32_MAX else ""
-        raise RefusedError(f"returned {_value(value)}{exact}; must be a finite number within float32 (3.4e+38)")
+        converted = math.nan
+    if not abs(converted) <= FLOAT32_MAX:
+        raise RefusedError(f"returned {_value(plain)}; must be a finite number within float32 (3.4e+38)")
     return converted
 
 
 def _value(value: Any) -> str:
-    kind = type(value).__name__
     if inspect.iscoroutine(value):
         value.close()
         return "a coroutine, as `async def` does"
-    if value is None:
-        return "None"
-    if getattr(value, "shape", ()) != () and not isinstance(value, type):
-        return f"a {kind} of shape {tuple(value.shape)}"
-    if isinstance(value, int) and value.bit_length() > 1000:
-        return f"an int of {value.bit_length()} bits"
-    return f"{shown(repr(value))} of type {kind}"
+    return f"{shown(repr(value))} of type {type(value).__name__}"
 
 
 def _list(value: object, of: str) -> list[Any]:
@@ -118,7 +111,8 @@ def _list(value: object, of: str) -> list[Any]:
     return list(value)
 
 
-def _text(value: object) -> str | None:
+def _step(function: Function, row: Row, options: Row) -> str | None:
+    value = function(make_transcript(row))
     if value is not None and not isinstance(value, str):
         raise RefusedError(f"returned {_value(value)}; must be a text or None")
     if value == "":
@@ -126,19 +120,15 @@ def _text(value: object) -> str | None:
     return value
 
 
-def _plain(function: Callable[..., Any], row: Row, options: Row) -> float:
+def _plain(function: Function, row: Row, options: Row) -> float:
     """`function(prompt, response, answer)`, and by name what else it asks for."""
     transcript = make_transcript(row)
-    by_name = {"fields": transcript.fields, "turns": list(transcript.turns), "full_text": row["full_text"]}
-    try:
-        parameters: Iterable[str] = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some built-in functions
-        parameters = ()
-    more = {name: by_name[name] for name in parameters if name in by_name}
-    return number(function(row["prompt"], row["response"], row["answer"], **more))
+    more = {"fields": transcript.fields, "turns": list(transcript.turns), "full_text": row["full_text"]}
+    names = _parameters(function).keys() & more.keys()
+    return number(function(row["prompt"], row["response"], row["answer"], **{name: more[name] for name in names}))
 
 
-def _trl(function: Callable[..., Any], row: Row, options: Row) -> float:
+def _trl(function: Function, row: Row, options: Row) -> float:
     """TRL's `reward_func(prompts=[...], completions=[...], **columns) -> [float]`, each list of one entry.
 
     One response a call: which responses are judged together depends on the layout of a run.
@@ -156,7 +146,7 @@ def _trl(function: Callable[..., Any], row: Row, options: Row) -> float:
     return number(scores[0])
 
 
-def _verl(function: Callable[..., Any], row: Row, options: Row) -> float:
+def _verl(function: Function, row: Row, options: Row) -> float:
     """verl's `compute_score(data_source, solution_str, ground_truth, extra_info) -> float`, or a dict with `score`."""
     fields = json.loads(row["fields"])
     source = fields.pop("data_source", options["data_source"])
@@ -167,21 +157,20 @@ def _verl(function: Callable[..., Any], row: Row, options: Row) -> float:
     return number(value["score"] if isinstance(value, dict) else value)
 
 
-def _prompts(function: Callable[..., Any], row: Row, options: Row) -> list[Any]:
-    """Every entry as JSON has it, or a text that says why it is none."""
-    entries = []
-    for entry in _list(function(**row), "with a dict for each prompt"):
+def _prompts(function: Function, row: Row, options: Row) -> list[dict[str, Any]]:
+    entries = _list(function(**row), "with a dict for each prompt")
+    for i, entry in enumerate(entries):
         if not isinstance(entry, Mapping):
-            entries.append(f"is a {type(entry).__name__}; must be a dict with 'prompt', 'answer' and others")
-            continue
+            kind = type(entry).__name__
+            raise RefusedError(f"returned a {kind} as entry {i}; must be a dict with 'prompt', 'answer' and others")
         try:
-            entries.append(json.loads(json.dumps(dict(entry), allow_nan=False)))
+            json.dumps(dict(entry), allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
-            entries.append(f"has a value that JSON does not have ({shown(str(error))})")
-    return entries
+            raise RefusedError(f"returned in entry {i} what JSON does not have ({shown(str(error))})") from None
+    return list(map(dict, entries))
 
 
-def _scores(function: Callable[..., Any], row: Row, options: Row) -> list[float]:
+def _scores(function: Function, row: Row, options: Row) -> list[float]:
     transcripts = [make_transcript(one) for one in row["transcripts"]]
     values = _list(function(transcripts), "one number for each transcript")
     if len(values) != len(transcripts):
@@ -195,36 +184,68 @@ def _scores(function: Callable[..., Any], row: Row, options: Row) -> list[float]
     return numbers
 
 
-_CALLS: dict[str, Callable[[Callable[..., Any], Row, Row], object]] = {
+_CALLS: dict[str, Callable[[Function, Row, Row], object]] = {
     "function": _plain,
     "trl": _trl,
     "verl": _verl,
     "prompts": _prompts,
     "scores": _scores,
-    "step": lambda function, row, options: _text(function(make_transcript(row))),
+    "step": _step,
     "keywords": lambda function, row, options: number(function(**row)),
+}
+_GETS = {
+    "function": f"prompt, response, answer, and by name, if it asks for them, {', '.join(BY_NAME)}",
+    "trl": "prompts, completions, answer and other fields of the prompts, all by name; take **kwargs for the others",
+    "verl": "data_source, solution_str, ground_truth, extra_info, all by name",
+    "scores": "transcripts",
+    "step": "transcript",
 }
 
 
-def _load(field: str, file: str, names: list[str], folder: str) -> dict[str, int | None]:
-    """Execute the file as it is now; returns the line of each function, 0 if unknown, None if it is absent."""
+def _parameters(function: Function) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some built-in functions
+        return {}
+
+
+def _check_signature(name: str, function: Function, call: str) -> None:
+    """RefusedError, with the arguments that it gets, if a function cannot be called by its convention."""
+    parameters = _parameters(function)
+    if call not in _GETS or not parameters:
+        return
+    named = {
+        "function": [n for n in parameters if n in BY_NAME],
+        # what has no default may be a field of the prompts
+        "trl": ["prompts", "completions", "answer", *(n for n, p in parameters.items() if p.kind != p.VAR_KEYWORD)],
+        "verl": ["data_source", "solution_str", "ground_truth", "extra_info"],
+    }
+    positions = {"function": 3, "scores": 1, "step": 1}.get(call, 0)
+    try:
+        inspect.signature(function).bind(*range(positions), **dict.fromkeys(named.get(call, ())))
+    except TypeError as error:
+        raise RefusedError(f"{name} cannot be called ({error}); it gets {_GETS[call]}") from None
+
+
+def _load(field: str, file: str, calls: Mapping[str, str], folder: str) -> dict[str, str]:
+    """Execute the file as it is now; returns `:LINE` of each function of `calls` that it has, "" if unknown."""
     os.chdir(folder)  # another file may have left it
-    name = "ppo_repro_user_" + re.sub(r"\W", "_", field)
-    spec = spec_from_file_location(name, file)
+    module_name = "ppo_repro_user_" + re.sub(r"\W", "_", field)
+    spec = spec_from_file_location(module_name, file)
     assert spec is not None
     module = module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up here
+    sys.modules[module_name] = module  # dataclasses look their module up here
     exec(compile(Path(file).read_bytes(), file, "exec", dont_inherit=True), module.__dict__)
-    lines: dict[str, int | None] = {}
-    for name in names:
+    lines = {}
+    for name, call in calls.items():
         function = getattr(module, name, None)
         if function is None:
-            lines[name] = None
             continue
         if not callable(function):
             raise RefusedError(f"{name} is no function; make it one or rename it")
+        _check_signature(name, function, call)
         code = getattr(inspect.unwrap(function), "__code__", None)
-        lines[name] = code.co_firstlineno if code is not None and code.co_filename == file else 0
+        lines[name] = f":{code.co_firstlineno}" if code is not None and code.co_filename == file else ""
         _functions[field, name] = function
     return lines
 
@@ -238,20 +259,12 @@ def seed_generators(seed: int) -> None:
         sys.modules["torch"].manual_seed(seed)
 
 
-def _reply(file: str, compute: Callable[[], object]) -> dict[str, object]:
-    try:
-        return {"value": compute()}
-    except RefusedError as error:
-        return {"refused": str(error)}
-    except UserError as error:  # of a file of this package
-        return {"wrong": str(error)}
-    except BaseException as error:  # SystemExit and KeyboardInterrupt of the user's code included
-        # the last line of the file that the error went through; 0 if it went through none
-        frames = traceback.extract_tb(error.__traceback__)
-        line = next((frame.lineno or 0 for frame in reversed(frames) if frame.filename == file), 0)
-        if isinstance(error, SyntaxError) and error.filename == file:
-            line = error.lineno or 0
-        return {"raised": described(error), "line": line}
+def _line_of(error: BaseException, file: str) -> str:
+    """`:LINE`, the last line of the file that an error went through; "" if it went through none."""
+    if isinstance(error, SyntaxError) and error.filename == file:
+        return f":{error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f":{lines[-1]}" if lines else ""
 
 
 def described(error: BaseException) -> str:
@@ -264,18 +277,39 @@ def described(error: BaseException) -> str:
     return f"{name}: {shown(message)}" if message else name
 
 
-def _answers(request: dict[str, Any]) -> Iterable[dict[str, object]]:
-    """The reply to each row, up to the first that is no value."""
-    file = request["file"]
-    if "names" in request:
-        yield _reply(file, lambda: _load(**request))
-        return
-    function, call = _functions[request["field"], request["name"]], _CALLS[request["call"]]
-    for row in request["rows"]:
+def _loaded(request: dict[str, Any]) -> dict[str, object]:
+    at = f"{request['field']}: {request['file']}"
+    try:
+        return {"value": _load(**request)}
+    except RefusedError as error:
+        return {"error": f"{at}: {error}"}
+    except BaseException as error:  # SystemExit of the user's code included
+        return {"error": f"{at}{_line_of(error, request['file'])} fails to load ({described(error)})"}
+
+
+def _called(request: dict[str, Any], row: Row) -> dict[str, object]:
+    of = f"; prompt key '{shown(row['key'])}'" if "key" in row else ""
+    field, file, name, line = (request[part] for part in ("field", "file", "name", "line"))
+    try:
         seed_generators(request["seed"])
-        reply = _reply(file, lambda: call(function, row, request["options"]))  # noqa: B023 - called at once
+        return {"value": _CALLS[request["call"]](_functions[field, name], row, request["options"])}
+    except UserError as error:  # of a file of this package
+        return {"error": str(error)}
+    except RefusedError as error:
+        return {"error": f"{field}: {file}{line}: {name} {error}{of}"}
+    except BaseException as error:  # SystemExit and KeyboardInterrupt of the user's code included
+        return {"error": f"{field}: {file}{_line_of(error, file) or line}: {name} raised {described(error)}{of}"}
+
+
+def _answers(request: dict[str, Any]) -> Iterable[dict[str, object]]:
+    """The reply to each row, up to the first that is an error."""
+    if "calls" in request:
+        yield _loaded(request)
+        return
+    for row in request["rows"]:
+        reply = _called(request, row)
         yield reply
-        if "value" not in reply:
+        if "error" in reply:
             return
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import fields
 from typing import Any
 
 from ppo_repro.errors import UserError
-from ppo_repro.output import did_you_mean, shown
+from ppo_repro.output import shown
 from ppo_repro.tasks.child import described, seed_generators
 
 _dataset: Any = None
@@ -17,13 +16,24 @@ _entries: dict[str, dict[str, Any]] = {}  # by key
 def entries(dataset: str, settings: dict[str, Any], seed: int, size: int) -> list[dict[str, str]]:
     """The entries of the data set, each question once; UserError for an unknown name or setting."""
     global _dataset
-    made = _made(dataset, {**settings, "seed": seed}, size)
+    try:
+        with warnings.catch_warnings():  # about the syntax of the package's own files, when they are first compiled
+            warnings.simplefilter("ignore", SyntaxWarning)
+            from reasoning_gym.factory import create_dataset
+    except ImportError as error:
+        reason = "" if error.name == "reasoning_gym" else f" ({error})"
+        raise UserError(
+            f"task.kind = reasoning_gym: needs reasoning-gym{reason}; install it: pip install 'ppo-repro[tasks]'"
+        ) from error
     seed_generators(seed)
     try:
-        _dataset = made()
+        _dataset = create_dataset(dataset, size=size, **{**settings, "seed": seed})
         found = [_dataset[index] for index in range(size)]
     except Exception as error:
-        raise UserError(f"task.settings: {dataset} refuses {shown(repr(settings))} ({described(error)})") from error
+        raise UserError(
+            f"task.dataset = {dataset!r}: reasoning-gym refuses it, with task.settings = {shown(repr(settings))} "
+            f"({described(error)})"
+        ) from error
     problems: dict[str, dict[str, str]] = {}
     for index, entry in enumerate(found):
         question, key = entry["question"], f"{dataset}-{seed}-{index}"
@@ -36,24 +46,3 @@ def entries(dataset: str, settings: dict[str, Any], seed: int, size: int) -> lis
 def score(key: str, answer: str | None) -> float:
     """The data set's score of an answer, usually 0 to 1; None is no answer."""
     return float(_dataset.score_answer(answer, _entries[key]))
-
-
-def _made(dataset: str, settings: dict[str, Any], size: int) -> Any:
-    try:
-        with warnings.catch_warnings():  # about the syntax of the package's own files, when they are first compiled
-            warnings.simplefilter("ignore", SyntaxWarning)
-            from reasoning_gym.factory import DATASETS, create_dataset
-    except ImportError as error:
-        reason = "" if error.name == "reasoning_gym" else f" ({error})"
-        raise UserError(
-            f"task.kind = reasoning_gym: needs reasoning-gym{reason}; install it: pip install 'ppo-repro[tasks]'"
-        ) from error
-    if dataset not in DATASETS:
-        meant = did_you_mean(dataset, sorted(DATASETS))
-        raise UserError(f"task.dataset = {dataset!r}: must be one of {', '.join(sorted(DATASETS))}{meant}")
-    known = sorted({field.name for field in fields(DATASETS[dataset][1])} - {"size"})
-    for name in settings:
-        if name not in known:
-            has = f"it has {', '.join(known)}{did_you_mean(name, known)}"
-            raise UserError(f"task.settings.{name}: unknown setting of {dataset}; {has}")
-    return lambda: create_dataset(dataset, size=size, **settings)

@@ -23,6 +23,9 @@ if TYPE_CHECKING:  # the prompts of a file are checked before anything is import
     from transformers import PreTrainedTokenizerBase
 
 
+ROLES = {"system", "user", "assistant", "tool"}
+
+
 @dataclass(frozen=True)
 class Problem:
     """One prompt. The key is its name everywhere and does not depend on the order of the file."""
@@ -145,14 +148,12 @@ def _messages(where: str, value: Any, chat_template: bool) -> list[dict[str, str
         if not isinstance(message, dict) or set(message) != {"role", "content"}:
             raise UserError(f"{where}: field 'prompt': a message must be an object with 'role' and 'content' alone")
         text_field(where, "content", message["content"])
-    roles = [message["role"] for message in value]
-    if not set(roles[:1]) <= {"system", "user"} or not set(roles[1:]) <= {"user", "assistant", "tool"}:
+    roles = [str(message["role"]) for message in value]
+    if roles[:1] == ["assistant"] or not set(roles) <= ROLES or not {"user", "tool"} & set(roles[-1:]):
         raise UserError(
-            f"{where}: field 'prompt' has the roles {shown(', '.join(map(str, roles)))}; must begin with system or "
-            "user, and go on with user, assistant or tool"
+            f"{where}: field 'prompt' has the roles {shown(', '.join(roles))}; must begin with system or user, go on "
+            "with user, assistant or tool, and end with user or tool"
         )
-    if not roles or roles[-1] not in ("user", "tool"):
-        raise UserError(f"{where}: field 'prompt' must end with a message of the user or a tool; the model answers it")
     return [dict(message) for message in value]
 
 
@@ -161,17 +162,15 @@ def all_different(entries: Iterable[tuple[str, str, Problem]]) -> list[Problem]:
 
     UserError for a key or prompt that appears twice: it could be trained on and held out.
     """
-    problems: list[Problem] = []
-    keys: dict[str, str] = {}
-    prompts: dict[str, str] = {}
+    problems, first = [], dict[tuple[str, str], str]()
     for where, name, problem in entries:
-        for what, text, first in (("key", problem.key, keys), ("prompt", problem.prompt, prompts)):
-            if text in first:
+        for what in (("key", problem.key), ("prompt", problem.prompt)):
+            if what in first:
                 raise UserError(
-                    f"{where}: {what} '{shown(text)}' is also that of {first[text]}; "
-                    f"give each prompt once, with its own key"
+                    f"{where}: {what[0]} '{shown(what[1])}' is also that of {first[what]}; give each prompt once, with "
+                    "its own key"
                 )
-            first[text] = name
+            first[what] = name
         problems.append(problem)
     return problems
 

@@ -83,10 +83,8 @@ def _read_prompts(prompts: UserFunction, chat_template: bool) -> list[Problem]:
             f"{prompts.where}: prompts() returned other prompts the second time; it must always return "
             "the same, whatever the global generators hold"
         )
-    named = []
-    for index, entry in enumerate(first):
-        where = f"{prompts.where}: entry {index} of prompts()"
-        if isinstance(entry, str):
-            raise UserError(f"{where}: {entry}")
-        named.append((where, f"entry {index}", make_problem(where, entry, chat_template)))
-    return all_different(named)
+    wheres = [f"{prompts.where}: entry {index} of prompts()" for index in range(len(first))]
+    return all_different(
+        (where, f"entry {index}", make_problem(where, entry, chat_template))
+        for index, (where, entry) in enumerate(zip(wheres, first, strict=True))
+    )

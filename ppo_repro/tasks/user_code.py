@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ppo_repro.config.tasks import CalledReward, TrlReward, VerlReward
+from ppo_repro.config.tasks import CalledReward
 from ppo_repro.errors import UserError
 from ppo_repro.output import shown
 
@@ -33,8 +33,8 @@ class UserProcess:
 
     def ask(
         self, request: Mapping[str, Any], replies: int, seconds: float, lost: Callable[[int, str], str]
-    ) -> list[dict[str, Any]]:
-        """The replies to a request, one a row; the last one alone may be no value, and then it ends the list.
+    ) -> list[Any]:
+        """The replies to a request, one a row. UserError for the first that is an error.
 
         UserError(lost(row, what)) if the child ends, or gives no reply to a row within `seconds` of wall time.
         """
@@ -42,22 +42,27 @@ class UserProcess:
             self._child = _start()
             weakref.finalize(self, _stop, *self._child)
         child, connection = self._child
-        found: list[dict[str, Any]] = []
+        values: list[Any] = []
         try:
             connection.send_bytes(json.dumps(request).encode())
-            while len(found) < replies and (not found or "value" in found[-1]):
+            for _ in range(replies):
                 if not connection.poll(seconds):
                     raise TimeoutError
-                found.append(json.loads(connection.recv_bytes()))
+                reply = json.loads(connection.recv_bytes())
+                if "error" in reply:
+                    raise UserError(reply["error"])
+                values.append(reply["value"])
+        except UserError:
+            raise
         except (EOFError, OSError) as error:
             late = f"gave no answer within {seconds:g} s; make it end"
             how = late if isinstance(error, TimeoutError) else _how_ended(child)
             _stop(child, connection)  # it is not started again
-            raise UserError(lost(len(found), how)) from error
+            raise UserError(lost(len(values), how)) from error
         except BaseException:  # Ctrl-C: the replies still to come belong to nobody
             _stop(child, connection)
             raise
-        return found
+        return values
 
 
 def _start() -> tuple[subprocess.Popen[bytes], Connection]:
@@ -100,18 +105,14 @@ class UserFunction:
     field: str  # of the configuration
     file: Path
     name: str
-    line: int  # where it begins; 0 if unknown
+    line: str  # `:LINE` where it begins; "" if unknown
     call: str  # the convention by which the child calls it
     options: Mapping[str, Any]
 
     @property
     def where(self) -> str:
         """Field, file and line."""
-        return self.at(self.line)
-
-    def at(self, line: int) -> str:
-        """Field, file and a line of it."""
-        return f"{self.field}: {self.file}{f':{line or self.line}' if line or self.line else ''}"
+        return f"{self.field}: {self.file}{self.line}"
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], seed: int = 0) -> list[Any]:
         """What the function returns for each row of arguments; functions of the convention `scores` get all at once.
@@ -121,28 +122,17 @@ class UserFunction:
         """
         if self.call == "scores":
             seconds = max(CALL_SECONDS, _SECONDS_PER_TRANSCRIPT * len(rows))
-            (scores,) = self._ask([{"transcripts": list(rows)}], seed, seconds)
-            return list(scores)
+            return list(self._ask([{"transcripts": list(rows)}], seed, seconds)[0])
         return self._ask(rows, seed, CALL_SECONDS)
 
     def _ask(self, rows: Sequence[Mapping[str, Any]], seed: int, seconds: float) -> list[Any]:
-        def of(row: int) -> str:
-            return f"; prompt key '{shown(rows[row]['key'])}'" if "key" in rows[row] else ""
+        def lost(row: int, how: str) -> str:
+            of = f"; prompt key '{shown(rows[row]['key'])}'" if "key" in rows[row] else ""
+            return f"{self.where}: {self.name} {how}{of}"
 
-        about = {"field": self.field, "file": str(self.file), "name": self.name, "call": self.call}
-        request = {**about, "options": dict(self.options), "seed": seed, "rows": list(rows)}
-        replies = self.process.ask(
-            request, len(rows), seconds, lambda row, how: f"{self.where}: {self.name} {how}{of(row)}"
-        )
-        last: dict[str, Any] = replies[-1] if replies else {"value": None}
-        what = self.name if self.call in ("prompts", "scores", "step") else "the function"
-        if "wrong" in last:
-            raise UserError(last["wrong"])
-        if "refused" in last:
-            raise UserError(f"{self.where}: {what} {last['refused']}{of(len(replies) - 1)}")
-        if "raised" in last:
-            raise UserError(f"{self.at(last['line'])}: {what} raised {last['raised']}{of(len(replies) - 1)}")
-        return [reply["value"] for reply in replies]
+        about = {name: getattr(self, name) for name in ("field", "name", "line", "call", "options")}
+        request = {**about, "file": str(self.file), "seed": seed, "rows": list(rows)}
+        return self.process.ask(request, len(rows), seconds, lost)
 
 
 def load(
@@ -152,22 +142,9 @@ def load(
 
     `calls`: the convention of each function by name.
     """
-    request = {"field": field, "file": str(file), "names": list(calls), "folder": os.getcwd()}
-
-    def lost(row: int, how: str) -> str:
-        return f"{field}: {file} fails to load (it {how})"
-
-    (reply,) = process.ask(request, 1, CALL_SECONDS, lost)
-    if "refused" in reply:
-        raise UserError(f"{field}: {file}: {reply['refused']}")
-    if "raised" in reply:
-        line = f":{reply['line']}" if reply["line"] else ""
-        raise UserError(f"{field}: {file}{line} fails to load ({reply['raised']})")
-    return {
-        name: UserFunction(process, field, file, name, line, calls[name], options or {})
-        for name, line in reply["value"].items()
-        if line is not None
-    }
+    request = {"field": field, "file": str(file), "calls": dict(calls), "folder": os.getcwd()}
+    (lines,) = process.ask(request, 1, CALL_SECONDS, lambda row, how: f"{field}: {file} fails to load (it {how})")
+    return {n: UserFunction(process, field, file, n, line, calls[n], options or {}) for n, line in lines.items()}
 
 
 def load_function(process: UserProcess, field: str, path: str, term: CalledReward | None = None) -> UserFunction:
@@ -177,12 +154,7 @@ def load_function(process: UserProcess, field: str, path: str, term: CalledRewar
         raise UserError(f"{field} = {path!r}: must be FILE.py:FUNCTION")
     if not Path(file).is_file():
         raise UserError(f"{field} = {path!r}: there is no file {file}")
-    call = "function" if term is None else term.kind
-    options: dict[str, Any] = {}
-    if isinstance(term, TrlReward):
-        options = {"conversational": term.conversational}
-    elif isinstance(term, VerlReward):
-        options = {"data_source": term.data_source}
+    call, options = ("function", {}) if term is None else (term.kind, term.model_dump(mode="json"))
     found = load(process, field, Path(file), {name: call}, options)
     if name not in found:
         raise UserError(f"{field} = {path!r}: {file} has no function {name}")

@@ -1,48 +1,35 @@
-"""Tests that guard a training stack: assertions on runs and log-prob dumps, checks of losses, and a pytest plugin.
+"""Assertions that guard a training stack in pytest: on dumps of log-probs and recorded runs; and `check_loss`.
 
-Installed with the package, so every pytest run has `golden_run` and `--update-golden`. The names about losses need
-torch, which is loaded when one of them is first used. PYTEST_DONT_REWRITE
+`LossBatch` and `check_loss` need torch, which is loaded when one of them is first used.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ppo_repro.testing.plugin import (
+from ppo_repro.testing.dumps import Names
+from ppo_repro.testing.guard import (
     assert_matches_golden,
     assert_mismatch_below,
     assert_on_policy,
     assert_same_run,
-    golden_run,
-    pytest_addoption,
-    pytest_terminal_summary,
 )
 
 if TYPE_CHECKING:
-    from ppo_repro.testing.advantages import AdvantageBatch, check_advantages
-    from ppo_repro.testing.dumps import Names
-    from ppo_repro.testing.losses import LossBatch, LossLayout, LossRollout, check_loss, rollout_of
+    from ppo_repro.testing.losses import LossBatch, check_loss
 
 __all__ = [
-    "AdvantageBatch",
     "LossBatch",
-    "LossLayout",
-    "LossRollout",
     "Names",
     "assert_matches_golden",
     "assert_mismatch_below",
     "assert_on_policy",
     "assert_same_run",
-    "check_advantages",
     "check_loss",
-    "golden_run",
-    "pytest_addoption",
-    "pytest_terminal_summary",
-    "rollout_of",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in ("LossBatch", "check_loss"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = {"Names": "dumps", "AdvantageBatch": "advantages", "check_advantages": "advantages"}.get(name, "losses")
-    return getattr(import_module(f"{__name__}.{home}"), name)
+    from ppo_repro.testing import losses
+
+    return getattr(losses, name)

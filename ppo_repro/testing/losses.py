@@ -1,7 +1,6 @@
-"""A loss of one's own as trainers show it a batch: micro-batches, padding, junk under the mask, turns, ranks, dtypes.
+"""A loss of one's own, called as trainers call it: with micro-batches, padding, tool tokens, ranks and narrow dtypes.
 
-A loss sees one micro-batch, padded or packed, on one rank. What an optimizer step computes should follow from the
-tokens that count alone.
+What an optimizer step computes should follow from the tokens that count alone.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,52 +20,10 @@ from ppo_repro.seeding import permutation
 if TYPE_CHECKING:
     import pandas as pd
 
-Combine = Literal["mean", "sum"]
-Junk = Literal["", "finite", "not finite"]
-NOT_FINITE = (math.nan, math.inf, -math.inf)
-# relative; float64 sums of a million terms stay below 1e-10, changes of meaning are far above
-TOLERANCE = 1e-9
-# of a log-ratio of 800 float32 keeps 1e-4; a right loss in float32 stays below
-TOLERANCES = {torch.float64: TOLERANCE, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+NOT_FINITE = torch.tensor([math.nan, math.inf, -math.inf], dtype=torch.float64)
+# relative; in float64 sums of a million terms stay below, of a log-ratio of 800 float32 keeps 1e-4
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 LOG_RATIOS = (1e-8, -1e-8, 20.0, -20.0, 100.0, -100.0, 800.0, -800.0)
-
-
-@dataclass(frozen=True)
-class LossRollout:
-    """B responses with N tokens together, in order of sequences and positions.
-
-    `lengths` [B] are tokens of a response, `new_logprobs` [N] float64 in nats, `columns` [N] float64 each, `mask` [N]
-    bool (None: all True), False at tokens that do not count, as those of a tool. UserError for a response without a
-    token that counts, and for another shape or dtype.
-    """
-
-    lengths: tuple[int, ...]
-    new_logprobs: Tensor  # the gradient is taken with respect to them
-    columns: Mapping[str, Tensor]  # old_logprobs, advantages, whatever the loss reads
-    mask: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        count = sum(self.lengths)
-        if not self.lengths or min(self.lengths) < 1:
-            raise UserError("loss rollout: needs at least one response, and a token in each")
-        for name, column in {"new_logprobs": self.new_logprobs, **self.columns, "mask": self.counts}.items():
-            dtype = torch.bool if name == "mask" else torch.float64
-            if column.shape != (count,) or column.dtype != dtype:
-                found = f"{column.dtype} {list(column.shape)}"
-                raise UserError(f"loss rollout: {name} is {found}; must be {dtype} [{count}]")
-        if not all(bool(part.any()) for part in self.counts.split(self.lengths)):
-            raise UserError("loss rollout: a response has no token that counts; leave it out")
-
-    @property
-    def counts(self) -> Tensor:
-        """Which tokens count, bool [N]."""
-        return torch.ones(sum(self.lengths), dtype=torch.bool) if self.mask is None else self.mask
-
-    def describe(self, index: int) -> str:
-        """Sequence and position of a token, in words."""
-        ends = np.cumsum(self.lengths)
-        sequence = int(np.searchsorted(ends, index, side="right"))
-        return f"sequence {sequence}, position {index - int(ends[sequence] - self.lengths[sequence])}"
 
 
 @dataclass(frozen=True)
@@ -91,54 +47,57 @@ class LossBatch:
 Loss = Callable[[LossBatch], Tensor]
 
 
-@dataclass(frozen=True)
-class LossLayout:
-    """How the sequences of one optimizer step are shown to the loss.
-
-    `micro_batch` sequences in a pass (0: all), in the given `order`, over `ranks` processes; `padding` on the right or
-    left, or rows packed without any, `extra` more columns of it than are needed; `inserted` tokens that do not count
-    after each second token. `junk` fills every column under the mask with numbers of its own. `dtype` is that of all
-    numbers.
-    """
+class _Layout(NamedTuple):
+    """How the responses of a step are shown to the loss; 0 in `micro_batch` puts all responses of a rank in one."""
 
     micro_batch: int = 0
     padding: Literal["right", "left", "packed"] = "right"
-    extra: int = 0
-    inserted: int = 0
-    junk: Junk = ""
+    extra: int = 0  # columns of padding that are not needed
+    inserted: int = 0  # tokens that do not count, after each second token
+    junk: Literal["", "finite", "not finite"] = ""  # in every column under the mask
     order: Literal["given", "reversed", "shuffled"] = "given"
     ranks: int = 1
-    dtype: torch.dtype = torch.float64
 
     def describe(self) -> str:
-        """The fields that are not the default."""
-        fields = {name: value for name, value in vars(self).items() if value != getattr(WHOLE, name)}
-        words = (f"{name.replace('_', ' ')} {str(value).removeprefix('torch.')}" for name, value in fields.items())
-        return ", ".join(words) or "all at once, padded right"
+        fields = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
+        return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in fields.items())
 
 
-WHOLE = LossLayout()
-ROWS = (  # of one batch
-    LossLayout(padding="left"),
-    LossLayout(extra=3),
-    LossLayout(extra=1, junk="finite"),
-    LossLayout(extra=1, junk="not finite"),
-    LossLayout(inserted=2),
-    LossLayout(inserted=1, junk="not finite"),
-    LossLayout(order="shuffled"),
-)
+WHOLE = _Layout()
 LAYOUTS = (
-    *(LossLayout(micro_batch=n) for n in (1, 2, 3)),
-    *ROWS,
-    LossLayout(padding="packed"),
-    LossLayout(order="reversed"),
-    LossLayout(ranks=2),
-    LossLayout(ranks=3),
-    LossLayout(micro_batch=1, padding="packed", order="shuffled", ranks=2),
+    *(_Layout(micro_batch=n) for n in (1, 2, 3)),
+    _Layout(padding="left"),
+    _Layout(extra=3),
+    _Layout(extra=1, junk="finite"),
+    _Layout(extra=1, junk="not finite"),
+    _Layout(inserted=2),
+    _Layout(inserted=1, junk="not finite"),
+    _Layout(order="shuffled"),
+    _Layout(padding="packed"),
+    _Layout(order="reversed"),
+    _Layout(ranks=2),
+    _Layout(ranks=3),
+    _Layout(micro_batch=1, padding="packed", order="shuffled", ranks=2),
 )
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True)
+class _Rollout:
+    """Responses of N tokens together: `lengths` of each, float64 [N] columns, and which tokens count, bool [N]."""
+
+    lengths: list[int]
+    columns: dict[str, Tensor]
+    mask: Tensor
+
+    def describe(self, index: int) -> str:
+        """Sequence and position of a token, in words."""
+        sequence = 0
+        while index >= self.lengths[sequence]:
+            index, sequence = index - self.lengths[sequence], sequence + 1
+        return f"sequence {sequence}, position {index}"
+
+
+class _Step(NamedTuple):
     """The loss of one optimizer step and its gradient with respect to `new_logprobs`, in the order of the rollout."""
 
     value: float
@@ -146,58 +105,54 @@ class Step(NamedTuple):
     under_mask: int  # positions that do not count, with a gradient other than 0
 
 
-def rollout_of(frame: pd.DataFrame) -> LossRollout:
-    """A rollout from a data frame with one row per token: `sequence`, `new_logprobs`, and what else the loss reads.
-
-    Rows of a sequence are in the order of `position` if there is such a column; `mask` is 0 at tokens that do not
-    count. UserError names a column that is missing or holds no finite numbers.
-    """
+def _rollout_of(frame: pd.DataFrame) -> _Rollout:
     for name in ("sequence", "new_logprobs"):
         if name not in frame.columns:
-            raise UserError(f"loss rollout: the frame has no column '{name}'; there are {', '.join(map(str, frame))}")
+            raise UserError(f"check_loss: the frame has no column '{name}'; there are {', '.join(map(str, frame))}")
     frame = frame.sort_values([n for n in ("sequence", "position") if n in frame.columns], kind="stable")
-    lengths = tuple(int(n) for n in frame.groupby("sequence", sort=True).size())
+    lengths = [int(n) for n in frame.groupby("sequence", sort=True).size()]
     columns: dict[str, Tensor] = {}
     for name in frame.columns.drop(["sequence", "position"], errors="ignore"):
         try:
             columns[str(name)] = torch.tensor(frame[name].to_numpy(dtype="float64"))
         except (TypeError, ValueError) as error:
-            raise UserError(f"loss rollout: column '{name}' holds no numbers; leave it out of the frame") from error
-        if not bool(torch.isfinite(columns[str(name)]).all()):
-            raise UserError(f"loss rollout: column '{name}' holds numbers that are not finite; leave them out")
-    mask = columns.pop("mask") != 0 if "mask" in columns else None
-    return LossRollout(lengths, columns.pop("new_logprobs"), columns, mask)
+            raise UserError(f"check_loss: column '{name}' holds no numbers; leave it out of the frame") from error
+        if not bool(columns[str(name)].isfinite().all()):
+            raise UserError(f"check_loss: column '{name}' holds numbers that are not finite; leave them out")
+    mask = columns.pop("mask", torch.ones(len(frame))) != 0
+    if not lengths or not all(bool(part.any()) for part in mask.split(lengths)):
+        raise UserError("check_loss: needs at least one response, and in each a token that counts")
+    return _Rollout(lengths, columns, mask)
 
 
-def step(loss: Loss, rollout: LossRollout, layout: LossLayout, combine: Combine) -> Step:
+def _step(loss: Loss, rollout: _Rollout, layout: _Layout, combine: str, dtype: torch.dtype = torch.float64) -> _Step:
     """One optimizer step under a layout. UserError if the loss returns no scalar."""
-    order = ordered(len(rollout.lengths), layout)
-    ranks = [sequences for rank in range(layout.ranks) if (sequences := order[rank :: layout.ranks])]
-    value, under_mask, gradients = 0.0, 0, torch.zeros(sum(rollout.lengths), dtype=torch.float64)
+    count = len(rollout.lengths)
+    order = permutation(count, "loss layout").tolist() if layout.order == "shuffled" else list(range(count))
+    order = order[:: -1 if layout.order == "reversed" else 1]
+    ranks = [order[rank :: layout.ranks] for rank in range(min(layout.ranks, count))]
+    value, under_mask, gradients = 0.0, 0, torch.zeros(len(rollout.mask), dtype=torch.float64)
     for sequences in ranks:
         size = layout.micro_batch or len(sequences)
         passes = [sequences[i : i + size] for i in range(0, len(sequences), size)]
         weight = 1.0 if combine == "sum" else 1.0 / (len(passes) * len(ranks))
         for some in passes:
-            batch, indices = lay_out(rollout, some, layout)
+            batch, indices = _lay_out(rollout, some, layout, dtype)
             result = loss(batch)
             if not isinstance(result, Tensor) or result.numel() != 1 or not result.requires_grad:
-                raise UserError("loss: must return a tensor with one number that depends on new_logprobs")
+                raise UserError(
+                    "check_loss: the loss must return a tensor with one number that depends on new_logprobs"
+                )
             (grad,) = torch.autograd.grad(result.reshape(()), batch.new_logprobs)
             value += weight * float(result.detach())
             gradients[indices[batch.mask]] += weight * grad[batch.mask].double()
             under_mask += int((grad[~batch.mask] != 0).sum())  # NaN is not 0
-    return Step(value, gradients, under_mask)
+    return _Step(value, gradients, under_mask)
 
 
-def ordered(count: int, layout: LossLayout) -> list[int]:
-    """The sequences in the order of a layout."""
-    if layout.order == "shuffled":
-        return permutation(count, "loss layout").tolist()
-    return list(range(count))[:: -1 if layout.order == "reversed" else 1]
-
-
-def lay_out(rollout: LossRollout, sequences: Sequence[int], layout: LossLayout) -> tuple[LossBatch, Tensor]:
+def _lay_out(
+    rollout: _Rollout, sequences: Sequence[int], layout: _Layout, dtype: torch.dtype
+) -> tuple[LossBatch, Tensor]:
     """A batch, and the index in the rollout of each of its positions [R, L], below 0 where there is none."""
     rows, owners = [], []
     for s in sequences:
@@ -216,60 +171,54 @@ def lay_out(rollout: LossRollout, sequences: Sequence[int], layout: LossLayout) 
 
     indices = torch.tensor([padded(row) for row in rows])
     there = indices >= 0
-    mask = there & rollout.counts[indices.clamp(min=0)]
+    mask = there & rollout.mask[indices.clamp(min=0)]
+    number = torch.arange(indices.numel(), dtype=torch.float64).reshape(indices.shape)
 
-    def column(values: Tensor, number: int) -> Tensor:
-        filled = torch.where(there, values[indices.clamp(min=0)], 0.0)
-        return torch.where(mask, filled, _junk(layout.junk, number, filled)).to(layout.dtype)
+    def column(name: str, k: int) -> Tensor:
+        """Under the mask, each column has junk of its own; the model computes finite new log-probs (k = 0) there."""
+        filled = torch.where(there, rollout.columns[name][indices.clamp(min=0)], 0.0)
+        if layout.junk == "not finite" and k:
+            filled = torch.where(mask, filled, NOT_FINITE[(number.long() + k) % 3])
+        elif layout.junk:
+            filled = torch.where(mask, filled, (-1.0) ** k * (7.0 + 60.0 * k + number) * (10.0 if k else -1.0))
+        return filled.to(dtype)
 
-    new = column(rollout.new_logprobs, 0)
+    others = [name for name in rollout.columns if name != "new_logprobs"]
     batch = LossBatch(
-        new_logprobs=new.requires_grad_(),
-        columns={name: column(values, i) for i, (name, values) in enumerate(rollout.columns.items(), 1)},
+        new_logprobs=column("new_logprobs", 0).requires_grad_(),
+        columns={name: column(name, k) for k, name in enumerate(others, 1)},
         mask=mask,
         sequences=torch.tensor([padded(row) for row in owners]),
-        step_tokens=int(rollout.counts.sum()),
+        step_tokens=int(rollout.mask.sum()),
         step_sequences=len(rollout.lengths),
     )
     return batch, indices
 
 
-def _junk(kind: Junk, number: int, otherwise: Tensor) -> Tensor:
-    """What stands under the mask, [R, L]: in each column, and at each position, another number.
-
-    The model computes the new log-probs (column 0) at padding too: they are finite.
-    """
-    if not kind:
-        return otherwise
-    index = torch.arange(otherwise.numel(), dtype=torch.float64).reshape(otherwise.shape)
-    if kind == "finite" or number == 0:
-        return (-1.0) ** number * (7.0 + 60.0 * number + index) * (10.0 if number else -1.0)
-    return torch.tensor(NOT_FINITE, dtype=torch.float64)[(index.long() + number) % 3]
-
-
-def _extremes(rollout: LossRollout, log_ratios: Sequence[float]) -> Iterator[tuple[str, LossRollout]]:
+def _extremes(rollout: _Rollout) -> Iterator[tuple[str, _Rollout]]:
     """The rollout with one extreme token, and what it is: large and tiny log-ratios, advantages of 0.
 
     Columns that end in `_logprobs` are new - log-ratio there; where the advantage is 0, columns `is_...` are 0 as well.
     """
-    token = int(rollout.counts.nonzero()[:, 0][int(rollout.counts.sum()) // 2])
-    for x in log_ratios:
+    token = int(rollout.mask.nonzero()[:, 0][int(rollout.mask.sum()) // 2])
+    for x in LOG_RATIOS:
         for sign, words in ((1.0, ""), (-1.0, ", advantage of the other sign"), (0.0, ", advantage 0")):
-            new, columns = rollout.new_logprobs.clone(), {n: v.clone() for n, v in rollout.columns.items()}
-            new[token] = -0.5 + min(x, 0.0)
+            columns = {name: values.clone() for name, values in rollout.columns.items()}
             for name, values in columns.items():
-                if name.endswith("_logprobs"):
+                if name == "new_logprobs":
+                    values[token] = -0.5 + min(x, 0.0)
+                elif name.endswith("_logprobs"):
                     values[token] = -0.5 - max(x, 0.0)
                 elif name == "advantages":
                     values[token] *= sign
                 elif name.startswith("is_") and sign == 0.0:
                     values[token] = 0.0
-            yield f"log-ratio {x:g}{words}", replace(rollout, new_logprobs=new, columns=columns)
+            yield f"log-ratio {x:g}{words}", replace(rollout, columns=columns)
 
 
-def _difference(found: Step, expected: Step, rollout: LossRollout, tolerance: float) -> str:
+def _difference(found: _Step, expected: _Step, rollout: _Rollout, dtype: torch.dtype = torch.float64) -> str:
     """What differs by more than the tolerance, relative to the value or the largest gradient; "" if nothing does."""
-    a, b = found.gradients, expected.gradients
+    a, b, tolerance = found.gradients, expected.gradients, TOLERANCES.get(dtype, 0.1)
     apart = (a - b).abs() / (float(b.abs().max()) or 1.0)
     wrong, lost = (~(apart <= tolerance)).nonzero()[:, 0].tolist(), (~a.isfinite()).nonzero()[:, 0].tolist()
     # a value near 0 is a sum that cancels: the gradients say how large its terms are
@@ -290,55 +239,50 @@ def _difference(found: Step, expected: Step, rollout: LossRollout, tolerance: fl
 
 def check_loss(
     loss: Loss,
-    rollout: LossRollout | pd.DataFrame,
+    frame: pd.DataFrame,
     *,
-    combine: Combine,
-    layouts: Sequence[LossLayout] = LAYOUTS,
+    combine: Literal["mean", "sum"],
     dtypes: Sequence[torch.dtype] = (torch.float32,),
-    log_ratios: Sequence[float] = LOG_RATIOS,
-    tolerance: float = TOLERANCE,
 ) -> dict[str, str]:
     """What changes value or gradient of `loss`, by layout, dtype or extreme token. An empty dict: the loss conforms.
 
     Args:
         loss: a function of `LossBatch` that returns a scalar; nats and units are its own.
-        rollout: a `LossRollout`, or a data frame with one row per token, see `rollout_of`.
+        frame: a row for each token, with `sequence`, `new_logprobs` (nats), and what else the loss reads; in the order
+            of `position` if there is such a column; `mask` is 0 at tokens that do not count, as those of a tool.
         combine: what the trainer does with the losses of micro-batches, and with those of ranks: their `mean`
             (gradient accumulation of transformers, DDP), or their `sum`.
         dtypes: beside float64; each is compared with float64 of the same numbers.
-        log_ratios: of one token that is made extreme, also with an advantage of 0 and of the other sign.
-        tolerance: relative, of the value and of the largest gradient, in float64.
 
-    A loss that is not finite on the rollout itself has that one entry, and no layout is blamed. Raises UserError for a
-    rollout or a loss that cannot be used.
+    A loss that is not finite on the frame itself has that one entry, and no layout is blamed. Raises UserError for a
+    frame or a loss that cannot be used.
 
-    >>> import torch
-    >>> from ppo_repro.testing import LossRollout, check_loss
-    >>> rollout = LossRollout((2, 1), torch.tensor([-1.0, -2.0, -0.5]).double(), {})
-    >>> check_loss(lambda b: b.new_logprobs.masked_fill(~b.mask, 0).sum() / b.step_tokens, rollout, combine="sum")
+    >>> import pandas as pd
+    >>> from ppo_repro.testing import check_loss
+    >>> frame = pd.DataFrame({"sequence": [0, 0, 1], "new_logprobs": [-1.0, -2.0, -0.5]})
+    >>> check_loss(lambda b: b.new_logprobs.masked_fill(~b.mask, 0).sum() / b.step_tokens, frame, combine="sum")
     {}
-    >>> found = check_loss(lambda b: b.new_logprobs[b.mask].mean(), rollout, combine="mean")
+    >>> found = check_loss(lambda b: b.new_logprobs[b.mask].mean(), frame, combine="mean")
     >>> print(found["micro batch 1"])
     value -1 instead of -1.16666667; gradient differs at 3 tokens, by 0.5, first at sequence 0, position 0
     """
-    checked = rollout if isinstance(rollout, LossRollout) else rollout_of(rollout)
-    whole = step(loss, checked, WHOLE, combine)
-    plain = {WHOLE.describe(): _difference(whole, whole, checked, tolerance)}
-    if not math.isfinite(whole.value) or not bool(whole.gradients.isfinite().all()):
-        return plain
-    found = {x.describe(): _difference(step(loss, checked, x, combine), whole, checked, tolerance) for x in layouts}
-    failed: set[str] = set()  # in float64: not said again of narrower numbers
-    for dtype in (torch.float64, *dtypes):
-        name = str(dtype).removeprefix("torch.")
-        for what, case in [("", checked), *_extremes(checked, log_ratios)]:
-            if what in failed:
-                continue
-            columns = {name: x.to(dtype).double() for name, x in case.columns.items()}
-            # rounded first, so that only what the loss computes is compared
-            rounded = replace(case, new_logprobs=case.new_logprobs.to(dtype).double(), columns=columns)
-            wide, narrow = (step(loss, rounded, replace(WHOLE, dtype=d), combine) for d in (torch.float64, dtype))
-            change = _difference(narrow, wide, rounded, TOLERANCES.get(dtype, 0.1))
-            if change:
-                failed.add(what)
-                found[", ".join(filter(None, [name, what]))] = change
-    return {layout: change for layout, change in (found | plain).items() if change}
+    rollout = _rollout_of(frame)
+    whole = _step(loss, rollout, WHOLE, combine)
+    found = {"all at once, padded right": _difference(whole, whole, rollout)}
+    if math.isfinite(whole.value) and bool(whole.gradients.isfinite().all()):
+        for layout in LAYOUTS:
+            found[layout.describe()] = _difference(_step(loss, rollout, layout, combine), whole, rollout)
+        failed: set[str] = set()  # in float64: not said again of narrower numbers
+        for dtype in (torch.float64, *dtypes):
+            for what, case in [("", rollout), *_extremes(rollout)]:
+                if what in failed:
+                    continue
+                # rounded first, so that only what the loss computes is compared
+                columns = {name: x.to(dtype).double() for name, x in case.columns.items()}
+                wide, narrow = (
+                    _step(loss, replace(case, columns=columns), WHOLE, combine, d) for d in (torch.float64, dtype)
+                )
+                if change := _difference(narrow, wide, rollout, dtype):
+                    failed.add(what)
+                    found[", ".join(filter(None, [str(dtype).removeprefix("torch."), what]))] = change
+    return {layout: change for layout, change in found.items() if change}

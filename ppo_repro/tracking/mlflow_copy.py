@@ -27,9 +27,18 @@ from ppo_repro.errors import UserError
 from ppo_repro.grids.cell import run_of
 from ppo_repro.grids.grid import CELLS, RESULTS
 from ppo_repro.output import masked, say
-from ppo_repro.records import accuracy, iteration_log, manifest, times
-from ppo_repro.records.config_file import CONFIG_NAME, ENVIRONMENT_NAME, load_config_of, read_note
-from ppo_repro.records.contents import REPORT_NAME
+from ppo_repro.records import manifest
+from ppo_repro.records.folder import (
+    ACCURACY_NAME,
+    CONFIG_NAME,
+    ENVIRONMENT_NAME,
+    REPORT_NAME,
+    TIMES_NAME,
+    end_time,
+    load_config_of,
+    read_note,
+    start_time,
+)
 from ppo_repro.tracking.follower import analysis
 from ppo_repro.tracking.numbers import RunNumbers, Scalar, sentences
 
@@ -38,8 +47,8 @@ PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT
 SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 METRICS_PER_CALL, PARAMS_PER_CALL, VALUE_CHARACTERS = 1000, 100, 6000  # MLflow's limits
 FOLDER_TAG = "ppo_repro.folder"  # finds the earlier copy of a folder
-NOTES = (ENVIRONMENT_NAME, accuracy.FILE_NAME, times.FILE_NAME)
-ARTIFACTS = (manifest.FILE_NAME, iteration_log.FILE_NAME, CONFIG_NAME, *NOTES)
+NOTES = (ENVIRONMENT_NAME, ACCURACY_NAME, TIMES_NAME)
+ARTIFACTS = (manifest.FILE_NAME, manifest.LOG_NAME, CONFIG_NAME, *NOTES)
 ENDED = {"complete": "FINISHED", "interrupted": "KILLED", "failed": "FAILED", "running": "KILLED"}
 OF_ENVIRONMENT = ("code_digest", "git_commit", "git_dirty", "python", "platform")  # tags
 POLL_SECONDS = 1.0
@@ -142,7 +151,7 @@ class _RunCopy:
         if parent is not None:
             tags[MLFLOW_PARENT_RUN_ID] = parent.run_id
         experiment = _experiment(client, config.experiment) if parent is None else parent.experiment_id
-        started, params = times.started(run_dir, recorded), config.model_dump(mode="json")
+        started, params = start_time(run_dir, recorded), config.model_dump(mode="json")
         self.place = _begin(client, experiment, run_dir, name or run_dir.name, params, tags, started)
         self.run_dir, self.ended = run_dir, False
         self._client, self._numbers = client, RunNumbers(run_dir)
@@ -159,7 +168,7 @@ class _RunCopy:
             tags = {"fingerprint": recorded.fingerprint, "config_digest": recorded.config_digest}
             tags[MLFLOW_RUN_NOTE] = "\n".join(f"* {sentence}" for sentence in sentences(self.run_dir))
             files = [self.run_dir / name for name in ARTIFACTS]
-            ended = times.ended(self.run_dir, recorded)
+            ended = end_time(self.run_dir, recorded)
             _end(self._client, self.place, tags, files, ENDED[recorded.status], ended)
 
 
@@ -185,7 +194,7 @@ def _copy_grid(client: MlflowClient, grid_dir: Path, is_over: IsOver) -> Place:
             if number not in copies:
                 copies[number] = _RunCopy(client, run_dir, parent, cell, cell=cell, **labels)
             copies[number].catch_up(over)
-    ends = [times.ended(copy.run_dir, manifest.load_head(copy.run_dir)) for copy in copies.values()]
+    ends = [end_time(copy.run_dir, manifest.load_head(copy.run_dir)) for copy in copies.values()]
     status = "FINISHED" if (cells["state"] == "complete").all() else "FAILED"
     files = [grid_dir / name for name in ("grid.yaml", CELLS, RESULTS)]
     tags = {MLFLOW_RUN_NOTE: f"**{tree['question']}**\n\nExpected: {tree['expectation']}"}

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from ppo_repro.records import accuracy, manifest, reader, times
+from ppo_repro.records import manifest, reader
+from ppo_repro.records.folder import end_time, read_accuracy, read_times
 from ppo_repro.runs.summary import summarise
 
 KEYS = ["iteration", "epoch", "minibatch", "ended_at"]
@@ -47,10 +48,10 @@ class RunNumbers:
     def ending(self) -> list[Scalar]:
         """The final results, accuracy and seconds; also the last point of each curve evaluated after the run."""
         recorded = manifest.load_head(self._run_dir)
-        moment = times.ended(self._run_dir, recorded)
+        moment = end_time(self._run_dir, recorded)
         final = {name: float(value) for name, value in recorded.final.items() if not isinstance(value, str)}
         curves = {column.name for table in manifest.tables_of(recorded) for column in table.columns} & final.keys()
-        measured, spent = accuracy.read(self._run_dir, recorded), times.read(self._run_dir, recorded)
+        measured, spent = read_accuracy(self._run_dir, recorded), read_times(self._run_dir, recorded)
         groups = {
             "final": final,
             "accuracy": {} if measured is None else asdict(measured),

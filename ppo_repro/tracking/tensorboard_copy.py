@@ -13,8 +13,8 @@ import pandas as pd
 from ppo_repro.config.files import read_tree
 from ppo_repro.errors import UserError
 from ppo_repro.grids.grid import CELLS
-from ppo_repro.records import manifest, times
-from ppo_repro.records.config_file import CONFIG_NAME, check_config
+from ppo_repro.records import manifest
+from ppo_repro.records.folder import CONFIG_NAME, check_config, end_time, start_time
 from ppo_repro.tracking.numbers import RunNumbers, Scalar, sentences
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def _copy_run(run_dir: Path, events: Path, is_over: Callable[[float], bool]) -> 
     """Write the event file of one run into this very folder."""
     recorded, numbers = manifest.load_head(run_dir), RunNumbers(run_dir)
     check_config(run_dir, recorded)
-    began = times.started(run_dir, recorded)
+    began = start_time(run_dir, recorded)
     with closing(_writer(events)) as writer:
         text = (run_dir / CONFIG_NAME).read_text(encoding="utf-8")
         writer.add_text("config", "\n".join(f"    {line}" for line in text.splitlines()), walltime=began)
@@ -67,7 +67,7 @@ def _copy_run(run_dir: Path, events: Path, is_over: Callable[[float], bool]) -> 
         while not over:
             over = is_over(POLL_SECONDS)  # asked before reading, so that the last iterations are read too
             _add(writer, numbers.new())
-        ended = times.ended(run_dir, manifest.load_head(run_dir))
+        ended = end_time(run_dir, manifest.load_head(run_dir))
         _add(writer, numbers.ending())
         writer.add_text("verdicts", "\n".join(f"* {said}" for said in sentences(run_dir)), walltime=ended)
 

@@ -25,9 +25,8 @@ from transformers import (
 )
 
 from ppo_repro.audit.causes import CAUSES, Sampling
-from ppo_repro.audit.judge import Audit, Settings, audit
+from ppo_repro.audit.judge import Audit, audit, lines
 from ppo_repro.audit.ways import Subject
-from ppo_repro.audit.words import lines
 from tests.audit.material import (
     BOS_ID,
     EOS_ID,
@@ -41,10 +40,10 @@ from tests.audit.material import (
     material,
     old,
 )
-from tests.audit.outsider import OF_OUTSIDER, OUTSIDER, top_p
+from tests.audit.outsider import OF_OUTSIDER, OUTSIDER
 from tests.support.models import CONTEXT, VOCAB, qwen3_config, seeded, small_model
 
-GIVEN = Settings(Sampling(TEMPERATURE, 1.0, 8))
+GIVEN = Sampling(TEMPERATURE, 1.0, 8)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +97,6 @@ def test_every_entry_of_the_table_has_a_fault_that_it_names(made: Material) -> N
     assert missing <= {
         "of all tokens, not of the processed distribution",
         "the logit, not normalised",
-        "normalised over the tokens that the cuts keep of logits not divided by the temperature",
     }
 
 
@@ -150,7 +148,7 @@ def test_log_probs_of_the_processed_distribution_are_right_if_both_sides_have_th
             rows.append(math.log(row[token] / row[order][keep].sum()) if inside else math.nan)
         values.append(torch.tensor(rows))
     mask = [(~v.isnan()).tolist() for v in values]
-    found = audit(subject, made.dump(values, values, mask), Settings(sampling))
+    found = audit(subject, made.dump(values, values, mask), sampling)
     assert found.sampler.is_right and found.trainer.is_right
     assert (found.sampler.definition == "processed") == sampling.is_cut
 
@@ -158,23 +156,11 @@ def test_log_probs_of_the_processed_distribution_are_right_if_both_sides_have_th
 @pytest.mark.slow
 def test_each_side_is_judged_by_the_distribution_that_it_is_said_to_have(made: Material, subject: Subject) -> None:
     raw, tempered, kept = made.logprobs(temperature=1.0), made.logprobs(), cut("top-k", 8)(made)
-    dump, said = made.dump(raw, tempered), Settings(GIVEN.sampling, "raw", "tempered")
+    dump, said = made.dump(raw, tempered), replace(GIVEN, sampler_logprobs="raw", trainer_logprobs="tempered")
     assert audit(subject, dump, said).sampler.is_right and not audit(subject, dump, GIVEN).sampler.is_right
-    found = audit(subject, made.dump(kept, tempered), Settings(GIVEN.sampling, "processed", "processed"))
+    processed = replace(GIVEN, sampler_logprobs="processed", trainer_logprobs="processed")
+    found = audit(subject, made.dump(kept, tempered), processed)
     assert found.sampler.is_right and found.trainer.cause == "of all tokens, not of the processed distribution"
-
-
-@pytest.mark.slow
-def test_a_cut_before_the_temperature_divides_is_named(made: Material, subject: Subject) -> None:
-    sampling = Sampling(TEMPERATURE, top_p=0.9)
-    dump = made.dump(OUTSIDER["top-p of undivided logits"][0](made), made.logprobs())
-    inside = [top_p(x.double().softmax(-1))[range(len(r)), r] for x, r in zip(made.plain, made.responses, strict=True)]
-    counted = [replace(r, counts=i.numpy() & (r.sampler < 0)) for r, i in zip(dump, inside, strict=True)]
-    found = audit(subject, counted, Settings(sampling))
-    assert found.sampler.cause == (
-        "normalised over the tokens that the cuts keep of logits not divided by the temperature"
-    )
-    assert found.trainer.is_right
 
 
 # turns

@@ -16,7 +16,7 @@ import pytest
 from analysis.diagnosis.diagnose import diagnose_chunks
 from analysis.pairs.files import imported_pairs
 from ppo_repro.records import reader
-from ppo_repro.records.contents import FINAL, REFERENCE
+from ppo_repro.records.folder import FINAL, REFERENCE
 from ppo_repro.testing import assert_mismatch_below
 from ppo_repro.watcher import Silent
 from tests.support import sglang_dumps

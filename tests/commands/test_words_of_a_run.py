@@ -34,7 +34,7 @@ def test_many_cut_responses_and_too_few_prompts_are_named_and_steps_are_counted(
         assert (asked in err) is warned
         run_dir = Path("/" + out.split("\nrecords     /")[1].splitlines()[0])
         last = [line for line in err.splitlines() if line.startswith("warm start ")][-1]
-        steps = len(reader.TableReader("warm_start_steps")(run_dir))
+        steps = len(reader.read_table("warm_start_steps", run_dir))
         assert last.startswith(f"warm start {steps}/{steps}: "), "optimizer steps, as in the table"
         assert "mean reward per response, KL penalty included, " in out
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.control.distributions import Categorical, DiagonalGaussian, gumbels, normals
+from ppo_repro.control.networks import Categorical, DiagonalGaussian, gumbels, normals
 from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.rows import alone, slots_of
 from tests.support.float32 import bits, finite, tensor

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ppo_repro.config.run import ControlConfig
-from ppo_repro.control.environments import make_environments
-from ppo_repro.control.loop import ControlState, prepare
-from ppo_repro.control.stages import compute_advantages, forward_pass, roll_out
+from ppo_repro.control.environments import Environments
+from ppo_repro.control.loop import ControlState, compute_advantages, forward_pass, prepare, roll_out
 from ppo_repro.errors import UserError
 from tests.support.control import small_control
 
@@ -30,17 +29,17 @@ def test_a_rollout_whose_every_step_is_known(name: str, reason: str) -> None:
     config, state = prepared(f"tests/{name}-v0")
     first = roll_out(config, state.agent, state.environments, 0)
     assert first.lengths.tolist() == [3, 2, 3, 2]
-    assert first.end_reasons == (reason, "cut") * 2 and first.environments == (0, 0, 1, 1)
+    assert first.end_reason == (reason, "cut") * 2 and first.environment == (0, 0, 1, 1)
     assert first.observations[:, 0].tolist() == [0, 1, 2, 0, 1] * 2, "after an end the next episode begins"
     assert first.rewards.tolist() == [1, 2, 3, 1, 2] * 2
     assert first.final_observations[:, 0].tolist() == [3, 2] * 2, "the last observation, not that of the reset"
-    assert first.episode_returns == (6.0, 3.0) * 2 and first.last_steps == (2, 4) * 2
-    assert len(set(first.seeds)) == 4 and first.episodes == (0, 1) * 2
+    assert first.episode_return == (6.0, 3.0) * 2 and first.last_step == (2, 4) * 2
+    assert len(set(first.seed)) == 4 and first.episode == (0, 1) * 2
     second = roll_out(config, state.agent, state.environments, 1)
-    assert second.lengths.tolist() == [1, 3, 1] * 2 and second.first_steps == (2, 0, 0) * 2
-    assert second.seeds[0] == first.seeds[1] and second.episodes == (1, 2, 3) * 2, "episodes go on"
+    assert second.lengths.tolist() == [1, 3, 1] * 2 and second.first_step == (2, 0, 0) * 2
+    assert second.seed[0] == first.seed[1] and second.episode == (1, 2, 3) * 2, "episodes go on"
     assert second.observations[0].tolist() == first.final_observations[1].tolist()
-    assert second.episode_returns[0] == 6.0, "the return of the whole episode, not of the fragment"
+    assert second.episode_return[0] == 6.0, "the return of the whole episode, not of the fragment"
 
 
 def by_hand(rewards: list[float], values: list[float], follows: float, gamma: float, decay: float) -> list[float]:
@@ -66,8 +65,8 @@ def test_advantages_of_every_fragment_by_definition(name: str, bootstrap: str) -
     for i, (rewards, values, raw) in enumerate(
         zip(parts(rollout.rewards), parts(forward.values), parts(found.raw_advantages), strict=True)
     ):
-        nothing = rollout.end_reasons[i] == "terminated" or (
-            rollout.end_reasons[i] == "truncated" and bootstrap == "false"
+        nothing = rollout.end_reason[i] == "terminated" or (
+            rollout.end_reason[i] == "truncated" and bootstrap == "false"
         )
         follows = 0.0 if nothing else state.agent.values(rollout.final_observations[i : i + 1]).item()
         assert raw == pytest.approx(by_hand(rewards, values, follows, 0.9, 0.95), rel=1e-5, abs=1e-5)
@@ -81,7 +80,7 @@ def test_actions_are_clipped_to_their_space_and_recorded_as_drawn() -> None:
     rollout = roll_out(config, state.agent, state.environments, 0)
     drawn = rollout.actions[:, 0]
     assert drawn.abs().max() > 2, "or nothing was clipped"
-    env = make_environments("Pendulum-v1", 2, "training", config.seed).slots[0].env
+    env = Environments("Pendulum-v1", 2, "training", config.seed).slots[0].env
     for t in range(5):
         observation, reward, *_ = env.step(np.clip(rollout.actions[t].numpy(), -2.0, 2.0))
         assert rollout.rewards[t].item() == np.float32(reward)
@@ -99,7 +98,7 @@ def test_actions_are_clipped_to_their_space_and_recorded_as_drawn() -> None:
 )
 def test_environments_that_are_refused(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        make_environments(name, 1, "training", 0)
+        Environments(name, 1, "training", 0)
     assert "environment.id" in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -93,7 +93,7 @@ def damaged(folder: Path, kind: str, generator: random.Random) -> Iterator[Damag
 
 
 def frames(run_dir: Path) -> list[pd.DataFrame]:
-    return [reader.TableReader(table.name)(run_dir) for table in schema.TABLES]
+    return [reader.read_table(table.name, run_dir) for table in schema.TABLES]
 
 
 def refusal(run_dir: Path) -> str:

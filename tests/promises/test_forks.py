@@ -13,7 +13,7 @@ from ppo_repro.config.tasks import ArithmeticTask, ColumnAdditionTask
 from ppo_repro.recompute.recompute import STAGES, recompute
 from ppo_repro.records import manifest
 from ppo_repro.records.diff import first_difference, setup_changes
-from ppo_repro.records.fork import FIXED
+from ppo_repro.records.inputs import FIXED
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.verify import verify
 from ppo_repro.watcher import Silent

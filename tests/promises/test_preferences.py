@@ -17,7 +17,7 @@ from ppo_repro.preferences.dpo.execution import DPOKind
 from ppo_repro.preferences.pairs import pairs_by_rule
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
 from ppo_repro.records import manifest
-from ppo_repro.runs.rerun import rerun
+from ppo_repro.runs.resume import rerun
 from ppo_repro.runs.run import run
 from ppo_repro.tasks.problems import arithmetic, encoder, split
 from ppo_repro.watcher import Silent

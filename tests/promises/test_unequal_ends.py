@@ -14,13 +14,12 @@ import pandas as pd
 import pytest
 
 from ppo_repro.buffers import MinibatchUpdate
-from ppo_repro.checks.bisect import make_subject
+from ppo_repro.checks.bisect import Response, first_unequal, make_subject
 from ppo_repro.config.files import load_config, run_folder
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
-from ppo_repro.records.contents import UNEQUAL
+from ppo_repro.records.folder import UNEQUAL, UNEQUAL_TOKENS
 from ppo_repro.runs.resume import Resumed
-from ppo_repro.runs.unequal import UNEQUAL_TOKENS, Response, first_unequal
 from ppo_repro.runs.verify import verify
 from ppo_repro.stages.agreement import UnequalBits
 from ppo_repro.watcher import Silent

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from ppo_repro.errors import UserError
-from ppo_repro.records import arrow, iteration_log, manifest, reader, writer
+from ppo_repro.records import arrow, manifest, reader, writer
 from ppo_repro.records.writer import RunWriter
 from tests.support import synthetic_run
 from tests.support.synthetic_run import one_column
@@ -71,10 +71,10 @@ def test_what_is_not_there_is_refused(run: Path, arguments: dict[str, Any], mess
     with pytest.raises(UserError, match=message):
         reader.read_tokens(run, **arguments)
     with pytest.raises(UserError, match="no table 'token'; there are sequences, tokens"):
-        reader.TableReader("token")(run)
+        reader.read_table("token", run)
 
 
-@pytest.mark.parametrize("last", ["tokens", iteration_log.FILE_NAME, manifest.FILE_NAME])
+@pytest.mark.parametrize("last", ["tokens", manifest.LOG_NAME, manifest.FILE_NAME])
 def test_a_crash_at_any_file_loses_at_most_the_iteration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
@@ -82,12 +82,12 @@ def test_a_crash_at_any_file_loses_at_most_the_iteration(
     written.append(0, synthetic_run.random_tables(0, 4))
 
     def killed(path: Path, *arguments: object) -> None:
-        if last in path.as_posix() or last == iteration_log.FILE_NAME:
+        if last in path.as_posix() or last == manifest.LOG_NAME:
             raise KeyboardInterrupt
 
     target = {"tokens": (writer, "atomic_write"), manifest.FILE_NAME: (manifest, "atomic_write")}
     with monkeypatch.context() as patch:
-        patch.setattr(*target.get(last, (iteration_log, "cut")), killed)
+        patch.setattr(*target.get(last, (manifest, "cut_log")), killed)
         with pytest.raises(KeyboardInterrupt):
             written.append(1, synthetic_run.random_tables(1, 4))
     assert manifest.load(tmp_path / "a").num_iterations == 1

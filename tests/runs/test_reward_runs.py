@@ -61,9 +61,9 @@ def score(prompt, response, answer):
 @pytest.mark.parametrize(
     ("statement", "reason"),
     [
-        ("sys.exit(0)", "7: the function raised SystemExit: 0"),
-        ("raise KeyboardInterrupt", "7: the function raised KeyboardInterrupt"),
-        ("return 1e39", "4: the function returned 1e+39 of type float"),
+        ("sys.exit(0)", "7: score raised SystemExit: 0"),
+        ("raise KeyboardInterrupt", "7: score raised KeyboardInterrupt"),
+        ("return 1e39", "4: score returned 1e+39 of type float"),
     ],
 )
 def test_a_function_that_fails_later_is_one_line_and_keeps_iterations(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from ppo_repro.records import accuracy, manifest
-from ppo_repro.records.accuracy import Accuracy
+from ppo_repro.records import manifest
+from ppo_repro.records.folder import ACCURACY_NAME, Accuracy, read_accuracy
 from ppo_repro.runs.summary import summarise
 from ppo_repro.watcher import Silent
 from tests.support.language import run
@@ -14,7 +14,7 @@ from tests.support.runs import small_config
 
 
 def measured(run_dir: Path) -> Accuracy:
-    found = accuracy.read(run_dir, manifest.load(run_dir))
+    found = read_accuracy(run_dir, manifest.load(run_dir))
     assert found is not None
     return found
 
@@ -25,13 +25,13 @@ def test_a_run_records_and_tells_it(deterministic_run: Path) -> None:
     assert 0 < found.deterministic_rms < found.deterministic_max < 1e-4 and not found.is_low
     summary = summarise(deterministic_run)
     assert summary.figures["numerical_accuracy"] == asdict(found)
-    assert accuracy.sentence(found) in summary.sentences
-    assert accuracy.FILE_NAME in manifest.load(deterministic_run).notes
+    assert found.sentence() in summary.sentences
+    assert ACCURACY_NAME in manifest.load(deterministic_run).notes
 
 
 def test_measuring_changes_no_bit(deterministic_run: Path, tmp_path: Path) -> None:
     quiet, _ = run(small_config("numerics.accuracy_sequences=0"), tmp_path, Silent())
     summary = summarise(quiet)
     assert summary.figures["fingerprint"] == manifest.load(deterministic_run).fingerprint
-    assert summary.figures["numerical_accuracy"] is None and not (quiet / accuracy.FILE_NAME).exists()
+    assert summary.figures["numerical_accuracy"] is None and not (quiet / ACCURACY_NAME).exists()
     assert not any("float64" in line for line in summary.sentences)

@@ -10,7 +10,8 @@ import pytest
 
 from ppo_repro import clock as clocks
 from ppo_repro.clock import OTHER, Clock
-from ppo_repro.records import manifest, reader, times
+from ppo_repro.records import manifest, reader
+from ppo_repro.records.folder import by_phase, phases_of, read_times
 from ppo_repro.runs.language import LanguageKind
 from ppo_repro.runs.run import run
 from ppo_repro.watcher import Silent
@@ -64,11 +65,11 @@ def test_the_phases_of_a_run_add_up_and_little_has_no_name(tmp_path: Path, monke
     assert 0 <= seconds[OTHER] < MUCH * seconds["total"]
     assert all(seconds[phase] > 0 for phase in seconds)
     recorded = manifest.load(run_dir)
-    in_tables = times.phases_of(reader.read_iterations(run_dir))
+    in_tables = phases_of(reader.read_iterations(run_dir))
     assert set(in_tables) == OF_ITERATIONS
     assert in_tables[OTHER] < MUCH * sum(in_tables.values())
     assert all(in_tables[phase] <= seconds[phase] for phase in in_tables)
-    found = times.by_phase(run_dir, recorded, in_tables)
+    found = by_phase(run_dir, recorded, in_tables)
     # what is left is the writing of the times themselves
     assert 0 < seconds["total"] - found["total"] < MUCH * seconds["total"]
-    assert times.read(run_dir, recorded).iterations == 3  # type: ignore[union-attr]
+    assert read_times(run_dir, recorded).iterations == 3  # type: ignore[union-attr]

@@ -11,7 +11,7 @@ from ppo_repro.errors import UserError
 from ppo_repro.rollout.sglang.command import (
     look_into,
 )
-from ppo_repro.runs.open_engine import require_same_sampler
+from ppo_repro.runs.resume import require_same_sampler
 from tests.sglang.fake_sglang import fake_python
 from tests.support.paths import ROOT
 from tests.support.runs import small_config

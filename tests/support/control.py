@@ -13,7 +13,6 @@ from gymnasium.spaces import Box, Discrete
 from ppo_repro.config.files import read_tree, validated
 from ppo_repro.config.run import ControlConfig
 from ppo_repro.control.kind import ControlKind
-from ppo_repro.runs import rerun as rerunner
 from ppo_repro.runs import resume as resumer
 from ppo_repro.runs import run as runner
 from ppo_repro.watcher import Watcher
@@ -57,8 +56,8 @@ def run(config: ControlConfig, out: Path, watcher: Watcher) -> tuple[Path, dict[
     return runner.run(ControlKind(watcher), config, out)
 
 
-def rerun(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> rerunner.Rerun:
-    return rerunner.rerun(ControlKind(watcher), run_dir, overrides)
+def rerun(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> resumer.Rerun:
+    return resumer.rerun(ControlKind(watcher), run_dir, overrides)
 
 
 def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> resumer.Resumed:

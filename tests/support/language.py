@@ -8,9 +8,8 @@ from pathlib import Path
 from ppo_repro.clock import Clock
 from ppo_repro.config.run import RunConfig
 from ppo_repro.ranks import ALONE, Ranks
-from ppo_repro.records.fork import plan_fork
+from ppo_repro.records.inputs import plan_fork
 from ppo_repro.runs import fork as forks
-from ppo_repro.runs import rerun as rerunner
 from ppo_repro.runs import resume as resumer
 from ppo_repro.runs import run as runner
 from ppo_repro.runs.language import LanguageKind
@@ -23,8 +22,8 @@ def run(config: RunConfig, out: Path, watcher: Watcher, ranks: Ranks = ALONE) ->
     return runner.run(LanguageKind(watcher, ranks), config, out)
 
 
-def rerun(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = (), ranks: Ranks = ALONE) -> rerunner.Rerun:
-    return rerunner.rerun(LanguageKind(watcher, ranks), run_dir, overrides)
+def rerun(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = (), ranks: Ranks = ALONE) -> resumer.Rerun:
+    return resumer.rerun(LanguageKind(watcher, ranks), run_dir, overrides)
 
 
 def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> resumer.Resumed:

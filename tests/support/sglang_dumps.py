@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppo_repro.records.contents import FINAL, REFERENCE
+from ppo_repro.records.folder import FINAL, REFERENCE
 from ppo_repro.rollout.sglang import server
 from ppo_repro.rollout.sglang.command import server_environment
 from ppo_repro.watcher import Silent

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from ppo_repro.config.files import CONTROL, LANGUAGE, Inputs, Kind
 from ppo_repro.config.yaml_text import parse_yaml
-from ppo_repro.records import arrow, control_schema, digests, iteration_log, manifest, schema, writer
-from ppo_repro.records.iteration_log import IterationEntry, TableEntry
+from ppo_repro.records import arrow, digests, manifest, schema, writer
+from ppo_repro.records.manifest import IterationEntry, TableEntry
 from ppo_repro.records.writer import RunWriter
 
-TABLES = {LANGUAGE: schema.TABLES, CONTROL: control_schema.TABLES}
+TABLES = {LANGUAGE: schema.TABLES, CONTROL: schema.CONTROL_TABLES}
 ENVIRONMENT = {"python": "3", "started": "2026-01-01T00:00:00.000+00:00"}
 FINAL: dict[str, float | int | str] = {"eval_accuracy": 0.625, "eval_responses": 8, "policy_digest": "ab12"}
 
@@ -165,8 +165,8 @@ def make_run(run_dir: Path, iterations: int = 2, rows: int = 12, seed: int = 0, 
 def log_fields(entries: Sequence[IterationEntry]) -> dict[str, Any]:
     """What the manifest says of a log with these iterations."""
     size, digest = 0, ""
-    for line in map(iteration_log.to_line, entries):
-        size, digest = size + len(line), iteration_log.extended(digest, line)
+    for line in map(manifest.to_line, entries):
+        size, digest = size + len(line), manifest.extended(digest, line)
     return {"num_iterations": len(entries), "log_bytes": size, "log_digest": digest}
 
 
@@ -180,7 +180,7 @@ def head_at(whole: manifest.Manifest, iterations: int, status: manifest.Status) 
         "ending": {},
         "fingerprint": kept[-1].chain if kept else digests.FINGERPRINT_SEED,
     }
-    return manifest.head_of(whole).model_copy(update=then)
+    return whole.model_copy(update=then)
 
 
 def cut_back(run_dir: Path, iterations: int, status: manifest.Status) -> None:
@@ -232,9 +232,9 @@ def accept(run_dir: Path, table: str, iteration: int | None) -> None:
         tables, beside = dict(entry.tables), dict(entry.beside)
         if entry.iteration == iteration:
             (tables if table in tables else beside)[table] = listed
-        link = iteration_log.next_link(link, tables)
+        link = manifest.next_link(link, tables)
         entries.append(IterationEntry(entry.iteration, tables, link, beside))
-    (run_dir / iteration_log.FILE_NAME).write_bytes(b"".join(map(iteration_log.to_line, entries)))
+    (run_dir / manifest.LOG_NAME).write_bytes(b"".join(map(manifest.to_line, entries)))
     changes: dict[str, Any] = {"iterations": tuple(entries), **log_fields(entries)}
     if iteration is None:
         changes["preparation"] = {**recorded.preparation, table: listed}

@@ -181,9 +181,9 @@ def python_task(folder: Path, text: str) -> PythonTask:
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ("def prompts():\n    return [{'prompt': 'a'}, 3]\n", "entry 1 of prompts.*is a int; must be a dict"),
+        ("def prompts():\n    return [{'prompt': 'a'}, 3]\n", "returned a int as entry 1; must be a dict"),
         ("def prompts():\n    return [{'prompt': 'a'}, {'prompt': 'a'}]\n", "key 'a' is also that of entry 0"),
-        ("def prompts():\n    return [{'prompt': 'a', 'of': {1, 2}}]\n", "has a value that JSON does not have"),
+        ("def prompts():\n    return [{'prompt': 'a', 'of': {1, 2}}]\n", "returned in entry 0 what JSON does not have"),
         ("def prompts():\n    return 'abc'\n", "prompts returned a str; must be a list, with a dict for each prompt"),
         ("def prompts():\n    return 1 / 0\n", "task.py:2: prompts raised ZeroDivisionError"),
         ("import random\ndef prompts():\n    return [{'prompt': str(random.random())}]\n", "returned other prompts"),

@@ -58,11 +58,9 @@ def test_the_entries_are_those_of_the_package() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dataset": "chain_sun"}, r"^task\.dataset = 'chain_sun': must be one of .*; did you mean chain_sum\?$"),
-        ({"settings": {"terms": 2}}, r"^task\.settings\.terms: unknown setting of chain_sum; it has .*min_terms"),
-        ({"settings": {"min_term": 2}}, r"^task\.settings\.min_term: unknown .*; did you mean min_terms\?$"),
-        ({"settings": {"min_terms": 0}}, r"^task\.settings: chain_sum refuses .*min_terms must be positive"),
-        ({"settings": {"min_terms": "two"}}, r"^task\.settings: chain_sum refuses .*TypeError"),
+        ({"dataset": "chain_sun"}, r"^task\.dataset = 'chain_sun': .*ValueError: Dataset 'chain_sun' not registered"),
+        ({"settings": {"terms": 2}}, r"^task\.dataset = 'chain_sum': .*TypeError: .* keyword argument 'terms'"),
+        ({"settings": {"min_terms": 0}}, r"^task\.dataset = .* min_terms must be positive"),
     ],
 )
 def test_an_unknown_data_set_or_setting_is_one_line(changes: dict[str, Any], message: str) -> None:
@@ -79,4 +77,4 @@ def test_a_run_records_the_version_and_runs_again(tmp_path: Path, cli: Cli) -> N
     found = rerun(run_dir, Silent(), ["layout.padding=left"])
     assert found.difference is None and found.fingerprint == manifest.load(run_dir).fingerprint
     code, _, err = cli("run", run_dir / "config.yaml", "--set", "task.dataset=nothing", "--out", tmp_path / "other")
-    assert code == 2 and one_line(err).startswith("error: task.dataset = 'nothing': must be one of ")
+    assert code == 2 and one_line(err).startswith("error: task.dataset = 'nothing': reasoning-gym refuses")

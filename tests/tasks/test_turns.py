@@ -45,7 +45,7 @@ def test_a_step_that_is_wrong_is_one_line(name: str, tmp_path: Path, cli: Cli) -
         (
             TASK.replace("return [(t", "return [None for t in transcripts] or [(t"),
             3,
-            "score returned None; must be a finite number",
+            "score returned None of type NoneType; must be a finite number",
         ),
         (TASK.replace("for t in transcripts]", "for t in transcripts[1:]]"), 3, "score returned 3 numbers for 4"),
     ],

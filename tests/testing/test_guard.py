@@ -1,4 +1,4 @@
-"""The pytest plugin on recorded runs, good and damaged, and the example that the documentation shows."""
+"""The assertions on recorded runs and dumps, good and damaged, and the example that the documentation shows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from ppo_repro.testing import (
     assert_mismatch_below,
     assert_on_policy,
     assert_same_run,
-    golden,
-    mismatch,
+    guard,
 )
 from tests.support.paths import ROOT
 from tests.support.synthetic_run import rewrite_cell
@@ -42,7 +41,7 @@ def test_an_exact_run_is_on_policy_and_a_native_one_is_not(deterministic_run: Pa
     with pytest.raises(AssertionError) as failure:
         assert_on_policy(native_run)
     text = str(failure.value)
-    pairs = mismatch.run_pairs(native_run)
+    pairs = guard.run_pairs(native_run)
     sides = pairs["sampler"].to_numpy(), pairs["trainer"].to_numpy()
     index = int(np.flatnonzero(sides[0].view(np.uint32) != sides[1].view(np.uint32))[0])
     token = f"iteration 0, sequence {pairs['sequence'][index]}, position {pairs['position'][index]}"
@@ -89,8 +88,8 @@ def test_the_mismatch_of_a_file_by_hand(tmp_path: Path) -> None:
         {"rollout_log_probs": [-1.0, -3.0], "old_log_probs": [-0.75, None], "response_mask": [1, 1]},
     ]
     path = dump(tmp_path / "a.jsonl", rows)
-    pairs = mismatch.dump_pairs(path)
-    found = {name: value for name, (value, _) in mismatch.measures(pairs).items()}
+    pairs = guard.dump_pairs(path)
+    found = {name: value for name, (value, _) in guard.measures(pairs).items()}
     # delta = -0.5, 0, 0.25 over three finite tokens; k3 is the same sum in another order
     k3 = pytest.approx((np.expm1(-0.5) + 0.5 + np.expm1(0.25) - 0.25) / 3, rel=1e-15)
     assert len(pairs) == 4
@@ -117,66 +116,46 @@ def test_a_frame_is_a_dump(deterministic_run: Path, native_run: Path) -> None:
         assert_mismatch_below(reader.read_tokens(native_run), frac_unequal=0.0)
 
 
-GUARD = """
-from pathlib import Path
-
-RUN, GOLDEN = Path({run!r}), Path("golden.json")
-
-def test_run(golden_run):
-    golden_run(RUN, GOLDEN)
-"""
-
-
-def pytest_run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
-    return pytester.runpytest("-p", "ppo_repro.testing", "-p", "no:cacheprovider", "-W", "error", *arguments)
-
-
-def test_a_golden_run_is_written_and_compared(
-    pytester: pytest.Pytester, deterministic_run: Path, native_run: Path, tmp_path: Path
+def test_a_golden_run_is_written_once_and_compared_from_then_on(
+    deterministic_run: Path, native_run: Path, tmp_path: Path
 ) -> None:
-    pytester.makepyfile(GUARD.format(run=str(deterministic_run)))
-    missing = pytest_run(pytester)
-    missing.assert_outcomes(failed=1)
-    missing.stdout.fnmatch_lines(["*golden.json: there is no golden run yet*--update-golden*"])
-    written = pytest_run(pytester, "--update-golden")
-    written.assert_outcomes(passed=1)
-    written.stdout.fnmatch_lines(["golden run written, not compared: golden.json"])
-    pytest_run(pytester).assert_outcomes(passed=1)
-    pytester.makepyfile(GUARD.format(run=str(native_run)))
-    other = pytest_run(pytester)
-    other.assert_outcomes(failed=1)
-    other.stdout.fnmatch_lines(
-        ["*is not the golden run*table *, iteration 0*numerics_mode native (golden deterministic)*"]
-    )
-    with pytest.raises(AssertionError, match="is not the golden run"):
-        assert_matches_golden(native_run, pytester.path / "golden.json")
+    path = tmp_path / "golden.json"
+    with pytest.raises(AssertionError, match=r"golden\.json: there was no golden run, so .* was written to it"):
+        assert_matches_golden(deterministic_run, path)
+    assert_matches_golden(deterministic_run, path)
+    with pytest.raises(AssertionError, match=r"table .*, iteration 0.*numerics_mode native .golden deterministic.*del"):
+        assert_matches_golden(native_run, path)
 
 
-def test_the_environment_is_named_only_where_it_differs(deterministic_run: Path, tmp_path: Path) -> None:
-    made = golden.golden_of(deterministic_run)
-    changed = made.model_copy(update={"tables": [{**made.tables[0], "steps": "00"}, *made.tables[1:]]})
-    golden.save(tmp_path / "golden.json", changed)
-    with pytest.raises(AssertionError, match=r"table steps, iteration 0: .*golden 00; the environment is the same"):
-        assert_matches_golden(deterministic_run, tmp_path / "golden.json")
-    other = changed.model_copy(update={"environment": {**made.environment, "packages.torch": "1.0"}})
-    golden.save(tmp_path / "golden.json", other)
-    with pytest.raises(AssertionError, match=r"environment differs: packages.torch \S+ \(golden 1.0\)"):
-        assert_matches_golden(deterministic_run, tmp_path / "golden.json")
-    shorter = made.model_copy(update={"tables": made.tables[:-1]})
-    assert "number of iterations" in golden.first_difference(shorter, made)
-    assert "final results" in golden.first_difference(made.model_copy(update={"fingerprint": "00"}), made)
-    (tmp_path / "golden.json").write_text("{}")
+def test_what_differs_from_a_golden_run_is_named_and_the_environment_only_where_it_differs(
+    deterministic_run: Path, tmp_path: Path
+) -> None:
+    made, path = guard.golden_of(deterministic_run), tmp_path / "golden.json"
+    steps = [{**made.tables[0], "steps": "00"}, *made.tables[1:]]
+    for change, message in (
+        ({"tables": steps}, r"table steps, iteration 0: .*golden 00; the environment is the same"),
+        (
+            {"tables": steps, "environment": {**made.environment, "packages.torch": "1.0"}},
+            r"environment differs: packages.torch \S+ \(golden 1.0\)",
+        ),
+        ({"tables": made.tables[:-1]}, "number of iterations"),
+        ({"fingerprint": "00"}, "final results"),
+    ):
+        path.write_text(made.model_copy(update=change).model_dump_json())
+        with pytest.raises(AssertionError, match=message):
+            assert_matches_golden(deterministic_run, path)
+    path.write_text("{}")
     with pytest.raises(UserError, match="is not a golden run"):
-        assert_matches_golden(deterministic_run, tmp_path / "golden.json")
+        assert_matches_golden(deterministic_run, path)
 
 
 def test_the_example_guards_a_dump(pytester: pytest.Pytester) -> None:
     pytester.copy_example(str(EXAMPLE))
-    pytest_run(pytester).assert_outcomes(passed=2)
+    pytester.runpytest("-p", "no:cacheprovider").assert_outcomes(passed=2)
     path = pytester.path / "tokens.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     rows[1]["inference_logprobs"] = rows[1]["inference_logprobs"][-1:] + rows[1]["inference_logprobs"][:-1]
     dump(path, rows)
-    broken = pytest_run(pytester)
+    broken = pytester.runpytest("-p", "no:cacheprovider")
     broken.assert_outcomes(failed=2)
     broken.stdout.fnmatch_lines(["*tokens.jsonl: of * tokens*sequence 1, position*sampler*bits*trainer*bits*"])

@@ -13,7 +13,8 @@ import pandas as pd
 import pytest
 
 from ppo_repro.commands.cli import _run
-from ppo_repro.records import accuracy, manifest, reader, times
+from ppo_repro.records import manifest, reader
+from ppo_repro.records.folder import read_accuracy, read_times
 from ppo_repro.tracking.mlflow_copy import Place
 from tests.support.cli import one_line
 from tests.support.paths import TINY
@@ -71,7 +72,7 @@ def test_a_copy_has_what_the_run_recorded(
     evaluated = client.get_metric_history(run_id, "iteration/eval_accuracy")
     assert [m.step for m in evaluated] == [0, 2, 3], "a value that was not measured is not logged"
     assert evaluated[-1].value == recorded.final["eval_accuracy"] == found.data.metrics["final/eval_accuracy"]
-    measured, spent = accuracy.read(deterministic_run, recorded), times.read(deterministic_run, recorded)
+    measured, spent = read_accuracy(deterministic_run, recorded), read_times(deterministic_run, recorded)
     assert measured is not None and found.data.metrics["accuracy/ratio"] == measured.ratio
     assert spent is not None
     assert {n: v for n, v in found.data.metrics.items() if n.startswith("seconds/")} == {

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_repro.buffers import Prompts
 from ppo_repro.clock import OTHER, Clock, moment
-from ppo_repro.config.files import DPO, Kind, build_config
+from ppo_repro.config.files import DPO, build_config
 from ppo_repro.config.run import DPOConfig, RunConfig
 from ppo_repro.config.tasks import JsonlTask
 from ppo_repro.errors import PromiseBroken, UserError
@@ -25,24 +25,16 @@ from ppo_repro.numerics import library
 from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, weights_digest
 from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.preferences import dpo_margins, preference_accuracy
+from ppo_repro.preferences import training
 from ppo_repro.preferences.pairs import Preference, check_pairs, hold_out, pairs_of_file
-from ppo_repro.preferences.training import (
-    PreferenceStep,
-    dpo_losses_of,
-    pair_logprobs,
-    preference_steps,
-    steps_of,
-)
-from ppo_repro.ranks import ALONE, Ranks
-from ppo_repro.records import dpo_schema, reader
+from ppo_repro.ranks import ALONE
+from ppo_repro.records import reader, schema
 from ppo_repro.records.arrow import to_arrow
-from ppo_repro.records.columns import int32, pair_columns, rows_of
-from ppo_repro.records.config_file import CONFIG_NAME, load_recorded_config
-from ppo_repro.records.contents import FINAL, REFERENCE
+from ppo_repro.records.columns import Columns, pair_columns, rows_of, tables_at
+from ppo_repro.records.folder import CONFIG_NAME, FINAL, REFERENCE
 from ppo_repro.records.inputs import located_tree
-from ppo_repro.records.manifest import Manifest
-from ppo_repro.runs.kind import Final, Start, Store, Tables
-from ppo_repro.runs.models_kept import listed, save_model
+from ppo_repro.runs.checkpoint import Start, listed, save_model
+from ppo_repro.runs.kind import Execution, Files, Final, RunKind, Tables
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.seeding import sample_seed
 from ppo_repro.stages.evaluation import evaluate
@@ -58,111 +50,78 @@ class Epoch:
 
     index: int
     eval_accuracy: float | None  # before the first epoch only; None if there is no run with a task
-    steps: tuple[PreferenceStep, ...]
+    steps: tuple[training.PreferenceStep, ...]
     logprobs: Tensor  # [2, P] float64 of all pairs, after the epoch
     margins: Tensor  # [P] float64, likewise
     seconds: dict[str, float]  # wall time by phase: evaluation, update, forward, other
 
 
 @dataclass(frozen=True)
-class PreparedDPO:
-    """Policy, reference and pairs before the first step."""
-
-    policy: PreTrainedModel
-    reference: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    temperature: float
-    train: list[Preference]
-    held_out: list[Preference]
-    run: tuple[RunConfig, Prepared] | None  # what responses are evaluated with; None without a run
-
-    @property
-    def pairs(self) -> list[Preference]:
-        """Training pairs, then held-out ones."""
-        return [*self.train, *self.held_out]
-
-
-@dataclass(frozen=True)
-class _Store(Store):
-    """The trained policy at the end."""
-
-    run_dir: Path
-    start: PreparedDPO
-
-    def finish(self, files: Mapping[str, str], link: str) -> dict[str, str]:
-        folder = self.run_dir / FINAL
-        save_model(self.start.policy, self.start.tokenizer, folder)
-        return {**files, **listed(self.run_dir, folder)}
-
-
-@dataclass(frozen=True)
-class DPOExecution:
+class DPOExecution(Execution[Epoch]):
     """A DPO run that is prepared."""
 
     config: DPOConfig
-    start: PreparedDPO
+    policy: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    temperature: float
+    pairs: list[Preference]  # training pairs, then held-out ones
+    trained: int  # how many of them are trained on
+    run: tuple[RunConfig, Prepared] | None  # what responses are evaluated with; None without a run
     optimizer: Optimizer
     reference: Tensor  # [2, P] float64, log-probs of all pairs, computed once
     initial_digest: str
-    store: Store
     watcher: Watcher
-    notes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def iterations(self) -> Iterator[Epoch]:
         """Train the policy in place; yields after each epoch. Log-probs are of the whole distribution."""
-        config, start, trained = self.config, self.start, len(self.start.train)
+        config, policy, pairs, trained = self.config, self.policy, self.pairs, self.trained
         dpo, layout, mode = config.dpo, config.layout, config.numerics.mode
-        losses_of = dpo_losses_of(
-            start.policy, start.pairs, self.reference, dpo.beta, start.temperature, mode, layout.padding
+        losses_of = training.dpo_losses_of(
+            policy, pairs, self.reference, dpo.beta, self.temperature, mode, layout.padding
         )
-        per_epoch = steps_of(trained, dpo.minibatch_size)
+        per_epoch = math.ceil(trained / dpo.minibatch_size)
         about = trained, dpo.minibatch_size, layout.update_micro_batch, config.seed
         for epoch in range(dpo.epochs):
             clock = Clock()
             accuracy = self._accuracy() if epoch == 0 else None
             clock.lap("evaluation")
-            steps: list[PreferenceStep] = []
-            for step in preference_steps(start.policy, self.optimizer, *about, epoch, losses_of):
+            steps: list[training.PreferenceStep] = []
+            for step in training.preference_steps(policy, self.optimizer, *about, epoch, losses_of):
                 steps.append(step)
                 self.watcher.preferences("DPO", epoch * per_epoch + len(steps), dpo.epochs * per_epoch, step.loss)
             clock.lap("update")
-            logprobs = pair_logprobs(start.policy, start.pairs, start.temperature, mode, layout)
+            logprobs = training.pair_logprobs(policy, pairs, self.temperature, mode, layout)
             clock.lap("forward")
             margins = dpo_margins(logprobs[0], logprobs[1], self.reference[0], self.reference[1], dpo.beta)
             clock.lap(OTHER)
             yield Epoch(epoch, accuracy, tuple(steps), logprobs, margins, clock.seconds)
 
     def preparation_tables(self) -> Tables:
-        start = self.start
         columns = {
-            **pair_columns(start.pairs, len(start.train), start.tokenizer),
+            **pair_columns(self.pairs, self.trained, self.tokenizer),
             "ref_chosen_logprobs": self.reference[0].numpy(),
             "ref_rejected_logprobs": self.reference[1].numpy(),
         }
-        return {"pairs": to_arrow(dpo_schema.PAIRS, columns)}
+        return {"pairs": to_arrow(schema.DPO_PAIRS, columns)}
 
     def tables(self, item: Epoch) -> Tables:
-        steps, trained = item.steps, len(self.start.train)
-        held_out = item.margins[trained:]
-        columns: dict[str, dict[str, Any]] = {
+        steps, count, held_out = item.steps, len(item.margins), item.margins[self.trained :]
+        columns: dict[str, Columns] = {
             "margins": {
-                "iteration": np.full(len(item.margins), item.index, np.int32),
-                "pair": int32(range(len(item.margins))),
-                "held_out": np.arange(len(item.margins)) >= trained,
+                "pair": range(count),
+                "held_out": np.arange(count) >= self.trained,
                 "chosen_logprobs": item.logprobs[0].numpy(),
                 "rejected_logprobs": item.logprobs[1].numpy(),
                 "margins": item.margins.numpy(),
             },
             "steps": {
-                "iteration": np.full(len(steps), item.index, np.int32),
-                **rows_of(dpo_schema.STEPS, steps),
+                **rows_of(schema.DPO_STEPS, steps),
                 "policy_digest": [step.digest for step in steps],
             },
             "iterations": {
-                "iteration": [item.index],
-                "pairs": [trained],
+                "pairs": [self.trained],
                 "loss": [mean_of(torch.tensor([loss for step in steps for loss in step.losses], dtype=torch.float64))],
-                "margin": [mean_of(item.margins[:trained])],
+                "margin": [mean_of(item.margins[: self.trained])],
                 "eval_margin": [mean_of(held_out)],
                 "eval_pair_accuracy": [preference_accuracy(held_out)],
                 "eval_accuracy": [item.eval_accuracy],
@@ -170,29 +129,70 @@ class DPOExecution:
                 "ended_at": [moment()],
             },
         }
-        return {table.name: to_arrow(table, columns[table.name]) for table in dpo_schema.TABLES}
+        return tables_at(item.index, schema.DPO_TABLES, columns)
 
     def progress(self, item: Epoch) -> str:
-        held_out = item.margins[len(self.start.train) :]
-        return f"loss {item.steps[-1].loss:.4f}  held-out pairs in order {preference_accuracy(held_out):.3f}"
+        in_order = preference_accuracy(item.margins[self.trained :])
+        return f"loss {item.steps[-1].loss:.4f}  held-out pairs in order {in_order:.3f}"
 
     def ending(self, clock: Clock) -> tuple[Final, Tables]:
         results: Final = {"initial_policy_digest": self.initial_digest}
-        if self.start.run is not None:
+        if self.run is not None:
             accuracy = self._accuracy()
             assert accuracy is not None
-            kl = sequence_kl(*self.start.run, self.config.seed)
+            kl = sequence_kl(*self.run, self.config.seed)
             results |= {"eval_accuracy": accuracy, "ref_kl_per_sequence": kl}
         clock.lap("evaluation")
-        results["policy_digest"] = weights_digest(self.start.policy.named_parameters())
+        results["policy_digest"] = weights_digest(self.policy.named_parameters())
         clock.lap("digests")
         return results, {}
 
+    def keep_models(self, run_dir: Path, files: Mapping[str, str], link: str) -> Files:
+        save_model(self.policy, self.tokenizer, run_dir / FINAL)
+        return {**files, **listed(run_dir, run_dir / FINAL)}
+
     def _accuracy(self) -> float | None:
-        if self.start.run is None:
+        if self.run is None:
             return None
-        config, prepared = self.start.run
+        config, prepared = self.run
         return evaluate(config, prepared.task, prepared.engine, ALONE).accuracy
+
+
+@dataclass(frozen=True)
+class DPOKind(RunKind[DPOConfig, Epoch]):
+    """DPO runs: one process. There are no checkpoints: a resumed run is computed again from its beginning."""
+
+    name = DPO
+    changeable = ("layout",)
+
+    @contextmanager
+    def open(self, config: DPOConfig, run_dir: Path | None, start: Start | None = None) -> Iterator[DPOExecution]:
+        mode, max_context = config.numerics.mode, config.numerics.max_context
+        library.use_threads(config.layout.threads, mode == "native")
+        run: tuple[RunConfig, Prepared] | None = None
+        if config.run is not None:
+            run = _start_of_run(config, Path(config.run), self.watcher)
+            state, tokenizer = run[1].state, run[1].task.tokenizer
+            policy, frozen, temperature = state.policy, state.reference, run[0].rollout.temperature
+        else:
+            assert config.model is not None
+            source, tokenizer = load_folder(Path(config.model.path))
+            policy, frozen = (make_policy(source, mode, max_context) for _ in range(2))
+            frozen, temperature = frozen.requires_grad_(False), 1.0
+        if config.pairs is None:
+            found = pairs_of_run(Path(str(config.run)))
+        else:
+            file, templated = config.pairs, config.chat_template
+            task = JsonlTask(kind="jsonl", path=file, num_eval_prompts=1, chat_template=templated)
+            found = pairs_of_file(Path(file), "pairs", tokenizer, encoder(tokenizer, task), templated)
+        train, held_out = hold_out(found, config.num_eval_prompts, config.seed)
+        pairs = [*train, *held_out]
+        check_pairs(pairs, policy.config.vocab_size, max_context)
+        reference = training.pair_logprobs(frozen, pairs, temperature, mode, config.layout)
+        digest = weights_digest(policy.named_parameters())
+        optimizer = Optimizer(policy, AdamWSettings(config.dpo.learning_rate, 0.9, 0.95, 1e-8, 0.0, 1.0), mode)
+        about = policy, tokenizer, temperature, pairs, len(train), run
+        yield DPOExecution(config, *about, optimizer, reference, digest, self.watcher)
 
 
 def pairs_of_run(run_dir: Path) -> list[Preference]:
@@ -239,79 +239,29 @@ def sequence_kl(run_config: RunConfig, prepared: Prepared, seed: int) -> float:
     return mean_of(run_sums(forward.ref_kl, rollout.lengths))
 
 
-def _recorded(config: DPOConfig, run_dir: Path) -> tuple[Manifest, RunConfig]:
-    """The run, and its configuration with the numerics and layout of this one."""
+def _start_of_run(config: DPOConfig, run_dir: Path, watcher: Watcher) -> tuple[RunConfig, Prepared]:
+    """Policy and reference as the run had them before its first step, with numerics and layout of this one.
+
+    They are made again or from its checkpoints. PromiseBroken if they are not what the manifest says.
+    """
     recorded = reader.open_manifest(run_dir)
     of_run = build_config(located_tree(run_dir, recorded), str(run_dir / CONFIG_NAME)).model_dump(mode="json")
     if of_run["task"].get("max_turns", 1) > 1:
         raise UserError(f"run = {run_dir}: its episodes have several turns; DPO here compares responses of one turn")
-    ours = {"numerics": config.numerics.model_dump(mode="json"), "layout": config.layout.model_dump(mode="json")}
-    # the recorded engine may not allow `ours`
-    built_in = {"rollout": {**of_run["rollout"], "engine": {"kind": "torch"}}}
+    recorded_in = of_run["numerics"]["mode"], of_run["numerics"]["max_context"]
+    of_run |= {"numerics": config.numerics.model_dump(mode="json"), "layout": config.layout.model_dump(mode="json")}
+    of_run["rollout"]["engine"] = {"kind": "torch"}  # the recorded one may not allow these numerics
     of_run.pop("mismatch", None)  # how its sampler differed from its trainer: here nothing is sampled to be trained on
-    source = f"{run_dir / 'config.yaml'} with numerics and layout of DPO"
-    return recorded, build_config({**of_run, **ours, **built_in}, source)
-
-
-def _start_of_run(config: DPOConfig, run_dir: Path, watcher: Watcher) -> tuple[RunConfig, Prepared]:
-    """Policy and reference as the run had them before its first step, made again or from its checkpoints.
-
-    PromiseBroken if they are not what the manifest says.
-    """
-    recorded, run_config = _recorded(config, run_dir)
+    run_config = build_config(of_run, f"{run_dir / CONFIG_NAME} with numerics and layout of DPO")
     reference = run_dir / REFERENCE
     prepared = prepare(run_config, watcher.warm_start, reference if reference.is_dir() else None)
     digest = weights_digest(prepared.state.reference.named_parameters())
     expected = recorded.final["initial_policy_digest"]
     if digest != expected:
-        of_run, ours = load_recorded_config(run_dir).numerics, config.numerics
-        if (of_run.mode, of_run.max_context) != (ours.mode, ours.max_context):
+        if recorded_in != (config.numerics.mode, config.numerics.max_context):
             raise UserError(
                 f"run = {run_dir}: keeps no reference, and its warm start was in other numerics; "
                 "choose the numerics of the run, or record it with checkpoints.every > 0"
             )
         raise PromiseBroken(f"{run_dir}: the starting policy has digest {digest} here and {expected} in the records")
     return run_config, prepared
-
-
-def _prepare(config: DPOConfig, watcher: Watcher) -> PreparedDPO:
-    numerics = config.numerics
-    library.use_threads(config.layout.threads, numerics.mode == "native")
-    run: tuple[RunConfig, Prepared] | None = None
-    if config.run is not None:
-        run = _start_of_run(config, Path(config.run), watcher)
-        state, tokenizer = run[1].state, run[1].task.tokenizer
-        policy, reference, temperature = state.policy, state.reference, run[0].rollout.temperature
-    else:
-        assert config.model is not None
-        source, tokenizer = load_folder(Path(config.model.path))
-        policy, reference = (make_policy(source, numerics.mode, numerics.max_context) for _ in range(2))
-        reference, temperature = reference.requires_grad_(False), 1.0
-    if config.pairs is None:
-        pairs = pairs_of_run(Path(str(config.run)))
-    else:
-        task = JsonlTask(kind="jsonl", path=config.pairs, num_eval_prompts=1, chat_template=config.chat_template)
-        pairs = pairs_of_file(Path(config.pairs), "pairs", tokenizer, encoder(tokenizer, task), config.chat_template)
-    train, held_out = hold_out(pairs, config.num_eval_prompts, config.seed)
-    check_pairs(pairs, policy.config.vocab_size, numerics.max_context)
-    return PreparedDPO(policy, reference, tokenizer, temperature, train, held_out, run)
-
-
-@dataclass(frozen=True)
-class DPOKind:
-    """DPO runs: one process. There are no checkpoints: a resumed run is computed again from its beginning."""
-
-    watcher: Watcher
-    ranks: ClassVar[Ranks] = ALONE
-    name: ClassVar[Kind] = DPO
-    changeable: ClassVar[Sequence[str]] = ("layout",)
-
-    @contextmanager
-    def open(self, config: DPOConfig, run_dir: Path | None, start: Start | None = None) -> Iterator[DPOExecution]:
-        prepared, mode = _prepare(config, self.watcher), config.numerics.mode
-        policy, pairs = prepared.policy, prepared.pairs
-        reference = pair_logprobs(prepared.reference, pairs, prepared.temperature, mode, config.layout)
-        digest = weights_digest(policy.named_parameters())
-        optimizer = Optimizer(policy, AdamWSettings(config.dpo.learning_rate, 0.9, 0.95, 1e-8, 0.0, 1.0), mode)
-        store = Store() if run_dir is None else _Store(run_dir, prepared)
-        yield DPOExecution(config, prepared, optimizer, reference, digest, store, self.watcher)

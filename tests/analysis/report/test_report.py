@@ -16,7 +16,8 @@ from analysis.report import build
 from analysis.report.page import embedded_json
 from ppo_repro.config.files import load_config
 from ppo_repro.errors import UserError
-from ppo_repro.records import accuracy, reader
+from ppo_repro.records import reader
+from ppo_repro.records.folder import read_accuracy
 from ppo_repro.watcher import Silent
 from tests.analysis.report.hostile_run import make_hostile_run, pieces_of
 from tests.support.cli import Cli
@@ -49,7 +50,7 @@ def test_the_first_screen_answers_four_questions(deterministic_run: Path, native
     unequal, total = int(rows["unequal_old_rollout_logprobs"].sum()), int(rows["tokens"].sum())
     assert f"({unequal:,} of {total:,} tokens" in control and "Sampler and trainer agree" not in control
     recorded = reader.open_manifest(deterministic_run)
-    measured = accuracy.read(deterministic_run, recorded)
+    measured = read_accuracy(deterministic_run, recorded)
     assert measured is not None and f"({measured.tokens:,} tokens, rms)" in said and "stock float32" in said
     assert "model in float64" not in control, "native numerics measure nothing"
     assert recorded.fingerprint in said

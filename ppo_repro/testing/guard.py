@@ -1,0 +1,246 @@
+"""Assertions on recorded runs, on log-probs that any stack dumped, and on a golden run. Never imports torch.
+
+Pairs are frames with a row for each token: iteration, sequence, position, and the float32 log-probs sampler and trainer
+(nats).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ppo_repro.errors import UserError
+from ppo_repro.files import atomic_write
+from ppo_repro.records import reader
+from ppo_repro.records.diff import first_difference
+from ppo_repro.records.folder import ENVIRONMENT_NAME, read_note
+from ppo_repro.testing.dumps import Names, impossible, read_dump
+
+ZEROS = 0.5  # of the tokens may have a log-prob of exactly 0 on both sides
+COLUMNS = ["iteration", "sequence", "position", "sampler", "trainer"]
+# whatever decides how numbers are rounded; no paths, no names of machines
+ENVIRONMENT = ("ppo_repro", "python", "machine", "cpu_capability", "numerics_mode", "threads", "processes")
+
+
+def _bits(value: float) -> str:
+    return f"{int(np.float32(value).view(np.uint32)):08x}"
+
+
+def _unequal(a: npt.ArrayLike, b: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+    """Where two float32 arrays differ in any bit."""
+    left, right = (np.ascontiguousarray(x, np.float32).view(np.uint32) for x in (a, b))
+    return np.asarray(left != right)
+
+
+def _token(pairs: pd.DataFrame, index: int) -> str:
+    """Which token a row is, both values and their float32 bits."""
+    iteration, sequence, position, *values = pairs.iloc[index][COLUMNS].tolist()
+    sides = zip(("sampler", "trainer"), values, strict=True)
+    both = ", ".join(f"{name} {float(value)!r} (bits {_bits(value)})" for name, value in sides)
+    return f"iteration {iteration:.0f}, sequence {sequence:.0f}, position {position:.0f}: {both}"
+
+
+def run_pairs(run: Path | str) -> pd.DataFrame:
+    """`rollout_logprobs` and `old_logprobs` of a recorded run; UserError if it is damaged."""
+    columns = ["iteration", "sequence", "position", "rollout_logprobs", "old_logprobs"]
+    return reader.read_tokens(run, columns=columns)[columns].set_axis(COLUMNS, axis=1).reset_index(drop=True)
+
+
+def dump_pairs(source: Path | str | pd.DataFrame, names: Names | None = None) -> pd.DataFrame:
+    """The tokens of a dump that count; the sequence is the row of the response, from 0. UserError names the row."""
+    frames = [pd.DataFrame(columns=COLUMNS, dtype=np.float32)]
+    for r in read_dump(source, names):
+        positions = np.flatnonzero(r.counts)
+        sides = {"sampler": r.sampler[positions], "trainer": r.trainer[positions]}
+        frames.append(pd.DataFrame({"iteration": r.iteration, "sequence": r.row - 1, "position": positions, **sides}))
+    return pd.concat(frames[1:] or frames, ignore_index=True)
+
+
+def measures(pairs: pd.DataFrame) -> dict[str, tuple[float, int]]:
+    """The measures of `assert_mismatch_below`, and of each the row of a token to show; NaN for means of none."""
+    finite = np.isfinite(pairs["sampler"]) & np.isfinite(pairs["trainer"])
+    delta = (pairs["trainer"].astype(np.float64) - pairs["sampler"])[finite]
+    unequal = _unequal(pairs["sampler"], pairs["trainer"]) & finite
+    worst = int(delta.abs().idxmax()) if len(delta) else -1
+    return {
+        "mean_abs": (float(delta.abs().mean()), worst),
+        "max_abs": (float(delta.abs().max()), worst),
+        "k3": (float((np.expm1(delta) - delta).mean()), worst),
+        "frac_unequal": (float(unequal[finite].mean()), int(np.argmax(unequal))),
+        "nonfinite": (float((~finite).sum()), int(np.argmin(finite))),
+    }
+
+
+def _suspicious(pairs: pd.DataFrame) -> str:
+    """Why these cannot be the log-probs of two sides, in words; "" if they can."""
+    for name in ("sampler", "trainer"):
+        if why := impossible(pairs[name].to_numpy()):
+            return f"{name}: {why}"
+    both = (pairs["sampler"] == 0) & (pairs["trainer"] == 0)
+    if both.mean() > ZEROS:
+        return f"both log-probs of {both.sum()} of {len(both)} tokens are exactly 0: is padding in it? name the mask"
+    return ""
+
+
+def assert_mismatch_below(
+    run_or_file: Path | str | pd.DataFrame,
+    *,
+    mean_abs: float | None = None,
+    max_abs: float | None = None,
+    k3: float | None = None,
+    frac_unequal: float | None = None,
+    nonfinite: int = 0,
+    names: Names | None = None,
+) -> None:
+    """Assert that the log-probs of sampler and trainer differ by no more than each limit.
+
+    `run_or_file`: a run folder, a dump in any format that `ppo-repro audit` reads (told from its columns, or `names`),
+    or a data frame with one row per token. With delta = trainer - sampler in nats: `mean_abs` and `max_abs` of |delta|,
+    `k3` the token mean of expm1(delta) - delta, which estimates KL(sampler || trainer), `frac_unequal` the share of
+    tokens that differ in any bit, `nonfinite` the number of tokens that may have no finite pair. AssertionError names
+    every limit that is exceeded and a token, and numbers that cannot be log-probs; UserError without a limit or
+    without tokens.
+    """
+    __tracebackhide__ = True
+    options = {"mean_abs": mean_abs, "max_abs": max_abs, "k3": k3, "frac_unequal": frac_unequal}
+    limits = {name: limit for name, limit in options.items() if limit is not None}
+    if not limits:
+        raise UserError(f"assert_mismatch_below: no limit is given; give one or more of {', '.join(options)}")
+    for name, limit in limits.items():
+        if not limit >= 0:
+            raise UserError(f"assert_mismatch_below: {name} = {limit!r}: must be 0 or more")
+    where = "the frame" if isinstance(run_or_file, pd.DataFrame) else run_or_file
+    if not isinstance(run_or_file, pd.DataFrame) and Path(run_or_file).is_dir():
+        if names is not None:
+            raise UserError(f"{where}: is a run folder, whose names are fixed; leave names out")
+        pairs = run_pairs(run_or_file)
+    else:
+        pairs = dump_pairs(run_or_file, names)
+    if not len(pairs):
+        raise UserError(f"{where}: has no token that counts; there is nothing to compare")
+    if why := _suspicious(pairs):
+        raise AssertionError(f"{where}: {why}")
+    limits["nonfinite"] = nonfinite
+    exceeded = [
+        f"{name} is {value:.6g}, above {limits[name]:.6g} (as at {_token(pairs, row)})"
+        for name, (value, row) in measures(pairs).items()
+        if name in limits and not value <= limits[name]  # NaN exceeds every limit
+    ]
+    if exceeded:
+        raise AssertionError(
+            f"{where}: of {len(pairs)} tokens {'; '.join(exceeded)}; if this is new, see what changed (weights sync, "
+            "dtype, temperature, padding, token ids): `ppo-repro audit`"
+        )
+
+
+def assert_on_policy(run: Path | str) -> None:
+    """Assert that sampler and trainer of a run agree on every bit, and all ratios of first minibatches are exactly 1.
+
+    AssertionError names the first token that differs; UserError where the run is incomplete or damaged.
+    """
+    __tracebackhide__ = True
+    pairs = run_pairs(run)
+    wrong = np.flatnonzero(_unequal(pairs["sampler"], pairs["trainer"]) | ~np.isfinite(pairs["sampler"]))
+    if wrong.size:
+        raise AssertionError(
+            f"{run}: {wrong.size} of {len(pairs)} tokens have other old_logprobs (trainer) than rollout_logprobs "
+            f"(sampler); the first is {_token(pairs, int(wrong[0]))}; find the layer with `ppo-repro bisect {run}`"
+        )
+    for iteration in range(len(reader.open_manifest(run).iterations)):
+        rows = reader.read_updates(
+            run, iterations=[iteration], columns=["epoch", "minibatch", "sequence", "position", "ratios"]
+        )
+        # null after the policy's last step
+        rows = rows[(rows["epoch"] == 0) & (rows["minibatch"] == 0) & rows["ratios"].notna()]
+        wrong = np.flatnonzero(_unequal(rows["ratios"], np.ones(len(rows))))
+        if wrong.size:
+            row = rows.iloc[wrong[0]]
+            raise AssertionError(
+                f"{run}: {wrong.size} of {len(rows)} ratios of the first minibatch of iteration {iteration} are not 1; "
+                f"the first is at sequence {row['sequence']:.0f}, position {row['position']:.0f}: "
+                f"{row['ratios']!r} (bits {_bits(row['ratios'])}); the update computes other log-probs than its anchor"
+            )
+
+
+def assert_same_run(a: Path | str, b: Path | str) -> None:
+    """Assert that two complete runs have the same bits in every table and the same final results.
+
+    AssertionError names table, iteration, row, both values and their bits; UserError where a run is incomplete.
+    """
+    __tracebackhide__ = True
+    for run in (a, b):
+        reader.open_manifest(run)
+    if difference := first_difference(a, b):
+        raise AssertionError(f"{a} (left) and {b} (right) differ: {difference.describe()}; see `ppo-repro diff`")
+
+
+class Golden(BaseModel):
+    """A golden run. `tables` has the digest of each table, for each iteration."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    format: Literal[1] = 1
+    fingerprint: str
+    tables: list[dict[str, str]]
+    environment: dict[str, str]
+
+
+def golden_of(run: Path | str) -> Golden:
+    """Digests of a complete run, checked against its files; UserError if the files have changed."""
+    recorded = reader.open_manifest(run)
+    for index in range(len(recorded.iterations)):
+        reader.read_moment(Path(run), recorded, index)
+    note = read_note(Path(run), recorded, ENVIRONMENT_NAME)
+    packages = {f"packages.{name}": str(version) for name, version in note.get("packages", {}).items()}
+    return Golden(
+        fingerprint=recorded.fingerprint,
+        tables=[{name: entry.digest for name, entry in item.tables.items()} for item in recorded.iterations],
+        environment={name: str(note.get(name)) for name in ENVIRONMENT} | packages,
+    )
+
+
+def _changed(golden: Golden, now: Golden) -> str:
+    """The first difference between two runs, in words; "" if there is none."""
+    for iteration, (old, new) in enumerate(zip(golden.tables, now.tables, strict=False)):
+        for name in new:
+            if old.get(name) != new[name]:
+                return f"table {name}, iteration {iteration}: digest {new[name]}, golden {old.get(name)}"
+    if len(golden.tables) != len(now.tables):
+        return f"number of iterations: {len(now.tables)}, golden {len(golden.tables)}"
+    if golden.fingerprint != now.fingerprint:
+        return f"final results: fingerprint {now.fingerprint}, golden {golden.fingerprint}"
+    return ""
+
+
+def assert_matches_golden(run: Path | str, golden_path: Path | str) -> None:
+    """Assert that a run has the digests of a golden one, in every table of every iteration and in its final results.
+
+    Without the golden file it is written, and the assertion fails once. AssertionError names the first table and
+    iteration that differ, and what has changed in the environment; UserError where the run is incomplete or damaged.
+    """
+    __tracebackhide__ = True
+    path, now = Path(golden_path), golden_of(run)
+    if not path.exists():
+        atomic_write(path, (now.model_dump_json(indent=1) + "\n").encode())
+        raise AssertionError(f"{path}: there was no golden run, so {run} was written to it; look at it and keep it")
+    try:
+        golden = Golden.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        raise UserError(f"{path}: is not a golden run ({' '.join(str(error).split())}); delete it") from error
+    if difference := _changed(golden, now):
+        before, after = golden.environment, now.environment
+        changes = [
+            f"{name} {after.get(name)} (golden {before.get(name)})"
+            for name in sorted({*before, *after})
+            if before.get(name) != after.get(name)
+        ]
+        environment = f"the environment differs: {', '.join(changes)}" if changes else "the environment is the same"
+        raise AssertionError(
+            f"{run} is not the golden run {path}: {difference}; {environment}; see the cell with `ppo-repro diff` "
+            f"against a run of the old code, or accept the new results: delete {path}"
+        )

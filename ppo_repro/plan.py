@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import ceil
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ppo_repro.config.algorithm import KLInLoss, SeparateValue
+from ppo_repro.config.algorithm import KLInLoss, LoraConfig, SeparateValue
 from ppo_repro.config.run import ControlConfig, DPOConfig, ModelFolder, RunConfig
 from ppo_repro.config.tasks import RewardModelFolder
 from ppo_repro.errors import UserError
@@ -104,17 +103,17 @@ class Shape:
         """Floats of the packed weights with a head of so many outputs."""
         return self.network.packed_bytes() // FLOAT + library.load().panel_floats(outputs, self.struct.hidden)
 
-    def trained(self, name: str, rank: int, targets: Sequence[str], section: str, is_value: bool = False) -> Model:
+    def trained(self, name: str, lora: LoraConfig | None, section: str, is_value: bool = False) -> Model:
         """A policy, or a value model: the trunk with a score and its bias. With an adapter the rest is shared."""
         head = self.struct.hidden + 1 if is_value else self.own_head
         packed = self.packed(1 if is_value else self.struct.vocabulary)
-        if not rank:
+        if lora is None:
             parameters = self.parameters - self.own_head + head
             twice = self.head if head == 0 else 0  # a tied head and embedding have a sum each
             return Model(name, parameters, parameters, 0, parameters + twice, packed)
-        shapes = [shape_of(layer) for layer in choose_layers(self.model, targets, section).values()]
+        shapes = [shape_of(layer) for layer in choose_layers(self.model, lora.target_modules, section).values()]
         own_head, adapted = (head if is_value else 0), sum(n * k for n, k in shapes)
-        trained = rank * sum(n + k for n, k in shapes) + own_head
+        trained = lora.rank * sum(n + k for n, k in shapes) + own_head
         frozen = self.parameters - self.own_head
         return Model(name, adapted + trained, trained, frozen, adapted + own_head, packed)
 
@@ -149,17 +148,14 @@ def _shapes(config: RunConfig) -> tuple[Shape, Shape | None, tuple[Model, ...]]:
     else:  # its tokenizer may have as many tokens as the configuration allows
         source = tiny_config(config.model, config.model.vocab_size, max_context, None)
     (check_config if config.numerics.mode == "deterministic" else check_visibility)(source, max_context)
-    policy, lora = Shape(source, max_context), config.lora
-    of_lora = (lora.rank, lora.target_modules) if lora else (0, ())
-    models = [policy.trained("policy", *of_lora, "lora")]
+    policy = Shape(source, max_context)
+    models = [policy.trained("policy", config.lora, "lora")]
     classifier, term, value = source, config.reward.model, None
     if isinstance(term, RewardModelFolder):
         classifier = read_model_config(Path(term.path), CLASSIFIERS, f"reward model {term.path}")
     if isinstance(config.value, SeparateValue):
         value = Shape(classifier if config.value.init == "reward_model" else source, max_context)
-        lora = config.value.lora
-        of_lora = (lora.rank, lora.target_modules) if lora else (0, ())
-        models.append(value.trained("value model", *of_lora, "value.lora", is_value=True))
+        models.append(value.trained("value model", config.value.lora, "value.lora", is_value=True))
     models.append(policy.frozen("reference"))
     if term is not None:
         labels = classifier.num_labels if isinstance(term, RewardModelFolder) else 1

@@ -83,14 +83,14 @@ def build_parser() -> argparse.ArgumentParser:
     about = "PPO on language models whose runs are reproducible to the last bit."
     parser = Parser(prog="ppo-repro", description=about, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands: Any = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def add(command: Command, *shared: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
         name, about = command.__name__.removesuffix("_command"), command.__doc__
         added = commands.add_parser(name, help=about, description=about, allow_abbrev=False, parents=shared)
         added.set_defaults(command=command)
         added.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
-        return added.add_argument
+        return added.add_argument  # type: ignore[no-any-return]
 
     about = f"folder of a recorded run, or `{LATEST}` for the newest in {RUNS}"
     run = _shared("run", metavar="RUN", type=_run_folder, help=about)

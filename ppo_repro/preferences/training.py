@@ -119,12 +119,6 @@ class RewardTraining:
         return preference_accuracy(torch.tensor(self.margins_after))
 
 
-def reward_margins(model: PreTrainedModel, pairs: Sequence[Preference], layout: LayoutConfig) -> Tensor:
-    """Score of the preferred response minus score of the rejected one, float32 [P]."""
-    scores = reward_scores(model, sequences_of(pairs), layout.padding, layout.forward_micro_batch)
-    return scores[0::2] - scores[1::2]
-
-
 def train_reward_model(
     model: PreTrainedModel,
     pairs: Sequence[Preference],
@@ -150,14 +144,17 @@ def train_reward_model(
         chosen, rejected = scores[0::2], scores[1::2]
         return bradley_terry_losses(chosen, rejected), chosen - rejected
 
-    before = tuple(reward_margins(model, eval_pairs, layout).tolist())
+    def held_out_margins() -> tuple[float, ...]:
+        scores = reward_scores(model, sequences_of(eval_pairs), layout.padding, layout.forward_micro_batch)
+        return tuple((scores[0::2] - scores[1::2]).tolist())
+
+    before = held_out_margins()
     steps: list[PreferenceStep] = []
     for epoch in range(settings.epochs):
         for step in preference_steps(model, optimizer, *about, epoch, losses_of):
             steps.append(step)
             progress(len(steps), last, step.loss)
-    after = tuple(reward_margins(model, eval_pairs, layout).tolist())
-    return RewardTraining(tuple(pairs), tuple(eval_pairs), before, after, tuple(steps))
+    return RewardTraining(tuple(pairs), tuple(eval_pairs), before, held_out_margins(), tuple(steps))
 
 
 def _pair_logprobs(

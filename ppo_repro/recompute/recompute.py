@@ -15,20 +15,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from ppo_repro.buffers import (
-    Advantages,
-    Coefficients,
-    Episode,
-    Evaluation,
-    ForwardPass,
-    Iteration,
-    MinibatchUpdate,
-    PolicyUpdate,
-    Prompts,
-    Rewards,
-    Rollout,
-    Spans,
-)
+from ppo_repro import buffers
 from ppo_repro.config.algorithm import KLInLoss, KLInReward
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import RecordsConfig
@@ -139,7 +126,7 @@ def _read(run_dir: Path, recorded: Manifest, iteration: int) -> Records:
     return records
 
 
-def _rollout(records: Records) -> Rollout:
+def _rollout(records: Records) -> buffers.Rollout:
     """Return the sampled responses. Eligible tokens stay empty: no later stage reads them."""
     count = records.tables["tokens"].num_rows
 
@@ -149,8 +136,10 @@ def _rollout(records: Records) -> Rollout:
     lengths = records.tensor("sequences", "response_length").to(torch.int64)
     columns = [records.tensor("tokens", name).split(lengths.tolist()) for name in SPANS]
     as_sampled = records.values_or_none("sequences", "is_as_sampled")
-    return Rollout(
-        prompts=Prompts(of("prompt_key"), of("sample_index"), of("seed"), of("prompt"), of("answer"), of("prompt_ids")),
+    return buffers.Rollout(
+        prompts=buffers.Prompts(
+            of("prompt_key"), of("sample_index"), of("seed"), of("prompt"), of("answer"), of("prompt_ids")
+        ),
         response_ids=records.tensor("tokens", "token_id").to(torch.int64),
         lengths=lengths,
         temperature=1.0,
@@ -161,7 +150,7 @@ def _rollout(records: Records) -> Rollout:
         servers=(None,) * len(lengths),
         latencies=(None,) * len(lengths),
         responses=of("response"),
-        spans=tuple(Spans(*(part.tolist() for part in parts)) for parts in zip(*columns, strict=True)),
+        spans=tuple(buffers.Spans(*(part.tolist() for part in parts)) for parts in zip(*columns, strict=True)),
         episodes=_episodes(records, "sequences"),
         policy_versions=records.values_or_none("sequences", "rollout_policy_versions"),
         sampled_ids=records.values_or_none("sequences", "sampled_ids"),
@@ -169,18 +158,18 @@ def _rollout(records: Records) -> Rollout:
     )
 
 
-def _episodes(records: Records, table: str) -> tuple[Episode, ...] | None:
+def _episodes(records: Records, table: str) -> tuple[buffers.Episode, ...] | None:
     """Return what the environment put in; None if it never speaks. The texts of turns are in no record."""
     if not records.has(table, "episode_ids"):
         return None
     rows = zip(records.values(table, "episode_ids"), records.values(table, "is_forced"), strict=True)
-    return tuple(Episode(ids, tuple(map(bool, forced)), ()) for ids, forced in rows)
+    return tuple(buffers.Episode(ids, tuple(map(bool, forced)), ()) for ids, forced in rows)
 
 
-def _forward(records: Records) -> ForwardPass:
+def _forward(records: Records) -> buffers.ForwardPass:
     """Return what the networks gave before the update."""
     names = ("old_logprobs", "ref_logprobs", "ref_kl", "entropies", "prob_sq_sums")
-    return ForwardPass(
+    return buffers.ForwardPass(
         **{name: records.tensor("tokens", name) for name in names},
         reverse_ref_kl=records.tensor_or_none("tokens", "reverse_ref_kl"),
         routes=torch.empty(records.tables["tokens"].num_rows, 0, dtype=torch.int32),
@@ -188,11 +177,11 @@ def _forward(records: Records) -> ForwardPass:
     )
 
 
-def _rewards(records: Records) -> Rewards:
+def _rewards(records: Records) -> buffers.Rewards:
     """Return scores and rewards; what a level leaves out is 0, and then it is not compared either."""
     zeros = torch.zeros(records.tables["tokens"].num_rows)
     placed, raw = (records.tensor_or_none("tokens", name) for name in ("placed_scores", "raw_rewards"))
-    return Rewards(
+    return buffers.Rewards(
         scores=records.tensor("sequences", "scores"),
         score_parts=records.values("sequences", "score_parts"),
         is_correct=torch.tensor(records.values("sequences", "is_correct")),
@@ -203,13 +192,13 @@ def _rewards(records: Records) -> Rewards:
     )
 
 
-def _evaluation(records: Records) -> Evaluation | None:
+def _evaluation(records: Records) -> buffers.Evaluation | None:
     """Return the held-out responses; None if there was no evaluation, or its responses are not recorded."""
     if "evaluations" not in records.tables:
         return None
     names = ("prompt_key", "prompt", "answer", "prompt_ids", "response_ids", "response", "finish_reason", "scores")
     columns = [records.values("evaluations", name) for name in (*names, "score_parts", "is_correct")]
-    return Evaluation(*columns, episodes=_episodes(records, "evaluations"))  # type: ignore[misc]
+    return buffers.Evaluation(*columns, episodes=_episodes(records, "evaluations"))  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
@@ -300,17 +289,17 @@ def _require_columns(run_dir: Path, config: RunConfig, records: Records, stages:
             )
 
 
-def _recorded_iteration(config: RunConfig, records: Records, coefficients: Coefficients) -> Iteration:
+def _recorded_iteration(config: RunConfig, records: Records, coefficients: buffers.Coefficients) -> buffers.Iteration:
     """An iteration as it was recorded, with the losses that follow from it; `coefficients` are those in force."""
     rollout, forward = _rollout(records), _forward(records)
-    advantages = Advantages(
+    advantages = buffers.Advantages(
         raw_advantages=records.tensor("tokens", "raw_advantages"),
         advantages=records.tensor("tokens", "advantages"),
         returns=records.tensor_or_none("tokens", "returns"),
     )
     received = with_loss_mask(config.mismatch.trainer, rollout)
     batch = training_batch(config, coefficients, received, forward, advantages)
-    return Iteration(
+    return buffers.Iteration(
         records.iteration,
         _evaluation(records),
         coefficients,
@@ -323,7 +312,7 @@ def _recorded_iteration(config: RunConfig, records: Records, coefficients: Coeff
     )
 
 
-def _again(config: RunConfig, item: Iteration, stages: Collection[Stage]) -> Iteration:
+def _again(config: RunConfig, item: buffers.Iteration, stages: Collection[Stage]) -> buffers.Iteration:
     """The iteration with rewards and advantages computed again, each from what was recorded before it."""
     rewards, advantages = item.rewards, item.advantages
     if "rewards" in stages:
@@ -337,7 +326,7 @@ def _again(config: RunConfig, item: Iteration, stages: Collection[Stage]) -> Ite
     return replace(item, rewards=rewards, advantages=advantages)
 
 
-def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Iterator[MinibatchUpdate]:
+def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Iterator[buffers.MinibatchUpdate]:
     """The minibatches of the recorded steps, in the order in which the seed shuffles them."""
     steps, count = records.tables["steps"].to_pylist(), records.tables["updates"].num_rows
     lengths = batch.rollout.lengths
@@ -363,12 +352,12 @@ def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Itera
         if policy is not None and config.ppo.early_stop_kl is not None:
             stopped = policy.approx_kl > config.ppo.early_stop_kl
         digests = step["policy_digest"], step["value_digest"]
-        yield MinibatchUpdate(epoch, number, minibatch.tokens, minibatch.weights, policy, value, *digests)
+        yield buffers.MinibatchUpdate(epoch, number, minibatch.tokens, minibatch.weights, policy, value, *digests)
 
 
 def _policy(
     config: RunConfig, batch: TrainingBatch, minibatch: Minibatch, records: Records, rows: slice, grad_norm: float
-) -> PolicyUpdate | None:
+) -> buffers.PolicyUpdate | None:
     tokens = minibatch.tokens
     logprobs, entropies = (records.tensor_or_none("updates", n, rows) for n in ("new_logprobs", "new_entropies"))
     if logprobs is None or entropies is None:

@@ -235,20 +235,6 @@ def _steps(item: Iteration, config: RunConfig) -> Columns:
     }
 
 
-def _coefficients(item: Iteration, config: RunConfig) -> Columns:
-    """The coefficients in force; None where the configuration has none."""
-    coefficients, objective = item.coefficients, config.ppo.objective
-    normalised = not isinstance(config.value, NoValue) and config.value.normalize_returns
-    returns = coefficients.returns
-    return {
-        "kl_coef": coefficients.kl_coef,
-        "clip_range": coefficients.clip_range if isinstance(objective, AdaptiveClipObjective) else None,
-        "penalty_coef": coefficients.penalty_coef if isinstance(objective, PenaltyObjective) else None,
-        "return_mean": returns.mean if normalised else None,
-        "return_scale": returns.scale if normalised else None,
-    }
-
-
 def agreement(rollout: Any, forward: Any, tokens: Tensor, ratios: Tensor, new_values: Tensor | None) -> Columns:
     """Counts of what may not differ: log-probs of sampler and trainer; ratios of the first minibatch and 1; values.
 
@@ -266,7 +252,11 @@ def agreement(rollout: Any, forward: Any, tokens: Tensor, ratios: Tensor, new_va
 
 def _iteration(item: Iteration, config: RunConfig) -> Columns:
     rollout, forward, rewards = item.rollout, item.forward, item.rewards
-    evaluation, returns = item.evaluation, item.advantages.returns
+    evaluation, returns, objective = item.evaluation, item.advantages.returns, config.ppo.objective
+    in_force, is_normalised = (
+        item.coefficients,
+        not isinstance(config.value, NoValue) and config.value.normalize_returns,
+    )
     count, tokens = len(rollout.lengths), len(rollout.response_ids)
     first, ref_kl, explained = item.updates[0], mean_of(forward.ref_kl), None
     assert first.policy is not None
@@ -282,7 +272,11 @@ def _iteration(item: Iteration, config: RunConfig) -> Columns:
         "response_length_mean": tokens / count,
         "truncated_fraction": rollout.finish_reasons.count("length") / count,
         "entropy": mean_of(forward.entropies),
-        **_coefficients(item, config),
+        "kl_coef": in_force.kl_coef,
+        "clip_range": in_force.clip_range if isinstance(objective, AdaptiveClipObjective) else None,
+        "penalty_coef": in_force.penalty_coef if isinstance(objective, PenaltyObjective) else None,
+        "return_mean": in_force.returns.mean if is_normalised else None,
+        "return_scale": in_force.returns.scale if is_normalised else None,
         "policy_steps": sum(u.policy is not None for u in item.updates),
         "ref_kl_per_token": ref_kl,
         "ref_kl_per_sequence": ref_kl * tokens / count,

@@ -206,7 +206,12 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
         networks = prepared.state.policy, prepared.state.own_value_module
         digests = [weights_digest(module.named_parameters()) for module in networks]
         self.ranks.require_same("initial weights", digests)
-        accuracy = self._accuracy(config, prepared) if run_dir is not None and start is None else None
+        accuracy = None
+        if run_dir is not None and start is None:
+            accuracy = policy_accuracy(config, prepared.task.prompt_ids, prepared.state.policy)
+            prepared.state.rest()
+        if accuracy is not None and accuracy.is_low:
+            self.watcher.warning(accuracy.sentence())
         task = _task_digest(prepared)
         if start is not None:
             checkpoint.restore(start.checkpoint, prepared.state, task)
@@ -214,14 +219,6 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
         logs = None if run_dir is None else run_dir / "sglang"
         with _quick_collections(), _rollout_engine(config, prepared.engine, logs, self.watcher, self.ranks) as engine:
             yield LanguageExecution(config, prepared, engine, self.ranks, task, self.watcher, accuracy)
-
-    def _accuracy(self, config: RunConfig, prepared: Prepared) -> Accuracy | None:
-        """How accurate the policy is before its first step; the watcher hears of it where that is too little."""
-        accuracy = policy_accuracy(config, prepared.task.prompt_ids, prepared.state.policy)
-        prepared.state.rest()
-        if accuracy is not None and accuracy.is_low:
-            self.watcher.warning(accuracy.sentence())
-        return accuracy
 
 
 @contextmanager

@@ -17,18 +17,10 @@ from ppo_repro.config.run import ModelFolder, RunConfig, TinyModel
 from ppo_repro.config.tasks import RewardModelFolder
 from ppo_repro.errors import UserError
 from ppo_repro.faults.trainer import check_training_prompts, dropout
+from ppo_repro.models import networks
 from ppo_repro.models.folders import load_reward_model, require_same_tokens
 from ppo_repro.models.load import load_folder, stop_ids
 from ppo_repro.models.lora import Adaptable, Lora, add_lora, share_frozen
-from ppo_repro.models.networks import (
-    ValueModel,
-    checkpoint_gradients,
-    make_policy,
-    make_value_head,
-    make_value_model,
-    precision_of,
-    rounded_view,
-)
 from ppo_repro.models.reward_model import make_reward_model, value_model_from
 from ppo_repro.models.state import TrainState, Versions
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
@@ -120,12 +112,12 @@ def _networks(
     `share`: adapted models use the weights of frozen ones where they do not train.
     """
     mode, max_context, ppo = config.numerics.mode, config.numerics.max_context, config.ppo
-    policy = make_policy(source, mode, max_context)
-    reference = make_policy(source, mode, max_context).requires_grad_(False)
+    policy = networks.make_policy(source, mode, max_context)
+    reference = networks.make_policy(source, mode, max_context).requires_grad_(False)
     lora = _adapted(policy, config.lora, config.seed, reference if share else None)
-    sampled = rounded_view(policy, precision_of(config.mismatch.sampler.precision))
+    sampled = networks.rounded_view(policy, networks.precision_of(config.mismatch.sampler.precision))
     if config.layout.gradient_checkpointing:
-        checkpoint_gradients(trunk_of(policy))
+        networks.checkpoint_gradients(trunk_of(policy))
 
     def optimizer(module: nn.Module, adapters: Lora | None, learning_rate: float) -> Optimizer:
         rates = learning_rate, 0.9, ppo.adam_beta2, ppo.adam_eps, ppo.weight_decay, ppo.max_grad_norm
@@ -134,18 +126,19 @@ def _networks(
     trained: nn.Module = policy
     value_model, value_optimizer = None, None
     if isinstance(config.value, ValueHead):
-        head = make_value_head(source.config.hidden_size, config.seed).to(source.device)
-        value_model, trained = ValueModel(trunk_of(policy), head), nn.ModuleDict({"policy": policy, "value_head": head})
+        head = networks.make_value_head(source.config.hidden_size, config.seed).to(source.device)
+        value_model = networks.ValueModel(trunk_of(policy), head)
+        trained = nn.ModuleDict({"policy": policy, "value_head": head})
     elif isinstance(config.value, SeparateValue):
         base = reference
         if config.value.init == "reward_model":
             assert reward_model is not None
             base, value_model = reward_model, value_model_from(reward_model, mode, max_context)
         else:
-            value_model = make_value_model(source, mode, max_context, config.seed)
+            value_model = networks.make_value_model(source, mode, max_context, config.seed)
         adapters = _adapted(value_model, config.value.lora, config.seed, trunk_of(base) if share else None)
         if config.layout.gradient_checkpointing:
-            checkpoint_gradients(value_model.trunk)
+            networks.checkpoint_gradients(value_model.trunk)
         value_optimizer = optimizer(value_model, adapters, config.value.learning_rate)
     lag, versions = config.mismatch.sampler.lag, None
     if lag:
@@ -193,7 +186,7 @@ def _engine(
     stock = config.mismatch.sampler.stock
     if stock is None:
         return TorchEngine(sampled, *about)
-    copy = in_dtype(make_policy(source, "native", max_context), getattr(torch, stock))
+    copy = in_dtype(networks.make_policy(source, "native", max_context), getattr(torch, stock))
     return StockEngine(copy, sampled, *about)
 
 

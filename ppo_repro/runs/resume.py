@@ -13,20 +13,8 @@ from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.files import SUMS_NAME, only_writer
-from ppo_repro.records import digests, manifest, reader
+from ppo_repro.records import digests, folder, manifest, reader
 from ppo_repro.records.diff import Difference, first_final_difference, from_recorded
-from ppo_repro.records.folder import (
-    CHECKPOINT,
-    CHECKPOINTS_NAME,
-    CONFIG_NAME,
-    FORKED_FROM,
-    REFERENCE,
-    STARTED,
-    UNEQUAL,
-    load_recorded_config,
-    resumed_notes,
-    starts_of,
-)
 from ppo_repro.records.inputs import located_tree
 from ppo_repro.records.manifest import Head, Manifest
 from ppo_repro.records.writer import RunWriter
@@ -62,10 +50,10 @@ def resume(
         if recorded.status == "complete":
             raise UserError(f"{run_dir}: the run is finished; look at it with `ppo-repro show {run_dir}`")
         # a checkpoint has the model
-        model_too = not starts_of(run_dir, recorded) or f"{REFERENCE}/{SUMS_NAME}" not in recorded.files
+        model_too = not folder.starts_of(run_dir, recorded) or f"{folder.REFERENCE}/{SUMS_NAME}" not in recorded.files
         config = recorded_config(kind, run_dir, recorded, overrides, elsewhere, model_too)
         if isinstance(config, RunConfig):
-            require_same_sampler(load_recorded_config(run_dir), config)
+            require_same_sampler(folder.load_recorded_config(run_dir), config)
         start = load_newest(run_dir, recorded)
         resumed = Resumed(0 if start is None else start.checkpoint.iteration, recorded.num_iterations)
         opened = kind.open(config, run_dir if ranks.is_first else None, start)
@@ -78,14 +66,14 @@ def resume(
         files = _files_to_go_on_with(run_dir, recorded, resumed.start)
         contents = verify(run_dir, recorded.model_copy(update={"files": files}))
         clock.lap("inputs")
-        environment = {**describe_environment(config, ranks.size), STARTED: as_text(clock.started)}
+        environment = {**describe_environment(config, ranks.size), folder.STARTED: as_text(clock.started)}
         tree = {"iteration": resumed.start, "overrides": list(overrides), "environment": environment}
         try:
             written = RunWriter(run_dir)
             written.list_files(files)
             written.mark("running")
             remove_unfinished(run_dir, recorded, contents)
-            written.note(f"resumed-{len(resumed_notes(recorded)) + 1:03d}.json", tree)
+            written.note(f"resumed-{len(folder.resumed_notes(recorded)) + 1:03d}.json", tree)
             clock.lap("records")
             execute(kind, config, run_dir, opened, clock)
         except BaseException as error:
@@ -115,7 +103,7 @@ def recorded_config(
             )
     tree = located_tree(run_dir, recorded, elsewhere, model_too)
     apply_overrides(tree, overrides)
-    config: Config = validated(MODELS[kind.name], tree, str(run_dir / CONFIG_NAME))  # type: ignore[assignment]
+    config: Config = validated(MODELS[kind.name], tree, str(run_dir / folder.CONFIG_NAME))  # type: ignore[assignment]
     return config
 
 
@@ -124,12 +112,12 @@ def _files_to_go_on_with(run_dir: Path, recorded: Head, start: int) -> dict[str,
 
     Without any checkpoint or model where the run begins again.
     """
-    dropped = PurePath(CHECKPOINTS_NAME if start == 0 else UNEQUAL)
+    dropped = PurePath(folder.CHECKPOINTS_NAME if start == 0 else folder.UNEQUAL)
     return {
         name: digest
         for name, digest in recorded.files.items()
         if not PurePath(name).is_relative_to(dropped)
-        and (CHECKPOINT.fullmatch(name) is None or (run_dir / name).exists())
+        and (folder.CHECKPOINT.fullmatch(name) is None or (run_dir / name).exists())
     }
 
 
@@ -180,7 +168,7 @@ def rerun(
     """
     recorded = reader.open_manifest(run_dir)
     config = recorded_config(kind, run_dir, recorded, overrides, elsewhere)
-    start = None if recorded.origin is None else load_start(run_dir, recorded, FORKED_FROM)
+    start = None if recorded.origin is None else load_start(run_dir, recorded, folder.FORKED_FROM)
     opened = kind.open(config, None, start)
     del start  # as large as weights and moments together
     require_same_start(kind.ranks, config, recorded.inputs)

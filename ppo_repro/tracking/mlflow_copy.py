@@ -139,37 +139,72 @@ def copy(folder: Path, uri: str, is_over: IsOver) -> Place | None:
     return place
 
 
-class _RunCopy:
-    """The copy of one run, a cell of the grid `parent` or a run of its own."""
+class _Copy:
+    """A new run in the store, in place of an earlier copy of the folder."""
 
-    def __init__(self, client: MlflowClient, run_dir: Path, parent: Place | None = None, name: str = "", **tags: str):
+    def __init__(
+        self,
+        client: MlflowClient,
+        experiment: str,
+        folder: Path,
+        name: str,
+        params: dict[str, Any],
+        tags: dict[str, str],
+        started: float,
+    ) -> None:
+        found = client.get_experiment_by_name(experiment)
+        # otherwise MLflow's pages take the runs for evaluations of prompts, with other tables
+        kind = {"mlflow.experimentKind": "custom_model_development"}
+        number = str(found.experiment_id if found else client.create_experiment(experiment, tags=kind))
+        quoted = str(folder.absolute()).replace("'", "\\'")
+        for old in client.search_runs([number], f"tags.`{FOLDER_TAG}` = '{quoted}'", ViewType.ACTIVE_ONLY):
+            client.delete_run(old.info.run_id)
+        tags = {**tags, FOLDER_TAG: str(folder.absolute())}
+        self._client = client
+        self.place = Place(number, str(client.create_run(number, _milliseconds(started), tags, name).info.run_id))
+        leaves = _leaves("", params)
+        for start in range(0, len(leaves), PARAMS_PER_CALL):
+            client.log_batch(self.place.run_id, params=leaves[start : start + PARAMS_PER_CALL])
+
+    def log(self, found: Sequence[Scalar]) -> None:
+        metrics = [Metric(s.name, s.value, _milliseconds(s.moment), s.step) for s in found]
+        for start in range(0, len(metrics), METRICS_PER_CALL):
+            self._client.log_batch(self.place.run_id, metrics=metrics[start : start + METRICS_PER_CALL])
+
+    def end(self, tags: Mapping[str, str], files: Sequence[Path], status: str, moment: float) -> None:
+        self._client.log_batch(self.place.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+        for path in files:
+            if path.exists():
+                self._client.log_artifact(self.place.run_id, str(path))
+        self._client.set_terminated(self.place.run_id, status, _milliseconds(moment))
+
+
+class _RunCopy(_Copy):
+    """The copy of one run; `experiment` and `name` are given for a cell of a grid."""
+
+    def __init__(self, client: MlflowClient, run_dir: Path, experiment: str = "", name: str = "", **tags: str) -> None:
         recorded = manifest.load_head(run_dir)
         config = load_config_of(run_dir, recorded)
         environment = read_note(run_dir, recorded, ENVIRONMENT_NAME)
         tags |= {name: str(environment[name]) for name in OF_ENVIRONMENT} | {"kind": recorded.kind}
         tags |= {f"package.{name}": str(version) for name, version in environment["packages"].items()}
-        if parent is not None:
-            tags[MLFLOW_PARENT_RUN_ID] = parent.run_id
-        experiment = _experiment(client, config.experiment) if parent is None else parent.experiment_id
-        started, params = start_time(run_dir, recorded), config.model_dump(mode="json")
-        self.place = _begin(client, experiment, run_dir, name or run_dir.name, params, tags, started)
-        self.run_dir, self.ended = run_dir, False
-        self._client, self._numbers = client, RunNumbers(run_dir)
+        params, started = config.model_dump(mode="json"), start_time(run_dir, recorded)
+        super().__init__(client, experiment or config.experiment, run_dir, name or run_dir.name, params, tags, started)
+        self.run_dir, self.ended, self._numbers = run_dir, False, RunNumbers(run_dir)
 
     def catch_up(self, is_over: bool) -> None:
         """Log what was recorded since the last call; the ending once the run is complete or over."""
         if self.ended:
             return
         recorded = manifest.load_head(self.run_dir)
-        _log(self._client, self.place, self._numbers.new())
+        self.log(self._numbers.new())
         self.ended = is_over or recorded.status == "complete"
         if self.ended:
-            _log(self._client, self.place, self._numbers.ending())
+            self.log(self._numbers.ending())
             tags = {"fingerprint": recorded.fingerprint, "config_digest": recorded.config_digest}
             tags[MLFLOW_RUN_NOTE] = "\n".join(f"* {sentence}" for sentence in sentences(self.run_dir))
             files = [self.run_dir / name for name in ARTIFACTS]
-            ended = end_time(self.run_dir, recorded)
-            _end(self._client, self.place, tags, files, ENDED[recorded.status], ended)
+            self.end(tags, files, ENDED[recorded.status], end_time(self.run_dir, recorded))
 
 
 def _copy_grid(client: MlflowClient, grid_dir: Path, is_over: IsOver) -> Place:
@@ -177,8 +212,7 @@ def _copy_grid(client: MlflowClient, grid_dir: Path, is_over: IsOver) -> Place:
     tree = read_tree(grid_dir / "grid.yaml")
     params = {name: tree[name] for name in ("question", "expectation", "base", "seeds", "read_with", "axes")}
     started = (grid_dir / "grid.yaml").stat().st_mtime
-    experiment = _experiment(client, grid_dir.name)
-    parent = _begin(client, experiment, grid_dir, grid_dir.name, params, {"kind": "grid"}, started)
+    parent = _Copy(client, grid_dir.name, grid_dir, grid_dir.name, params, {"kind": "grid"}, started)
     copies: dict[int, _RunCopy] = {}  # by the number of the run's folder, which a cell that is run again changes
     over = False
     while not over:
@@ -189,62 +223,24 @@ def _copy_grid(client: MlflowClient, grid_dir: Path, is_over: IsOver) -> Place:
             run_dir = run_of(grid_dir / "cells" / cell)
             if run_dir is None:
                 continue
-            labels = {str(name): str(label) for name, label in row.items() if str(name).startswith("axis.")}
+            tags = {str(name): str(label) for name, label in row.items() if str(name).startswith("axis.")}
+            tags |= {"cell": cell, MLFLOW_PARENT_RUN_ID: parent.place.run_id}
             number = run_dir.stat().st_ino
             if number not in copies:
-                copies[number] = _RunCopy(client, run_dir, parent, cell, cell=cell, **labels)
+                copies[number] = _RunCopy(client, run_dir, grid_dir.name, cell, **tags)
             copies[number].catch_up(over)
     ends = [end_time(copy.run_dir, manifest.load_head(copy.run_dir)) for copy in copies.values()]
     status = "FINISHED" if (cells["state"] == "complete").all() else "FAILED"
     files = [grid_dir / name for name in ("grid.yaml", CELLS, RESULTS)]
     tags = {MLFLOW_RUN_NOTE: f"**{tree['question']}**\n\nExpected: {tree['expectation']}"}
-    _end(client, parent, tags, files, status, max(ends, default=started))
-    return parent
+    parent.end(tags, files, status, max(ends, default=started))
+    return parent.place
 
 
 def _leaves(prefix: str, value: object) -> list[Param]:
     if isinstance(value, dict):
         return [leaf for key, child in value.items() for leaf in _leaves(f"{prefix}.{key}" if prefix else key, child)]
     return [Param(prefix, str(value)[:VALUE_CHARACTERS])]
-
-
-def _experiment(client: MlflowClient, name: str) -> str:
-    experiment = client.get_experiment_by_name(name)
-    # otherwise MLflow's pages take the runs for evaluations of prompts, with other tables
-    kind = {"mlflow.experimentKind": "custom_model_development"}
-    return str(experiment.experiment_id if experiment else client.create_experiment(name, tags=kind))
-
-
-def _begin(
-    client: MlflowClient, experiment: str, folder: Path, name: str, config: dict[str, Any], tags: dict[str, str],
-    started: float,
-) -> Place:  # fmt: skip
-    """Create the MLflow run of a folder; an earlier copy is deleted."""
-    quoted = str(folder.absolute()).replace("'", "\\'")
-    for old in client.search_runs([experiment], f"tags.`{FOLDER_TAG}` = '{quoted}'", ViewType.ACTIVE_ONLY):
-        client.delete_run(old.info.run_id)
-    tags = {**tags, FOLDER_TAG: str(folder.absolute())}
-    created = client.create_run(experiment, _milliseconds(started), tags, name)
-    params = _leaves("", config)
-    for start in range(0, len(params), PARAMS_PER_CALL):
-        client.log_batch(created.info.run_id, params=params[start : start + PARAMS_PER_CALL])
-    return Place(experiment, str(created.info.run_id))
-
-
-def _log(client: MlflowClient, place: Place, found: Sequence[Scalar]) -> None:
-    metrics = [Metric(s.name, s.value, _milliseconds(s.moment), s.step) for s in found]
-    for start in range(0, len(metrics), METRICS_PER_CALL):
-        client.log_batch(place.run_id, metrics=metrics[start : start + METRICS_PER_CALL])
-
-
-def _end(
-    client: MlflowClient, place: Place, tags: Mapping[str, str], files: Sequence[Path], status: str, moment: float
-) -> None:
-    client.log_batch(place.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
-    for path in files:
-        if path.exists():
-            client.log_artifact(place.run_id, str(path))
-    client.set_terminated(place.run_id, status, _milliseconds(moment))
 
 
 def _milliseconds(moment: float) -> int:

@@ -40,7 +40,7 @@ def folder(deterministic_run: Path, tmp_path_factory: pytest.TempPathFactory) ->
     rows = [{"prompt": p.prompt, "chosen": p.answer, "rejected": f"{p.answer}0"} for p in arithmetic(6)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "dpo.yaml").write_text(yaml.safe_dump(tree(deterministic_run / "checkpoints" / "final")))
-    grid = {"question": "?", "expectation": "none", "kind": "dpo", "base": "dpo.yaml", "seeds": [3, 4]}
+    grid = {"question": "?", "expectation": "none", "base": "dpo.yaml", "seeds": [3, 4]}
     (folder / "seeds.yaml").write_text(yaml.safe_dump(grid))
     return folder
 

@@ -25,13 +25,8 @@ from ppo_repro.numerics import library
 from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer, weights_digest
 from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.preferences import dpo_margins, preference_accuracy
+from ppo_repro.preferences import training
 from ppo_repro.preferences.pairs import Preference, check_pairs, hold_out, pairs_of_file
-from ppo_repro.preferences.training import (
-    PreferenceStep,
-    dpo_losses_of,
-    pair_logprobs,
-    preference_steps,
-)
 from ppo_repro.ranks import ALONE
 from ppo_repro.records import reader, schema
 from ppo_repro.records.arrow import to_arrow
@@ -55,7 +50,7 @@ class Epoch:
 
     index: int
     eval_accuracy: float | None  # before the first epoch only; None if there is no run with a task
-    steps: tuple[PreferenceStep, ...]
+    steps: tuple[training.PreferenceStep, ...]
     logprobs: Tensor  # [2, P] float64 of all pairs, after the epoch
     margins: Tensor  # [P] float64, likewise
     seconds: dict[str, float]  # wall time by phase: evaluation, update, forward, other
@@ -81,19 +76,21 @@ class DPOExecution(Execution[Epoch]):
         """Train the policy in place; yields after each epoch. Log-probs are of the whole distribution."""
         config, policy, pairs, trained = self.config, self.policy, self.pairs, self.trained
         dpo, layout, mode = config.dpo, config.layout, config.numerics.mode
-        losses_of = dpo_losses_of(policy, pairs, self.reference, dpo.beta, self.temperature, mode, layout.padding)
+        losses_of = training.dpo_losses_of(
+            policy, pairs, self.reference, dpo.beta, self.temperature, mode, layout.padding
+        )
         per_epoch = math.ceil(trained / dpo.minibatch_size)
         about = trained, dpo.minibatch_size, layout.update_micro_batch, config.seed
         for epoch in range(dpo.epochs):
             clock = Clock()
             accuracy = self._accuracy() if epoch == 0 else None
             clock.lap("evaluation")
-            steps: list[PreferenceStep] = []
-            for step in preference_steps(policy, self.optimizer, *about, epoch, losses_of):
+            steps: list[training.PreferenceStep] = []
+            for step in training.preference_steps(policy, self.optimizer, *about, epoch, losses_of):
                 steps.append(step)
                 self.watcher.preferences("DPO", epoch * per_epoch + len(steps), dpo.epochs * per_epoch, step.loss)
             clock.lap("update")
-            logprobs = pair_logprobs(policy, pairs, self.temperature, mode, layout)
+            logprobs = training.pair_logprobs(policy, pairs, self.temperature, mode, layout)
             clock.lap("forward")
             margins = dpo_margins(logprobs[0], logprobs[1], self.reference[0], self.reference[1], dpo.beta)
             clock.lap(OTHER)
@@ -191,7 +188,7 @@ class DPOKind(RunKind[DPOConfig, Epoch]):
         train, held_out = hold_out(found, config.num_eval_prompts, config.seed)
         pairs = [*train, *held_out]
         check_pairs(pairs, policy.config.vocab_size, max_context)
-        reference = pair_logprobs(frozen, pairs, temperature, mode, config.layout)
+        reference = training.pair_logprobs(frozen, pairs, temperature, mode, config.layout)
         digest = weights_digest(policy.named_parameters())
         optimizer = Optimizer(policy, AdamWSettings(config.dpo.learning_rate, 0.9, 0.95, 1e-8, 0.0, 1.0), mode)
         about = policy, tokenizer, temperature, pairs, len(train), run

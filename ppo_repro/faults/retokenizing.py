@@ -54,14 +54,11 @@ def encode_again(
         last = owners[-1]
     sources = [_source(before, after, owners, token) for token in range(len(new))]
     owned = [owners.count(token) for token in range(len(new))]
-    same = [owned[j] == 1 and new[j] == body[t] and _span(after, j) == _span(before, t) for j, t in enumerate(sources)]
+    old_spans, new_spans = (list(zip(x.char_start, x.char_end, strict=True)) for x in (before, after))
+    same = [owned[j] == 1 and new[j] == body[t] and new_spans[j] == old_spans[t] for j, t in enumerate(sources)]
     if tail:
         owners, sources, same = [*owners, len(new)], [*sources, len(body)], [*same, True]
     return Encoding([*new, *tail], after, owners, sources, same)
-
-
-def _span(of: Spans, token: int) -> tuple[int, int]:
-    return of.char_start[token], of.char_end[token]
 
 
 def _source(before: Spans, after: Spans, owners: Sequence[int], token: int) -> int:
@@ -69,11 +66,6 @@ def _source(before: Spans, after: Spans, owners: Sequence[int], token: int) -> i
     if owned:
         return owned[-1]
     return next((t for t in range(len(owners)) if before.char_end[t] >= after.char_end[token]), len(owners) - 1)
-
-
-def chosen(share: float, seeds: Sequence[int]) -> list[bool]:
-    """Choose the responses that are encoded again: each with probability `share`, by its seed."""
-    return [int(words(1, "retokenize", seed)[0]) < share * 2.0**64 for seed in seeds]
 
 
 @dataclass(frozen=True)
@@ -95,9 +87,10 @@ class RetokenizingEngine:
         completions = self.engine.generate(requests, sampling, dialogue)
         if sampling.greedy:
             return completions
-        pick = chosen(self.share, [request.seed for request in requests])
         most = sampling.max_response_tokens
-        return [self._encoded(c, most if picked else 0) for c, picked in zip(completions, pick, strict=True)]
+        draws = (int(words(1, "retokenize", request.seed)[0]) for request in requests)
+        pairs = zip(completions, draws, strict=True)
+        return [self._encoded(c, most if draw < self.share * 2.0**64 else 0) for c, draw in pairs]
 
     def _encoded(self, c: Completion, most: int) -> Completion:
         """The completion encoded again in at most so many tokens; as sampled where they do not suffice."""

@@ -35,7 +35,7 @@ from ppo_repro.rollout.torch_engine import StockEngine, TorchEngine, in_dtype
 from ppo_repro.stages.coefficients import first_coefficients
 from ppo_repro.stages.rollout import Task
 from ppo_repro.tasks.problems import Split, encode_all, encoder, load_source
-from ppo_repro.tasks.rewards import check_functions, for_source, load_judge
+from ppo_repro.tasks.rewards import for_source, load_judge
 from ppo_repro.tasks.tokenizer import spelled_tokens
 from ppo_repro.tasks.user_code import UserProcess
 
@@ -214,7 +214,6 @@ def prepare(
     brought = load_source(config.task, config.seed, process)
     problems = brought.problems
     judge = for_source(judge, brought, config.task)
-    check_functions(judge, brought, problems.train)
     source, tokenizer = _source(config, problems, start_folder)
     # before the minutes that a warm start takes
     vocab_size, encode = source.config.vocab_size, encoder(tokenizer, config.task)

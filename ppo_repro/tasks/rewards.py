@@ -140,7 +140,11 @@ def load_judge(config: RewardConfig, process: UserProcess | None = None) -> Judg
 
 
 def for_source(judge: Judge, source: Source, task: TaskConfig) -> Judge:
-    """The judge with what a task brings; UserError if a term needs a verifier or answers that the task lacks."""
+    """The judge with what a task brings.
+
+    UserError if a term needs a verifier or answers that the task lacks, or a user's function gives two results for one
+    input: the answer, and nothing, to two prompts.
+    """
     asks_verifier = any(isinstance(term, Verifier) for term in judge.config.terms)
     if isinstance(task, PythonTask) and source.verifier is None and asks_verifier:
         raise UserError(
@@ -152,6 +156,10 @@ def for_source(judge: Judge, source: Source, task: TaskConfig) -> Judge:
             "reward.terms: exact_match compares responses with answers, and no prompt of the task has one; "
             "give the prompts answers, or other reward.terms"
         )
+    rows = [row_of(p, [text], text, text) for p in source.problems.train[:2] for text in (p.answer, "")]
+    for function in (*judge.functions, source.verifier, source.step):
+        if function is not None and function.call != "keywords":
+            check_repeats(function, rows)
     return replace(judge, extraction=task.answer_extraction, verifier=source.verifier)
 
 
@@ -234,11 +242,3 @@ def weighted_scores(
             score = math.inf
         scores.append(score if done else score - config.missing_eos_penalty)
     return scores
-
-
-def check_functions(judge: Judge, source: Source, problems: Sequence[Problem]) -> None:
-    """UserError if a user's function gives two results for one input: the answer, and nothing, to two prompts."""
-    rows = [row_of(p, [text], text, text) for p in problems[:2] for text in (p.answer, "")]
-    for function in (*judge.functions, source.verifier, source.step):
-        if function is not None and function.call != "keywords":
-            check_repeats(function, rows)

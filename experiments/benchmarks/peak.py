@@ -63,7 +63,7 @@ def make_folder(folder: Path, layers: int, vocab_size: int, hidden: int) -> None
 
     from ppo_repro.config.files import load_config
     from ppo_repro.models.tiny import make_tokenizer
-    from ppo_repro.tasks.sources import load_source
+    from ppo_repro.tasks.problems import load_source
 
     tokenizer = make_tokenizer(load_source(load_config(CONFIG).task, 7).problems.train, 64)
     torch.manual_seed(0)

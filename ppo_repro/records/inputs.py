@@ -12,17 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from ppo_repro.config.files import (
-    FOLDER,
-    LANGUAGE,
-    apply_overrides,
-    build_config,
-    digest_of,
-    gather,
-    path_fields,
-    read_tree,
-    run_folder,
-)
+from ppo_repro.config import files
 from ppo_repro.config.run import RunConfig
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
@@ -47,15 +37,15 @@ def located_tree(
     run folder, and below `elsewhere`. UserError if a file is nowhere. `model_too`: the model of the policy as well.
     """
     check_config(run_dir, recorded)
-    tree: dict[str, Any] = read_tree(run_dir / CONFIG_NAME)
+    tree: dict[str, Any] = files.read_tree(run_dir / CONFIG_NAME)
     for name, digest in recorded.inputs.items():
-        if name.startswith(f"{FOLDER}/"):
+        if name.startswith(f"{files.FOLDER}/"):
             try:
                 check_file(run_dir / name, digest)
             except UserError as error:
                 use = f"edit a file of your own and `ppo-repro fork {run_dir}` with it"
                 raise UserError(f"{error}; restore it, or {use}") from error
-    for field, section, name in path_fields(tree):
+    for field, section, name in files.path_fields(tree):
         wanted = {
             PurePath(known).name: digest for known, digest in recorded.inputs.items() if known.startswith(f"{field}/")
         }
@@ -68,7 +58,7 @@ def _found(run_dir: Path, field: str, path: Path, wanted: Mapping[str, str], els
     """The path of a file, or of a folder with files, that have these digests."""
     is_file = set(wanted) == {path.name}
     for place in _places(run_dir, path.parent if is_file else path, elsewhere):
-        if all((place / n).is_file() and digest_of(place / n) == digest for n, digest in wanted.items()):
+        if all((place / n).is_file() and files.digest_of(place / n) == digest for n, digest in wanted.items()):
             return place / path.name if is_file else place
     searched = "" if elsewhere is None else f", nor is it below {elsewhere}"
     raise UserError(
@@ -141,13 +131,13 @@ def plan_fork(source: Path, at: int | None, overrides: Sequence[str], out: Path,
     UserError if there is no such checkpoint, nothing is left to compute, or a field cannot be changed.
     """
     recorded = manifest.load(source)
-    if recorded.kind != LANGUAGE:
+    if recorded.kind != files.LANGUAGE:
         raise UserError(f"{source}: a {recorded.kind} run has no checkpoint to fork from; start a run of its own")
     path, tree = str(source / CONFIG_NAME), located_tree(source, recorded, elsewhere)
-    before = build_config(copy.deepcopy(tree), path)
-    apply_overrides(tree, overrides)
-    config = build_config(tree, path)
-    old, new = gather(before), gather(config)
+    before = files.build_config(copy.deepcopy(tree), path)
+    files.apply_overrides(tree, overrides)
+    config = files.build_config(tree, path)
+    old, new = files.gather(before), files.gather(config)
     changed = changes(flat(old.tree), flat(new.tree)) | changes(old.digests, new.digests)
     for field in changed:
         if any(f"{field}.".startswith(f"{fixed}.") for fixed in FIXED):
@@ -163,7 +153,7 @@ def plan_fork(source: Path, at: int | None, overrides: Sequence[str], out: Path,
         fingerprint=recorded.iterations[start - 1].chain,
         changed=changed,
     )
-    return Fork(config, source, recorded, origin, run_folder(config, out, origin.fingerprint))
+    return Fork(config, source, recorded, origin, files.run_folder(config, out, origin.fingerprint))
 
 
 def _start(source: Path, recorded: Manifest, at: int | None, iterations: int) -> int:

@@ -34,9 +34,8 @@ from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.rollout.torch_engine import StockEngine, TorchEngine, in_dtype
 from ppo_repro.stages.coefficients import first_coefficients
 from ppo_repro.stages.rollout import Task
-from ppo_repro.tasks.problems import Split, encode_all, encoder
+from ppo_repro.tasks.problems import Split, encode_all, encoder, load_source
 from ppo_repro.tasks.rewards import check_functions, for_source, load_judge
-from ppo_repro.tasks.sources import load_source
 from ppo_repro.tasks.tokenizer import spelled_tokens
 from ppo_repro.tasks.user_code import UserProcess
 

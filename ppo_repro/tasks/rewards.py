@@ -25,8 +25,7 @@ from ppo_repro.config.tasks import (
 from ppo_repro.errors import UserError
 from ppo_repro.output import shown
 from ppo_repro.tasks.child import FLOAT32_MAX
-from ppo_repro.tasks.problems import Problem, row_of
-from ppo_repro.tasks.sources import Source
+from ppo_repro.tasks.problems import Problem, Source, row_of
 from ppo_repro.tasks.user_code import UserFunction, UserProcess, check_repeats, load_function
 
 # a minus sign belongs to a number unless it stands behind a letter, a digit or a bracket: 3-2 ends with 2

@@ -6,25 +6,12 @@
 from typing import TYPE_CHECKING, Any
 
 from ppo_repro.testing.dumps import Names
-from ppo_repro.testing.guard import (
-    assert_matches_golden,
-    assert_mismatch_below,
-    assert_on_policy,
-    assert_same_run,
-)
+from ppo_repro.testing.guard import assert_matches_golden, assert_mismatch_below
 
 if TYPE_CHECKING:
     from ppo_repro.testing.losses import LossBatch, check_loss
 
-__all__ = [
-    "LossBatch",
-    "Names",
-    "assert_matches_golden",
-    "assert_mismatch_below",
-    "assert_on_policy",
-    "assert_same_run",
-    "check_loss",
-]
+__all__ = ["LossBatch", "Names", "assert_matches_golden", "assert_mismatch_below", "check_loss"]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ppo_repro.errors import UserError
 from ppo_repro.files import atomic_write
 from ppo_repro.records import reader
-from ppo_repro.records.diff import first_difference
 from ppo_repro.records.folder import ENVIRONMENT_NAME, read_note
 from ppo_repro.testing.dumps import Names, impossible, read_dump
 
@@ -136,47 +135,6 @@ def assert_mismatch_below(
             f"{where}: of {len(pairs)} tokens {'; '.join(exceeded)}; if this is new, see what changed (weights sync, "
             "dtype, temperature, padding, token ids): `ppo-repro audit`"
         )
-
-
-def assert_on_policy(run: Path | str) -> None:
-    """Assert that sampler and trainer of a run agree on every bit, and all ratios of first minibatches are exactly 1.
-
-    AssertionError names the first token that differs; UserError where the run is incomplete or damaged.
-    """
-    __tracebackhide__ = True
-    pairs = run_pairs(run)
-    wrong = np.flatnonzero(_unequal(pairs["sampler"], pairs["trainer"]) | ~np.isfinite(pairs["sampler"]))
-    if wrong.size:
-        raise AssertionError(
-            f"{run}: {wrong.size} of {len(pairs)} tokens have other old_logprobs (trainer) than rollout_logprobs "
-            f"(sampler); the first is {_token(pairs, int(wrong[0]))}; find the layer with `ppo-repro bisect {run}`"
-        )
-    for iteration in range(len(reader.open_manifest(run).iterations)):
-        rows = reader.read_updates(
-            run, iterations=[iteration], columns=["epoch", "minibatch", "sequence", "position", "ratios"]
-        )
-        # null after the policy's last step
-        rows = rows[(rows["epoch"] == 0) & (rows["minibatch"] == 0) & rows["ratios"].notna()]
-        wrong = np.flatnonzero(_unequal(rows["ratios"], np.ones(len(rows))))
-        if wrong.size:
-            row = rows.iloc[wrong[0]]
-            raise AssertionError(
-                f"{run}: {wrong.size} of {len(rows)} ratios of the first minibatch of iteration {iteration} are not 1; "
-                f"the first is at sequence {row['sequence']:.0f}, position {row['position']:.0f}: "
-                f"{row['ratios']!r} (bits {_bits(row['ratios'])}); the update computes other log-probs than its anchor"
-            )
-
-
-def assert_same_run(a: Path | str, b: Path | str) -> None:
-    """Assert that two complete runs have the same bits in every table and the same final results.
-
-    AssertionError names table, iteration, row, both values and their bits; UserError where a run is incomplete.
-    """
-    __tracebackhide__ = True
-    for run in (a, b):
-        reader.open_manifest(run)
-    if difference := first_difference(a, b):
-        raise AssertionError(f"{a} (left) and {b} (right) differ: {difference.describe()}; see `ppo-repro diff`")
 
 
 class Golden(BaseModel):

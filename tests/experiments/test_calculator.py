@@ -8,8 +8,7 @@ import pytest
 
 from ppo_repro.config.files import load_config
 from ppo_repro.records import manifest, reader
-from ppo_repro.tasks.problems import row_of
-from ppo_repro.tasks.sources import load_source
+from ppo_repro.tasks.problems import load_source, row_of
 from ppo_repro.watcher import Silent
 from tests.support.language import rerun, run
 from tests.support.paths import ROOT

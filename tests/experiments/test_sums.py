@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ppo_repro.config.files import load_config
-from ppo_repro.tasks.problems import row_of
-from ppo_repro.tasks.sources import load_source
+from ppo_repro.tasks.problems import load_source, row_of
 from tests.support.paths import ROOT
 
 CONFIG = ROOT / "experiments" / "smollm2" / "sums.yaml"

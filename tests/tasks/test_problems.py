@@ -20,10 +20,10 @@ from ppo_repro.tasks.problems import (
     column_addition,
     encode_all,
     encoder,
+    load_source,
     read_jsonl,
     split,
 )
-from ppo_repro.tasks.sources import load_source
 from ppo_repro.tasks.tokenizer import train_bpe
 from tests.support.runs import small_config
 

@@ -13,7 +13,7 @@ from ppo_repro.config.files import load_config
 from ppo_repro.config.tasks import ReasoningGymTask
 from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
-from ppo_repro.tasks.sources import load_source
+from ppo_repro.tasks.problems import load_source
 from ppo_repro.watcher import Silent
 from tests.support.cli import Cli, one_line
 from tests.support.language import rerun, run

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,57 +10,11 @@ import pytest
 
 from ppo_repro.errors import UserError
 from ppo_repro.records import reader
-from ppo_repro.testing import (
-    Names,
-    assert_matches_golden,
-    assert_mismatch_below,
-    assert_on_policy,
-    assert_same_run,
-    guard,
-)
+from ppo_repro.testing import Names, assert_matches_golden, assert_mismatch_below, guard
 from tests.support.paths import ROOT
-from tests.support.synthetic_run import rewrite_cell
 
 pytest_plugins = "pytester"
 EXAMPLE = ROOT / "experiments" / "guard_your_stack"
-
-
-def copied(run: Path, to: Path) -> Path:
-    return Path(shutil.copytree(run, to))
-
-
-def one_bit_more(values: np.ndarray) -> np.ndarray:
-    """The first value moved to the next float32."""
-    values[0] = np.nextafter(values[0], np.float32(0.0))
-    return values
-
-
-def test_an_exact_run_is_on_policy_and_a_native_one_is_not(deterministic_run: Path, native_run: Path) -> None:
-    assert_on_policy(deterministic_run)
-    with pytest.raises(AssertionError) as failure:
-        assert_on_policy(native_run)
-    text = str(failure.value)
-    pairs = guard.run_pairs(native_run)
-    sides = pairs["sampler"].to_numpy(), pairs["trainer"].to_numpy()
-    index = int(np.flatnonzero(sides[0].view(np.uint32) != sides[1].view(np.uint32))[0])
-    token = f"iteration 0, sequence {pairs['sequence'][index]}, position {pairs['position'][index]}"
-    both = (f"{side[index].item()!r} (bits {side[index].view(np.uint32):08x})" for side in sides)
-    for part in (str(native_run), token, *both, "ppo-repro bisect"):
-        assert part in text
-
-
-def test_a_run_is_the_same_as_its_copy_and_not_as_a_damaged_one(
-    deterministic_run: Path, native_run: Path, tmp_path: Path
-) -> None:
-    copy = copied(deterministic_run, tmp_path / "copy")
-    assert_same_run(deterministic_run, copy)
-    rewrite_cell(copy, "tokens", 1, "values", one_bit_more)
-    with pytest.raises(AssertionError, match=r"column values, row 0 \(sequence 0, position 0\): .*bits [0-9a-f]{8}"):
-        assert_same_run(deterministic_run, copy)
-    with pytest.raises(AssertionError, match="differ"):
-        assert_same_run(deterministic_run, native_run)
-    with pytest.raises(UserError, match="no such folder"):
-        assert_same_run(deterministic_run, tmp_path / "none")
 
 
 def test_the_mismatch_of_runs_has_limits(deterministic_run: Path, native_run: Path) -> None:

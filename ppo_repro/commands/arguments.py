@@ -90,7 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=about, description=about, allow_abbrev=False, parents=shared)
         added.set_defaults(command=command)
         added.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
-        return added.add_argument  # type: ignore[no-any-return]
+        return added.add_argument
 
     about = f"folder of a recorded run, or `{LATEST}` for the newest in {RUNS}"
     run = _shared("run", metavar="RUN", type=_run_folder, help=about)

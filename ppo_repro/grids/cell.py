@@ -22,6 +22,8 @@ from ppo_repro.records import manifest
 RESULT = "result.json"
 LOG = "log.txt"
 LOST = 3  # exit code of a cell whose end nobody could see
+POLL_SECONDS = 0.02
+END_SECONDS = 60.0  # how long an interrupted cell has to record that it was interrupted
 WRITER_SECONDS = 60.0  # how long another process may still be writing the cell's run
 
 State = Literal["missing", "running", "interrupted", "failed", "complete"]
@@ -140,9 +142,6 @@ def last_result(folder: Path) -> Result | None:
     except (ValueError, TypeError) as error:
         raise UserError(f"{path}: was changed or damaged; remove it, and the cell is checked again") from error
 
-
-POLL_SECONDS = 0.02
-END_SECONDS = 60.0  # how long an interrupted cell has to record that it was interrupted
 
 Results = Generator[Result, None, None]
 

@@ -12,8 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_repro.config.rollout import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from ppo_repro.config.section import LARGEST, MOST
 from ppo_repro.errors import UserError
-from ppo_repro.library.layout import check_number, is_whole
-from ppo_repro.library.model import begin_pass, layout_of, logits_at, max_context
+from ppo_repro.library.model import begin_pass, check_number, is_whole, layout_of, logits_at, max_context
 from ppo_repro.models.load import stop_ids
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.rollout.engine import Request, Sampling

@@ -1,22 +1,32 @@
-"""Assertions that guard a training stack in pytest: on dumps of log-probs and recorded runs; and `check_loss`.
+"""Assertions that guard a training stack in pytest: on dumps of log-probs and recorded runs; checks of losses and
+advantage estimators.
 
-`LossBatch` and `check_loss` need torch, which is loaded when one of them is first used.
+The names about losses and advantages need torch, which is loaded when one of them is first used.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ppo_repro.testing.dumps import Names
 from ppo_repro.testing.guard import assert_matches_golden, assert_mismatch_below
 
 if TYPE_CHECKING:
+    from ppo_repro.testing.advantages import AdvantageBatch, check_advantages
     from ppo_repro.testing.losses import LossBatch, check_loss
 
-__all__ = ["LossBatch", "Names", "assert_matches_golden", "assert_mismatch_below", "check_loss"]
+__all__ = [
+    "AdvantageBatch",
+    "LossBatch",
+    "Names",
+    "assert_matches_golden",
+    "assert_mismatch_below",
+    "check_advantages",
+    "check_loss",
+]
+_HOMES = {"AdvantageBatch": "advantages", "check_advantages": "advantages", "LossBatch": "losses", "check_loss": "losses"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("LossBatch", "check_loss"):
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ppo_repro.testing import losses
-
-    return getattr(losses, name)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -82,10 +82,10 @@ LAYOUTS = (
 
 
 @dataclass(frozen=True)
-class _Rollout:
+class Rollout:
     """Responses of N tokens together: `lengths` of each, float64 [N] columns, and which tokens count, bool [N]."""
 
-    lengths: list[int]
+    lengths: Sequence[int]
     columns: dict[str, Tensor]
     mask: Tensor
 
@@ -105,7 +105,7 @@ class _Step(NamedTuple):
     under_mask: int  # positions that do not count, with a gradient other than 0
 
 
-def _rollout_of(frame: pd.DataFrame) -> _Rollout:
+def _rollout_of(frame: pd.DataFrame) -> Rollout:
     for name in ("sequence", "new_logprobs"):
         if name not in frame.columns:
             raise UserError(f"check_loss: the frame has no column '{name}'; there are {', '.join(map(str, frame))}")
@@ -122,22 +122,20 @@ def _rollout_of(frame: pd.DataFrame) -> _Rollout:
     mask = columns.pop("mask", torch.ones(len(frame))) != 0
     if not lengths or not all(bool(part.any()) for part in mask.split(lengths)):
         raise UserError("check_loss: needs at least one response, and in each a token that counts")
-    return _Rollout(lengths, columns, mask)
+    return Rollout(lengths, columns, mask)
 
 
-def _step(loss: Loss, rollout: _Rollout, layout: _Layout, combine: str, dtype: torch.dtype = torch.float64) -> _Step:
+def _step(loss: Loss, rollout: Rollout, layout: _Layout, combine: str, dtype: torch.dtype = torch.float64) -> _Step:
     """One optimizer step under a layout. UserError if the loss returns no scalar."""
-    count = len(rollout.lengths)
-    order = permutation(count, "loss layout").tolist() if layout.order == "shuffled" else list(range(count))
-    order = order[:: -1 if layout.order == "reversed" else 1]
-    ranks = [order[rank :: layout.ranks] for rank in range(min(layout.ranks, count))]
+    order = ordered(len(rollout.lengths), layout)
+    ranks = [order[rank :: layout.ranks] for rank in range(min(layout.ranks, len(order)))]
     value, under_mask, gradients = 0.0, 0, torch.zeros(len(rollout.mask), dtype=torch.float64)
     for sequences in ranks:
         size = layout.micro_batch or len(sequences)
         passes = [sequences[i : i + size] for i in range(0, len(sequences), size)]
         weight = 1.0 if combine == "sum" else 1.0 / (len(passes) * len(ranks))
         for some in passes:
-            batch, indices = _lay_out(rollout, some, layout, dtype)
+            batch, indices = lay_out(rollout, some, layout, dtype)
             result = loss(batch)
             if not isinstance(result, Tensor) or result.numel() != 1 or not result.requires_grad:
                 raise UserError(
@@ -150,8 +148,14 @@ def _step(loss: Loss, rollout: _Rollout, layout: _Layout, combine: str, dtype: t
     return _Step(value, gradients, under_mask)
 
 
-def _lay_out(
-    rollout: _Rollout, sequences: Sequence[int], layout: _Layout, dtype: torch.dtype
+def ordered(count: int, layout: _Layout) -> list[int]:
+    """Responses 0..count-1 in the order of a layout."""
+    order = permutation(count, "loss layout").tolist() if layout.order == "shuffled" else list(range(count))
+    return order[:: -1 if layout.order == "reversed" else 1]
+
+
+def lay_out(
+    rollout: Rollout, sequences: Sequence[int], layout: _Layout, dtype: torch.dtype
 ) -> tuple[LossBatch, Tensor]:
     """A batch, and the index in the rollout of each of its positions [R, L], below 0 where there is none."""
     rows, owners = [], []
@@ -195,7 +199,7 @@ def _lay_out(
     return batch, indices
 
 
-def _extremes(rollout: _Rollout) -> Iterator[tuple[str, _Rollout]]:
+def _extremes(rollout: Rollout) -> Iterator[tuple[str, Rollout]]:
     """The rollout with one extreme token, and what it is: large and tiny log-ratios, advantages of 0.
 
     Columns that end in `_logprobs` are new - log-ratio there; where the advantage is 0, columns `is_...` are 0 as well.
@@ -216,7 +220,7 @@ def _extremes(rollout: _Rollout) -> Iterator[tuple[str, _Rollout]]:
             yield f"log-ratio {x:g}{words}", replace(rollout, columns=columns)
 
 
-def _difference(found: _Step, expected: _Step, rollout: _Rollout, dtype: torch.dtype = torch.float64) -> str:
+def _difference(found: _Step, expected: _Step, rollout: Rollout, dtype: torch.dtype = torch.float64) -> str:
     """What differs by more than the tolerance, relative to the value or the largest gradient; "" if nothing does."""
     a, b, tolerance = found.gradients, expected.gradients, TOLERANCES.get(dtype, 0.1)
     apart = (a - b).abs() / (float(b.abs().max()) or 1.0)

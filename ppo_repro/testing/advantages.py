@@ -1,0 +1,112 @@
+"""An advantage estimator of one's own against its definition: tokens that do not count must not change what the others
+get.
+
+The definitions are loops over the tokens of one response that count, in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ppo_repro.testing.losses import LAYOUTS, WHOLE, Rollout, lay_out, ordered
+
+Kind = Literal["gae", "rewards_to_go", "group_mean", "group_normalised"]
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative to the largest advantage
+# those of one batch, whose groups are whole; and what narrow numbers change
+ONE_BATCH = [layout for layout in LAYOUTS if layout.padding != "packed" and layout.micro_batch == 0 and layout.ranks == 1]
+CASES = [*((layout, torch.float64) for layout in (WHOLE, *ONE_BATCH)), (WHOLE, torch.float32)]
+LENGTHS, GROUPS = (5, 1, 4, 6, 2, 3), (0, 0, 1, 1, 1, 2)
+
+
+@dataclass(frozen=True)
+class AdvantageBatch:
+    """What an estimator is called with: R responses of L positions.
+
+    `rewards`, `values` [R, L]; `mask` [R, L] bool, False at padding and at tokens that do not count, where they may
+    hold anything; `scores` [R], the sum of a response's rewards; `groups` [R] int64, the prompt of each response.
+    """
+
+    rewards: Tensor
+    values: Tensor
+    mask: Tensor
+    scores: Tensor
+    groups: Tensor
+
+
+Estimator = Callable[[AdvantageBatch], Tensor]  # [R, L]; what it gives under the mask is ignored
+
+
+def definition(
+    kind: Kind, responses: Sequence[tuple[list[float], list[float]]], groups: Sequence[int], gamma: float, lam: float
+) -> list[list[float]]:
+    """Advantages of the tokens that count, of (rewards, values) of each response.
+
+    gae: A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t, V after the last token 0 (Schulman et
+    al., 2016). rewards_to_go: sum over k >= t of gamma^(k - t) r_k. group_mean: score minus the mean score of the
+    group; group_normalised: that divided by the standard deviation with n - 1, 0 where it is 0 (Shao et al., 2024).
+    """
+    found = []
+    scores = [math.fsum(rewards) for rewards, _ in responses]
+    for (rewards, values), score, group in zip(responses, scores, groups, strict=True):
+        advantages, after, value_after = [0.0] * len(rewards), 0.0, 0.0
+        peers = [s for s, g in zip(scores, groups, strict=True) if g == group]
+        mean = math.fsum(peers) / len(peers)
+        spread = math.sqrt(math.fsum((s - mean) ** 2 for s in peers) / max(len(peers) - 1, 1))
+        for t in reversed(range(len(rewards))):
+            if kind == "gae":
+                after = rewards[t] + gamma * value_after - values[t] + gamma * lam * after
+                value_after = values[t]
+            elif kind == "rewards_to_go":
+                after = rewards[t] + gamma * after
+            else:
+                after = score - mean
+                if kind == "group_normalised":
+                    after = after / spread if spread else 0.0
+            advantages[t] = after
+        found.append(advantages)
+    return found
+
+
+def check_advantages(
+    estimator: Estimator, kind: Kind, *, gamma: float = 1.0, lam: float = 0.95, seed: int = 0, tolerance: float = 0.0
+) -> dict[str, str]:
+    """The first token at which an estimator differs from its definition on drawn responses, by layout.
+
+    An empty dict: it conforms. tolerance: relative to the largest advantage, if the estimator adds a small number to a
+    denominator. Raises what the estimator raises.
+
+    >>> from ppo_repro.testing import check_advantages
+    >>> def to_go(batch):
+    ...     rewards = batch.rewards.masked_fill(~batch.mask, 0.0)
+    ...     return rewards.flip(1).cumsum(1).flip(1)
+    >>> check_advantages(to_go, "rewards_to_go")
+    {}
+    """
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(2, sum(LENGTHS), generator=generator, dtype=torch.float64).float().double()
+    rewards, values = ([part.tolist() for part in row.split(LENGTHS)] for row in numbers)
+    by_definition = definition(kind, list(zip(rewards, values, strict=True)), GROUPS, gamma, lam)
+    expected = torch.tensor([advantage for row in by_definition for advantage in row], dtype=torch.float64)
+    columns = {"new_logprobs": torch.zeros(sum(LENGTHS)).double(), "rewards": numbers[0], "values": numbers[1]}
+    rollout = Rollout(LENGTHS, columns, torch.ones(sum(LENGTHS), dtype=torch.bool))
+    changes = {}
+    for layout, dtype in CASES:
+        order = ordered(len(LENGTHS), layout)
+        batch, indices = lay_out(rollout, order, layout, dtype)
+        scores = torch.tensor([math.fsum(rewards[i]) for i in order], dtype=dtype)
+        groups = torch.tensor([GROUPS[i] for i in order])
+        inputs = batch.columns["rewards"], batch.columns["values"], batch.mask
+        found = torch.empty_like(expected)
+        found[indices[batch.mask]] = estimator(AdvantageBatch(*inputs, scores, groups))[batch.mask].double()
+        limit = max(TOLERANCE[dtype], tolerance) * float(expected.abs().max())
+        for i in (~((found - expected).abs() <= limit)).nonzero()[:1, 0].tolist():
+            both = f"{float(found[i]):.6g} instead of {float(expected[i]):.6g}"
+            name = layout.describe() or "all at once, padded right"
+            changes[name if dtype == torch.float64 else f"float32, {name}"] = f"{both} at {rollout.describe(i)}"
+    return changes

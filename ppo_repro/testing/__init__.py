@@ -23,7 +23,12 @@ __all__ = [
     "check_advantages",
     "check_loss",
 ]
-_HOMES = {"AdvantageBatch": "advantages", "check_advantages": "advantages", "LossBatch": "losses", "check_loss": "losses"}
+_HOMES = {
+    "AdvantageBatch": "advantages",
+    "check_advantages": "advantages",
+    "LossBatch": "losses",
+    "check_loss": "losses",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,9 @@ from ppo_repro.testing.losses import LAYOUTS, WHOLE, Rollout, lay_out, ordered
 Kind = Literal["gae", "rewards_to_go", "group_mean", "group_normalised"]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative to the largest advantage
 # those of one batch, whose groups are whole; and what narrow numbers change
-ONE_BATCH = [layout for layout in LAYOUTS if layout.padding != "packed" and layout.micro_batch == 0 and layout.ranks == 1]
+ONE_BATCH = [
+    layout for layout in LAYOUTS if layout.padding != "packed" and layout.micro_batch == 0 and layout.ranks == 1
+]
 CASES = [*((layout, torch.float64) for layout in (WHOLE, *ONE_BATCH)), (WHOLE, torch.float32)]
 LENGTHS, GROUPS = (5, 1, 4, 6, 2, 3), (0, 0, 1, 1, 1, 2)
 

@@ -7,7 +7,7 @@
 #else
 #define TERM(k, terms) (k)
 #endif
-enum { CHUNK_ROWS = 192, GROUP_PANELS = 16, NEAR_ROWS = 200, PACKED = 96, STRIP_GROUP = 32 };  // free
+enum { CHUNK_ROWS = 192, GROUP_PANELS = 16, NEAR_ROWS = 200, PACKED = 96, STRIP_GROUP = 32, FAR_WEIGHTS = 1 << 20 };  // free
 
 // ------------------------------------------------------------------------------------------------------------ tiles
 
@@ -188,7 +188,9 @@ static void input_gradient_block(const Product *l, int m0, int m1, int p0, int p
 static void product_task(void *argument, int index) {
   const Product *l = argument;
   int panels = panels_of(l->backward ? l->w->k : l->w->n), groups = (panels + l->group - 1) / l->group;
-  int chunk = index / groups, p0 = index % groups * l->group, p1 = least(panels, p0 + l->group);
+  int by_chunk = (long)l->w->n * l->w->k < FAR_WEIGHTS;  // or by group, so that weights come from memory once
+  int chunk = by_chunk ? index / groups : index % l->chunks, p0 = (by_chunk ? index % groups : index / l->chunks) * l->group;
+  int p1 = least(panels, p0 + l->group);
   int m0 = strip_row(l->rows, chunk, l->chunks), m1 = strip_row(l->rows, chunk + 1, l->chunks);
   (l->backward ? input_gradient_block : linear_block)(l, m0, m1, p0, p1);
 }

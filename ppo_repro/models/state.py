@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -116,7 +118,8 @@ class TrainState:
         return self.value_model if self.value_optimizer is not None else self.value_model.head
 
     def digests(self) -> tuple[str, str | None]:
-        """Digests of the weights of policy and value model; None without a value model."""
-        policy = weights_digest(self.policy.named_parameters())
-        value = None if self.value_model is None else weights_digest(self.own_value_module.named_parameters())
-        return policy, value
+        """Digests of the weights of policy and value model, None without a value model; two threads compute both."""
+        modules = [self.policy] if self.value_model is None else [self.policy, self.own_value_module]
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            policy, *value = pool.map(lambda module: weights_digest(module.named_parameters()), modules)
+        return policy, value[0] if value else None

@@ -202,6 +202,9 @@ _GETS = {
 }
 
 
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
 def _parameters(function: Function) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(function).parameters
@@ -217,7 +220,7 @@ def _check_signature(name: str, function: Function, call: str) -> None:
     named = {
         "function": [n for n in parameters if n in BY_NAME],
         # what has no default may be a field of the prompts
-        "trl": ["prompts", "completions", "answer", *(n for n, p in parameters.items() if p.kind != p.VAR_KEYWORD)],
+        "trl": ["prompts", "completions", "answer", *(n for n, p in parameters.items() if p.kind in _NAMED)],
         "verl": ["data_source", "solution_str", "ground_truth", "extra_info"],
     }
     positions = {"function": 3, "scores": 1, "step": 1}.get(call, 0)

@@ -232,6 +232,7 @@ def letters(prompts, completions, level, **kwargs):
     assert [m["role"] for m in prompts[0]] == ["user"]
     return [level[0] + float(len(set(completion[0]["content"]))) for completion in completions]
 
+def wrapped(*args, **kwargs): return accuracy(*args, **kwargs)
 def batch(completions, **kwargs): return [0.0, 1.0]
 def single(completions, **kwargs): return 1.0
 def skipped(completions, **kwargs): return [None]
@@ -256,6 +257,7 @@ FOUR = row("2", "2+2=", "four", "4", '{"level": 3, "data_source": "own", "comple
     ("term", "name", "expected"),
     [
         (OF_TRL, "accuracy", [1.0, 0.0]),
+        (OF_TRL, "wrapped", [1.0, 0.0]),
         (TrlReward(kind="trl", path="r.py:f", conversational=True), "letters", [4.0, 7.0]),
         (OF_VERL, "compute_score", [1.0, 0.1]),
         (OF_VERL, "graded", [0.5, 0.05]),

@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppo_repro.buffers import Coefficients
 from ppo_repro.models.networks import ValueModel
+from ppo_repro.numerics import library
 from ppo_repro.numerics.network import forget_packed, free_memory
 from ppo_repro.numerics.optimizer import Optimizer, copy_named, weights_digest
 
@@ -118,8 +118,8 @@ class TrainState:
         return self.value_model if self.value_optimizer is not None else self.value_model.head
 
     def digests(self) -> tuple[str, str | None]:
-        """Digests of the weights of policy and value model, None without a value model; two threads compute both."""
+        """Digests of the weights of policy and value model, None without a value model; side by side."""
         modules = [self.policy] if self.value_model is None else [self.policy, self.own_value_module]
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        with ThreadPoolExecutor(library.thread_count) as pool:
             policy, *value = pool.map(lambda module: weights_digest(module.named_parameters()), modules)
         return policy, value[0] if value else None

@@ -20,6 +20,8 @@ from ppo_repro.numerics.build import Platform, Variant
 CHOICE = "PPO_REPRO_KERNELS"
 KNOWN_ANSWER = 0x83E585B3D1D31E7D  # of known_answer() in C: a change of this number is a change of results
 
+thread_count = 1  # of the kernels, as `set_threads` set it
+
 _DENORMAL = 71362  # the bits of 1e-40
 _MEND = "run `make setup` or `pip install -e .` in a checkout, or install the wheel again"
 
@@ -123,9 +125,11 @@ def load() -> ctypes.PyDLL:
 
 def set_threads(count: int) -> None:
     """Sets the number of threads the kernels use, which changes no result; UserError if the system gives no more."""
+    global thread_count
     check_denormals()  # new threads do as this one
     if load().set_threads(count) != 0:
         raise UserError(f"threads = {count}: the system starts no more threads; use fewer")
+    thread_count = count
 
 
 def use_threads(count: int, torch_computes: bool = False) -> None:

@@ -92,9 +92,7 @@ def main() -> int:
             write_folder(family, folder)
             for mode in MODES:
                 tokens = arguments.tokens if mode == MODES[0] else 1
-                run = ppo_repro.train(
-                    str(CONFIG), overrides=overrides(folder, mode, tokens), out=Path(text), progress=False
-                )
+                run = ppo_repro.train(str(CONFIG), overrides=overrides(folder, mode, tokens), out=Path(text))
                 found = parity(run.path)
                 unequal = (found.unequal_old_rollout_logprobs, found.unequal_first_ratios, found.unequal_values)
                 print(f"| {family} | {mode} | {found.tokens:,} | " + " | ".join(f"{n:,}" for n in unequal) + " |")

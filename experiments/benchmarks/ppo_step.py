@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from experiments.benchmarks import timing, workload
@@ -117,9 +118,9 @@ def measure(
             runs = {mode: own(folder, mode) for mode in modes}
             with trl(python, folder) as peer:
                 for count in threads:
-                    candidates: dict[str, Callable[[], Cost]] = {PEER: lambda count=count: peer(count)}
+                    candidates: dict[str, Callable[[], Cost]] = {PEER: partial(peer, count)}
                     for mode, run in runs.items():
-                        candidates[mode] = lambda run=run, count=count: run.step(count)
+                        candidates[mode] = partial(run.step, count)
                     costs = timing.interleaved(candidates, rounds)
                     tokens = workload.SEQUENCES * workload.RESPONSE
                     rows += timing.compared(QUESTION, size.name, count, tokens, costs, PEER)

@@ -12,6 +12,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -58,7 +59,7 @@ def stock(model: PreTrainedModel, size: Size, threads: int, sequences: int = SEQ
     mask = torch.ones_like(ids)
 
     def work() -> None:
-        out = model.generate(
+        out = model.generate(  # type: ignore[operator]
             ids,
             attention_mask=mask,
             do_sample=True,
@@ -117,7 +118,7 @@ def measure(sizes: Sequence[str], threads: Sequence[int], rounds: int, python: P
             for count in threads:
                 compared = candidates(model, size, count)
                 if peer:
-                    compared["llama.cpp"] = lambda peer=peer, count=count: peer(count)
+                    compared["llama.cpp"] = partial(peer, count)
                 rows += timing.compared(QUESTION, size.name, count, tokens, timing.interleaved(compared, rounds), PEER)
     return rows
 

@@ -19,16 +19,21 @@ _SHOWN = 100  # characters of a text in a message
 LIKE = 0.65  # share of letters in common from which one word may be meant by another
 # `user:password@` or `token@`; people write passwords with slashes too, but digits and a slash are a port and a path
 _LOGIN = re.compile(r"(?<=\w:)//(?:[^\s/]{1,500}|[^\s/@:]{0,500}:(?!\d+/)\S{1,500})@")
-_PARAMETER = re.compile(r"([?&;](?:password|passwd|pwd|secret|token|access_token|api_key)=)[^\s&;]+", re.IGNORECASE)
+_PARAMETER = re.compile(
+    r"([?&;](?:password|passwd|pwd|secret|token|access_token|api_key)=)[^\s&;\"'\\]+", re.IGNORECASE
+)
 _OPTION_NAME = r"--(?:[\w-]{0,50}[-_])?(?:api[-_]key|password|passwd|secret|token)"
 # `--api-key VALUE`, `--api-key=VALUE`, and both as words of a list
 _OPTION = re.compile(rf"({_OPTION_NAME}(?:=|[\"']?,?\s+[\"']?))[^\s\"',\]]+", re.IGNORECASE)
 
 
-def tell(text: str, end: str = "\n") -> None:
-    """Text on stdout, at once; UserError where that fails. Where nobody reads on, as after `| head -1`, nothing."""
+def tell(text: str, end: str = "\n", secrets: bool = False) -> None:
+    """Text on stdout, at once; UserError where that fails. Where nobody reads on, as after `| head -1`, nothing.
+
+    `secrets` prints the values that `masked` hides.
+    """
     try:
-        print(masked(text), end=end, flush=True)
+        print(text if secrets else masked(text), end=end, flush=True)
     except BrokenPipeError:
         _discard(sys.stdout)
     except OSError as error:

@@ -142,8 +142,11 @@ class Index:
             self._read(run)
 
     def _folders(self) -> Iterator[Path]:
+        found = dict[Path, Path]()  # targets may overlap
         for target in self.targets:
-            yield from sorted(folders_with(target, manifest.FILE_NAME))
+            for folder in sorted(folders_with(target, manifest.FILE_NAME)):
+                found.setdefault(folder.resolve(), folder)
+        yield from found.values()
 
     def _name(self, folder: Path) -> str:
         base = next(target for target in self.targets if folder.is_relative_to(target))

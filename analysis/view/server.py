@@ -103,10 +103,9 @@ def application(index: Index, token: str) -> Starlette:
             f"select {', '.join(COLUMNS)} from responses where {where} order by sample_index, sequence limit {SAMPLES}"
         )
         samples = index.rows(sql, [row["run"], row["iteration"], row["prompt_key"]])
+        tokens = index.tokens_of(run, row)
         rendered = index.rendered(run, row["iteration"], row["sequence"])
-        return JSONResponse(
-            finite({"row": row, "samples": samples, "rendered": rendered, "tokens": index.tokens_of(run, row)})
-        )
+        return JSONResponse(finite({"row": row, "samples": samples, "rendered": rendered, "tokens": tokens}))
 
     def diff(request: Request) -> Response:
         asked = dict(request.query_params)

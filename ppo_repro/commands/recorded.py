@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -182,8 +183,8 @@ def view_command(arguments: argparse.Namespace) -> int:
     folders = arguments.folders or [RUNS]
     say(f"{' and '.join(map(str, folders))}: a page over the responses")
     server = analysis("view.server", "duckdb", "starlette", "uvicorn").Server(folders, arguments.port)
-    lines = [f"view        {server.address}", "only this machine reaches it, and only with the token; Ctrl-C ends it"]
-    print_result(arguments.json, {"view": server.address}, lines)
+    line = f"view        {server.address}\nonly this machine reaches it, and only with the token; Ctrl-C ends it"
+    tell(json.dumps({"view": server.address}) if arguments.json else line, secrets=True)
     server.serve()
     return 0
 

@@ -106,6 +106,7 @@ LOGINS = [
     ("postgresql+psycopg2://u:se/cr@et@host:5/db", "postgresql+psycopg2://***@host:5/db"),
     ("failed (http://u:secret@h); see http://u:secret@h/y", "failed (http://***@h); see http://***@h/y"),
     ("http://host/?password=secret&x=1", "http://host/?password=***&x=1"),
+    ('{"a": "http://host/?token=secret"}', '{"a": "http://host/?token=***"}'),
     ("--api-key secret --x", "--api-key *** --x"),
     ("['--admin-api-key', 'secret']", "['--admin-api-key', '***']"),
     ("[--hf-token=secret]", "[--hf-token=***]"),

@@ -193,7 +193,7 @@ def test_a_run_that_works_is_followed_and_partial_files_are_passed_over(native_r
 
     each = len(reader.read_sequences(native_run, iterations=[0]))
     become(0)
-    server = Server([tmp_path], 0)
+    server = Server([tmp_path, run, run.parent], 0)
     look = server.index.look
     look()
     assert counts() == (0, 0) and server.index.runs[0].state == "killed", "no process has its lock"
@@ -220,6 +220,29 @@ def test_a_run_that_works_is_followed_and_partial_files_are_passed_over(native_r
     assert counts() == (each, 0)
     server.index.close()
     server.socket.close()
+
+
+def test_a_file_that_is_gone_is_one_line(native_run: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(native_run, tmp_path / "run")
+    with served(run) as server:
+        manifest.table_path(run, "sequences", 0).unlink()
+        code, text, _ = get(server, "/api/response", {"token": server.token, "run": 0, "iteration": 0, "sequence": 0})
+    assert code == 400 and "the file was changed or damaged" in json.loads(text)["error"]
+
+
+def test_the_command_prints_the_whole_address(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = []
+
+    def serve(server: Server) -> None:
+        addresses.append(server.address)
+        server.index.close()
+        server.socket.close()
+
+    monkeypatch.setattr(Server, "serve", serve)
+    code, out, _ = cli("view", tmp_path)
+    assert code == 0 and out.split()[1] == addresses[0]
+    code, out, _ = cli("view", tmp_path, "--json")
+    assert code == 0 and json.loads(out) == {"view": addresses[1]}
 
 
 def test_mistakes_of_the_command_are_one_line(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,16 +8,18 @@ float32 can tell the two logits apart.
 
 from __future__ import annotations
 
-import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from analysis.program import program
 from experiments.accuracy.distances import Comparison, compare, compare_gradients
 from ppo_repro.accuracy import Text
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import load_folder
 from ppo_repro.numerics import library
+from ppo_repro.output import Parser
 
 
 def text_of_file(ids: Sequence[int], rows: int, prompt: int, response: int) -> Text:
@@ -44,8 +46,9 @@ def table(found: Comparison) -> str:
     return "\n".join([*lines, f"deterministic / stock, rms: {ratios}", f"best tokens: {counts}"])
 
 
-def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m experiments.accuracy", description=__doc__)
+@program
+def main(given: Sequence[str] | None) -> None:
+    parser = Parser(prog="python -m experiments.accuracy", description=__doc__)
     parser.add_argument("model", type=Path, help="a transformers folder")
     parser.add_argument("text", type=Path, help="a text file")
     parser.add_argument("--rows", type=int, default=6, help="chunks of the text")
@@ -67,4 +70,4 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,7 +7,7 @@ clip_grad_norm_ and fused AdamW. `--model FOLDER` takes a Llama from a folder in
 
 from __future__ import annotations
 
-import argparse
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from analysis.program import program
 from experiments.benchmarks import rollout, timing, workload
 from experiments.benchmarks.timing import Cost, Measured
 from experiments.benchmarks.workload import CONTEXT, PROMPT, RESPONSE, SEQUENCES, SIZES, Size, prompt_ids
@@ -28,6 +29,7 @@ from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer
 from ppo_repro.numerics.rows import slots_of
 from ppo_repro.numerics.structs import Ints
 from ppo_repro.numerics.token_statistics import token_statistics
+from ppo_repro.output import Parser
 from ppo_repro.seeding import bell
 
 PEER = "stock float32"
@@ -146,15 +148,16 @@ def measure(
     return rows
 
 
-def main() -> None:
+@program
+def main(given: Sequence[str] | None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description="Phases of PPO in deterministic numerics and in stock float32.")
+    parser = Parser(description="Phases of PPO in deterministic numerics and in stock float32.")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="a Llama, in place of --sizes")
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     timing.add_options(parser, rounds=7)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     subjects: list[tuple[Callable[[], PreTrainedModel], Size]]
     subjects = [(partial(workload.make_model, SIZES[name]), SIZES[name]) for name in arguments.sizes]
     if arguments.model:
@@ -170,4 +173,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,9 +9,9 @@ J(pi) = beta log Z - beta KL(pi || pi*). `experiments/kl/README.md` explains why
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from analysis.program import program
 from ppo_repro.config.algorithm import NoKL
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics.token_statistics import token_statistics
+from ppo_repro.output import Parser
 from ppo_repro.records.folder import FINAL, load_recorded_config
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.tasks.problems import row_of
@@ -130,11 +132,12 @@ def read(run_dir: Path, beta: float | None = None) -> list[Distance]:
     return distances(config, prepared, policy, config.kl.kl_coef if beta is None else beta)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="a trained policy beside the optimum, by summing over all responses")
+@program
+def main(given: Sequence[str] | None) -> None:
+    parser = Parser(description="a trained policy beside the optimum, by summing over all responses")
     parser.add_argument("run", type=Path, help="folder of a recorded run")
     parser.add_argument("--beta", type=float, help="measure for this weight of the KL instead of the run's")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     results = read(arguments.run, arguments.beta)
     print("prompt  reference     policy    optimum  gap/optimum  gap/gain   reward   KL nats  likeliest at the optimum")
     for d in results:
@@ -146,4 +149,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

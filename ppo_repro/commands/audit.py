@@ -37,7 +37,7 @@ def add_options(add: Callable[..., argparse.Action], path: Callable[[str], Path]
 
 def _check(options: argparse.Namespace) -> None:
     ranges = (
-        ("--temperature", options.temperature, 0 < options.temperature < float("inf"), "greater than 0"),
+        ("--temperature", options.temperature, 1e-6 <= options.temperature < float("inf"), "at least 1e-06 and finite"),
         ("--top-p", options.top_p, 0 < options.top_p <= 1, "greater than 0 and at most 1"),
         ("--top-k", options.top_k, options.top_k >= 0, "at least 0"),
         ("--min-p", options.min_p, 0 <= options.min_p < 1, "at least 0 and below 1"),

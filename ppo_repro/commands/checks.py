@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import shlex
 from importlib import resources
 from pathlib import Path
 
@@ -98,7 +99,7 @@ def init_command(arguments: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in contents.items():
         atomic_write(folder / name, text.encode())
-    go = "" if folder == Path(".") else f"cd {folder} && "
+    go = "" if folder == Path(".") else f"cd {shlex.quote(str(folder))} && "
     lines = [
         f"wrote       {' '.join(contents)} in {folder}",
         "model       a small one, made here; `ppo-repro fetch smollm2` gets a real one",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,7 +58,7 @@ def _working_together(begun: Path | None = None) -> Iterator[tuple[Ranks, Watche
     except KeyboardInterrupt as error:
         if begun is None:
             raise
-        kept = how_to_go_on(begun, f"`ppo-repro resume {begun}`")
+        kept = how_to_go_on(begun, f"`ppo-repro resume {shlex.quote(str(begun))}`")
         raise type(error)(f"{error}; {kept}" if str(error) else kept) from error
 
 
@@ -174,7 +175,8 @@ def _report_run(run_dir: Path, seconds: dict[str, float] | None, as_json: bool, 
     policy = run_dir / "checkpoints" / "final"
     if policy.is_dir():
         lines.append(f"policy      {policy}")
-    tell("\n".join([*lines, f"again       ppo-repro rerun {run_dir}", *(copies.lines if copies else ())]))
+    lines.append(f"again       ppo-repro rerun {shlex.quote(str(run_dir))}")
+    tell("\n".join([*lines, *(copies.lines if copies else ())]))
 
 
 def rerun_command(arguments: argparse.Namespace) -> int:

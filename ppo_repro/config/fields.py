@@ -148,11 +148,15 @@ def _lines(model: type[BaseModel], tree: dict[str, Any], details: ErrorDetails) 
             tag, allowed = str(context["tag"]), context["expected_tags"]
             meant = did_you_mean(tag, allowed.replace("'", "").split(", "))
             return [f"{path}.{chooser} = {tag!r}: must be one of {allowed}{meant}"]
+        case "tuple_type" | "list_type":
+            message = "must be a list"
+        case "dict_type" | "model_type" | "model_attributes_type":
+            message = "must be a mapping of fields"
         case "literal_error":
             message += did_you_mean(str(details["input"])[:100], context["expected"].split("'")[1::2])
     if not path:
         return message.splitlines()  # a check of the whole file may find several
-    if isinstance(details["input"], dict):
+    if isinstance(details["input"], dict) and details["type"] == "value_error":
         return [f"{path}: {line}" for line in message.splitlines()]
     return [f"{path} = {details['input']!r}: {message[0].lower()}{message[1:]}"]
 
@@ -162,7 +166,8 @@ def _written(tree: Any, details: ErrorDetails) -> list[int | str]:
     steps: list[int | str] = []
     for index, step in enumerate(details["loc"]):
         is_missing = details["type"] == "missing" and index == len(details["loc"]) - 1
-        if is_missing or isinstance(tree, list) or (isinstance(tree, dict) and step in tree):
+        is_entry = isinstance(step, int) if isinstance(tree, list) else isinstance(tree, dict) and step in tree
+        if is_missing or is_entry:
             steps.append(step)
             tree = None if is_missing else tree[step]
     return steps

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+import yaml
+
 from ppo_repro.commands.progress import ConsoleProgress
 from ppo_repro.commands.recorded import how_to_go_on
 from ppo_repro.config.files import apply_overrides, build_config, load_config, run_folder
@@ -131,7 +133,9 @@ def _checked(
     config: RunConfig | Mapping[str, Any] | Path | str, overrides: Mapping[str, Any] | Sequence[str]
 ) -> RunConfig:
     if isinstance(overrides, Mapping):
-        overrides = [f"{name}={describe_value(value)}" for name, value in overrides.items()]
+        overrides = [f"{name}={_as_yaml(name, value)}" for name, value in overrides.items()]
+    if isinstance(overrides, str) or not all(isinstance(override, str) for override in overrides):
+        raise UserError(f"overrides = {overrides!r}: must be a dict, or a list of texts such as 'ppo.epochs=2'")
     if isinstance(config, Path | str):
         return load_config(Path(config), overrides)
     if not isinstance(config, RunConfig | Mapping):
@@ -139,3 +143,11 @@ def _checked(
     tree = config.model_dump(mode="json") if isinstance(config, RunConfig) else copy.deepcopy(dict(config))
     apply_overrides(tree, overrides)
     return build_config(tree, "train")
+
+
+def _as_yaml(name: str, value: Any) -> str:
+    try:
+        return describe_value(value)
+    except yaml.YAMLError as error:
+        kind = type(value).__name__
+        raise UserError(f"overrides: {name} = {value!r} is of type {kind}; must be plain data, as in YAML") from error

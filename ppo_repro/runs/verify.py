@@ -40,7 +40,7 @@ class Verified:
     def lines(self) -> list[str]:
         """In words, one sentence per line."""
         lines = [
-            f"whole: {self.status}, {self.iterations} iterations in {self.tables} tables, "
+            f"whole: {self.status}, {self.iterations} iterations in {self.tables} table files, "
             f"{self.checkpoints} checkpoints, {self.model_folders} model folders, fingerprint {self.fingerprint}"
         ]
         begun = list(self.unfinished)

@@ -90,6 +90,24 @@ def test_a_wrong_value_is_one_line(ask: Ask, command: str, arguments: Sequence[s
     assert code == 2 and not out and message in one_line(err) and err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("experiments.accuracy.__main__", ["no", "text.txt"]),
+        ("experiments.optimum.exact", ["no"]),
+        ("experiments.benchmarks.numerics", ["--model", "no"]),
+    ],
+)
+def test_an_experiment_on_a_folder_that_is_none_is_one_line(
+    module: str, words: Sequence[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = import_module(module).main
+    for arguments, message in ((words, "no: "), (["--nonsense"], "--help")):
+        assert main(arguments) == 2
+        out, err = capsys.readouterr()
+        assert not out and message in one_line(err) and err.count("\n") == 1
+
+
 @pytest.mark.parametrize("kind", ["report", "figure", "in Python"])
 def test_only_a_file_of_ours_is_written_over(
     kind: str, deterministic_run: Path, tmp_path: Path, cli: Cli, ask: Ask

@@ -160,7 +160,8 @@ def test_a_dump_of_a_server_that_runs_now(cli: Cli, dump: tuple[Path, Path], tmp
     ("options", "message"),
     [
         (["--format", "other"], "--format other: must be one of ppo_repro, verl, trl, slime, prime-rl, areal"),
-        (["--temperature", "0"], "--temperature 0.0: must be greater than 0"),
+        (["--temperature", "0"], "--temperature 0.0: must be at least 1e-06 and finite"),
+        (["--temperature", "1e-38"], "--temperature 1e-38: must be at least 1e-06 and finite"),
         (["--top-p", "2"], "--top-p 2.0: must be greater than 0 and at most 1"),
         (["--top-k", "-1"], "--top-k -1: must be at least 0"),
         (["--responses", "0"], "--responses 0: must be at least 1"),

@@ -25,13 +25,13 @@ def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 
 def test_a_folder_to_start_from(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, _ = cli("init", "new/one")
-    assert code == 0 and sorted(p.name for p in (tmp_path / "new" / "one").iterdir()) == FILES
-    assert "cd new/one && ppo-repro run run.yaml" in out and "fetch smollm2" in out
-    monkeypatch.chdir(tmp_path / "new" / "one")
+    code, out, _ = cli("init", "new/one folder")
+    assert code == 0 and sorted(p.name for p in (tmp_path / "new" / "one folder").iterdir()) == FILES
+    assert "cd 'new/one folder' && ppo-repro run run.yaml" in out and "fetch smollm2" in out
+    monkeypatch.chdir(tmp_path / "new" / "one folder")
     config = load_config(Path("run.yaml"))
     assert config.model.kind == "tiny" and len(Path("prompts.jsonl").read_text().splitlines()) == 400
-    done = pytest_in(tmp_path / "new" / "one", "-k", "not one_iteration")
+    done = pytest_in(tmp_path / "new" / "one folder", "-k", "not one_iteration")
     assert done.returncode == 0 and "2 passed" in done.stdout
 
 

@@ -56,6 +56,9 @@ def test_numbers_are_numbers_and_words_stay_words() -> None:
         ("ppo.epochs=0", "ppo.epochs = 0: input should be greater than or equal to 1"),
         ("numerics.mode=fast", "numerics.mode = 'fast': input should be 'deterministic' or 'native'"),
         ("experiment=../x", "experiment = '../x': string should match pattern"),
+        ("reward.terms={kind: exact_match}", "reward.terms = {'kind': 'exact_match'}: must be a list"),
+        ("task=arithmetic", "task = 'arithmetic': must be a mapping of fields"),
+        ("layout.threads={a: 1}", "layout.threads = {'a': 1}: input should be a valid integer"),
         ("ppo.epochs", "--set ppo.epochs: must be FIELD=VALUE, for example --set ppo.learning_rate=1e-4"),
         ("seed.x=1", "--set seed.x=1: 'seed' is a value, not a group of fields"),
         ("seed=[", "--set seed=[: line 1: not valid YAML"),
@@ -64,6 +67,11 @@ def test_numbers_are_numbers_and_words_stay_words() -> None:
 def test_a_wrong_field_is_named_with_its_value_and_advice(override: str, message: str) -> None:
     (line,) = mistakes(override)
     assert message in line
+
+
+def test_a_list_for_a_field_with_two_types_has_a_line_for_each_type() -> None:
+    lines = mistakes("checkpoints.every=[1]")
+    assert [line.partition(":")[0] for line in lines] == ["checkpoints.every = [1]"] * 2
 
 
 @pytest.mark.parametrize("path", ["seed", "ppo.learning_rate", "model.vocab_size", "numerics", "model.kind"])

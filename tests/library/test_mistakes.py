@@ -34,6 +34,10 @@ CALLS: dict[str, Callable[[PreTrainedModel], object]] = {
     "give their tokenizer": lambda model: generate(model, prompts=["a"]),
     "cannot take LlamaForCausalLM": lambda model: ppo_repro.deterministic(model),
     "sample with ppo_repro.generate": lambda model: model.generate(IDS),
+    r"^overrides: model.path = .* is of type PosixPath; ": lambda _: ppo_repro.train(
+        TINY, overrides={"model.path": TINY}
+    ),
+    r"^overrides = 'ppo.epochs=2': must be a dict": lambda _: ppo_repro.train(TINY, overrides="ppo.epochs=2"),
     r"did you mean ppo.epochs\?": lambda _: ppo_repro.train(TINY, overrides={"ppo.epoch": 2}),
     "LlamaForCausalLM is not deterministic": lambda _: ppo_repro.logprobs(stock(), IDS),
 }

@@ -42,8 +42,8 @@ def make_tokenizer(problems: Sequence[Problem], vocab_size: int, kind: str = "bp
 
 def check_spelling(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]) -> None:
     """Raise UserError if a prompt has characters that the tokenizer cannot spell."""
-    for problem in problems:
-        if decode(tokenizer, tokenizer(problem.prompt)["input_ids"]) != problem.prompt:
+    for problem, ids in zip(problems, tokenizer([p.prompt for p in problems])["input_ids"], strict=True):
+        if decode(tokenizer, ids) != problem.prompt:
             raise UserError(
                 f"prompt {problem.key!r}: has characters that the tokenizer, trained on the training prompts, "
                 "cannot spell; use characters that occur there"

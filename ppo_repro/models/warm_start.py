@@ -86,10 +86,9 @@ def warm_start(
     policy = make_policy(source, numerics.mode, numerics.max_context)
     settings = AdamWSettings(config.warm_start_learning_rate, 0.9, 0.98, 1e-8, 0.01, 1.0)
     optimizer = Optimizer(policy, settings, numerics.mode)
-    pairs: list[Pair] = [
-        (tokenizer(p.prompt)["input_ids"], [*tokenizer(p.solution)["input_ids"], tokenizer.eos_token_id])
-        for p in problems
-    ]
+    prompts = tokenizer([p.prompt for p in problems])["input_ids"]
+    answers = tokenizer([p.solution for p in problems])["input_ids"]
+    pairs = [(prompt, [*answer, tokenizer.eos_token_id]) for prompt, answer in zip(prompts, answers, strict=True)]
     stop = frozenset([tokenizer.eos_token_id])
     engine = TorchEngine(policy, stop, numerics.mode, numerics.max_context, CHECK_PROMPTS, 0)
     size = min(config.warm_start_batch_size, len(pairs))

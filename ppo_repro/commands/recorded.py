@@ -111,6 +111,7 @@ def verify_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.runs.verify import verify
 
     whole = verify(arguments.run)
+    whole = dataclasses.replace(whole, status=state(arguments.run, whole.status))
     print_result(arguments.json, dataclasses.asdict(whole), whole.lines())
     return 0
 
@@ -122,7 +123,8 @@ def show_command(arguments: argparse.Namespace) -> int:
     run_dir = arguments.run
     recorded = manifest.load(run_dir)
     if not arguments.json:
-        tell(f"{run_dir}: {recorded.status}, {len(recorded.iterations)} iterations, fingerprint {recorded.fingerprint}")
+        status = state(run_dir, recorded.status)
+        tell(f"{run_dir}: {status}, {len(recorded.iterations)} iterations, fingerprint {recorded.fingerprint}")
         if recorded.origin is not None:
             from ppo_repro.records.inputs import origin_lines
 

@@ -14,6 +14,7 @@ from ppo_repro.commands.recorded import latest_run
 from ppo_repro.records import manifest
 from tests.support.cli import Cli, one_line
 from tests.support.paths import SMALL_CONTROL, TINY
+from tests.support.synthetic_run import cut_back
 
 
 def test_the_seed_of_the_command_line(cli: Cli) -> None:
@@ -70,6 +71,14 @@ def test_ls_lists_runs_the_newest_first(cli: Cli, runs: Path, deterministic_run:
         "60",
         "min",
     ]
+
+
+def test_a_run_without_a_process_that_writes_it_is_called_killed(cli: Cli, runs: Path) -> None:
+    cut_back(runs / "two", 1, "running")
+    states = {run["folder"]: run["state"] for run in json.loads(cli("ls", "--json")[1])["runs"]}
+    assert states["runs/two"] == "killed"
+    assert cli("show", "runs/two")[1].startswith("runs/two: killed, 1 iterations")
+    assert cli("verify", "runs/two")[1].startswith("whole: killed, 1 iterations")
 
 
 def test_latest_is_the_run_that_was_written_last(cli: Cli, runs: Path) -> None:

@@ -143,4 +143,4 @@ def test_a_run_is_followed_through_its_death_and_its_second_life(browser: Any, t
         until(lambda: "1 complete" in text(browser, "#runs") and "40 of 40" in text(browser, "#runs"), "the rest")
         total = manifest.load(run).iterations
         responses = sum(entry.tables["sequences"].rows for entry in total)
-        assert f" of {responses:,} responses" in text(browser, "#found")
+        until(lambda: f" of {responses:,} responses" in text(browser, "#found"), "the responses of the rest")

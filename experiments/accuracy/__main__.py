@@ -19,7 +19,7 @@ from ppo_repro.accuracy import Text
 from ppo_repro.errors import UserError
 from ppo_repro.models.load import load_folder
 from ppo_repro.numerics import library
-from ppo_repro.output import Parser
+from ppo_repro.output import Parser, tell
 
 
 def text_of_file(ids: Sequence[int], rows: int, prompt: int, response: int) -> Text:
@@ -62,11 +62,11 @@ def main(given: Sequence[str] | None) -> None:
     ids = tokenizer(options.text.read_text(encoding="utf-8"))["input_ids"]
     text = text_of_file(ids, options.rows, options.prompt, options.response)
     context = options.prompt + options.response
-    print(table(compare(model, text, context, bfloat16=True)))
+    tell(table(compare(model, text, context, bfloat16=True)))
     if not options.no_gradients:
         gradients = compare_gradients(model, text, context)
         for side, name in zip(("deterministic", "stock"), gradients.worst(), strict=True):
-            print(f"worst gradient, {side}: {getattr(gradients, side)[name]:.2g} of its largest number, in {name}")
+            tell(f"worst gradient, {side}: {getattr(gradients, side)[name]:.2g} of its largest number, in {name}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from statistics import median
 
 import torch
 
+from ppo_repro.output import tell
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -123,7 +125,7 @@ def add_options(parser: argparse.ArgumentParser, rounds: int) -> None:
 
 def report(rows: Sequence[Measured], path: Path | None) -> None:
     """Print the table; with a path, also write machine and rows there as JSON."""
-    print(table(rows))
+    tell(table(rows))
     if path is not None:
         tree = {"machine": machine(), "results": [asdict(r) for r in rows]}
         path.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")

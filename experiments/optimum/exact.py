@@ -27,7 +27,7 @@ from ppo_repro.models.batches import lay_out
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics.token_statistics import token_statistics
-from ppo_repro.output import Parser
+from ppo_repro.output import Parser, tell
 from ppo_repro.records.folder import FINAL, load_recorded_config
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.tasks.problems import row_of
@@ -139,10 +139,10 @@ def main(given: Sequence[str] | None) -> None:
     parser.add_argument("--beta", type=float, help="measure for this weight of the KL instead of the run's")
     arguments = parser.parse_args(given)
     results = read(arguments.run, arguments.beta)
-    print("prompt  reference     policy    optimum  gap/optimum  gap/gain   reward   KL nats  likeliest at the optimum")
+    tell("prompt  reference     policy    optimum  gap/optimum  gap/gain   reward   KL nats  likeliest at the optimum")
     for d in results:
         gap = d.optimum - d.policy
-        print(
+        tell(
             f"{d.prompt:<6} {d.reference:>10.5f} {d.policy:>10.5f} {d.optimum:>10.5f} {gap / d.optimum:>12.3%}"
             f" {gap / (d.optimum - d.reference):>9.3%} {d.expected_reward:>8.4f} {d.kl:>9.4f}  {d.likeliest_text!r}"
         )

@@ -356,7 +356,9 @@ static void weight_gradient_panel(const WeightGradient *g, int p, int s0, int s1
         float *part = parts + (s - s0) * each;
         chain_block(g->strips + ((long)s * rows + b->start[i]) * ROWS, x + (long)b->start[i] * COLS, b->length[i], part,
                     begins_slot(b, i), ends_slot(b, i), b->slot[i]);
-        if (b->slot[i + 1] > b->slot[i] + 1) {  // slots without rows
+        // The next block begins a slot of its own, which starts from nothing. After the last block the slot that
+        // stays open may have no rows here; part 0 must not keep the closed slot's sum for it.
+        if (b->slot[i + 1] > b->slot[i] + (i + 1 < b->count)) {
           memset(part, 0, sizeof(float) * ROWS * COLS);
           close_slots(part, b->slot[i] + 1, b->slot[i + 1], ROWS * COLS);
         }

@@ -27,8 +27,8 @@ from analysis.clipping.update_rows import (
     steps_of,
 )
 from analysis.program import program
-from ppo_repro.errors import UserError
-from ppo_repro.output import Parser, tell
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import Parser, tell
 
 # what a key is computed over; of several steps the mean is logged
 Over = Literal["steps", "last step", "first epoch", "rollout", "value steps"]

@@ -24,9 +24,9 @@ from analysis.grids.outcomes import MEASURES, outcomes
 from analysis.grids.table import comparisons, rank_correlation
 from analysis.program import program
 from analysis.stats.significance import one_sample, t_interval
-from ppo_repro.errors import UserError
-from ppo_repro.files import atomic_write, require_ours
-from ppo_repro.output import Parser
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import atomic_write, require_ours
+from ppo_repro.base.output import Parser
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 

@@ -13,15 +13,15 @@ from pathlib import Path
 import pandas as pd
 import pyarrow as pa
 
-from ppo_repro.errors import UserError, is_out_of_memory
-from ppo_repro.output import one_line, prepare_streams, say
+from ppo_repro.base.errors import UserError, is_out_of_memory
+from ppo_repro.base.output import one_line, prepare_streams, say
 
 
 def program(work: Callable[[Sequence[str] | None], None]) -> Callable[..., int]:
     """The same function for `sys.exit`: 0 done, also where nobody reads on; 2 what the user wrote is wrong; 130 Ctrl-C.
 
-    `work` gets the arguments (None: those of the process), parses them with `ppo_repro.output.Parser`, and prints with
-    `ppo_repro.output.tell`.
+    `work` gets the arguments (None: those of the process), parses them with `Parser` of `ppo_repro.base.output`, and
+    prints with `tell` from there.
     """
 
     @wraps(work)

@@ -20,10 +20,10 @@ from analysis.grids.outcomes import complete_cells
 from analysis.grids.table import comparisons, markdown
 from analysis.program import program
 from analysis.stats.significance import one_sample, t_interval
-from ppo_repro.errors import UserError
-from ppo_repro.files import atomic_write, require_ours
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import atomic_write, require_ours
+from ppo_repro.base.output import Parser, tell
 from ppo_repro.grids.study import BESIDE, RESULTS
-from ppo_repro.output import Parser, tell
 from ppo_repro.records import reader
 
 if TYPE_CHECKING:

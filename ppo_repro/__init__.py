@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ppo_repro.errors import UserError
+    from ppo_repro.base.errors import UserError
     from ppo_repro.library.model import deterministic
     from ppo_repro.library.runs import Run, diff, latest_run, open_run
     from ppo_repro.library.text import generate, logprobs
@@ -19,7 +19,7 @@ __version__ = "0.3.0"
 _HOMES = {
     "Run": "library.runs",
     "Sampling": "rollout.engine",
-    "UserError": "errors",
+    "UserError": "base.errors",
     "deterministic": "library.model",
     "diff": "library.runs",
     "generate": "library.text",

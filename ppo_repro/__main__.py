@@ -7,7 +7,7 @@ import sys
 def main() -> None:
     """Hold signals while modules are imported, and leave them alone once the command has ended."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    from ppo_repro import interrupts
+    from ppo_repro.base import interrupts
     from ppo_repro.commands import cli
 
     try:

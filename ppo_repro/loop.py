@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from ppo_repro.base.clock import OTHER, Clock
+from ppo_repro.base.ranks import Ranks
 from ppo_repro.buffers import Advantages, ForwardPass, Iteration, MinibatchUpdate, PolicyUpdate, Rollout, ValueUpdate
-from ppo_repro.clock import OTHER, Clock
 from ppo_repro.config.algorithm import SeparateValue, ValueHead
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch
@@ -20,7 +21,6 @@ from ppo_repro.models.networks import hidden_states
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.ppo.value import value_losses
-from ppo_repro.ranks import Ranks
 from ppo_repro.rollout.engine import Engine
 from ppo_repro.stages.advantages import compute_advantages
 from ppo_repro.stages.agreement import require_first_step_agrees, require_sampler_agrees

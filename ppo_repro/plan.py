@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import say
 from ppo_repro.config.algorithm import KLInLoss, LoraConfig, SeparateValue
 from ppo_repro.config.run import ControlConfig, DPOConfig, ModelFolder, RunConfig
 from ppo_repro.config.tasks import RewardModelFolder
-from ppo_repro.errors import UserError
 from ppo_repro.models.load import read_model_config
 from ppo_repro.models.lora import choose_layers, shape_of
 from ppo_repro.models.tiny import tiny_config
@@ -29,7 +30,6 @@ from ppo_repro.numerics.description import activation_of, check_config
 from ppo_repro.numerics.families import CAUSAL_MODELS, CLASSIFIERS, check_visibility, head_of, trunk_of
 from ppo_repro.numerics.network import KEEP_ALL, KEEP_INPUTS, KEEP_NOTHING, Lowered, Network
 from ppo_repro.numerics.optimizer import SLOTS
-from ppo_repro.output import say
 from ppo_repro.stages.chunks import LOGITS_AT_ONCE
 
 PHASES = ("loading", "rollout", "scoring", "update")

@@ -62,7 +62,7 @@ def deterministic_config() -> RunConfig:
 @pytest.fixture(scope="session")
 def deterministic_run(deterministic_config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """That run, recorded once; tests must not change it."""
-    from ppo_repro.watcher import Silent
+    from ppo_repro.base.watcher import Silent
     from tests.support.language import run
 
     return run(deterministic_config, tmp_path_factory.mktemp("deterministic"), Silent())[0]
@@ -71,7 +71,7 @@ def deterministic_run(deterministic_config: RunConfig, tmp_path_factory: pytest.
 @pytest.fixture(scope="session")
 def control_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A control run in deterministic numerics; tests must not change it."""
-    from ppo_repro.watcher import Silent
+    from ppo_repro.base.watcher import Silent
     from tests.support.control import run, small_control
 
     return run(small_control(), tmp_path_factory.mktemp("control"), Silent())[0]
@@ -80,7 +80,7 @@ def control_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def native_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run in native numerics: the negative control. What computes it again needs `row_noise`."""
-    from ppo_repro.watcher import Silent
+    from ppo_repro.base.watcher import Silent
     from tests.support.language import run
     from tests.support.row_dependent import NOISE, row_dependent_linear
 
@@ -92,7 +92,7 @@ def native_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def parted_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The native run with larger steps: soon it samples other tokens than the other two."""
-    from ppo_repro.watcher import Silent
+    from ppo_repro.base.watcher import Silent
     from tests.support.language import run
 
     config = small_config("numerics.mode=native", "ppo.learning_rate=1e-2")

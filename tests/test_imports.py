@@ -15,11 +15,8 @@ STANDARD = set(sys.stdlib_module_names) | {"__future__"}
 # The order of the packages, bottom to top. A package imports from lines above its own only; packages in one line
 # do not import each other. A file directly in ppo_repro/ or analysis/ counts as a package.
 PPO_REPRO = """
-    errors clock buffers seeding watcher
-    output
-    files json_lines
-    interrupts config
-    assets ranks
+    base buffers
+    config assets
     numerics
     ppo
     rollout
@@ -135,7 +132,7 @@ def test_an_upward_import_is_found(tmp_path: Path) -> None:
 def test_foundations_need_little() -> None:
     allowed = STANDARD | {"numpy", "pydantic", "pydantic_core", "yaml", "ppo_repro"}
     for path in files(
-        "ppo_repro/config/*.py", "ppo_repro/seeding.py", "ppo_repro/errors.py", "ppo_repro/records/schema.py"
+        "ppo_repro/config/*.py", "ppo_repro/base/seeding.py", "ppo_repro/base/errors.py", "ppo_repro/records/schema.py"
     ):
         assert top(imports(path)) <= allowed, path
 
@@ -143,7 +140,8 @@ def test_foundations_need_little() -> None:
 def test_ppo_mathematics_know_no_config_and_no_model() -> None:
     for path in files("ppo_repro/ppo/*.py"):
         ours = {name for name in imports(path) if name.startswith("ppo_repro.")}
-        assert all(name.startswith(("ppo_repro.ppo", "ppo_repro.numerics", "ppo_repro.errors")) for name in ours), path
+        below = ("ppo_repro.ppo", "ppo_repro.numerics", "ppo_repro.base.errors")
+        assert all(name.startswith(below) for name in ours), path
         assert "transformers" not in top(imports(path)), path
 
 
@@ -162,14 +160,14 @@ def test_no_test_imports_another_test() -> None:
 def test_analyses_read_records_only() -> None:
     allowed = (
         "ppo_repro.records",
-        "ppo_repro.files",
-        "ppo_repro.json_lines",
-        "ppo_repro.errors",
+        "ppo_repro.base.files",
+        "ppo_repro.base.json_lines",
+        "ppo_repro.base.errors",
         "ppo_repro.config",
         "ppo_repro.runs.summary",
         "ppo_repro.testing.dumps",  # the audit's reader of dumps
     )
-    allowed += ("ppo_repro.output",)  # their commands speak as the program does
+    allowed += ("ppo_repro.base.output",)  # their commands speak as the program does
     for path in files("analysis/**/*.py"):
         names = imports(path)
         assert not {"torch", "transformers", "mlflow"} & top(names), path

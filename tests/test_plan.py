@@ -16,9 +16,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from experiments.benchmarks import peak
+from ppo_repro.base.errors import OUT_OF_MEMORY, UserError
 from ppo_repro.commands.cli import _run
 from ppo_repro.config.files import load_config
-from ppo_repro.errors import OUT_OF_MEMORY, UserError
 from ppo_repro.plan import FLOAT, PHASES, PROCESS, as_json, plan_run, require_memory
 from ppo_repro.runs import run as runner
 from ppo_repro.runs.prepare import prepare

@@ -12,8 +12,8 @@ import pandas as pd
 from analysis.clipping.step import clip_bucket, clip_step
 from analysis.clipping.update_rows import load_iterations, recorded_config
 from analysis.program import program
-from ppo_repro.errors import UserError
-from ppo_repro.output import Parser, tell
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import Parser, tell
 
 # name -> (column of clip_step, sign); the third is what lecture code calls kl = mean(new - old)
 ESTIMATES = {"k1": ("kl_k1", 1.0), "k3": ("kl_k3", 1.0), "mean_new_minus_old": ("kl_k1", -1.0)}

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from ppo_repro.base.errors import UserError
 from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective, NoValue
 from ppo_repro.config.run import RunConfig
-from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.manifest import has_responses

@@ -8,8 +8,8 @@ import pandas as pd
 from analysis.clipping.corrections import corrections_of
 from analysis.clipping.flags import ratios_of
 from analysis.clipping.update_rows import STEP, TOKEN, Float64, column
+from ppo_repro.base.errors import UserError
 from ppo_repro.config.run import RunConfig
-from ppo_repro.errors import UserError
 
 
 def loss_weights(rows: pd.DataFrame, config: RunConfig, tokens: pd.DataFrame) -> Float64:

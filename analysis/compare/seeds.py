@@ -21,7 +21,7 @@ from analysis.stats.significance import (
     tost,
     welch,
 )
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 
 Pairing = Literal["seed", "none"]
 Strata = tuple[Floats, ...]  # values by seed, in ascending order, for each setting of the other axes

@@ -22,8 +22,8 @@ from analysis.compare.rows import Row, run_compare
 from analysis.compare.seeds import compare_groups
 from analysis.program import program, read_table
 from analysis.stats.significance import DRAWS
-from ppo_repro.errors import UserError
-from ppo_repro.output import Parser, tell
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import Parser, tell
 from ppo_repro.records.diff import first_difference
 
 CELLS = "cells.parquet"

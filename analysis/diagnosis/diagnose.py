@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.diagnosis.evidence import Sums, added, measure
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 
 Cause = Literal[
     "none",

@@ -12,8 +12,8 @@ import pandas as pd
 from analysis.clipping.flags import flags_of_ratios, ratios_of
 from analysis.clipping.update_rows import ClipRule
 from analysis.program import read_table
+from ppo_repro.base.errors import UserError
 from ppo_repro.config.algorithm import ClipObjective
-from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 

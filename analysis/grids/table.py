@@ -21,8 +21,8 @@ from scipy.stats import spearmanr
 from analysis.grids.outcomes import MEASURES, outcomes
 from analysis.program import program
 from analysis.stats.significance import holm, one_sample, t_interval, t_test
-from ppo_repro.errors import UserError
-from ppo_repro.output import Parser, tell
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import Parser, tell
 
 FORMATS = {
     "accuracy": "{:.3f}",

@@ -15,8 +15,8 @@ import pandas as pd
 
 from analysis.clipping.corrections import WEIGHTLESS, applied, bounds_of
 from analysis.stats.clusters import Floats, exact_sum, mean
+from ppo_repro.base.errors import UserError
 from ppo_repro.config.algorithm import ImportanceWeights, RatioRejection, Rejection, VetoRejection
-from ppo_repro.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.pairs.places import ROUTE_COLUMNS, ROUTES, routes_of
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 
 _ROWS = (*ROUTES, "all")

@@ -19,8 +19,8 @@ from analysis.mismatch.token import mismatch_token
 from analysis.pairs.files import PRESETS, imported_pairs, iteration_of, masked_tokens
 from analysis.pairs.runs import PAIRS, run_pairs
 from analysis.program import program
-from ppo_repro.errors import UserError
-from ppo_repro.output import Parser, tell
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import Parser, tell
 
 # metric, reduction, ideal value, what it says
 IMPORTANT = (

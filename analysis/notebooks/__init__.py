@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 
 # what a notebook reads, by the variable that names another folder: where `python -m analysis.notebooks` records it
 RECORDED = {"PPO_RUN": "deterministic", "PPO_OTHER_RUN": "native", "PPO_GRID": "clip"}

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from analysis.notebooks.execute import executed, text_of
 from analysis.program import program
-from ppo_repro.errors import UserError
-from ppo_repro.output import Parser, tell
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import Parser, tell
 from ppo_repro.records import manifest
 
 HERE = Path(__file__).resolve().parent

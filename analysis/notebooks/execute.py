@@ -15,7 +15,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 
 SECONDS = 600  # for one cell
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}

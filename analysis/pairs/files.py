@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.testing.dumps import FORMATS, Names, Response, read_dump
 
 PRESETS = tuple(FORMATS)

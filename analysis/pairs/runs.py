@@ -19,7 +19,7 @@ from pathlib import Path
 import pandas as pd
 
 from analysis.pairs.places import PLACES_OF_SEQUENCES, ROUTE_COLUMNS, with_places
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 
 KEY = ["iteration", "sequence", "position"]

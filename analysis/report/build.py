@@ -8,9 +8,9 @@ from pathlib import Path
 from analysis.report.facts import read_facts
 from analysis.report.run_page import dpo_page, run_page
 from analysis.report.several_pages import grid_page, pair_page
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import atomic_write, require_ours
 from ppo_repro.config.files import DPO
-from ppo_repro.errors import UserError
-from ppo_repro.files import atomic_write, require_ours
 from ppo_repro.records import manifest
 
 DEFAULT_RESPONSES = 60

@@ -23,9 +23,9 @@ from analysis.report.run_page import CONTROL_MAIN, MAIN, first_and_last
 from analysis.report.samples import card, evaluations, shortened
 from analysis.report.scan import run_curves, summary_tables
 from analysis.words import terms
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import folders_with
 from ppo_repro.config.files import DPO, read_tree
-from ppo_repro.errors import UserError
-from ppo_repro.files import folders_with
 from ppo_repro.records import manifest
 from ppo_repro.records.diff import RUN, first_difference, setup_changes
 from ppo_repro.records.inputs import flat, shown

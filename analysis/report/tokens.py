@@ -15,7 +15,7 @@ import pandas as pd
 from analysis.report.markup import element, number
 from analysis.report.page import Section, scrolled
 from analysis.report.scan import deltas
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 
 # above this the page would be slow to open

@@ -7,7 +7,7 @@ import pandas as pd
 
 from analysis.stats.clusters import mean
 from analysis.tokenization.tokenizer import RecordedTokenizer
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 
 AUDIT_COLUMNS = ["iteration", "sequence", "response", "response_ids", "finish_reason", "episode_ids"]
 

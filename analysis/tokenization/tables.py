@@ -20,10 +20,10 @@ from analysis.tokenization.retokenize import AUDIT_COLUMNS, drift_summary, retok
 from analysis.tokenization.summary import summary_table
 from analysis.tokenization.tokenizer import RecordedTokenizer, recorded_tokenizer
 from analysis.tokenization.words import BOUNDARIES, Boundary
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import Parser, tell
 from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective
 from ppo_repro.config.run import RunConfig
-from ppo_repro.errors import UserError
-from ppo_repro.output import Parser, tell
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.records.manifest import has_responses

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 
 # with the final policy, or before that with the reference of the checkpoints
 PATHS = ("checkpoints/final/tokenizer.json", "checkpoints/reference/tokenizer.json")

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 
 Boundary = Literal["leading", "trailing"]
 BOUNDARIES: tuple[Boundary, ...] = ("leading", "trailing")

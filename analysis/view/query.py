@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from analysis.view.index import RESPONSES, Run, literal, pattern, source
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 
 PAGE = 50  # responses
 LARGEST_PAGE = 1000

@@ -24,8 +24,8 @@ from analysis.report.page import document
 from analysis.report.tokens import token_area
 from analysis.view.index import TIMEOUT_SECONDS, Index, Slow
 from analysis.view.query import COLUMNS, parsed, place, snippet
-from ppo_repro.errors import UserError
-from ppo_repro.output import finite, one_line
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import finite, one_line
 
 HERE = Path(__file__).parent
 REPORT = HERE.parent / "report"

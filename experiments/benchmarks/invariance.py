@@ -18,14 +18,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ppo_repro.base.errors import PromiseBroken
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config, run_folder
-from ppo_repro.errors import PromiseBroken
 from ppo_repro.numerics import build, library
 from ppo_repro.records import reader
 from ppo_repro.runs.language import LanguageKind
 from ppo_repro.runs.resume import resume
 from ppo_repro.runs.run import run
-from ppo_repro.watcher import Silent
 
 CONFIG = Path(__file__).with_name("invariance.yaml")
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,6 +21,8 @@ from analysis.program import program
 from experiments.benchmarks import rollout, timing, workload
 from experiments.benchmarks.timing import Cost, Measured
 from experiments.benchmarks.workload import CONTEXT, PROMPT, RESPONSE, SEQUENCES, SIZES, Size, prompt_ids
+from ppo_repro.base.output import Parser
+from ppo_repro.base.seeding import bell
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy, policy_logits
@@ -29,8 +31,6 @@ from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer
 from ppo_repro.numerics.rows import slots_of
 from ppo_repro.numerics.structs import Ints
 from ppo_repro.numerics.token_statistics import token_statistics
-from ppo_repro.output import Parser
-from ppo_repro.seeding import bell
 
 PEER = "stock float32"
 MINIBATCH, SLOTS = 8, 8  # sequences of a backward pass, and the slots of their gradients

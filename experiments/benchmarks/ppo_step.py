@@ -19,12 +19,12 @@ from experiments.benchmarks import timing, workload
 from experiments.benchmarks.peers import environment, process
 from experiments.benchmarks.timing import Cost, Measured
 from experiments.benchmarks.workload import SIZES, USUAL, Work
+from ppo_repro.base.ranks import ALONE
 from ppo_repro.buffers import Iteration
 from ppo_repro.config.files import LANGUAGE, gather, load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.loop import ppo_iterations
 from ppo_repro.numerics import library
-from ppo_repro.ranks import ALONE
 from ppo_repro.records import writer
 from ppo_repro.records.columns import iteration_tables
 from ppo_repro.rollout.torch_engine import TorchEngine

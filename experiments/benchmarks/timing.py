@@ -13,7 +13,7 @@ from statistics import median
 
 import torch
 
-from ppo_repro.output import tell
+from ppo_repro.base.output import tell
 
 
 @dataclass(frozen=True)

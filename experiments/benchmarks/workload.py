@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from ppo_repro.seeding import bell, permutation
+from ppo_repro.base.seeding import bell, permutation
 
 PROMPT, RESPONSE, SEQUENCES, EPOCHS, MINIBATCHES = 16, 64, 32, 4, 4
 CONTEXT = PROMPT + RESPONSE

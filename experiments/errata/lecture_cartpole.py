@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ppo_repro.base.watcher import Watcher
 from ppo_repro.config.files import read_tree, validated
 from ppo_repro.config.run import ControlConfig, NetworkConfig
 from ppo_repro.control.environments import Environments
@@ -30,7 +31,6 @@ from ppo_repro.control.networks import Agent
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.runs.run import run
 from ppo_repro.runs.summary import summarise
-from ppo_repro.watcher import Watcher
 
 HERE = Path(__file__).resolve().parent
 SETTINGS = HERE / "lecture_cartpole.yaml"

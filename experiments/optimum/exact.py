@@ -21,13 +21,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from analysis.program import program
+from ppo_repro.base.output import Parser, tell
 from ppo_repro.config.algorithm import NoKL
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics.token_statistics import token_statistics
-from ppo_repro.output import Parser, tell
 from ppo_repro.records.folder import FINAL, load_recorded_config
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.tasks.problems import row_of

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from ppo_repro.seeding import words
+from ppo_repro.base.seeding import words
 
 ALPHABET, LONGEST, END = "ab ", 6, 0
 CLAMP = 0.3  # k1 is cut off at this many nats, either side

@@ -21,8 +21,8 @@ from tokenizers import Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from analysis.program import program
-from ppo_repro.errors import UserError
-from ppo_repro.output import Parser, tell
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import Parser, tell
 
 DRAWS = 4000  # of borders and cuts
 CONTEXT = 400  # characters around a border that are encoded

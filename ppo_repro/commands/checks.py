@@ -10,9 +10,9 @@ import shlex
 from importlib import resources
 from pathlib import Path
 
-from ppo_repro.errors import UserError
-from ppo_repro.files import atomic_write
-from ppo_repro.output import print_json, print_result, say, tell
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import atomic_write
+from ppo_repro.base.output import print_json, print_result, say, tell
 
 
 def probe_command(arguments: argparse.Namespace) -> int:

@@ -6,11 +6,19 @@ import sys
 import time
 from collections.abc import Sequence
 
-from ppo_repro import interrupts
+from ppo_repro.base import interrupts
+from ppo_repro.base.errors import (
+    OUT_OF_MEMORY,
+    Mistakes,
+    PromiseBroken,
+    RankLost,
+    Terminated,
+    UserError,
+    is_out_of_memory,
+)
+from ppo_repro.base.output import one_line, prepare_streams, say, speaks
 from ppo_repro.commands.arguments import build_parser
 from ppo_repro.commands.runs import fork_command, processes, rerun_command, resume_command, run_command
-from ppo_repro.errors import OUT_OF_MEMORY, Mistakes, PromiseBroken, RankLost, Terminated, UserError, is_out_of_memory
-from ppo_repro.output import one_line, prepare_streams, say, speaks
 
 SECONDS_TO_SPEAK = 2  # a launcher ends all processes when one ends: the process that says the mistake must end first
 
@@ -73,8 +81,8 @@ def main() -> None:
     code = _run(sys.argv[1:])
     if code == 2 and not speaks():
         time.sleep(SECONDS_TO_SPEAK)
-    if "ppo_repro.ranks" in sys.modules:  # only commands that imported torch have it
-        from ppo_repro.ranks import end_process
+    if "ppo_repro.base.ranks" in sys.modules:  # only commands that imported torch have it
+        from ppo_repro.base.ranks import end_process
 
         end_process(code)
     sys.exit(code)

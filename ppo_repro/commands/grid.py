@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppo_repro.errors import UserError
-from ppo_repro.output import print_result, say
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import print_result, say
 
 if TYPE_CHECKING:
     from ppo_repro.grids.cell import Engine

@@ -13,8 +13,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ppo_repro.output import say_anyway
-from ppo_repro.watcher import Watcher
+from ppo_repro.base.output import say_anyway
+from ppo_repro.base.watcher import Watcher
 
 
 class ConsoleProgress(Progress, Watcher):

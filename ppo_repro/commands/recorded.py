@@ -11,10 +11,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ppo_repro.clock import duration
-from ppo_repro.errors import UserError
-from ppo_repro.files import folders_with, has_writer
-from ppo_repro.output import print_json, print_result, say, tell
+from ppo_repro.base.clock import duration
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import folders_with, has_writer
+from ppo_repro.base.output import print_json, print_result, say, tell
 from ppo_repro.tracking.follower import analysis
 
 if TYPE_CHECKING:

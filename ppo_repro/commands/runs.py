@@ -10,18 +10,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppo_repro.clock import OTHER, Clock
+from ppo_repro.base.clock import OTHER, Clock
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import print_json, say, tell
 from ppo_repro.commands.recorded import MANIFEST, how_to_go_on, report_difference
-from ppo_repro.errors import UserError
-from ppo_repro.output import print_json, say, tell
 from ppo_repro.tracking.follower import require_tensorboard
 
 if TYPE_CHECKING:
+    from ppo_repro.base.ranks import Ranks
+    from ppo_repro.base.watcher import Watcher
     from ppo_repro.config.files import Kind
-    from ppo_repro.ranks import Ranks
     from ppo_repro.runs.kind import RunKind
     from ppo_repro.tracking.follower import Copies
-    from ppo_repro.watcher import Watcher
 
 SIZES = (1, 2, 4, 8)  # numbers of processes whose sums are whole subtrees of a minibatch's sum
 
@@ -44,9 +44,9 @@ def processes() -> tuple[int, int]:
 @contextmanager
 def _working_together(begun: Path | None = None) -> Iterator[tuple[Ranks, Watcher]]:
     """The processes of this command, the first with progress; Ctrl-C says what `resume` will do of a run `begun`."""
+    from ppo_repro.base.ranks import joined
+    from ppo_repro.base.watcher import Silent
     from ppo_repro.commands.progress import ConsoleProgress
-    from ppo_repro.ranks import joined
-    from ppo_repro.watcher import Silent
 
     try:
         with joined(*processes()) as ranks:
@@ -95,8 +95,8 @@ def dpo_command(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, command: str) -> int:
+    from ppo_repro.base.files import require_new
     from ppo_repro.config.files import load_any, run_folder
-    from ppo_repro.files import require_new
 
     require_tensorboard(arguments.tensorboard)
     clock = Clock()
@@ -141,7 +141,7 @@ def resume_command(arguments: argparse.Namespace) -> int:
 def fork_command(arguments: argparse.Namespace) -> int:
     """Start a new run from a checkpoint of a recorded one, with changed fields or another reward."""
     say(f"{arguments.run}: a new run from one of its checkpoints")
-    from ppo_repro.files import require_new
+    from ppo_repro.base.files import require_new
     from ppo_repro.records.inputs import plan_fork
 
     clock = Clock()

@@ -12,10 +12,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import closest, did_you_mean
 from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
 from ppo_repro.config.yaml_text import describe_value
-from ppo_repro.errors import UserError
-from ppo_repro.output import closest, did_you_mean
 
 LIMITS = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}
 UNSEEN = 1e5  # a limit that nobody reaches is not shown

@@ -12,12 +12,12 @@ from typing import Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from ppo_repro.base.errors import Mistakes, UserError
+from ppo_repro.base.files import file_digest
 from ppo_repro.config.fields import command_of, mistakes
 from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
 from ppo_repro.config.section import Experiment, Section, canonical_json, short_digest
 from ppo_repro.config.yaml_text import parse_yaml, read_yaml, write_yaml
-from ppo_repro.errors import Mistakes, UserError
-from ppo_repro.files import file_digest
 
 Kind = Literal["language", "control", "dpo"]
 LANGUAGE: Final = "language"  # PPO on a language model

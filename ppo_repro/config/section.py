@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from ppo_repro.files import check_path
+from ppo_repro.base.files import check_path
 
 MOST = 2**31 - 1  # of anything that is counted
 LARGEST = 1e30  # of numbers that meet others in float32

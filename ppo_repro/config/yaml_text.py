@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from ppo_repro.errors import UserError
-from ppo_repro.output import has_password
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import has_password
 
 MAX_BYTES = 256 * 1024
 _NUMBER = "-+.0123456789"

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ppo_repro import seeding
-from ppo_repro.errors import UserError
+from ppo_repro.base import seeding
+from ppo_repro.base.errors import UserError
 
 try:
     import gymnasium

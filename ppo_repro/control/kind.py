@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ppo_repro.clock import Clock, moment
+from ppo_repro.base.clock import Clock, moment
 from ppo_repro.config.files import CONTROL
 from ppo_repro.config.run import ControlConfig
 from ppo_repro.control.buffers import ControlIteration

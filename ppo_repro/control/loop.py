@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ppo_repro.clock import OTHER, Clock
+from ppo_repro.base.clock import OTHER, Clock
 from ppo_repro.config.run import ControlConfig
 from ppo_repro.control.buffers import Advantages, ControlIteration, ForwardPass, MinibatchUpdate, Rollout
 from ppo_repro.control.environments import Environments

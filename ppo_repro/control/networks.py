@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ppo_repro import seeding
+from ppo_repro.base import seeding
+from ppo_repro.base.errors import NumericsError
 from ppo_repro.config.run import NetworkConfig
 from ppo_repro.control.environments import ActionSpace
-from ppo_repro.errors import NumericsError
 from ppo_repro.numerics import elementwise
 from ppo_repro.numerics.linear import add_to_bias, linear
 from ppo_repro.numerics.rows import Rows

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ppo_repro.base.seeding import words
 from ppo_repro.buffers import Spans
 from ppo_repro.rollout.engine import Completion, Dialogue, Engine, Request, Sampling
-from ppo_repro.seeding import words
 from ppo_repro.tasks.tokenizer import decode, spans
 
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.seeding import words
 from ppo_repro.buffers import Rollout
 from ppo_repro.config.rollout import TrainerFaults
 from ppo_repro.config.run import RunConfig
-from ppo_repro.errors import UserError
 from ppo_repro.models.state import HiddenHook, Stream, unchanged
-from ppo_repro.seeding import words
 
 
 def received(faults: TrainerFaults, rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Rollout:

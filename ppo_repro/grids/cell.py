@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from ppo_repro.errors import UserError
-from ppo_repro.files import atomic_write, has_writer
-from ppo_repro.interrupts import held
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import atomic_write, has_writer
+from ppo_repro.base.interrupts import held
 from ppo_repro.records import manifest
 
 RESULT = "result.json"

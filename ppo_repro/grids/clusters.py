@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.grids.cell import Order, Result, Results, forget_result, last_result, lost_cell, run_cell, state_of
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pandas as pd
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import atomic_write, only_writer
+from ppo_repro.base.output import say_anyway
 from ppo_repro.config.files import dump_yaml, run_folder
-from ppo_repro.errors import UserError
-from ppo_repro.files import atomic_write, only_writer
 from ppo_repro.grids.cell import Engine, Order, last_result, run_of, state_of
 from ppo_repro.grids.spec import Cell, Grid
-from ppo_repro.output import say_anyway
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import read_environments
 from ppo_repro.runs.environment import describe_environment

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import (
     MODELS,
     from_folder,
@@ -24,7 +25,6 @@ from ppo_repro.config.files import (
 from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
 from ppo_repro.config.section import PathText, Section
 from ppo_repro.config.yaml_text import describe_value
-from ppo_repro.errors import UserError
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
 Config = RunConfig | ControlConfig | DPOConfig

@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.seeding import permutation
 from ppo_repro.grids.cell import Processes
 from ppo_repro.grids.grid import run_grid
 from ppo_repro.grids.spec import Cell, Grid, load_grid
-from ppo_repro.seeding import permutation
 
 RESULTS, PAGE = "results.csv", "README.md"
 BESIDE = "beside"  # column of results: another cell that the measures of this one compare it with

@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.numerics import library
 from ppo_repro.numerics.gradient_sums import GradientSums, Slots, SlotSums, Sums
 from ppo_repro.numerics.network import forget_packed

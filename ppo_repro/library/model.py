@@ -16,8 +16,8 @@ from torch.autograd import Function
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
+from ppo_repro.base.errors import UserError
 from ppo_repro.config.section import LARGEST
-from ppo_repro.errors import UserError
 from ppo_repro.library.gradients import Passes, Watched, modules_of
 from ppo_repro.numerics import library, network
 from ppo_repro.numerics.families import CAUSAL_MODELS, NAMES, trunk_of

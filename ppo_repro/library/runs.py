@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ppo_repro.base.errors import UserError
 from ppo_repro.commands.recorded import latest_run as newest
 from ppo_repro.commands.recorded import state
 from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
-from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
 from ppo_repro.records.diff import Difference, first_difference
 from ppo_repro.records.folder import load_config_of

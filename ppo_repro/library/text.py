@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.seeding import sample_seed
 from ppo_repro.config.rollout import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from ppo_repro.config.section import LARGEST, MOST
-from ppo_repro.errors import UserError
 from ppo_repro.library.model import begin_pass, check_number, is_whole, layout_of, logits_at, max_context
 from ppo_repro.models.load import stop_ids
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
-from ppo_repro.seeding import sample_seed
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER, GENERATION = "adapter_config.json", "generation_config.json"

@@ -21,8 +21,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ppo_repro.errors import UserError
-from ppo_repro.files import check_sums, whole_folder, write_sums
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import check_sums, whole_folder, write_sums
 from ppo_repro.models.folder_files import ADAPTER
 from ppo_repro.models.load import load_as
 from ppo_repro.models.lora import Lora

@@ -20,8 +20,8 @@ from transformers import (
 from transformers.activations import ACT2FN
 from transformers.utils import logging
 
-from ppo_repro.errors import UserError
-from ppo_repro.files import check_sums
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import check_sums
 from ppo_repro.models.folder_files import check_config, check_tokenizer, check_weights
 from ppo_repro.numerics.description import activation_of
 from ppo_repro.numerics.families import CAUSAL_MODELS

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.seeding import words
 from ppo_repro.models.networks import ValueModel
 from ppo_repro.numerics.linear import PackedMatrix, product
 from ppo_repro.numerics.network import Network, is_deterministic, network_of
-from ppo_repro.seeding import words
 
 _UNIFORM_BITS = 24
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from ppo_repro.base.seeding import bell
 from ppo_repro.config.rollout import SamplerPrecision
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.numerics.families import check_visibility, decoder_layers, routers, trunk_of
@@ -23,7 +24,6 @@ from ppo_repro.numerics.network import Lowered, is_deterministic, logits, lower,
 from ppo_repro.numerics.precision import NARROW, Precision
 from ppo_repro.numerics.rows import Rows
 from ppo_repro.numerics.structs import Ints
-from ppo_repro.seeding import bell
 
 
 class ValueModel(nn.Module):

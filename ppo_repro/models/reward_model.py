@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.models.networks import ValueModel, draw_head, make_policy, sequence_scores
 from ppo_repro.numerics.families import CLASSIFIER_OF, trunk_of
 

@@ -18,9 +18,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.seeding import bell
 from ppo_repro.config.run import TinyModel
-from ppo_repro.errors import UserError
-from ppo_repro.seeding import bell
 from ppo_repro.tasks.problems import Problem
 from ppo_repro.tasks.tokenizer import decode, train_tokenizer
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ppo_repro.base.seeding import permutation
 from ppo_repro.config.run import NumericsConfig, TinyModel
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
@@ -17,7 +18,6 @@ from ppo_repro.numerics.sums import mean_of
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
-from ppo_repro.seeding import permutation
 from ppo_repro.tasks.problems import Problem
 
 WARM_UP, COOL_DOWN = 30, 20  # steps over which the learning rate rises at the start and falls at the end

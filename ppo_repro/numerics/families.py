@@ -13,7 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 
 NAMES = "Llama, Qwen2, Qwen3, Mistral, Gemma, GPT-2, GPT-NeoX, Qwen3-MoE, Mixtral or OLMoE"
 _FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "GPT2", "GPTNeoX", "Qwen3Moe", "Mixtral", "Olmoe")

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ppo_repro.errors import PromiseBroken
+from ppo_repro.base.errors import PromiseBroken
+from ppo_repro.base.ranks import ALONE, Ranks
 from ppo_repro.numerics import library
-from ppo_repro.ranks import ALONE, Ranks
 
 MOST_LEVELS = 8
 _ALIGNED = 16  # floats

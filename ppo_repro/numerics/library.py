@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.numerics import build
 from ppo_repro.numerics.build import Platform, Variant
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.numerics.families import decoder_layers, head_dim, key_value_heads, routers, stock_masks
 from ppo_repro.numerics.rows import Ragged, index
 from ppo_repro.numerics.structs import Ints, ints

@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from ppo_repro.errors import NumericsError, UserError
+from ppo_repro.base.errors import NumericsError, UserError
 from ppo_repro.numerics import library
 from ppo_repro.numerics.description import LayerParts, check_config, describe
 from ppo_repro.numerics.families import NAMES, TRUNKS, head_of, trunk_of

@@ -12,11 +12,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ppo_repro.errors import NumericsError
+from ppo_repro.base.errors import NumericsError
+from ppo_repro.base.ranks import ALONE, Ranks
 from ppo_repro.numerics import library
 from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.structs import address, struct
-from ppo_repro.ranks import ALONE, Ranks
 
 SLOTS = 8  # of a minibatch
 _CLIP_EPS = 1e-6  # torch's, in clip_grad_norm_

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.numerics.elementwise import cos_sin, exp64, log
 from ppo_repro.numerics.families import head_dim
 

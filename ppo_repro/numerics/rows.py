@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ppo_repro.base.ranks import Ranks
 from ppo_repro.numerics.structs import Ints, ints
-from ppo_repro.ranks import Ranks
 
 BLOCK = 128  # of the law: positions of a chain in the gradient of a weight
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ppo_repro.errors import NumericsError
+from ppo_repro.base.errors import NumericsError
 from ppo_repro.numerics import library
 from ppo_repro.numerics.structs import address, struct
 

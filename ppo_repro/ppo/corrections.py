@@ -13,7 +13,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from ppo_repro.errors import NumericsError
+from ppo_repro.base.errors import NumericsError
 from ppo_repro.numerics import elementwise
 from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo import kl

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from ppo_repro.errors import UserError
-from ppo_repro.json_lines import read_lines, text_field
-from ppo_repro.output import shown
-from ppo_repro.seeding import permutation, words
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.json_lines import read_lines, text_field
+from ppo_repro.base.output import shown
+from ppo_repro.base.seeding import permutation, words
 from ppo_repro.tasks.problems import Problem, make_problem
 from ppo_repro.tasks.tokenizer import decode
 

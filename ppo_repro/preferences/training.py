@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppo_repro.base.seeding import permutation
 from ppo_repro.config.run import LayoutConfig, NumericsConfig
 from ppo_repro.config.tasks import RewardModelTraining
 from ppo_repro.models.batches import lay_out
@@ -29,7 +30,6 @@ from ppo_repro.ppo.preferences import (
     sequence_logprobs,
 )
 from ppo_repro.preferences.pairs import Preference, check_pairs, sequences_of
-from ppo_repro.seeding import permutation
 
 Progress = Callable[[int, int, float], None]  # step, last step, loss
 # indices of m pairs, slots of their 2 m sequences -> losses and margins, [m] each

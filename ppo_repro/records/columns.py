@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from ppo_repro.base.clock import moment
 from ppo_repro.buffers import Episode, Evaluation, Iteration
-from ppo_repro.clock import moment
 from ppo_repro.config.algorithm import AdaptiveClipObjective, NoValue, PenaltyObjective
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import Level

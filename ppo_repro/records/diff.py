@@ -13,8 +13,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ppo_repro.base.errors import UserError
 from ppo_repro.config.yaml_text import read_yaml
-from ppo_repro.errors import UserError
 from ppo_repro.records import digests, manifest, reader, schema
 from ppo_repro.records.folder import check_config
 from ppo_repro.records.inputs import changes, flat

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
+from ppo_repro.base.errors import UserError
 from ppo_repro.config import files
 from ppo_repro.config.run import RunConfig
-from ppo_repro.errors import UserError
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import CONFIG_NAME, FINAL_STATE, check_config, starts_of
 from ppo_repro.records.manifest import Head, Manifest, Origin

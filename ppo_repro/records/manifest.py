@@ -19,9 +19,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import OWN_DIGEST, atomic_write, is_whole, sealed
 from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
-from ppo_repro.errors import UserError
-from ppo_repro.files import OWN_DIGEST, atomic_write, is_whole, sealed
 from ppo_repro.records import digests, schema
 
 FILE_NAME = "manifest.json"

@@ -11,8 +11,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ppo_repro.errors import UserError
-from ppo_repro.files import file_digest
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import file_digest
 from ppo_repro.records import digests, manifest, schema
 from ppo_repro.records.manifest import Manifest, TableEntry
 

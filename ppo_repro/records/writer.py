@@ -10,10 +10,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import atomic_write, require_new, sync
 from ppo_repro.config.files import Inputs, Kind
 from ppo_repro.config.yaml_text import write_yaml
-from ppo_repro.errors import UserError
-from ppo_repro.files import atomic_write, require_new, sync
 from ppo_repro.records import arrow, digests, manifest, schema
 from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME
 from ppo_repro.records.manifest import Head, IterationEntry, Status, TableEntry, next_link

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 
 
 @dataclass(frozen=True)

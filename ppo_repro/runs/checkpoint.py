@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_repro import __version__
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import SUMS_NAME, check_sums, file_digest, sync, whole_folder, write_sums
 from ppo_repro.buffers import Coefficients, ReturnStatistics
-from ppo_repro.errors import UserError
-from ppo_repro.files import SUMS_NAME, check_sums, file_digest, sync, whole_folder, write_sums
 from ppo_repro.models.folders import load_value_parameters, named_weights, write_model, write_tensors
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.library import KNOWN_ANSWER

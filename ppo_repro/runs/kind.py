@@ -11,13 +11,13 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import pyarrow as pa
 
-from ppo_repro.clock import Clock
+from ppo_repro.base.clock import Clock
+from ppo_repro.base.ranks import ALONE, Ranks
+from ppo_repro.base.watcher import Watcher
 from ppo_repro.config.files import Kind
 from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
-from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records.manifest import Head
 from ppo_repro.runs.checkpoint import Start
-from ppo_repro.watcher import Watcher
 
 Config = TypeVar("Config", RunConfig, ControlConfig, DPOConfig)
 Final = dict[str, float | int | str]

@@ -14,19 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from ppo_repro.accuracy import policy_accuracy
+from ppo_repro.base.clock import Clock
+from ppo_repro.base.files import whole_folder, write_sums
+from ppo_repro.base.ranks import Ranks
+from ppo_repro.base.watcher import Watcher
 from ppo_repro.buffers import Iteration, Rollout
-from ppo_repro.clock import Clock
 from ppo_repro.config.files import LANGUAGE
 from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.faults.sampler import disturbed
 from ppo_repro.faults.trainer import received
-from ppo_repro.files import whole_folder, write_sums
 from ppo_repro.loop import ppo_iterations
 from ppo_repro.models.folders import named_weights, save_adapter, save_reward_model, save_value_model, write_model
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.sums import mean_of
-from ppo_repro.ranks import Ranks
 from ppo_repro.records.columns import evaluation_table, iteration_tables, preparation_tables
 from ppo_repro.records.folder import (
     ACCURACY_NAME,
@@ -48,7 +49,6 @@ from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.runs.summary import MANY_CUT, cut_at_the_limit
 from ppo_repro.stages.coefficients import last_kl
 from ppo_repro.stages.evaluation import evaluate
-from ppo_repro.watcher import Watcher
 
 SMALL = 10_000_000  # parameters of a policy; a checkpoint is 24 bytes for each of them, 1 s and 240 MB at most
 AUTO = 10  # iterations from one of its checkpoints to the next

@@ -11,11 +11,12 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.ranks import ALONE, Ranks
 from ppo_repro.config.algorithm import LoraConfig, SeparateValue, ValueHead
 from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import ModelFolder, RunConfig, TinyModel
 from ppo_repro.config.tasks import RewardModelFolder
-from ppo_repro.errors import UserError
 from ppo_repro.faults.trainer import check_training_prompts, dropout
 from ppo_repro.models import networks
 from ppo_repro.models.folders import load_reward_model, require_same_tokens
@@ -30,7 +31,6 @@ from ppo_repro.numerics.families import routers, trunk_of
 from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer
 from ppo_repro.preferences.pairs import hold_out, pairs_by_rule, pairs_of_file
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
-from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.rollout.torch_engine import StockEngine, TorchEngine, in_dtype
 from ppo_repro.stages.coefficients import first_coefficients
 from ppo_repro.stages.rollout import Task

@@ -7,12 +7,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from ppo_repro.clock import Clock, as_text
+from ppo_repro.base.clock import Clock, as_text
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import SUMS_NAME, only_writer
 from ppo_repro.config.files import MODELS, apply_overrides, validated
 from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import RunConfig
-from ppo_repro.errors import UserError
-from ppo_repro.files import SUMS_NAME, only_writer
 from ppo_repro.records import digests, folder, manifest, reader
 from ppo_repro.records.diff import Difference, first_final_difference, from_recorded
 from ppo_repro.records.inputs import located_tree

@@ -12,12 +12,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ppo_repro.clock import OTHER, Clock, as_text
+from ppo_repro.base.clock import OTHER, Clock, as_text
+from ppo_repro.base.errors import PromiseBroken, UserError
+from ppo_repro.base.files import SUMS_NAME, file_digest, only_writer, remove_folder, whole_folder, write_sums
+from ppo_repro.base.ranks import Ranks
 from ppo_repro.config.files import Inputs, gather, run_digest, run_folder
 from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
-from ppo_repro.errors import PromiseBroken, UserError
-from ppo_repro.files import SUMS_NAME, file_digest, only_writer, remove_folder, whole_folder, write_sums
-from ppo_repro.ranks import Ranks
 from ppo_repro.records import manifest, writer
 from ppo_repro.records.diff import Difference, from_recorded
 from ppo_repro.records.folder import CHECKPOINTS_NAME, STARTED, TIMES_NAME, UNEQUAL, UNEQUAL_TOKENS

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from ppo_repro.errors import UserError
-from ppo_repro.files import LOCK_NAME, SUMS_NAME, check_links, check_sums
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import LOCK_NAME, SUMS_NAME, check_links, check_sums
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import CHECKPOINT, CHECKPOINTS_NAME, REPORT_NAME, SERVERS_NAME
 from ppo_repro.records.manifest import Manifest

@@ -12,7 +12,7 @@ from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.numerics import library
 from ppo_repro.numerics.families import CAUSAL_MODELS, mixture_layers
 from ppo_repro.numerics.network import Lowered, Network, lower, network_of

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ppo_repro.base.errors import PromiseBroken
 from ppo_repro.buffers import ForwardPass, MinibatchUpdate, Rollout
 from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import RunConfig
-from ppo_repro.errors import PromiseBroken
 
 Column = tuple[str, Tensor]  # its name in the records, and its values, float32
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ppo_repro.base.ranks import Ranks
 from ppo_repro.buffers import Evaluation
 from ppo_repro.config.run import RunConfig
-from ppo_repro.ranks import Ranks
 from ppo_repro.rollout.engine import Engine
 from ppo_repro.stages.rewards import judge, sample_of
 from ppo_repro.stages.rollout import Task, generate, known, sampling_of

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ppo_repro.base.ranks import Ranks
 from ppo_repro.buffers import ForwardPass, Rollout
 from ppo_repro.config.algorithm import KLInLoss, KLInReward
 from ppo_repro.config.run import RunConfig
@@ -19,7 +20,6 @@ from ppo_repro.numerics.network import forget_packed, logits
 from ppo_repro.numerics.rows import Rows
 from ppo_repro.numerics.token_statistics import expand_kept, kl_divergence, prob_sq_sum, token_statistics
 from ppo_repro.ppo import kl
-from ppo_repro.ranks import Ranks
 from ppo_repro.stages.chunks import in_chunks
 from ppo_repro.stages.training_batch import TrainingBatch
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ppo_repro.base.ranks import Ranks
 from ppo_repro.buffers import Episode, ForwardPass, Rewards, Rollout
 from ppo_repro.config.algorithm import KLInReward
 from ppo_repro.config.run import RunConfig
@@ -17,7 +18,6 @@ from ppo_repro.numerics.network import forget_packed
 from ppo_repro.ppo import kl
 from ppo_repro.ppo.advantages import whiten
 from ppo_repro.ppo.rewards import charge_penalties, place_scores, token_rewards
-from ppo_repro.ranks import Ranks
 from ppo_repro.stages.rollout import Task
 from ppo_repro.tasks.problems import column_steps
 from ppo_repro.tasks.rewards import Judgement, Sample, judge_samples, right_steps

@@ -10,13 +10,13 @@ from typing import TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.ranks import Ranks
+from ppo_repro.base.seeding import sample_seed
 from ppo_repro.buffers import Episode, Prompts, Rollout, Spans
 from ppo_repro.config.rollout import MismatchConfig
 from ppo_repro.config.run import RunConfig
-from ppo_repro.errors import UserError
-from ppo_repro.ranks import Ranks
 from ppo_repro.rollout.engine import Completion, Engine, Request, Sampling
-from ppo_repro.seeding import sample_seed
 from ppo_repro.tasks.dialogue import Conversations
 from ppo_repro.tasks.problems import Problem, Split, choose
 from ppo_repro.tasks.rewards import Judge

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ppo_repro.base.ranks import Ranks
+from ppo_repro.base.seeding import permutation
 from ppo_repro.buffers import Advantages, Coefficients, ForwardPass, Rollout
 from ppo_repro.config.algorithm import (
     AdaptiveClipObjective,
@@ -37,8 +39,6 @@ from ppo_repro.ppo.penalty import Penalty
 from ppo_repro.ppo.policy_gradient import PolicyGradient
 from ppo_repro.ppo.sequence_clip import SequenceClip
 from ppo_repro.ppo.weights import loss_weights
-from ppo_repro.ranks import Ranks
-from ppo_repro.seeding import permutation
 
 
 def objective_of(config: RunConfig, coefficients: Coefficients) -> Objective:

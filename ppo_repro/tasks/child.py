@@ -27,8 +27,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
-from ppo_repro.errors import UserError
-from ppo_repro.output import shown
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import shown
 
 FLOAT32_MAX = 3.4028234663852886e38
 BY_NAME = ("fields", "turns", "full_text")  # what a reward gets if it has a parameter of that name

@@ -7,9 +7,9 @@ from itertools import groupby, zip_longest
 
 from transformers import PreTrainedTokenizerBase
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import say, shown
 from ppo_repro.config.run import RunConfig
-from ppo_repro.errors import UserError
-from ppo_repro.output import say, shown
 from ppo_repro.rollout.engine import Completion
 from ppo_repro.tasks.problems import Problem, chat_of, refuse_control_tokens, rendered, row_of
 from ppo_repro.tasks.tokenizer import decode, full_text

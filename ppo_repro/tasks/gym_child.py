@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from ppo_repro.errors import UserError
-from ppo_repro.output import shown
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import shown
 from ppo_repro.tasks.child import described, seed_generators
 
 _dataset: Any = None

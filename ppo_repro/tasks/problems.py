@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.json_lines import read_lines, text_field
+from ppo_repro.base.output import shown
+from ppo_repro.base.seeding import permutation, words
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import ArithmeticTask, ColumnAdditionTask, JsonlTask, PythonTask, TaskConfig
-from ppo_repro.errors import UserError
-from ppo_repro.json_lines import read_lines, text_field
-from ppo_repro.output import shown
-from ppo_repro.seeding import permutation, words
 from ppo_repro.tasks.user_code import UserFunction, UserProcess, load
 
 if TYPE_CHECKING:  # the prompts of a file are checked before anything is imported that takes seconds

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import shown
 from ppo_repro.config.tasks import (
     AnswerExtraction,
     CalledReward,
@@ -22,8 +24,6 @@ from ppo_repro.config.tasks import (
     TaskConfig,
     Verifier,
 )
-from ppo_repro.errors import UserError
-from ppo_repro.output import shown
 from ppo_repro.tasks.child import FLOAT32_MAX
 from ppo_repro.tasks.problems import Problem, Source, row_of
 from ppo_repro.tasks.user_code import UserFunction, UserProcess, check_repeats, load_function

@@ -15,9 +15,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import shown
 from ppo_repro.config.tasks import CalledReward
-from ppo_repro.errors import UserError
-from ppo_repro.output import shown
 
 CALL_SECONDS = 300.0  # of wall time for one prompt; a function that needs more has most likely no end
 _SECONDS_PER_TRANSCRIPT = 30.0  # of a call for all responses

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ppo_repro.errors import UserError, is_out_of_memory
-from ppo_repro.json_lines import read_lines
-from ppo_repro.output import shown
+from ppo_repro.base.errors import UserError, is_out_of_memory
+from ppo_repro.base.json_lines import read_lines
+from ppo_repro.base.output import shown
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ppo_repro.errors import UserError
-from ppo_repro.files import atomic_write
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import atomic_write
 from ppo_repro.records import reader
 from ppo_repro.records.folder import ENVIRONMENT_NAME, read_note
 from ppo_repro.testing.dumps import Names, impossible, read_dump

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ppo_repro.errors import UserError
-from ppo_repro.seeding import permutation
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.seeding import permutation
 
 if TYPE_CHECKING:
     import pandas as pd

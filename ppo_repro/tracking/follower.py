@@ -18,8 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ppo_repro.errors import UserError
-from ppo_repro.output import masked, say
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import masked, say
 
 END_SECONDS = 60.0  # how long the command waits for the copies after a run
 GRID_END_SECONDS = 600.0  # after a grid, whose page reads all of its runs

@@ -22,11 +22,11 @@ from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
 from sqlalchemy.exc import SQLAlchemyError
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import masked, say
 from ppo_repro.config.files import read_tree
-from ppo_repro.errors import UserError
 from ppo_repro.grids.cell import run_of
 from ppo_repro.grids.grid import CELLS, RESULTS
-from ppo_repro.output import masked, say
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import (
     ACCURACY_NAME,

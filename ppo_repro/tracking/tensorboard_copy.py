@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import read_tree
-from ppo_repro.errors import UserError
 from ppo_repro.grids.grid import CELLS
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import CONFIG_NAME, check_config, end_time, start_time

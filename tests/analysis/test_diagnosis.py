@@ -18,7 +18,7 @@ from torch import Tensor
 
 from analysis.diagnosis.diagnose import ADVICE, diagnose, diagnose_chunks
 from analysis.diagnosis.evidence import NEEDED, added, measure
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 
 ITERATIONS, SEQUENCES, LONGEST, VOCAB, EOS = 4, 24, 20, 89, 1
 

@@ -11,7 +11,7 @@ import pytest
 
 from analysis.pairs.files import imported_pairs, iteration_of, masked_tokens
 from analysis.pairs.runs import REQUIRED
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.testing import Names
 from tests.audit.rows import ROWS
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from analysis.report.build import write_report
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from tests.support.cli import Cli, one_line
 from tests.support.paths import ROOT
 

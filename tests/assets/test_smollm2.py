@@ -12,7 +12,7 @@ import pytest
 from experiments.accuracy.distances import compare
 from ppo_repro.accuracy import Text
 from ppo_repro.assets import smollm2
-from ppo_repro.files import check_sums
+from ppo_repro.base.files import check_sums
 from ppo_repro.models.load import load_folder
 from ppo_repro.records import reader
 from tests.support.cli import Cli, one_line

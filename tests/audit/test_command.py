@@ -15,10 +15,10 @@ import pytest
 
 from analysis.diagnosis.diagnose import diagnose_chunks
 from analysis.pairs.files import imported_pairs
+from ppo_repro.base.watcher import Silent
 from ppo_repro.records import reader
 from ppo_repro.records.folder import FINAL, REFERENCE
 from ppo_repro.testing import assert_mismatch_below
-from ppo_repro.watcher import Silent
 from tests.support import sglang_dumps
 from tests.support.cli import Cli, one_line
 from tests.support.language import run

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.testing.dumps import Response, read_dump
 from tests.audit.rows import ROWS
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro import output
+from ppo_repro.base import output
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import has_password, masked
 from ppo_repro.config.files import load_config
 from ppo_repro.config.yaml_text import MAX_BYTES, parse_yaml
-from ppo_repro.errors import UserError
-from ppo_repro.output import has_password, masked
 from tests.support.cli import Cli, one_line
 from tests.support.paths import ROOT, TINY
 

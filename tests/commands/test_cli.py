@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.records import manifest, reader
 from tests.support.cli import Cli, one_line
 from tests.support.interrupts import hearing_ctrl_c

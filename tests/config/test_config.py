@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from ppo_repro.base.errors import Mistakes, UserError
 from ppo_repro.config.files import build_config, found, load_config
 from ppo_repro.config.yaml_text import parse_yaml, write_yaml
-from ppo_repro.errors import Mistakes, UserError
 from ppo_repro.grids.spec import load_grid
 from tests.support.paths import ROOT, SMALL, SMALL_CONTROL, TINY_GRID
 from tests.support.runs import small_config

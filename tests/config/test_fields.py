@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import build_config, dump_yaml, set_field
 from ppo_repro.config.section import LARGEST
 from ppo_repro.config.yaml_text import parse_yaml
-from ppo_repro.errors import UserError
 from tests.support.runs import small_config
 
 

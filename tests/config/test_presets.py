@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from analysis.mismatch.parity import parity
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
-from ppo_repro.watcher import Silent
 from tests.support.language import run
 from tests.support.paths import ROOT
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ppo_repro.base.watcher import Silent
 from ppo_repro.control.loop import control_iterations, prepare
 from ppo_repro.records import manifest, reader
-from ppo_repro.watcher import Silent
 from tests.support.control import run, small_control
 
 LIMITED = ("environment.id=tests/Limited-v0", "ppo.iterations=3", "evaluation.episodes=0")

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ppo_repro.base.errors import UserError
 from ppo_repro.config.run import ControlConfig
 from ppo_repro.control.environments import Environments
 from ppo_repro.control.loop import ControlState, compute_advantages, forward_pass, prepare, roll_out
-from ppo_repro.errors import UserError
 from tests.support.control import small_control
 
 

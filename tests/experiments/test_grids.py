@@ -14,7 +14,7 @@ from analysis.figures import main as figure_main
 from analysis.grids.outcomes import MEASURES, measures_of, outcomes
 from analysis.grids.table import comparisons, rank_correlation
 from analysis.grids.table import main as table_main
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.records import manifest, reader
 
 

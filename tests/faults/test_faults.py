@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.seeding import words
 from ppo_repro.config.rollout import TrainerFaults
-from ppo_repro.errors import UserError
 from ppo_repro.faults.trainer import dropout, received
 from ppo_repro.rollout.sampler import biased
 from ppo_repro.runs.prepare import prepare
-from ppo_repro.seeding import words
 from ppo_repro.tasks.tokenizer import train_bpe
 from tests.support.bare import bare_rollout
 from tests.support.runs import small_config

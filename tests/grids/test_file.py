@@ -10,8 +10,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ppo_repro.base.errors import UserError
 from ppo_repro.config.run import RunConfig
-from ppo_repro.errors import UserError
 from ppo_repro.grids.spec import load_grid
 from tests.support.paths import SMALL_CONTROL, TINY, TINY_GRID
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import has_writer, only_writer
 from ppo_repro.commands.cli import _run
-from ppo_repro.errors import UserError
-from ppo_repro.files import has_writer, only_writer
 from ppo_repro.grids import grid as grid_module
 from ppo_repro.grids.cell import Engine, Order, Processes, record_result, run_of, start_cell, state_of
 from ppo_repro.grids.clusters import Ray

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import ppo_repro
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.numerics.network import is_deterministic
 from tests.support.models import FAMILIES, VOCAB, bits, source_model, unequal
 

@@ -11,11 +11,11 @@ import pandas as pd
 import pytest
 
 import ppo_repro
-from ppo_repro.errors import UserError
-from ppo_repro.ranks import ALONE
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.ranks import ALONE
+from ppo_repro.base.watcher import Silent
 from ppo_repro.runs.language import LanguageKind
 from ppo_repro.runs.resume import rerun
-from ppo_repro.watcher import Silent
 from tests.support.paths import TINY
 from tests.support.runs import small_config
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForSequenceClassification
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.models.folder_files import ADAPTER, INDEX, WEIGHTS
 from ppo_repro.models.folders import load_reward_model
 from ppo_repro.models.load import load_folder, stop_ids

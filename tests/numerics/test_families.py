@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CohereConfig, CohereForCausalLM, PretrainedConfig, PreTrainedModel
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import policy_logits
 from ppo_repro.numerics.network import Lowered, lower, network_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.numerics import build, library
 from tests.support.variants import ABLE
 

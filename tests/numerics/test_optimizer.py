@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ppo_repro.errors import NumericsError
+from ppo_repro.base.errors import NumericsError
 from ppo_repro.numerics import library
 from ppo_repro.numerics.optimizer import (
     AdamW,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.errors import NumericsError
+from ppo_repro.base.errors import NumericsError
 from ppo_repro.numerics import token_statistics as tokens
 from tests.numerics import definition_tokens as definition
 from tests.support.models import seeded

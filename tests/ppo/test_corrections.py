@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.errors import NumericsError
+from ppo_repro.base.errors import NumericsError
 from ppo_repro.ppo.corrections import (
     Correction,
     beyond_divergence,

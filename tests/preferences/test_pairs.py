@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.models.tiny import make_tokenizer
 from ppo_repro.preferences.dpo.execution import pairs_of_run
 from ppo_repro.preferences.pairs import Preference, hold_out, pairs_by_rule, wrong_answer

@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ppo_repro.base.seeding import sample_seed
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.run import LayoutConfig
 from ppo_repro.models.networks import make_policy
 from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer
@@ -21,9 +23,7 @@ from ppo_repro.preferences.training import (
 )
 from ppo_repro.rollout.engine import Request
 from ppo_repro.runs.prepare import prepare
-from ppo_repro.seeding import sample_seed
 from ppo_repro.stages.rollout import sampling_of
-from ppo_repro.watcher import Silent
 from tests.support.models import CONTEXT, ragged, source_model
 from tests.support.runs import small_config
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from analysis.mismatch.parity import parity
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import run_folder
 from ppo_repro.control import loop
 from ppo_repro.control.buffers import Rollout
-from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.stages.agreement import UnequalBits
-from ppo_repro.watcher import Silent
 from tests.support import synthetic_run
 from tests.support.control import rerun, resume, run, small_control
 from tests.support.row_dependent import row_dependent_linear

@@ -14,12 +14,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config, run_folder
-from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader, schema
 from ppo_repro.records.diff import first_difference
 from ppo_repro.runs.verify import verify
-from ppo_repro.watcher import Silent
 from tests.support import synthetic_run
 from tests.support.cli import Cli, cli, one_line
 from tests.support.language import run

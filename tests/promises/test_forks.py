@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.config.tasks import ArithmeticTask, ColumnAdditionTask
 from ppo_repro.recompute.recompute import STAGES, recompute
@@ -16,7 +17,6 @@ from ppo_repro.records.diff import first_difference, setup_changes
 from ppo_repro.records.inputs import FIXED
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.verify import verify
-from ppo_repro.watcher import Silent
 from tests.support.cli import Cli, one_line
 from tests.support.language import fork, rerun, resume, run
 from tests.support.paths import TINY

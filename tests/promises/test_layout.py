@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ppo_repro.base.watcher import Silent
 from ppo_repro.records import manifest
-from ppo_repro.watcher import Silent
 from tests.support.language import run
 from tests.support.runs import small_config
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import SUMS_NAME, file_digest
 from ppo_repro.config.files import load_config
-from ppo_repro.errors import UserError
-from ppo_repro.files import SUMS_NAME, file_digest
 from ppo_repro.models.load import load_folder
 from ppo_repro.records import manifest, reader
 from ppo_repro.runs import checkpoint

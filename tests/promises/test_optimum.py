@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from experiments.optimum.exact import Distance, distances, objective, optimum, read
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.runs.prepare import prepare
-from ppo_repro.watcher import Silent
 from tests.support.language import run
 from tests.support.models import seeded
 from tests.support.paths import ROOT

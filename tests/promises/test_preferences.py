@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import read_tree, validated
 from ppo_repro.config.run import DPOConfig, TinyModel
 from ppo_repro.config.tasks import RewardModelTraining
@@ -20,7 +21,6 @@ from ppo_repro.records import manifest
 from ppo_repro.runs.resume import rerun
 from ppo_repro.runs.run import run
 from ppo_repro.tasks.problems import arithmetic, encoder, split
-from ppo_repro.watcher import Silent
 from tests.support.language import run as language_run
 from tests.support.runs import small_config
 

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.ranks import Ranks
+from ppo_repro.base.watcher import Silent
 from ppo_repro.commands.cli import main
 from ppo_repro.config.files import load_config
-from ppo_repro.errors import UserError
 from ppo_repro.numerics.rows import slots_of, slots_of_rank
-from ppo_repro.ranks import Ranks
 from ppo_repro.records import manifest, reader
-from ppo_repro.watcher import Silent
 from tests.support.language import fork, run
 from tests.support.paths import ROOT, SMALL, TINY
 from tests.support.ranks import Ended, cli_ranks, end, start_ranks

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.recompute.recompute import STAGES, Stage, lines, recompute
 from ppo_repro.records import manifest, reader
 from ppo_repro.runs.verify import verify
-from ppo_repro.watcher import Silent
 from tests.support.cli import Cli
 from tests.support.language import run
 from tests.support.paths import TINY

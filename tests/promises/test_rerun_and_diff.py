@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.watcher import Silent
 from ppo_repro.records import manifest
 from ppo_repro.records.diff import first_difference
-from ppo_repro.watcher import Silent
 from tests.support.language import rerun, run
 from tests.support.runs import small_config
 from tests.support.synthetic_run import accept, damage_cell

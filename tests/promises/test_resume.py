@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from ppo_repro.base.errors import PromiseBroken, UserError
+from ppo_repro.base.files import only_writer
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import dump_yaml, load_config, run_folder
-from ppo_repro.errors import PromiseBroken, UserError
-from ppo_repro.files import only_writer
 from ppo_repro.numerics.optimizer import OptimizerState
 from ppo_repro.records import manifest
 from ppo_repro.records.writer import RunWriter
@@ -27,7 +28,6 @@ from ppo_repro.runs import checkpoint
 from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.verify import verify
-from ppo_repro.watcher import Silent
 from tests.support.killing import working
 from tests.support.language import resume
 from tests.support.paths import TINY

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 import ppo_repro
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.watcher import Silent
 from ppo_repro.records import manifest, reader
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.sglang import command
 from ppo_repro.rollout.sglang.client import Call, ask
 from ppo_repro.rollout.torch_engine import TorchEngine
-from ppo_repro.watcher import Silent
 from tests.support.language import rerun, run
 from tests.support.models import unequal
 from tests.support.paths import SMALL

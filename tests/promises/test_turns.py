@@ -10,14 +10,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from ppo_repro.base.ranks import ALONE
+from ppo_repro.base.watcher import Silent
 from ppo_repro.buffers import Episode
-from ppo_repro.ranks import ALONE
 from ppo_repro.records import manifest, reader
 from ppo_repro.runs import prepare
 from ppo_repro.stages.agreement import UnequalBits, require_sampler_agrees
 from ppo_repro.stages.forward import score_rollout
 from ppo_repro.stages.rollout import choose_prompts, roll_out
-from ppo_repro.watcher import Silent
 from tests.support.language import rerun, resume
 from tests.support.resume import Recorded, record
 from tests.support.turns import turns_config

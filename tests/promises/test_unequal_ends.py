@@ -13,16 +13,16 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.watcher import Silent
 from ppo_repro.buffers import MinibatchUpdate
 from ppo_repro.checks.bisect import Response, first_unequal, make_subject
 from ppo_repro.config.files import load_config, run_folder
-from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import UNEQUAL, UNEQUAL_TOKENS
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.verify import verify
 from ppo_repro.stages.agreement import UnequalBits
-from ppo_repro.watcher import Silent
 from tests.support.cli import Cli
 from tests.support.language import rerun, resume, run
 from tests.support.paths import TINY

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ppo_repro.base.ranks import Ranks
 from ppo_repro.commands import cli
-from ppo_repro.ranks import Ranks
 
 if __name__ == "__main__":
     Ranks.exchange_sum = lambda self, tensor: None  # type: ignore[method-assign]

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.records import arrow, manifest, reader, writer
 from ppo_repro.records.writer import RunWriter
 from tests.support import synthetic_run

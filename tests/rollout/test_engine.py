@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from tests.support.models import CONTEXT, VOCAB, policy

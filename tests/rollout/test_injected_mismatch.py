@@ -11,13 +11,13 @@ import torch
 from analysis.mismatch.metrics import update_table
 from analysis.mismatch.tables import measure, whole
 from analysis.pairs.runs import run_pairs
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.run import RunConfig
-from ppo_repro.errors import UserError
 from ppo_repro.numerics.token_statistics import normal_noise
 from ppo_repro.records import reader
 from ppo_repro.rollout.engine import Sampling
 from ppo_repro.rollout.sampler import disturbed, sample
-from ppo_repro.watcher import Silent
 from tests.support.language import run
 from tests.support.models import unequal
 from tests.support.runs import small_config

@@ -7,11 +7,11 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.records import manifest, reader, schema
 from ppo_repro.records.diff import first_difference
 from ppo_repro.records.schema import LEVELS
-from ppo_repro.watcher import Silent
 from tests.support.language import resume, run
 from tests.support.paths import TINY
 

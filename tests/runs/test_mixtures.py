@@ -14,13 +14,13 @@ from analysis.mismatch.tables import measure, whole
 from analysis.pairs.places import ROUTE, ROUTES
 from analysis.pairs.runs import run_pairs
 from analysis.report.figures import bucket_figure
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
-from ppo_repro.errors import UserError
 from ppo_repro.recompute.recompute import STAGES, recompute
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.diff import first_difference
-from ppo_repro.watcher import Silent
 from tests.support.language import run
 from tests.support.paths import TINY
 

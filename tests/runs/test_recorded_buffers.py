@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ppo_repro.base.watcher import Silent
 from ppo_repro.buffers import (
     Advantages,
     ForwardPass,
@@ -31,7 +32,6 @@ from ppo_repro.ppo.corrections import correction_names
 from ppo_repro.ppo.objective import flag_names
 from ppo_repro.records import digests, schema
 from ppo_repro.runs.language import LanguageKind
-from ppo_repro.watcher import Silent
 from tests.support.paths import TINY
 from tests.support.turns import turns_config
 

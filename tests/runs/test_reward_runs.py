@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
-from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
-from ppo_repro.watcher import Silent
 from tests.support.cli import Cli, one_line
 from tests.support.language import rerun, run
 from tests.support.paths import TINY

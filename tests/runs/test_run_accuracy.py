@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+from ppo_repro.base.watcher import Silent
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import ACCURACY_NAME, Accuracy, read_accuracy
 from ppo_repro.runs.summary import summarise
-from ppo_repro.watcher import Silent
 from tests.support.language import run
 from tests.support.runs import small_config
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
-from ppo_repro.errors import UserError
 from ppo_repro.records import reader
-from ppo_repro.watcher import Silent
 from tests.support.language import rerun
 from tests.support.paths import TINY
 from tests.support.resume import Recorded, record

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
-from ppo_repro.errors import UserError
 from ppo_repro.records import manifest, reader
 from ppo_repro.tasks.problems import column_steps
-from ppo_repro.watcher import Silent
 from tests.support.cli import Cli
 from tests.support.language import rerun, run
 from tests.support.paths import TINY

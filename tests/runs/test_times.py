@@ -8,13 +8,13 @@ from types import FrameType
 
 import pytest
 
-from ppo_repro import clock as clocks
-from ppo_repro.clock import OTHER, Clock
+from ppo_repro.base import clock as clocks
+from ppo_repro.base.clock import OTHER, Clock
+from ppo_repro.base.watcher import Silent
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import by_phase, phases_of, read_times
 from ppo_repro.runs.language import LanguageKind
 from ppo_repro.runs.run import run
-from ppo_repro.watcher import Silent
 from tests.support.runs import small_config
 
 OF_ITERATIONS = {"evaluation", "rollout", "forward", "update", "digests", OTHER}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ppo_repro.base.errors import UserError
 from ppo_repro.config.rollout import DETERMINISTIC_ARGUMENTS, OWN_ARGUMENTS, SGLangServers
-from ppo_repro.errors import UserError
 from ppo_repro.rollout.sglang.command import (
     look_into,
 )

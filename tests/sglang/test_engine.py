@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from ppo_repro.errors import PromiseBroken, UserError
+from ppo_repro.base.errors import PromiseBroken, UserError
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.rollout.engine import Completion, Request, Sampling
 from ppo_repro.rollout.sglang.messages import (
     RoutedLayers,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine
 from tests.sglang.fake_sglang import fake_python

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest
 from ppo_repro.stages import chunks, forward
-from ppo_repro.watcher import Silent
 from tests.support.language import run
 from tests.support.paths import TINY
 

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
-from ppo_repro.errors import UserError
-from ppo_repro.watcher import Silent
 from tests.support.language import fork, resume, run
 
 

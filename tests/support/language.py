@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppo_repro.clock import Clock
+from ppo_repro.base.clock import Clock
+from ppo_repro.base.ranks import ALONE, Ranks
+from ppo_repro.base.watcher import Silent, Watcher
 from ppo_repro.config.run import RunConfig
-from ppo_repro.ranks import ALONE, Ranks
 from ppo_repro.records.inputs import plan_fork
 from ppo_repro.runs import fork as forks
 from ppo_repro.runs import resume as resumer
 from ppo_repro.runs import run as runner
 from ppo_repro.runs.language import LanguageKind
-from ppo_repro.watcher import Silent, Watcher
 
 SILENT = Silent()
 

@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ppo_repro.base.watcher import Silent
 from ppo_repro.records.folder import FINAL, REFERENCE
 from ppo_repro.rollout.sglang import server
 from ppo_repro.rollout.sglang.command import server_environment
-from ppo_repro.watcher import Silent
 from tests.support.language import run
 from tests.support.paths import ROOT
 from tests.support.runs import small_config

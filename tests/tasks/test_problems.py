@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ppo_repro.base.errors import UserError
 from ppo_repro.config.tasks import JsonlTask, PythonTask
-from ppo_repro.errors import UserError
 from ppo_repro.tasks.dialogue import around_reply
 from ppo_repro.tasks.problems import (
     Problem,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from ppo_repro.base.errors import UserError
 from ppo_repro.config.tasks import RewardConfig
-from ppo_repro.errors import UserError
 from ppo_repro.tasks.problems import Problem
 from ppo_repro.tasks.rewards import (
     Judge,

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from ppo_repro.base.errors import UserError
 from ppo_repro.config.run import TinyModel
-from ppo_repro.errors import UserError
 from ppo_repro.models.tiny import check_spelling, make_tokenizer
 from ppo_repro.tasks.problems import Problem
 from ppo_repro.tasks.tokenizer import Spans, decode, spans, train_bpe, train_tokenizer

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import dump_yaml
-from ppo_repro.errors import UserError
 from ppo_repro.runs import prepare
 from tests.support.cli import Cli, one_line
 from tests.support.turns import TASK, turns_config

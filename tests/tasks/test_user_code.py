@@ -17,8 +17,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ppo_repro.base.errors import UserError
 from ppo_repro.config.tasks import CalledReward, TrlReward, VerlReward
-from ppo_repro.errors import UserError
 from ppo_repro.tasks import user_code
 from ppo_repro.tasks.problems import Problem, row_of
 from ppo_repro.tasks.user_code import (

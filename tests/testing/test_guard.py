@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.testing import Names, assert_matches_golden, assert_mismatch_below, guard
 from tests.support.paths import ROOT

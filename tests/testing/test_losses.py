@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.testing import LossBatch, check_loss, losses
 
 EXAMPLE = pd.DataFrame(

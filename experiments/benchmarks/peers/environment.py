@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 
 TORCH = "2.13.0"
 PINS = ("trl==1.12.0", "transformers==5.12.1", "accelerate==1.15.0", "datasets==5.2.0", "numpy==2.3.5")

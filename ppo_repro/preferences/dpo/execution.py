@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ppo_repro.base.clock import OTHER, Clock, moment
+from ppo_repro.base.errors import PromiseBroken, UserError
+from ppo_repro.base.ranks import ALONE
+from ppo_repro.base.seeding import sample_seed
+from ppo_repro.base.watcher import Watcher
 from ppo_repro.buffers import Prompts
-from ppo_repro.clock import OTHER, Clock, moment
 from ppo_repro.config.files import DPO, build_config
 from ppo_repro.config.run import DPOConfig, RunConfig
 from ppo_repro.config.tasks import JsonlTask
-from ppo_repro.errors import PromiseBroken, UserError
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy
 from ppo_repro.numerics import library
@@ -27,7 +30,6 @@ from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.preferences import dpo_margins, preference_accuracy
 from ppo_repro.preferences import training
 from ppo_repro.preferences.pairs import Preference, check_pairs, hold_out, pairs_of_file
-from ppo_repro.ranks import ALONE
 from ppo_repro.records import reader, schema
 from ppo_repro.records.arrow import to_arrow
 from ppo_repro.records.columns import Columns, pair_columns, rows_of, tables_at
@@ -36,12 +38,10 @@ from ppo_repro.records.inputs import located_tree
 from ppo_repro.runs.checkpoint import Start, listed, save_model
 from ppo_repro.runs.kind import Execution, Files, Final, RunKind, Tables
 from ppo_repro.runs.prepare import Prepared, prepare
-from ppo_repro.seeding import sample_seed
 from ppo_repro.stages.evaluation import evaluate
 from ppo_repro.stages.forward import score_rollout
 from ppo_repro.stages.rollout import roll_out
 from ppo_repro.tasks.problems import encoder
-from ppo_repro.watcher import Watcher
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import json
 from typing import Any
 from urllib.parse import urlsplit
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 
 
 class Call:

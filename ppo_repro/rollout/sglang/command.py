@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ppo_repro
+from ppo_repro.base.errors import UserError
 from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import RunConfig
-from ppo_repro.errors import UserError
 from ppo_repro.sglang_plugin.names import ARCHITECTURE, ATTENTION_BACKEND
 
 RETURN_ROUTES = "--enable-return-routed-experts"

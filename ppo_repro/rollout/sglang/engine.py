@@ -21,14 +21,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ppo_repro.base.errors import PromiseBroken, UserError
+from ppo_repro.base.files import atomic_write, whole_folder
+from ppo_repro.base.ranks import Ranks
 from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import NumericsConfig, RunConfig
-from ppo_repro.errors import PromiseBroken, UserError
-from ppo_repro.files import atomic_write, whole_folder
 from ppo_repro.models.folders import write_model
 from ppo_repro.numerics.families import routers
 from ppo_repro.numerics.optimizer import weights_digest
-from ppo_repro.ranks import Ranks
 from ppo_repro.rollout.engine import Completion, Dialogue, Request, Sampling
 from ppo_repro.rollout.sglang.client import Call, ask
 from ppo_repro.rollout.sglang.command import (

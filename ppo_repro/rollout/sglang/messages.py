@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.numerics.families import decoder_layers, mixture_layers
 from ppo_repro.rollout.engine import Completion, Request, Sampling, check_request
 from ppo_repro.sglang_plugin import kept_tokens

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppo_repro.errors import UserError
-from ppo_repro.output import say
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import say
 from ppo_repro.rollout.sglang.client import Call
 
 LAST_LINES = 20  # of the log of a server that died

@@ -9,9 +9,9 @@ import pytest
 
 from analysis.clipping.flags import flags_of_ratios, token_flags, value_flags
 from analysis.clipping.update_rows import clip_rule, load_iterations, policy_rows
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.watcher import Silent
 from ppo_repro.records import reader
-from ppo_repro.watcher import Silent
 from tests.analysis.clipping.rows import RULE, make_item, single
 from tests.support.language import run
 from tests.support.runs import small_config

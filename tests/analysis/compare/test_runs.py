@@ -11,7 +11,7 @@ import pytest
 
 from analysis.compare import paired, verdicts
 from analysis.compare.rows import run_compare
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.records import diff, reader
 from tests.support.statistics import rng
 

@@ -10,7 +10,7 @@ import pytest
 
 from analysis.compare import verdicts
 from analysis.compare.seeds import compare_groups
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from tests.support.statistics import rng
 
 

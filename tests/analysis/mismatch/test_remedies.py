@@ -12,10 +12,10 @@ import pytest
 from analysis.mismatch.remedies import PUBLISHED, Remedy, remedy_table
 from analysis.mismatch.tables import main
 from analysis.pairs.runs import run_pairs
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.algorithm import ImportanceWeights
 from ppo_repro.config.files import load_config
 from ppo_repro.records import reader
-from ppo_repro.watcher import Silent
 from tests.support.language import run
 from tests.support.paths import TINY
 

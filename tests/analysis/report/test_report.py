@@ -14,11 +14,11 @@ import pytest
 
 from analysis.report import build
 from analysis.report.page import embedded_json
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
-from ppo_repro.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.folder import read_accuracy
-from ppo_repro.watcher import Silent
 from tests.analysis.report.hostile_run import make_hostile_run, pieces_of
 from tests.support.cli import Cli
 from tests.support.html_page import check, embedded
@@ -179,7 +179,7 @@ def test_a_grid_has_its_question_its_settings_and_links(
 
 
 def test_a_control_run_has_a_page(tmp_path: Path) -> None:
-    from ppo_repro.watcher import Silent
+    from ppo_repro.base.watcher import Silent
     from tests.support.control import run, small_control
 
     run_dir = run(small_control("ppo.iterations=2"), tmp_path, Silent())[0]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from analysis.tokenization.retokenize import drift_summary, retokenization
 from analysis.tokenization.tokenizer import RecordedTokenizer, load_tokenizer, recorded_tokenizer, token_bytes
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.tasks.tokenizer import train_tokenizer
 
 CORPUS = ["aa ab 12", "aab ab", "12 + 34", "é 世"] * 3

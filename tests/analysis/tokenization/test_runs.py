@@ -11,7 +11,7 @@ import pytest
 from analysis.tokenization.summary import SUMMARY_COLUMNS
 from analysis.tokenization.tables import iteration_tables, report, run_drift, run_summary
 from analysis.tokenization.tokenizer import recorded_tokenizer
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 
 # training adds with one rounding, this in pairs: float64 sums of a few hundred numbers

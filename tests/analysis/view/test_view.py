@@ -19,7 +19,7 @@ import pytest
 
 from analysis.view import index as index_module
 from analysis.view.server import Server
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 from ppo_repro.records import manifest, reader
 from tests.analysis.report.hostile_run import make_hostile_run
 from tests.support.cli import Cli, one_line

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ppo_repro.errors import PromiseBroken, RankLost, UserError
-from ppo_repro.output import one_line, say_anyway
+from ppo_repro.base.errors import PromiseBroken, RankLost, UserError
+from ppo_repro.base.output import one_line, say_anyway
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")

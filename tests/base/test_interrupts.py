@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from ppo_repro import interrupts
+from ppo_repro.base import interrupts
+from ppo_repro.base.errors import Terminated
 from ppo_repro.commands import cli
-from ppo_repro.errors import Terminated
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.seeding import bell, permutation, sample_seed, words
+from ppo_repro.base.seeding import bell, permutation, sample_seed, words
 
 names = st.lists(st.integers(-(2**63), 2**63) | st.text("ab01+-:", max_size=4), min_size=1, max_size=4)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from ppo_repro.errors import Terminated
+from ppo_repro.base.errors import Terminated
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _heard: list[int] = []

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppo_repro.errors import UserError
-from ppo_repro.json_lines import read_lines, text_field
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.json_lines import read_lines, text_field
 
 
 def written(folder: Path, content: bytes) -> Path:

@@ -16,7 +16,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 
 LOCK_NAME = "lock"
 SUMS_NAME = "SHA256SUMS"

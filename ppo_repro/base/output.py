@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
 
-from ppo_repro.errors import UserError
+from ppo_repro.base.errors import UserError
 
 LONGEST_LINE = 1000  # characters of an error
 _SHOWN = 100  # characters of a text in a message

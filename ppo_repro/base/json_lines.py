@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppo_repro.errors import UserError
-from ppo_repro.output import shown
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import shown
 
 _BOM = b"\xef\xbb\xbf"
 _NOT_CARRIED = re.compile("[\0\ud800-\udfff]")  # no UTF-8 exists for the one, C ends a text at the other

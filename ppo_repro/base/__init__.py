@@ -1,0 +1,1 @@
+"""What every other folder stands on: errors, files, output, interrupts, clocks, random streams, processes."""

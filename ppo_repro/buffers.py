@@ -159,7 +159,7 @@ class PolicyUpdate:
 
     new_logprobs: Tensor  # [M] float32
     ratios: Tensor  # [M] float32, exp(new_logprobs - anchor)
-    clip_flags: Tensor  # [M] uint8, a ppo.objective.ClipFlag each
+    clip_flags: Tensor  # [M] uint8, a ppo.objectives.ClipFlag each
     new_entropies: Tensor  # [M] float32
     losses: Tensor  # [M] float32, all terms
     surrogates: Tensor  # [M] float32, the objective's term in ratio and advantage

@@ -20,7 +20,7 @@ from ppo_repro.models.batches import MicroBatch
 from ppo_repro.models.networks import hidden_states
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.optimizer import Optimizer
-from ppo_repro.ppo.value import value_losses
+from ppo_repro.ppo.losses import value_losses
 from ppo_repro.rollout.engine import Engine
 from ppo_repro.stages.advantages import compute_advantages
 from ppo_repro.stages.agreement import require_first_step_agrees, require_sampler_agrees

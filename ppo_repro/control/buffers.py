@@ -60,7 +60,7 @@ class MinibatchUpdate:
     advantages: Tensor  # [M] float32, whitened if configured
     new_logprobs: Tensor  # [M] float32, before this step
     ratios: Tensor  # [M] float32, exp(new_logprobs - rollout_logprobs)
-    clip_flags: Tensor  # [M] uint8, a ppo.losses.ClipFlag each
+    clip_flags: Tensor  # [M] uint8, a ppo.objectives.ClipFlag each
     new_values: Tensor  # [M] float32
     value_clipped: Tensor  # [M] bool, the clipped branch decided the value loss
     new_entropies: Tensor  # [M] float32

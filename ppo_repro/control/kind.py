@@ -23,7 +23,7 @@ from ppo_repro.control.loop import ControlState, control_iterations, evaluate, p
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.advantages import explained_variance
-from ppo_repro.ppo.objective import flag_names, removes_gradient
+from ppo_repro.ppo.objectives import flag_names, removes_gradient
 from ppo_repro.records import schema
 from ppo_repro.records.columns import Columns, agreement, cells_of, fields_of, int32, of_minibatches, rows_of, tables_at
 from ppo_repro.runs.checkpoint import Start

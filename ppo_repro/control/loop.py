@@ -27,10 +27,9 @@ from ppo_repro.numerics.rows import alone, slots_of
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.ppo import kl
 from ppo_repro.ppo.advantages import gae, whiten
-from ppo_repro.ppo.clip import Clip
 from ppo_repro.ppo.controllers import rate_factor
-from ppo_repro.ppo.objective import probability_ratios
-from ppo_repro.ppo.value import value_losses
+from ppo_repro.ppo.losses import value_losses
+from ppo_repro.ppo.objectives import Clip, probability_ratios
 from ppo_repro.stages.agreement import require_ratios_of_one, require_same_bits
 from ppo_repro.stages.training_batch import minibatches
 

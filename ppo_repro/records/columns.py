@@ -23,7 +23,7 @@ from ppo_repro.models.warm_start import WarmStartStep
 from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.advantages import explained_variance
 from ppo_repro.ppo.corrections import correction_names
-from ppo_repro.ppo.objective import flag_names
+from ppo_repro.ppo.objectives import flag_names
 from ppo_repro.preferences.pairs import Preference
 from ppo_repro.preferences.training import PreferenceStep, RewardTraining
 from ppo_repro.records import schema

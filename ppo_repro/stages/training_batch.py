@@ -30,15 +30,9 @@ from ppo_repro.models.batches import MicroBatch, micro_batches
 from ppo_repro.numerics.optimizer import SLOTS
 from ppo_repro.numerics.rows import slots_of_rank
 from ppo_repro.ppo import corrections
-from ppo_repro.ppo.cispo import Cispo
-from ppo_repro.ppo.clip import Clip
 from ppo_repro.ppo.corrections import Correction
-from ppo_repro.ppo.covariance import ClipCov, KLCov
-from ppo_repro.ppo.objective import Objective
-from ppo_repro.ppo.penalty import Penalty
-from ppo_repro.ppo.policy_gradient import PolicyGradient
-from ppo_repro.ppo.sequence_clip import SequenceClip
-from ppo_repro.ppo.weights import loss_weights
+from ppo_repro.ppo.losses import loss_weights
+from ppo_repro.ppo.objectives import Cispo, Clip, ClipCov, KLCov, Objective, Penalty, PolicyGradient, SequenceClip
 
 
 def objective_of(config: RunConfig, coefficients: Coefficients) -> Objective:

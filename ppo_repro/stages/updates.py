@@ -14,7 +14,7 @@ from ppo_repro.buffers import PolicyUpdate, ValueUpdate
 from ppo_repro.config.run import RunConfig
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.ppo import kl
-from ppo_repro.ppo.objective import removes_gradient
+from ppo_repro.ppo.objectives import removes_gradient
 from ppo_repro.stages.training_batch import Minibatch, TrainingBatch
 
 

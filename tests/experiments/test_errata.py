@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ppo_repro.ppo.advantages import gae, whiten
-from ppo_repro.ppo.clip import Clip
 from ppo_repro.ppo.controllers import adaptive_penalty_coef
 from ppo_repro.ppo.kl import k3
-from ppo_repro.ppo.objective import probability_ratios
+from ppo_repro.ppo.losses import value_losses
+from ppo_repro.ppo.objectives import Clip, probability_ratios
 from ppo_repro.ppo.rewards import charge_penalties
-from ppo_repro.ppo.value import value_losses
 from tests.support.float32 import pairs_of_categoricals, tensor
 from tests.support.paths import ROOT
 

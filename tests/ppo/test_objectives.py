@@ -11,13 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.ppo.cispo import Cispo
-from ppo_repro.ppo.clip import Clip
-from ppo_repro.ppo.covariance import ClipCov, KLCov, covariances
-from ppo_repro.ppo.objective import Objective, flag_names, probability_ratios, removes_gradient
-from ppo_repro.ppo.penalty import Penalty
-from ppo_repro.ppo.policy_gradient import PolicyGradient
-from ppo_repro.ppo.sequence_clip import SequenceClip
+from ppo_repro.ppo.objectives import (
+    Cispo,
+    Clip,
+    ClipCov,
+    KLCov,
+    Objective,
+    Penalty,
+    PolicyGradient,
+    SequenceClip,
+    covariances,
+    flag_names,
+    probability_ratios,
+    removes_gradient,
+)
 from tests.support.float32 import SMALLEST_NORMAL, TINIEST, bits, finite, tensor
 
 EDGES = [

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ppo_repro.ppo.losses import loss_weights
 from ppo_repro.ppo.rewards import charge_penalties, place_scores, token_rewards
-from ppo_repro.ppo.weights import loss_weights
 from tests.support.float32 import bits, tensor
 
 CHARGES = ("token", "word", "length_normalized", "last_sum", "last_mean")

@@ -29,7 +29,7 @@ from ppo_repro.buffers import (
 )
 from ppo_repro.config.files import load_config
 from ppo_repro.ppo.corrections import correction_names
-from ppo_repro.ppo.objective import flag_names
+from ppo_repro.ppo.objectives import flag_names
 from ppo_repro.records import digests, schema
 from ppo_repro.runs.language import LanguageKind
 from tests.support.paths import TINY

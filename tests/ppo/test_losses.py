@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ppo_repro.ppo.value import value_losses
+from ppo_repro.ppo.losses import value_losses
 from tests.support.float32 import finite, tensor
 
 eighths = st.integers(-32, 32).map(lambda n: n / 8)

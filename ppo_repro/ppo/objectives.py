@@ -1,0 +1,297 @@
+"""The objectives: each one's surrogate loss, its penalty, and which tokens lose their gradient.
+
+PolicyGradient, Penalty, Clip (PPO), SequenceClip (GSPO), Cispo, ClipCov and KLCov change some answers of Objective.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ppo_repro.numerics import elementwise
+from ppo_repro.numerics.elementwise import differentiable_exp
+from ppo_repro.numerics.sums import mean_of, run_sums
+from ppo_repro.ppo.kl import k3_loss
+
+
+class ClipFlag(IntEnum):
+    """Where a token's ratio lies relative to the bounds, and whether its gradient is removed. One per token."""
+
+    NONE = 0  # unchanged: inside the bounds, or the advantage is 0
+    CLIP_HIGH = 1  # above the upper bound, gradient removed
+    CLIP_LOW = 2  # below the lower bound, gradient removed
+    WRONG_HIGH = 3  # above the upper bound, gradient stays
+    WRONG_LOW = 4  # below the lower bound, gradient stays
+    CLIP_DUAL = 5  # above the dual clip, gradient removed
+    CLIP_COV = 6  # drawn by Clip-Cov, gradient removed
+    KL_COV = 7  # chosen by KL-Cov, a penalty added
+    BOUND_HIGH = 8  # CISPO's weight is its upper bound, gradient stays
+    BOUND_LOW = 9  # CISPO's weight is its lower bound, gradient stays
+
+
+REMOVING = (ClipFlag.CLIP_HIGH, ClipFlag.CLIP_LOW, ClipFlag.CLIP_DUAL, ClipFlag.CLIP_COV)
+
+
+def flag_names(flags: Tensor) -> list[str]:
+    """Return the names of clip flags as they are recorded, such as `clip_high`; flags [n] uint8."""
+    names = [flag.name.lower() for flag in ClipFlag]
+    return [names[flag] for flag in flags.tolist()]
+
+
+def removes_gradient(flags: Tensor) -> Tensor:
+    """Tell where the policy gradient is removed. Bool, in the shape of the flags."""
+    return torch.isin(flags, torch.tensor(REMOVING, dtype=torch.uint8))
+
+
+def no_flags(like: Tensor) -> Tensor:
+    """Return ClipFlag.NONE for every element, uint8."""
+    return torch.full(like.shape, ClipFlag.NONE, dtype=torch.uint8)
+
+
+def float32(number: float) -> Tensor:
+    """Round a bound to float32, so that comparisons do not depend on how torch promotes numbers."""
+    return torch.tensor(number, dtype=torch.float32)
+
+
+def probability_ratios(new_logprobs: Tensor, anchor_logprobs: Tensor) -> Tensor:
+    """r = exp(log pi_new - log pi_anchor), [n] float32; exactly 1 where both are the same number."""
+    assert new_logprobs.shape == anchor_logprobs.shape == (new_logprobs.numel(),)
+    return differentiable_exp(new_logprobs - anchor_logprobs)
+
+
+class Objective:
+    """The surrogate -r A without a bound: conservative policy iteration. Schulman et al., 2017, equation 6.
+
+    Other objectives change some of its answers. Tensors are [n], of the tokens of whole responses; losses are
+    float32 per token and not reduced: the caller gives each token's gradient its weight.
+    """
+
+    chooses_tokens: ClassVar[bool] = False  # whether it changes tokens that depend on all tokens of their minibatch
+
+    def ratios(self, new_logprobs: Tensor, anchor_logprobs: Tensor, responses: Tensor) -> Tensor:
+        """Return r at each token; `responses` int64 numbers the response of each token."""
+        return probability_ratios(new_logprobs, anchor_logprobs)
+
+    def choose(self, new_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, order: Tensor) -> Tensor:
+        """Choose the tokens [M] of a minibatch that are changed, bool; `order` [M] int64 is a random permutation."""
+        raise NotImplementedError
+
+    def surrogates(
+        self, ratios: Tensor, advantages: Tensor, new_logprobs: Tensor, chosen: Tensor | None = None
+    ) -> Tensor:
+        """Return the loss in ratio and advantage; `chosen` bool is what `choose` chose."""
+        assert ratios.shape == advantages.shape == (ratios.numel(),)
+        return -(ratios * advantages)
+
+    def penalties(self, log_ratios: Tensor, chosen: Tensor | None = None) -> Tensor | None:
+        """Return what is added to the surrogates; None if the objective has no penalty."""
+        return None
+
+    def flags(self, ratios: Tensor, advantages: Tensor, chosen: Tensor | None = None) -> Tensor:
+        """Return the ClipFlag of each token, uint8."""
+        return no_flags(ratios)
+
+
+class PolicyGradient(Objective):
+    """-log pi A. Williams, 1992."""
+
+    def surrogates(
+        self, ratios: Tensor, advantages: Tensor, new_logprobs: Tensor, chosen: Tensor | None = None
+    ) -> Tensor:
+        assert new_logprobs.shape == advantages.shape == (new_logprobs.numel(),)
+        return -(new_logprobs * advantages)
+
+
+@dataclass(frozen=True)
+class Penalty(Objective):
+    """-r A + beta (r - 1 - log r). Schulman et al., 2017, equation 8.
+
+    The penalty (k3) is an unbiased estimate of KL(anchor || new) from tokens drawn from the anchor. Its gradient
+    in log pi_new, beta (r - 1), is in expectation the divergence's, and zero before the first step.
+    """
+
+    penalty_coef: float
+
+    def penalties(self, log_ratios: Tensor, chosen: Tensor | None = None) -> Tensor | None:
+        return k3_loss(-log_ratios) * self.penalty_coef
+
+
+@dataclass(frozen=True)
+class Clip(Objective):
+    """-min(r A, clip(r, 1 - low, 1 + high) A). Schulman et al., 2017, equation 7; high > low: Yu et al., 2025.
+
+    With `dual` c > 1 + high it is -max(min(r A, clip(r) A), c A) where A < 0 (Ye et al., 2020, equation 8).
+    """
+
+    low: float
+    high: float
+    dual: float | None = None
+
+    def surrogates(
+        self, ratios: Tensor, advantages: Tensor, new_logprobs: Tensor, chosen: Tensor | None = None
+    ) -> Tensor:
+        # chosen by flag instead of by min, so that a removed gradient is exactly 0 where r A underflows too
+        assert ratios.shape == advantages.shape == (ratios.numel(),)
+        flags = self._clip_flags(ratios, advantages)
+        bounded = ratios.detach().clamp(float32(1.0 - self.low), float32(1.0 + self.high))
+        if self.dual is not None:
+            bounded = torch.where(flags == ClipFlag.CLIP_DUAL, torch.full_like(bounded, self.dual), bounded)
+        return -(torch.where(removes_gradient(flags), bounded, ratios) * advantages)
+
+    def flags(self, ratios: Tensor, advantages: Tensor, chosen: Tensor | None = None) -> Tensor:
+        return self._clip_flags(ratios, advantages)
+
+    def _clip_flags(self, ratios: Tensor, advantages: Tensor) -> Tensor:
+        assert ratios.shape == advantages.shape == (ratios.numel(),)
+        above, below = ratios > float32(1.0 + self.high), ratios < float32(1.0 - self.low)
+        flags = no_flags(ratios)
+        flags[above & (advantages > 0)] = ClipFlag.CLIP_HIGH
+        flags[below & (advantages < 0)] = ClipFlag.CLIP_LOW
+        flags[above & (advantages < 0)] = ClipFlag.WRONG_HIGH
+        flags[below & (advantages > 0)] = ClipFlag.WRONG_LOW
+        if self.dual is not None:
+            flags[(ratios > float32(self.dual)) & (advantages < 0)] = ClipFlag.CLIP_DUAL
+        return flags
+
+
+class _SequenceRatio(Function):
+    """The response's ratio at each token, whose derivative in a token's log-prob is the ratio, at that token alone."""
+
+    @staticmethod
+    def forward(ctx: Any, log_ratios: Tensor, lengths: Tensor) -> Tensor:
+        means = (run_sums(log_ratios, lengths) / lengths).to(torch.float32)
+        ratios = torch.repeat_interleave(elementwise.exp(means), lengths)
+        ctx.save_for_backward(ratios)
+        return ratios
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (ratios,) = ctx.saved_tensors
+        return grad * ratios, None
+
+
+@dataclass(frozen=True)
+class SequenceClip(Clip):
+    """Clip s = exp(mean over the response of log pi_new - log pi_anchor). Zheng et al., 2025, arXiv 2507.18071.
+
+    s is equation 7, differentiated as GSPO-token's sg[s] pi / sg[pi] (equation 14): the gradient at a token is s times
+    that of its own log-prob. Where the tokens of a response have one advantage and one loss weight, this is the
+    gradient of GSPO itself (equation 5). verl's `gspo` clamps the logarithm at 10.
+    """
+
+    def ratios(self, new_logprobs: Tensor, anchor_logprobs: Tensor, responses: Tensor) -> Tensor:
+        assert new_logprobs.shape == anchor_logprobs.shape == responses.shape
+        _, lengths = torch.unique_consecutive(responses, return_counts=True)
+        return _SequenceRatio.apply(new_logprobs - anchor_logprobs, lengths)
+
+
+@dataclass(frozen=True)
+class Cispo(Objective):
+    """-sg[clip(r, floor, cap)] A log pi_new. MiniMax, 2025, arXiv 2506.13585, equations 4 and 5.
+
+    No gradient flows through the ratio, and every token has one. The paper and verl write the bounds as 1 - eps_low and
+    1 + eps_high; the paper and TRL have no lower bound, here floor 0.
+    """
+
+    floor: float
+    cap: float
+
+    def surrogates(
+        self, ratios: Tensor, advantages: Tensor, new_logprobs: Tensor, chosen: Tensor | None = None
+    ) -> Tensor:
+        assert new_logprobs.shape == ratios.shape == advantages.shape == (ratios.numel(),)
+        weights = torch.minimum(torch.maximum(ratios.detach(), float32(self.floor)), float32(self.cap))
+        return -(weights * advantages * new_logprobs)
+
+    def flags(self, ratios: Tensor, advantages: Tensor, chosen: Tensor | None = None) -> Tensor:
+        flags = no_flags(ratios)
+        flags[ratios > float32(self.cap)] = ClipFlag.BOUND_HIGH
+        flags[ratios < float32(self.floor)] = ClipFlag.BOUND_LOW
+        return flags
+
+
+def covariances(new_logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """(log pi_new - mean)(A - mean) per token, means over the whole minibatch; [M] float64.
+
+    A step along tokens of high covariance lowers the entropy. verl computes the means, the number of tokens and the
+    choice for each micro-batch, so that there a memory setting changes which tokens are changed.
+    Cui et al., 2025, "The Entropy Mechanism", arXiv 2505.22617, section 4.2.
+    """
+    assert new_logprobs.shape == advantages.shape == (new_logprobs.numel(),)
+    x, y = new_logprobs.detach().to(torch.float64), advantages.to(torch.float64)
+    return (x - mean_of(x)) * (y - mean_of(y))
+
+
+def _chosen(picked: Tensor, tokens: int) -> Tensor:
+    chosen = torch.zeros(tokens, dtype=torch.bool)
+    chosen[picked] = True
+    return chosen
+
+
+def _count(share: float, tokens: int) -> int:
+    """Return how many tokens a share of a minibatch is: rounded down and at least 1, as in the published code."""
+    return max(int(share * tokens), 1)
+
+
+@dataclass(frozen=True)
+class ClipCov(Clip):
+    """The clip, and no gradient for a random `share` of the tokens among those with lowest < covariance < highest.
+
+    This is Clip-Cov. Tokens whose gradient the clip removes are not drawn, as in the published code.
+    """
+
+    chooses_tokens: ClassVar[bool] = True
+    share: float = 2e-4
+    lowest: float = 1.0
+    highest: float = 5.0
+
+    def choose(self, new_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, order: Tensor) -> Tensor:
+        covariance = covariances(new_logprobs, advantages)
+        clipped = removes_gradient(self._clip_flags(probability_ratios(new_logprobs, anchor_logprobs), advantages))
+        qualified = ~clipped & (covariance > self.lowest) & (covariance < self.highest)
+        return _chosen(order[qualified[order]][: _count(self.share, len(order))], len(order))
+
+    def surrogates(
+        self, ratios: Tensor, advantages: Tensor, new_logprobs: Tensor, chosen: Tensor | None = None
+    ) -> Tensor:
+        assert chosen is not None
+        surrogates = super().surrogates(ratios, advantages, new_logprobs)
+        return torch.where(chosen, torch.zeros_like(surrogates), surrogates)
+
+    def flags(self, ratios: Tensor, advantages: Tensor, chosen: Tensor | None = None) -> Tensor:
+        assert chosen is not None
+        flags = super().flags(ratios, advantages)
+        flags[chosen] = ClipFlag.CLIP_COV
+        return flags
+
+
+@dataclass(frozen=True)
+class KLCov(Objective):
+    """-r A + beta |log r| on the `share` of tokens with the largest covariance; of equal ones the first.
+
+    The published code and verl take |log r|, where the paper writes KL(old || new) (Cui et al., 2025, section 4.2). Its
+    gradient in log pi_new is beta or -beta, and 0 where the ratio is 1.
+    """
+
+    chooses_tokens: ClassVar[bool] = True
+    share: float
+    penalty_coef: float
+
+    def choose(self, new_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, order: Tensor) -> Tensor:
+        falling = torch.sort(covariances(new_logprobs, advantages), descending=True, stable=True).indices
+        return _chosen(falling[: _count(self.share, len(order))], len(order))
+
+    def penalties(self, log_ratios: Tensor, chosen: Tensor | None = None) -> Tensor | None:
+        assert chosen is not None
+        return torch.where(chosen, log_ratios.abs() * self.penalty_coef, torch.zeros_like(log_ratios))
+
+    def flags(self, ratios: Tensor, advantages: Tensor, chosen: Tensor | None = None) -> Tensor:
+        assert chosen is not None
+        flags = no_flags(ratios)
+        flags[chosen] = ClipFlag.KL_COV
+        return flags

@@ -6,7 +6,7 @@
 // arguments by Cody and Waite, Software Manual for the Elementary Functions, 1980.
 #ifndef ELEMENTARY_H
 #define ELEMENTARY_H
-#include "kernels.h"
+#include "arithmetic.h"
 
 // x + ROUND - ROUND is x rounded to an integer, which the low bits of the sum are
 #define ROUND32 12582912.0f           // 1.5 2^23

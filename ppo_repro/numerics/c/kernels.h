@@ -6,18 +6,11 @@
 #ifndef KERNELS_H
 #define KERNELS_H
 #include <math.h>
-#include <stddef.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#ifndef BLOCK_TERMS
-#define BLOCK_TERMS 128  // the tests build others, to see that the bits then differ
-#endif
-#ifndef LANE_COUNT
-#define LANE_COUNT 16
-#endif
-enum { BLOCK = BLOCK_TERMS, LANES = LANE_COUNT };  // the law: terms of a chain, lanes of a row sum
+#include "arithmetic.h"
+
 enum { COLS = 16 };                                // columns of a panel: free, as are all sizes below
 #if defined(__AVX512F__)
 enum { ROWS = 12, PANELS = 2 };
@@ -26,29 +19,7 @@ enum { ROWS = 6, PANELS = 1 };
 #endif
 enum { MAX_LEVELS = 8 };  // arrays of partial sums of gradients: at most 2^7 slots
 
-#define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
-
-INLINE long round16(long n) { return (n + 15) & ~15L; }
-INLINE int least(int a, int b) { return a < b ? a : b; }
-INLINE float as_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
-INLINE uint32_t as_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
-INLINE double as_double(uint64_t bits) { double x; memcpy(&x, &bits, 8); return x; }
-INLINE uint64_t as_bits64(double x) { uint64_t bits; memcpy(&bits, &x, 8); return bits; }
-
-// a b + c in float32, rounded once
-#if defined(__FMA__) || defined(__aarch64__)
-INLINE float fma32(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-#else
-// The product is exact in float64, the sum is rounded to odd there, and 53 bits of that round to the right 24.
-INLINE float fma32(float a, float b, float c) {
-  double product = (double)a * b, sum = product + c, t = sum - product;
-  double error = (product - (sum - t)) + (c - t);
-  uint64_t bits = as_bits64(sum);
-  if ((error > 0 || error < 0) && !(bits & 1)) bits += ((error > 0) == (sum > 0)) ? 1 : -1;
-  return (float)as_double(bits);
-}
-#endif
 
 // 16 columns of a tile. A vector type, because clang turns some loops over arrays of this size into gathers.
 typedef float Wide __attribute__((ext_vector_type(COLS), aligned(4)));
@@ -61,13 +32,6 @@ INLINE Wide fma_wide(Wide a, Wide b, Wide c) {
   for (int j = 0; j < COLS; j++) c[j] = fma32(a[j], b[j], c[j]);
   return c;
 #endif
-}
-
-// A sum of float64 lanes: halves are added until one lane is left. Lane l has summed elements l, l + 16, ...
-INLINE double join_lanes(double *lane) {
-  for (int width = LANES / 2; width; width /= 2)
-    for (int l = 0; l < width; l++) lane[l] += lane[l + width];
-  return lane[0];
 }
 
 // ---- threads.c: one pool; results know nothing of it

@@ -4,6 +4,13 @@
 
 // --------------------------------------------------------------------------------------------------------- row sums
 
+// A sum of float64 lanes: halves are added until one lane is left. Lane l has summed elements l, l + 16, ...
+INLINE double join_lanes(double *lane) {
+  for (int width = LANES / 2; width; width /= 2)
+    for (int l = 0; l < width; l++) lane[l] += lane[l + width];
+  return lane[0];
+}
+
 // Law: lane l adds elements l, l + 16, ... in float64; the lanes are joined by halves.
 #define ROW_SUM(n, term, result)                                   \
   do {                                                             \

@@ -24,10 +24,10 @@ PPO_REPRO = """
     models
     rollout.sglang
     stages preferences
-    records plan
-    accuracy faults loop
+    records
+    faults loop
     runs
-    testing control preferences.dpo checks grids recompute
+    testing control preferences.dpo checks grids
     audit
     tracking
     commands

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from analysis.program import program
 from experiments.accuracy.distances import Comparison, compare, compare_gradients
-from ppo_repro.accuracy import Text
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import Parser, tell
 from ppo_repro.models.load import load_folder
 from ppo_repro.numerics import library
+from ppo_repro.runs.accuracy import Text
 
 
 def text_of_file(ids: Sequence[int], rows: int, prompt: int, response: int) -> Text:

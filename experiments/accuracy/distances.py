@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ppo_repro.accuracy import Scores, Text, float64, policy_scores, reference_scores, spacing, stock_scores
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
+from ppo_repro.models.stock import float64
 from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.optimizer import SLOTS
 from ppo_repro.numerics.rows import slots_of
 from ppo_repro.numerics.token_statistics import token_statistics
+from ppo_repro.runs.accuracy import Scores, Text, policy_scores, reference_scores, spacing, stock_scores
 
 GRADIENT_RESOLUTION = 2.0**-24  # rounding a tensor's largest gradient to float32 may cost this share of it
 

@@ -15,13 +15,13 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from ppo_repro.accuracy import float64
 from ppo_repro.audit.causes import DEFINITIONS, Row, Sampling, own
 from ppo_repro.audit.facts import facts
 from ppo_repro.audit.search import RIGHT, Entries, Reference, Search, Tried, logits_of, rms
 from ppo_repro.audit.ways import Subject, fed
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say
+from ppo_repro.models.stock import float64
 from ppo_repro.testing.dumps import Response, impossible
 
 FAR = 100.0  # times stock float32's rms distance: a single token this far is no rounding

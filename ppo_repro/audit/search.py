@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from ppo_repro.accuracy import float64
 from ppo_repro.audit.causes import CAUSES, Cause, Change, Row, Sampling, own, tempered
 from ppo_repro.audit.ways import Fed, Subject, fed, ways
+from ppo_repro.models.stock import float64
 from ppo_repro.testing.dumps import Response
 
 RIGHT = 10.0  # times stock float32's distance is rounding; other kernels of float32 are 1 to 3 times as far

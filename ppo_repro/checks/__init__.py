@@ -1,1 +1,1 @@
-"""Experiments on this machine: do the promises hold, and where do sampler and trainer first differ?"""
+"""What examines a machine or a run: plan its memory, probe the promises, bisect a difference, replay the records."""

@@ -15,7 +15,6 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from ppo_repro.accuracy import policy_accuracy
 from ppo_repro.base.seeding import sample_seed
 from ppo_repro.config.run import RunConfig, TinyModel
 from ppo_repro.config.section import LayoutConfig
@@ -31,6 +30,7 @@ from ppo_repro.records.columns import unequal_bits
 from ppo_repro.records.folder import Accuracy
 from ppo_repro.rollout.engine import Completion, Request
 from ppo_repro.rollout.torch_engine import TorchEngine
+from ppo_repro.runs.accuracy import policy_accuracy
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.stages.rollout import require_undisturbed, sampling_of
 

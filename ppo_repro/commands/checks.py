@@ -56,7 +56,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
 
     config = load_config(arguments.config, arguments.set)
     say(f"{config.experiment}: memory of its models, without a weight")
-    from ppo_repro.plan import as_json, lines, plan_run
+    from ppo_repro.checks.plan import as_json, lines, plan_run
 
     plan = plan_run(config)
     print_result(arguments.json, as_json(plan), lines(plan))

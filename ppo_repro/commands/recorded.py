@@ -97,7 +97,7 @@ def _lines(runs: list[dict[str, Any]], root: Path) -> list[str]:
 def replay_command(arguments: argparse.Namespace) -> int:
     """Compute stages of a recorded run again from its records alone, without a model; exit 1 at a difference."""
     say(f"{arguments.run}: computing from the records alone")
-    from ppo_repro.recompute.recompute import lines, recompute, stages_of
+    from ppo_repro.checks.replay import lines, recompute, stages_of
 
     replayed = recompute(arguments.run, stages_of(arguments.stage))
     fields = {**dataclasses.asdict(replayed), "identical": replayed.difference is None}

@@ -105,7 +105,7 @@ def _run(arguments: argparse.Namespace, command: str) -> int:
     say(f"{config.experiment}, seed {config.seed}: {config.iterations} iterations into {folder}")
     require_new(folder, MANIFEST)
     with _working_together(folder) as (ranks, watcher):
-        from ppo_repro.plan import require_memory
+        from ppo_repro.checks.plan import require_memory
         from ppo_repro.runs.run import run
         from ppo_repro.tracking.follower import followed
 
@@ -150,7 +150,7 @@ def fork_command(arguments: argparse.Namespace) -> int:
     say(f"iterations {first} to {config.iterations - 1} of {config.iterations} into {plan.folder}")
     require_new(plan.folder, MANIFEST)
     with _working_together(plan.folder) as (ranks, watcher):
-        from ppo_repro.plan import require_memory
+        from ppo_repro.checks.plan import require_memory
         from ppo_repro.runs.fork import fork
         from ppo_repro.runs.language import LanguageKind
 

@@ -13,7 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ppo_repro.accuracy import policy_accuracy
 from ppo_repro.base.clock import Clock
 from ppo_repro.base.files import whole_folder, write_sums
 from ppo_repro.base.ranks import Ranks
@@ -43,6 +42,7 @@ from ppo_repro.records.manifest import Head
 from ppo_repro.rollout.engine import Engine
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs import checkpoint
+from ppo_repro.runs.accuracy import policy_accuracy
 from ppo_repro.runs.checkpoint import Start, listed, save_model
 from ppo_repro.runs.kind import Execution, Files, Final, RunKind, Tables
 from ppo_repro.runs.prepare import Prepared, prepare

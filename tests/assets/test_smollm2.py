@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from experiments.accuracy.distances import compare
-from ppo_repro.accuracy import Text
 from ppo_repro.assets import smollm2
 from ppo_repro.base.files import check_sums
 from ppo_repro.models.load import load_folder
 from ppo_repro.records import reader
+from ppo_repro.runs.accuracy import Text
 from tests.support.cli import Cli, one_line
 from tests.support.paths import ROOT
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.base.watcher import Silent
+from ppo_repro.checks.replay import STAGES, recompute
 from ppo_repro.config.files import load_config
 from ppo_repro.config.tasks import ArithmeticTask, ColumnAdditionTask
-from ppo_repro.recompute.recompute import STAGES, recompute
 from ppo_repro.records import manifest
 from ppo_repro.records.diff import first_difference, setup_changes
 from ppo_repro.records.inputs import FIXED

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from ppo_repro.base.watcher import Silent
+from ppo_repro.checks.replay import STAGES, Stage, lines, recompute
 from ppo_repro.config.files import load_config
-from ppo_repro.recompute.recompute import STAGES, Stage, lines, recompute
 from ppo_repro.records import manifest, reader
 from ppo_repro.runs.verify import verify
 from tests.support.cli import Cli

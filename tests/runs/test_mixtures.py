@@ -16,9 +16,9 @@ from analysis.pairs.runs import run_pairs
 from analysis.report.figures import bucket_figure
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.watcher import Silent
+from ppo_repro.checks.replay import STAGES, recompute
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
-from ppo_repro.recompute.recompute import STAGES, recompute
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.diff import first_difference
 from tests.support.language import run

@@ -8,9 +8,9 @@ import pytest
 
 from analysis.mismatch.parity import parity
 from ppo_repro.base.watcher import Silent
+from ppo_repro.checks.replay import STAGES, lines, recompute
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
-from ppo_repro.recompute.recompute import STAGES, lines, recompute
 from ppo_repro.records import reader
 from tests.support.language import run
 from tests.support.paths import TINY

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from analysis.mismatch.parity import Parity, parity
-from ppo_repro.accuracy import Text, reference_scores, stock_scores
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.load import load_folder
 from ppo_repro.records import reader
 from ppo_repro.rollout.torch_engine import in_dtype
+from ppo_repro.runs.accuracy import Text, reference_scores, stock_scores
 from tests.support.language import run
 from tests.support.paths import TINY
 

@@ -14,10 +14,10 @@ from analysis.clipping.corrections import corrections_of
 from analysis.clipping.update_rows import load_iterations
 from analysis.clipping.weights import loss_weights
 from ppo_repro.base.watcher import Silent
+from ppo_repro.checks.replay import STAGES, lines, recompute
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.loop import policy_loss
-from ppo_repro.recompute.recompute import STAGES, lines, recompute
 from ppo_repro.records import reader
 from ppo_repro.stages.training_batch import Minibatch, TrainingBatch, chosen_tokens, training_batch
 from tests.support.bare import NO_COEFFICIENTS, bare_advantages, bare_forward, bare_rollout

@@ -1,4 +1,4 @@
-"""Proves that the records suffice: computes the stages of a recorded run again, compares every bit.
+"""Replay proves that the records suffice: it computes the stages of a recorded run again and compares every bit.
 
 Each stage starts from what is recorded of the stages before it, by the functions that the run itself used.
 """

@@ -6,10 +6,10 @@ import torch
 from pytest import mark
 
 from experiments.accuracy.distances import compare
-from ppo_repro.accuracy import LENGTH, Text, measure, text_of
 from ppo_repro.models.networks import make_policy, rounded_view
 from ppo_repro.numerics.precision import Precision
 from ppo_repro.records.folder import LARGEST_RATIO
+from ppo_repro.runs.accuracy import LENGTH, Text, measure, text_of
 from tests.support.models import CONTEXT, FAMILIES, VOCAB, source_model
 
 every_family = mark.parametrize("architecture", FAMILIES)

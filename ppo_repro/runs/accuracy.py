@@ -1,28 +1,23 @@
 """Log-probs of a text by the unmodified model in float64, by stock transformers and by a policy of ours.
 
-The reference is the transformers class itself, each sequence alone under the masks that the model makes. Every number
-is float64: norms and rotary positions too, which transformers computes in float32 in every model.
+The reference is the transformers class itself in float64, each sequence alone under the masks that the model makes.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
-from transformers.models.gemma.modeling_gemma import GemmaTextScaledWordEmbedding
 
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import policy_logits
+from ppo_repro.models.stock import float64, stock_model
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.records.folder import Accuracy
 
@@ -47,72 +42,6 @@ class Scores:
 
     logits: Tensor
     logprobs: Tensor
-
-
-class _Widening(TorchFunctionMode):
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        def wider(x: Any) -> Any:
-            if isinstance(x, Tensor):
-                return x.double() if x.dtype == torch.float32 else x
-            if type(x) in (list, tuple):
-                return type(x)(map(wider, x))
-            return torch.float64 if x is torch.float32 else x
-
-        call = Tensor.double if func is Tensor.float else func
-        if getattr(func, "__name__", "") in ("__get__", "__set__"):  # attributes are of the tensor itself
-            return call(*args, **(kwargs or {}))
-        result = call(*map(wider, args), **{name: wider(x) for name, x in (kwargs or {}).items()})
-        if isinstance(result, Tensor) and result.dtype == torch.float32:
-            raise TypeError(f"{getattr(func, '__name__', func)} gave float32 inside a float64 model")
-        return result
-
-
-@contextmanager
-def float64(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Inside, `model` computes in float64 throughout: float32 weights are widened where they are used.
-
-    No weight is copied. Rotary frequencies, which transformers rounds to float32, are computed again. TypeError where
-    a float32 result appears all the same.
-    """
-    before, narrow = torch.get_default_dtype(), dict[str, torch.nn.Module]()
-    experts = getattr(model.config, "_experts_implementation", None)
-    torch.set_default_dtype(torch.float64)
-    try:
-        model.config._experts_implementation = "eager"  # grouped products take no float64
-        with _Widening():
-            for name, module in list(model.named_modules()):
-                if type(module).__name__.endswith("RotaryEmbedding") and hasattr(module, "config"):
-                    narrow[name] = module
-                    model.set_submodule(name, type(module)(module.config))
-            yield model
-    finally:
-        for name, module in narrow.items():
-            model.set_submodule(name, module)
-        model.config._experts_implementation = experts
-        torch.set_default_dtype(before)
-
-
-def stock_model(policy: PreTrainedModel) -> PreTrainedModel:
-    """The unmodified model with the weights of `policy`, whose memory it shares: nothing may write to them."""
-    config = copy.deepcopy(policy.config)
-    config._attn_implementation = "sdpa"
-    config._experts_implementation = "eager"
-    config.pad_token_id = None  # a prompt may hold it, of which transformers would warn
-    with torch.device("meta"):
-        model = type(policy)(config)
-    model.load_state_dict(policy.state_dict(), assign=True)
-    for name, module in list(model.named_modules()):  # what no state holds
-        if type(module).__name__.endswith("RotaryEmbedding"):
-            model.set_submodule(name, type(module)(config))
-        elif isinstance(module, GemmaTextScaledWordEmbedding):
-            module.embed_scale = torch.tensor(module.scalar_embed_scale)
-    return model.eval()
 
 
 @torch.no_grad()

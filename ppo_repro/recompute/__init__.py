@@ -1,1 +1,0 @@
-"""Recorded runs computed again from their records alone: no model, no prompt, no forward pass."""

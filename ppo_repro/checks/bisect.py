@@ -32,13 +32,13 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import policy_logits
 from ppo_repro.numerics.families import MIXTURES, head_of, trunk_of
-from ppo_repro.numerics.native import NativeNetwork, SlotCache
-from ppo_repro.numerics.network import Cache, network_of
+from ppo_repro.numerics.native import NativeNetwork
+from ppo_repro.numerics.network import network_of
 from ppo_repro.numerics.rows import Ragged, index
 from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
 from ppo_repro.records.folder import FINAL, UNEQUAL, UNEQUAL_TOKENS, load_recorded_config
 from ppo_repro.rollout.engine import Completion, Request, Sampling
-from ppo_repro.rollout.torch_engine import PrefixIndex, TorchEngine, _Active
+from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.stages.rollout import choose_prompts, require_undisturbed, sampling_of
 
@@ -95,32 +95,19 @@ class Subject:
     decoded: Captured
 
 
-class WatchedEngine(TorchEngine):
+class SampledTokens:
     """Notes the tokens of the pass in progress, and the logits [V] of each sampled token by request."""
 
-    def __init__(
-        self, policy: PreTrainedModel, stop_ids: frozenset[int], mode: str, max_context: int, slots: int
-    ) -> None:
-        super().__init__(policy, stop_ids, mode, max_context, slots, prefill_chunk=0, prefix_cache=False)
+    def __init__(self) -> None:
         self.grid = torch.empty(0), torch.empty(0)
         self.logits: dict[int, list[Tensor]] = defaultdict(list)
-        self._owner: dict[int, int] = {}
 
-    def _prefill(self, cache: Cache | SlotCache, prefixes: PrefixIndex, turn: list[_Active]) -> Tensor:
-        self._owner.update({item.slot: item.index for item in turn})
-        return super()._prefill(cache, prefixes, turn)
+    def before_pass(self, requests: list[int], starts: list[int], lengths: list[int]) -> None:
+        self.grid = _grid(torch.tensor(requests), torch.tensor(starts), torch.tensor(lengths))
 
-    def _forward(
-        self, cache: Cache | SlotCache, slots: list[int], pieces: Sequence[tuple[int, ...]], starts: list[int]
-    ) -> Tensor:
-        sequences = torch.tensor([self._owner[slot] for slot in slots])
-        self.grid = _grid(sequences, torch.tensor(starts), torch.tensor([len(piece) for piece in pieces]))
-        return super()._forward(cache, slots, pieces, starts)
-
-    def _sample(self, turn: list[_Active], found: Tensor, sampling: Sampling) -> None:
-        super()._sample(turn, found, sampling)
-        for item, row in zip(turn, found.to("cpu", torch.float32), strict=True):
-            self.logits[item.index].append(row)
+    def before_sampling(self, requests: list[int], logits: Tensor) -> None:
+        for request, row in zip(requests, logits, strict=True):
+            self.logits[request].append(row)
 
 
 def _grid(sequences: Tensor, starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,10 +197,11 @@ def sample(
     sampling: Sampling,
 ) -> Subject:
     """The sampler's path: prefill, then one token at a time with the cache."""
-    engine = WatchedEngine(policy, stop_ids, mode, max_context, len(requests))
-    with recording(policy, lambda: engine.grid) as recorded:
+    seen = SampledTokens()
+    engine = TorchEngine(policy, stop_ids, mode, max_context, len(requests), 0, prefix_cache=False, observer=seen)
+    with recording(policy, lambda: seen.grid) as recorded:
         completions = engine.generate(requests, sampling)
-    logits = torch.stack([row for i in range(len(requests)) for row in engine.logits[i]])
+    logits = torch.stack([row for i in range(len(requests)) for row in seen.logits[i]])
     batch, logprobs = _batch(requests, completions), torch.cat([c.logprobs for c in completions])
     decoded = _captured(policy, batch, recorded, logits, logprobs)
     return Subject(policy, mode, requests, completions, sampling, decoded)

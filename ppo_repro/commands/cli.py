@@ -23,7 +23,8 @@ from ppo_repro.commands.runs import fork_command, processes, rerun_command, resu
 SECONDS_TO_SPEAK = 2  # a launcher ends all processes when one ends: the process that says the mistake must end first
 
 
-def _run(argv: Sequence[str]) -> int:
+def exit_code_of(argv: Sequence[str]) -> int:
+    """Execute a command line, whose errors become lines on stderr; its exit code."""
     try:
         interrupts.install()
         return _command(argv)
@@ -78,7 +79,7 @@ def main() -> None:
     """Entry point. Exit 0 done, 1 a promise did not hold, 2 what the user wrote is wrong, 3 a process of the run was
     lost, 130 Ctrl-C, 143 SIGTERM."""
     prepare_streams()
-    code = _run(sys.argv[1:])
+    code = exit_code_of(sys.argv[1:])
     if code == 2 and not speaks():
         time.sleep(SECONDS_TO_SPEAK)
     if "ppo_repro.base.ranks" in sys.modules:  # only commands that imported torch have it

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -121,6 +121,18 @@ class _Active:
         self.turns.append([])
 
 
+class Observer(Protocol):
+    """Is told what an engine computes. Requests are numbered as `generate` received them."""
+
+    def before_pass(self, requests: list[int], starts: list[int], lengths: list[int]) -> None:
+        """The next pass computes `lengths[r]` tokens of request `requests[r]`, from position `starts[r]` on."""
+        ...
+
+    def before_sampling(self, requests: list[int], logits: Tensor) -> None:
+        """The next token of each request is drawn from its row of `logits` [R, V] float32."""
+        ...
+
+
 class TorchEngine:
     """Samples from the live weights of `policy`; no keys and values are kept between calls."""
 
@@ -133,11 +145,13 @@ class TorchEngine:
         slots: int,
         prefill_chunk: int,
         prefix_cache: bool = True,
+        observer: Observer | None = None,
     ) -> None:
         self.policy, self.stop_ids, self.mode = policy, stop_ids, mode
         self.max_context, self.slots = max_context, slots
         self.prefill_chunk = prefill_chunk or max_context
         self.prefix_cache = prefix_cache
+        self.observer = observer
         self._network: Any = network_of(trunk_of(policy))  # of the generation in progress
         self._routes: SlotRoutes | None = None  # likewise
 
@@ -241,7 +255,7 @@ class TorchEngine:
         """Prefill `prefill_chunk` tokens of each context at a time; yields logits [V] where one ends."""
         while items:
             pieces = [item.context[item.known : item.known + self.prefill_chunk] for item in items]
-            hidden = self._forward(cache, [item.slot for item in items], pieces, [item.known for item in items])
+            hidden = self._forward(cache, items, pieces, [item.known for item in items])
             for item, piece in zip(items, pieces, strict=True):
                 item.known += len(piece)
             ends = [row for row, item in enumerate(items) if item.known == len(item.context)]
@@ -253,14 +267,16 @@ class TorchEngine:
     def _decode(self, cache: Cache | SlotCache, turn: list[_Active]) -> Tensor:
         """Take in the last token of each response; logits [len(turn), V] after it."""
         pieces = [(item.tokens[-1],) for item in turn]
-        hidden = self._forward(cache, [item.slot for item in turn], pieces, [item.last_position for item in turn])
+        hidden = self._forward(cache, turn, pieces, [item.last_position for item in turn])
         return logits(self.policy, hidden)
 
     def _forward(
-        self, cache: Cache | SlotCache, slots: list[int], pieces: Sequence[tuple[int, ...]], starts: list[int]
+        self, cache: Cache | SlotCache, items: list[_Active], pieces: Sequence[tuple[int, ...]], starts: list[int]
     ) -> Tensor:
-        """Hidden states [R, H] of the last token of each piece; row r's piece begins at position starts[r]."""
-        batch = ragged(pieces, past=starts)
+        """Hidden states [R, H] of the last token of each item's piece, which begins at position starts[r]."""
+        if self.observer is not None:
+            self.observer.before_pass([item.index for item in items], starts, list(map(len, pieces)))
+        batch, slots = ragged(pieces, past=starts), [item.slot for item in items]
         hidden, routes = self._network.over_cache(batch, cache, slots, seen=self._routes is not None)
         if self._routes is not None:
             self._routes.note(ints(slots)[batch.rows.sequence], batch.rows.position, routes)
@@ -269,7 +285,10 @@ class TorchEngine:
     def _sample(self, turn: list[_Active], found: Tensor, sampling: Sampling) -> None:
         seeds = torch.tensor([item.request.seed for item in turn])
         positions = torch.tensor([item.last_position for item in turn])
-        samples = sample(found.to("cpu", torch.float32), seeds, positions, sampling, self.mode)
+        found = found.to("cpu", torch.float32)
+        if self.observer is not None:
+            self.observer.before_sampling([item.index for item in turn], found)
+        samples = sample(found, seeds, positions, sampling, self.mode)
         drawn = Drawn(*(getattr(samples, field.name).numpy() for field in fields(Drawn)))
         for row, (item, token) in enumerate(zip(turn, samples.tokens.tolist(), strict=True)):
             item.add(token, drawn, row)

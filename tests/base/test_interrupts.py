@@ -44,9 +44,9 @@ def test_an_exception_after_a_signal_is_the_interrupt(
     monkeypatch.setattr(cli, "_command", command)
     if code is None:  # the control: without a signal it is a fault of ours
         with pytest.raises(ImportError):
-            cli._run([])
+            cli.exit_code_of([])
         return
-    assert cli._run([]) == code
+    assert cli.exit_code_of([]) == code
     assert capsys.readouterr().err in ("interrupted\n", "terminated\n")
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from experiments.benchmarks import peak
 from ppo_repro.base.errors import OUT_OF_MEMORY, UserError
 from ppo_repro.checks.plan import FLOAT, PHASES, PROCESS, as_json, plan_run, require_memory
-from ppo_repro.commands.cli import _run
+from ppo_repro.commands.cli import exit_code_of
 from ppo_repro.config.files import load_config
 from ppo_repro.runs import run as runner
 from ppo_repro.runs.prepare import prepare
@@ -89,9 +89,9 @@ def test_a_folder_with_nothing_but_its_config_can_be_planned(
     found = plan_run(small_config(model))
     assert [m.name for m in found.models] == ["policy", "value model", "reference"]
     assert found.peak == PROCESS + max(found.total(phase) for phase in PHASES)
-    assert _run(["plan", "tests/support/small.yaml", "--set", model, "--json"]) == 0
+    assert exit_code_of(["plan", "tests/support/small.yaml", "--set", model, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(as_json(found)))
-    assert _run(["plan", "tests/support/small.yaml", "--set", model]) == 0
+    assert exit_code_of(["plan", "tests/support/small.yaml", "--set", model]) == 0
     table = capsys.readouterr().out
     assert all(word in table for word in ("policy", "value model", "reference", "peak", *found.rows))
 

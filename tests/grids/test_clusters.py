@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.commands.cli import _run
+from ppo_repro.commands.cli import exit_code_of
 from ppo_repro.grids import clusters
 from ppo_repro.grids.cell import LOST, Order, Processes, last_result, record_result, state_of
 from ppo_repro.grids.clusters import Slurm
@@ -113,7 +113,7 @@ def test_what_a_cluster_cannot_do_is_said_before_anything_is_written(
     if missing == "package":
         monkeypatch.setattr(clusters, "find_spec", lambda name: None)
     path = grid_file(tmp_path, {}, [1])
-    assert _run(["grid", str(path), "--out", str(tmp_path / "out"), *option.split()]) == 2
+    assert exit_code_of(["grid", str(path), "--out", str(tmp_path / "out"), *option.split()]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and said in lines[0] and not (tmp_path / "out").exists(), lines
 

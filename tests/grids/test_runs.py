@@ -16,7 +16,7 @@ import pytest
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import has_writer, only_writer
-from ppo_repro.commands.cli import _run
+from ppo_repro.commands.cli import exit_code_of
 from ppo_repro.grids import grid as grid_module
 from ppo_repro.grids.cell import Engine, Order, Processes, record_result, run_of, start_cell, state_of
 from ppo_repro.grids.clusters import Ray
@@ -198,5 +198,5 @@ def test_two_calls_on_one_folder(tmp_path: Path) -> None:
 def test_a_wrong_option_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
-    assert _run(["grid", str(grid_file(tmp_path, {}, [1])), "--out", str(tmp_path / "out"), *arguments]) == 2
+    assert exit_code_of(["grid", str(grid_file(tmp_path, {}, [1])), "--out", str(tmp_path / "out"), *arguments]) == 2
     assert f"error: {said}" in capsys.readouterr().err.splitlines()[-1] and not (tmp_path / "out").exists()

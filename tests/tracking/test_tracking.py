@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from ppo_repro.commands.cli import _run
+from ppo_repro.commands.cli import exit_code_of
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import read_accuracy, read_times
 from ppo_repro.tracking.mlflow_copy import Place
@@ -56,7 +56,7 @@ def runs_of(client: Any, experiment: str) -> list[Any]:
 def test_a_copy_has_what_the_run_recorded(
     deterministic_run: Path, store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _run(["track", str(deterministic_run), "--uri", store]) == 0
+    assert exit_code_of(["track", str(deterministic_run), "--uri", store]) == 0
     client, recorded = mlflow_client(store), manifest.load(deterministic_run)
     (found,) = runs_of(client, "small")
     run_id = found.info.run_id
@@ -86,7 +86,7 @@ def test_a_copy_has_what_the_run_recorded(
     assert found.info.start_time == round(moment * 1000)
     assert found.info.end_time == round((moment + sum(spent.seconds.values())) * 1000)
     assert "0 of" in found.data.tags["mlflow.note.content"]
-    assert _run(["track", str(deterministic_run), "--uri", store]) == 0
+    assert exit_code_of(["track", str(deterministic_run), "--uri", store]) == 0
     (again,) = runs_of(client, "small")
     assert again.info.run_id != run_id, "a second copy takes the place of the first"
     assert again.data.metrics == found.data.metrics and again.data.params == found.data.params
@@ -122,7 +122,7 @@ def records_of(path: Path) -> list[Any]:
 
 def test_event_files_have_what_was_recorded(deterministic_run: Path, tmp_path: Path, capsys: Any) -> None:
     for json_too in ([], ["--json"]):  # a second copy takes the place of the first
-        assert _run(["track", str(deterministic_run), "--tensorboard", str(tmp_path / "tb"), *json_too]) == 0
+        assert exit_code_of(["track", str(deterministic_run), "--tensorboard", str(tmp_path / "tb"), *json_too]) == 0
         if not json_too:
             said = capsys.readouterr().out
             assert f"tensorboard --logdir {tmp_path}/tb" in said and "pip install tensorboard" in said
@@ -140,14 +140,14 @@ def test_event_files_have_what_was_recorded(deterministic_run: Path, tmp_path: P
 def test_a_run_is_followed_and_the_copy_is_what_track_makes(
     store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _run(["run", str(TINY), "--out", str(tmp_path), "--track", store, "--json"]) == 0
+    assert exit_code_of(["run", str(TINY), "--out", str(tmp_path), "--track", store, "--json"]) == 0
     captured = capsys.readouterr()
     assert "tracking" not in captured.err
     said, client = json.loads(captured.out), mlflow_client(store)
     (found,) = runs_of(client, "tiny")
     assert said["mlflow"]["run_id"] == found.info.run_id and found.info.status == "FINISHED"
     assert "report.html" in {a.path for a in client.list_artifacts(found.info.run_id)}
-    assert _run(["track", said["run_dir"], "--uri", store]) == 0
+    assert exit_code_of(["track", said["run_dir"], "--uri", store]) == 0
     (again,) = runs_of(client, "tiny")
     assert again.data.metrics == found.data.metrics and again.info.run_id != found.info.run_id
 
@@ -157,7 +157,8 @@ def test_a_server_that_is_down_costs_a_run_nothing(
     store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    assert _run(["run", str(TINY), "--out", str(tmp_path), "--track", f"http://127.0.0.1:{free_port()}", "--json"]) == 0
+    command = ["run", str(TINY), "--out", str(tmp_path), "--track", f"http://127.0.0.1:{free_port()}", "--json"]
+    assert exit_code_of(command) == 0
     captured = capsys.readouterr()
     run_dir = Path(json.loads(captured.out)["run_dir"])
     (said,) = [line for line in captured.err.splitlines() if line.startswith("tracking failed")]
@@ -172,7 +173,7 @@ def test_a_grid_is_a_parent_with_its_settings_and_its_cells(
     tree = {"question": "q?", "expectation": "e.", "base": str(TINY), "axes": {"ppo.epochs": [1, 2]}, "seeds": [1, 2]}
     (tmp_path / "g.yaml").write_text(json.dumps(tree))
     command = ["grid", str(tmp_path / "g.yaml"), "--out", str(tmp_path), "--workers", "2"]
-    assert _run([*command, "--track", store, "--tensorboard", str(tmp_path / "tb")]) == 0
+    assert exit_code_of([*command, "--track", store, "--tensorboard", str(tmp_path / "tb")]) == 0
     said, client = capsys.readouterr(), mlflow_client(store)
     assert "tracking" not in said.err
     cells = pd.read_parquet(tmp_path / "g" / "cells.parquet").set_index("cell")
@@ -189,7 +190,7 @@ def test_a_grid_is_a_parent_with_its_settings_and_its_cells(
         assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id and run.info.status == "FINISHED"
         assert run.data.tags["fingerprint"] == cells["fingerprint"][name]
         assert run.data.tags["axis.ppo.epochs"] == cells["axis.ppo.epochs"][name]
-    assert _run(["track", str(tmp_path / "g"), "--uri", store]) == 0
+    assert exit_code_of(["track", str(tmp_path / "g"), "--uri", store]) == 0
     assert len(runs_of(client, "g")) == 5, "copied again, nothing is there twice"
 
 
@@ -209,6 +210,6 @@ def test_a_uri_that_cannot_be_used_is_one_line(
     deterministic_run: Path, uri: str, said: str, tmp_path: Path, capsys: Any
 ) -> None:
     (tmp_path / "x.db").write_text("words\n" * 1000)
-    assert _run(["track", str(deterministic_run), "--uri", uri.format(here=tmp_path)]) == 2
+    assert exit_code_of(["track", str(deterministic_run), "--uri", uri.format(here=tmp_path)]) == 2
     err = one_line(capsys.readouterr().err)
     assert said in err and "secret" not in err and (tmp_path / "x.db").read_text() == "words\n" * 1000

@@ -163,6 +163,7 @@ def test_analyses_read_records_only() -> None:
         "ppo_repro.base.files",
         "ppo_repro.base.json_lines",
         "ppo_repro.base.errors",
+        "ppo_repro.base.lock",
         "ppo_repro.config",
         "ppo_repro.runs.summary",
         "ppo_repro.testing.dumps",  # the audit's reader of dumps

@@ -20,7 +20,8 @@ import pandas as pd
 from analysis.report import tokens
 from analysis.tokenization.tokenizer import PATHS, load_tokenizer
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import folders_with, has_writer
+from ppo_repro.base.files import folders_with
+from ppo_repro.base.lock import has_writer
 from ppo_repro.records import manifest
 from ppo_repro.records.manifest import Head
 

@@ -1,9 +1,8 @@
-"""Files and folders that are written whole or not at all, their digests, and the lock of a run folder."""
+"""Files and folders that are written whole or not at all, and their digests."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -18,7 +17,6 @@ from safetensors import SafetensorError
 
 from ppo_repro.base.errors import UserError
 
-LOCK_NAME = "lock"
 SUMS_NAME = "SHA256SUMS"
 OWN_DIGEST = "sha256"  # the field of a JSON file that has the digest of the file without it
 _RESTORE = "restore it, or remove the sums if you changed the folder yourself"
@@ -31,14 +29,16 @@ def check_path(text: str) -> str:
     return text
 
 
-def atomic_write(path: Path, data: bytes | memoryview) -> None:
-    """Replace a file completely or leave it as it was; raises UserError with path and reason."""
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a path to write a file to; it replaces `path` when the block ends, whole and durable, or not at all.
+
+    UserError with path and reason where writing fails.
+    """
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
+        sync(temporary)
         os.replace(temporary, path)
         sync(path.parent)
     except OSError as error:
@@ -47,6 +47,12 @@ def atomic_write(path: Path, data: bytes | memoryview) -> None:
         raise UserError(
             f"{path}: cannot be written ({error.strerror}); make room there or choose another --out"
         ) from error
+
+
+def atomic_write(path: Path, data: bytes | memoryview) -> None:
+    """Replace a file completely or leave it as it was; raises UserError with path and reason."""
+    with whole_file(path) as temporary:
+        temporary.write_bytes(data)
 
 
 def require_ours(path: Path, mark: str = '="ppo-repro') -> None:
@@ -73,6 +79,21 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def sync_tree(folder: Path) -> None:
+    """Make a folder and everything in it survive a power cut; raises OSError."""
+    for path in folder.rglob("*"):
+        sync(path)
+    sync(folder)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, unless it is there; it survives a power cut. Raises OSError."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in made:
+        sync(path.parent)
+
+
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder to fill; it replaces `folder` when the block ends, whole or not at all.
@@ -83,11 +104,9 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     try:
         if temporary.exists():  # of a killed process
             shutil.rmtree(temporary)
-        temporary.mkdir(parents=True)
+        make_folder(temporary)
         yield temporary
-        for path in temporary.rglob("*"):
-            sync(path)
-        sync(temporary)
+        sync_tree(temporary)
         remove_folder(folder)
         os.replace(temporary, folder)
         sync(folder.parent)
@@ -165,28 +184,6 @@ def _json(tree: Mapping[str, Any]) -> str:
     return json.dumps(tree, indent=1, ensure_ascii=False) + "\n"
 
 
-@contextmanager
-def only_writer(run_dir: Path) -> Iterator[None]:
-    """Hold the run's advisory lock (flock); UserError where another process has it. Readers need no lock.
-
-    The kernel releases the lock when its process ends, so a dead run is never taken for a live one.
-    """
-    path = run_dir / LOCK_NAME
-    try:
-        file = path.open("ab")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); make the run folder writable") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"{run_dir}: another process is writing this run; wait for it or end it first") from error
-        except OSError as error:
-            reason = f"{path}: cannot be locked ({error.strerror})"
-            raise UserError(f"{reason}; keep runs on a file system with flock") from error
-        yield
-
-
 def folders_with(root: Path, name: str) -> Iterator[Path]:
     """Every folder with a file `name` in and below `root`, in no order; nothing inside them is looked at, no link
     followed, nor what a killed process left."""
@@ -195,18 +192,6 @@ def folders_with(root: Path, name: str) -> Iterator[Path]:
             subfolders.clear()
             yield Path(folder)
         subfolders[:] = [below for below in subfolders if not below.endswith((".tmp", ".removed"))]
-
-
-def has_writer(run_dir: Path) -> bool:
-    """Whether a process of this machine is writing the run; False where the lock cannot be read."""
-    try:
-        with (run_dir / LOCK_NAME).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
 
 
 def require_new(run_dir: Path, manifest: str) -> None:

@@ -17,16 +17,18 @@ if TYPE_CHECKING:
 def grid_command(arguments: argparse.Namespace) -> int:
     """Run every cell of a grid file that is not complete; exit 1 if one is not complete at the end."""
     say(f"{arguments.grid}: running what is missing of it in {arguments.out}")
+    from ppo_repro.base.lock import require_no_writer
     from ppo_repro.grids.grid import lines, run_grid
     from ppo_repro.grids.spec import load_grid
-    from ppo_repro.tracking.follower import followed, require_tensorboard
+    from ppo_repro.tracking.follower import Copies, followed, require_tensorboard
 
     grid = load_grid(arguments.grid)
     folder = arguments.out / grid.name
     require_tensorboard(arguments.tensorboard)
-    engine = _engine(arguments, folder)
-    with followed(folder, arguments.track, arguments.tensorboard) as copies:
-        outcome = run_grid(grid, arguments.out, engine, arguments.keep_changed)
+    require_no_writer(folder)
+    engine, copies = _engine(arguments, folder), Copies()
+    copying = followed(folder, copies, arguments.track, arguments.tensorboard)
+    outcome = run_grid(grid, arguments.out, engine, arguments.keep_changed, copying)
     is_complete = outcome.table["state"] == "complete"
     fields = {
         "grid": grid.name,

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ppo_repro.base.clock import duration
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import folders_with, has_writer
+from ppo_repro.base.files import folders_with
+from ppo_repro.base.lock import has_writer
 from ppo_repro.base.output import print_json, print_result, say, tell
 from ppo_repro.tracking.follower import analysis
 

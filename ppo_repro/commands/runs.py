@@ -96,6 +96,7 @@ def dpo_command(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace, command: str) -> int:
     from ppo_repro.base.files import require_new
+    from ppo_repro.base.lock import require_no_writer
     from ppo_repro.config.files import load_any, run_folder
 
     require_tensorboard(arguments.tensorboard)
@@ -103,17 +104,19 @@ def _run(arguments: argparse.Namespace, command: str) -> int:
     kind, config = load_any(arguments.config, arguments.set, command)
     folder = run_folder(config, arguments.out)
     say(f"{config.experiment}, seed {config.seed}: {config.iterations} iterations into {folder}")
+    require_no_writer(folder)
     require_new(folder, MANIFEST)
     with _working_together(folder) as (ranks, watcher):
         from ppo_repro.checks.plan import require_memory
         from ppo_repro.runs.run import run
-        from ppo_repro.tracking.follower import followed
+        from ppo_repro.tracking.follower import Copies, followed
 
         require_memory(config, ranks.size)
         uri, events = (arguments.track, arguments.tensorboard) if ranks.is_first else (None, None)
-        with followed(folder, uri, events) as copies:
-            clock.lap("start")
-            run(_executed_by(kind, watcher, ranks), config, arguments.out, clock)
+        copies = Copies()
+        clock.lap("start")
+        copying = followed(folder, copies, uri, events)
+        run(_executed_by(kind, watcher, ranks), config, arguments.out, clock, copying)
         clock.lap("tracking" if arguments.track or arguments.tensorboard else OTHER)
     if ranks.is_first:
         _report_run(folder, clock.with_total(), arguments.json, copies)
@@ -123,9 +126,11 @@ def _run(arguments: argparse.Namespace, command: str) -> int:
 def resume_command(arguments: argparse.Namespace) -> int:
     """Continue a run that was killed, interrupted or failed; exit 1 if what it computes again differs."""
     say(f"{arguments.run}: going on after what is recorded")
+    from ppo_repro.base.lock import require_no_writer
     from ppo_repro.records.manifest import load_head
 
     kind = load_head(arguments.run).kind  # what is no run is said before the seconds that torch takes
+    require_no_writer(arguments.run)
     with _working_together(arguments.run) as (ranks, watcher):
         from ppo_repro.runs.resume import resume
 
@@ -142,12 +147,14 @@ def fork_command(arguments: argparse.Namespace) -> int:
     """Start a new run from a checkpoint of a recorded one, with changed fields or another reward."""
     say(f"{arguments.run}: a new run from one of its checkpoints")
     from ppo_repro.base.files import require_new
+    from ppo_repro.base.lock import require_no_writer
     from ppo_repro.records.inputs import plan_fork
 
     clock = Clock()
     plan = plan_fork(arguments.run, arguments.at, arguments.set, arguments.out, arguments.inputs)
     config, first = plan.config, plan.origin.iteration
     say(f"iterations {first} to {config.iterations - 1} of {config.iterations} into {plan.folder}")
+    require_no_writer(plan.folder)
     require_new(plan.folder, MANIFEST)
     with _working_together(plan.folder) as (ranks, watcher):
         from ppo_repro.checks.plan import require_memory

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import atomic_write, has_writer
+from ppo_repro.base.files import atomic_write
 from ppo_repro.base.interrupts import held
+from ppo_repro.base.lock import locked_in
 from ppo_repro.records import manifest
 
 RESULT = "result.json"
@@ -125,9 +126,8 @@ def record_result(order: Order, exit_code: int, seconds: float, message: str) ->
 def run_cell(order: Order) -> Result:
     """Run or finish the cell in `order.folder` in a process of its own. It needs nothing but the folder."""
     started = time.perf_counter()
-    run_dir = run_of(Path(order.folder))
     # a cluster may still be ending the attempt before this one
-    while run_dir is not None and has_writer(run_dir) and time.perf_counter() - started < WRITER_SECONDS:
+    while any(locked_in(Path(order.folder))) and time.perf_counter() - started < WRITER_SECONDS:
         time.sleep(0.1)
     return finish_cell(order, start_cell(order), started)
 

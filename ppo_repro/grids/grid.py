@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import atomic_write, only_writer
+from ppo_repro.base.files import atomic_write
+from ppo_repro.base.lock import only_writer
 from ppo_repro.base.output import say_anyway
 from ppo_repro.config.files import dump_yaml, run_folder
 from ppo_repro.grids.cell import Engine, Order, last_result, run_of, state_of
@@ -39,20 +40,30 @@ class Outcome:
     ran: tuple[str, ...]  # cells that this call started
 
 
-def run_grid(grid: Grid, out: Path, engine: Engine, keep_changed: bool = False) -> Outcome:
+NOTHING: AbstractContextManager[object] = nullcontext()
+
+
+def run_grid(
+    grid: Grid,
+    out: Path,
+    engine: Engine,
+    keep_changed: bool = False,
+    beside: AbstractContextManager[object] = NOTHING,
+) -> Outcome:
     """Run every cell that is not complete, and write the tables in OUT/<name of the grid file>.
 
     A second call runs only what is missing. A cell that fails or is killed is recorded and does not stop the others.
     UserError if the engine cannot run cells, another call works on the same folder, a cell's configuration has
-    changed, or, unless `keep_changed`, other code, packages or input files computed a cell.
+    changed, or, unless `keep_changed`, other code, packages or input files computed a cell. `beside`: what is open
+    while this call has the grid's lock.
     """
     engine.check()
     grid_dir = out / grid.name
-    try:
-        (grid_dir / "cells").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{grid_dir}: cannot be written ({error.strerror}); choose another --out") from error
-    with only_writer(grid_dir):
+    with only_writer(grid_dir), beside:
+        try:
+            (grid_dir / "cells").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{grid_dir}: cannot be written ({error.strerror}); choose another --out") from error
         atomic_write(grid_dir / "grid.yaml", dump_yaml(grid.file).encode())
         orders = []
         for cell in grid.cells:

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import atomic_write, require_new, sync
+from ppo_repro.base.files import atomic_write, make_folder, require_new, sync, sync_tree
 from ppo_repro.config.files import Inputs, Kind
 from ppo_repro.config.yaml_text import write_yaml
 from ppo_repro.records import arrow, digests, manifest, schema
@@ -28,7 +28,7 @@ def lay_out_run(
 ) -> Path:
     """Make a run folder with an empty manifest under a temporary name, which is returned. UserError where it cannot.
 
-    `publish_run` gives it its name, so that it appears whole or not at all.
+    `publish_run` gives it its name, so that it appears whole or not at all. The caller has the lock of `run_dir`.
     """
     read_from = {"inputs": {name: str(path) for name, path in inputs.copies.items()}} if inputs.copies else {}
     note, config = manifest.note_content({**environment, **read_from}), write_yaml(inputs.tree).encode()
@@ -47,13 +47,12 @@ def lay_out_run(
     )
     temporary = run_dir.with_name(run_dir.name + ".tmp")
     try:
-        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(run_dir.parent)
         require_new(run_dir, manifest.FILE_NAME)
-        if temporary.exists():  # of a process that was killed
+        if temporary.exists():  # of a killed process: this one has the run's lock
             shutil.rmtree(temporary)
         for table in manifest.tables_of(head):
             (temporary / "records" / table.name).mkdir(parents=True)
-        sync(temporary / "records")
         for name, path in inputs.copies.items():
             (temporary / name).parent.mkdir(exist_ok=True)
             content = path.read_bytes()
@@ -74,6 +73,7 @@ def lay_out_run(
 def publish_run(temporary: Path, run_dir: Path) -> None:
     """Rename what `lay_out_run` made to the run folder; UserError where that fails."""
     try:
+        sync_tree(temporary)
         os.rename(temporary, run_dir)
         sync(run_dir.parent)
     except OSError as error:
@@ -147,7 +147,7 @@ class RunWriter:
             content, path = arrow.to_parquet(data), manifest.table_path(self.run_dir, name, iteration)
             digest = digests.table_digest(known[name], data)
             try:
-                path.parent.mkdir(exist_ok=True)
+                make_folder(path.parent)
             except OSError as error:
                 raise _cannot_write(path.parent, error) from error
             atomic_write(path, content)

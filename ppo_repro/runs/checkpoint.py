@@ -7,7 +7,6 @@ iteration, so the iteration number is enough for them.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_repro import __version__
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import SUMS_NAME, check_sums, file_digest, sync, whole_folder, write_sums
+from ppo_repro.base.files import SUMS_NAME, check_sums, file_digest, make_folder, whole_file, whole_folder, write_sums
 from ppo_repro.buffers import Coefficients, ReturnStatistics
 from ppo_repro.models.folders import load_value_parameters, named_weights, write_model, write_tensors
 from ppo_repro.models.state import TrainState
@@ -109,16 +108,10 @@ def save(saved: Checkpoint, path: Path) -> str:
         "steps": {name: dict(state.steps) for name, state in optimizers.items()},
     }
     tensors = {f"{group}:{name}": tensor for group, named in groups.items() for name, tensor in named.items()}
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        path.parent.mkdir(exist_ok=True)
-        digest = write_tensors(temporary, tensors, {**_WRITTEN_BY, "checkpoint": json.dumps(content, sort_keys=True)})
-        sync(temporary)
-        os.replace(temporary, path)
-        sync(path.parent)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot be written ({error.strerror}); make room there") from error
+    metadata = {**_WRITTEN_BY, "checkpoint": json.dumps(content, sort_keys=True)}
+    with whole_file(path) as temporary:
+        make_folder(path.parent)
+        digest = write_tensors(temporary, tensors, metadata)
     return digest
 
 

@@ -18,7 +18,7 @@ from ppo_repro.records.inputs import Fork
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.checkpoint import Start, load_start
 from ppo_repro.runs.language import LanguageKind
-from ppo_repro.runs.run import compute_new
+from ppo_repro.runs.run import compute_new, writing
 from ppo_repro.runs.verify import verify
 from ppo_repro.stages.coefficients import first_coefficients
 
@@ -30,10 +30,11 @@ def fork(kind: LanguageKind, plan: Fork, clock: Clock) -> dict[str, float]:
 
     UserError if a file of the origin is damaged. Of several processes the first one records.
     """
-    verify(plan.source, plan.recorded)
-    start, inputs = _start(plan), gather(plan.config)
-    digest = run_digest(inputs, plan.origin.fingerprint)
-    compute_new(kind, plan.config, plan.folder, inputs, digest, clock, start, partial(_take_over, plan, start))
+    with writing(kind.ranks, plan.folder):
+        verify(plan.source, plan.recorded)
+        start, inputs = _start(plan), gather(plan.config)
+        digest = run_digest(inputs, plan.origin.fingerprint)
+        compute_new(kind, plan.config, plan.folder, inputs, digest, clock, start, partial(_take_over, plan, start))
     return clock.with_total()
 
 
@@ -64,7 +65,6 @@ def _take_over(plan: Fork, start: Start, folder: Path) -> int:
         for name in names:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             _same_file(source / name, folder / name)
-        (folder / FORKED_FROM).parent.mkdir(exist_ok=True)
         lines = (source / manifest.LOG_NAME).read_bytes()[: recorded.log_bytes].splitlines(keepends=True)[:at]
     except OSError as error:
         raise UserError(f"{plan.folder}: cannot be made ({error.strerror}); choose another --out") from error

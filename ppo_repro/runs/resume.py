@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from ppo_repro.base.clock import Clock, as_text
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import SUMS_NAME, only_writer
+from ppo_repro.base.files import SUMS_NAME
 from ppo_repro.config.files import MODELS, apply_overrides, validated
 from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import RunConfig
@@ -21,7 +20,7 @@ from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs.checkpoint import load_newest, load_start
 from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.kind import Config, Item, RunKind
-from ppo_repro.runs.run import execute, mark_ended, require_same_start, work_along
+from ppo_repro.runs.run import execute, mark_ended, require_same_start, work_along, writing
 from ppo_repro.runs.verify import remove_unfinished, verify
 
 
@@ -44,8 +43,8 @@ def resume(
     PromiseBroken if an iteration computed again differs from its record. Of several processes the first one records.
     """
     clock, ranks = Clock(), kind.ranks
-    manifest.load(run_dir)  # before a lock is put into a folder that is no run
-    with only_writer(run_dir) if ranks.is_first else nullcontext():
+    manifest.load(run_dir)  # before a lock is put beside a folder that is no run
+    with writing(ranks, run_dir):
         recorded = manifest.load(run_dir)
         if recorded.status == "complete":
             raise UserError(f"{run_dir}: the run is finished; look at it with `ppo-repro show {run_dir}`")

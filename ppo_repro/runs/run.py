@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 
 from ppo_repro.base.clock import OTHER, Clock, as_text
 from ppo_repro.base.errors import PromiseBroken, UserError
-from ppo_repro.base.files import SUMS_NAME, file_digest, only_writer, remove_folder, whole_folder, write_sums
+from ppo_repro.base.files import SUMS_NAME, file_digest, remove_folder, whole_folder, write_sums
+from ppo_repro.base.lock import only_writer
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.config.files import Inputs, gather, run_digest, run_folder
 from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
@@ -28,18 +29,31 @@ from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.kind import Config, Execution, Item, RunKind
 from ppo_repro.stages.agreement import UnequalBits
 
+NOTHING: AbstractContextManager[object] = nullcontext()
+
 
 def run(
-    kind: RunKind[Config, Item], config: Config, out: Path, clock: Clock | None = None
+    kind: RunKind[Config, Item],
+    config: Config,
+    out: Path,
+    clock: Clock | None = None,
+    beside: AbstractContextManager[object] = NOTHING,
 ) -> tuple[Path, dict[str, float]]:
     """Execute a configuration and record everything; returns the run folder and wall seconds by phase and in total.
 
     UserError for anything the user has to correct; a run that fails midway keeps its complete iterations.
-    Of several processes the first one records. `clock`: one that runs already, whose phases count too.
+    Of several processes the first one records. `clock`: one that runs already, whose phases count too. `beside`: what
+    is open while this process has the run's lock.
     """
     clock, inputs, run_dir = clock or Clock(), gather(config), run_folder(config, out)
-    compute_new(kind, config, run_dir, inputs, run_digest(inputs), clock)
+    with writing(kind.ranks, run_dir), beside:
+        compute_new(kind, config, run_dir, inputs, run_digest(inputs), clock)
     return run_dir, clock.with_total()
+
+
+def writing(ranks: Ranks, run_dir: Path) -> AbstractContextManager[None]:
+    """The lock of a run folder, which the first of several processes holds; UserError if another process has it."""
+    return only_writer(run_dir) if ranks.is_first else nullcontext()
 
 
 def compute_new(
@@ -54,8 +68,8 @@ def compute_new(
 ) -> None:
     """Lay a run out, execute it from `start`, and record it; every process but the first one only computes.
 
-    `fill` puts records of earlier iterations into the folder and returns their number. PromiseBroken, naming the
-    process, where configuration or input files differ.
+    The caller has the run's lock. `fill` puts records of earlier iterations into the folder and returns their number.
+    PromiseBroken, naming the process, where configuration or input files differ.
     """
     ranks = kind.ranks
     opened = kind.open(config, run_dir if ranks.is_first else None, start)
@@ -66,7 +80,7 @@ def compute_new(
         return
     environment = {**describe_environment(config, ranks.size), STARTED: as_text(clock.started)}
     temporary = writer.lay_out_run(run_dir, inputs, environment, digest, kind.name)
-    with _new_run(temporary, run_dir, fill(temporary)):
+    with _new_run(temporary, run_dir, fill):
         clock.lap("records")
         execute(kind, config, run_dir, opened, clock)
 
@@ -86,24 +100,25 @@ def work_along(opened: AbstractContextManager[Execution[Item]]) -> None:
 
 
 @contextmanager
-def _new_run(temporary: Path, run_dir: Path, begun: int) -> Iterator[None]:
-    """Give a folder that was laid out its name; this process is its only writer until the block ends.
+def _new_run(temporary: Path, run_dir: Path, fill: Callable[[Path], int]) -> Iterator[None]:
+    """Fill a folder that was laid out and give it its name.
 
     An exception may come at any instant, as Ctrl-C does: no folder is left that says "running". A run with no complete
-    iteration after the first `begun` is removed, unless its bits were unequal, which is to be looked at.
+    iteration after those that `fill` brought is removed, unless its bits were unequal, which is to be looked at.
     """
-    with only_writer(temporary):  # the lock belongs to the file, whichever folder it is in later
-        try:
-            writer.publish_run(temporary, run_dir)
-            yield
-        except BaseException as error:
-            if temporary.exists():  # it has not been renamed yet
-                shutil.rmtree(temporary, ignore_errors=True)
-            elif manifest.load_head(run_dir).num_iterations > begun or isinstance(error, UnequalBits):
-                mark_ended(run_dir, error)
-            else:
-                remove_folder(run_dir)
-            raise
+    begun = 0
+    try:
+        begun = fill(temporary)
+        writer.publish_run(temporary, run_dir)
+        yield
+    except BaseException as error:
+        if temporary.exists():  # it has not been renamed yet
+            shutil.rmtree(temporary, ignore_errors=True)
+        elif manifest.load_head(run_dir).num_iterations > begun or isinstance(error, UnequalBits):
+            mark_ended(run_dir, error)
+        else:
+            remove_folder(run_dir)
+        raise
 
 
 def mark_ended(run_dir: Path, error: BaseException) -> None:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import LOCK_NAME, SUMS_NAME, check_links, check_sums
+from ppo_repro.base.files import SUMS_NAME, check_links, check_sums
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import CHECKPOINT, CHECKPOINTS_NAME, REPORT_NAME, SERVERS_NAME
 from ppo_repro.records.manifest import Manifest
 
+EARLIER_LOCK = "lock"  # an empty file that runs had before their lock lay beside the folder
 _MODELS = r"checkpoints/(reference|final|value_model|base|adapter|reward_model|unequal)(\.tmp|\.removed)?"
 # what a process writes before the manifest lists it; a file with another name belongs to the user
 _UNFINISHED = re.compile(
@@ -64,17 +65,14 @@ def verify(run_dir: Path, recorded: Manifest | None = None) -> Verified:
     digests = {**recorded.notes, **recorded.files, **tables}
     for listed_name, digest in digests.items():
         reader.check_file(run_dir / listed_name, digest)
-    listed = {manifest.FILE_NAME, manifest.LOG_NAME, LOCK_NAME, *digests}
+    listed = {manifest.FILE_NAME, manifest.LOG_NAME, *digests}
     models = [PurePath(name).parent for name in digests if PurePath(name).name == SUMS_NAME]
     for folder in models:
         listed |= {(folder / name).as_posix() for name in check_sums(run_dir / folder)}
-    lock = run_dir / LOCK_NAME
-    if lock.exists() and (not lock.is_file() or lock.stat().st_size):
-        raise UserError(f"{lock}: is not an empty file, as the lock of a run is; remove it or empty it")
     unfinished, uncovered = [], []
     for path in sorted(run_dir.rglob("*")):
         name = path.relative_to(run_dir).as_posix()
-        if path.is_dir() or name in listed:
+        if path.is_dir() or name in listed or (name == EARLIER_LOCK and not path.stat().st_size):
             continue
         if name.split("/")[0] in (REPORT_NAME, SERVERS_NAME):
             uncovered.append(name)

@@ -74,13 +74,15 @@ def analysis(module: str, *packages: str) -> Any:
 
 
 @contextmanager
-def followed(folder: Path, uri: str | None, tensorboard: Path | None = None) -> Iterator[Copies]:
-    """Copy the run or grid made in this block by processes beside it. A failure is reported, not raised."""
+def followed(folder: Path, copies: Copies, uri: str | None, tensorboard: Path | None = None) -> Iterator[None]:
+    """Copy the run or grid made in this block by processes beside it, and add to `copies` where the copies are.
+
+    A failure is reported, not raised.
+    """
     targets = {MLFLOW: uri, TENSORBOARD: None if tensorboard is None else str(tensorboard)}
     processes = [(kind, target, _start(folder, kind, target)) for kind, target in targets.items() if target is not None]
-    copies = Copies()
     try:
-        yield copies
+        yield
     finally:
         for kind, target, process in processes:
             _wait(process, folder, kind, target, copies)

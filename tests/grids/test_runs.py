@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import has_writer, only_writer
+from ppo_repro.base.lock import has_writer, only_writer
 from ppo_repro.commands.cli import exit_code_of
 from ppo_repro.grids import grid as grid_module
 from ppo_repro.grids.cell import Engine, Order, Processes, record_result, run_of, start_cell, state_of

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.base.errors import PromiseBroken, UserError
-from ppo_repro.base.files import only_writer
+from ppo_repro.base.lock import only_writer
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import dump_yaml, load_config, run_folder
 from ppo_repro.numerics.optimizer import OptimizerState
@@ -111,7 +111,7 @@ def test_what_cannot_go_on_is_one_line_and_changes_nothing(recorded: Recorded, t
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"may change fields of layout and rollout\.engine "):
         resume(run_dir, Silent(), ["ppo.epochs=3"])
-    with only_writer(run_dir), pytest.raises(UserError, match="another process is writing this run"):
+    with only_writer(run_dir), pytest.raises(UserError, match="another process is writing it"):
         resume(run_dir, Silent())
     assert (run_dir / manifest.FILE_NAME).read_bytes() == manifest_before
     # a damaged checkpoint that is removed costs what it would have saved

@@ -1,0 +1,165 @@
+"""The lock of a folder that only one process at a time may write: a run or a grid.
+
+The lock is an advisory one (flock) on the file NAME.lock beside the folder NAME. Only its holder may make, change,
+rename or remove NAME, NAME.tmp and NAME.removed, so whatever is there when a process gets the lock was left by a dead
+one. The kernel releases the lock when the holder ends, however it ends. The file says who the holder is.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ppo_repro.base.clock import as_text, moment
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import make_folder
+
+SUFFIX = ".lock"
+# how long a lock must be held by nobody who can be named before it counts as held: a reader that looks whether there
+# is a holder holds it for an instant, and a new holder needs an instant to say who it is
+PATIENCE_SECONDS = 1.0
+LOOK_SECONDS = 0.01
+_HOLDER = re.compile(rb"process (\d+) on (\S+) since (\S+)\n")
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, which need not be there yet; UserError, naming the holder, if there is another one.
+
+    Readers need no lock.
+    """
+    path = _lock_of(folder)
+    if folder.is_mount():
+        raise UserError(f"{folder}: is a mount point, so its lock would not be seen elsewhere; mount {path.parent}")
+    try:
+        make_folder(path.parent)
+    except FileExistsError as error:
+        raise UserError(f"{folder}: the file {error.filename} is in the way; choose another --out") from error
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be made ({error.strerror}); choose another --out") from error
+    descriptor = _acquire(folder, path)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink()
+        os.close(descriptor)  # last, so that nobody else's file is unlinked
+
+
+def has_writer(folder: Path) -> bool:
+    """Whether a process is writing a folder; False if the lock cannot be read.
+
+    A process of another machine counts if the file system shares flock, as NFS does.
+    """
+    try:
+        descriptor = os.open(_lock_of(folder), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def require_no_writer(folder: Path) -> None:
+    """Raise UserError, naming the process, if one is writing a folder."""
+    if has_writer(folder):
+        raise _held(folder, _said(_lock_of(folder)))
+
+
+def locked_in(folder: Path) -> Iterator[Path]:
+    """The folders two levels below `folder`, made or not yet, that a process is writing."""
+    for path in folder.glob(f"*/*{SUFFIX}"):
+        if has_writer(target := path.with_name(path.name.removesuffix(SUFFIX))):
+            yield target
+
+
+def _lock_of(folder: Path) -> Path:
+    """The lock's file; the same for every path to the folder."""
+    real = Path(os.path.realpath(folder))
+    return real.with_name(real.name + SUFFIX)
+
+
+def _acquire(folder: Path, path: Path) -> int:
+    """The descriptor of the lock's file, which says now that this process is the holder."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    try:
+        while (descriptor := _try(path)) is None:
+            said = _said(path)
+            if _lives(said) or time.monotonic() > deadline:
+                raise _held(folder, said)
+            time.sleep(LOOK_SECONDS)
+        if not _is_ours(os.pread(descriptor, 1000, 0)):
+            os.close(descriptor)
+            raise UserError(f"{path}: is no lock of ppo-repro, and {folder} needs this name for its lock; move it away")
+        os.ftruncate(descriptor, 0)
+        os.pwrite(
+            descriptor, f"process {os.getpid()} on {socket.gethostname()} since {as_text(moment())}\n".encode(), 0
+        )
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be locked ({error.strerror}); keep runs where you may write, on a file system with flock"
+        ) from error
+    return descriptor
+
+
+def _try(path: Path) -> int | None:
+    """The descriptor of the lock's file if this process has the lock now, else None; raises OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # the holder before may have unlinked this file, and another process locked the next one
+        if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def _said(path: Path) -> bytes:
+    """What the lock's file says; empty if it is gone."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def _is_ours(content: bytes) -> bool:
+    """Whether a file may be the lock of an earlier process; a power cut can leave zeros."""
+    return not content.strip(b"\0") or _HOLDER.fullmatch(content) is not None
+
+
+def _lives(said: bytes) -> bool:
+    """Whether the process that a lock's file names lives on this machine."""
+    found = _HOLDER.fullmatch(said)
+    if found is None or found[2].decode() != socket.gethostname():
+        return False
+    try:
+        os.kill(int(found[1]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
+def _held(folder: Path, said: bytes) -> UserError:
+    """The error that names the holder of a folder's lock."""
+    holder = _HOLDER.fullmatch(said)
+    who = "" if holder is None else " (process {} on {}, since {})".format(*(part.decode() for part in holder.groups()))
+    return UserError(f"{folder}: another process is writing it{who}; wait until that process ends, or end it first")

@@ -21,8 +21,8 @@ from analysis.report import tokens
 from analysis.tokenization.tokenizer import PATHS, load_tokenizer
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import folders_with
-from ppo_repro.base.lock import has_writer
 from ppo_repro.records import manifest
+from ppo_repro.records.listing import state_of
 from ppo_repro.records.manifest import Head
 
 BATCH = 64  # iterations read at once
@@ -131,7 +131,7 @@ class Index:
             if not manifest.has_responses(head):
                 self.others += 1
                 continue
-            state = "killed" if head.status == "running" and not has_writer(folder) else head.status
+            state = state_of(folder, head.status)
             if (run := known.get(folder)) is None:
                 run = Run(folder, self._name(folder), head, state)
                 self.runs.append(run)

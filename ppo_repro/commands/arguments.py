@@ -23,10 +23,7 @@ from ppo_repro.commands.checks import (
 )
 from ppo_repro.commands.grid import grid_command, reproduce_command
 from ppo_repro.commands.recorded import (
-    LATEST,
-    RUNS,
     diff_command,
-    latest_run,
     ls_command,
     replay_command,
     report_command,
@@ -43,6 +40,7 @@ from ppo_repro.commands.runs import (
     resume_command,
     run_command,
 )
+from ppo_repro.records.listing import LATEST, RUNS, latest_run
 
 Command = Callable[[argparse.Namespace], int]
 

@@ -21,8 +21,8 @@ def probe_command(arguments: argparse.Namespace) -> int:
 
     config = load_config(arguments.config, arguments.set)
     say(f"{config.experiment}: every invariance on this machine, in deterministic and in native numerics")
+    from ppo_repro.base.progress import ConsoleProgress
     from ppo_repro.checks.probe import failures, probe, render
-    from ppo_repro.commands.progress import ConsoleProgress
 
     with ConsoleProgress() as progress:
         found = probe(config, progress.check)

@@ -1,4 +1,4 @@
-"""Commands on recorded runs, and which runs there are. Heavy imports wait until they run, so that --help is quick."""
+"""Commands on recorded runs. Heavy imports wait until they run, so that --help is quick."""
 
 from __future__ import annotations
 
@@ -11,27 +11,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from ppo_repro.base.analyses import analysis
 from ppo_repro.base.clock import duration
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import folders_with
-from ppo_repro.base.lock import has_writer
 from ppo_repro.base.output import print_json, print_result, say, tell
-from ppo_repro.tracking.follower import analysis
+from ppo_repro.records.listing import MANIFEST, RUNS, state_of, written_at
 
 if TYPE_CHECKING:
     from ppo_repro.records.diff import Difference
-
-RUNS = Path("runs")  # where commands put runs unless --out says otherwise
-LATEST = "latest"  # what stands for the newest of them
-MANIFEST = "manifest.json"
-
-
-def latest_run(root: Path = RUNS) -> Path:
-    """The run below `root` that was written last; UserError where there is none."""
-    found = list(folders_with(root, MANIFEST))
-    if not found:
-        raise UserError(f"{LATEST}: there is no run in {root}; give the folder of a run, or go to where {root} is")
-    return max(found, key=lambda run_dir: (_written(run_dir), str(run_dir)))
 
 
 def ls_command(arguments: argparse.Namespace) -> int:
@@ -43,13 +31,6 @@ def ls_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _written(run_dir: Path) -> float:
-    try:
-        return (run_dir / MANIFEST).stat().st_mtime
-    except OSError:  # removed meanwhile
-        return 0.0
-
-
 def _listed(run_dir: Path) -> dict[str, Any]:
     """One run folder; its state is `damaged` if the manifest cannot be read."""
     from ppo_repro.records import manifest
@@ -57,31 +38,11 @@ def _listed(run_dir: Path) -> dict[str, Any]:
     listed = {"folder": str(run_dir), "kind": "-", "state": "damaged", "iterations": 0, "fingerprint": "-"}
     try:
         head = manifest.load_head(run_dir)
-        listed |= {"kind": head.kind, "state": state(run_dir, head.status), "iterations": head.num_iterations}
+        listed |= {"kind": head.kind, "state": state_of(run_dir, head.status), "iterations": head.num_iterations}
         listed["fingerprint"] = head.fingerprint
     except UserError:
         pass
-    return {**listed, "age_seconds": max(time.time() - _written(run_dir), 0.0)}  # since the manifest was written
-
-
-def state(run_dir: Path, status: str) -> str:
-    """The status of a manifest; `killed` if it is `running` and no process of this machine writes the run."""
-    return "killed" if status == "running" and not has_writer(run_dir) else status
-
-
-def how_to_go_on(run_dir: Path, resume: str) -> str:
-    """What an ended process left: from which iteration `resume`, a command, goes on, and what it computes again."""
-    if not (run_dir / MANIFEST).exists():
-        return "nothing was recorded; start it again"
-    from ppo_repro.records import manifest
-    from ppo_repro.records.folder import starts_of
-
-    head = manifest.load_head(run_dir)
-    start, done = max(starts_of(run_dir, head), default=0), head.num_iterations
-    if not start:
-        return f"{done} iterations are recorded, without a checkpoint: {resume} computes all of them again"
-    again = f"computes {done - start} again" if done > start else "computes none again"
-    return f"{done} iterations are recorded; {resume} goes on after iteration {start} and {again}"
+    return {**listed, "age_seconds": max(time.time() - written_at(run_dir), 0.0)}  # since the manifest was written
 
 
 def _lines(runs: list[dict[str, Any]], root: Path) -> list[str]:
@@ -112,7 +73,7 @@ def verify_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.runs.verify import verify
 
     whole = verify(arguments.run)
-    whole = dataclasses.replace(whole, status=state(arguments.run, whole.status))
+    whole = dataclasses.replace(whole, status=state_of(arguments.run, whole.status))
     print_result(arguments.json, dataclasses.asdict(whole), whole.lines())
     return 0
 
@@ -124,7 +85,7 @@ def show_command(arguments: argparse.Namespace) -> int:
     run_dir = arguments.run
     recorded = manifest.load(run_dir)
     if not arguments.json:
-        status = state(run_dir, recorded.status)
+        status = state_of(run_dir, recorded.status)
         tell(f"{run_dir}: {status}, {len(recorded.iterations)} iterations, fingerprint {recorded.fingerprint}")
         if recorded.origin is not None:
             from ppo_repro.records.inputs import origin_lines

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from ppo_repro.base.clock import OTHER, Clock
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import print_json, say, tell
-from ppo_repro.commands.recorded import MANIFEST, how_to_go_on, report_difference
+from ppo_repro.commands.recorded import report_difference
+from ppo_repro.records.listing import MANIFEST, how_to_go_on
 from ppo_repro.tracking.follower import require_tensorboard
 
 if TYPE_CHECKING:
@@ -44,9 +45,9 @@ def processes() -> tuple[int, int]:
 @contextmanager
 def _working_together(begun: Path | None = None) -> Iterator[tuple[Ranks, Watcher]]:
     """The processes of this command, the first with progress; Ctrl-C says what `resume` will do of a run `begun`."""
+    from ppo_repro.base.progress import ConsoleProgress
     from ppo_repro.base.ranks import joined
     from ppo_repro.base.watcher import Silent
-    from ppo_repro.commands.progress import ConsoleProgress
 
     try:
         with joined(*processes()) as ranks:

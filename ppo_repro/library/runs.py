@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.commands.recorded import latest_run as newest
-from ppo_repro.commands.recorded import state
 from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
 from ppo_repro.records import manifest
 from ppo_repro.records.diff import Difference, first_difference
 from ppo_repro.records.folder import load_config_of
+from ppo_repro.records.listing import latest_run as newest
+from ppo_repro.records.listing import state_of
 from ppo_repro.records.manifest import Head
 from ppo_repro.records.reader import read_table
 
@@ -35,7 +35,7 @@ class Run:
             head = self._head
         except UserError as error:
             return f"<run {self.path}; {error}>"
-        so_far = f"{state(self.path, head.status)}, {head.num_iterations} iterations"
+        so_far = f"{state_of(self.path, head.status)}, {head.num_iterations} iterations"
         results = [f"{name} {value:.4g}" for name, value in head.final.items() if not isinstance(value, str)]
         return f"<run {'; '.join([str(self.path), so_far, *results, f'fingerprint {head.fingerprint[:12]}'])}>"
 

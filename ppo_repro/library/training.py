@@ -16,15 +16,15 @@ import yaml
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write
+from ppo_repro.base.progress import ConsoleProgress
 from ppo_repro.base.ranks import ALONE
 from ppo_repro.checks.plan import require_memory
-from ppo_repro.commands.progress import ConsoleProgress
-from ppo_repro.commands.recorded import how_to_go_on
 from ppo_repro.config.files import apply_overrides, build_config, load_config, run_folder
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.yaml_text import describe_value
 from ppo_repro.library.runs import Run, open_run
 from ppo_repro.records import reader
+from ppo_repro.records.listing import how_to_go_on
 from ppo_repro.runs import run as runner
 from ppo_repro.runs.language import LanguageKind
 

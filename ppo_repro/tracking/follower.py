@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -59,18 +58,6 @@ def copy(folder: Path, kind: str, target: str, is_over: Callable[[float], bool] 
     if not tensorboard_copy.copy(folder, Path(target), is_over):
         return Copies()
     return Copies(tensorboard_copy.lines(Path(target)), {kind: target})
-
-
-def analysis(module: str, *packages: str) -> Any:
-    """A module of the analyses; UserError if it, or one of the packages that it needs beside ours, is not installed."""
-    command = module.partition(".")[0]
-    for package in packages:
-        if find_spec(package) is None:
-            raise UserError(f"{command}: needs {package}; install it with pip install 'ppo_repro[{command}]'")
-    home = next((name for name in ("ppo_repro.analysis", "analysis") if find_spec(name)), None)
-    if home is None:
-        raise UserError(f"{command}: `analysis` is not beside this package; install the wheel, or a checkout")
-    return import_module(f"{home}.{module}")
 
 
 @contextmanager

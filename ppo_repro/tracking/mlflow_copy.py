@@ -22,6 +22,7 @@ from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
 from sqlalchemy.exc import SQLAlchemyError
 
+from ppo_repro.base.analyses import analysis
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import masked, say
 from ppo_repro.config.files import read_tree
@@ -39,7 +40,6 @@ from ppo_repro.records.folder import (
     read_note,
     start_time,
 )
-from ppo_repro.tracking.follower import analysis
 from ppo_repro.tracking.numbers import RunNumbers, Scalar, sentences
 
 # MLflow's defaults retry for minutes; the user's environment wins

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ppo_repro.commands.recorded import latest_run
 from ppo_repro.records import manifest
+from ppo_repro.records.listing import latest_run
 from tests.support.cli import Cli, one_line
 from tests.support.paths import SMALL_CONTROL, TINY
 from tests.support.synthetic_run import cut_back

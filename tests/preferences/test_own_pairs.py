@@ -67,7 +67,7 @@ def test_a_dpo_run_is_shown_verified_rerun_and_reported(finished: Path, cli: Cli
 def test_an_interrupted_dpo_run_goes_on_to_the_same_fingerprint(
     finished: Path, folder: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ppo_repro.commands.progress import ConsoleProgress
+    from ppo_repro.base.progress import ConsoleProgress
 
     def interrupted(self: ConsoleProgress, done: int, total: int, figures: str) -> None:
         if done == 2:

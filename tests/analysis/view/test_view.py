@@ -255,6 +255,6 @@ def test_mistakes_of_the_command_are_one_line(tmp_path: Path, cli: Cli, monkeypa
         assert api(server, "responses") == {"total": 0, "score": None, "correct": None, "offset": 0, "rows": []}
     with pytest.raises(UserError, match="--port 99999: cannot be used"):
         Server([tmp_path], 99999)
-    monkeypatch.setattr("ppo_repro.tracking.follower.find_spec", lambda name: None if name == "duckdb" else 1)
+    monkeypatch.setattr("ppo_repro.base.analyses.find_spec", lambda name: None if name == "duckdb" else 1)
     code, _, err = cli("view", tmp_path)
     assert code == 2 and "needs duckdb; install it with pip install 'ppo_repro[view]'" in one_line(err)

@@ -18,7 +18,7 @@ PPO_REPRO = """
     base buffers
     config assets
     numerics
-    ppo
+    ppo numerics.definition
     rollout
     sglang_plugin sglang_plugin.cpu_shim.sgl_kernel tasks
     models
@@ -143,6 +143,18 @@ def test_ppo_mathematics_know_no_config_and_no_model() -> None:
         below = ("ppo_repro.ppo", "ppo_repro.numerics", "ppo_repro.base.errors")
         assert all(name.startswith(below) for name in ours), path
         assert "transformers" not in top(imports(path)), path
+
+
+def test_the_definition_of_the_numerics_stands_alone() -> None:
+    """Only `families.py`, which reads transformers' models, needs more than NumPy. Nothing imports the definition."""
+    definition = files("ppo_repro/numerics/definition/*.py")
+    for path in definition:
+        if path.name != "families.py":
+            assert top(imports(path)) <= STANDARD | {"numpy", "ppo_repro"}, path
+            ours = {name for name in imports(path) if name.startswith("ppo_repro.")}
+            assert all(name.startswith("ppo_repro.numerics.definition") for name in ours), path
+    for path in set(files("ppo_repro/**/*.py", "analysis/**/*.py")) - set(definition):
+        assert not [name for name in imports(path) if name.startswith("ppo_repro.numerics.definition")], path
 
 
 def test_records_need_no_torch() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import re
 from fractions import Fraction
 from typing import Any
 
@@ -11,9 +13,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.numerics.definition import Model, forward, gradients, join_slots, parameters, product, row_sum, slot_of
-from tests.numerics.definition_elementary import fma
-from tests.numerics.definition_families import model_from
+from ppo_repro.numerics.definition.elementary import fma
+from ppo_repro.numerics.definition.families import model_from
+from ppo_repro.numerics.definition.gradients import join_slots, slot_of
+from ppo_repro.numerics.definition.model import Model, parameters
+from ppo_repro.numerics.definition.network import forward, gradients
+from ppo_repro.numerics.definition.product import product
+from ppo_repro.numerics.definition.row_sums import row_sum
 from tests.support.models import (
     CONFIGS,
     MIXTURES,
@@ -25,6 +31,7 @@ from tests.support.models import (
     qwen3_moe_config,
     small_model,
 )
+from tests.support.paths import ROOT
 
 F = np.float32
 VARIANTS = {
@@ -66,6 +73,44 @@ def hard_cases() -> np.ndarray:
     with np.errstate(all="ignore"):
         cases = np.concatenate([any_bits, cancelling, ties, denormal, zeros], 1).astype(F)
     return cases[:, np.isfinite(cases).all(0)]
+
+
+NUMERICS = ROOT / "ppo_repro" / "numerics"
+DEFINED = {
+    f"{path.stem}.{node.name}": ast.get_docstring(node) or ""
+    for path in (NUMERICS / "definition").glob("*.py")
+    for node in ast.parse(path.read_text()).body
+    if isinstance(node, ast.FunctionDef)
+}
+
+
+def c_functions() -> set[str]:
+    """The names of all functions in the C sources."""
+    text = "".join(path.read_text() for path in sorted((NUMERICS / "c").glob("*.[ch]")))
+    return set(re.findall(r"^(?:EXPORT|INLINE|static|ROW)\b[\w *]*?(\w+)\(", text, re.MULTILINE))
+
+
+def test_every_rule_of_the_readme_names_functions_of_the_definition() -> None:
+    rules = re.split(r"^\d\. ", (NUMERICS / "README.md").read_text().partition("## The rules")[2], flags=re.MULTILINE)[
+        1:
+    ]
+    named = [re.findall(r"\[`(\w+)`\]\(definition/(\w+)\.py\)", rule) for rule in rules]
+    assert len(named) == 9 and all(named)
+    assert {f"{file}.{function}" for rule in named for function, file in rule} <= DEFINED.keys()
+
+
+def test_definition_and_kernels_name_each_other_truly() -> None:
+    """Docstrings name C functions after "Kernel:"; C comments name functions of the definition after "definition:"."""
+    named = {
+        name
+        for doc in DEFINED.values()
+        for part in re.findall(r"Kernels?:([^.]*)\.", doc)
+        for name in re.findall(r"`(\w+)`", part)
+    }
+    assert len(named) > 30
+    assert named - c_functions() == set()
+    comments = "".join(path.read_text() for path in sorted((NUMERICS / "c").glob("*.[ch]")))
+    assert set(re.findall(r"definition: (\w+\.\w+)", comments)) <= DEFINED.keys()
 
 
 def test_fma_is_the_exact_sum_rounded_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from fractions import Fraction
 
 import numpy as np
@@ -14,13 +15,13 @@ from torch import nn
 
 from ppo_repro.base.errors import NumericsError
 from ppo_repro.numerics import library
+from ppo_repro.numerics.definition.elementary import Array, F
+from ppo_repro.numerics.definition.optimizer import Moments, Settings, adamw, global_norm, sum_of_squares
 from ppo_repro.numerics.optimizer import (
     AdamW,
     AdamWSettings,
 )
 from ppo_repro.numerics.sums import mean_of, run_sums
-from tests.numerics.definition_elementary import Array, F
-from tests.numerics.definition_sums import Moments, adamw, norm, square
 
 SETTINGS = AdamWSettings(1e-2, 0.9, 0.95, 1e-8, 0.1, 1.0)
 hard = st.sampled_from([0.0, -0.0, 1e-45, -1e-40, 1.2e-38, 3e-20, 1.0, -1.5, 1e15, 3.4e38]) | st.floats(
@@ -54,8 +55,8 @@ def compare(weights: dict[str, Array], gradients: list[dict[str, Array]], s: Ada
         expected = {n: Moments(p, np.zeros_like(p), np.zeros_like(p)) for n, p in weights.items()}
         norms = []
         for t, each in enumerate(gradients, 1):
-            norms.append(norm([each[n] for n in sorted(each)]))
-            expected = {n: adamw(of, each[n], s, norms[-1], t) for n, of in expected.items()}
+            norms.append(global_norm([each[n] for n in sorted(each)]))
+            expected = {n: adamw(of, each[n], Settings(**asdict(s)), norms[-1], t) for n, of in expected.items()}
     adam, found = stepped(weights, gradients, s)
     assert found == norms
     for name, of in expected.items():
@@ -79,13 +80,13 @@ def test_large_tensors_are_the_definition_whatever_the_threads(threads: int) -> 
 def test_another_order_shows_in_the_norm() -> None:
     gradients = [random(np.random.default_rng(seed), 3, 7000) for seed in range(8)]
     for gradient in gradients:
-        exact = square(gradient)
+        exact = sum_of_squares(gradient)
         assert stepped({"w": gradient}, [{"w": gradient}], SETTINGS)[1] == [math.sqrt(exact)]
-        assert square(gradient, 2048) == pytest.approx(exact, rel=1e-13)
-    assert [square(g, 2048) for g in gradients] != [square(g) for g in gradients]
-    assert [square(g[:, ::-1]) for g in gradients] != [square(g) for g in gradients]
+        assert sum_of_squares(gradient, 2048) == pytest.approx(exact, rel=1e-13)
+    assert [sum_of_squares(g, 2048) for g in gradients] != [sum_of_squares(g) for g in gradients]
+    assert [sum_of_squares(g[:, ::-1]) for g in gradients] != [sum_of_squares(g) for g in gradients]
     halves = {"a": gradients[0][:1], "b": gradients[0][1:]}
-    assert stepped(halves, [halves], SETTINGS)[1] == [norm(list(halves.values()))]
+    assert stepped(halves, [halves], SETTINGS)[1] == [global_norm(list(halves.values()))]
 
 
 def test_steps_are_near_those_of_torch() -> None:

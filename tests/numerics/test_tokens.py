@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ppo_repro.base.errors import NumericsError
 from ppo_repro.numerics import token_statistics as tokens
-from tests.numerics import definition_tokens as definition
+from ppo_repro.numerics.definition import sampling
+from ppo_repro.numerics.definition import tokens as definition
 from tests.support.models import seeded
 from tests.support.sampler import drawn_case
 
@@ -85,7 +86,7 @@ def test_divergence_and_its_gradient(
 def test_kept_tokens(drawn: tuple[int, int, int, str], top_k: int, top_p: float) -> None:
     z = logits_of(*drawn)
     found = tokens.cut_tokens(z, top_k, top_p)
-    rows = [definition.cut(row, top_k, top_p) for row in z.numpy()]
+    rows = [sampling.cut(row, top_k, top_p) for row in z.numpy()]
     assert all(same(a, np.stack(b)) for a, b in zip(found, zip(*rows, strict=True), strict=True))
     assert found[0].any(-1).all() and (found[1][found[0]] < (top_k or z.shape[1])).all()
     if top_p == 1.0 and (top_k == 0 or top_k >= z.shape[1]):
@@ -102,7 +103,7 @@ def test_sampled_tokens(drawn: tuple[int, int, int, str], temperature: float, cu
     found = tokens.sample_tokens(z, seeds, positions, temperature, kept)
     for i, row in enumerate(z.numpy()):
         of_row = None if kept is None else (kept[0][i].numpy(), kept[1][i].numpy())
-        token, logprob = definition.sample(row, int(seeds[i]), int(positions[i]), temperature, of_row)
+        token, logprob = sampling.sample(row, int(seeds[i]), int(positions[i]), temperature, of_row)
         assert (found[0][i], found[1][i]) == (token, logprob)
 
 
@@ -110,7 +111,7 @@ def test_sampled_tokens(drawn: tuple[int, int, int, str], temperature: float, cu
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**31 - 1))
 def test_noise(seed: int, position: int) -> None:
     found = tokens.normal_noise(torch.tensor([seed]), torch.tensor([position]), 70)
-    assert same(found[0], definition.normal_noise(seed, position, np.arange(70)))
+    assert same(found[0], sampling.normal_noise(seed, position, np.arange(70)))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -1,6 +1,6 @@
 """The kernels compute the definition on every bit: every family, any shape, batch, cache, micro-batch and rounding.
 
-The definition is `tests/numerics/definition.py`. Controls: libraries of another order of sums, other slots.
+The definition is `ppo_repro/numerics/definition`. Controls: libraries of another order of sums, other slots.
 """
 
 from __future__ import annotations
@@ -23,16 +23,22 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ppo_repro.numerics import build, library
+from ppo_repro.numerics.definition import linear as linear_definition
+from ppo_repro.numerics.definition.elementary import Array, F
+from ppo_repro.numerics.definition.families import array, model_from
+from ppo_repro.numerics.definition.gradients import Contributions, join_slots, slot_sums
+from ppo_repro.numerics.definition.model import Matrix, parameters
+from ppo_repro.numerics.definition.network import forward
+from ppo_repro.numerics.definition.network import gradients as gradients_by_definition
+from ppo_repro.numerics.definition.product import product
+from ppo_repro.numerics.definition.rounding import Rounding
+from ppo_repro.numerics.definition.row_sums import row_sum
 from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.linear import linear
 from ppo_repro.numerics.network import Lowered, Network
 from ppo_repro.numerics.precision import EXACT, Precision
 from ppo_repro.numerics.rows import Rows, ragged, slots_of
 from ppo_repro.numerics.structs import address, ints
-from tests.numerics import definition
-from tests.numerics.definition import Array, F, Matrix, parameters
-from tests.numerics.definition_families import array, model_from
-from tests.numerics.definition_rounding import Rounding
 from tests.support.models import CONFIGS, EVERY_FAMILY, MIXTURES, small_model
 from tests.support.variants import ABLE, FASTEST
 
@@ -61,8 +67,8 @@ class Case:
     @cache  # noqa: B019
     def by_definition(self) -> tuple[list[Array], dict[str, Array]]:
         """Hidden states, and gradients by name."""
-        passed = [definition.forward(self.model, sequence) for sequence in self.ids]
-        return [of.hidden for of in passed], definition.gradients(self.model, passed, self.d_hidden, SLOTS)
+        passed = [forward(self.model, sequence) for sequence in self.ids]
+        return [of.hidden for of in passed], gradients_by_definition(self.model, passed, self.d_hidden, SLOTS)
 
     def by_kernels(
         self, each: int = 0, recompute: bool = False, slots: int = SLOTS
@@ -203,7 +209,7 @@ def test_kernels_round_as_the_definition(trunk: PreTrainedModel, wide: str, inpu
     model = replace(case.model, rounding=Rounding(wide, inputs, cached))
     precision = Precision(activations=wide, linear_inputs=inputs, kv_cache=cached)
     for x, ids in zip(case.over_cache((130,), precision), case.ids, strict=True):
-        assert_same(x, definition.forward(model, ids).hidden, "hidden states")
+        assert_same(x, forward(model, ids).hidden, "hidden states")
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -219,7 +225,7 @@ def test_given_routes_are_the_definition(family: str) -> None:
     with torch.no_grad():
         found, seen = network.over_batch(batch, ints(np.arange(len(ids))), seen=True)
     assert np.array_equal(seen.reshape(routes.shape), routes)
-    expected = definition.forward(case.model, ids, routes.swapaxes(0, 1)).hidden
+    expected = forward(case.model, ids, routes.swapaxes(0, 1)).hidden
     assert_same(found.numpy(), expected, "hidden states")
     assert not np.array_equal(expected, case.by_definition()[0][0])
 
@@ -235,15 +241,15 @@ def test_heads_compute_the_definition(bias: bool) -> None:
     y = linear(x, layer, Rows(sequence, ints(rows), slots_of(range(2), 2, SLOTS)))
     y.backward(d)
     matrix = Matrix(array(layer.weight), array(layer.bias) if bias else None)
-    assert_same(array(y), definition.linear(array(x), matrix), "y")
-    assert_same(array(x.grad), definition.product(array(d), matrix.w.T), "dx")
-    parts: list[definition.Contributions] = [{}, {}]
+    assert_same(array(y), linear_definition.linear(array(x), matrix), "y")
+    assert_same(array(x.grad), product(array(d), matrix.w.T), "dx")
+    parts: list[Contributions] = [{}, {}]
     for index, grads in enumerate(parts):
         own = sequence == index
-        definition.linear_backward(grads, "m", matrix, array(d)[own], array(x)[own], rows[own])
+        linear_definition.linear_backward(grads, "m", matrix, array(d)[own], array(x)[own], rows[own])
     for name, gradient in sums.finish().items():
         added = [grads["m.w" if name == "weight" else "m.bias"] for grads in parts]
-        expected = definition.join_slots(definition.slot_sums(tuple(gradient.shape), added, SLOTS))
+        expected = join_slots(slot_sums(tuple(gradient.shape), added, SLOTS))
         assert_same(array(gradient), expected, name)
 
 
@@ -262,7 +268,7 @@ def two_rows(seed: int, n: int) -> Array:
 @given(st.integers(0, 2**32), st.integers(1, 70))
 def test_row_sums_are_the_definition_before_they_are_rounded(seed: int, n: int) -> None:
     a, b = two_rows(seed, n)
-    assert row_dot(library.load(), a, b) == definition.row_sum(a, b)
+    assert row_dot(library.load(), a, b) == row_sum(a, b)
 
 
 # ---------------------------------------------------------------------------------------------- other libraries
@@ -305,7 +311,7 @@ def test_chains_of_another_order_give_other_bits(flag: str, tmp_path: Path) -> N
 def test_row_sums_of_other_lanes_give_other_bits(tmp_path: Path) -> None:
     """Control: 8 lanes. Only sums that are not rounded to float32 yet can tell."""
     kernels = kernels_of_another_order(tmp_path, "-DLANE_COUNT=8")
-    assert any(row_dot(kernels, *two_rows(seed, 48)) != definition.row_sum(*two_rows(seed, 48)) for seed in range(9))
+    assert any(row_dot(kernels, *two_rows(seed, 48)) != row_sum(*two_rows(seed, 48)) for seed in range(9))
 
 
 def test_another_slot_of_a_sequence_gives_other_bits() -> None:

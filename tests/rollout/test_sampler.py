@@ -10,11 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ppo_repro.numerics.definition.sampling import MASK, murmur3
 from ppo_repro.numerics.token_statistics import expand_kept
 from ppo_repro.rollout.engine import Sampling
 from ppo_repro.rollout.sampler import first_argmax, murmur_hash32, sample
 from tests.support.models import seeded
-from tests.support.sampler import MASK, drawn_case, murmur3
+from tests.support.sampler import drawn_case
 
 
 def test_murmur3_gives_the_published_values() -> None:

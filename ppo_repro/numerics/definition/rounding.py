@@ -1,4 +1,4 @@
-"""Rounding on purpose to other number formats, written out in NumPy."""
+"""Rounding on purpose to other number formats (`mismatch.sampler.precision`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.numerics.definition_elementary import Array, D, F, quiet
+from ppo_repro.numerics.definition.elementary import Array, D, F, quiet
 
 # stored bits of the significand, smallest exponent of a normal number, largest number, what numbers beyond it become
 FLOATS = {
@@ -19,7 +19,7 @@ FLOATS = {
 
 @dataclass(frozen=True)
 class Rounding:
-    """The formats that a model rounds to: results of its steps, inputs of linear layers, the cache."""
+    """Formats that a model rounds to: results of operations, inputs of linear layers, keys and values."""
 
     activations: str = "float32"
     inputs: str = "float32"
@@ -27,7 +27,10 @@ class Rounding:
 
 
 def nearest(form: str, x: Array) -> Array:
-    """The nearest number of a format, ties to even; infinity or, in 8 bits, the largest number beyond its range."""
+    """Return the nearest number of a format, ties to even; beyond its range infinity or, in 8 bits, the largest number.
+
+    Kernel: `round_float`.
+    """
     if form == "int8":
         return np.clip(np.rint(x), F(-127), F(127))
     stored, smallest, largest, beyond = FLOATS[form]
@@ -39,9 +42,11 @@ def nearest(form: str, x: Array) -> Array:
 
 @quiet
 def rounded(form: str, x: Array, scaled: bool = True) -> Array:
-    """x [.., K] rounded. In 8 bits y = s nearest(x / s) with a scale for each row, s = max |x| / largest number.
+    """Round x [.., K]. In 8 bits y = s nearest(x / s) with a scale for each row, s = max |x| / largest number.
 
-    A row without a scale above 0 becomes zeros. Not `scaled`: s = 1 in floating-point formats.
+    A row whose scale is not above 0 becomes zeros. Without `scaled`, s = 1 in floating-point formats.
+
+    Kernel: `round_row`.
     """
     if form == "float32":
         return x

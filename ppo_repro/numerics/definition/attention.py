@@ -1,0 +1,159 @@
+"""Rule 4, attention: scores, softmax and mixed values of each head, and their gradients.
+
+Scores and mixed values follow rule 1, over head_dim and over key positions; the sum of p follows rule 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ppo_repro.numerics.definition.elementary import Array, F, exp32
+from ppo_repro.numerics.definition.gradients import Contributions, blocks_of
+from ppo_repro.numerics.definition.linear import layer_linear, linear_backward
+from ppo_repro.numerics.definition.model import Layer, Model, NormWeights
+from ppo_repro.numerics.definition.product import chain, product
+from ppo_repro.numerics.definition.rounding import rounded
+from ppo_repro.numerics.definition.row_sums import row_sum
+from ppo_repro.numerics.definition.rows import Normed, norm, norm_backward, rotate
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Rotated queries [heads, T, D], keys and values [kv_heads, T, D]; each query's output, largest score and sum."""
+
+    q: Array
+    k: Array
+    v: Array
+    out: Array  # [heads, T, D]
+    top: Array  # [heads, T, 1]
+    total: Array  # [heads, T, 1]
+
+
+def visible(positions: int, window: int) -> Array:
+    """Say whether query t sees key j, bool [T, T]: itself and the past, or the last `window` of these keys."""
+    t, j = np.arange(positions)[:, None], np.arange(positions)
+    return (j <= t) & ((j > t - window) | (window == 0))
+
+
+def each_head(x: Array, like: Array) -> Array:
+    """Repeat heads of keys or values for the query heads that share them."""
+    return np.repeat(x, len(like) // len(x), 0)
+
+
+def attend(q: Array, k: Array, v: Array, scale: float, window: int) -> Attention:
+    """Rule 4: p = exp(scale q.k - largest), 0 for keys that are not seen; out = (sum_j p v) / float32(sum_j p).
+
+    q [heads, T, D]; k, v [kv_heads, T, D]. All sums run over key positions from 0 on: products in blocks of 128, the
+    sum of p in 16 lanes. Kernel: `attend`.
+    """
+    k_each, v_each = each_head(k, q), each_head(v, q)
+    scores, seen = product(q, k_each) * F(scale), visible(q.shape[1], window)
+    top = np.where(seen, scores, -np.inf).max(-1, keepdims=True).astype(F)
+    p = np.where(seen, exp32(scores - top), F(0))
+    total = row_sum(p).astype(F)[..., None]
+    return Attention(q, k, v, product(p, v_each.swapaxes(-1, -2)) / total, top, total)
+
+
+def attend_backward(of: Attention, d_out: Array, scale: float, window: int) -> tuple[Array, Array, Array]:
+    """Return dq, dk, dv: p = exp(..) (1 / total), ds = p (d_out.v - delta), delta = float32(out . d_out).
+
+    dq = (sum_j ds k) scale over blocks of key positions. dk = (sum_t ds q) scale and dv = sum_t p d_out over blocks of
+    query positions, block after block and head after head of those that share a key. Kernel: `attend_backward`.
+    """
+    k, v, seen = each_head(of.k, of.q), each_head(of.v, of.q), visible(of.q.shape[1], window)
+    scores = product(of.q, k) * F(scale)
+    p = np.where(seen, exp32(scores - of.top) * (F(1) / of.total), F(0))
+    delta = row_sum(of.out, d_out).astype(F)[..., None]
+    ds = np.where(seen, p * (product(d_out, v) - delta), F(0))
+    dq = product(ds, k.swapaxes(-1, -2)) * F(scale)
+    return dq, _over_queries(ds, of.q, len(of.k)) * F(scale), _over_queries(p, d_out, len(of.k))
+
+
+def _over_queries(x: Array, y: Array, kv_heads: int) -> Array:
+    """Sum x[h, t, j] y[h, t, d] over the heads h of each group and the queries t; [kv_heads, T, D]."""
+    x, y = (a.reshape(kv_heads, -1, *a.shape[1:]) for a in (x, y))
+    total = np.zeros((kv_heads, x.shape[3], y.shape[3]), F)
+    for head in range(x.shape[1]):
+        for rows in blocks_of(np.arange(x.shape[2])):
+            total = total + chain(x[:, head, rows].swapaxes(-1, -2), y[:, head, rows].swapaxes(-1, -2))
+    return total
+
+
+def columns_of_heads(at: int, step: int, heads: int, head_dim: int) -> Array:
+    """Return the columns of each head in a row of qkv, [heads, head_dim]."""
+    return at + np.arange(heads)[:, None] * step + np.arange(head_dim)
+
+
+@dataclass(frozen=True)
+class AttentionBlock:
+    """Input x [T, H] of the qkv layer, norms of queries and keys (None without), attention, its rows [T, heads D]."""
+
+    x: Array
+    q_normed: Normed | None
+    k_normed: Normed | None
+    attention: Attention
+    mixed: Array
+
+
+def _head_columns(model: Model) -> tuple[Array, Array, Array]:
+    d = model.head_dim
+    return (
+        columns_of_heads(model.q_at, model.q_step, model.heads, d),
+        columns_of_heads(model.k_at, model.k_step, model.kv_heads, d),
+        columns_of_heads(model.v_at, model.v_step, model.kv_heads, d),
+    )
+
+
+def _norm_heads(model: Model, x: Array, weights: NormWeights | None) -> tuple[Array, Normed | None]:
+    """Norm queries or keys [T, heads, D]: each head, or all heads as one row."""
+    if weights is None:
+        return x, None
+    normed = norm("rms", x.reshape(len(x), -1, len(weights.w)), weights, model.eps)
+    return normed.y.reshape(x.shape), normed
+
+
+def attention_block(model: Model, layer: Layer, x: Array) -> tuple[Array, AttentionBlock]:
+    """Apply qkv layer, norms, rotation, attention and output layer to normed rows x [T, H]. Kernel: `layer_forward`."""
+    r = model.rounding
+    x = rounded(r.inputs, x)
+    raw, (q_columns, k_columns, v_columns) = layer_linear(model, x, layer.qkv), _head_columns(model)
+    cosine, sine = model.cosine[: len(x)], model.sine[: len(x)]
+    q, q_normed = _norm_heads(model, raw[:, q_columns], layer.q_norm)
+    k, k_normed = _norm_heads(model, raw[:, k_columns], layer.k_norm)
+    if cosine.size:
+        q, k = rotate(q, cosine, sine), rotate(k, cosine, sine)
+    q, k = (rounded(r.activations, a, scaled=False) for a in (q, k))
+    k, v = (rounded(r.cache, a, scaled=False) for a in (k, raw[:, v_columns]))
+    q, k, v = (a.swapaxes(0, 1) for a in (q, k, v))
+    attention = attend(q, k, v, layer.scale, layer.window)
+    mixed = rounded(r.inputs, rounded(r.activations, attention.out.swapaxes(0, 1).reshape(len(x), -1)))
+    return layer_linear(model, mixed, layer.out), AttentionBlock(x, q_normed, k_normed, attention, mixed)
+
+
+def attention_block_backward(
+    grads: Contributions, name: str, model: Model, layer: Layer, dy: Array, of: AttentionBlock, position: Array
+) -> Array:
+    """Return the gradient of x in `attention_block`. Kernel: `layer_backward`."""
+    d_mixed = linear_backward(grads, f"{name}.out", layer.out, dy, of.mixed, position)
+    d_out = d_mixed.reshape(len(dy), model.heads, model.head_dim).swapaxes(0, 1)
+    d_heads = attend_backward(of.attention, d_out, layer.scale, layer.window)
+    dq, dk, dv = (a.swapaxes(0, 1) for a in d_heads)
+    cosine, sine = model.cosine[: len(dy)], model.sine[: len(dy)]
+    if cosine.size:
+        dq, dk = rotate(dq, cosine, -sine), rotate(dk, cosine, -sine)
+    if of.q_normed is not None and of.k_normed is not None:
+        dq = _norm_heads_backward(grads, f"{name}.q_norm", layer.q_norm, dq, of.q_normed, position)
+        dk = _norm_heads_backward(grads, f"{name}.k_norm", layer.k_norm, dk, of.k_normed, position)
+    d_raw = np.zeros((len(dy), len(layer.qkv.w)), F)
+    for columns, d in zip(_head_columns(model), (dq, dk, dv), strict=True):
+        d_raw[:, columns] = d
+    return linear_backward(grads, f"{name}.qkv", layer.qkv, d_raw, of.x, position)
+
+
+def _norm_heads_backward(
+    grads: Contributions, name: str, weights: NormWeights | None, dy: Array, of: Normed, position: Array
+) -> Array:
+    assert weights is not None
+    return norm_backward(grads, name, "rms", weights, dy.reshape(of.y.shape), of, position).reshape(dy.shape)

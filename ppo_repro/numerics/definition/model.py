@@ -1,0 +1,106 @@
+"""A transformer as arrays: what the other files of the definition compute with. Every model family is such data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+import numpy as np
+
+from ppo_repro.numerics.definition.elementary import Array, D, F, sin_cos64
+from ppo_repro.numerics.definition.rounding import Rounding
+
+
+@dataclass(frozen=True)
+class NormWeights:
+    """Weights w [C] of a norm, and b [C] of a LayerNorm."""
+
+    w: Array
+    b: Array | None = None
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Weights w [N, K] and bias [N] of a linear layer y = x w^T + bias."""
+
+    w: Array
+    bias: Array | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Weights of a decoder layer: attention, then an MLP (`up`, `down`) or a mixture of experts (`router`, ..).
+
+    `up` is [2 I, H], the rows of gates first, if the MLP is gated, else [I, H].
+    """
+
+    norm1: NormWeights
+    norm2: NormWeights
+    qkv: Matrix
+    out: Matrix
+    q_norm: NormWeights | None = None
+    k_norm: NormWeights | None = None
+    up: Matrix | None = None
+    down: Matrix | None = None
+    router: Matrix | None = None
+    expert_up: tuple[Matrix, ...] = ()
+    expert_down: tuple[Matrix, ...] = ()
+    window: int = 0  # keys that a query sees, its own included; 0: all
+    scale: float = 1.0  # of attention scores
+
+
+@dataclass(frozen=True)
+class Model:
+    """A transformer below its head. Head h of queries is columns q_at + h q_step .. + head_dim - 1 of a row of qkv."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    embedding: Array  # [V, H]
+    layers: tuple[Layer, ...]
+    last_norm: NormWeights
+    q_at: int
+    q_step: int
+    k_at: int
+    k_step: int
+    v_at: int
+    v_step: int
+    embedding_scale: float = 1.0
+    norm: Literal["rms", "rms_offset", "layer"] = "rms"
+    qk_norm: Literal["none", "head", "whole"] = "none"
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    gated: bool = True
+    parallel: bool = False
+    cosine: Array = field(default_factory=lambda: np.zeros((0, 0), F))  # [positions, rotary / 2]; empty: no rotation
+    sine: Array = field(default_factory=lambda: np.zeros((0, 0), F))
+    positions: Array | None = None  # learned, [positions, H]
+    chosen: int = 0  # experts of a token
+    normalised: bool = False  # routing weights are a softmax over the chosen experts, not over all
+    padding: int = -1  # a token whose embedding takes no gradient
+    rounding: Rounding = field(default_factory=Rounding)
+
+
+def parameters(model: Model) -> dict[str, Array]:
+    """Return every trained array of a model by its path, such as `layers.0.qkv.bias` or `layers.1.expert_up.3.w`."""
+    found: dict[str, Array] = {}
+
+    def walk(part: object, path: str) -> None:
+        if isinstance(part, np.ndarray):
+            found[path] = part
+        elif isinstance(part, tuple):
+            for index, item in enumerate(part):
+                walk(item, f"{path}.{index}")
+        elif isinstance(part, (Layer, Matrix, NormWeights)):
+            for each in fields(part):
+                walk(getattr(part, each.name), f"{path}.{each.name}")
+
+    for name in ("embedding", "positions", "layers", "last_norm"):
+        walk(getattr(model, name), name)
+    return found
+
+
+def rotary_tables(frequencies: Array, positions: int) -> tuple[Array, Array]:
+    """Compute cos and sin of position x frequency in float64, rounded once; float32 [positions, R / 2] each."""
+    sine, cosine = sin_cos64(np.arange(positions)[:, None] * np.asarray(frequencies, D))
+    return cosine.astype(F), sine.astype(F)

@@ -1,0 +1,119 @@
+"""A decoder-only language model, forward and backward, for one sequence; and the gradients of a minibatch.
+
+Start here to follow a token: `forward` embeds it and runs the layers, `backward` turns the gradient of the hidden
+states into what one sequence adds to each parameter, `gradients` sums these addends over a minibatch (rule 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ppo_repro.numerics.definition.attention import AttentionBlock, attention_block, attention_block_backward
+from ppo_repro.numerics.definition.elementary import Array, F
+from ppo_repro.numerics.definition.experts import Mixture, mixture, mixture_backward
+from ppo_repro.numerics.definition.gradients import Contributions, join_slots, row_addends, slot_sums
+from ppo_repro.numerics.definition.mlp import Mlp, mlp, mlp_backward
+from ppo_repro.numerics.definition.model import Model, parameters
+from ppo_repro.numerics.definition.rounding import rounded
+from ppo_repro.numerics.definition.rows import Normed, layer_norm, norm_backward
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """Activations of one layer, for its backward pass."""
+
+    normed1: Normed
+    attention: AttentionBlock
+    normed2: Normed
+    mlp: Mlp | Mixture
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Activations of a sequence's forward pass; `hidden` [T, H] are the hidden states after the last norm."""
+
+    ids: Array
+    layers: tuple[LayerActivations, ...]
+    last: Normed
+
+    @property
+    def hidden(self) -> Array:
+        return self.last.y
+
+
+def embed(model: Model, ids: Array) -> Array:
+    """Look up rows of the embedding, times its scale, + rows of learned positions; [T, H]. Kernel: `lookup_row`."""
+    x = model.embedding[ids] * F(model.embedding_scale)
+    if model.positions is not None:
+        x = x + model.positions[: len(ids)]
+    return rounded(model.rounding.activations, x, scaled=False)
+
+
+def forward(model: Model, ids: Sequence[int], routes: Array | None = None) -> Activations:
+    """Run one sequence: x + attention(norm1 x), then + mlp(norm2 of this sum, or of x if parallel).
+
+    `routes` [layers with experts, T, k]: the experts of each token, by rising index; None: routers choose. Kernel:
+    `model_forward`.
+    """
+    x, layers, given = embed(model, np.asarray(ids)), [], iter(() if routes is None else routes)
+    form = model.rounding.activations
+    for layer in model.layers:
+        normed1 = layer_norm(model, x, layer.norm1)
+        attended, attention = attention_block(model, layer, normed1.y)
+        after = rounded(form, x + attended)
+        normed2 = layer_norm(model, x if model.parallel else after, layer.norm2)
+        inside: Mlp | Mixture
+        if layer.router is not None:
+            raised, inside = mixture(model, layer, normed2.y, next(given, None))
+        else:
+            assert layer.up is not None and layer.down is not None
+            raised, inside = mlp(model, layer.up, layer.down, normed2.y)
+        x = rounded(form, after + raised)
+        layers.append(LayerActivations(normed1, attention, normed2, inside))
+    return Activations(np.asarray(ids), tuple(layers), layer_norm(model, x, model.last_norm))
+
+
+def backward(model: Model, of: Activations, d_hidden: Array) -> Contributions:
+    """Return what one sequence adds to the gradient of every parameter; d_hidden [T, H]. Kernel: `model_backward`.
+
+    With d the gradient of a layer's output: d2 = d + norm2's; attention gets d2, or d if parallel; d2 + norm1's is the
+    gradient of its input.
+    """
+    grads: Contributions = {}
+    position = np.arange(len(of.ids))
+    d = norm_backward(grads, "last_norm", model.norm, model.last_norm, d_hidden, of.last, position)
+    for index in reversed(range(len(model.layers))):
+        name, layer, seen = f"layers.{index}", model.layers[index], of.layers[index]
+        if isinstance(seen.mlp, Mixture):
+            dh = mixture_backward(grads, name, model, layer, d, seen.mlp, position)
+        else:
+            assert layer.up is not None and layer.down is not None
+            names = (f"{name}.up", f"{name}.down")
+            dh = mlp_backward(grads, names, model, layer.up, layer.down, d, seen.mlp, position)
+        dh = norm_backward(grads, f"{name}.norm2", model.norm, layer.norm2, dh, seen.normed2, position)
+        d2 = d + dh
+        dh = attention_block_backward(grads, name, model, layer, d if model.parallel else d2, seen.attention, position)
+        dh = norm_backward(grads, f"{name}.norm1", model.norm, layer.norm1, dh, seen.normed1, position)
+        d = d2 + dh
+    if model.positions is not None:
+        grads["positions"] = row_addends(d, position)
+    trained = np.flatnonzero(of.ids != model.padding)
+    grads["embedding"] = row_addends(d[trained] * F(model.embedding_scale), of.ids[trained])
+    return grads
+
+
+def gradients(
+    model: Model, sequences: Sequence[Activations], d_hidden: Sequence[Array], slots: int = 8
+) -> dict[str, Array]:
+    """Rule 2: the gradient of every parameter for a minibatch, by its path; d_hidden [T, H] of each sequence.
+
+    A sequence that gives a parameter no addend (an expert that none of its tokens chose) leaves the slot's sum as is.
+    """
+    parts = [backward(model, of, d) for of, d in zip(sequences, d_hidden, strict=True)]
+    return {
+        name: join_slots(slot_sums(w.shape, [part[name] for part in parts], slots))
+        for name, w in parameters(model).items()
+    }

@@ -1,0 +1,79 @@
+"""Rules 3 and 6: the norm of all gradients, and AdamW."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ppo_repro.numerics.definition.elementary import Array, F, fma
+from ppo_repro.numerics.definition.row_sums import row_sum
+
+NORM_BLOCK = 4096
+
+
+def sum_of_squares(gradient: Array, block: int = NORM_BLOCK) -> float:
+    """Rule 3: sum g^2 in float64, blocks of 4,096 elements by 16 lanes, added in order. Kernel: `gradient_squares`."""
+    flat, total = gradient.reshape(-1), 0.0
+    for start in range(0, len(flat), block):
+        part = flat[start : start + block]
+        total += float(row_sum(part, part))
+    return total
+
+
+def global_norm(gradients: Sequence[Array]) -> float:
+    """Rule 3: the root of the sum of squares over tensors, in order; float64."""
+    total = 0.0
+    for gradient in gradients:
+        total += sum_of_squares(gradient)
+    return math.sqrt(total)
+
+
+def power(base: float, exponent: int) -> float:
+    """Multiply base^(2^i) for each bit i of the exponent, from the lowest; float64. Computed in `optimizer.power`."""
+    result = 1.0
+    for bit in reversed(f"{exponent:b}"):
+        if bit == "1":
+            result = result * base
+        base = base * base
+    return result
+
+
+@dataclass(frozen=True)
+class Settings:
+    """AdamW's constants; `max_grad_norm` 0: gradients are not clipped."""
+
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    max_grad_norm: float
+
+
+@dataclass(frozen=True)
+class Moments:
+    """A parameter p and AdamW's moments m and v, float32 of one shape."""
+
+    p: Array
+    m: Array
+    v: Array
+
+
+def adamw(of: Moments, gradient: Array, s: Settings, norm: float, step: int) -> Moments:
+    """Rule 6: AdamW with decoupled weight decay after clipping to the norm. Kernel: `adamw`.
+
+    g = clip gradient, m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2,
+    p = (1 - lr wd) p - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps), elementwise in float32.
+    Every constant is computed in float64 and rounded once. Loshchilov and Hutter, 2019.
+    """
+    clip = 1.0 if s.max_grad_norm == 0 else min(1.0, s.max_grad_norm / (float(F(norm)) + 1e-6))
+    rate = s.learning_rate / (1.0 - power(s.beta1, step))
+    unroot = 1.0 / math.sqrt(1.0 - power(s.beta2, step))
+    g = F(clip) * gradient
+    m = fma(F(s.beta1), of.m, F(1.0 - s.beta1) * g)
+    v = fma(F(s.beta2), of.v, F(1.0 - s.beta2) * g * g)
+    change = F(rate) * m / fma(np.sqrt(v), F(unroot), F(s.eps))
+    return Moments(fma(F(1.0 - s.learning_rate * s.weight_decay), of.p, -change), m, v)

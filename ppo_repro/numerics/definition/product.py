@@ -1,0 +1,30 @@
+"""Rule 1, product: y[m, n] = sum_k x[m, k] w[n, k] in chains of 128 terms.
+
+Rules 2 and 4 use the same chains. No sum is -0, because every chain starts at +0. So a kernel may leave out a term that
+is zero, and padding, masked keys and ragged tiles change no bit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ppo_repro.numerics.definition.elementary import Array, F, fma
+
+BLOCK = 128  # terms of a chain
+
+
+def chain(x: Array, w: Array) -> Array:
+    """One chain: acc = fma(x[.., m, k], w[.., n, k], acc) from +0 by rising k; [.., M, K], [.., N, K] -> [.., M, N]."""
+    acc = np.zeros((*x.shape[:-1], w.shape[-2]), F)
+    for k in range(x.shape[-1]):
+        acc = fma(x[..., :, None, k], w[..., None, :, k], acc)
+    return acc
+
+
+def product(x: Array, w: Array) -> Array:
+    """Rule 1: y = y + chain for each 128 terms, in order from y = +0; shapes as in `chain`. Kernel: `linear`."""
+    y = np.zeros((*x.shape[:-1], w.shape[-2]), F)
+    for start in range(0, x.shape[-1], BLOCK):
+        k = slice(start, start + BLOCK)
+        y = y + chain(x[..., k], w[..., k])
+    return y

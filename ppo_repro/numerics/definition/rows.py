@@ -1,0 +1,95 @@
+"""Rule 5 on rows: norms, rotary positions, activations. Their sums follow rule 3, the gradients of weights rule 2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ppo_repro.numerics.definition.elementary import Array, D, F, erf32, exp32, fma, sigmoid32, tanh32
+from ppo_repro.numerics.definition.gradients import Contributions, column_addends
+from ppo_repro.numerics.definition.model import Model, NormWeights
+from ppo_repro.numerics.definition.rounding import rounded
+from ppo_repro.numerics.definition.row_sums import row_mean, row_sum
+
+
+@dataclass(frozen=True)
+class Normed:
+    """A norm's y [.., C]; for the backward pass x_hat [.., C], y without weights, and r [.., 1], the factor of x."""
+
+    y: Array
+    x_hat: Array
+    r: Array
+
+
+def norm_factor(kind: str, weights: NormWeights) -> Array:
+    """Return the factor of x_hat: w, or 1 + w, rounded first."""
+    return weights.w + F(1) if kind == "rms_offset" else weights.w
+
+
+def norm(kind: str, x: Array, weights: NormWeights, eps: float) -> Normed:
+    """Normalise rows: r = float32(1 / sqrt(mean x^2 + eps)), x_hat = x r, y = x_hat w; mean and root in float64.
+
+    LayerNorm: x - float32(mean x) replaces x, and y = fma(x_hat, w, b). Kernel: `norm`.
+    """
+    if kind == "layer":
+        x = x - row_mean(x)
+    r = (1.0 / np.sqrt(row_sum(x, x) / x.shape[-1] + D(F(eps)))).astype(F)[..., None]
+    x_hat = x * r
+    if kind == "layer":
+        assert weights.b is not None
+        return Normed(fma(x_hat, weights.w, weights.b), x_hat, r)
+    return Normed(x_hat * norm_factor(kind, weights), x_hat, r)
+
+
+def norm_backward(
+    grads: Contributions, name: str, kind: str, weights: NormWeights, dy: Array, of: Normed, position: Array
+) -> Array:
+    """Return dx = r fma(-x_hat, mean(g x_hat), g) with g = dy w; LayerNorm: r (fma(..) - mean(g)).
+
+    Puts the gradients of the weights into `grads`. Kernel: `norm_backward`.
+    """
+    grads[f"{name}.w"] = column_addends(dy, of.x_hat, position)
+    if weights.b is not None:
+        grads[f"{name}.b"] = column_addends(dy, None, position)
+    g = dy * norm_factor(kind, weights)
+    centred = fma(-of.x_hat, row_mean(g, of.x_hat), g)
+    return of.r * (centred - row_mean(g) if kind == "layer" else centred)
+
+
+def layer_norm(model: Model, x: Array, weights: NormWeights) -> Normed:
+    """Apply the model's norm to rows of the residual stream; y is rounded to the format of activations."""
+    of = norm(model.norm, x, weights, model.eps)
+    return replace(of, y=rounded(model.rounding.activations, of.y))
+
+
+def rotate(x: Array, cosine: Array, sine: Array) -> Array:
+    """Rotate (a, b) -> (a c - b s, b c + a s), the two halves of the first R columns; x [T, heads, D], c [T, R / 2].
+
+    Products and sums are rounded one by one. Columns from R on stay. With -sine this is the backward pass.
+
+    Kernel: `rotate`.
+    """
+    half = cosine.shape[1]
+    c, s = cosine[:, None], sine[:, None]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return np.concatenate([a * c - b * s, b * c + a * s, rest], -1)
+
+
+def activate(kind: str, x: Array) -> tuple[Array, Array]:
+    """Compute an activation and its derivative. Kernels: `activation`, `activation_slope`.
+
+    SiLU: x sigma(x), and sigma fma(x, 1 - sigma, 1).
+    GELU: (x / 2) (1 + erf(x / sqrt(2))). Its tanh form: (x / 2) (1 + t), t = tanh(sqrt(2 / pi) (x + 0.044715 x^3)).
+    """
+    half = F(0.5) * x
+    if kind == "gelu":
+        cdf = F(1) + erf32(x * F(0.707106781))
+        return half * cdf, fma(x * F(0.398942280), exp32((F(-0.5) * x) * x), F(0.5) * cdf)
+    if kind == "gelu_tanh":
+        root, cubic = F(0.797884561), F(0.044715)
+        t = tanh32(root * fma((cubic * x) * x, x, x))
+        slope = root * fma((F(3) * cubic) * x, x, F(1))
+        return half * (F(1) + t), fma(half * (F(1) - t * t), slope, F(0.5) * (F(1) + t))
+    sigma = sigmoid32(x)
+    return x * sigma, sigma * fma(x, F(1) - sigma, F(1))

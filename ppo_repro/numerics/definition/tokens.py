@@ -1,0 +1,95 @@
+"""Rows of logits: log-probs, entropies, divergences and their gradients. Sums over the vocabulary follow rule 3.
+
+z float32 [n, V]; eligible bool [n, V], None: all tokens; results float32 unless a docstring says float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ppo_repro.numerics.definition.elementary import Array, D, F, exp32, fma, log64, quiet
+from ppo_repro.numerics.definition.row_sums import row_sum
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """shifted [n, V], e = exp(shifted) [n, V], 0 if not eligible; total, log_total and top [n, 1] float64."""
+
+    shifted: Array
+    e: Array
+    total: Array
+    log_total: Array
+    top: Array
+
+
+@quiet
+def softmax(z: Array, temperature: float, eligible: Array | None) -> Softmax:
+    """Shift z / temperature by the largest eligible one, and sum exp; p = e / total. Kernel: `row_softmax`."""
+    scaled = z / F(temperature)
+    candidates = scaled if eligible is None else np.where(eligible, scaled, F(-np.inf))
+    top = candidates.max(-1, keepdims=True) + F(0)  # never -0
+    shifted = scaled - top
+    e = exp32(shifted) if eligible is None else np.where(eligible, exp32(shifted), F(0))
+    total = row_sum(e)[:, None]
+    return Softmax(shifted, e, total, log64(total), top.astype(D))
+
+
+def log_p(s: Softmax) -> Array:
+    """log p = shifted - log_total in float64, rounded once; [n, V]. Kernel: `log_prob`."""
+    return (s.shifted.astype(D) - s.log_total).astype(F)
+
+
+def expectation(s: Softmax, values: Array) -> Array:
+    """Compute sum_v p_v values_v, float64 [n, 1]; values [n, V]."""
+    return row_sum(s.e.astype(D) * values)[:, None] / s.total
+
+
+def statistics(z: Array, targets: Array, temperature: float, eligible: Array | None) -> tuple[Array, Array, Array]:
+    """Return (log p of the targets, entropies, sums of p^2), [n] each; targets [n]. Kernel: `token_statistics`."""
+    s = softmax(z, temperature, eligible)
+    entropy = s.log_total - expectation(s, s.shifted.astype(D))
+    squares = row_sum(s.e, s.e)[:, None] / (s.total * s.total)
+    at_target = np.take_along_axis(log_p(s), targets[:, None], -1)
+    return at_target[:, 0], entropy[:, 0].astype(F), squares[:, 0].astype(F)
+
+
+@quiet
+def statistics_gradient(
+    z: Array, targets: Array, temperature: float, eligible: Array | None, d_logprob: Array, d_entropy: Array
+) -> Array:
+    """Return ([v = target] d_logprob - p_v (d_logprob + d_entropy (shifted_v - mean))) / temperature, [n, V].
+
+    +0 in rows whose d_logprob and d_entropy are zeros of any sign. Kernel: `token_statistics_gradient`.
+    """
+    s = softmax(z, temperature, eligible)
+    mean = expectation(s, s.shifted.astype(D)).astype(F)
+    p = s.e * (1.0 / s.total).astype(F)
+    away = p * fma(np.broadcast_to(d_entropy[:, None], z.shape), s.shifted - mean, d_logprob[:, None])
+    if eligible is not None:
+        away = np.where(eligible, away, F(0))
+    chosen = np.arange(z.shape[1]) == targets[:, None]
+    gradient = (np.where(chosen, d_logprob[:, None], F(0)) - away) / F(temperature)
+    return np.where(((d_logprob != 0) | (d_entropy != 0))[:, None], gradient, F(0))
+
+
+def divergence(p_logits: Array, q_logits: Array, temperature: float, eligible: Array | None) -> Array:
+    """KL(p || q) = sum_v p_v (shifted_p - shifted_q) + log_total_q - log_total_p, [n]. Kernel: `kl_divergence`."""
+    p, q = softmax(p_logits, temperature, eligible), softmax(q_logits, temperature, eligible)
+    mean = expectation(p, p.shifted.astype(D) - q.shifted.astype(D))
+    return (mean + (q.log_total - p.log_total))[:, 0].astype(F)
+
+
+def divergence_gradient(
+    p_logits: Array, q_logits: Array, temperature: float, eligible: Array | None, seed: Array
+) -> Array:
+    """Return seed p_v ((shifted_p - shifted_q) - mean) / temperature, [n, V]; +0 if not eligible; seed [n].
+
+    Kernel: `kl_divergence_gradient`.
+    """
+    p, q = softmax(p_logits, temperature, eligible), softmax(q_logits, temperature, eligible)
+    difference = p.shifted.astype(D) - q.shifted.astype(D)
+    away = (difference - expectation(p, difference)).astype(F)
+    gradient = seed[:, None] * ((p.e * (1.0 / p.total).astype(F)) * away) / F(temperature)
+    return gradient if eligible is None else np.where(eligible, gradient, F(0))

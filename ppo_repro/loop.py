@@ -22,12 +22,10 @@ from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.ppo.losses import value_losses
 from ppo_repro.rollout.engine import Engine
-from ppo_repro.stages.advantages import compute_advantages
 from ppo_repro.stages.agreement import require_first_step_agrees, require_sampler_agrees
 from ppo_repro.stages.coefficients import next_coefficients, set_learning_rates
-from ppo_repro.stages.evaluation import evaluate
 from ppo_repro.stages.forward import kl_terms_of, policy_pass, score_rollout, values_in_reward_units
-from ppo_repro.stages.rewards import compute_rewards
+from ppo_repro.stages.rewards import compute_advantages, compute_rewards, evaluate
 from ppo_repro.stages.rollout import Task, choose_prompts, roll_out
 from ppo_repro.stages.training_batch import (
     Minibatch,

@@ -30,7 +30,7 @@ from ppo_repro.numerics.description import activation_of, check_config
 from ppo_repro.numerics.families import CAUSAL_MODELS, CLASSIFIERS, check_visibility, head_of, trunk_of
 from ppo_repro.numerics.network import KEEP_ALL, KEEP_INPUTS, KEEP_NOTHING, Lowered, Network
 from ppo_repro.numerics.optimizer import SLOTS
-from ppo_repro.stages.chunks import LOGITS_AT_ONCE
+from ppo_repro.stages.forward import LOGITS_AT_ONCE
 
 PHASES = ("loading", "rollout", "scoring", "update")
 EXACT_ROWS = ("weights", "moments", "older policies", "gradients")  # no estimates

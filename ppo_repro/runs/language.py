@@ -48,7 +48,7 @@ from ppo_repro.runs.kind import Execution, Files, Final, RunKind, Tables
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.runs.summary import MANY_CUT, cut_at_the_limit
 from ppo_repro.stages.coefficients import last_kl
-from ppo_repro.stages.evaluation import evaluate
+from ppo_repro.stages.rewards import evaluate
 
 SMALL = 10_000_000  # parameters of a policy; a checkpoint is 24 bytes for each of them, 1 s and 240 MB at most
 AUTO = 10  # iterations from one of its checkpoints to the next

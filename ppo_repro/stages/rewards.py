@@ -1,4 +1,8 @@
-"""Stage `Rewards`: judge the responses, place the scores, charge the KL penalty, whiten."""
+"""Stages `Rewards`, `Advantages` and `Evaluation`: what responses are worth.
+
+Rewards: judge the responses, place the scores, charge the KL penalty, whiten. Advantages: of each token, and value
+targets. Evaluation: judge greedy responses to the held-out prompts.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,18 @@ import torch
 from torch import Tensor
 
 from ppo_repro.base.ranks import Ranks
-from ppo_repro.buffers import Episode, ForwardPass, Rewards, Rollout
-from ppo_repro.config.algorithm import KLInReward
+from ppo_repro.buffers import Advantages, Episode, Evaluation, ForwardPass, Rewards, Rollout
+from ppo_repro.config.algorithm import GroupAdvantages, KLInReward
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import ColumnAdditionTask, StepsReward
 from ppo_repro.models.reward_model import reward_scores
 from ppo_repro.numerics.network import forget_packed
 from ppo_repro.ppo import kl
-from ppo_repro.ppo.advantages import whiten
+from ppo_repro.ppo.advantages import gae, group_advantages, whiten
 from ppo_repro.ppo.rewards import charge_penalties, place_scores, token_rewards
-from ppo_repro.stages.rollout import Task
-from ppo_repro.tasks.problems import column_steps
+from ppo_repro.rollout.engine import Engine
+from ppo_repro.stages.rollout import Task, generate, known, sampling_of
+from ppo_repro.tasks.problems import Problem, column_steps
 from ppo_repro.tasks.rewards import Judgement, Sample, judge_samples, right_steps
 from ppo_repro.tasks.tokenizer import decode, full_text
 
@@ -118,3 +123,46 @@ def _kl_penalties(config: RunConfig, rollout: Rollout, forward: ForwardPass, kl_
     else:
         divergence = kl.estimate(config.kl.estimator, forward.old_logprobs - forward.ref_logprobs, reverse)
     return charge_penalties(divergence * kl_coef, rollout.lengths, rollout.word_ids(), config.kl.charge)
+
+
+def compute_advantages(config: RunConfig, rollout: Rollout, forward: ForwardPass, rewards: Rewards) -> Advantages:
+    """Advantages and value targets; whitening is over all tokens of the iteration."""
+    settings = config.advantages
+    if isinstance(settings, GroupAdvantages):
+        by_response = group_advantages(rewards.scores.tolist(), rollout.prompts.keys, settings.scale)
+        raw = torch.repeat_interleave(torch.tensor(by_response, dtype=torch.float32), rollout.lengths)
+        return Advantages(raw_advantages=raw, advantages=raw, returns=None)
+    assert forward.values is not None
+    ended = torch.zeros(len(rollout.lengths))  # nothing follows a response, cut at the length limit or not
+    raw = gae(rewards.rewards, forward.values, rollout.lengths, ended, settings.gamma, settings.gae_lambda)
+    advantages = raw if settings.whiten == "none" else whiten(raw, shift=settings.whiten == "full")
+    return Advantages(raw_advantages=raw, advantages=advantages, returns=raw + forward.values)
+
+
+def evaluate(config: RunConfig, task: Task, engine: Engine, ranks: Ranks) -> Evaluation:
+    """Judge the greedy responses to the held-out prompts."""
+    problems: Sequence[Problem] = task.problems.held_out
+    answers = generate(config, task, engine, problems, sampling_of(config, greedy=True), [0] * len(problems), ranks)
+    completions = [answer.completion for answer in answers]
+    episodes = known([answer.episode for answer in answers])
+    samples = [
+        sample_of(
+            task, p.key, answer.completion.response_ids, answer.text, answer.completion.finish_reason, answer.episode
+        )
+        for p, answer in zip(problems, answers, strict=True)
+    ]
+    prompt_ids = tuple(task.prompt_ids[p.key] for p in problems)
+    judged = judge(config, task, prompt_ids, [answer.ids for answer in answers], samples, ranks)
+    return Evaluation(
+        keys=tuple(p.key for p in problems),
+        texts=tuple(p.prompt for p in problems),
+        answers=tuple(p.answer for p in problems),
+        prompt_ids=prompt_ids,
+        response_ids=tuple(tuple(c.response_ids) for c in completions),
+        responses=tuple(answer.text for answer in answers),
+        finish_reasons=tuple(c.finish_reason for c in completions),
+        scores=tuple(judged.scores),
+        score_parts=tuple(tuple(row) for row in judged.term_values),
+        is_correct=tuple(judged.correct),
+        episodes=episodes,
+    )

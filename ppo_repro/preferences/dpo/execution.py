@@ -38,8 +38,8 @@ from ppo_repro.records.inputs import located_tree
 from ppo_repro.runs.checkpoint import Start, listed, save_model
 from ppo_repro.runs.kind import Execution, Files, Final, RunKind, Tables
 from ppo_repro.runs.prepare import Prepared, prepare
-from ppo_repro.stages.evaluation import evaluate
 from ppo_repro.stages.forward import score_rollout
+from ppo_repro.stages.rewards import evaluate
 from ppo_repro.stages.rollout import roll_out
 from ppo_repro.tasks.problems import encoder
 

@@ -138,7 +138,7 @@ def recording(policy: PreTrainedModel, tokens: TokenGrid) -> Iterator[Recorded]:
 
         return hook
 
-    def watch(batch: Ragged, layers: Tensor, hidden: Tensor) -> None:
+    def watch(batch: Ragged, layers: Sequence[Tensor], hidden: Tensor) -> None:
         inputs = torch.from_numpy(batch.ids)[:, None]
         names = ("embeddings", *(f"layers.{i}" for i in range(len(layers) - 1)), "last_norm")
         for name, outputs in zip(names, (*layers, hidden), strict=True):

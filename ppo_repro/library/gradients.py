@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.numerics import library
-from ppo_repro.numerics.gradient_sums import GradientSums, Slots, SlotSums, Sums
+from ppo_repro.numerics.gradient_sums import GradientSums, Slots, SlotSums
+from ppo_repro.numerics.interface import Struct
 from ppo_repro.numerics.network import forget_packed
 
 AGAIN = "make a new model with ppo_repro.deterministic"
@@ -164,7 +165,7 @@ class _RunningUse(SlotSums):
         self._slot, self._is_open = 0, True
 
     @contextmanager
-    def adding(self, slots: Slots) -> Iterator[Sums]:
+    def adding(self, slots: Slots) -> Iterator[Struct]:
         if any(slots):
             raise ValueError(f"slots {list(slots)}; running sums have one slot, which stays open")
         with torch.no_grad():

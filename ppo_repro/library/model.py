@@ -21,9 +21,9 @@ from ppo_repro.config.section import LARGEST
 from ppo_repro.library.gradients import Passes, Watched, modules_of
 from ppo_repro.numerics import library, network
 from ppo_repro.numerics.families import CAUSAL_MODELS, NAMES, trunk_of
+from ppo_repro.numerics.interface import ints
 from ppo_repro.numerics.network import Lowered, Network, is_deterministic, lower, lowered_of, network_of
 from ppo_repro.numerics.rows import Ragged, ragged
-from ppo_repro.numerics.structs import ints
 from ppo_repro.numerics.token_statistics import token_statistics
 
 IGNORED = -100  # the label of a position that does not count, as in transformers

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ppo_repro.buffers import Rollout
+from ppo_repro.numerics.interface import Ints, ints
 from ppo_repro.numerics.rows import Ragged, Rows, ragged
-from ppo_repro.numerics.structs import Ints, ints
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from ppo_repro.base.seeding import bell
 from ppo_repro.config.rollout import SamplerPrecision
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.numerics.families import check_visibility, decoder_layers, routers, trunk_of
+from ppo_repro.numerics.interface import Ints
 from ppo_repro.numerics.linear import linear
 from ppo_repro.numerics.native import NativeNetwork
 from ppo_repro.numerics.network import Lowered, is_deterministic, logits, lower, lowered_of, network_of
 from ppo_repro.numerics.precision import NARROW, Precision
 from ppo_repro.numerics.rows import Rows
-from ppo_repro.numerics.structs import Ints
 
 
 class ValueModel(nn.Module):

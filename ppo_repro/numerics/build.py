@@ -17,7 +17,7 @@ from typing import NamedTuple
 SOURCES = Path(__file__).parent / "c"
 FLAGS = (
     *("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
-    *("-pthread", "-s", "-Wall", "-Wextra", "-Werror"),
+    *("-pthread", "-s", "-Wall", "-Wextra", "-Wmissing-prototypes", "-Werror"),
 )
 LIBRARY_FLAGS = ("-shared", "-fPIC", "-fvisibility=hidden")
 

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ppo_repro.numerics.families import MIXTURES, check_visibility, head_dim, key_value_heads, refuse, windows_of
+from ppo_repro.numerics.interface import constants
 
-RMS, RMS_OFFSET, LAYER = range(3)  # kinds of norms in kernels.h
-NO_NORM, OF_HEADS, WHOLE = range(3)  # norms of queries and keys
-SILU, GELU, GELU_TANH = range(3)
 ACTIVATIONS = {
-    **dict.fromkeys(("silu", "swish"), SILU),
-    **dict.fromkeys(("gelu", "gelu_python"), GELU),
-    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"), GELU_TANH),
+    **dict.fromkeys(("silu", "swish"), constants.ACT_SILU),
+    **dict.fromkeys(("gelu", "gelu_python"), constants.ACT_GELU),
+    **dict.fromkeys(
+        ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"), constants.ACT_GELU_TANH
+    ),
 }
 
 
@@ -121,6 +121,12 @@ def describe(trunk: PreTrainedModel) -> Description:
     in_row: dict[str, float] = dict(q_at=0, q_step=d, k_at=heads * d, k_step=d, v_at=(heads + kv_heads) * d, v_step=d)
     if family == "gpt_neox":  # query, key and value of a head lie together in a row
         in_row = dict(q_at=0, q_step=3 * d, k_at=d, k_step=3 * d, v_at=2 * d, v_step=3 * d)
+    norm = constants.NORM_RMS_OFFSET if family == "gemma" else constants.NORM_RMS
+    if layer_norms:
+        norm = constants.NORM_LAYER
+    qk_norm = constants.QK_NORM_NONE
+    if q_norm is not None:
+        qk_norm = constants.QK_NORM_HEAD if len(q_norm.weight) == d else constants.QK_NORM_WHOLE
     numbers: dict[str, float] = dict(
         layers=len(layers),
         hidden=config.hidden_size,
@@ -128,8 +134,8 @@ def describe(trunk: PreTrainedModel) -> Description:
         kv_heads=kv_heads,
         head_dim=d,
         vocabulary=len(table.weight),
-        norm=LAYER if layer_norms else RMS_OFFSET if family == "gemma" else RMS,
-        qk_norm=NO_NORM if q_norm is None else OF_HEADS if len(q_norm.weight) == d else WHOLE,
+        norm=norm,
+        qk_norm=qk_norm,
         activation=ACTIVATIONS[activation_of(config)[1]],
         gated=not layer_norms,
         parallel=family == "gpt_neox" and bool(config.use_parallel_residual),

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ppo_repro.numerics import library
-from ppo_repro.numerics.structs import address
+from ppo_repro.numerics.interface import pointer
 
 _NAMES = {torch.float32: "float32", torch.float64: "float64"}
 EXP_MIN, EXP_MAX = -87.0, 88.0  # e^x is a normal float32
@@ -26,7 +26,7 @@ _LEAST = {torch.float32: EXP_MIN, torch.float64: -708.0}
 def _mapped(function: str, x: Tensor) -> Tensor:
     x = x.detach().contiguous()
     y = torch.empty_like(x)
-    getattr(library.load(), f"{function}_{_NAMES[x.dtype]}")(address(x, x.dtype), address(y, x.dtype), x.numel())
+    getattr(library.load(), f"{function}_{_NAMES[x.dtype]}")(pointer(x), pointer(y), x.numel())
     return y
 
 
@@ -64,8 +64,7 @@ def cos_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine of float64 angles in radians, 0 <= angle < 2^20, absolute error below 2e-16."""
     angle = angle.detach().to(torch.float64).contiguous()
     cosine, sine = torch.empty_like(angle), torch.empty_like(angle)
-    addresses = (address(x, torch.float64) for x in (angle, sine, cosine))
-    library.load().sin_cos_float64(*addresses, angle.numel())
+    library.load().sin_cos_float64(pointer(angle), pointer(sine), pointer(cosine), angle.numel())
     return cosine, sine
 
 

@@ -8,7 +8,6 @@ pass.
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,20 +20,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ppo_repro.base.errors import PromiseBroken
 from ppo_repro.base.ranks import ALONE, Ranks
 from ppo_repro.numerics import library
+from ppo_repro.numerics.interface import Struct, constants, ffi, pointer
 
-MOST_LEVELS = 8
+MOST_LEVELS = constants.MAX_LEVELS
 _ALIGNED = 16  # floats
 
 Slots = Sequence[int] | np.ndarray
-
-
-class Sums(ctypes.Structure):
-    """`Sums` of kernels.h: where one backward pass adds its gradients."""
-
-    _fields_ = (
-        ("level", ctypes.c_void_p * MOST_LEVELS),
-        *((name, ctypes.c_int) for name in ("levels", "first", "open", "last", "stays_open")),
-    )
 
 
 def layout(parameters: Iterable[Tensor]) -> tuple[dict[int, int], int]:
@@ -90,7 +81,7 @@ class SlotSums:
         return self._offsets[id(parts[0])]
 
     @contextmanager
-    def adding(self, slots: Slots) -> Iterator[Sums]:
+    def adding(self, slots: Slots) -> Iterator[Struct]:
         """Where the backward pass of this block adds the gradients of its sequences.
 
         `slots` [S + 1]: the slot of each of its S sequences, and of the sequence after them; the number of slots if no
@@ -107,7 +98,7 @@ class SlotSums:
     def total(self) -> Tensor:
         """The flat sums over all slots [size], after the last backward pass."""
         sums = self._sums(self._slot, self._is_open, self._slot, self._is_open)
-        library.load().join_sums(ctypes.byref(sums), self.size)
+        library.load().join_sums(sums, self.size)
         self._slot, self._is_open = 1 << self.levels, False
         return self._array(0)
 
@@ -116,13 +107,14 @@ class SlotSums:
         offset = self._offsets[id(parameter)]
         return self._array(0)[offset : offset + parameter.numel()].view(parameter.shape)
 
-    def _sums(self, first: int, is_open: bool, last: int, stays_open: bool) -> Sums:
+    def _sums(self, first: int, is_open: bool, last: int, stays_open: bool) -> Struct:
         """The arguments of a call, with memory for what it leaves behind."""
-        sums = Sums(levels=self.levels, first=first, open=is_open, last=last, stays_open=stays_open)
-        sums.level[0] = self._array(0).data_ptr()
+        pass_ = dict(levels=self.levels, first=first, open=is_open, last=last, stays_open=stays_open)
+        sums = ffi.new("Sums *", pass_)
+        sums.level[0] = pointer(self._array(0))
         for i in range(self.levels):
             if (first | last) >> i & 1:
-                sums.level[i + 1] = self._array(i + 1).data_ptr()
+                sums.level[i + 1] = pointer(self._array(i + 1))
         return sums
 
     def _array(self, level: int) -> Tensor:

@@ -5,17 +5,20 @@ The environment variable `PPO_REPRO_KERNELS` names another variant. Every varian
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import platform
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.numerics import build
 from ppo_repro.numerics.build import Platform, Variant
+from ppo_repro.numerics.interface import ffi
 
 CHOICE = "PPO_REPRO_KERNELS"
 KNOWN_ANSWER = 0x83E585B3D1D31E7D  # of known_answer() in C: a change of this number is a change of results
@@ -25,35 +28,26 @@ thread_count = 1  # of the kernels, as `set_threads` set it
 _DENORMAL = 71362  # the bits of 1e-40
 _MEND = "run `make setup` or `pip install -e .` in a checkout, or install the wheel again"
 
-_P, _INT, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_double
-_MAP = (None, (_P, _P, _LONG))
 
-# the result and the arguments of each function in C
-_FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "known_answer": (ctypes.c_uint64, ()),
-    "denormal_product": (ctypes.c_uint32, ()),
-    "set_threads": (_INT, (_INT,)),
-    "forget_workers": (None, ()),
-    "free_scratch": (None, ()),
-    "trim_heap": (None, ()),
-    "join_sums": (None, (_P, _LONG)),
-    "gradient_squares": (_DOUBLE, (_P, _INT)),
-    "adamw": (None, (_P, _INT, _P)),
-    **{f"{name}_float32": _MAP for name in ("exp", "sigmoid", "tanh", "erf")},
-    **{f"{name}_float64": _MAP for name in ("exp", "log", "sigmoid", "softplus")},
-    "sin_cos_float64": (None, (_P, _P, _P, _LONG)),
-    **{name: (_INT, (_P,)) for name in ("token_statistics", "kl_divergence", "cut_tokens", "sample_tokens")},
-    **{name: (None, (_P,)) for name in ("token_statistics_gradient", "kl_divergence_gradient", "normal_noise")},
-    "panel_floats": (_LONG, (_INT, _INT)),
-    "pack": (None, (_P,)),
-    "linear": (None, (_P, _P, _INT, _P, _P)),
-    "linear_backward": (None, (_P, _P, _P, _INT, _P, _P, _P, _P, _P)),
-    "kept_floats": (_LONG, (_P, _LONG, _INT)),
-    "model_forward": (_INT, (_P, _P, _P, _INT, _P)),
-    "model_backward": (None, (_P, _P, _P, _INT, _P, _P)),
-    "copy_prefix": (None, (_P, _P, _P, _LONG, _LONG, _LONG, _INT)),
-    "round_tensor": (None, (_INT, _INT, _P, _LONG, _LONG)),
-}
+class Kernels:
+    """The functions of `c/interface.h` in one library. Calls take turns: there is one pool of threads and one memory.
+
+    A call lets go of the interpreter, so other Python threads run meanwhile; a second call waits for the first.
+    """
+
+    def __init__(self, functions: Any) -> None:
+        self._functions = functions
+        self.turn = threading.RLock()  # reentrant: a finalizer may run between the lines of a call
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function, turn = getattr(self._functions, name), self.turn
+
+        def call(*arguments: Any) -> Any:
+            with turn:
+                return function(*arguments)
+
+        setattr(self, name, call)  # the next time it is found at once
+        return call
 
 
 def cpu_words(key: str) -> list[str]:
@@ -95,15 +89,12 @@ def locate(variant: Variant, folder: Path) -> Path:
     raise UserError(f"{path} is missing: {_MEND}")
 
 
-def open_library(path: Path) -> ctypes.PyDLL:
-    """A library with the types of its functions; UserError if it does not load or its known answer is wrong."""
+def open_library(path: Path) -> Kernels:
+    """Open a library; UserError if it does not load or its known answer is wrong."""
     try:
-        library = ctypes.PyDLL(str(path))  # holds the interpreter's lock: the kernels have one pool of threads
+        library = Kernels(ffi.dlopen(str(path)))
     except OSError as error:
         raise UserError(f"the kernels do not load: {error}; {_MEND}") from None
-    for name, (result, arguments) in _FUNCTIONS.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
     check_denormals(library)
     answer = library.known_answer()
     if answer != KNOWN_ANSWER:
@@ -116,10 +107,22 @@ def open_library(path: Path) -> ctypes.PyDLL:
 
 
 @functools.cache
-def load() -> ctypes.PyDLL:
-    """The library of this process; the first call loads and checks it. UserError if there is none for this machine."""
+def load() -> Kernels:
+    """Return the library of this process; the first call loads and checks it.
+
+    UserError if there is none for this machine.
+    """
     library = open_library(locate(_variant(), build.SOURCES))
-    os.register_at_fork(after_in_child=library.forget_workers)  # a forked child has none of the threads
+    turn = library.turn
+
+    def after_in_child() -> None:
+        turn.release()
+        library.forget_workers()  # a forked child has none of the threads
+
+    # a fork waits until no call runs, so that the child finds no lock that nobody opens
+    os.register_at_fork(
+        before=library.turn.acquire, after_in_parent=library.turn.release, after_in_child=after_in_child
+    )
     return library
 
 
@@ -141,7 +144,7 @@ def use_threads(count: int, torch_computes: bool = False) -> None:
     set_threads(count)
 
 
-def check_denormals(library: ctypes.PyDLL | None = None) -> None:
+def check_denormals(library: Kernels | None = None) -> None:
     """UserError if the calling thread rounds denormal numbers to zero, which would change results."""
     if (library or load()).denormal_product() != _DENORMAL:
         raise UserError(

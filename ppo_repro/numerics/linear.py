@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -16,9 +15,9 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.numerics import library
 from ppo_repro.numerics.gradient_sums import SlotSums, sums_of
+from ppo_repro.numerics.interface import Ints, Struct, ffi, pointer
 from ppo_repro.numerics.precision import round_rows
 from ppo_repro.numerics.rows import Rows
-from ppo_repro.numerics.structs import Ints, address, struct
 
 
 def fuse(tensors: Sequence[Tensor]) -> None:
@@ -61,7 +60,7 @@ class PackedMatrix:
         self.weights, self.biases = tuple(weights), tuple(biases)
         rows = sum(w.shape[0] for w in weights)
         n, k = (weights[0].shape[1], rows) if transposed else (rows, weights[0].shape[1])
-        self.struct = struct("Matrix")(n=n, k=k, transposed=transposed, grad=-1, bias_grad=-1)
+        self.struct = ffi.new("Matrix *", dict(n=n, k=k, transposed=transposed, grad=-1, bias_grad=-1))
         self._form, self._bias_form = form, bias_form
         self._state: tuple[int, ...] = ()
         self._panels: Tensor | None = None
@@ -77,7 +76,7 @@ class PackedMatrix:
         if self.biases:
             fuse(self.biases)
 
-    def prepare(self) -> ctypes.Structure:
+    def prepare(self) -> Struct:
         """The struct, with panels of the weights as they are now."""
         matrix, kernels = self.struct, library.load()
         if state_of((*self.weights, *self.biases)) == self._state:
@@ -86,15 +85,15 @@ class PackedMatrix:
         self._state = state_of((*self.weights, *self.biases))
         if self._panels is None:
             self._panels = torch.empty(kernels.panel_floats(matrix.n, matrix.k))
-        matrix.w, matrix.bias = address(self.weights[0]), address(self.biases[0]) if self.biases else None
+        matrix.w, matrix.bias = pointer(self.weights[0]), pointer(self.biases[0] if self.biases else None)
         if self._form != "float32":
             self._rounded = (torch.cat([round_rows(w, self._form) for w in self.weights]),)
-            matrix.w = address(self._rounded[0])
+            matrix.w = pointer(self._rounded[0])
         if self.biases and self._bias_form != "float32":
             biases = torch.cat([round_rows(b, self._bias_form, scaled=False) for b in self.biases])
-            self._rounded, matrix.bias = (*self._rounded, biases), address(biases)
-        matrix.panels = address(self._panels)
-        kernels.pack(ctypes.byref(matrix))
+            self._rounded, matrix.bias = (*self._rounded, biases), pointer(biases)
+        matrix.panels = pointer(self._panels)
+        kernels.pack(matrix)
         return matrix
 
     def collect(self, sums: SlotSums | None) -> None:
@@ -125,7 +124,7 @@ def product(x: Tensor, matrix: PackedMatrix) -> Tensor:
     """x W^T + b, [n, N] float32 without a gradient; x [n, K] float32."""
     x, packed_matrix = x.detach().contiguous(), matrix.prepare()
     y = torch.empty(len(x), packed_matrix.n)
-    library.load().linear(ctypes.byref(packed_matrix), address(x), len(x), None, address(y))
+    library.load().linear(packed_matrix, pointer(x), len(x), ffi.NULL, pointer(y))
     return y
 
 
@@ -155,17 +154,17 @@ class _Linear(Function):
 
 
 def _backward(
-    matrix: ctypes.Structure, grad: Tensor, x: Tensor | None, rows: Rows | None, use: SlotSums | None, dx: Tensor | None
+    matrix: Struct, grad: Tensor, x: Tensor | None, rows: Rows | None, use: SlotSums | None, dx: Tensor | None
 ) -> None:
     """Gradients of a layer's inputs, into dx, and of its weights, into the sums of a use; None for none."""
     of_rows: tuple[Ints | None, ...] = (None, None, None)
-    adding: AbstractContextManager[ctypes.Structure | None] = nullcontext()
+    adding: AbstractContextManager[Struct | None] = nullcontext()
     if use is not None and rows is not None:
         of_rows, adding = (rows.sequence, rows.position, rows.slots), use.adding(rows.slots)
     with adding as sums:
-        into = None if sums is None else ctypes.byref(sums)
-        products = ctypes.byref(matrix), address(grad), address(x), len(grad)
-        library.load().linear_backward(*products, *map(address, of_rows), into, address(dx))
+        into = ffi.NULL if sums is None else sums
+        products = matrix, pointer(grad), pointer(x), len(grad)
+        library.load().linear_backward(*products, *map(pointer, of_rows), into, pointer(dx))
 
 
 def linear(x: Tensor, layer: nn.Module, rows: Rows | None = None) -> Tensor:
@@ -185,5 +184,5 @@ def add_to_bias(bias: Tensor, grad: Tensor, rows: Rows) -> None:
     if sums is None:
         raise ValueError("nothing collects the gradient of this bias")
     use = sums.use("bias", bias)
-    matrix = struct("Matrix")(n=len(bias), bias=address(bias), grad=-1, bias_grad=use.offset(bias))
+    matrix = ffi.new("Matrix *", dict(n=len(bias), bias=pointer(bias), grad=-1, bias_grad=use.offset(bias)))
     _backward(matrix, grad.detach().contiguous(), None, rows, use, None)

@@ -17,8 +17,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.numerics.families import decoder_layers, head_dim, key_value_heads, routers, stock_masks
+from ppo_repro.numerics.interface import Ints, ints
 from ppo_repro.numerics.rows import Ragged, index
-from ppo_repro.numerics.structs import Ints, ints
 
 
 class SlotCache:

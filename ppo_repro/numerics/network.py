@@ -7,7 +7,6 @@ values; gates and ups) lie one after the other in memory.
 from __future__ import annotations
 
 import copy
-import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -26,14 +25,14 @@ from ppo_repro.numerics import library
 from ppo_repro.numerics.description import LayerParts, check_config, describe
 from ppo_repro.numerics.families import NAMES, TRUNKS, head_of, trunk_of
 from ppo_repro.numerics.gradient_sums import SlotSums, sums_of
+from ppo_repro.numerics.interface import Ints, Struct, constants, ffi, ints, pointer
 from ppo_repro.numerics.linear import PACKED, PackedMatrix, linear, matrix_of, packed, product, state_of
 from ppo_repro.numerics.native import NativeNetwork
 from ppo_repro.numerics.precision import EXACT, FORMATS, Precision, round_rows
 from ppo_repro.numerics.rotary import tables
 from ppo_repro.numerics.rows import Ragged, Rows, index
-from ppo_repro.numerics.structs import Ints, address, ints, struct
 
-KEEP_NOTHING, KEEP_INPUTS, KEEP_ALL = range(3)  # of a forward pass: inputs of layers, or all that its backward needs
+KEEP_NOTHING, KEEP_INPUTS, KEEP_ALL = constants.KEEP_NOTHING, constants.KEEP_INPUTS, constants.KEEP_ALL
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def _round16(n: int) -> int:
 class Cache:
     """Keys and values of some slots of `positions` tokens each."""
 
-    def __init__(self, model: ctypes.Structure, slots: int, positions: int) -> None:
+    def __init__(self, model: Struct, slots: int, positions: int) -> None:
         self.each = _round16(positions)
         self.capacity = slots * self.each
         floats = model.layers * model.kv_heads * self.capacity * model.head_dim
@@ -69,14 +68,21 @@ class _Layer:
             self.matrices[name] = matrix_of(layers, form, precision.other_weights)
         for name, stacked in parts.experts.items():
             self.experts[name] = [PackedMatrix([w], form=precision.weights) for w in stacked.detach()]
-        self.arrays = {n: (struct("Matrix") * len(of))(*(m.struct for m in of)) for n, of in self.experts.items()}
-        structs = {name: matrix.struct for name, matrix in self.matrices.items()}
-        experts = {name: ctypes.addressof(array) for name, array in self.arrays.items()}
-        self.struct = struct("Layer")(window=parts.window, mixture=mixture, scale=parts.scale, **structs, **experts)
+        self.arrays = {name: ffi.new("Matrix[]", len(of)) for name, of in self.experts.items()}
+        self.numbers = {"window": parts.window, "mixture": mixture, "scale": parts.scale, **self.arrays}
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A batch as the kernels take it."""
+
+    struct: Struct
+    batch: Ragged
+    alive: tuple[Any, ...]  # what the struct points to, besides
 
 
 # a batch, the inputs of its layers and the output of the last one [layers + 1, n, H], and the hidden states [n, H]
-Watch = Callable[[Ragged, Tensor, Tensor], None]
+Watch = Callable[[Ragged, Sequence[Tensor], Tensor], None]
 
 
 class Network:
@@ -92,12 +98,12 @@ class Network:
         self.layers = [_Layer(p, m, lowered.precision) for p, m in zip(self.description.layers, mixtures, strict=False)]
         dense = [matrix for layer in self.layers for matrix in layer.matrices.values()]
         self.matrices = dense + [m for layer in self.layers for of in layer.experts.values() for m in of]
-        self._layer_structs = (struct("Layer") * len(self.layers))(*(layer.struct for layer in self.layers))
+        self._layer_structs = ffi.new("Layer[]", [layer.numbers for layer in self.layers])
         self._rounded: dict[int, tuple[tuple[int, ...], Tensor]] = {}  # other weights by id: their state, and rounded
         rotary = self.description.positions is None
         self._tables = tables(trunk.config, lowered.max_context) if rotary else (torch.zeros(1), torch.zeros(1))
         precision = lowered.precision
-        self.struct = struct("Model")(
+        model = dict(
             **self.description.numbers,
             rotary=2 * self._tables[0].shape[1] if rotary else 0,
             round_activations=FORMATS.index(precision.activations),
@@ -105,28 +111,29 @@ class Network:
             round_cache=FORMATS.index(precision.kv_cache),
             embedding_grad=-1,
             positions_grad=-1,
-            cosine=address(self._tables[0]),
-            sine=address(self._tables[1]),
-            layer=ctypes.addressof(self._layer_structs),
+            cosine=pointer(self._tables[0]),
+            sine=pointer(self._tables[1]),
+            layer=self._layer_structs,
         )
+        self.struct = ffi.new("Model *", model)
         d, names = self.description, {id(module): name for name, module in trunk.named_modules()}
         norms = [*(layer.norms[name] for layer in d.layers for name in ("norm1", "norm2")), d.last_norm]
         self._norm_names = [names[id(norm)] for norm in norms]
         self._spare: Tensor | None = None  # what the last backward pass was done with
 
-    def _weight(self, tensor: Tensor | None) -> int | None:
-        """The address of a parameter that is no matrix, or of its rounded copy."""
+    def _weight(self, tensor: Tensor | None) -> Any:
+        """Return a pointer to a parameter that is no matrix, or to its rounded copy."""
         form = self.lowered.precision.other_weights
         if tensor is None or form == "float32":
-            return address(tensor)
+            return pointer(tensor)
         state = state_of((tensor,))
         if id(tensor) not in self._rounded or self._rounded[id(tensor)][0] != state:
             self._rounded[id(tensor)] = state, round_rows(tensor, form)
-        return address(self._rounded[id(tensor)][1])
+        return pointer(self._rounded[id(tensor)][1])
 
-    def _norm(self, norm: Any) -> ctypes.Structure:
+    def _norm(self, norm: Any) -> dict[str, Any]:
         weight, bias = self._weight(norm.weight), self._weight(getattr(norm, "bias", None))
-        return struct("NormWeights")(weight, bias, -1, -1)
+        return {"w": weight, "b": bias, "grad": -1, "b_grad": -1}
 
     def prepare(self) -> None:
         """Before a pass: point to the weights, and pack those that have changed."""
@@ -135,16 +142,17 @@ class Network:
             for name, norm in layer.parts.norms.items():
                 setattr(into, name, self._norm(norm))
             for name, matrix in layer.matrices.items():
-                setattr(into, name, matrix.prepare())
+                setattr(into, name, matrix.prepare()[0])
             for name, array in layer.arrays.items():
-                array[:] = [matrix.prepare() for matrix in layer.experts[name]]
+                for e, matrix in enumerate(layer.experts[name]):
+                    array[e] = matrix.prepare()[0]
         d = self.description
         self.struct.embedding, self.struct.positions = self._weight(d.embedding), self._weight(d.positions)
         self.struct.last_norm = self._norm(d.last_norm)
 
     def kept_bytes(self, tokens: int, keep: int = KEEP_ALL) -> int:
         """What a pass over some tokens keeps for its backward pass."""
-        return 4 * int(library.load().kept_floats(ctypes.byref(self.struct), tokens, keep))
+        return 4 * int(library.load().kept_floats(self.struct, tokens, keep))
 
     def packed_bytes(self) -> int:
         """The packed copies of the weights."""
@@ -169,7 +177,7 @@ class Network:
     def _collect(self, sums: SlotSums) -> None:
         """Let the structs of a prepared network say where the gradients of all weights go."""
 
-        def norm(module: Any, struct: ctypes.Structure) -> None:
+        def norm(module: Any, struct: Struct) -> None:
             bias = getattr(module, "bias", None)
             struct.grad, struct.b_grad = sums.offset(module.weight), -1 if bias is None else sums.offset(bias)
 
@@ -178,7 +186,7 @@ class Network:
                 norm(module, getattr(into, name))
             for name, matrix in layer.matrices.items():
                 matrix.collect(sums)
-                setattr(into, name, matrix.struct)
+                setattr(into, name, matrix.struct[0])
             for name, stacked in layer.parts.experts.items():
                 first = sums.offset(stacked)
                 for e, expert in enumerate(layer.arrays[name]):
@@ -188,35 +196,32 @@ class Network:
         self.struct.positions_grad = -1 if d.positions is None else sums.offset(d.positions)
         norm(d.last_norm, self.struct.last_norm)
 
-    def _call(self, batch: Ragged, cache: Cache, base: Ints, seen: Ints | None) -> ctypes.Structure:
-        """A batch as the kernels take it; the struct keeps alive what it points to."""
+    def _call(self, batch: Ragged, cache: Cache, base: Ints, seen: Ints | None) -> _Call:
+        """Return a batch as the kernels take it."""
         rows = batch.rows
-        call = struct("Batch")(
+        members = dict(
             tokens=len(batch.ids),
             sequences=len(batch.start) - 1,
-            ids=address(batch.ids),
-            position=address(rows.position),
-            sequence=address(rows.sequence),
-            start=address(batch.start),
-            base=address(base),
-            slots=address(rows.slots),
-            keys=address(cache.keys),
-            values=address(cache.values),
+            ids=pointer(batch.ids),
+            position=pointer(rows.position),
+            sequence=pointer(rows.sequence),
+            start=pointer(batch.start),
+            base=pointer(base),
+            slots=pointer(rows.slots),
+            keys=pointer(cache.keys),
+            values=pointer(cache.values),
             capacity=cache.capacity,
-            routes=address(batch.routes),
-            seen=address(seen),
+            routes=pointer(batch.routes),
+            seen=pointer(seen),
         )
-        call.batch, call.alive = batch, (cache, base, seen)
-        return call
+        return _Call(ffi.new("Batch *", members), batch, (cache, base, seen))
 
     def _seen(self, batch: Ragged, wanted: bool) -> Ints | None:
         return np.empty((len(batch.ids), self.struct.mixtures * self.struct.chosen), np.int32) if wanted else None
 
-    def _forward(self, call: ctypes.Structure, kept: Tensor | None, keep: int) -> Tensor:
-        hidden = torch.empty(call.tokens, self.struct.hidden)
-        place = library.load().model_forward(
-            ctypes.byref(self.struct), ctypes.byref(call), address(kept), keep, address(hidden)
-        )
+    def _forward(self, call: _Call, kept: Tensor | None, keep: int) -> Tensor:
+        hidden = torch.empty(len(call.batch.ids), self.struct.hidden)
+        place = library.load().model_forward(self.struct, call.struct, pointer(kept), keep, pointer(hidden))
         if place:
             name = self._norm_names[place - 1]
             raise NumericsError(f"the input of {name} is not finite; lower the learning rate or check the weights")
@@ -228,16 +233,16 @@ class Network:
         spare, self._spare = self._spare, None  # fresh pages cost time
         return torch.empty(floats) if spare is None or spare.numel() < floats else spare
 
-    def _pass(self, call: ctypes.Structure) -> Tensor:
+    def _pass(self, call: _Call) -> Tensor:
         """Hidden states [n, H] of a pass without gradients."""
         if self.watch is None:
             return self._forward(call, None, KEEP_NOTHING)
-        n, width, layers = call.tokens, self.struct.hidden, len(self.layers) + 1
+        n, width, layers = len(call.batch.ids), self.struct.hidden, len(self.layers)
         kept = self._memory(n, KEEP_INPUTS)
         hidden = self._forward(call, kept, KEEP_INPUTS)
-        begin, each = 2 * _round16(n), _round16(n * width)  # as `layer_input` in model.c
-        inputs = kept[begin : begin + layers * each].view(layers, each)[:, : n * width]
-        self.watch(call.batch, inputs.view(layers, n, width), hidden)
+        starts = [library.load().layer_input_at(self.struct, n, layer, KEEP_INPUTS) for layer in range(layers + 1)]
+        inputs = [kept[start : start + n * width].view(n, width) for start in starts]
+        self.watch(call.batch, inputs, hidden)
         return hidden
 
     def check(self, batch: Ragged) -> None:
@@ -266,7 +271,7 @@ class Network:
     def copy_prefix(self, cache: Cache, source: int, target: int, positions: int) -> None:
         """Copy the keys and values of the first positions of a slot to another one."""
         library.load().copy_prefix(
-            ctypes.byref(self.struct), address(cache.keys), address(cache.values), cache.capacity,
+            self.struct, pointer(cache.keys), pointer(cache.values), cache.capacity,
             source * cache.each, target * cache.each, positions,
         )  # fmt: skip
 
@@ -320,9 +325,8 @@ class _Hidden(Function):
         network._collect(use)
         with use.adding(batch.rows.slots) as c_sums:
             library.load().model_backward(
-                ctypes.byref(network.struct), ctypes.byref(ctx.call), address(kept), ctx.keep, address(d_hidden),
-                ctypes.byref(c_sums),
-            )  # fmt: skip
+                network.struct, ctx.call.struct, pointer(kept), ctx.keep, pointer(d_hidden), c_sums
+            )
         network.give_back(kept)
         return None, None, None, None, None
 

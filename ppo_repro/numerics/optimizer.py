@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +15,7 @@ from ppo_repro.base.errors import NumericsError
 from ppo_repro.base.ranks import ALONE, Ranks
 from ppo_repro.numerics import library
 from ppo_repro.numerics.gradient_sums import GradientSums
-from ppo_repro.numerics.structs import address, struct
+from ppo_repro.numerics.interface import Struct, ffi, pointer
 
 SLOTS = 8  # of a minibatch
 _CLIP_EPS = 1e-6  # torch's, in clip_grad_norm_
@@ -68,9 +67,6 @@ def copy_named(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> N
             target.copy_(values[name])
 
 
-_Trained = struct("Trained")
-
-
 def power(base: float, exponent: int) -> float:
     """base^exponent in float64 by repeated squaring: the C library's pow differs between machines."""
     result = 1.0
@@ -82,10 +78,10 @@ def power(base: float, exponent: int) -> float:
     return result
 
 
-def step_constants(s: AdamWSettings, norm: float, steps: int) -> ctypes.Structure:
+def step_constants(s: AdamWSettings, norm: float, steps: int) -> Struct:
     """The constants of step number `steps`, in float64 from settings and counts, each rounded once to float32."""
-    return struct("Step")(
-        clip=min(1.0, (s.max_grad_norm or math.inf) / (ctypes.c_float(norm).value + _CLIP_EPS)),
+    constants = dict(
+        clip=min(1.0, (s.max_grad_norm or math.inf) / (float(ffi.cast("float", norm)) + _CLIP_EPS)),
         beta1=s.beta1,
         rest1=1.0 - s.beta1,
         beta2=s.beta2,
@@ -95,6 +91,7 @@ def step_constants(s: AdamWSettings, norm: float, steps: int) -> ctypes.Structur
         unroot=1.0 / math.sqrt(1.0 - power(s.beta2, steps)),
         eps=s.eps,
     )
+    return ffi.new("Step *", constants)
 
 
 class AdamW:
@@ -110,18 +107,16 @@ class AdamW:
 
     def apply(self, settings: AdamWSettings, gradients: Mapping[str, Tensor]) -> float:
         """One step; returns the global norm before clipping. NumericsError names a gradient that is not finite."""
-        tensors = (_Trained * len(self.parameters))(
-            *(
-                _Trained(*map(address, (p, gradients[name], self.first[name], self.second[name])), p.numel())
-                for name, p in self.parameters.items()
-            )
-        )
+        tensors = ffi.new("Trained[]", len(self.parameters))
+        for tensor, (name, p) in zip(tensors, self.parameters.items(), strict=True):
+            tensor.p, tensor.g, tensor.n = pointer(p), pointer(gradients[name]), p.numel()
+            tensor.m, tensor.v = pointer(self.first[name]), pointer(self.second[name])
         norm = math.sqrt(library.load().gradient_squares(tensors, len(tensors)))
         for name, tensor in zip(self.parameters, tensors, strict=True):
             if not math.isfinite(tensor.square):
                 raise NumericsError(f"the gradient of {name} is not finite; lower the learning rate")
         self.steps += 1
-        library.load().adamw(tensors, len(tensors), ctypes.byref(step_constants(settings, norm, self.steps)))
+        library.load().adamw(tensors, len(tensors), step_constants(settings, norm, self.steps))
         # packed copies of weights are outdated when these counters change
         torch.autograd.graph.increment_version(self.parameters.values())
         return norm

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ppo_repro.numerics import library
-from ppo_repro.numerics.structs import address
+from ppo_repro.numerics.interface import names, pointer
 
-FORMATS = ("float32", "bfloat16", "float16", "float8_e4m3", "float8_e5m2", "int8")  # by their number in rounding.c
+FORMATS = names("NumberFormat", "FORMAT_")  # by their number in C
 NARROW = FORMATS[3:]  # formats of 8 bits, with a scale for each row
 
 
@@ -38,5 +38,5 @@ def round_rows(x: Tensor, form: str, scaled: bool = True) -> Tensor:
     rounded = x.detach().to(torch.float32).clone(memory_format=torch.contiguous_format)
     if form != "float32" and rounded.numel():
         width = rounded.shape[-1]
-        library.load().round_tensor(FORMATS.index(form), scaled, address(rounded), rounded.numel() // width, width)
+        library.load().round_tensor(FORMATS.index(form), scaled, pointer(rounded), rounded.numel() // width, width)
     return rounded

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.base.ranks import Ranks
-from ppo_repro.numerics.structs import Ints, ints
+from ppo_repro.numerics.interface import Ints, ints
 
 BLOCK = 128  # of the law: positions of a chain in the gradient of a weight
 

@@ -6,7 +6,6 @@ top-k and top-p every token is eligible. Mode `deterministic` uses the C kernels
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch.autograd import Function
 
 from ppo_repro.base.errors import NumericsError
 from ppo_repro.numerics import library
-from ppo_repro.numerics.structs import address, struct
+from ppo_repro.numerics.interface import Struct, ffi, pointer
 
 NOT_FINITE = (
     "the model's logits are not finite, or further apart than float32 reaches; "
@@ -30,37 +29,42 @@ def require_finite(logits: Tensor) -> None:
         raise NumericsError(NOT_FINITE)
 
 
-def _run(function: str, arguments: ctypes.Structure) -> None:
+def _run(function: str, arguments: Struct) -> None:
     """Call a kernel; NumericsError if it met a row of logits that is not finite."""
-    if not getattr(library.load(), function)(ctypes.byref(arguments)):
+    if not getattr(library.load(), function)(arguments):
         raise NumericsError(NOT_FINITE)
 
 
 def _softmax_rows(n: int) -> Tensor:
-    """Memory for `Softmax` of tokens.c of n rows: largest logit / temperature, sum of exp, its ln, a mean."""
-    return torch.empty(n, 4, dtype=torch.float64)
+    """Memory for n C structs `Softmax`."""
+    return torch.empty(n, ffi.sizeof("Softmax"), dtype=torch.uint8)
+
+
+def _softmax(rows: Tensor) -> Any:
+    """Return a pointer to the structs in `_softmax_rows`."""
+    return ffi.cast("Softmax *", rows.data_ptr())
 
 
 def _dense(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
-def _rows(logits: Tensor) -> tuple[int, int]:
-    """The address of rows that lie in memory one number after the other, and the distance of two rows."""
+def _rows(logits: Tensor) -> tuple[Any, int]:
+    """Return a pointer to rows whose numbers lie in memory one after the other, and the distance of two rows."""
     if logits.dtype != torch.float32 or logits.device.type != "cpu":
         raise ValueError(f"logits are {logits.dtype} on {logits.device}, where float32 on the CPU is due")
-    return logits.data_ptr(), logits.stride(0)
+    return ffi.cast("float *", logits.data_ptr()), logits.stride(0)
 
 
 def _mask(eligible: Tensor | None) -> Tensor | None:
     return None if eligible is None else eligible.contiguous()
 
 
-def _arguments(
-    logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, rows: Tensor
-) -> ctypes.Structure:
-    about = temperature, address(eligible, torch.bool), address(targets, torch.int64), address(rows, torch.float64)
-    return struct("Statistics")(*_rows(logits), *logits.shape, *about)
+def _arguments(logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, rows: Tensor) -> Struct:
+    (z, ld), (n, v) = _rows(logits), logits.shape
+    a = ffi.new("Statistics *", dict(logits=z, ld=ld, n=n, v=v, temperature=temperature))
+    a.eligible, a.targets, a.rows = pointer(eligible), pointer(targets), _softmax(rows)
+    return a
 
 
 def _statistics(
@@ -72,7 +76,7 @@ def _statistics(
         raise IndexError(f"a target is outside the {v} columns of the logits")
     logprobs, entropies, squares, rows = torch.empty(n), torch.empty(n), torch.empty(n), _softmax_rows(n)
     a = _arguments(logits, targets, temperature, eligible, rows)
-    a.logprobs, a.entropies, a.squares = address(logprobs), address(entropies), address(squares)
+    a.logprobs, a.entropies, a.squares = pointer(logprobs), pointer(entropies), pointer(squares)
     _run("token_statistics", a)
     return logprobs, entropies, squares, rows
 
@@ -92,8 +96,8 @@ class _TokenStatistics(Function):
         logits, targets, eligible, rows = ctx.saved_tensors
         gradient, d_logprobs, d_entropies = torch.empty(logits.shape), d_logprobs.contiguous(), d_entropies.contiguous()
         a = _arguments(logits, targets, ctx.temperature, eligible, rows)
-        a.d_logprobs, a.d_entropies, a.gradient = address(d_logprobs), address(d_entropies), address(gradient)
-        library.load().token_statistics_gradient(ctypes.byref(a))
+        a.d_logprobs, a.d_entropies, a.gradient = pointer(d_logprobs), pointer(d_entropies), pointer(gradient)
+        library.load().token_statistics_gradient(a)
         return gradient, None, None, None
 
 
@@ -130,9 +134,12 @@ def prob_sq_sum(logits: Tensor, temperature: float, eligible: Tensor | None) -> 
 
 def _two_rows(
     p_logits: Tensor, q_logits: Tensor, temperature: float, eligible: Tensor | None, p: Tensor, q: Tensor
-) -> ctypes.Structure:
-    about = temperature, address(eligible, torch.bool), address(p, torch.float64), address(q, torch.float64)
-    return struct("Divergence")(*_rows(p_logits), *_rows(q_logits), *p_logits.shape, *about)
+) -> Struct:
+    (zp, p_ld), (zq, q_ld), (n, v) = _rows(p_logits), _rows(q_logits), p_logits.shape
+    rows = dict(p_logits=zp, p_ld=p_ld, q_logits=zq, q_ld=q_ld, n=n, v=v, temperature=temperature)
+    a = ffi.new("Divergence *", rows)
+    a.eligible, a.p, a.q = pointer(eligible), _softmax(p), _softmax(q)
+    return a
 
 
 class _Divergence(Function):
@@ -143,7 +150,7 @@ class _Divergence(Function):
         n = len(p_logits)
         p, q, out = _softmax_rows(n), _softmax_rows(n), torch.empty(n)
         a = _two_rows(p_logits, q_logits, temperature, eligible, p, q)
-        a.out = address(out)
+        a.out = pointer(out)
         _run("kl_divergence", a)
         ctx.save_for_backward(p_logits, q_logits, eligible, p, q)
         ctx.temperature = temperature
@@ -154,8 +161,8 @@ class _Divergence(Function):
         p_logits, q_logits, eligible, p, q = ctx.saved_tensors
         gradient, grad = torch.empty(p_logits.shape), grad.contiguous()
         a = _two_rows(p_logits, q_logits, ctx.temperature, eligible, p, q)
-        a.seed, a.gradient = address(grad), address(gradient)
-        library.load().kl_divergence_gradient(ctypes.byref(a))
+        a.seed, a.gradient = pointer(grad), pointer(gradient)
+        library.load().kl_divergence_gradient(a)
         return gradient, None, None, None
 
 
@@ -192,9 +199,9 @@ def normal_noise(seeds: Tensor, positions: Tensor, columns: int) -> Tensor:
     """
     out = torch.empty(len(seeds), columns, dtype=torch.float64)
     seeds, positions = seeds.contiguous(), positions.contiguous()
-    addresses = address(seeds, torch.int64), address(positions, torch.int64)
-    noise = struct("Noise")(*addresses, len(seeds), columns, address(out, torch.float64))
-    library.load().normal_noise(ctypes.byref(noise))
+    noise = ffi.new("Noise *", dict(n=len(seeds), columns=columns))
+    noise.seeds, noise.positions, noise.out = pointer(seeds), pointer(positions), pointer(out)
+    library.load().normal_noise(noise)
     return out
 
 
@@ -209,8 +216,10 @@ def cut_tokens(scaled: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor
     scaled = scaled.contiguous()
     order = torch.argsort(scaled, dim=-1, descending=True, stable=True)
     eligible, rank, log_kept = torch.empty(n, v, dtype=torch.bool), torch.empty(n, v, dtype=torch.int32), torch.empty(n)
-    results = address(eligible, torch.bool), address(rank, torch.int32), address(log_kept)
-    _run("cut_tokens", struct("Cut")(address(scaled), address(order, torch.int64), n, v, top_k, top_p, *results))
+    cut = ffi.new("Cut *", dict(n=n, v=v, top_k=top_k, top_p=top_p))
+    cut.scaled, cut.order = pointer(scaled), pointer(order)
+    cut.eligible, cut.rank, cut.log_kept = pointer(eligible), pointer(rank), pointer(log_kept)
+    _run("cut_tokens", cut)
     return eligible, rank, log_kept
 
 
@@ -226,8 +235,11 @@ def sample_tokens(
     n = len(logits)
     logits, seeds, positions = _dense(logits.detach()), seeds.contiguous(), positions.contiguous()
     tokens, logprobs, rows = torch.empty(n, dtype=torch.int64), torch.empty(n), _softmax_rows(n)
-    noise = address(seeds, torch.int64), address(positions, torch.int64)
-    kept = (None, None) if cut is None else (address(cut[0], torch.bool), address(cut[1], torch.int32))
-    results = address(tokens, torch.int64), address(logprobs), address(rows, torch.float64)
-    _run("sample_tokens", struct("Sampling")(*_rows(logits), *logits.shape, temperature, *noise, *kept, *results))
+    z, ld = _rows(logits)
+    a = ffi.new("Sampling *", dict(logits=z, ld=ld, n=n, v=logits.shape[1], temperature=temperature))
+    a.seeds, a.positions = pointer(seeds), pointer(positions)
+    if cut is not None:
+        a.eligible, a.columns = pointer(cut[0]), pointer(cut[1])
+    a.tokens, a.logprobs, a.rows = pointer(tokens), pointer(logprobs), _softmax(rows)
+    _run("sample_tokens", a)
     return tokens, logprobs

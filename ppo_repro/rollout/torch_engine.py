@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.numerics.families import routers, trunk_of
+from ppo_repro.numerics.interface import Ints, ints
 from ppo_repro.numerics.native import SlotCache
 from ppo_repro.numerics.network import Cache, logits, network_of
 from ppo_repro.numerics.rows import index, ragged
-from ppo_repro.numerics.structs import Ints, ints
 from ppo_repro.rollout.engine import Completion, Dialogue, Request, Sampling, check_request
 from ppo_repro.rollout.sampler import sample
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable
 
@@ -12,6 +11,7 @@ import torch
 
 from ppo_repro.numerics import build, library
 from ppo_repro.numerics.definition import elementary as definition
+from ppo_repro.numerics.interface import pointer
 from tests.support.variants import ABLE
 
 F, D = np.float32, np.float64
@@ -37,9 +37,9 @@ SPECIAL = [
 ]
 
 
-def mapped(kernels: ctypes.CDLL, name: str, x: Array) -> Array:
+def mapped(kernels: library.Kernels, name: str, x: Array) -> Array:
     y = np.empty_like(x)
-    getattr(kernels, name)(x.ctypes.data, y.ctypes.data, x.size)
+    getattr(kernels, name)(*map(pointer, map(torch.from_numpy, (x, y))), x.size)
     return y
 
 
@@ -68,7 +68,7 @@ def test_sine_and_cosine_are_the_definition_bit_for_bit(variant: build.Variant) 
     kernels = library.open_library(library.locate(variant, build.SOURCES))
     x = np.concatenate([np.arange(0.0, 3000.0), np.random.default_rng(0).uniform(0, 2.0**20, 20_000)])
     sine, cosine = np.empty_like(x), np.empty_like(x)
-    kernels.sin_cos_float64(x.ctypes.data, sine.ctypes.data, cosine.ctypes.data, x.size)
+    kernels.sin_cos_float64(*map(pointer, map(torch.from_numpy, (x, sine, cosine))), x.size)
     # + 0.0: the definition multiplies a zero by its sign
     assert [y.tobytes() for y in (sine + 0.0, cosine)] == [(y + 0.0).tobytes() for y in definition.sin_cos64(x)]
 

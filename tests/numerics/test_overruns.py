@@ -21,9 +21,9 @@ from torch import Tensor
 from ppo_repro.numerics import library
 from ppo_repro.numerics import token_statistics as tokens
 from ppo_repro.numerics.gradient_sums import GradientSums
+from ppo_repro.numerics.interface import ints, pointer
 from ppo_repro.numerics.network import Lowered, Network
 from ppo_repro.numerics.rows import ragged, slots_of
-from ppo_repro.numerics.structs import ints
 from tests.support.models import CONFIGS, MIXTURES, small_model
 
 PAGE, SLOTS, CONTEXT, LENGTHS = mmap.PAGESIZE, 8, 180, (17, 1, 40, 165)
@@ -88,7 +88,8 @@ if __name__ == "__main__":
     load = library.load()
     if what == "control":
         array = guarded(np.zeros(5, np.float32), side)
-        load.exp_float32(array.ctypes.data, array.ctypes.data + (4 if side == "after" else -4), 5)
+        at = pointer(torch.from_numpy(array))
+        load.exp_float32(at, at + (1 if side == "after" else -1), 5)
     for module, names in MADE_BY.items():
         for name in names:
             made = getattr(module, name)

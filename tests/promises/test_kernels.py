@@ -6,7 +6,6 @@ The definition is `ppo_repro/numerics/definition`. Controls: libraries of anothe
 from __future__ import annotations
 
 import copy
-import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,11 +33,11 @@ from ppo_repro.numerics.definition.product import product
 from ppo_repro.numerics.definition.rounding import Rounding
 from ppo_repro.numerics.definition.row_sums import row_sum
 from ppo_repro.numerics.gradient_sums import GradientSums
+from ppo_repro.numerics.interface import ffi, ints, pointer
 from ppo_repro.numerics.linear import linear
 from ppo_repro.numerics.network import Lowered, Network
 from ppo_repro.numerics.precision import EXACT, Precision
 from ppo_repro.numerics.rows import Rows, ragged, slots_of
-from ppo_repro.numerics.structs import address, ints
 from tests.support.models import CONFIGS, EVERY_FAMILY, MIXTURES, small_model
 from tests.support.variants import ABLE, FASTEST
 
@@ -253,11 +252,9 @@ def test_heads_compute_the_definition(bias: bool) -> None:
         assert_same(array(gradient), expected, name)
 
 
-def row_dot(kernels: ctypes.CDLL, a: Array, b: Array) -> float:
+def row_dot(kernels: library.Kernels, a: Array, b: Array) -> float:
     """sum a b in float64, not rounded."""
-    function = kernels.row_dot
-    function.restype, function.argtypes = ctypes.c_double, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
-    return float(function(address(a), address(b), len(a)))
+    return float(kernels.row_dot(pointer(torch.from_numpy(a)), pointer(torch.from_numpy(b)), len(a)))
 
 
 def two_rows(seed: int, n: int) -> Array:
@@ -275,7 +272,7 @@ def test_row_sums_are_the_definition_before_they_are_rounded(seed: int, n: int) 
 
 
 @contextmanager
-def using(kernels: ctypes.PyDLL) -> Iterator[None]:
+def using(kernels: library.Kernels) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "load", lambda: kernels)
         yield
@@ -288,12 +285,10 @@ def test_every_instruction_set_computes_the_definition(variant: build.Variant, f
         case_of(family).assert_kernels_are_the_definition()
 
 
-def kernels_of_another_order(folder: Path, flag: str) -> ctypes.PyDLL:
+def kernels_of_another_order(folder: Path, flag: str) -> library.Kernels:
     (path,) = build.compile_variants(FASTEST, folder, flag)
-    answer = ctypes.CDLL(str(path)).known_answer
-    answer.restype = ctypes.c_uint64
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "KNOWN_ANSWER", answer())
+        patch.setattr(library, "KNOWN_ANSWER", ffi.dlopen(str(path)).known_answer())
         return library.open_library(path)
 
 

@@ -37,7 +37,7 @@ from transformers import (
 
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import ValueModel, make_policy, make_value_model
-from ppo_repro.numerics.structs import Ints
+from ppo_repro.numerics.interface import Ints
 
 CONTEXT = 64
 VOCAB = 89  # not a multiple of 8, so that a bit set has spare bits

@@ -2,7 +2,7 @@
 #include "elementary.h"
 
 #define MAP(name, type, f) \
-  EXPORT void name(const type *x, type *y, long n) { \
+  void name(const type *x, type *y, long n) { \
     for (long i = 0; i < n; i++) y[i] = f(x[i]); \
   }
 
@@ -24,6 +24,6 @@ MAP(log_float64, double, log64)
 MAP(sigmoid_float64, double, sigmoid64)
 MAP(softplus_float64, double, softplus64)
 
-EXPORT void sin_cos_float64(const double *x, double *sine, double *cosine, long n) {
+void sin_cos_float64(const double *x, double *sine, double *cosine, long n) {
   for (long i = 0; i < n; i++) sin_cos64(x[i], sine + i, cosine + i);
 }

@@ -56,21 +56,24 @@ static long most_saved_floats(const Model *m, long t) {
   return most;
 }
 
-enum { KEEP_NOTHING, KEEP_INPUTS, KEEP_ALL };  // inputs of layers: the rest is computed again in the backward pass
-
 // Floats that a pass over `tokens` rows keeps: 1/r and mean of the last norm, inputs of layers, and what is in Saved
-EXPORT long kept_floats(const Model *m, long tokens, int keep) {
+long kept_floats(const Model *m, long tokens, Keep keep) {
   long floats = 2 * round16(tokens) + (keep ? m->layers + 1 : 2) * round16(tokens * m->hidden);
   if (keep != KEEP_ALL) return floats + most_saved_floats(m, tokens);
   for (int i = 0; i < m->layers; i++) floats += saved_floats(m, &m->layer[i], tokens);
   return floats;
 }
 
-INLINE float *layer_input(const Model *m, long tokens, float *kept, int index, int keep) {
-  return kept + 2 * round16(tokens) + (keep ? index : index % 2) * round16(tokens * m->hidden);
+// Where the input of a layer lies in the memory of a pass; that of layer `layers` is the output of the last one.
+long layer_input_at(const Model *m, long tokens, int layer, Keep keep) {
+  return 2 * round16(tokens) + (keep ? layer : layer % 2) * round16(tokens * m->hidden);
 }
 
-static Saved saved_at(const Model *m, long tokens, float *kept, int index, int keep) {
+INLINE float *layer_input(const Model *m, long tokens, float *kept, int layer, Keep keep) {
+  return kept + layer_input_at(m, tokens, layer, keep);
+}
+
+static Saved saved_at(const Model *m, long tokens, float *kept, int index, Keep keep) {
   float *at = kept + 2 * round16(tokens) + (keep ? m->layers + 1 : 2) * round16(tokens * m->hidden);
   if (keep == KEEP_ALL)
     for (int i = 0; i < index; i++) at += saved_floats(m, &m->layer[i], tokens);
@@ -344,7 +347,7 @@ static Blocks expert_blocks(const Batch *b, const Dispatch *d, int e, const Sums
 static void mixture_backward(const Model *m, const Batch *b, const Layer *l, Saved s, const Blocks *blocks, const float *dy, float *dh) {
   int t = b->tokens, n = m->hidden, up = up_width(l), mlp = mlp_width(l);
   long rows = (long)t * m->chosen;
-  float *d_rows = shared_scratch(4, (size_t)(rows * (n + mlp + up) + (long)t * m->experts)), *d_act = d_rows + rows * n;
+  float *d_rows = shared_scratch(SCRATCH_EXPERTS, (size_t)(rows * (n + mlp + up) + (long)t * m->experts)), *d_act = d_rows + rows * n;
   float *d_up = d_act + rows * mlp, *d_router = d_up + rows * up;
   Dispatch d = dispatch(m, s.route, t);
   Mixture a = {m, b, 0, s, dy, d_rows, d_router, d.place, dh};
@@ -401,7 +404,7 @@ static Deltas make_deltas(const Model *m, long tokens) {
       wide = up_width(&m->layer[i]) > wide ? up_width(&m->layer[i]) : wide;
       narrow = mlp_width(&m->layer[i]) > narrow ? mlp_width(&m->layer[i]) : narrow;
     }
-  float *at = shared_scratch(3, (size_t)(5 * 16 + tokens * (3L * m->hidden + wide + narrow)));
+  float *at = shared_scratch(SCRATCH_DELTAS, (size_t)(5 * 16 + tokens * (3L * m->hidden + wide + narrow)));
   Deltas d;
   d.dx = take(&at, tokens * m->hidden), d.dx2 = take(&at, tokens * m->hidden), d.dh = take(&at, tokens * m->hidden);
   d.wide = take(&at, tokens * wide), d.narrow = at;
@@ -452,8 +455,8 @@ static void lookup_row(const void *argument, int t) {
 
 // Hidden states [tokens][hidden] after the last norm. `kept` has kept_floats(..); NULL where nothing is kept.
 // 0, or 1 + 2 layer + (0: first, 1: second norm) where the input of a norm is not finite; the last norm has 1 + 2 layers.
-EXPORT int model_forward(const Model *m, const Batch *b, float *kept, int keep, float *hidden) {
-  if (!kept) kept = shared_scratch(2, (size_t)kept_floats(m, b->tokens, keep = KEEP_NOTHING));
+int model_forward(const Model *m, const Batch *b, float *kept, Keep keep, float *hidden) {
+  if (!kept) kept = shared_scratch(SCRATCH_PASS, (size_t)kept_floats(m, b->tokens, keep = KEEP_NOTHING));
   not_finite = 0;
   for_rows(b->tokens, lookup_row, &(Lookup){m, b, layer_input(m, b->tokens, kept, 0, keep)});
   for (int i = 0; i < m->layers; i++) layer_forward(m, b, i, saved_at(m, b->tokens, kept, i, keep));
@@ -463,7 +466,7 @@ EXPORT int model_forward(const Model *m, const Batch *b, float *kept, int keep, 
 }
 
 // From the gradient of the hidden states to those of all parameters
-EXPORT void model_backward(const Model *m, const Batch *b, float *kept, int keep, const float *d_hidden, const Sums *sums) {
+void model_backward(const Model *m, const Batch *b, float *kept, Keep keep, const float *d_hidden, const Sums *sums) {
   Blocks blocks = make_blocks(b->tokens, b->sequence, b->position, b->slots, sums);
   Deltas d = make_deltas(m, b->tokens);
   const float *x = layer_input(m, b->tokens, kept, m->layers, keep);
@@ -484,7 +487,7 @@ EXPORT void model_backward(const Model *m, const Batch *b, float *kept, int keep
 }
 
 // Copies a prefix of a sequence's keys and values in a cache
-EXPORT void copy_prefix(const Model *m, float *keys, float *values, long capacity, long from, long to, int positions) {
+void copy_prefix(const Model *m, float *keys, float *values, long capacity, long from, long to, int positions) {
   size_t floats = (size_t)round16(positions) * (size_t)m->head_dim;
   for (long i = 0; i < (long)m->layers * m->kv_heads; i++) {
     memcpy(keys + (i * capacity + to) * m->head_dim, keys + (i * capacity + from) * m->head_dim, sizeof(float) * floats);

@@ -23,16 +23,13 @@ static void join_task(void *argument, int index) {
 
 // The whole tree of `n` sums in level[0], where no rows are left: slot `first` is the last one with rows (`open`), or
 // has none. total = level[0] or +0; then total = total + level[i + 1] for each bit i of `first`, by rising i
-EXPORT void join_sums(const Sums *sums, long n) {
+void join_sums(const Sums *sums, long n) {
   if (sums->first == 1 << sums->levels) return;
   Join j = {sums, n};
   parallel_for(pieces_in(n), join_task, &j);
 }
 
 // ------------------------------------------------------------------------------------------- tensors of an optimizer
-
-// A parameter, its gradient, its moments, and the sum of the squares of its gradient
-typedef struct { float *p; const float *g; float *m, *v; long n; double square; } Trained;
 
 typedef struct { const float *g; long n; double *blocks; } Squares;
 
@@ -45,10 +42,10 @@ static void squares_task(void *argument, int index) {
 
 // square = sum g^2 of each tensor: blocks of 4,096 elements, their results added in order from +0. Returns the sum of
 // `square` of all tensors in order from +0. It is NaN or infinite if and only if a gradient is: none overflows float64.
-EXPORT double gradient_squares(Trained *tensors, int count) {
+double gradient_squares(Trained *tensors, int count) {
   double sum = 0.0;
   for (Trained *t = tensors; t < tensors + count; t++) {
-    Squares s = {t->g, t->n, (double *)shared_scratch(5, 2 * (size_t)(t->n / NORM_BLOCK + 1))};
+    Squares s = {t->g, t->n, (double *)shared_scratch(SCRATCH_SQUARES, 2 * (size_t)(t->n / NORM_BLOCK + 1))};
     parallel_for(pieces_in(t->n), squares_task, &s);
     t->square = 0.0;
     for (long at = 0; at < t->n; at += NORM_BLOCK) t->square += s.blocks[at / NORM_BLOCK];
@@ -58,10 +55,6 @@ EXPORT double gradient_squares(Trained *tensors, int count) {
 }
 
 // ------------------------------------------------------------------------------------------------------------ AdamW
-
-// Constants of a step, computed in float64, each rounded once: clip = min(1, largest norm / norm), rest = 1 - beta,
-// keep = 1 - learning rate x weight decay, rate = learning rate / (1 - beta1^t), unroot = 1 / sqrt(1 - beta2^t)
-typedef struct { float clip, beta1, rest1, beta2, rest2, keep, rate, unroot, eps; } Step;
 
 // c = clip g;  m = beta1 m + (rest1 c);  v = beta2 v + ((rest2 c) c);
 // p = keep p - (rate m) / (sqrt(v) unroot + eps): each a b + c by fma, all else rounded once
@@ -84,6 +77,6 @@ static void adamw_task(void *argument, int index) {
   adamw_piece(t->p + at, t->g + at, t->m + at, t->v + at, (int)piece_length(t->n, at), *a->step);
 }
 
-EXPORT void adamw(const Trained *tensors, int count, const Step *step) {
+void adamw(const Trained *tensors, int count, const Step *step) {
   for (int t = 0; t < count; t++) parallel_for(pieces_in(tensors[t].n), adamw_task, &(Adamw){tensors + t, step});
 }

@@ -110,8 +110,8 @@ static void pack_task(void *argument, int p) {
       for (int k = k0; k < least(k0 + 16, m->k); k++) out[(long)k * COLS + j] = m->w[(long)(p * COLS + j) * m->k + k];
 }
 
-EXPORT void pack(Matrix *m) { parallel_for(panels_of(m->n), pack_task, m); }
-EXPORT long panel_floats(int n, int k) { return (long)panels_of(n) * COLS * k; }
+void pack(Matrix *m) { parallel_for(panels_of(m->n), pack_task, m); }
+long panel_floats(int n, int k) { return (long)panels_of(n) * COLS * k; }
 
 // ---------------------------------------------------------------------------------------------------------- forward
 
@@ -202,7 +202,7 @@ static void run_product(Product l) {
   parallel_for(l.chunks * ((panels + l.group - 1) / l.group), product_task, &l);
 }
 
-EXPORT void linear(const Matrix *w, const float *x, int rows, const float *residual, float *y) {
+void linear(const Matrix *w, const float *x, int rows, const float *residual, float *y) {
   run_product((Product){w, x, w->k, rows, residual, y, w->n, 0, 0, 0});
 }
 
@@ -381,8 +381,8 @@ static void weight_gradient(const float *dy, int n, const float *x, int k, const
   if (grad < 0) return;
   WeightGradient g = {dy, n, x, k, blocks, grad, NULL, NULL, 0, 0};
   int strips = strips_of(n), panels = panels_of(k), rows = blocks->rows;
-  g.strips = shared_scratch(0, (size_t)strips * ROWS * (size_t)rows);
-  g.panels = shared_scratch(1, (size_t)panels * COLS * (size_t)rows);
+  g.strips = shared_scratch(SCRATCH_GRADIENT_STRIPS, (size_t)strips * ROWS * (size_t)rows);
+  g.panels = shared_scratch(SCRATCH_GRADIENT_PANELS, (size_t)panels * COLS * (size_t)rows);
   parallel_for((strips * ROWS + PACKED - 1) / PACKED + (panels * COLS + PACKED - 1) / PACKED, pack_operands_task, &g);
   g.strip_group = least(STRIP_GROUP, 1 + 65536 / (ROWS * (rows + 1)));  // a group's strips stay in the second-level cache
   g.panel_group = task_size(panels, strips / g.strip_group + 1, 64);
@@ -444,7 +444,7 @@ static void linear_backward_weight(const Matrix *w, const float *dy, const float
 }
 
 // The backward pass of a linear layer that stands alone: rows [rows] of sequences, see Blocks. dx may be NULL.
-EXPORT void linear_backward(const Matrix *w, const float *dy, const float *x, int rows, const int *sequence,
+void linear_backward(const Matrix *w, const float *dy, const float *x, int rows, const int *sequence,
                             const int *position, const int *slots, const Sums *sums, float *dx) {
   if (dx) linear_backward_input(w, dy, rows, dx);
   if (w->grad < 0 && w->bias_grad < 0) return;

@@ -3,11 +3,10 @@
 // beyond their largest they saturate, where 16 bits overflow to infinity. Micikevicius et al., 2022.
 #include "kernels.h"
 
-enum { FORMAT_NONE, FORMAT_BFLOAT16, FORMAT_FLOAT16, FORMAT_E4M3, FORMAT_E5M2, FORMAT_INT8 };
 typedef struct { int dropped, smallest; float largest, beyond; } Format;  // bits dropped, exponent of the smallest normal
 static const Format FORMATS[] = {
     [FORMAT_BFLOAT16] = {16, -126, 0x1.fep127f, INFINITY}, [FORMAT_FLOAT16] = {13, -14, 65504.0f, INFINITY},
-    [FORMAT_E4M3] = {20, -6, 448.0f, 448.0f},              [FORMAT_E5M2] = {21, -14, 57344.0f, 57344.0f},
+    [FORMAT_FLOAT8_E4M3] = {20, -6, 448.0f, 448.0f},              [FORMAT_FLOAT8_E5M2] = {21, -14, 57344.0f, 57344.0f},
     [FORMAT_INT8] = {0, 0, 127.0f, 127.0f},
 };
 
@@ -30,10 +29,10 @@ static float round_float(const Format *f, float x) {
 
 // A row in place; `scaled`: formats of 8 bits take the row's scale, else 1 (the usual scale of a cache in fp8)
 static void round_row(int format, int scaled, float *x, long n) {
-  if (format == FORMAT_NONE) return;
+  if (format == FORMAT_FLOAT32) return;
   const Format *f = &FORMATS[format];
   float scale = 1.0f;
-  if (format == FORMAT_INT8 || (scaled && format >= FORMAT_E4M3)) {
+  if (format == FORMAT_INT8 || (scaled && format >= FORMAT_FLOAT8_E4M3)) {
     float top = 0.0f;
     for (long i = 0; i < n; i++) top = fabsf(x[i]) > top || isnan(x[i]) ? fabsf(x[i]) : top;
     scale = top / f->largest;
@@ -62,9 +61,9 @@ static void rounded_row(const void *argument, int t) {
 
 // Rows [rows][n] in place
 static void round_rows(int format, float *x, int rows, long n) {
-  if (format != FORMAT_NONE) for_rows(rows, rounded_row, &(Rounded){format, x, n});
+  if (format != FORMAT_FLOAT32) for_rows(rows, rounded_row, &(Rounded){format, x, n});
 }
 
-EXPORT void round_tensor(int format, int scaled, float *x, long rows, long n) {
+void round_tensor(NumberFormat format, int scaled, float *x, long rows, long n) {
   for (long i = 0; i < rows; i++) round_row(format, scaled, x + i * n, n);
 }

@@ -41,7 +41,7 @@ static double sum_row(const float *restrict a, int n) {
 }
 
 // For the tests, which look at sums before they are rounded
-EXPORT double row_dot(const float *a, const float *b, int n) { return dot_rows(a, b, n); }
+double row_dot(const float *a, const float *b, int n) { return dot_rows(a, b, n); }
 
 // The largest element; no order matters
 static float largest(const float *a, int n) {

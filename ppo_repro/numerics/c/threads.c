@@ -8,7 +8,7 @@
 
 #include "kernels.h"
 
-enum { MOST_WORKERS = 255, SPINS = 20000, SHARED = 8 };
+enum { MOST_WORKERS = 255, SPINS = 20000 };
 
 static struct {
   pthread_t workers[MOST_WORKERS];
@@ -87,7 +87,7 @@ static void parallel_for(int total, Task task, void *argument) {
 }
 
 // 0, or -1 where the system gives no more threads; then there is one.
-EXPORT int set_threads(int threads) {
+int set_threads(int threads) {
   int wanted = threads - 1 < MOST_WORKERS ? threads - 1 : MOST_WORKERS;
   if (wanted == pool.count) return 0;
   atomic_store(&pool.stop, 1);
@@ -104,7 +104,7 @@ EXPORT int set_threads(int threads) {
 }
 
 // In a forked process there are no workers: it begins with one thread.
-EXPORT void forget_workers(void) {
+void forget_workers(void) {
   pool.count = 0;
   atomic_store(&pool.sleepers, 0);
   pool.lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
@@ -126,15 +126,15 @@ static float *scratch(size_t floats) {
   return memory = grown(memory, &size, floats);
 }
 
-static float *shared_memory[SHARED];
-static size_t shared_size[SHARED];
+static float *shared_memory[SCRATCH_AREAS];
+static size_t shared_size[SCRATCH_AREAS];
 
-static float *shared_scratch(int index, size_t floats) {
-  return shared_memory[index] = grown(shared_memory[index], &shared_size[index], floats);
+static float *shared_scratch(ScratchArea area, size_t floats) {
+  return shared_memory[area] = grown(shared_memory[area], &shared_size[area], floats);
 }
 
-EXPORT void free_scratch(void) {
-  for (int i = 0; i < SHARED; i++) free(shared_memory[i]), shared_memory[i] = NULL, shared_size[i] = 0;
+void free_scratch(void) {
+  for (int i = 0; i < SCRATCH_AREAS; i++) free(shared_memory[i]), shared_memory[i] = NULL, shared_size[i] = 0;
 }
 
 // As many items in a task as give every thread four tasks, at most `most`
@@ -156,7 +156,7 @@ static void for_rows(int rows, RowTask work, const void *argument) {
 }
 
 // Give free memory back to the system: large blocks that were freed may stay in the heap of the C library.
-EXPORT void trim_heap(void) {
+void trim_heap(void) {
 #ifdef __GLIBC__
   malloc_trim(0);
 #endif

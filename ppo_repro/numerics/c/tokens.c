@@ -5,13 +5,6 @@
 // not finite has a NaN in log_total, and the exported functions return 0.
 #include "elementary.h"
 
-typedef struct {
-  double top;        // the largest z_i / temperature over the eligible tokens
-  double total;      // sum of e_i = exp(shifted_i), shifted_i = z_i / temperature - top
-  double log_total;  // ln total, in float64
-  double mean;       // sum of e_i shifted_i / total, or what `Divergence` says
-} Softmax;
-
 INLINE float shift(float z, float temperature, float top) { return z / temperature - top; }
 
 INLINE float log_prob(float shifted, double log_total) { return (float)((double)shifted - log_total); }
@@ -71,17 +64,6 @@ static int all_finite(const Softmax *rows, int n) {
 }
 
 // ---------------------------------------------------------------------------------------- statistics of a token
-typedef struct {
-  const float *logits; long ld;  // n rows at distance ld
-  int n, v;
-  float temperature;
-  const uint8_t *eligible;
-  const int64_t *targets;
-  Softmax *rows;
-  float *logprobs, *entropies, *squares;                // results [n]
-  const float *d_logprobs, *d_entropies; float *gradient;  // of the backward pass: [n], [n], [n][v]
-} Statistics;
-
 static void statistics_row(const void *argument, int r) {
   const Statistics *a = argument;
   const float *z = a->logits + r * a->ld;
@@ -95,7 +77,7 @@ static void statistics_row(const void *argument, int r) {
 }
 
 // Of each row log p of the target, the entropy log_total - mean, the sum of p^2
-EXPORT int token_statistics(const Statistics *a) {
+int token_statistics(const Statistics *a) {
   for_rows(a->n, statistics_row, a);
   return all_finite(a->rows, a->n);
 }
@@ -125,20 +107,9 @@ static void statistics_gradient_row(const void *argument, int r) {
 }
 
 // `rows` are those of token_statistics
-EXPORT void token_statistics_gradient(const Statistics *a) { for_rows(a->n, statistics_gradient_row, a); }
+void token_statistics_gradient(const Statistics *a) { for_rows(a->n, statistics_gradient_row, a); }
 
 // ---------------------------------------------------------------------------------------- Kullback-Leibler divergence
-typedef struct {
-  const float *p_logits; long p_ld;
-  const float *q_logits; long q_ld;
-  int n, v;
-  float temperature;
-  const uint8_t *eligible;
-  Softmax *p, *q;                   // of p the mean is that of shifted_p - shifted_q
-  float *out;                       // the result [n]
-  const float *seed; float *gradient;  // of the backward pass: [n], [n][v] in the logits of p
-} Divergence;
-
 INLINE double mean_difference(const float *zp, const float *zq, const uint8_t *eligible, int v, float temperature,
                               Softmax p, Softmax q) {
   double sum[LANES] = {0};
@@ -170,7 +141,7 @@ static void divergence_row(const void *argument, int r) {
 }
 
 // sum p (log p - log q) = mean + log_total_q - log_total_p
-EXPORT int kl_divergence(const Divergence *a) {
+int kl_divergence(const Divergence *a) {
   for_rows(a->n, divergence_row, a);
   return all_finite(a->p, a->n) && all_finite(a->q, a->n);
 }
@@ -191,19 +162,9 @@ static void divergence_gradient_row(const void *argument, int r) {
 }
 
 // p and q are those of kl_divergence
-EXPORT void kl_divergence_gradient(const Divergence *a) { for_rows(a->n, divergence_gradient_row, a); }
+void kl_divergence_gradient(const Divergence *a) { for_rows(a->n, divergence_gradient_row, a); }
 
 // ---------------------------------------------------------------------------------------- tokens that are kept
-typedef struct {
-  const float *scaled;
-  const int64_t *order;  // [n][v], tokens by falling logit
-  int n, v, top_k;
-  double top_p;
-  uint8_t *eligible;
-  int *rank;
-  float *log_kept;  // ln of the kept mass
-} Cut;
-
 static void cut_row(const void *argument, int r) {
   const Cut *a = argument;
   const float *scaled = a->scaled + (long)r * a->v;
@@ -226,7 +187,7 @@ static void cut_row(const void *argument, int r) {
 
 // A token is kept while its rank is below top_k (0: no limit) and the mass of the tokens before it, added one by one by
 // rank, is at most top_p of the sum of all.
-EXPORT int cut_tokens(const Cut *a) {
+int cut_tokens(const Cut *a) {
   for_rows(a->n, cut_row, a);
   for (int r = 0; r < a->n; r++)
     if (a->log_kept[r] != a->log_kept[r]) return 0;
@@ -266,12 +227,6 @@ INLINE float gumbel_bound(uint32_t h) {
   return (float)(LN2 * (127 + 32)) - (float)bits * (float)(LN2 * 0x1p-23);
 }
 
-typedef struct {
-  const int64_t *seeds, *positions;
-  int n, columns;
-  double *out;  // [n][columns]
-} Noise;
-
 // Box and Muller, 1958: sqrt(-2 ln u) cos(2 pi w), u and w = (h + 1/2) / 2^32 of hashes whose first words are 1 and 2
 static void normal_row(const void *argument, int r) {
   const Noise *a = argument;
@@ -286,21 +241,9 @@ static void normal_row(const void *argument, int r) {
   }
 }
 
-EXPORT void normal_noise(const Noise *a) { for_rows(a->n, normal_row, a); }
+void normal_noise(const Noise *a) { for_rows(a->n, normal_row, a); }
 
 // ---------------------------------------------------------------------------------------- sampling
-typedef struct {
-  const float *logits; long ld;  // n rows at distance ld
-  int n, v;
-  float temperature;
-  const int64_t *seeds, *positions;
-  const uint8_t *eligible;
-  const int *columns;
-  int64_t *tokens;
-  float *logprobs;
-  Softmax *rows;
-} Sampling;
-
 // A score that can win is above -12 - 710, log p of the likeliest token and the smallest noise. There the roundings of
 // the bound, a float32 sum, stay below this.
 #define BOUND_SLACK 1e-3f
@@ -350,7 +293,7 @@ static void sample_row(const void *argument, int r) {
 
 // tokens and their log p [n]. Where tokens are cut, `eligible` [n][v] says which are left and `columns` [n][v] which
 // column of the noise each takes; else both are NULL, and a token takes its own. p is that of all tokens.
-EXPORT int sample_tokens(const Sampling *a) {
+int sample_tokens(const Sampling *a) {
   for_rows(a->n, sample_row, a);
   return all_finite(a->rows, a->n);
 }

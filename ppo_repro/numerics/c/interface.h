@@ -1,0 +1,303 @@
+// The interface of the kernels: every number, struct and function that Python sees. `interface.py` reads this text with
+// cffi, so it has declarations alone and no line for the preprocessor; `kernels.h` includes it once, for C.
+//
+// Shapes stand in brackets, e.g. [tokens][hidden], the last index running fastest. All arrays are contiguous. A pointer
+// belongs to the caller, who keeps its memory alive while a call runs. Nothing here may be called by two threads at
+// once: there is one pool of threads and one set of scratch memory. Offsets of gradients count floats.
+
+// ------------------------------------------------------------------------------------------------- numbers with a name
+
+// w x r;  (1 + w) x r;  w (x - mean) r + b
+typedef enum { NORM_RMS, NORM_RMS_OFFSET, NORM_LAYER } NormKind;
+
+// Norms of queries and keys: none; one for each head; one for all heads together
+typedef enum { QK_NORM_NONE, QK_NORM_HEAD, QK_NORM_WHOLE } QkNormKind;
+
+typedef enum { ACT_SILU, ACT_GELU, ACT_GELU_TANH } ActivationKind;
+
+// What a forward pass keeps for its backward pass: nothing, there is none; the inputs of layers, from which the rest is
+// computed again; all that the backward pass needs
+typedef enum { KEEP_NOTHING, KEEP_INPUTS, KEEP_ALL } Keep;
+
+// Formats of rounding on purpose; FLOAT32 does not round
+typedef enum {
+  FORMAT_FLOAT32,
+  FORMAT_BFLOAT16,
+  FORMAT_FLOAT16,
+  FORMAT_FLOAT8_E4M3,
+  FORMAT_FLOAT8_E5M2,
+  FORMAT_INT8
+} NumberFormat;
+
+enum { MAX_LEVELS = 8 };  // arrays of partial sums of gradients: at most 2^7 slots
+
+// ------------------------------------------------------------------------------------------ matrices and their gradients
+
+// A linear layer y = x w^T + bias
+typedef struct {
+  const float *w;     // [n][k], or [k][n] where `transposed`
+  const float *bias;  // [n], or NULL
+  float *panels;      // the packed copy of w, by `pack`: [ceil(n / 16)][k][16], panel_floats(n, k) floats
+  long grad;          // offset of the gradient of w; -1: not trained
+  long bias_grad;     // offset of the gradient of the bias; -1: not trained
+  int n;              // outputs
+  int k;              // terms of a product, inputs
+  int transposed;
+} Matrix;
+
+// Where gradients go (rule 2). A minibatch has 2^levels slots of sequences, joined as a binary tree. After the whole
+// slots 0 .. s - 1, level[i + 1] holds a subtree of 2^i slots for each bit i of s; level[0] holds slot s so far, and in
+// the end the whole tree. One backward pass goes from slot `first` to slot `last`. All arrays have the same offsets.
+typedef struct {
+  float *level[MAX_LEVELS];
+  int levels;
+  int first;
+  int open;        // level[0] has a part of slot `first` when the pass begins
+  int last;
+  int stays_open;  // level[0] has a part of slot `last` when the pass ends
+} Sums;
+
+// ----------------------------------------------------------------------------------------------------------- the model
+
+typedef struct {
+  const float *w;
+  const float *b;  // NULL without a bias
+  long grad;       // offsets of gradients; -1: not trained
+  long b_grad;
+} NormWeights;
+
+typedef struct {
+  NormWeights norm1;           // before attention
+  NormWeights norm2;           // before the MLP
+  NormWeights q_norm;
+  NormWeights k_norm;
+  Matrix qkv;                  // queries, keys and values of all heads
+  Matrix out;
+  Matrix up;                   // with gates [2 mlp]: the gates first
+  Matrix down;
+  Matrix router;               // only where there are experts
+  const Matrix *expert_up;     // [experts]; NULL: the layer has one MLP, and no experts
+  const Matrix *expert_down;   // [experts]
+  int window;                  // keys that a query sees, itself included; 0: all
+  int mixture;                 // how many layers before this one have experts
+  float scale;                 // of scores
+} Layer;
+
+typedef struct {
+  int layers;
+  int hidden;
+  int heads;
+  int kv_heads;
+  int head_dim;
+  int vocabulary;
+  NormKind norm;
+  QkNormKind qk_norm;
+  int rotary;                      // how many elements of a head rotate
+  ActivationKind activation;
+  int gated;                       // act(gate) up instead of act(up)
+  int parallel;                    // attention and MLP read the same input
+  int experts;                     // of a layer
+  int chosen;                      // experts of a token
+  int normalised;                  // weights of the chosen experts sum to 1
+  int mixtures;                    // layers with experts
+  int q_at;                        // where the first query begins in a row of qkv, and the distance of two queries
+  int q_step;
+  int k_at;
+  int k_step;
+  int v_at;
+  int v_step;
+  NumberFormat round_activations;  // rounding on purpose: see rounding.c
+  NumberFormat round_inputs;
+  NumberFormat round_cache;
+  int position_entries;            // rows of `positions`
+  int padding;                     // a token whose embedding is not trained, or -1
+  float eps;                       // of norms
+  float embedding_scale;
+  const float *cosine;             // [positions][rotary / 2]
+  const float *sine;
+  const float *embedding;          // [vocabulary][hidden]
+  const float *positions;          // learned: [position_entries][hidden]; NULL: none
+  long embedding_grad;
+  long positions_grad;
+  NormWeights last_norm;
+  const Layer *layer;              // [layers]
+} Model;
+
+// Rows of tokens, sequence after sequence, without padding. Keys and values lie in a cache, whose capacity counts
+// positions of all sequences together; the first position of sequence s is base[s], a multiple of 16.
+typedef struct {
+  int tokens;
+  int sequences;
+  const int *ids;       // [tokens]
+  const int *position;  // [tokens], in its sequence
+  const int *sequence;  // [tokens], rising
+  const int *start;     // [sequences + 1]: rows of sequence s are start[s] .. start[s + 1] - 1
+  const int *base;      // [sequences]
+  const int *slots;     // [sequences + 1]: slot of each sequence, and of the one after them (see Sums)
+  float *keys;          // [layers][kv_heads][capacity / 16][head_dim][16]
+  float *values;        // [layers][kv_heads][capacity][head_dim]
+  long capacity;
+  const int *routes;    // [tokens][mixtures][chosen] experts that are given, rising; NULL: routers choose
+  int *seen;            // [tokens][mixtures][chosen]: where the experts go; or NULL
+} Batch;
+
+// --------------------------------------------------------------------------------------------------- rows of logits [n][v]
+
+// softmax(z / temperature) of a row z over its eligible tokens
+typedef struct {
+  double top;        // the largest z / temperature
+  double total;      // sum of e = exp(shifted), shifted = z / temperature - top
+  double log_total;  // ln total; NaN where a shifted logit is not finite
+  double mean;       // sum of e shifted / total; of Divergence.p the mean of shifted_p - shifted_q
+} Softmax;
+
+typedef struct {
+  const float *logits;
+  long ld;                   // floats from one row to the next
+  int n;
+  int v;
+  float temperature;
+  const uint8_t *eligible;   // [n][v]; NULL: all
+  const int64_t *targets;    // [n]
+  Softmax *rows;             // [n], written by the forward pass and read by the backward pass
+  float *logprobs;           // results [n]
+  float *entropies;
+  float *squares;            // sum of p^2
+  const float *d_logprobs;   // of the backward pass [n]
+  const float *d_entropies;
+  float *gradient;           // [n][v]
+} Statistics;
+
+typedef struct {
+  const float *p_logits;
+  long p_ld;
+  const float *q_logits;
+  long q_ld;
+  int n;
+  int v;
+  float temperature;
+  const uint8_t *eligible;  // [n][v]; NULL: all
+  Softmax *p;               // [n], as `rows` above
+  Softmax *q;
+  float *out;               // the result [n]
+  const float *seed;        // of the backward pass [n]
+  float *gradient;          // [n][v], in the logits of p
+} Divergence;
+
+// Top-k and top-p
+typedef struct {
+  const float *scaled;    // logits / temperature
+  const int64_t *order;   // [n][v], tokens by falling logit
+  int n;
+  int v;
+  int top_k;              // 0: no limit
+  double top_p;
+  uint8_t *eligible;      // results [n][v]
+  int *rank;              // [n][v]
+  float *log_kept;        // [n], ln of the kept mass
+} Cut;
+
+typedef struct {
+  const int64_t *seeds;      // [n]
+  const int64_t *positions;  // [n]
+  int n;
+  int columns;
+  double *out;               // [n][columns]
+} Noise;
+
+typedef struct {
+  const float *logits;
+  long ld;                   // floats from one row to the next
+  int n;
+  int v;
+  float temperature;
+  const int64_t *seeds;      // [n]
+  const int64_t *positions;  // [n]
+  const uint8_t *eligible;   // [n][v]; NULL with `columns`: all, and a token's column is its id
+  const int *columns;        // [n][v]: which number of the noise a token takes
+  int64_t *tokens;           // results [n]
+  float *logprobs;
+  Softmax *rows;             // [n]
+} Sampling;
+
+// -------------------------------------------------------------------------------------------------------- the optimizer
+
+// A parameter of n numbers
+typedef struct {
+  float *p;
+  const float *g;  // its gradient
+  float *m;        // its moments
+  float *v;
+  long n;
+  double square;   // sum of g^2, written by gradient_squares
+} Trained;
+
+// Constants of a step, computed in float64, each rounded once to float32
+typedef struct {
+  float clip;    // min(1, largest norm / norm)
+  float beta1;
+  float rest1;   // 1 - beta1
+  float beta2;
+  float rest2;   // 1 - beta2
+  float keep;    // 1 - learning rate x weight decay
+  float rate;    // learning rate / (1 - beta1^t)
+  float unroot;  // 1 / sqrt(1 - beta2^t)
+  float eps;
+} Step;
+
+// ---------------------------------------------------------------------------------------------------- functions by file
+
+// threads.c
+int set_threads(int threads);
+void forget_workers(void);
+void free_scratch(void);
+void trim_heap(void);
+
+// products.c
+long panel_floats(int n, int k);
+void pack(Matrix *w);
+void linear(const Matrix *w, const float *x, int rows, const float *residual, float *y);
+void linear_backward(const Matrix *w, const float *dy, const float *x, int rows, const int *sequence,
+                     const int *position, const int *slots, const Sums *sums, float *dx);
+
+// model.c
+long kept_floats(const Model *m, long tokens, Keep keep);
+long layer_input_at(const Model *m, long tokens, int layer, Keep keep);
+int model_forward(const Model *m, const Batch *b, float *kept, Keep keep, float *hidden);
+void model_backward(const Model *m, const Batch *b, float *kept, Keep keep, const float *d_hidden, const Sums *sums);
+void copy_prefix(const Model *m, float *keys, float *values, long capacity, long from, long to, int positions);
+
+// tokens.c: 0 where a row of logits is not finite
+int token_statistics(const Statistics *a);
+void token_statistics_gradient(const Statistics *a);
+int kl_divergence(const Divergence *a);
+void kl_divergence_gradient(const Divergence *a);
+int cut_tokens(const Cut *a);
+void normal_noise(const Noise *a);
+int sample_tokens(const Sampling *a);
+
+// optimizer.c
+void join_sums(const Sums *sums, long n);
+double gradient_squares(Trained *tensors, int count);
+void adamw(const Trained *tensors, int count, const Step *step);
+
+// rounding.c
+void round_tensor(NumberFormat format, int scaled, float *x, long rows, long n);
+
+// elementwise.c: y_i = f(x_i)
+void exp_float32(const float *x, float *y, long n);
+void sigmoid_float32(const float *x, float *y, long n);
+void tanh_float32(const float *x, float *y, long n);
+void erf_float32(const float *x, float *y, long n);
+void exp_float64(const double *x, double *y, long n);
+void log_float64(const double *x, double *y, long n);
+void sigmoid_float64(const double *x, double *y, long n);
+void softplus_float64(const double *x, double *y, long n);
+void sin_cos_float64(const double *x, double *sine, double *cosine, long n);
+
+// checks.c
+uint64_t known_answer(void);
+uint32_t denormal_product(void);
+
+// rows.c: sum of a b before it is rounded, for the tests
+double row_dot(const float *a, const float *b, int n);

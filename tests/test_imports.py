@@ -20,9 +20,9 @@ PPO_REPRO = """
     numerics
     ppo numerics.definition
     rollout
-    sglang_plugin sglang_plugin.cpu_shim.sgl_kernel tasks
+    sglang.plugin sglang.plugin.cpu_shim.sgl_kernel tasks
     models
-    rollout.sglang
+    sglang
     stages preferences
     records
     faults loop
@@ -197,7 +197,7 @@ def test_only_the_update_takes_optimizer_steps() -> None:
 
 
 def test_heavy_libraries_have_one_importer() -> None:
-    homes = {"mlflow": "tracking", "sglang": "sglang_plugin", "gymnasium": "control", "reasoning_gym": "tasks"}
+    homes = {"mlflow": "tracking", "sglang": "sglang.plugin", "gymnasium": "control", "reasoning_gym": "tasks"}
     for path in files("ppo_repro/**/*.py"):
         package = package_of(path, ROOT / "ppo_repro")
         for library, home in homes.items():

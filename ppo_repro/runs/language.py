@@ -233,7 +233,7 @@ def _rollout_engine(
     if not isinstance(settings, SGLangServers):
         yield built_in
         return
-    from ppo_repro.rollout.sglang.engine import SharedEngine, sglang_engine
+    from ppo_repro.sglang.engine import SharedEngine, sglang_engine
 
     if not ranks.is_first:
         yield SharedEngine(ranks, None)

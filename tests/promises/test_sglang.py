@@ -21,9 +21,9 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.watcher import Silent
 from ppo_repro.records import manifest, reader
 from ppo_repro.rollout.engine import Completion, Request, Sampling
-from ppo_repro.rollout.sglang import command
-from ppo_repro.rollout.sglang.client import Call, ask
 from ppo_repro.rollout.torch_engine import TorchEngine
+from ppo_repro.sglang import command
+from ppo_repro.sglang.client import Call, ask
 from tests.support.language import rerun, run
 from tests.support.models import unequal
 from tests.support.paths import SMALL
@@ -145,7 +145,7 @@ def altered_package(folder: Path, old: str, new: str) -> Path:
     """A copy of the package whose plugin registers something else."""
     package = folder / "ppo_repro"
     shutil.copytree(Path(ppo_repro.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    register = package / "sglang_plugin" / "register.py"
+    register = package / "sglang" / "plugin" / "register.py"
     text = register.read_text()
     assert old in text
     register.write_text(text.replace(old, new))
@@ -171,7 +171,7 @@ def test_a_hook_that_does_not_take_keeps_the_server_from_starting(
         found = real(*arguments)  # type: ignore[arg-type]
         return {**found, "PYTHONPATH": os.pathsep.join([str(altered), found["PYTHONPATH"]])}
 
-    monkeypatch.setattr("ppo_repro.rollout.sglang.engine.server_environment", environment)
+    monkeypatch.setattr("ppo_repro.sglang.engine.server_environment", environment)
     with pytest.raises(UserError, match="SGLang ended with"), subject(tmp_path / "servers"):
         pass
     said_by_log = (tmp_path / "servers" / "server-0.log").read_text()

@@ -140,7 +140,7 @@ def fake_python(folder: Path, numerics_of: Path, *misbehave: str) -> Path:
     has = {
         "python": "3.11.7",
         "packages": {"sglang": None if "no sglang" in misbehave else "0.5.21"},
-        "plugins": [] if "no plugin" in misbehave else ["ppo_repro.sglang_plugin.register:register"],
+        "plugins": [] if "no plugin" in misbehave else ["ppo_repro.sglang.plugin.register:register"],
         "ppo_repro": [str(numerics_of)],
     }
     script = folder / "python"

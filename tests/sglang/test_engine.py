@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ppo_repro.base.errors import PromiseBroken, UserError
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.rollout.engine import Request, Sampling
-from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine
+from ppo_repro.sglang.engine import SGLangEngine, sglang_engine
 from tests.sglang.fake_sglang import FakeServer, serving, token_of
 from tests.support.models import VOCAB, source_model
 from tests.support.runs import small_config

@@ -13,7 +13,7 @@ import torch
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.rollout.engine import Completion, Request, Sampling
-from ppo_repro.rollout.sglang.messages import (
+from ppo_repro.sglang.messages import (
     RoutedLayers,
     generate_body,
     read_completions,

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.rollout.engine import Request, Sampling
-from ppo_repro.rollout.sglang.engine import SGLangEngine, sglang_engine
+from ppo_repro.sglang.engine import SGLangEngine, sglang_engine
 from tests.sglang.fake_sglang import fake_python
 from tests.support.interrupts import hearing_ctrl_c
 from tests.support.models import source_model

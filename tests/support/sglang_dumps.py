@@ -20,8 +20,8 @@ from pathlib import Path
 
 from ppo_repro.base.watcher import Silent
 from ppo_repro.records.folder import FINAL, REFERENCE
-from ppo_repro.rollout.sglang import server
-from ppo_repro.rollout.sglang.command import server_environment
+from ppo_repro.sglang import server
+from ppo_repro.sglang.command import server_environment
 from tests.support.language import run
 from tests.support.paths import ROOT
 from tests.support.runs import small_config

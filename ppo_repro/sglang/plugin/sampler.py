@@ -14,7 +14,7 @@ from torch import Tensor
 from ppo_repro.numerics.token_statistics import token_statistics
 from ppo_repro.rollout.engine import Sampling
 from ppo_repro.rollout.sampler import sample
-from ppo_repro.sglang_plugin.kept_tokens import KEPT, Entry, shortest, written
+from ppo_repro.sglang.plugin.kept_tokens import KEPT, Entry, shortest, written
 
 
 class DeterministicSampler(Sampler):

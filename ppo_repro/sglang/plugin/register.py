@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ppo_repro.sglang_plugin.names import ARCHITECTURE, ATTENTION_BACKEND
+from ppo_repro.sglang.plugin.names import ARCHITECTURE, ATTENTION_BACKEND
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +29,8 @@ def register() -> None:
     from sglang.srt.models.registry import ModelRegistry
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from ppo_repro.sglang_plugin.attention import make_backend
-    from ppo_repro.sglang_plugin.model import PpoReproForCausalLM
+    from ppo_repro.sglang.plugin.attention import make_backend
+    from ppo_repro.sglang.plugin.model import PpoReproForCausalLM
 
     choices.add_attention_backend_choices([ATTENTION_BACKEND])
     choices.add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
@@ -59,7 +59,7 @@ def is_asked_for() -> bool:
 def _make_sampler() -> Sampler:
     from sglang.srt.layers.sampler import Sampler
 
-    from ppo_repro.sglang_plugin.sampler import DeterministicSampler
+    from ppo_repro.sglang.plugin.sampler import DeterministicSampler
 
     return DeterministicSampler() if is_asked_for() else Sampler()
 

@@ -15,7 +15,7 @@ import ppo_repro
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import RunConfig
-from ppo_repro.sglang_plugin.names import ARCHITECTURE, ATTENTION_BACKEND
+from ppo_repro.sglang.plugin.names import ARCHITECTURE, ATTENTION_BACKEND
 
 RETURN_ROUTES = "--enable-return-routed-experts"
 # variables that are the run's own: where it imports from, and which of its processes it is
@@ -27,7 +27,7 @@ PLUGINS = "sglang.srt.plugins"
 # SGLang ends a response this many tokens before the end of its context (measured: 2), and refuses prompts earlier (6)
 SPARE_CONTEXT = 8
 _PACKAGE = Path(ppo_repro.__file__).parent
-_CPU_SHIM = _PACKAGE / "sglang_plugin" / "cpu_shim"
+_CPU_SHIM = _PACKAGE / "sglang" / "plugin" / "cpu_shim"
 _QUESTION = f"""
 import importlib.metadata as m, importlib.util, json, sys
 def version(name):
@@ -55,7 +55,7 @@ class Interpreter:
 
 def numerics_digest(package: Path) -> str:
     """SHA-256 over the files that decide the bits of a forward pass and the tokens sampled from it."""
-    ours = (path for folder in ("numerics", "sglang_plugin") for path in (package / folder).rglob("*"))
+    ours = (path for folder in ("numerics", "sglang/plugin") for path in (package / folder).rglob("*"))
     files = [path for path in ours if path.suffix in {".py", ".c", ".h"}]
     files = sorted([*files, *(package / "rollout").glob("sampler.py")])  # another installation may not have it
     sums = [f"{path.relative_to(package).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files]

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ppo_repro.base.errors import UserError
 from ppo_repro.numerics.families import decoder_layers, mixture_layers
 from ppo_repro.rollout.engine import Completion, Request, Sampling, check_request
-from ppo_repro.sglang_plugin import kept_tokens
+from ppo_repro.sglang.plugin import kept_tokens
 
 
 @dataclass(frozen=True)

@@ -30,17 +30,17 @@ from ppo_repro.models.folders import write_model
 from ppo_repro.numerics.families import routers
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.rollout.engine import Completion, Dialogue, Request, Sampling
-from ppo_repro.rollout.sglang.client import Call, ask
-from ppo_repro.rollout.sglang.command import (
+from ppo_repro.sglang.client import Call, ask
+from ppo_repro.sglang.command import (
     RETURN_ROUTES,
     SPARE_CONTEXT,
     look_into,
     server_arguments,
     server_environment,
 )
-from ppo_repro.rollout.sglang.messages import generate_body, read_completions, routed_layers
-from ppo_repro.rollout.sglang.server import Server, Waiting, death, end, free_port, start, wait_until_ready
-from ppo_repro.sglang_plugin.names import ARCHITECTURE, ATTENTION_BACKEND, DIGEST
+from ppo_repro.sglang.messages import generate_body, read_completions, routed_layers
+from ppo_repro.sglang.plugin.names import ARCHITECTURE, ATTENTION_BACKEND, DIGEST
+from ppo_repro.sglang.server import Server, Waiting, death, end, free_port, start, wait_until_ready
 
 NOTES = "servers.json"
 # recorded of a server: everything that can change a number or explain a speed

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say
-from ppo_repro.rollout.sglang.client import Call
+from ppo_repro.sglang.client import Call
 
 LAST_LINES = 20  # of the log of a server that died
 POLL_SECONDS = 0.25

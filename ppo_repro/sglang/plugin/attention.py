@@ -12,10 +12,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.sglang_plugin.model import PpoReproForCausalLM
-from ppo_repro.sglang_plugin.names import ARCHITECTURE, ATTENTION_BACKEND
-from ppo_repro.sglang_plugin.pool import PoolCache
-from ppo_repro.sglang_plugin.sampler import DeterministicSampler
+from ppo_repro.sglang.plugin.model import PpoReproForCausalLM
+from ppo_repro.sglang.plugin.names import ARCHITECTURE, ATTENTION_BACKEND
+from ppo_repro.sglang.plugin.pool import PoolCache
+from ppo_repro.sglang.plugin.sampler import DeterministicSampler
 
 
 class NoAttention(AttentionBackend):

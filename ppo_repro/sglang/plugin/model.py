@@ -18,9 +18,9 @@ from ppo_repro.numerics.families import CAUSAL_MODELS, mixture_layers
 from ppo_repro.numerics.network import Lowered, Network, lower, network_of
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.rows import index, ragged
-from ppo_repro.sglang_plugin.logits import Logits
-from ppo_repro.sglang_plugin.names import DIGEST
-from ppo_repro.sglang_plugin.pool import PoolCache
+from ppo_repro.sglang.plugin.logits import Logits
+from ppo_repro.sglang.plugin.names import DIGEST
+from ppo_repro.sglang.plugin.pool import PoolCache
 
 # on CPUs SGLang pads these widths to multiples of 32 for its own kernels, and keeps the model's as `original_..`
 PADDED = ("intermediate_size", "moe_intermediate_size")

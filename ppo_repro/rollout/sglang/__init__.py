@@ -1,1 +1,0 @@
-"""Sampling with SGLang servers: the trainer's side. `sglang_plugin` is the part that runs inside the servers."""

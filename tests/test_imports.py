@@ -23,11 +23,11 @@ PPO_REPRO = """
     sglang.plugin sglang.plugin.cpu_shim.sgl_kernel tasks
     models
     sglang
-    stages preferences
+    stages preferences control
     records
     faults loop
     runs
-    testing control preferences.dpo checks grids
+    testing checks grids
     audit
     tracking
     commands

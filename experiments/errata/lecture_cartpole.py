@@ -26,9 +26,9 @@ from ppo_repro.base.watcher import Watcher
 from ppo_repro.config.files import read_tree, validated
 from ppo_repro.config.run import ControlConfig, NetworkConfig
 from ppo_repro.control.environments import Environments
-from ppo_repro.control.kind import ControlKind
 from ppo_repro.control.networks import Agent
 from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.runs.control import ControlKind
 from ppo_repro.runs.run import run
 from ppo_repro.runs.summary import summarise
 

@@ -72,10 +72,10 @@ def _executed_by(kind: Kind, watcher: Watcher, ranks: Ranks) -> RunKind[Any, Any
     if ranks.size > 1:
         raise UserError(f"a {kind} run works in one process; start this command without torchrun")
     if kind == "control":
-        from ppo_repro.control.kind import ControlKind  # gymnasium, which not everybody has
+        from ppo_repro.runs.control import ControlKind  # gymnasium, which not everybody has
 
         return ControlKind(watcher)
-    from ppo_repro.preferences.dpo.execution import DPOKind
+    from ppo_repro.runs.dpo import DPOKind
 
     return DPOKind(watcher)
 

@@ -1,4 +1,4 @@
-"""What a kind of run gives the runner: `runs.language`, `control.kind` and `preferences.dpo` do."""
+"""What a kind of run gives the runner: `runs.language`, `runs.control` and `runs.dpo` do."""
 
 from __future__ import annotations
 

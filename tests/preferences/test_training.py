@@ -14,7 +14,6 @@ from ppo_repro.base.watcher import Silent
 from ppo_repro.config.run import LayoutConfig
 from ppo_repro.models.networks import make_policy
 from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer
-from ppo_repro.preferences.dpo.execution import sequence_kl
 from ppo_repro.preferences.pairs import Preference
 from ppo_repro.preferences.training import (
     dpo_losses_of,
@@ -22,6 +21,7 @@ from ppo_repro.preferences.training import (
     preference_steps,
 )
 from ppo_repro.rollout.engine import Request
+from ppo_repro.runs.dpo import sequence_kl
 from ppo_repro.runs.prepare import prepare
 from ppo_repro.stages.rollout import sampling_of
 from tests.support.models import CONTEXT, ragged, source_model

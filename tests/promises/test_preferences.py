@@ -14,10 +14,10 @@ from ppo_repro.config.tasks import RewardModelTraining
 from ppo_repro.models.reward_model import make_reward_model
 from ppo_repro.models.tiny import make_model, make_tokenizer
 from ppo_repro.numerics import library
-from ppo_repro.preferences.dpo.execution import DPOKind
 from ppo_repro.preferences.pairs import pairs_by_rule
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
 from ppo_repro.records import manifest
+from ppo_repro.runs.dpo import DPOKind
 from ppo_repro.runs.resume import rerun
 from ppo_repro.runs.run import run
 from ppo_repro.tasks.problems import arithmetic, encoder, split

@@ -13,9 +13,9 @@ from gymnasium.spaces import Box, Discrete
 from ppo_repro.base.watcher import Watcher
 from ppo_repro.config.files import read_tree, validated
 from ppo_repro.config.run import ControlConfig
-from ppo_repro.control.kind import ControlKind
 from ppo_repro.runs import resume as resumer
 from ppo_repro.runs import run as runner
+from ppo_repro.runs.control import ControlKind
 from tests.support.paths import ROOT, SMALL_CONTROL
 
 PRESETS = sorted((ROOT / "experiments" / "control").glob("*.yaml"))

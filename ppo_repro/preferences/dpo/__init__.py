@@ -1,1 +1,0 @@
-"""DPO as a kind of run."""

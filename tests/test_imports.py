@@ -1,39 +1,22 @@
-"""Who may import what, read from the source: packages import downward only, and each rule of a room is one loop."""
+"""Who may import what, read from the source: folders import downward only, and each rule of a folder is one loop."""
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
-from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from tests.support.paths import ROOT
 
 STANDARD = set(sys.stdlib_module_names) | {"__future__"}
+FACES = ("__init__", "__main__")  # of a whole package: they hand on what is in it, and nothing in it imports them
+README_ROW = re.compile(r"^\| \[`(\w+)(?:/|\.py)`\]\(", re.MULTILINE)
 
-# The order of the packages, bottom to top. A package imports from lines above its own only; packages in one line
-# do not import each other. A file directly in ppo_repro/ or analysis/ counts as a package.
-PPO_REPRO = """
-    base buffers
-    config assets
-    numerics
-    ppo numerics.definition
-    rollout
-    sglang.plugin sglang.plugin.cpu_shim.sgl_kernel tasks
-    models
-    sglang
-    stages preferences control
-    records
-    faults loop
-    runs
-    testing checks grids
-    audit
-    tracking
-    commands
-    library
-    __main__
-"""
+# The folders of analysis, bottom to top. A folder imports from lines above its own only; folders in one line do not
+# import each other. A file directly in analysis/ counts as a folder.
 ANALYSIS = """
     program words stats pairs diagnosis
     clipping notebooks tokenization
@@ -69,64 +52,98 @@ def top(names: frozenset[str]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def package_of(path: Path, root: Path) -> str:
-    """The folder of a file as a dotted name; the file's own name where it lies in `root` itself."""
-    folder = path.parent.relative_to(root).parts
-    return ".".join(folder) if folder else path.stem
+def folder_of(path: Path, root: Path) -> str:
+    """The folder in `root` that a file is in; the file's own name where it lies in `root` itself."""
+    return path.relative_to(root).with_suffix("").parts[0]
+
+
+def arrows(root: Path) -> dict[Path, set[Path]]:
+    """The files of `root` that each of them imports."""
+    paths = [path for path in sorted(root.rglob("*.py")) if folder_of(path, root) not in FACES]
+    modules = {".".join(path.relative_to(root.parent).with_suffix("").parts): path for path in paths}
+    modules |= {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    found = {}
+    for path in paths:
+        targets = imports(path) & modules.keys()
+        # `from a.b import c` is an import of the module a.b.c where there is one, not of the package a.b
+        packages = {name.rpartition(".")[0] for name in targets}
+        found[path] = {modules[name] for name in targets - packages} - {path}
+    return found
 
 
 def floors(order: str) -> dict[str, int]:
+    """The floor of each folder in lines of names, bottom to top."""
     return {name: floor for floor, line in enumerate(order.strip().splitlines()) for name in line.split()}
 
 
-def arrows(root: Path) -> Iterator[tuple[str, str, Path]]:
-    """(package, imported package, file) for every import between two packages of `root`."""
-    modules = {".".join(path.relative_to(root).with_suffix("").parts): path for path in sorted(root.rglob("*.py"))}
-    modules |= {name.removesuffix(".__init__"): path for name, path in modules.items() if name.endswith(".__init__")}
-    for path in sorted(root.rglob("*.py")):
-        names = {name.removeprefix(f"{root.name}.") for name in imports(path) if name.startswith(f"{root.name}.")}
-        targets = names & modules.keys()
-        # `from a.b import c` is an import of the module a.b.c where there is one, not of the package a.b
-        packages = {name.rpartition(".")[0] for name in targets}
-        for target in sorted(targets - packages):
-            pair = package_of(path, root), package_of(modules[target], root)
-            if pair[0] != pair[1] and path != root / "__init__.py":
-                yield *pair, path
+def printed_floors(page: str) -> dict[str, int]:
+    """The floor of each folder in a page's table, which has them top to bottom."""
+    return floors("\n".join(reversed(README_ROW.findall(page))))
 
 
-def upward(root: Path, order: str) -> list[str]:
-    """The imports that break the order, and the packages that have no place in it."""
-    floor = floors(order)
-    faults = []
-    for lower, upper, path in arrows(root):
-        if lower not in floor or upper not in floor:
-            faults.append(f"{path.relative_to(root.parent)}: give {lower} and {upper} a line in the order")
-        elif floor[upper] >= floor[lower]:
-            faults.append(f"{path.relative_to(root.parent)}: {lower} imports {upper}, which is not below it")
+def misplaced(root: Path, floor: dict[str, int]) -> list[str]:
+    """The imports that run to no lower floor, the folders without a floor, and the floors without a folder."""
+    of_files = arrows(root)
+    folders = {folder_of(path, root) for path in of_files}
+    faults = [f"{name} is a folder or a line, not both" for name in sorted(folders ^ floor.keys())]
+    for path, targets in of_files.items():
+        name = folder_of(path, root)
+        for other in sorted({folder_of(target, root) for target in targets} - {name}):
+            if floor.get(other, -1) >= floor.get(name, len(floor)):
+                faults.append(f"{path.relative_to(root.parent)}: {name} imports {other}, which is not below it")
     return faults
 
 
-def test_packages_import_downward_only() -> None:
-    for root, order in ((ROOT / "ppo_repro", PPO_REPRO), (ROOT / "analysis", ANALYSIS)):
-        assert upward(root, order) == []
-        pairs = {(lower, upper) for lower, upper, _ in arrows(root)}
-        assert set(floors(order)) <= {name for pair in pairs for name in pair}, "a line names a package that is gone"
-        print(f"\n{root.name}: {len(floors(order))} packages, {len(pairs)} imports between them, none upward")
-        for name in floors(order):
-            print(f"  {name}: {' '.join(sorted(upper for lower, upper in pairs if lower == name)) or '-'}")
+def circle(root: Path) -> list[Path]:
+    """Some files that import each other in a circle; empty if there are none."""
+    try:
+        TopologicalSorter(arrows(root)).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
-def test_an_upward_import_is_found(tmp_path: Path) -> None:
-    """The negative control: the same check on a package with one import in the wrong direction."""
-    (tmp_path / "house" / "cellar").mkdir(parents=True)
-    (tmp_path / "house" / "attic").mkdir()
-    (tmp_path / "house" / "cellar" / "coal.py").write_text("from house.attic import trunk\n")
-    (tmp_path / "house" / "attic" / "trunk.py").write_text("import house.cellar.coal\n")
-    assert upward(tmp_path / "house", "cellar\nattic") == [
-        "house/cellar/coal.py: cellar imports attic, which is not below it"
-    ]
-    assert len(upward(tmp_path / "house", "cellar attic")) == 2
-    assert "give cellar and attic a line" in upward(tmp_path / "house", "cellar")[1]
+def test_folders_import_those_below_them_only() -> None:
+    """The table of folders in ppo_repro/README.md has every folder, and each above all that it imports."""
+    page = (ROOT / "ppo_repro" / "README.md").read_text(encoding="utf-8")
+    assert misplaced(ROOT / "ppo_repro", printed_floors(page)) == []
+    assert misplaced(ROOT / "analysis", floors(ANALYSIS)) == []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert circle(ROOT / "ppo_repro") == []
+    assert circle(ROOT / "analysis") == []
+
+
+def house(folder: Path, **texts: str) -> Path:
+    """A package of two folders for the negative controls; `coal` and `rack` are in the cellar, `trunk` in the attic."""
+    root = folder / "house"
+    for name, text in texts.items():
+        path = root / ("attic" if name == "trunk" else "cellar") / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_an_upward_import_and_a_folder_without_a_line_are_found(tmp_path: Path) -> None:
+    root = house(tmp_path, coal="from house.attic import trunk\n", trunk="")
+    upward = "house/cellar/coal.py: cellar imports attic, which is not below it"
+    row = "| [`{0}/`]({0}) | things |\n"
+    assert misplaced(root, printed_floors(row.format("cellar") + row.format("attic"))) == []
+    assert misplaced(root, printed_floors(row.format("attic") + row.format("cellar"))) == [upward]
+    assert misplaced(root, floors("attic cellar")) == [upward]
+    assert misplaced(root, floors("attic")) == ["cellar is a folder or a line, not both"]
+    assert misplaced(root, floors("roof\nattic\ncellar")) == ["roof is a folder or a line, not both"]
+
+
+def test_a_circle_is_found_within_a_folder_and_across(tmp_path: Path) -> None:
+    across = house(tmp_path / "across", coal="from house.attic import trunk\n", trunk="import house.cellar.coal\n")
+    assert {path.name for path in circle(across)} == {"coal.py", "trunk.py"}
+    inside = house(
+        tmp_path / "inside", coal="def f():\n    from house.cellar import rack\n", rack="import house.cellar.coal\n"
+    )
+    assert {path.name for path in circle(inside)} == {"coal.py", "rack.py"}
+    assert circle(house(tmp_path / "none", coal="from house.cellar import rack\n", rack="")) == []
 
 
 def test_foundations_need_little() -> None:
@@ -197,8 +214,8 @@ def test_only_the_update_takes_optimizer_steps() -> None:
 
 
 def test_heavy_libraries_have_one_importer() -> None:
-    homes = {"mlflow": "tracking", "sglang": "sglang.plugin", "gymnasium": "control", "reasoning_gym": "tasks"}
+    homes = {"mlflow": "tracking/", "sglang": "sglang/plugin/", "gymnasium": "control/", "reasoning_gym": "tasks/"}
     for path in files("ppo_repro/**/*.py"):
-        package = package_of(path, ROOT / "ppo_repro")
+        name = path.relative_to(ROOT / "ppo_repro").as_posix()
         for library, home in homes.items():
-            assert library not in top(imports(path)) or package == home, path
+            assert library not in top(imports(path)) or name.startswith(home), path

@@ -21,7 +21,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.numerics import library
 from ppo_repro.numerics.gradient_sums import GradientSums, Slots, SlotSums
 from ppo_repro.numerics.interface import Struct
-from ppo_repro.numerics.network import forget_packed
+from ppo_repro.numerics.network import check_parts, forget_packed, shapes_of
 
 AGAIN = "make a new model with ppo_repro.deterministic"
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -37,18 +37,21 @@ def modules_of(model: nn.Module) -> Modules:
 class Passes:
     """What one deterministic model knows of itself from pass to pass."""
 
-    def __init__(self, modules: Modules) -> None:
-        self._modules = modules
+    def __init__(self, modules: Modules, shapes: dict[str, torch.Size]) -> None:
+        self._modules, self._shapes = modules, shapes
         self._trained: dict[str, nn.Parameter] = {}
         self._sums: RunningSums | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Passes:
-        return Passes(self._modules)
+        return Passes(self._modules, self._shapes)
 
     def begin(self, model: PreTrainedModel) -> None:
         """Before a pass: see the weights as they are. UserError if something asks for what the kernels do not do."""
         self._check_modules(model)
         _check_weights(model)
+        if shapes_of(model) != self._shapes:  # another vocabulary, for example
+            check_parts(model)
+            self._shapes = shapes_of(model)
         library.check_denormals()
         forget_packed(model)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

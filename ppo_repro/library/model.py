@@ -22,7 +22,7 @@ from ppo_repro.library.gradients import Passes, Watched, modules_of
 from ppo_repro.numerics import library, network
 from ppo_repro.numerics.families import CAUSAL_MODELS, NAMES, trunk_of
 from ppo_repro.numerics.interface import ints
-from ppo_repro.numerics.network import Lowered, Network, is_deterministic, lower, lowered_of, network_of
+from ppo_repro.numerics.network import Lowered, Network, is_deterministic, lower, lowered_of, network_of, shapes_of
 from ppo_repro.numerics.rows import Ragged, ragged
 from ppo_repro.numerics.token_statistics import token_statistics
 
@@ -168,7 +168,7 @@ def deterministic(
     for parameter in copied.parameters():
         parameter.grad = None
     lower(copied, Lowered(max_context or int(min(model.config.max_position_embeddings, MOST_CONTEXT))))
-    copied._passes = Passes(modules_of(copied))
+    copied._passes = Passes(modules_of(copied), shapes_of(copied))
     copied.forward = MethodType(_forward, copied)
     copied.generate = MethodType(_no_generate, copied)
     copied.accepts_loss_kwargs = True  # transformers' Trainer gives num_items_in_batch then

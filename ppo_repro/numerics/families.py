@@ -14,6 +14,7 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.numerics.ranges import check_ranges
 
 NAMES = "Llama, Qwen2, Qwen3, Mistral, Gemma, GPT-2, GPT-NeoX, Qwen3-MoE, Mixtral or OLMoE"
 _FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "GPT2", "GPTNeoX", "Qwen3Moe", "Mixtral", "Olmoe")
@@ -80,8 +81,9 @@ def refuse(config: PretrainedConfig, refusals: dict[str, bool], reason: str) -> 
 def check_visibility(config: PretrainedConfig, max_context: int) -> None:
     """Raise UserError unless each query sees only its own past, all of it or a window, up to `max_context` tokens.
 
-    The batch layouts and the key/value caches assume this, in both numerics.
+    The batch layouts and the key/value caches assume this, in both numerics. All numbers must be in their ranges.
     """
+    check_ranges(vars(config), "model config")
     types = set(getattr(config, "layer_types", None) or ["full_attention"])
     known = {"full_attention", "sliding_attention"} if config.model_type in _TYPED_LAYERS else {"full_attention"}
     refusals = {

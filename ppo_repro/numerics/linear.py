@@ -60,6 +60,7 @@ class PackedMatrix:
         self.weights, self.biases = tuple(weights), tuple(biases)
         rows = sum(w.shape[0] for w in weights)
         n, k = (weights[0].shape[1], rows) if transposed else (rows, weights[0].shape[1])
+        self.shape = weights[0].shape
         self.struct = ffi.new("Matrix *", dict(n=n, k=k, transposed=transposed, grad=-1, bias_grad=-1))
         self._form, self._bias_form = form, bias_form
         self._state: tuple[int, ...] = ()
@@ -115,7 +116,8 @@ PACKED: WeakKeyDictionary[nn.Module, PackedMatrix] = WeakKeyDictionary()
 def packed(module: nn.Module, form: str = "float32") -> PackedMatrix:
     """The packed weights of an nn.Linear that stands alone: a head, or a layer of a control network."""
     found = PACKED.get(module)
-    if found is None or found.weights[0] is not module.weight:
+    known = None if found is None else found.weights[0]
+    if found is None or known is not module.weight or found.shape != module.weight.shape:
         found = PACKED[module] = matrix_of((module,), form, form)
     return found
 
@@ -123,6 +125,8 @@ def packed(module: nn.Module, form: str = "float32") -> PackedMatrix:
 def product(x: Tensor, matrix: PackedMatrix) -> Tensor:
     """x W^T + b, [n, N] float32 without a gradient; x [n, K] float32."""
     x, packed_matrix = x.detach().contiguous(), matrix.prepare()
+    if x.dim() != 2 or x.shape[1] != packed_matrix.k:
+        raise ValueError(f"inputs {list(x.shape)}, where [n, {packed_matrix.k}] are due")
     y = torch.empty(len(x), packed_matrix.n)
     library.load().linear(packed_matrix, pointer(x), len(x), ffi.NULL, pointer(y))
     return y

@@ -18,18 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ppo_repro.base.errors import NumericsError, UserError
+from ppo_repro.base.output import shown
 from ppo_repro.numerics import library
 from ppo_repro.numerics.description import LayerParts, check_config, describe
-from ppo_repro.numerics.families import NAMES, TRUNKS, head_of, trunk_of
+from ppo_repro.numerics.families import NAMES, TRUNKS, head_dim, head_of, trunk_of
 from ppo_repro.numerics.gradient_sums import SlotSums, sums_of
 from ppo_repro.numerics.interface import Ints, Struct, constants, ffi, ints, pointer
 from ppo_repro.numerics.linear import PACKED, PackedMatrix, linear, matrix_of, packed, product, state_of
 from ppo_repro.numerics.native import NativeNetwork
 from ppo_repro.numerics.precision import EXACT, FORMATS, Precision, round_rows
-from ppo_repro.numerics.rotary import tables
+from ppo_repro.numerics.rotary import rotating, tables
 from ppo_repro.numerics.rows import Ragged, Rows, index
 
 KEEP_NOTHING, KEEP_INPUTS, KEEP_ALL = constants.KEEP_NOTHING, constants.KEEP_INPUTS, constants.KEEP_ALL
@@ -68,8 +69,9 @@ class _Layer:
             self.matrices[name] = matrix_of(layers, form, precision.other_weights)
         for name, stacked in parts.experts.items():
             self.experts[name] = [PackedMatrix([w], form=precision.weights) for w in stacked.detach()]
-        self.arrays = {name: ffi.new("Matrix[]", len(of)) for name, of in self.experts.items()}
-        self.numbers = {"window": parts.window, "mixture": mixture, "scale": parts.scale, **self.arrays}
+        self.arrays = {name: ffi.new("Matrix[]", [m.struct[0] for m in of]) for name, of in self.experts.items()}
+        matrices = {name: matrix.struct[0] for name, matrix in self.matrices.items()}
+        self.numbers = {"window": parts.window, "mixture": mixture, "scale": parts.scale, **matrices, **self.arrays}
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,10 @@ class Network:
         rotary = self.description.positions is None
         self._tables = tables(trunk.config, lowered.max_context) if rotary else (torch.zeros(1), torch.zeros(1))
         precision = lowered.precision
+        self.shapes = shapes_of(trunk)
         model = dict(
             **self.description.numbers,
-            rotary=2 * self._tables[0].shape[1] if rotary else 0,
+            rotary=rotating(trunk.config) if rotary else 0,
             round_activations=FORMATS.index(precision.activations),
             round_inputs=FORMATS.index(precision.linear_inputs),
             round_cache=FORMATS.index(precision.kv_cache),
@@ -116,6 +119,7 @@ class Network:
             layer=self._layer_structs,
         )
         self.struct = ffi.new("Model *", model)
+        _refuse_fault(self.struct, trunk.config)
         d, names = self.description, {id(module): name for name, module in trunk.named_modules()}
         norms = [*(layer.norms[name] for layer in d.layers for name in ("norm1", "norm2")), d.last_norm]
         self._norm_names = [names[id(norm)] for norm in norms]
@@ -246,12 +250,31 @@ class Network:
         return hidden
 
     def check(self, batch: Ragged) -> None:
-        """UserError for token ids outside the vocabulary and positions beyond the context: memory lies there."""
-        if len(batch.ids) and not 0 <= int(batch.ids.min()) <= int(batch.ids.max()) < self.struct.vocabulary:
-            raise UserError(f"token ids: must be in 0..{self.struct.vocabulary - 1}")
+        """UserError for ids, positions and routes that are not the model's: other memory lies there."""
+        model, tokens = self.struct, len(batch.ids)
+        if tokens * max(model.heads, model.mixtures * model.chosen) >= 1 << 31:  # the kernels count them in ints
+            raise UserError(
+                f"{tokens} tokens in one pass are too many for this model; make layout's micro-batches smaller"
+            )
+        if tokens and not 0 <= int(batch.ids.min()) <= int(batch.ids.max()) < model.vocabulary:
+            raise UserError(f"token ids: must be in 0..{model.vocabulary - 1}")
+        if tokens and int(batch.rows.position.min()) < 0:
+            raise UserError("positions: must be at least 0")
         longest = int(batch.rows.position.max(initial=-1)) + 1
         if longest > self.lowered.max_context:
             raise UserError(f"{longest} tokens: numerics.max_context is {self.lowered.max_context}")
+        if batch.routes is not None:
+            self._check_routes(batch.routes, tokens)
+
+    def _check_routes(self, routes: Ints, tokens: int) -> None:
+        """UserError unless each token has, in each mixture, `chosen` of the experts by rising index."""
+        model = self.struct
+        if not model.mixtures or routes.size != tokens * model.mixtures * model.chosen:
+            raise UserError(f"routes of shape {list(routes.shape)}: must be {model.mixtures} x {model.chosen} a token")
+        chosen = routes.reshape(-1, model.chosen)
+        outside = len(chosen) > 0 and (int(chosen[:, 0].min()) < 0 or int(chosen[:, -1].max()) >= model.experts)
+        if outside or bool((np.diff(chosen, axis=1) <= 0).any()):
+            raise UserError(f"routes: must be experts in 0..{model.experts - 1} by rising index, each once")
 
     def over_cache(
         self, batch: Ragged, cache: Cache, slots: Sequence[int], seen: bool = False
@@ -349,15 +372,47 @@ def lower(model: PreTrainedModel, lowered: Lowered) -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.float32:
             raise UserError(f"model parameter '{name}' is {parameter.dtype}; deterministic numerics need float32")
-    with torch.device("meta"):
-        stock = dict(type(model)(copy.deepcopy(model.config)).named_modules())
+    check_parts(model)
+    trunk._lowered = lowered  # type: ignore[assignment]
+    return model
+
+
+def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
+    """The shape of each parameter by name."""
+    return {name: p.shape for name, p in model.named_parameters()}
+
+
+def check_parts(model: PreTrainedModel) -> None:
+    """UserError for the first module or parameter that is not of the class or shape that the model's config makes."""
+    try:
+        with torch.device("meta"):
+            stock = type(model)(copy.deepcopy(model.config))
+    except Exception as error:  # a wrong value can fail anywhere
+        raise UserError(f"model config: transformers makes no model of it ({shown(str(error))}); mend it") from error
+    modules = dict(stock.named_modules())
     for name, module in model.named_modules():
-        if type(module) is not type(stock.get(name)):
+        if type(module) is not type(modules.get(name)):
             raise UserError(
                 f"model module '{name}' of class {type(module).__name__}: deterministic numerics do not know it"
             )
-    trunk._lowered = lowered  # type: ignore[assignment]
-    return model
+    found, expected = (dict(m.named_parameters(remove_duplicate=False)) for m in (model, stock))
+    for name in sorted(found.keys() | expected.keys()):
+        ours, theirs = (list(p[name].shape) if name in p else "no such parameter" for p in (found, expected))
+        if ours != theirs:
+            raise UserError(
+                f"model parameter '{name}' is {ours}, and its config wants {theirs}; make it again from its config"
+            )
+
+
+def _refuse_fault(model: Struct, config: PretrainedConfig) -> None:
+    """UserError naming the first field of a config by which its model breaks a rule of the kernels."""
+    fault = library.load().model_fault(model)
+    if fault == ffi.NULL:
+        return
+    field, _, rule = ffi.string(fault).decode().partition(": ")
+    name = config.attribute_map.get(field, field)
+    value = head_dim(config) if field == "head_dim" else getattr(config, name, None)
+    raise UserError(f"model config {name}{'' if value is None else f' = {value!r}'}: {rule}; choose another model")
 
 
 def lowered_of(model: nn.Module) -> Lowered | None:
@@ -378,7 +433,8 @@ def network_of(model: PreTrainedModel) -> Network | NativeNetwork:
         return NativeNetwork(trunk)
     network = _NETWORKS.get(trunk)
     known = {} if network is None or network.lowered != lowered else network.parameters
-    if network is None or any(p is not known.get(name) for name, p in trunk.named_parameters()):
+    same = all(p is known.get(name) for name, p in trunk.named_parameters())
+    if network is None or not same or network.shapes != shapes_of(trunk):
         network = _NETWORKS[trunk] = Network(trunk, lowered)
     return network
 

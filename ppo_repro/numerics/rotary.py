@@ -13,6 +13,11 @@ from ppo_repro.numerics.elementwise import cos_sin, exp64, log
 from ppo_repro.numerics.families import head_dim
 
 
+def rotating(config: PretrainedConfig) -> int:
+    """How many elements D of a head rotate: all, or in GPT-NeoX a part."""
+    return int(head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
+
+
 def inverse_frequencies(config: PretrainedConfig) -> Tensor:
     """Rotary frequencies theta^(-2i/D), float64 [D/2]; D is the width of a head, or its rotating part in GPT-NeoX.
 
@@ -25,7 +30,7 @@ def inverse_frequencies(config: PretrainedConfig) -> Tensor:
         raise UserError(
             f"model config partial_rotary_factor = {partial}: must be 1 in deterministic numerics outside GPT-NeoX"
         )
-    dim = int(head_dim(config) * partial)
+    dim = rotating(config)
     exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
     frequencies = 1.0 / exp64(exponents * log(torch.tensor([float(rope["rope_theta"])])))
     if kind == "default":

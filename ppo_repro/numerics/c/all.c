@@ -10,4 +10,5 @@
 #include "rounding.c"
 #include "optimizer.c"
 #include "model.c"
+#include "validity.c"
 #include "checks.c"

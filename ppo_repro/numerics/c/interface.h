@@ -31,6 +31,9 @@ typedef enum {
 
 enum { MAX_LEVELS = 8 };  // arrays of partial sums of gradients: at most 2^7 slots
 
+// The largest model: the kernels count products of two widths in ints
+enum { MOST_LAYERS = 1024, MOST_WIDTH = 1048576, MOST_VOCABULARY = 16777216, MOST_EXPERTS = 1024 };
+
 // ------------------------------------------------------------------------------------------ matrices and their gradients
 
 // A linear layer y = x w^T + bias
@@ -266,6 +269,9 @@ long layer_input_at(const Model *m, long tokens, int layer, Keep keep);
 int model_forward(const Model *m, const Batch *b, float *kept, Keep keep, float *hidden);
 void model_backward(const Model *m, const Batch *b, float *kept, Keep keep, const float *d_hidden, const Sums *sums);
 void copy_prefix(const Model *m, float *keys, float *values, long capacity, long from, long to, int positions);
+
+// validity.c: NULL, or "FIELD: RULE" for a model that breaks a rule on which the kernels rely
+const char *model_fault(const Model *m);
 
 // tokens.c: 0 where a row of logits is not finite
 int token_statistics(const Statistics *a);

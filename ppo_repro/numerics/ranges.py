@@ -1,0 +1,58 @@
+"""What the numbers of a model's configuration may be, checked before anything of their size is made.
+
+The rules by which numbers must fit each other are those of `validity.c`, which sees the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ppo_repro.base.errors import UserError
+from ppo_repro.numerics.interface import constants
+
+MOST_LAYERS, MOST_WIDTH = constants.MOST_LAYERS, constants.MOST_WIDTH
+MOST_VOCABULARY, MOST_EXPERTS = constants.MOST_VOCABULARY, constants.MOST_EXPERTS
+_MOST = (1 << 31) - 1
+_WHOLE = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), (1, MOST_LAYERS)),
+    **dict.fromkeys(("hidden_size", "n_embd", "num_attention_heads", "n_head", "num_key_value_heads"), (1, MOST_WIDTH)),
+    **dict.fromkeys(("head_dim", "intermediate_size", "moe_intermediate_size", "n_inner"), (1, MOST_WIDTH)),
+    "vocab_size": (1, MOST_VOCABULARY),
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), (1, MOST_EXPERTS)),
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "n_ctx", "original_max_position_embeddings"), (1, _MOST)
+    ),
+    **dict.fromkeys(("sliding_window", "decoder_sparse_step"), (1, _MOST)),
+    "max_window_layers": (0, _MOST),
+    "num_labels": (1, MOST_WIDTH),
+}
+_NUMBERS = {
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), (1e-30, 1.0)),
+    **dict.fromkeys(("rope_theta", "rotary_emb_base"), (1.0, 1e30)),  # no angle is larger than its position
+    "factor": (1.0, 1e9),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), (1e-9, 1e9)),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), (1e-9, 1.0)),
+}
+_ROPE = ("rope_parameters", "rope_scaling")
+RANGES = {**_WHOLE, **_NUMBERS}
+
+
+def check_ranges(fields: Mapping[str, object], where: str) -> None:
+    """Raise UserError, beginning with `where`, for the first number that is none, or not in its range.
+
+    `fields` of config.json or of a PretrainedConfig. None is left to transformers, which knows what may be absent.
+    """
+    for name, value in fields.items():
+        if name in RANGES and value is not None:
+            _check(f"{where} {name}", value, *RANGES[name], name in _WHOLE)
+        if name in _ROPE and isinstance(value, Mapping):
+            check_ranges(value, f"{where} {name}:")
+
+
+def _check(name: str, value: object, least: float, most: float, whole: bool) -> None:
+    is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most:  # type: ignore[operator]  # false for NaN
+        kind = "a whole number" if whole else "a number"
+        shown = f"{value:.6g}" if isinstance(value, float) else " ".join(f"{value!r:.60}".split())
+        bounds = f"{least} to {most}" if whole else f"{least:g} to {most:g}"
+        raise UserError(f"{name} = {shown}: must be {kind} from {bounds}; restore it, or choose another model")

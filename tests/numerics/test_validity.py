@@ -1,0 +1,155 @@
+"""What the kernels cannot compute is refused by field, in one line, before a kernel sees it: models and batches."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+import ppo_repro
+from ppo_repro.base.errors import UserError
+from ppo_repro.numerics import library
+from ppo_repro.numerics.interface import ffi, ints
+from ppo_repro.numerics.network import Lowered, Network
+from ppo_repro.numerics.ranges import MOST_EXPERTS, MOST_LAYERS, MOST_VOCABULARY, MOST_WIDTH
+from ppo_repro.numerics.rows import ragged
+from tests.support.models import CONFIGS, CONTEXT, MIXTURES, gpt_neox_config, llama_config, mixtral_config, small_model
+
+IDS = torch.tensor([[1, 2, 3]])
+THREE = {"num_attention_heads": 3, "num_key_value_heads": 2, "head_dim": 16}
+
+
+def rope(**changes: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **changes}}
+
+
+# a model, and what is said of it: field, value, rule
+MODELS: dict[str, Callable[[], Any]] = {
+    "head_dim = 15: .*even": lambda: llama_config(head_dim=15),
+    "head_dim = 1: .*even": lambda: llama_config(head_dim=1),
+    "head_dim = 15: .* even": lambda: gpt_neox_config(hidden_size=60, **rope(partial_rotary_factor=1.0)),
+    "rope_parameters: partial_rotary_factor = 2: .* from 1e-09 to 1": lambda: gpt_neox_config(
+        **rope(partial_rotary_factor=2.0)
+    ),
+    "num_key_value_heads = 2: must divide": lambda: llama_config(**THREE),
+    "num_experts_per_tok = 3: must be from 1": lambda: mixtral_config(num_local_experts=2, num_experts_per_tok=3),
+    "rope_parameters: rope_theta = nan: ": lambda: llama_config(**rope(rope_theta=float("nan"))),
+    "rope_parameters: rope_theta = -10000: ": lambda: llama_config(**rope(rope_theta=-1e4)),
+    "rms_norm_eps = 0: ": lambda: llama_config(rms_norm_eps=0.0),
+    "sliding_window = -3: ": lambda: mixtral_config(sliding_window=-3),
+}
+
+
+@pytest.mark.parametrize("message", MODELS)
+def test_a_model_that_the_kernels_cannot_compute_is_refused(message: str) -> None:
+    with pytest.raises(UserError, match=f"^model config {message}") as refused:
+        ppo_repro.deterministic(small_model(MODELS[message](), 0))
+    assert "\n" not in str(refused.value)
+
+
+def replaced(part: str, module: nn.Module) -> Callable[[PreTrainedModel], None]:
+    return lambda model: setattr(model, part, module)
+
+
+def reshaped(name: str, *shape: int) -> Callable[[PreTrainedModel], None]:
+    return lambda model: setattr(model.get_parameter(name), "data", torch.randn(shape))
+
+
+CHANGES = {
+    "lm_head": replaced("lm_head", nn.Linear(64, 89, bias=False)),
+    "q_proj": reshaped("model.layers.0.self_attn.q_proj.weight", 3, 48),
+    "norm": reshaped("model.norm.weight", 3),
+    "embed_tokens": reshaped("model.embed_tokens.weight", 3, 48),
+}
+
+
+@pytest.mark.parametrize("part", CHANGES)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_weight_of_another_shape_is_refused(part: str, when: str) -> None:
+    model = small_model(llama_config(), 0)
+    if when == "after":
+        model = ppo_repro.deterministic(model)
+    CHANGES[part](model)
+    with pytest.raises(UserError, match=rf"^model parameter '\S*{part}.weight' is .*and its config wants"):
+        model(IDS) if when == "after" else ppo_repro.deterministic(model)
+
+
+def test_a_model_with_another_vocabulary_is_seen_as_it_is() -> None:
+    model = ppo_repro.deterministic(small_model(llama_config(), 0))
+    model(IDS)
+    model.resize_token_embeddings(200, mean_resizing=False)
+    assert model(torch.tensor([[199, 3]])).logits.shape == (1, 2, 200)
+
+
+def network(family: str) -> Network:
+    return Network(small_model((CONFIGS | MIXTURES)[family](), 0).base_model, Lowered(CONTEXT))
+
+
+def fault(of: Network) -> str | None:
+    found = library.load().model_fault(of.struct)
+    return None if found == ffi.NULL else ffi.string(found).decode()
+
+
+# numbers of the C struct that break one rule, and the field that the rule is about
+BROKEN = {
+    "num_hidden_layers": [("layers", 0), ("layers", MOST_LAYERS + 1)],
+    "hidden_size": [("hidden", 0), ("hidden", MOST_WIDTH + 1), ("hidden", 49), ("embedding_scale", float("inf"))],
+    "vocab_size": [("vocabulary", 0), ("vocabulary", MOST_VOCABULARY + 1)],
+    "num_attention_heads": [("heads", 0), ("q_at", -1), ("q_at", 1 << 30), ("k_step", 1), ("v_at", 4000)],
+    "num_key_value_heads": [("kv_heads", 0), ("kv_heads", 3), ("kv_heads", 8)],
+    "head_dim": [("head_dim", 0), ("head_dim", 1 << 29), ("rotary", 15), ("rotary", 0), ("rotary", 18)],
+    "rope_parameters": [("cosine", ffi.NULL), ("sine", ffi.NULL)],
+    "max_position_embeddings": [("position_entries", -1)],
+    "pad_token_id": [("padding", 89), ("padding", -2)],
+    "eps of the norms": [("eps", 0.0), ("eps", float("nan")), ("eps", -1.0)],
+    "model_type": [("norm", 3), ("qk_norm", 3)],
+    "hidden_act": [("activation", 3)],
+    "intermediate_size": [("gated", 0)],
+    "num_experts": [("mixtures", 3), ("mixtures", 0), ("experts", 0), ("experts", MOST_EXPERTS + 1), ("experts", 3)],
+    "num_experts_per_tok": [("chosen", 0), ("chosen", 5)],
+}
+RULES = [(field, *change) for field, changes in BROKEN.items() for change in changes]
+
+
+@pytest.mark.parametrize(("field", "number", "value"), RULES)
+def test_each_rule_names_its_field(field: str, number: str, value: Any) -> None:
+    of = network("mixtral" if "experts" in field else "qwen3")
+    assert fault(of) is None
+    setattr(of.struct, number, value)
+    assert str(fault(of)).partition(": ")[0] == field
+
+
+def test_every_rule_of_the_source_is_broken_above() -> None:
+    source = re.sub("//.*", "", (library.build.SOURCES / "validity.c").read_text())
+    assert set(re.findall(r'return [^"]*"([^:"]+):', source)) <= {*BROKEN, "sliding_window"}
+
+
+@pytest.mark.parametrize("family", [*CONFIGS, *MIXTURES])
+def test_the_models_of_all_families_break_no_rule(family: str) -> None:
+    assert fault(network(family)) is None
+
+
+ROUTES = {"outside": [0, 4], "negative": [-1, 2], "falling": [2, 1], "twice": [2, 2]}
+
+
+@pytest.mark.parametrize("wrong", [*ROUTES, "too few"])
+def test_routes_that_are_none_of_the_models_are_refused(wrong: str) -> None:
+    of = network("mixtral")
+    routes = np.tile([0, 1], (3, 2))
+    routes[1] = [0, 1, *ROUTES.get(wrong, [0, 1])]
+    given = torch.from_numpy(routes[:, :2] if wrong == "too few" else routes)
+    with pytest.raises(UserError, match=r"^routes"):
+        of.over_batch(ragged([[1, 2, 3]], routes=given), ints([0, 1, 2]))
+
+
+@pytest.mark.parametrize("past", [-1, CONTEXT])
+def test_positions_outside_the_tables_are_refused(past: int) -> None:
+    of = network("qwen3")
+    with pytest.raises(UserError, match=r"^positions|tokens: numerics\.max_context"):
+        of.over_batch(ragged([[1]], past=[past]), ints([0]))

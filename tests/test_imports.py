@@ -18,7 +18,7 @@ README_ROW = re.compile(r"^\| \[`(\w+)(?:/|\.py)`\]\(", re.MULTILINE)
 # The folders of analysis, bottom to top. A folder imports from lines above its own only; folders in one line do not
 # import each other. A file directly in analysis/ counts as a folder.
 ANALYSIS = """
-    program words stats pairs diagnosis
+    program words stats pairs
     clipping notebooks tokenization
     mismatch dialects
     compare grids
@@ -196,12 +196,21 @@ def test_analyses_read_records_only() -> None:
         "ppo_repro.config",
         "ppo_repro.runs.summary",
         "ppo_repro.testing.dumps",  # the audit's reader of dumps
+        "ppo_repro.testing.diagnosis",
     )
     allowed += ("ppo_repro.base.output",)  # their commands speak as the program does
     for path in files("analysis/**/*.py"):
         names = imports(path)
         assert not {"torch", "transformers", "mlflow"} & top(names), path
         assert all(name.startswith(allowed) for name in names if name.startswith("ppo_repro.")), path
+
+
+def test_the_diagnosis_needs_no_torch_and_no_run() -> None:
+    for path in files("ppo_repro/testing/diagnosis/*.py", "ppo_repro/testing/causes.py"):
+        ours = {name for name in imports(path) if name.startswith("ppo_repro.")}
+        assert not {"torch", "transformers"} & top(imports(path)), path
+        assert all(name.startswith(("ppo_repro.testing", "ppo_repro.base.errors")) for name in ours), path
+        assert not [name for name in ours if name.startswith("ppo_repro.testing.audit")], path
 
 
 def test_only_the_update_takes_optimizer_steps() -> None:

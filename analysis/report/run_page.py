@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analysis.diagnosis.diagnose import diagnose_chunks
 from analysis.mismatch.bucket import bucket_table
 from analysis.mismatch.parity import Parity, parity
 from analysis.mismatch.tables import measure, tables, whole
@@ -25,6 +24,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
 from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME, by_phase, load_config_of, phases_of, read_note
 from ppo_repro.runs.summary import summarise
+from ppo_repro.testing.diagnosis.diagnose import diagnose_chunks
 
 # the two curves of the first screen, by what the chart calls them
 MAIN = {"held out, greedy": "eval_score", "sampled": "score"}

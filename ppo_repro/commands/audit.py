@@ -74,10 +74,10 @@ def audit_command(options: argparse.Namespace) -> int:
 
     import torch
 
-    from ppo_repro.audit.causes import Sampling
-    from ppo_repro.audit.judge import audit, lines, verdict
-    from ppo_repro.audit.load import load_model, load_tokenizer
-    from ppo_repro.audit.ways import Subject
+    from ppo_repro.testing.audit.judge import audit, lines, verdict
+    from ppo_repro.testing.audit.load import load_model, load_tokenizer
+    from ppo_repro.testing.audit.variants import Sampling
+    from ppo_repro.testing.audit.ways import Subject
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device here; take cpu")

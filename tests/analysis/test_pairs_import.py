@@ -13,7 +13,7 @@ from analysis.pairs.files import imported_pairs, iteration_of, masked_tokens
 from analysis.pairs.runs import REQUIRED
 from ppo_repro.base.errors import UserError
 from ppo_repro.testing import Names
-from tests.audit.rows import ROWS
+from tests.testing.audit.rows import ROWS
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -1,7 +1,7 @@
 """Stock SGLang servers on the CPU, and dumps of theirs by experiments/guard_your_stack/sglang_dump.py.
 
-`python -m tests.support.sglang_dumps` makes the dumps in tests/audit/sglang again; PPO_REPRO_SGLANG_PYTHON as in
-`sglang`. The committed dumps are of SGLang 0.5.21 (attention backend `torch_native`), with the log-probs of
+`python -m tests.support.sglang_dumps` makes the dumps in tests/testing/audit/sglang again; PPO_REPRO_SGLANG_PYTHON
+as in `sglang`. The committed dumps are of SGLang 0.5.21 (attention backend `torch_native`), with the log-probs of
 transformers 5.12.1 and torch 2.13.0, and of the reference model of tests/support/small.yaml: 8 prompts, 12 tokens,
 temperature 0.8. Servers sample without a seed, so new dumps have other tokens but the same verdicts. Make new dumps
 after a change of the model's warm start.

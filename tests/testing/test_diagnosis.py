@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from analysis.diagnosis.diagnose import ADVICE, diagnose, diagnose_chunks
-from analysis.diagnosis.evidence import NEEDED, added, measure
 from ppo_repro.base.errors import UserError
+from ppo_repro.testing.causes import CAUSES
+from ppo_repro.testing.diagnosis.diagnose import diagnose, diagnose_chunks
+from ppo_repro.testing.diagnosis.evidence import NEEDED, added, measure
 
 ITERATIONS, SEQUENCES, LONGEST, VOCAB, EOS = 4, 24, 20, 89, 1
 
@@ -164,7 +165,7 @@ def test_each_fault_is_named_or_unknown_and_no_other(name: str) -> None:
     make, verdict, possible = FAULTS[name]
     pairs = make()
     found, alone = diagnose(pairs), diagnose(pairs[list(NEEDED)])
-    assert found.verdict == verdict and found.advice == ADVICE[found.verdict], found.evidence
+    assert found.verdict == verdict and found.advice == CAUSES[found.verdict].advice, found.evidence
     assert found.tier not in ("T0", "T1", "T2")
     assert (alone.verdict, alone.possible) == ("unknown" if possible else verdict, possible), alone.evidence
     assert bool(alone.needed) == bool(possible)

@@ -24,10 +24,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ppo_repro.audit.causes import CAUSES, Sampling
-from ppo_repro.audit.judge import Audit, audit, lines
-from ppo_repro.audit.ways import Subject
-from tests.audit.material import (
+from ppo_repro.testing.audit.judge import Audit, audit, lines
+from ppo_repro.testing.audit.variants import VARIANTS, Sampling
+from ppo_repro.testing.audit.ways import Subject
+from tests.support.models import CONTEXT, VOCAB, qwen3_config, seeded, small_model
+from tests.testing.audit.material import (
     BOS_ID,
     EOS_ID,
     FAULTS,
@@ -40,8 +41,7 @@ from tests.audit.material import (
     material,
     old,
 )
-from tests.audit.outsider import OF_OUTSIDER, OUTSIDER
-from tests.support.models import CONTEXT, VOCAB, qwen3_config, seeded, small_model
+from tests.testing.audit.outsider import OF_OUTSIDER, OUTSIDER
 
 GIVEN = Sampling(TEMPERATURE, 1.0, 8)
 
@@ -92,7 +92,7 @@ def test_the_cause_is_named_or_unknown_and_never_another(made: Material, subject
 def test_every_entry_of_the_table_has_a_fault_that_it_names(made: Material) -> None:
     """A cause that nothing here shows is not tested: these few are shown in tests of their own."""
     expected = " | ".join(cause for _, cause in EVERY.values())
-    shown = {c.name.partition("{")[0].strip() for c in CAUSES}
+    shown = {c.name.partition("{")[0].strip() for c in VARIANTS}
     missing = {name for name in shown if name not in expected}
     assert missing <= {
         "of all tokens, not of the processed distribution",

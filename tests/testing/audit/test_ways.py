@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from ppo_repro.audit import ways
-from ppo_repro.audit.ways import Subject
 from ppo_repro.tasks.tokenizer import train_bpe
+from ppo_repro.testing.audit import ways
+from ppo_repro.testing.audit.ways import Subject
 from ppo_repro.testing.dumps import Response
 from tests.support.models import qwen3_config, small_model
 

@@ -14,7 +14,7 @@ import torch
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.testing.dumps import Response, read_dump
-from tests.audit.rows import ROWS
+from tests.testing.audit.rows import ROWS
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ppo_repro.audit.search import Entries, Reference, Stored
+from ppo_repro.testing.audit.search import Entries, Reference, Stored
 from ppo_repro.testing.dumps import Response
 
 MANY = 0.8  # of the tokens after a point that have to differ

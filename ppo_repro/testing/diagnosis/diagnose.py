@@ -11,54 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import pandas as pd
 
-from analysis.diagnosis.evidence import Sums, added, measure
 from ppo_repro.base.errors import UserError
+from ppo_repro.testing.causes import CAUSES, Cause
+from ppo_repro.testing.diagnosis.evidence import Sums, added, measure
 
-Cause = Literal[
-    "none",
-    "floating_point_noise",
-    "reduced_precision",
-    "temperature",
-    "truncated_sampling",
-    "off_by_one",
-    "shuffled",
-    "zero_filled",
-    "stale_weights",
-    "token_bias",
-    "dropout",
-    "padding_leak",
-    "retokenization",
-    "other_prompt",
-    "forced_eos",
-    "non_finite",
-    "unknown",
-]
-
-ADVICE: dict[Cause, str] = {
-    "none": "Every log-prob has the same bits; nothing to do.",
-    "floating_point_noise": "Rounding in another order of additions; harmless alone, gone in deterministic numerics.",
-    "reduced_precision": "One side records numbers of 16 bits; use float32 on both sides.",
-    "temperature": "The two sides divide logits by different temperatures; use the sampler's in the trainer.",
-    "truncated_sampling": "Only one side renormalises over the tokens left by top-k/top-p; keep the sampling mask, or "
-    "ask the sampler for raw log-probs.",
-    "off_by_one": "One side is shifted by one token; check the shift between logits and labels.",
-    "shuffled": "The same log-probs in another order; check that rows are joined by sequence and position.",
-    "zero_filled": "Log-probs are exactly 0 where none were recorded; check buffer widths and padding.",
-    "stale_weights": "The sampler has older weights than the trainer; sync after every update, or correct for the lag.",
-    "token_bias": "One side favours some tokens everywhere; compare last matrices, logit biases and penalties.",
-    "dropout": "The trainer does not repeat itself: dropout is on; call eval() before scoring, or set dropout to 0.",
-    "padding_leak": "Padded rows differ, others do not; check attention mask and position ids of padded batches.",
-    "retokenization": "The trainer scores other token ids than were sampled; pass ids on, never text.",
-    "other_prompt": "The trainer has other ids before the response, as a second BOS or chat template; pass ids on.",
-    "non_finite": "Some log-probs are NaN or infinite and the others agree; find out where those come from.",
-    "unknown": "No cause has this size; judge each side by `ppo-repro audit`, or compare layers with `ppo-repro "
-    "bisect`.",
-}
 # what would decide about a cause that is possible
 INPUTS: dict[Cause, str] = {
     "reduced_precision": "`ppo-repro audit` (whether one side computes in 16 bits)",
@@ -141,7 +101,7 @@ def diagnose_chunks(chunks: Iterable[pd.DataFrame]) -> Diagnosis:
     verdict: Cause = _named(m, evidence, tier) or "unknown"
     possible = _possible(m, evidence, tier) if verdict == "unknown" else ()
     needed = "; ".join(INPUTS[cause] for cause in possible)
-    advice = ADVICE[verdict]
+    advice = CAUSES[verdict].advice
     if m["above_0"]:  # losses or probabilities, as the guard and the audit say
         advice = f"{m['above_0']:.0f} log-probs are above 0; give log-probs in nats."
     return Diagnosis(verdict, possible, tier, advice, needed, evidence)

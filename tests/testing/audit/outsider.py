@@ -14,8 +14,18 @@ from torch import Tensor
 from torch.nn.functional import dropout
 from transformers import PreTrainedModel
 
-from tests.audit.material import EOS_ID, TEMPERATURE, Material, Values, from_point, of_tokens, old, quantity, with_bos
 from tests.support.models import VOCAB, seeded
+from tests.testing.audit.material import (
+    EOS_ID,
+    TEMPERATURE,
+    Material,
+    Values,
+    from_point,
+    of_tokens,
+    old,
+    quantity,
+    with_bos,
+)
 
 Fault = Callable[[Material], Values]
 

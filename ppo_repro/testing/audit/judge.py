@@ -1,7 +1,7 @@
 """Which side is wrong, and why: each side beside the unmodified model in float64, and the causes that have its size.
 
 A side is right if its rms distance is at most 10 times that of stock float32 on the same tokens, and no token is far
-off. Otherwise every cause (`causes`) predicts numbers. A cause is named only if what it leaves is rounding: of
+off. Otherwise every cause (`variants`) predicts numbers. A cause is named only if what it leaves is rounding: of
 float32, or of the 16 bits that it was computed or stored in. Else the answer is `unknown`, with what is known.
 """
 
@@ -15,13 +15,13 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from ppo_repro.audit.causes import DEFINITIONS, Row, Sampling, own
-from ppo_repro.audit.facts import facts
-from ppo_repro.audit.search import RIGHT, Entries, Reference, Search, Tried, logits_of, rms
-from ppo_repro.audit.ways import Subject, fed
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say
 from ppo_repro.models.stock import float64
+from ppo_repro.testing.audit.facts import facts
+from ppo_repro.testing.audit.search import RIGHT, Entries, Reference, Search, Tried, logits_of, rms
+from ppo_repro.testing.audit.variants import DEFINITIONS, Row, Sampling, own
+from ppo_repro.testing.audit.ways import Subject, fed
 from ppo_repro.testing.dumps import Response, impossible
 
 FAR = 100.0  # times stock float32's rms distance: a single token this far is no rounding

@@ -1,12 +1,12 @@
-"""What a wrong log-prob may be: one entry for each cause, with the numbers that it predicts.
+"""What a wrong log-prob may be: the variants of each cause, with the numbers that each predicts.
 
-A log-prob is made in stages, and a cause replaces one of them:
+A log-prob is made in stages, and a variant replaces one of them:
 
     weights, input -> logits -> distribution (temperature, penalties, cuts) -> quantity (whose log-prob) -> unit (what
     is recorded)
 
-A prediction is float64 [n] for each response. Some causes have a parameter: `candidates` proposes values from the
-numbers, and with `refine` the best one is improved by least squares. Whether a cause is named is decided in `search`,
+A prediction is float64 [n] for each response. Some variants have a parameter: `candidates` proposes values from the
+numbers, and with `refine` the best one is improved by least squares. Whether a variant is named is decided in `search`,
 by size.
 """
 
@@ -20,6 +20,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+
+from ppo_repro.testing.causes import CAUSES
 
 VARIED = 6  # numbers above a floor, without which it would explain any constant
 HEAD = 1024  # tokens that top-p is looked for in, before all are sorted
@@ -77,7 +79,7 @@ Candidates = Callable[[Sequence[Row], Sampling], Sequence[float]]
 
 
 @dataclass(frozen=True)
-class Cause:
+class Variant:
     """One entry. `name` may hold {x}, the parameter, and {given}, the temperature that was given."""
 
     name: str
@@ -222,11 +224,11 @@ def _is_tempered(sampling: Sampling) -> bool:
 
 
 PAIRING = "check which tokens and logits are paired"
-TEMPERATURE = "divide the logits by the same temperature on both sides, once"
-SAME_CUTS = "ask the sampler for log-probs of all tokens, or keep the same tokens in the trainer"
-PENALTY = "a penalty changes what is sampled: leave it out, or apply it on both sides"
+TEMPERATURE = CAUSES["temperature"].mend
+SAME_CUTS = CAUSES["truncated_sampling"].mend
+PENALTY = CAUSES["penalty"].mend
 SAMPLED = "gather the sampled id from the log-softmax"
-OWN = "record each token's own log-prob, in nats"
+OWN = CAUSES["other_number"].mend
 CAP = "cap the logits on both sides, as the configuration of the model says (final_logit_softcapping)"
 TOP_K = (1, 2, 3, 4, 5, 8, 10, 16, 20, 25, 30, 32, 40, 50, 64, 80, 100, 128, 200, 256, 500, 512, 1000, 1024)
 TOP_P = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.93, 0.95, 0.96, 0.97, 0.98, 0.99, 0.995, 0.999)
@@ -238,26 +240,30 @@ STEPS = (1, -1, 2, -2, 3, -3)
 
 def _distribution(
     name: str, advice: str, change: Change, matters: Callable[[Sampling], bool] = lambda s: True
-) -> Cause:
-    return Cause(name, "distribution", advice, change, matters=matters)
+) -> Variant:
+    return Variant(name, "distribution", advice, change, matters=matters)
 
 
-def _fitted(name: str, advice: str, change: Callable[[Row, float], Tensor], first: Sequence[float]) -> Cause:
+def _fitted(name: str, advice: str, change: Callable[[Row, float], Tensor], first: Sequence[float]) -> Variant:
     """`change` of the row's logits, before the temperature divides them; the parameter is refined."""
-    return Cause(name, "distribution", advice, lambda r, s, v, x: change(r, x) / s.temperature, lambda *_: first, True)
+
+    def changed(r: Row, s: Sampling, v: Tensor, x: float) -> Tensor:
+        return change(r, x) / s.temperature
+
+    return Variant(name, "distribution", advice, changed, lambda *_: first, refine=True)
 
 
-def _cut(option: str, limits: Sequence[float], keep: Callable[[Tensor, float], Tensor]) -> Cause:
+def _cut(option: str, limits: Sequence[float], keep: Callable[[Tensor, float], Tensor]) -> Variant:
     """The softmax over the tokens that one cut leaves, at usual limits."""
     name = f"normalised over the tokens that {option} keeps (try --{option} {{x:.4g}})"
-    return Cause(name, "distribution", SAME_CUTS, lambda r, s, v, x: keep(v / s.temperature, x), lambda *_: limits)
+    return Variant(name, "distribution", SAME_CUTS, lambda r, s, v, x: keep(v / s.temperature, x), lambda *_: limits)
 
 
-def _quantity(name: str, change: Callable[[Row, Tensor], Tensor]) -> Cause:
-    return Cause(name, "quantity", SAMPLED, lambda r, s, logp, x: change(r, logp))
+def _quantity(name: str, change: Callable[[Row, Tensor], Tensor]) -> Variant:
+    return Variant(name, "quantity", SAMPLED, lambda r, s, logp, x: change(r, logp))
 
 
-def _unit(name: str, change: Callable[[Tensor], Tensor], advice: str = OWN) -> Cause:
+def _unit(name: str, change: Callable[[Tensor], Tensor], advice: str = OWN) -> Variant:
     """`change` of the numbers of the tokens that count, [k]."""
 
     def counted(r: Row, s: Sampling, v: Tensor, x: float) -> Tensor:
@@ -265,14 +271,14 @@ def _unit(name: str, change: Callable[[Tensor], Tensor], advice: str = OWN) -> C
         found[r.counts] = change(v[r.counts])
         return found
 
-    return Cause(name, "unit", advice, counted)
+    return Variant(name, "unit", advice, counted)
 
 
 def _least(x: float) -> float:
     return max(x, 1e-3)
 
 
-CAUSES: tuple[Cause, ...] = (
+VARIANTS: tuple[Variant, ...] = (
     _distribution("temperature 1 instead of {given}", TEMPERATURE, raw, _is_tempered),
     _distribution(
         "temperature {given} applied twice", TEMPERATURE, lambda r, s, v, x: v / s.temperature**2, _is_tempered
@@ -283,7 +289,7 @@ CAUSES: tuple[Cause, ...] = (
         lambda r, s, v, x: v * s.temperature,
         _is_tempered,
     ),
-    Cause(
+    Variant(
         "temperature {x:.4g} instead of {given}",
         "distribution",
         TEMPERATURE,
@@ -332,14 +338,14 @@ CAUSES: tuple[Cause, ...] = (
         lambda r, x: _least(x) * (r.logits / _least(x)).clamp(-1 + 1e-9, 1 - 1e-9).atanh(),
         (15.0, 30.0, 50.0),
     ),
-    Cause(
+    Variant(
         "normalised over {x:.0f} more tokens with a logit of 0",
         "distribution",
         "leave the padding of the vocabulary out of the softmax",
         lambda r, s, v, x: torch.cat([v / s.temperature, torch.full_like(v[:, :1], math.log(x))], -1),
         _added_zeros,
     ),
-    Cause(
+    Variant(
         "normalised without token id {x:.0f}",
         "distribution",
         "a banned token, as the end token before a minimum length, changes what is sampled: ban it on both sides",
@@ -350,14 +356,14 @@ CAUSES: tuple[Cause, ...] = (
     _quantity("minus the entropy", lambda row, logp: -_entropy(logp)),
     _quantity("the entropy", lambda row, logp: _entropy(logp)),
     _quantity("the logit, not normalised", lambda row, logp: row.logits.gather(-1, row.targets[:, None])[:, 0]),
-    Cause(
+    Variant(
         "log-prob of token id {x:.0f} at every position",
         "quantity",
         SAMPLED,
         lambda r, s, logp, x: logp[:, int(x)],
         _fixed_tokens,
     ),
-    Cause(
+    Variant(
         "log-prob of the token {x:+.0f} places on, by the right logits",
         "quantity",
         PAIRING,
@@ -365,7 +371,7 @@ CAUSES: tuple[Cause, ...] = (
         lambda *_: STEPS,
         in_pairs=2,
     ),
-    Cause(
+    Variant(
         "log-prob of the right token, by the logits {x:+.0f} places on",
         "quantity",
         PAIRING,
@@ -377,17 +383,17 @@ CAUSES: tuple[Cause, ...] = (
     _unit("in base 10, not in nats", lambda y: y / math.log(10)),
     _unit("minus the log-prob (a loss)", lambda y: -y),
     _unit("the probability, not its logarithm", torch.exp),
-    Cause(
+    Variant(
         "divided by the temperature {given} after the softmax",
         "unit",
         TEMPERATURE,
         lambda r, s, v, x: v / s.temperature,
         matters=_is_tempered,
     ),
-    Cause(
+    Variant(
         "each entry is of the token {x:+.0f} places on",
         "unit",
-        "check the shift between logits and labels, and where the response begins",
+        CAUSES["off_by_one"].mend,
         lambda r, s, v, x: moved(v, int(x)),
         _shifts,
         in_pairs=4,
@@ -398,9 +404,9 @@ CAUSES: tuple[Cause, ...] = (
     _unit("the sum over the response at every token", lambda y: y.sum().expand_as(y)),
     _unit("the mean over the response at every token", lambda y: y.mean().expand_as(y)),
     _unit("divided by the number of tokens of the response", lambda y: y / len(y)),
-    _unit("in the opposite order", lambda y: y.flip(0), "check how tokens and log-probs are joined"),
-    Cause("cut off below {x:.4g}", "unit", OWN, lambda r, s, v, x: v.clamp(min=x), _floor, in_pairs=1),
-    Cause(
+    _unit("in the opposite order", lambda y: y.flip(0), CAUSES["shuffled"].mend),
+    Variant("cut off below {x:.4g}", "unit", OWN, lambda r, s, v, x: v.clamp(min=x), _floor, in_pairs=1),
+    Variant(
         "the logarithm of the probability + {x:.3g}",
         "unit",
         "use log_softmax, not log(softmax + epsilon)",

@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from ppo_repro.audit.causes import CAUSES, Cause, Change, Row, Sampling, own, tempered
-from ppo_repro.audit.ways import Fed, Subject, fed, ways
 from ppo_repro.models.stock import float64
+from ppo_repro.testing.audit.variants import VARIANTS, Change, Row, Sampling, Variant, own, tempered
+from ppo_repro.testing.audit.ways import Fed, Subject, fed, ways
+from ppo_repro.testing.causes import CAUSES
 from ppo_repro.testing.dumps import Response
 
 RIGHT = 10.0  # times stock float32's distance is rounding; other kernels of float32 are 1 to 3 times as far
@@ -38,7 +39,7 @@ TRIED_TOKENS, FIRST_TOKENS = 256, 24  # response tokens that causes are tried on
 LEAST_TOKENS = 8  # on fewer no cause is named for a part of the tokens
 IN_MEMORY = 1 << 26  # logits
 ON_ALL = 12  # explanations of each level that are computed on all tokens that are tried
-Steps = tuple[tuple[Cause, float], ...]  # causes of different stages, each with its parameter
+Steps = tuple[tuple[Variant, float], ...]  # causes of different stages, each with its parameter
 
 
 @dataclass(frozen=True)
@@ -143,11 +144,11 @@ class Search:
         self.halves: dict[str, Tensor] = {}  # errors of 16 bits, of the usable tokens
         self.near: set[str] = set()  # causes that leave little on a few tokens
         self.causes = [
-            *(Cause(COMPUTED + name, "weights", "compute in float32 on both sides") for name in HALF),
-            *(Cause(ROUNDED + name, "weights", "send float32 weights") for name in HALF),
-            *(Cause(name, "weights", "send the sampler the last weights") for name in subject.others),
-            *(Cause(words, "input", "give both sides the same ids, positions and masks") for words in self.ways),
-            *(c for c in CAUSES if c.matters(sampling) and c.change is not definition),
+            *(Variant(COMPUTED + name, "weights", CAUSES["reduced_precision"].mend) for name in HALF),
+            *(Variant(ROUNDED + name, "weights", "send float32 weights") for name in HALF),
+            *(Variant(name, "weights", CAUSES["stale_weights"].mend) for name in subject.others),
+            *(Variant(words, "input", CAUSES["other_prompt"].mend) for words in self.ways),
+            *(c for c in VARIANTS if c.matters(sampling) and c.change is not definition),
         ]
         self._restrict(entries.usable)
         every = torch.cat([entries.values[i][entries.usable[i]] for i in wrong])
@@ -199,7 +200,7 @@ class Search:
             tried += self._level([pair for pair in combinations(self.causes, 2) if self._is_pair(*pair)])
         return tried
 
-    def _is_pair(self, a: Cause, b: Cause) -> bool:
+    def _is_pair(self, a: Variant, b: Variant) -> bool:
         """Whether to try both together; what 16 bits do is so small that the other one is near by itself."""
         fitted = [c for c in (a, b) if c.candidates is not None]
         is_far = a.name in self.halves and b.name not in self.near
@@ -216,7 +217,7 @@ class Search:
         found = [replace(t, explains=t.explains and t.deviations == fewest) for t in once.values()]
         return sorted(found, key=lambda t: (not t.explains, t.left))
 
-    def _level(self, level: Sequence[tuple[Cause, ...]]) -> list[Tried]:
+    def _level(self, level: Sequence[tuple[Variant, ...]]) -> list[Tried]:
         """Each combination with its best parameters: on a few tokens, and those that leave little on all."""
         screened: list[tuple[float, Steps]] = []
         # in this order logits and their softmax are computed once
@@ -237,7 +238,7 @@ class Search:
                 tried += [self._judged(steps, left), *self._as_half(steps, left)]
         return tried
 
-    def _with_parameters(self, causes: tuple[Cause, ...]) -> Steps | None:
+    def _with_parameters(self, causes: tuple[Variant, ...]) -> Steps | None:
         """The causes with the parameter that fits best on a few tokens; None if none is proposed."""
         plain = tuple((c, 0.0) for c in causes)
         index = next((k for k, c in enumerate(causes) if c.candidates is not None), None)
@@ -269,7 +270,7 @@ class Search:
 
     def _predicted(self, steps: Steps, some: Sequence[int]) -> list[tuple[Tensor, Row]]:
         by_stage = {c.stage: (c, x) for c, x in steps}
-        none = Cause("", "weights", ""), 0.0
+        none = Variant("", "weights", ""), 0.0
         weights, way = (by_stage.get(stage, none)[0].name for stage in ("weights", "input"))
         (distribution, x), (quantity, y), (unit, z) = (
             by_stage.get(stage, none) for stage in ("distribution", "quantity", "unit")
@@ -335,7 +336,7 @@ class Search:
             if like >= max(LIKE, 3 / len(left) ** 0.5):
                 what = f"about as far as {name} rounding is ({size:.2g} nats rms), in other digits"
                 words = f"{judged.words} and {what}" if steps else what
-                advice = f"{judged.advice}; " * bool(steps) + "compute in float32 on both sides"
+                advice = f"{judged.advice}; " * bool(steps) + CAUSES["reduced_precision"].mend
                 found = [Tried(words, advice, rms(left), True, judged.deviations + 1.5)]
                 computed = (next((c, 0.0) for c in self.causes if c.name == COMPUTED + name), *steps)
                 exact = self._left(computed, self.some) if steps else None

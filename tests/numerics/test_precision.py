@@ -55,6 +55,13 @@ def test_a_rounded_number_is_that_of_torch(name: str) -> None:
         assert bits(round_rows(within, other, scaled=False)) != bits(cast), "another format would pass"
 
 
+@pytest.mark.parametrize(("name", "largest"), [("float8_e4m3", 448.0), ("float8_e5m2", 57344.0)])
+def test_beyond_their_largest_number_8_bits_saturate_and_16_bits_overflow(name: str, largest: float) -> None:
+    beyond = tensor([1e6, -1e6, LARGEST, -LARGEST])
+    assert round_rows(beyond, name, scaled=False).tolist() == [largest, -largest] * 2
+    assert round_rows(beyond, "float16", scaled=False).tolist() == [math.inf, -math.inf] * 2
+
+
 @pytest.mark.parametrize("name", FORMATS[1:])
 def test_rows_are_those_of_the_definition_and_do_not_see_each_other(name: str) -> None:
     sizes = torch.exp2(torch.randint(-4, 11, (400, 1), generator=seeded(1)))

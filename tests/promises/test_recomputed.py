@@ -35,3 +35,13 @@ def test_one_flipped_bit_of_a_column_is_counted(column: str, deterministic_run: 
     tokens = reader.read_tokens(deterministic_run)
     tokens.loc[5, column] = np.nextafter(np.float32(tokens.loc[5, column]), np.float32(9))
     assert unequal(tokens, reader.read_sequences(deterministic_run))[column] == 1
+
+
+def test_every_epoch_sees_each_response_once_in_an_order_of_its_own(deterministic_run: Path) -> None:
+    updates = reader.read_updates(deterministic_run, columns=["iteration", "epoch", "minibatch", "sequence"])
+    orders = set()
+    for _, epoch in updates.groupby(["iteration", "epoch"]):
+        order = epoch.drop_duplicates(["minibatch", "sequence"])["sequence"].tolist()
+        assert sorted(order) == list(range(48))
+        orders.add(tuple(order))
+    assert len(orders) == 6, "two epochs in each of three iterations"

@@ -14,12 +14,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ppo_repro.base.errors import PromiseBroken, UserError
 from ppo_repro.base.lock import only_writer
 from ppo_repro.base.watcher import Silent
+from ppo_repro.buffers import Coefficients, ReturnStatistics
 from ppo_repro.config.files import dump_yaml, load_config, run_folder
 from ppo_repro.numerics.optimizer import OptimizerState
 from ppo_repro.records import manifest
@@ -35,13 +37,19 @@ from tests.support.resume import Recorded, newest, record, require_as_uninterrup
 from tests.support.runs import small_config
 
 OTHER_LAYOUT = ("layout.padding=left", "layout.rollout_slots=20", "layout.update_micro_batch=9")
+# what moves from iteration to iteration besides the weights
+ADAPTIVE = (
+    "kl.controller={kind: adaptive, target_kl: 0.5}",
+    "value={learning_rate: 1e-3, normalize_returns: true}",
+    "ppo.objective={kind: adaptive_clip, target_kl: 0.01}",
+)
 KILLS = int(os.environ.get("KILLS", "50"))
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     """Five iterations, a checkpoint after every second, one kept; what a kill after each iteration leaves."""
-    config = small_config("ppo.iterations=5", "checkpoints.every=2", "checkpoints.keep=1")
+    config = small_config("ppo.iterations=5", "checkpoints.every=2", "checkpoints.keep=1", *ADAPTIVE)
     return record(config, tmp_path_factory.mktemp("recorded"))
 
 
@@ -74,6 +82,10 @@ def times(state: OptimizerState, field: str, name: str) -> OptimizerState:
     return dataclasses.replace(state, **{field: {**tensors, name: tensors[name] * 1.01}})
 
 
+def coefficients(saved: Checkpoint, **changed: Any) -> Checkpoint:
+    return dataclasses.replace(saved, coefficients=dataclasses.replace(saved.coefficients, **changed))
+
+
 ALTERATIONS: dict[str, Callable[[Checkpoint], Checkpoint]] = {
     "steps": lambda c: dataclasses.replace(c, policy_optimizer=later(c.policy_optimizer)),
     "first moment": lambda c: dataclasses.replace(
@@ -82,9 +94,9 @@ ALTERATIONS: dict[str, Callable[[Checkpoint], Checkpoint]] = {
     "second moment": lambda c: dataclasses.replace(
         c, value_optimizer=times(c.value_optimizer, "second", "head.weight")
     ),
-    "coefficient": lambda c: dataclasses.replace(
-        c, coefficients=dataclasses.replace(c.coefficients, kl_coef=c.coefficients.kl_coef * (1 + 2.0**-20))
-    ),
+    "kl_coef": lambda c: coefficients(c, kl_coef=c.coefficients.kl_coef * (1 + 2.0**-20)),
+    "clip_range": lambda c: coefficients(c, clip_range=c.coefficients.clip_range / 2),
+    "statistics of returns": lambda c: coefficients(c, returns=ReturnStatistics()),
 }
 
 
@@ -96,9 +108,18 @@ def test_every_part_of_a_checkpoint_is_needed(recorded: Recorded, tmp_path: Path
     altered(run_dir, lambda unchanged: unchanged)
     assert newest(run_dir).read_bytes() == before
     altered(run_dir, ALTERATIONS[part])
-    with pytest.raises(PromiseBroken, match=r"table (sequences|updates|steps), iteration 2, column "):
+    with pytest.raises(PromiseBroken, match=r"table (sequences|tokens|updates|steps), iteration 2, column "):
         resume(run_dir, Silent())
     assert manifest.load(run_dir).status == "failed"
+
+
+def test_a_checkpoint_holds_every_coefficient(recorded: Recorded, tmp_path: Path) -> None:
+    """Also those of other objectives than this run's."""
+    path = newest(recorded.parts / "3")
+    saved = checkpoint.load(path, manifest.load(recorded.parts / "3").files[f"checkpoints/{path.name}"])
+    numbers = Coefficients(kl_coef=0.1, clip_range=0.2, penalty_coef=0.3, returns=ReturnStatistics(7, 0.4, 0.5))
+    digest = checkpoint.save(dataclasses.replace(saved, coefficients=numbers), tmp_path / "checkpoint")
+    assert checkpoint.load(tmp_path / "checkpoint", digest).coefficients == numbers
 
 
 def test_what_cannot_go_on_is_one_line_and_changes_nothing(recorded: Recorded, tmp_path: Path) -> None:

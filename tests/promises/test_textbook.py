@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.numerics.optimizer import OptimizerState
 from ppo_repro.records import manifest, reader
 from ppo_repro.runs import checkpoint
-from ppo_repro.watcher import Silent
 from tests.support.language import run
 from tests.support.paths import TINY
 

@@ -1,5 +1,5 @@
-// The numbers of the law and its single operations, each rounded once. No library, no operating system: every compiler
-// that knows C11 and IEEE 754 compiles this file, for a CPU and for a GPU.
+// The numbers of the rules, and single operations, each rounded once. Nothing here needs a library or an
+// operating system: a compiler for C11 and IEEE 754 compiles it for a CPU and for a GPU.
 #ifndef ARITHMETIC_H
 #define ARITHMETIC_H
 #include <stddef.h>
@@ -50,6 +50,9 @@ INLINE uint64_t as_bits64(double x) {
 INLINE float size32(float x) { return as_float(as_bits(x) & 0x7fffffffu); }
 INLINE double size64(double x) { return as_double(as_bits64(x) & 0x7fffffffffffffffu); }
 
+// size >= 0 with the sign of x
+INLINE float with_sign(float size, float x) { return as_float(as_bits(size) | (as_bits(x) & 0x80000000u)); }
+
 // Infinity and NaN have the largest exponent
 INLINE int is_finite32(float x) { return (as_bits(x) & 0x7fffffffu) < 0x7f800000u; }
 INLINE int is_finite64(double x) { return (as_bits64(x) & 0x7fffffffffffffffu) < 0x7ff0000000000000u; }
@@ -61,8 +64,8 @@ INLINE double sqrt64(double x) { return __builtin_sqrt(x); }
 #if defined(__FMA__) || defined(__aarch64__) || defined(__NVPTX__)
 INLINE float fma32(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 #else
-// A CPU without fma: the product is exact in float64, the sum is rounded to odd there, and 53 bits of that round to the
-// right 24.
+// A CPU without fma: the product is exact in float64, the sum is rounded to odd there, and 53 bits of that
+// round to the right 24.
 INLINE float fma32(float a, float b, float c) {
   double product = (double)a * b;
   double sum = product + c;

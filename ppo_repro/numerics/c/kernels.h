@@ -10,10 +10,7 @@
 #include <string.h>
 
 #include "arithmetic.h"
-
-#pragma GCC visibility push(default)  // what interface.h declares is exported, nothing else
-#include "interface.h"
-#pragma GCC visibility pop
+#include "operations.h"
 
 enum { COLS = 16 };                                // columns of a panel: free, as are all sizes below
 #if defined(__AVX512F__)
@@ -37,9 +34,7 @@ INLINE Wide fma_wide(Wide a, Wide b, Wide c) {
 
 // ---- threads.c: one pool; results know nothing of it
 typedef void (*Task)(void *argument, int index);
-typedef void (*RowTask)(const void *argument, int row);
 static void parallel_for(int total, Task task, void *argument);
-static void for_rows(int rows, RowTask work, const void *argument);
 static int task_size(long items, int others, int most);
 static float *scratch(size_t floats);  // of this thread, until its next call
 

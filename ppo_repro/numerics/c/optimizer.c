@@ -1,82 +1,106 @@
-// What follows the backward passes of a step: the join of partial sums of gradients, the norm of all gradients, AdamW.
-#include "kernels.h"
+// What follows the backward passes of a step, in this order: the join of the slots' gradients, the norm of
+// all gradients, AdamW. A tensor of n numbers is computed as rows of 4,096; the last one may be shorter.
+#include "operations.h"
 
-enum { NORM_BLOCK = 4096 };        // the law: elements of a block of the norm
-enum { PIECE = 4 * NORM_BLOCK };   // elements of a task: free
+// Rule 3: elements of a block of the norm. The other rows have this length too, but any other would do.
+enum { NORM_BLOCK = 4096 };
 
-INLINE int pieces_in(long n) { return (int)((n + PIECE - 1) / PIECE); }
-INLINE long piece_length(long n, long at) { return n - at < PIECE ? n - at : PIECE; }
-
-// -------------------------------------------------------------------------------------------------- sums of slots
-
-typedef struct { const Sums *sums; long n; } Join;
-
-static void join_task(void *argument, int index) {
-  const Join *j = argument;
-  const Sums *s = j->sums;
-  long at = (long)index * PIECE, n = piece_length(j->n, at);
-  float *total = s->level[0] + at;
-  if (!s->open) memset(total, 0, sizeof(float) * (size_t)n);
-  for (int i = 0; i < s->levels; i++)
-    if ((s->first >> i) & 1) add_vector(total, s->level[i + 1] + at, n);
+INLINE int rows_in(long n) { return (int)((n + NORM_BLOCK - 1) / NORM_BLOCK); }
+INLINE int row_length(long n, int row) {
+  long left = n - (long)row * NORM_BLOCK;
+  return left < NORM_BLOCK ? (int)left : NORM_BLOCK;
 }
 
-// The whole tree of `n` sums in level[0], where no rows are left: slot `first` is the last one with rows (`open`), or
-// has none. total = level[0] or +0; then total = total + level[i + 1] for each bit i of `first`, by rising i
+// ------------------------------------------------------------------------------------------ 1. sums of slots
+
+typedef struct {
+  Sums sums;
+  long n;
+} Join;
+
+// Rule 2, definition: gradients.join_slots: total = level[0] (or +0), then, for each bit i of `first`
+// by rising i, total = total + level[i + 1]
+ROW(join_row, Join) {
+  const Sums *sums = &a->sums;
+  const long begin = (long)row * NORM_BLOCK;
+  const int n = row_length(a->n, row);
+  float *total = sums->level[0] + begin;
+  if (!sums->open) {
+    EACH(i, n) total[i] = 0.0f;
+  }
+  for (int level = 0; level < sums->levels; level++) {
+    if (!((sums->first >> level) & 1)) continue;
+    const float *subtree = sums->level[level + 1] + begin;
+    EACH(i, n) total[i] = total[i] + subtree[i];
+  }
+}
+
+// ------------------------------------------------------------------------------ 2. the norm of all gradients
+
+typedef struct {
+  const float *g;
+  long n;
+  double *blocks;  // [rows_in(n)]: the sum of squares of each block
+} Squares;
+
+ROW(squares_row, Squares) {
+  const float *g = a->g + (long)row * NORM_BLOCK;
+  a->blocks[row] = dot_rows(g, g, row_length(a->n, row));
+}
+
+// -------------------------------------------------------------------------------------------------- 3. AdamW
+
+typedef struct {
+  Trained tensor;
+  Step step;
+} Adamw;
+
+// Rule 6, definition: optimizer.adamw, for each element:
+//   c = clip g,  m = beta1 m + (rest1 c),  v = beta2 v + ((rest2 c) c),
+//   p = keep p - (rate m) / (sqrt(v) unroot + eps),  where each a b + c is one fma
+ROW(adamw_row, Adamw) {
+  const Step s = a->step;
+  const long begin = (long)row * NORM_BLOCK;
+  float *p = a->tensor.p + begin;
+  float *m = a->tensor.m + begin;
+  float *v = a->tensor.v + begin;
+  const float *g = a->tensor.g + begin;
+  EACH(i, row_length(a->tensor.n, row)) {
+    float c = s.clip * g[i];
+    m[i] = fma32(s.beta1, m[i], s.rest1 * c);
+    v[i] = fma32(s.beta2, v[i], s.rest2 * c * c);
+    p[i] = fma32(s.keep, p[i], -(s.rate * m[i] / fma32(sqrt32(v[i]), s.unroot, s.eps)));
+  }
+}
+
+// ===================================================================================================== calls
+// What follows runs on the host, see operations.h.
+
+// The whole tree of n sums in level[0], after the last backward pass. Slot `first` is the last one with
+// sequences (`open`), or has none.
 void join_sums(const Sums *sums, long n) {
   if (sums->first == 1 << sums->levels) return;
-  Join j = {sums, n};
-  parallel_for(pieces_in(n), join_task, &j);
+  for_rows(rows_in(n), join_row, &(Join){*sums, n});
 }
 
-// ------------------------------------------------------------------------------------------- tensors of an optimizer
-
-typedef struct { const float *g; long n; double *blocks; } Squares;
-
-static void squares_task(void *argument, int index) {
-  const Squares *s = argument;
-  long end = (long)index * PIECE + piece_length(s->n, (long)index * PIECE);
-  for (long at = (long)index * PIECE; at < end; at += NORM_BLOCK)
-    s->blocks[at / NORM_BLOCK] = dot_rows(s->g + at, s->g + at, least(NORM_BLOCK, (int)(end - at)));
-}
-
-// square = sum g^2 of each tensor: blocks of 4,096 elements, their results added in order from +0. Returns the sum of
-// `square` of all tensors in order from +0. It is NaN or infinite if and only if a gradient is: none overflows float64.
+// Rule 3, definition: optimizer.sum_of_squares, definition: optimizer.global_norm. Writes the sum of g^2 of
+// each tensor, whose blocks' sums are added in order from +0. Returns the sum over the tensors, in order from
+// +0. It is NaN or infinite if and only if a gradient is: no sum of squares of float32 overflows float64.
 double gradient_squares(Trained *tensors, int count) {
   double sum = 0.0;
   for (Trained *t = tensors; t < tensors + count; t++) {
-    Squares s = {t->g, t->n, (double *)shared_scratch(SCRATCH_SQUARES, 2 * (size_t)(t->n / NORM_BLOCK + 1))};
-    parallel_for(pieces_in(t->n), squares_task, &s);
+    int blocks = rows_in(t->n);
+    double *of_blocks = (double *)shared_scratch(SCRATCH_SQUARES, 2 * (size_t)(blocks + 1));
+    for_rows(blocks, squares_row, &(Squares){t->g, t->n, of_blocks});
+    const double *squares = doubles_on_host(of_blocks, blocks);
     t->square = 0.0;
-    for (long at = 0; at < t->n; at += NORM_BLOCK) t->square += s.blocks[at / NORM_BLOCK];
+    for (int block = 0; block < blocks; block++) t->square += squares[block];
     sum += t->square;
   }
   return sum;
 }
 
-// ------------------------------------------------------------------------------------------------------------ AdamW
-
-// c = clip g;  m = beta1 m + (rest1 c);  v = beta2 v + ((rest2 c) c);
-// p = keep p - (rate m) / (sqrt(v) unroot + eps): each a b + c by fma, all else rounded once
-static void adamw_piece(float *restrict p, const float *restrict g, float *restrict m, float *restrict v, int n,
-                        const Step s) {
-  for (int i = 0; i < n; i++) {
-    float c = s.clip * g[i];
-    m[i] = fma32(s.beta1, m[i], s.rest1 * c);
-    v[i] = fma32(s.beta2, v[i], s.rest2 * c * c);
-    p[i] = fma32(s.keep, p[i], -(s.rate * m[i] / fma32(sqrtf(v[i]), s.unroot, s.eps)));
-  }
-}
-
-typedef struct { const Trained *tensor; const Step *step; } Adamw;
-
-static void adamw_task(void *argument, int index) {
-  const Adamw *a = argument;
-  const Trained *t = a->tensor;
-  long at = (long)index * PIECE;
-  adamw_piece(t->p + at, t->g + at, t->m + at, t->v + at, (int)piece_length(t->n, at), *a->step);
-}
-
 void adamw(const Trained *tensors, int count, const Step *step) {
-  for (int t = 0; t < count; t++) parallel_for(pieces_in(tensors[t].n), adamw_task, &(Adamw){tensors + t, step});
+  for (const Trained *t = tensors; t < tensors + count; t++)
+    for_rows(rows_in(t->n), adamw_row, &(Adamw){*t, *step});
 }

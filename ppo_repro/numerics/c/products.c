@@ -464,7 +464,8 @@ typedef struct {
   const int *start, *rows, *slot;  // rows of id: rows[start[id]] .. rows[start[id + 1] - 1]; slot of each row
 } TableGradient;
 
-static void table_gradient_row(const void *argument, int id) {
+static void table_gradient_row(const void *argument, int id, float *memory) {
+  (void)memory;
   const TableGradient *g = argument;
   const Sums *sums = g->blocks->sums;
   float part[(MAX_LEVELS + 1) * COLS];

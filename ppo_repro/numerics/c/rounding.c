@@ -1,69 +1,105 @@
-// Rounding on purpose to the number formats of other stacks: what a float32 number becomes there, as a float32 number.
-// Floating formats round to nearest, ties to even. Formats of 8 bits have a scale for each row, max |x| / largest;
-// beyond their largest they saturate, where 16 bits overflow to infinity. Micikevicius et al., 2022.
-#include "kernels.h"
+// Rounding on purpose to the number formats of other stacks: what a float32 number becomes there, as a
+// float32 number. Floating formats round to nearest, ties to even. Formats of 8 bits have a scale for each
+// row, max |x| / largest; beyond their largest they saturate, where 16 bits overflow to infinity.
+// Micikevicius et al., 2022.
+#include "operations.h"
 
-typedef struct { int dropped, smallest; float largest, beyond; } Format;  // bits dropped, exponent of the smallest normal
-static const Format FORMATS[] = {
-    [FORMAT_BFLOAT16] = {16, -126, 0x1.fep127f, INFINITY}, [FORMAT_FLOAT16] = {13, -14, 65504.0f, INFINITY},
-    [FORMAT_FLOAT8_E4M3] = {20, -6, 448.0f, 448.0f},              [FORMAT_FLOAT8_E5M2] = {21, -14, 57344.0f, 57344.0f},
-    [FORMAT_INT8] = {0, 0, 127.0f, 127.0f},
-};
+typedef struct {
+  int dropped;   // bits of float32 that the format lacks
+  int smallest;  // exponent of its smallest normal number
+  float largest;
+  float beyond;  // what larger numbers become
+} Format;
+
+INLINE Format format_of(const NumberFormat format) {
+  switch (format) {
+    case FORMAT_BFLOAT16: return (Format){16, -126, 0x1.fep127f, INFINITE};
+    case FORMAT_FLOAT16: return (Format){13, -14, 65504.0f, INFINITE};
+    case FORMAT_FLOAT8_E4M3: return (Format){20, -6, 448.0f, 448.0f};
+    case FORMAT_FLOAT8_E5M2: return (Format){21, -14, 57344.0f, 57344.0f};
+    case FORMAT_INT8: return (Format){0, 0, 127.0f, 127.0f};
+    case FORMAT_FLOAT32: break;
+  }
+  return (Format){0};
+}
 
 INLINE float power_of_two(int exponent) { return as_float((uint32_t)(exponent + 127) << 23); }
 
-static float round_float(const Format *f, float x) {
-  if (!isfinite(x)) return x;
-  float magnitude = fabsf(x), y;
-  if (f->smallest > -126 && magnitude < power_of_two(f->smallest)) {
-    // float32 has the spacing of the format's denormal numbers around this number
-    volatile float start = 1.5f * power_of_two(f->smallest + f->dropped);
-    volatile float shifted = magnitude + start;
-    y = shifted - start;
+// To the nearest number of a floating format; definition: rounding.nearest
+INLINE float round_float(const Format f, float x) {
+  if (!is_finite32(x)) return x;
+  const float size = size32(x);
+  float y;
+  if (f.smallest > -126 && size < power_of_two(f.smallest)) {
+    // around this number float32 has the spacing of the format's denormal numbers
+    float start = 1.5f * power_of_two(f.smallest + f.dropped);
+    y = (size + start) - start;
   } else {
-    uint32_t bits = as_bits(magnitude), odd = (bits >> f->dropped) & 1;
-    y = as_float((bits + ((1u << (f->dropped - 1)) - 1) + odd) & -(1u << f->dropped));
+    uint32_t bits = as_bits(size);
+    uint32_t odd = (bits >> f.dropped) & 1;
+    uint32_t half = (1u << (f.dropped - 1)) - 1;
+    y = as_float((bits + half + odd) & -(1u << f.dropped));
   }
-  return copysignf(y > f->largest ? f->beyond : y, x);
+  return with_sign(y > f.largest ? f.beyond : y, x);
 }
 
-// A row in place; `scaled`: formats of 8 bits take the row's scale, else 1 (the usual scale of a cache in fp8)
-static void round_row(int format, int scaled, float *x, long n) {
+// To the nearest integer of int8
+INLINE float round_integer(const Format f, float x) {
+  float y = __builtin_rintf(x);
+  if (y > f.largest) return f.largest;
+  return y < -f.largest ? -f.largest : y;
+}
+
+// The scale of a row: its largest |x| over the format's largest number, NaN where an element is
+INLINE float scale_of(const Format f, const float *x, int n) {
+  LANE_VALUES(uint32_t, size, 0);
+  IN_LANES(i, n, {
+    uint32_t bits = as_bits(x[i]) & 0x7fffffffu;
+    LANE(size) = bits > LANE(size) ? bits : LANE(size);
+  });
+  return as_float(largest_bits(size)) / f.largest;
+}
+
+// definition: rounding.rounded: a row x [n] in place. `scaled`: formats of 8 bits take the row's
+// scale, else 1 (the usual scale of a cache in fp8); int8 always has one.
+static void round_row(NumberFormat format, int scaled, float *x, int n) {
   if (format == FORMAT_FLOAT32) return;
-  const Format *f = &FORMATS[format];
+  const Format f = format_of(format);
+  const int eight_bits = format >= FORMAT_FLOAT8_E4M3;
   float scale = 1.0f;
-  if (format == FORMAT_INT8 || (scaled && format >= FORMAT_FLOAT8_E4M3)) {
-    float top = 0.0f;
-    for (long i = 0; i < n; i++) top = fabsf(x[i]) > top || isnan(x[i]) ? fabsf(x[i]) : top;
-    scale = top / f->largest;
-    if (!(scale > 0.0f)) {
-      for (long i = 0; i < n; i++) x[i] = 0.0f * x[i];
+  if (format == FORMAT_INT8 || (scaled && eight_bits)) {
+    scale = scale_of(f, x, n);
+    if (!(scale > 0.0f)) {  // zeros, or a NaN
+      EACH(i, n) x[i] = 0.0f * x[i];
       return;
     }
   }
-  for (long i = 0; i < n; i++) {
-    float here = x[i] / scale, y;
-    if (format == FORMAT_INT8) {
-      y = rintf(here);
-      y = y > f->largest ? f->largest : y < -f->largest ? -f->largest : y;
-    } else {
-      y = round_float(f, here);
-    }
+  EACH(i, n) {
+    float scaled_x = x[i] / scale;
+    float y = format == FORMAT_INT8 ? round_integer(f, scaled_x) : round_float(f, scaled_x);
     x[i] = y * scale;
   }
 }
 
-typedef struct { int format; float *x; long n; } Rounded;
-static void rounded_row(const void *argument, int t) {
-  const Rounded *a = argument;
-  round_row(a->format, 1, a->x + t * a->n, a->n);
-}
+typedef struct {
+  NumberFormat format;
+  int scaled;
+  float *x;
+  int n;
+} Rounding;
 
-// Rows [rows][n] in place
-static void round_rows(int format, float *x, int rows, long n) {
-  if (format != FORMAT_FLOAT32) for_rows(rows, rounded_row, &(Rounded){format, x, n});
+ROW(rounding_row, Rounding) { round_row(a->format, a->scaled, a->x + (long)row * a->n, a->n); }
+
+// ===================================================================================================== calls
+// What follows runs on the host, see operations.h.
+
+// Rows x [rows][n] in place
+static void round_rows(NumberFormat format, float *x, int rows, int n) {
+  if (format == FORMAT_FLOAT32) return;
+  for_rows(rows, rounding_row, &(Rounding){.format = format, .scaled = 1, .x = x, .n = n});
 }
 
 void round_tensor(NumberFormat format, int scaled, float *x, long rows, long n) {
-  for (long i = 0; i < rows; i++) round_row(format, scaled, x + i * n, n);
+  if (format == FORMAT_FLOAT32) return;
+  for_rows((int)rows, rounding_row, &(Rounding){.format = format, .scaled = scaled, .x = x, .n = (int)n});
 }

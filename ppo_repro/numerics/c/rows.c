@@ -1,196 +1,298 @@
-// What is computed row by row: sums of rows, norms, rotations, activations, and their derivatives.
+// Rows of hidden states: sums, norms, rotations, activations, and their derivatives. One text for CPU and
+// GPU: lanes.h.
 #include "elementary.h"
-#include "kernels.h"
+#include "operations.h"
 
-// --------------------------------------------------------------------------------------------------------- row sums
+// -------------------------------------------------------------------------------------------------- row sums
 
-// A sum of float64 lanes: halves are added until one lane is left. Lane l has summed elements l, l + 16, ...
-INLINE double join_lanes(double *lane) {
-  for (int width = LANES / 2; width; width /= 2)
-    for (int l = 0; l < width; l++) lane[l] += lane[l + width];
-  return lane[0];
+// Rule 3, before it is rounded to float32: definition: row_sums.row_sum. Products of two float32 are
+// exact in float64.
+static double dot_rows(const float *a, const float *b, int n) {
+  LANE_VALUES(double, sum, 0.0);
+  IN_LANES(i, n, LANE(sum) += (double)a[i] * b[i];);
+  return join_lanes(sum);
 }
 
-// Law: lane l adds elements l, l + 16, ... in float64; the lanes are joined by halves.
-#define ROW_SUM(n, term, result)                                   \
-  do {                                                             \
-    double lane_[LANES] = {0};                                     \
-    int i_ = 0;                                                    \
-    for (; i_ + LANES <= (n); i_ += LANES)                         \
-      for (int l_ = 0; l_ < LANES; l_++) {                         \
-        const int i = i_ + l_;                                     \
-        lane_[l_] += (term);                                       \
-      }                                                            \
-    for (int l_ = 0; i_ + l_ < (n); l_++) {                        \
-      const int i = i_ + l_;                                       \
-      lane_[l_] += (term);                                         \
-    }                                                              \
-    (result) = join_lanes(lane_);                                  \
-  } while (0)
-
-static double dot_rows(const float *restrict a, const float *restrict b, int n) {
-  double sum;
-  ROW_SUM(n, (double)a[i] * b[i], sum);
-  return sum;
+static double sum_row(const float *a, int n) {
+  LANE_VALUES(double, sum, 0.0);
+  IN_LANES(i, n, LANE(sum) += a[i];);
+  return join_lanes(sum);
 }
 
-static double sum_row(const float *restrict a, int n) {
-  double sum;
-  ROW_SUM(n, a[i], sum);
-  return sum;
-}
-
-// For the tests, which look at sums before they are rounded
 double row_dot(const float *a, const float *b, int n) { return dot_rows(a, b, n); }
 
-// The largest element; no order matters
+// The largest of n > 0 elements, whose order does not matter
 static float largest(const float *a, int n) {
-  float lane[16], top = a[0];
-  for (int l = 0; l < 16; l++) lane[l] = a[0];
-  int i = 0;
-  for (; i + 16 <= n; i += 16)
-    for (int l = 0; l < 16; l++) lane[l] = a[i + l] > lane[l] ? a[i + l] : lane[l];
-  for (; i < n; i++) top = a[i] > top ? a[i] : top;
-  for (int l = 0; l < 16; l++) top = lane[l] > top ? lane[l] : top;
-  return top;
+  LANE_VALUES(float, top, a[0]);
+  IN_LANES(i, n, LANE(top) = a[i] > LANE(top) ? a[i] : LANE(top););
+  return largest_lane(top);
 }
 
-// ------------------------------------------------------------------------------------------------------------ norms
+// ----------------------------------------------------------------------------------------------------- norms
 
-// r = 1 / sqrt(mean (x - m)^2 + eps), m = 0 without a mean; y = (x - m) r w, or with 1 + w, or fma((x - m) r, w, b).
-// 0 where a sum is not finite.
-static int norm(int kind, float eps, const NormWeights *w, const float *restrict x, int n, float *r, float *mean, float *restrict y) {
-  double squares;
-  float m = 0.0f;
-  if (kind == NORM_LAYER) {
-    m = *mean = (float)(sum_row(x, n) / n);
-    ROW_SUM(n, (double)(x[i] - m) * (x[i] - m), squares);
-  } else {
-    squares = dot_rows(x, x, n);
+// The factor of an element; 1 + w is rounded first. definition: rows.norm_factor.
+INLINE float norm_factor(const NormKind kind, float w) { return kind == NORM_RMS_OFFSET ? 1.0f + w : w; }
+
+// Rules 3 and 5, definition: rows.norm. With h = (x - mean) r and
+// r = float32(1 / sqrt(mean of (x - mean)^2 + eps)):
+//   y = h w, y = h (1 + w), or y = fma(h, w, b). The first two kinds have no mean: it is 0 there.
+// x, w, b, y [n]; writes *r, and *mean if the kind has one. Returns whether the sum of squares is finite.
+INLINE int norm(const NormKind kind, float eps, const float *w, const float *b, const float *x, int n,
+                float *r, float *mean, float *y) {
+  const int centered = kind == NORM_LAYER;
+  float center = 0.0f;
+  if (centered) center = *mean = (float)(sum_row(x, n) / n);
+  LANE_VALUES(double, lanes, 0.0);
+  IN_LANES(i, n, {
+    float h = centered ? x[i] - center : x[i];
+    LANE(lanes) += (double)h * h;
+  });
+  const double squares = join_lanes(lanes);
+  const float factor = *r = (float)(1.0 / sqrt64(squares / n + eps));
+  EACH(i, n) {
+    float h = (centered ? x[i] - center : x[i]) * factor;
+    y[i] = centered ? fma32(h, w[i], b[i]) : h * norm_factor(kind, w[i]);
   }
-  const float factor = *r = (float)(1.0 / sqrt(squares / n + eps));
-  const float *restrict scale = w->w, *restrict b = w->b;
-  if (kind == NORM_LAYER)
-    for (int i = 0; i < n; i++) y[i] = fma32((x[i] - m) * factor, scale[i], b[i]);
-  else if (kind == NORM_RMS_OFFSET)
-    for (int i = 0; i < n; i++) y[i] = x[i] * factor * (1.0f + scale[i]);
-  else
-    for (int i = 0; i < n; i++) y[i] = x[i] * factor * scale[i];
-  return isfinite(squares);
+  return is_finite64(squares);
 }
 
-// With g = dy w and h = (x - m) r: dx = residual + r fma(-h, mean(g h), g), less r mean(g) where there is a mean
-static void norm_backward(int kind, const NormWeights *w, const float *restrict dy, const float *restrict x, int n, float r,
-                          float m, const float *restrict residual, float *restrict dx) {
-  const float *restrict scale = w->w;
-  double products, sum = 0.0;
-  if (kind == NORM_LAYER) {
-    ROW_SUM(n, (double)(dy[i] * scale[i]) * ((x[i] - m) * r), products);
-    ROW_SUM(n, (double)(dy[i] * scale[i]), sum);
-  } else if (kind == NORM_RMS_OFFSET) {
-    ROW_SUM(n, (double)(dy[i] * (1.0f + scale[i])) * (x[i] * r), products);
-  } else {
-    ROW_SUM(n, (double)(dy[i] * scale[i]) * (x[i] * r), products);
+// Rules 3 and 5, definition: rows.norm_backward: from dy to dx; r and mean are those of the forward
+// pass. With g = dy w:
+//   dx = r fma(-h, mean of g h, g), or r (fma(..) - mean of g) for a kind with a mean
+// plus `residual` unless NULL. All rows [n]. dx may be dy.
+INLINE void norm_backward(const NormKind kind, const float *w, const float *dy, const float *x, int n,
+                          float r, float mean, const float *residual, float *dx) {
+  const int centered = kind == NORM_LAYER;
+  LANE_VALUES(double, products, 0.0);
+  LANE_VALUES(double, sums, 0.0);
+  IN_LANES(i, n, {
+    float g = dy[i] * norm_factor(kind, w[i]);
+    float h = (centered ? x[i] - mean : x[i]) * r;
+    LANE(products) += (double)g * h;
+    if (centered) LANE(sums) += (double)g;
+  });
+  const float mean_product = (float)(join_lanes(products) / n);
+  const float mean_g = centered ? (float)(join_lanes(sums) / n) : 0.0f;
+  EACH(i, n) {
+    float g = dy[i] * norm_factor(kind, w[i]);
+    float h = (centered ? x[i] - mean : x[i]) * r;
+    float change = fma32(-h, mean_product, g);
+    if (centered) change = change - mean_g;
+    dx[i] = residual ? residual[i] + r * change : r * change;
   }
-  const float mean = (float)(products / n), shift = (float)(sum / n);
-#define DERIVATIVE(g, h, end) \
-  for (int i = 0; i < n; i++) dx[i] = residual ? residual[i] + r * (fma32(-(h), mean, g) end) : r * (fma32(-(h), mean, g) end)
-  if (kind == NORM_LAYER) DERIVATIVE(dy[i] * scale[i], (x[i] - m) * r, -shift);
-  else if (kind == NORM_RMS_OFFSET) DERIVATIVE(dy[i] * (1.0f + scale[i]), x[i] * r, );
-  else DERIVATIVE(dy[i] * scale[i], x[i] * r, );
-#undef DERIVATIVE
 }
 
-// The same of rows [rows][n]. `place` names the norm where its input is not finite.
+// Norms of rows x [rows][n] -> y [rows][n], r [rows] and mean [rows]
 typedef struct {
-  int kind; float eps; const NormWeights *w; int n, place;
-  const float *x; float *r, *mean, *y;
-  const float *dy, *residual; float *dx;
+  NormKind kind;
+  float eps;
+  int n;
+  int place;  // what *not_finite becomes where a row is not finite, see model_forward
+  int *not_finite;
+  const float *w;
+  const float *b;
+  const float *x;
+  float *r;
+  float *mean;
+  float *y;
 } Norm;
 
-static int not_finite;  // 0, or the first place of a pass whose numbers are infinite or NaN
-
-static void norm_row(const void *argument, int t) {
-  const Norm *a = argument;
-  long at = (long)t * a->n;
-  if (!norm(a->kind, a->eps, a->w, a->x + at, a->n, a->r + t, a->mean + t, a->y + at) && !__atomic_load_n(&not_finite, __ATOMIC_RELAXED))
-    __atomic_store_n(&not_finite, a->place, __ATOMIC_RELAXED);
+INLINE void norm_one(const Norm *a, int row, const NormKind kind) {
+  long at = (long)row * a->n;
+  int finite = norm(kind, a->eps, a->w, a->b, a->x + at, a->n, a->r + row, a->mean + row, a->y + at);
+  if (!finite) set_flag(a->not_finite, a->place);
 }
 
-static void norm_backward_row(const void *argument, int t) {
-  const Norm *a = argument;
-  long at = (long)t * a->n;
-  norm_backward(a->kind, a->w, a->dy + at, a->x + at, a->n, a->r[t], a->mean[t], a->residual ? a->residual + at : NULL, a->dx + at);
-}
-
-// -------------------------------------------------------------------------------------------------------- rotations
-
-// (a, b) -> (a c - b s, b c + a s) of the pairs (i, i + half), s times `way`: 1, or -1 to turn back; y may be x
-INLINE void rotate(const float *x, const float *c, const float *s, const float way, int half, float *y) {
-  for (int i = 0; i < half; i++) {
-    float a = x[i], b = x[i + half], sine = way * s[i];
-    y[i] = a * c[i] - b * sine;
-    y[i + half] = b * c[i] + a * sine;
+ROW(norm_row, Norm) {
+  switch (a->kind) {
+    case NORM_RMS: norm_one(a, row, NORM_RMS); break;
+    case NORM_RMS_OFFSET: norm_one(a, row, NORM_RMS_OFFSET); break;
+    case NORM_LAYER: norm_one(a, row, NORM_LAYER); break;
   }
 }
 
-// ------------------------------------------------------------------------------------------------------ activations
+// From dy to dx, both [rows][n]
+typedef struct {
+  NormKind kind;
+  int n;
+  const float *w;
+  const float *x;
+  const float *r;
+  const float *mean;
+  const float *dy;
+  const float *residual;  // [rows][n], or NULL
+  float *dx;
+} NormBackward;
 
-static const float ROOT_HALF = 0.707106781f, ROOT_2_PI = 0.797884561f, CUBIC = 0.044715f, INVERSE_ROOT_2PI = 0.398942280f;
+INLINE void norm_backward_one(const NormBackward *a, int row, const NormKind kind) {
+  long at = (long)row * a->n;
+  const float *residual = a->residual ? a->residual + at : NULL;
+  norm_backward(kind, a->w, a->dy + at, a->x + at, a->n, a->r[row], a->mean[row], residual, a->dx + at);
+}
 
-// The function, and its derivative
-INLINE float activation(int kind, float x) {
+ROW(norm_backward_row, NormBackward) {
+  switch (a->kind) {
+    case NORM_RMS: norm_backward_one(a, row, NORM_RMS); break;
+    case NORM_RMS_OFFSET: norm_backward_one(a, row, NORM_RMS_OFFSET); break;
+    case NORM_LAYER: norm_backward_one(a, row, NORM_LAYER); break;
+  }
+}
+
+// ------------------------------------------------------------------------------------------------- rotations
+
+// Rule 5, definition: rows.rotate: (a, b) -> (a c - b s, b c + a s) for the elements (d, d + half) of
+// a head, with s times `way`: 1 forward, -1 backward. cosine and sine [half]; y may be x.
+INLINE void rotate(const float *x, const float *cosine, const float *sine, const float way, int half,
+                   float *y) {
+  EACH(d, half) {
+    float a = x[d];
+    float b = x[d + half];
+    float c = cosine[d];
+    float s = way * sine[d];
+    y[d] = a * c - b * s;
+    y[d + half] = b * c + a * s;
+  }
+}
+
+// ----------------------------------------------------------------------------------------------- activations
+
+// Rule 5, definition: rows.activate. A new activation is a value of ActivationKind in interface.h, a
+// case in `activation` and in `activation_slope`, a line in OF_KIND, and a name in description.py; the
+// definition has it too.
+
+#define ROOT_HALF 0.707106781f
+#define ROOT_2_PI 0.797884561f         // sqrt(2 / pi)
+#define INVERSE_ROOT_2PI 0.398942280f  // 1 / sqrt(2 pi)
+#define CUBIC 0.044715f
+
+INLINE float activation(const ActivationKind kind, float x) {
   if (kind == ACT_SILU) return x * sigmoid32(x);
   if (kind == ACT_GELU) return 0.5f * x * (1.0f + erf32(x * ROOT_HALF));
   return 0.5f * x * (1.0f + tanh32(ROOT_2_PI * fma32(CUBIC * x * x, x, x)));
 }
 
-INLINE float activation_slope(int kind, float x) {
+INLINE float activation_slope(const ActivationKind kind, float x) {
   if (kind == ACT_SILU) {
     float s = sigmoid32(x);
     return s * fma32(x, 1.0f - s, 1.0f);
   }
-  if (kind == ACT_GELU) return fma32(x * INVERSE_ROOT_2PI, exp32(-0.5f * x * x), 0.5f * (1.0f + erf32(x * ROOT_HALF)));
+  if (kind == ACT_GELU) {
+    float share = 0.5f * (1.0f + erf32(x * ROOT_HALF));
+    return fma32(x * INVERSE_ROOT_2PI, exp32(-0.5f * x * x), share);
+  }
   float t = tanh32(ROOT_2_PI * fma32(CUBIC * x * x, x, x));
-  return fma32(0.5f * x * (1.0f - t * t), ROOT_2_PI * fma32(3.0f * CUBIC * x, x, 1.0f), 0.5f * (1.0f + t));
+  float inner_slope = ROOT_2_PI * fma32(3.0f * CUBIC * x, x, 1.0f);
+  return fma32(0.5f * x * (1.0f - t * t), inner_slope, 0.5f * (1.0f + t));
 }
 
-// y = act(gate) up of rows [gate, up], or y = act(x) of rows without gates
-typedef struct { int kind, gated, n; const float *x; float *y; const float *dy; float *dx; } Activation;
+#define OF_KIND(function)                                       \
+  switch (a->kind) {                                            \
+    case ACT_SILU: function(a, row, ACT_SILU); break;           \
+    case ACT_GELU: function(a, row, ACT_GELU); break;           \
+    case ACT_GELU_TANH: function(a, row, ACT_GELU_TANH); break; \
+  }
 
-INLINE void act_row(const Activation *a, long t, const int kind) {
-  const float *restrict x = a->x + t * a->n * (a->gated ? 2 : 1);
-  float *restrict y = a->y + t * a->n;
-  if (a->gated)
-    for (int i = 0; i < a->n; i++) y[i] = activation(kind, x[i]) * x[a->n + i];
-  else
-    for (int i = 0; i < a->n; i++) y[i] = activation(kind, x[i]);
+// `gated`: x [rows][2 n] has n gates, then n ups; y = act(gate) up. Else x [rows][n], y = act(x). y [rows][n]
+typedef struct {
+  ActivationKind kind;
+  int gated;
+  int n;
+  const float *x;
+  float *y;
+} Activation;
+
+INLINE void activation_one(const Activation *a, int row, const ActivationKind kind) {
+  const int n = a->n;
+  const float *x = a->x + (long)row * n * (a->gated ? 2 : 1);
+  float *y = a->y + (long)row * n;
+  if (a->gated) {
+    EACH(i, n) y[i] = activation(kind, x[i]) * x[n + i];
+  } else {
+    EACH(i, n) y[i] = activation(kind, x[i]);
+  }
 }
 
-INLINE void act_backward_row(const Activation *a, long t, const int kind) {
-  int n = a->n;
-  const float *restrict x = a->x + t * n * (a->gated ? 2 : 1), *restrict dy = a->dy + t * n;
-  float *restrict dx = a->dx + t * n * (a->gated ? 2 : 1);
-  if (a->gated)
-    for (int i = 0; i < n; i++) {
+ROW(activation_row, Activation) { OF_KIND(activation_one) }
+
+// From dy [rows][n] to dx, which has the shape of x
+typedef struct {
+  ActivationKind kind;
+  int gated;
+  int n;
+  const float *x;
+  const float *dy;
+  float *dx;
+} ActivationBackward;
+
+INLINE void activation_backward_one(const ActivationBackward *a, int row, const ActivationKind kind) {
+  const int n = a->n;
+  const float *x = a->x + (long)row * n * (a->gated ? 2 : 1);
+  const float *dy = a->dy + (long)row * n;
+  float *dx = a->dx + (long)row * n * (a->gated ? 2 : 1);
+  if (a->gated) {
+    EACH(i, n) {
       dx[n + i] = dy[i] * activation(kind, x[i]);
       dx[i] = dy[i] * x[n + i] * activation_slope(kind, x[i]);
     }
-  else
-    for (int i = 0; i < n; i++) dx[i] = dy[i] * activation_slope(kind, x[i]);
+  } else {
+    EACH(i, n) dx[i] = dy[i] * activation_slope(kind, x[i]);
+  }
 }
 
-#define OF_KIND(function)                                             \
-  switch (a->kind) {                                                  \
-    case ACT_SILU: function(a, t, ACT_SILU); break;                   \
-    case ACT_GELU: function(a, t, ACT_GELU); break;                   \
-    case ACT_GELU_TANH: function(a, t, ACT_GELU_TANH); break;         \
+ROW(activation_backward_row, ActivationBackward) { OF_KIND(activation_backward_one) }
+
+// ------------------------------------------------------------------------------- embeddings, sums and copies
+
+typedef struct {
+  int hidden;
+  NumberFormat format;
+  float scale;
+  const float *embedding;  // [vocabulary][hidden]
+  const float *positions;  // [positions][hidden], or NULL
+  const int *ids;          // [tokens]
+  const int *position;     // [tokens]
+  float *out;              // [tokens][hidden]
+} Embedding;
+
+// definition: network.embed
+ROW(embedding_row, Embedding) {
+  const int n = a->hidden;
+  const float *entry = a->embedding + (long)a->ids[row] * n;
+  float *out = a->out + (long)row * n;
+  EACH(i, n) out[i] = entry[i] * a->scale;
+  if (a->positions) {
+    const float *position = a->positions + (long)a->position[row] * n;
+    EACH(i, n) out[i] = out[i] + position[i];
   }
-static void activation_row(const void *argument, int t) {
-  const Activation *a = argument;
-  OF_KIND(act_row)
+  round_row(a->format, 0, out, n);
 }
-static void activation_backward_row(const void *argument, int t) {
-  const Activation *a = argument;
-  OF_KIND(act_backward_row)
+
+// y [rows][n] = y + x
+typedef struct {
+  int n;
+  const float *x;
+  float *y;
+} Addition;
+
+ROW(add_row, Addition) {
+  const float *x = a->x + (long)row * a->n;
+  float *y = a->y + (long)row * a->n;
+  EACH(i, a->n) y[i] = y[i] + x[i];
+}
+
+// Keys and values of a prefix, for one head of a layer
+typedef struct {
+  long step;  // floats from one head of a layer to the next
+  long from;
+  long to;
+  int n;
+  float *keys;
+  float *values;
+} PrefixCopy;
+
+ROW(copy_prefix_row, PrefixCopy) {
+  float *keys = a->keys + row * a->step;
+  float *values = a->values + row * a->step;
+  EACH(i, a->n) keys[a->to + i] = keys[a->from + i];
+  EACH(i, a->n) values[a->to + i] = values[a->from + i];
 }

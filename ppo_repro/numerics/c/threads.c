@@ -143,18 +143,6 @@ static int task_size(long items, int others, int most) {
   return each < 1 ? 1 : each > most ? most : (int)each;
 }
 
-typedef struct { RowTask work; const void *argument; int rows, each; } RowsOf;
-
-static void rows_task(void *argument, int index) {
-  RowsOf *r = argument;
-  for (int row = index * r->each; row < least(r->rows, (index + 1) * r->each); row++) r->work(r->argument, row);
-}
-
-static void for_rows(int rows, RowTask work, const void *argument) {
-  RowsOf r = {work, argument, rows, task_size(rows, 1, 64)};
-  parallel_for((rows + r.each - 1) / r.each, rows_task, &r);
-}
-
 // Give free memory back to the system: large blocks that were freed may stay in the heap of the C library.
 void trim_heap(void) {
 #ifdef __GLIBC__

@@ -1,203 +1,248 @@
-// Rows of logits: probabilities of tokens, gradients, kept tokens, noise and sampling.
+// Rows of logits: probabilities of tokens, their gradients, top-k and top-p, noise, sampling.
 //
-// A row z [v] stands for p = softmax(z / temperature) over the eligible tokens (bytes [v]; NULL: all). Sums over the
-// vocabulary are row sums: lane l adds the terms of tokens l, l + 16, ... in float64. A row whose shifted logits are
-// not finite has a NaN in log_total, and the exported functions return 0.
+// A row z [v] stands for p = softmax(z / temperature) over the eligible tokens (bytes [v]; NULL: all). Sums
+// over the vocabulary follow rule 3. A row whose shifted logits are not finite has a NaN in log_total, and
+// the functions of the interface return 0. Structs: interface.h.
 #include "elementary.h"
+#include "operations.h"
 
 INLINE float shift(float z, float temperature, float top) { return z / temperature - top; }
 
+// definition: tokens.log_p
 INLINE float log_prob(float shifted, double log_total) { return (float)((double)shifted - log_total); }
 
-// One step of a row for n = 16 tokens, or for those that are left
-#define ROW_STEPS(v, step) \
-  do { \
-    int i = 0; \
-    for (; i + LANES <= (v); i += LANES) step(i, LANES); \
-    step(i, (v) - i); \
-  } while (0)
-
-// The largest z_i / temperature over the eligible tokens; +0 where zeros of both signs are the largest
-INLINE float row_top(const float *z, const uint8_t *eligible, int v, float temperature) {
-  float lane[LANES];
-  for (int l = 0; l < LANES; l++) lane[l] = -INFINITY;
-#define STEP(i, n) \
-  for (int l = 0; l < (n); l++) { \
-    float x = z[i + l] / temperature; \
-    if (eligible) x = eligible[i + l] ? x : -INFINITY; \
-    lane[l] = x > lane[l] ? x : lane[l]; \
-  }
-  ROW_STEPS(v, STEP);
-#undef STEP
-  for (int l = 1; l < LANES; l++) lane[0] = lane[l] > lane[0] ? lane[l] : lane[0];
-  return lane[0] + 0.0f;
+// Row `row` of an array [n][v]; NULL of NULL
+INLINE const uint8_t *eligible_row(const uint8_t *eligible, int row, int v) {
+  return eligible ? eligible + (long)row * v : NULL;
 }
 
-// Softmax of a row; where `squares` is given also the sum of e_i^2, and the mean
-INLINE Softmax row_softmax(const float *z, const uint8_t *eligible, int v, float temperature, double *squares) {
-  float top = row_top(z, eligible, v, temperature);
-  double total[LANES] = {0}, weighted[LANES] = {0}, square[LANES] = {0};
-  uint32_t size[LANES] = {0};  // bits of the largest |shifted|, above any finite number's for infinity and NaN
-#define STEP(i, n) \
-  for (int l = 0; l < (n); l++) { \
-    float shifted = shift(z[i + l], temperature, top), e = exp32(shifted); \
-    uint32_t bits = as_bits(shifted) & 0x7fffffffu; \
-    size[l] = bits > size[l] ? bits : size[l]; \
-    if (eligible) e = eligible[i + l] ? e : 0.0f; \
-    total[l] += (double)e; \
-    if (squares) weighted[l] += (double)e * (double)shifted, square[l] += (double)e * (double)e; \
-  }
-  ROW_STEPS(v, STEP);
-#undef STEP
-  uint32_t most = 0;
-  for (int l = 0; l < LANES; l++) most = size[l] > most ? size[l] : most;
+// ------------------------------------------------------------------------------------------ softmax of a row
+
+// The largest z / temperature over the eligible tokens; +0 where zeros of both signs are the largest
+INLINE float row_top(const float *z, const uint8_t *eligible, int v, float temperature) {
+  LANE_VALUES(float, top, -INFINITE);
+  IN_LANES(i, v, {
+    float x = z[i] / temperature;
+    if (eligible) x = eligible[i] ? x : -INFINITE;
+    LANE(top) = x > LANE(top) ? x : LANE(top);
+  });
+  return largest_lane(top) + 0.0f;
+}
+
+// Rule 3, definition: tokens.softmax. Unless `squares` is NULL, also the mean of shifted logits, and
+// the sum of e^2.
+INLINE Softmax row_softmax(const float *z, const uint8_t *eligible, int v, float temperature,
+                           double *squares) {
+  const float top = row_top(z, eligible, v, temperature);
+  LANE_VALUES(double, total, 0.0);
+  LANE_VALUES(double, weighted, 0.0);
+  LANE_VALUES(double, square, 0.0);
+  LANE_VALUES(uint32_t, size, 0);  // bits of the largest |shifted|: infinity and NaN are largest
+  IN_LANES(i, v, {
+    float shifted = shift(z[i], temperature, top);
+    float e = exp32(shifted);
+    uint32_t bits = as_bits(shifted) & 0x7fffffffu;
+    LANE(size) = bits > LANE(size) ? bits : LANE(size);
+    if (eligible) e = eligible[i] ? e : 0.0f;
+    LANE(total) += (double)e;
+    if (squares) LANE(weighted) += (double)e * (double)shifted;
+    if (squares) LANE(square) += (double)e * (double)e;
+  });
+  const int finite = largest_bits(size) < as_bits(INFINITE);
   Softmax s = {.top = top, .total = join_lanes(total)};
-  s.log_total = most < 0x7f800000u ? log64(s.total) : (double)NAN;
-  if (squares) s.mean = join_lanes(weighted) / s.total, *squares = join_lanes(square);
+  s.log_total = finite ? log64(s.total) : NOT_A_NUMBER;
+  if (squares) {
+    s.mean = join_lanes(weighted) / s.total;
+    *squares = join_lanes(square);
+  }
   return s;
 }
 
-static int all_finite(const Softmax *rows, int n) {
-  for (int r = 0; r < n; r++)
-    if (rows[r].log_total != rows[r].log_total) return 0;
-  return 1;
+INLINE void check_finite(Softmax s, int *not_finite) {
+  if (s.log_total != s.log_total) set_flag(not_finite, 1);
 }
 
-// ---------------------------------------------------------------------------------------- statistics of a token
-static void statistics_row(const void *argument, int r) {
-  const Statistics *a = argument;
-  const float *z = a->logits + r * a->ld;
+// ------------------------------------------------------------------------------------- statistics of a token
+
+typedef struct {
+  Statistics of;
+  int *not_finite;
+} StatisticsRows;
+
+// definition: tokens.statistics: log p of the target, the entropy log_total - mean, the sum of p^2
+ROW(statistics_row, StatisticsRows) {
+  const Statistics *of = &a->of;
+  const float *z = of->logits + row * of->ld;
   double squares;
-  Softmax s = a->eligible ? row_softmax(z, a->eligible + (long)r * a->v, a->v, a->temperature, &squares)
-                          : row_softmax(z, NULL, a->v, a->temperature, &squares);
-  a->logprobs[r] = log_prob(shift(z[a->targets[r]], a->temperature, (float)s.top), s.log_total);
-  a->entropies[r] = (float)(s.log_total - s.mean);
-  a->squares[r] = (float)(squares / (s.total * s.total));
-  a->rows[r] = s;
+  Softmax s;
+  if (of->eligible) {
+    s = row_softmax(z, of->eligible + (long)row * of->v, of->v, of->temperature, &squares);
+  } else {
+    s = row_softmax(z, NULL, of->v, of->temperature, &squares);
+  }
+  float shifted = shift(z[of->targets[row]], of->temperature, (float)s.top);
+  of->logprobs[row] = log_prob(shifted, s.log_total);
+  of->entropies[row] = (float)(s.log_total - s.mean);
+  of->squares[row] = (float)(squares / (s.total * s.total));
+  of->rows[row] = s;
+  check_finite(s, a->not_finite);
 }
 
-// Of each row log p of the target, the entropy log_total - mean, the sum of p^2
-int token_statistics(const Statistics *a) {
-  for_rows(a->n, statistics_row, a);
-  return all_finite(a->rows, a->n);
-}
-
-// d log p_t / d z_i = ([i = t] - p_i) / temperature, d entropy / d z_i = -p_i (shifted_i - mean) / temperature
-static void statistics_gradient_row(const void *argument, int r) {
-  const Statistics *a = argument;
-  const float *z = a->logits + r * a->ld, temperature = a->temperature;
-  const uint8_t *eligible = a->eligible ? a->eligible + (long)r * a->v : NULL;
-  Softmax s = a->rows[r];
-  float *out = a->gradient + (long)r * a->v, top = (float)s.top, inverse = (float)(1.0 / s.total);
-  float mean = (float)s.mean, dl = a->d_logprobs[r], de = a->d_entropies[r];
-  if (dl == 0 && de == 0) {
-    memset(out, 0, sizeof(float) * (size_t)a->v);
+// definition: tokens.statistics_gradient, from d_logprobs and d_entropies to the logits:
+//   d log p_t / d z_i = ([i = t] - p_i) / temperature
+//   d entropy / d z_i = -p_i (shifted_i - mean) / temperature
+ROW(statistics_gradient_row, Statistics) {
+  const float *z = a->logits + row * a->ld;
+  const float temperature = a->temperature;
+  const uint8_t *eligible = eligible_row(a->eligible, row, a->v);
+  const Softmax s = a->rows[row];
+  const float top = (float)s.top;
+  const float inverse = (float)(1.0 / s.total);
+  const float mean = (float)s.mean;
+  const float d_logprob = a->d_logprobs[row];
+  const float d_entropy = a->d_entropies[row];
+  float *out = a->gradient + (long)row * a->v;
+  if (d_logprob == 0 && d_entropy == 0) {
+    EACH(i, a->v) out[i] = 0.0f;
     return;
   }
-  for (int i = 0; i < a->v; i++) {
-    float shifted = shift(z[i], temperature, top), p = exp32(shifted) * inverse;
-    out[i] = (0.0f - p * fma32(de, shifted - mean, dl)) / temperature;
+  EACH(i, a->v) {
+    float shifted = shift(z[i], temperature, top);
+    float p = exp32(shifted) * inverse;
+    out[i] = (0.0f - p * fma32(d_entropy, shifted - mean, d_logprob)) / temperature;
   }
-  if (eligible)
-    for (int i = 0; i < a->v; i++) out[i] = eligible[i] ? out[i] : 0.0f;
-  int64_t t = a->targets[r];
-  float shifted = shift(z[t], temperature, top);
-  float p = eligible && !eligible[t] ? 0.0f : exp32(shifted) * inverse;
-  out[t] = (dl - p * fma32(de, shifted - mean, dl)) / temperature;
+  if (eligible) {
+    EACH(i, a->v) out[i] = eligible[i] ? out[i] : 0.0f;
+  }
+  MEET_LANES;
+  ONE_LANE {
+    const int64_t target = a->targets[row];
+    float shifted = shift(z[target], temperature, top);
+    float p = eligible && !eligible[target] ? 0.0f : exp32(shifted) * inverse;
+    out[target] = (d_logprob - p * fma32(d_entropy, shifted - mean, d_logprob)) / temperature;
+  }
 }
 
-// `rows` are those of token_statistics
-void token_statistics_gradient(const Statistics *a) { for_rows(a->n, statistics_gradient_row, a); }
+// ------------------------------------------------------------------------------- Kullback-Leibler divergence
 
-// ---------------------------------------------------------------------------------------- Kullback-Leibler divergence
-INLINE double mean_difference(const float *zp, const float *zq, const uint8_t *eligible, int v, float temperature,
-                              Softmax p, Softmax q) {
-  double sum[LANES] = {0};
-  float p_top = (float)p.top, q_top = (float)q.top;
-#define STEP(i, n) \
-  for (int l = 0; l < (n); l++) { \
-    float a = shift(zp[i + l], temperature, p_top), b = shift(zq[i + l], temperature, q_top), e = exp32(a); \
-    if (eligible) e = eligible[i + l] ? e : 0.0f; \
-    sum[l] += (double)e * ((double)a - (double)b); \
-  }
-  ROW_STEPS(v, STEP);
-#undef STEP
+typedef struct {
+  Divergence of;
+  int *not_finite;
+} DivergenceRows;
+
+// Sum of e_p (shifted_p - shifted_q) / total_p, by rule 3
+INLINE double mean_difference(const float *p_logits, const float *q_logits, const uint8_t *eligible, int v,
+                              float temperature, Softmax p, Softmax q) {
+  const float p_top = (float)p.top;
+  const float q_top = (float)q.top;
+  LANE_VALUES(double, sum, 0.0);
+  IN_LANES(i, v, {
+    float p_shifted = shift(p_logits[i], temperature, p_top);
+    float q_shifted = shift(q_logits[i], temperature, q_top);
+    float e = exp32(p_shifted);
+    if (eligible) e = eligible[i] ? e : 0.0f;
+    LANE(sum) += (double)e * ((double)p_shifted - (double)q_shifted);
+  });
   return join_lanes(sum) / p.total;
 }
 
-INLINE void divergence(const Divergence *a, int r, const uint8_t *eligible) {
-  const float *zp = a->p_logits + r * a->p_ld, *zq = a->q_logits + r * a->q_ld;
-  Softmax p = row_softmax(zp, eligible, a->v, a->temperature, NULL);
-  Softmax q = row_softmax(zq, eligible, a->v, a->temperature, NULL);
-  p.mean = mean_difference(zp, zq, eligible, a->v, a->temperature, p, q);
-  a->out[r] = (float)(p.mean + (q.log_total - p.log_total));
-  a->p[r] = p, a->q[r] = q;
+INLINE void divergence_one(const DivergenceRows *a, int row, const uint8_t *eligible) {
+  const Divergence *of = &a->of;
+  const float *p_logits = of->p_logits + row * of->p_ld;
+  const float *q_logits = of->q_logits + row * of->q_ld;
+  Softmax p = row_softmax(p_logits, eligible, of->v, of->temperature, NULL);
+  Softmax q = row_softmax(q_logits, eligible, of->v, of->temperature, NULL);
+  p.mean = mean_difference(p_logits, q_logits, eligible, of->v, of->temperature, p, q);
+  of->out[row] = (float)(p.mean + (q.log_total - p.log_total));
+  of->p[row] = p;
+  of->q[row] = q;
+  check_finite(p, a->not_finite);
+  check_finite(q, a->not_finite);
 }
 
-static void divergence_row(const void *argument, int r) {
-  const Divergence *a = argument;
-  if (a->eligible) divergence(a, r, a->eligible + (long)r * a->v);
-  else divergence(a, r, NULL);
-}
-
-// sum p (log p - log q) = mean + log_total_q - log_total_p
-int kl_divergence(const Divergence *a) {
-  for_rows(a->n, divergence_row, a);
-  return all_finite(a->p, a->n) && all_finite(a->q, a->n);
-}
-
-// d KL / d zp_i = p_i ((shifted_p_i - shifted_q_i) - mean) / temperature, times the row's seed
-static void divergence_gradient_row(const void *argument, int r) {
-  const Divergence *a = argument;
-  const float *zp = a->p_logits + r * a->p_ld, *zq = a->q_logits + r * a->q_ld, temperature = a->temperature;
-  float *out = a->gradient + (long)r * a->v, p_top = (float)a->p[r].top, q_top = (float)a->q[r].top;
-  float inverse = (float)(1.0 / a->p[r].total), seed = a->seed[r];
-  double mean = a->p[r].mean;
-  for (int i = 0; i < a->v; i++) {
-    float s = shift(zp[i], temperature, p_top), t = shift(zq[i], temperature, q_top), p = exp32(s) * inverse;
-    out[i] = seed * (p * (float)(((double)s - (double)t) - mean)) / temperature;
+// definition: tokens.divergence: sum p (log p - log q) = mean + log_total_q - log_total_p
+ROW(divergence_row, DivergenceRows) {
+  if (a->of.eligible) {
+    divergence_one(a, row, a->of.eligible + (long)row * a->of.v);
+  } else {
+    divergence_one(a, row, NULL);
   }
-  if (a->eligible)
-    for (int i = 0; i < a->v; i++) out[i] = a->eligible[(long)r * a->v + i] ? out[i] : 0.0f;
 }
 
-// p and q are those of kl_divergence
-void kl_divergence_gradient(const Divergence *a) { for_rows(a->n, divergence_gradient_row, a); }
+// definition: tokens.divergence_gradient, in the logits of p, times the row's seed:
+//   d KL / d z_i = p_i ((shifted_p_i - shifted_q_i) - mean) / temperature
+ROW(divergence_gradient_row, Divergence) {
+  const float *p_logits = a->p_logits + row * a->p_ld;
+  const float *q_logits = a->q_logits + row * a->q_ld;
+  const uint8_t *eligible = eligible_row(a->eligible, row, a->v);
+  const float temperature = a->temperature;
+  const float p_top = (float)a->p[row].top;
+  const float q_top = (float)a->q[row].top;
+  const float inverse = (float)(1.0 / a->p[row].total);
+  const float seed = a->seed[row];
+  const double mean = a->p[row].mean;
+  float *out = a->gradient + (long)row * a->v;
+  EACH(i, a->v) {
+    float p_shifted = shift(p_logits[i], temperature, p_top);
+    float q_shifted = shift(q_logits[i], temperature, q_top);
+    float p = exp32(p_shifted) * inverse;
+    out[i] = seed * (p * (float)(((double)p_shifted - (double)q_shifted) - mean)) / temperature;
+  }
+  if (eligible) {
+    EACH(i, a->v) out[i] = eligible[i] ? out[i] : 0.0f;
+  }
+}
 
-// ---------------------------------------------------------------------------------------- tokens that are kept
-static void cut_row(const void *argument, int r) {
-  const Cut *a = argument;
-  const float *scaled = a->scaled + (long)r * a->v;
-  const int64_t *order = a->order + (long)r * a->v;
-  uint8_t *eligible = a->eligible + (long)r * a->v;
-  int *rank = a->rank + (long)r * a->v, count = a->top_k ? least(a->top_k, a->v) : a->v, kept = 0;
-  float *e = scratch((size_t)a->v), top = scaled[order[0]];
+// ------------------------------------------------------------------------------------------- top-k and top-p
+
+typedef struct {
+  Cut of;
+  int *not_finite;
+} CutRows;
+
+// definition: sampling.cut. A token is kept while its rank is below top_k (0: no limit) and the mass
+// of the tokens before it, added one by one by rank, is at most top_p of the mass of all. `memory` [v] holds
+// the exponentials.
+ROW(cut_row, CutRows) {
+  const int v = a->of.v;
+  const float *scaled = a->of.scaled + (long)row * v;
+  const int64_t *order = a->of.order + (long)row * v;
+  uint8_t *eligible = a->of.eligible + (long)row * v;
+  int *rank = a->of.rank + (long)row * v;
+  const int most = a->of.top_k ? least(a->of.top_k, v) : v;
+  const float top = scaled[order[0]];
+  float *e = memory;
   int finite = 1;
-  for (int i = 0; i < a->v; i++) {
+  SHARE(i, v) {
     float shifted = scaled[i] - top;
-    finite &= (as_bits(shifted) & 0x7fffffffu) < 0x7f800000u;
+    finite &= is_finite32(shifted);
     e[i] = exp32(shifted);
   }
-  double total = 0, before = 0;
-  for (int i = 0; i < a->v; i++) total += e[order[i]], rank[order[i]] = i;
-  memset(eligible, 0, (size_t)a->v);
-  for (; kept < count && before <= a->top_p * total; kept++) eligible[order[kept]] = 1, before += e[order[kept]];
-  a->log_kept[r] = finite ? (float)log64(before / total) : NAN;
+  finite = all_of_lanes(finite);
+  EACH(i, v) eligible[i] = 0;
+  MEET_LANES;
+  ONE_LANE {
+    double total = 0.0;
+    double before = 0.0;
+    for (int i = 0; i < v; i++) {
+      total += e[order[i]];
+      rank[order[i]] = i;
+    }
+    for (int i = 0; i < most && before <= a->of.top_p * total; i++) {
+      before += e[order[i]];
+      eligible[order[i]] = 1;
+    }
+    float log_kept = finite ? (float)log64(before / total) : (float)NOT_A_NUMBER;
+    a->of.log_kept[row] = log_kept;
+    if (log_kept != log_kept) set_flag(a->not_finite, 1);
+  }
 }
 
-// A token is kept while its rank is below top_k (0: no limit) and the mass of the tokens before it, added one by one by
-// rank, is at most top_p of the sum of all.
-int cut_tokens(const Cut *a) {
-  for_rows(a->n, cut_row, a);
-  for (int r = 0; r < a->n; r++)
-    if (a->log_kept[r] != a->log_kept[r]) return 0;
-  return 1;
-}
+// ----------------------------------------------------------------------------------------------------- noise
 
-// ---------------------------------------------------------------------------------------- noise
 INLINE uint32_t roll(uint32_t x, int bits) { return x << bits | x >> (32 - bits); }
 
-// One word of MurmurHash3 x86 32-bit (Appleby, 2011)
+// One word of MurmurHash3 x86 32-bit (Appleby, 2011); definition: sampling.murmur3
 INLINE uint32_t absorb(uint32_t h, uint32_t word) {
   return roll(h ^ roll(word * 0xcc9e2d51u, 15) * 0x1b873593u, 13) * 5 + 0xe6546b64u;
 }
@@ -210,90 +255,156 @@ INLINE uint32_t finish(uint32_t h, uint32_t bytes) {
 }
 
 INLINE uint32_t absorb_row(uint32_t h, int64_t seed, int64_t position) {
-  return absorb(absorb(absorb(h, (uint32_t)seed), (uint32_t)((uint64_t)seed >> 32)), (uint32_t)position);
+  h = absorb(h, (uint32_t)seed);
+  h = absorb(h, (uint32_t)((uint64_t)seed >> 32));
+  return absorb(h, (uint32_t)position);
 }
 
-// Gumbel noise -ln(-ln u) of u = h / (2^32 - 1), with ln u in [-DBL_MAX, -2^-32], as SGLang computes it
+// Rule 8, definition: sampling.gumbel_of: Gumbel noise -ln(-ln u) of u = h / (2^32 - 1), with ln u in
+// [-DBL_MAX, -2^-32], as SGLang computes it
 INLINE double gumbel_of_hash(uint32_t h) {
   double log_u = log64((h ? (double)h : 1.0) / 4294967295.0);
   log_u = h ? log_u : -0x1.fffffffffffffp+1023;
   return -log64(-(log_u < -0x1p-32 ? log_u : -0x1p-32));
 }
 
-// At least the noise of the hash, but for roundings below 1e-5: -ln u >= 1 - u, so noise <= -ln(y / 2^32) with
-// y = 2^32 - 1 - h; and log2 y >= bits(y) 2^-23 - 127, because chords lie below a concave function.
+// At least the noise of the hash, but for roundings below 1e-5: -ln u >= 1 - u, so noise <= -ln(y / 2^32)
+// with y = 2^32 - 1 - h; and log2 y >= bits(y) 2^-23 - 127, because chords lie below a concave function.
 INLINE float gumbel_bound(uint32_t h) {
   int32_t bits = (int32_t)as_bits((float)(0xffffffffu - h));
   return (float)(LN2 * (127 + 32)) - (float)bits * (float)(LN2 * 0x1p-23);
 }
 
-// Box and Muller, 1958: sqrt(-2 ln u) cos(2 pi w), u and w = (h + 1/2) / 2^32 of hashes whose first words are 1 and 2
-static void normal_row(const void *argument, int r) {
-  const Noise *a = argument;
-  uint32_t radius = absorb_row(absorb(0, 1), a->seeds[r], a->positions[r]);
-  uint32_t angle = absorb_row(absorb(0, 2), a->seeds[r], a->positions[r]);
-  double *out = a->out + (long)r * a->columns;
-  for (int i = 0; i < a->columns; i++) {
-    double u = ((double)finish(absorb(radius, (uint32_t)i), 20) + 0.5) * 0x1p-32, sine, cosine;
+// definition: sampling.normal_noise: sqrt(-2 ln u) cos(2 pi w) (Box and Muller, 1958), where u and w
+// are (h + 1/2) / 2^32 of hashes h whose first words are 1 and 2
+ROW(normal_row, Noise) {
+  const uint32_t radius = absorb_row(absorb(0, 1), a->seeds[row], a->positions[row]);
+  const uint32_t angle = absorb_row(absorb(0, 2), a->seeds[row], a->positions[row]);
+  double *out = a->out + (long)row * a->columns;
+  EACH(i, a->columns) {
+    double u = ((double)finish(absorb(radius, (uint32_t)i), 20) + 0.5) * 0x1p-32;
     double w = ((double)finish(absorb(angle, (uint32_t)i), 20) + 0.5) * 0x1p-32;
+    double sine;
+    double cosine;
     sin_cos64(w * 6.283185307179586, &sine, &cosine);
-    out[i] = __builtin_sqrt(log64(u) * -2.0) * cosine;
+    out[i] = sqrt64(log64(u) * -2.0) * cosine;
   }
 }
 
-void normal_noise(const Noise *a) { for_rows(a->n, normal_row, a); }
+// -------------------------------------------------------------------------------------------------- sampling
 
-// ---------------------------------------------------------------------------------------- sampling
-// A score that can win is above -12 - 710, log p of the likeliest token and the smallest noise. There the roundings of
-// the bound, a float32 sum, stay below this.
+// A score that can win is above -12 - 710, log p of the likeliest token and the smallest noise. There the
+// roundings of the bound, a float32 sum, stay below this.
 #define BOUND_SLACK 1e-3f
-enum { SCAN = 64 };
+enum { SCAN = 64 };  // tokens that are skipped together: free
 
-// The first token with the largest score log p + noise. Only tokens whose bound reaches the score of the token with the
-// highest bound are computed: the others cannot win.
-static void sample_row(const void *argument, int r) {
-  const Sampling *a = argument;
-  const float *z = a->logits + r * a->ld, temperature = a->temperature;
-  const uint8_t *eligible = a->eligible ? a->eligible + (long)r * a->v : NULL;
-  const int *columns = a->columns ? a->columns + (long)r * a->v : NULL;
-  Softmax s = a->rows[r] = row_softmax(z, NULL, a->v, temperature, NULL);
-  if (s.log_total != s.log_total) return;
-  uint32_t start = absorb_row(0, a->seeds[r], a->positions[r]);
-  int v = a->v;
-  float *bound = scratch((size_t)v), top = (float)s.top, log_total = (float)s.log_total;
-  if (columns)
-    for (int i = 0; i < v; i++) {
-      float b = gumbel_bound(finish(absorb(start, (uint32_t)columns[i]), 16));
-      bound[i] = eligible[i] ? shift(z[i], temperature, top) - log_total + b : -INFINITY;
-    }
-  else
-    for (int i = 0; i < v; i++)
-      bound[i] = shift(z[i], temperature, top) - log_total + gumbel_bound(finish(absorb(start, (uint32_t)i), 16));
-  float highest = largest(bound, v), threshold = highest;
-  double best = -INFINITY;
-  int token = 0;
-  // first the tokens with the highest bound, then all that reach the score of one
-  for (int pass = 0; pass < 2; pass++) {
-    best = -INFINITY;
-    for (int i = 0; i < v; i += SCAN) {
-      int end = least(i + SCAN, v), any = 0;
-      for (int j = i; j < end; j++) any |= bound[j] >= threshold;
-      for (int j = i; any && j < end; j++) {
-        if (bound[j] < threshold) continue;
-        uint32_t h = finish(absorb(start, (uint32_t)(columns ? columns[j] : j)), 16);
-        double score = (double)log_prob(shift(z[j], temperature, top), s.log_total) + gumbel_of_hash(h);
-        if (score > best) best = score, token = j;
-      }
-    }
-    threshold = (float)best - BOUND_SLACK;
-  }
-  a->tokens[r] = token;
-  a->logprobs[r] = log_prob(shift(z[token], temperature, top), s.log_total);
+typedef struct {
+  Sampling of;
+  int *not_finite;
+} SamplingRows;
+
+// What a token's score is made of
+typedef struct {
+  const float *z;
+  const int *columns;  // NULL: a token's column is its id
+  uint32_t start;      // the hash of the row's seed and position
+  float temperature;
+  float top;
+  double log_total;
+} Scores;
+
+INLINE uint32_t hash_of(const Scores *s, int token) {
+  return finish(absorb(s->start, (uint32_t)(s->columns ? s->columns[token] : token)), 16);
 }
 
-// tokens and their log p [n]. Where tokens are cut, `eligible` [n][v] says which are left and `columns` [n][v] which
-// column of the noise each takes; else both are NULL, and a token takes its own. p is that of all tokens.
-int sample_tokens(const Sampling *a) {
-  for_rows(a->n, sample_row, a);
-  return all_finite(a->rows, a->n);
+INLINE double score_of(const Scores *s, int token) {
+  float log_p = log_prob(shift(s->z[token], s->temperature, s->top), s->log_total);
+  return (double)log_p + gumbel_of_hash(hash_of(s, token));
+}
+
+INLINE float bound_of(const Scores *s, int token) {
+  float log_p = shift(s->z[token], s->temperature, s->top) - (float)s->log_total;
+  return log_p + gumbel_bound(hash_of(s, token));
+}
+
+// The largest score of the tokens whose bound reaches the threshold, and the first token that has it. Most
+// groups of tokens have no such token.
+INLINE Best best_token(const Scores *s, const float *bound, int v, float threshold) {
+  Best best = {-INFINITE, 0};
+  SHARE(group, (v + SCAN - 1) / SCAN) {
+    int begin = group * SCAN;
+    int end = least(begin + SCAN, v);
+    int any = 0;
+    for (int token = begin; token < end; token++) any |= bound[token] >= threshold;
+    for (int token = begin; any && token < end; token++) {
+      if (bound[token] < threshold) continue;
+      double score = score_of(s, token);
+      if (score > best.score) best = (Best){score, token};
+    }
+  }
+  return best_of_lanes(best);
+}
+
+// Rule 8, definition: sampling.sample: the first token with the largest score log p + noise. A score
+// takes two logarithms in float64, and nearly all of them lose. So each token gets an upper bound of its
+// score (`memory` [v]). Then the tokens with the highest bound get a score, and with it all tokens whose
+// bound reaches this score: no other can win.
+ROW(sample_row, SamplingRows) {
+  const Sampling *of = &a->of;
+  const int v = of->v;
+  const uint8_t *eligible = eligible_row(of->eligible, row, v);
+  Scores s = {.z = of->logits + row * of->ld, .temperature = of->temperature};
+  s.columns = of->columns ? of->columns + (long)row * v : NULL;
+  s.start = absorb_row(0, of->seeds[row], of->positions[row]);
+  const Softmax softmax = row_softmax(s.z, NULL, v, of->temperature, NULL);
+  s.top = (float)softmax.top;
+  s.log_total = softmax.log_total;
+  of->rows[row] = softmax;
+  check_finite(softmax, a->not_finite);
+  if (softmax.log_total != softmax.log_total) return;
+  float *bound = memory;
+  if (s.columns) {
+    EACH(token, v) bound[token] = eligible[token] ? bound_of(&s, token) : -INFINITE;
+  } else {
+    EACH(token, v) bound[token] = bound_of(&s, token);
+  }
+  const float highest = largest(bound, v);
+  MEET_LANES;
+  const Best first = best_token(&s, bound, v, highest);
+  const Best best = best_token(&s, bound, v, (float)first.score - BOUND_SLACK);
+  of->tokens[row] = best.element;
+  of->logprobs[row] = log_prob(shift(s.z[best.element], s.temperature, s.top), s.log_total);
+}
+
+// ===================================================================================================== calls
+// What follows runs on the host, see operations.h.
+
+int token_statistics(const Statistics *of) {
+  int *not_finite = clear_flag();
+  for_rows(of->n, statistics_row, &(StatisticsRows){*of, not_finite});
+  return !flag_value(not_finite);
+}
+
+void token_statistics_gradient(const Statistics *of) { for_rows(of->n, statistics_gradient_row, of); }
+
+int kl_divergence(const Divergence *of) {
+  int *not_finite = clear_flag();
+  for_rows(of->n, divergence_row, &(DivergenceRows){*of, not_finite});
+  return !flag_value(not_finite);
+}
+
+void kl_divergence_gradient(const Divergence *of) { for_rows(of->n, divergence_gradient_row, of); }
+
+int cut_tokens(const Cut *of) {
+  int *not_finite = clear_flag();
+  for_rows_with_memory(of->n, of->v, cut_row, &(CutRows){*of, not_finite});
+  return !flag_value(not_finite);
+}
+
+void normal_noise(const Noise *of) { for_rows(of->n, normal_row, of); }
+
+int sample_tokens(const Sampling *of) {
+  int *not_finite = clear_flag();
+  for_rows_with_memory(of->n, of->v, sample_row, &(SamplingRows){*of, not_finite});
+  return !flag_value(not_finite);
 }

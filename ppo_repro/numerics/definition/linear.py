@@ -27,5 +27,5 @@ def linear_backward(grads: Contributions, name: str, matrix: Matrix, dy: Array, 
 
 
 def layer_linear(model: Model, x: Array, matrix: Matrix) -> Array:
-    """Compute `linear`, rounded to the model's format of activations. Kernel: `layer_linear`."""
+    """Compute `linear`, rounded to the model's format of activations. Kernel: `linear_step`."""
     return rounded(model.rounding.activations, linear(x, matrix))

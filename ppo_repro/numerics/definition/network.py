@@ -45,7 +45,7 @@ class Activations:
 
 
 def embed(model: Model, ids: Array) -> Array:
-    """Look up rows of the embedding, times its scale, + rows of learned positions; [T, H]. Kernel: `lookup_row`."""
+    """Look up rows of the embedding, times its scale, + rows of learned positions; [T, H]. Kernel: `embedding_row`."""
     x = model.embedding[ids] * F(model.embedding_scale)
     if model.positions is not None:
         x = x + model.positions[: len(ids)]

@@ -59,7 +59,7 @@ def cut(scaled: Array, top_k: int, top_p: float) -> tuple[Array, Array, Array]:
 
     Tokens are ranked by falling logit, ties by id, and their masses added one by one by rank in float64.
 
-    Kernel: `cut_tokens`.
+    Kernel: `cut_row`.
     """
     order = sorted(range(len(scaled)), key=lambda v: (-scaled[v], v))
     e = exp32(scaled - scaled[order[0]]).astype(D)
@@ -78,7 +78,7 @@ def cut(scaled: Array, top_k: int, top_p: float) -> tuple[Array, Array, Array]:
 def sample(
     z: Array, seed: int, position: int, temperature: float, kept: tuple[Array, Array] | None
 ) -> tuple[int, np.float32]:
-    """Rule 8: the first v with the largest log p_v + noise of one row z [V], and log p_v. Kernel: `sample_tokens`.
+    """Rule 8: the first v with the largest log p_v + noise of one row z [V], and log p_v. Kernel: `sample_row`.
 
     `kept`: (eligible, column of the noise), [V] each; None: all tokens, each with its own id as its column.
     """

@@ -1,0 +1,237 @@
+// Queries, keys and values between the product `qkv` and attention: norms of heads, rotation, rounding, the
+// cache.
+//
+// In a row of qkv, head h of the queries begins at q_at + h q_step, head h of the keys at k_at + h k_step,
+// head h of the values at v_at + h v_step.
+#include "elementary.h"
+#include "operations.h"
+
+// Cosines and sines of a position [rotary / 2]; NULL without rotary positions
+typedef struct {
+  const float *cosine;
+  const float *sine;
+} Angles;
+
+INLINE Angles angles_at(const Model *m, int position) {
+  if (!m->rotary) return (Angles){NULL, NULL};
+  long at = (long)position * (m->rotary / 2);
+  return (Angles){m->cosine + at, m->sine + at};
+}
+
+// y [head_dim] is head x, turned by the angles times `way`; elements from `rotary` on stay. y may be x.
+INLINE void rotate_head(const Model *m, const float *x, Angles angles, const float way, float *y) {
+  if (m->rotary) rotate(x, angles.cosine, angles.sine, way, m->rotary / 2, y);
+  EACH(d, m->head_dim - m->rotary) y[m->rotary + d] = x[m->rotary + d];
+}
+
+// Elements that one norm of queries or keys covers, and how many such norms a row has
+INLINE int head_norm_width(const Model *m, int heads) {
+  return m->qk_norm == QK_NORM_HEAD ? m->head_dim : heads * m->head_dim;
+}
+INLINE int head_norms(const Model *m, int heads) { return m->qk_norm == QK_NORM_HEAD ? heads : 1; }
+
+// --------------------------------------------------------------------------------------------------- forward
+
+typedef struct {
+  Model m;              // its numbers and tables
+  const float *q_norm;  // weights of norms [head_norm_width]
+  const float *k_norm;
+  const int *position;  // of the batch
+  const int *sequence;
+  const int *base;
+  long capacity;
+  const float *qkv;  // [tokens][qkv_width]
+  float *q_r;        // [tokens][heads] and [tokens][kv_heads], factors of norms
+  float *k_r;
+  float *q;     // [tokens][heads][head_dim]
+  float *keys;  // of this layer's cache, see Batch
+  float *values;
+} HeadRows;
+
+// The norms of `heads` heads that follow one another in x; writes r and y
+INLINE void norm_heads(const Model *m, const float *w, const float *x, int heads, float *r, float *y) {
+  const int width = head_norm_width(m, heads);
+  float no_mean;
+  for (int i = 0; i < head_norms(m, heads); i++)
+    norm(NORM_RMS, m->eps, w, NULL, x + i * width, width, r + i, &no_mean, y + i * width);
+}
+
+// A token's queries are normed, rotated and rounded to `q`. Its keys are normed, rotated and rounded into the
+// cache; its values go there too. `memory`: normed queries, normed keys, one rotated key.
+ROW(heads_row, HeadRows) {
+  const Model *m = &a->m;
+  const int d_all = m->head_dim;
+  const int position = a->position[row];
+  const int base = a->base[a->sequence[row]];
+  const Angles angles = angles_at(m, position);
+  const float *qkv = a->qkv + (long)row * qkv_width(m);
+  const float *queries = qkv + m->q_at;
+  const float *keys = qkv + m->k_at;
+  int q_step = m->q_step;
+  int k_step = m->k_step;
+  float *key = memory + q_width(m) + kv_width(m);
+  if (m->qk_norm != QK_NORM_NONE) {
+    norm_heads(m, a->q_norm, queries, m->heads, a->q_r + (long)row * m->heads, memory);
+    norm_heads(m, a->k_norm, keys, m->kv_heads, a->k_r + (long)row * m->kv_heads, memory + q_width(m));
+    queries = memory;
+    keys = memory + q_width(m);
+    q_step = k_step = d_all;
+    MEET_LANES;
+  }
+  for (int h = 0; h < m->heads; h++) {
+    float *q = a->q + (long)row * q_width(m) + h * d_all;
+    rotate_head(m, queries + (long)h * q_step, angles, 1.0f, q);
+    MEET_LANES;
+    round_row(m->round_activations, 0, q, d_all);
+  }
+  for (int h = 0; h < m->kv_heads; h++) {
+    const long head = ((long)h * a->capacity + base) * d_all;
+    float *cached_key = a->keys + head + key_at(position, d_all);
+    float *cached_value = a->values + head + (long)position * d_all;
+    const float *value = qkv + m->v_at + (long)h * m->v_step;
+    rotate_head(m, keys + (long)h * k_step, angles, 1.0f, key);
+    MEET_LANES;
+    round_row(m->round_activations, 0, key, d_all);
+    round_row(m->round_cache, 0, key, d_all);
+    EACH(d, d_all) cached_key[d * COLS] = key[d];
+    EACH(d, d_all) cached_value[d] = value[d];
+    round_row(m->round_cache, 0, cached_value, d_all);
+    MEET_LANES;
+  }
+}
+
+// -------------------------------------------------------------------------------------------------- backward
+
+typedef struct {
+  Model m;
+  const int *position;
+  const float *dq;  // [tokens][heads][head_dim], of rotated queries
+  float *d_qkv;     // [tokens][qkv_width]: has gradients of rotated keys and of values; gets all three
+} HeadsBackward;
+
+// Gradients of rotated queries and keys, turned back
+ROW(heads_backward_row, HeadsBackward) {
+  const Model *m = &a->m;
+  const Angles angles = angles_at(m, a->position[row]);
+  float *d_qkv = a->d_qkv + (long)row * qkv_width(m);
+  for (int h = 0; h < m->heads; h++) {
+    const float *dq = a->dq + (long)row * q_width(m) + h * m->head_dim;
+    rotate_head(m, dq, angles, -1.0f, d_qkv + m->q_at + h * m->q_step);
+  }
+  for (int h = 0; h < m->kv_heads; h++) {
+    float *dk = d_qkv + m->k_at + h * m->k_step;
+    rotate_head(m, dk, angles, -1.0f, dk);
+  }
+}
+
+typedef struct {
+  Model m;
+  const float *q_norm;
+  const float *k_norm;
+  const float *qkv;  // [tokens][qkv_width]
+  const float *q_r;
+  const float *k_r;
+  float *d_qkv;  // [tokens][qkv_width], of normed queries and keys; gets those of queries and keys
+} HeadNormsBackward;
+
+INLINE void norm_heads_backward(const Model *m, const float *w, const float *x, int heads, const float *r,
+                                float *dx) {
+  const int width = head_norm_width(m, heads);
+  for (int i = 0; i < head_norms(m, heads); i++) {
+    float *dx_i = dx + i * width;
+    norm_backward(NORM_RMS, w, dx_i, x + i * width, width, r[i], 0.0f, NULL, dx_i);
+  }
+}
+
+ROW(head_norms_backward_row, HeadNormsBackward) {
+  const Model *m = &a->m;
+  const float *qkv = a->qkv + (long)row * qkv_width(m);
+  float *d_qkv = a->d_qkv + (long)row * qkv_width(m);
+  const float *q_r = a->q_r + (long)row * m->heads;
+  const float *k_r = a->k_r + (long)row * m->kv_heads;
+  norm_heads_backward(m, a->q_norm, qkv + m->q_at, m->heads, q_r, d_qkv + m->q_at);
+  norm_heads_backward(m, a->k_norm, qkv + m->k_at, m->kv_heads, k_r, d_qkv + m->k_at);
+}
+
+// ===================================================================================================== calls
+// What follows runs on the host, see operations.h.
+
+// What attention takes of layer `index`, see attention.c
+static Heads heads_of(const Pass *pass, int index, const Saved *s) {
+  const Model *m = pass->m;
+  const long cache = (long)index * m->kv_heads * pass->b->capacity * m->head_dim;
+  return (Heads){
+      .m = m,
+      .b = pass->b,
+      .window = m->layer[index].window,
+      .scale = m->layer[index].scale,
+      .keys = pass->b->keys + cache,
+      .values = pass->b->values + cache,
+      .q = s->q,
+      .top = s->top,
+      .total = s->total,
+      .mixed = s->mixed,
+  };
+}
+
+// From the rows of qkv to queries and the cache
+static void heads_step(const Pass *pass, const Layer *l, const Heads *heads, const Saved *s) {
+  const Model *m = pass->m;
+  HeadRows rows = {
+      .m = *m,
+      .q_norm = l->q_norm.w,
+      .k_norm = l->k_norm.w,
+      .position = pass->in_kernels.position,
+      .sequence = pass->in_kernels.sequence,
+      .base = pass->in_kernels.base,
+      .capacity = pass->b->capacity,
+      .qkv = s->qkv,
+      .q_r = s->q_r,
+      .k_r = s->k_r,
+      .q = s->q,
+      .keys = heads->keys,
+      .values = heads->values,
+  };
+  int floats = q_width(m) + kv_width(m) + m->head_dim;
+  for_rows_with_memory(pass->b->tokens, floats, heads_row, &rows);
+}
+
+// The gradient of a norm of queries or keys, whose first head begins at column `at` of a row of qkv
+static void head_norm_gradient(const Model *m, const NormWeights *w, const Saved *s, const float *d_qkv,
+                               int at, int heads, const float *r, const Blocks *blocks) {
+  ColumnSums sums = {
+      .dy = d_qkv + at,
+      .ldd = qkv_width(m),
+      .x = s->qkv + at,
+      .ldx = qkv_width(m),
+      .r = r,
+      .ldr = heads,
+      .each = head_norms(m, heads),
+      .cols = head_norm_width(m, heads),
+      .blocks = blocks,
+      .grad = w->grad,
+  };
+  column_sums(sums);
+}
+
+// From gradients of rotated queries (dq), of rotated keys and of values (d_qkv) to those of the rows of qkv
+// (d_qkv), and the gradients of norms of heads
+static void heads_step_backward(const Pass *pass, const Layer *l, const Saved *s, const float *dq,
+                                const Blocks *blocks, float *d_qkv) {
+  const Model *m = pass->m;
+  HeadsBackward back = {.m = *m, .position = pass->in_kernels.position, .dq = dq, .d_qkv = d_qkv};
+  for_rows(pass->b->tokens, heads_backward_row, &back);
+  if (m->qk_norm == QK_NORM_NONE) return;
+  head_norm_gradient(m, &l->q_norm, s, d_qkv, m->q_at, m->heads, s->q_r, blocks);
+  head_norm_gradient(m, &l->k_norm, s, d_qkv, m->k_at, m->kv_heads, s->k_r, blocks);
+  HeadNormsBackward norms = {
+      .m = *m,
+      .q_norm = l->q_norm.w,
+      .k_norm = l->k_norm.w,
+      .qkv = s->qkv,
+      .q_r = s->q_r,
+      .k_r = s->k_r,
+      .d_qkv = d_qkv,
+  };
+  for_rows(pass->b->tokens, head_norms_backward_row, &norms);
+}

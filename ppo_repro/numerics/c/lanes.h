@@ -1,0 +1,109 @@
+// The loops of row functions. A row function computes one row: a token's hidden state, a row of logits, a
+// stretch of a parameter. 16 lanes compute a row (rule 3), and one caller computes all of it. This file is
+// the CPU's form: a thread computes a row, and a lane is an element of a vector register. On a GPU a lane
+// will be a thread, and 16 threads compute a row: then these definitions get another form, and row functions
+// stay.
+//
+//   ROW(name, Struct) { .. }        a row function for for_rows: `a` is the struct, `row` the index of the
+//                                   row, `memory` the floats that for_rows_with_memory gives it
+//   EACH(i, n) ..                   a loop over [0, n) whose iterations are independent
+//   SHARE(i, n) ..                  a loop over [0, n) that the lanes share; local variables are each lane's
+//   IN_LANES(i, n, ..)              the loop of rule 3: lane l takes the elements l, l + 16, .. in this order
+//   LANE_VALUES(type, name, start)  one number for each lane, in IN_LANES called LANE(name)
+//   join_lanes, largest_lane, ..    from the lanes' numbers to one
+//   ONE_LANE { .. }                 work in one order, for one lane alone
+//   MEET_LANES                      stands before a lane reads what another lane wrote
+//
+// A new operation on rows is a struct with all that it reads and writes (numbers, and pointers to memory of
+// kernels), a ROW, and `for_rows(rows, name, &(Struct){..})` in the pass that needs it.
+#ifndef LANES_H
+#define LANES_H
+#include "arithmetic.h"
+
+// --------------------------------------------------------------------------------------- functions and loops
+
+typedef void (*RowFunction)(const void *argument, int row, float *memory);
+
+#define ROW(name, Struct)                                                           \
+  INLINE void name##_body(const Struct *a, int row, float *memory);                 \
+  static void name(const void *argument, int row, float *memory) {                  \
+    name##_body(argument, row, memory);                                             \
+  }                                                                                 \
+  INLINE void name##_body(const Struct *a, int row, __attribute__((unused)) float *memory)
+
+// clang vectorises these loops only where it is told that no iteration writes what another one reads. Of a
+// loop that stays scalar all the same it warns, which is no error here.
+#pragma clang diagnostic ignored "-Wpass-failed"
+#define EACH(i, n) _Pragma("clang loop vectorize(assume_safety)") for (int i = 0; i < (n); i++)
+
+#define SHARE(i, n) for (int i = 0; i < (n); i++)
+
+#define ONE_LANE if (1)
+#define MEET_LANES \
+  do {             \
+  } while (0)
+
+// ----------------------------------------------------------------------------------------------------- lanes
+
+#define LANE_VALUES(type, name, start) \
+  type name[LANES];                    \
+  for (int lane_ = 0; lane_ < LANES; lane_++) name[lane_] = (start)
+#define LANE(name) name[lane_]
+
+// The 16 elements of a whole group are one vector. Left alone, clang may first unroll this loop into 16
+// scalar copies, of which it then finds only some vectors again: a softmax takes 1.4 times as long.
+#define ONE_VECTOR _Pragma("clang loop unroll(disable) vectorize_width(16) interleave_count(1)")
+
+#define IN_LANES(i, n, ...)                              \
+  do {                                                   \
+    int begin_ = 0;                                      \
+    for (; begin_ + LANES <= (n); begin_ += LANES) {     \
+      ONE_VECTOR                                         \
+      for (int lane_ = 0; lane_ < LANES; lane_++) {      \
+        const int i = begin_ + lane_;                    \
+        __VA_ARGS__                                      \
+      }                                                  \
+    }                                                    \
+    for (int lane_ = 0; begin_ + lane_ < (n); lane_++) { \
+      const int i = begin_ + lane_;                      \
+      __VA_ARGS__                                        \
+    }                                                    \
+  } while (0)
+
+// Rule 3: the upper half of the lanes is added to the lower half, until one lane is left.
+INLINE double join_lanes(double *lane) {
+  for (int width = LANES / 2; width; width /= 2)
+    for (int l = 0; l < width; l++) lane[l] += lane[l + width];
+  return lane[0];
+}
+
+INLINE float largest_lane(const float *lane) {
+  float top = lane[0];
+  for (int l = 1; l < LANES; l++) top = lane[l] > top ? lane[l] : top;
+  return top;
+}
+
+INLINE uint32_t largest_bits(const uint32_t *lane) {
+  uint32_t top = lane[0];
+  for (int l = 1; l < LANES; l++) top = lane[l] > top ? lane[l] : top;
+  return top;
+}
+
+// What the lanes found in a loop that they share: the largest score, and the first element that has it
+typedef struct {
+  double score;
+  int element;
+} Best;
+
+INLINE Best best_of_lanes(Best own) { return own; }
+
+// Whether all lanes found that a condition holds
+INLINE int all_of_lanes(int own) { return own; }
+
+// ----------------------------------------------------------------------------------------------------- flags
+
+// *flag = value, unless a row has set it before
+INLINE void set_flag(int *flag, int value) {
+  if (!__atomic_load_n(flag, __ATOMIC_RELAXED)) __atomic_store_n(flag, value, __ATOMIC_RELAXED);
+}
+#endif

@@ -1,0 +1,55 @@
+// The operations of operations.h on a CPU. Products and sums over tokens are in files of their own.
+#include "kernels.h"
+#include "operations.h"
+
+// ------------------------------------------------------------------------------------------------------ rows
+
+typedef struct {
+  RowFunction function;
+  const void *argument;
+  int rows;
+  int floats;
+  int each;  // rows of a task
+} RowsOf;
+
+static void rows_task(void *argument, int index) {
+  const RowsOf *of = argument;
+  const int end = least(of->rows, (index + 1) * of->each);
+  float *memory = of->floats ? scratch((size_t)of->floats) : NULL;
+  for (int row = index * of->each; row < end; row++) of->function(of->argument, row, memory);
+}
+
+static void for_rows_with_memory(int rows, int floats, RowFunction function, const void *argument) {
+  RowsOf of = {
+      .function = function,
+      .argument = argument,
+      .rows = rows,
+      .floats = floats,
+      .each = task_size(rows, 1, 64),
+  };
+  parallel_for((rows + of.each - 1) / of.each, rows_task, &of);
+}
+
+static void for_rows(int rows, RowFunction function, const void *argument) {
+  for_rows_with_memory(rows, 0, function, argument);
+}
+
+// ------------------------------------------------------------------------------------------------ one memory
+
+static int *clear_flag(void) {
+  static int flag;
+  flag = 0;
+  return &flag;
+}
+
+static int flag_value(const int *flag) { return *flag; }
+
+static const int *integers_on_host(const int *numbers, long n) { return n ? numbers : NULL; }
+static const double *doubles_on_host(const double *numbers, long n) { return n ? numbers : NULL; }
+static const int *integers_for_kernels(const int *numbers, long n) { return n ? numbers : NULL; }
+
+static void *allocate_zeros(size_t count, size_t size) {
+  void *memory = calloc(count ? count : 1, size);
+  if (!memory) abort();
+  return memory;
+}

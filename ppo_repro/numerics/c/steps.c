@@ -1,0 +1,118 @@
+// The steps of a layer, each with its rounding on purpose (none, for most models) and its backward step. x, y
+// and all gradients are rows of tokens.
+#include "kernels.h"
+
+// A forward or backward pass over a batch
+typedef struct {
+  const Model *m;
+  const Batch *b;    // its integers lie on the host
+  Batch in_kernels;  // the same batch; its integers lie in memory of kernels
+} Pass;
+
+// -------------------------------------------------------------------------------------------------- products
+
+// Rule 1, definition: linear.layer_linear: y [rows][n] = x w^T + bias, and + residual [rows][n] unless
+// NULL. Inputs are rounded in place, y is rounded after the product and again after the addition.
+static void linear_step(const Model *m, const Matrix *w, float *x, int rows, const float *residual,
+                        float *y) {
+  round_rows(m->round_inputs, x, rows, w->k);
+  if (m->round_activations == FORMAT_FLOAT32) {
+    linear(w, x, rows, residual, y);
+    return;
+  }
+  linear(w, x, rows, NULL, y);
+  round_rows(m->round_activations, y, rows, w->n);
+  if (!residual) return;
+  for_rows(rows, add_row, &(Addition){.n = w->n, .x = residual, .y = y});
+  round_rows(m->round_activations, y, rows, w->n);
+}
+
+// Rules 1 and 2, definition: linear.linear_backward: dx [rows][k] from dy [rows][n], and the gradients
+// of w and bias
+static void linear_step_backward(const Matrix *w, const float *dy, const float *x, const Blocks *blocks,
+                                 float *dx) {
+  linear_backward_weight(w, dy, x, blocks);
+  linear_backward_input(w, dy, blocks->rows, dx);
+}
+
+// ----------------------------------------------------------------------------------------------------- norms
+
+// definition: rows.layer_norm: y, r and mean of x [tokens][hidden]. `place` is what the pass returns
+// where x is not finite.
+static void norm_step(const Pass *pass, const NormWeights *w, const float *x, float *r, float *mean, float *y,
+                      int place, int *not_finite) {
+  const Model *m = pass->m;
+  Norm norm = {
+      .kind = m->norm,
+      .eps = m->eps,
+      .n = m->hidden,
+      .place = place,
+      .not_finite = not_finite,
+      .w = w->w,
+      .b = w->b,
+      .x = x,
+      .r = r,
+      .mean = mean,
+      .y = y,
+  };
+  for_rows(pass->b->tokens, norm_row, &norm);
+  round_rows(m->round_activations, y, pass->b->tokens, m->hidden);
+}
+
+// definition: rows.norm_backward: dx = residual + the derivative, and the gradients of the norm's
+// weights
+static void norm_step_backward(const Model *m, const NormWeights *w, const float *x, const float *r,
+                               const float *mean, const float *dy, const float *residual,
+                               const Blocks *blocks, float *dx) {
+  const int n = m->hidden;
+  ColumnSums weight = {
+      .dy = dy,
+      .ldd = n,
+      .x = x,
+      .ldx = n,
+      .r = r,
+      .mean = m->norm == NORM_LAYER ? mean : NULL,
+      .ldr = 1,
+      .each = 1,
+      .cols = n,
+      .blocks = blocks,
+      .grad = w->grad,
+  };
+  column_sums(weight);
+  if (w->b)
+    column_sums((ColumnSums){.dy = dy, .ldd = n, .each = 1, .cols = n, .blocks = blocks, .grad = w->b_grad});
+  NormBackward back = {
+      .kind = m->norm,
+      .n = n,
+      .w = w->w,
+      .x = x,
+      .r = r,
+      .mean = mean,
+      .dy = dy,
+      .residual = residual,
+      .dx = dx,
+  };
+  for_rows(blocks->rows, norm_backward_row, &back);
+}
+
+// ----------------------------------------------------------------------------------------------- activations
+
+// act [rows][width] from up [rows][width], or [rows][2 width] with gates
+static void activation_step(const Model *m, const float *up, int rows, int width, float *act) {
+  Activation activation = {.kind = m->activation, .gated = m->gated, .n = width, .x = up, .y = act};
+  for_rows(rows, activation_row, &activation);
+  round_rows(m->round_activations, act, rows, width);
+}
+
+static void activation_step_backward(const Model *m, const float *up, const float *d_act, int rows, int width,
+                                     float *d_up) {
+  ActivationBackward back = {
+      .kind = m->activation,
+      .gated = m->gated,
+      .n = width,
+      .x = up,
+      .dy = d_act,
+      .dx = d_up,
+  };
+  for_rows(rows, activation_backward_row, &back);
+}

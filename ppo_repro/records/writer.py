@@ -125,6 +125,18 @@ class RunWriter:
         if files != self.head.files:
             self._save(files=dict(files))
 
+    def keep_only(self, files: Mapping[str, str]) -> None:
+        """List these files, then remove what was listed before and no longer is."""
+        gone = sorted(self.head.files.keys() - files.keys())
+        self.list_files(files)
+        try:
+            for name in gone:
+                (self.run_dir / name).unlink()
+            for folder in {(self.run_dir / name).parent for name in gone}:
+                sync(folder)  # before the run is complete, whose folder has nothing that is not listed
+        except OSError as error:
+            raise UserError(f"{self.run_dir}: cannot be changed ({error.strerror}); make it writable") from error
+
     def mark(self, status: Status) -> None:
         """Say that the run is running, interrupted or failed."""
         self._save(status=status)

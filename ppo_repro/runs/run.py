@@ -21,7 +21,7 @@ from ppo_repro.config.files import Inputs, gather, run_digest, run_folder
 from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
 from ppo_repro.records import manifest, writer
 from ppo_repro.records.diff import Difference, from_recorded
-from ppo_repro.records.folder import CHECKPOINTS_NAME, STARTED, TIMES_NAME, UNEQUAL, UNEQUAL_TOKENS
+from ppo_repro.records.folder import STARTED, TIMES_NAME, UNEQUAL, UNEQUAL_TOKENS
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs.checkpoint import Start
@@ -182,13 +182,7 @@ def execute(
                 clock.lap("records")
                 # of a run that is not complete the fingerprint is the last link
                 link = recorded.iterations[item.index].chain if is_recorded else written.head.fingerprint
-                before = written.head.files
-                written.list_files(execution.save_checkpoint(run_dir, written.head, link))
-                try:
-                    for name in before.keys() - written.head.files.keys():
-                        (run_dir / name).unlink()
-                except OSError as error:
-                    raise UserError(f"{run_dir / CHECKPOINTS_NAME}: cannot be changed ({error.strerror})") from error
+                written.keep_only(execution.save_checkpoint(run_dir, written.head, link))
                 clock.lap("checkpoints")
             if computed == 1 or is_due:  # from the first comes how long the others may take
                 settle()

@@ -1,0 +1,173 @@
+"""The lock of a folder: one process has it, the others say which one, and a dead process has none."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo_repro.base import lock
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.lock import has_writer, locked_in, only_writer, require_no_writer
+from tests.support.paths import ROOT
+
+HOLD = (
+    "import sys, time; from pathlib import Path; from ppo_repro.base.lock import only_writer\n"
+    "with only_writer(Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
+)
+HERE = socket.gethostname()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "experiment" / "run"
+
+
+def test_the_holder_is_named_and_afterwards_nothing_is_left(folder: Path) -> None:
+    with only_writer(folder):
+        assert has_writer(folder) and list(locked_in(folder.parents[1])) == [folder]
+        for refused in (lambda: only_writer(folder).__enter__(), lambda: require_no_writer(folder)):
+            with pytest.raises(
+                UserError, match=rf"it \(process {os.getpid()} on {HERE}, since \d{{4}}-.*\); wait until"
+            ):
+                refused()
+    assert not has_writer(folder) and list(folder.parent.iterdir()) == []
+    require_no_writer(folder)
+
+
+def test_every_path_to_a_folder_has_one_lock(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(folder)
+    with only_writer(folder):
+        assert has_writer(Path(".")) and has_writer(tmp_path / "link")
+
+
+def test_a_killed_process_holds_nothing(folder: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLD, folder], stdout=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match=f"process {process.pid} on {HERE}, since "), only_writer(folder):
+            pass
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    left = folder.with_name("run.lock")
+    assert left.read_text().startswith(f"process {process.pid} ") and not has_writer(folder)
+    with only_writer(folder):
+        assert left.read_text().startswith(f"process {os.getpid()} ")
+    assert not left.exists()
+
+
+def held_by_hand(path: Path, content: str) -> int:
+    """A lock whose file says something else than this process would."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    descriptor = os.open(path, os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (
+            "process 7 on elsewhere since 2026-01-02T03:04:05Z\n",
+            "it (process 7 on elsewhere, since 2026-01-02T03:04:05Z);",
+        ),
+        ("", "another process is writing it; wait"),
+    ],
+)
+def test_a_holder_elsewhere_is_believed(folder: Path, monkeypatch: pytest.MonkeyPatch, content: str, said: str) -> None:
+    monkeypatch.setattr(lock, "PATIENCE_SECONDS", 0.05)
+    descriptor = held_by_hand(folder.with_name("run.lock"), content)
+    with pytest.raises(UserError) as caught, only_writer(folder):
+        pass
+    os.close(descriptor)
+    assert said in str(caught.value)
+
+
+def test_a_reader_that_looks_is_no_holder(folder: Path) -> None:
+    """It has the lock for an instant, which a process that starts then waits for."""
+    folder.parent.mkdir(parents=True)
+    descriptor = os.open(folder.with_name("run.lock"), os.O_RDWR | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    leaving = threading.Timer(0.05, os.close, (descriptor,))
+    leaving.start()
+    started = time.monotonic()
+    with only_writer(folder):
+        assert 0.04 < time.monotonic() - started < lock.PATIENCE_SECONDS
+
+
+def test_a_lock_that_is_no_longer_the_one_of_its_path_is_no_lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between opening and locking the holder ends, and another process takes the lock: that one is named."""
+    first, path, real = only_writer(folder), folder.with_name("run.lock"), fcntl.flock
+    first.__enter__()
+    third: list[int] = []
+
+    def flock(descriptor: int, how: int) -> None:
+        if not third:
+            first.__exit__(None, None, None)
+            third.append(os.open(path, os.O_RDWR | os.O_CREAT))
+            real(third[0], fcntl.LOCK_EX)
+            os.write(third[0], f"process {os.getppid()} on {HERE} since then\n".encode())
+        real(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(UserError, match=f"process {os.getppid()} on {HERE}, since then"), only_writer(folder):
+        pass
+    os.close(third[0])
+
+
+def test_a_file_of_the_user_is_neither_lock_nor_removed(folder: Path, tmp_path: Path) -> None:
+    folder.parent.mkdir(parents=True)
+    path = folder.with_name("run.lock")
+    path.write_text("my notes")
+    with pytest.raises(UserError, match=r"run\.lock: is no lock of ppo-repro"), only_writer(folder):
+        pass
+    assert path.read_text() == "my notes"
+    path.rename(tmp_path / "notes")
+    path.symlink_to(tmp_path / "notes")
+    with pytest.raises(UserError, match=r"run\.lock: cannot be locked \(Too many levels of symbolic links\)"):
+        only_writer(folder).__enter__()
+    assert (tmp_path / "notes").read_text() == "my notes"
+
+
+@pytest.mark.parametrize("where", ["lock", "parent"])
+def test_where_nothing_can_be_locked_or_made_is_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def no_lock(*arguments: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    if where == "lock":  # a file system without flock
+        monkeypatch.setattr(fcntl, "flock", no_lock)
+        said = r"run\.lock: cannot be locked \(No locks available\); keep runs where you may write"
+    else:
+        folder.parents[1].joinpath("experiment").write_text("")
+        said = r"run: the file .*experiment is in the way; choose another --out"
+    with pytest.raises(UserError, match=said), only_writer(folder):
+        pass
+
+
+def test_a_read_only_folder_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.parent.mkdir(parents=True)
+    real = os.open
+
+    def refusing(path: Any, flags: int, *mode: int) -> int:
+        if str(path).endswith(".lock") and flags & os.O_CREAT:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+        return real(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", refusing)  # root may write into folders that are read-only to others
+    with pytest.raises(UserError, match=r"cannot be locked \(Read-only file system\); keep runs where you may write"):
+        only_writer(folder).__enter__()
+    assert not has_writer(folder)

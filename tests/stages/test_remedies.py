@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -122,6 +123,39 @@ def test_tokens_are_chosen_over_the_minibatch_and_by_no_other_order(kind: str) -
     whole, halves = chosen(tokens), [chosen(half) for half in tokens.split(100)]
     assert int(whole.sum()) == 20 and not torch.equal(whole, halves[0] | halves[1])
     assert torch.equal(whole, chosen(tokens, epoch=1)) == (kind == "kl_cov"), "only Clip-Cov draws"
+
+
+IN_LOSSES = torch.tensor([True, False, True, True])  # as a trainer's loss mask leaves them
+
+
+def test_what_is_left_out_is_what_a_loss_mask_or_a_rejection_leaves_out() -> None:
+    rejection = "ppo.rejection=[{kind: ratio, level: geometric, low: 0.6, high: 3}]"  # of the second response
+    config = load_config(TINY, [*POLICY_ALONE, "ppo.ratio_anchor=old", rejection, "ppo.rejected_tokens=left_out"])
+    rollout = replace(bare_rollout(LENGTHS, SAMPLER * LN2), in_losses=IN_LOSSES)
+    batch = training_batch(config, NO_COEFFICIENTS, rollout, bare_forward(OLD * LN2), bare_advantages(ADVANTAGES))
+    assert batch.in_losses is not None and batch.in_losses.tolist() == [True, False, False, False]
+
+
+def test_no_token_without_a_loss_is_chosen() -> None:
+    config = load_config(TINY, [*POLICY_ALONE, "ppo.objective={kind: kl_cov, share: 0.25}"])
+    tokens, zeros = torch.arange(4), torch.zeros(4)
+    # covariances about the mean of the tokens: the second token's is the highest, then the fourth's
+    new, advantages = torch.tensor([-2.0, 3.0, -1.0, 1.0]), torch.tensor([-1.0, 3.0, -1.0, 2.0])
+    whole = batch_of(config, zeros, zeros, advantages, LENGTHS)
+    assert chosen_tokens(config, whole, minibatch_of(tokens), new).tolist() == [False, True, False, False]
+    masked = replace(whole, in_losses=IN_LOSSES)
+    chosen = chosen_tokens(config, masked, minibatch_of(tokens), new)
+    assert not chosen[1] and int(chosen.sum()) == 1
+
+
+def test_weights_of_responses_are_normalised_over_responses() -> None:
+    """By hand: ratios of 4 and 1/2, whose mean over responses is 9/4, and over their one and three tokens 11/8."""
+    weights = "{kind: truncated, level: geometric, cap: null, normalize: true}"
+    config = load_config(TINY, [*POLICY_ALONE, "ppo.ratio_anchor=old", WEIGHTS + weights])
+    old = SAMPLER + torch.tensor([2.0, -1.0, -1.0, -1.0])
+    batch = batch_of(config, old * LN2, SAMPLER * LN2, ADVANTAGES, torch.tensor([1, 3]))
+    assert batch.corrections is not None
+    assert batch.corrections.weights.tolist() == pytest.approx([16 / 9, *[2 / 9] * 3], rel=1e-6)
 
 
 SHORT = ("ppo.iterations=1", "model.warm_start_steps=2", "evaluation.every=1000")

@@ -1,0 +1,321 @@
+"""Gradients are the definition on every bit, however a minibatch is cut into backward passes, chunks and ranks.
+
+The numbers of a sequence do not depend on its minibatch, so the definition computes a few sequences once, and a drawn
+minibatch only adds up what they contribute. Control: each backward pass takes its slots from its own size.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from threading import Barrier
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from ppo_repro.base.ranks import ALONE, Ranks
+from ppo_repro.models.networks import ValueModel
+from ppo_repro.numerics.definition import linear as linear_definition
+from ppo_repro.numerics.definition.elementary import Array, F
+from ppo_repro.numerics.definition.families import array, model_from
+from ppo_repro.numerics.definition.gradients import Addends, Contributions, column_addends, join_slots, slot_sums
+from ppo_repro.numerics.definition.model import Matrix, parameters
+from ppo_repro.numerics.definition.network import backward, forward
+from ppo_repro.numerics.families import head_of, trunk_of
+from ppo_repro.numerics.gradient_sums import GradientSums
+from ppo_repro.numerics.interface import Ints, ints
+from ppo_repro.numerics.linear import add_to_bias, linear
+from ppo_repro.numerics.network import Lowered, Network
+from ppo_repro.numerics.rows import Rows, ragged, slots_of_rank
+from ppo_repro.stages import forward as scoring
+from tests.support.models import CONFIGS, MIXTURES, fill, small_model
+
+SLOTS, CONTEXT, MOST = 8, 140, 20
+LENGTHS = (1, 2, 1, 3, 5, 2, 8, 135)  # of the sequences of a subject: most are shorter than the experts are many
+RESPONSES = (1, 1, 0, 2, 5, 1, 3, 130)  # how many last positions have logits in a loss
+
+
+@dataclass(frozen=True)
+class Thread(Ranks):
+    """A rank that is a thread of this process, and exchanges in memory what ranks exchange over gloo."""
+
+    board: list[Any]
+    barrier: Barrier
+
+    def everyone(self, value: Any) -> list[Any]:
+        self.board[self.rank] = value
+        self.barrier.wait()
+        values = list(self.board)
+        self.barrier.wait()
+        return values
+
+    def exchange_sum(self, tensor: Tensor) -> None:
+        bit = 1
+        while bit < self.size:
+            tensor += self.everyone(tensor.clone())[self.rank ^ bit]
+            bit *= 2
+
+
+def finished(sums: Sequence[GradientSums]) -> list[dict[str, Tensor]]:
+    """The gradients that each rank has after the exchange."""
+    if len(sums) == 1:
+        return [sums[0].finish(ALONE)]
+    board, barrier = [None] * len(sums), Barrier(len(sums))
+    with ThreadPoolExecutor(len(sums)) as pool:
+        ranks = [Thread(rank, len(sums), board, barrier) for rank in range(len(sums))]
+        return list(pool.map(GradientSums.finish, sums, ranks))
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a minibatch is computed: ranks, and after how many of its sequences a backward pass ends."""
+
+    ranks: int
+    ends: frozenset[int]
+
+    def passes(self, count: int) -> list[list[tuple[range, Ints]]]:
+        """Of each rank the sequences of its backward passes, of `count` in all, and the slots [S + 1] of each pass."""
+        found = []
+        for rank in range(self.ranks):
+            of_rank = Ranks(rank, self.ranks)
+            mine, slots = of_rank.mine(count), slots_of_rank(count, SLOTS, of_rank)
+            cuts = [mine.start, *sorted(e for e in self.ends if mine.start < e < mine.stop), mine.stop]
+            parts = [range(a, b) for a, b in pairwise(cuts) if b > a]
+            found.append([(p, ints(slots[p.start - mine.start : p.stop - mine.start + 1])) for p in parts])
+        return found
+
+
+WHOLE = Split(1, frozenset())
+counts = st.integers(1, MOST) | st.integers(SLOTS + 1, MOST)  # from 9 on a slot has several sequences
+
+
+@st.composite
+def splits(draw: st.DrawFn, count: int) -> Split:
+    """Any split of `count` sequences."""
+    ends = draw(st.lists(st.booleans(), min_size=count - 1, max_size=count - 1))
+    return Split(draw(st.sampled_from((1, 1, 1, 1, 2, 4, 8))), frozenset(np.flatnonzero(ends) + 1))
+
+
+def total_of(shape: tuple[int, ...], addends: Sequence[Addends]) -> Array:
+    """The gradient by the definition, from the addends of each sequence."""
+    return join_slots(slot_sums(shape, addends, SLOTS))
+
+
+def assert_same(found: Array, expected: Array, what: str) -> None:
+    """Equal shapes and bits."""
+    assert found.shape == expected.shape, what
+    differ = np.ascontiguousarray(found, F).view(np.int32) != np.ascontiguousarray(expected, F).view(np.int32)
+    assert not differ.any(), f"{what}: {differ.sum()} of {found.size} differ"
+
+
+# ---------------------------------------------------------------------------------------------- layers that stand alone
+
+
+@st.composite
+def rows_of_sequences(draw: st.DrawFn) -> tuple[list[Array], Split]:
+    """Of each sequence the positions of its rows, rising: none, one, some, or rows of several blocks of 128."""
+    count = draw(counts)
+    rows = draw(st.lists(st.sampled_from((0, 0, 0, 1, 1, 2, 40)), min_size=count, max_size=count))
+    rng, stretch = np.random.default_rng(count), draw(st.sampled_from((1, 1, 1, 9)))
+    return [np.sort(rng.choice(stretch * n + 1, n, replace=False)) for n in rows], draw(splits(count))
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows_of_sequences(), st.sampled_from((1, 7, 12, 25)), st.sampled_from((1, 5, 16, 33)))
+def test_gradients_of_a_layer_are_the_definition(drawn: tuple[list[Array], Split], n: int, k: int) -> None:
+    """A head, a layer of a control network, one expert: any rows of any sequences, and a bias of its own."""
+    positions, split = drawn
+    rng, layer, alone = np.random.default_rng(n + k), nn.Linear(k, n), nn.Parameter(torch.zeros(n))
+    x, d = ([rng.standard_normal((len(p), width)).astype(F) for p in positions] for width in (k, n))
+    every = []
+    for passes in split.passes(len(positions)):
+        sums = GradientSums([*layer.named_parameters(), ("alone", alone)], SLOTS // split.ranks)
+        for part, slots in passes:
+            sequence = np.repeat(np.arange(len(part)), [len(positions[i]) for i in part])
+            rows = Rows(ints(sequence), ints(np.concatenate([positions[i] for i in part])), slots)
+            y = linear(torch.from_numpy(np.concatenate([x[i] for i in part])), layer, rows)
+            gradient = torch.from_numpy(np.concatenate([d[i] for i in part]))
+            y.backward(gradient)
+            add_to_bias(alone, gradient, rows)
+        every.append(sums)
+    parts: list[Contributions] = [{} for _ in positions]
+    matrix = Matrix(array(layer.weight), array(layer.bias))
+    for grads, dy, rows_x, position in zip(parts, d, x, positions, strict=True):
+        linear_definition.linear_backward(grads, "m", matrix, dy, rows_x, position)
+        grads["alone"] = column_addends(dy, None, position)
+    for gradients in finished(every):
+        for ours, name in (("weight", "m.w"), ("bias", "m.bias"), ("alone", "alone")):
+            expected = total_of(tuple(gradients[ours].shape), [grads[name] for grads in parts])
+            assert_same(array(gradients[ours]), expected, name)
+
+
+# ------------------------------------------------------------------------------------------------------------- models
+
+FEW: dict[str, Any] = {
+    "vocab_size": 7,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 1,
+    "max_position_embeddings": CONTEXT,
+}
+KINDS: tuple[
+    tuple[str, bool, dict[str, Any]], ...
+] = (  # family, whether the head is scalar, changes of its configuration
+    ("mixtral", False, {**FEW, "num_hidden_layers": 1, "num_local_experts": 16, "num_experts_per_tok": 1}),
+    ("qwen3_moe", False, {**FEW, "num_experts": 16, "num_experts_per_tok": 2, "tie_word_embeddings": True}),
+    ("gpt2", False, {"vocab_size": 7, "n_layer": 1, "n_head": 1, "n_positions": CONTEXT}),
+    ("olmoe", True, {**FEW, "num_hidden_layers": 1, "num_experts": 9, "num_experts_per_tok": 2}),
+    ("qwen2", False, {**FEW, "num_hidden_layers": 1, "tie_word_embeddings": True}),
+    ("gpt_neox", True, {**FEW, "num_hidden_layers": 1}),
+    ("gemma", False, {**FEW, "num_hidden_layers": 1}),
+)
+
+
+QUICK = 5  # the first kinds
+
+
+class Subject:
+    """A model with a head, some sequences, gradients of their logits, and what each sequence adds to all gradients."""
+
+    def __init__(self, number: int) -> None:
+        rng, (family, scalar, changes) = np.random.default_rng(number), KINDS[number % len(KINDS)]
+        d, width = int(rng.choice((4, 8))), int(rng.choice((2, 3, 17)))
+        shape = {"n_embd": d, "n_inner": width} if family == "gpt2" else {"hidden_size": d, "intermediate_size": width}
+        if family in ("qwen3_moe", "gemma"):
+            shape |= {"head_dim": 4}
+        if family == "qwen3_moe":
+            shape |= {"moe_intermediate_size": width}
+        if family not in ("gpt2", "gpt_neox"):
+            shape |= {"num_key_value_heads": 1}
+        causal = small_model({**CONFIGS, **MIXTURES}[family](**{**changes, **shape}), number)
+        self.trunk, self.head = trunk_of(causal), head_of(causal)
+        self.module: nn.Module = causal
+        if scalar:
+            self.head = nn.Linear(d, 1)
+            fill(self.head, number)
+            self.module = ValueModel(self.trunk, self.head)
+        self.networks = {r: Network(self.trunk, Lowered(CONTEXT, recompute=r)) for r in (False, True)}
+        self.shapes = {name: p.shape for name, p in self.module.named_parameters()}
+        self.ids = [rng.integers(0, 7, n) for n in LENGTHS]
+        self.d_out = [rng.standard_normal((n, len(self.head.weight))).astype(F) for n in RESPONSES]
+        self.where, self.tied = self._places(), self.head.weight is self.trunk.get_input_embeddings().weight
+        self.parts = self._contributions()
+
+    def _places(self) -> dict[str, Array]:
+        """Of each array of the definition the places of its elements in all parameters, one parameter after another."""
+        places, start = copy.deepcopy(self.module), 0
+        for parameter in places.parameters():
+            end = start + parameter.numel()
+            parameter.data, start = torch.arange(start, end, dtype=torch.float32).view(parameter.shape), end
+        trunk = places.trunk if isinstance(places, ValueModel) else trunk_of(places)
+        head = places.head if isinstance(places, ValueModel) else head_of(places)
+        found = {**parameters(model_from(trunk, 1)), "head.w": array(head.weight)}
+        if head.bias is not None:
+            found["head.bias"] = array(head.bias)
+        return {name: x.astype(np.int64) for name, x in found.items()}
+
+    def _contributions(self) -> list[Contributions]:
+        model, bias = model_from(self.trunk, CONTEXT), self.head.bias
+        matrix, found = Matrix(array(self.head.weight), None if bias is None else array(bias)), []
+        for ids, d_out in zip(self.ids, self.d_out, strict=True):
+            of, grads, first = forward(model, ids), Contributions(), len(ids) - len(d_out)
+            d_hidden, position = np.zeros_like(of.hidden), np.arange(first, len(ids))
+            rows = of.hidden[first:]
+            d_hidden[first:] = linear_definition.linear_backward(grads, "head", matrix, d_out, rows, position)
+            found.append(grads | backward(model, of, d_hidden))
+        return found
+
+    def by_definition(self, minibatch: Sequence[Sequence[int]]) -> dict[str, Array]:
+        """Gradients of groups of sequences, each group in one slot; a weight that is used twice has the sum of both."""
+        totals = {
+            name: total_of(where.shape, [[a for i in group for a in self.parts[i][name]] for group in minibatch])
+            for name, where in self.where.items()
+        }
+        if self.tied:
+            totals["embedding"] = totals["head.w"] = totals["embedding"] + totals["head.w"]
+        return totals
+
+    def by_kernels(
+        self, minibatch: Sequence[Sequence[int]], split: Split, recompute: bool = False, at_once: int = 1 << 24
+    ) -> list[dict[str, Array]]:
+        """The same on each rank as training computes it; `at_once`: rows of logits in memory."""
+        every = []
+        for passes in split.passes(len(minibatch)):
+            every.append(GradientSums(self.module.named_parameters(), SLOTS // split.ranks))
+            for part, slots in passes:
+                sizes = [len(minibatch[i]) for i in part]
+                self._pass(
+                    [i for g in part for i in minibatch[g]],
+                    ints([*np.repeat(slots[:-1], sizes), slots[-1]]),
+                    recompute,
+                    at_once,
+                )
+        flat = [np.concatenate([array(g[name]).ravel() for name in self.shapes]) for g in finished(every)]
+        return [{name: x[where] for name, where in self.where.items()} for x in flat]
+
+    def _pass(self, sequences: list[int], slots: Ints, recompute: bool, at_once: int) -> None:
+        batch = ragged([self.ids[i] for i in sequences], slots=slots)
+        own = [np.arange(end - len(self.d_out[i]), end) for i, end in zip(sequences, batch.start[1:], strict=True)]
+        predictors, outputs = ints(np.concatenate(own)), len(self.head.weight)
+        hidden, _ = self.networks[recompute].over_batch(batch, predictors)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scoring, "LOGITS_AT_ONCE", at_once * outputs)
+            rows = batch.rows.at(predictors)
+            (out,) = scoring.in_chunks(lambda h, _, where: (linear(h, self.head, where),), hidden, rows, outputs)
+            out.backward(torch.from_numpy(np.concatenate([self.d_out[i] for i in sequences])))
+
+
+subject = cache(Subject)
+
+
+@st.composite
+def minibatches(draw: st.DrawFn) -> tuple[list[list[int]], Split]:
+    """Groups of a subject's sequences, each in one slot: of one sequence, or the two of a pair of preferences."""
+    count, each = draw(counts), draw(st.sampled_from((1, 1, 1, 2)))
+    one = st.lists(st.integers(0, len(LENGTHS) - 1), min_size=each, max_size=each)
+    return draw(st.lists(one, min_size=count, max_size=count)), draw(splits(count))
+
+
+ANY_CASE = {"drawn": minibatches(), "recompute": st.booleans(), "at_once": st.sampled_from((1, 5, 1 << 24))}
+
+
+def assert_gradients(number: int, drawn: tuple[list[list[int]], Split], recompute: bool, at_once: int) -> None:
+    of, (minibatch, split) = subject(number), drawn
+    expected = of.by_definition(minibatch)
+    (whole,) = of.by_kernels(minibatch, WHOLE)
+    for name, x in expected.items():
+        assert_same(whole[name], x, f"{name}, one backward pass")
+    for rank, found in enumerate(of.by_kernels(minibatch, split, recompute, at_once)):
+        for name, x in expected.items():
+            assert_same(found[name], x, f"{name}, rank {rank} of {split}")
+
+
+@settings(max_examples=100, deadline=None)
+@given(number=st.integers(0, QUICK - 1), **ANY_CASE)
+def test_gradients_of_a_model_are_the_definition(**case: Any) -> None:
+    assert_gradients(**case)
+
+
+@pytest.mark.long
+@settings(max_examples=3000, deadline=None)
+@given(number=st.integers(0, 20 * len(KINDS)), **ANY_CASE)
+def test_gradients_of_many_models_are_the_definition(**case: Any) -> None:
+    assert_gradients(**case)
+
+
+def test_gradients_that_are_added_pass_by_pass_have_other_bits() -> None:
+    """Control: two backward passes that do not know of each other, as in other software."""
+    of, minibatch = subject(0), [[i % len(LENGTHS)] for i in range(MOST)]
+    expected, halves = of.by_definition(minibatch), (minibatch[:7], minibatch[7:])
+    first, second = (of.by_kernels(half, WHOLE)[0] for half in halves)
+    assert any(not np.array_equal(first[name] + second[name], x) for name, x in expected.items())
+    for name, x in expected.items():
+        assert np.allclose(first[name] + second[name], x, rtol=1e-4, atol=1e-5), name

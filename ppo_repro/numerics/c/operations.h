@@ -16,8 +16,8 @@
 #pragma GCC visibility pop
 
 // ---- the other operations, which have a file of their own because their tiles will differ on a GPU:
-// linear, linear_backward_input, linear_backward_weight, column_sums, table_gradient, attend, attend_backward,
-// and shared_scratch, which gives memory of kernels
+// linear, linear_backward_input, linear_backward_weight, column_sums, table_gradient, attend and
+// attend_backward; and shared_scratch, which gives memory of kernels
 
 // ---- rows (lanes.h): function(argument, row) for each row of [0, rows); with `floats` of memory for each
 // row that is being computed

@@ -70,7 +70,7 @@ def test_sampler_and_trainer_agree_on_every_bit_in_every_layout(family: str, tmp
 
 
 def test_no_split_of_a_minibatch_shows_where_most_experts_have_few_tokens(tmp_path: Path) -> None:
-    """Micro-batches of 3 and 7 of 20 sequences end inside slots, in which most of the 16 experts have no tokens left."""
+    """Micro-batches of 3 and 7 of 20 sequences end inside slots, in which most of 16 experts have no tokens left."""
     experts = ("model.experts={family: mixtral, count: 16, per_token: 1}", "model.intermediate_size=4")
     size = ("rollout.prompts_per_iteration=10", "rollout.samples_per_prompt=2", "ppo.minibatch_size=20")
     shorter = ("model.warm_start_steps=5", "ppo.iterations=1", "numerics.accuracy_sequences=0")

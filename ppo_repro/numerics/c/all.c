@@ -1,18 +1,22 @@
 // The kernels as one unit of compilation, from the machine up to the model. "Rule 3" is in ../README.md.
-// "definition: rows.norm" is the function `norm` of ../definition/rows.py, which computes the same bits.
+// "definition: rows.norm" is the function `norm` of ../definition/rows.py, which computes the same bits. All
+// functions are static: one compiler sees all. To begin, read interface.h, then tiles.c, then model.c.
 //
-// Where is a sum, so that its order is a rule? Products (rule 1): one chain in the innermost tile. Gradients
-// of weights (rule 2): blocks and slots. Rows (rule 3): IN_LANES and join_lanes. Attention (rule 4):
+// Where is a sum, so that its order is a rule? Products (rule 1): one chain in the innermost tile, tiles.c.
+// Gradients of weights (rule 2): blocks and slots, gradients.c. Rows (rule 3): IN_LANES and join_lanes. Attention (rule 4):
 // attention.c. Norm of all gradients (rule 3): gradient_squares. Experts (rule 7): combine_row and
 // add_experts_row. Mass of top-p: cut_row. There is no other sum.
 //
 // Names: m model, l layer, b batch, s what a layer saved, a the struct of a row function; t token, h head,
-// d element of a head, n outputs or width, k terms of a product, v vocabulary, e expert, i and j in loops.
-// y is computed from x, and dx is the gradient of x. Numbers [rows][n] follow row after row.
+// d element of a head, n outputs or width, k terms of a product, v vocabulary, e expert, i and j in loops;
+// in tiles p panel, s strip, c column; in attention p probability, s sequence. y is computed from x and w, and
+// dx is the gradient of x. Numbers [rows][n] follow row after row, and two rows are `ld` floats apart.
+// Rows [a, b) are a, a + 1, .. b - 1.
 #include "kernels.h"
 
 // the machine
-#include "threads.c"     // a pool of threads, and scratch memory
+#include "memory.c"      // scratch memory; what happens without memory
+#include "threads.c"     // a pool of threads
 #include "operations.c"  // row functions and the two memories on a CPU, see operations.h
 
 // rows: functions of one row, see lanes.h
@@ -21,7 +25,9 @@
 #include "elementwise.c"  // elementary functions of arrays
 
 // sums over products and tokens
-#include "products.c"   // linear layers, their gradients, sums over tokens
+#include "tiles.c"      // a small product in registers
+#include "linear.c"     // linear layers, and the gradient of their input
+#include "gradients.c"  // gradients of weights, biases, embeddings: sums over tokens
 #include "attention.c"  // attention over a cache, and its gradients
 
 // what is left outside the model

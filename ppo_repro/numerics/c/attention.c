@@ -1,11 +1,20 @@
-// Causal attention over a cache of keys and values; prefill, decoding and training are the same functions.
+// Causal attention over a cache of keys and values (rule 4). Prefill, decoding and training are one function:
+// a query at some position sees the keys of its sequence up to that position, or the last `window` of them.
 //
-// Law: a score is a chain over head_dim (products.c) times the scale; top is the largest score that a query sees;
-// p = exp(score - top); total = row sum of p over key positions; out = (sum of p value in blocks of 128 key positions)
-// / total. Keys that a query does not see are terms of zero.
-// Backward: p = exp(score - top) (1 / total); delta = row sum of out d_out; ds = p (d_out value - delta);
-// dq = scale (sum of ds key in blocks of key positions); dk = scale (sum of ds q), dv = sum of p d_out in blocks of
-// query positions, the heads of a group in order.
+//   score = scale (q . key)                       a chain over head_dim, rule 1
+//   top   = the largest score that the query sees
+//   p     = exp(score - top), 0 for keys that it does not see
+//   total = row sum of p over key positions       rule 3
+//   mixed = (sum of p value) / total              rule 1, in blocks of 128 key positions
+//
+// Backward, from d = the gradient of mixed, all of p computed again from top and total:
+//   p     = exp(score - top) (1 / total)
+//   ds    = p (d . value - delta)                 delta = row sum of mixed d
+//   dq    = scale (sum of ds key)                 in blocks of 128 key positions
+//   dk    = scale (sum of ds q), dv = sum of p d  in blocks of 128 query positions, a group's heads in order
+//
+// Keys that a query does not see are terms of zero, which rule 1 lets stand: no bit depends on where a loop
+// ends.
 #include "kernels.h"
 
 typedef struct {
@@ -13,102 +22,163 @@ typedef struct {
   const Batch *b;
   int window;
   float scale;
-  float *keys, *values;         // of this layer's cache
-  const float *q;               // [tokens][heads][head_dim], rotated
-  float *top, *total, *mixed;   // [tokens][heads], [tokens][heads], [tokens][heads][head_dim]
-  const float *d_mixed;         // backward only
-  float *dq, *d_raw;            // d_raw: rows of qkv, whose key and value parts get dk and dv
+  float *keys;           // this layer's part of the cache, see Batch
+  float *values;
+  const float *q;        // [tokens][heads][head_dim], rotated
+  float *top;            // [tokens][heads]
+  float *total;          // [tokens][heads]
+  float *mixed;          // [tokens][heads][head_dim]
+  const float *d_mixed;  // [tokens][heads][head_dim]; here and below: of the backward pass
+  float *dq;             // [tokens][heads][head_dim]
+  float *d_raw;          // [tokens][qkv_width]: the key and value parts of its rows get dk and dv
 } Heads;
 
 INLINE int q_width(const Model *m) { return m->heads * m->head_dim; }
 INLINE int kv_width(const Model *m) { return m->kv_heads * m->head_dim; }
 INLINE int qkv_width(const Model *m) { return q_width(m) + 2 * kv_width(m); }
 
-// Where the keys and values of a head begin for sequence s; keys lie as [position / 16][head_dim][16]
-INLINE long head_at(const Heads *h, int head, int s) {
-  return ((long)head * h->b->capacity + h->b->base[s]) * h->m->head_dim;
+// The offset of the keys, and of the values, of key head `kv` of sequence s
+INLINE long head_at(const Heads *h, int kv, int s) {
+  return ((long)kv * h->b->capacity + h->b->base[s]) * h->m->head_dim;
 }
-INLINE long key_at(int position, int width) { return (long)(position / COLS) * width * COLS + position % COLS; }
+
+// The offset of a key among those of its head: keys lie in panels [position / 16][head_dim][16]
+INLINE long key_at(int position, int head_dim) {
+  return (long)(position / COLS) * head_dim * COLS + position % COLS;
+}
 
 // The first position that the query at `position` sees
 INLINE int first_seen(const Heads *h, int position) {
   return h->window && position >= h->window ? position - h->window + 1 : 0;
 }
 
-// y[i, j] = sum_d x[i, d] key[j, d] for the positions j in [begin, end); begin is a multiple of 16
-static void scores_of(const float *x, long x_row, int rows, const float *panels, int d, int begin, int end, float *y, long ld) {
-  for (int k = 0; k < d; k += BLOCK)
-    panels_tile(x + k, x_row, panels + (long)begin * d + (long)k * COLS, (long)d * COLS, least(BLOCK, d - k), y + begin, ld,
-                k == 0, rows, (int)round16(end - begin));
+// scores[i][j] = sum over d of x[i][d] key[j][d] for keys j in [begin, end), of which `panels` are all of a
+// head from position 0 on; begin is a multiple of 16, rows at most ROWS
+static void multiply_keys(const float *x, long x_row, int rows, const float *panels, int head_dim, int begin,
+                          int end, float *scores, long ld) {
+  for (int d = 0; d < head_dim; d += BLOCK) {
+    Tile block = {
+        .x = x + d,
+        .x_row = x_row,
+        .x_step = 1,
+        .w = panels + (long)begin * head_dim + (long)d * COLS,
+        .w_panel = (long)head_dim * COLS,
+        .w_step = COLS,
+        .y = scores + begin,
+        .y_row = ld,
+        .rows = rows,
+        .terms = least(BLOCK, head_dim - d),
+        .first = d == 0,
+    };
+    multiply_panels(block, (int)round16(end - begin));
+  }
 }
 
-// y[i, d] = sum over positions j in [begin, end) of x[i, j] value[j, d]; begin is a multiple of BLOCK
-static void mix_values(const float *x, long x_row, int rows, const float *values, int d, int begin, int end, float *y, long ld) {
-  for (int j = begin; j < end; j += BLOCK)
-    for (int c = 0; c < d; c += COLS)
-      any_tile(x + j, x_row, 1, values + (long)j * d + c, d, least(BLOCK, end - j), y + c, ld, j == begin, rows, d - c);
+// out[i][d] = sum over positions j in [begin, end) of p[i][j] value[j][d]; begin is a multiple of BLOCK
+static void multiply_values(const float *p, long ld, int rows, const float *values, int head_dim, int begin,
+                            int end, float *out, long out_row) {
+  for (int j = begin; j < end; j += BLOCK) {
+    Tile block = {
+        .x = p + j,
+        .x_row = ld,
+        .x_step = 1,
+        .w = values + (long)j * head_dim,
+        .w_step = head_dim,
+        .y = out,
+        .y_row = out_row,
+        .rows = rows,
+        .terms = least(BLOCK, end - j),
+        .first = j == begin,
+    };
+    multiply_rows(block, head_dim);
+  }
 }
 
-// x[j] = exp(scale x[j] - top) for j in [from, to), zeros elsewhere in [begin, end); returns top and the sum
-static float exponentials(float *x, int begin, int from, int to, int end, float scale, float *total) {
-  for (int j = from; j < to; j++) x[j] = x[j] * scale;
-  float top = largest(x + from, to - from);
-  for (int j = begin; j < from; j++) x[j] = 0.0f;
-  for (int j = from; j < to; j++) x[j] = exp32(x[j] - top);
-  for (int j = to; j < end; j++) x[j] = 0.0f;
-  *total = (float)sum_row(x + begin, to - begin);  // begin is a multiple of 16: lanes go by position
+// Scores into p, in place: s[j] = exp(scale s[j] - top) for the keys j in [from, to) that the query sees, 0
+// elsewhere in [begin, end). Returns top; total is the sum. `begin` is a multiple of 16, so lanes go by
+// position.
+static float exponentials(float *s, int begin, int from, int to, int end, float scale, float *total) {
+  for (int j = from; j < to; j++) s[j] = s[j] * scale;
+  float top = largest(s + from, to - from);
+  for (int j = begin; j < from; j++) s[j] = 0.0f;
+  for (int j = from; j < to; j++) s[j] = exp32(s[j] - top);
+  for (int j = to; j < end; j++) s[j] = 0.0f;
+  *total = (float)sum_row(s + begin, to - begin);
   return top;
 }
 
-// Rows [r0, r1) of (query, head of the group), all of one sequence and key head
-static void attend_strip(const Heads *h, int kv, int s, int r0, int r1, float *memory) {
+// --------------------------------------------------------------------------------------------------- forward
+
+// The rows of one sequence and one key head are (query, head of the group): row r is query r / group, and the
+// heads of a group stand next to each other. So decoding, with one query, still fills a tile, and keys are
+// read once for a group. A strip is the rows [row0, row1), at most ROWS.
+static void attend_strip(const Heads *h, int kv, int s, int row0, int row1, float *memory) {
   const Model *m = h->m;
-  int d = m->head_dim, each = m->heads / m->kv_heads, first = h->b->start[s], past = h->b->position[first];
-  int rows = r1 - r0, end = past + (r1 - 1) / each + 1, begin = first_seen(h, past + r0 / each) / BLOCK * BLOCK;
+  int head_dim = m->head_dim;
+  int group = m->heads / m->kv_heads;
+  int rows = row1 - row0;
+  int first = h->b->start[s];           // row of the batch
+  int past = h->b->position[first];     // position of the first query
+  int begin = first_seen(h, past + row0 / group) / BLOCK * BLOCK;
+  int end = past + (row1 - 1) / group + 1;
   long ld = round16(end);
-  float *q = memory, *mixed = q + ROWS * d, *p = mixed + ROWS * d;
-  for (int i = 0; i < rows; i++)
-    memcpy(q + i * d, h->q + (long)(first + (r0 + i) / each) * q_width(m) + (kv * each + (r0 + i) % each) * d, sizeof(float) * (size_t)d);
-  scores_of(q, d, rows, h->keys + head_at(h, kv, s), d, begin, end, p, ld);
+  float *q = memory;                    // [ROWS][head_dim]
+  float *mixed = q + ROWS * head_dim;   // [ROWS][head_dim]
+  float *p = mixed + ROWS * head_dim;   // [ROWS][ld]
+  long at[ROWS];                        // index of a row in [tokens][heads]
   for (int i = 0; i < rows; i++) {
-    int position = past + (r0 + i) / each;
-    long at = (long)(first + (r0 + i) / each) * m->heads + kv * each + (r0 + i) % each;
-    h->top[at] = exponentials(p + i * ld, begin, first_seen(h, position), position + 1, end, h->scale, &h->total[at]);
+    at[i] = (long)(first + (row0 + i) / group) * m->heads + kv * group + (row0 + i) % group;
+    copy_floats(q + i * head_dim, h->q + at[i] * head_dim, head_dim);
   }
-  mix_values(p, ld, rows, h->values + head_at(h, kv, s), d, begin, end, mixed, d);
+  multiply_keys(q, head_dim, rows, h->keys + head_at(h, kv, s), head_dim, begin, end, p, ld);
   for (int i = 0; i < rows; i++) {
-    long at = (long)(first + (r0 + i) / each) * m->heads + kv * each + (r0 + i) % each;
-    for (int k = 0; k < d; k++) h->mixed[at * d + k] = mixed[i * d + k] / h->total[at];
+    int position = past + (row0 + i) / group;
+    int from = first_seen(h, position);
+    float *total = &h->total[at[i]];
+    h->top[at[i]] = exponentials(p + i * ld, begin, from, position + 1, end, h->scale, total);
+  }
+  multiply_values(p, ld, rows, h->values + head_at(h, kv, s), head_dim, begin, end, mixed, head_dim);
+  for (int i = 0; i < rows; i++) {
+    float *out = h->mixed + at[i] * head_dim;
+    for (int d = 0; d < head_dim; d++) out[d] = mixed[i * head_dim + d] / h->total[at[i]];
   }
 }
 
+// One sequence and one key head
 static void attend_task(void *argument, int index) {
   const Heads *h = argument;
-  const Model *m = h->m;
-  int kv = index % m->kv_heads, s = index / m->kv_heads, count = h->b->start[s + 1] - h->b->start[s];
-  int rows = count * (m->heads / m->kv_heads), strips = strips_of(rows);
-  if (!count) return;
+  int kv = index % h->m->kv_heads;
+  int s = index / h->m->kv_heads;
+  int queries = h->b->start[s + 1] - h->b->start[s];
+  if (!queries) return;
+  int rows = queries * (h->m->heads / h->m->kv_heads);
+  int strips = strips_of(rows);
   int end = h->b->position[h->b->start[s + 1] - 1] + 1;
-  float *memory = scratch((size_t)(2 * ROWS * m->head_dim) + ROWS * (size_t)round16(end));
-  for (int i = 0; i < strips; i++) attend_strip(h, kv, s, strip_row(rows, i, strips), strip_row(rows, i + 1, strips), memory);
+  float *memory = scratch((size_t)(2 * ROWS * h->m->head_dim) + ROWS * (size_t)round16(end));
+  for (int i = 0; i < strips; i++)
+    attend_strip(h, kv, s, strip_row(rows, i, strips), strip_row(rows, i + 1, strips), memory);
 }
 
+// top, total and mixed of all heads of all tokens. definition: attention.attend
 static void attend(const Heads *h) { parallel_for(h->b->sequences * h->m->kv_heads, attend_task, (void *)h); }
 
-// --------------------------------------------------------------------------------------------------------- backward
+// -------------------------------------------------------------------------------------------------- backward
 
-static void rows_of_keys(const float *panels, int positions, int d, float *rows) {
+// The products of the backward pass read keys along positions and values along elements, the other way round
+// than the cache has them: keys [positions][head_dim], values in panels [position / 16][head_dim][16].
+static void keys_as_rows(const float *panels, int positions, int head_dim, float *rows) {
   for (int j = 0; j < positions; j++)
-    for (int k = 0; k < d; k++) rows[(long)j * d + k] = panels[key_at(j, d) + k * COLS];
+    for (int d = 0; d < head_dim; d++) rows[(long)j * head_dim + d] = panels[key_at(j, head_dim) + d * COLS];
 }
 
-static void panels_of_values(const float *rows, int positions, int d, float *panels) {
+static void values_as_panels(const float *rows, int positions, int head_dim, float *panels) {
   for (int j = 0; j < positions; j++)
-    for (int k = 0; k < d; k++) panels[key_at(j, d) + k * COLS] = rows[(long)j * d + k];
+    for (int d = 0; d < head_dim; d++) panels[key_at(j, head_dim) + d * COLS] = rows[(long)j * head_dim + d];
 }
 
-// p and ds of one query, in place of its scores and of d_out value
-static void softmax_backward(float *s, float *dp, int begin, int from, int to, int end, float scale, float top, float total, float delta) {
+// One query: its scores s become p, and dp = d . value becomes ds; both 0 for the keys that it does not see
+static void softmax_backward(float *s, float *dp, int begin, int from, int to, int end, float scale,
+                             float top, float total, float delta) {
   float inverse = 1.0f / total;
   for (int j = begin; j < from; j++) s[j] = dp[j] = 0.0f;
   for (int j = from; j < to; j++) {
@@ -118,67 +188,120 @@ static void softmax_backward(float *s, float *dp, int begin, int from, int to, i
   for (int j = to; j < end; j++) s[j] = dp[j] = 0.0f;
 }
 
-// dy[j, d] += sum over the block of queries [q0, q1) of x[query, j] w[query, d], for the keys [begin, q1)
-static void add_block_to_keys(const float *x, long ld, int q0, int q1, int begin, const float *w, long w_row, int d, float *dy, long y_row) {
-  int keys = q1 - begin, strips = strips_of(keys);
+// out[j][d] += sum over the queries of one block, from query0 to query1 - 1, of x[query][j] w[query][d], for
+// the keys [begin, query1). A strip of keys begins with the first query that may see one of them.
+static void add_queries_to_keys(const float *x, long ld, int query0, int query1, int begin, const float *w,
+                                long w_row, int head_dim, float *out, long out_row) {
+  int keys = query1 - begin;
+  int strips = strips_of(keys);
   for (int i = 0; i < strips; i++) {
-    int j0 = begin + strip_row(keys, i, strips), j1 = begin + strip_row(keys, i + 1, strips), from = j0 > q0 ? j0 : q0;
-    for (int c = 0; c < d; c += COLS)
-      any_tile(x + (from - q0) * ld + j0, 1, ld, w + (from - q0) * w_row + c, w_row, q1 - from, dy + j0 * y_row + c, y_row, 0, j1 - j0, d - c);
+    int key0 = begin + strip_row(keys, i, strips);
+    int key1 = begin + strip_row(keys, i + 1, strips);
+    int from = key0 > query0 ? key0 : query0;
+    Tile block = {
+        .x = x + (from - query0) * ld + key0,
+        .x_row = 1,
+        .x_step = ld,
+        .w = w + (from - query0) * w_row,
+        .w_step = w_row,
+        .y = out + key0 * out_row,
+        .y_row = out_row,
+        .rows = key1 - key0,
+        .terms = query1 - from,
+    };
+    multiply_rows(block, head_dim);
   }
 }
 
-typedef struct { const float *key_panels, *key_rows, *value_panels; float *dk, *dv; long dk_row; float *memory; } KeySide;
+// One key head of one sequence, whose tokens all are in the batch
+typedef struct {
+  int first;                  // its first row in the batch
+  const float *key_panels;    // as in the cache
+  const float *key_rows;      // turned, see above
+  const float *value_panels;  // turned
+  float *dk;                  // a row of dk and of dv for each position, `row` apart
+  float *dv;
+  long row;
+  float *p;                   // [BLOCK][positions]
+  float *ds;                  // [BLOCK][positions]
+} KeyHead;
 
-// Queries [q0, q1) of one head: dq, and their part of dk and dv
-static void attend_backward_block(const Heads *h, const KeySide *k, int head, int first, int q0, int q1) {
+// The block of queries [query0, query1) of one head: dq, and their part of dk and dv
+static void attend_backward_block(const Heads *h, const KeyHead *k, int head, int query0, int query1) {
   const Model *m = h->m;
-  int d = m->head_dim, strips = strips_of(q1 - q0), lowest = first_seen(h, q0) / BLOCK * BLOCK;
-  long ld = round16(q1), width = q_width(m);
-  float *p = k->memory, *ds = p + BLOCK * ld;
-  const float *q = h->q + first * width + head * d, *d_out = h->d_mixed + first * width + head * d;
-  const float *mixed = h->mixed + first * width + head * d;
-  float *dq = h->dq + first * width + head * d;
+  int head_dim = m->head_dim;
+  int strips = strips_of(query1 - query0);
+  int begin = first_seen(h, query0) / BLOCK * BLOCK;
+  long ld = round16(query1);
+  long width = q_width(m);
+  long at = k->first * width + head * head_dim;  // of query 0 of this head; the next query is `width` further
+  const float *q = h->q + at;
+  const float *mixed = h->mixed + at;
+  const float *d_mixed = h->d_mixed + at;
+  float *dq = h->dq + at;
   for (int i = 0; i < strips; i++) {
-    int a = q0 + strip_row(q1 - q0, i, strips), b = q0 + strip_row(q1 - q0, i + 1, strips);
-    float *pa = p + (a - q0) * ld, *dsa = ds + (a - q0) * ld;
-    scores_of(q + a * width, width, b - a, k->key_panels, d, lowest, b, pa, ld);
-    scores_of(d_out + a * width, width, b - a, k->value_panels, d, lowest, b, dsa, ld);
-    for (int t = a; t < b; t++) {
-      long at = (long)(first + t) * m->heads + head;
-      float delta = (float)dot_rows(mixed + t * width, d_out + t * width, d);
-      softmax_backward(p + (t - q0) * ld, ds + (t - q0) * ld, lowest, first_seen(h, t), t + 1, (int)ld, h->scale, h->top[at], h->total[at], delta);
+    int t0 = query0 + strip_row(query1 - query0, i, strips);
+    int t1 = query0 + strip_row(query1 - query0, i + 1, strips);
+    float *p = k->p + (t0 - query0) * ld;
+    float *ds = k->ds + (t0 - query0) * ld;
+    multiply_keys(q + t0 * width, width, t1 - t0, k->key_panels, head_dim, begin, t1, p, ld);
+    multiply_keys(d_mixed + t0 * width, width, t1 - t0, k->value_panels, head_dim, begin, t1, ds, ld);
+    for (int t = t0; t < t1; t++) {
+      long row = (long)(k->first + t) * m->heads + head;
+      float delta = (float)dot_rows(mixed + t * width, d_mixed + t * width, head_dim);
+      softmax_backward(p + (t - t0) * ld, ds + (t - t0) * ld, begin, first_seen(h, t), t + 1, (int)ld,
+                       h->scale, h->top[row], h->total[row], delta);
     }
-    mix_values(dsa, ld, b - a, k->key_rows, d, lowest, b, dq + a * width, width);
-    for (int t = a; t < b; t++)
-      for (int j = 0; j < d; j++) dq[t * width + j] = dq[t * width + j] * h->scale;
+    multiply_values(ds, ld, t1 - t0, k->key_rows, head_dim, begin, t1, dq + t0 * width, width);
+    for (int t = t0; t < t1; t++)
+      for (int d = 0; d < head_dim; d++) dq[t * width + d] = dq[t * width + d] * h->scale;
   }
-  add_block_to_keys(p, ld, q0, q1, lowest, d_out + q0 * width, width, d, k->dv, k->dk_row);
-  add_block_to_keys(ds, ld, q0, q1, lowest, q + q0 * width, width, d, k->dk, k->dk_row);
+  const float *q_block = q + query0 * width;
+  const float *d_block = d_mixed + query0 * width;
+  add_queries_to_keys(k->p, ld, query0, query1, begin, d_block, width, head_dim, k->dv, k->row);
+  add_queries_to_keys(k->ds, ld, query0, query1, begin, q_block, width, head_dim, k->dk, k->row);
 }
 
+// One sequence and one key head: the heads of the group in order, and their queries block by block
 static void attend_backward_task(void *argument, int index) {
   const Heads *h = argument;
   const Model *m = h->m;
-  int kv = index % m->kv_heads, s = index / m->kv_heads, first = h->b->start[s], count = h->b->start[s + 1] - first;
-  int d = m->head_dim, each = m->heads / m->kv_heads;
-  long padded = round16(count), out = qkv_width(m);
-  float *key_rows = scratch((size_t)(2 * padded * d + 2 * BLOCK * padded)), *value_panels = key_rows + padded * d;
-  float *row = h->d_raw + first * out;
-  KeySide k = {h->keys + head_at(h, kv, s), key_rows, value_panels, row + m->k_at + kv * m->k_step,
-               row + m->v_at + kv * m->v_step, out, value_panels + padded * d};
-  rows_of_keys(k.key_panels, count, d, key_rows);
-  panels_of_values(h->values + head_at(h, kv, s), count, d, value_panels);
-  for (int t = 0; t < count; t++) {
-    memset(k.dk + t * out, 0, sizeof(float) * (size_t)d);
-    memset(k.dv + t * out, 0, sizeof(float) * (size_t)d);
+  int kv = index % m->kv_heads;
+  int s = index / m->kv_heads;
+  int first = h->b->start[s];
+  int positions = h->b->start[s + 1] - first;
+  int head_dim = m->head_dim;
+  int group = m->heads / m->kv_heads;
+  long padded = round16(positions);
+  long row = qkv_width(m);
+  float *key_rows = scratch((size_t)(2 * padded * head_dim + 2 * BLOCK * padded));
+  float *value_panels = key_rows + padded * head_dim;
+  float *p = value_panels + padded * head_dim;
+  KeyHead k = {
+      .first = first,
+      .key_panels = h->keys + head_at(h, kv, s),
+      .key_rows = key_rows,
+      .value_panels = value_panels,
+      .dk = h->d_raw + first * row + m->k_at + kv * m->k_step,
+      .dv = h->d_raw + first * row + m->v_at + kv * m->v_step,
+      .row = row,
+      .p = p,
+      .ds = p + BLOCK * padded,
+  };
+  keys_as_rows(k.key_panels, positions, head_dim, key_rows);
+  values_as_panels(h->values + head_at(h, kv, s), positions, head_dim, value_panels);
+  for (int t = 0; t < positions; t++) {
+    zero_floats(k.dk + t * row, head_dim);
+    zero_floats(k.dv + t * row, head_dim);
   }
-  for (int head = kv * each; head < (kv + 1) * each; head++)
-    for (int q0 = 0; q0 < count; q0 += BLOCK) attend_backward_block(h, &k, head, first, q0, least(count, q0 + BLOCK));
-  for (int t = 0; t < count; t++)
-    for (int j = 0; j < d; j++) k.dk[t * out + j] = k.dk[t * out + j] * h->scale;
+  for (int head = kv * group; head < (kv + 1) * group; head++)
+    for (int query0 = 0; query0 < positions; query0 += BLOCK)
+      attend_backward_block(h, &k, head, query0, least(positions, query0 + BLOCK));
+  for (int t = 0; t < positions; t++)
+    for (int d = 0; d < head_dim; d++) k.dk[t * row + d] = k.dk[t * row + d] * h->scale;
 }
 
+// dq, and dk and dv in d_raw; every sequence is whole, from position 0. definition: attention.attend_backward
 static void attend_backward(const Heads *h) {
   parallel_for(h->b->sequences * h->m->kv_heads, attend_backward_task, (void *)h);
 }

@@ -1,11 +1,13 @@
-// The interface of the kernels: every number, struct and function that Python sees. `interface.py` reads this text with
-// cffi, so it has declarations alone and no line for the preprocessor; `kernels.h` includes it once, for C.
+// The interface of the kernels: every number, struct and function that Python sees. `interface.py` reads this
+// text with cffi, so it has declarations alone and no line for the preprocessor; `kernels.h` includes it
+// once, for C.
 //
-// Shapes stand in brackets, e.g. [tokens][hidden], the last index running fastest. All arrays are contiguous. A pointer
-// belongs to the caller, who keeps its memory alive while a call runs. Nothing here may be called by two threads at
-// once: there is one pool of threads and one set of scratch memory. Offsets of gradients count floats.
+// Shapes stand in brackets, e.g. [tokens][hidden], the last index running fastest. All arrays are contiguous.
+// A pointer belongs to the caller, who keeps its memory alive while a call runs. Nothing here may be called
+// by two threads at once: there is one pool of threads and one set of scratch memory. Offsets of gradients
+// count floats.
 
-// ------------------------------------------------------------------------------------------------- numbers with a name
+// --------------------------------------------------------------------------------------- numbers with a name
 
 // w x r;  (1 + w) x r;  w (x - mean) r + b
 typedef enum { NORM_RMS, NORM_RMS_OFFSET, NORM_LAYER } NormKind;
@@ -15,8 +17,8 @@ typedef enum { QK_NORM_NONE, QK_NORM_HEAD, QK_NORM_WHOLE } QkNormKind;
 
 typedef enum { ACT_SILU, ACT_GELU, ACT_GELU_TANH } ActivationKind;
 
-// What a forward pass keeps for its backward pass: nothing, there is none; the inputs of layers, from which the rest is
-// computed again; all that the backward pass needs
+// What a forward pass keeps for its backward pass: nothing, there is none; the inputs of layers, from which
+// the rest is computed again; all that the backward pass needs
 typedef enum { KEEP_NOTHING, KEEP_INPUTS, KEEP_ALL } Keep;
 
 // Formats of rounding on purpose; FLOAT32 does not round
@@ -34,7 +36,7 @@ enum { MAX_LEVELS = 8 };  // arrays of partial sums of gradients: at most 2^7 sl
 // The largest model: the kernels count products of two widths in ints
 enum { MOST_LAYERS = 1024, MOST_WIDTH = 1048576, MOST_VOCABULARY = 16777216, MOST_EXPERTS = 1024 };
 
-// ------------------------------------------------------------------------------------------ matrices and their gradients
+// ------------------------------------------------------------------------------ matrices and their gradients
 
 // A linear layer y = x w^T + bias
 typedef struct {
@@ -48,9 +50,10 @@ typedef struct {
   int transposed;
 } Matrix;
 
-// Where gradients go (rule 2). A minibatch has 2^levels slots of sequences, joined as a binary tree. After the whole
-// slots 0 .. s - 1, level[i + 1] holds a subtree of 2^i slots for each bit i of s; level[0] holds slot s so far, and in
-// the end the whole tree. One backward pass goes from slot `first` to slot `last`. All arrays have the same offsets.
+// Where gradients go (rule 2). A minibatch has 2^levels slots of sequences, joined as a binary tree. After
+// the whole slots 0 .. s - 1, level[i + 1] holds a subtree of 2^i slots for each bit i of s; level[0] holds
+// slot s so far, and in the end the whole tree. One backward pass goes from slot `first` to slot `last`. All
+// arrays have the same offsets.
 typedef struct {
   float *level[MAX_LEVELS];
   int levels;
@@ -60,7 +63,7 @@ typedef struct {
   int stays_open;  // level[0] has a part of slot `last` when the pass ends
 } Sums;
 
-// ----------------------------------------------------------------------------------------------------------- the model
+// ------------------------------------------------------------------------------------------------- the model
 
 typedef struct {
   const float *w;
@@ -103,8 +106,8 @@ typedef struct {
   int chosen;                      // experts of a token
   int normalised;                  // weights of the chosen experts sum to 1
   int mixtures;                    // layers with experts
-  int q_at;                        // where the first query begins in a row of qkv, and the distance of two queries
-  int q_step;
+  int q_at;                        // queries in a row of qkv: where the first begins
+  int q_step;                      // and their distance
   int k_at;
   int k_step;
   int v_at;
@@ -126,8 +129,8 @@ typedef struct {
   const Layer *layer;              // [layers]
 } Model;
 
-// Rows of tokens, sequence after sequence, without padding. Keys and values lie in a cache, whose capacity counts
-// positions of all sequences together; the first position of sequence s is base[s], a multiple of 16.
+// Rows of tokens, sequence after sequence, without padding. Keys and values lie in a cache, whose capacity
+// counts positions of all sequences together; the first position of sequence s is base[s], a multiple of 16.
 typedef struct {
   int tokens;
   int sequences;
@@ -144,7 +147,7 @@ typedef struct {
   int *seen;            // [tokens][mixtures][chosen]: where the experts go; or NULL
 } Batch;
 
-// --------------------------------------------------------------------------------------------------- rows of logits [n][v]
+// ------------------------------------------------------------------------------------- rows of logits [n][v]
 
 // softmax(z / temperature) of a row z over its eligible tokens
 typedef struct {
@@ -223,7 +226,7 @@ typedef struct {
   Softmax *rows;             // [n]
 } Sampling;
 
-// -------------------------------------------------------------------------------------------------------- the optimizer
+// --------------------------------------------------------------------------------------------- the optimizer
 
 // A parameter of n numbers
 typedef struct {
@@ -248,18 +251,22 @@ typedef struct {
   float eps;
 } Step;
 
-// ---------------------------------------------------------------------------------------------------- functions by file
+// ----------------------------------------------------------------------------------------- functions by file
 
 // threads.c
 int set_threads(int threads);
 void forget_workers(void);
+
+// memory.c
 void free_scratch(void);
 void trim_heap(void);
 
-// products.c
+// linear.c
 long panel_floats(int n, int k);
-void pack(Matrix *w);
+void pack(Matrix *m);
 void linear(const Matrix *w, const float *x, int rows, const float *residual, float *y);
+
+// gradients.c
 void linear_backward(const Matrix *w, const float *dy, const float *x, int rows, const int *sequence,
                      const int *position, const int *slots, const Sums *sums, float *dx);
 
@@ -267,8 +274,10 @@ void linear_backward(const Matrix *w, const float *dy, const float *x, int rows,
 long kept_floats(const Model *m, long tokens, Keep keep);
 long layer_input_at(const Model *m, long tokens, int layer, Keep keep);
 int model_forward(const Model *m, const Batch *b, float *kept, Keep keep, float *hidden);
-void model_backward(const Model *m, const Batch *b, float *kept, Keep keep, const float *d_hidden, const Sums *sums);
-void copy_prefix(const Model *m, float *keys, float *values, long capacity, long from, long to, int positions);
+void model_backward(const Model *m, const Batch *b, float *kept, Keep keep, const float *d_hidden,
+                    const Sums *sums);
+void copy_prefix(const Model *m, float *keys, float *values, long capacity, long from, long to,
+                 int positions);
 
 // validity.c: NULL, or "FIELD: RULE" for a model that breaks a rule on which the kernels rely
 const char *model_fault(const Model *m);

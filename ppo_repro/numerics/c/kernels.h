@@ -1,8 +1,11 @@
-// What all kernels share: the constants of the law, types, and functions that must be inlined.
+// What the kernels share: sizes of tiles, memory, threads, and blocks of rows.
 //
-// The law: each output element is one chain of operations, each rounded once (+ - * / sqrt fma), in one written order
-// that depends on that element alone. Vector lanes run along the outputs, so batch, padding, cache, micro-batches,
-// threads, vector width and instruction set cannot change a bit. Compile with -ffp-contract=off, never -ffast-math.
+// Every output element is one chain of operations, each rounded once (+ - * / sqrt fma), in one written order
+// that depends on that element alone: the rules of ../README.md, stated as functions of NumPy in
+// ../definition/. Vector lanes run along the outputs, so batch, padding, cache, micro-batches, threads,
+// vector width and instruction set cannot change a bit. Compile with -ffp-contract=off, never -ffast-math.
+//
+// all.c says which file is which.
 #ifndef KERNELS_H
 #define KERNELS_H
 #include <math.h>
@@ -12,17 +15,21 @@
 #include "arithmetic.h"
 #include "operations.h"
 
-enum { COLS = 16 };                                // columns of a panel: free, as are all sizes below
+// The largest tile whose sums fit the vector registers. These sizes change no bit.
+enum { COLS = 16 };  // columns of a panel
 #if defined(__AVX512F__)
 enum { ROWS = 12, PANELS = 2 };
 #else
 enum { ROWS = 6, PANELS = 1 };
 #endif
 
-// 16 columns of a tile. A vector type, because clang turns some loops over arrays of this size into gathers.
+// The 16 columns of a panel. A vector type, because clang turns some loops over arrays of this size into
+// gathers.
 typedef float Wide __attribute__((ext_vector_type(COLS), aligned(4)));
 
 INLINE Wide wide_at(const float *x) { return *(const Wide *)x; }
+
+// a b + c
 INLINE Wide fma_wide(Wide a, Wide b, Wide c) {
 #if defined(__FMA__) || defined(__aarch64__)
   return __builtin_elementwise_fma(a, b, c);
@@ -32,21 +39,23 @@ INLINE Wide fma_wide(Wide a, Wide b, Wide c) {
 #endif
 }
 
-// ---- threads.c: one pool; results know nothing of it
+// ------------------------------------------------------------------------------------------------- threads.c
+
 typedef void (*Task)(void *argument, int index);
 static void parallel_for(int total, Task task, void *argument);
 static int task_size(long items, int others, int most);
+
+// -------------------------------------------------------------------------------------------------- memory.c
+
 static float *scratch(size_t floats);  // of this thread, until its next call
 
-// ---- products.c
-// Rows of a batch in blocks: consecutive rows of one sequence whose positions have one value of position / 128
-typedef struct {
-  int count, rows;
-  int *start, *length, *slot;
-  const Sums *sums;
-} Blocks;
+INLINE void copy_floats(float *restrict to, const float *restrict from, long n) {
+  memcpy(to, from, sizeof(float) * (size_t)n);
+}
 
-// ---- memory that calls share: one area for each purpose, because two may be in use at once
+INLINE void zero_floats(float *x, long n) { memset(x, 0, sizeof(float) * (size_t)n); }
+
+// Memory that calls share. One area for each purpose, because two may be in use at once
 typedef enum {
   SCRATCH_GRADIENT_STRIPS,  // weight_gradient: dy, packed
   SCRATCH_GRADIENT_PANELS,  // weight_gradient: x, packed
@@ -57,4 +66,34 @@ typedef enum {
   SCRATCH_AREAS
 } ScratchArea;
 static float *shared_scratch(ScratchArea area, size_t floats);  // until the next call with this area
+
+// ----------------------------------------------------------------------------------------------- gradients.c
+
+// The rows of a batch in blocks: consecutive rows of one sequence whose positions have one value of position
+// / 128
+typedef struct {
+  int count;   // blocks
+  int rows;
+  int *start;  // [count], first row
+  int *length; // [count]
+  int *slot;   // [count + 1]; the last is the slot with which the pass ends
+  const Sums *sums;
+} Blocks;
+
+// The gradient of columns of which each row t has `each` groups, e.g. of the weight of a norm:
+//   dw[c] = sum over t and e of dy[t][e][c] x[t][e][c] r[t][e], or of dy[t][e][c] where x is NULL
+// With `mean`, x[t][e][c] - mean[t][e] stands for x[t][e][c].
+typedef struct {
+  const float *dy;
+  long ldd;
+  const float *x;
+  long ldx;
+  const float *r;
+  const float *mean;
+  long ldr;
+  int each;
+  int cols;
+  const Blocks *blocks;
+  long grad;
+} ColumnSums;
 #endif

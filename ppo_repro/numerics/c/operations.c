@@ -47,9 +47,3 @@ static int flag_value(const int *flag) { return *flag; }
 static const int *integers_on_host(const int *numbers, long n) { return n ? numbers : NULL; }
 static const double *doubles_on_host(const double *numbers, long n) { return n ? numbers : NULL; }
 static const int *integers_for_kernels(const int *numbers, long n) { return n ? numbers : NULL; }
-
-static void *allocate_zeros(size_t count, size_t size) {
-  void *memory = calloc(count ? count : 1, size);
-  if (!memory) abort();
-  return memory;
-}

@@ -1,22 +1,31 @@
-// One pool of threads. A task is an index; which thread takes it changes no result.
+// One pool of threads, for one caller at a time. A task is an index; which thread takes it changes no result,
+// because no task writes what another reads.
+//
+// A job is one call of parallel_for. Workers spin for some microseconds after a job, since the next one
+// mostly comes at once, and then sleep. The caller takes tasks too, and waits until all are done.
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
-#ifdef __linux__
-#include <malloc.h>
-#endif
 
 #include "kernels.h"
 
-enum { MOST_WORKERS = 255, SPINS = 20000 };
+enum {
+  MOST_WORKERS = 255,
+  SPINS = 20000,
+  TASK_BITS = 24
+};
+#define TASK_MASK ((1ULL << TASK_BITS) - 1)
 
 static struct {
   pthread_t workers[MOST_WORKERS];
   int count;  // workers besides the caller
-  // tasks of the job << 24 | the next of them: one number, so that a worker that wakes late takes no task of a job that
-  // is over for one of the next job
+  // tasks of the job << TASK_BITS | the next of them: one number, so that a worker that wakes late takes no
+  // task of a job that is over for one of the next job
   atomic_ullong ticket;
-  atomic_int job, done, sleepers, stop;
+  atomic_int job;   // counts jobs
+  atomic_int done;  // tasks of this job
+  atomic_int sleepers;
+  atomic_int stop;
   Task task;
   void *argument;
   pthread_mutex_t lock;
@@ -31,12 +40,10 @@ INLINE void relax(void) {
 #endif
 }
 
-enum { TASK_BITS = 24 };
-#define TASK_MASK ((1ULL << TASK_BITS) - 1)
-
 static void take_tasks(void) {
   for (;;) {
-    uint64_t ticket = atomic_fetch_add(&pool.ticket, 1), index = ticket & TASK_MASK;
+    uint64_t ticket = atomic_fetch_add(&pool.ticket, 1);
+    uint64_t index = ticket & TASK_MASK;
     if (index >= ticket >> TASK_BITS) return;
     pool.task(pool.argument, (int)index);  // of this job, which is not over before this task is
     atomic_fetch_add(&pool.done, 1);
@@ -64,7 +71,8 @@ static void next_job(void) {
 }
 
 static void *work(void *seen) {
-  for (int job = (int)(intptr_t)seen;;) {
+  int job = (int)(intptr_t)seen;
+  for (;;) {
     await_job(job);
     job = atomic_load(&pool.job);
     if (atomic_load(&pool.stop)) return NULL;
@@ -72,21 +80,27 @@ static void *work(void *seen) {
   }
 }
 
-// Waits for the tasks, not for the workers: one that sleeps wakes after milliseconds, when others have done its part.
+// Waits for the tasks, not for the workers: one that sleeps wakes after milliseconds, when others have done
+// its part.
 static void parallel_for(int total, Task task, void *argument) {
   if (!pool.count || total < 2 || total > (int)TASK_MASK) {
     for (int i = 0; i < total; i++) task(argument, i);
     return;
   }
-  pool.task = task, pool.argument = argument;
+  pool.task = task;
+  pool.argument = argument;
   atomic_store(&pool.done, 0);
   atomic_store(&pool.ticket, (uint64_t)total << TASK_BITS);
   next_job();
   take_tasks();
-  for (int spin = 0; atomic_load(&pool.done) < total; spin++) spin < SPINS ? relax() : (void)sched_yield();
+  for (int spin = 0; atomic_load(&pool.done) < total; spin++) {
+    if (spin < SPINS) relax();
+    else sched_yield();
+  }
 }
 
-// 0, or -1 where the system gives no more threads; then there is one.
+// End all workers and start `threads` - 1 others. 0, or -1 where the system gives no more threads; then there
+// is one.
 int set_threads(int threads) {
   int wanted = threads - 1 < MOST_WORKERS ? threads - 1 : MOST_WORKERS;
   if (wanted == pool.count) return 0;
@@ -111,41 +125,8 @@ void forget_workers(void) {
   pool.wake = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
 }
 
-static float *grown(float *memory, size_t *size, size_t floats) {
-  if (floats <= *size && memory) return memory;
-  free(memory);
-  *size = (size_t)round16((long)floats + 1);
-  memory = aligned_alloc(64, *size * sizeof(float));
-  if (!memory) abort();
-  return memory;
-}
-
-static float *scratch(size_t floats) {
-  static _Thread_local float *memory;
-  static _Thread_local size_t size;
-  return memory = grown(memory, &size, floats);
-}
-
-static float *shared_memory[SCRATCH_AREAS];
-static size_t shared_size[SCRATCH_AREAS];
-
-static float *shared_scratch(ScratchArea area, size_t floats) {
-  return shared_memory[area] = grown(shared_memory[area], &shared_size[area], floats);
-}
-
-void free_scratch(void) {
-  for (int i = 0; i < SCRATCH_AREAS; i++) free(shared_memory[i]), shared_memory[i] = NULL, shared_size[i] = 0;
-}
-
-// As many items in a task as give every thread four tasks, at most `most`
+// Items of a task, at most `most`: `items` times `others` make about four tasks for every thread.
 static int task_size(long items, int others, int most) {
   long each = items * others / (4 * (pool.count + 1));
   return each < 1 ? 1 : each > most ? most : (int)each;
-}
-
-// Give free memory back to the system: large blocks that were freed may stay in the heap of the C library.
-void trim_heap(void) {
-#ifdef __GLIBC__
-  malloc_trim(0);
-#endif
 }

@@ -1,0 +1,421 @@
+// Gradients of weights (rule 2): sums over the rows t of a batch, cut into blocks and slots.
+//
+// A block is the rows of one sequence whose positions have one value of position / 128. Its sum is one chain
+// over its rows. A slot's sum begins at +0, and the sums of its blocks are added in order. A slot that is
+// over is joined with the slots before it as a binary tree, ((0+1)+(2+3))+((4+5)+(6+7)): as in a binary
+// counter, two subtrees of one size become one of the next. So at most levels + 1 subtrees wait at any time.
+//
+// One element of a gradient thus has `parts`: part 0 is the present slot's sum, part i + 1 a subtree of 2^i
+// slots. Each task below takes a tile of elements through the whole batch: it loads the parts that an earlier
+// backward pass left, adds its blocks, and stores what is open. No other task touches these elements.
+#include "kernels.h"
+
+// Sizes that change no bit
+enum {
+  NEAR_ROWS = 200,   // rows of a panel and a strip that fit the first-level cache
+  PACK_COLUMNS = 96,  // columns of a task that packs: a multiple of ROWS and of 16
+  MOST_STRIPS = 32   // strips of a task, whose parts stay in the second-level cache
+};
+
+// --------------------------------------------------------------------------------------------- parts of sums
+
+INLINE void add_vector(float *restrict a, const float *restrict b, const long n) {
+  for (long i = 0; i < n; i++) a[i] = a[i] + b[i];
+}
+
+// Parts [MAX_LEVELS + 1][n]. The slots [from, to) are over: each joins the subtrees before it, and part 0
+// begins again at +0. Slot s completes a subtree of 2^i slots for each of the lowest bits of s that are 1.
+// definition: gradients.join_slots
+INLINE void close_slots(float *restrict parts, int from, int to, const int n) {
+  for (int slot = from; slot < to; slot++) {
+    int level = 0;
+    for (; (slot >> level) & 1; level++) add_vector(parts, parts + (level + 1) * n, n);
+    copy_floats(parts + (level + 1) * n, parts, n);
+    zero_floats(parts, n);
+  }
+}
+
+INLINE int is_whole(const Sums *s) { return s->last == 1 << s->levels; }
+INLINE int parts_of(const Sums *s) { return s->levels + 2; }
+
+// Whether part 0, or part i + 1, lies in memory between two passes, when slot `slot` is next or is open
+INLINE int part_waits(int part, int slot, int open) { return part ? (slot >> (part - 1)) & 1 : open; }
+
+// The elements of a gradient that one task computes: `rows` rows of `cols` <= 16, `ld` apart, the first at
+// offset `at`. In a task's memory they are [parts][height][16].
+typedef struct {
+  long at;
+  long ld;
+  int rows;
+  int cols;
+} Elements;
+
+INLINE void load_parts(const Sums *s, Elements e, float *parts, const int height) {
+  zero_floats(parts, parts_of(s) * height * COLS);
+  for (int part = 0; part <= s->levels; part++) {
+    if (!part_waits(part, s->first, s->open)) continue;
+    for (int i = 0; i < e.rows; i++)
+      copy_floats(parts + (part * height + i) * COLS, s->level[part] + e.at + i * e.ld, e.cols);
+  }
+}
+
+// Of a whole minibatch, the last part is the tree of all slots, and the gradient.
+INLINE void store_parts(const Sums *s, Elements e, const float *parts, const int height) {
+  for (int part = 0; part <= s->levels; part++) {
+    if (is_whole(s) ? part : !part_waits(part, s->last, s->stays_open)) continue;
+    int from = is_whole(s) ? s->levels + 1 : part;
+    for (int i = 0; i < e.rows; i++)
+      copy_floats(s->level[part] + e.at + i * e.ld, parts + (from * height + i) * COLS, e.cols);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------- blocks
+
+// The blocks of `rows` rows, see Blocks: sequence and position [rows], slots as in Batch. slot[count] is the
+// slot with which the pass ends. definition: gradients.blocks_of
+static Blocks make_blocks(int rows, const int *sequence, const int *position, const int *slots,
+                          const Sums *sums) {
+  int most = rows + 1;
+  int *memory = allocate_zeros(3 * (size_t)most, sizeof(int));
+  Blocks b = {
+      .rows = rows,
+      .start = memory,
+      .length = memory + most,
+      .slot = memory + 2 * most,
+      .sums = sums,
+  };
+  for (int t = 0; t < rows; t++) {
+    int goes_on = t && sequence[t] == sequence[t - 1] && position[t] / BLOCK == position[t - 1] / BLOCK;
+    if (!goes_on) {
+      b.start[b.count] = t;
+      b.slot[b.count] = slots[sequence[t]];
+      b.count++;
+    }
+    b.length[b.count - 1]++;
+  }
+  b.slot[b.count] = sums->last;
+  return b;
+}
+
+static void free_blocks(Blocks *b) { free(b->start); }
+
+// Whether block i is the first, or the last, of its slot
+INLINE int begins_slot(const Blocks *b, int i) {
+  if (i) return b->slot[i] != b->slot[i - 1];
+  return !(b->sums->open && b->slot[0] == b->sums->first);
+}
+
+INLINE int ends_slot(const Blocks *b, int i) { return b->slot[i + 1] != b->slot[i]; }
+
+// -------------------------------------------------------------------------------------- gradient of a matrix
+
+// dw [n][k] = sum over rows t of dy[t][n] x[t][k]: dy [rows][n], x [rows][k].
+// First both are packed, so that a tile reads them one row after the other:
+//   strips [ceil(n / ROWS)][rows][ROWS] of dy, panels [ceil(k / 16)][rows][16] of x.
+// Then a task takes some strips and some panels. Each pair is a tile [ROWS][16] of dw. Panels are the outer
+// loop: a panel stays in the first-level cache for all strips, which stay in the second-level cache for all
+// panels.
+typedef struct {
+  const float *dy;
+  const float *x;
+  int n;
+  int k;
+  const Blocks *blocks;
+  long grad;
+  float *strips;
+  float *panels;
+  int strip_group;  // strips of a task
+  int panel_group;  // panels of a task
+} WeightGradient;
+
+// Columns [col, col + count) of from [rows][ld] as [count / width][rows][width], with zeros beyond column
+// `end`
+INLINE void pack_columns(const float *from, long ld, int rows, int col, int count, int end, const int width,
+                         float *to) {
+  for (int t = 0; t < rows; t++)
+    for (int c = col; c < col + count; c += width) {
+      float *out = to + ((long)(c - col) * rows + (long)t * width);
+      if (c + width <= end) {
+        copy_floats(out, from + t * ld + c, width);
+      } else {
+        for (int i = 0; i < width; i++) out[i] = c + i < end ? from[t * ld + c + i] : 0.0f;
+      }
+    }
+}
+
+INLINE int packing_tasks(int columns) { return (columns + PACK_COLUMNS - 1) / PACK_COLUMNS; }
+
+static void pack_gradient_task(void *argument, int index) {
+  const WeightGradient *a = argument;
+  int rows = a->blocks->rows;
+  int strip_columns = strips_of(a->n) * ROWS;
+  int panel_columns = panels_of(a->k) * COLS;
+  int tasks = packing_tasks(strip_columns);
+  if (index < tasks) {
+    int c = index * PACK_COLUMNS;
+    int count = least(PACK_COLUMNS, strip_columns - c);
+    pack_columns(a->dy, a->n, rows, c, count, a->n, ROWS, a->strips + (long)c * rows);
+  } else {
+    int c = (index - tasks) * PACK_COLUMNS;
+    int count = least(PACK_COLUMNS, panel_columns - c);
+    pack_columns(a->x, a->k, rows, c, count, a->k, COLS, a->panels + (long)c * rows);
+  }
+}
+
+// One block into a tile: dy [terms][ROWS], x [terms][16], parts [parts][ROWS][16]. The chain joins its slot's
+// sum in part 0, which is empty if the slot `begins` with this block. If the slot ends with it, the sum goes
+// on through the subtrees before the slot, as in close_slots, without leaving the registers. definition:
+// gradients.weight_addends
+INLINE void chain_block(const float *restrict dy, const float *restrict x, int terms, float *restrict parts,
+                        int begins, int ends, int slot) {
+  Wide acc[ROWS] = {0};
+  Wide *sum = (Wide *)parts;
+  for (int t = 0; t < terms; t++) {
+    Wide row = wide_at(x + TERM(t, terms) * COLS);
+    for (int i = 0; i < ROWS; i++) acc[i] = fma_wide((Wide)dy[TERM(t, terms) * ROWS + i], row, acc[i]);
+  }
+  for (int i = 0; i < ROWS; i++) acc[i] = (begins ? (Wide)0.0f : sum[i]) + acc[i];
+  if (ends) {
+    sum += ROWS;
+    for (; slot & 1; slot >>= 1) {
+      for (int i = 0; i < ROWS; i++) acc[i] = sum[i] + acc[i];
+      sum += ROWS;
+    }
+  }
+  for (int i = 0; i < ROWS; i++) sum[i] = acc[i];
+}
+
+// The end of a run of blocks from `first` that have about NEAR_ROWS rows
+static int near_blocks(const Blocks *b, int first) {
+  int rows = 0;
+  int i = first;
+  for (; i < b->count; i++) {
+    if (i > first && rows + b->length[i] > NEAR_ROWS) break;
+    rows += b->length[i];
+  }
+  return i;
+}
+
+INLINE Elements tile_of_gradient(const WeightGradient *a, int strip, int panel) {
+  return (Elements){
+      .at = a->grad + (long)strip * ROWS * a->k + panel * COLS,
+      .ld = a->k,
+      .rows = least(ROWS, a->n - strip * ROWS),
+      .cols = least(COLS, a->k - panel * COLS),
+  };
+}
+
+// The tiles of strips [s0, s1) and one panel; memory [s1 - s0][parts][ROWS][16]
+static void weight_gradient_panel(const WeightGradient *a, int panel, int s0, int s1, float *memory) {
+  const Blocks *b = a->blocks;
+  const Sums *sums = b->sums;
+  const float *x = a->panels + (long)panel * COLS * b->rows;
+  long each = (long)parts_of(sums) * ROWS * COLS;
+  for (int s = s0; s < s1; s++) {
+    float *parts = memory + (s - s0) * each;
+    load_parts(sums, tile_of_gradient(a, s, panel), parts, ROWS);
+    close_slots(parts, sums->first, b->slot[0], ROWS * COLS);
+  }
+  int after;
+  for (int first = 0; first < b->count; first = after) {
+    after = near_blocks(b, first);
+    for (int s = s0; s < s1; s++)
+      for (int i = first; i < after; i++) {
+        float *parts = memory + (s - s0) * each;
+        const float *dy = a->strips + ((long)s * b->rows + b->start[i]) * ROWS;
+        const float *x_block = x + (long)b->start[i] * COLS;
+        chain_block(dy, x_block, b->length[i], parts, begins_slot(b, i), ends_slot(b, i), b->slot[i]);
+        // The next block begins a slot of its own, which starts from nothing. After the last block the slot
+        // that stays open may have no rows here; part 0 must not keep the closed slot's sum for it.
+        if (b->slot[i + 1] > b->slot[i] + (i + 1 < b->count)) {
+          zero_floats(parts, ROWS * COLS);
+          close_slots(parts, b->slot[i] + 1, b->slot[i + 1], ROWS * COLS);
+        }
+      }
+  }
+  for (int s = s0; s < s1; s++)
+    store_parts(sums, tile_of_gradient(a, s, panel), memory + (s - s0) * each, ROWS);
+}
+
+static void weight_gradient_task(void *argument, int index) {
+  const WeightGradient *a = argument;
+  int strips = strips_of(a->n);
+  int panels = panels_of(a->k);
+  int groups = (panels + a->panel_group - 1) / a->panel_group;
+  int s0 = index / groups * a->strip_group;
+  int s1 = least(strips, s0 + a->strip_group);
+  int p0 = index % groups * a->panel_group;
+  float *memory = scratch((size_t)(s1 - s0) * (size_t)parts_of(a->blocks->sums) * ROWS * COLS);
+  for (int p = p0; p < least(panels, p0 + a->panel_group); p++) weight_gradient_panel(a, p, s0, s1, memory);
+}
+
+static void weight_gradient(const float *dy, int n, const float *x, int k, const Blocks *blocks, long grad) {
+  if (grad < 0) return;
+  int strips = strips_of(n);
+  int panels = panels_of(k);
+  int rows = blocks->rows;
+  WeightGradient a = {
+      .dy = dy,
+      .x = x,
+      .n = n,
+      .k = k,
+      .blocks = blocks,
+      .grad = grad,
+      .strips = shared_scratch(SCRATCH_GRADIENT_STRIPS, (size_t)strips * ROWS * (size_t)rows),
+      .panels = shared_scratch(SCRATCH_GRADIENT_PANELS, (size_t)panels * COLS * (size_t)rows),
+  };
+  parallel_for(packing_tasks(strips * ROWS) + packing_tasks(panels * COLS), pack_gradient_task, &a);
+  a.strip_group = least(MOST_STRIPS, 1 + 65536 / (ROWS * (rows + 1)));
+  a.panel_group = task_size(panels, strips / a.strip_group + 1, 64);
+  int strip_groups = (strips + a.strip_group - 1) / a.strip_group;
+  int panel_groups = (panels + a.panel_group - 1) / a.panel_group;
+  parallel_for(strip_groups * panel_groups, weight_gradient_task, &a);
+}
+
+// ------------------------------------------------------------------- gradients of biases and of norm weights
+
+// The gradient of columns c .. c + cols - 1 from the rows [first, after) of a block, added to acc [cols] in
+// float64
+INLINE void column_chain(const ColumnSums *a, int first, int after, int c, int cols, double *acc) {
+  for (int t = first; t < after; t++)
+    for (int e = 0; e < a->each; e++) {
+      const float *dy = a->dy + t * a->ldd + (long)e * a->cols + c;
+      if (!a->x) {
+        for (int j = 0; j < cols; j++) acc[j] += dy[j];
+        continue;
+      }
+      const float *x = a->x + t * a->ldx + (long)e * a->cols + c;
+      float r = a->r[t * a->ldr + e];
+      float mean = a->mean ? a->mean[t * a->ldr + e] : 0.0f;
+      for (int j = 0; j < cols; j++) acc[j] += (double)dy[j] * ((a->mean ? x[j] - mean : x[j]) * r);
+    }
+}
+
+// 16 columns through all blocks. A block is summed in float64 and rounded once, since the terms of a norm's
+// weight may be far larger than their sum. definition: gradients.column_addends
+static void column_sums_task(void *argument, int index) {
+  const ColumnSums *a = argument;
+  const Blocks *b = a->blocks;
+  float parts[(MAX_LEVELS + 1) * COLS];
+  int c = index * COLS;
+  int cols = least(COLS, a->cols - c);
+  Elements columns = {.at = a->grad + c, .ld = 0, .rows = 1, .cols = cols};
+  load_parts(b->sums, columns, parts, 1);
+  close_slots(parts, b->sums->first, b->slot[0], COLS);
+  for (int i = 0; i < b->count; i++) {
+    double acc[COLS] = {0};
+    int first = b->start[i];
+    int after = first + b->length[i];
+    // a constant number of columns makes vectors
+    if (cols == COLS) column_chain(a, first, after, c, COLS, acc);
+    else column_chain(a, first, after, c, cols, acc);
+    for (int j = 0; j < COLS; j++) parts[j] = parts[j] + (float)acc[j];
+    close_slots(parts, b->slot[i], b->slot[i + 1], COLS);
+  }
+  store_parts(b->sums, columns, parts, 1);
+}
+
+static void column_sums(ColumnSums a) {
+  if (a.grad >= 0) parallel_for(panels_of(a.cols), column_sums_task, &a);
+}
+
+// ------------------------------------------------------------------------------- gradients of a linear layer
+
+// The gradients of w and bias: dy [rows][n], x [rows][k]
+static void linear_backward_weight(const Matrix *w, const float *dy, const float *x, const Blocks *blocks) {
+  if (w->transposed) weight_gradient(x, w->k, dy, w->n, blocks, w->grad);
+  else weight_gradient(dy, w->n, x, w->k, blocks, w->grad);
+  if (!w->bias) return;
+  column_sums((ColumnSums){
+      .dy = dy,
+      .ldd = w->n,
+      .each = 1,
+      .cols = w->n,
+      .blocks = blocks,
+      .grad = w->bias_grad,
+  });
+}
+
+// The backward pass of a linear layer that stands alone: sequence and position [rows], slots [sequences + 1];
+// dx may be NULL, and the rest too where neither w nor bias is trained. definition: linear.linear_backward
+void linear_backward(const Matrix *w, const float *dy, const float *x, int rows, const int *sequence,
+                     const int *position, const int *slots, const Sums *sums, float *dx) {
+  if (dx) linear_backward_input(w, dy, rows, dx);
+  if (w->grad < 0 && w->bias_grad < 0) return;
+  Blocks blocks = make_blocks(rows, sequence, position, slots, sums);
+  linear_backward_weight(w, dy, x, &blocks);
+  free_blocks(&blocks);
+}
+
+// ----------------------------------------------------------------------------------- gradients of embeddings
+
+// d table[id] = sum of scale dx[t] over the rows t with that id, added one by one, straight into the slot's
+// sum. The rows of each id stand together in `sorted`, in order.
+typedef struct {
+  const float *dx;  // [rows][width]
+  int width;
+  float scale;
+  const Blocks *blocks;
+  long grad;
+  int skipped;        // an id that takes no gradient, or -1
+  const int *start;   // rows of an id: sorted[start[id]] .. sorted[start[id + 1] - 1]
+  const int *sorted;  // [rows]
+  const int *slot;    // [rows]
+} TableGradient;
+
+// One id. definition: gradients.row_addends
+ROW(table_gradient_row, TableGradient) {
+  const Sums *sums = a->blocks->sums;
+  float parts[(MAX_LEVELS + 1) * COLS];
+  int id = row;
+  int begin = a->start[id];
+  int end = id == a->skipped ? begin : a->start[id + 1];
+  long gradient = a->grad + (long)id * a->width;
+  if (begin == end && !sums->first && !sums->open && is_whole(sums)) {  // most ids of a large vocabulary
+    zero_floats(sums->level[0] + gradient, a->width);
+    return;
+  }
+  for (int c = 0; c < a->width; c += COLS) {
+    Elements columns = {.at = gradient + c, .ld = 0, .rows = 1, .cols = least(COLS, a->width - c)};
+    int slot = sums->first;
+    load_parts(sums, columns, parts, 1);
+    for (int i = begin; i < end; i++) {
+      int t = a->sorted[i];
+      const float *dx = a->dx + (long)t * a->width + c;
+      close_slots(parts, slot, a->slot[t], COLS);
+      slot = a->slot[t];
+      for (int j = 0; j < columns.cols; j++) parts[j] = parts[j] + a->scale * dx[j];
+    }
+    close_slots(parts, slot, sums->last, COLS);
+    store_parts(sums, columns, parts, 1);
+  }
+}
+
+// ids [rows] are below `entries`, the rows of the table.
+static void table_gradient(const float *dx, int width, float scale, const int *ids, int entries, int skipped,
+                           const Blocks *blocks, long grad) {
+  if (grad < 0) return;
+  int rows = blocks->rows;
+  int *start = allocate_zeros((size_t)entries + 2 + 2 * (size_t)rows, sizeof(int));
+  int *sorted = start + entries + 2;
+  int *slot = sorted + rows;
+  // count, add up, distribute: the counts stand two places further, and end where the rows of an id begin
+  for (int t = 0; t < rows; t++) start[ids[t] + 2]++;
+  for (int id = 0; id < entries; id++) start[id + 2] += start[id + 1];
+  for (int t = 0; t < rows; t++) sorted[start[ids[t] + 1]++] = t;
+  for (int i = 0; i < blocks->count; i++)
+    for (int t = 0; t < blocks->length[i]; t++) slot[blocks->start[i] + t] = blocks->slot[i];
+  TableGradient a = {
+      .dx = dx,
+      .width = width,
+      .scale = scale,
+      .blocks = blocks,
+      .grad = grad,
+      .skipped = skipped,
+      .start = start,
+      .sorted = sorted,
+      .slot = slot,
+  };
+  for_rows(entries, table_gradient_row, &a);
+  free(start);
+}

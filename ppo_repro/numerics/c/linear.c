@@ -1,0 +1,204 @@
+// Linear layers: y = x w^T + bias, and the gradient of x. Both are products by rule 1; see tiles.c for the
+// rule. The gradients of w and bias are sums over rows: see gradients.c.
+#include "kernels.h"
+
+// Sizes that change no bit
+enum {
+  CHUNK_ROWS = 192,     // rows of a task: a chunk of x and a block of the panels fit the second-level cache
+  GROUP_PANELS = 16,    // panels of a task, at most
+  FAR_WEIGHTS = 1 << 20  // elements of a matrix that does not stay in the caches
+};
+
+// --------------------------------------------------------------------------------------------------- packing
+
+// Panels [ceil(n / 16)][k][16] of w: panel p holds outputs 16 p .. 16 p + 15, so that a tile reads one vector
+// for each term. Beyond n there are zeros.
+static void pack_panel(void *argument, int p) {
+  const Matrix *m = argument;
+  float *panel = m->panels + (long)p * m->k * COLS;
+  int cols = least(COLS, m->n - p * COLS);
+  if (cols < COLS) zero_floats(panel, (long)m->k * COLS);
+  if (m->transposed) {
+    for (int k = 0; k < m->k; k++)
+      copy_floats(panel + (long)k * COLS, m->w + (long)k * m->n + p * COLS, cols);
+    return;
+  }
+  // 16 terms at a time: a cache line of each of the 16 rows
+  for (int k0 = 0; k0 < m->k; k0 += 16)
+    for (int j = 0; j < cols; j++)
+      for (int k = k0; k < least(k0 + 16, m->k); k++)
+        panel[(long)k * COLS + j] = m->w[(long)(p * COLS + j) * m->k + k];
+}
+
+void pack(Matrix *m) { parallel_for(panels_of(m->n), pack_panel, m); }
+
+long panel_floats(int n, int k) { return (long)panels_of(n) * COLS * k; }
+
+// -------------------------------------------------------------------------------------------------- products
+
+// A product, cut into tasks of a chunk of rows and a group of panels (16 columns of the result each)
+typedef struct Product Product;
+struct Product {
+  const Matrix *w;
+  const float *x;         // [rows][terms]
+  const float *residual;  // [rows][columns], added after the bias; or NULL
+  float *y;               // [rows][columns]
+  int rows;
+  int terms;
+  int columns;
+  void (*block)(const Product *a, int row0, int row1, int panel0, int panel1);
+  int chunks;  // tasks along the rows
+  int group;   // panels of a task
+};
+
+static void product_task(void *argument, int index) {
+  const Product *a = argument;
+  int panels = panels_of(a->columns);
+  int groups = (panels + a->group - 1) / a->group;
+  int chunk = index / groups;
+  int group = index % groups;
+  if ((long)a->w->n * a->w->k >= FAR_WEIGHTS) {  // group by group, so that weights come from memory once
+    chunk = index % a->chunks;
+    group = index / a->chunks;
+  }
+  int row0 = strip_row(a->rows, chunk, a->chunks);
+  int row1 = strip_row(a->rows, chunk + 1, a->chunks);
+  a->block(a, row0, row1, group * a->group, least(panels, (group + 1) * a->group));
+}
+
+static void run_product(Product a) {
+  if (a.rows < 1) return;
+  int panels = panels_of(a.columns);
+  a.chunks = (a.rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
+  a.group = task_size(panels, a.chunks, GROUP_PANELS);
+  parallel_for(a.chunks * ((panels + a.group - 1) / a.group), product_task, &a);
+}
+
+// --------------------------------------------------------------------------------------------------- forward
+
+// One block of terms, from k0, of rows [row0, row1), at most ROWS, and panels [panel0, panel1) of y = x w^T
+INLINE void forward_tiles(const Product *a, int k0, int row0, int row1, int panel0, int panel1) {
+  long k = a->terms;
+  Tile block = {
+      .x = a->x + row0 * k + k0,
+      .x_row = k,
+      .x_step = 1,
+      .w = a->w->panels + (panel0 * k + k0) * COLS,
+      .w_panel = k * COLS,
+      .w_step = COLS,
+      .y = a->y + (long)row0 * a->columns + panel0 * COLS,
+      .y_row = a->columns,
+      .rows = row1 - row0,
+      .terms = least(BLOCK, a->terms - k0),
+      .first = k0 == 0,
+  };
+  multiply_panels(block, least(a->columns, panel1 * COLS) - panel0 * COLS);
+}
+
+// + bias, + residual
+static void finish_rows(const Product *a, int row0, int row1, int n0, int n1) {
+  const float *bias = a->w->bias;
+  for (int t = row0; t < row1; t++) {
+    float *restrict y = a->y + (long)t * a->columns;
+    if (bias)
+      for (int n = n0; n < n1; n++) y[n] = y[n] + bias[n];
+    if (a->residual) {
+      const float *restrict residual = a->residual + (long)t * a->columns;
+      for (int n = n0; n < n1; n++) y[n] = residual[n] + y[n];
+    }
+  }
+}
+
+// y [rows][n] from x [rows][k] and the packed w. The order of loops is for the caches: with one strip of rows
+// (decoding) a panel is read once, from its beginning to its end; with more, a block of the panels stays in
+// the second-level cache while the strips, which stay in the first, go by.
+static void forward_block(const Product *a, int row0, int row1, int panel0, int panel1) {
+  int rows = row1 - row0;
+  int strips = strips_of(rows);
+  if (strips == 1) {
+    for (int p = panel0; p < panel1; p += PANELS)
+      for (int k0 = 0; k0 < a->terms; k0 += BLOCK)
+        forward_tiles(a, k0, row0, row1, p, least(panel1, p + PANELS));
+  } else {
+    for (int k0 = 0; k0 < a->terms; k0 += BLOCK)
+      for (int s = 0; s < strips; s++) {
+        int strip0 = row0 + strip_row(rows, s, strips);
+        int strip1 = row0 + strip_row(rows, s + 1, strips);
+        forward_tiles(a, k0, strip0, strip1, panel0, panel1);
+      }
+  }
+  finish_rows(a, row0, row1, panel0 * COLS, least(a->columns, panel1 * COLS));
+}
+
+// y = x w^T (+ bias) (+ residual): x [rows][k], y and residual [rows][n]. definition: linear.linear
+void linear(const Matrix *w, const float *x, int rows, const float *residual, float *y) {
+  run_product((Product){
+      .w = w,
+      .x = x,
+      .residual = residual,
+      .y = y,
+      .rows = rows,
+      .terms = w->k,
+      .columns = w->n,
+      .block = forward_block,
+  });
+}
+
+// --------------------------------------------------------------------------------- the gradient of the input
+
+// Terms n0 .. n0 + terms - 1 of panel p of the transposed matrix: panel[i][j] = w[n0 + i][16 p + j]
+static void input_panel(const Matrix *w, int n0, int terms, int p, float *panel) {
+  int k0 = p * COLS;
+  int cols = least(COLS, w->k - k0);
+  if (cols < COLS) zero_floats(panel, terms * COLS);
+  if (w->transposed) {
+    for (int j = 0; j < cols; j++)
+      for (int i = 0; i < terms; i++) panel[i * COLS + j] = w->w[(long)(k0 + j) * w->n + n0 + i];
+  } else {
+    for (int i = 0; i < terms; i++)
+      copy_floats(panel + i * COLS, w->w + (long)(n0 + i) * w->k + k0, cols);
+  }
+}
+
+// dx [rows][k] from dy [rows][n], w as it lies. A block of terms is packed once for all strips of the chunk.
+static void input_gradient_block(const Product *a, int row0, int row1, int panel0, int panel1) {
+  int rows = row1 - row0;
+  int strips = strips_of(rows);
+  float *panels = scratch((size_t)(panel1 - panel0) * BLOCK * COLS);
+  for (int n0 = 0; n0 < a->terms; n0 += BLOCK) {
+    int terms = least(BLOCK, a->terms - n0);
+    for (int p = panel0; p < panel1; p++)
+      input_panel(a->w, n0, terms, p, panels + (p - panel0) * BLOCK * COLS);
+    for (int s = 0; s < strips; s++) {
+      int strip0 = row0 + strip_row(rows, s, strips);
+      int strip1 = row0 + strip_row(rows, s + 1, strips);
+      Tile block = {
+          .x = a->x + (long)strip0 * a->terms + n0,
+          .x_row = a->terms,
+          .x_step = 1,
+          .w = panels,
+          .w_panel = BLOCK * COLS,
+          .w_step = COLS,
+          .y = a->y + (long)strip0 * a->columns + panel0 * COLS,
+          .y_row = a->columns,
+          .rows = strip1 - strip0,
+          .terms = terms,
+          .first = n0 == 0,
+      };
+      multiply_panels(block, least(a->columns, panel1 * COLS) - panel0 * COLS);
+    }
+  }
+}
+
+// dx = dy w, the sum over n by rule 1: dy [rows][n], dx [rows][k]. definition: linear.linear_backward
+static void linear_backward_input(const Matrix *w, const float *dy, int rows, float *dx) {
+  run_product((Product){
+      .w = w,
+      .x = dy,
+      .y = dx,
+      .rows = rows,
+      .terms = w->n,
+      .columns = w->k,
+      .block = input_gradient_block,
+  });
+}

@@ -1,0 +1,152 @@
+// Tiles: small matrix products whose sums stay in registers. Products, gradients of weights and attention are
+// loops over tiles; rule 1 is stated here alone.
+//
+// Rule 1: y[i][j] = sum over k of x[i][k] w[k][j]. The terms are cut into blocks of BLOCK. A block is one
+// chain acc = fma(x, w, acc) from +0 by rising k, and the blocks are added in order, y = y + block from y =
+// +0. Because even the first block is added to +0, no sum is -0, and terms that are zero may be left out.
+// definition: product.chain, product.product
+//
+// A tile is ROWS rows by 16 columns (by 32 where there are 32 vector registers). Its columns are the elements
+// of a vector and its rows are separate accumulators, so a sum never crosses lanes and no width changes a
+// bit.
+#include "kernels.h"
+
+#ifdef FALLING_TERMS  // another order, for the tests
+#define TERM(k, terms) ((terms) - 1 - (k))
+#else
+#define TERM(k, terms) (k)
+#endif
+
+// One block of a product: x [rows][terms] times w [terms][columns], added to y [rows][columns].
+typedef struct {
+  const float *x;  // x[i][k] is at x + i * x_row + k * x_step
+  long x_row;
+  long x_step;
+  const float *w;  // w[k][16 p + j] is at w + p * w_panel + k * w_step + j
+  long w_panel;
+  long w_step;
+  float *y;        // y[i][16 p + j] is at y + i * y_row + 16 p + j
+  long y_row;
+  int rows;        // at most ROWS
+  int terms;       // at most BLOCK
+  int first;       // this block is the first of its sum, which begins at +0; what y held is forgotten
+} Tile;
+
+// `rows` and `panels` are constants where this is inlined, as the steps may be: then all sums are registers.
+INLINE void tile(const Tile *a, long x_step, long w_step, const int rows, const int panels) {
+  const float *restrict x = a->x;
+  const float *restrict w = a->w;
+  float *restrict y = a->y;
+  const long x_row = a->x_row;
+  const long w_panel = a->w_panel;
+  const long y_row = a->y_row;
+  const int terms = a->terms;
+  const int first = a->first;
+  Wide acc[ROWS][PANELS] = {0};
+  Wide column[PANELS];
+  for (int k = 0; k < terms; k++) {
+    for (int p = 0; p < panels; p++) column[p] = wide_at(w + p * w_panel + TERM(k, terms) * w_step);
+#pragma clang loop unroll(full)  // or the sums do not stay in registers
+    for (int i = 0; i < rows; i++)
+      for (int p = 0; p < panels; p++)
+        acc[i][p] = fma_wide((Wide)x[i * x_row + TERM(k, terms) * x_step], column[p], acc[i][p]);
+  }
+  for (int i = 0; i < rows; i++)
+    for (int p = 0; p < panels; p++) {
+      Wide *out = (Wide *)(y + i * y_row + p * COLS);
+      *out = (first ? (Wide)0.0f : *out) + acc[i][p];
+    }
+}
+
+// One copy of `tile` for each number of rows
+#define CASE(r, x_step, w_step, panels)   \
+  case r:                                 \
+    tile(a, x_step, w_step, r, panels);   \
+    break;
+#define CASES_TO_6(x_step, w_step, panels) \
+  CASE(1, x_step, w_step, panels)          \
+  CASE(2, x_step, w_step, panels)          \
+  CASE(3, x_step, w_step, panels)          \
+  CASE(4, x_step, w_step, panels)          \
+  CASE(5, x_step, w_step, panels)          \
+  CASE(6, x_step, w_step, panels)
+#if defined(__AVX512F__)
+#define CASES_TO_12(x_step, w_step, panels) \
+  CASE(7, x_step, w_step, panels)           \
+  CASE(8, x_step, w_step, panels)           \
+  CASE(9, x_step, w_step, panels)           \
+  CASE(10, x_step, w_step, panels)          \
+  CASE(11, x_step, w_step, panels)          \
+  CASE(12, x_step, w_step, panels)
+#else
+#define CASES_TO_12(x_step, w_step, panels)
+#endif
+
+// 16 PANELS columns of packed w: x_step is 1, w_step is 16
+static void wide_tile(const Tile *a) {
+  switch (a->rows) {
+    CASES_TO_6(1, COLS, PANELS)
+    CASES_TO_12(1, COLS, PANELS)
+  }
+}
+
+// 16 columns, any steps
+static void narrow_tile(const Tile *a) {
+  const long x_step = a->x_step;
+  const long w_step = a->w_step;
+  switch (a->rows) {
+    CASES_TO_6(x_step, w_step, 1)
+    CASES_TO_12(x_step, w_step, 1)
+  }
+}
+
+// `cols` < 16 columns of y; w has 16. The tile goes through a copy of y that has 16.
+static void ragged_tile(const Tile *a, int cols) {
+  float copy[ROWS * COLS];
+  Tile to_copy = *a;
+  to_copy.y = copy;
+  to_copy.y_row = COLS;
+  for (int i = 0; i < a->rows; i++)
+    for (int j = 0; j < COLS; j++) copy[i * COLS + j] = a->first || j >= cols ? 0.0f : a->y[i * a->y_row + j];
+  narrow_tile(&to_copy);
+  for (int i = 0; i < a->rows; i++) copy_floats(a->y + i * a->y_row, copy + i * COLS, cols);
+}
+
+// `cols` columns of y, any number, where w is packed in panels: w_step is 16, x_step is 1, and every panel
+// has 16 columns in memory, also the last one.
+static void multiply_panels(Tile a, int cols) {
+  for (; cols >= PANELS * COLS; cols -= PANELS * COLS) {
+    wide_tile(&a);
+    a.w += PANELS * a.w_panel;
+    a.y += PANELS * COLS;
+  }
+  for (; cols >= COLS; cols -= COLS) {
+    narrow_tile(&a);
+    a.w += a.w_panel;
+    a.y += COLS;
+  }
+  if (cols > 0) ragged_tile(&a, cols);
+}
+
+// `cols` columns of y, any number, where w lies in rows of any distance. A last part of less than 16 columns
+// is copied, so that nothing is read beyond it.
+static void multiply_rows(Tile a, int cols) {
+  for (; cols >= COLS; cols -= COLS) {
+    narrow_tile(&a);
+    a.w += COLS;
+    a.y += COLS;
+  }
+  if (cols < 1) return;
+  float panel[BLOCK * COLS] = {0};
+  for (int k = 0; k < a.terms; k++) copy_floats(panel + k * COLS, a.w + k * a.w_step, cols);
+  a.w = panel;
+  a.w_step = COLS;
+  ragged_tile(&a, cols);
+}
+
+// Any number of rows is cut into strips of nearly equal height, at most ROWS: the row at which strip s
+// begins.
+INLINE int strips_of(int rows) { return (rows + ROWS - 1) / ROWS; }
+INLINE int strip_row(int rows, int s, int strips) { return (int)((long)rows * s / strips); }
+
+INLINE int panels_of(int columns) { return (columns + COLS - 1) / COLS; }

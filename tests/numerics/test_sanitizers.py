@@ -1,0 +1,50 @@
+"""The kernel tests under address and undefined-behaviour sanitizers. Controls: an overrun, and a sum that overflows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ppo_repro.numerics import library
+from ppo_repro.numerics.interface import ffi
+from tests.support.sanitizers import RUNTIME, compile_sanitized, run_sanitized
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(RUNTIME is None, reason="needs GCC's address sanitizer: Debian's libasan8"),
+]
+TESTS = ("tests/promises/test_kernels.py", *(f"tests/numerics/test_{name}.py" for name in ("optimizer", "tokens")))
+
+
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_sanitized(tmp_path_factory.mktemp("sanitized"))
+
+
+def test_kernel_tests_pass_under_the_sanitizers(sanitized: Path) -> None:
+    child = run_sanitized(
+        sanitized,
+        ["-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", "-p", "tests.support.sanitizers", *TESTS],
+    )
+    assert child.returncode == 0, (child.stdout + child.stderr)[-8000:]
+
+
+CONTROLS = {
+    "heap-buffer-overflow": lambda kernels: kernels.exp_float32(*[ffi.new("float[]", 5) for _ in range(2)], 6),
+    "signed integer overflow": lambda kernels: kernels.panel_floats(2**31 - 1, 1),
+}
+
+
+@pytest.mark.parametrize("report", CONTROLS)
+def test_the_sanitizers_find_a_planted_error(sanitized: Path, report: str) -> None:
+    child = run_sanitized(sanitized, ["-m", __name__, str(sanitized), report])
+    assert child.returncode != 0
+    assert report in child.stderr
+
+
+if __name__ == "__main__":
+    import sys
+
+    CONTROLS[sys.argv[2]](library.open_library(Path(sys.argv[1])))

@@ -3,15 +3,15 @@
 // functions are static: one compiler sees all. To begin, read interface.h, then tiles.c, then model.c.
 //
 // Where is a sum, so that its order is a rule? Products (rule 1): one chain in the innermost tile, tiles.c.
-// Gradients of weights (rule 2): blocks and slots, gradients.c. Rows (rule 3): IN_LANES and join_lanes. Attention (rule 4):
-// attention.c. Norm of all gradients (rule 3): gradient_squares. Experts (rule 7): combine_row and
-// add_experts_row. Mass of top-p: cut_row. There is no other sum.
+// Gradients of weights (rule 2): blocks and slots, gradients.c. Rows (rule 3): IN_LANES and join_lanes.
+// Attention (rule 4): attention.c. Norm of all gradients (rule 3): gradient_squares. Experts (rule 7):
+// combine_row and add_experts_row. Mass of top-p: cut_row. There is no other sum.
 //
-// Names: m model, l layer, b batch, s what a layer saved, a the struct of a row function; t token, h head,
-// d element of a head, n outputs or width, k terms of a product, v vocabulary, e expert, i and j in loops;
-// in tiles p panel, s strip, c column; in attention p probability, s sequence. y is computed from x and w, and
-// dx is the gradient of x. Numbers [rows][n] follow row after row, and two rows are `ld` floats apart.
-// Rows [a, b) are a, a + 1, .. b - 1.
+// Names: m model, l layer, b batch, s what a layer saved, a the struct of a row function; t token, h head, d
+// element of a head, n outputs or width, k terms of a product, v vocabulary, e expert, i and j in loops; in
+// tiles p panel, s strip, c column; in attention p probability, s sequence. y is computed from x and w, and
+// dx is the gradient of x. Numbers [rows][n] follow row after row, and two rows are `ld` floats apart. Rows
+// [a, b) are a, a + 1, .. b - 1.
 #include "kernels.h"
 
 // the machine

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 import pandas as pd
 
+from analysis.csv_text import csv_text
 from analysis.figures import svg
 from analysis.grids.outcomes import complete_cells
 from analysis.grids.table import comparisons, markdown
@@ -145,7 +146,7 @@ def study(
         arguments = parser.parse_args(argv)
         results = folder / RESULTS
         if arguments.grid is not None:
-            text = results_of(arguments.grid, measures, beside).to_csv(index=False, float_format="%.6g")
+            text = csv_text(results_of(arguments.grid, measures, beside), "%.6g")
             if arguments.csv is not None:
                 require_ours(arguments.csv, text.partition("\n")[0])
             atomic_write(arguments.csv or results, text.encode())

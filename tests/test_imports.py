@@ -18,7 +18,7 @@ README_ROW = re.compile(r"^\| \[`(\w+)(?:/|\.py)`\]\(", re.MULTILINE)
 # The folders of analysis, bottom to top. A folder imports from lines above its own only; folders in one line do not
 # import each other. A file directly in analysis/ counts as a folder.
 ANALYSIS = """
-    program words stats pairs
+    program words stats pairs csv_text
     clipping notebooks tokenization
     mismatch dialects
     compare grids

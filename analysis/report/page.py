@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import pandas as pd
 
+from analysis.csv_text import csv_text
 from analysis.report.markup import element, escape, table
 
 HERE = Path(__file__).parent
@@ -70,7 +71,7 @@ def figure_html(figure: Figure) -> str:
 
 def csv_link(title: str, frame: pd.DataFrame) -> str:
     """A link that saves a frame as CSV: every row, floats with all digits that it takes to read them back."""
-    text = frame.to_csv(index=False, lineterminator="\n")
+    text = csv_text(frame)
     name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
     # ASCII alone, and no slash, so that nothing in it looks like an address
     address = f"data:text/csv;charset=utf-8,{quote(text, safe=',.:;()+=_-')}"

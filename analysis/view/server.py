@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from analysis.csv_text import cell
 from analysis.report.markup import differences
 from analysis.report.page import document
 from analysis.report.tokens import token_area
@@ -29,7 +30,16 @@ from ppo_repro.base.output import finite, one_line
 
 HERE = Path(__file__).parent
 REPORT = HERE.parent / "report"
-HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
+# no page of another origin may frame, embed or open the pages: their address holds the token
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
 SAMPLES = 64  # of one prompt side by side
 LONGEST_DIFF = 100_000  # characters of both together
 
@@ -56,7 +66,7 @@ class Guard:
         await (self.app if allowed else refused)(scope, receive, with_headers)
 
 
-def application(index: Index, token: str) -> Starlette:
+def application(index: Index, token: str) -> ASGIApp:
     """The page and what it asks for. Query errors are one line of JSON."""
     assets = ([REPORT / "style.css", HERE / "view.css"], [REPORT / "token_view.js", HERE / "view.js"])
     body = (HERE / "view.html").read_text(encoding="utf-8").replace("<!-- tokens -->", token_area())
@@ -132,24 +142,22 @@ def application(index: Index, token: str) -> Starlette:
 
     api = {"state": state, "responses": responses, "response": response, "diff": diff, "csv": as_csv}
     api["snippet"] = as_snippet
-    return Starlette(
+    answers = Starlette(
         routes=[Route("/", page), *(Route(f"/api/{name}", answer) for name, answer in api.items())],
-        middleware=[
-            Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"]),
-            Middleware(Guard, token=token),
-        ],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])],
         exception_handlers={UserError: mistake, Slow: slow},
     )
+    return Guard(answers, token)  # outside, so that it also guards the answers of Starlette's own
 
 
 def rows_as_csv(index: Index, query: str, values: Sequence[Any]) -> Iterator[str]:
-    """All rows of a query as CSV, in chunks, with the names of the runs."""
+    """All rows of a query as CSV (`analysis.csv_text`), in chunks, with the names of the runs."""
     cursor = index.cursor()
     cursor.execute(query, list(values))
     rows: list[Sequence[Any]] = [COLUMNS]
     while rows:
         buffer = io.StringIO()
-        csv.writer(buffer).writerows(rows)
+        csv.writer(buffer).writerows(map(cell, row) for row in rows)
         yield buffer.getvalue()
         rows = [(index.runs[row[0]].name, *row[1:]) for row in cursor.fetchmany(10_000)]
     cursor.close()

@@ -1,4 +1,7 @@
-"""What a command says: on stdout lines for people, or one JSON object; on stderr mistakes. Never a password."""
+"""What a command says: on stdout lines for people, or one JSON object; on stderr mistakes. Never a password.
+
+Every text is escaped where it is written: file names, models and users' functions cannot control a terminal.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def tell(text: str, end: str = "\n", secrets: bool = False) -> None:
     `secrets` prints the values that `masked` hides.
     """
     try:
-        print(text if secrets else masked(text), end=end, flush=True)
+        print(visible(text if secrets else masked(text)), end=end, flush=True)
     except BrokenPipeError:
         _discard(sys.stdout)
     except OSError as error:
@@ -54,8 +57,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """One object on one line; NaN and infinities as words."""
-    tell(json.dumps(finite(value), ensure_ascii=False, allow_nan=False))
+    """One object on one line; NaN and infinities as words, characters that do not print as JSON escapes."""
+    line = json.dumps(finite(value), ensure_ascii=False, allow_nan=False)
+    tell("".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line))
 
 
 def print_result(as_json: bool, value: dict[str, Any], lines: Sequence[str]) -> None:
@@ -66,10 +70,21 @@ def print_result(as_json: bool, value: dict[str, Any], lines: Sequence[str]) -> 
         tell("\n".join(lines))
 
 
+def visible(text: str) -> str:
+    """The text with escapes for what a terminal obeys instead of printing, except line ends and tabs."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else _escaped(c) for c in text)
+
+
 def printable(text: str) -> str:
     """The text on one line, with escapes for what a terminal does not print but obeys."""
     line = " ".join(text.splitlines())
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return "".join(c if c.isprintable() else _escaped(c) for c in line)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()
 
 
 def shown(text: str) -> str:
@@ -101,7 +116,7 @@ def say(line: str) -> None:
 def say_anyway(line: str) -> None:
     """One line on stderr, from any process. What cannot be said there cannot be said: no run ends for that."""
     try:
-        print(masked(line), file=sys.stderr, flush=True)
+        print(printable(masked(line)), file=sys.stderr, flush=True)
     except OSError:
         _discard(sys.stderr)
 

@@ -13,7 +13,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ppo_repro.base.output import say_anyway
+from ppo_repro.base.output import printable, say_anyway
 from ppo_repro.base.watcher import Watcher
 
 
@@ -29,7 +29,7 @@ class ConsoleProgress(Progress, Watcher):
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
             console=console,
             disable=not console.is_terminal,
         )
@@ -39,7 +39,7 @@ class ConsoleProgress(Progress, Watcher):
         is_new = name not in self._bars
         if is_new:
             self._bars[name] = self.add_task(name, total=total, note="")
-        self.update(self._bars[name], completed=done, total=total, note=note)
+        self.update(self._bars[name], completed=done, total=total, note=printable(note))
         if not self.console.is_terminal and (is_new or done * 10 // total != (done - 1) * 10 // total):
             say_anyway(f"{name} {done}/{total}: {note}")
 
@@ -60,4 +60,4 @@ class ConsoleProgress(Progress, Watcher):
         self._show("checks", done, total, what)
 
     def warning(self, text: str) -> None:
-        self.console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True)
+        self.console.print(f"warning: {printable(text)}", markup=False, highlight=False, soft_wrap=True)

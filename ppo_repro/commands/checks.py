@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 
 from ppo_repro.base.errors import UserError
@@ -100,11 +101,12 @@ def init_command(arguments: argparse.Namespace) -> int:
     for name, text in contents.items():
         atomic_write(folder / name, text.encode())
     go = "" if folder == Path(".") else f"cd {shlex.quote(str(folder))} && "
+    needed = "" if find_spec("pytest") else "   (needs pytest; install it with pip install pytest)"
     lines = [
         f"wrote       {' '.join(contents)} in {folder}",
         "model       a small one, made here; `ppo-repro fetch smollm2` gets a real one",
         f"train       {go}ppo-repro run run.yaml",
-        f"check       {go}python -m pytest",
+        f"check       {go}python -m pytest{needed}",
     ]
     print_result(arguments.json, {"folder": str(folder), "files": list(contents)}, lines)
     return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import io
 import json
 import math
 import os
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.output import shown
+from ppo_repro.base.output import shown, visible
 
 FLOAT32_MAX = 3.4028234663852886e38
 BY_NAME = ("fields", "turns", "full_text")  # what a reward gets if it has a parameter of that name
@@ -330,9 +331,20 @@ def _ready() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (available, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
+class _Visible(io.TextIOWrapper):
+    """A stream for what the user's code prints: a response that it prints cannot control the terminal."""
+
+    def write(self, text: str) -> int:
+        super().write(visible(text))
+        return len(text)
+
+
 def main() -> None:
     """Answer requests until the run closes the connection."""
     connection = Connection(int(sys.argv.pop()))
+    for name in ("stdout", "stderr"):
+        raw = io.FileIO(getattr(sys, name).fileno(), "w", closefd=False)
+        setattr(sys, name, _Visible(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True))
     os.set_inheritable(connection.fileno(), False)
     _ready()
     with suppress(EOFError):

@@ -174,6 +174,13 @@ def test_what_is_printed_goes_to_stderr(tmp_path: Path, capfd: pytest.CaptureFix
         assert part in err
 
 
+def test_what_is_printed_cannot_control_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    loaded(tmp_path, f"import sys\n{SIGNATURE}print(response, file=sys.stderr); print(response); return 1.0")(
+        [{**ROWS[0], "response": "\x1b[31m\x9b\u202ered\ta\nb"}]
+    )
+    assert capfd.readouterr().err == "\\x1b[31m\\x9b\\u202ered\ta\nb\n" * 2
+
+
 GETS = "prompt, response, answer, and by name, if it asks for them, fields, turns, full_text"
 
 

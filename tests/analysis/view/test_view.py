@@ -64,6 +64,21 @@ def test_nothing_is_answered_without_the_token_or_under_another_host(hostile: Se
     assert hostile.socket.getsockname()[0] == "127.0.0.1"
 
 
+def test_every_answer_forbids_frames_caches_referrers_and_other_origins(hostile: Server) -> None:
+    whole = {"token": hostile.token, "run": 0, "iteration": 0, "sequence": 0}
+    answers = [get(hostile, path, whole, Origin="http://example.org") for path in PATHS]
+    answers += [get(hostile, "/"), get(hostile, "/", whole, Host="example.org"), get(hostile, "/api/diff", whole)]
+    assert {code for code, _, _ in answers} == {200, 400, 403, 404}
+    for _, _, headers in answers:
+        assert headers["Content-Security-Policy"] == "frame-ancestors 'none'"
+        assert headers["X-Frame-Options"] == "DENY"
+        assert headers["Cache-Control"] == "no-store"
+        assert headers["Referrer-Policy"] == "no-referrer"
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Cross-Origin-Resource-Policy"] == headers["Cross-Origin-Opener-Policy"] == "same-origin"
+        assert not [name for name in headers if name.lower().startswith("access-control-")]
+
+
 def test_hostile_texts_stay_text(hostile: Server) -> None:
     code, page, _ = get(hostile, "/", {"token": hostile.token})
     root = tree(page)
@@ -147,7 +162,7 @@ def test_queries_find_what_the_files_hold_and_the_snippet_and_the_csv_find_the_s
             pd.testing.assert_frame_equal(space["found"][rows.columns[1:]], rows[rows.columns[1:]], check_dtype=False)
             _, text, headers = get(server, "/api/csv", {"token": server.token, **asked})
             lines = list(csv.DictReader(io.StringIO(text)))
-            assert [line["response"] for line in lines] == rows["response"].tolist()
+            assert [line["response"].removeprefix("'") for line in lines] == rows["response"].tolist()
             assert headers["Content-Disposition"].startswith("attachment")
         pages = [api(server, "responses", sort="score", limit=5, offset=k)["rows"] for k in (0, 5)]
         both = api(server, "responses", sort="score", limit=10)["rows"]

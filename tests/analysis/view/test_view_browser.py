@@ -93,6 +93,21 @@ def test_search_filter_tokens_and_diff_by_keyboard_alone(browser: Any, native_ru
         assert found == []
 
 
+@pytest.mark.parametrize("framed", [True, False])
+def test_no_page_can_frame_the_view(browser: Any, native_run: Path, tmp_path: Path, framed: bool) -> None:
+    """Control: a page that allows it is framed."""
+    with served(native_run) as server:
+        (tmp_path / "inside.html").write_text("<p id=found>free</p>")
+        address = server.address if framed else (tmp_path / "inside.html").as_uri()
+        (tmp_path / "outside.html").write_text(f'<iframe src="{address}"></iframe>')
+        look(browser)
+        browser.get((tmp_path / "outside.html").as_uri())
+        browser.switch_to.frame(0)
+        assert bool(find(browser, "#found")) is not framed
+        browser.switch_to.default_content()
+        browser.get_log("browser")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_hostile_texts_do_nothing_and_the_page_fits(
     browser: Any, native_run: Path, tmp_path: Path, scheme: str

@@ -1,0 +1,57 @@
+"""Tables as CSV. A spreadsheet computes a cell that begins with `=`, so texts of models and users are written apart.
+
+A text that begins with one of `STARTS` and is no number gets an apostrophe before it; whoever reads the file back
+removes one apostrophe from each text that begins with one. Numbers are written as they are.
+"""
+
+from __future__ import annotations
+
+import csv
+
+import pandas as pd
+
+STARTS = (
+    "=",
+    "+",
+    "-",
+    "@",
+    "\t",
+    "\r",
+    "\n",
+    "＝",
+    "＋",
+    "－",
+    "＠",
+    "'",
+)  # the wide ones are read as the narrow ones
+
+
+def cell(value: object) -> object:
+    """The value as a cell that no spreadsheet computes: texts as above, other values unchanged."""
+    if isinstance(value, str) and value.startswith(STARTS) and not _is_number(value):
+        return f"'{value}"
+    return value
+
+
+def csv_text(frame: pd.DataFrame, float_format: str | None = None) -> str:
+    """The frame without its index as CSV; floats have all digits that it takes to read them back unless formatted."""
+    texts = frame.select_dtypes(exclude="number").map(cell)
+    safe = frame.copy()
+    safe[texts.columns] = texts
+    safe.columns = safe.columns.map(cell)
+    # a carriage return ends a line for readers, and is not quoted where lines end with "\n"
+    has_return = any("\r" in str(value) for value in [*safe.columns, *texts.to_numpy().flat])
+    return safe.to_csv(
+        index=False,
+        float_format=float_format,
+        lineterminator="\n",
+        quoting=csv.QUOTE_ALL if has_return else csv.QUOTE_MINIMAL,
+    )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return text.isascii() and text == text.strip()

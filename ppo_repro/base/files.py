@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +130,16 @@ def remove_folder(folder: Path) -> None:
         shutil.rmtree(doomed)
 
 
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file for reading; OSError if it is a FIFO, a socket or a device, which may have no end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return path.open("rb")
+
+
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, read in chunks; raises OSError."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import open_regular
 from ppo_repro.base.output import shown
 
+LONGEST_LINE = 1 << 26  # bytes
 _BOM = b"\xef\xbb\xbf"
 _NOT_CARRIED = re.compile("[\0\ud800-\udfff]")  # no UTF-8 exists for the one, C ends a text at the other
 _CONSTANTS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": -float("inf")}
@@ -34,9 +36,11 @@ def read_lines(name: str, path: Path, constants: bool = False) -> Iterator[Line]
     """
     any_line = False
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             # in bytes: only \n ends a line, while JSON allows U+2028 and others inside a text
-            for number, content in enumerate(file, 1):
+            for number, content in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
+                if len(content) > LONGEST_LINE:
+                    raise UserError(f"{path}:{number}: has more than {LONGEST_LINE} bytes; write one object per line")
                 whole = content.removeprefix(_BOM) if number == 1 else content
                 if whole.strip():
                     any_line = True
@@ -55,7 +59,8 @@ def _parsed(where: str, content: bytes, constants: bool) -> dict[str, Any]:
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
-        if twice := next((name for name in names if names.count(name) > 1), None):
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
             raise UserError(f"{where}: field '{shown(twice)}' appears twice; keep one")
         return dict(pairs)
 

@@ -6,7 +6,6 @@ allowed length, in native numerics from what the kernels would need.
 
 from __future__ import annotations
 
-import copy
 import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -26,7 +25,7 @@ from ppo_repro.models.load import read_model_config
 from ppo_repro.models.lora import choose_layers, shape_of
 from ppo_repro.models.tiny import tiny_config
 from ppo_repro.numerics import library
-from ppo_repro.numerics.description import activation_of, check_config
+from ppo_repro.numerics.description import check_config, plain
 from ppo_repro.numerics.families import CAUSAL_MODELS, CLASSIFIERS, check_visibility, head_of, trunk_of
 from ppo_repro.numerics.network import KEEP_ALL, KEEP_INPUTS, KEEP_NOTHING, Lowered, Network
 from ppo_repro.numerics.optimizer import SLOTS
@@ -87,12 +86,8 @@ class Shape:
     """A causal model without memory, and the kernels' view of it."""
 
     def __init__(self, config: PretrainedConfig, max_context: int) -> None:
-        plain = copy.deepcopy(config)  # what native numerics cover alone changes no memory
-        setattr(plain, activation_of(config)[0], "silu")
-        if getattr(plain, "rope_parameters", None):
-            plain.rope_parameters |= {"rope_type": "default"}
         with torch.device("meta"):  # every shape, no memory
-            self.model = AutoModelForCausalLM.from_config(plain, dtype=torch.float32, trust_remote_code=False)
+            self.model = AutoModelForCausalLM.from_config(plain(config), dtype=torch.float32, trust_remote_code=False)
         self.network = Network(trunk_of(self.model), Lowered(max_context))
         self.struct = self.network.struct
         self.parameters = sum(p.numel() for p in self.model.parameters())

@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.numerics.ranges import check_ranges
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER, GENERATION = "adapter_config.json", "generation_config.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_SMALL = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+_TEXTS = (".json", ".txt", ".model", ".jinja")
 _OBJECTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+MOST_BYTES, MOST_BYTES_OF_TOKENIZERS = (
+    1 << 24,
+    1 << 28,
+)  # of a file that is read whole
+_TEMPLATES = "additional_chat_templates"
+_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 _DTYPES = {"F32", "F16", "BF16"}
 # masks and frequencies that older versions saved; they are computed today
 _NOT_WEIGHTS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.rotary_emb\.inv_freq$|(^|\.)position_ids$")
 
 
 def check_config(folder: Path, where: str) -> None:
-    """Raise UserError, beginning with `where`, unless config.json may describe a model in plain floating point."""
+    """Raise UserError, beginning with `where`, unless config.json may describe a model in plain floating point.
+
+    Every number in it that says how large something is, is in its range; every file of the folder can be read whole.
+    """
     if (folder / ADAPTER).is_file():
         raise UserError(f"{where}: has {ADAPTER}: an adapter; merge it into its base model and save that")
     if not folder.is_dir():
         raise UserError(f"{where}: there is no such folder{_how_to_get(folder)}")
+    _check_files(folder, where)
     if not (folder / "config.json").is_file():
         raise UserError(f"{where}: must be a transformers model folder; there is no config.json in it")
     config = _read_object(folder / "config.json", where)
@@ -33,6 +48,24 @@ def check_config(folder: Path, where: str) -> None:
         if config.get(name) is not None:
             raise UserError(f"{where}: config.json has {name}; save the model in float32, float16 or bfloat16")
     _refuse_code(config, "config.json", where)
+    check_ranges(config, f"{where}: config.json has")
+
+
+def _check_files(folder: Path, where: str) -> None:
+    """UserError for what is no regular file, which might be read for ever, and for texts that are too large."""
+    try:
+        paths = sorted([*folder.iterdir(), *(folder / _TEMPLATES).glob("*")])
+    except OSError as error:
+        raise UserError(f"{where}: the folder cannot be read ({error.strerror}); make it readable") from error
+    for path in paths:
+        if not path.exists():  # a link to nothing
+            continue
+        mode, size = path.stat().st_mode, path.stat().st_size
+        if kind := _KINDS.get(stat.S_IFMT(mode)):
+            raise UserError(f"{where}: {path.name} is {kind}; must be a regular file, remove it or restore it")
+        most = MOST_BYTES if path.name in _SMALL or path.suffix == ".jinja" else MOST_BYTES_OF_TOKENIZERS
+        if stat.S_ISREG(mode) and path.suffix in _TEXTS and size > most:
+            raise UserError(f"{where}: {path.name} has {size} bytes; must be at most {most}, restore it")
 
 
 def _how_to_get(folder: Path) -> str:
@@ -62,21 +95,23 @@ def check_tokenizer(folder: Path, where: str) -> None:
         raise UserError(f"{where}: has no tokenizer ({', '.join(_TOKENIZERS)}); save the model's own beside it")
 
 
-def check_weights(folder: Path, where: str) -> None:
-    """Raise UserError, beginning with `where`, for weights that are missing, damaged or not supported."""
+def check_weights(folder: Path, where: str) -> int:
+    """Return how many numbers the weights of a folder have.
+
+    Raise UserError, beginning with `where`, for weights that are missing, damaged or not supported.
+    """
     if (folder / GENERATION).exists():
         _read_object(folder / GENERATION, where)
     if (folder / WEIGHTS).is_file():
-        _check_kinds(folder / WEIGHTS, where)
-    elif (folder / INDEX).is_file():
-        _check_index(folder, where)
-    elif any(folder.glob("*.bin")):
+        return _check_kinds(folder / WEIGHTS, where)
+    if (folder / INDEX).is_file():
+        return _check_index(folder, where)
+    if any(folder.glob("*.bin")):
         raise UserError(
             f"{where}: has pickled weights only (*.bin), which could run code and are never opened; convert them: load "
             f"the model with transformers and save_pretrained it, which writes {WEIGHTS}"
         )
-    else:
-        raise UserError(f"{where}: has neither {WEIGHTS} nor {INDEX}; save the model again")
+    raise UserError(f"{where}: has neither {WEIGHTS} nor {INDEX}; save the model again")
 
 
 def _read_object(path: Path, where: str) -> dict[str, Any]:
@@ -94,12 +129,13 @@ def _refuse_code(content: dict[str, Any], name: str, where: str) -> None:
         raise UserError(f"{where}: {name} has auto_map; code of a model folder is never run, take a model without")
 
 
-def _check_index(folder: Path, where: str) -> None:
+def _check_index(folder: Path, where: str) -> int:
     content = _read_object(folder / INDEX, where)
     places = content.get("weight_map")
     named = isinstance(places, dict) and places and all(isinstance(name, str) for name in places.values())
     if not isinstance(places, dict) or not named or not isinstance(content.get("metadata"), dict):
         raise UserError(f"{where}: {INDEX} has no metadata and weight_map from tensors to files; save the model again")
+    count = 0
     for name in sorted(set(places.values())):
         if Path(name).name != name:  # a link is fine: the hub's cache is made of them
             raise UserError(
@@ -107,19 +143,23 @@ def _check_index(folder: Path, where: str) -> None:
             )
         if not (folder / name).is_file():
             raise UserError(f"{where}: {INDEX} names {name}, which is not in the folder; restore it")
-        _check_kinds(folder / name, where)
+        count += _check_kinds(folder / name, where)
+    return count
 
 
-def _check_kinds(path: Path, where: str) -> None:
-    """Raise UserError unless each tensor of a file is in a format that loads exactly, as its header says."""
+def _check_kinds(path: Path, where: str) -> int:
+    """Return how many numbers a file has; UserError unless each tensor is in a format that loads exactly."""
     try:
         with safe_open(path, framework="numpy") as file:
-            kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            kinds = {name: of.get_dtype() for name, of in slices.items()}
+            count = sum(math.prod(of.get_shape()) for of in slices.values())
     except (OSError, SafetensorError) as error:
         raise UserError(f"{where}: {path.name} cannot be read ({_short(error)}); restore it") from error
     for name, kind in sorted(kinds.items()):
         if kind not in _DTYPES and not _NOT_WEIGHTS.search(name):
             raise UserError(f"{where}: tensor {name} is {kind}; must be F32, F16 or BF16, save the model in float32")
+    return count
 
 
 def _short(value: object) -> str:

@@ -22,11 +22,17 @@ from transformers.utils import logging
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import check_sums
-from ppo_repro.models.folder_files import check_config, check_tokenizer, check_weights
-from ppo_repro.numerics.description import activation_of
-from ppo_repro.numerics.families import CAUSAL_MODELS
+from ppo_repro.base.output import shown
+from ppo_repro.models.folder_files import GENERATION, check_config, check_tokenizer, check_weights
+from ppo_repro.numerics.description import activation_of, plain
+from ppo_repro.numerics.families import CAUSAL_MODELS, trunk_of
+from ppo_repro.numerics.network import Lowered, Network
+from ppo_repro.numerics.ranges import check_ranges
+from ppo_repro.tasks.tokenizer import special_tokens
 
 _EXACT_IN_FLOAT32 = (torch.float32, torch.float16, torch.bfloat16)
+MOST_LEFT_OUT = 4  # times as many weights as the files have: a head and an embedding may be missing in a small model
+_EVERY_KIND = "a 7\n\u00e9\u4e2d\U0001f600"  # of characters
 AutoClass = type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification]
 
 
@@ -42,29 +48,30 @@ def load_as(
 
     Weights saved in bfloat16 or float16 are float32 numbers too, so they load without rounding.
     """
-    config = read_model_config(folder, classes, where)
+    config, expected = _read_config(folder, classes, where)
     check_sums(folder)
-    check_weights(folder, where)
-    try:
-        with _quiet():  # what it would say is an error here
-            loaded: Any = auto_class.from_pretrained(
-                folder,
-                dtype=torch.float32,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # the report names them
-            )
-    except MemoryError:
-        raise
-    except Exception as error:  # a wrong value can fail anywhere
-        raise _unreadable(where, error) from error
+    found = check_weights(folder, where)
+    if expected > MOST_LEFT_OUT * found:  # before memory for all of them is taken
+        raise UserError(f"{where}: its config.json wants {expected} weights, and its files have {found}; restore it")
+    tokenizer = _load_tokenizer(folder, config.vocab_size, where)
+    with _reading(where):  # what it would say is an error here
+        loaded: Any = auto_class.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the report names them
+        )
     model, report = loaded
     if type(model) not in classes:  # model_type and architectures of the folder disagree
         raise UserError(f"{where}: loads as {type(model).__name__}; must be one of {_names(classes)}")
     _check_tensors(model, report, where)
-    return model.eval(), _load_tokenizer(folder, config.vocab_size, where)
+    with _reading(f"{where}: {GENERATION}"):  # others could not be saved with the trained model
+        if model.generation_config is not None:
+            model.generation_config.validate(strict=True)
+    return model.eval(), tokenizer
 
 
 def _check_tensors(model: PreTrainedModel, report: dict[str, Any], where: str) -> None:
@@ -88,16 +95,13 @@ def _check_tensors(model: PreTrainedModel, report: dict[str, Any], where: str) -
 
 def _load_tokenizer(folder: Path, vocab_size: int, where: str) -> PreTrainedTokenizerBase:
     check_tokenizer(folder, where)
-    try:
-        with _quiet():
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except MemoryError:
-        raise
-    except Exception as error:  # tokenizers raises no other class for a file that it cannot read
-        raise _unreadable(f"{where}: its tokenizer", error) from error
-    # some classes add tokens that their models lack: a prompt that uses one is refused where it is read
-    added = tokenizer.get_added_vocab()
-    own = ((token, i) for token, i in tokenizer.get_vocab().items() if token not in added)
+    with _reading(f"{where}: its tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer.decode(tokenizer(_EVERY_KIND)["input_ids"])  # a part that is missing shows when it is needed
+        special_tokens(tokenizer)
+        # some classes add tokens that their models lack: a prompt that uses one is refused where it is read
+        added = tokenizer.get_added_vocab()
+        own = [(token, i) for token, i in tokenizer.get_vocab().items() if token not in added]
     token, largest = max(own, key=lambda item: item[1], default=("", -1))
     if largest < 0:
         raise UserError(f"{where}: its tokenizer has no token; save the model's own beside it")
@@ -109,6 +113,18 @@ def _load_tokenizer(folder: Path, vocab_size: int, where: str) -> PreTrainedToke
     for name in ("is_local", "local_files_only"):  # otherwise saved with the tokenizer
         tokenizer.init_kwargs.pop(name, None)
     return tokenizer
+
+
+@contextmanager
+def _reading(where: str) -> Iterator[None]:
+    """Let transformers read files without a word; UserError, beginning with `where`, if it cannot."""
+    try:
+        with _quiet():
+            yield
+    except (KeyboardInterrupt, MemoryError, UserError):
+        raise
+    except BaseException as error:  # a wrong value can fail anywhere, and Rust's panics are no Exception
+        raise _unreadable(where, error) from error
 
 
 @contextmanager
@@ -126,31 +142,56 @@ def _quiet() -> Iterator[None]:
 
 def read_model_config(folder: Path, classes: Sequence[type[PreTrainedModel]], where: str) -> PretrainedConfig:
     """The configuration of a model folder, which needs nothing but config.json. UserError as in `load_as`."""
+    return _read_config(folder, classes, where)[0]
+
+
+def _read_config(folder: Path, classes: Sequence[type[PreTrainedModel]], where: str) -> tuple[PretrainedConfig, int]:
+    """The configuration of a model folder, and how many weights its model has."""
     check_config(folder, where)
-    try:
-        with _quiet():
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # its checks have classes of their own, and a wrong value can fail anywhere
-        raise _unreadable(where, error) from error
-    architecture = (config.architectures or ["unknown"])[0]
-    if architecture not in {c.__name__ for c in classes}:
-        raise UserError(f"{where}: architecture {architecture}; must be one of {_names(classes)}")
+    with _reading(where):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    found = config.architectures or ["unknown"]
+    architecture = str(found[0] if isinstance(found, list) else found)
+    kind = next((c for c in classes if c.__name__ == architecture), None)
+    if kind is None:
+        raise UserError(f"{where}: architecture {shown(architecture)}; must be one of {_names(classes)}")
+    if kind.config_class is not type(config):
+        raise UserError(
+            f"{where}: model_type = {shown(str(config.model_type))} and architecture {architecture} in its config.json "
+            "are two families; restore it"
+        )
     if config.dtype == torch.float64:
         raise UserError(f"{where}: dtype = float64 in its config.json would be rounded; save the model in float32")
     if config.dtype not in (None, *_EXACT_IN_FLOAT32):
         raise UserError(f"{where}: dtype = {config.dtype} in its config.json; must be float32, float16 or bfloat16")
     field, activation = activation_of(config)
-    if activation not in ACT2FN:
-        raise UserError(f"{where}: {field} = {activation!r} is not known to transformers")
-    return config
+    if not isinstance(activation, str) or activation not in ACT2FN:
+        raise UserError(f"{where}: {field} = {shown(repr(activation))} is not known to transformers")
+    return config, _count(config, kind, where)
+
+
+def _count(config: PretrainedConfig, kind: type[PreTrainedModel], where: str) -> int:
+    """How many weights a model has; UserError if none can be made, or the kernels could not compute it.
+
+    Takes no memory for weights. Stock torch cannot compute such a model either.
+    """
+    try:
+        check_ranges(vars(config), "model config")
+        with _reading("model config"), torch.device("meta"):
+            model = kind(plain(config))
+        with _reading("model config"):
+            Network(trunk_of(model), Lowered(1))
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    return sum(p.numel() for p in model.parameters())
 
 
 def _names(classes: Sequence[type[PreTrainedModel]]) -> str:
     return ", ".join(c.__name__ for c in classes)
 
 
-def _unreadable(where: str, error: Exception) -> UserError:
-    return UserError(f"{where}: cannot be loaded ({' '.join(str(error).split())[:200]})")
+def _unreadable(where: str, error: BaseException) -> UserError:
+    return UserError(f"{where}: cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())[:200]})")
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -72,6 +73,15 @@ def activation_of(config: PretrainedConfig) -> tuple[str, Any]:
     """The field of a configuration that names the activation, and its value."""
     field = "activation_function" if hasattr(config, "activation_function") else "hidden_act"
     return field, getattr(config, field)
+
+
+def plain(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy of a configuration with the same shapes, and nothing that native numerics cover alone."""
+    same = copy.deepcopy(config)
+    setattr(same, activation_of(config)[0], "silu")
+    if getattr(same, "rope_parameters", None):
+        same.rope_parameters |= {"rope_type": "default"}
+    return same
 
 
 def check_config(config: PretrainedConfig, max_context: int) -> None:

@@ -47,6 +47,9 @@ def check_ranges(fields: Mapping[str, object], where: str) -> None:
             _check(f"{where} {name}", value, *RANGES[name], name in _WHOLE)
         if name in _ROPE and isinstance(value, Mapping):
             check_ranges(value, f"{where} {name}:")
+    padding, tokens = fields.get("pad_token_id"), fields.get("vocab_size")
+    if padding is not None and isinstance(tokens, int):
+        _check(f"{where} pad_token_id", padding, -tokens, tokens - 1, whole=True)
 
 
 def _check(name: str, value: object, least: float, most: float, whole: bool) -> None:

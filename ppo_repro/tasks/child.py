@@ -193,6 +193,7 @@ _CALLS: dict[str, Callable[[Function, Row, Row], object]] = {
     "scores": _scores,
     "step": _step,
     "keywords": lambda function, row, options: number(function(**row)),
+    "text": lambda function, row, options: function(**row),
 }
 _GETS = {
     "function": f"prompt, response, answer, and by name, if it asks for them, {', '.join(BY_NAME)}",

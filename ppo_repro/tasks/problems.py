@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from itertools import count as count_from
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # the prompts of a file are checked before anything is import
 
 
 FIELD = "task.path"
+TEMPLATE_SECONDS = 10.0  # of wall time for one chat
 _OF_GYM = {"entries": "prompts", "score": "keywords"}
 ROLES = {"system", "user", "assistant", "tool"}
 
@@ -253,14 +254,31 @@ def refuse_control_tokens(tokenizer: PreTrainedTokenizerBase, task: TaskConfig, 
             )
 
 
-def rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]]) -> str:
-    """The text of a chat up to where the model goes on; UserError where the template refuses it."""
-    from jinja2.exceptions import TemplateError
+@cache
+def _template_renderer() -> UserFunction:
+    """Start the child process that renders chat templates."""
+    file = Path(__file__).with_name("template_child.py")
+    render = load(UserProcess(), "task.chat_template", file, {"render": "text"})["render"]
+    return replace(render, file=Path("the tokenizer's template"), line="", seconds=TEMPLATE_SECONDS)
 
+
+def rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], cue: bool = True) -> str:
+    """The text of a chat, up to where the model goes on if `cue`.
+
+    UserError if the template fails, or needs more than 10 s or 1 GiB.
+    """
     try:
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-    except TemplateError as error:
-        raise UserError(f"task.chat_template: the tokenizer's template refuses the chat ({error})") from error
+        template = tokenizer.get_chat_template()
+        row = {"template": template, "turns": turns, "special_tokens": tokenizer.special_tokens_map, "cue": cue}
+        json.dumps(row)
+    except Exception as error:  # a template may be anything in the tokenizer's files
+        raise UserError(f"task.chat_template: the tokenizer's template is none ({shown(str(error))})") from error
+    try:
+        (text,) = _template_renderer()([row])
+    except BaseException:
+        _template_renderer.cache_clear()  # it may have been stopped
+        raise
+    return str(text)
 
 
 def encode_all(

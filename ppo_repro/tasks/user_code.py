@@ -108,6 +108,7 @@ class UserFunction:
     line: str  # `:LINE` where it begins; "" if unknown
     call: str  # the convention by which the child calls it
     options: Mapping[str, Any]
+    seconds: float = CALL_SECONDS  # of wall time for one row
 
     @property
     def where(self) -> str:
@@ -121,9 +122,9 @@ class UserFunction:
         raises, returns what it must not, takes too long, or ends its process.
         """
         if self.call == "scores":
-            seconds = max(CALL_SECONDS, _SECONDS_PER_TRANSCRIPT * len(rows))
+            seconds = max(self.seconds, _SECONDS_PER_TRANSCRIPT * len(rows))
             return list(self._ask([{"transcripts": list(rows)}], seed, seconds)[0])
-        return self._ask(rows, seed, CALL_SECONDS)
+        return self._ask(rows, seed, self.seconds)
 
     def _ask(self, rows: Sequence[Mapping[str, Any]], seed: int, seconds: float) -> list[Any]:
         def lost(row: int, how: str) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedModel
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.tasks.problems import rendered
 from ppo_repro.testing.dumps import Response
 
 TEMPLATED, BARE = "prompt in the chat template", "prompt without the chat template"
@@ -188,12 +189,12 @@ def _templates(tokenizer: Any) -> dict[str, Callable[[Ids], Ids]]:
 
     def text(cue: bool) -> str:
         turn = [{"role": "user", "content": _MARK}]
-        return str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=cue))
+        return rendered(tokenizer, turn, cue)
 
     try:
         begin, mark, end = text(True).partition(_MARK)
         cue = text(True).removeprefix(text(False))
-    except (TemplateError, ValueError, TypeError, KeyError):  # a template may refuse such a conversation
+    except UserError:  # a template may refuse such a conversation
         return {}
     if not mark:
         return {}

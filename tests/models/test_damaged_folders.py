@@ -1,0 +1,183 @@
+"""Everything in a model folder is an input: a damaged folder is refused soon and in one line, or computes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import ppo_repro
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import one_line
+from ppo_repro.checks.plan import plan_run
+from ppo_repro.models.folder_files import GENERATION, MOST_BYTES, WEIGHTS
+from ppo_repro.models.folders import load_reward_model, write_model
+from ppo_repro.models.load import load_folder, stop_ids
+from ppo_repro.models.reward_model import reward_scores
+from ppo_repro.numerics.families import CLASSIFIER_OF
+from ppo_repro.tasks.problems import rendered
+from ppo_repro.tasks.tokenizer import character_tokenizer
+from tests.support.damage import Damage, changed, device, drawn
+from tests.support.models import CLASSES, CONFIGS, MIXTURES, fill, small_model, unequal
+from tests.support.runs import small_config
+
+FAMILIES = {**CONFIGS, **MIXTURES}
+TURNS = [{"role": "user", "content": "ab"}]
+SECONDS = 2.0  # of this process, for a refusal
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder of each family, and a reward model `reward FAMILY` of each family that has classifiers."""
+    root = tmp_path_factory.mktemp("folders")
+    for family, make in FAMILIES.items():
+        config = make()
+        models = {family: small_model(config, 0)}
+        if kind := CLASSIFIER_OF.get(CLASSES[type(config)]):
+            config.num_labels = 1
+            models[f"reward {family}"] = kind(config).eval()
+            fill(models[f"reward {family}"], 1)
+        for name, model in models.items():
+            model.save_pretrained(root / name)
+            character_tokenizer("0123456789+=").save_pretrained(root / name)
+    return root
+
+
+def no_unknown_token(folder: Path) -> None:
+    tree = json.loads((folder / "tokenizer.json").read_text())
+    tree["model"] = {"type": "WordLevel", "vocab": tree["model"]["vocab"], "unk_token": "<unk>"}
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
+
+
+def large(name: str) -> Damage:
+    return device(name, lambda path: path.touch() or os.truncate(path, MOST_BYTES + 1))  # type: ignore[func-returns-value]
+
+
+def endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def rope(**changes: object) -> Damage:
+    return changed("config.json", ("rope_parameters",), {"rope_type": "default", "rope_theta": 1e4, **changes})
+
+
+def config(field: str, value: object) -> Damage:
+    return changed("config.json", (field,), value)
+
+
+# a family, a damage, and what is said: file or field, value, what is allowed
+CASES: dict[str, tuple[str, Damage]] = {
+    "head_dim = 15: .* even number": ("llama", config("head_dim", 15)),
+    "head_dim = 0: must be .* 1 to": ("llama", config("head_dim", 0)),
+    "num_hidden_layers = 0: must be .* 1 to 1024": ("qwen3", config("num_hidden_layers", 0)),
+    "num_hidden_layers = 1000000: must be .* 1 to 1024": ("qwen3", config("num_hidden_layers", 10**6)),
+    "n_layer = 1000000: must be .* 1 to 1024": ("gpt2", config("n_layer", 10**6)),
+    "hidden_size = -16: must be .* 1 to": ("llama", config("hidden_size", -16)),
+    "pad_token_id = 1000000000000: must be .* -89 to 88": ("llama", config("pad_token_id", 10**12)),
+    "num_experts_per_tok = 9: must be .* number of experts": ("mixtral", config("num_experts_per_tok", 9)),
+    "rope_theta = nan: must be a number from 1 to": ("gpt_neox", rope(rope_theta=float("nan"))),
+    "partial_rotary_factor = 2: must be": ("gpt_neox", rope(partial_rotary_factor=2.0)),
+    "rms_norm_eps = inf: must be": ("gemma", config("rms_norm_eps", float("inf"))),
+    "num_labels = 1000000000: must be": ("mistral", config("num_labels", 10**9)),
+    "wants [0-9]+ weights, and its files have": ("gpt2", config("n_positions", 10**6)),
+    "decoder_sparse_step = 0: must be": ("qwen3_moe", config("decoder_sparse_step", 0)),
+    "tokenizer: cannot be loaded .*UNK": ("olmoe", no_unknown_token),
+    "tokenizer_config.json is a FIFO; must be": ("qwen2", device("tokenizer_config.json", os.mkfifo)),
+    "model.safetensors is a FIFO; must be": ("qwen2", device(WEIGHTS, os.mkfifo)),
+    "chat_template.jinja is a device; must be": ("qwen2", device("chat_template.jinja", endless)),
+    "config.json has [0-9]+ bytes; must be at most": ("qwen2", large("generation_config.json")),
+    "generation_config.json: cannot be loaded .*temperature": ("llama", changed(GENERATION, ("temperature",), 0.5)),
+    "cannot be loaded .*Field 'architectures' with value 5": ("llama", config("architectures", 5)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", CASES)
+def test_a_damaged_folder_is_refused_in_one_line(message: str, folders: Path, tmp_path: Path) -> None:
+    family, damage = CASES[message]
+    folder = Path(shutil.copytree(folders / family, tmp_path / "model"))
+    damage(folder)
+    start = time.process_time()
+    with pytest.raises(UserError, match=rf"^model\.path = \S+: .*{message}") as refused:
+        load_folder(folder)
+    assert "\n" not in str(refused.value)
+    assert time.process_time() - start < SECONDS
+
+
+def test_a_plan_refuses_a_million_layers_at_once(folders: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders / "llama", tmp_path / "model"))
+    config("num_hidden_layers", 10**6)(folder)
+    start = time.process_time()
+    with pytest.raises(UserError, match="num_hidden_layers = 1000000: must be"):
+        plan_run(small_config(f"model={{kind: folder, path: {folder}}}"))
+    assert time.process_time() - start < SECONDS
+
+
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+TEMPLATES = {
+    "{% for i in range(10**9) %}{% endfor %}": "Range too big",
+    "{{ 'x' * 10**10 }}": "needs more than 1 GiB",
+    "{% if %}": "TemplateSyntaxError",
+}
+
+
+def refused_template(template: object, message: str) -> None:
+    tokenizer = character_tokenizer("abc")
+    tokenizer.chat_template = template  # type: ignore[assignment]
+    with pytest.raises(UserError, match=f"^task.chat_template: the tokenizer's template.*{message}"):
+        rendered(tokenizer, TURNS)
+
+
+def test_a_chat_template_that_fails_is_refused_and_the_next_one_is_rendered() -> None:
+    for template, message in TEMPLATES.items():
+        refused_template(template, message)
+    tokenizer = character_tokenizer("abc")
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    stock = tokenizer.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True)
+    assert rendered(tokenizer, TURNS) == stock
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template", [LOOP, "{{ 9 ** (9 ** 9) }}"])
+def test_a_chat_template_without_an_end_is_refused(template: str) -> None:
+    refused_template(template, "gave no answer within 10 s")
+
+
+@pytest.mark.slow
+def test_no_damage_of_a_folder_is_a_fault(folders: Path, tmp_path: Path) -> None:
+    """A damaged folder is refused by UserError; or its model gives equal bits in every batch, and can be saved."""
+    computed, names = 0, sorted(path.name for path in folders.iterdir())
+    for seed in range(300):
+        family = names[seed % len(names)]
+        what, damage = drawn(folders / family, seed)
+        folder = Path(shutil.copytree(folders / family, tmp_path / str(seed)))
+        damage(folder)
+        try:
+            (use_reward_model if family.startswith("reward") else use)(folder)
+            computed += 1
+        except UserError as error:
+            assert len(one_line(error)) < 1000, what
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}: {family}: {what}") from error
+        shutil.rmtree(folder)
+    assert 30 < computed < 200
+
+
+def use(folder: Path) -> None:
+    source, tokenizer = load_folder(folder)
+    stop_ids(source, tokenizer)
+    model, ids = ppo_repro.deterministic(source, max_context=16), torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]])
+    alone = torch.cat([ppo_repro.logprobs(model, row[None]) for row in ids])
+    assert unequal(ppo_repro.logprobs(model, ids), alone) == 0
+    write_model(source, folder)
+    tokenizer.save_pretrained(folder)
+
+
+def use_reward_model(folder: Path) -> None:
+    model, _ = load_reward_model(folder, "deterministic", 16)
+    together, alone = (reward_scores(model, [[1, 2, 3], [3, 4]], "right", size) for size in (0, 1))
+    assert unequal(together, alone) == 0

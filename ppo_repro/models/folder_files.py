@@ -6,12 +6,14 @@ import json
 import math
 import re
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import shown
 from ppo_repro.numerics.ranges import check_ranges
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -84,15 +86,31 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _TOKENIZERS)
 
 
-def check_tokenizer(folder: Path, where: str) -> None:
-    """Raise UserError, beginning with `where`, for a tokenizer that is missing, is no JSON or wants code."""
+def check_tokenizer(folder: Path, vocab_size: int, where: str) -> None:
+    """Raise UserError, beginning with `where`, for a tokenizer that is missing, is no JSON or wants code.
+
+    Also for a token outside the model's vocabulary, because a file is read into a list of all ids up to the largest.
+    """
     for name in _OBJECTS:
         if (folder / name).exists():
             content = _read_object(folder / name, where)
             if name == "tokenizer_config.json":
                 _refuse_code(content, name, where)
+            model = content.get("model")
+            if name == "tokenizer.json" and isinstance(model, dict) and isinstance(model.get("vocab"), dict):
+                check_tokens(model["vocab"], vocab_size, where)
     if not has_tokenizer(folder):
         raise UserError(f"{where}: has no tokenizer ({', '.join(_TOKENIZERS)}); save the model's own beside it")
+
+
+def check_tokens(ids: Mapping[str, object], vocab_size: int, where: str) -> None:
+    """Raise UserError, beginning with `where`, for the first token whose id is none of the model's."""
+    for token, i in ids.items():
+        if type(i) is not int or not 0 <= i < vocab_size:
+            raise UserError(
+                f"{where}: its tokenizer has the token {shown(repr(token))} = {shown(repr(i))}, and the model a "
+                f"vocabulary of {vocab_size}; save the model's own tokenizer beside it"
+            )
 
 
 def check_weights(folder: Path, where: str) -> int:

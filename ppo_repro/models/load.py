@@ -23,7 +23,7 @@ from transformers.utils import logging
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import check_sums
 from ppo_repro.base.output import shown
-from ppo_repro.models.folder_files import GENERATION, check_config, check_tokenizer, check_weights
+from ppo_repro.models.folder_files import GENERATION, check_config, check_tokenizer, check_tokens, check_weights
 from ppo_repro.numerics.description import activation_of, plain
 from ppo_repro.numerics.families import CAUSAL_MODELS, trunk_of
 from ppo_repro.numerics.network import Lowered, Network
@@ -69,8 +69,9 @@ def load_as(
         raise UserError(f"{where}: loads as {type(model).__name__}; must be one of {_names(classes)}")
     _check_tensors(model, report, where)
     with _reading(f"{where}: {GENERATION}"):  # others could not be saved with the trained model
-        if model.generation_config is not None:
-            model.generation_config.validate(strict=True)
+        generation = getattr(model, "generation_config", None)
+        if generation is not None:
+            generation.validate(strict=True)
     return model.eval(), tokenizer
 
 
@@ -94,7 +95,7 @@ def _check_tensors(model: PreTrainedModel, report: dict[str, Any], where: str) -
 
 
 def _load_tokenizer(folder: Path, vocab_size: int, where: str) -> PreTrainedTokenizerBase:
-    check_tokenizer(folder, where)
+    check_tokenizer(folder, vocab_size, where)
     with _reading(f"{where}: its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         tokenizer.decode(tokenizer(_EVERY_KIND)["input_ids"])  # a part that is missing shows when it is needed
@@ -102,14 +103,9 @@ def _load_tokenizer(folder: Path, vocab_size: int, where: str) -> PreTrainedToke
         # some classes add tokens that their models lack: a prompt that uses one is refused where it is read
         added = tokenizer.get_added_vocab()
         own = [(token, i) for token, i in tokenizer.get_vocab().items() if token not in added]
-    token, largest = max(own, key=lambda item: item[1], default=("", -1))
-    if largest < 0:
+    if not own:
         raise UserError(f"{where}: its tokenizer has no token; save the model's own beside it")
-    if largest >= vocab_size:
-        raise UserError(
-            f"{where}: its tokenizer has the token {token!r} = {largest}, and the model a vocabulary of {vocab_size}; "
-            "save the model's own tokenizer beside it"
-        )
+    check_tokens(dict(own), vocab_size, where)
     for name in ("is_local", "local_files_only"):  # otherwise saved with the tokenizer
         tokenizer.init_kwargs.pop(name, None)
     return tokenizer

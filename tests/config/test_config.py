@@ -111,6 +111,8 @@ def test_a_file_for_another_command_is_named(path: Path, command: str) -> None:
         (["ppo.rejection=[{kind: ratio, low: 2, high: 3}]"], "ppo.rejection.0.low = 2: input should be less than 1"),
         (["ppo.rejection=[{kind: veto}, {kind: veto}]"], "ppo: rejection holds an entry of kind veto twice; keep one"),
         (["ppo.rejected_tokens=left_out"], "ppo: rejected_tokens = left_out needs rejection, or importance_weights of"),
+        (["ppo.warmup_iterations=3"], "ppo.warmup_iterations = 3 must be smaller than ppo.iterations = 3"),
+        (["mismatch.sampler.lag=1", "ppo.iterations=1"], "mismatch.sampler.lag needs ppo.iterations of at least 2"),
         (["ppo.objective={kind: clip_cov, covariance_low: 5}"], "ppo.objective: covariance_low = 5.0 must be smaller"),
         (["ppo.objective={kind: clip, dual_clip: 1.1}"], "ppo.objective: dual_clip = 1.1 must be greater than 1 + the"),
         (["model.hidden_size=34"], "model: hidden_size must be an even multiple of num_attention_heads"),

@@ -10,7 +10,7 @@ from torch import Tensor
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.run import ControlConfig
 from ppo_repro.control.environments import Environments
-from ppo_repro.control.loop import ControlState, compute_advantages, forward_pass, prepare, roll_out
+from ppo_repro.control.loop import ControlState, compute_advantages, evaluate, forward_pass, prepare, roll_out
 from tests.support.control import small_control
 
 
@@ -36,6 +36,7 @@ def test_a_rollout_whose_every_step_is_known(name: str, reason: str) -> None:
     assert first.episode_return == (6.0, 3.0) * 2 and first.last_step == (2, 4) * 2
     assert len(set(first.seed)) == 4 and first.episode == (0, 1) * 2
     second = roll_out(config, state.agent, state.environments, 1)
+    assert second.actions.tolist() != first.actions.tolist(), "each iteration draws anew from two actions as likely"
     assert second.lengths.tolist() == [1, 3, 1] * 2 and second.first_step == (2, 0, 0) * 2
     assert second.seed[0] == first.seed[1] and second.episode == (1, 2, 3) * 2, "episodes go on"
     assert second.observations[0].tolist() == first.final_observations[1].tolist()
@@ -71,6 +72,22 @@ def test_advantages_of_every_fragment_by_definition(name: str, bootstrap: str) -
         follows = 0.0 if nothing else state.agent.values(rollout.final_observations[i : i + 1]).item()
         assert raw == pytest.approx(by_hand(rewards, values, follows, 0.9, 0.95), rel=1e-5, abs=1e-5)
     assert found.returns.tolist() == (found.raw_advantages + forward.values).tolist()
+
+
+def test_an_evaluation_is_the_mean_return_of_the_first_episode_of_each_copy() -> None:
+    """Each played alone to its end; a copy that ends early goes on with another episode, which does not count."""
+    config, state = prepared("CartPole-v1", "evaluation.episodes=5")
+    returns = []
+    for slot in Environments("CartPole-v1", 5, "evaluation", config.seed).slots:
+        (observation, _), total, ended = slot.env.reset(seed=slot.seed), 0.0, False
+        while not ended:
+            outputs = state.agent.policy(torch.from_numpy(observation)[None])
+            action = int(state.agent.distribution.likeliest(outputs)[0, 0])
+            observation, reward, terminated, truncated, _ = slot.env.step(action)
+            total, ended = total + reward, terminated or truncated
+        returns.append(total)
+    assert len(set(returns)) > 1
+    assert evaluate(config, state.agent) == sum(returns) / 5
 
 
 def test_actions_are_clipped_to_their_space_and_recorded_as_drawn() -> None:

@@ -20,6 +20,7 @@ from ppo_repro.numerics.definition.optimizer import Moments, Settings, adamw, gl
 from ppo_repro.numerics.optimizer import (
     AdamW,
     AdamWSettings,
+    NativeAdamW,
 )
 from ppo_repro.numerics.sums import mean_of, run_sums
 
@@ -96,6 +97,9 @@ def test_steps_are_near_those_of_torch() -> None:
     for clip in (0.0, 0.5, 1e9):
         s = AdamWSettings(1e-2, 0.9, 0.95, 1e-8, 0.1, clip)
         adam, norms = stepped({"w": start}, [{"w": g} for g in gradients], s)
+        native = NativeAdamW({"w": torch.from_numpy(start.copy()).requires_grad_()}, s)
+        native_norms = [native.apply(s, {"w": torch.from_numpy(g.copy())}) for g in gradients]
+        assert native_norms == pytest.approx(norms, rel=1e-5)
         p = torch.from_numpy(start).double().requires_grad_()
         torch_adam = torch.optim.AdamW([p], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
         for g, found in zip(gradients, norms, strict=True):
@@ -104,6 +108,7 @@ def test_steps_are_near_those_of_torch() -> None:
             torch_adam.step()
         # six steps of about 1e-2, each with a few roundings of 2^-24, and weights up to 2^12 that are rounded six times
         assert torch.allclose(adam.parameters["w"].double(), p.detach(), rtol=6 * 2.0**-24, atol=1e-7)
+        assert torch.allclose(native.parameters["w"].double(), p.detach(), rtol=6 * 2.0**-24, atol=1e-6)
         assert not torch.allclose(adam.parameters["w"], torch.from_numpy(start), rtol=1e-3, atol=1e-3)
 
 

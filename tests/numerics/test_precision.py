@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -70,6 +71,15 @@ def test_rows_are_those_of_the_definition_and_do_not_see_each_other(name: str) -
     assert bits(found) == bits(torch.from_numpy(rounded_by_definition(name, x.numpy())))
     assert 0.01 * STEPS[name] < float(((found - x).abs() / largest).max()) < 1.01 * STEPS[name]
     assert bits(found) == bits(torch.cat([round_rows(row[None], name) for row in x]))
+
+
+@pytest.mark.parametrize("name", FORMATS[1:])
+def test_rows_of_hard_numbers_are_those_of_the_definition(name: str) -> None:
+    """NaN, infinity, zeros, and denormal numbers so small that the scale of 8 bits is rounded to another size."""
+    least = 2.0**-149
+    x = tensor([*(math.nan, 1.0, -2.0), *(math.inf, 1.0, 0.0), *(0.0, -0.0, 0.0), *(190 * least, -190 * least, least)])
+    expected = rounded_by_definition(name, x.view(4, 3).numpy())
+    np.testing.assert_array_equal(round_rows(x.view(4, 3), name).numpy(), expected)
 
 
 BFLOAT16 = Precision("bfloat16", "bfloat16", "float32", "bfloat16", "float32", "bfloat16")

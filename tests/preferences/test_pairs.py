@@ -58,6 +58,13 @@ def test_the_right_answer_is_preferred_and_every_mistake_occurs() -> None:
     assert set(seen.values()) == {2, 3} and len(seen) == len(PROBLEMS), "500 of 169 prompts, in turns"
 
 
+def test_every_pass_takes_each_prompt_once_in_an_order_of_its_own() -> None:
+    keys = [pair.prompt_key for pair in by_rule(2 * len(PROBLEMS))]
+    first, second = keys[: len(PROBLEMS)], keys[len(PROBLEMS) :]
+    assert sorted(first) == sorted(second) == sorted(ANSWERS)
+    assert first != second
+
+
 def test_pairs_are_a_function_of_seed_prompt_and_turn() -> None:
     assert by_rule() == by_rule() != by_rule(seed=4)
     assert by_rule(100) == by_rule(500)[:100]

@@ -12,7 +12,7 @@ from ppo_repro.base.watcher import Silent
 from ppo_repro.checks.replay import STAGES, recompute
 from ppo_repro.config.files import load_config
 from ppo_repro.config.tasks import ArithmeticTask, ColumnAdditionTask
-from ppo_repro.records import manifest
+from ppo_repro.records import manifest, reader
 from ppo_repro.records.diff import first_difference, setup_changes
 from ppo_repro.records.inputs import FIXED
 from ppo_repro.runs.resume import Resumed
@@ -64,6 +64,11 @@ def test_a_change_is_in_force_from_the_first_iteration_of_a_fork_on(
     found = manifest.load(forked).origin
     assert found is not None and (found.iteration, list(found.changed)) == (2, [field])
     assert list(setup_changes(origin, forked)) == [field, "origin"]
+
+
+def test_an_objective_that_is_new_in_a_fork_begins_with_its_own_coefficient(origin: Path, tmp_path: Path) -> None:
+    forked = fork(origin, tmp_path, 2, "ppo.objective={kind: kl_penalty, penalty_coef: 2}")
+    assert reader.read_iterations(forked)["penalty_coef"].tolist()[2:] == [2.0, 2.0]
 
 
 def test_a_fork_resumes_and_reruns_without_its_origin(origin: Path, tmp_path: Path) -> None:

@@ -45,3 +45,29 @@ def test_every_epoch_sees_each_response_once_in_an_order_of_its_own(deterministi
         assert sorted(order) == list(range(48))
         orders.add(tuple(order))
     assert len(orders) == 6, "two epochs in each of three iterations"
+
+
+def test_figures_of_an_iteration_follow_from_its_responses_and_tokens(deterministic_run: Path) -> None:
+    """By pandas, whose sums are not rounded as the recorded ones are."""
+    sequences, tokens = reader.read_sequences(deterministic_run), reader.read_tokens(deterministic_run)
+    steps, found = reader.read_steps(deterministic_run), reader.read_iterations(deterministic_run)
+    of = tokens["iteration"]
+    by_response, by_token = sequences.groupby("iteration"), tokens.groupby("iteration")
+    returns, values = (tokens[name].astype("float64") for name in ("returns", "values"))
+    of_response = tokens.groupby(["iteration", "sequence"])[["rewards", "ref_kl"]].sum().groupby("iteration").mean()
+    expected = {
+        "sequences": by_response.size(),
+        "tokens": by_token.size(),
+        "score_mean": by_response["scores"].mean(),
+        "accuracy": by_response["is_correct"].mean(),
+        "reward_mean": of_response["rewards"],
+        "response_length_mean": by_response["response_length"].mean(),
+        "truncated_fraction": (sequences["finish_reason"] == "length").groupby(sequences["iteration"]).mean(),
+        "entropy": by_token["entropies"].mean(),
+        "policy_steps": steps.groupby("iteration").size(),
+        "ref_kl_per_token": by_token["ref_kl"].mean(),
+        "ref_kl_per_sequence": of_response["ref_kl"],
+        "explained_variance": 1 - (returns - values).groupby(of).var() / returns.groupby(of).var(),
+    }
+    for name, figures in expected.items():
+        np.testing.assert_allclose(found[name], figures, rtol=1e-5, atol=1e-9, err_msg=name)

@@ -113,6 +113,19 @@ def test_every_part_of_a_checkpoint_is_needed(recorded: Recorded, tmp_path: Path
     assert manifest.load(run_dir).status == "failed"
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"chain": "0" * 64}, "is not of this run; remove it to start"), ({"task": "other"}, "prompts, answers or end")],
+)
+def test_a_checkpoint_of_other_records_or_prompts_is_refused(
+    recorded: Recorded, tmp_path: Path, change: dict[str, str], message: str
+) -> None:
+    run_dir = recorded.copy(3, tmp_path)
+    altered(run_dir, lambda c: dataclasses.replace(c, **change))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=message):
+        resume(run_dir, Silent())
+
+
 def test_a_checkpoint_holds_every_coefficient(recorded: Recorded, tmp_path: Path) -> None:
     """Also those of other objectives than this run's."""
     path = newest(recorded.parts / "3")

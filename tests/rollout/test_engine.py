@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from torch import Tensor
 
@@ -58,6 +60,28 @@ def test_a_response_ends_at_its_first_stop_token_or_at_the_limit() -> None:
         assert c.finish_reason == "stop" or len(c.response_ids) == PLAIN.max_response_tokens
         assert len(c.logprobs) == len(c.log_kept_mass) == len(c.kept_tokens) == len(c.response_ids)
     assert min(reasons.values()) > 5
+
+
+class SpeaksOnce:
+    """An environment that says `tokens` after the model's first token, and nothing after the next one."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def ends(self, turn: Sequence[int]) -> bool:
+        return True
+
+    def reply(self, index: int, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+        return (1,) * self.tokens if len(turns) == 1 else None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason", "forced"), [(10, "stop", [False, *[True] * 10, False]), (11, "length", [False])]
+)
+def test_a_reply_is_put_in_if_it_leaves_room_for_another_token(tokens: int, reason: str, forced: list[bool]) -> None:
+    """Within 12 tokens."""
+    (completion,) = engine().generate(requests_of(1, 4), PLAIN, SpeaksOnce(tokens))
+    assert (completion.finish_reason, list(completion.is_forced)) == (reason, forced)
 
 
 @pytest.mark.parametrize(

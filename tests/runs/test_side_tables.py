@@ -11,7 +11,9 @@ import pytest
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
+from ppo_repro.models.warm_start import CHECK_EVERY, COOL_DOWN
 from ppo_repro.records import reader
+from ppo_repro.runs.prepare import prepare
 from tests.support.language import rerun
 from tests.support.paths import TINY
 from tests.support.resume import Recorded, record
@@ -52,6 +54,16 @@ def test_the_responses_of_every_evaluation_are_recorded_the_last_one_included(re
     assert (rows["is_correct"] == (right & (rows["finish_reason"] == "stop"))).all()
 
 
+@pytest.mark.parametrize(("accuracy", "steps"), [(0.0, CHECK_EVERY + COOL_DOWN), (0.5, 60)])
+def test_the_warm_start_ends_soon_after_it_reaches_its_accuracy(accuracy: float, steps: int) -> None:
+    """Reaches it exactly: a model that learns nothing has the accuracy 0 from the first measurement on."""
+    about = "model.warm_start_steps=60", "model.warm_start_learning_rate=1e-12", "numerics.accuracy_sequences=0"
+    config = load_config(TINY, [*about, f"model.warm_start_accuracy={accuracy}"])
+    taken = prepare(config, lambda *_: None).warm_start
+    assert {step.accuracy for step in taken} == {None, 0.0}
+    assert len(taken) == steps
+
+
 def test_the_training_before_ppo_is_recorded(recorded: Recorded) -> None:
     steps = reader.read_warm_start_steps(recorded.whole)
     assert steps["step"].tolist() == list(range(40)) and steps["loss"].iloc[-1] < steps["loss"].iloc[0]
@@ -60,6 +72,7 @@ def test_the_training_before_ppo_is_recorded(recorded: Recorded) -> None:
     held_out = pairs[pairs["held_out"]]
     assert (len(pairs), len(held_out)) == (280, 256) and (pairs["chosen"] != pairs["rejected"]).all()
     assert held_out["margin_after"].notna().all() and pairs[~pairs["held_out"]]["margin_after"].isna().all()
+    assert (held_out["margin_after"] != held_out["margin_before"]).mean() > 0.9, "training moves them"
     accuracy = float((held_out["margin_after"] > 0).mean())
     assert accuracy == reader.open_manifest(recorded.whole).final["reward_model_pair_accuracy"]
     assert sorted(updates[updates["epoch"] == 0]["pair"]) == list(range(24))

@@ -43,6 +43,16 @@ class Corridor(gymnasium.Env[Any, Any]):
         return self._observation(), float(self.steps), self.steps >= self.length, False, {}
 
 
+class Ragged(Corridor):
+    """A corridor whose length, 1 to 9, depends on the seed of the episode."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        found = super().reset(seed=seed)
+        self.length = 1 + int(self.offset) % 9
+        return found
+
+
+gymnasium.register("tests/Ragged-v0", Ragged, max_episode_steps=100, kwargs={"length": 1})
 for _name, _length, _limit in (
     ("Ending-v0", 3, 100),
     ("Limited-v0", 100, 3),

@@ -74,18 +74,18 @@ class Rollout:
     in_losses: Tensor | None = None  # [N] bool, the tokens that have a loss; None: all
 
     def whole(self, sequence: int) -> tuple[int, ...]:
-        """All tokens of a sequence after its prompt."""
+        """Return all tokens of a sequence after its prompt."""
         if self.episodes is not None:
             return self.episodes[sequence].ids
         start = int(self.lengths[:sequence].sum())
         return tuple(self.response_ids[start : start + int(self.lengths[sequence])].tolist())
 
     def sampled(self) -> list[list[int]]:
-        """[B] the sampled tokens of each sequence."""
+        """Return the sampled tokens of each sequence, [B]."""
         return [ids.tolist() for ids in self.response_ids.split(self.lengths.tolist())]
 
     def token_routes(self) -> Tensor:
-        """[N, M k] int32 experts of the inputs that predict the tokens: k by rising index of each of M layers.
+        """Return the experts of the inputs that predict the tokens, [N, M k] int32: k in each of M layers, rising.
 
         Inputs are all tokens of a sequence but the last. [N, 0] where no routes are known.
         """
@@ -100,19 +100,19 @@ class Rollout:
         return torch.cat(rows)
 
     def starts(self) -> Tensor:
-        """[B] int64 index of each sequence's first token in the [N] fields."""
+        """Return the index of each sequence's first token in the [N] fields, [B] int64."""
         return torch.cumsum(self.lengths, 0) - self.lengths
 
     def sequence_of_token(self) -> Tensor:
-        """[N] int64 sequence each token belongs to."""
+        """Return the sequence that each token belongs to, [N] int64."""
         return torch.repeat_interleave(torch.arange(len(self.lengths)), self.lengths)
 
     def word_ids(self) -> Tensor:
-        """[N] int64 word of each token, counted within its response."""
+        """Return the word of each token, counted within its response, [N] int64."""
         return torch.tensor([word for spans in self.spans for word in spans.word_id], dtype=torch.int64)
 
     def tokens_of(self, sequences: Tensor) -> Tensor:
-        """Indices into the [N] fields of the tokens of `sequences`, in the given order."""
+        """Return the indices into the [N] fields of the tokens of `sequences`, in the given order."""
         starts = self.starts()
         return torch.cat([torch.arange(int(starts[s]), int(starts[s] + self.lengths[s])) for s in sequences])
 
@@ -260,7 +260,7 @@ class ReturnStatistics:
         return max(math.sqrt(self.squares / self.count), 1e-4) if self.count else 1.0
 
     def joined(self, returns: Sequence[float]) -> ReturnStatistics:
-        """The statistics of these and further returns together. Chan, Golub and LeVeque, 1983."""
+        """Return the statistics of these and further returns together. Chan, Golub and LeVeque, 1983."""
         new = len(returns)
         total = self.count + new
         mean = math.fsum(returns) / new

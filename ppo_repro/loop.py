@@ -47,7 +47,7 @@ from ppo_repro.stages.updates import (
 
 
 def as_sampled(rollout: Rollout) -> Rollout:
-    """The trainer receives what was sampled, unless faults made on purpose put another function here."""
+    """Return the rollout as it was sampled; a deliberate fault in the trainer puts another function in this place."""
     return rollout
 
 
@@ -62,7 +62,7 @@ def ppo_iterations(
     """Run PPO from `state.iteration` on, training `state` in place; yields each iteration after its update.
 
     The processes of a run divide the responses among them; afterwards every process holds the whole stage.
-    PromiseBroken if their weights differ after an update, UnequalBits if bits differ that deterministic numerics
+    Raises PromiseBroken if their weights differ after an update, UnequalBits if bits differ that deterministic numerics
     promise to be equal.
     """
     while state.iteration < config.ppo.iterations:
@@ -173,7 +173,7 @@ def policy_loss(
     kl_terms: Tensor | None,
     chosen: Tensor | None,
 ) -> PolicyColumns:
-    """w (surrogate + penalty) - entropy_coef entropy + KL term, of n tokens of whole responses, float32, not reduced.
+    """Compute w (surrogate + penalty) - entropy_coef entropy + KL term, of n tokens of whole responses.
 
     For PPO's clip the surrogate is -min(r A, clip(r, 1 - eps, 1 + eps) A) with r = pi_new / pi_anchor; w = 1 unless
     importance weights are configured.
@@ -212,7 +212,7 @@ def value_step(
 
 
 def value_loss(batch: TrainingBatch, tokens: Tensor, new_values: Tensor) -> ValueColumns:
-    """1/2 (V - R)^2, plain or clipped, of n tokens, float32, not reduced; in units of the returns' scale squared."""
+    """Compute 1/2 (V - R)^2, plain or clipped, of n tokens, in squared units of the returns' scale."""
     assert batch.old_values is not None and batch.returns is not None
     losses, clipped = value_losses(new_values, batch.old_values[tokens], batch.returns[tokens], batch.value_clip_range)
     statistics = batch.coefficients.returns

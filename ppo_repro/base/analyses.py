@@ -10,7 +10,10 @@ from ppo_repro.base.errors import UserError
 
 
 def analysis(module: str, *packages: str) -> Any:
-    """A module of the analyses; UserError if it, or one of the packages that it needs beside ours, is not installed."""
+    """Return a module of the analyses.
+
+    Raises UserError if it, or one of the packages that it needs beside ours, is not installed.
+    """
     command = module.partition(".")[0]
     for package in packages:
         if find_spec(package) is None:

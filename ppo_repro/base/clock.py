@@ -11,22 +11,22 @@ OTHER = "other"  # what lies between the phases that have a name
 
 
 def now() -> float:
-    """Seconds from some fixed point on; tests put another function in its place."""
+    """Return the seconds from some fixed point on; tests put another function in its place."""
     return time.perf_counter()
 
 
 def moment() -> float:
-    """Now, in seconds since the beginning of 1970, UTC."""
+    """Return the present time, in seconds since the beginning of 1970, UTC."""
     return time.time()
 
 
 def as_text(seconds: float) -> str:
-    """A moment as ISO 8601 in UTC, to the millisecond."""
+    """Return a moment as ISO 8601 in UTC, to the millisecond."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
 def from_text(text: str) -> float:
-    """The moment of such a text; ValueError where it is none."""
+    """Return the moment of such a text. Raises ValueError where it is none."""
     return datetime.fromisoformat(text).timestamp()
 
 
@@ -50,7 +50,7 @@ class Clock:
         self.seconds[OTHER] += elapsed - sum(parts.values())
 
     def with_total(self) -> dict[str, float]:
-        """The phases, OTHER behind those with a name, and their sum as `total`."""
+        """Return the phases, OTHER behind those with a name, and their sum as `total`."""
         last = {OTHER: self.seconds[OTHER]} if OTHER in self.seconds else {}
         named = {phase: spent for phase, spent in self.seconds.items() if phase != OTHER}
         return {**named, **last, "total": sum(self.seconds.values())}
@@ -61,7 +61,7 @@ class Clock:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the largest unit that gives a whole number above 1, such as `3 min`."""
+    """Return the seconds in the largest unit that gives a whole number above 1, such as `3 min`."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 1.5 * size:
             return f"{seconds / size:.0f} {unit}"

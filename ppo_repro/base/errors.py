@@ -38,7 +38,7 @@ class RankLost(KeyboardInterrupt):
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an allocation failed: in Python, NumPy, Arrow, torch or the system, also where another error hides it."""
+    """Return whether an allocation failed: in Python, NumPy, Arrow, torch or the system, wrapped or not."""
     while error is not None:
         said = any(words in str(error).lower() for words in _OUT_OF_MEMORY)
         if isinstance(error, MemoryError) or (said and not isinstance(error, UserError)):

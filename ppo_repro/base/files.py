@@ -26,7 +26,7 @@ _RESTORE = "restore it, or remove the sums if you changed the folder yourself"
 
 
 def check_path(text: str) -> str:
-    """The text; ValueError if it cannot be a path of this machine."""
+    """Return the text. Raises ValueError if it cannot be a path of this machine."""
     if "://" in text or re.search("[\0\ud800-\udfff]", text):
         raise ValueError("must be a path on this machine, in UTF-8")
     return text
@@ -59,7 +59,7 @@ def atomic_write(path: Path, data: bytes | memoryview) -> None:
 
 
 def require_ours(path: Path, mark: str = '="ppo-repro') -> None:
-    """UserError unless a file of ours can be written to `path`: nothing is there, or a file that begins with `mark`."""
+    """Raise UserError if there is a file at `path` that does not begin with `mark`, or none can be written."""
     if not path.parent.is_dir():
         raise UserError(f"{path}: there is no folder {path.parent}; make it, or choose another file")
     try:
@@ -101,7 +101,7 @@ def make_folder(folder: Path) -> None:
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder to fill; it replaces `folder` when the block ends, whole or not at all.
 
-    UserError where writing fails. The old `folder` stays until everything new is on disk.
+    Raises UserError where writing fails. The old `folder` stays until everything new is on disk.
     """
     temporary = folder.with_name(folder.name + ".tmp")
     try:
@@ -131,14 +131,14 @@ def remove_folder(folder: Path) -> None:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file for reading; OSError if it is a FIFO, a socket or a device, which may have no end."""
+    """Open a file for reading. Raises OSError if it is a FIFO, a socket or a device, which may have no end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     return path.open("rb")
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, read in chunks; raises OSError."""
+    """Return the SHA-256 of a file, read in chunks; raises OSError."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -150,7 +150,7 @@ def write_sums(folder: Path) -> None:
 
 
 def check_sums(folder: Path) -> set[str]:
-    """The names that SHA256SUMS lists, its own too; UserError for the first file that it does not match or list.
+    """Return the names that SHA256SUMS lists, its own too; UserError for the first file that it does not match or list.
 
     Without SHA256SUMS nothing is checked, and no name returned.
     """
@@ -181,12 +181,12 @@ def check_sums(folder: Path) -> set[str]:
 
 
 def sealed(tree: Mapping[str, Any]) -> str:
-    """JSON whose last field is the SHA-256 of the JSON without it: a function of the content, to the byte."""
+    """Return JSON whose last field is the SHA-256 of the JSON without it: a function of the content, to the byte."""
     return _json({**tree, OWN_DIGEST: hashlib.sha256(_json(tree).encode()).hexdigest()})
 
 
 def is_whole(text: str, tree: Mapping[str, Any]) -> bool:
-    """Whether `text`, which was read as `tree`, is to the byte what `sealed` made."""
+    """Return whether `text`, which was read as `tree`, is to the byte what `sealed` made."""
     return sealed({name: value for name, value in tree.items() if name != OWN_DIGEST}) == text
 
 
@@ -195,8 +195,10 @@ def _json(tree: Mapping[str, Any]) -> str:
 
 
 def folders_with(root: Path, name: str) -> Iterator[Path]:
-    """Every folder with a file `name` in and below `root`, in no order; nothing inside them is looked at, no link
-    followed, nor what a killed process left."""
+    """Yield every folder with a file `name` in and below `root`, in no order.
+
+    Nothing inside them is looked at, no link followed, nor what a killed process left.
+    """
     for folder, subfolders, files in os.walk(root):
         if name in files:
             subfolders.clear()

@@ -47,7 +47,7 @@ def held() -> Iterator[None]:
 
 
 def was_heard() -> KeyboardInterrupt | None:
-    """The interrupt that a signal asked for, None if none came."""
+    """Return the interrupt that a signal asked for, None if none came."""
     if not _heard:
         return None
     return Terminated() if signal.SIGTERM in _heard else KeyboardInterrupt()

@@ -29,10 +29,10 @@ class Line:
 
 
 def read_lines(name: str, path: Path, constants: bool = False) -> Iterator[Line]:
-    """The lines of a file in UTF-8 that are not blank; a byte-order mark is skipped.
+    """Yield the lines of a file in UTF-8 that are not blank; a byte-order mark is skipped.
 
     constants: whether NaN, Infinity and -Infinity are numbers, as some programs write them; JSON has none.
-    UserError for a file that cannot be read (as `name`), is empty, or has a line that is no JSON object.
+    Raises UserError for a file that cannot be read (as `name`), is empty, or has a line that is no JSON object.
     """
     any_line = False
     try:
@@ -75,7 +75,7 @@ def _parsed(where: str, content: bytes, constants: bool) -> dict[str, Any]:
 
 
 def text_field(where: str, name: str, value: object) -> str:
-    """A text that every part of a run can carry; UserError for other types, lone surrogates and NUL."""
+    """Return a text that every part of a run can carry. Raises UserError for other types, lone surrogates and NUL."""
     if not isinstance(value, str):
         found = "is missing or null" if value is None else f"= {shown(repr(value))}"
         raise UserError(f"{where}: field '{name}' {found}; must be a text")

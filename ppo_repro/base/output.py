@@ -31,9 +31,9 @@ _OPTION = re.compile(rf"({_OPTION_NAME}(?:=|[\"']?,?\s+[\"']?))[^\s\"',\]]+", re
 
 
 def tell(text: str, end: str = "\n", secrets: bool = False) -> None:
-    """Text on stdout, at once; UserError where that fails. Where nobody reads on, as after `| head -1`, nothing.
+    """Print text on stdout, at once. Raises UserError where that fails.
 
-    `secrets` prints the values that `masked` hides.
+    Do nothing where nobody reads on, as after `| head -1`. `secrets` prints the values that `masked` hides.
     """
     try:
         print(visible(text if secrets else masked(text)), end=end, flush=True)
@@ -57,13 +57,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """One object on one line; NaN and infinities as words, characters that do not print as JSON escapes."""
+    """Print one object on one line; NaN and infinities as words, characters that do not print as JSON escapes."""
     line = json.dumps(finite(value), ensure_ascii=False, allow_nan=False)
     tell("".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line))
 
 
 def print_result(as_json: bool, value: dict[str, Any], lines: Sequence[str]) -> None:
-    """One of the two."""
+    """Print the result as JSON or as text."""
     if as_json:
         print_json(value)
     else:
@@ -71,14 +71,14 @@ def print_result(as_json: bool, value: dict[str, Any], lines: Sequence[str]) -> 
 
 
 def visible(text: str) -> str:
-    """The text with escapes for what a terminal obeys instead of printing, except line ends and tabs."""
+    """Return the text with escapes for what a terminal obeys instead of printing, except line ends and tabs."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else _escaped(c) for c in text)
 
 
 def printable(text: str) -> str:
-    """The text on one line, with escapes for what a terminal does not print but obeys."""
+    """Return the text on one line, with escapes for what a terminal does not print but obeys."""
     line = " ".join(text.splitlines())
     return "".join(c if c.isprintable() else _escaped(c) for c in line)
 
@@ -88,12 +88,12 @@ def _escaped(character: str) -> str:
 
 
 def shown(text: str) -> str:
-    """A text of the user's for a message: on one line, cut where it is long."""
+    """Return a text of the user's for a message: on one line, cut where it is long."""
     return printable(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)")
 
 
 def finite(value: Any) -> Any:
-    """The value with NaN and infinities as words: JSON has no numbers for them."""
+    """Return the value with NaN and infinities as words: JSON has no numbers for them."""
     if isinstance(value, dict):
         return {key: finite(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
@@ -102,19 +102,19 @@ def finite(value: Any) -> Any:
 
 
 def speaks() -> bool:
-    """Whether this is the first process of a run, or none of several: a launcher has not numbered it as one."""
+    """Return whether this is the first process of a run, or none of several: a launcher has not numbered it as one."""
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     return not (rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size))
 
 
 def say(line: str) -> None:
-    """One line on stderr; of several processes only the first one speaks."""
+    """Print one line on stderr; of several processes only the first one speaks."""
     if speaks():
         say_anyway(line)
 
 
 def say_anyway(line: str) -> None:
-    """One line on stderr, from any process. What cannot be said there cannot be said: no run ends for that."""
+    """Print one line on stderr, from any process. A line that cannot be printed is dropped: no run ends for that."""
     try:
         print(printable(masked(line)), file=sys.stderr, flush=True)
     except OSError:
@@ -122,7 +122,10 @@ def say_anyway(line: str) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """The message on one line of modest length; it may quote several lines, of a user's own exception for example."""
+    """Return the message on one line of modest length.
+
+    It may quote several lines, of a user's own exception for example.
+    """
     text = printable(str(error))
     if len(text) <= LONGEST_LINE:
         return text
@@ -151,23 +154,23 @@ def _discard(stream: TextIO) -> None:
 
 
 def did_you_mean(word: str, allowed: Sequence[str]) -> str:
-    """`; did you mean X?` where one of the allowed words is close, or nothing."""
+    """Return `; did you mean X?` where one of the allowed words is close, or nothing."""
     close = closest(word, allowed)
     return f"; did you mean {close}?" if close else ""
 
 
 def closest(word: str, allowed: Sequence[str]) -> str | None:
-    """The allowed word that is most like `word`, None where none is."""
+    """Return the allowed word that is most like `word`, None where none is."""
     folded = {name.lower().replace("-", "_"): name for name in allowed}
     found = difflib.get_close_matches(word.lower().replace("-", "_"), folded, n=1, cutoff=LIKE)
     return folded[found[0]] if found else None
 
 
 def has_password(text: str) -> bool:
-    """Whether the text contains a URI that logs in, or an option whose value is a secret."""
+    """Return whether the text contains a URI that logs in, or an option whose value is a secret."""
     return masked(text) != text
 
 
 def masked(text: str) -> str:
-    """The text with `***` in place of the login of every URI in it, and of the value of every secret option."""
+    """Return the text with `***` in place of the login of every URI in it, and of the value of every secret option."""
     return _OPTION.sub(r"\1***", _PARAMETER.sub(r"\1***", _LOGIN.sub("//***@", text)))

@@ -56,7 +56,7 @@ class ConsoleProgress(Progress, Watcher):
         self._show(what, step, total, f"loss {loss:.3f} nats/pair")
 
     def check(self, what: str, done: int, total: int) -> None:
-        """One check of a probe is done."""
+        """Count one finished check of a probe."""
         self._show("checks", done, total, what)
 
     def warning(self, text: str) -> None:

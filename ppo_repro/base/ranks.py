@@ -38,7 +38,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the one that records and prints."""
+        """Return whether this process is the one that records and prints."""
         return self.rank == 0
 
     def mine(self, count: int) -> range:
@@ -46,7 +46,7 @@ class Ranks:
         return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
     def everyone(self, value: T) -> list[T]:
-        """One picklable value of each rank, in rank order. RankLost where a rank is gone."""
+        """Return one picklable value of each rank, in rank order. Raises RankLost where a rank is gone."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -55,11 +55,11 @@ class Ranks:
         return values
 
     def gather(self, values: Sequence[T]) -> list[T]:
-        """The values of all ranks, in rank order. RankLost where a rank is gone."""
+        """Return the values of all ranks, in rank order. Raises RankLost where a rank is gone."""
         return [value for of_rank in self.everyone(list(values)) for value in of_rank]
 
     def first(self, compute: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
-        """The result of `compute` on rank 0, on every rank; the others do not call it."""
+        """Return the result of `compute` on rank 0, on every rank; the others do not call it."""
         value: Any = compute(*arguments) if self.is_first else None
         return self.everyone(value)[0]
 
@@ -104,7 +104,7 @@ ALONE = Ranks(0, 1)
 
 @contextmanager
 def _losing() -> Iterator[None]:
-    """A failed exchange is a lost process."""
+    """Turn a failed exchange into RankLost."""
     try:
         yield
     except RuntimeError as error:
@@ -114,7 +114,7 @@ def _losing() -> Iterator[None]:
 
 @contextmanager
 def joined(rank: int, size: int) -> Iterator[Ranks]:
-    """Connect the processes of this run over gloo. UserError where they cannot connect."""
+    """Connect the processes of this run over gloo. Raises UserError where they cannot connect."""
     if size == 1:
         yield ALONE
         return

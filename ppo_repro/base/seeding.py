@@ -17,18 +17,18 @@ def _digest(name: tuple[int | str, ...], size: int) -> bytes:
 
 
 def words(count: int, *name: int | str) -> NDArray[np.uint64]:
-    """`count` random 64-bit words of the stream called `name` (Philox 4x64)."""
+    """Return `count` random 64-bit words of the stream called `name` (Philox 4x64)."""
     key = np.frombuffer(_digest(name, 16), dtype="<u8")
     return np.random.Philox(key=key).random_raw(count).astype(np.uint64, copy=False)
 
 
 def permutation(size: int, *name: int | str) -> NDArray[np.int64]:
-    """A permutation of 0..size-1: the order that sorts `size` random words."""
+    """Return a permutation of 0..size-1: the order that sorts `size` random words."""
     return np.argsort(words(size, *name), kind="stable").astype(np.int64)
 
 
 def bell(count: int, *name: int | str) -> NDArray[np.float64]:
-    """`count` bell-shaped draws of mean 0 and variance 1: the centred sum of four 16-bit uniform numbers.
+    """Return `count` bell-shaped draws of mean 0 and variance 1: the centred sum of four 16-bit uniform numbers.
 
     Integer sums and one multiplication, so the bits do not depend on the machine.
     """
@@ -40,5 +40,5 @@ def bell(count: int, *name: int | str) -> NDArray[np.float64]:
 
 
 def sample_seed(run_seed: int, iteration: int, prompt_key: str, sample_index: int) -> int:
-    """The sampler's seed of one response, in [0, 2^63); every response of a run has its own."""
+    """Return the sampler's seed of one response, in [0, 2^63); every response of a run has its own."""
     return int.from_bytes(_digest(("sample", run_seed, iteration, prompt_key, sample_index), 8), "little") >> 1

@@ -111,7 +111,7 @@ class SampledTokens:
 
 
 def _grid(sequences: Tensor, starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Sequences and positions [R, L] of right-padded rows, position -1 for padding."""
+    """Return sequences and positions [R, L] of right-padded rows, position -1 for padding."""
     columns = torch.arange(int(lengths.max()))
     positions = torch.where(columns < lengths[:, None], starts[:, None] + columns, -1)
     return sequences[:, None].expand_as(positions), positions
@@ -161,7 +161,7 @@ def recording(policy: PreTrainedModel, tokens: TokenGrid) -> Iterator[Recorded]:
 
 
 def modules_of(policy: PreTrainedModel) -> dict[str, nn.Module]:
-    """Every module inside the trunk but the parts of a mixture of experts, whose rows are not tokens."""
+    """Return every module inside the trunk but the parts of a mixture of experts, whose rows are not tokens."""
     trunk = trunk_of(policy)
     inside = {id(module) for module in trunk.modules()} - {id(trunk)}
     named = {name: m for name, m in policy.named_modules() if id(m) in inside}
@@ -170,14 +170,17 @@ def modules_of(policy: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def _rows(x: Tensor, valid: Tensor) -> Tensor:
-    """The valid rows [n, width] of a tensor [R, L, ..], or [1, L, ..] that holds for all R."""
+    """Return the valid rows [n, width] of a tensor [R, L, ..], or [1, L, ..] that holds for all R."""
     return x.detach().expand(*valid.shape, *x.shape[2:])[valid].reshape(int(valid.sum()), -1)
 
 
 def _captured(
     policy: PreTrainedModel, batch: TokenBatch, recorded: Recorded, logits: Tensor, logprobs: Tensor
 ) -> Captured:
-    """The rows in the order of tokens; after the trunk the head of the n positions that predict response tokens."""
+    """Return the rows in the order of tokens.
+
+    After the trunk they are the rows of the n positions that predict response tokens.
+    """
     captured = {}
     for name, passes in recorded.items():
         keys, inputs, outputs = (torch.cat(rows) for rows in zip(*passes, strict=True))
@@ -196,7 +199,7 @@ def sample(
     requests: Sequence[Request],
     sampling: Sampling,
 ) -> Subject:
-    """The sampler's path: prefill, then one token at a time with the cache."""
+    """Return the sampler's path: prefill, then one token at a time with the cache."""
     seen = SampledTokens()
     engine = TorchEngine(policy, stop_ids, mode, max_context, len(requests), 0, prefix_cache=False, observer=seen)
     with recording(policy, lambda: seen.grid) as recorded:
@@ -213,7 +216,7 @@ def _batch(requests: Sequence[Request], completions: Sequence[Completion]) -> To
 
 @torch.no_grad()
 def trained(s: Subject, trainer: PreTrainedModel) -> Captured:
-    """The trainer's path, computed by `trainer`: one forward over all sequences, padded on the right."""
+    """Return the trainer's path, computed by `trainer`: one forward over all sequences, padded on the right."""
     pairs = zip(s.requests, s.completions, strict=True)
     lengths = torch.tensor([len(r.prompt_ids) + len(c.response_ids) - 1 for r, c in pairs])
     grid = _grid(torch.arange(len(lengths)), torch.zeros_like(lengths), lengths)
@@ -226,7 +229,7 @@ def trained(s: Subject, trainer: PreTrainedModel) -> Captured:
 
 
 def compare_ops(s: Subject, trainer: PreTrainedModel) -> list[Op]:
-    """Every operation on both paths; `trainer` computes the training forward."""
+    """Compare every operation on both paths; `trainer` computes the training forward."""
     return [
         _compare(s.mode, order, name, s.decoded[name], right)
         for order, (name, right) in enumerate(trained(s, trainer).items())
@@ -255,7 +258,7 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def first_divergent_op(ops: Sequence[Op]) -> str:
-    """The first op with equal inputs and unequal outputs, as `layer 0 self_attn`; empty if there is none."""
+    """Return the first op with equal inputs and unequal outputs, as `layer 0 self_attn`; empty if there is none."""
     for op in ops:
         if op.inputs_equal and not op.outputs_equal:
             return f"layer {op.layer} {op.op}" if op.layer >= 0 else op.op
@@ -263,7 +266,7 @@ def first_divergent_op(ops: Sequence[Op]) -> str:
 
 
 def make_subject(config: RunConfig, mode: Mode, start_folder: Path | None, response: Response | None = None) -> Subject:
-    """The policy of a configuration, or of a folder where it was saved, with `SEQUENCES` responses.
+    """Return the policy of a configuration, or of a folder where it was saved, with `SEQUENCES` responses.
 
     With `response` it and those that follow it in its iteration, from the beginning again after the last, sampled as
     they were there.
@@ -284,7 +287,7 @@ def make_subject(config: RunConfig, mode: Mode, start_folder: Path | None, respo
 
 
 def first_unequal(run_dir: Path) -> Response | None:
-    """The first response with unequal bits, None where a run has none; UserError where the file is damaged."""
+    """Return the first response with unequal bits, None where a run has none; UserError where the file is damaged."""
     path = run_dir / UNEQUAL / UNEQUAL_TOKENS
     if not path.is_file():
         return None
@@ -294,7 +297,10 @@ def first_unequal(run_dir: Path) -> Response | None:
 
 
 def _source(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Path | None, Response | None]:
-    """The configuration; if `path` is a run, the folder of its policy, and the response that ended it, if one did."""
+    """Return the configuration.
+
+    If `path` is a run, also return the folder of its policy, and the response that ended it, if one did.
+    """
     if not path.is_dir():
         return load_config(path, overrides), None, None
     if overrides:
@@ -334,7 +340,7 @@ def bisect(path: Path, overrides: Sequence[str], out: Path) -> Bisection:
 
 
 def lines(bisection: Bisection) -> list[str]:
-    """The result as text: the ops whose outputs differ, the origin."""
+    """Return the result as text: the ops whose outputs differ, the origin."""
     ops = pd.DataFrame(bisection.ops)
     columns = ["mode", "layer", "op", "inputs_equal", "frac_bitwise_equal", "max_abs", "rel_l2"]
     table = ops.loc[~ops["outputs_equal"], columns].to_string(index=False, float_format="{:.2g}".format)

@@ -65,12 +65,12 @@ class Plan:
     rows: dict[str, dict[str, int]]
 
     def total(self, phase: str, rows: tuple[str, ...] | None = None) -> int:
-        """What a phase needs, of some rows or of all, without the process itself."""
+        """Return what a phase needs, of some rows or of all, without the process itself."""
         return sum(row.get(phase, 0) for name, row in self.rows.items() if rows is None or name in rows)
 
     @property
     def certain(self) -> int:
-        """What is needed at once in any case."""
+        """Return what is needed at once in any case."""
         return max(self.total(phase, EXACT_ROWS) for phase in PHASES)
 
     @property
@@ -95,11 +95,14 @@ class Shape:
         self.own_head = 0 if config.tie_word_embeddings else sum(p.numel() for p in head_of(self.model).parameters())
 
     def packed(self, outputs: int) -> int:
-        """Floats of the packed weights with a head of so many outputs."""
+        """Return the floats of the packed weights with a head of so many outputs."""
         return self.network.packed_bytes() // FLOAT + library.load().panel_floats(outputs, self.struct.hidden)
 
     def trained(self, name: str, lora: LoraConfig | None, section: str, is_value: bool = False) -> Model:
-        """A policy, or a value model: the trunk with a score and its bias. With an adapter the rest is shared."""
+        """Return a policy, or a value model: the trunk with a score and its bias.
+
+        With an adapter the rest is shared.
+        """
         head = self.struct.hidden + 1 if is_value else self.own_head
         packed = self.packed(1 if is_value else self.struct.vocabulary)
         if lora is None:
@@ -113,29 +116,29 @@ class Shape:
         return Model(name, adapted + trained, trained, frozen, adapted + own_head, packed)
 
     def frozen(self, name: str, labels: int | None = None) -> Model:
-        """A reference, or with `labels` a classifier."""
+        """Return a reference, or with `labels` a classifier."""
         parameters, outputs = self.parameters, self.struct.vocabulary
         if labels is not None:
             parameters, outputs = parameters - self.own_head + labels * self.struct.hidden, labels
         return Model(name, parameters, 0, parameters, 0, self.packed(outputs))
 
     def cache(self, tokens: int) -> int:
-        """Bytes of the keys and values of some tokens, of which whole blocks of 16 are counted."""
+        """Return the bytes of the keys and values of some tokens, of which whole blocks of 16 are counted."""
         return 2 * FLOAT * self.struct.layers * self.struct.kv_heads * self.struct.head_dim * tokens
 
     def forward(self, tokens: int) -> int:
-        """Bytes of a pass without gradients."""
+        """Return the bytes of a pass without gradients."""
         return self.network.kept_bytes(tokens, KEEP_NOTHING) + 2 * FLOAT * tokens * self.struct.hidden
 
     def step(self, tokens: int, recompute: bool) -> int:
-        """Bytes of a pass with gradients."""
+        """Return the bytes of a pass with gradients."""
         widest = max(matrix.struct.n for matrix in self.network.matrices)
         backward = FLOAT * tokens * (6 * self.struct.hidden + 3 * widest)
         return self.network.kept_bytes(tokens, KEEP_INPUTS if recompute else KEEP_ALL) + self.cache(tokens) + backward
 
 
 def _shapes(config: RunConfig) -> tuple[Shape, Shape | None, tuple[Model, ...]]:
-    """The policy, a value model of its own, and all models. UserError where the model is not supported."""
+    """Return the policy, a value model of its own, and all models. UserError where the model is not supported."""
     max_context = config.numerics.max_context
     if isinstance(config.model, ModelFolder):
         path = config.model.path
@@ -159,7 +162,7 @@ def _shapes(config: RunConfig) -> tuple[Shape, Shape | None, tuple[Model, ...]]:
 
 
 def plan_run(config: RunConfig, processes: int = 1) -> Plan:
-    """The memory of a run in each of `processes`. UserError where the model is not supported."""
+    """Return the memory of a run in each of `processes`. Raises UserError where the model is not supported."""
     policy, value, models = _shapes(config)
     layout, sampler, context = config.layout, config.mismatch.sampler, config.numerics.max_context
     if layout.device != "cpu":
@@ -216,7 +219,7 @@ def plan_run(config: RunConfig, processes: int = 1) -> Plan:
 
 
 def size(count: int) -> str:
-    """A number of bytes in decimal units."""
+    """Return a number of bytes in decimal units."""
     for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if count >= unit:
             return f"{count / unit:.1f} {name}"
@@ -224,12 +227,12 @@ def size(count: int) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan in bytes, with totals."""
+    """Return the plan in bytes, with totals."""
     return {**asdict(plan), "process": PROCESS, "peak": plan.peak, "certain": plan.certain}
 
 
 def lines(plan: Plan) -> list[str]:
-    """The plan as a table."""
+    """Return the plan as a table."""
     out = [f"{m.name:<16}{m.trained:>16,} parameters trained{m.frozen:>16,} frozen" for m in plan.models]
     table = {"": PHASES} | {
         name: tuple(size(row[phase]) if row.get(phase) else "" for phase in PHASES) for name, row in plan.rows.items()
@@ -241,7 +244,7 @@ def lines(plan: Plan) -> list[str]:
 
 
 def memory_limit() -> int | None:
-    """Bytes of this machine, or of its control group if it has fewer; None if they are not known."""
+    """Return the bytes of this machine, or of its control group if it has fewer; None if they are not known."""
     limits = []
     with suppress(OSError, ValueError):
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -252,7 +255,10 @@ def memory_limit() -> int | None:
 
 
 def require_memory(config: RunConfig | ControlConfig | DPOConfig, processes: int) -> None:
-    """UserError if a language run certainly needs more than there is; a warning if only the estimate is more."""
+    """Raise UserError if a language run certainly needs more memory than there is.
+
+    Warn if only the estimate is more.
+    """
     limit = memory_limit()
     if limit is None or not isinstance(config, RunConfig) or config.layout.device != "cpu":
         return

@@ -45,7 +45,7 @@ Check = tuple[str, str, Callable[[], tuple[int, int]]]
 
 
 def plain(config: RunConfig, mode: Mode) -> RunConfig:
-    """The configuration in a mode and the plainest layout, without training before: promises hold for any weights."""
+    """Return the configuration in a mode and the plainest layout, without training before: any weights will do."""
     model = config.model
     if isinstance(model, TinyModel):
         model = model.model_copy(update={"warm_start_steps": 0})
@@ -110,7 +110,7 @@ def _subject(config: RunConfig, mode: Mode) -> _Subject:
 
 
 def _differing(a: Sequence[Completion], b: Sequence[Completion]) -> int:
-    """Tokens whose id or log-prob bits differ; where any id differs, all tokens of that response count."""
+    """Return the tokens whose id or log-prob bits differ; where any id differs, all tokens of that response count."""
     total = 0
     for left, right in zip(a, b, strict=True):
         if left.response_ids != right.response_ids:
@@ -121,7 +121,7 @@ def _differing(a: Sequence[Completion], b: Sequence[Completion]) -> int:
 
 
 def _batches(s: _Subject, size: int) -> Iterator[tuple[TokenBatch, Tensor]]:
-    """The subject's sequences as batches of one minibatch, and the eligible bit sets of their tokens."""
+    """Yield the subject's sequences as batches of one minibatch, and the eligible bit sets of their tokens."""
     for i in range(0, len(s.requests), size):
         requests, completions = s.requests[i : i + size], s.completions[i : i + size]
         slots = slots_of(range(i, i + len(requests)), len(s.requests), SLOTS)
@@ -150,7 +150,7 @@ def _values(s: _Subject, size: int) -> Tensor:
 
 
 def _weights_after_step(s: _Subject, size: int) -> Tensor:
-    """All policy weights after one optimizer step on the sampled tokens, starting from the same weights."""
+    """Return all policy weights after one optimizer step on the sampled tokens, starting from the same weights."""
     policy = s.prepared.state.policy
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     settings = AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.0, 1.0)
@@ -178,7 +178,7 @@ def _with_two_threads(compute: Callable[[], Tensor]) -> Tensor:
 
 
 def _checks(s: _Subject) -> list[Check]:
-    """Every promise, in the order in which they have to be computed: the last one changes the policy."""
+    """Return every promise, in the order in which they have to be computed: the last one changes the policy."""
     forward, weights, values = _forward(s, SEQUENCES), _weights_after_step(s, SEQUENCES), _values(s, SEQUENCES)
 
     def resampled(slots: int, chunk: int = 0, prefix_cache: bool = True, step: int = 1) -> tuple[int, int]:
@@ -239,7 +239,7 @@ def probe(config: RunConfig, progress: Progress) -> Probed:
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
-    """The promises that did not hold, one sentence each; empty if all did."""
+    """Return the promises that did not hold, one sentence each; empty if all did."""
     broken = [
         f"{r.promise} ({r.condition}): {r.unequal_deterministic} of {r.compared} differ in deterministic numerics"
         for r in rows
@@ -251,6 +251,6 @@ def failures(rows: Sequence[Row]) -> list[str]:
 
 
 def render(rows: Sequence[Row]) -> str:
-    """The table as text."""
+    """Return the table as text."""
     heads = {"unequal_deterministic": "unequal, deterministic", "unequal_native": "unequal, native"}
     return str(pd.DataFrame(rows).rename(columns=heads).to_string(index=False))

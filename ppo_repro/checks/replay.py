@@ -113,7 +113,7 @@ class Records:
 def _read(run_dir: Path, recorded: Manifest, iteration: int) -> Records:
     """Read the tables of an iteration, side tables included, without comparing digests.
 
-    UserError if they cannot be read or do not fit together.
+    Raises UserError if they cannot be read or do not fit together.
     """
     tables = reader.read_moment(run_dir, recorded, iteration, verify=False)
     records = Records(iteration, tables)
@@ -211,7 +211,7 @@ class Recomputed:
 
 
 def stages_of(name: str) -> tuple[Stage, ...]:
-    """Return the stages of a command line, one or `all`; UserError on any other name."""
+    """Return the stages of a command line, one or `all`. Raises UserError on any other name."""
     chosen = tuple(stage for stage in STAGES if name in (stage, ALL))
     if not chosen:
         raise UserError(f"STAGE = {name!r}: must be {', '.join(STAGES)} or {ALL}")
@@ -223,7 +223,7 @@ def recompute(run_dir: Path, stages: Sequence[Stage]) -> Recomputed:
 
     Of a fork those iterations that are its own.
     The first difference is in the stage that is named. Digests are not verified, so that a changed value is named.
-    UserError if the run cannot be computed again.
+    Raises UserError if the run cannot be computed again.
     """
     recorded = reader.open_manifest(run_dir, allow_incomplete=True)
     if not manifest.has_responses(recorded):
@@ -269,7 +269,7 @@ def lines(recomputed: Recomputed) -> list[str]:
 
 
 def _has_exact_kl(config: RunConfig) -> bool:
-    """Whether the loss has a KL over the whole vocabulary, which no record holds."""
+    """Return whether the loss has a KL over the whole vocabulary, which no record holds."""
     return isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact"
 
 
@@ -289,7 +289,10 @@ def _require_columns(run_dir: Path, config: RunConfig, records: Records, stages:
 
 
 def _recorded_iteration(config: RunConfig, records: Records, coefficients: buffers.Coefficients) -> buffers.Iteration:
-    """An iteration as it was recorded, with the losses that follow from it; `coefficients` are those in force."""
+    """Return an iteration as it was recorded, with the losses that follow from it.
+
+    `coefficients` are those in force.
+    """
     rollout, forward = _rollout(records), _forward(records)
     advantages = buffers.Advantages(
         raw_advantages=records.tensor("tokens", "raw_advantages"),
@@ -312,7 +315,7 @@ def _recorded_iteration(config: RunConfig, records: Records, coefficients: buffe
 
 
 def _again(config: RunConfig, item: buffers.Iteration, stages: Collection[Stage]) -> buffers.Iteration:
-    """The iteration with rewards and advantages computed again, each from what was recorded before it."""
+    """Return the iteration with rewards and advantages computed again, each from what was recorded before it."""
     rewards, advantages = item.rewards, item.advantages
     if "rewards" in stages:
         # the values of the reward terms, which the task's verifier gave, are recorded
@@ -326,7 +329,7 @@ def _again(config: RunConfig, item: buffers.Iteration, stages: Collection[Stage]
 
 
 def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Iterator[buffers.MinibatchUpdate]:
-    """The minibatches of the recorded steps, in the order in which the seed shuffles them."""
+    """Yield the minibatches of the recorded steps, in the order in which the seed shuffles them."""
     steps, count = records.tables["steps"].to_pylist(), records.tables["updates"].num_rows
     lengths = batch.rollout.lengths
     end, stopped = 0, False
@@ -374,7 +377,7 @@ def _policy(
 def _compare(
     config: RunConfig, recorded: Manifest, records: Records, computed: Mapping[str, pa.Table], stage: Stage
 ) -> tuple[int, Difference | None]:
-    """How many values of a stage were compared, and the first difference."""
+    """Count the compared values of a stage, and find the first difference."""
     skipped = {("updates", "kl_terms")} if _has_exact_kl(config) else set()
     if "evaluations" not in records.tables:
         skipped |= {("iterations", "eval_accuracy"), ("iterations", "eval_score")}

@@ -53,7 +53,7 @@ def _path(text: str) -> Path:
 
 
 def _run_folder(text: str) -> Path:
-    """The folder of a run; `latest` is the newest one, unless something here has that name."""
+    """Return the folder of a run; `latest` is the newest one, unless something here has that name."""
     return latest_run() if text == LATEST and not os.path.lexists(text) else _path(text)
 
 
@@ -70,14 +70,14 @@ def _positive(text: str) -> int:
 
 
 def _shared(*names: str, **settings: Any) -> argparse.ArgumentParser:
-    """One argument that several commands have."""
+    """Return an argument that several commands have."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument(*names, **settings)
     return parser
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All commands and their options; a command's name and help are its function's."""
+    """Build the parser of all commands and their options; a command's name and help are its function's."""
     about = "PPO on language models whose runs are reproducible to the last bit."
     parser = Parser(prog="ppo-repro", description=about, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)

@@ -32,7 +32,7 @@ def ls_command(arguments: argparse.Namespace) -> int:
 
 
 def _listed(run_dir: Path) -> dict[str, Any]:
-    """One run folder; its state is `damaged` if the manifest cannot be read."""
+    """Describe one run folder; its state is `damaged` if the manifest cannot be read."""
     from ppo_repro.records import manifest
 
     listed = {"folder": str(run_dir), "kind": "-", "state": "damaged", "iterations": 0, "fingerprint": "-"}

@@ -28,7 +28,10 @@ SIZES = (1, 2, 4, 8)  # numbers of processes whose sums are whole subtrees of a 
 
 
 def processes() -> tuple[int, int]:
-    """(rank, number of processes) as torchrun sets them; (0, 1) without it. UserError for a number not in SIZES."""
+    """Read (rank, number of processes) as torchrun sets them; (0, 1) without it.
+
+    UserError for a number not in SIZES.
+    """
     texts = [os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))]
     if not all(text.isdecimal() for text in texts):
         raise UserError(f"RANK, WORLD_SIZE = {', '.join(texts)}: must be counts, as torchrun sets them")
@@ -44,7 +47,10 @@ def processes() -> tuple[int, int]:
 
 @contextmanager
 def _working_together(begun: Path | None = None) -> Iterator[tuple[Ranks, Watcher]]:
-    """The processes of this command, the first with progress; Ctrl-C says what `resume` will do of a run `begun`."""
+    """Yield the processes of this command, the first with progress.
+
+    Ctrl-C says what `resume` will do of a run `begun`.
+    """
     from ppo_repro.base.progress import ConsoleProgress
     from ppo_repro.base.ranks import joined
     from ppo_repro.base.watcher import Silent
@@ -64,7 +70,7 @@ def _working_together(begun: Path | None = None) -> Iterator[tuple[Ranks, Watche
 
 
 def _executed_by(kind: Kind, watcher: Watcher, ranks: Ranks) -> RunKind[Any, Any]:
-    """How a run of this kind is executed; UserError for several processes if the kind works in one."""
+    """Tell how a run of this kind is executed; UserError for several processes if the kind works in one."""
     if kind == "language":
         from ppo_repro.runs.language import LanguageKind
 

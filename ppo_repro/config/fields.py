@@ -33,7 +33,7 @@ class Group:
 
 
 def groups(section: str | None = None) -> list[Group]:
-    """All groups, or a section and the groups below it; UserError for an unknown section."""
+    """Return all groups, or a section and the groups below it. Raises UserError for an unknown section."""
     every = [
         *_groups(RunConfig, "", "A file for `run`: PPO on a language model."),
         *_groups(ControlConfig, "control", "A file for `control`: PPO on a Gymnasium environment."),
@@ -67,7 +67,7 @@ def _groups(model: type[BaseModel], path: str, meaning: str) -> Iterator[Group]:
 
 
 def _allowed(annotation: Any, limits: Sequence[Any] = ()) -> str:
-    """What a field may be, in words."""
+    """Describe the values that a field may have."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _allowed(
@@ -85,7 +85,7 @@ def _allowed(annotation: Any, limits: Sequence[Any] = ()) -> str:
 
 
 def text(section: str | None = None) -> list[str]:
-    """The lines that `ppo-repro fields` prints."""
+    """Return the lines that `ppo-repro fields` prints."""
     lines: list[str] = []
     for group in groups(section):
         lines += ["", ", ".join(filter(None, (group.path or "run", group.kind))), f"  {group.meaning}"]
@@ -101,20 +101,23 @@ COMMANDS = {"rollout": "run", "environment": "control", "dpo": "dpo", "axes": "g
 
 
 def mistakes(model: type[BaseModel], tree: dict[str, Any], error: ValidationError) -> list[str]:
-    """One line for each mistake that pydantic found in the tree of a `model`, in the order of its fields."""
+    """Return one line for each mistake that pydantic found in the tree of a `model`, in the order of its fields."""
     errors = error.errors(include_url=False)
     lines = [line for details in errors[:MOST] for line in _lines(model, tree, details)]
     return lines if len(errors) <= MOST else [*lines, f"{len(errors) - MOST} more mistakes; correct these first"]
 
 
 def command_of(tree: object) -> str | None:
-    """The command that takes a parsed file, by the fields it has; None if they do not say."""
+    """Return the command that takes a parsed file, by the fields it has; None if they do not say."""
     commands = {COMMANDS[name] for name in COMMANDS if isinstance(tree, dict) and name in tree}
     return commands.pop() if len(commands) == 1 else None
 
 
 def field_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """The dotted path of every field that holds a value, once; of a group with several kinds the fields of all."""
+    """Yield the dotted path of every field that holds a value, once.
+
+    A group with several kinds gives the fields of all kinds.
+    """
     paths = dict[str, None]()
     for name, field in model.model_fields.items():
         below = sections_of(field.annotation)
@@ -126,7 +129,7 @@ def field_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def sections_of(annotation: Any) -> tuple[type[BaseModel], ...]:
-    """The sections that an annotation names, through unions, lists and `Annotated`."""
+    """Return the sections that an annotation names, through unions, lists and `Annotated`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return (annotation,)
     return tuple(section for part in get_args(annotation) for section in sections_of(part))
@@ -162,7 +165,7 @@ def _lines(model: type[BaseModel], tree: dict[str, Any], details: ErrorDetails) 
 
 
 def _written(tree: Any, details: ErrorDetails) -> list[int | str]:
-    """The path of a mistake without the kinds that pydantic puts into it."""
+    """Return the path of a mistake without the kinds that pydantic puts into it."""
     steps: list[int | str] = []
     for index, step in enumerate(details["loc"]):
         is_missing = details["type"] == "missing" and index == len(details["loc"]) - 1
@@ -174,7 +177,7 @@ def _written(tree: Any, details: ErrorDetails) -> list[int | str]:
 
 
 def _meant(model: type[BaseModel], path: str) -> str:
-    """What may have been meant by an unknown field: a field of another kind, or a similar one of the file."""
+    """Suggest what an unknown field may mean: a field of another kind, or a similar one of the file."""
     plain = re.sub(r"\.\d+", "", path)
     group, _, name = plain.rpartition(".")
     known = list(field_paths(model))

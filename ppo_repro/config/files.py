@@ -33,30 +33,33 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML configuration of PPO and apply `a.b=c` overrides; UserError if anything is wrong."""
+    """Read a YAML configuration of PPO and apply `a.b=c` overrides. Raises UserError if anything is wrong."""
     return build_config(read_tree(path, overrides, ("run",)), str(path))
 
 
 def load_any(path: Path, overrides: Sequence[str], command: str) -> tuple[Kind, RunConfig | ControlConfig | DPOConfig]:
-    """The configuration that a command takes, with its kind: `run` takes every kind. UserError as `load_config`."""
+    """Return the configuration that a command takes, with its kind: `run` takes every kind.
+
+    Raises UserError as `load_config`.
+    """
     tree = read_tree(path, overrides, ("run", CONTROL, DPO) if command == "run" else (command,))
     kind = kind_of(tree, command)
     return kind, validated(MODELS[kind], tree, str(path))
 
 
 def kind_of(tree: object, command: str = "run") -> Kind:
-    """The kind of run that a parsed file is for, by its fields; if they do not say, what `command` runs."""
+    """Return the kind of run that a parsed file is for, by its fields; if they do not say, what `command` runs."""
     kinds: dict[str, Kind] = {CONTROL: CONTROL, DPO: DPO}
     return kinds.get(command_of(tree) or command, LANGUAGE)
 
 
 def build_config(tree: Any, source: str) -> RunConfig:
-    """The configuration of PPO from a parsed tree; UserError as `validated`."""
+    """Return the configuration of PPO from a parsed tree. Raises UserError as `validated`."""
     return validated(RunConfig, tree, source)
 
 
 def validated(model: type[Model], tree: Any, source: str) -> Model:
-    """A parsed tree as a model, with absolute paths: a recorded one must not depend on the current folder.
+    """Return a parsed tree as a model, with absolute paths: a recorded one must not depend on the current folder.
 
     Raises UserError with a line for every mistake: field, value, what is allowed.
     """
@@ -86,7 +89,7 @@ def read_tree(path: Path, overrides: Sequence[str] = (), commands: Sequence[str]
 
 
 def found(path: Path) -> Path:
-    """The configuration `quickstart` of the package unless there is one here; any other path as it is."""
+    """Return the configuration `quickstart` of the package unless there is one here; any other path as it is."""
     if str(path) != "quickstart" or path.exists():
         return path
     # the wheel has it below the package, a checkout in experiments
@@ -95,7 +98,7 @@ def found(path: Path) -> Path:
 
 
 def path_fields(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Every field of a parsed configuration that has a path: its dotted name, its section, its name there."""
+    """Yield every field of a parsed configuration that has a path: its dotted name, its section, its name there."""
     children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for name, value in children:
         # an interpreter without a slash is looked up on PATH
@@ -154,14 +157,14 @@ def set_field(tree: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _entry(values: list[Any], index: str) -> Any:
-    """An entry of a list by its number from 0; UserError if there is none."""
+    """Return an entry of a list by its number from 0. Raises UserError if there is none."""
     if not index.isdecimal() or int(index) >= len(values):
         raise UserError(f"'{index}' must be the number of an entry, from 0 to {len(values) - 1}")
     return values[int(index)]
 
 
 def dump_yaml(config: Section) -> str:
-    """The resolved configuration as YAML that reads back to an equal config."""
+    """Return the resolved configuration as YAML that reads back to an equal config."""
     return write_yaml(config.model_dump(mode="json"))
 
 
@@ -202,7 +205,7 @@ def gather(config: Experiment) -> Inputs:
 
 
 def _decisive(folder: Path) -> list[Path]:
-    """The files that say what a folder is: the manifest of a recorded run, or all of a model that is loaded."""
+    """Return the files that say what a folder is: the manifest of a recorded run, or all of a model that is loaded."""
     recorded = folder / "manifest.json"
     if recorded.is_file() or not folder.is_dir():  # loading refuses what is no folder
         return [recorded] if recorded.is_file() else []
@@ -210,7 +213,7 @@ def _decisive(folder: Path) -> list[Path]:
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file, read once while it does not change; UserError if it cannot be read."""
+    """Return the SHA-256 of a file, read once while it does not change. Raises UserError if it cannot be read."""
     try:
         about = path.stat()
         return _digest(path.resolve(), about.st_mtime_ns, about.st_size)
@@ -224,7 +227,7 @@ def _digest(path: Path, modified: int, size: int) -> str:
 
 
 def run_digest(inputs: Inputs, origin: str = "") -> str:
-    """12 hex digits over configuration, inputs and origin, the fingerprint from which a fork goes on.
+    """Digest configuration, inputs and origin (the fingerprint from which a fork goes on) to 12 hex digits.
 
     Paths of inputs do not count, their bytes do. Without any it is the digest of the configuration.
     """
@@ -241,5 +244,5 @@ def run_digest(inputs: Inputs, origin: str = "") -> str:
 
 
 def run_folder(config: Experiment, out: Path, origin: str = "") -> Path:
-    """OUT/<experiment>/seed<seed>-<digest of configuration and inputs>."""
+    """Return the folder of a run: OUT/<experiment>/seed<seed>-<digest of configuration and inputs>."""
     return out / config.experiment / f"seed{config.seed}-{run_digest(gather(config), origin)}"

@@ -113,7 +113,7 @@ class TrainerFaults(Section):
 
     @property
     def scores_otherwise(self) -> bool:
-        """Whether a log-prob of the trainer may be another one than the sampler's."""
+        """Return whether a log-prob of the trainer may be another one than the sampler's."""
         cuts = not (self.top_p_scored and self.temperature_scored)
         return cuts or self.prompts_differ or self.retokenize > 0 or self.dropout > 0
 
@@ -135,7 +135,7 @@ class SamplerPrecision(Section):
 
     @property
     def rounds(self) -> bool:
-        """Whether any format is named."""
+        """Return whether any format is named."""
         return any(getattr(self, name) != "float32" for name in type(self).model_fields)
 
 
@@ -170,5 +170,5 @@ class MismatchConfig(Section):
 
     @property
     def same_precision(self) -> bool:
-        """Whether a forward pass of sampler and trainer gives the same bits, as far as precision goes."""
+        """Return whether a forward pass of sampler and trainer gives the same bits, as far as precision goes."""
         return self.sampler.stock is None and not self.sampler.precision.rounds

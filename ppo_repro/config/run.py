@@ -151,7 +151,7 @@ class RunConfig(Experiment):
 
     @property
     def asks_for_routes(self) -> bool:
-        """Whether the sampler is to say which experts computed each token of a mixture."""
+        """Return whether the sampler is to say which experts computed each token of a mixture."""
         return self.records.level == "deep" or self.ppo.replay_routes
 
     @model_validator(mode="before")

@@ -53,27 +53,27 @@ class Experiment(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(description="Every random stream is derived from this.")
 
     def canonical_json(self) -> str:
-        """Sorted, compact JSON without `records`: configurations of the same run give equal text."""
+        """Return sorted, compact JSON without `records`: configurations of the same run give equal text."""
         return canonical_json(self.model_dump(mode="json"))
 
     def digest(self) -> str:
-        """First 12 hex digits of the SHA-256 of the canonical JSON."""
+        """Return the first 12 hex digits of the SHA-256 of the canonical JSON."""
         return short_digest(self.canonical_json())
 
 
 def canonical_json(tree: Mapping[str, Any]) -> str:
-    """Sorted, compact JSON of a configuration's tree, without `records`."""
+    """Return sorted, compact JSON of a configuration's tree, without `records`."""
     tree = {name: value for name, value in tree.items() if name != "records"}
     return json.dumps(tree, sort_keys=True, separators=(",", ":"))
 
 
 def short_digest(text: str) -> str:
-    """First 12 hex digits of the SHA-256."""
+    """Return the first 12 hex digits of the SHA-256."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def with_usual(tree: Any, usual: Sequence[tuple[str, str, str]]) -> Any:
-    """The tree with default fields filled in: for each (group, field, value), where the group leaves the field out."""
+    """Fill default fields into a tree: for each (group, field, value), where the group leaves the field out."""
     if not isinstance(tree, dict):
         return tree
     tree = dict(tree)
@@ -121,6 +121,6 @@ class CheckpointConfig(Section):
 
 
 def not_on_device(layout: LayoutConfig, mode: str) -> Iterator[str]:
-    """One line for a CUDA device without native numerics."""
+    """Yield one line for a CUDA device without native numerics."""
     if layout.device == "cuda" and mode != "native":
         yield f"layout.device = cuda needs numerics.mode = native, and it is {mode}; take cpu"

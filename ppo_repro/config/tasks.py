@@ -255,7 +255,7 @@ TaskConfig = ArithmeticTask | ColumnAdditionTask | JsonlTask | ReasoningGymTask 
 
 
 def with_usual_terms(tree: Any) -> Any:
-    """The tree of a run in which a task with a verifier of its own is judged by it, where no terms are given."""
+    """Let a task with a verifier of its own be judged by it, if the tree of a run gives no reward terms."""
     if not isinstance(tree, dict) or not isinstance(tree.get("task"), dict):
         return tree
     reward = tree.get("reward", {})

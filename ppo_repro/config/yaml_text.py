@@ -82,7 +82,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """Parse a YAML file of at most MAX_BYTES; UserError if anything is wrong."""
+    """Parse a YAML file of at most MAX_BYTES. Raises UserError if anything is wrong."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -100,11 +100,11 @@ def read_yaml(path: Path) -> Any:
 
 
 def write_yaml(tree: Any) -> str:
-    """Plain data as YAML that reads back to an equal tree."""
+    """Write plain data as YAML that reads back to an equal tree."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def describe_value(value: Any) -> str:
-    """A value as one would write it in a YAML file, on one line."""
+    """Return a value as one would write it in a YAML file, on one line."""
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**6, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")

@@ -59,7 +59,7 @@ class Environments:
     """The copies of one environment; `observations` [E, O] float32 is where they are now."""
 
     def __init__(self, identifier: str, count: int, *name: int | str) -> None:
-        """`count` copies at the start of their first episodes, seeded by `name`; UserError if not supported."""
+        """Make `count` copies at the start of their first episodes, seeded by `name`; UserError if not supported."""
         where = f"environment.id = {identifier!r}"
         try:
             envs = [gymnasium.make(identifier, disable_env_checker=True) for _ in range(count)]

@@ -45,7 +45,10 @@ class ControlState:
 
 
 def prepare(config: ControlConfig) -> ControlState:
-    """Environments, networks and optimizer before the first iteration; UserError for what the user must correct."""
+    """Make environments, networks and optimizer before the first iteration.
+
+    Raises UserError for what the user must correct.
+    """
     ppo = config.ppo
     library.use_threads(config.layout.threads, config.numerics.mode == "native")
     environments = Environments(config.environment.id, config.environment.num_envs, "training", config.seed)
@@ -58,7 +61,7 @@ def prepare(config: ControlConfig) -> ControlState:
 def control_iterations(config: ControlConfig, state: ControlState) -> Iterator[ControlIteration]:
     """Run PPO; yields after every update. `state` is trained in place.
 
-    UnequalBits where bits differ that deterministic numerics promise to be equal.
+    Raises UnequalBits where bits differ that deterministic numerics promise to be equal.
     """
     is_exact = config.numerics.mode == "deterministic"
     while state.iteration < config.ppo.iterations:
@@ -92,7 +95,10 @@ def control_iterations(config: ControlConfig, state: ControlState) -> Iterator[C
 
 @torch.no_grad()
 def evaluate(config: ControlConfig, agent: Agent) -> float:
-    """Mean return of whole episodes with the likeliest action; the same episodes every time. NaN for none."""
+    """Play whole episodes with the likeliest action, the same ones every time.
+
+    Returns their mean return, NaN for none.
+    """
     count = config.evaluation.episodes
     if count == 0:
         return math.nan
@@ -155,7 +161,7 @@ def roll_out(config: ControlConfig, agent: Agent, environments: Environments, it
 
 @torch.no_grad()
 def forward_pass(config: ControlConfig, agent: Agent, rollout: Rollout) -> ForwardPass:
-    """Log-probs, entropies and values of the whole rollout, and the value that follows each fragment.
+    """Compute log-probs, entropies and values of the whole rollout, and the value that follows each fragment.
 
     That is 0 where the episode terminated, the critic's value of the last observation where the fragment was cut, and
     at a time limit one of the two, as `bootstrap_truncated` says.
@@ -172,7 +178,7 @@ def forward_pass(config: ControlConfig, agent: Agent, rollout: Rollout) -> Forwa
 
 
 def compute_advantages(config: ControlConfig, rollout: Rollout, forward: ForwardPass) -> Advantages:
-    """GAE within each fragment, and value targets."""
+    """Compute GAE within each fragment, and the value targets."""
     ppo = config.ppo
     raw = gae(rollout.rewards, forward.values, rollout.lengths, forward.final_values, ppo.gamma, ppo.gae_lambda)
     return Advantages(raw_advantages=raw, returns=raw + forward.values)
@@ -181,7 +187,7 @@ def compute_advantages(config: ControlConfig, rollout: Rollout, forward: Forward
 def update(
     state: ControlState, rollout: Rollout, forward: ForwardPass, advantages: Advantages, config: ControlConfig
 ) -> Iterator[MinibatchUpdate]:
-    """All optimizer steps of one iteration, in order; changes the weights in `state`.
+    """Take all optimizer steps of one iteration, in order; changes the weights in `state`.
 
     A step is on surrogate - entropy_coef entropy + value_coef value loss, mean over the minibatch.
     """

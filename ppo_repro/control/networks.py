@@ -31,18 +31,18 @@ LOG_2PI = 1.8378770664093453
 
 
 def uniforms(count: int, *name: int | str) -> Tensor:
-    """`count` numbers of the named stream strictly between 0 and 1, each (k + 1/2) 2^-52. Float64."""
+    """Draw `count` numbers of the named stream strictly between 0 and 1, each (k + 1/2) 2^-52. Float64."""
     k = (seeding.words(count, *name) >> np.uint64(12)).astype(np.float64)
     return torch.from_numpy((k + 0.5) * 2.0**-52)
 
 
 def gumbels(count: int, *name: int | str) -> Tensor:
-    """`count` draws of Gumbel(0, 1), -log(-log u). Float64."""
+    """Draw `count` numbers from Gumbel(0, 1), -log(-log u). Float64."""
     return -elementwise.log(-elementwise.log(uniforms(count, *name)))
 
 
 def normals(count: int, *name: int | str) -> Tensor:
-    """`count` draws of the standard normal, sqrt(-2 log u) cos(2 pi v). Float64. Box and Muller, 1958."""
+    """Draw `count` numbers from the standard normal, sqrt(-2 log u) cos(2 pi v). Float64. Box and Muller, 1958."""
     u, v = uniforms(2 * count, *name).view(2, count)
     return elementwise.sqrt(elementwise.log(u) * -2.0) * elementwise.cos_sin(v * (2.0 * math.pi))[0]
 
@@ -55,23 +55,23 @@ class Categorical(nn.Module):
         self.outputs, self.mode = actions, mode
 
     def noise(self, steps: int, envs: int, *name: int | str) -> Tensor:
-        """The random numbers of an iteration, [steps, envs, ...]: for each step and environment those of one draw."""
+        """Return the random numbers of an iteration, [steps, envs, ...]: for each step and environment one draw's."""
         return gumbels(steps * envs * self.outputs, *name).view(steps, envs, self.outputs)
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
-        """Actions [n, A] from outputs [n, outputs] and the noise of the same rows."""
+        """Draw actions [n, A] from outputs [n, outputs] and the noise of the same rows."""
         require_finite(outputs)
         # argmax of NumPy, which names the first of equal ones
         drawn = (outputs.detach().to(torch.float64) + noise).numpy().argmax(-1)
         return torch.from_numpy(drawn.astype(np.float32))[:, None]
 
     def likeliest(self, outputs: Tensor) -> Tensor:
-        """The most probable action [n, A] of each row."""
+        """Return the most probable action [n, A] of each row."""
         require_finite(outputs)
         return torch.from_numpy(outputs.detach().numpy().argmax(-1).astype(np.float32))[:, None]
 
     def statistics(self, outputs: Tensor, actions: Tensor, rows: Rows | None = None) -> tuple[Tensor, Tensor]:
-        """log softmax(outputs)[action] and -sum p log p, float32 [n] each, differentiable; `rows` to train."""
+        """Return log softmax(outputs)[action] and -sum p log p, float32 [n] each, differentiable; `rows` to train."""
         return token_statistics(outputs, actions[:, 0].to(torch.int64), 1.0, None, self.mode)
 
 
@@ -122,8 +122,9 @@ class DiagonalGaussian(nn.Module):
         return outputs.detach().clone()
 
     def statistics(self, outputs: Tensor, actions: Tensor, rows: Rows | None = None) -> tuple[Tensor, Tensor]:
-        """log p = -sum_i [z_i^2 / 2 + log sigma_i + log(2 pi) / 2], z = (a - mean) / sigma; entropy = sum_i
-        [log sigma_i + log(2 pi e) / 2]. Raises NumericsError on means that are not finite.
+        """Return log p = -sum_i [z_i^2 / 2 + log sigma_i + log(2 pi) / 2], z = (a - mean) / sigma.
+
+        The entropy is sum_i [log sigma_i + log(2 pi e) / 2]. Raises NumericsError on means that are not finite.
         """
         if not torch.isfinite(outputs).all():
             raise NumericsError("the policy's means are not finite; lower the learning rate")
@@ -134,7 +135,7 @@ class DiagonalGaussian(nn.Module):
 
 
 def orthogonal(rows: int, columns: int, gain: float, *name: int | str) -> NDArray[np.float64]:
-    """[rows, columns] float64 with orthogonal rows (or columns, where there are fewer) of length `gain`.
+    """Draw a matrix [rows, columns] float64 with orthogonal rows (or columns, where there are fewer) of length `gain`.
 
     Gram-Schmidt over bell-shaped draws with correctly rounded sums, so that the bits are the same on every
     machine; LAPACK's are not. Saxe et al., 2014.
@@ -150,7 +151,7 @@ def orthogonal(rows: int, columns: int, gain: float, *name: int | str) -> NDArra
 
 
 def _mlp(sizes: Sequence[int], last_gain: float, seed: int, name: str) -> nn.Sequential:
-    """Linear layers of the given sizes with tanh between them, biases 0."""
+    """Make linear layers of the given sizes with tanh between them, biases 0."""
     layers: list[nn.Module] = []
     for i in range(len(sizes) - 1):
         is_last = i == len(sizes) - 2
@@ -182,11 +183,14 @@ class Agent(nn.Module):
         self.critic = _mlp([*hidden, 1], CRITIC_GAIN, seed, "critic")
 
     def policy(self, observations: Tensor, rows: Rows | None = None) -> Tensor:
-        """What the distribution needs, float32 [n, outputs], from observations float32 [n, O]; `rows` to train."""
+        """Compute the distribution's outputs, float32 [n, outputs], from observations float32 [n, O].
+
+        `rows` is needed to train.
+        """
         return self._outputs(self.actor, observations, rows)
 
     def values(self, observations: Tensor, rows: Rows | None = None) -> Tensor:
-        """Expected return, float32 [n]."""
+        """Predict the expected return, float32 [n]."""
         return self._outputs(self.critic, observations, rows)[:, 0]
 
     def _outputs(self, network: nn.Sequential, x: Tensor, rows: Rows | None) -> Tensor:

@@ -27,7 +27,7 @@ class Encoding:
     as_sampled: list[bool]  # [T] the token was sampled as it is
 
     def summed(self, logprobs: Tensor) -> Tensor:
-        """[T] float32, of each token the sum over the sampled tokens that it owns; the sum of all stays."""
+        """Sum for each token the values of the sampled tokens that it owns, [T] float32; the sum of all stays."""
         parts: list[list[float]] = [[] for _ in self.ids]
         for owner, value in zip(self.owners, logprobs.tolist(), strict=True):
             parts[owner].append(value)
@@ -37,7 +37,7 @@ class Encoding:
 def encode_again(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], before: Spans, most: int, ended: bool
 ) -> Encoding | None:
-    """encode(decode(ids)) and, after it, the end token; None where that is no token, or more than `most`.
+    """Encode the decoded text again and add the end token; None where that is no token, or more than `most`.
 
     `before`: where the sampled tokens lie in the text. Special tokens inside a response are in no text, and are lost.
     """
@@ -93,7 +93,7 @@ class RetokenizingEngine:
         return [self._encoded(c, most if draw < self.share * 2.0**64 else 0) for c, draw in pairs]
 
     def _encoded(self, c: Completion, most: int) -> Completion:
-        """The completion encoded again in at most so many tokens; as sampled where they do not suffice."""
+        """Return the completion encoded again in at most so many tokens; as sampled where they do not suffice."""
         text = decode(self.tokenizer, c.response_ids)
         before = spans(self.tokenizer, c.response_ids, text)
         new = encode_again(self.tokenizer, c.response_ids, before, most, c.finish_reason == "stop") if most else None

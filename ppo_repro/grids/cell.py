@@ -50,7 +50,7 @@ class Result:
 
 
 def run_of(folder: Path) -> Path | None:
-    """The folder of the cell's run, if one has begun; UserError where there are several."""
+    """Return the folder of the cell's run, if one has begun. Raises UserError where there are several."""
     runs = sorted(path.parent for path in folder.glob(f"*/*/{manifest.FILE_NAME}"))
     runs = [run_dir for run_dir in runs if run_dir.suffix not in (".tmp", ".removed")]  # left by a killed process
     if len(runs) > 1:
@@ -59,7 +59,7 @@ def run_of(folder: Path) -> Path | None:
 
 
 def state_of(folder: Path) -> State:
-    """The state of the cell's run on disk; raises UserError where its manifest is damaged."""
+    """Return the state of the cell's run on disk; raises UserError where its manifest is damaged."""
     run_dir, last = run_of(folder), last_result(folder)
     if run_dir is not None:
         status = manifest.load(run_dir).status
@@ -133,7 +133,7 @@ def run_cell(order: Order) -> Result:
 
 
 def last_result(folder: Path) -> Result | None:
-    """How the last attempt ended; None if there was none, or if it could not be recorded."""
+    """Tell how the last attempt ended; None if there was none, or if it could not be recorded."""
     path = folder / RESULT
     if not path.exists():
         return None
@@ -150,7 +150,7 @@ class Engine(Protocol):
     """Runs cells somewhere. They may end in any order."""
 
     def check(self) -> None:
-        """UserError if no cell could run; nothing has been written by then."""
+        """Raise UserError if no cell could run; nothing has been written by then."""
         ...
 
     def run(self, orders: Sequence[Order]) -> Results:
@@ -165,7 +165,7 @@ class Processes:
     workers: int
 
     def check(self) -> None:
-        """Nothing can be missing."""
+        """Raise UserError if no cell could run; nothing has been written by then."""
 
     def run(self, orders: Sequence[Order]) -> Results:
         waiting, live = deque(orders), dict[Order, tuple[subprocess.Popen[bytes], float]]()

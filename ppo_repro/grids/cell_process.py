@@ -13,7 +13,7 @@ import threading
 
 
 def _end_with_parent() -> None:
-    """The kernel closes the other end of the pipe when the parent ends."""
+    """End this process when its parent ends: the kernel closes the other end of the pipe then."""
     closing = select.poll()
     closing.register(0, 0)
     closing.poll()

@@ -144,7 +144,7 @@ class Slurm:
 
 
 def _ask(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The answer of a command of Slurm's; a command that takes too long has failed."""
+    """Return the answer of a command of Slurm's; a command that takes too long has failed."""
     limited = ["timeout", str(ANSWER_SECONDS), command, *arguments]
     return subprocess.run(limited, capture_output=True, text=True, check=False)
 
@@ -154,7 +154,7 @@ def _arrays(jobs: Jobs) -> list[str]:
 
 
 def _queued(jobs: Jobs) -> set[str] | None:
-    """The jobs that wait, run or are being ended; None where the cluster does not answer at the moment."""
+    """Return the jobs that wait, run or are being ended; None where the cluster does not answer at the moment."""
     answer = _ask("squeue", "--noheader", "--array", f"--jobs={','.join(_arrays(jobs))}", "--format=%i")
     if answer.returncode:
         return set() if "Invalid job id" in answer.stderr else None

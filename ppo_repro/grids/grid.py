@@ -53,7 +53,7 @@ def run_grid(
     """Run every cell that is not complete, and write the tables in OUT/<name of the grid file>.
 
     A second call runs only what is missing. A cell that fails or is killed is recorded and does not stop the others.
-    UserError if the engine cannot run cells, another call works on the same folder, a cell's configuration has
+    Raises UserError if the engine cannot run cells, another call works on the same folder, a cell's configuration has
     changed, or, unless `keep_changed`, other code, packages or input files computed a cell. `beside`: what is open
     while this call has the grid's lock.
     """
@@ -88,7 +88,7 @@ def run_grid(
 
 
 def lay_out(cell: Cell, folder: Path) -> None:
-    """Write the configuration of a cell; UserError if its folder has another configuration."""
+    """Write the configuration of a cell. Raises UserError if its folder has another configuration."""
     path, text = folder / "config.yaml", dump_yaml(cell.config)
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ def lay_out(cell: Cell, folder: Path) -> None:
 
 
 def _check_unchanged(cell: Cell, folder: Path) -> None:
-    """UserError if other code or packages, another machine or other input files computed the run of a cell."""
+    """Raise UserError if other code or packages, another machine or other input files computed the run of a cell."""
     run_dir = run_of(folder)
     if run_dir is None:
         return
@@ -149,7 +149,7 @@ def _cell_row(grid_dir: Path, cell: Cell) -> dict[str, object]:
 
 
 def _results_table(grid_dir: Path, table: pd.DataFrame) -> pd.DataFrame:
-    """One row per iteration of each complete cell; raises UserError on damaged records."""
+    """Make a table of one row per iteration of each complete cell; raises UserError on damaged records."""
     of_cell = ["cell", *(c for c in table.columns if c.startswith("axis.")), "seed", "fingerprint", "code_digest"]
     frames = []
     for row in table[table["state"] == "complete"].to_dict("records"):
@@ -161,7 +161,7 @@ def _results_table(grid_dir: Path, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def lines(grid: Grid, folder: Path, outcome: Outcome) -> list[str]:
-    """Question, one line per cell, and the paths of the tables."""
+    """Return the question, one line per cell, and the paths of the tables."""
     table = outcome.table
     columns = ["cell", "state", "iterations", *(name for name in SHOWN if name in table.columns)]
     shown = table[columns].rename(columns=lambda name: name.removeprefix("final."))

@@ -93,7 +93,7 @@ def _choices(axis: str, values: Any) -> list[Choice]:
 
 
 def _cell_name(choices: tuple[Choice, ...], seed: int) -> str:
-    """axis=label,...,seed=n, in characters that every file system accepts."""
+    """Name a cell axis=label,...,seed=n, in characters that every file system accepts."""
     labels = [f"{choice.axis.rsplit('.', 1)[-1]}={choice.label}" for choice in choices]
     return re.sub(r"[^A-Za-z0-9._=,+-]", "_", ",".join([*labels, f"seed={seed}"]))[:200]
 

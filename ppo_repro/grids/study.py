@@ -62,7 +62,7 @@ def reproduce(study: Path, count: int, seed: int, out: Path, workers: int) -> Re
 
 
 def read_results(path: Path) -> dict[str, Row]:
-    """The rows of a study's results by the name of their cell; UserError without such a file."""
+    """Return the rows of a study's results by the name of their cell. Raises UserError without such a file."""
     if not path.is_file():
         raise UserError(f"{path}: there is no such file; `python -m FOLDER.STUDY.answer RUNS` makes it from runs")
     with path.open(encoding="utf-8", newline="") as file:
@@ -73,7 +73,7 @@ def read_results(path: Path) -> dict[str, Row]:
 
 
 def chosen_cells(grid: Grid, committed: Mapping[str, Row], count: int, seed: int) -> tuple[Cell, ...]:
-    """`count` cells in deterministic numerics, chosen by `seed`, and the cells that stand beside them."""
+    """Choose `count` cells in deterministic numerics by `seed`, and add the cells that stand beside them."""
     exact = [cell for cell in grid.cells if not getattr(cell.config, "is_native", False)]
     if not 1 <= count <= len(exact):
         raise UserError(f"--cells {count}: must be from 1 to {len(exact)}, the cells in deterministic numerics")
@@ -83,7 +83,7 @@ def chosen_cells(grid: Grid, committed: Mapping[str, Row], count: int, seed: int
 
 
 def first_difference(committed: Mapping[str, Row], now: Mapping[str, Row]) -> str:
-    """The first value of `now` that is not the committed one, in words; empty if all are."""
+    """Return the first value of `now` that is not the committed one, in words; empty if all are."""
     for cell, row in now.items():
         for column, value in row.items():
             if value != (before := committed[cell].get(column)):
@@ -92,7 +92,7 @@ def first_difference(committed: Mapping[str, Row], now: Mapping[str, Row]) -> st
 
 
 def _answer(study: Path, *arguments: str) -> str:
-    """What a study's program prints; UserError with its last line where it fails."""
+    """Run a study's program and return what it prints; UserError with its last line where it fails."""
     command: Sequence[str] = (sys.executable, "-m", f"{study.parent.name}.{study.name}.answer", *arguments)
     done = subprocess.run(command, capture_output=True, text=True, cwd=study.parent.parent, check=False)
     if done.returncode:

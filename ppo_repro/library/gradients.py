@@ -30,7 +30,7 @@ Modules = dict[str, type[nn.Module]]
 
 
 def modules_of(model: nn.Module) -> Modules:
-    """The class of each module by name."""
+    """Return the class of each module by name."""
     return {name: type(module) for name, module in model.named_modules()}
 
 
@@ -89,7 +89,7 @@ def _check_weights(model: PreTrainedModel) -> None:
 
 
 def _versions(model: PreTrainedModel) -> list[int]:
-    """How often each parameter was changed in place, as torch counts it."""
+    """Return how often each parameter was changed in place, as torch counts it."""
     return [p._version for p in model.parameters()]
 
 

@@ -39,24 +39,24 @@ class Layout:
     real: Tensor  # [R, L] bool, False for padding
 
     def sequences(self) -> Ragged:
-        """The sequences, row after row; their gradients are one chain, which the next batch goes on with."""
+        """Return the sequences, row after row; their gradients are one chain, which the next batch goes on with."""
         starts = np.flatnonzero(self.position_ids[self.real].numpy() == 0)
         tokens = [part.tolist() for part in np.split(self.input_ids[self.real].numpy(), starts[1:])]
         return ragged(tokens, slots=ints(np.zeros(len(tokens) + 1)))
 
     def follows(self) -> Tensor:
-        """bool [R, L]: whether the next position of the row goes on with the same sequence."""
+        """Tell whether the next position of the row goes on with the same sequence, bool [R, L]."""
         next_goes_on = self.real[:, 1:] & self.real[:, :-1] & (self.position_ids[:, 1:] > 0)
         return torch.cat([next_goes_on, torch.zeros_like(self.real[:, :1])], 1)
 
 
 def is_whole(value: object) -> bool:
-    """Whether it is a whole number, Python's or NumPy's."""
+    """Return whether it is a whole number, Python's or NumPy's."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_number(name: str, value: object, least: float, most: float = LARGEST, whole: bool = False) -> None:
-    """UserError unless `value` is a number in least..most, and a whole one if `whole`."""
+    """Raise UserError unless `value` is a number in least..most, and a whole one if `whole`."""
     if isinstance(value, bool) or not isinstance(value, Integral if whole else Real) or not least <= value <= most:  # type: ignore[operator]
         shown = " ".join(f"{value!r:.60}".split())
         raise UserError(f"{name} = {shown}: must be a {'whole ' if whole else ''}number in {least:g}..{most:g}")
@@ -75,7 +75,7 @@ def _same_shape(name: str, x: Tensor, ids: Tensor) -> Tensor:
 def layout_of(
     model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> Layout:
-    """The layout of padded or packed rows for a deterministic model; UserError names what is wrong.
+    """Return the layout of padded or packed rows for a deterministic model; UserError names what is wrong.
 
     attention_mask [R, L] is 1 for tokens and 0 for padding, which lies before or after the tokens of a row; none: no
     padding. position_ids [R, L] count from 0 in every sequence, where a row may hold several; none: one in each row.
@@ -118,7 +118,7 @@ def layout_of(
 
 
 def _positions(given: Tensor, real: Tensor) -> Tensor:
-    """Positions that count from 0 in every sequence; UserError for others. Those of padding do not matter."""
+    """Check that positions count from 0 in every sequence; UserError for others. Those of padding do not matter."""
     positions = given.to(torch.int64).masked_fill(~real, 0)
     before = torch.cat([torch.full_like(positions[:, :1], -1), positions[:, :-1]], 1)
     goes_on = torch.cat([torch.zeros_like(real[:, :1]), real[:, :-1]], 1) & (positions == before + 1)
@@ -179,7 +179,7 @@ def deterministic(
 
 
 def passes_of(model: PreTrainedModel) -> Passes:
-    """What a deterministic model knows of its passes; UserError for another model."""
+    """Return what a deterministic model knows of its passes. Raises UserError for another model."""
     found = getattr(model, "_passes", None)
     if not isinstance(found, Passes):
         raise UserError(f"{type(model).__name__} is not deterministic; make it so with ppo_repro.deterministic(model)")
@@ -187,7 +187,7 @@ def passes_of(model: PreTrainedModel) -> Passes:
 
 
 def max_context(model: PreTrainedModel) -> int:
-    """The most tokens in a sequence of a deterministic model."""
+    """Return the most tokens in a sequence of a deterministic model."""
     return cast(Lowered, lowered_of(model)).max_context
 
 
@@ -200,7 +200,7 @@ def begin_pass(model: PreTrainedModel) -> None:
 
 
 def logits_at(model: PreTrainedModel, layout: Layout, places: Tensor) -> Tensor:
-    """Logits [n, V] float32 of a deterministic model at flat positions `places` [n] int64; differentiable."""
+    """Compute logits [n, V] float32 of a deterministic model at flat positions `places` [n] int64; differentiable."""
     begin_pass(model)
     batch, tokens = layout.sequences(), ints((layout.real.reshape(-1).cumsum(0) - 1)[places])
     hidden, _ = cast(Network, network_of(model)).over_batch(batch, tokens)
@@ -222,7 +222,7 @@ class _Sum(Function):
 
 
 def _loss(layout: Layout, labels: Tensor, logits: Tensor, rows: Tensor, items: Tensor | int | None) -> Tensor:
-    """The sum of -log p(label) over the labels that count, through their number or `items`; nats."""
+    """Return the sum of -log p(label) over the labels that count, through their number or `items`; nats."""
     whole = isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.dtype == torch.bool)
     if not whole or labels.shape != layout.real.shape:
         raise UserError(f"labels: must be whole numbers {list(layout.real.shape)}, as input_ids")

@@ -76,7 +76,7 @@ class Run:
     def table(
         self, name: str, columns: Sequence[str] | None = None, iterations: Sequence[int] | None = None
     ) -> pd.DataFrame:
-        """The rows of a table, of all iterations by default, bit for bit, each file compared with its digest.
+        """Return the rows of a table, of all iterations by default, bit for bit, each file compared with its digest.
 
         Also of a run that is not complete. UserError for an unknown name, column or iteration, and where a file is
         damaged.
@@ -88,7 +88,7 @@ RunOrPath = Run | Path | str
 
 
 def open_run(path: RunOrPath) -> Run:
-    """The recorded run in a folder, complete or not. UserError where there is none, or its manifest is damaged.
+    """Return the recorded run in a folder, complete or not. UserError where there is none, or its manifest is damaged.
 
     Source: the format is described in ppo_repro/records/README.md.
 
@@ -106,7 +106,7 @@ def open_run(path: RunOrPath) -> Run:
 
 
 def latest_run(root: Path | str = "runs") -> Run:
-    """The run below `root` that was written last, complete or not. UserError where there is none.
+    """Return the run below `root` that was written last, complete or not. Raises UserError where there is none.
 
     >>> import ppo_repro
     >>> ppo_repro.latest_run(EXAMPLE_RUN.parent.parent).path == EXAMPLE_RUN
@@ -116,10 +116,10 @@ def latest_run(root: Path | str = "runs") -> Run:
 
 
 def diff(a: RunOrPath, b: RunOrPath) -> Difference | None:
-    """The first bit in which two runs differ, in the order in which it was computed; None where there is none.
+    """Return the first bit in which two runs differ, in the order in which it was computed; None where there is none.
 
     Of the difference, `.describe()` is one line; `.table`, `.iteration`, `.column`, `.row`, `.left`, `.right` are its
-    parts. UserError where a file is missing or damaged, or the runs are of different kinds.
+    parts. Raises UserError where a file is missing or damaged, or the runs are of different kinds.
 
     Source: the digests that are compared are described in ppo_repro/records/README.md.
 

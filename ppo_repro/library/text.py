@@ -138,7 +138,7 @@ def _encoded(
 
 
 def _token_ids(name: str, ids: Sequence[int], model: PreTrainedModel) -> tuple[int, ...]:
-    """Whole numbers of the vocabulary; UserError for others."""
+    """Check that token ids are whole numbers of the vocabulary. Raises UserError for others."""
     vocab_size = model.config.vocab_size
     values = ids.tolist() if isinstance(ids, Tensor) else ids
     if not isinstance(values, Collection) or not all(is_whole(i) and 0 <= i < vocab_size for i in values):

@@ -32,7 +32,7 @@ Reward = Callable[[str, str, str], float]
 
 
 def reward_path(reward: Reward | str, folder: Path) -> str:
-    """`FILE.py:FUNCTION` of a reward: its own file, or for a notebook's function a new one in `folder`.
+    """Return `FILE.py:FUNCTION` of a reward: its own file, or for a notebook's function a new one in `folder`.
 
     The new file has the function's source, imports of the modules it uses, and the plain constants it uses. UserError
     for anything else that it needs, because the file would not compute the same.

@@ -37,7 +37,7 @@ def lay_out(
     routes: Sequence[Tensor] | None = None,
     slots: Ints | None = None,
 ) -> TokenBatch:
-    """A batch of sequences, each a prompt and a response.
+    """Lay out a batch of sequences, each a prompt and a response.
 
     The last response token is not an input: nothing is predicted from it. Response tokens that are forced are inputs
     like those of the prompt, and are not scored; None: none is. `routes` are those of each sequence's inputs
@@ -70,7 +70,7 @@ def micro_batches(
     replay: bool = False,
     slots: Ints | None = None,
 ) -> list[MicroBatch]:
-    """The given sequences of a rollout, `size` at a time, or all at once with 0; empty without sequences.
+    """Lay out the given sequences of a rollout, `size` at a time, or all at once with 0; empty without sequences.
 
     `replay`: with the sampler's routes. `slots` [S + 1] of the given sequences, as in `Rows`.
     """

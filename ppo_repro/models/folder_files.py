@@ -71,7 +71,7 @@ def _check_files(folder: Path, where: str) -> None:
 
 
 def _how_to_get(folder: Path) -> str:
-    """What to do about a folder that is not there: a path of two names is what the Hub calls a model."""
+    """Say what to do about a folder that is not there: a path of two names is what the Hub calls a model."""
     named = folder.relative_to(Path.cwd()).parts if folder.is_relative_to(Path.cwd()) else folder.parts
     if len(named) != 2 or folder.parent.is_dir():
         return "; give the folder of a model on this machine"

@@ -71,7 +71,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def named_weights(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters of a module by name, without gradients; a tied one once."""
+    """Return the parameters of a module by name, without gradients; a tied one once."""
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
@@ -98,7 +98,7 @@ def save_adapter(lora: Lora, folder: Path, base_model: str) -> None:
 def save_value_model(parameters: Mapping[str, Tensor], config: PretrainedConfig | None, folder: Path) -> None:
     """Write the parameters of a value model, or of a head on the policy's trunk; `config` of its own trunk.
 
-    The folder appears whole or not at all. UserError where that fails.
+    The folder appears whole or not at all. Raises UserError where that fails.
     """
     with whole_folder(folder) as temporary:
         write_tensors(temporary / VALUE_TENSORS, parameters, _FORMAT)
@@ -110,7 +110,7 @@ def save_value_model(parameters: Mapping[str, Tensor], config: PretrainedConfig 
 
 
 def load_value_parameters(folder: Path) -> dict[str, Tensor]:
-    """The parameters that `save_value_model` wrote; UserError where they are missing or damaged."""
+    """Return the parameters that `save_value_model` wrote. Raises UserError where they are missing or damaged."""
     check_sums(folder)
     try:
         return safetensors.torch.load_file(folder / VALUE_TENSORS)
@@ -120,9 +120,9 @@ def load_value_parameters(folder: Path) -> dict[str, Tensor]:
 
 
 def load_reward_model(folder: Path, mode: str, max_context: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Reward model and tokenizer of a transformers folder, without code from it and without the network.
+    """Load reward model and tokenizer of a transformers folder, without code from it and without the network.
 
-    UserError where the class is not one of `CLASSIFIERS`, there is more than one label, or it cannot be read.
+    Raises UserError where the class is not one of `CLASSIFIERS`, there is more than one label, or it cannot be read.
     """
     where = f"reward model {folder}"
     model, tokenizer = load_as(folder, AutoModelForSequenceClassification, CLASSIFIERS, where)
@@ -143,7 +143,7 @@ def require_same_tokens(policy: PreTrainedTokenizerBase, reward: PreTrainedToken
 
 
 def save_reward_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save a folder for AutoModelForSequenceClassification, whole or not at all. UserError where that fails.
+    """Save a folder for AutoModelForSequenceClassification, whole or not at all. Raises UserError where that fails.
 
     transformers' own forward reads the score at the last token that is not `pad_token_id`. Where that is the end
     token, its scores differ from these.

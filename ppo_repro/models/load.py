@@ -37,14 +37,14 @@ AutoClass = type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification
 
 
 def load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Causal model in float32 and tokenizer of a folder; UserError says what is missing or not supported."""
+    """Load the causal model in float32 and the tokenizer of a folder; UserError says what is wrong."""
     return load_as(path, AutoModelForCausalLM, CAUSAL_MODELS, f"model.path = {path}")
 
 
 def load_as(
     folder: Path, auto_class: AutoClass, classes: Sequence[type[PreTrainedModel]], where: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Float32 model and tokenizer of a folder. UserError, beginning with `where`, unless it is one of `classes`.
+    """Load float32 model and tokenizer of a folder. UserError, beginning with `where`, unless it is one of `classes`.
 
     Weights saved in bfloat16 or float16 are float32 numbers too, so they load without rounding.
     """
@@ -113,7 +113,7 @@ def _load_tokenizer(folder: Path, vocab_size: int, where: str) -> PreTrainedToke
 
 @contextmanager
 def _reading(where: str) -> Iterator[None]:
-    """Let transformers read files without a word; UserError, beginning with `where`, if it cannot."""
+    """Let transformers read files without a word. Raises UserError, beginning with `where`, if it cannot."""
     try:
         with _quiet():
             yield
@@ -137,12 +137,12 @@ def _quiet() -> Iterator[None]:
 
 
 def read_model_config(folder: Path, classes: Sequence[type[PreTrainedModel]], where: str) -> PretrainedConfig:
-    """The configuration of a model folder, which needs nothing but config.json. UserError as in `load_as`."""
+    """Return the configuration of a model folder, which needs nothing but config.json. UserError as in `load_as`."""
     return _read_config(folder, classes, where)[0]
 
 
 def _read_config(folder: Path, classes: Sequence[type[PreTrainedModel]], where: str) -> tuple[PretrainedConfig, int]:
-    """The configuration of a model folder, and how many weights its model has."""
+    """Return the configuration of a model folder, and how many weights its model has."""
     check_config(folder, where)
     with _reading(where):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -167,7 +167,7 @@ def _read_config(folder: Path, classes: Sequence[type[PreTrainedModel]], where: 
 
 
 def _count(config: PretrainedConfig, kind: type[PreTrainedModel], where: str) -> int:
-    """How many weights a model has; UserError if none can be made, or the kernels could not compute it.
+    """Return how many weights a model has. Raises UserError if none can be made, or the kernels could not compute it.
 
     Takes no memory for weights. Stock torch cannot compute such a model either.
     """
@@ -191,7 +191,10 @@ def _unreadable(where: str, error: BaseException) -> UserError:
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that end a response: those of the tokenizer and of the generation config. UserError without any."""
+    """Return the tokens that end a response: those of the tokenizer and of the generation config.
+
+    UserError without any.
+    """
     declared = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = [*(declared if isinstance(declared, list) else [declared]), tokenizer.eos_token_id]
     for i in ids:

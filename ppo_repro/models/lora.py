@@ -59,7 +59,7 @@ class Lora:
         return self.alpha / self.rank
 
     def factors(self) -> dict[str, Tensor]:
-        """A and B of every layer, not copied."""
+        """Return a and B of every layer, not copied."""
         return {
             f"{name}.lora_{which}.weight": tensor
             for name, layer in self.layers.items()
@@ -67,11 +67,11 @@ class Lora:
         }
 
     def trained(self) -> dict[str, Tensor]:
-        """Everything that is trained: the factors, and the parameters trained whole."""
+        """Return everything that is trained: the factors, and the parameters trained whole."""
         return {**self.factors(), **self.whole}
 
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
-        """[M, N], [N, K] -> sum_n a[m, n] b[n, k] [M, K], in deterministic numerics by the rule of linear layers."""
+        """Multiply [M, N] by [N, K]: sum_n a[m, n] b[n, k], in deterministic numerics by the rule of linear layers."""
         return product(a, PackedMatrix([b.contiguous()], transposed=True)) if self.deterministic else a @ b
 
     @torch.no_grad()
@@ -83,7 +83,7 @@ class Lora:
             layer.weight.copy_(merged.t() if layer.transposed else merged)
 
     def gradients(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gradients of all that is trained, from those of the model's parameters: zeros for a weight without one.
+        """Return gradients of all that is trained, from the model's gradients; zeros for a weight without one.
 
         dA = s (B^T dW') and dB = s (dW' A^T) are functions of dW' alone, so no layout of the work shows in them.
         """
@@ -98,7 +98,7 @@ class Lora:
 
 
 def linear_layers(model: Adaptable) -> dict[str, nn.Module]:
-    """The linear layers of attention and MLP by name: all but the head, whose weight may be the embedding."""
+    """Return the linear layers of attention and MLP by name: all but the head, whose weight may be the embedding."""
     head = model.head if isinstance(model, ValueModel) else model.get_output_embeddings()
     return {
         name: layer
@@ -108,7 +108,7 @@ def linear_layers(model: Adaptable) -> dict[str, nn.Module]:
 
 
 def choose_layers(model: Adaptable, target_modules: Sequence[str], section: str = "lora") -> dict[str, nn.Module]:
-    """The linear layers whose name is a target or ends in `.target`; all if `target_modules` is empty.
+    """Return the linear layers whose name is a target or ends in `.target`; all if `target_modules` is empty.
 
     UserError names a target that matches no layer, and the section of the configuration that has it.
     """
@@ -129,7 +129,7 @@ def _ends(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def initial_a(rank: int, columns: int, seed: int, name: str) -> Tensor:
-    """A [r, K] float32, uniform on 2^24 evenly spaced values in (-1/sqrt(K), 1/sqrt(K)); a function of seed and name.
+    """Draw A [r, K] float32, uniform on 2^24 evenly spaced values in (-1/sqrt(K), 1/sqrt(K)), from seed and name.
 
     peft uses the same distribution: `kaiming_uniform_` with a = sqrt(5).
     """
@@ -210,6 +210,6 @@ def _require_same_bits(name: str, ours: Tensor, theirs: Tensor) -> None:
 
 
 def shape_of(layer: nn.Module) -> tuple[int, int]:
-    """Outputs and inputs of a linear layer."""
+    """Return outputs and inputs of a linear layer."""
     first, second = layer.get_parameter("weight").shape
     return (second, first) if isinstance(layer, Conv1D) else (first, second)

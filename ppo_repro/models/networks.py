@@ -35,9 +35,9 @@ class ValueModel(nn.Module):
 
 
 def make_policy(source: PreTrainedModel, mode: str, max_context: int) -> PreTrainedModel:
-    """A copy of `source` ready for training in the given numerics; dropout is off, whatever the model's config says.
+    """Copy `source` for training in the given numerics; dropout is off, whatever the model's config says.
 
-    UserError if the model is not covered.
+    Raises UserError if the model is not covered.
     """
     check_visibility(source.config, max_context)
     model = copy.deepcopy(source).eval()
@@ -50,13 +50,13 @@ def make_policy(source: PreTrainedModel, mode: str, max_context: int) -> PreTrai
 
 
 def make_value_model(source: PreTrainedModel, mode: str, max_context: int, seed: int) -> ValueModel:
-    """A value model whose trunk starts as the policy's; its head is bell-shaped, std 0.1 / sqrt(H), bias 0."""
+    """Make a value model whose trunk starts as the policy's; its head is bell-shaped, std 0.1 / sqrt(H), bias 0."""
     trunk = make_policy(trunk_of(source), mode, max_context)
     return ValueModel(trunk, make_value_head(source.config.hidden_size, seed).to(source.device))
 
 
 def make_value_head(size: int, seed: int) -> nn.Linear:
-    """A scalar head on hidden states of `size` H: weights bell-shaped, std 0.1 / sqrt(H), bias 0."""
+    """Make a scalar head on hidden states of `size` H: weights bell-shaped, std 0.1 / sqrt(H), bias 0."""
     head = nn.Linear(size, 1)
     draw_head(head.weight, "value head", seed)
     nn.init.zeros_(head.bias)
@@ -84,7 +84,7 @@ def checkpoint_gradients(trunk: PreTrainedModel) -> None:
 
 
 def hidden_states(trunk: PreTrainedModel, batch: TokenBatch, replay: bool = False) -> Tensor:
-    """Final hidden states [n, H] at the positions that predict the response tokens.
+    """Compute the final hidden states [n, H] at the positions that predict the response tokens.
 
     `replay`: tokens take the routes of the batch, where it has some, through the trunk's mixtures of experts.
     """
@@ -94,7 +94,7 @@ def hidden_states(trunk: PreTrainedModel, batch: TokenBatch, replay: bool = Fals
 def seen_states(
     trunk: PreTrainedModel, batch: TokenBatch, replay: bool, seen: bool = True
 ) -> tuple[Tensor, Ints | None]:
-    """`hidden_states`, and the routes of all inputs [.., M k] if they are to be seen."""
+    """Compute `hidden_states`, and the routes of all inputs [.., M k] if they are asked for."""
     network = network_of(trunk)
     sequences = batch.sequences if replay else replace(batch.sequences, routes=None)
     if isinstance(network, NativeNetwork):
@@ -103,19 +103,19 @@ def seen_states(
 
 
 def policy_logits(policy: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """Logits [n, V] float32 on the CPU, at the positions that predict the response tokens."""
+    """Compute logits [n, V] float32 on the CPU, at the positions that predict the response tokens."""
     return logits(policy, hidden_states(trunk_of(policy), batch), batch.rows).cpu()
 
 
 def scalar(head: nn.Linear, hidden: Tensor, rows: Rows, deterministic: bool) -> Tensor:
-    """A head's output [n] on the CPU for hidden states [n, H]."""
+    """Compute a head's output [n] on the CPU for hidden states [n, H]."""
     return (linear(hidden, head, rows) if deterministic else head(hidden))[:, 0].cpu()
 
 
 def sequence_scores(
     classifier: PreTrainedModel, sequences: Sequence[Sequence[int]], padding: str, slots: Ints | None = None
 ) -> Tensor:
-    """Scores [S] float32 of a sequence classification model with one label, each at the last token of its sequence.
+    """Compute scores [S] float32 of a classifier with one label, each at the last token of its sequence.
 
     The stock forward looks for the last token that is not `pad_token_id`; here the layout says where the last one is.
     """
@@ -126,17 +126,17 @@ def sequence_scores(
 
 
 def value_predictions(value_model: ValueModel, batch: TokenBatch) -> Tensor:
-    """Values [n] float32 before each response token."""
+    """Return the values [n] float32 before each response token."""
     return values_of(value_model, hidden_states(value_model.trunk, batch), batch)
 
 
 def values_of(value_model: ValueModel, hidden: Tensor, batch: TokenBatch) -> Tensor:
-    """Values [n] float32 from the trunk's hidden states [n, H] of a batch."""
+    """Return the values [n] float32 from the trunk's hidden states [n, H] of a batch."""
     return scalar(value_model.head, hidden, batch.rows, is_deterministic(value_model.trunk))
 
 
 def precision_of(config: SamplerPrecision) -> Precision:
-    """What each kind of number is rounded to, as the configuration names formats."""
+    """Return what each kind of number is rounded to, as the configuration names formats."""
     narrow_inputs = config.activations in NARROW
     return Precision(
         weights=config.weights,
@@ -149,7 +149,10 @@ def precision_of(config: SamplerPrecision) -> Precision:
 
 
 def rounded_view(policy: PreTrainedModel, precision: Precision) -> PreTrainedModel:
-    """A model over the very parameters of another one that rounds; the model itself if there is nothing to round."""
+    """Return a model over the very parameters of another one that rounds.
+
+    If there is nothing to round, the model itself is returned.
+    """
     lowered = lowered_of(policy)
     if lowered is None or precision == Precision():
         return policy

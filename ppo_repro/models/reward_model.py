@@ -18,9 +18,9 @@ from ppo_repro.numerics.families import CLASSIFIER_OF, trunk_of
 
 
 def make_reward_model(source: PreTrainedModel, mode: str, max_context: int, seed: int) -> PreTrainedModel:
-    """A reward model that starts with the trunk of a causal model; its head is bell-shaped, std 0.1 / sqrt(H).
+    """Make a reward model that starts with the trunk of a causal model; its head is bell-shaped, std 0.1 / sqrt(H).
 
-    `source` is an unmodified float32 model. UserError where its family has no classifier or is not covered.
+    `source` is an unmodified float32 model. Raises UserError where its family has no classifier or is not covered.
     """
     if type(source) not in CLASSIFIER_OF:
         known = ", ".join(c.__name__ for c in CLASSIFIER_OF)
@@ -35,7 +35,7 @@ def make_reward_model(source: PreTrainedModel, mode: str, max_context: int, seed
 
 @torch.no_grad()
 def reward_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], padding: str, micro_batch: int) -> Tensor:
-    """Score of each prompt + response at its last token, float32 [B]; `micro_batch` at a time, 0 for all at once.
+    """Score each prompt + response at its last token, float32 [B]; `micro_batch` at a time, 0 for all at once.
 
     In deterministic numerics the bits are the same for every micro-batch and order. ValueError on an empty sequence.
     """
@@ -47,7 +47,7 @@ def reward_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], pa
 
 
 def value_model_from(reward_model: PreTrainedModel, mode: str, max_context: int) -> ValueModel:
-    """A value model that starts as a copy of the reward model, so that V after the last token is the score.
+    """Make a value model that starts as a copy of the reward model, so that V after the last token is the score.
 
     Its head also has a bias, which starts at 0. Ouyang et al., 2022, section 3.5.
     """

@@ -45,7 +45,7 @@ class Versions:
 
     @contextmanager
     def at(self, version: int) -> Iterator[None]:
-        """The policy has the weights of `version` inside the block, and the newest again after it."""
+        """Give the policy the weights of `version` inside the block, and the newest again after it."""
         newest = self.newest
         if version == newest:
             yield
@@ -61,7 +61,7 @@ class Versions:
         self.merge()
 
     def tensors(self) -> Weights:
-        """All kept weights, named `version/parameter`."""
+        """Return all kept weights, named `version/parameter`."""
         return {f"{v}/{name}": t for v, weights in self.kept.items() for name, t in weights.items()}
 
     def restore(self, tensors: Mapping[str, Tensor], version: int) -> None:
@@ -112,13 +112,16 @@ class TrainState:
 
     @property
     def own_value_module(self) -> nn.Module:
-        """What of the value model is not the policy's: all, or a head on the policy's trunk; nothing without one."""
+        """Return what of the value model is not the policy's: all, or a head on the policy's trunk.
+
+        Without a value model there is nothing.
+        """
         if self.value_model is None:
             return nn.Module()
         return self.value_model if self.value_optimizer is not None else self.value_model.head
 
     def digests(self) -> tuple[str, str | None]:
-        """Digests of the weights of policy and value model, None without a value model; side by side."""
+        """Return the digests of the weights of policy and value model, None without a value model; side by side."""
         modules = [self.policy] if self.value_model is None else [self.policy, self.own_value_module]
         with ThreadPoolExecutor(library.thread_count) as pool:
             policy, *value = pool.map(lambda module: weights_digest(module.named_parameters()), modules)

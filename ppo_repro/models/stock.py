@@ -43,7 +43,7 @@ class _Widening(TorchFunctionMode):
 
 @contextmanager
 def float64(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Inside, `model` computes in float64 throughout: float32 weights are widened where they are used.
+    """Let `model` compute in float64 throughout inside the block: float32 weights are widened where they are used.
 
     No weight is copied. Rotary frequencies, which transformers rounds to float32, are computed again. TypeError where
     a float32 result appears all the same.
@@ -67,7 +67,7 @@ def float64(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 
 def stock_model(policy: PreTrainedModel) -> PreTrainedModel:
-    """The unmodified model with the weights of `policy`, whose memory it shares: nothing may write to them."""
+    """Return the unmodified model with the weights of `policy`, whose memory it shares: nothing may write to them."""
     config = copy.deepcopy(policy.config)
     config._attn_implementation = "sdpa"
     config._experts_implementation = "eager"

@@ -26,9 +26,9 @@ from ppo_repro.tasks.tokenizer import decode, train_tokenizer
 
 
 def make_tokenizer(problems: Sequence[Problem], vocab_size: int, kind: str = "bpe") -> PreTrainedTokenizerBase:
-    """A tokenizer trained on prompt and solution of the training problems, in the order of their keys.
+    """Train a tokenizer on prompt and solution of the training problems, in the order of their keys.
 
-    `kind` as in `model.tokenizer`. UserError where it needs more than `vocab_size` tokens.
+    `kind` as in `model.tokenizer`. Raises UserError where it needs more than `vocab_size` tokens.
     """
     corpus = [p.prompt + p.solution for p in sorted(problems, key=lambda p: p.key)]
     tokenizer = train_tokenizer(kind, corpus, vocab_size)
@@ -51,7 +51,7 @@ def check_spelling(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Proble
 
 
 def tiny_config(model: TinyModel, vocab_size: int, max_context: int, eos_token_id: int | None) -> PretrainedConfig:
-    """The transformers configuration of the model that `make_model` makes."""
+    """Return the transformers configuration of the model that `make_model` makes."""
     heads: dict[str, Any] = {"head_dim": model.hidden_size // model.num_attention_heads}
     shape: dict[str, Any] = {
         "vocab_size": vocab_size,
@@ -84,7 +84,7 @@ def tiny_config(model: TinyModel, vocab_size: int, max_context: int, eos_token_i
 
 
 def make_model(config: TinyModel, vocab_size: int, max_context: int, eos_token_id: int, seed: int) -> PreTrainedModel:
-    """A float32 model whose weights are a pure function of `seed`, the same bits on every machine.
+    """Make a float32 model whose weights are a pure function of `seed`, the same bits on every machine.
 
     Matrices are bell-shaped with standard deviation 1/sqrt(fan-in), embeddings with 0.1; norms are 1.
     """

@@ -42,7 +42,7 @@ class WarmStartStep:
 def _cross_entropy_step(
     policy: PreTrainedModel, optimizer: Optimizer, batch: TokenBatch, mode: str
 ) -> tuple[float, float]:
-    """One step on -log p(answer token), token mean; returns the loss before it and the gradient norm."""
+    """Take one step on -log p(answer token), token mean; returns the loss before it and the gradient norm."""
     losses: list[torch.Tensor] = []
 
     def backward() -> None:
@@ -55,7 +55,7 @@ def _cross_entropy_step(
 
 
 def _accuracy(engine: TorchEngine, pairs: Sequence[Pair]) -> float:
-    """Share of prompts whose greedy response is the answer, token for token."""
+    """Return the share of prompts whose greedy response is the answer, token for token."""
     longest = max(len(answer) for _, answer in pairs)
     requests = [Request(tuple(prompt), 0) for prompt, _ in pairs]
     completions = engine.generate(requests, Sampling(1.0, 0, 1.0, longest, greedy=True))

@@ -14,13 +14,13 @@ from ppo_repro.numerics.sums import mean_of
 def gae(
     rewards: Tensor, values: Tensor, lengths: Tensor, final_values: Tensor, gamma: float, gae_lambda: float
 ) -> Tensor:
-    """GAE: A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t. Schulman et al., 2016.
+    """Compute GAE, A_t = delta_t + gamma lambda A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t.
 
-    rewards, values [N] float32, lengths [B] int64 with sum N -> [N] float32. `final_values` [B] float32 is V
-    after the last step of each sequence: 0 where the episode ended there, the value of the next state where it
-    was only cut off. t counts decisions: what an environment puts in between two tokens is part of the transition,
-    without an error or a discount of its own. gae_lambda 0 is the one-step error, TD(0); 1 is the Monte Carlo return
-    minus the value.
+    Schulman et al., 2016. rewards, values [N] float32, lengths [B] int64 with sum N -> [N] float32. `final_values` [B]
+    float32 is V after the last step of each sequence: 0 where the episode ended there, the value of the next state
+    where it was only cut off. t counts decisions: what an environment puts in between two tokens is part of the
+    transition, without an error or a discount of its own. gae_lambda 0 is the one-step error, TD(0); 1 is the Monte
+    Carlo return minus the value.
     """
     assert rewards.shape == values.shape == (int(lengths.sum()),)
     assert final_values.shape == lengths.shape == (lengths.numel(),)
@@ -41,10 +41,10 @@ def gae(
 
 
 def group_advantages(scores: Sequence[float], groups: Sequence[Hashable], scale: bool) -> list[float]:
-    """(s_i - mean of its group) [/ (std of its group + 1e-6) with `scale`], one per response. Shao et al., 2024 (GRPO).
+    """Return (s_i - mean of its group) [/ (std of its group + 1e-6) with `scale`], one per response.
 
-    Population standard deviation. Without `scale` it is Dr. GRPO's (Liu et al., 2025). Sums are correctly
-    rounded, so the order within a group does not matter; a group of equal scores gets exactly 0.
+    Shao et al., 2024 (GRPO). Population standard deviation. Without `scale` it is Dr. GRPO's (Liu et al., 2025). Sums
+    are correctly rounded, so the order within a group does not matter; a group of equal scores gets exactly 0.
     """
     assert len(scores) == len(groups)
     members: dict[Hashable, list[float]] = {}
@@ -59,12 +59,15 @@ def group_advantages(scores: Sequence[float], groups: Sequence[Hashable], scale:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """The correctly rounded sum over the number; equal values themselves, which the division may miss by rounding."""
+    """Return the correctly rounded sum over the number.
+
+    Equal values are their own mean, which the division may miss by rounding.
+    """
     return values[0] if min(values) == max(values) else math.fsum(values) / len(values)
 
 
 def whiten(values: Tensor, shift: bool = True) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) [+ mean without `shift`], var the population variance, sums correctly rounded.
+    """Return (x - mean) / sqrt(var + 1e-8) [+ mean without `shift`] with the population variance.
 
     [N] float32 -> [N] float32, independent of the order of the elements; equal elements become exactly 0, or stay.
     """
@@ -77,7 +80,7 @@ def whiten(values: Tensor, shift: bool = True) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float | None:
-    """1 - Var(returns - values) / Var(returns), both [N]; None where the returns do not vary."""
+    """Return 1 - Var(returns - values) / Var(returns), both [N]; None where the returns do not vary."""
     assert values.shape == returns.shape == (values.numel(),)
 
     def variance(x: Tensor) -> float:

@@ -31,13 +31,13 @@ class Correction(IntEnum):
 
 
 def correction_names(corrections: Tensor) -> list[str]:
-    """The names of corrections as they are recorded, such as `masked_low`; corrections [n] uint8."""
+    """Return the names of corrections as they are recorded, such as `masked_low`; corrections [n] uint8."""
     names = [correction.name.lower() for correction in Correction]
     return [names[correction] for correction in corrections.tolist()]
 
 
 def importance_ratios(old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Tensor, level: str) -> Tensor:
-    """w of each token, [N] float32, from log-probs [N] float32 of B responses, `lengths` [B]. Exactly 1 where equal.
+    """Compute w of each token, [N] float32. Exactly 1 where both log-probs are equal.
 
     token: exp(delta). sequence: exp(sum of delta over the response). geometric: exp(mean of delta), the
     length-normalised ratio. Sums are correctly rounded, so the order of tokens in memory cannot matter. verl, slime and
@@ -71,10 +71,10 @@ def _bounds(low: float, high: float | None) -> tuple[Tensor, Tensor]:
 
 
 def truncated_weights(ratios: Tensor, floor: float, cap: float | None) -> tuple[Tensor, Tensor]:
-    """(w within [floor, cap], Correction), [N] float32 and uint8. Truncated importance sampling; cap None: no bound.
+    """Return (w within [floor, cap], Correction), [N] float32 and uint8. Truncated importance sampling.
 
-    Ionides, 2008, for a sampler's tokens Yao et al., 2025 (TIS): min(w, cap). Without bounds it is the weight of
-    decoupled PPO (Hilton et al., 2022, section 3; AReaL). With a floor slime's `tis_mode: clip` and TRL's
+    cap None: no bound. Ionides, 2008, for a sampler's tokens Yao et al., 2025 (TIS): min(w, cap). Without bounds it is
+    the weight of decoupled PPO (Hilton et al., 2022, section 3; AReaL). With a floor slime's `tis_mode: clip` and TRL's
     `vllm_importance_sampling_clip_min`; verl and AReaL have none.
     """
     low, high = _bounds(floor, cap)
@@ -85,11 +85,11 @@ def truncated_weights(ratios: Tensor, floor: float, cap: float | None) -> tuple[
 
 
 def masked_weights(ratios: Tensor, floor: float, cap: float | None) -> tuple[Tensor, Tensor]:
-    """(w where floor <= w <= cap and 0 elsewhere, Correction), [N] float32 and uint8. Masked importance sampling.
+    """Return (w where floor <= w <= cap and 0 elsewhere, Correction), [N] float32 and uint8.
 
-    By token with both bounds IcePop (Ling Team, 2025, arXiv 2510.18855), by response Liu et al., 2025, "When Speed
-    Kills Stability". verl and slime bound both sides, by default with 1 / cap; AReaL and earlier TRL only above, which
-    is a floor of 0.
+    Masked importance sampling. By token with both bounds IcePop (Ling Team, 2025, arXiv 2510.18855), by response Liu et
+    al., 2025, "When Speed Kills Stability". verl and slime bound both sides, by default with 1 / cap; AReaL and earlier
+    TRL only above, which is a floor of 0.
     """
     low, high = _bounds(floor, cap)
     changes = torch.full(ratios.shape, Correction.NONE, dtype=torch.uint8)
@@ -99,7 +99,7 @@ def masked_weights(ratios: Tensor, floor: float, cap: float | None) -> tuple[Ten
 
 
 def normalized_weights(weights: Tensor, lengths: Tensor, by_response: bool) -> Tensor:
-    """Weights over their mean, [N] float32: self-normalised importance sampling over an iteration.
+    """Return the weights over their mean, [N] float32: self-normalised importance sampling over an iteration.
 
     The mean is over tokens, or `by_response` over responses, which have one weight each; zeros count. Weights that are
     all 0 stay. verl's `rollout_is_batch_normalize`, slime's `tis_batch_normalize`; both take the batch of a step's
@@ -112,7 +112,7 @@ def normalized_weights(weights: Tensor, lengths: Tensor, by_response: bool) -> T
 
 
 def outside_ratio(ratios: Tensor, low: float, high: float) -> Tensor:
-    """Where w < low or w > high, [N] bool; at a level of responses all tokens of a response alike.
+    """Find tokens with w < low or w > high, [N] bool; at a level of responses all tokens of a response alike.
 
     Rejection sampling of verl (`rollout_rs`) and slime (`use_rs`). The level geometric is Geo-RS. verl compares -log w
     with the logarithms of its bounds, so that its "0.6_1.4" is [1/1.4, 1/0.6] here.
@@ -124,7 +124,7 @@ def outside_ratio(ratios: Tensor, low: float, high: float) -> Tensor:
 def beyond_divergence(
     old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Tensor, estimator: str, level: str, above: float
 ) -> Tensor:
-    """Where an estimate of KL(rollout || old) in nats is greater than `above`, [N] bool.
+    """Find tokens whose estimate of KL(rollout || old) in nats is greater than `above`, [N] bool.
 
     k2 = delta^2 / 2 or k3 = exp(delta) - 1 - delta, of the token, or its sum, mean or maximum over the response.
     verl's `rollout_rs` of the names token_k2, seq_sum_k3, seq_mean_k3, seq_max_k3 and so on.
@@ -142,7 +142,7 @@ def beyond_divergence(
 
 
 def vetoed(token_ratios: Tensor, lengths: Tensor, below: float) -> Tensor:
-    """Where a response has a token with w < below, [N] bool. verl's and slime's veto, at 1e-4 there."""
+    """Find the tokens of responses that have a token with w < below, [N] bool: verl's and slime's veto (1e-4 there)."""
     assert token_ratios.shape == (int(lengths.sum()),) and lengths.dim() == 1
     below_it = token_ratios < _bounds(below, None)[0]
     return torch.repeat_interleave(torch.stack([run.any() for run in below_it.split(lengths.tolist())]), lengths)

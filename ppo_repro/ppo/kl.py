@@ -17,17 +17,17 @@ _SERIES_TERMS = 16
 
 
 def k1(log_ratio: Tensor) -> Tensor:
-    """x: unbiased for KL(p || q), any sign. Shape and dtype of the input."""
+    """Return x: unbiased for KL(p || q), any sign. Shape and dtype of the input."""
     return log_ratio
 
 
 def k2(log_ratio: Tensor) -> Tensor:
-    """x^2 / 2: never negative, biased at third order, the same in both directions."""
+    """Return x^2 / 2: never negative, biased at third order, the same in both directions."""
     return log_ratio * log_ratio * 0.5
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """rho - 1 - log rho = exp(-x) - 1 + x: unbiased for KL(p || q), never negative. Float64.
+    """Return rho - 1 - log rho = exp(-x) - 1 + x: unbiased for KL(p || q), never negative. Float64.
 
     For |x| <= 1 it is the power series: there exp(-x) - 1 + x loses its digits in floating point.
     """
@@ -40,12 +40,12 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def reverse_k1(log_ratio: Tensor) -> Tensor:
-    """rho log rho: unbiased for KL(q || p), any sign. Float64."""
+    """Return rho log rho: unbiased for KL(q || p), any sign. Float64."""
     return _rho(log_ratio) * -log_ratio.to(torch.float64).clamp(max=-EXP_MIN)
 
 
 def reverse_k3(log_ratio: Tensor) -> Tensor:
-    """rho log rho - rho + 1: unbiased for KL(q || p), never negative, 1 for infinite x. Float64.
+    """Return rho log rho - rho + 1: unbiased for KL(q || p), never negative, 1 for infinite x. Float64.
 
     For x <= 1 it is rho times k3 of the inverse ratio, so that small x have their digits.
     """
@@ -58,14 +58,14 @@ def _rho(log_ratio: Tensor) -> Tensor:
 
 
 def estimate(kind: str, log_ratio: Tensor, reverse: bool = False) -> Tensor:
-    """The estimator `kind` (k1, k2 or k3) of KL(p || q), with `reverse` of KL(q || p), as float32."""
+    """Compute the estimator `kind` (k1, k2 or k3) of KL(p || q), with `reverse` of KL(q || p), as float32."""
     forward = {"k1": k1, "k2": k2, "k3": k3}
     backward = {"k1": reverse_k1, "k2": k2, "k3": reverse_k3}
     return (backward if reverse else forward)[kind](log_ratio).to(torch.float32)
 
 
 def loss(kind: str, new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """The estimator `kind` of KL(new || reference) as a differentiable per-token loss, [n] float32, nats.
+    """Compute the estimator `kind` of KL(new || reference) as a differentiable per-token loss, [n] float32, nats.
 
     k1: log pi - log ref, whose gradient has mean zero under pi: as a loss it constrains nothing.
     k2: half the square; its gradient, (log pi - log ref) grad log pi, is that of KL(pi || ref) on-policy.
@@ -77,7 +77,7 @@ def loss(kind: str, new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k3_loss(log_ratio: Tensor) -> Tensor:
-    """`k3` as a differentiable float32 loss with its derivative, 1 - exp(-x), within 1 ulp at every x."""
+    """Return `k3` as a differentiable float32 loss with its derivative, 1 - exp(-x), within 1 ulp at every x."""
     return _K3.apply(log_ratio)
 
 

@@ -11,7 +11,7 @@ from ppo_repro.ppo.objectives import float32
 def value_losses(
     new_values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float | None
 ) -> tuple[Tensor, Tensor]:
-    """1/2 max((V - R)^2, (V_old + clip(V - V_old, -eps, eps) - R)^2) [n] float32, and where the clip decides.
+    """Return 1/2 max((V - R)^2, (V_old + clip(V - V_old, -eps, eps) - R)^2) [n] float32, and where the clip decides.
 
     The gradient is exactly zero where the second branch is strictly larger. `clip_range` None: 1/2 (V - R)^2.
     """
@@ -30,7 +30,7 @@ def value_losses(
 
 
 def loss_weights(aggregation: str, lengths: Tensor, counted: Tensor | None = None) -> Tensor:
-    """Weight of each token in a minibatch of S sequences: `lengths` [S] int64 -> [M] float32, M the sum of the lengths.
+    """Return the weight of each token in a minibatch of S sequences, [M] float32, from `lengths` [S] int64 with sum M.
 
     token_mean: 1 / M. sequence_mean: 1 / (S length), the mean over sequences of their token means.
     sequence_sum: 1 / S, the mean over sequences of their token sums.

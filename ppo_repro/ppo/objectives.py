@@ -59,7 +59,7 @@ def float32(number: float) -> Tensor:
 
 
 def probability_ratios(new_logprobs: Tensor, anchor_logprobs: Tensor) -> Tensor:
-    """r = exp(log pi_new - log pi_anchor), [n] float32; exactly 1 where both are the same number."""
+    """Return r = exp(log pi_new - log pi_anchor), [n] float32; exactly 1 where both are the same number."""
     assert new_logprobs.shape == anchor_logprobs.shape == (new_logprobs.numel(),)
     return differentiable_exp(new_logprobs - anchor_logprobs)
 
@@ -216,7 +216,7 @@ class Cispo(Objective):
 
 
 def covariances(new_logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """(log pi_new - mean)(A - mean) per token, means over the whole minibatch; [M] float64.
+    """Return (log pi_new - mean)(A - mean) per token, means over the whole minibatch; [M] float64.
 
     A step along tokens of high covariance lowers the entropy. verl computes the means, the number of tokens and the
     choice for each micro-batch, so that there a memory setting changes which tokens are changed.

@@ -28,7 +28,7 @@ class _SequenceSums(Function):
 
 
 def sequence_logprobs(token_logprobs: Tensor, lengths: Tensor) -> Tensor:
-    """log pi(y | x) = sum_t log pi(y_t | x, y_<t): [N] float32, lengths [B] with sum N -> [B] float64, differentiable.
+    """Return log pi(y | x) = sum_t log pi(y_t | x, y_<t), [B] float64, from [N] float32 and lengths [B] with sum N.
 
     Each sum is correctly rounded, so the order of a response's tokens in memory cannot matter.
     """
@@ -37,9 +37,10 @@ def sequence_logprobs(token_logprobs: Tensor, lengths: Tensor) -> Tensor:
 
 
 def bradley_terry_losses(chosen_scores: Tensor, rejected_scores: Tensor) -> Tensor:
-    """-log sigma(s_w - s_l) per pair, [P], in the scores' dtype. Bradley and Terry, 1952; Ouyang et al., 2022, eq. 1.
+    """Return -log sigma(s_w - s_l) per pair, [P], in the scores' dtype. Bradley and Terry, 1952.
 
-    The gradient in s_w is -sigma(s_l - s_w): nearly -1 on a pair in the wrong order, never exactly 0.
+    Ouyang et al., 2022, eq. 1. The gradient in s_w is -sigma(s_l - s_w): nearly -1 on a pair in the wrong order, never
+    exactly 0.
     """
     assert chosen_scores.shape == rejected_scores.shape == (chosen_scores.numel(),)
     return differentiable_softplus(rejected_scores - chosen_scores)
@@ -48,7 +49,7 @@ def bradley_terry_losses(chosen_scores: Tensor, rejected_scores: Tensor) -> Tens
 def dpo_margins(
     chosen_logprobs: Tensor, rejected_logprobs: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float
 ) -> Tensor:
-    """Implicit reward of y_w minus that of y_l, per pair, [P], in the dtype of the log-probs (float64 from sums).
+    """Return the implicit reward of y_w minus that of y_l, per pair, [P], in the dtype of the log-probs.
 
     The implicit reward of a response is beta (log pi - log ref), up to a constant of the prompt. Rafailov et al.,
     2023, eq. 5.
@@ -59,7 +60,7 @@ def dpo_margins(
 
 
 def dpo_losses(margins: Tensor) -> Tensor:
-    """-log sigma(margin) per pair, [P], of `dpo_margins`. Rafailov et al., 2023, eq. 7.
+    """Return -log sigma(margin) per pair, [P], of `dpo_margins`. Rafailov et al., 2023, eq. 7.
 
     The gradient in log pi(y_w) is -beta sigma(-margin), in log pi(y_l) the opposite: a pair counts the more, the
     more wrong its order is. A large beta keeps the optimum, ref exp(r / beta), close to the reference.
@@ -69,7 +70,7 @@ def dpo_losses(margins: Tensor) -> Tensor:
 
 
 def preference_accuracy(margins: Tensor) -> float:
-    """Share of pairs whose margin is positive; a margin of exactly 0 counts one half. margins [P]."""
+    """Return the share of pairs whose margin is positive; a margin of exactly 0 counts one half. margins [P]."""
     assert margins.shape == (margins.numel(),)
     right, tied = int((margins > 0).sum()), int((margins == 0).sum())
     return (right + 0.5 * tied) / len(margins)

@@ -9,13 +9,13 @@ from ppo_repro.numerics.sums import run_sums
 
 
 def last_tokens(lengths: Tensor) -> Tensor:
-    """[B] int64 index into the [N] fields of each response's last token."""
+    """Return the index into the [N] fields of each response's last token, [B] int64."""
     assert lengths.shape == (lengths.numel(),)
     return torch.cumsum(lengths, 0) - 1
 
 
 def word_lengths(word_ids: Tensor, lengths: Tensor) -> Tensor:
-    """Tokens of each word, in order, [W] int64; word_ids [N] count words within each response."""
+    """Return the tokens of each word, in order, [W] int64; word_ids [N] count words within each response."""
     assert word_ids.shape == (int(lengths.sum()),) and lengths.dim() == 1
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     begins = torch.ones(len(word_ids), dtype=torch.bool)
@@ -58,9 +58,10 @@ def charge_penalties(penalties: Tensor, lengths: Tensor, word_ids: Tensor, charg
 
 
 def token_rewards(placed: Tensor, kl_penalties: Tensor) -> Tensor:
-    """r_t = placed_t - kl_penalties_t, [N] float32. With the score on the last token: Ouyang et al., 2022, equation 2.
+    """Return r_t = placed_t - kl_penalties_t, [N] float32.
 
-    placed [N] float64, rounded once; kl_penalties [N] float32.
+    With the score on the last token: Ouyang et al., 2022, equation 2. placed [N] float64, rounded once; kl_penalties
+    [N] float32.
     """
     assert placed.shape == kl_penalties.shape == (placed.numel(),)
     return placed.to(torch.float32) - kl_penalties

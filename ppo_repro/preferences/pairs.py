@@ -49,7 +49,7 @@ def check_pairs(pairs: Sequence[Preference], vocab_size: int, max_context: int) 
 
 
 def wrong_answer(answer: str, digits: str, draws: Sequence[int]) -> str:
-    """A wrong answer: one digit replaced, the last digit missing, or one digit added, with equal probability.
+    """Make a wrong answer: replace one digit, drop the last or add one, with equal probability.
 
     `digits` are the digits to choose from, at least two; `draws` are three random words: for the mistake, the
     position and the digit.
@@ -64,7 +64,10 @@ def wrong_answer(answer: str, digits: str, draws: Sequence[int]) -> str:
 
 
 def _digits_of(problems: Sequence[Problem]) -> str:
-    """The digits that occur in the answers; UserError unless all answers are numbers with at least two digits."""
+    """Return the digits that occur in the answers.
+
+    Raises UserError unless all answers are numbers with at least two digits.
+    """
     for problem in problems:
         if not (problem.answer.isascii() and problem.answer.isdecimal()):
             raise UserError(
@@ -78,7 +81,7 @@ def _digits_of(problems: Sequence[Problem]) -> str:
 
 
 def _response(tokenizer: PreTrainedTokenizerBase, text: str, where: str = "") -> Ids:
-    """The tokens of a response with an end token; UserError if the tokenizer cannot spell it."""
+    """Return the tokens of a response with an end token. Raises UserError if the tokenizer cannot spell it."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if decode(tokenizer, ids) != text or tokenizer.eos_token_id is None:
         raise UserError(
@@ -88,7 +91,7 @@ def _response(tokenizer: PreTrainedTokenizerBase, text: str, where: str = "") ->
 
 
 def _drawn(problems: Sequence[Problem], count: int, seed: int) -> Iterator[tuple[Problem, int]]:
-    """`count` problems and how often each was drawn before; shuffled anew each time all have been drawn."""
+    """Draw `count` problems and count how often each was drawn before; shuffled anew each time all have been drawn."""
     for epoch in range(-(-count // len(problems))):
         order = permutation(len(problems), "preference prompts", seed, epoch)
         for index in order[: count - epoch * len(problems)]:
@@ -103,10 +106,10 @@ def pairs_by_rule(
     label_noise: float,
     seed: int,
 ) -> list[Preference]:
-    """`count` pairs: the right answer is preferred to a `wrong_answer`, or with probability `label_noise` rejected.
+    """Make `count` pairs that prefer the right answer to a wrong one, or with probability `label_noise` the reverse.
 
     A pair is a function of seed, prompt key and how often the prompt was drawn before. With noise p a Bradley-Terry
-    model has a finite optimum, score differences of log((1 - p) / p). UserError where answers are not numbers.
+    model has a finite optimum, score differences of log((1 - p) / p). Raises UserError where answers are not numbers.
     """
     digits = _digits_of(problems)
     pairs = []
@@ -124,7 +127,7 @@ def pairs_by_rule(
 def pairs_of_file(
     path: Path, field: str, tokenizer: PreTrainedTokenizerBase, encode: Callable[[Problem], Ids], chat_template: bool
 ) -> list[Preference]:
-    """The pairs of a file of JSON objects with `prompt`, `chosen` and `rejected`, and optionally `key`.
+    """Read the pairs of a file of JSON objects with `prompt`, `chosen` and `rejected`, and optionally `key`.
 
     A prompt is a text or a list of chat messages; an end token follows each response. UserError names the line.
     """
@@ -144,7 +147,7 @@ def pairs_of_file(
 def hold_out(
     pairs: Sequence[Preference], num_eval_prompts: int, seed: int
 ) -> tuple[list[Preference], list[Preference]]:
-    """(training pairs, held-out pairs): all pairs of `num_eval_prompts` prompts, chosen by seed, are held out."""
+    """Split pairs into (training, held-out): all pairs of `num_eval_prompts` prompts, by seed, are held out."""
     keys = sorted({pair.prompt_key for pair in pairs})
     if num_eval_prompts >= len(keys):
         raise UserError(

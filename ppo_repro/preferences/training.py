@@ -54,7 +54,7 @@ class PreferenceStep:
 
 
 def _pair_chunks(count: int, sequences: int) -> list[list[int]]:
-    """0..count-1 in chunks of at most `sequences` sequences, two a pair, but at least one pair; 0: all in one."""
+    """Cut 0..count-1 into chunks of at most `sequences` sequences, two a pair, but at least one pair; 0: all in one."""
     return [chunk.tolist() for chunk in torch.arange(count).split(max(1, sequences // 2) if sequences else count)]
 
 
@@ -132,7 +132,7 @@ def train_reward_model(
     """Train a model from `make_reward_model` in place on the Bradley-Terry loss.
 
     AdamW as in the warm start, without weight decay. `progress(step, last step, loss)` is called after each step,
-    with the loss in nats per pair. UserError if a pair does not fit the model.
+    with the loss in nats per pair. Raises UserError if a pair does not fit the model.
     """
     check_pairs([*pairs, *eval_pairs], model.config.vocab_size, numerics.max_context)
     optimizer = Optimizer(model, AdamWSettings(settings.learning_rate, 0.9, 0.98, 1e-8, 0.0, 1.0), numerics.mode)
@@ -176,7 +176,7 @@ def _pair_logprobs(
 def pair_logprobs(
     policy: PreTrainedModel, pairs: Sequence[Preference], temperature: float, mode: str, layout: LayoutConfig
 ) -> Tensor:
-    """log pi(y | x) of the preferred and of the other response of each pair, nats, float64 [2, P].
+    """Compute log pi(y | x) of the preferred and of the other response of each pair, nats, float64 [2, P].
 
     Under the whole distribution softmax(logits / temperature), in micro-batches.
     """
@@ -196,7 +196,7 @@ def dpo_losses_of(
     mode: str,
     padding: str,
 ) -> LossesOf:
-    """The DPO losses of some pairs; `reference` [2, P] are the frozen model's log-probs of all, computed once."""
+    """Return the function from some pairs to their DPO losses."""
 
     def losses_of(chunk: list[int], slots: Ints) -> tuple[Tensor, Tensor]:
         logprobs = _pair_logprobs(policy, [pairs[i] for i in chunk], temperature, mode, padding, slots)

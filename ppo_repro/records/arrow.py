@@ -62,7 +62,7 @@ def to_arrow(
 
 
 def to_parquet(data: pa.Table) -> memoryview:
-    """The content of the Parquet file, every bit of every value as in the table."""
+    """Return the content of the Parquet file, every bit of every value as in the table."""
 
     def of_types(*kinds: str) -> list[str]:
         return [field.name for field in data.schema if str(field.type) in kinds]
@@ -81,7 +81,10 @@ def to_parquet(data: pa.Table) -> memoryview:
 
 
 def _to_array(column: schema.Column, values: Any, rows: int) -> pa.Array:
-    """An array of the column's type, whose memory no later write can change; ValueError for values of another type."""
+    """Return an array of the column's type, whose memory no later write can change.
+
+    Raises ValueError for values of another type.
+    """
     expected = digests.ARROW_TYPES[column.kind]
     if values is None:
         return pa.nulls(rows, expected)

@@ -38,12 +38,12 @@ SPANS = ("char_start", "char_end", "byte_start", "byte_end", "word_id", "sub_idx
 
 
 def unequal_bits(a: Tensor, b: Tensor) -> int:
-    """How many elements of two float32 tensors differ in any bit."""
+    """Count the elements of two float32 tensors that differ in any bit."""
     return int(differing(a, b).sum())
 
 
 def iteration_tables(item: Iteration, config: RunConfig) -> dict[str, pa.Table]:
-    """The five tables of one iteration, and the held-out responses where there are some."""
+    """Make the five tables of one iteration, and the held-out responses where there are some."""
     level = config.records.level
     columns = {
         "sequences": _sequences(item),
@@ -61,7 +61,7 @@ def iteration_tables(item: Iteration, config: RunConfig) -> dict[str, pa.Table]:
 def tables_at(
     index: int, tables: Sequence[schema.Table], columns: Mapping[str, Columns], level: Level = "deep"
 ) -> dict[str, pa.Table]:
-    """The tables of an iteration, by name; its index is in every row."""
+    """Make the tables of an iteration, by name; its index is in every row."""
     made = {}
     for table in tables:
         rows = len(next(iter(columns[table.name].values())))
@@ -70,12 +70,12 @@ def tables_at(
 
 
 def int32(values: Any) -> np.ndarray:
-    """The values as an int32 array."""
+    """Return the values as an int32 array."""
     return np.asarray(values, dtype=np.int32)
 
 
 def fields_of(table: schema.Table, *stages: Any) -> Columns:
-    """The columns that are fields of a stage by the same name; the rows of a matrix become lists."""
+    """Return the columns that are fields of a stage by the same name; the rows of a matrix become lists."""
     found = {c.name: getattr(stage, c.name) for stage in stages for c in table.columns if hasattr(stage, c.name)}
     for name, value in found.items():
         if isinstance(value, Tensor):
@@ -84,36 +84,36 @@ def fields_of(table: schema.Table, *stages: Any) -> Columns:
 
 
 def rows_of(table: schema.Table, items: Sequence[Any]) -> Columns:
-    """The columns that are fields of the items by the same name; an item is a row."""
+    """Return the columns that are fields of the items by the same name; an item is a row."""
     return {c.name: [getattr(i, c.name) for i in items] for c in table.columns if hasattr(items[0], c.name)}
 
 
 def _by_step(item: Iteration, model: str, name: str) -> list[Any]:
-    """A field of the policy's or the value model's step of each minibatch; None without a step."""
+    """Return a field of the policy's or the value model's step of each minibatch; None without a step."""
     steps = [getattr(u, model) for u in item.updates]
     return [None if step is None else getattr(step, name) for step in steps]
 
 
 def _by_token(item: Iteration, model: str, name: str) -> pa.Array:
-    """A per-token column of the policy's or the value model's steps; null where there was none."""
+    """Return a per-token column of the policy's or the value model's steps; null where there was none."""
     columns, sizes = _by_step(item, model, name), [len(u.tokens) for u in item.updates]
     values = torch.cat([torch.zeros(n) if c is None else c for n, c in zip(sizes, columns, strict=True)])
     return pa.array(values.numpy(), mask=np.repeat([column is None for column in columns], sizes))
 
 
 def _in_words(item: Iteration, name: str, words: Callable[[Tensor], list[str]]) -> list[str | None]:
-    """A per-token column of codes of the policy's steps in words; null where there was none."""
+    """Return a per-token column of codes of the policy's steps in words; null where there was none."""
     columns = zip(item.updates, _by_step(item, "policy", name), strict=True)
     return [word for u, codes in columns for word in ([None] * len(u.tokens) if codes is None else words(codes))]
 
 
 def of_minibatches(updates: Sequence[Any], name: str) -> np.ndarray:
-    """A field of each minibatch for each of its tokens."""
+    """Return a field of each minibatch for each of its tokens."""
     return np.repeat(int32([getattr(u, name) for u in updates]), [len(u.tokens) for u in updates])
 
 
 def cells_of(lengths: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """(sequence, position in it) of every token of sequences of these lengths, int32."""
+    """Return (sequence, position in it) of every token of sequences of these lengths, int32."""
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     starts = torch.cumsum(lengths, 0) - lengths
     return int32(sequence), int32(torch.arange(len(sequence)) - starts[sequence])
@@ -152,7 +152,7 @@ def _sequences(item: Iteration) -> Columns:
 
 
 def _episode_columns(episodes: Sequence[Episode] | None) -> Columns:
-    """The columns of episodes of several turns; none where there are no such episodes."""
+    """Return the columns of episodes of several turns; none where there are no such episodes."""
     if episodes is None:
         return {}
     forced = [[int(put_in) for put_in in episode.is_forced] for episode in episodes]
@@ -188,7 +188,7 @@ def _kept(bits: np.ndarray) -> pa.Array | None:
 
 
 def _lists(rows: Tensor) -> list[np.ndarray] | None:
-    """Rows [N, K] as lists of K; null for K = 0."""
+    """Return the rows [N, K] as lists of K; null for K = 0."""
     return list(rows.numpy()) if rows.shape[1] else None
 
 
@@ -236,7 +236,7 @@ def _steps(item: Iteration, config: RunConfig) -> Columns:
 
 
 def agreement(rollout: Any, forward: Any, tokens: Tensor, ratios: Tensor, new_values: Tensor | None) -> Columns:
-    """Counts of what may not differ: log-probs of sampler and trainer; ratios of the first minibatch and 1; values.
+    """Count what may not differ: log-probs of sampler and trainer; ratios of the first minibatch and 1; values.
 
     `tokens`, `ratios` and `new_values` are of that minibatch, before any optimizer step.
     """
@@ -291,7 +291,7 @@ def _iteration(item: Iteration, config: RunConfig) -> Columns:
 
 
 def evaluation_table(evaluation: Evaluation, iteration: int) -> dict[str, pa.Table]:
-    """The table `evaluations` of one evaluation, by name; `iteration` is the one it came before."""
+    """Return the table `evaluations` of one evaluation, by name; `iteration` is the one it came before."""
     count = len(evaluation.keys)
     columns: Columns = {
         "sequence": range(count),
@@ -310,7 +310,7 @@ def evaluation_table(evaluation: Evaluation, iteration: int) -> dict[str, pa.Tab
 def preparation_tables(
     warm_start: Sequence[WarmStartStep], training: RewardTraining | None, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, pa.Table]:
-    """The tables of what was trained before PPO, by name; none of a training that did not take place."""
+    """Return the tables of what was trained before PPO, by name; none of a training that did not take place."""
     columns: dict[str, Columns] = {}
     if warm_start:
         steps = rows_of(schema.WARM_START_STEPS, warm_start)
@@ -329,7 +329,7 @@ def preparation_tables(
 
 
 def pair_columns(pairs: Sequence[Preference], trained: int, tokenizer: PreTrainedTokenizerBase) -> Columns:
-    """The columns of preference pairs, of which the first `trained` are trained on."""
+    """Return the columns of preference pairs, of which the first `trained` are trained on."""
     return {
         **rows_of(schema.PAIRS, pairs),
         "pair": np.arange(len(pairs), dtype=np.int32),

@@ -52,7 +52,7 @@ class Difference:
     rows: int = 1
 
     def describe(self) -> str:
-        """One readable line."""
+        """Describe the difference on one line."""
         left, right = _shown(self.left, self.left_bits), _shown(self.right, self.right_bits)
         if isinstance(self.left, str | list) and isinstance(self.right, type(self.left)):
             left, right = _around_difference(self.left, self.right)
@@ -73,7 +73,10 @@ class Difference:
 
 
 def setup_changes(left_dir: Path, right_dir: Path) -> dict[str, list[Any]]:
-    """[left, right] of each field, input's SHA-256 and origin in which two runs differ; UserError if one is damaged."""
+    """Return [left, right] of each field, input's SHA-256 and origin in which two runs differ.
+
+    Raises UserError if one is damaged.
+    """
     setups = []
     for run_dir in (left_dir, right_dir):
         head = manifest.load_head(run_dir)
@@ -87,7 +90,7 @@ def setup_changes(left_dir: Path, right_dir: Path) -> dict[str, list[Any]]:
 def first_difference(left_dir: Path | str, right_dir: Path | str) -> Difference | None:
     """Compare two runs, complete or not, in the order in which the data was computed.
 
-    UserError where a file is missing or damaged: what it holds is not what either run computed.
+    Raises UserError where a file is missing or damaged: what it holds is not what either run computed.
     """
     left_root, right_root = Path(left_dir), Path(right_dir)
     left, right = manifest.load(left_root), manifest.load(right_root)
@@ -107,7 +110,7 @@ def first_difference(left_dir: Path | str, right_dir: Path | str) -> Difference 
 def from_recorded(
     run_dir: Path, recorded: Manifest, iteration: int | None, computed: Mapping[str, pa.Table]
 ) -> Difference | None:
-    """The first cell in which tables of one moment differ from the recorded ones; UserError for damaged records.
+    """Find the first cell in which tables of one moment differ from the recorded ones; UserError for damaged records.
 
     `iteration`: None before the first one, the number of iterations after the last one.
     """
@@ -120,7 +123,7 @@ def from_recorded(
 
 
 def first_table_difference(table: schema.Table, left: pa.Table, right: pa.Table, iteration: int) -> Difference | None:
-    """The lowest row of the first column whose bits differ, of the columns that both sides have.
+    """Find the lowest row of the first column whose bits differ, of the columns that both sides have.
 
     Raises ValueError on values of another type.
     """
@@ -151,7 +154,7 @@ def first_table_difference(table: schema.Table, left: pa.Table, right: pa.Table,
 
 
 def _column(data: pa.Table, column: schema.Column) -> pa.ChunkedArray | None:
-    """The values of a column, null in every row if it is missing; None if a run may leave it out, and did."""
+    """Return the values of a column, null in every row if it is missing; None if a run may leave it out, and did."""
     if column.name in data.column_names:
         values = digests.plain(column.kind, data.column(column.name))
     else:
@@ -168,7 +171,7 @@ def _count_difference(table: str, iteration: int, column: str, left: int, right:
 
 
 def first_final_difference(left: Final, right: Final) -> Difference | None:
-    """The first result after the last iteration whose bits differ, in the order in which they were computed."""
+    """Find the first result after the last iteration whose bits differ, in the order in which they were computed."""
     for name in dict.fromkeys([*left, *right]):
         a, b = left.get(name), right.get(name)
         if a is None or b is None or digests.scalar_digest(a) != digests.scalar_digest(b):

@@ -39,7 +39,7 @@ FINGERPRINT_SEED: str = hashlib.sha256(_FORMAT.encode()).hexdigest()
 
 
 def plain(kind: str, array: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray:
-    """The same values in the one Arrow type of `kind`; raises ValueError where they are of another kind."""
+    """Convert values to the one Arrow type of `kind`; raises ValueError where they are of another kind."""
     chunked = array if isinstance(array, pa.ChunkedArray) else pa.chunked_array([array])
     if pa.types.is_dictionary(chunked.type):
         chunked = chunked.cast(chunked.type.value_type)
@@ -54,7 +54,7 @@ def plain(kind: str, array: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray:
 
 
 def raw_values(kind: str, array: pa.ChunkedArray | pa.Array) -> npt.NDArray[Any]:
-    """Fixed-width values as unsigned integers of the same bits, null as zero; ValueError on other kinds."""
+    """View fixed-width values as unsigned integers of the same bits, null as zero. Raises ValueError on other kinds."""
     if kind == "string" or kind in ELEMENTS:
         raise ValueError(f"{kind} has no fixed width")
     chunks = [_bits(chunk) for chunk in plain(kind, array).chunks]
@@ -63,13 +63,13 @@ def raw_values(kind: str, array: pa.ChunkedArray | pa.Array) -> npt.NDArray[Any]
 
 
 def list_lengths(array: pa.ChunkedArray) -> npt.NDArray[np.int64]:
-    """The length of each list, zero for null."""
+    """Return the length of each list, zero for null."""
     lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy()
     return np.asarray(lengths, dtype=np.int64)
 
 
 def column_digest(kind: str, array: pa.ChunkedArray | pa.Array, *, nullable: bool = False) -> bytes:
-    """Digest of one column's values in row order.
+    """Return the digest of one column's values in row order.
 
     Raises ValueError where the values are not of `kind`, or null where `nullable` does not allow it.
     """
@@ -86,7 +86,7 @@ def column_digest(kind: str, array: pa.ChunkedArray | pa.Array, *, nullable: boo
 
 
 def table_digest(table: schema.Table, data: pa.Table) -> str:
-    """Hex digest of the columns that are results; raises ValueError naming table and column."""
+    """Return the hex digest of the columns that are results; raises ValueError naming table and column."""
     names = [c.name for c in table.columns if c.name in data.column_names or not c.may_be_missing]
     if sorted(data.column_names) != sorted(names):
         raise ValueError(f"table {table.name}: has columns {data.column_names}, expected {names}")
@@ -102,7 +102,7 @@ def table_digest(table: schema.Table, data: pa.Table) -> str:
 
 
 def scalar_digest(value: float | int | str) -> str:
-    """Hex digest of one result; 1, 1.0 and '1' differ, and so do 0.0 and -0.0; every NaN is the same."""
+    """Return the hex digest of one result; 1, 1.0 and '1' differ, and so do 0.0 and -0.0; every NaN is the same."""
     if isinstance(value, str):
         content = _framed("str", value)
     elif isinstance(value, float):
@@ -114,7 +114,7 @@ def scalar_digest(value: float | int | str) -> str:
 
 
 def chain(previous: str, digests: Mapping[str, str]) -> str:
-    """The next link after `previous`: hex digest over it and the named digests, sorted by name."""
+    """Compute the next link after `previous`: hex digest over it and the named digests, sorted by name."""
     content = _framed(previous) + b"".join(_framed(name, digests[name]) for name in sorted(digests))
     return hashlib.sha256(content).hexdigest()
 

@@ -39,48 +39,54 @@ LARGEST_RATIO = 4.0  # of errors of log-probs; above it the run says so
 
 
 def checkpoints_of(head: Head) -> dict[int, str]:
-    """The checkpoints that the manifest lists: path below the run folder by iteration, oldest first."""
+    """Return the checkpoints that the manifest lists: path below the run folder by iteration, oldest first."""
     named = [(CHECKPOINT.fullmatch(name), name) for name in sorted(head.files)]
     return {int(match[1]): name for match, name in named if match}
 
 
 def starts_of(run_dir: Path, head: Head) -> dict[int, str]:
-    """What a run can go on from: the checkpoints that are there, and the one that a fork began with."""
+    """Return what a run can go on from: the checkpoints that are there, and the one that a fork began with."""
     forked = {} if head.origin is None else {head.origin.iteration: FORKED_FROM}
     return {number: name for number, name in (forked | checkpoints_of(head)).items() if (run_dir / name).exists()}
 
 
 def check_config(run_dir: Path, recorded: Head) -> Path:
-    """The path of config.yaml; UserError unless it is what was written when the run was started."""
+    """Return the path of config.yaml. Raises UserError unless it is what was written when the run was started."""
     reader.read_checked(run_dir / CONFIG_NAME, recorded.files[CONFIG_NAME])
     return run_dir / CONFIG_NAME
 
 
 def load_recorded_config(run_dir: Path | str) -> RunConfig:
-    """The configuration a language run was started with; UserError where it or the manifest is missing or damaged."""
+    """Load the configuration a language run was started with.
+
+    Raises UserError where it or the manifest is missing or damaged.
+    """
     path = check_config(Path(run_dir), manifest.load_head(Path(run_dir)))
     return build_config(read_tree(path, (), ("run",)), str(path))
 
 
 def load_config_of(run_dir: Path, recorded: Head) -> RunConfig | ControlConfig | DPOConfig:
-    """The configuration a run of any kind was started with; UserError where it is missing or damaged."""
+    """Load the configuration a run of any kind was started with. Raises UserError where it is missing or damaged."""
     path = check_config(run_dir, recorded)
     return validated(MODELS[recorded.kind], read_tree(path), str(path))
 
 
 def read_note(run_dir: Path, recorded: Head, name: str) -> dict[str, Any]:
-    """A JSON file of a run folder, checked against the manifest; UserError where it is missing or damaged."""
+    """Read a JSON file of a run folder, checked against the manifest; UserError where it is missing or damaged."""
     tree: dict[str, Any] = json.loads(reader.read_checked(run_dir / name, recorded.notes[name]))
     return tree
 
 
 def resumed_notes(recorded: Head) -> list[str]:
-    """The name of the note of every time the run was resumed."""
+    """Return the name of the note of every time the run was resumed."""
     return sorted(name for name in recorded.notes if Path(name).match(RESUMED))
 
 
 def read_environments(run_dir: Path, recorded: Head) -> list[dict[str, Any]]:
-    """environment.json, then those of every time the run was resumed; UserError where one is missing or damaged."""
+    """Read environment.json, then those of every time the run was resumed.
+
+    Raises UserError where one is missing or damaged.
+    """
     resumed = [read_note(run_dir, recorded, name)["environment"] for name in resumed_notes(recorded)]
     return [read_note(run_dir, recorded, ENVIRONMENT_NAME), *resumed]
 
@@ -98,11 +104,11 @@ class Accuracy:
 
     @property
     def is_low(self) -> bool:
-        """Whether the log-probs are farther from float64 than they should be."""
+        """Return whether the log-probs are farther from float64 than they should be."""
         return not self.ratio <= LARGEST_RATIO  # nor may the ratio be NaN
 
     def sentence(self) -> str:
-        """The measurement in words."""
+        """Return the measurement in words."""
         return (
             f"log-probs of {self.tokens:,} tokens are {self.deterministic_rms:.2g} nats (rms) from the model in "
             f"float64, {self.deterministic_max:.2g} at most; stock float32 {self.stock_rms:.2g} and "
@@ -111,7 +117,7 @@ class Accuracy:
 
 
 def read_accuracy(run_dir: Path, recorded: Head) -> Accuracy | None:
-    """accuracy.json, None if nothing was measured; UserError where the file is damaged."""
+    """Read accuracy.json, None if nothing was measured. Raises UserError where the file is damaged."""
     return Accuracy(**read_note(run_dir, recorded, ACCURACY_NAME)) if ACCURACY_NAME in recorded.notes else None
 
 
@@ -124,18 +130,18 @@ class Times:
 
 
 def read_times(run_dir: Path, recorded: Head) -> Times | None:
-    """times.json, None for a run that is not complete; UserError where the file is damaged."""
+    """Read times.json, None for a run that is not complete. Raises UserError where the file is damaged."""
     return Times(**read_note(run_dir, recorded, TIMES_NAME)) if TIMES_NAME in recorded.notes else None
 
 
 def phases_of(rows: pd.DataFrame) -> dict[str, float]:
-    """Wall seconds by phase of some rows of the table `iterations`; without phases that no row has."""
+    """Return the wall seconds by phase of some rows of the table `iterations`; without phases that no row has."""
     named = {c.removeprefix("seconds_"): rows[c] for c in rows.columns if c.startswith("seconds_")}
     return {phase: float(spent.sum()) for phase, spent in named.items() if not spent.isna().all()}
 
 
 def by_phase(run_dir: Path, recorded: Head, in_iterations: Mapping[str, float]) -> dict[str, float]:
-    """Wall seconds by phase of a run whose tables sum to `in_iterations`.
+    """Return the wall seconds by phase of a run whose tables sum to `in_iterations`.
 
     Of a run by one process they add up to its wall time. Of a resumed one the phases of iterations are those of all
     recorded iterations, and the others (preparation, records, ...) those of its last process.
@@ -149,12 +155,12 @@ def by_phase(run_dir: Path, recorded: Head, in_iterations: Mapping[str, float]) 
 
 
 def start_time(run_dir: Path, recorded: Head) -> float:
-    """When the run began, in seconds since 1970."""
+    """Return the time when the run began, in seconds since 1970."""
     return _moments(run_dir, recorded)[0]
 
 
 def end_time(run_dir: Path, recorded: Head) -> float:
-    """When the run ended, in seconds since 1970: after the last phase, or else with its last complete iteration."""
+    """Return when the run ended, in seconds since 1970: after the last phase, or with its last complete iteration."""
     last_process, times = _moments(run_dir, recorded)[-1], read_times(run_dir, recorded)
     if times is not None:
         return last_process + sum(times.seconds.values())
@@ -164,5 +170,5 @@ def end_time(run_dir: Path, recorded: Head) -> float:
 
 
 def _moments(run_dir: Path, recorded: Head) -> list[float]:
-    """When each process of the run began."""
+    """Return the times when each process of the run began."""
     return [from_text(tree[STARTED]) for tree in read_environments(run_dir, recorded)]

@@ -31,7 +31,7 @@ FIXED = (
 def located_tree(
     run_dir: Path, recorded: Head, elsewhere: Path | None = None, model_too: bool = True
 ) -> dict[str, Any]:
-    """The recorded configuration as a tree that names the inputs that the run had.
+    """Read the recorded configuration as a tree that names the inputs that the run had.
 
     Copies are compared with their digests. What was not copied is looked for where it was, at the same place beside the
     run folder, and below `elsewhere`. UserError if a file is nowhere. `model_too`: the model of the policy as well.
@@ -55,7 +55,7 @@ def located_tree(
 
 
 def _found(run_dir: Path, field: str, path: Path, wanted: Mapping[str, str], elsewhere: Path | None) -> Path:
-    """The path of a file, or of a folder with files, that have these digests."""
+    """Return the path of a file, or of a folder with files, that have these digests."""
     is_file = set(wanted) == {path.name}
     for place in _places(run_dir, path.parent if is_file else path, elsewhere):
         if all((place / n).is_file() and files.digest_of(place / n) == digest for n, digest in wanted.items()):
@@ -68,7 +68,7 @@ def _found(run_dir: Path, field: str, path: Path, wanted: Mapping[str, str], els
 
 
 def _places(run_dir: Path, folder: Path, elsewhere: Path | None) -> Iterator[Path]:
-    """Folders in which to look: the recorded one, its like around the run folder, everything below `elsewhere`."""
+    """Yield folders to search: the recorded one, its like around the run folder, everything below `elsewhere`."""
     yield folder
     for parent in run_dir.resolve().parents:
         for length in range(1, len(folder.parts)):
@@ -80,37 +80,37 @@ def _places(run_dir: Path, folder: Path, elsewhere: Path | None) -> Iterator[Pat
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
-    """The values of a parsed configuration by dotted field."""
+    """Return the values of a parsed configuration by dotted field."""
     children: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     found = {n: v for name, child in children for n, v in flat(child, f"{path}.{name}" if path else str(name)).items()}
     return found or {path: value}
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """[before, after] of every entry of two flat mappings that differs; None where one lacks it."""
+    """Return [before, after] of every entry of two flat mappings that differs; None where one lacks it."""
     names = dict.fromkeys([*before, *after])
     return {n: [before.get(n), after.get(n)] for n in names if before.get(n) != after.get(n)}
 
 
 def change_lines(changed: Mapping[str, list[Any]]) -> list[str]:
-    """Each change in words, digests cut."""
+    """Return each change in words, digests cut."""
     return [f"{name}: {shown(before)} -> {shown(after)}" for name, (before, after) in changed.items()]
 
 
 def shown(value: Any) -> str:
-    """A value in words; of a digest the beginning."""
+    """Return a value in words; of a digest the beginning."""
     if value is None:
         return "none"
     return f"{value[:12]}..." if isinstance(value, str) and len(value) == 64 else str(value)
 
 
 def forked_from(origin: Origin, name: str) -> str:
-    """The origin of a fork in words; `name`: what its folder is called."""
+    """Return the origin of a fork in words; `name`: what its folder is called."""
     return f"{name} after iteration {origin.iteration}, fingerprint {origin.fingerprint[:12]}..."
 
 
 def origin_lines(origin: Origin) -> list[str]:
-    """Where a fork comes from and what it changed, in words."""
+    """Return where a fork comes from and what it changed, in words."""
     return [f"forked from {forked_from(origin, origin.run)}", *(f"  {line}" for line in change_lines(origin.changed))]
 
 
@@ -126,9 +126,9 @@ class Fork:
 
 
 def plan_fork(source: Path, at: int | None, overrides: Sequence[str], out: Path, elsewhere: Path | None) -> Fork:
-    """A run that goes on from `source` after `at` iterations, None: the newest checkpoint, with fields changed.
+    """Plan a run that goes on from `source` after `at` iterations, None: the newest checkpoint, with fields changed.
 
-    UserError if there is no such checkpoint, nothing is left to compute, or a field cannot be changed.
+    Raises UserError if there is no such checkpoint, nothing is left to compute, or a field cannot be changed.
     """
     recorded = manifest.load(source)
     if recorded.kind != files.LANGUAGE:

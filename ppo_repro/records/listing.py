@@ -14,7 +14,7 @@ MANIFEST = "manifest.json"
 
 
 def latest_run(root: Path = RUNS) -> Path:
-    """The run below `root` that was written last; UserError where there is none."""
+    """Find the run below `root` that was written last. Raises UserError where there is none."""
     found = list(folders_with(root, MANIFEST))
     if not found:
         raise UserError(f"{LATEST}: there is no run in {root}; give the folder of a run, or go to where {root} is")
@@ -22,7 +22,7 @@ def latest_run(root: Path = RUNS) -> Path:
 
 
 def written_at(run_dir: Path) -> float:
-    """When the manifest was written last, in seconds since 1970; 0 if it is gone."""
+    """Return the time when the manifest was written last, in seconds since 1970; 0 if it is gone."""
     try:
         return (run_dir / MANIFEST).stat().st_mtime
     except OSError:  # removed meanwhile
@@ -30,12 +30,12 @@ def written_at(run_dir: Path) -> float:
 
 
 def state_of(run_dir: Path, status: str) -> str:
-    """The status of a manifest; `killed` if it is `running` and no process of this machine writes the run."""
+    """Return the status of a manifest; `killed` if it is `running` and no process of this machine writes the run."""
     return "killed" if status == "running" and not has_writer(run_dir) else status
 
 
 def how_to_go_on(run_dir: Path, resume: str) -> str:
-    """What an ended process left: from which iteration `resume`, a command, goes on, and what it computes again."""
+    """Say from which iteration `resume`, a command, continues an ended process, and what it computes again."""
     if not (run_dir / MANIFEST).exists():
         return "nothing was recorded; start it again"
     from ppo_repro.records import manifest

@@ -102,32 +102,32 @@ class Manifest(Head):
 
 
 def note_content(tree: Mapping[str, Any]) -> bytes:
-    """The content of environment.json, accuracy.json, times.json or a resumed-NNN.json."""
+    """Return the content of environment.json, accuracy.json, times.json or a resumed-NNN.json."""
     return (json.dumps(tree, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
 def content_digest(content: bytes | memoryview) -> str:
-    """SHA-256 of the bytes of a file, as the manifest has it."""
+    """Return the SHA-256 of the bytes of a file, as the manifest has it."""
     return hashlib.sha256(content).hexdigest()
 
 
 def tables_of(head: Head) -> tuple[schema.Table, ...]:
-    """The tables of a run, in the order in which their data is computed."""
+    """Return the tables of a run, in the order in which their data is computed."""
     return _TABLES[head.kind][0]
 
 
 def side_tables_of(head: Head) -> tuple[schema.Table, ...]:
-    """The tables outside the fingerprint that a run of this kind may have, in the order in which they are computed."""
+    """Return the tables outside the fingerprint that a run of this kind may have, in order of computation."""
     return _TABLES[head.kind][1]
 
 
 def has_responses(head: Head) -> bool:
-    """Whether the sequences are responses of a language model; otherwise they are steps in an environment."""
+    """Return whether the sequences are responses of a language model; otherwise they are steps in an environment."""
     return head.kind == LANGUAGE
 
 
 def table_path(run_dir: Path, table_name: str, iteration: int | None) -> Path:
-    """The file of one table of one iteration; None: of what came before the first iteration."""
+    """Return the file of one table of one iteration; None: of what came before the first iteration."""
     moment = "preparation" if iteration is None else f"iteration={iteration:06d}"
     return run_dir / "records" / table_name / f"{moment}.parquet"
 
@@ -141,12 +141,12 @@ class RecordedTable:
     entry: TableEntry
 
     def path(self, run_dir: Path) -> Path:
-        """Where it lies."""
+        """Return the path of the file below the run folder."""
         return table_path(run_dir, self.table.name, self.iteration)
 
 
 def recorded_at(recorded: Manifest, iteration: int | None) -> Iterator[RecordedTable]:
-    """The recorded tables of one moment in the order of computation, side tables first.
+    """Yield the recorded tables of one moment in the order of computation, side tables first.
 
     `iteration`: None before the first one, the number of iterations after the last one.
     """
@@ -159,35 +159,38 @@ def recorded_at(recorded: Manifest, iteration: int | None) -> Iterator[RecordedT
 
 
 def recorded_tables(recorded: Manifest) -> Iterator[RecordedTable]:
-    """Every recorded file of a run."""
+    """Yield every recorded file of a run."""
     for iteration in (None, *range(recorded.num_iterations + 1)):
         yield from recorded_at(recorded, iteration)
 
 
 def table_names(recorded: Manifest) -> list[str]:
-    """The tables of a run, and the side tables that it recorded."""
+    """Return the tables of a run, and the side tables that it recorded."""
     names = [*(table.name for table in tables_of(recorded)), *(f.table.name for f in recorded_tables(recorded))]
     return list(dict.fromkeys(names))
 
 
 def next_link(previous: str, tables: dict[str, TableEntry]) -> str:
-    """The chain link of an iteration that follows the link `previous`."""
+    """Return the chain link of an iteration that follows the link `previous`."""
     return digests.chain(previous, {name: entry.digest for name, entry in tables.items()})
 
 
 def to_line(entry: IterationEntry) -> bytes:
-    """The line of an iteration: JSON whose last field is the SHA-256 of the JSON without that field."""
+    """Return the line of an iteration: JSON whose last field is the SHA-256 of the JSON without that field."""
     content = _ENTRY.dump_json(entry, exclude_defaults=True)
     return content[:-1] + f',"sha256":"{hashlib.sha256(content).hexdigest()}"}}\n'.encode()
 
 
 def extended(digest: str, line: bytes) -> str:
-    """The digest of the log with one more line: SHA-256 over the digest before and the line; empty for no line."""
+    """Return the digest of the log with one more line: SHA-256 over the digest before and the line.
+
+    The digest is empty for no line.
+    """
     return hashlib.sha256(digest.encode() + line).hexdigest()
 
 
 def cut_log(run_dir: Path, size: int, data: bytes = b"") -> None:
-    """Cut the log to its first `size` bytes, append `data` and flush it to the disk; UserError where that fails.
+    """Cut the log to its first `size` bytes, append `data` and flush it to the disk. Raises UserError where that fails.
 
     The first `size` bytes are safe at any moment. The appended ones count only once the manifest says so.
     """
@@ -204,7 +207,10 @@ def cut_log(run_dir: Path, size: int, data: bytes = b"") -> None:
 
 
 def read_log(run_dir: Path, count: int, size: int, digest: str) -> tuple[IterationEntry, ...]:
-    """The `count` iterations in the first `size` bytes, whose digest is `digest`; UserError where they are damaged."""
+    """Read the `count` iterations in the first `size` bytes, whose digest is `digest`.
+
+    Raises UserError if they are damaged.
+    """
     path = run_dir / LOG_NAME
     try:
         with path.open("rb") as file:
@@ -217,7 +223,7 @@ def read_log(run_dir: Path, count: int, size: int, digest: str) -> tuple[Iterati
 
 
 def finished_fingerprint(last_link: str, final: Mapping[str, float | int | str]) -> str:
-    """The fingerprint of a complete run: one more link, over the final results."""
+    """Return the fingerprint of a complete run: one more link, over the final results."""
     return digests.chain(last_link, {name: digests.scalar_digest(value) for name, value in final.items()})
 
 
@@ -229,7 +235,7 @@ def save(head: Head, run_dir: Path) -> None:
 def load_head(run_dir: Path) -> Head:
     """Read and check manifest.json alone, in a time that does not depend on the length of the run.
 
-    UserError where it is missing, damaged or of another version.
+    Raises UserError where it is missing, damaged or of another version.
     """
     path = run_dir / FILE_NAME
     if not run_dir.is_dir():

@@ -21,7 +21,7 @@ _OTHER_BYTES = "has another SHA-256 than when it was written; the file was chang
 
 
 def open_manifest(run_dir: Path | str, allow_incomplete: bool = False) -> Manifest:
-    """The manifest of a run; raises UserError where it is damaged, or incomplete and that is not allowed."""
+    """Read the manifest of a run; raises UserError where it is damaged, or incomplete and that is not allowed."""
     recorded = manifest.load(Path(run_dir))
     if recorded.status != "complete" and not allow_incomplete:
         raise UserError(
@@ -32,7 +32,10 @@ def open_manifest(run_dir: Path | str, allow_incomplete: bool = False) -> Manife
 
 
 def read_moment(run_dir: Path, recorded: Manifest, iteration: int | None, verify: bool = True) -> dict[str, pa.Table]:
-    """Every table of an iteration by name; None: of what came before the first one. UserError for a damaged one."""
+    """Read every table of an iteration by name; None: of what came before the first one.
+
+    Raises UserError for a damaged one.
+    """
     return {
         found.table.name: read_file(found.path(run_dir), found.table, found.entry, verify)
         for found in manifest.recorded_at(recorded, iteration)
@@ -40,7 +43,7 @@ def read_moment(run_dir: Path, recorded: Manifest, iteration: int | None, verify
 
 
 def read_file(path: Path, table: schema.Table, entry: TableEntry, verify: bool) -> pa.Table:
-    """One file of any table in the schema's plain types; UserError where it is missing or damaged.
+    """Read one file of any table in the schema's plain types. Raises UserError where it is missing or damaged.
 
     `verify`: first the bytes of the file, then its values, against their digests. A column that the file lacks is null.
     """
@@ -62,7 +65,7 @@ def read_file(path: Path, table: schema.Table, entry: TableEntry, verify: bool) 
 
 
 def to_frame(columns: Sequence[schema.Column], tables: Sequence[pa.Table]) -> pd.DataFrame:
-    """The tables one after the other, bit for bit; null becomes NaN or None. ValueError where pandas has no null."""
+    """Join the tables to one frame, bit for bit; null becomes NaN or None. ValueError where pandas has no null."""
     rows = sum(table.num_rows for table in tables)
     series = {column.name: _to_series(column, tables) for column in columns}
     return pd.DataFrame(series, index=pd.RangeIndex(rows), columns=[column.name for column in columns])
@@ -77,9 +80,9 @@ def read_table(
     verify: bool = True,
     allow_incomplete: bool = False,
 ) -> pd.DataFrame:
-    """The rows of some iterations of one table, by default all that were recorded; `verify` compares digests.
+    """Read the rows of some iterations of one table, by default all that were recorded; `verify` compares digests.
 
-    UserError on anything missing, unknown or damaged.
+    Raises UserError on anything missing, unknown or damaged.
     """
     folder = Path(run_dir)
     recorded = open_manifest(folder, allow_incomplete)
@@ -117,7 +120,7 @@ def _to_series(column: schema.Column, tables: Sequence[pa.Table]) -> Any:
 
 
 def _checked_columns(run_dir: Path, table: schema.Table, columns: Sequence[str] | None) -> tuple[schema.Column, ...]:
-    """The columns with these names, all by default; raises UserError on an unknown name."""
+    """Return the columns with these names, all by default; raises UserError on an unknown name."""
     if columns is None:
         return table.columns
     by_name = {column.name: column for column in table.columns}
@@ -144,7 +147,7 @@ def _checked_iterations(run_dir: Path, recorded: Manifest, iterations: Sequence[
 
 
 def read_checked(path: Path, digest: str) -> bytes:
-    """The content of a recorded file; UserError unless its bytes have this SHA-256."""
+    """Read the content of a recorded file. Raises UserError unless its bytes have this SHA-256."""
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -36,22 +36,22 @@ class Column:
 
     @property
     def may_be_missing(self) -> bool:
-        """Whether a file may lack it; null then stands for its values."""
+        """Return whether a file may lack it; null then stands for its values."""
         return self.nullable and (self.only_with is not None or not self.in_fingerprint)
 
     @property
     def is_compared(self) -> bool:
-        """Whether `diff` and `rerun` compare it."""
+        """Return whether `diff` and `rerun` compare it."""
         return self.in_fingerprint or self.also_compared
 
 
 def full(name: str, kind: str, unit: str, description: str) -> Column:
-    """A result that `full` and `deep` record."""
+    """Declare a result that `full` and `deep` record."""
     return Column(name, kind, unit, description, nullable=True, in_fingerprint=False, level="full", also_compared=True)
 
 
 def deep(name: str, kind: str, unit: str, description: str) -> Column:
-    """A result that only `deep` records."""
+    """Declare a result that only `deep` records."""
     return replace(full(name, kind, unit, description), level="deep")
 
 
@@ -65,11 +65,11 @@ class Table:
     columns: tuple[Column, ...]
 
     def named(self, *names: str) -> tuple[Column, ...]:
-        """The columns with these names in the order of this table, for a table that has them too."""
+        """Return the columns with these names in the order of this table, for a table that has them too."""
         return tuple(column for column in self.columns if column.name in names)
 
     def always(self, *names: str) -> tuple[Column, ...]:
-        """The columns with these names, for a table in which they are never null."""
+        """Return the columns with these names, for a table in which they are never null."""
         return tuple(replace(column, nullable=False) for column in self.named(*names))
 
 

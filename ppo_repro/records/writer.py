@@ -71,7 +71,7 @@ def lay_out_run(
 
 
 def publish_run(temporary: Path, run_dir: Path) -> None:
-    """Rename what `lay_out_run` made to the run folder; UserError where that fails."""
+    """Rename what `lay_out_run` made to the run folder. Raises UserError where that fails."""
     try:
         sync_tree(temporary)
         os.rename(temporary, run_dir)

@@ -50,11 +50,11 @@ class Dialogue(Protocol):
     """What else ends a turn of the model, and what the environment says then."""
 
     def ends(self, turn: Sequence[int]) -> bool:
-        """Whether the tokens of a turn so far end it, though the last one is no end token."""
+        """Return whether the tokens of a turn so far end it, though the last one is no end token."""
         ...
 
     def reply(self, index: int, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-        """The tokens to put in after the model's `turns` of request `index`; None where the episode is over."""
+        """Return the tokens to put in after the model's `turns` of request `index`; None where the episode is over."""
         ...
 
 
@@ -82,7 +82,7 @@ class Engine(Protocol):
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
     ) -> list[Completion]:
-        """One completion for each request, in their order; UserError for a request that cannot be served.
+        """Sample one completion for each request, in their order. Raises UserError for a request that cannot be served.
 
         Without a dialogue an end token ends a completion. With one, the tokens of its reply follow as they are, and
         sampling goes on after them while fewer than `max_response_tokens` are there; a reply that leaves no room for

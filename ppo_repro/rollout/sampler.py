@@ -45,7 +45,7 @@ def _times(x: Tensor, factor: int) -> Tensor:
 
 
 def murmur_hash32(words: list[Tensor]) -> Tensor:
-    """MurmurHash3 x86 32-bit, hash seed 0, of little-endian 32-bit words held as int64 in [0, 2^32).
+    """Compute MurmurHash3 x86 32-bit, hash seed 0, of little-endian 32-bit words held as int64 in [0, 2^32).
 
     The words broadcast against each other. Appleby, 2011.
     """
@@ -60,7 +60,7 @@ def murmur_hash32(words: list[Tensor]) -> Tensor:
 
 
 def disturbed(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: float, sigma: float) -> Tensor:
-    """logits + temperature sigma z, float32 [n, V], rounded once; z is `normal_noise` of the token's id.
+    """Return logits + temperature sigma z, float32 [n, V], rounded once; z is `normal_noise` of the token's id.
 
     It imitates a sampler whose logits / temperature have an error of standard deviation sigma. To first
     order in sigma^2, KL(sampler || model) and KL(model || sampler) are both sigma^2 / 2 (1 - sum_v p_v^2) nats.
@@ -70,16 +70,17 @@ def disturbed(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: flo
 
 
 def biased(logits: Tensor, seed: int, temperature: float, size: float) -> Tensor:
-    """logits + temperature size z, float32 [n, V], rounded once; z is one standard normal number for each token's id.
+    """Return logits + temperature size z, float32 [n, V], rounded once.
 
-    It imitates a sampler that prefers some tokens everywhere, as one with a wrong row in its last matrix does.
+    z is one standard normal number for each token's id. It imitates a sampler that prefers some tokens everywhere, as
+    one with a wrong row in its last matrix does.
     """
     z = normal_noise(torch.tensor([seed]), torch.tensor([_EVERYWHERE]), logits.shape[-1])
     return (logits.to(torch.float64) + z * (temperature * size)).to(torch.float32)
 
 
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling, mode: str) -> Sample:
-    """One token per row: argmax over eligible v of log p_v + gumbel(seed, position, column_v).
+    """Sample one token per row: argmax over eligible v of log p_v + gumbel(seed, position, column_v).
 
     logits float32 [n, V]; seeds, positions int64 [n], the position being that of the last input token.
     The column is the token id, or the token's rank where top-k/top-p cut, as in SGLang. With a `mismatch_sigma`
@@ -106,6 +107,6 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling,
 
 
 def first_argmax(x: Tensor) -> Tensor:
-    """Index of the maximum along the last axis; among equal ones the lowest."""
+    """Return the index of the maximum along the last axis; among equal ones the lowest."""
     columns = torch.arange(x.shape[-1])
     return torch.where(x == x.amax(-1, keepdim=True), columns, x.shape[-1]).amin(-1)

@@ -23,7 +23,7 @@ from ppo_repro.rollout.sampler import sample
 
 
 def _keys(tokens: Sequence[int]) -> list[int]:
-    """A hash of every prefix, shortest first; equal prefixes have equal keys."""
+    """Return a hash of every prefix, shortest first; equal prefixes have equal keys."""
     return list(accumulate(tokens, lambda key, token: hash((key, token)), initial=0))[1:]
 
 
@@ -41,7 +41,7 @@ class PrefixIndex:
             self._slots[key] = slot
 
     def longest(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """(slot, number of tokens) of the longest prefix of `prompt` in any slot; (0, 0) if there is none."""
+        """Find (slot, number of tokens) of the longest prefix of `prompt` in any slot; (0, 0) if there is none."""
         keys = _keys(prompt)
         for length in range(len(keys), 0, -1):
             slot = self._slots.get(keys[length - 1])
@@ -65,7 +65,7 @@ class SlotRoutes:
         self._routes[index(slots), index(positions)] = torch.from_numpy(routes)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """The first tokens of a slot become those of another one."""
+        """Copy the routes of the first tokens of one slot to another one."""
         assert self._routes is not None
         self._routes[target, :length] = self._routes[source, :length]
 
@@ -108,14 +108,14 @@ class _Active:
         return len(self.request.prompt_ids) + len(self.tokens) - 1
 
     def add(self, token: int, drawn: Drawn, row: int) -> None:
-        """A sampled token."""
+        """Append a sampled token."""
         self.tokens.append(token)
         self.forced.append(False)
         self.turns[-1].append(token)
         self.samples.append((drawn, row))
 
     def put_in(self, tokens: Sequence[int]) -> None:
-        """Tokens of the environment, after which another turn begins."""
+        """Append tokens of the environment, after which another turn begins."""
         self.tokens += tokens
         self.forced += [True] * len(tokens)
         self.turns.append([])
@@ -125,11 +125,11 @@ class Observer(Protocol):
     """Is told what an engine computes. Requests are numbered as `generate` received them."""
 
     def before_pass(self, requests: list[int], starts: list[int], lengths: list[int]) -> None:
-        """The next pass computes `lengths[r]` tokens of request `requests[r]`, from position `starts[r]` on."""
+        """Note a pass over the tokens of `requests` from position `starts[r]` on, `lengths[r]` of each."""
         ...
 
     def before_sampling(self, requests: list[int], logits: Tensor) -> None:
-        """The next token of each request is drawn from its row of `logits` [R, V] float32."""
+        """Note that the next token of each request is drawn from its row of `logits` [R, V] float32."""
         ...
 
 
@@ -199,7 +199,10 @@ class TorchEngine:
         return [done[index] for index in range(len(requests))]
 
     def _finish_reason(self, item: _Active, sampling: Sampling, dialogue: Dialogue | None) -> str:
-        """Why the completion ends, empty where it does not; what the environment says is put in where there is room."""
+        """Decide why the completion ends, empty where it does not.
+
+        What the environment says is put in where there is room.
+        """
         at_limit = len(item.tokens) == sampling.max_response_tokens
         reason = "stop" if item.tokens[-1] in self.stop_ids else "length" if at_limit else ""
         if dialogue is None or (reason != "stop" and not dialogue.ends(item.turns[-1])):
@@ -273,7 +276,7 @@ class TorchEngine:
     def _forward(
         self, cache: Cache | SlotCache, items: list[_Active], pieces: Sequence[tuple[int, ...]], starts: list[int]
     ) -> Tensor:
-        """Hidden states [R, H] of the last token of each item's piece, which begins at position starts[r]."""
+        """Compute hidden states [R, H] of the last token of each item's piece, which begins at position starts[r]."""
         if self.observer is not None:
             self.observer.before_pass([item.index for item in items], starts, list(map(len, pieces)))
         batch, slots = ragged(pieces, past=starts), [item.slot for item in items]
@@ -310,14 +313,14 @@ def _completion(item: _Active, reason: str, routes: SlotRoutes | None) -> Comple
 
 
 def _stacked(columns: list[np.ndarray], item: _Active) -> Tensor:
-    """The item's rows of arrays [n, W], one array for each token: [T, W]."""
+    """Return the item's rows of arrays [n, W], one array for each token: [T, W]."""
     if columns[0].shape[1] == 0:  # as usual; the rows need not be gathered
         return torch.from_numpy(np.empty((len(columns), 0), columns[0].dtype))
     return torch.from_numpy(np.array([column[row] for column, (_, row) in zip(columns, item.samples, strict=True)]))
 
 
 def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with its parameters in a dtype, in place. Buffers stay: rotary frequencies are float32 everywhere."""
+    """Convert the model's parameters to a dtype, in place. Buffers stay: rotary frequencies are float32 everywhere."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model

@@ -32,7 +32,7 @@ class Text:
     responses: Sequence[Sequence[int]]
 
     def tokens(self) -> int:
-        """Number of response tokens, n."""
+        """Return the number of response tokens, n."""
         return sum(map(len, self.responses))
 
 
@@ -46,7 +46,7 @@ class Scores:
 
 @torch.no_grad()
 def stock_scores(model: PreTrainedModel, text: Text) -> Scores:
-    """Scores by the unmodified model in its dtype, each sequence alone; the softmax is in float32 at least."""
+    """Score by the unmodified model in its dtype, each sequence alone; the softmax is in float32 at least."""
     logits, logprobs = [], []
     for prompt, response in zip(text.prompts, text.responses, strict=True):
         ids = torch.tensor([[*prompt, *response[:-1]]])
@@ -57,26 +57,26 @@ def stock_scores(model: PreTrainedModel, text: Text) -> Scores:
 
 
 def reference_scores(model: PreTrainedModel, text: Text) -> Scores:
-    """Scores by the unmodified model in float64."""
+    """Score by the unmodified model in float64."""
     with float64(model):
         return stock_scores(model, text)
 
 
 @torch.no_grad()
 def policy_scores(policy: PreTrainedModel, text: Text) -> Scores:
-    """Scores by a policy in deterministic numerics."""
+    """Score by a policy in deterministic numerics."""
     batch = lay_out(text.prompts, text.responses, "right")
     logits = policy_logits(policy, batch)
     return Scores(logits, token_statistics(logits, batch.targets, 1.0, None, "deterministic")[0])
 
 
 def spacing(x: Tensor) -> Tensor:
-    """Distance of neighbouring float32 numbers at each x, float64."""
+    """Return the distance of neighbouring float32 numbers at each x, float64."""
     return torch.from_numpy(np.spacing(x.abs().to(torch.float32).numpy()).astype(np.float64))
 
 
 def text_of(prompt_ids: Mapping[str, Sequence[int]], sequences: int, max_context: int) -> Text:
-    """Sequences of 64 tokens, or of the whole context: prompts by key, strung together where they are shorter.
+    """Return sequences of 64 tokens, or of the whole context: prompts by key, strung together where they are shorter.
 
     The first token of each is its prompt, all others are scored.
     """
@@ -92,7 +92,10 @@ def text_of(prompt_ids: Mapping[str, Sequence[int]], sequences: int, max_context
 def policy_accuracy(
     config: RunConfig, prompt_ids: Mapping[str, Sequence[int]], policy: PreTrainedModel
 ) -> Accuracy | None:
-    """How far a policy's log-probs are from float64 on a run's prompts; None where nothing is to be measured."""
+    """Measure how far a policy's log-probs are from float64 on a run's prompts.
+
+    None where nothing is to be measured.
+    """
     numerics = config.numerics
     if numerics.mode == "native" or not numerics.accuracy_sequences:
         return None
@@ -101,7 +104,7 @@ def policy_accuracy(
 
 @torch.no_grad()
 def measure(policy: PreTrainedModel, text: Text) -> Accuracy:
-    """Log-probs of `text` by a deterministic policy, by its unmodified model in float32, and by that in float64.
+    """Compare log-probs of `text` by a deterministic policy, by its unmodified model in float32, and by it in float64.
 
     The policy is not changed. Logits of one sequence at a time are in memory.
     """

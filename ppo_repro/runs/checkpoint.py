@@ -57,7 +57,7 @@ class Start:
 
 
 def take(state: TrainState, chain: str, task: str) -> Checkpoint:
-    """The checkpoint of a state; its tensors are the live ones, so save it before the next step."""
+    """Take the checkpoint of a state; its tensors are the live ones, so save it before the next step."""
     return Checkpoint(
         iteration=state.iteration,
         chain=chain,
@@ -116,7 +116,7 @@ def save(saved: Checkpoint, path: Path) -> str:
 
 
 def load(path: Path, digest: str) -> Checkpoint:
-    """Read a checkpoint with this SHA-256; UserError where it is missing, damaged or of another version."""
+    """Read a checkpoint with this SHA-256. Raises UserError where it is missing, damaged or of another version."""
     check_file(path, digest)
     tensors: dict[str, dict[str, Tensor]] = {}
     try:
@@ -153,7 +153,7 @@ def load(path: Path, digest: str) -> Checkpoint:
 
 
 def load_newest(run_dir: Path, recorded: Manifest) -> Start | None:
-    """The newest checkpoint that is there, None without one; UserError where it or the reference is damaged.
+    """Load the newest checkpoint that is there, None without one; UserError where it or the reference is damaged.
 
     An older one is not taken instead: the user decides that, by removing what the message names.
     """
@@ -173,9 +173,9 @@ def load_newest(run_dir: Path, recorded: Manifest) -> Start | None:
 
 
 def load_start(run_dir: Path, recorded: Manifest, name: str | None) -> Start:
-    """What the checkpoint of this name below the run folder holds, None: what the run ended with.
+    """Load what the checkpoint of this name below the run folder holds, None: what the run ended with.
 
-    UserError where a file of it is damaged.
+    Raises UserError where a file of it is damaged.
     """
     if name is None:
         check_sums(run_dir / FINAL)
@@ -193,7 +193,7 @@ def load_start(run_dir: Path, recorded: Manifest, name: str | None) -> Start:
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """A model and its tokenizer as a transformers folder; appears whole or not at all. UserError where that fails."""
+    """Save a model and its tokenizer as a transformers folder, whole or not at all. UserError where that fails."""
     with whole_folder(folder) as temporary:
         write_model(model, temporary)
         tokenizer.save_pretrained(temporary)
@@ -201,6 +201,6 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
 
 
 def listed(run_dir: Path, *folders: Path) -> dict[str, str]:
-    """SHA-256 of the SHA256SUMS of folders by path below the run folder, as the manifest lists them."""
+    """Return the SHA-256 of the SHA256SUMS of folders by path below the run folder, as the manifest lists them."""
     sums = [folder / SUMS_NAME for folder in folders]
     return {path.relative_to(run_dir).as_posix(): file_digest(path) for path in sums}

@@ -196,7 +196,7 @@ class DPOKind(RunKind[DPOConfig, Epoch]):
 
 
 def pairs_of_run(run_dir: Path) -> list[Preference]:
-    """Every two responses of one iteration to one prompt with different scores, the higher score preferred.
+    """Pair every two responses of one iteration to one prompt with different scores, the higher score preferred.
 
     In the order of the records; equal pairs of one prompt and iteration count once. UserError if the run is damaged,
     incomplete or has no such pair.
@@ -220,7 +220,7 @@ def pairs_of_run(run_dir: Path) -> list[Preference]:
 
 
 def sequence_kl(run_config: RunConfig, prepared: Prepared, seed: int) -> float:
-    """KL(policy || reference) per response, nats, on one sampled response to every held-out prompt.
+    """Return KL(policy || reference) per response, nats, on one sampled response to every held-out prompt.
 
     At every position the divergence over the whole distribution sampled from, exactly; summed over a response,
     mean over responses. An unbiased estimate of the divergence of the two distributions over responses.
@@ -240,9 +240,9 @@ def sequence_kl(run_config: RunConfig, prepared: Prepared, seed: int) -> float:
 
 
 def _start_of_run(config: DPOConfig, run_dir: Path, watcher: Watcher) -> tuple[RunConfig, Prepared]:
-    """Policy and reference as the run had them before its first step, with numerics and layout of this one.
+    """Return the policy and reference as the run had them before its first step, with numerics and layout of this one.
 
-    They are made again or from its checkpoints. PromiseBroken if they are not what the manifest says.
+    They are made again or from its checkpoints. Raises PromiseBroken if they are not what the manifest says.
     """
     recorded = reader.open_manifest(run_dir)
     of_run = build_config(located_tree(run_dir, recorded), str(run_dir / CONFIG_NAME)).model_dump(mode="json")

@@ -23,7 +23,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pand
 
 
 def _git(*arguments: str) -> str:
-    """Output of a git command in the checkout of this package; empty where there is none."""
+    """Return the output of a git command in the checkout of this package; empty where there is none."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return ""  # installed from a wheel: a repository further up is another project
@@ -36,7 +36,7 @@ def _git(*arguments: str) -> str:
 
 
 def code_digest() -> str:
-    """SHA-256 over the source files of this package, whether git knows them or not."""
+    """Return the SHA-256 over the source files of this package, whether git knows them or not."""
     root = Path(__file__).resolve().parents[1]
     sums = [
         f"{path.relative_to(root).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}"
@@ -46,7 +46,7 @@ def code_digest() -> str:
 
 
 def describe_environment(config: RunConfig | ControlConfig | DPOConfig, processes: int) -> dict[str, Any]:
-    """Everything needed to understand why two runs might differ."""
+    """Describe everything needed to understand why two runs might differ."""
     status, packages = _git("status", "--porcelain"), list(PACKAGES)
     if isinstance(config, RunConfig) and isinstance(config.task, ReasoningGymTask) and find_spec("reasoning_gym"):
         packages.append("reasoning-gym")

@@ -49,22 +49,25 @@ class Execution(ABC, Generic[Item]):
 
     @abstractmethod
     def tables(self, item: Item) -> Tables:
-        """The tables of an iteration, side tables included."""
+        """Return the tables of an iteration, side tables included."""
 
     @abstractmethod
     def progress(self, item: Item) -> str:
-        """What a person sees of an iteration."""
+        """Describe an iteration in words that a person sees."""
 
     @abstractmethod
     def ending(self, clock: Clock) -> tuple[Final, Tables]:
-        """Final results and side tables; `clock` gets the phases it takes."""
+        """Return the final results and side tables; `clock` gets the phases it takes."""
 
     def preparation_tables(self) -> Tables:
-        """The tables of what came before the first iteration; empty where a resumed run did not prepare again."""
+        """Return the tables of what came before the first iteration.
+
+        They are empty if a resumed run did not prepare again.
+        """
         return {}
 
     def notes(self) -> Mapping[str, Mapping[str, Any]]:
-        """JSON files by name, outside the fingerprint."""
+        """Return JSON files by name, outside the fingerprint."""
         return {}
 
     def keep_start(self, run_dir: Path, files: Mapping[str, str]) -> Files:
@@ -72,7 +75,7 @@ class Execution(ABC, Generic[Item]):
         return dict(files)
 
     def is_checkpoint_due(self, iteration: int) -> bool:
-        """Whether a checkpoint comes after `iteration` iterations."""
+        """Return whether a checkpoint comes after `iteration` iterations."""
         return False
 
     def save_checkpoint(self, run_dir: Path, head: Head, link: str) -> Files:
@@ -101,7 +104,7 @@ class RunKind(ABC, Generic[Config, Item]):
     def open(
         self, config: Config, run_dir: Path | None, start: Start | None = None
     ) -> AbstractContextManager[Execution[Item]]:
-        """An execution from `start`, None: from the first iteration, prepared on entry.
+        """Open an execution from `start`, None: from the first iteration, prepared on entry.
 
         `run_dir` is None in every process that does not record.
         """

@@ -155,7 +155,7 @@ class LanguageExecution(Execution[Iteration]):
         return True
 
     def keep_models(self, run_dir: Path, files: Mapping[str, str], link: str) -> Files:
-        """The trained policy and value model, the policy's adapter in peft's format, a reward model that was made here.
+        """Save the trained policy and value model, the adapter in peft's format, and a reward model that was made here.
 
         And the optimizers' state, where no checkpoint of the last iteration has it.
         """
@@ -196,7 +196,7 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
 
     @contextmanager
     def open(self, config: RunConfig, run_dir: Path | None, start: Start | None = None) -> Iterator[LanguageExecution]:
-        """PromiseBroken where a rank begins with other weights than the first one."""
+        """Open an execution. Raises PromiseBroken where a rank begins with other weights than the first one."""
         reference = None if start is None else start.reference
         prepared = prepare(config, self.watcher.warm_start, reference, share=True, ranks=self.ranks)
         asked, prompts = config.rollout.prompts_per_iteration, len(prepared.task.problems.train)
@@ -225,7 +225,7 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
 def _rollout_engine(
     config: RunConfig, built_in: TorchEngine, folder: Path | None, watcher: Watcher, ranks: Ranks
 ) -> Iterator[Engine]:
-    """`built_in`, or one of SGLang servers with its policy and end tokens; they end with the block.
+    """Yield `built_in`, or one of SGLang servers with its policy and end tokens; they end with the block.
 
     The first of several processes has the servers. `folder` is for their logs and notes; None for a temporary one.
     """
@@ -265,7 +265,7 @@ def _quick_collections() -> Iterator[None]:
 
 
 def _task_digest(prepared: Prepared) -> str:
-    """SHA-256 of the whole task: problems in order, token ids of the prompts, the tokens that end a response."""
+    """Return the SHA-256 of the whole task: problems in order, token ids of the prompts, end tokens."""
     task = prepared.task
     splits = task.problems.train, task.problems.held_out
     asked = [[(p.key, p.prompt, p.answer, task.prompt_ids[p.key]) for p in problems] for problems in splits]

@@ -58,7 +58,7 @@ class Prepared:
 def _source(
     config: RunConfig, problems: Split, start_folder: Path | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model that policy, value model and reference are copies of at the start, before any warm start."""
+    """Return the model that policy, value model and reference are copies of at the start, before any warm start."""
     model, max_context = config.model, config.numerics.max_context
     if start_folder is not None:
         source, tokenizer = load_folder(start_folder)
@@ -107,7 +107,7 @@ def _reward_model(
 def _networks(
     config: RunConfig, source: PreTrainedModel, reward_model: PreTrainedModel | None, share: bool, ranks: Ranks
 ) -> tuple[TrainState, PreTrainedModel, Lora | None]:
-    """The state before the first step, the policy as the sampler has it, and its adapters.
+    """Make the state before the first step, the policy as the sampler has it, and its adapters.
 
     `share`: adapted models use the weights of frozen ones where they do not train.
     """
@@ -158,7 +158,7 @@ def _networks(
 
 
 def _adapted(model: Adaptable, config: LoraConfig | None, seed: int, base: PreTrainedModel | None) -> Lora | None:
-    """Adapters of a model if the configuration has some, over the weights of `base` unless it is None."""
+    """Return adapters of a model if the configuration has some, over the weights of `base` unless it is None."""
     if config is None:
         return None
     lora = add_lora(model, config.rank, config.alpha, config.target_modules, seed)
@@ -180,7 +180,7 @@ def _check_routes(config: RunConfig, source: PreTrainedModel) -> None:
 def _engine(
     config: RunConfig, source: PreTrainedModel, sampled: PreTrainedModel, end_tokens: frozenset[int]
 ) -> TorchEngine:
-    """The built-in engine on the policy as the sampler has it, or on a stock copy of it."""
+    """Make the built-in engine on the policy as the sampler has it, or on a stock copy of it."""
     mode, max_context, layout = config.numerics.mode, config.numerics.max_context, config.layout
     about = end_tokens, mode, max_context, layout.rollout_slots, layout.prefill_chunk, layout.prefix_cache
     stock = config.mismatch.sampler.stock

@@ -89,7 +89,7 @@ def recorded_config(
     elsewhere: Path | None,
     model_too: bool = True,
 ) -> Config:
-    """The configuration of a recorded run with `overrides`, its inputs found; UserError for what could change a result.
+    """Read the configuration of a recorded run with `overrides`, its inputs found.
 
     `model_too`: the model of the policy has to be there.
     """
@@ -107,7 +107,7 @@ def recorded_config(
 
 
 def _files_to_go_on_with(run_dir: Path, recorded: Head, start: int) -> dict[str, str]:
-    """What the manifest lists, without the unequal bits that ended the run, and checkpoints that the user removed.
+    """Return the files of the manifest without unequal bits that ended the run and checkpoints that the user removed.
 
     Without any checkpoint or model where the run begins again.
     """
@@ -135,7 +135,7 @@ def require_same_sampler(recorded: RunConfig, config: RunConfig) -> None:
 
 
 def _sampler(config: RunConfig) -> str:
-    """What decides which bits are sampled, in words."""
+    """Describe what decides which bits are sampled."""
     engine = config.rollout.engine
     if not isinstance(engine, SGLangServers):
         return f"{config.numerics.mode} numerics"

@@ -41,7 +41,7 @@ def run(
 ) -> tuple[Path, dict[str, float]]:
     """Execute a configuration and record everything; returns the run folder and wall seconds by phase and in total.
 
-    UserError for anything the user has to correct; a run that fails midway keeps its complete iterations.
+    Raises UserError for anything the user has to correct; a run that fails midway keeps its complete iterations.
     Of several processes the first one records. `clock`: one that runs already, whose phases count too. `beside`: what
     is open while this process has the run's lock.
     """
@@ -52,7 +52,7 @@ def run(
 
 
 def writing(ranks: Ranks, run_dir: Path) -> AbstractContextManager[None]:
-    """The lock of a run folder, which the first of several processes holds; UserError if another process has it."""
+    """Lock a run folder; the first of several processes holds the lock. Raises UserError if another process has it."""
     return only_writer(run_dir) if ranks.is_first else nullcontext()
 
 
@@ -69,7 +69,7 @@ def compute_new(
     """Lay a run out, execute it from `start`, and record it; every process but the first one only computes.
 
     The caller has the run's lock. `fill` puts records of earlier iterations into the folder and returns their number.
-    PromiseBroken, naming the process, where configuration or input files differ.
+    Raises PromiseBroken, naming the process, where configuration or input files differ.
     """
     ranks = kind.ranks
     opened = kind.open(config, run_dir if ranks.is_first else None, start)
@@ -146,7 +146,7 @@ def execute(
     """Record an execution in its run folder until it is complete; every second of it is in a phase of `clock`.
 
     An iteration that is recorded already is compared instead: PromiseBroken names the first cell that differs.
-    UnequalBits where an iteration does not keep what deterministic numerics promise; it is not recorded.
+    Raises UnequalBits where an iteration does not keep what deterministic numerics promise; it is not recorded.
     """
     recorded, written, computed = manifest.load(run_dir), RunWriter(run_dir), 0
     behind: list[tuple[Future[None], Callable[[], None]]] = []  # the iteration that is written beside the next one
@@ -217,7 +217,7 @@ def require_none(difference: Difference | None) -> None:
 
 @contextmanager
 def _keeping_unequal(run_dir: Path, execution: Execution[Item]) -> Iterator[None]:
-    """Where bits are unequal in this block, keep tokens and policy, and let the error say where they are."""
+    """Keep tokens and policy if bits are unequal in this block, and let the error say where they are."""
     try:
         yield
     except UnequalBits as error:

@@ -47,7 +47,7 @@ class Summary:
 
 
 def summarise(run_dir: Path, seconds: dict[str, float] | None = None) -> Summary:
-    """Summary of a complete run; `seconds` by phase replace those in the records."""
+    """Return the summary of a complete run; `seconds` by phase replace those in the records."""
     recorded, rows = reader.open_manifest(run_dir), reader.read_iterations(run_dir)
     figures: Figures = {
         "run_dir": str(run_dir),
@@ -63,7 +63,10 @@ def summarise(run_dir: Path, seconds: dict[str, float] | None = None) -> Summary
 
 
 def _speeds(figures: Figures, unit: str) -> list[str]:
-    """Seconds by phase, with tokens per second where a phase handles tokens; without phases that show 0.0 s."""
+    """Return the seconds by phase, with tokens per second where a phase handles tokens.
+
+    Phases that show 0.0 s are left out.
+    """
     lines = []
     for phase, seconds in figures["seconds"].items():
         if seconds >= SHOWN or phase in PHASES:
@@ -73,7 +76,7 @@ def _speeds(figures: Figures, unit: str) -> list[str]:
 
 
 def _agreement(rows: pd.DataFrame, figures: Figures, anchor: str, has_value_model: bool) -> list[str]:
-    """How far sampler and trainer agree; nothing is said of values where there is no value model."""
+    """Say how far sampler and trainer agree; nothing is said of values where there is no value model."""
     for name in ("unequal_old_rollout_logprobs", "first_minibatch_tokens", "unequal_values", "unequal_first_ratios"):
         figures[name] = int(rows[name].sum())
     figures["max_abs_old_rollout"] = float(rows["max_abs_old_rollout"].max())
@@ -124,19 +127,19 @@ def _change(what: str, figures: Figures) -> str:
 
 
 def cut_at_the_limit(fraction: float) -> str:
-    """That many responses were cut, in words."""
+    """Say how many responses were cut."""
     return f"{fraction:.0%} of the responses were cut at rollout.max_response_tokens; raise it"
 
 
 def has_answers(run_dir: Path) -> bool:
-    """Whether a response of a language run can be right: its prompts have answers, or the task a verifier."""
+    """Return whether a response of a language run can be right: its prompts have answers, or the task a verifier."""
     terms = load_recorded_config(run_dir).reward.terms
     answers = reader.read_sequences(run_dir, columns=["answer"], iterations=[0], allow_incomplete=True)["answer"]
     return any(isinstance(term, Verifier) for term in terms) or bool((answers != "").any())
 
 
 def _control(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Figures) -> list[str]:
-    """Tokens are environment steps; returns are undiscounted."""
+    """Describe a control run: tokens are environment steps; returns are undiscounted."""
     final, agreement = recorded.final, _agreement(rows, figures, "rollout", has_value_model=True)
     before, after = float(rows["eval_return"].iloc[0]), float(final["eval_return"])
     figures |= {
@@ -154,7 +157,7 @@ def _control(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Fig
 
 
 def _dpo(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Figures) -> list[str]:
-    """Tokens are the pairs of all epochs."""
+    """Describe a DPO run: tokens are the pairs of all epochs."""
     final = recorded.final
     loss = reader.read_steps(run_dir, columns=["loss"])["loss"]
     held_out = reader.read_table("margins", run_dir, iterations=[0], columns=["held_out"])["held_out"]
@@ -182,7 +185,7 @@ def _dpo(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Figures
 
 
 def iteration_lines(run_dir: Path, kind: Kind, count: int) -> pd.DataFrame:
-    """The telling columns of up to `count` iterations, evenly spread, the first and last included."""
+    """Return the telling columns of up to `count` iterations, evenly spread, the first and last included."""
     columns = COLUMNS[kind]
     if kind == LANGUAGE and not has_answers(run_dir):
         columns = tuple(name for name in columns if "accuracy" not in name)
@@ -191,7 +194,7 @@ def iteration_lines(run_dir: Path, kind: Kind, count: int) -> pd.DataFrame:
 
 
 def sample_lines(run_dir: Path, iteration: int, count: int) -> list[str]:
-    """The first `count` responses of an iteration, one per line."""
+    """Return the first `count` responses of an iteration, one per line."""
     columns = ["prompt", "response", "answer", "scores", "finish_reason"]
     rows = reader.read_sequences(run_dir, iterations=[iteration], columns=columns, allow_incomplete=True)
     return [

@@ -54,7 +54,7 @@ class Call:
 
 
 def ask(url: str, path: str, timeout: float, body: Any = None) -> dict[str, Any]:
-    """The JSON object that a server answers; UserError for any other answer."""
+    """Ask a server for a JSON object. Raises UserError for any other answer."""
     answer = Call(url, path, timeout, body).json()
     if not isinstance(answer, dict):
         raise UserError(f"{url}{path}: the answer is not a JSON object; is this an SGLang server?")

@@ -54,7 +54,7 @@ class Interpreter:
 
 
 def numerics_digest(package: Path) -> str:
-    """SHA-256 over the files that decide the bits of a forward pass and the tokens sampled from it."""
+    """Return the SHA-256 over the files that decide the bits of a forward pass and the tokens sampled from it."""
     ours = (path for folder in ("numerics", "sglang/plugin") for path in (package / folder).rglob("*"))
     files = [path for path in ours if path.suffix in {".py", ".c", ".h"}]
     files = sorted([*files, *(package / "rollout").glob("sampler.py")])  # another installation may not have it
@@ -63,7 +63,7 @@ def numerics_digest(package: Path) -> str:
 
 
 def look_into(engine: SGLangServers) -> Interpreter:
-    """Ask the servers' interpreter for its packages; UserError where no server can run with them."""
+    """Ask the servers' interpreter for its packages. Raises UserError where no server can run with them."""
     python = engine.python or sys.executable
     wrong = f"rollout.engine.python = {python}"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -90,7 +90,7 @@ def look_into(engine: SGLangServers) -> Interpreter:
 def server_arguments(
     config: RunConfig, engine: SGLangServers, model: Path, port: int, version: str, routes: bool = False
 ) -> list[str]:
-    """The arguments of sglang.launch_server; those of the configuration come last.
+    """Return the arguments of sglang.launch_server; those of the configuration come last.
 
     `routes`: the server is to return the experts of each token, which it refuses to do for a dense model.
     """
@@ -126,7 +126,7 @@ def server_arguments(
 
 
 def server_environment(outside: Mapping[str, str], threads: int) -> dict[str, str]:
-    """Environment variables of a server: those of the run, except those that would change its numbers or imports."""
+    """Return the run's environment variables without the ones that would change a server's numbers or imports."""
     ours = {
         "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",

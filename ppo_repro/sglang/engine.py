@@ -53,7 +53,7 @@ RECORDED = (
 
 
 def check_server(url: str, engine: SGLangServers, numerics: NumericsConfig, routes: bool) -> dict[str, Any]:
-    """The server's settings to record; UserError where it would not sample as the run needs it."""
+    """Read the server's settings to record. Raises UserError where it would not sample as the run needs it."""
     info, model = ask(url, "/server_info", engine.timeout_s), ask(url, "/model_info", engine.timeout_s)
     if "version" not in info or "is_generation" not in model:
         raise UserError(f"{url}: does not answer like an SGLang server")
@@ -86,7 +86,7 @@ def check_server(url: str, engine: SGLangServers, numerics: NumericsConfig, rout
 
 
 def write_folder(policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path, deterministic: bool) -> None:
-    """Write the policy as a folder for a server, with the run's end tokens. UserError where that fails.
+    """Write the policy as a folder for a server, with the run's end tokens. Raises UserError where that fails.
 
     Deterministic servers take the names of the policy's parameters, stock ones those of published checkpoints: they
     differ in mixtures, whose experts are one parameter here and many tensors there.
@@ -102,7 +102,7 @@ def write_folder(policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path
 def confirm(url: str, digest: str, deterministic: bool, timeout: float) -> None:
     """Raise UserError unless the server has this weight version; in deterministic numerics also compare its own digest.
 
-    PromiseBroken where the server's weights have another digest.
+    Raises PromiseBroken where the server's weights have another digest.
     """
     version = ask(url, "/model_info", timeout).get("weight_version")
     if version != digest:
@@ -143,7 +143,7 @@ class SGLangEngine:
     def open(self, waiting: Waiting, temporary: Path) -> None:
         """Start the servers on the policy's weights, or find those given by URL; check and note their settings.
 
-        UserError where one does not start or does not have the settings that the run needs.
+        Raises UserError where one does not start or does not have the settings that the run needs.
         """
         interpreter = None
         if self.settings.urls:
@@ -197,7 +197,7 @@ class SGLangEngine:
         ]
 
     def _ask(self, servers: Sequence[Server], bodies: Sequence[Mapping[str, Any]], digest: str) -> list[Any]:
-        """The answer of each server to its requests. All servers work at the same time."""
+        """Return the answer of each server to its requests. All servers work at the same time."""
         calls: list[Call] = []
         answers: list[Any] = []
         try:
@@ -241,7 +241,10 @@ def sglang_engine(
     folder: Path,
     waiting: Waiting,
 ) -> Iterator[SGLangEngine]:
-    """The engine with its servers, which end with the block. Logs, notes and weights go to `folder`."""
+    """Start the servers and yield the engine; the servers end with the block.
+
+    Logs, notes and weights go to `folder`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     engine = SGLangEngine(config, settings, policy, stop_ids, folder)
     # a short prefix, because the path of a socket is limited to 107 characters

@@ -35,7 +35,7 @@ class RoutedLayers:
 
 
 def routed_layers(policy: PreTrainedModel) -> RoutedLayers:
-    """Of a mixture of experts."""
+    """Return the layers and experts of a mixture of experts."""
     config = policy.config
     experts = config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts
     return RoutedLayers(
@@ -44,7 +44,7 @@ def routed_layers(policy: PreTrainedModel) -> RoutedLayers:
 
 
 def read_routes(text: Any, inputs: int, routed: RoutedLayers) -> Tensor:
-    """[inputs, M k] int32 as in `Completion.routes`; ValueError where this is not the routes of so many tokens."""
+    """Read [inputs, M k] int32 as in `Completion.routes`; ValueError where this is not the routes of so many tokens."""
     if not isinstance(text, str):
         raise ValueError("returned no routed_experts; start the server with --enable-return-routed-experts")
     try:
@@ -72,7 +72,7 @@ def generate_body(
     max_context: int,
     routes: bool = False,
 ) -> dict[str, Any]:
-    """One request to `/generate` for all of `requests`; UserError where one of them cannot be served."""
+    """Make one request to `/generate` for all of `requests`. Raises UserError where one of them cannot be served."""
     if sampling.top_p != kept_tokens.shortest(sampling.top_p):
         raise UserError(f"rollout.top_p = {sampling.top_p}: SGLang keeps a float32 of it; give it in up to 6 digits")
     if sampling.greedy and sampling.temperature != 1.0:
@@ -107,7 +107,7 @@ def read_completions(
     url: str,
     routed: RoutedLayers | None = None,
 ) -> list[Completion]:
-    """The completions of a `/generate` answer, in the order of the requests; UserError says what is wrong with it.
+    """Read the completions of a `/generate` answer, in the order of the requests; UserError says what is wrong with it.
 
     `routed`: what the routes that were asked for have to be; None where none were.
     """
@@ -163,7 +163,7 @@ def _check_version(meta: dict[str, Any], version: str) -> None:
 
 
 def _finish_reason(meta: dict[str, Any], tokens: list[int], longest: int, stop_ids: frozenset[int]) -> str:
-    """`stop` where the last token is a stop token; at the length limit too, where SGLang returns `length`."""
+    """Return `stop` where the last token is a stop token, also at the length limit, where SGLang returns `length`."""
     reason = meta.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, dict) else None
     if kind not in ("stop", "length"):

@@ -36,14 +36,14 @@ class Server:
 
 
 def free_port() -> int:
-    """A free loopback port."""
+    """Find a free loopback port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def start(command: Sequence[str], environment: Mapping[str, str], log: Path, port: int) -> Server:
-    """Start a server that is killed when the run ends; its output goes to `log`. UserError if it cannot be run.
+    """Start a server that is killed when the run ends; its output goes to `log`. Raises UserError if it cannot be run.
 
     SGLang's own processes end with the server in the same way.
     """
@@ -73,7 +73,7 @@ def end(server: Server) -> None:
 
 
 def wait_until_ready(server: Server, timeout_s: int, waiting: Waiting) -> None:
-    """Wait until a server is healthy; UserError if it ends before or takes too long."""
+    """Wait until a server is healthy. Raises UserError if it ends before or takes too long."""
     started, reported = time.monotonic(), 0
     while not _is_healthy(server.url):
         waited = time.monotonic() - started
@@ -101,7 +101,7 @@ def _is_healthy(url: str) -> bool:
 
 
 def death(server: Server) -> str | None:
-    """How a server that the run started ended, in one sentence, and prints the last lines of its log.
+    """Tell in one sentence how a server that the run started ended, and print the last lines of its log.
 
     None if it is a server given by URL, or has not ended.
     """

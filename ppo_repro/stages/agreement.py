@@ -30,7 +30,7 @@ class Unequal:
     right: Column  # [K]
 
     def describe(self) -> str:
-        """One line: where, and both values, exact to the last bit."""
+        """Name the place and both values, exact to the last bit, on one line."""
         left, right = (f"{name} {_exactly(values[0])}" for name, values in (self.left, self.right))
         where = f"iteration {self.iteration}, response {self.sequence[0]}, token {self.position[0]}"
         return f"{where}: {left}, {right}; {len(self.sequence)} of {self.compared} tokens differ"
@@ -49,7 +49,7 @@ def _exactly(value: Tensor) -> str:
 
 
 def differing(a: Tensor, b: Tensor) -> Tensor:
-    """Where two float32 tensors differ in any bit, bool."""
+    """Find the elements of two float32 tensors that differ in any bit, bool."""
     return a.contiguous().view(torch.int32) != b.contiguous().view(torch.int32)
 
 
@@ -76,7 +76,10 @@ def require_ratios_of_one(iteration: int, lengths: Tensor, ratios: Tensor, token
 
 
 def sampler_is_exact(config: RunConfig) -> bool:
-    """Whether the sampler's log-probs are promised to be the trainer's; otherwise their difference is measured."""
+    """Return whether the sampler's log-probs are promised to be the trainer's.
+
+    If they are not, their difference is measured.
+    """
     engine, sampler = config.rollout.engine, config.mismatch.sampler
     is_stock = isinstance(engine, SGLangServers) and engine.numerics == "stock"
     is_disturbed = config.rollout.mismatch_sigma is not None or sampler.token_bias is not None

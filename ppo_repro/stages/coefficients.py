@@ -24,7 +24,7 @@ from ppo_repro.ppo.controllers import adaptive_clip_range, adaptive_kl_coef, ada
 
 
 def first_coefficients(config: RunConfig) -> Coefficients:
-    """The coefficients of the first iteration."""
+    """Return the coefficients of the first iteration."""
     objective = config.ppo.objective
     return Coefficients(
         kl_coef=0.0 if isinstance(config.kl, NoKL) else config.kl.kl_coef,
@@ -42,7 +42,7 @@ def next_coefficients(
     updates: Sequence[MinibatchUpdate],
     sequences: int,
 ) -> Coefficients:
-    """The coefficients of the next iteration, from the KL and the returns of this one."""
+    """Compute the coefficients of the next iteration, from the KL and the returns of this one."""
     controller = config.kl.controller if isinstance(config.kl, KLInReward) else None
     if isinstance(controller, AdaptiveController):
         per_sequence = math.fsum(forward.ref_kl.tolist()) / sequences
@@ -66,7 +66,7 @@ def next_coefficients(
 
 
 def learning_rates(config: RunConfig, iteration: int) -> tuple[float, float | None]:
-    """Learning rates of policy and value model in an iteration; None without a separate value model."""
+    """Return the learning rates of policy and value model in an iteration; None without a separate value model."""
     ppo = config.ppo
     factor = rate_factor(ppo.schedule, iteration, ppo.iterations, ppo.warmup_iterations)
     value = config.value.learning_rate * factor if isinstance(config.value, SeparateValue) else None
@@ -82,7 +82,7 @@ def set_learning_rates(state: TrainState, config: RunConfig) -> None:
 
 
 def last_kl(updates: Sequence[MinibatchUpdate]) -> float:
-    """KL(anchor || new), k3, token mean over the last epoch of the policy. The last step itself is not in it."""
+    """Return KL(anchor || new), k3, token mean over the last epoch of the policy. The last step itself is not in it."""
     steps = [(u.epoch, len(u.tokens), u.policy.approx_kl) for u in updates if u.policy is not None]
     last_epoch = [(tokens, approx_kl) for epoch, tokens, approx_kl in steps if epoch == steps[-1][0]]
     return math.fsum(tokens * approx_kl for tokens, approx_kl in last_epoch) / sum(tokens for tokens, _ in last_epoch)

@@ -82,7 +82,10 @@ def values_in_reward_units(state: TrainState, hidden: Tensor, m: MicroBatch) -> 
 
 
 def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig) -> tuple[Tensor, ...]:
-    """The results of `_distributions`, routes, and the values of a head on the policy's trunk; empty without one."""
+    """Return the results of `_distributions`, routes, and the values of a head on the policy's trunk.
+
+    Empty without one.
+    """
     trunk = trunk_of(state.policy)
     hidden, seen = seen_states(trunk, m.batch, True, config.records.level == "deep" and bool(routers(trunk)))
     routes = torch.empty(len(m.tokens), 0, dtype=torch.int32)
@@ -98,7 +101,8 @@ def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig
 def _distributions(
     state: TrainState, batch: TokenBatch, hidden: Tensor, rollout: Rollout, tokens: Tensor, config: RunConfig
 ) -> tuple[Tensor, ...]:
-    """Old log-probs, ref log-probs, KL(policy || ref), entropies, sums of squares, KL(ref || policy), [n] each.
+    """Return the old log-probs, ref log-probs, KL(policy || ref), entropies, sums of squares, KL(ref || policy), [n]
+    each.
 
     The last one is empty unless the reward charges it. The C kernels compute KLs and sums of squares in both numerics.
     """

@@ -66,7 +66,7 @@ def compute_rewards(
 def sample_of(
     task: Task, key: str, ids: Sequence[int], text: str, finish_reason: str, episode: Episode | None
 ) -> Sample:
-    """What is judged of a response: the model's own words, with the special tokens that rewards ask for as text.
+    """Collect what is judged of a response: the model's own words, with the special tokens that rewards look for.
 
     `ids`: the sampled tokens; `text`: of all tokens; `episode`: None if the response is one turn.
     """
@@ -81,7 +81,7 @@ def sample_of(
 def rewards_from(
     config: RunConfig, judged: Judgement, rollout: Rollout, forward: ForwardPass, kl_coef: float
 ) -> Rewards:
-    """The rewards that follow from a judgement."""
+    """Place the scores of a judgement on tokens, charge the KL penalty, whiten."""
     scores = torch.tensor(judged.scores, dtype=torch.float64)
     penalties = _kl_penalties(config, rollout, forward, kl_coef)
     at_steps = _step_rewards(config, rollout)
@@ -101,7 +101,7 @@ def rewards_from(
 
 
 def _step_rewards(config: RunConfig, rollout: Rollout) -> Tensor:
-    """[N] float64, the parts of scores that are given at the ends of steps."""
+    """Return the parts of scores that are given at the ends of steps, [N] float64."""
     rewards = torch.zeros(len(rollout.response_ids), dtype=torch.float64)
     weight = sum(t.weight for t in config.reward.terms if isinstance(t, StepsReward) and t.placement == "step_ends")
     if not weight or not isinstance(config.task, ColumnAdditionTask):
@@ -126,7 +126,7 @@ def _kl_penalties(config: RunConfig, rollout: Rollout, forward: ForwardPass, kl_
 
 
 def compute_advantages(config: RunConfig, rollout: Rollout, forward: ForwardPass, rewards: Rewards) -> Advantages:
-    """Advantages and value targets; whitening is over all tokens of the iteration."""
+    """Compute advantages and value targets; whitening is over all tokens of the iteration."""
     settings = config.advantages
     if isinstance(settings, GroupAdvantages):
         by_response = group_advantages(rewards.scores.tolist(), rollout.prompts.keys, settings.scale)

@@ -164,7 +164,7 @@ def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ra
 
 
 def _spans(task: Task, answer: Answered) -> Spans:
-    """Where the text of each sampled token lies in the text of all."""
+    """Find the text of each sampled token in the text of all."""
     of_all = spans(task.tokenizer, answer.ids, answer.text)
     if answer.episode is None:
         return of_all

@@ -107,5 +107,5 @@ def value_update(minibatch: Minibatch, columns: ValueColumns, grad_norm: float |
 
 
 def _total(values: Tensor, weights: Tensor) -> float:
-    """The sum of a minibatch's per-token losses, weighted, correctly rounded."""
+    """Return the sum of a minibatch's per-token losses, weighted, correctly rounded."""
     return math.fsum((values.to(torch.float64) * weights.to(torch.float64)).tolist())

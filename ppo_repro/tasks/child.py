@@ -75,7 +75,7 @@ class Transcript:
 
 
 def make_transcript(row: Row) -> Transcript:
-    """The transcript in a row of `problems.row_of`."""
+    """Return the transcript in a row of `problems.row_of`."""
     turns = tuple(Turn("environment" if i % 2 else "model", text) for i, text in enumerate(row["turns"]))
     return Transcript(row["key"], row["prompt"], row["answer"], json.loads(row["fields"]), turns)
 
@@ -85,7 +85,7 @@ class RefusedError(Exception):
 
 
 def number(value: Any) -> float:
-    """The float of a bool, a number, a scalar of NumPy or a 0-d tensor.
+    """Convert a bool, a number, a scalar of NumPy or a 0-d tensor to a float.
 
     RefusedError for any other type, for NaN and infinities, and beyond float32.
     """
@@ -122,7 +122,7 @@ def _step(function: Function, row: Row, options: Row) -> str | None:
 
 
 def _plain(function: Function, row: Row, options: Row) -> float:
-    """`function(prompt, response, answer)`, and by name what else it asks for."""
+    """Call `function(prompt, response, answer)`, with what else it asks for by name."""
     transcript = make_transcript(row)
     more = {"fields": transcript.fields, "turns": list(transcript.turns), "full_text": row["full_text"]}
     names = _parameters(function).keys() & more.keys()
@@ -130,7 +130,7 @@ def _plain(function: Function, row: Row, options: Row) -> float:
 
 
 def _trl(function: Function, row: Row, options: Row) -> float:
-    """TRL's `reward_func(prompts=[...], completions=[...], **columns) -> [float]`, each list of one entry.
+    """Call TRL's `reward_func(prompts=[...], completions=[...], **columns) -> [float]`, each list of one entry.
 
     One response a call: which responses are judged together depends on the layout of a run.
     """
@@ -148,7 +148,7 @@ def _trl(function: Function, row: Row, options: Row) -> float:
 
 
 def _verl(function: Function, row: Row, options: Row) -> float:
-    """verl's `compute_score(data_source, solution_str, ground_truth, extra_info) -> float`, or a dict with `score`."""
+    """Call verl's `compute_score(data_source, solution_str, ground_truth, extra_info)`: a float or a dict's `score`."""
     fields = json.loads(row["fields"])
     source = fields.pop("data_source", options["data_source"])
     extra = fields.get("extra_info", fields)
@@ -215,7 +215,7 @@ def _parameters(function: Function) -> Mapping[str, inspect.Parameter]:
 
 
 def _check_signature(name: str, function: Function, call: str) -> None:
-    """RefusedError, with the arguments that it gets, if a function cannot be called by its convention."""
+    """Raise RefusedError, with the arguments that it gets, if a function cannot be called by its convention."""
     parameters = _parameters(function)
     if call not in _GETS or not parameters:
         return
@@ -265,7 +265,7 @@ def seed_generators(seed: int) -> None:
 
 
 def _line_of(error: BaseException, file: str) -> str:
-    """`:LINE`, the last line of the file that an error went through; "" if it went through none."""
+    """Return `:LINE`, the last line of the file that an error went through; "" if it went through none."""
     if isinstance(error, SyntaxError) and error.filename == file:
         return f":{error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
@@ -273,7 +273,7 @@ def _line_of(error: BaseException, file: str) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Type and message of an error on one line; a SyntaxError has the version of Python."""
+    """Describe type and message of an error on one line; a SyntaxError has the version of Python."""
     try:
         message = error.msg if isinstance(error, SyntaxError) else str(error)
     except BaseException:  # the message is made by the user's code
@@ -307,7 +307,7 @@ def _called(request: dict[str, Any], row: Row) -> dict[str, object]:
 
 
 def _answers(request: dict[str, Any]) -> Iterable[dict[str, object]]:
-    """The reply to each row, up to the first that is an error."""
+    """Yield the reply to each row, up to the first that is an error."""
     if "calls" in request:
         yield _loaded(request)
         return

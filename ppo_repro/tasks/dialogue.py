@@ -19,9 +19,9 @@ _MARK = "ppo7repro7mark"  # stands for the model's turn while a chat template is
 
 
 def around_reply(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """What a chat template has between the model's turn and a user's, and from there to the model's next turn.
+    """Find what a chat template has between the model's turn and a user's, and from there to the model's next turn.
 
-    UserError where the template does not put the turns one after the other.
+    Raises UserError where the template does not put the turns one after the other.
     """
     text = rendered(
         tokenizer,
@@ -62,13 +62,13 @@ class Conversations:
         self._put: dict[int, list[tuple[int, ...]]] = {}  # the tokens of what was said
 
     def ends(self, turn: Sequence[int]) -> bool:
-        """Whether the text of a turn has one of the stop texts."""
+        """Return whether the text of a turn has one of the stop texts."""
         stop = self.config.rollout.stop
         text = decode(self.tokenizer, turn, self.spelled) if stop else ""
         return any(one in text for one in stop)
 
     def reply(self, index: int, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-        """The tokens of what `step` says; UserError if it raises, goes on for too long, or says too much."""
+        """Encode what `step` says. Raises UserError if it raises, goes on for too long, or says too much."""
         if self.step is None:
             return None
         problem, said = self.problems[index], self.said.setdefault(index, [])
@@ -128,7 +128,7 @@ class Conversations:
         return full_text(self.tokenizer, self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def turns_of(self, index: int, completion: Completion) -> tuple[str, ...]:
-        """The texts of all turns of a completion, the model's first."""
+        """Return the texts of all turns of a completion, the model's first."""
         pairs = zip(completion.episode_ids, completion.is_forced, strict=True)
         pieces = [(forced, [token for token, _ in group]) for forced, group in groupby(pairs, key=lambda pair: pair[1])]
         said = iter(self.said.get(index, ()))

@@ -14,7 +14,7 @@ _entries: dict[str, dict[str, Any]] = {}  # by key
 
 
 def entries(dataset: str, settings: dict[str, Any], seed: int, size: int) -> list[dict[str, str]]:
-    """The entries of the data set, each question once; UserError for an unknown name or setting."""
+    """Return the entries of the data set, each question once. Raises UserError for an unknown name or setting."""
     global _dataset
     try:
         with warnings.catch_warnings():  # about the syntax of the package's own files, when they are first compiled
@@ -44,5 +44,5 @@ def entries(dataset: str, settings: dict[str, Any], seed: int, size: int) -> lis
 
 
 def score(key: str, answer: str | None) -> float:
-    """The data set's score of an answer, usually 0 to 1; None is no answer."""
+    """Return the data set's score of an answer, usually 0 to 1; None is no answer."""
     return float(_dataset.score_answer(answer, _entries[key]))

@@ -48,7 +48,7 @@ class Problem:
 
 
 def row_of(problem: Problem, turns: Sequence[str], response: str = "", full_text: str = "") -> dict[str, Any]:
-    """What a function of the user's judges or answers to, as its process gets it.
+    """Make the row that a function of the user's judges or answers to, as its process gets it.
 
     `turns` begin with the model's. `response`: the model's own words; `full_text`: with all special tokens spelled out.
     """
@@ -71,19 +71,19 @@ class Split:
 
     @cached_property
     def has_answers(self) -> bool:
-        """Whether any problem has an answer that is no empty text."""
+        """Return whether any problem has an answer that is no empty text."""
         return any(problem.answer for problem in self.by_key.values())
 
 
 def arithmetic(max_operand: int) -> list[Problem]:
-    """All additions a+b= with 0 <= a, b <= max_operand."""
+    """Make all additions a+b= with 0 <= a, b <= max_operand."""
     return [
         Problem(f"{a}+{b}", f"{a}+{b}=", str(a + b)) for a in range(max_operand + 1) for b in range(max_operand + 1)
     ]
 
 
 def column_addition(digits: int, base: int, size: int) -> list[Problem]:
-    """`size` different additions of numbers of `digits` digits in base `base`, with their steps.
+    """Draw `size` different additions of numbers of `digits` digits in base `base`, with their steps.
 
     The prompts are the same for every seed.
     """
@@ -103,7 +103,7 @@ def _in_columns(a: int, b: int, base: int) -> Problem:
 
 
 def column_steps(prompt: str, base: int) -> tuple[str, ...]:
-    """The steps of an addition `a+b=` of numbers with equally many digits, column by column from the right.
+    """Return the steps of an addition `a+b=` of numbers with equally many digits, column by column from the right.
 
     A column has two steps: its sum, `a+b=s`, or `a+b+1=s` after a carry, and the digits of the result so far. The last
     column has only the first one; the answer follows.
@@ -120,7 +120,7 @@ def column_steps(prompt: str, base: int) -> tuple[str, ...]:
 
 
 def make_problem(where: str, fields: Mapping[str, object], chat_template: bool = False) -> Problem:
-    """The problem in the fields of a JSON object; UserError names `where` and the field that is wrong.
+    """Make the problem in the fields of a JSON object; UserError names `where` and the field that is wrong.
 
     A prompt may be a list of chat messages where `chat_template` renders it; its text then has a line a message.
     """
@@ -143,7 +143,7 @@ def make_problem(where: str, fields: Mapping[str, object], chat_template: bool =
 
 
 def _messages(where: str, value: Any, chat_template: bool) -> list[dict[str, str]]:
-    """The messages of a prompt; UserError for a list that is none, or that a chat does not begin and end like."""
+    """Return the messages of a prompt; UserError for something else, or a list that no chat begins or ends like."""
     if not chat_template:
         raise UserError(
             f"{where}: field 'prompt' is a list of messages; set task.chat_template = true, which renders it"
@@ -162,9 +162,9 @@ def _messages(where: str, value: Any, chat_template: bool) -> list[dict[str, str
 
 
 def all_different(entries: Iterable[tuple[str, str, Problem]]) -> list[Problem]:
-    """The problems of (where, name, problem).
+    """Return the problems of (where, name, problem).
 
-    UserError for a key or prompt that appears twice: it could be trained on and held out.
+    Raises UserError for a key or prompt that appears twice: it could be trained on and held out.
     """
     problems, first = [], dict[tuple[str, str], str]()
     for where, name, problem in entries:
@@ -194,7 +194,7 @@ def read_jsonl(path: Path, chat_template: bool = False) -> list[Problem]:
 
 
 def split(problems: Iterable[Problem], num_eval_prompts: int, seed: int) -> Split:
-    """Hold out `num_eval_prompts` problems, chosen by keys and seed alone. UserError if there are too few."""
+    """Hold out `num_eval_prompts` problems, chosen by keys and seed alone. Raises UserError if there are too few."""
     ordered = sorted(problems, key=lambda p: p.key)
     if num_eval_prompts >= len(ordered):
         raise UserError(
@@ -205,9 +205,9 @@ def split(problems: Iterable[Problem], num_eval_prompts: int, seed: int) -> Spli
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> Callable[[Problem], tuple[int, ...]]:
-    """The function from a problem to the token ids of its prompt.
+    """Return the function from a problem to the token ids of its prompt.
 
-    UserError if a chat template is missing or leaves something out, and for control tokens in a prompt.
+    Raises UserError if a chat template is missing or leaves something out, and for control tokens in a prompt.
     """
     if task.chat_template and not tokenizer.chat_template:
         raise UserError("task.chat_template = true: this tokenizer has no chat template; set it to false")
@@ -227,7 +227,7 @@ def encoder(tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> Callable[[P
 
 
 def chat_of(task: TaskConfig, problem: Problem) -> list[dict[str, str]]:
-    """The prompt as chat messages, after the system's turn of the configuration."""
+    """Return the prompt as chat messages, after the system's turn of the configuration."""
     messages = [{"role": "user", "content": problem.prompt}]
     if problem.messages is not None:
         messages = json.loads(problem.messages)
@@ -241,7 +241,7 @@ def chat_of(task: TaskConfig, problem: Problem) -> list[dict[str, str]]:
 
 
 def refuse_control_tokens(tokenizer: PreTrainedTokenizerBase, task: TaskConfig, what: str, text: str) -> None:
-    """UserError for a text that the tokenizer would read as control tokens, unless the task allows them."""
+    """Raise UserError for a text that the tokenizer would read as control tokens, unless the task allows them."""
     from ppo_repro.tasks.tokenizer import special_tokens
 
     if task.control_tokens == "allow":
@@ -263,9 +263,9 @@ def _template_renderer() -> UserFunction:
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], cue: bool = True) -> str:
-    """The text of a chat, up to where the model goes on if `cue`.
+    """Return the text of a chat, up to where the model goes on if `cue`.
 
-    UserError if the template fails, or needs more than 10 s or 1 GiB.
+    Raises UserError if the template fails, or needs more than 10 s or 1 GiB.
     """
     try:
         template = tokenizer.get_chat_template()
@@ -284,7 +284,7 @@ def rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], cu
 def encode_all(
     problems: Iterable[Problem], encode: Callable[[Problem], tuple[int, ...]], config: RunConfig, vocab_size: int
 ) -> dict[str, tuple[int, ...]]:
-    """Token ids of every prompt by key; UserError names the first prompt that the engine cannot serve."""
+    """Encode every prompt, by key; UserError names the first prompt that the engine cannot serve."""
     from ppo_repro.rollout.engine import Request, Sampling, check_request
 
     sampling = Sampling(1.0, 0, 1.0, config.rollout.max_response_tokens)
@@ -299,7 +299,7 @@ def encode_all(
 
 
 def choose(problems: tuple[Problem, ...], count: int, seed: int, iteration: int) -> list[Problem]:
-    """The `count` training problems of an iteration. Each time all have been used, they are shuffled anew."""
+    """Choose the `count` training problems of an iteration. Each time all have been used, they are shuffled anew."""
     chosen = []
     shuffles: dict[int, list[int]] = {}
     for position in range(iteration * count, (iteration + 1) * count):
@@ -320,7 +320,7 @@ class Source:
 
 
 def load_source(task: TaskConfig, seed: int, process: UserProcess | None = None) -> Source:
-    """The problems of a task section, split by `seed`; UserError names whatever is wrong with them.
+    """Load the problems of a task section, split by `seed`; UserError names whatever is wrong with them.
 
     `process`: where a task's file runs; None for a process of its own.
     """
@@ -357,7 +357,7 @@ def _load_file(task: PythonTask, process: UserProcess) -> dict[str, UserFunction
 
 
 def _read_prompts(prompts: UserFunction, chat_template: bool) -> list[Problem]:
-    """What `prompts()` returns; UserError names an entry that is no prompt, or two calls that differ."""
+    """Call `prompts()`; UserError names an entry that is no prompt, or two calls that differ."""
     first, second = (prompts([{}], seed)[0] for seed in (1, 2))
     if first != second:
         raise UserError(

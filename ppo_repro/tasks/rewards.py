@@ -40,7 +40,7 @@ _FORMAT = re.compile(
 
 
 def extracted(response: str, extraction: AnswerExtraction) -> str | None:
-    """The answer in a response: all of it, its last number without commas, or the text in its last answer tags.
+    """Extract the answer in a response: all of it, its last number without commas, or the text in its last answer tags.
 
     None where there is no such thing.
     """
@@ -53,12 +53,15 @@ def extracted(response: str, extraction: AnswerExtraction) -> str | None:
 
 
 def matches(response: str, answer: str) -> bool:
-    """Whether the response equals the answer; surrounding white space does not count."""
+    """Return whether the response equals the answer; surrounding white space does not count."""
     return response.strip() == answer.strip()
 
 
 def is_answer(response: str, answer: str, extraction: AnswerExtraction) -> bool:
-    """Whether the answer in a response is the expected one; of numbers their value counts, so that 85.0 is 85."""
+    """Return whether the answer in a response is the expected one.
+
+    Numbers are compared by value, so that 85.0 is 85.
+    """
     found = extracted(response, extraction)
     if found is None:
         return False
@@ -69,7 +72,7 @@ def is_answer(response: str, answer: str, extraction: AnswerExtraction) -> bool:
 
 
 def right_steps(response: str, steps: Sequence[str]) -> list[int]:
-    """Where in the response each right step ends, in characters: a word that is the step of the same number."""
+    """Find the end of each right step in the response, in characters: a word that is the step of the same number."""
     ends, end = [], -1
     for word, step in zip(response.split(" "), steps, strict=False):
         end += 1 + len(word)
@@ -91,7 +94,7 @@ class Sample:
 
     @property
     def row(self) -> dict[str, Any]:
-        """What a user's function judges."""
+        """Return the row that a user's function judges."""
         return row_of(self.problem, self.turns, self.response, self.full_text)
 
 
@@ -121,13 +124,13 @@ class Judge:
 
 
 def formatted_answer(response: str) -> str | None:
-    """The text between the answer tags of `<think>..</think><answer>..</answer>`; None in any other form."""
+    """Return the text between the answer tags of `<think>..</think><answer>..</answer>`; None in any other form."""
     match = _FORMAT.fullmatch(response)
     return None if match is None else match.group(1)
 
 
 def load_judge(config: RewardConfig, process: UserProcess | None = None) -> Judge:
-    """The reward with the user's functions loaded; UserError names what is wrong with them.
+    """Load the user's functions of a reward; UserError names what is wrong with them.
 
     `process`: where they run; None for a process of their own.
     """
@@ -140,7 +143,7 @@ def load_judge(config: RewardConfig, process: UserProcess | None = None) -> Judg
 
 
 def for_source(judge: Judge, source: Source, task: TaskConfig) -> Judge:
-    """The judge with what a task brings.
+    """Return the judge with what a task brings.
 
     UserError if a term needs a verifier or answers that the task lacks, or a user's function gives two results for one
     input: the answer, and nothing, to two prompts.
@@ -166,7 +169,7 @@ def for_source(judge: Judge, source: Source, task: TaskConfig) -> Judge:
 def _values(
     index: int, term: RewardTerm, judge: Judge, samples: Sequence[Sample], model_scores: Sequence[float]
 ) -> list[float]:
-    """The unweighted value of one reward term for every response."""
+    """Return the unweighted value of one reward term for every response."""
     function = judge.functions[index]
     if isinstance(term, ExactMatch):
         return [float(s.finished and is_answer(s.response, s.problem.answer, judge.extraction)) for s in samples]
@@ -191,7 +194,7 @@ def _values(
 
 
 def _correct(judge: Judge, samples: Sequence[Sample], columns: Sequence[Sequence[float]]) -> Iterator[bool]:
-    """Whether each response is correct, finished or not: by the verifier if it is asked, else by its answer."""
+    """Yield whether each response is correct, finished or not: by the verifier if it is asked, else by its answer."""
     terms = judge.config.terms
     verified = next((values for term, values in zip(terms, columns, strict=True) if isinstance(term, Verifier)), None)
     has_format = any(isinstance(term, FormatReward) for term in terms)
@@ -206,12 +209,12 @@ def _correct(judge: Judge, samples: Sequence[Sample], columns: Sequence[Sequence
 
 
 def judge_samples(judge: Judge, samples: Sequence[Sample], model_scores: Sequence[float]) -> Judgement:
-    """score = sum of weight times value over the reward terms; then the rules for responses without an end token.
+    """Compute score = sum of weight times value over the reward terms; then apply the rules for cut responses.
 
     `model_scores` are the reward model's, one per response, or empty without one. A response is correct if it ended
     by itself with the answer: where the task's verifier is asked, if that gives 1 or more; where a format is rewarded,
     if the text between its answer tags is the answer; else if what the task extracts is.
-    UserError if a user's function raises or returns anything but a number, or a score is beyond float32.
+    Raises UserError if a user's function raises or returns anything but a number, or a score is beyond float32.
     """
     config, finished = judge.config, [sample.finished for sample in samples]
     columns = [_values(i, term, judge, samples, model_scores) for i, term in enumerate(config.terms)]
@@ -230,7 +233,7 @@ def judge_samples(judge: Judge, samples: Sequence[Sample], model_scores: Sequenc
 def weighted_scores(
     config: RewardConfig, term_values: Sequence[Sequence[float]], finished: Sequence[bool]
 ) -> list[float]:
-    """Sum of weight times value over the reward terms, less the penalty of responses that did not end by themselves.
+    """Return the sum of weight times value over the reward terms, less the penalty of responses that were cut.
 
     Infinite where float64 cannot hold the sum.
     """

@@ -13,7 +13,7 @@ PAD, EOS = "<pad>", "<eos>"
 
 
 def train_bpe(corpus: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over the characters of `corpus`, digits like letters; <pad> = 0 and <eos> = 1 come first."""
+    """Train byte-level BPE over the characters of `corpus`, digits like letters; <pad> = 0 and <eos> = 1 come first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -25,14 +25,14 @@ def train_bpe(corpus: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast
 
 
 def character_tokenizer(corpus: Iterable[str]) -> PreTrainedTokenizerFast:
-    """One token for each character of `corpus`, in order of code points, after <pad> = 0 and <eos> = 1."""
+    """Make one token of each character of `corpus`, in order of code points, after <pad> = 0 and <eos> = 1."""
     tokenizer = _without_merges(sorted(set("".join(corpus))))
     tokenizer.decoder = decoders.Fuse()
     return _fast(tokenizer)
 
 
 def word_tokenizer(corpus: Iterable[str]) -> PreTrainedTokenizerFast:
-    """One token for each word of `corpus`, including a space before it; other words are split into bytes.
+    """Make one token of each word of `corpus`, including a space before it; other words are split into bytes.
 
     Words are split as in byte-level BPE, so numbers and signs are words too. Tokens are <pad> = 0, <eos> = 1, the
     bytes that occur, the words.
@@ -47,7 +47,7 @@ def word_tokenizer(corpus: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def train_tokenizer(kind: str, corpus: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """The tokenizer of `model.tokenizer`. `vocab_size` limits only BPE, which always keeps its whole alphabet."""
+    """Train the tokenizer of `model.tokenizer`. `vocab_size` limits only BPE, which always keeps its whole alphabet."""
     if kind == "characters":
         return character_tokenizer(corpus)
     if kind == "words":
@@ -56,7 +56,7 @@ def train_tokenizer(kind: str, corpus: Iterable[str], vocab_size: int) -> PreTra
 
 
 def _without_merges(tokens: Sequence[str]) -> Tokenizer:
-    """A tokenizer of known tokens: a piece that is a token stays whole, any other is split."""
+    """Return a tokenizer of known tokens: a piece that is a token stays whole, any other is split."""
     vocabulary = {token: i for i, token in enumerate([PAD, EOS, *tokens])}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], ignore_merges=True))
     tokenizer.add_special_tokens([PAD, EOS])
@@ -68,7 +68,7 @@ def _fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], spelled: frozenset[int] = frozenset()) -> str:
-    """The text of some tokens, with no clean-up of spaces; special tokens have no text, except those of `spelled`."""
+    """Decode some tokens, with no clean-up of spaces; special tokens have no text, except those of `spelled`."""
     if spelled.isdisjoint(ids):
         return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
     hidden = set(special_tokens(tokenizer).values()) - spelled
@@ -76,24 +76,24 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], spelled: froz
 
 
 def full_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """The text of some tokens, every special token spelled out."""
+    """Decode some tokens, every special token spelled out."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def spelled_tokens(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> frozenset[int]:
-    """The special tokens whose text is in one of `texts`: who asks for such a text must see the token."""
+    """Return the special tokens whose text is in one of `texts`: who asks for such a text must see the token."""
     asked = tuple(texts)
     return frozenset(i for token, i in special_tokens(tokenizer).items() if any(token in text for text in asked))
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """The id of every special token, by its text."""
+    """Return the id of every special token, by its text."""
     added = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return {**added, **dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))}
 
 
 def _char_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str) -> list[int]:
-    """The number of characters of `text` that are complete after each token.
+    """Return the number of characters of `text` that are complete after each token.
 
     A token that ends inside a character ends where the last complete character does. Decoding a short
     window at a time keeps this linear in the length.
@@ -115,7 +115,7 @@ def _char_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str
 
 
 def spans(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str) -> Spans:
-    """The position of each token in the text of a response, in characters, UTF-8 bytes and words.
+    """Find the position of each token in the text of a response, in characters, UTF-8 bytes and words.
 
     A word begins at the first token, at a token whose text begins with white space or follows it, and before and
     after a special token. Tokens that share a character belong to the same word.

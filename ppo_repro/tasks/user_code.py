@@ -34,7 +34,7 @@ class UserProcess:
     def ask(
         self, request: Mapping[str, Any], replies: int, seconds: float, lost: Callable[[int, str], str]
     ) -> list[Any]:
-        """The replies to a request, one a row. UserError for the first that is an error.
+        """Return the replies to a request, one a row. Raises UserError for the first that is an error.
 
         UserError(lost(row, what)) if the child ends, or gives no reply to a row within `seconds` of wall time.
         """
@@ -116,7 +116,7 @@ class UserFunction:
         return f"{self.field}: {self.file}{self.line}"
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], seed: int = 0) -> list[Any]:
-        """What the function returns for each row of arguments; functions of the convention `scores` get all at once.
+        """Call the function for each row of arguments; functions of the convention `scores` get all rows at once.
 
         `seed`: of the global generators before each call. UserError names field, file, line and prompt if the function
         raises, returns what it must not, takes too long, or ends its process.
@@ -149,7 +149,7 @@ def load(
 
 
 def load_function(process: UserProcess, field: str, path: str, term: CalledReward | None = None) -> UserFunction:
-    """The function of `FILE.py:FUNCTION`, called as `term` says; UserError names what is wrong with it."""
+    """Load the function of `FILE.py:FUNCTION`, called as `term` says; UserError names what is wrong with it."""
     file, colon, name = path.rpartition(":")
     if not colon or not file.endswith(".py") or not name.isidentifier():
         raise UserError(f"{field} = {path!r}: must be FILE.py:FUNCTION")
@@ -163,7 +163,7 @@ def load_function(process: UserProcess, field: str, path: str, term: CalledRewar
 
 
 def check_repeats(function: UserFunction, rows: Sequence[Mapping[str, Any]]) -> None:
-    """UserError, with the prompt and the last text, if two calls give different results.
+    """Raise UserError, with the prompt and the last text, if two calls give different results.
 
     The second call has the opposite order and other seeds of the global generators, so that neither state between
     calls nor an unseeded draw gives the same results by chance.

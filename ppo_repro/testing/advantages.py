@@ -47,7 +47,7 @@ Estimator = Callable[[AdvantageBatch], Tensor]  # [R, L]; what it gives under th
 def definition(
     kind: Kind, responses: Sequence[tuple[list[float], list[float]]], groups: Sequence[int], gamma: float, lam: float
 ) -> list[list[float]]:
-    """Advantages of the tokens that count, of (rewards, values) of each response.
+    """Compute the advantages of the tokens that count by their definition.
 
     gae: A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t, V after the last token 0 (Schulman et
     al., 2016). rewards_to_go: sum over k >= t of gamma^(k - t) r_k. group_mean: score minus the mean score of the
@@ -78,7 +78,7 @@ def definition(
 def check_advantages(
     estimator: Estimator, kind: Kind, *, gamma: float = 1.0, lam: float = 0.95, seed: int = 0, tolerance: float = 0.0
 ) -> dict[str, str]:
-    """The first token at which an estimator differs from its definition on drawn responses, by layout.
+    """Find the first token at which an estimator differs from its definition on drawn responses, by layout.
 
     An empty dict: it conforms. tolerance: relative to the largest advantage, if the estimator adds a small number to a
     denominator. Raises what the estimator raises.

@@ -94,7 +94,7 @@ class Response:
 
 
 def names_of(where: str, columns: Iterable[str], form: str | None = None) -> Names:
-    """The names of a format, or of the one format whose log-probs a dump has; UserError for none or several."""
+    """Return the names of a format, or of the one format whose log-probs a dump has; UserError for none or several."""
     there = set(columns)
     if form is not None:
         if form not in FORMATS:
@@ -111,7 +111,7 @@ def names_of(where: str, columns: Iterable[str], form: str | None = None) -> Nam
 
 
 def read_dump(source: Path | str | pd.DataFrame, names: Names | str | None = None) -> Iterator[Response]:
-    """The responses of a dump in which a token counts, in order.
+    """Read the responses of a dump in which a token counts, in order.
 
     `names`: a `Names`, a format of FORMATS, or None to tell it from the columns. UserError names the row.
     """
@@ -133,7 +133,7 @@ def read_dump(source: Path | str | pd.DataFrame, names: Names | str | None = Non
 
 
 def impossible(values: npt.NDArray[np.float32]) -> str:
-    """Why these cannot be log-probs of sampled tokens, in words; "" if they can. NaN and infinities are ignored."""
+    """Say why numbers cannot be log-probs of sampled tokens; "" if they can. NaN and infinities are ignored."""
     finite = values[np.isfinite(values)]
     above = finite[finite > ROUNDING]
     if above.size:
@@ -145,7 +145,7 @@ def impossible(values: npt.NDArray[np.float32]) -> str:
 
 
 def _responses_of_tokens(rows: Iterable[Row], names: Names) -> Iterator[Row]:
-    """Rows that are tokens, joined to one row of lists for each run of the same iteration and sequence."""
+    """Join rows that are tokens to one row of lists for each run of the same iteration and sequence."""
     for (iteration, _), group in groupby(rows, lambda row: (row.get(names.iteration), row.get("sequence"))):
         tokens = list(group)
         joined: dict[str, Any] = {name: [row.get(name) for row in tokens] for name in tokens[0]}
@@ -222,7 +222,7 @@ def _response(where: str, number: int, row: Row, names: Names) -> Response | Non
 
 
 def _array(where: str, name: str, values: Any, kind: Kind) -> Array:
-    """A list of a row as float64, or int64; null becomes NaN in log-probs."""
+    """Return a list of a row as float64, or int64; null becomes NaN in log-probs."""
     is_float = kind == "log-probs in nats"
     try:
         array = np.array([np.nan if v is None else v for v in values] if is_float else values)

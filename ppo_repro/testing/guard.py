@@ -31,13 +31,13 @@ def _bits(value: float) -> str:
 
 
 def _unequal(a: npt.ArrayLike, b: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-    """Where two float32 arrays differ in any bit."""
+    """Find the elements of two float32 arrays that differ in any bit."""
     left, right = (np.ascontiguousarray(x, np.float32).view(np.uint32) for x in (a, b))
     return np.asarray(left != right)
 
 
 def _token(pairs: pd.DataFrame, index: int) -> str:
-    """Which token a row is, both values and their float32 bits."""
+    """Name the token that a row is, with both values and their float32 bits."""
     iteration, sequence, position, *values = pairs.iloc[index][COLUMNS].tolist()
     sides = zip(("sampler", "trainer"), values, strict=True)
     both = ", ".join(f"{name} {float(value)!r} (bits {_bits(value)})" for name, value in sides)
@@ -45,13 +45,16 @@ def _token(pairs: pd.DataFrame, index: int) -> str:
 
 
 def run_pairs(run: Path | str) -> pd.DataFrame:
-    """`rollout_logprobs` and `old_logprobs` of a recorded run; UserError if it is damaged."""
+    """Read `rollout_logprobs` and `old_logprobs` of a recorded run. Raises UserError if it is damaged."""
     columns = ["iteration", "sequence", "position", "rollout_logprobs", "old_logprobs"]
     return reader.read_tokens(run, columns=columns)[columns].set_axis(COLUMNS, axis=1).reset_index(drop=True)
 
 
 def dump_pairs(source: Path | str | pd.DataFrame, names: Names | None = None) -> pd.DataFrame:
-    """The tokens of a dump that count; the sequence is the row of the response, from 0. UserError names the row."""
+    """Return the tokens of a dump that count; the sequence is the row of the response, from 0.
+
+    UserError names the row.
+    """
     frames = [pd.DataFrame(columns=COLUMNS, dtype=np.float32)]
     for r in read_dump(source, names):
         positions = np.flatnonzero(r.counts)
@@ -61,7 +64,7 @@ def dump_pairs(source: Path | str | pd.DataFrame, names: Names | None = None) ->
 
 
 def measures(pairs: pd.DataFrame) -> dict[str, tuple[float, int]]:
-    """The measures of `assert_mismatch_below`, and of each the row of a token to show; NaN for means of none."""
+    """Return the measures of `assert_mismatch_below`, and of each the row of a token to show; NaN for means of none."""
     finite = np.isfinite(pairs["sampler"]) & np.isfinite(pairs["trainer"])
     delta = (pairs["trainer"].astype(np.float64) - pairs["sampler"])[finite]
     unequal = _unequal(pairs["sampler"], pairs["trainer"]) & finite
@@ -76,7 +79,7 @@ def measures(pairs: pd.DataFrame) -> dict[str, tuple[float, int]]:
 
 
 def _suspicious(pairs: pd.DataFrame) -> str:
-    """Why these cannot be the log-probs of two sides, in words; "" if they can."""
+    """Say why numbers cannot be the log-probs of two sides; "" if they can."""
     for name in ("sampler", "trainer"):
         if why := impossible(pairs[name].to_numpy()):
             return f"{name}: {why}"
@@ -102,7 +105,7 @@ def assert_mismatch_below(
     or a data frame with one row per token. With delta = trainer - sampler in nats: `mean_abs` and `max_abs` of |delta|,
     `k3` the token mean of expm1(delta) - delta, which estimates KL(sampler || trainer), `frac_unequal` the share of
     tokens that differ in any bit, `nonfinite` the number of tokens that may have no finite pair. AssertionError names
-    every limit that is exceeded and a token, and numbers that cannot be log-probs; UserError without a limit or
+    every limit that is exceeded and a token, and numbers that cannot be log-probs. Raises UserError without a limit or
     without tokens.
     """
     __tracebackhide__ = True
@@ -149,7 +152,7 @@ class Golden(BaseModel):
 
 
 def golden_of(run: Path | str) -> Golden:
-    """Digests of a complete run, checked against its files; UserError if the files have changed."""
+    """Return the digests of a complete run, checked against its files. Raises UserError if the files have changed."""
     recorded = reader.open_manifest(run)
     for index in range(len(recorded.iterations)):
         reader.read_moment(Path(run), recorded, index)
@@ -163,7 +166,7 @@ def golden_of(run: Path | str) -> Golden:
 
 
 def _changed(golden: Golden, now: Golden) -> str:
-    """The first difference between two runs, in words; "" if there is none."""
+    """Return the first difference between two runs, in words; "" if there is none."""
     for iteration, (old, new) in enumerate(zip(golden.tables, now.tables, strict=False)):
         for name in new:
             if old.get(name) != new[name]:

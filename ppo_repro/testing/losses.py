@@ -90,7 +90,7 @@ class Rollout:
     mask: Tensor
 
     def describe(self, index: int) -> str:
-        """Sequence and position of a token, in words."""
+        """Name sequence and position of a token."""
         sequence = 0
         while index >= self.lengths[sequence]:
             index, sequence = index - self.lengths[sequence], sequence + 1
@@ -126,7 +126,7 @@ def _rollout_of(frame: pd.DataFrame) -> Rollout:
 
 
 def _step(loss: Loss, rollout: Rollout, layout: _Layout, combine: str, dtype: torch.dtype = torch.float64) -> _Step:
-    """One optimizer step under a layout. UserError if the loss returns no scalar."""
+    """Take one optimizer step under a layout. Raises UserError if the loss returns no scalar."""
     order = ordered(len(rollout.lengths), layout)
     ranks = [order[rank :: layout.ranks] for rank in range(min(layout.ranks, len(order)))]
     value, under_mask, gradients = 0.0, 0, torch.zeros(len(rollout.mask), dtype=torch.float64)
@@ -149,7 +149,7 @@ def _step(loss: Loss, rollout: Rollout, layout: _Layout, combine: str, dtype: to
 
 
 def ordered(count: int, layout: _Layout) -> list[int]:
-    """Responses 0..count-1 in the order of a layout."""
+    """Return responses 0..count-1 in the order of a layout."""
     order = permutation(count, "loss layout").tolist() if layout.order == "shuffled" else list(range(count))
     return order[:: -1 if layout.order == "reversed" else 1]
 
@@ -157,7 +157,7 @@ def ordered(count: int, layout: _Layout) -> list[int]:
 def lay_out(
     rollout: Rollout, sequences: Sequence[int], layout: _Layout, dtype: torch.dtype
 ) -> tuple[LossBatch, Tensor]:
-    """A batch, and the index in the rollout of each of its positions [R, L], below 0 where there is none."""
+    """Lay out a batch; also returns the index in the rollout of each position [R, L], below 0 where there is none."""
     rows, owners = [], []
     for s in sequences:
         start, row = sum(rollout.lengths[:s]), list[int]()
@@ -200,7 +200,7 @@ def lay_out(
 
 
 def _extremes(rollout: Rollout) -> Iterator[tuple[str, Rollout]]:
-    """The rollout with one extreme token, and what it is: large and tiny log-ratios, advantages of 0.
+    """Yield the rollout with one extreme token, and what it is: large and tiny log-ratios, advantages of 0.
 
     Columns that end in `_logprobs` are new - log-ratio there; where the advantage is 0, columns `is_...` are 0 as well.
     """
@@ -221,7 +221,10 @@ def _extremes(rollout: Rollout) -> Iterator[tuple[str, Rollout]]:
 
 
 def _difference(found: _Step, expected: _Step, rollout: Rollout, dtype: torch.dtype = torch.float64) -> str:
-    """What differs by more than the tolerance, relative to the value or the largest gradient; "" if nothing does."""
+    """Say what differs by more than the tolerance, relative to the value or the largest gradient.
+
+    The answer is "" if nothing does.
+    """
     a, b, tolerance = found.gradients, expected.gradients, TOLERANCES.get(dtype, 0.1)
     apart = (a - b).abs() / (float(b.abs().max()) or 1.0)
     wrong, lost = (~(apart <= tolerance)).nonzero()[:, 0].tolist(), (~a.isfinite()).nonzero()[:, 0].tolist()
@@ -248,7 +251,9 @@ def check_loss(
     combine: Literal["mean", "sum"],
     dtypes: Sequence[torch.dtype] = (torch.float32,),
 ) -> dict[str, str]:
-    """What changes value or gradient of `loss`, by layout, dtype or extreme token. An empty dict: the loss conforms.
+    """Find what changes value or gradient of `loss`, by layout, dtype or extreme token.
+
+    An empty dict means that the loss conforms.
 
     Args:
         loss: a function of `LossBatch` that returns a scalar; nats and units are its own.

@@ -35,7 +35,7 @@ class Copies:
 
 
 def require_tensorboard(events: Path | None) -> None:
-    """UserError if event files are asked for and cannot be written, before a run begins."""
+    """Raise UserError if event files are asked for and cannot be written, before a run begins."""
     if events is not None and find_spec("tensorboardX") is None:
         raise UserError(
             "--tensorboard: needs the package tensorboardX; install it with `pip install 'ppo_repro[tensorboard]'`"

@@ -64,7 +64,7 @@ class Place:
     run_id: str
 
     def lines(self, uri: str) -> list[str]:
-        """How to look at it: its address, or its id and the command that serves its pages."""
+        """Tell how to look at the copy: its address, or its id and the command that serves its pages."""
         if uri.startswith(("http://", "https://")):
             # without the second parameter MLflow 3 takes runs for evaluations of prompts
             pages = f"{masked(uri).rstrip('/')}/#/experiments/{self.experiment_id}"
@@ -75,13 +75,13 @@ class Place:
         return [*said, f"served by   mlflow ui --backend-store-uri {shlex.quote(masked(uri))}"]
 
     def fields(self, uri: str) -> dict[str, str]:
-        """The same for JSON."""
+        """Return the same for JSON."""
         return {"uri": masked(uri), "experiment_id": self.experiment_id, "run_id": self.run_id}
 
 
 @contextmanager
 def answering(uri: str) -> Iterator[MlflowClient]:
-    """A client of the store; UserError, without a password, if the store does not answer."""
+    """Yield a client of the store. Raises UserError, without a password, if the store does not answer."""
     for name, value in PATIENCE.items():
         os.environ.setdefault(name, value)
     for name in ("alembic", "mlflow", "urllib3"):
@@ -113,7 +113,7 @@ def _unwritable(uri: str, error: Exception) -> UserError:
 def copy(folder: Path, uri: str, is_over: IsOver) -> Place | None:
     """Copy a run or a grid, and the page about it, until it is over; None if nothing was recorded.
 
-    An earlier copy is replaced. UserError if the records are damaged or the store does not answer.
+    An earlier copy is replaced. Raises UserError if the records are damaged or the store does not answer.
     """
     over = False
     while not any((folder / name).exists() for name in (manifest.FILE_NAME, CELLS)):
@@ -208,7 +208,7 @@ class _RunCopy(_Copy):
 
 
 def _copy_grid(client: MlflowClient, grid_dir: Path, is_over: IsOver) -> Place:
-    """A parent run with the question, and a child for each cell that began."""
+    """Return a parent run with the question, and a child for each cell that began."""
     tree = read_tree(grid_dir / "grid.yaml")
     params = {name: tree[name] for name in ("question", "expectation", "base", "seeds", "read_with", "axes")}
     started = (grid_dir / "grid.yaml").stat().st_mtime

@@ -33,7 +33,7 @@ class RunNumbers:
         self._run_dir, self._iterations, self._steps = run_dir, 0, 0
 
     def new(self) -> list[Scalar]:
-        """Every numeric column of the iterations recorded since the last call: `iteration/...` and `step/...`."""
+        """Return every numeric column of the iterations since the last call, as `iteration/...` and `step/...`."""
         new = range(self._iterations, manifest.load_head(self._run_dir).num_iterations)
         if not new:
             return []
@@ -46,7 +46,7 @@ class RunNumbers:
         return _columns(iterations, "iteration", new, moments) + _columns(steps, "step", numbers, of_steps)
 
     def ending(self) -> list[Scalar]:
-        """The final results, accuracy and seconds; also the last point of each curve evaluated after the run."""
+        """Return the final results, accuracy and seconds; also the last point of each curve evaluated after the run."""
         recorded = manifest.load_head(self._run_dir)
         moment = end_time(self._run_dir, recorded)
         final = {name: float(value) for name, value in recorded.final.items() if not isinstance(value, str)}
@@ -69,7 +69,7 @@ class RunNumbers:
 
 
 def _columns(table: pd.DataFrame, group: str, steps: Sequence[int], moments: Sequence[float]) -> list[Scalar]:
-    """Every numeric column as `group/column`, without nulls."""
+    """Return every numeric column as `group/column`, without nulls."""
     return [
         Scalar(f"{group}/{name}", float(value), step, moment)
         for name, values in table.drop(columns=KEYS, errors="ignore").select_dtypes("number").items()
@@ -79,7 +79,10 @@ def _columns(table: pd.DataFrame, group: str, steps: Sequence[int], moments: Seq
 
 
 def sentences(run_dir: Path) -> list[str]:
-    """The verdicts of a complete run as `show` prints them; of another run how far it got; and the fingerprint."""
+    """Return the verdicts of a complete run as `show` prints them; of another run how far it got.
+
+    The fingerprint comes last.
+    """
     recorded = manifest.load_head(run_dir)
     said = [f"{recorded.status} after {recorded.num_iterations} complete iterations"]
     if recorded.status == "complete":

@@ -25,7 +25,7 @@ POLL_SECONDS = 1.0
 
 
 def lines(events: Path) -> list[str]:
-    """How to look at the event files."""
+    """Tell how to look at the event files."""
     return [
         f"TensorBoard tensorboard --logdir {shlex.quote(str(events))}",
         "its viewer  pip install tensorboard",
@@ -73,7 +73,7 @@ def _copy_run(run_dir: Path, events: Path, is_over: Callable[[float], bool]) -> 
 
 
 def _writer(events: Path) -> SummaryWriter:
-    """A new event file that replaces our earlier ones; UserError if it cannot be made."""
+    """Return a new event file that replaces our earlier ones. Raises UserError if it cannot be made."""
     from tensorboardX import SummaryWriter
 
     try:

@@ -22,15 +22,18 @@ class NoAttention(AttentionBackend):
     """Nothing to prepare and nothing to compute: see `PpoReproForCausalLM.forward`."""
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Nothing: the model looks at the batch itself."""
+        """Do nothing: the model looks at the batch itself."""
 
     def support_triton(self) -> bool:
-        """No Triton kernel may write to the pools."""
+        """Return False: no Triton kernel may write to the pools."""
         return False
 
 
 def make_backend(runner: Any) -> NoAttention:
-    """The backend of a model runner whose model is ready; UserError names the first wrong setting of the server."""
+    """Make the backend of a model runner whose model is ready.
+
+    UserError names the first wrong setting of the server.
+    """
     from sglang.srt.mem_cache import allocation
     from sglang.srt.model_executor import forward_batch_info
 

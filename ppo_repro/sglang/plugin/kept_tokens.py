@@ -18,21 +18,21 @@ Entry = list[Any]  # base64 of the bits of the kept tokens, log-prob among them,
 
 
 def shortest(number: float) -> float:
-    """Of the numbers that one float32 stands for, that of fewest digits; SGLang has `top_p` as a float32."""
+    """Find the number of fewest digits that one float32 stands for; SGLang has `top_p` as a float32."""
     return float(str(np.float32(number)))
 
 
 def written(sample: Sample) -> list[Entry]:
-    """An entry for each row of a sample from a cut distribution. Floats are float32, which JSON keeps."""
+    """Return an entry for each row of a sample from a cut distribution. Floats are float32, which JSON keeps."""
     sets = [base64.b64encode(row.tobytes()).decode("ascii") for row in sample.kept_tokens.numpy()]
     numbers = zip(sample.logprobs.tolist(), sample.log_kept_mass.tolist(), strict=True)
     return [[kept, *of_row] for kept, of_row in zip(sets, numbers, strict=True)]
 
 
 def read(entries: Any, tokens: Sequence[int], vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(logprobs [T], log_kept_mass [T], kept_tokens [T, ceil(V/8)]) of T sampled tokens, as in `Completion`.
+    """Read (logprobs [T], log_kept_mass [T], kept_tokens [T, ceil(V/8)]) of T sampled tokens, as in `Completion`.
 
-    ValueError where this is not what `written` makes for such tokens.
+    Raises ValueError where this is not what `written` makes for such tokens.
     """
     if not isinstance(entries, list) or len(entries) != len(tokens):
         raise ValueError("returned no kept tokens beside those of a cut distribution; is its numerics deterministic?")

@@ -42,7 +42,7 @@ class _InputLogprobs:
         logits_metadata: Any,
         skip_chunking_for_dp_attn: bool = False,
     ) -> tuple[LogprobResult, Tensor]:
-        """(log-probs of the read tokens, logits to sample from)."""
+        """Return (log-probs of the read tokens, logits to sample from)."""
         if logits_metadata.extend_return_top_logprob or logits_metadata.extend_token_ids_logprob:
             raise RuntimeError("deterministic numerics in SGLang: log-probs of other tokens are not supported")
         found = logits(self.policy, pruned_states.contiguous())

@@ -46,9 +46,10 @@ class PpoReproForCausalLM(nn.Module):
 
     @torch.no_grad()
     def forward(self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch) -> Any:
-        """Logits after the last token of each request as SGLang's LogitsProcessorOutput; its pool gets keys and values.
+        """Compute logits after the last token of each request as LogitsProcessorOutput.
 
-        input_ids, positions int64 [N]: the new tokens of all requests, one request after another.
+        SGLang's pool gets keys and values. input_ids, positions int64 [N]: the new tokens of all requests, one request
+        after another.
         """
         if self.cache is None or self._missing:
             raise RuntimeError("deterministic numerics in SGLang: the pools were not made, or weights are missing")
@@ -86,18 +87,21 @@ class PpoReproForCausalLM(nn.Module):
             raise ValueError(f"weight {min(self._missing)}: missing")
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100, tp_size: int = 1) -> list[Any]:
-        """The first `truncate_size` rows of a weight; for DIGEST the bytes of all weights' hexadecimal digest."""
+        """Return the first `truncate_size` rows of a weight.
+
+        The name DIGEST gives the bytes of all weights' hexadecimal digest.
+        """
         if name == DIGEST:
             return list(weights_digest(self.policy.named_parameters()).encode())
         return list(self.policy.get_parameter(name)[:truncate_size].tolist())
 
     def get_input_embeddings(self) -> nn.Module:
-        """SGLang asks for it."""
+        """Return the embeddings: SGLang asks for them."""
         return self.policy.get_input_embeddings()
 
 
 def _lowered(config: PretrainedConfig) -> PreTrainedModel:
-    """The transformers model of a config in deterministic numerics; its weights come later."""
+    """Return the transformers model of a config in deterministic numerics; its weights come later."""
     fields = config.to_dict()
     for name in PADDED:
         if f"original_{name}" in fields:
@@ -116,7 +120,7 @@ def _lowered(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _spans(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-    """Position of the first new token of each request, and how many are new: int64 [R] each."""
+    """Return the position of the first new token of each request, and how many are new: int64 [R] each."""
     if batch.forward_mode.is_decode():
         return batch.seq_lens.long() - 1, torch.ones_like(batch.seq_lens, dtype=torch.int64)
     if not batch.forward_mode.is_extend():

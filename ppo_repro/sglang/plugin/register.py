@@ -50,7 +50,7 @@ def register() -> None:
 
 
 def is_asked_for() -> bool:
-    """Whether this server was started with deterministic numerics."""
+    """Return whether this server was started with deterministic numerics."""
     from sglang.srt.runtime_context import get_server_args
 
     return bool(get_server_args().attention_backend == ATTENTION_BACKEND)
@@ -65,7 +65,7 @@ def _make_sampler() -> Sampler:
 
 
 def _plain_memory(dims: tuple[int, ...], dtype: torch.dtype, device: str, *_: Any, **__: Any) -> torch.Tensor:
-    """Memory for what a server keeps for each token, such as routes: SGLang would register it with a CUDA driver."""
+    """Return memory for what a server keeps for each token; SGLang would register it with a CUDA driver."""
     import torch
 
     return torch.empty(dims, dtype=dtype, device=device)

@@ -33,7 +33,7 @@ class DeterministicSampler(Sampler):
         token_ids_logprobs: list[list[int]],
         positions: Tensor,
     ) -> Tensor:
-        """One token per row, int64 [n]; RuntimeError for an option that this sampler does not support."""
+        """Sample one token per row, int64 [n]. Raises RuntimeError for an option that this sampler does not support."""
         asked = return_logprob and (any(top_logprobs_nums) or any(ids is not None for ids in token_ids_logprobs))
         _refuse(sampling_info, asked)
         logits, seeds = logits_output.next_token_logits, sampling_info.sampling_seed
@@ -69,7 +69,7 @@ def _refuse(info: SamplingBatchInfo, other_logprobs: bool) -> None:
 
 
 def _groups(info: SamplingBatchInfo) -> list[tuple[Tensor, Sampling]]:
-    """Rows with the same sampling. In SGLang top_k = 1 means greedy."""
+    """Return the rows with the same sampling. In SGLang top_k = 1 means greedy."""
     temperatures = info.temperatures.flatten().tolist()
     kinds = list(zip(temperatures, info.top_ks.tolist(), info.top_ps.tolist(), strict=True))
     groups = []

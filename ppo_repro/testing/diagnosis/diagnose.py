@@ -79,7 +79,7 @@ class Diagnosis:
 
 
 def diagnose(pairs: pd.DataFrame) -> Diagnosis:
-    """The cause of the mismatch in `pairs`, one row per token.
+    """Name the cause of the mismatch in `pairs`, one row per token.
 
     Columns iteration, sequence, position, token_id, logprobs_a (sampler), logprobs_b (trainer), float32, nats.
     Optional: entropies and prob_sq_sums (trainer), log_kept_mass (sampler), logprobs_b_again (NaN where there is no
@@ -91,7 +91,7 @@ def diagnose(pairs: pd.DataFrame) -> Diagnosis:
 
 
 def diagnose_chunks(chunks: Iterable[pd.DataFrame]) -> Diagnosis:
-    """`diagnose` over chunks of whole sequences, one in memory at a time; UserError likewise."""
+    """Call `diagnose` over chunks of whole sequences, one in memory at a time; UserError likewise."""
     sums = [measure(frame) for chunk in chunks for _, frame in chunk.groupby("iteration", sort=True)]
     if not sum(frame["tokens"] for frame in sums):
         raise UserError("pairs have no token with two finite log-probs; there is nothing to compare")
@@ -161,7 +161,7 @@ def _evidence(m: Sums) -> dict[str, float]:
 
 
 def _temperature(m: Sums) -> tuple[float, float]:
-    """(t = 1 - 1/tau, share of delta^2 left) of the best fit delta = t x + t^2 k.
+    """Return (t = 1 - 1/tau, share of delta^2 left) of the best fit delta = t x + t^2 k.
 
     x = b + H, k = H + log sum p^2. It is the parabola for log sum_v p_v^s that is 0 with slope -H at s = 1 and
     log sum p^2 at s = 2. NaN without the entropies.
@@ -177,12 +177,12 @@ def _temperature(m: Sums) -> tuple[float, float]:
 
 
 def _is_group(m: Sums, clean: str, dirty: str) -> bool:
-    """Whether the mismatch is in one group of sequences: clearly 10 times as large there, or only there."""
+    """Return whether the mismatch is in one group of sequences: clearly 10 times as large there, or only there."""
     return _ten_times(m, clean, dirty) or _only_one_group(m, clean, dirty)
 
 
 def _only_one_group(m: Sums, clean: str, dirty: str) -> bool:
-    """Whether no sequence of one group differs, some of the other do, and that is no accident.
+    """Return whether no sequence of one group differs, some of the other do, and that is no accident.
 
     If any of the n sequences might be one of the z that do not differ, all u of the first group are so with probability
     C(z, u) / C(n, u).
@@ -194,7 +194,7 @@ def _only_one_group(m: Sums, clean: str, dirty: str) -> bool:
 
 
 def _ten_times(m: Sums, clean: str, dirty: str) -> bool:
-    """Whether the mean |delta| of the sequences of one group is clearly 10 times that of the other."""
+    """Return whether the mean |delta| of the sequences of one group is clearly 10 times that of the other."""
     if min(m[clean], m[dirty]) < 2:
         return False
     groups = [(m[name], m[f"{name}_abs"], m[f"{name}_abs_sq"]) for name in (clean, dirty)]
@@ -203,7 +203,10 @@ def _ten_times(m: Sums, clean: str, dirty: str) -> bool:
 
 
 def _named(m: Sums, e: dict[str, float], tier: str) -> Cause | None:
-    """The cause whose prediction fits; a NaN, from a missing column, fits nothing. A column alone names nothing."""
+    """Return the cause whose prediction fits; a NaN, from a missing column, fits nothing.
+
+    A column alone names no cause.
+    """
     if tier in ("T0", "T1", "T2"):
         agree: Cause = "none" if tier == "T0" else "floating_point_noise"
         return "non_finite" if m["nonfinite"] else agree
@@ -233,7 +236,7 @@ def _is_fresh(m: Sums) -> bool:
 
 
 def _possible(m: Sums, e: dict[str, float], tier: str) -> tuple[Cause, ...]:
-    """What neither a column nor the pattern rules out, and what a column reports of every sequence."""
+    """Return what neither a column nor the pattern rules out, and what a column reports of every sequence."""
     if _at_last_tokens(m, e):
         return ("forced_eos",)
     some = min(m["clean_sequences"], m["dirty_sequences"]) >= 2  # only some sequences differ
@@ -254,8 +257,7 @@ def _possible(m: Sums, e: dict[str, float], tier: str) -> tuple[Cause, ...]:
 
 
 def _at_last_tokens(m: Sums, e: dict[str, float]) -> bool:
-    """Whether all of the mismatch is at last tokens of one id, and that is no accident: an end token that replaced
-    the sampled one. Its size says nothing."""
+    """Return whether all of the mismatch is at last tokens of one id: an end token that replaced the sampled one."""
     if not e["left_without_last"] <= LEFT or m["last"] == m["tokens"] or m["largest_last_ids"] > 1:
         return False
     # the effective number of tokens that hold the squares; by chance each is last with probability last / tokens

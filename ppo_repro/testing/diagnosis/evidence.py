@@ -28,7 +28,7 @@ Sums = defaultdict[str, float]
 
 
 def measure(pairs: pd.DataFrame) -> Sums:
-    """The sums of one iteration; UserError on missing columns, log-probs that are not float32, or repeated tokens."""
+    """Sum one iteration up. Raises UserError on missing columns, log-probs that are not float32, or repeated tokens."""
     _check(pairs)
     pairs = pairs.sort_values(list(KEY), kind="stable", ignore_index=True)
     finite = np.isfinite(pairs["logprobs_a"].to_numpy()) & np.isfinite(pairs["logprobs_b"].to_numpy())
@@ -54,7 +54,7 @@ def measure(pairs: pd.DataFrame) -> Sums:
 
 
 def added(measured: Sequence[Sums]) -> Sums:
-    """The sums of several iterations together; a column that only some of them have counts as missing."""
+    """Return the sums of several iterations together; a column that only some of them have counts as missing."""
     combine = {"largest": max, "has": min}
     names = {name: combine.get(name.partition("_")[0], sum) for one in measured for name in one}
     return defaultdict(float, {name: float(how(one[name] for one in measured)) for name, how in names.items()})
@@ -119,7 +119,7 @@ def _clusters(delta: Floats, b: Floats, owner: npt.NDArray[np.int64]) -> dict[st
 
 
 def _parted(absolute: npt.NDArray[Any], u: npt.NDArray[Any], n: npt.NDArray[Any]) -> tuple[float, float]:
-    """Sequences below and above the widest gap in sum |delta| / sum (1 - p); zeros if it is no factor of 10."""
+    """Return sequences below and above the widest gap in sum |delta| / sum (1 - p); zeros if it is no factor of 10."""
     # four normal numbers are all within a tenth of sigma with probability 4e-5; near p = 1 there is nothing to measure
     usable = (n >= 4) & (u >= 0.01 * n)
     levels = np.sort(absolute[usable] / u[usable])
@@ -154,7 +154,7 @@ def _positions(
 
 
 def _by_token(token_id: npt.NDArray[Any], b: Floats, delta: Floats) -> dict[str, float]:
-    """Squares left where delta is predicted as slope * (1 - p), as an error of a token's logit moves its log-prob.
+    """Return the squares left if delta is slope * (1 - p), as an error of a token's logit moves its log-prob.
 
     Each prediction leaves out the token that it is made for, so that noise is not explained by itself.
     """
@@ -199,7 +199,7 @@ def _optional(tokens: pd.DataFrame, b: Floats, delta: Floats) -> dict[str, float
 
 
 def _groups(tokens: pd.DataFrame, delta: Floats, owner: npt.NDArray[np.int64]) -> dict[str, float]:
-    """Number, sum, sum of squares and zeros of the sequences' mean |delta|, where a column is 0 and where it is not."""
+    """Sum the sequences' mean |delta| up where a column is 0 and where it is not: number, sum, squares and zeros."""
     sums: dict[str, float] = {}
     means = np.bincount(owner, np.abs(delta)) / np.bincount(owner)
     for column, has, without, with_ in (

@@ -19,7 +19,7 @@ _MASK = 0xFFFFFFFF
 
 
 def _hash(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
-    """uint32 [n, V]: MurmurHash3 of the seed's two words, the position and the column."""
+    """Return uint32 [n, V]: MurmurHash3 of the seed's two words, the position and the column."""
     seeds = (seed.view(torch.int64) if seed.dtype == torch.uint64 else seed.long())[:, None]
     words = [seeds & _MASK, (seeds >> 32) & _MASK, positions.long()[:, None] & _MASK, columns.long()[None, :] & _MASK]
     return murmur_hash32(words).to(torch.uint32)
@@ -40,7 +40,7 @@ def assign_req_to_token_pool_cpu(
 
 
 def __getattr__(name: str) -> Callable[..., NoReturn]:
-    """A function that is imported and never called; the package's own dunder attributes are not made up."""
+    """Return a function that is imported and never called; the package's own dunder attributes are not made up."""
     if name.startswith("__") or name == "convert_weight_packed":
         raise AttributeError(name)
 

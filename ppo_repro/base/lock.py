@@ -21,9 +21,9 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import make_folder
 
 SUFFIX = ".lock"
-# how long a lock must be held by nobody who can be named before it counts as held: a reader that looks whether there
-# is a holder holds it for an instant, and a new holder needs an instant to say who it is
-PATIENCE_SECONDS = 1.0
+# how long a lock that names no living process of this machine must be held before it counts as held: a reader that
+# looks whether there is a holder has it for an instant, and a new holder needs an instant to say who it is
+PATIENCE_SECONDS = 5.0
 LOOK_SECONDS = 0.01
 _HOLDER = re.compile(rb"process (\d+) on (\S+) since (\S+)\n")
 
@@ -74,8 +74,9 @@ def has_writer(folder: Path) -> bool:
 
 def require_no_writer(folder: Path) -> None:
     """Raise UserError, naming the process, if one is writing a folder."""
-    if has_writer(folder):
-        raise _held(folder, _said(_lock_of(folder)))
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while has_writer(folder):
+        _refuse_or_wait(folder, deadline)
 
 
 def locked_in(folder: Path) -> Iterator[Path]:
@@ -96,10 +97,7 @@ def _acquire(folder: Path, path: Path) -> int:
     deadline = time.monotonic() + PATIENCE_SECONDS
     try:
         while (descriptor := _try(path)) is None:
-            said = _said(path)
-            if _lives(said) or time.monotonic() > deadline:
-                raise _held(folder, said)
-            time.sleep(LOOK_SECONDS)
+            _refuse_or_wait(folder, deadline)
         if not _is_ours(os.pread(descriptor, 1000, 0)):
             os.close(descriptor)
             raise UserError(f"{path}: is no lock of ppo-repro, and {folder} needs this name for its lock; move it away")
@@ -158,8 +156,12 @@ def _lives(said: bytes) -> bool:
     return True
 
 
-def _held(folder: Path, said: bytes) -> UserError:
-    """The error that names the holder of a folder's lock."""
+def _refuse_or_wait(folder: Path, deadline: float) -> None:
+    """Raise UserError as soon as the holder of a folder's lock can be named, at the deadline in any case; else wait."""
+    said = _said(_lock_of(folder))
+    if not _lives(said) and time.monotonic() < deadline:
+        time.sleep(LOOK_SECONDS)
+        return
     holder = _HOLDER.fullmatch(said)
     who = "" if holder is None else " (process {} on {}, since {})".format(*(part.decode() for part in holder.groups()))
-    return UserError(f"{folder}: another process is writing it{who}; wait until that process ends, or end it first")
+    raise UserError(f"{folder}: another process is writing it{who}; wait until that process ends, or end it first")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,20 @@ def test_a_holder_elsewhere_is_believed(folder: Path, monkeypatch: pytest.Monkey
         pass
     os.close(descriptor)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("refused", [require_no_writer, lambda folder: only_writer(folder).__enter__()])
+def test_a_holder_that_has_not_yet_said_its_name_is_not_taken_for_the_dead_one_before(
+    folder: Path, refused: Callable[[Path], object]
+) -> None:
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    path = folder.with_name("run.lock")
+    descriptor = held_by_hand(path, f"process {int(dead.stdout)} on {HERE} since 2026-01-02T03:04Z\n")
+    saying = threading.Timer(0.05, path.write_text, (f"process {os.getpid()} on {HERE} since now\n",))
+    saying.start()
+    with pytest.raises(UserError, match=f"process {os.getpid()} on {HERE}, since now"):
+        refused(folder)
+    os.close(descriptor)
 
 
 def test_a_reader_that_looks_is_no_holder(folder: Path) -> None:

@@ -84,6 +84,23 @@ class Race:
         return ended
 
 
+# of four short iterations: what takes time is to lay out, to publish and to record
+QUICK = ("environment.num_envs=2", "environment.steps_per_env=10", "ppo.minibatch_size=10", "evaluation.episodes=1")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "quick.yaml"
+    path.write_text(dump_yaml(small_control(*QUICK)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nobody disturbs."""
+    return run(small_control(*QUICK), tmp_path_factory.mktemp("whole"), Silent())[0]
+
+
 @pytest.fixture(scope="module")
 def race(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Race]:
     folder = tmp_path_factory.mktemp("race")
@@ -110,37 +127,35 @@ def require_whole(run_dir: Path, expected: manifest.Manifest) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_of_processes_that_start_one_run_one_goes_on(race: Race, control_run: Path, tmp_path: Path) -> None:
-    expected, generator, before = manifest.load(control_run), random.Random(1), race.seen.copy()
+def test_of_processes_that_start_one_run_one_goes_on(race: Race, config: Path, whole: Path, tmp_path: Path) -> None:
+    expected, generator, before = manifest.load(whole), random.Random(1), race.seen.copy()
     for trial in range(TRIALS):
         out = tmp_path / str(trial)
-        ended = race.run(*contenders(4, generator, "control", SMALL_CONTROL, "--out", out))
+        ended = race.run(*contenders(4, generator, "control", config, "--out", out))
         assert sorted(one.code for one in ended) == [0, 2, 2, 2], ended
-        require_whole(run_folder(small_control(), out), expected)
+        require_whole(run_folder(small_control(*QUICK), out), expected)
         shutil.rmtree(out)
     print(f"\n{TRIALS} starts of 4 processes: {dict(race.seen - before)}")
 
 
 @pytest.fixture(scope="module")
-def part(control_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def part(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a kill after two iterations leaves."""
 
     class Copying(Silent):
         def iteration(self, done: int, total: int, figures: str) -> None:
             if done == 2:
-                shutil.copytree(run_folder(small_control(), folder / "whole"), folder / "part")
+                shutil.copytree(run_folder(small_control(*QUICK), folder / "whole"), folder / "part")
 
     folder = tmp_path_factory.mktemp("part")
-    run(small_control(), folder / "whole", Copying())
+    run(small_control(*QUICK), folder / "whole", Copying())
     return folder / "part"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_of_processes_that_resume_one_run_one_goes_on(
-    race: Race, part: Path, control_run: Path, tmp_path: Path
-) -> None:
-    expected, generator, before = manifest.load(control_run), random.Random(2), race.seen.copy()
+def test_of_processes_that_resume_one_run_one_goes_on(race: Race, part: Path, whole: Path, tmp_path: Path) -> None:
+    expected, generator, before = manifest.load(whole), random.Random(2), race.seen.copy()
     for trial in range(TRIALS):
         run_dir = Path(shutil.copytree(part, tmp_path / str(trial) / "run"))
         ended = race.run(*contenders(4, generator, "resume", run_dir))
@@ -153,15 +168,15 @@ def test_of_processes_that_resume_one_run_one_goes_on(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_run_whose_processes_are_killed_while_others_come_is_finished(
-    race: Race, control_run: Path, tmp_path: Path
+    race: Race, config: Path, whole: Path, tmp_path: Path
 ) -> None:
     """Start or resume with four processes, three of them killed, until the run is complete; nothing blocks it."""
-    expected, generator, before = manifest.load(control_run), random.Random(3), race.seen.copy()
+    expected, generator, before = manifest.load(whole), random.Random(3), race.seen.copy()
     for trial in range(TRIALS):
         out = tmp_path / str(trial)
-        run_dir = run_folder(small_control(), out)
+        run_dir = run_folder(small_control(*QUICK), out)
         for _ in range(100):
-            start: tuple[str | Path, ...] = ("control", SMALL_CONTROL, "--out", out)
+            start: tuple[str | Path, ...] = ("control", config, "--out", out)
             command = ("resume", run_dir) if run_dir.exists() else start
             race.run(*some_killed(contenders(4, generator, *command), 3, generator))
             if run_dir.exists() and manifest.load(run_dir).status == "complete":
@@ -174,21 +189,21 @@ def test_a_run_whose_processes_are_killed_while_others_come_is_finished(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_any_number_of_processes_rerun_one_run(race: Race, control_run: Path) -> None:
+def test_any_number_of_processes_rerun_one_run(race: Race, whole: Path) -> None:
     generator, before = random.Random(4), race.seen.copy()
-    content = {path: path.read_bytes() for path in control_run.rglob("*") if path.is_file()}
+    content = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
     for _ in range(TRIALS):
-        assert {one.code for one in race.run(*contenders(3, generator, "rerun", control_run))} == {0}
-    assert {path: path.read_bytes() for path in control_run.rglob("*") if path.is_file()} == content
+        assert {one.code for one in race.run(*contenders(3, generator, "rerun", whole))} == {0}
+    assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == content
     print(f"\n{TRIALS} reruns by 3 processes: {dict(race.seen - before)}")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_of_processes_that_fork_one_run_one_goes_on(tmp_path: Path) -> None:
-    config, generator = load_config(TINY, ["checkpoints.every=1", "model.warm_start_steps=3"]), random.Random(5)
-    (tmp_path / "config.yaml").write_text(dump_yaml(config))
-    fork = ("fork", run_folder(config, tmp_path / "origin"), "--at", "1", "--set", "kl.kl_coef=0.5", "--out")
+    tiny, generator = load_config(TINY, ["checkpoints.every=1", "model.warm_start_steps=3"]), random.Random(5)
+    (tmp_path / "config.yaml").write_text(dump_yaml(tiny))
+    fork = ("fork", run_folder(tiny, tmp_path / "origin"), "--at", "1", "--set", "kl.kl_coef=0.5", "--out")
     with racing(tmp_path / "log", "run", tmp_path / "config.yaml", "--out", tmp_path / "origin") as track:
         race = Race(track, Counter())
         race.run(Contender([*fork, tmp_path / "alone"]))
@@ -204,9 +219,9 @@ def test_of_processes_that_fork_one_run_one_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_of_processes_that_run_one_grid_one_at_a_time_goes_on(race: Race, tmp_path: Path) -> None:
+def test_of_processes_that_run_one_grid_one_at_a_time_goes_on(race: Race, config: Path, tmp_path: Path) -> None:
     path, generator, before = tmp_path / "g.yaml", random.Random(6), race.seen.copy()
-    path.write_text(f"question: q?\nexpectation: e.\nbase: {SMALL_CONTROL}\naxes: {{}}\nseeds: [1]\n")
+    path.write_text(f"question: q?\nexpectation: e.\nbase: {config}\naxes: {{}}\nseeds: [1]\n")
     command = ("grid", path, "--out", tmp_path / "out", "--workers", "1")
     for trial in range(max(2, TRIALS // 20)):  # a cell is a process that imports everything
         shutil.rmtree(tmp_path / "out", ignore_errors=True)

@@ -146,16 +146,16 @@ def policy_step(
     if batch.objective.chooses_tokens:
         with torch.no_grad():
             passes = (policy_pass(config, state, batch.rollout, m, stream) for m in minibatch.micro_batches)
-            new_logprobs = torch.cat(ranks.gather([logprobs for _, logprobs, *_ in passes]))
+            new_logprobs = torch.cat(ranks.gather([policy.logprobs for policy in passes]))
         chosen = chosen_tokens(config, batch, minibatch, new_logprobs)
 
     def losses_of(m: MicroBatch) -> tuple[Tensor, Columns]:
-        hidden, new_logprobs, new_entropies, exact_kl = policy_pass(config, state, batch.rollout, m, stream)
-        kl_terms = kl_terms_of(config, batch, m.tokens, new_logprobs, exact_kl)
-        of_policy = policy_loss(config, batch, m.tokens, new_logprobs, new_entropies, kl_terms, chosen)
+        new = policy_pass(config, state, batch.rollout, m, stream)
+        kl_terms = kl_terms_of(config, batch, m.tokens, new.logprobs, new.exact_kl)
+        of_policy = policy_loss(config, batch, m.tokens, new.logprobs, new.entropies, kl_terms, chosen)
         if not isinstance(config.value, ValueHead):
             return of_policy.losses, Columns(of_policy)
-        of_value = value_loss(batch, m.tokens, values_in_reward_units(state, hidden, m))
+        of_value = value_loss(batch, m.tokens, values_in_reward_units(state, new.hidden, m))
         return of_policy.losses + of_value.losses * config.value.value_coef, Columns(of_policy, of_value)
 
     grad_norm, columns = optimizer_step(state.policy_optimizer, minibatch, ranks, losses_of)

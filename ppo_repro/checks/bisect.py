@@ -52,8 +52,8 @@ TokenGrid = Callable[[], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Response:
-    """A response of a run."""
+class ResponseIndex:
+    """The place of a response in a run."""
 
     iteration: int
     sequence: int
@@ -84,7 +84,7 @@ class Bisection:
 
 
 @dataclass(frozen=True)
-class Subject:
+class SamplerTrace:
     """A policy in one mode, responses sampled from it, and what it computed meanwhile."""
 
     policy: PreTrainedModel
@@ -198,7 +198,7 @@ def sample(
     max_context: int,
     requests: Sequence[Request],
     sampling: Sampling,
-) -> Subject:
+) -> SamplerTrace:
     """Return the sampler's path: prefill, then one token at a time with the cache."""
     seen = SampledTokens()
     engine = TorchEngine(policy, stop_ids, mode, max_context, len(requests), 0, prefix_cache=False, observer=seen)
@@ -207,7 +207,7 @@ def sample(
     logits = torch.stack([row for i in range(len(requests)) for row in seen.logits[i]])
     batch, logprobs = _batch(requests, completions), torch.cat([c.logprobs for c in completions])
     decoded = _captured(policy, batch, recorded, logits, logprobs)
-    return Subject(policy, mode, requests, completions, sampling, decoded)
+    return SamplerTrace(policy, mode, requests, completions, sampling, decoded)
 
 
 def _batch(requests: Sequence[Request], completions: Sequence[Completion]) -> TokenBatch:
@@ -215,7 +215,7 @@ def _batch(requests: Sequence[Request], completions: Sequence[Completion]) -> To
 
 
 @torch.no_grad()
-def trained(s: Subject, trainer: PreTrainedModel) -> Captured:
+def trained(s: SamplerTrace, trainer: PreTrainedModel) -> Captured:
     """Return the trainer's path, computed by `trainer`: one forward over all sequences, padded on the right."""
     pairs = zip(s.requests, s.completions, strict=True)
     lengths = torch.tensor([len(r.prompt_ids) + len(c.response_ids) - 1 for r, c in pairs])
@@ -228,7 +228,7 @@ def trained(s: Subject, trainer: PreTrainedModel) -> Captured:
     return _captured(trainer, batch, recorded, logits, logprobs)
 
 
-def compare_ops(s: Subject, trainer: PreTrainedModel) -> list[Op]:
+def compare_ops(s: SamplerTrace, trainer: PreTrainedModel) -> list[Op]:
     """Compare every operation on both paths; `trainer` computes the training forward."""
     return [
         _compare(s.mode, order, name, s.decoded[name], right)
@@ -265,7 +265,9 @@ def first_divergent_op(ops: Sequence[Op]) -> str:
     return ""
 
 
-def make_subject(config: RunConfig, mode: Mode, start_folder: Path | None, response: Response | None = None) -> Subject:
+def trace_sampler(
+    config: RunConfig, mode: Mode, start_folder: Path | None, response: ResponseIndex | None = None
+) -> SamplerTrace:
     """Return the policy of a configuration, or of a folder where it was saved, with `SEQUENCES` responses.
 
     With `response` it and those that follow it in its iteration, from the beginning again after the last, sampled as
@@ -286,17 +288,17 @@ def make_subject(config: RunConfig, mode: Mode, start_folder: Path | None, respo
     return sample(policy, stop_ids, mode, context, requests, sampling_of(config))
 
 
-def first_unequal(run_dir: Path) -> Response | None:
+def first_unequal(run_dir: Path) -> ResponseIndex | None:
     """Return the first response with unequal bits, None where a run has none; UserError where the file is damaged."""
     path = run_dir / UNEQUAL / UNEQUAL_TOKENS
     if not path.is_file():
         return None
     check_sums(path.parent)
     row = pq.read_table(path, columns=["iteration", "sequence"]).slice(0, 1).to_pylist()[0]
-    return Response(row["iteration"], row["sequence"])
+    return ResponseIndex(row["iteration"], row["sequence"])
 
 
-def _source(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Path | None, Response | None]:
+def _source(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Path | None, ResponseIndex | None]:
     """Return the configuration.
 
     If `path` is a run, also return the folder of its policy, and the response that ended it, if one did.
@@ -325,8 +327,8 @@ def bisect(path: Path, overrides: Sequence[str], out: Path) -> Bisection:
     ops: list[Op] = []
     first: dict[str, str] = {}
     for mode in MODES:
-        subject = make_subject(config, mode, folder, response)
-        ops_of_mode = compare_ops(subject, subject.policy)
+        trace = trace_sampler(config, mode, folder, response)
+        ops_of_mode = compare_ops(trace, trace.policy)
         first[mode] = first_divergent_op(ops_of_mode)
         ops += ops_of_mode
     target = out / config.experiment / config.digest()

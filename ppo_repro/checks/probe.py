@@ -57,7 +57,7 @@ def plain(config: RunConfig, mode: Mode) -> RunConfig:
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckResult:
     """One promise under one condition. `compared` numbers; how many differ in any bit in either mode."""
 
     promise: str
@@ -71,12 +71,12 @@ class Row:
 class Probed:
     """What a probe found."""
 
-    rows: list[Row]
+    rows: list[CheckResult]
     accuracy: Accuracy | None  # of the deterministic log-probs; None where it was not measured
 
 
 @dataclass(frozen=True)
-class _Subject:
+class _SampledRun:
     """A prepared run in one mode, with the responses it sampled in the default layout."""
 
     config: RunConfig
@@ -97,7 +97,7 @@ def _generate(
     return engine.generate(requests, sampling_of(config))
 
 
-def _subject(config: RunConfig, mode: Mode) -> _Subject:
+def _sampled_run(config: RunConfig, mode: Mode) -> _SampledRun:
     config = plain(config, mode)
     prepared = prepare(config, lambda step, total, loss: None)
     # two samples of each prompt, so that the prefix cache is used
@@ -106,7 +106,7 @@ def _subject(config: RunConfig, mode: Mode) -> _Subject:
         Request(prepared.task.prompt_ids[k], sample_seed(config.seed, 0, k, index)) for k in keys for index in (0, 1)
     )
     completions = tuple(_generate(config, prepared, requests, SEQUENCES, 0, True))
-    return _Subject(config, prepared, requests, completions)
+    return _SampledRun(config, prepared, requests, completions)
 
 
 def _differing(a: Sequence[Completion], b: Sequence[Completion]) -> int:
@@ -120,7 +120,7 @@ def _differing(a: Sequence[Completion], b: Sequence[Completion]) -> int:
     return total
 
 
-def _batches(s: _Subject, size: int) -> Iterator[tuple[TokenBatch, Tensor]]:
+def _batches(s: _SampledRun, size: int) -> Iterator[tuple[TokenBatch, Tensor]]:
     """Yield the subject's sequences as batches of one minibatch, and the eligible bit sets of their tokens."""
     for i in range(0, len(s.requests), size):
         requests, completions = s.requests[i : i + size], s.completions[i : i + size]
@@ -129,7 +129,7 @@ def _batches(s: _Subject, size: int) -> Iterator[tuple[TokenBatch, Tensor]]:
         yield batch, torch.cat([c.kept_tokens for c in completions])
 
 
-def _score(s: _Subject, batch: TokenBatch, kept_tokens: Tensor) -> Tensor:
+def _score(s: _SampledRun, batch: TokenBatch, kept_tokens: Tensor) -> Tensor:
     logits = policy_logits(s.prepared.state.policy, batch)
     eligible = expand_kept(kept_tokens, logits.shape[-1])
     mode, temperature = s.config.numerics.mode, s.config.rollout.temperature
@@ -137,19 +137,19 @@ def _score(s: _Subject, batch: TokenBatch, kept_tokens: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _forward(s: _Subject, size: int) -> Tensor:
+def _forward(s: _SampledRun, size: int) -> Tensor:
     return torch.cat([_score(s, batch, kept_tokens) for batch, kept_tokens in _batches(s, size)])
 
 
 @torch.no_grad()
-def _values(s: _Subject, size: int) -> Tensor:
+def _values(s: _SampledRun, size: int) -> Tensor:
     value_model = s.prepared.state.value_model
     if value_model is None:
         return torch.empty(0)
     return torch.cat([value_predictions(value_model, batch) for batch, _ in _batches(s, size)])
 
 
-def _weights_after_step(s: _Subject, size: int) -> Tensor:
+def _weights_after_step(s: _SampledRun, size: int) -> Tensor:
     """Return all policy weights after one optimizer step on the sampled tokens, starting from the same weights."""
     policy = s.prepared.state.policy
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
@@ -177,7 +177,7 @@ def _with_two_threads(compute: Callable[[], Tensor]) -> Tensor:
         library.use_threads(1)
 
 
-def _checks(s: _Subject) -> list[Check]:
+def _checks(s: _SampledRun) -> list[Check]:
     """Return every promise, in the order in which they have to be computed: the last one changes the policy."""
     forward, weights, values = _forward(s, SEQUENCES), _weights_after_step(s, SEQUENCES), _values(s, SEQUENCES)
 
@@ -226,7 +226,7 @@ def probe(config: RunConfig, progress: Progress) -> Probed:
     found: dict[str, list[tuple[str, str, int, int]]] = {}
     accuracy = None
     for before, mode in enumerate(MODES):
-        subject = _subject(config, mode)
+        subject = _sampled_run(config, mode)
         if mode == "deterministic":
             policy = subject.prepared.state.policy
             accuracy = policy_accuracy(subject.config, subject.prepared.task.prompt_ids, policy)
@@ -235,10 +235,10 @@ def probe(config: RunConfig, progress: Progress) -> Probed:
             found[mode].append((promise, condition, *count()))
             progress(f"{mode}: {promise}, {condition}", done, len(MODES) * len(checks))
     pairs = zip(found["deterministic"], found["native"], strict=True)
-    return Probed([Row(*row, control[3]) for row, control in pairs], accuracy)
+    return Probed([CheckResult(*row, control[3]) for row, control in pairs], accuracy)
 
 
-def failures(rows: Sequence[Row]) -> list[str]:
+def failures(rows: Sequence[CheckResult]) -> list[str]:
     """Return the promises that did not hold, one sentence each; empty if all did."""
     broken = [
         f"{r.promise} ({r.condition}): {r.unequal_deterministic} of {r.compared} differ in deterministic numerics"
@@ -250,7 +250,7 @@ def failures(rows: Sequence[Row]) -> list[str]:
     return broken
 
 
-def render(rows: Sequence[Row]) -> str:
+def render(rows: Sequence[CheckResult]) -> str:
     """Return the table as text."""
     heads = {"unequal_deterministic": "unequal, deterministic", "unequal_native": "unequal, native"}
     return str(pd.DataFrame(rows).rename(columns=heads).to_string(index=False))

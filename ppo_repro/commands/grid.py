@@ -11,7 +11,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import print_result, say
 
 if TYPE_CHECKING:
-    from ppo_repro.grids.cell import Engine
+    from ppo_repro.grids.cell import Executor
 
 
 def grid_command(arguments: argparse.Namespace) -> int:
@@ -26,9 +26,9 @@ def grid_command(arguments: argparse.Namespace) -> int:
     folder = arguments.out / grid.name
     require_tensorboard(arguments.tensorboard)
     require_no_writer(folder)
-    engine, copies = _engine(arguments, folder), Copies()
+    executor, copies = _executor(arguments, folder), Copies()
     copying = followed(folder, copies, arguments.track, arguments.tensorboard)
-    outcome = run_grid(grid, arguments.out, engine, arguments.keep_changed, copying)
+    outcome = run_grid(grid, arguments.out, executor, arguments.keep_changed, copying)
     is_complete = outcome.table["state"] == "complete"
     fields = {
         "grid": grid.name,
@@ -52,7 +52,7 @@ def reproduce_command(arguments: argparse.Namespace) -> int:
     return 1 if found.difference else 0
 
 
-def _engine(arguments: argparse.Namespace, folder: Path) -> Engine:
+def _executor(arguments: argparse.Namespace, folder: Path) -> Executor:
     from ppo_repro.config.yaml_text import parse_yaml
     from ppo_repro.grids.cell import Processes
     from ppo_repro.grids.clusters import Ray, Slurm

@@ -26,7 +26,7 @@ from ppo_repro.config.section import (
 
 # w = pi_old / pi_rollout below: of a token, of its whole response (the product over its tokens), or the geometric mean
 # of its response's. Everything that follows is a constant in the loss: no gradient flows through w.
-Level = Literal["token", "sequence", "geometric"]
+RatioLevel = Literal["token", "sequence", "geometric"]
 DivergenceLevel = Literal["token", "sum", "mean", "max"]
 KLEstimator = Literal["k1", "k2", "k3", "exact"]
 KLDirection = Literal["policy_reference", "reference_policy"]
@@ -156,7 +156,9 @@ class ImportanceWeights(Section):
     """Correction of a sampler that is not the policy that is trained: w on every token's surrogate."""
 
     kind: Literal["truncated", "masked"] = Field(description="Clip w to [floor, cap], or set w outside to 0.")
-    level: Level = Field("token", description="w of the token, or the product or geometric mean over its response.")
+    level: RatioLevel = Field(
+        "token", description="w of the token, or the product or geometric mean over its response."
+    )
     cap: WeightCap | None = Field(2.0, description="Largest w; null: none, so that truncated weights are w itself.")
     floor: BelowOne | None = Field(None, description="Smallest w; null: none, or 1 / cap for masked weights.")
     normalize: bool = Field(False, description="Divide by the mean over the iteration's tokens, or its responses.")
@@ -179,7 +181,9 @@ class RatioRejection(Section):
     """Tokens, or whole responses, whose w is outside [low, high] are rejected."""
 
     kind: Literal["ratio"] = Field(description="Reject by w.")
-    level: Level = Field("token", description="Reject tokens by their w, or responses by product or geometric mean.")
+    level: RatioLevel = Field(
+        "token", description="Reject tokens by their w, or responses by product or geometric mean."
+    )
     low: BelowOne = Field(description="Smaller w are rejected.")
     high: WeightCap = Field(description="Larger w are rejected.")
 

@@ -95,7 +95,7 @@ def text(section: str | None = None) -> list[str]:
     return lines[1:]
 
 
-MOST = 30  # mistakes that are told; a screen holds no more
+MAX_MISTAKES = 30  # mistakes that are told; a screen holds no more
 # of each kind of file a field that no other kind has, and the command that takes the file
 COMMANDS = {"rollout": "run", "environment": "control", "dpo": "dpo", "axes": "grid", "base": "grid"}
 
@@ -103,8 +103,12 @@ COMMANDS = {"rollout": "run", "environment": "control", "dpo": "dpo", "axes": "g
 def mistakes(model: type[BaseModel], tree: dict[str, Any], error: ValidationError) -> list[str]:
     """Return one line for each mistake that pydantic found in the tree of a `model`, in the order of its fields."""
     errors = error.errors(include_url=False)
-    lines = [line for details in errors[:MOST] for line in _lines(model, tree, details)]
-    return lines if len(errors) <= MOST else [*lines, f"{len(errors) - MOST} more mistakes; correct these first"]
+    lines = [line for details in errors[:MAX_MISTAKES] for line in _lines(model, tree, details)]
+    return (
+        lines
+        if len(errors) <= MAX_MISTAKES
+        else [*lines, f"{len(errors) - MAX_MISTAKES} more mistakes; correct these first"]
+    )
 
 
 def command_of(tree: object) -> str | None:

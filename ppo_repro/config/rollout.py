@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 from ppo_repro.config.section import BelowOne, Count, Fraction, Index, Many, PathText, Positive, Section
 
 # logits divided by it stay numbers of float32
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e6
-Temperature = Annotated[float, Field(ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE)]
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
+Temperature = Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=100)]
 Wide = Literal["float32", "bfloat16", "float16"]

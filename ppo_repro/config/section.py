@@ -11,16 +11,16 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ppo_repro.base.files import check_path
 
-MOST = 2**31 - 1  # of anything that is counted
-LARGEST = 1e30  # of numbers that meet others in float32
+MAX_COUNT = 2**31 - 1  # of anything that is counted
+MAX_FLOAT = 1e30  # of numbers that meet others in float32
 
-Count = Annotated[int, Field(ge=1, le=MOST)]
-Index = Annotated[int, Field(ge=0, le=MOST)]
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+Index = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Layers = Annotated[int, Field(ge=1, le=1024)]  # of a model made here; to lay out more takes minutes
 Width = Annotated[int, Field(ge=1, le=2**20)]  # of a model made here
 Threads = Annotated[int, Field(ge=1, le=1024)]  # not the cores of this machine: a run is repeated on others
-Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=MAX_FLOAT, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, le=MAX_FLOAT, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
@@ -83,7 +83,7 @@ def with_usual(tree: Any, usual: Sequence[tuple[str, str, str]]) -> Any:
     return tree
 
 
-Level = Literal["lean", "full", "deep"]
+RecordLevel = Literal["lean", "full", "deep"]
 
 
 class LayoutConfig(Section):
@@ -105,7 +105,7 @@ class LayoutConfig(Section):
 class RecordsConfig(Section):
     """How much of what a run computes is written down. Changes no result, no fingerprint and no digest."""
 
-    level: Level = Field(
+    level: RecordLevel = Field(
         "full", description="What reruns and metrics need; every tensor of the loop; the experts of each token too."
     )
 

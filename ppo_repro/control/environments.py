@@ -45,7 +45,7 @@ class Transition:
 
 
 @dataclass
-class _Slot:
+class _Copy:
     """One copy and the episode it is in."""
 
     env: Any
@@ -76,12 +76,12 @@ class Environments:
             self.actions = ActionSpace(0, 0, acted.low.astype(np.float32), acted.high.astype(np.float32))
         else:
             raise UserError(f"{where}: its actions are {acted}; must be Discrete or a Box of one axis")
-        self.name, self.slots = name, [_Slot(env) for env in envs]
+        self.name, self.copies = name, [_Copy(env) for env in envs]
         self.observations = np.stack([self._reset(i) for i in range(count)]).astype(np.float32)
 
     def step(self, actions: NDArray[np.float32]) -> Transition:
         """Take actions [E, A]; a copy whose episode ended is reset to the start of the next one."""
-        count, space = len(self.slots), self.actions
+        count, space = len(self.copies), self.actions
         if space.count:
             taken: Any = (actions[:, 0].astype(np.int64) + space.start).tolist()
         else:
@@ -93,24 +93,24 @@ class Environments:
             np.empty(count, bool),
             np.empty(count),
         )
-        for i, (slot, action) in enumerate(zip(self.slots, taken, strict=True)):
-            observation, reward, terminated, truncated, _ = slot.env.step(action)
-            slot.steps += 1
-            slot.total += float(reward)
+        for i, (copy, action) in enumerate(zip(self.copies, taken, strict=True)):
+            observation, reward, terminated, truncated, _ = copy.env.step(action)
+            copy.steps += 1
+            copy.total += float(reward)
             transition.observations[i], transition.rewards[i] = observation, reward
             transition.terminated[i], transition.truncated[i] = terminated, truncated and not terminated
-            transition.episode_returns[i] = slot.total
+            transition.episode_returns[i] = copy.total
             if terminated or truncated:
                 observation = self._reset(i)
             self.observations[i] = observation
         return transition
 
     def _reset(self, index: int) -> Any:
-        slot = self.slots[index]
-        slot.episode, slot.steps, slot.total = slot.episode + 1, 0, 0.0
-        slot.seed = int(seeding.words(1, *self.name, index, slot.episode)[0] >> np.uint64(1))
-        return slot.env.reset(seed=slot.seed)[0]
+        copy = self.copies[index]
+        copy.episode, copy.steps, copy.total = copy.episode + 1, 0, 0.0
+        copy.seed = int(seeding.words(1, *self.name, index, copy.episode)[0] >> np.uint64(1))
+        return copy.env.reset(seed=copy.seed)[0]
 
     def close(self) -> None:
-        for slot in self.slots:
-            slot.env.close()
+        for copy in self.copies:
+            copy.env.close()

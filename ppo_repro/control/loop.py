@@ -10,10 +10,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ppo_repro.base.clock import OTHER, Clock
@@ -113,15 +114,35 @@ def evaluate(config: ControlConfig, agent: Agent) -> float:
     return math.fsum(returns.values()) / count
 
 
+class _Begun(NamedTuple):
+    """Where the steps of one episode within an iteration begin."""
+
+    iteration_step: int
+    episode: int
+    seed: int
+    episode_step: int
+
+
+class _Fragment(NamedTuple):
+    """The steps of one episode within an iteration, in one copy of the environment."""
+
+    environment: int
+    begun: _Begun
+    last_step: int  # of the iteration
+    length: int
+    end_reason: str
+    episode_return: float
+    final_observation: NDArray[np.float32]
+
+
 @torch.no_grad()
 def roll_out(config: ControlConfig, agent: Agent, environments: Environments, iteration: int) -> Rollout:
     """Step every copy `steps_per_env` times, episodes going on from the iteration before."""
-    horizon, slots = config.environment.steps_per_env, environments.slots
-    noise = agent.distribution.noise(horizon, len(slots), "actions", config.seed, iteration)
+    horizon, copies = config.environment.steps_per_env, environments.copies
+    noise = agent.distribution.noise(horizon, len(copies), "actions", config.seed, iteration)
     steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-    # of each copy: (its step of the iteration, episode, seed, step of the episode) with which its fragment begins
-    begun = [(0, slot.episode, slot.seed, slot.steps) for slot in slots]
-    fragments: list[list[tuple[Any, ...]]] = [[] for _ in slots]
+    begun = [_Begun(0, copy.episode, copy.seed, copy.steps) for copy in copies]
+    fragments: list[list[_Fragment]] = [[] for _ in copies]
     for t in range(horizon):
         observations = torch.from_numpy(environments.observations.copy())
         outputs = agent.policy(observations)
@@ -129,17 +150,14 @@ def roll_out(config: ControlConfig, agent: Agent, environments: Environments, it
         logprobs = agent.distribution.statistics(outputs, actions)[0]
         after = environments.step(actions.numpy())
         steps.append((observations, actions, logprobs, torch.from_numpy(after.rewards)))
-        for i, slot in enumerate(slots):
+        for i, copy in enumerate(copies):
             ended = after.terminated[i] or after.truncated[i]
             if ended or t == horizon - 1:
                 reason = "terminated" if after.terminated[i] else "truncated" if ended else "cut"
-                first, *episode = begun[i]
-                end = t, t - first + 1, reason, float(after.episode_returns[i]), after.observations[i]
-                fragments[i].append((i, *episode, *end))
-                begun[i] = t + 1, slot.episode, slot.seed, 0
-    copies, episodes, seeds, firsts, lasts, lengths, reasons, returns, finals = zip(
-        *chain.from_iterable(fragments), strict=True
-    )
+                length, episode_return = t - begun[i].iteration_step + 1, float(after.episode_returns[i])
+                fragments[i].append(_Fragment(i, begun[i], t, length, reason, episode_return, after.observations[i]))
+                begun[i] = _Begun(t + 1, copy.episode, copy.seed, 0)
+    recorded = list(chain.from_iterable(fragments))
     # [T, E, ...] of every column, environment by environment
     observed, acted, logprobs, rewards = (torch.stack(column, 1).flatten(0, 1) for column in zip(*steps, strict=True))
     return Rollout(
@@ -147,15 +165,15 @@ def roll_out(config: ControlConfig, agent: Agent, environments: Environments, it
         actions=acted,
         rollout_logprobs=logprobs,
         rewards=rewards,
-        lengths=torch.tensor(lengths),
-        final_observations=torch.from_numpy(np.stack(finals)),
-        end_reason=reasons,
-        environment=copies,
-        episode=episodes,
-        seed=seeds,
-        first_step=firsts,
-        last_step=lasts,
-        episode_return=returns,
+        lengths=torch.tensor([f.length for f in recorded]),
+        final_observations=torch.from_numpy(np.stack([f.final_observation for f in recorded])),
+        end_reason=tuple(f.end_reason for f in recorded),
+        environment=tuple(f.environment for f in recorded),
+        episode=tuple(f.begun.episode for f in recorded),
+        seed=tuple(f.begun.seed for f in recorded),
+        first_step=tuple(f.begun.episode_step for f in recorded),
+        last_step=tuple(f.last_step for f in recorded),
+        episode_return=tuple(f.episode_return for f in recorded),
     )
 
 

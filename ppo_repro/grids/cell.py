@@ -1,4 +1,4 @@
-"""One cell of a grid on disk, and the engine that runs cells as processes here. Results come as cells end."""
+"""One cell of a grid on disk, and the executor that runs cells as processes here. Results come as cells end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ State = Literal["missing", "running", "interrupted", "failed", "complete"]
 
 @dataclass(frozen=True)
 class Order:
-    """What an engine needs to run one cell on any machine that has access to the folder."""
+    """What an executor needs to run one cell on any machine that has access to the folder."""
 
     name: str
     folder: str
@@ -63,7 +63,7 @@ def state_of(folder: Path) -> State:
     run_dir, last = run_of(folder), last_result(folder)
     if run_dir is not None:
         status = manifest.load(run_dir).status
-        # a killed process cannot change its status, but the engine that waited for it has written a result
+        # a killed process cannot change its status, but the executor that waited for it has written a result
         return "interrupted" if status == "running" and last is not None else status
     if last is None:
         return "missing"
@@ -146,7 +146,7 @@ def last_result(folder: Path) -> Result | None:
 Results = Generator[Result, None, None]
 
 
-class Engine(Protocol):
+class Executor(Protocol):
     """Runs cells somewhere. They may end in any order."""
 
     def check(self) -> None:

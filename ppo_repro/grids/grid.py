@@ -19,7 +19,7 @@ from ppo_repro.base.files import atomic_write
 from ppo_repro.base.lock import only_writer
 from ppo_repro.base.output import say_anyway
 from ppo_repro.config.files import dump_yaml, run_folder
-from ppo_repro.grids.cell import Engine, Order, last_result, run_of, state_of
+from ppo_repro.grids.cell import Executor, Order, last_result, run_of, state_of
 from ppo_repro.grids.spec import Cell, Grid
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import read_environments
@@ -46,18 +46,18 @@ NOTHING: AbstractContextManager[object] = nullcontext()
 def run_grid(
     grid: Grid,
     out: Path,
-    engine: Engine,
+    executor: Executor,
     keep_changed: bool = False,
     beside: AbstractContextManager[object] = NOTHING,
 ) -> Outcome:
     """Run every cell that is not complete, and write the tables in OUT/<name of the grid file>.
 
     A second call runs only what is missing. A cell that fails or is killed is recorded and does not stop the others.
-    Raises UserError if the engine cannot run cells, another call works on the same folder, a cell's configuration has
+    Raises UserError if the executor cannot run cells, another call works on the same folder, a cell's configuration has
     changed, or, unless `keep_changed`, other code, packages or input files computed a cell. `beside`: what is open
     while this call has the grid's lock.
     """
-    engine.check()
+    executor.check()
     grid_dir = out / grid.name
     with only_writer(grid_dir), beside:
         try:
@@ -78,7 +78,7 @@ def run_grid(
         say_anyway(f"{complete} of {len(grid.cells)} cells are complete already")
         try:
             if orders:
-                with closing(engine.run(orders)) as results:
+                with closing(executor.run(orders)) as results:
                     for ended, result in enumerate(results, complete + 1):
                         outcome = f"ended with {result.exit_code}: {result.message}" if result.exit_code else "done"
                         say_anyway(f"{ended}/{len(grid.cells)} {result.name}: {outcome} ({result.seconds:.1f} s)")

@@ -23,7 +23,7 @@ from ppo_repro.grids.spec import Cell, Grid, load_grid
 RESULTS, PAGE = "results.csv", "README.md"
 BESIDE = "beside"  # column of results: another cell that the measures of this one compare it with
 
-Row = Mapping[str, str]
+ResultRow = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def reproduce(study: Path, count: int, seed: int, out: Path, workers: int) -> Re
     return Reproduction(names, difference, str(runs))
 
 
-def read_results(path: Path) -> dict[str, Row]:
+def read_results(path: Path) -> dict[str, ResultRow]:
     """Return the rows of a study's results by the name of their cell. Raises UserError without such a file."""
     if not path.is_file():
         raise UserError(f"{path}: there is no such file; `python -m FOLDER.STUDY.answer RUNS` makes it from runs")
@@ -72,7 +72,7 @@ def read_results(path: Path) -> dict[str, Row]:
     return {row["cell"]: row for row in rows}
 
 
-def chosen_cells(grid: Grid, committed: Mapping[str, Row], count: int, seed: int) -> tuple[Cell, ...]:
+def chosen_cells(grid: Grid, committed: Mapping[str, ResultRow], count: int, seed: int) -> tuple[Cell, ...]:
     """Choose `count` cells in deterministic numerics by `seed`, and add the cells that stand beside them."""
     exact = [cell for cell in grid.cells if not getattr(cell.config, "is_native", False)]
     if not 1 <= count <= len(exact):
@@ -82,7 +82,7 @@ def chosen_cells(grid: Grid, committed: Mapping[str, Row], count: int, seed: int
     return tuple(cell for cell in grid.cells if cell.name in names)
 
 
-def first_difference(committed: Mapping[str, Row], now: Mapping[str, Row]) -> str:
+def first_difference(committed: Mapping[str, ResultRow], now: Mapping[str, ResultRow]) -> str:
     """Return the first value of `now` that is not the committed one, in words; empty if all are."""
     for cell, row in now.items():
         for column, value in row.items():

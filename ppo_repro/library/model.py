@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.config.section import LARGEST
+from ppo_repro.config.section import MAX_FLOAT
 from ppo_repro.library.gradients import Passes, Watched, modules_of
 from ppo_repro.numerics import library, network
 from ppo_repro.numerics.families import CAUSAL_MODELS, NAMES, trunk_of
@@ -27,7 +27,7 @@ from ppo_repro.numerics.rows import Ragged, ragged
 from ppo_repro.numerics.token_statistics import token_statistics
 
 IGNORED = -100  # the label of a position that does not count, as in transformers
-MOST_THREADS, MOST_CONTEXT = 1024, 32768  # as in a configuration
+MAX_THREADS, MAX_CONTEXT = 1024, 32768  # as in a configuration
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def is_whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def check_number(name: str, value: object, least: float, most: float = LARGEST, whole: bool = False) -> None:
+def check_number(name: str, value: object, least: float, most: float = MAX_FLOAT, whole: bool = False) -> None:
     """Raise UserError unless `value` is a number in least..most, and a whole one if `whole`."""
     if isinstance(value, bool) or not isinstance(value, Integral if whole else Real) or not least <= value <= most:  # type: ignore[operator]
         shown = " ".join(f"{value!r:.60}".split())
@@ -159,15 +159,15 @@ def deterministic(
     if type(model) not in CAUSAL_MODELS or is_deterministic(model):
         raise UserError(f"deterministic: cannot take {type(model).__name__}; give an unmodified {NAMES} causal model")
     if threads is not None:
-        check_number("deterministic: threads", threads, 1, MOST_THREADS, whole=True)
+        check_number("deterministic: threads", threads, 1, MAX_THREADS, whole=True)
     if max_context is not None:
-        check_number("deterministic: max_context", max_context, 1, MOST_CONTEXT, whole=True)
+        check_number("deterministic: max_context", max_context, 1, MAX_CONTEXT, whole=True)
     if getattr(model.config, "output_router_logits", False):
         raise UserError("deterministic: output_router_logits adds a loss of the routers, which is not supported")
     copied: Any = copy.deepcopy(model)
     for parameter in copied.parameters():
         parameter.grad = None
-    lower(copied, Lowered(max_context or int(min(model.config.max_position_embeddings, MOST_CONTEXT))))
+    lower(copied, Lowered(max_context or int(min(model.config.max_position_embeddings, MAX_CONTEXT))))
     copied._passes = Passes(modules_of(copied), shapes_of(copied))
     copied.forward = MethodType(_forward, copied)
     copied.generate = MethodType(_no_generate, copied)

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.seeding import sample_seed
-from ppo_repro.config.rollout import LEAST_TEMPERATURE, MOST_TEMPERATURE
-from ppo_repro.config.section import LARGEST, MOST
+from ppo_repro.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
+from ppo_repro.config.section import MAX_COUNT, MAX_FLOAT
 from ppo_repro.library.model import begin_pass, check_number, is_whole, layout_of, logits_at, max_context
 from ppo_repro.models.load import stop_ids
 from ppo_repro.numerics.token_statistics import token_statistics
@@ -56,7 +56,7 @@ def logprobs(
     >>> ppo_repro.logprobs(model, torch.tensor([[1, 2, 3]])).shape
     torch.Size([1, 3])
     """
-    check_number("logprobs: temperature", temperature, LEAST_TEMPERATURE, MOST_TEMPERATURE)
+    check_number("logprobs: temperature", temperature, MIN_TEMPERATURE, MAX_TEMPERATURE)
     layout = layout_of(model, input_ids, attention_mask, position_ids)
     rows = torch.nonzero(layout.follows().reshape(-1))[:, 0]
     flat = layout.input_ids.reshape(-1)
@@ -101,12 +101,12 @@ def generate(
     >>> bool((again == first.logprobs).all())
     True
     """
-    check_number("generate: slots", slots, 1, MOST, whole=True)
+    check_number("generate: slots", slots, 1, MAX_COUNT, whole=True)
     check_number("generate: seed", seed, 0, 2**63 - 1, whole=True)
-    check_number("generate: sampling.temperature", sampling.temperature, LEAST_TEMPERATURE, MOST_TEMPERATURE)
-    check_number("generate: sampling.top_k", sampling.top_k, 0, MOST, whole=True)
-    check_number("generate: sampling.top_p", sampling.top_p, 1 / LARGEST, 1.0)
-    check_number("generate: sampling.max_response_tokens", sampling.max_response_tokens, 1, MOST, whole=True)
+    check_number("generate: sampling.temperature", sampling.temperature, MIN_TEMPERATURE, MAX_TEMPERATURE)
+    check_number("generate: sampling.top_k", sampling.top_k, 0, MAX_COUNT, whole=True)
+    check_number("generate: sampling.top_p", sampling.top_p, 1 / MAX_FLOAT, 1.0)
+    check_number("generate: sampling.max_response_tokens", sampling.max_response_tokens, 1, MAX_COUNT, whole=True)
     begin_pass(model)
     if isinstance(prompts, str) or not len(prompts):
         raise UserError("generate: prompts must be a list of texts or of lists of token ids, with at least one")

@@ -137,7 +137,6 @@ def train_reward_model(
     check_pairs([*pairs, *eval_pairs], model.config.vocab_size, numerics.max_context)
     optimizer = Optimizer(model, AdamWSettings(settings.learning_rate, 0.9, 0.98, 1e-8, 0.0, 1.0), numerics.mode)
     last = settings.epochs * math.ceil(len(pairs) / settings.minibatch_size)
-    about = len(pairs), settings.minibatch_size, layout.update_micro_batch, seed
 
     def losses_of(chunk: list[int], slots: Ints) -> tuple[Tensor, Tensor]:
         scores = sequence_scores(model, sequences_of([pairs[i] for i in chunk]), layout.padding, slots)
@@ -151,7 +150,17 @@ def train_reward_model(
     before = held_out_margins()
     steps: list[PreferenceStep] = []
     for epoch in range(settings.epochs):
-        for step in preference_steps(model, optimizer, *about, epoch, losses_of):
+        taken = preference_steps(
+            model,
+            optimizer,
+            count=len(pairs),
+            minibatch_size=settings.minibatch_size,
+            micro_batch=layout.update_micro_batch,
+            seed=seed,
+            epoch=epoch,
+            losses_of=losses_of,
+        )
+        for step in taken:
             steps.append(step)
             progress(len(steps), last, step.loss)
     return RewardTraining(tuple(pairs), tuple(eval_pairs), before, held_out_margins(), tuple(steps))

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ppo_repro.config.section import Level
+from ppo_repro.config.section import RecordLevel
 from ppo_repro.records import digests, schema
 from ppo_repro.records.schema import LEVELS
 
@@ -18,7 +18,7 @@ from ppo_repro.records.schema import LEVELS
 def to_arrow(
     table: schema.Table,
     columns: Mapping[str, npt.NDArray[Any] | Sequence[Any] | pa.Array | None],
-    level: Level = "deep",
+    level: RecordLevel = "deep",
 ) -> pa.Table:
     """Build a table from a copy of its columns; None is null in every row. ValueError naming table and column.
 

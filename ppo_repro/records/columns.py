@@ -18,7 +18,7 @@ from ppo_repro.base.clock import moment
 from ppo_repro.buffers import Episode, Evaluation, Iteration
 from ppo_repro.config.algorithm import AdaptiveClipObjective, NoValue, PenaltyObjective
 from ppo_repro.config.run import RunConfig
-from ppo_repro.config.section import Level
+from ppo_repro.config.section import RecordLevel
 from ppo_repro.models.warm_start import WarmStartStep
 from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.advantages import explained_variance
@@ -59,7 +59,7 @@ def iteration_tables(item: Iteration, config: RunConfig) -> dict[str, pa.Table]:
 
 
 def tables_at(
-    index: int, tables: Sequence[schema.Table], columns: Mapping[str, Columns], level: Level = "deep"
+    index: int, tables: Sequence[schema.Table], columns: Mapping[str, Columns], level: RecordLevel = "deep"
 ) -> dict[str, pa.Table]:
     """Make the tables of an iteration, by name; its index is in every row."""
     made = {}

@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ppo_repro.config.section import Level
+from ppo_repro.config.section import RecordLevel
 
 SCHEMA_VERSION = 2
 
 # what a run may have that brings columns of its own: several turns, a sampler that is behind, responses encoded again
 Feature = Literal["turns", "lag", "retokenized"]
-LEVELS: tuple[Level, ...] = ("lean", "full", "deep")  # each has the columns of those before it
+LEVELS: tuple[RecordLevel, ...] = ("lean", "full", "deep")  # each has the columns of those before it
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Column:
     description: str
     nullable: bool = False
     in_fingerprint: bool = True
-    level: Level = "lean"  # the lowest that records it
+    level: RecordLevel = "lean"  # the lowest that records it
     only_with: Feature | None = None  # in the files, and in the fingerprint, of such runs alone; null: of all others
     also_compared: bool = False  # a result though outside the fingerprint: compared where both runs have it
 

@@ -80,13 +80,22 @@ class DPOExecution(Execution[Epoch]):
             policy, pairs, self.reference, dpo.beta, self.temperature, mode, layout.padding
         )
         per_epoch = math.ceil(trained / dpo.minibatch_size)
-        about = trained, dpo.minibatch_size, layout.update_micro_batch, config.seed
         for epoch in range(dpo.epochs):
             clock = Clock()
             accuracy = self._accuracy() if epoch == 0 else None
             clock.lap("evaluation")
             steps: list[training.PreferenceStep] = []
-            for step in training.preference_steps(policy, self.optimizer, *about, epoch, losses_of):
+            taken = training.preference_steps(
+                policy,
+                self.optimizer,
+                count=trained,
+                minibatch_size=dpo.minibatch_size,
+                micro_batch=layout.update_micro_batch,
+                seed=config.seed,
+                epoch=epoch,
+                losses_of=losses_of,
+            )
+            for step in taken:
                 steps.append(step)
                 self.watcher.preferences("DPO", epoch * per_epoch + len(steps), dpo.epochs * per_epoch, step.loss)
             clock.lap("update")
@@ -191,8 +200,19 @@ class DPOKind(RunKind[DPOConfig, Epoch]):
         reference = training.pair_logprobs(frozen, pairs, temperature, mode, config.layout)
         digest = weights_digest(policy.named_parameters())
         optimizer = Optimizer(policy, AdamWSettings(config.dpo.learning_rate, 0.9, 0.95, 1e-8, 0.0, 1.0), mode)
-        about = policy, tokenizer, temperature, pairs, len(train), run
-        yield DPOExecution(config, *about, optimizer, reference, digest, self.watcher)
+        yield DPOExecution(
+            config=config,
+            policy=policy,
+            tokenizer=tokenizer,
+            temperature=temperature,
+            pairs=pairs,
+            trained=len(train),
+            run=run,
+            optimizer=optimizer,
+            reference=reference,
+            initial_digest=digest,
+            watcher=self.watcher,
+        )
 
 
 def pairs_of_run(run_dir: Path) -> list[Preference]:

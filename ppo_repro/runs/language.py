@@ -245,8 +245,8 @@ def _rollout_engine(
         def waiting(seconds: int) -> None:
             watcher.servers(seconds, settings.timeout_s)
 
-        about = config, settings, built_in.policy, built_in.stop_ids, folder, waiting
-        servers = stack.enter_context(sglang_engine(*about))
+        started = sglang_engine(config, settings, built_in.policy, built_in.stop_ids, folder, waiting)
+        servers = stack.enter_context(started)
         yield servers if ranks.size == 1 else SharedEngine(ranks, servers)
 
 

@@ -7,7 +7,7 @@ whole in memory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,34 @@ LOGITS_AT_ONCE = 1 << 24  # elements of the logits that are in memory at once
 OfRows = Callable[[Tensor, slice, Rows], tuple[Tensor, ...]]
 
 
+class Distributions(NamedTuple):
+    """What policy and reference say about n response tokens, float32 [n] each; KLs and entropies in nats."""
+
+    logprobs: Tensor  # of the policy
+    ref_logprobs: Tensor
+    ref_kl: Tensor  # KL(policy || reference) over the whole distribution
+    entropies: Tensor  # of the policy
+    prob_sq_sums: Tensor  # sum over the vocabulary of the policy's squared probabilities
+    reverse_ref_kl: Tensor  # KL(reference || policy); empty unless the reward charges it
+
+
+class Scores(NamedTuple):
+    """What the networks say about n response tokens before an update."""
+
+    of_tokens: Distributions
+    routes: Tensor  # [n, M k] int32, of the policy; [n, 0] below level deep
+    values: Tensor  # [n] float32; empty without a head on the policy's trunk
+
+
+class PolicyPass(NamedTuple):
+    """What the policy says about n response tokens in an update."""
+
+    hidden: Tensor  # [n, H]
+    logprobs: Tensor  # [n] float32, nats
+    entropies: Tensor  # [n] float32, nats
+    exact_kl: Tensor | None  # [n] float32, KL(policy || reference) over the whole distribution; None unless in the loss
+
+
 @torch.no_grad()
 def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks: Ranks) -> ForwardPass:
     """Score every response token by policy, reference and value model, `forward_micro_batch` sequences at a time.
@@ -45,9 +73,8 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
     layout = config.layout
     work = micro_batches(rollout, mine, layout.forward_micro_batch, layout.padding, config.ppo.replay_routes)
     scored = ranks.gather([_score(state, m, rollout, config) for m in work])
-    old, ref, ref_kl, entropies, prob_sq_sums, reverse, routes, values = (
-        torch.cat(column) for column in zip(*scored, strict=True)
-    )
+    of_tokens = Distributions(*map(torch.cat, zip(*(score.of_tokens for score in scored), strict=True)))
+    values = torch.cat([score.values for score in scored])
     forget_packed(state.reference)
     if state.value_optimizer is not None:
         assert state.value_model is not None
@@ -55,13 +82,13 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
         own = [values_in_reward_units(state, hidden_states(trunk, m.batch), m) for m in work]
         values = torch.cat(ranks.gather(own))
     return ForwardPass(
-        old_logprobs=old,
-        ref_logprobs=ref,
-        ref_kl=ref_kl,
-        reverse_ref_kl=reverse if _charges_reverse(config) else None,
-        entropies=entropies,
-        prob_sq_sums=prob_sq_sums,
-        routes=routes,
+        old_logprobs=of_tokens.logprobs,
+        ref_logprobs=of_tokens.ref_logprobs,
+        ref_kl=of_tokens.ref_kl,
+        reverse_ref_kl=of_tokens.reverse_ref_kl if _charges_reverse(config) else None,
+        entropies=of_tokens.entropies,
+        prob_sq_sums=of_tokens.prob_sq_sums,
+        routes=torch.cat([score.routes for score in scored]),
         values=None if state.value_model is None else values,
     )
 
@@ -81,30 +108,26 @@ def values_in_reward_units(state: TrainState, hidden: Tensor, m: MicroBatch) -> 
     return predictions * returns.scale + returns.mean if returns.count else predictions
 
 
-def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig) -> tuple[Tensor, ...]:
-    """Return the results of `_distributions`, routes, and the values of a head on the policy's trunk.
-
-    Empty without one.
-    """
+def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig) -> Scores:
+    """Score the tokens of a micro-batch by policy and reference, and by a value head on the policy's trunk."""
     trunk = trunk_of(state.policy)
     hidden, seen = seen_states(trunk, m.batch, True, config.records.level == "deep" and bool(routers(trunk)))
     routes = torch.empty(len(m.tokens), 0, dtype=torch.int32)
     if seen is not None:
         routes = torch.from_numpy(seen[m.batch.predictors])
     scored_hidden = state.hidden_hook(hidden, m.tokens, ("scoring", state.iteration))
-    statistics = _distributions(state, m.batch, scored_hidden, rollout, m.tokens, config)
+    of_tokens = _distributions(state, m.batch, scored_hidden, rollout, m.tokens, config)
     if state.value_model is None or state.value_optimizer is not None:
-        return *statistics, routes, torch.empty(0)
-    return *statistics, routes, values_in_reward_units(state, hidden, m)
+        return Scores(of_tokens, routes, torch.empty(0))
+    return Scores(of_tokens, routes, values_in_reward_units(state, hidden, m))
 
 
 def _distributions(
     state: TrainState, batch: TokenBatch, hidden: Tensor, rollout: Rollout, tokens: Tensor, config: RunConfig
-) -> tuple[Tensor, ...]:
-    """Return the old log-probs, ref log-probs, KL(policy || ref), entropies, sums of squares, KL(ref || policy), [n]
-    each.
+) -> Distributions:
+    """Compare the distributions of policy and reference at n tokens, from the policy's hidden states [n, H].
 
-    The last one is empty unless the reward charges it. The C kernels compute KLs and sums of squares in both numerics.
+    The C kernels compute KLs and sums of squares in both numerics.
     """
     mode, temperature, policy, reference = config.numerics.mode, rollout.temperature, state.policy, state.reference
     ref_hidden = hidden_states(trunk_of(reference), batch)
@@ -120,18 +143,20 @@ def _distributions(
         reverse = torch.empty(0)
         if _charges_reverse(config):
             reverse = kl_divergence(other, own, temperature, eligible)
-        return logprobs, ref_logprobs, ref_kl, entropies, squares, reverse
+        return Distributions(logprobs, ref_logprobs, ref_kl, entropies, squares, reverse)
 
-    return in_chunks(of_rows, hidden, batch.rows, policy.config.vocab_size)
+    return Distributions(*in_chunks(of_rows, hidden, batch.rows, policy.config.vocab_size))
 
 
-def policy_pass(
-    config: RunConfig, state: TrainState, rollout: Rollout, m: MicroBatch, stream: Stream
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return hidden states [n, H], log-probs and entropies [n] of a micro-batch, differentiable.
+def policy_pass(config: RunConfig, state: TrainState, rollout: Rollout, m: MicroBatch, stream: Stream) -> PolicyPass:
+    """Run the policy over a micro-batch of n tokens, differentiably.
 
-    Also KL(policy || reference) [n] over the whole distribution if the loss has it, else None. `stream` names the pass
-    for the hook on hidden states.
+    Args:
+        config: gives numerics mode and KL term.
+        state: holds policy, reference and the hook that may change hidden states.
+        rollout: gives the temperature and the tokens that top-k and top-p keep.
+        m: the micro-batch.
+        stream: names the pass for the hook.
     """
     hidden, ref_hidden = hidden_states(trunk_of(state.policy), m.batch, replay=True), None
     if isinstance(config.kl, KLInLoss) and config.kl.estimator == "exact":
@@ -151,7 +176,7 @@ def policy_pass(
 
     changed = state.hidden_hook(hidden, m.tokens, stream)
     logprobs, entropies, *exact_kl = in_chunks(of_rows, changed, m.batch.rows, state.policy.config.vocab_size)
-    return hidden, logprobs, entropies, exact_kl[0] if exact_kl else None
+    return PolicyPass(hidden, logprobs, entropies, exact_kl[0] if exact_kl else None)
 
 
 def kl_terms_of(

@@ -202,6 +202,6 @@ def chosen_tokens(config: RunConfig, batch: TrainingBatch, minibatch: Minibatch,
     step = minibatch.iteration, minibatch.epoch, minibatch.number
     order = torch.from_numpy(permutation(len(tokens), "clip_cov", config.seed, *step))
     chosen = torch.zeros(len(batch.responses), dtype=torch.bool)
-    about = batch.anchor_logprobs[tokens], batch.advantages[tokens]
-    chosen[tokens] = batch.objective.choose(new_logprobs, *about, order)
+    anchor, advantages = batch.anchor_logprobs[tokens], batch.advantages[tokens]
+    chosen[tokens] = batch.objective.choose(new_logprobs, anchor, advantages, order)
     return chosen

@@ -35,7 +35,7 @@ FLOAT32_MAX = 3.4028234663852886e38
 BY_NAME = ("fields", "turns", "full_text")  # what a reward gets if it has a parameter of that name
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
-Row = Mapping[str, Any]
+CallRow = Mapping[str, Any]
 Function = Callable[..., Any]
 _functions: dict[tuple[str, str], Function] = {}  # by field of the configuration and name
 
@@ -74,7 +74,7 @@ class Transcript:
         return "".join(turn.text for turn in self.turns if turn.role == "model")
 
 
-def make_transcript(row: Row) -> Transcript:
+def make_transcript(row: CallRow) -> Transcript:
     """Return the transcript in a row of `problems.row_of`."""
     turns = tuple(Turn("environment" if i % 2 else "model", text) for i, text in enumerate(row["turns"]))
     return Transcript(row["key"], row["prompt"], row["answer"], json.loads(row["fields"]), turns)
@@ -112,7 +112,7 @@ def _list(value: object, of: str) -> list[Any]:
     return list(value)
 
 
-def _step(function: Function, row: Row, options: Row) -> str | None:
+def _step(function: Function, row: CallRow, options: CallRow) -> str | None:
     value = function(make_transcript(row))
     if value is not None and not isinstance(value, str):
         raise RefusedError(f"returned {_value(value)}; must be a text or None")
@@ -121,7 +121,7 @@ def _step(function: Function, row: Row, options: Row) -> str | None:
     return value
 
 
-def _plain(function: Function, row: Row, options: Row) -> float:
+def _plain(function: Function, row: CallRow, options: CallRow) -> float:
     """Call `function(prompt, response, answer)`, with what else it asks for by name."""
     transcript = make_transcript(row)
     more = {"fields": transcript.fields, "turns": list(transcript.turns), "full_text": row["full_text"]}
@@ -129,7 +129,7 @@ def _plain(function: Function, row: Row, options: Row) -> float:
     return number(function(row["prompt"], row["response"], row["answer"], **{name: more[name] for name in names}))
 
 
-def _trl(function: Function, row: Row, options: Row) -> float:
+def _trl(function: Function, row: CallRow, options: CallRow) -> float:
     """Call TRL's `reward_func(prompts=[...], completions=[...], **columns) -> [float]`, each list of one entry.
 
     One response a call: which responses are judged together depends on the layout of a run.
@@ -147,7 +147,7 @@ def _trl(function: Function, row: Row, options: Row) -> float:
     return number(scores[0])
 
 
-def _verl(function: Function, row: Row, options: Row) -> float:
+def _verl(function: Function, row: CallRow, options: CallRow) -> float:
     """Call verl's `compute_score(data_source, solution_str, ground_truth, extra_info)`: a float or a dict's `score`."""
     fields = json.loads(row["fields"])
     source = fields.pop("data_source", options["data_source"])
@@ -158,7 +158,7 @@ def _verl(function: Function, row: Row, options: Row) -> float:
     return number(value["score"] if isinstance(value, dict) else value)
 
 
-def _prompts(function: Function, row: Row, options: Row) -> list[dict[str, Any]]:
+def _prompts(function: Function, row: CallRow, options: CallRow) -> list[dict[str, Any]]:
     entries = _list(function(**row), "with a dict for each prompt")
     for i, entry in enumerate(entries):
         if not isinstance(entry, Mapping):
@@ -171,7 +171,7 @@ def _prompts(function: Function, row: Row, options: Row) -> list[dict[str, Any]]
     return list(map(dict, entries))
 
 
-def _scores(function: Function, row: Row, options: Row) -> list[float]:
+def _scores(function: Function, row: CallRow, options: CallRow) -> list[float]:
     transcripts = [make_transcript(one) for one in row["transcripts"]]
     values = _list(function(transcripts), "one number for each transcript")
     if len(values) != len(transcripts):
@@ -185,7 +185,7 @@ def _scores(function: Function, row: Row, options: Row) -> list[float]:
     return numbers
 
 
-_CALLS: dict[str, Callable[[Function, Row, Row], object]] = {
+_CALLS: dict[str, Callable[[Function, CallRow, CallRow], object]] = {
     "function": _plain,
     "trl": _trl,
     "verl": _verl,
@@ -292,7 +292,7 @@ def _loaded(request: dict[str, Any]) -> dict[str, object]:
         return {"error": f"{at}{_line_of(error, request['file'])} fails to load ({described(error)})"}
 
 
-def _called(request: dict[str, Any], row: Row) -> dict[str, object]:
+def _called(request: dict[str, Any], row: CallRow) -> dict[str, object]:
     of = f"; prompt key '{shown(row['key'])}'" if "key" in row else ""
     field, file, name, line = (request[part] for part in ("field", "file", "name", "line"))
     try:

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ppo_repro.testing.losses import LAYOUTS, WHOLE, Rollout, lay_out, ordered
+from ppo_repro.testing.losses import LAYOUTS, WHOLE, DrawnResponses, lay_out, ordered
 
 Kind = Literal["gae", "rewards_to_go", "group_mean", "group_normalised"]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative to the largest advantage
@@ -96,7 +96,7 @@ def check_advantages(
     by_definition = definition(kind, list(zip(rewards, values, strict=True)), GROUPS, gamma, lam)
     expected = torch.tensor([advantage for row in by_definition for advantage in row], dtype=torch.float64)
     columns = {"new_logprobs": torch.zeros(sum(LENGTHS)).double(), "rewards": numbers[0], "values": numbers[1]}
-    rollout = Rollout(LENGTHS, columns, torch.ones(sum(LENGTHS), dtype=torch.bool))
+    rollout = DrawnResponses(LENGTHS, columns, torch.ones(sum(LENGTHS), dtype=torch.bool))
     changes = {}
     for layout, dtype in CASES:
         order = ordered(len(LENGTHS), layout)

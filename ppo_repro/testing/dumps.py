@@ -32,7 +32,7 @@ EXTRA = {
     "log_kept_mass": ("log_kept_mass",),
     "advantages": ("advantages",),
 }
-Row = Mapping[str, Any]
+DumpRow = Mapping[str, Any]
 Array = npt.NDArray[Any]
 Kind = Literal["log-probs in nats", "token ids", "0 and 1"]
 _DTYPES = {"log-probs in nats": "fiu", "token ids": "iu", "0 and 1": "fiub"}  # kinds of NumPy
@@ -123,7 +123,7 @@ def read_dump(source: Path | str | pd.DataFrame, names: Names | str | None = Non
         return
     if not isinstance(names, Names):
         names = names_of(where, first, names)
-    every: Iterable[Row] = chain([first], rows)
+    every: Iterable[DumpRow] = chain([first], rows)
     if not isinstance(_column(f"{where}: row 1", first, names.sampler), list | tuple | np.ndarray):
         every = _responses_of_tokens(every, names)
     for number, row in enumerate(every, 1):
@@ -144,7 +144,7 @@ def impossible(values: npt.NDArray[np.float32]) -> str:
     return ""
 
 
-def _responses_of_tokens(rows: Iterable[Row], names: Names) -> Iterator[Row]:
+def _responses_of_tokens(rows: Iterable[DumpRow], names: Names) -> Iterator[DumpRow]:
     """Join rows that are tokens to one row of lists for each run of the same iteration and sequence."""
     for (iteration, _), group in groupby(rows, lambda row: (row.get(names.iteration), row.get("sequence"))):
         tokens = list(group)
@@ -154,7 +154,7 @@ def _responses_of_tokens(rows: Iterable[Row], names: Names) -> Iterator[Row]:
         yield joined | {names.iteration: iteration}
 
 
-def _response(where: str, number: int, row: Row, names: Names) -> Response | None:
+def _response(where: str, number: int, row: DumpRow, names: Names) -> Response | None:
     def array(name: str, kind: Kind) -> Array:
         return _array(where, name, _column(where, row, name), kind)
 
@@ -236,7 +236,7 @@ def _array(where: str, name: str, values: Any, kind: Kind) -> Array:
     return array
 
 
-def _column(where: str, row: Row, name: str) -> Any:
+def _column(where: str, row: DumpRow, name: str) -> Any:
     if row.get(name) is None:
         raise _no_column(where, name, row)
     return row[name]
@@ -247,7 +247,7 @@ def _no_column(where: object, name: str, row: Mapping[Any, Any]) -> UserError:
     return UserError(f"{where}: no column {name!r}; there are {there}; choose --format or names=Names(...)")
 
 
-def _iteration(where: str, names: Names, row: Row) -> int:
+def _iteration(where: str, names: Names, row: DumpRow) -> int:
     value = row.get(names.iteration)
     if value is None:
         return 0
@@ -256,7 +256,7 @@ def _iteration(where: str, names: Names, row: Row) -> int:
     return int(value)
 
 
-def _file_rows(path: Path, names: Names | str | None) -> Iterator[Row]:
+def _file_rows(path: Path, names: Names | str | None) -> Iterator[DumpRow]:
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path}: must be a {', a '.join(SUFFIXES)} file")
     if path.suffix == ".jsonl":
@@ -264,7 +264,7 @@ def _file_rows(path: Path, names: Names | str | None) -> Iterator[Row]:
     return _parquet_rows(path) if path.suffix == ".parquet" else _tensor_rows(path, names)
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _parquet_rows(path: Path) -> Iterator[DumpRow]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -277,7 +277,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         raise UserError(f"{path}: cannot be read ({reason}); give a whole Parquet file") from error
 
 
-def _tensor_rows(path: Path, names: Names | str | None) -> Iterator[Row]:
+def _tensor_rows(path: Path, names: Names | str | None) -> Iterator[DumpRow]:
     import torch
 
     try:

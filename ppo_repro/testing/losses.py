@@ -82,7 +82,7 @@ LAYOUTS = (
 
 
 @dataclass(frozen=True)
-class Rollout:
+class DrawnResponses:
     """Responses of N tokens together: `lengths` of each, float64 [N] columns, and which tokens count, bool [N]."""
 
     lengths: Sequence[int]
@@ -105,7 +105,7 @@ class _Step(NamedTuple):
     under_mask: int  # positions that do not count, with a gradient other than 0
 
 
-def _rollout_of(frame: pd.DataFrame) -> Rollout:
+def _rollout_of(frame: pd.DataFrame) -> DrawnResponses:
     for name in ("sequence", "new_logprobs"):
         if name not in frame.columns:
             raise UserError(f"check_loss: the frame has no column '{name}'; there are {', '.join(map(str, frame))}")
@@ -122,10 +122,12 @@ def _rollout_of(frame: pd.DataFrame) -> Rollout:
     mask = columns.pop("mask", torch.ones(len(frame))) != 0
     if not lengths or not all(bool(part.any()) for part in mask.split(lengths)):
         raise UserError("check_loss: needs at least one response, and in each a token that counts")
-    return Rollout(lengths, columns, mask)
+    return DrawnResponses(lengths, columns, mask)
 
 
-def _step(loss: Loss, rollout: Rollout, layout: _Layout, combine: str, dtype: torch.dtype = torch.float64) -> _Step:
+def _step(
+    loss: Loss, rollout: DrawnResponses, layout: _Layout, combine: str, dtype: torch.dtype = torch.float64
+) -> _Step:
     """Take one optimizer step under a layout. Raises UserError if the loss returns no scalar."""
     order = ordered(len(rollout.lengths), layout)
     ranks = [order[rank :: layout.ranks] for rank in range(min(layout.ranks, len(order)))]
@@ -155,7 +157,7 @@ def ordered(count: int, layout: _Layout) -> list[int]:
 
 
 def lay_out(
-    rollout: Rollout, sequences: Sequence[int], layout: _Layout, dtype: torch.dtype
+    rollout: DrawnResponses, sequences: Sequence[int], layout: _Layout, dtype: torch.dtype
 ) -> tuple[LossBatch, Tensor]:
     """Lay out a batch; also returns the index in the rollout of each position [R, L], below 0 where there is none."""
     rows, owners = [], []
@@ -199,7 +201,7 @@ def lay_out(
     return batch, indices
 
 
-def _extremes(rollout: Rollout) -> Iterator[tuple[str, Rollout]]:
+def _extremes(rollout: DrawnResponses) -> Iterator[tuple[str, DrawnResponses]]:
     """Yield the rollout with one extreme token, and what it is: large and tiny log-ratios, advantages of 0.
 
     Columns that end in `_logprobs` are new - log-ratio there; where the advantage is 0, columns `is_...` are 0 as well.
@@ -220,7 +222,7 @@ def _extremes(rollout: Rollout) -> Iterator[tuple[str, Rollout]]:
             yield f"log-ratio {x:g}{words}", replace(rollout, columns=columns)
 
 
-def _difference(found: _Step, expected: _Step, rollout: Rollout, dtype: torch.dtype = torch.float64) -> str:
+def _difference(found: _Step, expected: _Step, rollout: DrawnResponses, dtype: torch.dtype = torch.float64) -> str:
     """Say what differs by more than the tolerance, relative to the value or the largest gradient.
 
     The answer is "" if nothing does.

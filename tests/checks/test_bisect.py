@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from ppo_repro.checks.bisect import Subject, compare_ops, first_divergent_op, sample
+from ppo_repro.checks.bisect import SamplerTrace, compare_ops, first_divergent_op, sample
 from ppo_repro.checks.probe import Mode
 from ppo_repro.commands.cli import main
 from ppo_repro.rollout.engine import Sampling
@@ -27,7 +27,7 @@ SAMPLINGS = {"plain": Sampling(1.0, 0, 1.0, 10), "cut": Sampling(1.3, 0, 0.8, 10
 
 
 @cache
-def subject(architecture: str, mode: Mode, sampling: str = "plain") -> Subject:
+def subject(architecture: str, mode: Mode, sampling: str = "plain") -> SamplerTrace:
     return sample(policy(architecture, mode), STOPS, mode, CONTEXT, requests_of(6, 11), SAMPLINGS[sampling])
 
 

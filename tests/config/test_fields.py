@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import build_config, dump_yaml, set_field
-from ppo_repro.config.section import LARGEST
+from ppo_repro.config.section import MAX_FLOAT
 from ppo_repro.config.yaml_text import parse_yaml
 from tests.support.runs import small_config
 
@@ -51,7 +51,7 @@ def test_the_digest_sees_no_order_and_no_empty_section() -> None:
 
 @given(
     st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0:"), min_size=1, max_size=60),
-    st.floats(0, LARGEST, exclude_min=True),
+    st.floats(0, MAX_FLOAT, exclude_min=True),
     st.integers(0, 2**63 - 1),
 )
 def test_any_text_and_any_number_read_back_equal(path: str, rate: float, seed: int) -> None:

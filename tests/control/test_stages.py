@@ -78,9 +78,9 @@ def test_an_evaluation_is_the_mean_return_of_the_first_episode_of_each_copy() ->
     """Copies that end early go on, through several episodes, until the last one ends its first."""
     config, state = prepared("tests/Ragged-v0", "evaluation.episodes=6")
     returns = []
-    for slot in Environments("tests/Ragged-v0", 6, "evaluation", config.seed).slots:
-        slot.env.reset(seed=slot.seed)
-        length = slot.env.unwrapped.length
+    for copy in Environments("tests/Ragged-v0", 6, "evaluation", config.seed).copies:
+        copy.env.reset(seed=copy.seed)
+        length = copy.env.unwrapped.length
         returns.append(length * (length + 1) / 2)  # the rewards are 1, 2, 3, ...
     assert min(returns) < 6 < 28 < max(returns)
     assert evaluate(config, state.agent) == sum(returns) / 6
@@ -93,7 +93,7 @@ def test_actions_are_clipped_to_their_space_and_recorded_as_drawn() -> None:
     rollout = roll_out(config, state.agent, state.environments, 0)
     drawn = rollout.actions[:, 0]
     assert drawn.abs().max() > 2, "or nothing was clipped"
-    env = Environments("Pendulum-v1", 2, "training", config.seed).slots[0].env
+    env = Environments("Pendulum-v1", 2, "training", config.seed).copies[0].env
     for t in range(5):
         observation, reward, *_ = env.step(np.clip(rollout.actions[t].numpy(), -2.0, 2.0))
         assert rollout.rewards[t].item() == np.float32(reward)

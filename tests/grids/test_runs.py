@@ -1,4 +1,4 @@
-"""Grids that really run: the same cells on every engine, failures, kills, changed code. Mostly slow."""
+"""Grids that really run: the same cells on every executor, failures, kills, changed code. Mostly slow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.lock import has_writer, only_writer
 from ppo_repro.commands.cli import exit_code_of
 from ppo_repro.grids import grid as grid_module
-from ppo_repro.grids.cell import Engine, Order, Processes, record_result, run_of, start_cell, state_of
+from ppo_repro.grids.cell import Executor, Order, Processes, record_result, run_of, start_cell, state_of
 from ppo_repro.grids.clusters import Ray
 from ppo_repro.grids.grid import Outcome, run_grid
 from ppo_repro.grids.spec import load_grid
@@ -34,8 +34,8 @@ TWO_WORKERS = Processes(2)
 Grid = tuple[Path, dict[str, str], Path]
 
 
-def finished(path: Path, out: Path, engine: Engine = TWO_WORKERS, keep_changed: bool = False) -> Outcome:
-    return run_grid(load_grid(path), out, engine, keep_changed)
+def finished(path: Path, out: Path, executor: Executor = TWO_WORKERS, keep_changed: bool = False) -> Outcome:
+    return run_grid(load_grid(path), out, executor, keep_changed)
 
 
 def until(is_true: Callable[[], bool], seconds: float = 300.0) -> None:
@@ -56,12 +56,12 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Grid:
 
 
 @slow
-@pytest.mark.parametrize("engine", [Processes(2), Ray("local", 2)], ids=["processes", "ray"])
+@pytest.mark.parametrize("executor", [Processes(2), Ray("local", 2)], ids=["processes", "ray"])
 def test_a_cell_has_one_fingerprint_whatever_runs_it(
-    four: Grid, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    four: Grid, tmp_path: Path, executor: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    assert fingerprints(finished(four[0], tmp_path, engine)) == four[1]
+    assert fingerprints(finished(four[0], tmp_path, executor)) == four[1]
 
 
 @slow

@@ -16,7 +16,7 @@ import pytest
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.watcher import Silent
 from ppo_repro.buffers import MinibatchUpdate
-from ppo_repro.checks.bisect import Response, first_unequal, make_subject
+from ppo_repro.checks.bisect import ResponseIndex, first_unequal, trace_sampler
 from ppo_repro.config.files import load_config, run_folder
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import UNEQUAL, UNEQUAL_TOKENS
@@ -81,12 +81,12 @@ def test_complete_iterations_are_kept_and_the_token_can_be_looked_at(failed: tup
 
 def test_bisect_samples_that_response_from_the_policy_as_it_was(failed: tuple[Path, str], whole_run: Path) -> None:
     run_dir, _ = failed
-    assert first_unequal(run_dir) == Response(1, 3) and first_unequal(whole_run) is None
-    subject = make_subject(load_config(TINY, QUICK), "deterministic", run_dir / UNEQUAL, Response(1, 3))
+    assert first_unequal(run_dir) == ResponseIndex(1, 3) and first_unequal(whole_run) is None
+    trace = trace_sampler(load_config(TINY, QUICK), "deterministic", run_dir / UNEQUAL, ResponseIndex(1, 3))
     rows = reader.read_sequences(whole_run, iterations=[1], columns=["sequence", "response_ids"])
     sampled = [tuple(ids) for ids in rows["response_ids"]]
     # fewer than bisect takes, so that after the last one it goes on with the first
-    assert [completion.response_ids for completion in subject.completions] == sampled[3:] + sampled[:3]
+    assert [completion.response_ids for completion in trace.completions] == sampled[3:] + sampled[:3]
 
 
 def test_rerun_refuses_it_and_resume_ends_there_again_or_goes_on(

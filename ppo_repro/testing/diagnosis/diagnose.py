@@ -17,7 +17,7 @@ import pandas as pd
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.testing.causes import CAUSES, Cause
-from ppo_repro.testing.diagnosis.evidence import Sums, added, measure
+from ppo_repro.testing.diagnosis.evidence import MismatchSums, added, measure
 
 # what would decide about a cause that is possible
 INPUTS: dict[Cause, str] = {
@@ -111,7 +111,7 @@ def _ratio(left: float, whole: float) -> float:
     return left / whole if whole > 0 else math.nan
 
 
-def _tier(m: Sums) -> str:
+def _tier(m: MismatchSums) -> str:
     if not m["unequal"]:
         return "T0"
     if m["largest_ulp"] <= 4 and m["largest_delta"] <= TIERS[0].max_abs:
@@ -123,7 +123,7 @@ def _tier(m: Sums) -> str:
     return f"beyond {TIERS[-1].name}"
 
 
-def _evidence(m: Sums) -> dict[str, float]:
+def _evidence(m: MismatchSums) -> dict[str, float]:
     n = m["tokens"]
     mean = m["delta"] / n
     clusters = m["sequences"] / (m["sequences"] - 1) if m["sequences"] > 1 else math.nan
@@ -160,7 +160,7 @@ def _evidence(m: Sums) -> dict[str, float]:
     }
 
 
-def _temperature(m: Sums) -> tuple[float, float]:
+def _temperature(m: MismatchSums) -> tuple[float, float]:
     """Return (t = 1 - 1/tau, share of delta^2 left) of the best fit delta = t x + t^2 k.
 
     x = b + H, k = H + log sum p^2. It is the parabola for log sum_v p_v^s that is 0 with slope -H at s = 1 and
@@ -176,12 +176,12 @@ def _temperature(m: Sums) -> tuple[float, float]:
     return float(best), float(residual(best)) / m["delta_sq"]
 
 
-def _is_group(m: Sums, clean: str, dirty: str) -> bool:
+def _is_group(m: MismatchSums, clean: str, dirty: str) -> bool:
     """Return whether the mismatch is in one group of sequences: clearly 10 times as large there, or only there."""
     return _ten_times(m, clean, dirty) or _only_one_group(m, clean, dirty)
 
 
-def _only_one_group(m: Sums, clean: str, dirty: str) -> bool:
+def _only_one_group(m: MismatchSums, clean: str, dirty: str) -> bool:
     """Return whether no sequence of one group differs, some of the other do, and that is no accident.
 
     If any of the n sequences might be one of the z that do not differ, all u of the first group are so with probability
@@ -193,7 +193,7 @@ def _only_one_group(m: Sums, clean: str, dirty: str) -> bool:
     return math.comb(equal + equal_others, u) <= CHANCE * math.comb(u + others, u)
 
 
-def _ten_times(m: Sums, clean: str, dirty: str) -> bool:
+def _ten_times(m: MismatchSums, clean: str, dirty: str) -> bool:
     """Return whether the mean |delta| of the sequences of one group is clearly 10 times that of the other."""
     if min(m[clean], m[dirty]) < 2:
         return False
@@ -202,7 +202,7 @@ def _ten_times(m: Sums, clean: str, dirty: str) -> bool:
     return m1 >= 10 * m0 and m1 - m0 > CLEAR * math.sqrt(v0 + v1)
 
 
-def _named(m: Sums, e: dict[str, float], tier: str) -> Cause | None:
+def _named(m: MismatchSums, e: dict[str, float], tier: str) -> Cause | None:
     """Return the cause whose prediction fits; a NaN, from a missing column, fits nothing.
 
     A column alone names no cause.
@@ -231,11 +231,11 @@ def _named(m: Sums, e: dict[str, float], tier: str) -> Cause | None:
     return next((cause for cause, is_good in fits if is_good), None)
 
 
-def _is_fresh(m: Sums) -> bool:
+def _is_fresh(m: MismatchSums) -> bool:
     return bool(m["has_steps"]) and not m["behind"]
 
 
-def _possible(m: Sums, e: dict[str, float], tier: str) -> tuple[Cause, ...]:
+def _possible(m: MismatchSums, e: dict[str, float], tier: str) -> tuple[Cause, ...]:
     """Return what neither a column nor the pattern rules out, and what a column reports of every sequence."""
     if _at_last_tokens(m, e):
         return ("forced_eos",)
@@ -256,7 +256,7 @@ def _possible(m: Sums, e: dict[str, float], tier: str) -> tuple[Cause, ...]:
     return tuple(cause for cause, is_possible in can if is_possible)
 
 
-def _at_last_tokens(m: Sums, e: dict[str, float]) -> bool:
+def _at_last_tokens(m: MismatchSums, e: dict[str, float]) -> bool:
     """Return whether all of the mismatch is at last tokens of one id: an end token that replaced the sampled one."""
     if not e["left_without_last"] <= LEFT or m["last"] == m["tokens"] or m["largest_last_ids"] > 1:
         return False

@@ -24,10 +24,10 @@ Floats = npt.NDArray[np.float64]
 
 
 # a sum that was not measured is 0
-Sums = defaultdict[str, float]
+MismatchSums = defaultdict[str, float]
 
 
-def measure(pairs: pd.DataFrame) -> Sums:
+def measure(pairs: pd.DataFrame) -> MismatchSums:
     """Sum one iteration up. Raises UserError on missing columns, log-probs that are not float32, or repeated tokens."""
     _check(pairs)
     pairs = pairs.sort_values(list(KEY), kind="stable", ignore_index=True)
@@ -53,7 +53,7 @@ def measure(pairs: pd.DataFrame) -> Sums:
     )
 
 
-def added(measured: Sequence[Sums]) -> Sums:
+def added(measured: Sequence[MismatchSums]) -> MismatchSums:
     """Return the sums of several iterations together; a column that only some of them have counts as missing."""
     combine = {"largest": max, "has": min}
     names = {name: combine.get(name.partition("_")[0], sum) for one in measured for name in one}

@@ -35,6 +35,16 @@ def test_the_tensor_hash_is_murmur3(words: list[int]) -> None:
     assert got.tolist() == [murmur3(struct.pack(f"<{len(words)}I", *words))]
 
 
+def test_of_tokens_as_likely_the_one_with_the_largest_hash_is_sampled() -> None:
+    """Noise grows with the hash. In a thousand rows the winner is often close to the bound that leaves tokens out."""
+    n, v = 1000, 1024
+    _, seeds, positions = drawn_case(n, 1, 5)
+    words = [seeds & MASK, (seeds >> 32) & MASK, positions]
+    noise = murmur_hash32([*(word[:, None] for word in words), torch.arange(v)])
+    found = sample(torch.zeros(n, v), seeds, positions, Sampling(), "deterministic").tokens
+    assert found.tolist() == noise.argmax(1).tolist()
+
+
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (6, 0.9)])
 def test_tokens_come_as_often_as_their_probability_says(top_k: int, top_p: float) -> None:
     n, sampling = 20_000, Sampling(0.8, top_k, top_p, 1)

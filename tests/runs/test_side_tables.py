@@ -54,10 +54,10 @@ def test_the_responses_of_every_evaluation_are_recorded_the_last_one_included(re
     assert (rows["is_correct"] == (right & (rows["finish_reason"] == "stop"))).all()
 
 
-@pytest.mark.parametrize(("accuracy", "steps"), [(0.0, CHECK_EVERY + COOL_DOWN), (0.5, 60)])
+@pytest.mark.parametrize(("accuracy", "steps"), [(0.0, CHECK_EVERY + COOL_DOWN), (0.5, 40)])
 def test_the_warm_start_ends_soon_after_it_reaches_its_accuracy(accuracy: float, steps: int) -> None:
     """Reaches it exactly: a model that learns nothing has the accuracy 0 from the first measurement on."""
-    about = "model.warm_start_steps=60", "model.warm_start_learning_rate=1e-12", "numerics.accuracy_sequences=0"
+    about = "model.warm_start_steps=40", "model.warm_start_learning_rate=1e-12", "numerics.accuracy_sequences=0"
     config = load_config(TINY, [*about, f"model.warm_start_accuracy={accuracy}"])
     taken = prepare(config, lambda *_: None).warm_start
     assert {step.accuracy for step in taken} == {None, 0.0}

@@ -62,8 +62,18 @@ def ppo_iterations(
     """Run PPO from `state.iteration` on, training `state` in place; yields each iteration after its update.
 
     The processes of a run divide the responses among them; afterwards every process holds the whole stage.
-    Raises PromiseBroken if their weights differ after an update, UnequalBits if bits differ that deterministic numerics
-    promise to be equal.
+
+    Args:
+        config: the run's configuration.
+        task: prompts, and what scores the responses.
+        state: networks, optimizers and coefficients; its `iteration` is the next one to run.
+        engine: samples with the policy in `state`.
+        ranks: the processes of the run.
+        receive: what happens to a rollout between sampler and trainer; nothing unless faults are deliberate.
+
+    Raises:
+        PromiseBroken: the weights of two processes differ after an update.
+        UnequalBits: bits differ that deterministic numerics promise to be equal.
     """
     while state.iteration < config.ppo.iterations:
         index, coefficients, clock = state.iteration, state.coefficients, Clock()
@@ -108,10 +118,22 @@ def update(
     ranks: Ranks,
     clock: Clock,
 ) -> Iterator[MinibatchUpdate]:
-    """Take all optimizer steps of one iteration, in order; changes the weights in `state`, alike on every rank.
+    """Take all optimizer steps of one iteration, in order.
 
     Policy and value model each have a number of epochs, over the same minibatches. After a minibatch with more KL
     than `early_stop_kl` the policy takes no further step, nor does a value head on its trunk.
+
+    Args:
+        config: the run's configuration.
+        state: its weights change in place, alike on every rank.
+        rollout: the responses as the trainer received them.
+        forward: log-probs and values before the first step.
+        advantages: advantages and value targets.
+        ranks: each computes the gradients of its share of a minibatch.
+        clock: gets the phases `update` and `digests`.
+
+    Yields:
+        One MinibatchUpdate a minibatch, after its step.
     """
     ppo, value = config.ppo, config.value
     batch = training_batch(config, state.coefficients, rollout, forward, advantages)
@@ -141,7 +163,18 @@ def update(
 def policy_step(
     config: RunConfig, state: TrainState, batch: TrainingBatch, minibatch: Minibatch, ranks: Ranks
 ) -> tuple[PolicyUpdate, ValueUpdate | None]:
-    """Take one optimizer step of the policy, and of the value head on its trunk if it has one."""
+    """Take one optimizer step of the policy, and of the value head on its trunk if it has one.
+
+    Args:
+        config: the run's configuration.
+        state: its policy changes in place.
+        batch: the N tokens of the iteration.
+        minibatch: the M tokens of the step, and this rank's micro-batches of them.
+        ranks: the gradients of all ranks are added.
+
+    Returns:
+        What the step recorded, of the policy and of the value head; None without a head.
+    """
     stream, chosen = ("update", minibatch.iteration, minibatch.epoch, minibatch.number), None
     if batch.objective.chooses_tokens:
         with torch.no_grad():
@@ -173,10 +206,22 @@ def policy_loss(
     kl_terms: Tensor | None,
     chosen: Tensor | None,
 ) -> PolicyColumns:
-    """Compute w (surrogate + penalty) - entropy_coef entropy + KL term, of n tokens of whole responses.
+    """Compute w (surrogate + penalty) - entropy_coef entropy + KL term of n tokens of whole responses.
 
-    For PPO's clip the surrogate is -min(r A, clip(r, 1 - eps, 1 + eps) A) with r = pi_new / pi_anchor; w = 1 unless
-    importance weights are configured.
+    For PPO's clip the surrogate is -min(r A, clip(r, 1 - eps, 1 + eps) A) with r = pi_new / pi_anchor (Schulman et al.,
+    2017, equation 7); w = 1 unless importance weights are configured.
+
+    Args:
+        config: gives `entropy_coef`.
+        batch: the N tokens of the iteration; gives anchor log-probs, advantages, objective and w.
+        tokens: [n] int64, index of the tokens into the N.
+        new_logprobs: [n] float32, nats, differentiable.
+        new_entropies: [n] float32, nats, differentiable.
+        kl_terms: [n] float32, already times kl_coef; None unless the loss has a KL.
+        chosen: [N] bool, the tokens that Clip-Cov or KL-Cov changes; None for other objectives.
+
+    Returns:
+        The losses [n] float32, not reduced, and their terms.
     """
     objective, anchor, advantages = batch.objective, batch.anchor_logprobs[tokens], batch.advantages[tokens]
     of_chosen = None if chosen is None else chosen[tokens]
@@ -197,7 +242,15 @@ def policy_loss(
 def value_step(
     config: RunConfig, state: TrainState, batch: TrainingBatch, minibatch: Minibatch, ranks: Ranks
 ) -> ValueUpdate:
-    """Take one optimizer step of a value model of its own."""
+    """Take one optimizer step of a value model with a trunk of its own.
+
+    Args:
+        config: the run's configuration.
+        state: its value model changes in place.
+        batch: the N tokens of the iteration; gives old values and returns.
+        minibatch: the M tokens of the step, and this rank's micro-batches of them.
+        ranks: the gradients of all ranks are added.
+    """
     value_model, optimizer = state.value_model, state.value_optimizer
     assert value_model is not None and optimizer is not None
 
@@ -227,9 +280,18 @@ def optimizer_step(
     ranks: Ranks,
     losses_of: Callable[[MicroBatch], tuple[Tensor, Columns]],
 ) -> tuple[float, Columns]:
-    """Take one AdamW step on the weighted sum of a minibatch's losses; returns gradient norm and columns of all tokens.
+    """Take one AdamW step on the weighted sum of a minibatch's losses.
 
     Losses are not reduced in autograd: the backward pass of each token starts from its weight.
+
+    Args:
+        optimizer: of the policy or of the value model.
+        minibatch: its micro-batches, and the weight [N] float32 of each token's loss.
+        ranks: the gradients of all ranks are added.
+        losses_of: returns the losses [n] float32 of a micro-batch, and its columns for the records.
+
+    Returns:
+        The norm of the gradient before clipping, and the columns [M] of the minibatch's tokens.
     """
     columns: list[Columns] = []
 

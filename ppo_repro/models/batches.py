@@ -37,11 +37,17 @@ def lay_out(
     routes: Sequence[Tensor] | None = None,
     slots: Ints | None = None,
 ) -> TokenBatch:
-    """Lay out a batch of sequences, each a prompt and a response.
+    """Lay out a batch of S sequences, each a prompt and a response.
 
-    The last response token is not an input: nothing is predicted from it. Response tokens that are forced are inputs
-    like those of the prompt, and are not scored; None: none is. `routes` are those of each sequence's inputs
-    [.., M k]. `slots` as in `Rows`, for a pass with gradients.
+    The last response token is not an input: nothing is predicted from it.
+
+    Args:
+        prompts: [S] token ids, ragged.
+        responses: [S] token ids, ragged, at least one each.
+        padding: right, left or none; for native numerics.
+        is_forced: [S] ragged, response tokens that are inputs like the prompt's, and are not scored; None: none is.
+        routes: [S] int32 [inputs, M k], experts of each sequence's inputs; None: the routers choose.
+        slots: [S + 1] as in `Rows`, for a pass with gradients.
     """
     inputs = [(*p, *r[:-1]) for p, r in zip(prompts, responses, strict=True)]
     sequences = ragged(inputs, slots=slots, routes=None if routes is None else torch.cat(list(routes)))
@@ -70,9 +76,15 @@ def micro_batches(
     replay: bool = False,
     slots: Ints | None = None,
 ) -> list[MicroBatch]:
-    """Lay out the given sequences of a rollout, `size` at a time, or all at once with 0; empty without sequences.
+    """Lay out the given sequences of a rollout in micro-batches; empty without sequences.
 
-    `replay`: with the sampler's routes. `slots` [S + 1] of the given sequences, as in `Rows`.
+    Args:
+        rollout: N response tokens.
+        sequences: [S] int64, index of the sequences in the rollout.
+        size: sequences of a micro-batch; 0: all in one.
+        padding: right, left or none; for native numerics.
+        replay: whether tokens take the sampler's routes.
+        slots: [S + 1] as in `Rows`, for passes with gradients.
     """
     micro: list[MicroBatch] = []
     if not len(sequences):

@@ -141,9 +141,17 @@ def initial_a(rank: int, columns: int, seed: int, name: str) -> Tensor:
 def add_lora(model: Adaptable, rank: int, alpha: float, target_modules: Sequence[str], seed: int) -> Lora:
     """Adapt linear layers of a model from `make_policy` or of a value model, and freeze all its other parameters.
 
-    The head of a value model stays trainable. `target_modules` are ends of layer names, as in peft; empty for all
-    linear layers of attention and MLP. A is drawn by `initial_a` and B is zero, so no weight changes. UserError names
-    a target that matches no layer.
+    No weight changes: A is drawn by `initial_a` and B is zero. The head of a value model stays trainable.
+
+    Args:
+        model: changes in place.
+        rank: r, columns of B and rows of A.
+        alpha: the update B A is scaled by alpha / r.
+        target_modules: ends of layer names, as in peft; empty for all linear layers of attention and MLP.
+        seed: of the run.
+
+    Raises:
+        UserError: a target matches no layer.
     """
     is_value = isinstance(model, ValueModel)
     adapted = choose_layers(model, target_modules, "value.lora" if is_value else "lora")

@@ -16,11 +16,20 @@ def gae(
 ) -> Tensor:
     """Compute GAE, A_t = delta_t + gamma lambda A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t.
 
-    Schulman et al., 2016. rewards, values [N] float32, lengths [B] int64 with sum N -> [N] float32. `final_values` [B]
-    float32 is V after the last step of each sequence: 0 where the episode ended there, the value of the next state
-    where it was only cut off. t counts decisions: what an environment puts in between two tokens is part of the
-    transition, without an error or a discount of its own. gae_lambda 0 is the one-step error, TD(0); 1 is the Monte
-    Carlo return minus the value.
+    Source: Schulman et al., 2016. t counts decisions: what an environment puts in between two tokens is part of the
+    transition, without an error or a discount of its own.
+
+    Args:
+        rewards: [N] float32, of all tokens, sequence after sequence.
+        values: [N] float32, V before each token.
+        lengths: [B] int64, tokens of each sequence; their sum is N.
+        final_values: [B] float32, V after the last step: 0 where the episode ended there, the value of the next state
+            where it was only cut off.
+        gamma: discount per token.
+        gae_lambda: 0 is the one-step error, TD(0); 1 is the Monte Carlo return minus the value.
+
+    Returns:
+        The advantages, [N] float32.
     """
     assert rewards.shape == values.shape == (int(lengths.sum()),)
     assert final_values.shape == lengths.shape == (lengths.numel(),)

@@ -12,10 +12,15 @@ PENALTY_RANGE = 2.0**20  # factor by which an adaptive penalty may leave its fir
 
 
 def adaptive_kl_coef(kl_coef: float, kl: float, target_kl: float, sequences: int, horizon: int) -> float:
-    """Return beta (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon), n the sequences of the iteration.
+    """Return beta (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon). Ziegler et al., 2019.
 
-    Ziegler et al., 2019. n / horizon counts as 1 at most: more could make beta negative. `kl` and `target_kl` are
-    KL(policy || reference) per sequence in nats: summed over tokens, mean over sequences.
+    Args:
+        kl_coef: beta of this iteration.
+        kl: KL(policy || reference) per sequence in nats: summed over tokens, mean over sequences.
+        target_kl: the wanted KL, likewise.
+        sequences: n, the sequences of the iteration.
+        horizon: sequences over which beta may change by 20 %. n / horizon counts as 1 at most: more could make beta
+            negative.
     """
     error = min(max(kl / target_kl - 1.0, -0.2), 0.2)
     return kl_coef * (1.0 + error * min(sequences / horizon, 1.0))
@@ -24,8 +29,12 @@ def adaptive_kl_coef(kl_coef: float, kl: float, target_kl: float, sequences: int
 def adaptive_penalty_coef(penalty_coef: float, kl: float, target_kl: float, first: float) -> float:
     """Return beta / 2 if KL < target / 1.5, 2 beta if KL > 1.5 target. Schulman et al., 2017, section 4.
 
-    beta stays within a factor of 2^20 of `first`: a beta that has become 0 or infinite could not come back. `kl` is
-    KL(old || new) after the update, per token, in nats.
+    Args:
+        penalty_coef: beta of this iteration.
+        kl: KL(old || new) after the update, per token, nats.
+        target_kl: the wanted KL, likewise.
+        first: beta of the first iteration. beta stays within a factor of 2^20 of it: a beta that has become 0 or
+            infinite could not come back.
     """
     if kl < target_kl / 1.5:
         penalty_coef /= 2.0
@@ -37,8 +46,14 @@ def adaptive_penalty_coef(penalty_coef: float, kl: float, target_kl: float, firs
 def adaptive_clip_range(clip_range: float, kl: float, target_kl: float, smallest: float, largest: float) -> float:
     """Return eps / 2 if KL > 1.5 target, 2 eps if KL < target / 1.5, then clamped to [smallest, largest].
 
-    `kl` as in `adaptive_penalty_coef`. Without the bounds, repeated doubling would make 1 - eps negative, and then
-    nothing is clipped from below.
+    Without the bounds, repeated doubling would make 1 - eps negative, and then nothing is clipped from below.
+
+    Args:
+        clip_range: eps of this iteration.
+        kl: KL(old || new) after the update, per token, nats.
+        target_kl: the wanted KL, likewise.
+        smallest: lower bound of eps.
+        largest: upper bound of eps.
     """
     if kl > 1.5 * target_kl:
         clip_range *= 0.5
@@ -48,10 +63,16 @@ def adaptive_clip_range(clip_range: float, kl: float, target_kl: float, smallest
 
 
 def rate_factor(schedule: str, iteration: int, iterations: int, warmup_iterations: int) -> float:
-    """Return the factor on the learning rate in `iteration` (from 0): a linear warm-up, then the schedule.
+    """Return the factor on the learning rate: a linear warm-up, then the schedule.
 
     Warm-up over w iterations: (i + 1) / (w + 1). Then with u = (i - w) / (iterations - w): constant 1, linear 1 - u,
     cosine (1 + cos(pi u)) / 2. The cosine is `elementwise.cos_sin`, because the C library's differs between machines.
+
+    Args:
+        schedule: constant, linear or cosine.
+        iteration: i, from 0.
+        iterations: number of all iterations.
+        warmup_iterations: w.
     """
     if iteration < warmup_iterations:
         return (iteration + 1) / (warmup_iterations + 1)

@@ -37,12 +37,21 @@ def correction_names(corrections: Tensor) -> list[str]:
 
 
 def importance_ratios(old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Tensor, level: str) -> Tensor:
-    """Compute w of each token, [N] float32. Exactly 1 where both log-probs are equal.
+    """Compute w = pi_old / pi_rollout of each token or of its response; exactly 1 where the log-probs are equal.
 
-    token: exp(delta). sequence: exp(sum of delta over the response). geometric: exp(mean of delta), the
-    length-normalised ratio. Sums are correctly rounded, so the order of tokens in memory cannot matter. verl, slime and
-    TRL have the same levels; AReaL's sequence level is the geometric one. verl and slime clamp the logarithm to
-    [-20, 20], here it is [-87, 88].
+    Sums are correctly rounded, so the order of tokens in memory cannot matter. verl, slime and TRL have the same
+    levels; AReaL's sequence level is the geometric one. verl and slime clamp the logarithm to [-20, 20], here it is
+    [-87, 88].
+
+    Args:
+        old_logprobs: [N] float32, of the trainer before the update, nats.
+        rollout_logprobs: [N] float32, of the sampler, nats.
+        lengths: [B] int64, tokens of each response; their sum is N.
+        level: with delta the difference of the two, token: exp(delta); sequence: exp(sum of delta over the response);
+            geometric: exp(mean of delta), the length-normalised ratio.
+
+    Returns:
+        w, [N] float32.
     """
     assert old_logprobs.shape == rollout_logprobs.shape == (int(lengths.sum()),) and lengths.dim() == 1
     delta = old_logprobs - rollout_logprobs
@@ -124,10 +133,20 @@ def outside_ratio(ratios: Tensor, low: float, high: float) -> Tensor:
 def beyond_divergence(
     old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Tensor, estimator: str, level: str, above: float
 ) -> Tensor:
-    """Find tokens whose estimate of KL(rollout || old) in nats is greater than `above`, [N] bool.
+    """Find tokens whose estimate of KL(rollout || old) is too large.
 
-    k2 = delta^2 / 2 or k3 = exp(delta) - 1 - delta, of the token, or its sum, mean or maximum over the response.
     verl's `rollout_rs` of the names token_k2, seq_sum_k3, seq_mean_k3, seq_max_k3 and so on.
+
+    Args:
+        old_logprobs: [N] float32, of the trainer before the update, nats.
+        rollout_logprobs: [N] float32, of the sampler, nats.
+        lengths: [B] int64, tokens of each response; their sum is N.
+        estimator: with delta the difference of the two, k2: delta^2 / 2; k3: exp(delta) - 1 - delta.
+        level: of the token, or the sum, mean or maximum (max) over its response.
+        above: the largest estimate that is not too large, nats.
+
+    Returns:
+        [N] bool; at a level of responses all tokens of a response alike.
     """
     assert old_logprobs.shape == rollout_logprobs.shape == (int(lengths.sum()),) and lengths.dim() == 1
     log_ratio = (rollout_logprobs - old_logprobs).to(torch.float64)

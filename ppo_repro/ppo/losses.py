@@ -11,9 +11,16 @@ from ppo_repro.ppo.objectives import float32
 def value_losses(
     new_values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return 1/2 max((V - R)^2, (V_old + clip(V - V_old, -eps, eps) - R)^2) [n] float32, and where the clip decides.
+    """Return 1/2 max((V - R)^2, (V_old + clip(V - V_old, -eps, eps) - R)^2), and where the clip decides.
 
-    The gradient is exactly zero where the second branch is strictly larger. `clip_range` None: 1/2 (V - R)^2.
+    Args:
+        new_values: V, [n] float32, differentiable; its gradient is exactly zero where the second branch is larger.
+        old_values: V_old before the update, [n] float32.
+        returns: R, [n] float32.
+        clip_range: eps; None: 1/2 (V - R)^2.
+
+    Returns:
+        The losses [n] float32, not reduced, and [n] bool, true where the second branch is strictly larger.
     """
     assert new_values.shape == old_values.shape == returns.shape == (new_values.numel(),)
     clipped = torch.zeros(new_values.shape, dtype=torch.bool)

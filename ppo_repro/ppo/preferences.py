@@ -49,10 +49,19 @@ def bradley_terry_losses(chosen_scores: Tensor, rejected_scores: Tensor) -> Tens
 def dpo_margins(
     chosen_logprobs: Tensor, rejected_logprobs: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float
 ) -> Tensor:
-    """Return the implicit reward of y_w minus that of y_l, per pair, [P], in the dtype of the log-probs.
+    """Return the implicit reward of y_w minus that of y_l, per pair. Rafailov et al., 2023, eq. 5.
 
-    The implicit reward of a response is beta (log pi - log ref), up to a constant of the prompt. Rafailov et al.,
-    2023, eq. 5.
+    The implicit reward of a response is beta (log pi - log ref), up to a constant of the prompt.
+
+    Args:
+        chosen_logprobs: [P], log pi of y_w, nats; float64 from `sequence_logprobs`.
+        rejected_logprobs: [P], log pi of y_l.
+        ref_chosen: [P], log ref of y_w.
+        ref_rejected: [P], log ref of y_l.
+        beta: weight of the implicit KL penalty.
+
+    Returns:
+        The margins [P], in the dtype of the log-probs.
     """
     assert chosen_logprobs.shape == rejected_logprobs.shape == (chosen_logprobs.numel(),)
     assert ref_chosen.shape == ref_rejected.shape == chosen_logprobs.shape

@@ -25,9 +25,16 @@ def word_lengths(word_ids: Tensor, lengths: Tensor) -> Tensor:
 
 
 def place_scores(scores: Tensor, lengths: Tensor, word_ids: Tensor, placement: str) -> Tensor:
-    """Place scores [B] float64 on the tokens of their responses, [N] float64; a response's tokens sum to its score.
+    """Place scores on the tokens of their responses; a response's tokens sum to its score.
 
-    last: all on the last token. word_ends: in equal parts on the last token of every word (`word_ids` [N]).
+    Args:
+        scores: [B] float64.
+        lengths: [B] int64, tokens of each response; their sum is N.
+        word_ids: [N] int64, the word of each token, counted within its response.
+        placement: last: all on the last token; word_ends: in equal parts on the last token of every word.
+
+    Returns:
+        The placed scores, [N] float64.
     """
     assert scores.shape == lengths.shape == (len(scores),) and word_ids.shape == (int(lengths.sum()),)
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
@@ -39,11 +46,18 @@ def place_scores(scores: Tensor, lengths: Tensor, word_ids: Tensor, placement: s
 
 
 def charge_penalties(penalties: Tensor, lengths: Tensor, word_ids: Tensor, charge: str) -> Tensor:
-    """Charge the KL penalties [N] float32 of the tokens, [N] float32.
+    """Charge the KL penalties of the tokens to their own or to other tokens of their response.
 
-    token: each on its own token. word: the sum of a word on its last token. length_normalized: each divided by
-    the length of its response, so that a response pays its mean. last_sum, last_mean: sum or mean of a response
-    on its last token.
+    Args:
+        penalties: [N] float32, kl_coef times the KL of each token.
+        lengths: [B] int64, tokens of each response; their sum is N.
+        word_ids: [N] int64, the word of each token, counted within its response.
+        charge: token: each on its own token. word: the sum of a word on its last token. length_normalized: each
+            divided by the length of its response, so that a response pays its mean. last_sum, last_mean: sum or mean
+            of a response on its last token.
+
+    Returns:
+        The charged penalties, [N] float32.
     """
     assert penalties.shape == word_ids.shape == (int(lengths.sum()),) and lengths.dim() == 1
     if charge == "token":

@@ -205,7 +205,17 @@ def dpo_losses_of(
     mode: str,
     padding: str,
 ) -> LossesOf:
-    """Return the function from some pairs to their DPO losses."""
+    """Return the function from some pairs to their DPO losses.
+
+    Args:
+        policy: is trained.
+        pairs: P pairs.
+        reference: [2, P] float64, the frozen model's log-probs of all pairs, nats, computed once.
+        beta: weight of the implicit KL penalty.
+        temperature: that logits are divided by.
+        mode: deterministic or native numerics.
+        padding: right, left or none; for native numerics.
+    """
 
     def losses_of(chunk: list[int], slots: Ints) -> tuple[Tensor, Tensor]:
         logprobs = _pair_logprobs(policy, [pairs[i] for i in chunk], temperature, mode, padding, slots)

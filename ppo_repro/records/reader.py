@@ -80,9 +80,18 @@ def read_table(
     verify: bool = True,
     allow_incomplete: bool = False,
 ) -> pd.DataFrame:
-    """Read the rows of some iterations of one table, by default all that were recorded; `verify` compares digests.
+    """Read the rows of some iterations of one table, bit for bit.
 
-    Raises UserError on anything missing, unknown or damaged.
+    Args:
+        name: of the table, as in ppo_repro/records/README.md.
+        run_dir: the run folder.
+        iterations: from 0; None: all that were recorded.
+        columns: names; None: all.
+        verify: compare every file with its digest.
+        allow_incomplete: read runs that are not complete.
+
+    Raises:
+        UserError: anything is missing, unknown or damaged.
     """
     folder = Path(run_dir)
     recorded = open_manifest(folder, allow_incomplete)

@@ -60,10 +60,20 @@ def murmur_hash32(words: list[Tensor]) -> Tensor:
 
 
 def disturbed(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: float, sigma: float) -> Tensor:
-    """Return logits + temperature sigma z, float32 [n, V], rounded once; z is `normal_noise` of the token's id.
+    """Return logits + temperature sigma z, rounded once, with z the `normal_noise` of the token's id.
 
-    It imitates a sampler whose logits / temperature have an error of standard deviation sigma. To first
+    The sum imitates a sampler whose logits / temperature have an error of standard deviation sigma. To first
     order in sigma^2, KL(sampler || model) and KL(model || sampler) are both sigma^2 / 2 (1 - sum_v p_v^2) nats.
+
+    Args:
+        logits: [n, V] float32.
+        seeds: [n] int64, of the responses.
+        positions: [n] int64, of the last input token.
+        temperature: that logits are divided by.
+        sigma: standard deviation of the error.
+
+    Returns:
+        The disturbed logits, [n, V] float32.
     """
     offsets = normal_noise(seeds, positions, logits.shape[-1]) * (temperature * sigma)
     return (logits.to(torch.float64) + offsets).to(torch.float32)
@@ -82,9 +92,15 @@ def biased(logits: Tensor, seed: int, temperature: float, size: float) -> Tensor
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling, mode: str) -> Sample:
     """Sample one token per row: argmax over eligible v of log p_v + gumbel(seed, position, column_v).
 
-    logits float32 [n, V]; seeds, positions int64 [n], the position being that of the last input token.
-    The column is the token id, or the token's rank where top-k/top-p cut, as in SGLang. With a `mismatch_sigma`
-    everything is computed from `disturbed` logits, which are used nowhere else.
+    The column is the token id, or the token's rank where top-k/top-p cut, as in SGLang.
+
+    Args:
+        logits: [n, V] float32.
+        seeds: [n] int64, of the responses.
+        positions: [n] int64, of the last input token.
+        sampling: temperature and cuts. With a `mismatch_sigma` everything is computed from `disturbed` logits, which
+            are used nowhere else.
+        mode: deterministic or native numerics.
     """
     temperature = sampling.temperature
     if sampling.mismatch_sigma:

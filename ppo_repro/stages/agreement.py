@@ -54,9 +54,14 @@ def differing(a: Tensor, b: Tensor) -> Tensor:
 
 
 def require_same_bits(iteration: int, lengths: Tensor, left: Column, right: Column, tokens: Tensor) -> None:
-    """Raise UnequalBits where two columns [M] differ in any bit.
+    """Raise UnequalBits where two columns differ in any bit.
 
-    `tokens` [M] int64: which of all tokens of the sequences, whose `lengths` are [B].
+    Args:
+        iteration: for the message.
+        lengths: [B] int64, tokens of each sequence.
+        left: name and values [M] float32.
+        right: likewise.
+        tokens: [M] int64, index of the values into all tokens of the sequences.
     """
     rows = differing(left[1], right[1]).nonzero()[:, 0]
     if not len(rows):

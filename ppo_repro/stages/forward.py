@@ -64,10 +64,16 @@ class PolicyPass(NamedTuple):
 
 @torch.no_grad()
 def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks: Ranks) -> ForwardPass:
-    """Score every response token by policy, reference and value model, `forward_micro_batch` sequences at a time.
+    """Score every response token by policy, reference and value model, before any update.
 
     Each rank scores its own sequences and gets all scores. The packed weights of the reference are freed before a value
     model of its own is packed: the weights of all three together would be the most that a run needs.
+
+    Args:
+        state: the networks; nothing changes.
+        rollout: the responses as the trainer received them, N tokens.
+        config: `layout.forward_micro_batch` sequences are scored at a time.
+        ranks: the processes of the run.
     """
     mine = torch.tensor(ranks.mine(len(rollout.lengths)), dtype=torch.int64)
     layout = config.layout
@@ -192,9 +198,18 @@ def kl_terms_of(
 
 
 def in_chunks(compute: OfRows, hidden: Tensor, rows: Rows, vocab_size: int) -> tuple[Tensor, ...]:
-    """Apply `compute` to hidden states [n, H], LOGITS_AT_ONCE elements of logits at a time, and join its tensors.
+    """Apply a function to hidden states, LOGITS_AT_ONCE elements of logits at a time, and join its tensors.
 
     If there are several chunks, a backward pass computes each again, in order, and holds the logits of one.
+
+    Args:
+        compute: takes hidden states [r, H], the slice of the n rows, and their places; returns tensors [r, ...].
+        hidden: [n, H].
+        rows: sequence and position of each row.
+        vocab_size: V, which decides the rows of a chunk.
+
+    Returns:
+        Tensors [n, ...].
     """
     chunks = rows.pieces(max(1, LOGITS_AT_ONCE // vocab_size))
     if len(chunks) == 1:

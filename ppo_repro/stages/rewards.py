@@ -37,7 +37,16 @@ def judge(
     samples: Sequence[Sample],
     ranks: Ranks,
 ) -> Judgement:
-    """Judge responses. Each rank runs the reward model on its share; everything else is computed on one rank."""
+    """Judge responses. Each rank runs the reward model on its share; everything else is computed on one rank.
+
+    Args:
+        config: gives the layout.
+        task: gives judge and reward model.
+        prompts: [B] token ids, ragged.
+        responses: [B] token ids of whole episodes, ragged.
+        samples: [B] the same responses as text, for verifiers and the user's functions.
+        ranks: the processes of the run.
+    """
     scores: list[float] = []
     if task.reward_model is not None:
         mine = ranks.mine(len(prompts))
@@ -68,7 +77,13 @@ def sample_of(
 ) -> Sample:
     """Collect what is judged of a response: the model's own words, with the special tokens that rewards look for.
 
-    `ids`: the sampled tokens; `text`: of all tokens; `episode`: None if the response is one turn.
+    Args:
+        task: gives tokenizer, problems and what rewards look for.
+        key: of the prompt.
+        ids: the sampled tokens.
+        text: of all tokens, the environment's included.
+        finish_reason: stop or length.
+        episode: all turns; None if the response is one turn.
     """
     turns: Sequence[str] = (text,) if episode is None else episode.turns
     if episode is None and not task.spelled.isdisjoint(ids):

@@ -111,7 +111,17 @@ def generate(
     seeds: Sequence[int],
     ranks: Ranks,
 ) -> list[Answered]:
-    """Generate one answer to each problem, in their order; each rank generates its own, with the turns between."""
+    """Generate one answer to each problem, in their order; each rank generates its own, with the turns between.
+
+    Args:
+        config: gives stop texts and limits of episodes.
+        task: gives prompts, tokenizer and the environment's step.
+        engine: samples.
+        problems: one a response.
+        sampling: temperature, cuts and largest length.
+        seeds: one a response.
+        ranks: the processes of the run; every one returns all answers.
+    """
     mine = ranks.mine(len(problems))
     requests = [Request(task.prompt_ids[problems[i].key], seeds[i]) for i in mine]
     if task.step is None and not config.rollout.stop:

@@ -151,7 +151,18 @@ def _rejected(entry: Rejection, old: Tensor, sampled: Tensor, lengths: Tensor) -
 
 
 def minibatches(sequences: int, size: int, seed: int, iteration: int, epoch: int) -> list[Tensor]:
-    """Cut a shuffle of 0..sequences-1 into minibatches, each sorted. Every epoch has its own shuffle."""
+    """Cut a shuffle of 0..sequences-1 into minibatches, each sorted.
+
+    Args:
+        sequences: responses of the iteration.
+        size: responses of a minibatch.
+        seed: of the run; every iteration and epoch has a shuffle of its own.
+        iteration: from 0.
+        epoch: from 0.
+
+    Returns:
+        Indices of responses, int64 [size] each; the last minibatch may have fewer.
+    """
     order = torch.from_numpy(permutation(sequences, "minibatches", seed, iteration, epoch))
     return [chunk.sort().values for chunk in order.split(size)]
 
@@ -176,7 +187,15 @@ class Minibatch:
 def minibatch_of(
     config: RunConfig, batch: TrainingBatch, sequences: Tensor, step: tuple[int, int, int], ranks: Ranks | None
 ) -> Minibatch:
-    """Cut `sequences` out of a batch; `step` is iteration, epoch and number. `ranks` None: no micro-batches."""
+    """Cut the minibatch of one step out of the batch.
+
+    Args:
+        config: gives aggregation of the loss, and the layout.
+        batch: the N tokens of the iteration.
+        sequences: [S] int64, the responses of the minibatch, rising.
+        step: iteration, epoch and number of the minibatch.
+        ranks: gives this rank's share of the micro-batches; None: no micro-batches.
+    """
     rollout, layout = batch.rollout, config.layout
     tokens = rollout.tokens_of(sequences)
     in_losses = None if batch.in_losses is None else batch.in_losses[tokens]

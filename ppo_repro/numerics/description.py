@@ -147,7 +147,7 @@ def describe(trunk: PreTrainedModel) -> Description:
         norm=norm,
         qk_norm=qk_norm,
         activation=ACTIVATIONS[activation_of(config)[1]],
-        gated=not layer_norms,
+        gated=len(names.up) == 2,
         parallel=family == "gpt_neox" and bool(config.use_parallel_residual),
         experts=0 if mixture is None else len(mixture.gate.weight),
         chosen=0 if mixture is None else int(mixture.gate.top_k),

@@ -13,7 +13,7 @@ from torch import Tensor
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.numerics.interface import Ints, ints
 
-BLOCK = 128  # of the law: positions of a chain in the gradient of a weight
+BLOCK = 128  # rule 2: positions of a chain in the gradient of a weight
 
 
 @dataclass(frozen=True)

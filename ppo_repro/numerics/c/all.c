@@ -2,10 +2,18 @@
 // "definition: rows.norm" is the function `norm` of ../definition/rows.py, which computes the same bits. All
 // functions are static: one compiler sees all. To begin, read interface.h, then tiles.c, then model.c.
 //
-// Where is a sum, so that its order is a rule? Products (rule 1): one chain in the innermost tile, tiles.c.
-// Gradients of weights (rule 2): blocks and slots, gradients.c. Rows (rule 3): IN_LANES and join_lanes.
-// Attention (rule 4): attention.c. Norm of all gradients (rule 3): gradient_squares. Experts (rule 7):
-// combine_row and add_experts_row. Mass of top-p: cut_row. There is no other sum.
+// Where is a sum, so that its order is a rule?
+//   rule 1  products, gradients of inputs         tile in tiles.c
+//   rule 2  gradients of weights                  chain_block and close_slots in gradients.c
+//           of norm weights and biases            column_chain and column_sums_task in gradients.c
+//           of embeddings                         table_gradient_row in gradients.c
+//           the slots of several backward passes  join_row in optimizer.c
+//   rule 3  norms, softmax, dot products          IN_LANES and join_lanes
+//           norm of all gradients                 squares_row and gradient_squares in optimizer.c
+//   rule 4  attention                             exponentials and add_queries_to_keys in attention.c; tile
+//   rule 7  experts                               combine_row and add_experts_row in experts.c
+//   rule 8  mass of top-p                         cut_row in tokens.c
+// What is left adds two numbers: a bias, a residual, a position, the two uses of one weight.
 //
 // Names: m model, l layer, b batch, s what a layer saved, a the struct of a row function; t token, h head, d
 // element of a head, n outputs or width, k terms of a product, v vocabulary, e expert, i and j in loops; in

@@ -120,7 +120,7 @@ typedef struct {
   float *out;            // [tokens][hidden]
 } Combination;
 
-// out = x2 + chain of weight y over the token's experts
+// Rule 7, definition: experts.mixture: out = x2 + chain of weight y over the token's experts
 ROW(combine_row, Combination) {
   const int n = a->hidden;
   const float *x2 = a->x2 + (long)row * n;
@@ -168,8 +168,8 @@ typedef struct {
   float *d_router;  // [tokens][experts]
 } RouteBackward;
 
-// dz = p (g - sum p g), with g = dy . y of an expert of the token and 0 of another one. `memory`: p and g,
-// [experts] each
+// Rule 7, definition: experts.mixture_backward: dz = p (g - sum p g), with g = dy . y of an expert of the
+// token and 0 of another one. `memory`: p and g, [experts] each
 ROW(route_backward_row, RouteBackward) {
   const int n = a->normalised ? a->chosen : a->experts;
   const int *route = a->route + (long)row * a->chosen;

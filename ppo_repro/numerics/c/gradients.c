@@ -164,8 +164,8 @@ static void pack_gradient_task(void *argument, int index) {
 
 // One block into a tile: dy [terms][ROWS], x [terms][16], parts [parts][ROWS][16]. The chain joins its slot's
 // sum in part 0, which is empty if the slot `begins` with this block. If the slot ends with it, the sum goes
-// on through the subtrees before the slot, as in close_slots, without leaving the registers. definition:
-// gradients.weight_addends
+// on through the subtrees before the slot, as in close_slots, without leaving the registers.
+// definition: gradients.weight_addends
 INLINE void chain_block(const float *restrict dy, const float *restrict x, int terms, float *restrict parts,
                         int begins, int ends, int slot) {
   Wide acc[ROWS] = {0};
@@ -225,9 +225,12 @@ static void weight_gradient_panel(const WeightGradient *a, int panel, int s0, in
         const float *dy = a->strips + ((long)s * b->rows + b->start[i]) * ROWS;
         const float *x_block = x + (long)b->start[i] * COLS;
         chain_block(dy, x_block, b->length[i], parts, begins_slot(b, i), ends_slot(b, i), b->slot[i]);
-        // The next block begins a slot of its own, which starts from nothing. After the last block the slot
-        // that stays open may have no rows here; part 0 must not keep the closed slot's sum for it.
-        if (b->slot[i + 1] > b->slot[i] + (i + 1 < b->count)) {
+        // Part 0 still has the sum of a slot that ended. The next block begins its slot from nothing, so the
+        // sum does no harm there. It must go where empty slots follow, which are closed as zeros, and after
+        // the last block, where store_parts takes part 0 for the slot that stays open.
+        int empty_slots_follow = b->slot[i + 1] > b->slot[i] + 1;
+        int is_last = i + 1 == b->count;
+        if (empty_slots_follow || (is_last && ends_slot(b, i))) {
           zero_floats(parts, ROWS * COLS);
           close_slots(parts, b->slot[i] + 1, b->slot[i + 1], ROWS * COLS);
         }

@@ -1,6 +1,6 @@
 // The interface of the kernels: every number, struct and function that Python sees. `interface.py` reads this
-// text with cffi, so it has declarations alone and no line for the preprocessor; `kernels.h` includes it
-// once, for C.
+// text with cffi, so it has declarations alone and no line for the preprocessor; `operations.h` includes
+// it once, for C.
 //
 // Shapes stand in brackets, e.g. [tokens][hidden], the last index running fastest. All arrays are contiguous.
 // A pointer belongs to the caller, who keeps its memory alive while a call runs. Nothing here may be called

@@ -157,8 +157,9 @@ INLINE void rotate(const float *x, const float *cosine, const float *sine, const
 // ----------------------------------------------------------------------------------------------- activations
 
 // Rule 5, definition: rows.activate. A new activation is a value of ActivationKind in interface.h, a
-// case in `activation` and in `activation_slope`, a line in OF_KIND, and a name in description.py; the
-// definition has it too.
+// case in `activation` and in `activation_slope`, a line in OF_KIND, the upper bound in validity.c, a name
+// in description.py, and a case in definition/rows.py with its name in definition/model.py. test_kernels.py
+// then draws it, and test_validity.py counts it.
 
 #define ROOT_HALF 0.707106781f
 #define ROOT_2_PI 0.797884561f         // sqrt(2 / pi)
@@ -166,23 +167,31 @@ INLINE void rotate(const float *x, const float *cosine, const float *sine, const
 #define CUBIC 0.044715f
 
 INLINE float activation(const ActivationKind kind, float x) {
-  if (kind == ACT_SILU) return x * sigmoid32(x);
-  if (kind == ACT_GELU) return 0.5f * x * (1.0f + erf32(x * ROOT_HALF));
-  return 0.5f * x * (1.0f + tanh32(ROOT_2_PI * fma32(CUBIC * x * x, x, x)));
+  switch (kind) {  // without a default, so that the compiler names a kind that is missing
+    case ACT_SILU: return x * sigmoid32(x);
+    case ACT_GELU: return 0.5f * x * (1.0f + erf32(x * ROOT_HALF));
+    case ACT_GELU_TANH: return 0.5f * x * (1.0f + tanh32(ROOT_2_PI * fma32(CUBIC * x * x, x, x)));
+  }
+  __builtin_unreachable();
 }
 
 INLINE float activation_slope(const ActivationKind kind, float x) {
-  if (kind == ACT_SILU) {
-    float s = sigmoid32(x);
-    return s * fma32(x, 1.0f - s, 1.0f);
+  switch (kind) {
+    case ACT_SILU: {
+      float s = sigmoid32(x);
+      return s * fma32(x, 1.0f - s, 1.0f);
+    }
+    case ACT_GELU: {
+      float cdf = 0.5f * (1.0f + erf32(x * ROOT_HALF));
+      return fma32(x * INVERSE_ROOT_2PI, exp32(-0.5f * x * x), cdf);
+    }
+    case ACT_GELU_TANH: {
+      float t = tanh32(ROOT_2_PI * fma32(CUBIC * x * x, x, x));
+      float inner_slope = ROOT_2_PI * fma32(3.0f * CUBIC * x, x, 1.0f);
+      return fma32(0.5f * x * (1.0f - t * t), inner_slope, 0.5f * (1.0f + t));
+    }
   }
-  if (kind == ACT_GELU) {
-    float share = 0.5f * (1.0f + erf32(x * ROOT_HALF));
-    return fma32(x * INVERSE_ROOT_2PI, exp32(-0.5f * x * x), share);
-  }
-  float t = tanh32(ROOT_2_PI * fma32(CUBIC * x * x, x, x));
-  float inner_slope = ROOT_2_PI * fma32(3.0f * CUBIC * x, x, 1.0f);
-  return fma32(0.5f * x * (1.0f - t * t), inner_slope, 0.5f * (1.0f + t));
+  __builtin_unreachable();
 }
 
 #define OF_KIND(function)                                       \

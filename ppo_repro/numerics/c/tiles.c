@@ -1,5 +1,5 @@
 // Tiles: small matrix products whose sums stay in registers. Products, gradients of weights and attention are
-// loops over tiles; rule 1 is stated here alone.
+// loops over tiles. Rule 1 is stated here; chain_block in gradients.c has the same chain over positions.
 //
 // Rule 1: y[i][j] = sum over k of x[i][k] w[k][j]. The terms are cut into blocks of BLOCK. A block is one
 // chain acc = fma(x, w, acc) from +0 by rising k, and the blocks are added in order, y = y + block from y =

@@ -16,11 +16,11 @@ from transformers.pytorch_utils import Conv1D
 from ppo_repro.numerics.definition.elementary import Array
 from ppo_repro.numerics.definition.model import Layer, Matrix, Model, NormWeights, rotary_tables
 from ppo_repro.numerics.description import LayerParts, describe
+from ppo_repro.numerics.interface import names
 from ppo_repro.numerics.rotary import inverse_frequencies
 
-# by the numbers of the enums of kernels.h
-NORMS, QK_NORMS = ("rms", "rms_offset", "layer"), ("none", "head", "whole")
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+NORMS, QK_NORMS = names("NormKind", "NORM_"), names("QkNormKind", "QK_NORM_")
+ACTIVATIONS = names("ActivationKind", "ACT_")
 SAME = (
     *("heads", "kv_heads", "head_dim", "eps", "embedding_scale", "gated", "parallel"),
     *("padding", "chosen", "normalised", "q_at", "q_step", "k_at", "k_step", "v_at", "v_step"),

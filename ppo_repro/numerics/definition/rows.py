@@ -91,5 +91,7 @@ def activate(kind: str, x: Array) -> tuple[Array, Array]:
         t = tanh32(root * fma((cubic * x) * x, x, x))
         slope = root * fma((F(3) * cubic) * x, x, F(1))
         return half * (F(1) + t), fma(half * (F(1) - t * t), slope, F(0.5) * (F(1) + t))
-    sigma = sigmoid32(x)
-    return x * sigma, sigma * fma(x, F(1) - sigma, F(1))
+    if kind == "silu":
+        sigma = sigmoid32(x)
+        return x * sigma, sigma * fma(x, F(1) - sigma, F(1))
+    raise ValueError(f"the activation {kind!r} is not defined")

@@ -70,7 +70,7 @@ static void multiply_keys(const float *x, long x_row, int rows, const float *pan
         .terms = least(BLOCK, head_dim - d),
         .first = d == 0,
     };
-    multiply_panels(block, (int)round16(end - begin));
+    multiply_panels(&block, (int)round16(end - begin));
   }
 }
 
@@ -90,7 +90,7 @@ static void multiply_values(const float *p, long ld, int rows, const float *valu
         .terms = least(BLOCK, end - j),
         .first = j == begin,
     };
-    multiply_rows(block, head_dim);
+    multiply_rows(&block, head_dim);
   }
 }
 
@@ -209,7 +209,7 @@ static void add_queries_to_keys(const float *x, long ld, int query0, int query1,
         .rows = key1 - key0,
         .terms = query1 - from,
     };
-    multiply_rows(block, head_dim);
+    multiply_rows(&block, head_dim);
   }
 }
 

@@ -50,23 +50,28 @@ typedef struct {
   int cols;
 } Elements;
 
+INLINE void load_part(const float *level, Elements e, float *part) {
+  for (int i = 0; i < e.rows; i++) copy_floats(part + i * COLS, level + e.at + i * e.ld, e.cols);
+}
+
+INLINE void store_part(float *level, Elements e, const float *part) {
+  for (int i = 0; i < e.rows; i++) copy_floats(level + e.at + i * e.ld, part + i * COLS, e.cols);
+}
+
 INLINE void load_parts(const Sums *s, Elements e, float *parts, const int height) {
   zero_floats(parts, parts_of(s) * height * COLS);
-  for (int part = 0; part <= s->levels; part++) {
-    if (!part_waits(part, s->first, s->open)) continue;
-    for (int i = 0; i < e.rows; i++)
-      copy_floats(parts + (part * height + i) * COLS, s->level[part] + e.at + i * e.ld, e.cols);
-  }
+  for (int part = 0; part <= s->levels; part++)
+    if (part_waits(part, s->first, s->open)) load_part(s->level[part], e, parts + part * height * COLS);
 }
 
 // Of a whole minibatch, the last part is the tree of all slots, and the gradient.
 INLINE void store_parts(const Sums *s, Elements e, const float *parts, const int height) {
-  for (int part = 0; part <= s->levels; part++) {
-    if (is_whole(s) ? part : !part_waits(part, s->last, s->stays_open)) continue;
-    int from = is_whole(s) ? s->levels + 1 : part;
-    for (int i = 0; i < e.rows; i++)
-      copy_floats(s->level[part] + e.at + i * e.ld, parts + (from * height + i) * COLS, e.cols);
+  if (is_whole(s)) {
+    store_part(s->level[0], e, parts + (s->levels + 1) * height * COLS);
+    return;
   }
+  for (int part = 0; part <= s->levels; part++)
+    if (part_waits(part, s->last, s->stays_open)) store_part(s->level[part], e, parts + part * height * COLS);
 }
 
 // ---------------------------------------------------------------------------------------------------- blocks

@@ -92,7 +92,7 @@ INLINE void forward_tiles(const Product *a, int k0, int row0, int row1, int pane
       .terms = least(BLOCK, a->terms - k0),
       .first = k0 == 0,
   };
-  multiply_panels(block, least(a->columns, panel1 * COLS) - panel0 * COLS);
+  multiply_panels(&block, least(a->columns, panel1 * COLS) - panel0 * COLS);
 }
 
 // + bias, + residual
@@ -185,7 +185,7 @@ static void input_gradient_block(const Product *a, int row0, int row1, int panel
           .terms = terms,
           .first = n0 == 0,
       };
-      multiply_panels(block, least(a->columns, panel1 * COLS) - panel0 * COLS);
+      multiply_panels(&block, least(a->columns, panel1 * COLS) - panel0 * COLS);
     }
   }
 }

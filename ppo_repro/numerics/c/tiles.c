@@ -32,11 +32,11 @@ typedef struct {
   int first;       // this block is the first of its sum, which begins at +0; what y held is forgotten
 } Tile;
 
-// `rows` and `panels` are constants where this is inlined, as the steps may be: then all sums are registers.
-INLINE void tile(const Tile *a, long x_step, long w_step, const int rows, const int panels) {
+// The columns of the block from w and y on. `rows` and `panels` are constants where this is inlined, as the
+// steps may be: then all sums are registers.
+INLINE void tile(const Tile *a, const float *restrict w, float *restrict y, long x_step, long w_step,
+                 const int rows, const int panels) {
   const float *restrict x = a->x;
-  const float *restrict w = a->w;
-  float *restrict y = a->y;
   const long x_row = a->x_row;
   const long w_panel = a->w_panel;
   const long y_row = a->y_row;
@@ -59,9 +59,9 @@ INLINE void tile(const Tile *a, long x_step, long w_step, const int rows, const 
 }
 
 // One copy of `tile` for each number of rows
-#define CASE(r, x_step, w_step, panels)   \
-  case r:                                 \
-    tile(a, x_step, w_step, r, panels);   \
+#define CASE(r, x_step, w_step, panels)       \
+  case r:                                     \
+    tile(a, w, y, x_step, w_step, r, panels); \
     break;
 #define CASES_TO_6(x_step, w_step, panels) \
   CASE(1, x_step, w_step, panels)          \
@@ -83,7 +83,7 @@ INLINE void tile(const Tile *a, long x_step, long w_step, const int rows, const 
 #endif
 
 // 16 PANELS columns of packed w: x_step is 1, w_step is 16
-static void wide_tile(const Tile *a) {
+static void wide_tile(const Tile *a, const float *w, float *y) {
   switch (a->rows) {
     CASES_TO_6(1, COLS, PANELS)
     CASES_TO_12(1, COLS, PANELS)
@@ -91,7 +91,7 @@ static void wide_tile(const Tile *a) {
 }
 
 // 16 columns, any steps
-static void narrow_tile(const Tile *a) {
+static void narrow_tile(const Tile *a, const float *w, float *y) {
   const long x_step = a->x_step;
   const long w_step = a->w_step;
   switch (a->rows) {
@@ -101,47 +101,50 @@ static void narrow_tile(const Tile *a) {
 }
 
 // `cols` < 16 columns of y; w has 16. The tile goes through a copy of y that has 16.
-static void ragged_tile(const Tile *a, int cols) {
+static void ragged_tile(const Tile *a, const float *w, float *y, int cols) {
   float copy[ROWS * COLS];
   Tile to_copy = *a;
-  to_copy.y = copy;
   to_copy.y_row = COLS;
   for (int i = 0; i < a->rows; i++)
-    for (int j = 0; j < COLS; j++) copy[i * COLS + j] = a->first || j >= cols ? 0.0f : a->y[i * a->y_row + j];
-  narrow_tile(&to_copy);
-  for (int i = 0; i < a->rows; i++) copy_floats(a->y + i * a->y_row, copy + i * COLS, cols);
+    for (int j = 0; j < COLS; j++) copy[i * COLS + j] = a->first || j >= cols ? 0.0f : y[i * a->y_row + j];
+  narrow_tile(&to_copy, w, copy);
+  for (int i = 0; i < a->rows; i++) copy_floats(y + i * a->y_row, copy + i * COLS, cols);
 }
 
 // `cols` columns of y, any number, where w is packed in panels: w_step is 16, x_step is 1, and every panel
 // has 16 columns in memory, also the last one.
-static void multiply_panels(Tile a, int cols) {
+static void multiply_panels(const Tile *a, int cols) {
+  const float *w = a->w;
+  float *y = a->y;
   for (; cols >= PANELS * COLS; cols -= PANELS * COLS) {
-    wide_tile(&a);
-    a.w += PANELS * a.w_panel;
-    a.y += PANELS * COLS;
+    wide_tile(a, w, y);
+    w += PANELS * a->w_panel;
+    y += PANELS * COLS;
   }
   for (; cols >= COLS; cols -= COLS) {
-    narrow_tile(&a);
-    a.w += a.w_panel;
-    a.y += COLS;
+    narrow_tile(a, w, y);
+    w += a->w_panel;
+    y += COLS;
   }
-  if (cols > 0) ragged_tile(&a, cols);
+  if (cols > 0) ragged_tile(a, w, y, cols);
 }
 
 // `cols` columns of y, any number, where w lies in rows of any distance. A last part of less than 16 columns
 // is copied, so that nothing is read beyond it.
-static void multiply_rows(Tile a, int cols) {
+static void multiply_rows(const Tile *a, int cols) {
+  const float *w = a->w;
+  float *y = a->y;
   for (; cols >= COLS; cols -= COLS) {
-    narrow_tile(&a);
-    a.w += COLS;
-    a.y += COLS;
+    narrow_tile(a, w, y);
+    w += COLS;
+    y += COLS;
   }
   if (cols < 1) return;
   float panel[BLOCK * COLS] = {0};
-  for (int k = 0; k < a.terms; k++) copy_floats(panel + k * COLS, a.w + k * a.w_step, cols);
-  a.w = panel;
-  a.w_step = COLS;
-  ragged_tile(&a, cols);
+  Tile in_panel = *a;
+  in_panel.w_step = COLS;
+  for (int k = 0; k < a->terms; k++) copy_floats(panel + k * COLS, w + k * a->w_step, cols);
+  ragged_tile(&in_panel, panel, y, cols);
 }
 
 // Any number of rows is cut into strips of nearly equal height, at most ROWS: the row at which strip s

@@ -21,7 +21,7 @@ from ppo_repro.config.section import (
     Schedule,
     Section,
     Whitening,
-    with_usual,
+    with_default_kinds,
 )
 
 # w = pi_old / pi_rollout below: of a token, of its whole response (the product over its tokens), or the geometric mean
@@ -365,5 +365,5 @@ class PPOConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _usual_objective(cls, tree: Any) -> Any:
-        return with_usual(tree, (("objective", "kind", "clip"),))
+    def _fill_in_kind(cls, tree: Any) -> Any:
+        return with_default_kinds(tree, (("objective", "kind", "clip"),))

@@ -18,8 +18,12 @@ from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
 from ppo_repro.config.yaml_text import describe_value
 
 LIMITS = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}
-UNSEEN = 1e5  # a limit that nobody reaches is not shown
+SHOWN_BELOW = 1e5  # a limit that nobody reaches is not shown
 WORDS = {bool: "true, false", int: "whole number", float: "number", str: "text", NoneType: "null"}
+
+MAX_MISTAKES = 30  # lines that are printed; a screen holds no more
+# of each kind of file a field that no other kind has, and the command that takes the file
+COMMANDS = {"rollout": "run", "environment": "control", "dpo": "dpo", "axes": "grid", "base": "grid"}
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ def _allowed(annotation: Any, limits: Sequence[Any] = ()) -> str:
     if origin is tuple:
         return f"list of {_allowed(inner[0])}"
     seen = [(word, getattr(x, name)) for name, word in LIMITS.items() for x in limits if hasattr(x, name)]
-    numbers = [f" {word} {limit:g}" for word, limit in seen if limit < UNSEEN and annotation in (int, float)]
+    numbers = [f" {word} {limit:g}" for word, limit in seen if limit < SHOWN_BELOW and annotation in (int, float)]
     return WORDS.get(annotation, "mapping") + "".join(numbers)
 
 
@@ -93,11 +97,6 @@ def text(section: str | None = None) -> list[str]:
             default = f"default {field['default']}" if field["default"] else "must be given"
             lines += [f"  {field['name']}: {field['allowed']}; {default}", f"      {field['meaning']}"]
     return lines[1:]
-
-
-MAX_MISTAKES = 30  # mistakes that are told; a screen holds no more
-# of each kind of file a field that no other kind has, and the command that takes the file
-COMMANDS = {"rollout": "run", "environment": "control", "dpo": "dpo", "axes": "grid", "base": "grid"}
 
 
 def mistakes(model: type[BaseModel], tree: dict[str, Any], error: ValidationError) -> list[str]:

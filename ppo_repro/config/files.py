@@ -28,7 +28,7 @@ Model = TypeVar("Model", bound=BaseModel)
 MODELS: dict[Kind, type[RunConfig | ControlConfig | DPOConfig]]
 MODELS = {LANGUAGE: RunConfig, CONTROL: ControlConfig, DPO: DPOConfig}
 ENGINE_KIND = "rollout.engine.kind"
-PYTHON = "rollout.engine.python"  # a program, and no input
+INTERPRETER = "rollout.engine.python"  # a program, and no input
 _PACKAGE = Path(__file__).parent.parent
 
 
@@ -168,7 +168,7 @@ def dump_yaml(config: Section) -> str:
     return write_yaml(config.model_dump(mode="json"))
 
 
-FOLDER = "inputs"  # of a run folder
+INPUTS_FOLDER = "inputs"  # of a run folder
 LARGEST_COPY = 64_000_000  # bytes
 
 
@@ -185,17 +185,17 @@ def gather(config: Experiment) -> Inputs:
     """Read the digest of every input; UserError if a file cannot be read. What is not there is refused elsewhere."""
     tree, copies, digests = config.model_dump(mode="json"), dict[str, Path](), dict[str, str]()
     for field, section, name in path_fields(tree):
-        if field == PYTHON:
+        if field == INTERPRETER:
             continue
         text, colon, function = section[name].rpartition(":")
         is_function = colon and text.endswith(".py")
         file = Path(text if is_function else section[name])
         if file.is_file() and file.stat().st_size <= LARGEST_COPY:
-            digest, copy = digest_of(file), f"{FOLDER}/{file.name}"
+            digest, copy = digest_of(file), f"{INPUTS_FOLDER}/{file.name}"
             number = 1
             while digests.get(copy, digest) != digest:  # another file of that name
                 number += 1
-                copy = f"{FOLDER}/{file.stem}-{number}{file.suffix}"
+                copy = f"{INPUTS_FOLDER}/{file.stem}-{number}{file.suffix}"
             copies[copy], digests[copy] = file, digest
             section[name] = f"{copy}:{function}" if is_function else copy
         else:

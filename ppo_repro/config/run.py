@@ -39,7 +39,7 @@ from ppo_repro.config.section import (
     Threads,
     Width,
     not_on_device,
-    with_usual,
+    with_default_kinds,
 )
 from ppo_repro.config.tasks import (
     ColumnAdditionTask,
@@ -51,13 +51,13 @@ from ppo_repro.config.tasks import (
     TaskConfig,
     TrainedRewardModel,
     Verifier,
-    with_usual_terms,
+    with_verifier_term,
 )
 
 Context = Annotated[int, Field(ge=2, le=32768)]
 
 # what a group of fields is when it does not say: (group, field, value)
-USUAL = (("kl", "placement", "reward"), ("advantages", "kind", "gae"), ("value", "kind", "separate"))
+DEFAULT_KINDS = (("kl", "placement", "reward"), ("advantages", "kind", "gae"), ("value", "kind", "separate"))
 
 
 class TinyModel(Section):
@@ -156,8 +156,8 @@ class RunConfig(Experiment):
 
     @model_validator(mode="before")
     @classmethod
-    def _usual_variants(cls, tree: Any) -> Any:
-        return with_usual_terms(with_usual(tree, USUAL))
+    def _fill_in_kinds(cls, tree: Any) -> Any:
+        return with_verifier_term(with_default_kinds(tree, DEFAULT_KINDS))
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:

@@ -1,4 +1,7 @@
-"""The base of every group of configuration fields, of a whole configuration, and the groups that change no result."""
+"""`Section`, the base of every group of configuration fields, and `Experiment`, the base of a whole configuration.
+
+Types of numbers, names and paths come first; sections that change no result (layout, records, checkpoints) come last.
+"""
 
 from __future__ import annotations
 
@@ -72,12 +75,12 @@ def short_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def with_usual(tree: Any, usual: Sequence[tuple[str, str, str]]) -> Any:
+def with_default_kinds(tree: Any, defaults: Sequence[tuple[str, str, str]]) -> Any:
     """Fill default fields into a tree: for each (group, field, value), where the group leaves the field out."""
     if not isinstance(tree, dict):
         return tree
     tree = dict(tree)
-    for group, field, value in usual:
+    for group, field, value in defaults:
         if isinstance(tree.get(group), dict):
             tree[group] = {field: value, **tree[group]}
     return tree

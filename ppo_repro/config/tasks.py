@@ -149,16 +149,21 @@ class RewardConfig(Section):
         return next((t for t in self.terms if isinstance(t, RewardModelFolder | TrainedRewardModel)), None)
 
 
-class GeneratedTask(Section):
-    """Problems made here, for models that read plain text and answer in one turn."""
+class AnyTask(Section):
+    """What every task has."""
 
+    turns: ClassVar[int] = 1  # most turns of the model in an episode
     num_eval_prompts: Count = Field(description="Prompts held out of training and used for evaluation.")
 
+
+class GeneratedTask(AnyTask):
+    """Problems made here, for models that read plain text and answer in one turn."""
+
+    # not for the user to choose, as they are in a TextTask
     chat_template: ClassVar[bool] = False
     system_prompt: ClassVar[str | None] = None
     answer_extraction: ClassVar[AnswerExtraction] = "exact"
     control_tokens: ClassVar[str] = "refuse"
-    turns: ClassVar[int] = 1
 
 
 class ArithmeticTask(GeneratedTask):
@@ -186,11 +191,9 @@ class ColumnAdditionTask(GeneratedTask):
         return self
 
 
-class TextTask(Section):
+class TextTask(AnyTask):
     """What every task of somebody else's prompts has."""
 
-    turns: ClassVar[int] = 1
-    num_eval_prompts: Count = Field(description="Prompts held out of training and used for evaluation.")
     chat_template: bool = Field(False, description="Render each prompt as a user's turn of the chat template.")
     system_prompt: str | None = Field(None, min_length=1, description="System turn of the template; null: none.")
     answer_extraction: AnswerExtraction = Field(
@@ -254,7 +257,7 @@ class PythonTask(TextTask):
 TaskConfig = ArithmeticTask | ColumnAdditionTask | JsonlTask | ReasoningGymTask | PythonTask
 
 
-def with_usual_terms(tree: Any) -> Any:
+def with_verifier_term(tree: Any) -> Any:
     """Let a task with a verifier of its own be judged by it, if the tree of a run gives no reward terms."""
     if not isinstance(tree, dict) or not isinstance(tree.get("task"), dict):
         return tree

@@ -39,7 +39,7 @@ def located_tree(
     check_config(run_dir, recorded)
     tree: dict[str, Any] = files.read_tree(run_dir / CONFIG_NAME)
     for name, digest in recorded.inputs.items():
-        if name.startswith(f"{files.FOLDER}/"):
+        if name.startswith(f"{files.INPUTS_FOLDER}/"):
             try:
                 check_file(run_dir / name, digest)
             except UserError as error:

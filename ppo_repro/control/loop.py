@@ -205,9 +205,16 @@ def compute_advantages(config: ControlConfig, rollout: Rollout, forward: Forward
 def update(
     state: ControlState, rollout: Rollout, forward: ForwardPass, advantages: Advantages, config: ControlConfig
 ) -> Iterator[MinibatchUpdate]:
-    """Take all optimizer steps of one iteration, in order; changes the weights in `state`.
+    """Take all optimizer steps of one iteration, in order.
 
     A step is on surrogate - entropy_coef entropy + value_coef value loss, mean over the minibatch.
+
+    Args:
+        state: its weights change in place.
+        rollout: N steps of all copies of the environment.
+        forward: log-probs and values before the first step.
+        advantages: advantages and value targets.
+        config: the run's configuration.
     """
     ppo, agent, raw, index = config.ppo, state.agent, advantages.raw_advantages, state.iteration
     learning_rate = ppo.learning_rate * rate_factor(ppo.learning_rate_schedule, index, ppo.iterations, 0)

@@ -87,6 +87,13 @@ def make_model(config: TinyModel, vocab_size: int, max_context: int, eos_token_i
     """Make a float32 model whose weights are a pure function of `seed`, the same bits on every machine.
 
     Matrices are bell-shaped with standard deviation 1/sqrt(fan-in), embeddings with 0.1; norms are 1.
+
+    Args:
+        config: sizes of the model.
+        vocab_size: tokens of its tokenizer.
+        max_context: longest prompt plus response, tokens.
+        eos_token_id: the end token.
+        seed: of the run.
     """
     source = tiny_config(config, vocab_size, max_context, eos_token_id)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(source, trust_remote_code=False)

@@ -106,10 +106,21 @@ def pairs_by_rule(
     label_noise: float,
     seed: int,
 ) -> list[Preference]:
-    """Make `count` pairs that prefer the right answer to a wrong one, or with probability `label_noise` the reverse.
+    """Make pairs that prefer the right answer to a wrong one, or with probability `label_noise` the reverse.
 
     A pair is a function of seed, prompt key and how often the prompt was drawn before. With noise p a Bradley-Terry
-    model has a finite optimum, score differences of log((1 - p) / p). Raises UserError where answers are not numbers.
+    model has a finite optimum, score differences of log((1 - p) / p).
+
+    Args:
+        problems: to draw from, with numbers as answers.
+        prompt_ids: token ids of each prompt, by key.
+        tokenizer: encodes the answers.
+        count: number of pairs.
+        label_noise: p.
+        seed: of the run.
+
+    Raises:
+        UserError: answers are not numbers.
     """
     digits = _digits_of(problems)
     pairs = []

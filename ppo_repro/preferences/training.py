@@ -68,10 +68,20 @@ def preference_steps(
     epoch: int,
     losses_of: LossesOf,
 ) -> Iterator[PreferenceStep]:
-    """Train `model` in place for one epoch, on the mean loss of each minibatch of `count` pairs, shuffled by seed.
+    """Train `model` in place for one epoch, on the mean loss of each minibatch of pairs, shuffled by seed.
 
     Losses are not reduced in autograd: the backward pass of each pair starts from 1 / P, P the pairs of the minibatch.
-    `micro_batch`: sequences per backward pass, 0 for the minibatch; changes no result in deterministic numerics.
+
+    Args:
+        model: policy or reward model.
+        optimizer: of the model.
+        count: pairs to train on.
+        minibatch_size: pairs per optimizer step; the last step may have fewer.
+        micro_batch: sequences per backward pass, two a pair; 0: the whole minibatch. Changes no result in deterministic
+            numerics.
+        seed: of the run.
+        epoch: from 0; every epoch has a shuffle of its own.
+        losses_of: returns losses and margins [m] of m pairs.
     """
     order = torch.from_numpy(permutation(count, "preference minibatches", seed, epoch))
     for number, minibatch in enumerate(order.split(minibatch_size)):
@@ -185,9 +195,17 @@ def _pair_logprobs(
 def pair_logprobs(
     policy: PreTrainedModel, pairs: Sequence[Preference], temperature: float, mode: str, layout: LayoutConfig
 ) -> Tensor:
-    """Compute log pi(y | x) of the preferred and of the other response of each pair, nats, float64 [2, P].
+    """Compute log pi(y | x) of the preferred and of the other response of each pair, in micro-batches.
 
-    Under the whole distribution softmax(logits / temperature), in micro-batches.
+    Args:
+        policy: the model, in training or frozen.
+        pairs: P pairs.
+        temperature: log-probs are of the whole distribution softmax(logits / temperature).
+        mode: deterministic or native numerics.
+        layout: gives padding and the size of micro-batches.
+
+    Returns:
+        [2, P] float64, nats, without gradients.
     """
     by_chunk = [
         _pair_logprobs(policy, [pairs[i] for i in chunk], temperature, mode, layout.padding)

@@ -236,9 +236,14 @@ def _steps(item: Iteration, config: RunConfig) -> Columns:
 
 
 def agreement(rollout: Any, forward: Any, tokens: Tensor, ratios: Tensor, new_values: Tensor | None) -> Columns:
-    """Count what may not differ: log-probs of sampler and trainer; ratios of the first minibatch and 1; values.
+    """Count what may not differ: log-probs of sampler and trainer, ratios of the first minibatch and 1, values.
 
-    `tokens`, `ratios` and `new_values` are of that minibatch, before any optimizer step.
+    Args:
+        rollout: of a language or control run.
+        forward: of the same iteration.
+        tokens: [M] int64, the tokens of the first minibatch.
+        ratios: [M] float32, before any optimizer step.
+        new_values: [M] float32, likewise; None without a value model.
     """
     old, sampled, values = forward.old_logprobs, rollout.rollout_logprobs, forward.values
     return {

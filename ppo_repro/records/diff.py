@@ -125,7 +125,14 @@ def from_recorded(
 def first_table_difference(table: schema.Table, left: pa.Table, right: pa.Table, iteration: int) -> Difference | None:
     """Find the lowest row of the first column whose bits differ, of the columns that both sides have.
 
-    Raises ValueError on values of another type.
+    Args:
+        table: the schema.
+        left: rows of one run.
+        right: rows of the other run.
+        iteration: for the report of the difference.
+
+    Raises:
+        ValueError: values are of another type than the schema's.
     """
     if difference := _count_difference(table.name, iteration, ROWS, left.num_rows, right.num_rows):
         return difference

@@ -61,7 +61,16 @@ def judge(
 def compute_rewards(
     config: RunConfig, task: Task, rollout: Rollout, forward: ForwardPass, kl_coef: float, ranks: Ranks
 ) -> Rewards:
-    """Judge the responses, place the scores on tokens, charge the KL penalty, whiten."""
+    """Judge the responses, place the scores on tokens, charge the KL penalty, whiten.
+
+    Args:
+        config: the run's configuration.
+        task: gives judge and reward model.
+        rollout: B responses.
+        forward: gives the log-probs of policy and reference.
+        kl_coef: weight of the KL penalty in this iteration.
+        ranks: each runs the reward model on its share.
+    """
     ids = [rollout.whole(sequence) for sequence in range(len(rollout.lengths))]
     episodes = rollout.episodes or [None] * len(ids)
     of_each = zip(

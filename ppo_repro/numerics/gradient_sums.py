@@ -85,12 +85,14 @@ class SlotSums:
         """Where the backward pass of this block adds the gradients of its sequences.
 
         `slots` [S + 1]: the slot of each of its S sequences, and of the sequence after them; the number of slots if no
-        sequence follows. PromiseBroken if a sequence comes after a later one.
+        sequence follows. PromiseBroken if a sequence comes after a later one, ValueError if there is none.
         """
         *own, last = (int(slot) for slot in slots)
-        if own and own[0] < self._slot:
+        if not own:
+            raise ValueError("a backward pass without sequences")
+        if own[0] < self._slot:
             raise PromiseBroken(f"a sequence of slot {own[0]} comes after those of slot {self._slot}")
-        stays_open = own[-1] == last if own else self._is_open and last == self._slot
+        stays_open = own[-1] == last
         first, is_open = self._slot, self._is_open
         self._slot, self._is_open = last, stays_open
         yield self._sums(first, is_open, last, stays_open)

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from ppo_repro.base.errors import PromiseBroken
 from ppo_repro.base.ranks import ALONE, Ranks
 from ppo_repro.models.networks import ValueModel
 from ppo_repro.numerics.definition import linear as linear_definition
@@ -69,7 +70,7 @@ def finished(sums: Sequence[GradientSums]) -> list[dict[str, Tensor]]:
     """The gradients that each rank has after the exchange."""
     if len(sums) == 1:
         return [sums[0].finish(ALONE)]
-    board, barrier = [None] * len(sums), Barrier(len(sums))
+    board, barrier = [None] * len(sums), Barrier(len(sums), timeout=60)
     with ThreadPoolExecutor(len(sums)) as pool:
         ranks = [Thread(rank, len(sums), board, barrier) for rank in range(len(sums))]
         return list(pool.map(GradientSums.finish, sums, ranks))
@@ -100,9 +101,10 @@ counts = st.integers(1, MOST) | st.integers(SLOTS + 1, MOST)  # from 9 on a slot
 
 @st.composite
 def splits(draw: st.DrawFn, count: int) -> Split:
-    """Any split of `count` sequences."""
+    """Any split of `count` sequences; ranks without sequences where these are few."""
     ends = draw(st.lists(st.booleans(), min_size=count - 1, max_size=count - 1))
-    return Split(draw(st.sampled_from((1, 1, 1, 1, 2, 4, 8))), frozenset(np.flatnonzero(ends) + 1))
+    ranks = draw(st.sampled_from((1, 2, 4, 8) if count <= SLOTS else (1, 1, 1, 1, 2, 4, 8)))
+    return Split(ranks, frozenset(i + 1 for i, end in enumerate(ends) if end))
 
 
 def total_of(shape: tuple[int, ...], addends: Sequence[Addends]) -> Array:
@@ -130,8 +132,8 @@ def rows_of_sequences(draw: st.DrawFn) -> tuple[list[Array], Split]:
 
 
 @settings(max_examples=100, deadline=None)
-@given(rows_of_sequences(), st.sampled_from((1, 7, 12, 25)), st.sampled_from((1, 5, 16, 33)))
-def test_gradients_of_a_layer_are_the_definition(drawn: tuple[list[Array], Split], n: int, k: int) -> None:
+@given(rows_of_sequences(), st.sampled_from((1, 7, 12, 25)), st.sampled_from((1, 5, 16, 33)), st.booleans())
+def test_gradients_of_a_layer_are_the_definition(drawn: tuple[list[Array], Split], n: int, k: int, used: bool) -> None:
     """A head, a layer of a control network, one expert: any rows of any sequences, and a bias of its own."""
     positions, split = drawn
     rng, layer, alone = np.random.default_rng(n + k), nn.Linear(k, n), nn.Parameter(torch.zeros(n))
@@ -139,13 +141,16 @@ def test_gradients_of_a_layer_are_the_definition(drawn: tuple[list[Array], Split
     every = []
     for passes in split.passes(len(positions)):
         sums = GradientSums([*layer.named_parameters(), ("alone", alone)], SLOTS // split.ranks)
-        for part, slots in passes:
-            sequence = np.repeat(np.arange(len(part)), [len(positions[i]) for i in part])
-            rows = Rows(ints(sequence), ints(np.concatenate([positions[i] for i in part])), slots)
-            y = linear(torch.from_numpy(np.concatenate([x[i] for i in part])), layer, rows)
-            gradient = torch.from_numpy(np.concatenate([d[i] for i in part]))
-            y.backward(gradient)
-            add_to_bias(alone, gradient, rows)
+        # the minibatch before this one ended without its last pass
+        for factor, done in ((3.0, passes[:-1]), (1.0, passes)) if used else ((1.0, passes),):
+            sums.begin()
+            for part, slots in done:
+                sequence = np.repeat(np.arange(len(part)), [len(positions[i]) for i in part])
+                rows = Rows(ints(sequence), ints(np.concatenate([positions[i] for i in part])), slots)
+                y = linear(torch.from_numpy(np.concatenate([x[i] for i in part])), layer, rows)
+                gradient = torch.from_numpy(np.concatenate([d[i] for i in part])) * factor
+                y.backward(gradient)
+                add_to_bias(alone, gradient, rows)
         every.append(sums)
     parts: list[Contributions] = [{} for _ in positions]
     matrix = Matrix(array(layer.weight), array(layer.bias))
@@ -156,6 +161,23 @@ def test_gradients_of_a_layer_are_the_definition(drawn: tuple[list[Array], Split
         for ours, name in (("weight", "m.w"), ("bias", "m.bias"), ("alone", "alone")):
             expected = total_of(tuple(gradients[ours].shape), [grads[name] for grads in parts])
             assert_same(array(gradients[ours]), expected, name)
+
+
+def test_a_pass_whose_sequences_are_none_or_come_too_late_is_refused() -> None:
+    bias = nn.Parameter(torch.zeros(1))
+    sums = GradientSums([("bias", bias)], SLOTS)
+
+    def add(*slots: int) -> None:
+        sequences = np.arange(len(slots) - 1)
+        add_to_bias(bias, torch.ones(len(sequences), 1), Rows(ints(sequences), ints(0 * sequences), ints(slots)))
+
+    add(0, 3, 3)
+    with pytest.raises(PromiseBroken, match="a sequence of slot 2 comes after those of slot 3"):
+        add(2, 4)
+    with pytest.raises(ValueError, match="a backward pass without sequences"):
+        add(4)
+    add(3, 8)
+    assert sums.finish()["bias"] == 3
 
 
 # ------------------------------------------------------------------------------------------------------------- models
@@ -244,20 +266,29 @@ class Subject:
         return totals
 
     def by_kernels(
-        self, minibatch: Sequence[Sequence[int]], split: Split, recompute: bool = False, at_once: int = 1 << 24
+        self,
+        minibatch: Sequence[Sequence[int]],
+        split: Split,
+        recompute: bool = False,
+        at_once: int = 1 << 24,
+        used: bool = False,
     ) -> list[dict[str, Array]]:
-        """The same on each rank as training computes it; `at_once`: rows of logits in memory."""
+        """The same on each rank as training computes it.
+
+        `at_once`: rows of logits in memory. `used`: before, the sums had a minibatch whose last pass did not come.
+        """
         every = []
         for passes in split.passes(len(minibatch)):
-            every.append(GradientSums(self.module.named_parameters(), SLOTS // split.ranks))
-            for part, slots in passes:
-                sizes = [len(minibatch[i]) for i in part]
-                self._pass(
-                    [i for g in part for i in minibatch[g]],
-                    ints([*np.repeat(slots[:-1], sizes), slots[-1]]),
-                    recompute,
-                    at_once,
-                )
+            sums = GradientSums(self.module.named_parameters(), SLOTS // split.ranks)
+            for groups, done in (
+                ((minibatch[::-1], passes[:-1]), (minibatch, passes)) if used else ((minibatch, passes),)
+            ):
+                sums.begin()
+                for part, slots in done:
+                    sizes = [len(groups[i]) for i in part]
+                    of_each = ints([*np.repeat(slots[:-1], sizes), slots[-1]])
+                    self._pass([i for g in part for i in groups[g]], of_each, recompute, at_once)
+            every.append(sums)
         flat = [np.concatenate([array(g[name]).ravel() for name in self.shapes]) for g in finished(every)]
         return [{name: x[where] for name, where in self.where.items()} for x in flat]
 
@@ -284,16 +315,23 @@ def minibatches(draw: st.DrawFn) -> tuple[list[list[int]], Split]:
     return draw(st.lists(one, min_size=count, max_size=count)), draw(splits(count))
 
 
-ANY_CASE = {"drawn": minibatches(), "recompute": st.booleans(), "at_once": st.sampled_from((1, 5, 1 << 24))}
+ANY_CASE = {
+    "drawn": minibatches(),
+    "recompute": st.booleans(),
+    "at_once": st.sampled_from((1, 5, 1 << 24)),
+    "used": st.booleans(),
+}
 
 
-def assert_gradients(number: int, drawn: tuple[list[list[int]], Split], recompute: bool, at_once: int) -> None:
+def assert_gradients(
+    number: int, drawn: tuple[list[list[int]], Split], recompute: bool, at_once: int, used: bool
+) -> None:
     of, (minibatch, split) = subject(number), drawn
     expected = of.by_definition(minibatch)
     (whole,) = of.by_kernels(minibatch, WHOLE)
     for name, x in expected.items():
         assert_same(whole[name], x, f"{name}, one backward pass")
-    for rank, found in enumerate(of.by_kernels(minibatch, split, recompute, at_once)):
+    for rank, found in enumerate(of.by_kernels(minibatch, split, recompute, at_once, used)):
         for name, x in expected.items():
             assert_same(found[name], x, f"{name}, rank {rank} of {split}")
 

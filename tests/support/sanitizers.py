@@ -39,7 +39,7 @@ def compile_sanitized(folder: Path, variant: build.Variant = FASTEST.variants[0]
 def run_sanitized(path: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run `python ARGUMENTS` at the top of the checkout, where `path` is the library that the plugin loads."""
     environment = os.environ | {
-        "LD_PRELOAD": str(RUNTIME),
+        "LD_PRELOAD": f"{RUNTIME} {find_library('stdc++')}",  # with it first, C++ exceptions of torch reach the runtime
         "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter keeps memory to its end
         "OMP_NUM_THREADS": "1",
         _LIBRARY: str(path),

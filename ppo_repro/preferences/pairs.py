@@ -13,7 +13,7 @@ from ppo_repro.base.json_lines import read_lines, text_field
 from ppo_repro.base.output import shown
 from ppo_repro.base.seeding import permutation, words
 from ppo_repro.tasks.problems import Problem, make_problem
-from ppo_repro.tasks.tokenizer import decode
+from ppo_repro.tasks.tokenizer import decode, token_ids
 
 MISTAKES = ("digit", "truncated", "too_long")
 
@@ -82,7 +82,7 @@ def _digits_of(problems: Sequence[Problem]) -> str:
 
 def _response(tokenizer: PreTrainedTokenizerBase, text: str, where: str = "") -> Ids:
     """Return the tokens of a response with an end token. Raises UserError if the tokenizer cannot spell it."""
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = token_ids(tokenizer, text, add_special_tokens=False)
     if decode(tokenizer, ids) != text or tokenizer.eos_token_id is None:
         raise UserError(
             f"{where}the tokenizer cannot spell the response '{shown(text)}' with an end token; use another model"

@@ -12,7 +12,7 @@ from ppo_repro.base.output import say, shown
 from ppo_repro.config.run import RunConfig
 from ppo_repro.rollout.engine import Completion
 from ppo_repro.tasks.problems import Problem, chat_of, refuse_control_tokens, rendered, row_of
-from ppo_repro.tasks.tokenizer import decode, full_text
+from ppo_repro.tasks.tokenizer import decode, full_text, token_ids
 from ppo_repro.tasks.user_code import UserFunction
 
 _MARK = "ppo7repro7mark"  # stands for the model's turn while a chat template is taken apart
@@ -88,7 +88,7 @@ class Conversations:
         refuse_control_tokens(self.tokenizer, task, f"{where}: step returned a text for {of_prompt} that", text)
         said.append(text)
         before, after = self._around
-        ids = tuple(self.tokenizer(f"{before}{text}{after}", add_special_tokens=False)["input_ids"])
+        ids = token_ids(self.tokenizer, f"{before}{text}{after}", add_special_tokens=False)
         if before and ids[:1] == (turns[-1][-1],):  # what ends the model's turn, if the model has sampled it
             ids = ids[1:]
         if len(ids) >= longest:
@@ -125,7 +125,7 @@ class Conversations:
         )
 
     def _read(self, text: str) -> str:
-        return full_text(self.tokenizer, self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return full_text(self.tokenizer, token_ids(self.tokenizer, text, add_special_tokens=False))
 
     def turns_of(self, index: int, completion: Completion) -> tuple[str, ...]:
         """Return the texts of all turns of a completion, the model's first."""

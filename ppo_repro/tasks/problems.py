@@ -209,6 +209,8 @@ def encoder(tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> Callable[[P
 
     Raises UserError if a chat template is missing or leaves something out, and for control tokens in a prompt.
     """
+    from ppo_repro.tasks.tokenizer import token_ids
+
     if task.chat_template and not tokenizer.chat_template:
         raise UserError("task.chat_template = true: this tokenizer has no chat template; set it to false")
 
@@ -217,11 +219,11 @@ def encoder(tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> Callable[[P
         for turn in turns:
             refuse_control_tokens(tokenizer, task, f"prompt '{shown(problem.key)}'", turn["content"])
         if not task.chat_template:
-            return tuple(tokenizer(problem.prompt)["input_ids"])
+            return token_ids(tokenizer, problem.prompt)
         text = rendered(tokenizer, turns)
         if task.system_prompt is not None and task.system_prompt.strip() not in text:
             raise UserError("task.system_prompt: this tokenizer's chat template leaves it out; remove it")
-        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return token_ids(tokenizer, text, add_special_tokens=False)
 
     return encode
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import shown
 from ppo_repro.buffers import Spans
 
 PAD, EOS = "<pad>", "<eos>"
@@ -65,6 +67,18 @@ def _without_merges(tokens: Sequence[str]) -> Tokenizer:
 
 def _fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+    """The tokens of a text; UserError if the tokenizer fails at it."""
+    try:
+        return tuple(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+    except (KeyboardInterrupt, MemoryError):
+        raise
+    except BaseException as error:  # a part of the tokenizer's file may be missing, and Rust's panics are no Exception
+        raise UserError(
+            f"the tokenizer cannot encode '{shown(text)}' ({shown(str(error))}); save the model's own beside it"
+        ) from error
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], spelled: frozenset[int] = frozenset()) -> str:

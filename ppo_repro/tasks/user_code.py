@@ -108,7 +108,7 @@ class UserFunction:
     line: str  # `:LINE` where it begins; "" if unknown
     call: str  # the convention by which the child calls it
     options: Mapping[str, Any]
-    seconds: float = CALL_SECONDS  # of wall time for one row
+    seconds: float | None = None  # of wall time for one row; None: CALL_SECONDS
 
     @property
     def where(self) -> str:
@@ -121,10 +121,11 @@ class UserFunction:
         `seed`: of the global generators before each call. UserError names field, file, line and prompt if the function
         raises, returns what it must not, takes too long, or ends its process.
         """
+        seconds = CALL_SECONDS if self.seconds is None else self.seconds
         if self.call == "scores":
-            seconds = max(self.seconds, _SECONDS_PER_TRANSCRIPT * len(rows))
+            seconds = max(seconds, _SECONDS_PER_TRANSCRIPT * len(rows))
             return list(self._ask([{"transcripts": list(rows)}], seed, seconds)[0])
-        return self._ask(rows, seed, self.seconds)
+        return self._ask(rows, seed, seconds)
 
     def _ask(self, rows: Sequence[Mapping[str, Any]], seed: int, seconds: float) -> list[Any]:
         def lost(row: int, how: str) -> str:

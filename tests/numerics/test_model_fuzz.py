@@ -17,7 +17,7 @@ import torch
 
 import ppo_repro
 from ppo_repro.base.errors import UserError
-from ppo_repro.numerics import families, network, rotary
+from ppo_repro.numerics import families, network
 from tests.support.models import CONFIGS, MIXTURES, small_model, unequal
 from tests.support.sanitizers import RUNTIME, compile_sanitized, run_sanitized
 
@@ -39,6 +39,10 @@ NAMES = {
     "num_experts_per_tok": (1, 2, 3, 4, 0),
     "moe_intermediate_size": SIZES,
     "n_inner": (None, *SIZES),
+    "n_embd": SIZES,
+    "n_head": (1, 2, 3, 4, 8),
+    "n_layer": (1, 2, 3),
+    "n_positions": (1, 16, 33, 64),
     "rms_norm_eps": (1e-6, 1e-6, 0.0, -1.0, float("nan"), 1e-38, 0.1),
     "layer_norm_epsilon": (1e-5, 1e-5, 0.0, float("inf")),
     "layer_norm_eps": (1e-5, 1e-5, 0.0, float("inf")),
@@ -55,7 +59,6 @@ NAMES = {
     "scale_attn_by_inverse_layer_idx": (True, False),
     "use_sliding_window": (True, False),
 }
-ALIASES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 
 
 def drawn(seed: int) -> tuple[str, dict[str, Any]]:
@@ -122,7 +125,6 @@ def unchecked() -> None:
     """Take the checks of models away."""
     network._refuse_fault = lambda model, config: None
     families.check_ranges = lambda fields, where: None
-    rotary.rotating = lambda config: families.head_dim(config) // 2 * 2 + 2
 
 
 def test_a_few_configurations_are_refused_or_compute_equal_bits() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ from ppo_repro.records.inputs import FIXED
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.verify import verify
 from tests.support.cli import Cli, one_line
+from tests.support.disk import recorded
 from tests.support.language import fork, rerun, resume, run
 from tests.support.paths import TINY
 from tests.support.resume import Snapshots, require_as_uninterrupted
@@ -37,6 +39,20 @@ def test_a_fork_that_changes_nothing_is_its_origin(origin: Path, tmp_path: Path)
     forked = fork(origin, tmp_path, 2)
     require_as_uninterrupted(forked, origin)
     assert first_difference(origin, forked) is None and forked.name != origin.name
+
+
+def test_a_fork_is_on_the_disk_before_it_has_its_name_and_its_models_before_they_are_listed(
+    origin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a power cut leaves of it: right after it got its name, and around its end."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    (tmp_path / "disk").mkdir()
+    with recorded(tmp_path / "disk") as disk:
+        name = fork(origin, tmp_path / "disk", 2).relative_to(tmp_path / "disk")
+    named = [state for state in disk.states if str(name) in state.content]
+    assert len(named) > 40
+    for number, state in enumerate([*named[:10], *named[-10:]]):
+        verify(state.write(tmp_path / str(number)) / name)
 
 
 def test_a_finished_run_goes_on_as_if_it_had_been_longer(origin: Path, tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ import pandas as pd
 from analysis.report.figures import ClipBounds
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective
-from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
+from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.dpo import DPOConfig
+from ppo_repro.config.run import RunConfig
 from ppo_repro.config.yaml_text import parse_yaml
 from ppo_repro.records import reader
 from ppo_repro.records.folder import (

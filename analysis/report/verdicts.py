@@ -11,8 +11,9 @@ from analysis.mismatch.parity import Parity
 from analysis.report.facts import Facts
 from analysis.report.markup import number, share
 from analysis.report.page import Verdict
+from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.rollout import SamplerFaults, TrainerFaults
-from ppo_repro.config.run import ControlConfig, RunConfig
+from ppo_repro.config.run import RunConfig
 from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.runs.summary import has_answers
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from ppo_repro.base.watcher import Watcher
+from ppo_repro.config.control import ControlConfig, NetworkConfig
 from ppo_repro.config.files import read_tree, validated
-from ppo_repro.config.run import ControlConfig, NetworkConfig
 from ppo_repro.control.environments import Environments
 from ppo_repro.control.networks import Agent
 from ppo_repro.numerics.optimizer import weights_digest

@@ -19,7 +19,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say
 from ppo_repro.config.algorithm import KLInLoss, LoraConfig, SeparateValue
-from ppo_repro.config.run import ControlConfig, DPOConfig, ModelFolder, RunConfig
+from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.dpo import DPOConfig
+from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.config.tasks import RewardModelFolder
 from ppo_repro.models.load import read_model_config
 from ppo_repro.models.lora import choose_layers, shape_of

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ppo_repro.base.seeding import sample_seed
+from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.run import RunConfig, TinyModel
-from ppo_repro.config.section import LayoutConfig
 from ppo_repro.config.tasks import TrainedRewardModel
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import checkpoint_gradients, policy_logits, value_predictions

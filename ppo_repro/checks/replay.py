@@ -18,8 +18,8 @@ from torch import Tensor
 from ppo_repro import buffers
 from ppo_repro.base.errors import PromiseBroken, UserError
 from ppo_repro.config.algorithm import KLInLoss, KLInReward
+from ppo_repro.config.layout import RecordsConfig
 from ppo_repro.config.run import RunConfig
-from ppo_repro.config.section import RecordsConfig
 from ppo_repro.faults.trainer import with_loss_mask
 from ppo_repro.loop import policy_loss, value_loss
 from ppo_repro.records import manifest, reader

@@ -226,20 +226,6 @@ class GroupAdvantages(Section):
 AdvantagesConfig = Annotated[GaeAdvantages | GroupAdvantages, Field(discriminator="kind")]
 
 
-class ExpertsConfig(Section):
-    """A router and its experts in place of every MLP."""
-
-    family: Literal["qwen3_moe", "mixtral", "olmoe"] = Field(description="Which transformers class the policy has.")
-    count: Annotated[int, Field(ge=2, le=1024)] = Field(description="Experts in each layer, each of intermediate_size.")
-    per_token: Count = Field(description="Experts that compute a token; at most count.")
-
-    @model_validator(mode="after")
-    def _enough_experts(self) -> Self:
-        if self.per_token > self.count:
-            raise ValueError(f"per_token = {self.per_token} must be at most count = {self.count}")
-        return self
-
-
 class LoraConfig(Section):
     """Low-rank adapters instead of full weights; all forward passes use the merged weights. Hu et al., 2021."""
 

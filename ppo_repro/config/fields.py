@@ -14,7 +14,9 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import closest, did_you_mean
-from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
+from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.dpo import DPOConfig
+from ppo_repro.config.run import RunConfig
 from ppo_repro.config.yaml_text import describe_value
 
 LIMITS = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}

@@ -14,8 +14,10 @@ from pydantic import BaseModel, ValidationError
 
 from ppo_repro.base.errors import Mistakes, UserError
 from ppo_repro.base.files import file_digest
+from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.fields import command_of, mistakes
-from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
+from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import Experiment, Section, canonical_json, short_digest
 from ppo_repro.config.yaml_text import parse_yaml, read_yaml, write_yaml
 

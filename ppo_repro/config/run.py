@@ -1,4 +1,4 @@
-"""The whole configurations of language, control and DPO runs: frozen, strict. `config.files` reads them."""
+"""The configuration of a language run: frozen, strict. `config.files` reads it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from ppo_repro.config.algorithm import (
     AdaptiveClipObjective,
     AdvantagesConfig,
-    ExpertsConfig,
     GaeAdvantages,
     KLConfig,
     KLInReward,
@@ -20,25 +19,19 @@ from ppo_repro.config.algorithm import (
     SeparateValue,
     ValueConfig,
 )
+from ppo_repro.config.layout import CheckpointConfig, LayoutConfig, RecordsConfig, not_on_device
 from ppo_repro.config.rollout import MismatchConfig, RolloutConfig
 from ppo_repro.config.section import (
-    CheckpointConfig,
     Count,
     Experiment,
     Fraction,
     Index,
     Layers,
-    LayoutConfig,
-    NonNegative,
     NumericsMode,
     PathText,
     Positive,
-    RecordsConfig,
-    Schedule,
     Section,
-    Threads,
     Width,
-    not_on_device,
     with_default_kinds,
 )
 from ppo_repro.config.tasks import (
@@ -58,6 +51,20 @@ Context = Annotated[int, Field(ge=2, le=32768)]
 
 # what a group of fields is when it does not say: (group, field, value)
 DEFAULT_KINDS = (("kl", "placement", "reward"), ("advantages", "kind", "gae"), ("value", "kind", "separate"))
+
+
+class ExpertsConfig(Section):
+    """A router and its experts in place of every MLP."""
+
+    family: Literal["qwen3_moe", "mixtral", "olmoe"] = Field(description="Which transformers class the policy has.")
+    count: Annotated[int, Field(ge=2, le=1024)] = Field(description="Experts in each layer, each of intermediate_size.")
+    per_token: Count = Field(description="Experts that compute a token; at most count.")
+
+    @model_validator(mode="after")
+    def _enough_experts(self) -> Self:
+        if self.per_token > self.count:
+            raise ValueError(f"per_token = {self.per_token} must be at most count = {self.count}")
+        return self
 
 
 class TinyModel(Section):
@@ -267,120 +274,3 @@ def _task(config: RunConfig) -> Iterator[str]:
         yield "reward.terms of kind steps need task.kind = column_addition, whose steps are known"
     if FormatReward in kinds and task.answer_extraction != "exact":
         yield "task.answer_extraction must be exact beside a reward term of kind format, which has its own"
-
-
-class EnvironmentConfig(Section):
-    """What is stepped, and how far in one iteration."""
-
-    id: str = Field(min_length=1, description="Gymnasium id, for example CartPole-v1.")
-    num_envs: Count = Field(description="Copies that are stepped side by side.")
-    steps_per_env: Count = Field(description="Steps of each copy per iteration; unfinished episodes go on in the next.")
-
-
-class NetworkConfig(Section):
-    """Actor and critic, two networks of the same shape with two hidden layers and tanh between them."""
-
-    hidden_size: Width = Field(64, description="Width of the hidden layers.")
-
-
-class ControlPPOConfig(Section):
-    """The PPO update: one loss, one optimizer and one gradient norm over actor and critic."""
-
-    iterations: Count = Field(description="Rollout-update cycles.")
-    epochs: Count = Field(description="Passes over each rollout.")
-    minibatch_size: Count = Field(description="Environment steps per optimizer step; divides the rollout.")
-    clip_range: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="Clip range epsilon of the policy ratio.")
-    clip_range_schedule: Schedule = Field("constant", description="Factor on clip_range by iteration.")
-    value_clip_range: Positive | None = Field(None, description="Around the old prediction; null: squared error.")
-    value_coef: Positive = Field(0.5, description="Weight of the value loss, half a squared error.")
-    entropy_coef: NonNegative = Field(0.0, description="Weight of the entropy bonus, nats.")
-    gamma: Fraction = Field(0.99, description="Discount per step.")
-    gae_lambda: Fraction = Field(0.95, description="GAE trace decay.")
-    bootstrap_truncated: bool = Field(True, description="Add the last state's value if a time limit ended an episode.")
-    whiten_advantages: Literal["minibatch", "iteration", "none"] = Field("minibatch", description="Over which steps.")
-    learning_rate: NonNegative = Field(description="Adam learning rate.")
-    learning_rate_schedule: Schedule = Field("constant", description="Factor on learning_rate by iteration.")
-    adam_eps: Positive = Field(1e-5, description="Adam denominator offset.")
-    max_grad_norm: Positive = Field(0.5, description="Gradients are scaled down to this norm over both networks.")
-
-
-class ControlEvaluationConfig(Section):
-    """Whole episodes with the likeliest action, before the first iteration and after the last one."""
-
-    episodes: Index = Field(20, description="Episodes played each time; 0 for none.")
-
-
-class ControlLayoutConfig(Section):
-    """How the work is cut up. In exact numerics nothing here can change a result."""
-
-    update_micro_batch: Index = Field(0, description="Steps per backward pass; 0 takes the minibatch.")
-    threads: Threads = Field(1, description="CPU threads.")
-
-
-class ControlConfig(Experiment):
-    """One control run."""
-
-    environment: EnvironmentConfig
-    network: NetworkConfig = NetworkConfig()
-    ppo: ControlPPOConfig
-    evaluation: ControlEvaluationConfig = ControlEvaluationConfig()
-    numerics: NumericsMode = NumericsMode()
-    layout: ControlLayoutConfig = ControlLayoutConfig()
-    records: RecordsConfig = RecordsConfig()
-
-    @property
-    def iterations(self) -> int:
-        return self.ppo.iterations
-
-    @property
-    def steps_per_iteration(self) -> int:
-        return self.environment.num_envs * self.environment.steps_per_env
-
-    @model_validator(mode="after")
-    def _no_contradiction(self) -> Self:
-        if self.steps_per_iteration % self.ppo.minibatch_size:
-            raise ValueError(
-                f"ppo.minibatch_size = {self.ppo.minibatch_size} must divide the {self.steps_per_iteration} steps "
-                "of an iteration (environment.num_envs x environment.steps_per_env)"
-            )
-        return self
-
-
-class DPOUpdate(Section):
-    """The DPO update."""
-
-    beta: Positive = Field(0.1, description="Weight of the implicit KL penalty; large: close to the reference.")
-    epochs: Count = Field(1, description="Passes over the pairs.")
-    minibatch_size: Count = Field(description="Pairs per optimizer step; the last step of an epoch may have fewer.")
-    learning_rate: NonNegative = Field(description="AdamW learning rate of the policy.")
-
-
-class DPOConfig(Experiment):
-    """DPO of the policy that a recorded run started from, or of a model folder, on preference pairs.
-
-    Micro-batches of the layout count sequences, of which a pair has two; pairs are never parted.
-    """
-
-    run: PathText | None = Field(None, description="Folder of the recorded run; null: `model` and `pairs`.")
-    pairs: PathText | None = Field(None, description="Lines with `prompt`, `chosen`, `rejected`; null: of the run.")
-    model: ModelFolder | None = Field(None, description="The model to train, where there is no run.")
-    chat_template: bool = Field(False, description="Render the prompts of `pairs` with the tokenizer's chat template.")
-    num_eval_prompts: Count = Field(description="Prompts whose pairs are held out, to measure the margins on.")
-    dpo: DPOUpdate
-    numerics: NumericsConfig
-    layout: LayoutConfig = LayoutConfig()
-
-    @model_validator(mode="after")
-    def _one_policy(self) -> Self:
-        if (self.run is None) == (self.model is None):
-            raise ValueError("run, or model with pairs, must be given, and not both")
-        if self.model is not None and self.pairs is None:
-            raise ValueError("model needs pairs, a JSON Lines file with prompt, chosen and rejected")
-        for line in not_on_device(self.layout, self.numerics.mode):
-            raise ValueError(line)
-        return self
-
-    @property
-    def iterations(self) -> int:
-        """An iteration is an epoch."""
-        return self.dpo.epochs

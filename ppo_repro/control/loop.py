@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ppo_repro.base.clock import OTHER, Clock
-from ppo_repro.config.run import ControlConfig
+from ppo_repro.config.control import ControlConfig
 from ppo_repro.control.buffers import Advantages, ControlIteration, ForwardPass, MinibatchUpdate, Rollout
 from ppo_repro.control.environments import Environments
 from ppo_repro.control.networks import Agent

@@ -19,7 +19,7 @@ from torch.autograd import Function
 
 from ppo_repro.base import seeding
 from ppo_repro.base.errors import NumericsError
-from ppo_repro.config.run import NetworkConfig
+from ppo_repro.config.control import NetworkConfig
 from ppo_repro.control.environments import ActionSpace
 from ppo_repro.numerics import elementwise
 from ppo_repro.numerics.linear import add_to_bias, linear

@@ -14,6 +14,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import (
     MODELS,
     from_folder,
@@ -22,7 +24,7 @@ from ppo_repro.config.files import (
     set_field,
     validated,
 )
-from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
+from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import PathText, Section
 from ppo_repro.config.yaml_text import describe_value
 

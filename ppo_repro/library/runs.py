@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
+from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.dpo import DPOConfig
+from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest
 from ppo_repro.records.diff import Difference, first_difference
 from ppo_repro.records.folder import load_config_of

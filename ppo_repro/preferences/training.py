@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ppo_repro.base.seeding import permutation
-from ppo_repro.config.run import LayoutConfig, NumericsConfig
+from ppo_repro.config.layout import LayoutConfig
+from ppo_repro.config.run import NumericsConfig
 from ppo_repro.config.tasks import RewardModelTraining
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import policy_logits, sequence_scores

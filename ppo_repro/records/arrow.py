@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ppo_repro.config.section import RecordLevel
+from ppo_repro.config.layout import RecordLevel
 from ppo_repro.records import digests, schema
 from ppo_repro.records.schema import LEVELS
 

@@ -12,8 +12,10 @@ from typing import Any
 import pandas as pd
 
 from ppo_repro.base.clock import from_text
+from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import MODELS, build_config, read_tree, validated
-from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
+from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.manifest import Head
 

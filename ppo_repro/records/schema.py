@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ppo_repro.config.section import RecordLevel
+from ppo_repro.config.layout import RecordLevel
 
 SCHEMA_VERSION = 2
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ppo_repro.base.clock import Clock, moment
+from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.files import CONTROL
-from ppo_repro.config.run import ControlConfig
 from ppo_repro.control.buffers import ControlIteration
 from ppo_repro.control.loop import ControlState, control_iterations, evaluate, prepare
 from ppo_repro.numerics.optimizer import weights_digest

@@ -19,8 +19,9 @@ from ppo_repro.base.ranks import ALONE
 from ppo_repro.base.seeding import sample_seed
 from ppo_repro.base.watcher import Watcher
 from ppo_repro.buffers import Prompts
+from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import DPO, build_config
-from ppo_repro.config.run import DPOConfig, RunConfig
+from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import JsonlTask
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from ppo_repro import __version__
-from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
+from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.dpo import DPOConfig
+from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import ReasoningGymTask
 from ppo_repro.numerics import library
 

@@ -14,8 +14,10 @@ import pyarrow as pa
 from ppo_repro.base.clock import Clock
 from ppo_repro.base.ranks import ALONE, Ranks
 from ppo_repro.base.watcher import Watcher
+from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import Kind
-from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
+from ppo_repro.config.run import RunConfig
 from ppo_repro.records.manifest import Head
 from ppo_repro.runs.checkpoint import Start
 

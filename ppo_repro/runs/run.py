@@ -17,8 +17,10 @@ from ppo_repro.base.errors import PromiseBroken, UserError
 from ppo_repro.base.files import SUMS_NAME, file_digest, remove_folder, whole_folder, write_sums
 from ppo_repro.base.lock import only_writer
 from ppo_repro.base.ranks import Ranks
+from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import Inputs, gather, run_digest, run_folder
-from ppo_repro.config.run import ControlConfig, DPOConfig, RunConfig
+from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest, writer
 from ppo_repro.records.diff import Difference, from_recorded
 from ppo_repro.records.folder import STARTED, TIMES_NAME, UNEQUAL, UNEQUAL_TOKENS

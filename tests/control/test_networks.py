@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ppo_repro.config.run import NetworkConfig
+from ppo_repro.config.control import NetworkConfig
 from ppo_repro.control.environments import ActionSpace
 from ppo_repro.control.networks import Agent, orthogonal
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.config.run import ControlConfig
+from ppo_repro.config.control import ControlConfig
 from ppo_repro.control.environments import Environments
 from ppo_repro.control.loop import ControlState, compute_advantages, evaluate, forward_pass, prepare, roll_out
 from tests.support.control import small_control

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ppo_repro.base.seeding import sample_seed
 from ppo_repro.base.watcher import Silent
-from ppo_repro.config.run import LayoutConfig
+from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.models.networks import make_policy
 from ppo_repro.numerics.interface import Ints
 from ppo_repro.numerics.optimizer import AdamWSettings, Optimizer

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.base.watcher import Silent
+from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import read_tree, validated
-from ppo_repro.config.run import DPOConfig, TinyModel
+from ppo_repro.config.run import TinyModel
 from ppo_repro.config.tasks import RewardModelTraining
 from ppo_repro.models.reward_model import make_reward_model
 from ppo_repro.models.tiny import make_model, make_tokenizer

@@ -11,8 +11,8 @@ import numpy as np
 from gymnasium.spaces import Box, Discrete
 
 from ppo_repro.base.watcher import Watcher
+from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.files import read_tree, validated
-from ppo_repro.config.run import ControlConfig
 from ppo_repro.runs import resume as resumer
 from ppo_repro.runs import run as runner
 from ppo_repro.runs.control import ControlKind

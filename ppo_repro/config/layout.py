@@ -1,0 +1,52 @@
+"""The groups of fields that change no result: layout, records, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from ppo_repro.config.section import Count, Index, Section, Threads
+
+RecordLevel = Literal["lean", "full", "deep"]
+
+
+class LayoutConfig(Section):
+    """How the work is cut up. In deterministic numerics nothing here can change a result."""
+
+    rollout_slots: Count = Field(64, description="Sequences decoded side by side, in each process.")
+    prefix_cache: bool = Field(True, description="Prompts take over the keys and values of a prefix they share.")
+    prefill_chunk: Index = Field(0, description="Prompt tokens per prefill pass; 0 takes prompts whole.")
+    forward_micro_batch: Index = Field(0, description="Sequences per scoring pass; 0 takes all.")
+    update_micro_batch: Index = Field(0, description="Sequences per backward pass; 0 takes the minibatch.")
+    padding: Literal["right", "left", "none"] = Field(
+        "right", description="Native numerics: where short rows are padded; `none` packs sequences into one row."
+    )
+    threads: Threads = Field(1, description="CPU threads, in each process.")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="Where models compute; `cuda`: native numerics only.")
+    gradient_checkpointing: bool = Field(False, description="Compute activations again in the backward pass.")
+
+
+class RecordsConfig(Section):
+    """How much of what a run computes is written down. Changes no result, no fingerprint and no digest."""
+
+    level: RecordLevel = Field(
+        "full", description="What reruns and metrics need; every tensor of the loop; the experts of each token too."
+    )
+
+
+class CheckpointConfig(Section):
+    """Where an ended run can be resumed. Changes no result."""
+
+    every: Index | Literal["auto"] = Field(
+        "auto", description="After every n-th iteration; 0: never; `auto`: 10 up to 10 million parameters, else 0."
+    )
+    keep: Count = Field(2, description="Newest checkpoints kept; older ones are removed.")
+    final_state: bool = Field(True, description="Keep the optimizers' moments at the end, 8 bytes a trained weight.")
+
+
+def not_on_device(layout: LayoutConfig, mode: str) -> Iterator[str]:
+    """Yield one line for a CUDA device without native numerics."""
+    if layout.device == "cuda" and mode != "native":
+        yield f"layout.device = cuda needs numerics.mode = native, and it is {mode}; take cpu"

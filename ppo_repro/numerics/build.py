@@ -54,12 +54,12 @@ PLATFORMS = {  # by platform.system() and platform.machine(); the numbers are ve
 
 
 def this_platform() -> Platform | None:
-    """The platform of this process; None if there are no kernels for it."""
+    """Return the platform of this process; None if there are no kernels for it."""
     return PLATFORMS.get((platform.system(), platform.machine()))
 
 
 def digest() -> str:
-    """12 hexadecimal digits that change with every source file and, through this file, with every flag."""
+    """Return 12 hexadecimal digits that change with every source file and, through this file, with every flag."""
     total = hashlib.sha256()
     for path in (Path(__file__), *sorted(SOURCES.glob("*.[ch]"))):
         total.update(f"{path.name}\n".encode() + path.read_bytes())
@@ -67,17 +67,17 @@ def digest() -> str:
 
 
 def file_name(variant: Variant) -> str:
-    """The name of the library of a variant, compiled from the sources as they are now."""
+    """Return the name of the library of a variant, compiled from the sources as they are now."""
     return f"kernels-{variant.name}-{digest()}.so"
 
 
 def compiler(target: str) -> list[str]:
-    """The beginning of a command that compiles C for a target of zig."""
+    """Return the beginning of a command that compiles C for a target of zig."""
     return [sys.executable, "-m", "ziglang", "cc", "-target", target, *FLAGS]
 
 
 def compiler_environment(spare: Path) -> dict[str, str]:
-    """The environment of the compiler, which keeps parts of libc in the user's cache, or else in a spare folder."""
+    """Return the compiler's environment; it keeps parts of libc in the user's cache, or else in a spare folder."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "ppo_repro" / "zig"
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def compiler_environment(spare: Path) -> dict[str, str]:
 
 
 def compile_variants(where: Platform, folder: Path, *more_flags: str) -> list[Path]:
-    """The libraries of a platform's variants, compiled at the same time into a folder; RuntimeError if one fails.
+    """Compile the libraries of a platform's variants into a folder, all at once; RuntimeError if one fails.
 
     A library replaces one of the same name as a whole: a process may have the old one loaded.
     """

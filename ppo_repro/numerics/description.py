@@ -70,13 +70,13 @@ class Description:
 
 
 def activation_of(config: PretrainedConfig) -> tuple[str, Any]:
-    """The field of a configuration that names the activation, and its value."""
+    """Return the field of a configuration that names the activation, and its value."""
     field = "activation_function" if hasattr(config, "activation_function") else "hidden_act"
     return field, getattr(config, field)
 
 
 def plain(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy of a configuration with the same shapes, and nothing that native numerics cover alone."""
+    """Return a copy of a configuration with the same shapes, and nothing that native numerics cover alone."""
     same = copy.deepcopy(config)
     setattr(same, activation_of(config)[0], "silu")
     if getattr(same, "rope_parameters", None):
@@ -85,7 +85,7 @@ def plain(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def check_config(config: PretrainedConfig, max_context: int) -> None:
-    """UserError naming the first setting of a model that the kernels do not cover."""
+    """Raise UserError naming the first setting of a model that the kernels do not cover."""
     check_visibility(config, max_context)
     activation, function = activation_of(config)
     refusals = {
@@ -116,7 +116,7 @@ def _layer(names: _Names, layer: Any, window: int) -> LayerParts:
 
 
 def describe(trunk: PreTrainedModel) -> Description:
-    """The description of a trunk of a known family."""
+    """Return the description of a trunk of a known family."""
     parts, config = cast(Any, trunk), trunk.config
     family = config.model_type
     names = {"gpt2": _GPT2, "gpt_neox": _GPT_NEOX}.get(family, _Names())

@@ -31,12 +31,12 @@ def _mapped(function: str, x: Tensor) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    """e^x of float32, within 1.01 ulp; exp(0) is exactly 1. x is clamped to [-87, 88]: never 0 or infinite."""
+    """Return e^x of float32, within 1.01 ulp; exp(0) is exactly 1. x is clamped to [-87, 88]: never 0 or infinite."""
     return _mapped("exp", x.to(torch.float32).clamp(EXP_MIN, EXP_MAX))
 
 
 def expm1(x: Tensor) -> Tensor:
-    """e^x - 1 of float32, within 1 ulp; expm1(0) is exactly 0. x is clamped to [-87, 88] as in `exp`."""
+    """Return e^x - 1 of float32, within 1 ulp; expm1(0) is exactly 0. x is clamped to [-87, 88] as in `exp`."""
     x64 = x.detach().to(torch.float64).clamp(EXP_MIN, EXP_MAX)
     series = torch.ones_like(x64)
     # x (1 + x/2 (1 + x/3 (1 + ...))), whose remainder for |x| <= 1 is below 2^-60 of the sum
@@ -46,22 +46,22 @@ def expm1(x: Tensor) -> Tensor:
 
 
 def exp64(x: Tensor) -> Tensor:
-    """e^x of float64, within 1 ulp; exp64(0) is exactly 1. x is clamped to [-708, 709]."""
+    """Return e^x of float64, within 1 ulp; exp64(0) is exactly 1. x is clamped to [-708, 709]."""
     return _mapped("exp", x.to(torch.float64))
 
 
 def log(x: Tensor) -> Tensor:
-    """ln(x) of normal positive float64, within 1 ulp."""
+    """Return ln(x) of normal positive float64, within 1 ulp."""
     return _mapped("log", x.to(torch.float64))
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """Correctly rounded square root of float32 or float64: NumPy's, because torch's may be that of another library."""
+    """Return the correctly rounded square root of float32 or float64: NumPy's, as torch may use another library's."""
     return torch.from_numpy(np.sqrt(x.detach().numpy()))
 
 
 def cos_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of float64 angles in radians, 0 <= angle < 2^20, absolute error below 2e-16."""
+    """Return cosine and sine of float64 angles in radians, 0 <= angle < 2^20, absolute error below 2e-16."""
     angle = angle.detach().to(torch.float64).contiguous()
     cosine, sine = torch.empty_like(angle), torch.empty_like(angle)
     library.load().sin_cos_float64(pointer(angle), pointer(sine), pointer(cosine), angle.numel())
@@ -69,12 +69,12 @@ def cos_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + e^-x), computed in float64, of the type of x (float32 or float64); never 0: x >= -87 (float64: -708)."""
+    """Return 1 / (1 + e^-x) of float32 or float64, computed in float64; never 0: x >= -87 (float64: -708)."""
     return _mapped("sigmoid", x.to(torch.float64).clamp(min=_LEAST[x.dtype])).to(x.dtype)
 
 
 def softplus(x: Tensor) -> Tensor:
-    """ln(1 + e^x) = max(x, 0) + ln(1 + e^-|x|), computed in float64, of the type of x; never 0: x as in `sigmoid`."""
+    """Return ln(1 + e^x) = max(x, 0) + ln(1 + e^-|x|), computed in float64; never 0: x as in `sigmoid`."""
     return _mapped("softplus", x.to(torch.float64).clamp(min=_LEAST[x.dtype])).to(x.dtype)
 
 
@@ -96,15 +96,15 @@ class _Differentiable(Function):
 
 
 def differentiable_exp(x: Tensor) -> Tensor:
-    """`exp` with its derivative, exp(x)."""
+    """Return `exp` with its derivative, exp(x)."""
     return _Differentiable.apply(x, exp, lambda x, y: y)
 
 
 def differentiable_softplus(x: Tensor) -> Tensor:
-    """`softplus` with its derivative, sigmoid(x)."""
+    """Return `softplus` with its derivative, sigmoid(x)."""
     return _Differentiable.apply(x, softplus, lambda x, y: sigmoid(x))
 
 
 def differentiable_tanh(x: Tensor) -> Tensor:
-    """tanh(x) of float32, within 1.4 ulp, with its derivative 1 - tanh(x)^2."""
+    """Return tanh(x) of float32, within 1.4 ulp, with its derivative 1 - tanh(x)^2."""
     return _Differentiable.apply(x, partial(_mapped, "tanh"), lambda x, y: 1.0 - y * y)

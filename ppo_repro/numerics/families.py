@@ -37,12 +37,12 @@ _TYPED_LAYERS = {"qwen2", "qwen3"}  # families whose `layer_types` say which lay
 
 
 def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The transformer below the head, whatever its family calls it: `model`, `transformer`, `gpt_neox`."""
+    """Return the transformer below the head, whatever its family calls it: `model`, `transformer`, `gpt_neox`."""
     return cast(PreTrainedModel, model.base_model)
 
 
 def head_of(model: PreTrainedModel) -> nn.Module:
-    """The language-model head of a causal model: `lm_head`, `embed_out`."""
+    """Return the language-model head of a causal model: `lm_head`, `embed_out`."""
     return cast(nn.Module, model.get_output_embeddings())
 
 
@@ -57,22 +57,22 @@ def key_value_heads(config: PretrainedConfig) -> int:
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
-    """The routers of a model's mixtures of experts, in the order of its layers; empty for a dense model."""
+    """Return the routers of a model's mixtures of experts, in the order of its layers; empty for a dense model."""
     return [cast(nn.Module, m.gate) for m in model.modules() if isinstance(m, MIXTURES)]
 
 
 def mixture_layers(model: nn.Module) -> list[int]:
-    """Which of the decoder layers of a model have a router, by rising index; empty for a dense model."""
+    """Return which of the decoder layers of a model have a router, by rising index; empty for a dense model."""
     return [index for index, layer in enumerate(decoder_layers(model)) if routers(layer)]
 
 
 def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """The layers of a transformer, in order."""
+    """Return the layers of a transformer, in order."""
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
 def refuse(config: PretrainedConfig, refusals: dict[str, bool], reason: str) -> None:
-    """UserError naming the first refused setting of a model, with the reason and what to do."""
+    """Raise UserError naming the first refused setting of a model, with the reason and what to do."""
     for name, refused in refusals.items():
         if refused:
             raise UserError(f"model config {name} = {getattr(config, name)!r}: {reason}")
@@ -102,7 +102,7 @@ def check_visibility(config: PretrainedConfig, max_context: int) -> None:
 
 
 def stock_masks(config: PretrainedConfig, visible: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
-    """The mask, or the masks by type of layer, that the stock model's forward takes as `attention_mask`.
+    """Return the mask, or the masks by type of layer, that the stock model's forward takes as `attention_mask`.
 
     `visible(window)` is the bool mask [R, 1, I, J] of a layer whose queries see the last `window` keys, or all (None).
     """
@@ -113,7 +113,7 @@ def stock_masks(config: PretrainedConfig, visible: Callable[[int | None], Tensor
 
 
 def windows_of(config: PretrainedConfig) -> list[int]:
-    """How many keys a query sees in each layer, itself included; 0: all before it."""
+    """Return how many keys a query sees in each layer, itself included; 0: all before it."""
     window = int(getattr(config, "sliding_window", None) or 0)
     if config.model_type in _TYPED_LAYERS:
         return [window if kind == "sliding_attention" else 0 for kind in config.layer_types]

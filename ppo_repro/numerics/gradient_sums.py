@@ -8,18 +8,17 @@ pass.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ppo_repro.base.errors import PromiseBroken
 from ppo_repro.base.ranks import ALONE, Ranks
 from ppo_repro.numerics import library
+from ppo_repro.numerics.attached import ATTACHED
 from ppo_repro.numerics.interface import Struct, constants, ffi, pointer
 
 MOST_LEVELS = constants.MAX_LEVELS
@@ -29,7 +28,7 @@ Slots = Sequence[int] | np.ndarray
 
 
 def layout(parameters: Iterable[Tensor]) -> tuple[dict[int, int], int]:
-    """The offset of each parameter's gradient in floats, by `id`, and the floats of all gradients.
+    """Return the offset of each parameter's gradient in floats, by `id`, and the floats of all gradients.
 
     Parameters that lie in one storage are one matrix for the kernels (queries, keys and values, for example): their
     gradients have the order and the distances of the parameters. They get memory if one of them is trained.
@@ -72,7 +71,7 @@ class SlotSums:
         self.begin()
 
     def offset(self, *parts: Tensor) -> int:
-        """Where the gradient of a matrix begins, in floats; -1 if it is not trained.
+        """Return where the gradient of a matrix begins, in floats; -1 if it is not trained.
 
         `parts`: the parameters that make up the matrix, as they lie in one storage.
         """
@@ -82,9 +81,9 @@ class SlotSums:
 
     @contextmanager
     def adding(self, slots: Slots) -> Iterator[Struct]:
-        """Where the backward pass of this block adds the gradients of its sequences.
+        """Yield the C struct that tells one backward pass where it adds the gradients of its S sequences.
 
-        `slots` [S + 1]: the slot of each of its S sequences, and of the sequence after them; the number of slots if no
+        `slots` [S + 1] has the slot of each sequence, and of the sequence after them; the number of slots if no
         sequence follows. PromiseBroken if a sequence comes after a later one, ValueError if there is none.
         """
         *own, last = (int(slot) for slot in slots)
@@ -98,21 +97,26 @@ class SlotSums:
         yield self._sums(first, is_open, last, stays_open)
 
     def total(self) -> Tensor:
-        """The flat sums over all slots [size], after the last backward pass."""
+        """Return the sums over all slots, flat [size], after the last backward pass."""
         sums = self._sums(self._slot, self._is_open, self._slot, self._is_open)
         library.load().join_sums(sums, self.size)
         self._slot, self._is_open = 1 << self.levels, False
         return self._array(0)
 
     def view(self, parameter: Tensor) -> Tensor:
-        """The gradient of a trained parameter where it lies in level 0."""
+        """Return the gradient of a trained parameter where it lies in level 0."""
         offset = self._offsets[id(parameter)]
         return self._array(0)[offset : offset + parameter.numel()].view(parameter.shape)
 
     def _sums(self, first: int, is_open: bool, last: int, stays_open: bool) -> Struct:
-        """The arguments of a call, with memory for what it leaves behind."""
-        pass_ = dict(levels=self.levels, first=first, open=is_open, last=last, stays_open=stays_open)
-        sums = ffi.new("Sums *", pass_)
+        """Return the C struct of a pass, with memory for the subtrees that it finds or leaves.
+
+        Args:
+            first, is_open: the slot with which the pass begins, and whether level 0 has a part of its sum already.
+            last, stays_open: the same when the pass is over.
+        """
+        members = dict(levels=self.levels, first=first, open=is_open, last=last, stays_open=stays_open)
+        sums = ffi.new("Sums *", members)
         sums.level[0] = pointer(self._array(0))
         for i in range(self.levels):
             if (first | last) >> i & 1:
@@ -126,20 +130,11 @@ class SlotSums:
         return array
 
 
-_SUMS = WeakTensorKeyDictionary()  # of each parameter a weak reference to the GradientSums that collects its gradient
-
-
-def sums_of(*parameters: Tensor) -> GradientSums | None:
-    """The GradientSums that collect the gradients of some parameters; None if nothing collects them."""
-    found = (_SUMS[p]() for p in parameters if p.requires_grad and p in _SUMS)
-    return next((sums for sums in found if sums is not None), None)
-
-
 class GradientSums:
     """The gradients of a module's parameters over one minibatch, added up over its backward passes and over ranks."""
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]], slots: int) -> None:
-        """`slots`: of this process, a power of two. Parameters that are not trained get no gradient."""
+        """Collect gradients in `slots` slots, a power of two; parameters that are not trained get none."""
         if slots not in {1 << i for i in range(MOST_LEVELS)}:
             raise ValueError(f"{slots} slots; a power of two up to {1 << (MOST_LEVELS - 1)} is possible")
         self.slots, self._all = slots, dict(parameters)
@@ -147,10 +142,10 @@ class GradientSums:
         self._names = {id(p): name for name, p in self._all.items()}
         self._uses: dict[tuple[str, tuple[str, ...]], SlotSums] = {}
         for parameter in self.trained.values():
-            _SUMS[parameter] = weakref.ref(self)
+            ATTACHED.collect(parameter, self)
 
     def use(self, label: str, *parameters: Tensor) -> SlotSums:
-        """The sums of one use of some parameters. Uses of one parameter differ in their labels."""
+        """Return the sums of one use of some parameters. Uses of one parameter differ in their labels."""
         key = label, tuple(self._names[id(p)] for p in parameters)
         if key not in self._uses:
             self._uses[key] = self._made(parameters)
@@ -170,7 +165,7 @@ class GradientSums:
             use.release()
 
     def finish(self, ranks: Ranks = ALONE) -> dict[str, Tensor]:
-        """The gradient of each trained parameter over all ranks, float32, in the memory of the sums.
+        """Return the gradient of each trained parameter over all ranks, float32, in the memory of the sums.
 
         With several ranks each of them has the same number of slots, in rank order.
         """

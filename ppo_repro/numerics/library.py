@@ -51,7 +51,7 @@ class Kernels:
 
 
 def cpu_words(key: str) -> list[str]:
-    """What Linux says of this CPU under a key of /proc/cpuinfo; empty on other systems."""
+    """Return what Linux says of this CPU under a key of /proc/cpuinfo; empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -60,7 +60,7 @@ def cpu_words(key: str) -> list[str]:
 
 
 def choose(here: Platform | None, flags: frozenset[str], wanted: str | None) -> Variant:
-    """The wanted variant, or the fastest that a CPU with these flags runs.
+    """Return the wanted variant, or the fastest that a CPU with these flags runs.
 
     UserError if there are no kernels for the platform, or the CPU does not run the wanted variant.
     """
@@ -80,7 +80,7 @@ def choose(here: Platform | None, flags: frozenset[str], wanted: str | None) -> 
 
 
 def locate(variant: Variant, folder: Path) -> Path:
-    """The library of a variant in a folder; UserError if it is missing or was built from other sources."""
+    """Return the library of a variant in a folder; UserError if it is missing or was built from other sources."""
     path = folder / build.file_name(variant)
     if path.exists():
         return path
@@ -145,7 +145,7 @@ def use_threads(count: int, torch_computes: bool = False) -> None:
 
 
 def check_denormals(library: Kernels | None = None) -> None:
-    """UserError if the calling thread rounds denormal numbers to zero, which would change results."""
+    """Raise UserError if the calling thread rounds denormal numbers to zero, which would change results."""
     if (library or load()).denormal_product() != _DENORMAL:
         raise UserError(
             "denormal numbers are flushed to zero here, by torch.set_flush_denormal or a library that was built with "
@@ -154,7 +154,7 @@ def check_denormals(library: Kernels | None = None) -> None:
 
 
 def in_use() -> dict[str, str]:
-    """The kernels of this process, for the manifest of a run; the digest is of their sources."""
+    """Return the kernels of this process, for the manifest of a run; the digest is of their sources."""
     return {"variant": _variant().name, "digest": build.digest()}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,8 @@ from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.numerics import library
-from ppo_repro.numerics.gradient_sums import SlotSums, sums_of
+from ppo_repro.numerics.attached import ATTACHED
+from ppo_repro.numerics.gradient_sums import SlotSums
 from ppo_repro.numerics.interface import Ints, Struct, ffi, pointer
 from ppo_repro.numerics.precision import round_rows
 from ppo_repro.numerics.rows import Rows
@@ -38,16 +38,12 @@ def fuse(tensors: Sequence[Tensor]) -> None:
 
 
 def state_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Numbers that change when one of the tensors is changed in place or gets other memory."""
+    """Return numbers that change when one of the tensors is changed in place or gets other memory."""
     return tuple(number for t in tensors for number in (t.data_ptr(), t._version))
 
 
 class PackedMatrix:
-    """A weight [N, K] of one or more parameters that lie one after the other (`fuse`), and its bias likewise.
-
-    `transposed`: one parameter [K, N]. `form` and `bias_form` are formats of `precision.py` that the weights are
-    rounded to before they are packed; the parameters stay as they are.
-    """
+    """A weight [N, K] of one or more parameters that lie one after the other (`fuse`), and its bias [N] likewise."""
 
     def __init__(
         self,
@@ -57,6 +53,14 @@ class PackedMatrix:
         form: str = "float32",
         bias_form: str = "float32",
     ) -> None:
+        """Describe the matrix; `prepare` packs it.
+
+        Args:
+            weights: parameters [N_i, K], float32; N is the sum of the N_i. `transposed`: one parameter [K, N].
+            biases: parameters [N_i], float32, or none.
+            form, bias_form: formats of `precision.py` to which weights and biases are rounded before they are packed;
+                the parameters stay as they are.
+        """
         self.weights, self.biases = tuple(weights), tuple(biases)
         rows = sum(w.shape[0] for w in weights)
         n, k = (weights[0].shape[1], rows) if transposed else (rows, weights[0].shape[1])
@@ -78,7 +82,7 @@ class PackedMatrix:
             fuse(self.biases)
 
     def prepare(self) -> Struct:
-        """The struct, with panels of the weights as they are now."""
+        """Return the struct, with panels of the weights as they are now."""
         matrix, kernels = self.struct, library.load()
         if state_of((*self.weights, *self.biases)) == self._state:
             return matrix
@@ -104,26 +108,23 @@ class PackedMatrix:
 
 
 def matrix_of(layers: Sequence[Any], form: str, bias_form: str) -> PackedMatrix:
-    """The weights of some linear layers, whose outputs follow one another."""
+    """Return the matrix of some linear layers, whose outputs follow one another."""
     biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
     weights = [layer.weight for layer in layers]
     return PackedMatrix(weights, biases, isinstance(layers[0], Conv1D), form, bias_form)
 
 
-PACKED: WeakKeyDictionary[nn.Module, PackedMatrix] = WeakKeyDictionary()
-
-
 def packed(module: nn.Module, form: str = "float32") -> PackedMatrix:
-    """The packed weights of an nn.Linear that stands alone: a head, or a layer of a control network."""
-    found = PACKED.get(module)
+    """Return the packed weights of an nn.Linear that stands alone: a head, or a layer of a control network."""
+    found: PackedMatrix | None = ATTACHED.matrices.get(module)
     known = None if found is None else found.weights[0]
     if found is None or known is not module.weight or found.shape != module.weight.shape:
-        found = PACKED[module] = matrix_of((module,), form, form)
+        found = ATTACHED.matrices[module] = matrix_of((module,), form, form)
     return found
 
 
 def product(x: Tensor, matrix: PackedMatrix) -> Tensor:
-    """x W^T + b, [n, N] float32 without a gradient; x [n, K] float32."""
+    """Return x W^T + b, [n, N] float32 without a gradient; x [n, K] float32."""
     x, packed_matrix = x.detach().contiguous(), matrix.prepare()
     if x.dim() != 2 or x.shape[1] != packed_matrix.k:
         raise ValueError(f"inputs {list(x.shape)}, where [n, {packed_matrix.k}] are due")
@@ -148,7 +149,7 @@ class _Linear(Function):
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         use = None
         if any(p.requires_grad for p in parameters):
-            sums = sums_of(*parameters)
+            sums = ATTACHED.sums_of(*parameters)
             if sums is None or ctx.rows is None:
                 raise ValueError("nothing collects the gradients of this layer, or its rows are not known")
             use = sums.use("linear", *parameters)
@@ -160,7 +161,15 @@ class _Linear(Function):
 def _backward(
     matrix: Struct, grad: Tensor, x: Tensor | None, rows: Rows | None, use: SlotSums | None, dx: Tensor | None
 ) -> None:
-    """Gradients of a layer's inputs, into dx, and of its weights, into the sums of a use; None for none."""
+    """Compute the gradients of a layer's inputs and weights.
+
+    Args:
+        grad: gradient of the outputs, float32 [n, N].
+        x: inputs, float32 [n, K]; None if only a bias is trained.
+        rows: which sequence each of the n rows belongs to; None if the weights are not trained.
+        use: the sums that get the gradients of weight and bias; None if these are not trained.
+        dx: is filled with the gradient of the inputs, float32 [n, K]; None if they need none.
+    """
     of_rows: tuple[Ints | None, ...] = (None, None, None)
     adding: AbstractContextManager[Struct | None] = nullcontext()
     if use is not None and rows is not None:
@@ -172,9 +181,10 @@ def _backward(
 
 
 def linear(x: Tensor, layer: nn.Module, rows: Rows | None = None) -> Tensor:
-    """x W^T + b of an nn.Linear, [n, N] float32, differentiable in x [n, K]; gradients of W and b go to GradientSums.
+    """Return x W^T + b of an nn.Linear, [n, N] float32, differentiable in x [n, K].
 
-    `rows` says which sequence each row of x belongs to; None where W and b are not trained.
+    Gradients of W and b go to their GradientSums. `rows` says which sequence each row of x belongs to; None if W and b
+    are not trained.
     """
     matrix = packed(layer)
     if torch.is_grad_enabled() and (x.requires_grad or matrix.weights[0].requires_grad):
@@ -184,7 +194,7 @@ def linear(x: Tensor, layer: nn.Module, rows: Rows | None = None) -> Tensor:
 
 def add_to_bias(bias: Tensor, grad: Tensor, rows: Rows) -> None:
     """Add the gradients [n, N] of the rows that a bias [N] was added to, float32, to the GradientSums of the bias."""
-    sums = sums_of(bias)
+    sums = ATTACHED.sums_of(bias)
     if sums is None:
         raise ValueError("nothing collects the gradient of this bias")
     use = sums.use("bias", bias)

@@ -51,7 +51,7 @@ class SlotCache:
 
 
 def _visible(first: Tensor, last: Tensor, window: int | None, keys: int) -> Tensor:
-    """bool [R, 1, L, keys]: query i of row r sees keys first..last [R, L], at most the last `window` of them."""
+    """Return bool [R, 1, L, keys]: query i of row r sees keys first..last [R, L], at most the last `window` of them."""
     columns = torch.arange(keys, device=last.device)
     begin = first if window is None else torch.maximum(first, last - window + 1)
     return ((columns >= begin[..., None]) & (columns <= last[..., None]))[:, None]
@@ -96,7 +96,7 @@ class NativeNetwork:
     def over_cache(
         self, batch: Ragged, cache: SlotCache, slots: Sequence[int], seen: bool = False
     ) -> tuple[Tensor, Ints | None]:
-        """Hidden states [n, H] of tokens whose past is in slots of the cache, and the routes seen [n, M k]."""
+        """Return hidden states [n, H] of tokens whose past is in slots of the cache, and the routes seen [n, M k]."""
         ids, positions, place = _laid_out(batch, "right")
         valid = torch.zeros(ids.shape, dtype=torch.bool)
         valid.view(-1)[place] = True
@@ -113,7 +113,7 @@ class NativeNetwork:
     def over_batch(
         self, batch: Ragged, rows: Ints, seen: bool = False, padding: str = "right"
     ) -> tuple[Tensor, Ints | None]:
-        """Hidden states [n, H] at some rows of whole sequences, differentiable; and the routes of all rows [.., M k].
+        """Return hidden states [n, H] at some rows of whole sequences, differentiable, and the routes of all rows.
 
         Short rows are padded `right` or `left`, or all sequences packed in one row with `none`.
         """
@@ -131,7 +131,7 @@ class NativeNetwork:
     def _pass(
         self, ids: Tensor, positions: Tensor, rows: Tensor, options: dict[str, Any], seen: bool
     ) -> tuple[Tensor, Ints | None]:
-        """Hidden states and routes at flat positions `rows` of a pass of the model over [R, L]."""
+        """Return hidden states and routes at flat positions `rows` of a pass of the model over [R, L]."""
         device = self.trunk.device
         where = rows.to(device)
         with _recording_gradients(self.trunk), _seen_routes(self.trunk if seen else None) as routes:
@@ -158,7 +158,7 @@ def _recording_gradients(trunk: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _seen_routes(trunk: nn.Module | None) -> Iterator[list[Tensor]]:
-    """What the routers choose inside, [T, k] of each, by rising index; nothing without a trunk."""
+    """Yield what the routers choose inside, [T, k] of each, by rising index; nothing without a trunk."""
     seen: list[Tensor] = []
 
     def look(_: nn.Module, __: Any, out: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -23,11 +22,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ppo_repro.base.errors import NumericsError, UserError
 from ppo_repro.base.output import shown
 from ppo_repro.numerics import library
+from ppo_repro.numerics.attached import ATTACHED
 from ppo_repro.numerics.description import LayerParts, check_config, describe
 from ppo_repro.numerics.families import NAMES, TRUNKS, head_dim, head_of, trunk_of
-from ppo_repro.numerics.gradient_sums import SlotSums, sums_of
+from ppo_repro.numerics.gradient_sums import SlotSums
 from ppo_repro.numerics.interface import Ints, Struct, constants, ffi, ints, pointer
-from ppo_repro.numerics.linear import PACKED, PackedMatrix, linear, matrix_of, packed, product, state_of
+from ppo_repro.numerics.linear import PackedMatrix, linear, matrix_of, packed, product, state_of
 from ppo_repro.numerics.native import NativeNetwork
 from ppo_repro.numerics.precision import EXACT, FORMATS, Precision, round_rows
 from ppo_repro.numerics.rotary import rotating, tables
@@ -140,7 +140,7 @@ class Network:
         return {"w": weight, "b": bias, "grad": -1, "b_grad": -1}
 
     def prepare(self) -> None:
-        """Before a pass: point to the weights, and pack those that have changed."""
+        """Let the structs point to the weights, and pack those that have changed: before each pass."""
         library.check_denormals()
         for into, layer in zip(self._layer_structs, self.layers, strict=True):
             for name, norm in layer.parts.norms.items():
@@ -155,11 +155,11 @@ class Network:
         self.struct.last_norm = self._norm(d.last_norm)
 
     def kept_bytes(self, tokens: int, keep: int = KEEP_ALL) -> int:
-        """What a pass over some tokens keeps for its backward pass."""
+        """Return how many bytes a pass over some tokens keeps for its backward pass."""
         return 4 * int(library.load().kept_floats(self.struct, tokens, keep))
 
     def packed_bytes(self) -> int:
-        """The packed copies of the weights."""
+        """Return how many bytes the packed copies of the weights take."""
         floats = library.load().panel_floats
         return sum(4 * floats(m.struct.n, m.struct.k) for m in self.matrices)
 
@@ -232,13 +232,13 @@ class Network:
         return hidden
 
     def _memory(self, tokens: int, keep: int) -> Tensor:
-        """Where a pass keeps what its backward pass needs: the last pass's memory if it is large enough."""
+        """Return memory for what a pass keeps: that of the last pass if it is large enough."""
         floats = self.kept_bytes(tokens, keep) // 4
         spare, self._spare = self._spare, None  # fresh pages cost time
         return torch.empty(floats) if spare is None or spare.numel() < floats else spare
 
     def _pass(self, call: _Call) -> Tensor:
-        """Hidden states [n, H] of a pass without gradients."""
+        """Return the hidden states [n, H] of a pass without gradients."""
         if self.watch is None:
             return self._forward(call, None, KEEP_NOTHING)
         n, width, layers = len(call.batch.ids), self.struct.hidden, len(self.layers)
@@ -250,7 +250,7 @@ class Network:
         return hidden
 
     def check(self, batch: Ragged) -> None:
-        """UserError for ids, positions and routes that are not the model's: other memory lies there."""
+        """Raise UserError for ids, positions and routes that are not the model's: other memory lies there."""
         model, tokens = self.struct, len(batch.ids)
         if tokens * max(model.heads, model.mixtures * model.chosen) >= 1 << 31:  # the kernels count them in ints
             raise UserError(
@@ -267,7 +267,7 @@ class Network:
             self._check_routes(batch.routes, tokens)
 
     def _check_routes(self, routes: Ints, tokens: int) -> None:
-        """UserError unless each token has, in each mixture, `chosen` of the experts by rising index."""
+        """Raise UserError unless each token has, in each mixture, `chosen` of the experts by rising index."""
         model = self.struct
         if not model.mixtures or routes.size != tokens * model.mixtures * model.chosen:
             raise UserError(f"routes of shape {list(routes.shape)}: must be {model.mixtures} x {model.chosen} a token")
@@ -279,9 +279,16 @@ class Network:
     def over_cache(
         self, batch: Ragged, cache: Cache, slots: Sequence[int], seen: bool = False
     ) -> tuple[Tensor, Ints | None]:
-        """Hidden states [n, H] of tokens whose past is in slots of the cache, and the routes seen [n, M k].
+        """Compute tokens whose past is in a cache. Their keys and values go there. `prepare` comes first.
 
-        The network must be prepared. The tokens' keys and values go to the cache.
+        Args:
+            batch: n new tokens of S sequences, with their positions.
+            cache: the keys and values of earlier tokens.
+            slots: the slot of each sequence in the cache [S].
+            seen: whether to return the experts that the tokens go to.
+
+        Returns:
+            Hidden states float32 [n, H], and routes int32 [n, mixtures x chosen] or None.
         """
         self.check(batch)
         routes = self._seen(batch, seen)
@@ -292,14 +299,14 @@ class Network:
         return Cache(self.struct, slots, positions)
 
     def copy_prefix(self, cache: Cache, source: int, target: int, positions: int) -> None:
-        """Copy the keys and values of the first positions of a slot to another one."""
+        """Copy the keys and values of the first `positions` positions of slot `source` to slot `target`."""
         library.load().copy_prefix(
             self.struct, pointer(cache.keys), pointer(cache.values), cache.capacity,
             source * cache.each, target * cache.each, positions,
         )  # fmt: skip
 
     def over_batch(self, batch: Ragged, rows: Ints, seen: bool = False) -> tuple[Tensor, Ints | None]:
-        """Hidden states [n, H] at some rows of whole sequences, differentiable; and the routes of all rows [.., M k].
+        """Return hidden states [n, H] at some rows of whole sequences, differentiable, and the routes of all rows.
 
         The backward pass adds to the GradientSums of the parameters; PromiseBroken from there if the order of
         sequences is not that of their slots.
@@ -314,7 +321,7 @@ class Network:
         return self._pass(self._call(batch, cache, base, routes))[index(rows)], routes
 
     def _own_cache(self, batch: Ragged) -> tuple[Cache, Ints]:
-        """A cache of exactly these sequences, and where each begins."""
+        """Return a cache of exactly these sequences, and where each begins."""
         padded = -(-batch.lengths // 16) * 16
         cache = Cache(self.struct, 1, int(padded.sum()))
         return cache, ints(np.concatenate([[0], np.cumsum(padded)[:-1]]))
@@ -335,7 +342,7 @@ class _Hidden(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None, None]:
         network, batch = ctx.network, ctx.call.batch
         parameters = tuple(network.parameters.values())
-        sums = sums_of(*parameters)
+        sums = ATTACHED.sums_of(*parameters)
         if sums is None:
             raise ValueError("nothing collects the gradients of this network")
         if ctx.kept is None:
@@ -352,9 +359,6 @@ class _Hidden(Function):
             )
         network.give_back(kept)
         return None, None, None, None, None
-
-
-_NETWORKS: WeakKeyDictionary[nn.Module, Network] = WeakKeyDictionary()
 
 
 def lower(model: PreTrainedModel, lowered: Lowered) -> PreTrainedModel:
@@ -378,12 +382,12 @@ def lower(model: PreTrainedModel, lowered: Lowered) -> PreTrainedModel:
 
 
 def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
-    """The shape of each parameter by name."""
+    """Return the shape of each parameter by name."""
     return {name: p.shape for name, p in model.named_parameters()}
 
 
 def check_parts(model: PreTrainedModel) -> None:
-    """UserError for the first module or parameter that is not of the class or shape that the model's config makes."""
+    """Raise UserError for the first module or parameter whose class or shape is not what the model's config makes."""
     try:
         with torch.device("meta"):
             stock = type(model)(copy.deepcopy(model.config))
@@ -405,7 +409,7 @@ def check_parts(model: PreTrainedModel) -> None:
 
 
 def _refuse_fault(model: Struct, config: PretrainedConfig) -> None:
-    """UserError naming the first field of a config by which its model breaks a rule of the kernels."""
+    """Raise UserError naming the first field of a config by which its model breaks a rule of the kernels."""
     fault = library.load().model_fault(model)
     if fault == ffi.NULL:
         return
@@ -416,35 +420,33 @@ def _refuse_fault(model: Struct, config: PretrainedConfig) -> None:
 
 
 def lowered_of(model: nn.Module) -> Lowered | None:
-    """How a model was lowered; None for one in native numerics."""
+    """Return how a model was lowered; None for one in native numerics."""
     found = getattr(trunk_of(model) if isinstance(model, PreTrainedModel) else model, "_lowered", None)
     return found if isinstance(found, Lowered) else None
 
 
 def is_deterministic(model: nn.Module) -> bool:
-    """Whether a model computes in deterministic numerics."""
+    """Tell whether a model computes in deterministic numerics."""
     return lowered_of(model) is not None
 
 
 def network_of(model: PreTrainedModel) -> Network | NativeNetwork:
-    """What computes a model's trunk: the kernels if it was lowered, else stock torch."""
+    """Return what computes a model's trunk: the kernels if it was lowered, else stock torch."""
     trunk, lowered = trunk_of(model), lowered_of(model)
     if lowered is None:
         return NativeNetwork(trunk)
-    network = _NETWORKS.get(trunk)
+    network: Network | None = ATTACHED.networks.get(trunk)
     known = {} if network is None or network.lowered != lowered else network.parameters
     same = all(p is known.get(name) for name, p in trunk.named_parameters())
     if network is None or not same or network.shapes != shapes_of(trunk):
-        network = _NETWORKS[trunk] = Network(trunk, lowered)
+        network = ATTACHED.networks[trunk] = Network(trunk, lowered)
     return network
 
 
 def forget_packed(model: nn.Module) -> None:
     """Free the packed copies of a module's weights until its next pass, for one that rests: they are as large."""
-    for module in model.modules():
-        for holder in (_NETWORKS.get(module), PACKED.get(module)):
-            if holder is not None:
-                holder.forget()
+    for packed_copies in ATTACHED.packed(model):
+        packed_copies.forget()
     library.load().trim_heap()
 
 
@@ -452,12 +454,12 @@ def free_memory(model: nn.Module) -> None:
     """Free memory that only passes with gradients need, until the next one."""
     library.load().free_scratch()
     for module in model.modules():
-        if module in _NETWORKS:
-            _NETWORKS[module].give_back(None)
+        if module in ATTACHED.networks:
+            ATTACHED.networks[module].give_back(None)
 
 
 def logits(model: PreTrainedModel, hidden: Tensor, rows: Rows | None = None) -> Tensor:
-    """Logits [n, V] of a causal model from the trunk's hidden states [n, H], by the head.
+    """Return the logits [n, V] of a causal model from the trunk's hidden states [n, H], by the head.
 
     `rows` as in `linear`, for a pass whose head is trained.
     """

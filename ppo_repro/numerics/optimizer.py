@@ -44,7 +44,7 @@ class OptimizerState:
 
 
 def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
-    """First 16 hex digits of the SHA-256 over names and raw bits of the parameters, in the given order."""
+    """Return the first 16 hex digits of the SHA-256 over names and raw bits of the parameters, in the given order."""
     digest = hashlib.sha256()
     for name, parameter in parameters:
         digest.update(name.encode())
@@ -68,7 +68,7 @@ def copy_named(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> N
 
 
 def power(base: float, exponent: int) -> float:
-    """base^exponent in float64 by repeated squaring: the C library's pow differs between machines."""
+    """Return base^exponent in float64 by repeated squaring: the C library's pow differs between machines."""
     result = 1.0
     while exponent:
         if exponent & 1:
@@ -79,7 +79,7 @@ def power(base: float, exponent: int) -> float:
 
 
 def step_constants(s: AdamWSettings, norm: float, steps: int) -> Struct:
-    """The constants of step number `steps`, in float64 from settings and counts, each rounded once to float32."""
+    """Compute the constants of step number `steps` in float64; each is rounded once to float32."""
     constants = dict(
         clip=min(1.0, (s.max_grad_norm or math.inf) / (float(ffi.cast("float", norm)) + _CLIP_EPS)),
         beta1=s.beta1,
@@ -106,7 +106,7 @@ class AdamW:
         self.steps = 0
 
     def apply(self, settings: AdamWSettings, gradients: Mapping[str, Tensor]) -> float:
-        """One step; returns the global norm before clipping. NumericsError names a gradient that is not finite."""
+        """Take one step; return the norm before clipping. NumericsError names a gradient that is not finite."""
         tensors = ffi.new("Trained[]", len(self.parameters))
         for tensor, (name, p) in zip(tensors, self.parameters.items(), strict=True):
             tensor.p, tensor.g, tensor.n = pointer(p), pointer(gradients[name]), p.numel()
@@ -147,7 +147,7 @@ class NativeAdamW:
         )
 
     def apply(self, settings: AdamWSettings, gradients: Mapping[str, Tensor]) -> float:
-        """One step; returns the global norm before clipping. NumericsError if it is not finite."""
+        """Take one step; return the norm before clipping. NumericsError if it is not finite."""
         for name, parameter in self.parameters.items():
             parameter.grad = gradients.get(name)
         norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), settings.max_grad_norm or math.inf))
@@ -250,7 +250,7 @@ class Optimizer:
         self.sums.release()
 
     def state(self) -> OptimizerState:
-        """The state that `load` needs to continue from here; its tensors are the live ones, not copies."""
+        """Return the state that `load` needs to continue from here; its tensors are the live ones, not copies."""
         return replace(self.adamw.state(), factors={} if self._adapter is None else self._adapter.factors())
 
     def load(self, state: OptimizerState) -> None:

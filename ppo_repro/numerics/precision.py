@@ -30,7 +30,7 @@ EXACT = Precision()
 
 
 def round_rows(x: Tensor, form: str, scaled: bool = True) -> Tensor:
-    """x [.., K] float32 rounded to a format, in new memory; with a scale for each row in formats of 8 bits.
+    """Round x [.., K] float32 to a format, in new memory; with a scale for each row in formats of 8 bits.
 
     s = fl(max |x| / L) with L the largest number of the format, y = fl(s rne(fl(x / s))). A row too small to have a
     scale gives zeros. `scaled` = False: scale 1 in floating-point formats.

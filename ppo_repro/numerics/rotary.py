@@ -14,7 +14,7 @@ from ppo_repro.numerics.families import head_dim
 
 
 def rotating(config: PretrainedConfig) -> int:
-    """How many elements D of a head rotate: all, or in GPT-NeoX a part."""
+    """Return how many elements D of a head rotate: all, or in GPT-NeoX a part."""
     return int(head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
 
 
@@ -46,7 +46,7 @@ def inverse_frequencies(config: PretrainedConfig) -> Tensor:
 
 
 def tables(config: PretrainedConfig, positions: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angles of all positions, float32 [positions, D/2] each, from float64. Su et al., 2021."""
+    """Compute cosines and sines of all positions, float32 [positions, D/2] each, from float64. Su et al., 2021."""
     angles = torch.arange(positions, dtype=torch.float64)[:, None] * inverse_frequencies(config)
     cosine, sine = cos_sin(angles)
     return cosine.to(torch.float32), sine.to(torch.float32)

@@ -32,7 +32,7 @@ class Rows:
         return Rows(ints(self.sequence[rows]), ints(self.position[rows]), self.slots)
 
     def pieces(self, at_once: int) -> list[slice]:
-        """The rows cut into pieces of about `at_once`, never inside a block of 128 positions of a sequence."""
+        """Return the rows cut into pieces of about `at_once`, never inside a block of 128 positions of a sequence."""
         n = len(self.position)
         if n <= at_once:
             return [slice(0, n)]
@@ -45,7 +45,7 @@ class Rows:
         return [slice(a, b) for a, b in pairwise(cuts)]
 
     def piece(self, rows: slice) -> Rows:
-        """The rows of a piece; its last slot is that of the sequence which the next piece begins with."""
+        """Return the rows of a piece; its last slot is that of the sequence which the next piece begins with."""
         sequence = self.sequence[rows]
         first, last = int(sequence[0]), int(sequence[-1])
         after = self.slots[self.sequence[rows.stop]] if rows.stop < len(self.sequence) else self.slots[-1]

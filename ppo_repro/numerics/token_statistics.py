@@ -6,7 +6,7 @@ top-k and top-p every token is eligible. Mode `deterministic` uses the C kernels
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ def _run(function: str, arguments: Struct) -> None:
 
 
 def _softmax_rows(n: int) -> Tensor:
-    """Memory for n C structs `Softmax`."""
+    """Make memory for n C structs `Softmax`."""
     return torch.empty(n, ffi.sizeof("Softmax"), dtype=torch.uint8)
 
 
@@ -67,10 +67,17 @@ def _arguments(logits: Tensor, targets: Tensor, temperature: float, eligible: Te
     return a
 
 
-def _statistics(
-    logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(log p(target), entropy, sum p^2, `_softmax_rows`); IndexError if a target is no column."""
+class _Statistics(NamedTuple):
+    """Statistics of n rows of logits, and what their derivative needs."""
+
+    logprobs: Tensor  # log p(target), float32 [n]
+    entropies: Tensor  # float32 [n]
+    squares: Tensor  # sum of p^2, float32 [n]
+    rows: Tensor  # `_softmax_rows`
+
+
+def _statistics(logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None) -> _Statistics:
+    """Compute the statistics of n rows; IndexError if a target is no column. Arguments as in `token_statistics`."""
     n, v = logits.shape
     if n and not 0 <= int(targets.min()) <= int(targets.max()) < v:
         raise IndexError(f"a target is outside the {v} columns of the logits")
@@ -78,7 +85,7 @@ def _statistics(
     a = _arguments(logits, targets, temperature, eligible, rows)
     a.logprobs, a.entropies, a.squares = pointer(logprobs), pointer(entropies), pointer(squares)
     _run("token_statistics", a)
-    return logprobs, entropies, squares, rows
+    return _Statistics(logprobs, entropies, squares, rows)
 
 
 class _TokenStatistics(Function):
@@ -86,10 +93,10 @@ class _TokenStatistics(Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropies, _, rows = _statistics(logits, targets, temperature, eligible)
-        ctx.save_for_backward(logits, targets, eligible, rows)
+        found = _statistics(logits, targets, temperature, eligible)
+        ctx.save_for_backward(logits, targets, eligible, found.rows)
         ctx.temperature = temperature
-        return logprobs, entropies
+        return found.logprobs, found.entropies
 
     @staticmethod
     def backward(ctx: Any, d_logprobs: Tensor, d_entropies: Tensor) -> tuple[Tensor | None, ...]:
@@ -104,10 +111,17 @@ class _TokenStatistics(Function):
 def token_statistics(
     logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, mode: str
 ) -> tuple[Tensor, Tensor]:
-    """log p(target) and entropy -sum p log p, float32 [n] each, nats; differentiable in the logits.
+    """Compute log p(target) and the entropy -sum p log p; differentiable in the logits.
 
-    logits float32 [n, V], targets int64 [n], eligible bool [n, V] or None. Raises NumericsError if logits are not
-    finite.
+    Args:
+        logits: float32 [n, V].
+        targets: int64 [n].
+        temperature: p is softmax(logits / temperature) over the eligible tokens.
+        eligible: bool [n, V]; None: all tokens.
+        mode: `deterministic` or `native`.
+
+    Returns:
+        Log-probs and entropies, float32 [n] each, in nats. Raises NumericsError if logits are not finite.
     """
     if mode == "deterministic":
         return _TokenStatistics.apply(_dense(logits), targets.contiguous(), temperature, _mask(eligible))
@@ -127,9 +141,9 @@ def _native_log_softmax(logits: Tensor, temperature: float, eligible: Tensor | N
 
 
 def prob_sq_sum(logits: Tensor, temperature: float, eligible: Tensor | None) -> Tensor:
-    """sum_v p_v^2, float32 [n]."""
+    """Return sum_v p_v^2, float32 [n]."""
     targets = torch.zeros(len(logits), dtype=torch.int64)
-    return _statistics(_dense(logits.detach()), targets, temperature, _mask(eligible))[2]
+    return _statistics(_dense(logits.detach()), targets, temperature, _mask(eligible)).squares
 
 
 def _two_rows(
@@ -169,7 +183,15 @@ class _Divergence(Function):
 def kl_divergence(
     p_logits: Tensor, q_logits: Tensor, temperature: float, eligible: Tensor | None, mode: str = "deterministic"
 ) -> Tensor:
-    """KL(p || q) = sum_v p_v (log p_v - log q_v), float32 [n], nats, over the eligible tokens; differentiable in p."""
+    """Compute KL(p || q) = sum_v p_v (log p_v - log q_v) over the eligible tokens; differentiable in p.
+
+    Args:
+        p_logits, q_logits: float32 [n, V].
+        temperature, eligible, mode: as in `token_statistics`.
+
+    Returns:
+        float32 [n], in nats. Raises NumericsError if logits are not finite.
+    """
     if mode == "deterministic":
         return _Divergence.apply(_dense(p_logits), _dense(q_logits.detach()), temperature, _mask(eligible))
     log_p, log_q = (_native_log_softmax(logits, temperature, eligible) for logits in (p_logits, q_logits))
@@ -180,19 +202,19 @@ def kl_divergence(
 
 
 def expand_kept(kept_tokens: Tensor, vocab_size: int) -> Tensor | None:
-    """Bit sets [n, ceil(V/8)] uint8 -> bool [n, V]; None for bit sets of width 0: all tokens are eligible."""
+    """Unpack bit sets [n, ceil(V/8)] uint8 to bool [n, V]; None for bit sets of width 0: all tokens are eligible."""
     if kept_tokens.shape[1] == 0:
         return None
     return torch.from_numpy(np.unpackbits(kept_tokens.numpy(), axis=1, count=vocab_size).view(np.bool_))
 
 
 def pack_bits(eligible: Tensor) -> Tensor:
-    """bool [n, V] -> bit sets uint8 [n, ceil(V/8)], the first token in the highest bit."""
+    """Pack bool [n, V] to bit sets uint8 [n, ceil(V/8)], the first token in the highest bit."""
     return torch.from_numpy(np.packbits(eligible.numpy(), axis=1))
 
 
 def normal_noise(seeds: Tensor, positions: Tensor, columns: int) -> Tensor:
-    """Standard normal noise z = sqrt(-2 ln u) cos(2 pi v), float64 [n, columns], independent of the noise of sampling.
+    """Return standard normal noise z = sqrt(-2 ln u) cos(2 pi v), float64 [n, columns]. Sampling has other noise.
 
     u, v = (h + 1/2) / 2^32 with h = hash(1 for u and 2 for v, seed, position, column); |z| < 6.8. seeds,
     positions int64 [n]. Box and Muller, 1958.
@@ -205,10 +227,18 @@ def normal_noise(seeds: Tensor, positions: Tensor, columns: int) -> Tensor:
     return out
 
 
-def cut_tokens(scaled: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Which tokens top-k and top-p keep: (eligible bool [n, V], rank int32 [n, V], log kept mass float32 [n]).
+class KeptTokens(NamedTuple):
+    """What top-k and top-p leave of n rows."""
 
-    scaled: logits / temperature, float32 [n, V]. Tokens are ranked by falling logit, ties by id. A token is kept while
+    eligible: Tensor  # bool [n, V]
+    rank: Tensor  # int32 [n, V], by falling logit
+    log_mass: Tensor  # ln of the probability of the kept tokens, float32 [n]
+
+
+def cut_tokens(scaled: Tensor, top_k: int, top_p: float) -> KeptTokens:
+    """Find the tokens that top-k and top-p keep; scaled: logits / temperature, float32 [n, V].
+
+    Tokens are ranked by falling logit, ties by id. A token is kept while
     its rank is below top_k (0: no limit) and the mass before it is at most top_p; the likeliest is always kept. Masses
     are exp(scaled - largest), added one by one by rank in float64. Raises NumericsError if logits are not finite.
     """
@@ -220,17 +250,23 @@ def cut_tokens(scaled: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor
     cut.scaled, cut.order = pointer(scaled), pointer(order)
     cut.eligible, cut.rank, cut.log_kept = pointer(eligible), pointer(rank), pointer(log_kept)
     _run("cut_tokens", cut)
-    return eligible, rank, log_kept
+    return KeptTokens(eligible, rank, log_kept)
 
 
 def sample_tokens(
     logits: Tensor, seeds: Tensor, positions: Tensor, temperature: float, cut: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    """(tokens int64 [n], their log p float32 [n]): argmax of log p_v + gumbel(seed, position, column_v), first of ties.
+    """Sample tokens: the argmax of log p_v + gumbel(seed, position, column_v), the first one if two are equal.
 
-    logits float32 [n, V]; seeds, positions int64 [n]. p is softmax(logits / temperature) over all tokens, log p is
-    rounded to float32. `cut`: which tokens are eligible, bool [n, V], and the column of each, int32 [n, V]; without it
-    all tokens are eligible and the column is the token's id. Raises NumericsError if logits are not finite.
+    Args:
+        logits: float32 [n, V].
+        seeds, positions: int64 [n]; they name the noise.
+        temperature: p is softmax(logits / temperature) over all tokens; log p is rounded to float32.
+        cut: which tokens are eligible, bool [n, V], and the column of each, int32 [n, V]; None: all tokens are
+            eligible, and the column of a token is its id.
+
+    Returns:
+        Tokens int64 [n] and their log p float32 [n]. Raises NumericsError if logits are not finite.
     """
     n = len(logits)
     logits, seeds, positions = _dense(logits.detach()), seeds.contiguous(), positions.contiguous()

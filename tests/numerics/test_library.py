@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.numerics import build, library
+from ppo_repro.numerics.linear import linear
 from tests.support.variants import ABLE
 
 X86_64 = build.PLATFORMS["Linux", "x86_64"]
@@ -23,6 +31,26 @@ V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 def test_the_fastest_variant_that_the_cpu_runs_is_chosen(flags: frozenset[str], fastest: str) -> None:
     assert library.choose(X86_64, flags, None).name == fastest
     assert library.choose(X86_64, flags, "x86_64").name == "x86_64"
+
+
+# asks for 13 GB where the process may have 6
+WITHOUT_MEMORY = """
+import resource
+from ppo_repro.numerics import library
+from ppo_repro.numerics.interface import ffi
+kernels, gradient = library.load(), ffi.new("float[]", 1)
+sums = ffi.new("Sums *", {"level": [gradient], "last": 1})
+matrix = ffi.new("Matrix *", {"n": 1, "k": 1, "bias_grad": -1})
+resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
+kernels.linear_backward(matrix, ffi.NULL, ffi.NULL, 1 << 30, ffi.NULL, ffi.NULL, ffi.NULL, sums, ffi.NULL)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_without_memory_ends_with_one_line() -> None:
+    child = subprocess.run([sys.executable, "-c", WITHOUT_MEMORY], capture_output=True, text=True)
+    assert child.returncode == 2
+    assert child.stderr == "error: no memory: the kernels asked for 12.885 GB; see `ppo-repro plan`\n"
 
 
 REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -53,3 +81,63 @@ def test_kernels_that_cannot_be_used_are_refused(case: str, tmp_path: Path) -> N
     with pytest.raises(UserError) as error:
         use(tmp_path)
     assert message in str(error.value)
+
+
+# ---------------------------------------------------------------------------------------------- several threads
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    library.set_threads(2)
+    yield
+    library.set_threads(1)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_calls_of_several_python_threads_give_their_own_results() -> None:
+    torch.manual_seed(0)
+    layers, x = [nn.Linear(300, 200).requires_grad_(False) for _ in range(2)], torch.randn(40, 300)
+    expected = [linear(x, layer) for layer in layers]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda i: linear(x, layers[i % 2]), range(200)))
+    assert all(torch.equal(y, expected[i % 2]) for i, y in enumerate(found))
+
+
+class _Observed:
+    """A function that says how many threads were in it at once."""
+
+    def __init__(self) -> None:
+        self.inside = self.most = 0
+
+    def linear(self, *_: Any) -> None:
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        for _i in range(20_000):
+            pass
+        self.inside -= 1
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_one_thread_at_a_time_is_in_a_kernel(in_turn: bool) -> None:
+    """Control: without `Kernels` two are."""
+    function = _Observed()
+    kernels: Any = library.Kernels(function) if in_turn else function
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: kernels.linear(), range(100)))
+    assert function.most == (1 if in_turn else 2)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_computes_while_another_thread_is_in_a_kernel() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(300, 200).requires_grad_(False), torch.randn(40, 300)
+    expected = linear(x, layer)
+    with ThreadPoolExecutor(1) as pool:
+        calls = pool.submit(lambda: [linear(x, layer) for _ in range(300)])
+        for _ in range(5):
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if torch.equal(linear(x, layer), expected) else 1)
+            assert os.waitpid(child, 0)[1] == 0
+        calls.result()

@@ -1,5 +1,5 @@
-// What the kernels need of a model, stated once: each kernel relies on these rules, and none checks them again. Python
-// asks `model_fault` before it shows a Model to any other kernel.
+// What the kernels need of a model, stated once: each kernel relies on these rules, and none checks them
+// again. Python asks `model_fault` before it shows a Model to any other kernel.
 #include "kernels.h"
 
 INLINE int within(long value, long least, long most) { return least <= value && value <= most; }
@@ -19,17 +19,23 @@ static int mlp_fits(const Model *m, const Matrix *up, const Matrix *down) {
 
 static const char *layer_fault(const Model *m, const Layer *l, int mixture) {
   long q = (long)m->heads * m->head_dim, qkv = q + 2L * m->kv_heads * m->head_dim;
-  if (!has_shape(&l->qkv, qkv, m->hidden)) return "hidden_size: the matrix of queries, keys and values has another shape";
-  if (!has_shape(&l->out, m->hidden, q)) return "hidden_size: the output matrix of attention has another shape";
+  if (!has_shape(&l->qkv, qkv, m->hidden))
+    return "hidden_size: the matrix of queries, keys and values has another shape";
+  if (!has_shape(&l->out, m->hidden, q))
+    return "hidden_size: the output matrix of attention has another shape";
   if (l->window < 0) return "sliding_window: must be at least 1 key";
   if (!is_positive(l->scale)) return "head_dim: the scale of attention's scores must be finite and above 0";
-  if (!l->expert_up) return mlp_fits(m, &l->up, &l->down) ? NULL : "intermediate_size: a matrix of an MLP has another shape";
+  if (!l->expert_up)
+    return mlp_fits(m, &l->up, &l->down) ? NULL : "intermediate_size: a matrix of an MLP has another shape";
   if (l->mixture != mixture) return "num_experts: the layers with experts are not counted in order";
-  if (!has_shape(&l->router, m->experts, m->hidden)) return "num_experts: the matrix of a router has another shape";
+  if (!has_shape(&l->router, m->experts, m->hidden))
+    return "num_experts: the matrix of a router has another shape";
   for (int e = 0; e < m->experts; e++)
-    if (!mlp_fits(m, &l->expert_up[e], &l->expert_down[e])) return "num_experts: a matrix of an expert has another shape";
+    if (!mlp_fits(m, &l->expert_up[e], &l->expert_down[e]))
+      return "num_experts: a matrix of an expert has another shape";
   for (int e = 1; e < m->experts; e++)
-    if (l->expert_down[e].k != l->expert_down[0].k) return "num_experts: the experts of a layer have different widths";
+    if (l->expert_down[e].k != l->expert_down[0].k)
+      return "num_experts: the experts of a layer have different widths";
   return NULL;
 }
 
@@ -39,25 +45,32 @@ const char *model_fault(const Model *m) {
   if (!within(m->hidden, 1, MOST_WIDTH)) return "hidden_size: must be from 1 to 1048576";
   if (!within(m->vocabulary, 1, MOST_VOCABULARY)) return "vocab_size: must be from 1 to 16777216";
   if (!within(m->heads, 1, MOST_WIDTH)) return "num_attention_heads: must be from 1 to 1048576";
-  if (!within(m->head_dim, 1, MOST_WIDTH / m->heads)) return "head_dim: must be at least 1, and all heads together at most 1048576";
+  if (!within(m->head_dim, 1, MOST_WIDTH / m->heads))
+    return "head_dim: must be at least 1, and all heads together at most 1048576";
   if (!within(m->kv_heads, 1, m->heads) || m->heads % m->kv_heads)
     return "num_key_value_heads: must divide num_attention_heads";
   if (m->rotary % 2 || !within(m->rotary, m->position_entries ? 0 : 2, m->head_dim))
-    return "head_dim: rotary positions turn pairs, so an even number of a head's elements, from 2 to all, must rotate";
+    return "head_dim: rotary positions turn pairs, so an even number of a head's elements, from 2 to all, "
+           "must rotate";
   if (m->rotary && (!m->cosine || !m->sine)) return "rope_parameters: there are no tables of cosine and sine";
-  if (!within(m->position_entries, 0, MOST_VOCABULARY)) return "max_position_embeddings: must be from 1 to 16777216";
+  if (!within(m->position_entries, 0, MOST_VOCABULARY))
+    return "max_position_embeddings: must be from 1 to 16777216";
   if (!within(m->padding, -1, m->vocabulary - 1L)) return "pad_token_id: must be a token of the vocabulary";
   if (!is_positive(m->eps)) return "eps of the norms: must be finite and above 0";
-  if (!is_positive(m->embedding_scale)) return "hidden_size: the scale of embeddings must be finite and above 0";
+  if (!is_positive(m->embedding_scale))
+    return "hidden_size: the scale of embeddings must be finite and above 0";
   if (!within(m->norm, NORM_RMS, NORM_LAYER) || !within(m->qk_norm, QK_NORM_NONE, QK_NORM_WHOLE))
     return "model_type: its kind of norm is not known";
   if (!within(m->activation, ACT_SILU, ACT_GELU_TANH)) return "hidden_act: is not known";
   if (!within(m->mixtures, 0, m->layers)) return "num_experts: more layers have experts than there are";
   if (m->mixtures && !within(m->experts, 1, MOST_EXPERTS)) return "num_experts: must be from 1 to 1024";
-  if (m->mixtures && !within(m->chosen, 1, m->experts)) return "num_experts_per_tok: must be from 1 to the number of experts";
+  if (m->mixtures && !within(m->chosen, 1, m->experts))
+    return "num_experts_per_tok: must be from 1 to the number of experts";
   long qkv = (m->heads + 2L * m->kv_heads) * m->head_dim;
-  if (!heads_fit(m, m->heads, m->q_at, m->q_step, qkv) || !heads_fit(m, m->kv_heads, m->k_at, m->k_step, qkv) ||
-      !heads_fit(m, m->kv_heads, m->v_at, m->v_step, qkv))
+  int queries_fit = heads_fit(m, m->heads, m->q_at, m->q_step, qkv);
+  int keys_fit = heads_fit(m, m->kv_heads, m->k_at, m->k_step, qkv);
+  int values_fit = heads_fit(m, m->kv_heads, m->v_at, m->v_step, qkv);
+  if (!queries_fit || !keys_fit || !values_fit)
     return "num_attention_heads: queries, keys and values do not lie within a row";
   int mixtures = 0;
   for (int i = 0; i < m->layers; i++) {

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from ppo_repro.base import files
 from ppo_repro.base.files import atomic_write
 from ppo_repro.buffers import Coefficients, ReturnStatistics
 from ppo_repro.records import manifest
@@ -28,6 +29,15 @@ def test_a_file_is_synced_before_it_gets_its_name_and_then_its_folder(tmp_path: 
     with recorded(tmp_path) as disk:
         atomic_write(tmp_path / "a", b"content")
     assert disk.calls == ["fsync a.tmp", "replace a.tmp a", "fsync ."]
+    assert {state.content["a"] for state in disk.states if "a" in state.content} == {b"content"}
+
+
+def test_without_fsync_a_power_cut_leaves_an_empty_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control."""
+    monkeypatch.setattr(files, "sync", lambda path: None)
+    with recorded(tmp_path) as disk:
+        atomic_write(tmp_path / "a", b"content")
+    assert {state.content["a"] for state in disk.states if "a" in state.content} == {b"content", b"con", b""}
 
 
 def saved(iteration: int, chain: str) -> Checkpoint:

@@ -47,7 +47,7 @@ from ppo_repro.stages.updates import (
 
 
 def as_sampled(rollout: Rollout) -> Rollout:
-    """Return the rollout as it was sampled; a deliberate fault in the trainer puts another function in this place."""
+    """Return the rollout as it was sampled; `receive` is where faults/trainer.py puts its functions."""
     return rollout
 
 
@@ -206,10 +206,12 @@ def policy_loss(
     kl_terms: Tensor | None,
     chosen: Tensor | None,
 ) -> PolicyColumns:
-    """Compute w (surrogate + penalty) - entropy_coef entropy + KL term of n tokens of whole responses.
+    """Compute the loss of n tokens of whole responses: w (surrogate + penalty) - entropy_coef entropy + KL term.
+
+    w is the importance weight of the token, 1 unless importance weights are configured.
 
     For PPO's clip the surrogate is -min(r A, clip(r, 1 - eps, 1 + eps) A) with r = pi_new / pi_anchor (Schulman et al.,
-    2017, equation 7); w = 1 unless importance weights are configured.
+    2017, equation 7).
 
     Args:
         config: gives `entropy_coef`.

@@ -43,7 +43,9 @@ class Clipped(Section):
     """A ratio between 1 - clip_range and 1 + clip_range_high."""
 
     clip_range: ClipBound = Field(0.2, description="Ratios below 1 - clip_range are not pushed further down.")
-    clip_range_high: Positive | None = Field(None, description="The same above 1; null: clip_range.")
+    clip_range_high: Positive | None = Field(
+        None, description="Ratios above 1 + this are not pushed further up; null: clip_range."
+    )
 
     @property
     def high(self) -> float:
@@ -69,7 +71,9 @@ class AdaptiveClipObjective(Section):
 
     kind: Literal["adaptive_clip"] = Field(description="Clip the ratio within bounds that follow the KL.")
     clip_range: Annotated[float, Field(ge=CLIP_RANGE_MIN, le=CLIP_RANGE_MAX)] = Field(
-        0.2, description="Clip range of the first iteration, on both sides; stays within 0.02 and 0.5."
+        0.2,
+        description="Clip range of the first iteration, on both sides; "
+        f"stays within {CLIP_RANGE_MIN} and {CLIP_RANGE_MAX}.",
     )
     target_kl: Positive = Field(description="Halve above 1.5 times this, double below it / 1.5; nats per token.")
 

@@ -43,7 +43,9 @@ class ControlPPOConfig(Section):
     epochs: Count = Field(description="Passes over each rollout.")
     minibatch_size: Count = Field(description="Environment steps per optimizer step; divides the rollout.")
     clip_range: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="Clip range epsilon of the policy ratio.")
-    clip_range_schedule: Schedule = Field("constant", description="Factor on clip_range by iteration.")
+    clip_range_schedule: Schedule = Field(
+        "constant", description="How clip_range falls, to 0 after the last iteration."
+    )
     value_clip_range: Positive | None = Field(None, description="Around the old prediction; null: squared error.")
     value_coef: Positive = Field(0.5, description="Weight of the value loss, half a squared error.")
     entropy_coef: NonNegative = Field(0.0, description="Weight of the entropy bonus, nats.")
@@ -52,7 +54,7 @@ class ControlPPOConfig(Section):
     bootstrap_truncated: bool = Field(True, description="Add the last state's value if a time limit ended an episode.")
     whiten_advantages: Literal["minibatch", "iteration", "none"] = Field("minibatch", description="Over which steps.")
     learning_rate: NonNegative = Field(description="Adam learning rate.")
-    learning_rate_schedule: Schedule = Field("constant", description="Factor on learning_rate by iteration.")
+    learning_rate_schedule: Schedule = Field("constant", description="How it falls, to 0 after the last iteration.")
     adam_eps: Positive = Field(1e-5, description="Adam denominator offset.")
     max_grad_norm: Positive = Field(0.5, description="Gradients are scaled down to this norm over both networks.")
 

@@ -32,7 +32,8 @@ class RecordsConfig(Section):
     """How much of what a run computes is written down. Changes no result, no fingerprint and no digest."""
 
     level: RecordLevel = Field(
-        "full", description="What reruns and metrics need; every tensor of the loop; the experts of each token too."
+        "full",
+        description="lean: what reruns and metrics need; full: tensors of the loop; deep: each token's experts too.",
     )
 
 

@@ -49,7 +49,8 @@ from ppo_repro.config.tasks import (
 
 Context = Annotated[int, Field(ge=2, le=32768)]
 
-# what a group of fields is when it does not say: (group, field, value)
+# what a group of fields is when it does not say: (group, field, value).
+# pydantic's default replaces a whole group that is left out; a written group, `kl: {kl_coef: 0.1}`, needs a kind
 DEFAULT_KINDS = (("kl", "placement", "reward"), ("advantages", "kind", "gae"), ("value", "kind", "separate"))
 
 

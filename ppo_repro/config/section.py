@@ -65,7 +65,10 @@ class Experiment(Section):
 
 
 def canonical_json(tree: Mapping[str, Any]) -> str:
-    """Return sorted, compact JSON of a configuration's tree, without `records`."""
+    """Return sorted, compact JSON of a configuration's tree, without `records`.
+
+    Defaults are written out, so a new field changes the digest of every run.
+    """
     tree = {name: value for name, value in tree.items() if name != "records"}
     return json.dumps(tree, sort_keys=True, separators=(",", ":"))
 

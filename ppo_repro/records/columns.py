@@ -235,7 +235,9 @@ def _steps(item: Iteration, config: RunConfig) -> Columns:
     }
 
 
-def agreement(rollout: Any, forward: Any, tokens: Tensor, ratios: Tensor, new_values: Tensor | None) -> Columns:
+def count_disagreement(
+    rollout: Any, forward: Any, tokens: Tensor, ratios: Tensor, new_values: Tensor | None
+) -> Columns:
     """Count what may not differ: log-probs of sampler and trainer, ratios of the first minibatch and 1, values.
 
     Args:
@@ -258,10 +260,8 @@ def agreement(rollout: Any, forward: Any, tokens: Tensor, ratios: Tensor, new_va
 def _iteration(item: Iteration, config: RunConfig) -> Columns:
     rollout, forward, rewards = item.rollout, item.forward, item.rewards
     evaluation, returns, objective = item.evaluation, item.advantages.returns, config.ppo.objective
-    in_force, is_normalised = (
-        item.coefficients,
-        not isinstance(config.value, NoValue) and config.value.normalize_returns,
-    )
+    in_force = item.coefficients
+    is_normalised = not isinstance(config.value, NoValue) and config.value.normalize_returns
     count, tokens = len(rollout.lengths), len(rollout.response_ids)
     first, ref_kl, explained = item.updates[0], mean_of(forward.ref_kl), None
     assert first.policy is not None
@@ -286,7 +286,7 @@ def _iteration(item: Iteration, config: RunConfig) -> Columns:
         "ref_kl_per_token": ref_kl,
         "ref_kl_per_sequence": ref_kl * tokens / count,
         "explained_variance": explained,
-        **agreement(rollout, forward, first.tokens, first.policy.ratios, again),
+        **count_disagreement(rollout, forward, first.tokens, first.policy.ratios, again),
         "eval_accuracy": evaluation.accuracy if evaluation else None,
         "eval_score": evaluation.score if evaluation else None,
         **{f"seconds_{phase}": seconds for phase, seconds in item.seconds.items()},

@@ -25,7 +25,16 @@ from ppo_repro.numerics.sums import mean_of, run_sums
 from ppo_repro.ppo.advantages import explained_variance
 from ppo_repro.ppo.objectives import flag_names, removes_gradient
 from ppo_repro.records import schema
-from ppo_repro.records.columns import Columns, agreement, cells_of, fields_of, int32, of_minibatches, rows_of, tables_at
+from ppo_repro.records.columns import (
+    Columns,
+    cells_of,
+    count_disagreement,
+    fields_of,
+    int32,
+    of_minibatches,
+    rows_of,
+    tables_at,
+)
 from ppo_repro.runs.checkpoint import Start
 from ppo_repro.runs.kind import Execution, Final, RunKind, Tables
 
@@ -150,7 +159,7 @@ def _iteration(item: ControlIteration) -> Columns:
         "episode_return_mean": math.fsum(ended) / len(ended) if ended else None,
         "entropy": mean_of(forward.entropies),
         "explained_variance": explained_variance(forward.values, item.advantages.returns),
-        **agreement(rollout, forward, first.tokens, first.ratios, first.new_values),
+        **count_disagreement(rollout, forward, first.tokens, first.ratios, first.new_values),
         "eval_return": item.eval_return,
         **{f"seconds_{phase}": seconds for phase, seconds in item.seconds.items()},
         "ended_at": moment(),

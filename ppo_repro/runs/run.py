@@ -173,7 +173,7 @@ def execute(
             is_due = execution.is_checkpoint_due(item.index + 1)
             is_recorded = item.index < recorded.num_iterations
             if is_recorded:
-                require_none(from_recorded(run_dir, recorded, item.index, tables))
+                require_as_recorded(from_recorded(run_dir, recorded, item.index, tables))
                 tell()
             else:
                 behind.append((thread.submit(written.append, item.index, tables), tell))
@@ -206,12 +206,12 @@ def _begin(recorded: Manifest, written: RunWriter, execution: Execution[Item]) -
         written.note(name, tree)
     written.list_files(execution.keep_start(written.run_dir, written.head.files))
     tables = execution.preparation_tables()
-    require_none(from_recorded(written.run_dir, recorded, None, tables))
+    require_as_recorded(from_recorded(written.run_dir, recorded, None, tables))
     if new := {name: table for name, table in tables.items() if name not in recorded.preparation}:
         written.prepare(new)
 
 
-def require_none(difference: Difference | None) -> None:
+def require_as_recorded(difference: Difference | None) -> None:
     """Raise PromiseBroken, which names the cell, where what was computed again differs from its record."""
     if difference is not None:
         raise PromiseBroken(f"{difference.describe()}; the left is recorded, the right was computed now")

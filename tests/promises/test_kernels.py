@@ -32,6 +32,7 @@ from ppo_repro.numerics.definition.network import gradients as gradients_by_defi
 from ppo_repro.numerics.definition.product import product
 from ppo_repro.numerics.definition.rounding import Rounding
 from ppo_repro.numerics.definition.row_sums import row_sum
+from ppo_repro.numerics.description import ACTIVATIONS
 from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.interface import ffi, ints, pointer
 from ppo_repro.numerics.linear import linear
@@ -136,14 +137,15 @@ def trunks(draw: st.DrawFn) -> PreTrainedModel:
     heads, d, layers = kv_heads * each, draw(st.sampled_from((4, 8, 18, 64, 136))), draw(st.integers(1, 2))
     width, vocabulary = draw(st.sampled_from((1, 7, 16, 33, 130))), draw(st.sampled_from((3, 16, 97)))
     common: dict[str, Any] = {"vocab_size": vocabulary, "pad_token_id": draw(st.sampled_from((None, 0, 2)))}
+    activation = draw(st.sampled_from(sorted(ACTIVATIONS)))
     if family == "gpt2":
         shape = {"n_embd": heads * d, "n_head": heads, "n_layer": layers, "n_inner": width}
-        more = {"scale_attn_by_inverse_layer_idx": draw(st.booleans())}
+        more = {"scale_attn_by_inverse_layer_idx": draw(st.booleans()), "activation_function": activation}
     else:
         hidden = heads * (d if family in ("gpt_neox", "olmoe") else draw(st.sampled_from((1, 3, 16, 17, 65))))
         shape = {"hidden_size": hidden, "num_attention_heads": heads, "num_hidden_layers": layers}
         shape |= {"moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size": width}
-        more = {"hidden_act": draw(st.sampled_from(("silu", "gelu", "gelu_pytorch_tanh")))}
+        more = {"hidden_act": activation}
         if family == "gpt_neox":
             more |= {"use_parallel_residual": draw(st.booleans()), "attention_bias": draw(st.booleans())}
         else:

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ppo_repro.numerics.description import describe
 from ppo_repro.numerics.families import decoder_layers, head_of, trunk_of
-from tests.support.models import CONFIGS, CONTEXT, small_model
+from tests.support.models import CONFIGS, CONTEXT, MIXTURES, small_model
 
 CHANNEL, OTHER, UNIT = 3, 11, 5  # a channel of the residual stream, its opposite where a mean is taken, a unit
 SILENT = 1e-6  # what silences an outlier of 1e4
@@ -31,13 +31,13 @@ def matrix(linear: nn.Module) -> Tensor:
 
 
 def norms_and_readers(model: PreTrainedModel) -> list[tuple[nn.Module, list[Tensor]]]:
-    """Every norm over the residual stream, and the matrices [outputs, H] that read it."""
-    trunk = describe(trunk_of(model))
-    found = [
-        (layer.norms[norm], [matrix(reader) for reader in layer.matrices[readers]])
-        for layer in trunk.layers
-        for norm, readers in (("norm1", "qkv"), ("norm2", "up"))
-    ]
+    """Every norm over the residual stream, and the matrices [outputs, H] that read it; of experts [E, outputs, H]."""
+    trunk, found = describe(trunk_of(model)), []
+    for layer in trunk.layers:
+        found.append((layer.norms["norm1"], [matrix(reader) for reader in layer.matrices["qkv"]]))
+        readers = [matrix(reader) for name in ("up", "router") for reader in layer.matrices.get(name, ())]
+        readers += [layer.experts["expert_up"].data] if layer.experts else []
+        found.append((layer.norms["norm2"], readers))
     return [*found, (trunk.last_norm, [matrix(head_of(model))])]
 
 
@@ -91,12 +91,17 @@ def residual_channel(model: PreTrainedModel, size: float) -> None:
     for (norm, readers), usual in zip(norms_and_readers(model), before, strict=True):
         scale_factors(norm, size * (len(channels) / width) ** 0.5 / usual)
         for weight in readers:
-            weight[:, channels] *= SILENT
+            weight[..., channels] *= SILENT
 
 
 def unit(model: PreTrainedModel, size: float) -> None:
-    """An MLP unit in every layer near `size`, and its outgoing weights as much smaller."""
+    """An MLP unit in every layer, or in every expert, near `size`, and its outgoing weights as much smaller."""
     for layer in describe(trunk_of(model)).layers:
+        if layer.experts:
+            up, down = layer.experts["expert_up"].data, layer.experts["expert_down"].data
+            up[:, up.shape[1] // 2 + UNIT] *= size  # gates come first
+            down[:, :, UNIT] /= size
+            continue
         into = layer.matrices["up"][-1]  # where there is a gate, its linear factor
         matrix(into)[UNIT] *= size
         if isinstance(into.bias, Tensor):
@@ -122,7 +127,7 @@ def loud_column(model: PreTrainedModel, size: float) -> None:
         if isinstance(norm, nn.LayerNorm):
             norm.bias.data[CHANNEL] = 0.0
         for weight in readers:
-            weight[:, CHANNEL] *= size / float(weight[:, CHANNEL].abs().max())
+            weight[..., CHANNEL] *= size / float(weight[..., CHANNEL].abs().max())
 
 
 @dataclass(frozen=True)
@@ -144,15 +149,15 @@ CASES = {
 
 
 def cases_of(architecture: str) -> tuple[str, ...]:
-    """The cases that a family of `CONFIGS` can have: a key bias needs biased keys of their own."""
+    """The cases that a family can have: a key bias needs biased keys of their own."""
     biased = architecture.startswith("qwen2")
     return tuple(name for name in CASES if biased or name != "key bias 300")
 
 
 @torch.no_grad()
 def outlier_model(architecture: str, case: str, seed: int) -> PreTrainedModel:
-    """An unmodified model of a family of `CONFIGS` with one of `CASES`."""
-    config, chosen = CONFIGS[architecture](), CASES[case]
+    """An unmodified model of a family with one of `CASES`."""
+    config, chosen = {**CONFIGS, **MIXTURES}[architecture](), CASES[case]
     if chosen.untied:
         config.tie_word_embeddings = False
     model = small_model(config, seed)

@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 from experiments.accuracy.distances import GradientComparison, compare, compare_gradients, typical
 from ppo_repro.runs.accuracy import Text
 from tests.numerics.outliers import cases_of, linear_layers, outlier_model
-from tests.support.models import CONFIGS, CONTEXT, MIXTURES, random_sequences, small_model
+from tests.support.models import CONFIGS, CONTEXT, MIXTURES, random_sequences
 
 SEEDS, MORE_SEEDS = range(3), range(3, 11)
 PLAIN, OUTLIERS = 1.5, 2.0  # largest ratios
 WORST = 4.0  # largest ratio of the parameters with the largest errors, which may be sums that cancel
 DISTINCT = ("qwen3", "gpt2", "qwen3_moe")
-QUICK = {(a, "plain") for a in DISTINCT} | {("qwen3", c) for c in cases_of("qwen3")}
-ALL = [*((a, c) for a in CONFIGS for c in cases_of(a)), *((a, "plain") for a in MIXTURES)]
+QUICK = {(a, "plain") for a in DISTINCT} | {("qwen3", c) for c in cases_of("qwen3")} | {("qwen3_moe", "MLP unit 1e4")}
+ALL = [(a, c) for a in (*CONFIGS, *MIXTURES) for c in cases_of(a)]
 subjects = pytest.mark.parametrize(
     ("architecture", "case"),
     [pytest.param(a, c, id=f"{a}: {c}", marks=[] if (a, c) in QUICK else pytest.mark.slow) for a, c in ALL],
@@ -29,8 +29,6 @@ subjects = pytest.mark.parametrize(
 
 
 def model_of(architecture: str, case: str, seed: int) -> PreTrainedModel:
-    if architecture in MIXTURES:
-        return small_model(MIXTURES[architecture](), seed)
     return outlier_model(architecture, case, seed)
 
 

@@ -170,21 +170,31 @@ def test_gradients_of_a_layer_are_the_definition(
             assert_same(array(gradients[ours]), expected, name)
 
 
+def add_ones(bias: nn.Parameter, *slots: int) -> None:
+    """A backward pass of sequences of one row each, whose gradient is 1; the last slot is of the sequence after them."""
+    sequences = np.arange(len(slots) - 1)
+    add_to_bias(bias, torch.ones(len(sequences), 1), Rows(ints(sequences), ints(0 * sequences), ints(slots)))
+
+
 def test_a_pass_whose_sequences_are_none_or_come_too_late_is_refused() -> None:
     bias = nn.Parameter(torch.zeros(1))
     sums = GradientSums([("bias", bias)], SLOTS)
-
-    def add(*slots: int) -> None:
-        sequences = np.arange(len(slots) - 1)
-        add_to_bias(bias, torch.ones(len(sequences), 1), Rows(ints(sequences), ints(0 * sequences), ints(slots)))
-
-    add(0, 3, 3)
+    add_ones(bias, 0, 3, 3)
     with pytest.raises(PromiseBroken, match="a sequence of slot 2 comes after those of slot 3"):
-        add(2, 4)
+        add_ones(bias, 2, 4)
     with pytest.raises(ValueError, match="a backward pass without sequences"):
-        add(4)
-    add(3, 8)
+        add_ones(bias, 4)
+    add_ones(bias, 3, 8)
     assert sums.finish()["bias"] == 3
+
+
+def test_a_rank_without_sequences_adds_nothing_of_the_minibatch_before() -> None:
+    bias = nn.Parameter(torch.zeros(1))
+    sums = GradientSums([("bias", bias)], SLOTS)
+    add_ones(bias, 0, 8)
+    assert sums.finish()["bias"] == 1
+    sums.begin()
+    assert sums.finish()["bias"] == 0
 
 
 # ------------------------------------------------------------------------------------------------------------- models

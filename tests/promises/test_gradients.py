@@ -171,7 +171,7 @@ def test_gradients_of_a_layer_are_the_definition(
 
 
 def add_ones(bias: nn.Parameter, *slots: int) -> None:
-    """A backward pass of sequences of one row each, whose gradient is 1; the last slot is of the sequence after them."""
+    """One backward pass of sequences of one row, whose gradient is 1; the last slot is of the sequence after them."""
     sequences = np.arange(len(slots) - 1)
     add_to_bias(bias, torch.ones(len(sequences), 1), Rows(ints(sequences), ints(0 * sequences), ints(slots)))
 

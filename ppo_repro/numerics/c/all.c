@@ -23,7 +23,8 @@
 #include "kernels.h"
 
 // the machine
-#include "memory.c"      // scratch memory; what happens without memory
+#include "memory.c"      // what happens without memory
+#include "scratch.c"     // memory that calls share
 #include "threads.c"     // a pool of threads
 #include "operations.c"  // row functions and the two memories on a CPU, see operations.h
 
@@ -33,10 +34,12 @@
 #include "elementwise.c"  // elementary functions of arrays
 
 // sums over products and tokens
-#include "tiles.c"      // a small product in registers
-#include "linear.c"     // linear layers, and the gradient of their input
-#include "gradients.c"  // gradients of weights, biases, embeddings: sums over tokens
-#include "attention.c"  // attention over a cache, and its gradients
+#include "tiles.c"             // a small product in registers
+#include "linear.c"            // linear layers, and the gradient of their input
+#include "blocks.c"            // blocks of rows
+#include "gradients.c"         // gradients of weights, biases, embeddings: sums over tokens
+#include "linear_gradients.c"  // which of these sums a linear layer has
+#include "attention.c"         // attention over a cache, and its gradients
 
 // what is left outside the model
 #include "tokens.c"     // rows of logits: probabilities, sampling

@@ -17,34 +17,9 @@
 // ends.
 #include "kernels.h"
 
-typedef struct {
-  const Model *m;
-  const Batch *b;
-  int window;
-  float scale;
-  float *keys;           // this layer's part of the cache, see Batch
-  float *values;
-  const float *q;        // [tokens][heads][head_dim], rotated
-  float *top;            // [tokens][heads]
-  float *total;          // [tokens][heads]
-  float *mixed;          // [tokens][heads][head_dim]
-  const float *d_mixed;  // [tokens][heads][head_dim]; here and below: of the backward pass
-  float *dq;             // [tokens][heads][head_dim]
-  float *d_raw;          // [tokens][qkv_width]: the key and value parts of its rows get dk and dv
-} Heads;
-
-INLINE int q_width(const Model *m) { return m->heads * m->head_dim; }
-INLINE int kv_width(const Model *m) { return m->kv_heads * m->head_dim; }
-INLINE int qkv_width(const Model *m) { return q_width(m) + 2 * kv_width(m); }
-
 // The offset of the keys, and of the values, of key head `kv` of sequence s
 INLINE long head_at(const Heads *h, int kv, int s) {
   return ((long)kv * h->b->capacity + h->b->base[s]) * h->m->head_dim;
-}
-
-// The offset of a key among those of its head: keys lie in panels [position / 16][head_dim][16]
-INLINE long key_at(int position, int head_dim) {
-  return (long)(position / COLS) * head_dim * COLS + position % COLS;
 }
 
 // The first position that the query at `position` sees

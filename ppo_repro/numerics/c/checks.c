@@ -29,8 +29,13 @@ static uint64_t hashed(uint64_t hash, const void *words, long count) {
   return hash;
 }
 
+// The same over `count` words that kernels wrote
+static uint64_t hashed_results(uint64_t hash, const void *words, long count) {
+  return hashed(hash, on_host(words, (size_t)count * 4), count);
+}
+
 // Parameters one after the other, in the order in which they are made; offsets of gradients are those of
-// parameters
+// parameters. Both lie in memory of kernels.
 typedef struct {
   Arena parameters;
   Arena free;
@@ -41,8 +46,11 @@ enum { PARAMETERS = 1 << 17, FLOATS = 1 << 20 };
 // n parameters center + size x [-1, 1); *at is where they begin
 static float *some_numbers(Plan *plan, long n, float center, float size, long *at) {
   float *here = plan->parameters.memory + plan->parameters.used;
+  float *numbers = allocate_zeros((size_t)n, sizeof(float));
   *at = plan->parameters.used;
-  for (long i = 0; i < n; i++) here[i] = fma32(size, numbered((uint32_t)(*at + i)), center);
+  for (long i = 0; i < n; i++) numbers[i] = fma32(size, numbered((uint32_t)(*at + i)), center);
+  copy_to_kernels(here, numbers, (size_t)n * sizeof(float));
+  free(numbers);
   plan->parameters.used += n;
   return here;
 }
@@ -182,7 +190,7 @@ static void make_tokens(SomeTokens *of) {
 
 // The digest of a forward pass, sampled tokens, log-probs, a backward pass and a step of AdamW
 static uint64_t answer_of(WhichModel which, uint64_t hash) {
-  float *memory = allocate_zeros(FLOATS, sizeof(float));
+  float *memory = kernel_zeros(FLOATS);
   Plan plan = {.parameters = {memory, 0}, .free = {memory, PARAMETERS}};
   SomeModel of;
   SomeTokens at;
@@ -205,6 +213,10 @@ static uint64_t answer_of(WhichModel which, uint64_t hash) {
   float *keys = take(free_memory, 2L * CAPACITY * HEAD_DIM);
   float *values = take(free_memory, 2L * CAPACITY * HEAD_DIM);
   float *kept = take(free_memory, kept_floats(m, TOKENS, KEEP_ALL));
+  int64_t *seeds = take(free_memory, 2 * TOKENS);
+  int64_t *positions = take(free_memory, 2 * TOKENS);
+  int64_t *tokens = take(free_memory, 2 * TOKENS);
+  Softmax *rows = take(free_memory, 8 * TOKENS);
   if (parameters > PARAMETERS || free_memory->used > FLOATS) abort();
 
   // forward
@@ -223,39 +235,42 @@ static uint64_t answer_of(WhichModel which, uint64_t hash) {
   };
   model_forward(m, &batch, kept, KEEP_ALL, hidden);
   linear(&of.head, hidden, TOKENS, NULL, logits);
-  hash = hashed(hash, logits, TOKENS * VOCABULARY);
+  hash = hashed_results(hash, logits, TOKENS * VOCABULARY);
 
   // sampling
-  int64_t tokens[TOKENS];
-  Softmax rows[TOKENS];
+  copy_to_kernels(seeds, at.targets, sizeof(at.targets));
+  copy_to_kernels(positions, at.position64, sizeof(at.position64));
   const Sampling sampling = {
       .logits = logits,
       .ld = VOCABULARY,
       .n = TOKENS,
       .v = VOCABULARY,
       .temperature = 0.8f,
-      .seeds = at.targets,
-      .positions = at.position64,
+      .seeds = seeds,
+      .positions = positions,
       .tokens = tokens,
       .logprobs = out,
       .rows = rows,
   };
   sample_tokens(&sampling);
-  hash = hashed(hash, out, TOKENS);
-  hash = hashed(hash, tokens, 2 * TOKENS);
+  hash = hashed_results(hash, out, TOKENS);
+  hash = hashed_results(hash, tokens, 2 * TOKENS);
 
   // statistics, and their gradients
+  float seed[2 * TOKENS];
   for (int t = 0; t < TOKENS; t++) {
-    d_logprobs[t] = numbered((uint32_t)t);
-    d_entropies[t] = 0.01f;
+    seed[t] = numbered((uint32_t)t);
+    seed[TOKENS + t] = 0.01f;
   }
+  copy_to_kernels(d_logprobs, seed, TOKENS * sizeof(float));
+  copy_to_kernels(d_entropies, seed + TOKENS, TOKENS * sizeof(float));
   const Statistics statistics = {
       .logits = logits,
       .ld = VOCABULARY,
       .n = TOKENS,
       .v = VOCABULARY,
       .temperature = 0.8f,
-      .targets = at.targets,
+      .targets = seeds,  // the same numbers
       .rows = rows,
       .logprobs = out,
       .entropies = out + TOKENS,
@@ -265,14 +280,14 @@ static uint64_t answer_of(WhichModel which, uint64_t hash) {
       .gradient = d_logits,
   };
   token_statistics(&statistics);
-  hash = hashed(hash, out, 3 * TOKENS);
+  hash = hashed_results(hash, out, 3 * TOKENS);
   token_statistics_gradient(&statistics);
 
   // backward
   const Sums sums = {.level = {gradient}, .levels = 2, .last = SLOT[SEQUENCES]};
   linear_backward(&of.head, d_logits, hidden, TOKENS, at.sequence, at.position, SLOT, &sums, d_hidden);
   model_backward(m, &batch, kept, KEEP_ALL, d_hidden, &sums);
-  hash = hashed(hash, gradient, parameters);
+  hash = hashed_results(hash, gradient, parameters);
 
   // a step
   Trained all = {.p = memory, .g = gradient, .m = first_moment, .v = second_moment, .n = parameters};
@@ -290,8 +305,8 @@ static uint64_t answer_of(WhichModel which, uint64_t hash) {
       .eps = 1e-8f,
   };
   adamw(&all, 1, &step);
-  hash = hashed(hash, memory, parameters);
-  free(memory);
+  hash = hashed_results(hash, memory, parameters);
+  free_kernel_memory(memory);
   return hash;
 }
 

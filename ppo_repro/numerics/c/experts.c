@@ -213,6 +213,7 @@ ROW(add_experts_row, AddExperts) {
 
 // ===================================================================================================== calls
 // What follows runs on the host, see operations.h.
+#ifndef GPU_KERNELS
 
 // The rows of experts: those of expert e are start[e] .. start[e + 1] - 1, by rising token
 typedef struct {
@@ -226,7 +227,7 @@ typedef struct {
 // A counting sort of routes [tokens][chosen]
 static Dispatch make_dispatch(const Model *m, const int *route_in_kernels, int tokens) {
   const int rows = tokens * m->chosen;
-  const int *route = integers_on_host(route_in_kernels, rows);
+  const int *route = on_host(route_in_kernels, (size_t)rows * sizeof(int));
   Dispatch d;
   d.start = allocate_zeros((size_t)(m->experts + 2 + 2 * (long)rows), sizeof(int));
   d.token = d.start + m->experts + 2;
@@ -281,7 +282,7 @@ static void mixture_forward(const Pass *pass, const Layer *l, const Saved *s) {
       .format = m->round_activations,
       .given_step = m->mixtures * m->chosen,
       .given = pass->in_kernels.routes ? pass->in_kernels.routes + layer_routes : NULL,
-      .seen = pass->b->seen ? pass->b->seen + layer_routes : NULL,
+      .seen = pass->in_kernels.seen ? pass->in_kernels.seen + layer_routes : NULL,
       .router = s->router,
       .route = s->route,
       .weights = s->weights,
@@ -390,3 +391,4 @@ static void mixture_backward(const Pass *pass, const Layer *l, const Saved *s, c
   for_rows(tokens, add_experts_row, &add);
   free_dispatch(d);
 }
+#endif

@@ -76,34 +76,6 @@ INLINE void store_parts(const Sums *s, Elements e, const float *parts, const int
 
 // ---------------------------------------------------------------------------------------------------- blocks
 
-// The blocks of `rows` rows, see Blocks: sequence and position [rows], slots as in Batch. slot[count] is the
-// slot with which the pass ends. definition: gradients.blocks_of
-static Blocks make_blocks(int rows, const int *sequence, const int *position, const int *slots,
-                          const Sums *sums) {
-  int most = rows + 1;
-  int *memory = allocate_zeros(3 * (size_t)most, sizeof(int));
-  Blocks b = {
-      .rows = rows,
-      .start = memory,
-      .length = memory + most,
-      .slot = memory + 2 * most,
-      .sums = sums,
-  };
-  for (int t = 0; t < rows; t++) {
-    int goes_on = t && sequence[t] == sequence[t - 1] && position[t] / BLOCK == position[t - 1] / BLOCK;
-    if (!goes_on) {
-      b.start[b.count] = t;
-      b.slot[b.count] = slots[sequence[t]];
-      b.count++;
-    }
-    b.length[b.count - 1]++;
-  }
-  b.slot[b.count] = sums->last;
-  return b;
-}
-
-static void free_blocks(Blocks *b) { free(b->start); }
-
 // Whether block i is the first, or the last, of its slot
 INLINE int begins_slot(const Blocks *b, int i) {
   if (i) return b->slot[i] != b->slot[i - 1];
@@ -327,34 +299,6 @@ static void column_sums(ColumnSums a) {
   if (a.grad >= 0) parallel_for(panels_of(a.cols), column_sums_task, &a);
 }
 
-// ------------------------------------------------------------------------------- gradients of a linear layer
-
-// The gradients of w and bias: dy [rows][n], x [rows][k]
-static void linear_backward_weight(const Matrix *w, const float *dy, const float *x, const Blocks *blocks) {
-  if (w->transposed) weight_gradient(x, w->k, dy, w->n, blocks, w->grad);
-  else weight_gradient(dy, w->n, x, w->k, blocks, w->grad);
-  if (!w->bias) return;
-  column_sums((ColumnSums){
-      .dy = dy,
-      .ldd = w->n,
-      .each = 1,
-      .cols = w->n,
-      .blocks = blocks,
-      .grad = w->bias_grad,
-  });
-}
-
-// The backward pass of a linear layer that stands alone: sequence and position [rows], slots [sequences + 1];
-// dx may be NULL, and the rest too where neither w nor bias is trained. definition: linear.linear_backward
-void linear_backward(const Matrix *w, const float *dy, const float *x, int rows, const int *sequence,
-                     const int *position, const int *slots, const Sums *sums, float *dx) {
-  if (dx) linear_backward_input(w, dy, rows, dx);
-  if (w->grad < 0 && w->bias_grad < 0) return;
-  Blocks blocks = make_blocks(rows, sequence, position, slots, sums);
-  linear_backward_weight(w, dy, x, &blocks);
-  free_blocks(&blocks);
-}
-
 // ----------------------------------------------------------------------------------- gradients of embeddings
 
 // d table[id] = sum of scale dx[t] over the rows t with that id, added one by one, straight into the slot's
@@ -363,7 +307,7 @@ typedef struct {
   const float *dx;  // [rows][width]
   int width;
   float scale;
-  const Blocks *blocks;
+  const Sums *sums;
   long grad;
   int skipped;        // an id that takes no gradient, or -1
   const int *start;   // rows of an id: sorted[start[id]] .. sorted[start[id + 1] - 1]
@@ -373,7 +317,7 @@ typedef struct {
 
 // One id. definition: gradients.row_addends
 ROW(table_gradient_row, TableGradient) {
-  const Sums *sums = a->blocks->sums;
+  const Sums *sums = a->sums;
   float parts[(MAX_LEVELS + 1) * COLS];
   int id = row;
   int begin = a->start[id];
@@ -403,27 +347,18 @@ ROW(table_gradient_row, TableGradient) {
 static void table_gradient(const float *dx, int width, float scale, const int *ids, int entries, int skipped,
                            const Blocks *blocks, long grad) {
   if (grad < 0) return;
-  int rows = blocks->rows;
-  int *start = allocate_zeros((size_t)entries + 2 + 2 * (size_t)rows, sizeof(int));
-  int *sorted = start + entries + 2;
-  int *slot = sorted + rows;
-  // count, add up, distribute: the counts stand two places further, and end where the rows of an id begin
-  for (int t = 0; t < rows; t++) start[ids[t] + 2]++;
-  for (int id = 0; id < entries; id++) start[id + 2] += start[id + 1];
-  for (int t = 0; t < rows; t++) sorted[start[ids[t] + 1]++] = t;
-  for (int i = 0; i < blocks->count; i++)
-    for (int t = 0; t < blocks->length[i]; t++) slot[blocks->start[i] + t] = blocks->slot[i];
+  SortedRows rows = sort_rows(ids, entries, blocks);
   TableGradient a = {
       .dx = dx,
       .width = width,
       .scale = scale,
-      .blocks = blocks,
+      .sums = blocks->sums,
       .grad = grad,
       .skipped = skipped,
-      .start = start,
-      .sorted = sorted,
-      .slot = slot,
+      .start = rows.start,
+      .sorted = rows.sorted,
+      .slot = rows.slot,
   };
   for_rows(entries, table_gradient_row, &a);
-  free(start);
+  free(rows.start);
 }

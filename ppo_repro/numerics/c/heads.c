@@ -5,6 +5,7 @@
 // head h of the values at v_at + h v_step.
 #include "elementary.h"
 #include "operations.h"
+#include "shapes.h"
 
 // Cosines and sines of a position [rotary / 2]; NULL without rotary positions
 typedef struct {
@@ -155,6 +156,7 @@ ROW(head_norms_backward_row, HeadNormsBackward) {
 
 // ===================================================================================================== calls
 // What follows runs on the host, see operations.h.
+#ifndef GPU_KERNELS
 
 // What attention takes of layer `index`, see attention.c
 static Heads heads_of(const Pass *pass, int index, const Saved *s) {
@@ -163,6 +165,7 @@ static Heads heads_of(const Pass *pass, int index, const Saved *s) {
   return (Heads){
       .m = m,
       .b = pass->b,
+      .in_kernels = &pass->in_kernels,
       .window = m->layer[index].window,
       .scale = m->layer[index].scale,
       .keys = pass->b->keys + cache,
@@ -235,3 +238,4 @@ static void heads_step_backward(const Pass *pass, const Layer *l, const Saved *s
   };
   for_rows(pass->b->tokens, head_norms_backward_row, &norms);
 }
+#endif

@@ -257,7 +257,7 @@ typedef struct {
 int set_threads(int threads);
 void forget_workers(void);
 
-// memory.c
+// memory.c, scratch.c
 void free_scratch(void);
 void trim_heap(void);
 
@@ -266,7 +266,7 @@ long panel_floats(int n, int k);
 void pack(Matrix *m);
 void linear(const Matrix *w, const float *x, int rows, const float *residual, float *y);
 
-// gradients.c
+// linear_gradients.c
 void linear_backward(const Matrix *w, const float *dy, const float *x, int rows, const int *sequence,
                      const int *position, const int *slots, const Sums *sums, float *dx);
 

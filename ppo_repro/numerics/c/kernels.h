@@ -14,9 +14,9 @@
 
 #include "arithmetic.h"
 #include "operations.h"
+#include "shapes.h"
 
 // The largest tile whose sums fit the vector registers. These sizes change no bit.
-enum { COLS = 16 };  // columns of a panel
 #if defined(__AVX512F__)
 enum { ROWS = 12, PANELS = 2 };
 #else
@@ -67,7 +67,7 @@ typedef enum {
 } ScratchArea;
 static float *shared_scratch(ScratchArea area, size_t floats);  // until the next call with this area
 
-// ----------------------------------------------------------------------------------------------- gradients.c
+// -------------------------------------------------------------------------------------------------- blocks.c
 
 // The rows of a batch in blocks: consecutive rows of one sequence whose positions have one value of position
 // / 128
@@ -77,6 +77,7 @@ typedef struct {
   int *start;  // [count], first row
   int *length; // [count]
   int *slot;   // [count + 1]; the last is the slot with which the pass ends
+  const int *in_kernels;  // start, length and slot in memory of kernels, [rows + 1] each
   const Sums *sums;
 } Blocks;
 
@@ -96,4 +97,24 @@ typedef struct {
   const Blocks *blocks;
   long grad;
 } ColumnSums;
+
+// ---------------------------------------------------------------------------------------------- attention.c
+
+// What attention takes of one layer
+typedef struct {
+  const Model *m;
+  const Batch *b;          // its integers lie on the host
+  const Batch *in_kernels;  // the same batch; its integers lie in memory of kernels
+  int window;
+  float scale;
+  float *keys;           // this layer's part of the cache, see Batch
+  float *values;
+  const float *q;        // [tokens][heads][head_dim], rotated
+  float *top;            // [tokens][heads]
+  float *total;          // [tokens][heads]
+  float *mixed;          // [tokens][heads][head_dim]
+  const float *d_mixed;  // [tokens][heads][head_dim]; here and below: of the backward pass
+  float *dq;             // [tokens][heads][head_dim]
+  float *d_raw;          // [tokens][qkv_width]: the key and value parts of its rows get dk and dv
+} Heads;
 #endif

@@ -20,8 +20,26 @@
 #define LANES_H
 #include "arithmetic.h"
 
+#ifdef GPU_KERNELS
+#include "gpu/lanes.h"
+#else
+
 // --------------------------------------------------------------------------------------- functions and loops
 
+#ifdef GPU_HOST  // the host that drives a GPU: a row function is the kernel of its name
+typedef struct {
+  const char *name;
+  int bytes;       // of the struct
+  void *function;  // of the driver, once it is known
+} Kernel;
+typedef Kernel *RowFunction;
+
+#define ROW(name, Struct)                                                            \
+  static Kernel name[1] = {{#name, sizeof(Struct), NULL}};                           \
+  __attribute__((unused)) static void name##_body(__attribute__((unused)) const Struct *a, \
+                                                  __attribute__((unused)) int row,   \
+                                                  __attribute__((unused)) float *memory)
+#else
 typedef void (*RowFunction)(const void *argument, int row, float *memory);
 
 #define ROW(name, Struct)                                                           \
@@ -30,6 +48,7 @@ typedef void (*RowFunction)(const void *argument, int row, float *memory);
     name##_body(argument, row, memory);                                             \
   }                                                                                 \
   INLINE void name##_body(const Struct *a, int row, __attribute__((unused)) float *memory)
+#endif
 
 // clang vectorises these loops only where it is told that no iteration writes what another one reads. Of a
 // loop that stays scalar all the same it warns, which is no error here.
@@ -106,4 +125,5 @@ INLINE int all_of_lanes(int own) { return own; }
 INLINE void set_flag(int *flag, int value) {
   if (!__atomic_load_n(flag, __ATOMIC_RELAXED)) __atomic_store_n(flag, value, __ATOMIC_RELAXED);
 }
+#endif  // not GPU_KERNELS
 #endif

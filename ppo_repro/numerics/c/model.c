@@ -98,6 +98,8 @@ static void embed_backward(const Pass *pass, const float *dx, const Blocks *bloc
 
 // ---------------------------------------------------------------------------------------------- whole passes
 
+INLINE long routes_of(const Model *m, const Batch *b) { return (long)b->tokens * m->mixtures * m->chosen; }
+
 // A pass over a batch, whose integers go to memory of kernels once
 static Pass pass_over(const Model *m, const Batch *b) {
   Pass pass = {.m = m, .b = b, .in_kernels = *b};
@@ -105,8 +107,8 @@ static Pass pass_over(const Model *m, const Batch *b) {
   pass.in_kernels.position = integers_for_kernels(b->position, b->tokens);
   pass.in_kernels.sequence = integers_for_kernels(b->sequence, b->tokens);
   pass.in_kernels.base = integers_for_kernels(b->base, b->sequences);
-  if (b->routes)
-    pass.in_kernels.routes = integers_for_kernels(b->routes, (long)b->tokens * m->mixtures * m->chosen);
+  if (b->routes) pass.in_kernels.routes = integers_for_kernels(b->routes, routes_of(m, b));
+  if (b->seen) pass.in_kernels.seen = integers_from_kernels(b->seen, routes_of(m, b));
   return pass;
 }
 
@@ -128,6 +130,7 @@ int model_forward(const Model *m, const Batch *b, float *kept, Keep keep, float 
   const float *x = layer_input(m, b->tokens, kept, m->layers, keep);
   float *mean = last_mean(kept, b->tokens);
   norm_step(&pass, &m->last_norm, x, last_r(kept), mean, hidden, 1 + 2 * m->layers, not_finite);
+  if (b->seen) fetch_integers(b->seen, pass.in_kernels.seen, routes_of(m, b));
   return flag_value(not_finite);
 }
 
@@ -145,9 +148,7 @@ void model_backward(const Model *m, const Batch *b, float *kept, Keep keep, cons
     Saved s = saved_at(m, b->tokens, kept, index, keep);
     if (keep == KEEP_INPUTS) {  // computes the layer again; its output is known, and goes to d.dh
       Pass again = pass;
-      Batch unseen = *b;
-      unseen.seen = NULL;
-      again.b = &unseen;
+      again.in_kernels.seen = NULL;
       s.next = d.dh;
       layer_forward(&again, index, &s, clear_flag());
     }

@@ -44,6 +44,14 @@ static int *clear_flag(void) {
 
 static int flag_value(const int *flag) { return *flag; }
 
-static const int *integers_on_host(const int *numbers, long n) { return n ? numbers : NULL; }
-static const double *doubles_on_host(const double *numbers, long n) { return n ? numbers : NULL; }
+static float *kernel_zeros(long n) { return allocate_zeros((size_t)n, sizeof(float)); }
+static void free_kernel_memory(float *memory) { free(memory); }
+
+static const void *on_host(const void *memory, size_t bytes) { return bytes ? memory : NULL; }
 static const int *integers_for_kernels(const int *numbers, long n) { return n ? numbers : NULL; }
+static void copy_to_kernels(void *to, const void *from, size_t bytes) { memcpy(to, from, bytes); }
+
+static int *integers_from_kernels(int *numbers, long n) { return n ? numbers : NULL; }
+static void fetch_integers(int *numbers, const int *from, long n) {
+  if (numbers != from) copy_to_kernels(numbers, from, (size_t)n * sizeof(int));
+}

@@ -1,8 +1,8 @@
 // The operations that model.c, experts.c, tokens.c and optimizer.c are made of. The passes there decide what
-// is computed and in which order; only operations touch the numbers of tensors. On a CPU each one is a loop
-// over the pool of threads. On a GPU each one will be a launch: a row function becomes a kernel that gets its
-// struct by value, so the struct holds all that the function needs, and its pointers point to memory of
-// kernels.
+// is computed and in which order; only operations touch the numbers of tensors. On a CPU (operations.c) each
+// one is a loop over the pool of threads. On a GPU (gpu/operations.c) each one is a launch: a row function is
+// a kernel that gets its struct by value, so the struct holds all that the function needs, and its pointers
+// point to memory of kernels.
 //
 // Two kinds of memory: `host`, which this code reads and writes itself (Model, Layer, Matrix, Batch, its
 // integers), and memory of kernels (weights, activations, gradients, cache). A CPU has one memory, and what
@@ -15,9 +15,11 @@
 #include "interface.h"
 #pragma GCC visibility pop
 
-// ---- the other operations, which have a file of their own because their tiles will differ on a GPU:
-// linear, linear_backward_input, linear_backward_weight, column_sums, table_gradient, attend and
-// attend_backward; and shared_scratch, which gives memory of kernels
+#ifndef GPU_KERNELS  // which has no host
+
+// ---- the other operations, which have a file of their own because their tiles differ on a GPU: linear,
+// linear_backward_input, weight_gradient, column_sums, table_gradient, attend and attend_backward; and
+// shared_scratch, which gives memory of kernels
 
 // ---- rows (lanes.h): function(argument, row) for each row of [0, rows); with `floats` of memory for each
 // row that is being computed
@@ -31,9 +33,20 @@ static int flag_value(const int *flag);
 // ---- host memory: `count` zeros of `size` bytes, to be freed; ends the process if there is no memory
 static void *allocate_zeros(size_t count, size_t size);
 
-// ---- what crosses: n numbers that kernels wrote, for the host; n numbers that the host wrote, for kernels
-static const int *integers_on_host(const int *numbers, long n);
-static const double *doubles_on_host(const double *numbers, long n);
-static const int *integers_for_kernels(const int *numbers, long n);
+// ---- memory of kernels: n zeros, to be freed
+static float *kernel_zeros(long n);
+static void free_kernel_memory(float *memory);
 
+// ---- what crosses: `bytes` that kernels wrote, for the host, until the next call; n integers that the host
+// wrote, for kernels, until the pass ends; bytes from the host to memory of kernels
+static const void *on_host(const void *memory, size_t bytes);
+static const int *integers_for_kernels(const int *numbers, long n);
+static void copy_to_kernels(void *to, const void *from, size_t bytes);
+
+// ---- n integers that kernels write in a pass and the host reads after it, at `numbers`: where kernels write
+// them, and their way to the host
+static int *integers_from_kernels(int *numbers, long n);
+static void fetch_integers(int *numbers, const int *from, long n);
+
+#endif
 #endif

@@ -75,6 +75,7 @@ ROW(adamw_row, Adamw) {
 
 // ===================================================================================================== calls
 // What follows runs on the host, see operations.h.
+#ifndef GPU_KERNELS
 
 // The whole tree of n sums in level[0], after the last backward pass. Slot `first` is the last one with
 // sequences (`open`), or has none.
@@ -92,7 +93,7 @@ double gradient_squares(Trained *tensors, int count) {
     int blocks = rows_in(t->n);
     double *of_blocks = (double *)shared_scratch(SCRATCH_SQUARES, 2 * (size_t)(blocks + 1));
     for_rows(blocks, squares_row, &(Squares){t->g, t->n, of_blocks});
-    const double *squares = doubles_on_host(of_blocks, blocks);
+    const double *squares = on_host(of_blocks, (size_t)blocks * sizeof(double));
     t->square = 0.0;
     for (int block = 0; block < blocks; block++) t->square += squares[block];
     sum += t->square;
@@ -104,3 +105,4 @@ void adamw(const Trained *tensors, int count, const Step *step) {
   for (const Trained *t = tensors; t < tensors + count; t++)
     for_rows(rows_in(t->n), adamw_row, &(Adamw){*t, *step});
 }
+#endif

@@ -92,6 +92,7 @@ ROW(rounding_row, Rounding) { round_row(a->format, a->scaled, a->x + (long)row *
 
 // ===================================================================================================== calls
 // What follows runs on the host, see operations.h.
+#ifndef GPU_KERNELS
 
 // Rows x [rows][n] in place
 static void round_rows(NumberFormat format, float *x, int rows, int n) {
@@ -103,3 +104,4 @@ void round_tensor(NumberFormat format, int scaled, float *x, long rows, long n) 
   if (format == FORMAT_FLOAT32) return;
   for_rows((int)rows, rounding_row, &(Rounding){.format = format, .scaled = scaled, .x = x, .n = (int)n});
 }
+#endif

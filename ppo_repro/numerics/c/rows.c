@@ -19,7 +19,9 @@ static double sum_row(const float *a, int n) {
   return join_lanes(sum);
 }
 
+#ifndef GPU_KERNELS
 double row_dot(const float *a, const float *b, int n) { return dot_rows(a, b, n); }
+#endif
 
 // The largest of n > 0 elements, whose order does not matter
 static float largest(const float *a, int n) {

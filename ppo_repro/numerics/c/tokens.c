@@ -378,6 +378,7 @@ ROW(sample_row, SamplingRows) {
 
 // ===================================================================================================== calls
 // What follows runs on the host, see operations.h.
+#ifndef GPU_KERNELS
 
 int token_statistics(const Statistics *of) {
   int *not_finite = clear_flag();
@@ -408,3 +409,4 @@ int sample_tokens(const Sampling *of) {
   for_rows_with_memory(of->n, of->v, sample_row, &(SamplingRows){*of, not_finite});
   return !flag_value(not_finite);
 }
+#endif

@@ -41,13 +41,17 @@ INLINE Wide fma_wide(Wide a, Wide b, Wide c) {
 
 // ------------------------------------------------------------------------------------------------- threads.c
 
+#ifndef GPU_HOST
 typedef void (*Task)(void *argument, int index);
 static void parallel_for(int total, Task task, void *argument);
 static int task_size(long items, int others, int most);
+#endif
 
-// -------------------------------------------------------------------------------------------------- memory.c
+// ------------------------------------------------------------------------------------------------- scratch.c
 
+#ifndef GPU_HOST
 static float *scratch(size_t floats);  // of this thread, until its next call
+#endif
 
 INLINE void copy_floats(float *restrict to, const float *restrict from, long n) {
   memcpy(to, from, sizeof(float) * (size_t)n);

@@ -105,6 +105,14 @@ typedef struct {
   float scale;
 } AttendArguments;
 
+// Bytes of shared memory of attend_queries
+INLINE long attend_queries_bytes(const AttendArguments *a) {
+  const long each = a->heads / a->kv_heads;
+  const long span = round16(a->longest);
+  const long blocks = (a->longest + BLOCK - 1) / BLOCK;
+  return 4 * (each * a->d + each * span + 2 * 16 + blocks * each * a->d);
+}
+
 // Causal attention over one sequence, all of whose tokens are here: head h at q + h d, key head g at
 // k + g k_step and v + g v_step; rows of positions ldq, ldk and ldv floats apart. Heads [first, first + heads)
 // of `all_heads`: p and ds hold the scores of these heads alone.

@@ -1,0 +1,205 @@
+// The driver of NVIDIA cards, libcuda, opened at run time: no header and no library of CUDA is needed to
+// compile this. Its context and its streams are torch's; see gpu_open and gpu_begin.
+//
+// An error before the first launch is returned as a text. Later there is no way back from the middle of a
+// pass: the process ends with one line and status 2, as in memory.c.
+#include <dlfcn.h>
+#include <stdio.h>
+#include <unistd.h>
+
+#include "arguments.h"
+#include "../kernels.h"
+
+#pragma GCC visibility push(default)
+#include "driver.h"
+#pragma GCC visibility pop
+
+typedef unsigned long long Address;  // of memory of the GPU
+enum {
+  OUT_OF_MEMORY = 2,    // results of the driver
+  NOT_FOUND = 500,
+  JIT_ERROR_LOG = 5,    // options of cuModuleLoadDataEx
+  JIT_ERROR_LOG_SIZE = 6,
+  MULTIPROCESSORS = 16,  // attributes of a device
+  CAPABILITY_MAJOR = 75,
+  CAPABILITY_MINOR = 76,
+  SHARED_MEMORY_OPT_IN = 97,
+  DYNAMIC_SHARED_MEMORY = 8,  // attribute of a function
+  LOG_BYTES = 4096
+};
+
+// The functions of the driver, as their manual declares them
+#define DRIVER(f)                                                                                       \
+  f(cuInit, (unsigned flags))                                                                           \
+  f(cuDriverGetVersion, (int *version))                                                                 \
+  f(cuDeviceGetCount, (int *count))                                                                     \
+  f(cuDeviceGet, (int *device, int ordinal))                                                            \
+  f(cuDeviceGetName, (char *name, int bytes, int device))                                               \
+  f(cuDeviceGetAttribute, (int *value, int attribute, int device))                                      \
+  f(cuDevicePrimaryCtxRetain, (void **context, int device))                                             \
+  f(cuCtxSetCurrent, (void *context))                                                                   \
+  f(cuModuleLoadDataEx, (void **module, const void *image, unsigned count, int *options, void **values)) \
+  f(cuModuleGetFunction, (void **function, void *module, const char *name))                             \
+  f(cuFuncSetAttribute, (void *function, int attribute, int value))                                     \
+  f(cuLaunchKernel, (void *function, unsigned x, unsigned y, unsigned z, unsigned block_x, unsigned block_y, \
+                     unsigned block_z, unsigned shared, void *stream, void **parameters, void **extra)) \
+  f(cuMemAlloc_v2, (Address *memory, size_t bytes))                                                     \
+  f(cuMemFree_v2, (Address memory))                                                                     \
+  f(cuMemGetInfo_v2, (size_t *free, size_t *total))                                                     \
+  f(cuMemcpyHtoDAsync_v2, (Address to, const void *from, size_t bytes, void *stream))                   \
+  f(cuMemcpyDtoHAsync_v2, (void *to, Address from, size_t bytes, void *stream))                         \
+  f(cuMemsetD8Async, (Address memory, unsigned char value, size_t bytes, void *stream))                 \
+  f(cuStreamSynchronize, (void *stream))                                                                \
+  f(cuGetErrorString, (int code, const char **text))
+
+#define MEMBER(name, parameters) int(*name) parameters;
+static struct {
+  DRIVER(MEMBER)
+} cuda;
+#undef MEMBER
+
+static struct {
+  void *library;
+  void *context;
+  void *module;
+  void *stream;
+  int shared_memory;  // bytes that a thread block may have
+  int multiprocessors;
+} gpu;
+
+static const char *error_text(int code) {
+  const char *text = NULL;
+  if (!cuda.cuGetErrorString || cuda.cuGetErrorString(code, &text) || !text) return "unknown error";
+  return text;
+}
+
+// Ends the process where the driver could not do `what`
+static void check(int code, const char *what) {
+  if (!code) return;
+  fprintf(stderr, "error: the GPU: %s: %s (%d)\n", what, error_text(code), code);
+  fflush(stderr);
+  _exit(2);
+}
+
+// --------------------------------------------------------------------------------------------------- opening
+
+static char answer[LOG_BYTES + 512];  // of gpu_open
+#define ANSWER(...)                              \
+  do {                                           \
+    snprintf(answer, sizeof answer, __VA_ARGS__); \
+    return answer;                               \
+  } while (0)
+
+#define DUE(call, what)                                                          \
+  do {                                                                           \
+    int code_ = (call);                                                          \
+    if (code_) ANSWER("%s: %s (%d)", what, error_text(code_), code_);            \
+  } while (0)
+
+// Load the kernels `ptx` on device `ordinal` through the driver in file `library`. NULL, or why not.
+const char *gpu_open(const char *library, const char *ptx, int ordinal, GpuFacts *facts) {
+  gpu.library = dlopen(library, RTLD_NOW | RTLD_LOCAL);
+  if (!gpu.library) ANSWER("no driver: %s", dlerror());
+#define FIND(name, parameters)                                      \
+  *(void **)&cuda.name = dlsym(gpu.library, #name);                 \
+  if (!cuda.name) ANSWER("the driver is too old: %s lacks " #name, library);
+  DRIVER(FIND)
+#undef FIND
+  int device;
+  int count = 0;
+  DUE(cuda.cuInit(0), "no card");
+  DUE(cuda.cuDeviceGetCount(&count), "no card");
+  if (ordinal >= count) ANSWER("no card: the driver sees %d", count);
+  DUE(cuda.cuDeviceGet(&device, ordinal), "no card");
+  DUE(cuda.cuDeviceGetName(facts->name, sizeof facts->name, device), "the card has no name");
+  DUE(cuda.cuDriverGetVersion(&facts->driver), "the driver has no version");
+  DUE(cuda.cuDeviceGetAttribute(&facts->major, CAPABILITY_MAJOR, device), "compute capability");
+  DUE(cuda.cuDeviceGetAttribute(&facts->minor, CAPABILITY_MINOR, device), "compute capability");
+  DUE(cuda.cuDeviceGetAttribute(&gpu.shared_memory, SHARED_MEMORY_OPT_IN, device), "shared memory");
+  DUE(cuda.cuDeviceGetAttribute(&gpu.multiprocessors, MULTIPROCESSORS, device), "multiprocessors");
+  if (facts->major < 8)
+    ANSWER("%s has compute capability %d.%d, and the kernels need 8.0", facts->name, facts->major, facts->minor);
+  DUE(cuda.cuDevicePrimaryCtxRetain(&gpu.context, device), "context");
+  DUE(cuda.cuCtxSetCurrent(gpu.context), "context");
+  char log[LOG_BYTES] = "";
+  int options[2] = {JIT_ERROR_LOG, JIT_ERROR_LOG_SIZE};
+  void *values[2] = {log, (void *)(uintptr_t)sizeof log};
+  int code = cuda.cuModuleLoadDataEx(&gpu.module, ptx, 2, options, values);
+  if (code) ANSWER("the driver (CUDA %d.%d) does not load the kernels: %s %s", facts->driver / 1000,
+                   facts->driver % 1000 / 10, error_text(code), log);
+  return NULL;
+}
+
+// Free bytes of the card, and all of them
+void gpu_memory(uint64_t *free_bytes, uint64_t *all_bytes) {
+  size_t free_memory = 0;
+  size_t all = 0;
+  check(cuda.cuMemGetInfo_v2(&free_memory, &all), "memory");
+  *free_bytes = free_memory;
+  *all_bytes = all;
+}
+
+// --------------------------------------------------------------------------------------------------- memory
+
+static Address address(const void *memory) { return (Address)(uintptr_t)memory; }
+
+static void *allocate_on_gpu(size_t bytes) {
+  Address memory = 0;
+  int code = cuda.cuMemAlloc_v2(&memory, bytes);
+  if (code == OUT_OF_MEMORY) {
+    size_t free_memory = 0;
+    size_t all = 0;
+    cuda.cuMemGetInfo_v2(&free_memory, &all);
+    fprintf(stderr,
+            "error: no memory on the GPU: the kernels asked for %.3f GB, and %.3f of %.3f GB are free; see "
+            "`ppo-repro plan`, and make layout's micro-batches smaller or set layout.recompute\n",
+            (double)bytes / 1e9, (double)free_memory / 1e9, (double)all / 1e9);
+    fflush(stderr);
+    _exit(2);
+  }
+  check(code, "memory");
+  return (void *)(uintptr_t)memory;
+}
+
+static void free_on_gpu(void *memory) {
+  if (memory) check(cuda.cuMemFree_v2(address(memory)), "memory");
+}
+
+static void copy_to_gpu(void *to, const void *from, size_t bytes) {
+  if (bytes) check(cuda.cuMemcpyHtoDAsync_v2(address(to), from, bytes, gpu.stream), "a copy to the GPU");
+}
+
+static void copy_from_gpu(void *to, const void *from, size_t bytes) {
+  if (!bytes) return;
+  check(cuda.cuMemcpyDtoHAsync_v2(to, address(from), bytes, gpu.stream), "a copy from the GPU");
+  check(cuda.cuStreamSynchronize(gpu.stream), "the kernels");
+}
+
+// -------------------------------------------------------------------------------------------------- launches
+
+static void send_integers(void);
+
+// The function of a kernel. A card has it, or the operation is refused: nothing else computes it.
+static void *function_of(Kernel *kernel) {
+  if (kernel->function) return kernel->function;
+  int code = cuda.cuModuleGetFunction(&kernel->function, gpu.module, kernel->name);
+  if (code == NOT_FOUND) {
+    fprintf(stderr, "error: the GPU has no kernel %s; set layout.device=cpu\n", kernel->name);
+    fflush(stderr);
+    _exit(2);
+  }
+  check(code, kernel->name);
+  check(cuda.cuFuncSetAttribute(kernel->function, DYNAMIC_SHARED_MEMORY, gpu.shared_memory), kernel->name);
+  return kernel->function;
+}
+
+// x times y thread blocks, with `shared` bytes of shared memory each. `second` is NULL unless the kernel is a
+// row function's.
+static void launch(Kernel *kernel, long x, long y, long shared, const void *first, const void *second) {
+  void *function = function_of(kernel);
+  void *parameters[2] = {(void *)(uintptr_t)first, (void *)(uintptr_t)second};
+  send_integers();
+  check(cuda.cuLaunchKernel(function, (unsigned)x, (unsigned)y, 1, GPU_THREADS, 1, 1, (unsigned)shared, gpu.stream,
+                            parameters, NULL),
+        kernel->name);
+}

@@ -1,0 +1,157 @@
+// The operations of ../operations.h on a GPU. Products, attention and sums over tokens are in launches.c.
+#include "../kernels.h"
+#include "arguments.h"
+
+// -------------------------------------------------------------------------------------- memory that is kept
+
+// Memory of the GPU that is kept from call to call, and grows. What it held is lost when it grows.
+typedef struct {
+  float *memory;
+  size_t floats;
+} Area;
+
+static float *grown(Area *area, size_t floats) {
+  if (area->memory && floats <= area->floats) return area->memory;
+  free_on_gpu(area->memory);  // waits for the kernels that use it
+  area->floats = (size_t)round16((long)floats + 1);
+  area->memory = allocate_on_gpu(area->floats * sizeof(float));
+  return area->memory;
+}
+
+// Areas of this library alone: of row functions, products, attention
+typedef enum { ROW_MEMORY, PARTIAL_PRODUCTS, GRADIENT_PARTS, COLUMN_BLOCKS, SEQUENCE_SCORES, GPU_AREAS } GpuArea;
+static Area gpu_areas[GPU_AREAS];
+static Area shared_areas[SCRATCH_AREAS];
+
+static float *gpu_scratch(GpuArea area, size_t floats) { return grown(&gpu_areas[area], floats); }
+static float *shared_scratch(ScratchArea area, size_t floats) { return grown(&shared_areas[area], floats); }
+
+static void free_area(Area *area) {
+  free_on_gpu(area->memory);
+  *area = (Area){0};
+}
+
+// Free the memory that passes share, until the next one.
+void free_scratch(void) {
+  for (int i = 0; i < SCRATCH_AREAS; i++) free_area(&shared_areas[i]);
+  for (int i = 0; i < GPU_AREAS; i++) free_area(&gpu_areas[i]);
+}
+
+static float *kernel_zeros(long n) {
+  float *memory = allocate_on_gpu((size_t)n * sizeof(float));
+  check(cuda.cuMemsetD8Async(address(memory), 0, (size_t)n * sizeof(float), gpu.stream), "zeros");
+  return memory;
+}
+
+static void free_kernel_memory(float *memory) { free_on_gpu(memory); }
+
+// --------------------------------------------------------------------------------------------- what crosses
+
+static const void *on_host(const void *memory, size_t bytes) {
+  static void *host;
+  static size_t size;
+  if (bytes > size || !host) {
+    free(host);
+    host = allocate_zeros(bytes + 1, 1);
+    size = bytes;
+  }
+  copy_from_gpu(host, memory, bytes);
+  return host;
+}
+
+static void copy_to_kernels(void *to, const void *from, size_t bytes) { copy_to_gpu(to, from, bytes); }
+
+// Integers of a call gather in `host` and lie at the same place in `memory`. One copy sends what has gathered
+// before the next launch.
+static struct {
+  int *host;
+  int *memory;
+  long used;
+  long sent;
+  long size;
+  int *outgrown[32];  // memory of this call that was too small
+  int outgrown_count;
+} gathered;
+
+static void send_integers(void) {
+  if (gathered.sent == gathered.used) return;
+  copy_to_gpu(gathered.memory + gathered.sent, gathered.host + gathered.sent,
+              (size_t)(gathered.used - gathered.sent) * sizeof(int));
+  gathered.sent = gathered.used;
+}
+
+// Room for n integers: where they lie on the host; their memory of the GPU is at the same place.
+static int *room_for_integers(long n) {
+  if (gathered.used + n > gathered.size) {
+    send_integers();
+    if (gathered.memory) gathered.outgrown[gathered.outgrown_count++] = gathered.memory;
+    free(gathered.host);
+    gathered.size = 2 * (gathered.size + n) + 4096;
+    gathered.host = allocate_zeros((size_t)gathered.size, sizeof(int));
+    gathered.memory = allocate_on_gpu((size_t)gathered.size * sizeof(int));
+    gathered.used = gathered.sent = 0;
+  }
+  int *here = gathered.host + gathered.used;
+  gathered.used += round16(n);
+  if (gathered.used > gathered.size) gathered.used = gathered.size;
+  return here;
+}
+
+static int *memory_of(const int *here) { return gathered.memory + (here - gathered.host); }
+
+static const int *integers_for_kernels(const int *numbers, long n) {
+  if (!n) return NULL;
+  int *here = room_for_integers(n);
+  memcpy(here, numbers, (size_t)n * sizeof(int));
+  return memory_of(here);
+}
+
+static int *integers_from_kernels(int *numbers, long n) {
+  (void)numbers;
+  return n ? memory_of(room_for_integers(n)) : NULL;
+}
+
+static void fetch_integers(int *numbers, const int *from, long n) { copy_from_gpu(numbers, from, (size_t)n * sizeof(int)); }
+
+// ---------------------------------------------------------------------------------------------------- a call
+
+// Each call of this library begins here: on the thread of the call, in torch's context, on torch's stream.
+void gpu_begin(void *stream) {
+  check(cuda.cuCtxSetCurrent(gpu.context), "context");
+  gpu.stream = stream;
+  gathered.used = gathered.sent = 0;
+  while (gathered.outgrown_count) free_on_gpu(gathered.outgrown[--gathered.outgrown_count]);
+}
+
+static int *flag_memory;
+
+static int *clear_flag(void) {
+  if (!flag_memory) flag_memory = allocate_on_gpu(sizeof(int));
+  check(cuda.cuMemsetD8Async(address(flag_memory), 0, sizeof(int), gpu.stream), "a flag");
+  return flag_memory;
+}
+
+static int flag_value(const int *flag) { return *(const int *)on_host(flag, sizeof(int)); }
+
+// ------------------------------------------------------------------------------------------------------ rows
+
+enum { ROWS_OF_BLOCK = GPU_THREADS / LANES, MOST_ROW_BLOCKS = 1 << 20, ROW_MEMORY_FLOATS = 1 << 26 };
+
+static long blocks_for(long items, long each) { return (items + each - 1) / each; }
+
+static void for_rows_with_memory(int rows, int floats, RowFunction function, const void *argument) {
+  if (rows < 1) return;
+  long blocks = blocks_for(rows, ROWS_OF_BLOCK);
+  RowsOf of = {.rows = rows, .floats = (floats + 3) / 4 * 4};
+  if (blocks > MOST_ROW_BLOCKS) blocks = MOST_ROW_BLOCKS;
+  if (floats) {
+    long most = ROW_MEMORY_FLOATS / ((long)of.floats * ROWS_OF_BLOCK);
+    if (blocks > most) blocks = most > 0 ? most : 1;
+    of.memory = gpu_scratch(ROW_MEMORY, (size_t)blocks * ROWS_OF_BLOCK * (size_t)of.floats);
+  }
+  launch(function, blocks, 1, 0, argument, &of);
+}
+
+static void for_rows(int rows, RowFunction function, const void *argument) {
+  for_rows_with_memory(rows, 0, function, argument);
+}

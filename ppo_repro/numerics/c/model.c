@@ -106,6 +106,7 @@ static Pass pass_over(const Model *m, const Batch *b) {
   pass.in_kernels.ids = integers_for_kernels(b->ids, b->tokens);
   pass.in_kernels.position = integers_for_kernels(b->position, b->tokens);
   pass.in_kernels.sequence = integers_for_kernels(b->sequence, b->tokens);
+  pass.in_kernels.start = integers_for_kernels(b->start, b->sequences + 1L);
   pass.in_kernels.base = integers_for_kernels(b->base, b->sequences);
   if (b->routes) pass.in_kernels.routes = integers_for_kernels(b->routes, routes_of(m, b));
   if (b->seen) pass.in_kernels.seen = integers_from_kernels(b->seen, routes_of(m, b));

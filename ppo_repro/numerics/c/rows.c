@@ -19,7 +19,7 @@ static double sum_row(const float *a, int n) {
   return join_lanes(sum);
 }
 
-#ifndef GPU_KERNELS
+#if !defined(GPU_KERNELS) && !defined(GPU_HOST)
 double row_dot(const float *a, const float *b, int n) { return dot_rows(a, b, n); }
 #endif
 

@@ -6,8 +6,8 @@
 
 enum { GPU_THREADS = 256 };  // of every thread block
 
-// The second parameter of a row function's kernel. 16 threads compute a row, so a thread block computes 16
-// rows at once: group g = 16 block + thread / 16 computes the rows g, g + 16 blocks, ..
+// The second parameter of a row function's kernel. 16 threads compute a row, so a block of T threads computes
+// T / 16 rows at once: group g = block (T / 16) + thread / 16 computes the rows g, g + blocks (T / 16), ..
 typedef struct {
   int rows;
   int floats;     // of memory for each group, a multiple of 4
@@ -83,75 +83,63 @@ typedef struct {
   Sums sums;
 } TableArguments;
 
-// Attention of tokens over the cache of a layer: keys [kv_heads][capacity / 16][d][16], values
-// [kv_heads][capacity][d]. Token t is at position[t] of sequence[t], which begins at base[sequence[t]].
+// Attention of single queries over the cache of a layer, see Batch. A thread block computes one query for at
+// most 8 heads of a group. A query at position[t] of sequence[t], which begins at base[sequence[t]].
 typedef struct {
-  const float *q;  // [tokens][heads][d]
+  const float *q;  // [tokens][heads][head_dim]
   const float *keys;
   const float *values;
-  const int *sequence;
-  const int *position;
-  const int *base;
-  float *mixed;  // [tokens][heads][d]
+  const int *position;  // [tokens]
+  const int *sequence;  // [tokens]
+  const int *base;      // [sequences]
+  long capacity;
+  float *mixed;  // [tokens][heads][head_dim]
   float *top;    // [tokens][heads]
   float *total;
-  int tokens;
   int heads;
   int kv_heads;
-  int d;
+  int head_dim;
   int window;
-  int longest;  // the largest position, plus 1
-  long capacity;
   float scale;
 } AttendArguments;
 
-// Bytes of shared memory of attend_queries
-INLINE long attend_queries_bytes(const AttendArguments *a) {
-  const long each = a->heads / a->kv_heads;
-  const long span = round16(a->longest);
-  const long blocks = (a->longest + BLOCK - 1) / BLOCK;
-  return 4 * (each * a->d + each * span + 2 * 16 + blocks * each * a->d);
+// Floats of shared memory for `heads` heads of a group over `span` keys
+INLINE long attend_queries_floats(int heads, int head_dim, int span) {
+  long keys = round16(span);
+  return heads * (head_dim + keys + 1) + (keys + BLOCK - 1) / BLOCK * heads * head_dim;
 }
 
-// Causal attention over one sequence, all of whose tokens are here: head h at q + h d, key head g at
-// k + g k_step and v + g v_step; rows of positions ldq, ldk and ldv floats apart. Heads [first, first + heads)
-// of `all_heads`: p and ds hold the scores of these heads alone.
+// Attention of whole sequences by tiles: the key heads from first_kv on, of the sequences from first_sequence
+// on; how many the grid says
 typedef struct {
-  const float *q;
-  long ldq;
-  const float *k;
-  long ldk;
-  long k_step;
-  const float *v;
-  long ldv;
-  long v_step;
-  float *p;   // [heads][count][round16(count)]
-  float *ds;  // the same; backward
-  float *mixed;  // [count][all_heads][d]
-  float *top;    // [count][all_heads]
+  const float *q;  // [tokens][heads][head_dim]
+  const float *keys;
+  const float *values;
+  const int *start;     // [sequences + 1]
+  const int *position;  // [tokens]
+  const int *base;      // [sequences]
+  long capacity;
+  float *p;      // [sequences of the launch][heads of the launch][most][ld]: scores, then p
+  float *ds;     // the same shape; backward
+  float *mixed;  // [tokens][heads][head_dim]
+  float *top;    // [tokens][heads]
   float *total;
-  const float *d_mixed;  // [count][all_heads][d]; here and below: backward
-  float *dq;             // [count][all_heads][d]
-  float *dk;             // key head g at dk + g d_step, rows ldd floats apart
-  float *dv;
-  long ldd;
-  long d_step;
+  const float *d_mixed;  // [tokens][heads][head_dim]; here and below: backward, where positions begin at 0
+  float *dq;             // [tokens][heads][head_dim]
+  float *d_raw;          // [tokens][d_raw_row]: the key and value parts of its rows get dk and dv
+  long d_raw_row;
+  int k_at;
+  int k_step;
+  int v_at;
+  int v_step;
   int heads;
-  int first;
-  int all_heads;
-  int each;  // heads of a key head; divides `heads` and `first`
-  int d;
-  int count;
+  int kv_heads;
+  int head_dim;
   int window;
   float scale;
+  int first_sequence;
+  int first_kv;
+  int most;  // queries of the longest sequence of the launch
+  int ld;    // keys that a query of the launch sees at most, rounded up to 16
 } SequenceArguments;
-
-// rows [kv][count][d] from the keys of one sequence in panels [kv] `step` floats apart
-typedef struct {
-  const float *panels;
-  long step;
-  int count;
-  int d;
-  float *rows;
-} KeysArguments;
 #endif

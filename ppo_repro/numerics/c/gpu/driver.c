@@ -193,13 +193,28 @@ static void *function_of(Kernel *kernel) {
   return kernel->function;
 }
 
-// x times y thread blocks, with `shared` bytes of shared memory each. `second` is NULL unless the kernel is a
-// row function's.
-static void launch(Kernel *kernel, long x, long y, long shared, const void *first, const void *second) {
+// Thread blocks in three dimensions, and threads of each; 0 stands for 1 block, or for GPU_THREADS threads
+typedef struct {
+  long x;
+  long y;
+  long z;
+  int threads;
+} Grid;
+
+// Start a kernel with `shared` bytes of shared memory in each thread block. `rows` is NULL unless the kernel
+// is a row function's.
+static void launch_kernel(Kernel *kernel, Grid g, long shared, const void *argument, const RowsOf *rows) {
   void *function = function_of(kernel);
-  void *parameters[2] = {(void *)(uintptr_t)first, (void *)(uintptr_t)second};
+  void *parameters[2] = {(void *)(uintptr_t)argument, (void *)(uintptr_t)rows};
+  unsigned threads = g.threads ? (unsigned)g.threads : GPU_THREADS;
+  unsigned y = g.y ? (unsigned)g.y : 1;
+  unsigned z = g.z ? (unsigned)g.z : 1;
   send_integers();
-  check(cuda.cuLaunchKernel(function, (unsigned)x, (unsigned)y, 1, GPU_THREADS, 1, 1, (unsigned)shared, gpu.stream,
-                            parameters, NULL),
-        kernel->name);
+  int code = cuda.cuLaunchKernel(function, (unsigned)g.x, y, z, threads, 1, 1, (unsigned)shared, gpu.stream,
+                                 parameters, NULL);
+  check(code, kernel->name);
+}
+
+static void launch(Kernel *kernel, Grid g, long shared, const void *argument) {
+  launch_kernel(kernel, g, shared, argument, NULL);
 }

@@ -10,7 +10,9 @@ enum {
   STAGES = 3,
   FEW_ROWS = 256,     // up to here each block of terms has thread blocks of its own
   MOST_BLOCKS_Y = 32768,
-  SCORE_FLOATS = 1 << 26  // memory of scores: that many heads at a time
+  MOST_BLOCKS_Z = 32768,
+  SCORE_FLOATS = 1 << 26,  // memory of scores
+  PARTS_BYTES = 4 * GPU_THREADS * (MAX_LEVELS + 1)
 };
 
 #define KERNEL(name) static Kernel name[1] = {{#name, 0, NULL}}
@@ -21,56 +23,47 @@ static long tile_bytes(int high, int in_registers) {
   return 4 * (sums + STAGES * (16 * high + TILE) * TERMS);
 }
 
-// Whether all rows, `ld` floats apart, begin at 16 bytes
-static int whole(const float *rows, long ld) { return (((uintptr_t)rows | (uintptr_t)(4 * ld)) & 15) == 0; }
-
 // -------------------------------------------------------------------------------------------------- products
 
-KERNEL(product_8);
 KERNEL(product_8_registers);
 KERNEL(product_4);
 KERNEL(product_2);
 KERNEL(product_1);
-KERNEL(product_8_any);
-KERNEL(product_1_any);
 KERNEL(product_8_rows);
-KERNEL(product_8_rows_any);
 KERNEL(add_blocks);
 
-// A kernel of products y = x w^T for `rows` rows, and the height of its tiles / 16
+// A kernel of products, and the height of its tiles / 16
 typedef struct {
   Kernel *kernel;
   int high;
   int in_registers;
 } ProductKernel;
 
-static ProductKernel product_kernel(int rows, int w_by_rows, int is_whole) {
-  int room = tile_bytes(8, 0) <= gpu.shared_memory;
-  if (w_by_rows) return (ProductKernel){is_whole ? product_8_rows : product_8_rows_any, 8, 0};
-  if (!is_whole) return rows <= 16 ? (ProductKernel){product_1_any, 1, 1} : (ProductKernel){product_8_any, 8, 0};
+static ProductKernel product_kernel(int rows, int w_by_rows) {
+  if (w_by_rows) return (ProductKernel){product_8_rows, 8, 0};
   if (rows <= 16) return (ProductKernel){product_1, 1, 1};
   if (rows <= 32) return (ProductKernel){product_2, 2, 1};
   if (rows <= 64) return (ProductKernel){product_4, 4, 1};
-  return room ? (ProductKernel){product_8, 8, 0} : (ProductKernel){product_8_registers, 8, 1};
+  return (ProductKernel){product_8_registers, 8, 1};
 }
 
 // With few rows a grid of tiles is small: each block of terms gets thread blocks of its own, and add_blocks
 // adds the blocks up.
 static void run_product(ProductArguments a, int w_by_rows) {
   if (a.rows < 1) return;
-  ProductKernel with = product_kernel(a.rows, w_by_rows, whole(a.x, a.ldx) && whole(a.w, a.ldw));
+  ProductKernel with = product_kernel(a.rows, w_by_rows);
   long tiles = blocks_for(a.rows, 16 * with.high) * blocks_for(a.cols, TILE);
   long shared = tile_bytes(with.high, with.in_registers);
   int blocks = (int)blocks_for(a.terms, BLOCK);
   if (a.rows > FEW_ROWS || blocks == 1) {
-    launch(with.kernel, tiles, 1, shared, &a, NULL);
+    launch(with.kernel, (Grid){.x = tiles}, shared, &a);
     return;
   }
   size_t floats = (size_t)blocks * (size_t)a.rows * (size_t)a.cols;
   a.each = 1;
   a.partial = gpu_scratch(PARTIAL_PRODUCTS, floats);
-  launch(with.kernel, tiles, blocks, shared, &a, NULL);
-  launch(add_blocks, blocks_for((long)a.rows * a.cols, GPU_THREADS), 1, 0, &a, NULL);
+  launch(with.kernel, (Grid){.x = tiles, .y = blocks}, shared, &a);
+  launch(add_blocks, (Grid){.x = blocks_for((long)a.rows * a.cols, GPU_THREADS)}, 0, &a);
 }
 
 void linear(const Matrix *w, const float *x, int rows, const float *residual, float *y) {
@@ -117,7 +110,6 @@ void pack(Matrix *m) { (void)m; }
 // -------------------------------------------------------------------------------------- sums over tokens
 
 KERNEL(weight_gradient_tiles);
-KERNEL(weight_gradient_tiles_any);
 KERNEL(column_blocks);
 KERNEL(column_slots);
 KERNEL(table_rows);
@@ -154,8 +146,7 @@ static void weight_gradient(const float *dy, int n, const float *x, int k, const
       .parts = gpu_scratch(GRADIENT_PARTS, (size_t)grid * parts),
       .sums = *blocks->sums,
   };
-  int is_whole = whole(dy, n) && whole(x, k);
-  launch(is_whole ? weight_gradient_tiles : weight_gradient_tiles_any, grid, 1, tile_bytes(8, 0), &a, NULL);
+  launch(weight_gradient_tiles, (Grid){.x = grid}, tile_bytes(8, 0), &a);
 }
 
 static void column_sums(ColumnSums of) {
@@ -181,8 +172,8 @@ static void column_sums(ColumnSums of) {
       .sums = *of.blocks->sums,
   };
   const long across = blocks_for(of.cols, GPU_THREADS);
-  if (blocks) launch(column_blocks, across, least(blocks, MOST_BLOCKS_Y), 0, &a, NULL);
-  launch(column_slots, across, 1, 0, &a, NULL);
+  if (blocks) launch(column_blocks, (Grid){.x = across, .y = least(blocks, MOST_BLOCKS_Y)}, 0, &a);
+  launch(column_slots, (Grid){.x = across}, PARTS_BYTES, &a);
 }
 
 static void table_gradient(const float *dx, int width, float scale, const int *ids, int entries, int skipped,
@@ -201,179 +192,152 @@ static void table_gradient(const float *dx, int width, float scale, const int *i
       .grad = grad,
       .sums = *blocks->sums,
   };
-  launch(table_rows, least(entries, 32 * gpu.multiprocessors), 1, 0, &a, NULL);
+  launch(table_rows, (Grid){.x = least(entries, 32 * gpu.multiprocessors)}, PARTS_BYTES, &a);
   free(rows.start);
 }
 
 // ------------------------------------------------------------------------------------------------- attention
 
 KERNEL(attend_queries);
-KERNEL(keys_as_rows);
 KERNEL(attend_scores);
-KERNEL(attend_scores_any);
 KERNEL(attend_rows);
 KERNEL(attend_values);
-KERNEL(attend_values_any);
 KERNEL(attend_backward_scores);
-KERNEL(attend_backward_scores_any);
 KERNEL(attend_backward_rows);
 KERNEL(attend_backward_queries);
-KERNEL(attend_backward_queries_any);
 KERNEL(attend_backward_keys);
-KERNEL(attend_backward_keys_any);
 
-enum { WHOLE_TOKENS = 32 };  // tokens of a sequence, on average, from which tiles are the faster form
+enum { QUERY_HEADS = 8, FEW_QUERIES = 8 };  // heads of a thread block; queries of a sequence, on average
 
-// Whether all sequences are whole, and long enough for tiles
-static int has_long_sequences(const Batch *b) {
-  if (b->tokens < WHOLE_TOKENS * b->sequences) return 0;
-  for (int s = 0; s < b->sequences; s++)
-    if (b->start[s + 1] > b->start[s] && b->position[b->start[s]]) return 0;
-  return 1;
+// Queries of sequence s, and keys that its last query sees if there is no window
+INLINE int queries_of(const Batch *b, int s) { return b->start[s + 1] - b->start[s]; }
+INLINE int keys_of(const Batch *b, int s) { return queries_of(b, s) ? b->position[b->start[s + 1] - 1] + 1 : 0; }
+
+// Keys that one query reads at most
+static int longest_span(const Heads *h) {
+  int longest = 0;
+  for (int s = 0; s < h->b->sequences; s++) {
+    const int keys = keys_of(h->b, s);
+    longest = keys > longest ? keys : longest;
+  }
+  return h->window && longest > h->window + BLOCK ? h->window + BLOCK : longest;
 }
 
 // Each query for itself
-static void attend_over_cache(const Heads *h) {
+static void attend_single_queries(const Heads *h, int heads, long shared) {
   const Model *m = h->m;
   const Batch *b = h->b;
-  int longest = 0;
-  for (int s = 0; s < b->sequences; s++)
-    if (b->start[s + 1] > b->start[s]) {
-      int last = b->position[b->start[s + 1] - 1] + 1;
-      longest = last > longest ? last : longest;
-    }
   AttendArguments a = {
       .q = h->q,
       .keys = h->keys,
       .values = h->values,
-      .sequence = h->in_kernels->sequence,
       .position = h->in_kernels->position,
+      .sequence = h->in_kernels->sequence,
       .base = h->in_kernels->base,
+      .capacity = b->capacity,
       .mixed = h->mixed,
       .top = h->top,
       .total = h->total,
-      .tokens = b->tokens,
       .heads = m->heads,
       .kv_heads = m->kv_heads,
-      .d = m->head_dim,
+      .head_dim = m->head_dim,
       .window = h->window,
-      .longest = longest,
-      .capacity = b->capacity,
       .scale = h->scale,
   };
-  if (!b->tokens) return;
-  launch(attend_queries, (long)b->tokens * m->kv_heads, 1, attend_queries_bytes(&a), &a, NULL);
+  const long of_token = m->kv_heads * blocks_for(m->heads / m->kv_heads, heads);
+  launch(attend_queries, (Grid){.x = b->tokens * of_token}, shared, &a);
 }
 
-// A sequence as the tile kernels take it, without its scores
-static SequenceArguments sequence_of(const Heads *h, int s, const float *keys) {
+// One launch: so many heads and sequences from those on that the arguments name
+typedef void (*SequencePass)(const SequenceArguments *a, long heads, long sequences);
+
+// All sequences: as many in one launch as SCORE_FLOATS allow, and at least one key head of one sequence.
+// `arrays`: of scores.
+static void by_sequences(const Heads *h, int arrays, SequencePass pass) {
   const Model *m = h->m;
-  const long first = h->b->start[s];
-  const long width = q_width(m);
-  const long at = (long)h->b->base[s] * m->head_dim;
-  const int count = h->b->start[s + 1] - (int)first;
+  const Batch *b = h->b;
   SequenceArguments a = {
-      .q = h->q + first * width,
-      .ldq = width,
-      .k = keys,
-      .ldk = m->head_dim,
-      .k_step = (long)count * m->head_dim,
-      .v = h->values + at,
-      .ldv = m->head_dim,
-      .v_step = h->b->capacity * m->head_dim,
-      .mixed = h->mixed + first * width,
-      .top = h->top + first * m->heads,
-      .total = h->total + first * m->heads,
-      .all_heads = m->heads,
-      .each = m->heads / m->kv_heads,
-      .d = m->head_dim,
-      .count = count,
+      .q = h->q,
+      .keys = h->keys,
+      .values = h->values,
+      .start = h->in_kernels->start,
+      .position = h->in_kernels->position,
+      .base = h->in_kernels->base,
+      .capacity = b->capacity,
+      .mixed = h->mixed,
+      .top = h->top,
+      .total = h->total,
+      .d_mixed = h->d_mixed,
+      .dq = h->dq,
+      .d_raw = h->d_raw,
+      .d_raw_row = qkv_width(m),
+      .k_at = m->k_at,
+      .k_step = m->k_step,
+      .v_at = m->v_at,
+      .v_step = m->v_step,
+      .heads = m->heads,
+      .kv_heads = m->kv_heads,
+      .head_dim = m->head_dim,
       .window = h->window,
       .scale = h->scale,
   };
-  if (!h->d_mixed) return a;
-  a.d_mixed = h->d_mixed + first * width;
-  a.dq = h->dq + first * width;
-  a.ldd = qkv_width(m);
-  a.d_step = m->k_step;
-  a.dk = h->d_raw + first * a.ldd + m->k_at;
-  a.dv = h->d_raw + first * a.ldd + m->v_at;
-  return a;
-}
-
-// The keys of sequence s as rows [kv_heads][count][head_dim], in `rows`
-static void turn_keys(const Heads *h, int s, int count, float *rows) {
-  const Model *m = h->m;
-  KeysArguments a = {
-      .panels = h->keys + (long)h->b->base[s] * m->head_dim,
-      .step = h->b->capacity * m->head_dim,
-      .count = count,
-      .d = m->head_dim,
-      .rows = rows,
-  };
-  launch(keys_as_rows, blocks_for((long)count * m->head_dim, GPU_THREADS), m->kv_heads, 0, &a, NULL);
-}
-
-// Each sequence by tiles, some heads at a time: `pass` computes the heads of its argument.
-static void by_sequence(const Heads *h, int arrays, void (*pass)(const SequenceArguments *a)) {
-  const Model *m = h->m;
-  for (int s = 0; s < h->b->sequences; s++) {
-    const int count = h->b->start[s + 1] - h->b->start[s];
-    if (!count) continue;
-    const int group = m->heads / m->kv_heads;
-    const long keys = round16((long)m->kv_heads * count * m->head_dim);
-    const long of_head = (long)count * round16(count);
-    long groups = SCORE_FLOATS / (arrays * of_head * group);
-    groups = groups < 1 ? 1 : groups > m->kv_heads ? m->kv_heads : groups;
-    const long scores = round16(groups * group * of_head);
-    // tiles read rows of keys and scores beyond the last one, up to a whole tile of columns, as zeros
-    float *memory = gpu_scratch(SEQUENCE_SCORES, (size_t)(keys + arrays * scores));
-    turn_keys(h, s, count, memory);
-    SequenceArguments a = sequence_of(h, s, memory);
-    a.p = memory + keys;
-    a.ds = arrays > 1 ? a.p + scores : NULL;
-    for (int g = 0; g < m->kv_heads; g += (int)groups) {
-      a.first = g * group;
-      a.heads = least((int)groups, m->kv_heads - g) * group;
-      pass(&a);
+  const int group = m->heads / m->kv_heads;
+  int count;
+  for (int first = 0; first < b->sequences; first += count) {
+    a.first_sequence = first;
+    a.most = a.ld = 0;
+    for (count = 0; first + count < b->sequences && count < MOST_BLOCKS_Z; count++) {
+      const int queries = queries_of(b, first + count);
+      const int keys = (int)round16(keys_of(b, first + count));
+      const int most = queries > a.most ? queries : a.most;
+      const int ld = keys > a.ld ? keys : a.ld;
+      if (count && (long)arrays * (count + 1) * m->heads * most * ld > SCORE_FLOATS) break;
+      a.most = most;
+      a.ld = ld;
     }
+    if (!a.most) continue;
+    const long of_group = (long)count * group * a.most * a.ld;  // scores of one key head
+    long groups = SCORE_FLOATS / (arrays * of_group);
+    groups = groups < 1 ? 1 : groups > m->kv_heads ? m->kv_heads : groups;
+    const long scores = round16(groups * of_group);
+    a.p = gpu_scratch(SEQUENCE_SCORES, (size_t)(arrays * scores));
+    a.ds = arrays > 1 ? a.p + scores : NULL;
+    for (a.first_kv = 0; a.first_kv < m->kv_heads; a.first_kv += (int)groups)
+      pass(&a, (long)group * least((int)groups, m->kv_heads - a.first_kv), count);
   }
 }
 
-static long tiles_of(const SequenceArguments *a) { return blocks_for(a->count, TILE); }
-static long across_of(const SequenceArguments *a) { return blocks_for(a->d, TILE); }
-static int whole_heads(const float *rows, long ld, long step) { return whole(rows, ld) && whole(rows, step); }
-
-static void attend_tiles(const SequenceArguments *a) {
-  const long tiles = tiles_of(a);
-  const int whole_q = whole_heads(a->q, a->ldq, a->d);
-  const int whole_k = whole_heads(a->k, a->ldk, a->k_step);
-  const int whole_v = whole_heads(a->v, a->ldv, a->v_step);
-  launch(whole_q && whole_k ? attend_scores : attend_scores_any, tiles * tiles, a->heads, tile_bytes(8, 0), a, NULL);
-  launch(attend_rows, blocks_for((long)a->heads * a->count, ROWS_OF_BLOCK), 1, 0, a, NULL);
-  launch(whole_v ? attend_values : attend_values_any, tiles * across_of(a), a->heads, tile_bytes(8, 0), a, NULL);
+static void attend_sequences(const SequenceArguments *a, long heads, long sequences) {
+  const long down = blocks_for(a->most, TILE);
+  const Grid scores = {down * blocks_for(a->ld, TILE), heads, sequences, 0};
+  const Grid rows = {blocks_for(a->most, GPU_THREADS / LANES), heads, sequences, 0};
+  const Grid values = {down * blocks_for(a->head_dim, TILE), heads, sequences, 0};
+  launch(attend_scores, scores, tile_bytes(8, 0), a);
+  launch(attend_rows, rows, 0, a);
+  launch(attend_values, values, tile_bytes(8, 0), a);
 }
 
-static void attend_backward_tiles(const SequenceArguments *a) {
-  const long tiles = tiles_of(a);
-  const long across = across_of(a);
-  const long rows = blocks_for((long)a->heads * a->count, ROWS_OF_BLOCK);
-  const long shared = tile_bytes(8, 0);
-  const int whole_q = whole_heads(a->q, a->ldq, a->d);
-  const int whole_k = whole_heads(a->k, a->ldk, a->k_step);
-  const int whole_v = whole_heads(a->v, a->ldv, a->v_step);
-  const int whole_d = whole_heads(a->d_mixed, a->ldq, a->d);
-  const int all = whole_q && whole_k && whole_v && whole_d;
-  launch(all ? attend_backward_scores : attend_backward_scores_any, tiles * tiles, 2L * a->heads, shared, a, NULL);
-  launch(attend_backward_rows, rows, 1, 0, a, NULL);
-  launch(whole_k ? attend_backward_queries : attend_backward_queries_any, tiles * across, a->heads, shared, a, NULL);
-  launch(whole_q && whole_d ? attend_backward_keys : attend_backward_keys_any, tiles * across,
-         2L * a->heads / a->each, tile_bytes(8, 1), a, NULL);
+static void attend_backward_sequences(const SequenceArguments *a, long heads, long sequences) {
+  const long down = blocks_for(a->most, TILE);
+  const long across = blocks_for(a->head_dim, TILE);
+  const long key_heads = heads * a->kv_heads / a->heads;
+  const Grid scores = {down * blocks_for(a->ld, TILE), 2 * heads, sequences, 0};
+  const Grid rows = {blocks_for(a->most, GPU_THREADS / LANES), heads, sequences, 0};
+  const Grid queries = {down * across, heads, sequences, 0};
+  const Grid keys = {down * across, 2 * key_heads, sequences, 0};
+  launch(attend_backward_scores, scores, tile_bytes(8, 0), a);
+  launch(attend_backward_rows, rows, 0, a);
+  launch(attend_backward_queries, queries, tile_bytes(8, 0), a);
+  launch(attend_backward_keys, keys, tile_bytes(8, 1), a);
 }
 
 static void attend(const Heads *h) {
-  if (has_long_sequences(h->b)) by_sequence(h, 1, attend_tiles);
-  else attend_over_cache(h);
+  if (!h->b->tokens) return;
+  const int heads = least(h->m->heads / h->m->kv_heads, QUERY_HEADS);
+  const long shared = 4 * attend_queries_floats(heads, h->m->head_dim, longest_span(h));
+  const int few = h->b->tokens <= FEW_QUERIES * h->b->sequences;
+  if (few && shared <= gpu.shared_memory) attend_single_queries(h, heads, shared);
+  else by_sequences(h, 1, attend_sequences);
 }
 
-static void attend_backward(const Heads *h) { by_sequence(h, 2, attend_backward_tiles); }
+static void attend_backward(const Heads *h) { by_sequences(h, 2, attend_backward_sequences); }

@@ -135,21 +135,24 @@ static int flag_value(const int *flag) { return *(const int *)on_host(flag, size
 
 // ------------------------------------------------------------------------------------------------------ rows
 
-enum { ROWS_OF_BLOCK = GPU_THREADS / LANES, MOST_ROW_BLOCKS = 1 << 20, ROW_MEMORY_FLOATS = 1 << 26 };
+enum { FEW_THREADS = 32, MOST_ROW_BLOCKS = 1 << 20, ROW_MEMORY_FLOATS = 1 << 26 };
 
 static long blocks_for(long items, long each) { return (items + each - 1) / each; }
 
 static void for_rows_with_memory(int rows, int floats, RowFunction function, const void *argument) {
   if (rows < 1) return;
-  long blocks = blocks_for(rows, ROWS_OF_BLOCK);
+  // few rows in blocks of 2, so that they meet on no multiprocessor
+  const int threads = rows <= 16 * gpu.multiprocessors ? FEW_THREADS : GPU_THREADS;
+  const int rows_of_block = threads / LANES;
   RowsOf of = {.rows = rows, .floats = (floats + 3) / 4 * 4};
+  long blocks = blocks_for(rows, rows_of_block);
   if (blocks > MOST_ROW_BLOCKS) blocks = MOST_ROW_BLOCKS;
   if (floats) {
-    long most = ROW_MEMORY_FLOATS / ((long)of.floats * ROWS_OF_BLOCK);
+    long most = ROW_MEMORY_FLOATS / ((long)of.floats * rows_of_block);
     if (blocks > most) blocks = most > 0 ? most : 1;
-    of.memory = gpu_scratch(ROW_MEMORY, (size_t)blocks * ROWS_OF_BLOCK * (size_t)of.floats);
+    of.memory = gpu_scratch(ROW_MEMORY, (size_t)blocks * (size_t)rows_of_block * (size_t)of.floats);
   }
-  launch(function, blocks, 1, 0, argument, &of);
+  launch_kernel(function, (Grid){.x = blocks, .threads = threads}, 0, argument, &of);
 }
 
 static void for_rows(int rows, RowFunction function, const void *argument) {

@@ -107,7 +107,7 @@ def path_fields(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
         is_path = name in ("path", "pairs", "run") or (name == "python" and "/" in str(value))
         if is_path and isinstance(value, str) and value and "://" not in value:
             yield f"{prefix}{name}", tree, name
-        elif name != "settings":  # of another library's data set
+        elif name not in ("settings", "parameters"):  # of another library's data set, of a user's function
             yield from path_fields(value, f"{prefix}{name}.")
 
 

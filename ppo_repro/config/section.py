@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
 from ppo_repro.base.files import check_path
 
@@ -39,6 +39,13 @@ class Section(BaseModel):
     """A frozen group of fields; an unknown field or a value of another type is refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Called(Section):
+    """What is the user's own: a function or class, and what it is called with."""
+
+    path: PathText = Field(description="`FILE.py:NAME`.")
+    parameters: dict[str, JsonValue] = Field({}, description="Its further parameters, by name.")
 
 
 class NumericsMode(Section):

@@ -13,16 +13,13 @@ import json
 import math
 import os
 import random
-import re
 import resource
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
-from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing.connection import Connection
 from numbers import Real
 from pathlib import Path
@@ -30,6 +27,7 @@ from typing import Any, Literal
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import shown, visible
+from ppo_repro.base.user_file import RefusedError, begin_of, described, execute, line_of
 
 FLOAT32_MAX = 3.4028234663852886e38
 BY_NAME = ("fields", "turns", "full_text")  # what a reward gets if it has a parameter of that name
@@ -78,10 +76,6 @@ def make_transcript(row: CallRow) -> Transcript:
     """Return the transcript in a row of `problems.row_of`."""
     turns = tuple(Turn("environment" if i % 2 else "model", text) for i, text in enumerate(row["turns"]))
     return Transcript(row["key"], row["prompt"], row["answer"], json.loads(row["fields"]), turns)
-
-
-class RefusedError(Exception):
-    """A value that a function must not return, or a wrong signature; the message says what is allowed."""
 
 
 def number(value: Any) -> float:
@@ -235,13 +229,7 @@ def _check_signature(name: str, function: Function, call: str) -> None:
 def _load(field: str, file: str, calls: Mapping[str, str], folder: str) -> dict[str, str]:
     """Execute the file as it is now; returns `:LINE` of each function of `calls` that it has, "" if unknown."""
     os.chdir(folder)  # another file may have left it
-    module_name = "ppo_repro_user_" + re.sub(r"\W", "_", field)
-    spec = spec_from_file_location(module_name, file)
-    assert spec is not None
-    module = module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses look their module up here
-    exec(compile(Path(file).read_bytes(), file, "exec", dont_inherit=True), module.__dict__)
-    lines = {}
+    module, lines = execute(Path(file)), {}
     for name, call in calls.items():
         function = getattr(module, name, None)
         if function is None:
@@ -249,8 +237,7 @@ def _load(field: str, file: str, calls: Mapping[str, str], folder: str) -> dict[
         if not callable(function):
             raise RefusedError(f"{name} is no function; make it one or rename it")
         _check_signature(name, function, call)
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        lines[name] = f":{code.co_firstlineno}" if code is not None and code.co_filename == file else ""
+        lines[name] = begin_of(function, Path(file))
         _functions[field, name] = function
     return lines
 
@@ -264,24 +251,6 @@ def seed_generators(seed: int) -> None:
         sys.modules["torch"].manual_seed(seed)
 
 
-def _line_of(error: BaseException, file: str) -> str:
-    """Return `:LINE`, the last line of the file that an error went through; "" if it went through none."""
-    if isinstance(error, SyntaxError) and error.filename == file:
-        return f":{error.lineno}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f":{lines[-1]}" if lines else ""
-
-
-def described(error: BaseException) -> str:
-    """Describe type and message of an error on one line; a SyntaxError has the version of Python."""
-    try:
-        message = error.msg if isinstance(error, SyntaxError) else str(error)
-    except BaseException:  # the message is made by the user's code
-        message = ""
-    name = type(error).__name__ + (f" in Python {sys.version.split()[0]}" if isinstance(error, SyntaxError) else "")
-    return f"{name}: {shown(message)}" if message else name
-
-
 def _loaded(request: dict[str, Any]) -> dict[str, object]:
     at = f"{request['field']}: {request['file']}"
     try:
@@ -289,7 +258,7 @@ def _loaded(request: dict[str, Any]) -> dict[str, object]:
     except RefusedError as error:
         return {"error": f"{at}: {error}"}
     except BaseException as error:  # SystemExit of the user's code included
-        return {"error": f"{at}{_line_of(error, request['file'])} fails to load ({described(error)})"}
+        return {"error": f"{at}{line_of(error, request['file'])} fails to load ({described(error)})"}
 
 
 def _called(request: dict[str, Any], row: CallRow) -> dict[str, object]:
@@ -303,7 +272,7 @@ def _called(request: dict[str, Any], row: CallRow) -> dict[str, object]:
     except RefusedError as error:
         return {"error": f"{field}: {file}{line}: {name} {error}{of}"}
     except BaseException as error:  # SystemExit and KeyboardInterrupt of the user's code included
-        return {"error": f"{field}: {file}{_line_of(error, file) or line}: {name} raised {described(error)}{of}"}
+        return {"error": f"{field}: {file}{line_of(error, file) or line}: {name} raised {described(error)}{of}"}
 
 
 def _answers(request: dict[str, Any]) -> Iterable[dict[str, object]]:

@@ -10,7 +10,7 @@ from typing import Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.tasks.child import described
+from ppo_repro.base.user_file import described
 
 MEMORY = 1 << 30  # bytes that a template may need
 

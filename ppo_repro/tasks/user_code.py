@@ -17,6 +17,7 @@ from typing import Any
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import shown
+from ppo_repro.base.user_file import file_and_name
 from ppo_repro.config.tasks import CalledReward
 
 CALL_SECONDS = 300.0  # of wall time for one prompt; a function that needs more has most likely no end
@@ -151,13 +152,9 @@ def load(
 
 def load_function(process: UserProcess, field: str, path: str, term: CalledReward | None = None) -> UserFunction:
     """Load the function of `FILE.py:FUNCTION`, called as `term` says; UserError names what is wrong with it."""
-    file, colon, name = path.rpartition(":")
-    if not colon or not file.endswith(".py") or not name.isidentifier():
-        raise UserError(f"{field} = {path!r}: must be FILE.py:FUNCTION")
-    if not Path(file).is_file():
-        raise UserError(f"{field} = {path!r}: there is no file {file}")
+    file, name = file_and_name(field, path)
     call, options = ("function", {}) if term is None else (term.kind, term.model_dump(mode="json"))
-    found = load(process, field, Path(file), {name: call}, options)
+    found = load(process, field, file, {name: call}, options)
     if name not in found:
         raise UserError(f"{field} = {path!r}: {file} has no function {name}")
     return found[name]

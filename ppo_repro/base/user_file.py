@@ -1,0 +1,252 @@
+"""A user's Python file: executed as it is now, with the modules beside it, and its mistakes by file and line.
+
+Rewards and tasks run in a child process (`tasks/child.py`), everything else in the process of the run.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from itertools import count
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from ppo_repro.base.errors import UserError, is_out_of_memory
+from ppo_repro.base.output import shown
+
+_PREFIX = "ppo_repro_user_"
+_numbers = count()
+# these names mean what they always mean, whatever lies beside a file
+_ELSEWHERE = frozenset(sys.stdlib_module_names) | {"ppo_repro"}
+
+
+class RefusedError(Exception):
+    """A value that a user's function must not return, or a wrong signature; the message says what is allowed."""
+
+
+@dataclass(frozen=True)
+class UserCallable:
+    """A function or class of a user's file that runs in this process."""
+
+    field: str  # of the configuration
+    file: Path
+    name: str
+    line: str  # `:LINE` where it begins; "" if unknown
+    value: Callable[..., Any]
+
+    @property
+    def where(self) -> str:
+        """Field, file and line."""
+        return f"{self.field}: {self.file}{self.line}"
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Call it. UserError names the line of the file that raised."""
+        return self.guarded(self.value, *arguments, **named)
+
+    def guarded(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Call `call`, such as a method of an object of this class. UserError names the line of the file that raised.
+
+        Ctrl-C, an error of this package for the user and a lack of memory stay what they are.
+        """
+        try:
+            return call(*arguments, **named)
+        except (UserError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # SystemExit of the user's code included
+            if is_out_of_memory(error):
+                raise
+            raise self.refused(f"raised {described(error)}", line_of(error, str(self.file))) from error
+
+    def refused(self, what: str, line: str = "") -> UserError:
+        """Return the error that says what is wrong with it, at a line of its file or where it begins."""
+        return UserError(f"{self.field}: {self.file}{line or self.line}: {self.name} {what}")
+
+
+def file_and_name(field: str, path: str) -> tuple[Path, str]:
+    """Return file and name of `FILE.py:NAME`; UserError if it is none, or there is no such file."""
+    file, colon, name = path.rpartition(":")
+    if not colon or not file.endswith(".py") or not name.isidentifier():
+        raise UserError(f"{field} = {path!r}: must be FILE.py:NAME, with the name of a function or class in the file")
+    if not Path(file).is_file():
+        raise UserError(f"{field} = {path!r}: there is no file {file}")
+    return Path(file), name
+
+
+def load_callable(
+    field: str, path: str, positions: Sequence[str], parameters: Mapping[str, Any] | None = None
+) -> UserCallable:
+    """Execute the file of `FILE.py:NAME` in this process and return what NAME is.
+
+    UserError names field, file and line if the file fails to load, has no such name, or NAME cannot be called with
+    `positions` (their names, for the message) and `parameters` by name.
+    """
+    file, name = file_and_name(field, path)
+    try:
+        module = execute(file)
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # SystemExit of the user's code included
+        at = f"{field}: {file}{line_of(error, str(file))}"
+        raise UserError(f"{at} fails to load ({described(error)})") from error
+    value = getattr(module, name, None)
+    if value is None:
+        raise UserError(f"{field} = {path!r}: {file} has no {name}")
+    found = UserCallable(field, file, name, begin_of(value, file), value)
+    try:
+        check_call(name, value, positions, parameters or {})
+    except RefusedError as error:
+        raise UserError(f"{found.where}: {error}") from None
+    return found
+
+
+def check_call(name: str, value: object, positions: Sequence[str], parameters: Mapping[str, Any]) -> None:
+    """Raise RefusedError unless `value` can be called with these positions, and these parameters by name."""
+    if not callable(value):
+        raise RefusedError(f"{name} is no function; make it one or rename it")
+    gets = ", ".join([*positions, *(f"{parameter} by name" for parameter in parameters)])
+    try:
+        inspect.signature(value).bind(*positions, **parameters)
+    except TypeError as error:
+        raise RefusedError(f"{name} cannot be called ({error}); it gets {gets}") from None
+    except ValueError:  # some built-in functions have no signature
+        return
+
+
+def begin_of(value: object, file: Path) -> str:
+    """Return `:LINE` where a function or class begins; "" if that is not in the file."""
+    if inspect.isclass(value):
+        try:
+            return f":{inspect.getsourcelines(value)[1]}"
+        except (OSError, TypeError):
+            return ""
+    code = getattr(inspect.unwrap(value), "__code__", None) if callable(value) else None
+    return f":{code.co_firstlineno}" if code is not None and code.co_filename == str(file) else ""
+
+
+def execute(file: Path) -> ModuleType:
+    """Execute a file as it is now and return its module. Raises what the file raises.
+
+    What its code imports is looked for beside the file first, then where Python looks; each file has its own modules,
+    so that two files may have different modules of one name beside them.
+    """
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    importlib.invalidate_caches()
+    name = f"{_PREFIX}{next(_numbers)}"
+    module = ModuleType(name)
+    module.__file__, module.__path__ = str(file), [str(file.parent)]
+    module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _importer(name, file.parent)}
+    sys.modules[name] = module  # dataclasses look their module up here, and what lies beside it is found by its path
+    exec(_compiled(str(file)), module.__dict__)
+    return module
+
+
+def modules_beside(file: Path) -> tuple[Path, ...]:
+    """Return the files beside a file that its code imports, and theirs, in the order of their names.
+
+    Of a package all its Python files. What cannot be parsed imports nothing; loading says what is wrong with it.
+    """
+    folder, found, left = file.parent, set[Path](), [file]
+    while left:
+        for name in _imported(left.pop()):
+            if _is_beside(folder, name):
+                module = folder / f"{name}.py"
+                new = {module} if module.is_file() else set((folder / name).rglob("*.py"))
+                left += new - found
+                found |= new
+    return tuple(sorted(found - {file}))
+
+
+def _imported(file: Path) -> Iterator[str]:
+    """Yield the first names of what a file imports, at any depth of its code."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            yield node.module.partition(".")[0]
+
+
+def _is_beside(folder: Path, name: str) -> bool:
+    if name in _ELSEWHERE:
+        return False
+    return (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
+
+
+def _importer(package: str, folder: Path) -> Callable[..., ModuleType]:
+    """Return the `__import__` of the files in a folder, whose modules are those of `package`."""
+
+    def find(
+        name: str,
+        namespace: Mapping[str, Any] | None = None,
+        local: Mapping[str, Any] | None = None,
+        fromlist: Sequence[str] = (),
+        level: int = 0,
+    ) -> ModuleType:
+        first = name.partition(".")[0]
+        if level or not _is_beside(folder, first):
+            return builtins.__import__(name, namespace, local, fromlist, level)
+        module = builtins.__import__(f"{package}.{name}", namespace, local, fromlist)
+        return module if fromlist else sys.modules[f"{package}.{first}"]
+
+    return find
+
+
+class _Finder(MetaPathFinder):
+    """Finds the modules beside a user's file."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith(_PREFIX):
+            return None
+        spec = PathFinder.find_spec(fullname, path)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _Loader(fullname, spec.loader.path)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    """Loads a module from its source as it is now, with the imports of the file that it lies beside."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return _compiled(str(self.path))
+
+    def exec_module(self, module: ModuleType) -> None:
+        user = sys.modules[module.__name__.partition(".")[0]]
+        module.__dict__["__builtins__"] = user.__dict__["__builtins__"]
+        super().exec_module(module)
+
+
+def _compiled(file: str) -> CodeType:
+    return compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)
+
+
+def line_of(error: BaseException, file: str) -> str:
+    """Return `:LINE`, the last line of the file that an error went through; "" if it went through none."""
+    if isinstance(error, SyntaxError) and error.filename == file:
+        return f":{error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f":{lines[-1]}" if lines else ""
+
+
+def described(error: BaseException) -> str:
+    """Describe type and message of an error on one line; a SyntaxError has the version of Python."""
+    try:
+        message = error.msg if isinstance(error, SyntaxError) else str(error)
+    except BaseException:  # the message is made by the user's code
+        message = ""
+    name = type(error).__name__ + (f" in Python {sys.version.split()[0]}" if isinstance(error, SyntaxError) else "")
+    return f"{name}: {shown(message)}" if message else name

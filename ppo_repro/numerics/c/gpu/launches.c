@@ -8,6 +8,7 @@ enum {
   TILE = 128,         // columns of a tile, and its rows / (16 high) x 16
   TERMS = 16,         // of a stage
   STAGES = 3,
+  GAP = 4,            // floats between the terms of a stage
   FEW_ROWS = 256,     // up to here each block of terms has thread blocks of its own
   MOST_BLOCKS_Y = 32768,
   MOST_BLOCKS_Z = 32768,
@@ -17,15 +18,12 @@ enum {
 
 #define KERNEL(name) static Kernel name[1] = {{#name, 0, NULL}}
 
-// Bytes of shared memory for tiles of 16 high rows; with `in_registers` the sums of blocks are not there
-static long tile_bytes(int high, int in_registers) {
-  long sums = in_registers ? 0 : high * 8L * GPU_THREADS;
-  return 4 * (sums + STAGES * (16 * high + TILE) * TERMS);
-}
+// Bytes of shared memory for tiles of 16 high rows
+static long tile_bytes(int high) { return 4L * STAGES * TERMS * (16 * high + GAP + TILE + GAP); }
 
 // -------------------------------------------------------------------------------------------------- products
 
-KERNEL(product_8_registers);
+KERNEL(product_8);
 KERNEL(product_4);
 KERNEL(product_2);
 KERNEL(product_1);
@@ -36,15 +34,14 @@ KERNEL(add_blocks);
 typedef struct {
   Kernel *kernel;
   int high;
-  int in_registers;
 } ProductKernel;
 
 static ProductKernel product_kernel(int rows, int w_by_rows) {
-  if (w_by_rows) return (ProductKernel){product_8_rows, 8, 0};
-  if (rows <= 16) return (ProductKernel){product_1, 1, 1};
-  if (rows <= 32) return (ProductKernel){product_2, 2, 1};
-  if (rows <= 64) return (ProductKernel){product_4, 4, 1};
-  return (ProductKernel){product_8_registers, 8, 1};
+  if (w_by_rows) return (ProductKernel){product_8_rows, 8};
+  if (rows <= 16) return (ProductKernel){product_1, 1};
+  if (rows <= 32) return (ProductKernel){product_2, 2};
+  if (rows <= 64) return (ProductKernel){product_4, 4};
+  return (ProductKernel){product_8, 8};
 }
 
 // With few rows a grid of tiles is small: each block of terms gets thread blocks of its own, and add_blocks
@@ -53,7 +50,7 @@ static void run_product(ProductArguments a, int w_by_rows) {
   if (a.rows < 1) return;
   ProductKernel with = product_kernel(a.rows, w_by_rows);
   long tiles = blocks_for(a.rows, 16 * with.high) * blocks_for(a.cols, TILE);
-  long shared = tile_bytes(with.high, with.in_registers);
+  long shared = tile_bytes(with.high);
   int blocks = (int)blocks_for(a.terms, BLOCK);
   if (a.rows > FEW_ROWS || blocks == 1) {
     launch(with.kernel, (Grid){.x = tiles}, shared, &a);
@@ -129,7 +126,7 @@ static void weight_gradient(const float *dy, int n, const float *x, int k, const
   if (grad < 0) return;
   const BlocksInKernels b = in_kernels(blocks);
   const long tiles = blocks_for(n, TILE) * blocks_for(k, TILE);
-  const long grid = tiles < 2L * gpu.multiprocessors ? tiles : 2L * gpu.multiprocessors;
+  const long grid = tiles < gpu.multiprocessors ? tiles : gpu.multiprocessors;
   const size_t parts = (size_t)(blocks->sums->levels + 1) * TILE * TILE;
   GradientArguments a = {
       .dy = dy,
@@ -146,7 +143,7 @@ static void weight_gradient(const float *dy, int n, const float *x, int k, const
       .parts = gpu_scratch(GRADIENT_PARTS, (size_t)grid * parts),
       .sums = *blocks->sums,
   };
-  launch(weight_gradient_tiles, (Grid){.x = grid}, tile_bytes(8, 0), &a);
+  launch(weight_gradient_tiles, (Grid){.x = grid}, tile_bytes(8), &a);
 }
 
 static void column_sums(ColumnSums of) {
@@ -312,9 +309,9 @@ static void attend_sequences(const SequenceArguments *a, long heads, long sequen
   const Grid scores = {down * blocks_for(a->ld, TILE), heads, sequences, 0};
   const Grid rows = {blocks_for(a->most, GPU_THREADS / LANES), heads, sequences, 0};
   const Grid values = {down * blocks_for(a->head_dim, TILE), heads, sequences, 0};
-  launch(attend_scores, scores, tile_bytes(8, 0), a);
+  launch(attend_scores, scores, tile_bytes(8), a);
   launch(attend_rows, rows, 0, a);
-  launch(attend_values, values, tile_bytes(8, 0), a);
+  launch(attend_values, values, tile_bytes(8), a);
 }
 
 static void attend_backward_sequences(const SequenceArguments *a, long heads, long sequences) {
@@ -325,10 +322,10 @@ static void attend_backward_sequences(const SequenceArguments *a, long heads, lo
   const Grid rows = {blocks_for(a->most, GPU_THREADS / LANES), heads, sequences, 0};
   const Grid queries = {down * across, heads, sequences, 0};
   const Grid keys = {down * across, 2 * key_heads, sequences, 0};
-  launch(attend_backward_scores, scores, tile_bytes(8, 0), a);
+  launch(attend_backward_scores, scores, tile_bytes(8), a);
   launch(attend_backward_rows, rows, 0, a);
-  launch(attend_backward_queries, queries, tile_bytes(8, 0), a);
-  launch(attend_backward_keys, keys, tile_bytes(8, 1), a);
+  launch(attend_backward_queries, queries, tile_bytes(8), a);
+  launch(attend_backward_keys, keys, tile_bytes(8), a);
 }
 
 static void attend(const Heads *h) {

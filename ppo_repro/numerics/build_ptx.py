@@ -1,0 +1,54 @@
+"""Compiles the kernels of a GPU to PTX, with the compiler of the CPU's libraries: no card, no CUDA toolkit.
+
+PTX is text. The driver of any NVIDIA card from sm_80 on compiles it when it is loaded. Only the standard library is
+imported here.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+# sm_80: the first card with asynchronous copies to shared memory; PTX 7.1 has them
+TARGET = ("-target", "nvptx64-cuda", "-mcpu=sm_80+ptx71")
+FLAGS = (
+    *("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-jump-tables"),
+    *("-Wall", "-Wextra", "-Wno-pass-failed", "-Wno-unused-parameter"),
+)
+THREADS = 256  # of a thread block, at most; the kernels have the same number
+IGNORED = "argument unused during compilation"  # zig passes options of CPUs to every target
+
+
+def with_bounds(ptx: str) -> str:
+    """Write the most threads of a block into each kernel, for which C has no words: registers are shared out by it."""
+    entry = re.compile(r"(\.visible \.entry \w+\([^)]*\)\s*)\{")
+    return entry.sub(rf"\1.maxntid {THREADS}, 1, 1\n{{", ptx)
+
+
+def compile_ptx(source: Path, out: Path, environment: Mapping[str, str], *more_flags: str) -> None:
+    """Compile a C file to PTX; RuntimeError with what the compiler says if there is an error or a warning."""
+    with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+        new = Path(folder) / out.name
+        command = [
+            sys.executable,
+            "-m",
+            "ziglang",
+            "cc",
+            *TARGET,
+            *FLAGS,
+            *more_flags,
+            "-S",
+            str(source),
+            "-o",
+            str(new),
+        ]
+        done = subprocess.run(command, env=dict(environment), capture_output=True, text=True, check=False)
+        said = [line for line in done.stderr.splitlines() if IGNORED not in line]
+        if done.returncode or said:
+            raise RuntimeError(f"{out.name} was not compiled:\n" + "\n".join(said))
+        new.write_text(with_bounds(new.read_text()))
+        new.replace(out)  # as a whole: a process may be reading the old one

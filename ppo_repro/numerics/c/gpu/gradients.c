@@ -1,0 +1,211 @@
+// Gradients of weights on a GPU (rule 2): sums over the rows of a batch, in blocks and slots, as
+// ../gradients.c says. An element belongs to one thread, which takes it through the whole batch. Part 0 is
+// the sum of the present slot; part i + 1 is a subtree of 2^i slots.
+#include "arguments.h"
+#include "machine.h"
+
+// The last part of a whole minibatch is the tree of all slots, and the gradient.
+INLINE int is_whole(const Sums *s) { return s->last == 1 << s->levels; }
+
+// -------------------------------------------------------------------------------------- gradient of a matrix
+
+// A thread's elements of a tile: part 0 in registers, y [8][8], and the other parts in memory of the thread
+// block, parts [levels + 1][16][256][4]: the fours of the 256 threads stand side by side. `parts` is where
+// the thread's first four are.
+#define EACH_FOUR         \
+  UNROLL                  \
+  for (int i = 0; i < 8; i++) \
+    UNROLL                \
+    for (int j = 0; j < 8; j += 4)
+#define FOUR_AT(part, i, j) (parts + (long)(part) * TILE * TILE + (2 * (i) + (j) / 4) * 4 * THREADS)
+
+INLINE Float4 four_of(float y[MOST_HIGH][8], int i, int j) {
+  return (Float4){y[i][j], y[i][j + 1], y[i][j + 2], y[i][j + 3]};
+}
+
+// The slots [from, to) are over. Each one joins the subtrees before it, and part 0 begins again at +0.
+// definition: gradients.join_slots
+INLINE void close_tile_slots(float y[MOST_HIGH][8], float *parts, int from, int to) {
+  for (int slot = from; slot < to; slot++) {
+    int level = 0;
+    for (; (slot >> level) & 1; level++)
+      EACH_FOUR {
+        const Float4 subtree = load4(FOUR_AT(level, i, j));
+        y[i][j] = y[i][j] + subtree.x;
+        y[i][j + 1] = y[i][j + 1] + subtree.y;
+        y[i][j + 2] = y[i][j + 2] + subtree.z;
+        y[i][j + 3] = y[i][j + 3] + subtree.w;
+      }
+    EACH_FOUR {
+      store4(FOUR_AT(level, i, j), four_of(y, i, j));
+      y[i][j] = y[i][j + 1] = y[i][j + 2] = y[i][j + 3] = 0.0f;
+    }
+  }
+}
+
+// The thread's elements of dw that exist: element (i, j) is at `at` in the arrays of partial sums, and at
+// OWN_PART(part) in a part
+#define EACH_ELEMENT(a, t, f, ...)                    \
+  EACH_OWN(f) {                                       \
+    const int n = OWN_M(t, f);                        \
+    const int k = OWN_N(t, f);                        \
+    const long at = (a)->grad + (long)n * (a)->k + k; \
+    if (n < (a)->n && k < (a)->k) {                   \
+      __VA_ARGS__                                     \
+    }                                                 \
+  }
+#define OWN_PART(part) FOUR_AT(part, i, j)[j % 4]
+
+// A thread block takes tile after tile of dw. For each one it loads the parts that an earlier backward pass
+// left, adds its blocks, and stores what is open. Rows of dy and x are terms here.
+KERNEL(weight_gradient_tiles, GradientArguments) {
+  const Form f = {.high = 8};
+  const Sums *s = &a->sums;
+  const int tiles_down = tiles_of(a->n, TILE);
+  const int tiles = tiles_down * tiles_of(a->k, TILE);
+  float *parts = a->parts + (long)block_x() * (s->levels + 1) * TILE * TILE + 4 * thread_index();
+  for (int index = block_x(); index < tiles; index += blocks_x()) {
+    Operand dy = matrix_by_rows(a->dy, a->ldd, a->n);
+    Operand x = matrix_by_rows(a->x, a->ldx, a->k);
+    Tile t = tile_at(dy, x, index % tiles_down * TILE, index / tiles_down * TILE, 0, f);
+    t.start = a->start;
+    t.length = a->length;
+    t.blocks = a->blocks;
+    float y[MOST_HIGH][8];
+
+    // 1. what earlier passes left
+    EACH_OWN(f) y[i][j] = 0.0f;
+    if (s->open) EACH_ELEMENT(a, t, f, y[i][j] = s->level[0][at];)
+    for (int level = 0; level < s->levels; level++)
+      if ((s->first >> level) & 1) EACH_ELEMENT(a, t, f, OWN_PART(level) = s->level[level + 1][at];)
+    close_tile_slots(y, parts, s->first, a->slot[0]);
+
+    // 2. the blocks
+    Pipeline p = begin_tile(&t, 0, t.blocks, f);
+    for (int block = 0; block < t.blocks; block++) {
+      float acc[MOST_HIGH][8];
+      chain(&t, &p, block, f, acc);
+      EACH_OWN(f) y[i][j] = y[i][j] + acc[i][j];
+      close_tile_slots(y, parts, a->slot[block], a->slot[block + 1]);
+    }
+    end_tile();
+
+    // 3. what the next pass finds, or the gradient
+    if (is_whole(s)) {
+      EACH_ELEMENT(a, t, f, s->level[0][at] = OWN_PART(s->levels);)
+      continue;
+    }
+    if (s->stays_open) EACH_ELEMENT(a, t, f, s->level[0][at] = y[i][j];)
+    for (int level = 0; level < s->levels; level++)
+      if ((s->last >> level) & 1) EACH_ELEMENT(a, t, f, s->level[level + 1][at] = OWN_PART(level);)
+  }
+}
+
+// ----------------------------------------------------------------------------------------------- one element
+
+// The parts of one element: part 0 in a register, part i + 1 at subtrees[i * THREADS] in shared memory. A
+// launch gives shared memory for MAX_LEVELS + 1 floats a thread.
+typedef struct {
+  float sum;
+  SHARED float *subtrees;
+} Element;
+
+INLINE void close_element_slots(Element *e, int from, int to) {
+  for (int slot = from; slot < to; slot++) {
+    int level = 0;
+    for (; (slot >> level) & 1; level++) e->sum = e->sum + e->subtrees[level * THREADS];
+    e->subtrees[level * THREADS] = e->sum;
+    e->sum = 0.0f;
+  }
+}
+
+// What earlier passes left of the element at offset `at`
+INLINE Element load_element(const Sums *s, long at) {
+  Element e = {.sum = s->open ? s->level[0][at] : 0.0f, .subtrees = shared_memory + thread_index()};
+  for (int level = 0; level < s->levels; level++)
+    if ((s->first >> level) & 1) e.subtrees[level * THREADS] = s->level[level + 1][at];
+  return e;
+}
+
+INLINE void store_element(const Sums *s, long at, const Element *e) {
+  if (is_whole(s)) {
+    s->level[0][at] = e->subtrees[s->levels * THREADS];
+    return;
+  }
+  if (s->stays_open) s->level[0][at] = e->sum;
+  for (int level = 0; level < s->levels; level++)
+    if ((s->last >> level) & 1) s->level[level + 1][at] = e->subtrees[level * THREADS];
+}
+
+// ------------------------------------------------------------------- gradients of biases and of norm weights
+
+// One column of one block: the sum over its rows in float64, rounded once. definition:
+// gradients.column_addends
+INLINE float column_block(const ColumnArguments *a, int block, int c) {
+  double sum = 0.0;
+  for (int t = a->start[block]; t < a->start[block] + a->length[block]; t++)
+    for (int e = 0; e < a->each; e++) {
+      const long column = (long)e * a->cols + c;
+      const float dy = a->dy[t * a->ldd + column];
+      if (!a->x) {
+        sum += dy;
+        continue;
+      }
+      const float x = a->x[t * a->ldx + column];
+      const float r = a->r[t * a->ldr + e];
+      const float centered = a->mean ? x - a->mean[t * a->ldr + e] : x;
+      sum += (double)dy * (centered * r);
+    }
+  return (float)sum;
+}
+
+// First all blocks, each for itself: a thread has a column of some blocks.
+KERNEL(column_blocks, ColumnArguments) {
+  const int c = block_x() * THREADS + thread_index();
+  if (c >= a->cols) return;
+  for (int block = block_y(); block < a->blocks; block += blocks_y())
+    a->partial[(long)block * a->cols + c] = column_block(a, block, c);
+}
+
+// Then their sums, slot by slot: a thread has a column.
+KERNEL(column_slots, ColumnArguments) {
+  const int c = block_x() * THREADS + thread_index();
+  if (c >= a->cols) return;
+  Element e = load_element(&a->sums, a->grad + c);
+  close_element_slots(&e, a->sums.first, a->slot[0]);
+  for (int block = 0; block < a->blocks; block++) {
+    e.sum = e.sum + a->partial[(long)block * a->cols + c];
+    close_element_slots(&e, a->slot[block], a->slot[block + 1]);
+  }
+  store_element(&a->sums, a->grad + c, &e);
+}
+
+// ----------------------------------------------------------------------------------- gradients of embeddings
+
+// A thread block has one id after the other, a thread some columns of each: the gradients of the rows with
+// that id are added one by one, straight into the slot's sum. definition: gradients.row_addends
+KERNEL(table_rows, TableArguments) {
+  const Sums *s = &a->sums;
+  const int alone = !s->first && !s->open && is_whole(s);  // there is no other pass
+  for (int id = block_x(); id < a->entries; id += blocks_x()) {
+    const int begin = a->start[id];
+    const int end = id == a->skipped ? begin : a->start[id + 1];
+    for (int c = thread_index(); c < a->width; c += THREADS) {
+      const long at = a->grad + (long)id * a->width + c;
+      if (begin == end && alone) {  // most ids of a large vocabulary
+        s->level[0][at] = 0.0f;
+        continue;
+      }
+      Element e = load_element(s, at);
+      int slot = s->first;
+      for (int i = begin; i < end; i++) {
+        const int t = a->sorted[i];
+        close_element_slots(&e, slot, a->slot[t]);
+        slot = a->slot[t];
+        e.sum = e.sum + a->scale * a->dx[(long)t * a->width + c];
+      }
+      close_element_slots(&e, slot, s->last);
+      store_element(s, at, &e);
+    }
+  }
+}

@@ -1,0 +1,23 @@
+// All kernels of a GPU as one unit, which ../../build_ptx.py compiles to PTX. GPU_KERNELS says that this is
+// code for a GPU: row functions become kernels (lanes.h), and what runs on the host stays out.
+//
+// "definition: rows.norm" in the files of row functions holds here too: they are one text for CPU and GPU.
+#define GPU_KERNELS
+#include "../operations.h"
+#include "arguments.h"
+#include "machine.h"
+
+// row functions
+#include "../rounding.c"
+#include "../rows.c"
+#include "../tokens.c"
+#include "../optimizer.c"
+#include "../shapes.h"
+#include "../heads.c"
+#include "../experts.c"
+
+// what has another form here than on a CPU
+#include "tiles.c"      // a small product in registers
+#include "products.c"   // linear layers, and the gradient of their input
+#include "gradients.c"  // gradients of weights, biases, embeddings: sums over tokens
+#include "attention.c"  // attention over a cache, and its gradients

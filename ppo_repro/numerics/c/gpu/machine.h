@@ -1,0 +1,143 @@
+// The machine that a kernel sees: threads, shared memory, barriers, shuffles, copies. Two forms: zig's clang
+// for a card (PTX), and the host, where the tests run each thread as a fiber (tests/gpu/emulator). Kernels
+// use nothing else of CUDA.
+//
+// A kernel is one function of one struct, which it gets by value. All thread blocks have their threads in one
+// dimension. Shared memory is one array of floats, whose size the launch says.
+//
+//   KERNEL(name, Struct) { .. }  a kernel; `a` is the struct
+//   thread_index, threads        the thread in its block, and how many there are
+//   block_x, block_y, block_z    the block in the grid; blocks_x, blocks_y how many there are
+//   barrier                      waits for all threads of the block, and shows what they wrote
+//   meet_lanes                   the same for the 16 lanes that compute a row (lanes.h)
+//   other_lane(x, mask)          x of the lane whose number differs in the bits `mask`, of 16
+//   copy16, copy4                start a copy from global to shared memory of 16 or 4 bytes, zeros after the
+//                                first `bytes`; commit_copies ends a group of copies, and wait_copies(n)
+//                                waits until only the last n groups of this thread are on their way
+#ifndef MACHINE_H
+#define MACHINE_H
+#include "../arithmetic.h"
+
+typedef float Float4 __attribute__((ext_vector_type(4)));
+
+#if defined(__NVPTX__)
+// ------------------------------------------------------------------------------------------------- on a card
+
+#define SHARED __attribute__((address_space(3)))
+#define UNROLL _Pragma("unroll")
+
+#define KERNEL(name, Struct)                                      \
+  INLINE void name##_thread(const Struct *a);                     \
+  __attribute__((device_kernel)) void name(const Struct argument); \
+  __attribute__((device_kernel)) void name(const Struct argument) { \
+    name##_thread(&argument);                                     \
+  }                                                               \
+  INLINE void name##_thread(const Struct *a)
+
+// A kernel of two structs, for rows
+#define ROW_KERNEL(name, Struct)                                                     \
+  __attribute__((device_kernel)) void name(const Struct argument, const RowsOf rows); \
+  __attribute__((device_kernel)) void name(const Struct argument, const RowsOf rows)
+
+extern SHARED float shared_memory[] __attribute__((aligned(16)));
+
+INLINE int thread_index(void) { return __nvvm_read_ptx_sreg_tid_x(); }
+INLINE int threads(void) { return __nvvm_read_ptx_sreg_ntid_x(); }
+INLINE int block_x(void) { return __nvvm_read_ptx_sreg_ctaid_x(); }
+INLINE int block_y(void) { return __nvvm_read_ptx_sreg_ctaid_y(); }
+INLINE int block_z(void) { return __nvvm_read_ptx_sreg_ctaid_z(); }
+INLINE int blocks_x(void) { return __nvvm_read_ptx_sreg_nctaid_x(); }
+INLINE int blocks_y(void) { return __nvvm_read_ptx_sreg_nctaid_y(); }
+
+INLINE void barrier(void) { __syncthreads(); }
+
+// A warp of 32 threads computes two rows, whose lanes need not keep step with one another.
+INLINE uint32_t lanes_of_row(void) { return 0xffffu << (thread_index() & 16); }
+INLINE void meet_lanes(void) { __nvvm_bar_warp_sync(lanes_of_row()); }
+INLINE uint32_t other_lane(uint32_t x, int mask) {
+  return (uint32_t)__nvvm_shfl_sync_bfly_i32(lanes_of_row(), (int)x, mask, 31);
+}
+
+INLINE uint32_t shared_address(SHARED const float *p) { return (uint32_t)(__UINTPTR_TYPE__)p; }
+INLINE void copy16(SHARED float *to, const float *from, int bytes) {
+  __asm__ volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                   :
+                   : "r"(shared_address(to)), "l"(from), "r"(bytes)
+                   : "memory");
+}
+INLINE void copy4(SHARED float *to, const float *from, int bytes) {
+  __asm__ volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+                   :
+                   : "r"(shared_address(to)), "l"(from), "r"(bytes)
+                   : "memory");
+}
+INLINE void commit_copies(void) { __asm__ volatile("cp.async.commit_group;" : : : "memory"); }
+#define wait_copies(groups) __asm__ volatile("cp.async.wait_group %0;" : : "n"(groups) : "memory")
+
+INLINE Float4 shared4(SHARED const float *p) { return *(SHARED const Float4 *)p; }
+INLINE void put_shared4(SHARED float *p, Float4 x) { *(SHARED Float4 *)p = x; }
+
+#else
+// ----------------------------------------------------------------------------------------------- on the host
+
+#define SHARED
+#define UNROLL
+
+#define KERNEL(name, Struct)                                      \
+  __attribute__((visibility("default"))) void name(const Struct *a); \
+  __attribute__((visibility("default"))) void name(const Struct *a)
+
+#define ROW_KERNEL(name, Struct)                                                              \
+  static void name##_thread(const Struct argument, const RowsOf rows);                        \
+  __attribute__((visibility("default"))) void name(const Struct *argument, const RowsOf *rows); \
+  __attribute__((visibility("default"))) void name(const Struct *argument, const RowsOf *rows) { \
+    name##_thread(*argument, *rows);                                                          \
+  }                                                                                           \
+  static void name##_thread(const Struct argument, const RowsOf rows)
+
+// emulate.c has these
+extern float *shared_memory;
+extern int emulated_thread;
+extern int emulated_threads;
+extern int emulated_block[3];
+extern int emulated_blocks[3];
+void barrier(void);
+void meet_lanes(void);
+uint32_t other_lane(uint32_t x, int mask);
+void copy_later(float *to, const float *from, int size, int bytes);
+void commit_copies(void);
+void wait_copies(int groups);
+
+INLINE int thread_index(void) { return emulated_thread; }
+INLINE int threads(void) { return emulated_threads; }
+INLINE int block_x(void) { return emulated_block[0]; }
+INLINE int block_y(void) { return emulated_block[1]; }
+INLINE int block_z(void) { return emulated_block[2]; }
+INLINE int blocks_x(void) { return emulated_blocks[0]; }
+INLINE int blocks_y(void) { return emulated_blocks[1]; }
+
+INLINE void copy16(float *to, const float *from, int bytes) { copy_later(to, from, 16, bytes); }
+INLINE void copy4(float *to, const float *from, int bytes) { copy_later(to, from, 4, bytes); }
+
+INLINE Float4 shared4(const float *p) { return *(const Float4 *)p; }
+INLINE void put_shared4(float *p, Float4 x) { *(Float4 *)p = x; }
+
+#endif
+// --------------------------------------------------------------------------------------------------- on both
+
+INLINE Float4 load4(const float *p) { return *(const Float4 *)p; }
+INLINE void store4(float *p, Float4 x) { *(Float4 *)p = x; }
+
+// The largest of x here and x of the other lane
+INLINE float larger_of_lanes(float x, int mask) {
+  float y = as_float(other_lane(as_bits(x), mask));
+  return y > x ? y : x;
+}
+
+INLINE double double_of_other_lane(double x, int mask) {
+  uint64_t bits = as_bits64(x);
+  uint64_t low = other_lane((uint32_t)bits, mask);
+  uint64_t high = other_lane((uint32_t)(bits >> 32), mask);
+  return as_double(high << 32 | low);
+}
+#endif

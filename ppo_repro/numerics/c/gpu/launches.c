@@ -7,7 +7,7 @@
 enum {
   TILE = 128,         // columns of a tile, and its rows / (16 high) x 16
   TERMS = 16,         // of a stage
-  STAGES = 3,
+  STAGES = 4,
   GAP = 4,            // floats between the terms of a stage
   FEW_ROWS = 256,     // up to here each block of terms has thread blocks of its own
   MOST_BLOCKS_Y = 32768,

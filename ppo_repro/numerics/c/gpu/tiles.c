@@ -14,7 +14,7 @@ enum {
   THREADS = 256,  // of a thread block
   TILE = 128,     // columns of a tile, and its rows where high is 8
   TERMS = 16,     // of a stage
-  STAGES = 3,
+  STAGES = 4,
   MOST_HIGH = 8,
   GAP = 4         // floats between the terms of a stage: copies that turn an operand then meet no bank twice
 };
@@ -171,8 +171,8 @@ INLINE Tile tile_at(Operand x, Operand w, int m0, int n0, int terms, const Form 
   return (Tile){
       .m0 = m0,
       .n0 = n0,
-      .place_x = lane / 8 + 4 * (warp / 2),
-      .place_w = lane % 8 + 8 * (warp % 2),
+      .place_x = lane / 2 % 8 + 8 * (warp % 2),
+      .place_w = lane / 16 * 2 + lane % 2 + 4 * (warp / 2),
       .terms = terms,
       .blocks = tiles_of(terms, BLOCK),
       .x = fetch_of(x, m0, f.x_by_terms, 16 * f.high),
@@ -263,7 +263,14 @@ INLINE void chain(const Tile *t, Pipeline *p, int block, const Form f, float acc
       float w_rows[8];
       fragment(x + k * (16 * f.high + GAP), t->place_x, f.high, x_rows);
       fragment(w + k * (TILE + GAP), t->place_w, 8, w_rows);
-      EACH_OWN(f) acc[i][j] = fma32(x_rows[i], w_rows[j], acc[i][j]);
+      // columns go to and fro, so that two fma that follow one another have an operand in common
+      UNROLL
+      for (int i = 0; i < f.high; i++)
+        UNROLL
+        for (int step = 0; step < 8; step++) {
+          const int j = i % 2 ? 7 - step : step;
+          acc[i][j] = fma32(x_rows[i], w_rows[j], acc[i][j]);
+        }
     }
     p->stage = p->stage + 1 == STAGES ? 0 : p->stage + 1;
   }

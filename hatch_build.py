@@ -39,7 +39,10 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
                 kernels["compile_in_place"](here)
             return
         if here is not None:
-            for path in kernels["compile_variants"](here, self._folder):
+            for path in [
+                *kernels["compile_variants"](here, self._folder),
+                *kernels["compile_card"](here, self._folder),
+            ]:
                 build_data["force_include"][str(path)] = f"ppo_repro/numerics/c/{path.name}"
         self._move_analysis(self._folder / "analysis", build_data)
         for name in CONFIGURATIONS:

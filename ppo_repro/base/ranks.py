@@ -87,16 +87,19 @@ class Ranks:
         In round b each rank adds the sum of rank XOR 2^b. Addition is commutative, so all ranks have the same bits.
         The number of ranks must be a power of two.
         """
-        theirs = torch.empty_like(tensor)
+        ours = tensor.cpu()  # gloo sends memory of the CPU
+        theirs = torch.empty_like(ours)
         bit = 1
         while bit < self.size:
             other = self.rank ^ bit
-            exchange = [dist.P2POp(dist.isend, tensor, other), dist.P2POp(dist.irecv, theirs, other)]
+            exchange = [dist.P2POp(dist.isend, ours, other), dist.P2POp(dist.irecv, theirs, other)]
             with _losing():
                 for transfer in dist.batch_isend_irecv(exchange):
                     transfer.wait()
-            tensor += theirs
+            ours += theirs
             bit *= 2
+        if ours is not tensor:
+            tensor.copy_(ours)
 
 
 ALONE = Ranks(0, 1)

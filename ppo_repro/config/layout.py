@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from ppo_repro.config.section import Count, Index, Section, Threads
+from ppo_repro.config.section import Count, Device, Index, Section, Threads
 
 RecordLevel = Literal["lean", "full", "deep"]
 
@@ -24,7 +24,7 @@ class LayoutConfig(Section):
         "right", description="Native numerics: where short rows are padded; `none` packs sequences into one row."
     )
     threads: Threads = Field(1, description="CPU threads, in each process.")
-    device: Literal["cpu", "cuda"] = Field("cpu", description="Where models compute; `cuda`: native numerics only.")
+    device: Device = Field("cpu", description="Where models compute: cpu, cuda, cuda:N; native numerics only on cuda.")
     gradient_checkpointing: bool = Field(False, description="Compute activations again in the backward pass.")
 
 
@@ -49,5 +49,5 @@ class CheckpointConfig(Section):
 
 def not_on_device(layout: LayoutConfig, mode: str) -> Iterator[str]:
     """Yield one line for a CUDA device without native numerics."""
-    if layout.device == "cuda" and mode != "native":
-        yield f"layout.device = cuda needs numerics.mode = native, and it is {mode}; take cpu"
+    if layout.device != "cpu" and mode != "native":
+        yield f"layout.device = {layout.device} needs numerics.mode = native, and it is {mode}; take cpu"

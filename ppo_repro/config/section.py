@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -32,6 +33,15 @@ Schedule = Literal["constant", "linear", "cosine"]
 T = TypeVar("T")
 Many = Annotated[tuple[T, ...], Field(strict=False)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
+def _known_device(name: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,2})?", name):
+        raise ValueError("must be cpu, cuda or cuda:N")
+    return name
+
+
+Device = Annotated[str, AfterValidator(_known_device)]
 PathText = Annotated[str, Field(min_length=1), AfterValidator(check_path)]
 
 

@@ -103,8 +103,8 @@ def seen_states(
 
 
 def policy_logits(policy: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """Compute logits [n, V] float32 on the CPU, at the positions that predict the response tokens."""
-    return logits(policy, hidden_states(trunk_of(policy), batch), batch.rows).cpu()
+    """Compute logits [n, V] float32, at the positions that predict the response tokens."""
+    return logits(policy, hidden_states(trunk_of(policy), batch), batch.rows)
 
 
 def scalar(head: nn.Linear, hidden: Tensor, rows: Rows, deterministic: bool) -> Tensor:

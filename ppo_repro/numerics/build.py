@@ -1,5 +1,7 @@
 """Compiles the C kernels with the clang of ziglang: one library for each kind of CPU, all with the same bits.
 
+On Linux also the library that drives a CUDA card, and the PTX of its kernels (`build_ptx.py`).
+
 `hatch_build.py` runs this file where ppo_repro is installed from source. Only the standard library is imported here.
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -15,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCES = Path(__file__).parent / "c"
+_PTX = Path(__file__).with_name("build_ptx.py")
 FLAGS = (
     *("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
     *("-pthread", "-s", "-Wall", "-Wextra", "-Wmissing-prototypes", "-Werror"),
@@ -61,7 +65,7 @@ def this_platform() -> Platform | None:
 def digest() -> str:
     """Return 12 hexadecimal digits that change with every source file and, through this file, with every flag."""
     total = hashlib.sha256()
-    for path in (Path(__file__), *sorted(SOURCES.glob("*.[ch]"))):
+    for path in (Path(__file__), *_PTX.parent.glob(_PTX.name), *sorted(SOURCES.rglob("*.[ch]"))):
         total.update(f"{path.name}\n".encode() + path.read_bytes())
     return total.hexdigest()[:12]
 
@@ -69,6 +73,16 @@ def digest() -> str:
 def file_name(variant: Variant) -> str:
     """Return the name of the library of a variant, compiled from the sources as they are now."""
     return f"kernels-{variant.name}-{digest()}.so"
+
+
+def card_library_name() -> str:
+    """Return the name of the library that drives a card, compiled from the sources as they are now."""
+    return f"gpu-{digest()}.so"
+
+
+def ptx_name() -> str:
+    """Return the name of the PTX of the kernels of a card, likewise."""
+    return f"gpu-{digest()}.ptx"
 
 
 def compiler(target: str) -> list[str]:
@@ -107,10 +121,25 @@ def compile_variants(where: Platform, folder: Path, *more_flags: str) -> list[Pa
         return [out.replace(folder / out.name) for _, out in running]
 
 
+def compile_card(where: Platform, folder: Path) -> list[Path]:
+    """Compile what a CUDA card needs into a folder, nothing on macOS; RuntimeError if it fails."""
+    if "linux" not in where.target or not _PTX.exists():
+        return []
+    with tempfile.TemporaryDirectory(dir=folder) as new:
+        environment = compiler_environment(Path(new) / "zig")
+        library, ptx = Path(new) / card_library_name(), Path(new) / ptx_name()
+        command = [*compiler(where.target), *LIBRARY_FLAGS, "gpu/host.c", "-ldl", "-o", str(library)]
+        done = subprocess.run(command, cwd=SOURCES, env=environment, capture_output=True, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"{library.name} was not compiled:\n{done.stderr.decode(errors='replace')}")
+        runpy.run_path(str(_PTX))["compile_ptx"](SOURCES / "gpu" / "kernels.c", ptx, environment)
+        return [path.replace(folder / path.name) for path in (library, ptx)]
+
+
 def compile_in_place(where: Platform) -> None:
     """Puts the libraries beside their sources, where an editable install loads them, and removes old libraries."""
-    built = compile_variants(where, SOURCES)
-    for path in SOURCES.glob("kernels-*.so"):
+    built = [*compile_variants(where, SOURCES), *compile_card(where, SOURCES)]
+    for path in (*SOURCES.glob("kernels-*.so"), *SOURCES.glob("gpu-*")):
         if path not in built:
             path.unlink(missing_ok=True)
 

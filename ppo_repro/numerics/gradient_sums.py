@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ppo_repro.base.errors import PromiseBroken
 from ppo_repro.base.ranks import ALONE, Ranks
-from ppo_repro.numerics import library
 from ppo_repro.numerics.attached import ATTACHED
+from ppo_repro.numerics.devices import kernels_of
 from ppo_repro.numerics.interface import Struct, constants, ffi, pointer
 
 MOST_LEVELS = constants.MAX_LEVELS
@@ -53,9 +53,10 @@ class SlotSums:
     def __init__(self, parameters: Sequence[Tensor], slots: int) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         for p in self.parameters:
-            if p.dtype != torch.float32 or not p.is_contiguous() or p.device.type != "cpu":
+            if p.dtype != torch.float32 or not p.is_contiguous() or p.device != parameters[0].device:
                 raise ValueError(f"a parameter to train is {p.dtype} on {p.device}, strides {p.stride()}")
         self._alive = list(parameters)  # their ids are keys
+        self.device = parameters[0].device
         self._offsets, self.size = layout(parameters)
         self.levels = slots.bit_length() - 1
         self._arrays: list[Tensor | None] = [None] * (self.levels + 1)
@@ -99,7 +100,7 @@ class SlotSums:
     def total(self) -> Tensor:
         """Return the sums over all slots, flat [size], after the last backward pass."""
         sums = self._sums(self._slot, self._is_open, self._slot, self._is_open)
-        library.load().join_sums(sums, self.size)
+        kernels_of(self.device).join_sums(sums, self.size)
         self._slot, self._is_open = 1 << self.levels, False
         return self._array(0)
 
@@ -117,16 +118,16 @@ class SlotSums:
         """
         members = dict(levels=self.levels, first=first, open=is_open, last=last, stays_open=stays_open)
         sums = ffi.new("Sums *", members)
-        sums.level[0] = pointer(self._array(0))
+        sums.level[0] = pointer(self._array(0), self.device)
         for i in range(self.levels):
             if (first | last) >> i & 1:
-                sums.level[i + 1] = pointer(self._array(i + 1))
+                sums.level[i + 1] = pointer(self._array(i + 1), self.device)
         return sums
 
     def _array(self, level: int) -> Tensor:
         array = self._arrays[level]
         if array is None:
-            array = self._arrays[level] = torch.zeros(self.size)
+            array = self._arrays[level] = torch.zeros(self.size, device=self.device)
         return array
 
 

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from ppo_repro.numerics.build import SOURCES
 
+CPU = torch.device("cpu")
 Ints = np.ndarray  # int32, contiguous
 Struct = Any  # a pointer to a C struct; its members are attributes
 
 ffi = FFI()
-ffi.cdef((SOURCES / "interface.h").read_text())
+for header in ("interface.h", "gpu/driver.h"):
+    ffi.cdef((SOURCES / header).read_text())
 constants = ffi.dlopen(None)  # the members of the header's enums
 
 _POINTERS = {
@@ -40,18 +42,18 @@ def ints(values: Sequence[int] | np.ndarray | Tensor) -> Ints:
     return np.ascontiguousarray(values.numpy() if isinstance(values, Tensor) else values, np.int32)
 
 
-def pointer(array: Ints | Tensor | None) -> Any:
+def pointer(array: Ints | Tensor | None, device: torch.device = CPU) -> Any:
     """Return a pointer to the memory of an array or tensor, of its type in C; NULL for None.
 
-    ValueError unless the memory is contiguous on the CPU. cffi raises TypeError where C wants another type.
+    ValueError unless a tensor is contiguous on the device. cffi raises TypeError where C wants another type.
     """
     if array is None:
         return ffi.NULL
     if not isinstance(array, Tensor):
         return ffi.from_buffer(_INTS, array)
-    if array.device.type != "cpu" or not array.is_contiguous():
+    if array.device.type != device.type or not array.is_contiguous():
         layout = "contiguous" if array.is_contiguous() else f"strides {array.stride()}"
-        raise ValueError(f"{array.dtype} on {array.device}, {layout}, where a contiguous tensor on the CPU is due")
+        raise ValueError(f"{array.dtype} on {array.device}, {layout}, where a contiguous tensor on {device} is due")
     return ffi.cast(_POINTERS[array.dtype], array.data_ptr())
 
 

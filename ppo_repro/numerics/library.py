@@ -26,7 +26,7 @@ KNOWN_ANSWER = 0x83E585B3D1D31E7D  # of known_answer() in C: a change of this nu
 thread_count = 1  # of the kernels, as `set_threads` set it
 
 _DENORMAL = 71362  # the bits of 1e-40
-_MEND = "run `make setup` or `pip install -e .` in a checkout, or install the wheel again"
+MEND = "run `make setup` or `pip install -e .` in a checkout, or install the wheel again"
 
 
 class Kernels:
@@ -85,8 +85,8 @@ def locate(variant: Variant, folder: Path) -> Path:
     if path.exists():
         return path
     if any(folder.glob(f"kernels-{variant.name}-*.so")):
-        raise UserError(f"the kernels in {folder} were built from other sources: {_MEND}")
-    raise UserError(f"{path} is missing: {_MEND}")
+        raise UserError(f"the kernels in {folder} were built from other sources: {MEND}")
+    raise UserError(f"{path} is missing: {MEND}")
 
 
 def open_library(path: Path) -> Kernels:
@@ -94,7 +94,7 @@ def open_library(path: Path) -> Kernels:
     try:
         library = Kernels(ffi.dlopen(str(path)))
     except OSError as error:
-        raise UserError(f"the kernels do not load: {error}; {_MEND}") from None
+        raise UserError(f"the kernels do not load: {error}; {MEND}") from None
     check_denormals(library)
     answer = library.known_answer()
     if answer != KNOWN_ANSWER:

@@ -12,8 +12,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
-from ppo_repro.numerics import library
 from ppo_repro.numerics.attached import ATTACHED
+from ppo_repro.numerics.devices import kernels_of
 from ppo_repro.numerics.gradient_sums import SlotSums
 from ppo_repro.numerics.interface import Ints, Struct, ffi, pointer
 from ppo_repro.numerics.precision import round_rows
@@ -83,21 +83,24 @@ class PackedMatrix:
 
     def prepare(self) -> Struct:
         """Return the struct, with panels of the weights as they are now."""
-        matrix, kernels = self.struct, library.load()
+        matrix, device = self.struct, self.weights[0].device
         if state_of((*self.weights, *self.biases)) == self._state:
             return matrix
         self.fuse()
-        self._state = state_of((*self.weights, *self.biases))
+        self._state, kernels = state_of((*self.weights, *self.biases)), kernels_of(device)
         if self._panels is None:
-            self._panels = torch.empty(kernels.panel_floats(matrix.n, matrix.k))
-        matrix.w, matrix.bias = pointer(self.weights[0]), pointer(self.biases[0] if self.biases else None)
+            self._panels = torch.empty(kernels.panel_floats(matrix.n, matrix.k), device=device)
+        matrix.w, matrix.bias = (
+            pointer(self.weights[0], device),
+            pointer(self.biases[0] if self.biases else None, device),
+        )
         if self._form != "float32":
             self._rounded = (torch.cat([round_rows(w, self._form) for w in self.weights]),)
-            matrix.w = pointer(self._rounded[0])
+            matrix.w = pointer(self._rounded[0], device)
         if self.biases and self._bias_form != "float32":
             biases = torch.cat([round_rows(b, self._bias_form, scaled=False) for b in self.biases])
-            self._rounded, matrix.bias = (*self._rounded, biases), pointer(biases)
-        matrix.panels = pointer(self._panels)
+            self._rounded, matrix.bias = (*self._rounded, biases), pointer(biases, device)
+        matrix.panels = pointer(self._panels, device)
         kernels.pack(matrix)
         return matrix
 
@@ -128,8 +131,8 @@ def product(x: Tensor, matrix: PackedMatrix) -> Tensor:
     x, packed_matrix = x.detach().contiguous(), matrix.prepare()
     if x.dim() != 2 or x.shape[1] != packed_matrix.k:
         raise ValueError(f"inputs {list(x.shape)}, where [n, {packed_matrix.k}] are due")
-    y = torch.empty(len(x), packed_matrix.n)
-    library.load().linear(packed_matrix, pointer(x), len(x), ffi.NULL, pointer(y))
+    y = torch.empty(len(x), packed_matrix.n, device=x.device)
+    kernels_of(x.device).linear(packed_matrix, pointer(x, x.device), len(x), ffi.NULL, pointer(y, x.device))
     return y
 
 
@@ -176,8 +179,9 @@ def _backward(
         of_rows, adding = (rows.sequence, rows.position, rows.slots), use.adding(rows.slots)
     with adding as sums:
         into = ffi.NULL if sums is None else sums
-        products = matrix, pointer(grad), pointer(x), len(grad)
-        library.load().linear_backward(*products, *map(pointer, of_rows), into, pointer(dx))
+        device = grad.device
+        products = matrix, pointer(grad, device), pointer(x, device), len(grad)
+        kernels_of(device).linear_backward(*products, *map(pointer, of_rows), into, pointer(dx, device))
 
 
 def linear(x: Tensor, layer: nn.Module, rows: Rows | None = None) -> Tensor:
@@ -198,5 +202,7 @@ def add_to_bias(bias: Tensor, grad: Tensor, rows: Rows) -> None:
     if sums is None:
         raise ValueError("nothing collects the gradient of this bias")
     use = sums.use("bias", bias)
-    matrix = ffi.new("Matrix *", dict(n=len(bias), bias=pointer(bias), grad=-1, bias_grad=use.offset(bias)))
+    matrix = ffi.new(
+        "Matrix *", dict(n=len(bias), bias=pointer(bias, bias.device), grad=-1, bias_grad=use.offset(bias))
+    )
     _backward(matrix, grad.detach().contiguous(), None, rows, use, None)

@@ -24,9 +24,10 @@ from ppo_repro.base.output import shown
 from ppo_repro.numerics import library
 from ppo_repro.numerics.attached import ATTACHED
 from ppo_repro.numerics.description import LayerParts, check_config, describe
+from ppo_repro.numerics.devices import kernels_of
 from ppo_repro.numerics.families import NAMES, TRUNKS, head_dim, head_of, trunk_of
 from ppo_repro.numerics.gradient_sums import SlotSums
-from ppo_repro.numerics.interface import Ints, Struct, constants, ffi, ints, pointer
+from ppo_repro.numerics.interface import CPU, Ints, Struct, constants, ffi, ints, pointer
 from ppo_repro.numerics.linear import PackedMatrix, linear, matrix_of, packed, product, state_of
 from ppo_repro.numerics.native import NativeNetwork
 from ppo_repro.numerics.precision import EXACT, FORMATS, Precision, round_rows
@@ -52,11 +53,11 @@ def _round16(n: int) -> int:
 class Cache:
     """Keys and values of some slots of `positions` tokens each."""
 
-    def __init__(self, model: Struct, slots: int, positions: int) -> None:
+    def __init__(self, model: Struct, slots: int, positions: int, device: torch.device) -> None:
         self.each = _round16(positions)
         self.capacity = slots * self.each
         floats = model.layers * model.kv_heads * self.capacity * model.head_dim
-        self.keys, self.values = torch.empty(floats), torch.empty(floats)
+        self.keys, self.values = (torch.empty(floats, device=device) for _ in range(2))
 
 
 class _Layer:
@@ -94,6 +95,7 @@ class Network:
 
     def __init__(self, trunk: PreTrainedModel, lowered: Lowered) -> None:
         self.parameters = dict(trunk.named_parameters())
+        self.device = CPU if trunk.device.type == "meta" else trunk.device  # `plan` has shapes alone
         self.description = describe(trunk)
         self.lowered = lowered
         mixtures = accumulate((bool(parts.experts) for parts in self.description.layers), initial=0)
@@ -103,7 +105,8 @@ class Network:
         self._layer_structs = ffi.new("Layer[]", [layer.numbers for layer in self.layers])
         self._rounded: dict[int, tuple[tuple[int, ...], Tensor]] = {}  # other weights by id: their state, and rounded
         rotary = self.description.positions is None
-        self._tables = tables(trunk.config, lowered.max_context) if rotary else (torch.zeros(1), torch.zeros(1))
+        angles = tables(trunk.config, lowered.max_context) if rotary else (torch.zeros(1), torch.zeros(1))
+        self._tables = [table.to(self.device) for table in angles]
         precision = lowered.precision
         self.shapes = shapes_of(trunk)
         model = dict(
@@ -114,8 +117,8 @@ class Network:
             round_cache=FORMATS.index(precision.kv_cache),
             embedding_grad=-1,
             positions_grad=-1,
-            cosine=pointer(self._tables[0]),
-            sine=pointer(self._tables[1]),
+            cosine=self._pointer(self._tables[0]),
+            sine=self._pointer(self._tables[1]),
             layer=self._layer_structs,
         )
         self.struct = ffi.new("Model *", model)
@@ -125,15 +128,19 @@ class Network:
         self._norm_names = [names[id(norm)] for norm in norms]
         self._spare: Tensor | None = None  # what the last backward pass was done with
 
+    def _pointer(self, tensor: Tensor | None) -> Any:
+        """Return a pointer to a tensor on the network's device."""
+        return pointer(tensor, self.device)
+
     def _weight(self, tensor: Tensor | None) -> Any:
         """Return a pointer to a parameter that is no matrix, or to its rounded copy."""
         form = self.lowered.precision.other_weights
         if tensor is None or form == "float32":
-            return pointer(tensor)
+            return self._pointer(tensor)
         state = state_of((tensor,))
         if id(tensor) not in self._rounded or self._rounded[id(tensor)][0] != state:
             self._rounded[id(tensor)] = state, round_rows(tensor, form)
-        return pointer(self._rounded[id(tensor)][1])
+        return self._pointer(self._rounded[id(tensor)][1])
 
     def _norm(self, norm: Any) -> dict[str, Any]:
         weight, bias = self._weight(norm.weight), self._weight(getattr(norm, "bias", None))
@@ -156,11 +163,11 @@ class Network:
 
     def kept_bytes(self, tokens: int, keep: int = KEEP_ALL) -> int:
         """Return how many bytes a pass over some tokens keeps for its backward pass."""
-        return 4 * int(library.load().kept_floats(self.struct, tokens, keep))
+        return 4 * int(kernels_of(self.device).kept_floats(self.struct, tokens, keep))
 
     def packed_bytes(self) -> int:
         """Return how many bytes the packed copies of the weights take."""
-        floats = library.load().panel_floats
+        floats = kernels_of(self.device).panel_floats
         return sum(4 * floats(m.struct.n, m.struct.k) for m in self.matrices)
 
     def fuse(self) -> None:
@@ -212,8 +219,8 @@ class Network:
             start=pointer(batch.start),
             base=pointer(base),
             slots=pointer(rows.slots),
-            keys=pointer(cache.keys),
-            values=pointer(cache.values),
+            keys=self._pointer(cache.keys),
+            values=self._pointer(cache.values),
             capacity=cache.capacity,
             routes=pointer(batch.routes),
             seen=pointer(seen),
@@ -224,8 +231,9 @@ class Network:
         return np.empty((len(batch.ids), self.struct.mixtures * self.struct.chosen), np.int32) if wanted else None
 
     def _forward(self, call: _Call, kept: Tensor | None, keep: int) -> Tensor:
-        hidden = torch.empty(len(call.batch.ids), self.struct.hidden)
-        place = library.load().model_forward(self.struct, call.struct, pointer(kept), keep, pointer(hidden))
+        hidden = torch.empty(len(call.batch.ids), self.struct.hidden, device=self.device)
+        memory = self._pointer(kept), keep, self._pointer(hidden)
+        place = kernels_of(self.device).model_forward(self.struct, call.struct, *memory)
         if place:
             name = self._norm_names[place - 1]
             raise NumericsError(f"the input of {name} is not finite; lower the learning rate or check the weights")
@@ -235,7 +243,7 @@ class Network:
         """Return memory for what a pass keeps: that of the last pass if it is large enough."""
         floats = self.kept_bytes(tokens, keep) // 4
         spare, self._spare = self._spare, None  # fresh pages cost time
-        return torch.empty(floats) if spare is None or spare.numel() < floats else spare
+        return torch.empty(floats, device=self.device) if spare is None or spare.numel() < floats else spare
 
     def _pass(self, call: _Call) -> Tensor:
         """Return the hidden states [n, H] of a pass without gradients."""
@@ -244,7 +252,8 @@ class Network:
         n, width, layers = len(call.batch.ids), self.struct.hidden, len(self.layers)
         kept = self._memory(n, KEEP_INPUTS)
         hidden = self._forward(call, kept, KEEP_INPUTS)
-        starts = [library.load().layer_input_at(self.struct, n, layer, KEEP_INPUTS) for layer in range(layers + 1)]
+        place = kernels_of(self.device).layer_input_at
+        starts = [place(self.struct, n, layer, KEEP_INPUTS) for layer in range(layers + 1)]
         inputs = [kept[start : start + n * width].view(n, width) for start in starts]
         self.watch(call.batch, inputs, hidden)
         return hidden
@@ -296,12 +305,12 @@ class Network:
         return self._pass(call), routes
 
     def make_cache(self, slots: int, positions: int) -> Cache:
-        return Cache(self.struct, slots, positions)
+        return Cache(self.struct, slots, positions, self.device)
 
     def copy_prefix(self, cache: Cache, source: int, target: int, positions: int) -> None:
         """Copy the keys and values of the first `positions` positions of slot `source` to slot `target`."""
-        library.load().copy_prefix(
-            self.struct, pointer(cache.keys), pointer(cache.values), cache.capacity,
+        kernels_of(self.device).copy_prefix(
+            self.struct, self._pointer(cache.keys), self._pointer(cache.values), cache.capacity,
             source * cache.each, target * cache.each, positions,
         )  # fmt: skip
 
@@ -318,12 +327,12 @@ class Network:
         if trained and torch.is_grad_enabled():
             return _Hidden.apply(trained[0], self, batch, rows, routes), routes
         cache, base = self._own_cache(batch)
-        return self._pass(self._call(batch, cache, base, routes))[index(rows)], routes
+        return self._pass(self._call(batch, cache, base, routes))[index(rows, self.device)], routes
 
     def _own_cache(self, batch: Ragged) -> tuple[Cache, Ints]:
         """Return a cache of exactly these sequences, and where each begins."""
         padded = -(-batch.lengths // 16) * 16
-        cache = Cache(self.struct, 1, int(padded.sum()))
+        cache = Cache(self.struct, 1, int(padded.sum()), self.device)
         return cache, ints(np.concatenate([[0], np.cumsum(padded)[:-1]]))
 
 
@@ -335,7 +344,7 @@ class _Hidden(Function):
         ctx.call = network._call(batch, cache, base, routes)
         ctx.keep, ctx.network, ctx.rows = keep, network, rows
         ctx.kept = network._memory(len(batch.ids), keep)
-        return network._forward(ctx.call, ctx.kept, keep)[index(rows)]
+        return network._forward(ctx.call, ctx.kept, keep)[index(rows, network.device)]
 
     @staticmethod
     @once_differentiable
@@ -348,15 +357,15 @@ class _Hidden(Function):
         if ctx.kept is None:
             raise RuntimeError("a second backward through one pass: its activations were freed")
         kept, ctx.kept = ctx.kept, None
-        d_hidden = torch.zeros(len(batch.ids), network.struct.hidden)
-        d_hidden[index(ctx.rows)] = grad
+        device = network.device
+        d_hidden = torch.zeros(len(batch.ids), network.struct.hidden, device=device)
+        d_hidden[index(ctx.rows, device)] = grad
         use = sums.use("trunk", *parameters)
         network.prepare()
         network._collect(use)
         with use.adding(batch.rows.slots) as c_sums:
-            library.load().model_backward(
-                network.struct, ctx.call.struct, pointer(kept), ctx.keep, pointer(d_hidden), c_sums
-            )
+            memory = pointer(kept, device), ctx.keep, pointer(d_hidden, device)
+            kernels_of(device).model_backward(network.struct, ctx.call.struct, *memory, c_sums)
         network.give_back(kept)
         return None, None, None, None, None
 
@@ -438,7 +447,7 @@ def network_of(model: PreTrainedModel) -> Network | NativeNetwork:
     network: Network | None = ATTACHED.networks.get(trunk)
     known = {} if network is None or network.lowered != lowered else network.parameters
     same = all(p is known.get(name) for name, p in trunk.named_parameters())
-    if network is None or not same or network.shapes != shapes_of(trunk):
+    if network is None or not same or network.shapes != shapes_of(trunk) or network.device != trunk.device:
         network = ATTACHED.networks[trunk] = Network(trunk, lowered)
     return network
 
@@ -452,7 +461,7 @@ def forget_packed(model: nn.Module) -> None:
 
 def free_memory(model: nn.Module) -> None:
     """Free memory that only passes with gradients need, until the next one."""
-    library.load().free_scratch()
+    kernels_of(next(model.parameters(), torch.empty(0)).device).free_scratch()
     for module in model.modules():
         if module in ATTACHED.networks:
             ATTACHED.networks[module].give_back(None)
@@ -461,11 +470,12 @@ def free_memory(model: nn.Module) -> None:
 def logits(model: PreTrainedModel, hidden: Tensor, rows: Rows | None = None) -> Tensor:
     """Return the logits [n, V] of a causal model from the trunk's hidden states [n, H], by the head.
 
-    `rows` as in `linear`, for a pass whose head is trained.
+    They lie where `token_statistics` takes them: in native numerics on the CPU, else where the model is. `rows` as in
+    `linear`, for a pass whose head is trained.
     """
     head, lowered = head_of(model), lowered_of(model)
     if lowered is None:
-        return cast(Tensor, head(hidden))
+        return cast(Tensor, head(hidden)).cpu()
     precision = lowered.precision
     if precision.other_weights == "float32":
         out = linear(hidden, head, rows)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ppo_repro.base.errors import NumericsError
 from ppo_repro.base.ranks import ALONE, Ranks
-from ppo_repro.numerics import library
+from ppo_repro.numerics.devices import kernels_of
 from ppo_repro.numerics.gradient_sums import GradientSums
-from ppo_repro.numerics.interface import Struct, ffi, pointer
+from ppo_repro.numerics.interface import CPU, Struct, ffi, pointer
 
 SLOTS = 8  # of a minibatch
 _CLIP_EPS = 1e-6  # torch's, in clip_grad_norm_
@@ -108,15 +108,16 @@ class AdamW:
     def apply(self, settings: AdamWSettings, gradients: Mapping[str, Tensor]) -> float:
         """Take one step; return the norm before clipping. NumericsError names a gradient that is not finite."""
         tensors = ffi.new("Trained[]", len(self.parameters))
+        device = next((p.device for p in self.parameters.values()), CPU)
         for tensor, (name, p) in zip(tensors, self.parameters.items(), strict=True):
-            tensor.p, tensor.g, tensor.n = pointer(p), pointer(gradients[name]), p.numel()
-            tensor.m, tensor.v = pointer(self.first[name]), pointer(self.second[name])
-        norm = math.sqrt(library.load().gradient_squares(tensors, len(tensors)))
+            tensor.p, tensor.g, tensor.n = pointer(p, device), pointer(gradients[name], device), p.numel()
+            tensor.m, tensor.v = pointer(self.first[name], device), pointer(self.second[name], device)
+        norm = math.sqrt(kernels_of(device).gradient_squares(tensors, len(tensors)))
         for name, tensor in zip(self.parameters, tensors, strict=True):
             if not math.isfinite(tensor.square):
                 raise NumericsError(f"the gradient of {name} is not finite; lower the learning rate")
         self.steps += 1
-        library.load().adamw(tensors, len(tensors), step_constants(settings, norm, self.steps))
+        kernels_of(device).adamw(tensors, len(tensors), step_constants(settings, norm, self.steps))
         # packed copies of weights are outdated when these counters change
         torch.autograd.graph.increment_version(self.parameters.values())
         return norm

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ppo_repro.numerics import library
+from ppo_repro.numerics.devices import kernels_of
 from ppo_repro.numerics.interface import names, pointer
 
 FORMATS = names("NumberFormat", "FORMAT_")  # by their number in C
@@ -38,5 +38,6 @@ def round_rows(x: Tensor, form: str, scaled: bool = True) -> Tensor:
     rounded = x.detach().to(torch.float32).clone(memory_format=torch.contiguous_format)
     if form != "float32" and rounded.numel():
         width = rounded.shape[-1]
-        library.load().round_tensor(FORMATS.index(form), scaled, pointer(rounded), rounded.numel() // width, width)
+        memory = pointer(rounded, rounded.device)
+        kernels_of(rounded.device).round_tensor(FORMATS.index(form), scaled, memory, rounded.numel() // width, width)
     return rounded

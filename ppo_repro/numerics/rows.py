@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.base.ranks import Ranks
-from ppo_repro.numerics.interface import Ints, ints
+from ppo_repro.numerics.interface import CPU, Ints, ints
 
 BLOCK = 128  # rule 2: positions of a chain in the gradient of a weight
 
@@ -116,6 +116,6 @@ def alone(rows: int, slots: Ints) -> Rows:
     return Rows(ints(np.arange(rows)), ints(np.zeros(rows)), slots)
 
 
-def index(rows: Ints) -> Tensor:
+def index(rows: Ints, device: torch.device = CPU) -> Tensor:
     """Rows as an index of torch."""
-    return torch.from_numpy(np.asarray(rows, np.int64))
+    return torch.from_numpy(np.asarray(rows, np.int64)).to(device)

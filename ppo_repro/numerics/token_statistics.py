@@ -1,7 +1,8 @@
 """Rows of logits: log-probs of tokens, entropies, distances between distributions, kept and sampled tokens.
 
 The distribution is the one that was sampled from: softmax(logits / temperature) over the eligible tokens. Without
-top-k and top-p every token is eligible. Mode `deterministic` uses the C kernels, mode `native` stock torch.
+top-k and top-p every token is eligible. Mode `deterministic` uses the C kernels, mode `native` stock torch. Logits may
+lie on a card; a number for each token is returned on the CPU.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ppo_repro.base.errors import NumericsError
-from ppo_repro.numerics import library
-from ppo_repro.numerics.interface import Struct, ffi, pointer
+from ppo_repro.numerics.devices import kernels_of
+from ppo_repro.numerics.interface import CPU, Struct, ffi, pointer
 
 NOT_FINITE = (
     "the model's logits are not finite, or further apart than float32 reaches; "
@@ -29,15 +30,15 @@ def require_finite(logits: Tensor) -> None:
         raise NumericsError(NOT_FINITE)
 
 
-def _run(function: str, arguments: Struct) -> None:
+def _run(function: str, arguments: Struct, device: torch.device) -> None:
     """Call a kernel; NumericsError if it met a row of logits that is not finite."""
-    if not getattr(library.load(), function)(arguments):
+    if not getattr(kernels_of(device), function)(arguments):
         raise NumericsError(NOT_FINITE)
 
 
-def _softmax_rows(n: int) -> Tensor:
+def _softmax_rows(n: int, device: torch.device) -> Tensor:
     """Make memory for n C structs `Softmax`."""
-    return torch.empty(n, ffi.sizeof("Softmax"), dtype=torch.uint8)
+    return torch.empty(n, ffi.sizeof("Softmax"), dtype=torch.uint8, device=device)
 
 
 def _softmax(rows: Tensor) -> Any:
@@ -51,29 +52,30 @@ def _dense(logits: Tensor) -> Tensor:
 
 def _rows(logits: Tensor) -> tuple[Any, int]:
     """Return a pointer to rows whose numbers lie in memory one after the other, and the distance of two rows."""
-    if logits.dtype != torch.float32 or logits.device.type != "cpu":
-        raise ValueError(f"logits are {logits.dtype} on {logits.device}, where float32 on the CPU is due")
+    if logits.dtype != torch.float32:
+        raise ValueError(f"logits are {logits.dtype}, where float32 is due")
     return ffi.cast("float *", logits.data_ptr()), logits.stride(0)
 
 
-def _mask(eligible: Tensor | None) -> Tensor | None:
-    return None if eligible is None else eligible.contiguous()
+def _mask(eligible: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if eligible is None else eligible.to(device).contiguous()
 
 
 def _arguments(logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None, rows: Tensor) -> Struct:
-    (z, ld), (n, v) = _rows(logits), logits.shape
+    (z, ld), (n, v), device = _rows(logits), logits.shape, logits.device
     a = ffi.new("Statistics *", dict(logits=z, ld=ld, n=n, v=v, temperature=temperature))
-    a.eligible, a.targets, a.rows = pointer(eligible), pointer(targets), _softmax(rows)
+    a.eligible, a.targets, a.rows = pointer(eligible, device), pointer(targets, device), _softmax(rows)
     return a
 
 
 class _Statistics(NamedTuple):
     """Statistics of n rows of logits, and what their derivative needs."""
 
-    logprobs: Tensor  # log p(target), float32 [n]
+    targets: Tensor  # where the logits are
+    logprobs: Tensor  # log p(target), float32 [n]; here and below: on the CPU
     entropies: Tensor  # float32 [n]
     squares: Tensor  # sum of p^2, float32 [n]
-    rows: Tensor  # `_softmax_rows`
+    rows: Tensor  # `_softmax_rows`, where the logits are
 
 
 def _statistics(logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None) -> _Statistics:
@@ -81,11 +83,13 @@ def _statistics(logits: Tensor, targets: Tensor, temperature: float, eligible: T
     n, v = logits.shape
     if n and not 0 <= int(targets.min()) <= int(targets.max()) < v:
         raise IndexError(f"a target is outside the {v} columns of the logits")
-    logprobs, entropies, squares, rows = torch.empty(n), torch.empty(n), torch.empty(n), _softmax_rows(n)
+    device = logits.device
+    targets, rows, results = targets.to(device), _softmax_rows(n, device), torch.empty(3, n, device=device)
     a = _arguments(logits, targets, temperature, eligible, rows)
-    a.logprobs, a.entropies, a.squares = pointer(logprobs), pointer(entropies), pointer(squares)
-    _run("token_statistics", a)
-    return _Statistics(logprobs, entropies, squares, rows)
+    a.logprobs, a.entropies, a.squares = (pointer(result, device) for result in results)
+    _run("token_statistics", a, device)
+    logprobs, entropies, squares = results.cpu()
+    return _Statistics(targets, logprobs, entropies, squares, rows)
 
 
 class _TokenStatistics(Function):
@@ -94,17 +98,20 @@ class _TokenStatistics(Function):
         ctx: Any, logits: Tensor, targets: Tensor, temperature: float, eligible: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         found = _statistics(logits, targets, temperature, eligible)
-        ctx.save_for_backward(logits, targets, eligible, found.rows)
+        ctx.save_for_backward(logits, found.targets, eligible, found.rows)
         ctx.temperature = temperature
         return found.logprobs, found.entropies
 
     @staticmethod
     def backward(ctx: Any, d_logprobs: Tensor, d_entropies: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, eligible, rows = ctx.saved_tensors
-        gradient, d_logprobs, d_entropies = torch.empty(logits.shape), d_logprobs.contiguous(), d_entropies.contiguous()
+        device = logits.device
+        d_logprobs, d_entropies = (d.to(device).contiguous() for d in (d_logprobs, d_entropies))
+        gradient = torch.empty(logits.shape, device=device)
         a = _arguments(logits, targets, ctx.temperature, eligible, rows)
-        a.d_logprobs, a.d_entropies, a.gradient = pointer(d_logprobs), pointer(d_entropies), pointer(gradient)
-        library.load().token_statistics_gradient(a)
+        a.d_logprobs, a.d_entropies = pointer(d_logprobs, device), pointer(d_entropies, device)
+        a.gradient = pointer(gradient, device)
+        kernels_of(device).token_statistics_gradient(a)
         return gradient, None, None, None
 
 
@@ -124,7 +131,7 @@ def token_statistics(
         Log-probs and entropies, float32 [n] each, in nats. Raises NumericsError if logits are not finite.
     """
     if mode == "deterministic":
-        return _TokenStatistics.apply(_dense(logits), targets.contiguous(), temperature, _mask(eligible))
+        return _TokenStatistics.apply(_dense(logits), targets.contiguous(), temperature, _mask(eligible, logits.device))
     require_finite(logits)
     log_p = _native_log_softmax(logits, temperature, eligible)
     # minus infinity times a gradient of zero would be NaN
@@ -143,7 +150,7 @@ def _native_log_softmax(logits: Tensor, temperature: float, eligible: Tensor | N
 def prob_sq_sum(logits: Tensor, temperature: float, eligible: Tensor | None) -> Tensor:
     """Return sum_v p_v^2, float32 [n]."""
     targets = torch.zeros(len(logits), dtype=torch.int64)
-    return _statistics(_dense(logits.detach()), targets, temperature, _mask(eligible)).squares
+    return _statistics(_dense(logits.detach()), targets, temperature, _mask(eligible, logits.device)).squares
 
 
 def _two_rows(
@@ -152,7 +159,7 @@ def _two_rows(
     (zp, p_ld), (zq, q_ld), (n, v) = _rows(p_logits), _rows(q_logits), p_logits.shape
     rows = dict(p_logits=zp, p_ld=p_ld, q_logits=zq, q_ld=q_ld, n=n, v=v, temperature=temperature)
     a = ffi.new("Divergence *", rows)
-    a.eligible, a.p, a.q = pointer(eligible), _softmax(p), _softmax(q)
+    a.eligible, a.p, a.q = pointer(eligible, p_logits.device), _softmax(p), _softmax(q)
     return a
 
 
@@ -161,22 +168,23 @@ class _Divergence(Function):
 
     @staticmethod
     def forward(ctx: Any, p_logits: Tensor, q_logits: Tensor, temperature: float, eligible: Tensor | None) -> Tensor:
-        n = len(p_logits)
-        p, q, out = _softmax_rows(n), _softmax_rows(n), torch.empty(n)
+        n, device = len(p_logits), p_logits.device
+        p, q, out = _softmax_rows(n, device), _softmax_rows(n, device), torch.empty(n, device=device)
         a = _two_rows(p_logits, q_logits, temperature, eligible, p, q)
-        a.out = pointer(out)
-        _run("kl_divergence", a)
+        a.out = pointer(out, device)
+        _run("kl_divergence", a, device)
         ctx.save_for_backward(p_logits, q_logits, eligible, p, q)
         ctx.temperature = temperature
-        return out
+        return out.cpu()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         p_logits, q_logits, eligible, p, q = ctx.saved_tensors
-        gradient, grad = torch.empty(p_logits.shape), grad.contiguous()
+        device = p_logits.device
+        gradient, grad = torch.empty(p_logits.shape, device=device), grad.to(device).contiguous()
         a = _two_rows(p_logits, q_logits, ctx.temperature, eligible, p, q)
-        a.seed, a.gradient = pointer(grad), pointer(gradient)
-        library.load().kl_divergence_gradient(a)
+        a.seed, a.gradient = pointer(grad, device), pointer(gradient, device)
+        kernels_of(device).kl_divergence_gradient(a)
         return gradient, None, None, None
 
 
@@ -193,7 +201,8 @@ def kl_divergence(
         float32 [n], in nats. Raises NumericsError if logits are not finite.
     """
     if mode == "deterministic":
-        return _Divergence.apply(_dense(p_logits), _dense(q_logits.detach()), temperature, _mask(eligible))
+        mask = _mask(eligible, p_logits.device)
+        return _Divergence.apply(_dense(p_logits), _dense(q_logits.detach()), temperature, mask)
     log_p, log_q = (_native_log_softmax(logits, temperature, eligible) for logits in (p_logits, q_logits))
     difference = log_p - log_q
     if eligible is not None:  # both are minus infinity for the other tokens
@@ -209,30 +218,30 @@ def expand_kept(kept_tokens: Tensor, vocab_size: int) -> Tensor | None:
 
 
 def pack_bits(eligible: Tensor) -> Tensor:
-    """Pack bool [n, V] to bit sets uint8 [n, ceil(V/8)], the first token in the highest bit."""
-    return torch.from_numpy(np.packbits(eligible.numpy(), axis=1))
+    """Pack bool [n, V] to bit sets uint8 [n, ceil(V/8)] on the CPU, the first token in the highest bit."""
+    return torch.from_numpy(np.packbits(eligible.cpu().numpy(), axis=1))
 
 
-def normal_noise(seeds: Tensor, positions: Tensor, columns: int) -> Tensor:
+def normal_noise(seeds: Tensor, positions: Tensor, columns: int, device: torch.device = CPU) -> Tensor:
     """Return standard normal noise z = sqrt(-2 ln u) cos(2 pi v), float64 [n, columns]. Sampling has other noise.
 
     u, v = (h + 1/2) / 2^32 with h = hash(1 for u and 2 for v, seed, position, column); |z| < 6.8. seeds,
     positions int64 [n]. Box and Muller, 1958.
     """
-    out = torch.empty(len(seeds), columns, dtype=torch.float64)
-    seeds, positions = seeds.contiguous(), positions.contiguous()
+    out = torch.empty(len(seeds), columns, dtype=torch.float64, device=device)
+    seeds, positions = (x.to(device).contiguous() for x in (seeds, positions))
     noise = ffi.new("Noise *", dict(n=len(seeds), columns=columns))
-    noise.seeds, noise.positions, noise.out = pointer(seeds), pointer(positions), pointer(out)
-    library.load().normal_noise(noise)
+    noise.seeds, noise.positions, noise.out = (pointer(x, device) for x in (seeds, positions, out))
+    kernels_of(device).normal_noise(noise)
     return out
 
 
 class KeptTokens(NamedTuple):
     """What top-k and top-p leave of n rows."""
 
-    eligible: Tensor  # bool [n, V]
-    rank: Tensor  # int32 [n, V], by falling logit
-    log_mass: Tensor  # ln of the probability of the kept tokens, float32 [n]
+    eligible: Tensor  # bool [n, V], where the logits are
+    rank: Tensor  # int32 [n, V], by falling logit, where the logits are
+    log_mass: Tensor  # ln of the probability of the kept tokens, float32 [n], on the CPU
 
 
 def cut_tokens(scaled: Tensor, top_k: int, top_p: float) -> KeptTokens:
@@ -242,15 +251,16 @@ def cut_tokens(scaled: Tensor, top_k: int, top_p: float) -> KeptTokens:
     its rank is below top_k (0: no limit) and the mass before it is at most top_p; the likeliest is always kept. Masses
     are exp(scaled - largest), added one by one by rank in float64. Raises NumericsError if logits are not finite.
     """
-    n, v = scaled.shape
+    (n, v), device = scaled.shape, scaled.device
     scaled = scaled.contiguous()
     order = torch.argsort(scaled, dim=-1, descending=True, stable=True)
-    eligible, rank, log_kept = torch.empty(n, v, dtype=torch.bool), torch.empty(n, v, dtype=torch.int32), torch.empty(n)
+    eligible, rank = (torch.empty(n, v, dtype=dtype, device=device) for dtype in (torch.bool, torch.int32))
+    log_kept = torch.empty(n, device=device)
     cut = ffi.new("Cut *", dict(n=n, v=v, top_k=top_k, top_p=top_p))
-    cut.scaled, cut.order = pointer(scaled), pointer(order)
-    cut.eligible, cut.rank, cut.log_kept = pointer(eligible), pointer(rank), pointer(log_kept)
-    _run("cut_tokens", cut)
-    return KeptTokens(eligible, rank, log_kept)
+    cut.scaled, cut.order = pointer(scaled, device), pointer(order, device)
+    cut.eligible, cut.rank, cut.log_kept = (pointer(x, device) for x in (eligible, rank, log_kept))
+    _run("cut_tokens", cut, device)
+    return KeptTokens(eligible, rank, log_kept.cpu())
 
 
 def sample_tokens(
@@ -268,14 +278,15 @@ def sample_tokens(
     Returns:
         Tokens int64 [n] and their log p float32 [n]. Raises NumericsError if logits are not finite.
     """
-    n = len(logits)
-    logits, seeds, positions = _dense(logits.detach()), seeds.contiguous(), positions.contiguous()
-    tokens, logprobs, rows = torch.empty(n, dtype=torch.int64), torch.empty(n), _softmax_rows(n)
+    n, device = len(logits), logits.device
+    logits, seeds, positions = _dense(logits.detach()), seeds.to(device).contiguous(), positions.to(device).contiguous()
+    tokens, logprobs = torch.empty(n, dtype=torch.int64, device=device), torch.empty(n, device=device)
+    rows = _softmax_rows(n, device)
     z, ld = _rows(logits)
     a = ffi.new("Sampling *", dict(logits=z, ld=ld, n=n, v=logits.shape[1], temperature=temperature))
-    a.seeds, a.positions = pointer(seeds), pointer(positions)
+    a.seeds, a.positions = pointer(seeds, device), pointer(positions, device)
     if cut is not None:
-        a.eligible, a.columns = pointer(cut[0]), pointer(cut[1])
-    a.tokens, a.logprobs, a.rows = pointer(tokens), pointer(logprobs), _softmax(rows)
-    _run("sample_tokens", a)
-    return tokens, logprobs
+        a.eligible, a.columns = pointer(cut[0], device), pointer(cut[1], device)
+    a.tokens, a.logprobs, a.rows = pointer(tokens, device), pointer(logprobs, device), _softmax(rows)
+    _run("sample_tokens", a, device)
+    return tokens.cpu(), logprobs.cpu()

@@ -75,7 +75,7 @@ def disturbed(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: flo
     Returns:
         The disturbed logits, [n, V] float32.
     """
-    offsets = normal_noise(seeds, positions, logits.shape[-1]) * (temperature * sigma)
+    offsets = normal_noise(seeds, positions, logits.shape[-1], logits.device) * (temperature * sigma)
     return (logits.to(torch.float64) + offsets).to(torch.float32)
 
 
@@ -85,7 +85,7 @@ def biased(logits: Tensor, seed: int, temperature: float, size: float) -> Tensor
     z is one standard normal number for each token's id. It imitates a sampler that prefers some tokens everywhere, as
     one with a wrong row in its last matrix does.
     """
-    z = normal_noise(torch.tensor([seed]), torch.tensor([_EVERYWHERE]), logits.shape[-1])
+    z = normal_noise(torch.tensor([seed]), torch.tensor([_EVERYWHERE]), logits.shape[-1], logits.device)
     return (logits.to(torch.float64) + z * (temperature * size)).to(torch.float32)
 
 
@@ -110,11 +110,11 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling,
     kept, log_kept_mass = None, torch.zeros(len(logits))
     packed = torch.empty(len(logits), 0, dtype=torch.uint8)
     if sampling.cuts:
-        eligible, rank, log_kept_mass = cut_tokens(logits / temperature, sampling.top_k, sampling.top_p)
+        eligible, rank, log_kept_mass = cut_tokens(_divided(logits, temperature), sampling.top_k, sampling.top_p)
         kept, packed = (eligible, rank), pack_bits(eligible)
     if sampling.greedy:
         require_finite(logits)
-        tokens = first_argmax(logits / temperature)
+        tokens = first_argmax(_divided(logits, temperature)).cpu()
     else:
         tokens, logprobs = sample_tokens(logits, seeds, positions, temperature, kept)
     if sampling.greedy or kept or mode == "native":
@@ -122,7 +122,12 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling,
     return Sample(tokens, logprobs, log_kept_mass, packed)
 
 
+def _divided(logits: Tensor, temperature: float) -> Tensor:
+    """Return logits / temperature, rounded once: by a number of Python a card multiplies with its inverse."""
+    return logits / logits.new_tensor(temperature)
+
+
 def first_argmax(x: Tensor) -> Tensor:
     """Return the index of the maximum along the last axis; among equal ones the lowest."""
-    columns = torch.arange(x.shape[-1])
+    columns = torch.arange(x.shape[-1], device=x.device)
     return torch.where(x == x.amax(-1, keepdim=True), columns, x.shape[-1]).amin(-1)

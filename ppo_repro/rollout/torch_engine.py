@@ -243,16 +243,15 @@ class TorchEngine:
 
     def _prefill(self, cache: Cache | SlotCache, prefixes: PrefixIndex, turn: list[_Active]) -> Tensor:
         """Compute the unknown tokens of the prompts; logits [len(turn), V] after each prompt."""
-        out = torch.empty(len(turn), self.policy.config.vocab_size, device=self.policy.device)
-        row_of = {item.index: row for row, item in enumerate(turn)}
+        row_of: dict[int, Tensor] = {}
         for wave, items in enumerate(self._admit(cache, prefixes, turn)):
             for item in items:
                 if wave:  # a copy; its original is in the cache by now
                     self._take_over(cache, prefixes, item)
             for item, row in self._chunks(cache, items):
-                out[row_of[item.index]] = row
+                row_of[item.index] = row
                 prefixes.note(item.slot, item.request.prompt_ids)
-        return out
+        return torch.stack([row_of[item.index] for item in turn])
 
     def _chunks(self, cache: Cache | SlotCache, items: list[_Active]) -> Iterator[tuple[_Active, Tensor]]:
         """Prefill `prefill_chunk` tokens of each context at a time; yields logits [V] where one ends."""
@@ -288,7 +287,7 @@ class TorchEngine:
     def _sample(self, turn: list[_Active], found: Tensor, sampling: Sampling) -> None:
         seeds = torch.tensor([item.request.seed for item in turn])
         positions = torch.tensor([item.last_position for item in turn])
-        found = found.to("cpu", torch.float32)
+        found = found.to(torch.float32)
         if self.observer is not None:
             self.observer.before_sampling([item.index for item in turn], found)
         samples = sample(found, seeds, positions, sampling, self.mode)

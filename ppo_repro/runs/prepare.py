@@ -27,6 +27,7 @@ from ppo_repro.models.state import TrainState, Versions
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
 from ppo_repro.models.warm_start import WarmStartStep, warm_start
 from ppo_repro.numerics import library
+from ppo_repro.numerics.devices import kernels_of, torch_device
 from ppo_repro.numerics.families import routers, trunk_of
 from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer
 from ppo_repro.preferences.pairs import hold_out, pairs_by_rule, pairs_of_file
@@ -56,7 +57,7 @@ class Prepared:
 
 
 def _source(
-    config: RunConfig, problems: Split, start_folder: Path | None
+    config: RunConfig, problems: Split, start_folder: Path | None, device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the model that policy, value model and reference are copies of at the start, before any warm start."""
     model, max_context = config.model, config.numerics.max_context
@@ -69,7 +70,7 @@ def _source(
         source = make_model(model, len(tokenizer), max_context, tokenizer.eos_token_id, config.seed)
     if isinstance(model, TinyModel):  # a fork may have other prompts
         check_spelling(tokenizer, [*problems.train, *problems.held_out])
-    nn.Module.to(source, config.layout.device)
+    nn.Module.to(source, device)
     return source, tokenizer
 
 
@@ -87,7 +88,7 @@ def _reward_model(
     if isinstance(term, RewardModelFolder):
         loaded, its_tokenizer = load_reward_model(Path(term.path), numerics.mode, numerics.max_context)
         require_same_tokens(tokenizer, its_tokenizer)
-        nn.Module.to(loaded, config.layout.device)
+        nn.Module.to(loaded, source.device)
         return loaded.requires_grad_(False), None
     model = make_reward_model(source, numerics.mode, numerics.max_context, config.seed)
     if term.pairs is not None:
@@ -206,15 +207,18 @@ def prepare(
     """
     numerics = config.numerics
     library.use_threads(config.layout.threads, numerics.mode == "native" or config.mismatch.sampler.stock is not None)
-    if config.layout.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("layout.device = cuda: torch sees no CUDA device here; take cpu")
+    device = torch_device(config.layout.device, ranks.rank)
+    if numerics.mode == "deterministic":
+        kernels_of(device)  # now, if they do not compute here
+    elif device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"layout.device = {config.layout.device}: torch sees no CUDA device here; take cpu")
     disable_progress_bar()  # the run shows its own
     process = UserProcess()
     judge = load_judge(config.reward, process)
     brought = load_source(config.task, config.seed, process)
     problems = brought.problems
     judge = for_source(judge, brought, config.task)
-    source, tokenizer = _source(config, problems, start_folder)
+    source, tokenizer = _source(config, problems, start_folder, device)
     # before the minutes that a warm start takes
     vocab_size, encode = source.config.vocab_size, encoder(tokenizer, config.task)
     ids = encode_all([*problems.train, *problems.held_out], encode, config, vocab_size)

@@ -139,8 +139,8 @@ def _distributions(
     ref_hidden = hidden_states(trunk_of(reference), batch)
 
     def of_rows(hidden: Tensor, rows: slice, _: Rows) -> tuple[Tensor, ...]:
-        own = logits(policy, hidden).cpu()
-        other = logits(reference, ref_hidden[rows]).cpu()
+        own = logits(policy, hidden)
+        other = logits(reference, ref_hidden[rows])
         eligible = expand_kept(rollout.kept_tokens[tokens[rows]], own.shape[-1])
         logprobs, entropies = token_statistics(own, batch.targets[rows], temperature, eligible, mode)
         ref_logprobs = token_statistics(other, batch.targets[rows], temperature, eligible, mode)[0]
@@ -171,13 +171,13 @@ def policy_pass(config: RunConfig, state: TrainState, rollout: Rollout, m: Micro
     temperature, mode = rollout.temperature, config.numerics.mode
 
     def of_rows(hidden: Tensor, rows: slice, where: Rows) -> tuple[Tensor, ...]:
-        own = logits(state.policy, hidden, where).cpu()
+        own = logits(state.policy, hidden, where)
         eligible = expand_kept(rollout.kept_tokens[m.tokens[rows]], own.shape[-1])
         statistics = token_statistics(own, m.batch.targets[rows], temperature, eligible, mode)
         if ref_hidden is None:
             return statistics
         with torch.no_grad():
-            other = logits(state.reference, ref_hidden[rows]).cpu()
+            other = logits(state.reference, ref_hidden[rows])
         return *statistics, kl_divergence(own, other, temperature, eligible, mode)
 
     changed = state.hidden_hook(hidden, m.tokens, stream)

@@ -44,15 +44,15 @@ static ProductKernel product_kernel(int rows, int w_by_rows) {
   return (ProductKernel){product_8, 8};
 }
 
-// With few rows a grid of tiles is small: each block of terms gets thread blocks of its own, and add_blocks
-// adds the blocks up.
+// Where a grid of tiles is small, each block of terms gets thread blocks of its own, and add_blocks adds the
+// blocks up.
 static void run_product(ProductArguments a, int w_by_rows) {
   if (a.rows < 1) return;
   ProductKernel with = product_kernel(a.rows, w_by_rows);
   long tiles = blocks_for(a.rows, 16 * with.high) * blocks_for(a.cols, TILE);
   long shared = tile_bytes(with.high);
   int blocks = (int)blocks_for(a.terms, BLOCK);
-  if (a.rows > FEW_ROWS || blocks == 1) {
+  if (tiles >= 2L * gpu.multiprocessors || blocks == 1 || a.rows > FEW_ROWS) {
     launch(with.kernel, (Grid){.x = tiles}, shared, &a);
     return;
   }

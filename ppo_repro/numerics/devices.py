@@ -1,0 +1,143 @@
+"""Which kernels compute for a device: those of this CPU, or those of one CUDA card.
+
+The library for a card (`c/gpu/host.c`) has the functions of the CPU's library. Its tensors lie on the card; the calling
+thread only starts kernels. A process computes on one card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ppo_repro.base.errors import UserError
+from ppo_repro.numerics import build, library
+from ppo_repro.numerics.interface import CPU, ffi
+from ppo_repro.numerics.library import KNOWN_ANSWER, Kernels
+
+DRIVER = "libcuda.so.1"
+_INSTEAD = "take layout.device = cpu"
+
+
+class Card(Kernels):
+    """The functions of `c/interface.h` on one card. Every call goes to torch's present stream."""
+
+    def __init__(self, functions: Any, facts: Any, index: int, stand_in: bool) -> None:
+        super().__init__(functions)
+        self.index, self.stand_in = index, stand_in
+        self.name = ffi.string(facts.name).decode()
+        self.capability = f"{facts.major}.{facts.minor}"
+        self.driver = f"CUDA {facts.driver // 1000}.{facts.driver % 1000 // 10}"
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function, begin = getattr(self._functions, name), self._functions.gpu_begin
+
+        def call(*arguments: Any) -> Any:
+            with self.turn:
+                begin(self._stream())
+                return function(*arguments)
+
+        setattr(self, name, call)  # the next time it is found at once
+        return call
+
+    def _stream(self) -> Any:
+        return ffi.cast("void *", 0 if self.stand_in else torch.cuda.current_stream(self.index).cuda_stream)
+
+    def free_bytes(self) -> tuple[int, int]:
+        """Return the free bytes of the card, and all of them."""
+        numbers = ffi.new("uint64_t[2]")
+        self.gpu_memory(numbers, numbers + 1)
+        return int(numbers[0]), int(numbers[1])
+
+
+class _Devices:
+    """The card of this process, once it is open."""
+
+    card: Card | None = None
+    only_cpu = False  # inside `on_cpu`
+
+
+_open = _Devices()
+
+
+def _files() -> tuple[Path, str]:
+    """Return the library for cards and the text of its kernels. UserError if they are missing or old."""
+    folder = build.SOURCES
+    driver, kernels = folder / build.card_library_name(), folder / build.ptx_name()
+    for path in (driver, kernels):
+        if not path.exists():
+            others = any(folder.glob(f"gpu-*{path.suffix}"))
+            why = "was built from other sources" if others else "is missing"
+            raise UserError(f"layout.device = cuda: {path.name} {why}; {library.MEND}")
+    return driver, kernels.read_text()
+
+
+def open_card(index: int, driver: str = DRIVER, stand_in: bool = False) -> Card:
+    """Open the kernels of a card; UserError says what is missing, or that they compute something else.
+
+    `driver` with `stand_in`: a library in place of the driver whose card is memory and threads of this process.
+    """
+    path, kernels = _files()
+    functions, facts = ffi.dlopen(str(path)), ffi.new("GpuFacts *")
+    fault = functions.gpu_open(driver.encode(), kernels.encode(), index, facts)
+    if fault != ffi.NULL:
+        raise UserError(f"layout.device = cuda:{index}: {ffi.string(fault).decode()}; {_INSTEAD}")
+    card = Card(functions, facts, index, stand_in)
+    answer = card.known_answer()
+    if answer != KNOWN_ANSWER:
+        raise UserError(
+            f"layout.device = cuda:{index}: the kernels compute {answer:#x} on {card.name} ({card.driver}) where "
+            f"{KNOWN_ANSWER:#x} is right, so results would differ; {_INSTEAD}"
+        )
+    return card
+
+
+def card(index: int = 0) -> Card:
+    """Return the card of this process; the first call opens it. UserError for a second card."""
+    if _open.card is None:
+        if torch.version.cuda is None:
+            raise UserError(f"layout.device = cuda: torch {torch.__version__} was built without CUDA; install another "
+                            f"build, or {_INSTEAD}")  # fmt: skip
+        _open.card = open_card(index)
+        torch.cuda.init()
+    if _open.card.index != index:
+        raise UserError(
+            f"device cuda:{index}: this process computes on cuda:{_open.card.index}; a process has one card"
+        )
+    return _open.card
+
+
+def use_stand_in(driver: Path) -> Card:
+    """From now on tensors of the CPU are those of a card that another library stands in for: for tests."""
+    _open.card = open_card(0, str(driver), stand_in=True)
+    return _open.card
+
+
+def kernels_of(device: torch.device) -> Kernels:
+    """Return the kernels that compute on tensors of a device."""
+    if device.type == "cuda":
+        return card(device.index or 0)
+    if _open.card is not None and _open.card.stand_in and not _open.only_cpu:
+        return _open.card
+    return library.load()
+
+
+def torch_device(name: str, rank: int = 0) -> torch.device:
+    """Return the device of torch for `layout.device`; of several processes with `cuda` each takes the next card."""
+    if name == "cpu" or (_open.card is not None and _open.card.stand_in):
+        return CPU
+    index = name.partition(":")[2]
+    return torch.device("cuda", int(index) if index else rank % max(1, torch.cuda.device_count()))
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Let the CPU's own kernels compute on its tensors inside, also while a stand-in for a card is in use."""
+    before, _open.only_cpu = _open.only_cpu, True
+    try:
+        yield
+    finally:
+        _open.only_cpu = before

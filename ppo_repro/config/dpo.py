@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from ppo_repro.config.layout import LayoutConfig, not_on_device
+from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.run import ModelFolder, NumericsConfig
 from ppo_repro.config.section import Count, Experiment, NonNegative, PathText, Positive, Section
 
@@ -41,8 +41,6 @@ class DPOConfig(Experiment):
             raise ValueError("run, or model with pairs, must be given, and not both")
         if self.model is not None and self.pairs is None:
             raise ValueError("model needs pairs, a JSON Lines file with prompt, chosen and rejected")
-        for line in not_on_device(self.layout, self.numerics.mode):
-            raise ValueError(line)
         return self
 
     @property

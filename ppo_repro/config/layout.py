@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
@@ -24,7 +23,7 @@ class LayoutConfig(Section):
         "right", description="Native numerics: where short rows are padded; `none` packs sequences into one row."
     )
     threads: Threads = Field(1, description="CPU threads, in each process.")
-    device: Device = Field("cpu", description="Where models compute: cpu, cuda, cuda:N; native numerics only on cuda.")
+    device: Device = Field("cpu", description="Where models compute: cpu, cuda or cuda:N.")
     gradient_checkpointing: bool = Field(False, description="Compute activations again in the backward pass.")
 
 
@@ -45,9 +44,3 @@ class CheckpointConfig(Section):
     )
     keep: Count = Field(2, description="Newest checkpoints kept; older ones are removed.")
     final_state: bool = Field(True, description="Keep the optimizers' moments at the end, 8 bytes a trained weight.")
-
-
-def not_on_device(layout: LayoutConfig, mode: str) -> Iterator[str]:
-    """Yield one line for a CUDA device without native numerics."""
-    if layout.device != "cpu" and mode != "native":
-        yield f"layout.device = {layout.device} needs numerics.mode = native, and it is {mode}; take cpu"

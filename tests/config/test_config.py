@@ -105,7 +105,7 @@ def test_a_file_for_another_command_is_named(path: Path, command: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["layout.device=cuda"], "layout.device = cuda needs numerics.mode = native"),
+        (["layout.device=gpu"], "layout.device = 'gpu': must be cpu, cuda or cuda:N"),
         (["ppo.importance_weights={kind: truncated}"], "ppo.importance_weights needs ppo.ratio_anchor = old"),
         (["ppo.importance_weights={kind: masked, cap: null}"], "ppo.importance_weights: kind = masked without cap"),
         (["ppo.rejection=[{kind: ratio, low: 2, high: 3}]"], "ppo.rejection.0.low = 2: input should be less than 1"),

@@ -368,8 +368,8 @@ ROW(sample_row, SamplingRows) {
   } else {
     EACH(token, v) bound[token] = bound_of(&s, token);
   }
-  const float highest = largest(bound, v);
   MEET_LANES;
+  const float highest = largest(bound, v);
   const Best first = best_token(&s, bound, v, highest);
   const Best best = best_token(&s, bound, v, (float)first.score - BOUND_SLACK);
   of->tokens[row] = best.element;

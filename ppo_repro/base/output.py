@@ -52,6 +52,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; try {self.prog} --help")
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            allowed = list(map(str, action.choices))
+            meant = did_you_mean(str(value), allowed)
+            raise argparse.ArgumentError(action, f"{value!r} must be one of {', '.join(allowed)}{meant}")
+
     def _print_message(self, message: str, file: Any = None) -> None:
         tell(message, end="")  # argparse itself is silent where the help cannot be written
 
@@ -159,10 +165,10 @@ def did_you_mean(word: str, allowed: Sequence[str]) -> str:
     return f"; did you mean {close}?" if close else ""
 
 
-def closest(word: str, allowed: Sequence[str]) -> str | None:
-    """Return the allowed word that is most like `word`, None where none is."""
+def closest(word: str, allowed: Sequence[str], like: float = LIKE) -> str | None:
+    """Return the allowed word that is most like `word`, None where none shares `like` of its letters."""
     folded = {name.lower().replace("-", "_"): name for name in allowed}
-    found = difflib.get_close_matches(word.lower().replace("-", "_"), folded, n=1, cutoff=LIKE)
+    found = difflib.get_close_matches(word.lower().replace("-", "_"), folded, n=1, cutoff=like)
     return folded[found[0]] if found else None
 
 

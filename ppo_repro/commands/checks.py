@@ -68,8 +68,8 @@ def fields_command(arguments: argparse.Namespace) -> int:
     """Print every field of a configuration: what it may be, its default, what it means."""
     from ppo_repro.config.fields import groups, text
 
-    found = [dataclasses.asdict(group) for group in groups(arguments.section)]
-    print_result(arguments.json, {"sections": found}, text(arguments.section))
+    found = [dataclasses.asdict(group) for group in groups(arguments.sections)]
+    print_result(arguments.json, {"sections": found}, text(arguments.sections))
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
@@ -14,6 +15,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import closest, did_you_mean
+from ppo_repro.config import coming_from
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.run import RunConfig
@@ -24,6 +26,7 @@ SHOWN_BELOW = 1e5  # a limit that nobody reaches is not shown
 WORDS = {bool: "true, false", int: "whole number", float: "number", str: "text", NoneType: "null"}
 
 MAX_MISTAKES = 30  # lines that are printed; a screen holds no more
+NEARLY = 0.8  # share of letters in common by which a field of another section may be meant
 # of each kind of file a field that no other kind has, and the command that takes the file
 COMMANDS = {"rollout": "run", "environment": "control", "dpo": "dpo", "axes": "grid", "base": "grid"}
 
@@ -38,20 +41,21 @@ class Group:
     fields: tuple[dict[str, str], ...]  # name, allowed values, default (empty if it must be given), meaning
 
 
-def groups(section: str | None = None) -> list[Group]:
-    """Return all groups, or a section and the groups below it. Raises UserError for an unknown section."""
+def groups(sections: Sequence[str] = ()) -> list[Group]:
+    """Return the groups of some sections and below them, of all if none is named. UserError for an unknown section."""
     every = [
         *_groups(RunConfig, "", "A file for `run`: PPO on a language model."),
         *_groups(ControlConfig, "control", "A file for `control`: PPO on a Gymnasium environment."),
         *_groups(DPOConfig, "dpo", "A file for `dpo`: DPO on the responses of a recorded run."),
     ]
-    if section is None:
-        return every
-    below = [group for group in every if group.path == section or group.path.startswith(f"{section}.")]
-    if not below:
-        paths = list(dict.fromkeys(group.path for group in every if group.path))
-        raise UserError(f"fields {section}: must be one of {', '.join(paths)}{did_you_mean(section, paths)}")
-    return below
+    found = []
+    for section in sections:
+        below = [group for group in every if group.path == section or group.path.startswith(f"{section}.")]
+        if not below:
+            paths = list(dict.fromkeys(group.path for group in every if group.path))
+            raise UserError(f"fields {section}: must be one of {', '.join(paths)}{did_you_mean(section, paths)}")
+        found += [group for group in below if group not in found]
+    return found if sections else every
 
 
 def _groups(model: type[BaseModel], path: str, meaning: str) -> Iterator[Group]:
@@ -90,10 +94,10 @@ def _allowed(annotation: Any, limits: Sequence[Any] = ()) -> str:
     return WORDS.get(annotation, "mapping") + "".join(numbers)
 
 
-def text(section: str | None = None) -> list[str]:
+def text(sections: Sequence[str] = ()) -> list[str]:
     """Return the lines that `ppo-repro fields` prints."""
     lines: list[str] = []
-    for group in groups(section):
+    for group in groups(sections):
         lines += ["", ", ".join(filter(None, (group.path or "run", group.kind))), f"  {group.meaning}"]
         for field in group.fields:
             default = f"default {field['default']}" if field["default"] else "must be given"
@@ -102,13 +106,16 @@ def text(section: str | None = None) -> list[str]:
 
 
 def mistakes(model: type[BaseModel], tree: dict[str, Any], error: ValidationError) -> list[str]:
-    """Return one line for each mistake that pydantic found in the tree of a `model`, in the order of its fields."""
-    errors = error.errors(include_url=False)
-    lines = [line for details in errors[:MAX_MISTAKES] for line in _lines(model, tree, details)]
+    """Return one line for each mistake that pydantic found in the tree of a `model`, in the order of its fields.
+
+    The fields of a section that belong to another kind of it share a line.
+    """
+    lines = dict.fromkeys(line for details in error.errors(include_url=False) for line in _lines(model, tree, details))
+    shown = list(lines)[:MAX_MISTAKES]
     return (
-        lines
-        if len(errors) <= MAX_MISTAKES
-        else [*lines, f"{len(errors) - MAX_MISTAKES} more mistakes; correct these first"]
+        shown
+        if len(lines) <= MAX_MISTAKES
+        else [*shown, f"{len(lines) - MAX_MISTAKES} more mistakes; correct these first"]
     )
 
 
@@ -151,7 +158,7 @@ def _lines(model: type[BaseModel], tree: dict[str, Any], details: ErrorDetails) 
         case "union_tag_not_found":
             return [f"{path}.{chooser}: missing; add it"]
         case "extra_forbidden":
-            return [f"{path}: unknown field; remove it or correct its name{_meant(model, path)}"]
+            return _unknown(model, tree, steps, details)
         case "union_tag_invalid":
             tag, allowed = str(context["tag"]), context["expected_tags"]
             meant = did_you_mean(tag, allowed.replace("'", "").split(", "))
@@ -181,14 +188,113 @@ def _written(tree: Any, details: ErrorDetails) -> list[int | str]:
     return steps
 
 
-def _meant(model: type[BaseModel], path: str) -> str:
-    """Suggest what an unknown field may mean: a field of another kind, or a similar one of the file."""
-    plain = re.sub(r"\.\d+", "", path)
-    group, _, name = plain.rpartition(".")
+def _unknown(model: type[BaseModel], tree: Any, steps: Sequence[int | str], details: ErrorDetails) -> list[str]:
+    """Return the lines for a field that its section does not have.
+
+    A section of another framework, as in `algorithm: {lam: 1}`, has a line for each field in it that has one here.
+    """
+    *above, name = steps
+    kinds, path = _sections_at(model, above), ".".join(map(str, steps))
+    if any(name in kind.model_fields for kind in kinds):
+        return [_of_another_kind(kinds, tree, above, str(details["loc"][-2]))]
     known = list(field_paths(model))
-    if any(f"{other}.".startswith(f"{plain}.") for other in known):
-        return f"; it belongs to another {group}.kind"
-    last = closest(name, [other.rpartition(".")[2] for other in known])
-    similar = [other for other in known if other.rpartition(".")[2] == last]
-    own = f"{group}.{last}"
-    return f"; did you mean {own if own in similar else ' or '.join(similar[:3])}?" if similar else ""
+    if isinstance(details["input"], dict) and not closest(str(name), _sections_in(known), NEARLY):
+        leaves = [leaf for leaf in _leaves(path, details["input"]) if _same(leaf, known) or coming_from.reason(leaf)]
+        return [_unknown_line(leaf, known) for leaf in leaves or [path]]
+    return [_unknown_line(path, known)]
+
+
+def _unknown_line(path: str, known: Sequence[str]) -> str:
+    found = _same(path, known)
+    why = None if found else coming_from.reason(path)
+    if why is not None:
+        return f"{path}: no such field: {why}"
+    similar = found or _alike(path, known)
+    advice = f"; did you mean {' or '.join(similar[:3])}?" if similar else ""
+    return f"{path}: unknown field; remove it or correct its name{advice}"
+
+
+def _leaves(path: str, value: Any) -> list[str]:
+    """Return the dotted path of every value in an unknown field."""
+    if not isinstance(value, dict) or not value:
+        return [path]
+    return [leaf for name, below in value.items() for leaf in _leaves(f"{path}.{name}", below)]
+
+
+def _same(path: str, known: Sequence[str]) -> list[str]:
+    """Return the fields that another framework calls as this path, or that have its name in another section.
+
+    Those that share most sections with the path come alone.
+    """
+    plain = _plain(path)
+    found = coming_from.meant(plain, {*known, *_sections_in(known)})
+    found += [other for other in known if other.rpartition(".")[2] == plain.rpartition(".")[2] and other not in found]
+    most = max((_shared(plain, other) for other in found), default=0)
+    return [other for other in found if _shared(plain, other) == most]
+
+
+def _alike(path: str, known: Sequence[str]) -> list[str]:
+    """Return the field or section beside a path that is called like it, or fields much like it elsewhere."""
+    section, _, name = _plain(path).rpartition(".")
+    own = {other.rpartition(".")[2]: other for other in (*known, *_sections_in(known)) if _parent(other) == section}
+    last = closest(name, list(own))
+    if last is not None:
+        return [own[last]]
+    last = closest(name, [other.rpartition(".")[2] for other in known], NEARLY)
+    return [other for other in known if other.rpartition(".")[2] == last]
+
+
+def _plain(path: str) -> str:
+    """Return a path without the numbers of entries in lists."""
+    return re.sub(r"\.\d+", "", path)
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _sections_in(known: Sequence[str]) -> list[str]:
+    """Return the path of every section that some fields are in."""
+    return list(dict.fromkeys(other[: dot.start()] for other in known for dot in re.finditer(r"\.", other)))
+
+
+def _shared(path: str, other: str) -> int:
+    """Return how many sections two dotted paths have in common, from the left."""
+    pairs = list(zip(path.split(".")[:-1], other.split(".")[:-1], strict=False))
+    return next((count for count, (a, b) in enumerate(pairs) if a != b), len(pairs))
+
+
+def _sections_at(model: type[BaseModel], steps: Sequence[int | str]) -> tuple[type[BaseModel], ...]:
+    """Return the kinds that the section at a path may have."""
+    sections: tuple[type[BaseModel], ...] = (model,)
+    for step in (step for step in steps if isinstance(step, str)):
+        having = [section.model_fields[step] for section in sections if step in section.model_fields]
+        sections = tuple(below for field in having for below in sections_of(field.annotation))
+    return sections
+
+
+def _of_another_kind(kinds: Sequence[type[BaseModel]], tree: Any, above: Sequence[int | str], chosen: str) -> str:
+    """Return the line for all fields of a section that its chosen kind does not have, with the option that works."""
+    section = tree
+    for step in above:
+        section = section[step]
+    path = ".".join(map(str, above))
+    kind, chooser = next(
+        (kind, name) for kind in kinds for name, field in kind.model_fields.items() if _tag(field) == chosen
+    )
+    others = [name for name in section if name not in kind.model_fields and any(name in k.model_fields for k in kinds)]
+    kept = {name: value for name, value in section.items() if name in kind.model_fields}
+    missing = {name: name.upper() for name, field in kind.model_fields.items() if field.is_required()}
+    fields = ", ".join(f"{n}: {describe_value(value)}" for n, value in ({chooser: chosen} | missing | kept).items())
+    option = shlex.quote(f"{path}={{{fields}}}")
+    them, belong = ("it", "belongs") if len(others) == 1 else ("them", "belong")
+    return (
+        f"{', '.join(f'{path}.{name}' for name in others)}: {belong} to another {path}.{chooser} than {chosen}; remove "
+        f"{them}, or replace the section: --set {option}"
+    )
+
+
+def _tag(field: FieldInfo) -> str | None:
+    """Return the kind that a field chooses among several, None if it chooses none."""
+    values = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    return values[0] if len(values) == 1 else None

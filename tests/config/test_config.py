@@ -46,10 +46,15 @@ def test_numbers_are_numbers_and_words_stay_words() -> None:
     [
         ("colour=red", "colour: unknown field; remove it or correct its name"),
         ("ppo.epoch=1", "ppo.epoch: unknown field; remove it or correct its name; did you mean ppo.epochs?"),
-        ("ppo.clip_range=0.1", "; did you mean value.clip_range or ppo.objective.clip_range?"),
+        ("ppo.clip_range=0.1", "; did you mean ppo.objective.clip_range?"),
+        ("clip_range=0.1", "; did you mean value.clip_range or ppo.objective.clip_range?"),
+        ("pppo={epochs: 2}", "pppo: unknown field; remove it or correct its name; did you mean ppo?"),
         ("advantages={kind: gea}", "advantages.kind = 'gea': must be one of 'gae', 'group'; did you mean gae?"),
-        ("model.path=x", "model.path: unknown field; remove it or correct its name; it belongs to another model.kind"),
-        ("value={kind: head, lora: null}", "; it belongs to another value.kind"),
+        ("model.path=x", "model.path: belongs to another model.kind than tiny; remove it, or replace the section: "),
+        (
+            "value={kind: head, lora: null}",
+            "value.lora: belongs to another value.kind than head; remove it, or replace",
+        ),
         ("reward.terms=[{kind: length, target: 3, wieght: 1}]", "; did you mean reward.terms.weight?"),
         ("ppo.objective.clip_range=wide", "ppo.objective.clip_range = 'wide': input should be a valid number"),
         ("ppo.epochs=true", "ppo.epochs = True: input should be a valid integer"),
@@ -67,6 +72,31 @@ def test_numbers_are_numbers_and_words_stay_words() -> None:
 def test_a_wrong_field_is_named_with_its_value_and_advice(override: str, message: str) -> None:
     (line,) = mistakes(override)
     assert message in line
+
+
+@pytest.mark.parametrize(
+    ("override", "works"),
+    [
+        ("kl.placement=none", "kl={placement: none}"),
+        ("ppo.objective.kind=cispo", "ppo.objective={kind: cispo}"),
+        ("value.kind=head", "value={kind: head, clip_range: 0.5}"),
+    ],
+)
+def test_another_kind_says_the_option_that_works(override: str, works: str) -> None:
+    value = "value={kind: separate, learning_rate: 1e-3, epochs: 2, clip_range: 0.5}"
+    fields = value, "ppo.objective={kind: clip, clip_range: 0.3}", "kl={kl_coef: 0.1, charge: word}"
+    (line,) = mistakes(*fields, override)
+    section, _, kind = override.partition("=")
+    assert f"belongs to another {section} than {kind}" in line or f"belong to another {section} than {kind}" in line
+    assert line.endswith(f"or replace the section: --set '{works}'")
+    small_config(*fields, works)
+
+
+def test_another_kind_says_what_it_needs() -> None:
+    lines = mistakes("model.kind=folder")
+    assert lines[0] == "model.path: missing; add it"
+    assert lines[1].startswith("model.hidden_size, model.num_layers, ") and len(lines) == 2
+    assert lines[1].endswith("; remove them, or replace the section: --set 'model={kind: folder, path: PATH}'")
 
 
 def test_a_list_for_a_field_with_two_types_has_a_line_for_each_type() -> None:

@@ -1,0 +1,225 @@
+"""Fields of TRL, verl and OpenRLHF beside the fields here: a page is made of this table, and mistakes suggest by it.
+
+Sources, read in November 2026: GRPOConfig, DPOConfig, ModelConfig and the experimental PPOConfig of huggingface/trl;
+TrainingArguments of transformers; _generated_ppo_trainer.yaml and rollout_correction.yaml in verl/trainer/config of
+volcengine/verl; openrlhf/cli/train_ppo_ray.py of OpenRLHF/OpenRLHF.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """One field here, and the names that mean it elsewhere."""
+
+    ours: str  # as after --set
+    trl: str = ""  # names with a space between them
+    verl: str = ""  # the end of the dotted name
+    openrlhf: str = ""
+    differs: str = ""  # what changes with the name
+    also: str = ""  # what people write besides, in nobody's configuration
+
+    @property
+    def names(self) -> list[str]:
+        """Every other name of this field."""
+        return " ".join((self.trl, self.verl, self.openrlhf, self.also)).split()
+
+
+ROWS = (
+    Row("experiment", "run_name exp_name", "trainer.experiment_name", "wandb_run_name", also="name"),
+    Row(
+        "model.path",
+        "model_name_or_path sft_model_path",
+        "model.path",
+        "pretrain",
+        "a folder, with `kind: folder`",
+        "model.name model_name model_path name_or_path",
+    ),
+    Row("task.path", "train_dataset dataset_name", "data.train_files", "prompt_data", "JSON Lines", "dataset"),
+    Row("task.num_eval_prompts", "eval_dataset", "data.val_files", "eval_dataset", "a number, held out of task.path"),
+    Row("task.chat_template", "", "", "apply_chat_template"),
+    Row(
+        "rollout.prompts_per_iteration",
+        "generation_batch_size",
+        "data.train_batch_size",
+        "rollout_batch_size",
+        "TRL counts responses",
+        "batch_size",
+    ),
+    Row("rollout.samples_per_prompt", "num_generations", "rollout.n", "n_samples_per_prompt"),
+    Row(
+        "rollout.max_response_tokens",
+        "max_completion_length response_length",
+        "data.max_response_length",
+        "generate_max_len",
+        also="max_new_tokens max_tokens",
+    ),
+    Row(
+        "numerics.max_context",
+        "max_length vllm_max_model_length",
+        "data.max_prompt_length rollout.max_model_len",
+        "prompt_max_len max_len",
+        "prompt plus response",
+        "max_prompt_length",
+    ),
+    Row("rollout.engine.kind", "use_vllm vllm_mode", "rollout.name", "vllm_num_engines"),
+    Row(
+        "reward.terms",
+        "reward_funcs reward_model_path",
+        "custom_reward_function.path reward_model.path",
+        "remote_rm_url reward_pretrain",
+        "kinds `function`, `trl`, `verl`, `model`",
+        "reward_function reward_model",
+    ),
+    Row("reward.terms.weight", "reward_weights"),
+    Row("reward.whiten", "whiten_rewards", "", "normalize_reward"),
+    Row("kl.kl_coef", "beta kl_coef", "kl_ctrl.kl_coef kl_loss_coef", "init_kl_coef", also="coef"),
+    Row("kl.placement", "", "use_kl_in_reward use_kl_loss", "use_kl_loss", "TRL's GRPO: `loss`"),
+    Row("kl.estimator", "kl_estimator", "kl_penalty kl_loss_type", "kl_estimator", "verl's `low_var_kl` is `k3`"),
+    Row("kl.controller.kind", "adap_kl_ctrl", "kl_ctrl.type"),
+    Row("kl.controller.target_kl", "target", "kl_ctrl.target_kl", "kl_target"),
+    Row("kl.controller.horizon", "horizon", "kl_ctrl.horizon", "kl_horizon"),
+    Row("advantages.kind", "", "adv_estimator", "advantage_estimator", "GRPO is `group`", "estimator"),
+    Row("advantages.gae_lambda", "lam", "lam", "lambd", also="lambda"),
+    Row("advantages.scale", "scale_rewards", "norm_adv_by_std_in_grpo", "no_advantage_std_norm", "`kind: group`"),
+    Row("value.learning_rate", "", "critic.optim.lr", "critic_learning_rate", also="lr critic.lr critic_lr"),
+    Row("value.clip_range", "cliprange_value", "critic.cliprange_value", "value_clip"),
+    Row("value.value_coef", "vf_coef", "", "", "`kind: head`"),
+    Row(
+        "ppo.iterations",
+        "max_steps total_episodes",
+        "trainer.total_training_steps total_epochs",
+        "num_episodes",
+        "counts rollouts, not passes over prompts",
+        "steps num_steps",
+    ),
+    Row("ppo.epochs", "num_iterations num_ppo_epochs", "ppo_epochs", "max_epochs", also="update_epochs"),
+    Row(
+        "ppo.minibatch_size",
+        "mini_batch_size",
+        "ppo_mini_batch_size",
+        "train_batch_size",
+        "responses; verl counts prompts",
+        "minibatch batch_size",
+    ),
+    Row("ppo.learning_rate", "learning_rate", "actor.optim.lr", "actor_learning_rate", also="lr"),
+    Row("ppo.objective.kind", "loss_type importance_sampling_level", "policy_loss.loss_mode", "policy_loss_type"),
+    Row(
+        "ppo.objective.clip_range",
+        "epsilon cliprange",
+        "clip_ratio clip_ratio_low",
+        "eps_clip",
+        also="clip clip_low eps",
+    ),
+    Row("ppo.objective.clip_range_high", "epsilon_high", "clip_ratio_high", "eps_clip_low_high", also="clip_high"),
+    Row("ppo.objective.dual_clip", "delta", "clip_ratio_c", "dual_clip"),
+    Row("ppo.aggregation", "loss_type", "loss_agg_mode", "", "`dapo` and `token-mean` are `token_mean`"),
+    Row(
+        "ppo.importance_weights",
+        "vllm_importance_sampling_correction vllm_importance_sampling_mode",
+        "rollout_correction.rollout_is",
+        "enable_vllm_is_correction",
+    ),
+    Row(
+        "ppo.importance_weights.cap",
+        "vllm_importance_sampling_cap",
+        "rollout_is_threshold",
+        "vllm_is_truncated_threshold",
+    ),
+    Row("ppo.entropy_coef", "", "entropy_coeff", "entropy_loss_coef", also="ent_coef"),
+    Row("ppo.schedule", "lr_scheduler_type", "optim.warmup_style", "lr_scheduler", also="lr_schedule scheduler"),
+    Row(
+        "ppo.warmup_iterations",
+        "warmup_steps warmup_ratio",
+        "optim.lr_warmup_steps lr_warmup_steps_ratio",
+        "lr_warmup_ratio",
+    ),
+    Row("ppo.adam_beta2", "", "", "adam_betas", "beta1 is 0.9"),
+    Row("ppo.adam_eps", "adam_epsilon"),
+    Row("ppo.weight_decay", "", "", "l2"),
+    Row("ppo.max_grad_norm", "", "grad_clip", "max_norm"),
+    Row("lora.rank", "lora_r", "lora_rank", "lora_rank"),
+    Row("lora.alpha", "lora_alpha", "lora_alpha", "lora_alpha"),
+    Row("lora.target_modules", "lora_target_modules", "", ""),
+    Row("evaluation.every", "eval_steps", "trainer.test_freq", "eval_steps"),
+    Row("checkpoints.every", "save_steps", "trainer.save_freq", "save_steps"),
+    Row("checkpoints.keep", "save_total_limit", "trainer.max_actor_ckpt_to_keep", "max_ckpt_num"),
+    Row(
+        "layout.update_micro_batch",
+        "per_device_train_batch_size",
+        "ppo_micro_batch_size_per_gpu",
+        "micro_train_batch_size",
+        "changes no result",
+        "ppo_micro_batch_size",
+    ),
+    Row(
+        "layout.forward_micro_batch",
+        "local_rollout_forward_batch_size",
+        "log_prob_micro_batch_size_per_gpu",
+        "micro_rollout_batch_size",
+        "changes no result",
+    ),
+    Row("layout.gradient_checkpointing", "", "enable_gradient_checkpointing"),
+    Row("dpo.beta", "beta", also="beta"),
+    Row("dpo.learning_rate", "learning_rate", also="lr"),
+    Row("dpo.epochs", "num_train_epochs"),
+    Row("dpo.minibatch_size", "per_device_train_batch_size", also="batch_size", differs="pairs"),
+)
+
+FLOAT32 = "float32 only; mismatch.sampler.precision and mismatch.sampler.stock let the sampler round"
+ONE_MACHINE = "one machine; torchrun starts 1, 2, 4 or 8 processes, and each has the whole model"
+WHOLE = "a model is never cut into parts: each process has it whole"
+TRACK = "it is no field: give --track URI, --track wandb or --track FILE.py:FUNCTION to the command"
+OUT = "it is no field: give --out DIR to the command"
+FULL = "samplers cut by top_k and top_p only, so that a token's log-prob has one meaning"
+NO_FIELD = {  # names that belong to nothing here by intention, and why
+    **dict.fromkeys(("dtype", "torch_dtype", "bf16", "fp16", "tf32", "model_dtype", "precision"), FLOAT32),
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization"), FLOAT32),
+    **dict.fromkeys(("nnodes", "n_gpus_per_node", "num_processes", "world_size", "num_gpus"), ONE_MACHINE),
+    **dict.fromkeys(("actor_num_nodes", "actor_num_gpus_per_node", "zero_stage", "deepspeed", "fsdp"), WHOLE),
+    **dict.fromkeys(("fsdp_config", "tensor_model_parallel_size", "vllm_tensor_parallel_size"), WHOLE),
+    **dict.fromkeys(("report_to", "logger", "log_with", "use_wandb", "use_tensorboard", "wandb_project"), TRACK),
+    **dict.fromkeys(("output_dir", "default_local_dir", "save_path", "ckpt_path"), OUT),
+    **dict.fromkeys(("min_p", "repetition_penalty"), FULL),
+    **dict.fromkeys(("adam_beta1", "beta1"), "AdamW's beta1 is 0.9"),
+    "gradient_accumulation_steps": "a minibatch is one step; layout.update_micro_batch cuts it without changing a bit",
+    "trust_remote_code": "code from a model's folder is never executed",
+    "attn_implementation": "deterministic numerics have one attention; numerics.mode = native takes transformers' own",
+    "optimizer": "AdamW is the only one",
+    "optim": "AdamW is the only one",
+}
+
+
+def meant(path: str, known: Collection[str]) -> list[str]:
+    """Return the fields of `known` that a name of another framework means; `path`: as it was written, with dots.
+
+    Names that end the path count, the longest of them; if there is none, names that end with the path.
+    """
+    written, found = path.lower().replace("-", "_").split("."), list[tuple[int, str]]()
+    for row in ROWS:
+        for parts in (name.split(".") for name in row.names if row.ours in known):
+            if written[-len(parts) :] == parts:
+                found.append((len(parts), row.ours))
+            elif parts[-len(written) :] == written:
+                found.append((0, row.ours))
+    longest = max((length for length, _ in found), default=0)
+    return list(dict.fromkeys(ours for length, ours in found if length == longest))
+
+
+def reason(path: str) -> str | None:
+    """Return why there is no field of this name by intention, None if there is no reason."""
+    return NO_FIELD.get(path.rpartition(".")[2].lower().replace("-", "_"))
+
+
+def table() -> Iterator[str]:
+    """Yield the lines of the page's table."""
+    yield "| here | TRL | verl | OpenRLHF | |"
+    yield "|---|---|---|---|---|"
+    for row in ROWS:
+        names = (
+            " ".join(f"`{name}`" for name in group.split()) for group in (row.ours, row.trl, row.verl, row.openrlhf)
+        )
+        yield f"| {' | '.join((*names, row.differs))} |".replace("|  |", "| |").replace("|  |", "| |")

@@ -28,6 +28,7 @@ from analysis.clipping.update_rows import (
 )
 from analysis.program import program
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
 
 # what a key is computed over; of several steps the mean is logged
@@ -359,7 +360,7 @@ def main(argv: Sequence[str] | None) -> None:
     parser = Parser(
         prog="python -m analysis.dialects", description="a run under the published keys of other frameworks"
     )
-    parser.add_argument("run", type=Path, nargs="?", help="folder of a run")
+    parser.add_argument("run", type=run_named, nargs="?", help="folder of a run")
     parser.add_argument("--definitions", action="store_true", help="what each key means, with its source")
     parser.add_argument("--clip-range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="in place of the run's own")
     arguments = parser.parse_args(argv)

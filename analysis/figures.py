@@ -26,6 +26,7 @@ from analysis.program import program
 from analysis.stats.significance import one_sample, t_interval
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write, require_ours
+from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
@@ -185,7 +186,7 @@ def main(argv: Sequence[str] | None) -> None:
     parser.add_argument(
         "out", metavar="FILE.svg", type=Path, help="the SVG file to write; replaces only a file that ppo-repro wrote"
     )
-    parser.add_argument("folders", metavar="RUN_OR_GRID", type=Path, nargs="+", help="runs, or one grid")
+    parser.add_argument("folders", metavar="RUN_OR_GRID", type=run_named, nargs="+", help="runs, or one grid")
     parser.add_argument("--measure", choices=MEASURES, default="accuracy", help="of a grid")
     parser.add_argument("--share", choices=("removed", "outside"), default="removed", help="for `across`")
     arguments = parser.parse_args(argv)

@@ -191,6 +191,7 @@ def test_analyses_read_records_only() -> None:
         "ppo_repro.records",
         "ppo_repro.base.files",
         "ppo_repro.base.json_lines",
+        "ppo_repro.base.latest",
         "ppo_repro.base.errors",
         "ppo_repro.base.lock",
         "ppo_repro.config",

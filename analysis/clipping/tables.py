@@ -13,6 +13,7 @@ from analysis.clipping.step import clip_bucket, clip_step
 from analysis.clipping.update_rows import load_iterations, recorded_config
 from analysis.program import program
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
 
 # name -> (column of clip_step, sign); the third is what lecture code calls kl = mean(new - old)
@@ -94,7 +95,7 @@ def overview(tables: ClipTables, early_stop_kl: float | None = None) -> list[str
 def main(argv: Sequence[str] | None) -> None:
     """Print the overview; exit code 2 and one line on a user error."""
     parser = Parser(prog="python -m analysis.clipping", description="What did the clip do in a run?")
-    parser.add_argument("run", type=Path, help="folder of a run")
+    parser.add_argument("run", type=run_named, help="folder of a run")
     parser.add_argument("--clip-range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="in place of the run's own")
     parser.add_argument("--early-stop-kl", type=float, help="where this target would have stopped, nats per token")
     arguments = parser.parse_args(argv)

@@ -23,6 +23,7 @@ from analysis.compare.seeds import compare_groups
 from analysis.program import program, read_table
 from analysis.stats.significance import DRAWS
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
 from ppo_repro.records.diff import first_difference
 
@@ -117,7 +118,7 @@ def compare_grid(
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m analysis.compare", description="are two runs the same?")
-    parser.add_argument("paths", nargs="+", type=Path, help="two runs, or one grid with --axis")
+    parser.add_argument("paths", nargs="+", type=run_named, help="two runs, or one grid with --axis")
     parser.add_argument("--seed", type=int, required=True, help="seed of the sign changes")
     parser.add_argument("--alpha", type=float, default=0.05)
     parser.add_argument("--margin", type=float, help=f"what counts as equal: nats of mean |delta| (runs: {MARGIN})")

@@ -20,6 +20,7 @@ from analysis.pairs.files import PRESETS, imported_pairs, iteration_of, masked_t
 from analysis.pairs.runs import PAIRS, run_pairs
 from analysis.program import program
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
 
 # metric, reduction, ideal value, what it says
@@ -130,7 +131,7 @@ def summary_of(pairs: Iterable[pd.DataFrame]) -> pd.DataFrame:
 def main(argv: Sequence[str] | None) -> None:
     """Print the summary; exit code 2 and one line where the arguments or the records are wrong."""
     parser = Parser(prog="python -m analysis.mismatch", description="Do two log-probs agree?")
-    parser.add_argument("paths", nargs="+", type=Path, help="a run, or files with --columns")
+    parser.add_argument("paths", nargs="+", type=run_named, help="a run, or files with --columns")
     parser.add_argument("--pair", choices=PAIRS, help=f"which log-probs of one run ({PAIRS[0]})")
     parser.add_argument("--columns", choices=PRESETS, help="the stack whose column names the files have")
     parser.add_argument("--remedies", action="store_true", help="what each published remedy would have done instead")

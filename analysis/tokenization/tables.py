@@ -21,6 +21,7 @@ from analysis.tokenization.summary import summary_table
 from analysis.tokenization.tokenizer import RecordedTokenizer, recorded_tokenizer
 from analysis.tokenization.words import BOUNDARIES, Boundary
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
 from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective
 from ppo_repro.config.run import RunConfig
@@ -111,7 +112,7 @@ def main(argv: Sequence[str] | None) -> None:
         prog="python -m analysis.tokenization",
         description="KL and entropy of a run per sequence, token, word, char and byte",
     )
-    parser.add_argument("run", type=Path, help="folder of a recorded run")
+    parser.add_argument("run", type=run_named, help="folder of a recorded run")
     parser.add_argument("--iteration", type=int, help="default: the last one")
     parser.add_argument(
         "--boundary",

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from ppo_repro.base.errors import Mistakes, UserError
 from ppo_repro.base.files import file_digest
+from ppo_repro.base.latest import LATEST, run_named
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.fields import command_of, mistakes
@@ -112,9 +113,10 @@ def path_fields(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
 
 
 def from_folder(tree: Any, folder: Path) -> None:
-    """Let the relative paths in a parsed configuration start at a folder."""
+    """Let the relative paths in a parsed configuration start at a folder; `run: latest` is the newest run here."""
     for _, section, name in path_fields(tree):
-        section[name] = os.path.abspath(folder / section[name])
+        is_latest = name == "run" and section[name] == LATEST
+        section[name] = os.path.abspath(folder / (Path.cwd() / run_named(LATEST) if is_latest else section[name]))
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:

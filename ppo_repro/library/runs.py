@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.latest import latest_run as newest
+from ppo_repro.base.latest import run_named
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest
 from ppo_repro.records.diff import Difference, first_difference
 from ppo_repro.records.folder import load_config_of
-from ppo_repro.records.listing import latest_run as newest
 from ppo_repro.records.listing import state_of
 from ppo_repro.records.manifest import Head
 from ppo_repro.records.reader import read_table
@@ -90,7 +91,9 @@ RunOrPath = Run | Path | str
 
 
 def open_run(path: RunOrPath) -> Run:
-    """Return the recorded run in a folder, complete or not. UserError where there is none, or its manifest is damaged.
+    """Return the recorded run in a folder, complete or not; `latest` is the newest in `runs`.
+
+    UserError where there is none, or its manifest is damaged.
 
     Source: the format is described in ppo_repro/records/README.md.
 
@@ -102,7 +105,7 @@ def open_run(path: RunOrPath) -> Run:
     >>> bool((tokens["rollout_logprobs"] == tokens["old_logprobs"]).all())
     True
     """
-    found = path if isinstance(path, Run) else Run(Path(path))
+    found = path if isinstance(path, Run) else Run(run_named(path))
     manifest.load_head(found.path)
     return found
 

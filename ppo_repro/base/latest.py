@@ -1,0 +1,37 @@
+"""`latest`: what stands for the newest recorded run wherever a run folder is taken."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import check_path, folders_with
+
+RUNS = Path("runs")  # where commands put runs unless --out says otherwise
+LATEST = "latest"
+MANIFEST = "manifest.json"
+
+
+def run_named(text: str | Path) -> Path:
+    """Return the folder of a run; `latest` is the newest one in `runs`, unless something here has that name.
+
+    Raises ValueError if the text cannot be a path, UserError if there is no run.
+    """
+    return latest_run() if str(text) == LATEST and not os.path.lexists(text) else Path(check_path(str(text)))
+
+
+def latest_run(root: Path = RUNS) -> Path:
+    """Find the run below `root` that was written last. Raises UserError where there is none."""
+    found = list(folders_with(root, MANIFEST))
+    if not found:
+        raise UserError(f"{LATEST}: there is no run in {root}; give the folder of a run, or go to where {root} is")
+    return max(found, key=lambda run_dir: (written_at(run_dir), str(run_dir)))
+
+
+def written_at(run_dir: Path) -> float:
+    """Return the time when the manifest was written last, in seconds since 1970; 0 if it is gone."""
+    try:
+        return (run_dir / MANIFEST).stat().st_mtime
+    except OSError:  # removed meanwhile
+        return 0.0

@@ -10,7 +10,9 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shlex
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,13 +21,15 @@ from pathlib import Path
 from ppo_repro.base.clock import as_text, moment
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import make_folder
+from ppo_repro.base.output import masked, printable
 
 SUFFIX = ".lock"
 # how long a lock that names no living process of this machine must be held before it counts as held: a reader that
 # looks whether there is a holder has it for an instant, and a new holder needs an instant to say who it is
 PATIENCE_SECONDS = 5.0
 LOOK_SECONDS = 0.01
-_HOLDER = re.compile(rb"process (\d+) on (\S+) since (\S+)\n")
+_HOLDER = re.compile(rb"process (\d+) on (\S+) since (\S+)(?: by ([^\n]*))?\n")
+COMMAND_CHARACTERS = 200  # of the holder's command line that are told
 
 
 @contextmanager
@@ -102,9 +106,8 @@ def _acquire(folder: Path, path: Path) -> int:
             os.close(descriptor)
             raise UserError(f"{path}: is no lock of ppo-repro, and {folder} needs this name for its lock; move it away")
         os.ftruncate(descriptor, 0)
-        os.pwrite(
-            descriptor, f"process {os.getpid()} on {socket.gethostname()} since {as_text(moment())}\n".encode(), 0
-        )
+        who = f"process {os.getpid()} on {socket.gethostname()} since {as_text(moment())} by {_command()}\n"
+        os.pwrite(descriptor, who.encode(), 0)
     except OSError as error:
         raise UserError(
             f"{path}: cannot be locked ({error.strerror}); keep runs where you may write, on a file system with flock"
@@ -127,6 +130,18 @@ def _try(path: Path) -> int | None:
         raise
     os.close(descriptor)
     return None
+
+
+def _command() -> str:
+    """The command line of this process, without secrets, on one line of modest length."""
+    program, *arguments = sys.argv or [""]
+    return printable(masked(shlex.join([Path(program).name, *arguments])))[:COMMAND_CHARACTERS]
+
+
+def _told(holder: re.Match[bytes]) -> list[str]:
+    """The parts of what a lock's file says; the command is missing where an earlier version wrote the file."""
+    process, machine, since, command = (part.decode() for part in holder.groups(b""))
+    return [process, machine, since, f": {command}" if command else ""]
 
 
 def _said(path: Path) -> bytes:
@@ -163,5 +178,5 @@ def _refuse_or_wait(folder: Path, deadline: float) -> None:
         time.sleep(LOOK_SECONDS)
         return
     holder = _HOLDER.fullmatch(said)
-    who = "" if holder is None else " (process {} on {}, since {})".format(*(part.decode() for part in holder.groups()))
+    who = "" if holder is None else " (process {} on {}, since {}{})".format(*_told(holder))
     raise UserError(f"{folder}: another process is writing it{who}; wait until that process ends, or end it first")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -44,6 +45,15 @@ def test_the_holder_is_named_and_afterwards_nothing_is_left(folder: Path) -> Non
                 refused()
     assert not has_writer(folder) and list(folder.parent.iterdir()) == []
     require_no_writer(folder)
+
+
+def test_the_command_of_the_holder_is_told_without_its_secrets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/x/ppo-repro", "grid", "g.yaml", "--track", "http://me:secret@host:5000"])
+    with only_writer(folder), pytest.raises(UserError) as caught:
+        require_no_writer(folder)
+    assert re.search(
+        r"since [^:]*:\d\d:\S*: ppo-repro grid g\.yaml --track '?http://\*\*\*@host:5000'?\); wait", str(caught.value)
+    )
 
 
 def test_every_path_to_a_folder_has_one_lock(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ Tags and aliases are refused: what two fields share a `--set` would change in bo
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ _SCALARS = {  # of YAML 1.2: pattern, first characters
     "int": (r"^[-+]?[0-9]+$", _NUMBER),
     "float": (r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?$", _NUMBER),
 }
+_WITH_EXPONENT = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
 
 
 def _at(mark: Any, text: str) -> UserError:
@@ -97,6 +99,15 @@ def read_yaml(path: Path) -> Any:
         return parse_yaml(text)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
+
+
+def with_numbers(tree: Any) -> Any:
+    """Return plain data in which texts such as `1e-3`, as which PyYAML reads these numbers, are numbers."""
+    if isinstance(tree, Mapping):
+        return {name: value if name == "settings" else with_numbers(value) for name, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [with_numbers(value) for value in tree]
+    return float(tree) if isinstance(tree, str) and _WITH_EXPONENT.fullmatch(tree) else tree
 
 
 def write_yaml(tree: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import inspect
 import sys
@@ -17,16 +16,12 @@ import yaml
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write
 from ppo_repro.base.progress import ConsoleProgress
-from ppo_repro.base.ranks import ALONE
-from ppo_repro.checks.plan import require_memory
 from ppo_repro.config.files import apply_overrides, build_config, load_config, run_folder
 from ppo_repro.config.run import RunConfig
-from ppo_repro.config.yaml_text import describe_value
+from ppo_repro.config.yaml_text import describe_value, with_numbers
 from ppo_repro.library.runs import Run, open_run
 from ppo_repro.records import reader
 from ppo_repro.records.listing import how_to_go_on
-from ppo_repro.runs import run as runner
-from ppo_repro.runs.language import LanguageKind
 
 Reward = Callable[[str, str, str], float]
 
@@ -77,8 +72,8 @@ class _Progress(ConsoleProgress):
         super().__init__()
         self._run_dir, self._on_iteration = run_dir, on_iteration
 
-    def iteration(self, done: int, total: int, figures: str) -> None:
-        super().iteration(done, total, figures)
+    def iteration(self, done: int, total: int, figures: str, seconds: float) -> None:
+        super().iteration(done, total, figures, seconds)
         if self._on_iteration is not None:
             rows = reader.read_iterations(self._run_dir, iterations=[done - 1], allow_incomplete=True)
             self._on_iteration(rows.iloc[0])
@@ -94,11 +89,11 @@ def train(
 ) -> Run:
     """Run PPO as `ppo-repro run` does, record every buffer, and return the run.
 
-    `config` is a YAML file or its tree as a dict; `overrides` changes fields, as `{"ppo.epochs": 2}` or as after
-    --set. `reward(prompt, response, answer)`, a function or 'FILE.py:FUNCTION', replaces the terms of the reward; a
-    function of a notebook is written to OUT/rewards/ with the modules and constants that it uses. `on_iteration` is
-    called with the row of the table `iterations` after each iteration; its errors end the run, and
-    `ppo-repro resume RUN` continues the run.
+    `config` is a YAML file or its tree as a dict, also as PyYAML reads it. `overrides` changes fields, as
+    `{"ppo.epochs": 2}` or as after --set. `reward(prompt, response, answer)`, a function or 'FILE.py:FUNCTION',
+    replaces the terms of the reward; a function of a notebook is written to OUT/rewards/ with the modules and constants
+    that it uses. `on_iteration` is called with the row of the table `iterations` after each iteration; its errors end
+    the run, and `ppo-repro resume RUN` continues the run.
 
     Raises UserError in one line for a wrong configuration or reward, and for a run that exists.
 
@@ -119,8 +114,13 @@ def train(
         tree = checked.model_dump(mode="json")
         term = {"kind": "function", "path": reward_path(reward, folder / "rewards")}
         checked = build_config({**tree, "reward": {**tree["reward"], "terms": [term]}}, "train")
-    require_memory(checked, 1)
     run_dir = run_folder(checked, folder)
+    from ppo_repro.base.ranks import ALONE  # torch takes seconds: mistakes come before
+    from ppo_repro.checks.plan import require_memory
+    from ppo_repro.runs import run as runner
+    from ppo_repro.runs.language import LanguageKind
+
+    require_memory(checked, 1)
     try:
         with _Progress(run_dir, on_iteration) as watcher:
             runner.run(LanguageKind(watcher, ALONE), checked, folder)
@@ -133,14 +133,14 @@ def _checked(
     config: RunConfig | Mapping[str, Any] | Path | str, overrides: Mapping[str, Any] | Sequence[str]
 ) -> RunConfig:
     if isinstance(overrides, Mapping):
-        overrides = [f"{name}={_as_yaml(name, value)}" for name, value in overrides.items()]
+        overrides = [f"{name}={_as_yaml(name, value)}" for name, value in with_numbers(overrides).items()]
     if isinstance(overrides, str) or not all(isinstance(override, str) for override in overrides):
         raise UserError(f"overrides = {overrides!r}: must be a dict, or a list of texts such as 'ppo.epochs=2'")
     if isinstance(config, Path | str):
         return load_config(Path(config), overrides)
     if not isinstance(config, RunConfig | Mapping):
         raise UserError(f"config is of type {type(config).__name__}; must be a YAML file, or a dict of its fields")
-    tree = config.model_dump(mode="json") if isinstance(config, RunConfig) else copy.deepcopy(dict(config))
+    tree = config.model_dump(mode="json") if isinstance(config, RunConfig) else with_numbers(config)
     apply_overrides(tree, overrides)
     return build_config(tree, "train")
 

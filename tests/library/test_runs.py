@@ -9,11 +9,14 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import yaml
 
 import ppo_repro
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.ranks import ALONE
 from ppo_repro.base.watcher import Silent
+from ppo_repro.config.algorithm import SeparateValue
+from ppo_repro.config.run import RunConfig
 from ppo_repro.runs.language import LanguageKind
 from ppo_repro.runs.resume import rerun
 from tests.support.paths import TINY
@@ -108,3 +111,12 @@ def test_a_reward_that_could_not_be_computed_again_is_refused(mistake: str, tmp_
     with pytest.raises(UserError, match=message):
         ppo_repro.train(TREE, reward=reward, out=tmp_path)
     assert not list(tmp_path.rglob("*.py"))
+
+
+def test_a_dict_that_pyyaml_read_has_its_numbers(tmp_path: Path) -> None:
+    tree = yaml.safe_load(TINY.read_text(encoding="utf-8"))
+    assert tree["value"]["learning_rate"] == "1e-3", "what PyYAML makes of it"
+    few = {"ppo.iterations": 1, "ppo.epochs": 1, "model.warm_start_steps": 0, "ppo.learning_rate": "2E-4"}
+    config = ppo_repro.train(tree, overrides=few, out=tmp_path).config
+    assert isinstance(config, RunConfig) and isinstance(config.value, SeparateValue)
+    assert (config.value.learning_rate, config.ppo.learning_rate) == (1e-3, 2e-4)

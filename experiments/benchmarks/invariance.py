@@ -82,7 +82,7 @@ def _layout(out: Path, sets: Sequence[str], layout: Sequence[str]) -> Outcome:
 class _Interrupting(Silent):
     """Ctrl-C after the third iteration."""
 
-    def iteration(self, done: int, total: int, figures: str) -> None:
+    def iteration(self, done: int, total: int, figures: str, seconds: float) -> None:
         if done == 3:
             raise KeyboardInterrupt
 

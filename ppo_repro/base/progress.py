@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -13,8 +15,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from ppo_repro.base.clock import duration, now
 from ppo_repro.base.output import printable, say_anyway
 from ppo_repro.base.watcher import Watcher
+
+RECENT = 10  # iterations from which comes how long the others may take: responses grow shorter or longer
 
 
 class ConsoleProgress(Progress, Watcher):
@@ -34,6 +39,7 @@ class ConsoleProgress(Progress, Watcher):
             disable=not console.is_terminal,
         )
         self._bars: dict[str, TaskID] = {}
+        self._ends: deque[float] = deque(maxlen=RECENT + 1)  # moments at which the newest iterations ended
 
     def _show(self, name: str, done: int, total: int, note: str) -> None:
         is_new = name not in self._bars
@@ -46,8 +52,13 @@ class ConsoleProgress(Progress, Watcher):
     def warm_start(self, step: int, total: int, loss: float) -> None:
         self._show("warm start", step, total, f"loss {loss:.3f} nats/token")
 
-    def iteration(self, done: int, total: int, figures: str) -> None:
-        self._show("iteration", done, total, figures)
+    def iteration(self, done: int, total: int, figures: str, seconds: float) -> None:
+        if not self._ends:
+            self._ends.append(now() - seconds)
+        self._ends.append(now())
+        each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        left = f", {duration(each * (total - done))} left" if done < total else ""
+        self._show("iteration", done, total, f"{figures}  {each:.3g} s each{left}")
 
     def servers(self, waited: int, limit: int) -> None:
         self._show("SGLang", waited, limit, "seconds of the longest wait for a server to start")

@@ -8,7 +8,8 @@ class Watcher:
 
     def warm_start(self, step: int, total: int, loss: float) -> None: ...
 
-    def iteration(self, done: int, total: int, figures: str) -> None: ...
+    def iteration(self, done: int, total: int, figures: str, seconds: float) -> None:
+        """Take note of a complete iteration, which took so many seconds."""
 
     def servers(self, waited: int, limit: int) -> None: ...
 

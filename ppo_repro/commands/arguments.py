@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ppo_repro import __version__
 from ppo_repro.base.files import check_path
+from ppo_repro.base.latest import LATEST, RUNS, run_named
 from ppo_repro.base.output import Parser
 from ppo_repro.commands import audit
 from ppo_repro.commands.checks import (
@@ -40,21 +40,23 @@ from ppo_repro.commands.runs import (
     resume_command,
     run_command,
 )
-from ppo_repro.records.listing import LATEST, RUNS, latest_run
 
 Command = Callable[[argparse.Namespace], int]
 
 
 def _path(text: str) -> Path:
-    try:
-        return Path(check_path(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    return _read(lambda text: Path(check_path(text)), text)
 
 
 def _run_folder(text: str) -> Path:
-    """Return the folder of a run; `latest` is the newest one, unless something here has that name."""
-    return latest_run() if text == LATEST and not os.path.lexists(text) else _path(text)
+    return _read(run_named, text)
+
+
+def _read(as_path: Callable[[str], Path], text: str) -> Path:
+    try:
+        return as_path(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _count(text: str) -> int:
@@ -95,7 +97,8 @@ def build_parser() -> argparse.ArgumentParser:
     out = _shared("--out", metavar="DIR", type=_path, default=RUNS, help="where results go")
     inputs = _shared("--inputs", metavar="DIR", type=_path, help="where to look for a model that has been moved")
     workers = _shared("--workers", metavar="N", type=_positive, default=1, help="cells side by side")
-    track = _shared("--track", metavar="URI", help="copy the records into this MLflow store as they come")
+    about = "copy the records as they come: into an MLflow store, `mlflow` (MLFLOW_TRACKING_URI) or `wandb`"
+    track = _shared("--track", metavar="URI", action="append", default=[], help=f"{about}; may be repeated")
     events = _shared("--tensorboard", metavar="DIR", type=_path, help="write TensorBoard event files below DIR")
     sets: dict[str, Any] = {"metavar": "FIELD=VALUE", "action": "append", "default": []}
     field = _shared("--set", **sets, help="change one field; may be repeated")
@@ -111,16 +114,17 @@ def build_parser() -> argparse.ArgumentParser:
     for command in (probe_command, plan_command):
         add(command, config, field)
     about = "such as ppo.objective, control or dpo; default all"
-    add(fields_command)("section", metavar="SECTION", nargs="?", help=about)
+    add(fields_command)("sections", metavar="SECTION", nargs="*", help=about)
 
     add(ls_command)("folder", metavar="DIR", type=_path, nargs="?", default=RUNS, help=f"default {RUNS}")
     for command in (resume_command, rerun_command):
-        add(command, run, layout, inputs)
+        add(command, run, layout, inputs, *((track, events) if command is resume_command else ()))
     about = "after so many iterations; default the newest"
-    add(fork_command, run, field, inputs, out)("--at", metavar="ITERATION", type=_count, help=about)
+    add(fork_command, run, field, inputs, track, events, out)("--at", metavar="ITERATION", type=_count, help=about)
     add(verify_command, run)
     add(show_command, run)("--samples", metavar="N", type=_count, default=5, help="last responses to print")
-    add(track_command, run, events)("--uri", help="MLflow tracking store; default sqlite:///mlflow.db")
+    about = "MLflow tracking store, `mlflow` or `wandb`; default mlflow: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db"
+    add(track_command, run, events)("--uri", help=about)
     about = "rewards, advantages, losses, coefficients, summary or all (the default)"
     add(replay_command, run)("stage", metavar="STAGE", nargs="?", default="all", help=about)
     option = add(diff_command)

@@ -20,15 +20,14 @@ def grid_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.base.lock import require_no_writer
     from ppo_repro.grids.grid import lines, run_grid
     from ppo_repro.grids.spec import load_grid
-    from ppo_repro.tracking.follower import Copies, followed, require_tensorboard
+    from ppo_repro.tracking.follower import Copies, followed, targets_of
 
     grid = load_grid(arguments.grid)
     folder = arguments.out / grid.name
-    require_tensorboard(arguments.tensorboard)
+    targets = targets_of(arguments.track, arguments.tensorboard)
     require_no_writer(folder)
     executor, copies = _executor(arguments, folder), Copies()
-    copying = followed(folder, copies, arguments.track, arguments.tensorboard)
-    outcome = run_grid(grid, arguments.out, executor, arguments.keep_changed, copying)
+    outcome = run_grid(grid, arguments.out, executor, arguments.keep_changed, followed(folder, copies, targets))
     is_complete = outcome.table["state"] == "complete"
     fields = {
         "grid": grid.name,

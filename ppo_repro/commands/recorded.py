@@ -15,8 +15,9 @@ from ppo_repro.base.analyses import analysis
 from ppo_repro.base.clock import duration
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import folders_with
+from ppo_repro.base.latest import MANIFEST, RUNS, written_at
 from ppo_repro.base.output import print_json, print_result, say, tell
-from ppo_repro.records.listing import MANIFEST, RUNS, state_of, written_at
+from ppo_repro.records.listing import state_of
 
 if TYPE_CHECKING:
     from ppo_repro.records.diff import Difference
@@ -154,22 +155,19 @@ def view_command(arguments: argparse.Namespace) -> int:
 
 
 def track_command(arguments: argparse.Namespace) -> int:
-    """Copy a recorded run or grid into MLflow, or with --tensorboard into event files."""
+    """Copy a recorded run or grid into MLflow or W&B, or with --tensorboard into event files."""
     from ppo_repro.records.reader import open_manifest
-    from ppo_repro.tracking.follower import MLFLOW, TENSORBOARD, copy, require_tensorboard
+    from ppo_repro.tracking.follower import MLFLOW, copy, targets_of
 
-    require_tensorboard(arguments.tensorboard)
+    asked = [] if arguments.uri is None else [arguments.uri]
+    targets = targets_of(asked if asked or arguments.tensorboard else [MLFLOW], arguments.tensorboard)
     if not (arguments.run / "cells.parquet").exists():  # before the seconds that MLflow takes to import
         open_manifest(arguments.run, allow_incomplete=True)
-    targets = {MLFLOW: arguments.uri, TENSORBOARD: arguments.tensorboard and str(arguments.tensorboard)}
-    if targets == {MLFLOW: None, TENSORBOARD: None}:
-        targets[MLFLOW] = "sqlite:///mlflow.db"
     lines, fields = list[str](), dict[str, Any]()
-    for kind, target in targets.items():
-        if target is not None:
-            say(f"{arguments.run}: copying it into {target}")
-            copies = copy(arguments.run, kind, target)
-            lines += copies.lines
-            fields |= copies.fields
+    for target in targets:
+        say(f"{arguments.run}: copying it into {target.place or target.kind}")
+        copies = copy(arguments.run, target)
+        lines += copies.lines
+        fields |= copies.fields
     print_result(arguments.json, fields, lines)
     return 0

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from ppo_repro.base.clock import OTHER, Clock
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.latest import MANIFEST
 from ppo_repro.base.output import print_json, say, tell
 from ppo_repro.commands.recorded import report_difference
-from ppo_repro.records.listing import MANIFEST, how_to_go_on
-from ppo_repro.tracking.follower import require_tensorboard
+from ppo_repro.records.listing import how_to_go_on
+from ppo_repro.tracking.follower import Copies, followed, targets_of
 
 if TYPE_CHECKING:
     from ppo_repro.base.ranks import Ranks
     from ppo_repro.base.watcher import Watcher
     from ppo_repro.config.files import Kind
     from ppo_repro.runs.kind import RunKind
-    from ppo_repro.tracking.follower import Copies
 
 SIZES = (1, 2, 4, 8)  # numbers of processes whose sums are whole subtrees of a minibatch's sum
 
@@ -106,8 +106,8 @@ def _run(arguments: argparse.Namespace, command: str) -> int:
     from ppo_repro.base.lock import require_no_writer
     from ppo_repro.config.files import load_any, run_folder
 
-    require_tensorboard(arguments.tensorboard)
-    clock = Clock()
+    clock, copies = Clock(), Copies()
+    targets = targets_of(arguments.track, arguments.tensorboard)
     kind, config = load_any(arguments.config, arguments.set, command)
     folder = run_folder(config, arguments.out)
     say(f"{config.experiment}, seed {config.seed}: {config.iterations} iterations into {folder}")
@@ -116,15 +116,12 @@ def _run(arguments: argparse.Namespace, command: str) -> int:
     with _working_together(folder) as (ranks, watcher):
         from ppo_repro.checks.plan import require_memory
         from ppo_repro.runs.run import run
-        from ppo_repro.tracking.follower import Copies, followed
 
         require_memory(config, ranks.size)
-        uri, events = (arguments.track, arguments.tensorboard) if ranks.is_first else (None, None)
-        copies = Copies()
         clock.lap("start")
-        copying = followed(folder, copies, uri, events)
+        copying = followed(folder, copies, targets if ranks.is_first else ())
         run(_executed_by(kind, watcher, ranks), config, arguments.out, clock, copying)
-        clock.lap("tracking" if arguments.track or arguments.tensorboard else OTHER)
+        clock.lap("tracking" if targets else OTHER)
     if ranks.is_first:
         _report_run(folder, clock.with_total(), arguments.json, copies)
     return 0
@@ -136,17 +133,19 @@ def resume_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.base.lock import require_no_writer
     from ppo_repro.records.manifest import load_head
 
+    targets, copies = targets_of(arguments.track, arguments.tensorboard), Copies()
     kind = load_head(arguments.run).kind  # what is no run is said before the seconds that torch takes
     require_no_writer(arguments.run)
     with _working_together(arguments.run) as (ranks, watcher):
         from ppo_repro.runs.resume import resume
 
-        resumed = resume(_executed_by(kind, watcher, ranks), arguments.run, arguments.set, arguments.inputs)
+        copying = followed(arguments.run, copies, targets if ranks.is_first else ())
+        resumed = resume(_executed_by(kind, watcher, ranks), arguments.run, arguments.set, arguments.inputs, copying)
     if not ranks.is_first:
         return 0
     where = f"resumed after iteration {resumed.start}" if resumed.start else "computed again from the beginning"
     say(f"{where}; {resumed.recorded - resumed.start} recorded iterations came out identical")
-    _report_run(arguments.run, None, arguments.json)
+    _report_run(arguments.run, None, arguments.json, copies)
     return 0
 
 
@@ -157,7 +156,8 @@ def fork_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.base.lock import require_no_writer
     from ppo_repro.records.inputs import plan_fork
 
-    clock = Clock()
+    clock, copies = Clock(), Copies()
+    targets = targets_of(arguments.track, arguments.tensorboard)
     plan = plan_fork(arguments.run, arguments.at, arguments.set, arguments.out, arguments.inputs)
     config, first = plan.config, plan.origin.iteration
     say(f"iterations {first} to {config.iterations - 1} of {config.iterations} into {plan.folder}")
@@ -170,19 +170,21 @@ def fork_command(arguments: argparse.Namespace) -> int:
 
         require_memory(config, ranks.size)
         clock.lap("start")
-        seconds = fork(LanguageKind(watcher, ranks), plan, clock)
+        copying = followed(plan.folder, copies, targets if ranks.is_first else ())
+        fork(LanguageKind(watcher, ranks), plan, clock, copying)
+        clock.lap("tracking" if targets else OTHER)
     if ranks.is_first:
-        _report_run(plan.folder, seconds, arguments.json)
+        _report_run(plan.folder, clock.with_total(), arguments.json, copies)
     return 0
 
 
-def _report_run(run_dir: Path, seconds: dict[str, float] | None, as_json: bool, copies: Copies | None = None) -> None:
+def _report_run(run_dir: Path, seconds: dict[str, float] | None, as_json: bool, copies: Copies) -> None:
     """Print what a complete run did; `seconds` by phase if they are known better than from the records."""
     from ppo_repro.runs.summary import summarise
 
     summary = summarise(run_dir, seconds)
     if as_json:
-        print_json({**summary.figures, **(copies.fields if copies else {})})
+        print_json({**summary.figures, **copies.fields})
         return
     lines = [*summary.sentences, *summary.speeds, f"fingerprint {summary.figures['fingerprint']}"]
     lines.append(f"records     {run_dir}")
@@ -190,7 +192,7 @@ def _report_run(run_dir: Path, seconds: dict[str, float] | None, as_json: bool, 
     if policy.is_dir():
         lines.append(f"policy      {policy}")
     lines.append(f"again       ppo-repro rerun {shlex.quote(str(run_dir))}")
-    tell("\n".join([*lines, *(copies.lines if copies else ())]))
+    tell("\n".join([*lines, *copies.lines]))
 
 
 def rerun_command(arguments: argparse.Namespace) -> int:

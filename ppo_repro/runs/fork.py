@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
@@ -18,19 +19,21 @@ from ppo_repro.records.inputs import Fork
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.checkpoint import Start, load_start
 from ppo_repro.runs.language import LanguageKind
-from ppo_repro.runs.run import compute_new, writing
+from ppo_repro.runs.run import NOTHING, compute_new, writing
 from ppo_repro.runs.verify import verify
 from ppo_repro.stages.coefficients import first_coefficients
 
 WARM_START = "warm_start_steps"  # the only preparation that a fork does not repeat
 
 
-def fork(kind: LanguageKind, plan: Fork, clock: Clock) -> dict[str, float]:
+def fork(
+    kind: LanguageKind, plan: Fork, clock: Clock, beside: AbstractContextManager[object] = NOTHING
+) -> dict[str, float]:
     """Make the run of a plan and compute it to its end; returns wall seconds by phase and in total.
 
-    UserError if a file of the origin is damaged. Of several processes the first one records.
+    UserError if a file of the origin is damaged. Of several processes the first one records. `beside`: as of `run`.
     """
-    with writing(kind.ranks, plan.folder):
+    with writing(kind.ranks, plan.folder), beside:
         verify(plan.source, plan.recorded)
         start, inputs = _start(plan), gather(plan.config)
         digest = run_digest(inputs, plan.origin.fingerprint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -20,7 +21,7 @@ from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs.checkpoint import load_newest, load_start
 from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.kind import Config, Item, RunKind
-from ppo_repro.runs.run import execute, mark_ended, require_same_start, work_along, writing
+from ppo_repro.runs.run import NOTHING, execute, mark_ended, require_same_start, work_along, writing
 from ppo_repro.runs.verify import remove_unfinished, verify
 
 
@@ -33,7 +34,11 @@ class Resumed:
 
 
 def resume(
-    kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] = (), elsewhere: Path | None = None
+    kind: RunKind[Config, Item],
+    run_dir: Path,
+    overrides: Sequence[str] = (),
+    elsewhere: Path | None = None,
+    beside: AbstractContextManager[object] = NOTHING,
 ) -> Resumed:
     """Continue a run from its newest checkpoint, or from the beginning, until it is complete.
 
@@ -41,6 +46,7 @@ def resume(
     process writes the run, it is finished, a file of it is damaged, an input is nowhere or an override could change a
     result; then nothing has changed.
     PromiseBroken if an iteration computed again differs from its record. Of several processes the first one records.
+    `beside`: as of `run`.
     """
     clock, ranks = Clock(), kind.ranks
     manifest.load(run_dir)  # before a lock is put beside a folder that is no run
@@ -67,17 +73,18 @@ def resume(
         clock.lap("inputs")
         environment = {**describe_environment(config, ranks.size), folder.STARTED: as_text(clock.started)}
         tree = {"iteration": resumed.start, "overrides": list(overrides), "environment": environment}
-        try:
-            written = RunWriter(run_dir)
-            written.list_files(files)
-            written.mark("running")
-            remove_unfinished(run_dir, recorded, contents)
-            written.note(f"resumed-{len(folder.resumed_notes(recorded)) + 1:03d}.json", tree)
-            clock.lap("records")
-            execute(kind, config, run_dir, opened, clock)
-        except BaseException as error:
-            mark_ended(run_dir, error)
-            raise
+        with beside:
+            try:
+                written = RunWriter(run_dir)
+                written.list_files(files)
+                written.mark("running")
+                remove_unfinished(run_dir, recorded, contents)
+                written.note(f"resumed-{len(folder.resumed_notes(recorded)) + 1:03d}.json", tree)
+                clock.lap("records")
+                execute(kind, config, run_dir, opened, clock)
+            except BaseException as error:
+                mark_ended(run_dir, error)
+                raise
     return resumed
 
 
@@ -185,7 +192,8 @@ def rerun(
             fingerprint = digests.chain(fingerprint, results)
             if difference is not None:
                 return Rerun(difference, fingerprint, item.index + 1 - begun)
-            kind.watcher.iteration(item.index + 1, config.iterations, execution.progress(item))
+            seconds = sum(item.seconds.values())
+            kind.watcher.iteration(item.index + 1, config.iterations, execution.progress(item), seconds)
         final, side_tables = execution.ending(Clock())
     difference = first(from_recorded, run_dir, recorded, recorded.num_iterations, side_tables)
     difference = difference or first_final_difference(recorded.final, final)

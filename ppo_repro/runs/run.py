@@ -169,7 +169,8 @@ def execute(
             clock.divide(item.seconds)
             computed, tables = computed + 1, execution.tables(item)
             settle()
-            tell = partial(kind.watcher.iteration, item.index + 1, config.iterations, execution.progress(item))
+            about = item.index + 1, config.iterations, execution.progress(item), sum(item.seconds.values())
+            tell = partial(kind.watcher.iteration, *about)
             is_due = execution.is_checkpoint_due(item.index + 1)
             is_recorded = item.index < recorded.num_iterations
             if is_recorded:

@@ -1,6 +1,6 @@
 """Copies of a run or grid elsewhere: of what is recorded already, or by a process beside a run that works.
 
-The process keeps a slow or dead server from stopping or breaking the run.
+The process keeps a slow or dead server, or a function that fails, from stopping or breaking the run.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -18,12 +18,27 @@ from pathlib import Path
 from typing import Any
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.output import masked, say
+from ppo_repro.base.output import did_you_mean, masked, say
 
 END_SECONDS = 60.0  # how long the command waits for the copies after a run
 GRID_END_SECONDS = 600.0  # after a grid, whose page reads all of its runs
-MLFLOW, TENSORBOARD = "mlflow", "tensorboard"
-OPTIONS = {MLFLOW: "--uri", TENSORBOARD: "--tensorboard"}  # of `ppo-repro track`
+MLFLOW, WANDB, TENSORBOARD, FUNCTION = "mlflow", "wandb", "tensorboard", "function"
+TRACKING_URI = "MLFLOW_TRACKING_URI"  # MLflow's own variable: its store unless the command names one
+DEFAULT_URI = "sqlite:///mlflow.db"
+SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where copies go."""
+
+    kind: str
+    place: str  # URI, folder or FILE.py:FUNCTION; empty for W&B, which has its own settings
+
+    @property
+    def option(self) -> str:
+        """The option of `ppo-repro track` that copies there."""
+        return f"--tensorboard {self.place}" if self.kind == TENSORBOARD else f"--uri {masked(self.place or self.kind)}"
 
 
 @dataclass
@@ -34,50 +49,87 @@ class Copies:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-def require_tensorboard(events: Path | None) -> None:
-    """Raise UserError if event files are asked for and cannot be written, before a run begins."""
-    if events is not None and find_spec("tensorboardX") is None:
+def targets_of(tracks: Sequence[str], tensorboard: Path | None) -> tuple[Target, ...]:
+    """Return the places of `--track` and `--tensorboard`.
+
+    UserError, before a run begins, for a place that cannot be one, or a package that is not installed.
+    """
+    targets = [_target(track) for track in dict.fromkeys(tracks)]
+    if tensorboard is not None:
+        _require("tensorboardX", "--tensorboard", TENSORBOARD)
+        targets.append(Target(TENSORBOARD, str(tensorboard)))
+    return tuple(targets)
+
+
+def _target(track: str) -> Target:
+    if track == WANDB:
+        _require(WANDB, "--track wandb", WANDB)
+        return Target(WANDB, "")
+    if track == MLFLOW:
+        uri = os.environ.get(TRACKING_URI, DEFAULT_URI)
+        _check_uri(uri, TRACKING_URI)
+        return Target(MLFLOW, uri)
+    _check_uri(track, "--track")
+    return Target(MLFLOW, track)
+
+
+def _require(package: str, option: str, extra: str) -> None:
+    if find_spec(package) is None:
+        raise UserError(f"{option}: needs the package {package}; install it with `pip install 'ppo_repro[{extra}]'`")
+
+
+def _check_uri(uri: str, source: str) -> None:
+    """Raise UserError for an address that MLflow's client cannot have."""
+    scheme, separator, path = uri.partition("://")
+    if uri != "databricks" and (scheme.partition("+")[0] not in SCHEMES or not separator):
         raise UserError(
-            "--tensorboard: needs the package tensorboardX; install it with `pip install 'ppo_repro[tensorboard]'`"
+            f"{source} {masked(uri)!r}: must be {WANDB}, {MLFLOW}, or begin with one of {', '.join(SCHEMES)} and ://"
+            f"{did_you_mean(uri, (WANDB, MLFLOW))}"
         )
+    if scheme == "sqlite" and not path.removeprefix("/"):
+        raise UserError(f"{source} {uri}: keeps nothing; name a file, such as {DEFAULT_URI}")
 
 
-def copy(folder: Path, kind: str, target: str, is_over: Callable[[float], bool] = lambda seconds: True) -> Copies:
+def copy(folder: Path, target: Target, is_over: Callable[[float], bool] = lambda seconds: True) -> Copies:
     """Copy a run or grid until it is over; without lines if nothing was recorded.
 
     `is_over` waits at most so many seconds, and says whether the process that writes has ended. UserError if records
     are damaged or the target cannot be written.
     """
-    if kind == MLFLOW:
+    if target.kind == MLFLOW:
         from ppo_repro.tracking import mlflow_copy  # MLflow takes seconds to import
 
-        place = mlflow_copy.copy(folder, target, is_over)
-        return Copies() if place is None else Copies(place.lines(target), {kind: place.fields(target)})
+        store = mlflow_copy.copy(folder, target.place, is_over)
+        return Copies() if store is None else Copies(store.lines(target.place), {MLFLOW: store.fields(target.place)})
+    if target.kind == WANDB:
+        from ppo_repro.tracking import wandb_copy
+
+        runs = wandb_copy.copy(folder, is_over)
+        return Copies() if runs is None else Copies(runs.lines(), {WANDB: runs.fields()})
     from ppo_repro.tracking import tensorboard_copy
 
-    if not tensorboard_copy.copy(folder, Path(target), is_over):
+    if not tensorboard_copy.copy(folder, Path(target.place), is_over):
         return Copies()
-    return Copies(tensorboard_copy.lines(Path(target)), {kind: target})
+    return Copies(tensorboard_copy.lines(Path(target.place)), {TENSORBOARD: target.place})
 
 
 @contextmanager
-def followed(folder: Path, copies: Copies, uri: str | None, tensorboard: Path | None = None) -> Iterator[None]:
+def followed(folder: Path, copies: Copies, targets: Sequence[Target]) -> Iterator[None]:
     """Copy the run or grid made in this block by processes beside it, and add to `copies` where the copies are.
 
     A failure is reported, not raised.
     """
-    targets = {MLFLOW: uri, TENSORBOARD: None if tensorboard is None else str(tensorboard)}
-    processes = [(kind, target, _start(folder, kind, target)) for kind, target in targets.items() if target is not None]
+    processes = [(target, _start(folder, target)) for target in targets]
     try:
         yield
     finally:
-        for kind, target, process in processes:
-            _wait(process, folder, kind, target, copies)
+        for target, process in processes:
+            _wait(process, folder, target, copies)
 
 
-def _start(folder: Path, kind: str, target: str) -> subprocess.Popen[str]:
+def _start(folder: Path, target: Target) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "ppo_repro.tracking.follower", str(folder), kind, target],
+        [sys.executable, "-m", "ppo_repro.tracking.follower", str(folder), target.kind, target.place],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -86,7 +138,7 @@ def _start(folder: Path, kind: str, target: str) -> subprocess.Popen[str]:
     )
 
 
-def _wait(process: subprocess.Popen[str], folder: Path, kind: str, target: str, copies: Copies) -> None:
+def _wait(process: subprocess.Popen[str], folder: Path, target: Target, copies: Copies) -> None:
     patience = GRID_END_SECONDS if (folder / "grid.yaml").exists() else END_SECONDS
     problem = ""
     try:
@@ -99,7 +151,7 @@ def _wait(process: subprocess.Popen[str], folder: Path, kind: str, target: str, 
         process.communicate()
         problem = f"tracking did not finish within {patience:.0f} s after the run"
     if problem:
-        later = f"`ppo-repro track {folder} {OPTIONS[kind]} {masked(target)}`"
+        later = f"`ppo-repro track {folder} {target.option}`"
         say(f"{problem}; the records are complete; copy them later with {later}")
         return
     found = json.loads(last)
@@ -107,7 +159,7 @@ def _wait(process: subprocess.Popen[str], folder: Path, kind: str, target: str, 
     copies.fields |= found["fields"]
 
 
-def main(folder: Path, kind: str, target: str) -> None:
+def main(folder: Path, target: Target) -> None:
     """Copy the run or grid until stdin closes. Exits with 1 and the reason on stdout if that fails."""
     ended = threading.Event()
 
@@ -117,7 +169,7 @@ def main(folder: Path, kind: str, target: str) -> None:
 
     threading.Thread(target=wait, daemon=True).start()
     try:
-        copies = copy(folder, kind, target, ended.wait)
+        copies = copy(folder, target, ended.wait)
     except UserError as error:
         print(error)
         sys.exit(1)
@@ -125,4 +177,4 @@ def main(folder: Path, kind: str, target: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(Path(sys.argv[1]), Target(sys.argv[2], sys.argv[3]))

@@ -9,14 +9,13 @@ import logging
 import os
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-from mlflow.entities import Metric, Param, RunTag, ViewType
+from mlflow.entities import LifecycleStage, Metric, Param, RunTag, ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
@@ -26,7 +25,6 @@ from ppo_repro.base.analyses import analysis
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import masked, say
 from ppo_repro.config.files import read_tree
-from ppo_repro.grids.cell import run_of
 from ppo_repro.grids.grid import CELLS, RESULTS
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import (
@@ -40,20 +38,17 @@ from ppo_repro.records.folder import (
     read_note,
     start_time,
 )
+from ppo_repro.tracking.following import IsOver, begun, follow_cells, follow_run, labels_of
 from ppo_repro.tracking.numbers import RunNumbers, Scalar, sentences
 
 # MLflow's defaults retry for minutes; the user's environment wins
 PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 METRICS_PER_CALL, PARAMS_PER_CALL, VALUE_CHARACTERS = 1000, 100, 6000  # MLflow's limits
 FOLDER_TAG = "ppo_repro.folder"  # finds the earlier copy of a folder
 NOTES = (ENVIRONMENT_NAME, ACCURACY_NAME, TIMES_NAME)
 ARTIFACTS = (manifest.FILE_NAME, manifest.LOG_NAME, CONFIG_NAME, *NOTES)
 ENDED = {"complete": "FINISHED", "interrupted": "KILLED", "failed": "FAILED", "running": "KILLED"}
 OF_ENVIRONMENT = ("code_digest", "git_commit", "git_dirty", "python", "platform")  # tags
-POLL_SECONDS = 1.0
-
-IsOver = Callable[[float], bool]  # as in `follower.copy`
 
 
 @dataclass(frozen=True)
@@ -86,11 +81,6 @@ def answering(uri: str) -> Iterator[MlflowClient]:
         os.environ.setdefault(name, value)
     for name in ("alembic", "mlflow", "urllib3"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    scheme, separator, path = uri.partition("://")
-    if uri != "databricks" and (scheme.partition("+")[0] not in SCHEMES or not separator):
-        raise UserError(f"--uri {masked(uri)!r}: must begin with one of {', '.join(SCHEMES)} and ://")
-    if scheme == "sqlite" and not path.removeprefix("/"):
-        raise UserError(f"--uri {uri}: keeps nothing; name a file, such as sqlite:///mlflow.db")
     try:
         client = MlflowClient(uri)
         client.search_experiments(max_results=1)
@@ -104,7 +94,7 @@ def answering(uri: str) -> Iterator[MlflowClient]:
 
 def _unwritable(uri: str, error: Exception) -> UserError:
     reason = masked(" ".join(str(error).split()))[:200]
-    text = f"--uri {masked(uri)}: cannot be written ({reason}); the records are not affected"
+    text = f"MLflow at {masked(uri)}: cannot be written ({reason}); the records are not affected"
     if uri.startswith("sqlite:"):
         text += "; a database that is damaged, or of another kind, has to be moved away first"
     return UserError(text)
@@ -115,19 +105,15 @@ def copy(folder: Path, uri: str, is_over: IsOver) -> Place | None:
 
     An earlier copy is replaced. Raises UserError if the records are damaged or the store does not answer.
     """
-    over = False
-    while not any((folder / name).exists() for name in (manifest.FILE_NAME, CELLS)):
-        if over:
-            return None
-        over = is_over(POLL_SECONDS)
-    still = (lambda seconds: True) if over else is_over
+    still = begun(folder, is_over)
+    if still is None:
+        return None
     with answering(uri) as client:
         if (folder / CELLS).exists():
             place = _copy_grid(client, folder, still)
         else:
             run = _RunCopy(client, folder)
-            while not run.ended:
-                run.catch_up(still(POLL_SECONDS))  # asked before reading, so that the last iterations are read too
+            follow_run(run, still)
             place = run.place
         with tempfile.TemporaryDirectory() as temporary:
             try:
@@ -153,6 +139,12 @@ class _Copy:
         started: float,
     ) -> None:
         found = client.get_experiment_by_name(experiment)
+        if found is not None and found.lifecycle_stage == LifecycleStage.DELETED:
+            raise UserError(
+                f"{experiment}: this experiment was deleted in MLflow; restore it with `mlflow experiments restore "
+                f"--experiment-id {found.experiment_id}`, for which MLFLOW_TRACKING_URI names the store, or remove it "
+                "for good with `mlflow gc`"
+            )
         # otherwise MLflow's pages take the runs for evaluations of prompts, with other tables
         kind = {"mlflow.experimentKind": "custom_model_development"}
         number = str(found.experiment_id if found else client.create_experiment(experiment, tags=kind))
@@ -193,7 +185,6 @@ class _RunCopy(_Copy):
         self.run_dir, self.ended, self._numbers = run_dir, False, RunNumbers(run_dir)
 
     def catch_up(self, is_over: bool) -> None:
-        """Log what was recorded since the last call; the ending once the run is complete or over."""
         if self.ended:
             return
         recorded = manifest.load_head(self.run_dir)
@@ -213,23 +204,13 @@ def _copy_grid(client: MlflowClient, grid_dir: Path, is_over: IsOver) -> Place:
     params = {name: tree[name] for name in ("question", "expectation", "base", "seeds", "read_with", "axes")}
     started = (grid_dir / "grid.yaml").stat().st_mtime
     parent = _Copy(client, grid_dir.name, grid_dir, grid_dir.name, params, {"kind": "grid"}, started)
-    copies: dict[int, _RunCopy] = {}  # by the number of the run's folder, which a cell that is run again changes
-    over = False
-    while not over:
-        over = is_over(POLL_SECONDS)
-        cells = pd.read_parquet(grid_dir / CELLS)
-        for row in cells.to_dict("records"):
-            cell = str(row["cell"])
-            run_dir = run_of(grid_dir / "cells" / cell)
-            if run_dir is None:
-                continue
-            tags = {str(name): str(label) for name, label in row.items() if str(name).startswith("axis.")}
-            tags |= {"cell": cell, MLFLOW_PARENT_RUN_ID: parent.place.run_id}
-            number = run_dir.stat().st_ino
-            if number not in copies:
-                copies[number] = _RunCopy(client, run_dir, grid_dir.name, cell, **tags)
-            copies[number].catch_up(over)
-    ends = [end_time(copy.run_dir, manifest.load_head(copy.run_dir)) for copy in copies.values()]
+
+    def begin(run_dir: Path, row: dict[str, Any]) -> _RunCopy:
+        tags = {**labels_of(row), "cell": str(row["cell"]), MLFLOW_PARENT_RUN_ID: parent.place.run_id}
+        return _RunCopy(client, run_dir, grid_dir.name, str(row["cell"]), **tags)
+
+    copies, cells = follow_cells(grid_dir, is_over, begin)
+    ends = [end_time(copy.run_dir, manifest.load_head(copy.run_dir)) for copy in copies]
     status = "FINISHED" if (cells["state"] == "complete").all() else "FAILED"
     files = [grid_dir / name for name in ("grid.yaml", CELLS, RESULTS)]
     tags = {MLFLOW_RUN_NOTE: f"**{tree['question']}**\n\nExpected: {tree['expectation']}"}

@@ -15,13 +15,13 @@ from ppo_repro.config.files import read_tree
 from ppo_repro.grids.grid import CELLS
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import CONFIG_NAME, check_config, end_time, start_time
+from ppo_repro.tracking.following import POLL_SECONDS
 from ppo_repro.tracking.numbers import RunNumbers, Scalar, sentences
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
 
 SUFFIX = ".ppo_repro"  # of our event files; others in the same folder are left alone
-POLL_SECONDS = 1.0
 
 
 def lines(events: Path) -> list[str]:

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import ppo_repro
+from analysis import dialects, figures
+from analysis.clipping import tables as clipping
+from analysis.compare import verdicts as compare
+from analysis.mismatch import tables as mismatch
+from analysis.tokenization import tables as tokenization
+from ppo_repro.base.latest import latest_run
+from ppo_repro.config.dpo import DPOConfig
+from ppo_repro.config.files import load_any
 from ppo_repro.records import manifest
-from ppo_repro.records.listing import latest_run
 from tests.support.cli import Cli, one_line
-from tests.support.paths import SMALL_CONTROL, TINY
+from tests.support.paths import ROOT, SMALL_CONTROL, TINY
 from tests.support.synthetic_run import cut_back
 
 
@@ -92,3 +102,57 @@ def test_latest_is_the_run_that_was_written_last(cli: Cli, runs: Path) -> None:
     assert cli("diff", "latest", runs / "two")[0] == 1
     os.utime(runs / "two" / manifest.FILE_NAME)
     assert cli("diff", "latest", runs / "two")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [
+        (mismatch, []),
+        (clipping, []),
+        (dialects, []),
+        (tokenization, ["--boundary", "leading"]),
+        (compare, ["runs/two", "--seed", "1"]),
+        (figures, []),
+    ],
+)
+def test_every_analysis_takes_the_latest_run(program: ModuleType, options: list[str], runs: Path) -> None:
+    shutil.rmtree(runs / "a" / "b")
+    before = ["agreement", "f.svg"] if program is figures else []
+    assert program.main([*before, "latest", *options]) == 0
+
+
+def test_the_library_and_a_file_for_dpo_take_the_latest_run(runs: Path, tmp_path: Path) -> None:
+    shutil.rmtree(runs / "a" / "b")
+    assert ppo_repro.open_run("latest").path == Path("runs/a/one")
+    (tmp_path / "configs").mkdir()
+    for name in ("configs/dpo.yaml", "dpo.yaml"):
+        Path(name).write_text((ROOT / "experiments" / "dpo.yaml").read_text())
+        _, config = load_any(Path(name), ["run=latest"], "dpo")
+        assert isinstance(config, DPOConfig) and config.run == str(runs / "a" / "one")
+    (tmp_path / "latest").mkdir()
+    _, config = load_any(Path("configs/dpo.yaml"), ["run=latest"], "dpo")
+    assert isinstance(config, DPOConfig) and config.run == str(tmp_path / "latest")
+
+
+@pytest.mark.parametrize(("wrong", "meant"), [("rnu", "run"), ("shwo", "show"), ("diif", "diff"), ("zzz", "")])
+def test_a_command_that_is_mistyped(cli: Cli, wrong: str, meant: str) -> None:
+    code, _, err = cli(wrong, TINY)
+    line = one_line(err)
+    assert code == 2 and f"argument COMMAND: '{wrong}' must be one of init, run, " in line
+    assert (f"; did you mean {meant}?; try" if meant else "fetch; try") in line
+
+
+def test_fields_takes_several_sections(cli: Cli) -> None:
+    code, out, _ = cli("fields", "kl", "value", "kl.controller", "--json")
+    found = [section["path"] for section in json.loads(out)["sections"]]
+    assert code == 0 and set(found) == {"kl", "kl.controller", "value", "value.lora"}
+    assert found.count("kl.controller") == 2, "fixed and adaptive, each once"
+    assert "must be one of" in one_line(cli("fields", "kl", "valeu")[2])
+
+
+def test_a_run_says_how_long_an_iteration_takes_and_what_is_left(cli: Cli, tmp_path: Path) -> None:
+    code, _, err = cli("run", TINY, "--out", tmp_path, "--set", "ppo.iterations=3")
+    lines = [line for line in err.splitlines() if line.startswith("iteration ")]
+    assert code == 0 and len(lines) == 3
+    assert all(re.search(r"  [0-9.e-]+ s each, \d+ s left$", line) for line in lines[:2])
+    assert re.search(r"  [0-9.e-]+ s each$", lines[2])

@@ -127,7 +127,7 @@ def test_any_damage_is_named_and_not_read(tmp_path: Path) -> None:
 class Interrupted(Silent):
     """Ends a run after its second iteration."""
 
-    def iteration(self, done: int, total: int, figures: str) -> None:
+    def iteration(self, done: int, total: int, figures: str, seconds: float) -> None:
         if done == 2:
             raise KeyboardInterrupt
 

@@ -59,7 +59,7 @@ def test_the_files_have_the_columns_of_the_level(runs: dict[str, Path]) -> None:
 @pytest.mark.slow
 def test_a_run_is_resumed_at_another_level(runs: dict[str, Path], tmp_path: Path) -> None:
     class Stopped(Silent):
-        def iteration(self, done: int, total: int, figures: str) -> None:
+        def iteration(self, done: int, total: int, figures: str, seconds: float) -> None:
             raise KeyboardInterrupt
 
     config = load_config(TINY, [*CUT, "records.level=full", "ppo.iterations=3"])

@@ -19,7 +19,7 @@ class Snapshots(Silent):
     def __init__(self, run_dir: Path, folder: Path) -> None:
         self.run_dir, self.folder = run_dir, folder
 
-    def iteration(self, done: int, total: int, figures: str) -> None:
+    def iteration(self, done: int, total: int, figures: str, seconds: float) -> None:
         shutil.copytree(self.run_dir, self.folder / str(done))
 
 

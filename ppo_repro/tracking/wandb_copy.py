@@ -1,0 +1,173 @@
+"""Recorded runs and grids in Weights & Biases: copied by its own client while they work, or when they have ended.
+
+The client's own settings hold: WANDB_MODE=offline writes files that `wandb sync` sends later, WANDB_PROJECT names the
+project, `wandb login` logs in. Nothing is read back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ppo_repro.base.analyses import analysis
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import masked, say
+from ppo_repro.config.files import read_tree
+from ppo_repro.grids.grid import CELLS
+from ppo_repro.records import manifest
+from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME, REPORT_NAME, load_config_of, read_note
+from ppo_repro.tracking.following import IsOver, begun, follow_cells, follow_run, labels_of
+from ppo_repro.tracking.numbers import RunNumbers, Scalar, sentences
+
+if TYPE_CHECKING:
+    import wandb
+
+FILES = "ppo_repro"  # the folder of our files among those of a W&B run
+KEPT = (manifest.FILE_NAME, manifest.LOG_NAME, CONFIG_NAME, ENVIRONMENT_NAME)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The runs that were made; `url` is empty for a run that is offline."""
+
+    group: str  # of a grid; empty for a run
+    runs: Sequence[tuple[str, str]]  # url, and folder of the client
+
+    def lines(self) -> list[str]:
+        """Tell how to look at the copy."""
+        (url, _), *_ = self.runs
+        if url:
+            where = f"group {self.group} of {url.rpartition('/runs/')[0]}" if self.group else url
+            return [f"W&B         {where}"]
+        return [f"W&B         {len(self.runs)} offline; sent by wandb sync {shlex.join(path for _, path in self.runs)}"]
+
+    def fields(self) -> dict[str, Any]:
+        """Return the same for JSON."""
+        return {"group": self.group, "runs": [{"url": url, "folder": folder} for url, folder in self.runs]}
+
+
+@contextmanager
+def answering() -> Iterator[None]:
+    """Raise UserError, without a key, for what the client finds wrong in this block."""
+    from wandb.errors import Error
+
+    try:
+        yield
+    except (Error, OSError, TimeoutError) as error:
+        reason = masked(" ".join(str(error).split()))[:200]
+        raise UserError(
+            f"wandb: cannot be written ({reason}); the records are not affected; with WANDB_MODE=offline it needs no server"
+        ) from error
+
+
+def copy(folder: Path, is_over: IsOver) -> Place | None:
+    """Copy a run or a grid until it is over; None if nothing was recorded.
+
+    An earlier copy of the same folder is replaced. Raises UserError if records are damaged or the client fails.
+    """
+    still = begun(folder, is_over)
+    if still is None:
+        return None
+    with answering():
+        if not (folder / CELLS).exists():
+            run = _RunCopy(folder)
+            follow_run(run, still)
+            return Place("", [run.place])
+        tree = read_tree(folder / "grid.yaml")
+
+        def begin(run_dir: Path, row: dict[str, Any]) -> _RunCopy:
+            about = {**labels_of(row), "question": tree["question"], "expectation": tree["expectation"]}
+            return _RunCopy(run_dir, str(row["cell"]), folder.name, about)
+
+        copies, _ = follow_cells(folder, still, begin)
+        return Place(folder.name, [copy.place for copy in copies]) if copies else None
+
+
+class _RunCopy:
+    """The copy of one run; `name` and `group` are given for a cell of a grid."""
+
+    def __init__(self, run_dir: Path, name: str = "", group: str = "", about: dict[str, Any] | None = None) -> None:
+        recorded = manifest.load_head(run_dir)
+        config = load_config_of(run_dir, recorded)
+        environment = read_note(run_dir, recorded, ENVIRONMENT_NAME)
+        more: dict[str, Any] = {"run_dir": str(run_dir.absolute()), "environment": environment, **(about or {})}
+        kind: str = recorded.kind
+        if recorded.origin is not None:
+            kind, origin = "fork", recorded.origin
+            more["origin"] = {**origin.model_dump(mode="json"), "wandb_id": _id(Path(origin.run))}
+        self.run_dir, self.ended, self._numbers = run_dir, False, RunNumbers(run_dir)
+        self._run = _begin(
+            project=os.environ.get("WANDB_PROJECT") or config.experiment,
+            id=_id(run_dir),
+            name=name or run_dir.name,
+            group=group or None,
+            job_type="cell" if group else kind,
+            config={**config.model_dump(mode="json"), "ppo_repro": more},
+        )
+        for axis in ("iteration", "step"):
+            self._run.define_metric(axis, hidden=True)
+            self._run.define_metric(f"{axis}/*", step_metric=axis)
+
+    @property
+    def place(self) -> tuple[str, str]:
+        return self._run.url or "", str(Path(self._run.dir).parent)
+
+    def catch_up(self, is_over: bool) -> None:
+        if self.ended:
+            return
+        recorded = manifest.load_head(self.run_dir)
+        self._log(self._numbers.new())
+        self.ended = is_over or recorded.status == "complete"
+        if self.ended:
+            last = self._numbers.ending()
+            self._log([scalar for scalar in last if scalar.name.startswith("iteration/")])
+            found = {scalar.name: scalar.value for scalar in last if not scalar.name.startswith("iteration/")}
+            self._run.summary.update({**found, "fingerprint": recorded.fingerprint})
+            self._run.notes = "\n".join(f"* {sentence}" for sentence in sentences(self.run_dir))
+            self._keep()
+            self._run.finish(exit_code=0 if recorded.status == "complete" else 1)
+
+    def _log(self, found: Sequence[Scalar]) -> None:
+        """Log a row for each iteration and each optimizer step: W&B has one history for both."""
+        rows: dict[tuple[str, int], dict[str, float]] = {}
+        for scalar in found:
+            axis = scalar.name.partition("/")[0]
+            row = rows.setdefault((axis, scalar.step), {axis: scalar.step, "_timestamp": scalar.moment})
+            row[scalar.name] = scalar.value
+        for row in rows.values():
+            self._run.log(row)
+
+    def _keep(self) -> None:
+        """Put manifest, configuration, notes and report among the files of the W&B run."""
+        folder = Path(self._run.dir) / FILES
+        folder.mkdir()
+        for name in KEPT:
+            shutil.copy(self.run_dir / name, folder / name)
+        try:
+            analysis("report.build").write_report([self.run_dir], folder / REPORT_NAME, None)
+        except UserError as error:  # such as a run without iterations, which is copied all the same
+            say(f"the report page is not in the copy: {error}")
+        self._run.save(str(folder / "*"), base_path=self._run.dir, policy="now")
+
+
+def _begin(**about: Any) -> wandb.Run:
+    """Return a new run of the client, which says nothing and looks at nothing but what it is given."""
+    import wandb
+
+    settings = wandb.Settings(
+        **{"silent": True, "console": "off", "disable_git": True, "disable_code": True, "disable_job_creation": True},
+        **{"x_disable_stats": True, "x_disable_meta": True, "x_disable_machine_info": True},
+    )
+    return wandb.init(**about, reinit="create_new", settings=settings)
+
+
+def _id(run_dir: Path) -> str:
+    """Return the id of a run folder's copy: the client replaces a run that has the same one."""
+    return hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:12]

@@ -97,8 +97,8 @@ def build_parser() -> argparse.ArgumentParser:
     out = _shared("--out", metavar="DIR", type=_path, default=RUNS, help="where results go")
     inputs = _shared("--inputs", metavar="DIR", type=_path, help="where to look for a model that has been moved")
     workers = _shared("--workers", metavar="N", type=_positive, default=1, help="cells side by side")
-    about = "copy the records as they come: into an MLflow store, `mlflow` (MLFLOW_TRACKING_URI) or `wandb`"
-    track = _shared("--track", metavar="URI", action="append", default=[], help=f"{about}; may be repeated")
+    about = "copy records as they come to an MLflow store, `mlflow` or `wandb`, or call FILE.py:FUNCTION with them"
+    track = _shared("--track", metavar="WHERE", action="append", default=[], help=f"{about}; may be repeated")
     events = _shared("--tensorboard", metavar="DIR", type=_path, help="write TensorBoard event files below DIR")
     sets: dict[str, Any] = {"metavar": "FIELD=VALUE", "action": "append", "default": []}
     field = _shared("--set", **sets, help="change one field; may be repeated")
@@ -123,8 +123,8 @@ def build_parser() -> argparse.ArgumentParser:
     add(fork_command, run, field, inputs, track, events, out)("--at", metavar="ITERATION", type=_count, help=about)
     add(verify_command, run)
     add(show_command, run)("--samples", metavar="N", type=_count, default=5, help="last responses to print")
-    about = "MLflow tracking store, `mlflow` or `wandb`; default mlflow: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db"
-    add(track_command, run, events)("--uri", help=about)
+    about = "as --track of `run`; default mlflow: the store of MLFLOW_TRACKING_URI, else sqlite:///mlflow.db"
+    add(track_command, run, events)("--uri", metavar="WHERE", help=about)
     about = "rewards, advantages, losses, coefficients, summary or all (the default)"
     add(replay_command, run)("stage", metavar="STAGE", nargs="?", default="all", help=about)
     option = add(diff_command)

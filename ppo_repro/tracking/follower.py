@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.output import did_you_mean, masked, say
+from ppo_repro.base.output import did_you_mean, masked, one_line, say
+from ppo_repro.base.user_file import file_and_name
 
 END_SECONDS = 60.0  # how long the command waits for the copies after a run
 GRID_END_SECONDS = 600.0  # after a grid, whose page reads all of its runs
@@ -55,6 +56,8 @@ def targets_of(tracks: Sequence[str], tensorboard: Path | None) -> tuple[Target,
     UserError, before a run begins, for a place that cannot be one, or a package that is not installed.
     """
     targets = [_target(track) for track in dict.fromkeys(tracks)]
+    if len({target.kind for target in targets}) < len(targets):
+        raise UserError(f"--track: {masked(' and '.join(tracks))} are of one kind; give one of each kind")
     if tensorboard is not None:
         _require("tensorboardX", "--tensorboard", TENSORBOARD)
         targets.append(Target(TENSORBOARD, str(tensorboard)))
@@ -69,6 +72,9 @@ def _target(track: str) -> Target:
         uri = os.environ.get(TRACKING_URI, DEFAULT_URI)
         _check_uri(uri, TRACKING_URI)
         return Target(MLFLOW, uri)
+    if "://" not in track and ".py" in track:
+        _check_function(track)
+        return Target(FUNCTION, track)
     _check_uri(track, "--track")
     return Target(MLFLOW, track)
 
@@ -78,13 +84,23 @@ def _require(package: str, option: str, extra: str) -> None:
         raise UserError(f"{option}: needs the package {package}; install it with `pip install 'ppo_repro[{extra}]'`")
 
 
+def _check_function(path: str) -> None:
+    """Raise UserError if the function of `FILE.py:FUNCTION` cannot be loaded, in a process of its own, or called."""
+    file_and_name("--track", path)
+    command = [sys.executable, "-m", "ppo_repro.tracking.function_copy", path]
+    tried = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if tried.returncode:
+        *_, last = ["", *tried.stderr.splitlines()]
+        raise UserError(last or f"--track {path}: fails to load (its process ended with {tried.returncode})")
+
+
 def _check_uri(uri: str, source: str) -> None:
     """Raise UserError for an address that MLflow's client cannot have."""
     scheme, separator, path = uri.partition("://")
     if uri != "databricks" and (scheme.partition("+")[0] not in SCHEMES or not separator):
         raise UserError(
-            f"{source} {masked(uri)!r}: must be {WANDB}, {MLFLOW}, or begin with one of {', '.join(SCHEMES)} and ://"
-            f"{did_you_mean(uri, (WANDB, MLFLOW))}"
+            f"{source} {masked(uri)!r}: must begin with one of {', '.join(SCHEMES)} and ://, or be {MLFLOW}, {WANDB} "
+            f"or FILE.py:FUNCTION{did_you_mean(uri, (WANDB, MLFLOW))}"
         )
     if scheme == "sqlite" and not path.removeprefix("/"):
         raise UserError(f"{source} {uri}: keeps nothing; name a file, such as {DEFAULT_URI}")
@@ -106,6 +122,14 @@ def copy(folder: Path, target: Target, is_over: Callable[[float], bool] = lambda
 
         runs = wandb_copy.copy(folder, is_over)
         return Copies() if runs is None else Copies(runs.lines(), {WANDB: runs.fields()})
+    if target.kind == FUNCTION:
+        from ppo_repro.tracking import function_copy
+
+        count = function_copy.copy(folder, target.place, is_over)
+        return Copies(
+            [f"told        {target.place} of {count} iterations"],
+            {FUNCTION: {"path": target.place, "iterations": count}},
+        )
     from ppo_repro.tracking import tensorboard_copy
 
     if not tensorboard_copy.copy(folder, Path(target.place), is_over):
@@ -132,7 +156,7 @@ def _start(folder: Path, target: Target) -> subprocess.Popen[str]:
         [sys.executable, "-m", "ppo_repro.tracking.follower", str(folder), target.kind, target.place],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=None if target.kind == FUNCTION else subprocess.DEVNULL,  # what a user's function prints is for the user
         text=True,
         start_new_session=True,  # Ctrl-C goes to the run alone
     )
@@ -171,7 +195,9 @@ def main(folder: Path, target: Target) -> None:
     try:
         copies = copy(folder, target, ended.wait)
     except UserError as error:
-        print(error)
+        if target.kind == FUNCTION:
+            say(f"warning: {one_line(error)}; the run goes on")
+        print(one_line(error))
         sys.exit(1)
     print(json.dumps({"lines": copies.lines, "fields": copies.fields}))
 

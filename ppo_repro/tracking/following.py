@@ -13,6 +13,7 @@ from ppo_repro.grids.grid import CELLS
 from ppo_repro.records import manifest
 
 POLL_SECONDS = 1.0
+OF_ENVIRONMENT = ("code_digest", "git_commit", "git_dirty", "python", "platform")  # what a copy says of it
 IsOver = Callable[[float], bool]  # waits at most so many seconds; says whether the process that writes has ended
 
 

@@ -38,7 +38,7 @@ from ppo_repro.records.folder import (
     read_note,
     start_time,
 )
-from ppo_repro.tracking.following import IsOver, begun, follow_cells, follow_run, labels_of
+from ppo_repro.tracking.following import OF_ENVIRONMENT, IsOver, begun, follow_cells, follow_run, labels_of
 from ppo_repro.tracking.numbers import RunNumbers, Scalar, sentences
 
 # MLflow's defaults retry for minutes; the user's environment wins
@@ -48,7 +48,6 @@ FOLDER_TAG = "ppo_repro.folder"  # finds the earlier copy of a folder
 NOTES = (ENVIRONMENT_NAME, ACCURACY_NAME, TIMES_NAME)
 ARTIFACTS = (manifest.FILE_NAME, manifest.LOG_NAME, CONFIG_NAME, *NOTES)
 ENDED = {"complete": "FINISHED", "interrupted": "KILLED", "failed": "FAILED", "running": "KILLED"}
-OF_ENVIRONMENT = ("code_digest", "git_commit", "git_dirty", "python", "platform")  # tags
 
 
 @dataclass(frozen=True)

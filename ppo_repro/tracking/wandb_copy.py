@@ -23,7 +23,7 @@ from ppo_repro.config.files import read_tree
 from ppo_repro.grids.grid import CELLS
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME, REPORT_NAME, load_config_of, read_note
-from ppo_repro.tracking.following import IsOver, begun, follow_cells, follow_run, labels_of
+from ppo_repro.tracking.following import OF_ENVIRONMENT, IsOver, begun, follow_cells, follow_run, labels_of
 from ppo_repro.tracking.numbers import RunNumbers, Scalar, sentences
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def answering() -> Iterator[None]:
     except (Error, OSError, TimeoutError) as error:
         reason = masked(" ".join(str(error).split()))[:200]
         raise UserError(
-            f"wandb: cannot be written ({reason}); the records are not affected; with WANDB_MODE=offline it needs no server"
+            f"wandb: cannot be written ({reason}); the records are not affected; WANDB_MODE=offline needs no server"
         ) from error
 
 
@@ -97,7 +97,8 @@ class _RunCopy:
         recorded = manifest.load_head(run_dir)
         config = load_config_of(run_dir, recorded)
         environment = read_note(run_dir, recorded, ENVIRONMENT_NAME)
-        more: dict[str, Any] = {"run_dir": str(run_dir.absolute()), "environment": environment, **(about or {})}
+        more: dict[str, Any] = {"run_dir": str(run_dir.absolute()), **(about or {}), **environment["packages"]}
+        more |= {name: environment[name] for name in OF_ENVIRONMENT}
         kind: str = recorded.kind
         if recorded.origin is not None:
             kind, origin = "fork", recorded.origin

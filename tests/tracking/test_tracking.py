@@ -198,12 +198,16 @@ def test_a_grid_is_a_parent_with_its_settings_and_its_cells(
     ("uri", "said"),
     [
         ("", "must begin with one of http"),
-        ("foo://user:secret@bar", "--uri 'foo://***@bar': must begin with one of http"),
+        ("foo://user:secret@bar", "--track 'foo://***@bar': must begin with one of http"),
+        ("wnadb", "FILE.py:FUNCTION; did you mean wandb?"),
         ("sqlite://", "keeps nothing; name a file"),
         ("sqlite:///{here}/x.db/mlflow.db", "cannot be written"),
         ("sqlite:///{here}/x.db", "moved away first"),
         ("http://[::1", "cannot be written (Invalid IPv6 URL)"),
-        ("postgresql://user:secret@127.0.0.1/x", "--uri postgresql://***@127.0.0.1/x: cannot be written (No module"),
+        (
+            "postgresql://user:secret@127.0.0.1/x",
+            "MLflow at postgresql://***@127.0.0.1/x: cannot be written (No module",
+        ),
     ],
 )
 def test_a_uri_that_cannot_be_used_is_one_line(

@@ -1,0 +1,106 @@
+"""A user's function beside a run: called with each iteration, and what it gets wrong never reaches the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ppo_repro.records import manifest, reader
+from tests.support.cli import Cli, one_line
+from tests.support.paths import TINY
+
+slow = pytest.mark.slow
+FOLLOW = """
+import json
+from helper import PATH
+
+def follow(metrics):
+    with open(PATH, "a") as file:
+        file.write(json.dumps(metrics) + "\\n")
+    print("seen", metrics["iteration"])
+"""
+
+
+@pytest.fixture
+def follow(tmp_path: Path) -> str:
+    (tmp_path / "helper.py").write_text(f"PATH = {str(tmp_path / 'seen.jsonl')!r}\n")
+    (tmp_path / "follow.py").write_text(FOLLOW)
+    return f"{tmp_path}/follow.py:follow"
+
+
+def seen(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "seen.jsonl").read_text().splitlines()]
+
+
+def test_a_function_gets_every_iteration_of_a_recorded_run(
+    cli: Cli, deterministic_run: Path, follow: str, tmp_path: Path
+) -> None:
+    code, out, _ = cli("track", deterministic_run, "--uri", follow, "--json")
+    assert code == 0 and json.loads(out)["function"] == {"path": follow, "iterations": 3}
+    rows = reader.read_iterations(deterministic_run)
+    got = seen(tmp_path)
+    assert [row["iteration"] for row in got] == [0, 1, 2]
+    assert {row["run"] for row in got} == {str(deterministic_run)}
+    assert [row["score_mean"] for row in got] == rows["score_mean"].tolist()
+    assert ["eval_accuracy" in row for row in got] == rows["eval_accuracy"].notna().tolist()
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "said"),
+    [
+        ("def follow(metrics): pass\n", "other", "follow.py has no other"),
+        ("def follow(): pass\n", "follow", "follow.py:1: follow cannot be called"),
+        ("x = 1\nx = 1 / 0\n", "follow", "follow.py:2 fails to load (ZeroDivisionError: division by zero)"),
+        ("follow = 3\n", "follow", "follow is no function"),
+        ("import os\nos._exit(7)\n", "follow", "fails to load (its process ended with 7)"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_one_line_before_the_run(
+    text: str, name: str, said: str, cli: Cli, tmp_path: Path
+) -> None:
+    (tmp_path / "follow.py").write_text(text)
+    code, out, err = cli("run", TINY, "--out", tmp_path / "runs", "--track", f"{tmp_path}/follow.py:{name}")
+    line = one_line(err)
+    assert code == 2 and out == "" and said in line and "--track" in line and not (tmp_path / "runs").exists()
+
+
+def test_two_places_of_one_kind_are_refused(cli: Cli, follow: str, tmp_path: Path) -> None:
+    code, _, err = cli("run", TINY, "--track", "sqlite:///a.db", "--track", "mlflow")
+    assert code == 2 and "sqlite:///a.db and mlflow are of one kind; give one of each kind" in one_line(err)
+
+
+@slow
+def test_a_run_is_followed_while_it_works(cli: Cli, follow: str, tmp_path: Path) -> None:
+    code, out, err = cli("run", TINY, "--out", tmp_path / "runs", "--track", follow)
+    assert code == 0 and f"told        {follow} of 2 iterations" in out and "tracking" not in err
+    assert [row["iteration"] for row in seen(tmp_path)] == [0, 1]
+
+
+@slow
+@pytest.mark.parametrize("last", ["raise ValueError('no')", "import os; os._exit(3)", "while True: pass"])
+def test_a_function_that_fails_costs_a_run_nothing(
+    last: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "while" in last:
+        monkeypatch.setattr("ppo_repro.tracking.follower.END_SECONDS", 3.0)
+    (tmp_path / "follow.py").write_text(f"def follow(metrics):\n    {last}\n")
+    command = ["run", TINY, "--out", tmp_path, "--track", f"{tmp_path}/follow.py:follow", "--json"]
+    code, out, err = cli(*command)
+    run_dir = Path(json.loads(out)["run_dir"])
+    (said,) = [line for line in err.splitlines() if line.startswith("tracking ")]
+    assert code == 0 and f"ppo-repro track {run_dir} --uri {tmp_path}/follow.py:follow" in said
+    assert ("follow.py:2: follow raised ValueError: no" in said) is ("raise" in last)
+    assert manifest.load(run_dir).status == "complete"
+
+
+@slow
+def test_a_grid_is_followed(cli: Cli, follow: str, tmp_path: Path) -> None:
+    tree = {"question": "q?", "expectation": "e.", "base": str(TINY), "axes": {}, "seeds": [1, 2]}
+    (tmp_path / "g.yaml").write_text(json.dumps(tree))
+    code, _, err = cli("grid", tmp_path / "g.yaml", "--out", tmp_path, "--track", follow)
+    assert code == 0, err
+    assert sorted((Path(str(row["run"])).name[:5], row["iteration"]) for row in seen(tmp_path)) == [
+        ("seed1", 0), ("seed1", 1), ("seed2", 0), ("seed2", 1)
+    ]  # fmt: skip

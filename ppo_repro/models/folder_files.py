@@ -22,10 +22,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "
 _SMALL = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 _TEXTS = (".json", ".txt", ".model", ".jinja")
 _OBJECTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-MOST_BYTES, MOST_BYTES_OF_TOKENIZERS = (
-    1 << 24,
-    1 << 28,
-)  # of a file that is read whole
+MAX_BYTES, MAX_BYTES_OF_TOKENIZERS = 1 << 24, 1 << 28  # of a file that is read whole
 _TEMPLATES = "additional_chat_templates"
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 _DTYPES = {"F32", "F16", "BF16"}
@@ -65,7 +62,7 @@ def _check_files(folder: Path, where: str) -> None:
         mode, size = path.stat().st_mode, path.stat().st_size
         if kind := _KINDS.get(stat.S_IFMT(mode)):
             raise UserError(f"{where}: {path.name} is {kind}; must be a regular file, remove it or restore it")
-        most = MOST_BYTES if path.name in _SMALL or path.suffix == ".jinja" else MOST_BYTES_OF_TOKENIZERS
+        most = MAX_BYTES if path.name in _SMALL or path.suffix == ".jinja" else MAX_BYTES_OF_TOKENIZERS
         if stat.S_ISREG(mode) and path.suffix in _TEXTS and size > most:
             raise UserError(f"{where}: {path.name} has {size} bytes; must be at most {most}, restore it")
 

@@ -31,7 +31,7 @@ from ppo_repro.numerics.ranges import check_ranges
 from ppo_repro.tasks.tokenizer import special_tokens
 
 _EXACT_IN_FLOAT32 = (torch.float32, torch.float16, torch.bfloat16)
-MOST_LEFT_OUT = 4  # times as many weights as the files have: a head and an embedding may be missing in a small model
+MAX_LEFT_OUT = 4  # times as many weights as the files have: a head and an embedding may be missing in a small model
 _EVERY_KIND = "a 7\n\u00e9\u4e2d\U0001f600"  # of characters
 AutoClass = type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification]
 
@@ -51,7 +51,7 @@ def load_as(
     config, expected = _read_config(folder, classes, where)
     check_sums(folder)
     found = check_weights(folder, where)
-    if expected > MOST_LEFT_OUT * found:  # before memory for all of them is taken
+    if expected > MAX_LEFT_OUT * found:  # before memory for all of them is taken
         raise UserError(f"{where}: its config.json wants {expected} weights, and its files have {found}; restore it")
     tokenizer = _load_tokenizer(folder, config.vocab_size, where)
     with _reading(where):  # what it would say is an error here

@@ -21,7 +21,7 @@ from ppo_repro.numerics.attached import ATTACHED
 from ppo_repro.numerics.devices import kernels_of
 from ppo_repro.numerics.interface import Struct, constants, ffi, pointer
 
-MOST_LEVELS = constants.MAX_LEVELS
+MAX_LEVELS = constants.MAX_LEVELS
 _ALIGNED = 16  # floats
 
 Slots = Sequence[int] | np.ndarray
@@ -136,8 +136,8 @@ class GradientSums:
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]], slots: int) -> None:
         """Collect gradients in `slots` slots, a power of two; parameters that are not trained get none."""
-        if slots not in {1 << i for i in range(MOST_LEVELS)}:
-            raise ValueError(f"{slots} slots; a power of two up to {1 << (MOST_LEVELS - 1)} is possible")
+        if slots not in {1 << i for i in range(MAX_LEVELS)}:
+            raise ValueError(f"{slots} slots; a power of two up to {1 << (MAX_LEVELS - 1)} is possible")
         self.slots, self._all = slots, dict(parameters)
         self.trained = {name: p for name, p in self._all.items() if p.requires_grad}
         self._names = {id(p): name for name, p in self._all.items()}

@@ -52,11 +52,17 @@ def weights_digest(parameters: Iterable[tuple[str, Tensor]]) -> str:
     return digest.hexdigest()[:16]
 
 
+def _require_same_names(expected: Iterable[str], found: Iterable[str], what: str) -> None:
+    """Raise ValueError, which names the first ones, for names that only one side has."""
+    unmatched = sorted(set(expected) ^ set(found))
+    if unmatched:
+        more = f" and {len(unmatched) - 3} more" if len(unmatched) > 3 else ""
+        raise ValueError(f"one side only has {what} {', '.join(unmatched[:3])}{more}")
+
+
 def copy_named(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     """Copy every bit of `values` into `targets`; ValueError unless names, shapes and dtypes are the same."""
-    if set(targets) != set(values):
-        unmatched = ", ".join(sorted(set(targets) ^ set(values)))
-        raise ValueError(f"these tensors are on one side only: {unmatched}")
+    _require_same_names(targets, values, "the tensors")
     for name, target in targets.items():
         value = values[name]
         if (value.shape, value.dtype) != (target.shape, target.dtype):
@@ -126,12 +132,15 @@ class AdamW:
         return OptimizerState(self.first, self.second, dict.fromkeys(self.parameters, self.steps))
 
     def load(self, state: OptimizerState) -> None:
-        """Continue from moments; ValueError if they belong to other parameters."""
-        if set(state.steps) != set(self.parameters) or len(set(state.steps.values())) > 1:
-            raise ValueError("the optimizer state is not of this module in deterministic numerics")
+        """Continue from moments; ValueError names parameters that one side lacks, or that have steps of their own."""
+        _require_same_names(self.parameters, state.steps, "steps of")
+        steps, by_steps = max(state.steps.values(), default=0), sorted(state.steps, key=state.steps.__getitem__)
+        if by_steps and state.steps[by_steps[0]] != steps:
+            fewer = f"{by_steps[0]} has taken {state.steps[by_steps[0]]} steps, {by_steps[-1]} {steps}"
+            raise ValueError(f"{fewer}; in deterministic numerics all parameters step together")
         copy_named(self.first, state.first)
         copy_named(self.second, state.second)
-        self.steps = max(state.steps.values(), default=0)
+        self.steps = steps
 
 
 class NativeAdamW:
@@ -146,6 +155,10 @@ class NativeAdamW:
             eps=settings.eps,
             weight_decay=settings.weight_decay,
         )
+        # as torch does at a parameter's first gradient; some parameters never have one
+        for p in self.parameters.values():
+            moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            self.adamw.state[p] = {"step": torch.zeros(()), **moments}
 
     def apply(self, settings: AdamWSettings, gradients: Mapping[str, Tensor]) -> float:
         """Take one step; return the norm before clipping. NumericsError if it is not finite."""
@@ -160,23 +173,20 @@ class NativeAdamW:
         self.adamw.zero_grad()
         return norm
 
+    def _kept(self, name: str) -> dict[str, Tensor]:
+        return {parameter: self.adamw.state[p][name] for parameter, p in self.parameters.items()}
+
     def state(self) -> OptimizerState:
-        # a parameter that never had a gradient has no state
-        states = {name: self.adamw.state[p] for name, p in self.parameters.items() if p in self.adamw.state}
-        first = {name: state["exp_avg"] for name, state in states.items()}
-        second = {name: state["exp_avg_sq"] for name, state in states.items()}
-        return OptimizerState(first, second, {name: int(state["step"]) for name, state in states.items()})
+        steps = {name: int(step) for name, step in self._kept("step").items()}
+        return OptimizerState(self._kept("exp_avg"), self._kept("exp_avg_sq"), steps)
 
     def load(self, state: OptimizerState) -> None:
-        """Continue from moments; ValueError if they belong to other parameters."""
-        if not set(state.steps) <= set(self.parameters):
-            raise ValueError("the optimizer state is not of this module in native numerics")
-        first, second = ({n: torch.zeros_like(self.parameters[n]) for n in state.steps} for _ in range(2))
-        copy_named(first, state.first)
-        copy_named(second, state.second)
-        for name, steps in state.steps.items():
-            moments = {"step": torch.tensor(float(steps)), "exp_avg": first[name], "exp_avg_sq": second[name]}
-            self.adamw.state[self.parameters[name]] = moments
+        """Continue from moments; ValueError names parameters that one side lacks."""
+        _require_same_names(self.parameters, state.steps, "steps of")
+        copy_named(self._kept("exp_avg"), state.first)
+        copy_named(self._kept("exp_avg_sq"), state.second)
+        for name, step in self._kept("step").items():
+            step.fill_(state.steps[name])
 
 
 class NativeGradients:
@@ -224,7 +234,7 @@ class Optimizer:
         slots: int = SLOTS,
         adapter: Adapter | None = None,
     ) -> None:
-        self.settings, self._adapter, self._mode = settings, adapter, mode
+        self.settings, self._adapter = settings, adapter
         named = list(module.named_parameters())
         self.sums = GradientSums(named, slots) if mode == "deterministic" else NativeGradients(named)
         trained = self.sums.trained if adapter is None else adapter.trained()
@@ -257,7 +267,7 @@ class Optimizer:
     def load(self, state: OptimizerState) -> None:
         """Continue from `state`; ValueError if it belongs to another module."""
         if self._adapter is None and state.factors:
-            raise ValueError(f"the optimizer state is not of this module in {self._mode} numerics")
+            raise ValueError("it has factors of adapters; the configuration has no lora")
         if self._adapter is not None:
             copy_named(self._adapter.factors(), state.factors)
         self.adamw.load(state)

@@ -10,21 +10,21 @@ from collections.abc import Mapping
 from ppo_repro.base.errors import UserError
 from ppo_repro.numerics.interface import constants
 
-MOST_LAYERS, MOST_WIDTH = constants.MOST_LAYERS, constants.MOST_WIDTH
-MOST_VOCABULARY, MOST_EXPERTS = constants.MOST_VOCABULARY, constants.MOST_EXPERTS
-_MOST = (1 << 31) - 1
+MAX_LAYERS, MAX_WIDTH = constants.MAX_LAYERS, constants.MAX_WIDTH
+MAX_VOCABULARY, MAX_EXPERTS = constants.MAX_VOCABULARY, constants.MAX_EXPERTS
+_MAX_INT = (1 << 31) - 1
 _WHOLE = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer"), (1, MOST_LAYERS)),
-    **dict.fromkeys(("hidden_size", "n_embd", "num_attention_heads", "n_head", "num_key_value_heads"), (1, MOST_WIDTH)),
-    **dict.fromkeys(("head_dim", "intermediate_size", "moe_intermediate_size", "n_inner"), (1, MOST_WIDTH)),
-    "vocab_size": (1, MOST_VOCABULARY),
-    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), (1, MOST_EXPERTS)),
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), (1, MAX_LAYERS)),
+    **dict.fromkeys(("hidden_size", "n_embd", "num_attention_heads", "n_head", "num_key_value_heads"), (1, MAX_WIDTH)),
+    **dict.fromkeys(("head_dim", "intermediate_size", "moe_intermediate_size", "n_inner"), (1, MAX_WIDTH)),
+    "vocab_size": (1, MAX_VOCABULARY),
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), (1, MAX_EXPERTS)),
     **dict.fromkeys(
-        ("max_position_embeddings", "n_positions", "n_ctx", "original_max_position_embeddings"), (1, _MOST)
+        ("max_position_embeddings", "n_positions", "n_ctx", "original_max_position_embeddings"), (1, _MAX_INT)
     ),
-    **dict.fromkeys(("sliding_window", "decoder_sparse_step"), (1, _MOST)),
-    "max_window_layers": (0, _MOST),
-    "num_labels": (1, MOST_WIDTH),
+    **dict.fromkeys(("sliding_window", "decoder_sparse_step"), (1, _MAX_INT)),
+    "max_window_layers": (0, _MAX_INT),
+    "num_labels": (1, MAX_WIDTH),
 }
 _NUMBERS = {
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), (1e-30, 1.0)),

@@ -15,7 +15,7 @@ import ppo_repro
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import one_line
 from ppo_repro.checks.plan import plan_run
-from ppo_repro.models.folder_files import GENERATION, MOST_BYTES, WEIGHTS
+from ppo_repro.models.folder_files import GENERATION, MAX_BYTES, WEIGHTS
 from ppo_repro.models.folders import load_reward_model, write_model
 from ppo_repro.models.load import load_folder, stop_ids
 from ppo_repro.models.reward_model import reward_scores
@@ -55,7 +55,7 @@ def no_unknown_token(folder: Path) -> None:
 
 
 def large(name: str) -> Damage:
-    return device(name, lambda path: path.touch() or os.truncate(path, MOST_BYTES + 1))  # type: ignore[func-returns-value]
+    return device(name, lambda path: path.touch() or os.truncate(path, MAX_BYTES + 1))  # type: ignore[func-returns-value]
 
 
 def endless(path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fractions import Fraction
 
 import numpy as np
@@ -122,6 +122,25 @@ def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(bad: float) 
         adam.apply(SETTINGS, {n: torch.from_numpy(g) for n, g in gradients.items()})
     assert all((p == 1).all() for p in weights.values()) and adam.steps == 0
     assert not any(m.any() for m in (*adam.first.values(), *adam.second.values()))
+
+
+@pytest.mark.parametrize("mode", ["deterministic", "native"])
+@pytest.mark.parametrize("field", ["first", "second", "steps"])
+def test_a_state_without_one_parameter_is_refused_by_its_name(mode: str, field: str) -> None:
+    weights = {name: torch.zeros(3) for name in ("a", "layer.weight", "z")}
+    adam = AdamW(weights) if mode == "deterministic" else NativeAdamW(weights, SETTINGS)
+    adam.load(adam.state())
+    missing = {name: kept for name, kept in getattr(adam.state(), field).items() if name != "layer.weight"}
+    with pytest.raises(ValueError, match=r"layer\.weight$"):
+        adam.load(replace(adam.state(), **{field: missing}))
+
+
+def test_parameters_that_step_alone_are_refused_by_name_in_deterministic_numerics() -> None:
+    """As stock torch leaves them where an expert has no gradient."""
+    native = NativeAdamW({"a": torch.zeros(3), "z": torch.zeros(3)}, SETTINGS)
+    native.apply(SETTINGS, {"z": torch.ones(3)})
+    with pytest.raises(ValueError, match="a has taken 0 steps, z 1"):
+        AdamW({"a": torch.zeros(3), "z": torch.zeros(3)}).load(native.state())
 
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=30), st.randoms())

@@ -17,7 +17,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.numerics import library
 from ppo_repro.numerics.interface import ffi, ints
 from ppo_repro.numerics.network import Lowered, Network
-from ppo_repro.numerics.ranges import MOST_EXPERTS, MOST_LAYERS, MOST_VOCABULARY, MOST_WIDTH
+from ppo_repro.numerics.ranges import MAX_EXPERTS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH
 from ppo_repro.numerics.rows import ragged
 from tests.support.models import CONFIGS, CONTEXT, MIXTURES, gpt_neox_config, llama_config, mixtral_config, small_model
 
@@ -98,9 +98,9 @@ def fault(of: Network) -> str | None:
 
 # numbers of the C struct that break one rule, and the field that the rule is about
 BROKEN = {
-    "num_hidden_layers": [("layers", 0), ("layers", MOST_LAYERS + 1)],
-    "hidden_size": [("hidden", 0), ("hidden", MOST_WIDTH + 1), ("hidden", 49), ("embedding_scale", float("inf"))],
-    "vocab_size": [("vocabulary", 0), ("vocabulary", MOST_VOCABULARY + 1)],
+    "num_hidden_layers": [("layers", 0), ("layers", MAX_LAYERS + 1)],
+    "hidden_size": [("hidden", 0), ("hidden", MAX_WIDTH + 1), ("hidden", 49), ("embedding_scale", float("inf"))],
+    "vocab_size": [("vocabulary", 0), ("vocabulary", MAX_VOCABULARY + 1)],
     "num_attention_heads": [("heads", 0), ("q_at", -1), ("q_at", 1 << 30), ("k_step", 1), ("v_at", 4000)],
     "num_key_value_heads": [("kv_heads", 0), ("kv_heads", 3), ("kv_heads", 8)],
     "head_dim": [("head_dim", 0), ("head_dim", 1 << 29), ("rotary", 15), ("rotary", 0), ("rotary", 18)],
@@ -111,7 +111,7 @@ BROKEN = {
     "model_type": [("norm", 3), ("qk_norm", 3)],
     "hidden_act": [("activation", 3)],
     "intermediate_size": [("gated", 0)],
-    "num_experts": [("mixtures", 3), ("mixtures", 0), ("experts", 0), ("experts", MOST_EXPERTS + 1), ("experts", 3)],
+    "num_experts": [("mixtures", 3), ("mixtures", 0), ("experts", 0), ("experts", MAX_EXPERTS + 1), ("experts", 3)],
     "num_experts_per_tok": [("chosen", 0), ("chosen", 5)],
 }
 UNBROKEN = {"sliding_window"}  # of a layer, not of the model's struct

@@ -82,18 +82,30 @@ def times(state: OptimizerState, field: str, name: str) -> OptimizerState:
     return dataclasses.replace(state, **{field: {**tensors, name: tensors[name] * 1.01}})
 
 
+def without(state: OptimizerState, field: str, name: str) -> OptimizerState:
+    return dataclasses.replace(state, **{field: {n: kept for n, kept in getattr(state, field).items() if n != name}})
+
+
+def policy(saved: Checkpoint, change: Callable[..., OptimizerState], *about: str) -> Checkpoint:
+    return dataclasses.replace(saved, policy_optimizer=change(saved.policy_optimizer, *about))
+
+
+def value(saved: Checkpoint, change: Callable[..., OptimizerState], *about: str) -> Checkpoint:
+    return dataclasses.replace(saved, value_optimizer=change(saved.value_optimizer, *about))
+
+
 def coefficients(saved: Checkpoint, **changed: Any) -> Checkpoint:
     return dataclasses.replace(saved, coefficients=dataclasses.replace(saved.coefficients, **changed))
 
 
+UP = "model.layers.0.mlp.up_proj.weight"
 ALTERATIONS: dict[str, Callable[[Checkpoint], Checkpoint]] = {
-    "steps": lambda c: dataclasses.replace(c, policy_optimizer=later(c.policy_optimizer)),
-    "first moment": lambda c: dataclasses.replace(
-        c, policy_optimizer=times(c.policy_optimizer, "first", "model.layers.0.mlp.up_proj.weight")
-    ),
-    "second moment": lambda c: dataclasses.replace(
-        c, value_optimizer=times(c.value_optimizer, "second", "head.weight")
-    ),
+    "steps": lambda c: policy(c, later),
+    "first moment": lambda c: policy(c, times, "first", UP),
+    "second moment": lambda c: policy(c, times, "second", UP),
+    "value steps": lambda c: value(c, later),
+    "value first moment": lambda c: value(c, times, "first", "head.weight"),
+    "value second moment": lambda c: value(c, times, "second", "head.weight"),
     "kl_coef": lambda c: coefficients(c, kl_coef=c.coefficients.kl_coef * (1 + 2.0**-20)),
     "clip_range": lambda c: coefficients(c, clip_range=c.coefficients.clip_range / 2),
     "statistics of returns": lambda c: coefficients(c, returns=ReturnStatistics()),
@@ -113,16 +125,53 @@ def test_every_part_of_a_checkpoint_is_needed(recorded: Recorded, tmp_path: Path
     assert manifest.load(run_dir).status == "failed"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [({"chain": "0" * 64}, "is not of this run; remove it to start"), ({"task": "other"}, "prompts, answers or end")],
-)
-def test_a_checkpoint_of_other_records_or_prompts_is_refused(
-    recorded: Recorded, tmp_path: Path, change: dict[str, str], message: str
+REFUSALS: dict[str, tuple[Callable[[Checkpoint], Checkpoint], str]] = {
+    "chain": (lambda c: dataclasses.replace(c, chain="0" * 64), "is not of this run; remove it to start"),
+    "task": (lambda c: dataclasses.replace(c, task="other"), "prompts, answers or end tokens"),
+    "a moment": (lambda c: policy(c, without, "first", UP), f"iteration 2 does not fit the model: .* {UP}$"),
+    "steps": (lambda c: value(c, without, "steps", "head.weight"), r"does not fit the model: .* head\.weight$"),
+}
+
+
+@pytest.mark.parametrize("part", REFUSALS)
+def test_a_checkpoint_of_another_run_or_with_parts_missing_is_refused(
+    recorded: Recorded, tmp_path: Path, part: str
 ) -> None:
+    change, message = REFUSALS[part]
     run_dir = recorded.copy(3, tmp_path)
-    altered(run_dir, lambda c: dataclasses.replace(c, **change))  # type: ignore[arg-type]
+    altered(run_dir, change)
     with pytest.raises(UserError, match=message):
+        resume(run_dir, Silent())
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """Stock torch, under one layout, with the coefficient that the other run has not."""
+    penalty = "ppo.objective={kind: kl_penalty, penalty_coef: 2, target_kl: 1e-4}"
+    usual = ("model.warm_start_steps=5", "ppo.iterations=4", "checkpoints.every=2")
+    config = load_config(TINY, [*usual, "numerics.mode=native", penalty])
+    return record(config, tmp_path_factory.mktemp("native"))
+
+
+def test_a_native_run_goes_on_to_its_own_numbers(native: Recorded, tmp_path: Path) -> None:
+    run_dir = native.copy(3, tmp_path)
+    assert resume(run_dir, Silent()) == Resumed(2, 3)
+    native.require_same(run_dir)
+
+
+NATIVE_ALTERATIONS: dict[str, Callable[[Checkpoint], Checkpoint]] = {
+    "steps": lambda c: policy(c, later),
+    "first moment": lambda c: policy(c, times, "first", UP),
+    "second moment": lambda c: policy(c, times, "second", UP),
+    "penalty_coef": lambda c: coefficients(c, penalty_coef=c.coefficients.penalty_coef * 2),
+}
+
+
+@pytest.mark.parametrize("part", NATIVE_ALTERATIONS)
+def test_every_part_of_a_native_checkpoint_is_needed(native: Recorded, tmp_path: Path, part: str) -> None:
+    run_dir = native.copy(3, tmp_path)
+    altered(run_dir, NATIVE_ALTERATIONS[part])
+    with pytest.raises(PromiseBroken, match="iteration 2, column "):
         resume(run_dir, Silent())
 
 

@@ -69,16 +69,23 @@ static void multiply_values(const float *p, long ld, int rows, const float *valu
   }
 }
 
-// Scores into p, in place: s[j] = exp(scale s[j] - top) for the keys j in [from, to) that the query sees, 0
-// elsewhere in [begin, end). Returns top; total is the sum. `begin` is a multiple of 16, so lanes go by
-// position.
-static float exponentials(float *s, int begin, int from, int to, int end, float scale, float *total) {
-  for (int j = from; j < to; j++) s[j] = s[j] * scale;
-  float top = largest(s + from, to - from);
-  for (int j = begin; j < from; j++) s[j] = 0.0f;
-  for (int j = from; j < to; j++) s[j] = exp32(s[j] - top);
-  for (int j = to; j < end; j++) s[j] = 0.0f;
-  *total = (float)sum_row(s + begin, to - begin);
+// Keys of one query, by position
+typedef struct {
+  int begin;  // those with scores are [begin, end); `begin` is a multiple of 16, so lanes go by position
+  int end;
+  int from;   // those that the query sees are [from, to)
+  int to;
+} Keys;
+
+// Scores into p, in place: s[j] = exp(scale s[j] - top) for the keys j that the query sees, 0 for the others
+// with scores. Returns top; total is the sum.
+static float exponentials(float *s, Keys keys, float scale, float *total) {
+  for (int j = keys.from; j < keys.to; j++) s[j] = s[j] * scale;
+  float top = largest(s + keys.from, keys.to - keys.from);
+  for (int j = keys.begin; j < keys.from; j++) s[j] = 0.0f;
+  for (int j = keys.from; j < keys.to; j++) s[j] = exp32(s[j] - top);
+  for (int j = keys.to; j < keys.end; j++) s[j] = 0.0f;
+  *total = (float)sum_row(s + keys.begin, keys.to - keys.begin);
   return top;
 }
 
@@ -108,9 +115,8 @@ static void attend_strip(const Heads *h, int kv, int s, int row0, int row1, floa
   multiply_keys(q, head_dim, rows, h->keys + head_at(h, kv, s), head_dim, begin, end, p, ld);
   for (int i = 0; i < rows; i++) {
     int position = past + (row0 + i) / group;
-    int from = first_seen(h, position);
-    float *total = &h->total[at[i]];
-    h->top[at[i]] = exponentials(p + i * ld, begin, from, position + 1, end, h->scale, total);
+    Keys keys = {.begin = begin, .end = end, .from = first_seen(h, position), .to = position + 1};
+    h->top[at[i]] = exponentials(p + i * ld, keys, h->scale, &h->total[at[i]]);
   }
   multiply_values(p, ld, rows, h->values + head_at(h, kv, s), head_dim, begin, end, mixed, head_dim);
   for (int i = 0; i < rows; i++) {
@@ -152,15 +158,15 @@ static void values_as_panels(const float *rows, int positions, int head_dim, flo
 }
 
 // One query: its scores s become p, and dp = d . value becomes ds; both 0 for the keys that it does not see
-static void softmax_backward(float *s, float *dp, int begin, int from, int to, int end, float scale,
-                             float top, float total, float delta) {
+static void softmax_backward(float *s, float *dp, Keys keys, float scale, float top, float total,
+                             float delta) {
   float inverse = 1.0f / total;
-  for (int j = begin; j < from; j++) s[j] = dp[j] = 0.0f;
-  for (int j = from; j < to; j++) {
+  for (int j = keys.begin; j < keys.from; j++) s[j] = dp[j] = 0.0f;
+  for (int j = keys.from; j < keys.to; j++) {
     s[j] = exp32(s[j] * scale - top) * inverse;
     dp[j] = s[j] * (dp[j] - delta);
   }
-  for (int j = to; j < end; j++) s[j] = dp[j] = 0.0f;
+  for (int j = keys.to; j < keys.end; j++) s[j] = dp[j] = 0.0f;
 }
 
 // out[j][d] += sum over the queries of one block, from query0 to query1 - 1, of x[query][j] w[query][d], for
@@ -224,8 +230,9 @@ static void attend_backward_block(const Heads *h, const KeyHead *k, int head, in
     for (int t = t0; t < t1; t++) {
       long row = (long)(k->first + t) * m->heads + head;
       float delta = (float)dot_rows(mixed + t * width, d_mixed + t * width, head_dim);
-      softmax_backward(p + (t - t0) * ld, ds + (t - t0) * ld, begin, first_seen(h, t), t + 1, (int)ld,
-                       h->scale, h->top[row], h->total[row], delta);
+      Keys keys = {.begin = begin, .end = (int)ld, .from = first_seen(h, t), .to = t + 1};
+      softmax_backward(p + (t - t0) * ld, ds + (t - t0) * ld, keys, h->scale, h->top[row], h->total[row],
+                       delta);
     }
     multiply_values(ds, ld, t1 - t0, k->key_rows, head_dim, begin, t1, dq + t0 * width, width);
     for (int t = t0; t < t1; t++)

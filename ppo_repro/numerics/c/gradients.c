@@ -12,9 +12,9 @@
 
 // Sizes that change no bit
 enum {
-  NEAR_ROWS = 200,   // rows of a panel and a strip that fit the first-level cache
+  NEAR_ROWS = 200,    // rows of a panel and a strip that fit the first-level cache
   PACK_COLUMNS = 96,  // columns of a task that packs: a multiple of ROWS and of 16
-  MOST_STRIPS = 32   // strips of a task, whose parts stay in the second-level cache
+  MAX_STRIPS = 32     // strips of a task, whose parts stay in the second-level cache
 };
 
 // --------------------------------------------------------------------------------------------- parts of sums
@@ -245,7 +245,7 @@ static void weight_gradient(const float *dy, int n, const float *x, int k, const
       .panels = shared_scratch(SCRATCH_GRADIENT_PANELS, (size_t)panels * COLS * (size_t)rows),
   };
   parallel_for(packing_tasks(strips * ROWS) + packing_tasks(panels * COLS), pack_gradient_task, &a);
-  a.strip_group = least(MOST_STRIPS, 1 + 65536 / (ROWS * (rows + 1)));
+  a.strip_group = least(MAX_STRIPS, 1 + 65536 / (ROWS * (rows + 1)));
   a.panel_group = task_size(panels, strips / a.strip_group + 1, 64);
   int strip_groups = (strips + a.strip_group - 1) / a.strip_group;
   int panel_groups = (panels + a.panel_group - 1) / a.panel_group;

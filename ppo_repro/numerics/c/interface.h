@@ -34,7 +34,7 @@ typedef enum {
 enum { MAX_LEVELS = 8 };  // arrays of partial sums of gradients: at most 2^7 slots
 
 // The largest model: the kernels count products of two widths in ints
-enum { MOST_LAYERS = 1024, MOST_WIDTH = 1048576, MOST_VOCABULARY = 16777216, MOST_EXPERTS = 1024 };
+enum { MAX_LAYERS = 1024, MAX_WIDTH = 1048576, MAX_VOCABULARY = 16777216, MAX_EXPERTS = 1024 };
 
 // ------------------------------------------------------------------------------ matrices and their gradients
 

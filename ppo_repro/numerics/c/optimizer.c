@@ -5,6 +5,9 @@
 // Rule 3: elements of a block of the norm. The other rows have this length too, but any other would do.
 enum { NORM_BLOCK = 4096 };
 
+// Scratch memory is counted in floats.
+enum { FLOATS_OF_A_DOUBLE = sizeof(double) / sizeof(float) };
+
 INLINE int rows_in(long n) { return (int)((n + NORM_BLOCK - 1) / NORM_BLOCK); }
 INLINE int row_length(long n, int row) {
   long left = n - (long)row * NORM_BLOCK;
@@ -91,7 +94,8 @@ double gradient_squares(Trained *tensors, int count) {
   double sum = 0.0;
   for (Trained *t = tensors; t < tensors + count; t++) {
     int blocks = rows_in(t->n);
-    double *of_blocks = (double *)shared_scratch(SCRATCH_SQUARES, 2 * (size_t)(blocks + 1));
+    size_t floats = (size_t)blocks * FLOATS_OF_A_DOUBLE;
+    double *of_blocks = (double *)shared_scratch(SCRATCH_SQUARES, floats);
     for_rows(blocks, squares_row, &(Squares){t->g, t->n, of_blocks});
     const double *squares = on_host(of_blocks, (size_t)blocks * sizeof(double));
     t->square = 0.0;

@@ -10,14 +10,14 @@
 #include "kernels.h"
 
 enum {
-  MOST_WORKERS = 255,
+  MAX_WORKERS = 255,
   SPINS = 20000,
   TASK_BITS = 24
 };
 #define TASK_MASK ((1ULL << TASK_BITS) - 1)
 
 static struct {
-  pthread_t workers[MOST_WORKERS];
+  pthread_t workers[MAX_WORKERS];
   int count;  // workers besides the caller
   // tasks of the job << TASK_BITS | the next of them: one number, so that a worker that wakes late takes no
   // task of a job that is over for one of the next job
@@ -102,7 +102,7 @@ static void parallel_for(int total, Task task, void *argument) {
 // End all workers and start `threads` - 1 others. 0, or -1 where the system gives no more threads; then there
 // is one.
 int set_threads(int threads) {
-  int wanted = threads - 1 < MOST_WORKERS ? threads - 1 : MOST_WORKERS;
+  int wanted = threads - 1 < MAX_WORKERS ? threads - 1 : MAX_WORKERS;
   if (wanted == pool.count) return 0;
   atomic_store(&pool.stop, 1);
   next_job();

@@ -13,7 +13,7 @@ INLINE int heads_fit(const Model *m, int count, int at, int step, long width) {
 
 // Up and down projection of an MLP or of one expert
 static int mlp_fits(const Model *m, const Matrix *up, const Matrix *down) {
-  return within(down->k, 1, MOST_WIDTH) && has_shape(up, (m->gated ? 2L : 1L) * down->k, m->hidden) &&
+  return within(down->k, 1, MAX_WIDTH) && has_shape(up, (m->gated ? 2L : 1L) * down->k, m->hidden) &&
          has_shape(down, m->hidden, down->k);
 }
 
@@ -41,11 +41,11 @@ static const char *layer_fault(const Model *m, const Layer *l, int mixture) {
 
 // NULL for a model that the kernels can compute; else "FIELD: RULE", the field by its name in transformers.
 const char *model_fault(const Model *m) {
-  if (!within(m->layers, 1, MOST_LAYERS)) return "num_hidden_layers: must be from 1 to 1024";
-  if (!within(m->hidden, 1, MOST_WIDTH)) return "hidden_size: must be from 1 to 1048576";
-  if (!within(m->vocabulary, 1, MOST_VOCABULARY)) return "vocab_size: must be from 1 to 16777216";
-  if (!within(m->heads, 1, MOST_WIDTH)) return "num_attention_heads: must be from 1 to 1048576";
-  if (!within(m->head_dim, 1, MOST_WIDTH / m->heads))
+  if (!within(m->layers, 1, MAX_LAYERS)) return "num_hidden_layers: must be from 1 to 1024";
+  if (!within(m->hidden, 1, MAX_WIDTH)) return "hidden_size: must be from 1 to 1048576";
+  if (!within(m->vocabulary, 1, MAX_VOCABULARY)) return "vocab_size: must be from 1 to 16777216";
+  if (!within(m->heads, 1, MAX_WIDTH)) return "num_attention_heads: must be from 1 to 1048576";
+  if (!within(m->head_dim, 1, MAX_WIDTH / m->heads))
     return "head_dim: must be at least 1, and all heads together at most 1048576";
   if (!within(m->kv_heads, 1, m->heads) || m->heads % m->kv_heads)
     return "num_key_value_heads: must divide num_attention_heads";
@@ -53,7 +53,7 @@ const char *model_fault(const Model *m) {
     return "head_dim: rotary positions turn pairs, so an even number of a head's elements, from 2 to all, "
            "must rotate";
   if (m->rotary && (!m->cosine || !m->sine)) return "rope_parameters: there are no tables of cosine and sine";
-  if (!within(m->position_entries, 0, MOST_VOCABULARY))
+  if (!within(m->position_entries, 0, MAX_VOCABULARY))
     return "max_position_embeddings: must be from 1 to 16777216";
   if (!within(m->padding, -1, m->vocabulary - 1L)) return "pad_token_id: must be a token of the vocabulary";
   if (!is_positive(m->eps)) return "eps of the norms: must be finite and above 0";
@@ -63,7 +63,7 @@ const char *model_fault(const Model *m) {
     return "model_type: its kind of norm is not known";
   if (!within(m->activation, ACT_SILU, ACT_GELU_TANH)) return "hidden_act: is not known";
   if (!within(m->mixtures, 0, m->layers)) return "num_experts: more layers have experts than there are";
-  if (m->mixtures && !within(m->experts, 1, MOST_EXPERTS)) return "num_experts: must be from 1 to 1024";
+  if (m->mixtures && !within(m->experts, 1, MAX_EXPERTS)) return "num_experts: must be from 1 to 1024";
   if (m->mixtures && !within(m->chosen, 1, m->experts))
     return "num_experts_per_tok: must be from 1 to the number of experts";
   long qkv = (m->heads + 2L * m->kv_heads) * m->head_dim;

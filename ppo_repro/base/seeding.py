@@ -40,5 +40,12 @@ def bell(count: int, *name: int | str) -> NDArray[np.float64]:
 
 
 def sample_seed(run_seed: int, iteration: int, prompt_key: str, sample_index: int) -> int:
-    """Return the sampler's seed of one response, in [0, 2^63); every response of a run has its own."""
+    """Return the sampler's seed of one response, in [0, 2^63); every response of a run has its own.
+
+    Args:
+        run_seed: the seed of the run.
+        iteration: from 0 on.
+        prompt_key: names the prompt.
+        sample_index: number of the response among those to this prompt in this iteration.
+    """
     return int.from_bytes(_digest(("sample", run_seed, iteration, prompt_key, sample_index), 8), "little") >> 1

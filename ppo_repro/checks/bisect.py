@@ -199,7 +199,16 @@ def sample(
     requests: Sequence[Request],
     sampling: Sampling,
 ) -> SamplerTrace:
-    """Return the sampler's path: prefill, then one token at a time with the cache."""
+    """Return the sampler's path: prefill, then one token at a time with the cache.
+
+    Args:
+        policy: the model that samples.
+        stop_ids: end tokens.
+        mode: numerics, `deterministic` or `native`.
+        max_context: tokens of the longest prompt and response together.
+        requests: prompts and seeds; all are sampled at once.
+        sampling: temperature and cuts.
+    """
     seen = SampledTokens()
     engine = TorchEngine(policy, stop_ids, mode, max_context, len(requests), 0, prefix_cache=False, observer=seen)
     with recording(policy, lambda: seen.grid) as recorded:
@@ -268,10 +277,14 @@ def first_divergent_op(ops: Sequence[Op]) -> str:
 def trace_sampler(
     config: RunConfig, mode: Mode, start_folder: Path | None, response: ResponseIndex | None = None
 ) -> SamplerTrace:
-    """Return the policy of a configuration, or of a folder where it was saved, with `SEQUENCES` responses.
+    """Return the path of the sampler for `SEQUENCES` responses of a configuration.
 
-    With `response` it and those that follow it in its iteration, from the beginning again after the last, sampled as
-    they were there.
+    Args:
+        config: the run; deliberate faults in it are left out.
+        mode: numerics, `deterministic` or `native`.
+        start_folder: where the policy was saved; None: the configuration makes or loads it.
+        response: sampled first, as it was in its iteration, then those that follow it there, from the iteration's
+            beginning again after its last; None: responses to the first prompts by key.
     """
     config = plain(config, mode)
     prepared = prepare(config, lambda step, total, loss: None, start_folder)

@@ -101,9 +101,13 @@ class Shape:
         return self.network.packed_bytes() // FLOAT + library.load().panel_floats(outputs, self.struct.hidden)
 
     def trained(self, name: str, lora: LoraConfig | None, section: str, is_value: bool = False) -> Model:
-        """Return a policy, or a value model: the trunk with a score and its bias.
+        """Count a policy, or a value model: the trunk with a score and its bias. With an adapter the rest is shared.
 
-        With an adapter the rest is shared.
+        Args:
+            name: of the row in the plan.
+            lora: the adapter, None without one.
+            section: of the configuration, for errors.
+            is_value: whether it is a value model.
         """
         head = self.struct.hidden + 1 if is_value else self.own_head
         packed = self.packed(1 if is_value else self.struct.vocabulary)

@@ -126,7 +126,14 @@ def diff_command(arguments: argparse.Namespace) -> int:
 def report_difference(
     difference: Difference | None, as_json: bool, identical: str, more: Mapping[str, Any] = MappingProxyType({})
 ) -> int:
-    """Print what a comparison found, as JSON with `more` fields; the exit code."""
+    """Print what a comparison found; returns the exit code.
+
+    Args:
+        difference: the first one, None without any.
+        as_json: print one JSON object.
+        identical: the line that is printed without a difference.
+        more: further fields of the JSON object.
+    """
     fields = None if difference is None else dataclasses.asdict(difference)
     line = identical if difference is None else f"different: {difference.describe()}"
     print_result(as_json, {"identical": difference is None, "first_difference": fields, **more}, [line])

@@ -137,7 +137,17 @@ class _Fragment(NamedTuple):
 
 @torch.no_grad()
 def roll_out(config: ControlConfig, agent: Agent, environments: Environments, iteration: int) -> Rollout:
-    """Step every copy `steps_per_env` times, episodes going on from the iteration before."""
+    """Step every copy `steps_per_env` times, episodes going on from the iteration before.
+
+    Args:
+        config: the run.
+        agent: its policy acts.
+        environments: E copies; they stay where the last step left them.
+        iteration: names the random streams.
+
+    Returns:
+        E x `steps_per_env` steps, environment by environment, in fragments of episodes.
+    """
     horizon, copies = config.environment.steps_per_env, environments.copies
     noise = agent.distribution.noise(horizon, len(copies), "actions", config.seed, iteration)
     steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []

@@ -171,6 +171,15 @@ class Agent(nn.Module):
     def __init__(
         self, observation_size: int, actions: ActionSpace, network: NetworkConfig, mode: str, seed: int
     ) -> None:
+        """Draw the weights of policy and value network.
+
+        Args:
+            observation_size: numbers in an observation.
+            actions: how many there are, or their bounds.
+            network: sizes of the hidden layers.
+            mode: numerics, `deterministic` or `native`.
+            seed: of the run.
+        """
         super().__init__()
         self.mode = mode
         self.distribution: Categorical | DiagonalGaussian

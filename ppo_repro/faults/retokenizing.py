@@ -37,9 +37,19 @@ class Encoding:
 def encode_again(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], before: Spans, most: int, ended: bool
 ) -> Encoding | None:
-    """Encode the decoded text again and add the end token; None where that is no token, or more than `most`.
+    """Encode the decoded text of a response again, and add its end token.
 
-    `before`: where the sampled tokens lie in the text. Special tokens inside a response are in no text, and are lost.
+    Special tokens inside a response are in no text, and are lost.
+
+    Args:
+        tokenizer: decodes and encodes.
+        ids: the sampled tokens.
+        before: where the sampled tokens lie in the text.
+        most: tokens that the result may have.
+        ended: whether the response has its end.
+
+    Returns:
+        The encoding; None if it has no token, or more than `most`.
     """
     tail = [ids[-1]] if ended and ids[-1] in tokenizer.all_special_ids else []
     body = list(ids[: len(ids) - len(tail)])

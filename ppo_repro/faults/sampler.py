@@ -18,7 +18,17 @@ FIRST_TEXT_ID = 2  # of the tokenizers made here: the tokens before it are <pad>
 
 
 def disturbed(config: RunConfig, engine: Engine, state: TrainState, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    """Wrap an engine: older weights, a first token changed, responses encoded again. The engine itself without any."""
+    """Wrap an engine: older weights, a first token changed, responses encoded again.
+
+    Args:
+        config: says in `mismatch` which faults are wanted.
+        engine: the run's sampler.
+        state: gives the weights; a flipped bit changes the policy at once.
+        tokenizer: encodes responses again.
+
+    Returns:
+        The engine itself without any fault.
+    """
     lag, share = config.mismatch.sampler.lag, config.mismatch.trainer.retokenize
     if config.mismatch.flip == "bit" and state.iteration == 0:
         flip_bit(state.policy)

@@ -116,7 +116,14 @@ def forget_result(order: Order) -> None:
 
 
 def record_result(order: Order, exit_code: int, seconds: float, message: str) -> Result:
-    """Write down how the cell ended."""
+    """Write into the cell's folder how the cell ended.
+
+    Args:
+        order: the cell.
+        exit_code: of its process.
+        seconds: wall time.
+        message: the last error line, empty on success.
+    """
     result = Result(order.name, exit_code, seconds, message)
     text = json.dumps(asdict(result), indent=1, ensure_ascii=False) + "\n"
     atomic_write(Path(order.folder) / RESULT, text.encode())

@@ -53,9 +53,17 @@ def run_grid(
     """Run every cell that is not complete, and write the tables in OUT/<name of the grid file>.
 
     A second call runs only what is missing. A cell that fails or is killed is recorded and does not stop the others.
-    Raises UserError if the executor cannot run cells, another call works on the same folder, a cell's configuration has
-    changed, or, unless `keep_changed`, other code, packages or input files computed a cell. `beside`: what is open
-    while this call has the grid's lock.
+
+    Args:
+        grid: the cells.
+        out: the folder of all grids.
+        executor: runs cells, here or on a cluster.
+        keep_changed: keep complete cells that other code, packages or input files computed.
+        beside: what is open while this call has the grid's lock.
+
+    Raises:
+        UserError: the executor cannot run cells, another call works on the same folder, a cell's configuration has
+            changed, or, unless `keep_changed`, what computed a cell.
     """
     executor.check()
     grid_dir = out / grid.name

@@ -36,9 +36,19 @@ class Reproduction:
 
 
 def reproduce(study: Path, count: int, seed: int, out: Path, workers: int) -> Reproduction:
-    """Run `count` cells of a study again, chosen by `seed`; compare fingerprints, measures and tables with the files.
+    """Run some cells of a study again; compare fingerprints, measures and tables with the study's files.
 
-    Cells in native numerics are never chosen: their bits belong to a machine. UserError if the study is not whole.
+    Cells in native numerics are never chosen: their bits belong to a machine.
+
+    Args:
+        study: a folder with grid file, results and page.
+        count: number of cells.
+        seed: chooses the cells.
+        out: gets the runs.
+        workers: cells at once.
+
+    Raises:
+        UserError: the study is not whole.
     """
     study = study.absolute()
     grid, committed = load_grid(study / f"{study.name}.yaml"), read_results(study / RESULTS)
@@ -73,7 +83,14 @@ def read_results(path: Path) -> dict[str, ResultRow]:
 
 
 def chosen_cells(grid: Grid, committed: Mapping[str, ResultRow], count: int, seed: int) -> tuple[Cell, ...]:
-    """Choose `count` cells in deterministic numerics by `seed`, and add the cells that stand beside them."""
+    """Choose cells in deterministic numerics, and add the cells that stand beside them.
+
+    Args:
+        grid: all cells.
+        committed: rows of the results by name; they say which cell stands beside which.
+        count: number of cells before others are added; UserError unless the grid has as many.
+        seed: chooses.
+    """
     exact = [cell for cell in grid.cells if not getattr(cell.config, "is_native", False)]
     if not 1 <= count <= len(exact):
         raise UserError(f"--cells {count}: must be from 1 to {len(exact)}, the cells in deterministic numerics")

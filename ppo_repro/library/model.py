@@ -56,7 +56,15 @@ def is_whole(value: object) -> bool:
 
 
 def check_number(name: str, value: object, least: float, most: float = MAX_FLOAT, whole: bool = False) -> None:
-    """Raise UserError unless `value` is a number in least..most, and a whole one if `whole`."""
+    """Raise UserError unless an argument is a number in a range.
+
+    Args:
+        name: of the argument, for the error.
+        value: what the caller gave.
+        least: of the range, itself allowed.
+        most: likewise.
+        whole: whether it must be an integer.
+    """
     if isinstance(value, bool) or not isinstance(value, Integral if whole else Real) or not least <= value <= most:  # type: ignore[operator]
         shown = " ".join(f"{value!r:.60}".split())
         raise UserError(f"{name} = {shown}: must be a {'whole ' if whole else ''}number in {least:g}..{most:g}")
@@ -77,8 +85,13 @@ def layout_of(
 ) -> Layout:
     """Return the layout of padded or packed rows for a deterministic model; UserError names what is wrong.
 
-    attention_mask [R, L] is 1 for tokens and 0 for padding, which lies before or after the tokens of a row; none: no
-    padding. position_ids [R, L] count from 0 in every sequence, where a row may hold several; none: one in each row.
+    Args:
+        model: from `deterministic`.
+        input_ids: [R, L] int64 or int32.
+        attention_mask: [R, L], 1 for tokens and 0 for padding, which lies before or after the tokens of a row; None: no
+            padding.
+        position_ids: [R, L], which count from 0 in every sequence, where a row may hold several; None: one sequence in
+            each row.
     """
     passes_of(model)
     vocab_size, context = model.config.vocab_size, max_context(model)

@@ -39,13 +39,23 @@ def logprobs(
     position_ids: Tensor | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Compute log softmax(logits / temperature) of each token, nats, float32 [R, L]; differentiable.
+    """Compute log softmax(logits / temperature) of each token; differentiable.
 
-    The arguments are as in `deterministic`. 0 at padding and at the first token of a sequence, which nothing predicts.
     Every number has the same bits in every layout, and equals `generate`'s number if top-k and top-p cut nothing.
 
-    Raises UserError for a stock model, wrong shapes, ids outside the vocabulary, holes in the mask, and a temperature
-    of 0 or less.
+    Args:
+        model: from `deterministic`.
+        input_ids: [R, L] int64.
+        attention_mask: [R, L], 1 for tokens and 0 for padding before or after them; None: no padding.
+        position_ids: [R, L], from 0 in every sequence of a packed row; None: one sequence in each row.
+        temperature: above 0.
+
+    Returns:
+        Nats, float32 [R, L]; 0 at padding and at the first token of a sequence, which nothing predicts.
+
+    Raises:
+        UserError: a stock model, wrong shapes, ids outside the vocabulary, holes in the mask, or a temperature of 0 or
+            less.
 
     Source: ppo_repro/numerics/README.md has the order of each sum.
 
@@ -81,12 +91,22 @@ def generate(
     """Sample one response to each prompt from a deterministic model, in their order, by cached decoding.
 
     A token follows from logits, seed and position alone (Gumbel-max with hash noise, as in SGLang's seeded sampler), so
-    a response depends on its prompt, its index in `prompts` and `seed`, not on `slots`, the number of sequences that
-    are decoded at once. `prompts` are texts, for which `tokenizer` is needed, or lists of token ids; `stop` are ids of
-    end tokens, by default the ends of the tokenizer and of the model's generation config.
+    a response depends on its prompt, its index in `prompts` and `seed`, not on `slots`.
 
-    Raises UserError for a stock model, an empty or too long prompt, ids outside the vocabulary, and if no end token is
-    known.
+    Args:
+        model: from `deterministic`.
+        prompts: texts, for which `tokenizer` is needed, or lists of token ids.
+        sampling: temperature, cuts, length.
+        tokenizer: encodes and decodes.
+        stop: ids of end tokens; None: the ends of the tokenizer and of the model's generation config.
+        seed: in [0, 2^63).
+        slots: sequences that are decoded at once.
+
+    Returns:
+        A response to each prompt: text, token ids, log-probs in nats, float32.
+
+    Raises:
+        UserError: a stock model, an empty or too long prompt, ids outside the vocabulary, or no end token is known.
 
     Source: Gumbel-max; ppo_repro/rollout/sampler.py describes the noise.
 

@@ -44,9 +44,18 @@ def load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 def load_as(
     folder: Path, auto_class: AutoClass, classes: Sequence[type[PreTrainedModel]], where: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load float32 model and tokenizer of a folder. UserError, beginning with `where`, unless it is one of `classes`.
+    """Load float32 model and tokenizer of a folder.
 
     Weights saved in bfloat16 or float16 are float32 numbers too, so they load without rounding.
+
+    Args:
+        folder: in transformers' format.
+        auto_class: loads the model.
+        classes: one of which it must be.
+        where: begins every error.
+
+    Raises:
+        UserError: the folder is damaged, does not fit together, or has another model.
     """
     config, expected = _read_config(folder, classes, where)
     check_sums(folder)

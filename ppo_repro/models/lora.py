@@ -129,9 +129,15 @@ def _ends(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def initial_a(rank: int, columns: int, seed: int, name: str) -> Tensor:
-    """Draw A [r, K] float32, uniform on 2^24 evenly spaced values in (-1/sqrt(K), 1/sqrt(K)), from seed and name.
+    """Draw A [r, K] float32, uniform on 2^24 evenly spaced values in (-1/sqrt(K), 1/sqrt(K)).
 
     peft uses the same distribution: `kaiming_uniform_` with a = sqrt(5).
+
+    Args:
+        rank: r.
+        columns: K, the inputs of the adapted layer.
+        seed: of the run.
+        name: of the layer; each has numbers of its own.
     """
     integers = (words(rank * columns, "lora A", seed, name) >> np.uint64(64 - _UNIFORM_BITS)).astype(np.int64)
     centred = (2 * integers + 1 - (1 << _UNIFORM_BITS)).astype(np.float64)

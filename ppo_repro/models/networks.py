@@ -50,7 +50,14 @@ def make_policy(source: PreTrainedModel, mode: str, max_context: int) -> PreTrai
 
 
 def make_value_model(source: PreTrainedModel, mode: str, max_context: int, seed: int) -> ValueModel:
-    """Make a value model whose trunk starts as the policy's; its head is bell-shaped, std 0.1 / sqrt(H), bias 0."""
+    """Make a value model whose trunk starts as the policy's; its head is bell-shaped, std 0.1 / sqrt(H), bias 0.
+
+    Args:
+        source: an unmodified float32 model, which is copied.
+        mode: numerics, `deterministic` or `native`.
+        max_context: tokens of the longest sequence.
+        seed: of the head.
+    """
     trunk = make_policy(trunk_of(source), mode, max_context)
     return ValueModel(trunk, make_value_head(source.config.hidden_size, seed).to(source.device))
 
@@ -94,7 +101,17 @@ def hidden_states(trunk: PreTrainedModel, batch: TokenBatch, replay: bool = Fals
 def seen_states(
     trunk: PreTrainedModel, batch: TokenBatch, replay: bool, seen: bool = True
 ) -> tuple[Tensor, Ints | None]:
-    """Compute `hidden_states`, and the routes of all inputs [.., M k] if they are asked for."""
+    """Compute `hidden_states`, and which experts were chosen.
+
+    Args:
+        trunk: of a policy or value model.
+        batch: the sequences, and the n rows that are wanted.
+        replay: whether the batch's recorded routes replace the router's choice.
+        seen: whether routes are wanted.
+
+    Returns:
+        Hidden states [n, H] float32; routes of all inputs [.., M k], None unless wanted.
+    """
     network = network_of(trunk)
     sequences = batch.sequences if replay else replace(batch.sequences, routes=None)
     if isinstance(network, NativeNetwork):
@@ -108,7 +125,14 @@ def policy_logits(policy: PreTrainedModel, batch: TokenBatch) -> Tensor:
 
 
 def scalar(head: nn.Linear, hidden: Tensor, rows: Rows, deterministic: bool) -> Tensor:
-    """Compute a head's output [n] on the CPU for hidden states [n, H]."""
+    """Compute the output [n] of a head with one number, on the CPU.
+
+    Args:
+        head: [1, H] with or without bias.
+        hidden: [n, H] float32.
+        rows: sequence and position of each row.
+        deterministic: whether the kernels compute it.
+    """
     return (linear(hidden, head, rows) if deterministic else head(hidden))[:, 0].cpu()
 
 
@@ -118,6 +142,12 @@ def sequence_scores(
     """Compute scores [S] float32 of a classifier with one label, each at the last token of its sequence.
 
     The stock forward looks for the last token that is not `pad_token_id`; here the layout says where the last one is.
+
+    Args:
+        classifier: from `make_reward_model`.
+        sequences: S of them, token ids.
+        padding: `right`, `left` or `none`.
+        slots: the slot in which each sequence's gradient is added; None without gradients.
     """
     # the token after the last one is no input
     batch = lay_out(sequences, [(0,)] * len(sequences), padding, slots=slots)

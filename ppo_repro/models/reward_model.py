@@ -20,7 +20,14 @@ from ppo_repro.numerics.families import CLASSIFIER_OF, trunk_of
 def make_reward_model(source: PreTrainedModel, mode: str, max_context: int, seed: int) -> PreTrainedModel:
     """Make a reward model that starts with the trunk of a causal model; its head is bell-shaped, std 0.1 / sqrt(H).
 
-    `source` is an unmodified float32 model. Raises UserError where its family has no classifier or is not covered.
+    Args:
+        source: an unmodified float32 model, which is copied.
+        mode: numerics, `deterministic` or `native`.
+        max_context: tokens of the longest sequence.
+        seed: of the head.
+
+    Raises:
+        UserError: the family has no classifier or is not covered.
     """
     if type(source) not in CLASSIFIER_OF:
         known = ", ".join(c.__name__ for c in CLASSIFIER_OF)
@@ -35,9 +42,18 @@ def make_reward_model(source: PreTrainedModel, mode: str, max_context: int, seed
 
 @torch.no_grad()
 def reward_scores(model: PreTrainedModel, sequences: Sequence[Sequence[int]], padding: str, micro_batch: int) -> Tensor:
-    """Score each prompt + response at its last token, float32 [B]; `micro_batch` at a time, 0 for all at once.
+    """Score each prompt + response at its last token, without gradients.
 
-    In deterministic numerics the bits are the same for every micro-batch and order. ValueError on an empty sequence.
+    In deterministic numerics the bits are the same for every micro-batch and order.
+
+    Args:
+        model: from `make_reward_model`.
+        sequences: B of them, token ids; ValueError if one is empty.
+        padding: `right`, `left` or `none`.
+        micro_batch: sequences at a time, 0 for all at once.
+
+    Returns:
+        [B] float32.
     """
     if not all(len(sequence) for sequence in sequences):
         raise ValueError("an empty sequence has no last token")

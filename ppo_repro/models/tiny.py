@@ -51,7 +51,14 @@ def check_spelling(tokenizer: PreTrainedTokenizerBase, problems: Sequence[Proble
 
 
 def tiny_config(model: TinyModel, vocab_size: int, max_context: int, eos_token_id: int | None) -> PretrainedConfig:
-    """Return the transformers configuration of the model that `make_model` makes."""
+    """Return the transformers configuration of the model that `make_model` makes.
+
+    Args:
+        model: its section of the configuration.
+        vocab_size: tokens of the tokenizer, unused ones included.
+        max_context: positions.
+        eos_token_id: the end token, None without one.
+    """
     heads: dict[str, Any] = {"head_dim": model.hidden_size // model.num_attention_heads}
     shape: dict[str, Any] = {
         "vocab_size": vocab_size,

@@ -81,7 +81,15 @@ def warm_start(
 
     Cross-entropy on answer and end token with AdamW. The learning rate rises over 30 steps, stays constant until the
     greedy accuracy on 256 training prompts reaches `warm_start_accuracy`, then falls to zero over 20 steps.
-    `progress(step, last step, loss)` is called after each step, with the loss in nats per token.
+
+    Args:
+        source: a float32 model.
+        tokenizer: encodes prompts and answers.
+        problems: to learn from.
+        config: steps, batch size, learning rate, accuracy.
+        numerics: in which it is trained.
+        seed: of the order.
+        progress: called with step, last step and loss in nats per token after each step.
     """
     policy = make_policy(source, numerics.mode, numerics.max_context)
     settings = AdamWSettings(config.warm_start_learning_rate, 0.9, 0.98, 1e-8, 0.01, 1.0)

@@ -140,7 +140,17 @@ def pairs_of_file(
 ) -> list[Preference]:
     """Read the pairs of a file of JSON objects with `prompt`, `chosen` and `rejected`, and optionally `key`.
 
-    A prompt is a text or a list of chat messages; an end token follows each response. UserError names the line.
+    An end token follows each response.
+
+    Args:
+        path: the file.
+        field: of the configuration that names the file, for errors.
+        tokenizer: encodes the responses.
+        encode: encodes a prompt.
+        chat_template: whether a prompt may be a list of chat messages.
+
+    Raises:
+        UserError: names the line that is wrong.
     """
     pairs = []
     for line in read_lines(field, path):

@@ -142,8 +142,20 @@ def train_reward_model(
 ) -> RewardTraining:
     """Train a model from `make_reward_model` in place on the Bradley-Terry loss.
 
-    AdamW as in the warm start, without weight decay. `progress(step, last step, loss)` is called after each step,
-    with the loss in nats per pair. Raises UserError if a pair does not fit the model.
+    AdamW as in the warm start, without weight decay.
+
+    Args:
+        model: the classifier.
+        pairs: to train on.
+        eval_pairs: held out; their margins are measured before and after.
+        settings: epochs, minibatch size, learning rate.
+        numerics: in which it is trained.
+        layout: micro-batches and padding.
+        seed: of the order.
+        progress: called with step, last step and loss in nats per pair after each step.
+
+    Raises:
+        UserError: a pair does not fit the model.
     """
     check_pairs([*pairs, *eval_pairs], model.config.vocab_size, numerics.max_context)
     optimizer = Optimizer(model, AdamWSettings(settings.learning_rate, 0.9, 0.98, 1e-8, 0.0, 1.0), numerics.mode)

@@ -61,7 +61,14 @@ def iteration_tables(item: Iteration, config: RunConfig) -> dict[str, pa.Table]:
 def tables_at(
     index: int, tables: Sequence[schema.Table], columns: Mapping[str, Columns], level: RecordLevel = "deep"
 ) -> dict[str, pa.Table]:
-    """Make the tables of an iteration, by name; its index is in every row."""
+    """Make the tables of an iteration, by name.
+
+    Args:
+        index: of the iteration, in every row.
+        tables: their schemas.
+        columns: by table and name.
+        level: columns that it leaves out are not made.
+    """
     made = {}
     for table in tables:
         rows = len(next(iter(columns[table.name].values())))

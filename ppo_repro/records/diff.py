@@ -112,7 +112,11 @@ def from_recorded(
 ) -> Difference | None:
     """Find the first cell in which tables of one moment differ from the recorded ones; UserError for damaged records.
 
-    `iteration`: None before the first one, the number of iterations after the last one.
+    Args:
+        run_dir: the recorded run.
+        recorded: its manifest.
+        iteration: None: before the first one; the number of iterations: after the last one.
+        computed: tables by name.
     """
     left, moment = reader.read_moment(run_dir, recorded, iteration), BEFORE if iteration is None else iteration
     # a table that only one side has is no result: which side tables are recorded is configuration

@@ -34,7 +34,16 @@ def located_tree(
     """Read the recorded configuration as a tree that names the inputs that the run had.
 
     Copies are compared with their digests. What was not copied is looked for where it was, at the same place beside the
-    run folder, and below `elsewhere`. UserError if a file is nowhere. `model_too`: the model of the policy as well.
+    run folder, and below `elsewhere`.
+
+    Args:
+        run_dir: the recorded run.
+        recorded: its manifest.
+        elsewhere: a folder in which models may lie by now.
+        model_too: whether the model of the policy is needed.
+
+    Raises:
+        UserError: a file is nowhere, or has changed.
     """
     check_config(run_dir, recorded)
     tree: dict[str, Any] = files.read_tree(run_dir / CONFIG_NAME)
@@ -126,9 +135,17 @@ class Fork:
 
 
 def plan_fork(source: Path, at: int | None, overrides: Sequence[str], out: Path, elsewhere: Path | None) -> Fork:
-    """Plan a run that goes on from `source` after `at` iterations, None: the newest checkpoint, with fields changed.
+    """Plan a run that goes on from a checkpoint of another one.
 
-    Raises UserError if there is no such checkpoint, nothing is left to compute, or a field cannot be changed.
+    Args:
+        source: the recorded run.
+        at: iterations of the checkpoint, None: the newest one.
+        overrides: changed fields, as after --set.
+        out: the folder of runs.
+        elsewhere: a folder in which models may lie by now.
+
+    Raises:
+        UserError: there is no such checkpoint, nothing is left to compute, or a field cannot be changed.
     """
     recorded = manifest.load(source)
     if recorded.kind != files.LANGUAGE:

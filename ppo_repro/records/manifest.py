@@ -207,9 +207,16 @@ def cut_log(run_dir: Path, size: int, data: bytes = b"") -> None:
 
 
 def read_log(run_dir: Path, count: int, size: int, digest: str) -> tuple[IterationEntry, ...]:
-    """Read the `count` iterations in the first `size` bytes, whose digest is `digest`.
+    """Read the iterations that a manifest counts from the log beside it.
 
-    Raises UserError if they are damaged.
+    Args:
+        run_dir: has the log.
+        count: number of iterations.
+        size: bytes that they take; a line after them is of an iteration that was not finished.
+        digest: of these bytes.
+
+    Raises:
+        UserError: the log is damaged.
     """
     path = run_dir / LOG_NAME
     try:

@@ -32,9 +32,16 @@ def open_manifest(run_dir: Path | str, allow_incomplete: bool = False) -> Manife
 
 
 def read_moment(run_dir: Path, recorded: Manifest, iteration: int | None, verify: bool = True) -> dict[str, pa.Table]:
-    """Read every table of an iteration by name; None: of what came before the first one.
+    """Read every table of one moment of a run, by name.
 
-    Raises UserError for a damaged one.
+    Args:
+        run_dir: the recorded run.
+        recorded: its manifest.
+        iteration: None: before the first one; the number of iterations: after the last one.
+        verify: whether bytes and values are compared with their digests.
+
+    Raises:
+        UserError: a table is damaged.
     """
     return {
         found.table.name: read_file(found.path(run_dir), found.table, found.entry, verify)
@@ -43,9 +50,16 @@ def read_moment(run_dir: Path, recorded: Manifest, iteration: int | None, verify
 
 
 def read_file(path: Path, table: schema.Table, entry: TableEntry, verify: bool) -> pa.Table:
-    """Read one file of any table in the schema's plain types. Raises UserError where it is missing or damaged.
+    """Read one file of any table in the schema's plain types. A column that the file lacks is null.
 
-    `verify`: first the bytes of the file, then its values, against their digests. A column that the file lacks is null.
+    Args:
+        path: the Parquet file.
+        table: its schema.
+        entry: digests and number of rows.
+        verify: whether first its bytes, then its values are compared with the digests.
+
+    Raises:
+        UserError: the file is missing or damaged.
     """
     try:
         content = read_checked(path, entry.file_digest) if verify else path.read_bytes()

@@ -46,12 +46,26 @@ class Column:
 
 
 def full(name: str, kind: str, unit: str, description: str) -> Column:
-    """Declare a result that `full` and `deep` record."""
+    """Declare a result that `full` and `deep` record.
+
+    Args:
+        name: of the column.
+        kind: its type, a key of `ARROW_TYPES`.
+        unit: of its numbers.
+        description: a sentence for the documentation.
+    """
     return Column(name, kind, unit, description, nullable=True, in_fingerprint=False, level="full", also_compared=True)
 
 
 def deep(name: str, kind: str, unit: str, description: str) -> Column:
-    """Declare a result that only `deep` records."""
+    """Declare a result that only `deep` records.
+
+    Args:
+        name: of the column.
+        kind: its type, a key of `ARROW_TYPES`.
+        unit: of its numbers.
+        description: a sentence for the documentation.
+    """
     return replace(full(name, kind, unit, description), level="deep")
 
 

@@ -26,9 +26,19 @@ def lay_out_run(
     config_digest: str,
     kind: Kind,
 ) -> Path:
-    """Make a run folder with an empty manifest under a temporary name, which is returned. UserError where it cannot.
+    """Make a run folder with an empty manifest under a temporary name, which is returned.
 
     `publish_run` gives it its name, so that it appears whole or not at all. The caller has the lock of `run_dir`.
+
+    Args:
+        run_dir: the name that it will have.
+        inputs: configuration, files to copy, digests.
+        environment: for the note on where the run was made.
+        config_digest: of the configuration and its inputs.
+        kind: of the run.
+
+    Raises:
+        UserError: the folder exists or cannot be written.
     """
     read_from = {"inputs": {name: str(path) for name, path in inputs.copies.items()}} if inputs.copies else {}
     note, config = manifest.note_content({**environment, **read_from}), write_yaml(inputs.tree).encode()

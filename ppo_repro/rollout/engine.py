@@ -93,7 +93,14 @@ class Engine(Protocol):
 
 
 def check_request(request: Request, sampling: Sampling, vocab_size: int, max_context: int) -> None:
-    """Raise UserError for an empty prompt, a token outside the vocabulary or a prompt that is too long."""
+    """Raise UserError for an empty prompt, a token outside the vocabulary or a prompt that is too long.
+
+    Args:
+        request: the prompt.
+        sampling: has the most tokens of a response.
+        vocab_size: token ids are below it.
+        max_context: tokens of prompt and response together.
+    """
     ids = request.prompt_ids
     if not ids:
         raise UserError("empty prompt: a prompt needs at least one token")

@@ -80,10 +80,19 @@ def disturbed(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: flo
 
 
 def biased(logits: Tensor, seed: int, temperature: float, size: float) -> Tensor:
-    """Return logits + temperature size z, float32 [n, V], rounded once.
+    """Return logits + temperature size z, rounded once.
 
     z is one standard normal number for each token's id. It imitates a sampler that prefers some tokens everywhere, as
     one with a wrong row in its last matrix does.
+
+    Args:
+        logits: [n, V] float32.
+        seed: of z.
+        temperature: by which logits will be divided.
+        size: of the bias, in nats of log-prob.
+
+    Returns:
+        [n, V] float32.
     """
     z = normal_noise(torch.tensor([seed]), torch.tensor([_EVERYWHERE]), logits.shape[-1], logits.device)
     return (logits.to(torch.float64) + z * (temperature * size)).to(torch.float32)

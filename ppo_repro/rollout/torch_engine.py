@@ -147,6 +147,18 @@ class TorchEngine:
         prefix_cache: bool = True,
         observer: Observer | None = None,
     ) -> None:
+        """Sample with a policy whose weights may change between calls.
+
+        Args:
+            policy: in deterministic or native numerics.
+            stop_ids: end tokens.
+            mode: numerics, `deterministic` or `native`.
+            max_context: tokens of the longest prompt and response together.
+            slots: sequences at once.
+            prefill_chunk: tokens of a prompt in one pass, 0 for all.
+            prefix_cache: whether prompts take over the keys and values of a prefix they share.
+            observer: is told what is computed.
+        """
         self.policy, self.stop_ids, self.mode = policy, stop_ids, mode
         self.max_context, self.slots = max_context, slots
         self.prefill_chunk = prefill_chunk or max_context

@@ -198,12 +198,20 @@ def prepare(
     share: bool = False,
     ranks: Ranks = ALONE,
 ) -> Prepared:
-    """Load or make everything; UserError names whatever the user has to correct.
+    """Load or make everything that a run begins with.
 
-    `share`: adapted models have one copy of the weights that they do not train with the reference, or with the reward
-    model that the value model starts as. Not for a caller that trains otherwise than by the optimizers in the state.
-    `start_folder`: the model that policy, value model and reference started as, where an earlier process of this run
-    left it; it replaces the model of the configuration and its warm start. `ranks`: the processes of the run.
+    Args:
+        config: the run.
+        progress: called after each step of a warm start.
+        start_folder: the model that policy, value model and reference started as, where an earlier process of this run
+            left it; it replaces the model of the configuration and its warm start.
+        share: adapted models have one copy of the weights that they do not train with the reference, or with the reward
+            model that the value model starts as. Not for a caller that trains otherwise than by the optimizers in the
+            state.
+        ranks: the processes of the run.
+
+    Raises:
+        UserError: names what the user has to correct.
     """
     numerics = config.numerics
     library.use_threads(config.layout.threads, numerics.mode == "native" or config.mismatch.sampler.stock is not None)

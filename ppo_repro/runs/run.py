@@ -41,11 +41,22 @@ def run(
     clock: Clock | None = None,
     beside: AbstractContextManager[object] = NOTHING,
 ) -> tuple[Path, dict[str, float]]:
-    """Execute a configuration and record everything; returns the run folder and wall seconds by phase and in total.
+    """Execute a configuration and record everything; a run that fails midway keeps its complete iterations.
 
-    Raises UserError for anything the user has to correct; a run that fails midway keeps its complete iterations.
-    Of several processes the first one records. `clock`: one that runs already, whose phases count too. `beside`: what
-    is open while this process has the run's lock.
+    Of several processes the first one records.
+
+    Args:
+        kind: what kind of run it is.
+        config: its configuration.
+        out: the folder of runs.
+        clock: one that runs already, whose phases count too.
+        beside: what is open while this process has the run's lock.
+
+    Returns:
+        The run folder, and wall seconds by phase and in total.
+
+    Raises:
+        UserError: names what the user has to correct.
     """
     clock, inputs, run_dir = clock or Clock(), gather(config), run_folder(config, out)
     with writing(kind.ranks, run_dir), beside:
@@ -68,10 +79,20 @@ def compute_new(
     start: Start | None = None,
     fill: Callable[[Path], int] = lambda folder: 0,
 ) -> None:
-    """Lay a run out, execute it from `start`, and record it; every process but the first one only computes.
+    """Lay a run out, execute it, and record it; every process but the first one only computes.
 
-    The caller has the run's lock. `fill` puts records of earlier iterations into the folder and returns their number.
-    Raises PromiseBroken, naming the process, where configuration or input files differ.
+    Args:
+        kind: what kind of run it is.
+        config: its configuration.
+        run_dir: its folder, whose lock the caller has.
+        inputs: configuration and files.
+        digest: of configuration and inputs.
+        clock: gets the phases.
+        start: a checkpoint to go on from.
+        fill: puts records of earlier iterations into the folder and returns their number.
+
+    Raises:
+        PromiseBroken: names the process whose configuration or input files differ.
     """
     ranks = kind.ranks
     opened = kind.open(config, run_dir if ranks.is_first else None, start)
@@ -147,8 +168,16 @@ def execute(
 ) -> None:
     """Record an execution in its run folder until it is complete; every second of it is in a phase of `clock`.
 
-    An iteration that is recorded already is compared instead: PromiseBroken names the first cell that differs.
-    Raises UnequalBits where an iteration does not keep what deterministic numerics promise; it is not recorded.
+    Args:
+        kind: what kind of run it is.
+        config: its configuration.
+        run_dir: its folder.
+        opened: the execution, which is entered here.
+        clock: gets the phases.
+
+    Raises:
+        PromiseBroken: an iteration that is recorded already is compared instead; names the first cell that differs.
+        UnequalBits: an iteration does not keep what deterministic numerics promise; it is not recorded.
     """
     recorded, written, computed = manifest.load(run_dir), RunWriter(run_dir), 0
     behind: list[tuple[Future[None], Callable[[], None]]] = []  # the iteration that is written beside the next one

@@ -14,6 +14,14 @@ class Call:
     """A request that has been sent, a POST if it has a body. Servers work at the same time until `json` waits."""
 
     def __init__(self, url: str, path: str, timeout: float, body: Any = None) -> None:
+        """Send a request; the answer is read later.
+
+        Args:
+            url: of the server.
+            path: below it.
+            timeout: seconds until the answer begins.
+            body: JSON to POST; None: GET.
+        """
         self.url, self.path, self.timeout = url, path, timeout
         self._connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=timeout)
         data = None if body is None else json.dumps(body, allow_nan=False)
@@ -54,7 +62,14 @@ class Call:
 
 
 def ask(url: str, path: str, timeout: float, body: Any = None) -> dict[str, Any]:
-    """Ask a server for a JSON object. Raises UserError for any other answer."""
+    """Ask a server for a JSON object. Raises UserError for any other answer.
+
+    Args:
+        url: of the server.
+        path: below it.
+        timeout: seconds until the answer begins.
+        body: JSON to POST; None: GET.
+    """
     answer = Call(url, path, timeout, body).json()
     if not isinstance(answer, dict):
         raise UserError(f"{url}{path}: the answer is not a JSON object; is this an SGLang server?")

@@ -92,7 +92,13 @@ def server_arguments(
 ) -> list[str]:
     """Return the arguments of sglang.launch_server; those of the configuration come last.
 
-    `routes`: the server is to return the experts of each token, which it refuses to do for a dense model.
+    Args:
+        config: the run.
+        engine: its section on servers.
+        model: folder of the policy.
+        port: to listen on.
+        version: of the weights in the folder.
+        routes: the server is to return the experts of each token, which it refuses to do for a dense model.
     """
     layout, context = config.layout, config.numerics.max_context
     configured = {argument.partition("=")[0] for argument in engine.arguments}

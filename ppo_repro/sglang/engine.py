@@ -53,7 +53,14 @@ RECORDED = (
 
 
 def check_server(url: str, engine: SGLangServers, numerics: NumericsConfig, routes: bool) -> dict[str, Any]:
-    """Read the server's settings to record. Raises UserError where it would not sample as the run needs it."""
+    """Read the server's settings to record. Raises UserError where it would not sample as the run needs it.
+
+    Args:
+        url: of the server.
+        engine: the run's section on servers.
+        numerics: has the context that the server must serve.
+        routes: whether the server must return the experts of each token.
+    """
     info, model = ask(url, "/server_info", engine.timeout_s), ask(url, "/model_info", engine.timeout_s)
     if "version" not in info or "is_generation" not in model:
         raise UserError(f"{url}: does not answer like an SGLang server")
@@ -88,8 +95,12 @@ def check_server(url: str, engine: SGLangServers, numerics: NumericsConfig, rout
 def write_folder(policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path, deterministic: bool) -> None:
     """Write the policy as a folder for a server, with the run's end tokens. Raises UserError where that fails.
 
-    Deterministic servers take the names of the policy's parameters, stock ones those of published checkpoints: they
-    differ in mixtures, whose experts are one parameter here and many tensors there.
+    Args:
+        policy: its weights.
+        stop_ids: end tokens.
+        folder: written whole or not at all.
+        deterministic: deterministic servers take the names of the policy's parameters, stock ones those of published
+            checkpoints: they differ in mixtures, whose experts are one parameter here and many tensors there.
     """
     with whole_folder(folder) as temporary:
         write_model(policy, temporary, original_format=not deterministic)
@@ -100,9 +111,16 @@ def write_folder(policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path
 
 
 def confirm(url: str, digest: str, deterministic: bool, timeout: float) -> None:
-    """Raise UserError unless the server has this weight version; in deterministic numerics also compare its own digest.
+    """Raise UserError unless a server has the weights that it was sent.
 
-    Raises PromiseBroken where the server's weights have another digest.
+    Args:
+        url: of the server.
+        digest: of the weights, which is their version.
+        deterministic: whether the server also computes a digest, which is compared.
+        timeout: seconds.
+
+    Raises:
+        PromiseBroken: the server's weights have another digest.
     """
     version = ask(url, "/model_info", timeout).get("weight_version")
     if version != digest:
@@ -132,6 +150,15 @@ class SGLangEngine:
         stop_ids: frozenset[int],
         folder: Path,
     ) -> None:
+        """Prepare an engine whose servers are not started yet.
+
+        Args:
+            config: the run.
+            settings: its section on servers.
+            policy: its weights are sent when they have changed.
+            stop_ids: end tokens.
+            folder: for logs, notes and weights.
+        """
         self.config, self.settings, self.policy, self.stop_ids, self.folder = config, settings, policy, stop_ids, folder
         routes = config.asks_for_routes and bool(routers(policy))
         self._routed = routed_layers(policy) if routes else None
@@ -243,7 +270,13 @@ def sglang_engine(
 ) -> Iterator[SGLangEngine]:
     """Start the servers and yield the engine; the servers end with the block.
 
-    Logs, notes and weights go to `folder`.
+    Args:
+        config: the run.
+        settings: its section on servers.
+        policy: samples; its weights may change between calls.
+        stop_ids: end tokens.
+        folder: for logs, notes and weights.
+        waiting: is told what is waited for.
     """
     folder.mkdir(parents=True, exist_ok=True)
     engine = SGLangEngine(config, settings, policy, stop_ids, folder)

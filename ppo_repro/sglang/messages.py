@@ -72,7 +72,19 @@ def generate_body(
     max_context: int,
     routes: bool = False,
 ) -> dict[str, Any]:
-    """Make one request to `/generate` for all of `requests`. Raises UserError where one of them cannot be served."""
+    """Make one request to `/generate` for all of `requests`.
+
+    Args:
+        requests: prompts and seeds.
+        sampling: temperature, cuts, length.
+        stop_ids: end tokens.
+        vocab_size: token ids are below it.
+        max_context: tokens of prompt and response together.
+        routes: whether the experts of each token are asked for.
+
+    Raises:
+        UserError: one of the requests cannot be served.
+    """
     if sampling.top_p != kept_tokens.shortest(sampling.top_p):
         raise UserError(f"rollout.top_p = {sampling.top_p}: SGLang keeps a float32 of it; give it in up to 6 digits")
     if sampling.greedy and sampling.temperature != 1.0:
@@ -109,7 +121,15 @@ def read_completions(
 ) -> list[Completion]:
     """Read the completions of a `/generate` answer, in the order of the requests; UserError says what is wrong with it.
 
-    `routed`: what the routes that were asked for have to be; None where none were.
+    Args:
+        answer: of the server, parsed JSON.
+        requests: what was asked.
+        sampling: likewise.
+        stop_ids: end tokens.
+        vocab_size: token ids are below it.
+        version: of the weights that must have sampled.
+        url: of the server, for errors.
+        routed: what the routes that were asked for have to be; None where none were.
     """
     if not isinstance(answer, list) or len(answer) != len(requests):
         raise UserError(f"{url}: answered {_shown(answer)} to {len(requests)} requests; must be one answer each")

@@ -43,9 +43,16 @@ def free_port() -> int:
 
 
 def start(command: Sequence[str], environment: Mapping[str, str], log: Path, port: int) -> Server:
-    """Start a server that is killed when the run ends; its output goes to `log`. Raises UserError if it cannot be run.
+    """Start a server that is killed when the run ends. SGLang's own processes end with the server in the same way.
 
-    SGLang's own processes end with the server in the same way.
+    Args:
+        command: and its arguments.
+        environment: all of it.
+        log: gets the output.
+        port: that it will listen on.
+
+    Raises:
+        UserError: the command cannot be run.
     """
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else lambda *_: None
     with log.open("ab") as output:

@@ -76,7 +76,14 @@ def require_same_bits(iteration: int, lengths: Tensor, left: Column, right: Colu
 
 
 def require_ratios_of_one(iteration: int, lengths: Tensor, ratios: Tensor, tokens: Tensor) -> None:
-    """Raise UnequalBits where a ratio before the first step is not exactly 1. `ratios` [M] of `tokens` [M]."""
+    """Raise UnequalBits where a ratio before the first step is not exactly 1.
+
+    Args:
+        iteration: for the error.
+        lengths: tokens of each response.
+        ratios: [M] float32.
+        tokens: [M], which of the iteration's tokens they are of.
+    """
     require_same_bits(iteration, lengths, ("ratios", ratios), ("expected", torch.ones_like(ratios)), tokens)
 
 
@@ -94,7 +101,14 @@ def sampler_is_exact(config: RunConfig) -> bool:
 
 
 def require_sampler_agrees(config: RunConfig, iteration: int, rollout: Rollout, forward: ForwardPass) -> None:
-    """Raise UnequalBits where a token's log-prob is not the sampler's, if that is promised."""
+    """Raise UnequalBits where a token's log-prob is not the sampler's, if that is promised.
+
+    Args:
+        config: says whether it is promised.
+        iteration: for the error.
+        rollout: the sampler's log-probs.
+        forward: the trainer's.
+    """
     if sampler_is_exact(config):
         sampled, scored = ("rollout_logprobs", rollout.rollout_logprobs), ("old_logprobs", forward.old_logprobs)
         require_same_bits(iteration, rollout.lengths, sampled, scored, torch.arange(len(rollout.response_ids)))
@@ -107,6 +121,13 @@ def require_first_step_agrees(
 
     With the old anchor this is between two passes of the trainer, and promised whatever samples, but not with
     dropout.
+
+    Args:
+        config: says what is promised.
+        iteration: for the error.
+        rollout: the responses.
+        forward: values before the first step.
+        first: the first minibatch of the iteration.
     """
     if config.numerics.mode != "deterministic":
         return

@@ -188,7 +188,15 @@ def policy_pass(config: RunConfig, state: TrainState, rollout: Rollout, m: Micro
 def kl_terms_of(
     config: RunConfig, batch: TrainingBatch, tokens: Tensor, new_logprobs: Tensor, exact_kl: Tensor | None
 ) -> Tensor | None:
-    """Return kl_coef KL(policy || reference) of n tokens, exact or estimated; None unless the loss has it."""
+    """Return kl_coef KL(policy || reference) of n tokens, exact or estimated; None unless the loss has it.
+
+    Args:
+        config: names the estimator.
+        batch: has kl_coef and the reference's log-probs.
+        tokens: [n], which of the iteration's tokens.
+        new_logprobs: [n] float32, of the policy as it is now.
+        exact_kl: [n] in nats, for the estimator `exact`.
+    """
     if not isinstance(config.kl, KLInLoss):
         return None
     divergence = exact_kl

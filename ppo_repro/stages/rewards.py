@@ -105,7 +105,18 @@ def sample_of(
 def rewards_from(
     config: RunConfig, judged: Judgement, rollout: Rollout, forward: ForwardPass, kl_coef: float
 ) -> Rewards:
-    """Place the scores of a judgement on tokens, charge the KL penalty, whiten."""
+    """Place the scores of a judgement on tokens, charge the KL penalty, whiten.
+
+    Args:
+        config: placement, KL term, whitening.
+        judged: a score of each response.
+        rollout: the responses, N tokens.
+        forward: log-probs of policy and reference.
+        kl_coef: of this iteration.
+
+    Returns:
+        Rewards of the N tokens, float32, and what they were made of.
+    """
     scores = torch.tensor(judged.scores, dtype=torch.float64)
     penalties = _kl_penalties(config, rollout, forward, kl_coef)
     at_steps = _step_rewards(config, rollout)
@@ -150,7 +161,14 @@ def _kl_penalties(config: RunConfig, rollout: Rollout, forward: ForwardPass, kl_
 
 
 def compute_advantages(config: RunConfig, rollout: Rollout, forward: ForwardPass, rewards: Rewards) -> Advantages:
-    """Compute advantages and value targets; whitening is over all tokens of the iteration."""
+    """Compute advantages and value targets of N tokens, float32; whitening is over all tokens of the iteration.
+
+    Args:
+        config: gives the estimator.
+        rollout: the responses.
+        forward: values of the tokens.
+        rewards: rewards of the tokens, scores of the responses.
+    """
     settings = config.advantages
     if isinstance(settings, GroupAdvantages):
         by_response = group_advantages(rewards.scores.tolist(), rollout.prompts.keys, settings.scale)
@@ -164,7 +182,14 @@ def compute_advantages(config: RunConfig, rollout: Rollout, forward: ForwardPass
 
 
 def evaluate(config: RunConfig, task: Task, engine: Engine, ranks: Ranks) -> Evaluation:
-    """Judge the greedy responses to the held-out prompts."""
+    """Judge the greedy responses to the held-out prompts.
+
+    Args:
+        config: the run.
+        task: held-out prompts, and what scores the responses.
+        engine: samples.
+        ranks: each samples and judges some of the responses.
+    """
     problems: Sequence[Problem] = task.problems.held_out
     answers = generate(config, task, engine, problems, sampling_of(config, greedy=True), [0] * len(problems), ranks)
     completions = [answer.completion for answer in answers]

@@ -148,7 +148,15 @@ def known(values: Sequence[T | None]) -> tuple[T, ...] | None:
 
 
 def roll_out(config: RunConfig, task: Task, engine: Engine, prompts: Prompts, ranks: Ranks) -> Rollout:
-    """Sample one response to every prompt."""
+    """Sample one response to every prompt.
+
+    Args:
+        config: the run.
+        task: prompts, and the environment of several turns.
+        engine: samples.
+        prompts: of this iteration, with seeds.
+        ranks: each samples some of the responses.
+    """
     problems = [task.problems.by_key[key] for key in prompts.keys]
     answers = generate(config, task, engine, problems, sampling_of(config), prompts.seeds, ranks)
     completions = [answer.completion for answer in answers]

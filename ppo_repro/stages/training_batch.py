@@ -91,7 +91,15 @@ class TrainingBatch:
 def training_batch(
     config: RunConfig, coefficients: Coefficients, rollout: Rollout, forward: ForwardPass, advantages: Advantages
 ) -> TrainingBatch:
-    """Gather what the update of one iteration trains on."""
+    """Gather what the update of one iteration trains on.
+
+    Args:
+        config: the run.
+        coefficients: of this iteration.
+        rollout: the responses, N tokens.
+        forward: log-probs and values before the first step.
+        advantages: advantages and value targets.
+    """
     objective, responses, value = objective_of(config, coefficients), rollout.sequence_of_token(), config.value
     corrected = corrections_of(config, rollout, forward)
     in_losses = rollout.in_losses
@@ -210,9 +218,18 @@ def minibatch_of(
 
 
 def chosen_tokens(config: RunConfig, batch: TrainingBatch, minibatch: Minibatch, new_logprobs: Tensor) -> Tensor:
-    """Choose the tokens that Clip-Cov or KL-Cov changes in a minibatch, [N] bool, by its `new_logprobs` [M].
+    """Choose the tokens that Clip-Cov or KL-Cov changes in a minibatch.
 
     Tokens that are in no loss are in no mean and are not chosen. The random order is a stream of the run's seed.
+
+    Args:
+        config: has the seed.
+        batch: the iteration, N tokens.
+        minibatch: names M of them.
+        new_logprobs: [M] float32, of the policy as it is now.
+
+    Returns:
+        [N] bool.
     """
     tokens = minibatch.tokens
     if batch.in_losses is not None:

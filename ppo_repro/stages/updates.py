@@ -63,7 +63,16 @@ def policy_update(
     chosen: Tensor | None,
     grad_norm: float,
 ) -> PolicyUpdate:
-    """Sum the columns [M] of a step of the policy up, by the weights of its minibatch."""
+    """Sum the columns of a step of the policy up, by the weights of its minibatch.
+
+    Args:
+        config: coefficients that do not change.
+        batch: the iteration, N tokens.
+        minibatch: names M of them, and their weights.
+        columns: [M] each.
+        chosen: [N] bool, what Clip-Cov or KL-Cov changes; None for other objectives.
+        grad_norm: before clipping.
+    """
     tokens, weights, corrected = minibatch.tokens, minibatch.weights, batch.corrections
     flags = batch.objective.flags(columns.ratios, batch.advantages[tokens], None if chosen is None else chosen[tokens])
     factors = None if corrected is None else corrected.weights[tokens]

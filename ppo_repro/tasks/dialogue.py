@@ -53,6 +53,16 @@ class Conversations:
         problems: Sequence[Problem],
         warned: set[str],
     ) -> None:
+        """Begin the episodes of some prompts.
+
+        Args:
+            config: the run.
+            tokenizer: encodes what the environment says.
+            spelled: special tokens that are spelled out in texts.
+            step: the user's environment; None: one turn.
+            problems: one an episode.
+            warned: gets warnings that were printed, so that each is printed once.
+        """
         self.config, self.tokenizer, self.spelled = config, tokenizer, spelled
         self.step, self.problems = step, problems
         has_template = config.task.chat_template and step is not None

@@ -15,7 +15,14 @@ _entries: dict[str, dict[str, Any]] = {}  # by key
 
 
 def entries(dataset: str, settings: dict[str, Any], seed: int, size: int) -> list[dict[str, str]]:
-    """Return the entries of the data set, each question once. Raises UserError for an unknown name or setting."""
+    """Return the entries of the data set, each question once. Raises UserError for an unknown name or setting.
+
+    Args:
+        dataset: of reasoning-gym.
+        settings: of the data set.
+        seed: of its generator.
+        size: entries that are drawn.
+    """
     global _dataset
     try:
         with warnings.catch_warnings():  # about the syntax of the package's own files, when they are first compiled

@@ -50,7 +50,11 @@ class Problem:
 def row_of(problem: Problem, turns: Sequence[str], response: str = "", full_text: str = "") -> dict[str, Any]:
     """Make the row that a function of the user's judges or answers to, as its process gets it.
 
-    `turns` begin with the model's. `response`: the model's own words; `full_text`: with all special tokens spelled out.
+    Args:
+        problem: the prompt.
+        turns: of the conversation, beginning with the model's.
+        response: the model's own words.
+        full_text: with all special tokens spelled out.
     """
     names = ("key", "prompt", "answer", "fields", "messages")
     row = {name: getattr(problem, name) for name in names}
@@ -243,7 +247,14 @@ def chat_of(task: TaskConfig, problem: Problem) -> list[dict[str, str]]:
 
 
 def refuse_control_tokens(tokenizer: PreTrainedTokenizerBase, task: TaskConfig, what: str, text: str) -> None:
-    """Raise UserError for a text that the tokenizer would read as control tokens, unless the task allows them."""
+    """Raise UserError for a text that the tokenizer would read as control tokens, unless the task allows them.
+
+    Args:
+        tokenizer: has them.
+        task: may allow them.
+        what: the text is, for the error.
+        text: from a file or function of the user's.
+    """
     from ppo_repro.tasks.tokenizer import special_tokens
 
     if task.control_tokens == "allow":
@@ -286,7 +297,14 @@ def rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], cu
 def encode_all(
     problems: Iterable[Problem], encode: Callable[[Problem], tuple[int, ...]], config: RunConfig, vocab_size: int
 ) -> dict[str, tuple[int, ...]]:
-    """Encode every prompt, by key; UserError names the first prompt that the engine cannot serve."""
+    """Encode every prompt, by key; UserError names the first prompt that the engine cannot serve.
+
+    Args:
+        problems: with the prompts.
+        encode: encodes one.
+        config: has the lengths of responses and context.
+        vocab_size: token ids are below it.
+    """
     from ppo_repro.rollout.engine import Request, Sampling, check_request
 
     sampling = Sampling(1.0, 0, 1.0, config.rollout.max_response_tokens)
@@ -301,7 +319,14 @@ def encode_all(
 
 
 def choose(problems: tuple[Problem, ...], count: int, seed: int, iteration: int) -> list[Problem]:
-    """Choose the `count` training problems of an iteration. Each time all have been used, they are shuffled anew."""
+    """Choose the training problems of an iteration. Each time all have been used, they are shuffled anew.
+
+    Args:
+        problems: all of them.
+        count: problems of an iteration.
+        seed: of the run.
+        iteration: from 0 on.
+    """
     chosen = []
     shuffles: dict[int, list[int]] = {}
     for position in range(iteration * count, (iteration + 1) * count):

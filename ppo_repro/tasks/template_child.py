@@ -27,7 +27,14 @@ _limit_memory()
 
 
 def render(template: str, turns: list[dict[str, str]], special_tokens: dict[str, Any], cue: bool) -> str:
-    """The text of a chat, with what begins the model's turn if `cue`; UserError if the template fails."""
+    """Return the text of a chat; UserError if the template fails.
+
+    Args:
+        template: Jinja.
+        turns: role and content of each.
+        special_tokens: by their names in templates.
+        cue: whether what begins the model's turn is added.
+    """
     try:
         found: Any = render_jinja_template(
             conversations=[turns], chat_template=template, add_generation_prompt=cue, **special_tokens

@@ -52,6 +52,16 @@ def definition(
     gae: A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t, V after the last token 0 (Schulman et
     al., 2016). rewards_to_go: sum over k >= t of gamma^(k - t) r_k. group_mean: score minus the mean score of the
     group; group_normalised: that divided by the standard deviation with n - 1, 0 where it is 0 (Shao et al., 2024).
+
+    Args:
+        kind: of the estimator.
+        responses: rewards and values of the tokens of each.
+        groups: of each response, the number of its prompt.
+        gamma: discount.
+        lam: of GAE.
+
+    Returns:
+        Advantages of the tokens of each response.
     """
     found = []
     scores = [math.fsum(rewards) for rewards, _ in responses]
@@ -80,8 +90,18 @@ def check_advantages(
 ) -> dict[str, str]:
     """Find the first token at which an estimator differs from its definition on drawn responses, by layout.
 
-    An empty dict: it conforms. tolerance: relative to the largest advantage, if the estimator adds a small number to a
-    denominator. Raises what the estimator raises.
+    Args:
+        estimator: takes an AdvantageBatch [R, L], returns advantages [R, L].
+        kind: whose definition it is compared with.
+        gamma: discount.
+        lam: of GAE.
+        seed: of the responses.
+        tolerance: relative to the largest advantage, if the estimator adds a small number to a denominator.
+
+    Returns:
+        Sentences by layout; empty if it conforms.
+
+    Raises what the estimator raises.
 
     >>> from ppo_repro.testing import check_advantages
     >>> def to_go(batch):

@@ -101,12 +101,21 @@ def assert_mismatch_below(
 ) -> None:
     """Assert that the log-probs of sampler and trainer differ by no more than each limit.
 
-    `run_or_file`: a run folder, a dump in any format that `ppo-repro audit` reads (told from its columns, or `names`),
-    or a data frame with one row per token. With delta = trainer - sampler in nats: `mean_abs` and `max_abs` of |delta|,
-    `k3` the token mean of expm1(delta) - delta, which estimates KL(sampler || trainer), `frac_unequal` the share of
-    tokens that differ in any bit, `nonfinite` the number of tokens that may have no finite pair. AssertionError names
-    every limit that is exceeded and a token, and numbers that cannot be log-probs. Raises UserError without a limit or
-    without tokens.
+    Below, delta is the trainer's log-prob minus the sampler's, in nats.
+
+    Args:
+        run_or_file: a run folder, a dump in any format that `ppo-repro audit` reads (told from its columns, or
+            `names`), or a data frame with one row per token.
+        mean_abs: limit of the mean of |delta|, in nats.
+        max_abs: limit of the largest |delta|, in nats.
+        k3: limit of the token mean of expm1(delta) - delta, which estimates KL(sampler || trainer).
+        frac_unequal: limit of the share of tokens that differ in any bit.
+        nonfinite: tokens that may have no finite pair.
+        names: of the columns, where they are others.
+
+    Raises:
+        AssertionError: names every limit that is exceeded and a token, and numbers that cannot be log-probs.
+        UserError: no limit is given, or there are no tokens.
     """
     __tracebackhide__ = True
     options = {"mean_abs": mean_abs, "max_abs": max_abs, "k3": k3, "frac_unequal": frac_unequal}

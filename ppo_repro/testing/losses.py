@@ -159,7 +159,17 @@ def ordered(count: int, layout: _Layout) -> list[int]:
 def lay_out(
     rollout: DrawnResponses, sequences: Sequence[int], layout: _Layout, dtype: torch.dtype
 ) -> tuple[LossBatch, Tensor]:
-    """Lay out a batch; also returns the index in the rollout of each position [R, L], below 0 where there is none."""
+    """Lay drawn responses out as a batch of one layout.
+
+    Args:
+        rollout: the responses.
+        sequences: which of them, in this order.
+        layout: padding, junk, inserted tokens.
+        dtype: of the columns.
+
+    Returns:
+        The batch, and the index in the rollout of each position [R, L], below 0 where there is none.
+    """
     rows, owners = [], []
     for s in sequences:
         start, row = sum(rollout.lengths[:s]), list[int]()

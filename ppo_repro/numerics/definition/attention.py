@@ -45,8 +45,14 @@ def each_head(x: Array, like: Array) -> Array:
 def attend(q: Array, k: Array, v: Array, scale: float, window: int) -> Attention:
     """Rule 4: p = exp(scale q.k - largest), 0 for keys that are not seen; out = (sum_j p v) / float32(sum_j p).
 
-    q [heads, T, D]; k, v [kv_heads, T, D]. All sums run over key positions from 0 on: products in blocks of 128, the
-    sum of p in 16 lanes. Kernel: `attend`.
+    All sums run over key positions from 0 on: products in blocks of 128, the sum of p in 16 lanes. Kernel: `attend`.
+
+    Args:
+        q: [heads, T, D].
+        k: [kv_heads, T, D].
+        v: [kv_heads, T, D].
+        scale: of the scores.
+        window: keys that a query sees, itself included; 0 for all.
     """
     k_each, v_each = each_head(k, q), each_head(v, q)
     scores, seen = product(q, k_each) * F(scale), visible(q.shape[1], window)
@@ -61,6 +67,12 @@ def attend_backward(of: Attention, d_out: Array, scale: float, window: int) -> t
 
     dq = (sum_j ds k) scale over blocks of key positions. dk = (sum_t ds q) scale and dv = sum_t p d_out over blocks of
     query positions, block after block and head after head of those that share a key. Kernel: `attend_backward`.
+
+    Args:
+        of: what `attend` computed.
+        d_out: [heads, T, D].
+        scale: as in `attend`.
+        window: likewise.
     """
     k, v, seen = each_head(of.k, of.q), each_head(of.v, of.q), visible(of.q.shape[1], window)
     scores = product(of.q, k) * F(scale)
@@ -82,7 +94,14 @@ def _over_queries(x: Array, y: Array, kv_heads: int) -> Array:
 
 
 def columns_of_heads(at: int, step: int, heads: int, head_dim: int) -> Array:
-    """Return the columns of each head in a row of qkv, [heads, head_dim]."""
+    """Return the columns of each head in a row of qkv, [heads, head_dim].
+
+    Args:
+        at: column of the first head.
+        step: columns from one head to the next.
+        heads: number of heads.
+        head_dim: columns of a head.
+    """
     return at + np.arange(heads)[:, None] * step + np.arange(head_dim)
 
 
@@ -135,7 +154,17 @@ def attention_block(model: Model, layer: Layer, x: Array) -> tuple[Array, Attent
 def attention_block_backward(
     grads: Contributions, name: str, model: Model, layer: Layer, dy: Array, of: AttentionBlock, position: Array
 ) -> Array:
-    """Return the gradient of x in `attention_block`. Kernel: `layer_backward`."""
+    """Return the gradient of x in `attention_block`, [T, H]. Kernel: `layer_backward`.
+
+    Args:
+        grads: gets the addends of weights and biases.
+        name: of the layer, a prefix in `grads`.
+        model: shapes.
+        layer: weights.
+        dy: [T, H].
+        of: what `attention_block` computed.
+        position: [T].
+    """
     d_mixed = linear_backward(grads, f"{name}.out", layer.out, dy, of.mixed, position)
     d_out = d_mixed.reshape(len(dy), model.heads, model.head_dim).swapaxes(0, 1)
     d_heads = attend_backward(of.attention, d_out, layer.scale, layer.window)

@@ -47,7 +47,11 @@ def softmax(logits: Array) -> Array:
 def mixture(model: Model, layer: Layer, x: Array, given: Array | None) -> tuple[Array, Mixture]:
     """Rule 7: out = sum of w[e] expert_e(x) by rising e, a chain of fma(w, y, acc) from +0. Kernel: `mixture_forward`.
 
-    `given` [T, k]: the experts of each token; None: the router chooses.
+    Args:
+        model: number of experts, activation.
+        layer: weights of router and experts.
+        x: [T, H].
+        given: [T, k], the experts of each token; None: the router chooses.
     """
     assert layer.router is not None
     logits = layer_linear(model, x, layer.router)
@@ -66,11 +70,20 @@ def mixture(model: Model, layer: Layer, x: Array, given: Array | None) -> tuple[
 def mixture_backward(
     grads: Contributions, name: str, model: Model, layer: Layer, dy: Array, of: Mixture, position: Array
 ) -> Array:
-    """Return the gradient of x: the router's, then + each chosen expert's, by rising index.
+    """Return the gradient of x, [T, H]: the router's, then + each chosen expert's, by rising index.
 
     d y_e = w dy; g = d w_e = float32(y_e . dy); d logits = p (g - float32(sum p g)), g = 0 if not chosen.
 
     Kernel: `mixture_backward`.
+
+    Args:
+        grads: gets the addends of weights.
+        name: of the layer, a prefix in `grads`.
+        model: number of experts, activation.
+        layer: weights.
+        dy: [T, H].
+        of: what `mixture` computed.
+        position: [T].
     """
     assert layer.router is not None
     g = np.zeros_like(of.weights)

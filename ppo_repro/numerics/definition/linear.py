@@ -18,7 +18,15 @@ def linear(x: Array, matrix: Matrix) -> Array:
 def linear_backward(grads: Contributions, name: str, matrix: Matrix, dy: Array, x: Array, position: Array) -> Array:
     """Return dx[t, k] = sum_n dy[t, n] w[n, k], rule 1 over n, and put the gradients of w and bias into `grads`.
 
-    dy [T, N], x [T, K], position [T]. Kernel: `linear_backward`.
+    Kernel: `linear_backward`.
+
+    Args:
+        grads: gets the addends.
+        name: of the matrix, a prefix in `grads`.
+        matrix: w [N, K], bias [N].
+        dy: [T, N].
+        x: [T, K].
+        position: [T].
     """
     grads[f"{name}.w"] = weight_addends(dy, x, position)
     if matrix.bias is not None:

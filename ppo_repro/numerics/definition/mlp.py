@@ -24,7 +24,14 @@ class Mlp:
 
 
 def mlp(model: Model, up: Matrix, down: Matrix, x: Array) -> tuple[Array, Mlp]:
-    """Compute down(act(up x)), or down(act(gate x) (up x)) if gated. Kernel: `mlp_forward`."""
+    """Compute down(act(up x)), or down(act(gate x) (up x)) if gated. Kernel: `mlp_forward`.
+
+    Args:
+        model: activation, gate, roundings on purpose.
+        up: [I, H], or gate and up [2 I, H].
+        down: [H, I].
+        x: [T, H].
+    """
     r = model.rounding
     x = rounded(r.inputs, x)
     raised = layer_linear(model, x, up)
@@ -48,7 +55,17 @@ def mlp_backward(
 ) -> Array:
     """Return the gradient of x. With d the gradient of act(gate) up: d up = d act(gate), d gate = (d up) act'(gate).
 
-    Without gate: d act'(up). `names`: paths of up and down in `grads`. Kernel: `activation_backward_row`.
+    Without gate: d act'(up). Kernel: `activation_backward_row`.
+
+    Args:
+        grads: gets the addends of weights and biases.
+        names: of up and down, prefixes in `grads`.
+        model: activation, gate.
+        up: as in `mlp`.
+        down: likewise.
+        dy: [T, H].
+        of: what `mlp` computed.
+        position: [T].
     """
     d = linear_backward(grads, names[1], down, dy, of.act, position)
     if model.gated:

@@ -108,9 +108,15 @@ def backward(model: Model, of: Activations, d_hidden: Array) -> Contributions:
 def gradients(
     model: Model, sequences: Sequence[Activations], d_hidden: Sequence[Array], slots: int = 8
 ) -> dict[str, Array]:
-    """Rule 2: the gradient of every parameter for a minibatch, by its path; d_hidden [T, H] of each sequence.
+    """Rule 2: the gradient of every parameter for a minibatch, by its path.
 
     A sequence that gives a parameter no addend (an expert that none of its tokens chose) leaves the slot's sum as is.
+
+    Args:
+        model: the weights.
+        sequences: what the forward pass of each computed.
+        d_hidden: [T, H] of each.
+        slots: a power of two.
     """
     parts = [backward(model, of, d) for of, d in zip(sequences, d_hidden, strict=True)]
     return {

@@ -68,6 +68,13 @@ def adamw(of: Moments, gradient: Array, s: Settings, norm: float, step: int) -> 
     g = clip gradient, m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2,
     p = (1 - lr wd) p - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps), elementwise in float32.
     Every constant is computed in float64 and rounded once. Loshchilov and Hutter, 2019.
+
+    Args:
+        of: p, m and v before the step.
+        gradient: of the shape of p.
+        s: b1, b2, eps, lr, wd and the largest norm.
+        norm: of the gradients of all parameters, float64.
+        step: t, from 1 on.
     """
     clip = 1.0 if s.max_grad_norm == 0 else min(1.0, s.max_grad_norm / (float(F(norm)) + 1e-6))
     rate = s.learning_rate / (1.0 - power(s.beta1, step))

@@ -31,6 +31,12 @@ def norm(kind: str, x: Array, weights: NormWeights, eps: float) -> Normed:
     """Normalise rows: r = float32(1 / sqrt(mean x^2 + eps)), x_hat = x r, y = x_hat w; mean and root in float64.
 
     LayerNorm: x - float32(mean x) replaces x, and y = fma(x_hat, w, b). Kernel: `norm`.
+
+    Args:
+        kind: `layer`, `rms` or `rms_offset`.
+        x: [..., H].
+        weights: w [H], and b [H] of a LayerNorm.
+        eps: rounded to float32.
     """
     if kind == "layer":
         x = x - row_mean(x)
@@ -47,7 +53,16 @@ def norm_backward(
 ) -> Array:
     """Return dx = r fma(-x_hat, mean(g x_hat), g) with g = dy w; LayerNorm: r (fma(..) - mean(g)).
 
-    Puts the gradients of the weights into `grads`. Kernel: `norm_backward`.
+    Kernel: `norm_backward`.
+
+    Args:
+        grads: gets the addends of the weights.
+        name: of the norm, a prefix in `grads`.
+        kind: as in `norm`.
+        weights: likewise.
+        dy: [T, H].
+        of: what `norm` computed.
+        position: [T].
     """
     grads[f"{name}.w"] = column_addends(dy, of.x_hat, position)
     if weights.b is not None:

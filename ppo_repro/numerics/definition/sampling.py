@@ -78,9 +78,14 @@ def cut(scaled: Array, top_k: int, top_p: float) -> tuple[Array, Array, Array]:
 def sample(
     z: Array, seed: int, position: int, temperature: float, kept: tuple[Array, Array] | None
 ) -> tuple[int, np.float32]:
-    """Rule 8: the first v with the largest log p_v + noise of one row z [V], and log p_v. Kernel: `sample_row`.
+    """Rule 8: the first v with the largest log p_v + noise of one row of logits, and log p_v. Kernel: `sample_row`.
 
-    `kept`: (eligible, column of the noise), [V] each; None: all tokens, each with its own id as its column.
+    Args:
+        z: logits [V].
+        seed: of the response.
+        position: of the token.
+        temperature: above 0.
+        kept: (eligible, column of the noise), [V] each; None: all tokens, each with its own id as its column.
     """
     row = log_p(softmax(z[None], temperature, None))[0]
     eligible, columns = (None, np.arange(len(z))) if kept is None else kept

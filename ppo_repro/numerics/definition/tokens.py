@@ -47,7 +47,14 @@ def expectation(s: Softmax, values: Array) -> Array:
 
 
 def statistics(z: Array, targets: Array, temperature: float, eligible: Array | None) -> tuple[Array, Array, Array]:
-    """Return (log p of the targets, entropies, sums of p^2), [n] each; targets [n]. Kernel: `token_statistics`."""
+    """Return (log p of the targets, entropies, sums of p^2), [n] each. Kernel: `token_statistics`.
+
+    Args:
+        z: logits [n, V].
+        targets: [n], token ids.
+        temperature: above 0.
+        eligible: [n, V] bool, the tokens that cuts left; None: all.
+    """
     s = softmax(z, temperature, eligible)
     entropy = s.log_total - expectation(s, s.shifted.astype(D))
     squares = row_sum(s.e, s.e)[:, None] / (s.total * s.total)
@@ -62,6 +69,14 @@ def statistics_gradient(
     """Return ([v = target] d_logprob - p_v (d_logprob + d_entropy (shifted_v - mean))) / temperature, [n, V].
 
     +0 in rows whose d_logprob and d_entropy are zeros of any sign. Kernel: `token_statistics_gradient`.
+
+    Args:
+        z: as in `statistics`.
+        targets: likewise.
+        temperature: likewise.
+        eligible: likewise.
+        d_logprob: [n].
+        d_entropy: [n].
     """
     s = softmax(z, temperature, eligible)
     mean = expectation(s, s.shifted.astype(D)).astype(F)
@@ -75,7 +90,14 @@ def statistics_gradient(
 
 
 def divergence(p_logits: Array, q_logits: Array, temperature: float, eligible: Array | None) -> Array:
-    """KL(p || q) = sum_v p_v (shifted_p - shifted_q) + log_total_q - log_total_p, [n]. Kernel: `kl_divergence`."""
+    """Return KL(p || q) = sum_v p_v (shifted_p - shifted_q) + log_total_q - log_total_p, [n]. Kernel: `kl_divergence`.
+
+    Args:
+        p_logits: [n, V].
+        q_logits: [n, V].
+        temperature: above 0.
+        eligible: [n, V] bool, the tokens that cuts left; None: all.
+    """
     p, q = softmax(p_logits, temperature, eligible), softmax(q_logits, temperature, eligible)
     mean = expectation(p, p.shifted.astype(D) - q.shifted.astype(D))
     return (mean + (q.log_total - p.log_total))[:, 0].astype(F)
@@ -84,9 +106,16 @@ def divergence(p_logits: Array, q_logits: Array, temperature: float, eligible: A
 def divergence_gradient(
     p_logits: Array, q_logits: Array, temperature: float, eligible: Array | None, seed: Array
 ) -> Array:
-    """Return seed p_v ((shifted_p - shifted_q) - mean) / temperature, [n, V]; +0 if not eligible; seed [n].
+    """Return seed p_v ((shifted_p - shifted_q) - mean) / temperature, [n, V]; +0 if not eligible.
 
     Kernel: `kl_divergence_gradient`.
+
+    Args:
+        p_logits: [n, V].
+        q_logits: [n, V].
+        temperature: above 0.
+        eligible: as in `divergence`.
+        seed: [n], the gradient of each divergence.
     """
     p, q = softmax(p_logits, temperature, eligible), softmax(q_logits, temperature, eligible)
     difference = p.shifted.astype(D) - q.shifted.astype(D)

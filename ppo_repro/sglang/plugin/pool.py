@@ -20,6 +20,14 @@ class PoolCache:
     """
 
     def __init__(self, network: Network, table: Tensor, pool: Any, width: int) -> None:
+        """Keep the kernels' cache beside SGLang's memory pool.
+
+        Args:
+            network: computes keys and values.
+            table: [requests, positions], the location in the pool of each token.
+            pool: SGLang's keys and values by location.
+            width: positions of a request.
+        """
         heads, wide = network.struct.kv_heads, network.struct.head_dim
         self.table, self.pool = table, pool
         self.cache = network.make_cache(len(table), width)

@@ -33,7 +33,16 @@ class DeterministicSampler(Sampler):
         token_ids_logprobs: list[list[int]],
         positions: Tensor,
     ) -> Tensor:
-        """Sample one token per row, int64 [n]. Raises RuntimeError for an option that this sampler does not support."""
+        """Sample one token per row, int64 [n]. Raises RuntimeError for an option that this sampler does not support.
+
+        Args:
+            logits_output: logits [n, V]; gets the log-probs.
+            sampling_info: temperature, cuts and seed of each row.
+            return_logprob: whether log-probs are wanted.
+            top_logprobs_nums: not supported above 0.
+            token_ids_logprobs: not supported.
+            positions: [n], of the tokens that are sampled.
+        """
         asked = return_logprob and (any(top_logprobs_nums) or any(ids is not None for ids in token_ids_logprobs))
         _refuse(sampling_info, asked)
         logits, seeds = logits_output.next_token_logits, sampling_info.sampling_seed

@@ -18,7 +18,15 @@ MANY = 0.8  # of the tokens after a point that have to differ
 def facts(
     responses: Sequence[Response], entries: Entries, reference: Reference, tolerance: float, stored: Stored
 ) -> list[str]:
-    """Sentences, those that narrow the cause most first; "right" means equal to rounding."""
+    """Return sentences about wrong log-probs, those that narrow the cause most first; "right" means equal to rounding.
+
+    Args:
+        responses: prompts and tokens.
+        entries: recorded log-probs in nats, and which are usable.
+        reference: what they should be.
+        tolerance: in nats.
+        stored: the number format that they have.
+    """
     found = [f"every number is a {stored.name} number" if "float" in stored.name else f"every number has {stored.name}"]
     found = found if stored.name else []
     if "bfloat16" in stored.name:

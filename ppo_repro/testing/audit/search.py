@@ -135,6 +135,17 @@ class Search:
         entries: Entries,
         wrong: Sequence[int],
     ) -> None:
+        """Begin the search for the cause of wrong log-probs.
+
+        Args:
+            subject: the model, and others that may have been used instead.
+            responses: prompts and tokens.
+            sampling: settings of the stack.
+            definition: what its log-probs are, of the tokens or of the tokens after cuts.
+            reference: the log-probs as they should be, in nats.
+            entries: the recorded log-probs, and which are usable.
+            wrong: indices of the responses with a wrong one.
+        """
         self.subject, self.responses, self.sampling, self.definition = subject, responses, sampling, definition
         self.reference, self.entries, self.wrong = reference, entries, wrong
         self.ways = ways(responses, subject)

@@ -96,7 +96,18 @@ class Variant:
 
 
 def cut(scaled: Tensor, top_k: int, top_p: float, min_p: float, in_turn: bool = False) -> Tensor:
-    """Scaled logits [n, V], -inf where a cut drops a token. in_turn: top-p of what top-k has left, renormalised."""
+    """Put -inf where a cut drops a token.
+
+    Args:
+        scaled: logits / temperature [n, V].
+        top_k: tokens that stay, 0 for all.
+        top_p: probability that stays, 1 for all.
+        min_p: tokens stay that are as likely as this share of the likeliest.
+        in_turn: top-p of what top-k has left, renormalised.
+
+    Returns:
+        [n, V].
+    """
     vocabulary, left, limit = scaled.shape[-1], scaled, scaled.new_full((len(scaled), 1), -math.inf)
     if top_k > 0:
         limit = scaled.topk(min(top_k, vocabulary)).values[:, -1:]

@@ -30,7 +30,7 @@ def install() -> None:
 
 
 def leave_alone() -> None:
-    """From now on a signal ends this process at once: there is no more to say."""
+    """Let a signal end this process at once from now on: there is no more to say."""
     for number in _SIGNALS:
         if signal.getsignal(number) is _interrupt:
             signal.signal(number, signal.SIG_DFL)

@@ -57,7 +57,7 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 
 def has_writer(folder: Path) -> bool:
-    """Whether a process is writing a folder; False if the lock cannot be read.
+    """Say whether a process is writing a folder; False if the lock cannot be read.
 
     A process of another machine counts if the file system shares flock, as NFS does.
     """
@@ -84,20 +84,20 @@ def require_no_writer(folder: Path) -> None:
 
 
 def locked_in(folder: Path) -> Iterator[Path]:
-    """The folders two levels below `folder`, made or not yet, that a process is writing."""
+    """Return the folders two levels below `folder`, made or not yet, that a process is writing."""
     for path in folder.glob(f"*/*{SUFFIX}"):
         if has_writer(target := path.with_name(path.name.removesuffix(SUFFIX))):
             yield target
 
 
 def _lock_of(folder: Path) -> Path:
-    """The lock's file; the same for every path to the folder."""
+    """Return the lock's file; the same for every path to the folder."""
     real = Path(os.path.realpath(folder))
     return real.with_name(real.name + SUFFIX)
 
 
 def _acquire(folder: Path, path: Path) -> int:
-    """The descriptor of the lock's file, which says now that this process is the holder."""
+    """Return the descriptor of the lock's file, which says now that this process is the holder."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     try:
         while (descriptor := _try(path)) is None:
@@ -116,7 +116,7 @@ def _acquire(folder: Path, path: Path) -> int:
 
 
 def _try(path: Path) -> int | None:
-    """The descriptor of the lock's file if this process has the lock now, else None; raises OSError."""
+    """Return the descriptor of the lock's file if this process has the lock now, else None; raises OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -145,7 +145,7 @@ def _told(holder: re.Match[bytes]) -> list[str]:
 
 
 def _said(path: Path) -> bytes:
-    """What the lock's file says; empty if it is gone."""
+    """Return what the lock's file says; empty if it is gone."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -153,12 +153,12 @@ def _said(path: Path) -> bytes:
 
 
 def _is_ours(content: bytes) -> bool:
-    """Whether a file may be the lock of an earlier process; a power cut can leave zeros."""
+    """Say whether a file may be the lock of an earlier process; a power cut can leave zeros."""
     return not content.strip(b"\0") or _HOLDER.fullmatch(content) is not None
 
 
 def _lives(said: bytes) -> bool:
-    """Whether the process that a lock's file names lives on this machine."""
+    """Say whether the process that a lock's file names lives on this machine."""
     found = _HOLDER.fullmatch(said)
     if found is None or found[2].decode() != socket.gethostname():
         return False

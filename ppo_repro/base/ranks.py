@@ -42,7 +42,10 @@ class Ranks:
         return self.rank == 0
 
     def mine(self, count: int) -> range:
-        """This rank's share of `count` sequences: floor(rank count / size) .. floor((rank + 1) count / size) - 1."""
+        """Return this rank's indices of `count` sequences.
+
+        floor(rank count / size) .. floor((rank + 1) count / size) - 1.
+        """
         return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
     def everyone(self, value: T) -> list[T]:

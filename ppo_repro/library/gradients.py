@@ -46,7 +46,7 @@ class Passes:
         return Passes(self._modules, self._shapes)
 
     def begin(self, model: PreTrainedModel) -> None:
-        """Before a pass: see the weights as they are. UserError if something asks for what the kernels do not do."""
+        """See, before a pass, the weights as they are. UserError if something asks for what the kernels do not do."""
         self._check_modules(model)
         _check_weights(model)
         if shapes_of(model) != self._shapes:  # another vocabulary, for example

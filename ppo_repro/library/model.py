@@ -205,7 +205,7 @@ def max_context(model: PreTrainedModel) -> int:
 
 
 def begin_pass(model: PreTrainedModel) -> None:
-    """Before a deterministic model computes: see its weights as they are. UserError if it cannot compute with them."""
+    """See, before a deterministic model computes, its weights as they are. UserError if it cannot compute with them."""
     passes_of(model).begin(model)
     trunk, lowered = trunk_of(model), cast(Lowered, lowered_of(model))
     if lowered.recompute != model.is_gradient_checkpointing:

@@ -51,7 +51,7 @@ def check_config(folder: Path, where: str) -> None:
 
 
 def _check_files(folder: Path, where: str) -> None:
-    """UserError for what is no regular file, which might be read for ever, and for texts that are too large."""
+    """Raise UserError for what is no regular file, which might be read for ever, and for texts that are too large."""
     try:
         paths = sorted([*folder.iterdir(), *(folder / _TEMPLATES).glob("*")])
     except OSError as error:
@@ -178,5 +178,5 @@ def _check_kinds(path: Path, where: str) -> int:
 
 
 def _short(value: object) -> str:
-    """On one line, and not longer than a line."""
+    """Put a text on one line, cut to the length of a line."""
     return " ".join(str(value).split())[:80] if isinstance(value, Exception) else repr(value)[:80]

@@ -78,7 +78,7 @@ def draw_head(weight: Tensor, name: str, seed: int) -> None:
 
 
 def checkpoint_gradients(trunk: PreTrainedModel) -> None:
-    """From now on keep no activations inside decoder layers; the backward pass computes them again."""
+    """Keep, from now on, no activations inside decoder layers; the backward pass computes them again."""
     lowered = lowered_of(trunk)
     if lowered is not None:
         lower(trunk, replace(lowered, recompute=True))

@@ -21,7 +21,7 @@ _FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "GPT2", "GPTNeoX", "
 
 
 def _classes(*ends: str) -> dict[str, type[PreTrainedModel]]:
-    """By family the class whose name is the family's and one of the ends; families without one are left out."""
+    """Return by family the class whose name is the family's and one of the ends; families without one are left out."""
     found = ((family, getattr(transformers, family + end, None)) for family in _FAMILIES for end in ends)
     return {family: kind for family, kind in found if kind is not None}
 
@@ -52,7 +52,7 @@ def head_dim(config: PretrainedConfig) -> int:
 
 
 def key_value_heads(config: PretrainedConfig) -> int:
-    """Number of heads of keys and values."""
+    """Return the number of heads of keys and values."""
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 

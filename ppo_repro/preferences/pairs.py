@@ -31,7 +31,7 @@ class Preference:
 
 
 def sequences_of(pairs: Sequence[Preference]) -> list[Ids]:
-    """Prompt + preferred response and prompt + rejected response of each pair, pair after pair."""
+    """Return prompt + preferred response and prompt + rejected response of each pair, pair after pair."""
     return [pair.prompt_ids + response for pair in pairs for response in (pair.chosen_ids, pair.rejected_ids)]
 
 

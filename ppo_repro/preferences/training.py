@@ -197,7 +197,7 @@ def _pair_logprobs(
     padding: str,
     slots: Ints | None = None,
 ) -> Tensor:
-    """As `pair_logprobs`, differentiable, in one forward pass."""
+    """Compute `pair_logprobs`, differentiable, in one forward pass."""
     responses = [response for p in pairs for response in (p.chosen_ids, p.rejected_ids)]
     batch = lay_out([p.prompt_ids for p in pairs for _ in range(2)], responses, padding, slots=slots)
     logprobs, _ = token_statistics(policy_logits(policy, batch), batch.targets, temperature, None, mode)

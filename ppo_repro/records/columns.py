@@ -182,7 +182,7 @@ def _tokens(item: Iteration, with_kept: bool) -> Columns:
 
 
 def _kept(bits: np.ndarray) -> pa.Array | None:
-    """Bit sets [N, W] uint8 as lists of ids; null where they have no width."""
+    """Return bit sets [N, W] uint8 as lists of ids; null where they have no width."""
     if bits.shape[1] == 0:
         return None
     ids, counts = [], []

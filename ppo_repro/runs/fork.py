@@ -42,7 +42,7 @@ def fork(
 
 
 def _start(plan: Fork) -> Start:
-    """The origin's checkpoint; coefficients whose fields were changed begin anew, and prompts may be others."""
+    """Return the origin's checkpoint; coefficients whose fields were changed begin anew, and prompts may be others."""
     name, first = starts_of(plan.source, plan.recorded).get(plan.origin.iteration), first_coefficients(plan.config)
     start = load_start(plan.source, plan.recorded, name)
     coefficients = start.checkpoint.coefficients

@@ -119,7 +119,7 @@ class LanguageExecution(Execution[Iteration]):
 
     @cached_property
     def _every(self) -> int:
-        """Iterations from one checkpoint to the next; 0 for none."""
+        """Return the iterations from one checkpoint to the next; 0 for none."""
         every = self.config.checkpoints.every
         if every != "auto":
             return every

@@ -39,7 +39,7 @@ class Verified:
     uncovered: tuple[str, ...]  # under no digest: no part of the run
 
     def lines(self) -> list[str]:
-        """In words, one sentence per line."""
+        """Describe it, one sentence per line."""
         lines = [
             f"whole: {self.status}, {self.iterations} iterations in {self.tables} table files, "
             f"{self.checkpoints} checkpoints, {self.model_folders} model folders, fingerprint {self.fingerprint}"

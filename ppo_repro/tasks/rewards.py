@@ -118,7 +118,7 @@ class Judge:
 
     @property
     def asked_texts(self) -> tuple[str, ...]:
-        """The tags that the reward looks for in a response."""
+        """Return the tags that the reward looks for in a response."""
         has_format = any(isinstance(term, FormatReward) for term in self.config.terms)
         return TAGS if has_format or self.extraction == "answer_tags" else ()
 

@@ -70,7 +70,7 @@ def _fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-    """The tokens of a text; UserError if the tokenizer fails at it."""
+    """Return the tokens of a text; UserError if the tokenizer fails at it."""
     try:
         return tuple(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
     except (KeyboardInterrupt, MemoryError):

@@ -43,7 +43,7 @@ class About:
 
     @property
     def advice(self) -> str:
-        """Both as a sentence."""
+        """Join both to a sentence."""
         return f"{self.what}; {self.mend}."
 
 

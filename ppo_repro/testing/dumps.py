@@ -89,7 +89,7 @@ class Response:
 
     @property
     def turns(self) -> npt.NDArray[np.int64]:
-        """The turn of each token, from 1: how many runs of tokens that count have begun."""
+        """Return the turn of each token, from 1: how many runs of tokens that count have begun."""
         return np.cumsum(np.diff(self.counts.astype(np.int64), prepend=0) == 1)
 
 

@@ -191,7 +191,7 @@ def lay_out(
     number = torch.arange(indices.numel(), dtype=torch.float64).reshape(indices.shape)
 
     def column(name: str, k: int) -> Tensor:
-        """Under the mask, each column has junk of its own; the model computes finite new log-probs (k = 0) there."""
+        """Fill a column with junk of its own under the mask; the model computes finite new log-probs (k = 0) there."""
         filled = torch.where(there, rollout.columns[name][indices.clamp(min=0)], 0.0)
         if layout.junk == "not finite" and k:
             filled = torch.where(mask, filled, NOT_FINITE[(number.long() + k) % 3])

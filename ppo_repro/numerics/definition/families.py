@@ -42,7 +42,7 @@ def _norm(module: Any) -> NormWeights:
 
 
 def _matrix(layers: tuple[Any, ...]) -> Matrix:
-    """The weights of linear layers whose outputs follow one another."""
+    """Join the weights of linear layers whose outputs follow one another."""
     weights = [array(layer.weight).T if isinstance(layer, Conv1D) else array(layer.weight) for layer in layers]
     biases = [bias for layer in layers if (bias := _bias(layer)) is not None]
     return Matrix(np.concatenate(weights), np.concatenate(biases) if biases else None)

@@ -14,7 +14,10 @@ BLOCK = 128  # terms of a chain
 
 
 def chain(x: Array, w: Array) -> Array:
-    """One chain: acc = fma(x[.., m, k], w[.., n, k], acc) from +0 by rising k; [.., M, K], [.., N, K] -> [.., M, N]."""
+    """Compute one chain: acc = fma(x[.., m, k], w[.., n, k], acc) from +0 by rising k.
+
+    [.., M, K], [.., N, K] -> [.., M, N].
+    """
     acc = np.zeros((*x.shape[:-1], w.shape[-2]), F)
     for k in range(x.shape[-1]):
         acc = fma(x[..., :, None, k], w[..., None, :, k], acc)

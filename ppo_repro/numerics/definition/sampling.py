@@ -35,13 +35,13 @@ def hashes(seed: int, position: int, columns: Array, *first: int) -> Array:
 
 
 def gumbel_of(h: Array) -> Array:
-    """Gumbel noise -ln(-ln(h / (2^32 - 1))) with ln in [-DBL_MAX, -2^-32]; float64. Kernel: `gumbel_of_hash`."""
+    """Return Gumbel noise -ln(-ln(h / (2^32 - 1))) with ln in [-DBL_MAX, -2^-32]; float64. Kernel: `gumbel_of_hash`."""
     log_u = np.where(h > 0, log64(np.maximum(h, 1.0) / MASK), -np.finfo(D).max)
     return -log64(-np.minimum(log_u, -(2.0**-32)))
 
 
 def gumbel_noise(seed: int, position: int, columns: Array) -> Array:
-    """Gumbel noise of each column, as in SGLang's seeded sampler; float64 [columns]."""
+    """Return Gumbel noise of each column, as in SGLang's seeded sampler; float64 [columns]."""
     return gumbel_of(hashes(seed, position, columns))
 
 

@@ -38,7 +38,7 @@ class PoolCache:
         self.clock = 0
 
     def take_pasts(self, slots: Tensor, lengths: Tensor) -> None:
-        """Before a pass: bring the first tokens of some slots, so many of each, up to date. int64 [R] both."""
+        """Bring, before a pass, the first tokens of some slots, so many of each, up to date. int64 [R] both."""
         rows, positions = (torch.arange(int(lengths.max())) < lengths[:, None]).nonzero(as_tuple=True)
         places = slots[rows] * self.cache.each + positions
         locations = self.table[slots[rows], positions].long()
@@ -52,7 +52,7 @@ class PoolCache:
         self.stamps[places] = self.written[locations]
 
     def give(self, slots: Tensor, positions: Tensor, locations: Tensor) -> None:
-        """After a pass: copy its tokens, at positions of slots, to locations of the pool. int64 [N] each."""
+        """Copy, after a pass, its tokens, at positions of slots, to locations of the pool. int64 [N] each."""
         places = slots * self.cache.each + positions
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             self.pool.get_key_buffer(layer)[locations] = keys[:, places // 16, :, places % 16]

@@ -54,7 +54,7 @@ def facts(
 
 
 def _where(wrong: Sequence[tuple[int, Tensor, Tensor]]) -> list[str]:
-    """Whether all is right up to a token: by tokens of the prompt, positions, and which of these are wrong."""
+    """Say whether all is right up to a token: by tokens of the prompt, positions, and which of these are wrong."""
     first = [int(bad.nonzero()[0]) for _, _, bad in wrong]
     if len(wrong) > 1 and all(k == len(bad) - 1 for k, (_, _, bad) in zip(first, wrong, strict=True)):
         return ["wrong at the last token of the response alone"]
@@ -70,7 +70,7 @@ def _where(wrong: Sequence[tuple[int, Tensor, Tensor]]) -> list[str]:
 
 
 def _how(ideal: Tensor, off: Tensor, tolerance: float) -> list[str]:
-    """What kind of distance the wrong tokens have: constant, a factor, of one sign."""
+    """Say what kind of distance the wrong tokens have: constant, a factor, of one sign."""
     found: list[str] = []
     if len(off) < 3:
         return found

@@ -108,7 +108,7 @@ def _check(subject: Subject, responses: Sequence[Response]) -> None:
 
 
 def _check_unexplained(sides: Mapping[str, Side], entries: Mapping[str, Entries], floor: float) -> None:
-    """UserError where both sides say the same, and it is something else than the model."""
+    """Raise UserError where both sides say the same, and it is something else than the model."""
     if any(side.cause != UNKNOWN for side in sides.values()):
         return
     a, b = entries.values()
@@ -125,7 +125,7 @@ def _check_unexplained(sides: Mapping[str, Side], entries: Mapping[str, Entries]
 
 
 def _references(subject: Subject, responses: Sequence[Response], sampling: Sampling) -> dict[str, Reference]:
-    """By each definition that the sampling tells apart, or that was asked for."""
+    """Return references by each definition that the sampling tells apart, or that was asked for."""
     model, asked = subject.model, {sampling.sampler_logprobs, sampling.trainer_logprobs}
     wanted = {
         "tempered": True,
@@ -169,7 +169,7 @@ def _distances(entries: Entries, reference: Reference) -> list[Tensor]:
 def _definitions(
     responses: Sequence[Response], references: Mapping[str, Reference], sampling: Sampling
 ) -> dict[str, str]:
-    """Which distribution each side is judged by: the one it was said to have, or the one nearest to both sides.
+    """Choose the distribution by which each side is judged: the one it was said to have, or the nearest to both sides.
 
     Both sides have to mean the same, and the tokens were sampled at the temperature: raw log-probs are right only where
     that was said.
@@ -257,7 +257,7 @@ def verdict(found: Audit) -> str:
 
 
 def lines(found: Audit, skipped: int = 0) -> list[str]:
-    """The audit in words, the verdict last."""
+    """Describe the audit, the verdict last."""
     left_out = f" ({skipped:,} without a token that counts left out)" if skipped else ""
     sides = (found.sampler, found.trainer)
     return [

@@ -17,7 +17,7 @@ FROM_DISK = {"local_files_only": True, "trust_remote_code": False}
 
 
 def load_model(option: str, folder: Path, device: str) -> PreTrainedModel:
-    """The model of a folder in evaluation mode. UserError says what is missing or damaged."""
+    """Load the model of a folder in evaluation mode. UserError says what is missing or damaged."""
     where = f"{option} {folder}"
     loaded: Any = AutoModelForCausalLM
     logging.set_verbosity_error()
@@ -42,7 +42,7 @@ def load_model(option: str, folder: Path, device: str) -> PreTrainedModel:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a folder; None if it has none that loads, and a line on stderr if there is one."""
+    """Load the tokenizer of a folder; None if it has none that loads, and a line on stderr if there is one."""
     try:
         return AutoTokenizer.from_pretrained(folder, **FROM_DISK)
     except MemoryError:

@@ -68,7 +68,7 @@ class Stored:
     decimals: int = 9
 
     def half_spacing(self, x: Tensor) -> Tensor:
-        """Half the distance of neighbouring numbers of the format at each x."""
+        """Return half the distance of neighbouring numbers of the format at each x."""
         if not self.name:
             return torch.zeros_like(x)
         if not self.mantissa:
@@ -94,7 +94,7 @@ def rms(x: Tensor) -> float:
 
 
 def logits_of(model: PreTrainedModel, passes: Sequence[Fed]) -> list[Tensor]:
-    """Logits that predict the targets of passes of one length, by the model's own forward."""
+    """Return logits that predict the targets of passes of one length, by the model's own forward."""
     ids = torch.tensor([one.ids for one in passes], device=model.device)
     options: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     if passes[0].positions is not None:
@@ -108,7 +108,7 @@ def logits_of(model: PreTrainedModel, passes: Sequence[Fed]) -> list[Tensor]:
 
 
 def stored_as(values: Tensor) -> Stored:
-    """The narrow format that all these numbers have, if any."""
+    """Return the narrow format that all these numbers have, if any."""
     numbers = values[values.isfinite() & (values != 0)].float()
     if len(numbers) < LEAST_TOKENS:
         return Stored()
@@ -169,7 +169,7 @@ class Search:
         self.tolerance = RIGHT * reference.floor * self.scale + 2.0**-22 * rms(every)
 
     def explain(self) -> list[Tried]:
-        """Explanations, the best first; if none explains all tokens that are tried, of the wrong ones alone."""
+        """Return explanations, the best first; if none explains all tokens that are tried, of the wrong ones alone."""
         whole = self._ordered(self._levels())
         if any(t.explains for t in whole):
             return whole
@@ -212,13 +212,13 @@ class Search:
         return tried
 
     def _is_pair(self, a: Variant, b: Variant) -> bool:
-        """Whether to try both together; what 16 bits do is so small that the other one is near by itself."""
+        """Say whether to try both together; what 16 bits do is so small that the other one is near by itself."""
         fitted = [c for c in (a, b) if c.candidates is not None]
         is_far = a.name in self.halves and b.name not in self.near
         return a.stage != b.stage and not is_far and (not fitted or (len(fitted) == 1 and fitted[0].in_pairs > 0))
 
     def _ordered(self, tried: Sequence[Tried]) -> list[Tried]:
-        """The best first, each once. Of those that explain, only those with the fewest deviations do."""
+        """Order them, the best first, each once. Of those that explain, only those with the fewest deviations do."""
         once: dict[str, Tried] = {}
         for t in sorted(tried, key=lambda t: (t.deviations, not t.explains, t.left)):
             # another cause beside one that leaves the same is not another explanation
@@ -229,7 +229,7 @@ class Search:
         return sorted(found, key=lambda t: (not t.explains, t.left))
 
     def _level(self, level: Sequence[tuple[Variant, ...]]) -> list[Tried]:
-        """Each combination with its best parameters: on a few tokens, and those that leave little on all."""
+        """Return each combination with its best parameters: on a few tokens, and those that leave little on all."""
         screened: list[tuple[float, Steps]] = []
         # in this order logits and their softmax are computed once
         order = "weights", "input", "distribution"
@@ -250,7 +250,7 @@ class Search:
         return tried
 
     def _with_parameters(self, causes: tuple[Variant, ...]) -> Steps | None:
-        """The causes with the parameter that fits best on a few tokens; None if none is proposed."""
+        """Return the causes with the parameter that fits best on a few tokens; None if none is proposed."""
         plain = tuple((c, 0.0) for c in causes)
         index = next((k for k, c in enumerate(causes) if c.candidates is not None), None)
         if index is None:
@@ -264,7 +264,7 @@ class Search:
         return self._refined(options[min(left)[1]], self.few) if left else None
 
     def _refined(self, steps: Steps, some: Sequence[int]) -> Steps:
-        """The steps with the parameter that is to be refined at its least squares."""
+        """Return the steps with the parameter that is to be refined at its least squares."""
         index = next((k for k, (c, _) in enumerate(steps) if c.refine), None)
         if index is None:
             return steps
@@ -333,7 +333,7 @@ class Search:
         return Tried(" and ".join(words) or "as it is", advice, rms(left), explains, deviations, zeros)
 
     def _as_half(self, steps: Steps, left: Tensor) -> list[Tried]:
-        """The same if what is left is like the rounding of 16 bits, in its size and at the same tokens."""
+        """Return the same if what is left is like the rounding of 16 bits, in its size and at the same tokens."""
         judged, plain = self._judged(steps, left), self._left((), self.some)
         is_half = any(c.stage == "weights" for c, _ in steps)
         if judged.explains or is_half or plain is None or (steps and rms(left) > LEFT_OF_HALF * rms(plain)):
@@ -355,7 +355,7 @@ class Search:
         return []
 
     def _reordered(self) -> list[Tried]:
-        """Numbers that belong to other responses, or to other tokens of the same response."""
+        """Find numbers that belong to other responses, or to other tokens of the same response."""
         recorded = {i: self.entries.values[i][self.usable[i]] for i in self.wrong}
         expected = [e[u] for e, u in zip(self.reference.logprobs, self.usable, strict=True)]
 
@@ -373,7 +373,7 @@ class Search:
         return [Tried(words, "check how tokens and log-probs are joined", 0.0, True, 1.5) for words in found]
 
     def _rows(self, weights: str, way: str, some: Sequence[int]) -> list[Row]:
-        """Of the plain model and for a verdict in float64; float32 is enough to see what comes near on a few tokens."""
+        """Compute the rows of the plain model and of a verdict in float64; float32 is enough to see what comes near."""
         is_stock = some is self.few and bool(weights or way)
         key = (weights, way, is_stock)
         rows = self.rows.setdefault(key, {})

@@ -42,7 +42,7 @@ class Sampling:
 
     @property
     def is_cut(self) -> bool:
-        """Whether an option beside the temperature changes the distribution."""
+        """Say whether an option beside the temperature changes the distribution."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0 or self.repetition_penalty != 1.0
 
 
@@ -60,13 +60,13 @@ class Row:
 
     @cached_property
     def seen(self) -> Tensor:
-        """How often each token occurs before each target, in prompt and response, [n, V]."""
+        """Count how often each token occurs before each target, in prompt and response, [n, V]."""
         before = torch.tensor(self.context, dtype=torch.long, device=self.logits.device)
         return self.seen_in_response + torch.bincount(before, minlength=self.logits.shape[-1])
 
     @cached_property
     def seen_in_response(self) -> Tensor:
-        """How often each token occurs before each target in the response, [n, V]."""
+        """Count how often each token occurs before each target in the response, [n, V]."""
         counts = torch.zeros_like(self.logits)
         counts[range(1, len(counts)), self.targets[:-1]] = 1.0
         return counts.cumsum(0)
@@ -128,24 +128,24 @@ def cut(scaled: Tensor, top_k: int, top_p: float, min_p: float, in_turn: bool = 
 
 
 def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Logits of tokens seen before, divided by the penalty, or multiplied if below 0 (Keskar et al., 2019)."""
+    """Return logits of tokens seen before, divided by the penalty, or multiplied if below 0 (Keskar et al., 2019)."""
     return torch.where(seen > 0, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def tempered(row: Row, s: Sampling, logits: Tensor, x: float = 0.0) -> Tensor:
-    """Logits / temperature, over all tokens."""
+    """Return logits / temperature, over all tokens."""
     return logits / s.temperature
 
 
 def processed(row: Row, s: Sampling, logits: Tensor, x: float = 0.0, in_turn: bool = False) -> Tensor:
-    """What tokens are sampled from: penalty, temperature, then the cuts."""
+    """Return what tokens are sampled from: penalty, temperature, then the cuts."""
     if s.repetition_penalty != 1.0:
         logits = penalised(logits, row.seen, s.repetition_penalty)
     return cut(logits / s.temperature, s.top_k, s.top_p, s.min_p, in_turn)
 
 
 def raw(row: Row, s: Sampling, logits: Tensor, x: float = 0.0) -> Tensor:
-    """The model's own distribution, at temperature 1."""
+    """Return the model's own distribution, at temperature 1."""
     return logits
 
 
@@ -158,12 +158,12 @@ DEFINITIONS: dict[str, Change] = {
 
 
 def own(row: Row, logits: Tensor) -> Tensor:
-    """The log-prob of each target [n] in the softmax of logits [n, V]."""
+    """Return the log-prob of each target [n] in the softmax of logits [n, V]."""
     return logits.gather(-1, row.targets[:, None])[:, 0] - logits.logsumexp(-1)
 
 
 def _without_token(rows: Sequence[Row], sampling: Sampling) -> Sequence[float]:
-    """The token whose probability is what recorded - log p = -log(1 - p of that token) says."""
+    """Find the token whose probability is what recorded - log p = -log(1 - p of that token) says."""
     left, off = [], []
     for row in rows:
         logp = (row.logits / sampling.temperature).log_softmax(-1)
@@ -173,7 +173,7 @@ def _without_token(rows: Sequence[Row], sampling: Sampling) -> Sequence[float]:
 
 
 def _added_zeros(rows: Sequence[Row], sampling: Sampling) -> Sequence[float]:
-    """How many logits of 0 more lower every log-prob by log(1 + count / sum exp(logits))."""
+    """Find how many logits of 0 more lower every log-prob by log(1 + count / sum exp(logits))."""
     counts = []
     for row in rows:
         scaled = row.logits / sampling.temperature
@@ -202,7 +202,7 @@ def moved(x: Tensor, by: int) -> Tensor:
 
 
 def _paired(row: Row, logp: Tensor, token: int, logits: int) -> Tensor:
-    """The log-prob of the token so many positions on, by the logits so many positions on."""
+    """Return the log-prob of the token so many positions on, by the logits so many positions on."""
     index = torch.arange(len(logp), dtype=torch.float64, device=logp.device)
     of_token, of_logits = moved(index, token), moved(index, logits)
     values = logp[of_logits.nan_to_num(0.0).long(), row.targets[of_token.nan_to_num(0.0).long()]]
@@ -256,7 +256,7 @@ def _distribution(
 
 
 def _fitted(name: str, advice: str, change: Callable[[Row, float], Tensor], first: Sequence[float]) -> Variant:
-    """`change` of the row's logits, before the temperature divides them; the parameter is refined."""
+    """Take `change` of the row's logits, before the temperature divides them; the parameter is refined."""
 
     def changed(r: Row, s: Sampling, v: Tensor, x: float) -> Tensor:
         return change(r, x) / s.temperature
@@ -265,7 +265,7 @@ def _fitted(name: str, advice: str, change: Callable[[Row, float], Tensor], firs
 
 
 def _cut(option: str, limits: Sequence[float], keep: Callable[[Tensor, float], Tensor]) -> Variant:
-    """The softmax over the tokens that one cut leaves, at usual limits."""
+    """Return the softmax over the tokens that one cut leaves, at usual limits."""
     name = f"normalised over the tokens that {option} keeps (try --{option} {{x:.4g}})"
     return Variant(name, "distribution", SAME_CUTS, lambda r, s, v, x: keep(v / s.temperature, x), lambda *_: limits)
 
@@ -275,7 +275,7 @@ def _quantity(name: str, change: Callable[[Row, Tensor], Tensor]) -> Variant:
 
 
 def _unit(name: str, change: Callable[[Tensor], Tensor], advice: str = OWN) -> Variant:
-    """`change` of the numbers of the tokens that count, [k]."""
+    """Take `change` of the numbers of the tokens that count, [k]."""
 
     def counted(r: Row, s: Sampling, v: Tensor, x: float) -> Tensor:
         found = torch.full_like(r.wanted, torch.nan)

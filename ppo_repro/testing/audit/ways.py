@@ -31,7 +31,7 @@ class Subject:
 
     @property
     def positions(self) -> int | None:
-        """How many the model has; None: any number."""
+        """Return how many the model has; None: any number."""
         return getattr(self.model.config, "max_position_embeddings", None)
 
 
@@ -54,7 +54,7 @@ Ids = Sequence[int]
 
 
 def fed(before: Ids, response: Ids, positions: Ids | None = None) -> Fed:
-    """All response tokens after `before`, in one pass; without a token before, the first has no prediction."""
+    """Feed all response tokens after `before`, in one pass; without a token before, the first has no prediction."""
     tokens = tuple(range(0 if before else 1, len(response)))
     at = tuple(len(before) - 1 + t for t in tokens)
     targets = tuple(response[t] for t in tokens)
@@ -62,7 +62,7 @@ def fed(before: Ids, response: Ids, positions: Ids | None = None) -> Fed:
 
 
 def ways(responses: Sequence[Response], subject: Subject) -> dict[str, list[list[Fed]]]:
-    """By its words, each way that changes a response and that the model has positions for; Feds of each response."""
+    """Return by its words each way that changes a response and fits the model's positions; Feds of each response."""
     plain = [[fed(r.prompt_ids, r.response_ids)] for r in responses]
     found: dict[str, list[list[Fed]]] = {}
 
@@ -172,7 +172,7 @@ def _seeing(responses: Sequence[Response], keep: Callable[[int, int, bool], bool
 
 
 def _encoded_again(tokenizer: Any, r: Response) -> Sequence[Fed] | None:
-    """Prompt and response decoded and encoded again, each by itself; tokens are matched by their index."""
+    """Decode and encode prompt and response again, each by itself; tokens are matched by their index."""
     prompt, response = (
         tuple(tokenizer(tokenizer.decode(list(ids)), add_special_tokens=False).input_ids)
         for ids in (r.prompt_ids, r.response_ids)

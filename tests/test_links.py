@@ -70,7 +70,8 @@ def test_every_test_that_is_named_exists() -> None:
     named = {pair for page in pages() for pair in NAMED_TEST.findall(page.read_text(encoding="utf-8"))}
     files = {name: ROOT / "tests" / name for name, _ in named}
     texts = {name: path.read_text(encoding="utf-8") if path.exists() else "" for name, path in files.items()}
-    assert named and [pair for pair in named if f"def {pair[1]}(" not in texts[pair[0]]] == []
+    assert named
+    assert [pair for pair in named if f"def {pair[1]}(" not in texts[pair[0]]] == []
 
 
 def test_a_broken_link_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

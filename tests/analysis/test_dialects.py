@@ -128,7 +128,8 @@ def test_every_key_is_its_published_formula(seed: int, scale: float) -> None:
     for formulas, rows in ((ROLLOUT, rollout), (LAST, steps[-1]), (FIRST_EPOCH, first)):
         expected |= {key: float(formula(rows)) for key, formula in formulas.items()}
     found = values(item)
-    assert found.keys() == expected.keys() and len(definitions()) == len(found)
+    assert found.keys() == expected.keys()
+    assert len(definitions()) == len(found)
     for key, value in expected.items():
         # float64 sums in another order; NeMo-RL and verl add 1e-8
         assert found[key] == pytest.approx(value, rel=1e-7, abs=1e-12), key
@@ -141,7 +142,8 @@ def test_a_dual_clip_and_an_asymmetric_range() -> None:
         > values(replace(item, rule=RULE))["verl", "actor/pg_clipfrac_lower"]
     )
     wide = values(replace(item, rule=replace(RULE, high=0.3)))
-    assert np.isnan(wide["CleanRL", "losses/clipfrac"]) and np.isnan(wide["TRL PPO", "policy/clipfrac_avg"])
+    assert np.isnan(wide["CleanRL", "losses/clipfrac"])
+    assert np.isnan(wide["TRL PPO", "policy/clipfrac_avg"])
 
 
 @pytest.mark.parametrize("name", ["deterministic_run", "native_run"])

@@ -53,10 +53,14 @@ def test_no_command_is_forgotten() -> None:
 def test_a_wrong_command_line_is_one_line(ask: Ask, command: str) -> None:
     for arguments in ([*COMMANDS[command][1], "--nonsense"], ["--nonsense"], []):
         code, out, err = ask(command, *arguments)
-        assert code == 2 and not out and one_line(err).endswith(f"; try python -m {command} --help")
+        assert code == 2
+        assert not out
+        assert one_line(err).endswith(f"; try python -m {command} --help")
         assert err.count("\n") == 1
     code, out, err = ask(command, "--help")
-    assert code == 0 and out.startswith(f"usage: python -m {command}") and not err
+    assert code == 0
+    assert out.startswith(f"usage: python -m {command}")
+    assert not err
 
 
 @pytest.mark.parametrize(
@@ -64,13 +68,18 @@ def test_a_wrong_command_line_is_one_line(ask: Ask, command: str) -> None:
 )
 def test_a_run_has_an_answer(ask: Ask, command: str) -> None:
     code, out, err = ask(command, *COMMANDS[command][1])
-    assert code == 0 and out.count("\n") > 5 and not err
+    assert code == 0
+    assert out.count("\n") > 5
+    assert not err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_folder_that_is_none_is_one_line(ask: Ask, command: str, tmp_path: Path) -> None:
     code, out, err = ask(command, *(str(tmp_path / "no") if word == "RUN" else word for word in COMMANDS[command][1]))
-    assert code == 2 and not out and "no" in one_line(err) and err.count("\n") == 1
+    assert code == 2
+    assert not out
+    assert "no" in one_line(err)
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -87,7 +96,10 @@ def test_a_folder_that_is_none_is_one_line(ask: Ask, command: str, tmp_path: Pat
 )
 def test_a_wrong_value_is_one_line(ask: Ask, command: str, arguments: Sequence[str], message: str) -> None:
     code, out, err = ask(command, *arguments)
-    assert code == 2 and not out and message in one_line(err) and err.count("\n") == 1
+    assert code == 2
+    assert not out
+    assert message in one_line(err)
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -105,7 +117,9 @@ def test_an_experiment_on_a_folder_that_is_none_is_one_line(
     for arguments, message in ((words, "no: "), (["--nonsense"], "--help")):
         assert main(arguments) == 2
         out, err = capsys.readouterr()
-        assert not out and message in one_line(err) and err.count("\n") == 1
+        assert not out
+        assert message in one_line(err)
+        assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("kind", ["report", "figure", "in Python"])
@@ -127,8 +141,10 @@ def test_only_a_file_of_ours_is_written_over(
     (tmp_path / "notes").write_text("of mine")
     for name, message in (("notes", "was not written by ppo-repro"), ("no/x", "no; make it"), ("", "was not written")):
         code, said = write(tmp_path / name)
-        assert code == 2 and message in said.splitlines()[-1]
-    assert (tmp_path / "notes").read_text() == "of mine" and len(list(tmp_path.iterdir())) == 2
+        assert code == 2
+        assert message in said.splitlines()[-1]
+    assert (tmp_path / "notes").read_text() == "of mine"
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize(
@@ -142,5 +158,6 @@ def test_only_a_file_of_ours_is_written_over(
 def test_streams_that_are_full_closed_or_left(deterministic_run: Path, end: str, code: int, message: str) -> None:
     line = f"{sys.executable} -m analysis.mismatch {deterministic_run} {end}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == code and bool(done.stdout) == (code == 0), done.stderr
+    assert done.returncode == code, done.stderr
+    assert bool(done.stdout) == (code == 0), done.stderr
     assert message in one_line(done.stderr) if message else not done.stderr

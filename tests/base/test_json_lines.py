@@ -68,7 +68,8 @@ def test_a_mistake_names_its_line(tmp_path: Path, line: bytes, message: str) -> 
     path = written(tmp_path, b'{"a": 0}\n\n' + line + b'\n{"a": 1}\n')
     with pytest.raises(UserError) as caught:
         fields(path)
-    assert str(caught.value).startswith(f"{path}:3: {message}") and len(str(caught.value)) < 300
+    assert str(caught.value).startswith(f"{path}:3: {message}")
+    assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize("content", [None, b"", b" \r\n\n", b"\xef\xbb\xbf"])

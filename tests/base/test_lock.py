@@ -37,13 +37,15 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_holder_is_named_and_afterwards_nothing_is_left(folder: Path) -> None:
     with only_writer(folder):
-        assert has_writer(folder) and list(locked_in(folder.parents[1])) == [folder]
+        assert has_writer(folder)
+        assert list(locked_in(folder.parents[1])) == [folder]
         for refused in (lambda: only_writer(folder).__enter__(), lambda: require_no_writer(folder)):
             with pytest.raises(
                 UserError, match=rf"it \(process {os.getpid()} on {HERE}, since \d{{4}}-.*\); wait until"
             ):
                 refused()
-    assert not has_writer(folder) and list(folder.parent.iterdir()) == []
+    assert not has_writer(folder)
+    assert list(folder.parent.iterdir()) == []
     require_no_writer(folder)
 
 
@@ -61,18 +63,21 @@ def test_every_path_to_a_folder_has_one_lock(folder: Path, tmp_path: Path, monke
     (tmp_path / "link").symlink_to(folder)
     monkeypatch.chdir(folder)
     with only_writer(folder):
-        assert has_writer(Path(".")) and has_writer(tmp_path / "link")
+        assert has_writer(Path("."))
+        assert has_writer(tmp_path / "link")
 
 
 def test_a_killed_process_holds_nothing(folder: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLD, folder], stdout=subprocess.PIPE, cwd=ROOT) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"held\n"
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
         with pytest.raises(UserError, match=f"process {process.pid} on {HERE}, since "), only_writer(folder):
             pass
         process.send_signal(signal.SIGKILL)
         process.wait()
     left = folder.with_name("run.lock")
-    assert left.read_text().startswith(f"process {process.pid} ") and not has_writer(folder)
+    assert left.read_text().startswith(f"process {process.pid} ")
+    assert not has_writer(folder)
     with only_writer(folder):
         assert left.read_text().startswith(f"process {os.getpid()} ")
     assert not left.exists()

@@ -33,20 +33,26 @@ def named(native_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_folder_with_control_characters_in_its_name(cli: Cli, named: Path, tmp_path: Path, command: str) -> None:
     arguments = [named.parent if command == "ls" else named]
     code, out, err = cli(command, *arguments, *(("--out", tmp_path / NAME) if command == "report" else ()))
-    assert code in (0, 2) and SHOWN in out + err
-    assert is_harmless(out) and is_harmless(err)
+    assert code in (0, 2)
+    assert SHOWN in out + err
+    assert is_harmless(out)
+    assert is_harmless(err)
 
 
 def test_samples_with_control_characters(cli: Cli, named: Path) -> None:
     code, out, _ = cli("show", named, "--samples", "64")
-    assert code == 0 and r"\x1b[31m" in out and is_harmless(out)
+    assert code == 0
+    assert r"\x1b[31m" in out
+    assert is_harmless(out)
 
 
 def test_json_keeps_the_text(cli: Cli, named: Path, tmp_path: Path) -> None:
     shutil.copytree(named, tmp_path / NAME)
     code, out, err = cli("ls", tmp_path, "--json")
-    assert code == 0 and json.loads(out)["runs"][0]["folder"].endswith(NAME)
-    assert is_harmless(out) and is_harmless(err)
+    assert code == 0
+    assert json.loads(out)["runs"][0]["folder"].endswith(NAME)
+    assert is_harmless(out)
+    assert is_harmless(err)
 
 
 def test_files_that_are_missing(cli: Cli, tmp_path: Path) -> None:
@@ -54,7 +60,10 @@ def test_files_that_are_missing(cli: Cli, tmp_path: Path) -> None:
     config.write_text(config.read_text().replace("nowhere", r"m\e[31m\u202e"))
     for path, shown in ((config, r"m\x1b[31m\u202e"), (tmp_path / NAME, SHOWN)):
         code, out, err = cli("run", path)
-        assert code == 2 and out == "" and shown in one_line(err) and is_harmless(err)
+        assert code == 2
+        assert out == ""
+        assert shown in one_line(err)
+        assert is_harmless(err)
 
 
 def test_progress_and_warnings(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +71,9 @@ def test_progress_and_warnings(capsys: pytest.CaptureFixture[str]) -> None:
         progress.check(f"{NAME}[red]", 1, 2)
         progress.warning(f"{NAME}\nc")
     err = capsys.readouterr().err
-    assert f"checks 1/2: {SHOWN}[red]" in err and f"warning: {SHOWN} c" in err and is_harmless(err)
+    assert f"checks 1/2: {SHOWN}[red]" in err
+    assert f"warning: {SHOWN} c" in err
+    assert is_harmless(err)
 
 
 @given(st.dictionaries(st.text(), st.text() | st.floats(allow_nan=False, allow_infinity=False)))
@@ -70,9 +81,12 @@ def test_progress_and_warnings(capsys: pytest.CaptureFixture[str]) -> None:
 def test_any_text_as_json_and_as_lines(capsys: pytest.CaptureFixture[str], value: dict[str, str | float]) -> None:
     output.print_json(value)
     out = capsys.readouterr().out
-    assert is_harmless(out) and out.count("\n") == 1
+    assert is_harmless(out)
+    assert out.count("\n") == 1
     assert json.loads(out) == value or output.masked(out) != out
     output.tell("".join(value))
     output.say_anyway("".join(value))
     out, err = capsys.readouterr()
-    assert is_harmless(out) and is_harmless(err) and err.count("\n") == 1
+    assert is_harmless(out)
+    assert is_harmless(err)
+    assert err.count("\n") == 1

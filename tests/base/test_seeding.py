@@ -49,7 +49,8 @@ def test_every_part_of_a_name_and_its_type_counts(name: list[int | str], data: s
 @given(st.integers(0, 300), names)
 def test_a_permutation_holds_every_index_once_in_the_order_of_its_words(size: int, name: list[int | str]) -> None:
     found = permutation(size, *name)
-    assert found.dtype == np.int64 and sorted(found.tolist()) == list(range(size))
+    assert found.dtype == np.int64
+    assert sorted(found.tolist()) == list(range(size))
     drawn = words(size, *name).tolist()
     assert found.tolist() == sorted(range(size), key=lambda i: (drawn[i], i))
 
@@ -59,7 +60,8 @@ def test_sample_seeds_are_distinct_and_fit_a_signed_word() -> None:
     seeds = [sample_seed(*names) for names in grid]
     assert all(type(seed) is int and 0 <= seed < 2**63 for seed in seeds)
     assert len(set(seeds)) == len(grid)
-    assert max(seeds) > 2**62 and min(seeds) < 2**60, "the whole range is used"
+    assert max(seeds) > 2**62, "the whole range is used"
+    assert min(seeds) < 2**60, "the whole range is used"
 
 
 def test_bell_is_a_centred_sum_of_four_16_bit_uniforms() -> None:

@@ -43,14 +43,16 @@ def planted(model: PreTrainedModel, module: str) -> PreTrainedModel:
 def test_no_op_differs_in_deterministic_numerics_and_one_does_in_native(architecture: str) -> None:
     s = subject(architecture, "deterministic")
     found = compare_ops(s, s.policy)
-    assert first_divergent_op(found) == "" and all(op.outputs_equal for op in found)
+    assert first_divergent_op(found) == ""
+    assert all(op.outputs_equal for op in found)
     assert [(op.layer, op.op) for op in found] == [
         *((-1, "embeddings"), (0, "layer"), (1, "layer"), (-1, "last_norm"), (-1, "lm_head"), (-1, "log_probs"))
     ]
     s = subject(architecture, "native")
     native = compare_ops(s, s.policy)
     first = next(op for op in native if not op.outputs_equal)
-    assert first_divergent_op(native).startswith("layer 0 ") and first.layer == 0
+    assert first_divergent_op(native).startswith("layer 0 ")
+    assert first.layer == 0
     # every input before the first difference is the same, so it starts inside this block or is attention itself
     assert all(op.inputs_equal for op in native if op.order < first.order)
 
@@ -69,7 +71,10 @@ def test_a_planted_fault_is_found_where_it_is(module: str, named: str) -> None:
     ops = compare_ops(s, planted(s.policy, module))
     assert first_divergent_op(ops) == named
     found = next(op for op in ops if not op.outputs_equal)
-    assert found.inputs_equal and found.max_abs > 0 and found.rel_l2 > 0 and 0 <= found.frac_bitwise_equal < 1
+    assert found.inputs_equal
+    assert found.max_abs > 0
+    assert found.rel_l2 > 0
+    assert 0 <= found.frac_bitwise_equal < 1
 
 
 def test_a_fault_before_the_first_rounding_difference_is_found_in_native_numerics() -> None:
@@ -107,8 +112,10 @@ def test_the_command_on_a_run(
     folder = Path(found["folder"])
     ops = pd.read_parquet(folder / "mismatch_op.parquet").sort_values("order")
     starts = ops[ops["inputs_equal"] & ~ops["outputs_equal"]]
-    assert set(starts["mode"]) == {"native"} and starts["op"].iloc[0] == "self_attn.q_proj"
-    assert starts["layer"].iloc[0] == 0 and starts["rel_l2"].iloc[0] < 1e-5
+    assert set(starts["mode"]) == {"native"}
+    assert starts["op"].iloc[0] == "self_attn.q_proj"
+    assert starts["layer"].iloc[0] == 0
+    assert starts["rel_l2"].iloc[0] < 1e-5
     assert len(found["ops"]) == len(ops)
 
 

@@ -116,7 +116,8 @@ def test_what_cannot_be_planned_is_refused_in_one_line(tmp_path: Path) -> None:
 )
 def test_smaller_passes_need_less_and_the_same_stays(override: str, phase: str) -> None:
     usual, found = plan_run(small_config()), plan_run(small_config(override))
-    assert found.rows["moments"] == usual.rows["moments"] and found.total(phase) < usual.total(phase)
+    assert found.rows["moments"] == usual.rows["moments"]
+    assert found.total(phase) < usual.total(phase)
 
 
 FAR_TOO_MUCH = 1 << 55
@@ -145,7 +146,8 @@ def test_every_kind_of_failed_allocation_is_one_line(
 ) -> None:
     monkeypatch.setattr(runner, "execute", lambda *arguments: FAILURES[number]())
     code, _, err = cli("run", SMALL, "--out", tmp_path)
-    assert code == 2 and one_line(err) == f"error: {OUT_OF_MEMORY}"
+    assert code == 2
+    assert one_line(err) == f"error: {OUT_OF_MEMORY}"
     assert [path for path in tmp_path.rglob("*") if path.is_file() or path.name.startswith("seed")] == []
 
 
@@ -155,7 +157,9 @@ def test_what_cannot_fit_is_refused_before_it_begins(
     config, plan = small_config(), plan_run(small_config())
     monkeypatch.setattr("ppo_repro.checks.plan.memory_limit", lambda: plan.certain - 1)
     code, _, err = cli("run", SMALL, "--out", tmp_path)
-    assert code == 2 and one_line(err).startswith("error: not enough memory: ") and not list(tmp_path.iterdir())
+    assert code == 2
+    assert one_line(err).startswith("error: not enough memory: ")
+    assert not list(tmp_path.iterdir())
     for limit, warned in ((plan.peak - 1, True), (plan.peak, False)):
         monkeypatch.setattr("ppo_repro.checks.plan.memory_limit", lambda limit=limit: limit)
         require_memory(config, 1)

@@ -45,8 +45,12 @@ def test_a_file_that_is_no_configuration(cli: Cli, tmp_path: Path, text: str) ->
     path.write_text(content)
     for command in CONFIGURED if text == "object" else ["run"]:
         code, out, err = cli(command, path)
-        assert code == 2 and out == "" and said in one_line(err) and len(err) < 1100, command
-        assert str(path) in err and "secret" not in err
+        assert code == 2, command
+        assert out == "", command
+        assert said in one_line(err), command
+        assert len(err) < 1100, command
+        assert str(path) in err
+        assert "secret" not in err
 
 
 def test_a_path_that_is_no_path(cli: Cli) -> None:
@@ -54,7 +58,9 @@ def test_a_path_that_is_no_path(cli: Cli) -> None:
     given += [[command, TINY, "--out", LOGIN] for command in ("run", "control", "dpo", "bisect", "grid", "report")]
     for arguments in given:
         code, out, err = cli(*arguments)
-        assert code == 2 and out == "" and "must be a path on this machine" in one_line(err), arguments[0]
+        assert code == 2, arguments[0]
+        assert out == "", arguments[0]
+        assert "must be a path on this machine" in one_line(err), arguments[0]
         assert "secret" not in err
 
 
@@ -73,7 +79,11 @@ def test_a_path_that_is_no_path(cli: Cli) -> None:
 )
 def test_an_override_that_is_no_value(cli: Cli, override: str, said: str) -> None:
     code, out, err = cli("plan", TINY, "--set", override)
-    assert code == 2 and out == "" and said in one_line(err) and len(err) < 1100 and "secret" not in err
+    assert code == 2
+    assert out == ""
+    assert said in one_line(err)
+    assert len(err) < 1100
+    assert "secret" not in err
 
 
 plain = st.recursive(
@@ -115,7 +125,8 @@ LOGINS = [
 
 @pytest.mark.parametrize(("text", "shown"), LOGINS)
 def test_a_password_is_masked(text: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert masked(text) == shown and has_password(text)
+    assert masked(text) == shown
+    assert has_password(text)
     output.say(text)
     output.tell(text)
     assert capsys.readouterr() == (shown + "\n", shown + "\n")
@@ -128,11 +139,13 @@ def program(*arguments: str, shell_end: str) -> subprocess.CompletedProcess[str]
 
 def test_a_full_disk_behind_stdout_is_one_line() -> None:
     done = program("--version", shell_end="> /dev/full")
-    assert done.returncode == 2 and "stdout: cannot be written (No space left on device)" in one_line(done.stderr)
+    assert done.returncode == 2
+    assert "stdout: cannot be written (No space left on device)" in one_line(done.stderr)
 
 
 def test_a_learning_rate_without_measure_is_the_users_mistake(cli: Cli, tmp_path: Path) -> None:
     code, _, err = cli("run", TINY, "--out", tmp_path, "--set", "ppo.learning_rate=1e30")
-    assert code == 2 and "is not finite; lower the learning rate" in one_line(err).replace(
+    assert code == 2
+    assert "is not finite; lower the learning rate" in one_line(err).replace(
         ", or further apart than float32 reaches", ""
     )

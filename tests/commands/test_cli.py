@@ -29,22 +29,29 @@ def test_run_show_rerun_diff_in_json(cli: Cli, tmp_path: Path) -> None:
     assert {"preparation", "rollout", "forward", "update", "total"} <= set(summary["seconds"])
     run_dir = summary["run_dir"]
     code, out, _ = cli("show", run_dir)
-    assert code == 0 and summary["fingerprint"] in out and "0 of" in out
+    assert code == 0
+    assert summary["fingerprint"] in out
+    assert "0 of" in out
     ratio = summary["numerical_accuracy"]["ratio"]
-    assert 0 < ratio < 4 and f"stock float32 {summary['numerical_accuracy']['stock_rms']:.2g} and" in out
+    assert 0 < ratio < 4
+    assert f"stock float32 {summary['numerical_accuracy']['stock_rms']:.2g} and" in out
     code, out, _ = cli("rerun", run_dir, "--json")
-    assert code == 0 and json.loads(out) == {"identical": True, "first_difference": None}
+    assert code == 0
+    assert json.loads(out) == {"identical": True, "first_difference": None}
     code, out, _ = cli("diff", run_dir, run_dir)
-    assert code == 0 and out.strip() == "identical"
+    assert code == 0
+    assert out.strip() == "identical"
 
 
 def test_diff_of_different_runs_is_exit_one(cli: Cli, deterministic_run: Path, native_run: Path) -> None:
     code, out, _ = cli("diff", deterministic_run, native_run)
-    assert code == 1 and out.splitlines()[1] == "  numerics.mode: deterministic -> native"
+    assert code == 1
+    assert out.splitlines()[1] == "  numerics.mode: deterministic -> native"
     assert out.splitlines()[-1].startswith("different: table ")
     code, out, _ = cli("diff", deterministic_run, native_run, "--json")
     # the warm start comes first, and native numerics train another policy
-    assert code == 1 and json.loads(out)["first_difference"]["table"] == "warm_start_steps"
+    assert code == 1
+    assert json.loads(out)["first_difference"]["table"] == "warm_start_steps"
 
 
 MISTAKES = [
@@ -65,7 +72,8 @@ MISTAKES = [
 def test_a_mistake_is_one_line_and_exit_two(cli: Cli, tmp_path: Path, arguments: list[str], said: str) -> None:
     where = ["--out", str(tmp_path)] if arguments[0] == "run" and "--out" not in arguments else []
     code, out, err = cli(*arguments, *where)
-    assert code == 2 and out == ""
+    assert code == 2
+    assert out == ""
     assert said in one_line(err)
     assert not list(tmp_path.rglob("manifest.json")), "a run that could not start must leave nothing"
 
@@ -73,7 +81,8 @@ def test_a_mistake_is_one_line_and_exit_two(cli: Cli, tmp_path: Path, arguments:
 def test_an_existing_run_is_left_alone(cli: Cli, deterministic_run: Path) -> None:
     before = (deterministic_run / "manifest.json").read_bytes()
     code, _, err = cli("run", SMALL, "--out", deterministic_run.parents[1])
-    assert code == 2 and "exists already" in one_line(err)
+    assert code == 2
+    assert "exists already" in one_line(err)
     assert (deterministic_run / "manifest.json").read_bytes() == before
 
 
@@ -101,7 +110,8 @@ def test_ctrl_c_keeps_complete_iterations_and_no_half_ones(tmp_path: Path) -> No
     assert process.returncode == 130, err
     run_dir = next(tmp_path.rglob("manifest.json")).parent
     done = manifest.load(run_dir).num_iterations
-    assert done > 10 and (run_dir / "checkpoints" / f"iteration-{done // 10 * 10:06d}.safetensors").exists()
+    assert done > 10
+    assert (run_dir / "checkpoints" / f"iteration-{done // 10 * 10:06d}.safetensors").exists()
     assert err.rstrip().splitlines()[-1] == (
         f"interrupted; {done} iterations are recorded; `ppo-repro resume {run_dir}` goes on after iteration "
         f"{done // 10 * 10} and computes {done % 10 or 'none'} again"
@@ -111,7 +121,8 @@ def test_ctrl_c_keeps_complete_iterations_and_no_half_ones(tmp_path: Path) -> No
     with pytest.raises(UserError, match="the run is interrupted"):
         reader.read_tokens(run_dir)
     rows = reader.read_iterations(run_dir, allow_incomplete=True)
-    assert rows["iteration"].tolist() == list(range(len(rows))) and len(rows) >= 1
+    assert rows["iteration"].tolist() == list(range(len(rows)))
+    assert len(rows) >= 1
     assert len(reader.read_tokens(run_dir, allow_incomplete=True)) == rows["tokens"].sum()
 
 
@@ -127,7 +138,8 @@ def test_ctrl_c_before_the_first_iteration_leaves_nothing(tmp_path: Path) -> Non
     assert list(tmp_path.rglob("manifest.json"))
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in err
+    assert process.returncode == 130
+    assert "Traceback" not in err
     assert err.rstrip().endswith("interrupted; nothing was recorded; start it again")
     assert not list(tmp_path.rglob("manifest.json"))
 
@@ -145,18 +157,21 @@ except SystemExit:
 
 def test_help_needs_no_heavy_import() -> None:
     done = subprocess.run([sys.executable, "-c", HELP_IMPORTS], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert done.stdout.rstrip().endswith("[]") and "rerun" in done.stdout
+    assert done.stdout.rstrip().endswith("[]")
+    assert "rerun" in done.stdout
 
 
 @pytest.mark.usefixtures("row_noise")
 def test_probe_holds_and_its_control_finds_differences(cli: Cli) -> None:
     code, out, err = cli("probe", SMALL, "--json")
     found = json.loads(out)
-    assert code == 0 and found["failures"] == []
+    assert code == 0
+    assert found["failures"] == []
     assert sum(row["unequal_deterministic"] for row in found["rows"]) == 0
     assert next(r for r in found["rows"] if r["promise"] == "decode = full forward")["unequal_native"] > 0
     # beside float64, not beside stock float32, whose luck with few tokens depends on the processor: 2e-7 was measured
-    assert 0 < found["accuracy"]["deterministic_rms"] < 3e-6 and found["accuracy"]["tokens"] > 50
+    assert 0 < found["accuracy"]["deterministic_rms"] < 3e-6
+    assert found["accuracy"]["tokens"] > 50
     count = 2 * len(found["rows"])
     assert f"checks {count}/{count}: native: " in err
 
@@ -175,7 +190,8 @@ def test_a_full_disk_is_one_line_and_keeps_what_was_complete(
 
     monkeypatch.setattr(writer, "atomic_write", full)
     code, _, err = cli("run", SMALL, "--out", tmp_path)
-    assert code == 2 and "No space left on device" in one_line(err)
+    assert code == 2
+    assert "No space left on device" in one_line(err)
     run_dir = next(tmp_path.rglob("manifest.json")).parent
     assert manifest.load(run_dir).status == "failed"
     assert len(reader.read_iterations(run_dir, allow_incomplete=True)) == 1

@@ -29,16 +29,20 @@ from tests.support.synthetic_run import cut_back
 
 def test_the_seed_of_the_command_line(cli: Cli) -> None:
     code, _, err = cli("plan", TINY, "--seed", str(2**63))
-    assert code == 2 and f"seed = {2**63}: input should be less than" in one_line(err)
+    assert code == 2
+    assert f"seed = {2**63}: input should be less than" in one_line(err)
     code, _, err = cli("plan", TINY, "--seed", "-1")
-    assert code == 2 and "'-1' is not a count; try ppo-repro plan --help" in one_line(err)
+    assert code == 2
+    assert "'-1' is not a count; try ppo-repro plan --help" in one_line(err)
 
 
 def test_run_takes_a_file_for_control_runs(cli: Cli, tmp_path: Path) -> None:
     code, out, err = cli("run", SMALL_CONTROL, "--out", tmp_path, "--seed", "5", "--json")
-    assert code == 0 and "seed 5: " in err
+    assert code == 0
+    assert "seed 5: " in err
     summary = json.loads(out)
-    assert manifest.load_head(Path(summary["run_dir"])).kind == "control" and "/seed5-" in summary["run_dir"]
+    assert manifest.load_head(Path(summary["run_dir"])).kind == "control"
+    assert "/seed5-" in summary["run_dir"]
 
 
 @pytest.fixture
@@ -64,14 +68,17 @@ def runs(tmp_path: Path, deterministic_run: Path, native_run: Path, monkeypatch:
 def test_ls_lists_runs_the_newest_first(cli: Cli, runs: Path, deterministic_run: Path) -> None:
     code, out, _ = cli("ls", "--json")
     found = json.loads(out)["runs"]
-    assert code == 0 and [run["folder"] for run in found] == ["runs/a/b/three", "runs/a/one", "runs/two"]
+    assert code == 0
+    assert [run["folder"] for run in found] == ["runs/a/b/three", "runs/a/one", "runs/two"]
     assert [run["state"] for run in found] == ["damaged", "complete", "complete"]
     head = manifest.load_head(deterministic_run)
-    assert found[1]["fingerprint"] == head.fingerprint and found[1]["iterations"] == head.num_iterations
-    assert found[1]["kind"] == "language" and 3600 <= found[1]["age_seconds"] < 3700
+    assert (found[1]["fingerprint"], found[1]["iterations"]) == (head.fingerprint, head.num_iterations)
+    assert found[1]["kind"] == "language"
+    assert 3600 <= found[1]["age_seconds"] < 3700
     code, out, _ = cli("ls", runs / "a")
     lines = out.splitlines()
-    assert code == 0 and lines[0].split() == ["run", "kind", "state", "iterations", "fingerprint", "age"]
+    assert code == 0
+    assert lines[0].split() == ["run", "kind", "state", "iterations", "fingerprint", "age"]
     assert [line.split()[0] for line in lines[1:]] == [str(runs / "a/b/three"), str(runs / "a/one")]
     assert lines[2].split()[1:] == [
         "language",
@@ -95,9 +102,11 @@ def test_latest_is_the_run_that_was_written_last(cli: Cli, runs: Path) -> None:
     shutil.rmtree(runs / "a" / "b")
     assert latest_run() == Path("runs/a/one")
     code, out, _ = cli("show", "latest")
-    assert code == 0 and out.startswith("runs/a/one: complete")
+    assert code == 0
+    assert out.startswith("runs/a/one: complete")
     code, out, _ = cli("verify", "latest")
-    assert code == 0 and f"{len(list(runs.glob('a/one/records/*/*')))} table files" in out
+    assert code == 0
+    assert f"{len(list(runs.glob('a/one/records/*/*')))} table files" in out
     assert cli("diff", "latest", runs / "a" / "one")[0] == 0
     assert cli("diff", "latest", runs / "two")[0] == 1
     os.utime(runs / "two" / manifest.FILE_NAME)

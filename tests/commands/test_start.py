@@ -26,20 +26,26 @@ def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 def test_a_folder_to_start_from(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code, out, _ = cli("init", "new/one folder")
-    assert code == 0 and sorted(p.name for p in (tmp_path / "new" / "one folder").iterdir()) == FILES
-    assert "cd 'new/one folder' && ppo-repro run run.yaml" in out and "fetch smollm2" in out
+    assert code == 0
+    assert sorted(p.name for p in (tmp_path / "new" / "one folder").iterdir()) == FILES
+    assert "cd 'new/one folder' && ppo-repro run run.yaml" in out
+    assert "fetch smollm2" in out
     monkeypatch.chdir(tmp_path / "new" / "one folder")
     config = load_config(Path("run.yaml"))
-    assert config.model.kind == "tiny" and len(Path("prompts.jsonl").read_text().splitlines()) == 400
+    assert config.model.kind == "tiny"
+    assert len(Path("prompts.jsonl").read_text().splitlines()) == 400
     done = pytest_in(tmp_path / "new" / "one folder", "-k", "not one_iteration")
-    assert done.returncode == 0 and "2 passed" in done.stdout
+    assert done.returncode == 0
+    assert "2 passed" in done.stdout
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_nothing_is_overwritten(cli: Cli, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine")
     code, out, err = cli("init", tmp_path)
-    assert code == 2 and out == "" and f"{tmp_path / name}: exists already; nothing was written" in one_line(err)
+    assert code == 2
+    assert out == ""
+    assert f"{tmp_path / name}: exists already; nothing was written" in one_line(err)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(name, "mine")]
 
 
@@ -51,10 +57,12 @@ def test_what_it_writes_trains_and_its_own_test_passes(
     monkeypatch.chdir(tmp_path)  # away from a real model that was fetched
     assert cli("init", tmp_path / "new")[0] == 0
     done = pytest_in(tmp_path / "new")
-    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout
+    assert done.returncode == 0, done.stdout
+    assert "3 passed" in done.stdout, done.stdout
     command = [sys.executable, "-m", "ppo_repro", "run", "run.yaml", "--json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "new", env=environment, check=False)
     assert ran.returncode == 0, ran.stderr
     summary = json.loads(ran.stdout)
-    assert summary["unequal_old_rollout_logprobs"] == 0 and summary["reward_last"] > summary["reward_first"]
+    assert summary["unequal_old_rollout_logprobs"] == 0
+    assert summary["reward_last"] > summary["reward_first"]

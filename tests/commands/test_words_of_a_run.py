@@ -28,7 +28,8 @@ def test_many_cut_responses_and_too_few_prompts_are_named_and_steps_are_counted(
         assert code == 0, err
         cut = re.compile(r"(\d+)% of the responses were cut at rollout\.max_response_tokens; raise it")
         while_running = [line for line in err.splitlines() if line.startswith("warning: iteration ")]
-        assert len(while_running) == warned and all(cut.search(line) for line in while_running)
+        assert len(while_running) == warned
+        assert all(cut.search(line) for line in while_running)
         assert (cut.search(out) is not None) is warned
         asked = "rollout.prompts_per_iteration = 40: there are 29 prompts to train on; an iteration asks some of them"
         assert (asked in err) is warned
@@ -43,9 +44,8 @@ def test_a_long_prompt_is_named_by_its_key_and_length(cli: Cli, tmp_path: Path, 
     prompts = write_prompts(tmp_path / "p.jsonl", *[f"{n}+1=" for n in range(8)], "1+" * 3000)
     code, _, err = cli("run", folder_config(tmp_path / "c.yaml", policy_folder, prompts), "--out", tmp_path)
     line = one_line(err)
-    assert code == 2 and re.search(
-        r"prompt 'p8': prompt of \d{4} tokens: with rollout\.max_response_tokens = 4 it", line
-    )
+    assert code == 2
+    assert re.search(r"prompt 'p8': prompt of \d{4} tokens: with rollout\.max_response_tokens = 4 it", line)
     assert len(line) < 250
 
 
@@ -64,8 +64,10 @@ def test_a_reward_that_is_no_function_is_one_line_also_of_its_own_process(
     command = [sys.executable, "-m", "ppo_repro", "run", TINY, "--out", tmp_path, "--set", terms]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     begins, *errors = done.stderr.splitlines()
-    assert done.returncode == 2 and "iterations into" in begins
-    assert len(errors) == 1 and message in errors[0]
+    assert done.returncode == 2
+    assert "iterations into" in begins
+    assert len(errors) == 1
+    assert message in errors[0]
 
 
 @pytest.mark.parametrize(("reward", "moves"), [("-100.1", False), ("-100.1 - (response == answer)", True)])

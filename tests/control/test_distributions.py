@@ -78,7 +78,8 @@ def test_gaussian_gradients_equal_float64_autograd_and_do_not_depend_on_the_chun
     torch.autograd.backward(
         [normal.log_prob(actions.double()).sum(-1), normal.entropy().sum(-1)], [g_logprob.double(), g_entropy.double()]
     )
-    assert m.grad is not None and s.grad is not None
+    assert m.grad is not None
+    assert s.grad is not None
     assert torch.allclose(got[0].double(), m.grad, rtol=1e-6, atol=0)  # one rounding to float32
     # 40 float32 numbers of about 1
     assert torch.allclose(got[1].double(), s.grad, rtol=1e-6, atol=2e-6)

@@ -46,7 +46,8 @@ def test_updates_hold_what_the_losses_used(control_run: Path) -> None:
     )
     key = ["iteration", "sequence", "position"]
     joined = updates.merge(tokens, on=key, validate="many_to_one")
-    assert len(updates) == 2 * len(tokens) and not updates.duplicated([*key, "epoch"]).any()
+    assert len(updates) == 2 * len(tokens)
+    assert not updates.duplicated([*key, "epoch"]).any()
     for _, batch in joined.groupby(["iteration", "epoch", "minibatch"]):
         raw = batch["raw_advantages"].astype(float)
         expected = (raw - raw.mean()) / math.sqrt(raw.var(ddof=0) + 1e-8)

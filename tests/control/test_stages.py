@@ -29,16 +29,19 @@ def test_a_rollout_whose_every_step_is_known(name: str, reason: str) -> None:
     config, state = prepared(f"tests/{name}-v0")
     first = roll_out(config, state.agent, state.environments, 0)
     assert first.lengths.tolist() == [3, 2, 3, 2]
-    assert first.end_reason == (reason, "cut") * 2 and first.environment == (0, 0, 1, 1)
+    assert (first.end_reason, first.environment) == ((reason, "cut") * 2, (0, 0, 1, 1))
     assert first.observations[:, 0].tolist() == [0, 1, 2, 0, 1] * 2, "after an end the next episode begins"
     assert first.rewards.tolist() == [1, 2, 3, 1, 2] * 2
     assert first.final_observations[:, 0].tolist() == [3, 2] * 2, "the last observation, not that of the reset"
-    assert first.episode_return == (6.0, 3.0) * 2 and first.last_step == (2, 4) * 2
-    assert len(set(first.seed)) == 4 and first.episode == (0, 1) * 2
+    assert (first.episode_return, first.last_step) == ((6.0, 3.0) * 2, (2, 4) * 2)
+    assert len(set(first.seed)) == 4
+    assert first.episode == (0, 1) * 2
     second = roll_out(config, state.agent, state.environments, 1)
     assert second.actions.tolist() != first.actions.tolist(), "each iteration draws anew from two actions as likely"
-    assert second.lengths.tolist() == [1, 3, 1] * 2 and second.first_step == (2, 0, 0) * 2
-    assert second.seed[0] == first.seed[1] and second.episode == (1, 2, 3) * 2, "episodes go on"
+    assert second.lengths.tolist() == [1, 3, 1] * 2
+    assert second.first_step == (2, 0, 0) * 2
+    assert second.seed[0] == first.seed[1], "episodes go on"
+    assert second.episode == (1, 2, 3) * 2, "episodes go on"
     assert second.observations[0].tolist() == first.final_observations[1].tolist()
     assert second.episode_return[0] == 6.0, "the return of the whole episode, not of the fragment"
 
@@ -112,7 +115,8 @@ def test_actions_are_clipped_to_their_space_and_recorded_as_drawn() -> None:
 def test_environments_that_are_refused(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         Environments(name, 1, "training", 0)
-    assert "environment.id" in str(caught.value) and "\n" not in str(caught.value)
+    assert "environment.id" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -128,4 +132,5 @@ def test_environments_that_are_refused(name: str, message: str) -> None:
 def test_mistakes_are_one_line(override: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         small_control(override)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

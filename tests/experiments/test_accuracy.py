@@ -19,4 +19,6 @@ def test_a_folder_is_measured_on_a_text(tmp_path: Path, capsys: pytest.CaptureFi
     shape = ["--rows", "2", "--prompt", "3", "--response", "20"]
     main([str(tmp_path / "model"), str(tmp_path / "text.txt"), *shape])
     printed = capsys.readouterr().out
-    assert "best tokens: tokens 40," in printed and "wrong 0" in printed and "worst gradient, stock" in printed
+    assert "best tokens: tokens 40," in printed
+    assert "wrong 0" in printed
+    assert "worst gradient, stock" in printed

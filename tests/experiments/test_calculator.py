@@ -25,7 +25,8 @@ def test_the_calculator_answers_products_and_nothing_else() -> None:
     task = load_config(CONFIG).task
     source = load_source(task, 0)
     score, step, prompt = source.verifier, source.step, source.problems.by_key["7*11"]
-    assert score is not None and step is not None
+    assert score is not None
+    assert step is not None
 
     def said(*turns: str) -> object:
         return step([row_of(prompt, turns)])[0]
@@ -44,4 +45,5 @@ def test_the_example_uses_the_tool_and_repeats_itself(tmp_path: Path) -> None:
     forced = reader.read_sequences(run_dir, columns=["is_forced"])["is_forced"]
     assert sum(max(of_episode) for of_episode in forced) > len(forced) // 4
     found = rerun(run_dir, Silent(), ["layout.prefix_cache=false", "layout.threads=2", "layout.padding=none"])
-    assert found.difference is None and found.fingerprint == manifest.load(run_dir).fingerprint
+    assert found.difference is None
+    assert found.fingerprint == manifest.load(run_dir).fingerprint

@@ -87,7 +87,8 @@ def test_probabilities_change_by_more_than_the_clip_range() -> None:
         Clip(0.2, 0.2).surrogates(ratios, tensor([1.0, -1.0, 0.0]), logits).sum().backward()
         optimizer.step()
     change = (torch.log_softmax(logits, 0) - anchor).exp()
-    assert change[0] > 1.2 and change[1] < 0.8
+    assert change[0] > 1.2
+    assert change[1] < 0.8
     # the third action has advantage 0 and moves too: clipping sees tokens, the softmax moves them all
     assert change[2].item() != 1.0
 
@@ -113,7 +114,8 @@ def test_clipping_does_not_bound_the_ratio() -> None:
         history.append((ratios.item(), logits.grad.abs().max().item()))
         optimizer.step()
     crossed = next(i for i, (ratio, _) in enumerate(history) if ratio > 1.2)
-    assert crossed < 10 and all(slope == 0 for _, slope in history[crossed:]), "the clip removes the gradient"
+    assert crossed < 10, "the clip removes the gradient"
+    assert all(slope == 0 for _, slope in history[crossed:]), "the clip removes the gradient"
     assert history[-1][0] > 1.3, "and bounds nothing"
 
 
@@ -132,12 +134,14 @@ def test_a_ratio_is_not_brought_back_into_the_band() -> None:
 def test_added_to_a_loss_the_surrogate_needs_its_sign() -> None:
     """Claim: "L = L_CLIP + c1 L_VF + c2 L_S", minimised. That unlearns good tokens; the loss is -L_CLIP."""
     loss, slope = surrogate(1.0, 1.0)
-    assert loss == -1.0 and slope < 0, "a step down the loss raises the ratio of a good token"
+    assert loss == -1.0, "a step down the loss raises the ratio of a good token"
+    assert slope < 0, "a step down the loss raises the ratio of a good token"
 
 
 def test_a_smaller_band_allows_less() -> None:
     """Claim: "policy too deterministic: decrease eps_clip, which allows more change"."""
-    assert surrogate(1.15, 1.0, 0.1)[1] == 0.0 and surrogate(1.15, 1.0, 0.2)[1] == -1.0
+    assert surrogate(1.15, 1.0, 0.1)[1] == 0.0
+    assert surrogate(1.15, 1.0, 0.2)[1] == -1.0
 
 
 def test_the_penalty_is_halved_and_doubled() -> None:
@@ -163,7 +167,9 @@ def test_mean_new_minus_old_is_a_divergence_with_the_wrong_sign(pair: tuple[list
     claimed = math.fsum((old.exp() * (new - old)).tolist())
     ours = math.fsum((old.exp() * k3(old - new)).tolist())
     # float64 roundings; the float32 exponential inside k3
-    assert claimed <= 1e-13 and ours >= 0.0 and ours == pytest.approx(-claimed, abs=8e-7)
+    assert claimed <= 1e-13
+    assert ours >= 0.0
+    assert ours == pytest.approx(-claimed, abs=8e-7)
 
 
 def test_splitting_a_word_raises_a_total_only_if_kl_per_token_stays() -> None:
@@ -179,7 +185,9 @@ def test_a_large_beta_stays_close_to_the_reference_and_a_small_one_moves_away() 
     reference, rewards = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.0, 0.5, 1.0]).double()
     best = [torch.softmax(reference.log() + rewards / beta, 0) for beta in (0.2, 0.5, 2.0)]
     distances = [float((pi * (pi / reference).log()).sum()) for pi in best]
-    assert distances == sorted(distances, reverse=True) and distances[0] > 1.0 and distances[2] < 0.03
+    assert distances == sorted(distances, reverse=True)
+    assert distances[0] > 1.0
+    assert distances[2] < 0.03
 
 
 @given(pairs_of_categoricals(), st.integers(1, 3))
@@ -208,7 +216,8 @@ def test_temperature_alone_clips_most_tokens_of_an_unchanged_policy() -> None:
     tokens = torch.multinomial(sampler.exp(), 1, generator=generator)
     ratios = (scored.gather(1, tokens) - sampler.gather(1, tokens)).exp()
     outside = ((ratios - 1.0).abs() > 0.2).to(torch.float64).mean().item()
-    assert outside > 0.3 and ratios.mean() < 1.0
+    assert outside > 0.3
+    assert ratios.mean() < 1.0
 
 
 @given(pairs_of_categoricals())
@@ -252,4 +261,5 @@ def test_returns_normalised_per_batch_are_no_targets_for_values_in_reward_units(
     rewards = tensor([-10.0, -10.0, 30.0])  # whose returns-to-go are 10, 20, 30
     perfect = gae(rewards, returns, torch.tensor([3]), torch.zeros(1), 1.0, 0.0)
     mixed = gae(rewards, values, torch.tensor([3]), torch.zeros(1), 1.0, 0.0)
-    assert perfect.tolist() == [0.0, 0.0, 0.0] and mixed.abs().min() > 5.0
+    assert perfect.tolist() == [0.0, 0.0, 0.0]
+    assert mixed.abs().min() > 5.0

@@ -37,7 +37,7 @@ def test_comparisons_are_paired_by_seed_and_corrected() -> None:
     assert (table.loc["y", "low"], table.loc["y", "high"]) == pytest.approx((2 - 2.4841, 2 + 2.4841), abs=1e-4)
     assert table.loc["y", "p"] == pytest.approx(0.0742, abs=1e-4)
     # z - x is 20, 0, -20: mean 0, so p = 1; Holm doubles the smaller p
-    assert table.loc["z", "p"] == pytest.approx(1.0) and table.loc["y", "Holm"] == pytest.approx(0.1483, abs=1e-4)
+    assert (table.loc["z", "p"], table.loc["y", "Holm"]) == (pytest.approx(1.0), pytest.approx(0.1483, abs=1e-4))
     with pytest.raises(UserError, match=r"^--against q: is not a setting of this grid; there are x; y; z$"):
         comparisons(found, "accuracy", "q")
     with pytest.raises(UserError, match=r"^y and x have different seeds; finish the grid"):
@@ -73,7 +73,8 @@ def grid(deterministic_run: Path, native_run: Path, tmp_path: Path) -> Path:
 
 def test_the_measures_are_those_of_the_records(grid: Path, deterministic_run: Path, native_run: Path) -> None:
     found = outcomes(grid).set_index("point")
-    assert list(found.index) == ["deterministic", "native"] and set(MEASURES) <= set(found.columns)
+    assert list(found.index) == ["deterministic", "native"]
+    assert set(MEASURES) <= set(found.columns)
     assert found.loc["deterministic", "k3"] == 0.0 < found.loc["native", "k3"] < 1e-10
     for run_dir in (deterministic_run, native_run):
         steps, iterations = reader.read_steps(run_dir), reader.read_iterations(run_dir)
@@ -93,6 +94,8 @@ def test_the_commands(grid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         for _ in range(2):  # over nothing, and over an earlier figure
             assert figure_main([kind, str(tmp_path / "f.svg"), str(folder)]) == 0
         said = " ".join(ElementTree.fromstring((tmp_path / "f.svg").read_text()).itertext())
-        assert "deterministic" in said and "native" in said
+        assert "deterministic" in said
+        assert "native" in said
     pd.read_parquet(grid / "cells.parquet").query("state == 'failed'").to_parquet(grid / "cells.parquet")
-    assert table_main([str(grid)]) == 2 and "has no complete cell" in capsys.readouterr().err
+    assert table_main([str(grid)]) == 2
+    assert "has no complete cell" in capsys.readouterr().err

@@ -19,7 +19,7 @@ def test_a_sum_is_right_if_the_line_holds_it_and_nothing_else(monkeypatch: pytes
     prompts = source.problems.by_key
     assert len(prompts) == 90 * 90 - 1
     prompt = prompts["47+38"]
-    assert prompt.prompt == "12 + 25 = 37\n47 + 38 =" and prompt.answer == "85"
+    assert (prompt.prompt, prompt.answer) == ("12 + 25 = 37\n47 + 38 =", "85")
     texts = (" 85\n", "85", " 85", " 84\n", " 85.", " 8\n5", "", " 085\n")
     rows = [row_of(prompt, (text,)) for text in texts]
     assert source.verifier(rows) == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]

@@ -27,7 +27,8 @@ def test_what_the_trainer_receives() -> None:
     tokenizer = train_bpe(["12 12 12 3"], 8)
     assert received(TrainerFaults(), rollout, tokenizer) is rollout
     ends = received(TrainerFaults(eos_in_loss=False), rollout, tokenizer)
-    assert ends.in_losses is not None and ends.in_losses.tolist() == [True, True, False, True, True, False]
+    assert ends.in_losses is not None
+    assert ends.in_losses.tolist() == [True, True, False, True, True, False]
     assert received(TrainerFaults(temperature_scored=False), rollout, tokenizer) == replace(rollout, temperature=1.0)
     assert received(TrainerFaults(top_p_scored=False), rollout, tokenizer).kept_tokens.shape == (6, 0)
     (one,) = tokenizer("1", add_special_tokens=False)["input_ids"]

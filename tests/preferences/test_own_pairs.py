@@ -57,7 +57,8 @@ def finished(folder: Path) -> Path:
 
 def test_a_dpo_run_is_shown_verified_rerun_and_reported(finished: Path, cli: Cli) -> None:
     code, out, _ = cli("show", finished)
-    assert code == 0 and "held-out pairs in the right order" in out
+    assert code == 0
+    assert "held-out pairs in the right order" in out
     for command in (("verify",), ("rerun", "--set", "layout.update_micro_batch=4"), ("report",)):
         code, out, err = cli(command[0], finished, *command[1:])
         assert code == 0, err
@@ -78,7 +79,8 @@ def test_an_interrupted_dpo_run_goes_on_to_the_same_fingerprint(
         assert cli("dpo", folder / "dpo.yaml", "--out", tmp_path)[0] == 130
     (ended,) = (path.parent for path in tmp_path.rglob("manifest.json"))
     code, _, err = cli("resume", ended)
-    assert code == 0 and "computed again from the beginning; 2 recorded" in err
+    assert code == 0
+    assert "computed again from the beginning; 2 recorded" in err
     assert manifest.load(ended).fingerprint == manifest.load(finished).fingerprint
     assert cli("diff", ended, finished)[0] == 0
 
@@ -115,7 +117,9 @@ def test_a_line_that_is_no_pair_is_named(
     (tmp_path / "pairs.jsonl").write_text(text)
     code, _, err = cli("dpo", tmp_path / "dpo.yaml", "--out", tmp_path)
     said = one_line(err)
-    assert code == 2 and message in said and len(said) < 400
+    assert code == 2
+    assert message in said
+    assert len(said) < 400
     assert "preference pair" in said or "pairs.jsonl:50: " in said
 
 
@@ -143,7 +147,8 @@ def test_a_grid_of_dpo_runs(folder: Path, finished: Path, tmp_path: Path, cli: C
     assert code == 0, err
     runs = sorted(path.parent for path in tmp_path.rglob("manifest.json"))
     assert manifest.load(runs[0]).fingerprint == manifest.load(finished).fingerprint
-    assert len(runs) == 2 and cli("report", tmp_path / "seeds")[0] == 0
+    assert len(runs) == 2
+    assert cli("report", tmp_path / "seeds")[0] == 0
     assert "held-out pairs in order" in (tmp_path / "seeds" / "report.html").read_text(encoding="utf-8")
 
 
@@ -160,7 +165,8 @@ def test_a_reward_model_is_trained_on_pairs_of_ones_own(folder: Path, tmp_path: 
     assert code == 0, err
     made = f"reward.terms=[{term % 'num_pairs: 30, '}]"
     code, _, err = cli("run", TINY, "--out", tmp_path, *sets, "--set", made)
-    assert code == 2 and "need pairs, or task.kind = arithmetic" in one_line(err)
+    assert code == 2
+    assert "need pairs, or task.kind = arithmetic" in one_line(err)
     run_dir = Path(json.loads(out)["run_dir"])
     assert "inputs/pairs.jsonl" in manifest.load(run_dir).inputs
     assert 0.0 <= float(manifest.load(run_dir).final["reward_model_pair_accuracy"]) <= 1.0

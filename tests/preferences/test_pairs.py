@@ -35,7 +35,8 @@ def texts(pair: Preference) -> tuple[str, str]:
 @given(st.integers(0, 10**6), st.tuples(word, word, word), st.sampled_from(["01", "0123456789", "39"]))
 def test_a_wrong_answer_is_wrong_and_one_mistake_away(number: int, draws: tuple[int, ...], digits: str) -> None:
     right, wrong = str(number), wrong_answer(str(number), digits, draws)
-    assert wrong != right and abs(len(wrong) - len(right)) == (draws[0] % 3 > 0)
+    assert wrong != right
+    assert abs(len(wrong) - len(right)) == (draws[0] % 3 > 0)
     if len(wrong) == len(right):
         assert sum(a != b for a, b in zip(right, wrong, strict=True)) == 1
     else:
@@ -53,9 +54,11 @@ def test_the_right_answer_is_preferred_and_every_mistake_occurs() -> None:
         assert pair.prompt_ids == IDS[pair.prompt_key]
         mistakes[len(rejected) - len(chosen)] += 1
     # 500 draws of probability 1/3: six standard deviations are 63
-    assert set(mistakes) == {-1, 0, 1} and all(abs(n - 500 / 3) < 63 for n in mistakes.values())
+    assert set(mistakes) == {-1, 0, 1}
+    assert all(abs(n - 500 / 3) < 63 for n in mistakes.values())
     seen = Counter(pair.prompt_key for pair in pairs)
-    assert set(seen.values()) == {2, 3} and len(seen) == len(PROBLEMS), "500 of 169 prompts, in turns"
+    assert set(seen.values()) == {2, 3}, "500 of 169 prompts, in turns"
+    assert len(seen) == len(PROBLEMS), "500 of 169 prompts, in turns"
 
 
 def test_every_pass_takes_each_prompt_once_in_an_order_of_its_own() -> None:
@@ -92,7 +95,8 @@ def test_pairs_of_a_run_are_all_two_responses_of_different_score(deterministic_r
 def test_held_out_prompts_share_no_pair_with_training() -> None:
     pairs = by_rule(300)
     train, held = hold_out(pairs, 40, 1)
-    assert len({p.prompt_key for p in held}) == 40 and len(train) + len(held) == 300
+    assert len({p.prompt_key for p in held}) == 40
+    assert len(train) + len(held) == 300
     assert not {p.prompt_key for p in held} & {p.prompt_key for p in train}
     assert {p.prompt_key for p in hold_out(pairs[::-1], 40, 1)[1]} == {p.prompt_key for p in held}
     assert {p.prompt_key for p in hold_out(pairs, 40, 2)[1]} != {p.prompt_key for p in held}

@@ -56,7 +56,8 @@ def copy(control_run: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("which", ["control_run", "real"])
 def test_the_ratio_is_one_before_the_first_step_of_every_iteration(which: str, request: pytest.FixtureRequest) -> None:
     found = parity(request.getfixturevalue(which))
-    assert found.tokens >= 720 and found.first_minibatch_tokens >= 144
+    assert found.tokens >= 720
+    assert found.first_minibatch_tokens >= 144
     assert found.unequal_old_rollout_logprobs == found.unequal_first_ratios == found.unequal_values == 0
     assert found.unequal_ratios > found.update_rows // 2, "the weights must have moved, or a constant would pass"
 
@@ -64,7 +65,8 @@ def test_the_ratio_is_one_before_the_first_step_of_every_iteration(which: str, r
 def test_native_numerics_fail_the_same_check(native: Path) -> None:
     found = parity(native)
     assert found.unequal_old_rollout_logprobs > found.tokens // 50
-    assert found.unequal_first_ratios > 0 and found.unequal_values > 0
+    assert found.unequal_first_ratios > 0
+    assert found.unequal_values > 0
 
 
 @pytest.mark.parametrize("which", ["control_run", "real"])
@@ -128,7 +130,8 @@ def test_an_action_whose_log_prob_is_another_one_ends_the_run(tmp_path: Path, mo
         run(config, tmp_path, Silent())
     run_dir = run_folder(config, tmp_path)
     recorded = manifest.load(run_dir)
-    assert recorded.status == "failed" and len(recorded.iterations) == 1
+    assert recorded.status == "failed"
+    assert len(recorded.iterations) == 1
     monkeypatch.undo()
     assert resume(run_dir, Silent()) == Resumed(0, 1)
     without, _ = run(config, tmp_path / "without", Silent())

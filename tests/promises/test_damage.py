@@ -109,11 +109,13 @@ def test_any_damage_is_named_and_not_read(tmp_path: Path) -> None:
     run_dir = synthetic_run.make_run(tmp_path / "a")
     whole, generator, seen = Path(shutil.copytree(run_dir, tmp_path / "whole")), random.Random(0), Counter[str]()
     expected = frames(run_dir)
-    assert refusal(run_dir) == "" and first_difference(whole, run_dir) is None  # the control
+    assert refusal(run_dir) == ""
+    assert first_difference(whole, run_dir) is None  # the control
     for number in range(DAMAGES):
         with damaged(run_dir, KINDS[number % len(KINDS)], generator) as damage:
             said = refusal(run_dir)
-            assert damage.is_named(said) and "\n" not in said, (damage, said)
+            assert damage.is_named(said), (damage, said)
+            assert "\n" not in said, (damage, said)
             try:
                 assert first_difference(whole, run_dir) is None, damage
                 assert all(a.equals(b) for a, b in zip(frames(run_dir), expected, strict=True)), damage
@@ -121,7 +123,8 @@ def test_any_damage_is_named_and_not_read(tmp_path: Path) -> None:
             except UserError as error:
                 assert damage.is_named(str(error)), (damage, error)
                 seen["refused"] += 1
-    assert refusal(run_dir) == "" and min(seen["refused"], seen["not used"]) > 3, seen
+    assert refusal(run_dir) == "", seen
+    assert min(seen["refused"], seen["not used"]) > 3, seen
 
 
 class Interrupted(Silent):
@@ -142,7 +145,8 @@ def test_no_command_uses_what_is_damaged(cli: Cli, tmp_path: Path) -> None:
     for number in range(DAMAGES):
         with damaged(whole, KINDS[number % len(KINDS)], generator) as damage:
             code, _, err = cli("verify", whole)
-            assert code == 2 and damage.is_named(one_line(err)), (damage, err)
+            assert code == 2, (damage, err)
+            assert damage.is_named(one_line(err)), (damage, err)
             code, _, err = cli("diff", whole, whole)
             seen[f"diff {code}"] += 1
             assert code == 0 or (code == 2 and damage.is_named(one_line(err))), (damage, err)
@@ -151,11 +155,13 @@ def test_no_command_uses_what_is_damaged(cli: Cli, tmp_path: Path) -> None:
             before = (copy / manifest.FILE_NAME).read_bytes()
             code, _, err = cli("resume", copy)
             if code == 0:  # a checkpoint that is removed costs time alone
-                assert damage.kind == "deleted" and damage.names[0].name.startswith("iteration-"), (damage, err)
+                assert damage.kind == "deleted", (damage, err)
+                assert damage.names[0].name.startswith("iteration-"), (damage, err)
                 assert manifest.load(copy).fingerprint == manifest.load(whole).fingerprint
                 seen["removed checkpoint"] += 1
             else:
-                assert code == 2 and "error: " in err, (damage, err)
+                assert code == 2, (damage, err)
+                assert "error: " in err, (damage, err)
                 assert (copy / manifest.FILE_NAME).read_bytes() == before, damage
                 seen["refused"] += 1
         shutil.rmtree(copy)
@@ -181,7 +187,8 @@ def test_what_a_kill_leaves_is_told_apart(tmp_path: Path) -> None:
     (run_dir / "manifest.json.tmp").write_text("half")
     found = verify(run_dir)
     assert found.unfinished == ("manifest.json.tmp", "records/tokens/iteration=000002.parquet")
-    assert found.unfinished_line > 0 and len(frames_of_incomplete(run_dir)) == 24
+    assert found.unfinished_line > 0
+    assert len(frames_of_incomplete(run_dir)) == 24
 
 
 def frames_of_incomplete(run_dir: Path) -> pd.DataFrame:

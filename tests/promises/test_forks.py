@@ -38,7 +38,8 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_fork_that_changes_nothing_is_its_origin(origin: Path, tmp_path: Path) -> None:
     forked = fork(origin, tmp_path, 2)
     require_as_uninterrupted(forked, origin)
-    assert first_difference(origin, forked) is None and forked.name != origin.name
+    assert first_difference(origin, forked) is None
+    assert forked.name != origin.name
 
 
 def test_a_fork_is_on_the_disk_before_it_has_its_name_and_its_models_before_they_are_listed(
@@ -74,11 +75,13 @@ def test_a_change_is_in_force_from_the_first_iteration_of_a_fork_on(
     """The control of the tests before: what was changed shows at once, and only then."""
     forked = fork(origin, tmp_path, 2, change)
     difference = first_difference(origin, forked)
-    assert difference is not None and (difference.iteration, difference.column) == (2, column)
+    assert difference is not None
+    assert (difference.iteration, difference.column) == (2, column)
     assert recompute(forked, STAGES).difference is None
     field = change.partition("=")[0]
     found = manifest.load(forked).origin
-    assert found is not None and (found.iteration, list(found.changed)) == (2, [field])
+    assert found is not None
+    assert (found.iteration, list(found.changed)) == (2, [field])
     assert list(setup_changes(origin, forked)) == [field, "origin"]
 
 
@@ -133,7 +136,8 @@ def test_what_cannot_be_forked_is_one_line(
     cli: Cli, origin: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     code, _, err = cli("fork", origin, *arguments, "--out", tmp_path)
-    assert code == 2 and re.search(message, one_line(err))
+    assert code == 2
+    assert re.search(message, one_line(err))
     assert not list(tmp_path.iterdir())
 
 

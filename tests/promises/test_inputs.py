@@ -43,14 +43,17 @@ def test_a_run_folder_reruns_at_another_path_without_its_originals(
     assert cli("rerun", run_dir)[0] == 0, "the model lies beside the run as it did"
     model = shutil.move(moved / "models" / "policy", tmp_path / "somewhere" / "else")
     code, _, err = cli("rerun", run_dir)
-    assert code == 2 and "model.path = " in one_line(err) and "say with --inputs DIR where it is" in err
+    assert code == 2
+    assert "model.path = " in one_line(err)
+    assert "say with --inputs DIR where it is" in err
     assert cli("rerun", run_dir, "--inputs", tmp_path / "somewhere")[0] == 0
     # the control: files of these names with other bytes are not the inputs
     weights = Path(model) / "model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     code, _, err = cli("rerun", run_dir, "--inputs", tmp_path / "somewhere")
-    assert code == 2 and "nor is it below" in one_line(err)
+    assert code == 2
+    assert "nor is it below" in one_line(err)
 
 
 def test_an_edited_input_is_another_run_and_an_unchanged_one_is_not(cli: Cli, project: Path) -> None:
@@ -60,17 +63,22 @@ def test_an_edited_input_is_another_run_and_an_unchanged_one_is_not(cli: Cli, pr
     assert (run_dir / "inputs" / "reward.py").read_text() == REWARD
     assert manifest.load(run_dir).files.keys() > {"inputs/reward.py", "inputs/prompts.jsonl"}
     code, _, err = cli("run", project / "run.yaml", "--out", project / "runs")
-    assert code == 2 and "exists already, with this configuration and these inputs" in one_line(err)
+    assert code == 2
+    assert "exists already, with this configuration and these inputs" in one_line(err)
     (project / "reward.py").write_text(REWARD.replace("float", "2.0 * float"))
     other = ran(cli, project)
-    assert other.parent == run_dir.parent and other != run_dir
+    assert other.parent == run_dir.parent
+    assert other != run_dir
     code, out, _ = cli("diff", run_dir, other)
     changed, first = out.splitlines()[1:]
-    assert code == 1 and changed.startswith("  inputs/reward.py: ") and first.startswith("different: table ")
+    assert code == 1
+    assert changed.startswith("  inputs/reward.py: ")
+    assert first.startswith("different: table ")
     assert cli("rerun", run_dir)[0] == 0, "a rerun uses the copy"
     (project / "reward.py").write_text(REWARD)
     code, _, err = cli("run", project / "run.yaml", "--out", project / "runs")
-    assert code == 2 and f"{run_dir}: exists already" in one_line(err)
+    assert code == 2
+    assert f"{run_dir}: exists already" in one_line(err)
 
 
 def test_an_edited_copy_is_refused(cli: Cli, project: Path) -> None:
@@ -78,7 +86,8 @@ def test_an_edited_copy_is_refused(cli: Cli, project: Path) -> None:
     (run_dir / "inputs" / "reward.py").write_text(REWARD.replace("float", "2.0 * float"))
     for command in ("rerun", "verify", "fork"):
         code, _, err = cli(command, run_dir)
-        assert code == 2 and "inputs/reward.py: has another SHA-256" in one_line(err)
+        assert code == 2
+        assert "inputs/reward.py: has another SHA-256" in one_line(err)
 
 
 def test_two_files_of_one_name_are_both_kept(cli: Cli, project: Path) -> None:

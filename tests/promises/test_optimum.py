@@ -56,7 +56,7 @@ def test_before_training_the_policy_is_the_reference_and_far_from_the_optimum() 
     found = distances(config, prepared, prepared.state.policy, config.kl.kl_coef)
     assert len(found) == 3
     for d in found:
-        assert d.policy == d.reference and d.kl == 0.0
+        assert (d.policy, d.kl) == (d.reference, 0.0)
     assert gap(found) > 0.5
 
 

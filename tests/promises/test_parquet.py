@@ -71,7 +71,8 @@ def test_runs_come_back(tmp_path: Path, rows: int) -> None:
     run_dir = synthetic_run.make_run(tmp_path / "seed=1" / "a", rows=rows)
     for table in schema.TABLES:
         frame = reader.read_table(table.name, run_dir)
-        assert list(frame.columns) == [column.name for column in table.columns] and len(frame) == 2 * rows
+        assert list(frame.columns) == [column.name for column in table.columns]
+        assert len(frame) == 2 * rows
         made = pa.concat_tables([synthetic_run.random_tables(iteration, rows)[table.name] for iteration in range(2)])
         for column in table.columns:
             recorded, found = made.column(column.name), frame[column.name]

@@ -71,7 +71,8 @@ def fingerprint(run_dir: Path) -> str:
 def test_no_layout_changes_a_dpo_run(trained: Path) -> None:
     for overrides in LAYOUTS:
         again = rerun(DPOKind(Silent()), trained, overrides)
-        assert again.difference is None and again.fingerprint == fingerprint(trained)
+        assert again.difference is None
+        assert again.fingerprint == fingerprint(trained)
 
 
 @pytest.mark.usefixtures("row_dependent")

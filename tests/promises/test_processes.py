@@ -37,7 +37,9 @@ def test_ranks_divide_sequences_in_order_and_have_whole_slots(count: int, size: 
     assert max(len(r.mine(count)) for r in ranks) - min(len(r.mine(count)) for r in ranks) <= 1
     for rank in ranks:
         *own, last = slots_of_rank(count, slots, rank).tolist()
-        assert len(own) == len(rank.mine(count)) and last == each and all(0 <= slot < each for slot in own)
+        assert len(own) == len(rank.mine(count))
+        assert last == each
+        assert all(0 <= slot < each for slot in own)
         found += [slot + rank.rank * each for slot in own]
     assert found == slots_of(range(count), count, slots).tolist()[:-1]
 
@@ -99,17 +101,21 @@ def test_native_numerics_and_gradients_that_are_not_added_up_are_noticed(native_
     """The negative controls."""
     ended = cli_ranks(2, "rerun", native_run)  # recorded with other linear layers than these processes have
     assert [e.code for e in ended] == [1, 1]
-    assert ended[0].out.startswith("different: table ") and ended[1].out == ended[1].err == ""
+    assert ended[0].out.startswith("different: table ")
+    assert ended[1].out == ended[1].err == ""
     arguments = ("run", TINY, "--out", tmp_path, "--set", QUICK[0])
     done = torchrun(2, *arguments, module="tests.promises.without_sums")
-    assert done.returncode == 1 and "promise broken: weights after an update: rank 1 has " in done.stderr
+    assert done.returncode == 1
+    assert "promise broken: weights after an update: rank 1 has " in done.stderr
     assert not list(tmp_path.rglob("iteration=000000.parquet"))
 
 
 @slow
 def test_a_mistake_is_said_once_with_the_number_of_its_rank(tiny_run: Path, tmp_path: Path) -> None:
     done = torchrun(2, "run", TINY, "--out", tmp_path, "--set", "ppo.epochs=two")
-    assert done.returncode != 0 and done.stdout == "" and done.stderr.count("exitcode  : 2") >= 1
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert done.stderr.count("exitcode  : 2") >= 1
     assert len([line for line in done.stderr.splitlines() if f"error: {TINY}: ppo.epochs = 'two'" in line]) == 1
     good = ["-m", "ppo_repro", "run", str(TINY), "--out", str(tmp_path)]
     ended = end(start_ranks(good, [*good, "--set", "seed=8"]))
@@ -119,7 +125,8 @@ def test_a_mistake_is_said_once_with_the_number_of_its_rank(tiny_run: Path, tmp_
     assert not list(tmp_path.rglob("manifest.json"))
     before = (tiny_run / "manifest.json").read_bytes()
     ended = cli_ranks(2, "run", TINY, "--out", tiny_run.parents[1], "--set", QUICK[0])
-    assert [e.code for e in ended] == [2, 2] and "exists already" in ended[0].errors[0]
+    assert [e.code for e in ended] == [2, 2]
+    assert "exists already" in ended[0].errors[0]
     assert (tiny_run / "manifest.json").read_bytes() == before
 
 
@@ -131,7 +138,8 @@ def test_unequal_bits_of_one_rank_end_every_rank(tmp_path: Path) -> None:
     # 15 responses: the first one of the second rank
     assert ended[0].errors[0].startswith("promise broken: iteration 1, response 7, token 0: rollout_logprobs ")
     recorded = manifest.load(next(tmp_path.rglob("manifest.json")).parent)
-    assert recorded.status == "failed" and len(recorded.iterations) == 1
+    assert recorded.status == "failed"
+    assert len(recorded.iterations) == 1
 
 
 @slow
@@ -145,14 +153,16 @@ def test_a_process_that_ends_ends_the_run_and_complete_iterations_stay(number: i
         time.sleep(0.05)
     processes[1].send_signal(number)
     ended: list[Ended] = end(processes)
-    assert ended[0].code == 3 and len(ended[0].errors) == 1, ended
+    assert ended[0].code == 3, ended
+    assert len(ended[0].errors) == 1, ended
     assert ended[0].errors[0].startswith("stopped: another process of this run ended (")
     run_dir = next(tmp_path.rglob("manifest.json")).parent
     assert manifest.load(run_dir).status == "interrupted"
     with pytest.raises(UserError, match="the run is "):
         reader.read_tokens(run_dir)
     rows = reader.read_iterations(run_dir, allow_incomplete=True)
-    assert rows["iteration"].tolist() == list(range(len(rows))) and len(rows) >= 1
+    assert rows["iteration"].tolist() == list(range(len(rows)))
+    assert len(rows) >= 1
 
 
 REFUSED = {
@@ -175,4 +185,5 @@ def test_what_cannot_run_in_several_processes_is_one_line(
         main()
     assert stop.value.code == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"error: {REFUSED[case]}") and len(err.splitlines()) == 1
+    assert err.startswith(f"error: {REFUSED[case]}")
+    assert len(err.splitlines()) == 1

@@ -14,7 +14,8 @@ from tests.support.runs import small_config
 
 def test_sampler_and_trainer_agree_on_every_bit(deterministic_run: Path) -> None:
     found = parity(deterministic_run)
-    assert found.tokens > 300 and found.first_minibatch_tokens > 80
+    assert found.tokens > 300
+    assert found.first_minibatch_tokens > 80
     assert found.unequal_old_rollout_logprobs == 0
     assert found.unequal_first_ratios == 0
     assert found.unequal_values == 0

@@ -58,12 +58,14 @@ def copy(recorded: Path, tmp_path: Path) -> Path:
 
 def test_every_stage_of_a_run_follows_from_its_records(recorded: Path) -> None:
     found = recompute(recorded, STAGES)
-    assert found.difference is None and found.iterations == 3
+    assert found.difference is None
+    assert found.iterations == 3
     # all columns of these stages that the configuration fills
     tokens, updates = (
         sum(e.tables[name].rows for e in manifest.load(recorded).iterations) for name in ("tokens", "updates")
     )
-    assert found.compared["advantages"] == 3 * tokens and found.compared["rewards"] > 4 * tokens
+    assert found.compared["advantages"] == 3 * tokens
+    assert found.compared["rewards"] > 4 * tokens
     assert found.compared["losses"] > 9 * updates
 
 
@@ -106,20 +108,26 @@ def test_a_flipped_bit_of_a_result_is_named(copy: Path, stage: Stage, table: str
     row = flip(copy, table, column)
     verify(copy)
     found = recompute(copy, (stage,))
-    assert found.stage == stage and found.difference is not None
+    assert found.stage == stage
+    assert found.difference is not None
     difference = found.difference
     assert (difference.table, difference.iteration, difference.column, difference.row) == (table, 1, column, row)
-    assert int(difference.left_bits, 16) ^ int(difference.right_bits, 16) == 1 and difference.unequal_in_column == 1
+    assert int(difference.left_bits, 16) ^ int(difference.right_bits, 16) == 1
+    assert difference.unequal_in_column == 1
 
 
 def test_the_command_line(cli: Cli, recorded: Path, copy: Path) -> None:
     code, out, _ = cli("replay", recorded)
-    assert code == 0 and [line.split(":")[0] for line in out.splitlines()] == list(STAGES)
+    assert code == 0
+    assert [line.split(":")[0] for line in out.splitlines()] == list(STAGES)
     row = flip(copy, "tokens", "rewards")
     code, out, _ = cli("replay", copy)
-    assert code == 1 and f"table tokens, iteration 1, column rewards, row {row}" in out.splitlines()[-1]
+    assert code == 1
+    assert f"table tokens, iteration 1, column rewards, row {row}" in out.splitlines()[-1]
     code, out, _ = cli("replay", copy, "rewards", "--json")
     found = json.loads(out)
-    assert code == 1 and (found["stage"], found["difference"]["column"]) == ("rewards", "rewards")
+    assert code == 1
+    assert (found["stage"], found["difference"]["column"]) == ("rewards", "rewards")
     code, _, err = cli("replay", recorded, "reward")
-    assert code == 2 and "STAGE = 'reward'" in err
+    assert code == 2
+    assert "STAGE = 'reward'" in err

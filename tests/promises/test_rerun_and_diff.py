@@ -37,7 +37,8 @@ def test_a_native_rerun_is_identical_under_its_own_layout_only(native_run: Path)
 def test_another_seed_is_another_run(deterministic_run: Path, tmp_path: Path) -> None:
     other, _ = run(small_config("seed=8", "ppo.iterations=1"), tmp_path, Silent())
     difference = first_difference(deterministic_run, other)
-    assert difference is not None and difference.table == "warm_start_steps"
+    assert difference is not None
+    assert difference.table == "warm_start_steps"
 
 
 def test_a_flipped_bit_is_named(deterministic_run: Path, tmp_path: Path) -> None:

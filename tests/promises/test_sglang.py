@@ -211,7 +211,8 @@ def test_stock_servers_do_not_and_repeat_their_tokens_by_seed(stock: Subject) ->
     with row_dependent_linear(NOISE):  # layers that differ from the servers' by construction
         built_in = stock.prepared.engine.generate(requests, Sampling(0.9, 0, 1.0, 40))
     equal = [(a, b) for a, b in zip(first, built_in, strict=True) if a.response_ids == b.response_ids]
-    assert len(equal) > 12 and differing(*zip(*equal, strict=True)) > 0
+    assert len(equal) > 12
+    assert differing(*zip(*equal, strict=True)) > 0
     # float32 sums in another order, over forty tokens of a small model
     torch.testing.assert_close(
         *(torch.cat([c.logprobs for c in some]) for some in zip(*equal, strict=True)), atol=1e-4, rtol=0
@@ -230,7 +231,8 @@ def test_a_run_on_two_deterministic_servers_is_the_run_of_the_built_in_engine(
     assert manifest.load(there).fingerprint == manifest.load(here).fingerprint
     assert rerun(there, Silent(), ["rollout.engine.kind=torch"]).difference is None
     tokens = reader.read_tokens(there, columns=["rollout_logprobs", "old_logprobs"])
-    assert len(tokens) > 300 and (tokens.rollout_logprobs == tokens.old_logprobs).all()
+    assert len(tokens) > 300
+    assert (tokens.rollout_logprobs == tokens.old_logprobs).all()
 
 
 @pytest.mark.parametrize(
@@ -275,9 +277,11 @@ def test_a_run_of_a_mixture_that_is_behind_is_the_run_of_the_built_in_engine(tmp
     assert found[0] == found[1] != found[2], "the trainer's own choice differs where the sampler is behind"
     columns = [reader.read_tokens(folder)[["rollout_routes", "policy_routes"]] for folder in (there, here, chosen)]
     routes, same, own = ([np.stack(column.to_list()) for _, column in pair.items()] for pair in columns)
-    assert routes[0].shape == (len(columns[0]), 2 * 2) and len(np.unique(routes[0], axis=0)) > 5
+    assert routes[0].shape == (len(columns[0]), 2 * 2)
+    assert len(np.unique(routes[0], axis=0)) > 5
     assert np.array_equal(routes[0], same[0]), "the servers' routes are those of the built-in engine"
-    assert np.array_equal(routes[0], routes[1]) and not np.array_equal(own[0], own[1]), "replayed, or chosen anew"
+    assert np.array_equal(routes[0], routes[1]), "replayed, or chosen anew"
+    assert not np.array_equal(own[0], own[1]), "replayed, or chosen anew"
 
 
 @pytest.mark.usefixtures("row_noise")
@@ -288,5 +292,6 @@ def test_a_run_on_a_stock_server_shows_its_mismatch(stock: Subject, mode: str, t
     stock.forget()
     tokens = reader.read_tokens(folder, columns=["rollout_logprobs", "old_logprobs"])
     differ = (tokens.rollout_logprobs != tokens.old_logprobs).sum()
-    assert len(tokens) > 300 and differ > 0
+    assert len(tokens) > 300
+    assert differ > 0
     assert (tokens.rollout_logprobs - tokens.old_logprobs).abs().max() < 1e-4  # float32 in another order

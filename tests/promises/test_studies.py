@@ -21,7 +21,8 @@ every_study = pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.na
 @pytest.mark.parametrize("study", WITH_PAGE, ids=lambda path: path.name)
 def test_a_page_links_what_was_expected_and_says_what_held(study: Path) -> None:
     page = (study / "README.md").read_text(encoding="utf-8")
-    assert len(page.split()) <= 600 and f"[`expectation`]({study.name}.yaml)" in page
+    assert len(page.split()) <= 600
+    assert f"[`expectation`]({study.name}.yaml)" in page
     ran, held = study in STUDIES, f"({study.name}.yaml), written before the runs, held" in page
     assert ("answer.svg" in page, held, "Not run yet." in page) == (ran, ran, not ran)
 
@@ -53,14 +54,17 @@ def test_a_changed_fingerprint_is_found(tmp_path: Path, cli: Cli) -> None:
     text = (study / "results.csv").read_text()
     (study / "results.csv").write_text(text.replace(right, right[::-1]))
     code, out, _ = cli("reproduce", study, "--out", tmp_path / "runs")
-    assert code == 1 and f"{cell.name}: fingerprint is {right}, and {right[::-1]} in results.csv" in out
+    assert code == 1
+    assert f"{cell.name}: fingerprint is {right}, and {right[::-1]} in results.csv" in out
 
 
 def test_what_is_no_study_is_refused(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "s").mkdir()
     code, _, err = cli("reproduce", tmp_path / "s")
-    assert code == 2 and "s.yaml" in one_line(err)
+    assert code == 2
+    assert "s.yaml" in one_line(err)
     shutil.copy(ROOT / "tests" / "support" / "tiny_grid.yaml", tmp_path / "s" / "s.yaml")
     shutil.copy(ROOT / "tests" / "support" / "tiny.yaml", tmp_path / "s" / "tiny.yaml")
     code, _, err = cli("reproduce", tmp_path / "s")
-    assert code == 2 and "results.csv: there is no such file" in one_line(err)
+    assert code == 2
+    assert "results.csv: there is no such file" in one_line(err)

@@ -38,12 +38,15 @@ def sequences_of(run: Recorded) -> pd.DataFrame:
 def test_parity_holds_over_whole_episodes(recorded: Recorded) -> None:
     tokens, sequences = reader.read_tokens(recorded.whole), sequences_of(recorded)
     bits = [tokens[name].to_numpy().view(np.int32) for name in ("old_logprobs", "rollout_logprobs")]
-    assert len(tokens) > 60 and np.array_equal(*bits)
+    assert len(tokens) > 60
+    assert np.array_equal(*bits)
     steps = reader.read_iterations(recorded.whole)
-    assert (steps["unequal_first_ratios"] == 0).all() and (steps["unequal_values"] == 0).all()
+    assert (steps["unequal_first_ratios"] == 0).all()
+    assert (steps["unequal_values"] == 0).all()
     # the tokens after the environment's: there have to be some, or nothing was shown
     after = [np.flatnonzero(forced).max() < len(forced) - 1 for forced in sequences["is_forced"] if max(forced)]
-    assert len(after) > 5 and all(after)
+    assert len(after) > 5
+    assert all(after)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +59,8 @@ def test_parity_holds_over_whole_episodes(recorded: Recorded) -> None:
 def test_another_layout_gives_the_same_run(recorded: Recorded, layout: tuple[str, ...]) -> None:
     """Without the prefix cache each turn is computed from its first token."""
     found = rerun(recorded.whole, Silent(), list(layout))
-    assert found.difference is None and found.fingerprint == manifest.load(recorded.whole).fingerprint
+    assert found.difference is None
+    assert found.fingerprint == manifest.load(recorded.whole).fingerprint
 
 
 @pytest.mark.usefixtures("row_dependent")

@@ -81,7 +81,8 @@ def test_complete_iterations_are_kept_and_the_token_can_be_looked_at(failed: tup
 
 def test_bisect_samples_that_response_from_the_policy_as_it_was(failed: tuple[Path, str], whole_run: Path) -> None:
     run_dir, _ = failed
-    assert first_unequal(run_dir) == ResponseIndex(1, 3) and first_unequal(whole_run) is None
+    assert first_unequal(run_dir) == ResponseIndex(1, 3)
+    assert first_unequal(whole_run) is None
     trace = trace_sampler(load_config(TINY, QUICK), "deterministic", run_dir / UNEQUAL, ResponseIndex(1, 3))
     rows = reader.read_sequences(whole_run, iterations=[1], columns=["sequence", "response_ids"])
     sampled = [tuple(ids) for ids in rows["response_ids"]]
@@ -99,7 +100,8 @@ def test_rerun_refuses_it_and_resume_ends_there_again_or_goes_on(
         sampler_differs(patch, 1, 3, 0)
         with pytest.raises(UnequalBits, match="iteration 1, response 3, token 0: "):
             resume(run_dir, Silent())
-    assert manifest.load(run_dir).status == "failed" and len(manifest.load(run_dir).iterations) == 1
+    assert manifest.load(run_dir).status == "failed"
+    assert len(manifest.load(run_dir).iterations) == 1
     # once what was wrong is put right, it is the run that it would have been
     assert resume(run_dir, Silent()) == Resumed(0, 1)
     assert manifest.load(run_dir).fingerprint == manifest.load(whole_run).fingerprint
@@ -115,7 +117,8 @@ def test_from_a_checkpoint_it_goes_on_and_what_was_kept_is_gone(
     assert verify(run_dir).model_folders == 2  # and the reference
     assert resume(run_dir, Silent()) == Resumed(1, 1)
     assert manifest.load(run_dir).fingerprint == manifest.load(whole_run).fingerprint
-    assert not (run_dir / UNEQUAL).exists() and verify(run_dir).uncovered == ()
+    assert not (run_dir / UNEQUAL).exists()
+    assert verify(run_dir).uncovered == ()
 
 
 @pytest.mark.parametrize(
@@ -132,7 +135,8 @@ def test_a_ratio_or_a_value_of_the_first_minibatch_ends_the_first_iteration(
     run_dir, error = ended(tmp_path, "ppo.ratio_anchor=old")
     assert re.match(rf"iteration 0, response \d+, token 0: {says}", error)
     # without a complete iteration the folder stays too: there is something to look at
-    assert manifest.load(run_dir).status == "failed" and verify(run_dir).iterations == 0
+    assert manifest.load(run_dir).status == "failed"
+    assert verify(run_dir).iterations == 0
 
 
 @pytest.mark.parametrize("override", ["numerics.mode=native", "rollout.mismatch_sigma=0.1"])
@@ -141,7 +145,8 @@ def test_where_it_is_measured_nothing_changes(override: str, tmp_path: Path, mon
     first_step_differs(monkeypatch, other_ratio)
     run_dir, _ = run(load_config(TINY, [*QUICK, override, "ppo.iterations=1"]), tmp_path, Silent())
     counted = reader.read_iterations(run_dir).iloc[0]
-    assert counted["unequal_old_rollout_logprobs"] > 0 and counted["unequal_first_ratios"] > 0
+    assert counted["unequal_old_rollout_logprobs"] > 0
+    assert counted["unequal_first_ratios"] > 0
 
 
 def test_the_command_says_it_on_one_line_with_exit_code_1(
@@ -150,5 +155,8 @@ def test_the_command_says_it_on_one_line_with_exit_code_1(
     sampler_differs(monkeypatch, 0, 3, 0)
     code, out, err = cli("run", TINY, "--out", tmp_path)
     said = [line for line in err.splitlines() if line.startswith("promise broken: ")]
-    assert code == 1 and out == "" and len(said) == 1 and "Traceback" not in err
+    assert code == 1
+    assert out == ""
+    assert len(said) == 1
+    assert "Traceback" not in err
     assert said[0].startswith("promise broken: iteration 0, response 3, token 0: rollout_logprobs -")

@@ -101,7 +101,8 @@ def test_one_flipped_bit_is_named(run: Path, copy: Path, table: schema.Table, co
     else:
         assert len(found.left_bits) == (8 if column.kind.endswith("32") else 16)
         assert int(found.left_bits, 16) ^ int(found.right_bits, 16) == 1
-    assert "\n" not in found.describe() and column.name in found.describe()
+    assert "\n" not in found.describe()
+    assert column.name in found.describe()
 
 
 def test_the_earliest_difference_wins(run: Path, copy: Path) -> None:
@@ -112,7 +113,8 @@ def test_the_earliest_difference_wins(run: Path, copy: Path) -> None:
     ):
         synthetic_run.rewrite_cell(copy, table, iteration, column, _flip)
         found = first_difference(run, copy)
-        assert found is not None and (found.table, found.iteration, found.column) == (
+        assert found is not None
+        assert (found.table, found.iteration, found.column) == (
             table,
             iteration,
             column,

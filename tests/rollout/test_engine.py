@@ -42,7 +42,8 @@ def test_a_finished_sequence_gives_its_slot_to_the_next() -> None:
     counting = CountingEngine(policy("qwen3", "deterministic"), STOPS, "deterministic", CONTEXT, 3, 0)
     completions = counting.generate(requests, PLAIN)
     lengths = [len(c.response_ids) for c in completions]
-    assert len(completions) == counting.started == 25 and len(set(lengths)) > 4
+    assert len(completions) == counting.started == 25
+    assert len(set(lengths)) > 4
     # the first token of a response comes with its prompt, every other is one row of a decoding pass
     assert sum(rows for rows, _ in counting.passes) == sum(lengths) - 25
     # while prompts wait, no slot is idle

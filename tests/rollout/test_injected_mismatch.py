@@ -38,7 +38,8 @@ def test_the_sampler_sees_the_disturbed_logits_and_reports_their_log_probs() -> 
         got = sample(logits, seeds, positions, sampling, mode)
         plain = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, 1)
         expected = sample(seen, seeds, positions, plain, mode)
-        assert torch.equal(got.tokens, expected.tokens) and unequal(got.logprobs, expected.logprobs) == 0
+        assert torch.equal(got.tokens, expected.tokens)
+        assert unequal(got.logprobs, expected.logprobs) == 0
         assert torch.equal(got.kept_tokens, expected.kept_tokens)
         assert not torch.equal(got.tokens, sample(logits, seeds, positions, plain, mode).tokens)
 

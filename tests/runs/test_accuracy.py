@@ -29,7 +29,8 @@ def test_a_policy_is_accurate_and_stays_what_it_was(architecture: str) -> None:
     policy = make_policy(source, "deterministic", CONTEXT)
     before = {name: (x, x.detach().clone()) for name, x in policy.named_parameters()}
     found = measure(policy, TEXT)
-    assert found.tokens == 4 * (CONTEXT - 1) and not found.is_low
+    assert found.tokens == 4 * (CONTEXT - 1)
+    assert not found.is_low
     expected = compare(source, TEXT, CONTEXT).logprobs
     assert (found.deterministic_rms, found.deterministic_max) == (
         expected.deterministic.rms,
@@ -39,8 +40,10 @@ def test_a_policy_is_accurate_and_stays_what_it_was(architecture: str) -> None:
     assert 0.5 < found.ratio / expected.ratio("rms") < 2.0
     for name, x in policy.named_parameters():
         same, values = before[name]
-        assert x is same and torch.equal(x, values)
-        assert x.grad is None and x.requires_grad
+        assert x is same
+        assert torch.equal(x, values)
+        assert x.grad is None
+        assert x.requires_grad
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in policy.modules())
 
 
@@ -48,4 +51,6 @@ def test_a_model_that_rounds_is_low_accuracy() -> None:
     """The negative control: weights as bfloat16 has them."""
     policy = make_policy(source_model("qwen3"), "deterministic", CONTEXT)
     found = measure(rounded_view(policy, Precision(weights="bfloat16")), TEXT)
-    assert found.is_low and found.ratio > 10 * LARGEST_RATIO and found.sentence().endswith("above 4")
+    assert found.is_low
+    assert found.ratio > 10 * LARGEST_RATIO
+    assert found.sentence().endswith("above 4")

@@ -62,8 +62,9 @@ def deep_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_sampler_and_trainer_agree_on_every_bit_in_every_layout(family: str, tmp_path: Path) -> None:
     one, other = record(tmp_path / "one", family), record(tmp_path / "other", family, *LAYOUT)
     found = parity(one)
-    assert found.tokens > 50 and found.unequal_old_rollout_logprobs == 0
-    assert found.unequal_first_ratios == 0 and found.unequal_values == 0
+    assert found.tokens > 50
+    assert found.unequal_old_rollout_logprobs == 0
+    assert (found.unequal_first_ratios, found.unequal_values) == (0, 0)
     assert found.unequal_ratios > 0, "the weights must have moved, or a constant would pass this test"
     assert manifest.load(one).fingerprint == manifest.load(other).fingerprint
     assert first_difference(one, other) is None
@@ -85,16 +86,19 @@ def test_no_split_of_a_minibatch_shows_where_most_experts_have_few_tokens(tmp_pa
 def test_native_numerics_fail_the_same_check(tmp_path: Path) -> None:
     native = record(tmp_path, "qwen3_moe", "numerics.mode=native", "numerics.accuracy_sequences=0")
     found = parity(native)
-    assert found.unequal_old_rollout_logprobs > found.tokens // 20 and found.unequal_first_ratios > 0
+    assert found.unequal_old_rollout_logprobs > found.tokens // 20
+    assert found.unequal_first_ratios > 0
 
 
 def test_routes_are_recorded_at_level_deep_and_change_no_fingerprint(deep_run: Path, tmp_path: Path) -> None:
     lean = record(tmp_path, "qwen3_moe")
     assert manifest.load(lean).fingerprint == manifest.load(deep_run).fingerprint
     sampled, trained = routes(deep_run, "rollout_routes"), routes(deep_run, "policy_routes")
-    assert sampled.shape[1] == 4 and (sampled == trained).all()
+    assert sampled.shape[1] == 4
+    assert (sampled == trained).all()
     pairs = sampled.reshape(-1, 2, 2)
-    assert (pairs[..., 0] < pairs[..., 1]).all() and set(np.unique(pairs)) == set(range(5))
+    assert (pairs[..., 0] < pairs[..., 1]).all()
+    assert set(np.unique(pairs)) == set(range(5))
     assert reader.read_tokens(lean)["rollout_routes"].isna().all()
 
 
@@ -121,7 +125,7 @@ def test_replayed_routes_bring_a_rounded_sampler_and_the_trainer_nearer(tmp_path
     assert rms(replayed) < rms(own)
     table = route_table(own)
     flipped = (routes(own, "policy_routes") != routes(own, "rollout_routes")).any(-1)
-    assert table.loc["flipped", "tokens"] == flipped.sum() and table.loc["all", "rms_delta"] == pytest.approx(rms(own))
+    assert (table.loc["flipped", "tokens"], table.loc["all", "rms_delta"]) == (flipped.sum(), pytest.approx(rms(own)))
     assert table.loc["flipped", "rms_delta"] > table.loc["same", "rms_delta"] > 0
     buckets = bucket_table(whole(measure(run_pairs(own))).buckets)
     by_route = buckets[buckets["kind"] == ROUTE]

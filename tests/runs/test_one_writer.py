@@ -56,7 +56,8 @@ def test_whoever_comes_at_any_moment_of_a_run_is_refused_and_the_run_is_whole(
     monkeypatch.undo()
     assert came["run"] > came["resume"] > 50, came
     assert manifest.load(run_dir).fingerprint == manifest.load(control_run).fingerprint
-    assert verify(run_dir).unfinished == () and [path.name for path in run_dir.parent.iterdir()] == [run_dir.name]
+    assert verify(run_dir).unfinished == ()
+    assert [path.name for path in run_dir.parent.iterdir()] == [run_dir.name]
 
 
 @dataclass

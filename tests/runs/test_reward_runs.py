@@ -71,10 +71,12 @@ def test_a_function_that_fails_later_is_one_line_and_keeps_iterations(
 ) -> None:
     # the check calls it 8 times, then 7 held-out prompts and 15 responses are scored in each iteration
     code, out, err = cli(*with_function(tmp_path / "later", LATER.format(statement)))
-    assert code == 2 and out == ""
+    assert code == 2
+    assert out == ""
     message = one_line(err)
     assert message.startswith(f"error: reward.terms.0.path: {tmp_path}/later/r.py:{reason}")
     assert " prompt key '" in message
     run_dir = next(tmp_path.rglob("manifest.json")).parent
     recorded = manifest.load(run_dir)
-    assert recorded.status == "failed" and len(recorded.iterations) == 1
+    assert recorded.status == "failed"
+    assert len(recorded.iterations) == 1

@@ -22,7 +22,8 @@ def measured(run_dir: Path) -> Accuracy:
 def test_a_run_records_and_tells_it(deterministic_run: Path) -> None:
     found = measured(deterministic_run)
     assert found.tokens == 4 * (small_config().numerics.max_context - 1)
-    assert 0 < found.deterministic_rms < found.deterministic_max < 1e-4 and not found.is_low
+    assert 0 < found.deterministic_rms < found.deterministic_max < 1e-4
+    assert not found.is_low
     summary = summarise(deterministic_run)
     assert summary.figures["numerical_accuracy"] == asdict(found)
     assert found.sentence() in summary.sentences
@@ -33,5 +34,6 @@ def test_measuring_changes_no_bit(deterministic_run: Path, tmp_path: Path) -> No
     quiet, _ = run(small_config("numerics.accuracy_sequences=0"), tmp_path, Silent())
     summary = summarise(quiet)
     assert summary.figures["fingerprint"] == manifest.load(deterministic_run).fingerprint
-    assert summary.figures["numerical_accuracy"] is None and not (quiet / ACCURACY_NAME).exists()
+    assert summary.figures["numerical_accuracy"] is None
+    assert not (quiet / ACCURACY_NAME).exists()
     assert not any("float64" in line for line in summary.sentences)

@@ -49,7 +49,8 @@ def test_the_responses_of_every_evaluation_are_recorded_the_last_one_included(re
         else:
             row = iterations.iloc[iteration]
             assert (accuracy, score) == (row["eval_accuracy"], row["eval_score"])
-    assert len(rows) == 3 * 7 and (rows["response_length"] == rows["response_ids"].map(len)).all()
+    assert len(rows) == 3 * 7
+    assert (rows["response_length"] == rows["response_ids"].map(len)).all()
     right = rows["response"].str.strip() == rows["answer"]
     assert (rows["is_correct"] == (right & (rows["finish_reason"] == "stop"))).all()
 
@@ -66,12 +67,16 @@ def test_the_warm_start_ends_soon_after_it_reaches_its_accuracy(accuracy: float,
 
 def test_the_training_before_ppo_is_recorded(recorded: Recorded) -> None:
     steps = reader.read_warm_start_steps(recorded.whole)
-    assert steps["step"].tolist() == list(range(40)) and steps["loss"].iloc[-1] < steps["loss"].iloc[0]
-    assert steps["accuracy"].notna().sum() == 1 and (steps["learning_rate"] > 0).all()
+    assert steps["step"].tolist() == list(range(40))
+    assert steps["loss"].iloc[-1] < steps["loss"].iloc[0]
+    assert steps["accuracy"].notna().sum() == 1
+    assert (steps["learning_rate"] > 0).all()
     pairs, updates = reader.read_pairs(recorded.whole), reader.read_pair_updates(recorded.whole)
     held_out = pairs[pairs["held_out"]]
-    assert (len(pairs), len(held_out)) == (280, 256) and (pairs["chosen"] != pairs["rejected"]).all()
-    assert held_out["margin_after"].notna().all() and pairs[~pairs["held_out"]]["margin_after"].isna().all()
+    assert (len(pairs), len(held_out)) == (280, 256)
+    assert (pairs["chosen"] != pairs["rejected"]).all()
+    assert held_out["margin_after"].notna().all()
+    assert pairs[~pairs["held_out"]]["margin_after"].isna().all()
     assert (held_out["margin_after"] != held_out["margin_before"]).mean() > 0.9, "training moves them"
     accuracy = float((held_out["margin_after"] > 0).mean())
     assert accuracy == reader.open_manifest(recorded.whole).final["reward_model_pair_accuracy"]
@@ -88,13 +93,16 @@ def test_rerun_compares_them(recorded: Recorded, copy: Path) -> None:
     assert rerun(recorded.whole, Silent(), ["layout.padding=left"]).difference is None
     rewrite_cell(copy, "evaluations", 3, "scores", flip_last_bit)
     found = rerun(copy, Silent()).difference
-    assert found is not None and found.describe().startswith("table evaluations, iteration 3, column scores, row 6")
+    assert found is not None
+    assert found.describe().startswith("table evaluations, iteration 3, column scores, row 6")
     rewrite_cell(copy, "evaluations", 0, "scores", flip_last_bit)
     found = rerun(copy, Silent()).difference
-    assert found is not None and (found.table, found.iteration) == ("evaluations", 0)
+    assert found is not None
+    assert (found.table, found.iteration) == ("evaluations", 0)
     rewrite_cell(copy, "pair_updates", None, "margins", flip_last_bit)
     found = rerun(copy, Silent()).difference
-    assert found is not None and found.describe().startswith("table pair_updates, column margins")
+    assert found is not None
+    assert found.describe().startswith("table pair_updates, column margins")
     damage_cell(copy, "pairs", None, "margin_after", flip_last_bit)
     with pytest.raises(UserError, match=r"pairs/preparation\.parquet: has another SHA-256 than when it was written"):
         rerun(copy, Silent())

@@ -54,7 +54,8 @@ def test_engines_of_the_same_bits_may_take_over_from_each_other(
 def test_an_engine_of_other_bits_may_not(recorded: tuple[str, ...], now: tuple[str, ...], said: str) -> None:
     with pytest.raises(UserError, match=r"^rollout\.engine: ") as caught:
         require_same_sampler(small_config(*recorded), small_config(*now))
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 REFUSED = {
@@ -76,7 +77,8 @@ REFUSED = {
 def test_what_sglang_cannot_do_is_refused_in_one_line(overrides: tuple[str, ...]) -> None:
     with pytest.raises(UserError) as caught:
         small_config(SGLANG, *overrides)
-    assert REFUSED[overrides] in str(caught.value) and "\n" not in str(caught.value)
+    assert REFUSED[overrides] in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", [*OWN_ARGUMENTS, *DETERMINISTIC_ARGUMENTS, "--port=1", "--mod", "--weight-v"])

@@ -78,7 +78,8 @@ def test_the_number_of_servers_changes_nothing(count: int, policy: PreTrainedMod
         shared = engine.generate(REQUESTS, PLAIN)
         sent = [len(last(s, "/generate")["input_ids"]) if "/generate" in paths(s) else 0 for s in servers]
     assert [c.response_ids for c in shared] == [c.response_ids for c in alone]
-    assert sum(sent) == len(REQUESTS) and max(sent) - min(sent) <= 1
+    assert sum(sent) == len(REQUESTS)
+    assert max(sent) - min(sent) <= 1
 
 
 def test_new_weights_are_brought_once_and_before_the_next_response(policy: PreTrainedModel, tmp_path: Path) -> None:
@@ -99,7 +100,8 @@ def test_new_weights_are_brought_once_and_before_the_next_response(policy: PreTr
         with torch.no_grad():
             next(iter(policy.parameters()))[0, 0] += 1.0
         engine.generate(REQUESTS, PLAIN)
-        assert paths(server).count(path) == 2 and server.version == digest(policy)
+        assert paths(server).count(path) == 2
+        assert server.version == digest(policy)
         assert {n: p.tolist() for n, p in policy.named_parameters()} == {n: t.tolist() for n, t in seen.items()}
     assert not (tmp_path / "model").exists(), "the weights are not left behind"
 
@@ -142,7 +144,8 @@ def test_a_server_that_misbehaves_ends_the_rollout_in_one_line(
         server.faults[path] = fault
         with pytest.raises(UserError, match=message) as caught:
             engine.generate(REQUESTS, PLAIN)
-        assert str(caught.value).startswith(server.url) and "\n" not in str(caught.value)
+        assert str(caught.value).startswith(server.url)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_server_that_goes_and_one_that_hangs(policy: PreTrainedModel, tmp_path: Path) -> None:

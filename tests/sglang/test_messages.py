@@ -68,9 +68,11 @@ def test_an_answer_by_hand() -> None:
     first, second = read(
         item([9, 7], [-0.5, -1.25], "stop"), item([9, 9, 9, 9], [-0.5] * 4, "length", prompt=1), requests=REQUESTS
     )
-    assert first.response_ids == (9, 7) and first.finish_reason == "stop"
-    assert first.logprobs.tolist() == [-0.5, -1.25] and first.logprobs.dtype == torch.float32
-    assert first.log_kept_mass.tolist() == [0.0, 0.0] and first.kept_tokens.shape == (2, 0)
+    assert (first.response_ids, first.finish_reason) == ((9, 7), "stop")
+    assert first.logprobs.tolist() == [-0.5, -1.25]
+    assert first.logprobs.dtype == torch.float32
+    assert first.log_kept_mass.tolist() == [0.0, 0.0]
+    assert first.kept_tokens.shape == (2, 0)
     assert (first.server, first.latency) == (URL, 0.25)
     assert second.finish_reason == "length"
 
@@ -129,10 +131,12 @@ def text(rows: np.ndarray) -> str:
 
 def test_routes_by_hand() -> None:
     found = read_routes(text(ROWS), 2, SHAPE)
-    assert found.dtype == torch.int32 and found.tolist() == [[0, 3, 1, 2], [2, 3, 0, 1]]
+    assert found.dtype == torch.int32
+    assert found.tolist() == [[0, 3, 1, 2], [2, 3, 0, 1]]
     requests, sampling = [Request((2, 3), 1)], Sampling(1.0, 0, 1.0, 1, routes=True)
     asked = [generate_body(requests, sampling, STOPS, VOCAB, CONTEXT, wanted) for wanted in (True, False)]
-    assert asked[0]["return_routed_experts"] is True and "return_routed_experts" not in asked[1]
+    assert asked[0]["return_routed_experts"] is True
+    assert "return_routed_experts" not in asked[1]
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,8 @@ def test_tokens_are_chosen_over_the_minibatch_and_by_no_other_order(kind: str) -
         return chosen_tokens(config, batch, minibatch_of(some, epoch), logprobs[some])
 
     whole, halves = chosen(tokens), [chosen(half) for half in tokens.split(100)]
-    assert int(whole.sum()) == 20 and not torch.equal(whole, halves[0] | halves[1])
+    assert int(whole.sum()) == 20
+    assert not torch.equal(whole, halves[0] | halves[1])
     assert torch.equal(whole, chosen(tokens, epoch=1)) == (kind == "kl_cov"), "only Clip-Cov draws"
 
 
@@ -133,7 +134,8 @@ def test_what_is_left_out_is_what_a_loss_mask_or_a_rejection_leaves_out() -> Non
     config = load_config(TINY, [*POLICY_ALONE, "ppo.ratio_anchor=old", rejection, "ppo.rejected_tokens=left_out"])
     rollout = replace(bare_rollout(LENGTHS, SAMPLER * LN2), in_losses=IN_LOSSES)
     batch = training_batch(config, NO_COEFFICIENTS, rollout, bare_forward(OLD * LN2), bare_advantages(ADVANTAGES))
-    assert batch.in_losses is not None and batch.in_losses.tolist() == [True, False, False, False]
+    assert batch.in_losses is not None
+    assert batch.in_losses.tolist() == [True, False, False, False]
 
 
 def test_no_token_without_a_loss_is_chosen() -> None:
@@ -145,7 +147,8 @@ def test_no_token_without_a_loss_is_chosen() -> None:
     assert chosen_tokens(config, whole, minibatch_of(tokens), new).tolist() == [False, True, False, False]
     masked = replace(whole, in_losses=IN_LOSSES)
     chosen = chosen_tokens(config, masked, minibatch_of(tokens), new)
-    assert not chosen[1] and int(chosen.sum()) == 1
+    assert not chosen[1]
+    assert int(chosen.sum()) == 1
 
 
 def test_weights_of_responses_are_normalised_over_responses() -> None:
@@ -189,7 +192,8 @@ def test_recorded_weights_are_the_analyses_and_recomputed(tmp_path: Path) -> Non
     run_dir, config = recorded(tmp_path, *ALL_AT_ONCE), load_config(TINY, [*SHORT, ANCHOR, *ALL_AT_ONCE])
     for item in load_iterations(run_dir):
         expected = item.rows.merge(corrections_of(item.tokens, config).join(item.tokens[["sequence", "position"]]))
-        assert set(item.rows["correction"]) >= {"none", "rejected"} and item.rows["correction"].nunique() > 2
+        assert set(item.rows["correction"]) >= {"none", "rejected"}
+        assert item.rows["correction"].nunique() > 2
         assert (item.rows["correction"].to_numpy() == expected["change"].to_numpy()).all()
         np.testing.assert_allclose(item.rows["importance_weights"], expected["weight"], rtol=1e-5)
         dropped = item.rows["correction"] != "none"

@@ -33,7 +33,8 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 def one_line(err: str) -> str:
     """The single error line; progress lines may stand before it."""
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and err.rstrip().endswith(errors[0]), err
+    assert len(errors) == 1, err
+    assert err.rstrip().endswith(errors[0]), err
     assert "Traceback" not in err
     return errors[0]
 

@@ -300,5 +300,5 @@ def bits(x: Tensor) -> Tensor:
 
 def unequal(a: Tensor, b: Tensor) -> int:
     """How many elements differ in any bit."""
-    assert a.shape == b.shape and a.dtype == b.dtype
+    assert (a.shape, a.dtype) == (b.shape, b.dtype)
     return int((bits(a) != bits(b)).sum())

@@ -60,7 +60,8 @@ def racing(log: Path, *warm_up: str | Path) -> Iterator[Racetrack]:
     """A racetrack whose processes have imported what the command `warm_up` imports; they write to files `log`.N."""
     command = [sys.executable, "-m", "tests.support.racing", *map(str, warm_up)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdin is not None
         assert process.stdout.readline() == "ready\n"
         yield Racetrack(process, log)
         process.stdin.close()

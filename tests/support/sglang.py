@@ -59,7 +59,8 @@ def subject(folder: Path, *overrides: str) -> Iterator[Subject]:
     until = time.monotonic() + 10
     while any(members(group) for group in groups) and time.monotonic() < until:
         time.sleep(0.05)
-    assert groups and not any(members(group) for group in groups)
+    assert groups
+    assert not any(members(group) for group in groups)
 
 
 def members(group: int) -> list[int]:

@@ -56,4 +56,5 @@ def test_advantages_that_reset_at_tool_tokens_and_junk_are_found() -> None:
 
 def test_the_example_runs() -> None:
     found = doctest.testmod(advantages)
-    assert found.attempted and not found.failed
+    assert found.attempted
+    assert not found.failed

@@ -165,7 +165,8 @@ def test_each_fault_is_named_or_unknown_and_no_other(name: str) -> None:
     make, verdict, possible = FAULTS[name]
     pairs = make()
     found, alone = diagnose(pairs), diagnose(pairs[list(NEEDED)])
-    assert found.verdict == verdict and found.advice == CAUSES[found.verdict].advice, found.evidence
+    assert found.verdict == verdict, found.evidence
+    assert found.advice == CAUSES[found.verdict].advice, found.evidence
     assert found.tier not in ("T0", "T1", "T2")
     assert (alone.verdict, alone.possible) == ("unknown" if possible else verdict, possible), alone.evidence
     assert bool(alone.needed) == bool(possible)
@@ -195,14 +196,15 @@ def test_what_no_cause_predicts_is_unknown_whatever_columns_say(change: Callable
 
 def test_log_probs_above_0_are_said_to_be_none() -> None:
     found = diagnose(made([-1.0, 2.0, -2.0, 1.0], [-1.0, -2.0, -2.0, -1.0], [2, 2]))
-    assert found.verdict == "unknown" and found.advice == "2 log-probs are above 0; give log-probs in nats."
+    assert (found.verdict, found.advice) == ("unknown", "2 log-probs are above 0; give log-probs in nats.")
 
 
 def test_where_nothing_is_wrong_nothing_is_named() -> None:
     found = diagnose(Sampled(0).pairs())
     assert (found.verdict, found.tier, found.evidence["k3"]) == ("none", "T0", 0.0)
     found = diagnose(native())
-    assert (found.verdict, found.tier) == ("floating_point_noise", "T2") and 0.0 < found.evidence["k3"] < 1e-10
+    assert (found.verdict, found.tier) == ("floating_point_noise", "T2")
+    assert 0.0 < found.evidence["k3"] < 1e-10
 
 
 @pytest.mark.parametrize("value", [0.5, 0.9, 1.2])
@@ -251,7 +253,8 @@ def test_order_of_rows_and_pieces_do_not_matter(seed: int, scale: float) -> None
     assert repr(diagnose_chunks(iter(parts))) == repr(expected)
     assert repr(diagnose_chunks([pd.concat(parts[:2]), parts[2]])) == repr(expected)
     sums = added([measure(part) for part in parts])
-    assert 0 <= sums["unequal"] <= sums["tokens"] == len(pairs) and sums["delta_abs"] >= abs(sums["delta"])
+    assert 0 <= sums["unequal"] <= sums["tokens"] == len(pairs)
+    assert sums["delta_abs"] >= abs(sums["delta"])
 
 
 def test_numbers_that_are_not_finite_are_counted() -> None:

@@ -113,7 +113,8 @@ def test_faults_of_training_stacks_are_found(
     not_found: tuple[str, ...],
 ) -> None:
     layouts = changed(loss, combine)
-    assert set(found) <= set(layouts) and not set(not_found) & set(layouts)
+    assert set(found) <= set(layouts)
+    assert not set(not_found) & set(layouts)
 
 
 def test_a_finding_by_hand() -> None:
@@ -145,7 +146,8 @@ def test_what_is_no_loss_is_refused() -> None:
 def test_overflow_in_float32_is_named_at_its_token(
     loss: Callable[[LossBatch], Tensor], log_ratio: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert math.isfinite(math.exp(log_ratio)) and log_ratio > math.log(3.4028235e38)  # finite in float64 alone
+    assert math.isfinite(math.exp(log_ratio))
+    assert log_ratio > math.log(3.4028235e38)  # finite in float64 alone
     monkeypatch.setattr(losses, "LOG_RATIOS", (20.0, log_ratio))
     found = check_loss(loss, EXAMPLE, combine="sum")
     more = ("", ", advantage of the other sign", ", advantage 0")
@@ -177,4 +179,5 @@ def test_tool_tokens_inside_a_response_have_junk_of_their_own_in_each_column() -
 
 def test_the_examples_run() -> None:
     found = doctest.testmod(losses)
-    assert found.attempted and not found.failed
+    assert found.attempted
+    assert not found.failed

@@ -60,7 +60,8 @@ def test_a_copy_has_what_the_run_recorded(
     client, recorded = mlflow_client(store), manifest.load(deterministic_run)
     (found,) = runs_of(client, "small")
     run_id = found.info.run_id
-    assert run_id in capsys.readouterr().out and found.info.status == "FINISHED"
+    assert run_id in capsys.readouterr().out
+    assert found.info.status == "FINISHED"
     assert found.data.tags["fingerprint"] == recorded.fingerprint
     assert found.data.params["ppo.objective.clip_range"] == "0.2"
     iterations, steps = reader.read_iterations(deterministic_run), reader.read_steps(deterministic_run)
@@ -73,7 +74,8 @@ def test_a_copy_has_what_the_run_recorded(
     assert [m.step for m in evaluated] == [0, 2, 3], "a value that was not measured is not logged"
     assert evaluated[-1].value == recorded.final["eval_accuracy"] == found.data.metrics["final/eval_accuracy"]
     measured, spent = read_accuracy(deterministic_run, recorded), read_times(deterministic_run, recorded)
-    assert measured is not None and found.data.metrics["accuracy/ratio"] == measured.ratio
+    assert measured is not None
+    assert found.data.metrics["accuracy/ratio"] == measured.ratio
     assert spent is not None
     assert {n: v for n, v in found.data.metrics.items() if n.startswith("seconds/")} == {
         f"seconds/{phase}": value for phase, value in spent.seconds.items()
@@ -89,7 +91,7 @@ def test_a_copy_has_what_the_run_recorded(
     assert exit_code_of(["track", str(deterministic_run), "--uri", store]) == 0
     (again,) = runs_of(client, "small")
     assert again.info.run_id != run_id, "a second copy takes the place of the first"
-    assert again.data.metrics == found.data.metrics and again.data.params == found.data.params
+    assert (again.data.metrics, again.data.params) == (found.data.metrics, found.data.params)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,9 @@ def test_a_copy_has_what_the_run_recorded(
 def test_where_the_copy_is_tells_no_password(uri: str, said: str) -> None:
     place = Place("3", "ab")
     lines = "\n".join(place.lines(uri))
-    assert said in lines and "secret" not in lines and "secret" not in json.dumps(place.fields(uri))
+    assert said in lines
+    assert "secret" not in lines
+    assert "secret" not in json.dumps(place.fields(uri))
 
 
 def records_of(path: Path) -> list[Any]:
@@ -125,7 +129,8 @@ def test_event_files_have_what_was_recorded(deterministic_run: Path, tmp_path: P
         assert exit_code_of(["track", str(deterministic_run), "--tensorboard", str(tmp_path / "tb"), *json_too]) == 0
         if not json_too:
             said = capsys.readouterr().out
-            assert f"tensorboard --logdir {tmp_path}/tb" in said and "pip install tensorboard" in said
+            assert f"tensorboard --logdir {tmp_path}/tb" in said
+            assert "pip install tensorboard" in said
     assert not (Path.cwd() / "mlflow.db").exists(), "nothing goes into MLflow unasked"
     (path,) = (tmp_path / "tb" / "small" / deterministic_run.name).iterdir()
     rows, steps = reader.read_iterations(deterministic_run), reader.read_steps(deterministic_run)
@@ -145,11 +150,13 @@ def test_a_run_is_followed_and_the_copy_is_what_track_makes(
     assert "tracking" not in captured.err
     said, client = json.loads(captured.out), mlflow_client(store)
     (found,) = runs_of(client, "tiny")
-    assert said["mlflow"]["run_id"] == found.info.run_id and found.info.status == "FINISHED"
+    assert said["mlflow"]["run_id"] == found.info.run_id
+    assert found.info.status == "FINISHED"
     assert "report.html" in {a.path for a in client.list_artifacts(found.info.run_id)}
     assert exit_code_of(["track", said["run_dir"], "--uri", store]) == 0
     (again,) = runs_of(client, "tiny")
-    assert again.data.metrics == found.data.metrics and again.info.run_id != found.info.run_id
+    assert again.data.metrics == found.data.metrics
+    assert again.info.run_id != found.info.run_id
 
 
 @slow
@@ -163,7 +170,8 @@ def test_a_server_that_is_down_costs_a_run_nothing(
     run_dir = Path(json.loads(captured.out)["run_dir"])
     (said,) = [line for line in captured.err.splitlines() if line.startswith("tracking failed")]
     assert f"ppo-repro track {run_dir} --uri http" in said
-    assert manifest.load(run_dir).status == "complete" and len(reader.read_tokens(run_dir))
+    assert manifest.load(run_dir).status == "complete"
+    assert len(reader.read_tokens(run_dir))
 
 
 @slow
@@ -187,7 +195,8 @@ def test_a_grid_is_a_parent_with_its_settings_and_its_cells(
     assert names == {"grid.yaml", "cells.parquet", "results.parquet", "report.html"}
     assert parent.info.end_time == max(run.info.end_time for run in by_name.values())
     for name, run in by_name.items():
-        assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id and run.info.status == "FINISHED"
+        assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id
+        assert run.info.status == "FINISHED"
         assert run.data.tags["fingerprint"] == cells["fingerprint"][name]
         assert run.data.tags["axis.ppo.epochs"] == cells["axis.ppo.epochs"][name]
     assert exit_code_of(["track", str(tmp_path / "g"), "--uri", store]) == 0
@@ -216,4 +225,6 @@ def test_a_uri_that_cannot_be_used_is_one_line(
     (tmp_path / "x.db").write_text("words\n" * 1000)
     assert exit_code_of(["track", str(deterministic_run), "--uri", uri.format(here=tmp_path)]) == 2
     err = one_line(capsys.readouterr().err)
-    assert said in err and "secret" not in err and (tmp_path / "x.db").read_text() == "words\n" * 1000
+    assert said in err
+    assert "secret" not in err
+    assert (tmp_path / "x.db").read_text() == "words\n" * 1000

@@ -26,20 +26,25 @@ def test_the_step_table_by_hand() -> None:
     item = single([UP, np.log(0.5), 0.0], [1.0, -1.0, 2.0])
     table = clip_step(item, CONFIG)
     row = whole(table).iloc[0]
-    assert (row["n_tok"], row["n_nonfinite"]) == (3, 0) and table["n_tok"].tolist() == [3, 2, 1]
-    assert row["grad_zero"] == 2 / 3 and row["clip_high"] == row["clip_low"] == 1 / 3
+    assert (row["n_tok"], row["n_nonfinite"]) == (3, 0)
+    assert table["n_tok"].tolist() == [3, 2, 1]
+    assert row["grad_zero"] == 2 / 3
+    assert row["clip_high"] == row["clip_low"] == 1 / 3
     assert (row["r_mean"], row["r_max"], row["r_min"]) == pytest.approx((1.0, 1.5, 0.5))
     assert row["beyond_twice"] == 2 / 3
     # masses |r A| = 1.5, 0.5, 2
     assert row["gm_clip"] == pytest.approx(0.5)
     assert row["kl_k1"] == pytest.approx(-np.log(0.75) / 3)
     assert row["kl_k3"] == pytest.approx(-np.log(0.75) / 3)  # the ratios' mean is 1
-    assert row["ess_tok"] == pytest.approx(9 / (3 * 3.5)) and row["clip_floor"] == 0
+    assert (row["ess_tok"], row["clip_floor"]) == (pytest.approx(9 / (3 * 3.5)), 0)
     # x^2 / 2; in float32 exp(x) - 1 - x would be noise
     assert kl_estimates(np.full(9, 1e-7))["kl_k3"] == pytest.approx(5e-15, rel=1e-6)
     assert effective_samples(np.array([0.0, 800.0])) == pytest.approx(0.5)
     odd = whole(clip_step(single([np.inf, np.nan, 0.0, 0.1], [1.0, 1.0, 1.0, 1.0]), CONFIG)).iloc[0]
-    assert odd["n_nonfinite"] == 2 and np.isnan(odd["r_mean"]) and np.isnan(odd["kl_k1"]) and odd["clip_high"] == 0.25
+    assert odd["n_nonfinite"] == 2
+    assert np.isnan(odd["r_mean"])
+    assert np.isnan(odd["kl_k1"])
+    assert odd["clip_high"] == 0.25
 
 
 def test_the_floor_is_what_the_mismatch_alone_clips() -> None:
@@ -48,7 +53,8 @@ def test_the_floor_is_what_the_mismatch_alone_clips() -> None:
     # the ratio to the rollout is exp(delta) before any step: 1.35 and 0.74
     item = make_item([4], delta[None], np.array([1.0, -1.0, -1.0, 1.0]), rule, delta=delta)
     row = whole(clip_step(item, CONFIG)).iloc[0]
-    assert row["band_out"] == 0.75 and row["clip_floor"] == row["grad_zero"] == 0.5
+    assert row["band_out"] == 0.75
+    assert row["clip_floor"] == row["grad_zero"] == 0.5
     with_old = replace(item, rule=RULE, rows=item.rows.assign(anchor_logprobs=item.rows["old_logprobs"]))
     assert whole(clip_step(with_old, CONFIG)).iloc[0]["clip_floor"] == 0.0
 

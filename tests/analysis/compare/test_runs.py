@@ -43,18 +43,22 @@ def test_a_run_is_the_same_as_itself(deterministic_run: Path) -> None:
 def test_exact_against_native(both: pd.DataFrame, deterministic_run: Path, native_run: Path) -> None:
     # native numerics train another model before the first iteration
     first = diff.first_difference(deterministic_run, native_run)
-    assert first is not None and first.iteration == diff.BEFORE and first.table == "warm_start_steps"
+    assert first is not None
+    assert first.iteration == diff.BEFORE
+    assert first.table == "warm_start_steps"
     assert row(both, "bitwise", "fingerprint")["verdict"] == f"different: {first.describe()}"
     assert row(both, "numeric", "old_logprobs.bitwise")["stat"] < 1.0
     scores = [reader.read_sequences(run)["scores"].mean() for run in (deterministic_run, native_run)]
     assert row(both, "distribution", "scores")["stat"] == pytest.approx(scores[1] - scores[0])
     absolute = row(both, "numeric", "old_logprobs.abs_delta", "TOST")
-    assert absolute["stat"] > 0 and absolute["margin"] == 1e-3
+    assert absolute["stat"] > 0
+    assert absolute["margin"] == 1e-3
     low, high = absolute["ci_lo"], absolute["ci_hi"]
-    assert (absolute["verdict"] == "equivalent") == (high < 1e-3) and low <= absolute["stat"] <= high
+    assert (absolute["verdict"] == "equivalent") == (high < 1e-3)
+    assert low <= absolute["stat"] <= high
     first = row(both, "outcome", "final.eval_accuracy")
     finals = [reader.open_manifest(run).final["eval_accuracy"] for run in (deterministic_run, native_run)]
-    assert first["stat"] == float(finals[1]) - float(finals[0]) and first["verdict"] == "one seed"
+    assert (first["stat"], first["verdict"]) == (float(finals[1]) - float(finals[0]), "one seed")
 
 
 def test_paired_responses_by_definition(deterministic_run: Path, parted_run: Path) -> None:

@@ -43,9 +43,9 @@ def test_paired_by_hand() -> None:
     assert (first["stat"], first["p_value"], first["n_units"]) == (pytest.approx(7.5 / 6), 2 / 64, 6)
     assert (first["verdict"], first["run_a"], first["run_b"]) == ("different", "x=p", "x=q")
     equivalent = table.iloc[1]
-    assert equivalent["method"] == "TOST" and equivalent["verdict"] == "equivalent" and equivalent["margin"] == 9.0
+    assert (equivalent["method"], equivalent["verdict"], equivalent["margin"]) == ("TOST", "equivalent", 9.0)
     turned = compare_groups(GRID, "x", "q", "p", "final.score", rng())
-    assert turned.iloc[0]["stat"] == -first["stat"] and turned.iloc[0]["p_value"] == first["p_value"]
+    assert (turned.iloc[0]["stat"], turned.iloc[0]["p_value"]) == (-first["stat"], first["p_value"])
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     arguments = [str(tmp_path), "--axis", "x", "--a", "p", "--b", "q", "--seed", "0"]
     assert verdicts.main(arguments) == 0
     said = capsys.readouterr().out
-    assert said.startswith("a  x=p\nb  x=q\n") and "final.eval_accuracy" in said and "0.03125" in said
+    assert said.startswith("a  x=p\nb  x=q\n")
+    assert "final.eval_accuracy" in said
+    assert "0.03125" in said
     assert verdicts.main([*arguments, "--metric", "score_mean", "--unpaired"]) == 0
     assert "Welch's t, unpaired" in capsys.readouterr().out
     assert verdicts.main([*arguments, "--metric", "score_mean", "--metric", "final.eval_score"]) == 2

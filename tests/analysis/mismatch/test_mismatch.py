@@ -71,15 +71,17 @@ def test_what_is_not_finite_is_counted_and_left_out() -> None:
     frame = chunk([-1.0, -math.inf, -1.0, math.nan], [-1.5, -1.0, -1.0, math.nan], [2, 1, 1])
     tokens, found = mismatch_token(frame), measured(frame)
     assert tokens["finite"].tolist() == [True, False, True, False]
-    assert tokens["bitwise_equal"].tolist() == [False, False, True, True] and tokens["ulp"].tolist()[1::2] == [-1, -1]
-    assert found["n_nonfinite", "count"] == 2 and found["n_incomplete_sequences", "count"] == 2
+    assert tokens["bitwise_equal"].tolist() == [False, False, True, True]
+    assert tokens["ulp"].tolist()[1::2] == [-1, -1]
+    assert (found["n_nonfinite", "count"], found["n_incomplete_sequences", "count"]) == (2, 2)
     assert found["abs_mean", "token_mean"] == 0.25
     assert found["log_ppl_abs_diff", "seq_mean"] == 0.0, "of responses only the one without a gap"
     far = measured(chunk([-1e4, -1.0], [-1.0, -1.0]))
     assert far["rho_max", "token"] == far["rho_mean", "token_mean"] == math.inf
     assert math.isnan(far["ess_frac", "token"])
     nothing = measured(chunk([], [], []))
-    assert nothing["n_tokens", "count"] == 0 and nothing[["abs_mean", "abs_max", "ulp_max"]].isna().all()
+    assert nothing["n_tokens", "count"] == 0
+    assert nothing[["abs_mean", "abs_max", "ulp_max"]].isna().all()
 
 
 def buckets_of(frame: pd.DataFrame) -> pd.DataFrame:
@@ -99,6 +101,7 @@ def test_buckets_by_hand() -> None:
     assert probs["abs_p99"].tolist() == pytest.approx([0.0, LOG2, 0.0], rel=2**-8)
     assert probs["frac_eq"].tolist() == [1.0, 0.0, 1.0]
     limits = {kind: found[found["kind"] == kind][["lo", "hi", "n"]].to_numpy().tolist() for kind in set(found["kind"])}
-    assert limits["position"] == [[0, 1, 1], [1, 2, 1], [2, 4, 2]] and limits["seq_len"] == [[4, 8, 4]]
-    assert limits["turn"] == [[0, 1, 2], [1, 2, 1], [2, 4, 1]] and "entropy" not in limits
+    assert (limits["position"], limits["seq_len"]) == ([[0, 1, 1], [1, 2, 1], [2, 4, 2]], [[4, 8, 4]])
+    assert limits["turn"] == [[0, 1, 2], [1, 2, 1], [2, 4, 1]]
+    assert "entropy" not in limits
     assert bucket_of(np.array([0.0, 0.1, 0.5, 1.0, 7.0, np.nan]), (0.0, 0.1, 1.0)).tolist() == [0, 1, 1, 1, 1, -1]

@@ -46,16 +46,15 @@ def test_remedies_by_hand() -> None:
     k3 = [0, 3 - math.log(4), 0, 0, -0.75 + math.log(4), -0.75 + math.log(4)]
     assert none["k3"] == none["k3_kept"] == pytest.approx(sum(k3) / 6, rel=1e-5)
     # weights 1, 2, 1, 1, 1/4, 1/4
-    assert tis["tokens_changed"] == pytest.approx(1 / 6) and tis["tokens_weightless"] == 0
+    assert (tis["tokens_changed"], tis["tokens_weightless"]) == (pytest.approx(1 / 6), 0)
     assert tis["weight_mean"] == pytest.approx(5.5 / 6, rel=1e-6)
     assert tis["ess_frac"] == pytest.approx(5.5**2 / (6 * 7.125), rel=1e-6)
     # 4 and both 1/4 are outside [1/2, 2]: the last response has no weight left
-    assert mis["tokens_weightless"] == pytest.approx(0.5) and mis["k3_kept"] == 0.0
-    assert mis["responses_changed"] == pytest.approx(2 / 3) and mis["responses_weightless"] == pytest.approx(1 / 3)
+    assert (mis["tokens_weightless"], mis["k3_kept"]) == (pytest.approx(0.5), 0.0)
+    assert (mis["responses_changed"], mis["responses_weightless"]) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
     geometric = row("Geo-RS", table)
-    assert (
-        geometric["responses_weightless"] == pytest.approx(2 / 3) and geometric["bounds"] == "geometric [0.999, 1.001]"
-    )
+    assert geometric["responses_weightless"] == pytest.approx(2 / 3)
+    assert geometric["bounds"] == "geometric [0.999, 1.001]"
     veto = row("veto", remedy_table([pairs([1.0, 1e-5], [1.0])]))
     assert (veto["tokens_weightless"], veto["responses_weightless"]) == (pytest.approx(2 / 3), 0.5)
 
@@ -72,4 +71,5 @@ def test_a_run_with_the_remedy_recorded_these_shares(tmp_path: Path, capsys: pyt
     assert expected["weight_mean"] == pytest.approx(first["importance_weights"].mean(), rel=1e-5)
     mine = Remedy("mine", ImportanceWeights(kind="masked", floor=0.5, cap=5.0))
     assert remedy_table(run_pairs(run_dir), [mine]).iloc[0, 1:].tolist() == expected.tolist()
-    assert main([str(run_dir), "--remedies"]) == 0 and "IcePop" in capsys.readouterr().out
+    assert main([str(run_dir), "--remedies"]) == 0
+    assert "IcePop" in capsys.readouterr().out

@@ -46,7 +46,8 @@ def test_units_by_hand() -> None:
     """ "ab cd" as ab| c|d and "é" as é, with their end tokens; k1 is 1, 2, 3, 4 and 5, 6."""
     k1 = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     _, words, by_sequence = tables([["ab", " c", "d"], ["é"]], "leading", old_logprobs=k1, ref_logprobs=0.0)
-    assert words["n_char"].tolist() == [2, 3, 0, 1, 0] and words["n_byte"].tolist() == [2, 3, 0, 2, 0]
+    assert words["n_char"].tolist() == [2, 3, 0, 1, 0]
+    assert words["n_byte"].tolist() == [2, 3, 0, 2, 0]
     assert words["kl_k1"].tolist() == [1.0, 5.0, 4.0, 5.0, 6.0]
     assert words["kl_k1_first"].tolist() == [1.0, 2.0, 4.0, 5.0, 6.0]
     assert by_sequence[["n_tok", "n_word", "n_char", "n_byte"]].to_numpy().tolist() == [[4, 2, 5, 5], [2, 1, 1, 2]]
@@ -63,7 +64,8 @@ def test_units_by_hand() -> None:
         assert value(summary, "kl_k1", unit)["value"] == of_sums
         assert value(summary, "kl_k1", unit, "mean_of_ratios")["value"] == of_ratios
     assert value(summary, "kl_abs_k1_first_share", "share")["value"] == 8 / 11
-    assert value(summary, "tokens", "char")["value"] == 1.0 and value(summary, "chars", "word")["value"] == 2.0
+    assert value(summary, "tokens", "char")["value"] == 1.0
+    assert value(summary, "chars", "word")["value"] == 2.0
     # of means 10 and 11: half the difference
     assert value(summary, "kl_k1", "sequence", "seq_mean_token_sum")["se"] == 0.5
     # token mean 3.5: residuals 10 - 14 and 11 - 7, sqrt(2/1 x 32) / 6
@@ -74,10 +76,13 @@ def test_what_has_no_value_is_nan_and_counted() -> None:
     _, words, by_sequence = tables([["a"], []], "leading")
     assert np.isnan(by_sequence["kl_k1_per_char"]).tolist() == [False, True]
     row = value(summary_table(by_sequence, words), "kl_k1", "char", "mean_of_ratios")
-    assert (row["n_sequences"], row["n_undefined"]) == (1, 1) and row["value"] == by_sequence["kl_k1"][0]
+    assert (row["n_sequences"], row["n_undefined"]) == (1, 1)
+    assert row["value"] == by_sequence["kl_k1"][0]
     _, words, by_sequence = tables([["a", "b"], ["c"]], "leading", ref_logprobs=[-1.0, -np.inf, -1.0, -1.0, -1.0])
     row = value(summary_table(by_sequence, words), "kl_k1", "token")
-    assert row["value"] == np.inf and np.isnan(row["se"]) and row["n_nonfinite"] == 1
+    assert row["value"] == np.inf
+    assert np.isnan(row["se"])
+    assert row["n_nonfinite"] == 1
     # terms of k1 cancel, so its sum has no first share
     _, words, by_sequence = tables([["a", "b"]] * 4, "leading", old_logprobs=[1.0, -1.0, 0.0] * 4, ref_logprobs=0.0)
     found = summary_table(by_sequence, words)
@@ -113,9 +118,11 @@ def test_the_clip_band_in_words_by_hand() -> None:
     resting = updates.iloc[:2].assign(epoch=2, new_logprobs=np.nan, clip_flag=None)
     words = word_ratios(table, anchor, pd.concat([updates, resting]), clip_low=0.2, clip_high=0.2)
     assert np.exp(words["log_ratio"]).tolist() == pytest.approx([1.3225, 1.17, 1.0, 1.69])
-    assert words["n_out"].tolist() == [0, 1, 0, 2] and words["n_clipped"].tolist() == [0, 1, 0, 1]
+    assert words["n_out"].tolist() == [0, 1, 0, 2]
+    assert words["n_clipped"].tolist() == [0, 1, 0, 1]
     assert words["word_out"].tolist() == [True, False, False, True]
     assert words["word_out_scaled"].tolist() == [False, False, False, True]  # 1.69 > 1.44 > 1.3225
     found = clip_table(words)
-    assert found["token_out"].tolist() == [0.25, 0.5] and found["word_out"].tolist() == [0.5, 0.5]
+    assert found["token_out"].tolist() == [0.25, 0.5]
+    assert found["word_out"].tolist() == [0.5, 0.5]
     assert found["max_word_ratio"].tolist() == pytest.approx([1.3225, 1.69])

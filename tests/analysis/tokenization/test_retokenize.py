@@ -47,8 +47,11 @@ def test_drift_by_hand(tokenizers: dict[str, RecordedTokenizer]) -> None:
     tokenizer = tokenizers["bpe"]
     (a,), (b,), (ab,) = tokenizer.encode(["a", "b", "ab"])
     found = retokenization(responses(tokenizer, [[a, b], [ab], [ab, ab, a, b]], True), tokenizer)
-    assert found["drifted"].tolist() == [True, False, True] and found["n_tok"].tolist() == [2, 1, 4]
-    assert found["len_delta"][0] == -1 and found["first_drift_pos"][0] == 0 and math.isnan(found["first_drift_pos"][1])
+    assert found["drifted"].tolist() == [True, False, True]
+    assert found["n_tok"].tolist() == [2, 1, 4]
+    assert found["len_delta"][0] == -1
+    assert found["first_drift_pos"][0] == 0
+    assert math.isnan(found["first_drift_pos"][1])
     assert drift_summary(found) == {
         "drift_seq_frac": pytest.approx(2 / 3),
         "drift_seq_frac_se": pytest.approx(math.sqrt(3 / 2 * (1 / 9 + 4 / 9 + 1 / 9)) / 3),
@@ -74,7 +77,8 @@ def test_encoding_what_was_decoded_repeats_itself(
 ) -> None:
     tokenizer = tokenizers[kind]
     ids = tokenizer.encode(texts)
-    assert tokenizer.decode(ids) == texts and tokenizer.encode(tokenizer.decode(ids)) == ids
+    assert tokenizer.decode(ids) == texts
+    assert tokenizer.encode(tokenizer.decode(ids)) == ids
     assert not retokenization(responses(tokenizer, ids, True), tokenizer)["drifted"].any()
     spelled = token_bytes(tokenizer)
     assert [b"".join(spelled[i] for i in row).decode() for row in ids] == texts

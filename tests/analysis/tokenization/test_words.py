@@ -43,7 +43,8 @@ def test_the_end_token_is_a_word_of_its_own_and_a_part_of_a_character_is_not() -
     split["position"] = [0, 1, 2, 3, 4, 0]
     words = find_words(split, text_of(sequences), "leading")
     assert words.is_special.tolist() == [False, False, False, False, True, True]
-    assert words.word_id.tolist() == [0, 0, 0, 1, 2, 0] and words.sub_idx.tolist() == [0, 1, 2, 0, 0, 0]
+    assert words.word_id.tolist() == [0, 0, 0, 1, 2, 0]
+    assert words.sub_idx.tolist() == [0, 1, 2, 0, 0, 0]
 
 
 @given(cuts(), boundaries, st.booleans())

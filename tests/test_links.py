@@ -1,4 +1,4 @@
-"""Every link of every Markdown file leads to a file or heading that exists, and the README is short."""
+"""Every link of every Markdown file leads to a file or heading that exists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 
 from tests.support.paths import ROOT
 
-MAX_README_LINES = 200
 LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]+)\)")
 HEADING = re.compile(r"^#{1,6} +(.*?)#* *$", re.MULTILINE)
 NAMED_TEST = re.compile(r"`(?:tests/)?([\w/]+\.py)::(\w+)`")
@@ -84,7 +83,3 @@ def test_a_broken_link_would_be_found(tmp_path: Path, monkeypatch: pytest.Monkey
         "# Own\n[k](#own) [l [m]](gone2.md)\n"
     )
     assert broken(page) == ["gone.md", "gone.svg", "there.md#no", "#no", "../outside.md", "gone2.md"]
-
-
-def test_the_readme_is_short() -> None:
-    assert (ROOT / "README.md").read_text(encoding="utf-8").count("\n") <= MAX_README_LINES

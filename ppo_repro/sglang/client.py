@@ -62,14 +62,7 @@ class Call:
 
 
 def ask(url: str, path: str, timeout: float, body: Any = None) -> dict[str, Any]:
-    """Ask a server for a JSON object. Raises UserError for any other answer.
-
-    Args:
-        url: of the server.
-        path: below it.
-        timeout: seconds until the answer begins.
-        body: JSON to POST; None: GET.
-    """
+    """Ask a server for a JSON object; arguments as in `Call`. Raises UserError for any other answer."""
     answer = Call(url, path, timeout, body).json()
     if not isinstance(answer, dict):
         raise UserError(f"{url}{path}: the answer is not a JSON object; is this an SGLang server?")

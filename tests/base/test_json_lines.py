@@ -51,17 +51,17 @@ def test_whatever_json_writes_comes_back(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"{", "not valid JSON in UTF-8 (Expecting property name"),
-        (b"{} {}", "not valid JSON in UTF-8 (Extra data"),
-        (b'{"a": "\x00"}', "not valid JSON in UTF-8 (Invalid control character"),
-        (b'{"a": "\xff"}', "not valid JSON in UTF-8 ('utf-8' codec can't decode byte 0xff"),
-        (b'\xef\xbb\xbf{"a": 1}', "not valid JSON in UTF-8 (Unexpected UTF-8 BOM"),
+        (b"{", "not valid JSON in UTF-8"),
+        (b"{} {}", "not valid JSON in UTF-8"),
+        (b'{"a": "\x00"}', "not valid JSON in UTF-8"),
+        (b'{"a": "\xff"}', "not valid JSON in UTF-8"),
+        (b'\xef\xbb\xbf{"a": 1}', "not valid JSON in UTF-8"),
         (b"null", "must be an object, is NoneType"),
         (b'["a"]', "must be an object, is list"),
         (b'{"a": [1, -Infinity]}', "-Infinity is no JSON"),
         (b'{"a": 1, "a": 2}', "field 'a' appears twice"),
-        (b'{"a":' + b"[" * 100_000, "not valid JSON in UTF-8 (maximum recursion depth"),
-        (b'{"a": ' + b"1" * 5000 + b"}", "not valid JSON in UTF-8 (Exceeds the limit"),
+        (b'{"a":' + b"[" * 100_000, "not valid JSON in UTF-8"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "not valid JSON in UTF-8"),
     ],
 )
 def test_a_mistake_names_its_line(tmp_path: Path, line: bytes, message: str) -> None:

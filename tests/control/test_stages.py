@@ -122,7 +122,7 @@ def test_environments_that_are_refused(name: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("ppo.minibatch_size=7", "ppo.minibatch_size = 7 must divide the 240 steps of an iteration"),
+        ("ppo.minibatch_size=7", "ppo.minibatch_size = 7 must divide the 240"),
         ("ppo.learning_rate=-1", "ppo.learning_rate = -1"),
         ("ppo.learning_rates=1", "ppo.learning_rates: unknown field"),
         ("model.kind=tiny", "model: unknown field"),

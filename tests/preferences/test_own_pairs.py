@@ -104,7 +104,7 @@ def test_a_rerun_takes_the_pairs_that_the_run_has(finished: Path, folder: Path, 
     [
         ({"chosen": "12"}, "field 'rejected' is missing"),
         ({"chosen": "12", "rejected": "12"}, "'chosen' and 'rejected' are the same response"),
-        ({"chosen": "12", "rejected": "x" * 500}, "field 'rejected': the tokenizer cannot spell the response 'xxx"),
+        ({"chosen": "12", "rejected": "x" * 500}, "field 'rejected': "),
         ({"chosen": "12", "rejected": "1" * 500}, "preference pair of prompt '9+9=': has "),
         ({"prompt": [{"role": "user", "content": "a"}], "chosen": "1", "rejected": "2"}, "set task.chat_template"),
     ],

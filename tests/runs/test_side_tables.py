@@ -104,5 +104,5 @@ def test_rerun_compares_them(recorded: Recorded, copy: Path) -> None:
     assert found is not None
     assert found.describe().startswith("table pair_updates, column margins")
     damage_cell(copy, "pairs", None, "margin_after", flip_last_bit)
-    with pytest.raises(UserError, match=r"pairs/preparation\.parquet: has another SHA-256 than when it was written"):
+    with pytest.raises(UserError, match=r"pairs/preparation\.parquet: has another SHA-256"):
         rerun(copy, Silent())

@@ -137,6 +137,12 @@ def open_regular(path: Path) -> BufferedReader:
     return path.open("rb")
 
 
+def read_regular(path: Path) -> bytes:
+    """Read a file whole. Raises OSError as `open_regular`."""
+    with open_regular(path) as file:
+        return file.read()
+
+
 def file_digest(path: Path) -> str:
     """Return the SHA-256 of a file, read in chunks; raises OSError."""
     with open_regular(path) as file:
@@ -159,7 +165,7 @@ def check_sums(folder: Path) -> set[str]:
         return set()
     listed = {SUMS_NAME}
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); {_RESTORE}") from error
     for line in content.splitlines():

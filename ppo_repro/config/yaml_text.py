@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import open_regular
 from ppo_repro.base.output import has_password
 
 MAX_BYTES = 256 * 1024
@@ -86,7 +87,7 @@ def parse_yaml(text: str) -> Any:
 def read_yaml(path: Path) -> Any:
     """Parse a YAML file of at most MAX_BYTES. Raises UserError if anything is wrong."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise UserError(f"{path}: has more than {MAX_BYTES // 1024} KiB, which no YAML file here needs")

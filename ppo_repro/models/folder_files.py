@@ -23,6 +23,7 @@ _SMALL = ("config.json", "generation_config.json", "tokenizer_config.json", "spe
 _TEXTS = (".json", ".txt", ".model", ".jinja")
 _OBJECTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 MAX_BYTES, MAX_BYTES_OF_TOKENIZERS = 1 << 24, 1 << 28  # of a file that is read whole
+MAX_LEFT_OUT = 4  # times as many weights as the files have: a head and an embedding may be missing in a small model
 _TEMPLATES = "additional_chat_templates"
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 _DTYPES = {"F32", "F16", "BF16"}
@@ -127,6 +128,15 @@ def check_weights(folder: Path, where: str) -> int:
             f"the model with transformers and save_pretrained it, which writes {WEIGHTS}"
         )
     raise UserError(f"{where}: has neither {WEIGHTS} nor {INDEX}; save the model again")
+
+
+def check_size(expected: int, found: int, where: str) -> None:
+    """Raise UserError, beginning with `where`, if a model has many more weights than its files.
+
+    Before memory for all of them is taken.
+    """
+    if expected > MAX_LEFT_OUT * found:
+        raise UserError(f"{where}: its config.json wants {expected} weights, and its files have {found}; restore it")
 
 
 def _read_object(path: Path, where: str) -> dict[str, Any]:

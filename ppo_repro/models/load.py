@@ -23,7 +23,14 @@ from transformers.utils import logging
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import check_sums
 from ppo_repro.base.output import shown
-from ppo_repro.models.folder_files import GENERATION, check_config, check_tokenizer, check_tokens, check_weights
+from ppo_repro.models.folder_files import (
+    GENERATION,
+    check_config,
+    check_size,
+    check_tokenizer,
+    check_tokens,
+    check_weights,
+)
 from ppo_repro.numerics.description import activation_of, plain
 from ppo_repro.numerics.families import CAUSAL_MODELS, trunk_of
 from ppo_repro.numerics.network import Lowered, Network
@@ -31,7 +38,6 @@ from ppo_repro.numerics.ranges import check_ranges
 from ppo_repro.tasks.tokenizer import special_tokens
 
 _EXACT_IN_FLOAT32 = (torch.float32, torch.float16, torch.bfloat16)
-MAX_LEFT_OUT = 4  # times as many weights as the files have: a head and an embedding may be missing in a small model
 _EVERY_KIND = "a 7\n\u00e9\u4e2d\U0001f600"  # of characters
 AutoClass = type[AutoModelForCausalLM] | type[AutoModelForSequenceClassification]
 
@@ -60,10 +66,9 @@ def load_as(
     config, expected = _read_config(folder, classes, where)
     check_sums(folder)
     found = check_weights(folder, where)
-    if expected > MAX_LEFT_OUT * found:  # before memory for all of them is taken
-        raise UserError(f"{where}: its config.json wants {expected} weights, and its files have {found}; restore it")
+    check_size(expected, found, where)
     tokenizer = _load_tokenizer(folder, config.vocab_size, where)
-    with _reading(where):  # what it would say is an error here
+    with reading(where):  # what it would say is an error here
         loaded: Any = auto_class.from_pretrained(
             folder,
             dtype=torch.float32,
@@ -77,7 +82,7 @@ def load_as(
     if type(model) not in classes:  # model_type and architectures of the folder disagree
         raise UserError(f"{where}: loads as {type(model).__name__}; must be one of {_names(classes)}")
     _check_tensors(model, report, where)
-    with _reading(f"{where}: {GENERATION}"):  # others could not be saved with the trained model
+    with reading(f"{where}: {GENERATION}"):  # others could not be saved with the trained model
         generation = getattr(model, "generation_config", None)
         if generation is not None:
             generation.validate(strict=True)
@@ -105,7 +110,7 @@ def _check_tensors(model: PreTrainedModel, report: dict[str, Any], where: str) -
 
 def _load_tokenizer(folder: Path, vocab_size: int, where: str) -> PreTrainedTokenizerBase:
     check_tokenizer(folder, vocab_size, where)
-    with _reading(f"{where}: its tokenizer"):
+    with reading(f"{where}: its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         tokenizer.decode(tokenizer(_EVERY_KIND)["input_ids"])  # a part that is missing shows when it is needed
         special_tokens(tokenizer)
@@ -121,7 +126,7 @@ def _load_tokenizer(folder: Path, vocab_size: int, where: str) -> PreTrainedToke
 
 
 @contextmanager
-def _reading(where: str) -> Iterator[None]:
+def reading(where: str) -> Iterator[None]:
     """Let transformers read files without a word. Raises UserError, beginning with `where`, if it cannot."""
     try:
         with _quiet():
@@ -153,7 +158,7 @@ def read_model_config(folder: Path, classes: Sequence[type[PreTrainedModel]], wh
 def _read_config(folder: Path, classes: Sequence[type[PreTrainedModel]], where: str) -> tuple[PretrainedConfig, int]:
     """Return the configuration of a model folder, and how many weights its model has."""
     check_config(folder, where)
-    with _reading(where):
+    with reading(where):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     found = config.architectures or ["unknown"]
     architecture = str(found[0] if isinstance(found, list) else found)
@@ -182,9 +187,9 @@ def _count(config: PretrainedConfig, kind: type[PreTrainedModel], where: str) ->
     """
     try:
         check_ranges(vars(config), "model config")
-        with _reading("model config"), torch.device("meta"):
+        with reading("model config"), torch.device("meta"):
             model = kind(plain(config))
-        with _reading("model config"):
+        with reading("model config"):
             Network(trunk_of(model), Lowered(1))
     except UserError as error:
         raise UserError(f"{where}: {error}") from error

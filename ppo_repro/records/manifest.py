@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import OWN_DIGEST, atomic_write, is_whole, sealed
+from ppo_repro.base.files import OWN_DIGEST, atomic_write, is_whole, open_regular, read_regular, sealed
 from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.records import digests, schema
 
@@ -220,7 +220,7 @@ def read_log(run_dir: Path, count: int, size: int, digest: str) -> tuple[Iterati
     """
     path = run_dir / LOG_NAME
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             lines = file.read(size).splitlines(keepends=True)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); restore it") from error
@@ -248,7 +248,7 @@ def load_head(run_dir: Path) -> Head:
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such folder; give the folder of a run")
     try:
-        text = path.read_bytes().decode()
+        text = read_regular(path).decode()
         tree = json.loads(text)
     except FileNotFoundError as error:
         raise UserError(f"{run_dir}: holds no {FILE_NAME}; give the folder of a run") from error

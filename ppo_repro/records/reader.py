@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.files import file_digest
+from ppo_repro.base.files import file_digest, read_regular
 from ppo_repro.records import digests, manifest, schema
 from ppo_repro.records.manifest import Manifest, TableEntry
 
@@ -62,7 +62,7 @@ def read_file(path: Path, table: schema.Table, entry: TableEntry, verify: bool) 
         UserError: the file is missing or damaged.
     """
     try:
-        content = read_checked(path, entry.file_digest) if verify else path.read_bytes()
+        content = read_checked(path, entry.file_digest) if verify else read_regular(path)
         loaded = pq.ParquetFile(pa.BufferReader(content)).read()
         loaded.validate(full=True)
         if verify and (loaded.num_rows != entry.rows or digests.table_digest(table, loaded) != entry.digest):
@@ -172,7 +172,7 @@ def _checked_iterations(run_dir: Path, recorded: Manifest, iterations: Sequence[
 def read_checked(path: Path, digest: str) -> bytes:
     """Read the content of a recorded file. Raises UserError unless its bytes have this SHA-256."""
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError as error:
         raise _unreadable(path, error) from error
     if manifest.content_digest(content) != digest:

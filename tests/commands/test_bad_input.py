@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,27 @@ def test_a_file_that_is_no_configuration(cli: Cli, tmp_path: Path, text: str) ->
         assert len(err) < 1100, command
         assert str(path) in err
         assert "secret" not in err
+
+
+def test_a_fifo_is_refused_where_a_file_is_wanted(
+    cli: Cli, tmp_path: Path, deterministic_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody writes into it, so whoever opens it waits for ever."""
+    fifo, run_dir, dpo = tmp_path / "fifo", tmp_path / "run", tmp_path / "dpo.yaml"
+    monkeypatch.chdir(tmp_path)
+    run_dir.mkdir()
+    os.mkfifo(fifo)
+    os.mkfifo(run_dir / "manifest.json")
+    dpo.write_text(
+        f"experiment: x\nseed: 1\nrun: {deterministic_run}\npairs: fifo\nnum_eval_prompts: 1\n"
+        "dpo: {minibatch_size: 1, learning_rate: 1}\nnumerics: {max_context: 24}\n"
+    )
+    given: list[tuple[str | Path, ...]] = [(command, fifo) for command in CONFIGURED]
+    given += [(command, run_dir) for command in RECORDED if command != "view"]  # it shows the other runs
+    for arguments in (*given, ("dpo", dpo), ("run", TINY, "--set", f"task={{kind: jsonl, path: {fifo}}}")):
+        code, _, err = cli(*arguments)
+        assert code == 2, arguments
+        assert "it is no regular file" in one_line(err), arguments
 
 
 def test_a_path_that_is_no_path(cli: Cli) -> None:

@@ -6,32 +6,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from ppo_repro.base.errors import UserError, is_out_of_memory
+from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say, shown
-from ppo_repro.models.folder_files import has_tokenizer
+from ppo_repro.models.folder_files import check_size, check_weights, has_tokenizer
+from ppo_repro.models.load import reading
 
 FROM_DISK = {"local_files_only": True, "trust_remote_code": False}
 
 
 def load_model(option: str, folder: Path, device: str) -> PreTrainedModel:
-    """Load the model of a folder in evaluation mode. UserError says what is missing or damaged."""
+    """Load the model of a folder that `check_config` let pass, in evaluation mode. UserError says what is wrong."""
     where = f"{option} {folder}"
+    found = check_weights(folder, where)
     loaded: Any = AutoModelForCausalLM
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
+    with reading(where):
+        with torch.device("meta"):
+            empty = loaded.from_config(AutoConfig.from_pretrained(folder, **FROM_DISK))
+        check_size(sum(parameter.numel() for parameter in empty.parameters()), found, where)
         model, report = loaded.from_pretrained(
             folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **FROM_DISK
         )
-    except Exception as error:  # configurations and files fail in many ways
-        if is_out_of_memory(error):
-            raise
-        raise UserError(
-            f"{where}: transformers cannot load it ({shown(str(error))}); save it with save_pretrained"
-        ) from error
     for name in sorted(report["missing_keys"]):  # transformers fills them with random numbers
         raise UserError(f"{where}: has no tensor {name}; save the model again")
     for name, parameter in model.named_parameters():
@@ -44,11 +40,9 @@ def load_model(option: str, folder: Path, device: str) -> PreTrainedModel:
 def load_tokenizer(folder: Path) -> Any:
     """Load the tokenizer of a folder; None if it has none that loads, and a line on stderr if there is one."""
     try:
-        return AutoTokenizer.from_pretrained(folder, **FROM_DISK)
-    except MemoryError:
-        raise
-    except Exception as error:  # no class for a tokenizer that is missing
+        with reading("its tokenizer"):
+            return AutoTokenizer.from_pretrained(folder, **FROM_DISK)
+    except UserError as error:  # also if there is no class for a tokenizer that is missing
         if has_tokenizer(folder):
-            why = shown(str(error))
-            say(f"--model {folder}: its tokenizer does not load ({why}); causes that need it are left out")
+            say(f"--model {folder}: {shown(str(error))}; causes that need it are left out")
         return None

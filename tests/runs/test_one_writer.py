@@ -224,12 +224,15 @@ def test_of_processes_that_run_one_grid_one_at_a_time_goes_on(race: Race, config
     path, generator, before = tmp_path / "g.yaml", random.Random(6), race.seen.copy()
     path.write_text(f"question: q?\nexpectation: e.\nbase: {config}\naxes: {{}}\nseeds: [1]\n")
     command = ("grid", path, "--out", tmp_path / "out", "--workers", "1")
-    for trial in range(max(2, TRIALS // 20)):  # a cell is a process that imports everything
+    alone = run(small_control(*QUICK, "seed=1"), tmp_path / "alone", Silent())[0]
+    for trial in range(TRIALS):
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        ended = race.run(*contenders(3, generator, *command))
-        assert sorted(one.code for one in ended) == [0, 2, 2], (trial, ended)
+        ended = race.run(*contenders(4, generator, *command))
+        assert sorted(one.code for one in ended) == [0, 2, 2, 2], (trial, ended)
+        require_whole(tmp_path / "out/g/cells/seed=1" / alone.relative_to(tmp_path / "alone"), manifest.load(alone))
+    new = race.seen - before
     for trial in range(TRIALS):
         ended = race.run(*contenders(4, generator, *command))  # of the complete grid: it only writes its tables
         assert {one.code for one in ended} in ({0}, {0, 2}), (trial, ended)
     assert sorted(found.name for found in (tmp_path / "out").iterdir()) == ["g"]
-    print(f"\n{TRIALS} grids by 4 processes: {dict(race.seen - before)}")
+    print(f"\n{TRIALS} new grids by 4 processes: {dict(new)}; complete ones: {dict(race.seen - before - new)}")

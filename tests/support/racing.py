@@ -2,7 +2,8 @@
 
 As a program it imports everything, then reads one JSON object a line, {"commands": [[DELAY, KILLED_AFTER or null,
 ARGUMENT, ...], ...], "log": PATH}: it forks a child for each command, lets all of them go at once, and prints the list
-of their [process id, exit code, last error line].
+of their [process id, exit code, last error line]. The cells of a grid are forks too: importing everything would take
+most of the time.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
 
 from ppo_repro.commands.cli import exit_code_of
+from ppo_repro.grids import cell
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,42 @@ def racing(log: Path, *warm_up: str | Path) -> Iterator[Racetrack]:
         process.stdin.close()
 
 
+class _ForkedCell:
+    """What a cell needs of subprocess.Popen, by a fork of this process, whose imports are done."""
+
+    def __init__(self, command: Sequence[str], stdout: IO[bytes], **_: Any) -> None:
+        reading, self._stdin = os.pipe()
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            for source, target in ((reading, 0), (stdout.fileno(), 1), (stdout.fileno(), 2)):
+                os.dup2(source, target)
+            os.closerange(3, 100)
+            os._exit(exit_code_of(command[3:]))  # after "python -m MODULE"
+        os.close(reading)
+
+    def __class_getitem__(cls, _: object) -> type[_ForkedCell]:
+        return cls
+
+    def __enter__(self) -> _ForkedCell:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._stdin)
+
+    def poll(self) -> int | None:
+        return self.returncode if self.returncode is not None else self._look(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        return self.returncode if self.returncode is not None else self._look(0)
+
+    def _look(self, options: int) -> int | None:
+        process, status = os.waitpid(self.pid, options)
+        self.returncode = os.waitstatus_to_exitcode(status) if process else None
+        return self.returncode
+
+
 def _child(start: int, delay: float, arguments: Sequence[str], log: Path) -> int:
     """Wait until the other end of the pipe `start` closes, then run the program; its exit code."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -74,6 +114,7 @@ def _child(start: int, delay: float, arguments: Sequence[str], log: Path) -> int
     os.dup2(descriptor, 2)
     os.read(start, 1)
     time.sleep(delay)
+    cell.subprocess = SimpleNamespace(Popen=_ForkedCell, PIPE=subprocess.PIPE)  # type: ignore[assignment]
     try:
         return exit_code_of(arguments)
     except BaseException:

@@ -89,13 +89,17 @@ def train(
 ) -> Run:
     """Run PPO as `ppo-repro run` does, record every buffer, and return the run.
 
-    `config` is a YAML file or its tree as a dict, also as PyYAML reads it. `overrides` changes fields, as
-    `{"ppo.epochs": 2}` or as after --set. `reward(prompt, response, answer)`, a function or 'FILE.py:FUNCTION',
-    replaces the terms of the reward; a function of a notebook is written to OUT/rewards/ with the modules and constants
-    that it uses. `on_iteration` is called with the row of the table `iterations` after each iteration; its errors end
-    the run, and `ppo-repro resume RUN` continues the run.
+    Args:
+        config: a YAML file or its tree as a dict, also as PyYAML reads it.
+        reward: replaces the terms of the reward: a function of prompt, response and answer, or 'FILE.py:FUNCTION';
+            a function of a notebook is written to OUT/rewards/ with the modules and constants that it uses.
+        on_iteration: called with the row of the table `iterations` after each iteration; its errors end the run, and
+            `ppo-repro resume RUN` continues the run.
+        overrides: changed fields, as `{"ppo.epochs": 2}` or as after --set.
+        out: the folder of runs.
 
-    Raises UserError in one line for a wrong configuration or reward, and for a run that exists.
+    Raises:
+        UserError: in one line, for a wrong configuration or reward, and for a run that exists.
 
     Source: the loop is ppo_repro/loop.py; ppo_repro/config/README.md names papers.
 

@@ -28,7 +28,7 @@ class Rows:
     slots: Ints  # [S + 1], of each sequence, and of the one after them; the number of slots if there is none
 
     def at(self, rows: Ints) -> Rows:
-        """Some of the rows, in rising order."""
+        """Return some of the rows, in rising order."""
         return Rows(ints(self.sequence[rows]), ints(self.position[rows]), self.slots)
 
     def pieces(self, at_once: int) -> list[slice]:
@@ -73,14 +73,14 @@ def _slot(sequence: int, minibatch: int, slots: int) -> int:
 
 
 def slots_of(sequences: Sequence[int] | range, minibatch: int, slots: int) -> Ints:
-    """Slots [S + 1] of some of the `minibatch` sequences of a step, and of the sequence after the last of them."""
+    """Return the slots [S + 1] of some of the `minibatch` sequences of a step, and of the sequence after their last."""
     after = sequences[-1] + 1 if len(sequences) else 0
     own = [_slot(i, minibatch, slots) for i in sequences]
     return ints([*own, _slot(after, minibatch, slots) if after < minibatch else slots])
 
 
 def slots_of_rank(minibatch: int, slots: int, ranks: Ranks) -> Ints:
-    """Slots [S + 1] of this rank's sequences of a minibatch, from 0: a rank has slots / ranks consecutive slots."""
+    """Return the slots [S + 1] of this rank's sequences of a minibatch, from 0; slots / ranks consecutive ones."""
     each = slots // ranks.size
     return ints([*(_slot(i, minibatch, slots) - ranks.rank * each for i in ranks.mine(minibatch)), each])
 
@@ -91,7 +91,7 @@ def ragged(
     slots: Ints | None = None,
     routes: Tensor | None = None,
 ) -> Ragged:
-    """Sequences of tokens; `past` [S] is the position of the first token of each, 0 by default.
+    """Lay sequences of tokens one after the other; `past` [S] is the position of the first token of each, 0 by default.
 
     `slots` as in Rows; None where no gradient is wanted.
     """
@@ -112,10 +112,10 @@ def ragged(
 
 
 def alone(rows: int, slots: Ints) -> Rows:
-    """Rows each of which is a sequence of its own, as those of a control network."""
+    """Return rows each of which is a sequence of its own, as those of a control network."""
     return Rows(ints(np.arange(rows)), ints(np.zeros(rows)), slots)
 
 
 def index(rows: Ints, device: torch.device = CPU) -> Tensor:
-    """Rows as an index of torch."""
+    """Return rows as an index of torch."""
     return torch.from_numpy(np.asarray(rows, np.int64)).to(device)

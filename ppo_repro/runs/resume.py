@@ -42,11 +42,19 @@ def resume(
 ) -> Resumed:
     """Continue a run from its newest checkpoint, or from the beginning, until it is complete.
 
-    `overrides` may change what must not change a bit. `elsewhere`: where models may lie by now. UserError if another
-    process writes the run, it is finished, a file of it is damaged, an input is nowhere or an override could change a
-    result; then nothing has changed.
-    PromiseBroken if an iteration computed again differs from its record. Of several processes the first one records.
-    `beside`: as of `run`.
+    Of several processes the first one records.
+
+    Args:
+        kind: what kind of run it is.
+        run_dir: the recorded run.
+        overrides: fields, as after --set, that must not change a bit.
+        elsewhere: a folder in which models may lie by now.
+        beside: what is open while this process has the run's lock.
+
+    Raises:
+        UserError: another process writes the run, it is finished, a file of it is damaged, an input is nowhere or an
+            override could change a result; then nothing has changed.
+        PromiseBroken: an iteration computed again differs from its record.
     """
     clock, ranks = Clock(), kind.ranks
     manifest.load(run_dir)  # before a lock is put beside a folder that is no run
@@ -96,9 +104,15 @@ def recorded_config(
     elsewhere: Path | None,
     model_too: bool = True,
 ) -> Config:
-    """Read the configuration of a recorded run with `overrides`, its inputs found.
+    """Read the configuration of a recorded run, its inputs found.
 
-    `model_too`: the model of the policy has to be there.
+    Args:
+        kind: what kind of run it is, and which fields may change.
+        run_dir: the recorded run.
+        recorded: its manifest.
+        overrides: fields, as after --set; UserError for one that may not change.
+        elsewhere: a folder in which models may lie by now.
+        model_too: whether the model of the policy is needed.
     """
     groups = " and ".join(kind.changeable)
     for override in overrides:
@@ -168,9 +182,17 @@ def rerun(
 ) -> Rerun:
     """Execute a recorded configuration again, in memory, and compare every buffer with the files.
 
-    `overrides` may change what must not change a bit. `elsewhere`: where models may lie by now. Of a fork only its own
-    iterations are computed. Stops at the first difference. UserError if the run is incomplete or damaged, an input is
-    nowhere or an override could change a result. Of several processes the first one compares; all return the same.
+    Of a fork only its own iterations are computed. Stops at the first difference. Of several processes the first one
+    compares; all return the same.
+
+    Args:
+        kind: what kind of run it is.
+        run_dir: the recorded run.
+        overrides: fields, as after --set, that must not change a bit.
+        elsewhere: a folder in which models may lie by now.
+
+    Raises:
+        UserError: the run is incomplete or damaged, an input is nowhere or an override could change a result.
     """
     recorded = reader.open_manifest(run_dir)
     config = recorded_config(kind, run_dir, recorded, overrides, elsewhere)

@@ -40,6 +40,7 @@ class Passes:
     def __init__(self, modules: Modules, shapes: dict[str, torch.Size]) -> None:
         self._modules, self._shapes = modules, shapes
         self._trained: dict[str, nn.Parameter] = {}
+        self._device: torch.device | None = None  # of the sums
         self._sums: RunningSums | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Passes:
@@ -55,8 +56,10 @@ class Passes:
         library.check_denormals()
         forget_packed(model)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if self._trained.keys() != trained.keys() or any(p is not self._trained[n] for n, p in trained.items()):
-            self._trained, self._sums = trained, RunningSums(model.named_parameters())
+        same = self._trained.keys() == trained.keys() and all(p is self._trained[n] for n, p in trained.items())
+        if not same or self._device != model.device:
+            self._trained, self._device = trained, model.device
+            self._sums = RunningSums(model.named_parameters())
 
     def _check_modules(self, model: PreTrainedModel) -> None:
         found = modules_of(model)
@@ -79,10 +82,10 @@ def _has_hook(module: nn.Module) -> bool:
 
 def _check_weights(model: PreTrainedModel) -> None:
     for name, p in model.named_parameters():
-        if p.dtype != torch.float32 or p.device.type != "cpu" or not p.is_contiguous():
+        if p.dtype != torch.float32 or p.device.type not in ("cpu", "cuda") or not p.is_contiguous():
             raise UserError(
                 f"model parameter '{name}' is {p.dtype} on {p.device}; deterministic numerics need contiguous float32 "
-                "on the CPU"
+                "on the CPU or a CUDA card"
             )
         if any(getattr(p, hooks, None) for hooks in _WEIGHT_HOOKS):
             raise UserError(f"model parameter '{name}' has a hook, which would not be called; remove it")

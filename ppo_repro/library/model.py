@@ -32,7 +32,7 @@ MAX_THREADS, MAX_CONTEXT = 1024, 32768  # as in a configuration
 
 @dataclass(frozen=True)
 class Layout:
-    """R rows of L positions; padding is token 0 at position 0."""
+    """R rows of L positions, on the CPU; padding is token 0 at position 0."""
 
     input_ids: Tensor  # [R, L] int64
     position_ids: Tensor  # [R, L] int64, from 0 in each sequence
@@ -77,7 +77,7 @@ def _described(x: object) -> str:
 def _same_shape(name: str, x: Tensor, ids: Tensor) -> Tensor:
     if not isinstance(x, Tensor) or x.shape != ids.shape or x.is_floating_point():
         raise UserError(f"{name}: is {_described(x)}; must be whole numbers {list(ids.shape)}, as input_ids")
-    return x
+    return x.cpu()
 
 
 def layout_of(
@@ -100,7 +100,7 @@ def layout_of(
         raise UserError(
             f"input_ids: is {_described(input_ids)}; must be an int64 tensor [rows, length], neither of them 0"
         )
-    ids = input_ids.to(torch.int64)
+    ids = input_ids.to("cpu", torch.int64)
     mask = torch.ones_like(ids) if attention_mask is None else _same_shape("attention_mask", attention_mask, ids)
     real = mask != 0
     if bool((real & (mask != 1)).any()):
@@ -154,7 +154,8 @@ def deterministic(
     [R, L], padding before or after the tokens of a row. `position_ids` are needed for packing only: they count from 0
     in each sequence. `.logits` are float32 [R, L, V], 0 at padding; `.loss` is the mean of -log p(label) in nats over
     the labels that count, or the sum over `num_items_in_batch`. `backward()` adds to `.grad`, sequence after
-    sequence. `threads` (of the whole process) is by default torch's number, `max_context` the model's, at most 32768.
+    sequence. After `.to("cuda")` the copy computes the same bits on a card. `threads` (of the whole process) is by
+    default torch's number, `max_context` the model's, at most 32768.
 
     Raises UserError for models, shapes, ids and options that are not supported.
 
@@ -227,7 +228,7 @@ class _Sum(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.shape = x.shape
-        return torch.tensor(math.fsum(x.detach().to(torch.float64).tolist()), dtype=torch.float32, device=x.device)
+        return torch.tensor(math.fsum(x.detach().to(torch.float64).tolist()), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -239,8 +240,10 @@ def _loss(layout: Layout, labels: Tensor, logits: Tensor, rows: Tensor, items: T
     whole = isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.dtype == torch.bool)
     if not whole or labels.shape != layout.real.shape:
         raise UserError(f"labels: must be whole numbers {list(layout.real.shape)}, as input_ids")
+    items = items.item() if isinstance(items, Tensor) else items
     if items is not None:
-        check_number("num_items_in_batch", items.item() if isinstance(items, Tensor) else items, 1)
+        check_number("num_items_in_batch", items, 1)
+    labels = labels.cpu()
     counts = labels != IGNORED
     vocab_size = logits.shape[-1]
     for wrong, rule in (
@@ -259,7 +262,8 @@ def _loss(layout: Layout, labels: Tensor, logits: Tensor, rows: Tensor, items: T
         raise UserError("labels: none of them counts; a label counts where it is not -100 and a token comes before it")
     chosen = logits if bool(picked.all()) else logits[picked]
     logprobs, _ = token_statistics(chosen, targets, 1.0, None, "deterministic")
-    return _Sum.apply(-logprobs) / (len(targets) if items is None else items)
+    # divided on the CPU: by a number of Python a card multiplies with its inverse
+    return (_Sum.apply(-logprobs) / (len(targets) if items is None else items)).to(logits.device)
 
 
 def _forward(
@@ -300,7 +304,7 @@ def _forward(
     loss = None if labels is None else _loss(layout, labels, logits, rows, num_items_in_batch)
     if not bool(wanted.all()):  # zeros at padding
         full = logits.new_zeros(wanted.numel(), logits.shape[-1])
-        logits = full.index_copy(0, torch.nonzero(wanted.reshape(-1))[:, 0], logits)
+        logits = full.index_copy(0, torch.nonzero(wanted.reshape(-1))[:, 0].to(full.device), logits)
     return CausalLMOutput(loss=loss, logits=logits.view(*wanted.shape, -1))  # type: ignore[arg-type]
 
 

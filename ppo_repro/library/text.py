@@ -75,7 +75,7 @@ def logprobs(
         logits = logits_at(model, layout, rows)
         scored, _ = token_statistics(logits, flat[rows + 1], temperature, None, "deterministic")
         full = full.index_copy(0, rows + 1, scored)
-    return full.view(layout.real.shape)
+    return full.view(layout.real.shape).to(input_ids.device)
 
 
 def generate(

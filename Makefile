@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 # as many processes as there are cores, at most four; each computes with one thread
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4
 
-.PHONY: setup run test test-slow test-long test-sglang lint notebooks docs
+.PHONY: setup run test test-slow test-long test-gpu test-sglang lint notebooks docs
 
 setup:  ## make the virtual environment and install the checkout into it
 	@.ci/setup.sh
@@ -26,6 +26,9 @@ test-slow:  ## the tests marked slow, and only those
 test-long:  ## the tests marked long, and every Hypothesis test with newly drawn cases: half an hour and more
 	@.ci/setup.sh test
 	$(PYTEST) --dist worksteal -m "long or (hypothesis and not slow)" --hypothesis-profile=new $(ARGS)
+
+test-gpu:  ## what a CUDA card is to show, and how fast it is: eight minutes at most; ARGS="families" only that step
+	$(BIN)/python -m tests.gpu.device_check $(ARGS)
 
 SGLANG_VENV ?= .venv-sglang
 test-sglang:  ## the tests that start real SGLang servers, on the CPU: ten minutes and 2.8 GB

@@ -240,9 +240,9 @@ def _loss(layout: Layout, labels: Tensor, logits: Tensor, rows: Tensor, items: T
     whole = isinstance(labels, Tensor) and not (labels.is_floating_point() or labels.dtype == torch.bool)
     if not whole or labels.shape != layout.real.shape:
         raise UserError(f"labels: must be whole numbers {list(layout.real.shape)}, as input_ids")
-    items = items.item() if isinstance(items, Tensor) else items
-    if items is not None:
-        check_number("num_items_in_batch", items, 1)
+    counted = items.item() if isinstance(items, Tensor) else items
+    if counted is not None:
+        check_number("num_items_in_batch", counted, 1)
     labels = labels.cpu()
     counts = labels != IGNORED
     vocab_size = logits.shape[-1]
@@ -263,7 +263,7 @@ def _loss(layout: Layout, labels: Tensor, logits: Tensor, rows: Tensor, items: T
     chosen = logits if bool(picked.all()) else logits[picked]
     logprobs, _ = token_statistics(chosen, targets, 1.0, None, "deterministic")
     # divided on the CPU: by a number of Python a card multiplies with its inverse
-    return (_Sum.apply(-logprobs) / (len(targets) if items is None else items)).to(logits.device)
+    return (_Sum.apply(-logprobs) / (len(targets) if counted is None else counted)).to(logits.device)
 
 
 def _forward(

@@ -342,11 +342,13 @@ NOT_EMULATED = ("quickstart", "native")
 def main() -> int:
     """Run the steps; exit 1 if one failed or found a difference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("steps", nargs="*", choices=list(STEPS), help="all by default")
+    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"of {', '.join(STEPS)}; all by default")
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--seconds", type=float, default=480.0, help="no step begins later")
     parser.add_argument("--stand-in", type=Path)
     options = parser.parse_args()
+    if unknown := sorted(set(options.steps) - STEPS.keys()):
+        parser.error(f"there is no step {unknown[0]}")
     options.out.mkdir(parents=True, exist_ok=True)
     begin, wrong, results = time.perf_counter(), 0, dict[str, Results]()
     with tempfile.TemporaryDirectory() as folder:

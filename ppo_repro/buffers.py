@@ -107,6 +107,11 @@ class Rollout:
         """Return the sequence that each token belongs to, [N] int64."""
         return torch.repeat_interleave(torch.arange(len(self.lengths)), self.lengths)
 
+    def groups(self) -> Tensor:
+        """Return the number of each sequence's prompt in the iteration, [B] int64."""
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(self.prompts.keys))}
+        return torch.tensor([numbers[key] for key in self.prompts.keys], dtype=torch.int64)
+
     def word_ids(self) -> Tensor:
         """Return the word of each token, counted within its response, [N] int64."""
         return torch.tensor([word for spans in self.spans for word in spans.word_id], dtype=torch.int64)
@@ -174,7 +179,7 @@ class PolicyUpdate:
     kl_loss: float | None
     entropy: float  # token mean
     approx_kl: float  # KL(anchor || new), k3, token mean
-    clip_fraction: float  # share of tokens whose policy gradient the clip removed
+    clip_fraction: float | None  # share of tokens whose policy gradient the clip removed; None if that is unknown
     grad_norm: float
 
 

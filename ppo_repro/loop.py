@@ -21,10 +21,12 @@ from ppo_repro.models.networks import hidden_states
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.ppo.losses import value_losses
+from ppo_repro.ppo.own_functions import OwnObjective
 from ppo_repro.rollout.engine import Engine
 from ppo_repro.stages.agreement import require_first_step_agrees, require_sampler_agrees
 from ppo_repro.stages.coefficients import next_coefficients, set_learning_rates
 from ppo_repro.stages.forward import kl_terms_of, policy_pass, score_rollout, values_in_reward_units
+from ppo_repro.stages.functions import Functions
 from ppo_repro.stages.rewards import compute_advantages, compute_rewards, evaluate
 from ppo_repro.stages.rollout import Task, choose_prompts, roll_out
 from ppo_repro.stages.training_batch import (
@@ -33,6 +35,7 @@ from ppo_repro.stages.training_batch import (
     chosen_tokens,
     minibatch_of,
     minibatches,
+    objective_batch,
     training_batch,
 )
 from ppo_repro.stages.updates import (
@@ -93,11 +96,11 @@ def ppo_iterations(
         forward = score_rollout(state, received, config, ranks)
         require_sampler_agrees(config, index, rollout, forward)
         rewards = compute_rewards(config, task, rollout, forward, coefficients.kl_coef, ranks)
-        advantages = compute_advantages(config, rollout, forward, rewards)
+        advantages = compute_advantages(config, rollout, forward, rewards, task.functions)
         clock.lap("forward")
 
         # take the optimizer steps
-        updates = tuple(update(config, state, received, forward, advantages, ranks, clock))
+        updates = tuple(update(config, state, received, forward, advantages, ranks, clock, task.functions))
         state.rest()
         ranks.require_same("weights after an update", (updates[-1].policy_digest, updates[-1].value_digest))
         clock.lap("digests")
@@ -117,6 +120,7 @@ def update(
     advantages: Advantages,
     ranks: Ranks,
     clock: Clock,
+    functions: Functions,
 ) -> Iterator[MinibatchUpdate]:
     """Take all optimizer steps of one iteration, in order.
 
@@ -131,12 +135,13 @@ def update(
         advantages: advantages and value targets.
         ranks: each computes the gradients of its share of a minibatch.
         clock: gets the phases `update` and `digests`.
+        functions: the user's own.
 
     Yields:
         One MinibatchUpdate a minibatch, after its step.
     """
     ppo, value = config.ppo, config.value
-    batch = training_batch(config, state.coefficients, rollout, forward, advantages)
+    batch = training_batch(config, state.coefficients, rollout, forward, advantages, functions)
     set_learning_rates(state, config)
     value_epochs = 0
     if isinstance(value, SeparateValue):
@@ -194,7 +199,7 @@ def policy_step(
     grad_norm, columns = optimizer_step(state.policy_optimizer, minibatch, ranks, losses_of)
     assert columns.policy is not None
     of_value = None if columns.value is None else value_update(minibatch, columns.value, None)
-    return policy_update(config, batch, minibatch, columns.policy, chosen, grad_norm), of_value
+    return policy_update(config, batch, minibatch, columns.policy, grad_norm), of_value
 
 
 def policy_loss(
@@ -210,8 +215,8 @@ def policy_loss(
 
     w is the importance weight of the token, 1 unless importance weights are configured.
 
-    For PPO's clip the surrogate is -min(r A, clip(r, 1 - eps, 1 + eps) A) with r = pi_new / pi_anchor (Schulman et al.,
-    2017, equation 7).
+    The surrogate is what the user's objective returns, if there is one. For PPO's clip it is -min(r A,
+    clip(r, 1 - eps, 1 + eps) A) with r = pi_new / pi_anchor (Schulman et al., 2017, equation 7).
 
     Args:
         config: gives `entropy_coef`.
@@ -229,8 +234,13 @@ def policy_loss(
     of_chosen = None if chosen is None else chosen[tokens]
 
     ratios = objective.ratios(new_logprobs, anchor, batch.responses[tokens])
-    surrogates = objective.surrogates(ratios, advantages, new_logprobs, of_chosen)
-    penalties = objective.penalties(new_logprobs - anchor, of_chosen)
+    if isinstance(objective, OwnObjective):
+        own = objective_batch(batch, tokens, new_logprobs, new_entropies, ratios)
+        (surrogates, flags), penalties = objective.losses(own), None
+    else:
+        surrogates = objective.surrogates(ratios, advantages, new_logprobs, of_chosen)
+        penalties = objective.penalties(new_logprobs - anchor, of_chosen)
+        flags = objective.flags(ratios, advantages, of_chosen)
 
     loss = surrogates if penalties is None else surrogates + penalties
     if batch.corrections is not None:
@@ -238,7 +248,7 @@ def policy_loss(
     loss = loss - new_entropies * config.ppo.entropy_coef
     if kl_terms is not None:
         loss = loss + kl_terms
-    return PolicyColumns(loss, new_logprobs, ratios, new_entropies, surrogates, penalties, kl_terms)
+    return PolicyColumns(loss, new_logprobs, ratios, flags, new_entropies, surrogates, penalties, kl_terms)
 
 
 def value_step(

@@ -157,7 +157,7 @@ def test_foundations_need_little() -> None:
 def test_ppo_mathematics_know_no_config_and_no_model() -> None:
     for path in files("ppo_repro/ppo/*.py"):
         ours = {name for name in imports(path) if name.startswith("ppo_repro.")}
-        below = ("ppo_repro.ppo", "ppo_repro.numerics", "ppo_repro.base.errors")
+        below = ("ppo_repro.ppo", "ppo_repro.numerics", "ppo_repro.base.errors", "ppo_repro.base.user_file")
         assert all(name.startswith(below) for name in ours), path
         assert "transformers" not in top(imports(path)), path
 

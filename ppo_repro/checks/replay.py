@@ -30,6 +30,7 @@ from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs import checkpoint
 from ppo_repro.stages.coefficients import first_coefficients, next_coefficients
 from ppo_repro.stages.forward import kl_terms_of
+from ppo_repro.stages.functions import Functions, load_functions
 from ppo_repro.stages.rewards import compute_advantages, rewards_from
 from ppo_repro.stages.training_batch import (
     Minibatch,
@@ -233,7 +234,7 @@ def recompute(run_dir: Path, stages: Sequence[Stage]) -> Recomputed:
     config = load_recorded_config(run_dir)
     # all columns that follow from records, whatever the run recorded
     at_full = config.model_copy(update={"records": RecordsConfig(level="full")})
-    coefficients, start = first_coefficients(config), 0
+    coefficients, start, functions = first_coefficients(config), 0, load_functions(config)
     if recorded.origin is not None:  # the iterations before are those of another configuration
         start, path = recorded.origin.iteration, run_dir / FORKED_FROM
         coefficients = checkpoint.load(path, recorded.files[FORKED_FROM]).coefficients
@@ -242,8 +243,8 @@ def recompute(run_dir: Path, stages: Sequence[Stage]) -> Recomputed:
         records = _read(run_dir, recorded, iteration)
         if iteration == start:
             _require_columns(run_dir, config, records, stages)
-        item = _recorded_iteration(config, records, coefficients)
-        tables = iteration_tables(_again(config, item, stages), at_full)
+        item = _recorded_iteration(config, records, coefficients, functions)
+        tables = iteration_tables(_again(config, item, stages, functions), at_full)
         for stage in stages:
             count, difference = _compare(config, recorded, records, tables, stage)
             compared[stage] += count
@@ -288,7 +289,9 @@ def _require_columns(run_dir: Path, config: RunConfig, records: Records, stages:
             )
 
 
-def _recorded_iteration(config: RunConfig, records: Records, coefficients: buffers.Coefficients) -> buffers.Iteration:
+def _recorded_iteration(
+    config: RunConfig, records: Records, coefficients: buffers.Coefficients, functions: Functions
+) -> buffers.Iteration:
     """Return an iteration as it was recorded, with the losses that follow from it.
 
     `coefficients` are those in force.
@@ -300,7 +303,7 @@ def _recorded_iteration(config: RunConfig, records: Records, coefficients: buffe
         returns=records.tensor_or_none("tokens", "returns"),
     )
     received = with_loss_mask(config.mismatch.trainer, rollout)
-    batch = training_batch(config, coefficients, received, forward, advantages)
+    batch = training_batch(config, coefficients, received, forward, advantages, functions)
     return buffers.Iteration(
         records.iteration,
         _evaluation(records),
@@ -314,7 +317,9 @@ def _recorded_iteration(config: RunConfig, records: Records, coefficients: buffe
     )
 
 
-def _again(config: RunConfig, item: buffers.Iteration, stages: Collection[Stage]) -> buffers.Iteration:
+def _again(
+    config: RunConfig, item: buffers.Iteration, stages: Collection[Stage], functions: Functions
+) -> buffers.Iteration:
     """Return the iteration with rewards and advantages computed again, each from what was recorded before it."""
     rewards, advantages = item.rewards, item.advantages
     if "rewards" in stages:
@@ -322,9 +327,10 @@ def _again(config: RunConfig, item: buffers.Iteration, stages: Collection[Stage]
         finished = [reason == "stop" for reason in item.rollout.finish_reasons]
         scores = weighted_scores(config.reward, rewards.score_parts, finished)
         judged = Judgement(scores, [list(parts) for parts in rewards.score_parts], rewards.is_correct.tolist())
-        rewards = rewards_from(config, judged, item.rollout, item.forward, item.coefficients.kl_coef)
+        coefficient = item.coefficients.kl_coef
+        rewards = rewards_from(config, judged, item.rollout, item.forward, coefficient, functions)
     if "advantages" in stages:
-        advantages = compute_advantages(config, item.rollout, item.forward, item.rewards)
+        advantages = compute_advantages(config, item.rollout, item.forward, item.rewards, functions)
     return replace(item, rewards=rewards, advantages=advantages)
 
 
@@ -371,7 +377,7 @@ def _policy(
             kl_terms = torch.zeros_like(logprobs)
     chosen = chosen_tokens(config, batch, minibatch, logprobs) if batch.objective.chooses_tokens else None
     columns = policy_loss(config, batch, tokens, logprobs, entropies, kl_terms, chosen)
-    return policy_update(config, batch, minibatch, columns, chosen, grad_norm)
+    return policy_update(config, batch, minibatch, columns, grad_norm)
 
 
 def _compare(

@@ -109,7 +109,9 @@ def build_parser() -> argparse.ArgumentParser:
     config.add_argument("--seed", **sets | seed | {"metavar": "N"})
 
     add(init_command)("folder", metavar="DIR", type=_path, nargs="?", default=Path("."), help="where the files go")
-    for command in (run_command, control_command, dpo_command):
+    option = add(run_command, config, field, track, events, out)
+    option("--unchecked", action="store_true", help="do not try your own objective, advantages, KL or rewards before")
+    for command in (control_command, dpo_command):
         add(command, config, field, track, events, out)
     for command in (probe_command, plan_command):
         add(command, config, field)

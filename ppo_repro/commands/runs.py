@@ -105,10 +105,16 @@ def _run(arguments: argparse.Namespace, command: str) -> int:
     from ppo_repro.base.files import require_new
     from ppo_repro.base.lock import require_no_writer
     from ppo_repro.config.files import load_any, run_folder
+    from ppo_repro.config.run import RunConfig
 
     clock, copies = Clock(), Copies()
     targets = targets_of(arguments.track, arguments.tensorboard)
     kind, config = load_any(arguments.config, arguments.set, command)
+    if command == "run" and arguments.unchecked:
+        own = config.functions if isinstance(config, RunConfig) else {}
+        if not own:
+            raise UserError("--unchecked: this configuration has no function of your own; leave it out")
+        kind, config = load_any(arguments.config, [*arguments.set, *(f"{f}.checked=false" for f in own)], command)
     folder = run_folder(config, arguments.out)
     say(f"{config.experiment}, seed {config.seed}: {config.iterations} iterations into {folder}")
     require_no_writer(folder)

@@ -10,7 +10,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from ppo_repro.config.section import (
+    FUNCTION,
+    WORD,
+    WORD_OR_FUNCTION,
     BelowOne,
+    CheckedFunction,
     Count,
     Finite,
     Fraction,
@@ -142,6 +146,10 @@ class PolicyGradientObjective(Section):
     kind: Literal["policy_gradient"] = Field(description="Use no ratio.")
 
 
+class FunctionObjective(CheckedFunction):
+    """A function of your own, called with a batch of tokens; it returns the loss of each token or response."""
+
+
 Objective = Annotated[
     ClipObjective
     | AdaptiveClipObjective
@@ -151,7 +159,8 @@ Objective = Annotated[
     | KLCovObjective
     | PenaltyObjective
     | UnclippedObjective
-    | PolicyGradientObjective,
+    | PolicyGradientObjective
+    | FunctionObjective,
     Field(discriminator="kind"),
 ]
 
@@ -227,7 +236,13 @@ class GroupAdvantages(Section):
     scale: bool = Field(True, description="Divide by the group's standard deviation; false: only subtract its mean.")
 
 
-AdvantagesConfig = Annotated[GaeAdvantages | GroupAdvantages, Field(discriminator="kind")]
+class FunctionAdvantages(CheckedFunction):
+    """A function of your own, called with all tokens of an iteration; it returns an advantage for each."""
+
+    whiten: Whitening = Field("none", description="`full`: mean 0, variance 1; `scale`: variance 1, mean kept.")
+
+
+AdvantagesConfig = Annotated[GaeAdvantages | GroupAdvantages | FunctionAdvantages, Field(discriminator="kind")]
 
 
 class LoraConfig(Section):
@@ -288,15 +303,30 @@ class AdaptiveController(Section):
 Controller = Annotated[FixedController | AdaptiveController, Field(discriminator="kind")]
 
 
+class FunctionEstimator(CheckedFunction):
+    """A function of your own: log-probs of policy and reference in, the KL of each token out."""
+
+
+AnyEstimator = Annotated[Annotated[KLEstimator, WORD] | Annotated[FunctionEstimator, FUNCTION], WORD_OR_FUNCTION]
+
+
 class KLInReward(Section):
     """KL between policy and reference, estimated before the update and subtracted from the rewards."""
 
     placement: Literal["reward"] = Field("reward", description="Charge the KL in the rewards.")
     kl_coef: NonNegative = Field(0.05, description="Weight of the penalty.")
-    estimator: KLEstimator = Field("k1", description="From the sampled token, or `exact` over the vocabulary.")
+    estimator: AnyEstimator = Field(
+        "k1", description="From the sampled token, `exact` over the vocabulary, or your own."
+    )
     direction: KLDirection = Field("policy_reference", description="KL(policy || reference), or the reverse.")
     charge: KLCharge = Field("token", description="On the token, on its word's end, by length, or on the last token.")
     controller: Controller = Field(FixedController(), description="How kl_coef moves between iterations.")
+
+    @model_validator(mode="after")
+    def _estimator_has_a_direction(self) -> Self:
+        if isinstance(self.estimator, FunctionEstimator) and self.direction != "policy_reference":
+            raise ValueError("direction = reference_policy is for the package's estimators; your function has its own")
+        return self
 
 
 class KLInLoss(Section):
@@ -304,7 +334,7 @@ class KLInLoss(Section):
 
     placement: Literal["loss"] = Field(description="Add the KL to the loss.")
     kl_coef: NonNegative = Field(0.05, description="Weight of the term.")
-    estimator: KLEstimator = Field("k3", description="Differentiated as written; k1 has no expected gradient.")
+    estimator: AnyEstimator = Field("k3", description="Differentiated as written; k1 has no expected gradient.")
 
 
 class NoKL(Section):

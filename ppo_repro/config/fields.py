@@ -61,9 +61,11 @@ def groups(sections: Sequence[str] = ()) -> list[Group]:
 def _groups(model: type[BaseModel], path: str, meaning: str) -> Iterator[Group]:
     below, rows, kind = list[tuple[type[BaseModel], str]](), list[dict[str, str]](), ""
     for name, info in model.model_fields.items():
-        if sections := sections_of(info.annotation):
-            below += [(section, f"{path}.{name}".lstrip(".")) for section in sections]
-        elif get_origin(info.annotation) is Literal and len(get_args(info.annotation)) == 1:
+        sections = sections_of(info.annotation)
+        below += [(section, f"{path}.{name}".lstrip(".")) for section in sections]
+        if sections and not _has_values(info.annotation):
+            continue
+        if get_origin(info.annotation) is Literal and len(get_args(info.annotation)) == 1:
             kind = f"{name}: {get_args(info.annotation)[0]}"  # chooses this section among several
         else:
             value = list(info.default) if isinstance(info.default, tuple) else info.default
@@ -74,6 +76,12 @@ def _groups(model: type[BaseModel], path: str, meaning: str) -> Iterator[Group]:
         yield Group(path, kind, meaning, tuple(rows))
     for section, where in below:
         yield from _groups(section, where, (section.__doc__ or "").split("\n\n")[0].strip())
+
+
+def _has_values(annotation: Any) -> bool:
+    """Return whether a field may hold a word instead of a section."""
+    parts = get_args(annotation)
+    return get_origin(annotation) is not Literal and any(get_origin(p) is Literal or _has_values(p) for p in parts)
 
 
 def _allowed(annotation: Any, limits: Sequence[Any] = ()) -> str:
@@ -135,7 +143,7 @@ def field_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         below = sections_of(field.annotation)
         for section in below:
             paths |= dict.fromkeys(field_paths(section, f"{prefix}{name}."))
-        if not below:
+        if not below or _has_values(field.annotation):
             paths[f"{prefix}{name}"] = None
     yield from paths
 

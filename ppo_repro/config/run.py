@@ -14,6 +14,7 @@ from ppo_repro.config.algorithm import (
     KLConfig,
     KLInReward,
     LoraConfig,
+    NoKL,
     PenaltyObjective,
     PPOConfig,
     SeparateValue,
@@ -22,6 +23,7 @@ from ppo_repro.config.algorithm import (
 from ppo_repro.config.layout import CheckpointConfig, LayoutConfig, RecordsConfig
 from ppo_repro.config.rollout import MismatchConfig, RolloutConfig
 from ppo_repro.config.section import (
+    CheckedFunction,
     Count,
     Experiment,
     Fraction,
@@ -158,6 +160,18 @@ class RunConfig(Experiment):
         return "numerics.mode = native" if self.is_native else self.mismatch.bound
 
     @property
+    def functions(self) -> dict[str, CheckedFunction]:
+        """The functions of the user's that the loop calls, by field."""
+        estimator = None if isinstance(self.kl, NoKL) else self.kl.estimator
+        fields = {
+            "ppo.objective": self.ppo.objective,
+            "advantages": self.advantages,
+            "kl.estimator": estimator,
+            "reward.placement": self.reward.placement,
+        }
+        return {field: own for field, own in fields.items() if isinstance(own, CheckedFunction)}
+
+    @property
     def asks_for_routes(self) -> bool:
         """Return whether the sampler is to say which experts computed each token of a mixture."""
         return self.records.level == "deep" or self.ppo.replay_routes
@@ -247,7 +261,7 @@ def _trainer(config: RunConfig) -> Iterator[str]:
 def _value(config: RunConfig) -> Iterator[str]:
     value, model, group = config.value, config.reward.model, config.advantages.kind == "group"
     unused = "acts on per-token rewards, which advantages.kind = group does not use"
-    if group != (value.kind == "none"):
+    if config.advantages.kind != "function" and group != (value.kind == "none"):
         yield "advantages.kind = gae needs a value model, and group has no use for one: value.kind = none"
     if value.kind == "head" and config.lora is not None:
         yield "value.kind = head needs the whole trunk to be trained; remove lora or take kind separate"

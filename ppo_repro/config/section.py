@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag
 
 from ppo_repro.base.files import check_path
 
@@ -56,6 +56,21 @@ class Called(Section):
 
     path: PathText = Field(description="`FILE.py:NAME`.")
     parameters: dict[str, JsonValue] = Field({}, description="Its further parameters, by name.")
+
+
+class CheckedFunction(Called):
+    """A function of your own, tried on drawn batches before a run begins."""
+
+    kind: Literal["function"] = Field(description="Call a Python function.")
+    checked: bool = Field(True, description="Refuse what depends on the layout, or on more than its input.")
+
+
+def _word_or_function(value: object) -> str:
+    return "function" if isinstance(value, dict | BaseModel) else "word"
+
+
+# of a field that names one of the package's methods, or is a function of the user's: a mistake is one of either
+WORD, FUNCTION, WORD_OR_FUNCTION = Tag("word"), Tag("function"), Discriminator(_word_or_function)
 
 
 class NumericsMode(Section):

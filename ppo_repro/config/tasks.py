@@ -6,7 +6,20 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from ppo_repro.config.section import Count, Finite, Many, NonNegative, PathText, Positive, Section, Whitening
+from ppo_repro.config.section import (
+    FUNCTION,
+    WORD,
+    WORD_OR_FUNCTION,
+    CheckedFunction,
+    Count,
+    Finite,
+    Many,
+    NonNegative,
+    PathText,
+    Positive,
+    Section,
+    Whitening,
+)
 
 LabelNoise = Annotated[float, Field(ge=0, lt=0.5)]
 AnswerExtraction = Literal["exact", "last_number", "answer_tags"]
@@ -124,12 +137,21 @@ RewardTerm = Annotated[
 ]
 
 
+class FunctionPlacement(CheckedFunction):
+    """A function of your own: scores of responses in, the reward of each token out, before the KL penalty."""
+
+
+AnyPlacement = Annotated[
+    Annotated[Literal["last", "word_ends"], WORD] | Annotated[FunctionPlacement, FUNCTION], WORD_OR_FUNCTION
+]
+
+
 class RewardConfig(Section):
     """What a response is worth, and on which of its tokens."""
 
     terms: Many[RewardTerm] = Field((ExactMatch(),), description="The score is the weighted sum of these.")
-    placement: Literal["last", "word_ends"] = Field(
-        "last", description="The score on the last token, or in equal parts at the ends of words."
+    placement: AnyPlacement = Field(
+        "last", description="The score on the last token, in equal parts at the ends of words, or your own."
     )
     missing_eos_penalty: NonNegative = Field(0.0, description="Subtracted from scores of responses cut at the limit.")
     whiten: Whitening = Field("none", description="Rewards with KL: `scale` to variance 1, `full` to mean 0 too.")

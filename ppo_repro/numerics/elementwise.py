@@ -105,6 +105,27 @@ def differentiable_softplus(x: Tensor) -> Tensor:
     return _Differentiable.apply(x, softplus, lambda x, y: sigmoid(x))
 
 
+def differentiable_sigmoid(x: Tensor) -> Tensor:
+    """Return `sigmoid` with its derivative, sigmoid(x) (1 - sigmoid(x))."""
+    return _Differentiable.apply(x, sigmoid, lambda x, y: y * (1.0 - y))
+
+
+def differentiable_sqrt(x: Tensor) -> Tensor:
+    """Return `sqrt` with its derivative, 1 / (2 sqrt(x))."""
+    return _Differentiable.apply(x, sqrt, lambda x, y: 0.5 / y)
+
+
+def differentiable_log(x: Tensor) -> Tensor:
+    """Return ln(x) of float32 or float64, computed in float64, with its derivative 1/x; -inf at 0, NaN below."""
+    return _Differentiable.apply(x, _log_anywhere, lambda x, y: 1.0 / x)
+
+
+def _log_anywhere(x: Tensor) -> Tensor:
+    is_inside = (x > 0) & (x < torch.inf)
+    outside = torch.where(x == 0, -torch.inf, torch.where(x > 0, torch.inf, torch.nan))
+    return torch.where(is_inside, log(torch.where(is_inside, x, 1.0)), outside).to(x.dtype)
+
+
 def differentiable_tanh(x: Tensor) -> Tensor:
     """Return tanh(x) of float32, within 1.4 ulp, with its derivative 1 - tanh(x)^2."""
     return _Differentiable.apply(x, partial(_mapped, "tanh"), lambda x, y: 1.0 - y * y)

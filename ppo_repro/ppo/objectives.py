@@ -32,6 +32,7 @@ class ClipFlag(IntEnum):
     KL_COV = 7  # chosen by KL-Cov, a penalty added
     BOUND_HIGH = 8  # CISPO's weight is its upper bound, gradient stays
     BOUND_LOW = 9  # CISPO's weight is its lower bound, gradient stays
+    UNKNOWN = 10  # the user's objective does not say
 
 
 REMOVING = (ClipFlag.CLIP_HIGH, ClipFlag.CLIP_LOW, ClipFlag.CLIP_DUAL, ClipFlag.CLIP_COV)

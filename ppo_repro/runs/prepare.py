@@ -34,7 +34,9 @@ from ppo_repro.preferences.pairs import hold_out, pairs_by_rule, pairs_of_file
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
 from ppo_repro.rollout.torch_engine import StockEngine, TorchEngine, in_dtype
 from ppo_repro.stages.coefficients import first_coefficients
+from ppo_repro.stages.functions import load_functions
 from ppo_repro.stages.rollout import Task
+from ppo_repro.stages.trial import try_functions
 from ppo_repro.tasks.problems import Split, encode_all, encoder, load_source
 from ppo_repro.tasks.rewards import for_source, load_judge
 from ppo_repro.tasks.tokenizer import spelled_tokens
@@ -226,6 +228,8 @@ def prepare(
     brought = load_source(config.task, config.seed, process)
     problems = brought.problems
     judge = for_source(judge, brought, config.task)
+    functions = load_functions(config)
+    try_functions(config, functions)
     source, tokenizer = _source(config, problems, start_folder, device)
     # before the minutes that a warm start takes
     vocab_size, encode = source.config.vocab_size, encoder(tokenizer, config.task)
@@ -239,7 +243,7 @@ def prepare(
         steps = warm_start(source, tokenizer, problems.train, config.model, numerics, config.seed, progress)
     reward_model, reward_training = _reward_model(config, problems, ids, tokenizer, source, progress)
     spelled = spelled_tokens(tokenizer, [*judge.asked_texts, *config.rollout.stop])
-    task = Task(problems, ids, judge, reward_model, tokenizer, brought.step, spelled)
+    task = Task(problems, ids, judge, reward_model, tokenizer, brought.step, functions, spelled)
     state, sampled, lora = _networks(config, source, reward_model, share, ranks)
     engine = _engine(config, source, sampled, stop_ids(source, tokenizer))
     state.sampler = engine.policy if engine.policy is not state.policy else None

@@ -199,9 +199,11 @@ def kl_terms_of(
     """
     if not isinstance(config.kl, KLInLoss):
         return None
-    divergence = exact_kl
-    if config.kl.estimator != "exact":
-        divergence = kl.loss(config.kl.estimator, new_logprobs, batch.ref_logprobs[tokens])
+    divergence, ref_logprobs = exact_kl, batch.ref_logprobs[tokens]
+    if batch.estimator is not None:
+        divergence = batch.estimator.estimate(new_logprobs, ref_logprobs)
+    elif isinstance(config.kl.estimator, str) and config.kl.estimator != "exact":
+        divergence = kl.loss(config.kl.estimator, new_logprobs, ref_logprobs)
     return None if divergence is None else divergence * batch.coefficients.kl_coef
 
 

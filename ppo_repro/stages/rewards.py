@@ -14,15 +14,17 @@ from torch import Tensor
 
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.buffers import Advantages, Episode, Evaluation, ForwardPass, Rewards, Rollout
-from ppo_repro.config.algorithm import GroupAdvantages, KLInReward
+from ppo_repro.config.algorithm import GaeAdvantages, GroupAdvantages, KLInReward
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import ColumnAdditionTask, StepsReward
 from ppo_repro.models.reward_model import reward_scores
 from ppo_repro.numerics.network import forget_packed
 from ppo_repro.ppo import kl
 from ppo_repro.ppo.advantages import gae, group_advantages, whiten
+from ppo_repro.ppo.own_batches import AdvantageBatch, ScoreBatch
 from ppo_repro.ppo.rewards import charge_penalties, place_scores, token_rewards
 from ppo_repro.rollout.engine import Engine
+from ppo_repro.stages.functions import BUILT_IN, Functions, about_tokens
 from ppo_repro.stages.rollout import Task, generate, known, sampling_of
 from ppo_repro.tasks.problems import Problem, column_steps
 from ppo_repro.tasks.rewards import Judgement, Sample, judge_samples, right_steps
@@ -78,7 +80,7 @@ def compute_rewards(
     )
     samples = [sample_of(task, *of_one) for of_one in of_each]
     judged = judge(config, task, rollout.prompts.prompt_ids, ids, samples, ranks)
-    return rewards_from(config, judged, rollout, forward, kl_coef)
+    return rewards_from(config, judged, rollout, forward, kl_coef, task.functions)
 
 
 def sample_of(
@@ -103,7 +105,12 @@ def sample_of(
 
 
 def rewards_from(
-    config: RunConfig, judged: Judgement, rollout: Rollout, forward: ForwardPass, kl_coef: float
+    config: RunConfig,
+    judged: Judgement,
+    rollout: Rollout,
+    forward: ForwardPass,
+    kl_coef: float,
+    functions: Functions = BUILT_IN,
 ) -> Rewards:
     """Place the scores of a judgement on tokens, charge the KL penalty, whiten.
 
@@ -113,15 +120,14 @@ def rewards_from(
         rollout: the responses, N tokens.
         forward: log-probs of policy and reference.
         kl_coef: of this iteration.
+        functions: the user's own.
 
     Returns:
         Rewards of the N tokens, float32, and what they were made of.
     """
     scores = torch.tensor(judged.scores, dtype=torch.float64)
-    penalties = _kl_penalties(config, rollout, forward, kl_coef)
-    at_steps = _step_rewards(config, rollout)
-    rest = scores - torch.zeros_like(scores).index_add_(0, rollout.sequence_of_token(), at_steps)
-    placed = place_scores(rest, rollout.lengths, rollout.word_ids(), config.reward.placement) + at_steps
+    penalties = _kl_penalties(config, rollout, forward, kl_coef, functions)
+    placed = _placed_scores(config, scores, rollout, forward, functions)
     raw = token_rewards(placed, penalties)
     whitening = config.reward.whiten
     return Rewards(
@@ -133,6 +139,28 @@ def rewards_from(
         raw_rewards=raw,
         rewards=raw if whitening == "none" else whiten(raw, shift=whitening == "full"),
     )
+
+
+def _placed_scores(
+    config: RunConfig, scores: Tensor, rollout: Rollout, forward: ForwardPass, functions: Functions
+) -> Tensor:
+    """Return the scores [B] on their tokens, [N] float64."""
+    at_steps, placement = _step_rewards(config, rollout), config.reward.placement
+    rest = scores - torch.zeros_like(scores).index_add_(0, rollout.sequence_of_token(), at_steps)
+    if isinstance(placement, str):
+        return place_scores(rest, rollout.lengths, rollout.word_ids(), placement) + at_steps
+    assert functions.placement is not None
+    batch = ScoreBatch(
+        **about_tokens(rollout, torch.arange(len(rollout.response_ids))),
+        scores=rest,
+        is_finished=torch.tensor([reason == "stop" for reason in rollout.finish_reasons]),
+        token_ids=rollout.response_ids.clone(),
+        words=rollout.word_ids(),
+        old_logprobs=forward.old_logprobs.clone(),
+        ref_logprobs=forward.ref_logprobs.clone(),
+        entropies=forward.entropies.clone(),
+    )
+    return functions.placement.place(batch) + at_steps
 
 
 def _step_rewards(config: RunConfig, rollout: Rollout) -> Tensor:
@@ -149,18 +177,25 @@ def _step_rewards(config: RunConfig, rollout: Rollout) -> Tensor:
     return rewards
 
 
-def _kl_penalties(config: RunConfig, rollout: Rollout, forward: ForwardPass, kl_coef: float) -> Tensor:
+def _kl_penalties(
+    config: RunConfig, rollout: Rollout, forward: ForwardPass, kl_coef: float, functions: Functions
+) -> Tensor:
     if not isinstance(config.kl, KLInReward):
         return torch.zeros_like(forward.old_logprobs)
     reverse = config.kl.direction == "reference_policy"
-    if config.kl.estimator == "exact":
+    if functions.estimator is not None:
+        divergence = functions.estimator.estimate(forward.old_logprobs.clone(), forward.ref_logprobs.clone())
+    elif config.kl.estimator == "exact":
         divergence = forward.ref_kl if forward.reverse_ref_kl is None else forward.reverse_ref_kl
     else:
+        assert isinstance(config.kl.estimator, str)
         divergence = kl.estimate(config.kl.estimator, forward.old_logprobs - forward.ref_logprobs, reverse)
     return charge_penalties(divergence * kl_coef, rollout.lengths, rollout.word_ids(), config.kl.charge)
 
 
-def compute_advantages(config: RunConfig, rollout: Rollout, forward: ForwardPass, rewards: Rewards) -> Advantages:
+def compute_advantages(
+    config: RunConfig, rollout: Rollout, forward: ForwardPass, rewards: Rewards, functions: Functions = BUILT_IN
+) -> Advantages:
     """Compute advantages and value targets of N tokens, float32; whitening is over all tokens of the iteration.
 
     Args:
@@ -168,17 +203,31 @@ def compute_advantages(config: RunConfig, rollout: Rollout, forward: ForwardPass
         rollout: the responses.
         forward: values of the tokens.
         rewards: rewards of the tokens, scores of the responses.
+        functions: the user's own.
     """
     settings = config.advantages
     if isinstance(settings, GroupAdvantages):
         by_response = group_advantages(rewards.scores.tolist(), rollout.prompts.keys, settings.scale)
         raw = torch.repeat_interleave(torch.tensor(by_response, dtype=torch.float32), rollout.lengths)
         return Advantages(raw_advantages=raw, advantages=raw, returns=None)
-    assert forward.values is not None
-    ended = torch.zeros(len(rollout.lengths))  # nothing follows a response, cut at the length limit or not
-    raw = gae(rewards.rewards, forward.values, rollout.lengths, ended, settings.gamma, settings.gae_lambda)
+    values = forward.values
+    if functions.advantages is not None:
+        raw = functions.advantages.advantages(_advantage_batch(rollout, rewards, values))
+    else:
+        assert isinstance(settings, GaeAdvantages) and values is not None
+        ended = torch.zeros(len(rollout.lengths))  # nothing follows a response, cut at the length limit or not
+        raw = gae(rewards.rewards, values, rollout.lengths, ended, settings.gamma, settings.gae_lambda)
     advantages = raw if settings.whiten == "none" else whiten(raw, shift=settings.whiten == "full")
-    return Advantages(raw_advantages=raw, advantages=advantages, returns=raw + forward.values)
+    return Advantages(raw_advantages=raw, advantages=advantages, returns=None if values is None else raw + values)
+
+
+def _advantage_batch(rollout: Rollout, rewards: Rewards, values: Tensor | None) -> AdvantageBatch:
+    return AdvantageBatch(
+        **about_tokens(rollout, torch.arange(len(rollout.response_ids))),
+        rewards=rewards.rewards.clone(),
+        values=None if values is None else values.clone(),
+        scores=rewards.scores.clone(),
+    )
 
 
 def evaluate(config: RunConfig, task: Task, engine: Engine, ranks: Ranks) -> Evaluation:

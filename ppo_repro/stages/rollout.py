@@ -17,6 +17,7 @@ from ppo_repro.buffers import Episode, Prompts, Rollout, Spans
 from ppo_repro.config.rollout import MismatchConfig
 from ppo_repro.config.run import RunConfig
 from ppo_repro.rollout.engine import Completion, Engine, Request, Sampling
+from ppo_repro.stages.functions import BUILT_IN, Functions
 from ppo_repro.tasks.dialogue import Conversations
 from ppo_repro.tasks.problems import Problem, Split, choose
 from ppo_repro.tasks.rewards import Judge
@@ -28,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Task:
-    """The prompts of a run, and what scores the responses."""
+    """The prompts of a run, what scores the responses, and the user's functions that the loop calls."""
 
     problems: Split
     prompt_ids: dict[str, tuple[int, ...]]  # by problem key
@@ -36,6 +37,7 @@ class Task:
     reward_model: PreTrainedModel | None  # frozen; None if no reward term is a model
     tokenizer: PreTrainedTokenizerBase
     step: UserFunction | None = None  # None if every episode is one turn of the model
+    functions: Functions = BUILT_IN
     spelled: frozenset[int] = frozenset()  # special tokens that rewards and stop texts see as text
     warned: set[str] = field(default_factory=set)  # of what a person has heard
 

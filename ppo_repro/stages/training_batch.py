@@ -16,6 +16,7 @@ from ppo_repro.config.algorithm import (
     ClipCovObjective,
     ClipObjective,
     DivergenceRejection,
+    FunctionObjective,
     KLCovObjective,
     NoValue,
     PenaltyObjective,
@@ -33,9 +34,12 @@ from ppo_repro.ppo import corrections
 from ppo_repro.ppo.corrections import Correction
 from ppo_repro.ppo.losses import loss_weights
 from ppo_repro.ppo.objectives import Cispo, Clip, ClipCov, KLCov, Objective, Penalty, PolicyGradient, SequenceClip
+from ppo_repro.ppo.own_batches import ObjectiveBatch
+from ppo_repro.ppo.own_functions import OwnEstimator
+from ppo_repro.stages.functions import BUILT_IN, Functions, about_tokens
 
 
-def objective_of(config: RunConfig, coefficients: Coefficients) -> Objective:
+def objective_of(config: RunConfig, coefficients: Coefficients, functions: Functions) -> Objective:
     """Return the objective that the configuration names, with the coefficients in force."""
     match config.ppo.objective:
         case ClipObjective() as o:
@@ -57,6 +61,9 @@ def objective_of(config: RunConfig, coefficients: Coefficients) -> Objective:
             return PolicyGradient()
         case UnclippedObjective():
             return Objective()
+        case FunctionObjective():
+            assert functions.objective is not None
+            return functions.objective
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,7 @@ class TrainingBatch:
     objective: Objective
     coefficients: Coefficients
     anchor_logprobs: Tensor  # [N] log of the ratio's denominator
+    old_logprobs: Tensor  # [N]
     ref_logprobs: Tensor  # [N]
     advantages: Tensor  # [N] as the objective takes them
     responses: Tensor  # [N] int64, the response of each token
@@ -86,10 +94,16 @@ class TrainingBatch:
     old_values: Tensor | None  # [N], None without a value model
     returns: Tensor | None  # [N], None likewise
     value_clip_range: float | None  # None: the value loss is not clipped
+    estimator: OwnEstimator | None = None  # of the KL in the loss; None for the package's
 
 
 def training_batch(
-    config: RunConfig, coefficients: Coefficients, rollout: Rollout, forward: ForwardPass, advantages: Advantages
+    config: RunConfig,
+    coefficients: Coefficients,
+    rollout: Rollout,
+    forward: ForwardPass,
+    advantages: Advantages,
+    functions: Functions = BUILT_IN,
 ) -> TrainingBatch:
     """Gather what the update of one iteration trains on.
 
@@ -99,8 +113,9 @@ def training_batch(
         rollout: the responses, N tokens.
         forward: log-probs and values before the first step.
         advantages: advantages and value targets.
+        functions: the user's own.
     """
-    objective, responses, value = objective_of(config, coefficients), rollout.sequence_of_token(), config.value
+    objective, value = objective_of(config, coefficients, functions), config.value
     corrected = corrections_of(config, rollout, forward)
     in_losses = rollout.in_losses
     if corrected is not None and config.ppo.rejected_tokens == "left_out":
@@ -114,14 +129,35 @@ def training_batch(
         objective=objective,
         coefficients=coefficients,
         anchor_logprobs=rollout.rollout_logprobs if config.ppo.ratio_anchor == "rollout" else forward.old_logprobs,
+        old_logprobs=forward.old_logprobs,
         ref_logprobs=forward.ref_logprobs,
         advantages=advantages.advantages,
-        responses=responses,
+        responses=rollout.sequence_of_token(),
         corrections=corrected,
         in_losses=in_losses,
         old_values=forward.values,
         returns=advantages.returns,
         value_clip_range=value_clip_range,
+        estimator=functions.estimator,
+    )
+
+
+def objective_batch(
+    batch: TrainingBatch, tokens: Tensor, new_logprobs: Tensor, entropies: Tensor, ratios: Tensor
+) -> ObjectiveBatch:
+    """Collect what an objective of the user's is called with, for n tokens of whole responses, [n] each."""
+    rollout, corrected = batch.rollout, batch.corrections
+    return ObjectiveBatch(
+        **about_tokens(rollout, tokens),
+        new_logprobs=new_logprobs,
+        entropies=entropies,
+        ratios=ratios,
+        anchor_logprobs=batch.anchor_logprobs[tokens],
+        old_logprobs=batch.old_logprobs[tokens],
+        rollout_logprobs=rollout.rollout_logprobs[tokens],
+        ref_logprobs=batch.ref_logprobs[tokens],
+        advantages=batch.advantages[tokens],
+        corrections=torch.ones(len(tokens)) if corrected is None else corrected.weights[tokens],
     )
 
 

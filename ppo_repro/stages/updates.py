@@ -14,16 +14,17 @@ from ppo_repro.buffers import PolicyUpdate, ValueUpdate
 from ppo_repro.config.run import RunConfig
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.ppo import kl
-from ppo_repro.ppo.objectives import removes_gradient
+from ppo_repro.ppo.objectives import ClipFlag, removes_gradient
 from ppo_repro.stages.training_batch import Minibatch, TrainingBatch
 
 
 class PolicyColumns(NamedTuple):
-    """The policy's part of the losses of n tokens, float32 [n] each."""
+    """The policy's part of the losses of n tokens, float32 [n] each, flags uint8."""
 
     losses: Tensor
     new_logprobs: Tensor
     ratios: Tensor
+    clip_flags: Tensor
     new_entropies: Tensor
     surrogates: Tensor
     penalty_terms: Tensor | None
@@ -60,7 +61,6 @@ def policy_update(
     batch: TrainingBatch,
     minibatch: Minibatch,
     columns: PolicyColumns,
-    chosen: Tensor | None,
     grad_norm: float,
 ) -> PolicyUpdate:
     """Sum the columns of a step of the policy up, by the weights of its minibatch.
@@ -74,7 +74,7 @@ def policy_update(
         grad_norm: before clipping.
     """
     tokens, weights, corrected = minibatch.tokens, minibatch.weights, batch.corrections
-    flags = batch.objective.flags(columns.ratios, batch.advantages[tokens], None if chosen is None else chosen[tokens])
+    flags = columns.clip_flags
     factors = None if corrected is None else corrected.weights[tokens]
 
     def corrected_total(terms: Tensor) -> float:
@@ -98,7 +98,7 @@ def policy_update(
         kl_loss=None if columns.kl_terms is None else _total(columns.kl_terms, weights),
         entropy=mean_of(columns.new_entropies),
         approx_kl=mean_of(kl.k3(batch.anchor_logprobs[tokens] - columns.new_logprobs)),
-        clip_fraction=mean_of(removes_gradient(flags)),
+        clip_fraction=None if bool((flags == ClipFlag.UNKNOWN).any()) else mean_of(removes_gradient(flags)),
         grad_norm=grad_norm,
     )
 

@@ -1,0 +1,131 @@
+"""The user's functions: called with a batch, and what they return is checked.
+
+def loss(batch: ObjectiveBatch, ...) -> Tensor | tuple[Tensor, Tensor]: ...
+def advantages(batch: AdvantageBatch, ...) -> Tensor: ...
+def estimate(logprobs: Tensor, ref_logprobs: Tensor, ...) -> Tensor: ...
+def place(batch: ScoreBatch, ...) -> Tensor: ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.user_file import UserCallable
+from ppo_repro.ppo.objectives import ClipFlag, Objective
+from ppo_repro.ppo.own_batches import AdvantageBatch, ObjectiveBatch, ScoreBatch, Tokens
+
+_FLAG_TYPES = (torch.bool, torch.uint8)
+
+
+@dataclass(frozen=True)
+class Own:
+    """A function of the user's, called with `parameters` by name."""
+
+    function: UserCallable
+    parameters: Mapping[str, Any]
+
+    def refused(self, what: str) -> UserError:
+        """Return the error that says what is wrong with the function."""
+        return self.function.refused(what)
+
+    def _called(self, *arguments: object) -> Any:
+        return self.function(*arguments, **self.parameters)
+
+    def _numbers(self, found: object, lengths: Mapping[int, str], kind: torch.dtype = torch.float32) -> Tensor:
+        """Return a tensor of finite numbers of one of the lengths; UserError for anything else."""
+        name = str(kind).removeprefix("torch.")
+        allowed = f"must be a {name} tensor {' or '.join(f'[{n}], {of}' for n, of in lengths.items())}"
+        if not isinstance(found, Tensor):
+            raise self.refused(f"returned a {type(found).__name__}; {allowed}")
+        if found.dim() != 1 or len(found) not in lengths or found.dtype != kind:
+            raise self.refused(f"returned a tensor {list(found.shape)} {str(found.dtype)[6:]}; {allowed}")
+        return found
+
+    def _finite(self, found: Tensor, tokens: Tokens | None = None) -> Tensor:
+        wrong = (~found.isfinite()).nonzero()[:, 0].tolist()
+        if wrong:
+            of = "" if tokens is None else place_of(tokens, wrong[0])
+            more = f" and {len(wrong) - 1} more tokens" * (len(wrong) > 1)
+            raise self.refused(f"returned {float(found.detach()[wrong[0]]):g}{of}{more}; must be finite")
+        return found
+
+
+def place_of(tokens: Tokens, index: int) -> str:
+    """Name response and position of a token."""
+    return f" at response {int(tokens.responses[index])}, position {int(tokens.positions[index])}"
+
+
+@dataclass(frozen=True)
+class OwnObjective(Own, Objective):
+    """An objective; the loop multiplies its losses by the corrections, and adds KL and entropy as for others."""
+
+    def losses(self, batch: ObjectiveBatch) -> tuple[Tensor, Tensor]:
+        """Call the function; returns its loss of each token, [n] float32, and the ClipFlag of each token, uint8.
+
+        The loss of a response becomes that of each of its tokens. Flags are UNKNOWN unless the function says which
+        tokens it cut: bool [n], or a ClipFlag each, uint8 [n]. UserError for anything else that it returns.
+        """
+        found, flags = self._called(batch), None
+        if isinstance(found, tuple):
+            if len(found) != 2:
+                raise self.refused(f"returned {len(found)} values; must return the loss, or loss and cut tokens")
+            found, flags = found
+        tokens, responses = len(batch.responses), len(batch.response_lengths)
+        of = {responses: "a loss for each response, not reduced", tokens: "a loss for each token, not reduced"}
+        losses = self._numbers(found, of)
+        losses = losses if len(losses) == tokens else batch.of_tokens(losses)
+        return self._finite(losses, batch), self._flags(flags, batch)
+
+    def _flags(self, flags: object, batch: ObjectiveBatch) -> Tensor:
+        if flags is None:
+            return torch.full(batch.responses.shape, ClipFlag.UNKNOWN, dtype=torch.uint8)
+        if not isinstance(flags, Tensor) or flags.shape != batch.responses.shape or flags.dtype not in _FLAG_TYPES:
+            tokens = f"a bool tensor [{len(batch.responses)}], true where the gradient is cut"
+            raise self.refused(f"returned as second value something else than {tokens}")
+        if flags.dtype == torch.uint8:
+            if bool((flags >= len(ClipFlag)).any()):
+                raise self.refused(f"returned {int(flags.max())} as ClipFlag; must be below {len(ClipFlag)}")
+            return flags
+        side = torch.where(batch.ratios.detach() > 1.0, int(ClipFlag.CLIP_HIGH), int(ClipFlag.CLIP_LOW))
+        return torch.where(flags, side, int(ClipFlag.NONE)).to(torch.uint8)
+
+
+@dataclass(frozen=True)
+class OwnAdvantages(Own):
+    """An estimator of advantages."""
+
+    def advantages(self, batch: AdvantageBatch) -> Tensor:
+        """Call the function; returns the advantages [n] float32. UserError for anything else that it returns."""
+        tokens, responses = len(batch.responses), len(batch.response_lengths)
+        of = {responses: "one for each response", tokens: "an advantage for each token"}
+        found = self._numbers(self._called(batch), of)
+        return self._finite(found if len(found) == tokens else batch.of_tokens(found), batch)
+
+
+@dataclass(frozen=True)
+class OwnEstimator(Own):
+    """An estimator of KL(policy || reference)."""
+
+    def estimate(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        """Call the function; returns the KL of each token, [n] float32, nats. UserError for anything else."""
+        found = self._called(logprobs, ref_logprobs)
+        return self._finite(self._numbers(found, {len(logprobs): "a KL for each token, in nats"}))
+
+
+@dataclass(frozen=True)
+class OwnPlacement(Own):
+    """A placement of scores on tokens."""
+
+    def place(self, batch: ScoreBatch) -> Tensor:
+        """Call the function; returns the rewards before the KL penalty, [n] float64. UserError as above."""
+        of = {len(batch.responses): "a reward for each token"}
+        found = self._called(batch)
+        if isinstance(found, Tensor) and found.dtype == torch.float32:
+            found = found.to(torch.float64)
+        return self._finite(self._numbers(found, of, torch.float64), batch)

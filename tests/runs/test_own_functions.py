@@ -1,0 +1,180 @@
+"""A run with functions of the user's: recorded, replayed, rerun, forked, put in a grid and reported as any other."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ppo_repro.base.watcher import Silent
+from ppo_repro.checks.replay import STAGES, lines, recompute
+from ppo_repro.config.files import load_config
+from ppo_repro.config.run import RunConfig
+from ppo_repro.records import manifest, reader
+from tests.grids.small_grids import grid_file
+from tests.support.cli import Cli, one_line
+from tests.support.language import fork, rerun, run
+from tests.support.paths import TINY
+
+SMALLEST = ("model.warm_start_steps=4", "layout.update_micro_batch=2", "ppo.minibatch_size=5")
+# as ppo.objectives.Clip, ppo.advantages.gae, ppo.kl.k1 and ppo.rewards.place_scores compute them
+OWN = """
+import torch
+from ppo_repro.ppo.objectives import ClipFlag
+
+def loss(batch, low, high=0.2):
+    r, a = batch.ratios, batch.advantages
+    above, below = r > torch.tensor(1.0 + high), r < torch.tensor(1.0 - low)
+    flags = torch.zeros(r.shape, dtype=torch.uint8)
+    flags[above & (a > 0)], flags[below & (a < 0)] = ClipFlag.CLIP_HIGH, ClipFlag.CLIP_LOW
+    flags[above & (a < 0)], flags[below & (a > 0)] = ClipFlag.WRONG_HIGH, ClipFlag.WRONG_LOW
+    cut = (flags == ClipFlag.CLIP_HIGH) | (flags == ClipFlag.CLIP_LOW)
+    bounded = r.detach().clamp(torch.tensor(1.0 - low), torch.tensor(1.0 + high))
+    return -(torch.where(cut, bounded, r) * a), flags
+
+def gae(batch, decay):
+    found, running = [], 0.0
+    for t in reversed(range(len(batch.rewards))):
+        is_last = bool(batch.positions[t] + 1 == batch.lengths[t])
+        after, running = (torch.zeros(()), torch.zeros(())) if is_last else (batch.values[t + 1], running)
+        running = (batch.rewards[t] + after * 1.0) - batch.values[t] + running * decay
+        found.append(running)
+    return torch.stack(found[::-1])
+
+def k1(logprobs, ref_logprobs):
+    return logprobs - ref_logprobs
+
+def last(batch):
+    return torch.where(batch.positions + 1 == batch.lengths, batch.of_tokens(batch.scores), 0.0)
+"""
+
+
+def own(folder: Path) -> tuple[str, ...]:
+    """Overrides that put functions which equal the package's in place of them."""
+    (folder / "own.py").write_text(OWN)
+    path = f"kind: function, path: {folder}/own.py"
+    return (
+        f"ppo.objective={{{path}:loss, parameters: {{low: 0.2}}}}",
+        f"advantages={{{path}:gae, parameters: {{decay: 0.95}}, whiten: full}}",
+        f"kl.estimator={{{path}:k1}}",
+        f"reward.placement={{{path}:last}}",
+    )
+
+
+def config(*overrides: str) -> RunConfig:
+    return load_config(TINY, [*SMALLEST, *overrides])
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("own")
+    return run(config(*own(folder)), folder, Silent())[0]
+
+
+def test_functions_that_equal_the_packages_give_its_fingerprint(recorded: Path, tmp_path: Path) -> None:
+    built_in = run(config(), tmp_path, Silent())[0]
+    assert manifest.load(recorded).fingerprint == manifest.load(built_in).fingerprint
+    flags = reader.read_updates(recorded, columns=["clip_flag"])["clip_flag"].unique()
+    assert len(flags) > 1, "some tokens are cut"
+    other = run(config(*own(tmp_path), "ppo.objective.parameters.low=0.1"), tmp_path, Silent())[0]
+    assert manifest.load(other).fingerprint != manifest.load(built_in).fingerprint, "the negative control"
+
+
+def test_replay_rerun_and_fork_take_the_copy_in_the_run(recorded: Path, tmp_path: Path) -> None:
+    run_dir = Path(shutil.copytree(recorded, tmp_path / "run"))
+    (recorded.parents[1] / "own.py").unlink()
+    found = recompute(run_dir, STAGES)
+    assert found.difference is None, lines(found)
+    assert rerun(run_dir, Silent()).difference is None
+    forked = fork(run_dir, tmp_path, None, "ppo.iterations=3", "ppo.objective.parameters.high=0.3")
+    assert recompute(forked, STAGES).difference is None
+    assert (forked / "inputs" / "own.py").read_bytes() == (run_dir / "inputs" / "own.py").read_bytes()
+
+
+def refused(cli: Cli, folder: Path, text: str, *more: str) -> tuple[str, Path]:
+    """The error line of a run with this file as objective, behind the field and the file; and the folder of runs."""
+    (folder / "own.py").write_text(text)
+    objective = f"{{kind: function, path: {folder}/own.py:loss}}"
+    sets = [part for one in (*SMALLEST, f"ppo.objective={objective}") for part in ("--set", one)]
+    code, _, err = cli("run", TINY, *sets, *more, "--out", folder / "runs")
+    assert code == 2
+    return one_line(err).removeprefix(f"error: ppo.objective.path: {folder}/own.py"), folder / "runs"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("def loss(b): return -b.ratios / len(b.ratios)", ":1: loss depends on the layout. micro batch 1: l"),
+        ("def loss(batch, beta): return 1", ":1: loss cannot be called (missing a required argument: 'beta')"),
+        ("import torch\ndef loss(batch):\n  return 1 / 0", ":3: loss raised ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_the_trial_refuses_leaves_no_run(cli: Cli, tmp_path: Path, text: str, line: str) -> None:
+    found, runs = refused(cli, tmp_path, text)
+    assert found.startswith(line) and not list(runs.rglob("manifest.json"))
+
+
+LATE = """
+calls = []
+
+def loss(batch):
+    calls.append(0)
+    if len(batch.advantages) and len(calls) > {limit}:
+        {late}
+    return -batch.ratios * batch.advantages
+"""
+
+
+@pytest.mark.parametrize(
+    ("late", "line"),
+    [
+        ("raise ValueError('late')", ":7: loss raised ValueError: late"),
+        ("return batch.ratios * float('nan')", ":4: loss returned nan at response "),
+        ("return batch.ratios[:-1]", ":4: loss returned a tensor ["),
+    ],
+)
+def test_what_goes_wrong_later_keeps_the_complete_iterations(cli: Cli, tmp_path: Path, late: str, line: str) -> None:
+    """--unchecked counts no call before the first update: an iteration has 2 epochs of 3 minibatches of 3 parts."""
+    found, runs = refused(cli, tmp_path, LATE.format(limit=20, late=late), "--unchecked")
+    assert found.startswith(line)
+    (run_dir,) = (path.parent for path in runs.rglob("manifest.json"))
+    left = manifest.load(run_dir)
+    assert (left.status, left.num_iterations) == ("failed", 1)
+    assert "checked: false" in (run_dir / "config.yaml").read_text()
+
+
+def test_rerun_finds_a_function_that_depends_on_more_than_its_batch(cli: Cli, tmp_path: Path) -> None:
+    """After as many calls as the trial makes, which a run has behind it and every process alike."""
+    (tmp_path / "own.py").write_text(
+        "import os, time\n\ndef loss(batch):\n    return -batch.ratios * batch.advantages * (1 + time.time_ns() % 97)\n"
+    )
+    objective = f"ppo.objective={{kind: function, path: {tmp_path}/own.py:loss, checked: false}}"
+    run_dir = run(config(objective), tmp_path, Silent())[0]
+    code, out, err = cli("rerun", run_dir)
+    assert code == 1 and "table updates, iteration 0, column" in out + err
+
+
+def test_a_wrong_path_or_parameter_is_one_line(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def loss(batch): return batch.ratios")
+    for value, expected in (
+        ("path: own.txt:loss", "must be FILE.py:NAME, with the name of a function or class in the file"),
+        (f"path: {tmp_path}/no.py:loss", "there is no file"),
+        (f"path: {tmp_path}/own.py:lose", "has no lose"),
+        (f"path: {tmp_path}/own.py:loss, parameters: {{low: 0.1}}", "got an unexpected keyword argument 'low'"),
+    ):
+        code, _, err = cli("run", TINY, "--set", f"ppo.objective={{kind: function, {value}}}", "--out", tmp_path)
+        assert code == 2 and expected in one_line(err)
+
+
+@pytest.mark.slow
+def test_a_grid_of_three_functions_has_its_page(cli: Cli, tmp_path: Path) -> None:
+    text = "def {0}(batch, scale=1.0):\n    return -batch.ratios * batch.advantages * scale * {1}\n"
+    (tmp_path / "own.py").write_text("\n".join(text.format(name, n) for n, name in enumerate("abc", 1)))
+    own = {name: {"ppo.objective": {"kind": "function", "path": f"own.py:{name}"}} for name in "abc"}
+    file = grid_file(tmp_path, {"objective": own}, [1], **{"model.warm_start_steps": 4})
+    code, _, err = cli("grid", file, "--out", tmp_path / "runs")
+    assert code == 0, err
+    code, _, err = cli("report", tmp_path / "runs" / "g")
+    page = (tmp_path / "runs" / "g" / "report.html").read_text()
+    assert code == 0 and all(f"objective={name}" in page or f">{name}<" in page for name in "abc"), err

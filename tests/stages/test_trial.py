@@ -1,0 +1,157 @@
+"""The user's functions: what the trial before a run lets through, and what it refuses with one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ppo_repro.base.errors import UserError
+from ppo_repro.config.run import RunConfig
+from ppo_repro.stages.functions import load_functions
+from ppo_repro.stages.trial import try_functions
+from tests.support.runs import small_config
+
+HEAD = "import torch\nfrom ppo_repro.numerics import exp, log, sigmoid, softplus, sqrt, tanh\n\n"
+
+
+def tried(folder: Path, body: str, *overrides: str, head: str = HEAD, signature: str = "b") -> RunConfig:
+    """Load and try `def loss(b): BODY`."""
+    (folder / "own.py").write_text(f"{head}def loss({signature}):\n    {body}\n")
+    own = f"{{kind: function, path: {folder}/own.py:loss}}"
+    config = small_config(f"ppo.objective={own}", *overrides)
+    try_functions(config, load_functions(config))
+    return config
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return -b.ratios * b.advantages",
+        "return -b.new_logprobs * b.advantages + 0.1 * b.entropies",
+        "return -exp(b.response_means(b.new_logprobs - b.anchor_logprobs)) * b.response_means(b.advantages)",
+        "return -b.of_tokens(b.response_sums(b.new_logprobs)) * b.advantages",
+        "x = (b.ratios - 1).clamp(-5, 5); return x**2 - sigmoid(x) * b.advantages + softplus(x) + tanh(x)",
+        "x = b.ratios.clamp(0.1, 9); return -log(x) * b.advantages + sqrt(x)",
+        "cut = (b.ratios > 1.2) & (b.advantages > 0); return -torch.where(cut, 1.2, b.ratios) * b.advantages, cut",
+        "return -b.ratios * b.advantages * torch.where(b.positions == 0, 2.0, 1.0) / b.lengths",
+    ],
+)
+def test_a_loss_of_each_response_alone_passes(tmp_path: Path, body: str) -> None:
+    tried(tmp_path, body, "ppo.ratio_anchor=old")
+    tried(tmp_path, body, "numerics.mode=native")
+
+
+REFUSED = [
+    ("return -b.ratios * b.advantages / len(b.ratios)", r"depends on the layout\. micro batch 1: loss differs at \d+"),
+    ("return -b.ratios * (b.advantages - b.advantages.mean())", r"depends on the layout\. micro batch 1: loss"),
+    ("return -b.ratios * b.ratios.detach().max()", r"depends on the layout\. micro batch 1: loss differs at \d+"),
+    (
+        "y = b.advantages * b.ratios.sum(); return y - y.detach() + b.advantages",
+        r"depends on the layout\. micro batch 1: gradient differs at \d+ tokens, first \S+ instead of \S+ at response",
+    ),
+    ("return -b.ratios * b.responses.unique().numel()", r"depends on the layout\. micro batch 1"),
+    ("return -b.ratios * (b.responses == b.responses[-1])", r"depends on the layout\. micro batch 1"),
+    ("return -b.ratios * torch.rand(())", r"gives two results for one batch, loss differs at"),
+    ("calls.append(0); return b.ratios * len(calls)", r"gives two results for one batch"),
+    ("b.advantages.clamp_(min=0); return -b.ratios * b.advantages", r"changes advantages in place"),
+    ("return -b.advantages", r"returned a loss without a gradient; it must depend on new_logprobs or entropies"),
+    ("return b.ratios**2", r"returned inf at response \d, position \d+; must be finite \(log-ratio 100, adv"),
+    (
+        "return -torch.exp(b.new_logprobs - b.anchor_logprobs) * b.advantages",
+        r"returned -?(inf|nan) at response \d, position \d+; must be finite \(log-ratio 100, advantage 0.001\); ",
+    ),
+    (
+        "return -torch.exp((b.new_logprobs - b.anchor_logprobs).clamp(-9, 9)) * b.advantages",
+        r"calls torch's exp: its bits differ between machines; take ppo_repro\.numerics\.exp",
+    ),
+    ("return -(torch.stack([b.ratios, b.ratios]).sum(0)) * b.advantages", r"calls torch's sum: its bits differ"),
+    ("return -(b.ratios.double() ** 0.5).float()", r"calls torch's pow: .*take x \* x"),
+    ("return -(b.ratios * b.advantages).mean()", r"returned a tensor \[\] float32; must be a float32 tensor \[\d+\]"),
+    ("return (b.ratios * b.advantages).double()", r"returned a tensor \[\d+\] float64; must be a float32 tensor"),
+    ("return (b.ratios * b.advantages)[1:]", r"returned a tensor \[\d+\] float32; must be a float32 tensor \[\d+\], a"),
+    ("return None", r"returned a NoneType; must be a float32 tensor"),
+    ("return b.ratios, b.ratios", r"returned as second value something else than a bool tensor \[\d+\]"),
+    ("return b.ratios, b.ratios > 1, 3", r"returned 3 values; must return the loss, or loss and cut tokens"),
+    ("return b.ratios, torch.full_like(b.ratios, 77).byte()", r"returned 77 as ClipFlag; must be below 11"),
+    ("return b.ratios * float('nan')", r"returned nan at response 0, position 0 and \d+ more tokens; must be finite"),
+    ("return b.ratio", r"raised AttributeError: 'ObjectiveBatch' object has no attribute 'ratio'"),
+    (
+        "return sqrt(b.ratios - b.ratios.detach()) - b.advantages",
+        r"has a gradient in new_logprobs that is not finite at response 0, position 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), REFUSED)
+def test_what_it_must_refuse_is_one_line_with_file_and_line(tmp_path: Path, body: str, message: str) -> None:
+    with pytest.raises(UserError, match=rf"^ppo\.objective\.path: {tmp_path}/own\.py:[5678]: loss {message}") as caught:
+        tried(tmp_path, body, head=f"{HEAD}calls = []\n")
+    assert str(caught.value).isprintable()
+
+
+def test_an_unchecked_function_runs_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def loss(b): return -b.ratios / len(b.ratios)")
+    config = small_config(f"ppo.objective={{kind: function, path: {tmp_path}/own.py:loss, checked: false}}")
+    try_functions(config, load_functions(config))
+
+
+def test_native_numerics_have_a_tolerance_and_any_operation(tmp_path: Path) -> None:
+    body = "return -torch.exp((b.new_logprobs - b.anchor_logprobs).clamp(-9, 9)) * b.advantages"
+    tried(tmp_path, body, "numerics.mode=native")
+    with pytest.raises(UserError, match="depends on the layout"):
+        tried(tmp_path, "return -b.ratios / len(b.ratios)", "numerics.mode=native")
+
+
+FIELDS = {"advantages": "f(b)", "kl.estimator": "f(p, q)", "reward.placement": "f(b)"}
+
+
+def tried_as(field: str, folder: Path, body: str, *overrides: str) -> None:
+    (folder / "own.py").write_text(f"{HEAD}calls = []\ndef {FIELDS[field]}:\n    {body}\n")
+    config = small_config(*overrides, f"{field}={{kind: function, path: {folder}/own.py:f}}")
+    try_functions(config, load_functions(config))
+
+
+KL_IN_LOSS = "kl={placement: loss}"
+OTHERS = [
+    ("advantages", "return b.rewards - b.values"),
+    ("advantages", "x = b.scores; return ((b.group_sizes * x - b.group_sums(x)) / 2).float()"),
+    ("advantages", "return b.of_tokens(b.scores.float())"),
+    ("kl.estimator", "x = (q - p).clamp(max=60.0); return exp(x) - 1 - x"),
+    ("reward.placement", "return b.of_tokens(b.scores) / b.lengths"),
+    ("reward.placement", "return torch.where(b.positions + 1 == b.lengths, b.of_tokens(b.scores).float(), -0.01)"),
+]
+
+
+@pytest.mark.parametrize(("field", "body"), OTHERS)
+def test_other_functions_pass_too(tmp_path: Path, field: str, body: str) -> None:
+    tried_as(field, tmp_path, body)
+    if field == "kl.estimator":
+        tried_as(field, tmp_path, body, KL_IN_LOSS)
+
+
+@pytest.mark.parametrize(
+    ("field", "body", "message"),
+    [
+        ("advantages", "return b.rewards - b.rewards.mean()", "calls torch's mean: its bits differ between machines"),
+        ("advantages", "return b.rewards * torch.rand(())", "gives two results for one batch"),
+        ("advantages", "calls.append(0); return b.rewards * len(calls)", "gives two results for one batch"),
+        ("advantages", "b.rewards.add_(1); return b.rewards", "changes rewards in place"),
+        ("advantages", "return b.rewards / (b.rewards - 1).abs()", "returned inf at response 0, position 0 and"),
+        ("advantages", "return b.rewards.tolist()", "returned a list; must be a float32 tensor"),
+        ("advantages", "return b.rewards.repeat(2)", r"returned a tensor \[\d+\] float32; must be a float32 tensor"),
+        ("kl.estimator", "return p - q.mean()", "depends on the layout. micro batch 1: loss differs"),
+        ("kl.estimator", "return (q - p).exp() - 1", "returned inf and 0 more|returned inf; must be finite"),
+        ("reward.placement", "return b.scores", r"returned a tensor \[7\] float64; must be a float64 tensor \[\d+\]"),
+        ("reward.placement", "return b.of_tokens(b.scores).half()", r"returned a tensor \[\d+\] float16; must be"),
+    ],
+)
+def test_what_is_wrong_in_them_is_one_line(tmp_path: Path, field: str, body: str, message: str) -> None:
+    with pytest.raises(UserError, match=rf"^{field}\.path: {tmp_path}/own\.py:5: f (?:{message})"):
+        tried_as(field, tmp_path, body)
+
+
+def test_a_divergence_without_a_gradient_is_refused_in_the_loss_alone(tmp_path: Path) -> None:
+    tried_as("kl.estimator", tmp_path, "return (p - q).detach()")
+    with pytest.raises(UserError, match="without a gradient"):
+        tried_as("kl.estimator", tmp_path, "return (p - q).detach()", KL_IN_LOSS)

@@ -50,7 +50,8 @@ def gradients(model: PreTrainedModel, rows: Sequence[Sequence[int]], micro: int,
 def test_gradients_in_grad_do_not_depend_on_the_layout(architecture: str) -> None:
     model = ppo_repro.deterministic(source_model(architecture), threads=1)
     expected = gradients(model, ROWS, len(ROWS), "right", 0)
-    assert len(expected) == sum(p.numel() for p in model.parameters()) and bool((expected != 0).any())
+    assert len(expected) == sum(p.numel() for p in model.parameters())
+    assert bool((expected != 0).any())
     for layout in LAYOUTS:
         assert unequal(gradients(model, ROWS, *layout), expected) == 0, layout
     # the control: in another order of sequences the same terms are rounded otherwise
@@ -85,21 +86,24 @@ def test_gradients_go_on_from_grad_and_zeroing_begins_anew() -> None:
     halved = backward(last)
     for parameter, part in zip(model.parameters(), half.split([p.numel() for p in model.parameters()]), strict=True):
         parameter.grad = 0.5 * part.view(parameter.shape)
-    assert unequal(backward(last), halved) == 0 and unequal(halved, whole) > 0
+    assert unequal(backward(last), halved) == 0
+    assert unequal(halved, whole) > 0
 
 
 def test_frozen_parameters_take_no_gradient() -> None:
     model = ppo_repro.deterministic(source_model("llama"))
     model.model.requires_grad_(False)
     model(**batch(ROWS, "right")).loss.backward()
-    assert model.lm_head.weight.grad is not None and model.model.norm.weight.grad is None
+    assert model.lm_head.weight.grad is not None
+    assert model.model.norm.weight.grad is None
     model.requires_grad_(False)
     assert not model(**batch(ROWS, "right")).loss.requires_grad
     model.requires_grad_(True)
     model.lm_head.requires_grad_(False)
     model.zero_grad()
     model(**batch(ROWS, "right")).loss.backward()
-    assert model.lm_head.weight.grad is None and model.model.norm.weight.grad is not None
+    assert model.lm_head.weight.grad is None
+    assert model.model.norm.weight.grad is not None
 
 
 def _hook(*_: object) -> None:
@@ -177,7 +181,8 @@ def test_generate_and_logprobs_agree_on_every_bit_and_no_slot_shows() -> None:
     responses = ppo_repro.generate(model, ROWS, sampling)
     for slots in (1, 3):
         for a, b in zip(ppo_repro.generate(model, ROWS, sampling, slots=slots), responses, strict=True):
-            assert a.response_ids == b.response_ids and unequal(a.logprobs, b.logprobs) == 0
+            assert a.response_ids == b.response_ids
+            assert unequal(a.logprobs, b.logprobs) == 0
     rows = [[*r.prompt_ids, *r.response_ids] for r in responses]
     tensors = batch(rows, "left")
     found = ppo_repro.logprobs(model, tensors["input_ids"], tensors["attention_mask"], temperature=0.7)
@@ -210,7 +215,8 @@ def test_a_model_computes_with_the_weights_that_it_has(change: Callable[[PreTrai
     change(model)
     stock.load_state_dict(model.state_dict())
     after = model(ROW).logits
-    assert unequal(after, ppo_repro.deterministic(stock)(ROW).logits) == 0 and unequal(after, before) > 0
+    assert unequal(after, ppo_repro.deterministic(stock)(ROW).logits) == 0
+    assert unequal(after, before) > 0
 
 
 def test_a_step_before_the_backward_pass_is_refused() -> None:

@@ -31,14 +31,16 @@ def test_the_example_of_each_name_runs(name: str, deterministic_run: Path, tmp_p
     (example,) = (e for e in doctest.DocTestFinder(recurse=False).find(function, name, globs=names) if e.examples)
     assert "import ppo_repro" in example.examples[0].source or "ppo_repro" in example.examples[0].source
     found = doctest.DocTestRunner().run(example)
-    assert found.attempted >= 2 and not found.failed
+    assert found.attempted >= 2
+    assert not found.failed
 
 
 def test_the_example_of_the_readme_runs(deterministic_run: Path) -> None:
     """On the policy of a small run in place of SmolLM2; its last line compares every log-prob."""
     text = (ROOT / "ppo_repro" / "library" / "README.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
-    assert example.count('"models/smollm2"') == 1 and example.rstrip().splitlines()[-1].startswith("assert ")
+    assert example.count('"models/smollm2"') == 1
+    assert example.rstrip().splitlines()[-1].startswith("assert ")
     names: dict[str, Any] = {}
     exec(example.replace("models/smollm2", str(deterministic_run / "checkpoints" / "final")), names)
     assert all(bool(p.grad.abs().sum() > 0) for p in names["model"].parameters())
@@ -51,4 +53,5 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert done.stdout.strip() == "set()"
     used = code.replace("dir(ppo_repro)", "ppo_repro.open_run")  # the control: the names are found by a real import
     done = subprocess.run([sys.executable, "-c", used], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert "pandas" in done.stdout and "torch" not in done.stdout
+    assert "pandas" in done.stdout
+    assert "torch" not in done.stdout

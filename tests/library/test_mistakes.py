@@ -49,4 +49,6 @@ def test_a_mistake_is_one_line(message: str, tmp_path: Path, monkeypatch: pytest
     model = ppo_repro.deterministic(stock())
     with pytest.raises(ppo_repro.UserError, match=message) as error:
         CALLS[message](model)
-    assert "\n" not in str(error.value) and len(str(error.value)) < 300 and list(tmp_path.iterdir()) == []
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 300
+    assert list(tmp_path.iterdir()) == []

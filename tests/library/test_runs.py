@@ -46,7 +46,9 @@ def graded(prompt, response, answer):
 
 def test_a_run_opened_in_python_is_what_the_records_say(deterministic_run: Path) -> None:
     run = ppo_repro.open_run(str(deterministic_run))
-    assert run.status == "complete" and run.num_iterations == 3 and run.config.seed == 7
+    assert run.status == "complete"
+    assert run.num_iterations == 3
+    assert run.config.seed == 7
     assert len(run.table("tokens", iterations=[1])) == len(run.table("tokens").query("iteration == 1"))
     assert set(run.table("evaluations")["iteration"]) == {0, 2, 3}
     assert run.final["eval_accuracy"] == run.table("evaluations").query("iteration == 3")["is_correct"].mean()
@@ -90,10 +92,12 @@ def test_training_from_a_notebook_is_shown_and_recorded_and_can_be_executed_agai
 
 def test_overrides_are_a_dict_or_texts_for_a_file_and_for_a_tree(tmp_path: Path) -> None:
     tree = ppo_repro.train(TINY, overrides={"ppo.iterations": 1, "rollout.stop": ["x"]}, out=tmp_path).config
-    assert tree.ppo.iterations == 1 and tree.rollout.stop == ("x",)
+    assert tree.ppo.iterations == 1
+    assert tree.rollout.stop == ("x",)
     given = tree.model_dump(mode="json")
     run = ppo_repro.train(given, overrides=["seed=5"], out=tmp_path)
-    assert run.config.seed == 5 and given["seed"] == tree.seed, "the caller's dict stays"
+    assert run.config.seed == 5, "the caller's dict stays"
+    assert given["seed"] == tree.seed, "the caller's dict stays"
 
 
 INSIDE = "def closure():\n    bonus = 1.0\n    def inner(a, b, c):\n        return bonus\n    return inner\n"
@@ -118,5 +122,6 @@ def test_a_dict_that_pyyaml_read_has_its_numbers(tmp_path: Path) -> None:
     assert tree["value"]["learning_rate"] == "1e-3", "what PyYAML makes of it"
     few = {"ppo.iterations": 1, "ppo.epochs": 1, "model.warm_start_steps": 0, "ppo.learning_rate": "2E-4"}
     config = ppo_repro.train(tree, overrides=few, out=tmp_path).config
-    assert isinstance(config, RunConfig) and isinstance(config.value, SeparateValue)
+    assert isinstance(config, RunConfig)
+    assert isinstance(config.value, SeparateValue)
     assert (config.value.learning_rate, config.ppo.learning_rate) == (1e-3, 2e-4)

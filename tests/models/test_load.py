@@ -180,7 +180,8 @@ def test_an_odd_folder_is_refused_in_one_line(case: str, folder: Path) -> None:
     damage(folder)
     with pytest.raises(UserError, match=rf"^model\.path = \S+: .*{message}") as refused:
         load_folder(folder)
-    assert len(str(refused.value)) < 700 and "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 700
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("end", ["x", VOCAB, -1, [1, None, 2.5]])

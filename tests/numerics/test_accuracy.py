@@ -88,5 +88,6 @@ def test_a_model_in_bfloat16_fails_every_bound(architecture: str) -> None:
         wrong += found.greedy.wrong
         assert min(found.logprobs.ratio("rms"), found.logprobs.ratio("largest")) > 100 * OUTLIERS
         gradients = compare_gradients(model, text, CONTEXT, rounded(model))
-        assert gradients.ratio() > 100 * WORST and typical(parameter_ratios(gradients)) > 100 * OUTLIERS
+        assert gradients.ratio() > 100 * WORST
+        assert typical(parameter_ratios(gradients)) > 100 * OUTLIERS
     assert wrong > 0

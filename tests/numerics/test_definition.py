@@ -95,7 +95,8 @@ def test_every_rule_of_the_readme_names_functions_of_the_definition() -> None:
         1:
     ]
     named = [re.findall(r"\[`(\w+)`\]\(definition/(\w+)\.py\)", rule) for rule in rules]
-    assert len(named) == 9 and all(named)
+    assert len(named) == 9
+    assert all(named)
     assert {f"{file}.{function}" for rule in named for function, file in rule} <= DEFINED.keys()
 
 

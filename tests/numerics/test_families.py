@@ -73,7 +73,8 @@ def test_a_lowered_model_keeps_modules_parameters_and_what_its_class_computes(
         found = policy_logits(lowered, lay_out([ids[:1]], [[*ids[1:], 0]]))
     assert unequal(found, expected) > 0, "the kernels computed nothing"
     after = dict(lowered.named_parameters(remove_duplicate=False))
-    assert list(after) == list(before) and all(after[name] is before[name] for name in before)
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
     assert [type(m) for m in lowered.modules()] == modules
     assert weights_digest(lowered.named_parameters()) == digest
     lowered.save_pretrained(tmp_path)

@@ -120,7 +120,8 @@ def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(bad: float) 
     adam = AdamW({name: torch.from_numpy(p) for name, p in weights.items()})
     with pytest.raises(NumericsError, match=r"the gradient of layer\.weight is not finite"):
         adam.apply(SETTINGS, {n: torch.from_numpy(g) for n, g in gradients.items()})
-    assert all((p == 1).all() for p in weights.values()) and adam.steps == 0
+    assert all((p == 1).all() for p in weights.values())
+    assert adam.steps == 0
     assert not any(m.any() for m in (*adam.first.values(), *adam.second.values()))
 
 

@@ -64,7 +64,8 @@ def test_statistics_and_their_gradient(drawn: tuple[int, int, int, str], tempera
     seeds = torch.randn(2, len(z), generator=seeded(drawn[2] + 3)) * (torch.arange(len(z)) > 0)  # the first row's: 0
     torch.autograd.backward(found, tuple(seeds))
     arguments = z.detach().numpy(), targets.numpy(), temperature, array(eligible), *seeds.numpy()
-    assert z.grad is not None and same(z.grad, definition.statistics_gradient(*arguments))
+    assert z.grad is not None
+    assert same(z.grad, definition.statistics_gradient(*arguments))
 
 
 @given(rows, temperatures, st.booleans(), st.sampled_from([0.0, 0.1, 3.0]))
@@ -79,7 +80,8 @@ def test_divergence_and_its_gradient(
     assert same(found, definition.divergence(*arguments))
     seed = torch.randn(len(z), generator=seeded(drawn[2] + 3))
     found.backward(seed)
-    assert z.grad is not None and same(z.grad, definition.divergence_gradient(*arguments, seed.numpy()))
+    assert z.grad is not None
+    assert same(z.grad, definition.divergence_gradient(*arguments, seed.numpy()))
 
 
 @given(rows, st.sampled_from([0, 1, 5, 40]), st.sampled_from([0.0, 0.5, 0.9, 1.0]))
@@ -88,9 +90,11 @@ def test_kept_tokens(drawn: tuple[int, int, int, str], top_k: int, top_p: float)
     found = tokens.cut_tokens(z, top_k, top_p)
     rows = [sampling.cut(row, top_k, top_p) for row in z.numpy()]
     assert all(same(a, np.stack(b)) for a, b in zip(found, zip(*rows, strict=True), strict=True))
-    assert found[0].any(-1).all() and (found[1][found[0]] < (top_k or z.shape[1])).all()
+    assert found[0].any(-1).all()
+    assert (found[1][found[0]] < (top_k or z.shape[1])).all()
     if top_p == 1.0 and (top_k == 0 or top_k >= z.shape[1]):
-        assert found[0].all() and (found[2] == 0).all()
+        assert found[0].all()
+        assert (found[2] == 0).all()
 
 
 @given(rows, temperatures, st.booleans())

@@ -30,7 +30,8 @@ def test_clip_range_and_penalty_stay_in_their_bounds(kls: list[float], first: fl
     for kl in (*kls, *[0.0] * 1200):  # more halvings than float64 has
         clip_range = adaptive_clip_range(clip_range, kl, 0.01, 0.02, 0.5)
         penalty = adaptive_penalty_coef(penalty, kl, 0.01, first)
-        assert 0.02 <= clip_range <= 0.5 and first / 2**20 <= penalty <= first * 2**20
+        assert 0.02 <= clip_range <= 0.5
+        assert first / 2**20 <= penalty <= first * 2**20
     for _ in range(1200):
         penalty = adaptive_penalty_coef(penalty, 1.0, 0.01, first)
     assert penalty == first * 2**20, "it comes back from its lower bound, and ends at the upper one"
@@ -47,7 +48,8 @@ def test_return_statistics_are_of_all_returns_together_in_any_order(parts: list[
         found, shuffled = found.joined(part), shuffled.joined(random.sample(part, len(part)))
     everything = [x for part in parts for x in part]
     # a few float64 roundings per update, of numbers up to 125
-    assert found == shuffled and found.count == len(everything)
+    assert found == shuffled
+    assert found.count == len(everything)
     assert found.mean == pytest.approx(fmean(everything), abs=1e-11)
     assert found.scale == pytest.approx(max(pstdev(everything), 1e-4), rel=1e-9, abs=1e-9)
 

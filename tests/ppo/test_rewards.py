@@ -37,7 +37,8 @@ def test_placements_and_charges_by_hand() -> None:
         "last_mean": [0, 0, tensor([7 / 3]).item(), 8],
     }
     rewards = token_rewards(place_scores(scores, lengths, words, "last"), penalties)
-    assert rewards.tolist() == [-1.0, -2.0, 2.0, -9.0] and rewards.dtype == torch.float32
+    assert rewards.tolist() == [-1.0, -2.0, 2.0, -9.0]
+    assert rewards.dtype == torch.float32
     assert penalties.tolist() == [1, 2, 4, 8], "what is recorded elsewhere must not change"
 
 

@@ -120,13 +120,27 @@ def greedy(deterministic: Scores, stock: Scores, reference: Scores) -> Greedy:
     return Greedy(len(gap), *(int(c.sum()) for c in counts))
 
 
+def by_expert(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Split the matrices [E, outputs, inputs] of mixtures: the largest gradient of all would hide a rare expert."""
+    found: dict[str, Tensor] = {}
+    for name, gradient in gradients.items():
+        experts = {f"{name}.{e}": expert for e, expert in enumerate(gradient)} if gradient.dim() == 3 else {}
+        found |= experts or {name: gradient}
+    return found
+
+
+def relative(found: Tensor, reference: Tensor) -> float:
+    """max |g - g64| / max |g64|; 0 if both are all zeros."""
+    distance = (found.to(torch.float64) - reference).abs().max()
+    return float(distance / reference.abs().max()) if distance else 0.0
+
+
 def gradient_errors(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
-    """max |g - g64| / max |g64| of each parameter; ValueError unless both have the same parameters."""
+    """The relative error of each parameter, and of each expert; ValueError unless both have the same parameters."""
     if found.keys() != reference.keys():
         raise ValueError(f"parameters of one side only: {sorted(found.keys() ^ reference.keys())}")
-    return {
-        name: float((found[name].to(torch.float64) - g).abs().max() / g.abs().max()) for name, g in reference.items()
-    }
+    parts = by_expert(found)
+    return {name: relative(parts[name], gradient) for name, gradient in by_expert(reference).items()}
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,11 @@ def test_a_fifo_is_refused_where_a_file_is_wanted(
     )
     given: list[tuple[str | Path, ...]] = [(command, fifo) for command in CONFIGURED]
     given += [(command, run_dir) for command in RECORDED if command != "view"]  # it shows the other runs
-    for arguments in (*given, ("dpo", dpo), ("run", TINY, "--set", f"task={{kind: jsonl, path: {fifo}}}")):
+    for arguments in (
+        *given,
+        ("dpo", dpo),
+        ("run", TINY, "--set", f"task={{kind: jsonl, path: {fifo}, num_eval_prompts: 1}}"),
+    ):
         code, _, err = cli(*arguments)
         assert code == 2, arguments
         assert "it is no regular file" in one_line(err), arguments

@@ -135,6 +135,8 @@ def _rows(
     if smaller > 1:
         sd = float((b - a).std(ddof=1)) if paired else math.sqrt((float(a.var(ddof=1)) + float(b.var(ddof=1))) / 2)
     effect = detectable(sd, smaller, paired=paired, alpha=alpha)
+    if paired and effect > 0 and 2.0 ** (1 - smaller) > alpha:
+        effect = math.inf  # sign changes of n pairs never reach alpha: their smallest p is 2 / 2**n
     return [
         *rows,
         Row("outcome", f"{metric}.detectable", effect, smaller, "found with probability 0.8, spread as here"),

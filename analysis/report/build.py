@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from analysis.report.facts import read_facts
+from analysis.report.pair_page import pair_page
 from analysis.report.run_page import dpo_page, run_page
-from analysis.report.several_pages import grid_page, pair_page
+from analysis.report.runs_page import runs_page
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write, require_ours
 from ppo_repro.config.files import DPO
@@ -37,7 +38,7 @@ def write_report(targets: Sequence[Path], out: Path | None, responses: int | Non
         text = page_of(targets[0], responses)
     else:
         _require_no_tokens(responses, "a grid")
-        text = grid_page(targets[0], path.parent if out is None else None)
+        text = runs_page(targets[0], path.parent if out is None else None)
     data = text.encode()
     atomic_write(path, data)
     return path, len(data)

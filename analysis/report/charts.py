@@ -65,13 +65,19 @@ class Axis:
 
 @dataclass(frozen=True)
 class Line:
-    """A line over x, with an optional band from `low` to `high`; NaN makes a gap."""
+    """A line over x, with an optional band from `low` to `high`; NaN makes a gap.
+
+    `parts` are drawn as thin lines instead of the band. `about` is what the legend says under the pointer.
+    """
 
     name: str
     x: Floats
     y: Floats
     low: Floats | None = None
     high: Floats | None = None
+    colour: int = 0
+    parts: tuple[tuple[Floats, Floats], ...] = ()
+    about: str = ""
 
 
 @dataclass(frozen=True)
@@ -143,9 +149,10 @@ def ticks(axis: Axis) -> list[tuple[float, str]]:
 
 def line_chart(lines: Sequence[Line], x: Axis, y: Axis, about: str, rules: Sequence[Rule] = ()) -> str:
     """Lines with their bands, distinguished by colour and dashes."""
-    plot = _plot(x, y, [line.name for line in lines], rules)
-    content = [_band(plot, line, i) for i, line in enumerate(lines)]
-    content += [_line(plot, line, i) for i, line in enumerate(lines)]
+    plot = _plot(x, y, [(line.name, line.colour, line.about) for line in lines], rules)
+    content = [_band(plot, line) for line in lines]
+    content += [_part(plot, *part, line.colour) for line in lines for part in line.parts]
+    content += [_line(plot, line) for line in lines]
     return plot.picture(content, rules, about, _values(plot, lines))
 
 
@@ -156,7 +163,7 @@ def bar_chart(
 
     `names` are the names of the bins if their edges do not say what they hold.
     """
-    plot = _plot(x, y, [name for name, _ in groups])
+    plot = _plot(x, y, [(name, i, "") for i, (name, _) in enumerate(groups)])
     at, bottom = plot.across(edges), plot.top + PLOT_HEIGHT
     width, content = np.diff(at) / len(groups), []
     for i, (_, heights) in enumerate(groups):
@@ -171,22 +178,26 @@ def bar_chart(
     return plot.picture(content, (), about, {"at": places})
 
 
-def _plot(x: Axis, y: Axis, names: Sequence[str], rules: Sequence[Rule] = ()) -> Plot:
-    """A plot below a legend of all names, if there are several, and of named rules; long names wrap."""
-    marks = [(name, f"fill{i % COLOURS}") for i, name in enumerate(names)] if len(names) > 1 else []
-    marks += [(rule.name, "rule") for rule in rules if rule.name]
+def _plot(x: Axis, y: Axis, names: Sequence[tuple[str, int, str]], rules: Sequence[Rule] = ()) -> Plot:
+    """A plot below a legend of all names (with colour, and more words), if there are several, and of named rules.
+
+    Long names wrap.
+    """
+    marks = [(name, f"fill{i % COLOURS}", about) for name, i, about in names] if len(names) > 1 else []
+    marks += [(rule.name, "rule", "") for rule in rules if rule.name]
     if not marks:
         return Plot(x, y, "", TOP)
     elements, left, top = [], 0.0, TOP + 4.0
-    for name, mark in marks:
+    for name, mark, about in marks:
         rows = textwrap.wrap(name, math.floor((WIDTH - 19) / CHARACTER)) or [""]
         width = 24 + CHARACTER * max(map(len, rows))
         if left > 0 and (left + width > WIDTH or len(rows) > 1):
             left, top = 0.0, top + LEGEND_ROW
         d = f"M{left:.1f} {top - 4:.1f}h14" if mark == "rule" else f"M{left:.1f} {top - 8:.1f}h14v8h-14z"
-        elements.append(f'<path class="{mark}" d="{d}"></path>')
+        entry = [f'<path class="{mark}" d="{d}"></path>', *([element("title", escape(about))] if about else [])]
         for k, row in enumerate(rows):
-            elements.append(f'<text x="{left + 19:.1f}" y="{top + k * LEGEND_ROW:.1f}">{escape(row)}</text>')
+            entry.append(f'<text x="{left + 19:.1f}" y="{top + k * LEGEND_ROW:.1f}">{escape(row)}</text>')
+        elements.append(element("g", "".join(entry)))
         top += (len(rows) - 1) * LEGEND_ROW
         left = left + width + 9 if len(rows) == 1 else WIDTH
     return Plot(x, y, element("g", "".join(elements), class_="legend"), top + 12.0)
@@ -221,22 +232,31 @@ def _rules(plot: Plot, rules: Sequence[Rule]) -> str:
     return "".join(f'<path class="rule" d="{d}"></path>' for d in lines)
 
 
-def _line(plot: Plot, line: Line, index: int) -> str:
+def _part(plot: Plot, x: Floats, y: Floats, colour: int) -> str:
+    """A thin line."""
+    across, down = plot.across(x), plot.down(y)
+    d = "".join(_open(across[run], down[run]) for run in _finite_runs(down) if len(run) > 1)
+    return f'<path class="part stroke{colour % COLOURS}" d="{d}"></path>' if d else ""
+
+
+def _line(plot: Plot, line: Line) -> str:
     x, y = plot.across(line.x), plot.down(np.asarray(line.y, dtype=np.float64))
     d = "".join(_open(x[run], y[run]) for run in _finite_runs(y) if len(run) > 1)
     alone = [run[0] for run in _finite_runs(y) if len(run) == 1]
     dots = np.flatnonzero(np.isfinite(y)) if len(y) <= FEW_POINTS else alone
-    path = f'<path class="line stroke{index % COLOURS}" d="{d}"></path>' if d else ""
-    circles = (f'<circle class="fill{index % COLOURS}" cx="{x[k]:.1f}" cy="{y[k]:.1f}" r="2.4"></circle>' for k in dots)
+    path = f'<path class="line stroke{line.colour % COLOURS}" d="{d}"></path>' if d else ""
+    circles = (
+        f'<circle class="fill{line.colour % COLOURS}" cx="{x[k]:.1f}" cy="{y[k]:.1f}" r="2.4"></circle>' for k in dots
+    )
     return path + "".join(circles)
 
 
-def _band(plot: Plot, line: Line, index: int) -> str:
-    if line.low is None or line.high is None:
+def _band(plot: Plot, line: Line) -> str:
+    if line.low is None or line.high is None or line.parts:
         return ""
     x, low, high = plot.across(line.x), plot.down(line.low), plot.down(line.high)
     d = "".join(_closed(x[run], low[run], high[run]) for run in _finite_runs(low + high) if len(run) > 1)
-    return f'<path class="band fill{index % COLOURS}" d="{d}"></path>' if d else ""
+    return f'<path class="band fill{line.colour % COLOURS}" d="{d}"></path>' if d else ""
 
 
 def _finite_runs(y: Floats) -> list[npt.NDArray[np.int64]]:

@@ -14,6 +14,7 @@ from analysis.report.charts import Line, Rule, axis_for, line_chart
 from analysis.report.markup import number
 from analysis.report.page import Figure
 from analysis.stats.significance import one_sample, t_interval
+from ppo_repro.config.run import RunConfig
 
 Floats = npt.NDArray[np.float64]
 
@@ -26,6 +27,20 @@ class Metric:
     title: str
     unit: str
     caption: str
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What one line of every chart of a page shows: a run, or a setting with several seeds.
+
+    `frame` has all metrics: iteration, metric, value, low, high. `seeds` are frames of single runs, which are drawn as
+    thin lines. `about` says more than `name`.
+    """
+
+    name: str
+    frame: pd.DataFrame
+    seeds: tuple[pd.DataFrame, ...] = ()
+    about: str = ""
 
 
 _STEPS = "mean over the steps, band: smallest to largest step"
@@ -171,64 +186,108 @@ def control_curves(
     return pd.concat([pd.DataFrame(rows, columns=columns), recorded], ignore_index=True) if rows else recorded
 
 
-def over_seeds(curves: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """The curves of several seeds as one: mean over the seeds that have the iteration, 95 % Student interval."""
+def over_seeds(name: str, about: str, runs: Sequence[pd.DataFrame], score: tuple[float, float]) -> Curve:
+    """The curves of several seeds as one: mean over the seeds that have the iteration.
+
+    low and high are the 95 % Student interval inside the possible range; below MANY_SEEDS, where such an interval says
+    little, the smallest and the largest value. `score`: the possible range of scores.
+    """
+    ranges = RANGES | dict.fromkeys(("score", "eval_score"), score)
     rows = []
-    for (metric, iteration), group in pd.concat(curves).groupby(["metric", "iteration"]):
+    for (metric, iteration), group in pd.concat(runs).groupby(["metric", "iteration"]):
         values = group["value"].to_numpy(np.float64)
         values = values[np.isfinite(values)]
         if len(values):
-            estimate = one_sample(values)
-            rows.append((iteration, metric, estimate.mean, *t_interval(estimate, 0.95), len(values)))
-    return pd.DataFrame(rows, columns=["iteration", "metric", "value", "low", "high", "seeds"])
+            estimate, possible = one_sample(values), ranges.get(str(metric), ANY)
+            ends = (values.min(), values.max()) if len(runs) < MANY_SEEDS else t_interval(estimate, 0.95)
+            rows.append((iteration, metric, estimate.mean, *np.clip(ends, *possible), len(values)))
+    frame = pd.DataFrame(rows, columns=["iteration", "metric", "value", "low", "high", "seeds"])
+    return Curve(name, frame, tuple(runs) if 1 < len(runs) < MANY_SEEDS else (), about)
 
 
+def score_range(config: RunConfig) -> tuple[float, float]:
+    """The possible range of scores, as far as the terms of the reward say it."""
+    low, high = -config.reward.missing_eos_penalty, 0.0
+    for term in config.reward.terms:
+        largest = LARGEST.get(term.kind, math.inf)
+        smallest = 0.0 if term.kind in LARGEST else -math.inf
+        ends = sorted((term.weight * smallest, term.weight * largest)) if term.weight else (0.0, 0.0)
+        low, high = low + ends[0], high + ends[1]
+    return low, high
+
+
+# fewer seeds than that are shown one by one
+MANY_SEEDS = 5
+# possible values of metrics; of reward terms the largest score, where the smallest is 0
+ANY, SHARE, POSITIVE = (-math.inf, math.inf), (0.0, 1.0), (0.0, math.inf)
+RANGES = {
+    **dict.fromkeys(("accuracy", "eval_accuracy", "eval_pair_accuracy", "clip_fraction"), SHARE),
+    **dict.fromkeys(("ref_kl_per_sequence", "entropy", "response_length", "value_loss", "approx_kl"), POSITIVE),
+    **dict.fromkeys(("grad_norm", "joint_grad_norm", "value_grad_norm", "learning_rate", "clip_range"), POSITIVE),
+    "explained_variance": (-math.inf, 1.0),
+    "loss": POSITIVE,
+}
+LARGEST = {"exact_match": 1.0, "steps": 1.0, "format": 2.0}
 # metrics that say nothing more where they equal another one, or never change
 TWINS = {"accuracy": "score", "eval_accuracy": "eval_score"}
 SETTINGS = ("learning_rate", "clip_range")
+ACCURACIES = tuple(TWINS)
 
 
-def _says_something(metric: str, curves: Sequence[tuple[str, pd.DataFrame]]) -> bool:
-    values = [frame.loc[frame["metric"] == metric, "value"].to_numpy(np.float64) for _, frame in curves]
+def _rows(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
+    return frame[frame["metric"] == metric].sort_values("iteration")
+
+
+def _says_something(metric: str, curves: Sequence[Curve]) -> bool:
+    values, twins = (
+        [curve.frame.loc[curve.frame["metric"] == name, "value"].to_numpy(np.float64) for curve in curves]
+        for name in (metric, TWINS.get(metric))
+    )
     if metric in SETTINGS:
         return len(np.unique(np.concatenate(values))) > 1
-    twins = [frame.loc[frame["metric"] == TWINS.get(metric), "value"].to_numpy(np.float64) for _, frame in curves]
     return not all(map(np.array_equal, values, twins))
 
 
 def metric_figures(
-    wanted: Sequence[Metric],
-    curves: Sequence[tuple[str, pd.DataFrame]],
-    band: str = "",
-    forked_at: int | None = None,
+    wanted: Sequence[Metric], curves: Sequence[Curve], band: str = "", forked_at: int | None = None
 ) -> list[Figure]:
-    """One figure per metric, one line per named curve (a run, or a setting of a grid); `band` says what bands are.
+    """One figure per metric, one line per curve that has it, in the same colour in every figure.
 
-    `forked_at`: the iteration that a dotted line marks.
+    `band` says what bands are. `forked_at`: the iteration that a dotted line marks.
     """
     figures = []
     for metric in wanted:
         if not _says_something(metric.key, curves):
             continue
-        found = [(name, frame[frame["metric"] == metric.key].sort_values("iteration")) for name, frame in curves]
-        if found := [(name, frame) for name, frame in found if len(frame)]:
+        found = [(curve.name, rows) for curve in curves if len(rows := _rows(curve.frame, metric.key))]
+        if found:
             caption = f"{metric.caption.partition(';')[0].rstrip('.')}; {band}" if band else metric.caption
             numbers = pd.concat([frame.drop(columns="metric").assign(line=name) for name, frame in found])
             numbers = numbers.reset_index(drop=True) if len(found) > 1 else numbers.drop(columns="line")
-            figures.append(
-                Figure(metric.title, curve_chart(metric.title, metric.unit, found, forked_at), caption, numbers)
-            )
+            chart = curve_chart(metric.title, metric.unit, [(curve, metric.key) for curve in curves], forked_at)
+            figures.append(Figure(metric.title, chart, caption, numbers))
     return figures
 
 
-def curve_chart(title: str, unit: str, curves: Sequence[tuple[str, pd.DataFrame]], forked_at: int | None = None) -> str:
-    """Frames of one metric each as lines of one chart."""
-    lines = [
-        Line(name, *(frame[column].to_numpy(np.float64) for column in ("iteration", "value", "low", "high")))
-        for name, frame in curves
-    ]
+def curve_chart(title: str, unit: str, drawn: Sequence[tuple[Curve, str]], forked_at: int | None = None) -> str:
+    """One metric of each curve as lines of one chart; a curve without the metric keeps its colour for other charts."""
+    lines = []
+    for colour, (curve, metric) in enumerate(drawn):
+        at, values, low, high = _columns(curve.frame, metric)
+        parts = tuple(_columns(frame, metric)[:2] for frame in curve.seeds)
+        if len(at):
+            lines.append(Line(curve.name, at, values, low, high, colour, parts, curve.about))
+    if not lines:
+        return ""
     ends = "; ".join(f"{line.name}: {number(float(line.y[0]))} to {number(float(line.y[-1]))}" for line in lines)
     ranges = [values for line in lines for values in (line.y, line.low, line.high)]
     x = axis_for("iteration", [line.x for line in lines])
     rules = () if forked_at is None else (Rule(forked_at, "forked here", along="x"),)
     return line_chart(lines, x, axis_for(unit, ranges), f"{title} by iteration. {ends}.", rules)
+
+
+def _columns(frame: pd.DataFrame, metric: str) -> tuple[Floats, Floats, Floats, Floats]:
+    """Iteration, value, low and high of one metric."""
+    rows = _rows(frame, metric)
+    x, y, low, high = (rows[name].to_numpy(np.float64) for name in ("iteration", "value", "low", "high"))
+    return x, y, low, high

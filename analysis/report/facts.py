@@ -15,7 +15,6 @@ from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.run import RunConfig
-from ppo_repro.config.yaml_text import parse_yaml
 from ppo_repro.records import reader
 from ppo_repro.records.folder import (
     CONFIG_NAME,
@@ -28,6 +27,7 @@ from ppo_repro.records.folder import (
 )
 from ppo_repro.records.inputs import change_lines, forked_from
 from ppo_repro.records.manifest import Manifest
+from ppo_repro.runs.summary import is_judged
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Facts:
     config_text: str
     environment: Mapping[str, Any]
     accuracy: Accuracy | None  # of the log-probs at the start; None if it was not measured
+    is_judged: bool  # whether responses are right or wrong, so that an accuracy means something
 
     @property
     def iterations(self) -> range:
@@ -63,12 +64,6 @@ class Facts:
         names = [name for name in sorted(self.manifest.inputs) if name.startswith("inputs/") and name.endswith(".py")]
         files = {name: reader.read_checked(self.run_dir / name, self.manifest.files[name]) for name in names}
         return {name: content.decode(errors="replace") for name, content in files.items()}
-
-    @property
-    def tree(self) -> dict[str, Any]:
-        """The configuration as it is written, with the names of copied inputs."""
-        tree: dict[str, Any] = parse_yaml(self.config_text)
-        return tree
 
     @property
     def ppo(self) -> RunConfig | ControlConfig:
@@ -97,7 +92,8 @@ def read_facts(run_dir: Path) -> Facts:
     text = (run_dir / CONFIG_NAME).read_text(encoding="utf-8")
     name = f"{config.experiment}/{run_dir.resolve().name}"
     measured = read_accuracy(run_dir, manifest) if isinstance(config, RunConfig) else None
-    return Facts(run_dir, name, manifest, config, text, environment, measured)
+    judged = not isinstance(config, RunConfig) or is_judged(run_dir)
+    return Facts(run_dir, name, manifest, config, text, environment, measured, judged)
 
 
 def clip_bounds(config: RunConfig | ControlConfig, iterations: pd.DataFrame, steps: pd.DataFrame) -> ClipBounds | None:

@@ -116,12 +116,13 @@ def divergence_figure(divergences: pd.DataFrame) -> Figure:
 
     `divergences` has columns iteration, metric (k1 or k3, nats, token_mean), value, se.
     """
-    lines = []
+    lines: list[Line] = []
     for metric, name in (("k1", "|k1|"), ("k3", "k3")):
         rows = divergences[divergences["metric"] == metric].sort_values("iteration")
         rows = rows[rows["value"] != 0]  # a logarithmic scale has no zero
         at, size, error = (rows[column].abs().to_numpy(np.float64) for column in ("iteration", "value", "se"))
-        lines.append(Line(name, at, size, np.where(size > error, size - error, np.nan), size + error))
+        low = np.where(size > error, size - error, np.nan)
+        lines.append(Line(name, at, size, low, size + error, colour=len(lines)))
     y = axis_for("nats per token, token_mean", [line.y for line in lines], log=True)
     x = axis_for("iteration", [line.x for line in lines])
     last = ", ".join(f"{line.name} {number(line.y[-1])}" for line in lines if len(line.y))
@@ -152,7 +153,7 @@ def ratio_figures(ratios: pd.DataFrame, bounds: ClipBounds | None) -> list[Figur
     caption = f"Median, and the middle 98 % as band, mean over the iterations. {about}"
     by_iteration = ratios.groupby("iteration", as_index=False).agg(smallest=(0.0, "min"), largest=(1.0, "max"))
     at, smallest, largest = (by_iteration[name].to_numpy(np.float64) for name in by_iteration.columns)
-    lines = [Line("largest", at, largest), Line("smallest", at, smallest)]
+    lines = [Line("largest", at, largest), Line("smallest", at, smallest, colour=1)]
     y = axis_for("ratio", [smallest, largest], log=True, include=include)
     summary = f"Largest ratio of all: {number(float(largest.max()))}."
     extremes = line_chart(lines, axis_for("iteration", [at]), y, f"Extreme ratios by iteration. {summary}", rules)
@@ -172,8 +173,8 @@ def flag_figure(flags: pd.DataFrame) -> Figure:
     rows = flags[flags["token_updates"] > 0]
     at, total = (rows[name].to_numpy(np.float64) for name in ("iteration", "token_updates"))
     lines = [
-        Line(words, at, rows[flag].to_numpy(np.float64) / total)
-        for flag, words in FLAG_WORDS.items()
+        Line(words, at, rows[flag].to_numpy(np.float64) / total, colour=colour)
+        for colour, (flag, words) in enumerate(FLAG_WORDS.items())
         if rows[flag].any()
     ]
     y = axis_for("share of token updates", [line.y for line in lines], include=(0.0,))

@@ -25,6 +25,11 @@ def escape(text: object) -> str:
     return html.escape(str(text).translate(_SHOWN), quote=True)
 
 
+def prose(text: str) -> str:
+    """A sentence as HTML, with code where the text has `backticks`."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+
+
 def element(tag: str, content: str = "", **attributes: str | float | bool) -> str:
     """`<tag name="value">content</tag>`, with values escaped, not content; `for_` and `class_` lose the underscore."""
     words = [tag]

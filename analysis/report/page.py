@@ -15,7 +15,7 @@ from urllib.parse import quote
 import pandas as pd
 
 from analysis.csv_text import csv_text
-from analysis.report.markup import element, escape, table
+from analysis.report.markup import element, escape, prose, table
 
 HERE = Path(__file__).parent
 _START = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8" />'
@@ -33,11 +33,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Card:
-    """A question of the first screen: sentences that answer it, then `blocks` of HTML."""
+    """A question of the first screen: a chart and sentences that answer it, then `blocks` of HTML."""
 
     question: str
     verdicts: Sequence[Verdict]
     blocks: Sequence[str] = ()
+    chart: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def figure_html(figure: Figure) -> str:
     """The figure as HTML, with its numbers folded, and all of them as CSV in a link that needs no network."""
     numbers = element("summary", "Numbers") + scrolled(table(figure.numbers, figure.title))
     foot = element("div", element("details", numbers) + csv_link(figure.title, figure.numbers), class_="numbers")
-    caption = element("figcaption", escape(figure.caption))
+    caption = element("figcaption", prose(figure.caption))
     return element("figure", element("h3", escape(figure.title)) + figure.chart + caption + foot)
 
 
@@ -105,16 +106,17 @@ def folded_table(title: str, frame: pd.DataFrame) -> str:
 def _verdict(verdict: Verdict) -> str:
     mark = element("span", _MARKS[verdict.kind], class_="mark", aria_hidden="true")
     word = element("span", f"{verdict.kind}: ", class_="unseen")
-    return element("li", mark + word + escape(verdict.text), class_=verdict.kind)
+    return element("li", mark + word + prose(verdict.text), class_=verdict.kind)
 
 
 def _card(card: Card) -> str:
     sentences = element("ul", "".join(map(_verdict, card.verdicts)), class_="verdicts") if card.verdicts else ""
-    return element("div", element("h2", escape(card.question)) + sentences + "".join(card.blocks), class_="answer")
+    inside = element("h2", escape(card.question)) + card.chart + sentences + "".join(card.blocks)
+    return element("div", inside, class_="answer")
 
 
 def _section(section: Section) -> str:
-    notes = "".join(element("p", escape(note)) for note in section.notes)
+    notes = "".join(element("p", prose(note)) for note in section.notes)
     charts = "".join(figure_html(figure) for figure in section.figures)
     title = element("h2", escape(section.title), id=f"{section.key}-title")
     figures = element("div", charts, class_="figures") if charts else ""

@@ -49,13 +49,13 @@ def run_page(facts: Facts, responses: int) -> str:
         Card(
             "Did it learn?",
             [*verdicts.origin(facts), *verdicts.learning(facts, iterations)],
-            [_main_chart(facts, scan)],
+            chart=_main_chart(facts, scan),
         ),
         Card("Is it on-policy?", [*verdicts.on_policy(facts, counted), *cause]),
         Card("What went wrong?", verdicts.troubles(facts, scan.nonfinite_ratios, scan.nonfinite_deltas)),
         Card("How to repeat it", (), [facts_html(again)]),
     )
-    named, forked = [("this run", scan.curves)], facts.forked_at
+    named, forked = [curves.Curve("this run", scan.curves)], facts.forked_at
     of = ("return", "episodes") if facts.is_control else ("score", "responses")
     distributions = figures.change_figures(scan.values, *of)
     learning, optimisation = (curves.metric_figures(of, named, forked_at=forked) for of in curves.PPO)
@@ -78,10 +78,9 @@ def run_page(facts: Facts, responses: int) -> str:
 
 def _main_chart(facts: Facts, scan: Scan) -> str:
     main = CONTROL_MAIN if facts.is_control else MAIN
-    found = [(name, scan.curves[scan.curves["metric"] == key]) for name, key in main.items()]
-    found = [(name, frame) for name, frame in found if len(frame)]
     unit = "return" if facts.is_control else "score"
-    return curves.curve_chart(unit.capitalize(), unit, found, facts.forked_at) if found else ""
+    drawn = [(curves.Curve(name, scan.curves), key) for name, key in main.items()]
+    return curves.curve_chart(unit.capitalize(), unit, drawn, facts.forked_at)
 
 
 def _cause(facts: Facts) -> tuple[list[Verdict], list[Figure]]:
@@ -183,7 +182,7 @@ def dpo_page(folder: Path) -> str:
     learnt = [Verdict("fact", f"{line[0].upper()}{line[1:]}.") for line in said]
     drawn = [_dpo_curve(steps, column) for column in DPO_STEPS]
     again = repeating(folder, recorded, environment, config)
-    cards = (Card("Did it learn?", learnt, [drawn[1].chart]), Card("How to repeat it", (), [facts_html(again)]))
+    cards = (Card("Did it learn?", learnt, chart=drawn[1].chart), Card("How to repeat it", (), [facts_html(again)]))
     both = {"training pairs": pairs[~pairs["held_out"]], "held-out pairs": pairs[pairs["held_out"]]}
     margins = {group: found["margins"].to_numpy(np.float64) for group, found in both.items() if len(found)}
     caption = "Difference of the implicit rewards after training; above 0 the preferred response is the likelier one."

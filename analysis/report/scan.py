@@ -121,7 +121,7 @@ def scan_run(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> Sca
     if facts.is_control:
         found = curves.control_curves(iterations, steps, facts.manifest.final, values)
     else:
-        found = pd.concat([pd.DataFrame(sampled), curves.recorded_rows(iterations, steps, facts.manifest.final)])
+        found = _language_curves(facts, sampled, iterations, steps)
     of_responses = pd.concat(responses, ignore_index=True) if responses else pd.DataFrame()
     together = pd.concat(ratios, ignore_index=True)
     return Scan(found, counted, nonfinite_deltas, nonfinite_ratios, together, pd.DataFrame(flags), values, of_responses)
@@ -138,7 +138,15 @@ def run_curves(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame) -> p
     for one in iterations_of(facts):
         assert one.sequences is not None
         rows += curves.sampled_rows(one.iteration, one.sequences, one.tokens)
-    return pd.concat([pd.DataFrame(rows), curves.recorded_rows(iterations, steps, facts.manifest.final)])
+    return _language_curves(facts, rows, iterations, steps)
+
+
+def _language_curves(
+    facts: Facts, sampled: list[dict[str, float | str]], iterations: pd.DataFrame, steps: pd.DataFrame
+) -> pd.DataFrame:
+    """Sampled and recorded curves of a language run, without accuracies where no response is right or wrong."""
+    found = pd.concat([pd.DataFrame(sampled), curves.recorded_rows(iterations, steps, facts.manifest.final)])
+    return found if facts.is_judged else found[~found["metric"].isin(curves.ACCURACIES)]
 
 
 def returns_of(facts: Facts) -> dict[int, Floats]:

@@ -181,7 +181,7 @@ const tokenView = (() => {
     fill(view.sequence, same.map(([r, i]) => [i, r.sequence + " (" + reasons(r) + ")"]), index);
     view.about.textContent =
       (data.responses.length > 1 ? "Response " + (index + 1) + " of " + data.responses.length + " shown here: i" : "I") + "teration " + response.iteration +
-      ", sequence " + response.sequence + "; " + response.texts.length + " tokens, score " + say(response.score) +
+      ", sequence " + response.sequence + "; " + response.texts.length + (response.texts.length === 1 ? " token, score " : " tokens, score ") + say(response.score) +
       ", ended by " + response.finish + ", largest mismatch " + say(response.max_abs_delta) + " nats, " +
       response.clipped + " clipped token updates" + (response.why.length ? "; chosen as " + reasons(response) : "") + ".";
     view.prompt.textContent = visible(response.prompt);

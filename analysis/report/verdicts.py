@@ -15,7 +15,7 @@ from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.rollout import SamplerFaults, TrainerFaults
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records.folder import load_recorded_config
-from ppo_repro.runs.summary import has_answers
+from ppo_repro.runs.summary import change
 
 
 def origin(facts: Facts) -> list[Verdict]:
@@ -41,7 +41,7 @@ def learning(facts: Facts, iterations: pd.DataFrame) -> list[Verdict]:
             found.append(Verdict("fact", f"Mean return of the training episodes that ended: {ends}."))
         return found
     terms = load_recorded_config(facts.run_dir).reward.terms
-    measured = [("eval_accuracy", "Held-out accuracy")] if has_answers(facts.run_dir) else []
+    measured = [("eval_accuracy", "Held-out accuracy")] if facts.is_judged else []
     if not measured or any(term.kind != "exact_match" for term in terms):
         measured.insert(0, ("eval_score", "Held-out score"))
     first, last = (number(float(iterations["score_mean"].iloc[i]), 3) for i in (0, -1))
@@ -63,9 +63,7 @@ def _evaluated(facts: Facts, iterations: pd.DataFrame, column: str, name: str, h
         where = "after the last update"
     if len(values) < 2:
         return Verdict("fact", f"{name}: {number(values[0], 3)} at the start." if values else f"{name}: not measured.")
-    before, after = values[0], values[-1]
-    verb = "rose" if after > before else "fell" if after < before else "stayed"
-    return Verdict("fact", f"{name} {verb} from {before:.3f} at the start to {after:.3f} {where} ({how}).")
+    return Verdict("fact", f"{name} {change(values[0], values[-1])} {where} ({how}).")
 
 
 def on_policy(facts: Facts, counted: Parity) -> list[Verdict]:

@@ -120,13 +120,10 @@ def tost(estimate: Estimate, margin: float) -> float:
 def detectable(sd: float, n: int, *, paired: bool, alpha: float, power: float = 0.8) -> float:
     """The smallest difference that a t-test of n seeds (a group) calls different with probability `power`.
 
-    sd: of the differences (paired) or within a group. Infinite where sign changes of n pairs never reach alpha: their
-    smallest p is 2 / 2**n. NaN where nothing varies, or for n < 2.
+    sd: of the differences (paired) or within a group. NaN where nothing varies, or for n < 2.
     """
     if not sd > 0 or n < 2:
         return math.nan
-    if paired and 2.0 ** (1 - n) > alpha:
-        return math.inf
     df, se = (n - 1, sd / math.sqrt(n)) if paired else (2 * n - 2, sd * math.sqrt(2 / n))
     limit = stats.t.isf(alpha / 2, df)
     return float(optimize.brentq(lambda shift: stats.nct.sf(limit, df, shift) - power, 0.0, 20.0 + 5 * limit)) * se

@@ -22,8 +22,11 @@ from analysis.tokenization.tokenizer import PATHS, load_tokenizer
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import folders_with
 from ppo_repro.records import manifest
+from ppo_repro.records.folder import load_recorded_config
+from ppo_repro.records.label import UNLABELLED, Label, read_label
 from ppo_repro.records.listing import state_of
 from ppo_repro.records.manifest import Head
+from ppo_repro.records.settings import Setting, Setup, settings_of, setup_of
 
 BATCH = 64  # iterations read at once
 LOOK_SECONDS = 1.0  # between two looks at the runs
@@ -58,11 +61,19 @@ class Run:
     """One run: how many of its iterations are in the table, and what of it could not be read."""
 
     folder: Path
-    name: str
+    name: str  # of the folder
     head: Head
     state: str
+    label: Label
+    setup: Setup
+    is_judged: bool  # whether its responses are right or wrong
     read: int = 0
     damaged: list[str] = field(default_factory=list)
+
+
+def _setup(folder: Path, head: Head) -> tuple[Setup, bool]:
+    """What a run was started with, and whether its reward says right or wrong; UserError if config.yaml is damaged."""
+    return setup_of(folder, head), load_recorded_config(folder).reward.judges
 
 
 def literal(text: str) -> str:
@@ -94,6 +105,7 @@ class Index:
 
     def __init__(self, targets: Sequence[Path]) -> None:
         self.targets, self.runs, self.version, self.others = targets, list[Run](), 0, 0
+        self._described: tuple[list[Setup], list[Setting]] = [], []
         self._folder = TemporaryDirectory(prefix="ppo-repro-view-")
         self._database = duckdb.connect(str(Path(self._folder.name) / "responses.duckdb"), config=CONFIG)
         self._database.execute(CREATE)
@@ -124,23 +136,33 @@ class Index:
         self.others = 0
         for folder in self._folders():
             try:
-                head = manifest.load_head(folder)
+                head, label = manifest.load_head(folder), read_label(folder)
+                if not manifest.has_responses(head):
+                    self.others += 1
+                    continue
+                run = known.get(folder) or self._added(folder, head)
+                if head.config_digest != run.head.config_digest or head.num_iterations < run.read:
+                    self._forget(run, head)  # another run has the folder now
             except UserError:  # just being made, or damaged: `ppo-repro verify` says which
                 self.others += 1
                 continue
-            if not manifest.has_responses(head):
-                self.others += 1
-                continue
             state = state_of(folder, head.status)
-            if (run := known.get(folder)) is None:
-                run = Run(folder, self._name(folder), head, state)
-                self.runs.append(run)
-            elif head.config_digest != run.head.config_digest or head.num_iterations < run.read:
-                self._forget(run)  # another run has the folder now
-            if (run.state, run.head.num_iterations) != (state, head.num_iterations):
+            if (run.state, run.head.num_iterations, run.label) != (state, head.num_iterations, label):
                 self.version += 1
-            run.head, run.state = head, state
+            run.head, run.state, run.label = head, state, label
             self._read(run)
+
+    def settings(self) -> list[Setting]:
+        """What each run differs in."""
+        setups = [run.setup for run in self.runs]
+        if self._described[0] != setups:
+            self._described = setups, settings_of(setups)
+        return self._described[1]
+
+    def _added(self, folder: Path, head: Head) -> Run:
+        run = Run(folder, self._name(folder), head, "", UNLABELLED, *_setup(folder, head))
+        self.runs.append(run)
+        return run
 
     def _folders(self) -> Iterator[Path]:
         found = dict[Path, Path]()  # targets may overlap
@@ -153,7 +175,8 @@ class Index:
         base = next(target for target in self.targets if folder.is_relative_to(target))
         return folder.name if folder == base else str(folder.relative_to(base))
 
-    def _forget(self, run: Run) -> None:
+    def _forget(self, run: Run, head: Head) -> None:
+        run.setup, run.is_judged = _setup(run.folder, head)
         self._database.cursor().execute("delete from responses where run = ?", [self.runs.index(run)])
         run.read, run.damaged = 0, []
         self.version += 1

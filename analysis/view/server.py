@@ -77,9 +77,12 @@ def application(index: Index, token: str) -> ASGIApp:
 
     def state(request: Request) -> Response:
         runs = [
-            {"name": run.name, "state": run.state, "iterations": run.head.num_iterations, "read": run.read}
-            for run in index.runs
-        ]
+            {
+                "folder": run.name, "state": run.state, "iterations": run.head.num_iterations, "read": run.read,
+                "judged": run.is_judged, "short": setting.short, "whole": setting.whole, **run.label.model_dump(),
+            }
+            for run, setting in zip(index.runs, index.settings(), strict=False)  # one may be coming in just now
+        ]  # fmt: skip
         finishes = [row["finish"] for row in index.rows("select distinct finish from responses order by finish")]
         damaged = [line for run in index.runs for line in run.damaged]
         others = index.others

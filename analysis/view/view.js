@@ -2,10 +2,10 @@
 (() => {
   const RANGES = { score: "Score", length: "Tokens", mismatch: "Mismatch, nats", clipped: "Clipped", advantage: "Advantage", iteration: "Iteration" };
   const LIST = [
-    ["prompt", "Prompt", ""], ["response", "Response", ""], ["correct", "Right", "short"], ["score", "Score", "short number"],
-    ["length", "Tokens", "short number"], ["finish", "Ended", "short"], ["mismatch", "Mismatch", "short number"],
-    ["clipped", "Clipped", "short number"], ["advantage", "Advantage", "short number"], ["iteration", "Iteration", "short number"],
-    ["run", "Run", "short"],
+    ["prompt", "Prompt", ""], ["response", "Response", ""], ["score", "Score", "short number"], ["correct", "Right", "short more"],
+    ["length", "Tokens", "short number more"], ["finish", "Ended", "short more"], ["mismatch", "Mismatch", "short number more"],
+    ["clipped", "Clipped", "short number more"], ["advantage", "Advantage", "short number more"],
+    ["iteration", "Iteration", "short number more"], ["run", "Run", "run more"],
   ];
   const MARKS = { right: "✓ right", wrong: "✗ wrong", unjudged: "–" };
   const EACH = 50;
@@ -45,8 +45,14 @@
 
   const place = (row) => ({ run: row.run, iteration: row.iteration, sequence: row.sequence });
   const same = (a, b) => a && b && a.run === b.run && a.iteration === b.iteration && a.sequence === b.sequence;
-  const runName = (row) => (state.runs[row.run] ? state.runs[row.run].name : String(row.run));
-  const judged = (row) => (row.correct ? "right" : row.answer === "" ? "unjudged" : "wrong");
+  // what a person called the run, else what it differs in, else its folder
+  const called = (run) => run.name || run.short || run.folder;
+  const runName = (row) => (state.runs[row.run] ? called(state.runs[row.run]) : String(row.run));
+  const isJudged = () => state.runs.some((run) => run.judged);
+  const about = (run) => [run.folder, run.whole, run.tags.join(" "), run.notes].filter(Boolean).join("\n");
+  const judged = (row) => (state.runs[row.run] && !state.runs[row.run].judged ? "unjudged" : row.correct ? "right" : row.answer === "" ? "unjudged" : "wrong");
+
+  const mark = (row, word) => (judged(row) === "unjudged" ? "" : word + ", ");
 
   // the text, with what was searched for marked
   function put(node, text, needle, around) {
@@ -82,7 +88,7 @@
     const last = found.offset + found.rows.length;
     at("found").textContent = found.total
       ? (found.offset + 1).toLocaleString("en") + " to " + last.toLocaleString("en") + " of " + found.total.toLocaleString("en") +
-        " responses; mean score " + say(found.score, 4) + ", " + say(100 * found.correct, 3) + " % right"
+        " responses; mean score " + say(found.score, 4) + (state.runs.every((run) => run.judged) ? ", " + say(100 * found.correct, 3) + " % right" : "")
       : "No response matches.";
     at("earlier").disabled = found.offset === 0;
     at("later").disabled = last >= found.total;
@@ -98,12 +104,12 @@
       line.tabIndex = i === index ? 0 : -1;
       line.dataset.i = i;
       line.setAttribute("aria-selected", String(Boolean(same(row, state.chosen))));
-      for (const [name, , kind] of LIST) {
+      for (const [name, , kind] of columns()) {
         const cell = make("td", undefined, kind + (name === "correct" ? " " + judged(row) : ""));
         if (name === "response") put(cell, row.response, text, 40);
         else if (name === "prompt") put(cell, row.prompt, form.elements.prompt.value, 40);
-        else cell.textContent = name === "run" ? runName(row) : name === "correct" ? MARKS[judged(row)] : visible(say(row[name], 4));
-        if (name === "run") cell.title = runName(row);
+        else cell.textContent = name === "run" ? visible(runName(row)) : name === "correct" ? MARKS[judged(row)] : visible(say(row[name], 4));
+        if (name === "run" && state.runs[row.run]) cell.title = visible(about(state.runs[row.run]));
         line.append(cell);
       }
       return line;
@@ -111,8 +117,10 @@
     if (focused && body.rows[index]) body.rows[index].focus();
   }
 
+  const columns = () => LIST.filter(([name]) => name !== "correct" || isJudged());
+
   function heads() {
-    document.querySelector("#list thead tr").replaceChildren(...LIST.map(([name, label, kind]) => {
+    document.querySelector("#list thead tr").replaceChildren(...columns().map(([name, label, kind]) => {
       const head = make("th", undefined, kind);
       head.scope = "col";
       const button = make("button", label + (state.sort === name ? (state.order === "asc" ? " ▲" : " ▼") : ""));
@@ -138,22 +146,32 @@
     if (!found) return;
     const row = found.row;
     state.chosen = place(row);
-    at("title").textContent = runName(row) + ": iteration " + row.iteration + ", sequence " + row.sequence + " (" + judged(row) + ", score " + say(row.score, 4) + ")";
+    at("title").textContent = visible(runName(row)) + ": iteration " + row.iteration + ", sequence " + row.sequence + " (" + mark(row, judged(row)) + "score " + say(row.score, 4) + ")";
     at("rendered").textContent = visible(found.rendered === null ? row.prompt : found.rendered);
     at("answer").textContent = visible(row.answer);
     const count = found.samples.length;
     at("samples-title").textContent = count === 1 ? "The response" : "All " + count + " samples of this prompt in this iteration";
-    at("samples").replaceChildren(...found.samples.map((sample) => card(sample, row)));
+    const opened = found.samples.filter((sample) => same(sample, row));
+    const others = found.samples.filter((sample) => !same(sample, row));
+    at("samples").replaceChildren(...[...opened, ...others].map((sample) => card(sample, row)));
+    const run = state.runs[row.run];
+    at("about").textContent = run ? visible([run.folder, run.tags.join(" "), run.notes].filter(Boolean).join("; ")) : "";
+    at("about").title = run ? visible(run.whole) : "";
     at("difference").hidden = true;
     at("diff").disabled = !state.marked || same(state.marked, row);
     at("one").hidden = false;
     tokenView.load(found.tokens, tokenView.column());
+    // the list becomes low, so that the window has both: the list and the response
+    document.body.classList.add("opened");
+    const line = body.querySelector("[aria-selected='true']");
+    if (line) line.scrollIntoView({ block: "nearest" });
+    scrollTo({ top: scrollY + at("found").getBoundingClientRect().top });
   }
 
   function card(sample, row) {
     const box = make("div", undefined, "card " + judged(sample) + (same(sample, row) ? " this" : ""));
     const head = make("div", undefined, judged(sample));
-    head.textContent = MARKS[judged(sample)] + ", score " + say(sample.score, 4) + ", " + sample.length + " tokens, " + sample.finish + ", advantage " + say(sample.advantage, 3) + " ";
+    head.textContent = mark(sample, MARKS[judged(sample)]) + "score " + say(sample.score, 4) + ", " + sample.length + (sample.length === 1 ? " token, " : " tokens, ") + sample.finish + ", advantage " + say(sample.advantage, 3) + " ";
     if (!same(sample, row)) {
       const button = make("button", "Open");
       button.type = "button";
@@ -164,7 +182,7 @@
     return box;
   }
 
-  function mark() {
+  function remember() {
     if (!state.chosen) return;
     state.marked = state.chosen;
     at("diff").disabled = true;
@@ -192,7 +210,9 @@
         (works ? "; following" : "") + (found.others ? "; " + found.others + " other folders have no responses" : "") +
         (found.damaged.length ? "; not readable: " + found.damaged.map(visible).join("; ") : "");
       if (found.version !== state.version) {
-        fill(form.elements.run, [["", "all"], ...found.runs.map((run, i) => [i, run.name])], form.elements.run.value || asked.get("run") || "");
+        heads();
+        at("judged").hidden = !isJudged();
+        fill(form.elements.run, [["", "all"], ...found.runs.map((run, i) => [i, visible(called(run) + (called(run) === run.folder ? "" : " (" + run.folder + ")"))])], form.elements.run.value || asked.get("run") || "");
         fill(form.elements.finish, [["", "all"], ...found.finishes.map((name) => [name, name])], form.elements.finish.value || asked.get("finish") || "");
         state.version = found.version;
         await search();
@@ -215,7 +235,7 @@
     "/": () => form.elements.text.focus(),
     n: () => at("later").disabled || turn(1),
     p: () => at("earlier").disabled || turn(-1),
-    m: mark,
+    m: remember,
     Escape: () => body.rows.length && (body.querySelector("[tabindex='0']") || body.rows[0]).focus(),
   };
 
@@ -271,7 +291,7 @@
   body.addEventListener("click", (event) => choose(Number(event.target.closest("tr").dataset.i), true));
   at("earlier").addEventListener("click", () => turn(-1));
   at("later").addEventListener("click", () => turn(1));
-  at("mark").addEventListener("click", mark);
+  at("mark").addEventListener("click", remember);
   at("diff").addEventListener("click", difference);
   at("same").addEventListener("click", async () => {
     const row = state.rows.find((each) => same(each, state.chosen)) || (await ask("response", state.chosen)).row;

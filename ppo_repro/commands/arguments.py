@@ -24,6 +24,7 @@ from ppo_repro.commands.checks import (
 from ppo_repro.commands.grid import grid_command, reproduce_command
 from ppo_repro.commands.recorded import (
     diff_command,
+    label_command,
     ls_command,
     replay_command,
     report_command,
@@ -105,14 +106,17 @@ def build_parser() -> argparse.ArgumentParser:
     about = "another layout field or rollout engine, such as layout.threads=2; may be repeated"
     layout = _shared("--set", **sets, help=about)
     config = _shared("config", metavar="CONFIG", type=_path, help="YAML configuration")
+    label = _shared("--name", metavar="TEXT", help="what you call the run; in no fingerprint, as notes and tags")
+    label.add_argument("--notes", metavar="TEXT", help="what you want to remember of it")
+    label.add_argument("--tag", metavar="WORD", action="append", help="may be repeated")
     seed: dict[str, Any] = {"dest": "set", "type": lambda text: f"seed={_count(text)}", "help": "as --set seed=N"}
     config.add_argument("--seed", **sets | seed | {"metavar": "N"})
 
     add(init_command)("folder", metavar="DIR", type=_path, nargs="?", default=Path("."), help="where the files go")
-    option = add(run_command, config, field, track, events, out)
+    option = add(run_command, config, field, label, track, events, out)
     option("--unchecked", action="store_true", help="do not try your own objective, advantages, KL or rewards before")
     for command in (control_command, dpo_command):
-        add(command, config, field, track, events, out)
+        add(command, config, field, label, track, events, out)
     for command in (probe_command, plan_command):
         add(command, config, field)
     about = "such as ppo.objective, control or dpo; default all"
@@ -122,7 +126,9 @@ def build_parser() -> argparse.ArgumentParser:
     for command in (resume_command, rerun_command):
         add(command, run, layout, inputs, *((track, events) if command is resume_command else ()))
     about = "after so many iterations; default the newest"
-    add(fork_command, run, field, inputs, track, events, out)("--at", metavar="ITERATION", type=_count, help=about)
+    option = add(fork_command, run, field, label, inputs, track, events, out)
+    option("--at", metavar="ITERATION", type=_count, help=about)
+    add(label_command, run, label)
     add(verify_command, run)
     add(show_command, run)("--samples", metavar="N", type=_count, default=5, help="last responses to print")
     about = "as --track of `run`; default mlflow: the store of MLFLOW_TRACKING_URI, else sqlite:///mlflow.db"

@@ -24,37 +24,75 @@ if TYPE_CHECKING:
 
 
 def ls_command(arguments: argparse.Namespace) -> int:
-    """List the runs of a folder, the newest first: state, iterations, fingerprint, age."""
+    """List the runs of a folder, the newest first: name, state, score, what differs, fingerprint, age."""
     if not arguments.folder.is_dir():
         raise UserError(f"{arguments.folder}: no such folder; give the one that runs went to")
+    from ppo_repro.records.settings import settings_of
+
     runs = sorted(map(_listed, folders_with(arguments.folder, MANIFEST)), key=lambda run: float(run["age_seconds"]))
+    setups = [run.pop("setup") for run in runs]
+    whole = [run for run, setup in zip(runs, setups, strict=True) if setup]
+    for run, setting in zip(whole, settings_of(list(filter(None, setups))), strict=True):
+        run |= {"differs": setting.short, "differs_in": setting.whole}
     print_result(arguments.json, {"runs": runs}, _lines(runs, arguments.folder))
     return 0
 
 
 def _listed(run_dir: Path) -> dict[str, Any]:
-    """Describe one run folder; its state is `damaged` if the manifest cannot be read."""
+    """Describe one run folder; its state is `damaged` if one of the files that this needs cannot be read."""
     from ppo_repro.records import manifest
+    from ppo_repro.records.label import UNLABELLED, read_label
+    from ppo_repro.records.settings import setup_of
+    from ppo_repro.runs.summary import score_of
 
-    listed = {"folder": str(run_dir), "kind": "-", "state": "damaged", "iterations": 0, "fingerprint": "-"}
+    listed: dict[str, Any] = {"folder": str(run_dir), "kind": "-", "state": "damaged", "iterations": 0, "score": None}
+    listed |= {"differs": "", "differs_in": "", "fingerprint": "-", "setup": None, **UNLABELLED.model_dump()}
+    listed["age_seconds"] = max(time.time() - written_at(run_dir), 0.0)  # since the manifest was written
     try:
-        head = manifest.load_head(run_dir)
-        listed |= {"kind": head.kind, "state": state_of(run_dir, head.status), "iterations": head.num_iterations}
-        listed["fingerprint"] = head.fingerprint
+        head, label = manifest.load_head(run_dir), read_label(run_dir)
+        setup, score = setup_of(run_dir, head), score_of(run_dir, head)
     except UserError:
-        pass
-    return {**listed, "age_seconds": max(time.time() - written_at(run_dir), 0.0)}  # since the manifest was written
+        return listed
+    found = {"kind": head.kind, "state": state_of(run_dir, head.status), "iterations": head.num_iterations}
+    return {**listed, **found, "score": score, "fingerprint": head.fingerprint, "setup": setup, **label.model_dump()}
 
 
 def _lines(runs: list[dict[str, Any]], root: Path) -> list[str]:
+    """A table of the runs, without columns that no run has anything in."""
     if not runs:
         return [f"no run in {root}"]
-    row = f"{{folder:<{max(len(run['folder']) for run in runs)}}}  {{kind:<9}}{{state:<12}}{{iterations:>10}}  "
-    head = row.format(folder="run", kind="kind", state="state", iterations="iterations") + f"{'fingerprint':<13}age"
-    return [
-        head,
-        *(row.format(**run) + f"{run['fingerprint'][:12]:<13}{duration(run['age_seconds'])}" for run in runs),
-    ]
+    columns = {
+        "run": [run["folder"] for run in runs],
+        "name": [run["name"] for run in runs],
+        "state": [run["state"] for run in runs],
+        "iterations": [str(run["iterations"]) for run in runs],
+        "score": ["" if run["score"] is None else f"{run['score']:.3f}" for run in runs],
+        "what differs": [run["differs"] for run in runs],
+        "tags": [" ".join(run["tags"]) for run in runs],
+        "fingerprint": [run["fingerprint"][:12] for run in runs],
+        "age": [duration(run["age_seconds"]) for run in runs],
+    }
+    padded = []
+    for name, cells in columns.items():
+        if any(cells):
+            width = max(map(len, (name, *cells)))
+            is_number = name in ("iterations", "score")
+            padded.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in (name, *cells)])
+    return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
+
+
+def label_command(arguments: argparse.Namespace) -> int:
+    """Give a recorded run a name, notes or tags, an empty text to remove them, and print what it has."""
+    from ppo_repro.records import manifest
+    from ppo_repro.records.label import label_of, read_label, write_label
+
+    manifest.load_head(arguments.run)
+    before = read_label(arguments.run)
+    label = label_of(arguments.name, arguments.notes, arguments.tag, before)
+    if label != before:
+        write_label(arguments.run, label)
+    print_result(arguments.json, {"folder": str(arguments.run), **label.model_dump()}, label.lines() or ["no label"])
+    return 0
 
 
 def replay_command(arguments: argparse.Namespace) -> int:
@@ -82,6 +120,7 @@ def verify_command(arguments: argparse.Namespace) -> int:
 def show_command(arguments: argparse.Namespace) -> int:
     """Print what a recorded run did."""
     from ppo_repro.records import manifest
+    from ppo_repro.records.label import read_label
 
     run_dir = arguments.run
     recorded = manifest.load(run_dir)
@@ -92,6 +131,8 @@ def show_command(arguments: argparse.Namespace) -> int:
             from ppo_repro.records.inputs import origin_lines
 
             tell("\n".join(origin_lines(recorded.origin)))
+        if label := read_label(run_dir).lines():
+            tell("\n".join(label))
     from ppo_repro.runs.summary import iteration_lines, sample_lines, summarise
 
     if arguments.json:

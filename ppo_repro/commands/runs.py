@@ -106,8 +106,9 @@ def _run(arguments: argparse.Namespace, command: str) -> int:
     from ppo_repro.base.lock import require_no_writer
     from ppo_repro.config.files import load_any, run_folder
     from ppo_repro.config.run import RunConfig
+    from ppo_repro.records.label import label_of
 
-    clock, copies = Clock(), Copies()
+    label, clock, copies = label_of(arguments.name, arguments.notes, arguments.tag), Clock(), Copies()
     targets = targets_of(arguments.track, arguments.tensorboard)
     kind, config = load_any(arguments.config, arguments.set, command)
     if command == "run" and arguments.unchecked:
@@ -126,7 +127,7 @@ def _run(arguments: argparse.Namespace, command: str) -> int:
         require_memory(config, ranks.size)
         clock.lap("start")
         copying = followed(folder, copies, targets if ranks.is_first else ())
-        run(_executed_by(kind, watcher, ranks), config, arguments.out, clock, copying)
+        run(_executed_by(kind, watcher, ranks), config, arguments.out, clock, copying, label)
         clock.lap("tracking" if targets else OTHER)
     if ranks.is_first:
         _report_run(folder, clock.with_total(), arguments.json, copies)
@@ -161,8 +162,9 @@ def fork_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.base.files import require_new
     from ppo_repro.base.lock import require_no_writer
     from ppo_repro.records.inputs import plan_fork
+    from ppo_repro.records.label import label_of
 
-    clock, copies = Clock(), Copies()
+    label, clock, copies = label_of(arguments.name, arguments.notes, arguments.tag), Clock(), Copies()
     targets = targets_of(arguments.track, arguments.tensorboard)
     plan = plan_fork(arguments.run, arguments.at, arguments.set, arguments.out, arguments.inputs)
     config, first = plan.config, plan.origin.iteration
@@ -177,7 +179,7 @@ def fork_command(arguments: argparse.Namespace) -> int:
         require_memory(config, ranks.size)
         clock.lap("start")
         copying = followed(plan.folder, copies, targets if ranks.is_first else ())
-        fork(LanguageKind(watcher, ranks), plan, clock, copying)
+        fork(LanguageKind(watcher, ranks), plan, clock, copying, label)
         clock.lap("tracking" if targets else OTHER)
     if ranks.is_first:
         _report_run(plan.folder, clock.with_total(), arguments.json, copies)

@@ -166,6 +166,12 @@ class RewardConfig(Section):
         return self
 
     @property
+    def judges(self) -> bool:
+        """Whether responses are right or wrong: not where a function of the user's alone says what one is worth."""
+        compared = any(isinstance(t, ExactMatch | FormatReward | Verifier) for t in self.terms)
+        return compared or not any(isinstance(t, CalledReward) for t in self.terms)
+
+    @property
     def model(self) -> RewardModelFolder | TrainedRewardModel | None:
         """The term that is a reward model, if there is one."""
         return next((t for t in self.terms if isinstance(t, RewardModelFolder | TrainedRewardModel)), None)

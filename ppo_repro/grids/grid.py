@@ -19,6 +19,7 @@ from ppo_repro.base.files import atomic_write
 from ppo_repro.base.lock import only_writer
 from ppo_repro.base.output import say_anyway
 from ppo_repro.config.files import dump_yaml, run_folder
+from ppo_repro.config.run import RunConfig
 from ppo_repro.grids.cell import Executor, Order, last_result, run_of, state_of
 from ppo_repro.grids.spec import Cell, Grid
 from ppo_repro.records import manifest, reader
@@ -171,7 +172,9 @@ def _results_table(grid_dir: Path, table: pd.DataFrame) -> pd.DataFrame:
 def lines(grid: Grid, folder: Path, outcome: Outcome) -> list[str]:
     """Return the question, one line per cell, and the paths of the tables."""
     table = outcome.table
-    columns = ["cell", "state", "iterations", *(name for name in SHOWN if name in table.columns)]
+    judged = all(not isinstance(cell.config, RunConfig) or cell.config.reward.judges for cell in grid.cells)
+    measures = [name for name in SHOWN if name in table.columns and (judged or name != SHOWN[0])]
+    columns = ["cell", "state", "iterations", *measures]
     shown = table[columns].rename(columns=lambda name: name.removeprefix("final."))
     shown["fingerprint"] = table["fingerprint"].str[:12]
     codes = {code for codes in table["code_digest"] for code in codes.split(",") if code}

@@ -14,11 +14,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.config.yaml_text import read_yaml
 from ppo_repro.records import digests, manifest, reader, schema
-from ppo_repro.records.folder import check_config
-from ppo_repro.records.inputs import changes, flat
+from ppo_repro.records.inputs import changes
 from ppo_repro.records.manifest import Manifest
+from ppo_repro.records.settings import setup_of
 
 ROWS = "(rows)"
 RUN = "(run)"
@@ -77,14 +76,7 @@ def setup_changes(left_dir: Path, right_dir: Path) -> dict[str, list[Any]]:
 
     Raises UserError if one is damaged.
     """
-    setups = []
-    for run_dir in (left_dir, right_dir):
-        head = manifest.load_head(run_dir)
-        setup = {**flat(read_yaml(check_config(run_dir, head))), **head.inputs}
-        if head.origin is not None:
-            setup["origin"] = f"{Path(head.origin.run).name} after iteration {head.origin.iteration}"
-        setups.append(setup)
-    return changes(*setups)
+    return changes(*(setup_of(run_dir, manifest.load_head(run_dir)) for run_dir in (left_dir, right_dir)))
 
 
 def first_difference(left_dir: Path | str, right_dir: Path | str) -> Difference | None:

@@ -16,6 +16,7 @@ from ppo_repro.config.files import gather, run_digest
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import ACCURACY_NAME, FORKED_FROM, REFERENCE, starts_of
 from ppo_repro.records.inputs import Fork
+from ppo_repro.records.label import UNLABELLED, Label
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.checkpoint import Start, load_start
 from ppo_repro.runs.language import LanguageKind
@@ -27,7 +28,11 @@ WARM_START = "warm_start_steps"  # the only preparation that a fork does not rep
 
 
 def fork(
-    kind: LanguageKind, plan: Fork, clock: Clock, beside: AbstractContextManager[object] = NOTHING
+    kind: LanguageKind,
+    plan: Fork,
+    clock: Clock,
+    beside: AbstractContextManager[object] = NOTHING,
+    label: Label = UNLABELLED,
 ) -> dict[str, float]:
     """Make the run of a plan and compute it to its end; returns wall seconds by phase and in total.
 
@@ -37,7 +42,8 @@ def fork(
         verify(plan.source, plan.recorded)
         start, inputs = _start(plan), gather(plan.config)
         digest = run_digest(inputs, plan.origin.fingerprint)
-        compute_new(kind, plan.config, plan.folder, inputs, digest, clock, start, partial(_take_over, plan, start))
+        fill = partial(_take_over, plan, start)
+        compute_new(kind, plan.config, plan.folder, inputs, digest, clock, label, start, fill)
     return clock.with_total()
 
 

@@ -97,7 +97,7 @@ class LanguageExecution(Execution[Iteration]):
         score, accuracy = mean_of(item.rewards.scores), mean_of(item.rewards.is_correct)
         task = self.prepared.task
         has_answers = task.problems.has_answers or task.judge.verifier is not None
-        right = f"accuracy {accuracy:.3f}  " if has_answers else ""
+        right = f"accuracy {accuracy:.3f}  " if has_answers and self.config.reward.judges else ""
         return f"score {score:.3f}  {right}KL {last_kl(item.updates):.4f}"
 
     def ending(self, clock: Clock) -> tuple[Final, Tables]:

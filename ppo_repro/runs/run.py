@@ -24,6 +24,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest, writer
 from ppo_repro.records.diff import Difference, from_recorded
 from ppo_repro.records.folder import STARTED, TIMES_NAME, UNEQUAL, UNEQUAL_TOKENS
+from ppo_repro.records.label import UNLABELLED, Label, write_label
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs.checkpoint import Start
@@ -40,6 +41,7 @@ def run(
     out: Path,
     clock: Clock | None = None,
     beside: AbstractContextManager[object] = NOTHING,
+    label: Label = UNLABELLED,
 ) -> tuple[Path, dict[str, float]]:
     """Execute a configuration and record everything; a run that fails midway keeps its complete iterations.
 
@@ -60,7 +62,7 @@ def run(
     """
     clock, inputs, run_dir = clock or Clock(), gather(config), run_folder(config, out)
     with writing(kind.ranks, run_dir), beside:
-        compute_new(kind, config, run_dir, inputs, run_digest(inputs), clock)
+        compute_new(kind, config, run_dir, inputs, run_digest(inputs), clock, label)
     return run_dir, clock.with_total()
 
 
@@ -76,6 +78,7 @@ def compute_new(
     inputs: Inputs,
     digest: str,
     clock: Clock,
+    label: Label,
     start: Start | None = None,
     fill: Callable[[Path], int] = lambda folder: 0,
 ) -> None:
@@ -103,7 +106,7 @@ def compute_new(
         return
     environment = {**describe_environment(config, ranks.size), STARTED: as_text(clock.started)}
     temporary = writer.lay_out_run(run_dir, inputs, environment, digest, kind.name)
-    with _new_run(temporary, run_dir, fill):
+    with _new_run(temporary, run_dir, label, fill):
         clock.lap("records")
         execute(kind, config, run_dir, opened, clock)
 
@@ -123,14 +126,15 @@ def work_along(opened: AbstractContextManager[Execution[Item]]) -> None:
 
 
 @contextmanager
-def _new_run(temporary: Path, run_dir: Path, fill: Callable[[Path], int]) -> Iterator[None]:
-    """Fill a folder that was laid out and give it its name.
+def _new_run(temporary: Path, run_dir: Path, label: Label, fill: Callable[[Path], int]) -> Iterator[None]:
+    """Fill a folder that was laid out, label it and give it its name.
 
     An exception may come at any instant, as Ctrl-C does: no folder is left that says "running". A run with no complete
     iteration after those that `fill` brought is removed, unless its bits were unequal, which is to be looked at.
     """
     begun = 0
     try:
+        write_label(temporary, label)
         begun = fill(temporary)
         writer.publish_run(temporary, run_dir)
         yield

@@ -6,16 +6,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import pandas as pd
 
 from ppo_repro.config.algorithm import KLInReward
 from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
+from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import ExactMatch, Verifier
 from ppo_repro.records import reader
-from ppo_repro.records.folder import by_phase, load_recorded_config, phases_of, read_accuracy
-from ppo_repro.records.manifest import Manifest
+from ppo_repro.records.folder import by_phase, load_config_of, load_recorded_config, phases_of, read_accuracy
+from ppo_repro.records.manifest import Head, Manifest
 
 PHASES = ("rollout", "forward", "update")  # those that handle tokens
 SHOWN = 0.05  # seconds; a shorter phase rounds to 0.0
@@ -62,6 +63,27 @@ def summarise(run_dir: Path, seconds: dict[str, float] | None = None) -> Summary
     return Summary(figures, sentences, _speeds(figures, UNITS[recorded.kind]))
 
 
+def score_of(run_dir: Path, head: Head) -> float | None:
+    """Return the one number by which a run is compared with others of its kind; None if there is none so far.
+
+    Language: the mean score of the held-out responses, at last. Gymnasium: the mean return of the likeliest actions, or
+    of the last episodes. DPO: the share of held-out pairs in the right order.
+    """
+    found = [head.final.get(name) for name in ("eval_score", "eval_return", "last_100_return")]
+    if head.num_iterations and not any(map(_is_number, found)):
+        config = load_config_of(run_dir, head)
+        every = config.evaluation.every if isinstance(config, RunConfig) else 1
+        last = (head.num_iterations - 1) // every * every
+        column = {LANGUAGE: "eval_score", CONTROL: "episode_return_mean", DPO: "eval_pair_accuracy"}[head.kind]
+        rows = reader.read_iterations(run_dir, iterations=[last], columns=[column], allow_incomplete=True)
+        found = rows[column].tolist()
+    return next((float(value) for value in found if _is_number(value)), None)
+
+
+def _is_number(value: float | int | str | None) -> TypeGuard[float]:
+    return value is not None and not isinstance(value, str) and not math.isnan(value)
+
+
 def _speeds(figures: Figures, unit: str) -> list[str]:
     """Return the seconds by phase, with tokens per second where a phase handles tokens.
 
@@ -92,7 +114,7 @@ def _agreement(rows: pd.DataFrame, figures: Figures, anchor: str, has_value_mode
 
 
 def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Figures) -> list[str]:
-    config, judged, measured = load_recorded_config(run_dir), has_answers(run_dir), read_accuracy(run_dir, recorded)
+    config, judged, measured = load_recorded_config(run_dir), is_judged(run_dir), read_accuracy(run_dir, recorded)
     agreement = _agreement(rows, figures, config.ppo.ratio_anchor, config.value.kind != "none")
     cut = float((rows["truncated_fraction"] * rows["sequences"]).sum() / rows["sequences"].sum())
     figures |= {
@@ -103,10 +125,10 @@ def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Fi
         "score_before": float(rows["eval_score"].iloc[0]),  # mean score of the same responses
         "score_after": float(recorded.final["eval_score"]),
         "cut_fraction": cut,  # of all responses, cut at rollout.max_response_tokens
-        "has_answers": judged,  # without answers and without a verifier no response is right or wrong
+        "is_judged": judged,  # whether responses are right or wrong, so that the accuracies mean something
         "numerical_accuracy": None if measured is None else asdict(measured),  # of the log-probs at the start
     }
-    # a reward of the user's own is what was trained, and its responses need not be equal to an answer
+    # what was trained is the score, if it is not only whether the response equals the answer
     own = not judged or any(not isinstance(term, ExactMatch) for term in config.reward.terms)
     penalty = ", KL penalty included," if isinstance(config.kl, KLInReward) and config.kl.kl_coef else ""
     return [
@@ -122,8 +144,15 @@ def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Fi
 
 def _change(what: str, figures: Figures) -> str:
     before, after = figures[f"{what}_before"], figures[f"{what}_after"]
-    direction = "rose" if after > before else "fell" if after < before else "stayed"
-    return f"held-out {what} {direction} from {before:.3f} to {after:.3f} (greedy)"
+    return f"held-out {what} {change(before, after)} (greedy)"
+
+
+def change(before: float, after: float) -> str:
+    """Say how a number changed, in three digits: `rose from 0.246 to 0.637`, `stayed at 0.000`."""
+    first, last = f"{before:.3f}", f"{after:.3f}"
+    if first == last:
+        return f"stayed at {last}"
+    return f"{'rose' if after > before else 'fell'} from {first} to {last}"
 
 
 def cut_at_the_limit(fraction: float) -> str:
@@ -131,11 +160,15 @@ def cut_at_the_limit(fraction: float) -> str:
     return f"{fraction:.0%} of the responses were cut at rollout.max_response_tokens; raise it"
 
 
-def has_answers(run_dir: Path) -> bool:
-    """Return whether a response of a language run can be right: its prompts have answers, or the task a verifier."""
-    terms = load_recorded_config(run_dir).reward.terms
+def is_judged(run_dir: Path) -> bool:
+    """Return whether responses of a language run are right or wrong.
+
+    Its prompts have answers, or its task a verifier, and no function of the user's alone is the reward.
+    """
+    reward = load_recorded_config(run_dir).reward
     answers = reader.read_sequences(run_dir, columns=["answer"], iterations=[0], allow_incomplete=True)["answer"]
-    return any(isinstance(term, Verifier) for term in terms) or bool((answers != "").any())
+    is_known = any(isinstance(term, Verifier) for term in reward.terms) or bool((answers != "").any())
+    return reward.judges and is_known
 
 
 def _control(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Figures) -> list[str]:
@@ -187,7 +220,7 @@ def _dpo(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Figures
 def iteration_lines(run_dir: Path, kind: Kind, count: int) -> pd.DataFrame:
     """Return the telling columns of up to `count` iterations, evenly spread, the first and last included."""
     columns = COLUMNS[kind]
-    if kind == LANGUAGE and not has_answers(run_dir):
+    if kind == LANGUAGE and not is_judged(run_dir):
         columns = tuple(name for name in columns if "accuracy" not in name)
     rows = reader.read_iterations(run_dir, columns=columns, allow_incomplete=True)
     return rows.iloc[sorted({round(i * (len(rows) - 1) / (count - 1)) for i in range(count)})]

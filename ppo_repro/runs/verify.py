@@ -10,13 +10,14 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import SUMS_NAME, check_links, check_sums
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import CHECKPOINT, CHECKPOINTS_NAME, REPORT_NAME, SERVERS_NAME
+from ppo_repro.records.label import LABEL_NAME
 from ppo_repro.records.manifest import Manifest
 
 EARLIER_LOCK = "lock"  # an empty file that runs had before their lock lay beside the folder
 _MODELS = r"checkpoints/(reference|final|value_model|base|adapter|reward_model|unequal)(\.tmp|\.removed)?"
 # what a process writes before the manifest lists it; a file with another name belongs to the user
 _UNFINISHED = re.compile(
-    r"(manifest\.json|iterations\.jsonl|report\.html)\.tmp"
+    r"(manifest\.json|iterations\.jsonl|label\.json|report\.html)\.tmp"
     r"|(accuracy|times|resumed-\d{3,})\.json(\.tmp)?"
     r"|records/\w+/(preparation|iteration=\d{6,})\.parquet(\.tmp)?"
     r"|checkpoints/(iteration-\d{6,}|final_state)\.safetensors(\.tmp)?"
@@ -74,7 +75,7 @@ def verify(run_dir: Path, recorded: Manifest | None = None) -> Verified:
         name = path.relative_to(run_dir).as_posix()
         if path.is_dir() or name in listed or (name == EARLIER_LOCK and not path.stat().st_size):
             continue
-        if name.split("/")[0] in (REPORT_NAME, SERVERS_NAME):
+        if name.split("/")[0] in (LABEL_NAME, REPORT_NAME, SERVERS_NAME):
             uncovered.append(name)
         elif recorded.status != "complete" and _UNFINISHED.fullmatch(name):
             unfinished.append(name)

@@ -21,7 +21,8 @@ from analysis.tokenization import tables as tokenization
 from ppo_repro.base.latest import latest_run
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import load_any
-from ppo_repro.records import manifest
+from ppo_repro.records import manifest, reader
+from ppo_repro.records.folder import load_recorded_config
 from tests.support.cli import Cli, one_line
 from tests.support.paths import ROOT, SMALL_CONTROL, TINY
 from tests.support.synthetic_run import cut_back
@@ -78,16 +79,54 @@ def test_ls_lists_runs_the_newest_first(cli: Cli, runs: Path, deterministic_run:
     code, out, _ = cli("ls", runs / "a")
     lines = out.splitlines()
     assert code == 0
-    assert lines[0].split() == ["run", "kind", "state", "iterations", "fingerprint", "age"]
+    assert lines[0].split() == ["run", "state", "iterations", "score", "fingerprint", "age"]
     assert [line.split()[0] for line in lines[1:]] == [str(runs / "a/b/three"), str(runs / "a/one")]
-    assert lines[2].split()[1:] == [
-        "language",
-        "complete",
-        str(head.num_iterations),
-        head.fingerprint[:12],
-        "60",
-        "min",
-    ]
+    score = f"{head.final['eval_score']:.3f}"
+    row = ["complete", str(head.num_iterations), score, head.fingerprint[:12], "60", "min"]
+    assert lines[2].split()[1:] == row
+
+
+def test_ls_says_what_runs_differ_in_and_what_they_are_called(cli: Cli, runs: Path) -> None:
+    head = manifest.load_head(runs / "two")
+    code, out, _ = cli("label", runs / "two", "--name", "plain torch", "--tag", "control", "--notes", "why 40 %?")
+    assert code == 0 and out.splitlines() == ["name        plain torch", "tags        control", "notes       why 40 %?"]
+    shutil.rmtree(runs / "a" / "b")
+    lines = cli("ls")[1].splitlines()
+    assert "  what differs" in lines[0] and "  name  " in lines[0] and "  tags" in lines[0]
+    assert "mode=deterministic" in lines[1] and "mode=native" in lines[2] and "  plain torch  " in lines[2]
+    listed = json.loads(cli("ls", "--json")[1])["runs"][1]
+    assert (listed["name"], listed["tags"], listed["notes"]) == ("plain torch", ["control"], "why 40 %?")
+    assert "plain torch" in cli("show", runs / "two")[1]
+    code, out, _ = cli("verify", runs / "two")
+    assert code == 0 and "under no digest: label.json" in out and manifest.load_head(runs / "two") == head
+    assert cli("label", runs / "two", "--name", "", "--tag", "", "--notes", "")[1] == "no label\n"
+    assert not (runs / "two" / "label.json").exists()
+    code, _, err = cli("label", runs / "two", "--name", "x" * 61)
+    assert code == 2 and "--name xxxx" in err and "must be one line of at most 60 characters" in one_line(err)
+    (runs / "two" / "label.json").write_text("{}}")
+    assert "is no label; remove it" in one_line(cli("show", runs / "two")[2])
+    assert [run["state"] for run in json.loads(cli("ls", "--json")[1])["runs"]] == ["complete", "damaged"]
+
+
+def test_a_name_changes_neither_folder_nor_fingerprint(cli: Cli, tmp_path: Path) -> None:
+    summaries = []
+    for out, name in (("plain", ()), ("named", ("--name", "first try", "--tag", "a", "--tag", "b"))):
+        code, printed, err = cli("run", TINY, "--out", tmp_path / out, "--json", *name)
+        assert code == 0, err
+        summaries.append(json.loads(printed))
+    plain, named = summaries
+    assert plain["fingerprint"] == named["fingerprint"]
+    assert Path(plain["run_dir"]).name == Path(named["run_dir"]).name
+    assert json.loads((Path(named["run_dir"]) / "label.json").read_text())["tags"] == ["a", "b"]
+    assert cli("diff", plain["run_dir"], named["run_dir"])[0] == 0
+
+
+def test_ls_has_the_score_of_a_run_that_works_still(cli: Cli, runs: Path) -> None:
+    cut_back(runs / "two", 2, "interrupted")
+    every = load_recorded_config(runs / "two").evaluation.every
+    rows = reader.read_iterations(runs / "two", allow_incomplete=True)
+    last = rows["eval_score"].iloc[1 // every * every]
+    assert json.loads(cli("ls", "--json")[1])["runs"][-1]["score"] == last
 
 
 def test_a_run_without_a_process_that_writes_it_is_called_killed(cli: Cli, runs: Path) -> None:

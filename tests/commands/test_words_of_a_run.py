@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from analysis.report.build import page_of
+from analysis.view.index import Index
 from ppo_repro.records import manifest, reader
 from tests.support.cli import Cli, folder_config, one_line, write_prompts
 from tests.support.paths import TINY
@@ -84,3 +86,25 @@ def test_equal_scores_move_nothing(reward: str, moves: bool, cli: Cli, tmp_path:
     final = manifest.load(run_dir).final
     assert (final["policy_digest"] != final["initial_policy_digest"]) is moves
     assert (reader.read_tokens(run_dir)["advantages"] != 0.0).any() == moves
+
+
+@pytest.mark.parametrize(("kind", "has_accuracy"), [("function", False), ("exact_match", True)])
+def test_no_accuracy_where_a_function_rewards(kind: str, has_accuracy: bool, cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def score(prompt, response, answer):\n    return 0.25\n")
+    term = f"{{kind: function, path: '{tmp_path}/r.py:score'}}" if kind == "function" else "{kind: exact_match}"
+    code, out, err = cli("run", TINY, "--out", tmp_path, "--set", f"reward.terms=[{term}]")
+    assert code == 0, err
+    run_dir = Path("/" + out.split("\nrecords     /")[1].splitlines()[0])
+    page, index = page_of(run_dir, 0), Index([run_dir])
+    index.look()
+    said = {
+        "run": "held-out accuracy " in out,
+        "progress": "accuracy " in err,
+        "show": "eval_accuracy" in cli("show", run_dir)[1],
+        "report": "Held-out accuracy" in page or "Accuracy, sampled" in page or "Accuracy, held out" in page,
+        "view": index.runs[0].is_judged,
+    }
+    index.close()
+    assert said == dict.fromkeys(said, has_accuracy)
+    if not has_accuracy:
+        assert "held-out score stayed at 0.250 (greedy)" in out and "Held-out score stayed at 0.250 after" in page

@@ -35,8 +35,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     driver.quit()
 
 
-def look(browser: Any, scheme: str = "light", width: int = 1280, media: str = "") -> None:
-    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+def look(browser: Any, scheme: str = "light", width: int = 1280, media: str = "", height: int = 800) -> None:
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media, "features": features})

@@ -53,5 +53,6 @@ def check(page: str) -> ET.Element:
     assert all(node.get("role") == "img" and node.get("aria-label") for node in pictures)
     figures = list(root.iter("figure"))
     assert all(len(list(figure.iter("table"))) == 1 for figure in figures), "a figure has no table of its numbers"
-    assert [len(list(root.iter(tag))) for tag in ("title", "h1", "main")] == [1, 1, 1]
+    # charts have titles too, which are said under the pointer
+    assert [len(root.findall(path)) for path in ("head/title", ".//h1", ".//main")] == [1, 1, 1]
     return root

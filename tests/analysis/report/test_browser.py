@@ -127,6 +127,21 @@ def test_the_page_is_never_wider_than_the_window(browser: Any, pages: dict[str, 
     assert texts > 20 and cut == [], "a label of a chart is cut"
 
 
+@pytest.mark.parametrize("name", ["deterministic", "grid", "control", "pair"])
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (1400, 800)])
+def test_the_first_screen_has_a_chart_and_no_card_is_cut(
+    browser: Any, pages: dict[str, Path], name: str, width: int, height: int
+) -> None:
+    opened(browser, pages[name])
+    look(browser, width=width, height=height)
+    bottom = "return document.querySelector('svg.chart').getBoundingClientRect().bottom"
+    assert browser.execute_script(bottom) <= height
+    cut = "[...document.querySelectorAll('.answer .scroll')].filter(n => n.scrollWidth > n.clientWidth + 1)"
+    assert browser.execute_script(f"return {cut}.map(n => n.textContent.slice(0, 80))") == []
+    browser.execute_script("document.querySelector('.answer').style.paddingTop = '900px'")
+    assert browser.execute_script(bottom) > height, "the control"
+
+
 # words of letters alone that stand on two lines, and texts whose contrast with their background is below 4.5
 BROKEN = """
   const walk = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);

@@ -17,6 +17,7 @@ from analysis.report.page import Figure, figure_html
 from analysis.report.scan import FLAGS, delta_counts, ratio_quantiles, scan_run, summary_tables
 from analysis.report.tokens import select, token_data
 from ppo_repro.records import reader
+from tests.support.runs import small_config
 
 BOUNDS = ClipBounds(0.8, 1.2)
 
@@ -40,10 +41,42 @@ def test_standard_errors_and_intervals_by_hand() -> None:
     def seed(value: float, iterations: list[int]) -> pd.DataFrame:
         return pd.DataFrame({"iteration": iterations, "metric": "score", "value": value, "low": 0.0, "high": 0.0})
 
-    found = curves.over_seeds([seed(1.0, [0, 1]), seed(3.0, [0]), seed(math.nan, [0])]).set_index("iteration")
-    # standard error 1, t of 1 degree of freedom at 97.5 % 12.706
-    assert found.loc[0, ["value", "low", "high", "seeds"]].tolist() == pytest.approx([2, -10.706, 14.706, 2], abs=1e-3)
-    assert found.loc[1, "value"] == 1.0 and math.isnan(found.loc[1, "low"])
+    def frame(values: list[float], score: tuple[float, float]) -> pd.DataFrame:
+        curve = curves.over_seeds("a", "", [seed(value, [0]) for value in values], score)
+        assert len(curve.seeds) == (len(values) if len(values) < 5 else 0)
+        return curve.frame
+
+    few = frame([1.0, 3.0, math.nan], (0.0, 9.0))
+    assert few.iloc[0].tolist() == [0, "score", 2.0, 1.0, 3.0, 2], "below five seeds the smallest and the largest"
+    # standard error sqrt(0.2), t of 4 degrees of freedom at 97.5 % 2.776: 3 -+ 1.242
+    many = frame([2.0, 2.0, 3.0, 4.0, 4.0], (-math.inf, math.inf))
+    assert many.iloc[0, 2:5].tolist() == pytest.approx([3, 1.758, 4.242], abs=1e-3)
+    inside = frame([2.0, 2.0, 3.0, 4.0, 4.0], (2.0, 4.0))
+    assert inside.iloc[0, 3:5].tolist() == [2.0, 4.0], "a band is inside the possible range"
+
+
+@pytest.mark.parametrize(
+    ("reward", "possible"),
+    [
+        ("{}", (0.0, 1.0)),
+        ("{missing_eos_penalty: 0.5}", (-0.5, 1.0)),
+        ("{terms: [{kind: exact_match, weight: 2}, {kind: length, target: 3}]}", (-math.inf, math.inf)),
+        ("{terms: [{kind: exact_match}, {kind: format, weight: -1}]}", (-2.0, 1.0)),
+    ],
+)
+def test_the_possible_range_of_scores(reward: str, possible: tuple[float, float]) -> None:
+    assert curves.score_range(small_config(f"reward={reward}")) == possible
+
+
+def test_a_setting_has_one_colour_on_every_panel_also_where_another_has_no_curve() -> None:
+    both = pd.DataFrame({"iteration": [0, 1] * 2, "metric": ["score"] * 2 + ["entropy"] * 2, "value": 0.5})
+    both[["low", "high"]] = math.nan
+    drawn = [curves.Curve("first", both[both["metric"] == "score"]), curves.Curve("second", both, (both, both))]
+    wanted = [metric for metric in curves.LEARNING if metric.key in ("score", "entropy")]
+    score, entropy = (figure.chart for figure in curves.metric_figures(wanted, drawn))
+    assert 'class="line stroke0"' in score and 'class="line stroke1"' in score
+    assert 'class="line stroke1"' in entropy and "stroke0" not in entropy
+    assert score.count('class="part stroke1"') == 2, "each seed is a thin line"
 
 
 def test_a_scan_agrees_with_what_training_recorded(deterministic_run: Path) -> None:

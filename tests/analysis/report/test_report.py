@@ -9,16 +9,20 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from analysis.report import build
-from analysis.report.page import embedded_json
+from analysis.report.page import embedded_json, page
+from analysis.report.runs_page import answer_cards
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.records import reader
 from ppo_repro.records.folder import read_accuracy
+from ppo_repro.records.label import Label, write_label
 from tests.analysis.report.hostile_run import make_hostile_run, pieces_of
 from tests.support.cli import Cli
 from tests.support.html_page import check, embedded
@@ -166,7 +170,7 @@ def test_a_grid_has_its_question_its_settings_and_links(
     said = text_of(page)
     assert "Does it matter?" in said and "Expected: It does not." in said and "grid: 4 runs" in said
     assert "agree on every bit in 2 of 4 runs" in said and "of log-probs differ in the other 2 (" in said
-    assert "mean ± half of the 95 % Student interval" in said and "Not complete" not in said
+    assert "mean (smallest to largest seed)" in said and "Not complete" not in said
     links = [n.get("href") or "" for n in check(page).iter("a")]
     assert f"cells/native,a/small/{native_run.name}" in links
     assert all((folder / link).is_dir() for link in links if link.startswith("cells/"))
@@ -176,6 +180,49 @@ def test_a_grid_has_its_question_its_settings_and_links(
     (folder / "cells" / "c" / "run" / "records").mkdir(exist_ok=True)
     said = text_of(build.write_report([folder], None, None)[0].read_text())
     assert "Not complete and not in this page: cells/c/run (running)." in said and "grid: 4 runs" in said
+
+
+SENTENCE = "settings differ from deterministic in held-out accuracy (paired t-tests over 3 seeds"
+
+
+def test_a_grid_says_which_difference_it_could_have_seen(tmp_path: Path) -> None:
+    (tmp_path / "grid.yaml").write_text('question: "Does `mode` matter?"\nexpectation: It does not.\n')
+    results = {"deterministic": [0.5, 0.6, 0.4], "native": [0.52, 0.58, 0.41]}
+    finals = pd.DataFrame(
+        [(point, seed, value) for point, values in results.items() for seed, value in enumerate(values)],
+        columns=["point", "seed", "held-out accuracy"],
+    )
+    said = text_of(page("A grid", answer_cards(tmp_path, finals, "held-out accuracy", ""), ()))
+    assert f"0 of 1 {SENTENCE}" in said
+    (could,) = re.findall(r"A difference of ([\d.]+) or more would have been found with probability 0.8\.", said)
+    draws = np.random.default_rng(0).normal(float(could), np.std([0.02, -0.02, 0.01], ddof=1), (100_000, 3))
+    assert (stats.ttest_1samp(draws, 0.0, axis=1).pvalue < 0.05).mean() == pytest.approx(0.8, abs=0.02)
+    assert "`" not in said and "Does mode matter?" in said
+
+
+def test_a_folder_of_runs_has_short_labels_and_no_run_twice(
+    deterministic_run: Path, native_run: Path, parted_run: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "runs"
+    for name, run in (
+        ("a/one", deterministic_run),
+        ("b/x/one", deterministic_run),
+        ("c", native_run),
+        ("d", parted_run),
+    ):
+        shutil.copytree(run, folder / name)
+    write_label(folder / "d", Label(name="large steps"))
+    written = build.write_report([folder], tmp_path / "page.html", None)[0].read_text()
+    root, said = check(written), text_of(written)
+    assert "runs: 3 runs" in said and "b/x/one has the fingerprint of a/one: they count as one run." in said
+    legend = next(n for n in root.iter("g") if n.get("class") == "legend")
+    names = ["".join(n.itertext()) for n in legend.iter("text")]
+    assert "large steps" in names and len(names) == 3 and all(name.count(", ") < 3 for name in names)
+    hover = [n.text or "" for n in legend.iter("title")]
+    assert len(hover) == 3 and all("numerics.mode=" in text and "learning_rate=" in text for text in hover)
+    first = next(n for n in root.iter("div") if n.get("class") == "answer")
+    assert [n.tag for n in first][:2] == ["h2", "svg"], "the chart comes first"
+    assert not {"p-value", "Holm", "Student", "interval"} & set(re.findall(r"[A-Za-z-]+", said.partition("Terms")[0]))
 
 
 def test_a_control_run_has_a_page(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from ppo_repro.records import manifest
+from ppo_repro.records.label import Label, write_label
 from tests.analysis.report.hostile_run import make_hostile_run
 from tests.support.browser import find, look
 from tests.support.paths import ROOT, TINY
@@ -91,6 +93,38 @@ def test_search_filter_tokens_and_diff_by_keyboard_alone(browser: Any, native_ru
         assert "score_max" in browser.current_url, "the address holds the query"
         found = [entry for entry in browser.get_log("browser") if "status of 400" not in entry["message"]]
         assert found == []
+
+
+# controls that are below their labels instead of beside them
+BELOW = """
+  const box = (node) => node.getBoundingClientRect();
+  const pairs = [...document.querySelectorAll(".control label")].map((label) => [label, label.nextElementSibling]);
+  return pairs.filter(([a, b]) => box(a).height > 30 || box(b).top > box(a).bottom).map(([a]) => a.textContent)"""
+
+
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (1400, 800)])
+def test_labels_scores_and_the_opened_response_are_in_view(
+    browser: Any, native_run: Path, tmp_path: Path, width: int, height: int
+) -> None:
+    folder = tmp_path / "a-folder-with-a-name-that-is-long-enough-to-fill-the-line-of-a-telephone"
+    run = Path(shutil.copytree(native_run, folder / native_run.name))
+    write_label(run, Label(name="plain torch", tags=("control",), notes="why so many?"))
+    with served(folder) as server:
+        look(browser, width=width, height=height)
+        browser.get(server.address)
+        until(lambda: len(shown(browser)) > 5, "responses")
+        assert browser.execute_script(BELOW) == []
+        score = "[...document.querySelectorAll('#list tbody tr:first-child .number')][0].getBoundingClientRect().right"
+        assert 0 < browser.execute_script(f"return {score}") <= width
+        assert "plain torch (" in text(browser, "#run")
+        browser.execute_script("document.querySelectorAll('#list tbody tr')[4].click()")
+        until(lambda: find(browser, "#one:not([hidden]) .card.this"), "the response")
+        assert text(browser, "#title").startswith("plain torch: iteration ")
+        assert "control; why so many?" in text(browser, "#about")
+        for selector in ("#list tr[aria-selected=true]", ".card.this .text"):
+            box = f"document.querySelector('{selector}').getBoundingClientRect()"
+            top, bottom = browser.execute_script(f"const b = {box}; return [b.top, b.bottom]")
+            assert top >= 0 and bottom <= height, selector
 
 
 @pytest.mark.parametrize("framed", [True, False])

@@ -1,0 +1,117 @@
+"""The page of two runs side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis.report import verdicts
+from analysis.report.curves import Curve
+from analysis.report.facts import Facts, repeating
+from analysis.report.markup import Html, differences, element, escape, number, share, table
+from analysis.report.page import Card, Section, Verdict, folded_table, folded_text, page, scrolled
+from analysis.report.run_page import first_and_last
+from analysis.report.samples import card, evaluations, shortened
+from analysis.report.several import OneRun, curve_sections, main_chart, read_run
+from analysis.words import terms
+from ppo_repro.base.errors import UserError
+from ppo_repro.records.diff import RUN, first_difference, setup_changes
+from ppo_repro.records.inputs import shown
+
+NAMES = ("A", "B")
+PROMPTS = 12
+
+
+def pair_page(a: Path, b: Path) -> str:
+    """Two runs of one kind as HTML; the same records give the same bytes. UserError if the kinds differ."""
+    runs = [read_run(run_dir) for run_dir in (a, b)]
+    kinds = [run.facts.manifest.kind for run in runs]
+    if kinds[0] != kinds[1]:
+        raise UserError(f"{a} is a {kinds[0]} run, {b} a {kinds[1]} run; put runs of one kind side by side")
+    facts = [run.facts for run in runs]
+    lines = [Curve(name, run.curves) for name, run in zip(NAMES, runs, strict=True)]
+    alone = "One run each says nothing about the methods: compare several seeds by `python -m analysis.compare`."
+    again = (repeating(one.run_dir, one.manifest, one.environment, one.config) for one in facts)
+    rows = [(name, x, "the same" if x == y else y) for (name, x), (_, y) in zip(*again, strict=True)][1:]
+    about = pd.DataFrame(rows, columns=["fact", *NAMES])
+    changed = scrolled(table(_different(facts), "Configuration and inputs, where they differ"))
+    cards = (
+        Card("Which learned more?", [Verdict("fact", alone)], chart=main_chart(facts[0], lines)),
+        Card("Where do they first differ?", [_first(facts)], [changed]),
+        Card("Are they on-policy?", [v for name, run in zip(NAMES, runs, strict=True) for v in _agreement(name, run)]),
+        Card("How to repeat them", (), [scrolled(table(about, "The runs"), "words")]),
+    )
+    last = [first_and_last(run.facts, run.curves).set_index(["quantity", "unit"])["last"] for run in runs]
+    numbers = pd.DataFrame(dict(zip(NAMES, last, strict=True))).reset_index()[["quantity", *NAMES, "unit"]]
+    folded = [folded_text(f"Configuration of {name}", f.config_text) for name, f in zip(NAMES, facts, strict=True)]
+    blocks = [scrolled(table(numbers, "Last complete iteration")), *folded, folded_table("Terms in words", terms())]
+    sections = [
+        *curve_sections(facts[0], lines, (), ""),
+        *_responses(facts),
+        Section("numbers", "Numbers and configuration", (), (), blocks),
+    ]
+    return page(f"A: {facts[0].name}, B: {facts[1].name}", cards, sections)
+
+
+def _first(facts: Sequence[Facts]) -> Verdict:
+    """The first difference of two runs, with both values."""
+    a, b = facts
+    if a.manifest.fingerprint == b.manifest.fingerprint:
+        return Verdict("holds", "A and B have the same fingerprint: all results have the same bits.")
+    first = first_difference(a.run_dir, b.run_dir)
+    if first is None or first.table == RUN:
+        counts = " and ".join(str(len(one.iterations)) for one in facts)
+        text = f"A and B are the same to the last bit in the iterations that both have ({counts} are recorded)."
+        return Verdict("holds", text)
+    return Verdict("differs", f"A (left) and B (right) first differ: {first.describe()}.")
+
+
+def _agreement(name: str, run: OneRun) -> list[Verdict]:
+    found = [Verdict(v.kind, v.text.replace("The run", name)) for v in verdicts.state(run.facts)]
+    if run.unequal:
+        text = f"{name}: {share(run.unequal, run.tokens)} of log-probs differ between sampler and trainer."
+        return [*found, Verdict("differs", text)]
+    text = f"{name}: sampler and trainer agree on every bit of {run.tokens:,} {run.facts.unit}."
+    return [*found, Verdict("holds", text)]
+
+
+def _different(facts: Sequence[Facts]) -> pd.DataFrame:
+    """field, A, B: the fields, inputs by their SHA-256, and origins of forks in which two runs differ."""
+    changed = setup_changes(facts[0].run_dir, facts[1].run_dir)
+    rows = [(name, *map(shown, values)) for name, values in sorted(changed.items())]
+    return pd.DataFrame(rows or [("no field", "the same", "the same")], columns=["field", *NAMES])
+
+
+def _responses(facts: Sequence[Facts]) -> list[Section]:
+    """The last recorded responses of both to the same held-out prompts; none if none recorded."""
+    found = [rows for one in facts if (rows := evaluations(one.run_dir, one.manifest)) is not None]
+    if len(found) < len(facts):
+        return []
+    a, b = (rows[rows["iteration"] == rows["iteration"].max()].set_index("prompt_key") for rows in found)
+    pairs = [(a.loc[key], b.loc[key]) for key in a.index if key in b.index]
+    if not pairs:
+        return []
+    pairs.sort(key=lambda pair: pair[0]["response"] == pair[1]["response"])  # different ones first
+    different = sum(x["response"] != y["response"] for x, y in pairs)
+    cards = []
+    for x, y in pairs[:PROMPTS]:
+        parts = differences(*(shortened(str(row["response"])) for row in (x, y)))
+        both: dict[str, Any] = {"run": NAMES, "response": [_side(parts, "-", "del"), _side(parts, "+", "ins")]}
+        both["score"] = [float(row["scores"]) for row in (x, y)]
+        cards.append(card(str(x["prompt"]), str(x["answer"]), pd.DataFrame(both, dtype=object)))
+    moments = " and ".join(f"{n} before iteration {r['iteration'].max()}" for n, r in zip(NAMES, found, strict=True))
+    note = (
+        f"Greedy responses of the last evaluation ({moments}): {number(different)} of {number(len(pairs))} held-out "
+        f"prompts have different ones. {len(cards)} are shown, different ones first."
+    )
+    return [Section("samples", "Last responses", (note,), (), (element("div", "".join(cards), class_="cards"),))]
+
+
+def _side(parts: Sequence[tuple[str, str]], kind: str, tag: str) -> Html:
+    """One of two texts as HTML; what the other one does not have is in an element `tag`."""
+    return Html(
+        "".join(element(tag if found == kind else "span", escape(t)) for found, t in parts if found in ("=", kind))
+    )

@@ -1,0 +1,295 @@
+"""The page of the runs of a grid, or of any folder.
+
+A setting is what a run was started with, without its seed; in a grid one combination of the axes' labels.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from analysis.grids.table import SPREAD, comparisons, interval
+from analysis.report import curves
+from analysis.report.curves import Curve
+from analysis.report.markup import Html, element, escape, number, share, table
+from analysis.report.page import Card, Section, Verdict, folded_table, page, scrolled
+from analysis.report.several import OneRun, curve_sections, main_chart, read_run
+from analysis.stats.significance import detectable
+from analysis.words import terms
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import folders_with
+from ppo_repro.config.files import DPO, read_tree
+from ppo_repro.config.run import RunConfig
+from ppo_repro.records import manifest
+from ppo_repro.records.label import read_label
+from ppo_repro.records.settings import Setting, settings_of, setup_of
+
+MAX_LINES = 8
+# what settings are compared by: title, name of the final result
+MEASURES = {
+    "language": {"held-out accuracy": "eval_accuracy", "held-out score": "eval_score"},
+    "control": {"return, likeliest actions": "eval_return", "return, last 100 episodes": "last_100_return"},
+    "dpo": {"held-out accuracy": "eval_accuracy"},
+}
+# where a run has none of these: title, column of the last iteration
+LAST = {
+    "language": ("last score", "score_mean"),
+    "control": ("last return", "episode_return_mean"),
+    "dpo": ("held-out pairs in order", "eval_pair_accuracy"),
+}
+
+
+def runs_below(folder: Path) -> list[Path]:
+    """The runs below a folder, sorted; raises UserError if there is none."""
+    runs = sorted(path for path in folders_with(folder, manifest.FILE_NAME) if (path / "records").is_dir())
+    if not runs:
+        raise UserError(f"{folder}: has no run; give the folder of a run, or one with runs in it")
+    return runs
+
+
+def runs_page(folder: Path, linked_from: Path | None) -> str:
+    """The page about the complete runs of a folder, which names the others; UserError if none is complete.
+
+    Of a grid it also answers the question. Runs are links if the page lies in `linked_from`.
+    """
+    states = {run_dir: manifest.load(run_dir).status for run_dir in runs_below(folder)}
+    complete = [run_dir for run_dir, state in states.items() if state == "complete"]
+    if not complete:
+        raise UserError(f"{folder}: none of its {len(states)} runs is complete; finish them first")
+    kinds = {manifest.load_head(run_dir).kind for run_dir in complete}
+    if len(kinds) > 1:
+        raise UserError(f"{folder}: has {' and '.join(sorted(kinds))} runs; give a folder with runs of one kind")
+    is_grid = (folder / "grid.yaml").exists()
+    kept, doubles = (complete, []) if is_grid else _without_doubles(complete)
+    settings = _settings(folder, [read_run(run_dir) for run_dir in kept])
+    ordered = [(setting, run) for setting, group in settings.items() for run in group]
+    runs, labels = [run for _, run in ordered], [setting.short for setting, _ in ordered]
+    finals = _finals(runs, labels)
+    measures = [str(name) for name in finals.columns if name not in ("point", "seed")]
+    measure = measures[0]
+    means = finals.groupby("point", sort=False)[measure].mean().sort_values(ascending=False, kind="stable")
+    drawn = [s for s in settings if s.short in set(means.index[:MAX_LINES])]
+    lines = [_line(setting, settings[setting]) for setting in drawn]
+    chart = main_chart(runs[0].facts, lines)
+    some = f"The {MAX_LINES} of {len(settings)} settings with the highest {measure}; the table has all."
+    notes = (some,) if len(settings) > MAX_LINES else ()
+    about = _means(finals, measures, {setting.short: setting.whole for setting in settings})
+    table_of = scrolled(table(about, SPREAD if _has_many(finals) else "mean (smallest to largest seed)"))
+    compared = answer_cards(folder, finals, measure, chart) if is_grid else []
+    cards = [
+        *compared[:2],
+        Card(f"{measure.capitalize()} of each setting", (), [table_of], "" if is_grid else chart),
+        *compared[2:],
+        Card("Are the runs on-policy?", _verdicts(runs)),
+        *_left_out(folder, states, doubles),
+    ]
+    links = [_link(run.facts.run_dir, folder, linked_from) for run in runs]
+    results = {name: finals[name].tolist() for name in measures}
+    cells = pd.DataFrame({"setting": labels, "seed": finals["seed"], **results, "run": links}, dtype=object)
+    listed = [scrolled(table(cells, "Each run: a setting with a seed", limit=len(cells)), "words")]
+    if any(setting.whole for setting in settings):
+        wholes = [(setting.short, setting.whole) for setting in settings]
+        listed.append(folded_table("All that the settings differ in", pd.DataFrame(wholes, columns=["setting", "is"])))
+    sections = [
+        Section("runs", "Runs", (), (), listed),
+        *curve_sections(runs[0].facts, lines, notes, _band(finals)),
+        Section("terms", "Terms", (), (), (folded_table("Terms in words", terms()),)),
+    ]
+    return page(f"{folder.resolve().name}: {len(runs)} runs", cards, sections)
+
+
+def _without_doubles(complete: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, Path]]]:
+    """The runs with different fingerprints, and of each other run itself and the one that has the same bits."""
+    first: dict[str, Path] = {}
+    doubles = []
+    for run_dir in sorted(complete, key=lambda path: (len(path.parts), path)):  # not the copy in a folder of its own
+        kept = first.setdefault(manifest.load_head(run_dir).fingerprint, run_dir)
+        if kept != run_dir:
+            doubles.append((run_dir, kept))
+    return list(first.values()), doubles
+
+
+def _left_out(folder: Path, states: Mapping[Path, str], doubles: Sequence[tuple[Path, Path]]) -> list[Card]:
+    """A card about runs that are not in the page; none if all are."""
+    missing = [f"{run.relative_to(folder)} ({state})" for run, state in states.items() if state != "complete"]
+    said = [Verdict("differs", f"Not complete and not in this page: {', '.join(missing)}.")] if missing else []
+    for double, kept in doubles:
+        text = f"{double.relative_to(folder)} has the fingerprint of {kept.relative_to(folder)}: they count as one run."
+        said.append(Verdict("fact", text))
+    return [Card("Which runs are left out?", said)] if said else []
+
+
+def _settings(folder: Path, runs: Sequence[OneRun]) -> dict[Setting, list[OneRun]]:
+    """The runs of each setting: by the labels of the grid's axes, or by what their setups differ in."""
+    found = settings_of([setup_of(run.facts.run_dir, run.facts.manifest) for run in runs])
+    if (folder / "cells.parquet").exists():
+        cells = pd.read_parquet(folder / "cells.parquet")
+        axes = [name for name in cells.columns if name.startswith("axis.")]
+        named = {str(row["run_dir"]): ", ".join(str(row[axis]) for axis in axes) for row in cells.to_dict("records")}
+        paths = [str(run.facts.run_dir.relative_to(folder)) for run in runs]
+        order = {label: k for k, label in enumerate(named.values())}
+        if all(path in named for path in paths) and axes:
+            pairs = sorted(zip(paths, runs, strict=True), key=lambda pair: order[named[pair[0]]])
+            found, runs = [Setting(named[path], "") for path, _ in pairs], [run for _, run in pairs]
+    settings: dict[Setting, list[OneRun]] = {}
+    for setting, run in zip(found, runs, strict=True):
+        settings.setdefault(setting, []).append(run)
+    named_by = {setting: _called(setting, group) for setting, group in settings.items()}
+    if len({setting.short for setting in named_by.values()}) == len(settings):
+        settings = {named_by[setting]: group for setting, group in settings.items()}
+    return settings
+
+
+def _called(setting: Setting, group: Sequence[OneRun]) -> Setting:
+    """A setting under the name that all of its runs were given, or under the experiment if nothing differs."""
+    names = {read_label(run.facts.run_dir).name for run in group}
+    name = names.pop() if len(names) == 1 else ""
+    return Setting(name or setting.short or group[0].facts.config.experiment, setting.whole)
+
+
+def _line(setting: Setting, group: Sequence[OneRun]) -> Curve:
+    config = group[0].facts.config
+    score = curves.score_range(config) if isinstance(config, RunConfig) else curves.ANY
+    return curves.over_seeds(setting.short, setting.whole, [run.curves for run in group], score)
+
+
+def _has_many(finals: pd.DataFrame) -> bool:
+    """Whether every setting has enough seeds for an interval to say something."""
+    return bool(finals.groupby("point").size().min() >= curves.MANY_SEEDS)
+
+
+def _band(finals: pd.DataFrame) -> str:
+    """What the charts show besides the mean."""
+    sizes = finals.groupby("point").size()
+    if sizes.max() == 1:
+        return "one run of each setting."
+    thin, band = "thin lines: each seed", "band: 95 % Student interval"
+    few, many = bool((sizes < curves.MANY_SEEDS).any()), bool((sizes >= curves.MANY_SEEDS).any())
+    return f"mean over the seeds of a setting; {', '.join([thin] * few + [band] * many)}."
+
+
+def _finals(runs: Sequence[OneRun], labels: Sequence[str]) -> pd.DataFrame:
+    """point, seed, and the final results that all runs have, else the mean score or return of the last iteration."""
+    kind, judged = runs[0].facts.manifest.kind, all(run.facts.is_judged for run in runs)
+    found = {
+        name: [float(run.facts.manifest.final[key]) for run in runs]
+        for name, key in MEASURES[kind].items()
+        if all(key in run.facts.manifest.final for run in runs) and (judged or key not in curves.ACCURACIES)
+    }
+    if not found:
+        name, column = LAST[kind]
+        found = {name: [float(run.iterations[column].iloc[-1]) for run in runs]}
+    # scores that are 1 for right answers and 0 for others are accuracies
+    first = next(iter(found))
+    found = {name: values for name, values in found.items() if name == first or values != found[first]}
+    return pd.DataFrame({"point": labels, "seed": [run.facts.config.seed for run in runs], **found})
+
+
+def answer_cards(folder: Path, finals: pd.DataFrame, measure: str, chart: str) -> list[Card]:
+    """The question of a grid and what was expected, the answer, and the table of differences if there are any."""
+    tree = read_tree(folder / "grid.yaml")
+    said = [str(tree["question"]), f"Expected: {tree['expectation']}"]
+    if tree.get("axes"):
+        said.append(f"Settings are named by {', '.join(tree['axes'])}.")
+    answer, compared = _answer(finals, measure)
+    cards = [
+        Card("What was the question?", [Verdict("fact", text) for text in said]),
+        Card("What is the answer?", answer, chart=chart),
+    ]
+    if len(compared):
+        caption = "p with Holm's correction; seen from: found with probability 0.8"
+        cards.append(Card("Differences, paired by seed", (), [scrolled(table(compared, caption))]))
+    return cards
+
+
+def _answer(finals: pd.DataFrame, measure: str) -> tuple[list[Verdict], pd.DataFrame]:
+    """Sentences about the differences from the first setting, and the table of all differences."""
+    points = [str(point) for point in finals["point"].unique()]
+    seeds = finals.groupby("point")["seed"].apply(frozenset)
+    if len(points) < 2:
+        return [Verdict("fact", f"There is one setting: {measure} {_spread(finals[measure])}.")], pd.DataFrame()
+    if seeds.nunique() > 1 or len(seeds.iloc[0]) < 2:
+        text = "No differences with intervals: they need the same seeds, at least two, in every setting."
+        return [Verdict("fact", text)], pd.DataFrame()
+    compared, count = comparisons(finals, measure, points[0]), len(seeds.iloc[0])
+    is_clear = compared["Holm"] < 0.05
+    said = [
+        Verdict("differs", f"{row.point}: {row.difference:+.3f} [{row.low:+.3f}, {row.high:+.3f}] (p {row.Holm:.2g})")
+        for row in compared[is_clear].itertuples()
+    ]
+    test = f"paired t-tests over {count} seeds, Holm's correction, p below 0.05"
+    found = f"{is_clear.sum()} of {len(compared)} settings differ from `{points[0]}` in {measure} ({test})."
+    seen = _seen(finals, measure, points)
+    could = float(pd.Series(seen)[~is_clear].max())
+    if could > 0:
+        found += f" A difference of {number(could, 2)} or more would have been found with probability 0.8."
+    shown = pd.DataFrame(
+        {
+            "setting": compared["point"],
+            f"minus {points[0]}": [f"{row.difference:+.3f}" for row in compared.itertuples()],
+            # NaN where all seeds have the same difference
+            "95 % interval": [f"{number(row.low, 3)} to {number(row.high, 3)}" for row in compared.itertuples()],
+            "p": [number(p, 3) for p in compared["Holm"]],
+            "seen from": [number(effect, 2) for effect in seen],
+        }
+    )
+    return [Verdict("fact", found), *said], shown
+
+
+def _seen(finals: pd.DataFrame, measure: str, points: Sequence[str]) -> list[float]:
+    """For each setting but the first the difference that Holm's first test finds with probability 0.8."""
+    first, *others = (finals[finals["point"] == point].set_index("seed")[measure] for point in points)
+    return [
+        detectable(float((values - first).std(ddof=1)), len(first), paired=True, alpha=0.05 / len(others))
+        for values in others
+    ]
+
+
+def _spread(values: pd.Series) -> str:
+    """Mean and interval, or below MANY_SEEDS the mean and both ends."""
+    if len(values) >= curves.MANY_SEEDS:
+        return interval(values)
+    ends = f" ({values.min():.3f} to {values.max():.3f})" if len(values) > 1 else ""
+    return f"{values.mean():.3f}{ends}"
+
+
+def _means(finals: pd.DataFrame, measures: Sequence[str], wholes: Mapping[str, str]) -> pd.DataFrame:
+    """setting, seeds, and mean and spread of each measure."""
+    rows = [
+        {
+            "setting": Html(element("span", escape(point), title=wholes[str(point)] or False)),
+            "seeds": len(group),
+            **{name: _spread(group[name]) for name in measures},
+        }
+        for point, group in finals.groupby("point", sort=False)
+    ]
+    return pd.DataFrame(rows, dtype=object)
+
+
+def _link(run_dir: Path, folder: Path, linked_from: Path | None) -> Html:
+    """The run's page, or its folder if it has no page; a path if the page about the grid lies elsewhere."""
+    name = escape(run_dir.relative_to(folder))
+    if linked_from is None:
+        return Html(element("code", name))
+    target = run_dir / "report.html" if (run_dir / "report.html").exists() else run_dir
+    return Html(element("a", name, href=Path(os.path.relpath(target, linked_from)).as_posix()))
+
+
+def _verdicts(runs: Sequence[OneRun]) -> list[Verdict]:
+    if runs[0].facts.manifest.kind == DPO:
+        return [Verdict("fact", "DPO trains on pairs that are given; nothing is sampled.")]
+    equal = [run for run in runs if not run.unequal]
+    found = []
+    if equal:
+        tokens = sum(run.tokens for run in equal)
+        text = f"Sampler and trainer agree on every bit in {len(equal)} of {len(runs)} runs ({tokens:,} tokens)."
+        found.append(Verdict("holds", text))
+    if len(equal) < len(runs):
+        unequal, tokens = (sum(n) for n in zip(*((r.unequal, r.tokens) for r in runs if r.unequal), strict=True))
+        where = f"in the other {len(runs) - len(equal)}" if equal else f"in all {len(runs)} runs"
+        text = f"{share(unequal, tokens)} of log-probs differ {where} ({unequal:,} of {tokens:,} tokens)."
+        found.append(Verdict("differs", text))
+    return found

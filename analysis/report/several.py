@@ -1,0 +1,66 @@
+"""What the pages about several runs share: the runs as they are read, and their curves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from analysis.report import curves
+from analysis.report.curves import Curve
+from analysis.report.facts import Facts, read_facts
+from analysis.report.page import Section
+from analysis.report.run_page import CONTROL_MAIN, MAIN
+from analysis.report.scan import run_curves, summary_tables
+
+# what the chart shows: metric, unit; the first that was recorded
+CHARTS = {
+    "language": (*((key, "score, held out" if key == "eval_score" else "score") for key in MAIN.values()),),
+    "control": (*((key, "return") for key in CONTROL_MAIN.values()),),
+    "dpo": (("eval_pair_accuracy", "pairs in order"),),
+}
+
+
+@dataclass(frozen=True)
+class OneRun:
+    """One of several runs: its facts, the tables `iterations` and `steps`, and its curves."""
+
+    facts: Facts
+    iterations: pd.DataFrame
+    steps: pd.DataFrame
+    curves: pd.DataFrame
+
+    @property
+    def unequal(self) -> int:
+        """Log-probs that differ between sampler and trainer, over all iterations."""
+        return int(self.iterations["unequal_old_rollout_logprobs"].sum())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens, or environment steps."""
+        return int(self.iterations["tokens"].sum())
+
+
+def read_run(run_dir: Path) -> OneRun:
+    """A run of any kind; UserError if it is damaged or has no complete iteration."""
+    facts = read_facts(run_dir)
+    iterations, steps = summary_tables(facts)
+    return OneRun(facts, iterations, steps, run_curves(facts, iterations, steps))
+
+
+def main_chart(facts: Facts, lines: Sequence[Curve]) -> str:
+    """The evaluated curve of every line, or the sampled one if nothing was evaluated."""
+    for key, unit in CHARTS[facts.manifest.kind]:
+        if any((line.frame["metric"] == key).any() for line in lines):
+            return curves.curve_chart(unit.capitalize(), unit, [(line, key) for line in lines])
+    return ""
+
+
+def curve_sections(facts: Facts, lines: Sequence[Curve], notes: Sequence[str], band: str) -> list[Section]:
+    learning, optimisation = curves.BY_KIND[facts.manifest.kind]
+    return [
+        Section("learning", "Learning", notes, curves.metric_figures(learning, lines, band)),
+        Section("optimisation", "Optimisation", notes, curves.metric_figures(optimisation, lines, band)),
+    ]

@@ -1,0 +1,131 @@
+"""What several runs differ in, as short labels for lists and pages of runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from ppo_repro.config.yaml_text import read_yaml
+from ppo_repro.records.folder import check_config
+from ppo_repro.records.inputs import flat
+from ppo_repro.records.manifest import Head
+
+WORDS = 3  # of a short label
+LONGEST = 24  # characters of a value in a short label
+EXPERIMENT = "experiment"
+
+Setup = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What sets a run apart from others: a label of at most WORDS words, and every field that differs."""
+
+    short: str
+    whole: str
+
+
+def setup_of(run_dir: Path, head: Head) -> dict[str, Any]:
+    """Read what a run was started with: fields by dotted name, SHA-256 of inputs, origin of a fork.
+
+    Raises UserError where config.yaml is damaged.
+    """
+    setup = {**flat(read_yaml(check_config(run_dir, head))), **head.inputs}
+    if head.origin is not None:
+        setup["origin"] = f"{Path(head.origin.run).name} after iteration {head.origin.iteration}"
+    return setup
+
+
+def settings_of(setups: Sequence[Setup]) -> list[Setting]:
+    """Return what each of some runs differs in, both texts empty where nothing does; equal settings, equal labels.
+
+    A setting is a setup without the seed and without what changes no result. Runs of several experiments have the
+    experiment as their first word, and then what differs within the experiment.
+    """
+    kept = [{name: value for name, value in setup.items() if _counts(name, setup)} for setup in setups]
+    wholes = list(_wholes(kept))
+    shorts = [""] * len(kept)
+    experiments = [str(setup.get(EXPERIMENT, "")) for setup in kept]
+    for experiment in dict.fromkeys(experiments):
+        members = [i for i, name in enumerate(experiments) if name == experiment]
+        first = [experiment] if len(set(experiments)) > 1 else []
+        for i, words in zip(members, _words([kept[i] for i in members], WORDS - len(first)), strict=True):
+            shorts[i] = ", ".join([*first, *words])
+    return [Setting(short, whole) for short, whole in zip(_distinct(shorts, wholes), wholes, strict=True)]
+
+
+def _counts(name: str, setup: Setup) -> bool:
+    """Whether a field makes another setting: not the seed, nor what is written, nor a layout that changes no bit."""
+    exact = setup.get("numerics.mode") == "deterministic"
+    return name != "seed" and not name.startswith(("records.", "checkpoints.", *(("layout.",) if exact else ())))
+
+
+def _differing(setups: Sequence[Setup]) -> list[str]:
+    """The entries in which some setup differs from another, those that all of them have first.
+
+    The digest of an input counts where every run has the input: otherwise a field says that they have other ones.
+    """
+    names = dict.fromkeys(name for setup in setups for name in setup)
+    found = [name for name in names if len({json.dumps(setup.get(name)) for setup in setups}) > 1]
+    everywhere = [name for name in found if all(name in setup for setup in setups)]
+    return everywhere + [name for name in found if name not in everywhere and "/" not in name]
+
+
+def _wholes(setups: Sequence[Setup]) -> Iterator[str]:
+    names = _differing(setups)
+    for setup in setups:
+        yield ", ".join(f"{name}={_value(setup[name])}" for name in names if name in setup)
+
+
+def _words(setups: Sequence[Setup], most: int) -> list[list[str]]:
+    """At most `most` words for each setup: first the fields that tell most of the setups apart, then others."""
+    names = [name for name in _differing(setups) if name != EXPERIMENT]
+    chosen: list[str] = []
+    while len(chosen) < min(most, len(names)):
+        left = [name for name in names if name not in chosen]
+        # of equally good fields the first one
+        chosen.append(max(left, key=lambda name: len({_key(setup, [*chosen, name]) for setup in setups})))
+    chosen.sort(key=names.index)
+    ends = {name: _leaf(name, names) for name in chosen}
+    more = ["…"] if len(names) > len(chosen) else []
+    found = [[f"{ends[name]}={_short(setup[name])}" for name in chosen if name in setup] for setup in setups]
+    return [[*words[:-1], " ".join([*words[-1:], *more])] if words or more else [] for words in found]
+
+
+def _key(setup: Setup, names: Sequence[str]) -> str:
+    return json.dumps([setup.get(name) for name in names])
+
+
+def _leaf(name: str, names: Sequence[str]) -> str:
+    """The shortest end of a dotted name that no other of the names has; of an input its file."""
+    parts = [PurePath(name).name] if "/" in name else name.split(".")
+    for count in range(1, len(parts)):
+        end = ".".join(parts[-count:])
+        if not parts[-count].isdecimal() and sum(f".{other}".endswith(f".{end}") for other in names) == 1:
+            return end
+    return ".".join(parts)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str):
+        return f"{value[:12]}..." if len(value) == 64 else value
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
+
+
+def _short(value: Any) -> str:
+    text = PurePath(value).name if isinstance(value, str) and "/" in value else _value(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+
+
+def _distinct(shorts: Sequence[str], wholes: Sequence[str]) -> list[str]:
+    """The short labels, with a number where two settings would have the same one."""
+    numbers: dict[str, dict[str, int]] = {}
+    found = []
+    for short, whole in zip(shorts, wholes, strict=True):
+        known = numbers.setdefault(short, {})
+        count = known.setdefault(whole, len(known) + 1)
+        found.append(short if count == 1 else f"{short} ({count})".strip())
+    return found

@@ -69,9 +69,15 @@ def _differing(setups: Sequence[Setup]) -> list[str]:
     The digest of an input counts where every run has the input: otherwise a field says that they have other ones.
     """
     names = dict.fromkeys(name for setup in setups for name in setup)
-    found = [name for name in names if len({json.dumps(setup.get(name)) for setup in setups}) > 1]
+    found = [name for name in names if len(_values(name, setups)) > 1]
     everywhere = [name for name in found if all(name in setup for setup in setups)]
     return everywhere + [name for name in found if name not in everywhere and "/" not in name]
+
+
+def _values(name: str, setups: Sequence[Setup]) -> set[str]:
+    """The values of an entry; without that of runs whose layout does not count."""
+    is_layout = name.startswith("layout.")
+    return {json.dumps(setup.get(name)) for setup in setups if name in setup or not is_layout}
 
 
 def _wholes(setups: Sequence[Setup]) -> Iterator[str]:

@@ -55,3 +55,5 @@ def test_a_layout_counts_where_it_may_change_bits() -> None:
     for mode, differs in (("deterministic", False), ("native", True)):
         found = settings_of([{"numerics.mode": mode, "layout.threads": threads} for threads in (1, 2)])
         assert (found[0] != found[1]) is differs
+    both = settings_of([{"numerics.mode": mode, "layout.threads": 2} for mode in ("deterministic", "native")])
+    assert [setting.short for setting in both] == ["mode=deterministic", "mode=native"]

@@ -25,8 +25,8 @@ IGNORED = "argument unused during compilation"  # zig passes options of CPUs to 
 
 def with_bounds(ptx: str) -> str:
     """Write the most threads of a block into each kernel, for which C has no words: registers are shared out by it."""
-    entry = re.compile(r"(\.visible \.entry \w+\([^)]*\)\s*)\{")
-    return entry.sub(rf"\1.maxntid {THREADS}, 1, 1\n{{", ptx)
+    entry = re.compile(r"(\.visible \.entry \w+\([^)]*\))[^{]*\{")
+    return entry.sub(rf"\1\n.maxntid {THREADS}, 1, 1\n{{", ptx)
 
 
 def compile_ptx(source: Path, out: Path, environment: Mapping[str, str], *more_flags: str) -> None:

@@ -30,6 +30,7 @@ def prepare(folder: Path) -> None:
     from ppo_repro.numerics import build
     from ppo_repro.numerics.build_ptx import compile_ptx
 
+    folder = folder.resolve()  # the compiler runs in the folder of the sources
     folder.mkdir(parents=True, exist_ok=True)
     environment, here = build.compiler_environment(folder / "zig"), build.this_platform()
     assert here is not None

@@ -645,6 +645,7 @@ def quick_cases() -> Iterator[tuple[str, Case]]:
     yield "cut", cut(3, 300, 40, 0.9)
     yield "sampling", sampling(5, 700)
     yield "sampling masked", sampling(3, 90, masked=True)
+    yield "sampling of few tokens", sampling(17, 16, masked=True)
     yield "noise", noise(5, 33)
     yield "optimizer", optimizer((5000, 3, 4096))
     for form in ("FORMAT_BFLOAT16", "FORMAT_FLOAT8_E4M3", "FORMAT_INT8"):

@@ -23,7 +23,7 @@ def _host() -> build.Platform:
     return here
 
 
-def _compile(out: Path, *arguments: str) -> Path:
+def compile_for_host(out: Path, *arguments: str) -> Path:
     """Compile C for this machine; without fma in its instructions the kernels would be slow."""
     cpu = _host().variants[-2 if len(_host().variants) > 1 else 0].flags
     command = [*build.compiler(_host().target), *cpu, *_FLAGS, *arguments, "-o", str(out)]
@@ -48,8 +48,8 @@ def stand_in(folder: Path, form: str = "source", *more_flags: str, source: Path 
         compile_ptx(source, folder / "kernels.ptx", build.compiler_environment(folder), *more_flags)
         text = folder / "kernels.c"
         text.write_text(translate((folder / "kernels.ptx").read_text()))
-        _compile(kernels, "-O1", "-c", str(text))
+        compile_for_host(kernels, "-O1", "-c", str(text))
     else:
-        _compile(kernels, *more_flags, "-c", str(source))
+        compile_for_host(kernels, *more_flags, "-c", str(source))
     parts = [str(HERE / "emulate.c"), str(HERE / "libcuda.c"), str(kernels)]
-    return _compile(folder / f"libcuda-{form}.so", "-shared", f"-I{HERE}", *parts, "-ldl")
+    return compile_for_host(folder / f"libcuda-{form}.so", "-shared", f"-I{HERE}", *parts, "-ldl")

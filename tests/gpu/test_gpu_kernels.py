@@ -1,0 +1,187 @@
+"""The kernels of a GPU compute the CPU's bits: every function of `c/interface.h`, in three orders of threads.
+
+No card is needed: threads are fibers (`emulator/`), of the kernels' source and of their PTX. Controls: kernels with one
+mistake each, which the same cases must find.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from ppo_repro.numerics import build, library
+from tests.gpu.emulator import compile_for_host, stand_in
+from tests.gpu.twins import Case, GpuSide, Side, all_cases, differences, quick_cases
+from tests.support.variants import FASTEST
+
+pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="the library that drives a GPU is for Linux")
+RISING, FALLING, SHUFFLED = range(3)  # `Order` of emulate.h
+ORDERS = (RISING, FALLING, SHUFFLED)
+QUICK = dict(quick_cases())
+
+Open = Callable[..., GpuSide]
+
+
+@pytest.fixture(scope="module")
+def cpu() -> Side:
+    return Side(build.SOURCES / build.file_name(FASTEST.variants[0]))
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Open:
+    """Opens a stand-in for the driver in a library of its own: each library drives one card."""
+
+    def open_side(*flags: str, form: str = "source", sources: Path = build.SOURCES) -> GpuSide:
+        folder = tmp_path_factory.mktemp("gpu")
+        driver = stand_in(folder, form, *flags, source=sources / "gpu" / "kernels.c")
+        host = compile_for_host(folder / "host.so", "-shared", *flags, str(sources / "gpu" / "host.c"), "-ldl")
+        return GpuSide(host, driver, (build.SOURCES / build.ptx_name()).read_text())
+
+    return open_side
+
+
+@pytest.fixture(scope="module")
+def source(opened: Open) -> GpuSide:
+    return opened()
+
+
+@pytest.fixture(scope="module", params=["source", "ptx"])
+def either(request: pytest.FixtureRequest, opened: Open) -> GpuSide:
+    return opened(form=request.param)
+
+
+def take_turns(gpu: GpuSide, order: int) -> None:
+    """Set in which order threads run."""
+    ctypes.c_int.in_dll(gpu.driver, "emulated_order").value = order
+
+
+def assert_same(case: Case, cpu: Side, gpu: GpuSide) -> None:
+    size, wrong = differences(case, cpu, gpu)
+    assert size > 0
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_gpu_computes_the_bits_of_the_cpu(name: str, cpu: Side, source: GpuSide) -> None:
+    take_turns(source, FALLING)
+    assert_same(QUICK[name], cpu, source)
+
+
+def test_a_gpu_gives_the_known_answer(source: GpuSide) -> None:
+    take_turns(source, SHUFFLED)
+    assert source.call("known_answer") == library.KNOWN_ANSWER
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS)
+def test_source_and_ptx_give_the_known_answer_in_any_order_of_threads(order: int, either: GpuSide) -> None:
+    take_turns(either, order)
+    assert either.call("known_answer") == library.KNOWN_ANSWER
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("order", ORDERS)
+def test_source_and_ptx_compute_the_bits_of_the_cpu_in_hard_shapes(order: int, cpu: Side, either: GpuSide) -> None:
+    take_turns(either, order)
+    wrong = {name: found for name, case in all_cases() if (found := differences(case, cpu, either)[1])}
+    assert wrong == {}
+
+
+# ---------------------------------------------------------------------------------------------------------- controls
+
+
+class Break(NamedTuple):
+    """A mistake: texts of a source file and what stands there instead, or a compiler's flag; cases that find it."""
+
+    cases: tuple[str, ...]
+    file: str = ""
+    changes: tuple[tuple[str, str], ...] = ()
+    flags: tuple[str, ...] = ()
+    order: int = FALLING
+
+
+TREE = (*((f"y[i][j + {i}] = y[i][j + {i}] + subtree.{axis};", "") for i, axis in ((1, "y"), (2, "z"), (3, "w"))),)
+BREAKS = {
+    "terms of a stage fall": Break(
+        ("product (33, 70, 131)",), "gpu/tiles.c", (("int k = 0; k < TERMS; k++", "int k = TERMS - 1; k >= 0; k--"),)
+    ),
+    "blocks of 64 terms": Break(("product (33, 70, 131)", "model"), flags=("-DBLOCK_TERMS=64",)),
+    "blocks fall": Break(
+        ("product (130, 200, 300)",),
+        "gpu/products.c",
+        (("y = y + a->partial[block", "y = y + a->partial[(tiles_of(a->terms, BLOCK) - 1 - block)"),),
+    ),
+    "products are contracted": Break(("model",), flags=("-ffp-contract=fast",)),
+    "fma rounds twice": Break(
+        ("product (130, 200, 300)",),
+        "gpu/tiles.c",
+        (("fma32(x_rows[i], w_rows[j], acc[i][j])", "x_rows[i] * w_rows[j] + acc[i][j]"),),
+    ),
+    "a barrier is missing": Break(("product (130, 200, 300)",), "gpu/tiles.c", (("takes\n    barrier();", "takes"),)),
+    "copies are not waited for": Break(
+        ("product (130, 200, 300)",), "gpu/tiles.c", (("wait_copies(STAGES - 2)", "wait_copies(STAGES)"),)
+    ),
+    "lanes do not meet": Break(
+        ("sampling of few tokens",), "tokens.c", (("  MEET_LANES;\n  const float highest", "  const float highest"),)
+    ),
+    "lanes are joined from the nearest on": Break(
+        ("statistics",),
+        "gpu/lanes.h",
+        (("for (int width = LANES / 2; width; width /= 2) sum", "for (int width = 1; width < LANES; width *= 2) sum"),),
+    ),
+    "slots are added one by one": Break(
+        ("gradients",),
+        "gpu/gradients.c",
+        (
+            ("y[i][j] = y[i][j] + subtree.x;", "(void)subtree;"),
+            *TREE,
+            ("      y[i][j] = y[i][j + 1] = y[i][j + 2] = y[i][j + 3] = 0.0f;\n", ""),
+        ),
+    ),
+    "columns are summed in float32": Break(
+        ("model",), "gpu/gradients.c", (("  double sum = 0.0;\n  for (int t", "  float sum = 0.0f;\n  for (int t"),)
+    ),
+    "positions are divided one by one": Break(
+        ("model over a cache",),
+        "gpu/attention.c",
+        (("= y / totals[i / head_dim]", "= y * (1.0f / totals[i / head_dim])"),),
+    ),
+    "rows of an id fall": Break(("model",), "gpu/gradients.c", (("a->sorted[i];", "a->sorted[begin + end - 1 - i];"),)),
+}
+
+
+@pytest.fixture
+def broken_sources(tmp_path: Path) -> Iterator[Callable[[Break], Path]]:
+    """Copies the sources, with the changes of a break; each changed text must stand there once."""
+
+    def copy(of: Break) -> Path:
+        sources = tmp_path / "c"
+        shutil.copytree(build.SOURCES, sources, ignore=shutil.ignore_patterns("*.so", "*.ptx"))
+        if of.file:
+            text = (sources / of.file).read_text()
+            for old, new in of.changes:
+                assert text.count(old) == 1, old
+                text = text.replace(old, new)
+            (sources / of.file).write_text(text)
+        return sources
+
+    yield copy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BREAKS)
+def test_control_a_mistake_changes_bits(
+    name: str, cpu: Side, opened: Open, broken_sources: Callable[[Break], Path]
+) -> None:
+    mistake = BREAKS[name]
+    gpu = opened(*mistake.flags, sources=broken_sources(mistake))
+    take_turns(gpu, mistake.order)
+    for case in mistake.cases:
+        assert differences(QUICK[case], cpu, gpu)[1] != []

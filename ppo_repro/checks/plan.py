@@ -28,6 +28,7 @@ from ppo_repro.models.lora import choose_layers, shape_of
 from ppo_repro.models.tiny import tiny_config
 from ppo_repro.numerics import library
 from ppo_repro.numerics.description import check_config, plain
+from ppo_repro.numerics.devices import Card, kernels_of, torch_device
 from ppo_repro.numerics.families import CAUSAL_MODELS, CLASSIFIERS, check_visibility, head_of, trunk_of
 from ppo_repro.numerics.network import KEEP_ALL, KEEP_INPUTS, KEEP_NOTHING, Lowered, Network
 from ppo_repro.numerics.optimizer import SLOTS
@@ -38,6 +39,7 @@ EXACT_ROWS = ("weights", "moments", "older policies", "gradients")  # no estimat
 # the interpreter with torch and transformers, and compiled kernels; 0.2 GB of it are files that the system takes back
 # when memory is short
 PROCESS = 700_000_000
+CARD_SCRATCH = 600_000_000  # what the kernels of a card allocate themselves: scores of attention, parts of products
 FLOAT = 4
 MOMENTS = 2 * FLOAT
 
@@ -168,12 +170,15 @@ def _shapes(config: RunConfig) -> tuple[Shape, Shape | None, tuple[Model, ...]]:
 
 
 def plan_run(config: RunConfig, processes: int = 1) -> Plan:
-    """Return the memory of a run in each of `processes`. Raises UserError where the model is not supported."""
+    """Return the memory of a run in each of `processes`, of the CPU or of its card.
+
+    UserError where the model is not supported.
+    """
     policy, value, models = _shapes(config)
     layout, sampler, context = config.layout, config.mismatch.sampler, config.numerics.max_context
-    if layout.device != "cpu":
-        raise UserError(f"layout.device = {layout.device}: plan is for CPUs; take cpu")
-    deterministic = config.numerics.mode == "deterministic"
+    deterministic, on_card = config.numerics.mode == "deterministic", layout.device != "cpu"
+    if on_card and not deterministic:
+        raise UserError(f"layout.device = {layout.device}: plan needs numerics.mode = deterministic there")
     counts = config.sequences_per_iteration, config.ppo.minibatch_size, config.task.num_eval_prompts
     sequences, step, evaluated = (ceil(count / processes) for count in counts)
     forward = min(layout.forward_micro_batch or sequences, sequences)
@@ -207,7 +212,11 @@ def plan_run(config: RunConfig, processes: int = 1) -> Plan:
         "moments": dict.fromkeys(PHASES, MOMENTS * sum(model.trained for model in trained)),
         "older policies": older,
         "copies": {phase: stock + (rounded if phase == "rollout" else 0) for phase in PHASES},
-        "packed weights": {phase: FLOAT * count for phase, count in packed.items()} if deterministic else {},
+        # the kernels of a card read weights as they lie
+        "packed weights": {phase: FLOAT * count for phase, count in packed.items()}
+        if deterministic and not on_card
+        else {},
+        "kernels": dict.fromkeys(PHASES[1:], CARD_SCRATCH if on_card else 0),
         "gradients": {"update": FLOAT * arrays * sum(model.collected for model in trained)},
         "activations": {
             "rollout": policy.forward(slots * (context - responses)),
@@ -261,12 +270,17 @@ def memory_limit() -> int | None:
 
 
 def require_memory(config: RunConfig | ControlConfig | DPOConfig, processes: int) -> None:
-    """Raise UserError if a language run certainly needs more memory than there is.
+    """Raise UserError if a language run certainly needs more memory than there is, of the CPU or of each card.
 
     Warn if only the estimate is more.
     """
-    limit = memory_limit()
-    if limit is None or not isinstance(config, RunConfig) or config.layout.device != "cpu":
+    if not isinstance(config, RunConfig):
+        return
+    limit, name = memory_limit(), config.layout.device
+    if name != "cpu":
+        kernels = kernels_of(torch_device(name)) if config.numerics.mode == "deterministic" else None
+        limit, processes = kernels.free_bytes()[1] if isinstance(kernels, Card) else None, 1
+    if limit is None:
         return
     plan = plan_run(config, processes)
     phase = plan.largest_phase

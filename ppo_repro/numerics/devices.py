@@ -63,9 +63,8 @@ class _Devices:
 _open = _Devices()
 
 
-def _files() -> tuple[Path, str]:
-    """Return the library for cards and the text of its kernels. UserError if they are missing or old."""
-    folder = build.SOURCES
+def locate(folder: Path) -> tuple[Path, str]:
+    """Return the library for cards and the text of its kernels; UserError if they are missing or old."""
     driver, kernels = folder / build.card_library_name(), folder / build.ptx_name()
     for path in (driver, kernels):
         if not path.exists():
@@ -80,7 +79,7 @@ def open_card(index: int, driver: str = DRIVER, stand_in: bool = False) -> Card:
 
     `driver` with `stand_in`: a library in place of the driver whose card is memory and threads of this process.
     """
-    path, kernels = _files()
+    path, kernels = locate(build.SOURCES)
     functions, facts = ffi.dlopen(str(path)), ffi.new("GpuFacts *")
     fault = functions.gpu_open(driver.encode(), kernels.encode(), index, facts)
     if fault != ffi.NULL:

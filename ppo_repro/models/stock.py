@@ -57,7 +57,7 @@ def float64(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
             for name, module in list(model.named_modules()):
                 if type(module).__name__.endswith("RotaryEmbedding") and hasattr(module, "config"):
                     narrow[name] = module
-                    model.set_submodule(name, type(module)(module.config))
+                    model.set_submodule(name, type(module)(module.config).to(model.device))
             yield model
     finally:
         for name, module in narrow.items():

@@ -49,10 +49,10 @@ def stock_scores(model: PreTrainedModel, text: Text) -> Scores:
     """Score by the unmodified model in its dtype, each sequence alone; the softmax is in float32 at least."""
     logits, logprobs = [], []
     for prompt, response in zip(text.prompts, text.responses, strict=True):
-        ids = torch.tensor([[*prompt, *response[:-1]]])
+        ids = torch.tensor([[*prompt, *response[:-1]]], device=model.device)
         logits.append(model(input_ids=ids, use_cache=False).logits[0][len(prompt) - 1 :])
         wide = logits[-1].to(torch.promote_types(logits[-1].dtype, torch.float32))
-        logprobs.append(wide.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0])
+        logprobs.append(wide.log_softmax(-1).gather(-1, torch.tensor(response, device=model.device)[:, None])[:, 0])
     return Scores(torch.cat(logits), torch.cat(logprobs))
 
 
@@ -113,7 +113,7 @@ def measure(policy: PreTrainedModel, text: Text) -> Accuracy:
     for prompt, response in zip(text.prompts, text.responses, strict=True):
         one = Text([prompt], [response])
         scores = policy_scores(policy, one), stock_scores(stock, one), reference_scores(stock, one)
-        columns.append([s.logprobs for s in scores])
+        columns.append([s.logprobs.cpu() for s in scores])
     found, usual, reference = (torch.cat(column) for column in zip(*columns, strict=True))
     ours, theirs = (found - reference).abs(), (usual - reference).abs()
     # rounding the reference itself to float32 is off by spacing / sqrt(12) in the rms

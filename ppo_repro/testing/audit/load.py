@@ -34,7 +34,9 @@ def load_model(option: str, folder: Path, device: str) -> PreTrainedModel:
         if not bool(torch.isfinite(parameter).all()):
             raise UserError(f"{where}: tensor {name} has numbers that are not finite; restore it")
     model.config.pad_token_id = None  # a prompt may hold it, of which transformers would warn
-    return model.to(device).eval()
+    with reading(where), torch.no_grad():  # a value may be wrong only where it is used
+        model.eval()(torch.zeros(1, 2, dtype=torch.int64))
+    return model.to(device)
 
 
 def load_tokenizer(folder: Path) -> Any:

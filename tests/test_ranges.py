@@ -47,6 +47,12 @@ server.index.look()
 assert server.index.rows("select count(*) as n from responses")[0]["n"] > 0
 server.index.close()
 """
+WANDB = """
+import wandb
+run = wandb.init(project="x", dir=".", mode="offline")
+run.log({"score": 1.0})
+run.finish()
+"""
 FIGURE = """
 import duckdb, ipykernel, nbclient, nbformat
 from ppo_repro.analysis import figures
@@ -167,6 +173,7 @@ def test_every_extra_works_alone_at_its_lowest(environment: Environment) -> None
         "tasks": (*program, "run", "chain.yaml"),
         "real": ("-c", "import gguf, ppo_repro.assets.smollm2; gguf.GGUFReader, gguf.dequantize"),
         "tensorboard": (*program, "run", TINY, "--set", "ppo.iterations=1", "--out", "tiny", "--tensorboard", "events"),
+        "wandb": ("-c", WANDB),
         "view": ("-c", VIEW, "tiny"),
         "grid": ("-c", "import ray, submitit"),
         "notebook": ("-c", FIGURE),

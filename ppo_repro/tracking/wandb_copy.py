@@ -142,7 +142,7 @@ class _RunCopy:
             axis = scalar.name.partition("/")[0]
             row = rows.setdefault((axis, scalar.step), {axis: scalar.step, "_timestamp": scalar.moment})
             row[scalar.name] = scalar.value
-        for row in rows.values():
+        for row in sorted(rows.values(), key=lambda row: row["_timestamp"]):
             self._run.log(row)
 
     def _keep(self) -> None:

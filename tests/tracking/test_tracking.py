@@ -228,3 +228,32 @@ def test_a_uri_that_cannot_be_used_is_one_line(
     assert said in err
     assert "secret" not in err
     assert (tmp_path / "x.db").read_text() == "words\n" * 1000
+
+
+@slow
+def test_a_deleted_experiment_is_named_with_what_to_do(deterministic_run: Path, store: str, capsys: Any) -> None:
+    client = mlflow_client(store)
+    number = client.create_experiment("small")
+    client.delete_experiment(number)
+    assert exit_code_of(["track", str(deterministic_run), "--uri", store]) == 2
+    said = one_line(capsys.readouterr().err)
+    assert "small: this experiment was deleted in MLflow" in said
+    assert f"`mlflow experiments restore --experiment-id {number}`" in said and "moved away" not in said
+    client.restore_experiment(number)
+    assert exit_code_of(["track", str(deterministic_run), "--uri", store]) == 0
+
+
+@slow
+def test_the_store_of_mlflow_s_own_variable_counts(
+    deterministic_run: Path, store: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store.replace("mlflow.db", "other.db"))
+    (tmp_path / "mlflow.db").rename(tmp_path / "other.db")
+    for option in ([], ["--uri", "mlflow"]):
+        assert exit_code_of(["track", str(deterministic_run), *option]) == 0
+    assert len(runs_of(mlflow_client(store.replace("mlflow.db", "other.db")), "small")) == 1
+    assert not (tmp_path / "mlflow.db").exists()
+    capsys.readouterr()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "./mlruns")
+    assert exit_code_of(["track", str(deterministic_run)]) == 2
+    assert "MLFLOW_TRACKING_URI './mlruns': must begin with one of http" in one_line(capsys.readouterr().err)

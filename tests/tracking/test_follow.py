@@ -38,7 +38,8 @@ def test_a_function_gets_every_iteration_of_a_recorded_run(
     cli: Cli, deterministic_run: Path, follow: str, tmp_path: Path
 ) -> None:
     code, out, _ = cli("track", deterministic_run, "--uri", follow, "--json")
-    assert code == 0 and json.loads(out)["function"] == {"path": follow, "iterations": 3}
+    assert code == 0
+    assert json.loads(out)["function"] == {"path": follow, "iterations": 3}
     rows = reader.read_iterations(deterministic_run)
     got = seen(tmp_path)
     assert [row["iteration"] for row in got] == [0, 1, 2]
@@ -63,18 +64,25 @@ def test_a_function_that_cannot_be_called_is_one_line_before_the_run(
     (tmp_path / "follow.py").write_text(text)
     code, out, err = cli("run", TINY, "--out", tmp_path / "runs", "--track", f"{tmp_path}/follow.py:{name}")
     line = one_line(err)
-    assert code == 2 and out == "" and said in line and "--track" in line and not (tmp_path / "runs").exists()
+    assert code == 2
+    assert out == ""
+    assert said in line
+    assert "--track" in line
+    assert not (tmp_path / "runs").exists()
 
 
 def test_two_places_of_one_kind_are_refused(cli: Cli, follow: str, tmp_path: Path) -> None:
     code, _, err = cli("run", TINY, "--track", "sqlite:///a.db", "--track", "mlflow")
-    assert code == 2 and "sqlite:///a.db and mlflow are of one kind; give one of each kind" in one_line(err)
+    assert code == 2
+    assert "sqlite:///a.db and mlflow are of one kind; give one of each kind" in one_line(err)
 
 
 @slow
 def test_a_run_is_followed_while_it_works(cli: Cli, follow: str, tmp_path: Path) -> None:
     code, out, err = cli("run", TINY, "--out", tmp_path / "runs", "--track", follow)
-    assert code == 0 and f"told        {follow} of 2 iterations" in out and "tracking" not in err
+    assert code == 0
+    assert f"told        {follow} of 2 iterations" in out
+    assert "tracking" not in err
     assert [row["iteration"] for row in seen(tmp_path)] == [0, 1]
 
 
@@ -90,7 +98,8 @@ def test_a_function_that_fails_costs_a_run_nothing(
     code, out, err = cli(*command)
     run_dir = Path(json.loads(out)["run_dir"])
     (said,) = [line for line in err.splitlines() if line.startswith("tracking ")]
-    assert code == 0 and f"ppo-repro track {run_dir} --uri {tmp_path}/follow.py:follow" in said
+    assert code == 0
+    assert f"ppo-repro track {run_dir} --uri {tmp_path}/follow.py:follow" in said
     assert ("follow.py:2: follow raised ValueError: no" in said) is ("raise" in last)
     assert manifest.load(run_dir).status == "complete"
 

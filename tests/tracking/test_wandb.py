@@ -85,7 +85,8 @@ def test_a_copy_has_what_the_run_recorded(deterministic_run: Path) -> None:
     said = offline("track", deterministic_run, "--uri", "wandb")["wandb"]
     (place,) = said["runs"]
     read, recorded = as_read(place["folder"]), manifest.load(deterministic_run)
-    assert place["url"] == "" and read.exit_code == 0
+    assert place["url"] == ""
+    assert read.exit_code == 0
     about = (read.about["project"], read.about["display_name"], read.about["job_type"])
     assert about == ("small", deterministic_run.name, "language")
     assert read.config["ppo"]["objective"]["clip_range"] == 0.2
@@ -116,10 +117,13 @@ def test_a_run_and_its_fork_are_followed(tmp_path: Path) -> None:
     forked = offline("fork", run_dir, "--at", "2", "--set", "ppo.epochs=1", "--out", tmp_path, "--track", "wandb")
     fork = as_read(forked["wandb"]["runs"][0]["folder"])
     origin = fork.config["ppo_repro"]["origin"]
-    assert fork.about["job_type"] == "fork" and origin["wandb_id"] == followed.about["run_id"]
-    assert origin["iteration"] == 2 and origin["changed"] == {"ppo.epochs": [2, 1]}
+    assert fork.about["job_type"] == "fork"
+    assert origin["wandb_id"] == followed.about["run_id"]
+    assert origin["iteration"] == 2
+    assert origin["changed"] == {"ppo.epochs": [2, 1]}
     both = [run.column("iteration", "iteration/score_mean") for run in (followed, fork)]
-    assert both[0][:2] == both[1][:2] and len(both[1]) == 3
+    assert both[0][:2] == both[1][:2]
+    assert len(both[1]) == 3
 
 
 @slow
@@ -129,12 +133,14 @@ def test_a_grid_is_a_group(tmp_path: Path) -> None:
     said = offline("grid", tmp_path / "g.yaml", "--out", tmp_path, "--workers", "2", "--track", "wandb")["wandb"]
     cells = pd.read_parquet(tmp_path / "g" / "cells.parquet").set_index("cell")
     runs = {run.about["display_name"]: run for run in (as_read(place["folder"]) for place in said["runs"])}
-    assert said["group"] == "g" and set(runs) == set(cells.index)
+    assert said["group"] == "g"
+    assert set(runs) == set(cells.index)
     for name, run in runs.items():
         assert (run.about["run_group"], run.about["job_type"]) == ("g", "cell")
         assert run.summary["fingerprint"] == cells["fingerprint"][name]
         about = run.config["ppo_repro"]
-        assert about["axis.ppo.epochs"] == cells["axis.ppo.epochs"][name] and about["question"] == "q?"
+        assert about["axis.ppo.epochs"] == cells["axis.ppo.epochs"][name]
+        assert about["question"] == "q?"
 
 
 @slow
@@ -142,11 +148,15 @@ def test_a_client_that_is_not_logged_in_costs_a_run_nothing(tmp_path: Path) -> N
     done = command("run", TINY, "--out", tmp_path, "--track", "wandb", "--json")
     run_dir = json.loads(done.stdout)["run_dir"]
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("tracking failed: wandb: ")]
-    assert done.returncode == 0 and "No API key configured" in said and "WANDB_MODE=offline" in said
-    assert f"ppo-repro track {run_dir} --uri wandb" in said and manifest.load(Path(run_dir)).status == "complete"
+    assert done.returncode == 0
+    assert "No API key configured" in said
+    assert "WANDB_MODE=offline" in said
+    assert f"ppo-repro track {run_dir} --uri wandb" in said
+    assert manifest.load(Path(run_dir)).status == "complete"
 
 
 def test_without_the_package_nothing_begins(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ppo_repro.tracking.follower.find_spec", lambda name: None)
     assert exit_code_of(["run", str(TINY), "--out", str(tmp_path / "runs"), "--track", "wandb"]) == 2
-    assert "pip install 'ppo_repro[wandb]'" in one_line(capsys.readouterr().err) and not (tmp_path / "runs").exists()
+    assert "pip install 'ppo_repro[wandb]'" in one_line(capsys.readouterr().err)
+    assert not (tmp_path / "runs").exists()

@@ -43,6 +43,10 @@ def probe_command(arguments: argparse.Namespace) -> int:
 def bisect_command(arguments: argparse.Namespace) -> int:
     """Find the operation from which sampler and trainer differ."""
     say(f"{arguments.source}: looking for the operation at which sampler and trainer part")
+    from ppo_repro.config.files import load_config
+
+    if not arguments.source.is_dir():
+        load_config(arguments.source, arguments.set)  # mistakes come before the seconds that torch takes
     from ppo_repro.checks.bisect import bisect, lines
 
     bisection = bisect(arguments.source, arguments.set, arguments.out)

@@ -18,7 +18,6 @@ def grid_command(arguments: argparse.Namespace) -> int:
     """Run every cell of a grid file that is not complete; exit 1 if one is not complete at the end."""
     say(f"{arguments.grid}: running what is missing of it in {arguments.out}")
     from ppo_repro.base.lock import require_no_writer
-    from ppo_repro.grids.grid import lines, run_grid
     from ppo_repro.grids.spec import load_grid
     from ppo_repro.tracking.follower import Copies, followed, targets_of
 
@@ -26,6 +25,8 @@ def grid_command(arguments: argparse.Namespace) -> int:
     folder = arguments.out / grid.name
     targets = targets_of(arguments.track, arguments.tensorboard)
     require_no_writer(folder)
+    from ppo_repro.grids.grid import lines, run_grid  # torch takes seconds: mistakes come before
+
     executor, copies = _executor(arguments, folder), Copies()
     outcome = run_grid(grid, arguments.out, executor, arguments.keep_changed, followed(folder, copies, targets))
     is_complete = outcome.table["state"] == "complete"

@@ -107,6 +107,7 @@ def _run(arguments: argparse.Namespace, command: str) -> int:
     from ppo_repro.config.files import load_any, run_folder
     from ppo_repro.config.run import RunConfig
     from ppo_repro.records.label import label_of
+    from ppo_repro.runs.early import require_inputs
 
     label, clock, copies = label_of(arguments.name, arguments.notes, arguments.tag), Clock(), Copies()
     targets = targets_of(arguments.track, arguments.tensorboard)
@@ -120,6 +121,8 @@ def _run(arguments: argparse.Namespace, command: str) -> int:
     say(f"{config.experiment}, seed {config.seed}: {config.iterations} iterations into {folder}")
     require_no_writer(folder)
     require_new(folder, MANIFEST)
+    if isinstance(config, RunConfig):
+        require_inputs(config)
     with _working_together(folder) as (ranks, watcher):
         from ppo_repro.checks.plan import require_memory
         from ppo_repro.runs.run import run
@@ -163,6 +166,7 @@ def fork_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.base.lock import require_no_writer
     from ppo_repro.records.inputs import plan_fork
     from ppo_repro.records.label import label_of
+    from ppo_repro.runs.early import require_inputs
 
     label, clock, copies = label_of(arguments.name, arguments.notes, arguments.tag), Clock(), Copies()
     targets = targets_of(arguments.track, arguments.tensorboard)
@@ -171,6 +175,7 @@ def fork_command(arguments: argparse.Namespace) -> int:
     say(f"iterations {first} to {config.iterations - 1} of {config.iterations} into {plan.folder}")
     require_no_writer(plan.folder)
     require_new(plan.folder, MANIFEST)
+    require_inputs(config)
     with _working_together(plan.folder) as (ranks, watcher):
         from ppo_repro.checks.plan import require_memory
         from ppo_repro.runs.fork import fork

@@ -22,6 +22,7 @@ from ppo_repro.config.yaml_text import describe_value, with_numbers
 from ppo_repro.library.runs import Run, open_run
 from ppo_repro.records import reader
 from ppo_repro.records.listing import how_to_go_on
+from ppo_repro.runs.early import require_inputs
 
 Reward = Callable[[str, str, str], float]
 
@@ -119,6 +120,7 @@ def train(
         term = {"kind": "function", "path": reward_path(reward, folder / "rewards")}
         checked = build_config({**tree, "reward": {**tree["reward"], "terms": [term]}}, "train")
     run_dir = run_folder(checked, folder)
+    require_inputs(checked)
     from ppo_repro.base.ranks import ALONE  # torch takes seconds: mistakes come before
     from ppo_repro.checks.plan import require_memory
     from ppo_repro.runs import run as runner

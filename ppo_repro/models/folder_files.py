@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import shown
-from ppo_repro.numerics.ranges import check_ranges
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER, GENERATION = "adapter_config.json", "generation_config.json"
@@ -48,6 +47,8 @@ def check_config(folder: Path, where: str) -> None:
         if config.get(name) is not None:
             raise UserError(f"{where}: config.json has {name}; save the model in float32, float16 or bfloat16")
     _refuse_code(config, "config.json", where)
+    from ppo_repro.numerics.ranges import check_ranges  # imports torch: mistakes before come at once
+
     check_ranges(config, f"{where}: config.json has")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import count as count_from
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -357,7 +357,7 @@ def load_source(task: TaskConfig, seed: int, process: UserProcess | None = None)
     elif isinstance(task, ColumnAdditionTask):
         problems = column_addition(task.digits, task.base, task.size)
     elif isinstance(task, JsonlTask):
-        problems = read_jsonl(Path(task.path), task.chat_template)
+        problems = _read_once(Path(task.path), task.chat_template)
     elif isinstance(task, PythonTask):
         functions = _load_file(task, process)
         problems = _read_prompts(functions["prompts"], task.chat_template)
@@ -367,6 +367,20 @@ def load_source(task: TaskConfig, seed: int, process: UserProcess | None = None)
         (entries,) = functions["entries"]([row])
         problems = [make_problem(f"{task.dataset}: entry {i}", entry) for i, entry in enumerate(entries)]
     return Source(split(problems, task.num_eval_prompts, seed), functions.get("score"), functions.get("step"))
+
+
+def _read_once(path: Path, chat_template: bool) -> list[Problem]:
+    """Return the problems of a file, which is read again only if it has changed: checks before a run read it too."""
+    try:
+        about = path.stat()
+    except OSError:
+        return read_jsonl(path, chat_template)  # says why it cannot be read
+    return _read(path, about.st_mtime_ns, about.st_size, chat_template)
+
+
+@lru_cache(maxsize=1)
+def _read(path: Path, modified: int, size: int, chat_template: bool) -> list[Problem]:
+    return read_jsonl(path, chat_template)
 
 
 def _load_file(task: PythonTask, process: UserProcess) -> dict[str, UserFunction]:

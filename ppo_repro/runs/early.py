@@ -1,0 +1,26 @@
+"""Mistakes in the inputs of a language run that are found without torch, which takes seconds to import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ppo_repro.base.user_file import file_and_name
+from ppo_repro.config.files import path_fields
+from ppo_repro.config.run import ModelFolder, RunConfig
+from ppo_repro.config.tasks import ArithmeticTask, ColumnAdditionTask, JsonlTask
+from ppo_repro.models.folder_files import check_config
+from ppo_repro.tasks.problems import load_source
+
+
+def require_inputs(config: RunConfig) -> None:
+    """Raise UserError for prompts, a model folder or the file of a function that a run could not use.
+
+    No function of the user's is called.
+    """
+    for field, section, name in path_fields(config.model_dump(mode="json")):
+        if ".py:" in section[name]:
+            file_and_name(field, section[name])
+    if isinstance(config.task, JsonlTask | ArithmeticTask | ColumnAdditionTask):
+        load_source(config.task, config.seed)
+    if isinstance(config.model, ModelFolder):
+        check_config(Path(config.model.path), f"model.path = {config.model.path}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import subprocess
@@ -49,6 +50,23 @@ def dead_links(folder: Path) -> list[str]:
                 dead.append(f"{path.relative_to(folder)}: {link}")
         dead += [f"loads {link}" for link in re.findall(r'<(?:script|img)[^>]*src="(https?:[^"]*)"', text)]
     return dead
+
+
+def test_arguments_are_documented_by_their_names() -> None:
+    """Whoever adds, renames or moves a parameter does so in `Args` too."""
+    found = {}
+    for path in sorted((ROOT / "ppo_repro").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            text = (ast.get_docstring(node) or "") if isinstance(node, ast.FunctionDef) else ""
+            if not isinstance(node, ast.FunctionDef) or "Args:\n" not in text:
+                continue
+            lines = re.findall(r"^    (\w[\w, ]*): ", re.split(r"\n(?=\S)", text.split("Args:\n")[1])[0], re.MULTILINE)
+            names = [name for line in lines for name in line.split(", ")]
+            given = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            expected = [argument.arg for argument in given if argument.arg not in ("self", "cls")]
+            if names != expected:
+                found[f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"] = (names, expected)
+    assert found == {}
 
 
 @pytest.mark.slow

@@ -86,8 +86,14 @@ def load_callable(
 ) -> UserCallable:
     """Execute the file of `FILE.py:NAME` in this process and return what NAME is.
 
-    UserError names field, file and line if the file fails to load, has no such name, or NAME cannot be called with
-    `positions` (their names, for the message) and `parameters` by name.
+    Args:
+        field: of the configuration, for errors.
+        path: `FILE.py:NAME`.
+        positions: names of what NAME gets by position.
+        parameters: what NAME gets by name.
+
+    Raises:
+        UserError: names field, file and line if the file fails to load, has no such name, or NAME cannot be called so.
     """
     file, name = file_and_name(field, path)
     try:
@@ -109,7 +115,14 @@ def load_callable(
 
 
 def check_call(name: str, value: object, positions: Sequence[str], parameters: Mapping[str, Any]) -> None:
-    """Raise RefusedError unless `value` can be called with these positions, and these parameters by name."""
+    """Raise RefusedError unless a function can be called as it will be.
+
+    Args:
+        name: of the function, for errors.
+        value: the function.
+        positions: names of what it gets by position.
+        parameters: what it gets by name.
+    """
     if not callable(value):
         raise RefusedError(f"{name} is no function; make it one or rename it")
     gets = ", ".join([*positions, *(f"{parameter} by name" for parameter in parameters)])

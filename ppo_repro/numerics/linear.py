@@ -56,8 +56,9 @@ class PackedMatrix:
         """Describe the matrix; `prepare` packs it.
 
         Args:
-            weights: parameters [N_i, K], float32; N is the sum of the N_i. `transposed`: one parameter [K, N].
+            weights: parameters [N_i, K], float32; N is the sum of the N_i.
             biases: parameters [N_i], float32, or none.
+            transposed: whether `weights` is one parameter [K, N].
             form, bias_form: formats of `precision.py` to which weights and biases are rounded before they are packed;
                 the parameters stay as they are.
         """
@@ -167,6 +168,7 @@ def _backward(
     """Compute the gradients of a layer's inputs and weights.
 
     Args:
+        matrix: the layer's.
         grad: gradient of the outputs, float32 [n, N].
         x: inputs, float32 [n, K]; None if only a bias is trained.
         rows: which sequence each of the n rows belongs to; None if the weights are not trained.

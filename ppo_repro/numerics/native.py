@@ -30,6 +30,15 @@ class SlotCache:
     def __init__(
         self, config: PretrainedConfig, slots: int, positions: int, device: torch.device, dtype: torch.dtype
     ) -> None:
+        """Take memory for keys and values, cleared.
+
+        Args:
+            config: layers, heads and their size.
+            slots: sequences.
+            positions: of a slot.
+            device: of the model.
+            dtype: of the model.
+        """
         shape = (slots, key_value_heads(config), positions, head_dim(config))
         self.keys, self.values = (
             [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)] for _ in range(2)
@@ -88,7 +97,14 @@ class NativeNetwork:
         return SlotCache(self.trunk.config, slots, positions, self.trunk.device, self.trunk.dtype)
 
     def copy_prefix(self, cache: SlotCache, source: int, target: int, positions: int) -> None:
-        """Copy the keys and values of the first positions of a slot to another one."""
+        """Copy the keys and values of a slot's first positions to another slot.
+
+        Args:
+            cache: has both slots.
+            source: slot.
+            target: slot.
+            positions: how many.
+        """
         for store in (*cache.keys, *cache.values):
             store[target, :, :positions] = store[source, :, :positions]
 
@@ -96,7 +112,17 @@ class NativeNetwork:
     def over_cache(
         self, batch: Ragged, cache: SlotCache, slots: Sequence[int], seen: bool = False
     ) -> tuple[Tensor, Ints | None]:
-        """Return hidden states [n, H] of tokens whose past is in slots of the cache, and the routes seen [n, M k]."""
+        """Compute the hidden states of tokens whose past is in slots of a cache.
+
+        Args:
+            batch: n tokens of some sequences.
+            cache: gets their keys and values.
+            slots: of each sequence.
+            seen: whether the routes of mixtures are wanted.
+
+        Returns:
+            Hidden states [n, H], and routes [n, M k], None unless wanted.
+        """
         ids, positions, place = _laid_out(batch, "right")
         valid = torch.zeros(ids.shape, dtype=torch.bool)
         valid.view(-1)[place] = True
@@ -113,9 +139,16 @@ class NativeNetwork:
     def over_batch(
         self, batch: Ragged, rows: Ints, seen: bool = False, padding: str = "right"
     ) -> tuple[Tensor, Ints | None]:
-        """Return hidden states [n, H] at some rows of whole sequences, differentiable, and the routes of all rows.
+        """Compute hidden states of whole sequences; differentiable.
 
-        Short rows are padded `right` or `left`, or all sequences packed in one row with `none`.
+        Args:
+            batch: the sequences; UserError if it has routes to replay.
+            rows: [n], the rows that are wanted.
+            seen: whether the routes of mixtures are wanted.
+            padding: short rows are padded `right` or `left`; `none` packs all sequences in one row.
+
+        Returns:
+            Hidden states [n, H], and routes of all rows, None unless wanted.
         """
         if batch.routes is not None:
             raise UserError("ppo.replay_routes = true: needs numerics.mode = deterministic; remove it")

@@ -54,6 +54,14 @@ class Cache:
     """Keys and values of some slots of `positions` tokens each."""
 
     def __init__(self, model: Struct, slots: int, positions: int, device: torch.device) -> None:
+        """Take memory for keys and values, not cleared.
+
+        Args:
+            model: layers, heads and their size.
+            slots: sequences.
+            positions: of a slot, rounded up to a multiple of 16.
+            device: of the kernels.
+        """
         self.each = _round16(positions)
         self.capacity = slots * self.each
         floats = model.layers * model.kv_heads * self.capacity * model.head_dim
@@ -308,7 +316,14 @@ class Network:
         return Cache(self.struct, slots, positions, self.device)
 
     def copy_prefix(self, cache: Cache, source: int, target: int, positions: int) -> None:
-        """Copy the keys and values of the first `positions` positions of slot `source` to slot `target`."""
+        """Copy the keys and values of a slot's first positions to another slot.
+
+        Args:
+            cache: has both slots.
+            source: slot.
+            target: slot.
+            positions: how many.
+        """
         kernels_of(self.device).copy_prefix(
             self.struct, self._pointer(cache.keys), self._pointer(cache.values), cache.capacity,
             source * cache.each, target * cache.each, positions,

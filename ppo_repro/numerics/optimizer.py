@@ -234,6 +234,15 @@ class Optimizer:
         slots: int = SLOTS,
         adapter: Adapter | None = None,
     ) -> None:
+        """Begin with moments of zero.
+
+        Args:
+            module: its parameters with gradients are trained.
+            settings: of AdamW and clipping.
+            mode: `deterministic` or `native`.
+            slots: of a minibatch on this process.
+            adapter: trained in place of the weights that it changes.
+        """
         self.settings, self._adapter = settings, adapter
         named = list(module.named_parameters())
         self.sums = GradientSums(named, slots) if mode == "deterministic" else NativeGradients(named)

@@ -91,9 +91,13 @@ def ragged(
     slots: Ints | None = None,
     routes: Tensor | None = None,
 ) -> Ragged:
-    """Lay sequences of tokens one after the other; `past` [S] is the position of the first token of each, 0 by default.
+    """Lay sequences of tokens one after the other.
 
-    `slots` as in Rows; None where no gradient is wanted.
+    Args:
+        sequences: S of them, N tokens together.
+        past: [S], the position of the first token of each; None: 0.
+        slots: as in Rows; None where no gradient is wanted.
+        routes: [N, M k] int32, experts to replay; None: the routers choose.
     """
     lengths = np.array([len(s) for s in sequences])
     first = np.zeros(len(lengths), np.int64) if past is None else np.asarray(past)

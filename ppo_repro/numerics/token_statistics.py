@@ -223,10 +223,18 @@ def pack_bits(eligible: Tensor) -> Tensor:
 
 
 def normal_noise(seeds: Tensor, positions: Tensor, columns: int, device: torch.device = CPU) -> Tensor:
-    """Return standard normal noise z = sqrt(-2 ln u) cos(2 pi v), float64 [n, columns]. Sampling has other noise.
+    """Return standard normal noise z = sqrt(-2 ln u) cos(2 pi v). Sampling has other noise.
 
-    u, v = (h + 1/2) / 2^32 with h = hash(1 for u and 2 for v, seed, position, column); |z| < 6.8. seeds,
-    positions int64 [n]. Box and Muller, 1958.
+    u, v = (h + 1/2) / 2^32 with h = hash(1 for u and 2 for v, seed, position, column); |z| < 6.8. Box and Muller, 1958.
+
+    Args:
+        seeds: [n] int64.
+        positions: [n] int64.
+        columns: of each row.
+        device: of the kernels and of the result.
+
+    Returns:
+        [n, columns] float64.
     """
     out = torch.empty(len(seeds), columns, dtype=torch.float64, device=device)
     seeds, positions = (x.to(device).contiguous() for x in (seeds, positions))

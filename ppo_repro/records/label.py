@@ -34,7 +34,14 @@ UNLABELLED = Label()
 
 
 def label_of(name: str | None, notes: str | None, tags: list[str] | None, before: Label = UNLABELLED) -> Label:
-    """Return the label `before` with what is not None; an empty text removes. UserError for what is too long."""
+    """Return a label with some of its fields changed; an empty text removes. UserError for what is too long.
+
+    Args:
+        name: one line; None: as before.
+        notes: None: as before.
+        tags: one line each; None: as before.
+        before: the label to change.
+    """
     given = {"name": name, "notes": notes, "tags": None if tags is None else tuple(filter(None, tags))}
     try:
         return Label(**{**dict(before), **{field: value for field, value in given.items() if value is not None}})

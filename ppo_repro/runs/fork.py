@@ -36,7 +36,17 @@ def fork(
 ) -> dict[str, float]:
     """Make the run of a plan and compute it to its end; returns wall seconds by phase and in total.
 
-    UserError if a file of the origin is damaged. Of several processes the first one records. `beside`: as of `run`.
+    Of several processes the first one records.
+
+    Args:
+        kind: as this process computes it.
+        plan: origin, checkpoint, configuration.
+        clock: gets the phases.
+        beside: what is open while this process has the run's lock.
+        label: of the new run.
+
+    Raises:
+        UserError: a file of the origin is damaged.
     """
     with writing(kind.ranks, plan.folder), beside:
         verify(plan.source, plan.recorded)

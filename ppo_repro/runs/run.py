@@ -53,6 +53,7 @@ def run(
         out: the folder of runs.
         clock: one that runs already, whose phases count too.
         beside: what is open while this process has the run's lock.
+        label: of the run.
 
     Returns:
         The run folder, and wall seconds by phase and in total.
@@ -91,6 +92,7 @@ def compute_new(
         inputs: configuration and files.
         digest: of configuration and inputs.
         clock: gets the phases.
+        label: of the run.
         start: a checkpoint to go on from.
         fill: puts records of earlier iterations into the folder and returns their number.
 

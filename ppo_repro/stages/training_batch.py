@@ -145,7 +145,15 @@ def training_batch(
 def objective_batch(
     batch: TrainingBatch, tokens: Tensor, new_logprobs: Tensor, entropies: Tensor, ratios: Tensor
 ) -> ObjectiveBatch:
-    """Collect what an objective of the user's is called with, for n tokens of whole responses, [n] each."""
+    """Collect what an objective of the user's is called with, for n tokens of whole responses, [n] each.
+
+    Args:
+        batch: the iteration, N tokens.
+        tokens: [n], which of them.
+        new_logprobs: [n] float32, of the policy as it is now.
+        entropies: [n] float32, likewise.
+        ratios: [n] float32, new to anchor.
+    """
     rollout, corrected = batch.rollout, batch.corrections
     return ObjectiveBatch(
         **about_tokens(rollout, tokens),

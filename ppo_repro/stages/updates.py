@@ -70,7 +70,6 @@ def policy_update(
         batch: the iteration, N tokens.
         minibatch: names M of them, and their weights.
         columns: [M] each.
-        chosen: [N] bool, what Clip-Cov or KL-Cov changes; None for other objectives.
         grad_norm: before clipping.
     """
     tokens, weights, corrected = minibatch.tokens, minibatch.weights, batch.corrections

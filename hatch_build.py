@@ -1,7 +1,7 @@
 """What an installation builds: the C kernels, and in a wheel `analysis` and the quickstart's configuration.
 
-A checkout has `analysis/` at its top, where its commands are `python -m analysis.mismatch RUN`. The wheel must not
-claim a name as common as that, so the same files are put below `ppo_repro`, with the names of their modules changed.
+A checkout has `analysis/` at its top. The wheel must not claim a name as common as that, so the same files are put
+below `ppo_repro`, with the names of their modules changed; `ppo_repro/analysis.py` gives the checkout the same names.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 _IMPORT = re.compile(r"^(\s*(?:from|import) )analysis\b", re.MULTILINE)
-_COMMAND = re.compile(r"\bpython -m analysis\b")
 CONFIGURATIONS = ("quickstart",)
 
 
 def moved(source: str) -> str:
     """The text of a module of `analysis` as a module of `ppo_repro.analysis`."""
-    return _COMMAND.sub("python -m ppo_repro.analysis", _IMPORT.sub(r"\1ppo_repro.analysis", source))
+    return _IMPORT.sub(r"\1ppo_repro.analysis", source)
 
 
 class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]

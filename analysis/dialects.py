@@ -1,4 +1,4 @@
-"""A run under the published keys of nine frameworks: `python -m analysis.dialects RUN`, or `--definitions`.
+"""A run under the published keys of nine frameworks: `python -m ppo_repro.analysis.dialects RUN`, or `--definitions`.
 
 In formulas g = rollout, p = old, n = new log-probs, r = exp(n - anchor), A = advantage. Assumed: one process, one
 micro-batch per minibatch, responses padded on the right to the longest of the iteration, and the frameworks' defaults
@@ -358,7 +358,7 @@ def long_table(
 def main(argv: Sequence[str] | None) -> None:
     """Print each key's mean over the run, or the definitions of the keys; exit code 2 on a user error."""
     parser = Parser(
-        prog="python -m analysis.dialects", description="a run under the published keys of other frameworks"
+        prog="python -m ppo_repro.analysis.dialects", description="a run under the published keys of other frameworks"
     )
     parser.add_argument("run", type=run_named, nargs="?", help="folder of a run")
     parser.add_argument("--definitions", action="store_true", help="what each key means, with its source")

@@ -5,8 +5,8 @@
     axes = figures.learning([RUN_1, RUN_2])
     axes.figure.savefig("learning.pdf")
 
-`python -m analysis.figures KIND FILE.svg RUN_OR_GRID...` writes one: `learning` and `agreement` of runs, `readme` both
-side by side, `settings`, `differences` and `across` of a grid.
+`python -m ppo_repro.analysis.figures KIND FILE.svg RUN_OR_GRID...` writes one: `learning` and `agreement` of runs,
+`readme` both side by side, `settings`, `differences` and `across` of a grid.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def svg(axes: Axes) -> str:
 @program
 def main(argv: Sequence[str] | None) -> None:
     """Write one figure; exit code 2 and one line on a user error."""
-    parser = Parser(prog="python -m analysis.figures", description="a figure of runs or of a grid")
+    parser = Parser(prog="python -m ppo_repro.analysis.figures", description="a figure of runs or of a grid")
     kinds = ("learning", "agreement", "readme", "settings", "differences", "across")
     parser.add_argument("kind", choices=kinds, help="what is drawn")
     parser.add_argument(

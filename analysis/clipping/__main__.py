@@ -1,4 +1,4 @@
-"""The command `python -m analysis.clipping`: what did the clip do?"""
+"""The command `python -m ppo_repro.analysis.clipping`: what did the clip do?"""
 
 import sys
 

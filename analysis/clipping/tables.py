@@ -1,4 +1,7 @@
-"""What did the clip do in a run? `python -m analysis.clipping RUN` prints it; one iteration is in memory at a time."""
+"""What did the clip do in a run? `python -m ppo_repro.analysis.clipping RUN` prints it.
+
+One iteration is in memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +97,7 @@ def overview(tables: ClipTables, early_stop_kl: float | None = None) -> list[str
 @program
 def main(argv: Sequence[str] | None) -> None:
     """Print the overview; exit code 2 and one line on a user error."""
-    parser = Parser(prog="python -m analysis.clipping", description="What did the clip do in a run?")
+    parser = Parser(prog="python -m ppo_repro.analysis.clipping", description="What did the clip do in a run?")
     parser.add_argument("run", type=run_named, help="folder of a run")
     parser.add_argument("--clip-range", type=float, nargs=2, metavar=("LOW", "HIGH"), help="in place of the run's own")
     parser.add_argument("--early-stop-kl", type=float, help="where this target would have stopped, nats per token")

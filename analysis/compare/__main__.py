@@ -1,4 +1,4 @@
-"""The command `python -m analysis.compare`: are two runs the same?"""
+"""The command `python -m ppo_repro.analysis.compare`: are two runs the same?"""
 
 import sys
 

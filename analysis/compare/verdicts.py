@@ -1,7 +1,7 @@
 """Are two runs, or two groups of seeds, the same? Four nested questions, a verdict on each.
 
-    python -m analysis.compare A B --seed 0                                    two runs
-    python -m analysis.compare GRID --axis NAME --a LABEL --b LABEL --seed 0   two settings of a grid
+    python -m ppo_repro.analysis.compare A B --seed 0                                    two runs
+    python -m ppo_repro.analysis.compare GRID --axis NAME --a LABEL --b LABEL --seed 0   two settings of a grid
 
 bitwise: every recorded bit; numeric: log-probs of the same tokens; distribution: scores and lengths (`paired`);
 outcome: what is learnt, over seeds (`seeds`).
@@ -117,7 +117,7 @@ def compare_grid(
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="python -m analysis.compare", description="are two runs the same?")
+    parser = Parser(prog="python -m ppo_repro.analysis.compare", description="are two runs the same?")
     parser.add_argument("paths", nargs="+", type=run_named, help="two runs, or one grid with --axis")
     parser.add_argument("--seed", type=int, required=True, help="seed of the sign changes")
     parser.add_argument("--alpha", type=float, default=0.05)

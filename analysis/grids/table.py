@@ -1,4 +1,4 @@
-"""What did a grid find? `python -m analysis.grids.table GRID` prints its table over seeds, and comparisons.
+"""What did a grid find? `python -m ppo_repro.analysis.grids.table GRID` prints its table over seeds, and comparisons.
 
 A setting is one combination of the axes' labels; a cell is a setting with a seed, which is one run. First one row per
 setting: mean and 95 % Student interval over seeds of the measure (`--measure`, else the accuracy), means of the other
@@ -135,7 +135,7 @@ def report(cells: pd.DataFrame, measure: str, against: str) -> str:
 @program
 def main(argv: Sequence[str] | None) -> None:
     """Print the report; exit code 2 and one line on a user error."""
-    parser = Parser(prog="python -m analysis.grids.table", description="table of a grid over seeds")
+    parser = Parser(prog="python -m ppo_repro.analysis.grids.table", description="table of a grid over seeds")
     parser.add_argument("grid", type=Path, help="folder of a grid")
     parser.add_argument("--measure", choices=MEASURES, default="accuracy", help="what is compared")
     parser.add_argument("--against", help="the setting that the others are compared with, its labels joined by ', '")

@@ -1,4 +1,4 @@
-"""The command `python -m analysis.mismatch`: do two log-probs agree?"""
+"""The command `python -m ppo_repro.analysis.mismatch`: do two log-probs agree?"""
 
 import sys
 

@@ -1,7 +1,7 @@
 """Do two log-probs of the same token agree, and where not? Tables for a run or for files of other stacks.
 
-`python -m analysis.mismatch RUN` prints the summary of a run, `--columns PRESET` that of dumped files; `--remedies`
-what truncation, masking and rejection would have done. One iteration's tokens are in memory at a time.
+`python -m ppo_repro.analysis.mismatch RUN` prints the summary of a run, `--columns PRESET` that of dumped files;
+`--remedies` what truncation, masking and rejection would have done. One iteration's tokens are in memory at a time.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def summary_of(pairs: Iterable[pd.DataFrame]) -> pd.DataFrame:
 @program
 def main(argv: Sequence[str] | None) -> None:
     """Print the summary; exit code 2 and one line where the arguments or the records are wrong."""
-    parser = Parser(prog="python -m analysis.mismatch", description="Do two log-probs agree?")
+    parser = Parser(prog="python -m ppo_repro.analysis.mismatch", description="Do two log-probs agree?")
     parser.add_argument("paths", nargs="+", type=run_named, help="a run, or files with --columns")
     parser.add_argument("--pair", choices=PAIRS, help=f"which log-probs of one run ({PAIRS[0]})")
     parser.add_argument("--columns", choices=PRESETS, help="the stack whose column names the files have")

@@ -1,4 +1,4 @@
-"""Executed notebooks, one for each question, and the command that executes them: `python -m analysis.notebooks`."""
+"""Executed notebooks, one for each question; `python -m ppo_repro.analysis.notebooks` executes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ppo_repro.base.errors import UserError
 
-# what a notebook reads, by the variable that names another folder: where `python -m analysis.notebooks` records it
+# what a notebook reads, by the variable that names another folder: where the command records it
 RECORDED = {"PPO_RUN": "deterministic", "PPO_OTHER_RUN": "native", "PPO_GRID": "clip"}
 _RUNS = Path(__file__).resolve().parents[2] / "runs" / "notebooks"
 
@@ -22,7 +22,9 @@ def folder_of(variable: str) -> Path:
         recorded = next((path.parent for path in sorted(recorded.glob("*/*/manifest.json"))), recorded)
     if not recorded.is_dir():
         what = "grid" if variable == "PPO_GRID" else "run"
-        raise UserError(f"{variable}: set it to the folder of a {what}, or record one: python -m analysis.notebooks")
+        raise UserError(
+            f"{variable}: set it to the folder of a {what}, or record one: python -m ppo_repro.analysis.notebooks"
+        )
     return recorded
 
 

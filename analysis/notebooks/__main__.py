@@ -1,4 +1,4 @@
-"""Execute the notebooks and write them, pictures inside: `python -m analysis.notebooks [NAME ...]`.
+"""Execute the notebooks and write them, pictures inside: `python -m ppo_repro.analysis.notebooks [NAME ...]`.
 
 The runs that they show are recorded below runs/notebooks first, where they are not there yet: the quickstart in
 deterministic and in native numerics, and a small grid. PPO_RUN, PPO_OTHER_RUN and PPO_GRID name others.
@@ -77,7 +77,7 @@ def _variables(text: str) -> dict[str, str]:
 @program
 def main(argv: Sequence[str] | None) -> None:
     """Write every notebook that was named, or all; exit code 2 and one line on a user error."""
-    parser = Parser(prog="python -m analysis.notebooks", description="execute the notebooks")
+    parser = Parser(prog="python -m ppo_repro.analysis.notebooks", description="execute the notebooks")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all of them by default")
     names = parser.parse_args(argv).names or NAMES
     for name in names:

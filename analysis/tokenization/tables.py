@@ -1,4 +1,4 @@
-"""Tokenization and KL of a recorded run, iteration by iteration: `python -m analysis.tokenization RUN`.
+"""Tokenization and KL of a recorded run, iteration by iteration: `python -m ppo_repro.analysis.tokenization RUN`.
 
 Words and boundary: `words`; tables by token, word and response: `kl`; units, shares and standard errors: `summary`;
 clip band for words: `clip`; decoding and encoding again: `retokenize`.
@@ -109,7 +109,7 @@ def report(run_dir: Path, iteration: int | None, boundary: Boundary) -> list[str
 def main(argv: Sequence[str] | None) -> None:
     """Print the tables of one iteration; exit code 2 and one line on a user error."""
     parser = Parser(
-        prog="python -m analysis.tokenization",
+        prog="python -m ppo_repro.analysis.tokenization",
         description="KL and entropy of a run per sequence, token, word, char and byte",
     )
     parser.add_argument("run", type=run_named, help="folder of a recorded run")

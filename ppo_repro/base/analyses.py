@@ -18,7 +18,8 @@ def analysis(module: str, *packages: str) -> Any:
     for package in packages:
         if find_spec(package) is None:
             raise UserError(f"{command}: needs {package}; install it with pip install 'ppo_repro[{command}]'")
-    home = next((name for name in ("ppo_repro.analysis", "analysis") if find_spec(name)), None)
-    if home is None:
-        raise UserError(f"{command}: `analysis` is not beside this package; install the wheel, or a checkout")
+    try:
+        home = import_module("ppo_repro.analysis").__name__  # in a checkout `analysis`
+    except ImportError as error:
+        raise UserError(f"{command}: {error}; install the wheel, or a whole checkout") from error
     return import_module(f"{home}.{module}")

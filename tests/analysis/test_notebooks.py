@@ -64,7 +64,7 @@ def test_a_notebook_is_executed_and_its_outputs_are_of_its_code(name: str) -> No
     notebook = written(name)
     assert faults(notebook) == []
     assert notebook["metadata"]["executed"] == sources_digest(notebook), (
-        "python -m analysis.notebooks executes it again"
+        "python -m ppo_repro.analysis.notebooks executes it again"
     )
     changed = json.loads(json.dumps(notebook))
     code_cells(changed)[-1]["source"].append("\n1")

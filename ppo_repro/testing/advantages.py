@@ -17,6 +17,7 @@ from torch import Tensor
 from ppo_repro.testing.losses import LAYOUTS, WHOLE, DrawnResponses, lay_out, ordered
 
 Kind = Literal["gae", "rewards_to_go", "group_mean", "group_normalised"]
+Divisor = Literal["n", "n - 1"]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative to the largest advantage
 # those of one batch, whose groups are whole; and what narrow numbers change
 ONE_BATCH = [
@@ -45,13 +46,20 @@ Estimator = Callable[[AdvantageBatch], Tensor]  # [R, L]; what it gives under th
 
 
 def definition(
-    kind: Kind, responses: Sequence[tuple[list[float], list[float]]], groups: Sequence[int], gamma: float, lam: float
+    kind: Kind,
+    responses: Sequence[tuple[list[float], list[float]]],
+    groups: Sequence[int],
+    gamma: float,
+    lam: float,
+    divisor: Divisor = "n",
+    epsilon: float = 1e-6,
 ) -> list[list[float]]:
     """Compute the advantages of the tokens that count by their definition.
 
     gae: A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t, V after the last token 0 (Schulman et
     al., 2016). rewards_to_go: sum over k >= t of gamma^(k - t) r_k. group_mean: score minus the mean score of the
-    group; group_normalised: that divided by the standard deviation with n - 1, 0 where it is 0 (Shao et al., 2024).
+    group; group_normalised: that divided by std + epsilon, std^2 the squared deviations over the divisor (Shao et al.,
+    2024); 0 in a group of equal scores.
 
     Args:
         kind: of the estimator.
@@ -59,6 +67,8 @@ def definition(
         groups: of each response, the number of its prompt.
         gamma: discount.
         lam: of GAE.
+        divisor: what the squared deviations of n scores are divided by.
+        epsilon: what is added to the standard deviation.
 
     Returns:
         Advantages of the tokens of each response.
@@ -69,7 +79,8 @@ def definition(
         advantages, after, value_after = [0.0] * len(rewards), 0.0, 0.0
         peers = [s for s, g in zip(scores, groups, strict=True) if g == group]
         mean = math.fsum(peers) / len(peers)
-        spread = math.sqrt(math.fsum((s - mean) ** 2 for s in peers) / max(len(peers) - 1, 1))
+        count = len(peers) if divisor == "n" else max(len(peers) - 1, 1)
+        spread = math.sqrt(math.fsum((s - mean) ** 2 for s in peers) / count)
         for t in reversed(range(len(rewards))):
             if kind == "gae":
                 after = rewards[t] + gamma * value_after - values[t] + gamma * lam * after
@@ -79,14 +90,21 @@ def definition(
             else:
                 after = score - mean
                 if kind == "group_normalised":
-                    after = after / spread if spread else 0.0
+                    after = after / (spread + epsilon) if spread else 0.0
             advantages[t] = after
         found.append(advantages)
     return found
 
 
 def check_advantages(
-    estimator: Estimator, kind: Kind, *, gamma: float = 1.0, lam: float = 0.95, seed: int = 0, tolerance: float = 0.0
+    estimator: Estimator,
+    kind: Kind,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    divisor: Divisor = "n",
+    epsilon: float = 1e-6,
+    seed: int = 0,
 ) -> dict[str, str]:
     """Find the first token at which an estimator differs from its definition on drawn responses, by layout.
 
@@ -95,8 +113,9 @@ def check_advantages(
         kind: whose definition it is compared with.
         gamma: discount.
         lam: of GAE.
+        divisor: of group_normalised, what the squared deviations of n scores are divided by.
+        epsilon: of group_normalised, what is added to the standard deviation.
         seed: of the responses.
-        tolerance: relative to the largest advantage, if the estimator adds a small number to a denominator.
 
     Returns:
         Sentences by layout; empty if it conforms.
@@ -113,7 +132,8 @@ def check_advantages(
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(2, sum(LENGTHS), generator=generator, dtype=torch.float64).float().double()
     rewards, values = ([part.tolist() for part in row.split(LENGTHS)] for row in numbers)
-    by_definition = definition(kind, list(zip(rewards, values, strict=True)), GROUPS, gamma, lam)
+    pairs = list(zip(rewards, values, strict=True))
+    by_definition = definition(kind, pairs, GROUPS, gamma, lam, divisor, epsilon)
     expected = torch.tensor([advantage for row in by_definition for advantage in row], dtype=torch.float64)
     columns = {"new_logprobs": torch.zeros(sum(LENGTHS)).double(), "rewards": numbers[0], "values": numbers[1]}
     rollout = DrawnResponses(LENGTHS, columns, torch.ones(sum(LENGTHS), dtype=torch.bool))
@@ -126,7 +146,7 @@ def check_advantages(
         inputs = batch.columns["rewards"], batch.columns["values"], batch.mask
         found = torch.empty_like(expected)
         found[indices[batch.mask]] = estimator(AdvantageBatch(*inputs, scores, groups))[batch.mask].double()
-        limit = max(TOLERANCE[dtype], tolerance) * float(expected.abs().max())
+        limit = TOLERANCE[dtype] * float(expected.abs().max())
         for i in (~((found - expected).abs() <= limit)).nonzero()[:1, 0].tolist():
             both = f"{float(found[i]):.6g} instead of {float(expected[i]):.6g}"
             name = layout.describe() or "all at once, padded right"

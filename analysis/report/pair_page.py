@@ -33,7 +33,9 @@ def pair_page(a: Path, b: Path) -> str:
         raise UserError(f"{a} is a {kinds[0]} run, {b} a {kinds[1]} run; put runs of one kind side by side")
     facts = [run.facts for run in runs]
     lines = [Curve(name, run.curves) for name, run in zip(NAMES, runs, strict=True)]
-    alone = "One run each says nothing about the methods: compare several seeds by `python -m analysis.compare`."
+    alone = (
+        "One run each says nothing about the methods: compare several seeds by `python -m ppo_repro.analysis.compare`."
+    )
     again = (repeating(one.run_dir, one.manifest, one.environment, one.config) for one in facts)
     rows = [(name, x, "the same" if x == y else y) for (name, x), (_, y) in zip(*again, strict=True)][1:]
     about = pd.DataFrame(rows, columns=["fact", *NAMES])

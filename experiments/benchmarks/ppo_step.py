@@ -20,6 +20,7 @@ from experiments.benchmarks.peers import environment, process
 from experiments.benchmarks.timing import Cost, Measured
 from experiments.benchmarks.workload import SIZES, USUAL, Work
 from ppo_repro.base.ranks import ALONE
+from ppo_repro.base.watcher import Silent
 from ppo_repro.buffers import Iteration
 from ppo_repro.config.files import LANGUAGE, gather, load_config
 from ppo_repro.config.run import RunConfig
@@ -90,7 +91,7 @@ class Own:
 def own(folder: Path, mode: str, work: Work = USUAL) -> Own:
     """A run in `mode`, one of MODES, before its first iteration."""
     config = config_of(folder, mode, work)
-    prepared = without_stop(config, prepare(config, lambda step, total, loss: None))
+    prepared = without_stop(config, prepare(config, Silent()))
     run_dir = folder / f"run-{mode}"
     writer.publish_run(writer.lay_out_run(run_dir, gather(config), {}, config.digest(), LANGUAGE), run_dir)
     iterations = ppo_iterations(config, prepared.task, prepared.state, prepared.engine, ALONE)

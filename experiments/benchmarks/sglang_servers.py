@@ -19,6 +19,7 @@ import torch
 
 from experiments.benchmarks import timing
 from experiments.benchmarks.timing import Cost, Measured
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import RunConfig
@@ -68,7 +69,7 @@ def processor_seconds(group: int) -> float:
 @contextmanager
 def server(config: RunConfig, requests: Sequence[Request], folder: Path) -> Iterator[Callable[[], Cost]]:
     """A function that measures one turn of a server, including the client."""
-    prepared = prepare(config, lambda step, total, loss: None)
+    prepared = prepare(config, Silent())
     settings = config.rollout.engine
     assert isinstance(settings, SGLangServers)
     policy, stops = prepared.state.policy, prepared.engine.stop_ids
@@ -89,7 +90,7 @@ def turn_of(engine: SGLangEngine, requests: Sequence[Request], group: int) -> Co
 def measure(hidden: int, python: str, rounds: int) -> list[Measured]:
     """All three engines, interleaved."""
     config = configuration(hidden, python, "deterministic")
-    prepared = prepare(config, lambda step, total, loss: None)
+    prepared = prepare(config, Silent())
     prompts = sorted(prepared.task.prompt_ids.values())
     requests = [Request(prompts[i * 7 % len(prompts)], i) for i in range(PROMPTS)]
     completions: list[Completion] = []

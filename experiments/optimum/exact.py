@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from analysis.program import program
 from ppo_repro.base.output import Parser, tell
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.algorithm import NoKL
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import lay_out
@@ -125,7 +126,7 @@ def distance(
 def read(run_dir: Path, beta: float | None = None) -> list[Distance]:
     """The distances of a recorded run's final policy, for another beta or (None) the run's own."""
     config = load_recorded_config(run_dir)
-    prepared = prepare(config, lambda step, total, loss: None)
+    prepared = prepare(config, Silent())
     source, _ = load_folder(run_dir / FINAL)
     policy = make_policy(source, config.numerics.mode, config.numerics.max_context)
     assert not isinstance(config.kl, NoKL)

@@ -21,6 +21,14 @@ class Mistakes(UserError):
         self.lines = tuple(lines)
 
 
+class FunctionFailed(UserError):
+    """A function of the user's failed on an input of a run; `field` of the configuration names it."""
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 class PromiseBroken(Exception):
     """A guarantee of this project did not hold. Exit code 1."""
 

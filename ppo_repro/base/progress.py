@@ -49,6 +49,9 @@ class ConsoleProgress(Progress, Watcher):
         if not self.console.is_terminal and (is_new or done * 10 // total != (done - 1) * 10 // total):
             say_anyway(f"{name} {done}/{total}: {note}")
 
+    def prompts(self, done: int, total: int) -> None:
+        self._show("prompts", done, total, "encoded")
+
     def warm_start(self, step: int, total: int, loss: float) -> None:
         self._show("warm start", step, total, f"loss {loss:.3f} nats/token")
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 class Watcher:
     """Told of every step of a run; this one shows nothing."""
 
+    def prompts(self, done: int, total: int) -> None: ...
+
     def warm_start(self, step: int, total: int, loss: float) -> None: ...
 
     def iteration(self, done: int, total: int, figures: str, seconds: float) -> None:

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write, check_sums
 from ppo_repro.base.seeding import sample_seed
+from ppo_repro.base.watcher import Silent
 from ppo_repro.checks.probe import MODES, Mode, plain
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
@@ -287,7 +288,7 @@ def trace_sampler(
             beginning again after its last; None: responses to the first prompts by key.
     """
     config = plain(config, mode)
-    prepared = prepare(config, lambda step, total, loss: None, start_folder)
+    prepared = prepare(config, Silent(), start_folder)
     if response is None:
         task = prepared.task
         keys = sorted(task.prompt_ids)[:SEQUENCES]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ppo_repro.base.seeding import sample_seed
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.run import RunConfig, TinyModel
 from ppo_repro.config.tasks import TrainedRewardModel
@@ -99,7 +100,7 @@ def _generate(
 
 def _sampled_run(config: RunConfig, mode: Mode) -> _SampledRun:
     config = plain(config, mode)
-    prepared = prepare(config, lambda step, total, loss: None)
+    prepared = prepare(config, Silent())
     # two samples of each prompt, so that the prefix cache is used
     keys = sorted(prepared.task.prompt_ids)[: SEQUENCES // 2]
     requests = tuple(

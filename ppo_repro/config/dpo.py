@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from ppo_repro.config.layout import LayoutConfig
 from ppo_repro.config.run import ModelFolder, NumericsConfig
 from ppo_repro.config.section import Count, Experiment, NonNegative, PathText, Positive, Section
+from ppo_repro.config.tasks import Templated
 
 
 class DPOUpdate(Section):
@@ -20,7 +21,7 @@ class DPOUpdate(Section):
     learning_rate: NonNegative = Field(description="AdamW learning rate of the policy.")
 
 
-class DPOConfig(Experiment):
+class DPOConfig(Experiment, Templated):
     """DPO of the policy that a recorded run started from, or of a model folder, on preference pairs.
 
     Micro-batches of the layout count sequences, of which a pair has two; pairs are never parted.
@@ -29,7 +30,6 @@ class DPOConfig(Experiment):
     run: PathText | None = Field(None, description="Folder of the recorded run; null: `model` and `pairs`.")
     pairs: PathText | None = Field(None, description="Lines with `prompt`, `chosen`, `rejected`; null: of the run.")
     model: ModelFolder | None = Field(None, description="The model to train, where there is no run.")
-    chat_template: bool = Field(False, description="Render the prompts of `pairs` with the tokenizer's chat template.")
     num_eval_prompts: Count = Field(description="Prompts whose pairs are held out, to measure the margins on.")
     dpo: DPOUpdate
     numerics: NumericsConfig

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from ppo_repro.base.errors import Mistakes, UserError
 from ppo_repro.base.files import file_digest
 from ppo_repro.base.latest import LATEST, run_named
+from ppo_repro.base.user_file import modules_beside
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.fields import command_of, mistakes
@@ -108,7 +109,7 @@ def path_fields(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
         is_path = name in ("path", "pairs", "run") or (name == "python" and "/" in str(value))
         if is_path and isinstance(value, str) and value and "://" not in value:
             yield f"{prefix}{name}", tree, name
-        elif name not in ("settings", "parameters"):  # of another library's data set, of a user's function
+        elif name not in ("settings", "parameters", "template_arguments"):  # of a library, a function, a template
             yield from path_fields(value, f"{prefix}{name}.")
 
 
@@ -188,20 +189,27 @@ class Inputs:
 def gather(config: Experiment) -> Inputs:
     """Read the digest of every input; UserError if a file cannot be read. What is not there is refused elsewhere."""
     tree, copies, digests = config.model_dump(mode="json"), dict[str, Path](), dict[str, str]()
+    folders = dict[Path, str]()  # where the Python files of a folder are copied to: apart, as they were
     for field, section, name in path_fields(tree):
         if field == INTERPRETER:
             continue
         text, colon, function = section[name].rpartition(":")
         is_function = colon and text.endswith(".py")
         file = Path(text if is_function else section[name])
-        if file.is_file() and file.stat().st_size <= LARGEST_COPY:
+        if file.is_file() and file.suffix == ".py":
+            place = folders.setdefault(file.parent, f"{INPUTS_FOLDER}/{len(folders) + 1}" if folders else INPUTS_FOLDER)
+            for path in (file, *modules_beside(file)):
+                copy = f"{place}/{path.relative_to(file.parent).as_posix()}"
+                copies[copy], digests[copy] = path, digest_of(path)
+            section[name] = f"{place}/{file.name}{colon}{function}" if is_function else f"{place}/{file.name}"
+        elif file.is_file() and file.stat().st_size <= LARGEST_COPY:
             digest, copy = digest_of(file), f"{INPUTS_FOLDER}/{file.name}"
             number = 1
             while digests.get(copy, digest) != digest:  # another file of that name
                 number += 1
                 copy = f"{INPUTS_FOLDER}/{file.stem}-{number}{file.suffix}"
             copies[copy], digests[copy] = file, digest
-            section[name] = f"{copy}:{function}" if is_function else copy
+            section[name] = copy
         else:
             for path in [file] if file.is_file() else _decisive(file):
                 digests[f"{field}/{path.name}"] = digest_of(path)

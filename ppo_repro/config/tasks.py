@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from datetime import datetime
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
@@ -23,6 +25,12 @@ from ppo_repro.config.section import (
 
 LabelNoise = Annotated[float, Field(ge=0, lt=0.5)]
 AnswerExtraction = Literal["exact", "last_number", "answer_tags"]
+Moment = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d(T\d\d:\d\d(:\d\d)?)?$")]
+# what a template gets of the conversation, and what this package puts in place of the machine's
+NOT_ARGUMENTS = (
+    *("messages", "add_generation_prompt", "continue_final_message", "conversations", "chat_template"),
+    *("return_assistant_tokens_mask", "strftime_now", "raise_exception"),
+)
 
 
 class Term(Section):
@@ -189,9 +197,12 @@ class GeneratedTask(AnyTask):
 
     # not for the user to choose, as they are in a TextTask
     chat_template: ClassVar[bool] = False
+    template_arguments: ClassVar[Mapping[str, JsonValue]] = {}
+    template_time: ClassVar[str | None] = None
     system_prompt: ClassVar[str | None] = None
     answer_extraction: ClassVar[AnswerExtraction] = "exact"
     control_tokens: ClassVar[str] = "refuse"
+    overlong: ClassVar[str] = "fail"
 
 
 class ArithmeticTask(GeneratedTask):
@@ -219,16 +230,45 @@ class ColumnAdditionTask(GeneratedTask):
         return self
 
 
-class TextTask(AnyTask):
+class Templated(Section):
+    """How prompts are rendered."""
+
+    chat_template: bool = Field(False, description="Render prompts with the tokenizer's chat template.")
+    template_arguments: dict[str, JsonValue] = Field(
+        {}, description="What the template is given besides, such as enable_thinking or tools."
+    )
+    template_time: Moment | None = Field(
+        None, description="What a template that asks for the time is told, as 2026-11-28T12:00; null: such a one fails."
+    )
+
+    @model_validator(mode="after")
+    def _template_is_used(self) -> Self:
+        for name in ("template_arguments", "template_time"):
+            if getattr(self, name) and not self.chat_template:
+                raise ValueError(f"{name} needs chat_template: true, whose template reads it")
+        for name in self.template_arguments:
+            if name in NOT_ARGUMENTS:
+                raise ValueError(f"template_arguments.{name} is not for the user to choose; remove it")
+        if self.template_time is not None:
+            try:
+                datetime.fromisoformat(self.template_time)
+            except ValueError as error:
+                raise ValueError(f"template_time = {self.template_time!r}: {error}") from None
+        return self
+
+
+class TextTask(AnyTask, Templated):
     """What every task of somebody else's prompts has."""
 
-    chat_template: bool = Field(False, description="Render each prompt as a user's turn of the chat template.")
     system_prompt: str | None = Field(None, min_length=1, description="System turn of the template; null: none.")
     answer_extraction: AnswerExtraction = Field(
         "exact", description="What of a response is the answer: all, its last number, or the text in answer tags."
     )
     control_tokens: Literal["refuse", "allow"] = Field(
         "refuse", description="Whether the text of prompts and of an environment may hold special tokens."
+    )
+    overlong: Literal["fail", "drop"] = Field(
+        "fail", description="What prompts do that leave too little of max_context: end the run, or be left out."
     )
 
     @model_validator(mode="after")
@@ -239,10 +279,10 @@ class TextTask(AnyTask):
 
 
 class JsonlTask(TextTask):
-    """One JSON object per line with `prompt` and optionally `answer` and `key`."""
+    """One JSON object per line, or one row of a Parquet file, with `prompt` and optionally `answer` and `key`."""
 
     kind: Literal["jsonl"] = Field(description="Read the prompts from a file.")
-    path: PathText = Field(description="The JSON Lines file.")
+    path: PathText = Field(description="The JSON Lines file, or FILE.parquet.")
 
 
 class ReasoningGymTask(TextTask):

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import safetensors.torch
@@ -41,6 +42,21 @@ def write_model(model: PreTrainedModel, folder: Path, original_format: bool = Tr
     """
     state = {name: x.cpu() for name, x in model.state_dict().items()}
     model.save_pretrained(folder, state_dict=state, max_shard_size=FILE_BYTES, save_original_format=original_format)
+
+
+def try_to_save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Save all but the weights, which a run does at its end. UserError, beginning with `where`, if that fails."""
+    with TemporaryDirectory(prefix="ppo-repro-") as folder:
+        try:
+            model.config.save_pretrained(folder)
+            if model.generation_config is not None:
+                model.generation_config.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        except Exception as error:  # whatever the library and the folder's files do
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise UserError(
+                f"{where}: could not be saved with the trained weights ({reason}); correct the folder"
+            ) from error
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:

@@ -213,6 +213,9 @@ class NativeGradients:
 class Adapter(Protocol):
     """Factors that are trained in place of the weights that they change: `models.lora.Lora`."""
 
+    @property
+    def whole(self) -> Mapping[str, Tensor]: ...  # what is trained beside the factors
+
     def trained(self) -> dict[str, Tensor]: ...
     def factors(self) -> dict[str, Tensor]: ...
     def gradients(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
@@ -268,6 +271,21 @@ class Optimizer:
     def rest(self) -> None:
         """Free the memory that only steps need, until the next one."""
         self.sums.release()
+
+    @property
+    def is_adapted(self) -> bool:
+        """Return whether factors are trained in place of weights."""
+        return self._adapter is not None
+
+    @property
+    def trained(self) -> int:
+        """Return how many numbers are trained."""
+        return sum(parameter.numel() for parameter in self.adamw.parameters.values())
+
+    def weights_to_keep(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the weights of its module, or of a part, that `load` does not make again from factors."""
+        named = module.named_parameters() if self._adapter is None else self._adapter.whole.items()
+        return {name: parameter.detach() for name, parameter in named}
 
     def state(self) -> OptimizerState:
         """Return the state that `load` needs to continue from here; its tensors are the live ones, not copies."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from ppo_repro.base.json_lines import read_lines, text_field
 from ppo_repro.base.output import shown
 from ppo_repro.base.seeding import permutation, words
 from ppo_repro.tasks.problems import Problem, make_problem
+from ppo_repro.tasks.templates import Encode
 from ppo_repro.tasks.tokenizer import decode, token_ids
 
 MISTAKES = ("digit", "truncated", "too_long")
@@ -81,13 +83,20 @@ def _digits_of(problems: Sequence[Problem]) -> str:
 
 
 def _response(tokenizer: PreTrainedTokenizerBase, text: str, where: str = "") -> Ids:
-    """Return the tokens of a response with an end token. Raises UserError if the tokenizer cannot spell it."""
+    """Return the tokens of a response with an end token. Raises UserError if the tokenizer cannot spell it.
+
+    A tokenizer may write letter and accent as one character.
+    """
     ids = token_ids(tokenizer, text, add_special_tokens=False)
-    if decode(tokenizer, ids) != text or tokenizer.eos_token_id is None:
+    if _composed(decode(tokenizer, ids)) != _composed(text) or tokenizer.eos_token_id is None:
         raise UserError(
             f"{where}the tokenizer cannot spell the response '{shown(text)}' with an end token; use another model"
         )
     return (*ids, tokenizer.eos_token_id)
+
+
+def _composed(text: str) -> str:
+    return unicodedata.normalize("NFC", text)
 
 
 def _drawn(problems: Sequence[Problem], count: int, seed: int) -> Iterator[tuple[Problem, int]]:
@@ -136,7 +145,7 @@ def pairs_by_rule(
 
 
 def pairs_of_file(
-    path: Path, field: str, tokenizer: PreTrainedTokenizerBase, encode: Callable[[Problem], Ids], chat_template: bool
+    path: Path, field: str, tokenizer: PreTrainedTokenizerBase, encode: Encode, chat_template: bool
 ) -> list[Preference]:
     """Read the pairs of a file of JSON objects with `prompt`, `chosen` and `rejected`, and optionally `key`.
 
@@ -152,7 +161,7 @@ def pairs_of_file(
     Raises:
         UserError: names the line that is wrong.
     """
-    pairs = []
+    problems, answers = [], []
     for line in read_lines(field, path):
         problem = make_problem(line.where, {**line.fields, "answer": ""}, chat_template)
         responses = []
@@ -161,8 +170,10 @@ def pairs_of_file(
             responses.append(_response(tokenizer, text, f"{line.where}: field '{name}': "))
         if responses[0] == responses[1]:
             raise UserError(f"{line.where}: 'chosen' and 'rejected' are the same response; leave the line out")
-        pairs.append(Preference(problem.key, encode(problem), *responses))
-    return pairs
+        problems.append(problem)
+        answers.append(responses)
+    asked = zip(problems, encode(problems), answers, strict=True)
+    return [Preference(problem.key, prompt, *responses) for problem, prompt, responses in asked]
 
 
 def hold_out(

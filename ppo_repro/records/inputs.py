@@ -14,18 +14,15 @@ from typing import Any
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.config import files
+from ppo_repro.config.files import Inputs
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import CONFIG_NAME, FINAL_STATE, check_config, starts_of
 from ppo_repro.records.manifest import Head, Manifest, Origin
 from ppo_repro.records.reader import check_file
 
-# what decides the weights, the tokens and which prompts are held out
-FIXED = (
-    *("seed", "model", "lora", "value.kind", "value.init", "value.lora", "numerics.mode", "mismatch.sampler.lag"),
-    *("task.kind", "task.num_eval_prompts", "task.max_operand", "task.dataset", "task.settings"),
-    *("task.size", "task.digits", "task.base"),
-)
+# what decides the weights; held-out prompts, end tokens and tokenizer are compared by value when the fork is prepared
+FIXED = ("seed", "model", "lora", "value.kind", "value.init", "value.lora", "numerics.mode", "mismatch.sampler.lag")
 
 
 def located_tree(
@@ -156,11 +153,12 @@ def plan_fork(source: Path, at: int | None, overrides: Sequence[str], out: Path,
     config = files.build_config(tree, path)
     old, new = files.gather(before), files.gather(config)
     changed = changes(flat(old.tree), flat(new.tree)) | changes(old.digests, new.digests)
+    changed = {field: values for field, values in changed.items() if not _is_same_folder(field, old, new)}
     for field in changed:
         if any(f"{field}.".startswith(f"{fixed}.") for fixed in FIXED):
             raise UserError(
-                f"--set {field}: a fork goes on with the weights, tokens and held-out prompts of its origin, so it "
-                "cannot change this field; start a run of its own"
+                f"--set {field}: a fork goes on with the weights of its origin, so it cannot change this field; start "
+                "a run of its own"
             )
     start = _start(source, recorded, at, config.iterations)
     # of a run that is not complete the fingerprint is the last link of its chain
@@ -171,6 +169,13 @@ def plan_fork(source: Path, at: int | None, overrides: Sequence[str], out: Path,
         changed=changed,
     )
     return Fork(config, source, recorded, origin, files.run_folder(config, out, origin.fingerprint))
+
+
+def _is_same_folder(field: str, old: Inputs, new: Inputs) -> bool:
+    """Return whether a field names a folder whose files are the same in both, wherever it lies."""
+    files_of = ({n: d for n, d in inputs.digests.items() if n.startswith(f"{field}/")} for inputs in (old, new))
+    before, after = files_of
+    return before == after != {}
 
 
 def _start(source: Path, recorded: Manifest, at: int | None, iterations: int) -> int:

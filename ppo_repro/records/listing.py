@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from ppo_repro.base.latest import MANIFEST
@@ -26,3 +27,19 @@ def how_to_go_on(run_dir: Path, resume: str) -> str:
         return f"{done} iterations are recorded, without a checkpoint: {resume} computes all of them again"
     again = f"computes {done - start} again" if done > start else "computes none again"
     return f"{done} iterations are recorded; {resume} goes on after iteration {start} and {again}"
+
+
+def how_to_repair(run_dir: Path, field: str) -> str:
+    """Say how to go on after the user's function of this field failed: `resume` calls the copy that the run has."""
+    from ppo_repro.records import manifest
+    from ppo_repro.records.folder import starts_of
+
+    head = manifest.load_head(run_dir)
+    start, done = max(starts_of(run_dir, head), default=0), head.num_iterations
+    if not start:
+        return f"{done} iterations are recorded, without a checkpoint: correct the function and start again"
+    name = "FILE.py:FUNCTION" if field.startswith("reward.") else "FILE.py"
+    return (
+        f"{done} iterations are recorded: correct the function in your own file, and go on after iteration {start} "
+        f"with `ppo-repro fork {shlex.quote(str(run_dir))} --set {field}={name}`"
+    )

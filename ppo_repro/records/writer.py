@@ -64,7 +64,7 @@ def lay_out_run(
         for table in manifest.tables_of(head):
             (temporary / "records" / table.name).mkdir(parents=True)
         for name, path in inputs.copies.items():
-            (temporary / name).parent.mkdir(exist_ok=True)
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             content = path.read_bytes()
             if manifest.content_digest(content) != inputs.digests[name]:
                 raise UserError(f"{path}: changed while the run began; start it again")

@@ -11,6 +11,10 @@ from torch import Tensor
 from ppo_repro.base.errors import UserError
 
 
+class TooLongError(UserError):
+    """A prompt leaves no room for a response in the context."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """The distribution to sample from: softmax(logits / temperature), cut by top-k and top-p, renormalised.
@@ -93,7 +97,7 @@ class Engine(Protocol):
 
 
 def check_request(request: Request, sampling: Sampling, vocab_size: int, max_context: int) -> None:
-    """Raise UserError for an empty prompt, a token outside the vocabulary or a prompt that is too long.
+    """Raise UserError for an empty prompt or a token outside the vocabulary, TooLongError for a prompt too long.
 
     Args:
         request: the prompt.
@@ -111,7 +115,7 @@ def check_request(request: Request, sampling: Sampling, vocab_size: int, max_con
             "check that tokenizer and model belong together"
         )
     if len(ids) + sampling.max_response_tokens > max_context:
-        raise UserError(
+        raise TooLongError(
             f"prompt of {len(ids)} tokens: with rollout.max_response_tokens = {sampling.max_response_tokens} "
             f"it exceeds numerics.max_context = {max_context}; shorten the prompt or raise the context"
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_repro import __version__
@@ -23,23 +23,23 @@ from ppo_repro.buffers import Coefficients, ReturnStatistics
 from ppo_repro.models.folders import load_value_parameters, named_weights, write_model, write_tensors
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.library import KNOWN_ANSWER
-from ppo_repro.numerics.optimizer import OptimizerState, copy_named
+from ppo_repro.numerics.optimizer import Optimizer, OptimizerState, copy_named
 from ppo_repro.records.folder import FINAL, FINAL_STATE, REFERENCE, VALUE_MODEL, starts_of
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.records.reader import check_file
 
 # a checkpoint of another version, or of kernels with another known answer, would continue as another run
-_WRITTEN_BY = {"format": "5", "ppo_repro": __version__, "law": f"known answer {KNOWN_ANSWER:016x}"}
+_WRITTEN_BY = {"format": "6", "ppo_repro": __version__, "law": f"known answer {KNOWN_ANSWER:016x}"}
 NOTHING = OptimizerState({}, {}, {})
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A run after `iteration` iterations. Tensors by parameter name."""
+    """A run after `iteration` iterations. Tensors by parameter name; what is adapted follows from its factors."""
 
     iteration: int
     chain: str  # of the recorded iterations up to here
-    task: str  # digest of prompts, answers and end tokens
+    task: Mapping[str, str]  # digests by what they are of: prompts, end tokens and others
     policy: Mapping[str, Tensor]
     value_model: Mapping[str, Tensor]  # only the head if it is on the policy's trunk; empty without a value model
     policy_optimizer: OptimizerState
@@ -56,14 +56,14 @@ class Start:
     reference: Path | None  # the model that the run started as; None if its configuration makes or loads it
 
 
-def take(state: TrainState, chain: str, task: str) -> Checkpoint:
+def take(state: TrainState, chain: str, task: Mapping[str, str]) -> Checkpoint:
     """Take the checkpoint of a state; its tensors are the live ones, so save it before the next step."""
     return Checkpoint(
         iteration=state.iteration,
         chain=chain,
         task=task,
-        policy=named_weights(state.policy),
-        value_model=named_weights(state.own_value_module),
+        policy=state.policy_optimizer.weights_to_keep(state.policy),
+        value_model=_value_weights(state),
         policy_optimizer=state.policy_optimizer.state(),
         value_optimizer=NOTHING if state.value_optimizer is None else state.value_optimizer.state(),
         coefficients=state.coefficients,
@@ -71,13 +71,33 @@ def take(state: TrainState, chain: str, task: str) -> Checkpoint:
     )
 
 
-def restore(saved: Checkpoint, state: TrainState, task: str) -> None:
-    """Load a checkpoint into `state`, which was made from the same configuration; UserError where it does not fit."""
-    if saved.task not in ("", task):  # a fork may have other prompts
-        raise UserError("prompts, answers or end tokens are not what they were when the run started; restore them")
+def _value_weights(state: TrainState) -> Mapping[str, Tensor]:
+    module, optimizer = state.own_value_module, state.value_optimizer
+    return named_weights(module) if optimizer is None else optimizer.weights_to_keep(module)
+
+
+def _restore_weights(optimizer: Optimizer, module: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Restore the weights that the optimizer's own state does not make again; a saved model has all of them."""
+    targets = optimizer.weights_to_keep(module)
+    copy_named(targets, {n: saved[n] for n in targets if n in saved} if optimizer.is_adapted else saved)
+
+
+def restore(saved: Checkpoint, state: TrainState, task: Mapping[str, str]) -> None:
+    """Load a checkpoint into `state`, which was made from the same configuration; UserError where it does not fit.
+
+    `task`: digests of what the state samples; those that the checkpoint has must be the same.
+    """
+    if changed := [name for name, digest in saved.task.items() if task[name] != digest]:
+        raise UserError(
+            f"{' and '.join(changed)}: are not what the run had at iteration {saved.iteration}, and a run that goes on "
+            "keeps them; restore them, or start a run of its own (model.path = RUN/checkpoints/final)"
+        )
     try:
-        copy_named(named_weights(state.policy), saved.policy)
-        copy_named(named_weights(state.own_value_module), saved.value_model)
+        _restore_weights(state.policy_optimizer, state.policy, saved.policy)
+        if state.value_optimizer is None:
+            copy_named(named_weights(state.own_value_module), saved.value_model)
+        else:
+            _restore_weights(state.value_optimizer, state.own_value_module, saved.value_model)
         state.policy_optimizer.load(saved.policy_optimizer)
         if state.value_optimizer is not None:
             state.value_optimizer.load(saved.value_optimizer)
@@ -103,7 +123,7 @@ def save(saved: Checkpoint, path: Path) -> str:
     content = {
         "iteration": saved.iteration,
         "chain": saved.chain,
-        "task": saved.task,
+        "task": dict(saved.task),
         "coefficients": {"numbers": [number.hex() for number in numbers], "return_count": returns.count},
         "steps": {name: dict(state.steps) for name, state in optimizers.items()},
     }

@@ -22,7 +22,8 @@ from ppo_repro.buffers import Prompts
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import DPO, build_config
 from ppo_repro.config.run import RunConfig
-from ppo_repro.config.tasks import JsonlTask
+from ppo_repro.config.tasks import JsonlTask, Templated
+from ppo_repro.models.folders import try_to_save
 from ppo_repro.models.load import load_folder
 from ppo_repro.models.networks import make_policy
 from ppo_repro.numerics import library
@@ -42,7 +43,7 @@ from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.stages.forward import score_rollout
 from ppo_repro.stages.rewards import evaluate
 from ppo_repro.stages.rollout import roll_out
-from ppo_repro.tasks.problems import encoder
+from ppo_repro.tasks.templates import encoder, end_token_warning
 
 
 @dataclass(frozen=True)
@@ -187,14 +188,19 @@ class DPOKind(RunKind[DPOConfig, Epoch]):
         else:
             assert config.model is not None
             source, tokenizer = load_folder(Path(config.model.path))
+            try_to_save(source, tokenizer, f"model.path = {config.model.path}")
             policy, frozen = (make_policy(source, mode, max_context) for _ in range(2))
             frozen, temperature = frozen.requires_grad_(False), 1.0
         if config.pairs is None:
             found = pairs_of_run(Path(str(config.run)))
         else:
-            file, templated = config.pairs, config.chat_template
-            task = JsonlTask(kind="jsonl", path=file, num_eval_prompts=1, chat_template=templated)
-            found = pairs_of_file(Path(file), "pairs", tokenizer, encoder(tokenizer, task), templated)
+            templated = {name: getattr(config, name) for name in Templated.model_fields}
+            task = JsonlTask(kind="jsonl", path=config.pairs, num_eval_prompts=1, **templated)
+            encode = encoder(tokenizer, task)
+            found = pairs_of_file(Path(config.pairs), "pairs", tokenizer, encode, config.chat_template)
+            ends, prompts = frozenset({tokenizer.eos_token_id}), [pair.prompt_ids for pair in found]
+            if ended := end_token_warning(tokenizer, prompts, ends, config.chat_template):
+                self.watcher.warning(ended)
         train, held_out = hold_out(found, config.num_eval_prompts, config.seed)
         pairs = [*train, *held_out]
         check_pairs(pairs, policy.config.vocab_size, max_context)
@@ -275,7 +281,7 @@ def _start_of_run(config: DPOConfig, run_dir: Path, watcher: Watcher) -> tuple[R
     of_run.pop("mismatch", None)  # how its sampler differed from its trainer: here nothing is sampled to be trained on
     run_config = build_config(of_run, f"{run_dir / CONFIG_NAME} with numerics and layout of DPO")
     reference = run_dir / REFERENCE
-    prepared = prepare(run_config, watcher.warm_start, reference if reference.is_dir() else None)
+    prepared = prepare(run_config, watcher, reference if reference.is_dir() else None)
     digest = weights_digest(prepared.state.reference.named_parameters())
     expected = recorded.final["initial_policy_digest"]
     if digest != expected:

@@ -19,7 +19,7 @@ from ppo_repro.records.inputs import Fork
 from ppo_repro.records.label import UNLABELLED, Label
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.checkpoint import Start, load_start
-from ppo_repro.runs.language import LanguageKind
+from ppo_repro.runs.language import PROMPTS, LanguageKind
 from ppo_repro.runs.run import NOTHING, compute_new, writing
 from ppo_repro.runs.verify import verify
 from ppo_repro.stages.coefficients import first_coefficients
@@ -66,7 +66,8 @@ def _start(plan: Fork) -> Start:
         coefficients = replace(coefficients, kl_coef=first.kl_coef)
     if any(field.startswith("ppo.objective") for field in plan.origin.changed):
         coefficients = replace(coefficients, clip_range=first.clip_range, penalty_coef=first.penalty_coef)
-    return replace(start, checkpoint=replace(start.checkpoint, coefficients=coefficients, task=""))
+    task = {name: digest for name, digest in start.checkpoint.task.items() if name != PROMPTS}
+    return replace(start, checkpoint=replace(start.checkpoint, coefficients=coefficients, task=task))
 
 
 def _take_over(plan: Fork, start: Start, folder: Path) -> int:

@@ -13,6 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ppo_repro.base.clock import Clock
 from ppo_repro.base.files import whole_folder, write_sums
 from ppo_repro.base.ranks import Ranks
@@ -50,8 +53,9 @@ from ppo_repro.runs.summary import MANY_CUT, cut_at_the_limit
 from ppo_repro.stages.coefficients import last_kl
 from ppo_repro.stages.rewards import evaluate
 
-SMALL = 10_000_000  # parameters of a policy; a checkpoint is 24 bytes for each of them, 1 s and 240 MB at most
+SMALL = 10_000_000  # parameters that a model trains; a checkpoint of two is 24 bytes for each, 1 s and 240 MB at most
 AUTO = 10  # iterations from one of its checkpoints to the next
+PROMPTS = "prompts and answers"  # what a fork may change
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class LanguageExecution(Execution[Iteration]):
     prepared: Prepared
     engine: Engine
     ranks: Ranks
-    task: str  # its digest
+    task: Mapping[str, str]  # its digests
     watcher: Watcher
     accuracy: Accuracy | None  # None where it is not measured, as in a resumed run
 
@@ -76,12 +80,14 @@ class LanguageExecution(Execution[Iteration]):
         def receive(rollout: Rollout) -> Rollout:
             return received(config.mismatch.trainer, rollout, task.tokenizer)
 
-        was_said = False
+        has_text = torch.zeros(state.policy.config.vocab_size, dtype=torch.bool)
+        has_text[[i for i in task.tokenizer.get_vocab().values() if i < len(has_text)]] = True
+        kinds = [_cut, lambda rollout: _without_text(rollout, has_text)]  # what is said once each
         for item in ppo_iterations(config, task, state, engine, self.ranks, receive):
-            cut = item.rollout.finish_reasons.count("length") / len(item.rollout.finish_reasons)
-            if cut > MANY_CUT and not was_said:
-                self.watcher.warning(f"iteration {item.index}: {cut_at_the_limit(cut)}")
-                was_said = True
+            for kind in kinds[:]:
+                if warning := kind(item.rollout):
+                    self.watcher.warning(f"iteration {item.index}: {warning}")
+                    kinds.remove(kind)
             yield item
 
     def preparation_tables(self) -> Tables:
@@ -123,13 +129,17 @@ class LanguageExecution(Execution[Iteration]):
         every = self.config.checkpoints.every
         if every != "auto":
             return every
-        is_small = sum(weights.numel() for weights in self.prepared.state.policy.parameters()) <= SMALL
-        return AUTO if is_small and self.config.iterations > AUTO else 0
+        state = self.prepared.state
+        trained = [of.trained for of in (state.policy_optimizer, state.value_optimizer) if of is not None]
+        return AUTO if max(trained) <= SMALL and self.config.iterations > AUTO else 0
 
     def keep_start(self, run_dir: Path, files: Mapping[str, str]) -> Files:
-        """Keep the reference, which no step changes, once for all checkpoints."""
-        folder = run_dir / REFERENCE
-        if not self._every:
+        """Keep the reference, which no step changes, once for all checkpoints.
+
+        Adapters are small beside their model: of a folder the reference is loaded again.
+        """
+        folder, is_adapted = run_dir / REFERENCE, self.prepared.lora is not None
+        if not self._every or (is_adapted and isinstance(self.config.model, ModelFolder)):
             return dict(files)
         if not folder.exists():
             save_model(self.prepared.state.reference, self.prepared.task.tokenizer, folder)
@@ -198,7 +208,7 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
     def open(self, config: RunConfig, run_dir: Path | None, start: Start | None = None) -> Iterator[LanguageExecution]:
         """Open an execution. Raises PromiseBroken where a rank begins with other weights than the first one."""
         reference = None if start is None else start.reference
-        prepared = prepare(config, self.watcher.warm_start, reference, share=True, ranks=self.ranks)
+        prepared = prepare(config, self.watcher, reference, share=True, ranks=self.ranks)
         asked, prompts = config.rollout.prompts_per_iteration, len(prepared.task.problems.train)
         if asked > prompts:
             again = f"there are {prompts} prompts to train on; an iteration asks some of them again"
@@ -212,7 +222,7 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
             prepared.state.rest()
         if accuracy is not None and accuracy.is_low:
             self.watcher.warning(accuracy.sentence())
-        task = _task_digest(prepared)
+        task = _task_digests(prepared)
         if start is not None:
             checkpoint.restore(start.checkpoint, prepared.state, task)
         del start  # as large as weights and moments together
@@ -264,10 +274,34 @@ def _quick_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _task_digest(prepared: Prepared) -> str:
-    """Return the SHA-256 of the whole task: problems in order, token ids of the prompts, end tokens."""
+def _cut(rollout: Rollout) -> str | None:
+    cut = rollout.finish_reasons.count("length") / len(rollout.finish_reasons)
+    return cut_at_the_limit(cut) if cut > MANY_CUT else None
+
+
+def _without_text(rollout: Rollout, has_text: Tensor) -> str | None:
+    """Say how many sampled tokens the tokenizer lacks; models often have more rows than their tokenizer tokens."""
+    ids = rollout.response_ids
+    lacking = ids[~has_text[ids]]
+    if not len(lacking):
+        return None
+    return (
+        f"{len(lacking):,} of {len(ids):,} sampled tokens have ids that the tokenizer lacks, such as {int(lacking[0])}"
+        "; they have no text, so rewards do not see them"
+    )
+
+
+def _task_digests(prepared: Prepared) -> dict[str, str]:
+    """Return the SHA-256 of what a run that goes on must find again, by its name."""
     task = prepared.task
     splits = task.problems.train, task.problems.held_out
-    asked = [[(p.key, p.prompt, p.answer, task.prompt_ids[p.key]) for p in problems] for problems in splits]
-    content = json.dumps([asked, sorted(prepared.engine.stop_ids)])
-    return hashlib.sha256(content.encode()).hexdigest()
+    return {
+        PROMPTS: _digest([[(p.key, p.prompt, p.answer, task.prompt_ids[p.key]) for p in some] for some in splits]),
+        "held-out prompts": _digest([(p.key, p.prompt, p.messages, p.answer) for p in task.problems.held_out]),
+        "end tokens": _digest(sorted(prepared.engine.stop_ids)),
+        "tokens of the tokenizer": _digest(sorted(task.tokenizer.get_vocab().items())),
+    }
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,13 +13,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.ranks import ALONE, Ranks
+from ppo_repro.base.watcher import Watcher
 from ppo_repro.config.algorithm import LoraConfig, SeparateValue, ValueHead
 from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import ModelFolder, RunConfig, TinyModel
 from ppo_repro.config.tasks import RewardModelFolder
 from ppo_repro.faults.trainer import check_training_prompts, dropout
 from ppo_repro.models import networks
-from ppo_repro.models.folders import load_reward_model, require_same_tokens
+from ppo_repro.models.folders import load_reward_model, require_same_tokens, try_to_save
 from ppo_repro.models.load import load_folder, stop_ids
 from ppo_repro.models.lora import Adaptable, Lora, add_lora, share_frozen
 from ppo_repro.models.reward_model import make_reward_model, value_model_from
@@ -37,12 +38,12 @@ from ppo_repro.stages.coefficients import first_coefficients
 from ppo_repro.stages.functions import load_functions
 from ppo_repro.stages.rollout import Task
 from ppo_repro.stages.trial import try_functions
-from ppo_repro.tasks.problems import Split, encode_all, encoder, load_source
+from ppo_repro.tasks.problems import Split, load_source
 from ppo_repro.tasks.rewards import for_source, load_judge
+from ppo_repro.tasks.templates import encode_all, encoder, end_token_warning
 from ppo_repro.tasks.tokenizer import spelled_tokens
 from ppo_repro.tasks.user_code import UserProcess
 
-WarmStartProgress = Callable[[int, int, float], None]  # step, last step, loss
 EVAL_PAIRS = 256  # from held-out prompts, without label noise, to judge a reward model by
 
 
@@ -67,6 +68,7 @@ def _source(
         source, tokenizer = load_folder(start_folder)
     elif isinstance(model, ModelFolder):
         source, tokenizer = load_folder(Path(model.path))
+        try_to_save(source, tokenizer, f"model.path = {model.path}")
     else:
         tokenizer = make_tokenizer(problems.train, model.vocab_size, model.tokenizer)
         source = make_model(model, len(tokenizer), max_context, tokenizer.eos_token_id, config.seed)
@@ -82,7 +84,7 @@ def _reward_model(
     prompt_ids: Mapping[str, tuple[int, ...]],
     tokenizer: PreTrainedTokenizerBase,
     source: PreTrainedModel,
-    progress: WarmStartProgress,
+    watcher: Watcher,
 ) -> tuple[PreTrainedModel | None, RewardTraining | None]:
     term, numerics = config.reward.model, config.numerics
     if term is None:
@@ -103,7 +105,9 @@ def _reward_model(
         count, noise, seed = term.num_pairs or 0, term.label_noise, config.seed
         pairs = pairs_by_rule(problems.train, prompt_ids, tokenizer, count, noise, seed)
         eval_pairs = pairs_by_rule(problems.held_out, prompt_ids, tokenizer, EVAL_PAIRS, 0.0, seed)
-    training = train_reward_model(model, pairs, eval_pairs, term, numerics, config.layout, config.seed, progress)
+    training = train_reward_model(
+        model, pairs, eval_pairs, term, numerics, config.layout, config.seed, watcher.warm_start
+    )
     return model.requires_grad_(False), training
 
 
@@ -195,7 +199,7 @@ def _engine(
 
 def prepare(
     config: RunConfig,
-    progress: WarmStartProgress,
+    watcher: Watcher,
     start_folder: Path | None = None,
     share: bool = False,
     ranks: Ranks = ALONE,
@@ -232,19 +236,21 @@ def prepare(
     try_functions(config, functions)
     source, tokenizer = _source(config, problems, start_folder, device)
     # before the minutes that a warm start takes
-    vocab_size, encode = source.config.vocab_size, encoder(tokenizer, config.task)
-    ids = encode_all([*problems.train, *problems.held_out], encode, config, vocab_size)
+    vocab_size, ends = source.config.vocab_size, stop_ids(source, tokenizer)
+    problems, ids = encode_all(problems, encoder(tokenizer, config.task), config, vocab_size, watcher)
+    if ended := end_token_warning(tokenizer, list(ids.values()), ends, config.task.chat_template):
+        watcher.warning(ended)
     check_training_prompts(config, tokenizer, ids)
     _check_routes(config, source)
     if config.rollout.top_k > vocab_size:
         raise UserError(f"rollout.top_k = {config.rollout.top_k}: the vocabulary has {vocab_size} tokens")
     steps: tuple[WarmStartStep, ...] = ()
     if start_folder is None and isinstance(config.model, TinyModel):
-        steps = warm_start(source, tokenizer, problems.train, config.model, numerics, config.seed, progress)
-    reward_model, reward_training = _reward_model(config, problems, ids, tokenizer, source, progress)
+        steps = warm_start(source, tokenizer, problems.train, config.model, numerics, config.seed, watcher.warm_start)
+    reward_model, reward_training = _reward_model(config, problems, ids, tokenizer, source, watcher)
     spelled = spelled_tokens(tokenizer, [*judge.asked_texts, *config.rollout.stop])
     task = Task(problems, ids, judge, reward_model, tokenizer, brought.step, functions, spelled)
     state, sampled, lora = _networks(config, source, reward_model, share, ranks)
-    engine = _engine(config, source, sampled, stop_ids(source, tokenizer))
+    engine = _engine(config, source, sampled, ends)
     state.sampler = engine.policy if engine.policy is not state.policy else None
     return Prepared(task, state, engine, steps, reward_training, lora)

@@ -21,7 +21,15 @@ from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs.checkpoint import load_newest, load_start
 from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.kind import Config, Item, RunKind
-from ppo_repro.runs.run import NOTHING, execute, mark_ended, require_same_start, work_along, writing
+from ppo_repro.runs.run import (
+    NOTHING,
+    execute,
+    mark_ended,
+    raise_with_repair,
+    require_same_start,
+    work_along,
+    writing,
+)
 from ppo_repro.runs.verify import remove_unfinished, verify
 
 
@@ -92,6 +100,7 @@ def resume(
                 execute(kind, config, run_dir, opened, clock)
             except BaseException as error:
                 mark_ended(run_dir, error)
+                raise_with_repair(run_dir, error)
                 raise
     return resumed
 

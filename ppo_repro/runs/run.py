@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ppo_repro.base.clock import OTHER, Clock, as_text
-from ppo_repro.base.errors import PromiseBroken, UserError
+from ppo_repro.base.errors import FunctionFailed, PromiseBroken, UserError
 from ppo_repro.base.files import SUMS_NAME, file_digest, remove_folder, whole_folder, write_sums
 from ppo_repro.base.lock import only_writer
 from ppo_repro.base.ranks import Ranks
@@ -25,6 +25,7 @@ from ppo_repro.records import manifest, writer
 from ppo_repro.records.diff import Difference, from_recorded
 from ppo_repro.records.folder import STARTED, TIMES_NAME, UNEQUAL, UNEQUAL_TOKENS
 from ppo_repro.records.label import UNLABELLED, Label, write_label
+from ppo_repro.records.listing import how_to_repair
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.records.writer import RunWriter
 from ppo_repro.runs.checkpoint import Start
@@ -145,6 +146,7 @@ def _new_run(temporary: Path, run_dir: Path, label: Label, fill: Callable[[Path]
             shutil.rmtree(temporary, ignore_errors=True)
         elif manifest.load_head(run_dir).num_iterations > begun or isinstance(error, UnequalBits):
             mark_ended(run_dir, error)
+            raise_with_repair(run_dir, error)
         else:
             remove_folder(run_dir)
         raise
@@ -163,6 +165,12 @@ def mark_ended(run_dir: Path, error: BaseException) -> None:
             if sums.exists():
                 ended.list_files({**ended.head.files, sums.relative_to(run_dir).as_posix(): file_digest(sums)})
             ended.mark("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+
+
+def raise_with_repair(run_dir: Path, error: BaseException) -> None:
+    """Raise `error` again, with what to do, if a function of the user's failed."""
+    if isinstance(error, FunctionFailed) and (error.field == "task.path" or error.field.startswith("reward.")):
+        raise FunctionFailed(f"{error}; {how_to_repair(run_dir, error.field)}", error.field) from error
 
 
 def execute(

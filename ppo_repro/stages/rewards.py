@@ -101,7 +101,7 @@ def sample_of(
         turns = (decode(task.tokenizer, ids, task.spelled),)
     own = "".join(turns[::2])  # without the environment's
     whole = full_text(task.tokenizer, ids) if any(task.judge.functions) else ""
-    return Sample(task.problems.by_key[key], own, finish_reason == "stop", len(ids), tuple(turns), whole)
+    return Sample(task.problems.by_key[key], own, finish_reason == "stop", len(ids), tuple(turns), whole, tuple(ids))
 
 
 def rewards_from(

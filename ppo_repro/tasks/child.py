@@ -7,6 +7,7 @@ user. It imports nothing that takes time; torch and NumPy come only with a file 
 from __future__ import annotations
 
 import ctypes
+import functools
 import inspect
 import io
 import json
@@ -16,7 +17,7 @@ import random
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
@@ -26,11 +27,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.output import shown, visible
-from ppo_repro.base.user_file import RefusedError, begin_of, described, execute, line_of
+from ppo_repro.base.output import did_you_mean, shown, visible
+from ppo_repro.base.user_file import RefusedError, begin_of, check_call, described, execute, line_of
 
 FLOAT32_MAX = 3.4028234663852886e38
-BY_NAME = ("fields", "turns", "full_text")  # what a reward gets if it has a parameter of that name
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 CallRow = Mapping[str, Any]
@@ -94,10 +94,9 @@ def number(value: Any) -> float:
 
 
 def _value(value: Any) -> str:
-    if inspect.iscoroutine(value):
-        value.close()
-        return "a coroutine, as `async def` does"
-    return f"{shown(repr(value))} of type {type(value).__name__}"
+    shape = getattr(value, "shape", None)
+    of_shape = "" if shape is None else f" and shape {shown(repr(tuple(shape)))}"
+    return f"{shown(repr(value))} of type {type(value).__name__}{of_shape}"
 
 
 def _list(value: object, of: str) -> list[Any]:
@@ -115,12 +114,57 @@ def _step(function: Function, row: CallRow, options: CallRow) -> str | None:
     return value
 
 
+def _named(function: Function, values: Mapping[str, Any]) -> Any:
+    """Call a function with what the names of its parameters ask for, or with everything if it takes **others."""
+    parameters = _parameters(function).values()
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return function(**values)
+    lacking = [p.name for p in parameters if p.default is p.empty and p.kind in _BY_NAME and p.name not in values]
+    if lacking:
+        raise RefusedError(f"asks for '{lacking[0]}', and there is only {', '.join(values)}")
+    positions = [values[p.name] for p in parameters if p.kind is p.POSITIONAL_ONLY and p.name in values]
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name in values]
+    return function(*positions, **{name: values[name] for name in names})
+
+
 def _plain(function: Function, row: CallRow, options: CallRow) -> float:
-    """Call `function(prompt, response, answer)`, with what else it asks for by name."""
+    """Call a reward with what it asks for by the names and aliases of `PLAIN`."""
     transcript = make_transcript(row)
-    more = {"fields": transcript.fields, "turns": list(transcript.turns), "full_text": row["full_text"]}
-    names = _parameters(function).keys() & more.keys()
-    return number(function(row["prompt"], row["response"], row["answer"], **{name: more[name] for name in names}))
+    values = {
+        **{name: row[name] for name in ("prompt", "response", "answer", "full_text")},
+        "fields": transcript.fields,
+        "turns": list(transcript.turns),
+    }
+    asked = _parameters(function)
+    aliases = {other: values[name] for name, others in PLAIN.items() for other in others if other in asked}
+    return number(_named(function, {**values, **aliases}))
+
+
+class _Withheld:
+    """In place of what no score may depend on, for a function that takes it among **others."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        raise RefusedError(_WITHHELD.format(self._name))
+
+
+_WITHHELD = "asks for {}, which is not given: a score must follow from prompt and response alone"
+
+
+def _left_out(name: str) -> Callable[..., None]:
+    """Return TRL's function of this name: it says once of each column or metric that no run records it."""
+
+    def log(key: str, *values: Any) -> None:
+        if (name, key) not in _said:
+            _said.add((name, key))
+            print(f"{name}('{shown(key)}'): is not recorded; a run records scores only", file=sys.stderr)
+
+    return log
+
+
+_said: set[tuple[str, str]] = set()
 
 
 def _trl(function: Function, row: CallRow, options: CallRow) -> float:
@@ -133,9 +177,15 @@ def _trl(function: Function, row: CallRow, options: CallRow) -> float:
         prompt = [{"role": "user", "content": prompt}] if row["messages"] is None else json.loads(row["messages"])
         completion = [{"role": "assistant", "content": completion}]
     columns = {name: [value] for name, value in {"answer": row["answer"], **json.loads(row["fields"])}.items()}
-    scores = _list(
-        function(**{**columns, "prompts": [prompt], "completions": [completion]}), "one number for each completion"
-    )
+    values = {
+        **columns,
+        "prompts": [prompt],
+        "completions": [completion],
+        "completion_ids": [row["response_ids"]],
+        **{name: _left_out(name) for name in ("log_extra", "log_metric")},
+        "trainer_state": _Withheld("trainer_state"),
+    }
+    scores = _list(_named(function, values), "one number for each completion")
     if len(scores) != 1:
         raise RefusedError(f"returned {len(scores)} numbers; must return a list of 1, for 1 completion")
     return number(scores[0])
@@ -146,7 +196,8 @@ def _verl(function: Function, row: CallRow, options: CallRow) -> float:
     fields = json.loads(row["fields"])
     source = fields.pop("data_source", options["data_source"])
     extra = fields.get("extra_info", fields)
-    value = function(data_source=source, solution_str=row["response"], ground_truth=row["answer"], extra_info=extra)
+    given = dict(data_source=source, solution_str=row["response"], ground_truth=row["answer"], extra_info=extra)
+    value = _named(function, given)
     if isinstance(value, dict) and "score" not in value:
         raise RefusedError(f"returned a dict with {sorted(value)}; must be a number or a dict with 'score'")
     return number(value["score"] if isinstance(value, dict) else value)
@@ -187,18 +238,24 @@ _CALLS: dict[str, Callable[[Function, CallRow, CallRow], object]] = {
     "scores": _scores,
     "step": _step,
     "keywords": lambda function, row, options: number(function(**row)),
-    "text": lambda function, row, options: function(**row),
+    "text": lambda function, row, options: function(**row, **options),
 }
-_GETS = {
-    "function": f"prompt, response, answer, and by name, if it asks for them, {', '.join(BY_NAME)}",
-    "trl": "prompts, completions, answer and other fields of the prompts, all by name; take **kwargs for the others",
-    "verl": "data_source, solution_str, ground_truth, extra_info, all by name",
-    "scores": "transcripts",
-    "step": "transcript",
+# what a reward gets by the names of its parameters, and other names of each; fields and turns are copies
+PLAIN = {
+    "prompt": ("question",),
+    "response": ("completion", "solution_str"),
+    "answer": ("ground_truth",),
+    "fields": ("extra_info",),
+    "turns": (),
+    "full_text": (),
 }
-
-
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_OF_RESPONSE = ("response", *PLAIN["response"], "turns", "full_text")
+_BY_NAME = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.KEYWORD_ONLY,
+)
+_POSITIONS = {"scores": ["transcripts"], "step": ["transcript"], "prompts": []}
 
 
 def _parameters(function: Function) -> Mapping[str, inspect.Parameter]:
@@ -209,21 +266,46 @@ def _parameters(function: Function) -> Mapping[str, inspect.Parameter]:
 
 
 def _check_signature(name: str, function: Function, call: str) -> None:
-    """Raise RefusedError, with the arguments that it gets, if a function cannot be called by its convention."""
+    """Raise RefusedError, with what it gets, if a function cannot be called by its convention."""
     parameters = _parameters(function)
-    if call not in _GETS or not parameters:
+    if call in _POSITIONS:
+        check_call(name, function, _POSITIONS[call], {})
+    if call == "trl" and "trainer_state" in parameters:
+        raise RefusedError(f"{name} {_WITHHELD.format('trainer_state')}; remove the parameter")
+    if call != "function":
         return
-    named = {
-        "function": [n for n in parameters if n in BY_NAME],
-        # what has no default may be a field of the prompts
-        "trl": ["prompts", "completions", "answer", *(n for n, p in parameters.items() if p.kind in _NAMED)],
-        "verl": ["data_source", "solution_str", "ground_truth", "extra_info"],
-    }
-    positions = {"function": 3, "scores": 1, "step": 1}.get(call, 0)
-    try:
-        inspect.signature(function).bind(*range(positions), **dict.fromkeys(named.get(call, ())))
-    except TypeError as error:
-        raise RefusedError(f"{name} cannot be called ({error}); it gets {_GETS[call]}") from None
+    gets = ", ".join(f"{one} ({', '.join(others)})" if others else one for one, others in PLAIN.items())
+    known = {*PLAIN, *(other for others in PLAIN.values() for other in others)}
+    for parameter in parameters.values():
+        if parameter.kind in _BY_NAME and parameter.name not in known:
+            meant = did_you_mean(parameter.name, sorted(known))
+            if meant or parameter.default is parameter.empty:
+                raise RefusedError(f"{name} has a parameter '{parameter.name}'; it gets by name {gets}{meant}")
+    takes_others = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    if not takes_others and not parameters.keys() & set(_OF_RESPONSE):
+        raise RefusedError(f"{name} has no parameter for the response; it gets by name {gets}")
+
+
+def _awaited(function: Function) -> Function:
+    """Return the function; what `async def` returns is awaited, all in one loop."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        value = function(*arguments, **named)
+        return _loop().run(_result(value)) if inspect.isawaitable(value) else value
+
+    return call
+
+
+async def _result(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+@functools.cache
+def _loop() -> Any:
+    import asyncio  # which few functions need
+
+    return asyncio.Runner()
 
 
 def _load(field: str, file: str, calls: Mapping[str, str], folder: str) -> dict[str, str]:
@@ -238,7 +320,7 @@ def _load(field: str, file: str, calls: Mapping[str, str], folder: str) -> dict[
             raise RefusedError(f"{name} is no function; make it one or rename it")
         _check_signature(name, function, call)
         lines[name] = begin_of(function, Path(file))
-        _functions[field, name] = function
+        _functions[field, name] = _awaited(function)
     return lines
 
 

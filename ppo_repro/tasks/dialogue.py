@@ -7,30 +7,30 @@ from itertools import groupby, zip_longest
 
 from transformers import PreTrainedTokenizerBase
 
-from ppo_repro.base.errors import UserError
+from ppo_repro.base.errors import FunctionFailed, UserError
 from ppo_repro.base.output import say, shown
 from ppo_repro.config.run import RunConfig
+from ppo_repro.config.tasks import TaskConfig
 from ppo_repro.rollout.engine import Completion
-from ppo_repro.tasks.problems import Problem, chat_of, refuse_control_tokens, rendered, row_of
+from ppo_repro.tasks.problems import FIELD, Problem, row_of
+from ppo_repro.tasks.templates import chat_of, control_tokens_of, rendered_for
 from ppo_repro.tasks.tokenizer import decode, full_text, token_ids
 from ppo_repro.tasks.user_code import UserFunction
 
 _MARK = "ppo7repro7mark"  # stands for the model's turn while a chat template is taken apart
 
 
-def around_reply(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+def around_reply(task: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     """Find what a chat template has between the model's turn and a user's, and from there to the model's next turn.
 
     Raises UserError where the template does not put the turns one after the other.
     """
-    text = rendered(
-        tokenizer,
-        [
-            {"role": "user", "content": "a question"},
-            {"role": "assistant", "content": _MARK + "1"},
-            {"role": "user", "content": _MARK + "2"},
-        ],
-    )
+    chat = [
+        {"role": "user", "content": "a question"},
+        {"role": "assistant", "content": _MARK + "1"},
+        {"role": "user", "content": _MARK + "2"},
+    ]
+    (text,) = rendered_for(task, tokenizer, [chat])
     _, first, rest = text.partition(_MARK + "1")
     before, second, after = rest.partition(_MARK + "2")
     if not first or not second:
@@ -66,8 +66,9 @@ class Conversations:
         self.config, self.tokenizer, self.spelled = config, tokenizer, spelled
         self.step, self.problems = step, problems
         has_template = config.task.chat_template and step is not None
-        self._around = around_reply(tokenizer) if has_template else ("", "")
+        self._around = around_reply(config.task, tokenizer) if has_template else ("", "")
         self._has_template, self._warned = has_template, warned
+        self._refuse = control_tokens_of(tokenizer, config.task)
         self.said: dict[int, list[str]] = {}
         self._put: dict[int, list[tuple[int, ...]]] = {}  # the tokens of what was said
 
@@ -78,7 +79,13 @@ class Conversations:
         return any(one in text for one in stop)
 
     def reply(self, index: int, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-        """Encode what `step` says. Raises UserError if it raises, goes on for too long, or says too much."""
+        """Encode what `step` says. FunctionFailed if it raises, goes on for too long, or says too much."""
+        try:
+            return self._reply(index, turns)
+        except UserError as error:
+            raise FunctionFailed(str(error), FIELD) from error
+
+    def _reply(self, index: int, turns: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
         if self.step is None:
             return None
         problem, said = self.problems[index], self.said.setdefault(index, [])
@@ -95,7 +102,7 @@ class Conversations:
                 f"task.max_turns = {task.turns}: {where.removeprefix('task.path: ')}: step wants another turn for "
                 f"{of_prompt}; let it return None by then, or raise the limit"
             )
-        refuse_control_tokens(self.tokenizer, task, f"{where}: step returned a text for {of_prompt} that", text)
+        self._refuse(f"{where}: step returned a text for {of_prompt} that", text)
         said.append(text)
         before, after = self._around
         ids = token_ids(self.tokenizer, f"{before}{text}{after}", add_special_tokens=False)
@@ -122,7 +129,7 @@ class Conversations:
         """
         chat = chat_of(self.config.task, problem)
         turns = [{"role": "user" if i % 2 else "assistant", "content": text} for i, text in enumerate(texts)]
-        before, whole = (self._read(rendered(self.tokenizer, some)) for some in (chat, [*chat, *turns]))
+        before, whole = map(self._read, rendered_for(self.config.task, self.tokenizer, [chat, [*chat, *turns]]))
         ours, theirs = full_text(self.tokenizer, episode), whole.removeprefix(before)
         if ours == theirs:
             return

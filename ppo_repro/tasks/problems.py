@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from itertools import count as count_from
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.json_lines import read_lines, text_field
 from ppo_repro.base.output import shown
+from ppo_repro.base.parquet_rows import read_rows
 from ppo_repro.base.seeding import permutation, words
-from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import ArithmeticTask, ColumnAdditionTask, JsonlTask, PythonTask, TaskConfig
 from ppo_repro.tasks.user_code import UserFunction, UserProcess, load
 
-if TYPE_CHECKING:  # the prompts of a file are checked before anything is imported that takes seconds
-    from transformers import PreTrainedTokenizerBase
-
-
 FIELD = "task.path"
-TEMPLATE_SECONDS = 10.0  # of wall time for one chat
 _OF_GYM = {"entries": "prompts", "score": "keywords"}
 ROLES = {"system", "user", "assistant", "tool"}
 
@@ -47,7 +42,9 @@ class Problem:
         return " ".join((*self.steps, self.answer))
 
 
-def row_of(problem: Problem, turns: Sequence[str], response: str = "", full_text: str = "") -> dict[str, Any]:
+def row_of(
+    problem: Problem, turns: Sequence[str], response: str = "", full_text: str = "", ids: Sequence[int] = ()
+) -> dict[str, Any]:
     """Make the row that a function of the user's judges or answers to, as its process gets it.
 
     Args:
@@ -55,10 +52,11 @@ def row_of(problem: Problem, turns: Sequence[str], response: str = "", full_text
         turns: of the conversation, beginning with the model's.
         response: the model's own words.
         full_text: with all special tokens spelled out.
+        ids: of the sampled tokens.
     """
     names = ("key", "prompt", "answer", "fields", "messages")
     row = {name: getattr(problem, name) for name in names}
-    return {**row, "turns": list(turns), "response": response, "full_text": full_text}
+    return {**row, "turns": list(turns), "response": response, "full_text": full_text, "response_ids": list(ids)}
 
 
 @dataclass(frozen=True)
@@ -183,9 +181,13 @@ def all_different(entries: Iterable[tuple[str, str, Problem]]) -> list[Problem]:
     return problems
 
 
-def read_jsonl(path: Path, chat_template: bool = False) -> list[Problem]:
-    """Read one problem a line; UserError names file and line of the first mistake. All lines have answers, or none."""
-    lines = list(read_lines("task.path", path))
+def read_file(path: Path, chat_template: bool = False) -> list[Problem]:
+    """Read one problem a line, or a row of FILE.parquet. All have answers, or none.
+
+    UserError names file and line of the first mistake.
+    """
+    read = read_rows if path.suffix == ".parquet" else read_lines
+    lines = [replace(line, fields=_with_answer(line.fields)) for line in read("task.path", path)]
     answered = any("answer" in line.fields for line in lines)
     for line in lines:
         if answered and "answer" not in line.fields:
@@ -197,6 +199,14 @@ def read_jsonl(path: Path, chat_template: bool = False) -> list[Problem]:
     )
 
 
+def _with_answer(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a line with the answer where verl's files have it, reward_model.ground_truth."""
+    model = fields.get("reward_model")
+    if "answer" in fields or not isinstance(model, dict) or "ground_truth" not in model:
+        return fields
+    return {**fields, "answer": model["ground_truth"]}
+
+
 def split(problems: Iterable[Problem], num_eval_prompts: int, seed: int) -> Split:
     """Hold out `num_eval_prompts` problems, chosen by keys and seed alone. Raises UserError if there are too few."""
     ordered = sorted(problems, key=lambda p: p.key)
@@ -206,116 +216,6 @@ def split(problems: Iterable[Problem], num_eval_prompts: int, seed: int) -> Spli
         )
     shuffled = [ordered[i] for i in permutation(len(ordered), "held out", seed)]
     return Split(tuple(shuffled[num_eval_prompts:]), tuple(shuffled[:num_eval_prompts]))
-
-
-def encoder(tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> Callable[[Problem], tuple[int, ...]]:
-    """Return the function from a problem to the token ids of its prompt.
-
-    Raises UserError if a chat template is missing or leaves something out, and for control tokens in a prompt.
-    """
-    from ppo_repro.tasks.tokenizer import token_ids
-
-    if task.chat_template and not tokenizer.chat_template:
-        raise UserError("task.chat_template = true: this tokenizer has no chat template; set it to false")
-
-    def encode(problem: Problem) -> tuple[int, ...]:
-        turns = chat_of(task, problem)
-        for turn in turns:
-            refuse_control_tokens(tokenizer, task, f"prompt '{shown(problem.key)}'", turn["content"])
-        if not task.chat_template:
-            return token_ids(tokenizer, problem.prompt)
-        text = rendered(tokenizer, turns)
-        if task.system_prompt is not None and task.system_prompt.strip() not in text:
-            raise UserError("task.system_prompt: this tokenizer's chat template leaves it out; remove it")
-        return token_ids(tokenizer, text, add_special_tokens=False)
-
-    return encode
-
-
-def chat_of(task: TaskConfig, problem: Problem) -> list[dict[str, str]]:
-    """Return the prompt as chat messages, after the system's turn of the configuration."""
-    messages = [{"role": "user", "content": problem.prompt}]
-    if problem.messages is not None:
-        messages = json.loads(problem.messages)
-    if task.system_prompt is None:
-        return messages
-    if messages[0]["role"] == "system":
-        raise UserError(
-            f"task.system_prompt: prompt '{shown(problem.key)}' has a system message of its own; remove one of them"
-        )
-    return [{"role": "system", "content": task.system_prompt}, *messages]
-
-
-def refuse_control_tokens(tokenizer: PreTrainedTokenizerBase, task: TaskConfig, what: str, text: str) -> None:
-    """Raise UserError for a text that the tokenizer would read as control tokens, unless the task allows them.
-
-    Args:
-        tokenizer: has them.
-        task: may allow them.
-        what: the text is, for the error.
-        text: from a file or function of the user's.
-    """
-    from ppo_repro.tasks.tokenizer import special_tokens
-
-    if task.control_tokens == "allow":
-        return
-    for token in special_tokens(tokenizer):
-        if token in text:
-            raise UserError(
-                f"{what} contains {shown(token)!r}, which the tokenizer reads as a control token; remove it, or set "
-                "task.control_tokens = allow"
-            )
-
-
-@cache
-def _template_renderer() -> UserFunction:
-    """Start the child process that renders chat templates."""
-    file = Path(__file__).with_name("template_child.py")
-    render = load(UserProcess(), "task.chat_template", file, {"render": "text"})["render"]
-    return replace(render, file=Path("the tokenizer's template"), line="", seconds=TEMPLATE_SECONDS)
-
-
-def rendered(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], cue: bool = True) -> str:
-    """Return the text of a chat, up to where the model goes on if `cue`.
-
-    Raises UserError if the template fails, or needs more than 10 s or 1 GiB.
-    """
-    try:
-        template = tokenizer.get_chat_template()
-        row = {"template": template, "turns": turns, "special_tokens": tokenizer.special_tokens_map, "cue": cue}
-        json.dumps(row)
-    except Exception as error:  # a template may be anything in the tokenizer's files
-        raise UserError(f"task.chat_template: the tokenizer's template is none ({shown(str(error))})") from error
-    try:
-        (text,) = _template_renderer()([row])
-    except BaseException:
-        _template_renderer.cache_clear()  # it may have been stopped
-        raise
-    return str(text)
-
-
-def encode_all(
-    problems: Iterable[Problem], encode: Callable[[Problem], tuple[int, ...]], config: RunConfig, vocab_size: int
-) -> dict[str, tuple[int, ...]]:
-    """Encode every prompt, by key; UserError names the first prompt that the engine cannot serve.
-
-    Args:
-        problems: with the prompts.
-        encode: encodes one.
-        config: has the lengths of responses and context.
-        vocab_size: token ids are below it.
-    """
-    from ppo_repro.rollout.engine import Request, Sampling, check_request
-
-    sampling = Sampling(1.0, 0, 1.0, config.rollout.max_response_tokens)
-    ids = {}
-    for problem in problems:
-        ids[problem.key] = encode(problem)
-        try:
-            check_request(Request(ids[problem.key], 0), sampling, vocab_size, config.numerics.max_context)
-        except UserError as error:
-            raise UserError(f"prompt '{shown(problem.key)}': {error}") from error
-    return ids
 
 
 def choose(problems: tuple[Problem, ...], count: int, seed: int, iteration: int) -> list[Problem]:
@@ -374,13 +274,13 @@ def _read_once(path: Path, chat_template: bool) -> list[Problem]:
     try:
         about = path.stat()
     except OSError:
-        return read_jsonl(path, chat_template)  # says why it cannot be read
+        return read_file(path, chat_template)  # says why it cannot be read
     return _read(path, about.st_mtime_ns, about.st_size, chat_template)
 
 
 @lru_cache(maxsize=1)
 def _read(path: Path, modified: int, size: int, chat_template: bool) -> list[Problem]:
-    return read_jsonl(path, chat_template)
+    return read_file(path, chat_template)
 
 
 def _load_file(task: PythonTask, process: UserProcess) -> dict[str, UserFunction]:

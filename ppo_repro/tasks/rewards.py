@@ -91,11 +91,12 @@ class Sample:
     length: int  # sampled tokens, end token included
     turns: tuple[str, ...]  # the text of every turn, the model's first
     full_text: str = ""  # the model's own words with every special token spelled out
+    ids: tuple[int, ...] = ()  # the sampled tokens
 
     @property
     def row(self) -> dict[str, Any]:
         """Return the row that a user's function judges."""
-        return row_of(self.problem, self.turns, self.response, self.full_text)
+        return row_of(self.problem, self.turns, self.response, self.full_text, self.ids)
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,8 @@ def for_source(judge: Judge, source: Source, task: TaskConfig) -> Judge:
             "reward.terms: exact_match compares responses with answers, and no prompt of the task has one; "
             "give the prompts answers, or other reward.terms"
         )
-    rows = [row_of(p, [text], text, text) for p in source.problems.train[:2] for text in (p.answer, "")]
+    texts = [(p, text) for p in source.problems.train[:2] for text in (p.answer, "")]
+    rows = [row_of(p, [text], text, text, [*text.encode(), 0]) for p, text in texts]  # there is no tokenizer yet
     for function in (*judge.functions, source.verifier, source.step):
         if function is not None and function.call != "keywords":
             check_repeats(function, rows)

@@ -1,18 +1,29 @@
-"""The chat template of a tokenizer, in the child process: a template may loop for ever, or fill the memory."""
+"""The chat template of a tokenizer, in the child process: a template may loop for ever, or fill the memory.
+
+What a template can ask for beside its arguments is the time and random numbers. The time is the configuration's, and
+the child seeds the generators before each call, so a prompt follows from the inputs of a run.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import resource
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import did_you_mean, shown
 from ppo_repro.base.user_file import described
 
 MEMORY = 1 << 30  # bytes that a template may need
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+>")  # of an object that a template prints by mistake
 
 
 def _limit_memory() -> None:
@@ -24,22 +35,69 @@ def _limit_memory() -> None:
 
 
 _limit_memory()
+os.environ["TZ"] = "UTC"  # which a format may ask for
+time.tzset()
 
 
-def render(template: str, turns: list[dict[str, str]], special_tokens: dict[str, Any], cue: bool) -> str:
+def _clock(moment: str | None) -> Callable[[str], str]:
+    """Return what a template calls for the time."""
+
+    def strftime_now(form: str) -> str:
+        if moment is None:
+            raise UserError(
+                "task.chat_template: the tokenizer's template asks for the time, which a rerun would find changed; set "
+                "task.template_time, such as 2026-11-28T12:00"
+            )
+        return datetime.fromisoformat(moment).replace(tzinfo=UTC).strftime(form)
+
+    return strftime_now
+
+
+def _check_arguments(template: str, arguments: Mapping[str, Any]) -> None:
+    words = set(re.findall(r"[A-Za-z_]\w*", template)) if arguments else set()
+    for name in arguments:
+        if name not in words:
+            meant = did_you_mean(name, sorted(words))
+            raise UserError(f"task.template_arguments.{name}: the tokenizer's template does not read it{meant}")
+
+
+def render(
+    turns: list[dict[str, str]],
+    cue: bool,
+    template: str,
+    special_tokens: dict[str, Any],
+    arguments: dict[str, Any],
+    time: str | None,
+) -> str:
     """Return the text of a chat; UserError if the template fails.
 
     Args:
-        template: Jinja.
         turns: role and content of each.
-        special_tokens: by their names in templates.
         cue: whether what begins the model's turn is added.
+        template: Jinja.
+        special_tokens: by their names in templates.
+        arguments: of the configuration, by name.
+        time: that the template is told, in ISO format; None: a template that asks for it fails.
     """
     try:
+        _check_arguments(template, arguments)
         found: Any = render_jinja_template(
-            conversations=[turns], chat_template=template, add_generation_prompt=cue, **special_tokens
+            conversations=[turns],
+            chat_template=template,
+            add_generation_prompt=cue,
+            **{**special_tokens, "strftime_now": _clock(time), **arguments},
         )
-        return str(found[0][0])  # texts, and where the model's turns are
+        text = str(found[0][0])  # texts, and where the model's turns are
+    except UserError:
+        raise
     except Exception as error:
         why = f"it needs more than {MEMORY >> 30} GiB of memory" if isinstance(error, MemoryError) else described(error)
         raise UserError(f"task.chat_template: the tokenizer's template cannot render a chat ({why})") from error
+    address = _ADDRESS.search(text)
+    if address is not None and not any(_ADDRESS.search(turn["content"]) for turn in turns):
+        said = shown(text[max(0, address.start() - 40) : address.end()])
+        raise UserError(
+            f"task.chat_template: the tokenizer's template writes an address of memory into the prompt ({said}), which "
+            "every process has another of; correct the template, which prints a function instead of its value"
+        )
+    return text

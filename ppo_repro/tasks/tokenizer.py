@@ -81,6 +81,18 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens:
         ) from error
 
 
+def all_token_ids(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], add_special_tokens: bool = True
+) -> list[tuple[int, ...]]:
+    """The tokens of each text, encoded together; UserError names the first text that the tokenizer fails at."""
+    try:
+        return [tuple(ids) for ids in tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]]
+    except (KeyboardInterrupt, MemoryError):
+        raise
+    except BaseException:
+        return [token_ids(tokenizer, text, add_special_tokens) for text in texts]
+
+
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], spelled: frozenset[int] = frozenset()) -> str:
     """Decode some tokens, with no clean-up of spaces; special tokens have no text, except those of `spelled`."""
     if spelled.isdisjoint(ids):

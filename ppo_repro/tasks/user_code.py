@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ppo_repro.base.errors import UserError
+from ppo_repro.base.errors import FunctionFailed, UserError
 from ppo_repro.base.output import shown
 from ppo_repro.base.user_file import file_and_name
 from ppo_repro.config.tasks import CalledReward
@@ -51,7 +51,7 @@ class UserProcess:
                     raise TimeoutError
                 reply = json.loads(connection.recv_bytes())
                 if "error" in reply:
-                    raise UserError(reply["error"])
+                    raise _failed(request, reply["error"])
                 values.append(reply["value"])
         except UserError:
             raise
@@ -59,18 +59,23 @@ class UserProcess:
             late = f"gave no answer within {seconds:g} s; make it end"
             how = late if isinstance(error, TimeoutError) else _how_ended(child)
             _stop(child, connection)  # it is not started again
-            raise UserError(lost(len(values), how)) from error
+            raise _failed(request, lost(len(values), how)) from error
         except BaseException:  # Ctrl-C: the replies still to come belong to nobody
             _stop(child, connection)
             raise
         return values
 
 
+def _failed(request: Mapping[str, Any], message: str) -> UserError:
+    """Return the error of a file that does not load, or of a function that failed on a row."""
+    return FunctionFailed(message, request["field"]) if "rows" in request else UserError(message)
+
+
 def _start() -> tuple[subprocess.Popen[bytes], Connection]:
     ours, theirs = Pipe()
     # the texts that a hash orders come in one order in every process, and Ctrl-C in a terminal is for the run alone
     child = subprocess.Popen(
-        [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(sys.path)],
+        [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(_search_path())],
         stdin=subprocess.DEVNULL,
         stdout=2,  # what the user's code prints goes to stderr
         pass_fds=[theirs.fileno()],
@@ -79,6 +84,13 @@ def _start() -> tuple[subprocess.Popen[bytes], Connection]:
     )
     theirs.close()
     return child, ours
+
+
+def _search_path() -> list[str]:
+    """Return where the child looks for modules: what lies in the current folder by chance is not among them."""
+    home, asked = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    found = [path for path in sys.path if path in (home, *asked) or path not in ("", os.getcwd())]
+    return found if home in found else [*found, home]
 
 
 def _stop(child: subprocess.Popen[bytes], connection: Connection) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from experiments.benchmarks import peak
 from ppo_repro.base.errors import OUT_OF_MEMORY, UserError
+from ppo_repro.base.watcher import Silent
 from ppo_repro.checks.plan import FLOAT, PHASES, PROCESS, as_json, plan_run, require_memory
 from ppo_repro.commands.cli import exit_code_of
 from ppo_repro.config.files import load_config
@@ -60,7 +61,7 @@ def test_a_real_run_needs_what_was_planned(case: str, large_model: Path) -> None
 def test_weights_moments_and_older_policies_of_a_run_are_counted_to_the_byte(lora: str) -> None:
     sets = f"lora={lora}", "mismatch.sampler.lag=9"
     config = small_config("model.warm_start_steps=0", *sets)
-    state = prepare(config, lambda step, total, loss: None, share=True).state
+    state = prepare(config, Silent(), share=True).state
     modules = [module for module in (state.policy, state.reference, state.value_model) if module is not None]
     factors = state.policy_optimizer.state().factors
     plan = plan_run(small_config(*sets, f"model.vocab_size={state.policy.config.vocab_size}"))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.seeding import words
+from ppo_repro.base.watcher import Watcher
 from ppo_repro.config.rollout import TrainerFaults
 from ppo_repro.faults.trainer import dropout, received
 from ppo_repro.rollout.sampler import biased
@@ -20,6 +21,11 @@ from ppo_repro.runs.prepare import prepare
 from ppo_repro.tasks.tokenizer import train_bpe
 from tests.support.bare import bare_rollout
 from tests.support.runs import small_config
+
+
+class NoWarmStart(Watcher):
+    def warm_start(self, step: int, total: int, loss: float) -> None:
+        pytest.fail("the warm start has begun")
 
 
 def test_what_the_trainer_receives() -> None:
@@ -87,4 +93,4 @@ def test_what_has_no_effect_or_contradicts_itself_is_refused(overrides: tuple[st
 )
 def test_what_does_not_go_with_the_model_is_said_before_the_warm_start(option: str, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
-        prepare(small_config(option), lambda step, total, loss: pytest.fail("the warm start has begun"))
+        prepare(small_config(option), NoWarmStart())

@@ -20,7 +20,7 @@ from ppo_repro.models.folders import load_reward_model, write_model
 from ppo_repro.models.load import load_folder, stop_ids
 from ppo_repro.models.reward_model import reward_scores
 from ppo_repro.numerics.families import CLASSIFIER_OF
-from ppo_repro.tasks.problems import rendered
+from ppo_repro.tasks.templates import rendered
 from ppo_repro.tasks.tokenizer import character_tokenizer
 from tests.support.damage import Damage, changed, device, drawn
 from tests.support.models import CLASSES, CONFIGS, MIXTURES, fill, small_model, unequal
@@ -129,7 +129,7 @@ def refused_template(template: object, message: str) -> None:
     tokenizer = character_tokenizer("abc")
     tokenizer.chat_template = template  # type: ignore[assignment]
     with pytest.raises(UserError, match=f"^task.chat_template: the tokenizer's template.*{message}"):
-        rendered(tokenizer, TURNS)
+        rendered(tokenizer, [TURNS])
 
 
 def test_a_chat_template_that_fails_is_refused_and_the_next_one_is_rendered() -> None:
@@ -138,7 +138,7 @@ def test_a_chat_template_that_fails_is_refused_and_the_next_one_is_rendered() ->
     tokenizer = character_tokenizer("abc")
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
     stock = tokenizer.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True)
-    assert rendered(tokenizer, TURNS) == stock
+    assert rendered(tokenizer, [TURNS]) == [stock]
 
 
 @pytest.mark.slow

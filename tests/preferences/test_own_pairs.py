@@ -11,10 +11,16 @@ from typing import Any
 
 import pytest
 import yaml
+from tokenizers.normalizers import NFC
 
+from ppo_repro.base.errors import UserError
 from ppo_repro.commands.cli import main
+from ppo_repro.config.tasks import JsonlTask
+from ppo_repro.preferences.pairs import Preference, pairs_of_file
 from ppo_repro.records import manifest, reader
 from ppo_repro.tasks.problems import arithmetic
+from ppo_repro.tasks.templates import encoder
+from ppo_repro.tasks.tokenizer import character_tokenizer
 from tests.support.cli import Cli, one_line
 from tests.support.paths import TINY
 
@@ -97,6 +103,22 @@ def test_a_rerun_takes_the_pairs_that_the_run_has(finished: Path, folder: Path, 
         (folder / "pairs.jsonl").write_text(before)
     (edited,) = (path.parent for path in tmp_path.rglob("manifest.json"))
     assert cli("diff", edited, finished)[0] == 1
+
+
+def test_letter_and_accent_are_what_the_tokenizer_writes_as_one_character(tmp_path: Path) -> None:
+    """As Qwen's tokenizers do; the control's tokenizer does not compose, and lacks the accent."""
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "ab", "chosen": "e\u0301", "rejected": "b"}))
+    tokenizer = character_tokenizer(["ab\u00e9"])
+    task = JsonlTask(kind="jsonl", path="p.jsonl", num_eval_prompts=1)
+
+    def read() -> list[Preference]:
+        return pairs_of_file(tmp_path / "p.jsonl", "pairs", tokenizer, encoder(tokenizer, task), False)
+
+    with pytest.raises(UserError, match=r"p\.jsonl:1: field 'chosen': the tokenizer cannot spell the response"):
+        read()
+    tokenizer.backend_tokenizer.normalizer = NFC()
+    (pair,) = read()
+    assert tokenizer.decode(pair.chosen_ids, skip_special_tokens=True) == "\u00e9"
 
 
 @pytest.mark.parametrize(

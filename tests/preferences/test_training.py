@@ -78,7 +78,7 @@ def test_loss_and_gradient_norm_are_those_of_autograd_in_float64() -> None:
 
 def test_the_divergence_is_its_definition_on_the_unmodified_models(tmp_path: Path) -> None:
     config = small_config("model.warm_start_steps=0")
-    prepared = prepare(config, Silent().warm_start)
+    prepared = prepare(config, Silent())
     with torch.no_grad():
         for parameter in prepared.state.policy.parameters():
             parameter.mul_(1.25)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from ppo_repro.base.errors import UserError
 from ppo_repro.base.watcher import Silent
 from ppo_repro.checks.replay import STAGES, recompute
 from ppo_repro.config.files import load_config
-from ppo_repro.config.tasks import ArithmeticTask, ColumnAdditionTask
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.diff import first_difference, setup_changes
-from ppo_repro.records.inputs import FIXED
+from ppo_repro.records.folder import load_recorded_config
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.verify import verify
 from tests.support.cli import Cli, one_line
@@ -141,6 +141,50 @@ def test_what_cannot_be_forked_is_one_line(
     assert not list(tmp_path.iterdir())
 
 
-def test_no_field_of_generated_prompts_can_be_changed() -> None:
-    fields = {f"task.{name}" for task in (ArithmeticTask, ColumnAdditionTask) for name in task.model_fields}
-    assert fields <= set(FIXED)
+TASK = """
+def prompts():
+    sums = [(a, b) for a in range({0}) for b in range({0})]
+    return [{{"prompt": f"{{a}}+{{b}}=", "answer": str(a + b), "key": f"{{a}}+{{b}}"}} for a, b in sums]
+"""
+
+
+def other_task(folder: Path, origin: Path, text: str) -> str:
+    """The prompts of the origin from a Python file, whose answers are compared."""
+    (folder / "task.py").write_text(text.format(load_recorded_config(origin).task.max_operand + 1))  # type: ignore[union-attr]
+    held_out = load_recorded_config(origin).task.num_eval_prompts
+    return f"task={{kind: python, path: '{folder}/task.py', num_eval_prompts: {held_out}}}"
+
+
+def test_what_a_fork_must_keep_is_compared_by_value(origin: Path, tmp_path: Path) -> None:
+    """The same prompts from elsewhere are no change; the control has another answer to one of them."""
+    same = other_task(tmp_path, origin, TASK)
+    exact = "reward={terms: [{kind: exact_match}]}"
+    forked = fork(origin, tmp_path / "forks", 2, same, exact)
+    assert first_difference(origin, forked) is None and rerun(forked, Silent()).difference is None
+    for change in (("str(a + b)", "str(a + b + 1)"), ("a in range({0})", "a in range(1, {0})")):
+        text = TASK.replace(*change)
+        with pytest.raises(UserError, match=r"^held-out prompts: are not what the run had at iteration 2"):
+            fork(origin, tmp_path / "forks", 2, other_task(tmp_path, origin, text), exact)
+    with pytest.raises(UserError, match=r"^held-out prompts: are not what the run had"):
+        fork(origin, tmp_path / "forks", 2, "task.num_eval_prompts=3")
+
+
+def test_a_fork_without_the_tokenizer_of_its_origin_is_refused(origin: Path, tmp_path: Path) -> None:
+    """Its reference is gone, and other prompts make another tokenizer."""
+    config = load_config(TINY, [*USUAL, "checkpoints.every=0"])
+    source, _ = run(config, tmp_path / "source", Silent())
+    with pytest.raises(UserError, match=r"tokens of the tokenizer: are not what the run had at iteration 4"):
+        fork(source, tmp_path / "forks", None, "ppo.iterations=6", "task.max_operand=30")
+
+
+def test_a_model_that_lies_elsewhere_is_the_same_model(origin: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(origin / "checkpoints" / "final", tmp_path / "model")
+    changes = [*USUAL, "checkpoints.keep=2", f"model={{kind: folder, path: '{model}'}}"]
+    source, _ = run(load_config(TINY, [c for c in changes if "warm_start" not in c]), tmp_path / "source", Silent())
+    moved = shutil.copytree(model, tmp_path / "moved")
+    forked = fork(source, tmp_path / "forks", 2, f"model.path={moved}")
+    found = manifest.load(forked).origin
+    assert found is not None and found.changed == {} and first_difference(source, forked) is None
+    (moved / "generation_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"--set model\.path|model\.path/"):
+        fork(source, tmp_path / "forks", 2, f"model.path={moved}")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,5 +100,76 @@ def test_two_files_of_one_name_are_both_kept(cli: Cli, project: Path) -> None:
     term = '{kind: function, path: "reward.py:shorter"}'
     (project / "run.yaml").write_text(text.replace(term, f'{term}, {{kind: function, path: "more/reward.py:longer"}}'))
     run_dir = ran(cli, project)
-    assert sorted(path.name for path in (run_dir / "inputs").iterdir()) == ["prompts.jsonl", "reward-2.py", "reward.py"]
+    copies = {path.relative_to(run_dir / "inputs").as_posix() for path in (run_dir / "inputs").rglob("*.*")}
+    assert copies == {"prompts.jsonl", "2/reward.py", "reward.py"}
     assert cli("rerun", run_dir)[0] == 0
+
+
+HELPED = """
+from helper import factor
+def shorter(prompt, response, answer):
+    from pack.late import sign
+    return sign * factor * float(len(response))
+"""
+
+
+def with_modules(project: Path) -> None:
+    (project / "reward.py").write_text(HELPED)
+    (project / "helper.py").write_text("from deeper import factor\n")
+    (project / "deeper.py").write_text("factor = 2.0\n")
+    (project / "pack").mkdir()
+    (project / "pack" / "__init__.py").write_text("")
+    (project / "pack" / "late.py").write_text("sign = -1.0\n")
+
+
+def started(folder: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
+    """A command of its own in a folder, in an environment in which the package is installed."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.slow
+def test_modules_beside_a_reward_are_found_however_a_run_is_started_and_copied(project: Path, tmp_path: Path) -> None:
+    """By the module and by the program, in the folder of the reward and elsewhere; and in a rerun without the files."""
+    with_modules(project)
+    module, program = (sys.executable, "-m", "ppo_repro"), (Path(sys.executable).with_name("ppo-repro"),)
+    fingerprints = set()
+    for number, (folder, start) in enumerate(((project, module), (tmp_path, program))):
+        out = tmp_path / f"runs{number}"
+        done = started(folder, *start, "run", project / "run.yaml", "--out", out, "--json")
+        assert done.returncode == 0, done.stderr
+        fingerprints.add(json.loads(done.stdout)["fingerprint"])
+    assert len(fingerprints) == 1
+    run_dir = Path(json.loads(done.stdout)["run_dir"])
+    names = {"prompts.jsonl", "reward.py", "helper.py", "deeper.py", "pack/__init__.py", "pack/late.py"}
+    assert {name.removeprefix("inputs/") for name in manifest.load(run_dir).inputs if "/" in name} >= names
+    for name in ("helper.py", "deeper.py", "reward.py"):
+        (project / name).unlink()
+    assert started(tmp_path, *program, "rerun", run_dir).returncode == 0
+    (run_dir / "inputs" / "deeper.py").write_text("factor = 3.0\n")
+    done = started(tmp_path, *program, "rerun", run_dir)
+    assert done.returncode == 2 and "inputs/deeper.py: has another SHA-256" in done.stderr
+
+
+def test_modules_beside_a_reward_are_copied_and_an_edited_one_is_another_run(cli: Cli, project: Path) -> None:
+    with_modules(project)
+    run_dir = ran(cli, project)
+    copies = {path.relative_to(run_dir / "inputs").as_posix() for path in (run_dir / "inputs").rglob("*.*")}
+    own = {"reward.py", "helper.py", "deeper.py", "pack/__init__.py", "pack/late.py"}
+    assert copies == {*own, "prompts.jsonl"} and own <= {
+        n.removeprefix("inputs/") for n in manifest.load(run_dir).inputs
+    }
+    (project / "deeper.py").write_text("factor = 3.0\n")
+    assert ran(cli, project) != run_dir
+
+
+@pytest.mark.slow
+def test_a_module_of_the_current_folder_is_not_found_by_chance(project: Path, tmp_path: Path) -> None:
+    """`python -m` would find it there, and no rerun elsewhere would."""
+    with_modules(project)
+    (tmp_path / "here").mkdir()
+    (project / "deeper.py").rename(tmp_path / "here" / "deeper.py")
+    done = started(tmp_path / "here", sys.executable, "-m", "ppo_repro", "run", project / "run.yaml")
+    assert done.returncode == 2 and "ModuleNotFoundError: No module named 'deeper'" in done.stderr

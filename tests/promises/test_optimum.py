@@ -52,7 +52,7 @@ def test_an_objective_falls_short_of_the_optimum_by_beta_times_the_kl_from_it(
 
 def test_before_training_the_policy_is_the_reference_and_far_from_the_optimum() -> None:
     config = load_config(CONFIG)
-    prepared = prepare(config, lambda step, total, loss: None)
+    prepared = prepare(config, Silent())
     found = distances(config, prepared, prepared.state.policy, config.kl.kl_coef)
     assert len(found) == 3
     for d in found:

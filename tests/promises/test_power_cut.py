@@ -42,7 +42,7 @@ def test_without_fsync_a_power_cut_leaves_an_empty_file(tmp_path: Path, monkeypa
 
 def saved(iteration: int, chain: str) -> Checkpoint:
     weights, coefficients = {"weight": torch.full((3,), float(iteration))}, Coefficients(0.1, 0.2, 0.0, NO_RETURNS)
-    return Checkpoint(iteration, chain, "task", weights, {}, NOTHING, NOTHING, coefficients)
+    return Checkpoint(iteration, chain, {"prompts": "task"}, weights, {}, NOTHING, NOTHING, coefficients)
 
 
 def record(run_dir: Path, disk: Disk | None = None) -> None:

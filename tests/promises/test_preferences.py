@@ -21,7 +21,8 @@ from ppo_repro.records import manifest
 from ppo_repro.runs.dpo import DPOKind
 from ppo_repro.runs.resume import rerun
 from ppo_repro.runs.run import run
-from ppo_repro.tasks.problems import arithmetic, encoder, split
+from ppo_repro.tasks.problems import arithmetic, split
+from ppo_repro.tasks.templates import encoder
 from tests.support.language import run as language_run
 from tests.support.runs import small_config
 
@@ -98,7 +99,7 @@ def train_reward(mode: str, row: tuple[int, int, str, int]) -> RewardTraining:
     assert isinstance(config.model, TinyModel)
     model = make_model(config.model, len(tokenizer), 24, tokenizer.eos_token_id, 1)
     encode = encoder(tokenizer, config.task)
-    ids = {problem.key: encode(problem) for problem in problems.by_key.values()}
+    ids = dict(zip(problems.by_key, encode(list(problems.by_key.values())), strict=True))
     pairs = pairs_by_rule(problems.train, ids, tokenizer, 60, 0.1, 0)
     held_out = pairs_by_rule(problems.held_out, ids, tokenizer, 40, 0.0, 0)
     settings = RewardModelTraining(num_pairs=60, epochs=2, minibatch_size=16, learning_rate=3e-3)

@@ -26,12 +26,12 @@ from ppo_repro.config.files import dump_yaml, load_config, run_folder
 from ppo_repro.numerics.optimizer import OptimizerState
 from ppo_repro.records import manifest
 from ppo_repro.records.writer import RunWriter
-from ppo_repro.runs import checkpoint
+from ppo_repro.runs import checkpoint, language
 from ppo_repro.runs.checkpoint import Checkpoint
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.verify import verify
 from tests.support.killing import working
-from tests.support.language import resume
+from tests.support.language import resume, run
 from tests.support.paths import TINY
 from tests.support.resume import Recorded, newest, record, require_as_uninterrupted
 from tests.support.runs import small_config
@@ -127,7 +127,7 @@ def test_every_part_of_a_checkpoint_is_needed(recorded: Recorded, tmp_path: Path
 
 REFUSALS: dict[str, tuple[Callable[[Checkpoint], Checkpoint], str]] = {
     "chain": (lambda c: dataclasses.replace(c, chain="0" * 64), "is not of this run; remove it to start"),
-    "task": (lambda c: dataclasses.replace(c, task="other"), "prompts, answers"),
+    "task": (lambda c: dataclasses.replace(c, task={"end tokens": "0"}), "^end tokens: are not what the run had"),
     "a moment": (lambda c: policy(c, without, "first", UP), f"iteration 2 does not fit the model: .* {UP}$"),
     "steps": (lambda c: value(c, without, "steps", "head.weight"), r"does not fit the model: .* head\.weight$"),
 }
@@ -173,6 +173,28 @@ def test_every_part_of_a_native_checkpoint_is_needed(native: Recorded, tmp_path:
     altered(run_dir, NATIVE_ALTERATIONS[part])
     with pytest.raises(PromiseBroken, match="iteration 2, column "):
         resume(run_dir, Silent())
+
+
+ADAPTERS = ("lora={rank: 1, alpha: 2}", "value={learning_rate: 1e-3, lora: {rank: 1, alpha: 2}}")
+
+
+def test_a_run_of_adapters_keeps_small_checkpoints_by_itself_and_goes_on_from_them(
+    deterministic_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is trained is counted; the control trains all weights of the same model, and keeps none."""
+    monkeypatch.setattr(language, "AUTO", 2)
+    monkeypatch.setattr(language, "SMALL", 1100)
+    model = f"model={{kind: folder, path: '{deterministic_run}/checkpoints/final'}}"
+    config = load_config(TINY, [model, "ppo.iterations=4", *ADAPTERS])
+    adapted = record(config, tmp_path / "adapted")
+    run_dir = adapted.copy(3, tmp_path)
+    weights = deterministic_run / "checkpoints" / "final" / "model.safetensors"
+    assert newest(run_dir).stat().st_size < weights.stat().st_size
+    assert not (run_dir / "checkpoints" / "reference").exists(), "the folder of the model has it"
+    assert resume(run_dir, Silent(), OTHER_LAYOUT) == Resumed(2, 3)
+    adapted.require_same(run_dir)
+    whole, _ = run(load_config(TINY, [model, "ppo.iterations=4"]), tmp_path / "whole", Silent())
+    assert not list((whole / "checkpoints").glob("iteration-*"))
 
 
 def test_a_checkpoint_holds_every_coefficient(recorded: Recorded, tmp_path: Path) -> None:

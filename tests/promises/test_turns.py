@@ -124,7 +124,7 @@ def test_advantages_pass_over_forced_tokens(recorded: Recorded) -> None:
 def test_an_episode_that_was_encoded_again_breaks_parity(tmp_path: Path) -> None:
     """The control of the promise above: the same text and the same sampled tokens, forced tokens encoded otherwise."""
     config = turns_config(tmp_path)
-    prepared = prepare.prepare(config, lambda step, total, loss: None)
+    prepared = prepare.prepare(config, Silent())
     rollout = roll_out(config, prepared.task, prepared.engine, choose_prompts(config, prepared.task, 0), ALONE)
     assert rollout.episodes is not None
     tokenizer = prepared.task.tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,24 @@ def test_a_function_that_fails_later_is_one_line_and_keeps_iterations(
     recorded = manifest.load(run_dir)
     assert recorded.status == "failed"
     assert len(recorded.iterations) == 1
+
+
+def test_after_a_failure_the_message_has_the_command_that_goes_on(cli: Cli, tmp_path: Path) -> None:
+    """`resume` calls the copy that failed; the corrected file goes on in a fork."""
+    arguments = with_function(tmp_path / "mine", LATER.format("raise ValueError('no')"))
+    code, _, err = cli(*arguments, "--set", "checkpoints.every=1")
+    assert code == 2
+    found = re.search(
+        r"1 iterations are recorded: .* go on after iteration 1 with `ppo-repro (fork .*)`$", one_line(err)
+    )
+    assert found is not None, err
+    (tmp_path / "mine" / "r.py").write_text("def score(prompt, response, answer): return 1.0\n")
+    command = found[1].replace("FILE.py:FUNCTION", f"{tmp_path}/mine/r.py:score").split()
+    code, _, err = cli(*command, "--out", tmp_path / "forks")
+    assert code == 0, err
+    assert manifest.load(next((tmp_path / "forks").rglob("manifest.json")).parent).status == "complete"
+
+
+def test_after_a_failure_without_a_checkpoint_the_message_says_so(cli: Cli, tmp_path: Path) -> None:
+    code, _, err = cli(*with_function(tmp_path / "mine", LATER.format("raise ValueError('no')")))
+    assert code == 2 and "1 iterations are recorded, without a checkpoint: correct the function" in one_line(err)

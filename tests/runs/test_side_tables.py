@@ -60,7 +60,7 @@ def test_the_warm_start_ends_soon_after_it_reaches_its_accuracy(accuracy: float,
     """Reaches it exactly: a model that learns nothing has the accuracy 0 from the first measurement on."""
     about = "model.warm_start_steps=40", "model.warm_start_learning_rate=1e-12", "numerics.accuracy_sequences=0"
     config = load_config(TINY, [*about, f"model.warm_start_accuracy={accuracy}"])
-    taken = prepare(config, lambda *_: None).warm_start
+    taken = prepare(config, Silent()).warm_start
     assert {step.accuracy for step in taken} == {None, 0.0}
     assert len(taken) == steps
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import RunConfig
 from ppo_repro.runs.prepare import Prepared, prepare
@@ -51,7 +52,7 @@ class Subject:
 @contextlib.contextmanager
 def subject(folder: Path, *overrides: str) -> Iterator[Subject]:
     config = config_of(*overrides)
-    prepared = prepare(config, lambda step, total, loss: None)
+    prepared = prepare(config, Silent())
     policy, stops = prepared.state.policy, prepared.engine.stop_ids
     with sglang_engine(config, settings_of(config), policy, stops, folder, lambda seconds: None) as engine:
         groups = [found.process.pid for found in engine.servers if found.process]

@@ -12,18 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.tasks import JsonlTask, PythonTask
 from ppo_repro.tasks.dialogue import around_reply
-from ppo_repro.tasks.problems import (
-    Problem,
-    arithmetic,
-    column_addition,
-    encode_all,
-    encoder,
-    load_source,
-    read_jsonl,
-    split,
-)
+from ppo_repro.tasks.problems import Problem, Split, arithmetic, column_addition, load_source, read_file, split
+from ppo_repro.tasks.templates import encode_all, encoder
 from ppo_repro.tasks.tokenizer import train_bpe
 from tests.support.runs import small_config
 
@@ -86,7 +79,7 @@ def test_a_split_depends_on_the_seed_and_leaves_something_to_train_on() -> None:
 def test_jsonl_reads_any_text(tmp_path_factory: pytest.TempPathFactory, text: str, escaped: bool) -> None:
     """Also U+2028, U+0085 and others that cut a text into lines elsewhere but may stand in JSON as they are."""
     line = json.dumps({"prompt": text, "answer": text}, ensure_ascii=escaped)
-    assert read_jsonl(jsonl(tmp_path_factory.mktemp("text"), line)) == [Problem(text, text, text)]
+    assert read_file(jsonl(tmp_path_factory.mktemp("text"), line)) == [Problem(text, text, text)]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +103,7 @@ def test_jsonl_reads_any_text(tmp_path_factory: pytest.TempPathFactory, text: st
 def test_a_mistake_in_jsonl_is_named_with_its_line(tmp_path: Path, line: str, message: str) -> None:
     path = jsonl(tmp_path, {"prompt": "fine", "answer": "1"}, "", line)
     with pytest.raises(UserError) as caught:
-        read_jsonl(path, chat_template=True)
+        read_file(path, chat_template=True)
     assert str(caught.value).startswith(f"{path}:3: {message}")
 
 
@@ -118,13 +111,13 @@ def test_prompts_become_ids_and_the_unservable_one_is_named() -> None:
     tokenizer = train_bpe([p.prompt + p.answer for p in arithmetic(12)], 20)
     config = small_config()
     encode = encoder(tokenizer, config.task)
-    ids = encode_all(arithmetic(12), encode, config, len(tokenizer))
+    _, ids = encode_all(split(arithmetic(12), 1, 0), encode, config, len(tokenizer), Silent())
     assert tokenizer.decode(ids["3+12"]) == "3+12=" and len(ids) == 169
     for encoded, message in (((6,), r"'0\+0': .* must be in 0\.\.5"), ((), r"'0\+0': empty prompt")):
         with pytest.raises(UserError, match=f"^prompt {message}"):
-            encode_all(arithmetic(12), lambda _, encoded=encoded: encoded, config, 6)
+            encode_all(Split(tuple(arithmetic(12)), ()), lambda some, e=encoded: [e] * len(some), config, 6, Silent())
     with pytest.raises(UserError, match=r"^prompt 'long': prompt of 19 tokens"):
-        encode_all([Problem("long", "+" * 19, "")], encode, config, len(tokenizer))
+        encode_all(Split((Problem("long", "+" * 19, ""),), ()), encode, config, len(tokenizer), Silent())
 
 
 def chat_tokenizer() -> Any:
@@ -140,21 +133,21 @@ def test_prompts_are_texts_or_lists_of_messages_in_a_chat_template(tmp_path: Pat
     tokenizer = chat_tokenizer()
     chat = [{"role": r, "content": c} for r, c in (("user", "ab"), ("assistant", "B"), ("user", "b"))]
     rows = {"prompt": "ab"}, {"prompt": chat}, {"prompt": [{"role": "user", "content": "u"}]}
-    problems = read_jsonl(jsonl(tmp_path, *rows), chat_template=True)
+    problems = read_file(jsonl(tmp_path, *rows), chat_template=True)
     assert [p.prompt for p in problems] == ["ab", "user: ab\nassistant: B\nuser: b", "u"]
     encode = encoder(tokenizer, of_file(chat_template=True, system_prompt="SB"))
-    assert [tokenizer.decode(encode(p)) for p in problems] == [
+    assert [tokenizer.decode(ids) for ids in encode(problems)] == [
         "<s|SB><u|ab><a|",
         "<s|SB><u|ab><a|B><u|b><a|",
         "<s|SB><u|u><a|",
     ]
     with pytest.raises(UserError, match=r"p\.jsonl:2: field 'prompt' is a list of messages; set task\.chat_template"):
-        read_jsonl(tmp_path / "p.jsonl")
+        read_file(tmp_path / "p.jsonl")
     system = Problem("k", "x", "", messages=json.dumps([{"role": "system", "content": "S"}, *chat]))
-    assert tokenizer.decode(encoder(tokenizer, of_file(chat_template=True))(system)).startswith("<s|S><u|ab>")
+    assert tokenizer.decode(encoder(tokenizer, of_file(chat_template=True))([system])[0]).startswith("<s|S><u|ab>")
     with pytest.raises(UserError, match=r"^task\.system_prompt: prompt 'k' has a system message of its own"):
-        encode(system)
-    assert around_reply(tokenizer) == ("><u|", "><a|")
+        encode([system])
+    assert around_reply(of_file(chat_template=True), tokenizer) == ("><u|", "><a|")
 
 
 def test_a_template_that_is_missing_or_leaves_something_out_is_refused() -> None:
@@ -162,12 +155,12 @@ def test_a_template_that_is_missing_or_leaves_something_out_is_refused() -> None
     encode = encoder(tokenizer, of_file(chat_template=True, system_prompt="SB"))
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
     with pytest.raises(UserError, match=r"^task\.system_prompt: this tokenizer's chat template leaves it out"):
-        encode(Problem("k", "ab", ""))
+        encode([Problem("k", "ab", "")])
     with pytest.raises(UserError, match="leaves turns out"):
-        around_reply(tokenizer)
+        around_reply(of_file(chat_template=True), tokenizer)
     tokenizer.chat_template = "{{ raise_exception('no system turn') }}"
     with pytest.raises(UserError, match=r"template cannot render a chat \(TemplateError: no system turn"):
-        encode(Problem("k", "ab", ""))
+        encode([Problem("k", "ab", "")])
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="this tokenizer has no chat template; set it to false"):
         encoder(tokenizer, of_file(chat_template=True))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import dump_yaml
 from ppo_repro.runs import prepare
 from tests.support.cli import Cli, one_line
@@ -53,4 +54,4 @@ def test_a_step_that_is_wrong_is_one_line(name: str, tmp_path: Path, cli: Cli) -
 def test_a_file_that_is_wrong_is_named(task: str, max_turns: int, message: str, tmp_path: Path) -> None:
     config = turns_config(tmp_path, task=task, max_turns=max_turns)
     with pytest.raises(UserError, match=message):
-        prepare.prepare(config, lambda step, total, loss: None)
+        prepare.prepare(config, Silent())

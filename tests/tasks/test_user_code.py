@@ -59,7 +59,7 @@ def refusal(function: UserFunction, rows: list[dict[str, Any]] = ROWS) -> str:
 def evaluating(tmp_path_factory: pytest.TempPathFactory) -> UserFunction:
     """A function that executes the text of a response, in one process for all tests of this file."""
     head = "import os, signal, sys, threading\nimport numpy as np, torch\nfrom decimal import Decimal\n"
-    head += "from fractions import Fraction\n\nasync def later(): return 1.0\n\n"
+    head += "from fractions import Fraction\n\n"
     return loaded(tmp_path_factory.mktemp("eval"), f"{head}{SIGNATURE}return eval(response)")
 
 
@@ -78,14 +78,14 @@ def test_every_finite_float32_arrives_bit_for_bit(evaluating: UserFunction, valu
         ("10**400", "1" + "0" * 99 + "... (401 characters) of type int"),
         ("Decimal('sNaN')", "Decimal('sNaN') of type Decimal"),
         ("[1.0]", "[1.0] of type list"),
-        ("np.array([1.0])", "array([1.]) of type ndarray"),
+        ("np.array([1.0])", "array([1.]) of type ndarray and shape (1,)"),
+        ("torch.ones(2)", "tensor([1., 1.]) of type Tensor and shape (2,)"),
         ("'x' * 300", "'" + "x" * 99 + "... (302 characters) of type str"),
-        ("later()", "a coroutine, as `async def` does"),
     ],
 )
 def test_everything_else_is_refused_by_value_and_type(evaluating: UserFunction, value: str, shown: str) -> None:
     expected = f"f returned {shown}; must be a finite number within float32 (3.4e+38); prompt key 'k'"
-    assert refusal(evaluating, [row("k", "p", value, "a")]) == f"8: {expected}"
+    assert refusal(evaluating, [row("k", "p", value, "a")]) == f"6: {expected}"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_everything_else_is_refused_by_value_and_type(evaluating: UserFunction, 
 def test_whatever_a_function_raises_is_named_with_file_line_and_prompt(
     evaluating: UserFunction, call: str, reason: str
 ) -> None:
-    assert refusal(evaluating, [row("k", "p", call, "a")]) == f"9: f raised {reason}; prompt key 'k'"
+    assert refusal(evaluating, [row("k", "p", call, "a")]) == f"7: f raised {reason}; prompt key 'k'"
     assert evaluating([row("k", "p", "1.5", "a")]) == [1.5], "the process goes on"
 
 
@@ -181,7 +181,10 @@ def test_what_is_printed_cannot_control_the_terminal(tmp_path: Path, capfd: pyte
     assert capfd.readouterr().err == "\\x1b[31m\\x9b\\u202ered\ta\nb\n" * 2
 
 
-GETS = "prompt, response, answer, and by name, if it asks for them, fields, turns, full_text"
+GETS = (
+    "it gets by name prompt (question), response (completion, solution_str), answer (ground_truth), "
+    "fields (extra_info), turns, full_text"
+)
 
 
 @pytest.mark.parametrize(
@@ -191,13 +194,12 @@ GETS = "prompt, response, answer, and by name, if it asks for them, fields, turn
         ("x = 1\n\ndef f(:", ":3 fails to load (SyntaxError in Python 3."),
         ("import os\nos._exit(0)", " fails to load (it ended its process (exit status 0)"),
         ("f = 3", ": f is no function; make it one or rename it"),
-        ("def f(prompt, response): ...", f": f cannot be called (too many positional arguments); it gets {GETS}"),
-        (
-            "def f(response, answer, *, level): ...",
-            f": f cannot be called (too many positional arguments); it gets {GETS}",
-        ),
-        ("def f(prompt, response, answer, level): ...", ": f cannot be called (missing a required argument: 'level')"),
-        ("def f(prompt, response, fields): ...", ": f cannot be called (multiple values for argument 'fields')"),
+        ("def f(prompt, response, answer, level): ...", f": f has a parameter 'level'; {GETS}"),
+        ("def f(p, r, a): ...", f": f has a parameter 'p'; {GETS}"),
+        ("def f(response, anwser=None): ...", f": f has a parameter 'anwser'; {GETS}; did you mean answer?"),
+        ("def f(prompt, answer): ...", f": f has no parameter for the response; {GETS}"),
+        ("def f(*parts): ...", f": f has no parameter for the response; {GETS}"),
+        ("import math\nf = math.hypot", f": f has no parameter for the response; {GETS}"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_where_it_is_loaded(tmp_path: Path, text: str, message: str) -> None:
@@ -219,6 +221,41 @@ def test_a_file_that_cannot_be_used_is_refused_where_it_is_loaded(tmp_path: Path
 def test_a_function_with_two_scores_for_one_input_is_refused(tmp_path: Path, header: str, body: str) -> None:
     with pytest.raises(UserError, match=r"returned \S+ and then \S+ for the same input \(prompt key 'k\d'"):
         check_repeats(loaded(tmp_path, f"{header}\n{SIGNATURE}{body}\n"), ROWS)
+
+
+@pytest.mark.parametrize(
+    ("signature", "expected"),
+    [
+        ("response, prompt, answer", "r1 p1 a1"),
+        ("prompt, completion, ground_truth", "p1 r1 a1"),
+        ("question, solution_str, extra_info", "p1 r1 {}"),
+        ("answer, response, /", "a1 r1"),
+        ("*, response", "r1"),
+        ("response, tolerance=0.5", "r1 0.5"),
+        ("response, *rest", "r1 ()"),
+    ],
+)
+def test_a_function_is_called_by_the_names_of_its_parameters(tmp_path: Path, signature: str, expected: str) -> None:
+    """In any order, with the aliases that the page lists."""
+    names = [name.strip(" *").partition("=")[0] for name in signature.split(",") if name.strip() not in ("/", "*")]
+    shown = " + ' ' + ".join(f"str({name})" for name in names)
+    text = f"def f({signature}):\n    return {shown} == {expected!r}\n"
+    assert loaded(tmp_path, text)(ROWS) == [1.0, 0.0]
+
+
+def test_a_function_that_takes_all_others_gets_everything(tmp_path: Path) -> None:
+    text = "def f(response, **others): return 10 * len(others) + (others['prompt'] == 'p1')"
+    assert loaded(tmp_path, text)(ROWS) == [51.0, 50.0]
+
+
+def test_what_async_functions_return_is_awaited(tmp_path: Path) -> None:
+    """All in one loop, in which what the file keeps between calls can live."""
+    text = "import asyncio\nloops = set()\nasync def f(response):\n    await asyncio.sleep(0)\n"
+    text += "    loops.add(asyncio.get_running_loop())\n    return float(response[1]) + 10 * len(loops)\n"
+    assert loaded(tmp_path, text)(ROWS) == [11.0, 12.0]
+    trl = "async def f(completions, **_):\n    return [float(c[1]) for c in completions]\n"
+    assert loaded(tmp_path, trl, OF_TRL)(ROWS) == [1.0, 2.0]
+    assert "f raised ValueError: no" in refusal(loaded(tmp_path, "async def f(response):\n    raise ValueError('no')"))
 
 
 def test_a_function_gets_by_name_what_it_asks_for(tmp_path: Path) -> None:
@@ -243,7 +280,15 @@ def wrapped(*args, **kwargs): return accuracy(*args, **kwargs)
 def batch(completions, **kwargs): return [0.0, 1.0]
 def single(completions, **kwargs): return 1.0
 def skipped(completions, **kwargs): return [None]
-def ids(completion_ids, **kwargs): return [1.0]
+def ids(completion_ids, **kwargs): return [float(len(completion_ids[0]))]
+def narrow(completions, level): return [float(level[0])]
+def missing(completions, colour): return [1.0]
+def logs(completions, log_extra, log_metric=None, **kwargs):
+    log_extra("kind", ["a"])
+    log_metric("mean", 1.0)
+    return [1.0]
+def state(completions, trainer_state=None): return [1.0]
+def hidden(completions, **kwargs): return [float(kwargs["trainer_state"].global_step)]
 """
 VERL = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -284,7 +329,8 @@ def test_rewards_of_trl_and_verl_work_as_they_are(
         (OF_TRL, "batch", "returned 2 numbers; must return a list of 1, for 1 completion"),
         (OF_TRL, "single", "returned a float; must be a list, one number for each completion"),
         (OF_TRL, "skipped", "returned None of type NoneType; must be a finite number"),
-        (OF_TRL, "ids", "raised TypeError: ids() missing 1 required positional argument: 'completion_ids'"),
+        (OF_TRL, "missing", "asks for 'colour', and there is only answer, level, data_source, completions"),
+        (OF_TRL, "hidden", "asks for trainer_state, which is not given: a score must follow from prompt and response"),
         (OF_VERL, "nameless", "returned a dict with ['acc']; must be a number or a dict with 'score'"),
     ],
 )
@@ -295,16 +341,7 @@ def test_what_is_wrong_in_them_is_one_line(tmp_path: Path, term: CalledReward, n
 @pytest.mark.parametrize(
     ("term", "signature", "message"),
     [
-        (
-            OF_TRL,
-            "completions",
-            "(got an unexpected keyword argument 'prompts'); it gets prompts, completions, answer and",
-        ),
-        (
-            OF_VERL,
-            "solution_str, ground_truth",
-            "(got an unexpected keyword argument 'data_source'); it gets data_source,",
-        ),
+        (OF_TRL, "completions, trainer_state=None", "f asks for trainer_state, which is not given"),
     ],
 )
 def test_a_wrong_signature_is_refused_where_it_is_loaded(
@@ -312,4 +349,16 @@ def test_a_wrong_signature_is_refused_where_it_is_loaded(
 ) -> None:
     with pytest.raises(UserError) as caught:
         loaded(tmp_path, f"def f({signature}): ...", term)
-    assert f"r.py: f cannot be called {message}" in str(caught.value)
+    assert f"r.py: {message}" in str(caught.value)
+
+
+def test_what_trl_passes_besides_is_there_and_what_is_not_recorded_is_said_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{**FOUR, "response_ids": [5, 6, 7]}] * 2
+    for name, expected in (("ids", 3.0), ("narrow", 3.0), ("logs", 1.0)):
+        assert loaded(tmp_path, TRL, OF_TRL, name)(rows) == [expected] * 2
+    said = capfd.readouterr().err.splitlines()
+    assert said == [
+        f"{name}: is not recorded; a run records scores only" for name in ("log_extra('kind')", "log_metric('mean')")
+    ]

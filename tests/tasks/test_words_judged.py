@@ -8,16 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import yaml
-from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from ppo_repro.config.files import dump_yaml
 from ppo_repro.records import reader
-from ppo_repro.tasks.tokenizer import train_bpe
+from tests.support.chat import chat_tree, make_chat_folder, write_lines, write_tree
 from tests.support.cli import Cli, one_line
-from tests.support.models import gpt2_config, small_model
 from tests.support.turns import turns_config
 
 RIGHT = "<answer>RIGHT</answer>"
@@ -62,45 +58,20 @@ def test_no_reward_judges_what_the_environment_says(tmp_path: Path, cli: Cli) ->
 
 @pytest.fixture(scope="module")
 def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model of ten tokens; `<answer>` and `<end>` are special, and the chat template trims, as Llama 3's."""
-    folder = tmp_path_factory.mktemp("chat")
-    tokenizer = train_bpe(["ab ", "us"], 9)
-    tokenizer.add_tokens([AddedToken(text, special=True) for text in ("<answer>", "<end>")])
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] | trim }}<eos>{% endfor %}"
-        "{% if add_generation_prompt %}a{% endif %}"
-    )
-    tokenizer.save_pretrained(folder)
-    model: Any = small_model(gpt2_config(vocab_size=len(tokenizer), tie_word_embeddings=False), 0)
-    with torch.no_grad():  # hidden state 0 is always 5, and makes `<pad>` impossible
-        model.transformer.ln_f.weight[0], model.transformer.ln_f.bias[0] = 0.0, 5.0
-        model.lm_head.weight[:, 0] = torch.tensor([-20.0] + [0.0] * (len(tokenizer) - 1))
-    model.save_pretrained(folder)
-    return folder
+    return make_chat_folder(tmp_path_factory.mktemp("chat"))
 
 
 def chat_config(folder: Path, model: Path, task: dict[str, Any], **rollout: Any) -> Path:
     """A run of one iteration whose reward is whether a response has `<answer>`."""
     (folder / "r.py").write_text(REWARDS)
-    tree: dict[str, Any] = {
-        "experiment": "chat",
-        "seed": 1,
-        "model": {"kind": "folder", "path": str(model)},
-        "task": {"num_eval_prompts": 2, "chat_template": True, **task},
-        "rollout": {"prompts_per_iteration": 6, "samples_per_prompt": 4, "max_response_tokens": 12, **rollout},
-        "reward": {"terms": [{"kind": "function", "path": "r.py:tagged"}]},
-        "value": {"learning_rate": 1e-4},
-        "ppo": {"iterations": 1, "epochs": 1, "minibatch_size": 8, "learning_rate": 1e-4},
-        "numerics": {"max_context": 40, "accuracy_sequences": 0},
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
-    return folder / "run.yaml"
+    reward = {"kind": "function", "path": "r.py:tagged"}
+    return write_tree(folder, chat_tree(model, task, reward, **rollout))
 
 
 def messages(folder: Path) -> dict[str, Any]:
     """Prompts as lists of messages, without answers."""
     chats = [[{"role": "user", "content": "ab" * n}] for n in range(1, 9)]
-    (folder / "p.jsonl").write_text("".join(json.dumps({"prompt": chat}) + "\n" for chat in chats))
+    write_lines(folder / "p.jsonl", [{"prompt": chat} for chat in chats])
     return {"kind": "jsonl", "path": "p.jsonl"}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.tasks.problems import rendered
+from ppo_repro.tasks.templates import rendered
 from ppo_repro.testing.dumps import Response
 
 TEMPLATED, BARE = "prompt in the chat template", "prompt without the chat template"
@@ -189,7 +189,7 @@ def _templates(tokenizer: Any) -> dict[str, Callable[[Ids], Ids]]:
 
     def text(cue: bool) -> str:
         turn = [{"role": "user", "content": _MARK}]
-        return rendered(tokenizer, turn, cue)
+        return rendered(tokenizer, [turn], cue)[0]
 
     try:
         begin, mark, end = text(True).partition(_MARK)

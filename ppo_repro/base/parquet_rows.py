@@ -1,0 +1,47 @@
+"""Rows of a user's Parquet file, as the lines of a JSON Lines file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.json_lines import Line
+from ppo_repro.base.output import shown
+
+AT_ONCE = 1000  # rows
+
+
+def read_rows(name: str, path: Path) -> Iterator[Line]:
+    """Yield the rows of a file, without the columns that are null there.
+
+    Raises UserError for a file that cannot be read (as `name`), is empty, or has a value that JSON does not have.
+    """
+    import pyarrow as pa  # a second that no other kind of prompts needs
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(AT_ONCE):
+                for row in batch.to_pylist():
+                    number += 1
+                    fields = {column: value for column, value in row.items() if value is not None}
+                    yield Line(_checked(f"{path}: row {number}", fields), number, fields)
+    except (OSError, pa.ArrowException) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UserError(f"{name} = {path}: cannot be read ({reason}); give a Parquet file") from error
+    if not number:
+        raise UserError(f"{name} = {path}: has no rows; give one row for each prompt")
+
+
+def _checked(where: str, fields: dict[str, object]) -> str:
+    for column, value in fields.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{where}: column '{shown(column)}' has what JSON does not have ({shown(str(error))}); leave it out"
+            ) from None
+    return where

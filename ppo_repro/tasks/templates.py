@@ -1,0 +1,214 @@
+"""Prompts as text and as token ids: chat templates, control tokens, end tokens, prompts that are too long."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import shown
+from ppo_repro.base.watcher import Watcher
+from ppo_repro.config.run import RunConfig
+from ppo_repro.config.tasks import TaskConfig, TextTask
+from ppo_repro.tasks.problems import Problem, Split
+from ppo_repro.tasks.user_code import UserFunction, UserProcess, load
+
+if TYPE_CHECKING:  # the prompts of a file are checked before anything is imported that takes seconds
+    from transformers import PreTrainedTokenizerBase
+
+TEMPLATE_SECONDS = 10.0  # of wall time for one chat
+AT_ONCE = 2000  # prompts that are rendered and encoded together
+
+Ids = tuple[int, ...]
+Chat = list[dict[str, str]]
+Encode = Callable[[Sequence[Problem]], list[Ids]]
+
+
+@cache
+def _template_renderer() -> UserFunction:
+    """Start the child process that renders chat templates."""
+    file = Path(__file__).with_name("template_child.py")
+    render = load(UserProcess(), "task.chat_template", file, {"render": "text"})["render"]
+    return replace(render, file=Path("the tokenizer's template"), line="", seconds=TEMPLATE_SECONDS)
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Sequence[Chat],
+    cue: bool = True,
+    arguments: Mapping[str, Any] | None = None,
+    time: str | None = None,
+) -> list[str]:
+    """Return the text of each chat, up to where the model goes on if `cue`.
+
+    Args:
+        tokenizer: has the template.
+        chats: messages with role and content.
+        cue: whether the text ends with what begins the model's turn.
+        arguments: what the template is given besides; None: nothing.
+        time: what a template is told that asks for the time, in ISO format.
+
+    Raises:
+        UserError: the template fails, needs more than 10 s or 1 GiB, asks for the time and there is none, does not read
+            an argument, or writes what another process would write otherwise.
+    """
+    try:
+        about = {
+            "template": tokenizer.get_chat_template(),
+            "special_tokens": tokenizer.special_tokens_map,
+            "arguments": dict(arguments or {}),
+            "time": time,
+        }
+        json.dumps(about)
+    except Exception as error:  # a template may be anything in the tokenizer's files
+        raise UserError(f"task.chat_template: the tokenizer's template is none ({shown(str(error))})") from error
+    try:
+        render = replace(_template_renderer(), options=about)
+        return [str(text) for text in render([{"turns": chat, "cue": cue} for chat in chats])]
+    except BaseException:
+        _template_renderer.cache_clear()  # it may have been stopped
+        raise
+
+
+def rendered_for(task: TaskConfig, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> list[str]:
+    """Return the text of each chat with the arguments and the time of a task."""
+    return rendered(tokenizer, chats, True, task.template_arguments, task.template_time)
+
+
+def encoder(tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> Encode:
+    """Return the function from problems to the token ids of their prompts.
+
+    Raises UserError if a chat template is missing or leaves something out, and for control tokens in a prompt.
+    """
+    from ppo_repro.tasks.tokenizer import all_token_ids
+
+    if task.chat_template and not tokenizer.chat_template:
+        raise UserError("task.chat_template = true: this tokenizer has no chat template; set it to false")
+    refuse = control_tokens_of(tokenizer, task)
+
+    def encode(problems: Sequence[Problem]) -> list[Ids]:
+        chats = [chat_of(task, problem) for problem in problems]
+        for problem, chat in zip(problems, chats, strict=True):
+            for turn in chat:
+                refuse(f"prompt '{shown(problem.key)}'", turn["content"])
+        if not task.chat_template:
+            return all_token_ids(tokenizer, [problem.prompt for problem in problems])
+        texts = rendered_for(task, tokenizer, chats)
+        for problem, chat, text in zip(problems, chats, texts, strict=True):
+            _require_whole(task, problem, chat, text)
+        return all_token_ids(tokenizer, texts, add_special_tokens=False)
+
+    return encode
+
+
+def _require_whole(task: TaskConfig, problem: Problem, chat: Chat, text: str) -> None:
+    """Raise UserError if a template left out what a system or a user said."""
+    for turn in chat:
+        if turn["role"] in ("system", "user") and turn["content"].strip() not in text:
+            if turn["role"] == "system" and task.system_prompt is not None:
+                raise UserError("task.system_prompt: this tokenizer's chat template leaves it out; remove it")
+            raise UserError(
+                f"prompt '{shown(problem.key)}': the tokenizer's chat template leaves out its message "
+                f"'{shown(turn['content'])}' of role {turn['role']}; remove the message, or set task.chat_template = "
+                "false"
+            )
+
+
+def chat_of(task: TaskConfig, problem: Problem) -> Chat:
+    """Return the prompt as chat messages, after the system's turn of the configuration."""
+    messages = [{"role": "user", "content": problem.prompt}]
+    if problem.messages is not None:
+        messages = json.loads(problem.messages)
+    if task.system_prompt is None:
+        return messages
+    if messages[0]["role"] == "system":
+        raise UserError(
+            f"task.system_prompt: prompt '{shown(problem.key)}' has a system message of its own; remove one of them"
+        )
+    return [{"role": "system", "content": task.system_prompt}, *messages]
+
+
+def control_tokens_of(tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> Callable[[str, str], None]:
+    """Return the function that refuses a text, named by its first argument, with control tokens of the tokenizer.
+
+    The function does nothing if the task allows them.
+    """
+    from ppo_repro.tasks.tokenizer import special_tokens
+
+    # the longest first: one token may begin with another
+    tokens = sorted(special_tokens(tokenizer), key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, filter(None, tokens))) or "(?!)")
+
+    def refuse(what: str, text: str) -> None:
+        found = None if task.control_tokens == "allow" else pattern.search(text)
+        if found is not None:
+            raise UserError(
+                f"{what} contains {shown(found[0])!r}, which the tokenizer reads as a control token; remove it, or set "
+                "task.control_tokens = allow"
+            )
+
+    return refuse
+
+
+def encode_all(
+    problems: Split, encode: Encode, config: RunConfig, vocab_size: int, watcher: Watcher
+) -> tuple[Split, dict[str, Ids]]:
+    """Encode every prompt; returns the problems that are left, and the token ids of their prompts by key.
+
+    UserError names the first prompt that the engine cannot serve; with `task.overlong: drop` those that are too long
+    are left out and counted.
+    """
+    from ppo_repro.rollout.engine import Request, Sampling, TooLongError, check_request
+
+    sampling = Sampling(1.0, 0, 1.0, config.rollout.max_response_tokens)
+    every, ids, dropped = [*problems.train, *problems.held_out], dict[str, Ids](), set[str]()
+    for start in range(0, len(every), AT_ONCE):
+        some = every[start : start + AT_ONCE]
+        for problem, tokens in zip(some, encode(some), strict=True):
+            try:
+                check_request(Request(tokens, 0), sampling, vocab_size, config.numerics.max_context)
+            except TooLongError as error:
+                if config.task.overlong == "fail":
+                    advice = ", or set task.overlong = drop" if isinstance(config.task, TextTask) else ""
+                    raise UserError(f"prompt '{shown(problem.key)}': {error}{advice}") from error
+                dropped.add(problem.key)
+                continue
+            except UserError as error:
+                raise UserError(f"prompt '{shown(problem.key)}': {error}") from error
+            ids[problem.key] = tokens
+        if len(every) > AT_ONCE:
+            watcher.prompts(start + len(some), len(every))
+    if not dropped:
+        return problems, ids
+    left = Split(*(tuple(p for p in part if p.key not in dropped) for part in (problems.train, problems.held_out)))
+    counts = [
+        f"{len(part) - len(rest):,} of {len(part):,} {name} prompts"
+        for name, part, rest in (
+            ("training", problems.train, left.train),
+            ("held-out", problems.held_out, left.held_out),
+        )
+    ]
+    said = f"task.overlong = drop: {' and '.join(counts)} are left out, which numerics.max_context has no room for"
+    if not left.train or not left.held_out:
+        raise UserError(f"{said}; raise it, or give shorter prompts")
+    watcher.warning(said)
+    return left, ids
+
+
+def end_token_warning(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Ids], ends: frozenset[int], has_template: bool
+) -> str | None:
+    """Say how many prompts end with an end token, and why; None if no prompt does."""
+    ended = [ids[-1] for ids in prompts if ids[-1] in ends]
+    if not ended:
+        return None
+    token = shown(str(tokenizer.convert_ids_to_tokens(ended[0])))
+    why = "the tokenizer adds it; set add_eos_token to false in its tokenizer_config.json"
+    if has_template:
+        why = "the chat template begins no turn of the model; correct its add_generation_prompt"
+    return f"{len(ended):,} of {len(prompts):,} prompts end with the end token '{token}', which ends a text: {why}"

@@ -27,7 +27,7 @@ STARTS = (
 
 
 def cell(value: object) -> object:
-    """The value as a cell that no spreadsheet computes: texts as above, other values unchanged."""
+    """Return the value as a cell that no spreadsheet computes: texts as above, other values unchanged."""
     if isinstance(value, str) and value.startswith(STARTS) and not _is_number(value):
         return f"'{value}"
     return value

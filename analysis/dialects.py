@@ -80,15 +80,15 @@ class Rows:
         return np.clip(ratios, 1.0 - self.rule.low, 1.0 + self.rule.high)
 
     def sums(self, values: Float64) -> Float64:
-        """The sum over each response."""
+        """Return the sum over each response."""
         return np.asarray(np.bincount(self.sequence, values), np.float64)
 
     def means(self, values: npt.NDArray[np.generic]) -> Float64:
-        """The token mean of each response."""
+        """Return the token mean of each response."""
         return self.sums(np.asarray(values, np.float64)) / np.bincount(self.sequence)
 
     def padded(self, values: Float64) -> float:
-        """The mean over the padded matrix, with 0 at padding."""
+        """Return the mean over the padded matrix, with 0 at padding."""
         return float(values.sum()) / (self.width * (int(self.sequence.max()) + 1))
 
 
@@ -112,7 +112,7 @@ def exp(values: Float64) -> Float64:
 
 
 def mean(values: npt.NDArray[np.generic]) -> float:
-    """The mean over tokens, or over responses."""
+    """Return the mean over tokens, or over responses."""
     return float(values.mean())
 
 
@@ -147,7 +147,7 @@ def explained_variance(x: Rows) -> float:
 
 
 def correlation(x: Rows) -> float:
-    """Pearson's correlation of probabilities; NaN where one side does not vary."""
+    """Return Pearson's correlation of probabilities; NaN where one side does not vary."""
     a, b = exp(x.p), exp(x.g)
     return float(np.corrcoef(a, b)[0, 1]) if a.std() > 0 and b.std() > 0 else float("nan")
 
@@ -341,7 +341,7 @@ def evaluate(item: IterationRows) -> Iterator[dict[str, object]]:
 
 
 def definitions() -> pd.DataFrame:
-    """One row per published key: framework, key, over, formula, difference, source."""
+    """Return one row per published key: framework, key, over, formula, difference, source."""
     names = ("framework", "key", "over", "formula", "difference", "source")
     return pd.DataFrame([{name: getattr(key, name) for name in names} for key in KEYS])
 

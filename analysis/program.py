@@ -50,7 +50,7 @@ def program(work: Callable[[Sequence[str] | None], None]) -> Callable[..., int]:
 
 
 def _mistake(error: Exception) -> UserError | None:
-    """What a user can do about an error of the system; None where it is one of this code."""
+    """Say what a user can do about an error of the system; None where it is one of this code."""
     if is_out_of_memory(error):
         return UserError("memory: too little for this; close other programs, or take a smaller run")
     if isinstance(error, OSError) and isinstance(error.filename, str):
@@ -59,7 +59,7 @@ def _mistake(error: Exception) -> UserError | None:
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """A Parquet file; UserError where it cannot be read."""
+    """Return a Parquet file; UserError where it cannot be read."""
     try:
         return pd.read_parquet(path)
     except (OSError, pa.ArrowException) as error:

@@ -37,7 +37,7 @@ Labels = dict[str, str]
 
 
 def outcome(run_dir: Path) -> dict[str, float]:
-    """What every study reports of a run.
+    """Say what every study reports of a run.
 
     accuracy: of greedy responses to held-out prompts after training; start: before; mean_accuracy: over all evaluations
     but the first. score, KL (policy to reference, nats a response), entropy (nats a token), length (tokens a response):
@@ -66,7 +66,7 @@ def results_of(
     measures: Callable[[Path, Path | None], dict[str, float]],
     beside: Callable[[Labels], Labels | None],
 ) -> pd.DataFrame:
-    """One row per complete cell: cell, axes, seed, fingerprint, the cell beside it, its measures.
+    """Return one row per complete cell: cell, axes, seed, fingerprint, the cell beside it, its measures.
 
     `beside` names the labels of the cell with the same seed that the measures compare a cell with, or None.
     """
@@ -91,7 +91,7 @@ def results_of(
 
 
 def interval(values: Sequence[float] | pd.Series, form: str = "{:.3f}") -> str:
-    """Mean and 95 % Student interval over seeds."""
+    """Return the mean and 95 % Student interval over seeds."""
     estimate = one_sample(np.asarray(values, np.float64))
     low, high = t_interval(estimate, 0.95)
     return form.format(estimate.mean) + ("" if np.isnan(low) else f" [{form.format(low)}, {form.format(high)}]")
@@ -134,7 +134,7 @@ def study(
     measures: Callable[[Path, Path | None], dict[str, float]] = lambda run_dir, _: outcome(run_dir),
     beside: Callable[[Labels], Labels | None] = nothing,
 ) -> NoReturn:
-    """The program of the study with this `answer.py`: ends the process; 2 and one line on a user error."""
+    """Return the program of the study with this `answer.py`: ends the process; 2 and one line on a user error."""
     folder = Path(file).parent
 
     @program

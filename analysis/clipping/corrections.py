@@ -36,7 +36,7 @@ def bounded(ratios: Float64, kind: str, low: float, high: float) -> tuple[Float6
 
 
 def rejected(entry: Rejection, delta: Float64, sequence: npt.NDArray[np.int64]) -> Bool:
-    """The tokens that an entry of ppo.rejection rejects."""
+    """Return the tokens that an entry of ppo.rejection rejects."""
     codes = np.unique(sequence, return_inverse=True)[1]
     if entry.kind == "ratio":
         ratios = ratios_at(delta, sequence, entry.level)
@@ -85,7 +85,7 @@ def corrections_of(tokens: pd.DataFrame, config: RunConfig) -> pd.DataFrame:
 
 
 def bounds_of(settings: ImportanceWeights) -> tuple[float, float]:
-    """The smallest and the largest w that stay as they are."""
+    """Return the smallest and the largest w that stay as they are."""
     cap, floor = math.inf if settings.cap is None else settings.cap, settings.floor or 0.0
     return (1.0 / cap if settings.kind == "masked" and settings.floor is None else floor), cap
 

@@ -37,13 +37,13 @@ def kl_estimates(log_ratios: Float64) -> dict[str, float]:
 
 
 def clip_floor(rows: pd.DataFrame, rule: ClipRule) -> float:
-    """The share of grad_zero at the ratio pi_old / anchor, before any step; 0 with the anchor `old`."""
+    """Return the share of grad_zero at the ratio pi_old / anchor, before any step; 0 with the anchor `old`."""
     unmoved = ratios_of(column(rows, "old_logprobs") - column(rows, "anchor_logprobs"))
     return float(flags_of_ratios(unmoved, column(rows, "advantages"), rule)["grad_zero"].mean())
 
 
 def _numbers(rows: pd.DataFrame, flags: pd.DataFrame, mass: Float64, rule: ClipRule) -> dict[str, float]:
-    """One row of the table, over these tokens; only n_tok if there are none."""
+    """Return one row of the table, over these tokens; only n_tok if there are none."""
     if not len(rows):
         return {"n_tok": 0}
     ratios, log_ratios = column(flags, "ratio"), column(rows, "log_ratios")
@@ -64,7 +64,7 @@ def _numbers(rows: pd.DataFrame, flags: pd.DataFrame, mass: Float64, rule: ClipR
 
 
 def clip_step(item: IterationRows, config: RunConfig) -> pd.DataFrame:
-    """One row per step and subset: rates of every flag, ratios, KL, effective samples, gradient mass.
+    """Return one row per step and subset: rates of every flag, ratios, KL, effective samples, gradient mass.
 
     Rates are shares of the subset's tokens (all, A > 0, A < 0); NaN where it has none, or where the policy took no
     step. gm_clip is the share of the surrogate mass sum w |r A| that the clip removed. beyond_twice: share beyond twice

@@ -34,7 +34,7 @@ class ClipTables:
 def clip_tables(
     run_dir: Path | str, *, iterations: Sequence[int] | None = None, band: tuple[float, float] | None = None
 ) -> ClipTables:
-    """All tables of a run; `band` (low, high) replaces the run's own clip range.
+    """Return all tables of a run; `band` (low, high) replaces the run's own clip range.
 
     Raises UserError where records are missing, or where the run clips nothing and there is no band.
     """
@@ -46,7 +46,7 @@ def clip_tables(
 
 
 def early_stop(clip_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
-    """Where an early stop would have ended each iteration: after the first step whose estimate > target_kl.
+    """Say where an early stop would have ended each iteration: after the first step whose estimate > target_kl.
 
     One row per iteration and estimate, from the rows `all` of `clip_step`: k1 = mean(old - new), k3, and
     mean_new_minus_old, whose expectation is -KL, so that it hardly ever stops. steps_taken includes the step that
@@ -67,7 +67,7 @@ def early_stop(clip_step: pd.DataFrame, target_kl: float) -> pd.DataFrame:
 
 
 def overview(tables: ClipTables, early_stop_kl: float | None = None) -> list[str]:
-    """The run in a few lines."""
+    """Return the run in a few lines."""
     steps = tables.clip_step[(tables.clip_step["subset"] == "all") & (tables.clip_step["n_tok"] > 0)]
 
     def mean(name: str) -> float:

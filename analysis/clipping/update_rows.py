@@ -61,7 +61,7 @@ class IterationRows:
 
 
 def recorded_config(run_dir: Path | str) -> RunConfig:
-    """The configuration of a recorded language run; raises UserError where there is none."""
+    """Return the configuration of a recorded language run; raises UserError where there is none."""
     if not has_responses(reader.open_manifest(run_dir, allow_incomplete=True)):
         raise UserError(f"{run_dir}: is a control run; the clip analyses read runs on language models")
     return load_recorded_config(run_dir)
@@ -70,7 +70,7 @@ def recorded_config(run_dir: Path | str) -> RunConfig:
 def clip_rule(
     run_dir: Path | str, config: RunConfig, iteration: pd.Series, band: tuple[float, float] | None = None
 ) -> ClipRule:
-    """The rule in force in an iteration (its row of `iterations`), or `band` (low, high) in its place.
+    """Return the rule in force in an iteration (its row of `iterations`), or `band` (low, high) in its place.
 
     Raises UserError where the objective has no clip and there is no band, or where the band is out of range.
     """
@@ -96,7 +96,7 @@ def clip_rule(
 
 
 def join_tokens(tokens: pd.DataFrame, updates: pd.DataFrame, anchor: str) -> pd.DataFrame:
-    """Rows of `updates` with their token's columns and log_ratios = new_logprobs - anchor, float64 nats.
+    """Return rows of `updates` with their token's columns and log_ratios = new_logprobs - anchor, float64 nats.
 
     The order of `updates` is kept. Raises UserError where a row has no token.
     """
@@ -116,7 +116,7 @@ def load_iterations(
     band: tuple[float, float] | None = None,
     allow_incomplete: bool = False,
 ) -> Iterator[IterationRows]:
-    """The iterations of a run, one at a time; raises UserError on what is missing, damaged or not clipped."""
+    """Yield the iterations of a run, one at a time; raises UserError on what is missing, damaged or not clipped."""
     config, also = recorded_config(run_dir), allow_incomplete
     overview = reader.read_iterations(run_dir, iterations=iterations, allow_incomplete=also)
     for _, row in overview.iterrows():
@@ -136,7 +136,7 @@ def load_iterations(
 
 
 def policy_rows(item: IterationRows) -> pd.DataFrame:
-    """The rows of steps that the policy took."""
+    """Return the rows of steps that the policy took."""
     return item.rows[item.rows["clip_flag"].notna()]
 
 
@@ -148,5 +148,5 @@ def steps_of(rows: pd.DataFrame) -> dict[tuple[int, int], npt.NDArray[np.intp]]:
 
 
 def column(rows: pd.DataFrame, name: str) -> Float64:
-    """A column as a float64 array."""
+    """Return a column as a float64 array."""
     return rows[name].to_numpy(dtype=np.float64)

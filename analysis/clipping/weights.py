@@ -13,7 +13,7 @@ from ppo_repro.config.run import RunConfig
 
 
 def loss_weights(rows: pd.DataFrame, config: RunConfig, tokens: pd.DataFrame) -> Float64:
-    """The weight of each row's surrogate in the loss of its step: aggregation times correction, float64.
+    """Return the weight of each row's surrogate in the loss of its step: aggregation times correction, float64.
 
     token_mean: 1 / tokens of the step; sequence_mean: 1 / (sequences length); sequence_sum: 1 / sequences, all over
     tokens that are counted, 0 for the others. The correction is that of `corrections_of` for `tokens`, those of the

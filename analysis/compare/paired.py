@@ -44,7 +44,7 @@ def paired_responses(
     column: str = "old_logprobs",
     iterations: Sequence[int] | None = None,
 ) -> pd.DataFrame:
-    """One row per pair of responses to the same prompt at the same place of the same iteration.
+    """Return one row per pair of responses to the same prompt at the same place of the same iteration.
 
     iteration, sequence; diverged: whether a token differs; compared: tokens up to and including the first different
     one, else all. For pairs that did not diverge: delta_sum, abs_sum (sums over tokens of delta and |delta|, nats,
@@ -127,7 +127,7 @@ def hazard(compared: npt.NDArray[np.int64], diverged: npt.NDArray[np.bool_]) -> 
 def numeric_rows(
     responses: pd.DataFrame, rng: np.random.Generator, *, column: str, margin: float, alpha: float, draws: int
 ) -> list[Row]:
-    """Rows for `run_compare` from `paired_responses`; margin in nats of mean |delta|."""
+    """Return rows for `run_compare` from `paired_responses`; margin in nats of mean |delta|."""
     same = responses[~responses["diverged"]]
     finite = np.isfinite(same["abs_sum"].to_numpy(np.float64))
     compared = same[finite]

@@ -61,7 +61,7 @@ def compare_groups(
 
 
 def groups_of(frame: pd.DataFrame, axis: str, a: str, b: str, metric: str, pairing: Pairing) -> tuple[Strata, Strata]:
-    """The values of `metric` of both groups; raises UserError as `compare_groups`."""
+    """Return the values of `metric` of both groups; raises UserError as `compare_groups`."""
     if pairing not in ("seed", "none"):
         raise UserError(f"pairing = {pairing!r}: must be seed or none")
     axes = [str(name) for name in frame.columns if str(name).startswith("axis.")]
@@ -114,7 +114,7 @@ def _rows(
     alpha: float,
     draws: int,
 ) -> list[Row]:
-    """The rows of one metric."""
+    """Return the rows of one metric."""
     level = 1 - alpha
     # the seed is the unit: settings that share it are not independent
     a, b = (np.mean(group, axis=0) for group in groups)

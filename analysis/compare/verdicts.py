@@ -68,7 +68,7 @@ def compare_runs(
 
 
 def _bitwise_row(run_a: Path | str, run_b: Path | str) -> Row:
-    """The fingerprints; where they differ, the first difference."""
+    """Return the fingerprints; where they differ, the first difference."""
     a, b = manifests(run_a, run_b)
     same, verdict = a.fingerprint == b.fingerprint, "identical"
     if not same:

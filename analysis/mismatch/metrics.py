@@ -41,7 +41,7 @@ class Sums:
 
 
 def sums_of(tokens: pd.DataFrame, masked: int = 0) -> Sums:
-    """The sums of `mismatch_token` rows of whole responses; `masked` is how many tokens were dropped before."""
+    """Return the sums of `mismatch_token` rows of whole responses; `masked` is how many tokens were dropped before."""
     starts = sequence_starts(tokens)
     finite = tokens["finite"].to_numpy()
     a, b = (tokens[name].to_numpy().astype(np.float64) for name in ("logprobs_a", "logprobs_b"))
@@ -65,7 +65,7 @@ def sums_of(tokens: pd.DataFrame, masked: int = 0) -> Sums:
 
 
 def _summed(tokens: pd.DataFrame, a: Floats) -> dict[str, Floats]:
-    """The quantities summed over tokens. x = rho - 1 keeps digits that rho itself would lose near 1."""
+    """Return the quantities summed over tokens. x = rho - 1 keeps digits that rho itself would lose near 1."""
     delta, rho, prob_diff = (tokens[name].to_numpy() for name in ("delta", "rho", "prob_diff"))
     x, prob_a = np.expm1(delta), np.exp(a)
     return {
@@ -94,7 +94,7 @@ def _counts(values: Floats) -> pd.Series:
 
 
 def merged(parts: Sequence[Sums]) -> Sums:
-    """The sums over the responses of all parts."""
+    """Return the sums over the responses of all parts."""
     counts = [
         pd.concat([getattr(part, name) for part in parts]).groupby(level=0).sum()
         for name in ("abs_counts", "ulp_counts")

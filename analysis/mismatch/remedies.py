@@ -67,7 +67,7 @@ def _sums(remedy: Remedy, delta: Floats, response: npt.NDArray[np.int64]) -> lis
 
 
 def remedy_table(pairs: Iterable[pd.DataFrame], remedies: Sequence[Remedy] = PUBLISHED) -> pd.DataFrame:
-    """One row per remedy, over all tokens; raises UserError where there is no token.
+    """Return one row per remedy, over all tokens; raises UserError where there is no token.
 
     remedy, bounds; tokens_changed, tokens_weightless, responses_changed, responses_weightless: shares whose weight is
     bounded or 0, and whose weight is 0 (of a response: of one of its tokens, of all of them); weight_mean; ess_frac =

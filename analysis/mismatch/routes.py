@@ -51,7 +51,7 @@ def table_of(tokens: pd.DataFrame) -> pd.DataFrame:
 
 
 def route_table(run_dir: Path | str) -> pd.DataFrame:
-    """How many tokens took which kind of route (`flips`), and how far their log-probs are apart, over a whole run.
+    """Say how many tokens took which kind of route (`flips`), and how far their log-probs are apart, over a whole run.
 
     Columns: tokens; share of all tokens; rms_delta and max_abs_delta of old_logprobs - rollout_logprobs, nats, NaN
     without tokens. Index: ROUTES, then all. UserError where the run has recorded no routes.

@@ -72,7 +72,7 @@ class Tables:
 
 
 def measure(pairs: Iterable[pd.DataFrame]) -> Iterator[Measured]:
-    """The sums of every iteration; a chunk holds the tokens of one (`analysis.pairs.runs`).
+    """Yield the sums of every iteration; a chunk holds the tokens of one (`analysis.pairs.runs`).
 
     Reading the chunks raises what `run_pairs` does, UserError where records are missing or damaged.
     """
@@ -82,7 +82,7 @@ def measure(pairs: Iterable[pd.DataFrame]) -> Iterator[Measured]:
 
 
 def tables(measured: Iterable[Measured]) -> Tables:
-    """The tables of all iterations, concatenated; raises UserError where there is no token."""
+    """Return the tables of all iterations, concatenated; raises UserError where there is no token."""
     update: list[pd.DataFrame] = []
     bucket: list[pd.DataFrame] = []
     for sums in measured:
@@ -95,7 +95,7 @@ def tables(measured: Iterable[Measured]) -> Tables:
 
 
 def whole(measured: Iterable[Measured]) -> Measured:
-    """The sums of all iterations, as iteration -1; raises UserError where there is no token."""
+    """Return the sums of all iterations, as iteration -1; raises UserError where there is no token."""
     parts = list(measured)
     if not parts:
         raise UserError(NO_TOKEN)
@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None) -> None:
 
 
 def _chosen_pairs(paths: Sequence[Path], pair: str | None, columns: str | None) -> Iterator[pd.DataFrame]:
-    """What is compared; UserError for an option that would change nothing."""
+    """Say what is compared; UserError for an option that would change nothing."""
     if columns is not None:
         if pair is not None:
             raise UserError(f"--pair {pair}: is for recorded runs, --columns for files of other stacks; leave one out")

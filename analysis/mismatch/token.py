@@ -11,7 +11,7 @@ import pandas as pd
 
 
 def ulp_distance(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-    """Number of float32 steps between two finite numbers, int64; the two zeros are one number."""
+    """Return the number of float32 steps between two finite numbers, int64; the two zeros are one number."""
     bits = [np.ascontiguousarray(x).view(np.int32).astype(np.int64) for x in (a, b)]
     # float32 bits are ordered like the values, and backwards where these are negative
     ordered = [np.where(x < 0, -(x & 0x7FFFFFFF), x) for x in bits]
@@ -19,13 +19,13 @@ def ulp_distance(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.
 
 
 def unequal_bits(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
-    """Where two float32 arrays differ in any bit."""
+    """Say where two float32 arrays differ in any bit."""
     different = np.ascontiguousarray(a).view(np.int32) != np.ascontiguousarray(b).view(np.int32)
     return np.asarray(different, dtype=bool)
 
 
 def mismatch_token(chunk: pd.DataFrame) -> pd.DataFrame:
-    """One row per token: the columns of the chunk and
+    """Return one row per token: the columns of the chunk and
 
     delta, abs_delta (nats), rho = exp(delta), prob_diff = exp(logprobs_b) - exp(logprobs_a), k2 = delta^2 / 2,
     k3 = expm1(delta) - delta (float64; k1 is -delta), ulp (int64), bitwise_equal, finite (bool). k1 and k3 estimate
@@ -54,7 +54,7 @@ def mismatch_token(chunk: pd.DataFrame) -> pd.DataFrame:
 
 
 def sequence_starts(tokens: pd.DataFrame) -> npt.NDArray[np.intp]:
-    """Index of the first row of every sequence; rows are in order, so a sequence is a run of equal keys."""
+    """Return the index of the first row of every sequence; rows are in order, so a sequence is a run of equal keys."""
     keys = tokens[["iteration", "sequence"]].to_numpy()
     new = np.ones(len(keys), dtype=bool)
     new[1:] = (keys[1:] != keys[:-1]).any(axis=1)
@@ -62,5 +62,5 @@ def sequence_starts(tokens: pd.DataFrame) -> npt.NDArray[np.intp]:
 
 
 def of_sequences(values: npt.NDArray[np.float64], starts: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
-    """The sum of each sequence, float64."""
+    """Return the sum of each sequence, float64."""
     return np.add.reduceat(values, starts) if len(starts) else np.zeros(0)

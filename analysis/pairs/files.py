@@ -51,10 +51,10 @@ def _frame(sequence: int, r: Response) -> pd.DataFrame:
 
 
 def masked_tokens(chunk: pd.DataFrame) -> int:
-    """How many tokens a mask removed from this chunk."""
+    """Say how many tokens a mask removed from this chunk."""
     return int(chunk.attrs.get("masked", 0))
 
 
 def iteration_of(chunk: pd.DataFrame) -> int:
-    """The iteration of a chunk, also where a mask left no row."""
+    """Return the iteration of a chunk, also where a mask left no row."""
     return int(chunk["iteration"].iloc[0] if len(chunk) else chunk.attrs["iteration"])

@@ -22,7 +22,7 @@ PLACES_OF_SEQUENCES = ["sequence", "rollout_policy_versions", "is_forced"]
 
 
 def turns_of(is_forced: Sequence[int]) -> npt.NDArray[np.int32]:
-    """The turn of each sampled token of a response; `is_forced`: 1 where the environment put a token in."""
+    """Return the turn of each sampled token of a response; `is_forced`: 1 where the environment put a token in."""
     forced = np.asarray(is_forced, dtype=bool)
     begins = forced & ~np.concatenate([[False], forced[:-1]])
     return np.cumsum(begins)[~forced].astype(np.int32)
@@ -37,7 +37,7 @@ def routes_of(tokens: pd.DataFrame) -> npt.NDArray[np.int32]:
 
 
 def with_places(tokens: pd.DataFrame, sequences: pd.DataFrame) -> pd.DataFrame:
-    """The tokens of one iteration with PLACES that the run recorded, without ROUTE_COLUMNS.
+    """Return the tokens of one iteration with PLACES that the run recorded, without ROUTE_COLUMNS.
 
     `sequences` has PLACES_OF_SEQUENCES of the same iteration.
     """

@@ -21,7 +21,7 @@ _UPDATES = ["epoch", "minibatch", "sequence", "position", "new_logprobs"]
 def run_evidence(
     run_dir: Path | str, iterations: Sequence[int] | None = None, allow_incomplete: bool = False
 ) -> Iterator[pd.DataFrame]:
-    """The pairs rollout_logprobs, old_logprobs of a language run, with every column that `diagnose` knows.
+    """Yield the pairs rollout_logprobs, old_logprobs of a language run, with every column that `diagnose` knows.
 
     logprobs_b_again is the first minibatch's new_logprobs, before any step, and NaN elsewhere. Lags, ids that were
     encoded again, and the trainer's padding and prompts are as recorded. UserError on anything wrong in the records,
@@ -53,5 +53,5 @@ def run_evidence(
 
 
 def _by_token(column: pd.Series, otherwise: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """A column of lists, one list a response, as one value a token; `otherwise` where it was not recorded."""
+    """Return a column of lists, one list a response, as one value a token; `otherwise` where it was not recorded."""
     return otherwise if column.isna().all() else np.concatenate(column.to_list()).astype(np.int32)

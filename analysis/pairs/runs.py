@@ -31,7 +31,7 @@ PAIRS = ("rollout_vs_old", "old_vs_first_new")
 def chosen_iterations(
     run_dir: Path | str, iterations: Sequence[int] | None, allow_incomplete: bool = False
 ) -> Sequence[int]:
-    """These iterations, or (None) every recorded one; UserError if there is no run, or it is incomplete."""
+    """Return these iterations, or (None) every recorded one; UserError if there is no run, or it is incomplete."""
     recorded = range(len(reader.open_manifest(run_dir, allow_incomplete).iterations))
     return recorded if iterations is None else iterations
 
@@ -43,7 +43,7 @@ def run_pairs(
     iterations: Sequence[int] | None = None,
     allow_incomplete: bool = False,
 ) -> Iterator[pd.DataFrame]:
-    """The pairs of a recorded run, one iteration at a time.
+    """Return the pairs of a recorded run, one iteration at a time.
 
     "rollout_vs_old": a = rollout_logprobs, b = old_logprobs: sampler against trainer, the same weights.
     "old_vs_first_new": a = old_logprobs, b = new_logprobs of the first epoch, without minibatches in which the policy
@@ -81,7 +81,7 @@ def _old_and_first_new(run_dir: Path | str, iteration: int, allow_incomplete: bo
 
 
 def common_iterations(run_a: Path | str, run_b: Path | str, iterations: Sequence[int] | None) -> Sequence[int]:
-    """These iterations, or (None) all of two runs; UserError if None and the runs do not have equally many."""
+    """Return these iterations, or (None) all of two runs; UserError if None and the runs do not have equally many."""
     a, b = (len(chosen_iterations(run, None)) for run in (run_a, run_b))
     if iterations is None and a != b:
         raise UserError(f"{run_a} has {a} iterations, {run_b} has {b}; name the iterations to compare")

@@ -27,7 +27,7 @@ class Ratio(NamedTuple):
 
 
 def exact_sum(values: npt.ArrayLike) -> float:
-    """The sum of float64 numbers, rounded once (`math.fsum`); not finite if a number or the sum is not."""
+    """Return the sum of float64 numbers, rounded once (`math.fsum`); not finite if a number or the sum is not."""
     array = np.asarray(values, np.float64)
     try:
         return math.fsum(array.tolist())
@@ -54,7 +54,7 @@ def ratio_of_sums(numerator: Floats, denominator: Floats) -> Ratio:
 
 
 def mean(values: Floats) -> Ratio:
-    """The mean over clusters, one value each, with se = s / sqrt G."""
+    """Return the mean over clusters, one value each, with se = s / sqrt G."""
     return ratio_of_sums(values, np.ones(len(values)))
 
 

@@ -118,7 +118,7 @@ def tost(estimate: Estimate, margin: float) -> float:
 
 
 def detectable(sd: float, n: int, *, paired: bool, alpha: float, power: float = 0.8) -> float:
-    """The smallest difference that a t-test of n seeds (a group) calls different with probability `power`.
+    """Return the smallest difference that a t-test of n seeds (a group) calls different with probability `power`.
 
     sd: of the differences (paired) or within a group. NaN where nothing varies, or for n < 2.
     """

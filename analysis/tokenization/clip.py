@@ -17,7 +17,7 @@ UPDATE_COLUMNS = ["iteration", "epoch", "minibatch", "sequence", "position", "ne
 def word_ratios(
     token_table: pd.DataFrame, anchor_logprobs: pd.Series, updates: pd.DataFrame, *, clip_low: float, clip_high: float
 ) -> pd.DataFrame:
-    """One row per word and epoch of one iteration: log-ratio, and how much of the word is outside the band.
+    """Return one row per word and epoch of one iteration: log-ratio, and how much of the word is outside the band.
 
     `token_table` is that of `analysis.tokenization.kl`, `anchor_logprobs` [N] the denominator of the run's ratio,
     `updates` has UPDATE_COLUMNS; rows where the policy took no step (null) are left out. Ratios are exp(new - anchor)

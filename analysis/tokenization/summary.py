@@ -30,7 +30,7 @@ def summary_table(table: pd.DataFrame, word_table: pd.DataFrame) -> pd.DataFrame
     rows: list[tuple[object, ...]] = []
 
     def by_response(values: pd.Series) -> Floats:
-        """The sum over the words of each response."""
+        """Return the sum over the words of each response."""
         weights = values.to_numpy(np.float64)
         sums = np.bincount(words["sequence"].to_numpy(np.int64), weights=weights, minlength=len(table))
         return np.asarray(sums, np.float64)

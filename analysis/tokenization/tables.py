@@ -42,7 +42,7 @@ class TokenizationTables:
 
 
 def iteration_tables(run_dir: Path | str, iteration: int, *, boundary: Boundary) -> TokenizationTables:
-    """All tables of one iteration of a language run; UserError where records are missing or damaged."""
+    """Return all tables of one iteration of a language run; UserError where records are missing or damaged."""
     if not has_responses(reader.open_manifest(run_dir)):
         raise UserError(f"{run_dir}: a run on an environment has no tokens of text; give a run of a language model")
     config = load_recorded_config(run_dir)
@@ -94,7 +94,7 @@ def run_drift(
 
 
 def report(run_dir: Path, iteration: int | None, boundary: Boundary) -> list[str]:
-    """The printed lines of one iteration (None: the last); UserError as `iteration_tables`."""
+    """Return the printed lines of one iteration (None: the last); UserError as `iteration_tables`."""
     number = len(reader.open_manifest(run_dir).iterations) - 1 if iteration is None else iteration
     tables = iteration_tables(run_dir, number, boundary=boundary)
     drift = run_drift(run_dir, recorded_tokenizer(run_dir), iterations=[number])

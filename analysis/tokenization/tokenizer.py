@@ -26,7 +26,7 @@ class RecordedTokenizer:
 
 
 def recorded_tokenizer(run_dir: Path | str) -> RecordedTokenizer:
-    """The tokenizer of a recorded run; UserError where there is none or it cannot be read."""
+    """Return the tokenizer of a recorded run; UserError where there is none or it cannot be read."""
     for path in (Path(run_dir) / name for name in PATHS):
         if path.is_file():
             return load_tokenizer(path)
@@ -34,7 +34,7 @@ def recorded_tokenizer(run_dir: Path | str) -> RecordedTokenizer:
 
 
 def load_tokenizer(path: Path) -> RecordedTokenizer:
-    """A tokenizer.json; UserError where it cannot be read."""
+    """Return a tokenizer.json; UserError where it cannot be read."""
     from tokenizers import Tokenizer
 
     try:

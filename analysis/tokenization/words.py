@@ -46,7 +46,7 @@ class Words:
 
 
 def text_of(sequences: pd.DataFrame) -> Text:
-    """The text of one iteration's `sequences` (column response)."""
+    """Return the text of one iteration's `sequences` (column response)."""
     responses = list(sequences["response"])
     octets = np.array([len(response.encode()) for response in responses], dtype=np.int64)
     codes = np.frombuffer("".join(responses).encode("utf-32-le"), dtype="<u4")
@@ -109,7 +109,7 @@ def _special(recorded_sub_idx: Ints, without_text: Bools, is_first: Bools) -> Bo
 
 
 def _words_of_characters(text: Text, boundary: Boundary) -> Ints:
-    """The word of every character, numbered over the whole text."""
+    """Return the word of every character, numbered over the whole text."""
     space = is_space(text)
     begins = np.zeros(len(space), dtype=bool)
     first = text.starts[:-1][text.starts[:-1] < text.starts[1:]]
@@ -120,7 +120,7 @@ def _words_of_characters(text: Text, boundary: Boundary) -> Ints:
 
 
 def _last_character(text: Text, start: Ints, end: Ints) -> Ints:
-    """Index of the last character of each span that is not white space, or of the last one where all are."""
+    """Return the index of the last character of each span that is not white space, or of the last one where all are."""
     space = is_space(text)
     if not len(space):
         return start

@@ -55,13 +55,13 @@ class Errors:
 
 
 def error(found: Tensor, reference: Tensor) -> Error:
-    """The error of numbers of any shape; the reference is float64."""
+    """Return the error of numbers of any shape; the reference is float64."""
     distance = (found.to(torch.float64) - reference).abs()
     return Error(float(distance.max()), float(distance.square().mean().sqrt()), float(distance.mean()))
 
 
 def errors(deterministic: Tensor, stock: Tensor, reference: Tensor) -> Errors:
-    """The errors of the same numbers by two kinds of numerics."""
+    """Return the errors of the same numbers by two kinds of numerics."""
     gaps = spacing(reference)
     # rounding is off by half a spacing at most, by spacing / sqrt(12) in the rms and spacing / 4 in the mean
     resolution = Error(float(gaps.max()) / 2, float(gaps.square().mean().sqrt()) / 12**0.5, float(gaps.mean()) / 4)
@@ -82,14 +82,14 @@ def stock_gradients(model: PreTrainedModel, text: Text) -> dict[str, Tensor]:
 
 
 def reference_gradients(model: PreTrainedModel, text: Text) -> dict[str, Tensor]:
-    """The same in float64: of a copy, whose gradients are float64 too."""
+    """Return the same in float64: of a copy, whose gradients are float64 too."""
     wide = copy.deepcopy(model).double()
     with float64(wide):
         return stock_gradients(wide, text)
 
 
 def deterministic_gradients(model: PreTrainedModel, text: Text, max_context: int) -> dict[str, Tensor]:
-    """The same by the kernels, float32."""
+    """Return the same by the kernels, float32."""
     policy, count = make_policy(model, "deterministic", max_context), len(text.prompts)
     batch = lay_out(text.prompts, text.responses, slots=slots_of(range(count), count, SLOTS))
     sums = GradientSums(policy.named_parameters(), SLOTS)
@@ -176,7 +176,7 @@ class GradientComparison:
     stock: dict[str, float]
 
     def worst(self) -> tuple[str, str]:
-        """The parameter with the largest error of each."""
+        """Return the parameter with the largest error of each."""
         return max(self.deterministic, key=self.deterministic.__getitem__), max(self.stock, key=self.stock.__getitem__)
 
     def ratio(self) -> float:
@@ -197,5 +197,5 @@ def compare_gradients(
 
 
 def typical(ratios: Sequence[float]) -> float:
-    """The geometric mean: one model in which either side was lucky moves it little."""
+    """Return the geometric mean: one model in which either side was lucky moves it little."""
     return float(np.exp(np.mean(np.log(ratios))))

@@ -62,7 +62,7 @@ class Outcome:
 
 
 def variants() -> list[str]:
-    """The variants of the kernels that this CPU runs, the fastest first."""
+    """Return the variants of the kernels that this CPU runs, the fastest first."""
     here, flags = build.this_platform(), frozenset(library.cpu_words("flags"))
     return [variant.name for variant in here.variants if variant.needs <= flags] if here else []
 
@@ -101,7 +101,7 @@ def _resumed(out: Path, sets: Sequence[str]) -> Outcome:
 
 
 def _started(out: Path, sets: Sequence[str], condition: str, environment: dict[str, str], processes: int) -> Outcome:
-    """The outcome of a run in new processes. RuntimeError with the last words of a run that fails."""
+    """Return the outcome of a run in new processes. RuntimeError with the last words of a run that fails."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [sys.executable, *(launcher if processes > 1 else []), "-m", "ppo_repro", "run", str(CONFIG), "--json"]
     arguments = ["--out", str(out), *(argument for setting in sets for argument in ("--set", setting))]

@@ -40,7 +40,7 @@ PHASES = ("sampling", "scoring", "forward and backward", "optimizer step")
 
 
 def directions(sequences: int) -> Tensor:
-    """The gradient of the loss in each log-prob, [sequences, RESPONSE]: what PPO's losses give, of any sign."""
+    """Return the gradient of the loss in each log-prob, [sequences, RESPONSE]: what PPO's losses give, of any sign."""
     draws = torch.from_numpy(bell(sequences * RESPONSE, "benchmark directions", 0)).float()
     return draws.view(sequences, RESPONSE) / (sequences * RESPONSE)
 
@@ -138,7 +138,7 @@ def candidates(model: Callable[[], PreTrainedModel], size: Size, phase: str, thr
 def measure(
     model: Callable[[], PreTrainedModel], size: Size, phases: Sequence[str], threads: Sequence[int], rounds: int
 ) -> list[Measured]:
-    """Every phase on every number of threads."""
+    """Return every phase on every number of threads."""
     rows: list[Measured] = []
     for phase in phases:
         sequences = {"forward and backward": MINIBATCH, "optimizer step": 0}.get(phase, SEQUENCES)

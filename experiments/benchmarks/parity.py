@@ -60,7 +60,7 @@ def write_folder(family: str, folder: Path) -> None:
 
 
 def overrides(folder: Path, mode: str, tokens: int) -> list[str]:
-    """A run of two iterations that samples at least `tokens` tokens."""
+    """Return a run of two iterations that samples at least `tokens` tokens."""
     return [
         f"experiment={folder.name}-{mode}",
         f"numerics.mode={mode}",

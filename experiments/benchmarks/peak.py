@@ -85,7 +85,7 @@ def make_folder(folder: Path, layers: int, vocab_size: int, hidden: int) -> None
 
 
 def planned(overrides: list[str]) -> int:
-    """The peak of the plan, bytes."""
+    """Return the peak of the plan, bytes."""
     from ppo_repro.checks.plan import plan_run
     from ppo_repro.config.files import load_config
 
@@ -118,7 +118,7 @@ def measure(case: str, folder: Path, overrides: list[str]) -> Peak:
 
 
 def markdown(peaks: list[Peak]) -> str:
-    """One row per case, decimal gigabytes."""
+    """Return one row per case, decimal gigabytes."""
     lines = [
         "| case | measured GB | without files GB | planned GB | planned / measured | s |",
         "|---|---|---|---|---|---|",

@@ -39,7 +39,7 @@ SCRIPT = Path(__file__).parent / "peers" / "trl_ppo.py"
 
 
 def config_of(folder: Path, mode: str, work: Work) -> RunConfig:
-    """The run that is measured, with the model and prompts in `folder`."""
+    """Return the run that is measured, with the model and prompts in `folder`."""
     numerics = [f"numerics.mode={mode}", f"numerics.max_context={work.prompt + work.response}"]
     return load_config(
         CONFIG,
@@ -56,7 +56,7 @@ def config_of(folder: Path, mode: str, work: Work) -> RunConfig:
 
 
 def without_stop(config: RunConfig, prepared: Prepared) -> Prepared:
-    """The same run with an engine that no token stops, so that every response has all its tokens."""
+    """Return the same run with an engine that no token stops, so that every response has all its tokens."""
     engine = TorchEngine(
         prepared.state.policy,
         frozenset(),
@@ -89,7 +89,7 @@ class Own:
 
 
 def own(folder: Path, mode: str, work: Work = USUAL) -> Own:
-    """A run in `mode`, one of MODES, before its first iteration."""
+    """Return a run in `mode`, one of MODES, before its first iteration."""
     config = config_of(folder, mode, work)
     prepared = without_stop(config, prepare(config, Silent()))
     run_dir = folder / f"run-{mode}"
@@ -100,7 +100,7 @@ def own(folder: Path, mode: str, work: Work = USUAL) -> Own:
 
 @contextmanager
 def trl(python: Path, folder: Path, work: Work = USUAL) -> Iterator[Callable[[int], Cost]]:
-    """A TRL process; the function requests one step on this many threads."""
+    """Yield a TRL process; the function requests one step on this many threads."""
     numbers = (work.prompt, work.response, work.sequences, work.epochs, work.minibatches)
     with process.started([str(python), str(SCRIPT), str(folder), *map(str, numbers)], folder / "trl.log") as peer:
         yield peer.step
@@ -109,7 +109,7 @@ def trl(python: Path, folder: Path, work: Work = USUAL) -> Iterator[Callable[[in
 def measure(
     python: Path, sizes: Sequence[str], threads: Sequence[int], rounds: int, modes: Sequence[str] = MODES
 ) -> list[Measured]:
-    """Every size on every number of threads; peer and runs of a size continue through all of them."""
+    """Return every size on every number of threads; peer and runs of a size continue through all of them."""
     rows: list[Measured] = []
     for name in sizes:
         size = SIZES[name]

@@ -82,7 +82,7 @@ def stock(model: PreTrainedModel, size: Size, threads: int, sequences: int = SEQ
 
 @contextmanager
 def llama_cpp(python: Path, model: LlamaForCausalLM, size: Size) -> Iterator[Callable[[int], Cost]]:
-    """A process with llama.cpp; the function samples all responses on this many threads.
+    """Yield a process with llama.cpp; the function samples all responses on this many threads.
 
     RuntimeError where its logits are not those of transformers: it would compute another model.
     """
@@ -103,13 +103,13 @@ def llama_cpp(python: Path, model: LlamaForCausalLM, size: Size) -> Iterator[Cal
 
 
 def candidates(model: LlamaForCausalLM, size: Size, threads: int) -> dict[str, Callable[[], Cost]]:
-    """All candidates of this process, on the same weights and prompts."""
+    """Return all candidates of this process, on the same weights and prompts."""
     own = {mode: engine(model, size, mode, threads) for mode in ("deterministic", "native")}
     return {PEER: stock(model, size, threads), **own}
 
 
 def measure(sizes: Sequence[str], threads: Sequence[int], rounds: int, python: Path | None = None) -> list[Measured]:
-    """Every size on every number of threads; beside llama.cpp where `python` is that of its environment."""
+    """Return every size on every number of threads; beside llama.cpp where `python` is that of its environment."""
     rows, tokens = [], SEQUENCES * RESPONSE
     for name in sizes:
         size, model = SIZES[name], make_model(SIZES[name])

@@ -79,7 +79,7 @@ def interleaved(candidates: Mapping[str, Callable[[], Cost]], rounds: int, warm_
 def compared(
     question: str, model: str, threads: int, tokens: int, costs: Mapping[str, Sequence[Cost]], peer: str
 ) -> list[Measured]:
-    """One row per candidate, with its speed as a multiple of the peer's in the same round."""
+    """Return one row per candidate, with its speed as a multiple of the peer's in the same round."""
     rows = []
     for name, own in costs.items():
         pairs = list(zip(costs[peer], own, strict=True))

@@ -57,7 +57,7 @@ def set_random_weights(model: PreTrainedModel) -> None:
 
 
 def make_model(size: Size) -> LlamaForCausalLM:
-    """A Llama with random weights; embedding and head are one matrix."""
+    """Return a Llama with random weights; embedding and head are one matrix."""
     config = LlamaConfig(
         vocab_size=size.vocabulary,
         hidden_size=size.hidden,
@@ -84,7 +84,7 @@ def prompt_ids(size: Size, count: int, stream: int = 0) -> list[tuple[int, ...]]
 
 
 def make_tokenizer(size: Size) -> PreTrainedTokenizerFast:
-    """A word `w<i>` per token; the last one is the end token, at which nothing stops here."""
+    """Return a word `w<i>` per token; the last one is the end token, at which nothing stops here."""
     words = {f"w{i}": i for i in range(size.vocabulary)}
     bare = Tokenizer(models.WordLevel(words, unk_token="w0"))
     bare.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -7,7 +7,7 @@ _ASKED = re.compile(r"(\d{1,6})\*(\d{1,6})=")
 
 
 def prompts():
-    """Every product of two numbers below SIDE, with the conversation that is wanted as its answer."""
+    """Return every product of two numbers below SIDE, with the conversation that is wanted as its answer."""
     return [
         {"prompt": f"{a} times {b}:", "answer": f"{a}*{b}={a * b}", "key": f"{a}*{b}"}
         for a in range(SIDE)

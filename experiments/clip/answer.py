@@ -21,7 +21,7 @@ MEASURE, USUAL = "mean_accuracy", "usual"
 
 
 def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
-    """The outcome, and the shares of token visits without gradient and outside the band."""
+    """Return the outcome, and the shares of token visits without gradient and outside the band."""
     removed, outside = clip_shares(run_dir, len(reader.read_iterations(run_dir)))
     return outcome(run_dir) | {"removed": removed, "outside": outside}
 

@@ -20,7 +20,7 @@ MEASURE, USUAL = "mean_accuracy", "usual"
 
 
 def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
-    """The outcome, and the explained variance of the last iterations."""
+    """Return the outcome, and the explained variance of the last iterations."""
     explained = reader.read_iterations(run_dir, columns=["explained_variance"]).tail(LAST)
     return outcome(run_dir) | {"explained": float(explained["explained_variance"].mean())}
 

@@ -49,17 +49,17 @@ class Printed:
 
 
 def values_for_gae(values: Sequence[Tensor], next_value: Tensor) -> Tensor:
-    """The values of N steps and the next one, each [1, 1] as the network gives them, concatenated as printed."""
+    """Return the values of N steps and the next one, each [1, 1] as the network gives them, concatenated as printed."""
     return torch.cat([torch.cat(list(values)).squeeze(), next_value])
 
 
 def update_ratios(new_logprobs: Tensor, stored: Sequence[Tensor]) -> Tensor:
-    """Ratios as printed, from new log-probs [N] and N stored ones of shape [1]."""
+    """Return ratios as printed, from new log-probs [N] and N stored ones of shape [1]."""
     return torch.exp(new_logprobs - torch.stack(list(stored)))
 
 
 def run_as_printed(seed: int = 0, episodes: int = 300, max_steps: int = 500, update_every: int = 2048) -> Printed:
-    """The training loop as printed; `max_steps` is meant for an episode and `steps` counts all of them."""
+    """Return the training loop as printed; `max_steps` is meant for an episode and `steps` counts all of them."""
     environments = Environments("CartPole-v1", 1, "errata", seed)
     agent = Agent(4, environments.actions, NetworkConfig(), "native", seed)
     noise = agent.distribution.noise(max_steps, 1, "errata actions", seed)

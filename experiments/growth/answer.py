@@ -39,7 +39,7 @@ def distance(run_dir: Path, twin: Path, iteration: int) -> tuple[float, bool, bo
 
 
 def first(flags: Sequence[bool]) -> int:
-    """The first iteration with a flag; the number of iterations without one."""
+    """Return the first iteration with a flag; the number of iterations without one."""
     return next((i for i, flag in enumerate(flags) if flag), len(flags))
 
 
@@ -58,7 +58,7 @@ def measures(run_dir: Path, twin: Path | None) -> dict[str, float]:
 
 
 def beside(labels: Labels) -> Labels | None:
-    """The twin of a flipped run is the run without a flip."""
+    """Return the twin of a flipped run is the run without a flip."""
     return None if labels["flip"] == "none" else {**labels, "flip": "none"}
 
 

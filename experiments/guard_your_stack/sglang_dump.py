@@ -36,7 +36,7 @@ def options() -> argparse.Namespace:
 
 
 def ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """What the server answers to one request for tokens."""
+    """Say what the server answers to one request for tokens."""
     content = json.dumps({**body, "return_logprob": True}).encode()
     request = urllib.request.Request(f"{url}/generate", content, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=600) as answer:

@@ -38,7 +38,7 @@ Response = tuple[int, ...]
 
 
 def all_responses(vocab_size: int, stop_ids: frozenset[int], longest: int) -> list[Response]:
-    """Every possible response: ended by a stop token, or cut off after `longest` tokens."""
+    """Return every possible response: ended by a stop token, or cut off after `longest` tokens."""
     going_on = [i for i in range(vocab_size) if i not in stop_ids]
     ended = [
         (*begin, stop)
@@ -61,7 +61,7 @@ def response_logprobs(
 
 
 def log_sum_exp(x: Tensor) -> float:
-    """The log of the sum of exp over all elements."""
+    """Return the log of the sum of exp over all elements."""
     return float(torch.logsumexp(x, 0))
 
 
@@ -90,7 +90,7 @@ class Distance:
 
 
 def distances(config: RunConfig, prepared: Prepared, policy: PreTrainedModel, beta: float) -> list[Distance]:
-    """The distance of every training prompt."""
+    """Return the distance of every training prompt."""
     task = prepared.task
     (reward,) = task.judge.functions
     assert reward is not None, "the reward is a function of the experiment"
@@ -110,7 +110,7 @@ def distances(config: RunConfig, prepared: Prepared, policy: PreTrainedModel, be
 def distance(
     prompt: str, log_p: Tensor, log_ref: Tensor, rewards: Tensor, beta: float, texts: Sequence[str]
 ) -> Distance:
-    """The distance of one prompt from log-probs and rewards of all its responses, float64 [n] each."""
+    """Return the distance of one prompt from log-probs and rewards of all its responses, float64 [n] each."""
     best, log_best = optimum(log_ref, rewards, beta)
     return Distance(
         prompt=prompt,
@@ -124,7 +124,7 @@ def distance(
 
 
 def read(run_dir: Path, beta: float | None = None) -> list[Distance]:
-    """The distances of a recorded run's final policy, for another beta or (None) the run's own."""
+    """Return the distances of a recorded run's final policy, for another beta or (None) the run's own."""
     config = load_recorded_config(run_dir)
     prepared = prepare(config, Silent())
     source, _ = load_folder(run_dir / FINAL)

@@ -20,7 +20,7 @@ MEASURE, USUAL = "change", "coefficient 0.05"
 
 
 def measures(run_dir: Path, _: Path | None) -> dict[str, float]:
-    """The outcome, change = accuracy after minus before training, the best accuracy and KL there, and curves.
+    """Return the outcome, change = accuracy after minus before training, the best accuracy and KL there, and curves.
 
     score_gain: mean learned score of the last minus that of the first iterations. accuracy_I, KL_I: at iteration I.
     """

@@ -7,7 +7,7 @@ EXAMPLE = "12 + 25 = 37\n"
 
 
 def prompts():
-    """Every ordered pair of operands but the example's, 8,099 in all."""
+    """Return every ordered pair of operands but the example's, 8,099 in all."""
     return [
         {"prompt": f"{EXAMPLE}{a} + {b} =", "answer": str(a + b), "key": f"{a}+{b}"}
         for a in range(LOW, HIGH + 1)

@@ -35,7 +35,7 @@ Cut = Callable[[str], list[str]]
 
 
 def strings() -> list[str]:
-    """Every string of at most LONGEST letters, the empty one first."""
+    """Return every string of at most LONGEST letters, the empty one first."""
     return ["".join(s) for n in range(LONGEST + 1) for s in itertools.product(ALPHABET, repeat=n)]
 
 
@@ -51,7 +51,7 @@ def random_distribution(name: str) -> dict[str, float]:
 
 
 def apply_merge(cut: Sequence[str], pair: tuple[str, str]) -> list[str]:
-    """The tokens with every occurrence of the pair, from the left, joined into one."""
+    """Return the tokens with every occurrence of the pair, from the left, joined into one."""
     out: list[str] = []
     for token in cut:
         if out and (out[-1], token) == pair:
@@ -93,13 +93,13 @@ def word_level(text: str) -> list[str]:
 
 
 def vocabulary(cut: Cut) -> dict[str, int]:
-    """The id of each token that occurs, by length and letters; END is 0 and has no text."""
+    """Return the id of each token that occurs, by length and letters; END is 0 and has no text."""
     tokens = {token for s in strings() for token in cut(s)} | set(ALPHABET)
     return {token: i for i, token in enumerate(sorted(tokens, key=lambda token: (len(token), token)), 1)}
 
 
 def segmentations(text: str, ids: Mapping[str, int]) -> Iterator[Ids]:
-    """Every sequence of tokens that spells `text`."""
+    """Yield every sequence of tokens that spells `text`."""
     if not text:
         yield ()
     for end in range(1, len(text) + 1):
@@ -108,12 +108,12 @@ def segmentations(text: str, ids: Mapping[str, int]) -> Iterator[Ids]:
 
 
 def one_cut(p: Mapping[str, float], cut: Cut, ids: Mapping[str, int]) -> Distribution:
-    """The distribution over token sequences where each string has one cut."""
+    """Return the distribution over token sequences where each string has one cut."""
     return {(*(ids[token] for token in cut(s)), END): mass for s, mass in p.items()}
 
 
 def all_cuts(p: Mapping[str, float], ids: Mapping[str, int], name: str) -> Distribution:
-    """The same strings over all their cuts, in random shares for each string."""
+    """Return the same strings over all their cuts, in random shares for each string."""
     distribution: Distribution = {}
     for s, mass in p.items():
         cuts = list(segmentations(s, ids))
@@ -178,7 +178,7 @@ def measure(
 
 
 def table() -> pd.DataFrame:
-    """A row per tokenizer; the last one spreads every string over all its cuts."""
+    """Return a row per tokenizer; the last one spreads every string over all its cuts."""
     p, q = random_distribution("p"), random_distribution("q")
     cuts = {"characters": bpe(p, 0), **{f"bpe, {n} merges": bpe(p, n) for n in (2, 4, 8)}, "words": word_level}
     rows = {}

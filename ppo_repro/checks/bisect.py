@@ -108,7 +108,7 @@ class SampledTokens:
 
     def before_sampling(self, requests: list[int], logits: Tensor) -> None:
         for request, row in zip(requests, logits, strict=True):
-            self.logits[request].append(row)
+            self.logits[request].append(row.cpu())
 
 
 def _grid(sequences: Tensor, starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

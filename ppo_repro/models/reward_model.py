@@ -37,7 +37,7 @@ def make_reward_model(source: PreTrainedModel, mode: str, max_context: int, seed
     model = CLASSIFIER_OF[type(source)](config)
     trunk_of(model).load_state_dict(trunk_of(source).state_dict())
     draw_head(model.get_parameter("score.weight"), "reward head", seed)
-    return make_policy(model, mode, max_context)
+    return make_policy(nn.Module.to(model, source.device), mode, max_context)
 
 
 @torch.no_grad()
@@ -74,4 +74,6 @@ def value_model_from(reward_model: PreTrainedModel, mode: str, max_context: int)
     with torch.no_grad():
         head.weight.copy_(weight)
         head.bias.zero_()
-    return ValueModel(make_policy(trunk_of(stock), mode, max_context), head)
+    device = reward_model.device
+    trunk = make_policy(nn.Module.to(trunk_of(stock), device), mode, max_context)
+    return ValueModel(trunk, head.to(device))

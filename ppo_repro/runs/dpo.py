@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ppo_repro.base.clock import OTHER, Clock, moment
@@ -39,7 +39,7 @@ from ppo_repro.records.folder import CONFIG_NAME, FINAL, REFERENCE
 from ppo_repro.records.inputs import located_tree
 from ppo_repro.runs.checkpoint import Start, listed, save_model
 from ppo_repro.runs.kind import Execution, Files, Final, RunKind, Tables
-from ppo_repro.runs.prepare import Prepared, prepare
+from ppo_repro.runs.prepare import Prepared, prepare, usable_device
 from ppo_repro.stages.forward import score_rollout
 from ppo_repro.stages.rewards import evaluate
 from ppo_repro.stages.rollout import roll_out
@@ -180,6 +180,7 @@ class DPOKind(RunKind[DPOConfig, Epoch]):
     def open(self, config: DPOConfig, run_dir: Path | None, start: Start | None = None) -> Iterator[DPOExecution]:
         mode, max_context = config.numerics.mode, config.numerics.max_context
         library.use_threads(config.layout.threads, mode == "native")
+        device = usable_device(config.layout.device, mode, self.ranks)
         run: tuple[RunConfig, Prepared] | None = None
         if config.run is not None:
             run = _start_of_run(config, Path(config.run), self.watcher)
@@ -189,6 +190,7 @@ class DPOKind(RunKind[DPOConfig, Epoch]):
             assert config.model is not None
             source, tokenizer = load_folder(Path(config.model.path))
             try_to_save(source, tokenizer, f"model.path = {config.model.path}")
+            nn.Module.to(source, device)
             policy, frozen = (make_policy(source, mode, max_context) for _ in range(2))
             frozen, temperature = frozen.requires_grad_(False), 1.0
         if config.pairs is None:

@@ -197,6 +197,16 @@ def _engine(
     return StockEngine(copy, sampled, *about)
 
 
+def usable_device(name: str, mode: str, ranks: Ranks) -> torch.device:
+    """Return torch's device for `layout.device`; UserError if the numerics do not compute there."""
+    device = torch_device(name, ranks.rank)
+    if mode == "deterministic":
+        kernels_of(device)
+    elif device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"layout.device = {name}: torch sees no CUDA device here; take cpu")
+    return device
+
+
 def prepare(
     config: RunConfig,
     watcher: Watcher,
@@ -221,11 +231,7 @@ def prepare(
     """
     numerics = config.numerics
     library.use_threads(config.layout.threads, numerics.mode == "native" or config.mismatch.sampler.stock is not None)
-    device = torch_device(config.layout.device, ranks.rank)
-    if numerics.mode == "deterministic":
-        kernels_of(device)  # now, if they do not compute here
-    elif device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"layout.device = {config.layout.device}: torch sees no CUDA device here; take cpu")
+    device = usable_device(config.layout.device, numerics.mode, ranks)
     disable_progress_bar()  # the run shows its own
     process = UserProcess()
     judge = load_judge(config.reward, process)

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -37,7 +39,7 @@ from ppo_repro.numerics import devices, library
 from ppo_repro.numerics.network import is_deterministic
 from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, weights_digest
 from ppo_repro.numerics.rows import slots_of
-from ppo_repro.numerics.token_statistics import token_statistics
+from ppo_repro.numerics.token_statistics import sample_tokens, token_statistics
 from ppo_repro.records import manifest
 from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
@@ -84,6 +86,13 @@ class Check:
     def wait(self) -> None:
         if not self.emulated:
             torch.cuda.synchronize()
+
+    def free(self) -> None:
+        """Free what the last step left on the card."""
+        gc.collect()
+        self.card.free_scratch()
+        if not self.emulated:
+            torch.cuda.empty_cache()
 
 
 # ---------------------------------------------------------------------------------------------------------------- bits
@@ -188,7 +197,7 @@ class _Stop(Silent):
     def __init__(self, run_dir: Path, copy_to: Path) -> None:
         self.run_dir, self.copy_to = run_dir, copy_to
 
-    def iteration(self, done: int, total: int, figures: str) -> None:
+    def iteration(self, done: int, total: int, figures: str, seconds: float) -> None:
         if done == 1:
             shutil.copytree(self.run_dir, self.copy_to)
 
@@ -321,22 +330,44 @@ def _times(check: Check, source: PreTrainedModel, policy: PreTrainedModel) -> Re
         results["peak bytes of torch in a step"] = torch.cuda.max_memory_allocated()
         free_bytes, all_bytes = check.card.free_bytes()
         results["bytes in use on the card"] = all_bytes - free_bytes
-    count, new = (2, 3) if check.emulated else (128, 64)
+    optimizer.rest()
+    check.free()
+    return results | _sampling_times(check, source, policy)
+
+
+def _sampling_times(check: Check, source: PreTrainedModel, policy: PreTrainedModel) -> Results:
+    count, new = (2, 3) if check.emulated else (128, 256)
     requests = [Request(tuple(ids), seed) for seed, ids in enumerate(_tokens(check, count, 16))]
-    engine = TorchEngine(policy, frozenset(), "deterministic", 512, count, 0)
-    sampling = Sampling(1.0, 0, 1.0, new, greedy=False)
-    results["sampling"] = {
-        "tokens": count * new,
-        "deterministic": check.timed(lambda: engine.generate(requests, sampling), 1),
-    }
     prompt = torch.tensor([request.prompt_ids for request in requests], device=check.device)
-    options = dict(max_new_tokens=new, min_new_tokens=new, do_sample=True, top_k=0, pad_token_id=0)
-    results["sampling"]["generate, float32"] = check.timed(lambda: source.generate(prompt, **options), 1)
-    return results
+    engine = TorchEngine(policy, frozenset(), "deterministic", 512, count, 0)
+    drawn = torch.randn(count, policy.config.vocab_size, device=check.device)
+    seeds = torch.arange(count)
+
+    def ours(tokens: int) -> None:
+        engine.generate(requests, Sampling(1.0, 0, 1.0, tokens, greedy=False))
+        check.wait()
+
+    def stock(tokens: int) -> None:
+        options = dict(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=True, top_k=0, pad_token_id=0)
+        source.generate(prompt, **options)
+        check.wait()
+
+    seconds: dict[str, float] = {}
+    for name, sample in (("deterministic", ours), ("generate, float32", stock)):
+        sample(2)
+        begin = time.perf_counter()
+        sample(new)
+        seconds[name] = time.perf_counter() - begin
+    draw = check.timed(lambda: sample_tokens(drawn, seeds, seeds, 1.0, None))
+    return {"sampling": {"tokens": count * new, **seconds, "drawing one token each": draw}}
 
 
-STEPS = {step.__name__: step for step in (card, families, runs, resumed, large, quickstart, native)}
+STEPS = {step.__name__: step for step in (card, quickstart, resumed, families, runs, large, native)}
 NOT_EMULATED = ("quickstart", "native")
+
+
+def _out_of_time(*_: object) -> None:
+    raise TimeoutError("no time was left")
 
 
 def main() -> int:
@@ -344,26 +375,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"of {', '.join(STEPS)}; all by default")
     parser.add_argument("--out", type=Path, default=Path("."))
-    parser.add_argument("--seconds", type=float, default=480.0, help="no step begins later")
+    parser.add_argument("--seconds", type=float, default=480.0, help="of all steps: a step that would go on is ended")
     parser.add_argument("--stand-in", type=Path)
     options = parser.parse_args()
     if unknown := sorted(set(options.steps) - STEPS.keys()):
         parser.error(f"there is no step {unknown[0]}")
     options.out.mkdir(parents=True, exist_ok=True)
     begin, wrong, results = time.perf_counter(), 0, dict[str, Results]()
+    signal.signal(signal.SIGALRM, _out_of_time)
     with tempfile.TemporaryDirectory() as folder:
         check = Check(options.stand_in, Path(folder))
         library.use_threads(1 if check.emulated else 8)
         steps = options.steps or [name for name in STEPS if not check.emulated or name not in NOT_EMULATED]
         for name in steps:
             started = time.perf_counter()
-            if started - begin > options.seconds:
-                results[name] = {"failed": "no time was left"}
-            else:
-                try:
-                    results[name] = STEPS[name](check)
-                except Exception as error:  # the others still run: a card is rare
-                    results[name] = {"failed": f"{type(error).__name__}: {error}", "at": traceback.format_exc()[-3000:]}
+            signal.setitimer(signal.ITIMER_REAL, max(0.01, begin + options.seconds - started))
+            try:
+                results[name] = STEPS[name](check)
+            except Exception as error:  # the others still run: a card is rare
+                results[name] = {"failed": f"{type(error).__name__}: {error}", "at": traceback.format_exc()[-3000:]}
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            check.free()
             results[name]["seconds"] = time.perf_counter() - started
             wrong += "failed" in results[name] or results[name].get("differ", 0) > 0
             (options.out / "device_check.json").write_text(json.dumps(results, indent=1))

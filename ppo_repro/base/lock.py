@@ -135,7 +135,8 @@ def _try(path: Path) -> int | None:
 def _command() -> str:
     """The command line of this process, without secrets, on one line of modest length."""
     program, *arguments = sys.argv or [""]
-    return printable(masked(shlex.join([Path(program).name, *arguments])))[:COMMAND_CHARACTERS]
+    name = Path(program).name.replace("__main__.py", "ppo-repro")  # of `python -m ppo_repro`
+    return printable(masked(shlex.join([name, *arguments])))[:COMMAND_CHARACTERS]
 
 
 def _told(holder: re.Match[bytes]) -> list[str]:

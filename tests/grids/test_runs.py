@@ -180,10 +180,15 @@ def test_a_cell_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     assert record_result(order, 1, 0.0, "").exit_code == 1 and state_of(Path(order.folder)) == "interrupted"
 
 
-def test_two_calls_on_one_folder(tmp_path: Path) -> None:
+def test_of_two_grids_on_one_folder_the_second_says_which_one_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "g").mkdir()
-    with only_writer(tmp_path / "g"), pytest.raises(UserError, match="another process is writing"):
+    monkeypatch.setattr("sys.argv", ["/bin/ppo-repro", "grid", "other/g.yaml", "--workers", "2"])
+    with only_writer(tmp_path / "g"), pytest.raises(UserError) as caught:
         finished(grid_file(tmp_path, {}, [1]), tmp_path)
+    assert "g: another process is writing it (process " in str(caught.value)
+    assert ": ppo-repro grid other/g.yaml --workers 2); wait until that process ends" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -443,7 +443,7 @@ def _logits(rng: np.random.Generator, n: int, v: int) -> np.ndarray:
     return z.astype(F)
 
 
-def statistics(n: int, v: int, masked: bool = False, bad: bool = False) -> Case:
+def statistics(n: int, v: int, masked: bool = False, bad: bool = False, temperature: float = 0.7) -> Case:
     """Log-probs, entropies and sums of squares, and their gradient. `bad`: a row has an infinity."""
 
     def case(side: Side) -> Results:
@@ -465,7 +465,7 @@ def statistics(n: int, v: int, masked: bool = False, bad: bool = False) -> Case:
             ld=v,
             n=n,
             v=v,
-            temperature=0.7,
+            temperature=temperature,
             eligible=side.put(eligible.astype(np.uint8)) if masked else None,
             targets=side.put(targets.astype(np.int64)),
             rows=ffi.cast("Softmax *", more["rows"].address),
@@ -531,7 +531,7 @@ def cut(n: int, v: int, top_k: int, top_p: float) -> Case:
     return case
 
 
-def sampling(n: int, v: int, masked: bool = False) -> Case:
+def sampling(n: int, v: int, masked: bool = False, temperature: float = 0.8) -> Case:
     """Sampled tokens and their log-probs; `masked`: over eligible tokens, whose noise has other columns."""
 
     def case(side: Side) -> Results:
@@ -547,7 +547,7 @@ def sampling(n: int, v: int, masked: bool = False) -> Case:
             ld=v,
             n=n,
             v=v,
-            temperature=0.8,
+            temperature=temperature,
             seeds=side.put(rng.integers(0, 2**62, n)),
             positions=side.put(rng.integers(0, 2**20, n)),
             eligible=side.put(eligible) if masked else None,
@@ -640,10 +640,12 @@ def quick_cases() -> Iterator[tuple[str, Case]]:
     yield "model of another kind", model((135, 3), **other)
     yield "model over a cache", model(LENGTHS, chunks=(7, 130, 1), windows=(0, 40))
     yield "statistics", statistics(5, 1003)
+    yield "statistics at temperature 1", statistics(3, 300, temperature=1.0)
     yield "statistics masked", statistics(3, 77, masked=True, bad=True)
     yield "divergence", divergence(3, 500, masked=True)
     yield "cut", cut(3, 300, 40, 0.9)
     yield "sampling", sampling(5, 700)
+    yield "sampling at temperature 1", sampling(5, 700, temperature=1.0)
     yield "sampling masked", sampling(3, 90, masked=True)
     yield "sampling of few tokens", sampling(17, 16, masked=True)
     yield "noise", noise(5, 33)

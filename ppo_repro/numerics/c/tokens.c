@@ -22,7 +22,7 @@ INLINE const uint8_t *eligible_row(const uint8_t *eligible, int row, int v) {
 INLINE float row_top(const float *z, const uint8_t *eligible, int v, float temperature) {
   LANE_VALUES(float, top, -INFINITE);
   IN_LANES(i, v, {
-    float x = z[i] / temperature;
+    float x = fixed_at(z + i) / temperature;
     if (eligible) x = eligible[i] ? x : -INFINITE;
     LANE(top) = x > LANE(top) ? x : LANE(top);
   });
@@ -31,15 +31,15 @@ INLINE float row_top(const float *z, const uint8_t *eligible, int v, float tempe
 
 // Rule 3, definition: tokens.softmax. Unless `squares` is NULL, also the mean of shifted logits, and
 // the sum of e^2.
-INLINE Softmax row_softmax(const float *z, const uint8_t *eligible, int v, float temperature,
-                           double *squares) {
+INLINE Softmax softmax_of(const float *z, const uint8_t *eligible, int v, float temperature,
+                          double *squares) {
   const float top = row_top(z, eligible, v, temperature);
   LANE_VALUES(double, total, 0.0);
   LANE_VALUES(double, weighted, 0.0);
   LANE_VALUES(double, square, 0.0);
   LANE_VALUES(uint32_t, size, 0);  // bits of the largest |shifted|: infinity and NaN are largest
   IN_LANES(i, v, {
-    float shifted = shift(z[i], temperature, top);
+    float shifted = shift(fixed_at(z + i), temperature, top);
     float e = exp32(shifted);
     uint32_t bits = as_bits(shifted) & 0x7fffffffu;
     LANE(size) = bits > LANE(size) ? bits : LANE(size);
@@ -56,6 +56,12 @@ INLINE Softmax row_softmax(const float *z, const uint8_t *eligible, int v, float
     *squares = join_lanes(square);
   }
   return s;
+}
+
+INLINE Softmax row_softmax(const float *z, const uint8_t *eligible, int v, float temperature,
+                           double *squares) {
+  if (is_one(temperature)) return softmax_of(z, eligible, v, 1.0f, squares);
+  return softmax_of(z, eligible, v, temperature, squares);
 }
 
 INLINE void check_finite(Softmax s, int *not_finite) {
@@ -106,8 +112,8 @@ ROW(statistics_gradient_row, Statistics) {
     EACH(i, a->v) out[i] = 0.0f;
     return;
   }
-  EACH(i, a->v) {
-    float shifted = shift(z[i], temperature, top);
+  EACH_OF_MANY(i, a->v) {
+    float shifted = shift(fixed_at(z + i), temperature, top);
     float p = exp32(shifted) * inverse;
     out[i] = (0.0f - p * fma32(d_entropy, shifted - mean, d_logprob)) / temperature;
   }
@@ -323,7 +329,7 @@ INLINE double score_of(const Scores *s, int token) {
 }
 
 INLINE float bound_of(const Scores *s, int token) {
-  float log_p = shift(s->z[token], s->temperature, s->top) - (float)s->log_total;
+  float log_p = shift(fixed_at(s->z + token), s->temperature, s->top) - (float)s->log_total;
   return log_p + gumbel_bound(hash_of(s, token));
 }
 
@@ -364,9 +370,13 @@ ROW(sample_row, SamplingRows) {
   if (softmax.log_total != softmax.log_total) return;
   float *bound = memory;
   if (s.columns) {
-    EACH(token, v) bound[token] = eligible[token] ? bound_of(&s, token) : -INFINITE;
+    EACH_OF_MANY(token, v) bound[token] = eligible[token] ? bound_of(&s, token) : -INFINITE;
+  } else if (is_one(s.temperature)) {
+    Scores at_one = s;
+    at_one.temperature = 1.0f;
+    EACH_OF_MANY(token, v) bound[token] = bound_of(&at_one, token);
   } else {
-    EACH(token, v) bound[token] = bound_of(&s, token);
+    EACH_OF_MANY(token, v) bound[token] = bound_of(&s, token);
   }
   MEET_LANES;
   const float highest = largest(bound, v);

@@ -27,8 +27,9 @@ typedef void (*RowFunction)(const void *argument, int row, float *memory);  // o
   }                                                                                                 \
   INLINE void name##_body(const Struct *a, int row, __attribute__((unused)) float *memory)
 
-#define EACH(i, n) for (int i = lane_index(); i < (n); i += LANES)
-#define SHARE(i, n) EACH(i, n)
+#define SHARE(i, n) for (int i = lane_index(); i < (n); i += LANES)
+#define EACH(i, n) SHARE(i, n)
+#define EACH_OF_MANY(i, n) _Pragma("unroll 4") SHARE(i, n)
 
 #define ONE_LANE if (lane_index() == 0)
 #define MEET_LANES meet_lanes()
@@ -42,7 +43,7 @@ typedef void (*RowFunction)(const void *argument, int row, float *memory);  // o
 #define IN_LANES(i, n, ...) \
   do {                      \
     _Pragma("unroll 8")     \
-    EACH(i, n) {            \
+    SHARE(i, n) {           \
       __VA_ARGS__           \
     }                       \
   } while (0)
@@ -92,6 +93,14 @@ INLINE int all_of_lanes(int own) {
   for (int width = LANES / 2; width; width /= 2) own &= (int)other_lane((uint32_t)own, width);
   return own;
 }
+
+// ----------------------------------------------------------------------------------------------------- loads
+
+// A load that may move over stores, so that the loads of several elements are on their way at once
+INLINE float fixed_at(const float *p) { return load_fixed(p); }
+
+// A division has a rare case that is a branch, over which nothing moves; x / 1 is x.
+INLINE int is_one(float x) { return x == 1.0f; }
 
 // ----------------------------------------------------------------------------------------------------- flags
 

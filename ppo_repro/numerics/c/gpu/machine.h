@@ -11,6 +11,7 @@
 //   barrier                      waits for all threads of the block, and shows what they wrote
 //   meet_lanes                   the same for the 16 lanes that compute a row (lanes.h)
 //   other_lane(x, mask)          x of the lane whose number differs in the bits `mask`, of 16
+//   load_fixed(p)                *p in global memory, which no thread writes while the kernel runs
 //   copy16, copy4                start a copy from global to shared memory of 16 or 4 bytes, zeros after the
 //                                first `bytes`; commit_copies ends a group of copies, and wait_copies(n)
 //                                waits until only the last n groups of this thread are on their way
@@ -74,6 +75,7 @@ INLINE void copy4(SHARED float *to, const float *from, int bytes) {
 INLINE void commit_copies(void) { __asm__ volatile("cp.async.commit_group;" : : : "memory"); }
 #define wait_copies(groups) __asm__ volatile("cp.async.wait_group %0;" : : "n"(groups) : "memory")
 
+INLINE float load_fixed(const float *p) { return __nvvm_ldg_f(p); }
 INLINE Float4 shared4(SHARED const float *p) { return *(SHARED const Float4 *)p; }
 INLINE void put_shared4(SHARED float *p, Float4 x) { *(SHARED Float4 *)p = x; }
 
@@ -119,6 +121,7 @@ INLINE int blocks_y(void) { return emulated_blocks[1]; }
 INLINE void copy16(float *to, const float *from, int bytes) { copy_later(to, from, 16, bytes); }
 INLINE void copy4(float *to, const float *from, int bytes) { copy_later(to, from, 4, bytes); }
 
+INLINE float load_fixed(const float *p) { return *p; }
 INLINE Float4 shared4(const float *p) { return *(const Float4 *)p; }
 INLINE void put_shared4(float *p, Float4 x) { *(Float4 *)p = x; }
 

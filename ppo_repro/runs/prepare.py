@@ -218,7 +218,7 @@ def prepare(
 
     Args:
         config: the run.
-        progress: called after each step of a warm start.
+        watcher: is told of each step of a warm start.
         start_folder: the model that policy, value model and reference started as, where an earlier process of this run
             left it; it replaces the model of the configuration and its warm start.
         share: adapted models have one copy of the weights that they do not train with the reference, or with the reward

@@ -72,6 +72,14 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _iterations(text: str) -> range:
+    first, colon, last = text.partition(":")
+    numbers = range(_positive(first) - 1, _positive(last if colon else first))
+    if not numbers:
+        raise argparse.ArgumentTypeError(f"{text!r} ends before it begins; write A:B, both included, from 1")
+    return numbers
+
+
 def _shared(*names: str, **settings: Any) -> argparse.ArgumentParser:
     """Return an argument that several commands have."""
     parser = argparse.ArgumentParser(add_help=False)
@@ -123,8 +131,10 @@ def build_parser() -> argparse.ArgumentParser:
     add(fields_command)("sections", metavar="SECTION", nargs="*", help=about)
 
     add(ls_command)("folder", metavar="DIR", type=_path, nargs="?", default=RUNS, help=f"default {RUNS}")
-    for command in (resume_command, rerun_command):
-        add(command, run, layout, inputs, *((track, events) if command is resume_command else ()))
+    add(resume_command, run, layout, inputs, track, events)
+    about = "only iterations A to B, from the newest checkpoint before them; the run may be incomplete"
+    option = add(rerun_command, run, layout, inputs)
+    option("--iterations", metavar="A:B", type=_iterations, help=about)
     about = "after so many iterations; default the newest"
     option = add(fork_command, run, field, label, inputs, track, events, out)
     option("--at", metavar="ITERATION", type=_count, help=about)

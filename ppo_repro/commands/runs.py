@@ -210,15 +210,19 @@ def _report_run(run_dir: Path, seconds: dict[str, float] | None, as_json: bool, 
 
 def rerun_command(arguments: argparse.Namespace) -> int:
     """Execute a recorded run again and compare every buffer; exit 1 at a difference."""
-    say(f"{arguments.run}: computing everything again, to compare every buffer")
+    only: range | None = arguments.iterations
+    what = "everything" if only is None else f"iterations {only.start + 1} to {only.stop}"
+    say(f"{arguments.run}: computing {what} again, to compare every buffer")
     from ppo_repro.records.manifest import load_head
 
     kind = load_head(arguments.run).kind
     with _working_together() as (ranks, watcher):
         from ppo_repro.runs.resume import rerun
 
-        report = rerun(_executed_by(kind, watcher, ranks), arguments.run, arguments.set, arguments.inputs)
+        executed = _executed_by(kind, watcher, ranks)
+        report = rerun(executed, arguments.run, arguments.set, arguments.inputs, only)
     if not ranks.is_first:
         return 0 if report.difference is None else 1
-    identical = f"identical: {report.iterations} iterations, fingerprint {report.fingerprint}"
+    where = "" if only is None else f" after iteration {report.begun}, every number;"
+    identical = f"identical: {report.iterations} iterations{where or ','} fingerprint {report.fingerprint}"
     return report_difference(report.difference, arguments.json, identical)

@@ -182,12 +182,17 @@ class Rerun:
     """What running again showed."""
 
     difference: Difference | None
-    fingerprint: str  # of the new execution, as far as it went
+    fingerprint: str  # of the records and of the new execution after them, as far as it went
+    begun: int  # iterations of the checkpoint from which it went on, 0 without one
     iterations: int  # computed again
 
 
 def rerun(
-    kind: RunKind[Config, Item], run_dir: Path, overrides: Sequence[str] = (), elsewhere: Path | None = None
+    kind: RunKind[Config, Item],
+    run_dir: Path,
+    overrides: Sequence[str] = (),
+    elsewhere: Path | None = None,
+    only: range | None = None,
 ) -> Rerun:
     """Execute a recorded configuration again, in memory, and compare every buffer with the files.
 
@@ -196,36 +201,57 @@ def rerun(
 
     Args:
         kind: what kind of run it is.
-        run_dir: the recorded run.
+        run_dir: the recorded run, which may be incomplete if `only` is given.
         overrides: fields, as after --set, that must not change a bit.
         elsewhere: a folder in which models may lie by now.
+        only: indices from 0 of the iterations to compute, after those since the newest checkpoint before them; None:
+            all, and the final results.
 
     Raises:
-        UserError: the run is incomplete or damaged, an input is nowhere or an override could change a result.
+        UserError: the run is incomplete or damaged, an input is nowhere, iterations of `only` are not recorded, or an
+            override could change a result.
     """
-    recorded = reader.open_manifest(run_dir)
-    config = recorded_config(kind, run_dir, recorded, overrides, elsewhere)
-    start = None if recorded.origin is None else load_start(run_dir, recorded, folder.FORKED_FROM)
+    recorded = reader.open_manifest(run_dir, allow_incomplete=only is not None)
+    begun = 0 if recorded.origin is None else recorded.origin.iteration
+    if only is not None:
+        _require_own(only, begun, run_dir, recorded)
+        begun = max([number for number in folder.starts_of(run_dir, recorded) if number <= only.start], default=begun)
+    model_too = begun == 0 or f"{folder.REFERENCE}/{SUMS_NAME}" not in recorded.files
+    config = recorded_config(kind, run_dir, recorded, overrides, elsewhere, model_too)
+    names = folder.starts_of(run_dir, recorded)
+    start = load_start(run_dir, recorded, names.get(begun, folder.FORKED_FROM)) if begun else None
     opened = kind.open(config, None, start)
     del start  # as large as weights and moments together
     require_same_start(kind.ranks, config, recorded.inputs)
-    begun = 0 if recorded.origin is None else recorded.origin.iteration
-    fingerprint = digests.FINGERPRINT_SEED if recorded.origin is None else recorded.origin.fingerprint
+    fingerprint = recorded.iterations[begun - 1].chain if begun else digests.FINGERPRINT_SEED
     first = kind.ranks.first
     with opened as execution:
         difference = first(from_recorded, run_dir, recorded, None, execution.preparation_tables())
         if difference is not None:
-            return Rerun(difference, fingerprint, 0)
+            return Rerun(difference, fingerprint, begun, 0)
         for item in execution.iterations():
             tables = execution.tables(item)
             difference = first(from_recorded, run_dir, recorded, item.index, tables)
             results = {t.name: digests.table_digest(t, tables[t.name]) for t in manifest.tables_of(recorded)}
             fingerprint = digests.chain(fingerprint, results)
+            done = item.index + 1
             if difference is not None:
-                return Rerun(difference, fingerprint, item.index + 1 - begun)
-            seconds = sum(item.seconds.values())
-            kind.watcher.iteration(item.index + 1, config.iterations, execution.progress(item), seconds)
+                return Rerun(difference, fingerprint, begun, done - begun)
+            kind.watcher.iteration(done, config.iterations, execution.progress(item), sum(item.seconds.values()))
+            if only is not None and done == only.stop:
+                return Rerun(None, fingerprint, begun, done - begun)
         final, side_tables = execution.ending(Clock())
     difference = first(from_recorded, run_dir, recorded, recorded.num_iterations, side_tables)
     difference = difference or first_final_difference(recorded.final, final)
-    return Rerun(difference, manifest.finished_fingerprint(fingerprint, final), config.iterations - begun)
+    return Rerun(difference, manifest.finished_fingerprint(fingerprint, final), begun, config.iterations - begun)
+
+
+def _require_own(only: range, begun: int, run_dir: Path, recorded: Manifest) -> None:
+    """Raise UserError unless all of these iterations are recorded, after the `begun` ones that a fork took over."""
+    if begun <= only.start and only.stop <= recorded.num_iterations:
+        return
+    of_origin = f"; the {begun} iterations before them are of the run from which it was forked" if begun else ""
+    raise UserError(
+        f"--iterations {only.start + 1}:{only.stop}: {run_dir} has recorded iterations {begun + 1} to "
+        f"{recorded.num_iterations}{of_origin}; choose some of these"
+    )

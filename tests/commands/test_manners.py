@@ -37,6 +37,16 @@ def test_the_seed_of_the_command_line(cli: Cli) -> None:
     assert "'-1' is not a count; try ppo-repro plan --help" in one_line(err)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("5:2", "'5:2' ends before it begins"), ("0:2", "must be at least 1"), ("3:", "'' is not a count")],
+)
+def test_iterations_that_are_none(cli: Cli, tmp_path: Path, text: str, said: str) -> None:
+    code, _, err = cli("rerun", tmp_path, "--iterations", text)
+    assert code == 2
+    assert f"argument --iterations: {said}" in one_line(err)
+
+
 def test_run_takes_a_file_for_control_runs(cli: Cli, tmp_path: Path) -> None:
     code, out, err = cli("run", SMALL_CONTROL, "--out", tmp_path, "--seed", "5", "--json")
     assert code == 0

@@ -14,6 +14,7 @@ from ppo_repro.base.watcher import Silent
 from ppo_repro.records import manifest
 from ppo_repro.records.diff import first_difference
 from tests.support.language import rerun, run
+from tests.support.resume import Recorded, record
 from tests.support.runs import small_config
 from tests.support.synthetic_run import accept, damage_cell
 
@@ -65,3 +66,39 @@ def test_a_flipped_bit_is_named(deterministic_run: Path, tmp_path: Path) -> None
         assert found is not None
         assert (found.table, found.iteration, found.column, found.row) == ("tokens", 1, "advantages", 11)
         assert (found.left, found.right, found.unequal_in_column) == (left, right, 1)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """Four iterations, and the checkpoint after the second one."""
+    config = small_config("ppo.iterations=4", "checkpoints.every=2", "model.warm_start_steps=3")
+    return record(config, tmp_path_factory.mktemp("kept"))
+
+
+def flip_a_reward(run_dir: Path, iteration: int) -> None:
+    """Change one bit of an iteration, counted from 0, as if the run had computed it."""
+    damage_cell(run_dir, "tokens", iteration, "rewards", lambda values: np.nextafter(values, np.float32(9)))
+    accept(run_dir, "tokens", iteration)
+
+
+@pytest.mark.parametrize(("only", "begun"), [(range(3, 4), 2), (range(2, 3), 2), (range(1, 2), 0)])
+def test_some_iterations_are_computed_from_the_checkpoint_before_them(kept: Recorded, only: range, begun: int) -> None:
+    found = rerun(kept.whole, Silent(), LAYOUT, only=only)
+    assert (found.difference, found.begun, found.iterations) == (None, begun, only.stop - begun)
+    assert found.fingerprint == manifest.load(kept.whole).iterations[only.stop - 1].chain
+
+
+def test_some_iterations_of_an_incomplete_run_are_compared(kept: Recorded, tmp_path: Path) -> None:
+    run_dir = kept.copy(3, tmp_path)
+    assert rerun(run_dir, Silent(), only=range(2, 3)).difference is None
+    with pytest.raises(UserError, match=r"--iterations 3:4: .* has recorded iterations 1 to 3; choose some of these"):
+        rerun(run_dir, Silent(), only=range(2, 4))
+
+
+def test_a_difference_in_those_iterations_is_named(kept: Recorded, tmp_path: Path) -> None:
+    """The negative control."""
+    run_dir = kept.copy(4, tmp_path)
+    flip_a_reward(run_dir, 2)
+    found = rerun(run_dir, Silent(), only=range(3, 4)).difference
+    assert found is not None
+    assert (found.table, found.iteration, found.column) == ("tokens", 2, "rewards")

@@ -22,8 +22,14 @@ def run(config: RunConfig, out: Path, watcher: Watcher, ranks: Ranks = ALONE) ->
     return runner.run(LanguageKind(watcher, ranks), config, out)
 
 
-def rerun(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = (), ranks: Ranks = ALONE) -> resumer.Rerun:
-    return resumer.rerun(LanguageKind(watcher, ranks), run_dir, overrides)
+def rerun(
+    run_dir: Path,
+    watcher: Watcher,
+    overrides: Sequence[str] = (),
+    ranks: Ranks = ALONE,
+    only: range | None = None,
+) -> resumer.Rerun:
+    return resumer.rerun(LanguageKind(watcher, ranks), run_dir, overrides, only=only)
 
 
 def resume(run_dir: Path, watcher: Watcher, overrides: Sequence[str] = ()) -> resumer.Resumed:

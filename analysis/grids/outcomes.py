@@ -32,12 +32,14 @@ MEASURES = {
 
 
 def clip_shares(run_dir: Path, iterations: int) -> tuple[float, float]:
-    """Shares of token visits whose gradient was removed, and outside the band; both 0 where nothing was clipped."""
+    """Shares of token visits whose gradient was removed, and outside the band; 0 without a clip, NaN if unknown."""
     flags = [
         reader.read_updates(run_dir, iterations=[i], columns=["clip_flag"])["clip_flag"].value_counts()
         for i in range(iterations)
     ]
     counts = pd.concat(flags, axis=1).sum(axis=1)
+    if "unknown" in counts:
+        return math.nan, math.nan
     removed = counts[counts.index.str.startswith("clip_")]
     outside = counts.drop(["none", "clip_cov", "kl_cov"], errors="ignore")  # those two are chosen by covariance
     return float(removed.sum() / counts.sum()), float(outside.sum() / counts.sum())

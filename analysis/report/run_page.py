@@ -20,6 +20,7 @@ from analysis.report.page import Card, Figure, Section, Verdict, facts_html, fol
 from analysis.report.samples import samples_section
 from analysis.report.scan import DELTA_EDGES, FLAGS, Scan, scan_run, summary_tables
 from analysis.words import terms
+from ppo_repro.config.algorithm import FunctionObjective
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
 from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME, by_phase, load_config_of, phases_of, read_note
@@ -117,7 +118,11 @@ def _clipping(facts: Facts, iterations: pd.DataFrame, steps: pd.DataFrame, scan:
     if scan.flags[list(FLAGS)].to_numpy().any():
         drawn.append(figures.flag_figure(scan.flags))
     notes: tuple[str, ...] = ()
-    if isinstance(facts.config, RunConfig) and bounds is None:
+    if isinstance(facts.config, RunConfig) and isinstance(facts.config.ppo.objective, FunctionObjective):
+        name = Path(facts.config.ppo.objective.path).name
+        says = "says" if steps["clip_fraction"].notna().any() else "does not say"
+        notes = (f"{name}, the objective of this run, {says} which tokens it cut.",)
+    elif isinstance(facts.config, RunConfig) and bounds is None:
         notes = (f"The objective {facts.config.ppo.objective.kind} does not clip by a token's ratio.",)
     return Section("clipping", title, notes, drawn)
 

@@ -79,13 +79,30 @@ class Objective:
         return probability_ratios(new_logprobs, anchor_logprobs)
 
     def choose(self, new_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, order: Tensor) -> Tensor:
-        """Choose the tokens [M] of a minibatch that are changed, bool; `order` [M] int64 is a random permutation."""
+        """Choose the tokens of a minibatch that are changed.
+
+        Args:
+            new_logprobs: [M] float32, of the policy as it is now.
+            anchor_logprobs: [M] float32, the denominator of the ratio.
+            advantages: [M] float32.
+            order: [M] int64, a random permutation.
+
+        Returns:
+            [M] bool.
+        """
         raise NotImplementedError
 
     def surrogates(
         self, ratios: Tensor, advantages: Tensor, new_logprobs: Tensor, chosen: Tensor | None = None
     ) -> Tensor:
-        """Return the loss in ratio and advantage; `chosen` bool is what `choose` chose."""
+        """Return the loss in ratio and advantage, [n] float32.
+
+        Args:
+            ratios: [n] float32.
+            advantages: [n] float32.
+            new_logprobs: [n] float32, of the policy as it is now.
+            chosen: [n] bool, what `choose` chose; None for objectives that choose nothing.
+        """
         assert ratios.shape == advantages.shape == (ratios.numel(),)
         return -(ratios * advantages)
 

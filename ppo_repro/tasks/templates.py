@@ -160,8 +160,15 @@ def encode_all(
 ) -> tuple[Split, dict[str, Ids]]:
     """Encode every prompt; returns the problems that are left, and the token ids of their prompts by key.
 
-    UserError names the first prompt that the engine cannot serve; with `task.overlong: drop` those that are too long
-    are left out and counted.
+    Args:
+        problems: with the prompts.
+        encode: encodes several.
+        config: has the lengths of responses and context, and what becomes of prompts that are too long.
+        vocab_size: token ids are below it.
+        watcher: is told how far it is, and how many prompts `task.overlong: drop` leaves out.
+
+    Raises:
+        UserError: names the first prompt that the engine cannot serve.
     """
     from ppo_repro.rollout.engine import Request, Sampling, TooLongError, check_request
 
@@ -203,7 +210,14 @@ def encode_all(
 def end_token_warning(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Ids], ends: frozenset[int], has_template: bool
 ) -> str | None:
-    """Say how many prompts end with an end token, and why; None if no prompt does."""
+    """Say how many prompts end with an end token, and why; None if no prompt does.
+
+    Args:
+        tokenizer: spells the token.
+        prompts: token ids of each.
+        ends: end tokens.
+        has_template: whether a chat template made the prompts.
+    """
     ended = [ids[-1] for ids in prompts if ids[-1] in ends]
     if not ended:
         return None

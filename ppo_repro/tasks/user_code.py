@@ -37,7 +37,11 @@ class UserProcess:
     ) -> list[Any]:
         """Return the replies to a request, one a row. Raises UserError for the first that is an error.
 
-        UserError(lost(row, what)) if the child ends, or gives no reply to a row within `seconds` of wall time.
+        Args:
+            request: JSON.
+            replies: number of rows.
+            seconds: wall time for each.
+            lost: makes the message of a UserError from row and cause if the child ends, or a reply does not come.
         """
         if self._child is None:
             self._child = _start()
@@ -155,7 +159,12 @@ def load(
 ) -> dict[str, UserFunction]:
     """Execute a file in the child and return the functions of `calls` that it has; UserError if it fails to load.
 
-    `calls`: the convention of each function by name.
+    Args:
+        process: the child.
+        field: of the configuration, for errors.
+        file: of the user's.
+        calls: the convention of each function by name.
+        options: what a convention needs besides.
     """
     request = {"field": field, "file": str(file), "calls": dict(calls), "folder": os.getcwd()}
     (lines,) = process.ask(request, 1, CALL_SECONDS, lambda row, how: f"{field}: {file} fails to load (it {how})")
@@ -163,7 +172,14 @@ def load(
 
 
 def load_function(process: UserProcess, field: str, path: str, term: CalledReward | None = None) -> UserFunction:
-    """Load the function of `FILE.py:FUNCTION`, called as `term` says; UserError names what is wrong with it."""
+    """Load the function of `FILE.py:FUNCTION`; UserError names what is wrong with it.
+
+    Args:
+        process: the child.
+        field: of the configuration, for errors.
+        path: `FILE.py:FUNCTION`.
+        term: says how it is called; None: with prompt, response and answer.
+    """
     file, name = file_and_name(field, path)
     call, options = ("function", {}) if term is None else (term.kind, term.model_dump(mode="json"))
     found = load(process, field, file, {name: call}, options)

@@ -138,7 +138,18 @@ def tempered(row: Row, s: Sampling, logits: Tensor, x: float = 0.0) -> Tensor:
 
 
 def processed(row: Row, s: Sampling, logits: Tensor, x: float = 0.0, in_turn: bool = False) -> Tensor:
-    """Return what tokens are sampled from: penalty, temperature, then the cuts."""
+    """Return what tokens are sampled from: penalty, temperature, then the cuts.
+
+    Args:
+        row: has the tokens seen before.
+        s: settings of the stack.
+        logits: [n, V].
+        x: a parameter that this distribution has not.
+        in_turn: top-p of what top-k has left, renormalised.
+
+    Returns:
+        [n, V], -inf where a cut drops a token.
+    """
     if s.repetition_penalty != 1.0:
         logits = penalised(logits, row.seen, s.repetition_penalty)
     return cut(logits / s.temperature, s.top_k, s.top_p, s.min_p, in_turn)

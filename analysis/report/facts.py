@@ -26,13 +26,14 @@ from ppo_repro.records.folder import (
     read_note,
 )
 from ppo_repro.records.inputs import change_lines, forked_from
+from ppo_repro.records.label import read_label
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.runs.summary import is_judged
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A recorded run; `name` is experiment/folder, so that no path of the machine gets into the page."""
+    """A recorded run; `name` is what somebody called it, and experiment/folder: no path of the machine."""
 
     run_dir: Path
     name: str
@@ -90,7 +91,8 @@ def read_facts(run_dir: Path) -> Facts:
         raise UserError(f"{run_dir}: the run is {manifest.status} and has no complete iteration to report; {advice}")
     environment, config = read_note(run_dir, manifest, ENVIRONMENT_NAME), load_config_of(run_dir, manifest)
     text = (run_dir / CONFIG_NAME).read_text(encoding="utf-8")
-    name = f"{config.experiment}/{run_dir.resolve().name}"
+    label, name = read_label(run_dir).name, f"{config.experiment}/{run_dir.resolve().name}"
+    name = f"{label} ({name})" if label else name
     measured = read_accuracy(run_dir, manifest) if isinstance(config, RunConfig) else None
     judged = not isinstance(config, RunConfig) or is_judged(run_dir)
     return Facts(run_dir, name, manifest, config, text, environment, measured, judged)

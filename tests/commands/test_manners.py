@@ -99,20 +99,29 @@ def test_ls_lists_runs_the_newest_first(cli: Cli, runs: Path, deterministic_run:
 def test_ls_says_what_runs_differ_in_and_what_they_are_called(cli: Cli, runs: Path) -> None:
     head = manifest.load_head(runs / "two")
     code, out, _ = cli("label", runs / "two", "--name", "plain torch", "--tag", "control", "--notes", "why 40 %?")
-    assert code == 0 and out.splitlines() == ["name        plain torch", "tags        control", "notes       why 40 %?"]
+    assert code == 0
+    assert out.splitlines() == ["name        plain torch", "tags        control", "notes       why 40 %?"]
     shutil.rmtree(runs / "a" / "b")
     lines = cli("ls")[1].splitlines()
-    assert "  what differs" in lines[0] and "  name  " in lines[0] and "  tags" in lines[0]
-    assert "mode=deterministic" in lines[1] and "mode=native" in lines[2] and "  plain torch  " in lines[2]
+    assert "  what differs" in lines[0]
+    assert "  name  " in lines[0]
+    assert "  tags" in lines[0]
+    assert "mode=deterministic" in lines[1]
+    assert "mode=native" in lines[2]
+    assert "  plain torch  " in lines[2]
     listed = json.loads(cli("ls", "--json")[1])["runs"][1]
     assert (listed["name"], listed["tags"], listed["notes"]) == ("plain torch", ["control"], "why 40 %?")
     assert "plain torch" in cli("show", runs / "two")[1]
     code, out, _ = cli("verify", runs / "two")
-    assert code == 0 and "under no digest: label.json" in out and manifest.load_head(runs / "two") == head
+    assert code == 0
+    assert "under no digest: label.json" in out
+    assert manifest.load_head(runs / "two") == head
     assert cli("label", runs / "two", "--name", "", "--tag", "", "--notes", "")[1] == "no label\n"
     assert not (runs / "two" / "label.json").exists()
     code, _, err = cli("label", runs / "two", "--name", "x" * 61)
-    assert code == 2 and "--name xxxx" in err and "must be one line of at most 60 characters" in one_line(err)
+    assert code == 2
+    assert "--name xxxx" in err
+    assert "must be one line of at most 60 characters" in one_line(err)
     (runs / "two" / "label.json").write_text("{}}")
     assert "is no label; remove it" in one_line(cli("show", runs / "two")[2])
     assert [run["state"] for run in json.loads(cli("ls", "--json")[1])["runs"]] == ["complete", "damaged"]

@@ -107,4 +107,5 @@ def test_no_accuracy_where_a_function_rewards(kind: str, has_accuracy: bool, cli
     index.close()
     assert said == dict.fromkeys(said, has_accuracy)
     if not has_accuracy:
-        assert "held-out score stayed at 0.250 (greedy)" in out and "Held-out score stayed at 0.250 after" in page
+        assert "held-out score stayed at 0.250 (greedy)" in out
+        assert "Held-out score stayed at 0.250 after" in page

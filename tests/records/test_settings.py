@@ -40,7 +40,9 @@ def test_labels_by_hand() -> None:
     assert shorts({}, {"experiment": "f", "ppo.epochs": 9}, {"ppo.epochs": 4}) == ["e, epochs=2", "f", "e, epochs=4"]
     many = {"ppo.learning_rate": 3e-3, "value.learning_rate": 3e-3, "ppo.epochs": 4, "kl.kl_coef": 0.5}
     whole = settings_of([base | {"kl.kl_coef": 0.1}, base | many])[1]
-    assert whole.short.endswith(" …") and whole.whole.count("=") == 4 and "ppo.epochs=4" in whole.whole
+    assert whole.short.endswith(" …")
+    assert whole.whole.count("=") == 4
+    assert "ppo.epochs=4" in whole.whole
 
 
 def test_another_file_of_the_same_name_is_another_setting() -> None:

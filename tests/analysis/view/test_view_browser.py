@@ -124,7 +124,8 @@ def test_labels_scores_and_the_opened_response_are_in_view(
         for selector in ("#list tr[aria-selected=true]", ".card.this .text"):
             box = f"document.querySelector('{selector}').getBoundingClientRect()"
             top, bottom = browser.execute_script(f"const b = {box}; return [b.top, b.bottom]")
-            assert top >= 0 and bottom <= height, selector
+            assert top >= 0
+            assert bottom <= height, selector
 
 
 @pytest.mark.parametrize("framed", [True, False])

@@ -60,7 +60,8 @@ class ConsoleProgress(Progress, Watcher):
             self._ends.append(now() - seconds)
         self._ends.append(now())
         each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-        left = f", {duration(each * (total - done))} left" if done < total else ""
+        is_said = done < total and not self.console.is_terminal  # a terminal has a column for it
+        left = f", {duration(each * (total - done))} left" if is_said else ""
         self._show("iteration", done, total, f"{figures}  {each:.3g} s each{left}")
 
     def servers(self, waited: int, limit: int) -> None:

@@ -163,6 +163,12 @@ ROWS = (
         "changes no result",
     ),
     Row("layout.gradient_checkpointing", "", "enable_gradient_checkpointing"),
+    Row("ppo.clip_range", also="clip clip_coef eps_clip epsilon cliprange"),  # of a file for `control`
+    Row("ppo.value_coef", also="vf_coef"),
+    Row("ppo.gae_lambda", also="lam lambda"),
+    Row("environment.id", also="env env_id env_name"),
+    Row("environment.num_envs", also="n_envs"),
+    Row("environment.steps_per_env", also="n_steps num_steps"),
     Row("dpo.beta", "beta", also="beta"),
     Row("dpo.learning_rate", "learning_rate", also="lr"),
     Row("dpo.epochs", "num_train_epochs"),
@@ -215,10 +221,10 @@ def reason(path: str) -> str | None:
 
 
 def table() -> Iterator[str]:
-    """Yield the lines of the page's table."""
+    """Yield the lines of the page's table: the fields that another framework calls otherwise."""
     yield "| here | TRL | verl | OpenRLHF | |"
     yield "|---|---|---|---|---|"
-    for row in ROWS:
+    for row in (row for row in ROWS if row.trl or row.verl or row.openrlhf):
         names = (
             " ".join(f"`{name}`" for name in group.split()) for group in (row.ours, row.trl, row.verl, row.openrlhf)
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -39,7 +40,8 @@ class Target:
     @property
     def option(self) -> str:
         """The option of `ppo-repro track` that copies there."""
-        return f"--tensorboard {self.place}" if self.kind == TENSORBOARD else f"--uri {masked(self.place or self.kind)}"
+        option = "--tensorboard" if self.kind == TENSORBOARD else "--uri"
+        return f"{option} {shlex.quote(masked(self.place or self.kind))}"
 
 
 @dataclass
@@ -175,7 +177,7 @@ def _wait(process: subprocess.Popen[str], folder: Path, target: Target, copies: 
         process.communicate()
         problem = f"tracking did not finish within {patience:.0f} s after the run"
     if problem:
-        later = f"`ppo-repro track {folder} {target.option}`"
+        later = f"`ppo-repro track {shlex.quote(str(folder))} {target.option}`"
         say(f"{problem}; the records are complete; copy them later with {later}")
         return
     found = json.loads(last)

@@ -148,7 +148,7 @@ class _RunCopy:
     def _keep(self) -> None:
         """Put manifest, configuration, notes and report among the files of the W&B run."""
         folder = Path(self._run.dir) / FILES
-        folder.mkdir()
+        folder.mkdir(parents=True)
         for name in KEPT:
             shutil.copy(self.run_dir / name, folder / name)
         try:

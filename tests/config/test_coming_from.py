@@ -3,36 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.coming_from import NO_FIELD, ROWS, table
+from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.fields import field_paths
 from ppo_repro.config.files import read_tree, set_field, validated
 from ppo_repro.config.run import RunConfig
-from tests.support.paths import ROOT, SMALL
+from tests.support.paths import ROOT, SMALL, SMALL_CONTROL
 
+Model = type[RunConfig | DPOConfig | ControlConfig]
 PAGE = ROOT / "ppo_repro" / "config" / "README.md"
 DPO = ROOT / "experiments" / "dpo.yaml"
-KNOWN = {RunConfig: set(field_paths(RunConfig)), DPOConfig: set(field_paths(DPOConfig))}
+FILES: dict[Model, Path] = {RunConfig: SMALL, DPOConfig: DPO, ControlConfig: SMALL_CONTROL}
+KNOWN = {model: [f"{path}." for path in field_paths(model)] for model in FILES}
 
 
-def answer(path: str, model: type[RunConfig | DPOConfig] = RunConfig) -> str:
+def answer(path: str, model: Model = RunConfig) -> str:
     """What is said of a field that is written into a file."""
-    tree = read_tree(SMALL if model is RunConfig else DPO)
+    tree = read_tree(FILES[model])
     set_field(tree, path, 1)
     with pytest.raises(UserError) as caught:
         validated(model, tree, "file")
     return str(caught.value)
 
 
-def others() -> Iterator[tuple[type[RunConfig | DPOConfig], str, str]]:
-    """Every name of another framework, with the field here."""
+def others() -> Iterator[tuple[Model, str, str]]:
+    """Every name of another framework, with the field here, and a kind of file that has the field."""
     for row in ROWS:
-        model = DPOConfig if row.ours.startswith("dpo.") else RunConfig
-        yield from ((model, name, row.ours) for name in row.names if name not in KNOWN[model])
+        model = next(model for model in FILES if has(model, row.ours))
+        yield from ((model, name, row.ours) for name in row.names if f"{name}." not in KNOWN[model])
+
+
+def has(model: Model, ours: str) -> bool:
+    return any(path.startswith(f"{ours}.") for path in KNOWN[model])
 
 
 def test_every_name_of_another_framework_is_answered_with_the_field_here() -> None:
@@ -41,8 +49,7 @@ def test_every_name_of_another_framework_is_answered_with_the_field_here() -> No
 
 
 def test_every_field_of_the_table_is_a_field_or_a_section_here() -> None:
-    paths = [f"{path}." for known in KNOWN.values() for path in known]
-    assert [row.ours for row in ROWS if not any(path.startswith(f"{row.ours}.") for path in paths)] == []
+    assert [row.ours for row in ROWS if not any(has(model, row.ours) for model in FILES)] == []
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from ppo_repro.records import manifest, reader
 from tests.support.cli import Cli, one_line
 from tests.support.paths import TINY
+from tests.support.synthetic_run import cut_back
 
 slow = pytest.mark.slow
 FOLLOW = """
@@ -84,6 +85,17 @@ def test_a_run_is_followed_while_it_works(cli: Cli, follow: str, tmp_path: Path)
     assert f"told        {follow} of 2 iterations" in out
     assert "tracking" not in err
     assert [row["iteration"] for row in seen(tmp_path)] == [0, 1]
+
+
+@slow
+def test_a_resumed_run_is_followed_from_its_first_iteration(cli: Cli, follow: str, tmp_path: Path) -> None:
+    few = ("--set", "ppo.iterations=3", "--set", "checkpoints.every=1")
+    run_dir = json.loads(cli("run", TINY, "--out", tmp_path / "runs", *few, "--json")[1])["run_dir"]
+    cut_back(Path(run_dir), 3, "interrupted")  # before its ending
+    code, out, err = cli("resume", run_dir, "--track", follow, "--json")
+    assert code == 0, err
+    assert json.loads(out)["function"]["iterations"] == 3
+    assert [row["iteration"] for row in seen(tmp_path)] == [0, 1, 2]
 
 
 @slow

@@ -97,14 +97,7 @@ class NativeNetwork:
         return SlotCache(self.trunk.config, slots, positions, self.trunk.device, self.trunk.dtype)
 
     def copy_prefix(self, cache: SlotCache, source: int, target: int, positions: int) -> None:
-        """Copy the keys and values of a slot's first positions to another slot.
-
-        Args:
-            cache: has both slots.
-            source: slot.
-            target: slot.
-            positions: how many.
-        """
+        """Copy the keys and values of the first positions of a slot; arguments as in `Network.copy_prefix`."""
         for store in (*cache.keys, *cache.values):
             store[target, :, :positions] = store[source, :, :positions]
 

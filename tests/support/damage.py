@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import one_line
 
 Damage = Callable[[Path], object]
 
@@ -18,6 +23,21 @@ JUNK: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 3, 7, 10**6, 10**12, 10**30, 0.5, -2.5, float("inf"), float("nan"), "", "x", "12"),
     *([], [1], ["x"], [[]], {}, {"a": 1}, {"": []}, DEEP, "\ud800", "\x1b[31m", "x" * 10_000),
 )
+
+
+def computes(what: str, damage: Damage, folder: Path, use: Callable[[Path], object]) -> bool:
+    """Damage a copy of a folder and use it: whether it computes. Any error but UserError in one line is a fault."""
+    with TemporaryDirectory() as temporary:
+        damaged = Path(shutil.copytree(folder, Path(temporary) / "model"))
+        damage(damaged)
+        try:
+            use(damaged)
+        except UserError as error:
+            assert len(one_line(error)) < 1000, what
+            return False
+        except BaseException as error:
+            raise AssertionError(f"{folder.name}: {what}") from error
+        return True
 
 
 def changed(name: str, path: tuple[str | int, ...], value: Any) -> Damage:

@@ -25,6 +25,7 @@ from ppo_repro.ppo.own_functions import OwnObjective
 from ppo_repro.rollout.engine import Engine
 from ppo_repro.stages.agreement import require_first_step_agrees, require_sampler_agrees
 from ppo_repro.stages.coefficients import next_coefficients, set_learning_rates
+from ppo_repro.stages.cross_check import cross_check
 from ppo_repro.stages.forward import kl_terms_of, policy_pass, score_rollout, values_in_reward_units
 from ppo_repro.stages.functions import Functions
 from ppo_repro.stages.rewards import compute_advantages, compute_rewards, evaluate
@@ -95,6 +96,7 @@ def ppo_iterations(
         received = receive(rollout)
         forward = score_rollout(state, received, config, ranks)
         require_sampler_agrees(config, index, rollout, forward)
+        cross_check(config, state, received, forward, ranks)
         rewards = compute_rewards(config, task, rollout, forward, coefficients.kl_coef, ranks)
         advantages = compute_advantages(config, rollout, forward, rewards, task.functions)
         clock.lap("forward")

@@ -23,6 +23,7 @@ from ppo_repro.records.folder import (
     Accuracy,
     load_config_of,
     read_accuracy,
+    read_card,
     read_note,
 )
 from ppo_repro.records.inputs import change_lines, forked_from
@@ -120,7 +121,7 @@ def repeating(
     versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "transformers", "numpy") if name in packages)
     commit = str(environment.get("git_commit") or "no commit")[:12]
     dirty = " with changes" if environment.get("git_dirty") else ""
-    origin = manifest.origin
+    origin, card = manifest.origin, read_card(run_dir, manifest)
     forked = []
     if origin is not None:
         changed = "; ".join(change_lines(origin.changed)) or "nothing"
@@ -134,6 +135,7 @@ def repeating(
         ("code", f"ppo_repro {environment.get('ppo_repro', 'not recorded')}, {commit}{dirty}"),
         ("versions", f"Python {environment.get('python', 'not recorded')}, {versions}"),
         ("machine", f"{environment.get('platform', 'not recorded')}, {environment.get('cpu_capability', '')}"),
+        *([] if card is None else [("card", card.sentence())]),
         ("layout", f"threads {environment.get('threads', '?')}, processes {environment.get('processes', '?')}"),
         ("began", str(environment.get(STARTED, "not recorded"))),
     ]

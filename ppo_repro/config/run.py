@@ -121,6 +121,9 @@ class RunNumericsConfig(NumericsConfig):
     accuracy_sequences: Index = Field(
         4, description="At its start an exact run compares log-probs of so many sequences with float64; 0 for none."
     )
+    cross_check: Index = Field(
+        64, description="On a card: response tokens of each iteration whose log-probs the CPU computes too; 0 for none."
+    )
 
 
 class RunConfig(Experiment):

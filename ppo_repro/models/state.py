@@ -95,6 +95,8 @@ class TrainState:
     versions: Versions | None = None  # None for a sampler that is never behind
     sampler: PreTrainedModel | None = None  # the policy as the sampler has it, where that is another object
     hidden_hook: HiddenHook = unchanged  # what happens to the policy's last hidden states in training
+    cpu_policy: PreTrainedModel | None = None  # on a card: the policy on the CPU, for cross-checks
+    cross_checked: int = 0  # tokens that the CPU computed too, by this process
 
     def rest_sampler(self) -> None:
         """Free the packed weights that only the sampler needs, until the next rollout."""

@@ -25,6 +25,7 @@ STARTED = "started"  # when a process began, in environment.json and in the envi
 RESUMED = "resumed-*.json"
 ACCURACY_NAME = "accuracy.json"
 TIMES_NAME = "times.json"
+CARD_NAME = "card.json"
 CHECKPOINTS_NAME = "checkpoints"
 CHECKPOINT = re.compile(r"checkpoints/iteration-(\d{6,})\.safetensors")
 REFERENCE = "checkpoints/reference"  # with its tokenizer: what policy and value model started as, too
@@ -121,6 +122,28 @@ class Accuracy:
 def read_accuracy(run_dir: Path, recorded: Head) -> Accuracy | None:
     """Read accuracy.json, None if nothing was measured. Raises UserError where the file is damaged."""
     return Accuracy(**read_note(run_dir, recorded, ACCURACY_NAME)) if ACCURACY_NAME in recorded.notes else None
+
+
+@dataclass(frozen=True)
+class OnCard:
+    """The card that completed a run, and how the CPU checked it: one difference would have ended the run."""
+
+    name: str
+    capability: str  # compute capability
+    driver: str
+    cross_checked: int  # tokens whose log-probs the CPU computed too
+
+    def sentence(self) -> str:
+        """Return the card and the check in words."""
+        return (
+            f"computed on {self.name} (compute capability {self.capability}, {self.driver}); {self.cross_checked:,} "
+            "tokens computed on the CPU too, 0 differ"
+        )
+
+
+def read_card(run_dir: Path, recorded: Head) -> OnCard | None:
+    """Read card.json, None for a run that no card completed. Raises UserError where the file is damaged."""
+    return OnCard(**read_note(run_dir, recorded, CARD_NAME)) if CARD_NAME in recorded.notes else None
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ def describe_environment(config: RunConfig | ControlConfig | DPOConfig, processe
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "torch_build": " ".join(torch.__config__.show().split())[:1000],
         "kernels": library.in_use(),
+        "device": "cpu" if isinstance(config, ControlConfig) else config.layout.device,
         "threads": config.layout.threads,
         "processes": processes,
         "cores": os.cpu_count(),

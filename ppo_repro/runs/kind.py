@@ -72,6 +72,10 @@ class Execution(ABC, Generic[Item]):
         """Return JSON files by name, outside the fingerprint."""
         return {}
 
+    def closing_notes(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return likewise what is known at the end."""
+        return {}
+
     def keep_start(self, run_dir: Path, files: Mapping[str, str]) -> Files:
         """Keep what no iteration changes; the files of the run then."""
         return dict(files)

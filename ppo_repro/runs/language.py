@@ -28,17 +28,20 @@ from ppo_repro.faults.sampler import disturbed
 from ppo_repro.faults.trainer import received
 from ppo_repro.loop import ppo_iterations
 from ppo_repro.models.folders import named_weights, save_adapter, save_reward_model, save_value_model, write_model
+from ppo_repro.numerics.devices import Card, kernels_of
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.sums import mean_of
 from ppo_repro.records.columns import evaluation_table, iteration_tables, preparation_tables
 from ppo_repro.records.folder import (
     ACCURACY_NAME,
+    CARD_NAME,
     CHECKPOINTS_NAME,
     FINAL,
     FINAL_STATE,
     REFERENCE,
     VALUE_MODEL,
     Accuracy,
+    OnCard,
     checkpoints_of,
 )
 from ppo_repro.records.manifest import Head
@@ -72,6 +75,13 @@ class LanguageExecution(Execution[Iteration]):
 
     def notes(self) -> Mapping[str, Mapping[str, Any]]:
         return {} if self.accuracy is None else {ACCURACY_NAME: asdict(self.accuracy)}
+
+    def closing_notes(self) -> Mapping[str, Mapping[str, Any]]:
+        state = self.prepared.state
+        card = kernels_of(state.policy.device)
+        if self.config.is_native or not isinstance(card, Card):
+            return {}
+        return {CARD_NAME: asdict(OnCard(card.name, card.capability, card.driver, state.cross_checked))}
 
     def iterations(self) -> Iterator[Iteration]:
         config, task, state = self.config, self.prepared.task, self.prepared.state

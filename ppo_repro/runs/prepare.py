@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +29,9 @@ from ppo_repro.models.state import TrainState, Versions
 from ppo_repro.models.tiny import check_spelling, make_model, make_tokenizer
 from ppo_repro.models.warm_start import WarmStartStep, warm_start
 from ppo_repro.numerics import library
-from ppo_repro.numerics.devices import kernels_of, torch_device
+from ppo_repro.numerics.devices import Card, kernels_of, torch_device
 from ppo_repro.numerics.families import routers, trunk_of
+from ppo_repro.numerics.interface import CPU
 from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer
 from ppo_repro.preferences.pairs import hold_out, pairs_by_rule, pairs_of_file
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
@@ -259,4 +261,6 @@ def prepare(
     state, sampled, lora = _networks(config, source, reward_model, share, ranks)
     engine = _engine(config, source, sampled, ends)
     state.sampler = engine.policy if engine.policy is not state.policy else None
+    if numerics.mode == "deterministic" and numerics.cross_check and isinstance(kernels_of(device), Card):
+        state.cpu_policy = nn.Module.to(deepcopy(state.policy), CPU)
     return Prepared(task, state, engine, steps, reward_training, lora)

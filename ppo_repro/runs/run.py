@@ -239,6 +239,8 @@ def execute(
         written.list_files(execution.keep_models(run_dir, written.head.files, written.head.fingerprint))
         clock.lap("models")
     clock.lap("closing")
+    for name, tree in execution.closing_notes().items():
+        written.note(name, tree)
     written.note(TIMES_NAME, {"iterations": computed, "seconds": clock.seconds})
     written.finish(results, side_tables)
     clock.lap("records")

@@ -15,7 +15,14 @@ from ppo_repro.config.files import CONTROL, DPO, LANGUAGE, Kind
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.tasks import ExactMatch, Verifier
 from ppo_repro.records import reader
-from ppo_repro.records.folder import by_phase, load_config_of, load_recorded_config, phases_of, read_accuracy
+from ppo_repro.records.folder import (
+    by_phase,
+    load_config_of,
+    load_recorded_config,
+    phases_of,
+    read_accuracy,
+    read_card,
+)
 from ppo_repro.records.manifest import Head, Manifest
 
 PHASES = ("rollout", "forward", "update")  # those that handle tokens
@@ -115,6 +122,7 @@ def _agreement(rows: pd.DataFrame, figures: Figures, anchor: str, has_value_mode
 
 def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Figures) -> list[str]:
     config, judged, measured = load_recorded_config(run_dir), is_judged(run_dir), read_accuracy(run_dir, recorded)
+    card = read_card(run_dir, recorded)
     agreement = _agreement(rows, figures, config.ppo.ratio_anchor, config.value.kind != "none")
     cut = float((rows["truncated_fraction"] * rows["sequences"]).sum() / rows["sequences"].sum())
     figures |= {
@@ -127,6 +135,7 @@ def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Fi
         "cut_fraction": cut,  # of all responses, cut at rollout.max_response_tokens
         "is_judged": judged,  # whether responses are right or wrong, so that the accuracies mean something
         "numerical_accuracy": None if measured is None else asdict(measured),  # of the log-probs at the start
+        "card": None if card is None else asdict(card),
     }
     # what was trained is the score, if it is not only whether the response equals the answer
     own = not judged or any(not isinstance(term, ExactMatch) for term in config.reward.terms)
@@ -139,6 +148,7 @@ def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Fi
         f"{figures['iterations']} iterations, {figures['tokens']:,} response tokens",
         *agreement,
         *([] if measured is None else [measured.sentence()]),
+        *([] if card is None else [card.sentence()]),
     ]
 
 

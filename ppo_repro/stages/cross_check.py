@@ -1,0 +1,73 @@
+"""What the CPU computes too when a card computes a run: log-probs of some tokens of each iteration, drawn by seed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ppo_repro.base.ranks import Ranks
+from ppo_repro.base.seeding import permutation
+from ppo_repro.buffers import ForwardPass, Rollout
+from ppo_repro.config.run import RunConfig
+from ppo_repro.models.batches import TokenBatch, lay_out
+from ppo_repro.models.networks import hidden_states
+from ppo_repro.models.state import TrainState
+from ppo_repro.numerics.devices import on_cpu
+from ppo_repro.numerics.families import trunk_of
+from ppo_repro.numerics.network import logits
+from ppo_repro.numerics.token_statistics import expand_kept, token_statistics
+from ppo_repro.stages.agreement import require_same_bits
+
+
+@torch.no_grad()
+def cross_check(config: RunConfig, state: TrainState, rollout: Rollout, forward: ForwardPass, ranks: Ranks) -> None:
+    """Compute the old log-probs of `numerics.cross_check` tokens on the CPU; UnequalBits where one differs.
+
+    Args:
+        config: gives the number of tokens and the seed that draws them.
+        state: its `cpu_policy` takes the policy's weights; its `cross_checked` counts. Without a `cpu_policy` nothing
+            is computed.
+        rollout: the responses as the trainer received them.
+        forward: has the log-probs of the card.
+        ranks: the first process computes.
+    """
+    if state.cpu_policy is None or not ranks.is_first:
+        return
+    batch, tokens = _drawn(config, state.iteration, rollout)
+    with on_cpu():
+        for own, live in zip(state.cpu_policy.parameters(), state.policy.parameters(), strict=True):
+            own.copy_(live)
+        hidden = hidden_states(trunk_of(state.cpu_policy), batch, replay=True)
+        changed = state.hidden_hook(hidden, tokens, ("scoring", state.iteration))
+        of_tokens = logits(state.cpu_policy, changed)
+        eligible = expand_kept(rollout.kept_tokens[tokens], of_tokens.shape[-1])
+        found, _ = token_statistics(of_tokens, batch.targets, rollout.temperature, eligible, "deterministic")
+    of_card = "old_logprobs", forward.old_logprobs[tokens]
+    require_same_bits(state.iteration, rollout.lengths, of_card, ("cpu_logprobs", found), tokens)
+    state.cross_checked += len(tokens)
+
+
+def _drawn(config: RunConfig, iteration: int, rollout: Rollout) -> tuple[TokenBatch, Tensor]:
+    """Draw responses until there are enough tokens; of the last response only the first tokens are computed.
+
+    Returns:
+        The responses as a batch, and the index [n] of their tokens into the rollout's.
+    """
+    left, starts = config.numerics.cross_check, rollout.starts()
+    prompts, responses, forced, routes, tokens = [], [], [], [], []
+    for i in permutation(len(rollout.lengths), "cross check", config.seed, iteration).tolist():
+        if not left:
+            break
+        count, whole = min(left, int(rollout.lengths[i])), rollout.whole(i)
+        is_forced = (False,) * len(whole) if rollout.episodes is None else rollout.episodes[i].is_forced
+        sampled = [place for place, is_put_in in enumerate(is_forced) if not is_put_in]
+        end = sampled[count - 1] + 1
+        prompts.append(rollout.prompts.prompt_ids[i])
+        responses.append(whole[:end])
+        forced.append(is_forced[:end])
+        if config.ppo.replay_routes and rollout.routes is not None:
+            routes.append(rollout.routes[i][: len(prompts[-1]) + end - 1])
+        tokens.append(torch.arange(count) + starts[i])
+        left -= count
+    batch = lay_out(prompts, responses, is_forced=forced, routes=routes or None)
+    return batch, torch.cat(tokens)

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from ppo_repro.base.errors import UserError, is_out_of_memory
+from ppo_repro.base.errors import FunctionFailed, UserError, is_out_of_memory
 from ppo_repro.base.output import shown
 
 _PREFIX = "ppo_repro_user_"
@@ -66,9 +66,9 @@ class UserCallable:
                 raise
             raise self.refused(f"raised {described(error)}", line_of(error, str(self.file))) from error
 
-    def refused(self, what: str, line: str = "") -> UserError:
+    def refused(self, what: str, line: str = "") -> FunctionFailed:
         """Return the error that says what is wrong with it, at a line of its file or where it begins."""
-        return UserError(f"{self.field}: {self.file}{line or self.line}: {self.name} {what}")
+        return FunctionFailed(f"{self.field}: {self.file}{line or self.line}: {self.name} {what}", self.field)
 
 
 def file_and_name(field: str, path: str) -> tuple[Path, str]:

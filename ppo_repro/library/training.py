@@ -45,6 +45,7 @@ def reward_path(reward: Reward | str, folder: Path) -> str:
     lines = []
     for variable, value in sorted({**used.globals, **used.nonlocals}.items()):
         if isinstance(value, ModuleType):
+            _require_installed(name, value)
             lines.append(f"import {value.__name__} as {variable}")
         elif isinstance(value, bool | int | float | str | None) and variable not in used.nonlocals:
             lines.append(f"{variable} = {value!r}")
@@ -61,6 +62,21 @@ def reward_path(reward: Reward | str, folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write(path, source.encode())
     return f"{path}:{name}"
+
+
+def _require_installed(name: str, module: ModuleType) -> None:
+    """Raise UserError for a module that lies in the current folder, where no rerun elsewhere finds it."""
+    file, installed = getattr(module, "__file__", None), (sys.prefix, sys.base_prefix)
+    is_ours = module.__name__.partition(".")[0] == "ppo_repro"
+    if (
+        file
+        and Path(file).is_relative_to(Path.cwd())
+        and not (is_ours or any(map(Path(file).is_relative_to, installed)))
+    ):
+        raise UserError(
+            f"reward: {name} uses the module {module.__name__} of this folder, which is not copied into the run; write "
+            "the function to a file beside it and give reward='FILE.py:FUNCTION'"
+        )
 
 
 OnIteration = Callable[[Any], object]  # takes a row of the table `iterations`, a pandas Series

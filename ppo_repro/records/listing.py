@@ -38,7 +38,7 @@ def how_to_repair(run_dir: Path, field: str) -> str:
     start, done = max(starts_of(run_dir, head), default=0), head.num_iterations
     if not start:
         return f"{done} iterations are recorded, without a checkpoint: correct the function and start again"
-    name = "FILE.py:FUNCTION" if field.startswith("reward.") else "FILE.py"
+    name = "FILE.py" if field == "task.path" else "FILE.py:NAME"
     return (
         f"{done} iterations are recorded: correct the function in your own file, and go on after iteration {start} "
         f"with `ppo-repro fork {shlex.quote(str(run_dir))} --set {field}={name}`"

@@ -33,6 +33,7 @@ from ppo_repro.runs.environment import describe_environment
 from ppo_repro.runs.kind import Config, Execution, Item, RunKind
 from ppo_repro.stages.agreement import UnequalBits
 
+OUR_FILES = ("task.chat_template", "task.dataset")  # fields whose functions are of this package
 NOTHING: AbstractContextManager[object] = nullcontext()
 
 
@@ -169,7 +170,7 @@ def mark_ended(run_dir: Path, error: BaseException) -> None:
 
 def raise_with_repair(run_dir: Path, error: BaseException) -> None:
     """Raise `error` again, with what to do, if a function of the user's failed."""
-    if isinstance(error, FunctionFailed) and (error.field == "task.path" or error.field.startswith("reward.")):
+    if isinstance(error, FunctionFailed) and error.field not in OUR_FILES:
         raise FunctionFailed(f"{error}; {how_to_repair(run_dir, error.field)}", error.field) from error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pandas as pd
@@ -100,11 +100,18 @@ def test_overrides_are_a_dict_or_texts_for_a_file_and_for_a_tree(tmp_path: Path)
     assert given["seed"] == tree.seed, "the caller's dict stays"
 
 
+OF_THIS_FOLDER = ModuleType("mine")
+OF_THIS_FOLDER.__file__ = str(Path.cwd() / "mine.py")
+BORROWED = "def graded(response):\n    return mine.score(response)\n"
 INSIDE = "def closure():\n    bonus = 1.0\n    def inner(a, b, c):\n        return bonus\n    return inner\n"
 MISTAKES: dict[str, tuple[Any, str]] = {
     "a lambda": (lambda prompt, response, answer: 1.0, "must be a function made by `def`"),
     "a class": (FunctionType, "must be a function made by `def`"),
     "a closure": (of_a_notebook(INSIDE, "closure")(), "uses 'bonus' of the notebook; put it inside the function, or"),
+    "a module that no rerun finds": (
+        of_a_notebook(BORROWED, "graded", mine=OF_THIS_FOLDER),
+        "uses the module mine of this folder, which is not copied",
+    ),
     "a helper": (of_a_notebook(CELL, "graded", math=math, BONUS=[]), "uses 'BONUS' of the notebook"),
 }
 

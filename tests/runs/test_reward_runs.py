@@ -93,7 +93,7 @@ def test_after_a_failure_the_message_has_the_command_that_goes_on(cli: Cli, tmp_
     )
     assert found is not None, err
     (tmp_path / "mine" / "r.py").write_text("def score(prompt, response, answer): return 1.0\n")
-    command = found[1].replace("FILE.py:FUNCTION", f"{tmp_path}/mine/r.py:score").split()
+    command = found[1].replace("FILE.py:NAME", f"{tmp_path}/mine/r.py:score").split()
     code, _, err = cli(*command, "--out", tmp_path / "forks")
     assert code == 0, err
     assert manifest.load(next((tmp_path / "forks").rglob("manifest.json")).parent).status == "complete"

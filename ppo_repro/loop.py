@@ -266,7 +266,8 @@ def value_step(
         ranks: the gradients of all ranks are added.
     """
     value_model, optimizer = state.value_model, state.value_optimizer
-    assert value_model is not None and optimizer is not None
+    assert value_model is not None
+    assert optimizer is not None
 
     def losses_of(m: MicroBatch) -> tuple[Tensor, Columns]:
         hidden = hidden_states(value_model.trunk, m.batch)
@@ -280,7 +281,8 @@ def value_step(
 
 def value_loss(batch: TrainingBatch, tokens: Tensor, new_values: Tensor) -> ValueColumns:
     """Compute 1/2 (V - R)^2, plain or clipped, of n tokens, in squared units of the returns' scale."""
-    assert batch.old_values is not None and batch.returns is not None
+    assert batch.old_values is not None
+    assert batch.returns is not None
     losses, clipped = value_losses(new_values, batch.old_values[tokens], batch.returns[tokens], batch.value_clip_range)
     statistics = batch.coefficients.returns
     if statistics.count:

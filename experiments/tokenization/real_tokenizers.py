@@ -84,7 +84,8 @@ def story() -> str:
     """Two Vernes, In the Year 2889, without the words of its publisher; curly quotes and accents as they are."""
     text = (resources.files("reasoning_gym") / "data" / "in_the_year_2889.txt").read_text(encoding="utf-8")
     begin, end = (re.search(rf"\*\*\* {at} OF THE PROJECT GUTENBERG[^*]*\*\*\*", text) for at in ("START", "END"))
-    assert begin is not None and end is not None
+    assert begin is not None
+    assert end is not None
     # lines were broken for the page: a newline alone is a space
     return re.sub(r"(?<!\n)\n(?!\n)", " ", text[begin.end() : end.start()].strip())
 

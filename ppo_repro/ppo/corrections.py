@@ -53,7 +53,8 @@ def importance_ratios(old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: T
     Returns:
         w, [N] float32.
     """
-    assert old_logprobs.shape == rollout_logprobs.shape == (int(lengths.sum()),) and lengths.dim() == 1
+    assert old_logprobs.shape == rollout_logprobs.shape == (int(lengths.sum()),)
+    assert lengths.dim() == 1
     delta = old_logprobs - rollout_logprobs
     _refuse_nan("old_logprobs - rollout_logprobs", delta)
     if level != "token":
@@ -114,7 +115,8 @@ def normalized_weights(weights: Tensor, lengths: Tensor, by_response: bool) -> T
     all 0 stay. verl's `rollout_is_batch_normalize`, slime's `tis_batch_normalize`; both take the batch of a step's
     rollout, and verl leaves rejected tokens in the mean, as is done here.
     """
-    assert weights.shape == (int(lengths.sum()),) and lengths.dim() == 1
+    assert weights.shape == (int(lengths.sum()),)
+    assert lengths.dim() == 1
     each = weights[torch.cumsum(lengths, 0) - 1] if by_response else weights
     mean = mean_of(each)
     return (weights.to(torch.float64) / mean).to(torch.float32) if mean > 0.0 else weights
@@ -148,7 +150,8 @@ def beyond_divergence(
     Returns:
         [N] bool; at a level of responses all tokens of a response alike.
     """
-    assert old_logprobs.shape == rollout_logprobs.shape == (int(lengths.sum()),) and lengths.dim() == 1
+    assert old_logprobs.shape == rollout_logprobs.shape == (int(lengths.sum()),)
+    assert lengths.dim() == 1
     log_ratio = (rollout_logprobs - old_logprobs).to(torch.float64)
     _refuse_nan("rollout_logprobs - old_logprobs", log_ratio)
     values = kl.k2(log_ratio) if estimator == "k2" else kl.k3(log_ratio)
@@ -162,6 +165,7 @@ def beyond_divergence(
 
 def vetoed(token_ratios: Tensor, lengths: Tensor, below: float) -> Tensor:
     """Find the tokens of responses that have a token with w < below, [N] bool: verl's and slime's veto (1e-4 there)."""
-    assert token_ratios.shape == (int(lengths.sum()),) and lengths.dim() == 1
+    assert token_ratios.shape == (int(lengths.sum()),)
+    assert lengths.dim() == 1
     below_it = token_ratios < _bounds(below, None)[0]
     return torch.repeat_interleave(torch.stack([run.any() for run in below_it.split(lengths.tolist())]), lengths)

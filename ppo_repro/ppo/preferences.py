@@ -32,7 +32,8 @@ def sequence_logprobs(token_logprobs: Tensor, lengths: Tensor) -> Tensor:
 
     Each sum is correctly rounded, so the order of a response's tokens in memory cannot matter.
     """
-    assert token_logprobs.shape == (int(lengths.sum()),) and lengths.dim() == 1
+    assert token_logprobs.shape == (int(lengths.sum()),)
+    assert lengths.dim() == 1
     return _SequenceSums.apply(token_logprobs, lengths)
 
 

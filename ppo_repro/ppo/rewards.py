@@ -16,7 +16,8 @@ def last_tokens(lengths: Tensor) -> Tensor:
 
 def word_lengths(word_ids: Tensor, lengths: Tensor) -> Tensor:
     """Return the tokens of each word, in order, [W] int64; word_ids [N] count words within each response."""
-    assert word_ids.shape == (int(lengths.sum()),) and lengths.dim() == 1
+    assert word_ids.shape == (int(lengths.sum()),)
+    assert lengths.dim() == 1
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     begins = torch.ones(len(word_ids), dtype=torch.bool)
     begins[1:] = (word_ids[1:] != word_ids[:-1]) | (sequence[1:] != sequence[:-1])
@@ -36,7 +37,8 @@ def place_scores(scores: Tensor, lengths: Tensor, word_ids: Tensor, placement: s
     Returns:
         The placed scores, [N] float64.
     """
-    assert scores.shape == lengths.shape == (len(scores),) and word_ids.shape == (int(lengths.sum()),)
+    assert scores.shape == lengths.shape == (len(scores),)
+    assert word_ids.shape == (int(lengths.sum()),)
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     out = torch.zeros(len(word_ids), dtype=torch.float64)
     ends = last_tokens(lengths) if placement == "last" else last_tokens(word_lengths(word_ids, lengths))
@@ -59,7 +61,8 @@ def charge_penalties(penalties: Tensor, lengths: Tensor, word_ids: Tensor, charg
     Returns:
         The charged penalties, [N] float32.
     """
-    assert penalties.shape == word_ids.shape == (int(lengths.sum()),) and lengths.dim() == 1
+    assert penalties.shape == word_ids.shape == (int(lengths.sum()),)
+    assert lengths.dim() == 1
     if charge == "token":
         return penalties
     if charge == "length_normalized":

@@ -111,7 +111,8 @@ class RunWriter:
     def append(self, iteration: int, tables: Mapping[str, pa.Table]) -> None:
         """Record the next iteration: its tables, then its line of the log, then the manifest that counts it."""
         head, entries = self.head, self._written(iteration, tables)
-        assert head.status == "running" and head.num_iterations == iteration
+        assert head.status == "running"
+        assert head.num_iterations == iteration
         results = {table.name: entries.pop(table.name) for table in manifest.tables_of(head)}
         # while a run is not complete its fingerprint is the last link of the chain
         link = next_link(head.fingerprint, results)

@@ -214,7 +214,8 @@ def compute_advantages(
     if functions.advantages is not None:
         raw = functions.advantages.advantages(_advantage_batch(rollout, rewards, values))
     else:
-        assert isinstance(settings, GaeAdvantages) and values is not None
+        assert isinstance(settings, GaeAdvantages)
+        assert values is not None
         ended = torch.zeros(len(rollout.lengths))  # nothing follows a response, cut at the length limit or not
         raw = gae(rewards.rewards, values, rollout.lengths, ended, settings.gamma, settings.gae_lambda)
     advantages = raw if settings.whiten == "none" else whiten(raw, shift=settings.whiten == "full")

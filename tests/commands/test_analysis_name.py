@@ -34,4 +34,5 @@ def test_a_folder_of_the_users_may_be_called_analysis(
     done = started(tmp_path, *command, deterministic_run, *more)
     assert done.returncode == 0, done.stderr
     control = started(tmp_path, "-c", "import analysis")
-    assert control.returncode == 1 and "this is mine" in control.stderr
+    assert control.returncode == 1
+    assert "this is mine" in control.stderr

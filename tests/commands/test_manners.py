@@ -195,17 +195,20 @@ def test_the_library_and_a_file_for_dpo_take_the_latest_run(runs: Path, tmp_path
     for name in ("configs/dpo.yaml", "dpo.yaml"):
         Path(name).write_text((ROOT / "experiments" / "dpo.yaml").read_text())
         _, config = load_any(Path(name), ["run=latest"], "dpo")
-        assert isinstance(config, DPOConfig) and config.run == str(runs / "a" / "one")
+        assert isinstance(config, DPOConfig)
+        assert config.run == str(runs / "a" / "one")
     (tmp_path / "latest").mkdir()
     _, config = load_any(Path("configs/dpo.yaml"), ["run=latest"], "dpo")
-    assert isinstance(config, DPOConfig) and config.run == str(tmp_path / "latest")
+    assert isinstance(config, DPOConfig)
+    assert config.run == str(tmp_path / "latest")
 
 
 @pytest.mark.parametrize(("wrong", "meant"), [("rnu", "run"), ("shwo", "show"), ("diif", "diff"), ("zzz", "")])
 def test_a_command_that_is_mistyped(cli: Cli, wrong: str, meant: str) -> None:
     code, _, err = cli(wrong, TINY)
     line = one_line(err)
-    assert code == 2 and f"argument COMMAND: '{wrong}' must be one of init, run, " in line
+    assert code == 2
+    assert f"argument COMMAND: '{wrong}' must be one of init, run, " in line
     assert (f"; did you mean {meant}?; try" if meant else "fetch; try") in line
 
 
@@ -222,6 +225,7 @@ def test_fields_takes_several_sections(cli: Cli) -> None:
 def test_a_run_says_how_long_an_iteration_takes_and_what_is_left(cli: Cli, tmp_path: Path) -> None:
     code, _, err = cli("run", TINY, "--out", tmp_path, "--set", "ppo.iterations=3")
     lines = [line for line in err.splitlines() if line.startswith("iteration ")]
-    assert code == 0 and len(lines) == 3
+    assert code == 0
+    assert len(lines) == 3
     assert all(re.search(r"  [0-9.e-]+ s each, \d+ s left$", line) for line in lines[:2])
     assert re.search(r"  [0-9.e-]+ s each$", lines[2])

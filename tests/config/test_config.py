@@ -30,7 +30,8 @@ def tree() -> dict[str, Any]:
 def mistakes(*overrides: str) -> list[str]:
     with pytest.raises(Mistakes) as caught:
         small_config(*overrides)
-    assert "\n" not in str(caught.value) and str(caught.value) == "; ".join(caught.value.lines)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value) == "; ".join(caught.value.lines)
     return [line.removeprefix(f"{SMALL}: ") for line in caught.value.lines]
 
 
@@ -98,7 +99,8 @@ def test_another_kind_says_the_option_that_works(override: str, works: str) -> N
 def test_another_kind_says_what_it_needs() -> None:
     lines = mistakes("model.kind=folder")
     assert lines[0] == "model.path: missing; add it"
-    assert lines[1].startswith("model.hidden_size, model.num_layers, ") and len(lines) == 2
+    assert lines[1].startswith("model.hidden_size, model.num_layers, ")
+    assert len(lines) == 2
     assert lines[1].endswith("; remove them, or replace the section: --set 'model={kind: folder, path: PATH}'")
 
 
@@ -167,7 +169,8 @@ def test_only_a_model_folder_has_a_chat_template() -> None:
 
 
 def test_overrides_apply_in_order_and_reach_sections_that_the_file_leaves_out() -> None:
-    assert "layout" in tree() and "padding" not in tree()["layout"]
+    assert "layout" in tree()
+    assert "padding" not in tree()["layout"]
     config = small_config("seed=1", "layout.padding=left", "seed=2")
     assert (config.seed, config.layout.padding) == (2, "left")
     assert config == build_config({**tree(), "seed": 2, "layout": {"rollout_slots": 48, "padding": "left"}}, "file")

@@ -115,7 +115,9 @@ def test_what_a_cluster_cannot_do_is_said_before_anything_is_written(
     path = grid_file(tmp_path, {}, [1])
     assert exit_code_of(["grid", str(path), "--out", str(tmp_path / "out"), *option.split()]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and said in lines[0] and not (tmp_path / "out").exists(), lines
+    assert len(lines) == 1, lines
+    assert said in lines[0], lines
+    assert not (tmp_path / "out").exists(), lines
 
 
 def test_a_job_that_vanished_is_lost_and_one_of_a_silent_cluster_is_not(
@@ -130,8 +132,10 @@ def test_a_job_that_vanished_is_lost_and_one_of_a_silent_cluster_is_not(
     answer(commands, "squeue", script)
     (lost,) = clusters._until_ended({"7_0": order}, tmp_path)
     assert len((tmp_path / "n").read_text().split()) > 19
-    assert lost.exit_code == LOST and "job 7_0 ended without a word" in lost.message
-    assert last_result(tmp_path / "cell") == lost and state_of(tmp_path / "cell") == "interrupted"
+    assert lost.exit_code == LOST
+    assert "job 7_0 ended without a word" in lost.message
+    assert last_result(tmp_path / "cell") == lost
+    assert state_of(tmp_path / "cell") == "interrupted"
 
 
 def test_a_job_that_is_gone_has_the_result_of_its_cell(

@@ -25,7 +25,8 @@ def grid_file(folder: Path, **changes: Any) -> Path:
 
 def test_the_product_of_axes_and_seeds() -> None:
     grid = load_grid(TINY_GRID)
-    assert grid.name == "tiny_grid" and len(grid.cells) == 2 * 2 * 2 * 3
+    assert grid.name == "tiny_grid"
+    assert len(grid.cells) == 2 * 2 * 2 * 3
     first = grid.cells[0]
     assert first.name == "learning_rate=0.001,epochs=1,kl=reward,seed=1"
     assert first.labels == {"ppo.learning_rate": "0.001", "ppo.epochs": "1", "kl": "reward"}
@@ -98,7 +99,8 @@ def test_a_label_cannot_leave_the_folder(tmp_path: Path) -> None:
 def test_what_is_wrong_is_one_line(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as error:
         load_grid(grid_file(tmp_path, **changes))
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_file_name_that_is_no_name(tmp_path: Path) -> None:

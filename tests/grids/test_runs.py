@@ -68,12 +68,14 @@ def test_a_cell_has_one_fingerprint_whatever_runs_it(
 def test_a_second_call_repeats_nothing_and_the_tables_are_the_records(four: Grid) -> None:
     path, found, folder = four
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("records/**/*.parquet")}
-    assert finished(path, folder.parent).ran == () and before
+    assert finished(path, folder.parent).ran == ()
+    assert before
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("records/**/*.parquet")} == before
     cells, results = pd.read_parquet(folder / "cells.parquet"), pd.read_parquet(folder / "results.parquet")
     assert dict(zip(cells["cell"], cells["fingerprint"], strict=True)) == found
     assert cells["axis.ppo.learning_rate"].tolist() == ["0.001", "0.001", "0.003", "0.003"]
-    assert cells["seed"].tolist() == [1, 2, 1, 2] and cells["code_digest"].nunique() == 1
+    assert cells["seed"].tolist() == [1, 2, 1, 2]
+    assert cells["code_digest"].nunique() == 1
     for row in cells.to_dict("records"):
         mine = results[results["cell"] == row["cell"]].reset_index(drop=True)
         written = reader.read_iterations(folder / row["run_dir"])
@@ -103,7 +105,8 @@ def test_a_cell_that_fails_stops_no_other_and_no_cell_changes_another(tmp_path: 
         assert (rows["scores"] == rows["response"].str.len() + 2).all()
     (tmp_path / "allowed").touch()
     again = finished(path, tmp_path / "out")
-    assert again.ran == ("r=ends,seed=1",) and (again.table["state"] == "complete").all()
+    assert again.ran == ("r=ends,seed=1",)
+    assert (again.table["state"] == "complete").all()
 
 
 def start_grid(path: Path, out: Path) -> subprocess.Popen[str]:
@@ -125,7 +128,8 @@ def test_a_grid_killed_twice_and_then_interrupted_is_finished_as_if_nothing_was(
         runs = [run for cell in (tmp_path / "g" / "cells").iterdir() if (run := run_of(cell))]
         until(lambda these=runs: not any(has_writer(run) for run in these), 30)  # type: ignore[misc]
         if number == signal.SIGINT and process.returncode != 0:
-            assert process.returncode == 130 and "Traceback" not in err
+            assert process.returncode == 130
+            assert "Traceback" not in err
             assert not pd.read_parquet(tmp_path / "g" / "cells.parquet")["state"].isin(["running", "failed"]).any()
     found = fingerprints(finished(path, tmp_path))
     assert found == {cell: fingerprint for cell, fingerprint in four[1].items() if cell.endswith("seed=1")}
@@ -140,7 +144,8 @@ def test_cells_of_other_code_are_not_mixed_in_silence(tmp_path: Path, monkeypatc
     with pytest.raises(UserError, match=r"seed=1: was computed with another code_digest than now; --keep-changed"):
         finished(path, tmp_path)
     kept = finished(path, tmp_path, keep_changed=True)
-    assert kept.ran == () and fingerprints(kept) == found
+    assert kept.ran == ()
+    assert fingerprints(kept) == found
     monkeypatch.setattr(grid_module, "describe_environment", lambda *a: {**real(*a), "machine": "other"})
     with pytest.raises(UserError, match="another machine than now"):
         finished(path, tmp_path)
@@ -174,10 +179,13 @@ def test_a_cell_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     order = laid_out(tmp_path, **{"ppo.iterations": 5000})
     process = start_cell(order)
     until(lambda: recorded_iterations(Path(order.folder)) >= 2)
-    assert process.stdin is not None and state_of(Path(order.folder)) == "running"
+    assert process.stdin is not None
+    assert state_of(Path(order.folder)) == "running"
     process.stdin.close()
-    assert process.wait(timeout=30) == 1 and state_of(Path(order.folder)) == "running"  # as after a kill
-    assert record_result(order, 1, 0.0, "").exit_code == 1 and state_of(Path(order.folder)) == "interrupted"
+    assert process.wait(timeout=30) == 1
+    assert state_of(Path(order.folder)) == "running"  # as after a kill
+    assert record_result(order, 1, 0.0, "").exit_code == 1
+    assert state_of(Path(order.folder)) == "interrupted"
 
 
 def test_of_two_grids_on_one_folder_the_second_says_which_one_has_it(
@@ -204,4 +212,5 @@ def test_a_wrong_option_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
     assert exit_code_of(["grid", str(grid_file(tmp_path, {}, [1])), "--out", str(tmp_path / "out"), *arguments]) == 2
-    assert f"error: {said}" in capsys.readouterr().err.splitlines()[-1] and not (tmp_path / "out").exists()
+    assert f"error: {said}" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()

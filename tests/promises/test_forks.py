@@ -160,7 +160,8 @@ def test_what_a_fork_must_keep_is_compared_by_value(origin: Path, tmp_path: Path
     same = other_task(tmp_path, origin, TASK)
     exact = "reward={terms: [{kind: exact_match}]}"
     forked = fork(origin, tmp_path / "forks", 2, same, exact)
-    assert first_difference(origin, forked) is None and rerun(forked, Silent()).difference is None
+    assert first_difference(origin, forked) is None
+    assert rerun(forked, Silent()).difference is None
     for change in (("str(a + b)", "str(a + b + 1)"), ("a in range({0})", "a in range(1, {0})")):
         text = TASK.replace(*change)
         with pytest.raises(UserError, match=r"^held-out prompts: are not what the run had at iteration 2"):
@@ -184,7 +185,9 @@ def test_a_model_that_lies_elsewhere_is_the_same_model(origin: Path, tmp_path: P
     moved = shutil.copytree(model, tmp_path / "moved")
     forked = fork(source, tmp_path / "forks", 2, f"model.path={moved}")
     found = manifest.load(forked).origin
-    assert found is not None and found.changed == {} and first_difference(source, forked) is None
+    assert found is not None
+    assert found.changed == {}
+    assert first_difference(source, forked) is None
     (moved / "generation_config.json").write_text("{}")
     with pytest.raises(UserError, match=r"--set model\.path|model\.path/"):
         fork(source, tmp_path / "forks", 2, f"model.path={moved}")

@@ -150,7 +150,8 @@ def test_modules_beside_a_reward_are_found_however_a_run_is_started_and_copied(p
     assert started(tmp_path, *program, "rerun", run_dir).returncode == 0
     (run_dir / "inputs" / "deeper.py").write_text("factor = 3.0\n")
     done = started(tmp_path, *program, "rerun", run_dir)
-    assert done.returncode == 2 and "inputs/deeper.py: has another SHA-256" in done.stderr
+    assert done.returncode == 2
+    assert "inputs/deeper.py: has another SHA-256" in done.stderr
 
 
 def test_modules_beside_a_reward_are_copied_and_an_edited_one_is_another_run(cli: Cli, project: Path) -> None:
@@ -158,9 +159,8 @@ def test_modules_beside_a_reward_are_copied_and_an_edited_one_is_another_run(cli
     run_dir = ran(cli, project)
     copies = {path.relative_to(run_dir / "inputs").as_posix() for path in (run_dir / "inputs").rglob("*.*")}
     own = {"reward.py", "helper.py", "deeper.py", "pack/__init__.py", "pack/late.py"}
-    assert copies == {*own, "prompts.jsonl"} and own <= {
-        n.removeprefix("inputs/") for n in manifest.load(run_dir).inputs
-    }
+    assert copies == {*own, "prompts.jsonl"}
+    assert own <= {n.removeprefix("inputs/") for n in manifest.load(run_dir).inputs}
     (project / "deeper.py").write_text("factor = 3.0\n")
     assert ran(cli, project) != run_dir
 
@@ -172,4 +172,5 @@ def test_a_module_of_the_current_folder_is_not_found_by_chance(project: Path, tm
     (tmp_path / "here").mkdir()
     (project / "deeper.py").rename(tmp_path / "here" / "deeper.py")
     done = started(tmp_path / "here", sys.executable, "-m", "ppo_repro", "run", project / "run.yaml")
-    assert done.returncode == 2 and "ModuleNotFoundError: No module named 'deeper'" in done.stderr
+    assert done.returncode == 2
+    assert "ModuleNotFoundError: No module named 'deeper'" in done.stderr

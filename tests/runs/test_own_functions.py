@@ -112,7 +112,8 @@ def refused(cli: Cli, folder: Path, text: str, *more: str) -> tuple[str, Path]:
 )
 def test_what_the_trial_refuses_leaves_no_run(cli: Cli, tmp_path: Path, text: str, line: str) -> None:
     found, runs = refused(cli, tmp_path, text)
-    assert found.startswith(line) and not list(runs.rglob("manifest.json"))
+    assert found.startswith(line)
+    assert not list(runs.rglob("manifest.json"))
 
 
 LATE = """
@@ -152,7 +153,8 @@ def test_rerun_finds_a_function_that_depends_on_more_than_its_batch(cli: Cli, tm
     objective = f"ppo.objective={{kind: function, path: {tmp_path}/own.py:loss, checked: false}}"
     run_dir = run(config(objective), tmp_path, Silent())[0]
     code, out, err = cli("rerun", run_dir)
-    assert code == 1 and "table updates, iteration 0, column" in out + err
+    assert code == 1
+    assert "table updates, iteration 0, column" in out + err
 
 
 def test_a_wrong_path_or_parameter_is_one_line(cli: Cli, tmp_path: Path) -> None:
@@ -164,7 +166,8 @@ def test_a_wrong_path_or_parameter_is_one_line(cli: Cli, tmp_path: Path) -> None
         (f"path: {tmp_path}/own.py:loss, parameters: {{low: 0.1}}", "got an unexpected keyword argument 'low'"),
     ):
         code, _, err = cli("run", TINY, "--set", f"ppo.objective={{kind: function, {value}}}", "--out", tmp_path)
-        assert code == 2 and expected in one_line(err)
+        assert code == 2
+        assert expected in one_line(err)
 
 
 @pytest.mark.slow
@@ -177,4 +180,5 @@ def test_a_grid_of_three_functions_has_its_page(cli: Cli, tmp_path: Path) -> Non
     assert code == 0, err
     code, _, err = cli("report", tmp_path / "runs" / "g")
     page = (tmp_path / "runs" / "g" / "report.html").read_text()
-    assert code == 0 and all(f"objective={name}" in page or f">{name}<" in page for name in "abc"), err
+    assert code == 0, err
+    assert all(f"objective={name}" in page or f">{name}<" in page for name in "abc"), err

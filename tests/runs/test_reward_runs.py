@@ -101,4 +101,5 @@ def test_after_a_failure_the_message_has_the_command_that_goes_on(cli: Cli, tmp_
 
 def test_after_a_failure_without_a_checkpoint_the_message_says_so(cli: Cli, tmp_path: Path) -> None:
     code, _, err = cli(*with_function(tmp_path / "mine", LATER.format("raise ValueError('no')")))
-    assert code == 2 and "1 iterations are recorded, without a checkpoint: correct the function" in one_line(err)
+    assert code == 2
+    assert "1 iterations are recorded, without a checkpoint: correct the function" in one_line(err)

@@ -41,10 +41,12 @@ def test_column_additions_are_different_and_every_step_of_their_solutions_is_rig
 ) -> None:
     pairs = ((base - 1) * base ** (digits - 1)) ** 2
     found = column_addition(digits, base, size := max(1, min(300, pairs) * percent // 100))
-    assert len({p.prompt for p in found}) == size and found == column_addition(digits, base, size)
+    assert len({p.prompt for p in found}) == size
+    assert found == column_addition(digits, base, size)
     for problem in found:
         left, right = problem.prompt.removesuffix("=").split("+")
-        assert len(left) == len(right) == digits and "0" not in (left[0], right[0])
+        assert len(left) == len(right) == digits
+        assert "0" not in (left[0], right[0])
         assert int(left, base) + int(right, base) == int(problem.answer, base)
         totals = [step.split("=") for step in problem.steps[::2]]
         assert all(sum(int(x) for x in terms.split("+")) == int(total, base) for terms, total in totals)
@@ -53,7 +55,8 @@ def test_column_additions_are_different_and_every_step_of_their_solutions_is_rig
         columns = zip(reversed(left), reversed(right), carries, strict=False)
         assert [terms for terms, _ in totals] == [f"{x}+{y}{'+1' if carry else ''}" for x, y, carry in columns]
         results = ["".join(total[-1] for _, total in totals[k::-1]) for k in range(digits)]
-        assert results[:-1] == list(problem.steps[1::2]) and problem.answer.endswith(results[-1])
+        assert results[:-1] == list(problem.steps[1::2])
+        assert problem.answer.endswith(results[-1])
         assert problem.solution == " ".join([*problem.steps, problem.answer])
 
 
@@ -112,7 +115,8 @@ def test_prompts_become_ids_and_the_unservable_one_is_named() -> None:
     config = small_config()
     encode = encoder(tokenizer, config.task)
     _, ids = encode_all(split(arithmetic(12), 1, 0), encode, config, len(tokenizer), Silent())
-    assert tokenizer.decode(ids["3+12"]) == "3+12=" and len(ids) == 169
+    assert tokenizer.decode(ids["3+12"]) == "3+12="
+    assert len(ids) == 169
     for encoded, message in (((6,), r"'0\+0': .* must be in 0\.\.5"), ((), r"'0\+0': empty prompt")):
         with pytest.raises(UserError, match=f"^prompt {message}"):
             encode_all(Split(tuple(arithmetic(12)), ()), lambda some, e=encoded: [e] * len(some), config, 6, Silent())

@@ -65,7 +65,8 @@ def test_parquet_and_reward_of_verl_are_taken_as_they_are(cli: Cli, tmp_path: Pa
     rows = reader.read_sequences(run_dir_of(tmp_path / "runs"))
     assert rows["answer"].tolist() == ["ab"[(len(prompt) // 2) % 2] for prompt in rows["prompt"]]
     found = [answer in response for answer, response in zip(rows["answer"], rows["response"], strict=True)]
-    assert rows["scores"].tolist() == [float(x) for x in found] and 0 < sum(found) < len(found)
+    assert rows["scores"].tolist() == [float(x) for x in found]
+    assert 0 < sum(found) < len(found)
     code, _, err = cli("rerun", run_dir_of(tmp_path / "runs"))
     assert code == 0, err
 
@@ -90,7 +91,8 @@ def test_what_is_wrong_in_parquet_is_named(
         pq.write_table(pa.Table.from_pylist(rows, schema=None if rows else pa.schema([("prompt", pa.string())])), path)
     config = write_tree(tmp_path, chat_tree(model, {"kind": "jsonl", "path": "p.parquet", **PLAIN}, EXACT))
     code, _, err = cli("run", config, "--out", tmp_path / "runs")
-    assert code == 2 and message in one_line(err)
+    assert code == 2
+    assert message in one_line(err)
 
 
 def long_prompts(folder: Path, model: Path) -> Path:
@@ -105,16 +107,20 @@ def test_prompts_that_are_too_long_end_the_run_or_are_left_out_and_counted(
 ) -> None:
     config, out = long_prompts(tmp_path, model), tmp_path / "runs"
     code, _, err = cli("run", config, "--out", out)
-    assert code == 2 and "exceeds numerics.max_context = 40; " in one_line(err) and "set task.overlong = drop" in err
+    assert code == 2
+    assert "exceeds numerics.max_context = 40; " in one_line(err)
+    assert "set task.overlong = drop" in err
     code, _, err = cli("run", config, "--out", out, "--set", "task.overlong=drop")
     assert code == 0, err
     (said,) = (line for line in err.splitlines() if "task.overlong" in line)
     counts = [int(word) for word in said.split() if word.isdecimal()]
-    assert counts[0] + counts[2] == 3 and counts[1] + counts[3] == 12, said
+    assert counts[0] + counts[2] == 3, said
+    assert counts[1] + counts[3] == 12, said
     assert reader.read_sequences(run_dir_of(out))["prompt"].str.len().max() < 30
     assert cli("rerun", run_dir_of(out))[0] == 0
     code, _, err = cli("run", config, "--out", out, "--set", "task.overlong=drop", "--set", "numerics.max_context=13")
-    assert code == 2 and "are left out, which numerics.max_context has no room for; raise it" in one_line(err)
+    assert code == 2
+    assert "are left out, which numerics.max_context has no room for; raise it" in one_line(err)
 
 
 @pytest.mark.parametrize("template", [False, True])
@@ -174,7 +180,10 @@ def test_very_many_prompts_are_encoded_together_and_with_progress(monkeypatch: p
     config, seen = small_config(), Seen()
     problems = Split(tuple(Problem(str(i), f"{i}+1=", "") for i in range(9_000)), (Problem("x", "1+1=", ""),))
     _, ids = encode_all(problems, encoder(made, config.task), config, len(made), seen)
-    assert len(ids) == 9_001 and made.decode(ids["8999"]) == "8999+1="
+    assert len(ids) == 9_001
+    assert made.decode(ids["8999"]) == "8999+1="
     chunks = -(-9_001 // templates.AT_ONCE)
-    assert asked.count("special_tokens") == 1 and asked.count("all_token_ids") == chunks
-    assert len(seen.lines) == chunks and seen.lines[-1] == (9_001, 9_001)
+    assert asked.count("special_tokens") == 1
+    assert asked.count("all_token_ids") == chunks
+    assert len(seen.lines) == chunks
+    assert seen.lines[-1] == (9_001, 9_001)

@@ -75,6 +75,8 @@ def test_a_run_records_the_version_and_runs_again(tmp_path: Path, cli: Cli) -> N
     run_dir = run(load_config(TINY, fields), tmp_path, Silent())[0]
     assert re.search(r'"reasoning-gym": "0\.1\.\d+"', (run_dir / "environment.json").read_text())
     found = rerun(run_dir, Silent(), ["layout.padding=left"])
-    assert found.difference is None and found.fingerprint == manifest.load(run_dir).fingerprint
+    assert found.difference is None
+    assert found.fingerprint == manifest.load(run_dir).fingerprint
     code, _, err = cli("run", run_dir / "config.yaml", "--set", "task.dataset=nothing", "--out", tmp_path / "other")
-    assert code == 2 and one_line(err).startswith("error: task.dataset = 'nothing': reasoning-gym refuses")
+    assert code == 2
+    assert one_line(err).startswith("error: task.dataset = 'nothing': reasoning-gym refuses")

@@ -63,10 +63,14 @@ def test_the_last_answer_tags(response: str, answer: str | None) -> None:
 
 
 def test_numbers_are_compared_by_value_and_texts_by_letters() -> None:
-    assert is_answer("so 85.0", "85", "last_number") and not is_answer("so 85.1", "85", "last_number")
-    assert is_answer("85,000", "85000", "last_number") and not is_answer("85", "eighty-five", "last_number")
-    assert not is_answer("85.0", "85", "exact") and is_answer(" 85\n", "85", "exact")
-    assert not is_answer("1 2", "12", "exact") and not is_answer("112", "12", "exact")
+    assert is_answer("so 85.0", "85", "last_number")
+    assert not is_answer("so 85.1", "85", "last_number")
+    assert is_answer("85,000", "85000", "last_number")
+    assert not is_answer("85", "eighty-five", "last_number")
+    assert not is_answer("85.0", "85", "exact")
+    assert is_answer(" 85\n", "85", "exact")
+    assert not is_answer("1 2", "12", "exact")
+    assert not is_answer("112", "12", "exact")
 
 
 GOOD = "<think>7+5</think> <answer>12</answer>"

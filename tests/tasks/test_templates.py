@@ -48,12 +48,10 @@ def prompts_of(run_dir: Path, model: Path) -> set[str]:
 def test_a_template_with_a_clock_needs_a_time_which_the_run_keeps(cli: Cli, tmp_path: Path, model: Path) -> None:
     config, out = configured(tmp_path, model, CLOCK), tmp_path / "runs"
     code, _, err = cli("run", config, "--out", out)
-    assert (
-        code == 2
-        and "asks for the time" in one_line(err)
-        and "set task.template_time" in err
-        and not [*out.rglob("manifest.json")]
-    )
+    assert code == 2
+    assert "asks for the time" in one_line(err)
+    assert "set task.template_time" in err
+    assert not [*out.rglob("manifest.json")]
     code, _, err = cli("run", config, "--out", out, "--set", "task.template_time=2026-11-03")
     assert code == 0, err
     (run_dir,) = (path.parent for path in out.rglob("manifest.json"))
@@ -92,7 +90,8 @@ def test_arguments_of_the_template_are_a_field(cli: Cli, tmp_path: Path, model: 
     assert all(text.startswith("bbu") for text in prompts_of(run_dir, model))
     code, _, err = cli("run", config, "--out", out, "--set", argument.replace("thinking", "thinkin"))
     said = "task.template_arguments.enable_thinkin: the tokenizer's template does not read it; did you mean enable_"
-    assert code == 2 and said in one_line(err)
+    assert code == 2
+    assert said in one_line(err)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +108,8 @@ def test_what_cannot_be_an_argument_or_a_time_is_one_line(
 ) -> None:
     config = configured(tmp_path, model, THINKING, template_arguments={"enable_thinking": True})
     code, _, err = cli("run", config, "--set", field)
-    assert code == 2 and message.lower() in one_line(err).lower()
+    assert code == 2
+    assert message.lower() in one_line(err).lower()
 
 
 def test_tools_reach_the_template(model: Path) -> None:
@@ -124,7 +124,8 @@ def test_a_message_that_the_template_leaves_out_is_refused(cli: Cli, tmp_path: P
     rows = [[{"role": "system", "content": "s"}, {"role": "user", "content": "ab" * n}] for n in range(1, 9)]
     write_lines(tmp_path / "p.jsonl", [{"prompt": chat, "answer": "a"} for chat in rows])
     code, _, err = cli("run", config, "--out", tmp_path / "runs")
-    assert code == 2 and "the tokenizer's chat template leaves out its message 's' of role system" in one_line(err)
+    assert code == 2
+    assert "the tokenizer's chat template leaves out its message 's' of role system" in one_line(err)
 
 
 def test_what_cannot_be_saved_at_the_end_is_refused_at_the_start(cli: Cli, tmp_path: Path, model: Path) -> None:
@@ -135,5 +136,6 @@ def test_what_cannot_be_saved_at_the_end_is_refused_at_the_start(cli: Cli, tmp_p
     templates = [{"name": "default", "template": BODY}, {"name": "a/b", "template": BODY}]
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": templates}))
     code, _, err = cli("run", config, "--out", tmp_path / "runs")
-    assert code == 2 and "could not be saved with the trained weights (ValueError: Invalid chat" in one_line(err)
+    assert code == 2
+    assert "could not be saved with the trained weights (ValueError: Invalid chat" in one_line(err)
     assert not [*(tmp_path / "runs").rglob("manifest.json")]

@@ -34,7 +34,8 @@ def test_a_step_that_is_wrong_is_one_line(name: str, tmp_path: Path, cli: Cli) -
     )
     (tmp_path / "run.yaml").write_text(dump_yaml(config))
     code, _, err = cli("run", tmp_path / "run.yaml", "--out", tmp_path / "out")
-    assert code == 2 and re.search(message, one_line(err)), err
+    assert code == 2, err
+    assert re.search(message, one_line(err)), err
 
 
 @pytest.mark.parametrize(

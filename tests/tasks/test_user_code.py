@@ -51,7 +51,8 @@ def refusal(function: UserFunction, rows: list[dict[str, Any]] = ROWS) -> str:
     with pytest.raises(UserError) as caught:
         function(rows)
     message, start = str(caught.value), f"{FIELD}: {function.file}:"
-    assert message.startswith(start) and message.isprintable()
+    assert message.startswith(start)
+    assert message.isprintable()
     return message.removeprefix(start)
 
 
@@ -205,7 +206,8 @@ GETS = (
 def test_a_file_that_cannot_be_used_is_refused_where_it_is_loaded(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         loaded(tmp_path, text)
-    assert str(caught.value).startswith(f"{FIELD}: {tmp_path}/r.py{message}") and str(caught.value).isprintable()
+    assert str(caught.value).startswith(f"{FIELD}: {tmp_path}/r.py{message}")
+    assert str(caught.value).isprintable()
 
 
 @pytest.mark.parametrize(

@@ -84,11 +84,16 @@ def test_special_tokens_are_text_where_a_reward_or_a_stop_text_asks_for_them(
     config = chat_config(tmp_path, chat_folder, task, **({"stop": ["<end>"]} if asked else {}))
     code, out, err = cli("run", config, "--out", tmp_path)
     assert code == 0, err
-    assert "held-out score" in out and "accuracy" not in out.replace("accuracy.", "") and "accuracy" not in err
+    assert "held-out score" in out
+    assert "accuracy" not in out.replace("accuracy.", "")
+    assert "accuracy" not in err
     run_dir = next(tmp_path.rglob("manifest.json")).parent
     code, out, _ = cli("show", run_dir)
-    assert code == 0 and "score_mean" in out and "accuracy" not in out.replace("accuracy.", "")
-    assert cli("report", run_dir)[0] == 0 and "Held-out accuracy" not in (run_dir / "report.html").read_text()
+    assert code == 0
+    assert "score_mean" in out
+    assert "accuracy" not in out.replace("accuracy.", "")
+    assert cli("report", run_dir)[0] == 0
+    assert "Held-out accuracy" not in (run_dir / "report.html").read_text()
     rows = reader.read_sequences(run_dir)
     tokenizer = AutoTokenizer.from_pretrained(chat_folder)
     answer, end = tokenizer.convert_tokens_to_ids(["<answer>", "<end>"])
@@ -123,12 +128,12 @@ def test_control_tokens_in_prompts_and_turns_are_refused_unless_they_are_allowed
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"a<end>{'b' * n}"}) + "\n" for n in range(9)))
     config = chat_config(tmp_path, chat_folder, {"kind": "jsonl", "path": "p.jsonl"})
     code, _, err = cli("run", config, "--out", tmp_path)
-    assert code == 2 and "contains '<end>', which the tokenizer reads as a control token" in one_line(err)
+    assert code == 2
+    assert "contains '<end>', which the tokenizer reads as a control token" in one_line(err)
     code, _, err = cli("run", config, "--out", tmp_path, "--set", "task.control_tokens=allow")
     assert code == 0, err
     (tmp_path / "task.py").write_text(CHAT.replace('" b "', '"<end>"'))
     task = {"kind": "python", "path": "task.py", "max_turns": 2}
     code, _, err = cli("run", chat_config(tmp_path, chat_folder, task), "--out", tmp_path / "turns")
-    assert code == 2 and re.search(
-        r"task\.py:3: step returned a text for .* that contains '<end>', which", one_line(err)
-    )
+    assert code == 2
+    assert re.search(r"task\.py:3: step returned a text for .* that contains '<end>', which", one_line(err))

@@ -238,7 +238,8 @@ def test_a_deleted_experiment_is_named_with_what_to_do(deterministic_run: Path, 
     assert exit_code_of(["track", str(deterministic_run), "--uri", store]) == 2
     said = one_line(capsys.readouterr().err)
     assert "small: this experiment was deleted in MLflow" in said
-    assert f"`mlflow experiments restore --experiment-id {number}`" in said and "moved away" not in said
+    assert f"`mlflow experiments restore --experiment-id {number}`" in said
+    assert "moved away" not in said
     client.restore_experiment(number)
     assert exit_code_of(["track", str(deterministic_run), "--uri", store]) == 0
 

@@ -69,7 +69,8 @@ def forward(model: Model, ids: Sequence[int], routes: Array | None = None) -> Ac
         if layer.router is not None:
             raised, inside = mixture(model, layer, normed2.y, next(given, None))
         else:
-            assert layer.up is not None and layer.down is not None
+            assert layer.up is not None
+            assert layer.down is not None
             raised, inside = mlp(model, layer.up, layer.down, normed2.y)
         x = rounded(form, after + raised)
         layers.append(LayerActivations(normed1, attention, normed2, inside))
@@ -90,7 +91,8 @@ def backward(model: Model, of: Activations, d_hidden: Array) -> Contributions:
         if isinstance(seen.mlp, Mixture):
             dh = mixture_backward(grads, name, model, layer, d, seen.mlp, position)
         else:
-            assert layer.up is not None and layer.down is not None
+            assert layer.up is not None
+            assert layer.down is not None
             names = (f"{name}.up", f"{name}.down")
             dh = mlp_backward(grads, names, model, layer.up, layer.down, d, seen.mlp, position)
         dh = norm_backward(grads, f"{name}.norm2", model.norm, layer.norm2, dh, seen.normed2, position)

@@ -68,7 +68,8 @@ def test_a_page_opens_without_a_word_on_the_console_and_loads_nothing(
     browser: Any, pages: dict[str, Path], name: str
 ) -> None:
     opened(browser, pages[name])
-    assert browser.get_log("browser") == [] and browser.execute_script("return window.hacked") is None
+    assert browser.get_log("browser") == []
+    assert browser.execute_script("return window.hacked") is None
     assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
     # a parser that had to mend something would have moved, added or dropped a tag
     text = pages[name].read_text()
@@ -91,7 +92,8 @@ def test_tokens_by_pointer(browser: Any, pages: dict[str, Path]) -> None:
     tokens = find(browser, "#tv-tokens [role=option]")
     assert len(tokens) == len(shown["ids"])
     tokens[0].click()
-    assert browser.switch_to.active_element == tokens[0] and tokens[0].get_attribute("aria-selected") == "true"
+    assert browser.switch_to.active_element == tokens[0]
+    assert tokens[0].get_attribute("aria-selected") == "true"
     assert values(browser)["token id"] == str(shown["ids"][0])
     assert float(values(browser)["entropy [nats]"]) == pytest.approx(shown["columns"]["entropies"][0], rel=1e-5)
     ActionChains(browser).move_to_element(tokens[-1]).perform()
@@ -124,7 +126,8 @@ def test_the_page_is_never_wider_than_the_window(browser: Any, pages: dict[str, 
     browser.execute_script("document.querySelectorAll('details').forEach(d => { d.open = true })")
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     texts, cut = browser.execute_script(CUT)
-    assert texts > 20 and cut == [], "a label of a chart is cut"
+    assert texts > 20, "a label of a chart is cut"
+    assert cut == [], "a label of a chart is cut"
 
 
 @pytest.mark.parametrize("name", ["deterministic", "grid", "control", "pair"])
@@ -180,10 +183,12 @@ def test_no_word_is_broken_and_no_text_is_faint(browser: Any, pages: dict[str, P
     opened(browser, pages[name])
     for width, scheme in ((1400, "light"), (390, "dark")):
         look(browser, scheme, width)
-        assert browser.execute_script(BROKEN) == [] and browser.execute_script(FAINT) == [], (width, scheme)
+        assert browser.execute_script(BROKEN) == [], (width, scheme)
+        assert browser.execute_script(FAINT) == [], (width, scheme)
     browser.execute_script("document.querySelector('main h2').style.cssText = 'width: 20px; overflow-wrap: anywhere'")
     browser.execute_script("document.querySelector('main h2').style.color = '#666'")
-    assert browser.execute_script(BROKEN) and browser.execute_script(FAINT), "the control"
+    assert browser.execute_script(BROKEN), "the control"
+    assert browser.execute_script(FAINT), "the control"
 
 
 def test_a_chart_says_its_values_where_the_pointer_is(browser: Any, pages: dict[str, Path]) -> None:
@@ -196,7 +201,8 @@ def test_a_chart_says_its_values_where_the_pointer_is(browser: Any, pages: dict[
         ActionChains(browser).move_to_element(chart).perform()
         tip = chart.find_element("xpath", "following-sibling::div[@class='tip']")
         text = tip.get_attribute("textContent")
-        assert tip.is_displayed() and text in [said for _, said in data["at"]]
+        assert tip.is_displayed()
+        assert text in [said for _, said in data["at"]]
     first = find(browser, "svg[data-hover]")[0]
     said = [text for _, text in json.loads(first.get_attribute("data-hover"))["at"]]
     browser.execute_script("arguments[0].focus()", first)
@@ -206,4 +212,5 @@ def test_a_chart_says_its_values_where_the_pointer_is(browser: Any, pages: dict[
         shown.append(find(browser, ".tip")[0].get_attribute("textContent"))
     assert shown[: len(said)] == said
     press(browser, Keys.ESCAPE)
-    assert not find(browser, ".tip")[0].is_displayed() and browser.get_log("browser") == []
+    assert not find(browser, ".tip")[0].is_displayed()
+    assert browser.get_log("browser") == []

@@ -43,22 +43,26 @@ def test_a_line_goes_where_its_numbers_say() -> None:
     svg = line_chart([Line("a", np.array([0.0, 10.0]), np.array([0.0, 1.0]))], x, y, "about")
     bottom = TOP + PLOT_HEIGHT
     assert paths(svg, "line") == [f"M{LEFT:.1f} {bottom:.1f}L{WIDTH - RIGHT:.1f} {TOP:.1f}"]
-    assert parsed(svg).get("role") == "img" and parsed(svg).get("aria-label") == "about"
+    assert parsed(svg).get("role") == "img"
+    assert parsed(svg).get("aria-label") == "about"
 
 
 def test_a_missing_value_is_a_gap_and_never_a_point() -> None:
     x, y = Axis("x", 0.0, 4.0), Axis("y", 0.0, 1.0)
     values = np.array([0.0, 0.5, np.nan, 0.5, 1.0])
     svg = line_chart([Line("a", np.arange(5.0), values)], x, y, "")
-    assert paths(svg, "line")[0].count("M") == 2 and paths(svg, "line")[0].count("L") == 2
-    assert len(list(parsed(svg).iter("circle"))) == 4 and "nan" not in svg
+    assert paths(svg, "line")[0].count("M") == 2
+    assert paths(svg, "line")[0].count("L") == 2
+    assert len(list(parsed(svg).iter("circle"))) == 4
+    assert "nan" not in svg
 
 
 def test_a_logarithmic_axis_by_hand() -> None:
     axis = Axis("p", 1e-4, 1.0, True)
     assert axis.at(np.array([1e-4, 1e-3, 1e-2, 1.0])).tolist() == pytest.approx([0.0, 0.25, 0.5, 1.0])
     # nothing of zero or below has a place on it: it lies at the bottom; NaN has none
-    assert axis.at(np.array([0.0, -1.0])).tolist() == [0.0, 0.0] and math.isnan(float(axis.at(math.nan)))
+    assert axis.at(np.array([0.0, -1.0])).tolist() == [0.0, 0.0]
+    assert math.isnan(float(axis.at(math.nan)))
     assert [label for _, label in ticks(axis)] == ["1e-4", "0.001", "0.01", "0.1", "1"]
 
 
@@ -77,7 +81,9 @@ TEXT = st.text(st.characters(codec="utf-8"))
 @given(TEXT, TEXT)
 def test_whatever_the_text_it_is_text(inside: str, value: str) -> None:
     found = ET.fromstring(element("p", escape(inside), title=value))
-    assert list(found) == [] and found.tag == "p" and set(found.attrib) == {"title"}
+    assert list(found) == []
+    assert found.tag == "p"
+    assert set(found.attrib) == {"title"}
     assert not set("\x00\x01\x1b\u202e\u2066\ufeff\u2028") & set(found.text or "")
     kept = inside.replace("\n", "↵\n").replace("\t", "⇥")
     if all(32 <= ord(c) < 0x7F or c in "\n\t" for c in inside):
@@ -107,8 +113,11 @@ def test_a_saved_table_has_every_bit_of_the_numbers(rows: list[tuple[int, float,
     link = ET.fromstring(csv_link("A title, with words", frame))
     assert link.get("download") == "a-title-with-words.csv"
     kind, _, text = (link.get("href") or "").partition(",")
-    assert kind == "data:text/csv;charset=utf-8" and text.isascii() and not set(' #<>/"') & set(text)
+    assert kind == "data:text/csv;charset=utf-8"
+    assert text.isascii()
+    assert not set(' #<>/"') & set(text)
     found = list(csv.reader(io.StringIO(unquote(text), newline="")))
-    assert found[0] == ["n", "x", "t"] and [row[0] for row in found[1:]] == [str(r[0]) for r in rows]
+    assert found[0] == ["n", "x", "t"]
+    assert [row[0] for row in found[1:]] == [str(r[0]) for r in rows]
     again = np.array([float(row[1] or "nan") for row in found[1:]], dtype=np.float64)
     assert np.array_equal(again, frame["x"].to_numpy(np.float64), equal_nan=True)

@@ -36,7 +36,8 @@ def test_standard_errors_and_intervals_by_hand() -> None:
     assert math.isnan(curves.mean_and_error(np.array([1.0]))[1])
     # three responses: sums 2, 2, 5 over 1, 2, 3 tokens; ratio 1.5, residuals 0.5, -1, 0.5
     ratio, error = curves.ratio_and_error(np.array([2.0, 2.0, 5.0]), np.array([1.0, 2.0, 3.0]))
-    assert ratio == 1.5 and error == pytest.approx(math.sqrt(1.5 * 1.5) / 6)
+    assert ratio == 1.5
+    assert error == pytest.approx(math.sqrt(1.5 * 1.5) / 6)
 
     def seed(value: float, iterations: list[int]) -> pd.DataFrame:
         return pd.DataFrame({"iteration": iterations, "metric": "score", "value": value, "low": 0.0, "high": 0.0})
@@ -74,8 +75,10 @@ def test_a_setting_has_one_colour_on_every_panel_also_where_another_has_no_curve
     drawn = [curves.Curve("first", both[both["metric"] == "score"]), curves.Curve("second", both, (both, both))]
     wanted = [metric for metric in curves.LEARNING if metric.key in ("score", "entropy")]
     score, entropy = (figure.chart for figure in curves.metric_figures(wanted, drawn))
-    assert 'class="line stroke0"' in score and 'class="line stroke1"' in score
-    assert 'class="line stroke1"' in entropy and "stroke0" not in entropy
+    assert 'class="line stroke0"' in score
+    assert 'class="line stroke1"' in score
+    assert 'class="line stroke1"' in entropy
+    assert "stroke0" not in entropy
     assert score.count('class="part stroke1"') == 2, "each seed is a thin line"
 
 
@@ -98,9 +101,11 @@ def test_a_scan_agrees_with_what_training_recorded(deterministic_run: Path) -> N
     weighted = (steps["clip_fraction"] * steps["tokens"]).groupby(steps["iteration"]).sum().to_numpy()
     assert scan.flags[["clip_high", "clip_low", "clip_dual"]].sum(axis=1).to_numpy() == pytest.approx(weighted)
     visits = int(steps["tokens"].sum())
-    assert scan.flags["token_updates"].sum() == visits and scan.deltas.sum() == 0
+    assert scan.flags["token_updates"].sum() == visits
+    assert scan.deltas.sum() == 0
     updates = reader.read_updates(deterministic_run)
-    assert scan.ratios[1.0].max() == updates["ratios"].max() and scan.ratios[0.0].min() == updates["ratios"].min()
+    assert scan.ratios[1.0].max() == updates["ratios"].max()
+    assert scan.ratios[0.0].min() == updates["ratios"].min()
 
 
 def test_the_token_view_has_what_the_records_have(native_run: Path) -> None:
@@ -116,7 +121,8 @@ def test_the_token_view_has_what_the_records_have(native_run: Path) -> None:
             for frame in (tokens, updates[updates["epoch"] == 1])
         )
         second = second.sort_values("position")
-        assert shown["ids"] == mine["token_id"].tolist() and "".join(shown["texts"]) == shown["response"]
+        assert shown["ids"] == mine["token_id"].tolist()
+        assert "".join(shown["texts"]) == shown["response"]
         # six significant digits are promised
         assert shown["columns"]["entropies"] == pytest.approx(mine["entropies"].to_list(), rel=5e-6, abs=1e-30)
         assert shown["columns"]["ratio_1"] == pytest.approx(second["ratios"].to_list(), rel=5e-6)
@@ -139,8 +145,10 @@ def test_clipping_figures() -> None:
         {"epoch": [0, 0, 1, 1], "minibatch": 0, "ratios": np.array([1.0, 1.0, 1.0, 7.25], np.float32)}
     )
     within, extremes = (drawn(figure) for figure in figures.ratio_figures(ratio_quantiles(0, updates), BOUNDS))
-    assert "bounds 0.8 and 1.2" in within[1] and "the median ratio is 4.125" in within[1]
-    assert "Largest ratio of all: 7.25." in extremes[1] and count(extremes[0], "rule") == 3, "two, and the legend's"
+    assert "bounds 0.8 and 1.2" in within[1]
+    assert "the median ratio is 4.125" in within[1]
+    assert "Largest ratio of all: 7.25." in extremes[1], "two, and the legend's"
+    assert count(extremes[0], "rule") == 3, "two, and the legend's"
     flags = pd.DataFrame([{"iteration": i, **dict.fromkeys(FLAGS, 0), "token_updates": 100} for i in range(2)])
     flags["clip_high"], flags["wrong_low"] = [10, 20], [0, 5]
     chart, said = drawn(figures.flag_figure(flags))

@@ -48,21 +48,27 @@ def test_the_first_screen_answers_four_questions(deterministic_run: Path, native
     assert [n.text for n in check(exact).iter("h2")][:4] == questions
     said, control = text_of(exact), text_of(native)
     tokens = int(reader.read_iterations(deterministic_run)["tokens"].sum())
-    assert f"Sampler and trainer agree on every bit of {tokens:,} tokens." in said and "differ between" not in said
-    assert "Every ratio of the first minibatches is exactly 1" in said and "Nothing: the run is complete" in said
+    assert f"Sampler and trainer agree on every bit of {tokens:,} tokens." in said
+    assert "differ between" not in said
+    assert "Every ratio of the first minibatches is exactly 1" in said
+    assert "Nothing: the run is complete" in said
     rows = reader.read_iterations(native_run)
     unequal, total = int(rows["unequal_old_rollout_logprobs"].sum()), int(rows["tokens"].sum())
-    assert f"({unequal:,} of {total:,} tokens" in control and "Sampler and trainer agree" not in control
+    assert f"({unequal:,} of {total:,} tokens" in control
+    assert "Sampler and trainer agree" not in control
     recorded = reader.open_manifest(deterministic_run)
     measured = read_accuracy(deterministic_run, recorded)
-    assert measured is not None and f"({measured.tokens:,} tokens, rms)" in said and "stock float32" in said
+    assert measured is not None
+    assert f"({measured.tokens:,} tokens, rms)" in said
+    assert "stock float32" in said
     assert "model in float64" not in control, "native numerics measure nothing"
     assert recorded.fingerprint in said
     assert f"ppo-repro rerun RUN, where RUN is the folder {deterministic_run.name}" in said
     run = Path(shutil.copytree(deterministic_run, tmp_path / deterministic_run.name))
     cut_back(run, 2, "interrupted")
     cut = build.page_of(run, 5)
-    assert "The run was interrupted after 2 of 3 iterations" in text_of(cut) and "Nothing:" not in text_of(cut)
+    assert "The run was interrupted after 2 of 3 iterations" in text_of(cut)
+    assert "Nothing:" not in text_of(cut)
     assert "after the last update (greedy)" not in text_of(cut)
     assert {r["iteration"] for r in embedded(cut)["responses"]} <= {0, 1}
 
@@ -71,12 +77,14 @@ def test_the_same_run_gives_the_same_bytes_wherever_it_lies(native_run: Path, tm
     moved = Path(shutil.copytree(native_run, tmp_path / native_run.name))
     first, again, elsewhere = (build.page_of(run, 20) for run in (native_run, native_run, moved))
     assert first == again == elsewhere
-    assert str(native_run.parent) not in first and str(tmp_path) not in first
+    assert str(native_run.parent) not in first
+    assert str(tmp_path) not in first
     titles = [n.text for n in check(first).iter("h3")]
     wanted = {"Score", "KL to the reference", "Entropy", "Clip fraction", "Extreme ratios"}
     wanted |= {"Log-prob difference", "Ratios within an iteration", "Clip flags by iteration"}
     wanted |= {"Distribution of the score", "Loss of the policy"}
-    assert wanted <= set(titles) and len(titles) == len(set(titles))
+    assert wanted <= set(titles)
+    assert len(titles) == len(set(titles))
 
 
 def test_the_policy_names_this_very_style_and_script_and_nothing_else(native_run: Path) -> None:
@@ -84,7 +92,9 @@ def test_the_policy_names_this_very_style_and_script_and_nothing_else(native_run
     (policy,) = (
         n.get("content", "") for n in check(page).iter("meta") if n.get("http-equiv") == "Content-Security-Policy"
     )
-    assert policy.startswith("default-src 'none'; ") and "unsafe" not in policy and "http" not in policy
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy
+    assert "http" not in policy
     for kind, pattern in (("style", r"<style>(.*?)</style>"), ("script", r"<script>(.*?)</script>")):
         (inside,) = re.findall(pattern, page, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
@@ -107,7 +117,9 @@ def test_hostile_texts_stay_texts(hostile_run: Path) -> None:
 @pytest.mark.parametrize("text", ["</script>", "<!--<script>", "]]>", "\u2028\u2029", "\ud800", "&lt;"])
 def test_embedded_json_cannot_leave_its_element(text: str) -> None:
     found = embedded_json({"t": [text]})
-    assert json.loads(found) == {"t": [text]} and not set("<>&\u2028\u2029") & set(found) and found.isascii()
+    assert json.loads(found) == {"t": [text]}
+    assert not set("<>&\u2028\u2029") & set(found)
+    assert found.isascii()
 
 
 def test_what_is_not_finite_is_counted_and_shown_as_it_is(native_run: Path, hostile_run: Path, tmp_path: Path) -> None:
@@ -123,13 +135,16 @@ def test_what_is_not_finite_is_counted_and_shown_as_it_is(native_run: Path, host
 def test_the_command_writes_the_page_and_says_where(native_run: Path, tmp_path: Path, cli: Cli) -> None:
     run = Path(shutil.copytree(native_run, tmp_path / native_run.name))
     code, out, _ = cli("report", run)
-    assert code == 0 and str(run / "report.html") in out
+    assert code == 0
+    assert str(run / "report.html") in out
     assert (run / "report.html").read_text() == build.page_of(run, build.DEFAULT_RESPONSES)
     page = tmp_path / "page.html"
     for _ in range(2):  # over nothing, and over an earlier report
         code, out, _ = cli("report", run, "--out", page, "--responses", "3", "--json")
-        assert code == 0 and json.loads(out) == {"report": str(page), "bytes": page.stat().st_size}
-    assert not list(tmp_path.rglob("*.tmp")) and cli("diff", run, native_run)[0] == 0, "a report is no record"
+        assert code == 0
+        assert json.loads(out) == {"report": str(page), "bytes": page.stat().st_size}
+    assert not list(tmp_path.rglob("*.tmp")), "a report is no record"
+    assert cli("diff", run, native_run)[0] == 0, "a report is no record"
 
 
 def test_mistakes_are_one_line(tmp_path: Path, hostile_run: Path) -> None:
@@ -166,20 +181,28 @@ def test_a_grid_has_its_question_its_settings_and_links(
     folder = grid_of(tmp_path / "grid", native_run, deterministic_run)
     path, size = build.write_report([folder], None, None)
     page = path.read_text()
-    assert path == folder / "report.html" and size == len(page.encode()) and "token-data" not in page
+    assert path == folder / "report.html"
+    assert size == len(page.encode())
+    assert "token-data" not in page
     said = text_of(page)
-    assert "Does it matter?" in said and "Expected: It does not." in said and "grid: 4 runs" in said
-    assert "agree on every bit in 2 of 4 runs" in said and "of log-probs differ in the other 2 (" in said
-    assert "mean (smallest to largest seed)" in said and "Not complete" not in said
+    assert "Does it matter?" in said
+    assert "Expected: It does not." in said
+    assert "grid: 4 runs" in said
+    assert "agree on every bit in 2 of 4 runs" in said
+    assert "of log-probs differ in the other 2 (" in said
+    assert "mean (smallest to largest seed)" in said
+    assert "Not complete" not in said
     links = [n.get("href") or "" for n in check(page).iter("a")]
     assert f"cells/native,a/small/{native_run.name}" in links
     assert all((folder / link).is_dir() for link in links if link.startswith("cells/"))
     elsewhere = build.write_report([folder], tmp_path / "x.html", None)[0].read_text()
-    assert "cells/native,a" in text_of(elsewhere) and 'href="cells' not in elsewhere
+    assert "cells/native,a" in text_of(elsewhere)
+    assert 'href="cells' not in elsewhere
     start_run(folder / "cells" / "c" / "run")
     (folder / "cells" / "c" / "run" / "records").mkdir(exist_ok=True)
     said = text_of(build.write_report([folder], None, None)[0].read_text())
-    assert "Not complete and not in this page: cells/c/run (running)." in said and "grid: 4 runs" in said
+    assert "Not complete and not in this page: cells/c/run (running)." in said
+    assert "grid: 4 runs" in said
 
 
 SENTENCE = "settings differ from deterministic in held-out accuracy (paired t-tests over 3 seeds"
@@ -251,10 +274,15 @@ def test_two_runs_side_by_side(deterministic_run: Path, native_run: Path, tmp_pa
         for pair in ((deterministic_run, native_run), (deterministic_run, native_run), (native_run, native_run))
     ]
     said, same = text_of(pages[0]), text_of(pages[2])
-    assert "numerics.modedeterministicnative" in said and "A (left) and B (right) first differ: " in said
-    assert "A: sampler and trainer agree on every bit" in said and "B: " in said and "of log-probs differ" in said
-    assert pages[0] == pages[1] and str(deterministic_run.parent) not in pages[0]
-    assert "A and B have the same fingerprint" in same and "first differ:" not in same
+    assert "numerics.modedeterministicnative" in said
+    assert "A (left) and B (right) first differ: " in said
+    assert "A: sampler and trainer agree on every bit" in said
+    assert "B: " in said
+    assert "of log-probs differ" in said
+    assert pages[0] == pages[1]
+    assert str(deterministic_run.parent) not in pages[0]
+    assert "A and B have the same fingerprint" in same
+    assert "first differ:" not in same
 
 
 def test_the_page_of_a_fork_marks_where_it_began_and_shows_the_reward(tmp_path: Path) -> None:

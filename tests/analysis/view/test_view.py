@@ -59,7 +59,9 @@ def test_nothing_is_answered_without_the_token_or_under_another_host(hostile: Se
     whole = {"token": hostile.token, "run": 0, "iteration": 0, "sequence": 0}
     for wrong in ({}, {"token": ""}, {"token": hostile.token[:-1]}, {"token": "ä"}):
         code, text, headers = get(hostile, path, {**whole, "token": "", **wrong})
-        assert code == 403 and len(text) < 100 and headers["Referrer-Policy"] == "no-referrer"
+        assert code == 403
+        assert len(text) < 100
+        assert headers["Referrer-Policy"] == "no-referrer"
     assert get(hostile, path, whole, Host="example.org")[0] == 400
     assert hostile.socket.getsockname()[0] == "127.0.0.1"
 
@@ -83,12 +85,16 @@ def test_hostile_texts_stay_text(hostile: Server) -> None:
     code, page, _ = get(hostile, "/", {"token": hostile.token})
     root = tree(page)
     policy = next(n.get("content", "") for n in root.iter("meta") if n.get("http-equiv"))
-    assert code == 200 and "connect-src 'self'" in policy and "unsafe" not in policy
-    assert "innerHTML" not in page and not {"src", "onclick"} & {name for n in root.iter() for name in n.attrib}
+    assert code == 200
+    assert "connect-src 'self'" in policy
+    assert "unsafe" not in policy
+    assert "innerHTML" not in page
+    assert not {"src", "onclick"} & {name for n in root.iter() for name in n.attrib}
     found = api(hostile, "responses", text="<SCRIPT>", sort="sequence", order="asc")["rows"]
-    assert found and all("<script>" in row["response"] for row in found)
+    assert found
+    assert all("<script>" in row["response"] for row in found)
     headers = get(hostile, "/api/responses", {"token": hostile.token, "text": "<script>"})[2]
-    assert headers["Content-Type"] == "application/json" and headers["X-Content-Type-Options"] == "nosniff"
+    assert (headers["Content-Type"], headers["X-Content-Type-Options"]) == ("application/json", "nosniff")
     row = found[0]
     one = api(hostile, "response", run=0, iteration=row["iteration"], sequence=row["sequence"])
     assert "".join(one["tokens"]["responses"][0]["texts"]) == row["response"]
@@ -110,7 +116,9 @@ def test_a_bad_query_is_one_line(hostile: Server, asked: dict[str, str], said: s
     for name in ("responses", "csv", "snippet"):
         code, text, _ = get(hostile, f"/api/{name}", {"token": hostile.token, **asked})
         found = json.loads(text)["error"]
-        assert code == 400 and found.startswith(said) and "\n" not in found
+        assert code == 400
+        assert found.startswith(said)
+        assert "\n" not in found
     code, text, _ = get(hostile, "/api/response", {"token": hostile.token, "run": 0, "iteration": 99, "sequence": 0})
     assert (code, json.loads(text)["error"]) == (400, "run 0: has no response 0 in iteration 99")
 
@@ -169,7 +177,9 @@ def test_queries_find_what_the_files_hold_and_the_snippet_and_the_csv_find_the_s
         assert pages[0] + pages[1] == both
         first = both[0]
         one = api(server, "response", run=0, iteration=first["iteration"], sequence=first["sequence"])
-        assert one["row"] == first and first in one["samples"] and first["prompt"] in one["rendered"]
+        assert one["row"] == first
+        assert first in one["samples"]
+        assert first["prompt"] in one["rendered"]
         assert {s["prompt_key"] for s in one["samples"]} == {first["prompt_key"]}
         other = {f"other_{name}": both[-1][name] for name in ("run", "iteration", "sequence")}
         parts = api(server, "diff", run=0, iteration=first["iteration"], sequence=first["sequence"], **other)["parts"]
@@ -211,7 +221,8 @@ def test_a_run_that_works_is_followed_and_partial_files_are_passed_over(native_r
     server = Server([tmp_path, run, run.parent], 0)
     look = server.index.look
     look()
-    assert counts() == (0, 0) and server.index.runs[0].state == "killed", "no process has its lock"
+    assert counts() == (0, 0), "no process has its lock"
+    assert server.index.runs[0].state == "killed", "no process has its lock"
     become(1)
     for table in ("sequences", "tokens"):  # a process was killed while it wrote the next iteration
         file(table, 1).write_bytes(b"PAR1 half")
@@ -222,13 +233,15 @@ def test_a_run_that_works_is_followed_and_partial_files_are_passed_over(native_r
     become(2)  # resumed
     look()
     look()
-    assert counts() == (2 * each, 0) and server.index.version > version
+    assert counts() == (2 * each, 0)
+    assert server.index.version > version
     become(3)
     file("tokens", 2).write_bytes(b"PAR1 rubbish")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / manifest.FILE_NAME).write_text("{")
     look()
-    assert counts() == (2 * each, 1) and "iteration 2" in server.index.runs[0].damaged[0]
+    assert counts() == (2 * each, 1)
+    assert "iteration 2" in server.index.runs[0].damaged[0]
     assert server.index.others == 1
     become(1)  # another run has the folder now
     look()
@@ -242,7 +255,8 @@ def test_a_file_that_is_gone_is_one_line(native_run: Path, tmp_path: Path) -> No
     with served(run) as server:
         manifest.table_path(run, "sequences", 0).unlink()
         code, text, _ = get(server, "/api/response", {"token": server.token, "run": 0, "iteration": 0, "sequence": 0})
-    assert code == 400 and "the file was changed or damaged" in json.loads(text)["error"]
+    assert code == 400
+    assert "the file was changed or damaged" in json.loads(text)["error"]
 
 
 def test_the_command_prints_the_whole_address(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,21 +269,26 @@ def test_the_command_prints_the_whole_address(tmp_path: Path, cli: Cli, monkeypa
 
     monkeypatch.setattr(Server, "serve", serve)
     code, out, _ = cli("view", tmp_path)
-    assert code == 0 and out.split()[1] == addresses[0]
+    assert code == 0
+    assert out.split()[1] == addresses[0]
     code, out, _ = cli("view", tmp_path, "--json")
-    assert code == 0 and json.loads(out) == {"view": addresses[1]}
+    assert code == 0
+    assert json.loads(out) == {"view": addresses[1]}
 
 
 def test_mistakes_of_the_command_are_one_line(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     code, _, err = cli("view", tmp_path / "nowhere")
-    assert code == 2 and "no such folder" in one_line(err)
+    assert code == 2
+    assert "no such folder" in one_line(err)
     with served(tmp_path) as server:
         port = server.socket.getsockname()[1]
         code, _, err = cli("view", tmp_path, "--port", str(port))
-        assert code == 2 and f"--port {port}: cannot be used" in one_line(err)
+        assert code == 2
+        assert f"--port {port}: cannot be used" in one_line(err)
         assert api(server, "responses") == {"total": 0, "score": None, "correct": None, "offset": 0, "rows": []}
     with pytest.raises(UserError, match="--port 99999: cannot be used"):
         Server([tmp_path], 99999)
     monkeypatch.setattr("ppo_repro.base.analyses.find_spec", lambda name: None if name == "duckdb" else 1)
     code, _, err = cli("view", tmp_path)
-    assert code == 2 and "needs duckdb; install it with pip install 'ppo_repro[view]'" in one_line(err)
+    assert code == 2
+    assert "needs duckdb; install it with pip install 'ppo_repro[view]'" in one_line(err)

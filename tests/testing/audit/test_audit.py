@@ -63,8 +63,11 @@ def judged(made: Material, subject: Subject, sampler: Values, trainer: Values) -
 def test_stock_float32_is_right_on_both_sides(made: Material, subject: Subject) -> None:
     good = made.logprobs()
     found = judged(made, subject, good, good)
-    assert found.sampler.is_right and found.trainer.is_right and found.sampler.cause == found.trainer.cause == ""
-    assert 0 < found.sampler.rms < 2e-6 and lines(found)[-1] == "verdict: both sides are right"
+    assert found.sampler.is_right
+    assert found.trainer.is_right
+    assert found.sampler.cause == found.trainer.cause == ""
+    assert 0 < found.sampler.rms < 2e-6
+    assert lines(found)[-1] == "verdict: both sides are right"
 
 
 QUICK = {"base 2", "moved left by 5", "BOS", "logits cast to bfloat16", "EOS banned", "ceiling"}
@@ -78,12 +81,16 @@ def test_the_cause_is_named_or_unknown_and_never_another(made: Material, subject
     is_sampler = len(name) % 2 == 0  # either side may be the wrong one
     found = judged(made, subject, *((bad, good) if is_sampler else (good, bad)))
     wrong, right = (found.sampler, found.trainer) if is_sampler else (found.trainer, found.sampler)
-    assert right.is_right and right.cause == "" and not wrong.is_right
+    assert right.is_right
+    assert right.cause == ""
+    assert not wrong.is_right
     # where token id 2 is unlikely, its ban is smaller than rounding
     assert re.sub(r"at \d+ of", "at some of", wrong.cause).startswith(cause), wrong.cause
     assert (KNOWN | OF_OUTSIDER).get(name, "") in "; ".join(wrong.known)
     if wrong.tried and wrong.cause != "unknown":
-        assert wrong.left <= 0.5 * wrong.rms and wrong.tried[0].explains and wrong.advice
+        assert wrong.left <= 0.5 * wrong.rms
+        assert wrong.tried[0].explains
+        assert wrong.advice
         assert all(a.left <= b.left for a, b in pairwise(wrong.tried) if a.explains == b.explains)
     assert len({t.words for t in wrong.tried}) == len(wrong.tried)
     assert lines(found)[-1] == f"verdict: the {wrong.name} is wrong"
@@ -112,7 +119,9 @@ def test_zeros_and_missing_entries_are_counted_and_judge_nothing_else(made: Mate
     good = made.logprobs()
     bad = [torch.cat([torch.tensor([0.0, math.nan]), v[2:]]) for v in good]
     found = judged(made, subject, bad, good)
-    assert found.sampler.empty == 16 and not found.sampler.is_right and found.sampler.rms < 2e-6
+    assert found.sampler.empty == 16
+    assert not found.sampler.is_right
+    assert found.sampler.rms < 2e-6
     assert found.sampler.cause == "16 of 109 tokens have no log-prob or a 0"
     zeros = judged(made, subject, [0 * v for v in good], good)
     assert zeros.sampler.cause == "all 109 numbers are exactly 0; nothing was recorded"
@@ -149,7 +158,8 @@ def test_log_probs_of_the_processed_distribution_are_right_if_both_sides_have_th
         values.append(torch.tensor(rows))
     mask = [(~v.isnan()).tolist() for v in values]
     found = audit(subject, made.dump(values, values, mask), sampling)
-    assert found.sampler.is_right and found.trainer.is_right
+    assert found.sampler.is_right
+    assert found.trainer.is_right
     assert (found.sampler.definition == "processed") == sampling.is_cut
 
 
@@ -157,10 +167,12 @@ def test_log_probs_of_the_processed_distribution_are_right_if_both_sides_have_th
 def test_each_side_is_judged_by_the_distribution_that_it_is_said_to_have(made: Material, subject: Subject) -> None:
     raw, tempered, kept = made.logprobs(temperature=1.0), made.logprobs(), cut("top-k", 8)(made)
     dump, said = made.dump(raw, tempered), replace(GIVEN, sampler_logprobs="raw", trainer_logprobs="tempered")
-    assert audit(subject, dump, said).sampler.is_right and not audit(subject, dump, GIVEN).sampler.is_right
+    assert audit(subject, dump, said).sampler.is_right
+    assert not audit(subject, dump, GIVEN).sampler.is_right
     processed = replace(GIVEN, sampler_logprobs="processed", trainer_logprobs="processed")
     found = audit(subject, made.dump(kept, tempered), processed)
-    assert found.sampler.is_right and found.trainer.cause == "of all tokens, not of the processed distribution"
+    assert found.sampler.is_right
+    assert found.trainer.cause == "of all tokens, not of the processed distribution"
 
 
 # turns
@@ -192,7 +204,8 @@ def test_context_that_a_later_turn_does_not_see(
             row.append(float((logits / TEMPERATURE).log_softmax(-1)[token]))
         values.append(torch.tensor(row))
     found = audit(subject, made.dump(values, made.logprobs(), counts), GIVEN)
-    assert found.sampler.cause == words and found.trainer.is_right
+    assert found.sampler.cause == words
+    assert found.trainer.is_right
 
 
 # any architecture of transformers
@@ -230,8 +243,11 @@ def test_an_architecture_that_the_kernels_do_not_know(name: str) -> None:
 def test_the_lines_list_each_explanation_once_the_best_first(made: Material, subject: Subject) -> None:
     found = judged(made, subject, FAULTS["no temperature"][0](made), made.logprobs())
     said = lines(found)
-    assert said[1].startswith("sampler is wrong") and "temperature 1 instead of 0.8" in said[1]
+    assert said[1].startswith("sampler is wrong")
+    assert "temperature 1 instead of 0.8" in said[1]
     left = [line.partition(" are left by: ") for line in said if " are left by: " in line]
-    assert left[0][2] == "temperature 1 instead of 0.8" and "as it is" in [words for _, _, words in left]
+    assert left[0][2] == "temperature 1 instead of 0.8"
+    assert "as it is" in [words for _, _, words in left]
     assert len({words for _, _, words in left}) == len(left) > 1
-    assert len(found.tokens) == 109 and (found.tokens["trainer"] - found.tokens["reference"]).abs().max() < 1e-5
+    assert len(found.tokens) == 109
+    assert (found.tokens["trainer"] - found.tokens["reference"]).abs().max() < 1e-5

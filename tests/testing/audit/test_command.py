@@ -46,7 +46,8 @@ def dumped(folder: Path, *overrides: str) -> tuple[Path, Path]:
 def test_log_probs_of_a_run_are_right(cli: Cli, dump: tuple[Path, Path], tmp_path: Path) -> None:
     tokens = tmp_path / "tokens.parquet"
     code, out, err = cli("audit", dump[0], "--model", dump[1], "--out", tokens)
-    assert code == 0 and "error: " not in err
+    assert code == 0
+    assert "error: " not in err
     assert out.splitlines()[-2:] == ["verdict: both sides are right", f"tokens  {tokens}"]
     frame = pd.read_parquet(tokens)
     assert (frame["sampler"] - frame["reference"]).abs().max() < 1e-4
@@ -55,7 +56,8 @@ def test_log_probs_of_a_run_are_right(cli: Cli, dump: tuple[Path, Path], tmp_pat
 def test_the_wrong_temperature_is_wrong(cli: Cli, dump: tuple[Path, Path]) -> None:
     code, out, _ = cli("audit", dump[0], "--model", dump[1], "--temperature", "0.5", "--responses", "6", "--json")
     found = json.loads(out)
-    assert code == 1 and found["trainer"]["cause"] == found["sampler"]["cause"] == "temperature 1 instead of 0.5"
+    assert code == 1
+    assert found["trainer"]["cause"] == found["sampler"]["cause"] == "temperature 1 instead of 0.5"
 
 
 @pytest.mark.slow
@@ -63,7 +65,9 @@ def test_a_tokenizer_that_does_not_load_is_said(cli: Cli, dump: tuple[Path, Path
     model = shutil.copytree(dump[1], tmp_path / "model")
     (model / "tokenizer.json").write_text("{")
     code, _, err = cli("audit", dump[0], "--model", model, "--responses", "6")
-    assert code == 0 and f"--model {model}: its tokenizer: cannot be loaded (" in err and "Traceback" not in err
+    assert code == 0
+    assert f"--model {model}: its tokenizer: cannot be loaded (" in err
+    assert "Traceback" not in err
 
 
 @pytest.mark.slow
@@ -72,18 +76,21 @@ def test_a_run_with_cuts_is_right(cli: Cli, tmp_path: Path, sampling: tuple[str,
     path, model = dumped(tmp_path, *(f"rollout.{s}" for s in sampling))
     options = [x for s in sampling for x in (f"--{s.partition('=')[0].replace('_', '-')}", s.partition("=")[2])]
     code, out, _ = cli("audit", path, "--model", model, *options)
-    assert code == 0 and "log-probs judged as processed" in out
+    assert code == 0
+    assert "log-probs judged as processed" in out
 
 
 def test_a_folder_that_is_not_the_one_is_refused(cli: Cli, dump: tuple[Path, Path]) -> None:
     code, out, err = cli("audit", dump[0], "--model", dump[1].parents[1] / FINAL)
-    assert (code, out) == (2, "") and "give the folder of the weights that the dump was made with" in one_line(err)
+    assert (code, out) == (2, "")
+    assert "give the folder of the weights that the dump was made with" in one_line(err)
 
 
 def test_other_weights_are_wrong_and_named_where_they_are_given(cli: Cli, dump: tuple[Path, Path]) -> None:
     later = dump[1].parents[1] / FINAL
     code, out, _ = cli("audit", dump[0], "--model", later, "--also", dump[1], "--responses", "6", "--json")
-    assert code == 1 and json.loads(out)["sampler"]["cause"] == f"weights of {dump[1]}"
+    assert code == 1
+    assert json.loads(out)["sampler"]["cause"] == f"weights of {dump[1]}"
 
 
 # What TRL 1.12.0's GRPOTrainer sees, sampler and trainer: experiments/guard_your_stack/trl_dump.py with these options,
@@ -100,7 +107,8 @@ REAL = {
 def test_dumps_of_the_real_trl(cli: Cli, dump: tuple[Path, Path], options: str) -> None:
     path = Path(__file__).parent / "trl" / f"{options.replace(' --', '_')}.jsonl"
     code, out, err = cli("audit", path, "--model", dump[1], "--temperature", "0.8", "--json")
-    assert "error: " not in err and code == int(any(REAL[options]))
+    assert "error: " not in err
+    assert code == int(any(REAL[options]))
     assert says(json.loads(out), *REAL[options])
 
 
@@ -140,7 +148,8 @@ def test_dumps_of_the_real_sglang(cli: Cli, dump: tuple[Path, Path], name: str) 
     models = ["--model", later, "--also", reference] if name == "float32_stale" else ["--model", reference]
     path = Path(__file__).parent / "sglang" / f"{name}.jsonl"
     code, out, err = cli("audit", path, *models, "--temperature", "0.8", "--json")
-    assert "error: " not in err and code == int(any(OF_SGLANG[name]))
+    assert "error: " not in err
+    assert code == int(any(OF_SGLANG[name]))
     assert says(json.loads(out), *OF_SGLANG[name])
 
 
@@ -152,7 +161,8 @@ def test_a_dump_of_a_server_that_runs_now(cli: Cli, dump: tuple[Path, Path], tmp
         sglang_dumps.dump(url, dump[1], tmp_path / "now.jsonl", ("--temperature", "0.8"))
     code, out, _ = cli("audit", tmp_path / "now.jsonl", "--model", dump[1], "--temperature", "0.8", "--json")
     found = json.loads(out)
-    assert code == int(dtype == "bfloat16") and found["tokens"] == 12 * len(sglang_dumps.PROMPTS)
+    assert code == int(dtype == "bfloat16")
+    assert found["tokens"] == 12 * len(sglang_dumps.PROMPTS)
     assert says(found, *OF_SGLANG[dtype])
 
 
@@ -175,7 +185,8 @@ def test_a_dump_of_a_server_that_runs_now(cli: Cli, dump: tuple[Path, Path], tmp
 )
 def test_mistakes_are_one_line(cli: Cli, dump: tuple[Path, Path], options: list[str], message: str) -> None:
     code, out, err = cli("audit", dump[0], "--model", dump[1], *options)
-    assert (code, out) == (2, "") and message in one_line(err)
+    assert (code, out) == (2, "")
+    assert message in one_line(err)
 
 
 def test_rows_as_long_as_the_model_has_positions_and_longer_ones(
@@ -187,7 +198,8 @@ def test_rows_as_long_as_the_model_has_positions_and_longer_ones(
         filled = (row["prompt_ids"] * positions)[: positions + more - len(row["response_ids"])]
         (tmp_path / "dump.jsonl").write_text(json.dumps({**row, "prompt_ids": filled}) + "\n")
         code, _, err = cli("audit", tmp_path / "dump.jsonl", "--model", dump[1])
-        assert code == 2 and ("positions" in err) == (more == 1)  # other prompts than those that were sampled
+        assert code == 2
+        assert ("positions" in err) == (more == 1)  # other prompts than those that were sampled
     assert f"row 1: {positions + 1} tokens; the model has {positions} positions" in one_line(err)
 
 
@@ -218,7 +230,9 @@ def test_audit_diagnosis_and_guard_agree_about_a_dump(
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, out, _ = cli("audit", path, "--model", dump[1], "--json")
     found = json.loads(out)
-    assert code == int(bool(cause)) and cause in found["sampler"]["cause"] and found["trainer"]["is_right"]
+    assert code == int(bool(cause))
+    assert cause in found["sampler"]["cause"]
+    assert found["trainer"]["is_right"]
     of_pairs = diagnose_chunks(imported_pairs(path))
     assert of_pairs.verdict in verdicts
     assert of_pairs.evidence["tokens"] == found["tokens"]

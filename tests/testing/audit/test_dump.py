@@ -37,7 +37,8 @@ def counted(response: Response) -> list[tuple[int, float, float]]:
 def test_every_format_and_file_gives_the_same_tokens(form: str, suffix: str, tmp_path: Path) -> None:
     path = write(tmp_path / f"dump{suffix}", [ROWS[form]] * 2)
     found = read(path, form)
-    assert [r.row for r in found] == [1, 2] and same(found, read(path, None))  # the format is told from the columns
+    assert [r.row for r in found] == [1, 2]
+    assert same(found, read(path, None))  # the format is told from the columns
     for response in found:
         assert counted(response) == [(7, -0.5, -0.5), (9, -2.0, -2.0)]
         assert (response.prompt_ids, response.response_ids) == ((5, 6), (7, 8, 9))
@@ -100,7 +101,8 @@ def test_what_is_wrong_is_named_with_its_row(row: dict[str, Any], message: str, 
     path = write(tmp_path / "dump.jsonl", [ROWS[form], row])
     with pytest.raises(UserError) as refused:
         read(path, form)
-    assert f"{path}: {message}" in str(refused.value) and "\n" not in str(refused.value)
+    assert f"{path}: {message}" in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 class Code:

@@ -38,7 +38,7 @@ def prompts(of: PreTrainedTokenizerBase, text: str) -> dict[str, str]:
 def test_a_chat_template_is_put_on_taken_off_and_doubled() -> None:
     of = tokenizer()
     bare, whole = prompts(of, "ab"), prompts(of, "<u|ab><a|")
-    assert bare[ways.TEMPLATED] == "<u|ab><a|" and bare[ways.CUED] == "ab<a|"
+    assert (bare[ways.TEMPLATED], bare[ways.CUED]) == ("<u|ab><a|", "ab<a|")
     assert not {ways.BARE, ways.UNCUED} & bare.keys()
-    assert whole[ways.BARE] == "ab" and whole[ways.UNCUED] == "<u|ab>"
+    assert (whole[ways.BARE], whole[ways.UNCUED]) == ("ab", "<u|ab>")
     assert whole[ways.TEMPLATED] == "<u|<u|ab><a|><a|"

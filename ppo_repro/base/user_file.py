@@ -12,6 +12,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -58,7 +59,8 @@ class UserCallable:
         Ctrl-C, an error of this package for the user and a lack of memory stay what they are.
         """
         try:
-            return call(*arguments, **named)
+            with redirect_stdout(sys.stderr):
+                return call(*arguments, **named)
         except (UserError, KeyboardInterrupt):
             raise
         except BaseException as error:  # SystemExit of the user's code included
@@ -159,7 +161,8 @@ def execute(file: Path) -> ModuleType:
     module.__file__, module.__path__ = str(file), [str(file.parent)]
     module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _importer(name, file.parent)}
     sys.modules[name] = module  # dataclasses look their module up here, and what lies beside it is found by its path
-    exec(_compiled(str(file)), module.__dict__)
+    with redirect_stdout(sys.stderr):
+        exec(_compiled(str(file)), module.__dict__)
     return module
 
 
@@ -245,6 +248,18 @@ class _Loader(SourceFileLoader):
 
 def _compiled(file: str) -> CodeType:
     return compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)
+
+
+def raised_by_user(error: BaseException) -> str | None:
+    """Return `FILE:LINE` of the last line of a user's file that an error went through in this process, if any."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    lines = zip(frames, traceback.extract_tb(error.__traceback__), strict=True)
+    found = [f"{line.filename}:{line.lineno}" for frame, line in lines if _is_users(frame.f_globals)]
+    return found[-1] if found else None
+
+
+def _is_users(module: Mapping[str, Any]) -> bool:
+    return str(module.get("__name__")).startswith(_PREFIX)
 
 
 def line_of(error: BaseException, file: str) -> str:

@@ -17,6 +17,7 @@ from ppo_repro.base.errors import (
     is_out_of_memory,
 )
 from ppo_repro.base.output import one_line, prepare_streams, say, speaks
+from ppo_repro.base.user_file import described, raised_by_user
 from ppo_repro.commands.arguments import build_parser
 from ppo_repro.commands.runs import fork_command, processes, rerun_command, resume_command, run_command
 
@@ -58,6 +59,8 @@ def _failed(error: Exception) -> int:
         lines = (OUT_OF_MEMORY,)
     elif isinstance(error, OSError) and isinstance(error.filename, str):
         lines = (f"{error.filename}: cannot be used ({error.strerror})",)
+    elif (place := raised_by_user(error)) is not None:  # in a backward pass or a thread, where no call is guarded
+        lines = (f"{place}: raised {described(error)}",)
     else:
         raise error
     for line in lines:

@@ -106,8 +106,8 @@ def differentiable_softplus(x: Tensor) -> Tensor:
 
 
 def differentiable_sigmoid(x: Tensor) -> Tensor:
-    """Return `sigmoid` with its derivative, sigmoid(x) (1 - sigmoid(x))."""
-    return _Differentiable.apply(x, sigmoid, lambda x, y: y * (1.0 - y))
+    """Return `sigmoid` with its derivative, sigmoid(x) sigmoid(-x)."""
+    return _Differentiable.apply(x, sigmoid, lambda x, y: y * sigmoid(-x))
 
 
 def differentiable_sqrt(x: Tensor) -> Tensor:

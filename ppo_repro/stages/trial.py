@@ -25,7 +25,7 @@ from ppo_repro.config.run import RunConfig
 from ppo_repro.ppo.objectives import probability_ratios
 from ppo_repro.ppo.own_batches import AdvantageBatch, ObjectiveBatch, ScoreBatch, Tokens
 from ppo_repro.ppo.own_functions import Own, place_of
-from ppo_repro.stages.functions import Functions
+from ppo_repro.stages.functions import Functions, require_settings, settings_of_process
 
 LONGEST, RESPONSES = 40, 7  # of the drawn responses: tokens, and how many
 LOG_RATIOS = (1e-8, -1e-8, 20.0, -20.0, 100.0, -100.0, 800.0, -800.0)
@@ -104,8 +104,10 @@ def _try_losses(config: RunConfig, own: Own, call: OfTokens, drawn: ObjectiveBat
     def result(batch: ObjectiveBatch, pieces: Sequence[Tensor], seed: int = 1) -> _Result:
         return _result(own, call, batch, pieces, trains, seed)
 
+    before = settings_of_process()
     with _Seen() as seen:
         expected = result(drawn, whole)
+    require_settings(own.function, before)
     if change := _difference(result(drawn, whole, seed=2), expected, drawn, 0.0):
         raise _refused(own, f"gives two results for one batch, {change}; it must follow from its input alone")
     tolerance = NATIVE_TOLERANCE if config.is_native else 0.0
@@ -124,9 +126,10 @@ def _try_losses(config: RunConfig, own: Own, call: OfTokens, drawn: ObjectiveBat
 def _try_iterations(config: RunConfig, own: Own, call: Callable[[Batch], Tensor], drawn: Sequence[Batch]) -> None:
     """Try a function that is called with all tokens of an iteration."""
     for number, batch in enumerate(drawn):
-        given = copy.deepcopy(batch)
+        given, before = copy.deepcopy(batch), settings_of_process()
         with _seeded(1), _Seen() as seen:
             first = call(given)
+        require_settings(own.function, before)
         for field in fields(batch):
             before, after = getattr(batch, field.name), getattr(given, field.name)
             if before is not None and not torch.equal(before, after):

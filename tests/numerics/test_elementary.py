@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import ppo_repro.numerics
 from ppo_repro.numerics import build, library
 from ppo_repro.numerics.definition import elementary as definition
 from ppo_repro.numerics.interface import pointer
@@ -93,3 +94,28 @@ def test_float32_functions_are_as_near_the_truth_as_is_said(
 ) -> None:
     x = arguments(low, high, F)
     assert 0.5 < ulps(mapped(library.load(), name, x), truth(x.astype(D))) <= bound
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        *(("exp", -20.0, 20.0), ("log", 1e-3, 1e3), ("sigmoid", -20.0, 20.0)),
+        *(("softplus", -20.0, 20.0), ("sqrt", 1e-3, 1e3), ("tanh", -5.0, 5.0)),
+    ],
+)
+def test_the_functions_for_a_users_loss_have_torchs_values_and_derivatives(name: str, low: float, high: float) -> None:
+    x = torch.linspace(low, high, 1001, requires_grad=True)
+    wide = x.detach().double().requires_grad_()
+    truth = torch.nn.functional.softplus if name == "softplus" else getattr(torch, name)
+    found, expected = getattr(ppo_repro.numerics, name)(x), truth(wide)
+    found.sum().backward()
+    expected.sum().backward()
+    assert x.grad is not None
+    assert wide.grad is not None
+    torch.testing.assert_close(found.double(), expected, rtol=4e-7, atol=1e-30)
+    torch.testing.assert_close(x.grad.double(), wide.grad, rtol=4e-6, atol=2e-7)
+
+
+def test_a_logarithm_outside_of_its_domain_is_torchs() -> None:
+    x = torch.tensor([0.0, -1.0, math.inf, math.nan, 1e-42])
+    torch.testing.assert_close(ppo_repro.numerics.log(x), torch.log(x), equal_nan=True)

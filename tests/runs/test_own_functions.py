@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -21,7 +22,7 @@ SMALLEST = ("model.warm_start_steps=4", "layout.update_micro_batch=2", "ppo.mini
 # as ppo.objectives.Clip, ppo.advantages.gae, ppo.kl.k1 and ppo.rewards.place_scores compute them
 OWN = """
 import torch
-from ppo_repro.ppo.objectives import ClipFlag
+from helper import ClipFlag
 
 def loss(batch, low, high=0.2):
     r, a = batch.ratios, batch.advantages
@@ -53,6 +54,7 @@ def last(batch):
 def own(folder: Path) -> tuple[str, ...]:
     """Overrides that put functions which equal the package's in place of them."""
     (folder / "own.py").write_text(OWN)
+    (folder / "helper.py").write_text("from ppo_repro.ppo.objectives import ClipFlag\n")
     path = f"kind: function, path: {folder}/own.py"
     return (
         f"ppo.objective={{{path}:loss, parameters: {{low: 0.2}}}}",
@@ -83,7 +85,8 @@ def test_functions_that_equal_the_packages_give_its_fingerprint(recorded: Path, 
 
 def test_replay_rerun_and_fork_take_the_copy_in_the_run(recorded: Path, tmp_path: Path) -> None:
     run_dir = Path(shutil.copytree(recorded, tmp_path / "run"))
-    (recorded.parents[1] / "own.py").unlink()
+    for name in ("own.py", "helper.py"):
+        (recorded.parents[1] / name).unlink()
     found = recompute(run_dir, STAGES)
     assert found.difference is None, lines(found)
     assert rerun(run_dir, Silent()).difference is None
@@ -99,7 +102,8 @@ def refused(cli: Cli, folder: Path, text: str, *more: str) -> tuple[str, Path]:
     sets = [part for one in (*SMALLEST, f"ppo.objective={objective}") for part in ("--set", one)]
     code, _, err = cli("run", TINY, *sets, *more, "--out", folder / "runs")
     assert code == 2
-    return one_line(err).removeprefix(f"error: ppo.objective.path: {folder}/own.py"), folder / "runs"
+    line = one_line(err).removeprefix("error: ").removeprefix("ppo.objective.path: ")
+    return line.removeprefix(f"{folder}/own.py"), folder / "runs"
 
 
 @pytest.mark.parametrize(
@@ -124,6 +128,13 @@ def loss(batch):
     if len(batch.advantages) and len(calls) > {limit}:
         {late}
     return -batch.ratios * batch.advantages
+
+from torch.autograd import Function
+class Fails(Function):
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+    @staticmethod
+    def backward(ctx, grad): raise ValueError("backward")
 """
 
 
@@ -133,6 +144,7 @@ def loss(batch):
         ("raise ValueError('late')", ":7: loss raised ValueError: late"),
         ("return batch.ratios * float('nan')", ":4: loss returned nan at response "),
         ("return batch.ratios[:-1]", ":4: loss returned a tensor ["),
+        ("return Fails.apply(batch.ratios)", ":15: raised ValueError: backward"),
     ],
 )
 def test_what_goes_wrong_later_keeps_the_complete_iterations(cli: Cli, tmp_path: Path, late: str, line: str) -> None:
@@ -152,9 +164,23 @@ def test_rerun_finds_a_function_that_depends_on_more_than_its_batch(cli: Cli, tm
     )
     objective = f"ppo.objective={{kind: function, path: {tmp_path}/own.py:loss, checked: false}}"
     run_dir = run(config(objective), tmp_path, Silent())[0]
+    cli("report", run_dir, "--out", tmp_path / "page.html")
+    assert (
+        "own.py:loss, the objective of this run, does not say which tokens it cut."
+        in (tmp_path / "page.html").read_text()
+    )
     code, out, err = cli("rerun", run_dir)
     assert code == 1
     assert "table updates, iteration 0, column" in out + err
+
+
+def test_what_it_prints_goes_to_stderr(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("print('file')\ndef loss(batch):\n    print('call'); return -batch.ratios\n")
+    config(objective := f"ppo.objective={{kind: function, path: {tmp_path}/own.py:loss}}")
+    _, out, err = cli("run", TINY, "--json", "--set", objective, "--set", SMALLEST[0], "--out", tmp_path)
+    assert json.loads(out)
+    assert "file" in err
+    assert "call" in err
 
 
 def test_a_wrong_path_or_parameter_is_one_line(cli: Cli, tmp_path: Path) -> None:

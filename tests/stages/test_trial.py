@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.run import RunConfig
@@ -75,12 +77,24 @@ REFUSED = [
     ("return b.ratios, b.ratios > 1, 3", r"returned 3 values; must return the loss, or loss and cut tokens"),
     ("return b.ratios, torch.full_like(b.ratios, 77).byte()", r"returned 77 as ClipFlag; must be below 11"),
     ("return b.ratios * float('nan')", r"returned nan at response 0, position 0 and \d+ more tokens; must be finite"),
+    (
+        "torch.set_num_threads(3); return -b.ratios",
+        r"or its file changes torch's number of threads",
+    ),
     ("return b.ratio", r"raised AttributeError: 'ObjectiveBatch' object has no attribute 'ratio'"),
     (
         "return sqrt(b.ratios - b.ratios.detach()) - b.advantages",
         r"has a gradient in new_logprobs that is not finite at response 0, position 0",
     ),
 ]
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize(("body", "message"), REFUSED)
@@ -155,3 +169,8 @@ def test_a_divergence_without_a_gradient_is_refused_in_the_loss_alone(tmp_path: 
     tried_as("kl.estimator", tmp_path, "return (p - q).detach()")
     with pytest.raises(UserError, match="without a gradient"):
         tried_as("kl.estimator", tmp_path, "return (p - q).detach()", KL_IN_LOSS)
+
+
+def test_a_file_that_changes_the_settings_of_the_process_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="or its file changes torch's default dtype, which the whole run shares"):
+        tried(tmp_path, "return -b.ratios", head="import torch\ntorch.set_default_dtype(torch.float64)\n")

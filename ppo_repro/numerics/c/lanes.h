@@ -7,14 +7,14 @@
 //   ROW(name, Struct) { .. }        a row function for for_rows: `a` is the struct, `row` the index of the
 //                                   row, `memory` the floats that for_rows_with_memory gives it
 //   EACH(i, n) ..                   a loop over [0, n) whose iterations are independent
-//   EACH_OF_MANY(i, n) ..           the same where n is a vocabulary
+//   EACH_OF_MANY(i, n) ..           the same where n is large
 //   SHARE(i, n) ..                  a loop over [0, n) that the lanes share; local variables are each lane's
 //   IN_LANES(i, n, ..)              the loop of rule 3: lane l takes the elements l, l + 16, .. in this order
 //   LANE_VALUES(type, name, start)  one number for each lane, in IN_LANES called LANE(name)
 //   join_lanes, largest_lane, ..    from the lanes' numbers to one
 //   ONE_LANE { .. }                 work in one order, for one lane alone
 //   MEET_LANES                      stands before a lane reads what another lane wrote
-//   fixed_at(p), is_one(x)          what makes long rows fast on a GPU, and costs a CPU nothing: *p, which no
+//   fixed_at(x, i), is_one(x)       what makes long rows fast on a GPU, and costs a CPU nothing: x[i], which no
 //                                   row writes; whether a form without divisions by x pays
 //
 // A new operation on rows is a struct with all that it reads and writes (numbers, and pointers to memory of
@@ -126,7 +126,7 @@ INLINE int all_of_lanes(int own) { return own; }
 
 // ----------------------------------------------------------------------------------------------------- loads
 
-INLINE float fixed_at(const float *p) { return *p; }
+INLINE float fixed_at(const float *x, int i) { return x[i]; }
 INLINE int is_one(float x) {
   (void)x;
   return 0;  // vectors divide fast enough

@@ -51,9 +51,9 @@ INLINE int norm(const NormKind kind, float eps, const float *w, const float *b, 
   });
   const double squares = join_lanes(lanes);
   const float factor = *r = (float)(1.0 / sqrt64(squares / n + eps));
-  EACH(i, n) {
-    float h = (centered ? x[i] - center : x[i]) * factor;
-    y[i] = centered ? fma32(h, w[i], b[i]) : h * norm_factor(kind, w[i]);
+  EACH_OF_MANY(i, n) {
+    float h = (centered ? fixed_at(x, i) - center : fixed_at(x, i)) * factor;
+    y[i] = centered ? fma32(h, fixed_at(w, i), b[i]) : h * norm_factor(kind, fixed_at(w, i));
   }
   return is_finite64(squares);
 }
@@ -217,9 +217,9 @@ INLINE void activation_one(const Activation *a, int row, const ActivationKind ki
   const float *x = a->x + (long)row * n * (a->gated ? 2 : 1);
   float *y = a->y + (long)row * n;
   if (a->gated) {
-    EACH(i, n) y[i] = activation(kind, x[i]) * x[n + i];
+    EACH_OF_MANY(i, n) y[i] = activation(kind, fixed_at(x, i)) * fixed_at(x, n + i);
   } else {
-    EACH(i, n) y[i] = activation(kind, x[i]);
+    EACH_OF_MANY(i, n) y[i] = activation(kind, fixed_at(x, i));
   }
 }
 

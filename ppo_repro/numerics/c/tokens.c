@@ -22,7 +22,7 @@ INLINE const uint8_t *eligible_row(const uint8_t *eligible, int row, int v) {
 INLINE float row_top(const float *z, const uint8_t *eligible, int v, float temperature) {
   LANE_VALUES(float, top, -INFINITE);
   IN_LANES(i, v, {
-    float x = fixed_at(z + i) / temperature;
+    float x = fixed_at(z, i) / temperature;
     if (eligible) x = eligible[i] ? x : -INFINITE;
     LANE(top) = x > LANE(top) ? x : LANE(top);
   });
@@ -39,7 +39,7 @@ INLINE Softmax softmax_of(const float *z, const uint8_t *eligible, int v, float 
   LANE_VALUES(double, square, 0.0);
   LANE_VALUES(uint32_t, size, 0);  // bits of the largest |shifted|: infinity and NaN are largest
   IN_LANES(i, v, {
-    float shifted = shift(fixed_at(z + i), temperature, top);
+    float shifted = shift(fixed_at(z, i), temperature, top);
     float e = exp32(shifted);
     uint32_t bits = as_bits(shifted) & 0x7fffffffu;
     LANE(size) = bits > LANE(size) ? bits : LANE(size);
@@ -113,7 +113,7 @@ ROW(statistics_gradient_row, Statistics) {
     return;
   }
   EACH_OF_MANY(i, a->v) {
-    float shifted = shift(fixed_at(z + i), temperature, top);
+    float shifted = shift(fixed_at(z, i), temperature, top);
     float p = exp32(shifted) * inverse;
     out[i] = (0.0f - p * fma32(d_entropy, shifted - mean, d_logprob)) / temperature;
   }
@@ -329,7 +329,7 @@ INLINE double score_of(const Scores *s, int token) {
 }
 
 INLINE float bound_of(const Scores *s, int token) {
-  float log_p = shift(fixed_at(s->z + token), s->temperature, s->top) - (float)s->log_total;
+  float log_p = shift(fixed_at(s->z, token), s->temperature, s->top) - (float)s->log_total;
   return log_p + gumbel_bound(hash_of(s, token));
 }
 

@@ -81,6 +81,7 @@ KERNEL(attend_queries, AttendArguments) {
     for (int d0 = 0; d0 < head_dim; d0 += BLOCK) {
       UNROLL
       for (int h = 0; h < MOST_HEADS; h++) acc[h] = 0.0f;
+      UNROLL_8
       for (int d = d0; d < least(head_dim, d0 + BLOCK); d++) {
         const float x = key[d * COLS];
         UNROLL
@@ -115,6 +116,7 @@ KERNEL(attend_queries, AttendArguments) {
     float acc[MOST_HEADS];
     UNROLL
     for (int h = 0; h < MOST_HEADS; h++) acc[h] = 0.0f;
+    UNROLL_8
     for (int j = block * BLOCK; j < least(seen, (block + 1) * BLOCK); j++) {
       const float x = values[(long)j * head_dim + d];
       UNROLL

@@ -97,7 +97,7 @@ INLINE int all_of_lanes(int own) {
 // ----------------------------------------------------------------------------------------------------- loads
 
 // A load that may move over stores, so that the loads of several elements are on their way at once
-INLINE float fixed_at(const float *p) { return load_fixed(p); }
+INLINE float fixed_at(const float *x, int i) { return load_fixed(x + i); }
 
 // A division has a rare case that is a branch, over which nothing moves; x / 1 is x.
 INLINE int is_one(float x) { return x == 1.0f; }

@@ -178,8 +178,8 @@ ROWS = (
 FLOAT32 = "float32 only; mismatch.sampler.precision and mismatch.sampler.stock let the sampler round"
 ONE_MACHINE = "one machine; torchrun starts 1, 2, 4 or 8 processes, and each has the whole model"
 WHOLE = "a model is never cut into parts: each process has it whole"
-TRACK = "it is no field: give --track URI, --track wandb or --track FILE.py:FUNCTION to the command"
-OUT = "it is no field: give --out DIR to the command"
+TRACK = "give --track URI, --track wandb or --track FILE.py:FUNCTION to the command"
+OUT = "give --out DIR to the command"
 FULL = "samplers cut by top_k and top_p only, so that a token's log-prob has one meaning"
 NO_FIELD = {  # names that belong to nothing here by intention, and why
     **dict.fromkeys(("dtype", "torch_dtype", "bf16", "fp16", "tf32", "model_dtype", "precision"), FLOAT32),

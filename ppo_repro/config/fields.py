@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -164,7 +164,13 @@ def _lines(model: type[BaseModel], tree: dict[str, Any], details: ErrorDetails) 
         case "missing":
             return [f"{path}: missing; add it"]
         case "union_tag_not_found":
-            return [f"{path}.{chooser}: missing; add it"]
+            kinds, known = _sections_at(model, steps), list(field_paths(model))
+            tags = [str(_tag(kind.model_fields[chooser])) for kind in kinds]
+            missing = (
+                f"{path}.{chooser}: missing; must be one of {', '.join(tags)}{_likely(kinds, tags, details['input'])}"
+            )
+            strange = [name for name in details["input"] if not any(name in kind.model_fields for kind in kinds)]
+            return [missing, *(_unknown_line(f"{path}.{name}", known) for name in strange)]
         case "extra_forbidden":
             return _unknown(model, tree, steps, details)
         case "union_tag_invalid":
@@ -300,6 +306,13 @@ def _of_another_kind(kinds: Sequence[type[BaseModel]], tree: Any, above: Sequenc
         f"{', '.join(f'{path}.{name}' for name in others)}: {belong} to another {path}.{chooser} than {chosen}; remove "
         f"{them}, or replace the section: --set {option}"
     )
+
+
+def _likely(kinds: Sequence[type[BaseModel]], tags: Sequence[str], section: Mapping[str, Any]) -> str:
+    """Suggest the one kind that has every field of a section that any kind has; nothing if there are several."""
+    written = [name for name in section if any(name in kind.model_fields for kind in kinds)]
+    having = [tag for tag, kind in zip(tags, kinds, strict=True) if all(name in kind.model_fields for name in written)]
+    return f"; with these fields {having[0]}" if len(having) == 1 else ""
 
 
 def _tag(field: FieldInfo) -> str | None:

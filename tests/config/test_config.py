@@ -109,7 +109,7 @@ def test_a_list_for_a_field_with_two_types_has_a_line_for_each_type() -> None:
     assert [line.partition(":")[0] for line in lines] == ["checkpoints.every = [1]"] * 2
 
 
-@pytest.mark.parametrize("path", ["seed", "ppo.learning_rate", "model.vocab_size", "numerics", "model.kind"])
+@pytest.mark.parametrize("path", ["seed", "ppo.learning_rate", "model.vocab_size", "numerics"])
 def test_a_missing_field_is_named(path: str) -> None:
     node = parent = tree()
     *groups, leaf = path.split(".")
@@ -118,6 +118,24 @@ def test_a_missing_field_is_named(path: str) -> None:
     del parent[leaf]
     with pytest.raises(UserError, match=f"^file: {re.escape(path)}: missing; add it$"):
         build_config(node, "file")
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("{}", ["model.kind: missing; must be one of tiny, folder"]),
+        ("{path: x}", ["model.kind: missing; must be one of tiny, folder; with these fields folder"]),
+        (
+            "{name: x}",
+            [
+                "model.kind: missing; must be one of tiny, folder",
+                "model.name: unknown field; remove it or correct its name; did you mean model.path?",
+            ],
+        ),
+    ],
+)
+def test_a_missing_kind_is_named_with_the_kinds_and_what_is_wrong_beside_it(model: str, said: list[str]) -> None:
+    assert mistakes(f"model={model}") == said
 
 
 def test_every_mistake_and_every_contradiction_has_a_line() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -179,6 +180,13 @@ def test_records_need_no_torch() -> None:
         if path.name != "columns.py":  # where tensors become columns; readers do not need it
             assert not {"torch", "transformers"} & top(imports(path)), path
             assert "ppo_repro.records.columns" not in imports(path), path
+
+
+def test_trackers_need_no_torch() -> None:
+    """A process beside a run holds the memory of its imports as long as the run works."""
+    program = "import sys, ppo_repro.tracking.{}; sys.exit('torch' in sys.modules)"
+    for name in ("tensorboard_copy", "wandb_copy"):
+        assert subprocess.run([sys.executable, "-c", program.format(name)], check=False).returncode == 0, name
 
 
 def test_no_test_imports_another_test() -> None:

@@ -20,14 +20,12 @@ from ppo_repro.base.lock import only_writer
 from ppo_repro.base.output import say_anyway
 from ppo_repro.config.files import dump_yaml, run_folder
 from ppo_repro.config.run import RunConfig
-from ppo_repro.grids.cell import Executor, Order, last_result, run_of, state_of
+from ppo_repro.grids.cell import CELLS, RESULTS, Executor, Order, last_result, run_of, state_of
 from ppo_repro.grids.spec import Cell, Grid
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import read_environments
 from ppo_repro.runs.environment import describe_environment
 
-CELLS = "cells.parquet"
-RESULTS = "results.parquet"
 SHOWN = ("final.eval_accuracy", "final.eval_score")  # columns of the printed table
 # of an environment: what can change native results
 CHANGING = ("code_digest", "python", "packages", "machine", "cpu_capability", "torch_build")

@@ -8,8 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 import pandas as pd
 
-from ppo_repro.grids.cell import run_of
-from ppo_repro.grids.grid import CELLS
+from ppo_repro.grids.cell import CELLS, run_of
 from ppo_repro.records import manifest
 
 POLL_SECONDS = 1.0

@@ -28,7 +28,7 @@ def copy(folder: Path, path: str, is_over: Callable[[float], bool]) -> int:
     It gets a dict: `run`, the folder of the run, `iteration`, and every number of the table `iterations` that was
     measured. UserError names file and line if it raises.
     """
-    from ppo_repro.grids.grid import CELLS
+    from ppo_repro.grids.cell import CELLS
     from ppo_repro.tracking.following import begun, follow_cells, follow_run
 
     follow, still = load(path), begun(folder, is_over)

@@ -25,7 +25,7 @@ from ppo_repro.base.analyses import analysis
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import masked, say
 from ppo_repro.config.files import read_tree
-from ppo_repro.grids.grid import CELLS, RESULTS
+from ppo_repro.grids.cell import CELLS, RESULTS
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import (
     ACCURACY_NAME,

@@ -12,7 +12,7 @@ import pandas as pd
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.files import read_tree
-from ppo_repro.grids.grid import CELLS
+from ppo_repro.grids.cell import CELLS
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import CONFIG_NAME, check_config, end_time, start_time
 from ppo_repro.tracking.following import POLL_SECONDS

@@ -20,7 +20,7 @@ from ppo_repro.base.analyses import analysis
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import masked, say
 from ppo_repro.config.files import read_tree
-from ppo_repro.grids.grid import CELLS
+from ppo_repro.grids.cell import CELLS
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME, REPORT_NAME, load_config_of, read_note
 from ppo_repro.tracking.following import OF_ENVIRONMENT, IsOver, begun, follow_cells, follow_run, labels_of

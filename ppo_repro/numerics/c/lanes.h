@@ -14,8 +14,8 @@
 //   join_lanes, largest_lane, ..    from the lanes' numbers to one
 //   ONE_LANE { .. }                 work in one order, for one lane alone
 //   MEET_LANES                      stands before a lane reads what another lane wrote
-//   fixed_at(x, i), is_one(x)       what makes long rows fast on a GPU, and costs a CPU nothing: x[i], which no
-//                                   row writes; whether a form without divisions by x pays
+//   fixed_at(x, i), is_one(x)       what makes long rows fast on a GPU and costs a CPU nothing: x[i], which
+//                                   no row writes; whether a form without divisions by x pays
 //
 // A new operation on rows is a struct with all that it reads and writes (numbers, and pointers to memory of
 // kernels), a ROW, and `for_rows(rows, name, &(Struct){..})` in the pass that needs it.

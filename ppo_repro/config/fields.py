@@ -176,6 +176,8 @@ def _lines(model: type[BaseModel], tree: dict[str, Any], details: ErrorDetails) 
         case "union_tag_invalid":
             tag, allowed = str(context["tag"]), context["expected_tags"]
             meant = did_you_mean(tag, allowed.replace("'", "").split(", "))
+            if ".py" in tag and "'function'" in allowed:
+                meant = f"; a function of your own is {{{chooser}: function, path: {tag!r}}}"
             return [f"{path}.{chooser} = {tag!r}: must be one of {allowed}{meant}"]
         case "tuple_type" | "list_type":
             message = "must be a list"

@@ -119,7 +119,7 @@ def _try_losses(config: RunConfig, own: Own, call: OfTokens, drawn: ObjectiveBat
         try:
             result(batch, whole)
         except UserError as error:
-            raise UserError(f"{error} ({extreme}); bound it before it leaves float32{_UNCHECKED}") from None
+            raise UserError(f"{error} ({extreme}); bound it before it leaves float32{_unchecked(own)}") from None
     _require_same_everywhere(config, own, seen)
 
 
@@ -150,11 +150,13 @@ def _require_same_everywhere(config: RunConfig, own: Own, seen: _Seen) -> None:
         raise _refused(own, f"calls torch's {names[0].strip('_')}: {instead}")
 
 
-_UNCHECKED = ", or start with --unchecked, which is recorded"
+def _unchecked(own: Own) -> str:
+    field = own.function.field.removesuffix("path")
+    return f", or start with --unchecked ({field}checked = false), which is recorded"
 
 
 def _refused(own: Own, what: str) -> UserError:
-    return own.refused(what + _UNCHECKED)
+    return own.refused(what + _unchecked(own))
 
 
 @contextmanager

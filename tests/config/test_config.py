@@ -54,6 +54,7 @@ def test_numbers_are_numbers_and_words_stay_words() -> None:
             "advantages={kind: gea}",
             "advantages.kind = 'gea': must be one of 'gae', 'group', 'function'; did you mean gae?",
         ),
+        ("ppo.objective={kind: 'a.py:loss'}", "; a function of your own is {kind: function, path: 'a.py:loss'}"),
         ("model.path=x", "model.path: belongs to another model.kind than tiny; remove it, or replace the section: "),
         (
             "value={kind: head, lora: null}",

@@ -17,6 +17,7 @@ from tests.grids.small_grids import grid_file
 from tests.support.cli import Cli, one_line
 from tests.support.language import fork, rerun, run
 from tests.support.paths import TINY
+from tests.support.ranks import cli_ranks
 
 SMALLEST = ("model.warm_start_steps=4", "layout.update_micro_batch=2", "ppo.minibatch_size=5")
 # as ppo.objectives.Clip, ppo.advantages.gae, ppo.kl.k1 and ppo.rewards.place_scores compute them
@@ -89,7 +90,7 @@ def test_replay_rerun_and_fork_take_the_copy_in_the_run(recorded: Path, tmp_path
         (recorded.parents[1] / name).unlink()
     found = recompute(run_dir, STAGES)
     assert found.difference is None, lines(found)
-    assert rerun(run_dir, Silent()).difference is None
+    assert rerun(run_dir, Silent(), ["layout.update_micro_batch=1", "layout.padding=left"]).difference is None
     forked = fork(run_dir, tmp_path, None, "ppo.iterations=3", "ppo.objective.parameters.high=0.3")
     assert recompute(forked, STAGES).difference is None
     assert (forked / "inputs" / "own.py").read_bytes() == (run_dir / "inputs" / "own.py").read_bytes()
@@ -194,6 +195,15 @@ def test_a_wrong_path_or_parameter_is_one_line(cli: Cli, tmp_path: Path) -> None
         code, _, err = cli("run", TINY, "--set", f"ppo.objective={{kind: function, {value}}}", "--out", tmp_path)
         assert code == 2
         assert expected in one_line(err)
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_fingerprint_of_one(recorded: Path, tmp_path: Path) -> None:
+    sets = [part for one in (*SMALLEST, *own(tmp_path)) for part in ("--set", one)]
+    for ended in cli_ranks(2, "run", TINY, *sets, "--out", tmp_path / "runs"):
+        assert ended.code == 0, ended.err
+    (run_dir,) = (path.parent for path in (tmp_path / "runs").rglob("manifest.json"))
+    assert manifest.load(run_dir).fingerprint == manifest.load(recorded).fingerprint
 
 
 @pytest.mark.slow

@@ -35,11 +35,14 @@ class Run:
 
     def __repr__(self) -> str:
         try:
-            head = self._head
+            head, config = self._head, self.config
         except UserError as error:
             return f"<run {self.path}; {error}>"
         so_far = f"{state_of(self.path, head.status)}, {head.num_iterations} iterations"
-        results = [f"{name} {value:.4g}" for name, value in head.final.items() if not isinstance(value, str)]
+        # without right and wrong responses an accuracy means nothing
+        judged = not isinstance(config, RunConfig) or config.reward.judges
+        numbers = {name: value for name, value in head.final.items() if not isinstance(value, str)}
+        results = [f"{name} {value:.4g}" for name, value in numbers.items() if judged or name != "eval_accuracy"]
         return f"<run {'; '.join([str(self.path), so_far, *results, f'fingerprint {head.fingerprint[:12]}'])}>"
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import Field, StringConstraints, ValidationError
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write
@@ -14,7 +14,7 @@ from ppo_repro.config.section import Many, Section
 
 LABEL_NAME = "label.json"
 
-Line = Annotated[str, Field(max_length=60, pattern=r"^(\S.*\S|\S|)$")]
+Line = Annotated[str, StringConstraints(strip_whitespace=True, max_length=60, pattern=r"^\P{Cc}*$")]
 
 
 class Label(Section):

@@ -122,6 +122,8 @@ def test_ls_says_what_runs_differ_in_and_what_they_are_called(cli: Cli, runs: Pa
     assert code == 2
     assert "--name xxxx" in err
     assert "must be one line of at most 60 characters" in one_line(err)
+    for name in ("two\nlines", "\x1b[31mred"):
+        assert cli("label", runs / "two", "--name", name)[0] == 2
     (runs / "two" / "label.json").write_text("{}}")
     assert "is no label; remove it" in one_line(cli("show", runs / "two")[2])
     assert [run["state"] for run in json.loads(cli("ls", "--json")[1])["runs"]] == ["complete", "damaged"]

@@ -12,6 +12,7 @@ import pytest
 
 from analysis.report.build import page_of
 from analysis.view.index import Index
+from ppo_repro import open_run
 from ppo_repro.records import manifest, reader
 from tests.support.cli import Cli, folder_config, one_line, write_prompts
 from tests.support.paths import TINY
@@ -103,6 +104,7 @@ def test_no_accuracy_where_a_function_rewards(kind: str, has_accuracy: bool, cli
         "show": "eval_accuracy" in cli("show", run_dir)[1],
         "report": "Held-out accuracy" in page or "Accuracy, sampled" in page or "Accuracy, held out" in page,
         "view": index.runs[0].is_judged,
+        "Python": "eval_accuracy" in repr(open_run(run_dir)),
     }
     index.close()
     assert said == dict.fromkeys(said, has_accuracy)

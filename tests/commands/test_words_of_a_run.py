@@ -56,7 +56,6 @@ def test_a_long_prompt_is_named_by_its_key_and_length(cli: Cli, tmp_path: Path, 
     ("text", "message"),
     [
         ("def score(prompt, response, answer):\n    return 1.0 +\n", "r.py:2 fails to load (SyntaxError in Python 3."),
-        ("async def score(prompt, response, answer):\n    return 1.0\n", "returned a coroutine, as `async def` does"),
     ],
 )
 def test_a_reward_that_is_no_function_is_one_line_also_of_its_own_process(

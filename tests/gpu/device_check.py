@@ -35,6 +35,7 @@ from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config, run_folder
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
+from ppo_repro.models.state import Copies
 from ppo_repro.numerics import devices, library
 from ppo_repro.numerics.network import is_deterministic
 from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, weights_digest
@@ -46,6 +47,7 @@ from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs import run as runner
 from ppo_repro.runs.language import LanguageKind
 from ppo_repro.runs.resume import resume
+from ppo_repro.runs.summary import summarise
 from tests.support.models import CONFIGS, CONTEXT, MIXTURES, source_model, unequal
 
 ROOT = Path(__file__).parents[2]
@@ -157,11 +159,11 @@ def families(check: Check) -> Results:
     return results
 
 
-def _run(check: Check, place: str, path: Path, folder: str, *overrides: str) -> str:
+def _run(check: Check, place: str, path: Path, folder: str, *overrides: str) -> ppo_repro.Run:
     device = "cpu" if place == "cpu" else "cuda"
     with check.on(place):
         run = ppo_repro.train(path, overrides=[*overrides, f"layout.device={device}"], out=check.folder / folder)
-    return run.fingerprint
+    return run
 
 
 VARIANTS = {
@@ -185,7 +187,9 @@ def runs(check: Check) -> Results:
     results: Results = {"differ": 0}
     few = ("model.warm_start_steps=12", "ppo.iterations=1", "rollout.prompts_per_iteration=8") if check.emulated else ()
     for name, overrides in VARIANTS.items():
-        cpu, card = (_run(check, place, SMALL, f"{place} {name}", *few, *overrides) for place in ("cpu", "card"))
+        cpu, card = (
+            _run(check, place, SMALL, f"{place} {name}", *few, *overrides).fingerprint for place in ("cpu", "card")
+        )
         results[name] = {"cpu": cpu, "card": card}
         results["differ"] += cpu != card
     return results
@@ -223,14 +227,16 @@ def resumed(check: Check) -> Results:
 
 def quickstart(check: Check) -> Results:
     """Run the quickstart on the card: its fingerprint is the README's."""
-    path, begin = ROOT / "experiments" / "quickstart.yaml", time.perf_counter()
-    found = _run(check, "card", path, "quickstart")
-    return {"fingerprint": found, "differ": int(found != QUICKSTART), "run_seconds": time.perf_counter() - begin}
+    run = _run(check, "card", ROOT / "experiments" / "quickstart.yaml", "quickstart")
+    figures = summarise(run.path).figures
+    differ = int(run.fingerprint != QUICKSTART)
+    return {"fingerprint": run.fingerprint, "differ": differ, "phases": figures["seconds"], "card": figures["card"]}
 
 
 def native(check: Check) -> Results:
     """Run native numerics on the card: they work; no bit is promised."""
-    return {"fingerprint": _run(check, "card", SMALL, "native", "numerics.mode=native", "ppo.iterations=1")}
+    run = _run(check, "card", SMALL, "native", "numerics.mode=native", "ppo.iterations=1")
+    return {"fingerprint": run.fingerprint}
 
 
 # --------------------------------------------------------------------------------------------------------------- speed
@@ -326,6 +332,11 @@ def _times(check: Check, source: PreTrainedModel, policy: PreTrainedModel) -> Re
 
     results["forward, backward and AdamW, deterministic"] = check.timed(ours_step, 1)
     results["digest of the weights"] = check.timed(lambda: weights_digest(policy.named_parameters()), 1)
+    copies = Copies()
+    copies.digests([policy])()
+    results["their copy, before the digest goes on in the background"] = check.timed(
+        lambda: copies.digests([policy]), 1
+    )
     if not check.emulated:
         results["peak bytes of torch in a step"] = torch.cuda.max_memory_allocated()
         free_bytes, all_bytes = check.card.free_bytes()

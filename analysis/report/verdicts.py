@@ -15,7 +15,7 @@ from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.rollout import SamplerFaults, TrainerFaults
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records.folder import load_recorded_config
-from ppo_repro.runs.summary import change
+from ppo_repro.runs.summary import change, not_promised
 
 
 def origin(facts: Facts) -> list[Verdict]:
@@ -90,10 +90,13 @@ def on_policy(facts: Facts, counted: Parity) -> list[Verdict]:
         right = f"Values computed again in the first minibatches agree on every bit ({rows:,} {unit})."
         wrong = f"{share(other, rows)} of values differ when computed again ({other:,} of {rows:,})."
         found.append(_counted(other, right, wrong))
+    if isinstance(config, RunConfig):
+        found += [Verdict("fact", f"{text}.") for text in not_promised(config)]
     measured = facts.accuracy
     if measured is not None:
         far = f"{number(measured.ratio, 2)} times as far from the model in float64 as stock float32's"
-        text = f"The sampler's log-probs are {far} ({measured.tokens:,} tokens, rms)."
+        whose = "trainer" if isinstance(config, RunConfig) and config.rollout.engine_without_promise else "sampler"
+        text = f"The {whose}'s log-probs are {far} ({measured.tokens:,} tokens, rms)."
         found.append(Verdict("differs" if measured.is_low else "fact", text))
     return found
 

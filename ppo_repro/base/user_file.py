@@ -127,7 +127,7 @@ def check_call(name: str, value: object, positions: Sequence[str], parameters: M
     """
     if not callable(value):
         raise RefusedError(f"{name} is no function; make it one or rename it")
-    gets = ", ".join([*positions, *(f"{parameter} by name" for parameter in parameters)])
+    gets = ", ".join([*positions, *(f"{parameter} by name" for parameter in parameters)]) or "nothing"
     try:
         inspect.signature(value).bind(*positions, **parameters)
     except TypeError as error:

@@ -225,4 +225,6 @@ def rerun_command(arguments: argparse.Namespace) -> int:
         return 0 if report.difference is None else 1
     where = "" if only is None else f" after iteration {report.begun}, every number;"
     identical = f"identical: {report.iterations} iterations{where or ','} fingerprint {report.fingerprint}"
-    return report_difference(report.difference, arguments.json, identical)
+    if report.taken:
+        identical += f"; the responses are the recorded ones, because {report.taken} promises no bits"
+    return report_difference(report.difference, arguments.json, identical, {"recorded_responses": bool(report.taken)})

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ppo_repro.config.section import BelowOne, Count, Fraction, Index, Many, PathText, Positive, Section
+from ppo_repro.config.section import BelowOne, Called, Count, Fraction, Index, Many, PathText, Positive, Section
 
 # logits divided by it stay numbers of float32
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
@@ -65,6 +65,13 @@ class SGLangServers(Section):
         return self
 
 
+class OwnEngine(Called):
+    """A class of the user's with `load(folder)` and `generate(prompts, sampling, seeds)`; its bits are not promised."""
+
+    kind: Literal["function"] = Field(description="Sample with a Python class.")
+    timeout_s: Count = Field(600, description="Longest wait for one call of the class, seconds.")
+
+
 class RolloutConfig(Section):
     """What is sampled in one iteration, and from which distribution."""
 
@@ -76,17 +83,26 @@ class RolloutConfig(Section):
     top_p: TopP = Field(1.0, description="Keep the likeliest tokens of this mass; 1: all.")
     stop: Many[StopText] = Field((), description="Texts that end a turn like an end token, and stay part of it.")
     mismatch_sigma: Positive | None = Field(None, description="Deviation of noise on the sampler's logits; null: none.")
-    engine: BuiltInEngine | SGLangServers = Field(BuiltInEngine(), discriminator="kind")
+    engine: BuiltInEngine | SGLangServers | OwnEngine = Field(BuiltInEngine(), discriminator="kind")
+
+    @property
+    def engine_without_promise(self) -> str:
+        """The setting by which an engine samples whose bits are not promised; empty without it."""
+        if self.engine.kind == "function":
+            return f"rollout.engine.path = {self.engine.path.rpartition('/')[2]}"
+        is_stock = self.engine.kind == "sglang" and self.engine.numerics == "stock"
+        return "rollout.engine.numerics = stock" if is_stock else ""
 
     @model_validator(mode="after")
     def _engine_can(self) -> Self:
         if self.engine.kind == "torch":
             return self
         for name, all_kept in (("top_k", 0), ("top_p", 1)):
-            if self.engine.numerics == "stock" and getattr(self, name) != all_kept:
+            if self.engine_without_promise and getattr(self, name) != all_kept:
+                stock = "numerics = stock" if self.engine.kind == "sglang" else "kind = function"
                 raise ValueError(
-                    f"engine.numerics = stock needs {name} = {all_kept}: SGLang's own log-probs are not those of the "
-                    "cut distribution"
+                    f"engine.{stock} needs {name} = {all_kept}: which tokens the cut kept is not known, and the "
+                    "trainer's log-probs are those of the cut distribution"
                 )
         if self.top_k == 1:
             raise ValueError("top_k must be 0 or above 1 with engine.kind = sglang, where 1 is greedy decoding")

@@ -214,7 +214,8 @@ def _update(config: RunConfig) -> Iterator[str]:
 
 def _sampler(config: RunConfig) -> Iterator[str]:
     sampler, native, engine = config.mismatch.sampler, config.is_native, config.rollout.engine
-    sglang, field, built_in = engine.kind == "sglang", "mismatch.sampler", "needs rollout.engine.kind = torch"
+    other, own, field = engine.kind != "torch", engine.kind == "function", "mismatch.sampler"
+    built_in = "needs rollout.engine.kind = torch"
     exact = "needs numerics.mode = deterministic"
     if engine.kind == "sglang" and engine.numerics == "deterministic" and native:
         yield f"rollout.engine.numerics = deterministic {exact}; stock goes with both"
@@ -222,18 +223,24 @@ def _sampler(config: RunConfig) -> Iterator[str]:
         yield f"{field}.precision {exact}, whose products it rounds"
     if native and sampler.stock == "float32":
         yield f"{field}.stock = float32 {exact}; native numerics sample so anyway"
-    if sglang and sampler.precision.rounds:
-        yield f"{field}.precision {built_in}; SGLang has --dtype in its arguments"
-    if sglang and sampler.stock is not None:
+    if other and sampler.precision.rounds:
+        yield f"{field}.precision {built_in}; another engine has its own precision (of SGLang --dtype in arguments)"
+    if other and sampler.stock is not None:
         yield f"{field}.stock {built_in}; SGLang has engine.numerics = stock"
-    if sglang and sampler.token_bias is not None:
+    if other and sampler.token_bias is not None:
         yield f"{field}.token_bias {built_in}, whose sampler adds the error"
     if sampler.lag > 0 and config.ppo.iterations == 1:
         yield f"{field}.lag needs ppo.iterations of at least 2: the first one has no older weights"
-    if sglang and config.task.turns > 1:
-        yield f"task.max_turns greater than 1 {built_in}: SGLang samples one turn"
-    if sglang and config.rollout.stop:
-        yield f"rollout.stop {built_in}: SGLang's servers here have no tokenizer"
+    if other and config.task.turns > 1:
+        yield f"task.max_turns greater than 1 {built_in}: other engines sample one turn"
+    if other and config.rollout.stop:
+        yield f"rollout.stop {built_in}: other engines end a response by end tokens alone"
+    if own and config.mismatch.flip == "token":
+        yield f"mismatch.flip = token {built_in}: a rerun takes the recorded tokens of another engine"
+    if own and config.mismatch.trainer.retokenize > 0:
+        yield f"mismatch.trainer.retokenize {built_in}: a rerun takes the recorded tokens of another engine"
+    if own and config.ppo.replay_routes:
+        yield f"ppo.replay_routes {built_in}: a function engine returns no routes"
 
 
 def _trainer(config: RunConfig) -> Iterator[str]:

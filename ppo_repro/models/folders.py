@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -57,6 +57,20 @@ def try_to_save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, wher
             raise UserError(
                 f"{where}: could not be saved with the trained weights ({reason}); correct the folder"
             ) from error
+
+
+def write_sampled(
+    policy: PreTrainedModel, end_ids: Collection[int], folder: Path, original_format: bool = True
+) -> None:
+    """Write the policy with the run's end tokens into a folder that exists, for a program that samples.
+
+    A generation configuration is left out, because it may have other end tokens. Raises OSError.
+    """
+    write_model(policy, folder, original_format)
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**config, "eos_token_id": sorted(end_ids)}, indent=1), encoding="utf-8")
+    (folder / "generation_config.json").unlink(missing_ok=True)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:

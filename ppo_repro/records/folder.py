@@ -37,6 +37,7 @@ UNEQUAL_TOKENS = "unequal.parquet"
 FORKED_FROM = "inputs/checkpoint.safetensors"  # what a fork began with
 REPORT_NAME = "report.html"
 SERVERS_NAME = "sglang"  # logs of the servers, and the weights they loaded
+ENGINE_NAME = "engine"  # the weights that the user's own engine loaded
 
 LARGEST_RATIO = 4.0  # of errors of log-probs; above it the run says so
 

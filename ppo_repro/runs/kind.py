@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import pyarrow as pa
 
@@ -105,6 +105,10 @@ class RunKind(ABC, Generic[Config, Item]):
     ranks: Ranks = ALONE
     name: ClassVar[Kind]
     changeable: ClassVar[Sequence[str]]  # groups of fields that a rerun or a resumed run may change
+
+    def over(self, run_dir: Path, iterations: int) -> Self:
+        """Return this kind for a run that has recorded `iterations` in `run_dir`, and goes on or is repeated."""
+        return self
 
     @abstractmethod
     def open(

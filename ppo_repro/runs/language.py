@@ -5,13 +5,12 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from ppo_repro.base.ranks import Ranks
 from ppo_repro.base.watcher import Watcher
 from ppo_repro.buffers import Iteration, Rollout
 from ppo_repro.config.files import LANGUAGE
-from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import ModelFolder, RunConfig
 from ppo_repro.faults.sampler import disturbed
 from ppo_repro.faults.trainer import received
@@ -46,12 +44,12 @@ from ppo_repro.records.folder import (
 )
 from ppo_repro.records.manifest import Head
 from ppo_repro.rollout.engine import Engine
-from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.accuracy import policy_accuracy
 from ppo_repro.runs.checkpoint import Start, listed, save_model
 from ppo_repro.runs.kind import Execution, Files, Final, RunKind, Tables
 from ppo_repro.runs.prepare import Prepared, prepare
+from ppo_repro.runs.samplers import Recorded, own_engine, rollout_engine
 from ppo_repro.runs.summary import MANY_CUT, cut_at_the_limit
 from ppo_repro.stages.coefficients import last_kl
 from ppo_repro.stages.rewards import evaluate
@@ -211,63 +209,42 @@ class LanguageExecution(Execution[Iteration]):
 class LanguageKind(RunKind[RunConfig, Iteration]):
     """Language runs as this process, one of `ranks`, computes them."""
 
+    recorded: Recorded | None = None  # the run itself, where it goes on or is repeated
     name = LANGUAGE
     changeable = ("layout", "rollout.engine", "records")
+
+    def over(self, run_dir: Path, iterations: int) -> Self:
+        return replace(self, recorded=Recorded(run_dir, iterations))
 
     @contextmanager
     def open(self, config: RunConfig, run_dir: Path | None, start: Start | None = None) -> Iterator[LanguageExecution]:
         """Open an execution. Raises PromiseBroken where a rank begins with other weights than the first one."""
-        reference = None if start is None else start.reference
-        prepared = prepare(config, self.watcher, reference, share=True, ranks=self.ranks)
-        asked, prompts = config.rollout.prompts_per_iteration, len(prepared.task.problems.train)
-        if asked > prompts:
-            again = f"there are {prompts} prompts to train on; an iteration asks some of them again"
-            self.watcher.warning(f"rollout.prompts_per_iteration = {asked}: {again}")
-        networks = prepared.state.policy, prepared.state.own_value_module
-        digests = [weights_digest(module.named_parameters()) for module in networks]
-        self.ranks.require_same("initial weights", digests)
-        accuracy = None
-        if run_dir is not None and start is None:
-            accuracy = policy_accuracy(config, prepared.task.prompt_ids, prepared.state.policy)
-            prepared.state.rest()
-        if accuracy is not None and accuracy.is_low:
-            self.watcher.warning(accuracy.sentence())
-        task = _task_digests(prepared)
-        if start is not None:
-            checkpoint.restore(start.checkpoint, prepared.state, task)
-        del start  # as large as weights and moments together
-        logs = None if run_dir is None else run_dir / "sglang"
-        with _quick_collections(), _rollout_engine(config, prepared.engine, logs, self.watcher, self.ranks) as engine:
+        with ExitStack() as stack:
+            # what is wrong with it is said before the minutes of a warm start
+            own = stack.enter_context(own_engine(config, self.ranks, self.recorded))
+            reference = None if start is None else start.reference
+            prepared = prepare(config, self.watcher, reference, share=True, ranks=self.ranks)
+            asked, prompts = config.rollout.prompts_per_iteration, len(prepared.task.problems.train)
+            if asked > prompts:
+                again = f"there are {prompts} prompts to train on; an iteration asks some of them again"
+                self.watcher.warning(f"rollout.prompts_per_iteration = {asked}: {again}")
+            networks = prepared.state.policy, prepared.state.own_value_module
+            digests = [weights_digest(module.named_parameters()) for module in networks]
+            self.ranks.require_same("initial weights", digests)
+            accuracy = None
+            if run_dir is not None and start is None:
+                accuracy = policy_accuracy(config, prepared.task.prompt_ids, prepared.state.policy)
+                prepared.state.rest()
+            if accuracy is not None and accuracy.is_low:
+                self.watcher.warning(accuracy.sentence())
+            task = _task_digests(prepared)
+            if start is not None:
+                checkpoint.restore(start.checkpoint, prepared.state, task)
+            del start  # as large as weights and moments together
+            stack.enter_context(_quick_collections())
+            about = run_dir, self.recorded, self.watcher, self.ranks
+            engine = stack.enter_context(rollout_engine(config, prepared, own, *about))
             yield LanguageExecution(config, prepared, engine, self.ranks, task, self.watcher, accuracy)
-
-
-@contextmanager
-def _rollout_engine(
-    config: RunConfig, built_in: TorchEngine, folder: Path | None, watcher: Watcher, ranks: Ranks
-) -> Iterator[Engine]:
-    """Yield `built_in`, or one of SGLang servers with its policy and end tokens; they end with the block.
-
-    The first of several processes has the servers. `folder` is for their logs and notes; None for a temporary one.
-    """
-    settings = config.rollout.engine
-    if not isinstance(settings, SGLangServers):
-        yield built_in
-        return
-    from ppo_repro.sglang.engine import SharedEngine, sglang_engine
-
-    if not ranks.is_first:
-        yield SharedEngine(ranks, None)
-        return
-    with ExitStack() as stack:
-        if folder is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ppo-sglang-")))
-
-        def waiting(seconds: int) -> None:
-            watcher.servers(seconds, settings.timeout_s)
-
-        started = sglang_engine(config, settings, built_in.policy, built_in.stop_ids, folder, waiting)
-        servers = stack.enter_context(started)
-        yield servers if ranks.size == 1 else SharedEngine(ranks, servers)
 
 
 @contextmanager

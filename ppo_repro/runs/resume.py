@@ -10,8 +10,8 @@ from pathlib import Path, PurePath
 from ppo_repro.base.clock import Clock, as_text
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import SUMS_NAME
-from ppo_repro.config.files import MODELS, apply_overrides, validated
-from ppo_repro.config.rollout import SGLangServers
+from ppo_repro.config.files import MODELS, apply_overrides, digest_of, validated
+from ppo_repro.config.rollout import OwnEngine, SGLangServers
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import digests, folder, manifest, reader
 from ppo_repro.records.diff import Difference, first_final_difference, from_recorded
@@ -77,7 +77,8 @@ def resume(
             require_same_sampler(folder.load_recorded_config(run_dir), config)
         start = load_newest(run_dir, recorded)
         resumed = Resumed(0 if start is None else start.checkpoint.iteration, recorded.num_iterations)
-        opened = kind.open(config, run_dir if ranks.is_first else None, start)
+        again = kind.over(run_dir, recorded.num_iterations)
+        opened = again.open(config, run_dir if ranks.is_first else None, start)
         del start  # as large as weights and moments together
         require_same_start(ranks, config, recorded.inputs)
         ranks.require_same("iterations to go on from", (resumed.start, resumed.recorded))
@@ -167,6 +168,9 @@ def require_same_sampler(recorded: RunConfig, config: RunConfig) -> None:
 def _sampler(config: RunConfig) -> str:
     """Describe what decides which bits are sampled."""
     engine = config.rollout.engine
+    if isinstance(engine, OwnEngine):
+        file, _, name = engine.path.rpartition(":")
+        return f"{name} of a file of SHA-256 {digest_of(Path(file))[:12]}, parameters {engine.parameters}"
     if not isinstance(engine, SGLangServers):
         return f"{config.numerics.mode} numerics"
     if engine.numerics == "deterministic":
@@ -185,6 +189,7 @@ class Rerun:
     fingerprint: str  # of the records and of the new execution after them, as far as it went
     begun: int  # iterations of the checkpoint from which it went on, 0 without one
     iterations: int  # computed again
+    taken: str = ""  # the engine whose samples were taken from the records; empty where all were drawn again
 
 
 def rerun(
@@ -196,8 +201,8 @@ def rerun(
 ) -> Rerun:
     """Execute a recorded configuration again, in memory, and compare every buffer with the files.
 
-    Of a fork only its own iterations are computed. Stops at the first difference. Of several processes the first one
-    compares; all return the same.
+    Of a fork only its own iterations are computed. What the user's own engine sampled is taken from the records. Stops
+    at the first difference. Of several processes the first one compares; all return the same.
 
     Args:
         kind: what kind of run it is.
@@ -220,15 +225,18 @@ def rerun(
     config = recorded_config(kind, run_dir, recorded, overrides, elsewhere, model_too)
     names = folder.starts_of(run_dir, recorded)
     start = load_start(run_dir, recorded, names.get(begun, folder.FORKED_FROM)) if begun else None
-    opened = kind.open(config, None, start)
+    opened = kind.over(run_dir, config.iterations).open(config, None, start)
     del start  # as large as weights and moments together
     require_same_start(kind.ranks, config, recorded.inputs)
+    taken = ""
+    if isinstance(config, RunConfig) and isinstance(config.rollout.engine, OwnEngine):
+        taken = config.rollout.engine_without_promise
     fingerprint = recorded.iterations[begun - 1].chain if begun else digests.FINGERPRINT_SEED
     first = kind.ranks.first
     with opened as execution:
         difference = first(from_recorded, run_dir, recorded, None, execution.preparation_tables())
         if difference is not None:
-            return Rerun(difference, fingerprint, begun, 0)
+            return Rerun(difference, fingerprint, begun, 0, taken)
         for item in execution.iterations():
             tables = execution.tables(item)
             difference = first(from_recorded, run_dir, recorded, item.index, tables)
@@ -236,14 +244,15 @@ def rerun(
             fingerprint = digests.chain(fingerprint, results)
             done = item.index + 1
             if difference is not None:
-                return Rerun(difference, fingerprint, begun, done - begun)
+                return Rerun(difference, fingerprint, begun, done - begun, taken)
             kind.watcher.iteration(done, config.iterations, execution.progress(item), sum(item.seconds.values()))
             if only is not None and done == only.stop:
-                return Rerun(None, fingerprint, begun, done - begun)
+                return Rerun(None, fingerprint, begun, done - begun, taken)
         final, side_tables = execution.ending(Clock())
     difference = first(from_recorded, run_dir, recorded, recorded.num_iterations, side_tables)
     difference = difference or first_final_difference(recorded.final, final)
-    return Rerun(difference, manifest.finished_fingerprint(fingerprint, final), begun, config.iterations - begun)
+    fingerprint = manifest.finished_fingerprint(fingerprint, final)
+    return Rerun(difference, fingerprint, begun, config.iterations - begun, taken)
 
 
 def _require_own(only: range, begun: int, run_dir: Path, recorded: Manifest) -> None:

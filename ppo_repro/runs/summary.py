@@ -147,6 +147,7 @@ def _language(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Fi
         *([cut_at_the_limit(cut)] if cut > MANY_CUT else []),
         f"{figures['iterations']} iterations, {figures['tokens']:,} response tokens",
         *agreement,
+        *not_promised(config),
         *([] if measured is None else [measured.sentence()]),
         *([] if card is None else [card.sentence()]),
     ]
@@ -179,6 +180,15 @@ def is_judged(run_dir: Path) -> bool:
     answers = reader.read_sequences(run_dir, columns=["answer"], iterations=[0], allow_incomplete=True)["answer"]
     is_known = any(isinstance(term, Verifier) for term in reward.terms) or bool((answers != "").any())
     return reward.judges and is_known
+
+
+def not_promised(config: RunConfig) -> list[str]:
+    """Say what is promised, and what is not, of a run whose engine promises no bits; nothing of other runs."""
+    engine = config.rollout.engine_without_promise
+    if not engine:
+        return []
+    follows = "" if config.bound else "; scores, rewards and updates follow from them bit for bit"
+    return [f"{engine}: sampled tokens and their log-probs are recorded, not promised{follows}"]
 
 
 def _control(run_dir: Path, recorded: Manifest, rows: pd.DataFrame, figures: Figures) -> list[str]:

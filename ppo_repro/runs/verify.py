@@ -8,10 +8,19 @@ from pathlib import Path, PurePath
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import SUMS_NAME, check_links, check_sums
+from ppo_repro.config.files import LANGUAGE
 from ppo_repro.records import manifest, reader
-from ppo_repro.records.folder import CHECKPOINT, CHECKPOINTS_NAME, REPORT_NAME, SERVERS_NAME
+from ppo_repro.records.folder import (
+    CHECKPOINT,
+    CHECKPOINTS_NAME,
+    ENGINE_NAME,
+    REPORT_NAME,
+    SERVERS_NAME,
+    load_recorded_config,
+)
 from ppo_repro.records.label import LABEL_NAME
 from ppo_repro.records.manifest import Manifest
+from ppo_repro.runs.summary import not_promised
 
 EARLIER_LOCK = "lock"  # an empty file that runs had before their lock lay beside the folder
 _MODELS = r"checkpoints/(reference|final|value_model|base|adapter|reward_model|unequal)(\.tmp|\.removed)?"
@@ -38,6 +47,7 @@ class Verified:
     unfinished: tuple[str, ...]  # what a process that was ended had begun to write; `resume` removes it
     unfinished_line: int  # bytes behind the end of the log, for the same reason
     uncovered: tuple[str, ...]  # under no digest: no part of the run
+    not_promised: tuple[str, ...] = ()  # of a run whose engine promises no bits
 
     def lines(self) -> list[str]:
         """Describe it, one sentence per line."""
@@ -52,7 +62,7 @@ class Verified:
             lines.append(f"begun by a process that was ended, and no part of the run: {', '.join(begun)}")
         if self.uncovered:
             lines.append(f"under no digest: {', '.join(self.uncovered)}")
-        return lines
+        return [*lines, *self.not_promised]
 
 
 def verify(run_dir: Path, recorded: Manifest | None = None) -> Verified:
@@ -75,7 +85,7 @@ def verify(run_dir: Path, recorded: Manifest | None = None) -> Verified:
         name = path.relative_to(run_dir).as_posix()
         if path.is_dir() or name in listed or (name == EARLIER_LOCK and not path.stat().st_size):
             continue
-        if name.split("/")[0] in (LABEL_NAME, REPORT_NAME, SERVERS_NAME):
+        if name.split("/")[0] in (ENGINE_NAME, LABEL_NAME, REPORT_NAME, SERVERS_NAME):
             uncovered.append(name)
         elif recorded.status != "complete" and _UNFINISHED.fullmatch(name):
             unfinished.append(name)
@@ -95,6 +105,7 @@ def verify(run_dir: Path, recorded: Manifest | None = None) -> Verified:
         tuple(unfinished),
         behind,
         tuple(uncovered),
+        tuple(not_promised(load_recorded_config(run_dir))) if recorded.kind == LANGUAGE else (),
     )
 
 

@@ -23,10 +23,9 @@ from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import PromiseBroken, UserError
 from ppo_repro.base.files import atomic_write, whole_folder
-from ppo_repro.base.ranks import Ranks
 from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import NumericsConfig, RunConfig
-from ppo_repro.models.folders import write_model
+from ppo_repro.models.folders import write_sampled
 from ppo_repro.numerics.families import routers
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.rollout.engine import Completion, Dialogue, Request, Sampling
@@ -103,11 +102,7 @@ def write_folder(policy: PreTrainedModel, stop_ids: frozenset[int], folder: Path
             checkpoints: they differ in mixtures, whose experts are one parameter here and many tensors there.
     """
     with whole_folder(folder) as temporary:
-        write_model(policy, temporary, original_format=not deterministic)
-        path = temporary / "config.json"
-        config = json.loads(path.read_text(encoding="utf-8"))
-        path.write_text(json.dumps({**config, "eos_token_id": sorted(stop_ids)}, indent=1), encoding="utf-8")
-        (temporary / "generation_config.json").unlink(missing_ok=True)  # it may have other end tokens
+        write_sampled(policy, stop_ids, temporary, original_format=not deterministic)
 
 
 def confirm(url: str, digest: str, deterministic: bool, timeout: float) -> None:
@@ -289,22 +284,3 @@ def sglang_engine(
             for server in engine.servers:
                 end(server)
             shutil.rmtree(engine.model_folder, ignore_errors=True)
-
-
-class SharedEngine:
-    """Samples for all processes of a run with the servers of the first; the others have none."""
-
-    def __init__(self, ranks: Ranks, servers: SGLangEngine | None) -> None:
-        self.ranks, self.servers = ranks, servers
-
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
-    ) -> list[Completion]:
-        batches = self.ranks.everyone(list(requests))
-        start = sum(len(batch) for batch in batches[: self.ranks.rank])
-
-        def sampled() -> list[Completion]:
-            assert self.servers is not None
-            return self.servers.generate([request for batch in batches for request in batch], sampling, dialogue)
-
-        return self.ranks.first(sampled)[start : start + len(requests)]

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ppo_repro.base.errors import PromiseBroken
 from ppo_repro.buffers import ForwardPass, MinibatchUpdate, Rollout
-from ppo_repro.config.rollout import SGLangServers
 from ppo_repro.config.run import RunConfig
 
 Column = tuple[str, Tensor]  # its name in the records, and its values, float32
@@ -92,12 +91,13 @@ def sampler_is_exact(config: RunConfig) -> bool:
 
     If they are not, their difference is measured.
     """
-    engine, sampler = config.rollout.engine, config.mismatch.sampler
-    is_stock = isinstance(engine, SGLangServers) and engine.numerics == "stock"
+    sampler, is_foreign = config.mismatch.sampler, config.rollout.engine_without_promise != ""
     is_disturbed = config.rollout.mismatch_sigma is not None or sampler.token_bias is not None
     is_older, is_flipped = sampler.lag > 0, config.mismatch.flip == "token"
     same = config.mismatch.same_precision and not config.mismatch.trainer.scores_otherwise
-    return config.numerics.mode == "deterministic" and same and not (is_stock or is_disturbed or is_older or is_flipped)
+    return (
+        config.numerics.mode == "deterministic" and same and not (is_foreign or is_disturbed or is_older or is_flipped)
+    )
 
 
 def require_sampler_agrees(config: RunConfig, iteration: int, rollout: Rollout, forward: ForwardPass) -> None:

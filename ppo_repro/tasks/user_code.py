@@ -69,6 +69,11 @@ class UserProcess:
             raise
         return values
 
+    def end(self) -> None:
+        """End the process now, and what it started; it is not started again."""
+        if self._child is not None:
+            _stop(*self._child)
+
 
 def _failed(request: Mapping[str, Any], message: str) -> UserError:
     """Return the error of a file that does not load, or of a function that failed on a row."""
@@ -98,7 +103,9 @@ def _search_path() -> list[str]:
 
 
 def _stop(child: subprocess.Popen[bytes], connection: Connection) -> None:
-    child.kill()
+    """Kill a child with its group, which is its own: a server that the user's code started is in it."""
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGKILL)
     child.wait()
     connection.close()
 

@@ -1,0 +1,55 @@
+"""The user's engine in its child process: made, given weights, asked. `engine.py` is the side of the run.
+
+Nothing that the engine's code sets for its process, such as threads of torch, reaches the trainer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import resource
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ppo_repro.base.user_file import RefusedError, UserCallable, begin_of, check_call, load_callable
+from ppo_repro.own_sampler.responses import EngineSampling, Response, checked_responses
+
+METHODS = {"load": ("folder",), "generate": ("prompts", "sampling", "seeds")}
+
+_methods: dict[str, UserCallable] = {}  # of the one engine of this process
+
+
+def make(field: str, path: str, parameters: Mapping[str, Any]) -> None:
+    """Make the engine from `FILE.py:CLASS`. Raises UserError if there is no such class or a method of it is wrong."""
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))  # a server may reserve more memory than it uses
+    found = load_callable(field, path, (), parameters)
+    if not inspect.isclass(found.value):
+        raise found.refused(f"is no class; must be one with {' and '.join(METHODS)}")
+    engine = found(**parameters)
+    for name, positions in METHODS.items():
+        method = getattr(engine, name, None)
+        if method is None:
+            raise found.refused(f"has no method {name}({', '.join(positions)}); add it")
+        whole_name = f"{found.name}.{name}"
+        of_method = replace(found, name=whole_name, line=begin_of(method, found.file) or found.line, value=method)
+        try:
+            check_call(whole_name, method, positions, {})
+        except RefusedError as error:
+            raise of_method.refused(str(error).removeprefix(f"{whole_name} ")) from None
+        _methods[name] = of_method
+
+
+def load(folder: str) -> None:
+    """Let the engine load the weights of a folder."""
+    _methods["load"](folder)
+
+
+def generate(prompts: list[list[int]], sampling: Mapping[str, Any], seeds: list[int]) -> list[Response]:
+    """Return one response a prompt. Raises UserError, with file and line, if the engine returns anything else."""
+    method, wanted = _methods["generate"], EngineSampling(**{**sampling, "end_ids": tuple(sampling["end_ids"])})
+    value = method(prompts, wanted, seeds)
+    try:
+        return checked_responses(value, len(prompts), wanted)
+    except RefusedError as error:
+        raise method.refused(str(error)) from None

@@ -1,0 +1,124 @@
+"""The engine of a user as a sampler: its process, the weights that it has, its responses.
+
+Nothing it computes is promised: its tokens and log-probs are recorded as they are. What it returns in another form
+ends the run (`responses.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ppo_repro.base.files import whole_folder
+from ppo_repro.base.user_file import file_and_name
+from ppo_repro.config.rollout import OwnEngine
+from ppo_repro.models.folders import write_sampled
+from ppo_repro.numerics.optimizer import weights_digest
+from ppo_repro.own_sampler.child import METHODS
+from ppo_repro.own_sampler.responses import EngineSampling, Response
+from ppo_repro.rollout.engine import Completion, Dialogue, Request, Sampling, check_request
+from ppo_repro.tasks import user_code
+from ppo_repro.tasks.user_code import UserProcess
+
+FIELD = "rollout.engine.path"
+MODEL = "model"  # the folder of weights, below the engine's
+_CHILD = Path(__file__).with_name("child.py")
+_SEEDS = 2**32  # that NumPy takes
+
+
+class EngineProcess:
+    """A user's engine in a process of its own, which ends with `end`."""
+
+    def __init__(self, settings: OwnEngine) -> None:
+        """Start the process and make the engine in it. Raises UserError, with file and line, where that fails."""
+        file_and_name(FIELD, settings.path)
+        self.settings, self.process = settings, UserProcess()
+        user_code.load(self.process, FIELD, _CHILD, dict.fromkeys(("make", *METHODS), "text"))
+        self._ask("make", {"field": FIELD, "path": settings.path, "parameters": settings.parameters})
+
+    def load(self, folder: Path) -> None:
+        """Let the engine load the weights of a folder."""
+        self._ask("load", {"folder": str(folder)})
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: EngineSampling, seeds: Sequence[int]
+    ) -> list[Response]:
+        """Return one response a prompt. The global generators of the process are seeded by the first of `seeds`."""
+        row = {"prompts": prompts, "sampling": asdict(sampling), "seeds": seeds}
+        responses: list[Response] = self._ask("generate", row, seeds[0] % _SEEDS)
+        return responses
+
+    def end(self) -> None:
+        """End the process, and what it started."""
+        self.process.end()
+
+    def _ask(self, method: str, row: Mapping[str, Any], seed: int = 0) -> Any:
+        def lost(_: int, how: str) -> str:
+            more = ", or raise rollout.engine.timeout_s" if how.startswith("gave no answer") else ""
+            return f"{FIELD}: {self.settings.path}: {method} {how}{more}"
+
+        about = {"field": FIELD, "file": str(_CHILD), "name": method, "line": "", "call": "text", "options": {}}
+        request = {**about, "seed": seed, "rows": [row]}
+        return self.process.ask(request, 1, self.settings.timeout_s, lost)[0]
+
+
+class OwnSampler:
+    """Samples with the current weights of `policy`, which it hands to the user's engine when they have changed."""
+
+    def __init__(
+        self,
+        engine: EngineProcess,
+        policy: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        end_ids: frozenset[int],
+        max_context: int,
+        folder: Path,
+    ) -> None:
+        self.engine, self.policy, self.tokenizer, self.end_ids = engine, policy, tokenizer, end_ids
+        self.max_context, self.model_folder = max_context, folder / MODEL
+        self._loaded = ""  # digest of the weights that the engine has
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
+    ) -> list[Completion]:
+        assert dialogue is None, "the configuration refuses several turns"
+        assert not sampling.greedy, "evaluation is the built-in engine's"
+        if not requests:
+            return []
+        vocab_size = self.policy.config.vocab_size
+        for request in requests:
+            check_request(request, sampling, vocab_size, self.max_context)
+        self._bring_weights()
+        end_ids = tuple(sorted(self.end_ids))
+        wanted = EngineSampling(sampling.temperature, sampling.max_response_tokens, end_ids, vocab_size)
+        prompts, seeds = [request.prompt_ids for request in requests], [request.seed for request in requests]
+        return [sampled(*response) for response in self.engine.generate(prompts, wanted, seeds)]
+
+    def _bring_weights(self) -> None:
+        digest = weights_digest(self.policy.named_parameters())
+        if digest == self._loaded:
+            return
+        self._loaded = ""
+        with whole_folder(self.model_folder) as temporary:
+            write_sampled(self.policy, self.end_ids, temporary)
+            self.tokenizer.save_pretrained(temporary)
+        self.engine.load(self.model_folder)
+        self._loaded = digest
+
+
+def sampled(ids: Sequence[int], logprobs: Sequence[float], finish_reason: str) -> Completion:
+    """Return a completion that top-k and top-p did not cut."""
+    return Completion(
+        response_ids=tuple(ids),
+        logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        log_kept_mass=torch.zeros(len(ids)),
+        kept_tokens=torch.empty(len(ids), 0, dtype=torch.uint8),
+        finish_reason=finish_reason,
+        server=None,
+        latency=None,
+    )

@@ -1,0 +1,135 @@
+"""The engine that a language run samples with: built in, SGLang servers, or the user's own; and recorded samples.
+
+The user's engine promises no bits, so asking it again would show nothing. A run that goes on or is repeated takes what
+it sampled from the records, and computes everything that follows from it again.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.ranks import Ranks
+from ppo_repro.base.watcher import Watcher
+from ppo_repro.config.rollout import OwnEngine, SGLangServers
+from ppo_repro.config.run import RunConfig
+from ppo_repro.models.state import TrainState
+from ppo_repro.own_sampler.engine import EngineProcess, OwnSampler, sampled
+from ppo_repro.records import reader
+from ppo_repro.records.folder import ENGINE_NAME, SERVERS_NAME
+from ppo_repro.rollout.engine import Completion, Dialogue, Engine, Request, Sampling
+from ppo_repro.rollout.shared import EvaluatedHere, SharedEngine
+from ppo_repro.runs.prepare import Prepared
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The iterations that a run has recorded, from 0."""
+
+    run_dir: Path
+    iterations: int
+
+
+@dataclass(frozen=True)
+class RecordedSampler:
+    """Returns what was sampled in the iterations that are recorded; samples with `engine` after them."""
+
+    recorded: Recorded
+    state: TrainState  # knows the iteration
+    engine: Engine
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
+    ) -> list[Completion]:
+        if sampling.greedy or self.state.iteration >= self.recorded.iterations:
+            return self.engine.generate(requests, sampling, dialogue)
+        by_seed = _recorded_completions(self.recorded.run_dir, self.state.iteration)
+        try:
+            return [by_seed[request.seed, request.prompt_ids] for request in requests]
+        except KeyError as error:
+            where = f"{self.recorded.run_dir}: iteration {self.state.iteration}"
+            raise UserError(f"{where} has no response to a prompt of this run; restore its prompts") from error
+
+
+def _recorded_completions(run_dir: Path, iteration: int) -> dict[tuple[int, tuple[int, ...]], Completion]:
+    """Return the completions of an iteration by seed and prompt."""
+    columns = ["seed", "prompt_ids", "response_ids", "finish_reason"]
+    rows = reader.read_sequences(run_dir, iterations=[iteration], columns=columns, allow_incomplete=True)
+    tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=["rollout_logprobs"], allow_incomplete=True)
+    logprobs, start, found = tokens["rollout_logprobs"].to_numpy(), 0, {}
+    for seed, prompt_ids, ids, reason in zip(*(rows[name] for name in columns), strict=True):
+        end = start + len(ids)
+        found[seed, tuple(prompt_ids.tolist())] = sampled(ids.tolist(), logprobs[start:end].tolist(), reason)
+        start = end
+    return found
+
+
+@contextmanager
+def own_engine(config: RunConfig, ranks: Ranks, recorded: Recorded | None) -> Iterator[EngineProcess | None]:
+    """Make the user's engine, which ends with the block; None where nobody asks it.
+
+    The first of several processes has it. Raises UserError where its file, its class or a method of it is wrong.
+    """
+    settings, is_recorded = config.rollout.engine, recorded is not None and recorded.iterations >= config.iterations
+    if not isinstance(settings, OwnEngine) or is_recorded or not ranks.is_first:
+        yield None
+        return
+    engine = EngineProcess(settings)
+    try:
+        yield engine
+    finally:
+        engine.end()
+
+
+@contextmanager
+def rollout_engine(
+    config: RunConfig,
+    prepared: Prepared,
+    own: EngineProcess | None,
+    run_dir: Path | None,
+    recorded: Recorded | None,
+    watcher: Watcher,
+    ranks: Ranks,
+) -> Iterator[Engine]:
+    """Yield the engine of a run; what it started ends with the block.
+
+    `run_dir` is for logs, notes and weights; None for a temporary folder. `recorded`: samples that need not be drawn.
+    """
+    settings, built_in = config.rollout.engine, prepared.engine
+    with ExitStack() as stack:
+
+        def folder(name: str) -> Path:
+            temporary = "" if run_dir else stack.enter_context(tempfile.TemporaryDirectory(prefix="ppo-sampler-"))
+            return (run_dir or Path(temporary)) / name
+
+        if isinstance(settings, SGLangServers):
+            from ppo_repro.sglang.engine import sglang_engine
+
+            servers = None
+            if ranks.is_first:
+
+                def waiting(seconds: int) -> None:
+                    watcher.servers(seconds, settings.timeout_s)
+
+                started = sglang_engine(
+                    config, settings, built_in.policy, built_in.stop_ids, folder(SERVERS_NAME), waiting
+                )
+                servers = stack.enter_context(started)
+            yield SharedEngine(ranks, servers) if servers is None or ranks.size > 1 else servers
+            return
+        if not isinstance(settings, OwnEngine):
+            yield built_in
+            return
+        sampler = None
+        if own is not None:
+            place = folder(ENGINE_NAME)
+            stack.callback(shutil.rmtree, place, ignore_errors=True)
+            about = prepared.task.tokenizer, built_in.stop_ids, config.numerics.max_context
+            sampler = OwnSampler(own, prepared.state.policy, *about, place)
+        engine: Engine = EvaluatedHere(SharedEngine(ranks, sampler), built_in)
+        yield engine if recorded is None else RecordedSampler(recorded, prepared.state, engine)

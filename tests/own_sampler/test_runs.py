@@ -1,0 +1,217 @@
+"""Runs that sample with an engine of the user's own: what is recorded, promised, said, repeated and refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM
+
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.watcher import Silent
+from ppo_repro.config.files import dump_yaml
+from ppo_repro.records import reader
+from ppo_repro.runs.resume import Resumed
+from ppo_repro.runs.verify import verify
+from tests.support.cli import Cli, one_line
+from tests.support.language import fork, rerun, resume
+from tests.support.own_engine import UNIFORM, config_of, written
+from tests.support.resume import Recorded, record
+from tests.support.runs import small_config
+
+ENGINE = "rollout.engine.path = engine.py:Engine"
+NOT_PROMISED = f"{ENGINE}: sampled tokens and their log-probs are recorded, not promised"
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """Three iterations by an engine that never draws the same again, and the states on the way."""
+    folder = tmp_path_factory.mktemp("own")
+    parameters = f"rollout.engine.parameters={{log: '{folder / 'log'}', draws: true}}"
+    return record(config_of(written(folder), parameters, "checkpoints.every=1"), folder)
+
+
+def test_what_the_engine_returned_is_recorded(recorded: Recorded) -> None:
+    tokens, sequences = reader.read_tokens(recorded.whole), reader.read_sequences(recorded.whole)
+    assert len(sequences) == 3 * 48
+    vocabulary = json.loads((recorded.whole / "checkpoints/final/config.json").read_text())["vocab_size"]
+    assert (tokens["rollout_logprobs"] == np.float32(-math.log(vocabulary))).all()
+
+
+def test_the_trainer_has_its_own_log_probs_and_the_run_counts_those_that_differ(recorded: Recorded) -> None:
+    tokens, iterations = reader.read_tokens(recorded.whole), reader.read_iterations(recorded.whole)
+    differ = int((tokens["rollout_logprobs"] != tokens["old_logprobs"]).sum())
+    assert 0 < differ == iterations["unequal_old_rollout_logprobs"].sum()
+
+
+def test_the_engine_gets_each_version_of_the_weights_once(recorded: Recorded) -> None:
+    calls = [json.loads(line)[0] for line in (recorded.whole.parents[2] / "log").read_text().splitlines()]
+    assert calls == ["load", "generate"] * 3  # evaluation is the built-in engine's
+
+
+def test_a_rerun_takes_the_recorded_responses_and_finds_the_same_bits(recorded: Recorded, cli: Cli) -> None:
+    code, out, _ = cli("rerun", recorded.whole)
+    assert code == 0
+    assert out.startswith("identical: 3 iterations, fingerprint ")
+    assert out.strip().endswith(f"; the responses are the recorded ones, because {ENGINE} promises no bits")
+
+
+def test_a_rerun_with_the_built_in_engine_finds_other_responses(recorded: Recorded) -> None:
+    difference = rerun(recorded.whole, Silent(), ["rollout.engine.kind=torch"]).difference
+    assert difference is not None
+    assert difference.table == "sequences"
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_a_killed_run_goes_on_with_what_it_had_sampled(recorded: Recorded, tmp_path: Path, iterations: int) -> None:
+    run_dir = recorded.copy(iterations, tmp_path)
+    for checkpoint in (run_dir / "checkpoints").glob("iteration-*"):
+        checkpoint.unlink()
+    records = {path: path.read_bytes() for path in (run_dir / "records").rglob("*.parquet")}
+    assert resume(run_dir, Silent()) == Resumed(0, iterations)
+    assert all(path.read_bytes() == content for path, content in records.items())
+    assert verify(run_dir).status == "complete"
+    assert rerun(run_dir, Silent()).difference is None
+
+
+def test_another_engine_does_not_go_on_with_a_run(recorded: Recorded, tmp_path: Path) -> None:
+    run_dir = recorded.copy(1, tmp_path)
+    other = written(tmp_path, UNIFORM + "\n")
+    with pytest.raises(UserError, match=r"rollout.engine: would sample with Engine of a file of SHA-256 \w{12}, ") as e:
+        resume(run_dir, Silent(), [other])
+    assert "leave rollout.engine as it is recorded" in str(e.value)
+
+
+def test_a_fork_samples_on_and_is_repeated_without_its_origin(recorded: Recorded, tmp_path: Path) -> None:
+    forked = fork(recorded.whole, tmp_path, 2, "ppo.iterations=4", "ppo.learning_rate=5e-4")
+    assert len(reader.read_iterations(forked)) == 4
+    assert rerun(forked, Silent()).difference is None
+
+
+def test_show_verify_and_the_report_say_what_is_promised(recorded: Recorded, cli: Cli, tmp_path: Path) -> None:
+    for command in ("show", "verify"):
+        _, out, _ = cli(command, recorded.whole)
+        assert f"{NOT_PROMISED}; scores, rewards and updates follow from them bit for bit" in out
+    code, _, _ = cli("report", recorded.whole, "--out", tmp_path / "report.html")
+    assert code == 0
+    assert NOT_PROMISED in (tmp_path / "report.html").read_text()
+
+
+def test_the_run_keeps_a_copy_of_the_engine_and_no_weights_of_it(recorded: Recorded) -> None:
+    assert (recorded.whole / "inputs" / "engine.py").read_text() == UNIFORM
+    assert not (recorded.whole / "engine").exists()
+
+
+LOADS = "    def load(self, folder):\n"
+
+
+def test_the_folder_is_a_transformers_folder_with_tokenizer_and_end_tokens(tmp_path: Path) -> None:
+    copying = f"{LOADS}        import shutil; shutil.copytree(folder, '{tmp_path / 'copy'}', dirs_exist_ok=True)\n"
+    record(config_of(written(tmp_path, UNIFORM.replace(LOADS, copying)), "ppo.iterations=1"), tmp_path)
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "copy", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert isinstance(model.config.eos_token_id, list)
+    assert (tmp_path / "copy" / "tokenizer.json").exists()
+
+
+GENERATES = "    def generate(self, prompts, sampling, seeds):\n"
+RETURNS = "        return [self.response("
+
+
+def returning(value: str) -> str:
+    """An engine that spoils what it returns, `good`, on line 24."""
+    return UNIFORM.replace(RETURNS, "        good = [self.response(").replace(
+        "for seed in seeds]\n", f"for seed in seeds]\n        return {value}\n"
+    )
+
+
+# an engine, its name, and what the one line says after `rollout.engine.path`
+REFUSED: dict[str, tuple[str, str, str]] = {
+    "no class of that name": (UNIFORM, "Other", " = '{file}:Other': {file} has no Other"),
+    "no file": ("", "x/Engine", " = "),
+    "no Python": ("class Engine:\n    def", "Engine", ": {file}:2 fails to load (SyntaxError"),
+    "raises when loaded": ("x = 1\ny = 1 / 0\n", "Engine", ": {file}:2 fails to load (ZeroDivisionError: division by"),
+    "a function": ("def Engine():\n    pass\n", "Engine", ": {file}:1: Engine is no class; must be one with load and"),
+    "no load": (
+        UNIFORM.replace("def load", "def lode"),
+        "Engine",
+        ": {file}:7: Engine has no method load(folder); add",
+    ),
+    "no generate": (
+        UNIFORM.replace("def gen", "def g"),
+        "Engine",
+        ": {file}:7: Engine has no method generate(prompts, ",
+    ),
+    "another signature": (
+        UNIFORM.replace("prompts, sampling, seeds)", "prompts)"),
+        "Engine",
+        ": {file}:19: Engine.generate cannot be called (too many positional arguments); it gets prompts, samp",
+    ),
+    "a parameter without a value": (
+        UNIFORM.replace("log=None", "log"),
+        "Engine",
+        ": {file}:7: Engine cannot be called",
+    ),
+    "raises in generate": (
+        UNIFORM.replace("ids = []", "ids = [][0]"),
+        "Engine",
+        ": {file}:24: Engine.generate raised Ind",
+    ),
+    "ends its process": (
+        returning("__import__('os')._exit(3)"),
+        "Engine",
+        ": {file}:Engine: generate ended its process",
+    ),
+    "one too few": (
+        returning("good[1:]"),
+        "Engine",
+        ": {file}:19: Engine.generate returned 47 responses to 48 prompts;",
+    ),
+    "an id outside": (
+        returning("[([99], [-1.0], 'length')] + good[1:]"),
+        "Engine",
+        ": {file}:19: Engine.generate returned as response 0 the id 99 at place 0; must be a whole number in 0..",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_wrong_engine_is_one_line_and_leaves_no_run(name: str, cli: Cli, tmp_path: Path) -> None:
+    text, class_name, said = REFUSED[name]
+    engine = written(tmp_path, text, class_name)
+    config = tmp_path / "run.yaml"
+    config.write_text(dump_yaml(small_config("model.warm_start_steps=0", "numerics.accuracy_sequences=0")))
+    code, _, err = cli("run", config, "--set", engine, "--out", tmp_path / "runs")
+    line = one_line(err)
+    assert code == 2
+    assert line.startswith("error: rollout.engine.path" + said.format(file=tmp_path / "engine.py"))
+    assert not list((tmp_path / "runs").rglob("manifest.json"))
+
+
+def test_an_engine_that_hangs_is_given_up(cli: Cli, tmp_path: Path) -> None:
+    engine = written(tmp_path, returning("__import__('time').sleep(60)"))
+    config = tmp_path / "run.yaml"
+    config.write_text(dump_yaml(config_of(engine, "rollout.engine.timeout_s=1")))
+    code, _, err = cli("run", config, "--out", tmp_path / "runs")
+    assert code == 2
+    assert one_line(err).endswith(
+        "engine.py:Engine: generate gave no answer within 1 s; make it end, or raise rollout.engine.timeout_s"
+    )
+
+
+def test_an_error_later_keeps_the_iterations_before_it(cli: Cli, tmp_path: Path) -> None:
+    once = UNIFORM.replace(
+        '        self.note("generate", len(prompts))\n',
+        "        self.calls = getattr(self, 'calls', 0) + 1\n        assert self.calls < 3, 'tired'\n",
+    )
+    config = tmp_path / "run.yaml"
+    config.write_text(dump_yaml(config_of(written(tmp_path, once))))
+    code, _, err = cli("run", config, "--out", tmp_path / "runs")
+    assert code == 2
+    assert "Engine.generate raised AssertionError: tired; 2 iterations are recorded" in one_line(err)
+    (run_dir,) = (path.parent for path in (tmp_path / "runs").rglob("manifest.json"))
+    assert verify(run_dir).iterations == 2
+    assert resume(run_dir, Silent()) == Resumed(0, 2)  # 2 calls suffice now

@@ -6,25 +6,30 @@ import argparse
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import require_ours
 from ppo_repro.base.output import print_result, say
 
+if TYPE_CHECKING:
+    from ppo_repro.testing.audit.of_run import RunDump
+
 FORMATS = "ppo_repro, verl, trl, slime, prime-rl or areal (default: told from the columns)"
+DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # of a dump
 MEANS = ("auto", "raw", "tempered", "processed")
 
 
 def add_options(add: Callable[..., argparse.Action], path: Callable[[str], Path]) -> None:
     """Add the options of the command; `path` reads one."""
-    add("dump", metavar="DUMP", type=path, help="responses with two log-probs a token")
-    add("--model", metavar="FOLDER", type=path, required=True, help="the weights it was made with")
-    add("--format", default=None, help=FORMATS)
-    add("--temperature", type=float, default=1.0, help="what both sides divide logits by (default 1)")
-    add("--top-p", type=float, default=1.0, help="of the sampler (default 1, all tokens)")
-    add("--top-k", type=int, default=0, help="of the sampler (default 0, all tokens)")
-    add("--min-p", type=float, default=0.0, help="of the sampler (default 0, all tokens)")
-    add("--repetition-penalty", type=float, default=1.0, help="of the sampler (default 1, none)")
+    add("dump", metavar="DUMP", type=path, help="responses with two log-probs a token; or a run folder, which has all")
+    add("--model", metavar="FOLDER", type=path, help="the weights it was made with")
+    add("--format", help=FORMATS)
+    add("--temperature", type=float, help="what both sides divide logits by (default 1)")
+    add("--top-p", type=float, help="of the sampler (default 1, all tokens)")
+    add("--top-k", type=int, help="of the sampler (default 0, all tokens)")
+    add("--min-p", type=float, help="of the sampler (default 0, all tokens)")
+    add("--repetition-penalty", type=float, help="of the sampler (default 1, none)")
     for side in ("sampler", "trainer"):
         what = "raw (at temperature 1), tempered (over all tokens), processed (after penalty and cuts)"
         add(f"--{side}-logprobs", choices=MEANS, default="auto", help=f"what they are of: {what}, or auto (default)")
@@ -33,6 +38,29 @@ def add_options(add: Callable[..., argparse.Action], path: Callable[[str], Path]
     add("--threads", type=int, default=1, help="of the processor (default 1)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the model computes (default cpu)")
     add("--out", metavar="PARQUET", type=path, help="write the tokens, with the log-probs of the model in float64")
+
+
+def _complete(options: argparse.Namespace) -> RunDump | None:
+    """Fill in model and sampling from a run folder, or the defaults of a dump; returns what a run has.
+
+    Raises UserError for an option that the run's configuration answers, and for a dump without a model.
+    """
+    found = None
+    if options.dump.is_dir():
+        from ppo_repro.testing.audit.of_run import dump_of_run
+
+        for name in ("model", "format", *DEFAULTS):
+            if getattr(options, name) is not None:
+                raise UserError(f"--{name.replace('_', '-')}: {options.dump} is a run, which has it; leave it out")
+        found = dump_of_run(options.dump)
+        rollout, options.model, options.format = found.config.rollout, found.model, "ppo_repro"
+        options.temperature, options.top_p, options.top_k = rollout.temperature, rollout.top_p, rollout.top_k
+    if options.model is None:
+        raise UserError("--model FOLDER: missing; give the weights that the dump was made with")
+    for name, value in DEFAULTS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return found
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -55,9 +83,11 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def audit_command(options: argparse.Namespace) -> int:
-    """Say which side of another stack's dump is wrong, by the model in float64, and why; exit 1 if one is."""
+    """Say which side of a run, or of another stack's dump, is wrong, by the model in float64; exit 1 if one is."""
+    run = _complete(options)
     _check(options)
-    say(f"{options.dump}: both sides beside the model of {options.model} in float64")
+    which = "" if run is None else f"iteration {run.iteration}, "
+    say(f"{options.dump}: {which}both sides beside the model of {options.model} in float64")
 
     from itertools import islice
 
@@ -67,7 +97,7 @@ def audit_command(options: argparse.Namespace) -> int:
     for option, folder in (("--model", options.model), *(("--also", folder) for folder in options.also)):
         check_config(folder, f"{option} {folder}")
         check_weights(folder, f"{option} {folder}")
-    responses = list(islice(read_dump(options.dump, options.format), options.responses))
+    responses = list(islice(read_dump(options.dump if run is None else run.rows, options.format), options.responses))
     if not responses:
         raise UserError(f"{options.dump}: has no response with a token that counts; there is nothing to audit")
     skipped = responses[-1].row - len(responses)
@@ -75,7 +105,7 @@ def audit_command(options: argparse.Namespace) -> int:
     import torch
 
     from ppo_repro.testing.audit.judge import audit, lines, verdict
-    from ppo_repro.testing.audit.load import load_model, load_tokenizer
+    from ppo_repro.testing.audit.load import last_matrices, load_model, load_tokenizer
     from ppo_repro.testing.audit.variants import Sampling
     from ppo_repro.testing.audit.ways import Subject
 
@@ -88,6 +118,10 @@ def audit_command(options: argparse.Namespace) -> int:
         padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     begin, end = (getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id"))
     others = {f"weights of {folder}": load_model("--also", folder, options.device) for folder in options.also}
+    if run is not None and run.checkpoint is not None:
+        others["weights that the run started with"], model = model, run.weights(model)
+    # a sampler may take over new weights but for the last matrix, of which it has a copy in another layout
+    others |= {f"the last matrix of the {name}": of for name, of in last_matrices(model, others).items()}
     subject = Subject(model, others, begin, end, padding, tokenizer)
     cuts = options.top_p, options.top_k, options.min_p, options.repetition_penalty
     sampling = Sampling(options.temperature, *cuts, options.sampler_logprobs, options.trainer_logprobs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,17 @@ def load_model(option: str, folder: Path, device: str) -> PreTrainedModel:
     with reading(where), torch.no_grad():  # a value may be wrong only where it is used
         model.eval()(torch.zeros(1, 2, dtype=torch.int64))
     return model.to(device)
+
+
+def last_matrices(model: PreTrainedModel, others: Mapping[str, PreTrainedModel]) -> dict[str, PreTrainedModel]:
+    """Return the model with the output matrix of each of `others` that has the same shape; the rest is shared."""
+    found, own = {}, model.get_output_embeddings()
+    for name, other in others.items():
+        head = other.get_output_embeddings()
+        if own is not None and head is not None and head.weight.shape == own.weight.shape:
+            found[name] = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+            found[name].set_output_embeddings(head)
+    return found
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -1,0 +1,73 @@
+"""What an audit needs of a recorded run: an iteration's responses and the weights that they were sampled with."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+from transformers import PreTrainedModel
+
+from ppo_repro.base.errors import UserError
+from ppo_repro.config.files import LANGUAGE
+from ppo_repro.config.run import ModelFolder, RunConfig
+from ppo_repro.models.folders import named_weights
+from ppo_repro.numerics.optimizer import copy_named
+from ppo_repro.records import reader
+from ppo_repro.records.folder import REFERENCE, checkpoints_of, load_recorded_config
+from ppo_repro.records.inputs import located_tree
+from ppo_repro.runs.checkpoint import load
+
+
+@dataclass(frozen=True)
+class RunDump:
+    """The responses of one iteration, and what they were sampled with."""
+
+    iteration: int
+    rows: pd.DataFrame  # a row per response, with the columns of the format `ppo_repro`
+    model: Path  # folder of the weights that the run started with
+    checkpoint: tuple[Path, str] | None  # the weights of the iteration, and their SHA-256; None: those of `model`
+    config: RunConfig
+
+    def weights(self, start: PreTrainedModel) -> PreTrainedModel:
+        """Return the model that sampled; `start`: the loaded `model`."""
+        if self.checkpoint is None:
+            return start
+        model = copy.deepcopy(start)
+        copy_named(named_weights(model), load(*self.checkpoint).policy)
+        return model
+
+
+def dump_of_run(run_dir: Path) -> RunDump:
+    """Return what the newest iteration sampled whose weights a checkpoint has; else the first iteration.
+
+    Raises UserError for a run without responses, or one that kept no weights.
+    """
+    recorded = reader.open_manifest(run_dir, allow_incomplete=True)
+    if recorded.kind != LANGUAGE or not recorded.iterations:
+        raise UserError(f"{run_dir}: has no responses of a language run to audit; give another run, or a dump")
+    config = load_recorded_config(run_dir)
+    kept = checkpoints_of(recorded) if config.lora is None else {}  # a checkpoint of an adapter is no whole model
+    with_weights = [
+        number for number in kept if number < len(recorded.iterations) and (run_dir / kept[number]).exists()
+    ]
+    iteration = max(with_weights, default=0)
+    model = run_dir / REFERENCE
+    if not model.is_dir():
+        if not isinstance(config.model, ModelFolder) or with_weights:
+            raise UserError(f"{run_dir}: kept no weights that it sampled with; run it with checkpoints.every = 1")
+        model = Path(located_tree(run_dir, recorded)["model"]["path"])
+    name = kept.get(iteration, "")
+    checkpoint = (run_dir / name, recorded.files[name]) if iteration in with_weights else None
+    return RunDump(iteration, _rows(run_dir, iteration), model, checkpoint, config)
+
+
+def _rows(run_dir: Path, iteration: int) -> pd.DataFrame:
+    sides = ["rollout_logprobs", "old_logprobs"]
+    columns = ["sequence", *sides]
+    tokens = reader.read_tokens(run_dir, iterations=[iteration], columns=columns, allow_incomplete=True)
+    columns = ["prompt_ids", "response_ids"]
+    rows = reader.read_sequences(run_dir, iterations=[iteration], columns=columns, allow_incomplete=True)
+    lists = tokens.groupby("sequence")[sides].agg(list)
+    return rows.assign(**{name: lists[name].to_list() for name in sides})

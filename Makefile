@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 # as many processes as there are cores, at most four; each computes with one thread
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4
 
-.PHONY: setup run test test-slow test-long test-gpu test-sglang lint notebooks docs
+.PHONY: setup run test test-slow test-long test-gpu test-sglang test-vllm lint notebooks docs
 
 setup:  ## make the virtual environment and install the checkout into it
 	@.ci/setup.sh
@@ -36,6 +36,13 @@ test-sglang:  ## the tests that start real SGLang servers, on the CPU: ten minut
 	@.ci/sglang.sh $(SGLANG_VENV)
 	OMP_NUM_THREADS=1 PPO_REPRO_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python \
 		$(BIN)/python -m pytest -q -m sglang $(ARGS)
+
+VLLM_VENV ?= .venv-vllm
+test-vllm:  ## the tests that start a real vLLM server, on the CPU: five minutes and 3.4 GB
+	@.ci/setup.sh test
+	@.ci/vllm.sh $(VLLM_VENV)
+	OMP_NUM_THREADS=1 PPO_REPRO_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python \
+		$(BIN)/python -m pytest -q -m vllm $(ARGS)
 
 lint:  ## style, format and types; changes nothing
 	@.ci/setup.sh test dev

@@ -5,8 +5,8 @@
     axes = figures.learning([RUN_1, RUN_2])
     axes.figure.savefig("learning.pdf")
 
-`python -m ppo_repro.analysis.figures KIND FILE.svg RUN_OR_GRID...` writes one: `learning` and `agreement` of runs,
-`readme` both side by side, `settings`, `differences` and `across` of a grid.
+`python -m ppo_repro.analysis.figures KIND FILE.svg RUN_OR_GRID...` writes one: `learning`, `agreement` and `mismatch`
+of runs, `readme` the first two side by side, `settings`, `differences` and `across` of a grid.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write, require_ours
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser
+from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 
@@ -113,6 +114,35 @@ def agreement(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
     return axes
 
 
+def mismatch(runs: Sequence[Path], axes: Axes | None = None) -> Axes:
+    """Share of the tokens whose log-probs differ by more than x nats between sampler and trainer, a line a run."""
+    (axes,) = [axes] if axes is not None else new_axes(7.0, 3.3 + 0.2 * len(runs))
+    for folder in runs:
+        tokens = reader.read_tokens(folder, columns=["rollout_logprobs", "old_logprobs"])
+        rollout, old = (tokens[name].to_numpy(np.float64) for name in ("rollout_logprobs", "old_logprobs"))
+        apart = np.sort(np.abs(old - rollout))[::-1]
+        differ, name = int((apart > 0).sum()), sampler_of(load_recorded_config(folder))
+        label = f"{name}: {differ:,} of {len(apart):,} differ" + (f", by {apart[0]:.2g} at most" if differ else "")
+        # a token at its own difference; of the tokens that agree nothing is drawn
+        axes.plot(apart[:differ], 100 * np.arange(1, differ + 1) / len(apart), label=label)
+    axes.set(title="Mismatch of sampler and trainer", ylabel="tokens further apart, %", xscale="log")
+    axes.set_xlabel("difference of the log-probs, nats")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.15))
+    return axes
+
+
+def sampler_of(config: RunConfig) -> str:
+    """The sampler of a run in few words."""
+    engine, stock = config.rollout.engine, config.mismatch.sampler.stock
+    if engine.kind == "function":
+        switched_on = [name for name, value in engine.parameters.items() if value is True]
+        words = Path(engine.path.rpartition(":")[0]).stem, engine.parameters.get("dtype", ""), *switched_on
+        return " ".join(filter(None, map(str, words)))
+    if engine.kind == "sglang":
+        return f"SGLang, {engine.numerics}"
+    return f"torch, {stock}" if stock else f"built in, {config.numerics.mode}"
+
+
 def settings(cells: pd.DataFrame, measure: str, axes: Axes | None = None) -> Axes:
     """A row per setting of `outcomes`: a dot per seed, the mean with its 95 % Student interval.
 
@@ -181,7 +211,7 @@ def svg(axes: Axes) -> str:
 def main(argv: Sequence[str] | None) -> None:
     """Write one figure; exit code 2 and one line on a user error."""
     parser = Parser(prog="python -m ppo_repro.analysis.figures", description="a figure of runs or of a grid")
-    kinds = ("learning", "agreement", "readme", "settings", "differences", "across")
+    kinds = ("learning", "agreement", "mismatch", "readme", "settings", "differences", "across")
     parser.add_argument("kind", choices=kinds, help="what is drawn")
     parser.add_argument(
         "out", metavar="FILE.svg", type=Path, help="the SVG file to write; replaces only a file that ppo-repro wrote"
@@ -192,8 +222,8 @@ def main(argv: Sequence[str] | None) -> None:
     arguments = parser.parse_args(argv)
     kind, folders, measure = arguments.kind, arguments.folders, arguments.measure
     require_ours(arguments.out)
-    if kind in ("learning", "agreement"):
-        axes = learning(folders) if kind == "learning" else agreement(folders)
+    if kind in ("learning", "agreement", "mismatch"):
+        axes = {"learning": learning, "agreement": agreement, "mismatch": mismatch}[kind](folders)
     elif kind == "readme":
         left, axes = new_axes(9.5, 3.6, 2)
         deterministic = [run for run in folders if load_recorded_config(run).numerics.mode == "deterministic"]

@@ -88,7 +88,9 @@ def runs_page(folder: Path, linked_from: Path | None) -> str:
     ]
     links = [_link(run.facts.run_dir, folder, linked_from) for run in runs]
     results = {name: finals[name].tolist() for name in measures}
-    cells = pd.DataFrame({"setting": labels, "seed": finals["seed"], **results, "run": links}, dtype=object)
+    names = [read_label(run.facts.run_dir).name for run in runs]
+    named = {"name": names} if any(names) else {}
+    cells = pd.DataFrame({"setting": labels, "seed": finals["seed"], **named, **results, "run": links}, dtype=object)
     listed = [scrolled(table(cells, "Each run: a setting with a seed", limit=len(cells)), "words")]
     if any(setting.whole for setting in settings):
         wholes = [(setting.short, setting.whole) for setting in settings]

@@ -118,11 +118,13 @@ def _leaf(name: str, names: Sequence[str]) -> str:
 def _value(value: Any) -> str:
     if isinstance(value, str):
         return f"{value[:12]}..." if len(value) == 64 else value
-    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
+    return json.dumps(value)
 
 
 def _short(value: Any) -> str:
     text = PurePath(value).name if isinstance(value, str) and "/" in value else _value(value)
+    if isinstance(value, float):
+        text = f"{value:g}"
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -20,12 +21,12 @@ from ppo_repro.commands.cli import exit_code_of
 from ppo_repro.grids import grid as grid_module
 from ppo_repro.grids.cell import Executor, Order, Processes, record_result, run_of, start_cell, state_of
 from ppo_repro.grids.clusters import Ray
-from ppo_repro.grids.grid import Outcome, run_grid
+from ppo_repro.grids.grid import Outcome, lines, run_grid
 from ppo_repro.grids.spec import load_grid
 from ppo_repro.records import manifest, reader
 from tests.grids.small_grids import fingerprints, grid_file
 from tests.support.interrupts import hearing_ctrl_c
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT, TINY
 from tests.support.runs import recorded_iterations
 
 slow = pytest.mark.slow
@@ -214,3 +215,17 @@ def test_a_wrong_option_is_one_line(
     assert exit_code_of(["grid", str(grid_file(tmp_path, {}, [1])), "--out", str(tmp_path / "out"), *arguments]) == 2
     assert f"error: {said}" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("kind", "shown"), [("function", False), ("exact_match", True)])
+def test_the_table_has_no_accuracy_where_a_function_rewards(kind: str, shown: bool, tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def score(response):\n    return 1.0\n")
+    term = {"kind": kind, "path": str(tmp_path / "r.py:score")} if kind == "function" else {"kind": kind}
+    file = {"question": "?", "expectation": "?", "base": str(TINY), "set": {"reward.terms": [term]}, "seeds": [1]}
+    (tmp_path / "g.yaml").write_text(json.dumps(file))
+    grid = load_grid(tmp_path / "g.yaml")
+    columns = {"iterations": 2, "final.eval_accuracy": 0.0, "final.eval_score": 1.0, "fingerprint": "ab", "message": ""}
+    table = pd.DataFrame([{"cell": "seed=1", "state": "complete", **columns, "code_digest": "cd"}])
+    said = "\n".join(lines(grid, tmp_path, Outcome(table, ())))
+    assert ("eval_accuracy" in said) is shown
+    assert "eval_score" in said

@@ -38,6 +38,7 @@ def test_labels_by_hand() -> None:
     both = shorts({}, {"ppo.learning_rate": 3e-3, "value.learning_rate": 3e-3})
     assert both[1] == "ppo.learning_rate=0.003, value.learning_rate=0.003"
     assert shorts({}, {"experiment": "f", "ppo.epochs": 9}, {"ppo.epochs": 4}) == ["e, epochs=2", "f", "e, epochs=4"]
+    assert shorts({}, {"ppo.learning_rate": 1.0000001e-3}) == ["learning_rate=0.001", "learning_rate=0.001 (2)"]
     many = {"ppo.learning_rate": 3e-3, "value.learning_rate": 3e-3, "ppo.epochs": 4, "kl.kl_coef": 0.5}
     whole = settings_of([base | {"kl.kl_coef": 0.1}, base | many])[1]
     assert whole.short.endswith(" …")

@@ -7,10 +7,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import open_regular
 from ppo_repro.base.json_lines import Line
 from ppo_repro.base.output import shown
 
 AT_ONCE = 1000  # rows
+
+
+def is_parquet(path: Path) -> bool:
+    """Return whether a file is Parquet by its name, or by how it begins."""
+    if path.suffix == ".parquet":
+        return True
+    try:
+        with open_regular(path) as file:
+            return file.read(4) == b"PAR1"
+    except OSError:  # reading it as lines says why
+        return False
 
 
 def read_rows(name: str, path: Path) -> Iterator[Line]:

@@ -11,11 +11,12 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -66,7 +67,8 @@ class UserCallable:
         except BaseException as error:  # SystemExit of the user's code included
             if is_out_of_memory(error):
                 raise
-            raise self.refused(f"raised {described(error)}", line_of(error, str(self.file))) from error
+            where = place_beside(error, str(self.file))
+            raise self.refused(f"raised {described(error)}{where}", line_of(error, str(self.file))) from error
 
     def refused(self, what: str, line: str = "") -> FunctionFailed:
         """Return the error that says what is wrong with it, at a line of its file or where it begins."""
@@ -104,7 +106,7 @@ def load_callable(
         raise
     except BaseException as error:  # SystemExit of the user's code included
         at = f"{field}: {file}{line_of(error, str(file))}"
-        raise UserError(f"{at} fails to load ({described(error)})") from error
+        raise UserError(f"{at} fails to load ({described(error)}{place_beside(error, str(file))})") from error
     value = getattr(module, name, None)
     if value is None:
         raise UserError(f"{field} = {path!r}: {file} has no {name}")
@@ -158,7 +160,7 @@ def execute(file: Path) -> ModuleType:
     importlib.invalidate_caches()
     name = f"{_PREFIX}{next(_numbers)}"
     module = ModuleType(name)
-    module.__file__, module.__path__ = str(file), [str(file.parent)]
+    module.__file__, module.__path__, module.__package__ = str(file), [str(file.parent)], name
     module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _importer(name, file.parent)}
     sys.modules[name] = module  # dataclasses look their module up here, and what lies beside it is found by its path
     with redirect_stdout(sys.stderr):
@@ -191,14 +193,22 @@ def _imported(file: Path) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+        elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module.partition(".")[0]
+        elif isinstance(node, ast.ImportFrom):  # from . import
+            yield from (alias.name for alias in node.names)
 
 
 def _is_beside(folder: Path, name: str) -> bool:
     if name in _ELSEWHERE:
         return False
-    return (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
+    if (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file():
+        return True
+    # a folder without __init__.py is a package if there is no other one, as for Python
+    if not any((folder / name).glob("*.py")):
+        return False
+    installed = find_spec(name)
+    return installed is None or installed.origin is None
 
 
 def _importer(package: str, folder: Path) -> Callable[..., ModuleType]:
@@ -268,6 +278,26 @@ def line_of(error: BaseException, file: str) -> str:
         return f":{error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f":{lines[-1]}" if lines else ""
+
+
+def place_beside(error: BaseException, file: str) -> str:
+    """Return `, NAME.py:LINE` if an error comes from a module beside the file; "" otherwise."""
+    frames = traceback.extract_tb(error.__traceback__)
+    found = (error.filename, error.lineno) if isinstance(error, SyntaxError) else ("", 0)
+    if not found[0] and frames:
+        found = frames[-1].filename, frames[-1].lineno
+    is_beside = found[0] != file and Path(found[0] or "").is_relative_to(Path(file).parent)
+    return f", {Path(found[0] or '').relative_to(Path(file).parent)}:{found[1]}" if is_beside else ""
+
+
+def uncopied(before: Collection[str]) -> list[str]:
+    """Return the files of modules that were imported after those of `before` and are neither installed nor beside."""
+    homes = Path(sys.prefix), Path(sys.base_prefix), Path(__file__).parents[1]
+    new = {name: module for name, module in list(sys.modules.items()) if name not in before}
+    files = [getattr(module, "__file__", None) for name, module in new.items() if not name.startswith(_PREFIX)]
+    # torch has modules whose files are names only
+    found = [Path(file) for file in files if file and "site-packages" not in file and Path(file).is_absolute()]
+    return sorted(str(file) for file in found if not any(map(file.is_relative_to, homes)))
 
 
 def described(error: BaseException) -> str:

@@ -82,10 +82,15 @@ def load_as(
     if type(model) not in classes:  # model_type and architectures of the folder disagree
         raise UserError(f"{where}: loads as {type(model).__name__}; must be one of {_names(classes)}")
     _check_tensors(model, report, where)
-    with reading(f"{where}: {GENERATION}"):  # others could not be saved with the trained model
-        generation = getattr(model, "generation_config", None)
+    generation = getattr(model, "generation_config", None)
+    try:
         if generation is not None:
             generation.validate(strict=True)
+    except ValueError as error:
+        raise UserError(
+            f"{where}: {GENERATION} could not be saved with the trained weights ({shown(str(error))}); correct it: set "
+            "do_sample = true, or remove temperature, top_p and top_k"
+        ) from error
     return model.eval(), tokenizer
 
 

@@ -28,7 +28,16 @@ from typing import Any, Literal
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import did_you_mean, shown, visible
-from ppo_repro.base.user_file import RefusedError, begin_of, check_call, described, execute, line_of
+from ppo_repro.base.user_file import (
+    RefusedError,
+    begin_of,
+    check_call,
+    described,
+    execute,
+    line_of,
+    place_beside,
+    uncopied,
+)
 
 FLOAT32_MAX = 3.4028234663852886e38
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
@@ -311,7 +320,10 @@ def _loop() -> Any:
 def _load(field: str, file: str, calls: Mapping[str, str], folder: str) -> dict[str, str]:
     """Execute the file as it is now; returns `:LINE` of each function of `calls` that it has, "" if unknown."""
     os.chdir(folder)  # another file may have left it
+    before = set(sys.modules)
     module, lines = execute(Path(file)), {}
+    for other in uncopied(before):
+        print(f"warning: {field}: imports {other}, which is not copied: a rerun elsewhere lacks it", file=sys.stderr)
     for name, call in calls.items():
         function = getattr(module, name, None)
         if function is None:
@@ -340,7 +352,8 @@ def _loaded(request: dict[str, Any]) -> dict[str, object]:
     except RefusedError as error:
         return {"error": f"{at}: {error}"}
     except BaseException as error:  # SystemExit of the user's code included
-        return {"error": f"{at}{line_of(error, request['file'])} fails to load ({described(error)})"}
+        beside = place_beside(error, request["file"])
+        return {"error": f"{at}{line_of(error, request['file'])} fails to load ({described(error)}{beside})"}
 
 
 def _called(request: dict[str, Any], row: CallRow) -> dict[str, object]:
@@ -354,7 +367,8 @@ def _called(request: dict[str, Any], row: CallRow) -> dict[str, object]:
     except RefusedError as error:
         return {"error": f"{field}: {file}{line}: {name} {error}{of}"}
     except BaseException as error:  # SystemExit and KeyboardInterrupt of the user's code included
-        return {"error": f"{field}: {file}{line_of(error, file) or line}: {name} raised {described(error)}{of}"}
+        raised = f"{described(error)}{place_beside(error, file)}"
+        return {"error": f"{field}: {file}{line_of(error, file) or line}: {name} raised {raised}{of}"}
 
 
 def _answers(request: dict[str, Any]) -> Iterable[dict[str, object]]:

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.json_lines import read_lines, text_field
+from ppo_repro.base.json_lines import Line, read_lines, text_field
 from ppo_repro.base.output import shown
-from ppo_repro.base.parquet_rows import read_rows
+from ppo_repro.base.parquet_rows import is_parquet, read_rows
 from ppo_repro.base.seeding import permutation, words
 from ppo_repro.config.tasks import ArithmeticTask, ColumnAdditionTask, JsonlTask, PythonTask, TaskConfig
 from ppo_repro.tasks.user_code import UserFunction, UserProcess, load
@@ -182,12 +182,12 @@ def all_different(entries: Iterable[tuple[str, str, Problem]]) -> list[Problem]:
 
 
 def read_file(path: Path, chat_template: bool = False) -> list[Problem]:
-    """Read one problem a line, or a row of FILE.parquet. All have answers, or none.
+    """Read one problem a line, or a row of a Parquet file. All have answers, or none.
 
     UserError names file and line of the first mistake.
     """
-    read = read_rows if path.suffix == ".parquet" else read_lines
-    lines = [replace(line, fields=_with_answer(line.fields)) for line in read("task.path", path)]
+    read = read_rows if is_parquet(path) else read_lines
+    lines = [replace(line, fields=_with_answer(line)) for line in read("task.path", path)]
     answered = any("answer" in line.fields for line in lines)
     for line in lines:
         if answered and "answer" not in line.fields:
@@ -199,12 +199,12 @@ def read_file(path: Path, chat_template: bool = False) -> list[Problem]:
     )
 
 
-def _with_answer(fields: dict[str, Any]) -> dict[str, Any]:
+def _with_answer(line: Line) -> dict[str, Any]:
     """Return the fields of a line with the answer where verl's files have it, reward_model.ground_truth."""
-    model = fields.get("reward_model")
+    fields, model = line.fields, line.fields.get("reward_model")
     if "answer" in fields or not isinstance(model, dict) or "ground_truth" not in model:
         return fields
-    return {**fields, "answer": model["ground_truth"]}
+    return {**fields, "answer": text_field(line.where, "reward_model.ground_truth", model["ground_truth"])}
 
 
 def split(problems: Iterable[Problem], num_eval_prompts: int, seed: int) -> Split:

@@ -48,6 +48,18 @@ def test_modules_beside_a_file_are_found_as_they_are_now_and_are_its_own(tmp_pat
     assert [path.relative_to(tmp_path / "1").as_posix() for path in modules_beside(tmp_path / "1" / "own.py")] == beside
 
 
+def test_a_folder_without_init_and_relative_imports_are_beside_a_file_too(tmp_path: Path) -> None:
+    """But what is installed comes before such a folder, as for Python."""
+    for name, text in (("lib/util", "from ..other import x"), ("other", "x = 3"), ("last", "y = 4"), ("yaml/no", "")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.py").write_text(text)
+    text = "from lib.util import x\nfrom .other import x as z\nfrom . import last\nimport yaml\n"
+    f = loaded(tmp_path, f"{text}\ndef f(batch): return x, z, last.y, yaml.safe_load('5')")
+    assert f(None) == (3, 3, 4, 5)
+    found = {path.relative_to(tmp_path).as_posix() for path in modules_beside(tmp_path / "own.py")}
+    assert found == {"lib/util.py", "other.py", "last.py"}
+
+
 def test_the_names_of_python_and_of_this_package_are_never_found_beside_a_file(tmp_path: Path) -> None:
     for name in ("json", "ppo_repro"):
         (tmp_path / f"{name}.py").write_text("raise ValueError")
@@ -87,7 +99,7 @@ def test_a_name_that_the_file_lacks_is_named(tmp_path: Path) -> None:
 def test_what_a_function_raises_is_named_by_the_line_of_its_file(tmp_path: Path, raised: str) -> None:
     (tmp_path / "helper.py").write_text("def fails(): raise ValueError('no')")
     function = loaded(tmp_path, f"import helper\ndef f(batch):\n    return {raised}")
-    with pytest.raises(UserError, match=r"own.py:3: f raised (KeyError|SystemExit|ValueError)"):
+    with pytest.raises(UserError, match=r"own.py:3: f raised (KeyError|SystemExit|ValueError: no, helper.py:1)"):
         function(None)
 
 

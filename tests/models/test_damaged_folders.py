@@ -90,7 +90,7 @@ CASES: dict[str, tuple[str, Damage]] = {
     "model.safetensors is a FIFO; must be": ("qwen2", device(WEIGHTS, os.mkfifo)),
     "chat_template.jinja is a device; must be": ("qwen2", device("chat_template.jinja", endless)),
     "config.json has [0-9]+ bytes; must be at most": ("qwen2", large("generation_config.json")),
-    "generation_config.json: cannot be loaded .*temperature": ("llama", changed(GENERATION, ("temperature",), 0.5)),
+    "generation_config.json could not be saved .*temperature": ("llama", changed(GENERATION, ("temperature",), 0.5)),
     "cannot be loaded .*Field 'architectures' with value 5": ("llama", config("architectures", 5)),
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+from ppo_repro.base.parquet_rows import is_parquet
 from ppo_repro.base.watcher import Watcher
 from ppo_repro.records import reader
 from ppo_repro.tasks import templates, tokenizer
@@ -57,6 +59,7 @@ def verl_rows() -> list[dict[str, Any]]:
 
 def test_parquet_and_reward_of_verl_are_taken_as_they_are(cli: Cli, tmp_path: Path, model: Path) -> None:
     pq.write_table(pa.Table.from_pylist(verl_rows()), tmp_path / "train.parquet")
+    assert is_parquet(Path(shutil.copy(tmp_path / "train.parquet", tmp_path / "train.jsonl")))
     (tmp_path / "r.py").write_text(VERL)
     reward = {"kind": "verl", "path": "r.py:compute_score"}
     config = write_tree(tmp_path, chat_tree(model, {"kind": "jsonl", "path": "train.parquet"}, reward))
@@ -76,7 +79,10 @@ def test_parquet_and_reward_of_verl_are_taken_as_they_are(cli: Cli, tmp_path: Pa
     [
         ([{"prompt": "ab", "day": datetime.date(2026, 1, 1)}], "row 1: column 'day' has what JSON does not have"),
         ([{"prompt": "ab"}, {"prompt": None}], "row 2: field 'prompt' is missing or null"),
-        ([{"prompt": "ab", "reward_model": {"ground_truth": 3}}], "row 1: field 'answer' = 3; must be a text"),
+        (
+            [{"prompt": "ab", "reward_model": {"ground_truth": 3}}],
+            "row 1: field 'reward_model.ground_truth' = 3; must be a text",
+        ),
         ([], "has no rows"),
         (None, "cannot be read"),
     ],

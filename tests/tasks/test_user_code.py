@@ -210,6 +210,26 @@ def test_a_file_that_cannot_be_used_is_refused_where_it_is_loaded(tmp_path: Path
     assert str(caught.value).isprintable()
 
 
+def test_a_mistake_in_a_module_beside_is_named_there_too(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("def g(x):\n    return 1 / 0\n")
+    said = refusal(loaded(tmp_path, "import helper\ndef f(response):\n    return helper.g(1)"))
+    assert said == "3: f raised ZeroDivisionError: division by zero, helper.py:2; prompt key 'k1'"
+    (tmp_path / "helper.py").write_text("x = 1\ndef g(:\n")
+    with pytest.raises(UserError, match=r"r.py:1 fails to load \(SyntaxError in Python .*, helper.py:2\)$"):
+        loaded(tmp_path, "import helper\ndef f(response): ...")
+
+
+def test_what_is_imported_from_elsewhere_and_not_installed_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "deep.py").write_text("x = 1.0")
+    at = f"import sys, numpy, torch\nsys.path.append({str(tmp_path / 'src')!r})\nimport deep\n"
+    assert loaded(tmp_path, f"{at}def f(response): return deep.x")(ROWS) == [1.0, 1.0]
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said == f"warning: {FIELD}: imports {tmp_path}/src/deep.py, which is not copied: a rerun elsewhere lacks it"
+
+
 @pytest.mark.parametrize(
     ("header", "body"),
     [

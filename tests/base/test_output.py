@@ -56,7 +56,9 @@ def test_json_keeps_the_text(cli: Cli, named: Path, tmp_path: Path) -> None:
 
 
 def test_files_that_are_missing(cli: Cli, tmp_path: Path) -> None:
-    config = folder_config(tmp_path / f"{NAME}.yaml", Path("nowhere"), write_prompts(tmp_path / "p.jsonl", "1+2="))
+    config = folder_config(
+        tmp_path / f"{NAME}.yaml", Path("nowhere"), write_prompts(tmp_path / "p.jsonl", "1+2=", "2+1=", "1+1=")
+    )
     config.write_text(config.read_text().replace("nowhere", r"m\e[31m\u202e"))
     for path, shown in ((config, r"m\x1b[31m\u202e"), (tmp_path / NAME, SHOWN)):
         code, out, err = cli("run", path)

@@ -244,6 +244,7 @@ _CALLS: dict[str, Callable[[Function, CallRow, CallRow], object]] = {
     "trl": _trl,
     "verl": _verl,
     "prompts": _prompts,
+    "entries": _prompts,  # of a data set that the row names
     "scores": _scores,
     "step": _step,
     "keywords": lambda function, row, options: number(function(**row)),

@@ -21,7 +21,7 @@ from ppo_repro.config.tasks import ArithmeticTask, ColumnAdditionTask, JsonlTask
 from ppo_repro.tasks.user_code import UserFunction, UserProcess, load
 
 FIELD = "task.path"
-_OF_GYM = {"entries": "prompts", "score": "keywords"}
+_OF_GYM = {"entries": "entries", "score": "keywords"}
 ROLES = {"system", "user", "assistant", "tool"}
 
 

@@ -175,7 +175,7 @@ def build_parser() -> argparse.ArgumentParser:
     option("--cells", metavar="N", type=_count, default=1, help="how many cells; default 1")
     option("--seed", metavar="N", type=_count, default=0, help="chooses the cells; default 0")
 
-    audit.add_options(add(audit.audit_command), _path)
+    audit.add_options(add(audit.audit_command), _path, _run_folder)
     option = add(bisect_command, field)
     about = f"YAML configuration, folder of a run, or `{LATEST}`"
     option("source", metavar="CONFIG_OR_RUN", type=_run_folder, help=about)

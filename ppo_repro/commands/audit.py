@@ -20,9 +20,12 @@ DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetit
 MEANS = ("auto", "raw", "tempered", "processed")
 
 
-def add_options(add: Callable[..., argparse.Action], path: Callable[[str], Path]) -> None:
-    """Add the options of the command; `path` reads one."""
-    add("dump", metavar="DUMP", type=path, help="responses with two log-probs a token; or a run folder, which has all")
+def add_options(
+    add: Callable[..., argparse.Action], path: Callable[[str], Path], run_folder: Callable[[str], Path]
+) -> None:
+    """Add the options of the command; `path` reads a path, `run_folder` takes `latest` too."""
+    about = "responses with two log-probs a token; or a run folder or `latest`, which has all"
+    add("dump", metavar="DUMP", type=run_folder, help=about)
     add("--model", metavar="FOLDER", type=path, help="the weights it was made with")
     add("--format", help=FORMATS)
     add("--temperature", type=float, help="what both sides divide logits by (default 1)")

@@ -19,6 +19,7 @@ from analysis.compare import verdicts as compare
 from analysis.mismatch import tables as mismatch
 from analysis.tokenization import tables as tokenization
 from ppo_repro.base.latest import latest_run
+from ppo_repro.commands.arguments import build_parser
 from ppo_repro.config.dpo import DPOConfig
 from ppo_repro.config.files import load_any
 from ppo_repro.records import manifest, reader
@@ -188,6 +189,16 @@ def test_every_analysis_takes_the_latest_run(program: ModuleType, options: list[
     shutil.rmtree(runs / "a" / "b")
     before = ["agreement", "f.svg"] if program is figures else []
     assert program.main([*before, "latest", *options]) == 0
+
+
+RUN_COMMANDS = ("resume", "rerun", "fork", "verify", "show", "track", "replay", "report", "view", "audit", "bisect")
+
+
+@pytest.mark.parametrize("command", RUN_COMMANDS)
+def test_every_command_that_takes_a_run_takes_the_latest(command: str, runs: Path) -> None:
+    shutil.rmtree(runs / "a" / "b")
+    found = vars(build_parser().parse_args([command, "latest"])).values()
+    assert Path("runs/a/one") in [path for value in found for path in (value if isinstance(value, list) else [value])]
 
 
 def test_the_library_and_a_file_for_dpo_take_the_latest_run(runs: Path, tmp_path: Path) -> None:

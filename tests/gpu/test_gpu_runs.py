@@ -3,6 +3,7 @@ CPU's bits."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import subprocess
 import sys
@@ -34,6 +35,82 @@ def test_a_card_that_cannot_be_used_is_refused(case: str, tmp_path: Path) -> Non
     with pytest.raises(UserError, match=r"^layout\.device = cuda") as error:
         use(tmp_path)
     assert message in str(error.value)
+
+
+# a driver that does nothing, with a card of any age; `faults` has the results of some functions
+DRIVER = """
+#include <string.h>
+#define DOES_NOTHING(name) int name(void) { return 0; }
+int faults[4], major = 8;
+int cuInit(unsigned flags) { return flags ? 1 : faults[0]; }
+int cuModuleLoadDataEx(void) { return faults[1]; }
+int cuModuleGetFunction(void) { return faults[2]; }
+int cuMemAlloc_v2(unsigned long long *memory) { *memory = 4096; return faults[3]; }
+int cuDeviceGetCount(int *count) { *count = 1; return 0; }
+int cuDeviceGetName(char *name) { strcpy(name, "Old Card"); return 0; }
+int cuDeviceGetAttribute(int *value, int attribute) { *value = attribute == 75 ? major : 5; return 0; }
+int cuGetErrorString(int code, const char **text) { *text = code == 100 ? "no CUDA device" : "failed"; return 0; }
+int cuDriverGetVersion(int *version) { *version = 11000; return 0; }
+int cuMemGetInfo_v2(size_t *free, size_t *all) { *free = 1000000000; *all = 4000000000; return 0; }
+DOES_NOTHING(cuDeviceGet) DOES_NOTHING(cuDevicePrimaryCtxRetain) DOES_NOTHING(cuCtxSetCurrent)
+DOES_NOTHING(cuFuncSetAttribute) DOES_NOTHING(cuLaunchKernel) DOES_NOTHING(cuMemFree_v2)
+DOES_NOTHING(cuMemcpyHtoDAsync_v2) DOES_NOTHING(cuMemcpyDtoHAsync_v2) DOES_NOTHING(cuMemsetD8Async)
+DOES_NOTHING(cuStreamSynchronize)
+"""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    here, folder = build.this_platform(), tmp_path_factory.mktemp("driver")
+    if here is None:
+        pytest.skip("no kernels for this platform")
+    (folder / "driver.c").write_text(DRIVER)
+    command = [*build.compiler(here.target), "-Wno-error", "-w", "-shared", "-fPIC", "driver.c", "-o", "driver.so"]
+    subprocess.run(command, cwd=folder, env=build.compiler_environment(folder / "zig"), check=True, capture_output=True)
+    return folder / "driver.so"
+
+
+@pytest.mark.parametrize(
+    ("faults", "major", "message"),
+    [
+        ((100, 0), 8, "cuda:0: no card: no CUDA device (100); take layout.device = cpu"),
+        ((0, 0), 7, "cuda:0: Old Card has compute capability 7.5, and the kernels need 8.0; take layout.device = cpu"),
+        ((0, 218), 8, "cuda:0: the driver (CUDA 11.0) does not load the kernels: failed"),
+    ],
+    ids=["no card", "old card", "old driver"],
+)
+def test_a_card_that_is_too_old_or_absent_is_refused(
+    faults: tuple[int, int], major: int, message: str, driver: Path
+) -> None:
+    library = ctypes.CDLL(str(driver))
+    (ctypes.c_int * 4).in_dll(library, "faults")[:2] = faults
+    ctypes.c_int.in_dll(library, "major").value = major
+    with pytest.raises(UserError) as error:
+        devices.open_card(0, str(driver))
+    assert message in str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("faults", "message"),
+    [
+        ("0, 0, 0, 2", "error: no memory on the GPU: the kernels asked for 0.004 GB, and 1.000 of 4.000 GB are free"),
+        ("0, 0, 500, 0", "error: the GPU has no kernel embedding_row; set layout.device=cpu"),
+        ("0, 0, 1, 0", "error: the GPU: embedding_row: failed (1)"),
+    ],
+    ids=["no memory", "no kernel", "another error"],
+)
+def test_what_fails_on_a_card_ends_the_process_in_one_line(faults: str, message: str, driver: Path) -> None:
+    lines = (
+        "import ctypes; from ppo_repro.numerics import devices",
+        f"library = ctypes.CDLL({str(driver)!r})",
+        f"(ctypes.c_int * 4).in_dll(library, 'faults')[:] = ({faults})",
+        f"devices.open_card(0, {str(driver)!r}, stand_in=True)",
+    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith(message)
+    assert done.stderr.count("\n") == 1
 
 
 def test_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ Letters: B responses, N response tokens of an iteration, M of a minibatch, n of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from ppo_repro.config.algorithm import SeparateValue, ValueHead
 from ppo_repro.config.run import RunConfig
 from ppo_repro.models.batches import MicroBatch
 from ppo_repro.models.networks import hidden_states
-from ppo_repro.models.state import Digests, TrainState
+from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.optimizer import Optimizer
 from ppo_repro.ppo.losses import value_losses
 from ppo_repro.ppo.own_functions import OwnObjective
@@ -141,24 +140,8 @@ def update(
         functions: the user's own.
 
     Yields:
-        One MinibatchUpdate a minibatch, after all steps: the weights of a card are digested beside the next step.
+        One MinibatchUpdate a minibatch, after its step.
     """
-    for step, digests in list(_steps(config, state, rollout, forward, advantages, ranks, clock, functions)):
-        yield step(*digests())
-    clock.lap("digests")
-
-
-def _steps(
-    config: RunConfig,
-    state: TrainState,
-    rollout: Rollout,
-    forward: ForwardPass,
-    advantages: Advantages,
-    ranks: Ranks,
-    clock: Clock,
-    functions: Functions,
-) -> Iterator[tuple[Callable[[str, str | None], MinibatchUpdate], Digests]]:
-    """Take the steps of `update`; yield each one without its digests, and what returns them."""
     ppo, value = config.ppo, config.value
     batch = training_batch(config, state.coefficients, rollout, forward, advantages, functions)
     set_learning_rates(state, config)
@@ -181,8 +164,7 @@ def _steps(
             clock.lap("update")
             digests = state.digests()
             clock.lap("digests")
-            about = epoch, number, minibatch.tokens, minibatch.weights, of_policy, of_value
-            yield partial(MinibatchUpdate, *about), digests
+            yield MinibatchUpdate(epoch, number, minibatch.tokens, minibatch.weights, of_policy, of_value, *digests)
 
 
 def policy_step(

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ppo_repro.buffers import Coefficients
 from ppo_repro.models.networks import ValueModel
 from ppo_repro.numerics import library
-from ppo_repro.numerics.devices import on_card
 from ppo_repro.numerics.network import forget_packed, free_memory
 from ppo_repro.numerics.optimizer import Optimizer, copy_named, weights_digest
 
 Stream = tuple[int | str, ...]  # the name of a random stream
 HiddenHook = Callable[[Tensor, Tensor, Stream], Tensor]
-Digests = Callable[[], tuple[str, str | None]]  # of the weights of policy and value model
 Weights = dict[str, Tensor]  # of everything in the policy that is trained: with adapters, their factors
 
 
@@ -79,33 +76,6 @@ class Versions:
         self.kept = kept
 
 
-class Copies:
-    """Memory of the CPU for the weights of a card, and threads that digest them."""
-
-    def __init__(self) -> None:
-        self._memory: Tensor | None = None
-        self._threads = ThreadPoolExecutor(2, "digests")
-        self._running: list[Future[str]] = []
-
-    @torch.no_grad()
-    def digests(self, modules: Sequence[nn.Module]) -> Digests:
-        """Copy the weights of modules once the last ones are digested; return what waits for the digests of these."""
-        wait(self._running)
-        named = [dict(module.named_parameters()) for module in modules]
-        every = [p for of_module in named for p in of_module.values()]
-        size, device = sum(p.numel() for p in every), every[0].device
-        if self._memory is None or self._memory.numel() != size:
-            self._memory = torch.empty(size, pin_memory=device.type == "cuda")
-        parts = iter(self._memory.split([p.numel() for p in every]))
-        copied = [
-            [(name, next(parts).view(p.shape).copy_(p, non_blocking=True)) for name, p in m.items()] for m in named
-        ]
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        policy, *value = self._running = [self._threads.submit(weights_digest, of_module) for of_module in copied]
-        return lambda: (policy.result(), value[0].result() if value else None)
-
-
 def unchanged(hidden: Tensor, tokens: Tensor, stream: Stream) -> Tensor:
     """Return the policy's last hidden states [n, H] of `tokens` [n] as they are."""
     return hidden
@@ -127,7 +97,6 @@ class TrainState:
     hidden_hook: HiddenHook = unchanged  # what happens to the policy's last hidden states in training
     cpu_policy: PreTrainedModel | None = None  # on a card: the policy on the CPU, for cross-checks
     cross_checked: int = 0  # tokens that the CPU computed too, by this process
-    copies: Copies = field(default_factory=Copies)
 
     def rest_sampler(self) -> None:
         """Free the packed weights that only the sampler needs, until the next rollout."""
@@ -153,14 +122,9 @@ class TrainState:
             return nn.Module()
         return self.value_model if self.value_optimizer is not None else self.value_model.head
 
-    def digests(self) -> Digests:
-        """Digest the weights of policy and value model, side by side, and return what returns the digests.
-
-        Those of a card are copied here and digested in the background: the next step may change them.
-        """
+    def digests(self) -> tuple[str, str | None]:
+        """Return the digests of the weights of policy and value model, None without a value model; side by side."""
         modules = [self.policy] if self.value_model is None else [self.policy, self.own_value_module]
-        if on_card(self.policy.device):
-            return self.copies.digests(modules)
         with ThreadPoolExecutor(library.thread_count) as pool:
             policy, *value = pool.map(lambda module: weights_digest(module.named_parameters()), modules)
-        return lambda: (policy, value[0] if value else None)
+        return policy, value[0] if value else None

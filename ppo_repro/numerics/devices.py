@@ -119,15 +119,9 @@ def kernels_of(device: torch.device) -> Kernels:
     """Return the kernels that compute on tensors of a device."""
     if device.type == "cuda":
         return card(device.index or 0)
-    if _open.card is not None and on_card(device):
+    if _open.card is not None and _open.card.stand_in and not _open.only_cpu:
         return _open.card
     return library.load()
-
-
-def on_card(device: torch.device) -> bool:
-    """Tell whether tensors of a device lie on a card, or on the stand-in for one."""
-    stand_in = _open.card is not None and _open.card.stand_in and not _open.only_cpu
-    return device.type == "cuda" or stand_in
 
 
 def torch_device(name: str, rank: int = 0) -> torch.device:

@@ -35,7 +35,6 @@ from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config, run_folder
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
-from ppo_repro.models.state import Copies
 from ppo_repro.numerics import devices, library
 from ppo_repro.numerics.network import is_deterministic
 from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, weights_digest
@@ -332,11 +331,6 @@ def _times(check: Check, source: PreTrainedModel, policy: PreTrainedModel) -> Re
 
     results["forward, backward and AdamW, deterministic"] = check.timed(ours_step, 1)
     results["digest of the weights"] = check.timed(lambda: weights_digest(policy.named_parameters()), 1)
-    copies = Copies()
-    copies.digests([policy])()
-    results["their copy, before the digest goes on in the background"] = check.timed(
-        lambda: copies.digests([policy]), 1
-    )
     if not check.emulated:
         results["peak bytes of torch in a step"] = torch.cuda.max_memory_allocated()
         free_bytes, all_bytes = check.card.free_bytes()

@@ -112,7 +112,11 @@ def _try_losses(config: RunConfig, own: Own, call: OfTokens, drawn: ObjectiveBat
         raise _refused(own, f"gives two results for one batch, {change}; it must follow from its input alone")
     tolerance = NATIVE_TOLERANCE if config.is_native else 0.0
     for layout, pieces in _layouts(config, drawn):
-        if change := _difference(result(drawn, pieces), expected, drawn, tolerance):
+        try:
+            found = result(drawn, pieces)
+        except UserError as error:
+            raise UserError(f"{error} ({layout}){_unchecked(own)}") from None
+        if change := _difference(found, expected, drawn, tolerance):
             alone = "let what a response gets depend on its own tokens alone"
             raise _refused(own, f"depends on the layout. {layout}: {change}; {alone}")
     for extreme, batch in _extremes(drawn):
@@ -131,8 +135,8 @@ def _try_iterations(config: RunConfig, own: Own, call: Callable[[Batch], Tensor]
             first = call(given)
         require_settings(own.function, before)
         for field in fields(batch):
-            before, after = getattr(batch, field.name), getattr(given, field.name)
-            if before is not None and not torch.equal(before, after):
+            as_drawn, now = getattr(batch, field.name), getattr(given, field.name)
+            if as_drawn is not None and not torch.equal(as_drawn, now):
                 raise _refused(own, f"changes {field.name} in place; let it change a copy")
         with _seeded(2):
             second = call(given)

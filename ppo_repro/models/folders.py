@@ -64,7 +64,16 @@ def write_sampled(
 ) -> None:
     """Write the policy with the run's end tokens into a folder that exists, for a program that samples.
 
-    A generation configuration is left out, because it may have other end tokens. Raises OSError.
+    A generation configuration is left out, because it may have other end tokens.
+
+    Args:
+        policy: its weights.
+        end_ids: end tokens.
+        folder: in transformers' format.
+        original_format: a mixture's experts as published checkpoints have them.
+
+    Raises:
+        OSError: the folder cannot be written.
     """
     write_model(policy, folder, original_format)
     path = folder / "config.json"

@@ -26,6 +26,14 @@ class Card(Kernels):
     """The functions of `c/interface.h` on one card. Every call goes to torch's present stream."""
 
     def __init__(self, functions: Any, facts: Any, index: int, stand_in: bool) -> None:
+        """Take the functions of one card.
+
+        Args:
+            functions: of the library that drives it.
+            facts: name, capability and driver.
+            index: of the card.
+            stand_in: whether it is emulated.
+        """
         super().__init__(functions)
         self.index, self.stand_in = index, stand_in
         self.name = ffi.string(facts.name).decode()

@@ -79,6 +79,16 @@ class OwnSampler:
         max_context: int,
         folder: Path,
     ) -> None:
+        """Begin without weights in the engine.
+
+        Args:
+            engine: the user's, in its process.
+            policy: its weights are written when they have changed.
+            tokenizer: written beside them.
+            end_ids: end tokens.
+            max_context: tokens of prompt and response together.
+            folder: gets the model folder.
+        """
         self.engine, self.policy, self.tokenizer, self.end_ids = engine, policy, tokenizer, end_ids
         self.max_context, self.model_folder = max_context, folder / MODEL
         self._loaded = ""  # digest of the weights that the engine has

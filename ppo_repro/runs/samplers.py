@@ -98,7 +98,14 @@ def rollout_engine(
 ) -> Iterator[Engine]:
     """Yield the engine of a run; what it started ends with the block.
 
-    `run_dir` is for logs, notes and weights; None for a temporary folder. `recorded`: samples that need not be drawn.
+    Args:
+        config: names the engine.
+        prepared: has the built-in engine.
+        own: the user's engine, if the run has one.
+        run_dir: for logs, notes and weights; None for a temporary folder.
+        recorded: samples that need not be drawn.
+        watcher: is told what is waited for.
+        ranks: the first one samples where the engine is outside.
     """
     settings, built_in = config.rollout.engine, prepared.engine
     with ExitStack() as stack:

@@ -265,7 +265,7 @@ _BY_NAME = (
     inspect.Parameter.POSITIONAL_OR_KEYWORD,
     inspect.Parameter.KEYWORD_ONLY,
 )
-_POSITIONS = {"scores": ["transcripts"], "step": ["transcript"], "prompts": []}
+_POSITIONS = {"scores": ["transcripts"], "step": ["transcript"]}
 
 
 def _parameters(function: Function) -> Mapping[str, inspect.Parameter]:

@@ -76,7 +76,7 @@ def test_an_interrupted_dpo_run_goes_on_to_the_same_fingerprint(
 ) -> None:
     from ppo_repro.base.progress import ConsoleProgress
 
-    def interrupted(self: ConsoleProgress, done: int, total: int, figures: str) -> None:
+    def interrupted(self: ConsoleProgress, done: int, total: int, figures: str, *pace: float) -> None:
         if done == 2:
             raise KeyboardInterrupt
 

@@ -47,6 +47,7 @@
     }
 
     function move(event) {
+      if (event.target.closest(".legend")) return hide(); // its own words are shown there
       const box = chart.getBoundingClientRect();
       const x = ((event.clientX - box.left) / box.width) * width;
       const y = ((event.clientY - box.top) / box.height) * height;

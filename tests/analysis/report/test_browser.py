@@ -203,6 +203,9 @@ def test_a_chart_says_its_values_where_the_pointer_is(browser: Any, pages: dict[
         text = tip.get_attribute("textContent")
         assert tip.is_displayed()
         assert text in [said for _, said in data["at"]]
+    legend = find(browser, "svg[data-hover] .legend text")[0]
+    ActionChains(browser).move_to_element(legend).perform()
+    assert not legend.find_element("xpath", "ancestor::*[local-name()='svg']/following-sibling::div").is_displayed()
     first = find(browser, "svg[data-hover]")[0]
     said = [text for _, text in json.loads(first.get_attribute("data-hover"))["at"]]
     browser.execute_script("arguments[0].focus()", first)

@@ -64,7 +64,9 @@ def plan_command(arguments: argparse.Namespace) -> int:
     from ppo_repro.checks.plan import as_json, lines, plan_run
 
     plan = plan_run(config)
-    print_result(arguments.json, as_json(plan), lines(plan))
+    engine = config.rollout.engine.kind
+    beside = [] if engine == "torch" else [f"not counted: the processes of rollout.engine.kind = {engine}"]
+    print_result(arguments.json, as_json(plan), [*lines(plan), *beside])
     return 0
 
 

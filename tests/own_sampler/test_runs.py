@@ -17,8 +17,9 @@ from ppo_repro.records import reader
 from ppo_repro.runs.resume import Resumed
 from ppo_repro.runs.verify import verify
 from tests.support.cli import Cli, one_line
-from tests.support.language import fork, rerun, resume
+from tests.support.language import fork, rerun, resume, run
 from tests.support.own_engine import UNIFORM, config_of, written
+from tests.support.paths import ROOT
 from tests.support.resume import Recorded, record
 from tests.support.runs import small_config
 
@@ -98,6 +99,11 @@ def test_show_verify_and_the_report_say_what_is_promised(recorded: Recorded, cli
     code, _, _ = cli("report", recorded.whole, "--out", tmp_path / "report.html")
     assert code == 0
     assert NOT_PROMISED in (tmp_path / "report.html").read_text()
+
+
+def test_the_plan_says_that_it_leaves_the_engine_out(cli: Cli) -> None:
+    _, out, _ = cli("plan", ROOT / "experiments" / "own_sampler" / "measure.yaml")
+    assert out.endswith("not counted: the processes of rollout.engine.kind = function\n")
 
 
 def test_the_run_keeps_a_copy_of_the_engine_and_no_weights_of_it(recorded: Recorded) -> None:
@@ -215,3 +221,15 @@ def test_an_error_later_keeps_the_iterations_before_it(cli: Cli, tmp_path: Path)
     (run_dir,) = (path.parent for path in (tmp_path / "runs").rglob("manifest.json"))
     assert verify(run_dir).iterations == 2
     assert resume(run_dir, Silent()) == Resumed(0, 2)  # 2 calls suffice now
+
+
+def test_importance_weights_correct_the_mismatch_and_are_replayed(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text(UNIFORM)
+    engine = written(tmp_path, "from beside import Engine as Uniform\n\n\nclass Engine(Uniform):\n    pass\n")
+    weights = "ppo.importance_weights={kind: truncated, cap: 1.5}"
+    run_dir, _ = run(config_of(engine, "ppo.ratio_anchor=old", weights, "ppo.iterations=1"), tmp_path, Silent())
+    updates = reader.read_updates(run_dir, columns=["importance_weights", "correction"])
+    assert (updates["correction"] == "truncated_high").any()
+    assert updates["importance_weights"].max() == 1.5
+    assert cli("replay", run_dir)[0] == 0
+    assert (run_dir / "inputs" / "beside.py").read_text() == UNIFORM

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from ppo_repro.records import reader
 from ppo_repro.records.folder import ENGINE_NAME, SERVERS_NAME
 from ppo_repro.rollout.engine import Completion, Dialogue, Engine, Request, Sampling
 from ppo_repro.rollout.shared import EvaluatedHere, SharedEngine
+from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs.prepare import Prepared
 
 
@@ -96,7 +97,7 @@ def rollout_engine(
     watcher: Watcher,
     ranks: Ranks,
 ) -> Iterator[Engine]:
-    """Yield the engine of a run; what it started ends with the block.
+    """Yield the engine of a run; what it started ends with the block. The first of several processes has it.
 
     Args:
         config: names the engine.
@@ -108,35 +109,55 @@ def rollout_engine(
         ranks: the first one samples where the engine is outside.
     """
     settings, built_in = config.rollout.engine, prepared.engine
-    with ExitStack() as stack:
+    if isinstance(settings, SGLangServers):
+        with _servers(config, settings, built_in, run_dir, watcher, ranks) as engine:
+            yield engine
+    elif isinstance(settings, OwnEngine):
+        with _place(run_dir, ENGINE_NAME) as folder:
+            sampler = None
+            if own is not None:
+                about = prepared.task.tokenizer, built_in.stop_ids, config.numerics.max_context
+                sampler = OwnSampler(own, prepared.state.policy, *about, folder)
+            asked = EvaluatedHere(SharedEngine(ranks, sampler), built_in)
+            try:
+                yield asked if recorded is None else RecordedSampler(recorded, prepared.state, asked)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)  # the weights that it loaded last
+    else:
+        yield built_in
 
-        def folder(name: str) -> Path:
-            temporary = "" if run_dir else stack.enter_context(tempfile.TemporaryDirectory(prefix="ppo-sampler-"))
-            return (run_dir or Path(temporary)) / name
 
-        if isinstance(settings, SGLangServers):
-            from ppo_repro.sglang.engine import sglang_engine
+@contextmanager
+def _servers(
+    config: RunConfig,
+    settings: SGLangServers,
+    built_in: TorchEngine,
+    run_dir: Path | None,
+    watcher: Watcher,
+    ranks: Ranks,
+) -> Iterator[Engine]:
+    """Yield SGLang servers with the policy and end tokens of the built-in engine."""
+    from ppo_repro.sglang.engine import sglang_engine
 
-            servers = None
-            if ranks.is_first:
+    if not ranks.is_first:
+        yield SharedEngine(ranks, None)
+        return
 
-                def waiting(seconds: int) -> None:
-                    watcher.servers(seconds, settings.timeout_s)
+    def waiting(seconds: int) -> None:
+        watcher.servers(seconds, settings.timeout_s)
 
-                started = sglang_engine(
-                    config, settings, built_in.policy, built_in.stop_ids, folder(SERVERS_NAME), waiting
-                )
-                servers = stack.enter_context(started)
-            yield SharedEngine(ranks, servers) if servers is None or ranks.size > 1 else servers
-            return
-        if not isinstance(settings, OwnEngine):
-            yield built_in
-            return
-        sampler = None
-        if own is not None:
-            place = folder(ENGINE_NAME)
-            stack.callback(shutil.rmtree, place, ignore_errors=True)
-            about = prepared.task.tokenizer, built_in.stop_ids, config.numerics.max_context
-            sampler = OwnSampler(own, prepared.state.policy, *about, place)
-        engine: Engine = EvaluatedHere(SharedEngine(ranks, sampler), built_in)
-        yield engine if recorded is None else RecordedSampler(recorded, prepared.state, engine)
+    with (
+        _place(run_dir, SERVERS_NAME) as folder,
+        sglang_engine(config, settings, built_in.policy, built_in.stop_ids, folder, waiting) as servers,
+    ):
+        yield servers if ranks.size == 1 else SharedEngine(ranks, servers)
+
+
+@contextmanager
+def _place(run_dir: Path | None, name: str) -> Iterator[Path]:
+    """Yield a folder of this name in the run folder, or in a temporary one without a run folder."""
+    if run_dir is not None:
+        yield run_dir / name
+        return
+    with tempfile.TemporaryDirectory(prefix="ppo-sampler-") as temporary:
+        yield Path(temporary) / name

@@ -27,6 +27,7 @@ GRID_END_SECONDS = 600.0  # after a grid, whose page reads all of its runs
 MLFLOW, WANDB, TENSORBOARD, FUNCTION = "mlflow", "wandb", "tensorboard", "function"
 TRACKING_URI = "MLFLOW_TRACKING_URI"  # MLflow's own variable: its store unless the command names one
 DEFAULT_URI = "sqlite:///mlflow.db"
+DONE = "copies: "  # begins the line by which the process tells where the copies are
 SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 
 
@@ -150,39 +151,49 @@ def followed(folder: Path, copies: Copies, targets: Sequence[Target]) -> Iterato
         yield
     finally:
         for target, process in processes:
-            _wait(process, folder, target, copies)
+            if process is not None:
+                _wait(process, folder, target, copies)
 
 
-def _start(folder: Path, target: Target) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "ppo_repro.tracking.follower", str(folder), target.kind, target.place],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=None if target.kind == FUNCTION else subprocess.DEVNULL,  # what a user's function prints is for the user
-        text=True,
-        start_new_session=True,  # Ctrl-C goes to the run alone
-    )
+def _start(folder: Path, target: Target) -> subprocess.Popen[str] | None:
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "ppo_repro.tracking.follower", str(folder), target.kind, target.place],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if target.kind == FUNCTION else subprocess.DEVNULL,  # what a user's function prints is shown
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C goes to the run alone
+        )
+    except OSError as error:  # no memory or no process is left
+        _say(f"tracking did not start ({error.strerror})", folder, target)
+        return None
 
 
 def _wait(process: subprocess.Popen[str], folder: Path, target: Target, copies: Copies) -> None:
     patience = GRID_END_SECONDS if (folder / "grid.yaml").exists() else END_SECONDS
-    problem = ""
     try:
         out, _ = process.communicate(timeout=patience)  # closes its stdin, which tells it that the run is over
-        *_, last = ["", *out.splitlines()]  # MLflow's client prints too
-        if process.returncode:
-            problem = f"tracking failed: {last or f'its process ended with {process.returncode}'}"
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        problem = f"tracking did not finish within {patience:.0f} s after the run"
-    if problem:
-        later = f"`ppo-repro track {shlex.quote(str(folder))} {target.option}`"
-        say(f"{problem}; the records are complete; copy them later with {later}")
+        _say(f"tracking did not finish within {patience:.0f} s after the run", folder, target)
         return
-    found = json.loads(last)
+    lines = out.splitlines()  # MLflow's client prints too
+    told = [line.removeprefix(DONE) for line in lines if line.startswith(DONE)]
+    if process.returncode or not told:
+        *_, last = ["", *lines]
+        _say(f"tracking failed: {last or f'its process ended with {process.returncode}'}", folder, target)
+        return
+    found = json.loads(told[-1])
     copies.lines += found["lines"]
     copies.fields |= found["fields"]
+
+
+def _say(problem: str, folder: Path, target: Target) -> None:
+    later = f"`ppo-repro track {shlex.quote(str(folder))} {target.option}`"
+    say(f"{problem}; the records are complete; copy them later with {later}")
 
 
 def main(folder: Path, target: Target) -> None:
@@ -201,7 +212,7 @@ def main(folder: Path, target: Target) -> None:
             say(f"warning: {one_line(error)}; the run goes on")
         print(one_line(error))
         sys.exit(1)
-    print(json.dumps({"lines": copies.lines, "fields": copies.fields}))
+    print(DONE + json.dumps({"lines": copies.lines, "fields": copies.fields}))
 
 
 if __name__ == "__main__":

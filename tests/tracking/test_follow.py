@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -99,7 +101,7 @@ def test_a_resumed_run_is_followed_from_its_first_iteration(cli: Cli, follow: st
 
 
 @slow
-@pytest.mark.parametrize("last", ["raise ValueError('no')", "import os; os._exit(3)", "while True: pass"])
+@pytest.mark.parametrize("last", ["raise ValueError('no')", "import os; os._exit(0)", "while True: pass"])
 def test_a_function_that_fails_costs_a_run_nothing(
     last: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +116,20 @@ def test_a_function_that_fails_costs_a_run_nothing(
     assert f"ppo-repro track {run_dir} --uri {tmp_path}/follow.py:follow" in said
     assert ("follow.py:2: follow raised ValueError: no" in said) is ("raise" in last)
     assert manifest.load(run_dir).status == "complete"
+
+
+@slow
+def test_a_system_without_another_process_costs_a_run_nothing(
+    cli: Cli, follow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr("ppo_repro.tracking.follower.subprocess.Popen", refuse)
+    monkeypatch.setattr("ppo_repro.tracking.follower._check_function", lambda path: None)
+    code, _, err = cli("run", TINY, "--out", tmp_path / "runs", "--track", follow)
+    assert code == 0
+    assert "tracking did not start (Resource temporarily unavailable); the records are complete" in err
 
 
 @slow

@@ -224,6 +224,28 @@ def resumed(check: Check) -> Results:
     return results
 
 
+def library_calls(check: Check) -> Results:
+    """Compare `deterministic(model)` in a loop of one's own, `generate` and `logprobs` with the CPU's."""
+    ids = torch.tensor(_sequences(3, 9)[1][0]).repeat(3, 1)
+    mask = torch.ones_like(ids)
+    mask[0, 5:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    found = []
+    for place in ("cpu", "card"):
+        with check.on(place) as device:
+            model = torch.nn.Module.to(ppo_repro.deterministic(source_model("qwen3")), device)
+            out = model(ids.to(device), mask.to(device), labels=labels.to(device))
+            assert out.loss is not None
+            out.loss.backward()
+            gradients = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+            scored = ppo_repro.logprobs(model, ids.to(device), mask.to(device), temperature=0.7)
+            sampling = Sampling(0.7, 0, 1.0, 5, greedy=False)
+            answers = ppo_repro.generate(model, [[5, 6, 7], [8, 9]], sampling, stop=[0])
+            sampled = torch.cat([answer.logprobs for answer in answers])
+            found.append([x.detach().cpu() for x in (out.logits, out.loss, gradients, scored, sampled)])
+    return {"differ": sum(unequal(a, b) for a, b in zip(*found, strict=True))}
+
+
 def quickstart(check: Check) -> Results:
     """Run the quickstart on the card: its fingerprint is the README's."""
     run = _run(check, "card", ROOT / "experiments" / "quickstart.yaml", "quickstart")
@@ -367,7 +389,7 @@ def _sampling_times(check: Check, source: PreTrainedModel, policy: PreTrainedMod
     return {"sampling": {"tokens": count * new, **seconds, "drawing one token each": draw}}
 
 
-STEPS = {step.__name__: step for step in (card, quickstart, resumed, families, runs, large, native)}
+STEPS = {step.__name__: step for step in (card, quickstart, resumed, families, library_calls, runs, large, native)}
 NOT_EMULATED = ("quickstart", "native")
 
 

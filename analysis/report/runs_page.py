@@ -219,7 +219,10 @@ def _answer(finals: pd.DataFrame, measure: str) -> tuple[list[Verdict], pd.DataF
     compared, count = comparisons(finals, measure, points[0]), len(seeds.iloc[0])
     is_clear = compared["Holm"] < 0.05
     said = [
-        Verdict("differs", f"{row.point}: {row.difference:+.3f} [{row.low:+.3f}, {row.high:+.3f}] (p {row.Holm:.2g})")
+        Verdict(
+            "differs",
+            f"`{row.point}`: {row.difference:+.3f}, between {row.low:+.3f} and {row.high:+.3f} (p {row.Holm:.2g})",
+        )
         for row in compared[is_clear].itertuples()
     ]
     test = f"paired t-tests over {count} seeds, Holm's correction, p below 0.05"

@@ -181,7 +181,7 @@ def require_no_layout_shows_and_no_interruption(case: Case, tmp_path: Path) -> N
     config = load_config(TINY, [*COMMON, *CASES[case.name]])
 
     class Interrupting(Silent):
-        def iteration(self, done: int, total: int, figures: str) -> None:
+        def iteration(self, done: int, total: int, figures: str, seconds: float) -> None:
             if done == 2:
                 raise KeyboardInterrupt
 

@@ -144,7 +144,7 @@ def part(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a kill after two iterations leaves."""
 
     class Copying(Silent):
-        def iteration(self, done: int, total: int, figures: str) -> None:
+        def iteration(self, done: int, total: int, figures: str, seconds: float) -> None:
             if done == 2:
                 shutil.copytree(run_folder(small_control(*QUICK), folder / "whole"), folder / "part")
 

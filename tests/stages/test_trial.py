@@ -44,6 +44,15 @@ def test_a_loss_of_each_response_alone_passes(tmp_path: Path, body: str) -> None
     tried(tmp_path, body, "numerics.mode=native")
 
 
+@pytest.mark.parametrize(
+    "setting", ["rollout.max_response_tokens=1", "rollout.samples_per_prompt=8", "layout.update_micro_batch=5"]
+)
+def test_every_run_can_try_a_function(tmp_path: Path, setting: str) -> None:
+    tried(tmp_path, "return -b.of_tokens(b.response_means(b.ratios)) * b.advantages", setting)
+    with pytest.raises(UserError, match="depends on the layout"):
+        tried(tmp_path, "return -b.ratios * len(b.ratios)", setting)
+
+
 REFUSED = [
     ("return -b.ratios * b.advantages / len(b.ratios)", r"depends on the layout\. micro batch 1: loss differs at \d+"),
     ("return -b.ratios * (b.advantages - b.advantages.mean())", r"depends on the layout\. micro batch 1: loss"),

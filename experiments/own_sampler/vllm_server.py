@@ -51,20 +51,12 @@ class Engine:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        words = f"--host 127.0.0.1 --port {port} --served-model-name policy --dtype {self.dtype}"
-        words += " --uvicorn-log-level error"
+        words = f"-m vllm.entrypoints.openai.api_server --host 127.0.0.1 --port {port} --uvicorn-log-level error"
+        words += f" --served-model-name policy --dtype {self.dtype}"
         # raw_logprobs, vLLM's default, are those of temperature 1
         words += " --logprobs-mode processed_logprobs"
         self.server = subprocess.Popen(
-            [
-                self.python,
-                "-m",
-                "vllm.entrypoints.openai.api_server",
-                "--model",
-                folder,
-                *words.split(),
-                *self.arguments,
-            ],
+            [self.python, *words.split(), "--model", folder, *self.arguments],
             stdout=sys.stderr,
             env={"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, "VLLM_SERVER_DEV_MODE": "1"},  # for /collective_rpc
             preexec_fn=end_with_parent,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from ppo_repro.analysis.figures import main
 from transformers import AutoModelForCausalLM
 
 from ppo_repro.base.errors import UserError
@@ -233,3 +235,10 @@ def test_importance_weights_correct_the_mismatch_and_are_replayed(cli: Cli, tmp_
     assert updates["importance_weights"].max() == 1.5
     assert cli("replay", run_dir)[0] == 0
     assert (run_dir / "inputs" / "beside.py").read_text() == UNIFORM
+
+
+def test_the_figure_compares_samplers(recorded: Recorded, deterministic_run: Path, tmp_path: Path) -> None:
+    figure = tmp_path / "mismatch.svg"
+    assert main(["mismatch", str(figure), str(recorded.whole), str(deterministic_run)]) == 0
+    assert re.search(r"engine draws: [\d,]+ of [\d,]+ differ, by \d", figure.read_text())
+    assert re.search(r"built in, deterministic: 0 of [\d,]+ differ<", figure.read_text())

@@ -17,6 +17,7 @@ from ppo_repro.config.yaml_text import parse_yaml
 from ppo_repro.records import arrow, digests, manifest, schema, writer
 from ppo_repro.records.manifest import IterationEntry, TableEntry
 from ppo_repro.records.writer import RunWriter
+from tests.support.paths import TINY
 
 TABLES = {LANGUAGE: schema.TABLES, CONTROL: schema.CONTROL_TABLES}
 ENVIRONMENT = {"python": "3", "started": "2026-01-01T00:00:00.000+00:00"}
@@ -137,7 +138,7 @@ def random_tables(iteration: int, rows: int, seed: int = 0, kind: Kind = LANGUAG
 def create_run(
     run_dir: Path,
     kind: Kind = LANGUAGE,
-    config_yaml: str = "seed: 1\n",
+    config_yaml: str = TINY.read_text(),
     digest: str = "0123456789ab",
     environment: Mapping[str, str] = ENVIRONMENT,
 ) -> None:

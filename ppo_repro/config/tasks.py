@@ -68,7 +68,7 @@ class LengthReward(Term):
 
 
 class FunctionReward(Term):
-    """A function of the user's, called with prompt, response and answer."""
+    """A function of the user's, called by the names of its parameters."""
 
     kind: Literal["function"] = Field(description="Call a Python function.")
     path: PathText = Field(description="`FILE.py:FUNCTION`.")

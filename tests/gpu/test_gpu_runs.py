@@ -130,6 +130,7 @@ def test_the_plan_of_a_card_has_no_packed_weights() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_runs_have_the_bits_of_the_cpu(tmp_path: Path) -> None:
     """The steps of `make test-gpu` that compare, on small sizes."""
     if build.this_platform() is None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ppo_repro.commands import checks
 from ppo_repro.config.files import load_config
 from tests.support.cli import Cli, one_line
 from tests.support.paths import ROOT
@@ -37,6 +38,16 @@ def test_a_folder_to_start_from(cli: Cli, tmp_path: Path, monkeypatch: pytest.Mo
     done = pytest_in(tmp_path / "new" / "one folder", "-k", "not one_iteration")
     assert done.returncode == 0
     assert "2 passed" in done.stdout
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_its_check_needs_is_said_where_it_is_missing(
+    there: bool, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: there or None)
+    code, out, _ = cli("init", tmp_path / "new")
+    assert code == 0
+    assert ("needs pytest; install it with pip install pytest" in out) is not there
 
 
 @pytest.mark.parametrize("name", FILES)

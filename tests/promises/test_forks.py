@@ -61,6 +61,19 @@ def test_a_finished_run_goes_on_as_if_it_had_been_longer(origin: Path, tmp_path:
     require_as_uninterrupted(fork(origin, tmp_path, None, "ppo.iterations=6"), longer)
 
 
+def test_a_finished_run_of_adapters_goes_on_as_if_it_had_been_longer(origin: Path, tmp_path: Path) -> None:
+    """Its checkpoints have factors and head only, and its end merged weights."""
+    model = f"model={{kind: folder, path: '{origin}/checkpoints/final'}}"
+    lora = "lora={rank: 2, alpha: 2}", "value={learning_rate: 1e-3, lora: {rank: 2, alpha: 2}}"
+    changes = [model, *lora, "checkpoints.every=3"]
+    source, _ = run(load_config(TINY, [*changes, "ppo.iterations=4"]), tmp_path / "source", Silent())
+    longer, _ = run(load_config(TINY, [*changes, "ppo.iterations=6"]), tmp_path / "longer", Silent())
+    for at in (3, 4):
+        forked = fork(source, tmp_path / str(at), at, "ppo.iterations=6")
+        assert first_difference(longer, forked) is None
+        assert rerun(forked, Silent(), OTHER_LAYOUT).difference is None
+
+
 @pytest.mark.parametrize(
     ("change", "column"),
     [

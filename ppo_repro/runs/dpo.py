@@ -198,7 +198,7 @@ class DPOKind(RunKind[DPOConfig, Epoch]):
         else:
             templated = {name: getattr(config, name) for name in Templated.model_fields}
             task = JsonlTask(kind="jsonl", path=config.pairs, num_eval_prompts=1, **templated)
-            encode = encoder(tokenizer, task)
+            encode = encoder(tokenizer, task, section="")
             found = pairs_of_file(Path(config.pairs), "pairs", tokenizer, encode, config.chat_template)
             ends, prompts = frozenset({tokenizer.eos_token_id}), [pair.prompt_ids for pair in found]
             if ended := end_token_warning(tokenizer, prompts, ends, config.chat_template):

@@ -39,26 +39,26 @@ os.environ["TZ"] = "UTC"  # which a format may ask for
 time.tzset()
 
 
-def _clock(moment: str | None) -> Callable[[str], str]:
+def _clock(moment: str | None, section: str) -> Callable[[str], str]:
     """Return what a template calls for the time."""
 
     def strftime_now(form: str) -> str:
         if moment is None:
             raise UserError(
-                "task.chat_template: the tokenizer's template asks for the time, which a rerun would find changed; set "
-                "task.template_time, such as 2026-11-28T12:00"
+                f"{section}chat_template: the tokenizer's template asks for the time, which a rerun would find changed"
+                f"; set {section}template_time, such as 2026-11-28T12:00"
             )
         return datetime.fromisoformat(moment).replace(tzinfo=UTC).strftime(form)
 
     return strftime_now
 
 
-def _check_arguments(template: str, arguments: Mapping[str, Any]) -> None:
+def _check_arguments(template: str, arguments: Mapping[str, Any], section: str) -> None:
     words = set(re.findall(r"[A-Za-z_]\w*", template)) if arguments else set()
     for name in arguments:
         if name not in words:
             meant = did_you_mean(name, sorted(words))
-            raise UserError(f"task.template_arguments.{name}: the tokenizer's template does not read it{meant}")
+            raise UserError(f"{section}template_arguments.{name}: the tokenizer's template does not read it{meant}")
 
 
 def render(
@@ -68,6 +68,7 @@ def render(
     special_tokens: dict[str, Any],
     arguments: dict[str, Any],
     time: str | None,
+    section: str,
 ) -> str:
     """Return the text of a chat; UserError if the template fails.
 
@@ -78,26 +79,27 @@ def render(
         special_tokens: by their names in templates.
         arguments: of the configuration, by name.
         time: that the template is told, in ISO format; None: a template that asks for it fails.
+        section: of the configuration, as messages name its fields.
     """
     try:
-        _check_arguments(template, arguments)
+        _check_arguments(template, arguments, section)
         found: Any = render_jinja_template(
             conversations=[turns],
             chat_template=template,
             add_generation_prompt=cue,
-            **{**special_tokens, "strftime_now": _clock(time), **arguments},
+            **{**special_tokens, "strftime_now": _clock(time, section), **arguments},
         )
         text = str(found[0][0])  # texts, and where the model's turns are
     except UserError:
         raise
     except Exception as error:
         why = f"it needs more than {MEMORY >> 30} GiB of memory" if isinstance(error, MemoryError) else described(error)
-        raise UserError(f"task.chat_template: the tokenizer's template cannot render a chat ({why})") from error
+        raise UserError(f"{section}chat_template: the tokenizer's template cannot render a chat ({why})") from error
     address = _ADDRESS.search(text)
     if address is not None and not any(_ADDRESS.search(turn["content"]) for turn in turns):
         said = shown(text[max(0, address.start() - 40) : address.end()])
         raise UserError(
-            f"task.chat_template: the tokenizer's template writes an address of memory into the prompt ({said}), which "
-            "every process has another of; correct the template, which prints a function instead of its value"
+            f"{section}chat_template: the tokenizer's template writes an address of memory into the prompt ({said}), "
+            "which every process has another of; correct the template, which prints a function instead of its value"
         )
     return text

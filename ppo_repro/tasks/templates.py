@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # the prompts of a file are checked before anything is import
     from transformers import PreTrainedTokenizerBase
 
 TEMPLATE_SECONDS = 10.0  # of wall time for one chat
+SECTION = "task."  # whose fields are meant; a file for DPO has them at its top
 AT_ONCE = 2000  # prompts that are rendered and encoded together
 
 Ids = tuple[int, ...]
@@ -43,6 +44,7 @@ def rendered(
     cue: bool = True,
     arguments: Mapping[str, Any] | None = None,
     time: str | None = None,
+    section: str = SECTION,
 ) -> list[str]:
     """Return the text of each chat, up to where the model goes on if `cue`.
 
@@ -52,6 +54,7 @@ def rendered(
         cue: whether the text ends with what begins the model's turn.
         arguments: what the template is given besides; None: nothing.
         time: what a template is told that asks for the time, in ISO format.
+        section: of the configuration, as messages name its fields.
 
     Raises:
         UserError: the template fails, needs more than 10 s or 1 GiB, asks for the time and there is none, does not read
@@ -63,10 +66,11 @@ def rendered(
             "special_tokens": tokenizer.special_tokens_map,
             "arguments": dict(arguments or {}),
             "time": time,
+            "section": section,
         }
         json.dumps(about)
     except Exception as error:  # a template may be anything in the tokenizer's files
-        raise UserError(f"task.chat_template: the tokenizer's template is none ({shown(str(error))})") from error
+        raise UserError(f"{section}chat_template: the tokenizer's template is none ({shown(str(error))})") from error
     try:
         render = replace(_template_renderer(), options=about)
         return [str(text) for text in render([{"turns": chat, "cue": cue} for chat in chats])]
@@ -75,12 +79,14 @@ def rendered(
         raise
 
 
-def rendered_for(task: TaskConfig, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> list[str]:
+def rendered_for(
+    task: TaskConfig, tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], section: str = SECTION
+) -> list[str]:
     """Return the text of each chat with the arguments and the time of a task."""
-    return rendered(tokenizer, chats, True, task.template_arguments, task.template_time)
+    return rendered(tokenizer, chats, True, task.template_arguments, task.template_time, section)
 
 
-def encoder(tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> Encode:
+def encoder(tokenizer: PreTrainedTokenizerBase, task: TaskConfig, section: str = SECTION) -> Encode:
     """Return the function from problems to the token ids of their prompts.
 
     Raises UserError if a chat template is missing or leaves something out, and for control tokens in a prompt.
@@ -88,7 +94,7 @@ def encoder(tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> Encode:
     from ppo_repro.tasks.tokenizer import all_token_ids
 
     if task.chat_template and not tokenizer.chat_template:
-        raise UserError("task.chat_template = true: this tokenizer has no chat template; set it to false")
+        raise UserError(f"{section}chat_template = true: this tokenizer has no chat template; set it to false")
     refuse = control_tokens_of(tokenizer, task)
 
     def encode(problems: Sequence[Problem]) -> list[Ids]:
@@ -98,15 +104,15 @@ def encoder(tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> Encode:
                 refuse(f"prompt '{shown(problem.key)}'", turn["content"])
         if not task.chat_template:
             return all_token_ids(tokenizer, [problem.prompt for problem in problems])
-        texts = rendered_for(task, tokenizer, chats)
+        texts = rendered_for(task, tokenizer, chats, section)
         for problem, chat, text in zip(problems, chats, texts, strict=True):
-            _require_whole(task, problem, chat, text)
+            _require_whole(task, problem, chat, text, section)
         return all_token_ids(tokenizer, texts, add_special_tokens=False)
 
     return encode
 
 
-def _require_whole(task: TaskConfig, problem: Problem, chat: Chat, text: str) -> None:
+def _require_whole(task: TaskConfig, problem: Problem, chat: Chat, text: str, section: str) -> None:
     """Raise UserError if a template left out what a system or a user said."""
     for turn in chat:
         if turn["role"] in ("system", "user") and turn["content"].strip() not in text:
@@ -114,8 +120,8 @@ def _require_whole(task: TaskConfig, problem: Problem, chat: Chat, text: str) ->
                 raise UserError("task.system_prompt: this tokenizer's chat template leaves it out; remove it")
             raise UserError(
                 f"prompt '{shown(problem.key)}': the tokenizer's chat template leaves out its message "
-                f"'{shown(turn['content'])}' of role {turn['role']}; remove the message, or set task.chat_template = "
-                "false"
+                f"'{shown(turn['content'])}' of role {turn['role']}; remove the message, or set "
+                f"{section}chat_template = false"
             )
 
 

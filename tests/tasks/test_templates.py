@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from transformers import AutoTokenizer
 
 from ppo_repro.base.errors import UserError
@@ -139,3 +140,16 @@ def test_what_cannot_be_saved_at_the_end_is_refused_at_the_start(cli: Cli, tmp_p
     assert code == 2
     assert "could not be saved with the trained weights (ValueError: Invalid chat" in one_line(err)
     assert not [*(tmp_path / "runs").rglob("manifest.json")]
+
+
+def test_a_file_for_dpo_has_the_fields_of_templates_at_its_top(cli: Cli, tmp_path: Path, model: Path) -> None:
+    own = yaml.safe_load(configured(tmp_path, model, CLOCK).read_text())["model"]
+    write_lines(tmp_path / "p.jsonl", [{"prompt": "ab" * n, "chosen": "a", "rejected": "b"} for n in range(1, 9)])
+    tree = {"experiment": "d", "seed": 1, "model": own, "pairs": "p.jsonl", "num_eval_prompts": 2}
+    tree |= {"dpo": {"minibatch_size": 4, "learning_rate": 1e-4}, "numerics": {"max_context": 60}}
+    config = write_tree(tmp_path, {**tree, "chat_template": True})
+    code, _, err = cli("dpo", config, "--out", tmp_path / "runs")
+    assert code == 2
+    assert "; set template_time, such as" in one_line(err)
+    code, _, err = cli("dpo", config, "--out", tmp_path / "runs", "--set", "template_time=2026-11-03")
+    assert code == 0, err

@@ -55,7 +55,7 @@ def test_a_wrong_command_line_is_one_line(ask: Ask, command: str) -> None:
         code, out, err = ask(command, *arguments)
         assert code == 2
         assert not out
-        assert one_line(err).endswith(f"; try python -m {command} --help")
+        assert one_line(err).endswith(f"; try python -m ppo_repro.{command} --help")
         assert err.count("\n") == 1
     code, out, err = ask(command, "--help")
     assert code == 0

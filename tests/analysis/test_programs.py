@@ -59,7 +59,7 @@ def test_a_wrong_command_line_is_one_line(ask: Ask, command: str) -> None:
         assert err.count("\n") == 1
     code, out, err = ask(command, "--help")
     assert code == 0
-    assert out.startswith(f"usage: python -m {command}")
+    assert out.startswith(f"usage: python -m ppo_repro.{command}")
     assert not err
 
 

@@ -68,7 +68,7 @@ def objective_of(config: RunConfig, coefficients: Coefficients, functions: Funct
 
 @dataclass(frozen=True)
 class Corrections:
-    """What corrects for a sampler that is not the policy that is trained; constants of an iteration."""
+    """Importance weights w = pi_old / pi_rollout and rejections; constants of an iteration."""
 
     weights: Tensor  # [N] float32, factor on the surrogate
     changes: Tensor  # [N] uint8, a ppo.corrections.Correction each

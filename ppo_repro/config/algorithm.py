@@ -353,7 +353,7 @@ class PPOConfig(Section):
     epochs: Count = Field(description="Passes over each rollout.")
     minibatch_size: Count = Field(description="Sequences per optimizer step; divides the rollout.")
     ratio_anchor: Anchor = Field("rollout", description="The ratio is to the sampler's or the recomputed log-probs.")
-    objective: Objective = Field(ClipObjective(), description="The policy's surrogate: how ratios and advantages make a loss.")
+    objective: Objective = Field(ClipObjective(), description="How ratios and advantages make a loss.")
     importance_weights: ImportanceWeights | None = Field(None, description="Against a sampler's mismatch; null: none.")
     rejection: Many[Rejection] = Field((), description="Tokens and responses that get weight 0; [] for none.")
     rejected_tokens: Literal["counted", "left_out"] = Field(

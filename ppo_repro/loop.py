@@ -65,7 +65,8 @@ def ppo_iterations(
 ) -> Iterator[Iteration]:
     """Run PPO from `state.iteration` on, training `state` in place; yields each iteration after its update.
 
-    The processes of a run divide the responses among them; afterwards every process holds the whole stage.
+    The processes of a run divide the responses among them; after each stage every process has the results of all
+    responses.
 
     Args:
         config: the run's configuration.
@@ -89,7 +90,7 @@ def ppo_iterations(
         # sample responses
         prompts = choose_prompts(config, task, index)
         rollout = roll_out(config, task, engine, prompts, ranks)
-        state.rest_sampler()
+        state.free_sampler_memory()
         clock.lap("rollout")
 
         # score them with the networks as they are before the update
@@ -103,7 +104,7 @@ def ppo_iterations(
 
         # take the optimizer steps
         updates = tuple(update(config, state, received, forward, advantages, ranks, clock, task.functions))
-        state.rest()
+        state.free_update_memory()
         ranks.require_same("weights after an update", (updates[-1].policy_digest, updates[-1].value_digest))
         clock.lap("digests")
         require_first_step_agrees(config, index, rollout, forward, updates[0])

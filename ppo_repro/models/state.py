@@ -98,12 +98,12 @@ class TrainState:
     cpu_policy: PreTrainedModel | None = None  # on a card: the policy on the CPU, for cross-checks
     cross_checked: int = 0  # tokens that the CPU computed too, by this process
 
-    def rest_sampler(self) -> None:
+    def free_sampler_memory(self) -> None:
         """Free the packed weights that only the sampler needs, until the next rollout."""
         if self.sampler is not None:
             forget_packed(self.sampler)
 
-    def rest(self) -> None:
+    def free_update_memory(self) -> None:
         """Free what only optimizer steps need, until the next ones."""
         self.policy_optimizer.rest()
         if self.value_optimizer is not None:

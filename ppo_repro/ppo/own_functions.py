@@ -8,19 +8,20 @@ def place(batch: ScoreBatch, ...) -> Tensor: ...
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.user_file import UserCallable
-from ppo_repro.ppo.objectives import ClipFlag, Objective
+from ppo_repro.ppo.objectives import ClipFlag, probability_ratios
 from ppo_repro.ppo.own_batches import AdvantageBatch, ObjectiveBatch, ScoreBatch, Tokens
 
 _FLAG_TYPES = (torch.bool, torch.uint8)
+_FLOAT32 = (torch.float32,)
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,13 @@ class Own:
     def _called(self, *arguments: object) -> Any:
         return self.function(*arguments, **self.parameters)
 
-    def _numbers(self, found: object, lengths: Mapping[int, str], kind: torch.dtype = torch.float32) -> Tensor:
-        """Return a tensor of finite numbers of one of the lengths; UserError for anything else."""
-        name = str(kind).removeprefix("torch.")
-        allowed = f"must be a {name} tensor {' or '.join(f'[{n}], {of}' for n, of in lengths.items())}"
+    def _numbers(self, found: object, lengths: Mapping[int, str], dtypes: Sequence[torch.dtype] = _FLOAT32) -> Tensor:
+        """Return a tensor of one of the lengths and one of the dtypes; UserError for anything else."""
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        allowed = f"must be a {names} tensor {' or '.join(f'[{n}], {of}' for n, of in lengths.items())}"
         if not isinstance(found, Tensor):
             raise self.refused(f"returned a {type(found).__name__}; {allowed}")
-        if found.dim() != 1 or len(found) not in lengths or found.dtype != kind:
+        if found.dim() != 1 or len(found) not in lengths or found.dtype not in dtypes:
             raise self.refused(f"returned a tensor {list(found.shape)} {str(found.dtype)[6:]}; {allowed}")
         return found
 
@@ -62,8 +63,14 @@ def place_of(tokens: Tokens, index: int) -> str:
 
 
 @dataclass(frozen=True)
-class OwnObjective(Own, Objective):
+class OwnObjective(Own):
     """An objective; the loop multiplies its losses by the corrections, and adds KL and entropy as for others."""
+
+    chooses_tokens: ClassVar[bool] = False
+
+    def ratios(self, new_logprobs: Tensor, anchor_logprobs: Tensor, responses: Tensor) -> Tensor:
+        """Return the ratio of each token, [n] float32."""
+        return probability_ratios(new_logprobs, anchor_logprobs)
 
     def losses(self, batch: ObjectiveBatch) -> tuple[Tensor, Tensor]:
         """Call the function; returns its loss of each token, [n] float32, and the ClipFlag of each token, uint8.
@@ -123,9 +130,10 @@ class OwnPlacement(Own):
     """A placement of scores on tokens."""
 
     def place(self, batch: ScoreBatch) -> Tensor:
-        """Call the function; returns the rewards before the KL penalty, [n] float64. UserError as above."""
+        """Call the function; returns its rewards before the KL penalty, [n] float32 or float64, as float64.
+
+        UserError for anything else that it returns.
+        """
         of = {len(batch.responses): "a reward for each token"}
-        found = self._called(batch)
-        if isinstance(found, Tensor) and found.dtype == torch.float32:
-            found = found.to(torch.float64)
-        return self._finite(self._numbers(found, of, torch.float64), batch)
+        found = self._numbers(self._called(batch), of, (torch.float32, torch.float64))
+        return self._finite(found.to(torch.float64), batch)

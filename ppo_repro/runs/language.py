@@ -234,7 +234,7 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
             accuracy = None
             if run_dir is not None and start is None:
                 accuracy = policy_accuracy(config, prepared.task.prompt_ids, prepared.state.policy)
-                prepared.state.rest()
+                prepared.state.free_update_memory()
             if accuracy is not None and accuracy.is_low:
                 self.watcher.warning(accuracy.sentence())
             task = _task_digests(prepared)

@@ -35,11 +35,11 @@ from ppo_repro.ppo.corrections import Correction
 from ppo_repro.ppo.losses import loss_weights
 from ppo_repro.ppo.objectives import Cispo, Clip, ClipCov, KLCov, Objective, Penalty, PolicyGradient, SequenceClip
 from ppo_repro.ppo.own_batches import ObjectiveBatch
-from ppo_repro.ppo.own_functions import OwnEstimator
+from ppo_repro.ppo.own_functions import OwnEstimator, OwnObjective
 from ppo_repro.stages.functions import BUILT_IN, Functions, about_tokens
 
 
-def objective_of(config: RunConfig, coefficients: Coefficients, functions: Functions) -> Objective:
+def objective_of(config: RunConfig, coefficients: Coefficients, functions: Functions) -> Objective | OwnObjective:
     """Return the objective that the configuration names, with the coefficients in force."""
     match config.ppo.objective:
         case ClipObjective() as o:
@@ -82,7 +82,7 @@ class TrainingBatch:
     """
 
     rollout: Rollout  # as the trainer received it
-    objective: Objective
+    objective: Objective | OwnObjective
     coefficients: Coefficients
     anchor_logprobs: Tensor  # [N] log of the ratio's denominator
     old_logprobs: Tensor  # [N]
@@ -283,5 +283,6 @@ def chosen_tokens(config: RunConfig, batch: TrainingBatch, minibatch: Minibatch,
     order = torch.from_numpy(permutation(len(tokens), "clip_cov", config.seed, *step))
     chosen = torch.zeros(len(batch.responses), dtype=torch.bool)
     anchor, advantages = batch.anchor_logprobs[tokens], batch.advantages[tokens]
+    assert isinstance(batch.objective, Objective)
     chosen[tokens] = batch.objective.choose(new_logprobs, anchor, advantages, order)
     return chosen

@@ -1,6 +1,6 @@
 """The user's functions on drawn batches, before a run begins: nothing but the tokens themselves may change a loss.
 
-The same thought as `ppo_repro.testing.check_loss`, for the calls that this run will make: micro-batches of whole
+Like `ppo_repro.testing.check_loss`, for the calls that this run will make: micro-batches of whole
 responses and several processes. A function never sees padding.
 """
 
@@ -101,8 +101,8 @@ def _try_losses(config: RunConfig, own: Own, call: OfTokens, drawn: ObjectiveBat
     """Try a function that is called with micro-batches; `trains`: it has a gradient."""
     whole = [torch.arange(len(drawn.responses))]
 
-    def result(batch: ObjectiveBatch, pieces: Sequence[Tensor], seed: int = 1) -> _Result:
-        return _result(own, call, batch, pieces, trains, seed)
+    def result(batch: ObjectiveBatch, micro_batches: Sequence[Tensor], seed: int = 1) -> _Result:
+        return _result(own, call, batch, micro_batches, trains, seed)
 
     before = settings_of_process()
     with _Seen() as seen:
@@ -111,9 +111,9 @@ def _try_losses(config: RunConfig, own: Own, call: OfTokens, drawn: ObjectiveBat
     if change := _difference(result(drawn, whole, seed=2), expected, drawn, 0.0):
         raise _refused(own, f"gives two results for one batch, {change}; it must follow from its input alone")
     tolerance = NATIVE_TOLERANCE if config.is_native else 0.0
-    for layout, pieces in _layouts(config, drawn):
+    for layout, micro_batches in _layouts(config, drawn):
         try:
-            found = result(drawn, pieces)
+            found = result(drawn, micro_batches)
         except UserError as error:
             raise UserError(f"{error} ({layout}){_unchecked(own)}") from None
         if change := _difference(found, expected, drawn, tolerance):
@@ -180,7 +180,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 def _drawn(config: RunConfig) -> ObjectiveBatch:
     """Draw responses as this run may have them: one of a single token, one as long as may be, groups of one prompt."""
-    longest = min(LONGEST, config.rollout.max_response_tokens)
+    longest, samples = min(LONGEST, config.rollout.max_response_tokens), config.rollout.samples_per_prompt
     lengths = 1 + torch.from_numpy((words(RESPONSES, "trial", "lengths") % longest).astype("int64"))
     lengths[0], lengths[-2], lengths[-1] = 1, longest, 1
     responses = torch.repeat_interleave(torch.arange(RESPONSES), lengths)
@@ -208,7 +208,7 @@ def _drawn(config: RunConfig) -> ObjectiveBatch:
         advantages=advantages,
         corrections=torch.where(kept < 0.5, 0.0, kept),
         responses=responses,
-        groups=responses // config.rollout.samples_per_prompt,
+        groups=(responses // samples).clamp(max=max(RESPONSES // samples, 1) - 1),  # none is too small
         positions=torch.arange(n) - starts[responses],
         lengths=lengths[responses],
     )
@@ -264,19 +264,19 @@ def _about(tokens: Tokens) -> dict[str, Tensor]:
 
 
 def _result(
-    own: Own, call: OfTokens, drawn: ObjectiveBatch, pieces: Sequence[Tensor], trains: bool, seed: int
+    own: Own, call: OfTokens, drawn: ObjectiveBatch, micro_batches: Sequence[Tensor], trains: bool, seed: int
 ) -> _Result:
-    """Call a function for each piece."""
+    """Call a function for each micro-batch."""
     empty = torch.zeros(len(drawn.responses))
     result = _Result(empty, empty.clone(), empty.clone())
     with _seeded(seed):
-        for tokens in pieces:
-            for column, values in zip(result, _piece(own, call, drawn, tokens, trains), strict=True):
+        for tokens in micro_batches:
+            for column, values in zip(result, _micro_batch(own, call, drawn, tokens, trains), strict=True):
                 column[tokens] = values
     return result
 
 
-def _piece(own: Own, call: OfTokens, drawn: ObjectiveBatch, tokens: Tensor, trains: bool) -> _Result:
+def _micro_batch(own: Own, call: OfTokens, drawn: ObjectiveBatch, tokens: Tensor, trains: bool) -> _Result:
     """Return losses and gradients of some tokens; UserError for what the function may not return or do."""
     columns = {field.name: getattr(drawn, field.name)[tokens] for field in fields(ObjectiveBatch)}
     new, entropies = (columns[name].clone().requires_grad_(trains) for name in ("new_logprobs", "entropies"))

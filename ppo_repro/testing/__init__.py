@@ -11,20 +11,20 @@ from ppo_repro.testing.dumps import Names
 from ppo_repro.testing.guard import assert_matches_golden, assert_mismatch_below
 
 if TYPE_CHECKING:
-    from ppo_repro.testing.advantages import AdvantageBatch, check_advantages
+    from ppo_repro.testing.advantages import PaddedAdvantageBatch, check_advantages
     from ppo_repro.testing.losses import LossBatch, check_loss
 
 __all__ = [
-    "AdvantageBatch",
     "LossBatch",
     "Names",
+    "PaddedAdvantageBatch",
     "assert_matches_golden",
     "assert_mismatch_below",
     "check_advantages",
     "check_loss",
 ]
 _HOMES = {
-    "AdvantageBatch": "advantages",
+    "PaddedAdvantageBatch": "advantages",
     "check_advantages": "advantages",
     "LossBatch": "losses",
     "check_loss": "losses",

@@ -28,7 +28,7 @@ LENGTHS, GROUPS = (5, 1, 4, 6, 2, 3), (0, 0, 1, 1, 1, 2)
 
 
 @dataclass(frozen=True)
-class AdvantageBatch:
+class PaddedAdvantageBatch:
     """What an estimator is called with: R responses of L positions.
 
     `rewards`, `values` [R, L]; `mask` [R, L] bool, False at padding and at tokens that do not count, where they may
@@ -42,7 +42,7 @@ class AdvantageBatch:
     groups: Tensor
 
 
-Estimator = Callable[[AdvantageBatch], Tensor]  # [R, L]; what it gives under the mask is ignored
+Estimator = Callable[[PaddedAdvantageBatch], Tensor]  # [R, L]; what it gives under the mask is ignored
 
 
 def definition(
@@ -109,7 +109,7 @@ def check_advantages(
     """Find the first token at which an estimator differs from its definition on drawn responses, by layout.
 
     Args:
-        estimator: takes an AdvantageBatch [R, L], returns advantages [R, L].
+        estimator: takes a PaddedAdvantageBatch [R, L], returns advantages [R, L].
         kind: whose definition it is compared with.
         gamma: discount.
         lam: of GAE.
@@ -145,7 +145,7 @@ def check_advantages(
         groups = torch.tensor([GROUPS[i] for i in order])
         inputs = batch.columns["rewards"], batch.columns["values"], batch.mask
         found = torch.empty_like(expected)
-        found[indices[batch.mask]] = estimator(AdvantageBatch(*inputs, scores, groups))[batch.mask].double()
+        found[indices[batch.mask]] = estimator(PaddedAdvantageBatch(*inputs, scores, groups))[batch.mask].double()
         limit = TOLERANCE[dtype] * float(expected.abs().max())
         for i in (~((found - expected).abs() <= limit)).nonzero()[:1, 0].tolist():
             both = f"{float(found[i]):.6g} instead of {float(expected[i]):.6g}"

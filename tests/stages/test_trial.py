@@ -153,6 +153,12 @@ def test_other_functions_pass_too(tmp_path: Path, field: str, body: str) -> None
         tried_as(field, tmp_path, body, KL_IN_LOSS)
 
 
+@pytest.mark.parametrize("samples", [2, 6, 8])
+def test_leave_one_out_advantages_pass_whatever_the_size_of_a_group(tmp_path: Path, samples: int) -> None:
+    body = "o = b.group_sums(b.scores) - b.scores; return (b.scores - o / (b.group_sizes - 1)).float()"
+    tried_as("advantages", tmp_path, body, f"rollout.samples_per_prompt={samples}", "value={kind: none}")
+
+
 @pytest.mark.parametrize(
     ("field", "body", "message"),
     [
@@ -165,7 +171,11 @@ def test_other_functions_pass_too(tmp_path: Path, field: str, body: str) -> None
         ("advantages", "return b.rewards.repeat(2)", r"returned a tensor \[\d+\] float32; must be a float32 tensor"),
         ("kl.estimator", "return p - q.mean()", "depends on the layout. micro batch 1: loss differs"),
         ("kl.estimator", "return (q - p).exp() - 1", "returned inf and 0 more|returned inf; must be finite"),
-        ("reward.placement", "return b.scores", r"returned a tensor \[7\] float64; must be a float64 tensor \[\d+\]"),
+        (
+            "reward.placement",
+            "return b.scores",
+            r"returned a tensor \[7\] float64; must be a float32 or float64 tensor \[\d+",
+        ),
         ("reward.placement", "return b.of_tokens(b.scores).half()", r"returned a tensor \[\d+\] float16; must be"),
     ],
 )

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppo_repro.testing import AdvantageBatch, advantages, check_advantages
+from ppo_repro.testing import PaddedAdvantageBatch, advantages, check_advantages
 from ppo_repro.testing.advantages import Kind
 
 
-def gae(batch: AdvantageBatch) -> Tensor:
+def gae(batch: PaddedAdvantageBatch) -> Tensor:
     """Over the tokens that count only, whatever is between them."""
     out = torch.zeros_like(batch.values)
     for row in range(len(out)):
@@ -25,11 +25,11 @@ def gae(batch: AdvantageBatch) -> Tensor:
     return out
 
 
-def to_go(batch: AdvantageBatch) -> Tensor:
+def to_go(batch: PaddedAdvantageBatch) -> Tensor:
     return batch.rewards.masked_fill(~batch.mask, 0.0).flip(1).cumsum(1).flip(1)
 
 
-def group_mean(batch: AdvantageBatch) -> Tensor:
+def group_mean(batch: PaddedAdvantageBatch) -> Tensor:
     means = torch.stack([batch.scores[batch.groups == g].mean() for g in batch.groups])
     return (batch.scores - means)[:, None].expand_as(batch.rewards)
 
@@ -37,12 +37,14 @@ def group_mean(batch: AdvantageBatch) -> Tensor:
 @pytest.mark.parametrize(
     ("kind", "estimator", "gamma"), [("gae", gae, 0.9), ("rewards_to_go", to_go, 1.0), ("group_mean", group_mean, 1.0)]
 )
-def test_right_estimators_conform(kind: Kind, estimator: Callable[[AdvantageBatch], Tensor], gamma: float) -> None:
+def test_right_estimators_conform(
+    kind: Kind, estimator: Callable[[PaddedAdvantageBatch], Tensor], gamma: float
+) -> None:
     assert check_advantages(estimator, kind, gamma=gamma) == {}
 
 
 def test_advantages_that_reset_at_tool_tokens_and_junk_are_found() -> None:
-    def resetting(batch: AdvantageBatch) -> Tensor:
+    def resetting(batch: PaddedAdvantageBatch) -> Tensor:
         out, after = torch.zeros_like(batch.rewards), torch.zeros(len(batch.rewards), dtype=batch.rewards.dtype)
         for t in reversed(range(out.shape[1])):
             out[:, t] = after = (batch.rewards[:, t] + after) * batch.mask[:, t]

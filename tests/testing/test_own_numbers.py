@@ -15,8 +15,8 @@ from ppo_repro.ppo import advantages
 from ppo_repro.ppo.objectives import Clip, probability_ratios
 from ppo_repro.records import reader
 from ppo_repro.testing import (
-    AdvantageBatch,
     LossBatch,
+    PaddedAdvantageBatch,
     assert_matches_golden,
     assert_mismatch_below,
     check_advantages,
@@ -38,7 +38,7 @@ def test_the_mismatch_of_a_run_is_none_and_its_golden_file_is_its_own(determinis
     assert_matches_golden(deterministic_run, tmp_path / "golden.json")
 
 
-def gae(batch: AdvantageBatch) -> Tensor:
+def gae(batch: PaddedAdvantageBatch) -> Tensor:
     """The loop's, on the tokens that count."""
     lengths = batch.mask.sum(1)
     rewards, values = (x[batch.mask].to(torch.float32) for x in (batch.rewards, batch.values))
@@ -47,7 +47,7 @@ def gae(batch: AdvantageBatch) -> Tensor:
     return found
 
 
-def group(batch: AdvantageBatch, scale: bool) -> Tensor:
+def group(batch: PaddedAdvantageBatch, scale: bool) -> Tensor:
     found = advantages.group_advantages(batch.scores.tolist(), batch.groups.tolist(), scale)
     return torch.tensor(found, dtype=batch.rewards.dtype)[:, None].expand_as(batch.rewards)
 
@@ -60,7 +60,7 @@ def test_the_advantages_of_the_loop_are_their_definitions(monkeypatch: pytest.Mo
     assert check_advantages(gae, "gae", gamma=0.8) != {}, "the control"
 
 
-def in_torch(batch: AdvantageBatch, epsilon: float) -> Tensor:
+def in_torch(batch: PaddedAdvantageBatch, epsilon: float) -> Tensor:
     """As TRL (1e-4) and verl (1e-6) divide: torch.std has n - 1."""
     found = torch.zeros_like(batch.scores)
     for g in batch.groups.unique():

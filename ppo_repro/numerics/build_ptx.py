@@ -19,7 +19,7 @@ FLAGS = (
     *("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-jump-tables"),
     *("-Wall", "-Wextra", "-Wno-pass-failed", "-Wno-unused-parameter"),
 )
-THREADS = 256  # of a thread block, at most; the kernels have the same number
+THREADS = 256  # of a thread block, at most: GPU_THREADS of c/gpu/arguments.h
 IGNORED = "argument unused during compilation"  # zig passes options of CPUs to every target
 
 

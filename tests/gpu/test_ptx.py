@@ -51,7 +51,9 @@ def test_kernels_are_whole_and_keep_their_numbers_in_registers(ptx: str) -> None
 
 
 def test_every_kernel_names_its_most_threads(ptx: str) -> None:
-    assert ptx.count(".maxntid 256, 1, 1") == ptx.count(".entry") > 40
+    found = re.search(r"GPU_THREADS = (\d+)", (build.SOURCES / "gpu" / "arguments.h").read_text())
+    assert found
+    assert ptx.count(f".maxntid {found[1]}, 1, 1") == ptx.count(".entry") > 40
 
 
 @pytest.mark.slow

@@ -4,7 +4,18 @@
 #define GPU_ARGUMENTS_H
 #include "../operations.h"
 
-enum { GPU_THREADS = 256 };  // of every thread block
+// Sizes that the kernels and the host share
+enum {
+  GPU_THREADS = 256,  // of every thread block, at most
+  TILE = 128,         // columns of a tile, and its rows where high is 8
+  TERMS = 16,         // of a stage
+  STAGES = 4,
+  GAP = 4,            // floats between the terms of a stage: no bank meets two copies that turn an operand
+  QUERY_HEADS = 8     // of a thread block of attend_queries, at most
+};
+
+// Floats of a stage of a tile of 16 high rows
+INLINE int stage_floats(int high) { return TERMS * (16 * high + GAP + TILE + GAP); }
 
 // The second parameter of a row function's kernel. 16 threads compute a row, so a block of T threads computes
 // T / 16 rows at once: group g = block (T / 16) + thread / 16 computes the rows g, g + blocks (T / 16), ..

@@ -38,8 +38,6 @@ INLINE void exponentials(float *s, int begin, int from, int to, int end, float *
 
 // -------------------------------------------------------------------------------------------------- decoding
 
-enum { MOST_HEADS = 8 };  // of a thread block
-
 // One query of up to 8 heads that share a key head. Three passes, with a barrier after each:
 //   1 scores   a thread has some keys; a score is a chain over the elements, in blocks of 128
 //   2 rows     16 lanes have a head
@@ -47,12 +45,12 @@ enum { MOST_HEADS = 8 };  // of a thread block
 // and the blocks are added in order. Shared memory: attend_queries_floats in arguments.h.
 KERNEL(attend_queries, AttendArguments) {
   const int each = a->heads / a->kv_heads;
-  const int parts = (each + MOST_HEADS - 1) / MOST_HEADS;
+  const int parts = (each + QUERY_HEADS - 1) / QUERY_HEADS;
   const int part = block_x() % parts;
   const int kv = block_x() / parts % a->kv_heads;
   const int token = block_x() / parts / a->kv_heads;
-  const int heads = least(MOST_HEADS, each - part * MOST_HEADS);
-  const long first_head = (long)token * a->heads + kv * each + part * MOST_HEADS;  // in [tokens][heads]
+  const int heads = least(QUERY_HEADS, each - part * QUERY_HEADS);
+  const long first_head = (long)token * a->heads + kv * each + part * QUERY_HEADS;  // in [tokens][heads]
   const int head_dim = a->head_dim;
 
   const int position = a->position[token];
@@ -69,30 +67,30 @@ KERNEL(attend_queries, AttendArguments) {
   SHARED float *p = q + heads * head_dim;     // [heads][span]
   SHARED float *totals = p + heads * span;    // [heads]
   SHARED float *mixed = totals + heads;       // [blocks][heads][head_dim]
-  for (int i = thread_index(); i < heads * head_dim; i += THREADS) q[i] = a->q[first_head * head_dim + i];
+  for (int i = thread_index(); i < heads * head_dim; i += GPU_THREADS) q[i] = a->q[first_head * head_dim + i];
   barrier();
 
-  for (int j = thread_index(); j < span; j += THREADS) {
+  for (int j = thread_index(); j < span; j += GPU_THREADS) {
     const float *key = keys + key_at(begin + j, head_dim);
-    float sum[MOST_HEADS];
-    float acc[MOST_HEADS];
+    float sum[QUERY_HEADS];
+    float acc[QUERY_HEADS];
     UNROLL
-    for (int h = 0; h < MOST_HEADS; h++) sum[h] = 0.0f;
+    for (int h = 0; h < QUERY_HEADS; h++) sum[h] = 0.0f;
     for (int d0 = 0; d0 < head_dim; d0 += BLOCK) {
       UNROLL
-      for (int h = 0; h < MOST_HEADS; h++) acc[h] = 0.0f;
+      for (int h = 0; h < QUERY_HEADS; h++) acc[h] = 0.0f;
       UNROLL_8
       for (int d = d0; d < least(head_dim, d0 + BLOCK); d++) {
         const float x = key[d * COLS];
         UNROLL
-        for (int h = 0; h < MOST_HEADS; h++)
+        for (int h = 0; h < QUERY_HEADS; h++)
           if (h < heads) acc[h] = fma32(q[h * head_dim + d], x, acc[h]);
       }
       UNROLL
-      for (int h = 0; h < MOST_HEADS; h++) sum[h] = sum[h] + acc[h];
+      for (int h = 0; h < QUERY_HEADS; h++) sum[h] = sum[h] + acc[h];
     }
     UNROLL
-    for (int h = 0; h < MOST_HEADS; h++)
+    for (int h = 0; h < QUERY_HEADS; h++)
       if (h < heads) p[h * span + j] = sum[h] * a->scale;
   }
   barrier();
@@ -110,26 +108,26 @@ KERNEL(attend_queries, AttendArguments) {
   }
   barrier();
 
-  for (int i = thread_index(); i < blocks * head_dim; i += THREADS) {
+  for (int i = thread_index(); i < blocks * head_dim; i += GPU_THREADS) {
     const int block = i / head_dim;
     const int d = i % head_dim;
-    float acc[MOST_HEADS];
+    float acc[QUERY_HEADS];
     UNROLL
-    for (int h = 0; h < MOST_HEADS; h++) acc[h] = 0.0f;
+    for (int h = 0; h < QUERY_HEADS; h++) acc[h] = 0.0f;
     UNROLL_8
     for (int j = block * BLOCK; j < least(seen, (block + 1) * BLOCK); j++) {
       const float x = values[(long)j * head_dim + d];
       UNROLL
-      for (int h = 0; h < MOST_HEADS; h++)
+      for (int h = 0; h < QUERY_HEADS; h++)
         if (h < heads) acc[h] = fma32(p[h * span + j], x, acc[h]);
     }
     UNROLL
-    for (int h = 0; h < MOST_HEADS; h++)
+    for (int h = 0; h < QUERY_HEADS; h++)
       if (h < heads) mixed[(block * heads + h) * head_dim + d] = acc[h];
   }
   barrier();
 
-  for (int i = thread_index(); i < heads * head_dim; i += THREADS) {
+  for (int i = thread_index(); i < heads * head_dim; i += GPU_THREADS) {
     float y = 0.0f;
     for (int block = 0; block < blocks; block++) y = y + mixed[block * heads * head_dim + i];
     a->mixed[first_head * head_dim + i] = y / totals[i / head_dim];
@@ -224,7 +222,7 @@ KERNEL(attend_scores, SequenceArguments) {
 // 16 lanes have a query: its row of scores becomes exponentials.
 KERNEL(attend_rows, SequenceArguments) {
   const HeadOf h = head_of(a, block_y(), blocks_y());
-  const int m = block_x() * (THREADS / LANES) + thread_index() / LANES;
+  const int m = block_x() * (GPU_THREADS / LANES) + thread_index() / LANES;
   if (m >= h.count) return;
   const int m0 = m / TILE * TILE;
   const int position = h.past + m;
@@ -282,7 +280,7 @@ KERNEL(attend_backward_scores, SequenceArguments) {
 // no key; delta = row sum of mixed d_mixed. definition: attention.attend_backward
 KERNEL(attend_backward_rows, SequenceArguments) {
   const HeadOf h = head_of(a, block_y(), blocks_y());
-  const int m = block_x() * (THREADS / LANES) + thread_index() / LANES;
+  const int m = block_x() * (GPU_THREADS / LANES) + thread_index() / LANES;
   if (m >= h.count) return;
   const int m0 = m / TILE * TILE;
   const int begin = tile_begin(a, &h, m0);

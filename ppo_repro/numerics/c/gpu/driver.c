@@ -118,7 +118,8 @@ const char *gpu_open(const char *library, const char *ptx, int ordinal, GpuFacts
   DUE(cuda.cuDeviceGetAttribute(&gpu.shared_memory, SHARED_MEMORY_OPT_IN, device), "shared memory");
   DUE(cuda.cuDeviceGetAttribute(&gpu.multiprocessors, MULTIPROCESSORS, device), "multiprocessors");
   if (facts->major < 8)
-    ANSWER("%s has compute capability %d.%d, and the kernels need 8.0", facts->name, facts->major, facts->minor);
+    ANSWER("%s has compute capability %d.%d, and the kernels need 8.0", facts->name, facts->major,
+           facts->minor);
   DUE(cuda.cuDevicePrimaryCtxRetain(&gpu.context, device), "context");
   DUE(cuda.cuCtxSetCurrent(gpu.context), "context");
   char log[LOG_BYTES] = "";
@@ -152,7 +153,8 @@ static void *allocate_on_gpu(size_t bytes) {
     cuda.cuMemGetInfo_v2(&free_memory, &all);
     fprintf(stderr,
             "error: no memory on the GPU: the kernels asked for %.3f GB, and %.3f of %.3f GB are free; see "
-            "`ppo-repro plan`, and make layout's micro-batches smaller or set layout.recompute\n",
+            "`ppo-repro plan`, and make layout's micro-batches smaller or set "
+            "layout.gradient_checkpointing=true\n",
             (double)bytes / 1e9, (double)free_memory / 1e9, (double)all / 1e9);
     fflush(stderr);
     _exit(2);

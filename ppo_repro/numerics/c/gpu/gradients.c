@@ -17,7 +17,7 @@ INLINE int is_whole(const Sums *s) { return s->last == 1 << s->levels; }
   for (int i = 0; i < 8; i++) \
     UNROLL                \
     for (int j = 0; j < 8; j += 4)
-#define FOUR_AT(part, i, j) (parts + (long)(part) * TILE * TILE + (2 * (i) + (j) / 4) * 4 * THREADS)
+#define FOUR_AT(part, i, j) (parts + (long)(part) * TILE * TILE + (2 * (i) + (j) / 4) * 4 * GPU_THREADS)
 
 INLINE Float4 four_of(float y[MOST_HIGH][8], int i, int j) {
   return (Float4){y[i][j], y[i][j + 1], y[i][j + 2], y[i][j + 3]};
@@ -103,7 +103,7 @@ KERNEL(weight_gradient_tiles, GradientArguments) {
 
 // ----------------------------------------------------------------------------------------------- one element
 
-// The parts of one element: part 0 in a register, part i + 1 at subtrees[i * THREADS] in shared memory. A
+// The parts of one element: part 0 in a register, part i + 1 at subtrees[i * GPU_THREADS] in shared memory. A
 // launch gives shared memory for MAX_LEVELS + 1 floats a thread.
 typedef struct {
   float sum;
@@ -113,8 +113,8 @@ typedef struct {
 INLINE void close_element_slots(Element *e, int from, int to) {
   for (int slot = from; slot < to; slot++) {
     int level = 0;
-    for (; (slot >> level) & 1; level++) e->sum = e->sum + e->subtrees[level * THREADS];
-    e->subtrees[level * THREADS] = e->sum;
+    for (; (slot >> level) & 1; level++) e->sum = e->sum + e->subtrees[level * GPU_THREADS];
+    e->subtrees[level * GPU_THREADS] = e->sum;
     e->sum = 0.0f;
   }
 }
@@ -123,18 +123,18 @@ INLINE void close_element_slots(Element *e, int from, int to) {
 INLINE Element load_element(const Sums *s, long at) {
   Element e = {.sum = s->open ? s->level[0][at] : 0.0f, .subtrees = shared_memory + thread_index()};
   for (int level = 0; level < s->levels; level++)
-    if ((s->first >> level) & 1) e.subtrees[level * THREADS] = s->level[level + 1][at];
+    if ((s->first >> level) & 1) e.subtrees[level * GPU_THREADS] = s->level[level + 1][at];
   return e;
 }
 
 INLINE void store_element(const Sums *s, long at, const Element *e) {
   if (is_whole(s)) {
-    s->level[0][at] = e->subtrees[s->levels * THREADS];
+    s->level[0][at] = e->subtrees[s->levels * GPU_THREADS];
     return;
   }
   if (s->stays_open) s->level[0][at] = e->sum;
   for (int level = 0; level < s->levels; level++)
-    if ((s->last >> level) & 1) s->level[level + 1][at] = e->subtrees[level * THREADS];
+    if ((s->last >> level) & 1) s->level[level + 1][at] = e->subtrees[level * GPU_THREADS];
 }
 
 // ------------------------------------------------------------------- gradients of biases and of norm weights
@@ -161,7 +161,7 @@ INLINE float column_block(const ColumnArguments *a, int block, int c) {
 
 // First all blocks, each for itself: a thread has a column of some blocks.
 KERNEL(column_blocks, ColumnArguments) {
-  const int c = block_x() * THREADS + thread_index();
+  const int c = block_x() * GPU_THREADS + thread_index();
   if (c >= a->cols) return;
   for (int block = block_y(); block < a->blocks; block += blocks_y())
     a->partial[(long)block * a->cols + c] = column_block(a, block, c);
@@ -169,7 +169,7 @@ KERNEL(column_blocks, ColumnArguments) {
 
 // Then their sums, slot by slot: a thread has a column.
 KERNEL(column_slots, ColumnArguments) {
-  const int c = block_x() * THREADS + thread_index();
+  const int c = block_x() * GPU_THREADS + thread_index();
   if (c >= a->cols) return;
   Element e = load_element(&a->sums, a->grad + c);
   close_element_slots(&e, a->sums.first, a->slot[0]);
@@ -190,7 +190,7 @@ KERNEL(table_rows, TableArguments) {
   for (int id = block_x(); id < a->entries; id += blocks_x()) {
     const int begin = a->start[id];
     const int end = id == a->skipped ? begin : a->start[id + 1];
-    for (int c = thread_index(); c < a->width; c += THREADS) {
+    for (int c = thread_index(); c < a->width; c += GPU_THREADS) {
       const long at = a->grad + (long)id * a->width + c;
       if (begin == end && alone) {  // most ids of a large vocabulary
         s->level[0][at] = 0.0f;

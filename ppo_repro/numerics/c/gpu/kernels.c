@@ -2,6 +2,11 @@
 // code for a GPU: row functions become kernels (lanes.h), and what runs on the host stays out.
 //
 // "definition: rows.norm" in the files of row functions holds here too: they are one text for CPU and GPU.
+// Other sums than in the table of ../all.c:
+//   rule 1  chain in tiles.c, add_blocks in products.c, attend_queries in attention.c (scores and values)
+//   rule 2  close_tile_slots, column_block, close_element_slots and table_rows in gradients.c
+//   rule 3  exponentials in attention.c
+//   rule 4  attend_backward_keys in attention.c
 #define GPU_KERNELS
 #include "../operations.h"
 #include "arguments.h"

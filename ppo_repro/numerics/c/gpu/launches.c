@@ -3,12 +3,7 @@
 #include "../kernels.h"
 #include "arguments.h"
 
-// Sizes that the kernels have too
 enum {
-  TILE = 128,         // columns of a tile, and its rows / (16 high) x 16
-  TERMS = 16,         // of a stage
-  STAGES = 4,
-  GAP = 4,            // floats between the terms of a stage
   FEW_ROWS = 256,     // up to here each block of terms has thread blocks of its own
   MOST_BLOCKS_Y = 32768,
   MOST_BLOCKS_Z = 32768,
@@ -19,7 +14,7 @@ enum {
 #define KERNEL(name) static Kernel name[1] = {{#name, 0, NULL}}
 
 // Bytes of shared memory for tiles of 16 high rows
-static long tile_bytes(int high) { return 4L * STAGES * TERMS * (16 * high + GAP + TILE + GAP); }
+static long tile_bytes(int high) { return 4L * STAGES * stage_floats(high); }
 
 // -------------------------------------------------------------------------------------------------- products
 
@@ -204,11 +199,13 @@ KERNEL(attend_backward_rows);
 KERNEL(attend_backward_queries);
 KERNEL(attend_backward_keys);
 
-enum { QUERY_HEADS = 8, FEW_QUERIES = 8 };  // heads of a thread block; queries of a sequence, on average
+enum { FEW_QUERIES = 8 };  // of a sequence, on average
 
 // Queries of sequence s, and keys that its last query sees if there is no window
 INLINE int queries_of(const Batch *b, int s) { return b->start[s + 1] - b->start[s]; }
-INLINE int keys_of(const Batch *b, int s) { return queries_of(b, s) ? b->position[b->start[s + 1] - 1] + 1 : 0; }
+INLINE int keys_of(const Batch *b, int s) {
+  return queries_of(b, s) ? b->position[b->start[s + 1] - 1] + 1 : 0;
+}
 
 // Keys that one query reads at most
 static int longest_span(const Heads *h) {

@@ -19,7 +19,14 @@ static float *grown(Area *area, size_t floats) {
 }
 
 // Areas of this library alone: of row functions, products, attention
-typedef enum { ROW_MEMORY, PARTIAL_PRODUCTS, GRADIENT_PARTS, COLUMN_BLOCKS, SEQUENCE_SCORES, GPU_AREAS } GpuArea;
+typedef enum {
+  ROW_MEMORY,
+  PARTIAL_PRODUCTS,
+  GRADIENT_PARTS,
+  COLUMN_BLOCKS,
+  SEQUENCE_SCORES,
+  GPU_AREAS
+} GpuArea;
 static Area gpu_areas[GPU_AREAS];
 static Area shared_areas[SCRATCH_AREAS];
 
@@ -111,7 +118,9 @@ static int *integers_from_kernels(int *numbers, long n) {
   return n ? memory_of(room_for_integers(n)) : NULL;
 }
 
-static void fetch_integers(int *numbers, const int *from, long n) { copy_from_gpu(numbers, from, (size_t)n * sizeof(int)); }
+static void fetch_integers(int *numbers, const int *from, long n) {
+  copy_from_gpu(numbers, from, (size_t)n * sizeof(int));
+}
 
 // ---------------------------------------------------------------------------------------------------- a call
 

@@ -58,7 +58,7 @@ KERNEL(product_8_rows, ProductArguments) { product(a, (const Form){.high = 8, .x
 // The blocks that `product` left apart: y = +0, then y = y + block, in order. A thread has one element of y.
 KERNEL(add_blocks, ProductArguments) {
   const long elements = (long)a->rows * a->cols;
-  const long i = (long)block_x() * THREADS + thread_index();
+  const long i = (long)block_x() * GPU_THREADS + thread_index();
   if (i >= elements) return;
   float y = 0.0f;
   for (int block = 0; block < tiles_of(a->terms, BLOCK); block++) y = y + a->partial[block * elements + i];

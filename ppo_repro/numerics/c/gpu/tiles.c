@@ -8,16 +8,10 @@
 // The operands come in stages of 16 terms by asynchronous copies. While a stage is computed, the next ones
 // are on their way. Whatever way an operand lies in global memory, a stage has [16 terms][rows + GAP], so
 // that a thread reads 4 rows of a term at once.
+#include "arguments.h"
 #include "machine.h"
 
-enum {
-  THREADS = 256,  // of a thread block
-  TILE = 128,     // columns of a tile, and its rows where high is 8
-  TERMS = 16,     // of a stage
-  STAGES = 4,
-  MOST_HIGH = 8,
-  GAP = 4         // floats between the terms of a stage: copies that turn an operand then meet no bank twice
-};
+enum { MOST_HIGH = 8 };  // rows of a tile / 16
 
 // What a kernel knows when it is compiled
 typedef struct {
@@ -100,7 +94,7 @@ INLINE void fetch_by_terms(const Fetch *f, int term, int end, SHARED float *to, 
 }
 
 INLINE void fetch_by_rows(const Fetch *f, int term, int end, SHARED float *to, const int height) {
-  const int term_copies = THREADS / (height / 4);
+  const int term_copies = GPU_THREADS / (height / 4);
   const int rows = f->left < 0 ? 0 : least(f->left, 4);
   UNROLL
   for (int t = 0; t < TERMS; t += term_copies) {
@@ -209,12 +203,10 @@ typedef struct {
   int stage;
 } Pipeline;
 
-INLINE int stage_floats(const Form f) { return TERMS * (16 * f.high + GAP + TILE + GAP); }
-
 // Starts the copies of the next stage, into place `stage`. A group of copies ends here even where there is no
 // stage left, so that the number of groups always tells which stages are here.
 INLINE void fetch_stage(const Tile *t, Pipeline *p, int stage, const Form f) {
-  SHARED float *x = shared_memory + stage * stage_floats(f);
+  SHARED float *x = shared_memory + stage * stage_floats(f.high);
   SHARED float *w = x + TERMS * (16 * f.high + GAP);
   if (p->block < p->after) {
     fetch(&t->x, p->term, p->end, x, f.x_by_terms, 16 * f.high);
@@ -255,7 +247,7 @@ INLINE void chain(const Tile *t, Pipeline *p, int block, const Form f, float acc
     // all threads see this stage, and none reads the one before it, whose place the next one takes
     barrier();
     fetch_stage(t, p, p->stage ? p->stage - 1 : STAGES - 1, f);
-    SHARED const float *x = shared_memory + p->stage * stage_floats(f);
+    SHARED const float *x = shared_memory + p->stage * stage_floats(f.high);
     SHARED const float *w = x + TERMS * (16 * f.high + GAP);
     UNROLL
     for (int k = 0; k < TERMS; k++) {

@@ -83,7 +83,8 @@ static void *work(void *seen) {
 // Waits for the tasks, not for the workers: one that sleeps wakes after milliseconds, when others have done
 // its part.
 static void parallel_for(int total, Task task, void *argument) {
-  if (!pool.count || total < 2 || total > (int)TASK_MASK) {
+  // each thread may count once more than there are tasks, and that must not carry into `total`
+  if (!pool.count || total < 2 || total > (int)TASK_MASK - MAX_WORKERS - 1) {
     for (int i = 0; i < total; i++) task(argument, i);
     return;
   }

@@ -2,8 +2,9 @@
 //
 // Every output element is one chain of operations, each rounded once (+ - * / sqrt fma), in one written order
 // that depends on that element alone: the rules of ../README.md, stated as functions of NumPy in
-// ../definition/. Vector lanes run along the outputs, so batch, padding, cache, micro-batches, threads,
-// vector width and instruction set cannot change a bit. Compile with -ffp-contract=off, never -ffast-math.
+// ../definition/. Vector lanes run along the outputs; sums of rows (rule 3) have 16 lanes, whatever the
+// vector width. So batch, padding, cache, micro-batches, threads, vector width and instruction set cannot
+// change a bit. Compile with -ffp-contract=off, never -ffast-math.
 //
 // all.c says which file is which.
 #ifndef KERNELS_H

@@ -1,8 +1,7 @@
 // The loops of row functions. A row function computes one row: a token's hidden state, a row of logits, a
 // stretch of a parameter. 16 lanes compute a row (rule 3), and one caller computes all of it. This file is
 // the CPU's form: a thread computes a row, and a lane is an element of a vector register. On a GPU a lane
-// will be a thread, and 16 threads compute a row: then these definitions get another form, and row functions
-// stay.
+// is a thread, and 16 threads compute a row: gpu/lanes.h has the other form of these definitions.
 //
 //   ROW(name, Struct) { .. }        a row function for for_rows: `a` is the struct, `row` the index of the
 //                                   row, `memory` the floats that for_rows_with_memory gives it
@@ -16,6 +15,9 @@
 //   MEET_LANES                      stands before a lane reads what another lane wrote
 //   fixed_at(x, i), is_one(x)       what makes long rows fast on a GPU and costs a CPU nothing: x[i], which
 //                                   no row writes; whether a form without divisions by x pays
+//
+// No sum in EACH or SHARE, and in IN_LANES only into LANE(..): the pragma lets clang reorder float additions
+// even without -ffast-math, and on a GPU each lane would have its own sum.
 //
 // A new operation on rows is a struct with all that it reads and writes (numbers, and pointers to memory of
 // kernels), a ROW, and `for_rows(rows, name, &(Struct){..})` in the pass that needs it.

@@ -160,8 +160,9 @@ INLINE void rotate(const float *x, const float *cosine, const float *sine, const
 
 // Rule 5, definition: rows.activate. A new activation is a value of ActivationKind in interface.h, a
 // case in `activation` and in `activation_slope`, a line in OF_KIND, the upper bound in validity.c, a name
-// in description.py, and a case in definition/rows.py with its name in definition/model.py. test_kernels.py
-// then draws it, and test_validity.py counts it.
+// in description.py, and a case in definition/rows.py with its name in definition/model.py: the enum's suffix
+// in lower case. test_kernels.py and tests/gpu/twins.py then draw it; test_validity.py needs a new number
+// that is not known.
 
 #define ROOT_HALF 0.707106781f
 #define ROOT_2_PI 0.797884561f         // sqrt(2 / pi)

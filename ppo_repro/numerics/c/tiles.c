@@ -6,9 +6,8 @@
 // +0. Because even the first block is added to +0, no sum is -0, and terms that are zero may be left out.
 // definition: product.chain, product.product
 //
-// A tile is ROWS rows by 16 columns (by 32 where there are 32 vector registers). Its columns are the elements
-// of a vector and its rows are separate accumulators, so a sum never crosses lanes and no width changes a
-// bit.
+// A tile is ROWS rows by 16 columns (by 32 with AVX-512). Its columns are the elements of a vector and its
+// rows are separate accumulators, so a sum never crosses lanes and no width changes a bit.
 #include "kernels.h"
 
 #ifdef FALLING_TERMS  // another order, for the tests

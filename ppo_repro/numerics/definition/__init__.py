@@ -1,8 +1,9 @@
 """The rules of the numerics, written out slowly in NumPy: one function a rule. The kernels in C compute the same bits.
 
-It shares no line with the kernels. Tests compare the two bit for bit, and kernels for other hardware can be compared in
-the same way. Arrays are float32 unless a docstring says otherwise. T: positions of one sequence, H: width of the hidden
-states, [.., C]: any leading shape. After "Kernel:" a docstring names the C functions that compute the same bits.
+It shares no line with the kernels but for `families.py`, which takes the description of a model and the rotary
+frequencies from `numerics`. Tests compare the two bit for bit. Kernels for other hardware can be compared likewise.
+Arrays are float32 unless a docstring says otherwise. T: positions of one sequence, H: width of the hidden states, [..,
+C]: any leading shape. After "Kernel:" a docstring names the C functions that compute the same bits.
 
 Read `product.py` first, then `gradients.py`, then follow a token through `network.py`.
 

@@ -67,7 +67,8 @@ class PackedMatrix:
         n, k = (weights[0].shape[1], rows) if transposed else (rows, weights[0].shape[1])
         self.shape = weights[0].shape
         self.struct = ffi.new("Matrix *", dict(n=n, k=k, transposed=transposed, grad=-1, bias_grad=-1))
-        self._form, self._bias_form = form, bias_form
+        self.form = form
+        self._bias_form = bias_form
         self._state: tuple[int, ...] = ()
         self._panels: Tensor | None = None
         self._rounded: tuple[Tensor, ...] = ()
@@ -84,23 +85,24 @@ class PackedMatrix:
 
     def prepare(self) -> Struct:
         """Return the struct, with panels of the weights as they are now."""
-        matrix, device = self.struct, self.weights[0].device
+        matrix = self.struct
+        device = self.weights[0].device
         if state_of((*self.weights, *self.biases)) == self._state:
             return matrix
         self.fuse()
-        self._state, kernels = state_of((*self.weights, *self.biases)), kernels_of(device)
+        self._state = state_of((*self.weights, *self.biases))
+        kernels = kernels_of(device)
         if self._panels is None:
             self._panels = torch.empty(kernels.panel_floats(matrix.n, matrix.k), device=device)
-        matrix.w, matrix.bias = (
-            pointer(self.weights[0], device),
-            pointer(self.biases[0] if self.biases else None, device),
-        )
-        if self._form != "float32":
-            self._rounded = (torch.cat([round_rows(w, self._form) for w in self.weights]),)
+        matrix.w = pointer(self.weights[0], device)
+        matrix.bias = pointer(self.biases[0] if self.biases else None, device)
+        if self.form != "float32":
+            self._rounded = (torch.cat([round_rows(w, self.form) for w in self.weights]),)
             matrix.w = pointer(self._rounded[0], device)
         if self.biases and self._bias_form != "float32":
             biases = torch.cat([round_rows(b, self._bias_form, scaled=False) for b in self.biases])
-            self._rounded, matrix.bias = (*self._rounded, biases), pointer(biases, device)
+            self._rounded = (*self._rounded, biases)
+            matrix.bias = pointer(biases, device)
         matrix.panels = pointer(self._panels, device)
         kernels.pack(matrix)
         return matrix
@@ -119,11 +121,17 @@ def matrix_of(layers: Sequence[Any], form: str, bias_form: str) -> PackedMatrix:
 
 
 def packed(module: nn.Module, form: str = "float32") -> PackedMatrix:
-    """Return the packed weights of an nn.Linear that stands alone: a head, or a layer of a control network."""
+    """Return the packed weights of an nn.Linear that stands alone: a head, or a layer of a control network.
+
+    They are kept for the next call, until the module gets another weight or the call names another `form`.
+    """
     found: PackedMatrix | None = ATTACHED.matrices.get(module)
-    known = None if found is None else found.weights[0]
-    if found is None or known is not module.weight or found.shape != module.weight.shape:
-        found = ATTACHED.matrices[module] = matrix_of((module,), form, form)
+    if found is not None:
+        same_weight = found.weights[0] is module.weight and found.shape == module.weight.shape
+        if same_weight and found.form == form:
+            return found
+    found = matrix_of((module,), form, form)
+    ATTACHED.matrices[module] = found
     return found
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from experiments.accuracy.distances import deterministic_scores
 from ppo_repro.models.networks import make_policy, rounded_view
 from ppo_repro.numerics.definition.rounding import rounded as rounded_by_definition
+from ppo_repro.numerics.linear import packed, product
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.precision import FORMATS, NARROW, Precision, round_rows
 from ppo_repro.runs.accuracy import Text, policy_scores, reference_scores, stock_scores
@@ -89,6 +90,17 @@ TEXT = Text(PROMPTS, RESPONSES)
 
 def rms(x: Tensor) -> float:
     return float(x.double().square().mean().sqrt())
+
+
+def test_a_layer_is_packed_again_for_another_format() -> None:
+    layer, x = torch.nn.Linear(37, 5, bias=False), torch.ones(3, 37)
+    plain = product(x, packed(layer))
+    coarse = product(x, packed(layer, "int8"))
+    assert unequal(coarse, product(x, packed(layer))) > 0
+    with torch.no_grad():
+        layer.weight.copy_(round_rows(layer.weight.detach(), "int8"))
+    assert unequal(coarse, product(x, packed(layer))) == 0
+    assert unequal(coarse, plain) > 0
 
 
 @pytest.mark.parametrize("architecture", EVERY_FAMILY)

@@ -15,7 +15,8 @@ fail() { echo "error: $*" >&2; exit 2; }
 minor() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || echo "not there"; }
 # kernels are built again also where their libraries were removed
 state() {
-    { cat pyproject.toml constraints.txt hatch_build.py ppo_repro/numerics/build.py ppo_repro/numerics/c/*.[ch]
+    { cat pyproject.toml constraints.txt hatch_build.py ppo_repro/numerics/build*.py ppo_repro/numerics/c/*.[ch] \
+          ppo_repro/numerics/c/gpu/*.[ch]
       ls ppo_repro/numerics/c; } | cksum
 }
 torch_version() { "$py" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null || :; }

@@ -638,6 +638,7 @@ def quick_cases() -> Iterator[tuple[str, Case]]:
     yield "model with experts", model((135, 4, 17), windows=(0, 0), experts=3, recompute=True)
     other: dict[str, Any] = dict(norm="NORM_LAYER", activation="ACT_GELU_TANH", rotary=False, parallel=True)
     yield "model of another kind", model((135, 3), **other)
+    yield "model of a third kind", model((40, 3), norm="NORM_RMS_OFFSET", activation="ACT_GELU")
     yield "model over a cache", model(LENGTHS, chunks=(7, 130, 1), windows=(0, 40))
     yield "statistics", statistics(5, 1003)
     yield "statistics at temperature 1", statistics(3, 300, temperature=1.0)
@@ -688,8 +689,8 @@ def all_cases() -> Iterator[tuple[str, Case]]:
     for window in (1, 16, 128, 129, 200):
         yield f"window {window}", model((400, 130), windows=(window,))
         yield f"window {window} over a cache", model((400, 130), windows=(window,), chunks=(150, 1))
-    for activation in ("ACT_SILU", "ACT_GELU", "ACT_GELU_TANH"):
-        for norm in ("NORM_RMS", "NORM_RMS_OFFSET", "NORM_LAYER"):
+    for activation in ffi.typeof("ActivationKind").relements:
+        for norm in ffi.typeof("NormKind").relements:
             more: dict[str, Any] = dict(activation=activation, norm=norm, qk_norm="QK_NORM_WHOLE")
             yield f"{activation} {norm}", model((40, 3), transposed=norm == "NORM_LAYER", **more)
     for form in ("FORMAT_BFLOAT16", "FORMAT_FLOAT16", "FORMAT_FLOAT8_E4M3", "FORMAT_FLOAT8_E5M2", "FORMAT_INT8"):

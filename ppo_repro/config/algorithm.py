@@ -29,7 +29,7 @@ from ppo_repro.config.section import (
 )
 
 # w = pi_old / pi_rollout below: of a token, of its whole response (the product over its tokens), or the geometric mean
-# of its response's. Everything that follows is a constant in the loss: no gradient flows through w.
+# of its response's.
 RatioLevel = Literal["token", "sequence", "geometric"]
 DivergenceLevel = Literal["token", "sum", "mean", "max"]
 KLEstimator = Literal["k1", "k2", "k3", "exact"]
@@ -166,7 +166,10 @@ Objective = Annotated[
 
 
 class ImportanceWeights(Section):
-    """Importance weights: each token's surrogate loss is multiplied by w = pi_old / pi_rollout."""
+    """Importance weights: each token's surrogate loss is multiplied by w = pi_old / pi_rollout.
+
+    w and what is computed from it are constants in the loss: no gradient flows through them.
+    """
 
     kind: Literal["truncated", "masked"] = Field(description="Clip w to [floor, cap], or set w outside to 0.")
     level: RatioLevel = Field(

@@ -54,7 +54,11 @@ REMEDIES: dict[str, tuple[tuple[str, ...], list[float]]] = {
         [-4.5, -3, 1 / 8, 1 / 2],
     ),
     "MIS by response": (
-        (CLIP, WEIGHTS + "{kind: masked, level: sequence, floor: 0.3, cap: 5}"),
+        (CLIP, WEIGHTS + "{kind: masked, level: sequence, floor: 0.5, cap: 2}"),
+        [0, 0, 0, 0],
+    ),
+    "MIS by response, only small w": (
+        (CLIP, WEIGHTS + "{kind: masked, level: sequence, floor: 0.5, cap: 5}"),
         [-6, -4, 0, 0],
     ),
     "IcePop": (

@@ -77,15 +77,15 @@ typedef struct {
   int to;
 } Keys;
 
-// Scores into p, in place: s[j] = exp(scale s[j] - top) for the keys j that the query sees, 0 for the others
+// Scores into p, in place: p = exp(scale score - top) for the keys j that the query sees, 0 for the others
 // with scores. Returns top; total is the sum.
-static float exponentials(float *s, Keys keys, float scale, float *total) {
-  for (int j = keys.from; j < keys.to; j++) s[j] = s[j] * scale;
-  float top = largest(s + keys.from, keys.to - keys.from);
-  for (int j = keys.begin; j < keys.from; j++) s[j] = 0.0f;
-  for (int j = keys.from; j < keys.to; j++) s[j] = exp32(s[j] - top);
-  for (int j = keys.to; j < keys.end; j++) s[j] = 0.0f;
-  *total = (float)sum_row(s + keys.begin, keys.to - keys.begin);
+static float exponentials(float *score_to_p, Keys keys, float scale, float *total) {
+  for (int j = keys.from; j < keys.to; j++) score_to_p[j] = score_to_p[j] * scale;
+  float top = largest(score_to_p + keys.from, keys.to - keys.from);
+  for (int j = keys.begin; j < keys.from; j++) score_to_p[j] = 0.0f;
+  for (int j = keys.from; j < keys.to; j++) score_to_p[j] = exp32(score_to_p[j] - top);
+  for (int j = keys.to; j < keys.end; j++) score_to_p[j] = 0.0f;
+  *total = (float)sum_row(score_to_p + keys.begin, keys.to - keys.begin);
   return top;
 }
 
@@ -157,16 +157,17 @@ static void values_as_panels(const float *rows, int positions, int head_dim, flo
     for (int d = 0; d < head_dim; d++) panels[key_at(j, head_dim) + d * COLS] = rows[(long)j * head_dim + d];
 }
 
-// One query: its scores s become p, and dp = d . value becomes ds; both 0 for the keys that it does not see
-static void softmax_backward(float *s, float *dp, Keys keys, float scale, float top, float total,
-                             float delta) {
+// One query, in place: its scores become p, and dp = d . value becomes ds; both 0 for the keys that it does
+// not see
+static void softmax_backward(float *score_to_p, float *dp_to_ds, Keys keys, float scale, float top,
+                             float total, float delta) {
   float inverse = 1.0f / total;
-  for (int j = keys.begin; j < keys.from; j++) s[j] = dp[j] = 0.0f;
+  for (int j = keys.begin; j < keys.from; j++) score_to_p[j] = dp_to_ds[j] = 0.0f;
   for (int j = keys.from; j < keys.to; j++) {
-    s[j] = exp32(s[j] * scale - top) * inverse;
-    dp[j] = s[j] * (dp[j] - delta);
+    score_to_p[j] = exp32(score_to_p[j] * scale - top) * inverse;
+    dp_to_ds[j] = score_to_p[j] * (dp_to_ds[j] - delta);
   }
-  for (int j = keys.to; j < keys.end; j++) s[j] = dp[j] = 0.0f;
+  for (int j = keys.to; j < keys.end; j++) score_to_p[j] = dp_to_ds[j] = 0.0f;
 }
 
 // out[j][d] += sum over the queries of one block, from query0 to query1 - 1, of x[query][j] w[query][d], for
@@ -208,14 +209,15 @@ typedef struct {
 } KeyHead;
 
 // The block of queries [query0, query1) of one head: dq, and their part of dk and dv
-static void attend_backward_block(const Heads *h, const KeyHead *k, int head, int query0, int query1) {
+static void attend_backward_block(const Heads *h, const KeyHead *key_head, int head, int query0, int query1) {
   const Model *m = h->m;
   int head_dim = m->head_dim;
   int strips = strips_of(query1 - query0);
   int begin = first_seen(h, query0) / BLOCK * BLOCK;
   long ld = round16(query1);
   long width = q_width(m);
-  long at = k->first * width + head * head_dim;  // of query 0 of this head; the next query is `width` further
+  // of query 0 of this head; the next query is `width` further
+  long at = key_head->first * width + head * head_dim;
   const float *q = h->q + at;
   const float *mixed = h->mixed + at;
   const float *d_mixed = h->d_mixed + at;
@@ -223,25 +225,27 @@ static void attend_backward_block(const Heads *h, const KeyHead *k, int head, in
   for (int i = 0; i < strips; i++) {
     int t0 = query0 + strip_row(query1 - query0, i, strips);
     int t1 = query0 + strip_row(query1 - query0, i + 1, strips);
-    float *p = k->p + (t0 - query0) * ld;
-    float *ds = k->ds + (t0 - query0) * ld;
-    multiply_keys(q + t0 * width, width, t1 - t0, k->key_panels, head_dim, begin, t1, p, ld);
-    multiply_keys(d_mixed + t0 * width, width, t1 - t0, k->value_panels, head_dim, begin, t1, ds, ld);
+    float *p = key_head->p + (t0 - query0) * ld;
+    float *ds = key_head->ds + (t0 - query0) * ld;
+    multiply_keys(q + t0 * width, width, t1 - t0, key_head->key_panels, head_dim, begin, t1, p, ld);
+    multiply_keys(d_mixed + t0 * width, width, t1 - t0, key_head->value_panels, head_dim, begin, t1, ds, ld);
     for (int t = t0; t < t1; t++) {
-      long row = (long)(k->first + t) * m->heads + head;
+      long row = (long)(key_head->first + t) * m->heads + head;
       float delta = (float)dot_rows(mixed + t * width, d_mixed + t * width, head_dim);
       Keys keys = {.begin = begin, .end = (int)ld, .from = first_seen(h, t), .to = t + 1};
       softmax_backward(p + (t - t0) * ld, ds + (t - t0) * ld, keys, h->scale, h->top[row], h->total[row],
                        delta);
     }
-    multiply_values(ds, ld, t1 - t0, k->key_rows, head_dim, begin, t1, dq + t0 * width, width);
+    multiply_values(ds, ld, t1 - t0, key_head->key_rows, head_dim, begin, t1, dq + t0 * width, width);
     for (int t = t0; t < t1; t++)
       for (int d = 0; d < head_dim; d++) dq[t * width + d] = dq[t * width + d] * h->scale;
   }
   const float *q_block = q + query0 * width;
   const float *d_block = d_mixed + query0 * width;
-  add_queries_to_keys(k->p, ld, query0, query1, begin, d_block, width, head_dim, k->dv, k->row);
-  add_queries_to_keys(k->ds, ld, query0, query1, begin, q_block, width, head_dim, k->dk, k->row);
+  add_queries_to_keys(key_head->p, ld, query0, query1, begin, d_block, width, head_dim, key_head->dv,
+                      key_head->row);
+  add_queries_to_keys(key_head->ds, ld, query0, query1, begin, q_block, width, head_dim, key_head->dk,
+                      key_head->row);
 }
 
 // One sequence and one key head: the heads of the group in order, and their queries block by block
@@ -259,7 +263,7 @@ static void attend_backward_task(void *argument, int index) {
   float *key_rows = scratch((size_t)(2 * padded * head_dim + 2 * BLOCK * padded));
   float *value_panels = key_rows + padded * head_dim;
   float *p = value_panels + padded * head_dim;
-  KeyHead k = {
+  KeyHead key_head = {
       .first = first,
       .key_panels = h->keys + head_at(h, kv, s),
       .key_rows = key_rows,
@@ -270,17 +274,17 @@ static void attend_backward_task(void *argument, int index) {
       .p = p,
       .ds = p + BLOCK * padded,
   };
-  keys_as_rows(k.key_panels, positions, head_dim, key_rows);
+  keys_as_rows(key_head.key_panels, positions, head_dim, key_rows);
   values_as_panels(h->values + head_at(h, kv, s), positions, head_dim, value_panels);
   for (int t = 0; t < positions; t++) {
-    zero_floats(k.dk + t * row, head_dim);
-    zero_floats(k.dv + t * row, head_dim);
+    zero_floats(key_head.dk + t * row, head_dim);
+    zero_floats(key_head.dv + t * row, head_dim);
   }
   for (int head = kv * group; head < (kv + 1) * group; head++)
     for (int query0 = 0; query0 < positions; query0 += BLOCK)
-      attend_backward_block(h, &k, head, query0, least(positions, query0 + BLOCK));
+      attend_backward_block(h, &key_head, head, query0, least(positions, query0 + BLOCK));
   for (int t = 0; t < positions; t++)
-    for (int d = 0; d < head_dim; d++) k.dk[t * row + d] = k.dk[t * row + d] * h->scale;
+    for (int d = 0; d < head_dim; d++) key_head.dk[t * row + d] = key_head.dk[t * row + d] * h->scale;
 }
 
 // dq, and dk and dv in d_raw; every sequence is whole, from position 0. definition: attention.attend_backward

@@ -70,6 +70,7 @@ INLINE void tile(const Tile *a, const float *restrict w, float *restrict y, long
   CASE(5, x_step, w_step, panels)          \
   CASE(6, x_step, w_step, panels)
 #if defined(__AVX512F__)
+_Static_assert(ROWS <= 12, "a number of rows without a case computes nothing");
 #define CASES_TO_12(x_step, w_step, panels) \
   CASE(7, x_step, w_step, panels)           \
   CASE(8, x_step, w_step, panels)           \
@@ -78,6 +79,7 @@ INLINE void tile(const Tile *a, const float *restrict w, float *restrict y, long
   CASE(11, x_step, w_step, panels)          \
   CASE(12, x_step, w_step, panels)
 #else
+_Static_assert(ROWS <= 6, "a number of rows without a case computes nothing");
 #define CASES_TO_12(x_step, w_step, panels)
 #endif
 

@@ -332,14 +332,18 @@ class Network:
     def over_batch(self, batch: Ragged, rows: Ints, seen: bool = False) -> tuple[Tensor, Ints | None]:
         """Return hidden states [n, H] at some rows of whole sequences, differentiable, and the routes of all rows.
 
-        The backward pass adds to the GradientSums of the parameters; PromiseBroken from there if the order of
-        sequences is not that of their slots.
+        rows: rising, each once; ValueError otherwise, because a repeated row would lose gradients. The backward pass
+        adds to the GradientSums of the parameters; PromiseBroken from there if the order of sequences is not that of
+        their slots.
         """
         self.check(batch)
+        if (np.diff(np.asarray(rows)) <= 0).any():
+            raise ValueError("rows must rise, each once")
         self.prepare()
         routes = self._seen(batch, seen)
         trained = [p for p in self.parameters.values() if p.requires_grad]
         if trained and torch.is_grad_enabled():
+            # trained[0] only makes autograd call backward; all gradients go to GradientSums
             return _Hidden.apply(trained[0], self, batch, rows, routes), routes
         cache, base = self._own_cache(batch)
         return self._pass(self._call(batch, cache, base, routes))[index(rows, self.device)], routes

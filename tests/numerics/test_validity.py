@@ -149,6 +149,12 @@ def test_routes_that_are_none_of_the_models_are_refused(wrong: str) -> None:
         of.over_batch(ragged([[1, 2, 3]], routes=given), ints([0, 1, 2]))
 
 
+@pytest.mark.parametrize("rows", [[0, 2, 2], [1, 0]])
+def test_rows_that_do_not_rise_are_refused(rows: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"^rows must rise, each once$"):
+        network("qwen3").over_batch(ragged([[1, 2, 3]]), ints(rows))
+
+
 @pytest.mark.parametrize(
     ("past", "message"),
     [(-1, "positions: must be at least 0"), (CONTEXT, f"{CONTEXT + 1} tokens: numerics.max_context is {CONTEXT}")],

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ppo_repro.base.clock import moment
+from ppo_repro.base.errors import UserError
 from ppo_repro.buffers import Episode, Evaluation, Iteration
 from ppo_repro.config.algorithm import AdaptiveClipObjective, NoValue, PenaltyObjective
 from ppo_repro.config.layout import RecordLevel
@@ -33,6 +34,7 @@ from ppo_repro.stages.coefficients import learning_rates
 from ppo_repro.tasks.tokenizer import decode
 
 Columns = dict[str, Any]
+_MOST_IN_LISTS = 2**31 - 1  # elements of an Arrow column of lists
 _ROWS_AT_ONCE = 1024  # of kept tokens, which are whole vocabularies while they are unpacked
 SPANS = ("char_start", "char_end", "byte_start", "byte_end", "word_id", "sub_idx")
 
@@ -189,9 +191,19 @@ def _kept(bits: np.ndarray) -> pa.Array | None:
     for start in range(0, len(bits), _ROWS_AT_ONCE):
         kept = np.unpackbits(bits[start : start + _ROWS_AT_ONCE], axis=1)
         ids.append(np.nonzero(kept)[1].astype(np.int32))
-        counts.append(kept.sum(1, dtype=np.int32))
-    offsets = np.cumsum(np.concatenate([np.zeros(1, np.int32), *counts]), dtype=np.int32)
-    return pa.ListArray.from_arrays(offsets, np.concatenate(ids))
+        counts.append(kept.sum(1))
+    return pa.ListArray.from_arrays(offsets_of(np.concatenate(counts)), np.concatenate(ids))
+
+
+def offsets_of(counts: np.ndarray) -> np.ndarray:
+    """Return where each list begins and the last one ends, [N + 1] int32; UserError beyond 2^31 - 1, Arrow's limit."""
+    offsets = np.cumsum(np.concatenate([[0], counts]), dtype=np.int64)
+    if offsets[-1] > _MOST_IN_LISTS:
+        raise UserError(
+            f"kept_tokens: an iteration has {offsets[-1]} kept tokens, a column holds at most {_MOST_IN_LISTS}; record "
+            "at records.level = lean, or lower rollout.top_k or rollout.top_p"
+        )
+    return offsets.astype(np.int32)
 
 
 def _lists(rows: Tensor) -> list[np.ndarray] | None:

@@ -11,6 +11,7 @@ import pytest
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import arrow, manifest, reader, writer
+from ppo_repro.records.columns import offsets_of
 from ppo_repro.records.writer import RunWriter
 from tests.support import synthetic_run
 from tests.support.synthetic_run import one_column
@@ -48,6 +49,12 @@ BAD_COLUMNS: list[tuple[str, bool, Any]] = [
 def test_nothing_is_cast_in_silence(kind: str, nullable: bool, values: Any) -> None:
     with pytest.raises(ValueError, match=r"^table t, column c: "):
         arrow.to_arrow(one_column(kind, nullable), {"c": values})
+
+
+def test_lists_that_a_column_cannot_hold_are_refused() -> None:
+    assert offsets_of(np.array([2**30, 2**30 - 1])).tolist() == [0, 2**30, 2**31 - 1]
+    with pytest.raises(UserError, match=r"2147483648 kept tokens.*records\.level = lean"):
+        offsets_of(np.array([2**30, 2**30]))
 
 
 def test_columns_and_iterations_are_chosen(run: Path) -> None:

@@ -119,7 +119,7 @@ class RunNumericsConfig(NumericsConfig):
     """How numbers are computed, and whether a run measures how accurate they are."""
 
     accuracy_sequences: Index = Field(
-        4, description="At its start an exact run compares log-probs of so many sequences with float64; 0 for none."
+        4, description="Sequences whose log-probs a deterministic run compares with float64 at its start; 0 for none."
     )
     cross_check: Index = Field(
         64, description="On a card: response tokens of each iteration whose log-probs the CPU computes too; 0 for none."
@@ -272,7 +272,10 @@ def _value(config: RunConfig) -> Iterator[str]:
     value, model, group = config.value, config.reward.model, config.advantages.kind == "group"
     unused = "acts on per-token rewards, which advantages.kind = group does not use"
     if config.advantages.kind != "function" and group != (value.kind == "none"):
-        yield "advantages.kind = gae needs a value model, and group has no use for one: value.kind = none"
+        if group:
+            yield "advantages.kind = group has no use for a value model; take value.kind = none"
+        else:
+            yield "advantages.kind = gae needs a value model; take value.kind = separate or head"
     if value.kind == "head" and config.lora is not None:
         yield "value.kind = head needs the whole trunk to be trained; remove lora or take kind separate"
     if isinstance(value, SeparateValue) and value.init == "reward_model" and model is None:

@@ -139,6 +139,13 @@ def test_a_missing_kind_is_named_with_the_kinds_and_what_is_wrong_beside_it(mode
     assert mistakes(f"model={model}") == said
 
 
+def test_advantages_say_whether_they_need_a_value_model() -> None:
+    needs = "advantages.kind = gae needs a value model; take value.kind = separate or head"
+    assert mistakes("value={kind: none}") == [needs]
+    has_no_use = "advantages.kind = group has no use for a value model; take value.kind = none"
+    assert mistakes("advantages={kind: group}", "kl={placement: none}") == [has_no_use]
+
+
 def test_every_mistake_and_every_contradiction_has_a_line() -> None:
     lines = mistakes("ppo.epochs=0", "advantages.gamma=2", "seed=-1")
     assert [line.partition(" = ")[0] for line in lines] == ["seed", "advantages.gamma", "ppo.epochs"]

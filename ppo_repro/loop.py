@@ -165,7 +165,8 @@ def update(
             clock.lap("update")
             digests = state.digests()
             clock.lap("digests")
-            yield MinibatchUpdate(epoch, number, minibatch.tokens, minibatch.weights, of_policy, of_value, *digests)
+            of_tokens = minibatch.tokens, minibatch.loss_weights
+            yield MinibatchUpdate(epoch, number, *of_tokens, of_policy, of_value, *digests)
 
 
 def policy_step(
@@ -315,7 +316,7 @@ def optimizer_step(
     def backward() -> None:
         for m in minibatch.micro_batches:
             loss, of_tokens = losses_of(m)
-            torch.autograd.backward(loss, minibatch.loss_weights[m.tokens])
+            torch.autograd.backward(loss, minibatch.loss_weights_of_all[m.tokens])
             columns.append(detached(of_tokens))
 
     grad_norm = optimizer.step(backward, ranks)

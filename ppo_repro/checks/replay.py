@@ -360,7 +360,7 @@ def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Itera
         if policy is not None and config.ppo.early_stop_kl is not None:
             stopped = policy.approx_kl > config.ppo.early_stop_kl
         digests = step["policy_digest"], step["value_digest"]
-        yield buffers.MinibatchUpdate(epoch, number, minibatch.tokens, minibatch.weights, policy, value, *digests)
+        yield buffers.MinibatchUpdate(epoch, number, minibatch.tokens, minibatch.loss_weights, policy, value, *digests)
 
 
 def _policy(
@@ -370,8 +370,9 @@ def _policy(
     logprobs, entropies = (records.tensor_or_none("updates", n, rows) for n in ("new_logprobs", "new_entropies"))
     if logprobs is None or entropies is None:
         return None
-    kl_terms = kl_terms_of(config, batch, tokens, logprobs, None)
-    if _has_exact_kl(config):
+    if not _has_exact_kl(config):
+        kl_terms = kl_terms_of(config, batch, tokens, logprobs, None)
+    else:
         kl_terms = records.tensor_or_none("updates", "kl_terms", rows)
         if kl_terms is None:  # then no loss is compared
             kl_terms = torch.zeros_like(logprobs)

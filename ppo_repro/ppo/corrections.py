@@ -30,10 +30,18 @@ class Correction(IntEnum):
     REJECTED = 5  # the token or its response is rejected, the weight is 0
 
 
+REMOVING = (Correction.MASKED_HIGH, Correction.MASKED_LOW, Correction.REJECTED)
+
+
 def correction_names(corrections: Tensor) -> list[str]:
     """Return the names of corrections as they are recorded, such as `masked_low`; corrections [n] uint8."""
     names = [correction.name.lower() for correction in Correction]
     return [names[correction] for correction in corrections.tolist()]
+
+
+def removes_loss(corrections: Tensor) -> Tensor:
+    """Tell where the weight is 0, so that the token has no loss. Bool, in the shape of the corrections."""
+    return torch.isin(corrections, torch.tensor(REMOVING, dtype=torch.uint8))
 
 
 def importance_ratios(old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Tensor, level: str) -> Tensor:

@@ -1,6 +1,7 @@
-"""What exact numerics promise of every iteration: sampler and trainer agree on every bit, and the trainer with itself.
+"""What deterministic numerics promise of every iteration: sampler and trainer have the same bits.
 
-An iteration in which they do not is not recorded: the promise is kept, or the run ends.
+The trainer also agrees with itself. An iteration in which one of both fails is not recorded: the promise is kept, or
+the run ends.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Unequal:
 
 
 class UnequalBits(PromiseBroken):
-    """Two columns of an iteration differ that exact numerics promise to be equal."""
+    """Two columns of an iteration differ that deterministic numerics promise to be equal."""
 
     def __init__(self, message: str, found: Unequal) -> None:
         super().__init__(message)

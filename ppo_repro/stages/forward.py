@@ -100,8 +100,8 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
 
 
 def _charges_reverse(config: RunConfig) -> bool:
-    kl = config.kl
-    return isinstance(kl, KLInReward) and kl.estimator == "exact" and kl.direction == "reference_policy"
+    charged = config.kl
+    return isinstance(charged, KLInReward) and charged.estimator == "exact" and charged.direction == "reference_policy"
 
 
 def values_in_reward_units(state: TrainState, hidden: Tensor, m: MicroBatch) -> Tensor:
@@ -117,7 +117,8 @@ def values_in_reward_units(state: TrainState, hidden: Tensor, m: MicroBatch) -> 
 def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig) -> Scores:
     """Score the tokens of a micro-batch by policy and reference, and by a value head on the policy's trunk."""
     trunk = trunk_of(state.policy)
-    hidden, seen = seen_states(trunk, m.batch, True, config.records.level == "deep" and bool(routers(trunk)))
+    with_routes = config.records.level == "deep" and bool(routers(trunk))
+    hidden, seen = seen_states(trunk, m.batch, replay=True, seen=with_routes)
     routes = torch.empty(len(m.tokens), 0, dtype=torch.int32)
     if seen is not None:
         routes = torch.from_numpy(seen[m.batch.predictors])
@@ -204,7 +205,8 @@ def kl_terms_of(
         divergence = batch.estimator.estimate(new_logprobs, ref_logprobs)
     elif isinstance(config.kl.estimator, str) and config.kl.estimator != "exact":
         divergence = kl.loss(config.kl.estimator, new_logprobs, ref_logprobs)
-    return None if divergence is None else divergence * batch.coefficients.kl_coef
+    assert divergence is not None, "the estimator `exact` needs the KL of the pass"
+    return divergence * batch.coefficients.kl_coef
 
 
 def in_chunks(compute: OfRows, hidden: Tensor, rows: Rows, vocab_size: int) -> tuple[Tensor, ...]:

@@ -119,7 +119,7 @@ def training_batch(
     corrected = corrections_of(config, rollout, forward)
     in_losses = rollout.in_losses
     if corrected is not None and config.ppo.rejected_tokens == "left_out":
-        accepted = corrected.changes < Correction.MASKED_HIGH
+        accepted = ~corrections.removes_loss(corrected.changes)
         in_losses = accepted if in_losses is None else accepted & in_losses
     value_clip_range = None if isinstance(value, NoValue) else value.clip_range
     if value_clip_range is not None:
@@ -227,13 +227,13 @@ class Minibatch:
     epoch: int
     number: int
     tokens: Tensor  # [M] int64 index into the [N] fields
-    loss_weights: Tensor  # [N] float32, weight of each token's loss in the step; 0 outside the minibatch
+    loss_weights_of_all: Tensor  # [N] float32, weight of each token's loss in the step; 0 outside the minibatch
     micro_batches: tuple[MicroBatch, ...]  # of this rank's sequences
 
     @property
-    def weights(self) -> Tensor:
+    def loss_weights(self) -> Tensor:
         """[M] float32, the weights of the minibatch's tokens."""
-        return self.loss_weights[self.tokens]
+        return self.loss_weights_of_all[self.tokens]
 
 
 def minibatch_of(

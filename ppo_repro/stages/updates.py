@@ -72,7 +72,7 @@ def policy_update(
         columns: [M] each.
         grad_norm: before clipping.
     """
-    tokens, weights, corrected = minibatch.tokens, minibatch.weights, batch.corrections
+    tokens, weights, corrected = minibatch.tokens, minibatch.loss_weights, batch.corrections
     flags = columns.clip_flags
     factors = None if corrected is None else corrected.weights[tokens]
 
@@ -108,7 +108,7 @@ def value_update(minibatch: Minibatch, columns: ValueColumns, grad_norm: float |
         new_values=columns.new_values,
         clipped=columns.clipped,
         losses=columns.losses,
-        loss=_total(columns.losses, minibatch.weights),
+        loss=_total(columns.losses, minibatch.loss_weights),
         clip_fraction=mean_of(columns.clipped),
         grad_norm=grad_norm,
     )

@@ -19,6 +19,7 @@ from ppo_repro.ppo.corrections import (
     masked_weights,
     normalized_weights,
     outside_ratio,
+    removes_loss,
     truncated_weights,
     vetoed,
 )
@@ -56,7 +57,9 @@ def test_weights_are_numpys(rows: Rows, level: str, bounds: tuple[float, float])
     bounded = np.clip(expected, low, high)
     np.testing.assert_allclose(truncated_weights(ratios, low, high)[0], bounded, rtol=2e-6)
     sure, inside = away_from(expected, high, low or 1e-30), (expected >= low) & (expected <= high)
-    masked = masked_weights(ratios, low, high)[0].numpy()
+    weights, changes = masked_weights(ratios, low, high)
+    assert removes_loss(changes).tolist() == (weights == 0.0).tolist()
+    masked = weights.numpy()
     np.testing.assert_allclose(masked[sure], np.where(inside, expected, 0.0)[sure], rtol=2e-6)
     assert (outside_ratio(ratios, low, high).numpy() == ~inside)[sure].all()
     normal = normalized_weights(truncated_weights(ratios, low, high)[0], tensors(rows)[2], by_response=False)

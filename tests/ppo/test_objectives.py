@@ -143,23 +143,46 @@ def test_the_penalty_pulls_the_ratio_back(log_ratio: float, advantage: float, co
     assert slope(loss, new).item() == pytest.approx(-r * a.item() + coef * (r - 1), abs=1e-5)
 
 
-def test_choices_by_hand() -> None:
-    new, advantages = tensor([-1.0, -3.0, -2.0, -2.0]), tensor([2.0, 0.0, 1.0, 1.0])
-    assert covariances(new, advantages).tolist() == [1.0, 1.0, 0.0, 0.0]
-    order = torch.tensor([3, 2, 1, 0])
-    largest = [KLCov(share, 1.0).choose(new, new, advantages, order).tolist() for share in (0.01, 0.5)]
-    assert largest == [[True, False, False, False], [True, True, False, False]], "of equals the first, at least one"
-    drawn = ClipCov(1.0, 1.0, share=0.25, lowest=0.5, highest=2.0)
-    assert drawn.choose(new, new, advantages, order).tolist() == [False, True, False, False], "the first of the order"
+# four tokens: the policy's log-probs, and advantages; covariances are 1, 1, 0, 0
+CHOOSING, GAINS = tensor([-1.0, -3.0, -2.0, -2.0]), tensor([2.0, 0.0, 1.0, 1.0])
+ORDER = torch.tensor([3, 2, 1, 0])  # in which Clip-Cov draws
+FIRST = torch.tensor([True, False, False, False])
+CLIP_COV = ClipCov(1.0, 1.0, share=0.25, lowest=0.5, highest=2.0)
+
+
+def test_covariances_by_hand() -> None:
+    assert covariances(CHOOSING, GAINS).tolist() == [1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("share", "chosen"), [(0.01, [1, 0, 0, 0]), (0.5, [1, 1, 0, 0])])
+def test_kl_cov_chooses_the_largest_of_equals_the_first_and_at_least_one(share: float, chosen: list[int]) -> None:
+    assert KLCov(share, 1.0).choose(CHOOSING, CHOOSING, GAINS, ORDER).tolist() == chosen
+
+
+def test_clip_cov_draws_the_first_of_the_order_between_its_bounds() -> None:
+    assert CLIP_COV.choose(CHOOSING, CHOOSING, GAINS, ORDER).tolist() == [0, 1, 0, 0]
+
+
+def test_clip_cov_does_not_draw_what_the_clip_removes_already() -> None:
+    """The first token's ratio is e; the second one's is 1/e, but its advantage is 0."""
     clips = ClipCov(0.5, 0.5, share=0.25, lowest=0.5, highest=2.0)
-    # the second token's ratio is 1/e, but its advantage is 0; the first one's is e, and the clip removes it already
-    assert clips.choose(new, tensor([-2.0, -2.0, -2.0, -2.0]), advantages, order.flip(0)).tolist() == [0, 1, 0, 0]
-    assert not ClipCov(1.0, 1.0, share=1.0, lowest=5.0, highest=6.0).choose(new, new, advantages, order).any()
-    chosen, ones = torch.tensor([True, False, False, False]), torch.ones(4)
-    assert drawn.surrogates(ones, advantages, new, chosen).tolist() == [0.0, 0.0, -1.0, -1.0]
-    assert flag_names(drawn.flags(ones, advantages, chosen))[:2] == ["clip_cov", "none"]
+    assert clips.choose(CHOOSING, torch.full((4,), -2.0), GAINS, ORDER.flip(0)).tolist() == [0, 1, 0, 0]
+
+
+def test_clip_cov_draws_nothing_outside_its_bounds() -> None:
+    outside = ClipCov(1.0, 1.0, share=1.0, lowest=5.0, highest=6.0)
+    assert not outside.choose(CHOOSING, CHOOSING, GAINS, ORDER).any()
+
+
+def test_clip_cov_removes_the_loss_of_what_it_drew_and_flags_it() -> None:
+    ones = torch.ones(4)
+    assert CLIP_COV.surrogates(ones, GAINS, CHOOSING, FIRST).tolist() == [0.0, 0.0, -1.0, -1.0]
+    assert flag_names(CLIP_COV.flags(ones, GAINS, FIRST))[:2] == ["clip_cov", "none"]
+
+
+def test_kl_cov_adds_a_penalty_to_what_it_chose_and_flags_it() -> None:
     log_ratios = tensor([0.5, -0.25, 0.0, 3.0]).requires_grad_()
     penalties = KLCov(0.5, 2.0).penalties(log_ratios, torch.tensor([True, True, True, False]))
     assert penalties.tolist() == [1.0, 0.5, 0.0, 0.0]
     assert slope(penalties, log_ratios).tolist() == [2.0, -2.0, 0.0, 0.0]
-    assert flag_names(KLCov(0.5, 2.0).flags(ones, advantages, chosen))[:2] == ["kl_cov", "none"]
+    assert flag_names(KLCov(0.5, 2.0).flags(torch.ones(4), GAINS, FIRST))[:2] == ["kl_cov", "none"]

@@ -70,8 +70,8 @@ class Rollout:
     policy_versions: tuple[tuple[int, ...], ...] | None = None  # [B] ragged, of each token; None without a lag
     sampled_ids: tuple[tuple[int, ...], ...] | None = None  # [B] ragged; None where these are response_ids
     is_as_sampled: tuple[tuple[bool, ...], ...] | None = None  # [B] ragged, of each token; None likewise
-    routes: tuple[Tensor, ...] | None = None  # [B] int32 [inputs, M k], see `token_routes`; None unless
-    # `records.level` is `deep` or `ppo.replay_routes` is true
+    # None unless `records.level` is `deep` or `ppo.replay_routes` is true
+    routes: tuple[Tensor, ...] | None = None  # [B] int32 [inputs, M k], see `token_routes`
     in_losses: Tensor | None = None  # [N] bool, the tokens that have a loss; None: all
 
     def whole(self, sequence: int) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ class PromiseBroken(Exception):
 
 
 class NumericsError(UserError):
-    """A number is not finite, or outside the range in which the exact numerics are exact: settings led there."""
+    """A number is not finite: settings led there."""
 
 
 class Terminated(KeyboardInterrupt):

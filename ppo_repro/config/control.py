@@ -66,7 +66,7 @@ class ControlEvaluationConfig(Section):
 
 
 class ControlLayoutConfig(Section):
-    """How the work is cut up. In exact numerics nothing here can change a result."""
+    """How the work is cut up. In deterministic numerics nothing here can change a result."""
 
     update_micro_batch: Index = Field(0, description="Steps per backward pass; 0 takes the minibatch.")
     threads: Threads = Field(1, description="CPU threads.")

@@ -127,7 +127,7 @@ def load() -> Kernels:
 
 
 def set_threads(count: int) -> None:
-    """Sets the number of threads the kernels use, which changes no result; UserError if the system gives no more."""
+    """Set the number of threads the kernels use, which changes no result; UserError if the system gives no more."""
     global thread_count
     check_denormals()  # new threads do as this one
     if load().set_threads(count) != 0:

@@ -38,7 +38,11 @@ def fuse(tensors: Sequence[Tensor]) -> None:
 
 
 def state_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return numbers that change when one of the tensors is changed in place or gets other memory."""
+    """Return numbers that change when one of the tensors is changed in place or gets other memory.
+
+    Not seen: writes through `.data`, NumPy or another library; `library/gradients.py` therefore packs anew in each
+    pass, and code of this package calls `increment_version`.
+    """
     return tuple(number for t in tensors for number in (t.data_ptr(), t._version))
 
 

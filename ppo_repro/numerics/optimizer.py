@@ -255,8 +255,9 @@ class Optimizer:
     def step(self, backward: Callable[[], None], ranks: Ranks = ALONE) -> float:
         """Run `backward` over a minibatch and apply one step; returns the gradient norm before clipping.
 
-        `backward` must be a pure function of the weights. With several ranks it covers the sequences of this rank, and
-        every rank takes the same step. NumericsError names a gradient that is not finite.
+        `backward` is called once; it must not change the weights, and calls autograd's backward for each micro-batch in
+        the order of the sequences. With several ranks it covers the sequences of this rank, and every rank takes the
+        same step. NumericsError names a gradient that is not finite.
         """
         self.sums.begin()
         backward()

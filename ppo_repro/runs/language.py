@@ -90,12 +90,12 @@ class LanguageExecution(Execution[Iteration]):
 
         has_text = torch.zeros(state.policy.config.vocab_size, dtype=torch.bool)
         has_text[[i for i in task.tokenizer.get_vocab().values() if i < len(has_text)]] = True
-        kinds = [_cut, lambda rollout: _without_text(rollout, has_text)]  # what is said once each
+        warnings_left = [_cut, lambda rollout: _without_text(rollout, has_text)]  # what is said once each
         for item in ppo_iterations(config, task, state, engine, self.ranks, receive):
-            for kind in kinds[:]:
-                if warning := kind(item.rollout):
+            for warning_of in warnings_left[:]:
+                if warning := warning_of(item.rollout):
                     self.watcher.warning(f"iteration {item.index}: {warning}")
-                    kinds.remove(kind)
+                    warnings_left.remove(warning_of)
             yield item
 
     def preparation_tables(self) -> Tables:
@@ -161,11 +161,11 @@ class LanguageExecution(Execution[Iteration]):
         state = self.prepared.state
         name = f"{CHECKPOINTS_NAME}/iteration-{state.iteration:06d}.safetensors"
         digest = checkpoint.save(checkpoint.take(state, link, self.task), run_dir / name)
-        gc.collect()  # see quick_collections
+        gc.collect()  # see `_quick_collections`
         files = {**head.files, name: digest}
         numbered = checkpoints_of(head.model_copy(update={"files": files}))
         old = sorted(numbered)[: -self.config.checkpoints.keep]
-        return {name: of for name, of in files.items() if name not in {numbered[n] for n in old}}
+        return {path: of for path, of in files.items() if path not in {numbered[n] for n in old}}
 
     def put_policy(self, folder: Path) -> bool:
         write_model(self.prepared.state.policy, folder)

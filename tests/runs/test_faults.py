@@ -149,7 +149,7 @@ def require_the_mismatch_is_what_its_definition_says(case: Case) -> None:
     tokens, name = case.tokens, case.name
     counted = reader.read_iterations(case.folder)["unequal_old_rollout_logprobs"].sum()
     assert counted == np.count_nonzero(delta)
-    assert (counted > 0) == (name != "end tokens left out"), "an exact run without such a cause has no mismatch"
+    assert (counted > 0) == (name != "end tokens left out"), "deterministic numerics have no other mismatch"
     if name.startswith("end"):
         rows = reader.read_updates(case.folder).merge(case.sequences, on=["iteration", "sequence"])
         ends = (rows["position"] == rows["response_length"] - 1) & (rows["finish_reason"] == "stop")

@@ -2,8 +2,8 @@
 
 Matrix products are computed by kernels that are chosen by the size of the batch: for few rows the terms of a sum are
 added in another order than for many, so the last bits of a row depend on what else is computed beside it. That is why
-stock torch breaks the promises that exact numerics keep. Which sizes show it depends on the processor and the BLAS,
-on some machines hardly any do, so no control may rest on it. Here every number of rows has a kernel of its own.
+stock torch breaks the promises that deterministic numerics keep. Which sizes show it depends on the processor and the
+BLAS, on some machines hardly any do, so no control may rest on it. Here every number of rows has a kernel of its own.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def _forward_of(kind: type[nn.Module], step: float) -> Any:
 def row_dependent_linear(step: float = COARSE) -> Iterator[None]:
     """While open, `nn.Linear` and `Conv1D` give (x W^T + b)(1 + step log2(1 + n)) for n rows.
 
-    The backward pass has the same factor, so gradients depend on the micro-batches too. The layers of exact numerics
-    are other classes. An inner context replaces an outer one.
+    The backward pass has the same factor, so gradients depend on the micro-batches too. The layers of deterministic
+    numerics are other classes. An inner context replaces an outer one.
     """
     before = {kind: kind.forward for kind in STOCK}
     for kind in STOCK:

@@ -214,33 +214,40 @@ def _update(config: RunConfig) -> Iterator[str]:
 
 def _sampler(config: RunConfig) -> Iterator[str]:
     sampler, native, engine = config.mismatch.sampler, config.is_native, config.rollout.engine
-    other, own, field = engine.kind != "torch", engine.kind == "function", "mismatch.sampler"
-    built_in = "needs rollout.engine.kind = torch"
-    exact = "needs numerics.mode = deterministic"
+    is_other, is_function = engine.kind != "torch", engine.kind == "function"
     if engine.kind == "sglang" and engine.numerics == "deterministic" and native:
-        yield f"rollout.engine.numerics = deterministic {exact}; stock goes with both"
+        yield "rollout.engine.numerics = deterministic needs numerics.mode = deterministic; stock goes with both"
     if native and sampler.precision.rounds:
-        yield f"{field}.precision {exact}, whose products it rounds"
+        yield "mismatch.sampler.precision needs numerics.mode = deterministic, whose products it rounds"
     if native and sampler.stock == "float32":
-        yield f"{field}.stock = float32 {exact}; native numerics sample so anyway"
-    if other and sampler.precision.rounds:
-        yield f"{field}.precision {built_in}; another engine has its own precision (of SGLang --dtype in arguments)"
-    if other and sampler.stock is not None:
-        yield f"{field}.stock {built_in}; SGLang has engine.numerics = stock"
-    if other and sampler.token_bias is not None:
-        yield f"{field}.token_bias {built_in}, whose sampler adds the error"
+        yield ("mismatch.sampler.stock = float32 needs numerics.mode = deterministic; native numerics sample so anyway")
+    if is_other and sampler.precision.rounds:
+        yield (
+            "mismatch.sampler.precision needs rollout.engine.kind = torch; another engine has its own precision (of "
+            "SGLang --dtype in arguments)"
+        )
+    if is_other and sampler.stock is not None:
+        yield "mismatch.sampler.stock needs rollout.engine.kind = torch; SGLang has engine.numerics = stock"
+    if is_other and sampler.token_bias is not None:
+        yield "mismatch.sampler.token_bias needs rollout.engine.kind = torch, whose sampler adds the error"
     if sampler.lag > 0 and config.ppo.iterations == 1:
-        yield f"{field}.lag needs ppo.iterations of at least 2: the first one has no older weights"
-    if other and config.task.turns > 1:
-        yield f"task.max_turns greater than 1 {built_in}: other engines sample one turn"
-    if other and config.rollout.stop:
-        yield f"rollout.stop {built_in}: other engines end a response by end tokens alone"
-    if own and config.mismatch.flip == "token":
-        yield f"mismatch.flip = token {built_in}: a rerun takes the recorded tokens of another engine"
-    if own and config.mismatch.trainer.retokenize > 0:
-        yield f"mismatch.trainer.retokenize {built_in}: a rerun takes the recorded tokens of another engine"
-    if own and config.ppo.replay_routes:
-        yield f"ppo.replay_routes {built_in}: a function engine returns no routes"
+        yield "mismatch.sampler.lag needs ppo.iterations of at least 2: the first one has no older weights"
+    if is_other and config.task.turns > 1:
+        yield "task.max_turns greater than 1 needs rollout.engine.kind = torch: other engines sample one turn"
+    if is_other and config.rollout.stop:
+        yield "rollout.stop needs rollout.engine.kind = torch: other engines end a response by end tokens alone"
+    if is_function and config.mismatch.flip == "token":
+        yield (
+            "mismatch.flip = token needs rollout.engine.kind = torch: a rerun takes the recorded tokens of another "
+            "engine"
+        )
+    if is_function and config.mismatch.trainer.retokenize > 0:
+        yield (
+            "mismatch.trainer.retokenize needs rollout.engine.kind = torch: a rerun takes the recorded tokens of "
+            "another engine"
+        )
+    if is_function and config.ppo.replay_routes:
+        yield "ppo.replay_routes needs rollout.engine.kind = torch: a function engine returns no routes"
 
 
 def _trainer(config: RunConfig) -> Iterator[str]:

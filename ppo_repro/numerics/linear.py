@@ -127,12 +127,13 @@ def matrix_of(layers: Sequence[Any], form: str, bias_form: str) -> PackedMatrix:
 def packed(module: nn.Module, form: str = "float32") -> PackedMatrix:
     """Return the packed weights of an nn.Linear that stands alone: a head, or a layer of a control network.
 
-    They are kept for the next call, until the module gets another weight or the call names another `form`.
+    They are kept for the next call, until the module gets another weight or bias, or the call names another `form`.
     """
     found: PackedMatrix | None = ATTACHED.matrices.get(module)
     if found is not None:
         same_weight = found.weights[0] is module.weight and found.shape == module.weight.shape
-        if same_weight and found.form == form:
+        same_bias = next(iter(found.biases), None) is getattr(module, "bias", None)
+        if same_weight and same_bias and found.form == form:
             return found
     found = matrix_of((module,), form, form)
     ATTACHED.matrices[module] = found

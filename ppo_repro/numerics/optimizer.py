@@ -168,7 +168,8 @@ class NativeAdamW:
         if not math.isfinite(norm):
             raise NumericsError("the gradient norm is not finite; lower the learning rate")
         for group in self.adamw.param_groups:
-            group["lr"] = settings.learning_rate
+            group["lr"], group["betas"] = settings.learning_rate, (settings.beta1, settings.beta2)
+            group["eps"], group["weight_decay"] = settings.eps, settings.weight_decay
         self.adamw.step()
         self.adamw.zero_grad()
         return norm
@@ -226,7 +227,7 @@ class Optimizer:
     """One step: gradients of a minibatch, clipping of their global norm, AdamW; with an adapter on its factors.
 
     Mode `deterministic`: gradients in `slots` on this process, their norm and AdamW in one written order. Mode
-    `native`: stock torch. `settings` may be replaced between steps, but only a new learning rate has an effect.
+    `native`: stock torch. `settings` may be replaced between steps; the next step uses all of them.
     """
 
     def __init__(

@@ -90,6 +90,20 @@ def test_another_order_shows_in_the_norm() -> None:
     assert stepped(halves, [halves], SETTINGS)[1] == [global_norm(list(halves.values()))]
 
 
+def test_a_step_uses_all_of_its_settings() -> None:
+    before, after = AdamWSettings(1e-2, 0.9, 0.95, 1e-8, 0.1, 0.0), AdamWSettings(1e-2, 0.5, 0.6, 1e-1, 0.9, 0.0)
+    rng = np.random.default_rng(3)
+    start, gradients = random(rng, 4, 3), [random(rng, 4, 3) for _ in range(2)]
+
+    changed, native, unchanged = (torch.from_numpy(start.copy()).requires_grad_() for _ in range(3))
+    adams = AdamW({"w": changed}), NativeAdamW({"w": native}, before), NativeAdamW({"w": unchanged}, before)
+    for each, gradient in zip((before, after), gradients, strict=True):
+        for adam, settings in zip(adams, (each, each, before), strict=True):
+            adam.apply(settings, {"w": torch.from_numpy(gradient.copy())})
+    assert torch.allclose(changed, native, rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(changed, unchanged, rtol=1e-6, atol=1e-6)
+
+
 def test_steps_are_near_those_of_torch() -> None:
     rng = np.random.default_rng(2)
     start = random(rng, 40, 30)

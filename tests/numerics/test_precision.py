@@ -15,7 +15,7 @@ from torch import Tensor
 from experiments.accuracy.distances import deterministic_scores
 from ppo_repro.models.networks import make_policy, rounded_view
 from ppo_repro.numerics.definition.rounding import rounded as rounded_by_definition
-from ppo_repro.numerics.linear import packed, product
+from ppo_repro.numerics.linear import matrix_of, packed, product
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.precision import FORMATS, NARROW, Precision, round_rows
 from ppo_repro.runs.accuracy import Text, policy_scores, reference_scores, stock_scores
@@ -101,6 +101,13 @@ def test_a_layer_is_packed_again_for_another_format() -> None:
         layer.weight.copy_(round_rows(layer.weight.detach(), "int8"))
     assert unequal(coarse, product(x, packed(layer))) == 0
     assert unequal(coarse, plain) > 0
+
+
+def test_a_layer_is_packed_again_for_another_bias() -> None:
+    layer, x = torch.nn.Linear(37, 5), torch.ones(3, 37)
+    product(x, packed(layer))
+    layer.bias = None
+    assert unequal(product(x, packed(layer)), product(x, matrix_of((layer,), "float32", "float32"))) == 0
 
 
 @pytest.mark.parametrize("architecture", EVERY_FAMILY)

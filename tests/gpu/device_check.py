@@ -1,4 +1,4 @@
-"""`make test-gpu`: what deterministic numerics promise of a CUDA card, then how fast the card is, in at most 8 minutes.
+"""`make test-gpu`: what deterministic numerics promise of a CUDA card, then how fast the card is.
 
     python -m tests.gpu.device_check [--out FOLDER] [--seconds N] [STEP ..]
 
@@ -45,7 +45,7 @@ from ppo_repro.rollout.engine import Request, Sampling
 from ppo_repro.rollout.torch_engine import TorchEngine
 from ppo_repro.runs import run as runner
 from ppo_repro.runs.language import LanguageKind
-from ppo_repro.runs.resume import resume
+from ppo_repro.runs.resume import rerun, resume
 from ppo_repro.runs.summary import summarise
 from tests.support.models import CONFIGS, CONTEXT, MIXTURES, source_model, unequal
 
@@ -206,7 +206,7 @@ class _Stop(Silent):
 
 
 def resumed(check: Check) -> Results:
-    """Begin a run on one device, go on with it on the other, and compare with the run on one device."""
+    """Begin a run on one device; go on with it on the other, and compute its second iteration again there."""
     few = ("model.warm_start_steps=12", "rollout.prompts_per_iteration=8") if check.emulated else ()
     results: Results = {"differ": 0}
     for begun, other in (("cpu", "card"), ("card", "cpu")):
@@ -217,10 +217,12 @@ def resumed(check: Check) -> Results:
             run_dir = run_folder(config, check.folder / f"whole on {begun}")
             runner.run(LanguageKind(_Stop(run_dir, part), ALONE), config, check.folder / f"whole on {begun}")
         with check.on(other):
-            resume(LanguageKind(Silent(), ALONE), part, [f"layout.device={names[other]}"])
+            elsewhere = [f"layout.device={names[other]}"]
+            resume(LanguageKind(Silent(), ALONE), part, elsewhere)
+            difference = rerun(LanguageKind(Silent(), ALONE), run_dir, elsewhere, only=range(1, 2)).difference
         whole, again = manifest.load(run_dir).fingerprint, manifest.load(part).fingerprint
         results[f"{begun}, then {other}"] = {"whole": whole, "resumed": again}
-        results["differ"] += whole != again
+        results["differ"] += (whole != again) + (difference is not None)
     return results
 
 

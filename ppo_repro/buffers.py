@@ -196,7 +196,7 @@ class ValueUpdate:
     grad_norm: float | None  # None where the value head shares the policy's step
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MinibatchUpdate:
     """One minibatch. M tokens in it."""
 
@@ -210,7 +210,7 @@ class MinibatchUpdate:
     value_digest: str | None  # None without a value model
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Iteration:
     """Everything one iteration produced."""
 

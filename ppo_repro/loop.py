@@ -112,7 +112,17 @@ def ppo_iterations(
         state.coefficients = next_coefficients(config, coefficients, forward, advantages, updates, len(rollout.lengths))
         state.iteration += 1
         clock.lap(OTHER)
-        yield Iteration(index, evaluation, coefficients, rollout, forward, rewards, advantages, updates, clock.seconds)
+        yield Iteration(
+            index=index,
+            evaluation=evaluation,
+            coefficients=coefficients,
+            rollout=rollout,
+            forward=forward,
+            rewards=rewards,
+            advantages=advantages,
+            updates=updates,
+            seconds=clock.seconds,
+        )
 
 
 def update(
@@ -163,10 +173,18 @@ def update(
             if of_policy is None and of_value is None:
                 return
             clock.lap("update")
-            digests = state.digests()
+            policy_digest, value_digest = state.digests()
             clock.lap("digests")
-            of_tokens = minibatch.tokens, minibatch.loss_weights
-            yield MinibatchUpdate(epoch, number, *of_tokens, of_policy, of_value, *digests)
+            yield MinibatchUpdate(
+                epoch=epoch,
+                minibatch=number,
+                tokens=minibatch.tokens,
+                loss_weights=minibatch.loss_weights,
+                policy=of_policy,
+                value=of_value,
+                policy_digest=policy_digest,
+                value_digest=value_digest,
+            )
 
 
 def policy_step(
@@ -196,9 +214,9 @@ def policy_step(
         kl_terms = kl_terms_of(config, batch, m.tokens, new.logprobs, new.exact_kl)
         of_policy = policy_loss(config, batch, m.tokens, new.logprobs, new.entropies, kl_terms, chosen)
         if not isinstance(config.value, ValueHead):
-            return of_policy.losses, Columns(of_policy)
+            return of_policy.losses, Columns(policy=of_policy)
         of_value = value_loss(batch, m.tokens, values_in_reward_units(state, new.hidden, m))
-        return of_policy.losses + of_value.losses * config.value.value_coef, Columns(of_policy, of_value)
+        return of_policy.losses + of_value.losses * config.value.value_coef, Columns(policy=of_policy, value=of_value)
 
     grad_norm, columns = optimizer_step(state.policy_optimizer, minibatch, ranks, losses_of)
     assert columns.policy is not None
@@ -252,7 +270,16 @@ def policy_loss(
     loss = loss - new_entropies * config.ppo.entropy_coef
     if kl_terms is not None:
         loss = loss + kl_terms
-    return PolicyColumns(loss, new_logprobs, ratios, flags, new_entropies, surrogates, penalties, kl_terms)
+    return PolicyColumns(
+        losses=loss,
+        new_logprobs=new_logprobs,
+        ratios=ratios,
+        clip_flags=flags,
+        new_entropies=new_entropies,
+        surrogates=surrogates,
+        penalty_terms=penalties,
+        kl_terms=kl_terms,
+    )
 
 
 def value_step(
@@ -289,7 +316,7 @@ def value_loss(batch: TrainingBatch, tokens: Tensor, new_values: Tensor) -> Valu
     statistics = batch.coefficients.returns
     if statistics.count:
         losses = losses * (1.0 / (statistics.scale * statistics.scale))
-    return ValueColumns(losses, new_values, clipped)
+    return ValueColumns(losses=losses, new_values=new_values, clipped=clipped)
 
 
 def optimizer_step(

@@ -154,7 +154,7 @@ def _weights_after_step(s: _SampledRun, size: int) -> Tensor:
     """Return all policy weights after one optimizer step on the sampled tokens, starting from the same weights."""
     policy = s.prepared.state.policy
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
-    settings = AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.0, 1.0)
+    settings = AdamWSettings(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
     optimizer = Optimizer(policy, settings, s.config.numerics.mode, SLOTS)
 
     def backward() -> None:

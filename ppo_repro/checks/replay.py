@@ -305,15 +305,15 @@ def _recorded_iteration(
     received = with_loss_mask(config.mismatch.trainer, rollout)
     batch = training_batch(config, coefficients, received, forward, advantages, functions)
     return buffers.Iteration(
-        records.iteration,
-        _evaluation(records),
-        coefficients,
-        rollout,
-        forward,
-        _rewards(records),
-        advantages,
-        tuple(_updates(config, records, batch)),
-        dict.fromkeys(SECONDS, 0.0),
+        index=records.iteration,
+        evaluation=_evaluation(records),
+        coefficients=coefficients,
+        rollout=rollout,
+        forward=forward,
+        rewards=_rewards(records),
+        advantages=advantages,
+        updates=tuple(_updates(config, records, batch)),
+        seconds=dict.fromkeys(SECONDS, 0.0),
     )
 
 
@@ -359,8 +359,16 @@ def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Itera
             value = value_update(minibatch, columns, step["value_grad_norm"])
         if policy is not None and config.ppo.early_stop_kl is not None:
             stopped = policy.approx_kl > config.ppo.early_stop_kl
-        digests = step["policy_digest"], step["value_digest"]
-        yield buffers.MinibatchUpdate(epoch, number, minibatch.tokens, minibatch.loss_weights, policy, value, *digests)
+        yield buffers.MinibatchUpdate(
+            epoch=epoch,
+            minibatch=number,
+            tokens=minibatch.tokens,
+            loss_weights=minibatch.loss_weights,
+            policy=policy,
+            value=value,
+            policy_digest=step["policy_digest"],
+            value_digest=step["value_digest"],
+        )
 
 
 def _policy(

@@ -55,7 +55,14 @@ def prepare(config: ControlConfig) -> ControlState:
     environments = Environments(config.environment.id, config.environment.num_envs, "training", config.seed)
     size = environments.observations.shape[1]
     agent = Agent(size, environments.actions, config.network, config.numerics.mode, config.seed)
-    settings = AdamWSettings(ppo.learning_rate, 0.9, 0.999, ppo.adam_eps, 0.0, ppo.max_grad_norm)
+    settings = AdamWSettings(
+        learning_rate=ppo.learning_rate,
+        beta1=0.9,
+        beta2=0.999,
+        eps=ppo.adam_eps,
+        weight_decay=0.0,
+        max_grad_norm=ppo.max_grad_norm,
+    )
     return ControlState(agent, Optimizer(agent, settings, config.numerics.mode), environments)
 
 

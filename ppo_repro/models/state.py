@@ -113,6 +113,11 @@ class TrainState:
         forget_packed(self.reference)
 
     @property
+    def has_value_head(self) -> bool:
+        """Return whether the value model is a head on the policy's trunk, which the policy's optimizer trains."""
+        return self.value_model is not None and self.value_optimizer is None
+
+    @property
     def own_value_module(self) -> nn.Module:
         """Return what of the value model is not the policy's: all, or a head on the policy's trunk.
 
@@ -120,7 +125,7 @@ class TrainState:
         """
         if self.value_model is None:
             return nn.Module()
-        return self.value_model if self.value_optimizer is not None else self.value_model.head
+        return self.value_model.head if self.has_value_head else self.value_model
 
     def digests(self) -> tuple[str, str | None]:
         """Return the digests of the weights of policy and value model, None without a value model; side by side."""

@@ -47,7 +47,7 @@ _GPT_NEOX = _Names(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerParts:
     """The parameters of a decoder layer by the fields of the C struct `Layer`."""
 
@@ -58,7 +58,7 @@ class LayerParts:
     scale: float  # of scores
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Description:
     """A trunk: its parameters, and the numbers of the C struct `Model` by field."""
 
@@ -112,7 +112,8 @@ def _layer(names: _Names, layer: Any, window: int) -> LayerParts:
         experts = {"expert_up": mixture.experts.gate_up_proj, "expert_down": mixture.experts.down_proj}
     else:
         matrices |= {"up": tuple(getattr(mlp, name) for name in names.up), "down": (getattr(mlp, names.down),)}
-    return LayerParts(norms, matrices, experts, window, float(attention.scaling))
+    scale = float(attention.scaling)
+    return LayerParts(norms=norms, matrices=matrices, experts=experts, window=window, scale=scale)
 
 
 def describe(trunk: PreTrainedModel) -> Description:
@@ -158,4 +159,10 @@ def describe(trunk: PreTrainedModel) -> Description:
         eps=float(getattr(config, names.eps)),
         embedding_scale=math.sqrt(config.hidden_size) if family == "gemma" else 1.0,
     )
-    return Description(table.weight, positions, layers, getattr(parts, names.last_norm), numbers | in_row)
+    return Description(
+        embedding=table.weight,
+        positions=positions,
+        layers=layers,
+        last_norm=getattr(parts, names.last_norm),
+        numbers=numbers | in_row,
+    )

@@ -21,7 +21,7 @@ SLOTS = 8  # of a minibatch
 _CLIP_EPS = 1e-6  # torch's, in clip_grad_norm_
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AdamWSettings:
     """Settings of AdamW (Loshchilov and Hutter, 2019) and of gradient clipping by the global norm."""
 
@@ -33,7 +33,7 @@ class AdamWSettings:
     max_grad_norm: float  # 0: gradients are not clipped
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimizerState:
     """What an optimizer keeps from step to step, besides the weights; by parameter name."""
 
@@ -129,7 +129,8 @@ class AdamW:
         return norm
 
     def state(self) -> OptimizerState:
-        return OptimizerState(self.first, self.second, dict.fromkeys(self.parameters, self.steps))
+        steps = dict.fromkeys(self.parameters, self.steps)
+        return OptimizerState(first=self.first, second=self.second, steps=steps)
 
     def load(self, state: OptimizerState) -> None:
         """Continue from moments; ValueError names parameters that one side lacks, or that have steps of their own."""
@@ -179,7 +180,7 @@ class NativeAdamW:
 
     def state(self) -> OptimizerState:
         steps = {name: int(step) for name, step in self._kept("step").items()}
-        return OptimizerState(self._kept("exp_avg"), self._kept("exp_avg_sq"), steps)
+        return OptimizerState(first=self._kept("exp_avg"), second=self._kept("exp_avg_sq"), steps=steps)
 
     def load(self, state: OptimizerState) -> None:
         """Continue from moments; ValueError names parameters that one side lacks."""

@@ -16,7 +16,7 @@ from ppo_repro.numerics.interface import CPU, Ints, ints
 BLOCK = 128  # rule 2: positions of a chain in the gradient of a weight
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rows:
     """Which sequence each row of a tensor belongs to, in order, and at which position in it.
 
@@ -29,7 +29,7 @@ class Rows:
 
     def at(self, rows: Ints) -> Rows:
         """Return some of the rows, in rising order."""
-        return Rows(ints(self.sequence[rows]), ints(self.position[rows]), self.slots)
+        return Rows(sequence=ints(self.sequence[rows]), position=ints(self.position[rows]), slots=self.slots)
 
     def pieces(self, at_once: int) -> list[slice]:
         """Return the rows cut into pieces of about `at_once`, never inside a block of 128 positions of a sequence."""
@@ -50,7 +50,7 @@ class Rows:
         first, last = int(sequence[0]), int(sequence[-1])
         after = self.slots[self.sequence[rows.stop]] if rows.stop < len(self.sequence) else self.slots[-1]
         slots = ints([*self.slots[first : last + 1], after])
-        return Rows(ints(sequence - first), ints(self.position[rows]), slots)
+        return Rows(sequence=ints(sequence - first), position=ints(self.position[rows]), slots=slots)
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,9 @@ def ragged(
         ids=ints(np.concatenate([np.asarray(s, np.int64) for s in sequences])),
         start=ints(start),
         rows=Rows(
-            ints(np.repeat(np.arange(len(lengths)), lengths)),
-            ints(position),
-            ints(np.zeros(len(lengths) + 1)) if slots is None else slots,
+            sequence=ints(np.repeat(np.arange(len(lengths)), lengths)),
+            position=ints(position),
+            slots=ints(np.zeros(len(lengths) + 1)) if slots is None else slots,
         ),
         routes=None if routes is None else ints(routes.reshape(int(start[-1]), -1)),
     )
@@ -117,7 +117,7 @@ def ragged(
 
 def alone(rows: int, slots: Ints) -> Rows:
     """Return rows each of which is a sequence of its own, as those of a control network."""
-    return Rows(ints(np.arange(rows)), ints(np.zeros(rows)), slots)
+    return Rows(sequence=ints(np.arange(rows)), position=ints(np.zeros(rows)), slots=slots)
 
 
 def index(rows: Ints, device: torch.device = CPU) -> Tensor:

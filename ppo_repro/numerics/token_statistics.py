@@ -89,7 +89,7 @@ def _statistics(logits: Tensor, targets: Tensor, temperature: float, eligible: T
     a.logprobs, a.entropies, a.squares = (pointer(result, device) for result in results)
     _run("token_statistics", a, device)
     logprobs, entropies, squares = results.cpu()
-    return _Statistics(targets, logprobs, entropies, squares, rows)
+    return _Statistics(targets=targets, logprobs=logprobs, entropies=entropies, squares=squares, rows=rows)
 
 
 class _TokenStatistics(Function):
@@ -268,7 +268,7 @@ def cut_tokens(scaled: Tensor, top_k: int, top_p: float) -> KeptTokens:
     cut.scaled, cut.order = pointer(scaled, device), pointer(order, device)
     cut.eligible, cut.rank, cut.log_kept = (pointer(x, device) for x in (eligible, rank, log_kept))
     _run("cut_tokens", cut, device)
-    return KeptTokens(eligible, rank, log_kept.cpu())
+    return KeptTokens(eligible=eligible, rank=rank, log_mass=log_kept.cpu())
 
 
 def sample_tokens(

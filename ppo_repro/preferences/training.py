@@ -158,7 +158,13 @@ def train_reward_model(
         UserError: a pair does not fit the model.
     """
     check_pairs([*pairs, *eval_pairs], model.config.vocab_size, numerics.max_context)
-    optimizer = Optimizer(model, AdamWSettings(settings.learning_rate, 0.9, 0.98, 1e-8, 0.0, 1.0), numerics.mode)
+    optimizer = Optimizer(
+        model,
+        AdamWSettings(
+            learning_rate=settings.learning_rate, beta1=0.9, beta2=0.98, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0
+        ),
+        numerics.mode,
+    )
     last = settings.epochs * math.ceil(len(pairs) / settings.minibatch_size)
 
     def losses_of(chunk: list[int], slots: Ints) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ from ppo_repro.records.reader import check_file
 
 # a checkpoint of another version, or of kernels with another known answer, would continue as another run
 _WRITTEN_BY = {"format": "6", "ppo_repro": __version__, "law": f"known answer {KNOWN_ANSWER:016x}"}
-NOTHING = OptimizerState({}, {}, {})
+NOTHING = OptimizerState(first={}, second={}, steps={})
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def load(path: Path, digest: str) -> Checkpoint:
 
     def optimizer(name: str) -> OptimizerState:
         first, second, factors = (tensors.get(f"{name}.{of}", {}) for of in ("first", "second", "factors"))
-        return OptimizerState(first, second, content["steps"][name], factors)
+        return OptimizerState(first=first, second=second, steps=content["steps"][name], factors=factors)
 
     return Checkpoint(
         iteration=content["iteration"],

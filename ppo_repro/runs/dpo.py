@@ -208,7 +208,18 @@ class DPOKind(RunKind[DPOConfig, Epoch]):
         check_pairs(pairs, policy.config.vocab_size, max_context)
         reference = training.pair_logprobs(frozen, pairs, temperature, mode, config.layout)
         digest = weights_digest(policy.named_parameters())
-        optimizer = Optimizer(policy, AdamWSettings(config.dpo.learning_rate, 0.9, 0.95, 1e-8, 0.0, 1.0), mode)
+        optimizer = Optimizer(
+            policy,
+            AdamWSettings(
+                learning_rate=config.dpo.learning_rate,
+                beta1=0.9,
+                beta2=0.95,
+                eps=1e-8,
+                weight_decay=0.0,
+                max_grad_norm=1.0,
+            ),
+            mode,
+        )
         yield DPOExecution(
             config=config,
             policy=policy,

@@ -129,8 +129,15 @@ def _networks(
         networks.checkpoint_gradients(trunk_of(policy))
 
     def optimizer(module: nn.Module, adapters: Lora | None, learning_rate: float) -> Optimizer:
-        rates = learning_rate, 0.9, ppo.adam_beta2, ppo.adam_eps, ppo.weight_decay, ppo.max_grad_norm
-        return Optimizer(module, AdamWSettings(*rates), mode, SLOTS // ranks.size, adapters)
+        settings = AdamWSettings(
+            learning_rate=learning_rate,
+            beta1=0.9,
+            beta2=ppo.adam_beta2,
+            eps=ppo.adam_eps,
+            weight_decay=ppo.weight_decay,
+            max_grad_norm=ppo.max_grad_norm,
+        )
+        return Optimizer(module, settings, mode, SLOTS // ranks.size, adapters)
 
     trained: nn.Module = policy
     value_model, value_optimizer = None, None

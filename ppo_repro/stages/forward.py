@@ -82,8 +82,7 @@ def score_rollout(state: TrainState, rollout: Rollout, config: RunConfig, ranks:
     of_tokens = Distributions(*map(torch.cat, zip(*(score.of_tokens for score in scored), strict=True)))
     values = torch.cat([score.values for score in scored])
     forget_packed(state.reference)
-    if state.value_optimizer is not None:
-        assert state.value_model is not None
+    if state.value_model is not None and not state.has_value_head:
         trunk = state.value_model.trunk
         own = [values_in_reward_units(state, hidden_states(trunk, m.batch), m) for m in work]
         values = torch.cat(ranks.gather(own))
@@ -124,9 +123,8 @@ def _score(state: TrainState, m: MicroBatch, rollout: Rollout, config: RunConfig
         routes = torch.from_numpy(seen[m.batch.predictors])
     scored_hidden = state.hidden_hook(hidden, m.tokens, ("scoring", state.iteration))
     of_tokens = _distributions(state, m.batch, scored_hidden, rollout, m.tokens, config)
-    if state.value_model is None or state.value_optimizer is not None:
-        return Scores(of_tokens, routes, torch.empty(0))
-    return Scores(of_tokens, routes, values_in_reward_units(state, hidden, m))
+    values = values_in_reward_units(state, hidden, m) if state.has_value_head else torch.empty(0)
+    return Scores(of_tokens=of_tokens, routes=routes, values=values)
 
 
 def _distributions(
@@ -150,7 +148,14 @@ def _distributions(
         reverse = torch.empty(0)
         if _charges_reverse(config):
             reverse = kl_divergence(other, own, temperature, eligible)
-        return Distributions(logprobs, ref_logprobs, ref_kl, entropies, squares, reverse)
+        return Distributions(
+            logprobs=logprobs,
+            ref_logprobs=ref_logprobs,
+            ref_kl=ref_kl,
+            entropies=entropies,
+            prob_sq_sums=squares,
+            reverse_ref_kl=reverse,
+        )
 
     return Distributions(*in_chunks(of_rows, hidden, batch.rows, policy.config.vocab_size))
 
@@ -183,7 +188,7 @@ def policy_pass(config: RunConfig, state: TrainState, rollout: Rollout, m: Micro
 
     changed = state.hidden_hook(hidden, m.tokens, stream)
     logprobs, entropies, *exact_kl = in_chunks(of_rows, changed, m.batch.rows, state.policy.config.vocab_size)
-    return PolicyPass(hidden, logprobs, entropies, exact_kl[0] if exact_kl else None)
+    return PolicyPass(hidden=hidden, logprobs=logprobs, entropies=entropies, exact_kl=exact_kl[0] if exact_kl else None)
 
 
 def kl_terms_of(

@@ -113,7 +113,11 @@ def _sequences(count: int, length: int) -> tuple[list[list[int]], list[list[int]
 
 def _step(policy: PreTrainedModel, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """Take one optimizer step on -log p + 0.01 entropy; return log-probs and entropies before it."""
-    optimizer = Optimizer(policy, AdamWSettings(1e-3, 0.9, 0.98, 1e-8, 0.01, 1.0), "deterministic")
+    optimizer = Optimizer(
+        policy,
+        AdamWSettings(learning_rate=1e-3, beta1=0.9, beta2=0.98, eps=1e-8, weight_decay=0.01, max_grad_norm=1.0),
+        "deterministic",
+    )
     found: list[tuple[Tensor, Tensor]] = []
 
     def backward() -> None:
@@ -344,7 +348,11 @@ def _times(check: Check, source: PreTrainedModel, policy: PreTrainedModel) -> Re
     if not check.emulated:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    optimizer = Optimizer(policy, AdamWSettings(1e-6, 0.9, 0.98, 1e-8, 0.01, 1.0), "deterministic")
+    optimizer = Optimizer(
+        policy,
+        AdamWSettings(learning_rate=1e-6, beta1=0.9, beta2=0.98, eps=1e-8, weight_decay=0.01, max_grad_norm=1.0),
+        "deterministic",
+    )
 
     def ours_step() -> None:
         def backward() -> None:

@@ -31,7 +31,7 @@ from ppo_repro.numerics.rows import slots_of
 from ppo_repro.numerics.token_statistics import token_statistics
 from tests.support.models import CONTEXT, ragged, scored, seeded, source_model, unequal
 
-SETTINGS = AdamWSettings(2e-2, 0.9, 0.95, 1e-8, 0.01, 1.0)
+SETTINGS = AdamWSettings(learning_rate=2e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01, max_grad_norm=1.0)
 RANK, ALPHA, COUNT = 4, 12.0, 9
 PROMPTS, RESPONSES = ragged(COUNT, 3, prompt=12)
 TOKENS = sum(map(len, RESPONSES))

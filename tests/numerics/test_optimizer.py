@@ -24,7 +24,7 @@ from ppo_repro.numerics.optimizer import (
 )
 from ppo_repro.numerics.sums import mean_of, run_sums
 
-SETTINGS = AdamWSettings(1e-2, 0.9, 0.95, 1e-8, 0.1, 1.0)
+SETTINGS = AdamWSettings(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, max_grad_norm=1.0)
 hard = st.sampled_from([0.0, -0.0, 1e-45, -1e-40, 1.2e-38, 3e-20, 1.0, -1.5, 1e15, 3.4e38]) | st.floats(
     -10, 10, width=32
 )
@@ -47,7 +47,7 @@ def test_steps_on_hard_numbers_are_the_definition(values: list[list[float]], ste
     weights = {name: np.array(row, F)[::-1] for name, row in zip(names, values, strict=True)}
     gradients = [{n: np.roll(np.array(row, F), t) for n, row in zip(names, values, strict=True)} for t in range(steps)]
     for clip in (0.0, 1.0):
-        s = AdamWSettings(1e-2, 0.9, 0.95, 1e-8, 0.1, clip)
+        s = AdamWSettings(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, max_grad_norm=clip)
         compare(weights, gradients, s)
 
 
@@ -91,7 +91,10 @@ def test_another_order_shows_in_the_norm() -> None:
 
 
 def test_a_step_uses_all_of_its_settings() -> None:
-    before, after = AdamWSettings(1e-2, 0.9, 0.95, 1e-8, 0.1, 0.0), AdamWSettings(1e-2, 0.5, 0.6, 1e-1, 0.9, 0.0)
+    before, after = (
+        AdamWSettings(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, max_grad_norm=0.0),
+        AdamWSettings(learning_rate=1e-2, beta1=0.5, beta2=0.6, eps=1e-1, weight_decay=0.9, max_grad_norm=0.0),
+    )
     rng = np.random.default_rng(3)
     start, gradients = random(rng, 4, 3), [random(rng, 4, 3) for _ in range(2)]
 
@@ -109,7 +112,7 @@ def test_steps_are_near_those_of_torch() -> None:
     start = random(rng, 40, 30)
     gradients = [random(rng, 40, 30) for _ in range(6)]
     for clip in (0.0, 0.5, 1e9):
-        s = AdamWSettings(1e-2, 0.9, 0.95, 1e-8, 0.1, clip)
+        s = AdamWSettings(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, max_grad_norm=clip)
         adam, norms = stepped({"w": start}, [{"w": g} for g in gradients], s)
         native = NativeAdamW({"w": torch.from_numpy(start.copy()).requires_grad_()}, s)
         native_norms = [native.apply(s, {"w": torch.from_numpy(g.copy())}) for g in gradients]

@@ -68,7 +68,11 @@ def test_loss_and_gradient_norm_are_those_of_autograd_in_float64() -> None:
     loss.backward()
     expected = torch.stack([p.grad.norm() for p in wide.parameters() if p.grad is not None]).norm().item()
     policy = make_policy(source_model("qwen3"), "deterministic", CONTEXT)
-    optimizer = Optimizer(policy, AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.0, 1.0), "deterministic")
+    optimizer = Optimizer(
+        policy,
+        AdamWSettings(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0),
+        "deterministic",
+    )
     nothing = torch.zeros(2, 6, dtype=torch.float64)
     losses_of = dpo_losses_of(policy, pairs, nothing, 0.1, 1.0, "deterministic", "right")
     (step,) = islice(preference_steps(policy, optimizer, 6, 6, 4, 0, 0, losses_of), 1)
@@ -101,7 +105,11 @@ def test_the_divergence_is_its_definition_on_the_unmodified_models(tmp_path: Pat
 
 def test_every_epoch_trains_on_each_pair_once_in_an_order_of_its_own() -> None:
     model: Any = nn.Linear(1, 1)
-    optimizer = Optimizer(model, AdamWSettings(1e-3, 0.9, 0.98, 1e-8, 0.0, 1.0), "native")
+    optimizer = Optimizer(
+        model,
+        AdamWSettings(learning_rate=1e-3, beta1=0.9, beta2=0.98, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0),
+        "native",
+    )
 
     def losses_of(pairs: list[int], _: Ints) -> tuple[Tensor, Tensor]:
         losses = model.weight.sum() * torch.ones(len(pairs))

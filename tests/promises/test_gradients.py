@@ -153,7 +153,8 @@ def test_gradients_of_a_layer_are_the_definition(
             for part, slots in done:
                 own = [i % len(positions) for i in part]
                 sequence = np.repeat(np.arange(len(part)), [len(positions[i]) for i in own])
-                rows = Rows(ints(sequence), ints(np.concatenate([positions[i] for i in own])), slots)
+                position = ints(np.concatenate([positions[i] for i in own]))
+                rows = Rows(sequence=ints(sequence), position=position, slots=slots)
                 y = linear(torch.from_numpy(np.concatenate([x[i] for i in own])), layer, rows)
                 gradient = torch.from_numpy(np.concatenate([d[i] for i in own])) * factor
                 y.backward(gradient)
@@ -173,7 +174,8 @@ def test_gradients_of_a_layer_are_the_definition(
 def add_ones(bias: nn.Parameter, *slots: int) -> None:
     """One backward pass of sequences of one row, whose gradient is 1; the last slot is of the sequence after them."""
     sequences = np.arange(len(slots) - 1)
-    add_to_bias(bias, torch.ones(len(sequences), 1), Rows(ints(sequences), ints(0 * sequences), ints(slots)))
+    rows = Rows(sequence=ints(sequences), position=ints(0 * sequences), slots=ints(slots))
+    add_to_bias(bias, torch.ones(len(sequences), 1), rows)
 
 
 def test_a_pass_whose_sequences_are_none_or_come_too_late_is_refused() -> None:

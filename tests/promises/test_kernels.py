@@ -239,7 +239,7 @@ def test_heads_compute_the_definition(bias: bool) -> None:
     x, d = torch.randn(len(rows), 49, requires_grad=True), torch.randn(len(rows), 35)
     sequence = ints(np.arange(len(rows)) >= 64)
     sums = GradientSums(layer.named_parameters(), SLOTS)
-    y = linear(x, layer, Rows(sequence, ints(rows), slots_of(range(2), 2, SLOTS)))
+    y = linear(x, layer, Rows(sequence=sequence, position=ints(rows), slots=slots_of(range(2), 2, SLOTS)))
     y.backward(d)
     matrix = Matrix(array(layer.weight), array(layer.bias) if bias else None)
     assert_same(array(y), linear_definition.linear(array(x), matrix), "y")

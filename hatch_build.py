@@ -1,12 +1,7 @@
-"""What an installation builds: the C kernels, and in a wheel `analysis` and the quickstart's configuration.
-
-A checkout has `analysis/` at its top. The wheel must not claim a name as common as that, so the same files are put
-below `ppo_repro`, with the names of their modules changed; `ppo_repro/analysis.py` gives the checkout the same names.
-"""
+"""What an installation builds: the C kernels, and in a wheel the quickstart's configuration."""
 
 from __future__ import annotations
 
-import re
 import runpy
 import shutil
 import tempfile
@@ -15,13 +10,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-_IMPORT = re.compile(r"^(\s*(?:from|import) )analysis\b", re.MULTILINE)
 CONFIGURATIONS = ("quickstart",)
-
-
-def moved(source: str) -> str:
-    """The text of a module of `analysis` as a module of `ppo_repro.analysis`."""
-    return _IMPORT.sub(r"\1ppo_repro.analysis", source)
 
 
 class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
@@ -43,22 +32,9 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
                 *kernels["compile_card"](here, self._folder),
             ]:
                 build_data["force_include"][str(path)] = f"ppo_repro/numerics/c/{path.name}"
-        self._move_analysis(self._folder / "analysis", build_data)
         for name in CONFIGURATIONS:
             source = Path(self.root) / "experiments" / f"{name}.yaml"
             build_data["force_include"][str(source)] = f"ppo_repro/configurations/{name}.yaml"
-
-    def _move_analysis(self, folder: Path, build_data: dict[str, Any]) -> None:
-        analysis = Path(self.root) / "analysis"
-        for path in sorted(analysis.rglob("*")):
-            inside = path.relative_to(analysis)
-            if path.suffix not in {".py", ".css", ".js", ".html"} or inside.parts[0] == "notebooks":
-                continue
-            target = folder / inside
-            target.parent.mkdir(parents=True, exist_ok=True)
-            text = path.read_text(encoding="utf-8")
-            target.write_text(moved(text) if path.suffix == ".py" else text, encoding="utf-8")
-            build_data["force_include"][str(target)] = f"ppo_repro/analysis/{inside.as_posix()}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         shutil.rmtree(self._folder)

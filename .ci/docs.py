@@ -16,15 +16,15 @@ from markupsafe import Markup, escape
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "ppo_repro"
 LIBRARY = (NAME, f"{NAME}.testing")  # `__all__` says what of them is public
-ANALYSES = ("analysis", "!analysis.notebooks")  # with every module below, and without the notebooks
+ANALYSES = ("ppo_repro.analysis", "!ppo_repro.analysis.notebooks")  # with every module below, and without the notebooks
 
 
 # an array of one dtype, as numpy writes it, and the modules of a type; those of analysis are links
 ARRAY = re.compile(r"numpy\.ndarray\[tuple\[(?:typing\.)?Any, \.\.\.\], numpy\.dtype\[numpy\.(\w+)\]\]")
-MODULES = re.compile(r"(?<![\w.])(?!analysis\b)(?:[a-z_]\w*\.)+(?=[A-Z])")
+MODULES = re.compile(r"(?<![\w.])(?!ppo_repro\.analysis\b)(?:[a-z_]\w*\.)+(?=[A-Z])")
 CALLABLE = re.compile(r"Callable\[(?!\.\.\.)([^\[\],]+), ")  # Python 3.11 loses the brackets of a single argument
 STANDARD = re.compile(r"\b(?:typing|collections\.abc)\.(?=[A-Z])")  # before types in the value of an alias
-LINKED = re.compile(r"(?<=>)analysis\.[\w.]*?(?=[A-Z]\w*</a>)")
+LINKED = re.compile(r"(?<=>)ppo_repro\.analysis\.[\w.]*?(?=[A-Z]\w*</a>)")
 LONGEST_DEFAULT = 60  # characters of a default value in a signature
 
 

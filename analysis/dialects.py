@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.clipping.update_rows import (
+from ppo_repro.analysis.clipping.update_rows import (
     ClipRule,
     Float64,
     IterationRows,
@@ -26,7 +26,7 @@ from analysis.clipping.update_rows import (
     policy_rows,
     steps_of,
 )
-from analysis.program import program
+from ppo_repro.analysis.program import program
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell

@@ -1,6 +1,6 @@
 """Figures for papers, in one style: each function draws a run, runs or a grid into matplotlib axes and returns them.
 
-    from analysis import figures
+    from ppo_repro.analysis import figures
     figures.use_style()
     axes = figures.learning([RUN_1, RUN_2])
     axes.figure.savefig("learning.pdf")
@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from analysis.grids.outcomes import MEASURES, outcomes
-from analysis.grids.table import comparisons, rank_correlation
-from analysis.program import program
-from analysis.stats.significance import one_sample, t_interval
+from ppo_repro.analysis.grids.outcomes import MEASURES, outcomes
+from ppo_repro.analysis.grids.table import comparisons, rank_correlation
+from ppo_repro.analysis.program import program
+from ppo_repro.analysis.stats.significance import one_sample, t_interval
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write, require_ours
 from ppo_repro.base.latest import run_named

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 import pandas as pd
 
-from analysis.csv_text import csv_text
-from analysis.figures import svg
-from analysis.grids.outcomes import complete_cells
-from analysis.grids.table import comparisons, markdown
-from analysis.program import program
-from analysis.stats.significance import one_sample, t_interval
+from ppo_repro.analysis.csv_text import csv_text
+from ppo_repro.analysis.figures import svg
+from ppo_repro.analysis.grids.outcomes import complete_cells
+from ppo_repro.analysis.grids.table import comparisons, markdown
+from ppo_repro.analysis.program import program
+from ppo_repro.analysis.stats.significance import one_sample, t_interval
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write, require_ours
 from ppo_repro.base.output import Parser, tell

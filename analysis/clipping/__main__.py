@@ -2,6 +2,6 @@
 
 import sys
 
-from analysis.clipping.tables import main
+from ppo_repro.analysis.clipping.tables import main
 
 sys.exit(main())

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.clipping.flags import ratios_of
-from analysis.clipping.update_rows import Bool, Float64, column
+from ppo_repro.analysis.clipping.flags import ratios_of
+from ppo_repro.analysis.clipping.update_rows import Bool, Float64, column
 from ppo_repro.config.algorithm import ImportanceWeights, Rejection
 from ppo_repro.config.run import RunConfig
 

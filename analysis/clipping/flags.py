@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from analysis.clipping.update_rows import Bool, ClipRule, Float64, column
+from ppo_repro.analysis.clipping.update_rows import Bool, ClipRule, Float64, column
 
 # five flags that never overlap and together are band_out
 DISJOINT = ("clip_high", "clip_low", "wrong_high", "wrong_low", "out_without_advantage")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from analysis.clipping.flags import FLAGS, flags_of_ratios, ratios_of, token_flags, value_flags
-from analysis.clipping.update_rows import ClipRule, Float64, IterationRows, column, policy_rows, steps_of
-from analysis.clipping.weights import surrogate_mass
+from ppo_repro.analysis.clipping.flags import FLAGS, flags_of_ratios, ratios_of, token_flags, value_flags
+from ppo_repro.analysis.clipping.update_rows import ClipRule, Float64, IterationRows, column, policy_rows, steps_of
+from ppo_repro.analysis.clipping.weights import surrogate_mass
 from ppo_repro.config.run import RunConfig
 
 VALUE_FLAGS = ("vf_band_out", "vf_grad_zero")

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analysis.clipping.step import clip_bucket, clip_step
-from analysis.clipping.update_rows import load_iterations, recorded_config
-from analysis.program import program
+from ppo_repro.analysis.clipping.step import clip_bucket, clip_step
+from ppo_repro.analysis.clipping.update_rows import load_iterations, recorded_config
+from ppo_repro.analysis.program import program
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell

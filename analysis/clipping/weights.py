@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from analysis.clipping.corrections import corrections_of
-from analysis.clipping.flags import ratios_of
-from analysis.clipping.update_rows import STEP, TOKEN, Float64, column
+from ppo_repro.analysis.clipping.corrections import corrections_of
+from ppo_repro.analysis.clipping.flags import ratios_of
+from ppo_repro.analysis.clipping.update_rows import STEP, TOKEN, Float64, column
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.run import RunConfig
 

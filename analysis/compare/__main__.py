@@ -2,6 +2,6 @@
 
 import sys
 
-from analysis.compare.verdicts import main
+from ppo_repro.analysis.compare.verdicts import main
 
 sys.exit(main())

@@ -16,11 +16,20 @@ import numpy.typing as npt
 import pandas as pd
 from scipy import stats
 
-from analysis.compare.rows import Row
-from analysis.mismatch.token import of_sequences, unequal_bits
-from analysis.pairs.runs import common_iterations
-from analysis.stats.clusters import ratio_of_sums
-from analysis.stats.significance import Estimate, Floats, one_sample, sign_flip, t_interval, t_test, tost, welch
+from ppo_repro.analysis.compare.rows import Row
+from ppo_repro.analysis.mismatch.token import of_sequences, unequal_bits
+from ppo_repro.analysis.pairs.runs import common_iterations
+from ppo_repro.analysis.stats.clusters import ratio_of_sums
+from ppo_repro.analysis.stats.significance import (
+    Estimate,
+    Floats,
+    one_sample,
+    sign_flip,
+    t_interval,
+    t_test,
+    tost,
+    welch,
+)
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 from ppo_repro.records.manifest import Manifest, has_responses

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pandas as pd
 
-from analysis.stats.significance import holm
+from ppo_repro.analysis.stats.significance import holm
 
 Level = Literal["bitwise", "numeric", "distribution", "outcome"]
 # difference: H0 is no difference, corrected for the number of metrics; equivalence: H0 is a difference of at least the

@@ -9,8 +9,8 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
-from analysis.compare.rows import Row, run_compare
-from analysis.stats.significance import (
+from ppo_repro.analysis.compare.rows import Row, run_compare
+from ppo_repro.analysis.stats.significance import (
     DRAWS,
     Floats,
     detectable,

@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analysis.compare.paired import COLUMNS, distribution_rows, manifests, numeric_rows, paired_responses
-from analysis.compare.rows import Row, run_compare
-from analysis.compare.seeds import compare_groups
-from analysis.program import program, read_table
-from analysis.stats.significance import DRAWS
+from ppo_repro.analysis.compare.paired import COLUMNS, distribution_rows, manifests, numeric_rows, paired_responses
+from ppo_repro.analysis.compare.rows import Row, run_compare
+from ppo_repro.analysis.compare.seeds import compare_groups
+from ppo_repro.analysis.program import program, read_table
+from ppo_repro.analysis.stats.significance import DRAWS
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analysis.clipping.flags import flags_of_ratios, ratios_of
-from analysis.clipping.update_rows import ClipRule
-from analysis.program import read_table
+from ppo_repro.analysis.clipping.flags import flags_of_ratios, ratios_of
+from ppo_repro.analysis.clipping.update_rows import ClipRule
+from ppo_repro.analysis.program import read_table
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.algorithm import ClipObjective
 from ppo_repro.records import reader

@@ -18,9 +18,9 @@ import numpy as np
 import pandas as pd
 from scipy.stats import spearmanr
 
-from analysis.grids.outcomes import MEASURES, outcomes
-from analysis.program import program
-from analysis.stats.significance import holm, one_sample, t_interval, t_test
+from ppo_repro.analysis.grids.outcomes import MEASURES, outcomes
+from ppo_repro.analysis.program import program
+from ppo_repro.analysis.stats.significance import holm, one_sample, t_interval, t_test
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import Parser, tell
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from analysis.mismatch.tables import main
+from ppo_repro.analysis.mismatch.tables import main
 
 sys.exit(main())

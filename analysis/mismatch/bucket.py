@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.mismatch.token import sequence_starts
-from analysis.pairs.places import LAG, ROUTE, ROUTES, TURN
-from analysis.stats.clusters import log_bins, quantile
+from ppo_repro.analysis.mismatch.token import sequence_starts
+from ppo_repro.analysis.pairs.places import LAG, ROUTE, ROUTES, TURN
+from ppo_repro.analysis.stats.clusters import log_bins, quantile
 
 # positions, lengths, lags and turns: 0, 1, 2-3, 4-7, ...
 DOUBLING = (0.0, *(float(1 << power) for power in range(31)))
@@ -86,7 +86,7 @@ def bucket_table(parts: pd.DataFrame | Sequence[pd.DataFrame]) -> pd.DataFrame:
     """kind, [lo, hi) (probability of a, nats, tokens, ..), n (int64), token means and quantiles of |delta| and more.
 
     Buckets without tokens are left out; so are kinds that the source has no column for, as entropy and the places of
-    `analysis.pairs.places` (iterations, turns, index of ROUTES). abs_p99 has a relative error of 2**-8; k1, k2, k3
+    `pairs.places` (iterations, turns, index of ROUTES). abs_p99 has a relative error of 2**-8; k1, k2, k3
     estimate KL(a || b).
     """
     sums = _added([parts] if isinstance(parts, pd.DataFrame) else parts)

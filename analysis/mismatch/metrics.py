@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from analysis.mismatch.token import of_sequences, sequence_starts
-from analysis.stats.clusters import Floats, Ratio, exact_sum, log_bins, mean, quantile, ratio_of_sums
+from ppo_repro.analysis.mismatch.token import of_sequences, sequence_starts
+from ppo_repro.analysis.stats.clusters import Floats, Ratio, exact_sum, log_bins, mean, quantile, ratio_of_sums
 
 UPDATE_COLUMNS = ["metric", "reduction", "value", "se", "tokens", "sequences"]
 # token means with a standard error clustered by response

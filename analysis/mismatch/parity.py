@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.mismatch.token import unequal_bits
-from analysis.pairs.runs import KEY
+from ppo_repro.analysis.mismatch.token import unequal_bits
+from ppo_repro.analysis.pairs.runs import KEY
 from ppo_repro.records import reader
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.clipping.corrections import WEIGHTLESS, applied, bounds_of
-from analysis.stats.clusters import Floats, exact_sum, mean
+from ppo_repro.analysis.clipping.corrections import WEIGHTLESS, applied, bounds_of
+from ppo_repro.analysis.stats.clusters import Floats, exact_sum, mean
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.algorithm import ImportanceWeights, RatioRejection, Rejection, VetoRejection
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analysis.pairs.places import ROUTE_COLUMNS, ROUTES, routes_of
+from ppo_repro.analysis.pairs.places import ROUTE_COLUMNS, ROUTES, routes_of
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis.mismatch.bucket import bucket_sums, bucket_table
-from analysis.mismatch.metrics import Sums, merged, sums_of, update_table
-from analysis.mismatch.remedies import NO_TOKEN, remedy_table
-from analysis.mismatch.token import mismatch_token
-from analysis.pairs.files import PRESETS, imported_pairs, iteration_of, masked_tokens
-from analysis.pairs.runs import PAIRS, run_pairs
-from analysis.program import program
+from ppo_repro.analysis.mismatch.bucket import bucket_sums, bucket_table
+from ppo_repro.analysis.mismatch.metrics import Sums, merged, sums_of, update_table
+from ppo_repro.analysis.mismatch.remedies import NO_TOKEN, remedy_table
+from ppo_repro.analysis.mismatch.token import mismatch_token
+from ppo_repro.analysis.pairs.files import PRESETS, imported_pairs, iteration_of, masked_tokens
+from ppo_repro.analysis.pairs.runs import PAIRS, run_pairs
+from ppo_repro.analysis.program import program
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell
@@ -72,7 +72,7 @@ class Tables:
 
 
 def measure(pairs: Iterable[pd.DataFrame]) -> Iterator[Measured]:
-    """Yield the sums of every iteration; a chunk holds the tokens of one (`analysis.pairs.runs`).
+    """Yield the sums of every iteration; a chunk holds the tokens of one (`pairs.runs`).
 
     Reading the chunks raises what `run_pairs` does, UserError where records are missing or damaged.
     """
@@ -148,5 +148,7 @@ def _chosen_pairs(paths: Sequence[Path], pair: str | None, columns: str | None) 
             raise UserError(f"--pair {pair}: is for recorded runs, --columns for files of other stacks; leave one out")
         return imported_pairs(paths, columns)
     if len(paths) > 1:
-        raise UserError(f"{len(paths)} paths: one run, or files with --columns; analysis.compare compares two runs")
+        raise UserError(
+            f"{len(paths)} paths: give one run, or files with --columns; ppo_repro.analysis.compare takes two runs"
+        )
     return run_pairs(paths[0], pair or PAIRS[0])

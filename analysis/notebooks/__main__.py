@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from analysis.notebooks.execute import executed, text_of
-from analysis.program import program
+from ppo_repro.analysis.notebooks.execute import executed, text_of
+from ppo_repro.analysis.program import program
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import Parser, tell
 from ppo_repro.records import manifest

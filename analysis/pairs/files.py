@@ -18,7 +18,7 @@ PRESETS = tuple(FORMATS)
 def imported_pairs(
     paths: Path | str | Sequence[Path | str], names: Names | str | None = None
 ) -> Iterator[pd.DataFrame]:
-    """Chunks as in `analysis.pairs.runs`, one for each run of rows of the same iteration.
+    """Chunks as in `pairs.runs`, one for each run of rows of the same iteration.
 
     `names`: a `Names`, one of PRESETS, or None to tell it from the columns. The sequence is the number of the response
     over all files, and the position is the index in the response, masked tokens included. Log-probs are in nats; null

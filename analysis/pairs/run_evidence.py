@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.pairs.runs import KEY, chosen_iterations
+from ppo_repro.analysis.pairs.runs import KEY, chosen_iterations
 from ppo_repro.records import reader
 from ppo_repro.records.folder import load_recorded_config
 

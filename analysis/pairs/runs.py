@@ -6,7 +6,7 @@ A source is an iterator of chunks, each of one iteration. A chunk is a DataFrame
     logprobs_a, logprobs_b                    float32, nats, the recorded bits
 
 and, where the source has them, `entropies` and `log_kept_mass` (float32, nats), `advantages` (float32), `policy_lag`,
-`turn` and `route` (int32, `analysis.pairs.places`). `a` sampled the token or came first, and `b` is compared with it:
+`turn` and `route` (int32, `pairs.places`). `a` sampled the token or came first, and `b` is compared with it:
 delta = logprobs_b - logprobs_a. Rows are in the order of (iteration, sequence, position). `chunk.attrs["masked"]`
 counts the tokens that a mask removed from the chunk, which may leave it without rows; runs have no mask.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis.pairs.places import PLACES_OF_SEQUENCES, ROUTE_COLUMNS, with_places
+from ppo_repro.analysis.pairs.places import PLACES_OF_SEQUENCES, ROUTE_COLUMNS, with_places
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 

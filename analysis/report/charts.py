@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from analysis.report.markup import element, escape, number, spread
+from ppo_repro.analysis.report.markup import element, escape, number, spread
 
 Floats = npt.NDArray[np.float64]
 

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.report.charts import Line, Rule, axis_for, line_chart
-from analysis.report.markup import number
-from analysis.report.page import Figure
-from analysis.stats.significance import one_sample, t_interval
+from ppo_repro.analysis.report.charts import Line, Rule, axis_for, line_chart
+from ppo_repro.analysis.report.markup import number
+from ppo_repro.analysis.report.page import Figure
+from ppo_repro.analysis.stats.significance import one_sample, t_interval
 from ppo_repro.config.run import RunConfig
 
 Floats = npt.NDArray[np.float64]

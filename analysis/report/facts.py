@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.report.figures import ClipBounds
+from ppo_repro.analysis.report.figures import ClipBounds
 from ppo_repro.base.errors import UserError
 from ppo_repro.config.algorithm import AdaptiveClipObjective, ClipObjective
 from ppo_repro.config.control import ControlConfig

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.pairs.places import LAG, ROUTE, ROUTES, TURN
-from analysis.report.charts import Axis, Line, Rule, axis_for, bar_chart, line_chart
-from analysis.report.markup import number, share
-from analysis.report.page import Figure
+from ppo_repro.analysis.pairs.places import LAG, ROUTE, ROUTES, TURN
+from ppo_repro.analysis.report.charts import Axis, Line, Rule, axis_for, bar_chart, line_chart
+from ppo_repro.analysis.report.markup import number, share
+from ppo_repro.analysis.report.page import Figure
 
 Floats = npt.NDArray[np.float64]
 FLAG_WORDS = {

@@ -8,15 +8,15 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.report import verdicts
-from analysis.report.curves import Curve
-from analysis.report.facts import Facts, repeating
-from analysis.report.markup import Html, differences, element, escape, number, share, table
-from analysis.report.page import Card, Section, Verdict, folded_table, folded_text, page, scrolled
-from analysis.report.run_page import first_and_last
-from analysis.report.samples import card, evaluations, shortened
-from analysis.report.several import OneRun, curve_sections, main_chart, read_run
-from analysis.words import terms
+from ppo_repro.analysis.report import verdicts
+from ppo_repro.analysis.report.curves import Curve
+from ppo_repro.analysis.report.facts import Facts, repeating
+from ppo_repro.analysis.report.markup import Html, differences, element, escape, number, share, table
+from ppo_repro.analysis.report.page import Card, Section, Verdict, folded_table, folded_text, page, scrolled
+from ppo_repro.analysis.report.run_page import first_and_last
+from ppo_repro.analysis.report.samples import card, evaluations, shortened
+from ppo_repro.analysis.report.several import OneRun, curve_sections, main_chart, read_run
+from ppo_repro.analysis.words import terms
 from ppo_repro.base.errors import UserError
 from ppo_repro.records.diff import RUN, first_difference, setup_changes
 from ppo_repro.records.inputs import shown

@@ -7,19 +7,29 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analysis.mismatch.bucket import bucket_table
-from analysis.mismatch.parity import Parity, parity
-from analysis.mismatch.tables import measure, tables, whole
-from analysis.pairs.run_evidence import run_evidence
-from analysis.pairs.runs import run_pairs
-from analysis.report import curves, figures, tokens, verdicts
-from analysis.report.charts import Line, axis_for, line_chart
-from analysis.report.facts import Facts, clip_bounds, repeating
-from analysis.report.markup import element, number, table
-from analysis.report.page import Card, Figure, Section, Verdict, facts_html, folded_table, folded_text, page, scrolled
-from analysis.report.samples import samples_section
-from analysis.report.scan import DELTA_EDGES, FLAGS, Scan, scan_run, summary_tables
-from analysis.words import terms
+from ppo_repro.analysis.mismatch.bucket import bucket_table
+from ppo_repro.analysis.mismatch.parity import Parity, parity
+from ppo_repro.analysis.mismatch.tables import measure, tables, whole
+from ppo_repro.analysis.pairs.run_evidence import run_evidence
+from ppo_repro.analysis.pairs.runs import run_pairs
+from ppo_repro.analysis.report import curves, figures, tokens, verdicts
+from ppo_repro.analysis.report.charts import Line, axis_for, line_chart
+from ppo_repro.analysis.report.facts import Facts, clip_bounds, repeating
+from ppo_repro.analysis.report.markup import element, number, table
+from ppo_repro.analysis.report.page import (
+    Card,
+    Figure,
+    Section,
+    Verdict,
+    facts_html,
+    folded_table,
+    folded_text,
+    page,
+    scrolled,
+)
+from ppo_repro.analysis.report.samples import samples_section
+from ppo_repro.analysis.report.scan import DELTA_EDGES, FLAGS, Scan, scan_run, summary_tables
+from ppo_repro.analysis.words import terms
 from ppo_repro.config.algorithm import FunctionObjective
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import reader

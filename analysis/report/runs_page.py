@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis.grids.table import SPREAD, comparisons, interval
-from analysis.report import curves
-from analysis.report.curves import Curve
-from analysis.report.markup import Html, element, escape, number, share, table
-from analysis.report.page import Card, Section, Verdict, folded_table, page, scrolled
-from analysis.report.several import OneRun, curve_sections, main_chart, read_run
-from analysis.stats.significance import detectable
-from analysis.words import terms
+from ppo_repro.analysis.grids.table import SPREAD, comparisons, interval
+from ppo_repro.analysis.report import curves
+from ppo_repro.analysis.report.curves import Curve
+from ppo_repro.analysis.report.markup import Html, element, escape, number, share, table
+from ppo_repro.analysis.report.page import Card, Section, Verdict, folded_table, page, scrolled
+from ppo_repro.analysis.report.several import OneRun, curve_sections, main_chart, read_run
+from ppo_repro.analysis.stats.significance import detectable
+from ppo_repro.analysis.words import terms
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import folders_with
 from ppo_repro.config.files import DPO, read_tree

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analysis.report.facts import Facts
-from analysis.report.markup import element, number, spread, table
-from analysis.report.page import Section, scrolled
+from ppo_repro.analysis.report.facts import Facts
+from ppo_repro.analysis.report.markup import element, number, spread, table
+from ppo_repro.analysis.report.page import Section, scrolled
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.manifest import Manifest
 

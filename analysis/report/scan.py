@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.report import curves
-from analysis.report.facts import Facts
+from ppo_repro.analysis.report import curves
+from ppo_repro.analysis.report.facts import Facts
 from ppo_repro.config.files import DPO
 from ppo_repro.records import reader
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis.report import curves
-from analysis.report.curves import Curve
-from analysis.report.facts import Facts, read_facts
-from analysis.report.page import Section
-from analysis.report.run_page import CONTROL_MAIN, MAIN
-from analysis.report.scan import run_curves, summary_tables
+from ppo_repro.analysis.report import curves
+from ppo_repro.analysis.report.curves import Curve
+from ppo_repro.analysis.report.facts import Facts, read_facts
+from ppo_repro.analysis.report.page import Section
+from ppo_repro.analysis.report.run_page import CONTROL_MAIN, MAIN
+from ppo_repro.analysis.report.scan import run_curves, summary_tables
 
 # what the chart shows: metric, unit; the first that was recorded
 CHARTS = {

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.report.markup import element, number
-from analysis.report.page import Section, scrolled
-from analysis.report.scan import deltas
+from ppo_repro.analysis.report.markup import element, number
+from ppo_repro.analysis.report.page import Section, scrolled
+from ppo_repro.analysis.report.scan import deltas
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import reader
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis.mismatch.parity import Parity
-from analysis.report.facts import Facts
-from analysis.report.markup import number, share
-from analysis.report.page import Verdict
+from ppo_repro.analysis.mismatch.parity import Parity
+from ppo_repro.analysis.report.facts import Facts
+from ppo_repro.analysis.report.markup import number, share
+from ppo_repro.analysis.report.page import Verdict
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.rollout import SamplerFaults, TrainerFaults
 from ppo_repro.config.run import RunConfig

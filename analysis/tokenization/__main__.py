@@ -2,6 +2,6 @@
 
 import sys
 
-from analysis.tokenization.tables import main
+from ppo_repro.analysis.tokenization.tables import main
 
 sys.exit(main())

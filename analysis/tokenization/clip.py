@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from analysis.stats.clusters import Ratio, ratio_of_sums
+from ppo_repro.analysis.stats.clusters import Ratio, ratio_of_sums
 
 UPDATE_COLUMNS = ["iteration", "epoch", "minibatch", "sequence", "position", "new_logprobs", "clip_flag"]
 
@@ -19,7 +19,7 @@ def word_ratios(
 ) -> pd.DataFrame:
     """Return one row per word and epoch of one iteration: log-ratio, and how much of the word is outside the band.
 
-    `token_table` is that of `analysis.tokenization.kl`, `anchor_logprobs` [N] the denominator of the run's ratio,
+    `token_table` is that of `tokenization.kl`, `anchor_logprobs` [N] the denominator of the run's ratio,
     `updates` has UPDATE_COLUMNS; rows where the policy took no step (null) are left out. Ratios are exp(new - anchor)
     in float64, compared strictly. `n_out`: tokens outside the band; `word_out`: the word's ratio is outside
     [1 - low, 1 + high]; `word_out_scaled`: outside [(1 - low)^n, (1 + high)^n], which requires a token outside.

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from analysis.stats.clusters import Floats
-from analysis.tokenization.words import Boundary, find_words, text_of
+from ppo_repro.analysis.stats.clusters import Floats
+from ppo_repro.analysis.tokenization.words import Boundary, find_words, text_of
 
 KEY = ["iteration", "sequence", "position"]
 OFFSETS = ["char_start", "char_end", "byte_start", "byte_end"]

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis.pairs.runs import chosen_iterations
-from analysis.program import program
-from analysis.tokenization.clip import UPDATE_COLUMNS, clip_table, word_ratios
-from analysis.tokenization.kl import SEQUENCE_COLUMNS, TOKEN_COLUMNS, sequence_table, token_table, word_table
-from analysis.tokenization.retokenize import AUDIT_COLUMNS, drift_summary, retokenization
-from analysis.tokenization.summary import summary_table
-from analysis.tokenization.tokenizer import RecordedTokenizer, recorded_tokenizer
-from analysis.tokenization.words import BOUNDARIES, Boundary
+from ppo_repro.analysis.pairs.runs import chosen_iterations
+from ppo_repro.analysis.program import program
+from ppo_repro.analysis.tokenization.clip import UPDATE_COLUMNS, clip_table, word_ratios
+from ppo_repro.analysis.tokenization.kl import SEQUENCE_COLUMNS, TOKEN_COLUMNS, sequence_table, token_table, word_table
+from ppo_repro.analysis.tokenization.retokenize import AUDIT_COLUMNS, drift_summary, retokenization
+from ppo_repro.analysis.tokenization.summary import summary_table
+from ppo_repro.analysis.tokenization.tokenizer import RecordedTokenizer, recorded_tokenizer
+from ppo_repro.analysis.tokenization.words import BOUNDARIES, Boundary
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.latest import run_named
 from ppo_repro.base.output import Parser, tell

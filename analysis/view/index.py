@@ -17,8 +17,8 @@ from typing import Any
 import duckdb
 import pandas as pd
 
-from analysis.report import tokens
-from analysis.tokenization.tokenizer import PATHS, load_tokenizer
+from ppo_repro.analysis.report import tokens
+from ppo_repro.analysis.tokenization.tokenizer import PATHS, load_tokenizer
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import folders_with
 from ppo_repro.records import manifest

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from analysis.view.index import RESPONSES, Run, literal, pattern, source
+from ppo_repro.analysis.view.index import RESPONSES, Run, literal, pattern, source
 from ppo_repro.base.errors import UserError
 
 PAGE = 50  # responses

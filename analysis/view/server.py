@@ -19,12 +19,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from analysis.csv_text import cell
-from analysis.report.markup import differences
-from analysis.report.page import document
-from analysis.report.tokens import token_area
-from analysis.view.index import TIMEOUT_SECONDS, Index, Slow
-from analysis.view.query import COLUMNS, parsed, place, snippet
+from ppo_repro.analysis.csv_text import cell
+from ppo_repro.analysis.report.markup import differences
+from ppo_repro.analysis.report.page import document
+from ppo_repro.analysis.report.tokens import token_area
+from ppo_repro.analysis.view.index import TIMEOUT_SECONDS, Index, Slow
+from ppo_repro.analysis.view.query import COLUMNS, parsed, place, snippet
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import finite, one_line
 
@@ -154,7 +154,7 @@ def application(index: Index, token: str) -> ASGIApp:
 
 
 def rows_as_csv(index: Index, query: str, values: Sequence[Any]) -> Iterator[str]:
-    """All rows of a query as CSV (`analysis.csv_text`), in chunks, with the names of the runs."""
+    """All rows of a query as CSV (`csv_text`), in chunks, with the names of the runs."""
     cursor = index.cursor()
     cursor.execute(query, list(values))
     rows: list[Sequence[Any]] = [COLUMNS]

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from analysis.program import program
 from experiments.accuracy.distances import Comparison, compare, compare_gradients
+from ppo_repro.analysis.program import program
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import Parser, tell
 from ppo_repro.models.load import load_folder

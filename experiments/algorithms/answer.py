@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from analysis import figures
 from experiments.answers import settings_table, study
+from ppo_repro.analysis import figures
 
 MEASURE = "mean_accuracy"
 

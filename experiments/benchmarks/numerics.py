@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from analysis.program import program
 from experiments.benchmarks import rollout, timing, workload
 from experiments.benchmarks.timing import Cost, Measured
 from experiments.benchmarks.workload import CONTEXT, PROMPT, RESPONSE, SEQUENCES, SIZES, Size, prompt_ids
+from ppo_repro.analysis.program import program
 from ppo_repro.base.output import Parser
 from ppo_repro.base.seeding import bell
 from ppo_repro.models.batches import TokenBatch, lay_out

@@ -19,8 +19,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ppo_repro
-from analysis.mismatch.parity import parity
 from experiments.benchmarks.workload import PROMPT, RESPONSE, set_random_weights
+from ppo_repro.analysis.mismatch.parity import parity
 
 CONFIG = Path(__file__).with_name("ppo_step.yaml")
 PROMPTS = 256

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from analysis import figures
-from analysis.grids.outcomes import clip_shares
 from experiments.answers import outcome, settings_table, study
+from ppo_repro.analysis import figures
+from ppo_repro.analysis.grids.outcomes import clip_shares
 from ppo_repro.records import reader
 
 if TYPE_CHECKING:

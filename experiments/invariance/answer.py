@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from analysis import figures
-from analysis.stats.significance import detectable, one_sample, t_interval, tost
 from experiments.answers import interval, study
+from ppo_repro.analysis import figures
+from ppo_repro.analysis.stats.significance import detectable, one_sample, t_interval, tost
 
 MEASURES = {"mean_accuracy": "accuracy, mean over training", "accuracy": "accuracy at the end", "score": "score"}
 MARGIN = 0.05  # a smaller difference counts as none

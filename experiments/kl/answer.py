@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from analysis import figures
 from experiments.answers import settings_table, study
 from experiments.optimum.exact import read
+from ppo_repro.analysis import figures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

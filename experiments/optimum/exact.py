@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from analysis.program import program
+from ppo_repro.analysis.program import program
 from ppo_repro.base.output import Parser, tell
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.algorithm import NoKL

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from analysis import figures
 from experiments.answers import LAST, outcome, settings_table, study
+from ppo_repro.analysis import figures
 from ppo_repro.records import reader
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from analysis import figures
-from analysis.tokenization.tables import run_drift
-from analysis.tokenization.tokenizer import recorded_tokenizer
 from experiments.answers import outcome, settings_table, study
+from ppo_repro.analysis import figures
+from ppo_repro.analysis.tokenization.tables import run_drift
+from ppo_repro.analysis.tokenization.tokenizer import recorded_tokenizer
 from ppo_repro.records import reader
 
 if TYPE_CHECKING:

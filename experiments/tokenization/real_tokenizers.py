@@ -20,7 +20,7 @@ import pandas as pd
 from tokenizers import Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from analysis.program import program
+from ppo_repro.analysis.program import program
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import Parser, tell
 

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pandas as pd
 from scipy import stats
 
-from analysis import figures
 from experiments.answers import interval, study
+from ppo_repro.analysis import figures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""Modules of `analysis`, which is beside this package in a checkout and inside it in a wheel."""
+"""Modules of `ppo_repro.analysis`, imported at their first use: no run needs them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def analysis(module: str, *packages: str) -> Any:
         if find_spec(package) is None:
             raise UserError(f"{command}: needs {package}; install it with pip install 'ppo_repro[{command}]'")
     try:
-        home = import_module("ppo_repro.analysis").__name__  # in a checkout `analysis`
-    except ImportError as error:
+        import_module("ppo_repro.analysis")
+    except ImportError as error:  # ppo_repro/analysis is a link, which leads nowhere if the package alone was copied
         raise UserError(f"{command}: {error}; install the wheel, or a whole checkout") from error
-    return import_module(f"{home}.{module}")
+    return import_module(f"ppo_repro.analysis.{module}")

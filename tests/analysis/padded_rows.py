@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 
-from analysis.clipping.update_rows import ClipRule, IterationRows
+from ppo_repro.analysis.clipping.update_rows import ClipRule, IterationRows
 from tests.analysis.clipping.rows import RULE, make_item
 
 PAD = np.nan  # a formula that forgets its mask gives NaN

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.csv_text import STARTS, cell, csv_text
+from ppo_repro.analysis.csv_text import STARTS, cell, csv_text
 
 COMPUTED = ["=1+1", "+x", "-x", "@x", "\tx", "\rx", "\nx", "＝x", "=", "-", "'=1", "-1e", "-1 "]
 

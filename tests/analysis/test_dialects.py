@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from analysis.clipping.flags import token_flags
-from analysis.clipping.update_rows import IterationRows, load_iterations
-from analysis.dialects import definitions, evaluate, long_table
+from ppo_repro.analysis.clipping.flags import token_flags
+from ppo_repro.analysis.clipping.update_rows import IterationRows, load_iterations
+from ppo_repro.analysis.dialects import definitions, evaluate, long_table
 from ppo_repro.records import reader
 from tests.analysis.clipping.rows import RULE
 from tests.analysis.padded_rows import Padded, padded_rollout, padded_steps, random_item

@@ -59,7 +59,7 @@ def written(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_is_executed_and_its_outputs_are_of_its_code(name: str) -> None:
     pytest.importorskip("nbclient", reason="the extra [notebook] is not installed")
-    from analysis.notebooks.execute import sources_digest
+    from ppo_repro.analysis.notebooks.execute import sources_digest
 
     notebook = written(name)
     assert faults(notebook) == []
@@ -91,7 +91,7 @@ def grid_of(runs: dict[tuple[float, int], Path], folder: Path) -> Path:
 def test_a_notebook_runs_on_other_runs(
     name: str, deterministic_run: Path, native_run: Path, parted_run: Path, tmp_path: Path
 ) -> None:
-    from analysis.notebooks.execute import executed
+    from ppo_repro.analysis.notebooks.execute import executed
 
     runs = {(0.1, 1): deterministic_run, (0.1, 2): native_run, (0.2, 1): parted_run, (0.2, 2): deterministic_run}
     grid = grid_of(runs, tmp_path / "grid")

@@ -9,9 +9,9 @@ import pandas as pd
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.pairs import runs
-from analysis.pairs.places import PLACES, routes_of, turns_of, with_places
-from analysis.pairs.runs import run_pairs
+from ppo_repro.analysis.pairs import runs
+from ppo_repro.analysis.pairs.places import PLACES, routes_of, turns_of, with_places
+from ppo_repro.analysis.pairs.runs import run_pairs
 from ppo_repro.records import reader
 from tests.support.synthetic_run import bits
 

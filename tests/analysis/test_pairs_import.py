@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from analysis.pairs.files import imported_pairs, iteration_of, masked_tokens
-from analysis.pairs.runs import REQUIRED
+from ppo_repro.analysis.pairs.files import imported_pairs, iteration_of, masked_tokens
+from ppo_repro.analysis.pairs.runs import REQUIRED
 from ppo_repro.base.errors import UserError
 from ppo_repro.testing import Names
 from tests.testing.audit.rows import ROWS

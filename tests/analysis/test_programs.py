@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.report.build import write_report
+from ppo_repro.analysis.report.build import write_report
 from ppo_repro.base.errors import UserError
 from tests.support.cli import Cli, one_line
 from tests.support.paths import ROOT
@@ -33,7 +33,7 @@ def ask(deterministic_run: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
     """Runs a command in this process: exit code, stdout, stderr."""
 
     def ask_it(command: str, *arguments: str) -> tuple[int, str, str]:
-        main = import_module(COMMANDS[command][0]).main
+        main = import_module(f"ppo_repro.{COMMANDS[command][0]}").main
         code = main([str(deterministic_run) if word == "RUN" else word for word in arguments])
         return code, *capsys.readouterr()
 
@@ -88,7 +88,7 @@ def test_a_folder_that_is_none_is_one_line(ask: Ask, command: str, tmp_path: Pat
         ("analysis.compare", ["RUN", "RUN", "--seed", "-1"], "--seed -1: must be 0 or more"),
         ("analysis.compare", ["RUN", "RUN", "--seed", "0", "--iterations", "0", "9" * 30], "which both runs have"),
         ("analysis.clipping", ["RUN", "--clip-range", "nan", "1"], "clip range = nan, 1"),
-        ("analysis.mismatch", ["RUN", "RUN"], "analysis.compare compares two runs"),
+        ("analysis.mismatch", ["RUN", "RUN"], "ppo_repro.analysis.compare takes two runs"),
         ("analysis.mismatch", ["x.jsonl", "--columns", "verl", "--pair", "rollout_vs_old"], "is for recorded runs"),
         ("analysis.dialects", ["RUN", "--definitions"], "give either a run or --definitions"),
         ("analysis.tokenization", ["RUN", "--boundary", "leading", "--iteration", "-1"], "no iteration -1"),
@@ -156,7 +156,7 @@ def test_only_a_file_of_ours_is_written_over(
     ],
 )
 def test_streams_that_are_full_closed_or_left(deterministic_run: Path, end: str, code: int, message: str) -> None:
-    line = f"{sys.executable} -m analysis.mismatch {deterministic_run} {end}; exit ${{PIPESTATUS[0]}}"
+    line = f"{sys.executable} -m ppo_repro.analysis.mismatch {deterministic_run} {end}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == code, done.stderr
     assert bool(done.stdout) == (code == 0), done.stderr

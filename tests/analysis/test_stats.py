@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from analysis.stats import clusters, significance
-from analysis.stats.significance import Estimate
+from ppo_repro.analysis.stats import clusters, significance
+from ppo_repro.analysis.stats.significance import Estimate
 from tests.support.statistics import array, rng
 
 FLOATS = st.floats(-1e300, 1e300)

@@ -13,11 +13,11 @@ from types import ModuleType
 import pytest
 
 import ppo_repro
-from analysis import dialects, figures
-from analysis.clipping import tables as clipping
-from analysis.compare import verdicts as compare
-from analysis.mismatch import tables as mismatch
-from analysis.tokenization import tables as tokenization
+from ppo_repro.analysis import dialects, figures
+from ppo_repro.analysis.clipping import tables as clipping
+from ppo_repro.analysis.compare import verdicts as compare
+from ppo_repro.analysis.mismatch import tables as mismatch
+from ppo_repro.analysis.tokenization import tables as tokenization
 from ppo_repro.base.latest import latest_run
 from ppo_repro.commands.arguments import build_parser
 from ppo_repro.config.dpo import DPOConfig

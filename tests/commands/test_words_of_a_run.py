@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from analysis.report.build import page_of
-from analysis.view.index import Index
 from ppo_repro import open_run
+from ppo_repro.analysis.report.build import page_of
+from ppo_repro.analysis.view.index import Index
 from ppo_repro.records import manifest, reader
 from tests.support.cli import Cli, folder_config, one_line, write_prompts
 from tests.support.paths import TINY

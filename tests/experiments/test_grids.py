@@ -10,10 +10,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.figures import main as figure_main
-from analysis.grids.outcomes import MEASURES, measures_of, outcomes
-from analysis.grids.table import comparisons, rank_correlation
-from analysis.grids.table import main as table_main
+from ppo_repro.analysis.figures import main as figure_main
+from ppo_repro.analysis.grids.outcomes import MEASURES, measures_of, outcomes
+from ppo_repro.analysis.grids.table import comparisons, rank_correlation
+from ppo_repro.analysis.grids.table import main as table_main
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import manifest, reader
 

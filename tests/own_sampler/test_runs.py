@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ppo_repro.analysis.figures import main
 from transformers import AutoModelForCausalLM
 
+from ppo_repro.analysis.figures import main
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import dump_yaml

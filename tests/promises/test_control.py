@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from analysis.mismatch.parity import parity
+from ppo_repro.analysis.mismatch.parity import parity
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import run_folder

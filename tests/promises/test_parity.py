@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.mismatch.parity import parity
-from analysis.mismatch.tables import measure, tables
-from analysis.pairs.runs import run_pairs
+from ppo_repro.analysis.mismatch.parity import parity
+from ppo_repro.analysis.mismatch.tables import measure, tables
+from ppo_repro.analysis.pairs.runs import run_pairs
 from ppo_repro.records import reader
 from ppo_repro.runs.summary import summarise
 

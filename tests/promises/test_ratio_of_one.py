@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.mismatch.parity import parity
+from ppo_repro.analysis.mismatch.parity import parity
 from ppo_repro.base.watcher import Silent
 from tests.support.language import run
 from tests.support.runs import small_config

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from analysis.mismatch.metrics import update_table
-from analysis.mismatch.tables import measure, whole
-from analysis.pairs.runs import run_pairs
+from ppo_repro.analysis.mismatch.metrics import update_table
+from ppo_repro.analysis.mismatch.tables import measure, whole
+from ppo_repro.analysis.pairs.runs import run_pairs
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.run import RunConfig

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from analysis.mismatch.bucket import bucket_table
-from analysis.mismatch.parity import parity
-from analysis.mismatch.routes import route_table
-from analysis.mismatch.tables import measure, whole
-from analysis.pairs.places import ROUTE, ROUTES
-from analysis.pairs.runs import run_pairs
-from analysis.report.figures import bucket_figure
+from ppo_repro.analysis.mismatch.bucket import bucket_table
+from ppo_repro.analysis.mismatch.parity import parity
+from ppo_repro.analysis.mismatch.routes import route_table
+from ppo_repro.analysis.mismatch.tables import measure, whole
+from ppo_repro.analysis.pairs.places import ROUTE, ROUTES
+from ppo_repro.analysis.pairs.runs import run_pairs
+from ppo_repro.analysis.report.figures import bucket_figure
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.watcher import Silent
 from ppo_repro.checks.replay import STAGES, recompute

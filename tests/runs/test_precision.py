@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from analysis.mismatch.parity import Parity, parity
+from ppo_repro.analysis.mismatch.parity import Parity, parity
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from analysis.clipping.corrections import corrections_of
-from analysis.clipping.update_rows import load_iterations
-from analysis.clipping.weights import loss_weights
+from ppo_repro.analysis.clipping.corrections import corrections_of
+from ppo_repro.analysis.clipping.update_rows import load_iterations
+from ppo_repro.analysis.clipping.weights import loss_weights
 from ppo_repro.base.watcher import Silent
 from ppo_repro.checks.replay import STAGES, lines, recompute
 from ppo_repro.config.files import load_config

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from analysis.view.server import Server
+from ppo_repro.analysis.view.server import Server
 
 
 @contextmanager

@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.compare import paired, verdicts
-from analysis.compare.rows import run_compare
+from ppo_repro.analysis.compare import paired, verdicts
+from ppo_repro.analysis.compare.rows import run_compare
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import diff, reader
 from tests.support.statistics import rng

@@ -8,8 +8,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from analysis.compare import verdicts
-from analysis.compare.seeds import compare_groups
+from ppo_repro.analysis.compare import verdicts
+from ppo_repro.analysis.compare.seeds import compare_groups
 from ppo_repro.base.errors import UserError
 from tests.support.statistics import rng
 

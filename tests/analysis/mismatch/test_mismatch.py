@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.mismatch.bucket import bucket_of, bucket_sums, bucket_table
-from analysis.mismatch.metrics import merged, sums_of, update_table
-from analysis.mismatch.token import mismatch_token
+from ppo_repro.analysis.mismatch.bucket import bucket_of, bucket_sums, bucket_table
+from ppo_repro.analysis.mismatch.metrics import merged, sums_of, update_table
+from ppo_repro.analysis.mismatch.token import mismatch_token
 from tests.analysis.mismatch.chunks import chunk
 
 LOG2 = math.log(2.0)

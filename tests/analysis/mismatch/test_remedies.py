@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.mismatch.remedies import PUBLISHED, Remedy, remedy_table
-from analysis.mismatch.tables import main
-from analysis.pairs.runs import run_pairs
+from ppo_repro.analysis.mismatch.remedies import PUBLISHED, Remedy, remedy_table
+from ppo_repro.analysis.mismatch.tables import main
+from ppo_repro.analysis.pairs.runs import run_pairs
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.algorithm import ImportanceWeights
 from ppo_repro.config.files import load_config

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.mismatch.routes import flips, table_of
+from ppo_repro.analysis.mismatch.routes import flips, table_of
 
 FIELDS = ["iteration", "sequence", "position", "rollout_logprobs", "old_logprobs", "rollout_routes", "policy_routes"]
 

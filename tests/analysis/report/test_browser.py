@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from analysis.report import build
+from ppo_repro.analysis.report import build
 from ppo_repro.base.watcher import Silent
 from tests.analysis.report.hostile_run import make_hostile_run
 from tests.support.browser import find, look, opened

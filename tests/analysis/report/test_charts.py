@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.report.charts import (
+from ppo_repro.analysis.report.charts import (
     LEFT,
     PLOT_HEIGHT,
     RIGHT,
@@ -24,8 +24,8 @@ from analysis.report.charts import (
     line_chart,
     ticks,
 )
-from analysis.report.markup import element, escape, share
-from analysis.report.page import csv_link
+from ppo_repro.analysis.report.markup import element, escape, share
+from ppo_repro.analysis.report.page import csv_link
 
 FINITE = st.floats(-1e12, 1e12)
 

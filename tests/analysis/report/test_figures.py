@@ -10,12 +10,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.report import curves, figures
-from analysis.report.facts import read_facts
-from analysis.report.figures import ClipBounds
-from analysis.report.page import Figure, figure_html
-from analysis.report.scan import FLAGS, delta_counts, ratio_quantiles, scan_run, summary_tables
-from analysis.report.tokens import select, token_data
+from ppo_repro.analysis.report import curves, figures
+from ppo_repro.analysis.report.facts import read_facts
+from ppo_repro.analysis.report.figures import ClipBounds
+from ppo_repro.analysis.report.page import Figure, figure_html
+from ppo_repro.analysis.report.scan import FLAGS, delta_counts, ratio_quantiles, scan_run, summary_tables
+from ppo_repro.analysis.report.tokens import select, token_data
 from ppo_repro.records import reader
 from tests.support.runs import small_config
 

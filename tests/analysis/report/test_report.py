@@ -14,9 +14,9 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from analysis.report import build
-from analysis.report.page import embedded_json, page
-from analysis.report.runs_page import answer_cards
+from ppo_repro.analysis.report import build
+from ppo_repro.analysis.report.page import embedded_json, page
+from ppo_repro.analysis.report.runs_page import answer_cards
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.watcher import Silent
 from ppo_repro.config.files import load_config

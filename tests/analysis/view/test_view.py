@@ -17,8 +17,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.view import index as index_module
-from analysis.view.server import Server
+from ppo_repro.analysis.view import index as index_module
+from ppo_repro.analysis.view.server import Server
 from ppo_repro.base.errors import UserError
 from ppo_repro.records import manifest, reader
 from tests.analysis.report.hostile_run import make_hostile_run

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.pairs.files import imported_pairs
+from ppo_repro.analysis.pairs.files import imported_pairs
 from ppo_repro.base.watcher import Silent
 from ppo_repro.records import reader
 from ppo_repro.records.folder import FINAL, REFERENCE

@@ -18,7 +18,7 @@ from ppo_repro.base.latest import LATEST, run_named
 from ppo_repro.base.user_file import modules_beside
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.fields import command_of, mistakes
+from ppo_repro.config.mistakes import mistakes
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import Experiment, Section, canonical_json, short_digest
 from ppo_repro.config.yaml_text import parse_yaml, read_yaml, write_yaml
@@ -31,6 +31,8 @@ DPO: Final = "dpo"  # DPO on preference pairs
 Model = TypeVar("Model", bound=BaseModel)
 MODELS: dict[Kind, type[RunConfig | ControlConfig | DPOConfig]]
 MODELS = {LANGUAGE: RunConfig, CONTROL: ControlConfig, DPO: DPOConfig}
+# of each kind of file a field that no other kind has, and the command that takes the file
+COMMANDS = {"rollout": "run", "environment": "control", "dpo": "dpo", "axes": "grid", "base": "grid"}
 ENGINE_KIND = "rollout.engine.kind"
 INTERPRETER = "rollout.engine.python"  # a program, and no input
 _PACKAGE = Path(__file__).parent.parent
@@ -54,7 +56,13 @@ def load_any(path: Path, overrides: Sequence[str], command: str) -> tuple[Kind, 
 def kind_of(tree: object, command: str = "run") -> Kind:
     """Return the kind of run that a parsed file is for, by its fields; if they do not say, what `command` runs."""
     kinds: dict[str, Kind] = {CONTROL: CONTROL, DPO: DPO}
-    return kinds.get(command_of(tree) or command, LANGUAGE)
+    return kinds.get(_command_of(tree) or command, LANGUAGE)
+
+
+def _command_of(tree: object) -> str | None:
+    """Return the command that takes a parsed file, by the fields it has; None if they do not say."""
+    commands = {COMMANDS[name] for name in COMMANDS if isinstance(tree, dict) and name in tree}
+    return commands.pop() if len(commands) == 1 else None
 
 
 def build_config(tree: Any, source: str) -> RunConfig:
@@ -86,7 +94,7 @@ def read_tree(path: Path, overrides: Sequence[str] = (), commands: Sequence[str]
     from_folder(tree, path.parent)
     if isinstance(tree, dict):
         apply_overrides(tree, overrides)
-    other = command_of(tree)
+    other = _command_of(tree)
     if commands and other not in (None, *commands):
         raise UserError(f"{path}: is a file for `ppo-repro {other}`; give it to that command")
     return tree

@@ -32,7 +32,7 @@ from tests.support.synthetic_run import cut_back
 def test_the_seed_of_the_command_line(cli: Cli) -> None:
     code, _, err = cli("plan", TINY, "--seed", str(2**63))
     assert code == 2
-    assert f"seed = {2**63}: input should be less than" in one_line(err)
+    assert f"seed = {2**63}: must be below" in one_line(err)
     code, _, err = cli("plan", TINY, "--seed", "-1")
     assert code == 2
     assert "'-1' is not a count; try ppo-repro plan --help" in one_line(err)

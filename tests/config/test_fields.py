@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ppo_repro.base.errors import UserError
-from ppo_repro.config.files import build_config, dump_yaml, set_field
+from ppo_repro.base.errors import Mistakes, UserError
+from ppo_repro.config.control import ControlConfig
+from ppo_repro.config.dpo import DPOConfig
+from ppo_repro.config.fields import field_paths
+from ppo_repro.config.files import build_config, dump_yaml, read_tree, set_field, validated
+from ppo_repro.config.run import RunConfig
 from ppo_repro.config.section import MAX_FLOAT
 from ppo_repro.config.yaml_text import parse_yaml
+from tests.support.paths import ROOT, SMALL, SMALL_CONTROL
 from tests.support.runs import small_config
+
+WRONG = (None, True, -1, 2**70, float("nan"), "", "x" * 2000, [], [1], {"a": 1}, {1: 2}, {"kind": "x"}, object())
 
 
 def tree() -> dict[str, Any]:
@@ -74,3 +83,25 @@ def test_no_number_is_taken_that_is_not_finite(path: str) -> None:
         set_field(changed, path, bad)
         with pytest.raises(UserError, match=f"^file: .*{path.rpartition('.')[2]} = {bad}"):
             build_config(changed, "file")
+
+
+@pytest.mark.parametrize(
+    ("model", "path"),
+    [(RunConfig, SMALL), (DPOConfig, ROOT / "experiments" / "dpo.yaml"), (ControlConfig, SMALL_CONTROL)],
+)
+def test_every_field_refuses_wrong_values_in_lines_that_name_its_section(
+    model: type[RunConfig | DPOConfig | ControlConfig], path: Path
+) -> None:
+    plain, unnamed = read_tree(path), []
+    for field in field_paths(model):
+        lines: list[str] = []
+        for value in WRONG:
+            changed = deepcopy(plain)
+            set_field(changed, field, value)
+            try:
+                validated(model, changed, "file")
+            except Mistakes as found:
+                lines += found.lines
+        if not any(line.startswith(f"file: {field.rpartition('.')[0]}") for line in lines):
+            unnamed.append(field)
+    assert unnamed == []

@@ -81,7 +81,7 @@ def test_a_label_cannot_leave_the_folder(tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"axes": {"ppo.epoch": [1, 2]}}, "cell epoch=1,seed=1: ppo.epoch: unknown field"),
-        ({"axes": {"ppo.epochs": [1, 0]}}, "cell epochs=0,seed=1: ppo.epochs = 0: input should be greater than"),
+        ({"axes": {"ppo.epochs": [1, 0]}}, "cell epochs=0,seed=1: ppo.epochs = 0: must be at least 1"),
         ({"axes": {"ppo.epochs": [1, 1]}}, "axes.ppo.epochs: has '1' twice; keep one"),
         ({"axes": {"ppo.epochs": []}}, "axes.ppo.epochs: is empty; give it at least one value or remove it"),
         ({"axes": {"x": {"a": {"seed": 2}}}}, "axes.x and seeds both set seed; keep one"),

@@ -100,7 +100,7 @@ def test_arguments_of_the_template_are_a_field(cli: Cli, tmp_path: Path, model: 
     [
         ("task.template_arguments.messages=[]", "template_arguments.messages is not for the user to choose"),
         ("task.template_time=2026-13-01", "template_time = '2026-13-01': month must be in 1..12"),
-        ("task.template_time=today", "String should match pattern"),
+        ("task.template_time=today", "must match the pattern"),
         ("task.chat_template=false", "template_arguments needs chat_template: true"),
     ],
 )

@@ -1,0 +1,217 @@
+"""One line for each mistake in a configuration: the field, its value, what is allowed, and what to do."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from ppo_repro.base.output import closest, did_you_mean
+from ppo_repro.config import coming_from
+from ppo_repro.config.fields import field_paths, sections_of, tag_of
+from ppo_repro.config.yaml_text import describe_value
+
+MAX_MISTAKES = 30  # lines that are printed; a screen holds no more
+NEARLY = 0.8  # share of letters in common by which a field of another section may be meant
+
+# by pydantic's type of an error, with the limits that pydantic names beside it
+MUST = {
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "tuple_type": "must be a list",
+    "dict_type": "must be a mapping",
+    "invalid_key": "must be text, because it is a name",
+    "invalid-json-value": "must be text, a number, true, false, null, a list or a mapping",
+    "model_type": "must be a mapping of fields",
+    "model_attributes_type": "must be a mapping of fields",
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be above {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be below {lt}",
+    "string_too_short": "must have a length of at least {min_length}",
+    "string_too_long": "must have a length of at most {max_length}",
+    "string_pattern_mismatch": "must match the pattern {pattern}",
+}
+
+
+def mistakes(model: type[BaseModel], tree: dict[str, Any], error: ValidationError) -> list[str]:
+    """Return one line for each mistake that pydantic found in the tree of a `model`, in the order of its fields.
+
+    The fields of a section that belong to another kind of it share a line.
+    """
+    lines = list(dict.fromkeys(line for details in error.errors() for line in _lines(model, tree, details)))
+    more = len(lines) - MAX_MISTAKES
+    return lines if more <= 0 else [*lines[:MAX_MISTAKES], f"{more} more mistakes; correct these first"]
+
+
+def _lines(model: type[BaseModel], tree: dict[str, Any], details: ErrorDetails) -> list[str]:
+    steps, value, context = _written(tree, details), details["input"], details.get("ctx", {})
+    path = ".".join(map(str, steps))
+    match details["type"]:
+        case "missing":
+            return [f"{path}: missing; add it"]
+        case "union_tag_not_found":
+            return _without_kind(model, steps, value)
+        case "union_tag_invalid":
+            return [_unknown_kind(model, steps, str(context["tag"]))]
+        case "extra_forbidden":
+            return _unknown(model, tree, steps, details)
+        case "value_error":  # a check of ours, which may find several mistakes
+            about = f"{path}: " if isinstance(value, dict) else f"{path} = {value!r}: "
+            return [f"{about if path else ''}{line}" for line in str(context["error"]).splitlines()]
+        case "literal_error":
+            words = context["expected"].split("'")[1::2]
+            meant = did_you_mean(str(value)[:100], words)
+            return [f"{path} = {value!r}: must be {'one of ' * (len(words) > 1)}{', '.join(words)}{meant}"]
+        case kind:
+            return [f"{path} = {value!r}: {MUST[kind].format_map(context)}"]
+
+
+def _written(tree: Any, details: ErrorDetails) -> list[int | str]:
+    """Return the path of a mistake without the kinds that pydantic puts into it."""
+    steps: list[int | str] = []
+    for index, step in enumerate(details["loc"]):
+        is_missing = details["type"] == "missing" and index == len(details["loc"]) - 1
+        is_entry = isinstance(step, int) if isinstance(tree, list) else isinstance(tree, dict) and step in tree
+        if is_missing or is_entry:
+            steps.append(step)
+            tree = None if is_missing else tree[step]
+    return steps
+
+
+def _sections_at(model: type[BaseModel], steps: Sequence[int | str]) -> tuple[type[BaseModel], ...]:
+    """Return the kinds that the section at a path may have."""
+    sections: tuple[type[BaseModel], ...] = (model,)
+    for step in (step for step in steps if isinstance(step, str)):
+        having = [section.model_fields[step] for section in sections if step in section.model_fields]
+        sections = tuple(below for field in having for below in sections_of(field.annotation))
+    return sections
+
+
+def _tags(kinds: Sequence[type[BaseModel]]) -> tuple[str, dict[str, type[BaseModel]]]:
+    """Return the field that chooses one of several kinds, and the kinds by the value that chooses each."""
+    tagged = {name: tag_of(field) for name, field in kinds[0].model_fields.items()}
+    chooser = next(name for name, tag in tagged.items() if tag is not None)
+    return chooser, {str(tag_of(kind.model_fields[chooser])): kind for kind in kinds}
+
+
+def _without_kind(model: type[BaseModel], steps: Sequence[int | str], section: Mapping[str, Any]) -> list[str]:
+    """Return the lines for a section that names no kind: the kinds, and the fields that no kind has."""
+    path, (chooser, kinds) = ".".join(map(str, steps)), _tags(_sections_at(model, steps))
+    known = {name for kind in kinds.values() for name in kind.model_fields}
+    fitting = [tag for tag, kind in kinds.items() if known & section.keys() <= kind.model_fields.keys()]
+    likely = f"; with these fields {fitting[0]}" if len(fitting) == 1 else ""
+    every = list(field_paths(model))
+    strange = [_unknown_line(f"{path}.{name}", every) for name in section if name not in known]
+    return [f"{path}.{chooser}: missing; must be one of {', '.join(kinds)}{likely}", *strange]
+
+
+def _unknown_kind(model: type[BaseModel], steps: Sequence[int | str], tag: str) -> str:
+    chooser, kinds = _tags(_sections_at(model, steps))
+    meant = did_you_mean(tag, list(kinds))
+    if ".py" in tag and "function" in kinds:
+        meant = f"; a function of your own is {{{chooser}: function, path: {tag!r}}}"
+    return f"{'.'.join(map(str, steps))}.{chooser} = {tag!r}: must be one of {', '.join(kinds)}{meant}"
+
+
+def _unknown(model: type[BaseModel], tree: Any, steps: Sequence[int | str], details: ErrorDetails) -> list[str]:
+    """Return the lines for a field that its section does not have.
+
+    A section of another framework, as in `algorithm: {lam: 1}`, has a line for each field in it that has one here.
+    """
+    *above, name = steps
+    kinds, path = _sections_at(model, above), ".".join(map(str, steps))
+    if any(name in kind.model_fields for kind in kinds):
+        return [_of_another_kind(kinds, tree, above, str(details["loc"][-2]))]
+    known = list(field_paths(model))
+    if isinstance(details["input"], dict) and not closest(str(name), _sections_in(known), NEARLY):
+        leaves = [leaf for leaf in _leaves(path, details["input"]) if _same(leaf, known) or coming_from.reason(leaf)]
+        return [_unknown_line(leaf, known) for leaf in leaves or [path]]
+    return [_unknown_line(path, known)]
+
+
+def _of_another_kind(kinds: Sequence[type[BaseModel]], tree: Any, above: Sequence[int | str], chosen: str) -> str:
+    """Return the line for all fields of a section that its chosen kind does not have, with the option that works."""
+    section = tree
+    for step in above:
+        section = section[step]
+    path, (chooser, by_tag) = ".".join(map(str, above)), _tags(kinds)
+    kind = by_tag[chosen]
+    others = [name for name in section if name not in kind.model_fields and any(name in k.model_fields for k in kinds)]
+    kept = {name: value for name, value in section.items() if name in kind.model_fields}
+    missing = {name: name.upper() for name, field in kind.model_fields.items() if field.is_required()}
+    works = {chooser: chosen} | missing | kept
+    fields = ", ".join(f"{name}: {describe_value(value)}" for name, value in works.items())
+    option = shlex.quote(f"{path}={{{fields}}}")
+    them, belong = ("it", "belongs") if len(others) == 1 else ("them", "belong")
+    return (
+        f"{', '.join(f'{path}.{name}' for name in others)}: {belong} to another {path}.{chooser} than {chosen}; remove "
+        f"{them}, or replace the section: --set {option}"
+    )
+
+
+def _unknown_line(path: str, known: Sequence[str]) -> str:
+    found = _same(path, known)
+    why = None if found else coming_from.reason(path)
+    if why is not None:
+        return f"{path}: no such field: {why}"
+    similar = found or _alike(path, known)
+    advice = f"; did you mean {' or '.join(similar[:3])}?" if similar else ""
+    return f"{path}: unknown field; remove it or correct its name{advice}"
+
+
+def _leaves(path: str, value: Any) -> list[str]:
+    """Return the dotted path of every value in an unknown field."""
+    if not isinstance(value, dict) or not value:
+        return [path]
+    return [leaf for name, below in value.items() for leaf in _leaves(f"{path}.{name}", below)]
+
+
+def _same(path: str, known: Sequence[str]) -> list[str]:
+    """Return the fields that another framework calls as this path, or that have its name in another section.
+
+    Of several fields, those come alone that share most sections with the path.
+    """
+    plain = _plain(path)
+    found = coming_from.meant(plain, {*known, *_sections_in(known)})
+    found += [other for other in known if _last(other) == _last(plain) and other not in found]
+    most = max((_shared(plain, other) for other in found), default=0)
+    return [other for other in found if _shared(plain, other) == most]
+
+
+def _alike(path: str, known: Sequence[str]) -> list[str]:
+    """Return the field or section beside a path that is called like it, or fields much like it elsewhere."""
+    section, _, name = _plain(path).rpartition(".")
+    beside = {_last(other): other for other in (*known, *_sections_in(known)) if other.rpartition(".")[0] == section}
+    like = closest(name, list(beside))
+    if like is not None:
+        return [beside[like]]
+    like = closest(name, [_last(other) for other in known], NEARLY)
+    return [other for other in known if _last(other) == like]
+
+
+def _plain(path: str) -> str:
+    """Return a path without the numbers of entries in lists."""
+    return re.sub(r"\.\d+", "", path)
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _sections_in(known: Sequence[str]) -> list[str]:
+    """Return the path of every section that some fields are in."""
+    return list(dict.fromkeys(other[: dot.start()] for other in known for dot in re.finditer(r"\.", other)))
+
+
+def _shared(path: str, other: str) -> int:
+    """Return how many sections two dotted paths have in common, from the left."""
+    pairs = list(zip(path.split(".")[:-1], other.split(".")[:-1], strict=False))
+    return next((count for count, (own, its) in enumerate(pairs) if own != its), len(pairs))

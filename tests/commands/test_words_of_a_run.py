@@ -52,16 +52,8 @@ def test_a_long_prompt_is_named_by_its_key_and_length(cli: Cli, tmp_path: Path, 
     assert len(line) < 250
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("def score(prompt, response, answer):\n    return 1.0 +\n", "r.py:2 fails to load (SyntaxError in Python 3."),
-    ],
-)
-def test_a_reward_that_is_no_function_is_one_line_also_of_its_own_process(
-    text: str, message: str, tmp_path: Path
-) -> None:
-    (tmp_path / "r.py").write_text(text)
+def test_a_reward_that_is_no_function_is_one_line_also_of_its_own_process(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def score(prompt, response, answer):\n    return 1.0 +\n")
     terms = f"reward.terms=[{{kind: function, path: '{tmp_path}/r.py:score'}}]"
     command = [sys.executable, "-m", "ppo_repro", "run", TINY, "--out", tmp_path, "--set", terms]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -69,7 +61,7 @@ def test_a_reward_that_is_no_function_is_one_line_also_of_its_own_process(
     assert done.returncode == 2
     assert "iterations into" in begins
     assert len(errors) == 1
-    assert message in errors[0]
+    assert "r.py:2 fails to load (SyntaxError in Python 3." in errors[0]
 
 
 @pytest.mark.parametrize(("reward", "moves"), [("-100.1", False), ("-100.1 - (response == answer)", True)])

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from ppo_repro.base.errors import UserError
 from tests.support.paths import ROOT
 from tests.support.runs import small_config
 
@@ -24,8 +23,3 @@ def remedies() -> list[list[str]]:
 @pytest.mark.parametrize("fields", remedies(), ids=", ".join)
 def test_a_remedy_of_the_page_is_accepted_as_it_stands_there(fields: list[str]) -> None:
     small_config(*EXPERTS, *(f"ppo.{field.replace(': ', '=', 1)}" for field in fields))
-
-
-def test_importance_weights_without_their_anchor_would_be_refused() -> None:
-    with pytest.raises(UserError, match=r"ppo\.importance_weights needs ppo\.ratio_anchor = old"):
-        small_config("ppo.importance_weights={kind: truncated, cap: 2}")

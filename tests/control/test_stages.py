@@ -119,18 +119,6 @@ def test_environments_that_are_refused(name: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("ppo.minibatch_size=7", "ppo.minibatch_size = 7 must divide the 240"),
-        ("ppo.learning_rate=-1", "ppo.learning_rate = -1"),
-        ("ppo.learning_rates=1", "ppo.learning_rates: unknown field"),
-        ("model.kind=tiny", "model: unknown field"),
-        ("environment", "must be FIELD=VALUE"),
-    ],
-)
-def test_mistakes_are_one_line(override: str, message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        small_control(override)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+def test_a_minibatch_that_does_not_divide_the_steps_is_refused() -> None:
+    with pytest.raises(UserError, match=r"ppo\.minibatch_size = 7 must divide the 240"):
+        small_control("ppo.minibatch_size=7")

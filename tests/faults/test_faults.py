@@ -73,7 +73,6 @@ REFUSED = {
     ("mismatch.trainer.temperature_scored=false",): "temperature_scored = false needs a rollout.temperature other",
     ("mismatch.trainer.retokenize=1", "rollout.top_k=3"): "retokenize needs rollout.top_k = 0 and rollout.top_p = 1",
     ("mismatch.sampler.token_bias=1", "rollout.engine.kind=sglang"): "token_bias needs rollout.engine.kind = torch",
-    ("mismatch.sampler.lag=1", "ppo.iterations=1"): "lag needs ppo.iterations of at least 2",
 }
 
 

@@ -86,7 +86,6 @@ CASES: dict[str, tuple[str, Damage]] = {
     "wants [0-9]+ weights, and its files have": ("gpt2", config("n_positions", 10**6)),
     "decoder_sparse_step = 0: must be": ("qwen3_moe", config("decoder_sparse_step", 0)),
     "tokenizer: cannot be loaded .*UNK": ("olmoe", no_unknown_token),
-    "tokenizer_config.json is a FIFO; must be": ("qwen2", device("tokenizer_config.json", os.mkfifo)),
     "model.safetensors is a FIFO; must be": ("qwen2", device(WEIGHTS, os.mkfifo)),
     "chat_template.jinja is a device; must be": ("qwen2", device("chat_template.jinja", endless)),
     "config.json has [0-9]+ bytes; must be at most": ("qwen2", large("generation_config.json")),

@@ -19,10 +19,7 @@ from ppo_repro.models.folder_files import ADAPTER, INDEX, WEIGHTS
 from ppo_repro.models.folders import load_reward_model
 from ppo_repro.models.load import load_folder, stop_ids
 from ppo_repro.tasks.tokenizer import character_tokenizer
-from tests.support.cli import cli
 from tests.support.models import VOCAB, llama_config, qwen3_config, small_model, unequal
-
-__all__ = ["cli"]
 
 Q, EMBEDDING = "model.layers.1.self_attn.q_proj.weight", "model.embed_tokens.weight"
 Damage = Callable[[Path], object]
@@ -128,13 +125,8 @@ OF_CONFIG: dict[str, tuple[Damage, str]] = {
     "no fields": (text("config.json", "{}"), "Unrecognized model"),
     "absent": (lambda folder: (folder / "config.json").unlink(), r"there is no config\.json in it"),
     "no folder": (shutil.rmtree, "there is no such folder; give the folder of a model"),
-    "no heads": (
-        config(num_attention_heads=0),
-        r"config\.json has num_attention_heads = 0: must be a whole number from 1",
-    ),
     "heads of keys": (config(num_key_value_heads=3), "num_key_value_heads = 3: must divide num_attention_heads"),
     "width of heads": (config(hidden_size=50, head_dim=...), "its config.json wants"),
-    "odd heads": (config(head_dim=15), "head_dim = 15: rotary positions turn pairs"),
     "positions": (config(rope_parameters=[]), "cannot be loaded .*rope_parameters"),
     "layer types": (config(layer_types=["full_attention"]), "cannot be loaded .*layer_types"),
     "activation": (config(hidden_act="wobble"), "hidden_act = 'wobble' is not known"),

@@ -32,16 +32,10 @@ def rope(**changes: Any) -> dict[str, Any]:
 # a model, and what is said of it: field, value, rule
 MODELS: dict[str, Callable[[], Any]] = {
     "head_dim = 15: .*even": lambda: llama_config(head_dim=15),
-    "head_dim = 1: .*even": lambda: llama_config(head_dim=1),
     "head_dim = 15: .* even": lambda: gpt_neox_config(hidden_size=60, **rope(partial_rotary_factor=1.0)),
-    "rope_parameters: partial_rotary_factor = 2: .* from 1e-09 to 1": lambda: gpt_neox_config(
-        **rope(partial_rotary_factor=2.0)
-    ),
     "num_key_value_heads = 2: must divide": lambda: llama_config(**THREE),
     "num_experts_per_tok = 3: must be from 1": lambda: mixtral_config(num_local_experts=2, num_experts_per_tok=3),
     "rope_parameters: rope_theta = nan: ": lambda: llama_config(**rope(rope_theta=float("nan"))),
-    "rope_parameters: rope_theta = -10000: ": lambda: llama_config(**rope(rope_theta=-1e4)),
-    "rms_norm_eps = 0: ": lambda: llama_config(rms_norm_eps=0.0),
     "sliding_window = -3: ": lambda: mixtral_config(sliding_window=-3),
 }
 
@@ -129,11 +123,6 @@ def test_each_rule_names_its_field(field: str, number: str, value: Any) -> None:
 def test_every_rule_of_the_source_is_broken_above() -> None:
     source = re.sub("//.*", "", (library.build.SOURCES / "validity.c").read_text())
     assert set(re.findall(r'return [^"]*"([^:"]+):', source)) == {*BROKEN, *UNBROKEN}
-
-
-@pytest.mark.parametrize("family", [*CONFIGS, *MIXTURES])
-def test_the_models_of_all_families_break_no_rule(family: str) -> None:
-    assert fault(network(family)) is None
 
 
 ROUTES = {"outside": [0, 4], "negative": [-1, 2], "falling": [2, 1], "twice": [2, 2]}

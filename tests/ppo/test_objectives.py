@@ -20,7 +20,6 @@ from ppo_repro.ppo.objectives import (
     Penalty,
     PolicyGradient,
     SequenceClip,
-    covariances,
     flag_names,
     probability_ratios,
     removes_gradient,
@@ -150,10 +149,6 @@ FIRST = torch.tensor([True, False, False, False])
 CLIP_COV = ClipCov(1.0, 1.0, share=0.25, lowest=0.5, highest=2.0)
 
 
-def test_covariances_by_hand() -> None:
-    assert covariances(CHOOSING, GAINS).tolist() == [1.0, 1.0, 0.0, 0.0]
-
-
 @pytest.mark.parametrize(("share", "chosen"), [(0.01, [1, 0, 0, 0]), (0.5, [1, 1, 0, 0])])
 def test_kl_cov_chooses_the_largest_of_equals_the_first_and_at_least_one(share: float, chosen: list[int]) -> None:
     assert KLCov(share, 1.0).choose(CHOOSING, CHOOSING, GAINS, ORDER).tolist() == chosen
@@ -167,11 +162,6 @@ def test_clip_cov_does_not_draw_what_the_clip_removes_already() -> None:
     """The first token's ratio is e; the second one's is 1/e, but its advantage is 0."""
     clips = ClipCov(0.5, 0.5, share=0.25, lowest=0.5, highest=2.0)
     assert clips.choose(CHOOSING, torch.full((4,), -2.0), GAINS, ORDER.flip(0)).tolist() == [0, 1, 0, 0]
-
-
-def test_clip_cov_draws_nothing_outside_its_bounds() -> None:
-    outside = ClipCov(1.0, 1.0, share=1.0, lowest=5.0, highest=6.0)
-    assert not outside.choose(CHOOSING, CHOOSING, GAINS, ORDER).any()
 
 
 def test_clip_cov_removes_the_loss_of_what_it_drew_and_flags_it() -> None:

@@ -21,11 +21,9 @@ from ppo_repro.records import manifest, reader, schema
 from ppo_repro.records.diff import first_difference
 from ppo_repro.runs.verify import verify
 from tests.support import synthetic_run
-from tests.support.cli import Cli, cli, one_line
+from tests.support.cli import Cli, one_line
 from tests.support.language import run
 from tests.support.paths import TINY
-
-__all__ = ["cli"]
 
 DAMAGES = int(os.environ.get("DAMAGES", "24"))
 

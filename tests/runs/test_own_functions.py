@@ -107,17 +107,9 @@ def refused(cli: Cli, folder: Path, text: str, *more: str) -> tuple[str, Path]:
     return line.removeprefix(f"{folder}/own.py"), folder / "runs"
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("def loss(b): return -b.ratios / len(b.ratios)", ":1: loss depends on the layout. micro batch 1: l"),
-        ("def loss(batch, beta): return 1", ":1: loss cannot be called (missing a required argument: 'beta')"),
-        ("import torch\ndef loss(batch):\n  return 1 / 0", ":3: loss raised ZeroDivisionError: division by zero"),
-    ],
-)
-def test_what_the_trial_refuses_leaves_no_run(cli: Cli, tmp_path: Path, text: str, line: str) -> None:
-    found, runs = refused(cli, tmp_path, text)
-    assert found.startswith(line)
+def test_what_the_trial_refuses_leaves_no_run(cli: Cli, tmp_path: Path) -> None:
+    found, runs = refused(cli, tmp_path, "def loss(b): return -b.ratios / len(b.ratios)")
+    assert found.startswith(":1: loss depends on the layout. micro batch 1: l")
     assert not list(runs.rglob("manifest.json"))
 
 
@@ -188,8 +180,6 @@ def test_a_wrong_path_or_parameter_is_one_line(cli: Cli, tmp_path: Path) -> None
     (tmp_path / "own.py").write_text("def loss(batch): return batch.ratios")
     for value, expected in (
         ("path: own.txt:loss", "must be FILE.py:NAME, with the name of a function or class in the file"),
-        (f"path: {tmp_path}/no.py:loss", "there is no file"),
-        (f"path: {tmp_path}/own.py:lose", "has no lose"),
         (f"path: {tmp_path}/own.py:loss, parameters: {{low: 0.1}}", "got an unexpected keyword argument 'low'"),
     ):
         code, _, err = cli("run", TINY, "--set", f"ppo.objective={{kind: function, {value}}}", "--out", tmp_path)

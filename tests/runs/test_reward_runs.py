@@ -17,11 +17,6 @@ from tests.support.paths import TINY
 from tests.support.runs import REWARD_MODEL
 
 
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    return Cli(monkeypatch, capsys)
-
-
 def recorded(out: Path, *overrides: str) -> Path:
     return run(load_config(TINY, overrides), out, Silent())[0]
 

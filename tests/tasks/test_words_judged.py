@@ -79,22 +79,12 @@ def messages(folder: Path) -> dict[str, Any]:
 def test_special_tokens_are_text_where_a_reward_or_a_stop_text_asks_for_them(
     asked: bool, chat_folder: Path, tmp_path: Path, cli: Cli
 ) -> None:
-    """Prompts are messages without answers, so that no line speaks of accuracy; the control asks for nothing."""
+    """Prompts are messages without answers; the control asks for nothing."""
     task = {**messages(tmp_path), **({"answer_extraction": "answer_tags"} if asked else {})}
     config = chat_config(tmp_path, chat_folder, task, **({"stop": ["<end>"]} if asked else {}))
-    code, out, err = cli("run", config, "--out", tmp_path)
+    code, _, err = cli("run", config, "--out", tmp_path)
     assert code == 0, err
-    assert "held-out score" in out
-    assert "accuracy" not in out.replace("accuracy.", "")
-    assert "accuracy" not in err
-    run_dir = next(tmp_path.rglob("manifest.json")).parent
-    code, out, _ = cli("show", run_dir)
-    assert code == 0
-    assert "score_mean" in out
-    assert "accuracy" not in out.replace("accuracy.", "")
-    assert cli("report", run_dir)[0] == 0
-    assert "Held-out accuracy" not in (run_dir / "report.html").read_text()
-    rows = reader.read_sequences(run_dir)
+    rows = reader.read_sequences(next(tmp_path.rglob("manifest.json")).parent)
     tokenizer = AutoTokenizer.from_pretrained(chat_folder)
     answer, end = tokenizer.convert_tokens_to_ids(["<answer>", "<end>"])
     has_answer = [answer in ids for ids in rows["response_ids"]]

@@ -30,8 +30,10 @@ from ppo_repro.numerics import library
 from ppo_repro.numerics.description import check_config, plain
 from ppo_repro.numerics.devices import Card, kernels_of, torch_device
 from ppo_repro.numerics.families import CAUSAL_MODELS, CLASSIFIERS, check_visibility, head_of, trunk_of
-from ppo_repro.numerics.network import KEEP_ALL, KEEP_INPUTS, KEEP_NOTHING, Lowered, Network
+from ppo_repro.numerics.lowering import Lowered
+from ppo_repro.numerics.network import KEEP_ALL, KEEP_INPUTS, KEEP_NOTHING
 from ppo_repro.numerics.optimizer import SLOTS
+from ppo_repro.numerics.packed_model import PackedModel
 from ppo_repro.stages.forward import LOGITS_AT_ONCE
 
 PHASES = ("loading", "rollout", "scoring", "update")
@@ -92,15 +94,15 @@ class Shape:
     def __init__(self, config: PretrainedConfig, max_context: int) -> None:
         with torch.device("meta"):  # every shape, no memory
             self.model = AutoModelForCausalLM.from_config(plain(config), dtype=torch.float32, trust_remote_code=False)
-        self.network = Network(trunk_of(self.model), Lowered(max_context))
-        self.struct = self.network.struct
+        self.kernels = PackedModel(trunk_of(self.model), Lowered(max_context))
+        self.struct = self.kernels.struct
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.head = head_of(self.model).get_parameter("weight").numel()
         self.own_head = 0 if config.tie_word_embeddings else sum(p.numel() for p in head_of(self.model).parameters())
 
     def packed(self, outputs: int) -> int:
         """Return the floats of the packed weights with a head of so many outputs."""
-        return self.network.packed_bytes() // FLOAT + library.load().panel_floats(outputs, self.struct.hidden)
+        return self.kernels.packed_floats() + library.load().panel_floats(outputs, self.struct.hidden)
 
     def trained(self, name: str, lora: LoraConfig | None, section: str, is_value: bool = False) -> Model:
         """Count a policy, or a value model: the trunk with a score and its bias. With an adapter the rest is shared.
@@ -136,13 +138,14 @@ class Shape:
 
     def forward(self, tokens: int) -> int:
         """Return the bytes of a pass without gradients."""
-        return self.network.kept_bytes(tokens, KEEP_NOTHING) + 2 * FLOAT * tokens * self.struct.hidden
+        return FLOAT * (self.kernels.kept_floats(tokens, KEEP_NOTHING) + 2 * tokens * self.struct.hidden)
 
     def step(self, tokens: int, recompute: bool) -> int:
         """Return the bytes of a pass with gradients."""
-        widest = max(matrix.struct.n for matrix in self.network.matrices)
-        backward = FLOAT * tokens * (6 * self.struct.hidden + 3 * widest)
-        return self.network.kept_bytes(tokens, KEEP_INPUTS if recompute else KEEP_ALL) + self.cache(tokens) + backward
+        widest = max(matrix.struct.n for matrix in self.kernels.matrices)
+        kept = self.kernels.kept_floats(tokens, KEEP_INPUTS if recompute else KEEP_ALL)
+        backward = tokens * (6 * self.struct.hidden + 3 * widest)
+        return FLOAT * (kept + backward) + self.cache(tokens)
 
 
 def _shapes(config: RunConfig) -> tuple[Shape, Shape | None, tuple[Model, ...]]:

@@ -21,7 +21,8 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.numerics import library
 from ppo_repro.numerics.gradient_sums import GradientSums, Slots, SlotSums
 from ppo_repro.numerics.interface import Struct
-from ppo_repro.numerics.network import check_parts, forget_packed, shapes_of
+from ppo_repro.numerics.lowering import check_parts, shapes_of
+from ppo_repro.numerics.network import forget_packed
 
 AGAIN = "make a new model with ppo_repro.deterministic"
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

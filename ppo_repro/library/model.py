@@ -22,7 +22,8 @@ from ppo_repro.library.gradients import Passes, Watched, modules_of
 from ppo_repro.numerics import library, network
 from ppo_repro.numerics.families import CAUSAL_MODELS, NAMES, trunk_of
 from ppo_repro.numerics.interface import ints
-from ppo_repro.numerics.network import Lowered, Network, is_deterministic, lower, lowered_of, network_of, shapes_of
+from ppo_repro.numerics.lowering import Lowered, is_deterministic, lower, lowered_of, shapes_of
+from ppo_repro.numerics.network import Network, network_of
 from ppo_repro.numerics.rows import Ragged, ragged
 from ppo_repro.numerics.token_statistics import token_statistics
 

@@ -33,7 +33,8 @@ from ppo_repro.models.folder_files import (
 )
 from ppo_repro.numerics.description import activation_of, plain
 from ppo_repro.numerics.families import CAUSAL_MODELS, trunk_of
-from ppo_repro.numerics.network import Lowered, Network
+from ppo_repro.numerics.lowering import Lowered
+from ppo_repro.numerics.packed_model import PackedModel
 from ppo_repro.numerics.ranges import check_ranges
 from ppo_repro.tasks.tokenizer import special_tokens
 
@@ -195,7 +196,7 @@ def _count(config: PretrainedConfig, kind: type[PreTrainedModel], where: str) ->
         with reading("model config"), torch.device("meta"):
             model = kind(plain(config))
         with reading("model config"):
-            Network(trunk_of(model), Lowered(1))
+            PackedModel(trunk_of(model), Lowered(1))
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     return sum(p.numel() for p in model.parameters())

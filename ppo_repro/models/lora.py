@@ -23,8 +23,10 @@ from transformers.pytorch_utils import Conv1D
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.seeding import words
 from ppo_repro.models.networks import ValueModel
-from ppo_repro.numerics.linear import PackedMatrix, product
-from ppo_repro.numerics.network import Network, is_deterministic, network_of
+from ppo_repro.numerics.linear import product
+from ppo_repro.numerics.lowering import is_deterministic
+from ppo_repro.numerics.matrices import PackedMatrix
+from ppo_repro.numerics.network import Network, network_of
 
 _UNIFORM_BITS = 24
 
@@ -197,7 +199,7 @@ def share_frozen(model: Adaptable, base: PreTrainedModel, lora: Lora) -> Lora:
     for each in (own_trunk, base):  # now: a weight that moves later would leave its old memory to the adapter
         network = network_of(each)
         if isinstance(network, Network):
-            network.fuse()
+            network.model.fuse()
     layers = {}
     for name, layer in lora.layers.items():
         weight = base.get_submodule(name.removeprefix(prefix)).get_parameter("weight").detach()

@@ -20,8 +20,9 @@ from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.numerics.families import check_visibility, decoder_layers, routers, trunk_of
 from ppo_repro.numerics.interface import Ints
 from ppo_repro.numerics.linear import linear
+from ppo_repro.numerics.lowering import Lowered, is_deterministic, lower, lowered_of
 from ppo_repro.numerics.native import NativeNetwork
-from ppo_repro.numerics.network import Lowered, is_deterministic, logits, lower, lowered_of, network_of
+from ppo_repro.numerics.network import logits, network_of
 from ppo_repro.numerics.precision import NARROW, Precision
 from ppo_repro.numerics.rows import Rows
 

@@ -36,7 +36,7 @@ from ppo_repro.config.files import load_config, run_folder
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics import devices, library
-from ppo_repro.numerics.network import is_deterministic
+from ppo_repro.numerics.lowering import is_deterministic
 from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer, weights_digest
 from ppo_repro.numerics.rows import slots_of
 from ppo_repro.numerics.token_statistics import sample_tokens, token_statistics

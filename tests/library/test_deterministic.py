@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import ppo_repro
 from ppo_repro.base.errors import UserError
-from ppo_repro.numerics.network import is_deterministic
+from ppo_repro.numerics.lowering import is_deterministic
 from tests.support.models import FAMILIES, VOCAB, bits, source_model, unequal
 
 ROWS = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17, 18, 19, 20, 21], [3, 4]]

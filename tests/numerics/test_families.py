@@ -14,7 +14,8 @@ from transformers import CohereConfig, CohereForCausalLM, PretrainedConfig, PreT
 from ppo_repro.base.errors import UserError
 from ppo_repro.models.batches import lay_out
 from ppo_repro.models.networks import policy_logits
-from ppo_repro.numerics.network import Lowered, lower, network_of
+from ppo_repro.numerics.lowering import Lowered, lower
+from ppo_repro.numerics.network import network_of
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.rotary import tables
 from tests.support.models import (

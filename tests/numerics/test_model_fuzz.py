@@ -17,7 +17,7 @@ import torch
 
 import ppo_repro
 from ppo_repro.base.errors import UserError
-from ppo_repro.numerics import families, network
+from ppo_repro.numerics import families, packed_model
 from tests.support.models import CONFIGS, MIXTURES, small_model, unequal
 from tests.support.sanitizers import RUNTIME, compile_sanitized, run_sanitized
 
@@ -123,7 +123,7 @@ def run(first: int, seconds: float, ignored: type[Exception] | tuple[()] = ()) -
 
 def unchecked() -> None:
     """Take the checks of models away."""
-    network._refuse_fault = lambda model, config: None
+    packed_model._refuse_fault = lambda model, config: None
     families.check_ranges = lambda fields, where: None
 
 

@@ -22,7 +22,8 @@ from ppo_repro.numerics import library
 from ppo_repro.numerics import token_statistics as tokens
 from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.interface import ints, pointer
-from ppo_repro.numerics.network import Lowered, Network
+from ppo_repro.numerics.lowering import Lowered
+from ppo_repro.numerics.network import Network
 from ppo_repro.numerics.rows import ragged, slots_of
 from tests.support.models import CONFIGS, MIXTURES, small_model
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from experiments.accuracy.distances import deterministic_scores
 from ppo_repro.models.networks import make_policy, rounded_view
 from ppo_repro.numerics.definition.rounding import rounded as rounded_by_definition
-from ppo_repro.numerics.linear import matrix_of, packed, product
+from ppo_repro.numerics.linear import product
+from ppo_repro.numerics.matrices import matrix_of, packed
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.precision import FORMATS, NARROW, Precision, round_rows
 from ppo_repro.runs.accuracy import Text, policy_scores, reference_scores, stock_scores

@@ -16,7 +16,8 @@ import ppo_repro
 from ppo_repro.base.errors import UserError
 from ppo_repro.numerics import library
 from ppo_repro.numerics.interface import ffi, ints
-from ppo_repro.numerics.network import Lowered, Network
+from ppo_repro.numerics.lowering import Lowered
+from ppo_repro.numerics.network import Network
 from ppo_repro.numerics.ranges import MAX_EXPERTS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH
 from ppo_repro.numerics.rows import ragged
 from tests.support.models import CONFIGS, CONTEXT, MIXTURES, gpt_neox_config, llama_config, mixtral_config, small_model
@@ -86,7 +87,7 @@ def network(family: str) -> Network:
 
 
 def fault(of: Network) -> str | None:
-    found = library.load().model_fault(of.struct)
+    found = library.load().model_fault(of.model.struct)
     return None if found == ffi.NULL else ffi.string(found).decode()
 
 
@@ -116,7 +117,7 @@ RULES = [(field, *change) for field, changes in BROKEN.items() for change in cha
 def test_each_rule_names_its_field(field: str, number: str, value: Any) -> None:
     of = network("mixtral" if "experts" in field else "qwen3")
     assert fault(of) is None
-    setattr(of.struct, number, value)
+    setattr(of.model.struct, number, value)
     assert str(fault(of)).partition(": ")[0] == field
 
 

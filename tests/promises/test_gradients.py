@@ -35,7 +35,8 @@ from ppo_repro.numerics.families import head_of, trunk_of
 from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.interface import Ints, ints
 from ppo_repro.numerics.linear import add_to_bias, linear
-from ppo_repro.numerics.network import Lowered, Network
+from ppo_repro.numerics.lowering import Lowered
+from ppo_repro.numerics.network import Network
 from ppo_repro.numerics.rows import Rows, ragged, slots_of_rank
 from ppo_repro.stages import forward as scoring
 from tests.support.models import CONFIGS, MIXTURES, fill, small_model

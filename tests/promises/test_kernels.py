@@ -36,7 +36,8 @@ from ppo_repro.numerics.description import ACTIVATIONS
 from ppo_repro.numerics.gradient_sums import GradientSums
 from ppo_repro.numerics.interface import ffi, ints, pointer
 from ppo_repro.numerics.linear import linear
-from ppo_repro.numerics.network import Lowered, Network
+from ppo_repro.numerics.lowering import Lowered
+from ppo_repro.numerics.network import Network
 from ppo_repro.numerics.precision import EXACT, Precision
 from ppo_repro.numerics.rows import Rows, ragged, slots_of
 from tests.support.models import CONFIGS, EVERY_FAMILY, MIXTURES, small_model
@@ -218,7 +219,8 @@ def test_given_routes_are_the_definition(family: str) -> None:
     """Tokens go to experts that are given, and the network says where they went."""
     case = case_of(family)
     network = Network(case.trunk, Lowered(CONTEXT))
-    mixtures, chosen, experts = network.struct.mixtures, network.struct.chosen, network.struct.experts
+    model = network.model.struct
+    mixtures, chosen, experts = model.mixtures, model.chosen, model.experts
     rng, ids = np.random.default_rng(0), case.ids[0]
     routes = rng.permuted(np.tile(np.arange(experts), (len(ids), mixtures, 1)), axis=-1)[..., :chosen]
     routes = np.sort(routes, -1)

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from ppo_repro.base.errors import UserError
 from ppo_repro.numerics import library
 from ppo_repro.numerics.families import CAUSAL_MODELS, mixture_layers
-from ppo_repro.numerics.network import Lowered, Network, lower, network_of
+from ppo_repro.numerics.lowering import Lowered, lower
+from ppo_repro.numerics.network import Network, network_of
 from ppo_repro.numerics.optimizer import weights_digest
 from ppo_repro.numerics.rows import index, ragged
 from ppo_repro.sglang.plugin.logits import Logits

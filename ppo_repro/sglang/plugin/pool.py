@@ -28,7 +28,7 @@ class PoolCache:
             pool: SGLang's keys and values by location.
             width: positions of a request.
         """
-        heads, wide = network.struct.kv_heads, network.struct.head_dim
+        heads, wide = network.model.struct.kv_heads, network.model.struct.head_dim
         self.table, self.pool = table, pool
         self.cache = network.make_cache(len(table), width)
         self.keys = self.cache.keys.view(-1, heads, self.cache.capacity // 16, wide, 16)

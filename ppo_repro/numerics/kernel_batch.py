@@ -1,0 +1,97 @@
+"""A batch as the kernels take it: the cache of its keys and values, checks of its numbers, the C struct `Batch`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ppo_repro.base.errors import UserError
+from ppo_repro.numerics.interface import Ints, Struct, ffi, ints, pointer
+from ppo_repro.numerics.rows import Ragged
+
+
+def _round16(n: int) -> int:
+    return -(-n // 16) * 16
+
+
+class Cache:
+    """Keys and values of some slots of `positions` tokens each."""
+
+    def __init__(self, model: Struct, slots: int, positions: int, device: torch.device) -> None:
+        """Take memory for keys and values, not cleared.
+
+        Args:
+            model: layers, heads and their size.
+            slots: sequences.
+            positions: of a slot, rounded up to a multiple of 16.
+            device: of the kernels.
+        """
+        self.each = _round16(positions)
+        self.capacity = slots * self.each
+        floats = model.layers * model.kv_heads * self.capacity * model.head_dim
+        self.keys, self.values = (torch.empty(floats, device=device) for _ in range(2))
+
+
+def own_cache(model: Struct, batch: Ragged, device: torch.device) -> tuple[Cache, Ints]:
+    """Return a cache of exactly the sequences of a batch, and the position [S] in it at which each one begins."""
+    padded = -(-batch.lengths // 16) * 16
+    return Cache(model, 1, int(padded.sum()), device), ints(np.concatenate([[0], np.cumsum(padded)[:-1]]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelBatch:
+    """A batch, and the memory that its struct points to."""
+
+    struct: Struct
+    batch: Ragged
+    cache: Cache
+    base: Ints  # [S], the position in the cache at which each sequence begins
+    seen: Ints | None  # [n, mixtures x chosen], gets the experts that each token goes to; None: not wanted
+
+
+def kernel_batch(batch: Ragged, cache: Cache, base: Ints, seen: Ints | None) -> KernelBatch:
+    """Make the struct of a checked batch; the arguments are members of KernelBatch."""
+    members = dict(
+        tokens=len(batch.ids),
+        sequences=len(batch.start) - 1,
+        ids=pointer(batch.ids),
+        position=pointer(batch.rows.position),
+        sequence=pointer(batch.rows.sequence),
+        start=pointer(batch.start),
+        base=pointer(base),
+        slots=pointer(batch.rows.slots),
+        keys=pointer(cache.keys, cache.keys.device),
+        values=pointer(cache.values, cache.values.device),
+        capacity=cache.capacity,
+        routes=pointer(batch.routes),
+        seen=pointer(seen),
+    )
+    return KernelBatch(struct=ffi.new("Batch *", members), batch=batch, cache=cache, base=base, seen=seen)
+
+
+def check_batch(model: Struct, batch: Ragged, max_context: int) -> None:
+    """Raise UserError for ids, positions and routes that are not the model's: other memory lies there."""
+    tokens = len(batch.ids)
+    if tokens * max(model.heads, model.mixtures * model.chosen) >= 1 << 31:  # the kernels count them in ints
+        raise UserError(f"{tokens} tokens in one pass are too many for this model; make layout's micro-batches smaller")
+    if tokens and not 0 <= int(batch.ids.min()) <= int(batch.ids.max()) < model.vocabulary:
+        raise UserError(f"token ids: must be in 0..{model.vocabulary - 1}")
+    if tokens and int(batch.rows.position.min()) < 0:
+        raise UserError("positions: must be at least 0")
+    longest = int(batch.rows.position.max(initial=-1)) + 1
+    if longest > max_context:
+        raise UserError(f"{longest} tokens: numerics.max_context is {max_context}")
+    if batch.routes is not None:
+        _check_routes(model, batch.routes, tokens)
+
+
+def _check_routes(model: Struct, routes: Ints, tokens: int) -> None:
+    """Raise UserError unless each token has, in each mixture, `chosen` of the experts by rising index."""
+    if not model.mixtures or routes.size != tokens * model.mixtures * model.chosen:
+        raise UserError(f"routes of shape {list(routes.shape)}: must be {model.mixtures} x {model.chosen} a token")
+    chosen = routes.reshape(-1, model.chosen)
+    outside = len(chosen) > 0 and (int(chosen[:, 0].min()) < 0 or int(chosen[:, -1].max()) >= model.experts)
+    if outside or bool((np.diff(chosen, axis=1) <= 0).any()):
+        raise UserError(f"routes: must be experts in 0..{model.experts - 1} by rising index, each once")

@@ -1,0 +1,86 @@
+"""Which models compute in deterministic numerics, and with what settings: checks and marks a transformers model.
+
+The model stays as transformers made it, module by module. `lower` only sets the attribute `_lowered` of its trunk.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.output import shown
+from ppo_repro.numerics.description import check_config
+from ppo_repro.numerics.families import NAMES, TRUNKS, trunk_of
+from ppo_repro.numerics.precision import EXACT, Precision
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The settings of a trunk in deterministic numerics."""
+
+    max_context: int  # positions of a sequence
+    precision: Precision = EXACT
+    recompute: bool = False  # keep only inputs of layers; the backward pass computes the rest again
+
+
+def lower(model: PreTrainedModel, lowered: Lowered) -> PreTrainedModel:
+    """Let a float32 model compute in deterministic numerics, in place, and return it.
+
+    UserError names the first module, setting or type that is not supported.
+    """
+    trunk = trunk_of(model)
+    if type(trunk) not in TRUNKS:
+        raise UserError(
+            f"model {type(model).__name__}: deterministic numerics do not know it; choose a {NAMES} model, or "
+            "numerics.mode = native"
+        )
+    check_config(model.config, lowered.max_context)
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != torch.float32:
+            raise UserError(f"model parameter '{name}' is {parameter.dtype}; deterministic numerics need float32")
+    check_parts(model)
+    trunk._lowered = lowered  # type: ignore[assignment]
+    return model
+
+
+def lowered_of(model: nn.Module) -> Lowered | None:
+    """Return how a model was lowered; None for a model in native numerics."""
+    found = getattr(trunk_of(model) if isinstance(model, PreTrainedModel) else model, "_lowered", None)
+    return found if isinstance(found, Lowered) else None
+
+
+def is_deterministic(model: nn.Module) -> bool:
+    """Return whether a model computes in deterministic numerics."""
+    return lowered_of(model) is not None
+
+
+def check_parts(model: PreTrainedModel) -> None:
+    """Raise UserError for the first module or parameter whose class or shape is not what the model's config makes."""
+    try:
+        with torch.device("meta"):
+            stock = type(model)(copy.deepcopy(model.config))
+    except Exception as error:  # a wrong value can fail anywhere
+        raise UserError(f"model config: transformers makes no model of it ({shown(str(error))}); mend it") from error
+    modules = dict(stock.named_modules())
+    for name, module in model.named_modules():
+        if type(module) is not type(modules.get(name)):
+            raise UserError(
+                f"model module '{name}' of class {type(module).__name__}: deterministic numerics do not know it"
+            )
+    found, expected = (dict(m.named_parameters(remove_duplicate=False)) for m in (model, stock))
+    for name in sorted(found.keys() | expected.keys()):
+        ours, theirs = (list(p[name].shape) if name in p else "no such parameter" for p in (found, expected))
+        if ours != theirs:
+            raise UserError(
+                f"model parameter '{name}' is {ours}, and its config wants {theirs}; make it again from its config"
+            )
+
+
+def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
+    """Return the shape of each parameter by name."""
+    return {name: p.shape for name, p in model.named_parameters()}

@@ -1,0 +1,156 @@
+"""A trunk as the kernels read it: the C structs `Model` and `Layer`, and packed copies of the weights."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ppo_repro.base.errors import UserError
+from ppo_repro.numerics import library
+from ppo_repro.numerics.description import LayerParts, describe
+from ppo_repro.numerics.devices import kernels_of
+from ppo_repro.numerics.families import head_dim
+from ppo_repro.numerics.gradient_sums import SlotSums
+from ppo_repro.numerics.interface import CPU, Struct, ffi, pointer
+from ppo_repro.numerics.lowering import Lowered
+from ppo_repro.numerics.matrices import PackedMatrix, matrix_of, state_of
+from ppo_repro.numerics.precision import FORMATS, round_rows
+from ppo_repro.numerics.rotary import rotating, tables
+
+
+class PackedModel:
+    """The struct `Model` of one trunk.
+
+    The structs of matrices and norms lie inside the struct of their layer, where `prepare` and `collect` write them.
+    Weights may change in place between passes: `prepare` comes before each pass, then `collect` before a backward pass.
+    The weights of one matrix (queries, keys and values; gates and ups) are moved to one memory, one after another.
+    """
+
+    def __init__(self, trunk: PreTrainedModel, lowered: Lowered) -> None:
+        """Make the structs; UserError names a setting that the kernels cannot compute. No weight is packed yet."""
+        self.description = describe(trunk)
+        self.device = CPU if trunk.device.type == "meta" else trunk.device  # `plan` has shapes alone
+        self.matrices: list[PackedMatrix] = []
+        self._experts: list[tuple[Tensor, list[PackedMatrix]]] = []  # a parameter [E, N, K], and its E matrices
+        self._norms: list[tuple[nn.Module, Struct]] = []
+        self._arrays: list[Struct] = []  # memory of the matrices of experts
+        self._precision = lowered.precision
+        self._rounded: dict[int, tuple[tuple[int, ...], Tensor]] = {}  # other weights by id: their state, and rounded
+
+        layers = self.description.layers
+        self._layers = ffi.new("Layer[]", len(layers))
+        mixtures_before = accumulate((bool(parts.experts) for parts in layers), initial=0)
+        for struct, parts, mixture in zip(self._layers, layers, mixtures_before, strict=False):
+            self._add_layer(struct, parts, mixture)
+
+        rotary = self.description.positions is None
+        angles = tables(trunk.config, lowered.max_context) if rotary else (torch.zeros(1), torch.zeros(1))
+        self._cosine, self._sine = (table.to(self.device) for table in angles)
+        members = dict(
+            **self.description.numbers,
+            rotary=rotating(trunk.config) if rotary else 0,
+            round_activations=FORMATS.index(self._precision.activations),
+            round_inputs=FORMATS.index(self._precision.linear_inputs),
+            round_cache=FORMATS.index(self._precision.kv_cache),
+            embedding_grad=-1,
+            positions_grad=-1,
+            cosine=pointer(self._cosine, self.device),
+            sine=pointer(self._sine, self.device),
+            layer=self._layers,
+        )
+        self.struct = ffi.new("Model *", members)
+        self._add_norm(self.description.last_norm, ffi.addressof(self.struct, "last_norm"))
+        _refuse_fault(self.struct, trunk.config)
+
+    def _add_layer(self, struct: Struct, parts: LayerParts, mixture: int) -> None:
+        """Fill the struct of a layer in, and list its matrices and norms; `mixture` layers before it have experts."""
+        struct.window, struct.mixture, struct.scale = parts.window, mixture, parts.scale
+        weights, other_weights = self._precision.weights, self._precision.other_weights
+        for name, norm in parts.norms.items():
+            self._add_norm(norm, ffi.addressof(struct, name))
+        for name, layers in parts.matrices.items():
+            form = other_weights if name == "router" else weights
+            self.matrices.append(matrix_of(layers, form, other_weights, ffi.addressof(struct, name)))
+        for name, stacked in parts.experts.items():
+            array = ffi.new("Matrix[]", len(stacked))
+            experts = [PackedMatrix([w], form=weights, struct=array + e) for e, w in enumerate(stacked.detach())]
+            setattr(struct, name, array)
+            self._arrays.append(array)
+            self._experts.append((stacked, experts))
+            self.matrices += experts
+
+    def _add_norm(self, norm: nn.Module, struct: Struct) -> None:
+        struct.grad, struct.b_grad = -1, -1
+        self._norms.append((norm, struct))
+
+    def prepare(self) -> None:
+        """Let the struct point to the weights as they are now, and pack those that have changed."""
+        library.check_denormals()
+        for matrix in self.matrices:
+            matrix.prepare()
+        for norm, struct in self._norms:
+            struct.w, struct.b = self._weight(norm.weight), self._weight(getattr(norm, "bias", None))
+        self.struct.embedding = self._weight(self.description.embedding)
+        self.struct.positions = self._weight(self.description.positions)
+
+    def _weight(self, tensor: Any) -> Any:
+        """Return a pointer to a parameter that is no matrix, or to its rounded copy; NULL for None."""
+        form = self._precision.other_weights
+        if tensor is None or form == "float32":
+            return pointer(tensor, self.device)
+        state = state_of((tensor,))
+        if id(tensor) not in self._rounded or self._rounded[id(tensor)][0] != state:
+            self._rounded[id(tensor)] = state, round_rows(tensor, form)
+        return pointer(self._rounded[id(tensor)][1], self.device)
+
+    def collect(self, sums: SlotSums) -> None:
+        """Let the struct say where the gradients of all weights go."""
+
+        def offset(parameter: Any) -> int:
+            return -1 if parameter is None else sums.offset(parameter)
+
+        for matrix in self.matrices:
+            matrix.collect(sums)
+        for stacked, experts in self._experts:
+            first = offset(stacked)
+            for e, matrix in enumerate(experts):
+                matrix.struct.grad = first if first < 0 else first + e * stacked[e].numel()
+        for norm, struct in self._norms:
+            struct.grad, struct.b_grad = offset(norm.weight), offset(getattr(norm, "bias", None))
+        self.struct.embedding_grad = offset(self.description.embedding)
+        self.struct.positions_grad = offset(self.description.positions)
+
+    def fuse(self) -> None:
+        """Let the parameters of each matrix lie one after the other, as `prepare` does."""
+        for matrix in self.matrices:
+            matrix.fuse()
+
+    def forget(self) -> None:
+        """Free the packed copies of the weights until they are prepared again."""
+        for matrix in self.matrices:
+            matrix.forget()
+        self._rounded = {}
+
+    def kept_floats(self, tokens: int, keep: int) -> int:
+        """Return how many floats a pass over some tokens keeps for its backward pass; `keep` is the C enum `Keep`."""
+        return int(kernels_of(self.device).kept_floats(self.struct, tokens, keep))
+
+    def packed_floats(self) -> int:
+        """Return how many floats the packed copies of the weights take."""
+        floats = kernels_of(self.device).panel_floats
+        return sum(floats(matrix.struct.n, matrix.struct.k) for matrix in self.matrices)
+
+
+def _refuse_fault(model: Struct, config: PretrainedConfig) -> None:
+    """Raise UserError naming the first field of a config by which its model breaks a rule of the kernels."""
+    fault = library.load().model_fault(model)
+    if fault == ffi.NULL:
+        return
+    field, _, rule = ffi.string(fault).decode().partition(": ")
+    name = config.attribute_map.get(field, field)
+    value = head_dim(config) if field == "head_dim" else getattr(config, name, None)
+    raise UserError(f"model config {name}{'' if value is None else f' = {value!r}'}: {rule}; choose another model")

@@ -38,6 +38,7 @@ from ppo_repro.records.folder import (
     read_note,
     start_time,
 )
+from ppo_repro.records.label import read_label
 from ppo_repro.tracking.following import OF_ENVIRONMENT, IsOver, begun, follow_cells, follow_run, labels_of
 from ppo_repro.tracking.numbers import RunNumbers, Scalar, sentences
 
@@ -180,7 +181,8 @@ class _RunCopy(_Copy):
         tags |= {name: str(environment[name]) for name in OF_ENVIRONMENT} | {"kind": recorded.kind}
         tags |= {f"package.{name}": str(version) for name, version in environment["packages"].items()}
         params, started = config.model_dump(mode="json"), start_time(run_dir, recorded)
-        super().__init__(client, experiment or config.experiment, run_dir, name or run_dir.name, params, tags, started)
+        name = read_label(run_dir).name or name or run_dir.name
+        super().__init__(client, experiment or config.experiment, run_dir, name, params, tags, started)
         self.run_dir, self.ended, self._numbers = run_dir, False, RunNumbers(run_dir)
 
     def catch_up(self, is_over: bool) -> None:

@@ -23,6 +23,7 @@ from ppo_repro.config.files import read_tree
 from ppo_repro.grids.cell import CELLS
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import CONFIG_NAME, ENVIRONMENT_NAME, REPORT_NAME, load_config_of, read_note
+from ppo_repro.records.label import read_label
 from ppo_repro.tracking.following import OF_ENVIRONMENT, IsOver, begun, follow_cells, follow_run, labels_of
 from ppo_repro.tracking.numbers import RunNumbers, Scalar, sentences
 
@@ -107,7 +108,7 @@ class _RunCopy:
         self._run = _begin(
             project=os.environ.get("WANDB_PROJECT") or config.experiment,
             id=_id(run_dir),
-            name=name or run_dir.name,
+            name=read_label(run_dir).name or name or run_dir.name,
             group=group or None,
             job_type="cell" if group else kind,
             config={**config.model_dump(mode="json"), "ppo_repro": more},

@@ -62,6 +62,7 @@ def test_a_copy_has_what_the_run_recorded(
     run_id = found.info.run_id
     assert run_id in capsys.readouterr().out
     assert found.info.status == "FINISHED"
+    assert found.info.run_name == deterministic_run.name
     assert found.data.tags["fingerprint"] == recorded.fingerprint
     assert found.data.params["ppo.objective.clip_range"] == "0.2"
     iterations, steps = reader.read_iterations(deterministic_run), reader.read_steps(deterministic_run)
@@ -145,13 +146,15 @@ def test_event_files_have_what_was_recorded(deterministic_run: Path, tmp_path: P
 def test_a_run_is_followed_and_the_copy_is_what_track_makes(
     store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert exit_code_of(["run", str(TINY), "--out", str(tmp_path), "--track", store, "--json"]) == 0
+    command = ["run", str(TINY), "--out", str(tmp_path), "--name", "first try", "--track", store, "--json"]
+    assert exit_code_of(command) == 0
     captured = capsys.readouterr()
     assert "tracking" not in captured.err
     said, client = json.loads(captured.out), mlflow_client(store)
     (found,) = runs_of(client, "tiny")
     assert said["mlflow"]["run_id"] == found.info.run_id
     assert found.info.status == "FINISHED"
+    assert found.info.run_name == "first try"
     assert "report.html" in {a.path for a in client.list_artifacts(found.info.run_id)}
     assert exit_code_of(["track", said["run_dir"], "--uri", store]) == 0
     (again,) = runs_of(client, "tiny")

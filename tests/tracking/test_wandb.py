@@ -109,9 +109,10 @@ def test_a_copy_has_what_the_run_recorded(deterministic_run: Path) -> None:
 @slow
 def test_a_run_and_its_fork_are_followed(tmp_path: Path) -> None:
     few = ("--set", "ppo.iterations=3", "--set", "checkpoints.every=1")
-    ran = offline("run", TINY, "--out", tmp_path, *few, "--track", "wandb")
+    ran = offline("run", TINY, "--out", tmp_path, *few, "--track", "wandb", "--name", "first try")
     followed, run_dir = as_read(ran["wandb"]["runs"][0]["folder"]), ran["run_dir"]
     copied = as_read(offline("track", run_dir, "--uri", "wandb")["wandb"]["runs"][0]["folder"])
+    assert followed.about["display_name"] == "first try"
     columns = ("iteration/score_mean", "iteration/eval_score")
     assert [followed.column("iteration", name) for name in columns] == [copied.column("iteration", n) for n in columns]
     forked = offline("fork", run_dir, "--at", "2", "--set", "ppo.epochs=1", "--out", tmp_path, "--track", "wandb")

@@ -33,14 +33,14 @@ test-gpu:  ## what a CUDA card is to show, and how fast it is: eight minutes at 
 SGLANG_VENV ?= .venv-sglang
 test-sglang:  ## the tests that start real SGLang servers, on the CPU: ten minutes and 2.8 GB
 	@.ci/setup.sh test
-	@.ci/sglang.sh $(SGLANG_VENV)
+	@.ci/server.sh sglang $(SGLANG_VENV)
 	OMP_NUM_THREADS=1 PPO_REPRO_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python \
 		$(BIN)/python -m pytest -q -m sglang $(ARGS)
 
 VLLM_VENV ?= .venv-vllm
 test-vllm:  ## the tests that start a real vLLM server, on the CPU: five minutes and 3.4 GB
 	@.ci/setup.sh test
-	@.ci/vllm.sh $(VLLM_VENV)
+	@.ci/server.sh vllm $(VLLM_VENV)
 	OMP_NUM_THREADS=1 PPO_REPRO_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python \
 		$(BIN)/python -m pytest -q -m vllm $(ARGS)
 

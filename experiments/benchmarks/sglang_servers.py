@@ -115,7 +115,7 @@ def measure(hidden: int, python: str, rounds: int) -> list[Measured]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="The built-in engine, SGLang with the plugin and stock SGLang.")
-    parser.add_argument("--python", required=True, help="interpreter of an environment made by .ci/sglang.sh")
+    parser.add_argument("--python", required=True, help="interpreter of an environment made by .ci/server.sh")
     parser.add_argument("--hidden", type=int, nargs="+", default=[128, 896])
     timing.add_options(parser, rounds=5)
     arguments = parser.parse_args()

@@ -77,7 +77,7 @@ def look_into(engine: SGLangServers) -> Interpreter:
     except ValueError as error:
         raise UserError(f"{wrong}: does not answer as a Python interpreter; give that of an environment") from error
     if installed["packages"]["sglang"] is None:
-        raise UserError(f"{wrong}: has no sglang; give the interpreter of an environment made by .ci/sglang.sh")
+        raise UserError(f"{wrong}: has no sglang; give the interpreter of an environment made by .ci/server.sh")
     ours = [entry for entry in installed["plugins"] if entry.startswith("ppo_repro.")]
     if not ours:
         raise UserError(f"{wrong}: has sglang but not ppo_repro's plugin; pip install --no-deps ppo_repro there")

@@ -79,7 +79,7 @@ SMALL_SERVER = "arguments: [--enforce-eager, --gpu-memory-utilization, '0.1']"
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_vllm_server(dtype: str, cli: Cli, tmp_path: Path) -> None:
-    assert VLLM, "PPO_REPRO_VLLM_PYTHON: the interpreter of an environment that .ci/vllm.sh made"
+    assert VLLM, "PPO_REPRO_VLLM_PYTHON: the interpreter of an environment that .ci/server.sh made"
     run_dir = sampled_by(EXAMPLES / "vllm_server.py", tmp_path, f"python: {VLLM}, dtype: {dtype}, {SMALL_SERVER}")
     require_near(run_dir, dtype)
     require_judged(cli, run_dir, dtype)

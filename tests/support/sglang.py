@@ -23,7 +23,7 @@ WARM = "model.warm_start_steps=0", f"numerics.max_context={CONTEXT}"
 
 def config_of(*overrides: str) -> RunConfig:
     if not PYTHON:
-        raise RuntimeError("PPO_REPRO_SGLANG_PYTHON is not set: the interpreter of an environment by .ci/sglang.sh")
+        raise RuntimeError("PPO_REPRO_SGLANG_PYTHON is not set: the interpreter of an environment by .ci/server.sh")
     return small_config("rollout.engine.kind=sglang", f"rollout.engine.python={PYTHON}", *WARM, *overrides)
 
 

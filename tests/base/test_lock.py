@@ -10,8 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,28 +111,32 @@ def test_a_holder_elsewhere_is_believed(folder: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("refused", [require_no_writer, lambda folder: only_writer(folder).__enter__()])
 def test_a_holder_that_has_not_yet_said_its_name_is_not_taken_for_the_dead_one_before(
-    folder: Path, refused: Callable[[Path], object]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[[Path], object]
 ) -> None:
     dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     path = folder.with_name("run.lock")
     descriptor = held_by_hand(path, f"process {int(dead.stdout)} on {HERE} since 2026-01-02T03:04Z\n")
-    saying = threading.Timer(0.05, path.write_text, (f"process {os.getpid()} on {HERE} since now\n",))
-    saying.start()
+    monkeypatch.setattr(lock.time, "sleep", lambda _: path.write_text(f"process {os.getpid()} on {HERE} since now\n"))
     with pytest.raises(UserError, match=f"process {os.getpid()} on {HERE}, since now"):
         refused(folder)
     os.close(descriptor)
 
 
-def test_a_reader_that_looks_is_no_holder(folder: Path) -> None:
+def test_a_reader_that_looks_is_no_holder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the lock for an instant, which a process that starts then waits for."""
     folder.parent.mkdir(parents=True)
     descriptor = os.open(folder.with_name("run.lock"), os.O_RDWR | os.O_CREAT)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
-    leaving = threading.Timer(0.05, os.close, (descriptor,))
-    leaving.start()
-    started = time.monotonic()
+    waits = 0
+
+    def leave(_: float) -> None:
+        nonlocal waits
+        waits += 1
+        os.close(descriptor)
+
+    monkeypatch.setattr(lock.time, "sleep", leave)
     with only_writer(folder):
-        assert 0.04 < time.monotonic() - started < lock.PATIENCE_SECONDS
+        assert waits == 1
 
 
 def test_a_lock_that_is_no_longer_the_one_of_its_path_is_no_lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

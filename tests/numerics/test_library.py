@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError
 from typing import Any
 
 import pytest
@@ -103,28 +104,28 @@ def test_calls_of_several_python_threads_give_their_own_results() -> None:
     assert all(torch.equal(y, expected[i % 2]) for i, y in enumerate(found))
 
 
-class _Observed:
-    """A function that says how many threads were in it at once."""
+class _Meeting:
+    """A function in which two threads wait for each other."""
 
-    def __init__(self) -> None:
-        self.inside = self.most = 0
+    def __init__(self, seconds: float) -> None:
+        self.barrier = Barrier(2, timeout=seconds)
 
-    def linear(self, *_: Any) -> None:
-        self.inside += 1
-        self.most = max(self.most, self.inside)
-        for _i in range(20_000):
-            pass
-        self.inside -= 1
+    def linear(self, *_: Any) -> bool:
+        """Whether both threads were here at once."""
+        try:
+            self.barrier.wait()
+        except BrokenBarrierError:
+            return False
+        return True
 
 
 @pytest.mark.parametrize("in_turn", [True, False])
 def test_one_thread_at_a_time_is_in_a_kernel(in_turn: bool) -> None:
     """Control: without `Kernels` two are."""
-    function = _Observed()
+    function = _Meeting(0.3 if in_turn else 60.0)
     kernels: Any = library.Kernels(function) if in_turn else function
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda _: kernels.linear(), range(100)))
-    assert function.most == (1 if in_turn else 2)
+        assert list(pool.map(lambda _: kernels.linear(), range(2))) == [not in_turn] * 2
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -28,7 +28,7 @@ from tests.support.runs import small_config
 from tests.support.sglang import PYTHON
 
 SCRIPT = ROOT / "experiments" / "guard_your_stack" / "sglang_dump.py"
-FOLDER = ROOT / "tests" / "audit" / "sglang"
+FOLDER = ROOT / "tests" / "testing" / "audit" / "sglang"
 PROMPTS = ("1+2=", "3+4=", "12+5=", "7+8=", "10+11=", "6+0=", "9+9=", "4+12=")
 RAW = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}  # log-probs of logits that no temperature has divided
 

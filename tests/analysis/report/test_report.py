@@ -25,6 +25,8 @@ from ppo_repro.records.folder import read_accuracy
 from ppo_repro.records.label import Label, write_label
 from tests.analysis.report.hostile_run import make_hostile_run, pieces_of
 from tests.support.cli import Cli
+from tests.support.control import run as record_control
+from tests.support.control import small_control
 from tests.support.html_page import check, embedded
 from tests.support.language import fork
 from tests.support.language import run as record
@@ -246,10 +248,7 @@ def test_a_folder_of_runs_has_short_labels_and_no_run_twice(
 
 
 def test_a_control_run_has_a_page(tmp_path: Path) -> None:
-    from ppo_repro.base.watcher import Silent
-    from tests.support.control import run, small_control
-
-    run_dir = run(small_control("ppo.iterations=2"), tmp_path, Silent())[0]
+    run_dir = record_control(small_control("ppo.iterations=2"), tmp_path, Silent())[0]
     page = build.page_of(run_dir, None)
     assert page == build.page_of(run_dir, None)
     titles = [n.text for n in check(page).iter("h3")]

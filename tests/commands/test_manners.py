@@ -8,16 +8,10 @@ import re
 import shutil
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import ppo_repro
-from ppo_repro.analysis import dialects, figures
-from ppo_repro.analysis.clipping import tables as clipping
-from ppo_repro.analysis.compare import verdicts as compare
-from ppo_repro.analysis.mismatch import tables as mismatch
-from ppo_repro.analysis.tokenization import tables as tokenization
 from ppo_repro.base.latest import latest_run
 from ppo_repro.commands.arguments import build_parser
 from ppo_repro.config.dpo import DPOConfig
@@ -172,23 +166,6 @@ def test_latest_is_the_run_that_was_written_last(cli: Cli, runs: Path) -> None:
     assert cli("diff", "latest", runs / "two")[0] == 1
     os.utime(runs / "two" / manifest.FILE_NAME)
     assert cli("diff", "latest", runs / "two")[0] == 0
-
-
-@pytest.mark.parametrize(
-    ("program", "options"),
-    [
-        (mismatch, []),
-        (clipping, []),
-        (dialects, []),
-        (tokenization, ["--boundary", "leading"]),
-        (compare, ["runs/two", "--seed", "1"]),
-        (figures, []),
-    ],
-)
-def test_every_analysis_takes_the_latest_run(program: ModuleType, options: list[str], runs: Path) -> None:
-    shutil.rmtree(runs / "a" / "b")
-    before = ["agreement", "f.svg"] if program is figures else []
-    assert program.main([*before, "latest", *options]) == 0
 
 
 RUN_COMMANDS = ("resume", "rerun", "fork", "verify", "show", "track", "replay", "report", "view", "audit", "bisect")

@@ -1,6 +1,7 @@
 """The unmodified model of transformers with the weights of a policy, and any model in float64.
 
-In float64 every number is: norms and rotary positions too, which transformers computes in float32 in every model.
+In float64 every number is: norms, routers and rotary positions too, which transformers computes in float32 in every
+model.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
-from transformers.models.gemma.modeling_gemma import GemmaTextScaledWordEmbedding
+from transformers import PretrainedConfig, PreTrainedModel
 
 
 class _Widening(TorchFunctionMode):
@@ -45,23 +46,23 @@ class _Widening(TorchFunctionMode):
 def float64(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Let `model` compute in float64 throughout inside the block: float32 weights are widened where they are used.
 
-    No weight is copied. Rotary frequencies, which transformers rounds to float32, are computed again. TypeError where
-    a float32 result appears all the same.
+    No weight is copied. Constants that transformers rounds to float32, for example rotary frequencies, are computed
+    again. TypeError where a float32 result appears all the same.
     """
-    before, narrow = torch.get_default_dtype(), dict[str, torch.nn.Module]()
+    before, narrow = torch.get_default_dtype(), list[tuple[Module, dict[str, Tensor | None]]]()
     experts = getattr(model.config, "_experts_implementation", None)
     torch.set_default_dtype(torch.float64)
     try:
         model.config._experts_implementation = "eager"  # grouped products take no float64
         with _Widening():
-            for name, module in list(model.named_modules()):
-                if type(module).__name__.endswith("RotaryEmbedding") and hasattr(module, "config"):
-                    narrow[name] = module
-                    model.set_submodule(name, type(module)(module.config).to(model.device))
+            for module in model.modules():
+                if _constants(module):
+                    narrow.append((module, dict(module._buffers)))
+                    _compute_constants(model, module, torch.float64)
             yield model
     finally:
-        for name, module in narrow.items():
-            model.set_submodule(name, module)
+        for module, buffers in narrow:
+            module._buffers.update(buffers)
         model.config._experts_implementation = experts
         torch.set_default_dtype(before)
 
@@ -72,12 +73,39 @@ def stock_model(policy: PreTrainedModel) -> PreTrainedModel:
     config._attn_implementation = "sdpa"
     config._experts_implementation = "eager"
     config.pad_token_id = None  # a prompt may hold it, of which transformers would warn
+    return with_config(policy, config)
+
+
+def with_config(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
+    """Return a model of another configuration with the weights of `model`, whose memory it shares.
+
+    Weights that the configuration does not want are left out. RuntimeError if it wants others, or other shapes.
+    """
     with torch.device("meta"):
-        model = type(policy)(config)
-    model.load_state_dict(policy.state_dict(), assign=True)
-    for name, module in list(model.named_modules()):  # what no state holds
-        if type(module).__name__.endswith("RotaryEmbedding"):
-            model.set_submodule(name, type(module)(config))
-        elif isinstance(module, GemmaTextScaledWordEmbedding):
-            module.embed_scale = torch.tensor(module.scalar_embed_scale)
-    return model.eval()
+        found = type(model)(config)
+    wanted, state = found.state_dict().keys(), model.state_dict()
+    found.load_state_dict({name: x for name, x in state.items() if name in wanted}, assign=True)
+    for module in found.modules():
+        if _constants(module):
+            _compute_constants(found, module, torch.float32, model.device)
+    return found.eval()
+
+
+def _constants(module: Module) -> list[str]:
+    """Return the names of buffers that hold floating-point constants, which no state has."""
+    kept = module._non_persistent_buffers_set
+    return [n for n, x in module._buffers.items() if n in kept and x is not None and x.is_floating_point()]
+
+
+def _compute_constants(
+    model: PreTrainedModel, module: Module, dtype: torch.dtype, device: torch.device | None = None
+) -> None:
+    """Compute the constants of a module again, as transformers does after it reads weights."""
+    memo: dict[int, Any] = {id(p): Parameter(p.detach().to("meta"), False) for p in module.parameters()}
+    twin = copy.deepcopy(module, memo | {id(model.config): model.config})  # of which no weight can be written
+    for name in _constants(module):
+        old = module._buffers[name]
+        assert old is not None
+        twin._buffers[name] = torch.empty(old.shape, dtype=dtype, device=device or old.device)
+    model._init_weights(twin)
+    module._buffers.update({name: twin._buffers[name] for name in _constants(module)})

@@ -158,6 +158,7 @@ class Search:
             *(Variant(COMPUTED + name, "weights", CAUSES["reduced_precision"].mend) for name in HALF),
             *(Variant(ROUNDED + name, "weights", "send float32 weights") for name in HALF),
             *(Variant(name, "weights", CAUSES["stale_weights"].mend) for name in subject.others),
+            *(Variant(option.words, "weights", option.advice) for option in subject.options.values()),
             *(Variant(words, "input", CAUSES["other_prompt"].mend) for words in self.ways),
             *(c for c in VARIANTS if c.matters(sampling) and c.change is not definition),
         ]
@@ -215,6 +216,8 @@ class Search:
         """Say whether to try both together; what 16 bits do is so small that the other one is near by itself."""
         fitted = [c for c in (a, b) if c.candidates is not None]
         is_far = a.name in self.halves and b.name not in self.near
+        if a.name in self.subject.options and (b.stage != "distribution" or (fitted and b.in_pairs == 0)):
+            return False
         return a.stage != b.stage and not is_far and (not fitted or (len(fitted) == 1 and fitted[0].in_pairs > 0))
 
     def _ordered(self, tried: Sequence[Tried]) -> list[Tried]:
@@ -335,7 +338,7 @@ class Search:
     def _as_half(self, steps: Steps, left: Tensor) -> list[Tried]:
         """Return the same if what is left is like the rounding of 16 bits, in its size and at the same tokens."""
         judged, plain = self._judged(steps, left), self._left((), self.some)
-        is_half = any(c.stage == "weights" for c, _ in steps)
+        is_half = any(c.name in self.halves for c, _ in steps)
         if judged.explains or is_half or plain is None or (steps and rms(left) > LEFT_OF_HALF * rms(plain)):
             return []
         for name in HALF:
@@ -405,6 +408,10 @@ class Search:
         return Row(logits, targets, context, *(x.to(device) for x in columns))
 
     def _model(self, weights: str) -> PreTrainedModel:
+        if weights in self.subject.options:
+            if weights != self.made[0]:
+                self.made = weights, self.subject.options[weights].make()
+            return self.made[1]
         if not weights.startswith((COMPUTED, ROUNDED)):
             return self.subject.others.get(weights, self.subject.model)
         if weights != self.made[0]:

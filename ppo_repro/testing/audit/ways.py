@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.tasks.templates import rendered
+from ppo_repro.testing.audit.options import Option, left_out
 from ppo_repro.testing.dumps import Response
 
 TEMPLATED, BARE = "prompt in the chat template", "prompt without the chat template"
@@ -28,6 +30,11 @@ class Subject:
     eos_token_id: int | None = None
     pad_token_id: int | None = None
     tokenizer: Any = None  # of transformers; None: without the ways that need one
+
+    @cached_property
+    def options(self) -> dict[str, Option]:
+        """Return by its words each change of the model's architecture, of which a copy can be made."""
+        return left_out(self.model)
 
     @property
     def positions(self) -> int | None:

@@ -98,6 +98,14 @@ def shown(text: str) -> str:
     return printable(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)")
 
 
+def size(count: int) -> str:
+    """Return a number of bytes in decimal units, such as `1.2 GB`."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} B"
+
+
 def finite(value: Any) -> Any:
     """Return the value with NaN and infinities as words: JSON has no numbers for them."""
     if isinstance(value, dict):

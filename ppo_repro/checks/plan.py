@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ppo_repro.base.errors import UserError
-from ppo_repro.base.output import say
+from ppo_repro.base.output import say, size
 from ppo_repro.config.algorithm import KLInLoss, LoraConfig, SeparateValue
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
@@ -234,14 +234,6 @@ def plan_run(config: RunConfig, processes: int = 1) -> Plan:
         },
     }
     return Plan(models, {name: row for name, row in rows.items() if any(row.values())})
-
-
-def size(count: int) -> str:
-    """Return a number of bytes in decimal units."""
-    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if count >= unit:
-            return f"{count / unit:.1f} {name}"
-    return f"{count} B"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

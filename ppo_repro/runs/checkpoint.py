@@ -7,6 +7,7 @@ iteration, so the iteration number is enough for them.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,12 +20,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ppo_repro import __version__
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import SUMS_NAME, check_sums, file_digest, make_folder, whole_file, whole_folder, write_sums
+from ppo_repro.base.output import size
 from ppo_repro.buffers import Coefficients, ReturnStatistics
 from ppo_repro.models.folders import load_value_parameters, named_weights, write_model, write_tensors
 from ppo_repro.models.state import TrainState
 from ppo_repro.numerics.library import KNOWN_ANSWER
 from ppo_repro.numerics.optimizer import Optimizer, OptimizerState, copy_named
-from ppo_repro.records.folder import FINAL, FINAL_STATE, REFERENCE, VALUE_MODEL, starts_of
+from ppo_repro.records.folder import CHECKPOINTS_NAME, FINAL, FINAL_STATE, REFERENCE, VALUE_MODEL, starts_of
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.records.reader import check_file
 
@@ -220,7 +222,27 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
         write_sums(temporary)
 
 
+def parameter_bytes(module: nn.Module) -> int:
+    """Return the bytes of a module's parameters, a tied one once."""
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
 def listed(run_dir: Path, *folders: Path) -> dict[str, str]:
     """Return the SHA-256 of the SHA256SUMS of folders by path below the run folder, as the manifest lists them."""
     sums = [folder / SUMS_NAME for folder in folders]
     return {path.relative_to(run_dir).as_posix(): file_digest(path) for path in sums}
+
+
+def require_room(run_dir: Path, to_keep: int) -> None:
+    """Raise UserError if the disk lacks room for `to_keep` bytes of models and checkpoints.
+
+    What an earlier process of the run left of them counts as written.
+    """
+    kept = sum(path.stat().st_size for path in (run_dir / CHECKPOINTS_NAME).rglob("*") if path.is_file())
+    missing, free = to_keep - kept, shutil.disk_usage(run_dir).free
+    if missing > free:
+        raise UserError(
+            f"{run_dir}: not enough room: models and checkpoints need at least {size(missing)} more, and "
+            f"{size(free)} are free; make room, lower checkpoints.keep, set checkpoints.final_state = false, or "
+            "choose another --out"
+        )

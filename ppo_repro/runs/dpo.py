@@ -37,7 +37,7 @@ from ppo_repro.records.arrow import to_arrow
 from ppo_repro.records.columns import Columns, pair_columns, rows_of, tables_at
 from ppo_repro.records.folder import CONFIG_NAME, FINAL, REFERENCE
 from ppo_repro.records.inputs import located_tree
-from ppo_repro.runs.checkpoint import Start, listed, save_model
+from ppo_repro.runs.checkpoint import Start, listed, parameter_bytes, save_model
 from ppo_repro.runs.kind import Execution, Files, Final, RunKind, Tables
 from ppo_repro.runs.prepare import Prepared, prepare, usable_device
 from ppo_repro.stages.forward import score_rollout
@@ -157,6 +157,9 @@ class DPOExecution(Execution[Epoch]):
         results["policy_digest"] = weights_digest(self.policy.named_parameters())
         clock.lap("digests")
         return results, {}
+
+    def bytes_to_keep(self) -> int:
+        return parameter_bytes(self.policy)
 
     def keep_models(self, run_dir: Path, files: Mapping[str, str], link: str) -> Files:
         save_model(self.policy, self.tokenizer, run_dir / FINAL)

@@ -80,6 +80,10 @@ class Execution(ABC, Generic[Item]):
         """Keep what no iteration changes; the files of the run then."""
         return dict(files)
 
+    def bytes_to_keep(self) -> int:
+        """Return the bytes of the models and checkpoints that a complete run keeps, at least."""
+        return 0
+
     def is_checkpoint_due(self, iteration: int) -> bool:
         """Return whether a checkpoint comes after `iteration` iterations."""
         return False

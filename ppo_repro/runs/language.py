@@ -46,7 +46,7 @@ from ppo_repro.records.manifest import Head
 from ppo_repro.rollout.engine import Engine
 from ppo_repro.runs import checkpoint
 from ppo_repro.runs.accuracy import policy_accuracy
-from ppo_repro.runs.checkpoint import Start, listed, save_model
+from ppo_repro.runs.checkpoint import Start, listed, parameter_bytes, save_model
 from ppo_repro.runs.kind import Execution, Files, Final, RunKind, Tables
 from ppo_repro.runs.prepare import Prepared, prepare
 from ppo_repro.runs.samplers import Recorded, own_engine, rollout_engine
@@ -56,6 +56,7 @@ from ppo_repro.stages.rewards import evaluate
 
 SMALL = 10_000_000  # parameters that a model trains; a checkpoint of two is 24 bytes for each, 1 s and 240 MB at most
 AUTO = 10  # iterations from one of its checkpoints to the next
+FLOAT, MOMENTS = 4, 8  # bytes of a number of float32, and of AdamW's two moments of a weight
 PROMPTS = "prompts and answers"  # what a fork may change
 
 
@@ -141,13 +142,28 @@ class LanguageExecution(Execution[Iteration]):
         trained = [of.trained for of in (state.policy_optimizer, state.value_optimizer) if of is not None]
         return AUTO if max(trained) <= SMALL and self.config.iterations > AUTO else 0
 
-    def keep_start(self, run_dir: Path, files: Mapping[str, str]) -> Files:
-        """Keep the reference, which no step changes, once for all checkpoints.
+    @property
+    def _keeps_reference(self) -> bool:
+        """Return whether checkpoints need the reference. The reference of an adapted folder is loaded again."""
+        is_adapted = self.prepared.lora is not None
+        return self._every > 0 and not (is_adapted and isinstance(self.config.model, ModelFolder))
 
-        Adapters are small beside their model: of a folder the reference is loaded again.
-        """
-        folder, is_adapted = run_dir / REFERENCE, self.prepared.lora is not None
-        if not self._every or (is_adapted and isinstance(self.config.model, ModelFolder)):
+    def bytes_to_keep(self) -> int:
+        state, lora, checkpoints = self.prepared.state, self.prepared.lora, self.config.checkpoints
+        models = [state.policy, state.own_value_module, *[state.reference] * self._keeps_reference]
+        if lora is not None and not isinstance(self.config.model, ModelFolder):
+            models.append(state.reference)  # the adapter's base
+        if self.prepared.reward_training is not None and self.prepared.task.reward_model is not None:
+            models.append(self.prepared.task.reward_model)
+        trained = sum(of.trained for of in (state.policy_optimizer, state.value_optimizer) if of is not None)
+        count = min(checkpoints.keep, self.config.iterations // self._every) if self._every else 0
+        final_state = checkpoints.final_state and not self.is_checkpoint_due(self.config.iterations)
+        return sum(map(parameter_bytes, models)) + trained * (count * (FLOAT + MOMENTS) + final_state * MOMENTS)
+
+    def keep_start(self, run_dir: Path, files: Mapping[str, str]) -> Files:
+        """Keep the reference, which no step changes, once for all checkpoints."""
+        folder = run_dir / REFERENCE
+        if not self._keeps_reference:
             return dict(files)
         if not folder.exists():
             save_model(self.prepared.state.reference, self.prepared.task.tokenizer, folder)

@@ -28,9 +28,9 @@ from ppo_repro.records.label import UNLABELLED, Label, write_label
 from ppo_repro.records.listing import how_to_repair
 from ppo_repro.records.manifest import Manifest
 from ppo_repro.records.writer import RunWriter
-from ppo_repro.runs.checkpoint import Start
+from ppo_repro.runs.checkpoint import Start, require_room
 from ppo_repro.runs.environment import describe_environment
-from ppo_repro.runs.kind import Config, Execution, Item, RunKind
+from ppo_repro.runs.kind import Config, Execution, Item, RunKind, Tables
 from ppo_repro.stages.agreement import UnequalBits
 
 OUR_FILES = ("task.chat_template", "task.dataset")  # fields whose functions are of this package
@@ -193,48 +193,38 @@ def execute(
     Raises:
         PromiseBroken: an iteration that is recorded already is compared instead; names the first cell that differs.
         UnequalBits: an iteration does not keep what deterministic numerics promise; it is not recorded.
+        UserError: the disk lacks room for the models and checkpoints that the run keeps.
     """
     recorded, written, computed = manifest.load(run_dir), RunWriter(run_dir), 0
-    behind: list[tuple[Future[None], Callable[[], None]]] = []  # the iteration that is written beside the next one
-
-    def settle() -> None:
-        """Wait until that iteration is on disk, and tell of it."""
-        while behind:
-            writing, tell = behind.pop()
-            writing.result()
-            tell()
-        clock.lap("records")
-
     # where an error ends the block, the thread writes what it has begun
     with opened as execution, ThreadPoolExecutor(1, "records") as thread, _keeping_unequal(run_dir, execution):
+        require_room(run_dir, execution.bytes_to_keep())
         _begin(recorded, written, execution)
         clock.lap("preparation")
+        beside = _WritingBeside(written, thread)
         for item in execution.iterations():
             clock.divide(item.seconds)
-            computed, tables = computed + 1, execution.tables(item)
-            settle()
-            about = item.index + 1, config.iterations, execution.progress(item), sum(item.seconds.values())
+            computed, done, tables = computed + 1, item.index + 1, execution.tables(item)
+            beside.settle()
+            about = done, config.iterations, execution.progress(item), sum(item.seconds.values())
             tell = partial(kind.watcher.iteration, *about)
-            is_due = execution.is_checkpoint_due(item.index + 1)
-            is_recorded = item.index < recorded.num_iterations
+            is_recorded, is_due = item.index < recorded.num_iterations, execution.is_checkpoint_due(done)
             if is_recorded:
                 require_as_recorded(from_recorded(run_dir, recorded, item.index, tables))
                 tell()
             else:
-                behind.append((thread.submit(written.append, item.index, tables), tell))
+                beside.write(item.index, tables, tell)
+            if computed == 1 or is_due:  # the first iteration says how long the others may take
+                beside.settle()
             clock.lap("records")
             if is_due:
-                for writing, _ in behind:
-                    writing.result()
-                clock.lap("records")
                 # of a run that is not complete the fingerprint is the last link
                 link = recorded.iterations[item.index].chain if is_recorded else written.head.fingerprint
                 written.keep_only(execution.save_checkpoint(run_dir, written.head, link))
                 clock.lap("checkpoints")
-            if computed == 1 or is_due:  # from the first comes how long the others may take
-                settle()
         clock.lap(OTHER)
-        settle()
+        beside.settle()
+        clock.lap("records")
         results, side_tables = execution.ending(clock)
         clock.lap(OTHER)
         written.list_files(execution.keep_models(run_dir, written.head.files, written.head.fingerprint))
@@ -245,6 +235,26 @@ def execute(
     written.note(TIMES_NAME, {"iterations": computed, "seconds": clock.seconds})
     written.finish(results, side_tables)
     clock.lap("records")
+
+
+class _WritingBeside:
+    """Writes the tables of an iteration in a thread, while the next iteration is computed."""
+
+    def __init__(self, written: RunWriter, thread: ThreadPoolExecutor) -> None:
+        self._written, self._thread = written, thread
+        self._begun: Future[None] | None = None
+        self._tell: Callable[[], None] = lambda: None
+
+    def write(self, index: int, tables: Tables, tell: Callable[[], None]) -> None:
+        """Begin to write iteration `index`; call `tell` once the iteration is on disk."""
+        self._begun, self._tell = self._thread.submit(self._written.append, index, tables), tell
+
+    def settle(self) -> None:
+        """Wait until the iteration that was begun is on disk, and tell of it. Raises what the thread raised."""
+        if self._begun is not None:
+            self._begun.result()
+            self._begun = None
+            self._tell()
 
 
 def _begin(recorded: Manifest, written: RunWriter, execution: Execution[Item]) -> None:

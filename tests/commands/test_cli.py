@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from tests.support.cli import Cli, one_line
 from tests.support.interrupts import hearing_ctrl_c
 from tests.support.paths import ROOT, SMALL
 from tests.support.runs import recorded_iterations
+from tests.support.waiting import until
 
 
 def test_run_show_rerun_diff_in_json(cli: Cli, tmp_path: Path) -> None:
@@ -95,17 +95,10 @@ def start(out: Path, *overrides: str) -> subprocess.Popen[str]:
         return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
 
 
-def wait_for(found: object, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not found():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "the run did not get that far"
-        time.sleep(0.05)
-
-
 @pytest.mark.slow
 def test_ctrl_c_keeps_complete_iterations_and_no_half_ones(tmp_path: Path) -> None:
     process = start(tmp_path, "ppo.iterations=2000")
-    wait_for(lambda: recorded_iterations(tmp_path) > 11)
+    until(lambda: recorded_iterations(tmp_path) > 11, "11 iterations")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
@@ -135,7 +128,7 @@ def test_ctrl_c_before_the_first_iteration_leaves_nothing(tmp_path: Path) -> Non
         "    Path(__file__).with_name('scoring').touch()\n    time.sleep(600)\n    return 0.0\n"
     )
     process = start(tmp_path, f"reward.terms=[{{kind: function, path: '{tmp_path}/r.py:r'}}]")
-    wait_for((tmp_path / "scoring").exists)
+    until((tmp_path / "scoring").exists, "the first score")
     assert list(tmp_path.rglob("manifest.json"))
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,10 +18,10 @@ from ppo_repro.grids.spec import load_grid
 from tests.grids.slurm import Cluster, cluster
 from tests.grids.small_grids import fingerprints, grid_file, held_grid_file, resumed
 from tests.support.runs import recorded_iterations
+from tests.support.waiting import until
 
 slow = pytest.mark.slow
 pytestmark = pytest.mark.timeout(400)
-LOOK_SECONDS = 180.0
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +32,8 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def act(*actions: Callable[[], object]) -> None:
     """Do each action until it returns something else than False, one after the other."""
-    deadline = time.monotonic() + LOOK_SECONDS
     for action in actions:
-        while action() is False:
-            assert time.monotonic() < deadline, "the cluster does not get there"
-            time.sleep(0.2)
+        until(lambda this=action: this() is not False, "the cluster gets there", 180.0)  # type: ignore[misc]
 
 
 @slow

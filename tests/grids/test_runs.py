@@ -8,8 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
@@ -28,6 +26,7 @@ from tests.grids.small_grids import fingerprints, grid_file
 from tests.support.interrupts import hearing_ctrl_c
 from tests.support.paths import ROOT, TINY
 from tests.support.runs import recorded_iterations
+from tests.support.waiting import until
 
 slow = pytest.mark.slow
 pytestmark = pytest.mark.timeout(600)
@@ -37,13 +36,6 @@ Grid = tuple[Path, dict[str, str], Path]
 
 def finished(path: Path, out: Path, executor: Executor = TWO_WORKERS, keep_changed: bool = False) -> Outcome:
     return run_grid(load_grid(path), out, executor, keep_changed)
-
-
-def until(is_true: Callable[[], bool], seconds: float = 300.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < deadline, "it does not get there"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +115,11 @@ def test_a_grid_killed_twice_and_then_interrupted_is_finished_as_if_nothing_was(
     for iterations, number in ((1, signal.SIGKILL), (2, signal.SIGKILL), (3, signal.SIGINT)):  # of the 4 there are
         so_far = max(iterations, recorded_iterations(tmp_path) + 1)  # one more: the new process listens to signals
         process = start_grid(path, tmp_path)
-        until(lambda p=process, n=so_far: p.poll() is not None or recorded_iterations(tmp_path) >= n)  # type: ignore[misc]
+        until(lambda p=process, n=so_far: p.poll() is not None or recorded_iterations(tmp_path) >= n, "iterations")  # type: ignore[misc]
         process.send_signal(number)
         _, err = process.communicate(timeout=120)
         runs = [run for cell in (tmp_path / "g" / "cells").iterdir() if (run := run_of(cell))]
-        until(lambda these=runs: not any(has_writer(run) for run in these), 30)  # type: ignore[misc]
+        until(lambda these=runs: not any(has_writer(run) for run in these), "the end of the cells")  # type: ignore[misc]
         if number == signal.SIGINT and process.returncode != 0:
             assert process.returncode == 130
             assert "Traceback" not in err
@@ -179,7 +171,7 @@ def laid_out(folder: Path, **fields: object) -> Order:
 def test_a_cell_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     order = laid_out(tmp_path, **{"ppo.iterations": 5000})
     process = start_cell(order)
-    until(lambda: recorded_iterations(Path(order.folder)) >= 2)
+    until(lambda: recorded_iterations(Path(order.folder)) >= 2, "two iterations")
     assert process.stdin is not None
     assert state_of(Path(order.folder)) == "running"
     process.stdin.close()

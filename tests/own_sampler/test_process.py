@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from ppo_repro.records import manifest
 from tests.support.language import run
 from tests.support.own_engine import UNIFORM, config_of, written
 from tests.support.ranks import cli_ranks
+from tests.support.waiting import require_ended
 
 SAMPLING = EngineSampling(temperature=1.0, max_response_tokens=3, end_ids=(1,), vocab_size=10)
 STARTS = """
@@ -42,24 +42,10 @@ def started(folder: Path, text: str, **parameters: str) -> EngineProcess:
     return EngineProcess(OwnEngine(kind="function", path=f"{folder / 'engine.py'}:Engine", parameters=parameters))
 
 
-def has_ended(pid: int) -> bool:
-    """Whether a process is gone, or is about to be collected by init."""
-    until = time.monotonic() + 10
-    while time.monotonic() < until:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.02)
-    return False
-
-
 def test_what_the_engine_started_ends_with_it(tmp_path: Path) -> None:
     engine = started(tmp_path, STARTS, pid=str(tmp_path / "pid"))
     engine.end()
-    assert has_ended(int((tmp_path / "pid").read_text()))
+    require_ended(int((tmp_path / "pid").read_text()))
 
 
 def test_ctrl_c_ends_an_engine_that_hangs(tmp_path: Path) -> None:
@@ -73,7 +59,7 @@ def test_ctrl_c_ends_an_engine_that_hangs(tmp_path: Path) -> None:
     finally:
         timer.join()
         signal.signal(signal.SIGINT, before)
-    assert has_ended(int((tmp_path / "pid").read_text()))
+    require_ended(int((tmp_path / "pid").read_text()))
 
 
 def test_a_generator_that_nobody_seeded_follows_the_first_seed(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,8 @@ from ppo_repro.records import manifest, reader
 from tests.support.language import fork, run
 from tests.support.paths import ROOT, SMALL, TINY
 from tests.support.ranks import Ended, cli_ranks, end, start_ranks
+from tests.support.runs import recorded_iterations
+from tests.support.waiting import until
 
 slow = pytest.mark.slow
 pytestmark = pytest.mark.timeout(600)
@@ -147,10 +148,7 @@ def test_unequal_bits_of_one_rank_end_every_rank(tmp_path: Path) -> None:
 def test_a_process_that_ends_ends_the_run_and_complete_iterations_stay(number: int, tmp_path: Path) -> None:
     command = ["-m", "ppo_repro", "run", str(TINY), "--out", str(tmp_path), "--set", "ppo.iterations=2000"]
     processes = start_ranks(*[[*command, "--set", QUICK[0]]] * 2)
-    deadline = time.monotonic() + 300
-    while not list(tmp_path.rglob("iterations/iteration=000001.parquet")):
-        assert time.monotonic() < deadline, "the run did not get that far"
-        time.sleep(0.05)
+    until(lambda: recorded_iterations(tmp_path) > 1, "two iterations", 300.0)
     processes[1].send_signal(number)
     ended: list[Ended] = end(processes)
     assert ended[0].code == 3, ended

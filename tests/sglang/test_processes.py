@@ -22,6 +22,7 @@ from tests.support.interrupts import hearing_ctrl_c
 from tests.support.models import source_model
 from tests.support.paths import ROOT, SMALL
 from tests.support.runs import small_config
+from tests.support.waiting import lives, require_ended, until
 
 PACKAGE = ROOT / "ppo_repro"
 REQUESTS = [Request((2, 4, index), 1000 + index) for index in range(5)]
@@ -52,29 +53,9 @@ def started(
         yield opened
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def gone(*pids: int) -> bool:
-    """Whether all of them end within seconds."""
-    until = time.monotonic() + 10
-    while any(alive(pid) for pid in pids):
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def wait_for(path: Path, seconds: float = 30) -> str:
-    until = time.monotonic() + seconds
-    while not (path.exists() and path.read_text()):
-        assert time.monotonic() < until, f"{path} did not appear"
-        time.sleep(0.05)
-    return path.read_text()
+def written(path: Path) -> str:
+    """The content of a file, once it has some."""
+    return str(until(lambda: path.exists() and path.read_text(), str(path)))
 
 
 def test_servers_end_with_the_block_and_with_all_their_processes(policy: PreTrainedModel, tmp_path: Path) -> None:
@@ -82,8 +63,8 @@ def test_servers_end_with_the_block_and_with_all_their_processes(policy: PreTrai
         assert len(engine.generate(REQUESTS, PLAIN)) == 5
         pids = [int((tmp_path / "child").read_text()), int((tmp_path / "serving").read_text())]
         pids += [found.process.pid for found in engine.servers if found.process]
-        assert all(alive(pid) for pid in pids)
-    assert gone(*pids)
+        assert all(map(lives, pids))
+    require_ended(*pids)
     assert "starting" in (tmp_path / "sglang" / "server-1.log").read_text()
 
 
@@ -104,7 +85,7 @@ def test_a_server_that_never_gets_ready(policy: PreTrainedModel, tmp_path: Path)
         started(tmp_path, policy, "never ready", timeout=1),
     ):
         pass
-    assert gone(int((tmp_path / "serving").read_text()))
+    require_ended(int((tmp_path / "serving").read_text()))
 
 
 def test_a_server_that_dies_ends_the_rollout_with_its_last_words(policy: PreTrainedModel, tmp_path: Path) -> None:
@@ -126,7 +107,7 @@ def test_no_server_outlives_the_run(number: signal.Signals, tmp_path: Path) -> N
     with hearing_ctrl_c():
         run = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
-        pids = [int(wait_for(tmp_path / name, 60)) for name in ("serving", "child")]
+        pids = [int(written(tmp_path / name)) for name in ("serving", "child")]
         time.sleep(0.5)
         os.kill(run.pid, number)
         code = run.wait(30)
@@ -135,4 +116,4 @@ def test_no_server_outlives_the_run(number: signal.Signals, tmp_path: Path) -> N
     if number == signal.SIGKILL:  # a server's own processes end with it, as SGLang's do; the stand-in's child does not
         os.kill(pids.pop(), signal.SIGKILL)
     assert code == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
-    assert gone(*pids)
+    require_ended(*pids)

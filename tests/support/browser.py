@@ -35,11 +35,11 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     driver.quit()
 
 
-def look(browser: Any, scheme: str = "light", width: int = 1280, media: str = "", height: int = 800) -> None:
+def look(browser: Any, scheme: str = "light", width: int = 1280, height: int = 800) -> None:
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     features = [{"name": "prefers-color-scheme", "value": scheme}]
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media, "features": features})
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
 
 def opened(browser: Any, page: Path) -> Any:
@@ -53,3 +53,10 @@ def find(browser: Any, selector: str) -> list[Any]:
     from selenium.webdriver.common.by import By
 
     return list(browser.find_elements(By.CSS_SELECTOR, selector))
+
+
+def press(browser: Any, *keys: str) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    for key in keys:
+        ActionChains(browser).send_keys(key).perform()

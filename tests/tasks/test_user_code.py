@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from ppo_repro.tasks.user_code import (
     load_function,
 )
 from tests.support.paths import ROOT
+from tests.support.waiting import require_ended
 
 FIELD = "reward.terms.0.path"
 
@@ -138,12 +138,7 @@ def test_the_process_ends_with_the_run_also_where_that_is_killed(tmp_path: Path)
     run.kill()
     run.wait()
     run.stderr.close()
-    for _ in range(100):
-        state = Path(f"/proc/{child}/stat")
-        if not state.exists() or state.read_text().split()[2] == "Z":
-            return
-        time.sleep(0.05)
-    raise AssertionError("the child outlived its run")
+    require_ended(child)
 
 
 def test_ctrl_c_gets_out_of_a_function_that_catches_everything(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from ppo_repro.analysis.report import build
 from ppo_repro.base.watcher import Silent
 from tests.analysis.report.hostile_run import make_hostile_run
-from tests.support.browser import find, look, opened
+from tests.support.browser import find, look, opened, press
 from tests.support.control import run as control_run
 from tests.support.control import small_control
 from tests.support.html_page import embedded, tags, tree
@@ -51,13 +51,6 @@ def values(browser: Any) -> dict[str, str]:
     rows = "[...document.querySelectorAll('#tv-detail tr')]"
     script = f"return {rows}.map(r => [r.cells[0].textContent, r.cells[1].textContent])"
     return dict(browser.execute_script(script))
-
-
-def press(browser: Any, *keys: str) -> None:
-    from selenium.webdriver.common.action_chains import ActionChains
-
-    for key in keys:
-        ActionChains(browser).send_keys(key).perform()
 
 
 NAMES = ["deterministic", "native", "hostile", "grid", "cut", "control", "pair"]

@@ -7,8 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +15,16 @@ import pytest
 from ppo_repro.records import manifest
 from ppo_repro.records.label import Label, write_label
 from tests.analysis.report.hostile_run import make_hostile_run
-from tests.support.browser import find, look
+from tests.support.browser import find, look, press
 from tests.support.paths import ROOT, TINY
 from tests.support.view import served
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
-def until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
-    ends = time.monotonic() + seconds
-    while time.monotonic() < ends:
-        if found := condition():
-            return found
-        time.sleep(0.1)
-    raise AssertionError(f"did not come: {what}")
-
-
 def text(browser: Any, selector: str) -> str:
     return str(browser.execute_script("return document.querySelector(arguments[0]).textContent", selector))
-
-
-def press(browser: Any, *keys: str) -> None:
-    from selenium.webdriver.common.action_chains import ActionChains
-
-    for key in keys:
-        ActionChains(browser).send_keys(key).perform()
 
 
 def shown(browser: Any) -> list[str]:

@@ -32,8 +32,10 @@ from ppo_repro.stages.rewards import compute_advantages, compute_rewards, evalua
 from ppo_repro.stages.rollout import Task, choose_prompts, roll_out
 from ppo_repro.stages.training_batch import (
     Minibatch,
+    Step,
     TrainingBatch,
     chosen_tokens,
+    micro_batches_of_rank,
     minibatch_of,
     minibatches,
     objective_batch,
@@ -163,7 +165,9 @@ def update(
     for epoch in range(max(ppo.epochs, value_epochs)):
         shuffled = minibatches(len(rollout.lengths), ppo.minibatch_size, config.seed, state.iteration, epoch)
         for number, sequences in enumerate(shuffled):
-            minibatch = minibatch_of(config, batch, sequences, (state.iteration, epoch, number), ranks)
+            step = Step(state.iteration, epoch, number)
+            own = micro_batches_of_rank(config, rollout, sequences, ranks)
+            minibatch = minibatch_of(config, batch, sequences, step, own)
             of_policy, of_value = None, None
             if epoch < ppo.epochs and not stopped:
                 of_policy, of_value = policy_step(config, state, batch, minibatch, ranks)
@@ -202,7 +206,7 @@ def policy_step(
     Returns:
         What the step recorded, of the policy and of the value head; None without a head.
     """
-    stream, chosen = ("update", minibatch.iteration, minibatch.epoch, minibatch.number), None
+    stream, chosen = ("update", *minibatch.step), None
     if batch.objective.chooses_tokens:
         with torch.no_grad():
             passes = (policy_pass(config, state, batch.rollout, m, stream) for m in minibatch.micro_batches)

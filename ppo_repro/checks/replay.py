@@ -34,6 +34,7 @@ from ppo_repro.stages.functions import Functions, load_functions
 from ppo_repro.stages.rewards import compute_advantages, rewards_from
 from ppo_repro.stages.training_batch import (
     Minibatch,
+    Step,
     TrainingBatch,
     chosen_tokens,
     minibatch_of,
@@ -342,7 +343,7 @@ def _updates(config: RunConfig, records: Records, batch: TrainingBatch) -> Itera
     for step in steps:
         epoch, number = step["epoch"], step["minibatch"]
         shuffled = minibatches(len(lengths), config.ppo.minibatch_size, config.seed, records.iteration, epoch)
-        minibatch = minibatch_of(config, batch, shuffled[number], (records.iteration, epoch, number), None)
+        minibatch = minibatch_of(config, batch, shuffled[number], Step(records.iteration, epoch, number))
         start, end = end, end + len(minibatch.tokens)
         if end > count:
             raise PromiseBroken(

@@ -20,11 +20,11 @@ AddedText = Annotated[str, Field(max_length=1000)]
 
 # flags of a server that follow from the rest of the configuration, or that its checks rely on
 OWN_ARGUMENTS = (
-    *("--model-path", "--model", "--host", "--port", "--device", "--enable-deterministic-inference", "--config"),
-    *("--skip-tokenizer-init", "--sleep-on-idle", "--context-length", "--max-running-requests", "--weight-version"),
-    *("--chunked-prefill-size", "--disable-radix-cache", "--enable-return-routed-experts", "--api-key"),
+    "--model-path", "--model", "--host", "--port", "--device", "--enable-deterministic-inference", "--config",
+    "--skip-tokenizer-init", "--sleep-on-idle", "--context-length", "--max-running-requests", "--weight-version",
+    "--chunked-prefill-size", "--disable-radix-cache", "--enable-return-routed-experts", "--api-key",
     "--admin-api-key",
-)
+)  # fmt: skip
 # what deterministic numerics are in SGLang; for others a user chooses them
 DETERMINISTIC_ARGUMENTS = ("--attention-backend", "--dtype", "--json-model-override-args", "--rl-on-policy-target")
 ServerUrl = Annotated[str, Field(pattern=r"^http://[^/?#@\s]+:\d+$")]

@@ -28,9 +28,9 @@ AnswerExtraction = Literal["exact", "last_number", "answer_tags"]
 Moment = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d(T\d\d:\d\d(:\d\d)?)?$")]
 # what a template gets of the conversation, and what this package puts in place of the machine's
 NOT_ARGUMENTS = (
-    *("messages", "add_generation_prompt", "continue_final_message", "conversations", "chat_template"),
-    *("return_assistant_tokens_mask", "strftime_now", "raise_exception"),
-)
+    "messages", "add_generation_prompt", "continue_final_message", "conversations", "chat_template",
+    "return_assistant_tokens_mask", "strftime_now", "raise_exception",
+)  # fmt: skip
 
 
 class Term(Section):

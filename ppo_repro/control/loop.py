@@ -31,7 +31,7 @@ from ppo_repro.ppo.advantages import gae, whiten
 from ppo_repro.ppo.controllers import rate_factor
 from ppo_repro.ppo.losses import value_losses
 from ppo_repro.ppo.objectives import Clip, probability_ratios
-from ppo_repro.stages.agreement import require_ratios_of_one, require_same_bits
+from ppo_repro.stages.agreement import Column, require_ratios_of_one, require_same_bits
 from ppo_repro.stages.training_batch import minibatches
 
 
@@ -83,7 +83,8 @@ def control_iterations(config: ControlConfig, state: ControlState) -> Iterator[C
 
         forward = forward_pass(config, state.agent, rollout)
         if is_exact:
-            drawn, scored = ("rollout_logprobs", rollout.rollout_logprobs), ("old_logprobs", forward.old_logprobs)
+            drawn = Column("rollout_logprobs", rollout.rollout_logprobs)
+            scored = Column("old_logprobs", forward.old_logprobs)
             require_same_bits(index, rollout.lengths, drawn, scored, torch.arange(len(rollout.rewards)))
         advantages = compute_advantages(config, rollout, forward)
         clock.lap("forward")
@@ -92,7 +93,7 @@ def control_iterations(config: ControlConfig, state: ControlState) -> Iterator[C
         if is_exact:
             first, tokens = updates[0], updates[0].tokens
             require_ratios_of_one(index, rollout.lengths, first.ratios, tokens)
-            before, again = ("values", forward.values[tokens]), ("new_values", first.new_values)
+            before, again = Column("values", forward.values[tokens]), Column("new_values", first.new_values)
             require_same_bits(index, rollout.lengths, before, again, tokens)
         clock.lap("update")
 
@@ -224,8 +225,6 @@ def update(
 ) -> Iterator[MinibatchUpdate]:
     """Take all optimizer steps of one iteration, in order.
 
-    A step is on surrogate - entropy_coef entropy + value_coef value loss, mean over the minibatch.
-
     Args:
         state: its weights change in place.
         rollout: N steps of all copies of the environment.
@@ -246,56 +245,88 @@ def update(
     ]
     for epoch, minibatch, tokens in steps:
         used = whiten(whole[tokens]) if ppo.whiten_advantages == "minibatch" else whole[tokens]
-        by_chunk: list[dict[str, Tensor]] = []
-
-        def backward(
-            tokens: Tensor = tokens, used: Tensor = used, by_chunk: list[dict[str, Tensor]] = by_chunk
-        ) -> None:
-            for chunk in torch.arange(len(tokens)).split(config.layout.update_micro_batch or len(tokens)):
-                chosen = tokens[chunk]
-                observations = rollout.observations[chosen]
-                rows = alone(len(chunk), slots_of(chunk.tolist(), len(tokens), SLOTS))
-                outputs = agent.policy(observations, rows)
-                logprobs, entropies = agent.distribution.statistics(outputs, rollout.actions[chosen], rows)
-                ratios = probability_ratios(logprobs, rollout.rollout_logprobs[chosen])
-                surrogates = objective.surrogates(ratios, used[chunk], logprobs)
-                policy_losses = surrogates - entropies * ppo.entropy_coef
-                values = agent.values(observations, rows)
-                losses, clipped = value_losses(
-                    values, forward.values[chosen], advantages.returns[chosen], ppo.value_clip_range
-                )
-                # autograd never reduces: each step begins with its part of the mean as its gradient
-                part = torch.full_like(values, 1.0 / len(tokens))
-                torch.autograd.backward([policy_losses, losses], [part, part * ppo.value_coef])
-                columns = {
-                    "new_logprobs": logprobs,
-                    "ratios": ratios,
-                    "new_values": values,
-                    "value_clipped": clipped,
-                    "new_entropies": entropies,
-                    "policy_losses": policy_losses,
-                    "surrogates": surrogates,
-                    "value_losses": losses,
-                }
-                by_chunk.append({name: column.detach() for name, column in columns.items()})
-
-        grad_norm = state.optimizer.step(backward)
-        joined = {name: torch.cat([columns[name] for columns in by_chunk]) for name in by_chunk[0]}
+        batch = _Minibatch(
+            observations=rollout.observations[tokens],
+            actions=rollout.actions[tokens],
+            rollout_logprobs=rollout.rollout_logprobs[tokens],
+            advantages=used,
+            old_values=forward.values[tokens],
+            returns=advantages.returns[tokens],
+        )
+        grad_norm, columns = optimizer_step(state, batch, objective, config)
         yield MinibatchUpdate(
-            **joined,
+            **columns,
             epoch=epoch,
             minibatch=minibatch,
             tokens=tokens,
             advantages=used,
-            clip_flags=objective.flags(joined["ratios"], used),
-            policy_loss=mean_of(joined["policy_losses"]),
-            surrogate_loss=mean_of(joined["surrogates"]),
-            entropy_loss=0.0 - ppo.entropy_coef * mean_of(joined["new_entropies"]),
-            value_loss=mean_of(joined["value_losses"]),
-            approx_kl=mean_of(kl.k3(rollout.rollout_logprobs[tokens] - joined["new_logprobs"])),
+            clip_flags=objective.flags(columns["ratios"], used),
+            policy_loss=mean_of(columns["policy_losses"]),
+            surrogate_loss=mean_of(columns["surrogates"]),
+            entropy_loss=0.0 - ppo.entropy_coef * mean_of(columns["new_entropies"]),
+            value_loss=mean_of(columns["value_losses"]),
+            approx_kl=mean_of(kl.k3(batch.rollout_logprobs - columns["new_logprobs"])),
             learning_rate=learning_rate,
             clip_range=clip_range,
             joint_grad_norm=grad_norm,
             policy_digest=weights_digest(agent.policy_parameters()),
             value_digest=weights_digest(agent.value_parameters()),
         )
+
+
+class _Minibatch(NamedTuple):
+    """What the losses of M environment steps are computed from, float32."""
+
+    observations: Tensor  # [M, O]
+    actions: Tensor  # [M, A]
+    rollout_logprobs: Tensor  # [M]
+    advantages: Tensor  # [M]
+    old_values: Tensor  # [M]
+    returns: Tensor  # [M]
+
+
+def optimizer_step(
+    state: ControlState, batch: _Minibatch, objective: Clip, config: ControlConfig
+) -> tuple[float, dict[str, Tensor]]:
+    """Take one step on surrogate - entropy_coef entropy + value_coef value loss, mean over the minibatch.
+
+    Args:
+        state: its weights change in place.
+        batch: the M environment steps of the minibatch.
+        objective: the clipped surrogate.
+        config: gives coefficients and the size of micro-batches.
+
+    Returns:
+        The norm of the gradient before clipping, and the columns [M] of the minibatch, computed before the step.
+    """
+    ppo, agent, count = config.ppo, state.agent, len(batch.advantages)
+    by_chunk: list[dict[str, Tensor]] = []
+
+    def backward() -> None:
+        for chunk in torch.arange(count).split(config.layout.update_micro_batch or count):
+            part = _Minibatch(*(column[chunk] for column in batch))
+            rows = alone(len(chunk), slots_of(chunk.tolist(), count, SLOTS))
+            outputs = agent.policy(part.observations, rows)
+            logprobs, entropies = agent.distribution.statistics(outputs, part.actions, rows)
+            ratios = probability_ratios(logprobs, part.rollout_logprobs)
+            surrogates = objective.surrogates(ratios, part.advantages, logprobs)
+            policy_losses = surrogates - entropies * ppo.entropy_coef
+            values = agent.values(part.observations, rows)
+            losses, clipped = value_losses(values, part.old_values, part.returns, ppo.value_clip_range)
+            # autograd never reduces: each step begins with its part of the mean as its gradient
+            weights = torch.full_like(values, 1.0 / count)
+            torch.autograd.backward([policy_losses, losses], [weights, weights * ppo.value_coef])
+            columns = {
+                "new_logprobs": logprobs,
+                "ratios": ratios,
+                "new_values": values,
+                "value_clipped": clipped,
+                "new_entropies": entropies,
+                "policy_losses": policy_losses,
+                "surrogates": surrogates,
+                "value_losses": losses,
+            }
+            by_chunk.append({name: column.detach() for name, column in columns.items()})
+
+    grad_norm = state.optimizer.step(backward)
+    return grad_norm, {name: torch.cat([columns[name] for columns in by_chunk]) for name in by_chunk[0]}

@@ -9,6 +9,7 @@ is not a number raises NumericsError.
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,13 @@ class Correction(IntEnum):
     MASKED_HIGH = 3  # w is above the upper bound, the weight is 0
     MASKED_LOW = 4  # w is below the lower bound, the weight is 0
     REJECTED = 5  # the token or its response is rejected, the weight is 0
+
+
+class Corrections(NamedTuple):
+    """Importance weights and rejections of N tokens."""
+
+    weights: Tensor  # [N] float32, factor on the surrogate
+    changes: Tensor  # [N] uint8, a Correction each
 
 
 REMOVING = (Correction.MASKED_HIGH, Correction.MASKED_LOW, Correction.REJECTED)
@@ -88,8 +96,8 @@ def _bounds(low: float, high: float | None) -> tuple[Tensor, Tensor]:
     )
 
 
-def truncated_weights(ratios: Tensor, floor: float, cap: float | None) -> tuple[Tensor, Tensor]:
-    """Return (w within [floor, cap], Correction), [N] float32 and uint8. Truncated importance sampling.
+def truncated_weights(ratios: Tensor, floor: float, cap: float | None) -> Corrections:
+    """Return w [N] float32 within [floor, cap]. Truncated importance sampling.
 
     cap None: no bound. Ionides, 2008, for a sampler's tokens Yao et al., 2025 (TIS): min(w, cap). Without bounds it is
     the weight of decoupled PPO (Hilton et al., 2022, section 3; AReaL). With a floor slime's `tis_mode: clip` and TRL's
@@ -99,13 +107,13 @@ def truncated_weights(ratios: Tensor, floor: float, cap: float | None) -> tuple[
     changes = torch.full(ratios.shape, Correction.NONE, dtype=torch.uint8)
     changes[ratios > high] = Correction.TRUNCATED_HIGH
     changes[ratios < low] = Correction.TRUNCATED_LOW
-    return torch.minimum(torch.maximum(ratios, low), high), changes
+    return Corrections(torch.minimum(torch.maximum(ratios, low), high), changes)
 
 
-def masked_weights(ratios: Tensor, floor: float, cap: float | None) -> tuple[Tensor, Tensor]:
-    """Return (w where floor <= w <= cap and 0 elsewhere, Correction), [N] float32 and uint8.
+def masked_weights(ratios: Tensor, floor: float, cap: float | None) -> Corrections:
+    """Return w [N] float32 where floor <= w <= cap, and 0 elsewhere. Masked importance sampling.
 
-    Masked importance sampling. By token with both bounds IcePop (Ling Team, 2025, arXiv 2510.18855), by response Liu et
+    By token with both bounds IcePop (Ling Team, 2025, arXiv 2510.18855), by response Liu et
     al., 2025, "When Speed Kills Stability". verl and slime bound both sides, by default with 1 / cap; AReaL and earlier
     TRL only above, which is a floor of 0.
     """
@@ -113,7 +121,7 @@ def masked_weights(ratios: Tensor, floor: float, cap: float | None) -> tuple[Ten
     changes = torch.full(ratios.shape, Correction.NONE, dtype=torch.uint8)
     changes[ratios > high] = Correction.MASKED_HIGH
     changes[ratios < low] = Correction.MASKED_LOW
-    return torch.where(changes == Correction.NONE, ratios, 0.0), changes
+    return Corrections(torch.where(changes == Correction.NONE, ratios, 0.0), changes)
 
 
 def normalized_weights(weights: Tensor, lengths: Tensor, by_response: bool) -> Tensor:

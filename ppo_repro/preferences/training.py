@@ -87,18 +87,7 @@ def preference_steps(
     order = torch.from_numpy(permutation(count, "preference minibatches", seed, epoch))
     for number, minibatch in enumerate(order.split(minibatch_size)):
         indices = minibatch.tolist()
-        by_chunk: list[tuple[Tensor, Tensor]] = []
-
-        def backward(indices: list[int] = indices, by_chunk: list[tuple[Tensor, Tensor]] = by_chunk) -> None:
-            for chunk in _pair_chunks(len(indices), micro_batch):
-                *own, last = slots_of(chunk, len(indices), SLOTS)
-                slots = ints([*np.repeat(own, 2), last])  # both sequences of a pair are in one
-                losses, margins = losses_of([indices[i] for i in chunk], slots)
-                torch.autograd.backward(losses, torch.full_like(losses, 1.0 / len(indices)))
-                by_chunk.append((losses.detach(), margins.detach()))
-
-        grad_norm = optimizer.step(backward)
-        losses, margins = (torch.cat(column) for column in zip(*by_chunk, strict=True))
+        grad_norm, losses, margins = _preference_step(optimizer, indices, micro_batch, losses_of)
         yield PreferenceStep(
             epoch=epoch,
             minibatch=number,
@@ -112,6 +101,25 @@ def preference_steps(
             losses=tuple(losses.tolist()),
             margins=tuple(margins.tolist()),
         )
+
+
+def _preference_step(
+    optimizer: Optimizer, indices: list[int], micro_batch: int, losses_of: LossesOf
+) -> tuple[float, Tensor, Tensor]:
+    """Take one step on P pairs; returns the norm of the gradient, and losses and margins [P] before the step."""
+    by_chunk: list[tuple[Tensor, Tensor]] = []
+
+    def backward() -> None:
+        for chunk in _pair_chunks(len(indices), micro_batch):
+            *own, last = slots_of(chunk, len(indices), SLOTS)
+            slots = ints([*np.repeat(own, 2), last])  # both sequences of a pair are in one
+            losses, margins = losses_of([indices[i] for i in chunk], slots)
+            torch.autograd.backward(losses, torch.full_like(losses, 1.0 / len(indices)))
+            by_chunk.append((losses.detach(), margins.detach()))
+
+    grad_norm = optimizer.step(backward)
+    losses, margins = (torch.cat(column) for column in zip(*by_chunk, strict=True))
+    return grad_norm, losses, margins
 
 
 @dataclass(frozen=True)

@@ -215,9 +215,8 @@ def _updates(item: Iteration) -> Columns:
     tokens = torch.cat([u.tokens for u in item.updates]).numpy()
     sequence, position = cells_of(item.rollout.lengths)
     of_policy = (
-        *("new_logprobs", "ratios", "new_entropies", "surrogates"),
-        *("penalty_terms", "importance_weights", "kl_terms"),
-    )
+        "new_logprobs", "ratios", "new_entropies", "surrogates", "penalty_terms", "importance_weights", "kl_terms",
+    )  # fmt: skip
     clipped = [torch.zeros(len(u.tokens)).bool() if u.value is None else u.value.clipped for u in item.updates]
     return {
         "epoch": of_minibatches(item.updates, "epoch"),
@@ -239,9 +238,9 @@ def _steps(item: Iteration, config: RunConfig) -> Columns:
     count = len(item.updates)
     learning_rate, value_learning_rate = learning_rates(config, item.index)
     of_policy = (
-        *("entropy", "approx_kl", "clip_fraction", "grad_norm"),
-        *("surrogate_loss", "penalty_loss", "entropy_loss", "kl_loss"),
-    )
+        "entropy", "approx_kl", "clip_fraction", "grad_norm",
+        "surrogate_loss", "penalty_loss", "entropy_loss", "kl_loss",
+    )  # fmt: skip
     return {
         **rows_of(schema.STEPS, item.updates),
         "tokens": int32([len(u.tokens) for u in item.updates]),

@@ -126,10 +126,6 @@ read_updates = partial(read_table, "updates")  # one row per token, epoch and mi
 read_steps = partial(read_table, "steps")  # one row per optimizer step
 read_iterations = partial(read_table, "iterations")  # one row per iteration
 read_evaluations = partial(read_table, "evaluations")  # one row per held-out prompt and evaluation
-read_warm_start_steps = partial(read_table, "warm_start_steps")  # one row per supervised step before PPO
-read_pairs = partial(read_table, "pairs")  # one row per preference pair
-read_pair_updates = partial(read_table, "pair_updates")  # one row per training pair and epoch
-read_pair_steps = partial(read_table, "pair_steps")  # one row per optimizer step of the reward model
 
 
 def _to_series(column: schema.Column, tables: Sequence[pa.Table]) -> Any:

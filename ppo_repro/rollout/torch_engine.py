@@ -135,7 +135,7 @@ class Observer(Protocol):
 
 
 class TorchEngine:
-    """Samples from the live weights of `policy`; no keys and values are kept between calls."""
+    """Samples from the weights that a policy has at a call; no keys and values are kept between calls."""
 
     def __init__(
         self,
@@ -147,6 +147,7 @@ class TorchEngine:
         prefill_chunk: int,
         prefix_cache: bool = True,
         observer: Observer | None = None,
+        live: PreTrainedModel | None = None,
     ) -> None:
         """Sample with a policy whose weights may change between calls.
 
@@ -159,12 +160,14 @@ class TorchEngine:
             prefill_chunk: tokens of a prompt in one pass, 0 for all.
             prefix_cache: whether prompts take over the keys and values of a prefix they share.
             observer: is told what is computed.
+            live: a model of which `policy` is a copy in another dtype: before each call the policy takes the live
+                weights, rounded. None: the policy is itself trained.
         """
         self.policy, self.stop_ids, self.mode = policy, stop_ids, mode
         self.max_context, self.slots = max_context, slots
         self.prefill_chunk = prefill_chunk or max_context
         self.prefix_cache = prefix_cache
-        self.observer = observer
+        self.observer, self.live = observer, live
         self._network: Any = network_of(trunk_of(policy))  # of the generation in progress
         self._routes: SlotRoutes | None = None  # likewise
 
@@ -172,6 +175,9 @@ class TorchEngine:
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
     ) -> list[Completion]:
+        if self.live is not None:
+            for name, parameter in self.policy.named_parameters():
+                parameter.copy_(self.live.get_parameter(name))
         for request in requests:
             check_request(request, sampling, self.policy.config.vocab_size, self.max_context)
         slots = min(self.slots, len(requests))
@@ -336,22 +342,3 @@ def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
-
-
-class StockEngine(TorchEngine):
-    """Samples by torch's own forward pass in the dtype of `copy`, an unmodified model. No bit of it is promised.
-
-    The copy takes the weights of `live`, rounded to its dtype, before each call. Log-probs are those of its logits.
-    """
-
-    def __init__(self, copy: PreTrainedModel, live: PreTrainedModel, *about: Any) -> None:
-        super().__init__(copy, *about)
-        self._live = live
-
-    @torch.no_grad()
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, dialogue: Dialogue | None = None
-    ) -> list[Completion]:
-        for name, parameter in self.policy.named_parameters():
-            parameter.copy_(self._live.get_parameter(name))
-        return super().generate(requests, sampling, dialogue)

@@ -258,8 +258,8 @@ class LanguageKind(RunKind[RunConfig, Iteration]):
                 checkpoint.restore(start.checkpoint, prepared.state, task)
             del start  # as large as weights and moments together
             stack.enter_context(_quick_collections())
-            about = run_dir, self.recorded, self.watcher, self.ranks
-            engine = stack.enter_context(rollout_engine(config, prepared, own, *about))
+            opened = rollout_engine(config, prepared, own, run_dir, self.recorded, self.watcher, self.ranks)
+            engine = stack.enter_context(opened)
             yield LanguageExecution(config, prepared, engine, self.ranks, task, self.watcher, accuracy)
 
 

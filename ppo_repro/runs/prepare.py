@@ -35,7 +35,7 @@ from ppo_repro.numerics.interface import CPU
 from ppo_repro.numerics.optimizer import SLOTS, AdamWSettings, Optimizer
 from ppo_repro.preferences.pairs import hold_out, pairs_by_rule, pairs_of_file
 from ppo_repro.preferences.training import RewardTraining, train_reward_model
-from ppo_repro.rollout.torch_engine import StockEngine, TorchEngine, in_dtype
+from ppo_repro.rollout.torch_engine import TorchEngine, in_dtype
 from ppo_repro.stages.coefficients import first_coefficients
 from ppo_repro.stages.functions import load_functions
 from ppo_repro.stages.rollout import Task
@@ -197,13 +197,20 @@ def _engine(
     config: RunConfig, source: PreTrainedModel, sampled: PreTrainedModel, end_tokens: frozenset[int]
 ) -> TorchEngine:
     """Make the built-in engine on the policy as the sampler has it, or on a stock copy of it."""
-    mode, max_context, layout = config.numerics.mode, config.numerics.max_context, config.layout
-    about = end_tokens, mode, max_context, layout.rollout_slots, layout.prefill_chunk, layout.prefix_cache
-    stock = config.mismatch.sampler.stock
-    if stock is None:
-        return TorchEngine(sampled, *about)
-    copy = in_dtype(networks.make_policy(source, "native", max_context), getattr(torch, stock))
-    return StockEngine(copy, sampled, *about)
+    layout, max_context, stock = config.layout, config.numerics.max_context, config.mismatch.sampler.stock
+    policy, live = sampled, None
+    if stock is not None:
+        policy, live = in_dtype(networks.make_policy(source, "native", max_context), getattr(torch, stock)), sampled
+    return TorchEngine(
+        policy,
+        end_tokens,
+        config.numerics.mode,
+        max_context,
+        slots=layout.rollout_slots,
+        prefill_chunk=layout.prefill_chunk,
+        prefix_cache=layout.prefix_cache,
+        live=live,
+    )
 
 
 def usable_device(name: str, mode: str, ranks: Ranks) -> torch.device:

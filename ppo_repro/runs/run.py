@@ -206,8 +206,8 @@ def execute(
             clock.divide(item.seconds)
             computed, done, tables = computed + 1, item.index + 1, execution.tables(item)
             beside.settle()
-            about = done, config.iterations, execution.progress(item), sum(item.seconds.values())
-            tell = partial(kind.watcher.iteration, *about)
+            figures, seconds = execution.progress(item), sum(item.seconds.values())
+            tell = partial(kind.watcher.iteration, done, config.iterations, figures, seconds)
             is_recorded, is_due = item.index < recorded.num_iterations, execution.is_checkpoint_due(done)
             if is_recorded:
                 require_as_recorded(from_recorded(run_dir, recorded, item.index, tables))
@@ -281,12 +281,16 @@ def _keeping_unequal(run_dir: Path, execution: Execution[Item]) -> Iterator[None
         yield
     except UnequalBits as error:
         folder, found = run_dir / UNEQUAL, error.found
-        columns = ("sequence", found.sequence), ("position", found.position), found.left, found.right
-        named = {name: values.numpy() for name, values in columns}
-        table = pa.table({"iteration": [found.iteration] * len(found.sequence), **named})
+        columns = {
+            "iteration": [found.iteration] * len(found.sequence),
+            "sequence": found.sequence.numpy(),
+            "position": found.position.numpy(),
+            found.left.name: found.left.values.numpy(),
+            found.right.name: found.right.values.numpy(),
+        }
         try:
             with whole_folder(folder) as temporary:
-                pq.write_table(table, temporary / UNEQUAL_TOKENS)
+                pq.write_table(pa.table(columns), temporary / UNEQUAL_TOKENS)
                 has_policy = execution.put_policy(temporary)
                 write_sums(temporary)
         except UserError as failure:

@@ -116,8 +116,9 @@ def rollout_engine(
         with _place(run_dir, ENGINE_NAME) as folder:
             sampler = None
             if own is not None:
-                about = prepared.task.tokenizer, built_in.stop_ids, config.numerics.max_context
-                sampler = OwnSampler(own, prepared.state.policy, *about, folder)
+                policy, tokenizer = prepared.state.policy, prepared.task.tokenizer
+                context = config.numerics.max_context
+                sampler = OwnSampler(own, policy, tokenizer, built_in.stop_ids, context, folder)
             asked = EvaluatedHere(SharedEngine(ranks, sampler), built_in)
             try:
                 yield asked if recorded is None else RecordedSampler(recorded, prepared.state, asked)

@@ -96,16 +96,16 @@ def verify(run_dir: Path, recorded: Manifest | None = None) -> Verified:
     if behind and recorded.status == "complete":
         raise UserError(f"{log}: is longer than the {recorded.log_bytes} bytes of the manifest; cut it off there")
     return Verified(
-        recorded.status,
-        recorded.fingerprint,
-        recorded.num_iterations,
-        len(tables),
-        sum(CHECKPOINT.fullmatch(name) is not None for name in recorded.files),
-        len(models),
-        tuple(unfinished),
-        behind,
-        tuple(uncovered),
-        tuple(not_promised(load_recorded_config(run_dir))) if recorded.kind == LANGUAGE else (),
+        status=recorded.status,
+        fingerprint=recorded.fingerprint,
+        iterations=recorded.num_iterations,
+        tables=len(tables),
+        checkpoints=sum(CHECKPOINT.fullmatch(name) is not None for name in recorded.files),
+        model_folders=len(models),
+        unfinished=tuple(unfinished),
+        unfinished_line=behind,
+        uncovered=tuple(uncovered),
+        not_promised=tuple(not_promised(load_recorded_config(run_dir))) if recorded.kind == LANGUAGE else (),
     )
 
 

@@ -7,6 +7,7 @@ the run ends.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,12 @@ from ppo_repro.base.errors import PromiseBroken
 from ppo_repro.buffers import ForwardPass, MinibatchUpdate, Rollout
 from ppo_repro.config.run import RunConfig
 
-Column = tuple[str, Tensor]  # its name in the records, and its values, float32
+
+class Column(NamedTuple):
+    """A column of the records."""
+
+    name: str
+    values: Tensor  # float32
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Unequal:
 
     def describe(self) -> str:
         """Name the place and both values, exact to the last bit, on one line."""
-        left, right = (f"{name} {_exactly(values[0])}" for name, values in (self.left, self.right))
+        left, right = (f"{column.name} {_exactly(column.values[0])}" for column in (self.left, self.right))
         where = f"iteration {self.iteration}, response {self.sequence[0]}, token {self.position[0]}"
         return f"{where}: {left}, {right}; {len(self.sequence)} of {self.compared} tokens differ"
 
@@ -59,19 +65,25 @@ def require_same_bits(iteration: int, lengths: Tensor, left: Column, right: Colu
     Args:
         iteration: for the message.
         lengths: [B] int64, tokens of each sequence.
-        left: name and values [M] float32.
-        right: likewise.
+        left: M values.
+        right: M values.
         tokens: [M] int64, index of the values into all tokens of the sequences.
     """
-    rows = differing(left[1], right[1]).nonzero()[:, 0]
+    rows = differing(left.values, right.values).nonzero()[:, 0]
     if not len(rows):
         return
     rows = rows[tokens[rows].argsort()]  # minibatches shuffle
     ends = torch.cumsum(lengths, 0)
     sequence = torch.searchsorted(ends, tokens[rows], right=True)
     position = tokens[rows] - (ends - lengths)[sequence]
-    columns = [(name, values[rows]) for name, values in (left, right)]
-    found = Unequal(iteration, len(tokens), sequence, position, *columns)
+    found = Unequal(
+        iteration=iteration,
+        compared=len(tokens),
+        sequence=sequence,
+        position=position,
+        left=Column(left.name, left.values[rows]),
+        right=Column(right.name, right.values[rows]),
+    )
     raise UnequalBits(found.describe(), found)
 
 
@@ -84,7 +96,8 @@ def require_ratios_of_one(iteration: int, lengths: Tensor, ratios: Tensor, token
         ratios: [M] float32.
         tokens: [M], which of the iteration's tokens they are of.
     """
-    require_same_bits(iteration, lengths, ("ratios", ratios), ("expected", torch.ones_like(ratios)), tokens)
+    expected = Column("expected", torch.ones_like(ratios))
+    require_same_bits(iteration, lengths, Column("ratios", ratios), expected, tokens)
 
 
 def sampler_is_exact(config: RunConfig) -> bool:
@@ -92,13 +105,18 @@ def sampler_is_exact(config: RunConfig) -> bool:
 
     If they are not, their difference is measured.
     """
-    sampler, is_foreign = config.mismatch.sampler, config.rollout.engine_without_promise != ""
-    is_disturbed = config.rollout.mismatch_sigma is not None or sampler.token_bias is not None
-    is_older, is_flipped = sampler.lag > 0, config.mismatch.flip == "token"
-    same = config.mismatch.same_precision and not config.mismatch.trainer.scores_otherwise
-    return (
-        config.numerics.mode == "deterministic" and same and not (is_foreign or is_disturbed or is_older or is_flipped)
+    rollout, mismatch = config.rollout, config.mismatch
+    causes_of_difference = (
+        config.is_native,
+        rollout.engine_without_promise != "",
+        rollout.mismatch_sigma is not None,
+        mismatch.sampler.token_bias is not None,
+        mismatch.sampler.lag > 0,
+        mismatch.flip == "token",
+        not mismatch.same_precision,
+        mismatch.trainer.scores_otherwise,
     )
+    return not any(causes_of_difference)
 
 
 def require_sampler_agrees(config: RunConfig, iteration: int, rollout: Rollout, forward: ForwardPass) -> None:
@@ -111,7 +129,8 @@ def require_sampler_agrees(config: RunConfig, iteration: int, rollout: Rollout, 
         forward: the trainer's.
     """
     if sampler_is_exact(config):
-        sampled, scored = ("rollout_logprobs", rollout.rollout_logprobs), ("old_logprobs", forward.old_logprobs)
+        sampled = Column("rollout_logprobs", rollout.rollout_logprobs)
+        scored = Column("old_logprobs", forward.old_logprobs)
         require_same_bits(iteration, rollout.lengths, sampled, scored, torch.arange(len(rollout.response_ids)))
 
 
@@ -136,5 +155,5 @@ def require_first_step_agrees(
     if first.policy is not None and (repeats or sampler_is_exact(config)):
         require_ratios_of_one(iteration, rollout.lengths, first.policy.ratios, first.tokens)
     if first.value is not None and forward.values is not None:
-        before, again = ("values", forward.values[first.tokens]), ("new_values", first.value.new_values)
+        before, again = Column("values", forward.values[first.tokens]), Column("new_values", first.value.new_values)
         require_same_bits(iteration, rollout.lengths, before, again, first.tokens)

@@ -73,12 +73,18 @@ def compute_rewards(
         kl_coef: weight of the KL penalty in this iteration.
         ranks: each runs the reward model on its share.
     """
-    ids = [rollout.whole(sequence) for sequence in range(len(rollout.lengths))]
-    episodes = rollout.episodes or [None] * len(ids)
-    of_each = zip(
-        rollout.prompts.keys, rollout.sampled(), rollout.responses, rollout.finish_reasons, episodes, strict=True
-    )
-    samples = [sample_of(task, *of_one) for of_one in of_each]
+    ids, sampled = [rollout.whole(sequence) for sequence in range(len(rollout.lengths))], rollout.sampled()
+    samples = [
+        sample_of(
+            task,
+            rollout.prompts.keys[sequence],
+            sampled[sequence],
+            rollout.responses[sequence],
+            rollout.finish_reasons[sequence],
+            None if rollout.episodes is None else rollout.episodes[sequence],
+        )
+        for sequence in range(len(ids))
+    ]
     judged = judge(config, task, rollout.prompts.prompt_ids, ids, samples, ranks)
     return rewards_from(config, judged, rollout, forward, kl_coef, task.functions)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ from ppo_repro.models.batches import MicroBatch, micro_batches
 from ppo_repro.numerics.optimizer import SLOTS
 from ppo_repro.numerics.rows import slots_of_rank
 from ppo_repro.ppo import corrections
-from ppo_repro.ppo.corrections import Correction
+from ppo_repro.ppo.corrections import Correction, Corrections
 from ppo_repro.ppo.losses import loss_weights
 from ppo_repro.ppo.objectives import Cispo, Clip, ClipCov, KLCov, Objective, Penalty, PolicyGradient, SequenceClip
 from ppo_repro.ppo.own_batches import ObjectiveBatch
@@ -64,14 +66,6 @@ def objective_of(config: RunConfig, coefficients: Coefficients, functions: Funct
         case FunctionObjective():
             assert functions.objective is not None
             return functions.objective
-
-
-@dataclass(frozen=True)
-class Corrections:
-    """Importance weights w = pi_old / pi_rollout and rejections; constants of an iteration."""
-
-    weights: Tensor  # [N] float32, factor on the surrogate
-    changes: Tensor  # [N] uint8, a ppo.corrections.Correction each
 
 
 @dataclass(frozen=True)
@@ -219,13 +213,19 @@ def minibatches(sequences: int, size: int, seed: int, iteration: int, epoch: int
     return [chunk.sort().values for chunk in order.split(size)]
 
 
+class Step(NamedTuple):
+    """Names one optimizer step of a run, and the random streams of the step; each number counts from 0."""
+
+    iteration: int
+    epoch: int
+    minibatch: int
+
+
 @dataclass(frozen=True)
 class Minibatch:
     """The M tokens of one optimizer step."""
 
-    iteration: int
-    epoch: int
-    number: int
+    step: Step
     tokens: Tensor  # [M] int64 index into the [N] fields
     loss_weights_of_all: Tensor  # [N] float32, weight of each token's loss in the step; 0 outside the minibatch
     micro_batches: tuple[MicroBatch, ...]  # of this rank's sequences
@@ -237,28 +237,42 @@ class Minibatch:
 
 
 def minibatch_of(
-    config: RunConfig, batch: TrainingBatch, sequences: Tensor, step: tuple[int, int, int], ranks: Ranks | None
+    config: RunConfig,
+    batch: TrainingBatch,
+    sequences: Tensor,
+    step: Step,
+    micro_batches: Sequence[MicroBatch] = (),
 ) -> Minibatch:
     """Cut the minibatch of one step out of the batch.
 
     Args:
-        config: gives aggregation of the loss, and the layout.
+        config: gives the aggregation of the loss.
         batch: the N tokens of the iteration.
         sequences: [S] int64, the responses of the minibatch, rising.
-        step: iteration, epoch and number of the minibatch.
-        ranks: gives this rank's share of the micro-batches; None: no micro-batches.
+        step: names the step.
+        micro_batches: of this rank's responses; empty if no model computes the step.
     """
-    rollout, layout = batch.rollout, config.layout
+    rollout = batch.rollout
     tokens = rollout.tokens_of(sequences)
     in_losses = None if batch.in_losses is None else batch.in_losses[tokens]
     weights = torch.zeros(len(rollout.response_ids))
     weights[tokens] = loss_weights(config.ppo.aggregation, rollout.lengths[sequences], in_losses)
-    own: list[MicroBatch] = []
-    if ranks is not None:
-        mine = sequences[torch.tensor(ranks.mine(len(sequences)), dtype=torch.int64)]
-        slots = slots_of_rank(len(sequences), SLOTS, ranks)
-        own = micro_batches(rollout, mine, layout.update_micro_batch, layout.padding, config.ppo.replay_routes, slots)
-    return Minibatch(*step, tokens, weights, tuple(own))
+    return Minibatch(step, tokens, weights, tuple(micro_batches))
+
+
+def micro_batches_of_rank(config: RunConfig, rollout: Rollout, sequences: Tensor, ranks: Ranks) -> list[MicroBatch]:
+    """Lay out this rank's responses of a minibatch for passes with gradients.
+
+    Args:
+        config: gives the layout.
+        rollout: the responses of the iteration.
+        sequences: [S] int64, the responses of the minibatch, rising.
+        ranks: the processes of the run.
+    """
+    layout = config.layout
+    mine = sequences[torch.tensor(ranks.mine(len(sequences)), dtype=torch.int64)]
+    slots = slots_of_rank(len(sequences), SLOTS, ranks)
+    return micro_batches(rollout, mine, layout.update_micro_batch, layout.padding, config.ppo.replay_routes, slots)
 
 
 def chosen_tokens(config: RunConfig, batch: TrainingBatch, minibatch: Minibatch, new_logprobs: Tensor) -> Tensor:
@@ -279,8 +293,7 @@ def chosen_tokens(config: RunConfig, batch: TrainingBatch, minibatch: Minibatch,
     if batch.in_losses is not None:
         counted = batch.in_losses[tokens]
         tokens, new_logprobs = tokens[counted], new_logprobs[counted]
-    step = minibatch.iteration, minibatch.epoch, minibatch.number
-    order = torch.from_numpy(permutation(len(tokens), "clip_cov", config.seed, *step))
+    order = torch.from_numpy(permutation(len(tokens), "clip_cov", config.seed, *minibatch.step))
     chosen = torch.zeros(len(batch.responses), dtype=torch.bool)
     anchor, advantages = batch.anchor_logprobs[tokens], batch.advantages[tokens]
     assert isinstance(batch.objective, Objective)

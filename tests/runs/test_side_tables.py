@@ -66,12 +66,12 @@ def test_the_warm_start_ends_soon_after_it_reaches_its_accuracy(accuracy: float,
 
 
 def test_the_training_before_ppo_is_recorded(recorded: Recorded) -> None:
-    steps = reader.read_warm_start_steps(recorded.whole)
+    steps = reader.read_table("warm_start_steps", recorded.whole)
     assert steps["step"].tolist() == list(range(40))
     assert steps["loss"].iloc[-1] < steps["loss"].iloc[0]
     assert steps["accuracy"].notna().sum() == 1
     assert (steps["learning_rate"] > 0).all()
-    pairs, updates = reader.read_pairs(recorded.whole), reader.read_pair_updates(recorded.whole)
+    pairs, updates = reader.read_table("pairs", recorded.whole), reader.read_table("pair_updates", recorded.whole)
     held_out = pairs[pairs["held_out"]]
     assert (len(pairs), len(held_out)) == (280, 256)
     assert (pairs["chosen"] != pairs["rejected"]).all()
@@ -82,7 +82,7 @@ def test_the_training_before_ppo_is_recorded(recorded: Recorded) -> None:
     assert accuracy == reader.open_manifest(recorded.whole).final["reward_model_pair_accuracy"]
     assert sorted(updates[updates["epoch"] == 0]["pair"]) == list(range(24))
     means = updates.groupby(["epoch", "minibatch"])[["margins", "losses"]].mean().reset_index()
-    of_steps = reader.read_pair_steps(recorded.whole)
+    of_steps = reader.read_table("pair_steps", recorded.whole)
     # pandas adds up float32 values in its own way
     assert np.allclose(means["margins"], of_steps["margin"], rtol=1e-4, atol=1e-6)
     assert np.allclose(means["losses"], of_steps["loss"], rtol=1e-4)

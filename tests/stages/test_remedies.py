@@ -20,7 +20,7 @@ from ppo_repro.config.files import load_config
 from ppo_repro.config.run import RunConfig
 from ppo_repro.loop import policy_loss
 from ppo_repro.records import reader
-from ppo_repro.stages.training_batch import Minibatch, TrainingBatch, chosen_tokens, training_batch
+from ppo_repro.stages.training_batch import Minibatch, Step, TrainingBatch, chosen_tokens, training_batch
 from tests.support.bare import NO_COEFFICIENTS, bare_advantages, bare_forward, bare_rollout
 from tests.support.language import run
 from tests.support.paths import TINY
@@ -96,7 +96,7 @@ def batch_of(config: RunConfig, old: Tensor, sampler: Tensor, a: Tensor, lengths
 
 
 def minibatch_of(tokens: Tensor, epoch: int = 0) -> Minibatch:
-    return Minibatch(0, epoch, 0, tokens, torch.ones(int(tokens.max()) + 1), ())
+    return Minibatch(Step(0, epoch, 0), tokens, torch.ones(int(tokens.max()) + 1), ())
 
 
 @pytest.mark.parametrize("name", REMEDIES)

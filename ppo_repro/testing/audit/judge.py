@@ -10,17 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import pandas as pd
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.output import say
 from ppo_repro.models.stock import float64
 from ppo_repro.testing.audit.facts import facts
-from ppo_repro.testing.audit.search import RIGHT, Entries, Reference, Search, Tried, logits_of, rms
-from ppo_repro.testing.audit.variants import DEFINITIONS, Row, Sampling, own
+from ppo_repro.testing.audit.forward import Progress, pieces, states
+from ppo_repro.testing.audit.search import RIGHT, Entries, Reference, Search, Tried, rms
+from ppo_repro.testing.audit.variants import DEFINITIONS, PROCESSED, Numbers, Row, Sampling, distinct, own
 from ppo_repro.testing.audit.ways import Subject, fed
 from ppo_repro.testing.dumps import Response, impossible
 
@@ -31,7 +34,8 @@ MENTIONED = 0.5  # of the distance may be left by an explanation that is listed
 NAMED = 3  # so many explanations that are equally good are named; with more the cause is unknown
 AGREE = 0.1  # sides that are nearer to each other than this part of their distance say the same
 UNKNOWN = "unknown"
-IN_TURN = "processed, top-p of what top-k leaves"
+FLOOR_TOKENS = 2048  # response tokens on which stock float32 is measured
+AT_ONCE = 256  # response tokens whose logits are in memory
 
 
 @dataclass(frozen=True)
@@ -125,33 +129,50 @@ def _check_unexplained(sides: Mapping[str, Side], entries: Mapping[str, Entries]
 
 
 def _references(subject: Subject, responses: Sequence[Response], sampling: Sampling) -> dict[str, Reference]:
-    """Return references by each definition that the sampling tells apart, or that was asked for."""
-    model, asked = subject.model, {sampling.sampler_logprobs, sampling.trainer_logprobs}
-    wanted = {
-        "tempered": True,
-        "processed": sampling.is_cut or "processed" in asked,
-        IN_TURN: (sampling.top_k > 0 and sampling.top_p < 1.0) or IN_TURN in asked,
-        "raw": "raw" in asked,
-    }
-    pairs: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name, is_wanted in wanted.items() if is_wanted}
-    for r in responses:
-        one, none = [fed(r.prompt_ids, r.response_ids)], torch.empty(0)
-        (stock,) = logits_of(model, one)
-        with float64(model):
-            (wide,) = logits_of(model, one)
-        ids = torch.tensor(r.response_ids, device=model.device)
-        rows = [Row(x, ids, r.prompt_ids, none, none, none, none) for x in (wide, stock.double())]
-        for name, found in pairs.items():
-            a, b = (own(row, DEFINITIONS[name](row, sampling, row.logits, 0.0)).cpu() for row in rows)
-            found.append((a, b))
-    counts = [torch.tensor(r.counts) for r in responses]
+    """Return references by each definition that the sampling tells apart, or that was asked for.
+
+    Stock float32 computes the first tokens alone, which is enough to know its size.
+    """
+    asked = {sampling.sampler_logprobs, sampling.trainer_logprobs} - {"auto"}
+    names = list(dict.fromkeys([*distinct(sampling), *sorted(asked)]))
+    sizes = [len(r.response_ids) for r in responses]
+    first = [i for i, size in enumerate(accumulate(sizes)) if i == 0 or size <= FLOOR_TOKENS]
+    with float64(subject.model):
+        wide = _logprobs(subject.model, responses, sampling, names, True)
+    stock = _logprobs(subject.model, [responses[i] for i in first], sampling, names, False)
     references = {}
-    for name, found in pairs.items():
-        apart = torch.cat([(b - a)[c] for (a, b), c in zip(found, counts, strict=True)])
+    for name in names:
+        pairs = zip(wide[name], stock[name], (responses[i].counts for i in first), strict=False)
+        apart = torch.cat([(b - a)[torch.tensor(counts)] for a, b, counts in pairs])
         apart = apart[apart.isfinite()]
         largest = float(apart.abs().max()) if len(apart) else 0.0
-        references[name] = Reference([a for a, _ in found], max(rms(apart), 2.0**-24), largest)
+        references[name] = Reference(wide[name], max(rms(apart), 2.0**-24), largest, len(first))
     return references
+
+
+def _logprobs(
+    model: PreTrainedModel, responses: Sequence[Response], sampling: Sampling, names: Sequence[str], is_wide: bool
+) -> dict[str, list[Tensor]]:
+    """Return the log-probs [n] float64 of each response by each definition."""
+    found = {name: [torch.empty(0)] * len(responses) for name in names}
+    progress = Progress(f"responses in float{64 if is_wide else 32}", len(responses))
+    passes = [fed(r.prompt_ids, r.response_ids) for r in responses]
+    for i, of_tokens in states(model, passes, is_wide):
+        r, length = responses[i], len(responses[i].response_ids)
+        ids = torch.tensor(r.response_ids, device=model.device)
+        none = torch.empty(0)
+        numbers, parts = Numbers(none, none, none, none), dict[str, list[Tensor]]((name, []) for name in names)
+        for start in range(0, length, AT_ONCE):
+            logits = of_tokens.logits(model, start, start + AT_ONCE)
+            for at in pieces(*logits.shape):
+                before = slice(start + at.start, start + at.stop)
+                row = Row(logits[at].double(), ids[before], r.prompt_ids, r.response_ids[: before.start], numbers)
+                for name in names:
+                    parts[name].append(own(row, DEFINITIONS[name](row, sampling, row.logits, 0.0)).cpu())
+        for name in names:
+            found[name][i] = torch.cat(parts[name])
+        progress.step()
+    return found
 
 
 def _entries(name: str, responses: Sequence[Response], reference: Reference) -> Entries:
@@ -176,16 +197,21 @@ def _definitions(
     """
     asked = {"sampler": sampling.sampler_logprobs, "trainer": sampling.trainer_logprobs}
 
-    def distance(definition: str) -> float:
+    def distance(definition: str, sides: Sequence[str]) -> float:
         reference, total = references[definition], 0.1 * (definition != "tempered")
-        for name, said in asked.items():
-            if said == "auto":
-                every = torch.cat(_distances(_entries(name, responses, reference), reference))
-                total += math.log(rms(every) + RIGHT * reference.floor)
+        for name in sides:
+            every = torch.cat(_distances(_entries(name, responses, reference), reference))
+            total += math.log(rms(every) + RIGHT * reference.floor)
         return total
 
-    best = min((d for d in references if d != "raw"), key=distance)
-    return {name: best if said == "auto" else said for name, said in asked.items()}
+    def nearest(names: Sequence[str], sides: Sequence[str]) -> str:
+        return min(names, key=lambda definition: distance(definition, sides))
+
+    free = [name for name, said in asked.items() if said == "auto"]
+    best = nearest([name for name in references if name != "raw"], free)
+    of_engines = [name for name in references if name.startswith(PROCESSED)]  # in different orders of cuts
+    of_said = {"auto": lambda name: best, PROCESSED: lambda name: nearest(of_engines, [name])}
+    return {name: of_said.get(said, lambda name, said=said: said)(name) for name, said in asked.items()}
 
 
 def _side(
@@ -224,7 +250,7 @@ def _side(
     if is_right or not wrong:
         return side
     say(f"audit: {name} is wrong; looks for the cause")
-    search = Search(subject, responses, sampling, DEFINITIONS[definition], reference, entries, wrong)
+    search = Search(name, subject, responses, sampling, DEFINITIONS[definition], reference, entries, wrong)
     tried = search.explain()
     best = [t for t in tried if t.explains]
     plain = next(t.left for t in tried if not t.deviations)

@@ -1,15 +1,14 @@
 """The search for the causes of one wrong side: what each predicts, and whether what it leaves is rounding.
 
 All causes, then all pairs of causes of different stages, are computed on a few tokens; those that leave little, on
-more.
+more. Tokens are tried in windows, of neighbouring tokens of a response, that begin shortly before its first wrong one.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -23,7 +22,8 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from ppo_repro.models.stock import float64
-from ppo_repro.testing.audit.variants import VARIANTS, Change, Row, Sampling, Variant, own, tempered
+from ppo_repro.testing.audit.forward import Progress, States, pieces, states
+from ppo_repro.testing.audit.variants import VARIANTS, Change, Numbers, Row, Sampling, Variant, own, tempered
 from ppo_repro.testing.audit.ways import Fed, Subject, fed, ways
 from ppo_repro.testing.causes import CAUSES
 from ppo_repro.testing.dumps import Response
@@ -36,8 +36,10 @@ LEFT_OF_HALF = 0.5  # of the distance of 16 bits may be left by computing in 16 
 LEFT_OF_ROUNDED = 0.4  # of the whole distance may be left by rounding the logits of the right model
 LIKE = 0.3  # correlation with our own 16-bit errors from which errors of their size are called 16-bit rounding
 TRIED_TOKENS, FIRST_TOKENS = 256, 24  # response tokens that causes are tried on, and screened on
+FEW, MANY = 16, 32  # tokens of a window, or up to twice as many if those are the rest of the response
+LEAD = 8  # tokens of a window before its first wrong one
+ROUGHLY = 8.0  # times is how far sizes on a few tokens and on more may be apart
 LEAST_TOKENS = 8  # on fewer no cause is named for a part of the tokens
-IN_MEMORY = 1 << 26  # logits
 ON_ALL = 12  # explanations of each level that are computed on all tokens that are tried
 Steps = tuple[tuple[Variant, float], ...]  # causes of different stages, each with its parameter
 
@@ -57,6 +59,7 @@ class Reference:
     logprobs: list[Tensor]
     floor: float
     largest: float
+    measured: int  # the first responses, in which stock float32 was computed
 
 
 @dataclass(frozen=True)
@@ -93,20 +96,6 @@ def rms(x: Tensor) -> float:
     return float(x.square().mean().sqrt()) if x.numel() else 0.0
 
 
-def logits_of(model: PreTrainedModel, passes: Sequence[Fed]) -> list[Tensor]:
-    """Return logits that predict the targets of passes of one length, by the model's own forward."""
-    ids = torch.tensor([one.ids for one in passes], device=model.device)
-    options: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
-    if passes[0].positions is not None:
-        options["position_ids"] = torch.tensor([one.positions for one in passes], device=model.device)
-    first = min(min(one.at) for one in passes)
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        options["logits_to_keep"] = ids.shape[1] - first
-    stock: Any = model
-    logits = stock(**options).logits[:, first - ids.shape[1] :]  # of the last positions, whichever were computed
-    return [x[[a - first for a in one.at]] for x, one in zip(logits, passes, strict=True)]
-
-
 def stored_as(values: Tensor) -> Stored:
     """Return the narrow format that all these numbers have, if any."""
     numbers = values[values.isfinite() & (values != 0)].float()
@@ -122,11 +111,21 @@ def stored_as(values: Tensor) -> Stored:
     return Stored()
 
 
+@dataclass(frozen=True)
+class Window:
+    """Neighbouring tokens of one response, of the response's index."""
+
+    response: int
+    start: int
+    end: int
+
+
 class Search:
     """Explanations of one side, tried on tokens of the responses in which it is wrong."""
 
     def __init__(
         self,
+        name: str,
         subject: Subject,
         responses: Sequence[Response],
         sampling: Sampling,
@@ -138,6 +137,7 @@ class Search:
         """Begin the search for the cause of wrong log-probs.
 
         Args:
+            name: of the side.
             subject: the model, and others that may have been used instead.
             responses: prompts and tokens.
             sampling: settings of the stack.
@@ -146,13 +146,15 @@ class Search:
             entries: the recorded log-probs, and which are usable.
             wrong: indices of the responses with a wrong one.
         """
-        self.subject, self.responses, self.sampling, self.definition = subject, responses, sampling, definition
-        self.reference, self.entries, self.wrong = reference, entries, wrong
+        self.name, self.subject, self.responses, self.sampling = name, subject, responses, sampling
+        self.definition, self.reference, self.entries = definition, reference, entries
+        self.wrong = wrong
         self.ways = ways(responses, subject)
         self.made: tuple[str, PreTrainedModel] = ("", subject.model)  # one other model at a time is in memory
-        self.rows: dict[tuple[str, str, bool], dict[int, Row]] = {}  # by weights, input, whether of the few; response
-        self.own: dict[tuple[str, str, str, float, int, bool], Tensor] = {}  # log-probs of sampled tokens, all in nats
-        self.halves: dict[str, Tensor] = {}  # errors of 16 bits, of the usable tokens
+        self.states: dict[tuple[str, str, bool], list[tuple[States, Tensor]]] = {}  # by weights, input, of the few
+        self.rows: dict[tuple[str, str, bool], list[list[Row]]] = {}  # by window, in pieces
+        self.own: dict[Hashable, list[Tensor]] = {}  # log-probs of the targets, by window
+        self.logp: tuple[Hashable, list[list[Tensor]]] = (None, [])  # of all tokens, the last ones
         self.near: set[str] = set()  # causes that leave little on a few tokens
         self.causes = [
             *(Variant(COMPUTED + name, "weights", CAUSES["reduced_precision"].mend) for name in HALF),
@@ -162,60 +164,88 @@ class Search:
             *(Variant(words, "input", CAUSES["other_prompt"].mend) for words in self.ways),
             *(c for c in VARIANTS if c.matters(sampling) and c.change is not definition),
         ]
-        self._restrict(entries.usable)
         every = torch.cat([entries.values[i][entries.usable[i]] for i in wrong])
         ideal = torch.cat([reference.logprobs[i][entries.usable[i]] for i in wrong])
         self.stored = stored_as(every)
         self.scale = max(1.0, rms(every) / max(rms(ideal), 1e-9))  # sums of many log-probs round more
         self.tolerance = RIGHT * reference.floor * self.scale + 2.0**-22 * rms(every)
+        self._restrict(entries.usable)
+        bad = {i: (self._bad(i).nonzero()[:1, 0].tolist() or [0])[0] for i in wrong}
+        starts = {i: first - LEAD if first > LEAD else 0 for i, first in bad.items()}
+        # with few tokens before the window a pass is short
+        order = sorted(starts.items(), key=lambda item: item[1] + len(responses[item[0]].prompt_ids))
+        self.few = self._windows(order, FEW, FIRST_TOKENS)
+        some = self._windows(order, max(MANY, math.ceil(TRIED_TOKENS / len(wrong))), TRIED_TOKENS)
+        last = some[-1]
+        size = len(responses[last.response].response_ids)
+        if size > last.end:  # a cause has to be right at the end of a response too
+            some += (Window(last.response, max(last.end, size - MANY), size),)
+        self.some = some
+
+    def _bad(self, i: int) -> Tensor:
+        apart = self.entries.values[i] - self.reference.logprobs[i]
+        return self.entries.usable[i] & ~(apart.abs() <= self.tolerance)
+
+    def _windows(self, order: Sequence[tuple[int, int]], length: int, tokens: int) -> tuple[Window, ...]:
+        found, total = [], 0
+        for i, start in order:
+            if total < tokens:
+                whole = len(self.responses[i].response_ids)
+                found.append(Window(i, start, whole if whole - start <= 2 * length else start + length))
+                total += int(self.entries.usable[i][start : found[-1].end].sum())
+        return tuple(found)
 
     def explain(self) -> list[Tried]:
         """Return explanations, the best first; if none explains all tokens that are tried, of the wrong ones alone."""
         whole = self._ordered(self._levels())
         if any(t.explains for t in whole):
             return whole
-        every, part = self.tokens, []
-        numbers = zip(self.entries.usable, self.entries.values, self.reference.logprobs, strict=True)
-        self._restrict([u & ~((v - e).abs() <= self.tolerance) for u, v, e in numbers])
-        if LEAST_TOKENS <= self.tokens < 0.95 * every:
-            words = f"at {self.tokens} of {every} tokens"
+        every, part = self._tokens(), []
+        self._restrict([self._bad(i) for i in range(len(self.responses))])
+        if LEAST_TOKENS <= self._tokens() < 0.95 * every:
+            words = f"at {self._tokens()} of {every} tokens"
             part = [replace(t, words=f"{words} {t.words}") for t in self._levels() if t.explains]
         self._restrict(self.entries.usable)
         return [*self._ordered(part), *whole]
 
     def _restrict(self, usable: Sequence[Tensor]) -> None:
-        self.usable = list(usable)
-        for rows in self.rows.values():
-            rows.update({i: replace(row, usable=self.usable[i].to(row.usable.device)) for i, row in rows.items()})
-        self.some = self._first(self.wrong, TRIED_TOKENS)
-        self.few = self._first(self.some, FIRST_TOKENS)
-        self.tokens = sum(int(self.usable[i].sum()) for i in self.some)
+        columns = zip(self.entries.values, usable, self.responses, self.reference.logprobs, strict=True)
+        device = self.subject.model.device
+        self.numbers = [
+            Numbers(*(x.to(device) for x in (values, use, torch.tensor(r.counts), ideal)))
+            for values, use, r, ideal in columns
+        ]
+        self.rows.clear()
+        self.halves: dict[tuple[str, bool], Tensor] = {}  # errors of 16 bits, of the usable tokens
 
-    def _first(self, responses: Sequence[int], tokens: int) -> list[int]:
-        found, total = [], 0
-        for i in responses:
-            if total < tokens:
-                found.append(i)
-                total += int(self.usable[i].sum())
-        return found
+    def _tokens(self) -> int:
+        return sum(int(self.numbers[w.response].usable[w.start : w.end].sum()) for w in self.some)
 
     def _levels(self) -> list[Tried]:
         plain = self._left((), self.some)
         assert plain is not None
-        for cause in self.causes[: 2 * len(HALF)]:
-            pairs = self._predicted(((cause, 0.0),), self.some)
-            self.halves[cause.name] = torch.cat([(p - r.reference)[r.usable].cpu() for p, r in pairs])
-        tried = [self._judged((), plain), *self._reordered(), *self._level([(c,) for c in self.causes])]
+        tried = [self._judged((), plain), *self._reordered(), *self._level("causes", [(c,) for c in self.causes])]
         if not any(t.explains for t in tried):
             tried += self._as_half((), plain)
         if not any(t.explains for t in tried):
-            tried += self._level([pair for pair in combinations(self.causes, 2) if self._is_pair(*pair)])
+            pairs = [pair for pair in combinations(self.causes, 2) if self._is_pair(*pair)]
+            tried += self._level("pairs of causes", pairs)
         return tried
+
+    def _errors(self, name: str, some: Sequence[Window]) -> Tensor:
+        """Return how far the model in 16 bits is off at the usable tokens."""
+        key = name, some is self.few
+        if key not in self.halves:
+            cause = next(c for c in self.causes if c.name == name)
+            pairs = zip(self._predicted(((cause, 0.0),), some), some, strict=True)
+            numbers = [(p, self.numbers[w.response], slice(w.start, w.end)) for p, w in pairs]
+            self.halves[key] = torch.cat([(p - of.reference[at])[of.usable[at]].cpu() for p, of, at in numbers])
+        return self.halves[key]
 
     def _is_pair(self, a: Variant, b: Variant) -> bool:
         """Say whether to try both together; what 16 bits do is so small that the other one is near by itself."""
         fitted = [c for c in (a, b) if c.candidates is not None]
-        is_far = a.name in self.halves and b.name not in self.near
+        is_far = _is_half(a) and b.name not in self.near
         if a.name in self.subject.options and (b.stage != "distribution" or (fitted and b.in_pairs == 0)):
             return False
         return a.stage != b.stage and not is_far and (not fitted or (len(fitted) == 1 and fitted[0].in_pairs > 0))
@@ -231,9 +261,10 @@ class Search:
         found = [replace(t, explains=t.explains and t.deviations == fewest) for t in once.values()]
         return sorted(found, key=lambda t: (not t.explains, t.left))
 
-    def _level(self, level: Sequence[tuple[Variant, ...]]) -> list[Tried]:
+    def _level(self, what: str, level: Sequence[tuple[Variant, ...]]) -> list[Tried]:
         """Return each combination with its best parameters: on a few tokens, and those that leave little on all."""
         screened: list[tuple[float, Steps]] = []
+        progress = Progress(f"{self.name}, {what}", len(level))
         # in this order logits and their softmax are computed once
         order = "weights", "input", "distribution"
         for causes in sorted(level, key=lambda causes: [[c.name for c in causes if c.stage == s] for s in order]):
@@ -241,8 +272,10 @@ class Search:
             left = None if steps is None else self._left(steps, self.few)
             if steps is not None and left is not None:
                 screened.append((rms(left), steps))
+            progress.step()
         screened.sort(key=lambda item: item[0])
-        passing = max(30 * self.tolerance, *(3 * self.scale * rms(errors) for errors in self.halves.values()))
+        errors = (rms(self._errors(how + name, self.few)) for how in (COMPUTED, ROUNDED) for name in HALF)
+        passing = max(30 * self.tolerance, *(3 * self.scale * size for size in errors))
         self.near |= {steps[0][0].name for left, steps in screened if left <= passing and len(steps) == 1}
         tried = []
         for _, screened_steps in [item for item in screened[:ON_ALL] if item[0] <= passing] or screened[:3]:
@@ -260,13 +293,14 @@ class Search:
             return plain
         fitted, names = causes[index], {c.stage: c.name for c in causes}
         assert fitted.candidates is not None
-        rows = self._rows(names.get("weights", ""), names.get("input", ""), self.few)
+        windows = self._rows(names.get("weights", ""), names.get("input", ""), self.few)
+        rows = [row for of_window in windows for row in of_window]
         values = fitted.candidates(rows, self.sampling)[: fitted.in_pairs if len(causes) > 1 else None]
         options = [(*plain[:index], (fitted, x), *plain[index + 1 :]) for x in values]
         left = [(rms(r), k) for k, steps in enumerate(options) if (r := self._left(steps, self.few)) is not None]
         return self._refined(options[min(left)[1]], self.few) if left else None
 
-    def _refined(self, steps: Steps, some: Sequence[int]) -> Steps:
+    def _refined(self, steps: Steps, some: Sequence[Window]) -> Steps:
         """Return the steps with the parameter that is to be refined at its least squares."""
         index = next((k for k, (c, _) in enumerate(steps) if c.refine), None)
         if index is None:
@@ -282,34 +316,60 @@ class Search:
         fit = least_squares(residuals, [steps[index][1]], method="lm", diff_step=1e-4, ftol=1e-2, xtol=1e-10)
         return at(float(fit.x[0]))
 
-    def _predicted(self, steps: Steps, some: Sequence[int]) -> list[tuple[Tensor, Row]]:
+    def _predicted(self, steps: Steps, some: Sequence[Window]) -> list[Tensor]:
+        """Return what would be recorded in each window, NaN where the causes say nothing about a token."""
         by_stage = {c.stage: (c, x) for c, x in steps}
         none = Variant("", "weights", ""), 0.0
         weights, way = (by_stage.get(stage, none)[0].name for stage in ("weights", "input"))
-        (distribution, x), (quantity, y), (unit, z) = (
-            by_stage.get(stage, none) for stage in ("distribution", "quantity", "unit")
-        )
-        change, found = distribution.change or self.definition, []
-        for row, i in zip(self._rows(weights, way, some), some, strict=True):
-            key = (weights, way, distribution.name, x, i, some is self.few)
-            if quantity.change is not None:
-                logp = change(row, self.sampling, row.logits, x).log_softmax(-1)
-                values = quantity.change(row, self.sampling, logp, y).double()
-            elif key not in self.own:
-                self.own[key] = values = own(row, change(row, self.sampling, row.logits, x)).double()
-            else:
-                values = self.own[key]
-            found.append((values if unit.change is None else unit.change(row, self.sampling, values, z), row))
+        distribution, quantity, unit = (by_stage.get(stage, none) for stage in ("distribution", "quantity", "unit"))
+        is_plain = not (weights or way or distribution[0].name or quantity[0].name)
+        windows, found = self._rows(weights, way, some), []
+        parts = None if is_plain else self._parts((weights, way, some is self.few), windows, distribution, quantity)
+        for k, w in enumerate(some):
+            values, at = self.numbers[w.response].reference, slice(w.start, w.end)
+            if parts is not None:
+                values = torch.full_like(values, math.nan)
+                values[at] = parts[k]
+            change, x = unit[0].change, unit[1]
+            found.append((values if change is None else change(windows[k][0], self.sampling, values, x))[at])
         return found
 
-    def _left(self, steps: Steps, some: Sequence[int]) -> Tensor | None:
+    def _parts(
+        self,
+        of: tuple[str, str, bool],
+        windows: Sequence[Sequence[Row]],
+        distribution: tuple[Variant, float],
+        quantity: tuple[Variant, float],
+    ) -> list[Tensor]:
+        """Return the quantity of the tokens of each window, by default their own log-probs."""
+        (changed, x), (wanted, y) = distribution, quantity
+        change, pick, key = changed.change or self.definition, wanted.change, (of, changed.name, x)
+
+        def scaled(row: Row) -> Tensor:
+            return change(row, self.sampling, row.logits, x)
+
+        if pick is None:
+            if key not in self.own:
+                self.own[key] = [torch.cat([own(row, scaled(row)).double() for row in rows]) for rows in windows]
+            return self.own[key]
+        if self.logp[0] != key:
+            self.logp = key, [[scaled(row).log_softmax(-1) for row in rows] for rows in windows]
+        pairs = zip(windows, self.logp[1], strict=True)
+        return [
+            torch.cat([pick(row, self.sampling, logp, y).double() for row, logp in zip(rows, parts, strict=True)])
+            for rows, parts in pairs
+        ]
+
+    def _left(self, steps: Steps, some: Sequence[Window]) -> Tensor | None:
         """recorded - predicted; None if less than a third of the tokens has a prediction."""
         left, usable = [], 0
-        for values, row in self._predicted(steps, some):
-            there = row.usable & ~values.isnan()
-            usable += int(row.usable.sum())
-            apart = (row.wanted - values)[there].nan_to_num(1e3, 1e3, -1e3).clamp(-1e3, 1e3)
-            within = self.stored.half_spacing(row.wanted[there])
+        for values, w in zip(self._predicted(steps, some), some, strict=True):
+            at, numbers = slice(w.start, w.end), self.numbers[w.response]
+            there = numbers.usable[at] & ~values.isnan()
+            usable += int(numbers.usable[at].sum())
+            wanted = numbers.recorded[at][there]
+            apart = (wanted - values[there]).nan_to_num(1e3, 1e3, -1e3).clamp(-1e3, 1e3)
+            within = self.stored.half_spacing(wanted)
             left.append((apart.sign() * (apart.abs() - within).clamp_min(0.0)).cpu())
         joined = torch.cat(left)
         return joined if not steps or len(joined) >= max(4, usable / 3) else None
@@ -322,31 +382,36 @@ class Search:
             words.append(f"rounded to {self.stored.name}")
         for cause, _ in steps:
             if cause.name.startswith(COMPUTED):
-                explains = explains or rms(left) <= LEFT_OF_HALF * rms(self.halves[cause.name])
+                explains = explains or rms(left) <= LEFT_OF_HALF * rms(self._errors(cause.name, self.some))
         if len(steps) == 1 and steps[0][0].name.startswith("logits rounded"):  # a few may round the other way
             unrounded: Steps = next((((c, 0.0),) for c in self.causes if c.change is tempered), ())
             plain = self._left(unrounded, self.some)
             explains = explains or (plain is not None and rms(left) <= LEFT_OF_ROUNDED * rms(plain))
         advice = "; ".join(dict.fromkeys(c.advice for c, _ in steps)) or "record them in float32"
         deviations = len(steps) + 0.5 * sum(c.candidates is not None for c, _ in steps)
-        zeros = explains and all(
-            bool((values[row.counts & (row.wanted == 0)].abs() <= self.tolerance).all())
-            for values, row in self._predicted(steps, self.some)
-        )
+        predicted = zip(self._predicted(steps, self.some), self.some, strict=True)
+        zeros = explains and all(self._explains_zeros(values, w) for values, w in predicted)
         return Tried(" and ".join(words) or "as it is", advice, rms(left), explains, deviations, zeros)
+
+    def _explains_zeros(self, values: Tensor, w: Window) -> bool:
+        at, numbers = slice(w.start, w.end), self.numbers[w.response]
+        return bool((values[numbers.counts[at] & (numbers.recorded[at] == 0)].abs() <= self.tolerance).all())
 
     def _as_half(self, steps: Steps, left: Tensor) -> list[Tried]:
         """Return the same if what is left is like the rounding of 16 bits, in its size and at the same tokens."""
         judged, plain = self._judged(steps, left), self._left((), self.some)
-        is_half = any(c.name in self.halves for c, _ in steps)
+        is_half = any(_is_half(c) for c, _ in steps)
         if judged.explains or is_half or plain is None or (steps and rms(left) > LEFT_OF_HALF * rms(plain)):
             return []
         for name in HALF:
-            errors = self.halves[COMPUTED + name]
+            size = rms(self._errors(COMPUTED + name, self.few))
+            if not size / ROUGHLY <= rms(left) <= ROUGHLY * size:  # which spares the time on more tokens
+                continue
+            errors = self._errors(COMPUTED + name, self.some)
             size = rms(errors)
             if len(errors) != len(left) or not size / 3 <= rms(left) <= 3 * size:
                 continue
-            like = max(_correlation(left, self.halves[how + name]) for how in (COMPUTED, ROUNDED))
+            like = max(_correlation(left, self._errors(how + name, self.some)) for how in (COMPUTED, ROUNDED))
             if like >= max(LIKE, 3 / len(left) ** 0.5):
                 what = f"about as far as {name} rounding is ({size:.2g} nats rms), in other digits"
                 words = f"{judged.words} and {what}" if steps else what
@@ -359,8 +424,9 @@ class Search:
 
     def _reordered(self) -> list[Tried]:
         """Find numbers that belong to other responses, or to other tokens of the same response."""
-        recorded = {i: self.entries.values[i][self.usable[i]] for i in self.wrong}
-        expected = [e[u] for e, u in zip(self.reference.logprobs, self.usable, strict=True)]
+        usable = [numbers.usable.cpu() for numbers in self.numbers]
+        recorded = {i: self.entries.values[i][usable[i]] for i in self.wrong}
+        expected = [e[u] for e, u in zip(self.reference.logprobs, usable, strict=True)]
 
         def elsewhere(i: int) -> bool:
             a = recorded[i]
@@ -375,37 +441,59 @@ class Search:
         found += ["the right numbers in another order within the response"] * all(map(exchanged, self.wrong))
         return [Tried(words, "check how tokens and log-probs are joined", 0.0, True, 1.5) for words in found]
 
-    def _rows(self, weights: str, way: str, some: Sequence[int]) -> list[Row]:
-        """Compute the rows of the plain model and of a verdict in float64; float32 is enough to see what comes near."""
-        is_stock = some is self.few and bool(weights or way)
-        key = (weights, way, is_stock)
-        rows = self.rows.setdefault(key, {})
-        missing = [i for i in some if i not in rows]
-        rows.update({i: self._row(weights, way, i, is_stock) for i in missing})
-        total = sum(x.logits.numel() for of in self.rows.values() for x in of.values()) if missing else 0
-        for other in [k for k in self.rows if any(k[:2]) and k != key]:
-            if total > IN_MEMORY:
-                total -= sum(row.logits.numel() for row in self.rows.pop(other).values())
-        return [rows[i] for i in some]
+    def _rows(self, weights: str, way: str, some: Sequence[Window]) -> list[list[Row]]:
+        """Return the rows of each window, in pieces; logits of the plain model and the last other ones are kept."""
+        key = weights, way, some is self.few
+        if key not in self.rows:
+            for other in [k for k in self.rows if any(k[:2])]:
+                del self.rows[other]
+            model, of_windows = self._model(weights), self._states(weights, way, some)
+            joined = replace(of_windows[0][0], values=torch.cat([x.values for x, _ in of_windows]))
+            with self._as_computed(*key):
+                logits = joined.logits(model)
+            by_window = logits.to(_precision(*key)).split([w.end - w.start for w in some])
+            triples = zip(some, by_window, of_windows, strict=True)
+            self.rows[key] = [list(self._pieces(w, x, targets)) for w, x, (_, targets) in triples]
+        return self.rows[key]
 
-    def _row(self, weights: str, way: str, i: int, is_stock: bool) -> Row:
-        r, model = self.responses[i], self._model(weights)
-        passes = self.ways[way][i] if way else [fed(r.prompt_ids, r.response_ids)]
-        targets, device = torch.tensor(r.response_ids, device=model.device), model.device
-        is_narrow = is_stock or weights.startswith(COMPUTED)
-        as_wide: AbstractContextManager[Any] = nullcontext() if is_narrow else float64(model)
-        alike = [passes] if len({len(one.ids) for one in passes}) == 1 else [[one] for one in passes]
-        with as_wide:
-            found = [x for some in alike for x in logits_of(model, some)]
-        dtype = torch.float32 if is_stock else torch.float64
-        logits = torch.full((len(targets), found[0].shape[-1]), math.nan, dtype=dtype, device=device)
-        for one, x in zip(passes, found, strict=True):
-            tokens = list(one.tokens)
-            logits[tokens] = x.to(logits)
-            targets[tokens] = torch.tensor(one.targets, device=device)
-        context = passes[0].ids[: passes[0].at[0] + 1]
-        columns = (self.entries.values[i], self.usable[i], torch.tensor(r.counts), self.reference.logprobs[i])
-        return Row(logits, targets, context, *(x.to(device) for x in columns))
+    def _pieces(self, w: Window, logits: Tensor, targets: Tensor) -> Iterator[Row]:
+        r = self.responses[w.response]
+        for at in pieces(*logits.shape):
+            before = r.response_ids[: w.start + at.start]
+            yield Row(logits[at], targets[at], r.prompt_ids, before, self.numbers[w.response])
+
+    def _states(self, weights: str, way: str, some: Sequence[Window]) -> list[tuple[States, Tensor]]:
+        """Return what predicts the tokens of each window, and the targets: of `way` they may be other tokens."""
+        key = weights, way, some is self.few
+        if key in self.states:
+            return self.states[key]
+        model, windows, passes = self._model(weights), list[int](), list[Fed]()
+        for k, w in enumerate(some):
+            r = self.responses[w.response]
+            for one in self.ways[way][w.response] if way else [fed(r.prompt_ids, r.response_ids)]:
+                if (part := one.within(w.start, w.end)) is not None:
+                    windows.append(k)
+                    passes.append(part)
+        with self._as_computed(*key):
+            of_passes = dict(states(model, passes))
+        first = of_passes[0]
+        found = []
+        for w in some:
+            size = w.end - w.start, first.values.shape[-1]
+            targets = torch.tensor(self.responses[w.response].response_ids[w.start : w.end], device=model.device)
+            found.append((replace(first, values=first.values.new_full(size, math.nan)), targets))
+        for number, (k, one) in enumerate(zip(windows, passes, strict=True)):
+            tokens = [t - some[k].start for t in one.tokens]
+            found[k][0].values[tokens] = of_passes[number].values
+            found[k][1][tokens] = torch.tensor(one.targets, device=model.device)
+        if first.output is not None:  # else they are logits
+            self.states[key] = found
+        return found
+
+    def _as_computed(self, weights: str, way: str, is_few: bool) -> AbstractContextManager[Any]:
+        """Compute plain rows and those of a verdict in float64; float32 is enough to see what comes near."""
+        is_narrow = weights.startswith(COMPUTED) or _precision(weights, way, is_few) == torch.float32
+        return nullcontext() if is_narrow else float64(self._model(weights))
 
     def _model(self, weights: str) -> PreTrainedModel:
         if weights in self.subject.options:
@@ -422,6 +510,14 @@ class Search:
             memo: dict[int, Any] = {i: Parameter(x.float() if is_wide else x, False) for i, x in rounded.items()}
             self.made = weights, copy.deepcopy(self.subject.model, memo)
         return self.made[1]
+
+
+def _is_half(cause: Variant) -> bool:
+    return cause.name.startswith((COMPUTED, ROUNDED))
+
+
+def _precision(weights: str, way: str, is_few: bool) -> torch.dtype:
+    return torch.float32 if is_few and bool(weights or way) else torch.float64
 
 
 def _correlation(a: Tensor, b: Tensor) -> float:

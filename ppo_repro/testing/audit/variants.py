@@ -13,7 +13,7 @@ by size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -47,33 +47,59 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Row:
-    """What a model said about the n tokens of one response, and what was recorded of it."""
+class Numbers:
+    """What was recorded of one response of n tokens, and what should have been: float64 [n] in nats, bool [n]."""
 
-    logits: Tensor  # [n, V]
-    targets: Tensor  # [n]
-    context: tuple[int, ...]  # the ids before the first target
-    wanted: Tensor  # [n] the recorded numbers
-    usable: Tensor  # [n] bool: finite, and judged
-    counts: Tensor  # [n] bool
-    reference: Tensor  # [n] the log-probs of the model as they should be
+    recorded: Tensor
+    usable: Tensor  # finite, and judged
+    counts: Tensor
+    reference: Tensor  # the log-probs of the model as they should be
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a model said about k neighbouring tokens of one response, and what was recorded of the response."""
+
+    logits: Tensor  # [k, V]
+    targets: Tensor  # [k]
+    prompt: tuple[int, ...]  # the ids before the response
+    before: tuple[int, ...]  # the response's ids before the first target
+    numbers: Numbers
+
+    @property
+    def here(self) -> slice:
+        """Return where in the response the k tokens are."""
+        return slice(len(self.before), len(self.before) + len(self.targets))
+
+    @property
+    def wanted(self) -> Tensor:
+        """Return the recorded numbers of the k tokens."""
+        return self.numbers.recorded[self.here]
+
+    @property
+    def usable(self) -> Tensor:
+        """Say which of the k tokens are judged."""
+        return self.numbers.usable[self.here]
 
     @cached_property
     def seen(self) -> Tensor:
-        """Count how often each token occurs before each target, in prompt and response, [n, V]."""
-        before = torch.tensor(self.context, dtype=torch.long, device=self.logits.device)
-        return self.seen_in_response + torch.bincount(before, minlength=self.logits.shape[-1])
+        """Count how often each token occurs before each target, in prompt and response, [k, V]."""
+        return self.seen_in_response + self._counted(self.prompt)
 
     @cached_property
     def seen_in_response(self) -> Tensor:
-        """Count how often each token occurs before each target in the response, [n, V]."""
+        """Count how often each token occurs before each target in the response, [k, V]."""
         counts = torch.zeros_like(self.logits)
         counts[range(1, len(counts)), self.targets[:-1]] = 1.0
-        return counts.cumsum(0)
+        return counts.cumsum(0) + self._counted(self.before)
+
+    def _counted(self, ids: tuple[int, ...]) -> Tensor:
+        on = torch.tensor(ids, dtype=torch.long, device=self.logits.device)
+        return torch.bincount(on, minlength=self.logits.shape[-1])
 
 
-# of the row's logits [n, V]: logits whose softmax is the distribution; of its log-probs [n, V]: the quantity [n]; of
-# the quantity [n]: what is recorded [n]. The number is the parameter
+# of the row's logits [k, V]: logits whose softmax is the distribution; of its log-probs [k, V]: the quantity [k]; of
+# the quantity of the whole response [n], NaN where it is not known: what is recorded [n]. The number is the parameter
 Change = Callable[[Row, Sampling, Tensor, float], Tensor]
 Candidates = Callable[[Sequence[Row], Sampling], Sequence[float]]
 
@@ -95,7 +121,7 @@ class Variant:
 # distributions
 
 
-def cut(scaled: Tensor, top_k: int, top_p: float, min_p: float, in_turn: bool = False) -> Tensor:
+def cut(scaled: Tensor, top_k: int, top_p: float, min_p: float, first: Collection[str] = ()) -> Tensor:
     """Put -inf where a cut drops a token.
 
     Args:
@@ -103,16 +129,20 @@ def cut(scaled: Tensor, top_k: int, top_p: float, min_p: float, in_turn: bool = 
         top_k: tokens that stay, 0 for all.
         top_p: probability that stays, 1 for all.
         min_p: tokens stay that are as likely as this share of the likeliest.
-        in_turn: top-p of what top-k has left, renormalised.
+        first: the cuts, of "top-k" and "min-p", that come before top-p, which then keeps `top_p` of what they leave.
 
     Returns:
         [n, V].
     """
-    vocabulary, left, limit = scaled.shape[-1], scaled, scaled.new_full((len(scaled), 1), -math.inf)
+    limits, vocabulary = dict[str, Tensor](), scaled.shape[-1]
     if top_k > 0:
-        limit = scaled.topk(min(top_k, vocabulary)).values[:, -1:]
-        left = scaled.masked_fill(scaled < limit, -math.inf) if in_turn else scaled
+        limits["top-k"] = scaled.topk(min(top_k, vocabulary)).values[:, -1:]
+    if min_p > 0.0:
+        limits["min-p"] = scaled.amax(-1, keepdim=True) + math.log(min_p)
     if top_p < 1.0:
+        left = scaled
+        for name in first:
+            left = left.masked_fill(left < limits[name], -math.inf) if name in limits else left
         total, size = left.logsumexp(-1, keepdim=True), min(HEAD, vocabulary)
         while True:
             ranked = left.topk(size).values
@@ -121,10 +151,10 @@ def cut(scaled: Tensor, top_k: int, top_p: float, min_p: float, in_turn: bool = 
             if size == vocabulary or bool((count < size).all()):
                 break
             size = vocabulary
-        limit = torch.maximum(limit, ranked.gather(-1, count - 1))
-    if min_p > 0.0:
-        limit = torch.maximum(limit, scaled.amax(-1, keepdim=True) + math.log(min_p))
-    return scaled.masked_fill(scaled < limit, -math.inf)
+        limits["top-p"] = ranked.gather(-1, count - 1)
+    for limit in limits.values():
+        scaled = scaled.masked_fill(scaled < limit, -math.inf)
+    return scaled
 
 
 def penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -137,35 +167,41 @@ def tempered(row: Row, s: Sampling, logits: Tensor, x: float = 0.0) -> Tensor:
     return logits / s.temperature
 
 
-def processed(row: Row, s: Sampling, logits: Tensor, x: float = 0.0, in_turn: bool = False) -> Tensor:
-    """Return what tokens are sampled from: penalty, temperature, then the cuts.
-
-    Args:
-        row: has the tokens seen before.
-        s: settings of the stack.
-        logits: [n, V].
-        x: a parameter that this distribution has not.
-        in_turn: top-p of what top-k has left, renormalised.
-
-    Returns:
-        [n, V], -inf where a cut drops a token.
-    """
-    if s.repetition_penalty != 1.0:
-        logits = penalised(logits, row.seen, s.repetition_penalty)
-    return cut(logits / s.temperature, s.top_k, s.top_p, s.min_p, in_turn)
-
-
 def raw(row: Row, s: Sampling, logits: Tensor, x: float = 0.0) -> Tensor:
     """Return the model's own distribution, at temperature 1."""
     return logits
 
 
+def _processed(first: Collection[str] = (), is_cut_first: bool = False) -> Change:
+    """Make what tokens are sampled from: logits after penalty, temperature and cuts, or the temperature last."""
+
+    def change(row: Row, s: Sampling, logits: Tensor, x: float) -> Tensor:
+        if s.repetition_penalty != 1.0:
+            logits = penalised(logits, row.seen, s.repetition_penalty)
+        cuts = s.top_k, s.top_p, s.min_p, first
+        return cut(logits, *cuts) / s.temperature if is_cut_first else cut(logits / s.temperature, *cuts)
+
+    return change
+
+
+PROCESSED = "processed"  # with which the names begin of what engines sample from; they differ in the order of cuts
 DEFINITIONS: dict[str, Change] = {
     "tempered": tempered,
-    "processed": processed,
-    "processed, top-p of what top-k leaves": lambda row, s, logits, x: processed(row, s, logits, in_turn=True),
+    PROCESSED: _processed(),
+    "processed, top-p of what top-k leaves (Transformers, vLLM)": _processed(("top-k",)),
+    "processed, top-p of what min-p and top-k leave (vLLM)": _processed(("min-p", "top-k")),
+    "processed, the cuts before the temperature (MLX)": _processed(is_cut_first=True),
+    "processed, top-p of what top-k leaves, before the temperature (llama.cpp)": _processed(("top-k",), True),
     "raw": raw,
 }
+
+
+def distinct(sampling: Sampling) -> list[str]:
+    """Return the definitions that differ with these settings; without the raw one, which only a user can mean."""
+    both, by_share = sampling.top_k > 0 and sampling.top_p < 1.0, sampling.top_p < 1.0 or sampling.min_p > 0.0
+    is_last = sampling.temperature != 1.0 and by_share  # where it matters whether the temperature is
+    differ = True, sampling.is_cut, both, sampling.min_p > 0.0 and sampling.top_p < 1.0, is_last, both and is_last
+    return [name for name, it_does in zip(DEFINITIONS, differ, strict=False) if it_does]
 
 
 def own(row: Row, logits: Tensor) -> Tensor:
@@ -231,12 +267,13 @@ def _entropy(logp: Tensor) -> Tensor:
 
 
 def _shifts(rows: Sequence[Row], sampling: Sampling) -> Sequence[float]:
-    longest = min(max(len(r.wanted) for r in rows) - 1, 64)
+    longest = min(max(len(r.numbers.counts) for r in rows) - 1, 64)
     return [float(k) for n in range(1, longest + 1) for k in (n, -n)]
 
 
 def _floor(rows: Sequence[Row], sampling: Sampling) -> Sequence[float]:
-    values = torch.cat([r.wanted[r.usable] for r in rows])
+    of_responses = {id(r.numbers): r.numbers for r in rows}.values()  # pieces of one response have the same
+    values = torch.cat([n.recorded[n.usable] for n in of_responses])
     low = values.min() if len(values) else torch.tensor(0.0)
     return [float(low)] if int((values == low).sum()) >= 2 and int((values > low).sum()) >= VARIED else []
 
@@ -286,11 +323,11 @@ def _quantity(name: str, change: Callable[[Row, Tensor], Tensor]) -> Variant:
 
 
 def _unit(name: str, change: Callable[[Tensor], Tensor], advice: str = OWN) -> Variant:
-    """Take `change` of the numbers of the tokens that count, [k]."""
+    """Take `change` of the numbers of the tokens that count."""
 
     def counted(r: Row, s: Sampling, v: Tensor, x: float) -> Tensor:
-        found = torch.full_like(r.wanted, torch.nan)
-        found[r.counts] = change(v[r.counts])
+        found, counts = torch.full_like(v, torch.nan), r.numbers.counts
+        found[counts] = change(v[counts])
         return found
 
     return Variant(name, "unit", advice, counted)
@@ -320,13 +357,27 @@ VARIANTS: tuple[Variant, ...] = (
         refine=True,
         in_pairs=1,
     ),
-    _distribution("of the processed distribution, not of all tokens", SAME_CUTS, processed, lambda s: s.is_cut),
+    *(
+        _distribution(
+            f"of the processed distribution{name.removeprefix(PROCESSED)}, not of all tokens",
+            SAME_CUTS,
+            change,
+            lambda s, name=name: name in distinct(s),  # type: ignore[misc]
+        )
+        for name, change in DEFINITIONS.items()
+        if name.startswith(PROCESSED)
+    ),
     _distribution("of all tokens, not of the processed distribution", SAME_CUTS, tempered, lambda s: s.is_cut),
-    _distribution(
-        "temperature 1 and normalised over the tokens that the cuts keep",
-        SAME_CUTS,
-        lambda r, s, v, x: cut(v, s.top_k, s.top_p, s.min_p),
-        lambda s: s.temperature != 1.0 and s.is_cut,
+    *(
+        _distribution(
+            f"temperature 1 and normalised over the tokens that the cuts keep{order}",
+            SAME_CUTS,
+            lambda r, s, v, x, first=first: cut(v, s.top_k, s.top_p, s.min_p, first),  # type: ignore[misc]
+            lambda s, first=first: (  # type: ignore[misc]
+                s.temperature != 1.0 and s.is_cut and (not first or (s.top_k > 0 and s.top_p < 1.0))
+            ),
+        )
+        for order, first in (("", ()), (", top-p of what top-k leaves", ("top-k",)))
     ),
     _cut("top-k", TOP_K, lambda scaled, x: cut(scaled, int(x), 1.0, 0.0)),
     _cut("top-p", TOP_P, lambda scaled, x: cut(scaled, 0, x, 0.0)),

@@ -55,6 +55,15 @@ class Fed:
     targets: tuple[int, ...]
     positions: tuple[int, ...] | None = None
 
+    def within(self, start: int, end: int) -> Fed | None:
+        """Return the pass for the response tokens from `start` to before `end` alone; None if it has none of them."""
+        some = [k for k, token in enumerate(self.tokens) if start <= token < end]
+        if not some:
+            return None
+        length = self.at[some[-1]] + 1
+        tokens, at, targets = (tuple(column[k] for k in some) for column in (self.tokens, self.at, self.targets))
+        return Fed(self.ids[:length], tokens, at, targets, None if self.positions is None else self.positions[:length])
+
 
 Way = Callable[[int], Sequence[Fed] | None]  # of the index of a response; None: there it changes nothing
 Ids = Sequence[int]

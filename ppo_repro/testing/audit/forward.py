@@ -1,0 +1,150 @@
+"""What a model says after passes: hidden states, and logits of a few tokens at a time by the model's own forward.
+
+Logits of a large vocabulary need more time and memory than the layers below. So the decoder computes once, and the rest
+of the model's forward computes logits from the decoder's output where they are needed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from ppo_repro.base.output import say
+from ppo_repro.testing.audit.ways import Fed
+
+TOGETHER = 2048  # tokens that are computed together
+PIECE = 1 << 21  # logits that are computed with at once: larger blocks cost the system more than the arithmetic
+EVERY = 10.0  # seconds between two lines of progress
+
+
+@dataclass(frozen=True)
+class States:
+    """What predicts n tokens: the decoder's output there [n, H], or the logits [n, V] of a model that has none."""
+
+    values: Tensor
+    output: Any = None  # the decoder's, of which `values` are the last hidden states; None: `values` are logits
+
+    def logits(self, model: PreTrainedModel, start: int = 0, end: int | None = None) -> Tensor:
+        """Return the logits of some of the tokens."""
+        values = self.values[start:end]
+        return values if self.output is None else _head(model, model.get_decoder(), self.output, values[None])[0]
+
+
+class Progress:
+    """Says how far a long computation is, and about how long it still takes."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self.what, self.total, self.done = what, total, 0
+        self.began = self.said = time.monotonic()
+
+    def step(self, done: int = 1) -> None:
+        """Count so many more; a line after some seconds."""
+        self.done += done
+        now = time.monotonic()
+        if now - self.said >= EVERY and self.done < self.total:
+            left = (now - self.began) / self.done * (self.total - self.done)
+            say(f"audit: {self.what}: {self.done:,} of {self.total:,}, about {left:,.0f} s left")
+            self.said = now
+
+
+def states(model: PreTrainedModel, passes: Sequence[Fed], is_padded: bool = False) -> Iterator[tuple[int, States]]:
+    """Compute passes, those of one length together; yields their indices, each with what predicts its targets.
+
+    `is_padded`: passes of any length are computed together, each filled up at its end.
+    """
+    order = sorted(range(len(passes)), key=lambda k: (passes[k].positions is None, len(passes[k].ids)))
+    for _, alike in groupby(order, lambda k: (passes[k].positions is None, is_padded or len(passes[k].ids))):
+        some: list[int] = []
+        for k in alike:
+            if some and (len(some) + 1) * len(passes[k].ids) > TOGETHER:
+                yield from zip(some, _states(model, [passes[k] for k in some]), strict=True)
+                some = []
+            some.append(k)
+        yield from zip(some, _states(model, [passes[k] for k in some]), strict=True)
+
+
+def pieces(length: int, vocabulary: int) -> Iterator[slice]:
+    """Split so many tokens into runs of at most PIECE logits."""
+    size = max(1, PIECE // vocabulary)
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def _states(model: PreTrainedModel, passes: Sequence[Fed]) -> list[States]:
+    length, device = max(len(one.ids) for one in passes), model.device
+
+    def filled(of: Callable[[Fed], Sequence[int]]) -> Tensor:
+        rows = [[*of(one), *[of(one)[-1]] * (length - len(one.ids))] for one in passes]
+        return torch.tensor(rows, device=device)
+
+    there = torch.tensor([[k < len(one.ids) for k in range(length)] for one in passes], device=device).long()
+    options: dict[str, Any] = {"input_ids": filled(lambda one: one.ids), "attention_mask": there, "use_cache": False}
+    if passes[0].positions is not None:
+        options["position_ids"] = filled(lambda one: one.positions or ())
+    first = min(min(one.at) for one in passes)
+    decoder, stock = _decoder(model), _stock(model)
+    if decoder is not None:
+        with _outputs(decoder) as found:
+            stock(**options, **_keeping(model, 1))
+        hidden, output = found[0].last_hidden_state, replace(found[0], last_hidden_state=None)
+        return [States(x[list(one.at)], output) for x, one in zip(hidden, passes, strict=True)]
+    logits = stock(**options, **_keeping(model, length - first)).logits[:, first - length :]
+    return [States(x[[a - first for a in one.at]]) for x, one in zip(logits, passes, strict=True)]
+
+
+def _stock(model: PreTrainedModel) -> Any:
+    return model
+
+
+def _keeping(model: PreTrainedModel, last: int) -> dict[str, int]:
+    return {"logits_to_keep": last} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+
+
+@contextmanager
+def _outputs(decoder: nn.Module) -> Iterator[list[Any]]:
+    """Collect what the decoder returns inside the block."""
+    found: list[Any] = []
+    handle = decoder.register_forward_hook(lambda module, given, output: found.append(output))
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def _head(model: PreTrainedModel, decoder: Any, output: Any, hidden: Tensor) -> Tensor:
+    """Run the model's forward on an output of its decoder: logits [1, n, V] of hidden states [1, n, H]."""
+    decoder.forward = lambda *args, **options: replace(output, last_hidden_state=hidden)
+    try:
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        logits: Tensor = _stock(model)(input_ids=ids, use_cache=False).logits
+        return logits
+    finally:
+        del decoder.forward
+
+
+_ARE_APART: dict[type[PreTrainedModel], bool] = {}
+
+
+def _decoder(model: PreTrainedModel) -> nn.Module | None:
+    """Return the decoder if the logits are a function of its output, which is tried once for each class; else None."""
+    decoder = model.get_decoder()
+    if type(model) not in _ARE_APART:
+        _ARE_APART[type(model)] = decoder is not model and _is_apart(model, decoder)
+    return decoder if _ARE_APART[type(model)] else None
+
+
+def _is_apart(model: PreTrainedModel, decoder: nn.Module) -> bool:
+    with _outputs(decoder) as found:
+        logits = _stock(model)(input_ids=torch.tensor([[0, 1, 0]], device=model.device), use_cache=False).logits
+    if len(found) != 1 or not isinstance(found[0], ModelOutput) or "last_hidden_state" not in found[0]:
+        return False
+    return torch.equal(_head(model, decoder, found[0], found[0]["last_hidden_state"]), logits)

@@ -69,8 +69,8 @@ def scored(folder: Path, rows: pd.DataFrame) -> Values:
 def write_dump(path: Path, rows: pd.DataFrame, sampler: Values, trainer: Values) -> None:
     """Write prompts and responses with the log-probs of all tokens, one after another."""
     ends = np.cumsum(rows["response_ids"].str.len())[:-1]
-    rows = rows.assign(rollout_logprobs=np.split(sampler, ends), old_logprobs=np.split(trainer, ends))
-    rows.to_parquet(path)
+    sides = [pd.Series(np.split(values, ends)) for values in (sampler, trainer)]
+    rows.assign(rollout_logprobs=sides[0], old_logprobs=sides[1]).to_parquet(path)
 
 
 def measured(model: Path, dump: Path, threads: int) -> tuple[float, int, str]:

@@ -196,12 +196,13 @@ def _definitions(
     that was said.
     """
     asked = {"sampler": sampling.sampler_logprobs, "trainer": sampling.trainer_logprobs}
+    rounding = RIGHT * max(reference.floor for reference in references.values())  # the same for all: it is no reason
 
     def distance(definition: str, sides: Sequence[str]) -> float:
-        reference, total = references[definition], 0.1 * (definition != "tempered")
+        reference, total = references[definition], 1.0 * (definition != "tempered")
         for name in sides:
             every = torch.cat(_distances(_entries(name, responses, reference), reference))
-            total += math.log(rms(every) + RIGHT * reference.floor)
+            total += math.log(rms(every) + rounding)
         return total
 
     def nearest(names: Sequence[str], sides: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -102,6 +102,8 @@ def test_every_entry_of_the_table_has_a_fault_that_it_names(made: Material) -> N
     shown = {c.name.partition("{")[0].strip() for c in VARIANTS}
     missing = {name for name in shown if name not in expected}
     assert missing <= {
+        *(f"of the processed distribution{order}, not of all tokens" for order in ORDERS),
+        "temperature 1 and normalised over the tokens that the cuts keep, top-p of what top-k leaves",
         "of all tokens, not of the processed distribution",
         "the logit, not normalised",
     }
@@ -130,37 +132,64 @@ def test_zeros_and_missing_entries_are_counted_and_judge_nothing_else(made: Mate
 # which distribution is meant
 
 
+def in_order(m: Material, s: Sampling, order: Sequence[str], cut_at: float) -> tuple[Values, list[list[bool]]]:
+    """Log-probs over the tokens that cuts keep, each of what the cut before it left, at a temperature; which exist."""
+    values: Values = []
+    for x, r in zip(m.plain, m.responses, strict=True):
+        found = []
+        for logits, token in zip(x.double().numpy(), r, strict=True):
+            left = np.argsort(-logits)
+            for name in order:
+                p = np.exp(logits[left] / cut_at)
+                p /= p.sum()
+                before = np.concatenate([[0.0], np.cumsum(p)[:-1]])
+                keeps = {"top-k": np.arange(len(p)) < (s.top_k or VOCAB), "min-p": p >= s.min_p * p[0]}
+                left = left[keeps.get(name, before <= s.top_p)]
+            own, every = logits[token] / s.temperature, np.log(np.exp(logits[left] / s.temperature).sum())
+            found.append(own - every if token in left else math.nan)
+        values.append(torch.tensor(found))
+    return values, [(~v.isnan()).tolist() for v in values]
+
+
+# what engines do, and how a definition of the audit says it
+ORDERS: dict[str, tuple[tuple[str, ...], bool]] = {
+    "": (("top-p", "min-p", "top-k"), False),
+    ", top-p of what top-k leaves (Transformers, vLLM)": (("top-k", "top-p", "min-p"), False),
+    ", top-p of what min-p and top-k leave (vLLM)": (("min-p", "top-k", "top-p"), False),
+    ", the cuts before the temperature (MLX)": (("top-p", "min-p", "top-k"), True),
+    ", top-p of what top-k leaves, before the temperature (llama.cpp)": (("top-k", "top-p", "min-p"), True),
+}
+ALL_CUTS = Sampling(0.8, 0.8, 6, 0.1)
+
+
 @pytest.mark.parametrize(
-    "sampling",
+    ("sampling", "order"),
     [
-        Sampling(0.8),
-        Sampling(1.3, top_k=8),
-        Sampling(0.8, top_p=0.97),
-        Sampling(0.8, 0.97, 8),
-        Sampling(0.8, min_p=0.01),
+        *((Sampling(*x), "") for x in ((0.8,), (1.3, 1.0, 8), (0.8, 0.97), (0.8, 0.97, 8), (0.8, 1.0, 0, 0.01))),
+        *((ALL_CUTS, order) for order in ORDERS),
     ],
 )
 def test_log_probs_of_the_processed_distribution_are_right_if_both_sides_have_them(
-    made: Material, subject: Subject, sampling: Sampling
+    made: Material, subject: Subject, sampling: Sampling, order: str
 ) -> None:
-    kept = Material(made.model, made.prompts, made.responses)
-    values: Values = []
-    for x, r in zip(kept.plain, kept.responses, strict=True):
-        p = np.exp((x.double() / sampling.temperature).log_softmax(-1).numpy())
-        rows = []
-        for row, token in zip(p, r, strict=True):
-            order = np.argsort(-row)
-            before = np.concatenate([[0.0], np.cumsum(row[order])[:-1]])
-            keep = (before <= sampling.top_p) & (np.arange(VOCAB) < (sampling.top_k or VOCAB))
-            keep &= row[order] >= sampling.min_p * row.max()
-            inside = token in order[keep]
-            rows.append(math.log(row[token] / row[order][keep].sum()) if inside else math.nan)
-        values.append(torch.tensor(rows))
-    mask = [(~v.isnan()).tolist() for v in values]
+    cuts, is_last = ORDERS[order]
+    values, mask = in_order(made, sampling, cuts, 1.0 if is_last else sampling.temperature)
     found = audit(subject, made.dump(values, values, mask), sampling)
     assert found.sampler.is_right
     assert found.trainer.is_right
-    assert (found.sampler.definition == "processed") == sampling.is_cut
+    assert found.sampler.definition == f"processed{order}" if sampling.is_cut else "tempered"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_order_of_cuts_on_one_side_is_named(made: Material, subject: Subject, order: str) -> None:
+    cuts, is_last = ORDERS[order]
+    values, mask = in_order(made, ALL_CUTS, cuts, 1.0 if is_last else 0.8)
+    found = audit(subject, made.dump(values, made.logprobs(), mask), ALL_CUTS)
+    assert found.sampler.cause == f"of the processed distribution{order}, not of all tokens"
+    assert found.trainer.is_right
+    said = replace(ALL_CUTS, sampler_logprobs="processed", trainer_logprobs="tempered")
+    assert audit(subject, made.dump(values, made.logprobs(), mask), said).sampler.is_right
 
 
 @pytest.mark.slow

@@ -189,7 +189,9 @@ def test_a_reward_model_is_trained_on_pairs_of_ones_own(folder: Path, tmp_path: 
     code, _, err = cli("run", TINY, "--out", tmp_path, *sets, "--set", made)
     assert code == 2
     assert "need pairs, or task.kind = arithmetic" in one_line(err)
-    run_dir = Path(json.loads(out)["run_dir"])
+    summary = json.loads(out)
+    assert not summary["is_judged"], "no answer tells a right response from a wrong one"
+    run_dir = Path(summary["run_dir"])
     assert "inputs/pairs.jsonl" in manifest.load(run_dir).inputs
     assert 0.0 <= float(manifest.load(run_dir).final["reward_model_pair_accuracy"]) <= 1.0
     assert cli("rerun", run_dir, "--set", "layout.forward_micro_batch=3")[0] == 0

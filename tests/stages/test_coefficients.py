@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ppo_repro.config.files import load_config
-from ppo_repro.stages.coefficients import first_coefficients, last_kl, next_coefficients
+from ppo_repro.stages.coefficients import first_coefficients, last_kl, learning_rates, next_coefficients
 from tests.support.bare import bare_advantages, bare_forward
 from tests.support.paths import TINY
 
@@ -31,3 +31,12 @@ def step(epoch: int, tokens: int, approx_kl: float | None) -> Any:
 def test_the_last_kl_is_the_token_mean_of_the_policy_s_last_epoch() -> None:
     updates = [step(0, 10, 9.0), step(1, 1, 0.3), step(1, 3, 0.1), step(1, 5, None), step(2, 7, None)]
     assert last_kl(updates) == pytest.approx(0.15)
+
+
+def test_learning_rates_rise_in_the_warm_up_and_then_follow_the_schedule() -> None:
+    options = ("ppo.iterations=6", "ppo.warmup_iterations=2", "ppo.schedule=linear", "ppo.learning_rate=1e-3")
+    config = load_config(TINY, [*options, "value.learning_rate=2e-3"])
+    rates = [learning_rates(config, iteration) for iteration in range(6)]
+    factors = [1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25]
+    assert [policy for policy, _ in rates] == pytest.approx([1e-3 * f for f in factors])
+    assert [value for _, value in rates] == pytest.approx([2e-3 * f for f in factors])

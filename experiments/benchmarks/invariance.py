@@ -20,7 +20,8 @@ from pathlib import Path
 
 from ppo_repro.base.errors import PromiseBroken
 from ppo_repro.base.watcher import Silent
-from ppo_repro.config.files import load_config, run_folder
+from ppo_repro.config.files import load_config
+from ppo_repro.config.inputs import run_folder
 from ppo_repro.numerics import build, library
 from ppo_repro.records import reader
 from ppo_repro.runs.language import LanguageKind

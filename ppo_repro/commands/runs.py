@@ -104,7 +104,8 @@ def dpo_command(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace, command: str) -> int:
     from ppo_repro.base.files import require_new
     from ppo_repro.base.lock import require_no_writer
-    from ppo_repro.config.files import load_any, run_folder
+    from ppo_repro.config.files import load_any
+    from ppo_repro.config.inputs import run_folder
     from ppo_repro.config.run import RunConfig
     from ppo_repro.records.label import label_of
     from ppo_repro.runs.early import require_inputs

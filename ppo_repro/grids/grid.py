@@ -18,7 +18,8 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write
 from ppo_repro.base.lock import only_writer
 from ppo_repro.base.output import say_anyway
-from ppo_repro.config.files import dump_yaml, run_folder
+from ppo_repro.config.files import dump_yaml
+from ppo_repro.config.inputs import run_folder
 from ppo_repro.config.run import RunConfig
 from ppo_repro.grids.cell import CELLS, RESULTS, Executor, Order, last_result, run_of, state_of
 from ppo_repro.grids.spec import Cell, Grid

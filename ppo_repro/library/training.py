@@ -16,7 +16,8 @@ import yaml
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import atomic_write
 from ppo_repro.base.progress import ConsoleProgress
-from ppo_repro.config.files import apply_overrides, build_config, load_config, run_folder
+from ppo_repro.config.files import apply_overrides, build_config, load_config
+from ppo_repro.config.inputs import run_folder
 from ppo_repro.config.run import RunConfig
 from ppo_repro.config.yaml_text import describe_value, with_numbers
 from ppo_repro.library.runs import Run, open_run

@@ -14,7 +14,7 @@ from typing import Any
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.config import files
-from ppo_repro.config.files import Inputs
+from ppo_repro.config.inputs import INPUTS_FOLDER, Inputs, digest_of, gather, run_folder
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import CONFIG_NAME, FINAL_STATE, check_config, starts_of
@@ -45,7 +45,7 @@ def located_tree(
     check_config(run_dir, recorded)
     tree: dict[str, Any] = files.read_tree(run_dir / CONFIG_NAME)
     for name, digest in recorded.inputs.items():
-        if name.startswith(f"{files.INPUTS_FOLDER}/"):
+        if name.startswith(f"{INPUTS_FOLDER}/"):
             try:
                 check_file(run_dir / name, digest)
             except UserError as error:
@@ -64,7 +64,7 @@ def _found(run_dir: Path, field: str, path: Path, wanted: Mapping[str, str], els
     """Return the path of a file, or of a folder with files, that have these digests."""
     is_file = set(wanted) == {path.name}
     for place in _places(run_dir, path.parent if is_file else path, elsewhere):
-        if all((place / n).is_file() and files.digest_of(place / n) == digest for n, digest in wanted.items()):
+        if all((place / n).is_file() and digest_of(place / n) == digest for n, digest in wanted.items()):
             return place / path.name if is_file else place
     searched = "" if elsewhere is None else f", nor is it below {elsewhere}"
     raise UserError(
@@ -151,7 +151,7 @@ def plan_fork(source: Path, at: int | None, overrides: Sequence[str], out: Path,
     before = files.build_config(copy.deepcopy(tree), path)
     files.apply_overrides(tree, overrides)
     config = files.build_config(tree, path)
-    old, new = files.gather(before), files.gather(config)
+    old, new = gather(before), gather(config)
     changed = changes(flat(old.tree), flat(new.tree)) | changes(old.digests, new.digests)
     changed = {field: values for field, values in changed.items() if not _is_same_folder(field, old, new)}
     for field in changed:
@@ -168,7 +168,7 @@ def plan_fork(source: Path, at: int | None, overrides: Sequence[str], out: Path,
         fingerprint=recorded.iterations[start - 1].chain,
         changed=changed,
     )
-    return Fork(config, source, recorded, origin, files.run_folder(config, out, origin.fingerprint))
+    return Fork(config, source, recorded, origin, run_folder(config, out, origin.fingerprint))
 
 
 def _is_same_folder(field: str, old: Inputs, new: Inputs) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from ppo_repro.base.clock import Clock
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import SUMS_NAME, atomic_write
-from ppo_repro.config.files import gather, run_digest
+from ppo_repro.config.inputs import gather, run_digest
 from ppo_repro.records import manifest
 from ppo_repro.records.folder import ACCURACY_NAME, FORKED_FROM, REFERENCE, starts_of
 from ppo_repro.records.inputs import Fork

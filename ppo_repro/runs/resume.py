@@ -10,7 +10,8 @@ from pathlib import Path, PurePath
 from ppo_repro.base.clock import Clock, as_text
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.files import SUMS_NAME
-from ppo_repro.config.files import MODELS, apply_overrides, digest_of, validated
+from ppo_repro.config.files import MODELS, apply_overrides, validated
+from ppo_repro.config.inputs import digest_of
 from ppo_repro.config.rollout import OwnEngine, SGLangServers
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import digests, folder, manifest, reader

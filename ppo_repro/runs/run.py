@@ -19,7 +19,7 @@ from ppo_repro.base.lock import only_writer
 from ppo_repro.base.ranks import Ranks
 from ppo_repro.config.control import ControlConfig
 from ppo_repro.config.dpo import DPOConfig
-from ppo_repro.config.files import Inputs, gather, run_digest, run_folder
+from ppo_repro.config.inputs import Inputs, gather, run_digest, run_folder
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest, writer
 from ppo_repro.records.diff import Difference, from_recorded

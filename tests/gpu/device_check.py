@@ -32,7 +32,8 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 import ppo_repro
 from ppo_repro.base.ranks import ALONE
 from ppo_repro.base.watcher import Silent
-from ppo_repro.config.files import load_config, run_folder
+from ppo_repro.config.files import load_config
+from ppo_repro.config.inputs import run_folder
 from ppo_repro.models.batches import TokenBatch, lay_out
 from ppo_repro.models.networks import make_policy, policy_logits
 from ppo_repro.numerics import devices, library

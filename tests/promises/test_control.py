@@ -14,7 +14,7 @@ import pytest
 from ppo_repro.analysis.mismatch.parity import parity
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.watcher import Silent
-from ppo_repro.config.files import run_folder
+from ppo_repro.config.inputs import run_folder
 from ppo_repro.control import loop
 from ppo_repro.control.buffers import Rollout
 from ppo_repro.records import manifest, reader

@@ -16,7 +16,8 @@ import pytest
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.watcher import Silent
-from ppo_repro.config.files import load_config, run_folder
+from ppo_repro.config.files import load_config
+from ppo_repro.config.inputs import run_folder
 from ppo_repro.records import manifest, reader, schema
 from ppo_repro.records.diff import first_difference
 from ppo_repro.runs.verify import verify

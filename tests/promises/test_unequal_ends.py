@@ -17,7 +17,8 @@ from ppo_repro.base.errors import UserError
 from ppo_repro.base.watcher import Silent
 from ppo_repro.buffers import MinibatchUpdate
 from ppo_repro.checks.bisect import ResponseIndex, first_unequal, trace_sampler
-from ppo_repro.config.files import load_config, run_folder
+from ppo_repro.config.files import load_config
+from ppo_repro.config.inputs import run_folder
 from ppo_repro.records import manifest, reader
 from ppo_repro.records.folder import UNEQUAL, UNEQUAL_TOKENS
 from ppo_repro.runs.resume import Resumed

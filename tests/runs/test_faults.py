@@ -18,7 +18,8 @@ from ppo_repro.analysis.pairs.run_evidence import run_evidence
 from ppo_repro.base.seeding import words
 from ppo_repro.base.watcher import Silent
 from ppo_repro.checks.replay import recompute, stages_of
-from ppo_repro.config.files import load_config, run_folder
+from ppo_repro.config.files import load_config
+from ppo_repro.config.inputs import run_folder
 from ppo_repro.records import manifest, reader
 from ppo_repro.testing.diagnosis.diagnose import diagnose_chunks
 from tests.support.language import resume, run

@@ -20,7 +20,8 @@ import pytest
 
 from ppo_repro.base.errors import UserError
 from ppo_repro.base.watcher import Silent
-from ppo_repro.config.files import dump_yaml, load_config, run_folder
+from ppo_repro.config.files import dump_yaml, load_config
+from ppo_repro.config.inputs import run_folder
 from ppo_repro.records import manifest
 from ppo_repro.runs.verify import verify
 from tests.support.control import resume, run, small_control

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppo_repro.base.watcher import Silent
-from ppo_repro.config.files import run_folder
+from ppo_repro.config.inputs import run_folder
 from ppo_repro.config.run import RunConfig
 from ppo_repro.records import manifest
 from tests.support.language import run

@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import strategies as st
 
-from ppo_repro.config.files import CONTROL, LANGUAGE, Inputs, Kind
+from ppo_repro.config.files import CONTROL, LANGUAGE, Kind
+from ppo_repro.config.inputs import Inputs
 from ppo_repro.config.yaml_text import parse_yaml
 from ppo_repro.records import arrow, digests, manifest, schema, writer
 from ppo_repro.records.manifest import IterationEntry, TableEntry

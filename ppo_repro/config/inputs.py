@@ -1,0 +1,103 @@
+"""The files that a configuration names: copied into the run folder, digested, and part of the folder's name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ppo_repro.base.errors import UserError
+from ppo_repro.base.files import file_digest
+from ppo_repro.base.user_file import modules_beside
+from ppo_repro.config.files import path_fields
+from ppo_repro.config.section import Experiment, canonical_json, short_digest
+
+INTERPRETER = "rollout.engine.python"  # a program, and no input
+INPUTS_FOLDER = "inputs"  # of a run folder
+LARGEST_COPY = 64_000_000  # bytes
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The files that a configuration names."""
+
+    tree: Mapping[str, Any]  # the configuration as config.yaml in the run folder has it
+    copies: Mapping[str, Path]  # by name below the run folder
+    digests: Mapping[str, str]  # SHA-256 of copies by that name, and of files that stay by FIELD/FILE
+
+
+def gather(config: Experiment) -> Inputs:
+    """Read the digest of every input; UserError if a file cannot be read. What is not there is refused elsewhere."""
+    tree, copies, digests = config.model_dump(mode="json"), dict[str, Path](), dict[str, str]()
+    folders = dict[Path, str]()  # where the Python files of a folder are copied to: apart, as they were
+    for field, section, name in path_fields(tree):
+        if field == INTERPRETER:
+            continue
+        text, colon, function = section[name].rpartition(":")
+        is_function = colon and text.endswith(".py")
+        file = Path(text if is_function else section[name])
+        if file.is_file() and file.suffix == ".py":
+            place = folders.setdefault(file.parent, f"{INPUTS_FOLDER}/{len(folders) + 1}" if folders else INPUTS_FOLDER)
+            for path in (file, *modules_beside(file)):
+                copy = f"{place}/{path.relative_to(file.parent).as_posix()}"
+                copies[copy], digests[copy] = path, digest_of(path)
+            section[name] = f"{place}/{file.name}{colon}{function}" if is_function else f"{place}/{file.name}"
+        elif file.is_file() and file.stat().st_size <= LARGEST_COPY:
+            digest, copy = digest_of(file), f"{INPUTS_FOLDER}/{file.name}"
+            number = 1
+            while digests.get(copy, digest) != digest:  # another file of that name
+                number += 1
+                copy = f"{INPUTS_FOLDER}/{file.stem}-{number}{file.suffix}"
+            copies[copy], digests[copy] = file, digest
+            section[name] = copy
+        else:
+            for path in [file] if file.is_file() else _decisive(file):
+                digests[f"{field}/{path.name}"] = digest_of(path)
+    return Inputs(tree, copies, digests)
+
+
+def _decisive(folder: Path) -> list[Path]:
+    """Return the files that say what a folder is: the manifest of a recorded run, or all of a model that is loaded."""
+    recorded = folder / "manifest.json"
+    if recorded.is_file() or not folder.is_dir():  # loading refuses what is no folder
+        return [recorded] if recorded.is_file() else []
+    return sorted(p for p in folder.iterdir() if p.suffix in {".json", ".safetensors", ".jinja", ".model", ".txt"})
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file, read once while it does not change. Raises UserError if it cannot be read."""
+    try:
+        about = path.stat()
+        return _digest(path.resolve(), about.st_mtime_ns, about.st_size)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+@cache
+def _digest(path: Path, modified: int, size: int) -> str:
+    return file_digest(path)
+
+
+def run_digest(inputs: Inputs, origin: str = "") -> str:
+    """Digest configuration, inputs and origin (the fingerprint from which a fork goes on) to 12 hex digits.
+
+    Paths of inputs do not count, their bytes do. Without any it is the digest of the configuration.
+    """
+    if not inputs.digests and not origin:
+        return short_digest(canonical_json(inputs.tree))
+    tree = json.loads(canonical_json(inputs.tree))
+    for field, section, name in path_fields(tree):
+        if any(known.startswith(f"{field}/") for known in inputs.digests):
+            section[name] = field
+    tree["inputs"] = dict(inputs.digests)
+    if origin:
+        tree["origin"] = origin
+    return short_digest(json.dumps(tree, sort_keys=True, separators=(",", ":")))
+
+
+def run_folder(config: Experiment, out: Path, origin: str = "") -> Path:
+    """Return the folder of a run: OUT/<experiment>/seed<seed>-<digest of configuration and inputs>."""
+    return out / config.experiment / f"seed{config.seed}-{run_digest(gather(config), origin)}"

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import ppo_repro
 from ppo_repro.base.errors import UserError
 from ppo_repro.numerics import library
-from ppo_repro.numerics.interface import ffi, ints
+from ppo_repro.numerics.interface import ffi, ints, names
 from ppo_repro.numerics.lowering import Lowered
 from ppo_repro.numerics.network import Network
 from ppo_repro.numerics.ranges import MAX_EXPERTS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH
@@ -103,8 +103,8 @@ BROKEN = {
     "max_position_embeddings": [("position_entries", -1)],
     "pad_token_id": [("padding", 89), ("padding", -2)],
     "eps of the norms": [("eps", 0.0), ("eps", float("nan")), ("eps", -1.0)],
-    "model_type": [("norm", 3), ("qk_norm", 3)],
-    "hidden_act": [("activation", 3)],
+    "model_type": [("norm", len(names("NormKind", ""))), ("qk_norm", len(names("QkNormKind", "")))],
+    "hidden_act": [("activation", len(names("ActivationKind", "")))],
     "intermediate_size": [("gated", 0)],
     "num_experts": [("mixtures", 3), ("mixtures", 0), ("experts", 0), ("experts", MAX_EXPERTS + 1), ("experts", 3)],
     "num_experts_per_tok": [("chosen", 0), ("chosen", 5)],

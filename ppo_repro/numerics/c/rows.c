@@ -158,51 +158,54 @@ INLINE void rotate(const float *x, const float *cosine, const float *sine, const
 
 // ----------------------------------------------------------------------------------------------- activations
 
-// Rule 5, definition: rows.activate. A new activation is a value of ActivationKind in interface.h, a
-// case in `activation` and in `activation_slope`, a line in OF_KIND, the upper bound in validity.c, a name
-// in description.py, and a case in definition/rows.py with its name in definition/model.py: the enum's suffix
-// in lower case. test_kernels.py and tests/gpu/twins.py then draw it; test_validity.py needs a new number
-// that is not known.
+// Rule 5, definition: rows.activate. Each activation has a function and its derivative.
 
 #define ROOT_HALF 0.707106781f
 #define ROOT_2_PI 0.797884561f         // sqrt(2 / pi)
 #define INVERSE_ROOT_2PI 0.398942280f  // 1 / sqrt(2 pi)
 #define CUBIC 0.044715f
 
+INLINE float silu(float x) { return x * sigmoid32(x); }
+INLINE float silu_slope(float x) {
+  float s = sigmoid32(x);
+  return s * fma32(x, 1.0f - s, 1.0f);
+}
+
+INLINE float gelu(float x) { return 0.5f * x * (1.0f + erf32(x * ROOT_HALF)); }
+INLINE float gelu_slope(float x) {
+  float cdf = 0.5f * (1.0f + erf32(x * ROOT_HALF));
+  return fma32(x * INVERSE_ROOT_2PI, exp32(-0.5f * x * x), cdf);
+}
+
+INLINE float gelu_tanh(float x) {
+  return 0.5f * x * (1.0f + tanh32(ROOT_2_PI * fma32(CUBIC * x * x, x, x)));
+}
+INLINE float gelu_tanh_slope(float x) {
+  float t = tanh32(ROOT_2_PI * fma32(CUBIC * x * x, x, x));
+  float inner_slope = ROOT_2_PI * fma32(3.0f * CUBIC * x, x, 1.0f);
+  return fma32(0.5f * x * (1.0f - t * t), inner_slope, 0.5f * (1.0f + t));
+}
+
+// A line for each ActivationKind. The switches below have no default, so the compiler names a kind without a
+// line.
+#define ACTIVATIONS(WITH)          \
+  WITH(ACT_SILU, silu, silu_slope) \
+  WITH(ACT_GELU, gelu, gelu_slope) \
+  WITH(ACT_GELU_TANH, gelu_tanh, gelu_tanh_slope)
+
 INLINE float activation(const ActivationKind kind, float x) {
-  switch (kind) {  // without a default, so that the compiler names a kind that is missing
-    case ACT_SILU: return x * sigmoid32(x);
-    case ACT_GELU: return 0.5f * x * (1.0f + erf32(x * ROOT_HALF));
-    case ACT_GELU_TANH: return 0.5f * x * (1.0f + tanh32(ROOT_2_PI * fma32(CUBIC * x * x, x, x)));
-  }
+#define VALUE(kind, value, slope) \
+  case kind: return value(x);
+  switch (kind) { ACTIVATIONS(VALUE) }
   __builtin_unreachable();
 }
 
 INLINE float activation_slope(const ActivationKind kind, float x) {
-  switch (kind) {
-    case ACT_SILU: {
-      float s = sigmoid32(x);
-      return s * fma32(x, 1.0f - s, 1.0f);
-    }
-    case ACT_GELU: {
-      float cdf = 0.5f * (1.0f + erf32(x * ROOT_HALF));
-      return fma32(x * INVERSE_ROOT_2PI, exp32(-0.5f * x * x), cdf);
-    }
-    case ACT_GELU_TANH: {
-      float t = tanh32(ROOT_2_PI * fma32(CUBIC * x * x, x, x));
-      float inner_slope = ROOT_2_PI * fma32(3.0f * CUBIC * x, x, 1.0f);
-      return fma32(0.5f * x * (1.0f - t * t), inner_slope, 0.5f * (1.0f + t));
-    }
-  }
+#define SLOPE(kind, value, slope) \
+  case kind: return slope(x);
+  switch (kind) { ACTIVATIONS(SLOPE) }
   __builtin_unreachable();
 }
-
-#define OF_KIND(function)                                       \
-  switch (a->kind) {                                            \
-    case ACT_SILU: function(a, row, ACT_SILU); break;           \
-    case ACT_GELU: function(a, row, ACT_GELU); break;           \
-    case ACT_GELU_TANH: function(a, row, ACT_GELU_TANH); break; \
-  }
 
 // `gated`: x [rows][2 n] has n gates, then n ups; y = act(gate) up. Else x [rows][n], y = act(x). y [rows][n]
 typedef struct {
@@ -224,7 +227,12 @@ INLINE void activation_one(const Activation *a, int row, const ActivationKind ki
   }
 }
 
-ROW(activation_row, Activation) { OF_KIND(activation_one) }
+// The kind is a constant in each loop.
+ROW(activation_row, Activation) {
+#define ONE(kind, value, slope) \
+  case kind: activation_one(a, row, kind); break;
+  switch (a->kind) { ACTIVATIONS(ONE) }
+}
 
 // From dy [rows][n] to dx, which has the shape of x
 typedef struct {
@@ -251,7 +259,11 @@ INLINE void activation_backward_one(const ActivationBackward *a, int row, const 
   }
 }
 
-ROW(activation_backward_row, ActivationBackward) { OF_KIND(activation_backward_one) }
+ROW(activation_backward_row, ActivationBackward) {
+#define BACKWARD_ONE(kind, value, slope) \
+  case kind: activation_backward_one(a, row, kind); break;
+  switch (a->kind) { ACTIVATIONS(BACKWARD_ONE) }
+}
 
 // ------------------------------------------------------------------------------- embeddings, sums and copies
 

@@ -11,6 +11,13 @@ INLINE int heads_fit(const Model *m, int count, int at, int step, long width) {
   return at >= 0 && step >= m->head_dim && at + (count - 1L) * step + m->head_dim <= width;
 }
 
+INLINE int is_activation(ActivationKind kind) {
+#define KNOWN(kind, value, slope) \
+  case kind: return 1;
+  switch (kind) { ACTIVATIONS(KNOWN) }
+  return 0;
+}
+
 // Up and down projection of an MLP or of one expert
 static int mlp_fits(const Model *m, const Matrix *up, const Matrix *down) {
   return within(down->k, 1, MAX_WIDTH) && has_shape(up, (m->gated ? 2L : 1L) * down->k, m->hidden) &&
@@ -61,7 +68,7 @@ const char *model_fault(const Model *m) {
     return "hidden_size: the scale of embeddings must be finite and above 0";
   if (!within(m->norm, NORM_RMS, NORM_LAYER) || !within(m->qk_norm, QK_NORM_NONE, QK_NORM_WHOLE))
     return "model_type: its kind of norm is not known";
-  if (!within(m->activation, ACT_SILU, ACT_GELU_TANH)) return "hidden_act: is not known";
+  if (!is_activation(m->activation)) return "hidden_act: is not known";
   if (!within(m->mixtures, 0, m->layers)) return "num_experts: more layers have experts than there are";
   if (m->mixtures && !within(m->experts, 1, MAX_EXPERTS)) return "num_experts: must be from 1 to 1024";
   if (m->mixtures && !within(m->chosen, 1, m->experts))

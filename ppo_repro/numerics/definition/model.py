@@ -69,7 +69,7 @@ class Model:
     embedding_scale: float = 1.0
     norm: Literal["rms", "rms_offset", "layer"] = "rms"
     qk_norm: Literal["none", "head", "whole"] = "none"
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    activation: str = "silu"  # a name in `rows.ACTIVATIONS`
     gated: bool = True
     parallel: bool = False
     cosine: Array = field(default_factory=lambda: np.zeros((0, 0), F))  # [positions, rotary / 2]; empty: no rotation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -91,22 +92,33 @@ def rotate(x: Array, cosine: Array, sine: Array) -> Array:
     return np.concatenate([a * c - b * s, b * c + a * s, rest], -1)
 
 
-def activate(kind: str, x: Array) -> tuple[Array, Array]:
-    """Compute an activation and its derivative. Kernels: `activation`, `activation_slope`.
+def silu(x: Array) -> tuple[Array, Array]:
+    """Compute x sigma(x), and its derivative sigma fma(x, 1 - sigma, 1). Kernels: `silu`, `silu_slope`."""
+    sigma = sigmoid32(x)
+    return x * sigma, sigma * fma(x, F(1) - sigma, F(1))
 
-    SiLU: x sigma(x), and sigma fma(x, 1 - sigma, 1).
-    GELU: (x / 2) (1 + erf(x / sqrt(2))). Its tanh form: (x / 2) (1 + t), t = tanh(sqrt(2 / pi) (x + 0.044715 x^3)).
+
+def gelu(x: Array) -> tuple[Array, Array]:
+    """Compute (x / 2) (1 + erf(x / sqrt(2))), and its derivative. Kernels: `gelu`, `gelu_slope`."""
+    cdf = F(1) + erf32(x * F(0.707106781))
+    return (F(0.5) * x) * cdf, fma(x * F(0.398942280), exp32((F(-0.5) * x) * x), F(0.5) * cdf)
+
+
+def gelu_tanh(x: Array) -> tuple[Array, Array]:
+    """Compute (x / 2) (1 + t) with t = tanh(sqrt(2 / pi) (x + 0.044715 x^3)), and its derivative.
+
+    Kernels: `gelu_tanh`, `gelu_tanh_slope`.
     """
-    half = F(0.5) * x
-    if kind == "gelu":
-        cdf = F(1) + erf32(x * F(0.707106781))
-        return half * cdf, fma(x * F(0.398942280), exp32((F(-0.5) * x) * x), F(0.5) * cdf)
-    if kind == "gelu_tanh":
-        root, cubic = F(0.797884561), F(0.044715)
-        t = tanh32(root * fma((cubic * x) * x, x, x))
-        slope = root * fma((F(3) * cubic) * x, x, F(1))
-        return half * (F(1) + t), fma(half * (F(1) - t * t), slope, F(0.5) * (F(1) + t))
-    if kind == "silu":
-        sigma = sigmoid32(x)
-        return x * sigma, sigma * fma(x, F(1) - sigma, F(1))
-    raise ValueError(f"the activation {kind!r} is not defined")
+    half, root, cubic = F(0.5) * x, F(0.797884561), F(0.044715)
+    t = tanh32(root * fma((cubic * x) * x, x, x))
+    slope = root * fma((F(3) * cubic) * x, x, F(1))
+    return half * (F(1) + t), fma(half * (F(1) - t * t), slope, F(0.5) * (F(1) + t))
+
+
+# by the names of the header's enum ActivationKind
+ACTIVATIONS: dict[str, Callable[[Array], tuple[Array, Array]]] = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh}
+
+
+def activate(kind: str, x: Array) -> tuple[Array, Array]:
+    """Compute an activation and its derivative. Kernels: `activation`, `activation_slope`."""
+    return ACTIVATIONS[kind](x)
